@@ -1,0 +1,43 @@
+"""Every error a user of jax_ucp can meet, as one tree.
+
+    UCPError
+    ├── LayoutError          shards do not fit the pattern or the geometry declared for them
+    ├── FormatError          a file is not what its name or its checkpoint says it is
+    │   ├── UnsafePickle     a torch file asks for a global, an opcode or a size we do not allow
+    │   └── CorruptData      bytes differ from their checksum, their twin or their recorded size
+    ├── NotACheckpoint       nothing at the path is a checkpoint we know, or it was never finished
+    └── TreeMismatch         a target tree and a checkpoint do not have the same leaves
+
+`LayoutError`, `FormatError` and `TreeMismatch` are also `ValueError`, `NotACheckpoint` is also
+`FileNotFoundError`, so that code which knows nothing of us catches them where it would expect to.
+"""
+
+from __future__ import annotations
+
+
+class UCPError(Exception):
+    """Anything jax_ucp refuses to do, with the reason and the remedy in its text."""
+
+
+class LayoutError(UCPError, ValueError):
+    """The shards do not fit the pattern or the geometry declared for them."""
+
+
+class FormatError(UCPError, ValueError):
+    """A file is not what its name, or the checkpoint around it, says it is."""
+
+
+class UnsafePickle(FormatError):
+    """A pickle asks for something that reading a checkpoint never needs."""
+
+
+class CorruptData(FormatError):
+    """Bytes differ from their checksum, from their twin, or from their recorded size."""
+
+
+class NotACheckpoint(UCPError, FileNotFoundError):
+    """Nothing at the path is a finished checkpoint of a format we know."""
+
+
+class TreeMismatch(UCPError, ValueError):
+    """The target tree and the checkpoint do not have the same leaves."""

@@ -1,0 +1,116 @@
+"""Boxes: half-open blocks of an array's index space."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Box:
+    """A block of an array: `start[i] <= x[i] < stop[i]` on every axis, in elements.
+
+    >>> Box((2, 0), (5, 4)).shape
+    (3, 4)
+    >>> Box((2, 0), (5, 4)).intersect(Box((4, 1), (9, 3)))
+    Box(start=(4, 1), stop=(5, 3))
+    """
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """The box of all elements of an array of `shape`."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def ndim(self) -> int:
+        return len(self.start)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def size(self) -> int:
+        """Number of elements; 1 for the box of a scalar."""
+        return math.prod(self.shape)
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The same block as a numpy index."""
+        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """The elements in both boxes, or None where there are none."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        if any(a >= b for a, b in zip(start, stop, strict=True)):
+            return None
+        return Box(start, stop)
+
+    def within(self, other: Box) -> bool:
+        """Whether every element of this box is in `other`."""
+        return all(a >= b for a, b in zip(self.start, other.start, strict=True)) and all(
+            a <= b for a, b in zip(self.stop, other.stop, strict=True)
+        )
+
+    def shift(self, by: Sequence[int]) -> Box:
+        """This box moved by `by[i]` elements along axis i."""
+        return Box(
+            tuple(a + d for a, d in zip(self.start, by, strict=True)),
+            tuple(b + d for b, d in zip(self.stop, by, strict=True)),
+        )
+
+    def relative_to(self, origin: Box) -> Box:
+        """This box in coordinates that count from the first element of `origin`."""
+        return self.shift([-a for a in origin.start])
+
+    def minus(self, other: Box) -> Iterator[Box]:
+        """Disjoint boxes of the elements of this box that are not in `other`: at most 2 * ndim."""
+        hole = self.intersect(other)
+        if hole is None:
+            yield self
+            return
+        start, stop = list(self.start), list(self.stop)
+        for axis in range(self.ndim):
+            if start[axis] < hole.start[axis]:
+                yield Box(tuple(start), (*stop[:axis], hole.start[axis], *stop[axis + 1 :]))
+            if hole.stop[axis] < stop[axis]:
+                yield Box((*start[:axis], hole.stop[axis], *start[axis + 1 :]), tuple(stop))
+            start[axis], stop[axis] = hole.start[axis], hole.stop[axis]
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
+
+
+def range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """The elements `start <= i < stop` of an array of `shape`, counted in row-major order, as boxes.
+
+    Boxes come in that same order and hold contiguous elements: at most `2 * ndim - 1` of them.
+    A flat ZeRO partition is such a range of every parameter it touches.
+
+    >>> [str(box) for box in range_boxes((4, 3), 2, 10)]
+    ['[0:1, 2:3]', '[1:3, 0:3]', '[3:4, 0:1]']
+    """
+    if not 0 <= start <= stop <= math.prod(shape):
+        raise ValueError(f"range [{start}, {stop}) does not lie in an array of {math.prod(shape)} elements")
+    if start == stop:
+        return []
+    if len(shape) <= 1:
+        return [Box((start,), (stop,)) if shape else Box((), ())]
+    row = math.prod(shape[1:])
+    (first, head), (last, tail) = divmod(start, row), divmod(stop, row)
+
+    def in_row(r: int, a: int, b: int) -> list[Box]:
+        return [Box((r, *box.start), (r + 1, *box.stop)) for box in range_boxes(shape[1:], a, b)]
+
+    if first == last:
+        return in_row(first, head, tail)
+    boxes = in_row(first, head, row) if head else []
+    rows = first + bool(head), last
+    if rows[0] < rows[1]:
+        boxes.append(Box((rows[0], *(0,) * (len(shape) - 1)), (rows[1], *shape[1:])))
+    return boxes + (in_row(last, 0, tail) if tail else [])
