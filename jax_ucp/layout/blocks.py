@@ -1,0 +1,121 @@
+"""How arrays are cut on disk and in flight: chunk shapes and copy blocks, in elements and bytes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.fragments import Shape
+
+INNER_BYTES = 1 << 20
+OUTER_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """The two levels of chunks of a stored array.
+
+    `outer` is what one writer writes at once, a file; `inner`, which divides it, is what a reader fetches
+    and decodes. Outer chunks at the high edge of the array may reach past it.
+    """
+
+    outer: Shape
+    inner: Shape
+
+
+def chunk_shapes(
+    shape: Sequence[int],
+    itemsize: int,
+    cell: Sequence[int] | None = None,
+    inner_bytes: int = INNER_BYTES,
+    outer_bytes: int = OUTER_BYTES,
+) -> Chunks:
+    """Chunks for an array of `shape`: inner ones balanced over the axes, outer ones of whole rows if they can be.
+
+    No chunk crosses an edge between `cell`s, the equal blocks that different writers hold; `cell` divides
+    `shape`, and is all of it where there is one writer. Inner chunks hold at most `inner_bytes`, outer ones
+    at most `outer_bytes`, unless a cell has a length with no small enough divisor.
+
+    Balanced, because a later mesh may cut any axis; rows, because neighbours on disk are then neighbours
+    in the flat partitions that imports read from.
+
+    >>> chunk_shapes((4096, 1024), itemsize=4)
+    Chunks(outer=(4096, 1024), inner=(512, 512))
+    >>> chunk_shapes((50257, 768), itemsize=4)
+    Chunks(outer=(16899, 768), inner=(393, 384))
+    >>> chunk_shapes((4096, 1024), itemsize=4, cell=(1024, 512))
+    Chunks(outer=(1024, 512), inner=(512, 512))
+    """
+    cell = tuple(shape) if cell is None else tuple(cell)
+    free = [c == n for c, n in zip(cell, shape, strict=True)]
+    inner = [max(1, n) for n in cell]
+    while math.prod(inner) * itemsize > inner_bytes and max(inner) > 1:
+        axis = max(range(len(inner)), key=lambda i: (inner[i], i))
+        inner[axis] = -(-inner[axis] // 2) if free[axis] else inner[axis] // _smallest_prime(inner[axis])
+    outer = list(inner)
+    for axis in reversed(range(len(inner))):
+        steps = -(-max(1, cell[axis]) // inner[axis])
+        fit = max(1, outer_bytes // (math.prod(outer) * itemsize))
+        # Equal shares, so that the last outer chunk reaches as little as possible past the array.
+        even = -(-steps // -(-steps // fit))
+        taken = even if free[axis] else max(d for d in _divisors(steps) if d <= fit)
+        outer[axis] = inner[axis] * taken
+    return Chunks(tuple(outer), tuple(inner))
+
+
+def writer_cell(shape: Sequence[int], itemsize: int, boxes: Sequence[Sequence[Box]], small: int = INNER_BYTES) -> Shape:
+    """The largest equal blocks of an array that one process can write alone without gathering much.
+
+    `boxes[p]` are the blocks that process p holds. They come from a sharding, so all blocks have one shape.
+    Neighbouring blocks of one process are joined while the result holds at most `small` bytes: a small
+    array becomes a single chunk, a large one keeps a block per device.
+
+    >>> halves = [Box((i * 4,), (i * 4 + 4,)) for i in range(2)]
+    >>> writer_cell((8,), 4, [halves]), writer_cell((8,), 4, [halves[:1], halves[1:]])
+    ((8,), (4,))
+    """
+    cell = list(next(box for held in boxes for box in held).shape)
+    owners: dict[Shape, set[int]] = {}
+    for process, held in enumerate(boxes):
+        for box in held:
+            owners.setdefault(tuple(a // max(1, c) for a, c in zip(box.start, cell, strict=True)), set()).add(process)
+    for axis in reversed(range(len(cell))):
+        while cell[axis] < shape[axis]:
+            factor = _smallest_prime(shape[axis] // cell[axis])
+            if math.prod(cell) * factor * itemsize > small:
+                break
+            joined: dict[Shape, set[int]] = {}
+            for place, who in owners.items():
+                place = (*place[:axis], place[axis] // factor, *place[axis + 1 :])
+                joined[place] = joined.get(place, who) & who
+            if not all(joined.values()):
+                break
+            owners = joined
+            cell[axis] *= factor
+    return tuple(cell)
+
+
+def grid_boxes(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Box]:
+    """The blocks of a regular grid of `chunk`, clipped to `shape`, in row-major order.
+
+    >>> [str(box) for box in grid_boxes((5,), (2,))]
+    ['[0:2]', '[2:4]', '[4:5]']
+    """
+    for start in itertools.product(*(range(0, n, c) for n, c in zip(shape, chunk, strict=True))):
+        yield Box(start, tuple(min(a + c, n) for a, c, n in zip(start, chunk, shape, strict=True)))
+
+
+def grid_place(box: Box, chunk: Sequence[int]) -> Shape:
+    """The place in the grid of `chunk` of the block that begins where `box` does."""
+    return tuple(a // c for a, c in zip(box.start, chunk, strict=True))
+
+
+def _smallest_prime(n: int) -> int:
+    return next((p for p in range(2, math.isqrt(n) + 1) if n % p == 0), n)
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

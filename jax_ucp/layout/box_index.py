@@ -1,0 +1,69 @@
+"""Finding boxes among many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jax_ucp.layout.box import Box
+
+LEAF_BOXES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A box around some of the boxes: around `children`, or around the boxes at the positions `members`."""
+
+    bounds: Box
+    children: tuple[_Node, ...] = ()
+    members: tuple[int, ...] = ()
+
+
+class BoxIndex:
+    """The positions, in a given sequence, of the boxes that share an element with a box.
+
+    A tree of bounding boxes, halved at the median along the axis on which the boxes lie furthest
+    apart: for boxes that tile an array a query costs the logarithm of their number plus the hits.
+
+    >>> index = BoxIndex([Box((0, 0), (2, 4)), Box((2, 0), (4, 4))])
+    >>> list(index.meeting(Box((1, 1), (2, 2))))
+    [0]
+    """
+
+    def __init__(self, boxes: Sequence[Box]):
+        self._boxes = boxes
+        filled = [i for i, box in enumerate(boxes) if box.size]
+        self._root = self._node(filled) if filled else None
+
+    def meeting(self, box: Box) -> Iterator[int]:
+        todo = [self._root] if self._root else []
+        while todo:
+            node = todo.pop()
+            if _meet(node.bounds, box):
+                todo.extend(node.children)
+                yield from (i for i in node.members if _meet(self._boxes[i], box))
+
+    def _node(self, members: list[int]) -> _Node:
+        boxes = self._boxes
+        if len(members) <= LEAF_BOXES:
+            return _Node(_hull([boxes[i] for i in members]), members=tuple(members))
+        starts = [boxes[i].start for i in members]
+        axis = max(range(len(starts[0])), key=lambda a: max(s[a] for s in starts) - min(s[a] for s in starts))
+        members.sort(key=lambda i: boxes[i].start[axis])
+        middle = len(members) // 2
+        children = self._node(members[:middle]), self._node(members[middle:])
+        return _Node(_hull([child.bounds for child in children]), children)
+
+
+def _meet(a: Box, b: Box) -> bool:
+    for a_start, a_stop, b_start, b_stop in zip(a.start, a.stop, b.start, b.stop, strict=True):
+        if a_start >= b_stop or b_start >= a_stop:
+            return False
+    return True
+
+
+def _hull(boxes: Sequence[Box]) -> Box:
+    return Box(
+        tuple(map(min, zip(*(box.start for box in boxes), strict=True))),
+        tuple(map(max, zip(*(box.stop for box in boxes), strict=True))),
+    )

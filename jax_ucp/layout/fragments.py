@@ -1,0 +1,175 @@
+"""How the shards of a parameter lie in it: what is true of them, whatever pattern people call it."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from jax_ucp.errors import LayoutError
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.box_index import BoxIndex
+
+Shape = tuple[int, ...]
+
+FAULTS_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """A block of a shard and the same block in the parameter.
+
+    Both boxes hold the same elements in the same row-major order. Their shapes are equal, or the shard
+    is flat: then `source` is a range of its one axis.
+    """
+
+    shard: int
+    source: Box
+    target: Box
+
+    def narrow(self, box: Box) -> Fragment | None:
+        """The smallest fragment of this one that holds its elements in `box`; None if it has none there.
+
+        Of a flat shard that is one contiguous range: whole rows, of which `box` may want only a part.
+        """
+        hit = self.target.intersect(box)
+        if hit is None:
+            return None
+        if self.source.shape == self.target.shape:
+            by = [s - t for s, t in zip(self.source.start, self.target.start, strict=True)]
+            return Fragment(self.shard, hit.shift(by), hit)
+        run = _contiguous_run(hit, self.target)
+        offset = self.source.start[0] + _row_major(run.relative_to(self.target).start, self.target.shape)
+        return Fragment(self.shard, Box((offset,), (offset + run.size,)), run)
+
+
+@dataclass(frozen=True)
+class ParamLayout:
+    """Where each element of a parameter of `shape` is, among shards of the shapes `shards`.
+
+    Fragments tile the parameter; those with equal `target` boxes are replicas of one another. If
+    `averaged`, the replicas differ and the parameter is their mean. Elements of a shard that no
+    fragment claims are padding.
+    """
+
+    shape: Shape
+    shards: tuple[Shape, ...]
+    fragments: tuple[Fragment, ...]
+    averaged: bool = False
+
+    @cached_property
+    def replicas(self) -> dict[Box, list[Fragment]]:
+        """Each distinct block of the parameter -> every fragment that holds it, in order of the shards."""
+        found: dict[Box, list[Fragment]] = defaultdict(list)
+        for fragment in self.fragments:
+            found[fragment.target].append(fragment)
+        return dict(found)
+
+    @cached_property
+    def _blocks(self) -> tuple[list[Box], BoxIndex]:
+        boxes = list(self.replicas)
+        return boxes, BoxIndex(boxes)
+
+    def narrow(self, box: Box) -> list[list[Fragment]]:
+        """The fragments that hold the elements of `box`, cut to it: one list of replicas per block."""
+        boxes, index = self._blocks
+        found: list[list[Fragment]] = []
+        for i in sorted(index.meeting(box)):
+            cut = [fragment.narrow(box) for fragment in self.replicas[boxes[i]]]
+            found.append([fragment for fragment in cut if fragment is not None])
+        return found
+
+    def clip(self, shape: Sequence[int]) -> ParamLayout:
+        """The layout of the leading `shape` elements; what lies past them becomes padding of the shards."""
+        if len(shape) != len(self.shape) or any(n > have for n, have in zip(shape, self.shape, strict=True)):
+            raise LayoutError(f"the shards hold {self.shape}, which has no leading part of shape {tuple(shape)}")
+        inside = Box.whole(shape)
+        cut = [fragment.narrow(inside) for fragment in self.fragments]
+        kept = tuple(fragment for fragment in cut if fragment is not None)
+        if any(not fragment.target.within(inside) for fragment in kept):
+            raise LayoutError(
+                f"flat shards of {self.shape} cannot be clipped to {tuple(shape)}: clip the view over them"
+            )
+        return replace(self, shape=tuple(shape), fragments=kept)
+
+    def check(self) -> None:
+        """Prove that the fragments hold every element once, up to replicas, and no shard element twice.
+
+        Raises LayoutError with every hole, overlap and double claim.
+        """
+        faults = list(self._stray_fragments())
+        if not faults:
+            faults = [*self._overlaps(), *self._holes(), *self._double_claims(), *self._missing_replicas()]
+        if faults:
+            more = [f"... and {len(faults) - FAULTS_SHOWN} more"] if len(faults) > FAULTS_SHOWN else []
+            lines = "\n  ".join([*faults[:FAULTS_SHOWN], *more])
+            raise LayoutError(f"{len(self.shards)} shards do not form one array of shape {self.shape}:\n  {lines}")
+
+    def _stray_fragments(self) -> Iterable[str]:
+        whole = Box.whole(self.shape)
+        for f in self.fragments:
+            if not 0 <= f.shard < len(self.shards):
+                yield f"there is no shard {f.shard}"
+            elif f.source.ndim != len(self.shards[f.shard]) or not f.source.within(Box.whole(self.shards[f.shard])):
+                yield f"{f.source} is not inside shard {f.shard} of shape {self.shards[f.shard]}"
+            elif f.target.ndim != whole.ndim or not f.target.within(whole):
+                yield f"shard {f.shard} claims {f.target}, which is outside the array"
+            elif f.source.shape != f.target.shape and (f.source.ndim != 1 or f.source.size != f.target.size):
+                yield f"{f.source} of shard {f.shard} cannot be {f.target} of the array: the shapes differ"
+
+    def _overlaps(self) -> Iterable[str]:
+        boxes, index = self._blocks
+        for i, box in enumerate(boxes):
+            for j in index.meeting(box):
+                if i < j:
+                    shards = self.replicas[box][0].shard, self.replicas[boxes[j]][0].shard
+                    yield f"overlap: {box} of shard {shards[0]} and {boxes[j]} of shard {shards[1]}"
+
+    def _holes(self) -> Iterable[str]:
+        boxes, _ = self._blocks
+        if sum(box.size for box in boxes) == math.prod(self.shape) and not any(self._overlaps()):
+            return
+        open_parts = [Box.whole(self.shape)] if math.prod(self.shape) else []
+        for box in boxes:
+            open_parts = [part for whole in open_parts for part in whole.minus(box)]
+        yield from (f"hole: {part} is in no shard" for part in open_parts)
+
+    def _double_claims(self) -> Iterable[str]:
+        claims: dict[int, list[Fragment]] = defaultdict(list)
+        for fragment in self.fragments:
+            claims[fragment.shard].append(fragment)
+        for shard, fragments in claims.items():
+            index = BoxIndex([fragment.source for fragment in fragments])
+            for i, fragment in enumerate(fragments):
+                for j in index.meeting(fragment.source):
+                    if i < j:
+                        yield (
+                            f"double claim: {fragment.source} and {fragments[j].source} of shard {shard} share "
+                            f"elements, for {fragment.target} and {fragments[j].target}"
+                        )
+
+    def _missing_replicas(self) -> Iterable[str]:
+        if self.averaged:
+            for box, fragments in self.replicas.items():
+                absent = sorted(set(range(len(self.shards))) - {f.shard for f in fragments})
+                if absent:
+                    yield f"the mean of {box} lacks shards {absent}"
+
+
+def _contiguous_run(hit: Box, within: Box) -> Box:
+    """The smallest block of `within` that holds `hit` and is one run of its elements in row-major order."""
+    start, stop = list(within.start), list(within.stop)
+    for axis in range(hit.ndim):
+        start[axis], stop[axis] = hit.start[axis], hit.stop[axis]
+        if stop[axis] - start[axis] > 1:
+            break
+    return Box(tuple(start), tuple(stop))
+
+
+def _row_major(position: Sequence[int], shape: Sequence[int]) -> int:
+    offset = 0
+    for p, n in zip(position, shape, strict=True):
+        offset = offset * n + p
+    return offset

@@ -1,0 +1,331 @@
+"""What people say about a parameter's shards; each pattern lowers to a `ParamLayout`.
+
+A closed family: every pattern is a special case of one geometry, so a new one is a small class with
+two methods of integer arithmetic. `join` goes from the shapes of the shards found to the layout of the
+parameter; `cut` from the shape of a parameter to the shapes its shards would have.
+
+The UCP paper (arXiv 2406.18820, section 5.3.1) calls these Unique, Replicate, Partial (`Averaged`),
+Shard-V and Shard-H (`Sharded` on one axis), Shard-Hy (`Sharded` on several) and Shard-NC (`Fused`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from jax_ucp.errors import LayoutError
+from jax_ucp.layout.box import Box, range_boxes
+from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Unique:
+    """One shard holds the whole parameter."""
+
+    def join(self, shards: Sequence[Shape]) -> ParamLayout:
+        if len(shards) != 1:
+            raise LayoutError(f"Unique needs 1 shard, found {len(shards)}; declare Replicated if all are copies")
+        return _copies(shards)
+
+    def cut(self, shape: Shape, ranks: int) -> tuple[Shape, ...]:
+        if ranks != 1:
+            raise LayoutError(f"Unique cuts into 1 shard, not {ranks}")
+        return (shape,)
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """Every shard holds the whole parameter, and all are equal bit for bit."""
+
+    def join(self, shards: Sequence[Shape]) -> ParamLayout:
+        return _copies(shards)
+
+    def cut(self, shape: Shape, ranks: int) -> tuple[Shape, ...]:
+        return (shape,) * ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Averaged:
+    """Every shard holds a version of the whole parameter, which is their mean."""
+
+    def join(self, shards: Sequence[Shape]) -> ParamLayout:
+        layout = _copies(shards)
+        return ParamLayout(layout.shape, layout.shards, layout.fragments, averaged=True)
+
+    def cut(self, shape: Shape, ranks: int) -> tuple[Shape, ...]:
+        return (shape,) * ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """Shards lie side by side along `axes`; sizes may differ from rank to rank.
+
+    On several axes the ranks form `grid`, in row-major order.
+
+    >>> Sharded(0).join([(51, 16), (50, 16)]).shape
+    (101, 16)
+    >>> Sharded(0, 1, grid=(2, 2)).cut((4, 6), ranks=4)
+    ((2, 3), (2, 3), (2, 3), (2, 3))
+    """
+
+    axes: tuple[int, ...]
+    grid: tuple[int, ...] | None
+
+    def __init__(self, *axes: int, grid: tuple[int, ...] | None = None):
+        if len(set(axes)) != len(axes) or not axes:
+            raise LayoutError(f"Sharded needs one or several different axes, not {axes}")
+        if (grid is None and len(axes) > 1) or (grid is not None and len(grid) != len(axes)):
+            raise LayoutError(f"Sharded on axes {axes} needs a grid of {len(axes)} sizes, not {grid}")
+        object.__setattr__(self, "axes", axes)
+        object.__setattr__(self, "grid", grid)
+
+    def join(self, shards: Sequence[Shape]) -> ParamLayout:
+        grid = self._grid(len(shards))
+        ndim = len(shards[0])
+        if max(self.axes) >= ndim:
+            raise LayoutError(f"{self} does not fit shards of shape {shards[0]}: there is no axis {max(self.axes)}")
+        places = list(itertools.product(*map(range, grid)))
+        sizes = [[0] * n for n in grid]
+        for place, shard in zip(places, shards, strict=True):
+            for k, axis in enumerate(self.axes):
+                sizes[k][place[k]] = shard[axis]
+        edges = [[0, *accumulate(row)] for row in sizes]
+        shape = list(shards[0])
+        for k, axis in enumerate(self.axes):
+            shape[axis] = edges[k][-1]
+        fragments: list[Fragment] = []
+        for rank, (place, shard) in enumerate(zip(places, shards, strict=True)):
+            start, stop = [0] * ndim, list(shape)
+            for k, axis in enumerate(self.axes):
+                start[axis], stop[axis] = edges[k][place[k]], edges[k][place[k] + 1]
+            target = Box(tuple(start), tuple(stop))
+            if target.shape != shard:
+                raise LayoutError(f"{self}: shard {rank} has shape {shard} where its neighbours leave {target.shape}")
+            if target.size:
+                fragments.append(Fragment(rank, Box.whole(shard), target))
+        return ParamLayout(tuple(shape), tuple(shards), tuple(fragments))
+
+    def cut(self, shape: Shape, ranks: int) -> tuple[Shape, ...]:
+        """Sizes as equal as possible, the larger ones first."""
+        grid = self._grid(ranks)
+        shards: list[Shape] = []
+        for place in itertools.product(*map(range, grid)):
+            shard = list(shape)
+            for k, axis in enumerate(self.axes):
+                shard[axis] = _share(shape[axis], grid[k], place[k])
+            shards.append(tuple(shard))
+        return tuple(shards)
+
+    def _grid(self, ranks: int) -> tuple[int, ...]:
+        grid = self.grid or (ranks,)
+        if math.prod(grid) != ranks or ranks == 0:
+            raise LayoutError(f"{self} needs {math.prod(grid) or 'some'} shards, found {ranks}")
+        return grid
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Several arrays (`parts`) lie side by side along `axis` of the parameter, and each is cut by itself.
+
+    `parts` maps a name to the part's rows in the whole parameter, or to its rows on each rank where
+    those differ. Each shard holds its share of every part, in order:
+
+        # parameter: q q q q k k v v     two ranks: q q k v | q q k v
+
+    A part named in `whole` is not cut: every rank holds all of it (k and v, when there are fewer KV
+    heads than ranks). With `groups`, what is cut is Megatron's order, per query group q..q k v, in
+    contiguous ranges that may end inside a group; the parameter still has all q, then all k, then all v:
+
+        # groups=2: q q k v q q k v      three ranks: q q k | v q | q k v
+
+    >>> Fused(0, {"q": 4, "k": 2, "v": 2}).join([(4, 8), (4, 8)]).shape
+    (8, 8)
+    """
+
+    axis: int
+    parts: Mapping[str, int | tuple[int, ...]]
+    whole: frozenset[str] = field(default=frozenset())
+    groups: int | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "whole", frozenset(self.whole))
+        if stray := self.whole - set(self.parts):
+            raise LayoutError(f"Fused: whole names {sorted(stray)}, but the parts are {list(self.parts)}")
+        if self.groups is not None and (self.whole or any(not isinstance(n, int) for n in self.parts.values())):
+            raise LayoutError("Fused: parts that are whole, or have a size per rank, cannot be interleaved by groups")
+
+    def join(self, shards: Sequence[Shape]) -> ParamLayout:
+        runs = [list(self._runs(rank, len(shards), shards)) for rank in range(len(shards))]
+        shape = list(shards[0])
+        shape[self.axis] = sum(self._rows().values())
+        fragments: list[Fragment] = []
+        for rank, shard in enumerate(shards):
+            others = [n for axis, n in enumerate(shard) if axis != self.axis]
+            if others != [n for axis, n in enumerate(shape) if axis != self.axis]:
+                raise LayoutError(f"{self}: shard {rank} has shape {shard}, shard 0 has {shards[0]}")
+            need = sum(stop - start for start, stop in runs[rank])
+            if need != shard[self.axis]:
+                raise LayoutError(
+                    f"{self} over {len(shards)} shards needs {need} rows on axis {self.axis} of shard {rank}, "
+                    f"which has shape {shard}. If a part is not cut on this axis, name it in `whole`."
+                )
+            at = 0
+            for start, stop in runs[rank]:
+                source, target = Box.whole(shard), Box.whole(shape)
+                rows = at, at + stop - start
+                at = rows[1]
+                if source.size and stop > start:
+                    fragments.append(
+                        Fragment(rank, _on_axis(source, self.axis, *rows), _on_axis(target, self.axis, start, stop))
+                    )
+        return ParamLayout(tuple(shape), tuple(shards), tuple(fragments))
+
+    def cut(self, shape: Shape, ranks: int) -> tuple[Shape, ...]:
+        total = sum(self._rows().values())
+        if shape[self.axis] != total:
+            raise LayoutError(f"{self}: the parts have {total} rows, but axis {self.axis} of {shape} has not")
+        if self.groups is not None:
+            return Sharded(self.axis).cut(shape, ranks)
+        shards: list[Shape] = []
+        for rank in range(ranks):
+            rows = sum(stop - start for start, stop in self._runs(rank, ranks, ()))
+            shards.append((*shape[: self.axis], rows, *shape[self.axis + 1 :]))
+        return tuple(shards)
+
+    def _rows(self) -> dict[str, int]:
+        return {name: n if isinstance(n, int) else sum(n) for name, n in self.parts.items()}
+
+    def _runs(self, rank: int, ranks: int, shards: Sequence[Shape]) -> Iterator[tuple[int, int]]:
+        """The ranges of the parameter's rows that lie one after another in the shard of `rank`."""
+        if self.groups is not None:
+            ends = [0, *accumulate(shard[self.axis] for shard in shards)]
+            yield from self._interleaved(ends[rank], ends[rank + 1])
+            return
+        first = 0
+        for name, rows in self._rows().items():
+            yield self._own_rows(name, first, rank, ranks)
+            first += rows
+
+    def _own_rows(self, name: str, first: int, rank: int, ranks: int) -> tuple[int, int]:
+        size = self.parts[name]
+        if name in self.whole:
+            return first, first + self._rows()[name]
+        if isinstance(size, int):
+            if size % ranks:
+                raise LayoutError(
+                    f"{self}: {size} rows of {name} cannot be cut evenly over {ranks} ranks; "
+                    f"give its rows on each rank, or name it in `whole`"
+                )
+            return first + rank * size // ranks, first + (rank + 1) * size // ranks
+        if len(size) != ranks:
+            raise LayoutError(f"{self}: {name} has rows for {len(size)} ranks, but there are {ranks} shards")
+        return first + sum(size[:rank]), first + sum(size[: rank + 1])
+
+    def _interleaved(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Ranges of parameter rows for the rows [start, stop) of Megatron's order."""
+        groups, rows = self.groups or 1, self._rows()
+        if ragged := [name for name, n in rows.items() if n % groups]:
+            raise LayoutError(f"{self}: the rows of {ragged} do not divide into {groups} groups")
+        firsts = dict(zip(rows, accumulate(rows.values(), initial=0), strict=False))
+        at = 0
+        for group in range(groups):
+            for name, n in rows.items():
+                size = n // groups
+                a, b = max(start, at), min(stop, at + size)
+                if a < b:
+                    first = firsts[name] + group * size - at
+                    yield first + a, first + b
+                at += size
+        if stop > at:
+            raise LayoutError(f"{self}: the shards have {stop} rows or more, the parts {at}")
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """The shards form, by `pattern`, an array that is longer on `axis` than the parameter.
+
+    The parameter is the leading `size` rows; the rest, up to `padded`, belongs to no element (the rows
+    that Megatron adds to a vocabulary so that it divides). `padded` may be left out to join, not to cut.
+
+    >>> Padded(Sharded(0), axis=0, size=101, padded=112).join([(56, 16), (56, 16)]).shape
+    (101, 16)
+    """
+
+    pattern: Pattern
+    axis: int
+    size: int
+    padded: int | None = None
+
+    def join(self, shards: Sequence[Shape]) -> ParamLayout:
+        layout = self.pattern.join(shards)
+        if self.padded not in (None, layout.shape[self.axis]):
+            raise LayoutError(f"{self}: the shards have {layout.shape[self.axis]} rows on axis {self.axis}")
+        return layout.clip((*layout.shape[: self.axis], self.size, *layout.shape[self.axis + 1 :]))
+
+    def cut(self, shape: Shape, ranks: int) -> tuple[Shape, ...]:
+        if self.padded is None or shape[self.axis] != self.size:
+            raise LayoutError(f"{self}: cannot cut {shape}; it needs {self.size} rows and a `padded` to pad them to")
+        return self.pattern.cut((*shape[: self.axis], self.padded, *shape[self.axis + 1 :]), ranks)
+
+
+Pattern = Unique | Replicated | Averaged | Sharded | Fused | Padded
+
+
+def flat_layouts(
+    shapes: Mapping[str, Shape], partitions: Sequence[int], gaps: Mapping[str, int] | None = None
+) -> dict[str, ParamLayout]:
+    """The layouts of parameters that lie one after another in a flat buffer cut into `partitions`.
+
+    `partitions` are lengths in elements, one per rank; `gaps[name]` elements of padding follow that
+    parameter, and what the last one leaves of the buffer is padding too. A ZeRO-1/2 group is such a buffer.
+
+    >>> layouts = flat_layouts({"w": (5, 7), "b": (7,)}, [24, 24])
+    >>> [(f.shard, str(f.source), str(f.target)) for f in layouts["w"].fragments]
+    [(0, '[0:21]', '[0:3, 0:7]'), (0, '[21:24]', '[3:4, 0:3]'), (1, '[0:4]', '[3:4, 3:7]'), (1, '[4:11]', '[4:5, 0:7]')]
+    """
+    edges = [0, *accumulate(partitions)]
+    shards = tuple((n,) for n in partitions)
+    layouts: dict[str, ParamLayout] = {}
+    at = 0
+    for name, shape in shapes.items():
+        first, end = at, at + math.prod(shape)
+        if end > edges[-1]:
+            raise LayoutError(
+                f"{name}: ends at element {end} of the flat buffer, but the {len(partitions)} partitions hold "
+                f"{edges[-1]}; a partition is missing, or belongs to another run"
+            )
+        fragments: list[Fragment] = []
+        rank = max(0, bisect_right(edges, at) - 1)
+        while at < end:
+            stop = min(end, edges[rank + 1])
+            for box in range_boxes(shape, at - first, stop - first) if stop > at else []:
+                offset = at - edges[rank]
+                fragments.append(Fragment(rank, Box((offset,), (offset + box.size,)), box))
+                at += box.size
+            rank += 1
+        layouts[name] = ParamLayout(tuple(shape), shards, tuple(fragments))
+        at = end + (gaps or {}).get(name, 0)
+    return layouts
+
+
+def _copies(shards: Sequence[Shape]) -> ParamLayout:
+    for rank, shard in enumerate(shards):
+        if shard != shards[0]:
+            raise LayoutError(f"shard {rank} has shape {shard}, but its replica, shard 0, has {shards[0]}")
+    if not shards:
+        raise LayoutError("there are no shards")
+    whole = Box.whole(shards[0])
+    fragments = tuple(Fragment(rank, whole, whole) for rank in range(len(shards)) if whole.size)
+    return ParamLayout(shards[0], tuple(shards), fragments)
+
+
+def _share(size: int, ranks: int, rank: int) -> int:
+    return size // ranks + (rank < size % ranks)
+
+
+def _on_axis(box: Box, axis: int, start: int, stop: int) -> Box:
+    return Box((*box.start[:axis], start, *box.start[axis + 1 :]), (*box.stop[:axis], stop, *box.stop[axis + 1 :]))

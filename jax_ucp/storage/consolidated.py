@@ -1,0 +1,118 @@
+"""Shards and layouts seen as whole parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jax_ucp.errors import CorruptData, LayoutError
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.fragments import Fragment, ParamLayout
+from jax_ucp.storage.source import ArrayInfo, ArraySource
+
+
+@dataclass(frozen=True)
+class Consolidated:
+    """A parameter made of shards: `keys[i]` names, in the source, the array that is shard i of `layout`."""
+
+    layout: ParamLayout
+    keys: Sequence[str]
+
+
+class ConsolidatedView:
+    """An `ArraySource` of whole parameters over an `ArraySource` of their shards.
+
+    Views nest: ZeRO partitions are tensor-parallel shards to a first view, and those parameters to a
+    second. Layouts are proved when the view is made, so reading finds nothing out.
+
+    Raises LayoutError, naming the parameter and its shards, where shapes or dtypes do not fit.
+    """
+
+    def __init__(self, shards: ArraySource, params: Mapping[str, Consolidated]):
+        self._shards = shards
+        self._params = params
+        found = shards.arrays()
+        self._arrays = {name: _checked(name, param, found) for name, param in params.items()}
+
+    def arrays(self) -> Mapping[str, ArrayInfo]:
+        return self._arrays
+
+    def read(self, key: str, box: Box) -> np.ndarray:
+        param, dtype = self._params[key], self._arrays[key].dtype
+        blocks = param.layout.narrow(box)
+        if len(blocks) == 1 and not param.layout.averaged:
+            fragment = blocks[0][0]
+            if box.within(fragment.target):
+                return self._read(param, fragment, box)
+        out = np.empty(box.shape, dtype)
+        for replicas in blocks:
+            hit = _hit(replicas[0], box)
+            block = out[hit.relative_to(box).index]
+            if param.layout.averaged:
+                block[...] = _mean([self._read(param, fragment, hit) for fragment in replicas])
+            else:
+                block[...] = self._read(param, replicas[0], hit)
+        return out
+
+    def compare_replicas(self, key: str, box: Box) -> None:
+        """Read every copy of the elements of `box`, and raise CorruptData where two differ in any bit."""
+        param = self._params[key]
+        for replicas in param.layout.narrow(box) if not param.layout.averaged else []:
+            hit = _hit(replicas[0], box)
+            first = self._read(param, replicas[0], hit)
+            for other in replicas[1:]:
+                if not same_bits(first, self._read(param, other, hit)):
+                    raise CorruptData(
+                        f"{key}: {hit} differs between {param.keys[replicas[0].shard]} and {param.keys[other.shard]}, "
+                        "which should be replicas"
+                    )
+
+    def where(self, key: str) -> list[tuple[str, Fragment]]:
+        """The fragments of a parameter, each with the name of its shard in the source."""
+        param = self._params[key]
+        return [(param.keys[fragment.shard], fragment) for fragment in param.layout.fragments]
+
+    def _read(self, param: Consolidated, fragment: Fragment, box: Box) -> np.ndarray:
+        narrow = fragment.narrow(box)
+        assert narrow is not None, "read() only asks a fragment for elements it holds"
+        data = self._shards.read(param.keys[fragment.shard], narrow.source).reshape(narrow.target.shape)
+        return data[box.relative_to(narrow.target).index]
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays have one dtype, one shape and the same bytes; NaNs and signed zeros included."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    raw = np.dtype((np.void, a.dtype.itemsize))
+    return bool(np.array_equal(np.ascontiguousarray(a).view(raw), np.ascontiguousarray(b).view(raw)))
+
+
+def _hit(fragment: Fragment, box: Box) -> Box:
+    hit = fragment.target.intersect(box)
+    assert hit is not None, "narrow() returns fragments that meet the box"
+    return hit
+
+
+def _mean(copies: Sequence[np.ndarray]) -> np.ndarray:
+    # DeepSpeed's order and precision: the copies are summed as they are stored, then divided
+    # (`sum(slices) / len(slices)`, merge_tp_slices in deepspeed/checkpoint/ds_to_universal.py).
+    return sum(copies[1:], copies[0]) / np.asarray(len(copies), copies[0].dtype)
+
+
+def _checked(name: str, param: Consolidated, found: Mapping[str, ArrayInfo]) -> ArrayInfo:
+    layout, keys = param.layout, param.keys
+    if len(keys) != len(layout.shards):
+        raise LayoutError(f"{name}: the layout has {len(layout.shards)} shards, but {len(keys)} are named: {keys}")
+    for key, shape in zip(keys, layout.shards, strict=True):
+        if found[key].shape != shape:
+            raise LayoutError(f"{name}: {key} was declared with shape {shape}, but has {found[key].shape}")
+    dtypes = {key: found[key].dtype for key in keys}
+    if len(set(dtypes.values())) != 1:
+        raise LayoutError(f"{name}: the shards differ in dtype: {dtypes}")
+    try:
+        layout.check()
+    except LayoutError as error:
+        raise LayoutError(f"{name}: {error} (shards: {', '.join(keys)})") from None
+    return ArrayInfo(layout.shape, found[keys[0]].dtype)

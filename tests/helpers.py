@@ -1,0 +1,49 @@
+"""What several tests need: arrays in memory, and parameters cut by patterns."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from hypothesis import strategies as st
+
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.storage.source import ArrayInfo
+
+
+class MemoryStore:
+    """Arrays in a dict; a source and a store whose contents a test can look at."""
+
+    def __init__(self, data: Mapping[str, np.ndarray]):
+        self.data = dict(data)
+        self.reads: list[tuple[str, Box]] = []
+
+    def arrays(self) -> Mapping[str, ArrayInfo]:
+        return {key: ArrayInfo(a.shape, a.dtype) for key, a in self.data.items()}
+
+    def read(self, key: str, box: Box) -> np.ndarray:
+        self.reads.append((key, box))
+        return self.data[key][box.index]
+
+    def write(self, key: str, box: Box, data: np.ndarray) -> None:
+        self.data[key][box.index] = data
+
+
+def numbered(shape: Sequence[int], dtype: type = np.int64) -> np.ndarray:
+    """An array whose elements are all different."""
+    return np.arange(int(np.prod(shape)), dtype=dtype).reshape(shape)
+
+
+def cut_by(layout: ParamLayout, whole: np.ndarray, padding: int = -1) -> list[np.ndarray]:
+    """The shards of `whole` under `layout`; elements that no fragment claims are `padding`."""
+    shards = [np.full(shape, padding, whole.dtype) for shape in layout.shards]
+    for f in layout.fragments:
+        shards[f.shard][f.source.index] = whole[f.target.index].reshape(f.source.shape)
+    return shards
+
+
+@st.composite
+def boxes_in(draw: st.DrawFn, shape: Sequence[int]) -> Box:
+    """A box of at least one element of an array of `shape`; all of an axis that has none."""
+    start = [draw(st.integers(0, max(0, n - 1))) for n in shape]
+    stop = [draw(st.integers(min(n, a + 1), n)) for a, n in zip(start, shape, strict=True)]
+    return Box(tuple(start), tuple(stop))

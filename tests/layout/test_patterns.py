@@ -1,0 +1,232 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers import MemoryStore, boxes_in, cut_by, numbered
+from jax_ucp.errors import LayoutError
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.fragments import Fragment, ParamLayout
+from jax_ucp.layout.patterns import (
+    Averaged,
+    Fused,
+    Padded,
+    Pattern,
+    Replicated,
+    Sharded,
+    Unique,
+    flat_layouts,
+)
+from jax_ucp.storage.consolidated import Consolidated, ConsolidatedView
+
+
+@st.composite
+def patterns(draw: st.DrawFn) -> tuple[Pattern, tuple[int, ...], int]:
+    """A pattern, the shape of a parameter it fits, and a number of ranks."""
+    shape = draw(st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple))
+    ranks = draw(st.integers(1, 5))
+    axis = draw(st.integers(0, len(shape) - 1))
+    kind = draw(st.sampled_from(["unique", "copies", "sharded", "grid", "fused", "groups", "padded"]))
+    if kind == "unique":
+        return Unique(), shape, 1
+    if kind == "copies":
+        return Replicated(), shape, ranks
+    if kind == "grid":
+        axes = tuple(draw(st.permutations(range(len(shape)))))
+        grid = tuple(draw(st.integers(1, 3)) for _ in axes)
+        return Sharded(*axes, grid=grid), shape, int(np.prod(grid))
+    if kind == "fused":
+        parts, whole = {}, set()
+        for name in draw(st.lists(st.sampled_from("qkvgu"), min_size=1, max_size=4, unique=True)):
+            if draw(st.booleans()):
+                parts[name] = tuple(draw(st.integers(0, 3)) for _ in range(ranks))
+            else:
+                parts[name] = draw(st.integers(1, 3)) * ranks
+                whole |= {name} if draw(st.booleans()) else set()
+        rows = sum(n if isinstance(n, int) else sum(n) for n in parts.values())
+        return Fused(axis, parts, frozenset(whole)), (*shape[:axis], rows, *shape[axis + 1 :]), ranks
+    if kind == "groups":
+        groups = draw(st.integers(1, 4))
+        parts = {name: groups * draw(st.integers(1, 3)) for name in "qkv"}
+        return Fused(axis, parts, groups=groups), (*shape[:axis], sum(parts.values()), *shape[axis + 1 :]), ranks
+    inner = draw(st.sampled_from([Sharded(axis), Replicated()]))
+    padded = shape[axis] + draw(st.integers(0, 9))
+    return (Padded(inner, axis, shape[axis], padded) if kind == "padded" else Sharded(axis)), shape, ranks
+
+
+def by_hand(pattern: Pattern, whole: np.ndarray, ranks: int) -> list[np.ndarray]:
+    """The shards, cut with numpy as the pattern's description says, without any of our geometry."""
+    match pattern:
+        case Unique() | Replicated() | Averaged():
+            return [whole] * ranks
+        case Sharded(axes=axes, grid=grid):
+            shards = [whole]
+            for axis, n in zip(axes, grid or (ranks,), strict=True):
+                shards = [part for shard in shards for part in np.array_split(shard, n, axis)]
+            return shards
+        case Fused(axis=axis, parts=parts, whole=kept, groups=groups):
+            rows = {name: n if isinstance(n, int) else sum(n) for name, n in parts.items()}
+            split = dict(zip(rows, np.split(whole, np.cumsum(list(rows.values()))[:-1], axis), strict=True))
+            if groups:
+                pieces = {name: np.split(part, groups, axis) for name, part in split.items()}
+                stream = np.concatenate([pieces[name][g] for g in range(groups) for name in rows], axis)
+                return np.array_split(stream, ranks, axis)
+            shards = []
+            for rank in range(ranks):
+                mine = []
+                for name, part in split.items():
+                    size = parts[name]
+                    edges = np.cumsum(size)[:-1] if isinstance(size, tuple) else ranks
+                    mine.append(part if name in kept else np.split(part, edges, axis)[rank])
+                shards.append(np.concatenate(mine, axis))
+            return shards
+        case Padded(pattern=inner, axis=axis, size=size, padded=padded):
+            assert padded is not None
+            widths = [(0, padded - size if a == axis else 0) for a in range(whole.ndim)]
+            return by_hand(inner, np.pad(whole, widths, constant_values=-1), ranks)
+
+
+def view_of(layout: ParamLayout, shards: list[np.ndarray]) -> ConsolidatedView:
+    source = MemoryStore({str(i): shard for i, shard in enumerate(shards)})
+    return ConsolidatedView(source, {"w": Consolidated(layout, list(source.data))})
+
+
+@given(patterns())
+def test_cut_then_join_is_the_original(case):
+    pattern, shape, ranks = case
+    whole = numbered(shape)
+    shards = by_hand(pattern, whole, ranks)
+    assert pattern.cut(shape, ranks) == tuple(shard.shape for shard in shards)
+    layout = pattern.join([shard.shape for shard in shards])
+    for ours, theirs in zip(cut_by(layout, whole), shards, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    np.testing.assert_array_equal(view_of(layout, shards).read("w", Box.whole(shape)), whole)
+
+
+@given(patterns(), st.data())
+def test_reading_a_box_equals_slicing_the_whole(case, data):
+    pattern, shape, ranks = case
+    whole = numbered(shape)
+    box = data.draw(boxes_in(shape))
+    shards = by_hand(pattern, whole, ranks)
+    np.testing.assert_array_equal(
+        view_of(pattern.join([s.shape for s in shards]), shards).read("w", box), whole[box.index]
+    )
+
+
+@given(st.lists(patterns(), min_size=1, max_size=3), st.data())
+def test_flat_partitions_of_tensor_parallel_shards_read_as_the_original_through_two_views(cases, data):
+    ranks = min(ranks for _, _, ranks in cases)
+    params = {f"p{i}": (pattern, shape) for i, (pattern, shape, n) in enumerate(cases) if n == ranks}
+    whole = {name: numbered(shape) + 1000 * i for i, (name, (_, shape)) in enumerate(params.items())}
+    dp = data.draw(st.integers(1, 4))
+    gaps = {name: data.draw(st.integers(0, 3)) for name in params}
+    partitions, zero_views = {}, {}
+    for tp in range(ranks):
+        shards = {name: by_hand(pattern, whole[name], ranks)[tp] for name, (pattern, _) in params.items()}
+        flat = np.concatenate([np.append(s.ravel(), np.full(gaps[name], -1)) for name, s in shards.items()])
+        flat = np.append(flat, np.full(-len(flat) % (2 * dp), -1))
+        keys = [f"tp{tp}/dp{r}" for r in range(dp)]
+        partitions |= dict(zip(keys, np.split(flat, dp), strict=True))
+        layouts = flat_layouts({name: s.shape for name, s in shards.items()}, [len(flat) // dp] * dp, gaps)
+        zero_views |= {f"{name}/tp{tp}": Consolidated(layout, keys) for name, layout in layouts.items()}
+    inner = ConsolidatedView(MemoryStore(partitions), zero_views)
+    outer = {}
+    for name, (pattern, shape) in params.items():
+        keys = [f"{name}/tp{tp}" for tp in range(ranks)]
+        outer[name] = Consolidated(pattern.join([inner.arrays()[key].shape for key in keys]), keys)
+        assert outer[name].layout.shape == shape
+    view = ConsolidatedView(inner, outer)
+    for name, (_, shape) in params.items():
+        box = data.draw(boxes_in(shape))
+        np.testing.assert_array_equal(view.read(name, box), whole[name][box.index])
+
+
+def test_an_averaged_parameter_is_the_mean_of_its_copies():
+    copies = [np.array([[1, 2], [3, 4]], np.float32), np.array([[3, 2], [5, 8]], np.float32)]
+    view = view_of(Averaged().join([(2, 2)] * 2), copies)
+    np.testing.assert_array_equal(view.read("w", Box((0, 0), (2, 1))), [[2], [4]])
+
+
+def covered_once(layout: ParamLayout) -> bool:
+    """Brute force: every element in exactly one distinct block, no shard element claimed twice."""
+    count = np.zeros(layout.shape, int)
+    for box in {f.target for f in layout.fragments}:
+        count[box.index] += 1
+    claims = [np.zeros(shape, int) for shape in layout.shards]
+    for f in layout.fragments:
+        claims[f.shard][f.source.index] += 1
+    return bool((count == 1).all()) and all((c <= 1).all() for c in claims)
+
+
+@given(patterns(), st.data())
+def test_check_accepts_exactly_what_counting_every_element_accepts(case, data):
+    pattern, shape, ranks = case
+    layout = pattern.join(pattern.cut(shape, ranks))
+    fragments = list(layout.fragments)
+    change = data.draw(st.sampled_from(["none", "drop", "retarget", "resource"]))
+    if fragments and change != "none":
+        f = fragments.pop(data.draw(st.integers(0, len(fragments) - 1)))
+        box = Box.whole(layout.shape if change == "retarget" else layout.shards[f.shard])
+        old = f.target if change == "retarget" else f.source
+        room = [n - k for n, k in zip(box.shape, old.shape, strict=True)]
+        start = tuple(data.draw(st.integers(0, r)) for r in room)
+        moved = Box(start, tuple(a + k for a, k in zip(start, old.shape, strict=True)))
+        if change != "drop":
+            source, target = (f.source, moved) if change == "retarget" else (moved, f.target)
+            fragments.append(Fragment(f.shard, source, target))
+    changed = ParamLayout(layout.shape, layout.shards, tuple(fragments))
+    if covered_once(changed):
+        changed.check()
+    else:
+        with pytest.raises(LayoutError, match=r"hole|overlap|double claim"):
+            changed.check()
+
+
+def test_check_names_every_fault_at_once():
+    half = Box((0, 0), (2, 4))
+    layout = ParamLayout((4, 4), ((2, 4), (2, 4)), (Fragment(0, half, half), Fragment(1, half, Box((1, 0), (3, 4)))))
+    with pytest.raises(LayoutError) as error:
+        layout.check()
+    assert "overlap: [0:2, 0:4] of shard 0 and [1:3, 0:4] of shard 1" in str(error.value)
+    assert "hole: [3:4, 0:4] is in no shard" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "shards", "message"),
+    [
+        (Unique(), [(2,), (2,)], "Unique needs 1 shard, found 2"),
+        (Replicated(), [(2,), (3,)], r"shard 1 has shape \(3,\), but its replica, shard 0, has \(2,\)"),
+        (Sharded(0), [(2, 4), (2, 5)], r"shard 1 has shape \(2, 5\) where its neighbours leave \(2, 4\)"),
+        (Sharded(2), [(2, 4)], "there is no axis 2"),
+        (Sharded(0, 1, grid=(2, 2)), [(2, 4)], "needs 4 shards, found 1"),
+        (Fused(0, {"q": 4, "k": 2}), [(3, 8), (2, 8)], r"needs 3 rows on axis 0 of shard 1.*\(2, 8\).*whole"),
+        (Fused(0, {"q": 4, "k": 1}), [(3, 8)] * 2, "1 rows of k cannot be cut evenly over 2 ranks"),
+        (Padded(Sharded(0), 0, 101), [(50, 2), (50, 2)], r"the shards hold \(100, 2\), .*\(101, 2\)"),
+        (Padded(Sharded(0), 0, 9, 12), [(5, 2), (5, 2)], "the shards have 10 rows"),
+    ],
+)
+def test_shards_that_do_not_fit_are_refused_with_the_numbers(pattern, shards, message):
+    with pytest.raises(LayoutError, match=message):
+        pattern.join(shards)
+
+
+def test_a_missing_partition_is_named_by_the_parameter_it_cuts_off():
+    with pytest.raises(LayoutError, match=r"b: ends at element 42 .* 1 partitions hold 24"):
+        flat_layouts({"w": (5, 4), "b": (22,)}, [24])
+
+
+def test_a_view_refuses_shards_of_different_dtypes():
+    store = MemoryStore({"a": np.zeros(2, np.float32), "b": np.zeros(2, np.float16)})
+    with pytest.raises(LayoutError, match=r"w: the shards differ in dtype.*float16"):
+        ConsolidatedView(store, {"w": Consolidated(Sharded(0).join([(2,), (2,)]), ["a", "b"])})
+
+
+def test_replicas_that_differ_in_one_bit_are_both_named():
+    from jax_ucp.errors import CorruptData
+
+    store = MemoryStore({"r0": np.array([0.0, 1.0]), "r1": np.array([-0.0, 1.0])})
+    view = ConsolidatedView(store, {"w": Consolidated(Replicated().join([(2,), (2,)]), ["r0", "r1"])})
+    view.compare_replicas("w", Box((1,), (2,)))
+    with pytest.raises(CorruptData, match=r"w: \[0:2\] differs between r0 and r1"):
+        view.compare_replicas("w", Box((0,), (2,)))
