@@ -6,10 +6,12 @@
     │   ├── UnsafePickle     a torch file asks for a global, an opcode or a size we do not allow
     │   └── CorruptData      bytes differ from their checksum, their twin or their recorded size
     ├── NotACheckpoint       nothing at the path is a checkpoint we know, or it was never finished
-    └── TreeMismatch         a target tree and a checkpoint do not have the same leaves
+    ├── TreeMismatch         a target tree and a checkpoint do not have the same leaves
+    └── UnsupportedLeaf      a leaf of a tree to be saved is nothing we could restore as what it was
 
 `LayoutError`, `FormatError` and `TreeMismatch` are also `ValueError`, `NotACheckpoint` is also
-`FileNotFoundError`, so that code which knows nothing of us catches them where it would expect to.
+`FileNotFoundError` and `UnsupportedLeaf` also `TypeError`, so that code which knows nothing of us
+catches them where it would expect to.
 """
 
 from __future__ import annotations
@@ -41,3 +43,7 @@ class NotACheckpoint(UCPError, FileNotFoundError):
 
 class TreeMismatch(UCPError, ValueError):
     """The target tree and the checkpoint do not have the same leaves."""
+
+
+class UnsupportedLeaf(UCPError, TypeError):
+    """A leaf of a tree to be saved is nothing we could restore as what it was."""

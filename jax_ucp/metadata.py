@@ -1,0 +1,223 @@
+"""What a checkpoint says about itself: the leaves of its tree, and the file `ucp.json` that holds them.
+
+`docs/format.md` states the format as numbered invariants; the functions here are what checks them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import urllib.parse
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import msgspec
+import xxhash
+
+from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.layout.fragments import Shape
+
+VERSION = 1
+
+# Names that a leaf's directory may not have, because the format or stock Orbax uses them.
+RESERVED = frozenset({"_METADATA", "_sharding", "_strings.json", "array_metadatas", "manifest.ocdbt", "d", "ucp.json"})
+
+KeyKind = Literal["dict", "list", "tuple", "attr"]
+LeafKind = Literal[
+    "jax", "numpy", "numpy_scalar", "prng_key", "bool", "int", "float", "complex", "str", "none", "empty"
+]
+    "jax", "numpy", "numpy_scalar", "prng_key", "bool", "int", "float", "complex", "str", "none", "empty"
+]
+Axes = str | tuple[str, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One step down a tree: into a dict, list or tuple, or to a named field of any other node."""
+
+    kind: KeyKind
+    name: str | int
+
+    def __str__(self) -> str:
+        return str(self.name)
+
+
+Path = tuple[Key, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSharding:
+    """The NamedSharding a leaf was saved with: names and sizes of the mesh axes, and the PartitionSpec."""
+
+    axis_names: tuple[str, ...]
+    axis_sizes: tuple[int, ...]
+    spec: tuple[Axes, ...]
+    device_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One leaf of a checkpoint's tree.
+
+    `name` is its key in the source that holds its bytes, unique in the checkpoint, and the directory of
+    its array in a universal checkpoint. `shape` and `dtype` are those of the stored array; a PRNG key is
+    stored as its key data. A leaf without an array (`str`, `none`, `empty`) has its `value` here.
+    """
+
+    path: Path
+    name: str
+    kind: LeafKind
+    shape: Shape = ()
+    dtype: str = ""
+    value: Any = None
+    key_impl: str = ""
+    sharding: SavedSharding | None = None
+
+    @property
+    def has_array(self) -> bool:
+        return self.kind not in ("str", "none", "empty")
+
+    @property
+    def label(self) -> str:
+        """The path as people write it: `params/layers/0/kernel`."""
+        return "/".join(map(str, self.path))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """How the array of one leaf lies on disk: its chunks, and a digest of each outer chunk in row-major order.
+
+    A digest is the xxh3_64 of the chunk's elements inside the array, row-major and little-endian, in hex.
+    """
+
+    outer: Shape
+    inner: Shape
+    digests: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """The content of `ucp.json`.
+
+    `files` maps every other file that is not array data to the digest of its bytes; `source` says what
+    the checkpoint was imported from; `digest` is that of this file with `digest` left empty.
+    """
+
+    leaves: tuple[Leaf, ...]
+    arrays: dict[str, StoredArray]
+    files: dict[str, str] = field(default_factory=dict)
+    source: dict[str, Any] = field(default_factory=dict)
+    extras: dict[str, Any] = field(default_factory=dict)
+    format: Literal["jax-ucp"] = "jax-ucp"
+    version: int = VERSION
+    digest: str = ""
+
+
+def encode(metadata: Metadata) -> bytes:
+    """The bytes of `ucp.json`."""
+    bare = replace(metadata, digest="")
+    return msgspec.json.format(msgspec.json.encode(replace(bare, digest=digest(msgspec.json.encode(bare)))), indent=1)
+
+
+def decode(data: bytes, where: str) -> Metadata:
+    """The metadata in the bytes of a `ucp.json`.
+
+    Raises CorruptData if the bytes are not those that were written, FormatError if a newer version
+    of the format wrote them.
+    """
+    try:
+        version = msgspec.json.decode(data, type=dict[str, Any]).get("version")
+        if isinstance(version, int) and version > VERSION:
+            raise FormatError(f"{where} has format version {version}; this jax_ucp reads up to {VERSION}. Upgrade it.")
+        metadata = msgspec.json.decode(data, type=Metadata)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CorruptData(f"{where} is damaged ({error}); restore it from a copy of the checkpoint") from None
+    if digest(msgspec.json.encode(replace(metadata, digest=""))) != metadata.digest:
+        raise CorruptData(f"{where} is damaged: its content does not have the digest it records")
+    return metadata
+
+
+def digest(data: bytes | memoryview) -> str:
+    """The xxh3_64 of some bytes, in hex."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def leaf_names(paths: Sequence[Path]) -> list[str]:
+    """A directory name for each path: what stock Orbax would use, keys joined by '.', where that is safe.
+
+    Where two leaves would get one name, or one a name inside another's directory, all of them get
+    escaped names instead. We read them through `ucp.json`; stock Orbax, which would return one leaf for
+    the other without a word, then finds no array and says so.
+
+    >>> a, b, c = Key("dict", "a"), Key("dict", "b"), Key("dict", "a.b")
+    >>> leaf_names([(a, b), (b,)])
+    ['a.b', 'b']
+    >>> leaf_names([(a, b), (c,)])
+    ['%a.b', '%a%2Eb']
+    """
+    names = [".".join(map(str, path)) for path in paths]
+    taken: dict[str, int] = defaultdict(int)
+    for name in names:
+        taken[name] += 1
+    parents = {name[:at] for name in names for at in _slashes(name)}
+    clash = {name for name in names if name in parents}
+    return [
+        name
+        if taken[name] == 1 and _is_plain(name) and not any(name[:at] in clash for at in (*_slashes(name), len(name)))
+        else _escaped(path)
+        for name, path in zip(names, paths, strict=True)
+    ]
+
+
+def unspeakable_paths(paths: Iterable[Path]) -> list[list[str]]:
+    """Groups of different paths that stock metadata cannot tell apart, such as dict keys 0 and "0"."""
+    same: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for path in paths:
+        same[tuple(map(str, path))].append(" / ".join(repr(key.name) for key in path))
+    return [found for found in same.values() if len(found) > 1]
+
+
+def tree_of(leaves: Mapping[Path, Any]) -> Any:
+    """Nested dicts, lists and tuples with the given leaves; other nodes come as dicts of their fields.
+
+    >>> tree_of({(Key("dict", "a"), Key("tuple", 0)): 1, (Key("dict", "a"), Key("tuple", 1)): 2})
+    {'a': (1, 2)}
+    """
+    if list(leaves) == [()]:
+        return leaves[()]
+    groups: dict[Key, dict[Path, Any]] = defaultdict(dict)
+    for path, value in leaves.items():
+        groups[path[0]][path[1:]] = value
+    children = {key: tree_of(below) for key, below in groups.items()}
+    kinds = {key.kind for key in children}
+    if kinds <= {"list", "tuple"}:
+        items = [children[key] for key in sorted(children, key=lambda key: int(key.name))]
+        return tuple(items) if kinds == {"tuple"} else items
+    return {key.name: child for key, child in children.items()}
+
+
+def _slashes(name: str) -> list[int]:
+    return [match.start() for match in re.finditer("/", name)]
+
+
+def _is_plain(name: str) -> bool:
+    parts = name.split("/")
+    return (
+        parts[0] not in RESERVED
+        and not name.startswith(("%", "ocdbt.process_"))
+        and all(part not in ("", ".", "..", "c", "zarr.json") and len(part.encode()) <= 200 for part in parts)
+        and name.isprintable()
+        and "\\" not in name
+    )
+
+
+def _escaped(path: Path) -> str:
+    quoted = ".".join(
+        urllib.parse.quote(str(key), safe="").replace(".", "%2E") + ("%23" if isinstance(key.name, int) else "")
+        for key in path
+    )
+    if len(quoted) > 180:
+        quoted = f"{quoted[:120]}%{hashlib.sha256(quoted.encode()).hexdigest()[:32]}"
+    return "%" + quoted

@@ -1,0 +1,55 @@
+"""What an opened checkpoint is, whoever wrote it: leaves, where their bytes are, and an account of the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jax_ucp.metadata import Leaf
+from jax_ucp.storage.source import ArraySource
+
+Fate = Literal["mapped", "extra", "skipped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One thing that a checkpoint stores, and what becomes of it.
+
+    `where` is the file and the place in it; `reason` says what it became, or why it was left.
+    """
+
+    where: str
+    what: str
+    fate: Fate
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Where a part of a leaf is: which block of it, in which file, at which item there."""
+
+    file: str
+    item: str
+    target: str
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A checkpoint of any format, opened: nothing but metadata has been read.
+
+    `leaves` name arrays of `source`. `account` has every stored item once. `verify()` reads all bytes that
+    are stored twice or have a checksum and yields (what was looked at, fault or None). `where(leaf)` says
+    which files hold the leaf's bytes.
+    """
+
+    format: str
+    path: str
+    leaves: Sequence[Leaf]
+    source: ArraySource
+    account: Sequence[Item] = ()
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    verify: Callable[[], Iterator[tuple[str, str | None]]] = lambda: iter(())
+    where: Callable[[Leaf], Sequence[Piece]] = lambda leaf: ()

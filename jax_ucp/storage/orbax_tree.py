@@ -1,0 +1,186 @@
+"""The small files by which stock Orbax knows the tree of a PyTree checkpoint: written here, and read here.
+
+Facts: `_src/metadata/tree.py`, `_src/metadata/empty_values.py`, `_src/metadata/sharding.py` and
+`_src/handlers/base_pytree_checkpoint_handler.py` of orbax-checkpoint 0.12.8. Nothing of Orbax is imported.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jax_ucp.errors import FormatError
+from jax_ucp.metadata import Axes, Key, KeyKind, Leaf, LeafKind, Path, SavedSharding
+from jax_ucp.storage.directory import Directory
+
+TREE_FILE = "_METADATA"
+SHARDING_FILE = "_sharding"
+STRINGS_FILE = "_strings.json"
+
+_SEQUENCE, _DICT = 1, 2
+_VALUE_TYPES: dict[LeafKind, str] = {
+    "jax": "jax.Array",
+    "prng_key": "jax.Array",
+    "numpy": "np.ndarray",
+    "numpy_scalar": "scalar",
+    "bool": "scalar",
+    "int": "scalar",
+    "float": "scalar",
+    "complex": "scalar",
+    "str": "string",
+    "none": "None",
+}
+# What stock writes for a node without children: a named tuple, such as optax.EmptyState, comes back as None.
+_EMPTY_TYPES: dict[KeyKind, str] = {"dict": "Dict", "list": "List", "tuple": "Tuple", "attr": "None"}
+_NOT_STORED = {"None", "Dict", "List", "Tuple", "NamedTuple"}
+
+
+def orbax_files(leaves: Sequence[Leaf], arrays: Mapping[str, tuple[int, ...]]) -> dict[str, bytes]:
+    """The files, by name, that let stock Orbax read the leaves; `arrays` has the outer chunk of each array."""
+    tree, shardings, strings, array_metadata = {}, {}, {}, []
+    for leaf in leaves:
+        value_type = _EMPTY_TYPES[leaf.value] if leaf.kind == "empty" else _VALUE_TYPES[leaf.kind]
+        value: dict[str, Any] = {"value_type": value_type, "skip_deserialize": value_type in _NOT_STORED}
+        name = ".".join(map(str, leaf.path))
+        if value_type == "jax.Array":
+            value["write_shape"] = arrays[leaf.name]
+            ext = {"random_key_impl": leaf.key_impl} if leaf.kind == "prng_key" else None
+            shapes = {"write_shape": arrays[leaf.name], "chunk_shape": arrays[leaf.name]}
+            array_metadata.append({"array_metadata": {"param_name": name, **shapes, "ext_metadata": ext}})
+            shardings[base64.b64encode(name.encode()).decode()] = json.dumps(_sharding_json(leaf.sharding))
+        elif value_type == "string":
+            strings[name] = leaf.value
+        tree[str(tuple(map(str, leaf.path)))] = {
+            "key_metadata": [{"key": str(key), "key_type": _key_type(key)} for key in leaf.path],
+            "value_metadata": value,
+        }
+    about = {"use_ocdbt": False, "use_zarr3": True, "store_array_data_equal_to_fill_value": True}
+    files: dict[str, Any] = {
+        TREE_FILE: {"tree_metadata": tree, **about, "custom_metadata": None},
+        SHARDING_FILE: shardings,
+        "array_metadatas/process_0": {"array_metadatas": array_metadata},
+    }
+    if strings:
+        files[STRINGS_FILE] = strings
+    return {name: json.dumps(content).encode() for name, content in files.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class OrbaxArray:
+    """A leaf of a stock checkpoint: its path, what it was, and the name of its array or its value."""
+
+    path: Path
+    kind: LeafKind
+    name: str
+    value: Any = None
+    key_impl: str = ""
+    sharding: SavedSharding | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OrbaxTree:
+    """What a stock PyTree checkpoint says of its tree and of the way its arrays are stored."""
+
+    leaves: tuple[OrbaxArray, ...]
+    ocdbt: bool
+    zarr3: bool
+
+
+def read_orbax_tree(directory: Directory) -> OrbaxTree:
+    """The tree of the stock PyTree checkpoint in `directory`.
+
+    Raises FormatError where a file is not JSON, or says something stock Orbax 0.12 does not.
+    """
+    content = _json(directory, TREE_FILE)
+    shardings = {base64.b64decode(k).decode(): json.loads(v) for k, v in _json(directory, SHARDING_FILE, {}).items()}
+    strings = _json(directory, STRINGS_FILE, {})
+    impls: dict[str, str] = {}
+    for name in directory.files():
+        if name.startswith("array_metadatas/"):
+            for entry in _json(directory, name)["array_metadatas"]:
+                array = entry["array_metadata"]
+                impls[array["param_name"]] = (array.get("ext_metadata") or {}).get("random_key_impl", "")
+    leaves = []
+    for entry in content["tree_metadata"].values():
+        keys = entry["key_metadata"]
+        path = tuple(_key(key["key"], key["key_type"]) for key in keys)
+        name = ".".join(key["key"] for key in keys)
+        value_type = entry["value_metadata"]["value_type"]
+        impl = impls.get(name, "")
+        kind, value = _kind(value_type, impl, f"{directory}/{TREE_FILE}: {name}")
+        if kind == "str":
+            if name not in strings:
+                raise FormatError(
+                    f"{directory}/{STRINGS_FILE} has no value for {name}, which {TREE_FILE} says is a string"
+                )
+            value = strings[name]
+        leaves.append(OrbaxArray(path, kind, name, value, impl, _saved_sharding(shardings.get(name))))
+    return OrbaxTree(tuple(leaves), bool(content["use_ocdbt"]), bool(content["use_zarr3"]))
+
+
+def _key_type(key: Key) -> int:
+    by_position = key.kind in ("list", "tuple") or (key.kind == "attr" and isinstance(key.name, int))
+    return _SEQUENCE if by_position else _DICT
+
+
+def _key(name: str, key_type: int) -> Key:
+    return Key("list", int(name)) if key_type == _SEQUENCE else Key("dict", name)
+
+
+def _kind(value_type: str, impl: str, where: str) -> tuple[LeafKind, Any]:
+    match value_type:
+        case "jax.Array":
+            return ("prng_key" if impl else "jax"), None
+        case "np.ndarray":
+            return "numpy", None
+        case "scalar":
+            return "numpy_scalar", None
+        case "string":
+            return "str", None
+        case "None":
+            return "none", None
+        case "Dict" | "List" | "Tuple":
+            return "empty", value_type.lower()
+        case "NamedTuple":
+            return "empty", "attr"
+        case _:
+            raise FormatError(f"{where} has value type {value_type!r}, which stock Orbax 0.12 does not write")
+
+
+def _sharding_json(sharding: SavedSharding | None) -> dict[str, Any]:
+    if sharding is None:
+        return {"sharding_type": "SingleDeviceSharding", "device_str": "cpu:0"}
+    mesh = np.array([{"id": i} for i in sharding.device_ids], dtype=object).reshape(sharding.axis_sizes)
+    return {
+        "sharding_type": "NamedSharding",
+        "shape": sharding.axis_sizes,
+        "axis_names": sharding.axis_names,
+        "axis_types": ["AxisType.Auto"] * len(sharding.axis_names),
+        "partition_spec": sharding.spec,
+        "device_mesh": {"mesh": mesh.tolist()},
+    }
+
+
+def _saved_sharding(content: dict[str, Any] | None) -> SavedSharding | None:
+    if content is None or content.get("sharding_type") != "NamedSharding":
+        return None
+    spec: list[Axes] = [tuple(axes) if isinstance(axes, list) else axes for axes in content["partition_spec"]]
+    sizes = content["shape"]
+    return SavedSharding(tuple(content["axis_names"]), tuple(sizes), tuple(spec))
+
+
+def _json(directory: Directory, name: str, default: Any = None) -> Any:
+    data = directory.read(name)
+    if data is None:
+        if default is None:
+            raise FormatError(f"{directory}/{name} is missing; a PyTree checkpoint of Orbax has it")
+        return default
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise FormatError(f"{directory}/{name} is damaged: {error}") from None

@@ -1,0 +1,258 @@
+"""The universal store: one zarr v3 array per leaf, and `ucp.json`, which is written last.
+
+Each outer chunk is one file with one writer; inner chunks carry a crc32c, so that a flipped bit is an
+error to every reader. `docs/format.md` states the format; this file writes, reads and proves it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import tensorstore as ts
+
+from jax_ucp.errors import CorruptData, NotACheckpoint, UnsupportedLeaf
+from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place
+from jax_ucp.layout.box import Box
+from jax_ucp.metadata import Leaf, Metadata, StoredArray, decode, digest, encode
+from jax_ucp.storage.directory import Directory
+from jax_ucp.storage.source import ArrayInfo
+
+METADATA_FILE = "ucp.json"
+CRC_BYTES = 4
+INDEX_ENTRY_BYTES = 16
+
+_BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
+
+
+class ZarrStore:
+    """Arrays of known shape, dtype and chunks in a directory, written one outer chunk at a time.
+
+    Every chunk must be there to be read: a missing file is an error, not zeros.
+    """
+
+    def __init__(self, directory: Directory, arrays: Mapping[str, ArrayInfo], chunks: Mapping[str, Chunks]):
+        self.directory = directory
+        self.chunks = chunks
+        self.digests: dict[str, dict[int, str]] = {key: {} for key in arrays}
+        self._arrays = dict(arrays)
+        self._handles: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def arrays(self) -> Mapping[str, ArrayInfo]:
+        return self._arrays
+
+    def create(self, key: str) -> None:
+        """Write the array's `zarr.json`. One process does this, once."""
+        ts.open(self._spec(key), create=True, open=True).result()
+
+    def write(self, key: str, box: Box, data: np.ndarray) -> None:
+        """Write one outer chunk, whole, and note its digest."""
+        outer, shape = self.chunks[key].outer, self._arrays[key].shape
+        if box.size == 0:
+            return
+        place = grid_place(box, outer)
+        start = tuple(p * c for p, c in zip(place, outer, strict=True))
+        if box != Box(start, tuple(min(a + c, n) for a, c, n in zip(start, outer, shape, strict=True))):
+            raise ValueError(f"{key}: {box} is not a chunk of {outer} in {shape}; a part of a chunk has no one writer")
+        data = np.ascontiguousarray(data)
+        self._open(key, assume=True)[box.index].write(data).result()
+        self.digests[key][_rank(place, shape, outer)] = _digest(data)
+
+    def read(self, key: str, box: Box) -> np.ndarray:
+        try:
+            return np.asarray(self._open(key)[box.index].read().result())
+        except ValueError as error:
+            raise _damaged(self.directory, key, error) from None
+
+    def verify(self, key: str, stored: StoredArray) -> Iterator[tuple[Box, str | None]]:
+        """Each outer chunk of an array, with what is wrong with it, if anything."""
+        shape = self._arrays[key].shape
+        for box, want in zip(grid_boxes(shape, stored.outer), stored.digests, strict=True):
+            try:
+                found = _digest(self.read(key, box))
+            except CorruptData as error:
+                yield box, str(error)
+            else:
+                fault = f"{self.directory}/{key}: the data of {box} are not those that were saved (digest {found})"
+                yield box, None if found == want else fault
+
+    def _open(self, key: str, assume: bool = False) -> Any:
+        with self._lock:
+            if key not in self._handles:
+                # While writing, zarr.json may not be there yet: another process creates it.
+                self._handles[key] = ts.open(self._spec(key), open=True, assume_metadata=assume).result()
+            return self._handles[key]
+
+    def _spec(self, key: str) -> dict[str, Any]:
+        info = self._arrays[key]
+        metadata = zarr_metadata(info, self.chunks[key])
+        return {
+            "driver": "zarr3",
+            "kvstore": self.directory.spec(key),
+            "metadata": metadata,
+            "store_data_equal_to_fill_value": True,
+            "fill_missing_data_reads": False,
+            "recheck_cached_data": "open",
+        }
+
+
+def zarr_metadata(info: ArrayInfo, chunks: Chunks) -> dict[str, Any]:
+    """The zarr v3 metadata of an array in a universal checkpoint."""
+    inner = {"chunk_shape": chunks.inner, "codecs": [_BYTES, {"name": "crc32c"}]}
+    index = {"index_codecs": [_BYTES, {"name": "crc32c"}], "index_location": "end"}
+    return {
+        "shape": info.shape,
+        "data_type": info.dtype.name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunks.outer}},
+        "codecs": [{"name": "sharding_indexed", "configuration": inner | index}],
+    }
+
+
+def storable(dtype: np.dtype) -> bool:
+    """Whether TensorStore's zarr v3 driver has the data type."""
+    try:
+        ts.Spec({"driver": "zarr3", "kvstore": "memory://", "metadata": {"shape": [1], "data_type": dtype.name}})
+    except ValueError:
+        return False
+    return True
+
+
+def require_storable(label: str, dtype: np.dtype) -> None:
+    if not storable(dtype):
+        raise UnsupportedLeaf(f"{label} has dtype {dtype}, which zarr v3 as TensorStore writes it does not have")
+
+
+def file_bytes(itemsize: int, chunks: Chunks) -> int:
+    """The size of the file of an outer chunk: inner chunks with their crc32c, then the index with its own.
+
+    Source: zarr v3 specification, codec `sharding_indexed`; edge chunks are stored whole.
+    """
+    inner = math.prod(-(-o // i) for o, i in zip(chunks.outer, chunks.inner, strict=True))
+    return inner * (math.prod(chunks.inner) * itemsize + CRC_BYTES + INDEX_ENTRY_BYTES) + CRC_BYTES
+
+
+def write_part(store: ZarrStore, process: int) -> None:
+    """Leave word of the chunks this process wrote, for the process that commits."""
+    part = {key: {str(place): d for place, d in found.items()} for key, found in store.digests.items() if found}
+    store.directory.write(_part_name(process), msgspec.json.encode(part))
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What makes a directory of arrays a checkpoint: written by one process when all have written their parts."""
+
+    leaves: Sequence[Leaf]
+    processes: int = 1
+    files: Mapping[str, bytes] | None = None
+    source: Mapping[str, Any] | None = None
+    extras: Mapping[str, Any] | None = None
+
+    def write(self, store: ZarrStore) -> Metadata:
+        """Write the side files, then `ucp.json`. Raises CorruptData if a chunk was written by nobody."""
+        directory, digests = store.directory, {key: {} for key in store.arrays()}
+        for process in range(self.processes):
+            for key, found in _read_part(directory, process).items():
+                digests[key] |= {int(place): d for place, d in found.items()}
+        arrays = {}
+        for key, info in store.arrays().items():
+            chunks = store.chunks[key]
+            places = len(list(grid_boxes(info.shape, chunks.outer)))
+            if missing := sorted(set(range(places)) - set(digests[key])):
+                raise CorruptData(f"{directory}/{key}: chunks {missing[:8]} of {places} were written by no process")
+            arrays[key] = StoredArray(chunks.outer, chunks.inner, tuple(digests[key][i] for i in range(places)))
+        digests_of_files = {f"{key}/zarr.json": digest(directory.read(f"{key}/zarr.json") or b"") for key in arrays}
+        for name, data in (self.files or {}).items():
+            directory.write(name, data)
+            digests_of_files[name] = digest(data)
+        leaves, source, extras = tuple(self.leaves), dict(self.source or {}), dict(self.extras or {})
+        metadata = Metadata(leaves, arrays, digests_of_files, source, extras)
+        directory.write(METADATA_FILE, encode(metadata))
+        for process in range(self.processes):
+            directory.delete(_part_name(process))
+        return metadata
+
+
+def open_store(path: str | os.PathLike[str]) -> tuple[Metadata, ZarrStore]:
+    """The metadata and the arrays of the universal checkpoint at `path`.
+
+    Raises NotACheckpoint if it was never committed, CorruptData if a file has another size than it must
+    have, or is not there. Reads no array data.
+    """
+    directory = Directory(path)
+    data = directory.read(METADATA_FILE)
+    if data is None:
+        raise NotACheckpoint(
+            f"{directory} has no {METADATA_FILE}: it is no universal checkpoint, or was never finished"
+        )
+    metadata = decode(data, f"{directory}/{METADATA_FILE}")
+    arrays, chunks = {}, {}
+    for leaf in metadata.leaves:
+        if leaf.has_array:
+            stored = metadata.arrays[leaf.name]
+            arrays[leaf.name] = ArrayInfo(leaf.shape, np.dtype(leaf.dtype))
+            chunks[leaf.name] = Chunks(stored.outer, stored.inner)
+    return metadata, ZarrStore(directory, arrays, chunks)
+
+
+def missing_files(metadata: Metadata, store: ZarrStore) -> list[str]:
+    """What files of a checkpoint are missing or have another size than they must have."""
+    there = set(store.directory.files())
+    return [f"{store.directory}/{name} is missing" for name in _all_files(metadata, store) if name not in there]
+
+
+def verify_files(metadata: Metadata, store: ZarrStore) -> list[str]:
+    """What is wrong with the files beside the array data, or with the set of files, by their digests."""
+    faults = missing_files(metadata, store)
+    for name, want in metadata.files.items():
+        data = store.directory.read(name)
+        if data is not None and digest(data) != want:
+            faults.append(f"{store.directory}/{name} is damaged: its content does not have the digest recorded")
+    return faults
+
+
+def chunk_name(place: Sequence[int]) -> str:
+    """The file of an outer chunk inside its array's directory, in zarr v3's default key encoding."""
+    return "/".join(["c", *map(str, place)])
+
+
+def _all_files(metadata: Metadata, store: ZarrStore) -> Iterator[str]:
+    yield from metadata.files
+    for key, stored in metadata.arrays.items():
+        for box in grid_boxes(store.arrays()[key].shape, stored.outer):
+            yield f"{key}/{chunk_name(grid_place(box, stored.outer))}"
+
+
+def _rank(place: Sequence[int], shape: Sequence[int], outer: Sequence[int]) -> int:
+    rank = 0
+    for p, n, c in zip(place, shape, outer, strict=True):
+        rank = rank * -(-n // c) + p
+    return rank
+
+
+def _digest(data: np.ndarray) -> str:
+    data = np.ascontiguousarray(data)
+    if data.dtype.byteorder == ">":
+        data = data.astype(data.dtype.newbyteorder("<"))
+    return digest(data.reshape(-1).view(np.uint8).data)
+
+
+def _part_name(process: int) -> str:
+    return f"ucp.process_{process}.json"
+
+
+def _read_part(directory: Directory, process: int) -> dict[str, dict[str, str]]:
+    data = directory.read(_part_name(process))
+    if data is None:
+        raise CorruptData(f"{directory}/{_part_name(process)} is missing: process {process} did not finish writing")
+    return msgspec.json.decode(data, type=dict[str, dict[str, str]])
+
+
+def _damaged(directory: Directory, key: str, error: ValueError) -> CorruptData:
+    return CorruptData(f"{directory}/{key}: {error}. Restore this file from a copy, or use another checkpoint.")
