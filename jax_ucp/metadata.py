@@ -28,8 +28,6 @@ KeyKind = Literal["dict", "list", "tuple", "attr"]
 LeafKind = Literal[
     "jax", "numpy", "numpy_scalar", "prng_key", "bool", "int", "float", "complex", "str", "none", "empty"
 ]
-    "jax", "numpy", "numpy_scalar", "prng_key", "bool", "int", "float", "complex", "str", "none", "empty"
-]
 Axes = str | tuple[str, ...] | None
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jax_ucp.errors import FormatError
-from jax_ucp.metadata import Axes, Key, KeyKind, Leaf, LeafKind, Path, SavedSharding
+from jax_ucp.metadata import Axes, Key, KeyKind, Leaf, LeafKind, SavedSharding
 from jax_ucp.storage.directory import Directory
 
 TREE_FILE = "_METADATA"
@@ -71,22 +71,13 @@ def orbax_files(leaves: Sequence[Leaf], arrays: Mapping[str, tuple[int, ...]]) -
 
 
 @dataclass(frozen=True, slots=True)
-class OrbaxArray:
-    """A leaf of a stock checkpoint: its path, what it was, and the name of its array or its value."""
-
-    path: Path
-    kind: LeafKind
-    name: str
-    value: Any = None
-    key_impl: str = ""
-    sharding: SavedSharding | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class OrbaxTree:
-    """What a stock PyTree checkpoint says of its tree and of the way its arrays are stored."""
+    """What a stock PyTree checkpoint says of its tree and of the way its arrays are stored.
 
-    leaves: tuple[OrbaxArray, ...]
+    The leaves have no shape or dtype yet: those are with the arrays, whose names they have.
+    """
+
+    leaves: tuple[Leaf, ...]
     ocdbt: bool
     zarr3: bool
 
@@ -119,7 +110,8 @@ def read_orbax_tree(directory: Directory) -> OrbaxTree:
                     f"{directory}/{STRINGS_FILE} has no value for {name}, which {TREE_FILE} says is a string"
                 )
             value = strings[name]
-        leaves.append(OrbaxArray(path, kind, name, value, impl, _saved_sharding(shardings.get(name))))
+        sharding = _saved_sharding(shardings.get(name))
+        leaves.append(Leaf(path, name, kind, value=value, key_impl=impl, sharding=sharding))
     return OrbaxTree(tuple(leaves), bool(content["use_ocdbt"]), bool(content["use_zarr3"]))
 
 
