@@ -1,0 +1,42 @@
+"""Universal Checkpointing for JAX: whatever wrote a checkpoint, every parameter in it can be read as one whole
+array, any box at a time, by any mesh.
+
+Names are imported when they are first used, so that looking into a checkpoint does not wait for JAX or Orbax.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jax_ucp import args as args
+    from jax_ucp import errors as errors
+    from jax_ucp.checkpoint import Checkpoint as Checkpoint
+    from jax_ucp.checkpoint import open as open
+    from jax_ucp.handler import CheckpointHandler as CheckpointHandler
+    from jax_ucp.layout import patterns as patterns
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Checkpoint": "jax_ucp.checkpoint",
+    "CheckpointHandler": "jax_ucp.handler",
+    "args": "jax_ucp.args",
+    "errors": "jax_ucp.errors",
+    "open": "jax_ucp.checkpoint",
+    "patterns": "jax_ucp.layout.patterns",
+}
+
+__all__ = ["Checkpoint", "CheckpointHandler", "args", "errors", "open", "patterns"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jax_ucp' has no attribute {name!r}")
+    home = importlib.import_module(_HOMES[name])
+    return home if _HOMES[name].rpartition(".")[2] == name else getattr(home, name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

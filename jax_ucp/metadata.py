@@ -61,7 +61,8 @@ class Leaf:
 
     `name` is its key in the source that holds its bytes, unique in the checkpoint, and the directory of
     its array in a universal checkpoint. `shape` and `dtype` are those of the stored array; a PRNG key is
-    stored as its key data. A leaf without an array (`str`, `none`, `empty`) has its `value` here.
+    stored as its key data. A leaf without an array (`str`, `none`, `empty`) has its `value` here: the
+    string, or which kind of node was empty. `axes` are its logical axis names, where the model gave any.
     """
 
     path: Path
@@ -72,6 +73,7 @@ class Leaf:
     value: Any = None
     key_impl: str = ""
     sharding: SavedSharding | None = None
+    axes: tuple[Axes, ...] | None = None
 
     @property
     def has_array(self) -> bool:
@@ -205,7 +207,7 @@ def _is_plain(name: str) -> bool:
     return (
         parts[0] not in RESERVED
         and not name.startswith(("%", "ocdbt.process_"))
-        and all(part not in ("", ".", "..", "c", "zarr.json") and len(part.encode()) <= 200 for part in parts)
+        and all(part not in ("", ".", "..") and len(part.encode()) <= 200 for part in parts)
         and name.isprintable()
         and "\\" not in name
     )

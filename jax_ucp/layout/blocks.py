@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jax_ucp.layout.box import Box
@@ -66,36 +66,44 @@ def chunk_shapes(
     return Chunks(tuple(outer), tuple(inner))
 
 
-def writer_cell(shape: Sequence[int], itemsize: int, boxes: Sequence[Sequence[Box]], small: int = INNER_BYTES) -> Shape:
-    """The largest equal blocks of an array that one process can write alone without gathering much.
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """Equal blocks of an array: their shape, and which processes hold all of each, by its place in the grid."""
 
-    `boxes[p]` are the blocks that process p holds. They come from a sharding, so all blocks have one shape.
-    Neighbouring blocks of one process are joined while the result holds at most `small` bytes: a small
+    shape: Shape
+    owners: dict[Shape, frozenset[int]]
+
+
+def writer_cells(shape: Sequence[int], itemsize: int, held: Sequence[Iterable[Box]], small: int = INNER_BYTES) -> Cells:
+    """The largest blocks of an array that a process can write without gathering much.
+
+    `held[p]` are the blocks that process p holds. They come from a sharding, so all blocks have one shape.
+    Neighbouring blocks of one process are joined while the result has at most `small` bytes: a small
     array becomes a single chunk, a large one keeps a block per device.
 
     >>> halves = [Box((i * 4,), (i * 4 + 4,)) for i in range(2)]
-    >>> writer_cell((8,), 4, [halves]), writer_cell((8,), 4, [halves[:1], halves[1:]])
+    >>> writer_cells((8,), 4, [halves]).shape, writer_cells((8,), 4, [halves[:1], halves[1:]]).shape
     ((8,), (4,))
     """
-    cell = list(next(box for held in boxes for box in held).shape)
-    owners: dict[Shape, set[int]] = {}
-    for process, held in enumerate(boxes):
-        for box in held:
-            owners.setdefault(tuple(a // max(1, c) for a, c in zip(box.start, cell, strict=True)), set()).add(process)
+    cell: list[int] = []
+    owners: dict[Shape, frozenset[int]] = {}
+    for process, boxes in enumerate(held):
+        for box in boxes:
+            cell = list(box.shape)
+            place = tuple(a // max(1, c) for a, c in zip(box.start, cell, strict=True))
+            owners[place] = owners.get(place, frozenset()) | {process}
     for axis in reversed(range(len(cell))):
-        while cell[axis] < shape[axis]:
+        while 0 < cell[axis] < shape[axis]:
             factor = _smallest_prime(shape[axis] // cell[axis])
-            if math.prod(cell) * factor * itemsize > small:
-                break
-            joined: dict[Shape, set[int]] = {}
+            joined: dict[Shape, frozenset[int]] = {}
             for place, who in owners.items():
                 place = (*place[:axis], place[axis] // factor, *place[axis + 1 :])
                 joined[place] = joined.get(place, who) & who
-            if not all(joined.values()):
+            if math.prod(cell) * factor * itemsize > small or not all(joined.values()):
                 break
             owners = joined
             cell[axis] *= factor
-    return tuple(cell)
+    return Cells(tuple(cell), owners)
 
 
 def grid_boxes(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Box]:
@@ -106,6 +114,20 @@ def grid_boxes(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Box]:
     """
     for start in itertools.product(*(range(0, n, c) for n, c in zip(shape, chunk, strict=True))):
         yield Box(start, tuple(min(a + c, n) for a, c, n in zip(start, chunk, shape, strict=True)))
+
+
+def row_boxes(shape: Sequence[int], itemsize: int, max_bytes: int) -> Iterator[Box]:
+    """Blocks of whole rows that together hold the array once, each of at most `max_bytes` where a row allows it.
+
+    >>> [str(box) for box in row_boxes((10, 256), itemsize=4, max_bytes=4096)]
+    ['[0:4, 0:256]', '[4:8, 0:256]', '[8:10, 0:256]']
+    """
+    if not shape:
+        yield Box((), ())
+        return
+    rows = max(1, max_bytes // max(1, math.prod(shape[1:]) * itemsize))
+    if math.prod(shape):
+        yield from grid_boxes(shape, (rows, *shape[1:]))
 
 
 def grid_place(box: Box, chunk: Sequence[int]) -> Shape:

@@ -39,17 +39,18 @@ class Piece:
 class Contents:
     """A checkpoint of any format, opened: nothing but metadata has been read.
 
-    `leaves` name arrays of `source`. `account` has every stored item once. `verify()` reads all bytes that
-    are stored twice or have a checksum and yields (what was looked at, fault or None). `where(leaf)` says
-    which files hold the leaf's bytes.
+    `leaves` name arrays of `arrays`. `account` has every stored item once. `source` says what a universal
+    checkpoint was imported from. `verify()` reads all bytes that are stored twice or have a checksum and
+    yields (what was looked at, fault or None). `where(leaf)` says which files hold the leaf's bytes.
     """
 
     format: str
     path: str
     leaves: Sequence[Leaf]
-    source: ArraySource
+    arrays: ArraySource
     account: Sequence[Item] = ()
     extras: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    source: Mapping[str, Any] = field(default_factory=dict)
     verify: Callable[[], Iterator[tuple[str, str | None]]] = lambda: iter(())
     where: Callable[[Leaf], Sequence[Piece]] = lambda leaf: ()

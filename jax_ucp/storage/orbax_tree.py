@@ -80,6 +80,7 @@ class OrbaxTree:
     leaves: tuple[Leaf, ...]
     ocdbt: bool
     zarr3: bool
+    all_chunks_stored: bool
 
 
 def read_orbax_tree(directory: Directory) -> OrbaxTree:
@@ -112,7 +113,9 @@ def read_orbax_tree(directory: Directory) -> OrbaxTree:
             value = strings[name]
         sharding = _saved_sharding(shardings.get(name))
         leaves.append(Leaf(path, name, kind, value=value, key_impl=impl, sharding=sharding))
-    return OrbaxTree(tuple(leaves), bool(content["use_ocdbt"]), bool(content["use_zarr3"]))
+    # Where not even zeros are left out, a chunk that is not there is a loss and not a default.
+    complete = bool(content.get("store_array_data_equal_to_fill_value"))
+    return OrbaxTree(tuple(leaves), bool(content["use_ocdbt"]), bool(content.get("use_zarr3")), complete)
 
 
 def _key_type(key: Key) -> int:

@@ -34,6 +34,21 @@ class ArraySource(Protocol):
     def read(self, key: str, box: Box) -> np.ndarray:
         """The elements of `box` of array `key`, in the shape of the box.
 
-        The result may be a read-only view of a memory-mapped file: callers that keep or change it copy it.
+        A writeable result is the caller's own. A read-only one may be a view of a memory-mapped file, or of
+        something else that lives on: callers that keep it, or hand it to a device, copy it.
         """
         ...
+
+
+class Joined:
+    """Several sources as one: array `key` of the source called `name` is `name:key`."""
+
+    def __init__(self, sources: Mapping[str, ArraySource]):
+        self._sources = sources
+
+    def arrays(self) -> Mapping[str, ArrayInfo]:
+        return {f"{name}:{key}": info for name, s in self._sources.items() for key, info in s.arrays().items()}
+
+    def read(self, key: str, box: Box) -> np.ndarray:
+        name, _, inner = key.partition(":")
+        return self._sources[name].read(inner, box)

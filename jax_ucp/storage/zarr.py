@@ -40,7 +40,7 @@ class ZarrStore:
     def __init__(self, directory: Directory, arrays: Mapping[str, ArrayInfo], chunks: Mapping[str, Chunks]):
         self.directory = directory
         self.chunks = chunks
-        self.digests: dict[str, dict[int, str]] = {key: {} for key in arrays}
+        self.digests: dict[str, dict[str, str]] = {key: {} for key in arrays}
         self._arrays = dict(arrays)
         self._handles: dict[str, Any] = {}
         self._lock = threading.Lock()
@@ -61,9 +61,9 @@ class ZarrStore:
         start = tuple(p * c for p, c in zip(place, outer, strict=True))
         if box != Box(start, tuple(min(a + c, n) for a, c, n in zip(start, outer, shape, strict=True))):
             raise ValueError(f"{key}: {box} is not a chunk of {outer} in {shape}; a part of a chunk has no one writer")
-        data = np.ascontiguousarray(data)
+        data = np.asarray(data, order="C")
         self._open(key, assume=True)[box.index].write(data).result()
-        self.digests[key][_rank(place, shape, outer)] = _digest(data)
+        self.digests[key][str(box)] = _digest(data)
 
     def read(self, key: str, box: Box) -> np.ndarray:
         try:
@@ -140,8 +140,7 @@ def file_bytes(itemsize: int, chunks: Chunks) -> int:
 
 def write_part(store: ZarrStore, process: int) -> None:
     """Leave word of the chunks this process wrote, for the process that commits."""
-    part = {key: {str(place): d for place, d in found.items()} for key, found in store.digests.items() if found}
-    store.directory.write(_part_name(process), msgspec.json.encode(part))
+    store.directory.write(_part_name(process), msgspec.json.encode(store.digests))
 
 
 @dataclass(frozen=True)
@@ -159,14 +158,16 @@ class Commit:
         directory, digests = store.directory, {key: {} for key in store.arrays()}
         for process in range(self.processes):
             for key, found in _read_part(directory, process).items():
-                digests[key] |= {int(place): d for place, d in found.items()}
+                digests[key] |= found
         arrays = {}
         for key, info in store.arrays().items():
             chunks = store.chunks[key]
-            places = len(list(grid_boxes(info.shape, chunks.outer)))
-            if missing := sorted(set(range(places)) - set(digests[key])):
-                raise CorruptData(f"{directory}/{key}: chunks {missing[:8]} of {places} were written by no process")
-            arrays[key] = StoredArray(chunks.outer, chunks.inner, tuple(digests[key][i] for i in range(places)))
+            boxes = [str(box) for box in grid_boxes(info.shape, chunks.outer) if box.size]
+            if missing := [box for box in boxes if box not in digests[key]]:
+                raise CorruptData(
+                    f"{directory}/{key}: {missing[:4]} and others of {len(boxes)} chunks were not written"
+                )
+            arrays[key] = StoredArray(chunks.outer, chunks.inner, tuple(digests[key][box] for box in boxes))
         digests_of_files = {f"{key}/zarr.json": digest(directory.read(f"{key}/zarr.json") or b"") for key in arrays}
         for name, data in (self.files or {}).items():
             directory.write(name, data)
@@ -229,15 +230,8 @@ def _all_files(metadata: Metadata, store: ZarrStore) -> Iterator[str]:
             yield f"{key}/{chunk_name(grid_place(box, stored.outer))}"
 
 
-def _rank(place: Sequence[int], shape: Sequence[int], outer: Sequence[int]) -> int:
-    rank = 0
-    for p, n, c in zip(place, shape, outer, strict=True):
-        rank = rank * -(-n // c) + p
-    return rank
-
-
 def _digest(data: np.ndarray) -> str:
-    data = np.ascontiguousarray(data)
+    data = np.asarray(data, order="C")
     if data.dtype.byteorder == ">":
         data = data.astype(data.dtype.newbyteorder("<"))
     return digest(data.reshape(-1).view(np.uint8).data)

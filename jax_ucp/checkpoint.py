@@ -1,0 +1,223 @@
+"""The user's door: open a checkpoint of any format, look at it, restore it onto a mesh, keep it.
+
+This file is above `formats` and `sharding`, which do not know one another.
+"""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jax_ucp.formats import open_contents
+from jax_ucp.layout.box import Box
+from jax_ucp.metadata import Leaf, tree_of
+from jax_ucp.storage.budget import DEFAULT_BUDGET
+from jax_ucp.storage.contents import Contents, Item, Piece
+from jax_ucp.storage.copy import Block, CopyPlan, copy, plan_copy
+from jax_ucp.storage.source import ArrayInfo
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+    from jax.typing import DTypeLike
+
+    from jax_ucp.sharding.fit import Rule
+    from jax_ucp.sharding.restore import RestorePlan
+
+
+def open(path: str | os.PathLike[str]) -> Checkpoint:
+    """The checkpoint at `path`, whichever of the known formats it has. Reads metadata only.
+
+    Raises NotACheckpoint where there is none, FormatError where a file is not what it should be.
+    """
+    return Checkpoint(open_contents(path))
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of an imported checkpoint: its states (`param`, `exp_avg`, ...), and where their bytes are."""
+
+    name: str
+    states: Mapping[str, ArrayInfo]
+    where: Mapping[str, Sequence[Piece]]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.states["param"].shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.states["param"].dtype
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (state, str(info.dtype), str(list(info.shape)), f"{piece.file}: {piece.item}", piece.target)
+            for state, info in self.states.items()
+            for piece in self.where[state]
+        ]
+        return _table(self.name, ("state", "dtype", "shape", "stored in", "block"), rows)
+
+
+class Checkpoint:
+    """An opened checkpoint. Nothing but metadata has been read; the files must stay where they are."""
+
+    def __init__(self, contents: Contents):
+        self._contents = contents
+
+    @property
+    def format(self) -> str:
+        """Which format it has: `universal`, `orbax`, `deepspeed`."""
+        return self._contents.format
+
+    @property
+    def path(self) -> str:
+        return self._contents.path
+
+    @property
+    def leaves(self) -> Sequence[Leaf]:
+        """Every leaf of its tree, with path, shape and dtype."""
+        return self._contents.leaves
+
+    @property
+    def account(self) -> Sequence[Item]:
+        """Everything that is stored, each mapped, kept as an extra, or skipped for a reason."""
+        return self._contents.account
+
+    @property
+    def extras(self) -> Mapping[str, Any]:
+        """What is no array of the tree: schedulers, loss scalers, random states, client state; as JSON values."""
+        return self._contents.extras
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What the reader should know about this checkpoint."""
+        return self._contents.notes
+
+    @property
+    def source(self) -> Mapping[str, Any]:
+        """What a universal checkpoint was imported from."""
+        return self._contents.source
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(ArrayInfo(leaf.shape, np.dtype(leaf.dtype)).nbytes for leaf in self.leaves if leaf.has_array)
+
+    @property
+    def params(self) -> Mapping[str, Parameter]:
+        """The parameters by name, of a tree `{state: {parameter: array}}`; empty for any other tree."""
+        found: dict[str, dict[str, Leaf]] = {}
+        for leaf in self.leaves:
+            if len(leaf.path) == 2 and leaf.has_array:
+                found.setdefault(str(leaf.path[1]), {})[str(leaf.path[0])] = leaf
+        return {
+            name: Parameter(
+                name,
+                {state: ArrayInfo(leaf.shape, np.dtype(leaf.dtype)) for state, leaf in states.items()},
+                {state: self._contents.where(leaf) for state, leaf in states.items()},
+            )
+            for name, states in found.items()
+            if "param" in states
+        }
+
+    def where(self, leaf: Leaf) -> Sequence[Piece]:
+        """Which files hold the leaf's bytes, block by block."""
+        return self._contents.where(leaf)
+
+    def read(self, label: str, box: Box | None = None) -> np.ndarray:
+        """The array of a leaf, or one box of it, by its label (`param/layers.0.mlp.weight`)."""
+        leaf = next((leaf for leaf in self.leaves if leaf.label == label and leaf.has_array), None)
+        if leaf is None:
+            raise KeyError(f"{self.path} has no array {label!r}")
+        return self._contents.arrays.read(leaf.name, box or Box.whole(leaf.shape))
+
+    def abstract(self) -> Any:
+        """The tree with a `jax.ShapeDtypeStruct` for every array: what `restore` takes as a target."""
+        from jax_ucp.sharding.restore import abstract_leaf
+
+        return tree_of({leaf.path: abstract_leaf(leaf) for leaf in self.leaves})
+
+    def plan(
+        self,
+        target: Any = None,
+        *,
+        mesh: Mesh | None = None,
+        rules: Sequence[Rule] = (),
+        cast: bool | DTypeLike = False,
+        partial: bool = False,
+    ) -> RestorePlan:
+        """What `restore` with the same arguments would do: a placement for each leaf, and what was given up."""
+        from jax_ucp.sharding.restore import plan_restore
+
+        return plan_restore(self.leaves, target, mesh=mesh, rules=rules, cast=cast, partial=partial)
+
+    def restore(
+        self,
+        target: Any = None,
+        *,
+        mesh: Mesh | None = None,
+        rules: Sequence[Rule] = (),
+        cast: bool | DTypeLike = False,
+        partial: bool = False,
+        budget_bytes: int = DEFAULT_BUDGET,
+    ) -> Any:
+        """The tree, in the form of `target` and on its shardings, or on `mesh`, or as numpy arrays.
+
+        `rules` are pairs: (regular expression on a leaf's label, PartitionSpec), or (logical axis name, mesh
+        axes). `cast=True` converts to the target's dtypes, a dtype all floating arrays to that. With
+        `partial`, leaves that the target lacks are left out. `budget_bytes` bounds what is in flight.
+
+        Raises TreeMismatch with everything in which target and checkpoint differ, CorruptData where bytes
+        are not what was written.
+        """
+        from jax_ucp.sharding.restore import run_restore
+
+        plan = self.plan(target, mesh=mesh, rules=rules, cast=cast, partial=partial)
+        return run_restore(plan, self._contents.arrays, budget_bytes)
+
+    def plan_save(self, budget_bytes: int = DEFAULT_BUDGET) -> CopyPlan:
+        """What `save` would write, and the memory it would take."""
+        return plan_copy(self._contents, budget_bytes)
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        budget_bytes: int = DEFAULT_BUDGET,
+        done: Callable[[Block], None] = lambda block: None,
+    ) -> Checkpoint:
+        """Write the checkpoint to `path` in the universal format, and open it there.
+
+        At most about `budget_bytes` of blocks are in memory at once; `done` hears of each block on disk. What
+        is stored twice is compared first. Stopped at any moment it leaves no checkpoint at `path`, and the
+        same call takes up where it was stopped.
+
+        Raises FileExistsError if `path` is in use, CorruptData if the source contradicts itself.
+        """
+        copy(self._contents, plan_copy(self._contents, budget_bytes), Path(path), done)
+        return open(path)
+
+    def verify(self) -> Iterator[tuple[str, str | None]]:
+        """Read everything that has a checksum or a twin: (what was looked at, what is wrong with it or None)."""
+        return self._contents.verify()
+
+    def __repr__(self) -> str:
+        arrays = sum(leaf.has_array for leaf in self.leaves)
+        return f"<{self.format} checkpoint {self.path}: {arrays} arrays, {self.nbytes:,} bytes>"
+
+    def _repr_html_(self) -> str:
+        rows = [(leaf.label, leaf.dtype or leaf.kind, str(list(leaf.shape))) for leaf in self.leaves]
+        return _table(repr(self), ("leaf", "dtype", "shape"), rows)
+
+
+def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def cells(tag: str, values: Sequence[str]) -> str:
+        return "".join(f"<{tag} style='text-align:left'>{html.escape(value)}</{tag}>" for value in values)
+
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    return f"<b>{html.escape(title)}</b><table><tr>{cells('th', heads)}</tr>{body}</table>"

@@ -1,0 +1,113 @@
+"""Orbax: our format behind `CheckpointManager`. The only file that imports orbax.
+
+A whole handler (`AsyncCheckpointHandler`), so that nothing lies between the tree and the store; what it
+writes says that stock Orbax's PyTree handler wrote it, so stock reads it where jax_ucp is not installed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
+
+from jax_ucp.checkpoint import Checkpoint, open
+from jax_ucp.sharding.fit import Rule
+from jax_ucp.sharding.save import Description, Snapshot, commit_snapshot, describe, take_snapshot, write_snapshot
+from jax_ucp.storage.budget import DEFAULT_BUDGET
+from jax_ucp.storage.directory import Directory
+
+# What the step's metadata names as the handler of an item: `CheckpointManager.restore(step)` without arguments
+# looks it up. Source: `_src/handlers/pytree_checkpoint_handler.py`, `handler_type_registry.py` (0.12.8).
+STOCK_TYPESTR = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
+
+
+class CheckpointHandler(ocp.AsyncCheckpointHandler):
+    """Saves and restores pytrees for `CheckpointManager`, in the universal format.
+
+    `async_save` returns when this process's part of the tree is in host memory; the rest happens in the
+    background. `restore` also reads what stock Orbax wrote. `budget_bytes` bounds what is in flight in
+    either direction.
+    """
+
+    def __init__(self, budget_bytes: int = DEFAULT_BUDGET):
+        self._budget_bytes = budget_bytes
+        self._written: dict[str, Snapshot] = {}
+        # Orbax keeps one class per name in its registry, and asks the instance for the name that goes on
+        # disk: the class has its own, and every instance says it is stock.
+        self.typestr = lambda: STOCK_TYPESTR
+
+    @classmethod
+    def typestr(cls) -> str:
+        return "jax_ucp.CheckpointHandler"
+
+    async def async_save(self, directory: os.PathLike[str], args: Save) -> list[Any]:
+        snapshot = take_snapshot(args.described)
+        self._written[os.fspath(directory)] = snapshot.without_data()
+        write = asyncio.to_thread(write_snapshot, snapshot, Directory(directory), self._budget_bytes)
+        return [CommitFutureAwaitingContractedSignals(write, name="jax_ucp_write")]
+
+    def save(self, directory: os.PathLike[str], args: Save) -> None:
+        snapshot = take_snapshot(args.described)
+        self._written[os.fspath(directory)] = snapshot.without_data()
+        write_snapshot(snapshot, Directory(directory), self._budget_bytes)
+
+    def finalize(self, directory: os.PathLike[str]) -> None:
+        """Commit: Orbax calls this in one process, when all have written."""
+        commit_snapshot(self._written.pop(os.fspath(directory)), Directory(directory))
+
+    def restore(self, directory: os.PathLike[str], args: Restore | None = None) -> Any:
+        args = args or Restore()
+        return open(directory).restore(
+            args.item,
+            mesh=args.mesh,
+            rules=args.rules,
+            cast=args.cast,
+            partial=args.partial,
+            budget_bytes=self._budget_bytes,
+        )
+
+    def metadata(self, directory: os.PathLike[str]) -> Any:
+        """The tree with a `jax.ShapeDtypeStruct` for every array: a target for `Restore`."""
+        return open(directory).abstract()
+
+    def checkpoint(self, directory: os.PathLike[str]) -> Checkpoint:
+        """The item in `directory`, opened, to look into it."""
+        return open(directory)
+
+    def close(self) -> None:
+        self._written.clear()
+
+
+@ocp.args.register_with_handler(CheckpointHandler, for_save=True)
+@dataclass
+class Save(ocp.args.CheckpointArgs):
+    """A pytree to save: arrays of any sharding, numbers, strings, None, in any registered containers.
+
+    Raises UnsupportedLeaf for a leaf that could not be restored as what it was.
+    """
+
+    item: Any
+    described: Description = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # Here, and not in the handler: what cannot be saved is refused before Orbax has begun anything.
+        self.described = describe(self.item)
+
+
+@ocp.args.register_with_handler(CheckpointHandler, for_restore=True)
+@dataclass
+class Restore(ocp.args.CheckpointArgs):
+    """What to restore, and where to; the arguments of `Checkpoint.restore`."""
+
+    item: Any = None
+    mesh: Mesh | None = None
+    rules: Sequence[Rule] = ()
+    cast: bool | DTypeLike = False
+    partial: bool = False

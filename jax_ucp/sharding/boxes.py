@@ -1,0 +1,60 @@
+"""Shardings as boxes: which block of an array each device and each process holds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from jax_ucp.layout.box import Box
+from jax_ucp.metadata import Axes, SavedSharding
+
+Device = Any  # jax.Device, which type checkers see as a variable
+
+
+def index_box(index: Sequence[slice], shape: Sequence[int]) -> Box:
+    """The box of a device's index, as JAX gives it: slices that may be open at either end.
+
+    >>> str(index_box((slice(None), slice(2, 4)), (8, 4)))
+    '[0:8, 2:4]'
+    """
+    bounds = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
+    return Box(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
+
+
+def device_boxes(sharding: Sharding, shape: Sequence[int]) -> dict[Box, list[Device]]:
+    """The distinct boxes this process needs, each with its devices that hold it: replicas share one read."""
+    found: dict[Box, list[Device]] = defaultdict(list)
+    for device, index in sharding.addressable_devices_indices_map(tuple(shape)).items():
+        found[index_box(index or (), shape)].append(device)
+    return dict(found)
+
+
+def process_boxes(sharding: Sharding, shape: Sequence[int], processes: int) -> list[set[Box]]:
+    """The distinct boxes that each process holds, by process."""
+    held: list[set[Box]] = [set() for _ in range(processes)]
+    for device, index in sharding.devices_indices_map(tuple(shape)).items():
+        held[device.process_index].add(index_box(index or (), shape))
+    return held
+
+
+def saved_sharding(sharding: Sharding) -> SavedSharding | None:
+    """What is worth saving of a sharding: mesh axes and spec of a NamedSharding; nothing of any other."""
+    if not isinstance(sharding, NamedSharding):
+        return None
+    mesh = sharding.mesh
+    ids = mesh.device_ids.ravel() if isinstance(mesh, Mesh) else ()
+    return SavedSharding(
+        tuple(map(str, mesh.axis_names)),
+        tuple(mesh.axis_sizes),
+        tuple(_axes(axes) for axes in sharding.spec),
+        tuple(int(i) for i in ids),
+    )
+
+
+def _axes(axes: object) -> Axes:
+    if axes is None or axes is PartitionSpec.UNCONSTRAINED:
+        return None
+    return tuple(map(str, axes)) if isinstance(axes, tuple) else str(axes)

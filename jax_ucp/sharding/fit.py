@@ -1,0 +1,89 @@
+"""Where each leaf goes on a new mesh: saved PartitionSpecs, rules, and what had to be given up."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_ucp.metadata import Axes, Leaf
+
+# (regular expression on the leaf's label, PartitionSpec), or (logical axis name, mesh axes).
+Rule = tuple[str, PartitionSpec | Axes]
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A PartitionSpec, and in words each way in which it is not the one asked for."""
+
+    spec: tuple[Axes, ...]
+    notes: tuple[str, ...] = ()
+
+
+def fit_spec(spec: Sequence[Axes], shape: Sequence[int], mesh: Mapping[str, int]) -> Fit:
+    """The spec on a mesh of named axis sizes: axes that are gone, used twice, or do not divide are dropped.
+
+    Of several axes on one dimension the last are dropped first, since those before it still divide.
+
+    >>> fit_spec(("data", "model"), (8, 6), {"data": 4, "model": 4})
+    Fit(spec=('data', None), notes=('axis 1 of 6 is not cut over model: 6 does not divide by 4',))
+    >>> fit_spec((("replica", "data"),), (8,), {"data": 2}).spec
+    ('data',)
+    """
+    notes: list[str] = []
+    fitted: list[Axes] = []
+    used: set[str] = set()
+    for i, axes in enumerate(spec):
+        n = shape[i] if i < len(shape) else 0
+        kept: list[str] = []
+        for name in (axes,) if isinstance(axes, str) else axes or ():
+            parts = math.prod(mesh[a] for a in [*kept, name] if a in mesh)
+            if i >= len(shape):
+                notes.append(f"{name} is dropped: the array has only {len(shape)} axes")
+            elif name not in mesh:
+                notes.append(f"axis {i} of {n} is not cut over {name}: the mesh has no such axis")
+            elif name in used:
+                notes.append(f"axis {i} of {n} is not cut over {name}: another axis is")
+            elif n % parts:
+                notes.append(f"axis {i} of {n} is not cut over {name}: {n} does not divide by {parts}")
+            else:
+                kept.append(name)
+                used.add(name)
+        if i < len(shape):
+            fitted.append(None if not kept else kept[0] if len(kept) == 1 else tuple(kept))
+    return Fit(tuple(fitted), tuple(notes))
+
+
+def fit_leaf(leaf: Leaf, mesh: Mesh, rules: Sequence[Rule] = ()) -> tuple[NamedSharding, tuple[str, ...]]:
+    """The sharding of a leaf on `mesh`, with notes: by the first rule on its label, else by rules on its
+    logical axes, else by the spec it was saved with; replicated where there is none of these.
+    """
+    shape = leaf.shape[:-1] if leaf.kind == "prng_key" else leaf.shape
+    spec = next((s for s in (_by_label(leaf, rules), _by_axes(leaf, rules)) if s is not None), None)
+    if spec is None:
+        spec = leaf.sharding.spec if leaf.sharding else ()
+    fit = fit_spec(spec, shape, dict(mesh.shape))
+    return NamedSharding(mesh, PartitionSpec(*fit.spec)), fit.notes
+
+
+def _by_label(leaf: Leaf, rules: Sequence[Rule]) -> tuple[Axes, ...] | None:
+    for pattern, spec in rules:
+        if isinstance(spec, PartitionSpec) and re.search(pattern, leaf.label):
+            return tuple(spec)
+    return None
+
+
+def _by_axes(leaf: Leaf, rules: Sequence[Rule]) -> tuple[Axes, ...] | None:
+    logical = [(name, axes) for name, axes in rules if not isinstance(axes, PartitionSpec)]
+    if not logical or leaf.axes is None:
+        return None
+    spec: list[Axes] = []
+    for names in leaf.axes:
+        wanted = (names,) if isinstance(names, str) else names or ()
+        found = [next((axes for name, axes in logical if name == want), None) for want in wanted]
+        flat = [a for axes in found for a in ((axes,) if isinstance(axes, str) else axes or ())]
+        spec.append(tuple(flat) or None)
+    return tuple(spec)

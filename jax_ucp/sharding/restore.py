@@ -1,0 +1,228 @@
+"""Leaves of any source onto any mesh: a placement for each leaf first, then one read for each distinct box."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.typing import DTypeLike
+
+from jax_ucp.errors import TreeMismatch
+from jax_ucp.layout.box import Box
+from jax_ucp.metadata import Leaf, tree_of
+from jax_ucp.sharding.boxes import Device, device_boxes
+from jax_ucp.sharding.fit import Rule, fit_leaf
+from jax_ucp.sharding.trees import Node, fill, kind_of, match
+from jax_ucp.storage.budget import DEFAULT_BUDGET, run_bounded
+from jax_ucp.storage.source import ArraySource
+
+log = logging.getLogger("jax_ucp")
+
+# A box in flight is held as read and, until the transfer to its devices is over, once more.
+COPIES_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a leaf goes and as what: on devices by `sharding`, or on the host as `kind` says.
+
+    `dtype` is that of the result. `notes` tell each way in which the sharding is not the one asked for.
+    """
+
+    leaf: Leaf
+    kind: str
+    dtype: np.dtype | None = None
+    sharding: Sharding | None = None
+    notes: tuple[str, ...] = ()
+
+    def boxes(self) -> list[Box]:
+        """The distinct boxes of the stored array that this process reads."""
+        return list(device_boxes(self.sharding, self.leaf.shape)) if self.sharding else [Box.whole(self.leaf.shape)]
+
+
+@dataclass(frozen=True)
+class RestorePlan:
+    """What a restore will do, decided before any byte is read."""
+
+    placements: Sequence[Placement]
+    target: Any = None
+    nodes: Sequence[Node] = ()
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes this process needs: every distinct box once."""
+        itemsize = {id(p): np.dtype(p.leaf.dtype).itemsize for p in self.placements if p.leaf.has_array}
+        return sum(box.size * itemsize[id(p)] for p in self.placements if p.leaf.has_array for box in p.boxes())
+
+    @property
+    def notes(self) -> list[str]:
+        """Every decision that departs from the sharding asked for, by leaf."""
+        return [f"{p.leaf.label}: {note}" for p in self.placements for note in p.notes]
+
+
+def plan_restore(
+    leaves: Sequence[Leaf],
+    target: Any = None,
+    *,
+    mesh: Mesh | None = None,
+    rules: Sequence[Rule] = (),
+    cast: bool | DTypeLike = False,
+    partial: bool = False,
+) -> RestorePlan:
+    """Match the target, if there is one, and give every leaf its sharding.
+
+    A target leaf's own sharding comes first; then, on `mesh`, a rule on its label, a rule on its logical
+    axes, and the PartitionSpec it was saved with, each refitted. Without target and mesh leaves come as
+    numpy arrays. `cast=True` converts to the target's dtypes, a dtype all floating arrays to that.
+
+    Raises TreeMismatch with everything in which target and checkpoint differ.
+    """
+    if target is None:
+        placements = [_place(leaf, leaf.kind, None, mesh, rules, cast) for leaf in leaves]
+        return RestorePlan(placements)
+    pairs = match(leaves, target, partial, bool(cast))
+    placements = [_place(leaf, kind_of(node), node.value, mesh, rules, cast, node.axes) for node, leaf in pairs]
+    if homeless := [p.leaf.label for p in placements if p.sharding is None and p.kind in ("jax", "prng_key")]:
+        raise TreeMismatch(
+            f"{len(homeless)} leaves of the target have no sharding ({', '.join(homeless[:4])}, ...): give mesh=, "
+            "or put shardings on the target's ShapeDtypeStructs"
+        )
+    return RestorePlan(placements, target, [node for node, _ in pairs])
+
+
+def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFAULT_BUDGET) -> Any:
+    """Read every box that this process needs, once, and return the tree.
+
+    At most about `budget_bytes` of boxes are in flight; a box larger than that goes alone.
+    """
+    for note in plan.notes:
+        log.info("%s", note)
+    values: list[Any] = [None] * len(plan.placements)
+    with_array = [i for i, p in enumerate(plan.placements) if p.leaf.has_array]
+    parts: dict[int, list[jax.Array]] = {i: [] for i in with_array}
+    lock = threading.Lock()
+
+    def read_to_devices(i: int, box: Box, devices: Sequence[Device]) -> None:
+        p = plan.placements[i]
+        data = _owned(source.read(p.leaf.name, box), p.dtype)
+        arrays = [jax.device_put(data, device) for device in devices]
+        jax.block_until_ready(arrays)
+        with lock:
+            parts[i] += arrays
+
+    def read_to_host(i: int) -> None:
+        p = plan.placements[i]
+        values[i] = _owned(source.read(p.leaf.name, Box.whole(p.leaf.shape)), p.dtype)
+
+    def jobs() -> Iterator[tuple[int, Any]]:
+        for i in with_array:
+            p = plan.placements[i]
+            itemsize = COPIES_IN_FLIGHT * np.dtype(p.leaf.dtype).itemsize
+            if p.sharding is None:
+                yield itemsize * Box.whole(p.leaf.shape).size, lambda i=i: read_to_host(i)
+                continue
+            for box, devices in device_boxes(p.sharding, p.leaf.shape).items():
+                yield itemsize * box.size, lambda i=i, box=box, devices=devices: read_to_devices(i, box, devices)
+
+    run_bounded(jobs(), budget_bytes)
+    for i, p in enumerate(plan.placements):
+        if p.leaf.has_array and p.sharding is not None:
+            values[i] = jax.make_array_from_single_device_arrays(p.leaf.shape, p.sharding, parts[i], dtype=p.dtype)
+        values[i] = _as_kind(p, values[i])
+    if plan.target is not None:
+        return fill(plan.target, list(zip(plan.nodes, values, strict=True)))
+    return tree_of({p.leaf.path: value for p, value in zip(plan.placements, values, strict=True)})
+
+
+def abstract_leaf(leaf: Leaf) -> Any:
+    """What stands for a leaf in a target tree: a `jax.ShapeDtypeStruct` for an array, a value for anything else."""
+    match leaf.kind:
+        case "jax" | "numpy" | "numpy_scalar":
+            return jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype))
+        case "prng_key":
+            return jax.ShapeDtypeStruct(leaf.shape[:-1], jax.random.key(0, impl=leaf.key_impl).dtype)
+        case "bool" | "int" | "float" | "complex":
+            return {"bool": bool, "int": int, "float": float, "complex": complex}[leaf.kind]()
+        case _:
+            return _as_kind(Placement(leaf, leaf.kind), None)
+
+
+def _place(
+    leaf: Leaf,
+    kind: str,
+    like: Any,
+    mesh: Mesh | None,
+    rules: Sequence[Rule],
+    cast: bool | DTypeLike,
+    axes: Any = None,
+) -> Placement:
+    if not leaf.has_array:
+        return Placement(leaf, leaf.kind)
+    dtype = np.dtype(leaf.dtype)
+    if leaf.kind != "prng_key" and hasattr(like, "dtype") and cast is True:
+        dtype = np.dtype(like.dtype)
+    elif leaf.kind in ("jax", "numpy") and not isinstance(cast, bool) and jnp.issubdtype(dtype, jnp.floating):
+        dtype = np.dtype(cast)  # pyright: ignore[reportArgumentType]
+    if kind not in ("jax", "prng_key") and not (like is None and mesh is not None and kind == "numpy"):
+        return Placement(leaf, kind, dtype)
+    sharding, notes = _sharding(leaf, like, mesh, rules, axes)
+    if like is None and mesh is not None and kind == "numpy":
+        kind = "jax"
+    return Placement(leaf, kind, dtype, sharding and _physical(sharding, leaf), notes)
+
+
+def _sharding(
+    leaf: Leaf, like: Any, mesh: Mesh | None, rules: Sequence[Rule], axes: Any
+) -> tuple[Sharding | None, tuple[str, ...]]:
+    own = getattr(like, "sharding", None)
+    if isinstance(own, Sharding) and not (mesh is not None and isinstance(own, SingleDeviceSharding)):
+        return own, ()
+    if mesh is None:
+        only = jax.devices()[0] if like is not None and len(jax.devices()) == 1 else None
+        return (SingleDeviceSharding(only) if only else None), ()
+    if axes is not None and leaf.axes is None:
+        leaf = Leaf(leaf.path, leaf.name, leaf.kind, leaf.shape, leaf.dtype, sharding=leaf.sharding, axes=axes)
+    return fit_leaf(leaf, mesh, rules)
+
+
+def _physical(sharding: Sharding, leaf: Leaf) -> Sharding:
+    """The sharding of the stored array: key data have one axis more than the keys."""
+    if leaf.kind == "prng_key" and isinstance(sharding, NamedSharding):
+        rank = len(leaf.shape) - 1
+        spec = [*sharding.spec, *[None] * (rank - len(sharding.spec)), None]
+        return NamedSharding(sharding.mesh, PartitionSpec(*spec))
+    return sharding
+
+
+def _owned(data: np.ndarray, dtype: np.dtype | None) -> np.ndarray:
+    """The data in its final dtype, in memory of our own: devices may keep what they are given."""
+    if dtype is not None and data.dtype != dtype:
+        return data.astype(dtype)
+    return data if data.flags.writeable and data.flags.c_contiguous else data.copy()
+
+
+def _as_kind(placement: Placement, value: Any) -> Any:
+    """The value as what it was, or as what the target has in its place."""
+    leaf = placement.leaf
+    match placement.kind:
+        case "none":
+            return None
+        case "str":
+            return leaf.value
+        case "empty":
+            return {"dict": {}, "list": [], "tuple": (), "attr": {}}[leaf.value]
+        case "bool" | "int" | "float" | "complex":
+            return value.item()
+        case "numpy_scalar":
+            return value[()]
+        case "prng_key":
+            return jax.random.wrap_key_data(value, impl=leaf.key_impl)
+        case _:
+            return value

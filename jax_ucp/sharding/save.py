@@ -1,0 +1,203 @@
+"""A pytree onto disk: decided from shapes and shardings alike on every process, then written by each in part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_ucp.errors import UnsupportedLeaf
+from jax_ucp.layout.blocks import Chunks, chunk_shapes, grid_boxes, writer_cells
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.fragments import Shape
+from jax_ucp.metadata import Leaf, Metadata, leaf_names, unspeakable_paths
+from jax_ucp.sharding.boxes import device_boxes, process_boxes, saved_sharding
+from jax_ucp.sharding.trees import Node, empty_kind, kind_of, walk
+from jax_ucp.storage.budget import DEFAULT_BUDGET, run_bounded
+from jax_ucp.storage.directory import Directory
+from jax_ucp.storage.orbax_tree import orbax_files
+from jax_ucp.storage.source import ArrayInfo
+from jax_ucp.storage.zarr import Commit, ZarrStore, require_storable, write_part
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A tree taken to host memory by this process, ready to be written.
+
+    `leaves` and `chunks` are the same on all processes; `blocks` are the outer chunks this process writes,
+    `data` the parts of each array that it needs for them, by name.
+    """
+
+    leaves: Sequence[Leaf]
+    infos: Mapping[str, ArrayInfo]
+    chunks: Mapping[str, Chunks]
+    blocks: Sequence[tuple[str, Box]]
+    data: Mapping[str, Mapping[Box, np.ndarray]]
+
+    def without_data(self) -> Snapshot:
+        """What committing needs of it; the arrays may then go as soon as they are written."""
+        return replace(self, blocks=(), data={})
+
+
+@dataclass(frozen=True)
+class Description:
+    """The leaves of a tree as the checkpoint will know them, and their arrays by name; nothing is copied yet."""
+
+    leaves: Sequence[Leaf]
+    arrays: Mapping[str, np.ndarray | jax.Array]
+
+
+def describe(tree: Any) -> Description:
+    """What a tree holds. Raises UnsupportedLeaf for a leaf that could not be restored as what it was."""
+    nodes = list(walk(tree))
+    if same := unspeakable_paths(node.path for node in nodes):
+        raise UnsupportedLeaf(f"keys that differ only in type cannot be told apart on disk: {same[0]}")
+    leaves: list[Leaf] = []
+    arrays: dict[str, np.ndarray | jax.Array] = {}
+    for node, name in zip(nodes, leaf_names([node.path for node in nodes]), strict=True):
+        leaf, array = _leaf(node, name)
+        leaves.append(leaf)
+        if array is not None:
+            arrays[name] = array
+    return Description(leaves, arrays)
+
+
+def take_snapshot(described: Description) -> Snapshot:
+    """Decide who writes what, and copy this process's part of the tree from its devices.
+
+    When it returns, the tree may be changed, donated or deleted.
+    """
+    arrays = described.arrays
+    owners = _Owners(jax.process_count())
+    chunks: dict[str, Chunks] = {}
+    blocks: list[tuple[str, Box]] = []
+    for name, array in arrays.items():
+        chunks[name], owned = owners.assign(array)
+        blocks += [(name, box) for box in owned]
+    data = _to_host(arrays, {name for name, _ in blocks})
+    infos = {name: ArrayInfo(tuple(a.shape), np.dtype(a.dtype)) for name, a in arrays.items()}
+    return Snapshot(described.leaves, infos, chunks, blocks, data)
+
+
+def write_snapshot(snapshot: Snapshot, directory: Directory, budget_bytes: int = DEFAULT_BUDGET) -> None:
+    """Write this process's chunks, and its part of the digests. The directory is not yet a checkpoint."""
+    store = ZarrStore(directory, snapshot.infos, snapshot.chunks)
+
+    def write(name: str, box: Box) -> None:
+        store.write(name, box, _assemble(snapshot.data[name], box, snapshot.infos[name].dtype))
+
+    def jobs() -> Iterator[tuple[int, Any]]:
+        if jax.process_index() == 0:
+            yield from ((0, lambda name=name: store.create(name)) for name in snapshot.infos)
+        for name, box in snapshot.blocks:
+            yield 2 * box.size * snapshot.infos[name].dtype.itemsize, lambda name=name, box=box: write(name, box)
+
+    run_bounded(jobs(), budget_bytes)
+    write_part(store, jax.process_index())
+
+
+def commit_snapshot(snapshot: Snapshot, directory: Directory) -> Metadata:
+    """Make the directory a checkpoint. One process does this, after all have written their snapshots."""
+    store = ZarrStore(directory, snapshot.infos, snapshot.chunks)
+    files = orbax_files(snapshot.leaves, {name: chunks.outer for name, chunks in snapshot.chunks.items()})
+    return Commit(snapshot.leaves, jax.process_count(), files).write(store)
+
+
+class _Owners:
+    """Shares outer chunks out to the processes that hold them, each to the one with the fewest bytes so far."""
+
+    def __init__(self, processes: int):
+        self._bytes = [0] * processes
+
+    def assign(self, array: np.ndarray | jax.Array) -> tuple[Chunks, list[Box]]:
+        """The chunks of an array, and which of them this process writes."""
+        shape, itemsize = tuple(array.shape), np.dtype(array.dtype).itemsize
+        if isinstance(array, jax.Array):
+            held = process_boxes(array.sharding, shape, len(self._bytes))
+        else:
+            held = [{Box.whole(shape)}]  # a value of the host program, taken from process 0
+        cells = writer_cells(shape, itemsize, held)
+        chunks = chunk_shapes(shape, itemsize, cells.shape)
+        mine: list[Box] = []
+        for box in grid_boxes(shape, chunks.outer):
+            owner = min(sorted(cells.owners[_cell(box, cells.shape)]), key=self._bytes.__getitem__)
+            self._bytes[owner] += box.size * itemsize
+            if owner == jax.process_index():
+                mine.append(box)
+        return chunks, mine
+
+
+def _cell(box: Box, cell: Shape) -> Shape:
+    return tuple(a // max(1, c) for a, c in zip(box.start, cell, strict=True))
+
+
+def _leaf(node: Node, name: str) -> tuple[Leaf, np.ndarray | jax.Array | None]:
+    """The description of a leaf, and its array if it has one."""
+    kind, value = kind_of(node), node.value
+    if kind in ("none", "str"):
+        return Leaf(node.path, name, kind, value=value), None
+    if kind == "empty":
+        return Leaf(node.path, name, kind, value=empty_kind(value)), None
+    impl, sharding = "", None
+    if isinstance(value, jax.ShapeDtypeStruct):
+        raise UnsupportedLeaf(f"{node.label} is abstract: it has a shape, but no data to save")
+    if kind == "prng_key":
+        sharding = saved_sharding(value.sharding)
+        impl, value = str(jax.random.key_impl(value)), jax.random.key_data(value)
+    if isinstance(value, jax.Array):
+        if jax.process_count() > 1 and value.is_fully_addressable:
+            raise UnsupportedLeaf(
+                f"{node.label} is an array of one process among {jax.process_count()}, whose value may differ on the "
+                "others. Make it global: jax.device_put(x, NamedSharding(mesh, PartitionSpec()))."
+            )
+        sharding = sharding or saved_sharding(value.sharding)
+    else:
+        value = _host_value(node, value)
+    dtype = np.dtype(value.dtype)
+    require_storable(node.label, dtype)
+    return Leaf(node.path, name, kind, tuple(value.shape), dtype.name, None, impl, sharding, node.axes), value
+
+
+def _host_value(node: Node, value: Any) -> np.ndarray:
+    try:
+        array = np.array(value)  # a copy: the caller may go on and change the original
+        array.dtype.newbyteorder("<")
+    except (OverflowError, ValueError, TypeError) as error:
+        raise UnsupportedLeaf(f"{node.label} cannot be stored as an array: {error}") from None
+    if array.dtype == object:
+        raise UnsupportedLeaf(f"{node.label} is {value!r:.60}, which no 64-bit array holds")
+    return array.astype(array.dtype.newbyteorder("<"), copy=False)
+
+
+def _to_host(arrays: Mapping[str, np.ndarray | jax.Array], wanted: set[str]) -> dict[str, dict[Box, np.ndarray]]:
+    """The distinct blocks that this process holds of each wanted array, as host arrays."""
+    shards: dict[str, dict[Box, jax.Array]] = {}
+    data: dict[str, dict[Box, np.ndarray]] = {}
+    for name in wanted:
+        array = arrays[name]
+        if isinstance(array, jax.Array):
+            by_device = {shard.device: shard.data for shard in array.addressable_shards}
+            held = device_boxes(array.sharding, array.shape)
+            shards[name] = {box: by_device[devices[0]] for box, devices in held.items()}
+            for block in shards[name].values():
+                block.copy_to_host_async()
+        else:
+            data[name] = {Box.whole(array.shape): array}
+    for name, blocks in shards.items():
+        data[name] = {box: np.asarray(block) for box, block in blocks.items()}
+    return data
+
+
+def _assemble(parts: Mapping[Box, np.ndarray], box: Box, dtype: np.dtype) -> np.ndarray:
+    """The elements of `box`: a view of the part that holds them all, or put together from several."""
+    hits = [(part, hit) for part in parts if (hit := part.intersect(box)) is not None]
+    if len(hits) == 1:
+        part, hit = hits[0]
+        return parts[part][hit.relative_to(part).index]
+    out = np.empty(box.shape, dtype)
+    for part, hit in hits:
+        out[hit.relative_to(box).index] = parts[part][hit.relative_to(part).index]
+    return out

@@ -1,0 +1,202 @@
+"""Pytrees as leaves with paths, and a target tree matched against what a checkpoint has."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
+
+from jax_ucp.errors import TreeMismatch, UnsupportedLeaf
+from jax_ucp.metadata import Axes, Key, KeyKind, Leaf, LeafKind, Path
+
+FAULTS_SHOWN = 20
+
+Abstract = jax.ShapeDtypeStruct
+
+_PYTHON_KINDS: dict[type, LeafKind] = {bool: "bool", int: "int", float: "float", complex: "complex", str: "str"}
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A leaf of a pytree as it is in memory: None and containers without children count as leaves."""
+
+    path: Path
+    value: Any
+    axes: tuple[Axes, ...] | None = None
+
+    @property
+    def label(self) -> str:
+        return "/".join(map(str, self.path))
+
+
+def walk(tree: Any, path: Path = (), axes: tuple[Axes, ...] | None = None) -> Iterator[Node]:
+    """Every leaf of a pytree, depth first: those of `jax.tree.leaves`, and between them None and empty nodes.
+
+    Raises UnsupportedLeaf for a dict key that is neither a string nor an integer.
+    """
+    children, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
+    if len(children) == 1 and children[0][0] == ():
+        yield Node(path, tree, axes)
+        return
+    if not children:
+        yield Node(path, tree)
+    below = _logical_axes(tree) or axes
+    for (key,), child in children:
+        yield from walk(child, (*path, _key(key, tree, path)), below)
+
+
+def kind_of(node: Node) -> LeafKind:
+    """What a leaf is, for the checkpoint to remember.
+
+    Raises UnsupportedLeaf, with the reason, for what we could not restore as what it was.
+    """
+    value = node.value
+    if value is None:
+        return "none"
+    if isinstance(value, jax.Array | Abstract):
+        return "prng_key" if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else "jax"
+    if isinstance(value, np.ndarray):
+        return "numpy"
+    if isinstance(value, np.generic):
+        return "numpy_scalar"
+    if type(value) in _PYTHON_KINDS:
+        return _PYTHON_KINDS[type(value)]
+    if not jax.tree_util.all_leaves([value]):
+        return "empty"
+    raise UnsupportedLeaf(
+        f"{node.label or 'the tree'} is a {type(value).__module__}.{type(value).__qualname__}, which is no array, "
+        "number, string or None. Leave it out of the tree, or save it beside the checkpoint."
+    )
+
+
+def empty_kind(value: Any) -> KeyKind:
+    """Which kind of node has no children."""
+    return {dict: "dict", list: "list", tuple: "tuple"}.get(type(value), "attr")  # pyright: ignore[reportReturnType]
+
+
+def match(leaves: Sequence[Leaf], target: Any, partial: bool = False, cast: bool = False) -> list[tuple[Node, Leaf]]:
+    """Each leaf of the target tree, in order, with the leaf of the checkpoint that fills it.
+
+    Paths match by their names, so that a dict may stand for a dataclass. With `partial`, leaves of the
+    checkpoint that the target lacks are left where they are; with `cast`, dtypes may differ.
+
+    Raises TreeMismatch with every missing, extra, misshapen and mistyped leaf.
+    """
+    stored = {tuple(map(str, leaf.path)): leaf for leaf in leaves}
+    pairs: list[tuple[Node, Leaf]] = []
+    missing: list[Node] = []
+    faults: list[str] = []
+    for node in walk(target):
+        leaf = stored.pop(tuple(map(str, node.path)), None)
+        if leaf is None:
+            missing.append(node)
+            continue
+        pairs.append((node, leaf))
+        if fault := _difference(node, leaf, cast):
+            faults.append(f"{node.label}: {fault}")
+    extra = [] if partial else [leaf.label for leaf in stored.values()]
+    faults = [_missing(node, stored.values()) for node in missing] + faults
+    faults += [f"{label}: in the checkpoint, but not in the target" for label in extra]
+    if faults:
+        more = [f"... and {len(faults) - FAULTS_SHOWN} more"] if len(faults) > FAULTS_SHOWN else []
+        hint = "\nTo leave out what the target lacks, restore with partial=True." if extra else ""
+        lines = "\n  ".join([*faults[:FAULTS_SHOWN], *more])
+        raise TreeMismatch(f"the target does not fit the checkpoint in {len(faults)} leaves:\n  {lines}{hint}")
+    return pairs
+
+
+def fill(target: Any, pairs: Sequence[tuple[Node, Any]]) -> Any:
+    """The target tree with its leaves replaced by values, given in the order of `match`."""
+    values = [value for node, value in pairs if not _is_structure(node)]
+    return jax.tree.unflatten(jax.tree.structure(target), values)
+
+
+def _is_structure(node: Node) -> bool:
+    """Whether the leaf is part of the tree's structure to JAX: None, or a container without children."""
+    return not jax.tree_util.all_leaves([node.value])
+
+
+def _key(key: Any, parent: Any, path: Path) -> Key:
+    match key:
+        case SequenceKey(idx=idx):
+            return Key("list" if isinstance(parent, list) else "tuple", idx)
+        case DictKey(key=str() | int() as name) if not isinstance(name, bool):
+            return Key("dict", name)
+        case GetAttrKey(name=name):
+            return Key("attr", name)
+        case FlattenedIndexKey(key=idx):
+            return Key("attr", idx)
+        case _:
+            where = "/".join(map(str, path)) or "the tree"
+            raise UnsupportedLeaf(f"{where} has the key {key}; a checkpoint's keys are strings and integers")
+
+
+def _logical_axes(node: Any) -> tuple[Axes, ...] | None:
+    """The logical axis names that a Flax box carries for the array in it.
+
+    Source: flax 0.12 `nnx/variablelib.py` (metadata `out_sharding`, before 0.12 `sharding_names`) and
+    `core/meta.py` (`Partitioned.names`).
+    """
+    names = None
+    if hasattr(node, "get_metadata"):
+        metadata = node.get_metadata()
+        names = metadata.get("out_sharding", metadata.get("sharding_names"))
+    elif hasattr(node, "names") and hasattr(node, "unbox"):
+        names = node.names
+    return tuple(names) if isinstance(names, tuple | list) else None
+
+
+def _difference(node: Node, leaf: Leaf, cast: bool) -> str | None:
+    """How the leaf of the target and that of the checkpoint differ, if they do."""
+    want = kind_of(node)
+    if not leaf.has_array or want in ("str", "none", "empty"):
+        if want == "empty" and leaf.kind == "empty":
+            return None
+        return None if want == leaf.kind else f"the target has {_describe(node.value)}, the checkpoint {_stored(leaf)}"
+    if want in ("bool", "int", "float", "complex"):
+        numpy_kinds = {"bool": "b", "int": "iu", "float": "f", "complex": "c"}[want]
+        fits = leaf.kind == want or (leaf.kind == "numpy_scalar" and np.dtype(leaf.dtype).kind in numpy_kinds)
+        return None if fits else f"the target has {_describe(node.value)}, the checkpoint {_stored(leaf)}"
+    is_key = leaf.kind == "prng_key"
+    if (want == "prng_key") != is_key or (is_key and node.value.dtype != jax.random.key(0, impl=leaf.key_impl).dtype):
+        return f"the target has {_describe(node.value)}, the checkpoint {_stored(leaf)}"
+    shape = leaf.shape[:-1] if is_key else leaf.shape
+    if tuple(node.value.shape) != shape:
+        turned = " (the target may be transposed)" if tuple(node.value.shape) == shape[::-1] else ""
+        return f"the target has shape {tuple(node.value.shape)}, the checkpoint {shape}{turned}"
+    if not is_key and not cast and np.dtype(node.value.dtype) != np.dtype(leaf.dtype):
+        return f"the target has dtype {node.value.dtype}, the checkpoint {leaf.dtype}; to convert, cast=True"
+    return None
+
+
+def _missing(node: Node, left: Any) -> str:
+    labels = [leaf.label for leaf in left]
+    near = difflib.get_close_matches(node.label, labels, n=1, cutoff=0.7)
+    hint = f"; the checkpoint has {near[0]}" if near else ""
+    return f"{node.label}: in the target, but not in the checkpoint{hint}"
+
+
+def _describe(value: Any) -> str:
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"an array of {value.dtype} {tuple(value.shape)}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _stored(leaf: Leaf) -> str:
+    match leaf.kind:
+        case "none":
+            return "None"
+        case "empty":
+            return f"an empty {leaf.value}"
+        case "prng_key":
+            return f"a PRNG key ({leaf.key_impl}) {leaf.shape[:-1]}"
+        case "jax" | "numpy" | "numpy_scalar":
+            return f"an array of {leaf.dtype} {leaf.shape}"
+        case kind:
+            return f"a {kind}"

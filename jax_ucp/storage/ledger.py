@@ -1,0 +1,66 @@
+"""A conversion that can be taken up again: which blocks of it are already on disk."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import msgspec
+
+from jax_ucp.errors import FormatError
+from jax_ucp.layout.box import Box
+
+LEDGER_FILE = "ucp-ledger.jsonl"
+
+
+class Ledger:
+    """The blocks written so far, one line each, in the directory of an unfinished conversion.
+
+    `identity` names the source and the plan: a ledger of another conversion is refused. A line is written
+    after its block is on disk, so that a block without a line is merely written again.
+    """
+
+    def __init__(self, directory: Path, identity: str):
+        self._path = directory / LEDGER_FILE
+        self._lock = threading.Lock()
+        self.done: dict[tuple[str, str], str] = {}
+        if self._path.exists():
+            self._read(identity)
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("ab")
+        if not self._path.stat().st_size:
+            self._append({"identity": identity})
+
+    @staticmethod
+    def begun(directory: Path) -> bool:
+        """Whether the directory holds an unfinished conversion."""
+        return (directory / LEDGER_FILE).is_file()
+
+    def note(self, key: str, box: Box, digest: str) -> None:
+        self._append({"key": key, "box": str(box), "digest": digest})
+
+    def remove(self) -> None:
+        """The conversion is complete: its checkpoint is committed, and there is nothing to take up."""
+        self._path.unlink()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _append(self, entry: dict[str, str]) -> None:
+        with self._lock:
+            self._file.write(msgspec.json.encode(entry) + b"\n")
+            self._file.flush()
+
+    def _read(self, identity: str) -> None:
+        data = self._path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]  # a kill in the middle of a line leaves half of it
+        lines = [msgspec.json.decode(line, type=dict[str, str]) for line in whole.splitlines()]
+        if lines and lines[0].get("identity") != identity:
+            raise FormatError(
+                f"{self._path} belongs to a conversion of another source, or with another budget. "
+                "Delete the directory, or give another one."
+            )
+        self.done = {(line["key"], line["box"]): line["digest"] for line in lines[1:]}
+        if len(whole) != len(data):
+            os.truncate(self._path, len(whole))
