@@ -1,0 +1,49 @@
+"""Other people's checkpoints, and ours: one table from what marks a format to what opens it.
+
+To add a format, write a module with `recognise(path)` and an opener, and add one line here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from jax_ucp.errors import NotACheckpoint
+from jax_ucp.formats import deepspeed, orbax, universal
+from jax_ucp.storage.contents import Contents
+from jax_ucp.storage.ledger import Ledger
+
+Opener = Callable[[Path], Contents]
+
+# What marks the format, what it is called, what opens it. The first that recognises the path has it.
+FORMATS: tuple[tuple[Callable[[Path], bool], str, Opener], ...] = (
+    (universal.recognise, "a universal checkpoint (ucp.json)", universal.open_universal),
+    (orbax.recognise, "a PyTree item of Orbax (_METADATA)", orbax.open_orbax),
+    (orbax.is_step, "a step of Orbax (_CHECKPOINT_METADATA)", orbax.open_step),
+    (deepspeed.recognise, "DeepSpeed (latest, or *_optim_states.pt)", deepspeed.open_deepspeed),
+)
+
+
+def open_contents(path: str | os.PathLike[str]) -> Contents:
+    """What the checkpoint at `path` holds, whoever wrote it. Reads metadata only.
+
+    Raises NotACheckpoint where nothing there is a finished checkpoint of a format in the table.
+    """
+    at = Path(path)
+    if not at.exists():
+        raise NotACheckpoint(f"{path} does not exist")
+    for recognise, _, opener in FORMATS:
+        if recognise(at):
+            return opener(at)
+    if Ledger.begun(at):
+        raise NotACheckpoint(f"{path} is an unfinished conversion: run the same convert again to complete it")
+    if at.is_dir() and (steps := sorted((p for p in at.iterdir() if orbax.is_step(p)), key=_natural)):
+        last = steps[-1].name
+        raise NotACheckpoint(f"{path} holds the steps {', '.join(p.name for p in steps)}: open one, {path}/{last}")
+    known = "\n  ".join(name for _, name, _ in FORMATS)
+    raise NotACheckpoint(f"{path} is no checkpoint of a format known here:\n  {known}")
+
+
+def _natural(path: Path) -> tuple[int, str]:
+    return (int(path.name) if path.name.isdigit() else -1), path.name

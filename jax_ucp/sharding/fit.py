@@ -57,15 +57,20 @@ def fit_spec(spec: Sequence[Axes], shape: Sequence[int], mesh: Mapping[str, int]
     return Fit(tuple(fitted), tuple(notes))
 
 
-def fit_leaf(leaf: Leaf, mesh: Mesh, rules: Sequence[Rule] = ()) -> tuple[NamedSharding, tuple[str, ...]]:
-    """The sharding of a leaf on `mesh`, with notes: by the first rule on its label, else by rules on its
-    logical axes, else by the spec it was saved with; replicated where there is none of these.
+def wanted_spec(leaf: Leaf, rules: Sequence[Rule] = ()) -> tuple[Axes, ...]:
+    """The spec asked for: by the first rule on the leaf's label, else by rules on its logical axes, else the
+    spec it was saved with; replicated where there is none of these.
     """
+    for spec in (_by_label(leaf, rules), _by_axes(leaf, rules)):
+        if spec is not None:
+            return spec
+    return leaf.sharding.spec if leaf.sharding else ()
+
+
+def fit_leaf(leaf: Leaf, mesh: Mesh, rules: Sequence[Rule] = ()) -> tuple[NamedSharding, tuple[str, ...]]:
+    """The sharding of a leaf on `mesh`, and notes of what had to be given up."""
     shape = leaf.shape[:-1] if leaf.kind == "prng_key" else leaf.shape
-    spec = next((s for s in (_by_label(leaf, rules), _by_axes(leaf, rules)) if s is not None), None)
-    if spec is None:
-        spec = leaf.sharding.spec if leaf.sharding else ()
-    fit = fit_spec(spec, shape, dict(mesh.shape))
+    fit = fit_spec(wanted_spec(leaf, rules), shape, dict(mesh.shape))
     return NamedSharding(mesh, PartitionSpec(*fit.spec)), fit.notes
 
 

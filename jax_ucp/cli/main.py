@@ -1,0 +1,298 @@
+"""`jax-ucp`: look into any checkpoint, plan, convert, verify.
+
+Exit codes: 0, all is well; 1, the checkpoint is refused or has faults, with the reason on stderr; 2, the
+command line is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+import jax_ucp
+from jax_ucp.cli import report
+from jax_ucp.cli.report import Report
+from jax_ucp.errors import UCPError
+from jax_ucp.sharding.fit import Rule
+from jax_ucp.storage.budget import DEFAULT_BUDGET
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+# Where the output is read by a program, lines are as long as they need to be.
+console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 1000)
+to_stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+class _Refusals(click.Group):
+    """Commands whose refusals are one clear message and exit code 1, never a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (UCPError, OSError) as error:
+            raise click.ClickException(str(error)) from None
+
+
+class _Size(click.ParamType):
+    """A number of bytes: 512MiB, 2G, 1000000."""
+
+    name = "bytes"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        if isinstance(value, int):
+            return value
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", value.strip(), re.IGNORECASE)
+        if not found or float(found[1]) == 0:
+            self.fail(f"{value!r} is no size; write 512MiB or 2G", param, ctx)
+        return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+class _MeshSizes(click.ParamType):
+    """Mesh axes and their sizes: data=4,model=2."""
+
+    name = "axis=size,..."
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> dict[str, int]:
+        found = re.findall(r"(\w+)=(\d+)", value)
+        if ",".join(f"{name}={size}" for name, size in found) != value or not all(int(n) for _, n in found):
+            self.fail(f"{value!r} is no mesh; write data=4,model=2", param, ctx)
+        return {name: int(size) for name, size in found}
+
+
+class _RuleType(click.ParamType):
+    """A rule: a regular expression on labels, and the mesh axis of each dimension: kernel$=data,None."""
+
+    name = "regex=axis,..."
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Rule:
+        from jax.sharding import PartitionSpec
+
+        pattern, equals, axes = value.rpartition("=")
+        if not equals:
+            self.fail(f"{value!r} is no rule; write 'kernel$=data,None'", param, ctx)
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            self.fail(f"{pattern!r} is no regular expression: {error}", param, ctx)
+        names = [tuple(axis.split("+")) if "+" in axis else axis for axis in axes.split(",")]
+        return pattern, PartitionSpec(*[None if name in ("None", "") else name for name in names])
+
+
+@click.group(cls=_Refusals, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(jax_ucp.__version__, prog_name="jax-ucp")
+def main() -> None:
+    """Universal checkpoints for JAX: look into any checkpoint, plan, convert, verify."""
+
+
+as_json = click.option("--json", "json_", is_flag=True, help="Print JSON for machines.")
+budget = click.option(
+    "--budget", type=_Size(), default=DEFAULT_BUDGET, show_default="1GiB", help="Memory for blocks in flight."
+)
+
+
+@main.command()
+@click.argument("path")
+@click.option("--leaf", "pattern", metavar="REGEX", help="Show where every byte of the leaves that match lies.")
+@click.option("--all", "all_", is_flag=True, help="Print every item of the account, and every extra.")
+@as_json
+def inspect(path: str, pattern: str | None, all_: bool, json_: bool) -> None:
+    """What is in the checkpoint at PATH, where its bytes are, and what is not understood."""
+    found = report.inspection(jax_ucp.open(path))
+    if pattern is not None:
+        found["leaves"] = [leaf for leaf in found["leaves"] if re.search(pattern, leaf["leaf"])]
+    if json_:
+        _print_json(found)
+        return
+    _print_head(found)
+    if pattern is not None:
+        rows = [
+            (leaf["leaf"], piece["block"], piece["file"], piece["item"])
+            for leaf in found["leaves"]
+            for piece in leaf.get("stored", ())
+        ]
+        console.print(_table(("leaf", "block", "file", "item"), rows))
+        return
+    console.print(_leaf_table(found))
+    _print_account(found["account"], all_)
+    if all_:
+        console.print_json(json.dumps(found["extras"]))
+
+
+@main.command()
+@click.argument("source")
+@click.argument("target", required=False)
+@click.option("--mesh", type=_MeshSizes(), help="Show where every leaf would go on this mesh.")
+@click.option("--rule", "rules", type=_RuleType(), multiple=True, help="A rule for --mesh; may be repeated.")
+@budget
+@as_json
+def plan(source: str, target: str | None, mesh: dict[str, int] | None, rules: Any, budget: int, json_: bool) -> None:
+    """What converting SOURCE to TARGET would do, or restoring it on a mesh. Moves no data."""
+    checkpoint = jax_ucp.open(source)
+    found = report.copy_plan(checkpoint, target, budget)
+    if mesh:
+        found["restore"] = report.mesh_plan(checkpoint, mesh, rules)
+    if json_:
+        _print_json(found)
+        return
+    _print_head(found)
+    console.print(
+        f"to read {_size(found['read_bytes'])}, to write {_size(found['write_bytes'])} in {found['blocks']} blocks "
+        f"of at most {_size(found['largest_block_bytes'])}; at most {_size(found['peak_bytes_in_flight'])} in flight"
+    )
+    if mesh:
+        _print_mesh_plan(found["restore"])
+    else:
+        rows = [
+            (a["leaf"], a["dtype"], str(a["shape"]), str(a["pieces"]), str(a["outer_chunk"]), str(a["inner_chunk"]))
+            for a in found["arrays"]
+        ]
+        console.print(_table(("leaf", "dtype", "shape", "pieces", "outer chunk", "inner chunk"), rows))
+    _print_account(found["not_mapped"], True)
+
+
+@main.command()
+@click.argument("source")
+@click.argument("target")
+@budget
+@as_json
+def convert(source: str, target: str, budget: int, json_: bool) -> None:
+    """Write the checkpoint at SOURCE to TARGET in the universal format.
+
+    What SOURCE stores twice is compared first. Stopped at any moment, nothing at TARGET looks like a
+    checkpoint; the same command takes up where it was stopped.
+    """
+    checkpoint = jax_ucp.open(source)
+    total = checkpoint.plan_save(budget).write_bytes
+    with _progress("converting", total) as advance:
+        result = checkpoint.save(target, budget_bytes=budget, done=lambda block: advance(block.nbytes))
+    found = report.inspection(result)
+    if json_:
+        _print_json({key: found[key] for key in ("path", "format", "bytes", "arrays", "items", "source")})
+    else:
+        console.print(f"{target}: {found['arrays']} arrays, {_size(found['bytes'])}, {len(found['extras'])} extras")
+
+
+@main.command()
+@click.argument("path")
+@as_json
+def verify(path: str, json_: bool) -> None:
+    """Read every byte of the checkpoint at PATH that has a checksum or a twin, and compare."""
+    checkpoint = jax_ucp.open(path)
+    looked, faults = 0, []
+    for _, fault in checkpoint.verify():
+        looked += 1
+        if fault:
+            faults.append(fault)
+    if json_:
+        _print_json({"path": path, "format": checkpoint.format, "checks": looked, "faults": faults})
+    else:
+        for fault in faults:
+            to_stderr.print(f"[red]fault[/red] {fault}", markup=True)
+        for note in checkpoint.notes:
+            console.print(f"note: {note}", markup=False)
+        console.print(f"{path}: {looked} checks, {len(faults)} faults")
+    if faults:
+        sys.exit(1)
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal; nothing where stderr is a file or a pipe."""
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn()
+    with Progress(*columns, TimeRemainingColumn(), console=to_stderr, disable=not to_stderr.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda nbytes: bar.advance(task, nbytes)
+
+
+def _print_json(found: Report) -> None:
+    click.echo(json.dumps(found))
+
+
+def _print_head(found: Report) -> None:
+    items = ", ".join(f"{n} {fate}" for fate, n in found["items"].items())
+    console.print(
+        f"{found['path']}: {found['format']}, {found['arrays']} arrays, {_size(found['bytes'])}", markup=False
+    )
+    console.print(f"stored items: {items}")
+    for note in found["notes"]:
+        console.print(f"note: {note}", markup=False)
+
+
+def _leaf_table(found: Report) -> Table:
+    """One line a parameter where the tree is {state: {parameter: array}}, one line a leaf elsewhere."""
+    leaves = [leaf for leaf in found["leaves"] if "shape" in leaf]
+    if {leaf["leaf"].count("/") for leaf in leaves} != {1} or not any(x["leaf"].startswith("param/") for x in leaves):
+        rows = [
+            (leaf["leaf"], leaf.get("dtype", leaf["kind"]), str(leaf.get("shape", "")), _spec(leaf), _files(leaf))
+            for leaf in found["leaves"]
+        ]
+        return _table(("leaf", "dtype", "shape", "saved as", "stored in"), rows)
+    params: dict[str, list[Report]] = {}
+    for leaf in leaves:
+        params.setdefault(leaf["leaf"].split("/")[1], []).append(leaf)
+    rows = []
+    for name, states in params.items():
+        kinds = [f"{x['leaf'].split('/')[0]} {x['dtype']}" for x in states]
+        rows.append((name, str(states[0]["shape"]), ", ".join(kinds), _files(*states)))
+    return _table(("parameter", "shape", "states", "stored in"), rows)
+
+
+def _files(*leaves: Report) -> str:
+    files = {piece["file"] for leaf in leaves for piece in leaf.get("stored", ())}
+    return next(iter(files)) if len(files) == 1 else f"{len(files)} files"
+
+
+def _spec(leaf: Report) -> str:
+    return f"{tuple(leaf['spec'])} on {leaf['mesh']}" if "spec" in leaf else ""
+
+
+def _print_mesh_plan(found: Report) -> None:
+    mesh = ", ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
+    console.print(f"on a mesh of {mesh}: {_size(found['device_bytes'])} on each of {found['devices']} devices")
+    rows = [
+        (
+            leaf["leaf"],
+            str(leaf["shape"]),
+            str(tuple(leaf["spec"])),
+            str(leaf["device_shape"]),
+            "; ".join(leaf["notes"]),
+        )
+        for leaf in found["leaves"]
+    ]
+    console.print(_table(("leaf", "shape", "spec", "on each device", "given up"), rows))
+
+
+def _print_account(items: list[Report], all_: bool) -> None:
+    shown = [item for item in items if all_ or item["fate"] == "skipped"]
+    if shown:
+        rows = [(item["fate"], item["where"], item["what"], item["reason"]) for item in shown]
+        console.print(_table(("fate", "item", "what", "why"), rows))
+
+
+def _table(heads: tuple[str, ...], rows: list[Any]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for head in heads:
+        table.add_column(head, overflow="fold")
+    for row in rows:
+        table.add_row(*(cell.replace("[", "\\[") for cell in row))
+    return table
+
+
+def _size(nbytes: int) -> str:
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes} bytes"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""What the commands say, as JSON values: `--json` prints them, and the tables are made of them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jax_ucp.checkpoint import Checkpoint
+from jax_ucp.metadata import Axes, Leaf
+from jax_ucp.sharding.fit import Rule, fit_spec, wanted_spec
+
+Report = dict[str, Any]
+
+
+def inspection(checkpoint: Checkpoint) -> Report:
+    """What is in a checkpoint: leaves with their sharding and where their bytes are, and the account."""
+    return {
+        **_head(checkpoint),
+        "leaves": [_leaf(checkpoint, leaf) for leaf in checkpoint.leaves],
+        "account": [
+            {"where": item.where, "what": item.what, "fate": item.fate, "reason": item.reason}
+            for item in checkpoint.account
+        ],
+        "extras": dict(checkpoint.extras),
+        "source": dict(checkpoint.source),
+    }
+
+
+def copy_plan(checkpoint: Checkpoint, target: str | None, budget_bytes: int) -> Report:
+    """What a conversion would read, write and hold in memory."""
+    plan = checkpoint.plan_save(budget_bytes)
+    largest = max((block.nbytes for block in plan.blocks), default=0)
+    return {
+        **_head(checkpoint),
+        "target": target,
+        "read_bytes": checkpoint.nbytes,
+        "write_bytes": plan.write_bytes,
+        "blocks": len(plan.blocks),
+        "largest_block_bytes": largest,
+        "budget_bytes": budget_bytes,
+        "peak_bytes_in_flight": plan.peak_bytes,
+        "arrays": [
+            {
+                "leaf": leaf.label,
+                "shape": list(leaf.shape),
+                "dtype": leaf.dtype,
+                "pieces": len(checkpoint.where(leaf)),
+                "outer_chunk": list(plan.chunks[leaf.name].outer),
+                "inner_chunk": list(plan.chunks[leaf.name].inner),
+            }
+            for leaf in checkpoint.leaves
+            if leaf.has_array
+        ],
+        "not_mapped": [
+            {"where": item.where, "what": item.what, "fate": item.fate, "reason": item.reason}
+            for item in checkpoint.account
+            if item.fate != "mapped"
+        ],
+    }
+
+
+def mesh_plan(checkpoint: Checkpoint, mesh: Mapping[str, int], rules: Sequence[Rule]) -> Report:
+    """Where every leaf would go on a mesh of these axis sizes; needs no devices."""
+    leaves = []
+    for leaf in checkpoint.leaves:
+        if leaf.has_array:
+            shape = leaf.shape[:-1] if leaf.kind == "prng_key" else leaf.shape
+            fit = fit_spec(wanted_spec(leaf, rules), shape, mesh)
+            parts = [_parts(axes, mesh) for axes in fit.spec] + [1] * (len(leaf.shape) - len(fit.spec))
+            local = [n // p for n, p in zip(leaf.shape, parts, strict=True)]
+            nbytes = math.prod(local) * np.dtype(leaf.dtype).itemsize
+            leaves.append(
+                {
+                    "leaf": leaf.label,
+                    "shape": list(leaf.shape),
+                    "spec": [list(axes) if isinstance(axes, tuple) else axes for axes in fit.spec],
+                    "device_shape": local,
+                    "device_bytes": nbytes,
+                    "notes": list(fit.notes),
+                }
+            )
+    devices = math.prod(mesh.values())
+    per_device = sum(leaf["device_bytes"] for leaf in leaves)
+    return {"mesh": dict(mesh), "devices": devices, "device_bytes": per_device, "leaves": leaves}
+
+
+def _head(checkpoint: Checkpoint) -> Report:
+    fates = Counter(item.fate for item in checkpoint.account)
+    return {
+        "path": checkpoint.path,
+        "format": checkpoint.format,
+        "bytes": checkpoint.nbytes,
+        "arrays": sum(leaf.has_array for leaf in checkpoint.leaves),
+        "items": {fate: fates[fate] for fate in ("mapped", "extra", "skipped")},
+        "notes": list(checkpoint.notes),
+    }
+
+
+def _leaf(checkpoint: Checkpoint, leaf: Leaf) -> Report:
+    found: Report = {"leaf": leaf.label, "kind": leaf.kind}
+    if not leaf.has_array:
+        return found | {"value": leaf.value}
+    found |= {"shape": list(leaf.shape), "dtype": leaf.dtype}
+    if leaf.sharding:
+        found["mesh"] = dict(zip(leaf.sharding.axis_names, leaf.sharding.axis_sizes, strict=True))
+        found["spec"] = [list(axes) if isinstance(axes, tuple) else axes for axes in leaf.sharding.spec]
+    found["stored"] = [{"file": p.file, "item": p.item, "block": p.target} for p in checkpoint.where(leaf)]
+    return found
+
+
+def _parts(axes: Axes, mesh: Mapping[str, int]) -> int:
+    return math.prod(mesh[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))

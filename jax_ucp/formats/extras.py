@@ -1,0 +1,61 @@
+"""What a checkpoint holds beside its arrays, as JSON: nothing is dropped, and nothing becomes code again."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jax_ucp.formats.safe_pickle import Record
+from jax_ucp.formats.torch_file import StoredTensor
+from jax_ucp.layout.box import Box
+
+
+def as_json(value: Any, file: str, read: Callable[[str, Box], np.ndarray]) -> Any:
+    """A value from a torch file as JSON: what JSON has as itself, anything else as a dict with one key `!type`.
+
+    Tensors and numpy arrays keep dtype, shape and bytes (base64, little-endian); `read` reads those of the file
+    called `file`. Dicts whose keys are not all strings become lists of pairs.
+    """
+
+    def go(x: Any) -> Any:
+        match x:
+            case None | bool() | int() | str():
+                return x
+            case float():
+                return x if math.isfinite(x) else {"!float": repr(x)}
+            case StoredTensor():
+                return _array(read(f"{file}:{x.key}", Box.whole(x.shape)))
+            case np.ndarray() | np.generic():
+                return _array(np.asarray(x))
+            case np.dtype():
+                return {"!dtype": x.name}
+            case Record():
+                return {"!record": x.type, "args": go(list(x.args)), "fields": go(x.fields)}
+            case dict() if all(isinstance(key, str) for key in x):
+                return {key: go(item) for key, item in x.items()}
+            case dict():
+                return {"!dict": [[go(key), go(item)] for key, item in x.items()]}
+            case list():
+                return [go(item) for item in x]
+            case tuple():
+                return {"!tuple": [go(item) for item in x]}
+            case set() | frozenset():
+                return {"!set": [go(item) for item in sorted(x, key=repr)]}
+            case bytes() | bytearray():
+                return {"!bytes": base64.b64encode(bytes(x)).decode()}
+            case complex():
+                return {"!complex": [x.real, x.imag]}
+            case _:
+                return {"!text": str(x)}
+
+    return go(value)
+
+
+def _array(array: np.ndarray) -> dict[str, Any]:
+    little = np.asarray(array, order="C").astype(array.dtype.newbyteorder("<"), copy=False)
+    data = base64.b64encode(little.tobytes()).decode()
+    return {"!array": data, "dtype": array.dtype.name, "shape": list(array.shape)}

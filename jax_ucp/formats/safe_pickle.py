@@ -1,0 +1,345 @@
+"""Pickles read by an interpreter of our own: known names only, bounded, nothing imported and nothing run.
+
+Python's `Unpickler` with a `find_class` of one's own is not enough: it still allocates gigabytes for one memo
+index, and builds objects that no walk, hash or `repr` survives. Here an opcode is a few lines in `_Machine.step`; a
+name means what the caller's table says or the pickle is refused; and what is returned is a tree that a plain
+recursive walk can visit: no cycles, at most `MAX_DEPTH` deep, at most `MAX_NODES` nodes.
+
+The opcodes are those that Python writes for data at protocols 2 to 5 (`Lib/pickle.py`). `pickletools.genops` cuts
+the bytes into opcodes; it reads no length beyond the input.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from jax_ucp.errors import FormatError, UnsafePickle
+
+T = TypeVar("T")
+
+# The largest file of our cases has 8,270 opcodes; a tensor takes about 30.
+MAX_OPCODES = 5_000_000
+MAX_NODES = 5_000_000
+MAX_DEPTH = 100
+MAX_MARKS = 1_000
+MAX_INT_BITS = 8_192  # Python refuses to print integers of more than 4,300 digits
+MAX_KEY_NODES = 64
+MAX_LABEL = 256
+
+_VALUES = frozenset(
+    [
+        "BININT",
+        "BININT1",
+        "BININT2",
+        "BINFLOAT",
+        "BINUNICODE",
+        "SHORT_BINUNICODE",
+        "BINUNICODE8",
+        "BINBYTES",
+        "SHORT_BINBYTES",
+        "BINBYTES8",
+        "BYTEARRAY8",
+    ]
+)
+_TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_EMPTY: dict[str, type] = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_SET": set}
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A global that stands for itself: a class mentioned but never called, a constant of another library."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Constructor(Name):
+    """A global that a pickle may call; what it makes is up to our own `call`.
+
+    `call` takes the tuple of arguments and returns NotImplemented where they do not fit. `build` receives the state
+    of a BUILD, once per object made, and says the same. `inert` marks classes whose instances become records.
+    """
+
+    call: Callable[[tuple], object]
+    build: Callable[[object, object], object] | None = None
+    inert: bool = False
+
+
+class Node:
+    """What the walk looks into besides the containers of Python."""
+
+    __slots__ = ()
+
+    def children(self) -> list[tuple[str, object]]:
+        raise NotImplementedError
+
+
+@dataclass(slots=True, eq=False)
+class Record(Node):
+    """An inert stand-in for an instance of a class we know by name: what it was made from, never the class."""
+
+    type: str
+    args: tuple = ()
+    state: object = None
+
+    @property
+    def fields(self) -> dict[str, object]:
+        """The attributes the instance would have: its state, or both parts of it where there are slots too."""
+        parts = self.state if isinstance(self.state, tuple) and len(self.state) == 2 else (self.state,)
+        return {name: value for part in parts if isinstance(part, dict) for name, value in part.items()}
+
+    def children(self) -> list[tuple[str, object]]:
+        state = children(self.state) if isinstance(self.state, dict) else [("state", self.state)]
+        return [*children(self.args), *state]
+
+    def __str__(self) -> str:
+        return self.type
+
+
+def inert(name: str) -> Constructor:
+    """The table's entry for a class whose instances become records."""
+
+    def build(record: object, state: object) -> None:
+        assert isinstance(record, Record)
+        record.state = state
+
+    return Constructor(name, lambda args: Record(name, args), build, inert=True)
+
+
+def table(*names: Name) -> dict[str, Name]:
+    return {name.name: name for name in names}
+
+
+def load(data: bytes, names: Mapping[str, object], persistent: Callable[[object], object] | None = None) -> object:
+    """The object of a pickle that is the whole of `data`, made only by the constructors in `names`.
+
+    `names` maps a dotted name to what it stands for; only a Constructor among them can be called.
+    `persistent` maps a persistent id to the object it stands for; without it persistent ids are refused.
+    Raises UnsafePickle for what a checkpoint never needs, FormatError for what is no pickle.
+    """
+    machine = _Machine(names, persistent)
+    for count, (opcode, argument, at) in enumerate(_opcodes(data)):
+        if count >= MAX_OPCODES:
+            raise UnsafePickle(f"the pickle has more than {MAX_OPCODES} opcodes")
+        if opcode == "STOP" and at + 1 != len(data):
+            raise FormatError(f"{len(data) - at - 1} bytes follow the end of the pickle")
+        machine.step(opcode, argument)
+    if len(machine.stack) != 1 or machine.marks:
+        raise FormatError("the pickle ends with an unfinished object")
+    _check_bounds(machine.stack[0])
+    return machine.stack[0]
+
+
+def walk(tree: object, labels: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
+    """Every node of a loaded tree with the labels that lead to it, parents first, shared nodes every time."""
+    yield labels, tree
+    for label, child in children(tree):
+        yield from walk(child, (*labels, label))
+
+
+def children(node: object) -> list[tuple[str, object]]:
+    """What a node holds, with a label for each: a dict's keys, a sequence's positions."""
+    if isinstance(node, dict):
+        return [(_label(key), value) for key, value in node.items()]
+    if isinstance(node, list | tuple | set | frozenset):
+        return [(str(i), value) for i, value in enumerate(node)]
+    return node.children() if isinstance(node, Node) else []
+
+
+def _label(key: object) -> str:
+    text = f"({', '.join(map(_label, key))})" if isinstance(key, tuple) else str(key)
+    return text if len(text) <= MAX_LABEL else text[: MAX_LABEL - 3] + "..."
+
+
+def _opcodes(data: bytes) -> Iterator[tuple[str, object, int]]:
+    try:
+        for opcode, argument, at in pickletools.genops(data):
+            yield opcode.name, argument, at or 0
+    except ValueError as error:
+        raise FormatError(f"not a pickle, or a damaged one: {error}") from error
+
+
+class _Machine:
+    """A stack, where marks stand on it, a memo, and the objects that may still receive their state."""
+
+    def __init__(self, names: Mapping[str, object], persistent: Callable[[object], object] | None):
+        self.names = names
+        self.persistent = persistent
+        self.stack: list = []
+        self.marks: list[int] = []
+        self.memo: dict[object, object] = {}  # a dict: an index of 2**32 - 1 costs no more than any other
+        self.unbuilt: dict[int, tuple[object, Constructor]] = {}
+
+    def step(self, opcode: str, argument: object) -> None:
+        push = self.stack.append
+        if opcode in ("BINPUT", "LONG_BINPUT"):
+            self.memo[argument] = self.top()
+        elif opcode == "MEMOIZE":
+            self.memo[len(self.memo)] = self.top()
+        elif opcode in ("BINGET", "LONG_BINGET"):
+            if argument not in self.memo:
+                raise FormatError(f"the pickle asks for memo {argument}, which it never put there")
+            push(self.memo[argument])
+        elif opcode in _VALUES:
+            push(argument)
+        elif opcode in ("LONG1", "LONG4"):
+            assert isinstance(argument, int)
+            if argument.bit_length() > MAX_INT_BITS:
+                raise UnsafePickle(f"an integer of {argument.bit_length()} bits in the pickle")
+            push(argument)
+        elif opcode in _CONSTANTS:
+            push(_CONSTANTS[opcode])
+        elif opcode in _EMPTY:
+            push(_EMPTY[opcode]())
+        elif opcode == "MARK":
+            if len(self.marks) >= MAX_MARKS:
+                raise UnsafePickle(f"more than {MAX_MARKS} open marks in the pickle")
+            self.marks.append(len(self.stack))
+        elif opcode in _TUPLES:
+            push(tuple(self.pop(_TUPLES[opcode])))
+        elif opcode == "TUPLE":
+            push(tuple(self.pop_to_mark()))
+        elif opcode == "APPEND":
+            (item,) = self.pop(1)
+            self.top(list).append(item)
+        elif opcode == "APPENDS":
+            items = self.pop_to_mark()
+            self.top(list).extend(items)
+        elif opcode == "SETITEM":
+            self.set_items(self.pop(2))
+        elif opcode == "SETITEMS":
+            self.set_items(self.pop_to_mark())
+        elif opcode == "ADDITEMS":
+            items = self.pop_to_mark()
+            self.top(set).update(map(check_key, items))
+        elif opcode == "FROZENSET":
+            push(frozenset(map(check_key, self.pop_to_mark())))
+        elif opcode == "GLOBAL":
+            module, _, name = str(argument).partition(" ")
+            push(self.find(module, name))
+        elif opcode == "STACK_GLOBAL":
+            push(self.find(*self.pop(2)))
+        elif opcode in ("REDUCE", "NEWOBJ"):
+            push(self.call(opcode, *self.pop(2)))
+        elif opcode == "BUILD":
+            (state,) = self.pop(1)
+            self.build(self.top(), state)
+        elif opcode == "BINPERSID":
+            if self.persistent is None:
+                raise UnsafePickle("the pickle refers to persistent objects, which this file cannot have")
+            push(self.persistent(*self.pop(1)))
+        elif opcode == "PROTO":
+            if argument not in (2, 3, 4, 5):
+                raise FormatError(f"pickle protocol {argument}; torch.save writes 2 to 5")
+        elif opcode not in ("FRAME", "STOP"):
+            raise UnsafePickle(f"pickle opcode {opcode}, which a checkpoint never needs")
+
+    def pop(self, count: int) -> list:
+        """The last `count` objects, off the stack; those below the last mark are out of reach."""
+        floor = len(self.stack) - count
+        if floor < (self.marks[-1] if self.marks else 0):
+            raise FormatError("the pickle takes more off its stack than it put there")
+        items = self.stack[floor:]
+        del self.stack[floor:]
+        return items
+
+    def pop_to_mark(self) -> list:
+        if not self.marks:
+            raise FormatError("the pickle ends a group it never began")
+        items = self.pop(len(self.stack) - self.marks[-1])
+        self.marks.pop()
+        return items
+
+    def top(self, kind: type = object) -> Any:
+        """The last object, which stays. It must be just of `kind`, or anything at all for `object`."""
+        (item,) = self.pop(1)
+        if kind is not object and type(item) is not kind:
+            raise UnsafePickle(f"the pickle fills a {type(item).__name__} as if it were a {kind.__name__}")
+        self.stack.append(item)
+        return item
+
+    def set_items(self, items: list) -> None:
+        if len(items) % 2:
+            raise FormatError("the pickle sets a dict key without a value")
+        self.top(dict).update(zip(map(check_key, items[::2]), items[1::2], strict=True))
+
+    def find(self, module: object, name: object) -> object:
+        dotted = f"{module}.{name}"
+        if not (isinstance(module, str) and isinstance(name, str)) or "." in name or dotted not in self.names:
+            raise UnsafePickle(
+                f"the pickle asks for {dotted[:200]!r}, which is not among the names a checkpoint needs; "
+                "nothing was imported or run. If you trust the file, load it with the library that wrote it "
+                "and save its tensors alone."
+            )
+        return self.names[dotted]
+
+    def call(self, opcode: str, function: object, args: object) -> object:
+        if not isinstance(function, Constructor) or not isinstance(args, tuple):
+            what = function.name if isinstance(function, Name) else type(function).__name__
+            raise UnsafePickle(f"the pickle calls {what!r}, which is no constructor we know")
+        if opcode == "NEWOBJ" and not function.inert:
+            raise UnsafePickle(f"the pickle makes a {function.name} without its constructor")
+        made = function.call(args)
+        if made is NotImplemented:
+            kinds = ", ".join(type(arg).__name__ for arg in args[:10])
+            raise UnsafePickle(f"the pickle calls {function.name} with arguments it does not take: ({kinds})")
+        if function.build is not None:
+            self.unbuilt[id(made)] = made, function
+        return made
+
+    def build(self, target: object, state: object) -> None:
+        made, constructor = self.unbuilt.pop(id(target), (None, None))
+        if made is not target or constructor is None or constructor.build is None:
+            raise UnsafePickle(f"the pickle gives a state to a {type(target).__name__} that cannot take one")
+        if constructor.build(target, state) is NotImplemented:
+            raise UnsafePickle(f"the pickle gives {constructor.name} a state of a kind it never has")
+
+
+def check_key(key: T) -> T:
+    """The key, if a dict can hash it in a few steps: the hash of nested tuples visits every path through them."""
+    todo: list[object] = [key]
+    for _ in range(MAX_KEY_NODES):
+        if not todo:
+            return key
+        item = todo.pop()
+        if isinstance(item, tuple | frozenset):
+            todo.extend(item)
+        elif type(item).__hash__ is None:
+            raise UnsafePickle(f"a {type(item).__name__} inside a dict key or set in the pickle")
+    raise UnsafePickle(f"a dict key or set element of {MAX_KEY_NODES} or more parts in the pickle")
+
+
+def _check_bounds(tree: object) -> None:
+    """Refuse a tree that a recursive walk would not leave: cyclic, too deep, or shared exponentially.
+
+    Shared nodes count as often as a walk meets them, yet are looked at once: children before parents.
+    """
+    known: dict[int, tuple[int, int] | None] = {}  # id -> nodes below and depth; None while inside the node
+    todo = [(tree, False)]
+    while todo:
+        node, leaving = todo.pop()
+        if not leaving and id(node) in known:
+            if known[id(node)] is None:
+                raise UnsafePickle(f"a {type(node).__name__} in the pickle contains itself")
+            continue
+        below = [child for _, child in children(node)]
+        if not leaving:
+            if below:
+                known[id(node)] = None
+                todo.append((node, True))
+                todo.extend((child, False) for child in below)
+            continue
+        sizes = [known.get(id(child)) or (1, 0) for child in below]
+        nodes, depth = 1 + sum(n for n, _ in sizes), 1 + max(d for _, d in sizes)
+        if nodes > MAX_NODES or depth > MAX_DEPTH:
+            raise UnsafePickle(
+                f"objects nested {depth} deep, or {nodes} of them counting shared ones, in the pickle"
+            )
+        known[id(node)] = nodes, depth

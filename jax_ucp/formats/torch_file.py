@@ -1,0 +1,187 @@
+"""Files of torch.save (torch 1.6 and later), read lazily, without torch and without running what they pickle.
+
+A file is a zip with one root folder: `data.pkl`, the pickled object with a persistent id for each storage, and
+`data/<key>`, the bytes of each storage, stored as they are (`torch/serialization.py`, `_save`). Opening parses the
+zip directory and `data.pkl`; arrays are views of the memory-mapped file, so bytes are read when they are looked at.
+The CRC of a storage is therefore not verified, as torch does not verify it either when it maps a file.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.formats import safe_pickle
+from jax_ucp.formats.safe_pickle import Record
+from jax_ucp.formats.torch_names import NAMES, Refused, Storage, StorageClass, StoredTensor
+from jax_ucp.formats.zip_members import Member, member_bytes, zip_members
+from jax_ucp.layout.box import Box
+from jax_ucp.storage.source import ArrayInfo
+
+__all__ = ["Record", "StoredTensor", "TorchFile"]
+
+MAX_PICKLE_BYTES = 1 << 28
+MAX_PATH = 1024
+
+# A torch pickle of protocol 2 that begins with torch's magic number (`torch/serialization.py`, MAGIC_NUMBER).
+_LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+
+
+class TorchFile:
+    """The object of a torch.save file, and an ArraySource of its tensors.
+
+    In `tree` a tensor or Parameter is a StoredTensor; OrderedDict, defaultdict and Counter are dict; torch.Size is
+    tuple; a dtype is the np.dtype; a device, layout or path is str; an instance of an allow-listed class is a
+    Record; a class or constant only mentioned, or a dtype numpy lacks, is a Name. A plain recursive walk ends.
+
+    Views are read-only and keep the file mapped; a TorchFile of which no view is alive holds no file descriptor.
+    `offset` and `length` select a file that lies inside another, as the objects in DCP's `.distcp` files do.
+    """
+
+    def __init__(self, path: str | os.PathLike, *, offset: int = 0, length: int | None = None):
+        self.path = Path(path)
+        self._span = slice(offset, None if length is None else offset + length)
+        self._stat: os.stat_result | None = None
+        self._mapping: weakref.ref[mmap.mmap] | None = None
+        with self._naming_file():
+            file = self._file()
+            self._storages, data = _storages_and_pickle(file)
+            self.tree = safe_pickle.load(data, NAMES, self._storage)
+            self._tensors = _tensors_by_key(self.tree)
+
+    def arrays(self) -> Mapping[str, ArrayInfo]:
+        return {key: ArrayInfo(tensor.shape, tensor.dtype) for key, tensor in self._tensors.items()}
+
+    def read(self, key: str, box: Box) -> np.ndarray:
+        """The elements of `box` of tensor `key`: a read-only view of the mapped file.
+
+        A copy only where the file was rewritten by another zip tool, deflated or not aligned to the dtype.
+        """
+        tensor = self._tensors[key]
+        if len(box.start) != len(tensor.shape) or not box.within(Box.whole(tensor.shape)):
+            raise ValueError(f"{self.path}: box {box} does not lie in {key!r} of shape {tensor.shape}")
+        if box.size == 0:
+            array = np.empty(box.shape, tensor.dtype)
+        else:
+            with self._naming_file():
+                array = self._view(tensor)[(*box.index, ...)]
+            if not array.flags.aligned:
+                array = array.copy()
+        array.flags.writeable = False
+        return array
+
+    def _view(self, tensor: StoredTensor) -> np.ndarray:
+        member, file = self._storages[tensor.storage], self._file()
+        buffer, start = (member_bytes(file, member), 0) if member.deflated else (file, member.offset)
+        itemsize = tensor.dtype.itemsize
+        strides = tuple(stride * itemsize for stride in tensor.strides)
+        return np.ndarray(tensor.shape, tensor.dtype, buffer, start + tensor.offset * itemsize, strides)
+
+    def _storage(self, persistent_id: object) -> Storage:
+        """The storage that a persistent id names: ('storage', class, key, location, number of elements)."""
+        match persistent_id:
+            case ("storage", StorageClass() as kind, str(key), str(location), int(numel)):
+                pass
+            case _:
+                raise FormatError("a persistent id in data.pkl does not name a storage of torch.save")
+        if location == "meta":
+            return Storage(key, kind, refusal="it is on the meta device, so the file holds no data for it")
+        if kind.dtype is None:
+            return Storage(key, kind, refusal=f"its {kind} has no numpy dtype")
+        if key not in self._storages:
+            raise CorruptData(f"data.pkl refers to storage {key[:80]!r}, which the file does not hold")
+        if self._storages[key].size != numel * kind.dtype.itemsize:
+            raise CorruptData(
+                f"storage {key!r} should be {numel} elements of {kind}, but has {self._storages[key].size} bytes"
+            )
+        return Storage(key, kind, self._storages[key].size)
+
+    def _file(self) -> memoryview:
+        """The bytes of the file, mapped once for as long as any view lives; it must not change in between."""
+        mapping = self._mapping() if self._mapping else None
+        if mapping is None:
+            with open(self.path, "rb") as file:
+                stat = os.fstat(file.fileno())
+                if self._stat is None:
+                    self._stat = stat
+                elif _identity(stat) != _identity(self._stat):
+                    raise FormatError("the file has changed since it was opened; open it again")
+                if stat.st_size == 0:
+                    raise FormatError("the file is empty")
+                mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._mapping = weakref.ref(mapping)
+        return memoryview(mapping)[self._span]
+
+    @contextmanager
+    def _naming_file(self) -> Iterator[None]:
+        try:
+            yield
+        except FormatError as error:
+            raise type(error)(f"{self.path}: {error}") from error
+
+
+def _identity(stat: os.stat_result) -> tuple[int, ...]:
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _storages_and_pickle(file: memoryview) -> tuple[dict[str, Member], bytes]:
+    """The members that hold storages, by storage key, and the bytes of data.pkl."""
+    if file[: len(_LEGACY)] == _LEGACY:
+        raise FormatError(
+            "the legacy format of torch.save (before torch 1.6) is not read; "
+            "load the file with torch and torch.save it again"
+        )
+    members = zip_members(file)
+    roots = [name.partition("/")[0] for name in members if name.partition("/")[2] == "data.pkl"]
+    if len(roots) != 1:
+        raise FormatError(f"a zip file with {len(roots)} members <root>/data.pkl; a file of torch.save has one")
+    root = roots[0]
+    if f"{root}/constants.pkl" in members:
+        raise FormatError("a TorchScript archive (constants.pkl), which holds code; save its state_dict() instead")
+    order = member_bytes(file, members[f"{root}/byteorder"], 16) if f"{root}/byteorder" in members else b"little"
+    if order != b"little":
+        raise FormatError(
+            f"byte order {order!r}; only little-endian files are read. "
+            "Load and save it with torch on a little-endian machine"
+        )
+    prefix = f"{root}/data/"
+    storages = {name.removeprefix(prefix): member for name, member in members.items() if name.startswith(prefix)}
+    return storages, member_bytes(file, members[f"{root}/data.pkl"], MAX_PICKLE_BYTES)
+
+
+def _tensors_by_key(tree: object) -> dict[str, StoredTensor]:
+    """Every tensor of the tree by its key, which is set here, where the path to it is known."""
+    tensors: dict[str, StoredTensor] = {}
+    keyed: set[StoredTensor] = set()
+    refused: dict[str, str] = {}
+    repeats: dict[str, int] = {}
+    for labels, node in safe_pickle.walk(tree):
+        if isinstance(node, StoredTensor) and node not in keyed:
+            path = key = _path(labels)
+            while key in tensors:
+                repeats[path] = repeats.get(path, 1) + 1
+                key = f"{path}#{repeats[path]}"
+            object.__setattr__(node, "key", key)
+            keyed.add(node)
+            tensors[key] = node
+        elif isinstance(node, Storage):
+            refused[_path(labels)] = "a bare storage, not a tensor"
+        elif isinstance(node, Refused):
+            refused[_path(labels)] = node.reason
+    if refused:
+        lines = [f"{path!r}: {reason}" for path, reason in refused.items()]
+        more = f"\n  and {len(lines) - 10} more" if len(lines) > 10 else ""
+        raise FormatError("tensors that cannot be read:\n  " + "\n  ".join(lines[:10]) + more)
+    return tensors
+
+
+def _path(labels: tuple[str, ...]) -> str:
+    path = "/".join(labels)
+    return path if len(path) <= MAX_PATH else "..." + path[3 - MAX_PATH :]

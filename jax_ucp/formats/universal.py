@@ -1,0 +1,61 @@
+"""Our own format: a directory with `ucp.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from jax_ucp.errors import CorruptData
+from jax_ucp.layout.blocks import grid_boxes, grid_place
+from jax_ucp.metadata import Leaf
+from jax_ucp.storage.contents import Contents, Item, Piece
+from jax_ucp.storage.zarr import METADATA_FILE, chunk_name, missing_files, open_store, verify_files
+
+
+def recognise(path: Path) -> bool:
+    return (path / METADATA_FILE).is_file()
+
+
+def open_universal(path: Path) -> Contents:
+    """The universal checkpoint at `path`. Raises CorruptData if one of its files is not there."""
+    metadata, store = open_store(path)
+    if missing := missing_files(metadata, store):
+        raise CorruptData(f"{len(missing)} files of the checkpoint are gone, the first: {missing[0]}")
+
+    def where(leaf: Leaf) -> list[Piece]:
+        if not leaf.has_array:
+            return [Piece(METADATA_FILE, leaf.label, "")]
+        outer = metadata.arrays[leaf.name].outer
+        boxes = grid_boxes(leaf.shape, outer)
+        return [Piece(f"{leaf.name}/{chunk_name(grid_place(box, outer))}", "", str(box)) for box in boxes]
+
+    def verify() -> Iterator[tuple[str, str | None]]:
+        faults = verify_files(metadata, store)
+        yield from ((fault, fault) for fault in faults)
+        if not faults:
+            yield f"{len(metadata.files) + 1} files of metadata", None
+        for leaf in metadata.leaves:
+            if leaf.has_array:
+                for box, fault in store.verify(leaf.name, metadata.arrays[leaf.name]):
+                    yield f"{leaf.label} {box}", fault
+
+    account = [
+        Item(leaf.name if leaf.has_array else METADATA_FILE, _what(leaf), "mapped", leaf.label)
+        for leaf in metadata.leaves
+    ]
+    account += [Item(METADATA_FILE, name, "extra", "carried over from the source") for name in metadata.extras]
+    return Contents(
+        "universal",
+        str(path),
+        metadata.leaves,
+        store,
+        account,
+        metadata.extras,
+        source=metadata.source,
+        verify=verify,
+        where=where,
+    )
+
+
+def _what(leaf: Leaf) -> str:
+    return f"{leaf.dtype} {list(leaf.shape)}" if leaf.has_array else leaf.kind
