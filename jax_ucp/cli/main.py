@@ -153,7 +153,7 @@ def plan(source: str, target: str | None, mesh: dict[str, int] | None, rules: An
     else:
         rows = [
             (a["leaf"], a["dtype"], str(a["shape"]), str(a["pieces"]), str(a["outer_chunk"]), str(a["inner_chunk"]))
-            for a in found["arrays"]
+            for a in found["leaves"]
         ]
         console.print(_table(("leaf", "dtype", "shape", "pieces", "outer chunk", "inner chunk"), rows))
     _print_account(found["not_mapped"], True)

@@ -43,7 +43,7 @@ def copy_plan(checkpoint: Checkpoint, target: str | None, budget_bytes: int) -> 
         "largest_block_bytes": largest,
         "budget_bytes": budget_bytes,
         "peak_bytes_in_flight": plan.peak_bytes,
-        "arrays": [
+        "leaves": [
             {
                 "leaf": leaf.label,
                 "shape": list(leaf.shape),

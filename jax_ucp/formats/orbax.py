@@ -78,14 +78,17 @@ class _Arrays:
         names = [leaf.name for leaf in tree.leaves if leaf.has_array]
         opening = {name: ts.open(_spec(directory, tree, name), open=True) for name in names}
         self._handles: dict[str, Any] = {}
+        self._infos: dict[str, ArrayInfo] = {}
         for name, future in opening.items():
             try:
-                self._handles[name] = future.result()
+                array = self._handles[name] = future.result()
             except ValueError as error:
                 raise FormatError(f"{directory}: {TREE_FILE} has {name}, whose array is unreadable: {error}") from None
+            chunk = tuple(int(n or 1) for n in array.chunk_layout.read_chunk.shape or ())
+            self._infos[name] = ArrayInfo(tuple(array.shape), array.dtype.numpy_dtype, chunk)
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
-        return {name: ArrayInfo(tuple(a.shape), a.dtype.numpy_dtype) for name, a in self._handles.items()}
+        return self._infos
 
     def read(self, key: str, box: Box) -> np.ndarray:
         try:

@@ -5,13 +5,14 @@ index, and builds objects that no walk, hash or `repr` survives. Here an opcode 
 name means what the caller's table says or the pickle is refused; and what is returned is a tree that a plain
 recursive walk can visit: no cycles, at most `MAX_DEPTH` deep, at most `MAX_NODES` nodes.
 
-The opcodes are those that Python writes for data at protocols 2 to 5 (`Lib/pickle.py`). `pickletools.genops` cuts
-the bytes into opcodes; it reads no length beyond the input.
+The opcodes are those that Python writes for data at protocols 2 to 5 (`Lib/pickle.py`, `Lib/pickletools.py`). No
+length is believed beyond the input, and no opcode's argument is read before the opcode is known to be one of them.
 """
 
 from __future__ import annotations
 
 import pickletools
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -29,6 +30,21 @@ MAX_INT_BITS = 8_192  # Python refuses to print integers of more than 4,300 digi
 MAX_KEY_NODES = 64
 MAX_LABEL = 256
 
+_OPCODES = {opcode.code.encode("latin1"): opcode.name for opcode in pickletools.opcodes}
+_NUMBERS = {
+    "BININT": struct.Struct("<i"),
+    "BINFLOAT": struct.Struct(">d"),
+    "FRAME": struct.Struct("<Q"),
+    **dict.fromkeys(("BININT1", "BINPUT", "BINGET", "PROTO"), struct.Struct("<B")),
+    **dict.fromkeys(("BININT2",), struct.Struct("<H")),
+    **dict.fromkeys(("LONG_BINPUT", "LONG_BINGET"), struct.Struct("<I")),
+}
+_LENGTHS = {
+    "LONG4": struct.Struct("<i"),
+    **dict.fromkeys(("LONG1", "SHORT_BINUNICODE", "SHORT_BINBYTES"), struct.Struct("<B")),
+    **dict.fromkeys(("BINUNICODE", "BINBYTES"), struct.Struct("<I")),
+    **dict.fromkeys(("BINUNICODE8", "BINBYTES8", "BYTEARRAY8"), struct.Struct("<Q")),
+}
 _VALUES = frozenset(
     [
         "BININT",
@@ -128,8 +144,8 @@ def load(data: bytes, names: Mapping[str, object], persistent: Callable[[object]
     for count, (opcode, argument, at) in enumerate(_opcodes(data)):
         if count >= MAX_OPCODES:
             raise UnsafePickle(f"the pickle has more than {MAX_OPCODES} opcodes")
-        if opcode == "STOP" and at + 1 != len(data):
-            raise FormatError(f"{len(data) - at - 1} bytes follow the end of the pickle")
+        if opcode == "STOP" and at != len(data):
+            raise FormatError(f"{len(data) - at} bytes follow the end of the pickle")
         machine.step(opcode, argument)
     if len(machine.stack) != 1 or machine.marks:
         raise FormatError("the pickle ends with an unfinished object")
@@ -159,11 +175,43 @@ def _label(key: object) -> str:
 
 
 def _opcodes(data: bytes) -> Iterator[tuple[str, object, int]]:
+    """Each opcode's name, its argument, and the byte after it; the last one is STOP.
+
+    `pickletools.genops` would do, but interprets escapes in names, with warnings where they are invalid.
+    """
+    at = 0
+
+    def take(count: int) -> bytes:
+        nonlocal at
+        if not 0 <= count <= len(data) - at:
+            raise FormatError(f"not a pickle, or a damaged one: it ends inside what starts before byte {at}")
+        at += count
+        return data[at - count : at]
+
+    opcode = ""
+    while opcode != "STOP":
+        code, argument = take(1), None
+        opcode = _OPCODES.get(code, f"{code!r}")
+        if opcode in _NUMBERS:
+            (argument,) = _NUMBERS[opcode].unpack(take(_NUMBERS[opcode].size))
+        elif opcode in _LENGTHS:
+            (length,) = _LENGTHS[opcode].unpack(take(_LENGTHS[opcode].size))
+            argument = _value(opcode, take(length))
+        elif opcode == "GLOBAL":
+            lines = [take(data.find(b"\n", at) + 1 - at)[:-1] for _ in range(2)]
+            argument = _value("BINUNICODE", b" ".join(lines))
+        yield opcode, argument, at
+
+
+def _value(opcode: str, raw: bytes) -> object:
+    if opcode in ("LONG1", "LONG4"):
+        return int.from_bytes(raw, "little", signed=True)
+    if "UNICODE" not in opcode:
+        return bytearray(raw) if opcode == "BYTEARRAY8" else raw
     try:
-        for opcode, argument, at in pickletools.genops(data):
-            yield opcode.name, argument, at or 0
-    except ValueError as error:
-        raise FormatError(f"not a pickle, or a damaged one: {error}") from error
+        return raw.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:
+        raise FormatError(f"not a pickle, or a damaged one: {error.reason} in a text") from error
 
 
 class _Machine:
@@ -339,7 +387,5 @@ def _check_bounds(tree: object) -> None:
         sizes = [known.get(id(child)) or (1, 0) for child in below]
         nodes, depth = 1 + sum(n for n, _ in sizes), 1 + max(d for _, d in sizes)
         if nodes > MAX_NODES or depth > MAX_DEPTH:
-            raise UnsafePickle(
-                f"objects nested {depth} deep, or {nodes} of them counting shared ones, in the pickle"
-            )
+            raise UnsafePickle(f"objects nested {depth} deep, or {nodes} counting shared ones, in the pickle")
         known[id(node)] = nodes, depth

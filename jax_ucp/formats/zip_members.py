@@ -91,9 +91,7 @@ def member_bytes(file: memoryview, member: Member, max_bytes: int = _MAX_INFLATE
 
 def _inflate(raw: memoryview, member: Member) -> bytes:
     if member.size > _MAX_RATIO * member.stored_size:
-        raise FormatError(
-            f"zip member {member.name!r} claims to inflate {member.stored_size} bytes to {member.size}"
-        )
+        raise FormatError(f"zip member {member.name!r} would inflate {member.stored_size} bytes to {member.size}")
     inflater = zlib.decompressobj(wbits=-15)
     try:
         data = inflater.decompress(raw, member.size + 1)

@@ -130,6 +130,19 @@ def row_boxes(shape: Sequence[int], itemsize: int, max_bytes: int) -> Iterator[B
         yield from grid_boxes(shape, (rows, *shape[1:]))
 
 
+def rows_of_chunks(shape: Sequence[int], chunk: Sequence[int], itemsize: int, max_bytes: int) -> Shape:
+    """The largest block of whole chunks, the last axes filled first, of at most `max_bytes`; at least one chunk.
+
+    >>> rows_of_chunks((4096, 4096), (512, 512), itemsize=4, max_bytes=16 << 20)
+    (1024, 4096)
+    """
+    block = [max(1, n) for n in chunk]
+    for axis in reversed(range(len(block))):
+        steps = -(-max(1, shape[axis]) // block[axis])
+        block[axis] *= max(1, min(steps, max_bytes // (math.prod(block) * itemsize)))
+    return tuple(block)
+
+
 def grid_place(box: Box, chunk: Sequence[int]) -> Shape:
     """The place in the grid of `chunk` of the block that begins where `box` does."""
     return tuple(a // c for a, c in zip(box.start, chunk, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from jax_ucp.sharding.boxes import Device, device_boxes
 from jax_ucp.sharding.fit import Rule, fit_leaf
 from jax_ucp.sharding.trees import Node, fill, kind_of, match
 from jax_ucp.storage.budget import DEFAULT_BUDGET, run_bounded
+from jax_ucp.storage.gather import read_boxes
 from jax_ucp.storage.source import ArraySource
 
 log = logging.getLogger("jax_ucp")
@@ -78,9 +79,10 @@ def plan_restore(
 ) -> RestorePlan:
     """Match the target, if there is one, and give every leaf its sharding.
 
-    A target leaf's own sharding comes first; then, on `mesh`, a rule on its label, a rule on its logical
-    axes, and the PartitionSpec it was saved with, each refitted. Without target and mesh leaves come as
-    numpy arrays. `cast=True` converts to the target's dtypes, a dtype all floating arrays to that.
+    Without `mesh` each target leaf has its own sharding. On `mesh` it has its own if that is on this mesh,
+    else that of the first rule on its label, or of rules on its logical axes, or the PartitionSpec it was
+    saved with, each refitted. Without target and mesh leaves come as numpy arrays. `cast=True` converts to
+    the target's dtypes, a dtype all floating arrays to that.
 
     Raises TreeMismatch with everything in which target and checkpoint differ.
     """
@@ -100,7 +102,8 @@ def plan_restore(
 def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFAULT_BUDGET) -> Any:
     """Read every box that this process needs, once, and return the tree.
 
-    At most about `budget_bytes` of boxes are in flight; a box larger than that goes alone.
+    At most about `budget_bytes` of boxes are in flight; a box larger than that goes alone. The boxes of one
+    array that fit the budget together are read together, so that no stored chunk is read twice for them.
     """
     for note in plan.notes:
         log.info("%s", note)
@@ -109,17 +112,19 @@ def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFA
     parts: dict[int, list[jax.Array]] = {i: [] for i in with_array}
     lock = threading.Lock()
 
-    def read_to_devices(i: int, box: Box, devices: Sequence[Device]) -> None:
+    def read_to_devices(i: int, boxes: Mapping[Box, Sequence[Device]]) -> None:
         p = plan.placements[i]
-        data = _owned(source.read(p.leaf.name, box), p.dtype)
-        arrays = [jax.device_put(data, device) for device in devices]
+        arrays: list[jax.Array] = []
+        for data, devices in zip(read_boxes(source, p.leaf.name, list(boxes)), boxes.values(), strict=True):
+            arrays += [jax.device_put(_cast(data, p.dtype), device) for device in devices]
         jax.block_until_ready(arrays)
         with lock:
             parts[i] += arrays
 
     def read_to_host(i: int) -> None:
         p = plan.placements[i]
-        values[i] = _owned(source.read(p.leaf.name, Box.whole(p.leaf.shape)), p.dtype)
+        (data,) = read_boxes(source, p.leaf.name, [Box.whole(p.leaf.shape)])
+        values[i] = _cast(data, p.dtype)
 
     def jobs() -> Iterator[tuple[int, Any]]:
         for i in with_array:
@@ -128,8 +133,9 @@ def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFA
             if p.sharding is None:
                 yield itemsize * Box.whole(p.leaf.shape).size, lambda i=i: read_to_host(i)
                 continue
-            for box, devices in device_boxes(p.sharding, p.leaf.shape).items():
-                yield itemsize * box.size, lambda i=i, box=box, devices=devices: read_to_devices(i, box, devices)
+            for boxes in _groups(device_boxes(p.sharding, p.leaf.shape), budget_bytes // itemsize):
+                cost = itemsize * sum(box.size for box in boxes)
+                yield cost, lambda i=i, boxes=boxes: read_to_devices(i, boxes)
 
     run_bounded(jobs(), budget_bytes)
     for i, p in enumerate(plan.placements):
@@ -182,7 +188,7 @@ def _sharding(
     leaf: Leaf, like: Any, mesh: Mesh | None, rules: Sequence[Rule], axes: Any
 ) -> tuple[Sharding | None, tuple[str, ...]]:
     own = getattr(like, "sharding", None)
-    if isinstance(own, Sharding) and not (mesh is not None and isinstance(own, SingleDeviceSharding)):
+    if isinstance(own, Sharding) and (mesh is None or (isinstance(own, NamedSharding) and own.mesh == mesh)):
         return own, ()
     if mesh is None:
         only = jax.devices()[0] if like is not None and len(jax.devices()) == 1 else None
@@ -201,11 +207,19 @@ def _physical(sharding: Sharding, leaf: Leaf) -> Sharding:
     return sharding
 
 
-def _owned(data: np.ndarray, dtype: np.dtype | None) -> np.ndarray:
-    """The data in its final dtype, in memory of our own: devices may keep what they are given."""
-    if dtype is not None and data.dtype != dtype:
-        return data.astype(dtype)
-    return data if data.flags.writeable and data.flags.c_contiguous else data.copy()
+def _groups(boxes: Mapping[Box, Sequence[Device]], max_elements: int) -> Iterator[dict[Box, Sequence[Device]]]:
+    """The boxes of one array in groups that are read together: as many as the budget holds, at least one."""
+    group: dict[Box, Sequence[Device]] = {}
+    for box in sorted(boxes):
+        if group and sum(b.size for b in group) + box.size > max_elements:
+            yield group
+            group = {}
+        group[box] = boxes[box]
+    yield group
+
+
+def _cast(data: np.ndarray, dtype: np.dtype | None) -> np.ndarray:
+    return data if dtype is None or data.dtype == dtype else data.astype(dtype)
 
 
 def _as_kind(placement: Placement, value: Any) -> Any:

@@ -32,7 +32,7 @@ class Node:
 
     @property
     def label(self) -> str:
-        return "/".join(map(str, self.path))
+        return _label(self.path)
 
 
 def walk(tree: Any, path: Path = (), axes: tuple[Axes, ...] | None = None) -> Iterator[Node]:
@@ -40,7 +40,10 @@ def walk(tree: Any, path: Path = (), axes: tuple[Axes, ...] | None = None) -> It
 
     Raises UnsupportedLeaf for a dict key that is neither a string nor an integer.
     """
-    children, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
+    try:
+        children, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
+    except ValueError as error:
+        raise UnsupportedLeaf(f"{_label(path)} has keys that JAX cannot sort: {error}") from None
     if len(children) == 1 and children[0][0] == ():
         yield Node(path, tree, axes)
         return
@@ -70,7 +73,7 @@ def kind_of(node: Node) -> LeafKind:
     if not jax.tree_util.all_leaves([value]):
         return "empty"
     raise UnsupportedLeaf(
-        f"{node.label or 'the tree'} is a {type(value).__module__}.{type(value).__qualname__}, which is no array, "
+        f"{node.label} is a {type(value).__module__}.{type(value).__qualname__}, which is no array, "
         "number, string or None. Leave it out of the tree, or save it beside the checkpoint."
     )
 
@@ -117,6 +120,10 @@ def fill(target: Any, pairs: Sequence[tuple[Node, Any]]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(target), values)
 
 
+def _label(path: Path) -> str:
+    return "/".join(map(str, path)) or "the tree"
+
+
 def _is_structure(node: Node) -> bool:
     """Whether the leaf is part of the tree's structure to JAX: None, or a container without children."""
     return not jax.tree_util.all_leaves([node.value])
@@ -133,8 +140,7 @@ def _key(key: Any, parent: Any, path: Path) -> Key:
         case FlattenedIndexKey(key=idx):
             return Key("attr", idx)
         case _:
-            where = "/".join(map(str, path)) or "the tree"
-            raise UnsupportedLeaf(f"{where} has the key {key}; a checkpoint's keys are strings and integers")
+            raise UnsupportedLeaf(f"{_label(path)} has the key {key}; a checkpoint's keys are strings and integers")
 
 
 def _logical_axes(node: Any) -> tuple[Axes, ...] | None:
@@ -156,8 +162,8 @@ def _difference(node: Node, leaf: Leaf, cast: bool) -> str | None:
     """How the leaf of the target and that of the checkpoint differ, if they do."""
     want = kind_of(node)
     if not leaf.has_array or want in ("str", "none", "empty"):
-        if want == "empty" and leaf.kind == "empty":
-            return None
+        if want == "empty" and (leaf.kind == "empty" or (leaf.kind == "none" and empty_kind(node.value) == "attr")):
+            return None  # stock Orbax says None of a named tuple without fields, such as optax.EmptyState
         return None if want == leaf.kind else f"the target has {_describe(node.value)}, the checkpoint {_stored(leaf)}"
     if want in ("bool", "int", "float", "complex"):
         numpy_kinds = {"bool": "b", "int": "iu", "float": "f", "complex": "c"}[want]

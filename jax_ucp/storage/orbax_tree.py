@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -150,7 +151,8 @@ def _kind(value_type: str, impl: str, where: str) -> tuple[LeafKind, Any]:
 def _sharding_json(sharding: SavedSharding | None) -> dict[str, Any]:
     if sharding is None:
         return {"sharding_type": "SingleDeviceSharding", "device_str": "cpu:0"}
-    mesh = np.array([{"id": i} for i in sharding.device_ids], dtype=object).reshape(sharding.axis_sizes)
+    ids = sharding.device_ids or range(math.prod(sharding.axis_sizes))
+    mesh = np.array([{"id": i} for i in ids], dtype=object).reshape(sharding.axis_sizes)
     return {
         "sharding_type": "NamedSharding",
         "shape": sharding.axis_sizes,
@@ -165,8 +167,9 @@ def _saved_sharding(content: dict[str, Any] | None) -> SavedSharding | None:
     if content is None or content.get("sharding_type") != "NamedSharding":
         return None
     spec: list[Axes] = [tuple(axes) if isinstance(axes, list) else axes for axes in content["partition_spec"]]
-    sizes = content["shape"]
-    return SavedSharding(tuple(content["axis_names"]), tuple(sizes), tuple(spec))
+    mesh: Any = np.array((content.get("device_mesh") or {}).get("mesh") or [], dtype=object)
+    ids = tuple(int(device["id"]) for device in mesh.ravel())
+    return SavedSharding(tuple(content["axis_names"]), tuple(content["shape"]), tuple(spec), ids)
 
 
 def _json(directory: Directory, name: str, default: Any = None) -> Any:

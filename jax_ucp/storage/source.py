@@ -14,10 +14,15 @@ from jax_ucp.layout.box import Box
 
 @dataclass(frozen=True, slots=True)
 class ArrayInfo:
-    """What is known of an array before any of its bytes are read."""
+    """What is known of an array before any of its bytes are read.
+
+    `chunk` is the shape of the blocks in which it is stored, where a part of a block costs as much to read
+    as all of it; None where any box costs about its own bytes.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
+    chunk: tuple[int, ...] | None = None
 
     @property
     def nbytes(self) -> int:

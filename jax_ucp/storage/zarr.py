@@ -10,7 +10,7 @@ import math
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -41,7 +41,7 @@ class ZarrStore:
         self.directory = directory
         self.chunks = chunks
         self.digests: dict[str, dict[str, str]] = {key: {} for key in arrays}
-        self._arrays = dict(arrays)
+        self._arrays = {key: replace(info, chunk=chunks[key].inner) for key, info in arrays.items()}
         self._handles: dict[str, Any] = {}
         self._lock = threading.Lock()
 

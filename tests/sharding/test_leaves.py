@@ -1,0 +1,261 @@
+"""What can be a leaf, what it comes back as, and what is said where target and checkpoint differ."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_ucp as ucp
+from jax_ucp.errors import TreeMismatch, UnsupportedLeaf
+from jax_ucp.metadata import Key, leaf_names
+from jax_ucp.storage.consolidated import same_bits
+
+MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@flax.struct.dataclass
+class Train:
+    step: Any
+    params: Any
+
+
+def save(path, tree) -> ucp.Checkpoint:
+    ocp.Checkpointer(ucp.CheckpointHandler()).save(path, args=ucp.args.Save(tree))
+    return ucp.open(path)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal as a person means it: the same type, and the same bits."""
+    if isinstance(a, jax.Array) and jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+        return a.dtype == b.dtype and same(jax.random.key_data(a), jax.random.key_data(b))
+    if isinstance(a, jax.Array | np.ndarray | np.generic):
+        return type(a) is type(b) and same_bits(np.asarray(a), np.asarray(b))
+    return type(a) is type(b) and a == b
+
+
+DTYPES = [
+    *(np.bool_, np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64),
+    *(np.float16, np.float32, np.float64, np.complex64, np.complex128, ml_dtypes.bfloat16, ml_dtypes.int4),
+    *(ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu, ml_dtypes.float4_e2m1fn),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (5, 3)], ids=str)
+def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path, dtype, shape):
+    rng = np.random.default_rng(0)
+    # Positive powers of two up to 4: values that every dtype here has.
+    array = np.asarray(2.0 ** rng.integers(0, 3, size=shape)).astype(dtype)
+    tree = {"numpy": array}
+    if np.dtype(dtype).itemsize < 8:  # the others need jax_enable_x64
+        tree["jax"] = jnp.asarray(array)
+    got = save(tmp_path / "c", tree).restore(dict.fromkeys(tree, array) | {k: v for k, v in tree.items()})
+    for name, value in tree.items():
+        assert same(value, got[name]), name
+
+
+VALUES = {
+    "int": -3,
+    "big": 2**62,
+    "float": 0.1,
+    "nan": float("inf"),
+    "complex": 1 + 2j,
+    "true": True,
+    "text": "größe\n",
+    "none": None,
+    "scalar": np.float32(0.1),
+    "np_bool": np.bool_(True),
+    "array": np.arange(6, dtype=np.int16).reshape(2, 3),
+    "device": jnp.arange(4.0),
+    "sharded": jax.device_put(np.arange(16.0, dtype=np.float32).reshape(8, 2), NamedSharding(MESH, P("data", "model"))),
+    "key": jax.random.key(7),
+    "rbg": jax.random.key(7, impl="rbg"),
+    "keys": jax.random.split(jax.random.key(1), 4),
+    "list": [1, [2.0, None], []],
+    "tuple": (1, (), ({},)),
+    "point": Point(np.zeros(2), None),
+    "train": Train(3, {"w": jnp.ones(2)}),
+    "adam": optax.chain(optax.clip(1.0), optax.adamw(1e-3)).init({"w": jnp.ones(3, jnp.bfloat16)}),
+    "masked": optax.masked(optax.adam(1e-3), {"w": True, "b": False}).init({"w": jnp.ones(2), "b": jnp.ones(1)}),
+    "dotted": {"a": {"b": np.float32(1)}, "a.b": np.float32(2), "a/b": {"c": np.ones(1)}, "": 3},
+    "numbers": {0: np.ones(1), 10: np.ones(2)},
+}
+
+
+def test_every_kind_of_leaf_comes_back_as_what_it_was(tmp_path):
+    got = save(tmp_path / "c", VALUES).restore(VALUES)
+    assert jax.tree.structure(got) == jax.tree.structure(VALUES)
+    for (path, want), value in zip(jax.tree.leaves_with_path(VALUES), jax.tree.leaves(got), strict=True):
+        assert same(want, value), jax.tree_util.keystr(path)
+
+
+def test_without_a_target_the_containers_of_python_come_back_and_others_as_dicts_of_their_fields(tmp_path):
+    got = save(tmp_path / "c", VALUES).restore()
+    for name in ("int", "big", "float", "nan", "complex", "true", "text", "none", "scalar", "array", "list", "tuple"):
+        assert jax.tree.structure(got[name]) == jax.tree.structure(VALUES[name]), name
+        assert all(map(same, jax.tree.leaves(VALUES[name]), jax.tree.leaves(got[name]))), name
+    assert list(got["point"]) == ["x", "y"]
+    assert list(got["train"]["params"]) == ["w"]
+    assert list(got["numbers"]) == [0, 10]
+    assert same(np.asarray(VALUES["sharded"]), got["sharded"])
+
+
+def test_an_nnx_state_comes_back_as_one_with_keys_and_counts(tmp_path):
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
+            self.norm = nnx.BatchNorm(4, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def state(seed: int) -> nnx.State:
+        model = Model(nnx.Rngs(seed))
+        return nnx.state((model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)))
+
+    want, other = state(0), state(1)
+    got = save(tmp_path / "c", want).restore(other)
+    assert isinstance(got, nnx.State)
+    leaves = list(zip(jax.tree.leaves(want), jax.tree.leaves(got), jax.tree.leaves(other), strict=True))
+    assert all(same(a, b) for a, b, _ in leaves)
+    assert not all(same(a, c) for a, _, c in leaves)
+
+
+def test_a_mesh_in_scope_does_not_disturb_a_restore(tmp_path):
+    checkpoint = save(tmp_path / "c", VALUES)
+    with jax.set_mesh(MESH):
+        got = checkpoint.restore(VALUES)
+    assert same(VALUES["key"], got["key"])
+    assert same(VALUES["sharded"], got["sharded"])
+    assert got["sharded"].sharding == VALUES["sharded"].sharding
+
+
+def test_names_that_stock_would_confuse_are_not_confused(tmp_path):
+    tree = {"a": {"b": np.zeros(2)}, "a.b": np.ones(2), "c": np.full(2, 2.0), "c/d": np.full(2, 3.0)}
+    checkpoint = save(tmp_path / "c", tree)
+    got = checkpoint.restore()
+    assert same(got["a"]["b"], tree["a"]["b"])
+    assert same(got["a.b"], tree["a.b"])
+    assert same(got["c"], tree["c"])
+    assert same(got["c/d"], tree["c/d"])
+    # No directory has a name that stock would read for either.
+    assert not (tmp_path / "c" / "a.b").exists()
+
+
+def test_leaf_names_are_unique_and_plain_wherever_they_can_be():
+    def path(*names):
+        return tuple(Key("dict", name) for name in names)
+
+    assert leaf_names([path("params", "w"), path("params", "b/c")]) == ["params.w", "params.b/c"]
+    assert leaf_names([path("_METADATA"), path(".."), path("")]) == ["%_METADATA", "%%2E%2E", "%"]
+    long = leaf_names([path("x" * 300), path("x" * 300 + "y")])
+    assert len(set(long)) == 2
+    assert max(map(len, long)) < 255
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"a": [1, {"b": object()}]}, r"a/1/b is a builtins\.object, which is no array"),
+        ({"a": 2**70}, "a .*no 64-bit array holds"),
+        ({"a": np.array(["x"])}, "a has dtype <U1, which zarr v3"),
+        ({"a": b"bytes"}, r"a is a builtins\.bytes"),
+        ({(1, 2): 1}, r"the tree has the key .*strings and integers"),
+        (OrderedDict([(0, 1), ("0", 2)]), "differ only in type"),
+        ({"a": {0: 1, "0": 2}}, "a has keys that JAX cannot sort"),
+        ({"a": jax.ShapeDtypeStruct((2,), np.float32)}, "a is abstract"),
+    ],
+)
+def test_what_cannot_be_restored_as_what_it_was_is_refused_with_the_reason(tree, message):
+    with pytest.raises(UnsupportedLeaf, match=message):
+        ucp.args.Save(tree)
+
+
+def test_everything_in_which_target_and_checkpoint_differ_is_in_one_error(tmp_path):
+    tree = {"w": np.zeros((2, 3), np.float32), "b": np.zeros(3, np.float32), "n": 1, "s": "x", "old_scale": np.ones(2)}
+    target = {
+        "w": np.zeros((3, 2), np.float32),
+        "b": np.zeros(3, np.float16),
+        "n": None,
+        "s": np.zeros(2),
+        "old_scales": np.ones(2),
+    }
+    with pytest.raises(TreeMismatch) as error:
+        save(tmp_path / "c", tree).restore(target)
+    text = str(error.value)
+    assert "does not fit the checkpoint in 6 leaves" in text
+    assert "w: the target has shape (3, 2), the checkpoint (2, 3) (the target may be transposed)" in text
+    assert "b: the target has dtype float16, the checkpoint float32; to convert, cast=True" in text
+    assert "n: the target has None, the checkpoint a int" in text
+    assert "s: the target has an array of float64 (2,), the checkpoint a str" in text
+    assert "old_scales: in the target, but not in the checkpoint; the checkpoint has old_scale" in text
+    assert "old_scale: in the checkpoint, but not in the target" in text
+    assert "partial=True" in text
+
+
+def test_a_partial_restore_leaves_out_only_what_the_target_lacks(tmp_path):
+    checkpoint = save(tmp_path / "c", {"params": {"w": np.ones(2)}, "opt": {"mu": np.zeros(2)}})
+    assert set(checkpoint.restore({"params": {"w": np.zeros(2)}}, partial=True)) == {"params"}
+    with pytest.raises(TreeMismatch, match="v: in the target, but not in the checkpoint"):
+        checkpoint.restore({"params": {"w": np.zeros(2), "v": np.zeros(2)}}, partial=True)
+
+
+def test_a_target_without_shardings_needs_a_mesh(tmp_path):
+    checkpoint = save(tmp_path / "c", {"w": jnp.ones(4)})
+    target = {"w": jax.ShapeDtypeStruct((4,), np.float32)}
+    with pytest.raises(TreeMismatch, match=r"1 leaves of the target have no sharding \(w, \.\.\.\): give mesh="):
+        checkpoint.restore(target)
+    assert same(np.asarray(checkpoint.restore(target, mesh=MESH)["w"]), np.ones(4, np.float32))
+
+
+def test_casting_happens_only_where_it_is_asked_for(tmp_path):
+    tree = {"w": np.linspace(0, 1, 5, dtype=np.float32), "n": np.arange(3), "key": jax.random.key(0)}
+    checkpoint = save(tmp_path / "c", tree)
+    half = checkpoint.restore(cast=jnp.bfloat16)
+    assert same(half["w"], tree["w"].astype(jnp.bfloat16))
+    assert same(half["n"], tree["n"])
+    assert same(half["key"], tree["key"])
+    target = tree | {"w": np.zeros(5, np.float16)}
+    assert same(checkpoint.restore(target, cast=True)["w"], tree["w"].astype(np.float16))
+
+
+def test_rules_go_by_label_first_then_by_logical_axes_then_by_what_was_saved(tmp_path):
+    @dataclass
+    class Sizes:
+        rows: int = 8
+        cols: int = 4
+
+    with jax.set_mesh(MESH):
+        kernel = nnx.Param(jnp.zeros((Sizes.rows, Sizes.cols)), out_sharding=("data", None))
+        bias = nnx.Param(jnp.zeros(Sizes.cols), out_sharding=("model",))
+    other = jax.device_put(np.zeros((8, 4), np.float32), NamedSharding(MESH, P("model", None)))
+    checkpoint = save(tmp_path / "c", {"kernel": kernel, "bias": bias, "other": other})
+    rules = [("other", P(None, "data")), ("data", "model"), ("model", "data")]
+    got = checkpoint.restore(mesh=MESH, rules=rules)
+    assert got["kernel"]["value"].sharding.spec == P("model", None)
+    assert got["bias"]["value"].sharding.spec == P("data")
+    assert got["other"].sharding.spec == P(None, "data")
+    assert checkpoint.restore(mesh=MESH)["other"].sharding.spec == P("model", None)
+
+
+def test_saving_takes_a_copy_of_what_the_caller_may_change(tmp_path):
+    array = np.zeros(4)
+    with ocp.CheckpointManager(tmp_path / "m", item_handlers=ucp.CheckpointHandler()) as manager:
+        manager.save(0, args=ucp.args.Save({"w": array}))
+        array += 1
+        manager.wait_until_finished()
+        assert same(manager.restore(0)["w"], np.zeros(4))

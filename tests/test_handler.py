@@ -1,0 +1,185 @@
+"""Beside Orbax: it reads what we write, without us; we read what it writes; and its manager drives us."""
+
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import v1
+
+import jax_ucp as ucp
+from jax_ucp.storage.consolidated import same_bits
+
+MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+OTHER = Mesh(np.array(jax.devices()[:6]).reshape(2, 3), ("data", "model"))
+
+NUMBERS = "params", "opt", "step"  # StandardCheckpointer takes no strings
+
+stock_warns = pytest.mark.filterwarnings(
+    "ignore:Sharding info not provided when restoring:UserWarning", "ignore:`StandardCheckpoint.*:DeprecationWarning"
+)
+
+
+def tree() -> dict:
+    rng = np.random.default_rng(0)
+    params = {
+        "w": jax.device_put(rng.normal(size=(8, 6)).astype(np.float32), NamedSharding(MESH, P("data", "model"))),
+        "b": jax.device_put(rng.normal(size=6).astype(jnp.bfloat16), NamedSharding(MESH, P())),
+        "layers": [jnp.arange(3.0), jnp.arange(4, dtype=jnp.int32)],
+    }
+    return {"params": params, "opt": optax.adam(1e-3).init(params), "step": 3, "name": "run", "none": None}
+
+
+def check(got, want=None) -> None:
+    """The same leaves in the same places, whatever the containers became."""
+    wanted = {names(path): leaf for path, leaf in jax.tree.leaves_with_path(want or tree())}
+    found = {names(path): leaf for path, leaf in jax.tree.leaves_with_path(got)}
+    assert set(found) == set(wanted)
+    for name, leaf in wanted.items():
+        if isinstance(leaf, jax.Array):
+            assert same_bits(np.asarray(found[name]), np.asarray(leaf)), name
+        else:
+            assert found[name] == leaf, name
+
+
+def names(path) -> tuple[str, ...]:
+    return tuple(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", None)))) for k in path)
+
+
+def abstract(mesh: Mesh, spec: P):
+    def leaf(x):
+        if not isinstance(x, jax.Array):
+            return x
+        sharding = NamedSharding(mesh, spec if x.ndim == 2 else P())
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(leaf, tree())
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory):
+    root = tmp_path_factory.mktemp("ours")
+    with ocp.CheckpointManager(root, item_handlers=ucp.CheckpointHandler()) as manager:
+        manager.save(5, args=ucp.args.Save(tree()))
+        manager.save(6, args=ucp.args.Save({name: tree()[name] for name in NUMBERS}))
+    return root
+
+
+@stock_warns
+def test_the_stock_manager_restores_our_step_without_arguments(ours):
+    with ocp.CheckpointManager(ours) as manager:
+        check(manager.restore(5))
+
+
+@stock_warns
+def test_stock_handlers_restore_our_item_with_and_without_a_target(ours):
+    check(ocp.PyTreeCheckpointer().restore(ours / "5" / "default"))
+    want = {name: tree()[name] for name in NUMBERS}
+    with ocp.StandardCheckpointer() as checkpointer:
+        check(checkpointer.restore(ours / "6" / "default"), want)
+        target = {name: abstract(OTHER, P("data", "model"))[name] for name in NUMBERS}
+        got = checkpointer.restore(ours / "6" / "default", target)
+    check(got, want)
+    assert got["params"]["w"].sharding == NamedSharding(OTHER, P("data", "model"))
+
+
+@stock_warns
+@pytest.mark.filterwarnings("ignore:`load_pytree` is deprecated:DeprecationWarning")
+def test_v1_loads_our_step_with_and_without_a_target(ours):
+    check(v1.load(ours / "5"))
+    got = v1.load(ours / "5", abstract(OTHER, P(None, "data")))
+    check(got)
+    assert got["params"]["w"].sharding.is_equivalent_to(NamedSharding(OTHER, P(None, "data")), 2)
+
+
+def test_stock_reads_it_where_jax_ucp_cannot_be_imported(ours):
+    program = f"""
+        import sys
+        sys.modules["jax_ucp"] = None
+        import numpy as np, orbax.checkpoint as ocp
+        with ocp.CheckpointManager({str(ours)!r}) as manager:
+            tree = manager.restore(5)
+        print(tree["step"], np.asarray(tree["params"]["w"]).tobytes().hex())
+    """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert out.split() == ["3", np.asarray(tree()["params"]["w"]).tobytes().hex()]
+
+
+@pytest.mark.parametrize("zarr3", [False, True])
+@pytest.mark.parametrize("ocdbt", [False, True])
+def test_we_read_what_stock_v0_writes(tmp_path, ocdbt, zarr3):
+    stock = ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt, use_zarr3=zarr3)
+    with ocp.CheckpointManager(tmp_path, item_handlers=stock) as manager:
+        manager.save(1, args=ocp.args.PyTreeSave(tree()))
+    checkpoint = ucp.open(tmp_path / "1")
+    assert checkpoint.format == "orbax"
+    check(checkpoint.restore())
+    got = checkpoint.restore(tree(), mesh=OTHER)
+    assert jax.tree.structure(got) == jax.tree.structure(tree())
+    check(got)
+    assert got["params"]["w"].sharding == NamedSharding(OTHER, P("data", "model"))
+    with ocp.CheckpointManager(tmp_path, item_handlers=ucp.CheckpointHandler()) as manager:
+        check(manager.restore(1, args=ucp.args.Restore(abstract(OTHER, P(None, "data")))))
+
+
+def test_we_read_what_stock_v1_writes(tmp_path):
+    v1.save(tmp_path / "step", tree())
+    checkpoint = ucp.open(tmp_path / "step")
+    check(checkpoint.restore())
+    check(checkpoint.restore(mesh=OTHER))
+
+
+def test_a_conversion_of_a_stock_checkpoint_is_the_same_tree_and_verifiable(tmp_path):
+    v1.save(tmp_path / "step", tree())
+    converted = ucp.open(tmp_path / "step").save(tmp_path / "converted")
+    check(converted.restore())
+    assert [fault for _, fault in converted.verify() if fault] == []
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_the_manager_keeps_the_last_steps_beside_items_of_other_kinds(tmp_path, asynchronous):
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=asynchronous)
+    handlers = {"state": ucp.CheckpointHandler(), "config": ocp.JsonCheckpointHandler()}
+    with ocp.CheckpointManager(tmp_path, item_handlers=handlers, options=options) as manager:
+        for step in range(4):
+            state = {"w": jnp.full(4, step, jnp.float32)}
+            args = ocp.args.Composite(state=ucp.args.Save(state), config=ocp.args.JsonSave({"step": step}))
+            assert manager.save(step, args=args)
+        manager.wait_until_finished()
+        assert manager.all_steps() == [2, 3]
+        target = {"w": jax.ShapeDtypeStruct((4,), jnp.float32)}
+        args = ocp.args.Composite(state=ucp.args.Restore(target, mesh=MESH), config=ocp.args.JsonRestore())
+        got = manager.restore(3, args=args)
+        assert got["config"] == {"step": 3}
+        np.testing.assert_array_equal(got["state"]["w"], np.full(4, 3, np.float32))
+        metadata = manager.item_metadata(3)["state"]
+        assert metadata["w"].shape == (4,)
+        args = ocp.args.Composite(state=ucp.args.Restore(metadata, mesh=MESH))
+        check(manager.restore(2, args=args)["state"], {"w": jnp.full(4, 2.0)})
+
+
+def test_an_async_save_lets_training_donate_its_buffers(tmp_path):
+    step = jax.jit(lambda x: x + 1, donate_argnums=0)
+    x = jax.device_put(np.zeros((64, 64), np.float32), NamedSharding(MESH, P("data", "model")))
+    with ocp.CheckpointManager(tmp_path, item_handlers=ucp.CheckpointHandler()) as manager:
+        for i in range(5):
+            manager.save(i, args=ucp.args.Save({"x": x}))
+            x = step(x)
+        manager.wait_until_finished()
+        for i in range(5):
+            assert (manager.restore(i)["x"] == i).all()
+
+
+def test_a_tree_that_cannot_be_saved_is_refused_before_orbax_begins(tmp_path):
+    with ocp.CheckpointManager(tmp_path, item_handlers=ucp.CheckpointHandler()) as manager:
+        with pytest.raises(ucp.errors.UnsupportedLeaf, match=r"a/0 is a builtins\.object"):
+            manager.save(0, args=ucp.args.Save({"a": [object()]}))
+        assert manager.all_steps() == []
