@@ -10,8 +10,14 @@ from dataclasses import dataclass
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 
+SMALL_BYTES = 64 << 10
 INNER_BYTES = 1 << 20
 OUTER_BYTES = 64 << 20
+CHUNKS_PER_ARRAY = 64
+
+# From this length on, an axis may be cut into halves that do not divide it: what is stored past the array's end is
+# less than 1 % of it.
+RAGGED_LENGTH = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,35 +36,38 @@ def chunk_shapes(
     shape: Sequence[int],
     itemsize: int,
     cell: Sequence[int] | None = None,
-    inner_bytes: int = INNER_BYTES,
-    outer_bytes: int = OUTER_BYTES,
+    max_inner_bytes: int = INNER_BYTES,
+    max_outer_bytes: int = OUTER_BYTES,
 ) -> Chunks:
-    """Chunks for an array of `shape`: inner ones balanced over the axes, outer ones of whole rows if they can be.
+    """Chunks for an array of `shape`: inner ones that cut every axis alike, outer ones of whole rows if they can be.
 
-    No chunk crosses an edge between `cell`s, the equal blocks that different writers hold; `cell` divides
-    `shape`, and is all of it where there is one writer. Inner chunks hold at most `inner_bytes`, outer ones
-    at most `outer_bytes`, unless a cell has a length with no small enough divisor.
+    A later mesh may cut any axis, into some power of two parts. So inner chunks halve the axis that has the
+    fewest parts so far, until they have about 1/64 of the array, but at least 64 KiB and at most
+    `max_inner_bytes`. Outer chunks hold whole rows, because neighbours on disk are then neighbours in the flat
+    partitions that imports read from. No chunk crosses an edge between `cell`s, the equal blocks that different
+    writers hold; `cell` divides `shape`, and is all of it where there is one writer.
 
-    Balanced, because a later mesh may cut any axis; rows, because neighbours on disk are then neighbours
-    in the flat partitions that imports read from.
+    The limits hold unless a cell has a length without a small enough divisor.
 
     >>> chunk_shapes((4096, 1024), itemsize=4)
-    Chunks(outer=(4096, 1024), inner=(512, 512))
+    Chunks(outer=(4096, 1024), inner=(512, 128))
     >>> chunk_shapes((50257, 768), itemsize=4)
-    Chunks(outer=(16899, 768), inner=(393, 384))
-    >>> chunk_shapes((4096, 1024), itemsize=4, cell=(1024, 512))
-    Chunks(outer=(1024, 512), inner=(512, 512))
+    Chunks(outer=(18852, 768), inner=(3142, 48))
+    >>> chunk_shapes((4096, 1024), itemsize=4, cell=(512, 1024))
+    Chunks(outer=(512, 1024), inner=(512, 128))
     """
     cell = tuple(shape) if cell is None else tuple(cell)
     free = [c == n for c, n in zip(cell, shape, strict=True)]
     inner = [max(1, n) for n in cell]
-    while math.prod(inner) * itemsize > inner_bytes and max(inner) > 1:
-        axis = max(range(len(inner)), key=lambda i: (inner[i], i))
-        inner[axis] = -(-inner[axis] // 2) if free[axis] else inner[axis] // _smallest_prime(inner[axis])
+    total = math.prod(max(1, n) for n in shape) * itemsize
+    target = min(max_inner_bytes, max(SMALL_BYTES, total // CHUNKS_PER_ARRAY))
+    while math.prod(inner) * itemsize > target and max(inner) > 1:
+        axis = min((i for i, n in enumerate(inner) if n > 1), key=lambda i: (shape[i] / inner[i], -inner[i]))
+        inner[axis] = _part(inner[axis], free[axis])
     outer = list(inner)
     for axis in reversed(range(len(inner))):
         steps = -(-max(1, cell[axis]) // inner[axis])
-        fit = max(1, outer_bytes // (math.prod(outer) * itemsize))
+        fit = max(1, max_outer_bytes // (math.prod(outer) * itemsize))
         # Equal shares, so that the last outer chunk reaches as little as possible past the array.
         even = -(-steps // -(-steps // fit))
         taken = even if free[axis] else max(d for d in _divisors(steps) if d <= fit)
@@ -146,6 +155,13 @@ def rows_of_chunks(shape: Sequence[int], chunk: Sequence[int], itemsize: int, ma
 def grid_place(box: Box, chunk: Sequence[int]) -> Shape:
     """The place in the grid of `chunk` of the block that begins where `box` does."""
     return tuple(a // c for a, c in zip(box.start, chunk, strict=True))
+
+
+def _part(length: int, ragged: bool) -> int:
+    """The longest part that chunks of a chunk may have: a half, if need be of one element more."""
+    if length % 2 and ragged and length >= RAGGED_LENGTH:
+        return length // 2 + 1
+    return length // _smallest_prime(length)
 
 
 def _smallest_prime(n: int) -> int:

@@ -19,7 +19,7 @@ from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Leaf, tree_of
 from jax_ucp.sharding.boxes import Device, device_boxes
 from jax_ucp.sharding.fit import Rule, fit_leaf
-from jax_ucp.sharding.trees import Node, fill, kind_of, match
+from jax_ucp.sharding.trees import FAULTS_SHOWN, Node, fill, kind_of, match
 from jax_ucp.storage.budget import DEFAULT_BUDGET, run_bounded
 from jax_ucp.storage.gather import read_boxes
 from jax_ucp.storage.source import ArraySource
@@ -91,6 +91,7 @@ def plan_restore(
         return RestorePlan(placements)
     pairs = match(leaves, target, partial, bool(cast))
     placements = [_place(leaf, kind_of(node), node.value, mesh, rules, cast, node.axes) for node, leaf in pairs]
+    _check_shardings(placements)
     if homeless := [p.leaf.label for p in placements if p.sharding is None and p.kind in ("jax", "prng_key")]:
         raise TreeMismatch(
             f"{len(homeless)} leaves of the target have no sharding ({', '.join(homeless[:4])}, ...): give mesh=, "
@@ -196,6 +197,20 @@ def _sharding(
     if axes is not None and leaf.axes is None:
         leaf = Leaf(leaf.path, leaf.name, leaf.kind, leaf.shape, leaf.dtype, sharding=leaf.sharding, axes=axes)
     return fit_leaf(leaf, mesh, rules)
+
+
+def _check_shardings(placements: Sequence[Placement]) -> None:
+    """Raise TreeMismatch with every leaf whose own sharding JAX cannot apply to it."""
+    faults = []
+    for p in placements:
+        if p.sharding is not None:
+            try:
+                p.sharding.shard_shape(p.leaf.shape)
+            except ValueError as error:
+                faults.append(f"{p.leaf.label}: {error}")
+    if faults:
+        lines = "\n  ".join(faults[:FAULTS_SHOWN])
+        raise TreeMismatch(f"{len(faults)} leaves cannot have the sharding of the target:\n  {lines}")
 
 
 def _physical(sharding: Sharding, leaf: Leaf) -> Sharding:

@@ -72,7 +72,7 @@ def plan_copy(contents: Contents, budget_bytes: int = DEFAULT_BUDGET) -> CopyPla
             info = arrays[leaf.name] = ArrayInfo(leaf.shape, np.dtype(leaf.dtype))
             require_storable(leaf.label, info.dtype)
             size = info.dtype.itemsize
-            chunks[leaf.name] = chunk_shapes(leaf.shape, size, inner_bytes=min(INNER_BYTES, outer), outer_bytes=outer)
+            chunks[leaf.name] = chunk_shapes(leaf.shape, size, None, min(INNER_BYTES, outer), outer)
             boxes = grid_boxes(leaf.shape, chunks[leaf.name].outer)
             blocks += [Block(leaf.name, box, box.size * size) for box in boxes if box.size]
     return CopyPlan(arrays, chunks, blocks, budget_bytes)
