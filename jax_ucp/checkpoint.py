@@ -38,13 +38,13 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint(open_contents(path))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Parameter:
     """One parameter of an imported checkpoint: its states (`param`, `exp_avg`, ...), and where their bytes are."""
 
     name: str
-    states: Mapping[str, ArrayInfo]
-    where: Mapping[str, Sequence[Piece]]
+    states: Mapping[str, Leaf]
+    contents: Contents
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -52,15 +52,35 @@ class Parameter:
 
     @property
     def dtype(self) -> np.dtype:
-        return self.states["param"].dtype
+        return np.dtype(self.states["param"].dtype)
+
+    def where(self, state: str = "param") -> Sequence[Piece]:
+        """The pieces that one of its states is made of."""
+        return self.contents.where(self.states[state])
+
+    def read(self, state: str = "param", box: Box | None = None) -> np.ndarray:
+        """One of its states, or one box of it."""
+        leaf = self.states[state]
+        return self.contents.arrays.read(leaf.name, box or Box.whole(leaf.shape))
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {self.dtype} {list(self.shape)}, {', '.join(self.states)}>"
 
     def _repr_html_(self) -> str:
         rows = [
-            (state, str(info.dtype), str(list(info.shape)), f"{piece.file}: {piece.item}", piece.target)
-            for state, info in self.states.items()
-            for piece in self.where[state]
+            (state, leaf.dtype, str(list(leaf.shape)), str(piece.target), str(piece))
+            for state, leaf in self.states.items()
+            for piece in self.contents.where(leaf)
         ]
-        return _table(self.name, ("state", "dtype", "shape", "stored in", "block"), rows)
+        return _table(self.name, ("state", "dtype", "shape", "block", "is stored in"), rows)
+
+
+class Parameters(dict[str, Parameter]):
+    """Parameters by name, in the checkpoint's order."""
+
+    def _repr_html_(self) -> str:
+        rows = [(p.name, str(p.dtype), str(list(p.shape)), ", ".join(p.states)) for p in self.values()]
+        return _table(f"{len(rows)} parameters", ("parameter", "dtype", "shape", "states"), rows)
 
 
 class Checkpoint:
@@ -76,6 +96,7 @@ class Checkpoint:
 
     @property
     def path(self) -> str:
+        """Where it is: of a DeepSpeed save directory the folder that `latest` names, of a step its item."""
         return self._contents.path
 
     @property
@@ -109,32 +130,29 @@ class Checkpoint:
         return sum(ArrayInfo(leaf.shape, np.dtype(leaf.dtype)).nbytes for leaf in self.leaves if leaf.has_array)
 
     @property
-    def params(self) -> Mapping[str, Parameter]:
+    def params(self) -> Parameters:
         """The parameters by name, of a tree `{state: {parameter: array}}`; empty for any other tree."""
         found: dict[str, dict[str, Leaf]] = {}
         for leaf in self.leaves:
             if len(leaf.path) == 2 and leaf.has_array:
                 found.setdefault(str(leaf.path[1]), {})[str(leaf.path[0])] = leaf
-        return {
-            name: Parameter(
-                name,
-                {state: ArrayInfo(leaf.shape, np.dtype(leaf.dtype)) for state, leaf in states.items()},
-                {state: self._contents.where(leaf) for state, leaf in states.items()},
-            )
-            for name, states in found.items()
-            if "param" in states
-        }
+        named = {name: Parameter(name, states, self._contents) for name, states in found.items() if "param" in states}
+        return Parameters(named)
 
-    def where(self, leaf: Leaf) -> Sequence[Piece]:
-        """Which files hold the leaf's bytes, block by block."""
-        return self._contents.where(leaf)
+    def where(self, label: str) -> Sequence[Piece]:
+        """Which files hold the bytes of a leaf (`param/layers.0.mlp.weight`), block by block."""
+        return self._contents.where(self._leaf(label))
 
     def read(self, label: str, box: Box | None = None) -> np.ndarray:
-        """The array of a leaf, or one box of it, by its label (`param/layers.0.mlp.weight`)."""
+        """The array of a leaf, or one box of it."""
+        leaf = self._leaf(label)
+        return self._contents.arrays.read(leaf.name, box or Box.whole(leaf.shape))
+
+    def _leaf(self, label: str) -> Leaf:
         leaf = next((leaf for leaf in self.leaves if leaf.label == label and leaf.has_array), None)
         if leaf is None:
             raise KeyError(f"{self.path} has no array {label!r}")
-        return self._contents.arrays.read(leaf.name, box or Box.whole(leaf.shape))
+        return leaf
 
     def abstract(self) -> Any:
         """The tree with a `jax.ShapeDtypeStruct` for every array: what `restore` takes as a target."""

@@ -117,8 +117,8 @@ class Metadata:
 
 def encode(metadata: Metadata) -> bytes:
     """The bytes of `ucp.json`."""
-    bare = replace(metadata, digest="")
-    return msgspec.json.format(msgspec.json.encode(replace(bare, digest=digest(msgspec.json.encode(bare)))), indent=1)
+    bare = msgspec.json.format(msgspec.json.encode(replace(metadata, digest="")), indent=1)
+    return bare.removesuffix(_seal("")) + _seal(digest(bare))
 
 
 def decode(data: bytes, where: str) -> Metadata:
@@ -134,7 +134,9 @@ def decode(data: bytes, where: str) -> Metadata:
         metadata = msgspec.json.decode(data, type=Metadata)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CorruptData(f"{where} is damaged ({error}); restore it from a copy of the checkpoint") from None
-    if digest(msgspec.json.encode(replace(metadata, digest=""))) != metadata.digest:
+    # Of the bytes, not of what they mean: a key that a flipped bit turned into another would just be ignored.
+    seal = _seal(metadata.digest)
+    if not data.endswith(seal) or digest(data.removesuffix(seal) + _seal("")) != metadata.digest:
         raise CorruptData(f"{where} is damaged: its content does not have the digest it records")
     return metadata
 
@@ -196,6 +198,11 @@ def tree_of(leaves: Mapping[Path, Any]) -> Any:
         items = [children[key] for key in sorted(children, key=lambda key: int(key.name))]
         return tuple(items) if kinds == {"tuple"} else items
     return {key.name: child for key, child in children.items()}
+
+
+def _seal(recorded: str) -> bytes:
+    """How the bytes of `ucp.json` end: with its digest."""
+    return f'"digest": "{recorded}"\n}}'.encode()
 
 
 def _slashes(name: str) -> list[int]:

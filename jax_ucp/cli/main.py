@@ -115,11 +115,11 @@ def inspect(path: str, pattern: str | None, all_: bool, json_: bool) -> None:
     _print_head(found)
     if pattern is not None:
         rows = [
-            (leaf["leaf"], piece["block"], piece["file"], piece["item"])
+            (leaf["leaf"], piece["to"], piece["file"], piece["item"], piece["from"])
             for leaf in found["leaves"]
             for piece in leaf.get("stored", ())
         ]
-        console.print(_table(("leaf", "block", "file", "item"), rows))
+        console.print(_table(("leaf", "block", "file", "item", "block there"), rows))
         return
     console.print(_leaf_table(found))
     _print_account(found["account"], all_)

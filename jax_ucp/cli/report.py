@@ -48,7 +48,7 @@ def copy_plan(checkpoint: Checkpoint, target: str | None, budget_bytes: int) -> 
                 "leaf": leaf.label,
                 "shape": list(leaf.shape),
                 "dtype": leaf.dtype,
-                "pieces": len(checkpoint.where(leaf)),
+                "pieces": len(checkpoint.where(leaf.label)),
                 "outer_chunk": list(plan.chunks[leaf.name].outer),
                 "inner_chunk": list(plan.chunks[leaf.name].inner),
             }
@@ -108,7 +108,10 @@ def _leaf(checkpoint: Checkpoint, leaf: Leaf) -> Report:
     if leaf.sharding:
         found["mesh"] = dict(zip(leaf.sharding.axis_names, leaf.sharding.axis_sizes, strict=True))
         found["spec"] = [list(axes) if isinstance(axes, tuple) else axes for axes in leaf.sharding.spec]
-    found["stored"] = [{"file": p.file, "item": p.item, "block": p.target} for p in checkpoint.where(leaf)]
+    found["stored"] = [
+        {"file": p.file, "item": p.item, "from": str(p.source), "to": str(p.target)}
+        for p in checkpoint.where(leaf.label)
+    ]
     return found
 
 

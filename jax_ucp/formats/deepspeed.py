@@ -96,11 +96,11 @@ class _Reader:
 
         def where(leaf: Leaf) -> list[Piece]:
             if leaf.path in self.constants:
-                return [Piece(self.ranks[0].name, "optimizer_state_dict", "")]
-            found = []
+                return [Piece(self.ranks[0].name, f"optimizer_state_dict ({leaf.path[0]})", Box((), ()), Box((), ()))]
+            found: list[Piece] = []
             for key, fragment in view.where(leaf.name):
                 file, _, item = key.partition(":")
-                found.append(Piece(file, f"{item}{fragment.source}", str(fragment.target), fragment.shard))
+                found.append(Piece(file, item, fragment.source, fragment.target))
             return found
 
         def verify() -> Iterator[tuple[str, str | None]]:

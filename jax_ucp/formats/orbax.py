@@ -43,7 +43,8 @@ def open_orbax(path: Path) -> Contents:
     account = [Item(TREE_FILE, leaf.label, "mapped", leaf.label) for leaf in leaves]
 
     def where(leaf: Leaf) -> list[Piece]:
-        return [Piece("manifest.ocdbt" if tree.ocdbt else leaf.name, leaf.name, str(Box.whole(leaf.shape)))]
+        whole = Box.whole(leaf.shape)
+        return [Piece("manifest.ocdbt" if tree.ocdbt else leaf.name, leaf.name, whole, whole)] * leaf.has_array
 
     notes = ["stock Orbax keeps no checksums of array data: what it holds cannot be verified"]
     return Contents("orbax", str(path), leaves, arrays, account, notes=notes, where=where)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jax_ucp.errors import CorruptData
 from jax_ucp.layout.blocks import grid_boxes, grid_place
+from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Leaf
 from jax_ucp.storage.contents import Contents, Item, Piece
 from jax_ucp.storage.zarr import METADATA_FILE, chunk_name, missing_files, open_store, verify_files
@@ -24,10 +25,13 @@ def open_universal(path: Path) -> Contents:
 
     def where(leaf: Leaf) -> list[Piece]:
         if not leaf.has_array:
-            return [Piece(METADATA_FILE, leaf.label, "")]
+            return []
         outer = metadata.arrays[leaf.name].outer
-        boxes = grid_boxes(leaf.shape, outer)
-        return [Piece(f"{leaf.name}/{chunk_name(grid_place(box, outer))}", "", str(box)) for box in boxes]
+        pieces = []
+        for box in grid_boxes(leaf.shape, outer):
+            file = f"{leaf.name}/{chunk_name(grid_place(box, outer))}"
+            pieces.append(Piece(file, "", box.relative_to(Box(box.start, box.start)), box))
+        return pieces
 
     def verify() -> Iterator[tuple[str, str | None]]:
         faults = verify_files(metadata, store)

@@ -33,6 +33,8 @@ def fit_spec(spec: Sequence[Axes], shape: Sequence[int], mesh: Mapping[str, int]
     >>> fit_spec((("replica", "data"),), (8,), {"data": 2}).spec
     ('data',)
     """
+    if not shape:
+        return Fit(())
     notes: list[str] = []
     fitted: list[Axes] = []
     used: set[str] = set()

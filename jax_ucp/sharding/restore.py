@@ -43,9 +43,11 @@ class Placement:
     sharding: Sharding | None = None
     notes: tuple[str, ...] = ()
 
-    def boxes(self) -> list[Box]:
-        """The distinct boxes of the stored array that this process reads."""
-        return list(device_boxes(self.sharding, self.leaf.shape)) if self.sharding else [Box.whole(self.leaf.shape)]
+    def boxes(self) -> dict[Box, list[Device]]:
+        """The distinct boxes of the stored array that this process reads, each with the devices that get it."""
+        if self.sharding is None:
+            return {Box.whole(self.leaf.shape): []}
+        return device_boxes(self.sharding, self.leaf.shape)
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,18 @@ class RestorePlan:
     target: Any = None
     nodes: Sequence[Node] = ()
 
+    def __getitem__(self, label: str) -> Placement:
+        """The placement of the leaf with this label."""
+        for placement in self.placements:
+            if placement.leaf.label == label:
+                return placement
+        raise KeyError(label)
+
     @property
     def read_bytes(self) -> int:
         """Bytes this process needs: every distinct box once."""
-        itemsize = {id(p): np.dtype(p.leaf.dtype).itemsize for p in self.placements if p.leaf.has_array}
-        return sum(box.size * itemsize[id(p)] for p in self.placements if p.leaf.has_array for box in p.boxes())
+        arrays = [p for p in self.placements if p.leaf.has_array]
+        return sum(box.size * np.dtype(p.leaf.dtype).itemsize for p in arrays for box in p.boxes())
 
     @property
     def notes(self) -> list[str]:
@@ -134,7 +143,7 @@ def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFA
             if p.sharding is None:
                 yield itemsize * Box.whole(p.leaf.shape).size, lambda i=i: read_to_host(i)
                 continue
-            for boxes in _groups(device_boxes(p.sharding, p.leaf.shape), budget_bytes // itemsize):
+            for boxes in _groups(p.boxes(), budget_bytes // itemsize):
                 cost = itemsize * sum(box.size for box in boxes)
                 yield cost, lambda i=i, boxes=boxes: read_to_devices(i, boxes)
 

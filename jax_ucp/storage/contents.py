@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Leaf
 from jax_ucp.storage.source import ArraySource
 
@@ -27,12 +28,19 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Where a part of a leaf is: which block of it, in which file, at which item there."""
+    """A part of a leaf, and where it is stored: block `target` of the leaf is block `source` of `item` in `file`.
+
+    Both blocks hold the same elements in row-major order; `source` has one axis where the item is flat. A file
+    that is one block of the leaf, a chunk, has no items.
+    """
 
     file: str
     item: str
-    target: str
-    rank: int = 0
+    source: Box
+    target: Box
+
+    def __str__(self) -> str:
+        return f"{self.file}{':' * bool(self.item)}{self.item}{self.source}"
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,10 @@ _NOT_STORED = {"None", "Dict", "List", "Tuple", "NamedTuple"}
 
 
 def orbax_files(leaves: Sequence[Leaf], arrays: Mapping[str, tuple[int, ...]]) -> dict[str, bytes]:
-    """The files, by name, that let stock Orbax read the leaves; `arrays` has the outer chunk of each array."""
+    """The files, by name and in the order to write them in, that let stock Orbax read the leaves.
+
+    `arrays` has the outer chunk of each array.
+    """
     tree, shardings, strings, array_metadata = {}, {}, {}, []
     for leaf in leaves:
         value_type = _EMPTY_TYPES[leaf.value] if leaf.kind == "empty" else _VALUE_TYPES[leaf.kind]
@@ -62,12 +65,13 @@ def orbax_files(leaves: Sequence[Leaf], arrays: Mapping[str, tuple[int, ...]]) -
         }
     about = {"use_ocdbt": False, "use_zarr3": True, "store_array_data_equal_to_fill_value": True}
     files: dict[str, Any] = {
-        TREE_FILE: {"tree_metadata": tree, **about, "custom_metadata": None},
         SHARDING_FILE: shardings,
         "array_metadatas/process_0": {"array_metadatas": array_metadata},
     }
     if strings:
         files[STRINGS_FILE] = strings
+    # Last, because stock Orbax takes the directory for a checkpoint when this file is there.
+    files[TREE_FILE] = {"tree_metadata": tree, **about, "custom_metadata": None}
     return {name: json.dumps(content).encode() for name, content in files.items()}
 
 
