@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
-from jax_ucp.checkpoint import Checkpoint, open
+from jax_ucp.checkpoint import open
 from jax_ucp.sharding.fit import Rule
 from jax_ucp.sharding.save import Description, Snapshot, commit_snapshot, describe, take_snapshot, write_snapshot
 from jax_ucp.storage.budget import DEFAULT_BUDGET
@@ -76,10 +76,6 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
     def metadata(self, directory: os.PathLike[str]) -> Any:
         """The tree with a `jax.ShapeDtypeStruct` for every array: a target for `Restore`."""
         return open(directory).abstract()
-
-    def checkpoint(self, directory: os.PathLike[str]) -> Checkpoint:
-        """The item in `directory`, opened, to look into it."""
-        return open(directory)
 
     def close(self) -> None:
         self._written.clear()

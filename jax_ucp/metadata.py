@@ -26,7 +26,7 @@ RESERVED = frozenset({"_METADATA", "_sharding", "_strings.json", "array_metadata
 
 KeyKind = Literal["dict", "list", "tuple", "attr"]
 LeafKind = Literal[
-    "jax", "numpy", "numpy_scalar", "prng_key", "bool", "int", "float", "complex", "str", "none", "empty"
+    "array", "jax", "numpy", "numpy_scalar", "prng_key", "bool", "int", "float", "complex", "str", "none", "empty"
 ]
 Axes = str | tuple[str, ...] | None
 
@@ -59,10 +59,12 @@ class SavedSharding:
 class Leaf:
     """One leaf of a checkpoint's tree.
 
-    `name` is its key in the source that holds its bytes, unique in the checkpoint, and the directory of
-    its array in a universal checkpoint. `shape` and `dtype` are those of the stored array; a PRNG key is
-    stored as its key data. A leaf without an array (`str`, `none`, `empty`) has its `value` here: the
-    string, or which kind of node was empty. `axes` are its logical axis names, where the model gave any.
+    `kind` says what it was, for it to come back as that; an `array` comes from a format that does not know of
+    JAX, and goes on a mesh if there is one. `name` is its key in the source that holds its bytes, unique in
+    the checkpoint, and the directory of its array in a universal checkpoint. `shape` and `dtype` are those
+    of the stored array; a PRNG key is stored as its key data. A leaf without an array (`str`, `none`,
+    `empty`) has its `value` here: the string, or which kind of node was empty. `axes` are its logical axis
+    names, where the model gave any.
     """
 
     path: Path

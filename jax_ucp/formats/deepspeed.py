@@ -89,9 +89,8 @@ class _Reader:
         view = ConsolidatedView(self.files, {names[path]: param for path, param in self.params.items()})
         constants = {names[path]: value for path, value in self.constants.items()}
         arrays = _WithConstants(view, constants)
-        leaves = [
-            Leaf(p, n, "numpy", arrays.arrays()[n].shape, arrays.arrays()[n].dtype.name) for p, n in names.items()
-        ]
+        infos = arrays.arrays()
+        leaves = [Leaf(path, name, "array", infos[name].shape, infos[name].dtype.name) for path, name in names.items()]
         extras = self._extras()
 
         def where(leaf: Leaf) -> list[Piece]:
@@ -116,12 +115,11 @@ class _Reader:
             str(self.folder),
             leaves,
             arrays,
-            self._account(extras),
-            extras,
-            self._notes(groups),
-            {},
-            verify,
-            where,
+            account=self._account(extras),
+            extras=extras,
+            notes=self._check_mappings(),
+            verify=verify,
+            where=where,
         )
 
     def _groups(self) -> list[dict[str, Shape]]:
@@ -224,7 +222,8 @@ class _Reader:
             self.params[path] = Consolidated(Replicated().join([tensor.shape for tensor in values]), keys)
             self.fate |= {key: ("mapped", f"{path[0]} of every parameter of its group") for key in keys}
         else:
-            found = [np.asarray(value) for value in values]
+            # A Python int has no dtype; optax counts in int32.
+            found = [np.asarray(value, np.int32 if isinstance(value, int) else None) for value in values]
             self.constants[path] = found[0]
         for rank, value in zip(self.ranks, found, strict=True):
             if not same_bits(np.asarray(value), np.asarray(found[0])):
@@ -285,14 +284,15 @@ class _Reader:
         return extras
 
     def _account(self, extras: Mapping[str, Any]) -> list[Item]:
-        items = []
-        for key, info in self.files.arrays().items():
+        items: list[Item] = []
+        tensors = self.files.arrays()
+        for key, info in tensors.items():
             fate, reason = self.fate.get(key, ("extra", "a tensor in an extra, kept with it"))
             items.append(Item(key, f"{info.dtype} {list(info.shape)}", fate, reason))  # pyright: ignore[reportArgumentType]
         for file, found in extras.items():
-            items += [
-                Item(f"{file}:{key}", type(value).__name__, "extra", "kept as JSON") for key, value in found.items()
-            ]
+            for name, value in found.items():
+                if f"{file}:{name}" not in tensors:
+                    items.append(Item(f"{file}:{name}", type(value).__name__, "extra", "kept as JSON"))
         for name in _DESCRIBED[1:]:
             if name in self.states:
                 what = "says which tensor is which; its content is in the tree's names and shapes"
@@ -304,27 +304,39 @@ class _Reader:
                     items.append(Item(f"{rank.name}:{name}", "layout", "skipped", what))
         return items
 
-    def _notes(self, groups: Sequence[Mapping[str, Shape]]) -> list[str]:
-        notes = []
-        disagree = [rank.name for rank in self.ranks if not self._mappings_agree(rank, groups)]
-        if disagree:
-            notes.append(
-                f"param_slice_mappings of {', '.join(disagree)} describe another order than the flat buffers have "
-                "(DeepSpeed writes them so under round_robin_gradients); the order of param_shapes was used"
-            )
-        return notes
+    def _check_mappings(self) -> list[str]:
+        """Compare each file's `param_slice_mappings` with the walk over `param_shapes`; what to tell the user.
 
-    def _mappings_agree(self, rank: Rank, groups: Sequence[Mapping[str, Shape]]) -> bool:
-        mappings = rank.state.get("param_slice_mappings") or []
-        for mapping in mappings:
-            for name, address in mapping.items():
-                param = self.params.get((Key("dict", "param"), Key("dict", str(name))))
-                mine = [f for f in param.layout.fragments if param.keys[f.shard].startswith(rank.name)] if param else []
-                start = min((f.source.start[0] for f in mine), default=-1)
-                numel = sum(f.source.size for f in mine)
-                if (address.fields["start"], address.fields["numel"]) != (start, numel):
-                    return False
-        return True
+        Raises FormatError where a file's mappings are those of another rank: it was renamed.
+        """
+        expected: list[dict[str, tuple[int, int]]] = [{} for _ in self.ranks]
+        names = [rank.name for rank in self.ranks]
+        for (state, name), param in self.params.items():
+            for fragment in param.layout.fragments if state.name == "param" else ():
+                file = param.keys[fragment.shard].partition(":")[0]
+                if file in names:
+                    mine = expected[names.index(file)]
+                    start, numel = mine.get(str(name), (fragment.source.start[0], 0))
+                    mine[str(name)] = start, numel + fragment.source.size
+        differ = []
+        for rank, own in zip(self.ranks, expected, strict=True):
+            addresses = {}
+            for mapping in rank.state.get("param_slice_mappings") or []:
+                addresses |= {str(name): (at.fields["start"], at.fields["numel"]) for name, at in mapping.items()}
+            if addresses and addresses != own:
+                if addresses in expected:
+                    other = self.ranks[expected.index(addresses)].dp
+                    raise FormatError(
+                        f"{rank.file.path} holds what rank {other} should hold, by its own param_slice_mappings: "
+                        "the file was renamed, or belongs to another run"
+                    )
+                differ.append(rank.name)
+        if not differ:
+            return []
+        return [
+            f"param_slice_mappings of {', '.join(differ)} describe another order than the flat buffers have "
+            "(DeepSpeed writes them so under round_robin_gradients); the order of param_shapes was used"
+        ]
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,14 @@ def as_json(value: Any, file: str, read: Callable[[str, Box], np.ndarray]) -> An
 
     def go(x: Any) -> Any:
         match x:
+            case np.ndarray() | np.generic():  # before float and int, which some numpy scalars also are
+                return _array(np.asarray(x))
             case None | bool() | int() | str():
                 return x
             case float():
                 return x if math.isfinite(x) else {"!float": repr(x)}
             case StoredTensor():
                 return _array(read(f"{file}:{x.key}", Box.whole(x.shape)))
-            case np.ndarray() | np.generic():
-                return _array(np.asarray(x))
             case np.dtype():
                 return {"!dtype": x.name}
             case Record():

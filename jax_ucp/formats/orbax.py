@@ -21,12 +21,14 @@ from jax_ucp.storage.contents import Contents, Item, Piece
 from jax_ucp.storage.directory import Directory
 from jax_ucp.storage.orbax_tree import TREE_FILE, OrbaxTree, read_orbax_tree
 from jax_ucp.storage.source import ArrayInfo
+from jax_ucp.storage.zarr import is_unfinished
 
 STEP_FILE = "_CHECKPOINT_METADATA"
 
 
 def recognise(path: Path) -> bool:
-    return (path / TREE_FILE).is_file()
+    # Shortly before a universal checkpoint is committed it has this file too.
+    return (path / TREE_FILE).is_file() and not is_unfinished(path)
 
 
 def open_orbax(path: Path) -> Contents:
@@ -52,7 +54,7 @@ def open_orbax(path: Path) -> Contents:
 
 def items_of_step(path: Path) -> list[Path]:
     """The PyTree items in the directory of one step, as CheckpointManager and v1 lay them out."""
-    return sorted(child for child in path.iterdir() if (child / TREE_FILE).is_file()) if path.is_dir() else []
+    return sorted(child for child in path.iterdir() if recognise(child)) if path.is_dir() else []
 
 
 def is_step(path: Path) -> bool:

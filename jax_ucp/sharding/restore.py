@@ -90,8 +90,8 @@ def plan_restore(
 
     Without `mesh` each target leaf has its own sharding. On `mesh` it has its own if that is on this mesh,
     else that of the first rule on its label, or of rules on its logical axes, or the PartitionSpec it was
-    saved with, each refitted. Without target and mesh leaves come as numpy arrays. `cast=True` converts to
-    the target's dtypes, a dtype all floating arrays to that.
+    saved with, each refitted. Without target, what was saved as numpy comes as numpy; without target and mesh
+    everything does. `cast=True` converts to the target's dtypes, a dtype all floating arrays to that.
 
     Raises TreeMismatch with everything in which target and checkpoint differ.
     """
@@ -160,7 +160,7 @@ def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFA
 def abstract_leaf(leaf: Leaf) -> Any:
     """What stands for a leaf in a target tree: a `jax.ShapeDtypeStruct` for an array, a value for anything else."""
     match leaf.kind:
-        case "jax" | "numpy" | "numpy_scalar":
+        case "jax" | "array" | "numpy" | "numpy_scalar":
             return jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype))
         case "prng_key":
             return jax.ShapeDtypeStruct(leaf.shape[:-1], jax.random.key(0, impl=leaf.key_impl).dtype)
@@ -184,13 +184,11 @@ def _place(
     dtype = np.dtype(leaf.dtype)
     if leaf.kind != "prng_key" and hasattr(like, "dtype") and cast is True:
         dtype = np.dtype(like.dtype)
-    elif leaf.kind in ("jax", "numpy") and not isinstance(cast, bool) and jnp.issubdtype(dtype, jnp.floating):
+    elif leaf.kind in ("jax", "array", "numpy") and not isinstance(cast, bool) and jnp.issubdtype(dtype, jnp.floating):
         dtype = np.dtype(cast)  # pyright: ignore[reportArgumentType]
-    if kind not in ("jax", "prng_key") and not (like is None and mesh is not None and kind == "numpy"):
+    if kind not in ("jax", "array", "prng_key"):
         return Placement(leaf, kind, dtype)
     sharding, notes = _sharding(leaf, like, mesh, rules, axes)
-    if like is None and mesh is not None and kind == "numpy":
-        kind = "jax"
     return Placement(leaf, kind, dtype, sharding and _physical(sharding, leaf), notes)
 
 
@@ -209,17 +207,20 @@ def _sharding(
 
 
 def _check_shardings(placements: Sequence[Placement]) -> None:
-    """Raise TreeMismatch with every leaf whose own sharding JAX cannot apply to it."""
+    """Raise TreeMismatch with every leaf that JAX cannot hold as it is, or not by the sharding of its target."""
     faults = []
     for p in placements:
-        if p.sharding is not None:
+        if p.sharding is not None and p.dtype is not None:
+            have = jax.dtypes.canonicalize_dtype(p.dtype)
+            if have != p.dtype:
+                faults.append(f"{p.leaf.label}: JAX would make {have} of its {p.dtype}; set jax_enable_x64, or cast")
             try:
                 p.sharding.shard_shape(p.leaf.shape)
             except ValueError as error:
                 faults.append(f"{p.leaf.label}: {error}")
     if faults:
         lines = "\n  ".join(faults[:FAULTS_SHOWN])
-        raise TreeMismatch(f"{len(faults)} leaves cannot have the sharding of the target:\n  {lines}")
+        raise TreeMismatch(f"{len(faults)} leaves cannot be put where they should go:\n  {lines}")
 
 
 def _physical(sharding: Sharding, leaf: Leaf) -> Sharding:

@@ -202,7 +202,7 @@ def _stored(leaf: Leaf) -> str:
             return f"an empty {leaf.value}"
         case "prng_key":
             return f"a PRNG key ({leaf.key_impl}) {leaf.shape[:-1]}"
-        case "jax" | "numpy" | "numpy_scalar":
+        case "array" | "jax" | "numpy" | "numpy_scalar":
             return f"an array of {leaf.dtype} {leaf.shape}"
         case kind:
             return f"a {kind}"

@@ -27,6 +27,7 @@ _SEQUENCE, _DICT = 1, 2
 _VALUE_TYPES: dict[LeafKind, str] = {
     "jax": "jax.Array",
     "prng_key": "jax.Array",
+    "array": "np.ndarray",
     "numpy": "np.ndarray",
     "numpy_scalar": "scalar",
     "bool": "scalar",

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -180,6 +181,11 @@ class Commit:
         return metadata
 
 
+def is_unfinished(path: Path) -> bool:
+    """Whether the arrays of a universal checkpoint were written to a local directory, but never committed."""
+    return not (path / METADATA_FILE).exists() and any(path.glob(_part_name("*")))
+
+
 def open_store(path: str | os.PathLike[str]) -> tuple[Metadata, ZarrStore]:
     """The metadata and the arrays of the universal checkpoint at `path`.
 
@@ -237,7 +243,7 @@ def _digest(data: np.ndarray) -> str:
     return digest(data.reshape(-1).view(np.uint8).data)
 
 
-def _part_name(process: int) -> str:
+def _part_name(process: int | str) -> str:
     return f"ucp.process_{process}.json"
 
 

@@ -222,6 +222,16 @@ def test_a_target_without_shardings_needs_a_mesh(tmp_path):
     assert same(np.asarray(checkpoint.restore(target, mesh=MESH)["w"]), np.ones(4, np.float32))
 
 
+def test_what_jax_would_truncate_is_refused_unless_it_is_asked_for(tmp_path):
+    checkpoint = save(tmp_path / "c", {"n": np.arange(3), "f": np.ones(2)})
+    target = {"n": jax.ShapeDtypeStruct((3,), np.int64), "f": jax.ShapeDtypeStruct((2,), np.float64)}
+    with pytest.raises(TreeMismatch, match=r"n: JAX would make int32 of its int64; set jax_enable_x64, or cast"):
+        checkpoint.restore(target, mesh=MESH)
+    assert same(checkpoint.restore(mesh=MESH)["n"], np.arange(3))
+    target = {"n": jax.ShapeDtypeStruct((3,), np.int32), "f": jax.ShapeDtypeStruct((2,), np.float32)}
+    assert same(checkpoint.restore(target, mesh=MESH, cast=True)["n"].addressable_data(0), jnp.arange(3))
+
+
 def test_casting_happens_only_where_it_is_asked_for(tmp_path):
     tree = {"w": np.linspace(0, 1, 5, dtype=np.float32), "n": np.arange(3), "key": jax.random.key(0)}
     checkpoint = save(tmp_path / "c", tree)

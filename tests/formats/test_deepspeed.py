@@ -1,0 +1,250 @@
+"""Real DeepSpeed checkpoints, against the state that was taken from the live processes before the save."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jax_ucp as ucp
+from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
+from jax_ucp.formats.torch_file import TorchFile
+from jax_ucp.layout.box import Box
+from jax_ucp.storage.consolidated import same_bits
+
+DATA = Path(__file__).parent.parent / "data" / "deepspeed"
+CASES = sorted(path.name for path in DATA.iterdir())
+STATES = {"fp32": "param", "frozen": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+STATES |= {"momentum_buffer": "momentum_buffer"}
+MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+RULES = [(r"\.weight$", P("data", "model"))]
+
+
+def truth(case: str) -> dict[str, np.ndarray]:
+    """The live state, under our labels. What the run left out of its files on purpose is left out here."""
+    about = json.loads((DATA / case / "case.json").read_text())
+    found = {}
+    with np.load(DATA / case / "truth.npz") as arrays:
+        for key in arrays.files:
+            state, _, name = key.partition("/")
+            if state in STATES and not (state == "frozen" and case.endswith("exclude_frozen")):
+                found[f"{STATES[state]}/{name}"] = arrays[key]
+    for label in (
+        [label for label in found if label.startswith("param/")] if about["counters"]["optimizer_steps"] else ()
+    ):
+        name = label.partition("/")[2]
+        if f"exp_avg/{name}" in found:
+            (found[f"step/{name}"],) = about["counters"]["optimizer_steps"]
+    return {label: np.asarray(value) for label, value in found.items()}
+
+
+def equal(got: np.ndarray, want: np.ndarray, label: str) -> bool:
+    """The same bits; the truth holds steps as integers, and widened to fp32 what a run kept in bf16."""
+    got = np.asarray(got)
+    return float(got) == float(want) if label.startswith("step/") else same_bits(got.astype(np.float32), want)
+
+
+def flat(tree: dict) -> dict[str, np.ndarray]:
+    return {f"{state}/{name}": array for state, arrays in tree.items() for name, array in arrays.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_parameter_and_moment_equals_the_live_state_however_it_is_read(case, tmp_path):
+    checkpoint, want = ucp.open(DATA / case), truth(case)
+    # CPULion keeps a second moment of zeros, which the run never used and the truth does not have.
+    unused = {leaf.label for leaf in checkpoint.leaves if case.endswith("lion") and "exp_avg_sq/" in leaf.label}
+    assert {leaf.label for leaf in checkpoint.leaves} - unused == set(want)
+    straight = flat(checkpoint.restore(mesh=MESH, rules=RULES))
+    converted = checkpoint.save(tmp_path / "converted")
+    kept = flat(converted.restore(mesh=MESH, rules=RULES))
+    for label, array in want.items():
+        assert equal(checkpoint.read(label), array, label), label
+        assert equal(straight[label], array, label), label
+        assert equal(kept[label], array, label), label
+    assert straight["param/layers.0.mlp.dense_h_to_4h.weight"].sharding.spec == P("data", "model")
+    assert [fault for _, fault in converted.verify() if fault] == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_everything_stored_is_accounted_for_once_with_a_reason(case):
+    checkpoint = ucp.open(DATA / case)
+    account = {item.where: item for item in checkpoint.account}
+    assert len(account) == len(checkpoint.account)
+    assert all(item.reason for item in checkpoint.account)
+    for path in Path(checkpoint.path).glob("*.pt"):
+        file = TorchFile(path)
+        for key in file.arrays():
+            assert f"{path.name}:{key}" in account
+        assert isinstance(file.tree, dict)
+        for key, value in file.tree.items():
+            covered = [where for where in account if where.startswith(f"{path.name}:{key}")]
+            nested = [w for w in account if w.startswith(f"{path.name}:")] if key == "optimizer_state_dict" else []
+            assert covered or nested or value in ({}, None), f"{path.name}: {key}"
+
+
+def test_extras_keep_what_the_trainer_put_beside_the_model():
+    extras = ucp.open(DATA / "z1_fp16_dp2").extras
+    model = extras["mp_rank_00_model_states.pt"]
+    about = json.loads((DATA / "z1_fp16_dp2" / "case.json").read_text())
+    assert model["global_steps"] == about["counters"]["global_steps"] == 5
+    assert model["skipped_steps"] == 3
+    assert model["lr_scheduler"]["last_batch_iteration"] == 1
+    rank = extras["zero_pp_rank_0_mp_rank_00_optim_states.pt"]
+    assert rank["loss_scaler"]["!record"] == "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"
+    assert rank["loss_scaler"]["fields"]["cur_scale"] == about["counters"]["loss_scale"]
+    assert [group["lr"] for group in rank["param_groups"]] == about["counters"]["rates_at_save"]
+    json.dumps(extras)
+
+
+def test_extras_survive_a_conversion(tmp_path):
+    checkpoint = ucp.open(DATA / "z1_fp16_dp2")
+    converted = checkpoint.save(tmp_path / "c")
+    assert converted.extras == checkpoint.extras
+    assert converted.source == {"format": "deepspeed", "name": "global_step5"}
+
+
+def test_where_names_the_file_item_and_block_of_every_byte():
+    param = ucp.open(DATA / "z2_bf16_dp3").params["layers.0.self_attention.query_key_value.weight"]
+    pieces = param.where()
+    assert len({piece.file for piece in pieces}) == 2
+    assert sum(piece.target.size for piece in pieces) == sum(piece.source.size for piece in pieces) == 48 * 16
+    np.testing.assert_array_equal(param.read()[pieces[0].target.index], param.read(box=pieces[0].target))
+
+
+def test_a_wrong_order_recorded_by_deepspeed_is_noted_and_not_used():
+    (note,) = ucp.open(DATA / "z2_fp32_dp3_roundrobin").notes
+    assert "round_robin_gradients" in note
+    assert ucp.open(DATA / "z2_bf16_dp3").notes == []
+
+
+@pytest.fixture
+def copy_of(tmp_path):
+    def make(case: str) -> Path:
+        shutil.copytree(DATA / case, tmp_path / case)
+        return tmp_path / case / "global_step5"
+
+    return make
+
+
+RANK_1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+def test_a_missing_rank_is_named_even_where_it_is_the_last(copy_of):
+    folder = copy_of("z1_bf16_dp2")
+    (folder / RANK_1).unlink()
+    with pytest.raises(FormatError, match=rf"{RANK_1} is missing: the run had 2 data-parallel ranks"):
+        ucp.open(folder)
+
+
+def test_missing_model_states_are_named(copy_of):
+    folder = copy_of("z1_bf16_dp2")
+    (folder / "mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(FormatError, match=r"mp_rank_00_model_states\.pt is missing"):
+        ucp.open(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 100, 20_000, -1])
+def test_a_truncated_file_is_named(copy_of, keep):
+    folder = copy_of("z1_bf16_dp2")
+    data = (folder / RANK_1).read_bytes()
+    (folder / RANK_1).write_bytes(data[:keep])
+    with pytest.raises(FormatError, match=RANK_1):
+        ucp.open(folder)
+
+
+def test_two_ranks_exchanged_are_refused(copy_of):
+    folder = copy_of("z1_bf16_dp2")
+    zero = folder / RANK_1.replace("rank_1", "rank_0")
+    (folder / RANK_1).rename(folder / "x")
+    zero.rename(folder / RANK_1)
+    (folder / "x").rename(zero)
+    with pytest.raises(FormatError, match=r"rank_0_mp_rank_00_optim_states\.pt holds what rank 1 should hold"):
+        ucp.open(folder)
+
+
+def test_a_rank_of_another_world_size_is_refused(copy_of):
+    folder = copy_of("z1_bf16_dp2")
+    shutil.copy(DATA / "z1_bf16_dp4_tinygroup" / "global_step5" / RANK_1, folder / RANK_1)
+    with pytest.raises(FormatError, match=rf"{RANK_1} was written by a run of \[4, 4, 4\] ranks"):
+        ucp.open(folder)
+
+
+def test_a_rank_too_many_is_refused(copy_of):
+    folder = copy_of("z1_bf16_dp2")
+    shutil.copy(folder / RANK_1, folder / RANK_1.replace("rank_1", "rank_2"))
+    with pytest.raises(FormatError, match=r"files of 3 ranks, but mp_rank_00_model_states\.pt was written by 2"):
+        ucp.open(folder)
+
+
+def test_files_of_two_runs_in_one_folder_are_refused(copy_of):
+    folder = copy_of("z1_bf16_dp2")
+    shutil.copy(folder / RANK_1, folder / RANK_1.removeprefix("bf16_"))
+    with pytest.raises(FormatError, match="saved twice, by different runs"):
+        ucp.open(folder)
+
+
+def test_a_rank_of_another_step_is_refused(copy_of):
+    folder = copy_of("z1_bf16_dp2")
+    path = folder / RANK_1
+    file = TorchFile(path)
+    key = "optimizer_state_dict/base_optimizer_state/state/0/step"
+    step = file.read(key, Box.whole(()))
+    data = path.read_bytes()
+    assert data.count(step.tobytes()) >= 1
+    path.write_bytes(data.replace(np.float32(5).tobytes(), np.float32(4).tobytes()))
+    with pytest.raises(FormatError, match=rf"{RANK_1}: step is 4.0, but 5.0 in .*not of one step"):
+        ucp.open(folder)
+
+
+@pytest.mark.parametrize("where", ["single_partition_of_fp32_groups/0", "module"])
+def test_a_master_that_is_not_its_low_precision_copy_is_refused_by_verify_and_convert(copy_of, tmp_path, where):
+    folder = copy_of("z1_bf16_dp2")
+    path = folder / ("mp_rank_00_model_states.pt" if where == "module" else RANK_1)
+    file = TorchFile(path)
+    key = next(key for key in file.arrays() if where in key)
+    box = Box.whole(file.arrays()[key].shape)
+    old = file.read(key, box).tobytes()
+    data = path.read_bytes()
+    (at,) = [found.start() for found in re.finditer(re.escape(old), data)]
+    changed = bytearray(data)
+    changed[at + 1] ^= 0x40 if where == "module" else 0
+    changed[at + 3] ^= 0x40
+    path.write_bytes(bytes(changed))
+    checkpoint = ucp.open(folder)
+    faults = [fault for _, fault in checkpoint.verify() if fault]
+    assert len(faults) >= 1
+    assert all("the master, rounded to bfloat16, is not the copy at mp_rank_00_model_states.pt:" in f for f in faults)
+    with pytest.raises(CorruptData, match="contradicts itself in"):
+        checkpoint.save(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_latest_must_name_a_folder_that_is_there(copy_of):
+    folder = copy_of("z1_bf16_dp2")
+    (folder.parent / "latest").write_text("global_step9")
+    with pytest.raises(NotACheckpoint, match="names global_step9, but there is no such folder"):
+        ucp.open(folder.parent)
+    (folder.parent / "latest").write_text("../elsewhere")
+    with pytest.raises(FormatError, match="should name a folder beside it"):
+        ucp.open(folder.parent)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("zero_pp_rank_0_mp_rank_00_model_states.pt", "ZeRO-3"),
+        ("layer_00-model_states.pt", "pipeline parallelism"),
+        ("layer_0_expert_0_mp_rank_00_model_states.pt", "mixture of experts"),
+        ("mp_rank_01_model_states.pt", "model parallelism"),
+    ],
+)
+def test_layouts_not_read_yet_are_refused_by_name(copy_of, name, what):
+    folder = copy_of("z1_bf16_dp2")
+    (folder / name).write_bytes(b"")
+    with pytest.raises(FormatError, match=f"{what}.* not read by this version"):
+        ucp.open(folder)
