@@ -1,0 +1,142 @@
+"""The command line: what it prints, what it exits with, and that it never shows a traceback."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import jax_ucp as ucp
+from jax_ucp.cli.main import main
+
+CASE = Path(__file__).parent / "data" / "deepspeed" / "z2_bf16_dp3"
+
+
+def run(*args: object, code: int = 0) -> str:
+    """What a command prints; its errors too."""
+    result = CliRunner().invoke(main, [str(arg) for arg in args])
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    return result.output
+
+
+def run_json(*args: object, code: int = 0) -> dict:
+    return json.loads(run(*args, "--json", code=code))
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory) -> Path:
+    target = tmp_path_factory.mktemp("cli") / "out"
+    run("convert", CASE, target)
+    return target
+
+
+def test_a_conversion_verifies_and_holds_what_the_source_holds(converted):
+    assert "0 faults" in run("verify", converted)
+    checks = run_json("verify", converted)
+    assert checks["faults"] == []
+    assert checks["checks"] > 100
+    source, target = ucp.open(CASE), ucp.open(converted)
+    for leaf in source.leaves:
+        np.testing.assert_array_equal(source.read(leaf.label), target.read(leaf.label))
+
+
+def test_inspect_lists_every_parameter_in_full_and_the_account(converted):
+    text = run("inspect", CASE)
+    for name in ucp.open(CASE).params:
+        assert name in text
+    assert "skipped" in text
+    assert "compared with it by verify" in text
+    found = run_json("inspect", CASE)
+    assert {item["fate"] for item in found["account"]} == {"mapped", "extra", "skipped"}
+    assert found["items"]["mapped"] == sum(item["fate"] == "mapped" for item in found["account"])
+    assert run_json("inspect", converted)["source"] == {"format": "deepspeed", "name": "global_step5"}
+    assert "lr_scheduler" in run("inspect", CASE, "--all")
+
+
+def test_inspect_shows_where_the_bytes_of_a_leaf_lie():
+    text = run("inspect", CASE, "--leaf", "^param/layers.0.self_attention.query_key_value.weight$")
+    assert "zero_pp_rank_0_mp_rank_00_optim_states.pt" in text
+    assert "zero_pp_rank_1_mp_rank_00_optim_states.pt" in text
+    assert "single_partition_of_fp32_groups/0" in text
+
+
+def test_plan_moves_nothing_and_says_what_would_be_moved(tmp_path):
+    found = run_json("plan", CASE, tmp_path / "out", "--budget", "64KiB")
+    assert not (tmp_path / "out").exists()
+    assert found["write_bytes"] == found["bytes"] == ucp.open(CASE).nbytes
+    assert found["peak_bytes_in_flight"] <= 64 << 10
+    assert all(item["fate"] != "mapped" for item in found["not_mapped"])
+
+
+def test_plan_shows_a_mesh_without_having_its_devices():
+    found = run_json("plan", CASE, "--mesh", "data=64,model=4", "--rule", r"h_to_4h\.weight$=data,model")["restore"]
+    assert found["devices"] == 256
+    (leaf,) = [x for x in found["leaves"] if x["leaf"] == "param/layers.0.mlp.dense_h_to_4h.weight"]
+    assert leaf["spec"] == [None, "model"]
+    assert leaf["device_shape"] == [24, 4]
+    assert leaf["notes"] == ["axis 0 of 24 is not cut over data: 24 does not divide by 64"]
+    assert "given up" in run("plan", CASE, "--mesh", "data=64,model=4")
+
+
+def test_a_damaged_checkpoint_fails_verification_with_the_file(converted, tmp_path):
+    shutil.copytree(converted, tmp_path / "damaged")
+    file = next((tmp_path / "damaged" / "param.head.bias" / "c").rglob("0"))
+    while file.is_dir():
+        file = file / "0"
+    data = bytearray(file.read_bytes())
+    data[10] ^= 1
+    file.write_bytes(bytes(data))
+    found = run_json("verify", tmp_path / "damaged", code=1)
+    assert len(found["faults"]) == 1
+    assert "param.head.bias" in found["faults"][0]
+    assert "param.head.bias" in run("verify", tmp_path / "damaged", code=1)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (("inspect", "nothing/there"), "nothing/there does not exist"),
+        (("verify", "."), "is no checkpoint of a format known here"),
+        (("convert", "nothing", "out"), "nothing does not exist"),
+        (("plan", __file__), "is no checkpoint of a format known here"),
+    ],
+)
+def test_a_path_that_is_nothing_is_refused_without_a_traceback(command, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert message in run(*command, code=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("plan", CASE, "--budget", "much"), "'much' is no size"),
+        (("plan", CASE, "--mesh", "data:4"), "is no mesh"),
+        (("plan", CASE, "--rule", "kernel"), "is no rule"),
+        (("plan", CASE, "--rule", "(=data"), "is no regular expression"),
+        (("convert", CASE), "Missing argument 'TARGET'"),
+    ],
+)
+def test_a_wrong_command_line_exits_with_2_and_says_what_is_right(options, message):
+    assert message in run(*options, code=2)
+
+
+def test_a_target_in_use_is_refused_and_left_alone(converted, tmp_path):
+    before = (converted / "ucp.json").read_bytes()
+    assert "is a checkpoint already" in run("convert", CASE, converted, code=1)
+    assert (converted / "ucp.json").read_bytes() == before
+    (tmp_path / "mine.txt").write_text("keep")
+    assert "has files in it" in run("convert", CASE, tmp_path, code=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_the_installed_command_works_without_jax_devices_or_torch(tmp_path):
+    program = "import sys; sys.modules['torch'] = None; from jax_ucp.cli.main import main; main()"
+    command = [sys.executable, "-c", program, "convert", str(CASE), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "120 arrays" in done.stdout
