@@ -29,6 +29,7 @@ __all__ = ["Record", "StoredTensor", "TorchFile"]
 
 MAX_PICKLE_BYTES = 1 << 28
 MAX_PATH = 1024
+RELEASED_BYTES = 1 << 20
 
 # A torch pickle of protocol 2 that begins with torch's magic number (`torch/serialization.py`, MAGIC_NUMBER).
 _LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
@@ -51,7 +52,7 @@ class TorchFile:
         self._stat: os.stat_result | None = None
         self._mapping: weakref.ref[mmap.mmap] | None = None
         with self._naming_file():
-            file = self._file()
+            file = memoryview(self._map())[self._span]
             self._storages, data = _storages_and_pickle(file)
             self.tree = safe_pickle.load(data, NAMES, self._storage)
             self._tensors = _tensors_by_key(self.tree)
@@ -71,18 +72,24 @@ class TorchFile:
             array = np.empty(box.shape, tensor.dtype)
         else:
             with self._naming_file():
-                array = self._view(tensor)[(*box.index, ...)]
+                array = self._view(tensor, box)
             if not array.flags.aligned:
                 array = array.copy()
         array.flags.writeable = False
         return array
 
-    def _view(self, tensor: StoredTensor) -> np.ndarray:
-        member, file = self._storages[tensor.storage], self._file()
+    def _view(self, tensor: StoredTensor, box: Box) -> np.ndarray:
+        member, mapping = self._storages[tensor.storage], self._map()
+        file = memoryview(mapping)[self._span]
         buffer, start = (member_bytes(file, member), 0) if member.deflated else (file, member.offset)
         itemsize = tensor.dtype.itemsize
+        first = tensor.offset + sum(a * stride for a, stride in zip(box.start, tensor.strides, strict=True))
         strides = tuple(stride * itemsize for stride in tensor.strides)
-        return np.ndarray(tensor.shape, tensor.dtype, buffer, start + tensor.offset * itemsize, strides)
+        array = np.ndarray(box.shape, tensor.dtype, buffer, start + first * itemsize, strides)
+        if not member.deflated:
+            extent = sum((n - 1) * stride for n, stride in zip(box.shape, strides, strict=True)) + itemsize
+            _release_with(array, mapping, self._span.start + start + first * itemsize, extent)
+        return array
 
     def _storage(self, persistent_id: object) -> Storage:
         """The storage that a persistent id names: ('storage', class, key, location, number of elements)."""
@@ -103,8 +110,8 @@ class TorchFile:
             )
         return Storage(key, kind, self._storages[key].size)
 
-    def _file(self) -> memoryview:
-        """The bytes of the file, mapped once for as long as any view lives; it must not change in between."""
+    def _map(self) -> mmap.mmap:
+        """The file, mapped once for as long as any view lives; it must not change in between."""
         mapping = self._mapping() if self._mapping else None
         if mapping is None:
             with open(self.path, "rb") as file:
@@ -117,7 +124,7 @@ class TorchFile:
                     raise FormatError("the file is empty")
                 mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self._mapping = weakref.ref(mapping)
-        return memoryview(mapping)[self._span]
+        return mapping
 
     @contextmanager
     def _naming_file(self) -> Iterator[None]:
@@ -125,6 +132,16 @@ class TorchFile:
             yield
         except FormatError as error:
             raise type(error)(f"{self.path}: {error}") from error
+
+
+def _release_with(array: np.ndarray, mapping: mmap.mmap, start: int, extent: int) -> None:
+    """Give the pages under a large view back when it dies: a file read block by block does not pile up in memory.
+
+    They stay in the system's cache, and another view of them that still lives finds them there.
+    """
+    if extent >= RELEASED_BYTES and hasattr(mmap, "MADV_DONTNEED"):
+        page = start // mmap.PAGESIZE * mmap.PAGESIZE
+        weakref.finalize(array, mapping.madvise, mmap.MADV_DONTNEED, page, start + extent - page).atexit = False
 
 
 def _identity(stat: os.stat_result) -> tuple[int, ...]:

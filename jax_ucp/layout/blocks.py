@@ -61,7 +61,7 @@ def chunk_shapes(
     inner = [max(1, n) for n in cell]
     total = math.prod(max(1, n) for n in shape) * itemsize
     target = min(max_inner_bytes, max(SMALL_BYTES, total // CHUNKS_PER_ARRAY))
-    while math.prod(inner) * itemsize > target and max(inner) > 1:
+    while math.prod(inner) * itemsize > target and any(n > 1 for n in inner):
         axis = min((i for i, n in enumerate(inner) if n > 1), key=lambda i: (shape[i] / inner[i], -inner[i]))
         inner[axis] = _part(inner[axis], free[axis])
     outer = list(inner)
