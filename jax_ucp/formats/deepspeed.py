@@ -11,28 +11,24 @@ Facts: `runtime/engine.py`, `runtime/zero/stage_1_and_2.py` and `runtime/bf16_op
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
+from jax_ucp.errors import FormatError, NotACheckpoint
 from jax_ucp.formats.deepspeed_files import Rank, expect_dict, is_checkpoint, open_files, tag_folder
-from jax_ucp.formats.extras import as_json
+from jax_ucp.formats.importing import Import, touched
 from jax_ucp.formats.torch_file import StoredTensor, TorchFile
-from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.fragments import ParamLayout, Shape
+from jax_ucp.layout.fragments import Shape
 from jax_ucp.layout.patterns import Replicated, Unique, flat_layouts
-from jax_ucp.metadata import Key, Leaf, leaf_names
-from jax_ucp.metadata import Path as TreePath
-from jax_ucp.storage.consolidated import Consolidated, ConsolidatedView, same_bits
-from jax_ucp.storage.contents import Contents, Item, Piece
-from jax_ucp.storage.source import ArrayInfo, ArraySource, Joined
-
-VERIFY_BYTES = 16 << 20
+from jax_ucp.metadata import Key
+from jax_ucp.storage.consolidated import Consolidated, same_bits
+from jax_ucp.storage.contents import Contents
+from jax_ucp.storage.source import Joined
 
 # Model-state entries that are the tensors of the tree, or describe them; everything else there is an extra.
 _DESCRIBED = (
@@ -43,9 +39,11 @@ _DESCRIBED = (
     "buffer_names",
     "shared_params",
 )
-# Optimizer-state entries that are tensors of the tree, or say how they lie.
-_LAYOUT = ("base_optimizer_state", "single_partition_of_fp32_groups", "group_paddings", "partition_count")
-_LAYOUT += ("param_slice_mappings", "param_alignment_paddings", "zero_stage", "base_optimizer_state_step")
+# Optimizer-state entries that are the tensors of the tree, and those that say how they lie.
+_PARTITIONS = ("base_optimizer_state", "single_partition_of_fp32_groups")
+_LAYOUT = ("group_paddings", "partition_count", "param_slice_mappings", "param_alignment_paddings", "zero_stage")
+
+_FROZEN = "a parameter that the optimizer does not own (frozen)"
 
 
 def recognise(path: Path) -> bool:
@@ -71,56 +69,18 @@ class _Reader:
     def __init__(self, folder: Path, model: TorchFile, ranks: Sequence[Rank]):
         self.folder, self.model, self.ranks = folder, model, ranks
         self.states: dict[str, Any] = expect_dict(model.tree, model.path, "the file")
-        self.module: dict[str, Any] = dict(self.states.get("module") or {})
         self.files = Joined({model.path.name: model, **{rank.name: rank.file for rank in ranks}})
-        self.params: dict[TreePath, Consolidated] = {}
-        self.constants: dict[TreePath, np.ndarray] = {}
-        self.fate: dict[str, tuple[str, str]] = {}
-        self.twins: list[tuple[TreePath, str]] = []
+        self.found = Import("deepspeed", folder, self.files)
 
     def contents(self) -> Contents:
         groups = self._groups()
         for index, shapes in enumerate(groups):
             self._optimizer_group(index, shapes)
-        owned = {name for shapes in groups for name in shapes}
-        self._module(owned)
-        paths = [*self.params, *self.constants]
-        names = dict(zip(paths, leaf_names(paths), strict=True))
-        view = ConsolidatedView(self.files, {names[path]: param for path, param in self.params.items()})
-        constants = {names[path]: value for path, value in self.constants.items()}
-        arrays = _WithConstants(view, constants)
-        infos = arrays.arrays()
-        leaves = [Leaf(path, name, "array", infos[name].shape, infos[name].dtype.name) for path, name in names.items()]
-        extras = self._extras()
-
-        def where(leaf: Leaf) -> list[Piece]:
-            if leaf.path in self.constants:
-                return [Piece(self.ranks[0].name, f"optimizer_state_dict ({leaf.path[0]})", Box((), ()), Box((), ()))]
-            found: list[Piece] = []
-            for key, fragment in view.where(leaf.name):
-                file, _, item = key.partition(":")
-                found.append(Piece(file, item, fragment.source, fragment.target))
-            return found
-
-        def verify() -> Iterator[tuple[str, str | None]]:
-            for path, param in self.params.items():
-                label = "/".join(map(str, path))
-                yield from _compared(label, view, names[path], None, param)
-            for path, key in self.twins:
-                label = "/".join(map(str, path))
-                yield from _compared(label, view, names[path], (self.files, key), None)
-
-        return Contents(
-            "deepspeed",
-            str(self.folder),
-            leaves,
-            arrays,
-            account=self._account(extras),
-            extras=extras,
-            notes=self._check_mappings(),
-            verify=verify,
-            where=where,
-        )
+        self._check_mappings()
+        self._module({name for shapes in groups for name in shapes})
+        self._frozen()
+        self._extras()
+        return self.found.contents()
 
     def _groups(self) -> list[dict[str, Shape]]:
         """The parameters of each group, in the order in which they lie in its flat buffer."""
@@ -159,8 +119,7 @@ class _Reader:
         for state, tensors in flat.items():
             self._flat_state(state, tensors, shapes, gaps, length)
         for state, values in scalars.items():
-            for name in shapes:
-                self._group_scalar((Key("dict", state), Key("dict", name)), values)
+            self._group_scalar(state, values, list(shapes))
 
     def _gaps(self, index: int, shapes: Mapping[str, Shape]) -> dict[str, int]:
         """Elements of padding after each parameter, under `parameter_alignment`."""
@@ -210,25 +169,29 @@ class _Reader:
         stored = tuple(tensor.shape for tensor in tensors)
         keys = [rank.key(tensor) for rank, tensor in zip(self.ranks, tensors, strict=True)]
         for name, layout in flat_layouts(shapes, [length] * len(tensors), gaps).items():
-            self.params[Key("dict", state), Key("dict", name)] = _touched(replace(layout, shards=stored), keys)
-        for key in keys:
-            self.fate[key] = ("mapped", f"{state} of {len(shapes)} parameters")
+            param = touched(replace(layout, shards=stored), keys)
+            self.found.parameter(state, name, param, f"{state} of {len(shapes)} parameters")
 
-    def _group_scalar(self, path: TreePath, values: Sequence[Any]) -> None:
+    def _group_scalar(self, state: str, values: Sequence[Any], names: Sequence[str]) -> None:
         """A value that a group has once, such as its step: every parameter of the group gets it."""
+        first = self.ranks[0]
         if isinstance(values[0], StoredTensor):
             keys = [rank.key(tensor) for rank, tensor in zip(self.ranks, values, strict=True)]
-            found = [self.files.read(key, Box.whole(tensor.shape)) for key, tensor in zip(keys, values, strict=True)]
-            self.params[path] = Consolidated(Replicated().join([tensor.shape for tensor in values]), keys)
-            self.fate |= {key: ("mapped", f"{path[0]} of every parameter of its group") for key in keys}
+            read = [self.files.read(key, Box.whole(tensor.shape)) for key, tensor in zip(keys, values, strict=True)]
+            layout = Replicated().join([tensor.shape for tensor in values])
+            for name in names:
+                self.found.parameter(
+                    state, name, Consolidated(layout, keys), f"{state} of every parameter of its group"
+                )
         else:
             # A Python int has no dtype; optax counts in int32.
-            found = [np.asarray(value, np.int32 if isinstance(value, int) else None) for value in values]
-            self.constants[path] = found[0]
-        for rank, value in zip(self.ranks, found, strict=True):
-            if not same_bits(np.asarray(value), np.asarray(found[0])):
+            read = [np.asarray(value, np.int32 if isinstance(value, int) else None) for value in values]
+            for name in names:
+                self.found.constant(state, name, read[0], f"{first.name}:optimizer_state_dict ({state})")
+        for rank, value in zip(self.ranks, read, strict=True):
+            if not same_bits(np.asarray(value), np.asarray(read[0])):
                 raise FormatError(
-                    f"{rank.file.path}: {path[0]} is {value}, but {found[0]} in {self.ranks[0].name}; "
+                    f"{rank.file.path}: {state} is {value}, but {read[0]} in {first.name}; "
                     "the files are not of one step"
                 )
 
@@ -236,82 +199,66 @@ class _Reader:
         """The module's own tensors: copies of masters, tied names, buffers, and parameters without a master."""
         shared = {str(alias): str(owner) for alias, owner in (self.states.get("shared_params") or {}).items()}
         buffers = set(map(str, self.states.get("buffer_names") or ()))
-        for name, tensor in self.module.items():
+        for name, tensor in (self.states.get("module") or {}).items():
             if not isinstance(tensor, StoredTensor):
                 continue
             key = f"{self.model.path.name}:{tensor.key}"
-            path = Key("dict", "param"), Key("dict", name)
-            if name in owned or shared.get(name) in owned:
-                owner = path if name in owned else (Key("dict", "param"), Key("dict", shared[name]))
-                self.twins.append((owner, key))
-                what = f"a copy of {owner[1]}'s master in {tensor.dtype}, compared with it by verify"
-                self.fate[key] = ("skipped", what if name in owned else f"tied to {owner[1]}: {what}")
-                continue
-            if name in buffers:
-                path = Key("dict", "buffer"), Key("dict", name)
-                self.fate[key] = ("mapped", "a buffer of the model")
+            owner = name if name in owned else shared.get(name)
+            if owner in owned:
+                tied = "" if owner == name else f"tied to {owner}: "
+                reason = f"{tied}a copy of {owner}'s master in {tensor.dtype}, compared with it by verify"
+                self.found.twin("param", owner, key, reason)
+            elif name in buffers:
+                self.found.parameter("buffer", name, self._one(tensor), "a buffer of the model")
             else:
-                self.fate[key] = ("mapped", "a parameter that the optimizer does not own (frozen)")
-            self.params[path] = Consolidated(Unique().join([tensor.shape]), [key])
+                self.found.parameter(
+                    "param", name, self._one(tensor), "a parameter that the optimizer does not own (frozen)"
+                )
+
+    def _frozen(self) -> None:
+        """Frozen parameters, which ZeRO-2 saves a second time beside the module."""
         for name, tensor in (self.states.get("frozen_param_fragments") or {}).items():
             if not isinstance(tensor, StoredTensor):
                 continue
-            key = f"{self.model.path.name}:{tensor.key}"
-            frozen = Key("dict", "param"), Key("dict", str(name))
-            if key in self.fate:
-                continue
-            if frozen in self.params:
-                self.twins.append((frozen, key))
-                self.fate[key] = ("skipped", f"a second copy of {name}, compared with the first by verify")
+            if (Key("dict", "param"), Key("dict", name)) in self.found.params:
+                reason = f"a second copy of {name}, compared with the first by verify"
+                self.found.twin("param", name, f"{self.model.path.name}:{tensor.key}", reason)
             else:
-                self.params[frozen] = Consolidated(Unique().join([tensor.shape]), [key])
-                self.fate[key] = ("mapped", "a parameter that the optimizer does not own (frozen)")
+                self.found.parameter(
+                    "param", name, self._one(tensor), "a parameter that the optimizer does not own (frozen)"
+                )
 
-    def _extras(self) -> dict[str, Any]:
+    def _one(self, tensor: StoredTensor) -> Consolidated:
+        return Consolidated(Unique().join([tensor.shape]), [f"{self.model.path.name}:{tensor.key}"])
+
+    def _extras(self) -> None:
         """Everything else, by file: schedulers, counters, client state, loss scaler, hyper-parameters."""
-        read = self.files.read
-        extras: dict[str, Any] = {}
-        name = self.model.path.name
-        extras[name] = {k: as_json(v, name, read) for k, v in self.states.items() if k not in _DESCRIBED}
+        model = self.model.path.name
+        for name, value in self.states.items():
+            if name not in _DESCRIBED:
+                self.found.extra(model, name, value)
+            elif name != "module":
+                what = "says which tensor is which; its content is in the tree's names and shapes"
+                self.found.skip(f"{model}:{name}", "layout", what)
         for rank in self.ranks:
             top = expect_dict(rank.file.tree, rank.file.path, "the file")
-            rest = {k: v for k, v in top.items() if k != "optimizer_state_dict"}
-            rest |= {k: v for k, v in rank.state.items() if k not in _LAYOUT}
-            base = rank.state.get("base_optimizer_state")
-            if isinstance(base, dict) and "param_groups" in base:
-                rest["param_groups"] = base["param_groups"]
-            extras[rank.name] = {k: as_json(v, rank.name, read) for k, v in rest.items()}
-        return extras
-
-    def _account(self, extras: Mapping[str, Any]) -> list[Item]:
-        items: list[Item] = []
-        tensors = self.files.arrays()
-        for key, info in tensors.items():
-            fate, reason = self.fate.get(key, ("extra", "a tensor in an extra, kept with it"))
-            items.append(Item(key, f"{info.dtype} {list(info.shape)}", fate, reason))  # pyright: ignore[reportArgumentType]
-        for file, found in extras.items():
-            for name, value in found.items():
-                if f"{file}:{name}" not in tensors:
-                    items.append(Item(f"{file}:{name}", type(value).__name__, "extra", "kept as JSON"))
-        for name in _DESCRIBED[1:]:
-            if name in self.states:
-                what = "says which tensor is which; its content is in the tree's names and shapes"
-                items.append(Item(f"{self.model.path.name}:{name}", "layout", "skipped", what))
-        for rank in self.ranks:
-            for name in _LAYOUT[2:]:
-                if name in rank.state:
+            base = rank.state["base_optimizer_state"]
+            groups = {"param_groups": base["param_groups"]} if isinstance(base, dict) and "param_groups" in base else {}
+            for name, value in {**top, **rank.state, **groups}.items():
+                if name in _LAYOUT:
                     what = "says how partitions lie; consolidated parameters have no such thing"
-                    items.append(Item(f"{rank.name}:{name}", "layout", "skipped", what))
-        return items
+                    self.found.skip(f"{rank.name}:{name}", "layout", what)
+                elif name not in ("optimizer_state_dict", *_PARTITIONS):
+                    self.found.extra(rank.name, name, value)
 
-    def _check_mappings(self) -> list[str]:
-        """Compare each file's `param_slice_mappings` with the walk over `param_shapes`; what to tell the user.
+    def _check_mappings(self) -> None:
+        """Compare each file's `param_slice_mappings` with the walk over `param_shapes`, and note where they differ.
 
         Raises FormatError where a file's mappings are those of another rank: it was renamed.
         """
         expected: list[dict[str, tuple[int, int]]] = [{} for _ in self.ranks]
         names = [rank.name for rank in self.ranks]
-        for (state, name), param in self.params.items():
+        for (state, name), param in self.found.params.items():
             for fragment in param.layout.fragments if state.name == "param" else ():
                 file = param.keys[fragment.shard].partition(":")[0]
                 if file in names:
@@ -331,28 +278,11 @@ class _Reader:
                         "the file was renamed, or belongs to another run"
                     )
                 differ.append(rank.name)
-        if not differ:
-            return []
-        return [
-            f"param_slice_mappings of {', '.join(differ)} describe another order than the flat buffers have "
-            "(DeepSpeed writes them so under round_robin_gradients); the order of param_shapes was used"
-        ]
-
-
-@dataclass(frozen=True)
-class _WithConstants:
-    """A source with some more arrays that are in memory."""
-
-    source: ArraySource
-    constants: Mapping[str, np.ndarray]
-
-    def arrays(self) -> Mapping[str, ArrayInfo]:
-        return {**self.source.arrays(), **{key: ArrayInfo(a.shape, a.dtype) for key, a in self.constants.items()}}
-
-    def read(self, key: str, box: Box) -> np.ndarray:
-        if key in self.constants:
-            return self.constants[key][box.index].copy()
-        return self.source.read(key, box)
+        if differ:
+            self.found.notes.append(
+                f"param_slice_mappings of {', '.join(differ)} describe another order than the flat buffers have "
+                "(DeepSpeed writes them so under round_robin_gradients); the order of param_shapes was used"
+            )
 
 
 def _group_state(rank: Rank, index: int) -> dict[str, Any]:
@@ -362,41 +292,3 @@ def _group_state(rank: Rank, index: int) -> dict[str, Any]:
         return dict(base[index])
     state = expect_dict(base, rank.file.path, "base_optimizer_state").get("state") or {}
     return dict(state.get(index) or {})
-
-
-def _touched(layout: ParamLayout, keys: Sequence[str]) -> Consolidated:
-    """The parameter with only those shards that hold a part of it."""
-    used = sorted({fragment.shard for fragment in layout.fragments})
-    place = {shard: i for i, shard in enumerate(used)}
-    fragments = tuple(replace(f, shard=place[f.shard]) for f in layout.fragments)
-    return Consolidated(
-        replace(layout, shards=tuple(layout.shards[i] for i in used), fragments=fragments), [keys[i] for i in used]
-    )
-
-
-def _compared(
-    label: str,
-    view: ConsolidatedView,
-    name: str,
-    twin: tuple[ArraySource, str] | None,
-    param: Consolidated | None,
-) -> Iterator[tuple[str, str | None]]:
-    """Compare a parameter with its twin, cast to the twin's dtype; or its replicas with each other."""
-    info = view.arrays()[name]
-    if param is not None and len(param.layout.replicas) == len(param.layout.fragments):
-        return
-    fault = None
-    for box in row_boxes(info.shape, info.dtype.itemsize, VERIFY_BYTES):
-        try:
-            if twin is None:
-                view.compare_replicas(name, box)
-                continue
-        except CorruptData as error:
-            fault = str(error)
-            break
-        source, key = twin
-        copy = source.read(key, box)
-        if not same_bits(view.read(name, box).astype(copy.dtype), np.asarray(copy)):
-            fault = f"{label}: the master, rounded to {copy.dtype}, is not the copy at {key} in {box}"
-            break
-    yield label, fault
