@@ -97,6 +97,7 @@ def plan_restore(
     """
     if target is None:
         placements = [_place(leaf, leaf.kind, None, mesh, rules, cast) for leaf in leaves]
+        _check_shardings(placements)
         return RestorePlan(placements)
     pairs = match(leaves, target, partial, bool(cast))
     placements = [_place(leaf, kind_of(node), node.value, mesh, rules, cast, node.axes) for node, leaf in pairs]

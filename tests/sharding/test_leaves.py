@@ -243,6 +243,17 @@ def test_casting_happens_only_where_it_is_asked_for(tmp_path):
     assert same(checkpoint.restore(target, cast=True)["w"], tree["w"].astype(np.float16))
 
 
+def test_replicas_restored_from_one_read_do_not_share_what_training_may_overwrite(tmp_path):
+    checkpoint = save(tmp_path / "c", {"w": np.zeros((256, 1024), np.float32)})
+    target = {"w": jax.ShapeDtypeStruct((256, 1024), np.float32, sharding=NamedSharding(MESH, P()))}
+    first, second = checkpoint.restore(target)["w"], checkpoint.restore(target)["w"]
+    step = jax.jit(lambda x: x + 1, donate_argnums=0)
+    for _ in range(3):
+        first = step(first)
+    assert all((np.asarray(shard.data) == 3).all() for shard in first.addressable_shards)
+    assert all((np.asarray(shard.data) == 0).all() for shard in second.addressable_shards)
+
+
 def test_rules_go_by_label_first_then_by_logical_axes_then_by_what_was_saved(tmp_path):
     @dataclass
     class Sizes:
