@@ -152,6 +152,16 @@ def rows_of_chunks(shape: Sequence[int], chunk: Sequence[int], itemsize: int, ma
     return tuple(block)
 
 
+def whole_chunks(box: Box, chunk: Sequence[int]) -> Box:
+    """The block of whole chunks around a box; at the high edge of the array it may reach past it.
+
+    >>> str(whole_chunks(Box((3, 0), (5, 9)), (4, 8)))
+    '[0:8, 0:16]'
+    """
+    start = tuple(a // c * c for a, c in zip(box.start, chunk, strict=True))
+    return Box(start, tuple(-(-b // c) * c for b, c in zip(box.stop, chunk, strict=True)))
+
+
 def grid_place(box: Box, chunk: Sequence[int]) -> Shape:
     """The place in the grid of `chunk` of the block that begins where `box` does."""
     return tuple(a // c for a, c in zip(box.start, chunk, strict=True))

@@ -9,7 +9,15 @@ from pathlib import Path
 import numpy as np
 
 from jax_ucp.errors import CorruptData
-from jax_ucp.layout.blocks import INNER_BYTES, OUTER_BYTES, Chunks, chunk_shapes, grid_boxes, grid_place
+from jax_ucp.layout.blocks import (
+    INNER_BYTES,
+    OUTER_BYTES,
+    Chunks,
+    chunk_shapes,
+    grid_boxes,
+    grid_place,
+    whole_chunks,
+)
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Metadata, digest
 from jax_ucp.storage.budget import DEFAULT_BUDGET, run_bounded, threads
@@ -20,22 +28,19 @@ from jax_ucp.storage.orbax_tree import orbax_files
 from jax_ucp.storage.source import ArrayInfo
 from jax_ucp.storage.zarr import METADATA_FILE, Commit, ZarrStore, chunk_name, require_storable, write_part
 
-# A block in flight is held as read, as TensorStore encodes it, and where a flat shard gives whole rows
-# as the rows that were read around it.
+# A block in flight is held as read, and as TensorStore encodes it. Beside that there is what was read around it:
+# the rows that a flat shard gives whole, or the chunks that it lies in.
 COPIES_IN_FLIGHT = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One read and one write: `box` of array `key`, `nbytes` of data."""
+    """One read and one write: `box` of array `key`, `nbytes` of data, `cost` bytes of memory while it is in flight."""
 
     key: str
     box: Box
     nbytes: int
-
-    @property
-    def cost(self) -> int:
-        return COPIES_IN_FLIGHT * self.nbytes
+    cost: int
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,7 @@ def plan_copy(contents: Contents, budget_bytes: int = DEFAULT_BUDGET) -> CopyPla
     Raises UnsupportedLeaf for a dtype that the universal format does not have.
     """
     outer = max(1, min(OUTER_BYTES, budget_bytes // (COPIES_IN_FLIGHT * threads())))
+    stored = contents.arrays.arrays()
     arrays: dict[str, ArrayInfo] = {}
     chunks: dict[str, Chunks] = {}
     blocks: list[Block] = []
@@ -73,8 +79,10 @@ def plan_copy(contents: Contents, budget_bytes: int = DEFAULT_BUDGET) -> CopyPla
             require_storable(leaf.label, info.dtype)
             size = info.dtype.itemsize
             chunks[leaf.name] = chunk_shapes(leaf.shape, size, None, min(INNER_BYTES, outer), outer)
-            boxes = grid_boxes(leaf.shape, chunks[leaf.name].outer)
-            blocks += [Block(leaf.name, box, box.size * size) for box in boxes if box.size]
+            chunk = stored[leaf.name].chunk
+            for box in grid_boxes(leaf.shape, chunks[leaf.name].outer):
+                around = whole_chunks(box, chunk).size if chunk else box.size
+                blocks.append(Block(leaf.name, box, box.size * size, (2 * box.size + around) * size))
     return CopyPlan(arrays, chunks, blocks, budget_bytes)
 
 
