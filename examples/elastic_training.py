@@ -7,7 +7,7 @@ was lost. The same training is also done without any interruption, once on each 
 
 A mesh decides the order in which numbers are added, so even uninterrupted runs differ in the last bits, and
 training makes the difference grow. How far they part is measured here: the largest difference between any two of
-them at any step is the spread. The interrupted run has to stay within 3 spreads of the uninterrupted one on (4, 2).
+them at any step is the spread. At every step the interrupted run has to be within one spread of an uninterrupted one.
 
 `--negative-control` sets AdamW's moments to zero after every restore. The check must then fail, and does, with some
 hundred thousand spreads. By eye one would have let it pass: its loss falls faster.
@@ -43,7 +43,6 @@ import jax_ucp as ucp
 TEXT = Path(__file__).parent / "data" / "lighthouse_log.txt"
 SEED = 0
 HIDDEN, HEADS, LAYERS, SEQUENCE, BATCH = 64, 4, 2, 64, 16
-SPREADS_ALLOWED = 3
 
 MeshShape = tuple[int, int]  # devices along "data", devices along "model"
 
@@ -201,7 +200,7 @@ def losses_of(run: Run, directory: Path, options: Sequence[str]) -> dict[int, fl
 def verdict(
     interrupted: Mapping[int, tuple[MeshShape, float]], uninterrupted: Mapping[MeshShape, Mapping[int, float]]
 ) -> bool:
-    """Print both curves side by side; whether they part by no more than the spread allows."""
+    """Print both curves side by side; whether they part by no more than uninterrupted runs do among themselves."""
     reference = uninterrupted[4, 2]
     print(f"\n{'step':>4}  {'mesh':>6}  {'interrupted':>11}  {'uninterrupted':>13}  {'difference':>10}")
     for step, (mesh, loss) in sorted(interrupted.items()):
@@ -209,11 +208,14 @@ def verdict(
         print(f"{step:4}  {mesh}  {loss:11.6f}  {reference[step]:13.6f}  {difference:10.1e}")
 
     spread = max(np.ptp([losses[step] for losses in uninterrupted.values()]) for step in reference)
-    largest = max(abs(interrupted[step][1] - reference[step]) for step in reference)
-    same = bool(largest <= SPREADS_ALLOWED * spread)
-    print(f"\nspread of the uninterrupted runs:           {spread:.2e}")
-    print(f"allowed for the interrupted run:            {SPREADS_ALLOWED * spread:.2e} ({SPREADS_ALLOWED} spreads)")
-    print(f"largest difference of the interrupted run:  {largest:.2e}")
+    parted = {
+        step: min(abs(loss - losses[step]) for losses in uninterrupted.values())
+        for step, (_, loss) in interrupted.items()
+    }
+    largest = max(parted.values())
+    same = bool(largest <= spread)
+    print(f"\nspread of the uninterrupted runs:                      {spread:.2e}")
+    print(f"largest distance of the interrupted run from them all: {largest:.2e}")
     print("The runs agree." if same else "The runs part: the state was not restored as it was saved.")
     return same
 

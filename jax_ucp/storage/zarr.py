@@ -186,8 +186,7 @@ def is_unfinished(path: Path) -> bool:
 def open_store(path: str | os.PathLike[str]) -> tuple[Metadata, ZarrStore]:
     """The metadata and the arrays of the universal checkpoint at `path`.
 
-    Raises NotACheckpoint if it was never committed, CorruptData if a file has another size than it must
-    have, or is not there. Reads no array data.
+    Raises NotACheckpoint if it was never committed, CorruptData if `ucp.json` is damaged. Reads no array data.
     """
     directory = Directory(path)
     data = directory.read(METADATA_FILE)
@@ -206,7 +205,7 @@ def open_store(path: str | os.PathLike[str]) -> tuple[Metadata, ZarrStore]:
 
 
 def missing_files(metadata: Metadata, store: ZarrStore) -> list[str]:
-    """What files of a checkpoint are missing or have another size than they must have."""
+    """What files of a checkpoint are missing. A file of another size is found when it is read."""
     there = set(store.directory.files())
     return [f"{store.directory}/{name} is missing" for name in _all_files(metadata, store) if name not in there]
 

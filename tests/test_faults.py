@@ -1,0 +1,427 @@
+"""A damaged checkpoint is an error, an unfinished one is none at all, and neither is ever other data.
+
+The negative controls are here too: what the comparisons would say of data that are wrong and valid.
+"""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jax_ucp as ucp
+from jax_ucp import metadata
+from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
+from workers.killed import BUDGET, STEPS, tree_of_step
+from workers.stock import digests
+
+WORKERS = Path(__file__).parent / "workers"
+FLIPS = 200
+KILLS = 50
+
+
+@pytest.fixture(scope="module")
+def stock() -> Iterator[Callable[[Path], dict[str, Any]]]:
+    """What stock Orbax makes of a path, in a process without jax_ucp: `arrays` or `error`."""
+    command = [sys.executable, "-W", "ignore", str(WORKERS / "stock.py")]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+
+        def restore(path: Path) -> dict[str, Any]:
+            print(path, file=process.stdin, flush=True)
+            return json.loads(process.stdout.readline())
+
+        yield restore
+        process.stdin.close()
+
+
+def save_with_manager(root: Path, step: int, tree: Any) -> Path:
+    with ocp.CheckpointManager(root, item_handlers=ucp.CheckpointHandler()) as manager:
+        manager.save(step, args=ucp.args.Save(tree))
+    return root / str(step) / "default"
+
+
+def comparable(leaf: Any) -> Any:
+    """What of a leaf must be the same after a restore: kind, dtype, shape and every bit."""
+    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return "key", str(jax.random.key_impl(leaf)), comparable(jax.random.key_data(leaf))
+    if isinstance(leaf, jax.Array | np.ndarray):
+        array = np.asarray(leaf)
+        return str(array.dtype), array.shape, array.tobytes()
+    return type(leaf), leaf
+
+
+def differences(found: Any, want: Any) -> list[str]:
+    """Where two trees differ, in any node or any bit; host and device arrays are the same."""
+    pairs = [jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is None) for tree in (found, want)]
+    (found_leaves, found_tree), (want_leaves, want_tree) = pairs
+    if found_tree != want_tree:
+        return [f"{found_tree} is not {want_tree}"]
+    return [
+        jax.tree_util.keystr(path)
+        for (path, a), (_, b) in zip(found_leaves, want_leaves, strict=True)
+        if comparable(a) != comparable(b)
+    ]
+
+
+def data_files(item: Path) -> list[Path]:
+    """The files of array data: what is called `c`, and all below a directory of that name."""
+    return sorted(path for path in item.rglob("*") if path.is_file() and "c" in path.relative_to(item).parts)
+
+
+def array_of(item: Path, file: Path) -> str:
+    parts = file.relative_to(item).parts
+    return "/".join(parts[: parts.index("c")])
+
+
+def part_of_shard(data: bytes, at: int) -> str:
+    """Which part of a zarr v3 shard the byte at an offset belongs to; the index is at the end, with its crc32c."""
+    after_index = len(data) - 4
+    for chunks in range(1, len(data)):
+        begin = after_index - 16 * chunks
+        index = np.frombuffer(data[begin:after_index], "<u8").reshape(chunks, 2)
+        if index.sum(axis=0)[1] == begin:
+            break
+    if at >= begin:
+        return "index" if at < after_index else "checksum of index"
+    stops = index.sum(axis=1).tolist()
+    return "checksum" if any(stop - 4 <= at < stop for stop in stops) else "data"
+
+
+@contextlib.contextmanager
+def changed(file: Path, data: bytes) -> Iterator[None]:
+    """The file with other content, for a while."""
+    before = file.read_bytes()
+    file.write_bytes(data)
+    try:
+        yield
+    finally:
+        file.write_bytes(before)
+
+
+def flipped(data: bytes, at: int, bit: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
+
+
+def faults_of(item: Path) -> list[str]:
+    """What opening or verifying a checkpoint finds wrong with it."""
+    try:
+        return [fault for _, fault in ucp.open(item).verify() if fault]
+    except FormatError as error:
+        return [str(error)]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> tuple[Path, Any]:
+    """A checkpoint whose arrays have one chunk or several, inner and outer, and files of 25 bytes to 3 MiB."""
+    rng = np.random.default_rng(0)
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+
+    def put(array: np.ndarray, *spec: str | None) -> jax.Array:
+        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    tree = {
+        "kernel": put(rng.standard_normal((1024, 768), np.float32), "data", "model"),
+        "embedding": put(rng.standard_normal((768, 1024), np.float32)),
+        "bfloat16": put(rng.standard_normal((1030, 1001), np.float32).astype(ml_dtypes.bfloat16)),
+        "int8": rng.integers(-128, 128, (1500, 1000), np.int8),
+        "layers": [{"scale": put(rng.standard_normal((3, 5, 7), np.float32)), "on": np.array([True])}],
+        "rng": jax.random.key(1),
+        "name": "adam",
+        "step": 7,
+    }
+    return save_with_manager(tmp_path_factory.mktemp("saved"), 1, tree), tree
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> tuple[Path, Any]:
+    tree = {
+        "same": [np.arange(i, i + 6, dtype=np.float32).reshape(2, 3) for i in (10, 20)],
+        "zeros": np.zeros(3, np.float32),
+        "scales": (np.float32(0.5), np.int8(-3)),
+        "rng": jax.random.key(1),
+        "name": "adam",
+        "step": 7,
+    }
+    return save_with_manager(tmp_path_factory.mktemp("small"), 1, tree), tree
+
+
+def test_any_flipped_bit_of_array_data_is_an_error_to_us_and_to_stock_orbax(saved, stock):
+    """Files are drawn alike, large or small, so that checksums and indices are hit as well as data."""
+    item, tree = saved
+    files, draw = data_files(item), random.Random(0)
+    by_us, by_stock, parts = 0, 0, Counter()
+    assert stock(item) == {"arrays": digests(tree)}
+    for _ in range(FLIPS):
+        file = draw.choice(files)
+        data, name = file.read_bytes(), array_of(item, file)
+        at, bit = draw.randrange(len(data)), draw.randrange(8)
+        parts[part_of_shard(data, at)] += 1
+        with changed(file, flipped(data, at, bit)):
+            try:
+                ucp.open(item).restore()
+            except CorruptData as error:
+                by_us += f"{item / name}:" in str(error)
+            by_stock += f"{name}/" in stock(item).get("error", "")
+    assert (by_us, by_stock) == (FLIPS, FLIPS)
+    assert set(parts) == {"data", "checksum", "index", "checksum of index"}, parts
+    assert differences(ucp.open(item).restore(), tree) == []
+    assert stock(item) == {"arrays": digests(tree)}
+
+
+def test_without_checksums_a_flipped_bit_is_other_data_and_the_comparison_sees_it(tmp_path):
+    want = np.arange(1000, dtype=np.float32)
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{tmp_path}/x/"}}
+    ts.open(spec, create=True, dtype=ts.float32, shape=[1000]).result()[...] = want
+    file = tmp_path / "x" / "c" / "0"
+    with changed(file, flipped(file.read_bytes(), 2001, 3)):
+        found = ts.open(spec).result().read().result()
+    assert differences({"x": want}, {"x": want}) == []
+    assert differences({"x": found}, {"x": want}) == ["['x']"]
+
+
+def test_valid_chunks_of_other_data_are_seen_by_the_comparison_and_by_verify(small, tmp_path):
+    """One sign of one zero: a file that TensorStore wrote, with good checksums, of data that were not saved."""
+    item, tree = small
+    copy = shutil.copytree(item, tmp_path / "copy")
+    ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{copy}/zeros/"}}).result()[1] = -0.0
+    assert differences(ucp.open(copy).restore(), tree) == ["['zeros']"]
+    assert [fault.partition(":")[0] for fault in faults_of(copy)] == [f"{copy}/zeros"]
+
+
+@pytest.mark.parametrize(
+    ("found", "want"),
+    [
+        ({"a": 1}, {"a": np.int64(1)}),
+        ({"a": 1}, {"a": True}),
+        ({"a": (1, 2)}, {"a": [1, 2]}),
+        ({"a": None}, {}),
+        ({"a": np.zeros(2, np.int8)}, {"a": np.zeros(2, np.uint8)}),
+        ({"a": np.zeros((1, 2))}, {"a": np.zeros((2, 1))}),
+        ({"a": jax.random.key(1)}, {"a": jax.random.key_data(jax.random.key(1))}),
+    ],
+)
+def test_the_comparison_sees_kinds_and_nodes(found, want):
+    assert differences(found, found) == differences(want, want) == []
+    assert len(differences(found, want)) == 1
+
+
+def test_any_flipped_bit_of_ucp_json_is_an_error(small):
+    """Every bit there is, through the function that opening calls."""
+    item, _ = small
+    data = (item / "ucp.json").read_bytes()
+    metadata.decode(data, "ucp.json")
+    missed = []
+    for at in range(len(data)):
+        for bit in range(8):
+            try:
+                metadata.decode(flipped(data, at, bit), "ucp.json")
+            except FormatError:
+                continue
+            missed.append((at, data[at - 20 : at + 20]))
+    assert missed == []
+
+
+def test_a_flipped_bit_in_any_other_file_is_found_by_opening_or_by_verify(small):
+    item, tree = small
+    draw = random.Random(1)
+    others = sorted({path for path in item.rglob("*") if path.is_file()} - set(data_files(item)))
+    others = [path for path in others if path.name != "commit_success.txt"]  # of Orbax, which reads none on a disk
+    assert {path.name for path in others} == {
+        *("ucp.json", "_METADATA", "_sharding", "_strings.json", "process_0", "zarr.json")
+    }
+    assert faults_of(item) == []
+    missed = []
+    for file in others:
+        data = file.read_bytes()
+        for _ in range(16):
+            at, bit = draw.randrange(len(data)), draw.randrange(8)
+            with changed(file, flipped(data, at, bit)):
+                faults = faults_of(item)
+            if not any(str(file) in fault for fault in faults):
+                missed.append((file.name, at, bit, faults))
+    assert missed == []
+    assert differences(ucp.open(item).restore(), tree) == []
+
+
+def test_a_missing_data_file_is_an_error_and_never_zeros(small, tmp_path, stock):
+    item, _ = small
+    for n, file in enumerate(data_files(item)):
+        copy = shutil.copytree(item, tmp_path / str(n))
+        opened, name = ucp.open(copy), array_of(item, file)
+        (copy / file.relative_to(item)).unlink()
+        with pytest.raises(CorruptData, match=f"{name}/c"):
+            ucp.open(copy)
+        with pytest.raises(CorruptData, match=f"{name}: "):
+            opened.restore()
+        assert f"{name}/" in stock(copy)["error"]
+
+
+def test_a_missing_file_of_metadata_is_an_error(small, tmp_path):
+    item, _ = small
+    names = list(metadata.decode((item / "ucp.json").read_bytes(), "ucp.json").files)
+    for n, name in enumerate(names):
+        copy = shutil.copytree(item, tmp_path / str(n))
+        (copy / name).unlink()
+        with pytest.raises(CorruptData, match=name):
+            ucp.open(copy)
+
+
+def test_a_data_file_that_is_too_short_or_too_long_is_an_error(small):
+    item, _ = small
+    for file in data_files(item):
+        data = file.read_bytes()
+        for length in range(len(data)):
+            with changed(file, data[:length]), pytest.raises(CorruptData, match=f"{array_of(item, file)}: "):
+                ucp.open(item).restore()
+        with changed(file, data + b"\0"), pytest.raises(CorruptData, match=f"{array_of(item, file)}: "):
+            ucp.open(item).restore()
+
+
+def test_swapped_data_files_are_found_by_verify(saved, small):
+    """Each file is whole and has good checksums, so that only the digests in `ucp.json` know of it."""
+    for (item, tree), one, other in (
+        (saved, "kernel/c/0/0", "kernel/c/3/0"),
+        (small, "same.0/c/0/0", "same.1/c/0/0"),
+    ):
+        a, b = item / one, item / other
+        before = a.read_bytes(), b.read_bytes()
+        with changed(a, before[1]), changed(b, before[0]):
+            assert differences(ucp.open(item).restore(), tree) != []
+            faults = faults_of(item)
+        assert len(faults) == 2
+        for file in (one, other):
+            assert any(f"{item / array_of(item, item / file)}: the data of" in fault for fault in faults)
+        assert faults_of(item) == []
+
+
+@pytest.fixture(scope="module")
+def trees() -> Mapping[int, Any]:
+    return {step: tree_of_step(step) for step in STEPS}
+
+
+def killed(job: str, root: Path, source: Path | str = "", times: int = KILLS) -> list[tuple[Path, str]]:
+    """Kills at that many random times, and one at each moment of the last commit: where, and the moment before."""
+    order = {"job": job, "root": str(root), "source": str(source), "times": times, "seed": 0}
+    one_thread = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, str(WORKERS / "killed.py"), json.dumps(order)]
+    done = subprocess.run(command, env=one_thread, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return [(Path(kill["root"]), kill["last"]) for kill in json.loads(done.stdout)]
+
+
+def opened_below(root: Path) -> Iterator[tuple[Path, Any]]:
+    """Every directory below `root` that opens as a checkpoint, restored."""
+    for directory, _, _ in os.walk(root):
+        with contextlib.suppress(NotACheckpoint, FormatError):
+            yield Path(directory), ucp.open(directory).restore()
+
+
+def test_a_save_killed_at_any_moment_leaves_whole_steps_and_nothing_else_that_opens(tmp_path, trees):
+    """Real SIGKILLs, at 50 times drawn uniformly over the duration of two asynchronous saves with
+    `CheckpointManager`, and at each step of the second commit: before and after each file of it that we write,
+    and before each file that Orbax writes, renames or removes.
+    """
+    kills = killed("save", tmp_path)
+    outcomes = Counter()
+    for root, moment in kills:
+        whole = set()
+        for directory, found in opened_below(root):
+            step = int(directory.relative_to(root).parts[0].partition(".")[0])
+            assert differences(found, trees[step]) == [], (moment, directory)
+            whole.add(step)
+        with ocp.CheckpointManager(root, item_handlers=ucp.CheckpointHandler()) as manager:
+            steps = manager.all_steps()
+            assert steps == list(STEPS[: len(steps)])
+            assert manager.latest_step() == (steps[-1] if steps else None)
+            assert set(steps) <= whole, (moment, steps)
+            manager.save(9, args=ucp.args.Save(trees[1]))
+            manager.wait_until_finished()
+            for step in manager.all_steps():
+                assert differences(manager.restore(step), trees[1 if step == 9 else step]) == [], (moment, step)
+        outcomes[len(steps)] += 1
+        shutil.rmtree(root)
+    assert len(kills) > KILLS
+    assert set(outcomes) == {0, 1, 2}, f"{outcomes} whole steps: no kill before, between or after the commits"
+
+
+def file_bytes(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory, trees) -> Path:
+    """A checkpoint of stock Orbax, with its arrays in many blocks of a convert."""
+    path = tmp_path_factory.mktemp("stock") / "saved"
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, {key: value for key, value in trees[1].items() if key != "name"})  # it takes no strings
+    return path
+
+
+def test_a_convert_killed_at_any_moment_is_completed_by_the_same_convert(tmp_path, source):
+    """Real SIGKILLs, at 50 times drawn uniformly over the duration of `jax-ucp convert`, and at each step from
+    the last block to the end: before and after each file we write, and before each that is opened or removed.
+    """
+    kills = killed("convert", tmp_path, source)
+    want = ucp.open(source).restore()
+    whole = file_bytes(tmp_path / "whole0" / "converted")
+    outcomes = Counter()
+    for root, moment in kills:
+        opened = list(opened_below(root))
+        for directory, found in opened:
+            assert directory == root / "converted", moment
+            assert differences(found, want) == [], moment
+        if file_bytes(root / "converted") == whole:
+            with pytest.raises(FileExistsError, match="is a checkpoint already"):
+                ucp.open(source).save(root / "converted", budget_bytes=BUDGET)
+        else:
+            again = ucp.open(source).save(root / "converted", budget_bytes=BUDGET)
+            assert differences(again.restore(), want) == [], moment
+        assert faults_of(root / "converted") == [], moment
+        assert file_bytes(root / "converted") == whole, moment
+        outcomes[len(opened)] += 1
+        shutil.rmtree(root)
+    assert len(kills) > KILLS
+    assert set(outcomes) == {0, 1}, f"{outcomes}: no kill before, or none after the commit"
+
+
+@pytest.mark.parametrize("job", ["save", "convert"])
+def test_what_a_kill_in_the_commit_leaves_is_refused_or_whole_to_stock_orbax_and_to_us(
+    job, tmp_path, trees, source, stock
+):
+    """Kills at each moment of the commit, when all arrays are on disk. Stock Orbax reads the directory from the
+    moment its own last file is there, which is just before ours: all that it then reads is right.
+    """
+    want = digests(trees[STEPS[-1]] if job == "save" else ucp.open(source).restore())
+    answers = Counter()
+    for root, moment in killed(job, tmp_path, source, times=0):
+        # Stock Orbax refuses the temporary directories of a save by their names: take that away.
+        item = max({path.parents[1] for path in root.rglob("zarr.json")}).rename(tmp_path / "item")
+        files = {name: (item / name).exists() for name in ("_METADATA", "ucp.json")}
+        if files["_METADATA"]:
+            assert stock(item) == {"arrays": want}, moment
+        else:
+            assert "error" in stock(item), moment
+        if files["ucp.json"]:
+            assert digests(ucp.open(item).restore()) == want, moment
+        else:
+            with pytest.raises(NotACheckpoint):
+                ucp.open(item)
+        shutil.rmtree(item)
+        answers[tuple(files.values())] += 1
+    assert set(answers) == {(False, False), (True, False), (True, True)}
