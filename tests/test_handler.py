@@ -1,5 +1,6 @@
 """Beside Orbax: it reads what we write, without us; we read what it writes; and its manager drives us."""
 
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -183,3 +184,11 @@ def test_a_tree_that_cannot_be_saved_is_refused_before_orbax_begins(tmp_path):
         with pytest.raises(ucp.errors.UnsupportedLeaf, match=r"a/0 is a builtins\.object"):
             manager.save(0, args=ucp.args.Save({"a": [object()]}))
         assert manager.all_steps() == []
+
+
+def test_a_checkpoint_of_ours_without_its_ucp_json_is_not_taken_for_one_of_orbax(ours, tmp_path):
+    shutil.copytree(ours / "5", tmp_path / "5")
+    (tmp_path / "5" / "default" / "ucp.json").unlink()
+    for path in (tmp_path / "5", tmp_path / "5" / "default"):
+        with pytest.raises(ucp.errors.NotACheckpoint, match=r"a universal checkpoint without its ucp\.json"):
+            ucp.open(path)

@@ -33,11 +33,11 @@ def open_contents(path: str | os.PathLike[str]) -> Contents:
     at = Path(path)
     if not at.exists():
         raise NotACheckpoint(f"{path} does not exist")
+    if Ledger.begun(at) and not universal.recognise(at):
+        raise NotACheckpoint(f"{path} is an unfinished conversion: run the same convert again to complete it")
     for recognise, _, opener in FORMATS:
         if recognise(at):
             return opener(at)
-    if Ledger.begun(at):
-        raise NotACheckpoint(f"{path} is an unfinished conversion: run the same convert again to complete it")
     if at.is_dir() and (steps := sorted((p for p in at.iterdir() if orbax.is_step(p)), key=_natural)):
         last = steps[-1].name
         raise NotACheckpoint(f"{path} holds the steps {', '.join(p.name for p in steps)}: open one, {path}/{last}")

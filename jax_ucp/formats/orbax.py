@@ -21,14 +21,12 @@ from jax_ucp.storage.contents import Contents, Item, Piece
 from jax_ucp.storage.directory import Directory
 from jax_ucp.storage.orbax_tree import TREE_FILE, OrbaxTree, read_orbax_tree
 from jax_ucp.storage.source import ArrayInfo
-from jax_ucp.storage.zarr import is_unfinished
 
 STEP_FILE = "_CHECKPOINT_METADATA"
 
 
 def recognise(path: Path) -> bool:
-    # Shortly before a universal checkpoint is committed it has this file too.
-    return (path / TREE_FILE).is_file() and not is_unfinished(path)
+    return (path / TREE_FILE).is_file()
 
 
 def open_orbax(path: Path) -> Contents:

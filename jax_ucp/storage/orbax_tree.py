@@ -15,13 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.errors import FormatError
-from jax_ucp.metadata import Axes, Key, KeyKind, Leaf, LeafKind, SavedSharding
+from jax_ucp.errors import FormatError, NotACheckpoint
+from jax_ucp.metadata import VERSION, Axes, Key, KeyKind, Leaf, LeafKind, SavedSharding
 from jax_ucp.storage.directory import Directory
 
 TREE_FILE = "_METADATA"
 SHARDING_FILE = "_sharding"
 STRINGS_FILE = "_strings.json"
+
+# In `custom_metadata`, which stock Orbax leaves to its users: this tree belongs to a universal checkpoint.
+MARK = "jax_ucp"
 
 _SEQUENCE, _DICT = 1, 2
 _VALUE_TYPES: dict[LeafKind, str] = {
@@ -72,7 +75,7 @@ def orbax_files(leaves: Sequence[Leaf], arrays: Mapping[str, tuple[int, ...]]) -
     if strings:
         files[STRINGS_FILE] = strings
     # Last, because stock Orbax takes the directory for a checkpoint when this file is there.
-    files[TREE_FILE] = {"tree_metadata": tree, **about, "custom_metadata": None}
+    files[TREE_FILE] = {"tree_metadata": tree, **about, "custom_metadata": {MARK: VERSION}}
     return {name: json.dumps(content).encode() for name, content in files.items()}
 
 
@@ -92,9 +95,15 @@ class OrbaxTree:
 def read_orbax_tree(directory: Directory) -> OrbaxTree:
     """The tree of the stock PyTree checkpoint in `directory`.
 
-    Raises FormatError where a file is not JSON, or says something stock Orbax 0.12 does not.
+    Raises FormatError where a file is not JSON, or says something stock Orbax 0.12 does not; NotACheckpoint
+    where it belongs to a universal checkpoint without its `ucp.json`, which stock would read half of.
     """
     content = _json(directory, TREE_FILE)
+    if MARK in (content.get("custom_metadata") or {}):
+        raise NotACheckpoint(
+            f"{directory} is a universal checkpoint without its ucp.json: it was never finished, or the file is lost. "
+            "If a conversion was stopped here, run it again."
+        )
     shardings = {base64.b64decode(k).decode(): json.loads(v) for k, v in _json(directory, SHARDING_FILE, {}).items()}
     strings = _json(directory, STRINGS_FILE, {})
     impls: dict[str, str] = {}

@@ -10,7 +10,6 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -176,11 +175,6 @@ class Commit:
         for process in range(self.processes):
             directory.delete(_part_name(process))
         return metadata
-
-
-def is_unfinished(path: Path) -> bool:
-    """Whether the arrays of a universal checkpoint were written to a local directory, but never committed."""
-    return not (path / METADATA_FILE).exists() and any(path.glob(_part_name("*")))
 
 
 def open_store(path: str | os.PathLike[str]) -> tuple[Metadata, ZarrStore]:
