@@ -139,9 +139,9 @@ class Checkpoint:
         named = {name: Parameter(name, states, self._contents) for name, states in found.items() if "param" in states}
         return Parameters(named)
 
-    def where(self, label: str) -> Sequence[Piece]:
-        """Which files hold the bytes of a leaf (`param/layers.0.mlp.weight`), block by block."""
-        return self._contents.where(self._leaf(label))
+    def where(self, leaf: str | Leaf) -> Sequence[Piece]:
+        """Which files hold the bytes of a leaf, or of that with a label (`param/layers.0.mlp.weight`)."""
+        return self._contents.where(self._leaf(leaf) if isinstance(leaf, str) else leaf)
 
     def read(self, label: str, box: Box | None = None) -> np.ndarray:
         """The array of a leaf, or one box of it."""
@@ -149,10 +149,11 @@ class Checkpoint:
         return self._contents.arrays.read(leaf.name, box or Box.whole(leaf.shape))
 
     def _leaf(self, label: str) -> Leaf:
-        leaf = next((leaf for leaf in self.leaves if leaf.label == label and leaf.has_array), None)
-        if leaf is None:
-            raise KeyError(f"{self.path} has no array {label!r}")
-        return leaf
+        found = [leaf for leaf in self.leaves if leaf.label == label and leaf.has_array]
+        if len(found) != 1:
+            paths = " and ".join(repr([key.name for key in leaf.path]) for leaf in found)
+            raise KeyError(f"{self.path} has {len(found)} arrays {label!r}" + (f", at {paths}" if found else ""))
+        return found[0]
 
     def abstract(self) -> Any:
         """The tree with a `jax.ShapeDtypeStruct` for every array: what `restore` takes as a target."""

@@ -215,7 +215,8 @@ def _is_plain(name: str) -> bool:
     parts = name.split("/")
     return (
         parts[0] not in RESERVED
-        and not name.startswith(("%", "ocdbt.process_"))
+        and not name.startswith(("%", "ocdbt.process_", "ucp.", "ucp-"))
+        and not any(part.endswith(".__lock") for part in parts)  # TensorStore's own
         and all(part not in ("", ".", "..") and len(part.encode()) <= 200 for part in parts)
         and name.isprintable()
         and "\\" not in name
@@ -224,7 +225,8 @@ def _is_plain(name: str) -> bool:
 
 def _escaped(path: Path) -> str:
     quoted = ".".join(
-        urllib.parse.quote(str(key), safe="").replace(".", "%2E") + ("%23" if isinstance(key.name, int) else "")
+        # "%i" is nothing that quoting gives: it tells 0 from "0".
+        urllib.parse.quote(str(key), safe="").replace(".", "%2E") + ("%i" if isinstance(key.name, int) else "")
         for key in path
     )
     if len(quoted) > 180:

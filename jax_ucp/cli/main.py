@@ -38,6 +38,9 @@ class _Refusals(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:
+            sys.stdout = None  # the reader has what it wanted; nothing more can be flushed
+            return None
         except (UCPError, OSError) as error:
             raise click.ClickException(str(error)) from None
 
@@ -63,9 +66,26 @@ class _MeshSizes(click.ParamType):
 
     def convert(self, value: Any, param: Any, ctx: Any) -> dict[str, int]:
         found = re.findall(r"(\w+)=(\d+)", value)
-        if ",".join(f"{name}={size}" for name, size in found) != value or not all(int(n) for _, n in found):
+        if (
+            ",".join(f"{name}={size}" for name, size in found) != value
+            or not all(int(n) for _, n in found)
+            or (len({name for name, _ in found}) != len(found))
+        ):
             self.fail(f"{value!r} is no mesh; write data=4,model=2", param, ctx)
         return {name: int(size) for name, size in found}
+
+
+class _Regex(click.ParamType):
+    """A regular expression."""
+
+    name = "regex"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> str:
+        try:
+            re.compile(value)
+        except re.error as error:
+            self.fail(f"{value!r} is no regular expression: {error}", param, ctx)
+        return value
 
 
 class _RuleType(click.ParamType):
@@ -79,10 +99,7 @@ class _RuleType(click.ParamType):
         pattern, equals, axes = value.rpartition("=")
         if not equals:
             self.fail(f"{value!r} is no rule; write 'kernel$=data,None'", param, ctx)
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            self.fail(f"{pattern!r} is no regular expression: {error}", param, ctx)
+        _Regex().convert(pattern, param, ctx)
         names = [tuple(axis.split("+")) if "+" in axis else axis for axis in axes.split(",")]
         return pattern, PartitionSpec(*[None if name in ("None", "") else name for name in names])
 
@@ -101,7 +118,7 @@ budget = click.option(
 
 @main.command()
 @click.argument("path")
-@click.option("--leaf", "pattern", metavar="REGEX", help="Show where every byte of the leaves that match lies.")
+@click.option("--leaf", "pattern", type=_Regex(), help="Show where every byte of the leaves that match lies.")
 @click.option("--all", "all_", is_flag=True, help="Print every item of the account, and every extra.")
 @as_json
 def inspect(path: str, pattern: str | None, all_: bool, json_: bool) -> None:
@@ -136,6 +153,8 @@ def inspect(path: str, pattern: str | None, all_: bool, json_: bool) -> None:
 @as_json
 def plan(source: str, target: str | None, mesh: dict[str, int] | None, rules: Any, budget: int, json_: bool) -> None:
     """What converting SOURCE to TARGET would do, or restoring it on a mesh. Moves no data."""
+    if rules and not mesh:
+        raise click.UsageError("--rule says what lies on which axis of a mesh: give --mesh too")
     checkpoint = jax_ucp.open(source)
     found = report.copy_plan(checkpoint, target, budget)
     if mesh:
@@ -200,6 +219,8 @@ def verify(path: str, json_: bool) -> None:
         for note in checkpoint.notes:
             console.print(f"note: {note}", markup=False)
         console.print(f"{path}: {looked} checks, {len(faults)} faults")
+        if not looked:
+            console.print("nothing in this format can be checked", markup=False)
     if faults:
         sys.exit(1)
 
@@ -258,6 +279,8 @@ def _spec(leaf: Report) -> str:
 def _print_mesh_plan(found: Report) -> None:
     mesh = ", ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
     console.print(f"on a mesh of {mesh}: {_size(found['device_bytes'])} on each of {found['devices']} devices")
+    for note in found["notes"]:
+        console.print(f"note: {note}", markup=False)
     rows = [
         (
             leaf["leaf"],

@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.metadata import Axes, Leaf
-from jax_ucp.sharding.fit import Rule, fit_spec, wanted_spec
+from jax_ucp.sharding.fit import Rule, fit_spec, idle_rules, wanted_spec
 
 Report = dict[str, Any]
 
@@ -48,7 +48,7 @@ def copy_plan(checkpoint: Checkpoint, target: str | None, budget_bytes: int) -> 
                 "leaf": leaf.label,
                 "shape": list(leaf.shape),
                 "dtype": leaf.dtype,
-                "pieces": len(checkpoint.where(leaf.label)),
+                "pieces": len(checkpoint.where(leaf)),
                 "outer_chunk": list(plan.chunks[leaf.name].outer),
                 "inner_chunk": list(plan.chunks[leaf.name].inner),
             }
@@ -84,8 +84,9 @@ def mesh_plan(checkpoint: Checkpoint, mesh: Mapping[str, int], rules: Sequence[R
                 }
             )
     devices = math.prod(mesh.values())
+    idle = idle_rules(rules, checkpoint.leaves)
     per_device = sum(leaf["device_bytes"] for leaf in leaves)
-    return {"mesh": dict(mesh), "devices": devices, "device_bytes": per_device, "leaves": leaves}
+    return {"mesh": dict(mesh), "devices": devices, "device_bytes": per_device, "leaves": leaves, "notes": idle}
 
 
 def _head(checkpoint: Checkpoint) -> Report:
@@ -109,8 +110,7 @@ def _leaf(checkpoint: Checkpoint, leaf: Leaf) -> Report:
         found["mesh"] = dict(zip(leaf.sharding.axis_names, leaf.sharding.axis_sizes, strict=True))
         found["spec"] = [list(axes) if isinstance(axes, tuple) else axes for axes in leaf.sharding.spec]
     found["stored"] = [
-        {"file": p.file, "item": p.item, "from": str(p.source), "to": str(p.target)}
-        for p in checkpoint.where(leaf.label)
+        {"file": p.file, "item": p.item, "from": str(p.source), "to": str(p.target)} for p in checkpoint.where(leaf)
     ]
     return found
 

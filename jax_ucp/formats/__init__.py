@@ -16,11 +16,21 @@ from jax_ucp.storage.ledger import Ledger
 
 Opener = Callable[[Path], Contents]
 
+
+def _open_step(path: Path) -> Contents:
+    """The one PyTree item of a step. Raises NotACheckpoint, naming the items, where there is not just one."""
+    items = orbax.items_of_step(path)
+    if len(items) != 1:
+        names = ", ".join(item.name for item in items) or "no PyTree item"
+        raise NotACheckpoint(f"{path} is a step with {names}: open one of its items, {path}/<item>")
+    return open_contents(items[0])
+
+
 # What marks the format, what it is called, what opens it. The first that recognises the path has it.
 FORMATS: tuple[tuple[Callable[[Path], bool], str, Opener], ...] = (
     (universal.recognise, "a universal checkpoint (ucp.json)", universal.open_universal),
     (orbax.recognise, "a PyTree item of Orbax (_METADATA)", orbax.open_orbax),
-    (orbax.is_step, "a step of Orbax (_CHECKPOINT_METADATA)", orbax.open_step),
+    (orbax.is_step, "a step of Orbax (_CHECKPOINT_METADATA)", _open_step),
     (deepspeed.recognise, "DeepSpeed (latest, or *_optim_states.pt)", deepspeed.open_deepspeed),
 )
 

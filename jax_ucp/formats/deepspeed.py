@@ -70,7 +70,7 @@ class _Reader:
         self.folder, self.model, self.ranks = folder, model, ranks
         self.states: dict[str, Any] = expect_dict(model.tree, model.path, "the file")
         self.files = Joined({model.path.name: model, **{rank.name: rank.file for rank in ranks}})
-        self.found = Import("deepspeed", folder, self.files)
+        self.found = Import("deepspeed", folder, self.files, [model, *(rank.file for rank in ranks)])
 
     def contents(self) -> Contents:
         groups = self._groups()
@@ -211,9 +211,7 @@ class _Reader:
             elif name in buffers:
                 self.found.parameter("buffer", name, self._one(tensor), "a buffer of the model")
             else:
-                self.found.parameter(
-                    "param", name, self._one(tensor), "a parameter that the optimizer does not own (frozen)"
-                )
+                self.found.parameter("param", name, self._one(tensor), _FROZEN)
 
     def _frozen(self) -> None:
         """Frozen parameters, which ZeRO-2 saves a second time beside the module."""
@@ -224,9 +222,7 @@ class _Reader:
                 reason = f"a second copy of {name}, compared with the first by verify"
                 self.found.twin("param", name, f"{self.model.path.name}:{tensor.key}", reason)
             else:
-                self.found.parameter(
-                    "param", name, self._one(tensor), "a parameter that the optimizer does not own (frozen)"
-                )
+                self.found.parameter("param", name, self._one(tensor), _FROZEN)
 
     def _one(self, tensor: StoredTensor) -> Consolidated:
         return Consolidated(Unique().join([tensor.shape]), [f"{self.model.path.name}:{tensor.key}"])

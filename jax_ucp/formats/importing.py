@@ -11,6 +11,7 @@ import numpy as np
 
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.formats.extras import as_json
+from jax_ucp.formats.torch_file import TorchFile
 from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout
@@ -26,12 +27,12 @@ VERIFY_BYTES = 16 << 20
 class Import:
     """A checkpoint on its way to being `Contents`; an opener tells it what each stored thing is.
 
-    `shards` has the stored tensors, named `file:item`. The tree is `{state: {parameter: array}}`. A tensor of
-    which the opener says nothing is accounted for as not understood.
+    `shards` has the stored tensors, named `file:item`; `files` have checksums for `verify` to compare. The tree
+    is `{state: {parameter: array}}`. A tensor of which the opener says nothing is accounted for as not understood.
     """
 
-    def __init__(self, format: str, path: Path, shards: ArraySource):
-        self.format, self.path, self.shards = format, path, shards
+    def __init__(self, format: str, path: Path, shards: ArraySource, files: Sequence[TorchFile] = ()):
+        self.format, self.path, self.shards, self.files = format, path, shards, files
         self.params: dict[TreePath, Consolidated] = {}
         self.extras: dict[str, dict[str, Any]] = {}
         self.notes: list[str] = []
@@ -92,6 +93,8 @@ class Import:
             return found
 
         def verify() -> Iterator[tuple[str, str | None]]:
+            for file in self.files:
+                yield from file.verify()
             for path, param in self.params.items():
                 if len(param.layout.replicas) < len(param.layout.fragments) and not param.layout.averaged:
                     yield _label(path), _replicas_differ(view, names[path])

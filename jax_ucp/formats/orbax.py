@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
+from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Leaf
 from jax_ucp.storage.contents import Contents, Item, Piece
@@ -57,18 +57,6 @@ def items_of_step(path: Path) -> list[Path]:
 
 def is_step(path: Path) -> bool:
     return (path / STEP_FILE).is_file() and not (path / TREE_FILE).is_file()
-
-
-def open_step(path: Path) -> Contents:
-    """The one PyTree item of a step. Raises NotACheckpoint, naming the items, where there is not just one."""
-    from jax_ucp.formats import universal
-
-    items = items_of_step(path)
-    if len(items) != 1:
-        names = ", ".join(item.name for item in items) or "no PyTree item"
-        raise NotACheckpoint(f"{path} is a step with {names}: open one of its items, {path}/<item>")
-    item = items[0]
-    return universal.open_universal(item) if universal.recognise(item) else open_orbax(item)
 
 
 class _Arrays:

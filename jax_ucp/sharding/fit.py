@@ -41,7 +41,7 @@ def fit_spec(spec: Sequence[Axes], shape: Sequence[int], mesh: Mapping[str, int]
     for i, axes in enumerate(spec):
         n = shape[i] if i < len(shape) else 0
         kept: list[str] = []
-        for name in (axes,) if isinstance(axes, str) else axes or ():
+        for name in _names(axes):
             parts = math.prod(mesh[a] for a in [*kept, name] if a in mesh)
             if i >= len(shape):
                 notes.append(f"{name} is dropped: the array has only {len(shape)} axes")
@@ -57,6 +57,32 @@ def fit_spec(spec: Sequence[Axes], shape: Sequence[int], mesh: Mapping[str, int]
         if i < len(shape):
             fitted.append(None if not kept else kept[0] if len(kept) == 1 else tuple(kept))
     return Fit(tuple(fitted), tuple(notes))
+
+
+def check_rules(rules: Sequence[Rule]) -> None:
+    """Raise ValueError for a rule whose pattern is no regular expression."""
+    for pattern, spec in rules:
+        try:
+            re.compile(pattern if isinstance(spec, PartitionSpec) else "")
+        except re.error as error:
+            raise ValueError(f"the rule {pattern!r} is no regular expression: {error}") from None
+
+
+def idle_rules(rules: Sequence[Rule], leaves: Sequence[Leaf]) -> list[str]:
+    """What to say of each rule that applies to no leaf."""
+    logical = {name for leaf in leaves for axes in leaf.axes or () for name in _names(axes)}
+    idle: list[str] = []
+    for name, spec in rules:
+        if isinstance(spec, PartitionSpec):
+            if not any(re.search(name, leaf.label) for leaf in leaves if leaf.has_array):
+                idle.append(f"the rule {name!r} matches no leaf")
+        elif name not in logical:
+            idle.append(f"no leaf has the logical axis {name!r}; a rule on labels has a PartitionSpec")
+    return idle
+
+
+def _names(axes: Axes) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else axes or ()
 
 
 def wanted_spec(leaf: Leaf, rules: Sequence[Rule] = ()) -> tuple[Axes, ...]:
@@ -79,7 +105,7 @@ def fit_leaf(leaf: Leaf, mesh: Mesh, rules: Sequence[Rule] = ()) -> tuple[NamedS
 def _by_label(leaf: Leaf, rules: Sequence[Rule]) -> tuple[Axes, ...] | None:
     for pattern, spec in rules:
         if isinstance(spec, PartitionSpec) and re.search(pattern, leaf.label):
-            return tuple(spec)
+            return tuple(None if axes is PartitionSpec.UNCONSTRAINED else axes for axes in spec)
     return None
 
 
@@ -89,8 +115,7 @@ def _by_axes(leaf: Leaf, rules: Sequence[Rule]) -> tuple[Axes, ...] | None:
         return None
     spec: list[Axes] = []
     for names in leaf.axes:
-        wanted = (names,) if isinstance(names, str) else names or ()
-        found = [next((axes for name, axes in logical if name == want), None) for want in wanted]
-        flat = [a for axes in found for a in ((axes,) if isinstance(axes, str) else axes or ())]
+        found = [next((axes for name, axes in logical if name == want), None) for want in _names(names)]
+        flat = [a for axes in found for a in _names(axes)]
         spec.append(tuple(flat) or None)
     return tuple(spec)

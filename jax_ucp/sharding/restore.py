@@ -18,7 +18,7 @@ from jax_ucp.errors import TreeMismatch
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Leaf, tree_of
 from jax_ucp.sharding.boxes import Device, device_boxes
-from jax_ucp.sharding.fit import Rule, fit_leaf
+from jax_ucp.sharding.fit import Rule, check_rules, fit_leaf, idle_rules
 from jax_ucp.sharding.trees import FAULTS_SHOWN, Node, fill, kind_of, match
 from jax_ucp.storage.budget import DEFAULT_BUDGET, run_bounded
 from jax_ucp.storage.gather import read_boxes
@@ -60,10 +60,10 @@ class RestorePlan:
 
     def __getitem__(self, label: str) -> Placement:
         """The placement of the leaf with this label."""
-        for placement in self.placements:
-            if placement.leaf.label == label:
-                return placement
-        raise KeyError(label)
+        found = [placement for placement in self.placements if placement.leaf.label == label]
+        if len(found) != 1:
+            raise KeyError(f"there are {len(found)} leaves {label!r}")
+        return found[0]
 
     @property
     def read_bytes(self) -> int:
@@ -71,10 +71,12 @@ class RestorePlan:
         arrays = [p for p in self.placements if p.leaf.has_array]
         return sum(box.size * np.dtype(p.leaf.dtype).itemsize for p in arrays for box in p.boxes())
 
+    idle_rules: Sequence[str] = ()
+
     @property
     def notes(self) -> list[str]:
-        """Every decision that departs from the sharding asked for, by leaf."""
-        return [f"{p.leaf.label}: {note}" for p in self.placements for note in p.notes]
+        """Every decision that departs from the sharding asked for, by leaf; and each rule that applies to none."""
+        return [f"{p.leaf.label}: {note}" for p in self.placements for note in p.notes] + list(self.idle_rules)
 
 
 def plan_restore(
@@ -93,21 +95,30 @@ def plan_restore(
     saved with, each refitted. Without target, what was saved as numpy comes as numpy; without target and mesh
     everything does. `cast=True` converts to the target's dtypes, a dtype all floating arrays to that.
 
-    Raises TreeMismatch with everything in which target and checkpoint differ.
+    Raises TreeMismatch with everything in which target and checkpoint differ, ValueError for rules without a
+    mesh, or arguments that cannot be meant.
     """
+    if rules and mesh is None:
+        raise ValueError("rules say what lies on which axis of a mesh: give mesh= too")
+    if target is None and cast is True:
+        raise ValueError("cast=True converts to the dtypes of a target, and there is none; give a dtype")
+    if not isinstance(cast, bool) and not jnp.issubdtype(cast, jnp.floating):
+        raise ValueError(f"cast={cast!r} would not keep floating arrays floating; give a floating dtype, or a target")
+    check_rules(rules)
+    idle = idle_rules(rules, leaves)
     if target is None:
         placements = [_place(leaf, leaf.kind, None, mesh, rules, cast) for leaf in leaves]
         _check_shardings(placements)
-        return RestorePlan(placements)
+        return RestorePlan(placements, idle_rules=idle)
     pairs = match(leaves, target, partial, bool(cast))
     placements = [_place(leaf, kind_of(node), node.value, mesh, rules, cast, node.axes) for node, leaf in pairs]
     _check_shardings(placements)
     if homeless := [p.leaf.label for p in placements if p.sharding is None and p.kind in ("jax", "prng_key")]:
         raise TreeMismatch(
-            f"{len(homeless)} leaves of the target have no sharding ({', '.join(homeless[:4])}, ...): give mesh=, "
+            f"{len(homeless)} leaves of the target have no sharding on devices, the first {homeless[0]}: give mesh=, "
             "or put shardings on the target's ShapeDtypeStructs"
         )
-    return RestorePlan(placements, target, [node for node, _ in pairs])
+    return RestorePlan(placements, target, [node for node, _ in pairs], idle)
 
 
 def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFAULT_BUDGET) -> Any:
@@ -127,7 +138,8 @@ def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFA
         p = plan.placements[i]
         arrays: list[jax.Array] = []
         for data, devices in zip(read_boxes(source, p.leaf.name, list(boxes)), boxes.values(), strict=True):
-            arrays += [jax.device_put(_cast(data, p.dtype), device) for device in devices]
+            cast = _cast(data, p.dtype)
+            arrays += [jax.device_put(cast, _place_of(p.sharding, device)) for device in devices]
         jax.block_until_ready(arrays)
         with lock:
             parts[i] += arrays
@@ -197,7 +209,11 @@ def _sharding(
     leaf: Leaf, like: Any, mesh: Mesh | None, rules: Sequence[Rule], axes: Any
 ) -> tuple[Sharding | None, tuple[str, ...]]:
     own = getattr(like, "sharding", None)
-    if isinstance(own, Sharding) and (mesh is None or (isinstance(own, NamedSharding) and own.mesh == mesh)):
+    if isinstance(own, NamedSharding) and mesh is not None and dict(own.mesh.shape) == dict(mesh.shape):
+        return NamedSharding(mesh, own.spec, memory_kind=own.memory_kind), ()  # own.mesh may be abstract
+    if isinstance(own, NamedSharding) and mesh is None and not isinstance(own.mesh, Mesh):
+        return None, ()
+    if isinstance(own, Sharding) and mesh is None:
         return own, ()
     if mesh is None:
         only = jax.devices()[0] if like is not None and len(jax.devices()) == 1 else None
@@ -214,7 +230,8 @@ def _check_shardings(placements: Sequence[Placement]) -> None:
         if p.sharding is not None and p.dtype is not None:
             have = jax.dtypes.canonicalize_dtype(p.dtype)
             if have != p.dtype:
-                faults.append(f"{p.leaf.label}: JAX would make {have} of its {p.dtype}; set jax_enable_x64, or cast")
+                remedy = f"set jax_enable_x64, or give a target of {have} and cast=True"
+                faults.append(f"{p.leaf.label}: JAX would make {have} of its {p.dtype}; {remedy}")
             try:
                 p.sharding.shard_shape(p.leaf.shape)
             except ValueError as error:
@@ -229,8 +246,13 @@ def _physical(sharding: Sharding, leaf: Leaf) -> Sharding:
     if leaf.kind == "prng_key" and isinstance(sharding, NamedSharding):
         rank = len(leaf.shape) - 1
         spec = [*sharding.spec, *[None] * (rank - len(sharding.spec)), None]
-        return NamedSharding(sharding.mesh, PartitionSpec(*spec))
+        return NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)
     return sharding
+
+
+def _place_of(sharding: Sharding | None, device: Device) -> Sharding:
+    """One device, with the kind of memory that the whole array goes to."""
+    return SingleDeviceSharding(device, memory_kind=sharding.memory_kind if sharding else None)
 
 
 def _groups(boxes: Mapping[Box, Sequence[Device]], max_elements: int) -> Iterator[dict[Box, Sequence[Device]]]:
@@ -241,11 +263,18 @@ def _groups(boxes: Mapping[Box, Sequence[Device]], max_elements: int) -> Iterato
             yield group
             group = {}
         group[box] = boxes[box]
-    yield group
+    if group:
+        yield group
 
 
 def _cast(data: np.ndarray, dtype: np.dtype | None) -> np.ndarray:
-    return data if dtype is None or data.dtype == dtype else data.astype(dtype)
+    """The data as `dtype`. Raises TreeMismatch where integers would become others: only floating numbers round."""
+    if dtype is None or data.dtype == dtype:
+        return data
+    cast = data.astype(dtype)
+    if not jnp.issubdtype(data.dtype, jnp.floating) and not np.array_equal(cast.astype(data.dtype), data):
+        raise TreeMismatch(f"values of {data.dtype} do not fit {dtype}: they would become others")
+    return cast
 
 
 def _as_kind(placement: Placement, value: Any) -> Any:

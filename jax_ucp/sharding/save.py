@@ -20,7 +20,7 @@ from jax_ucp.storage.budget import DEFAULT_BUDGET, run_bounded
 from jax_ucp.storage.directory import Directory
 from jax_ucp.storage.orbax_tree import orbax_files
 from jax_ucp.storage.source import ArrayInfo
-from jax_ucp.storage.zarr import Commit, ZarrStore, require_storable, write_part
+from jax_ucp.storage.zarr import METADATA_FILE, Commit, ZarrStore, require_storable, write_part
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,15 @@ def describe(tree: Any) -> Description:
     nodes = list(walk(tree))
     if same := unspeakable_paths(node.path for node in nodes):
         raise UnsupportedLeaf(f"keys that differ only in type cannot be told apart on disk: {same[0]}")
+    strings = [".".join(map(str, node.path)) for node in nodes if isinstance(node.value, str)]
+    if twice := {name for name in strings if strings.count(name) > 1}:
+        raise UnsupportedLeaf(f"two strings would have one name on disk, {twice.pop()!r}: rename a key")
     leaves: list[Leaf] = []
     arrays: dict[str, np.ndarray | jax.Array] = {}
     for node, name in zip(nodes, leaf_names([node.path for node in nodes]), strict=True):
         leaf, array = _leaf(node, name)
+        if not _encodable(leaf):
+            raise UnsupportedLeaf(f"{leaf.label!r} has a key or a value that is no text: it cannot be encoded in UTF-8")
         leaves.append(leaf)
         if array is not None:
             arrays[name] = array
@@ -84,6 +89,8 @@ def take_snapshot(described: Description) -> Snapshot:
 
 def write_snapshot(snapshot: Snapshot, directory: Directory, budget_bytes: int = DEFAULT_BUDGET) -> None:
     """Write this process's chunks, and its part of the digests. The directory is not yet a checkpoint."""
+    if directory.read(METADATA_FILE) is not None:
+        raise FileExistsError(f"{directory} is a checkpoint already; save to another path")
     store = ZarrStore(directory, snapshot.infos, snapshot.chunks)
 
     def write(name: str, box: Box) -> None:
@@ -153,12 +160,19 @@ def _leaf(node: Node, name: str) -> tuple[Leaf, np.ndarray | jax.Array | None]:
                 f"{node.label} is an array of one process among {jax.process_count()}, whose value may differ on the "
                 "others. Make it global: jax.device_put(x, NamedSharding(mesh, PartitionSpec()))."
             )
+        if getattr(getattr(value.sharding, "spec", None), "unreduced", None):
+            raise UnsupportedLeaf(f"{node.label} is unreduced: its devices hold parts of a sum, not its values")
         sharding = sharding or saved_sharding(value.sharding)
     else:
         value = _host_value(node, value)
     dtype = np.dtype(value.dtype)
     require_storable(node.label, dtype)
     return Leaf(node.path, name, kind, tuple(value.shape), dtype.name, None, impl, sharding, node.axes), value
+
+
+def _encodable(leaf: Leaf) -> bool:
+    text = "".join(map(str, leaf.path)) + (leaf.value if isinstance(leaf.value, str) else "")
+    return text == text.encode(errors="replace").decode()
 
 
 def _host_value(node: Node, value: Any) -> np.ndarray:

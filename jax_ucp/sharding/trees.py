@@ -19,6 +19,7 @@ FAULTS_SHOWN = 20
 
 Abstract = jax.ShapeDtypeStruct
 
+_NUMBER_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 _PYTHON_KINDS: dict[type, LeafKind] = {bool: "bool", int: "int", float: "float", complex: "complex", str: "str"}
 
 
@@ -64,7 +65,7 @@ def kind_of(node: Node) -> LeafKind:
         return "none"
     if isinstance(value, jax.Array | Abstract):
         return "prng_key" if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else "jax"
-    if isinstance(value, np.ndarray):
+    if type(value) in (np.ndarray, np.memmap):  # other subclasses, such as masked arrays, are more than their data
         return "numpy"
     if isinstance(value, np.generic):
         return "numpy_scalar"
@@ -134,7 +135,8 @@ def _key(key: Any, parent: Any, path: Path) -> Key:
         case SequenceKey(idx=idx):
             return Key("list" if isinstance(parent, list) else "tuple", idx)
         case DictKey(key=str() | int() as name) if not isinstance(name, bool):
-            return Key("dict", name)
+            # Subclasses, such as members of a str Enum, are on disk what they are equal to.
+            return Key("dict", str.__str__(name) if isinstance(name, str) else int(name))
         case GetAttrKey(name=name):
             return Key("attr", name)
         case FlattenedIndexKey(key=idx):
@@ -176,9 +178,17 @@ def _difference(node: Node, leaf: Leaf, cast: bool) -> str | None:
     if tuple(node.value.shape) != shape:
         turned = " (the target may be transposed)" if tuple(node.value.shape) == shape[::-1] else ""
         return f"the target has shape {tuple(node.value.shape)}, the checkpoint {shape}{turned}"
-    if not is_key and not cast and np.dtype(node.value.dtype) != np.dtype(leaf.dtype):
+    if cast and not is_key and not _castable(np.dtype(leaf.dtype), np.dtype(node.value.dtype)):
+        return f"{leaf.dtype} of the checkpoint cannot be cast to {node.value.dtype} of the target without loss"
+    if not is_key and not cast and np.dtype(node.value.dtype).newbyteorder("=") != np.dtype(leaf.dtype):
         return f"the target has dtype {node.value.dtype}, the checkpoint {leaf.dtype}; to convert, cast=True"
     return None
+
+
+def _castable(have: np.dtype, want: np.dtype) -> bool:
+    """Whether a cast keeps the kind of number: floating stays floating, integers stay integers or become floating."""
+    kinds = [next(i for i, kind in enumerate(_NUMBER_KINDS) if jnp.issubdtype(dtype, kind)) for dtype in (have, want)]
+    return kinds[0] <= kinds[1] and (kinds[0] > 0 or kinds[1] == 0)
 
 
 def _missing(node: Node, left: Any) -> str:
@@ -205,4 +215,4 @@ def _stored(leaf: Leaf) -> str:
         case "array" | "jax" | "numpy" | "numpy_scalar":
             return f"an array of {leaf.dtype} {leaf.shape}"
         case kind:
-            return f"a {kind}"
+            return f"{'an' if kind == 'int' else 'a'} {kind}"

@@ -12,6 +12,7 @@ from jax_ucp.errors import CorruptData
 from jax_ucp.layout.blocks import (
     INNER_BYTES,
     OUTER_BYTES,
+    SMALL_BYTES,
     Chunks,
     chunk_shapes,
     grid_boxes,
@@ -66,9 +67,11 @@ class CopyPlan:
 def plan_copy(contents: Contents, budget_bytes: int = DEFAULT_BUDGET) -> CopyPlan:
     """Chunks small enough that `threads()` blocks fit the budget together, and the blocks in their order.
 
+    Chunks are not made smaller than 64 KiB for that; with a very small budget blocks go one at a time.
+
     Raises UnsupportedLeaf for a dtype that the universal format does not have.
     """
-    outer = max(1, min(OUTER_BYTES, budget_bytes // (COPIES_IN_FLIGHT * threads())))
+    outer = max(SMALL_BYTES, min(OUTER_BYTES, budget_bytes // (COPIES_IN_FLIGHT * threads())))
     stored = contents.arrays.arrays()
     arrays: dict[str, ArrayInfo] = {}
     chunks: dict[str, Chunks] = {}
@@ -100,12 +103,35 @@ def copy(
     # A copy stopped after its commit, while it cleared away, still has its ledger: it is taken up like any other.
     if (target / METADATA_FILE).exists() and not Ledger.begun(target):
         raise FileExistsError(f"{target} is a checkpoint already; give another path")
+    if target.resolve().is_relative_to(Path(contents.path).resolve()):
+        raise FileExistsError(f"{target} lies in the source, {contents.path}; give another path")
+    if target.exists() and not target.is_dir():
+        raise FileExistsError(f"{target} is a file; give a path where a directory can be made")
     if target.is_dir() and any(target.iterdir()) and not Ledger.begun(target):
         raise FileExistsError(f"{target} has files in it that are no unfinished copy; give another path")
     if faults := [fault for _, fault in contents.verify() if fault]:
         raise CorruptData("\n  ".join([f"{contents.path} contradicts itself in {len(faults)} places:", *faults[:8]]))
     store = ZarrStore(Directory(target), plan.arrays, plan.chunks)
     ledger = Ledger(target, _identity(contents, plan))
+    try:
+        if (target / METADATA_FILE).exists() and not ledger.resumed:
+            ledger.remove()  # another copy was completed here a moment ago
+            raise FileExistsError(f"{target} is a checkpoint already; give another path")
+        _copy_blocks(contents, plan, store, ledger, done)
+        write_part(store, 0)
+        files = orbax_files(contents.leaves, {name: chunks.outer for name, chunks in plan.chunks.items()})
+        source = contents.source or {"format": contents.format, "name": Path(contents.path).name}
+        metadata = Commit(contents.leaves, files=files, source=source, extras=contents.extras).write(store)
+        ledger.remove()
+    finally:
+        ledger.close()
+    return metadata
+
+
+def _copy_blocks(
+    contents: Contents, plan: CopyPlan, store: ZarrStore, ledger: Ledger, done: Callable[[Block], None]
+) -> None:
+    """Write the blocks that the ledger does not have yet."""
     there = set(store.directory.files())
     left: list[Block] = []
     for block in plan.blocks:
@@ -122,22 +148,13 @@ def copy(
         ledger.note(block.key, block.box, store.digests[block.key][str(block.box)])
         done(block)
 
-    try:
-        run_bounded(((0, lambda key=key: store.create(key)) for key in plan.arrays), plan.budget_bytes)
-        run_bounded(((block.cost, lambda block=block: move(block)) for block in left), plan.budget_bytes)
-    finally:
-        ledger.close()
-    write_part(store, 0)
-    files = orbax_files(contents.leaves, {name: chunks.outer for name, chunks in plan.chunks.items()})
-    source = contents.source or {"format": contents.format, "name": Path(contents.path).name}
-    metadata = Commit(contents.leaves, files=files, source=source, extras=contents.extras).write(store)
-    ledger.remove()
-    return metadata
+    run_bounded(((0, lambda key=key: store.create(key)) for key in plan.arrays), plan.budget_bytes)
+    run_bounded(((block.cost, lambda block=block: move(block)) for block in left), plan.budget_bytes)
 
 
 def _identity(contents: Contents, plan: CopyPlan) -> str:
     """What a ledger must agree with: the source's files as they are now, and how they are cut into blocks."""
     at = Path(contents.path)
     files = sorted(path for path in at.rglob("*") if path.is_file()) if at.is_dir() else [at]
-    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return digest(repr((contents.format, stats, sorted(plan.chunks.items()))).encode())

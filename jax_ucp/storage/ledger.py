@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 from pathlib import Path
@@ -18,18 +19,30 @@ class Ledger:
     """The blocks written so far, one line each, in the directory of an unfinished conversion.
 
     `identity` names the source and the plan: a ledger of another conversion is refused. A line is written
-    after its block is on disk, so that a block without a line is merely written again.
+    after its block is on disk, so that a block without a line is merely written again. Only one process at a
+    time has the ledger of a directory open.
     """
 
     def __init__(self, directory: Path, identity: str):
         self._path = directory / LEDGER_FILE
         self._lock = threading.Lock()
         self.done: dict[tuple[str, str], str] = {}
-        if self._path.exists():
-            self._read(identity)
         directory.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("ab")
-        if not self._path.stat().st_size:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with the process, however it ends
+            if not self._path.exists() or not os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
+                raise BlockingIOError
+        except BlockingIOError:
+            self._file.close()
+            raise FormatError(f"another conversion is writing to {directory}; give another path") from None
+        try:
+            self._read(identity)
+        except BaseException:
+            self._file.close()
+            raise
+        self.resumed = bool(self._path.stat().st_size)
+        if not self.resumed:
             self._append({"identity": identity})
 
     @staticmethod
@@ -55,7 +68,10 @@ class Ledger:
     def _read(self, identity: str) -> None:
         data = self._path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]  # a kill in the middle of a line leaves half of it
-        lines = [msgspec.json.decode(line, type=dict[str, str]) for line in whole.splitlines()]
+        try:
+            lines = [msgspec.json.decode(line, type=dict[str, str]) for line in whole.splitlines()]
+        except msgspec.DecodeError as error:
+            raise FormatError(f"{self._path} is damaged ({error}); delete the directory") from None
         if lines and lines[0].get("identity") != identity:
             raise FormatError(
                 f"{self._path} belongs to a conversion of another source, or with another budget. "

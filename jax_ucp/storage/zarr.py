@@ -65,6 +65,8 @@ class ZarrStore:
         self.digests[key][str(box)] = _digest([data])
 
     def read(self, key: str, box: Box) -> np.ndarray:
+        if not box.within(Box.whole(self._arrays[key].shape)):
+            raise IndexError(f"{key}: {box} is not in an array of shape {self._arrays[key].shape}")
         try:
             return np.asarray(self._open(key)[box.index].read().result())
         except ValueError as error:
@@ -248,5 +250,7 @@ def _read_part(directory: Directory, process: int) -> dict[str, dict[str, str]]:
     return msgspec.json.decode(data, type=dict[str, dict[str, str]])
 
 
-def _damaged(directory: Directory, key: str, error: ValueError) -> CorruptData:
+def _damaged(directory: Directory, key: str, error: ValueError) -> Exception:
+    if "PERMISSION_DENIED" in str(error):
+        return PermissionError(f"{directory}/{key}: {error}")
     return CorruptData(f"{directory}/{key}: {error}. Restore this file from a copy, or use another checkpoint.")

@@ -113,7 +113,9 @@ def test_where_names_the_file_item_and_block_of_every_byte():
     pieces = param.where()
     assert len({piece.file for piece in pieces}) == 2
     assert sum(piece.target.size for piece in pieces) == sum(piece.source.size for piece in pieces) == 48 * 16
-    np.testing.assert_array_equal(param.read()[pieces[0].target.index], param.read(box=pieces[0].target))
+    for piece in pieces:
+        stored = TorchFile(DATA / "z2_bf16_dp3" / "global_step5" / piece.file).read(piece.item, piece.source)
+        np.testing.assert_array_equal(stored.reshape(piece.target.shape), param.read()[piece.target.index])
 
 
 def test_a_wrong_order_recorded_by_deepspeed_is_noted_and_not_used():
@@ -217,11 +219,26 @@ def test_a_master_that_is_not_its_low_precision_copy_is_refused_by_verify_and_co
     path.write_bytes(bytes(changed))
     checkpoint = ucp.open(folder)
     faults = [fault for _, fault in checkpoint.verify() if fault]
-    assert len(faults) >= 1
-    assert all("the master, rounded to bfloat16, is not the copy at mp_rank_00_model_states.pt:" in f for f in faults)
+    crc, *differ = faults
+    assert re.search(rf"{path.name}: the bytes of storage \d+ do not have the CRC", crc)
+    assert len(differ) >= 1
+    assert all("the master, rounded to bfloat16, is not the copy at mp_rank_00_model_states.pt:" in f for f in differ)
     with pytest.raises(CorruptData, match="contradicts itself in"):
         checkpoint.save(tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_flipped_bit_in_a_moment_is_refused_too_though_nothing_is_stored_twice(copy_of, tmp_path):
+    folder = copy_of("z1_bf16_dp2")
+    file = TorchFile(folder / RANK_1)
+    key = "optimizer_state_dict/base_optimizer_state/state/0/exp_avg_sq"
+    old = file.read(key, Box.whole(file.arrays()[key].shape)).tobytes()
+    data = (folder / RANK_1).read_bytes()
+    changed = bytearray(data)
+    changed[data.index(old) + 100] ^= 1
+    (folder / RANK_1).write_bytes(bytes(changed))
+    with pytest.raises(CorruptData, match=rf"{RANK_1}: the bytes of storage \d+ do not have the CRC"):
+        ucp.open(folder).save(tmp_path / "out")
 
 
 def test_latest_must_name_a_folder_that_is_there(copy_of):

@@ -135,7 +135,7 @@ def contents(path: Path, rows: int = 64) -> Contents:
 
 
 def test_a_copy_that_was_stopped_is_taken_up_where_it_was(tmp_path):
-    source = contents(tmp_path / "source")
+    source = contents(tmp_path / "source", rows=16384)
     (tmp_path / "source").write_text("the source")
     plan = plan_copy(source, budget_bytes=8192)
     assert len(plan.blocks) > 10
@@ -173,6 +173,38 @@ def test_an_unfinished_copy_of_another_source_is_not_taken_up(tmp_path):
         copy(source, plan_copy(source, 8192), tmp_path / "out")
 
 
+def test_two_copies_into_one_directory_do_not_mix(tmp_path):
+    (tmp_path / "source").write_text("the source")
+    source = contents(tmp_path / "source", rows=16384)
+    plan = plan_copy(source, 8192)
+    refused = []
+
+    def begin_another(block):
+        if not refused:
+            with pytest.raises(FormatError, match="another conversion is writing") as error:
+                copy(source, plan, tmp_path / "out")
+            refused.append(error)
+
+    copy(source, plan, tmp_path / "out", begin_another)
+    assert len(refused) == 1
+    np.testing.assert_array_equal(ucp.open(tmp_path / "out").read("a"), source.arrays.data["a"])
+
+
+def test_a_target_inside_its_source_is_refused(tmp_path):
+    with pytest.raises(FileExistsError, match="lies in the source"):
+        copy(contents(tmp_path), plan_copy(contents(tmp_path)), tmp_path / "out")
+
+
+def test_the_cost_of_a_block_covers_all_that_is_read_for_it(tmp_path):
+    arrays = ChunkedStore({"a": numbered((256, 512), np.float32)}, (64, 512))
+    leaf = Leaf((Key("dict", "a"),), "a", "array", (256, 512), "float32")
+    plan = plan_copy(Contents("memory", str(tmp_path), [leaf], arrays), budget_bytes=1 << 20)
+    for block in plan.blocks:
+        met = [cell for cell in grid_boxes((256, 512), (64, 512)) if cell.intersect(block.box)]
+        assert block.cost == 2 * block.nbytes + 4 * sum(cell.size for cell in met)
+    assert plan.write_bytes == arrays.data["a"].nbytes
+
+
 MEASURE = """
 import sys
 import jax_ucp as ucp
@@ -191,7 +223,8 @@ print(peak() - before)
 def test_the_budget_bounds_the_memory_of_a_conversion_whatever_the_size_of_the_checkpoint(tmp_path):
     data = np.random.default_rng(0).integers(0, 255, size=(3, 1024, 32768), dtype=np.int32)
     leaves = [Leaf((Key("dict", n),), n, "array", data[0].shape, "int32") for n in "abc"]
-    source = Contents("memory", str(tmp_path), leaves, MemoryStore(dict(zip("abc", data, strict=True))))
+    source = Contents("memory", str(tmp_path / "source"), leaves, MemoryStore(dict(zip("abc", data, strict=True))))
+    (tmp_path / "source").write_text("the source")
     copy(source, plan_copy(source), tmp_path / "big")
 
     def peak(budget: int) -> int:
