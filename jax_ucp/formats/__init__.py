@@ -11,10 +11,11 @@ from pathlib import Path
 
 from jax_ucp.errors import NotACheckpoint
 from jax_ucp.formats import deepspeed, orbax, universal
+from jax_ucp.formats.options import Options
 from jax_ucp.storage.contents import Contents
 from jax_ucp.storage.ledger import Ledger
 
-Opener = Callable[[Path], Contents]
+Opener = Callable[[Path, Options], Contents]
 
 # What marks the format, what it is called, what opens it. The first that recognises the path has it.
 FORMATS: tuple[tuple[Callable[[Path], bool], str, Opener], ...] = (
@@ -25,7 +26,7 @@ FORMATS: tuple[tuple[Callable[[Path], bool], str, Opener], ...] = (
 )
 
 
-def open_contents(path: str | os.PathLike[str]) -> Contents:
+def open_contents(path: str | os.PathLike[str], options: Options) -> Contents:
     """What the checkpoint at `path` holds, whoever wrote it. Reads metadata only.
 
     Raises NotACheckpoint where nothing there is a finished checkpoint of a format in the table.
@@ -35,7 +36,7 @@ def open_contents(path: str | os.PathLike[str]) -> Contents:
         raise NotACheckpoint(f"{path} does not exist")
     for recognise, _, opener in FORMATS:
         if recognise(at):
-            return opener(at)
+            return opener(at, options)
     if Ledger.begun(at):
         raise NotACheckpoint(f"{path} is an unfinished conversion: run the same convert again to complete it")
     if at.is_dir() and (steps := sorted((p for p in at.iterdir() if orbax.is_step(p)), key=_natural)):

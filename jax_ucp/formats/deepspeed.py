@@ -21,6 +21,7 @@ import numpy as np
 from jax_ucp.errors import FormatError, NotACheckpoint
 from jax_ucp.formats.deepspeed_files import Rank, expect_dict, is_checkpoint, open_files, tag_folder
 from jax_ucp.formats.importing import Import, touched
+from jax_ucp.formats.options import Options
 from jax_ucp.formats.torch_file import StoredTensor, TorchFile
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
@@ -50,7 +51,7 @@ def recognise(path: Path) -> bool:
     return path.is_dir() and is_checkpoint(path)
 
 
-def open_deepspeed(path: Path) -> Contents:
+def open_deepspeed(path: Path, options: Options) -> Contents:
     """The checkpoint in a save directory (with `latest`), or in the folder of one tag.
 
     Raises FormatError, naming the file, for a rank that is missing or of another run, and for layouts not

@@ -15,6 +15,7 @@ import numpy as np
 import tensorstore as ts
 
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
+from jax_ucp.formats.options import Options
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Leaf
 from jax_ucp.storage.contents import Contents, Item, Piece
@@ -31,7 +32,7 @@ def recognise(path: Path) -> bool:
     return (path / TREE_FILE).is_file() and not is_unfinished(path)
 
 
-def open_orbax(path: Path) -> Contents:
+def open_orbax(path: Path, options: Options) -> Contents:
     """The PyTree checkpoint of stock Orbax at `path`: the directory with its `_METADATA`."""
     directory = Directory(path)
     tree = read_orbax_tree(directory)
@@ -61,7 +62,7 @@ def is_step(path: Path) -> bool:
     return (path / STEP_FILE).is_file() and not (path / TREE_FILE).is_file()
 
 
-def open_step(path: Path) -> Contents:
+def open_step(path: Path, options: Options) -> Contents:
     """The one PyTree item of a step. Raises NotACheckpoint, naming the items, where there is not just one."""
     from jax_ucp.formats import universal
 
@@ -70,7 +71,7 @@ def open_step(path: Path) -> Contents:
         names = ", ".join(item.name for item in items) or "no PyTree item"
         raise NotACheckpoint(f"{path} is a step with {names}: open one of its items, {path}/<item>")
     item = items[0]
-    return universal.open_universal(item) if universal.recognise(item) else open_orbax(item)
+    return universal.open_universal(item, options) if universal.recognise(item) else open_orbax(item, options)
 
 
 class _Arrays:

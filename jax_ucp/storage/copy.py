@@ -89,7 +89,8 @@ def copy(
     Raises FileExistsError if `target` is a checkpoint already, CorruptData if the source contradicts itself,
     FormatError if `target` holds another unfinished copy.
     """
-    if (target / METADATA_FILE).exists():
+    # A copy stopped after its commit, while it cleared away, has a ledger still and is taken up like any other.
+    if (target / METADATA_FILE).exists() and not Ledger.begun(target):
         raise FileExistsError(f"{target} is a checkpoint already; give another path")
     if target.is_dir() and any(target.iterdir()) and not Ledger.begun(target):
         raise FileExistsError(f"{target} has files in it that are no unfinished copy; give another path")
