@@ -33,6 +33,7 @@ class Import:
 
     def __init__(self, format: str, path: Path, shards: ArraySource):
         self.format, self.path, self.shards = format, path, shards
+        self.stored = shards.arrays()
         self.params: dict[TreePath, Consolidated] = {}
         self.extras: dict[str, dict[str, Any]] = {}
         self.notes: list[str] = []
@@ -51,7 +52,7 @@ class Import:
         self._mapped(param.keys, reason)
 
     def slice(self, key: str, tensor: Consolidated, reason: str) -> None:
-        """A tensor that one model-parallel rank had in memory, made of stored ones; parameters are made of it by `key`."""
+        """A tensor that one rank had in memory, made of stored ones; parameters are made of it by `key`."""
         self._slices[key] = tensor
         self._mapped(tensor.keys, reason)
 
@@ -87,7 +88,10 @@ class Import:
 
     def skip(self, where: str, what: str, reason: str) -> None:
         """Something that is stored and has no place in the tree."""
-        self._items.append(Item(where, what, "skipped", reason))
+        if where in self.stored:
+            self._fates[where] = "skipped", reason
+        else:
+            self._items.append(Item(where, what, "skipped", reason))
 
     def contents(self) -> Contents:
         """The checkpoint. Raises LayoutError where shards do not form a parameter."""
@@ -136,12 +140,12 @@ class Import:
             return None
         used = {key for param in self.params.values() for key in param.keys}
         used |= {twin.of for twin in self._twins if isinstance(twin.of, str)}
-        found = self.shards.arrays()
-        whole = {key: Consolidated(Unique().join([found[key].shape]), [key]) for key in used - self._slices.keys()}
+        stored = used - self._slices.keys()
+        whole = {key: Consolidated(Unique().join([self.stored[key].shape]), [key]) for key in stored}
         return ConsolidatedView(self.shards, {**self._slices, **whole})
 
     def _account(self) -> Iterator[Item]:
-        for key, info in self.shards.arrays().items():
+        for key, info in self.stored.items():
             fate, reason = self._fates.get(key, ("skipped", "not understood"))
             yield Item(key, f"{info.dtype} {list(info.shape)}", fate, reason)
         yield from self._items
