@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jax_ucp.errors import NotACheckpoint
-from jax_ucp.formats import deepspeed, orbax, universal
+from jax_ucp.formats import deepspeed, deepspeed_universal, orbax, universal
 from jax_ucp.formats.options import Options
 from jax_ucp.storage.contents import Contents
 from jax_ucp.storage.ledger import Ledger
@@ -22,6 +22,11 @@ FORMATS: tuple[tuple[Callable[[Path], bool], str, Opener], ...] = (
     (universal.recognise, "a universal checkpoint (ucp.json)", universal.open_universal),
     (orbax.recognise, "a PyTree item of Orbax (_METADATA)", orbax.open_orbax),
     (orbax.is_step, "a step of Orbax (_CHECKPOINT_METADATA)", orbax.open_step),
+    (
+        deepspeed_universal.recognise,
+        "DeepSpeed's universal folder (zero/)",
+        deepspeed_universal.open_deepspeed_universal,
+    ),
     (deepspeed.recognise, "DeepSpeed (latest, or *_optim_states.pt)", deepspeed.open_deepspeed),
 )
 

@@ -26,7 +26,7 @@ from jax_ucp.formats.deepspeed_tp import TensorParallel
 from jax_ucp.formats.deepspeed_zero import Group, base_optimizer, group, param_group, param_shapes
 from jax_ucp.formats.importing import Import, touched
 from jax_ucp.formats.options import Options
-from jax_ucp.formats.torch_file import StoredTensor
+from jax_ucp.formats.torch_file import StoredTensor, TorchFile
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout, Shape
 from jax_ucp.layout.patterns import Replicated, flat_layouts
@@ -71,7 +71,7 @@ def open_deepspeed(path: Path, options: Options) -> Contents:
     folder = tag_folder(path) or path
     if not folder.is_dir():
         raise NotACheckpoint(f"{path / 'latest'} names {folder.name}, but there is no such folder beside it")
-    return _Reader(open_files(folder), options).contents()
+    return Reader(open_files(folder), options).contents()
 
 
 # Where a slice was: pipeline stage, expert-parallel rank (None for what is no fused expert), tensor-parallel rank.
@@ -91,12 +91,13 @@ class _Slices:
         return sorted({*self.values, *(stage for stage, _, _ in self.keys)})
 
 
-class _Reader:
+class Reader:
     """Puts the pieces of one checkpoint together; each method settles one kind of stored thing."""
 
-    def __init__(self, files: Files, options: Options):
+    def __init__(self, files: Files, options: Options, more: Mapping[str, TorchFile] | None = None):
         self.files, self.options = files, options
-        self.found = Import("deepspeed", files.folder, Joined({file.name: file.file for file in files.all()}))
+        stored = Joined({**{file.name: file.file for file in files.all()}, **(more or {})})
+        self.found = Import("deepspeed", files.folder, stored)
         self.slices: dict[tuple[str, str], _Slices] = defaultdict(_Slices)
         self.unowned = _FROZEN if any(files.ranks) else "a parameter, of which the optimizer has no second copy"
         self.agreed: dict[tuple[str, ...], np.ndarray] = {}
@@ -119,6 +120,10 @@ class _Reader:
         self._experts()
         if not any(self.files.ranks) and not self.options.weights_only:
             self._numbered_states()
+        names = {name for _, name in self.slices}
+        names |= {str(n) for models in self.files.models for n in models[0].state.get("module") or ()}
+        for patterns in self.patterns:
+            patterns.check_used(names)
         self._parameters()
         self._extras()
         return self.found.contents()
@@ -269,7 +274,7 @@ class _Reader:
                 for other in self.files.models
                 for alias, owner in (other[0].state.get("shared_params") or {}).items()
             }
-            held = {name for state, name in self.slices if state == "param" and self._held(mp, name)}
+            held = self._masters(mp)
             shared |= moe.router_aliases(module, held, model)
             alias = aliases(module, held - buffers, shared)
             for name, tensor in sorted(module.items(), key=lambda item: item[0] in alias):  # owners first
@@ -280,6 +285,9 @@ class _Reader:
                     self._buffer(mp, name, key, tensor)
                 else:
                     self._module_tensor(mp, name, alias.get(name) or name, key, tensor)
+
+    def _masters(self, mp: int) -> set[str]:
+        return {name for state, name in self.slices if state == "param" and self._held(mp, name)}
 
     def _held(self, mp: int, name: str) -> str | None:
         found = self.slices.get(("param", name))
@@ -406,10 +414,6 @@ class _Reader:
     # Parameters from slices.
 
     def _parameters(self) -> None:
-        names = {name for _, name in self.slices}
-        names |= {str(n) for models in self.files.models for n in models[0].state.get("module") or ()}
-        for patterns in self.patterns:
-            patterns.check_used(names)
         copies = []
         for (state, name), slices in self.slices.items():
             stage, *others = slices.stages

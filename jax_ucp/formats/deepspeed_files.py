@@ -77,9 +77,9 @@ class Files:
         return [file for files in many for file in files]
 
 
-def tag_folder(path: Path) -> Path | None:
+def tag_folder(path: Path, marker: str = "latest") -> Path | None:
     """The folder that `latest` names, if `path` is a save directory."""
-    latest = path / "latest"
+    latest = path / marker
     if not latest.is_file():
         return None
     tag = latest.read_text(errors="replace").strip()
@@ -108,7 +108,7 @@ def open_files(folder: Path) -> Files:
     first = (0 if zero3 or (not model and _zero3(folder, optim)) else None), 0
     if first not in model:
         raise FormatError(f"{folder}/{_model_name(*first)} is missing; without it nothing says what the buffers hold")
-    models = {at: _open(folder / name) for at, name in model.items()}
+    models = {at: open_stored(folder / name) for at, name in model.items()}
     said = models[first].state
     layers = {(int(m["layer"]), int(m["tp"] or 0)): name for name in names if (m := _LAYER.fullmatch(name))}
     pp, tp = _degrees(said, len({mp for _, mp in model}), len({tp for _, tp in layers}) if layers else None)
@@ -141,9 +141,9 @@ def open_files(folder: Path) -> Files:
         zero3,
         [[models[dp, mp] for dp in (range(world) if zero3 else (None,))] for mp in range(pp * tp)],
         _optimizers(folder, optim, world, pp * tp, models[first].name),
-        {at: _open(folder / layers[at]) for at in sorted(layers)},
-        {at: _open(folder / experts[at]) for at in sorted(experts)},
-        {at: _open(folder / expp[at]) for at in sorted(expp)},
+        {at: open_stored(folder / layers[at]) for at in sorted(layers)},
+        {at: open_stored(folder / experts[at]) for at in sorted(experts)},
+        {at: open_stored(folder / expp[at]) for at in sorted(expp)},
     )
 
 
@@ -164,7 +164,8 @@ def _one_family(folder: Path, names: Sequence[str], model: Mapping[tuple[int | N
 def _zero3(folder: Path, optim: Mapping[tuple[int, int], str]) -> bool:
     """Whether the optimizer files are ZeRO-3's, which says how the model states that are missing were called."""
     return any(
-        "fp32_flat_groups" in _open(folder / name).state.get("optimizer_state_dict", ()) for name in optim.values()
+        "fp32_flat_groups" in open_stored(folder / name).state.get("optimizer_state_dict", ())
+        for name in optim.values()
     )
 
 
@@ -206,13 +207,13 @@ def _world(said: Mapping[str, Any], found: int) -> int:
     return world if isinstance(world, int) and not isinstance(world, bool) else max(found, 1)
 
 
-def _open(path: Path) -> Stored:
+def open_stored(path: Path) -> Stored:
     file = TorchFile(path)
     return Stored(file, expect_dict(file.tree, path, "the file"))
 
 
 def _open_rank(dp: int, path: Path, world: int) -> Rank:
-    stored = _open(path)
+    stored = open_stored(path)
     state = expect_dict(stored.state.get("optimizer_state_dict"), path, "optimizer_state_dict")
     for masters, base in (
         ("single_partition_of_fp32_groups", "base_optimizer_state"),

@@ -90,6 +90,10 @@ def is_native(name: str) -> bool:
     return _NATIVE.fullmatch(name) is not None
 
 
+def is_fused(name: str, model: Stored) -> bool:
+    return any(layer.get("expert_key_prefix") == name.rpartition(".")[0] for layer in autoep_layers(model))
+
+
 def router_aliases(names: Collection[str], owned: Collection[str], model: Stored) -> dict[str, str]:
     """Second names that AutoEP gives its routers, as the layer called them before, and their owned names."""
     found: dict[str, str] = {}

@@ -127,6 +127,11 @@ def _gaps(index: int, shapes: Mapping[str, Shape], rank: Rank) -> dict[str, int]
     paddings = rank.state.get("param_alignment_paddings")
     if not paddings or not paddings[index]:
         return {}
+    if len(paddings[index]) != len(shapes):
+        raise FormatError(
+            f"{rank.file.path} has param_alignment_paddings for {len(paddings[index])} parameters of group {index}, "
+            f"which has {len(shapes)}: the file was renamed, or belongs to another run"
+        )
     return dict(zip(shapes, map(int, paddings[index]), strict=True))
 
 

@@ -116,11 +116,12 @@ class Import:
             for path, param in self.params.items():
                 if len(param.layout.replicas) < len(param.layout.fragments) and not param.layout.averaged:
                     yield _label(path), _replicas_differ(view, names[path])
+            below = slices or self.shards
             for twin in self._twins:
                 if isinstance(twin.of, str):
-                    yield twin.of, _differs_from_twin(twin.of, slices or self.shards, twin.of, self.shards, twin)
+                    yield twin.of, _differs_from_twin(twin.of, below, twin.of, below, twin)
                 else:
-                    yield _label(twin.of), _differs_from_twin(_label(twin.of), view, names[twin.of], self.shards, twin)
+                    yield _label(twin.of), _differs_from_twin(_label(twin.of), view, names[twin.of], below, twin)
 
         return Contents(
             self.format,
@@ -139,7 +140,7 @@ class Import:
         if not self._slices:
             return None
         used = {key for param in self.params.values() for key in param.keys}
-        used |= {twin.of for twin in self._twins if isinstance(twin.of, str)}
+        used |= {key for twin in self._twins for key in (twin.of, twin.key) if isinstance(key, str)}
         stored = used - self._slices.keys()
         whole = {key: Consolidated(Unique().join([self.stored[key].shape]), [key]) for key in stored}
         return ConsolidatedView(self.shards, {**self._slices, **whole})
