@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jax_ucp.formats import open_contents
+from jax_ucp.formats.options import Options
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Leaf, tree_of
 from jax_ucp.storage.budget import DEFAULT_BUDGET
@@ -30,12 +31,22 @@ if TYPE_CHECKING:
     from jax_ucp.sharding.restore import RestorePlan
 
 
-def open(path: str | os.PathLike[str]) -> Checkpoint:
+def open(
+    path: str | os.PathLike[str],
+    *,
+    sizes: Mapping[str, int] | None = None,
+    spec: str | os.PathLike[str] | None = None,
+    weights_only: bool = False,
+) -> Checkpoint:
     """The checkpoint at `path`, whichever of the known formats it has. Reads metadata only.
+
+    What a checkpoint does not say is said by name: `sizes={"vocab": 50257}` (Megatron does not record the true
+    vocabulary; unsaid, the padded rows stay). `spec` is a file in the universal checkpoint language that says how
+    shards form parameters, for sources that do not. `weights_only` leaves the optimizer aside.
 
     Raises NotACheckpoint where there is none, FormatError where a file is not what it should be.
     """
-    return Checkpoint(open_contents(path))
+    return Checkpoint(open_contents(path, Options(sizes or {}, Path(spec) if spec else None, weights_only)))
 
 
 @dataclass(frozen=True, repr=False)

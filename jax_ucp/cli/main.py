@@ -59,6 +59,18 @@ class _Size(click.ParamType):
         return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
+class _NamedSize(click.ParamType):
+    """A name and a length: vocab=50257."""
+
+    name = "name=n"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, int]:
+        name, _, number = value.partition("=")
+        if not name or not number.isdigit():
+            self.fail(f"{value!r} is no size by name; write vocab=50257", param, ctx)
+        return name, int(number)
+
+
 class _MeshSizes(click.ParamType):
     """Mesh axes and their sizes: data=4,model=2."""
 
@@ -110,6 +122,21 @@ def main() -> None:
     """Universal checkpoints for JAX: look into any checkpoint, plan, convert, verify."""
 
 
+def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What a user says of a checkpoint that it does not say itself."""
+    for option in (
+        click.option("--weights-only", is_flag=True, help="Leave the optimizer aside."),
+        click.option("--spec", type=click.Path(exists=True), help="A file that says how shards form parameters."),
+        click.option("--size", "sizes", type=_NamedSize(), multiple=True, help="A length by name; may be repeated."),
+    ):
+        command = option(command)
+    return command
+
+
+def _open(path: str, sizes: tuple[tuple[str, int], ...], spec: str | None, weights_only: bool) -> jax_ucp.Checkpoint:
+    return jax_ucp.open(path, sizes=dict(sizes), spec=spec, weights_only=weights_only)
+
+
 as_json = click.option("--json", "json_", is_flag=True, help="Print JSON for machines.")
 budget = click.option(
     "--budget", type=_Size(), default=DEFAULT_BUDGET, show_default="1GiB", help="Memory for blocks in flight."
@@ -120,10 +147,11 @@ budget = click.option(
 @click.argument("path")
 @click.option("--leaf", "pattern", type=_Regex(), help="Show where every byte of the leaves that match lies.")
 @click.option("--all", "all_", is_flag=True, help="Print every item of the account, and every extra.")
+@source_options
 @as_json
-def inspect(path: str, pattern: str | None, all_: bool, json_: bool) -> None:
+def inspect(path: str, pattern: str | None, all_: bool, json_: bool, **source: Any) -> None:
     """What is in the checkpoint at PATH, where its bytes are, and what is not understood."""
-    found = report.inspection(jax_ucp.open(path))
+    found = report.inspection(_open(path, **source))
     if pattern is not None:
         found["leaves"] = [leaf for leaf in found["leaves"] if re.search(pattern, leaf["leaf"])]
     if json_:
@@ -149,13 +177,16 @@ def inspect(path: str, pattern: str | None, all_: bool, json_: bool) -> None:
 @click.argument("target", required=False)
 @click.option("--mesh", type=_MeshSizes(), help="Show where every leaf would go on this mesh.")
 @click.option("--rule", "rules", type=_RuleType(), multiple=True, help="A rule for --mesh; may be repeated.")
+@source_options
 @budget
 @as_json
-def plan(source: str, target: str | None, mesh: dict[str, int] | None, rules: Any, budget: int, json_: bool) -> None:
+def plan(
+    source: str, target: str | None, mesh: dict[str, int] | None, rules: Any, budget: int, json_: bool, **said: Any
+) -> None:
     """What converting SOURCE to TARGET would do, or restoring it on a mesh. Moves no data."""
     if rules and not mesh:
         raise click.UsageError("--rule says what lies on which axis of a mesh: give --mesh too")
-    checkpoint = jax_ucp.open(source)
+    checkpoint = _open(source, **said)
     found = report.copy_plan(checkpoint, target, budget)
     if mesh:
         found["restore"] = report.mesh_plan(checkpoint, mesh, rules)
@@ -181,15 +212,16 @@ def plan(source: str, target: str | None, mesh: dict[str, int] | None, rules: An
 @main.command()
 @click.argument("source")
 @click.argument("target")
+@source_options
 @budget
 @as_json
-def convert(source: str, target: str, budget: int, json_: bool) -> None:
+def convert(source: str, target: str, budget: int, json_: bool, **said: Any) -> None:
     """Write the checkpoint at SOURCE to TARGET in the universal format.
 
     What SOURCE stores twice is compared first. Stopped at any moment, nothing at TARGET looks like a
     checkpoint; the same command takes up where it was stopped.
     """
-    checkpoint = jax_ucp.open(source)
+    checkpoint = _open(source, **said)
     total = checkpoint.plan_save(budget).write_bytes
     with _progress("converting", total) as advance:
         result = checkpoint.save(target, budget_bytes=budget, done=lambda block: advance(block.nbytes))
@@ -202,10 +234,11 @@ def convert(source: str, target: str, budget: int, json_: bool) -> None:
 
 @main.command()
 @click.argument("path")
+@source_options
 @as_json
-def verify(path: str, json_: bool) -> None:
+def verify(path: str, json_: bool, **said: Any) -> None:
     """Read every byte of the checkpoint at PATH that has a checksum or a twin, and compare."""
-    checkpoint = jax_ucp.open(path)
+    checkpoint = _open(path, **said)
     looked, faults = 0, []
     for _, fault in checkpoint.verify():
         looked += 1

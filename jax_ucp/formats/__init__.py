@@ -10,20 +10,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jax_ucp.errors import NotACheckpoint
-from jax_ucp.formats import deepspeed, orbax, universal
+from jax_ucp.formats import deepspeed, deepspeed_universal, orbax, universal
+from jax_ucp.formats.options import Options
 from jax_ucp.storage.contents import Contents
 from jax_ucp.storage.ledger import Ledger
 
-Opener = Callable[[Path], Contents]
+Opener = Callable[[Path, Options], Contents]
 
 
-def _open_step(path: Path) -> Contents:
+def _open_step(path: Path, options: Options) -> Contents:
     """The one PyTree item of a step. Raises NotACheckpoint, naming the items, where there is not just one."""
     items = orbax.items_of_step(path)
     if len(items) != 1:
         names = ", ".join(item.name for item in items) or "no PyTree item"
         raise NotACheckpoint(f"{path} is a step with {names}: open one of its items, {path}/<item>")
-    return open_contents(items[0])
+    return open_contents(items[0], options)
 
 
 # What marks the format, what it is called, what opens it. The first that recognises the path has it.
@@ -31,11 +32,16 @@ FORMATS: tuple[tuple[Callable[[Path], bool], str, Opener], ...] = (
     (universal.recognise, "a universal checkpoint (ucp.json)", universal.open_universal),
     (orbax.recognise, "a PyTree item of Orbax (_METADATA)", orbax.open_orbax),
     (orbax.is_step, "a step of Orbax (_CHECKPOINT_METADATA)", _open_step),
+    (
+        deepspeed_universal.recognise,
+        "DeepSpeed's universal folder (zero/)",
+        deepspeed_universal.open_deepspeed_universal,
+    ),
     (deepspeed.recognise, "DeepSpeed (latest, or *_optim_states.pt)", deepspeed.open_deepspeed),
 )
 
 
-def open_contents(path: str | os.PathLike[str]) -> Contents:
+def open_contents(path: str | os.PathLike[str], options: Options) -> Contents:
     """What the checkpoint at `path` holds, whoever wrote it. Reads metadata only.
 
     Raises NotACheckpoint where nothing there is a finished checkpoint of a format in the table.
@@ -47,7 +53,7 @@ def open_contents(path: str | os.PathLike[str]) -> Contents:
         raise NotACheckpoint(f"{path} is an unfinished conversion: run the same convert again to complete it")
     for recognise, _, opener in FORMATS:
         if recognise(at):
-            return opener(at)
+            return opener(at, options)
     if at.is_dir() and (steps := sorted((p for p in at.iterdir() if orbax.is_step(p)), key=_natural)):
         last = steps[-1].name
         raise NotACheckpoint(f"{path} holds the steps {', '.join(p.name for p in steps)}: open one, {path}/{last}")

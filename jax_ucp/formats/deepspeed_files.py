@@ -1,12 +1,14 @@
 """The files of a DeepSpeed checkpoint: which must be there, and whether they belong together.
 
-Facts: file names in `runtime/engine.py` (`_get_zero_ckpt_name`, `_get_ckpt_name`) of DeepSpeed 0.19.8.
+Facts: file names in `runtime/engine.py` (`_get_zero_ckpt_name`, `_get_ckpt_name`, `_get_expert_ckpt_name`) and
+`runtime/pipe/module.py` (`ckpt_layer_path`) of DeepSpeed 0.19.8. Model-parallel ranks are numbered stage by stage:
+`mp_rank = stage * tp + tp_rank`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,20 +17,19 @@ from jax_ucp.errors import FormatError
 from jax_ucp.formats.torch_file import StoredTensor, TorchFile
 
 _OPTIM = re.compile(r"(?P<bf16>bf16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
-_MODEL = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
-_ELSEWHERE = {
-    r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt": "ZeRO-3",
-    r"layer_\d+-(model_\d+-)?model_states\.pt": "pipeline parallelism",
-    r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt": "mixture of experts",
-    r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt": "mixture of experts",
-}
+_MODEL = re.compile(r"(zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
+_LAYER = re.compile(r"layer_(?P<layer>\d+)-(model_(?P<tp>\d+)-)?model_states\.pt")
+_EXPERT = re.compile(r"(layer_(?P<layer>\d+)_)?expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
+_EXPP = re.compile(r"expp_rank_(?P<ep>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
+
+# What every file of one save says alike.
+_SAME = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
 
 
 @dataclass(frozen=True)
-class Rank:
-    """The optimizer file of one data-parallel rank."""
+class Stored:
+    """A file of the checkpoint, and the dict in it that matters."""
 
-    dp: int
     file: TorchFile
     state: Mapping[str, Any]
 
@@ -40,9 +41,45 @@ class Rank:
         return f"{self.name}:{tensor.key}"
 
 
-def tag_folder(path: Path) -> Path | None:
+@dataclass(frozen=True)
+class Rank(Stored):
+    """The optimizer file of one data-parallel rank."""
+
+    dp: int
+
+    @property
+    def masters(self) -> Sequence[StoredTensor]:
+        """The flat partitions of the parameters, one for each group, or under ZeRO-3 for each sub-group."""
+        return self.state.get("single_partition_of_fp32_groups", self.state.get("fp32_flat_groups"))  # type: ignore
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of one tag, by position.
+
+    `models[mp_rank]` has one file of model states, or under ZeRO-3 one for each data-parallel rank; `ranks[mp_rank]`
+    one optimizer file for each data-parallel rank, or none (ZeRO-0). `layers` is keyed (layer, tp_rank), `experts`
+    (layer, expert, mp_rank), `expert_optimizers` (ep_rank, mp_rank).
+    """
+
+    folder: Path
+    pp: int
+    tp: int
+    zero3: bool
+    models: Sequence[Sequence[Stored]]
+    ranks: Sequence[Sequence[Rank]]
+    layers: Mapping[tuple[int, int], Stored]
+    experts: Mapping[tuple[int, int, int], Stored]
+    expert_optimizers: Mapping[tuple[int, int], Stored]
+
+    def all(self) -> list[Stored]:
+        many = [*self.models, *self.ranks, self.layers.values(), self.experts.values(), self.expert_optimizers.values()]
+        return [file for files in many for file in files]
+
+
+def tag_folder(path: Path, marker: str = "latest") -> Path | None:
     """The folder that `latest` names, if `path` is a save directory."""
-    latest = path / "latest"
+    latest = path / marker
     if not latest.is_file():
         return None
     tag = latest.read_text(errors="replace").strip()
@@ -55,71 +92,150 @@ def is_checkpoint(path: Path) -> bool:
     """Whether the directory is DeepSpeed's: it has `latest`, or files named as DeepSpeed names them."""
     if tag_folder(path) is not None:
         return True
-    return any(re.fullmatch(p, file.name) for file in path.iterdir() for p in (_OPTIM, _MODEL, *_ELSEWHERE))
+    return any(p.fullmatch(file.name) for file in path.iterdir() for p in (_OPTIM, _MODEL, _LAYER, _EXPERT, _EXPP))
 
 
-def open_files(folder: Path) -> tuple[TorchFile, list[Rank]]:
-    """The model states of one tag, and the optimizer file of every data-parallel rank, in order.
+def open_files(folder: Path) -> Files:
+    """The files of one tag.
 
-    Raises FormatError, naming the file, where one is missing, is of another run, or has a layout not read yet.
+    Raises FormatError, naming the file, where one is missing, or is of another run or step.
     """
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
-    for pattern, what in _ELSEWHERE.items():
-        if found := [name for name in names if re.fullmatch(pattern, name)]:
+    model = {(_int(m["dp"]), int(m["mp"])): name for name in names if (m := _MODEL.fullmatch(name))}
+    optim = {(int(m["dp"]), int(m["mp"])): name for name in names if (m := _OPTIM.fullmatch(name))}
+    _one_family(folder, names, model)
+    zero3 = any(dp is not None for dp, _ in model)
+    first = (0 if zero3 or (not model and _zero3(folder, optim)) else None), 0
+    if first not in model:
+        raise FormatError(f"{folder}/{_model_name(*first)} is missing; without it nothing says what the buffers hold")
+    models = {at: open_stored(folder / name) for at, name in model.items()}
+    said = models[first].state
+    layers = {(int(m["layer"]), int(m["tp"] or 0)): name for name in names if (m := _LAYER.fullmatch(name))}
+    pp, tp = _degrees(said, len({mp for _, mp in model}), len({tp for _, tp in layers}) if layers else None)
+    world = _world(said, len({dp for dp, _ in optim}))
+    for mp in range(pp * tp):
+        for dp in range(world) if zero3 else (None,):
+            if (dp, mp) not in models:
+                raise FormatError(
+                    f"{folder}/{_model_name(dp, mp)} is missing: the run had {pp} pipeline stages and "
+                    f"{tp} tensor-parallel ranks, by {models[first].name}"
+                )
+    for (dp, mp), found in models.items():
+        if mp >= pp * tp or (dp or 0) >= world:
             raise FormatError(
-                f"{folder} has {found[0]}: DeepSpeed checkpoints with {what} are not read by this version"
+                f"{folder} has {found.name}, but {models[first].name} was written by a run of {world} data-parallel "
+                f"times {pp * tp} model-parallel ranks; it belongs to another run"
             )
-    optim = {name: match for name in names if (match := _OPTIM.fullmatch(name))}
-    model = {name: match for name in names if (match := _MODEL.fullmatch(name))}
-    if not optim:
-        raise FormatError(f"{folder} has no *_optim_states.pt: ZeRO-0 checkpoints are not read by this version")
-    families = {bool(match["bf16"]) for match in optim.values()}
-    if len(families) > 1:
+        for key in _SAME:
+            if found.state.get(key) != said.get(key):
+                raise FormatError(
+                    f"{found.file.path} has {key} {found.state.get(key)}, but {models[first].name} has "
+                    f"{said.get(key)}; the files are not of one step of one run"
+                )
+    experts = {(int(m["layer"] or 0), int(m["expert"]), int(m["mp"])): n for n in names if (m := _EXPERT.fullmatch(n))}
+    expp = {(int(m["ep"]), int(m["mp"])): name for name in names if (m := _EXPP.fullmatch(name))}
+    return Files(
+        folder,
+        pp,
+        tp,
+        zero3,
+        [[models[dp, mp] for dp in (range(world) if zero3 else (None,))] for mp in range(pp * tp)],
+        _optimizers(folder, optim, world, pp * tp, models[first].name),
+        {at: open_stored(folder / layers[at]) for at in sorted(layers)},
+        {at: open_stored(folder / experts[at]) for at in sorted(experts)},
+        {at: open_stored(folder / expp[at]) for at in sorted(expp)},
+    )
+
+
+def _one_family(folder: Path, names: Sequence[str], model: Mapping[tuple[int | None, int], str]) -> None:
+    prefixes = {bool(m["bf16"]) for name in names if (m := _OPTIM.fullmatch(name))}
+    if len(prefixes) > 1:
         raise FormatError(
             f"{folder} has optimizer files with and without the prefix bf16_: it was saved twice, by different runs. "
             "Remove the older family."
         )
-    if any(int(match["mp"]) for match in (*optim.values(), *model.values())):
-        raise FormatError(f"{folder} has files of several mp_ranks: model parallelism is not read by this version")
-    if not model:
+    if len({dp is None for dp, _ in model}) > 1:
         raise FormatError(
-            f"{folder}/mp_rank_00_model_states.pt is missing; without it nothing says what the buffers hold"
+            f"{folder} has model states of ZeRO-3 ({_model_name(0, 0)}) and of another stage ({_model_name(None, 0)}): "
+            "it was saved twice, by different runs. Remove the older family."
         )
-    model_file = TorchFile(folder / next(iter(model)))
-    by_rank = {int(match["dp"]): name for name, match in optim.items()}
-    world = _world(model_file, len(by_rank))
-    prefix = "bf16_" if True in families else ""
-    for dp in range(max(world, *by_rank, 0)):
-        if dp not in by_rank:
+
+
+def _zero3(folder: Path, optim: Mapping[tuple[int, int], str]) -> bool:
+    """Whether the optimizer files are ZeRO-3's, which says how the model states that are missing were called."""
+    return any(
+        "fp32_flat_groups" in open_stored(folder / name).state.get("optimizer_state_dict", ())
+        for name in optim.values()
+    )
+
+
+def _degrees(said: Mapping[str, Any], found: int, layers_tp: int | None) -> tuple[int, int]:
+    """Pipeline stages and tensor-parallel ranks, as the file says, or older ones let it be seen from their number."""
+    degrees = said.get("checkpoint_parallel_dimensions")
+    if isinstance(degrees, dict):
+        return int(degrees["pp_degree"]), int(degrees["tp_degree"])
+    ranks = said.get("mp_world_size")
+    ranks = ranks if isinstance(ranks, int) and not isinstance(ranks, bool) else found
+    tp = layers_tp or ranks
+    return max(1, ranks // tp), tp
+
+
+def _optimizers(
+    folder: Path, optim: Mapping[tuple[int, int], str], world: int, mp_world: int, model: str
+) -> list[list[Rank]]:
+    if not optim:
+        return [[] for _ in range(mp_world)]
+    prefix = "bf16_" if next(iter(optim.values())).startswith("bf16_") else ""
+    for mp in range(mp_world):
+        for dp in range(world):
+            if (dp, mp) not in optim:
+                raise FormatError(
+                    f"{folder}/{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt is missing: the run had "
+                    f"{world} data-parallel ranks, and each holds a part of every parameter group"
+                )
+    for dp, mp in sorted(optim):
+        if dp >= world or mp >= mp_world:
             raise FormatError(
-                f"{folder}/{prefix}zero_pp_rank_{dp}_mp_rank_00_optim_states.pt is missing: the run had {world} "
-                "data-parallel ranks, and each holds a part of every parameter group"
+                f"{folder} has optimizer files of {len({d for d, _ in optim})} ranks, but {model} was written by "
+                f"{world}; {optim[dp, mp]} belongs to another run"
             )
-    if len(by_rank) != world:
-        raise FormatError(
-            f"{folder} has optimizer files of {len(by_rank)} ranks, but {model_file.path.name} was written by {world}; "
-            f"{by_rank[max(by_rank)]} belongs to another run"
-        )
-    return model_file, [_open_rank(dp, folder / by_rank[dp], world) for dp in sorted(by_rank)]
+    return [[_open_rank(dp, folder / optim[dp, mp], world) for dp in range(world)] for mp in range(mp_world)]
 
 
-def _world(model: TorchFile, found: int) -> int:
-    states = expect_dict(model.tree, model.path, "the file")
-    world = states.get("dp_world_size")
-    return world if isinstance(world, int) and not isinstance(world, bool) else found
+def _world(said: Mapping[str, Any], found: int) -> int:
+    world = said.get("dp_world_size")
+    return world if isinstance(world, int) and not isinstance(world, bool) else max(found, 1)
+
+
+def open_stored(path: Path) -> Stored:
+    file = TorchFile(path)
+    return Stored(file, expect_dict(file.tree, path, "the file"))
 
 
 def _open_rank(dp: int, path: Path, world: int) -> Rank:
-    file = TorchFile(path)
-    state = expect_dict(file.tree, path, "the file").get("optimizer_state_dict")
-    state = expect_dict(state, path, "optimizer_state_dict")
-    for name in ("base_optimizer_state", "single_partition_of_fp32_groups"):
-        if name not in state:
-            raise FormatError(f"{path} has no {name}: it is no optimizer file of ZeRO-1 or ZeRO-2")
+    stored = open_stored(path)
+    state = expect_dict(stored.state.get("optimizer_state_dict"), path, "optimizer_state_dict")
+    for masters, base in (
+        ("single_partition_of_fp32_groups", "base_optimizer_state"),
+        ("fp32_flat_groups", "optimizer_state_dict"),
+    ):
+        if masters in state and base in state:
+            break
+    else:
+        raise FormatError(f"{path} has no base_optimizer_state: it is no optimizer file of ZeRO")
     counts = state.get("partition_count")
-    if isinstance(counts, list) and any(count != world for count in counts):
+    counts = counts if isinstance(counts, list) else [counts or world]
+    if any(not count or world % count for count in counts) or max(counts) != world:
         raise FormatError(f"{path} was written by a run of {counts} ranks per group, but there are files of {world}")
-    return Rank(dp, file, state)
+    return Rank(stored.file, state, dp)
+
+
+def _model_name(dp: int | None, mp: int) -> str:
+    return f"{'' if dp is None else f'zero_pp_rank_{dp}_'}mp_rank_{mp:02d}_model_states.pt"
+
+
+def _int(digits: str | None) -> int | None:
+    return None if digits is None else int(digits)
 
 
 def expect_dict(value: Any, path: Path, what: str) -> dict[str, Any]:

@@ -11,15 +11,15 @@ import numpy as np
 
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.formats.extras import as_json
-from jax_ucp.formats.torch_file import TorchFile
 from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.layout.patterns import Unique
 from jax_ucp.metadata import Key, Leaf, leaf_names
 from jax_ucp.metadata import Path as TreePath
 from jax_ucp.storage.consolidated import Consolidated, ConsolidatedView, same_bits
 from jax_ucp.storage.contents import Contents, Fate, Item, Piece
-from jax_ucp.storage.source import ArrayInfo, ArraySource
+from jax_ucp.storage.source import ArrayInfo, ArraySource, Joined
 
 VERIFY_BYTES = 16 << 20
 
@@ -27,17 +27,19 @@ VERIFY_BYTES = 16 << 20
 class Import:
     """A checkpoint on its way to being `Contents`; an opener tells it what each stored thing is.
 
-    `shards` has the stored tensors, named `file:item`; `files` have checksums for `verify` to compare. The tree
-    is `{state: {parameter: array}}`. A tensor of which the opener says nothing is accounted for as not understood.
+    `shards` has the stored tensors, named `file:item`. The tree is `{state: {parameter: array}}`. A tensor of
+    which the opener says nothing is accounted for as not understood.
     """
 
-    def __init__(self, format: str, path: Path, shards: ArraySource, files: Sequence[TorchFile] = ()):
-        self.format, self.path, self.shards, self.files = format, path, shards, files
+    def __init__(self, format: str, path: Path, shards: ArraySource):
+        self.format, self.path, self.shards = format, path, shards
+        self.stored = shards.arrays()
         self.params: dict[TreePath, Consolidated] = {}
         self.extras: dict[str, dict[str, Any]] = {}
         self.notes: list[str] = []
         self._constants: dict[TreePath, tuple[np.ndarray, str]] = {}
-        self._twins: list[tuple[TreePath, str]] = []
+        self._slices: dict[str, Consolidated] = {}
+        self._twins: list[_Twin] = []
         self._fates: dict[str, tuple[Fate, str]] = {}
         self._items: list[Item] = []
 
@@ -47,8 +49,17 @@ class Import:
         if path in self.params or path in self._constants:
             raise FormatError(f"{self.path}: {state} of {name} is stored twice, in {self.params[path].keys[0]} too")
         self.params[path] = param
-        for key in param.keys:
-            self._fates[key] = "mapped", reason
+        self._mapped(param.keys, reason)
+
+    def slice(self, key: str, tensor: Consolidated, reason: str) -> None:
+        """A tensor that one rank had in memory, made of stored ones; parameters are made of it by `key`."""
+        self._slices[key] = tensor
+        self._mapped(tensor.keys, reason)
+
+    def _mapped(self, keys: Iterable[str], reason: str) -> None:
+        for key in keys:
+            if key not in self._slices:
+                self._fates[key] = "mapped", reason
 
     def constant(self, state: str, name: str, value: np.ndarray, where: str) -> None:
         """One state of a parameter that is no tensor in the file; `where` is `file:item`."""
@@ -56,7 +67,12 @@ class Import:
 
     def twin(self, state: str, name: str, key: str, reason: str) -> None:
         """A stored tensor that must be a state of a parameter, rounded to its dtype; `verify` compares them."""
-        self._twins.append(((Key("dict", state), Key("dict", name)), key))
+        self._twins.append(_Twin((Key("dict", state), Key("dict", name)), key))
+        self._fates[key] = "skipped", reason
+
+    def slice_twin(self, whole: str, key: str, reason: str, at: Sequence[int] = ()) -> None:
+        """A stored tensor that must be the slice `whole`, or what it has at the leading indices `at`, rounded."""
+        self._twins.append(_Twin(whole, key, tuple(at)))
         self._fates[key] = "skipped", reason
 
     def extra(self, file: str, name: str, value: Any) -> None:
@@ -72,13 +88,17 @@ class Import:
 
     def skip(self, where: str, what: str, reason: str) -> None:
         """Something that is stored and has no place in the tree."""
-        self._items.append(Item(where, what, "skipped", reason))
+        if where in self.stored:
+            self._fates[where] = "skipped", reason
+        else:
+            self._items.append(Item(where, what, "skipped", reason))
 
     def contents(self) -> Contents:
         """The checkpoint. Raises LayoutError where shards do not form a parameter."""
         paths = [*self.params, *self._constants]
         names = dict(zip(paths, leaf_names(paths), strict=True))
-        view = ConsolidatedView(self.shards, {names[path]: param for path, param in self.params.items()})
+        slices = self._slice_view()
+        view = ConsolidatedView(slices or self.shards, {names[path]: param for path, param in self.params.items()})
         arrays = _WithConstants(view, {names[path]: value for path, (value, _) in self._constants.items()})
         infos = arrays.arrays()
 
@@ -93,13 +113,17 @@ class Import:
             return found
 
         def verify() -> Iterator[tuple[str, str | None]]:
-            for file in self.files:
-                yield from file.verify()
+            if isinstance(self.shards, Joined):
+                yield from self.shards.verify()
             for path, param in self.params.items():
                 if len(param.layout.replicas) < len(param.layout.fragments) and not param.layout.averaged:
                     yield _label(path), _replicas_differ(view, names[path])
-            for path, key in self._twins:
-                yield _label(path), _differs_from_twin(_label(path), view, names[path], self.shards, key)
+            below = slices or self.shards
+            for twin in self._twins:
+                if isinstance(twin.of, str):
+                    yield twin.of, _differs_from_twin(twin.of, below, twin.of, below, twin)
+                else:
+                    yield _label(twin.of), _differs_from_twin(_label(twin.of), view, names[twin.of], below, twin)
 
         return Contents(
             self.format,
@@ -113,16 +137,35 @@ class Import:
             where=where,
         )
 
+    def _slice_view(self) -> ConsolidatedView | None:
+        """The slices, and stored tensors that are whole slices; None where parameters are made of nothing but those."""
+        if not self._slices:
+            return None
+        used = {key for param in self.params.values() for key in param.keys}
+        used |= {key for twin in self._twins for key in (twin.of, twin.key) if isinstance(key, str)}
+        stored = used - self._slices.keys()
+        whole = {key: Consolidated(Unique().join([self.stored[key].shape]), [key]) for key in stored}
+        return ConsolidatedView(self.shards, {**self._slices, **whole})
+
     def _account(self) -> Iterator[Item]:
-        for key, info in self.shards.arrays().items():
+        for key, info in self.stored.items():
             fate, reason = self._fates.get(key, ("skipped", "not understood"))
             yield Item(key, f"{info.dtype} {list(info.shape)}", fate, reason)
         yield from self._items
 
 
+@dataclass(frozen=True)
+class _Twin:
+    """A second copy: `key` is what the parameter or slice `of` has at the leading indices `at`."""
+
+    of: TreePath | str
+    key: str
+    at: tuple[int, ...] = ()
+
+
 def touched(layout: ParamLayout, keys: Sequence[str]) -> Consolidated:
     """The parameter with only those shards that hold a part of it."""
-    used = sorted({fragment.shard for fragment in layout.fragments})
+    used = sorted({fragment.shard for fragment in layout.fragments}) or [0]
     place = {shard: i for i, shard in enumerate(used)}
     fragments = tuple(replace(f, shard=place[f.shard]) for f in layout.fragments)
     shards = tuple(layout.shards[i] for i in used)
@@ -159,10 +202,13 @@ def _replicas_differ(view: ConsolidatedView, name: str) -> str | None:
     return None
 
 
-def _differs_from_twin(label: str, view: ConsolidatedView, name: str, shards: ArraySource, key: str) -> str | None:
-    info = view.arrays()[name]
+def _differs_from_twin(label: str, view: ArraySource, name: str, shards: ArraySource, twin: _Twin) -> str | None:
+    info = shards.arrays()[twin.key]
+    if view.arrays()[name].shape[len(twin.at) :] != info.shape:
+        return f"{label} has shape {view.arrays()[name].shape}, but the copy at {twin.key} has {info.shape}"
     for box in row_boxes(info.shape, info.dtype.itemsize, VERIFY_BYTES):
-        copy = np.asarray(shards.read(key, box))
-        if not same_bits(view.read(name, box).astype(copy.dtype), copy):
-            return f"{label}: the master, rounded to {copy.dtype}, is not the copy at {key} in {box}"
+        copy = np.asarray(shards.read(twin.key, box))
+        whole = Box((*twin.at, *box.start), (*(i + 1 for i in twin.at), *box.stop))
+        if not same_bits(view.read(name, whole).reshape(box.shape).astype(copy.dtype), copy):
+            return f"{label}: the master, rounded to {copy.dtype}, is not the copy at {twin.key} in {box}"
     return None

@@ -15,6 +15,7 @@ import numpy as np
 import tensorstore as ts
 
 from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.formats.options import Options
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Leaf
 from jax_ucp.storage.contents import Contents, Item, Piece
@@ -29,7 +30,7 @@ def recognise(path: Path) -> bool:
     return (path / TREE_FILE).is_file()
 
 
-def open_orbax(path: Path) -> Contents:
+def open_orbax(path: Path, options: Options) -> Contents:
     """The PyTree checkpoint of stock Orbax at `path`: the directory with its `_METADATA`."""
     directory = Directory(path)
     tree = read_orbax_tree(directory)

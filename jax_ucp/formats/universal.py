@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jax_ucp.errors import CorruptData
+from jax_ucp.formats.options import Options
 from jax_ucp.layout.blocks import grid_boxes, grid_place
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Leaf
@@ -17,7 +18,7 @@ def recognise(path: Path) -> bool:
     return (path / METADATA_FILE).is_file()
 
 
-def open_universal(path: Path) -> Contents:
+def open_universal(path: Path, options: Options) -> Contents:
     """The universal checkpoint at `path`. Raises CorruptData if one of its files is not there."""
     metadata, store = open_store(path)
     if missing := missing_files(metadata, store):

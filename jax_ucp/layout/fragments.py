@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -37,12 +38,23 @@ class Fragment:
         hit = self.target.intersect(box)
         if hit is None:
             return None
+        if self.source.shape != self.target.shape:
+            hit = _contiguous_run(hit, self.target)
+        return Fragment(self.shard, self._source(hit), hit)
+
+    def pieces(self, box: Box) -> list[Fragment]:
+        """Fragments that hold exactly the elements of this one in `box`: of a flat shard, one for each run of it."""
+        hit = self.target.intersect(box)
+        if hit is None or self.source.shape == self.target.shape:
+            return [] if hit is None else [Fragment(self.shard, self._source(hit), hit)]
+        return [Fragment(self.shard, self._source(run), run) for run in _runs(hit, self.target)]
+
+    def _source(self, hit: Box) -> Box:
+        """Where a part of the target lies in the shard; of a flat shard, a part that is one run of it."""
         if self.source.shape == self.target.shape:
-            by = [s - t for s, t in zip(self.source.start, self.target.start, strict=True)]
-            return Fragment(self.shard, hit.shift(by), hit)
-        run = _contiguous_run(hit, self.target)
-        offset = self.source.start[0] + _row_major(run.relative_to(self.target).start, self.target.shape)
-        return Fragment(self.shard, Box((offset,), (offset + run.size,)), run)
+            return hit.shift([s - t for s, t in zip(self.source.start, self.target.start, strict=True)])
+        offset = self.source.start[0] + _row_major(hit.relative_to(self.target).start, self.target.shape)
+        return Box((offset,), (offset + hit.size,))
 
 
 @dataclass(frozen=True)
@@ -166,6 +178,14 @@ def _contiguous_run(hit: Box, within: Box) -> Box:
         if stop[axis] - start[axis] > 1:
             break
     return Box(tuple(start), tuple(stop))
+
+
+def _runs(hit: Box, within: Box) -> Iterable[Box]:
+    """The elements of `hit` as the runs in which `within` has them in row-major order."""
+    full = [a == b for a, b in zip(hit.shape, within.shape, strict=True)]
+    axis = max((axis for axis, whole in enumerate(full) if not whole), default=0)
+    for place in itertools.product(*(range(a, b) for a, b in list(zip(hit.start, hit.stop, strict=True))[:axis])):
+        yield Box((*place, *hit.start[axis:]), (*(i + 1 for i in place), *hit.stop[axis:]))
 
 
 def _row_major(position: Sequence[int], shape: Sequence[int]) -> int:

@@ -312,6 +312,32 @@ def flat_layouts(
     return layouts
 
 
+def partitioned_layouts(shapes: Mapping[str, Shape], ranks: int) -> dict[str, ParamLayout]:
+    """The layouts of parameters of which each is cut into `ranks` equal flat pieces, padded at the end.
+
+    Every rank's shard has its piece of each parameter, one after another. A ZeRO-3 sub-group is such a set of shards.
+
+    >>> layouts = partitioned_layouts({"w": (5, 7), "b": (1,)}, 3)
+    >>> layouts["w"].shards, [(f.shard, str(f.source), str(f.target)) for f in layouts["b"].fragments]
+    (((13,), (13,), (13,)), [(0, '[12:13]', '[0:1]')])
+    """
+    pieces = {name: -(-math.prod(shape) // ranks) for name, shape in shapes.items()}
+    shards = ((sum(pieces.values()),),) * ranks
+    layouts: dict[str, ParamLayout] = {}
+    at = 0
+    for name, shape in shapes.items():
+        size, piece = math.prod(shape), pieces[name]
+        fragments: list[Fragment] = []
+        for rank in range(ranks):
+            offset = at
+            for box in range_boxes(shape, min(size, rank * piece), min(size, (rank + 1) * piece)):
+                fragments.append(Fragment(rank, Box((offset,), (offset + box.size,)), box))
+                offset += box.size
+        layouts[name] = ParamLayout(tuple(shape), shards, tuple(fragments))
+        at += piece
+    return layouts
+
+
 def _copies(shards: Sequence[Shape]) -> ParamLayout:
     for rank, shard in enumerate(shards):
         if shard != shards[0]:

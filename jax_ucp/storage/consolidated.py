@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,9 +70,21 @@ class ConsolidatedView:
                     )
 
     def where(self, key: str) -> list[tuple[str, Fragment]]:
-        """The fragments of a parameter, each with the name of its shard in the source."""
+        """The fragments of a parameter, each with the name of its shard in the source.
+
+        Where the source is a view itself, its shards are named, and the fragments cut to where both views cut.
+        """
+        return list(self._located(key, Box.whole(self._arrays[key].shape)))
+
+    def _located(self, key: str, box: Box) -> Iterator[tuple[str, Fragment]]:
         param = self._params[key]
-        return [(param.keys[fragment.shard], fragment) for fragment in param.layout.fragments]
+        for piece in [piece for fragment in param.layout.fragments for piece in fragment.pieces(box)]:
+            shard = param.keys[piece.shard]
+            if not isinstance(self._shards, ConsolidatedView):
+                yield shard, piece
+                continue
+            for inner, part in self._shards._located(shard, piece.source):
+                yield inner, _through(part, piece)
 
     def _read(self, param: Consolidated, fragment: Fragment, box: Box) -> np.ndarray:
         narrow = fragment.narrow(box)
@@ -87,6 +99,14 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
         return False
     raw = np.dtype((np.void, a.dtype.itemsize))
     return bool(np.array_equal(np.ascontiguousarray(a).view(raw), np.ascontiguousarray(b).view(raw)))
+
+
+def _through(inner: Fragment, outer: Fragment) -> Fragment:
+    """The fragment of a parameter that `inner` is, where `outer` says what of its shard the parameter holds."""
+    if outer.source.shape != outer.target.shape:
+        raise NotImplementedError("a flat shard that is itself made of shards")
+    by = [t - s for s, t in zip(outer.source.start, outer.target.start, strict=True)]
+    return Fragment(inner.shard, inner.source, inner.target.shift(by))
 
 
 def _hit(fragment: Fragment, box: Box) -> Box:

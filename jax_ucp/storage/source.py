@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,3 +57,9 @@ class Joined:
     def read(self, key: str, box: Box) -> np.ndarray:
         name, _, inner = key.partition(":")
         return self._sources[name].read(inner, box)
+
+    def verify(self) -> Iterator[tuple[str, str | None]]:
+        """What every source that has checksums of its own says of them: (what was looked at, fault or None)."""
+        for source in self._sources.values():
+            if hasattr(source, "verify"):
+                yield from source.verify()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]

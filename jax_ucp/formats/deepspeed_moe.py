@@ -1,0 +1,172 @@
+"""Experts: which ranks share them, and what the names on one rank are in the whole model.
+
+Native experts (`deepspeed.moe`) have one name for each, local to the expert-parallel rank; they get their global
+number. AutoEP's are fused: `w1` of a rank has its experts along the first axis.
+
+Facts: `_get_expert_ckpt_name` and `_save_moe_checkpoint` in `runtime/engine.py`, `utils/groups.py`,
+`checkpoint/autoep_universal.py` of DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from jax_ucp.errors import FormatError
+from jax_ucp.formats.deepspeed_files import Rank, Stored
+from jax_ucp.formats.deepspeed_tp import affine_layout
+from jax_ucp.formats.deepspeed_zero import param_group
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
+from jax_ucp.layout.patterns import Sharded
+
+_NATIVE = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
+
+
+def teams(index: int, ranks: Sequence[Rank], models: Sequence[Stored]) -> list[tuple[int | None, list[Rank]]]:
+    """The ranks that share the group's parameters, in order, each team with its expert-parallel rank, or None."""
+    metadata = [_sub_group(rank, index) for rank in ranks]
+    if metadata[0] is not None:
+        return _zero3_teams(index, ranks, metadata, models)
+    counts = ranks[0].state.get("partition_count")
+    share = counts[index] if isinstance(counts, list) else len(ranks)
+    if not param_group(ranks[0], index).get("moe"):
+        if share != len(ranks):
+            raise FormatError(
+                f"{ranks[0].file.path}: group {index} is shared by {share} of {len(ranks)} ranks, but is no group of "
+                "experts"
+            )
+        return [(None, list(ranks))]
+    return [(ep, [ranks[r] for r in team]) for ep, team in enumerate(_expert_ranks(ranks, share))]
+
+
+def _expert_ranks(ranks: Sequence[Rank], share: int) -> list[range]:
+    """For each expert-parallel rank the positions of the `share` data-parallel ranks that share its experts."""
+    ep, world = len(ranks) // share, len(ranks)
+    config = ranks[0].file.tree.get("ds_config") if isinstance(ranks[0].file.tree, dict) else None
+    if isinstance(config, dict) and config.get("use_data_before_expert_parallelism"):
+        return [range(e * share, (e + 1) * share) for e in range(ep)]
+    return [range(e, world, ep) for e in range(ep)]
+
+
+def _sub_group(rank: Rank, index: int) -> Mapping[str, Any] | None:
+    found = rank.state.get("ds_zero_partition_groups") or ()
+    return next((entry for entry in found if entry.get("sub_group") == index), None)
+
+
+def _zero3_teams(
+    index: int, ranks: Sequence[Rank], metadata: Sequence[Any], models: Sequence[Stored]
+) -> list[tuple[int | None, list[Rank]]]:
+    """ZeRO-3 says of each sub-group and rank which ranks share it, and in what order."""
+    found: dict[int | None, list[Rank]] = {}
+    for dp, (rank, entry) in enumerate(zip(ranks, metadata, strict=True)):
+        team = list(entry["partition_ranks"])
+        if entry["partition_count"] != len(team) or team[entry["partition_rank"]] != dp or max(team) >= len(ranks):
+            raise FormatError(
+                f"{rank.file.path}: sub-group {index} says it is part {entry['partition_rank']} of the ranks {team}, "
+                f"but the file is that of rank {dp}: it was renamed, or belongs to another run"
+            )
+        ep = _ep_rank(models[dp]) if len(team) < len(ranks) else None
+        if found.setdefault(ep, [ranks[r] for r in team]) != [ranks[r] for r in team]:
+            raise FormatError(
+                f"{rank.file.path}: sub-group {index} is shared by the ranks {team}, but not in {models[0].name}"
+            )
+    return sorted(found.items(), key=lambda item: item[0] or 0)
+
+
+def _ep_rank(model: Stored) -> int:
+    ranks = {int(layer["ep_rank"]) for layer in autoep_layers(model)}
+    if len(ranks) != 1:
+        raise FormatError(f"{model.file.path}: ds_autoep_layers should give one ep_rank, but gives {sorted(ranks)}")
+    return ranks.pop()
+
+
+def autoep_layers(model: Stored) -> list[Mapping[str, Any]]:
+    return list(model.state.get("ds_autoep_layers") or model.state.get("autoep_layers") or ())
+
+
+def is_native(name: str) -> bool:
+    return _NATIVE.fullmatch(name) is not None
+
+
+def is_fused(name: str, model: Stored) -> bool:
+    return any(layer.get("expert_key_prefix") == name.rpartition(".")[0] for layer in autoep_layers(model))
+
+
+def router_aliases(names: Collection[str], owned: Collection[str], model: Stored) -> dict[str, str]:
+    """Second names that AutoEP gives its routers, as the layer called them before, and their owned names."""
+    found: dict[str, str] = {}
+    for layer in autoep_layers(model):
+        path = f"{layer['module_path']}."
+        for name in names:
+            inner = name.removeprefix(path).partition(".")[2] if name.startswith(path) and name not in owned else ""
+            if inner and f"{path}router.{inner}" in owned:
+                found[name] = f"{path}router.{inner}"
+    return found
+
+
+def global_name(name: str, ep: int | None, shapes: Mapping[str, Shape]) -> str:
+    """The name that a native expert of an expert-parallel rank has in the whole model; other names as they are.
+
+    >>> prefix = "mlp.deepspeed_moe.experts.deepspeed_experts."
+    >>> global_name(prefix + "1.fc.bias", 2, {prefix + "0.fc.bias": (4,), prefix + "1.fc.bias": (4,)})
+    'mlp.deepspeed_moe.experts.deepspeed_experts.5.fc.bias'
+    """
+    if ep is None or not (match := _NATIVE.fullmatch(name)):
+        return name
+    local = {m[2] for other in shapes if (m := _NATIVE.fullmatch(other)) and m[1] == match[1]}
+    return f"{match[1]}{ep * len(local) + int(match[2])}{match[3]}"
+
+
+def expert_layout(name: str, slices: Mapping[int, Shape], model: Stored) -> ParamLayout:
+    """The parameter of fused experts that the slices of the expert-parallel ranks form, by `ds_autoep_layers`.
+
+    Without a placement (older versions) each rank has the experts after those of the rank before it.
+    """
+    shapes = [slices[ep] for ep in sorted(slices)]
+    layer = _layer_of(name, model)
+    if sorted(slices) != list(range(len(slices))) or len(slices) != int(layer["ep_size"]):
+        raise FormatError(f"{model.file.path}: {name} is cut over {layer['ep_size']} ranks, found {sorted(slices)}")
+    maps = (layer.get("affine_maps") or {}).get("params") or {}
+    if name in maps:
+        return affine_layout(maps[name], shapes, f"{model.file.path}: the affine map of {name}")
+    if (layer.get("expert_placement") or {}).get("ranks") is None:
+        return Sharded(0).join(shapes)
+    fragments = [
+        Fragment(ep, _row(place, shapes[ep]), _row(expert, shapes[ep]))
+        for ep, experts in placement(name, model).items()
+        for place, expert in enumerate(experts)
+    ]
+    return ParamLayout((int(layer["num_experts"]), *shapes[0][1:]), tuple(shapes), tuple(fragments))
+
+
+def placement(name: str, model: Stored) -> dict[int, list[int]]:
+    """The global numbers of the experts that lie along the first axis on each expert-parallel rank."""
+    layer = _layer_of(name, model)
+    ranks = (layer.get("expert_placement") or {}).get("ranks")
+    if ranks is not None:
+        return {int(entry["rank"]): list(map(int, entry["experts"])) for entry in ranks}
+    local = int(layer["num_local_experts"])
+    return {ep: list(range(ep * local, (ep + 1) * local)) for ep in range(int(layer["ep_size"]))}
+
+
+def _layer_of(name: str, model: Stored) -> Mapping[str, Any]:
+    for layer in autoep_layers(model):
+        if layer.get("expert_key_prefix") == name.rpartition(".")[0]:
+            return layer
+    raise FormatError(
+        f"{model.file.path}: {name} is cut over expert-parallel ranks, but no layer of ds_autoep_layers has its prefix"
+    )
+
+
+def _row(row: int, shape: Shape) -> Box:
+    return Box((row, *(0,) * (len(shape) - 1)), (row + 1, *shape[1:]))
+
+
+def expert_rank(name: str, shapes: Mapping[str, Shape], ep: int) -> int | None:
+    """The expert-parallel rank, of `ep`, that has a native expert by its global name; None for what is no expert."""
+    if not (match := _NATIVE.fullmatch(name)):
+        return None
+    experts = {int(m[2]) for other in shapes if (m := _NATIVE.fullmatch(other)) and m[1] == match[1]}
+    return int(match[2]) // (len(experts) // ep)

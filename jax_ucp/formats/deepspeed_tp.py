@@ -1,0 +1,204 @@
+"""Tensor parallelism as DeepSpeed writes it down: `universal_checkpoint_info` says how slices form parameters.
+
+Its patterns match a name with `re.match`, so a prefix is enough. A parameter that no list names is cut on its first
+axis: that is DeepSpeed's rule, and the only way it has to say "column parallel". A list that says nothing, or a pattern
+that meets no name, is therefore refused: what it was meant for would be joined wrongly, without a word.
+
+Facts: `merge_tp_slices` in `checkpoint/ds_to_universal.py`, `checkpoint/affine.py`; DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jax_ucp.errors import FormatError, LayoutError
+from jax_ucp.formats.safe_pickle import Record
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
+from jax_ucp.layout.patterns import Averaged, Fused, Padded, Pattern, Replicated, Sharded, Unique
+
+_REPLICATED = "tp_replicated_parameter_patterns"
+_AVERAGED = "parameter_to_average_patterns"
+_ROWS = "parameter_with_row_parallelism_patterns"
+_HALVES = "parameter_with_2_sub_params_cat_dim_0"
+_VOCABULARY = "vocabulary_parameter_patterns"
+_PIPELINE = "pipeline_replicated_parameter_patterns"
+_LISTS = (_REPLICATED, _AVERAGED, _ROWS, _HALVES, _VOCABULARY)
+
+# What this reader knows; newer versions may say things it would overlook.
+_VERSION, _AFFINE_VERSION = 0.4, 1
+
+
+class TensorParallel:
+    """How the slices of the `tp` ranks form parameters, by the info in the file `where`.
+
+    Raises FormatError where the info is missing and needed, says nothing, or is of a newer version.
+    """
+
+    def __init__(self, info: Any, tp: int, where: str, sizes: Mapping[str, int]):
+        self.info: Mapping[str, Any] = info if isinstance(info, dict) else {}
+        self.tp, self.where = tp, where
+        self.vocab = sizes.get("vocab", self.info.get("original_vocab_size"))
+        self.maps: Mapping[str, Any] = (self.info.get("affine_map") or {}).get("params") or {}
+        self.sub_params = [_sub_param(entry) for entry in self.info.get("parameter_with_sub_params") or ()]
+        version = self.info.get("universal_checkpoint_version", 0.0)
+        affine = (self.info.get("affine_map") or {}).get("version", _AFFINE_VERSION)
+        if version > _VERSION or affine > _AFFINE_VERSION:
+            raise FormatError(
+                f"{where}: universal_checkpoint_info has version {version} and affine maps of version {affine}; "
+                f"{_VERSION} and {_AFFINE_VERSION} are the newest known here"
+            )
+        self.widths_recorded = version >= 0.4
+        if tp > 1 and not (self.maps or self.sub_params or any(self.info.get(key) for key in _LISTS)):
+            raise FormatError(
+                f"{where} was written by {tp} tensor-parallel ranks, but has no universal_checkpoint_info with "
+                "patterns: nothing says how their slices form parameters. Save it with that in client_state "
+                "(Megatron-DeepSpeed's --universal-checkpoint does)."
+            )
+
+    def layout(self, name: str, slices: Sequence[Shape]) -> ParamLayout:
+        """The parameter that the slices form. Raises LayoutError, with the declaration, where they do not fit it."""
+        if (affine := self._hit(self.maps, name, "affine_map")) is not None:
+            return affine_layout(self.maps[affine], slices, f"{self.where}: the affine map of {name}")
+        pattern = self._pattern(name, slices)
+        try:
+            return pattern.join(slices)
+        except LayoutError as error:
+            error.add_note(f"while joining {name} as {pattern}, by universal_checkpoint_info in {self.where}")
+            raise
+
+    def says(self, name: str) -> bool:
+        """Whether any list or map names the parameter."""
+        lists = [*(self.info.get(key) or () for key in _LISTS), self.maps, *(p for p, _, _ in self.sub_params)]
+        return any(re.match(pattern, name) for patterns in lists for pattern in patterns)
+
+    def stage_copy(self, name: str) -> bool:
+        """Whether pipeline stages may hold copies of the parameter, of which the first is the one in use."""
+        return (
+            name.startswith("tied_modules.") or self._hit(self.info.get(_PIPELINE) or (), name, _PIPELINE) is not None
+        )
+
+    def check_used(self, names: Iterable[str]) -> None:
+        """Raise FormatError for patterns that match no name, and for parameters that DeepSpeed says it cannot join."""
+        names = list(names)
+        if self.tp == 1:
+            return
+        for pattern, why in dict(self.info.get("autotp_unsupported_parameter_patterns") or {}).items():
+            if hit := next((name for name in names if re.match(pattern, name)), None):
+                raise FormatError(f"{self.where}: DeepSpeed says that the slices of {hit} cannot be joined: {why}")
+        patterns = [p for key in _LISTS for p in self.info.get(key) or ()]
+        patterns += [p for patterns, _, _ in self.sub_params for p in patterns]
+        if idle := [p for p in patterns if not any(re.match(p, name) for name in names)]:
+            raise FormatError(
+                f"{self.where}: universal_checkpoint_info has patterns that match no parameter: {idle}. "
+                "What they were meant for would be joined on its first axis."
+            )
+
+    def _pattern(self, name: str, slices: Sequence[Shape]) -> Pattern:
+        listed = {key for key in _LISTS if self._hit(self.info.get(key) or (), name, key) is not None}
+        pattern: Pattern
+        if len(slices) == 1:
+            pattern = Unique()
+        elif _REPLICATED in listed:
+            pattern = Replicated()
+        elif _AVERAGED in listed:
+            pattern = Averaged()
+        elif _HALVES in listed:
+            halves = tuple(shape[0] // 2 for shape in slices)
+            pattern = Fused(0, {"first": halves, "second": halves})
+        elif (sub := self._sub_params(name, slices)) is not None:
+            pattern = sub
+        else:
+            pattern = Sharded(1 if _ROWS in listed else 0)
+        if _VOCABULARY in listed:
+            if not isinstance(self.vocab, int):
+                raise FormatError(
+                    f"{self.where} calls {name} a vocabulary, but has no original_vocab_size; give it: sizes vocab=N"
+                )
+            pattern = Padded(pattern, axis=0, size=self.vocab)
+        return pattern
+
+    def _sub_params(self, name: str, slices: Sequence[Shape]) -> Pattern | None:
+        """Several arrays side by side, each cut by itself: their widths on each rank; before 0.4 even ones."""
+        hits = [(hit, *entry) for entry in self.sub_params for hit in entry[0] if re.match(hit, name)]
+        if not hits:
+            return None
+        hit, _, shape, axis = hits[0]
+        found, what = len(slices[0]), f"{self.where}: the sub-parameters {shape} of {name}"
+        if not 0 <= axis < found or any(n not in (-1, 1) for n in shape[found:]):
+            raise FormatError(f"{what} do not fit its slices, which have shape {slices[0]}")
+        for k, n in enumerate(shape[:found]):
+            if k != axis and n not in (-1, slices[0][k]):
+                raise FormatError(f"{what} have {n} on axis {k}, but its slices have shape {slices[0]}")
+        rows = sum(shard[axis] for shard in slices)
+        sizes = shape[axis]
+        if isinstance(sizes, int):
+            if sizes < 1 or rows % sizes:
+                raise FormatError(f"{what} are {sizes} equal parts of {rows} rows")
+            sizes = (rows // sizes,) * sizes
+        widths = (self.info.get("sub_param_shard_widths") or {}).get(hit) if self.widths_recorded else None
+        if self.widths_recorded and widths is None:
+            raise FormatError(f"{what} have no sub_param_shard_widths, which version {_VERSION} needs")
+        if widths is None:
+            return Fused(axis, {str(k): n for k, n in enumerate(sizes)})
+        if [sum(row) for row in widths] != list(sizes):
+            raise FormatError(f"{what} have the shard widths {widths}, which do not add up to them")
+        return Fused(axis, {str(k): tuple(row) for k, row in enumerate(widths)})
+
+    def _hit(self, patterns: Iterable[str], name: str, what: str) -> str | None:
+        hits = [pattern for pattern in patterns if re.match(pattern, name)]
+        if len(hits) > 1:
+            raise FormatError(f"{self.where}: {name} matches several patterns of {what}: {hits}")
+        return hits[0] if hits else None
+
+
+def affine_layout(entry: Mapping[str, Any], slices: Sequence[Shape], what: str) -> ParamLayout:
+    """The parameter that slices form by an affine map of DeepSpeed, where all its pieces are boxes on both sides.
+
+    A piece is (shape, source in the parameter, dest in the slice), both ends an offset and strides in elements.
+    Raises FormatError where a piece is no box (a transposition, a stride over rows), or is scaled.
+    """
+    shape = tuple(map(int, entry["logical_shape"]))
+    ranks = {int(rank): value for rank, value in entry["ranks"].items()}
+    if sorted(ranks) != list(range(len(slices))):
+        raise FormatError(f"{what} is for the ranks {sorted(ranks)}, but there are {len(slices)} slices")
+    fragments: list[Fragment] = []
+    for rank, found in enumerate(slices):
+        pieces = ranks[rank]["pieces"]
+        if tuple(ranks[rank]["shard_shape"]) != found or sum(math.prod(p["shape"]) for p in pieces) != math.prod(found):
+            raise FormatError(
+                f"{what} has a slice {ranks[rank]['shard_shape']} on rank {rank}, in {len(pieces)} pieces that should "
+                f"make it up, but the file has {found}"
+            )
+        for piece in pieces:
+            target, source = _box(piece["shape"], piece["source"], shape), _box(piece["shape"], piece["dest"], found)
+            if target is None or source is None or piece.get("scale", 1.0) != 1.0:
+                raise FormatError(f"{what} has a piece on rank {rank} that is no box, or is scaled: {dict(piece)}")
+            if target.size:
+                fragments.append(Fragment(rank, source, target))
+    return ParamLayout(shape, tuple(slices), tuple(fragments))
+
+
+def _box(shape: Sequence[int], at: Sequence[Any], whole: Shape) -> Box | None:
+    """The block of an array of shape `whole` at `at`, an offset and strides; None if that is no block."""
+    offset, strides = at
+    if not len(shape) == len(strides) == len(whole):
+        return None
+    steps = [math.prod(whole[axis + 1 :]) for axis in range(len(whole))]
+    if any(n > 1 and stride != step for n, stride, step in zip(shape, strides, steps, strict=True)):
+        return None
+    if 0 in shape:
+        return Box((0,) * len(shape), tuple(map(int, shape)))
+    start = tuple(offset // step % n for step, n in zip(steps, whole, strict=True))
+    box = Box(start, tuple(a + int(n) for a, n in zip(start, shape, strict=True)))
+    return box if 0 <= offset < max(1, math.prod(whole)) and box.within(Box.whole(whole)) else None
+
+
+def _sub_param(entry: Any) -> tuple[list[str], tuple[Any, ...], int]:
+    """The patterns, shape and axis of a `SubparamShape`, which is a dict, or an instance in a pickle."""
+    fields: Any = entry.fields if isinstance(entry, Record) else entry
+    shape = tuple(tuple(n) if isinstance(n, list | tuple) else n for n in fields["shape"])
+    return list(fields["patterns"]), shape, int(fields["partition_dim"])

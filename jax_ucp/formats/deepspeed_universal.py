@@ -1,0 +1,200 @@
+"""DeepSpeed's own universal folders: one file for each state of each parameter, written by `ds_to_universal`.
+
+An atom is a dict with the whole tensor, or, from ZeRO-3 without tensor parallelism, the bare flat tensor, whose shape
+the model states beside it have. These are the model states of the run, copied: frozen parameters and buffers come from
+them, and the module's own tensors are compared with the atoms. Folders of aliases, and of what is not the optimizer's,
+hold copies only (of tied ones one rank's slice), so they are not used.
+
+Facts: `checkpoint/ds_to_universal.py` of DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jax_ucp.errors import FormatError, NotACheckpoint
+from jax_ucp.formats import deepspeed_moe as moe
+from jax_ucp.formats.deepspeed import Reader
+from jax_ucp.formats.deepspeed_files import Stored, open_files, open_stored, tag_folder
+from jax_ucp.formats.deepspeed_zero import param_shapes
+from jax_ucp.formats.options import Options
+from jax_ucp.formats.torch_file import StoredTensor, TorchFile
+from jax_ucp.layout.fragments import Shape
+from jax_ucp.layout.patterns import Unique, flat_layouts
+from jax_ucp.storage.consolidated import Consolidated
+from jax_ucp.storage.contents import Contents
+
+_OPTIMIZER = "zero/optimizer_state.pt"
+
+
+def recognise(path: Path) -> bool:
+    if not path.is_dir():
+        return False
+    if (path / "latest_universal").is_file() and not (path / "latest").is_file():
+        return True
+    return (path / "zero").is_dir() and any(path.glob("*mp_rank_*_model_states.pt"))
+
+
+def open_deepspeed_universal(path: Path, options: Options) -> Contents:
+    """The checkpoint in a universal folder, or in the directory whose `latest_universal` names one."""
+    folder = (None if (path / "zero").is_dir() else tag_folder(path, "latest_universal")) or path
+    if not (folder / "zero").is_dir():
+        raise NotACheckpoint(f"{path / 'latest_universal'} names {folder.name}, but there is no {folder / 'zero'}")
+    return _Universal(folder, options).contents()
+
+
+class _Universal(Reader):
+    """Atoms are the parameters that the optimizer owns; for the rest the model states are read as they always are."""
+
+    def __init__(self, folder: Path, options: Options):
+        files = open_files(folder)
+        if any(files.ranks):
+            raise FormatError(f"{folder} has both atoms (zero/) and *_optim_states.pt: two checkpoints in one folder")
+        paths = sorted(path for path in (folder / "zero").glob("*/*.pt"))
+        self.atoms: dict[str, dict[str, TorchFile]] = defaultdict(dict)
+        for path in paths:
+            self.atoms[path.parent.name][path.stem] = TorchFile(path)
+        optimizer = folder / _OPTIMIZER
+        self.optimizer = open_stored(optimizer) if optimizer.is_file() else None
+        more = {
+            f"zero/{file.path.parent.name}/{file.path.name}": file for a in self.atoms.values() for file in a.values()
+        }
+        more |= {_OPTIMIZER: self.optimizer.file} if self.optimizer else {}
+        super().__init__(files, options, more)
+        self.copies: dict[str, dict[tuple[int, int], tuple[str, Shape]]] = defaultdict(dict)
+
+    def contents(self) -> Contents:
+        self.owned = self._owned()
+        for name, (stage, shapes) in self.owned.items():
+            self._atom(name, stage, shapes)
+        for mp in range(len(self.files.models)):
+            self._frozen_fragments(mp)
+            self._module(mp)
+        self._compare_copies()
+        self._parameters()
+        self._leave_other_folders()
+        self._steps()
+        self._extras()
+        self._optimizer_rest()
+        return self.found.contents()
+
+    def _owned(self) -> dict[str, tuple[int, list[Shape]]]:
+        """What the optimizer owns: the lowest pipeline stage that has it, and its slices' shapes there."""
+        owned: dict[str, tuple[int, list[Shape]]] = {}
+        for mp, models in enumerate(self.files.models):
+            for shapes in param_shapes(models[0], ()):
+                for name, shape in shapes.items():
+                    stage, found = owned.setdefault(name, (mp // self.files.tp, []))
+                    if stage == mp // self.files.tp:
+                        found.append(shape)
+        return owned
+
+    def _atom(self, name: str, stage: int, shapes: list[Shape]) -> None:
+        if "fp32" not in self.atoms.get(name, ()):
+            raise FormatError(
+                f"{self.files.folder / 'zero' / name / 'fp32.pt'} is missing, but param_shapes has {name}"
+            )
+        fused = any(moe.is_fused(name, model) for model in self.files.models[stage])
+        want = None if fused else self.patterns[stage].layout(name, shapes).shape
+        for state, file in self.atoms[name].items():
+            at = f"zero/{name}/{state}.pt"
+            label, tensor = ("param" if state == "fp32" else state), file.tree
+            if isinstance(tensor, dict):
+                tensor = tensor.get("param")
+                for key in set(file.tree if isinstance(file.tree, dict) else ()) - {"param"}:
+                    self.found.skip(f"{at}:{key}", "layout", "says how to cut the parameter; it is whole here")
+            if self.options.weights_only and label != "param":
+                self.found.skip(f"{at}:{tensor.key}" if isinstance(tensor, StoredTensor) else at, "state", "left aside")
+            elif isinstance(tensor, StoredTensor) and tensor.shape and (want is None or tensor.shape == want):
+                param = Consolidated(Unique().join([tensor.shape]), [f"{at}:{tensor.key}"])
+                self.found.parameter(label, name, param, f"{label} of {name}")
+            elif isinstance(tensor, StoredTensor) and want and tensor.shape == (math.prod(want),):
+                layout = flat_layouts({name: want}, tensor.shape)[name]
+                self.found.parameter(label, name, Consolidated(layout, [f"{at}:{tensor.key}"]), f"{label} of {name}")
+            elif isinstance(tensor, StoredTensor) and tensor.shape:
+                raise FormatError(f"{file.path} has shape {tensor.shape}, but by the model states {name} has {want}")
+            elif label == "param" or tensor is None:
+                raise FormatError(f"{file.path} holds no tensor of {name}")
+            else:
+                self._value(label, name, [(_Atom(file, {}), tensor)])
+
+    def _module_tensor(self, mp: int, name: str, owner: str, key: str, tensor: StoredTensor) -> None:
+        stage, tp = divmod(mp, self.files.tp)
+        if owner not in self.owned:
+            super()._module_tensor(mp, name, owner, key, tensor)
+        elif name == owner and stage == self.owned[name][0]:
+            self.copies[name][stage, tp] = key, tensor.shape
+        else:
+            self.found.skip(key, "copy", f"tied to {owner}")
+
+    def _masters(self, mp: int) -> set[str]:
+        return set(self.owned)
+
+    def _held(self, mp: int, name: str) -> str | None:
+        return name if name in self.owned else super()._held(mp, name)
+
+    def _compare_copies(self) -> None:
+        """Compare the module's tensors with the atoms, except those of which the atom is the mean."""
+        for name, found in self.copies.items():
+            stage, shapes = self.owned[name]
+            keys = [key for _, (key, _) in sorted(found.items())]
+            if [shape for _, (_, shape) in sorted(found.items())] != shapes:
+                raise FormatError(
+                    f"{self.files.folder}: the module's {name} has not the shapes of param_shapes, {shapes}"
+                )
+            layout = self.patterns[stage].layout(name, shapes)
+            whole = f"{name} in the module"
+            self.found.slice(whole, Consolidated(layout, keys), "")
+            reason = f"a copy of {name}" + (
+                ", an average of those" if layout.averaged else ", compared with it by verify"
+            )
+            if not layout.averaged:
+                self.found.twin("param", name, whole, reason)
+            for key in keys:
+                self.found.skip(key, "copy", reason)
+
+    def _leave_other_folders(self) -> None:
+        module = {str(n) for models in self.files.models for n in models[0].state.get("module") or ()}
+        for name in sorted(self.atoms.keys() - self.owned.keys()):
+            if name not in module:
+                raise FormatError(f"{self.files.folder / 'zero' / name} is there, but the model states have no {name}")
+            for state, file in self.atoms[name].items():
+                for key in file.arrays():
+                    reason = f"not the optimizer's: an alias, or a copy of what the model states have of {name}"
+                    self.found.skip(f"zero/{name}/{state}.pt:{key}", "copy", reason)
+
+    def _steps(self) -> None:
+        """The step that ZeRO-3 writes for sub-groups, in rank 0's optimizer state."""
+        state = self._rank_0().get("state") or {}
+        for index, shapes in enumerate(param_shapes(self.files.models[0][0], ())):
+            value = (state.get(index) or {}).get("step")
+            for name in shapes if value is not None and not self.options.weights_only else ():
+                if "step" not in self.atoms[name] and self.optimizer:
+                    self._value("step", name, [(_Atom(self.optimizer.file, {}), value)])
+
+    def _rank_0(self) -> Mapping[str, Any]:
+        inner = self.optimizer.state.get("optimizer_state_dict") if self.optimizer else None
+        return inner if isinstance(inner, dict) else {}
+
+    def _optimizer_rest(self) -> None:
+        if self.optimizer is None:
+            return
+        for key in self.optimizer.file.arrays():
+            if not key.endswith("/step") or self.options.weights_only:
+                self.found.skip(f"{_OPTIMIZER}:{key}", "copy", "rank 0's partitions, of which the atoms have all")
+        for name, value in self.optimizer.state.items():
+            if name not in ("optimizer_state_dict", "fp32_flat_groups"):
+                self.found.extra(_OPTIMIZER, name, value)
+
+
+class _Atom(Stored):
+    """A file under zero/, where many have one name."""
+
+    @property
+    def name(self) -> str:
+        path = self.file.path
+        return _OPTIMIZER if path.name == "optimizer_state.pt" else f"zero/{path.parent.name}/{path.name}"

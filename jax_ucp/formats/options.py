@@ -1,0 +1,18 @@
+"""What the user says of a checkpoint that it does not say itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Options:
+    """`sizes` are lengths by name (`vocab`); `spec` is a file in the universal checkpoint language that says how
+    shards form parameters; `weights_only` leaves the optimizer aside.
+    """
+
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    spec: Path | None = None
+    weights_only: bool = False

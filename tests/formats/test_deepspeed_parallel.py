@@ -1,0 +1,324 @@
+"""DeepSpeed checkpoints of several model-parallel ranks, of ZeRO-3 and ZeRO-0, and of experts, where they are wrong."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jax_ucp as ucp
+from deepspeed_cases import DATA
+from jax_ucp.errors import FormatError, LayoutError
+from jax_ucp.formats.deepspeed_modules import layer_names
+from jax_ucp.formats.deepspeed_moe import global_name
+from jax_ucp.formats.deepspeed_stage0 import names_of_numbers
+from jax_ucp.formats.deepspeed_tp import TensorParallel, affine_layout
+from jax_ucp.formats.torch_file import TorchFile
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.patterns import partitioned_layouts
+from jax_ucp.metadata import Leaf
+
+
+@pytest.fixture
+def copy_of(tmp_path):
+    def make(case: str) -> Path:
+        shutil.copytree(DATA / case, tmp_path / case)
+        return tmp_path / case / "global_step5"
+
+    return make
+
+
+def exchange(a: Path, b: Path) -> None:
+    a.rename(a.with_suffix(".x"))
+    b.rename(a)
+    a.with_suffix(".x").rename(b)
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        ("z3_bf16_dp2", "zero_pp_rank_0_mp_rank_00_model_states.pt"),
+        ("z3_bf16_dp2", "zero_pp_rank_1_mp_rank_00_model_states.pt"),
+        ("z3_bf16_dp3_offload", "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"),
+        ("tp2_dp2_z1_fp32", "mp_rank_01_model_states.pt"),
+        ("tp2_dp2_z1_fp32", "zero_pp_rank_1_mp_rank_01_optim_states.pt"),
+        ("tp2_dp2_z3_bf16", "zero_pp_rank_1_mp_rank_01_model_states.pt"),
+        ("tp2_pp2_dp1_z1_bf16", "mp_rank_03_model_states.pt"),
+        ("tp2_pp2_dp1_z1_bf16", "layer_02-model_01-model_states.pt"),
+        ("pp2_dp2_z1_fp32", "layer_01-model_states.pt"),
+        ("moe_ep2_dp2_z1_bf16", "layer_0_expert_3_mp_rank_00_model_states.pt"),
+        ("moe_ep2_dp2_z0_fp32", "layer_0_expert_0_mp_rank_00_model_states.pt"),
+    ],
+)
+def test_a_missing_file_is_named(copy_of, case, name):
+    folder = copy_of(case)
+    (folder / name).unlink()
+    with pytest.raises(FormatError, match=rf"{name} is missing"):
+        ucp.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("case", "theirs", "name"),
+    [
+        ("z3_bf16_dp2", "z3_bf16_dp3_offload", "zero_pp_rank_1_mp_rank_00_model_states.pt"),
+        ("tp2_dp2_z1_fp32", "tp2_dp1_z1_fp32_gqa", "mp_rank_01_model_states.pt"),
+        ("z3_fp16_dp2_subgroups", "autoep2_dp4_z3_fp32", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+    ],
+)
+def test_a_file_of_another_run_is_named(copy_of, case, theirs, name):
+    folder = copy_of(case)
+    shutil.copy(DATA / theirs / "global_step5" / name, folder / name)
+    with pytest.raises(FormatError, match=name.replace(".", r"\.")):
+        ucp.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("case", "a", "b"),
+    [
+        (
+            "autoep2_dp4_z3_fp32",
+            "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+            "zero_pp_rank_3_mp_rank_00_optim_states.pt",
+        ),
+        ("pp2_dp2_z1_fp32", "zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_0_mp_rank_01_optim_states.pt"),
+        ("tp2_dp2_z1_fp32", "zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+    ],
+)
+def test_files_of_two_ranks_exchanged_are_refused(copy_of, case, a, b):
+    folder = copy_of(case)
+    exchange(folder / a, folder / b)
+    with pytest.raises(FormatError, match=r"rank_\d_mp_rank_\d\d_optim_states\.pt"):
+        ucp.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("case", "a", "b"),
+    [
+        ("tp2_dp2_z1_fp32", "zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_0_mp_rank_01_optim_states.pt"),
+        ("pp2_dp1_z1_fp16_untied", "layer_01-model_states.pt", "layer_02-model_states.pt"),
+        (
+            "moe_ep2_dp2_z1_bf16",
+            "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+            "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        ),
+    ],
+)
+def test_exchanged_files_of_the_same_shapes_are_refused_or_fail_verify(copy_of, case, a, b):
+    folder = copy_of(case)
+    exchange(folder / a, folder / b)
+    try:
+        faults = [fault for _, fault in ucp.open(folder).verify() if fault]
+    except FormatError:
+        return
+    assert faults
+
+
+def test_families_of_two_stages_in_one_folder_are_refused(copy_of):
+    folder = copy_of("z3_bf16_dp2")
+    shutil.copy(DATA / "z1_bf16_dp2" / "global_step5" / "mp_rank_00_model_states.pt", folder)
+    with pytest.raises(FormatError, match=r"model states of ZeRO-3 .* and of another stage"):
+        ucp.open(folder)
+
+
+@pytest.mark.parametrize("case", ["tp2_dp2_z3_bf16", "tp2_dp2_z1_fp32", "z3_bf16_dp3_offload", "pp2_dp2_z1_fp32"])
+def test_where_goes_through_slices_to_the_bytes_in_the_files(case):
+    checkpoint = ucp.open(DATA / case)
+    for leaf in checkpoint.leaves:
+        if not leaf.label.startswith("param/"):
+            continue
+        want, got = checkpoint.read(leaf.label), np.full(leaf.shape, np.nan, np.float32)
+        for piece in pieces(checkpoint, leaf):
+            file = TorchFile(Path(checkpoint.path) / piece.file)
+            got[piece.target.index] = file.read(piece.item, piece.source).reshape(piece.target.shape)
+        np.testing.assert_array_equal(got, want, err_msg=leaf.label)
+
+
+def pieces(checkpoint: ucp.Checkpoint, leaf: Leaf):
+    return checkpoint.params[leaf.label.partition("/")[2]].where()
+
+
+def test_weights_alone_need_no_names_of_optimizer_states(copy_of):
+    folder = copy_of("z0_fp32_dp2")
+    tree = ucp.open(folder, weights_only=True)
+    assert {leaf.label.partition("/")[0] for leaf in tree.leaves} == {"param"}
+    assert len(tree.leaves) == 31
+    whole = ucp.open(DATA / "tp2_dp2_z3_bf16", weights_only=True)
+    assert {leaf.label.partition("/")[0] for leaf in whole.leaves} == {"param"}
+    assert all(item.reason != "not understood" for item in whole.account)
+
+
+def test_optimizer_files_that_should_be_there_are_missed_unless_weights_are_all_that_is_asked_for(copy_of):
+    folder = copy_of("z1_fp32_dp4")
+    for path in folder.glob("*_optim_states.pt"):
+        path.unlink()
+    with pytest.raises(
+        FormatError, match=r"no \*_optim_states\.pt, but mp_rank_00_model_states\.pt was written by ZeRO-1"
+    ):
+        ucp.open(folder)
+    assert len(ucp.open(folder, weights_only=True).leaves) == 31
+
+
+def state(*shape: int) -> dict:
+    return {"exp_avg": shape}
+
+
+def test_zero_0_states_are_told_by_shape_only_where_one_way_fits(monkeypatch):
+    monkeypatch.setattr("jax_ucp.formats.deepspeed_stage0._shape", lambda state: state.get("exp_avg"))
+    shapes = {"a.w": (4, 2), "a.b": (4,), "c.w": (2, 4), "c.b": (4,)}
+    states = {0: state(4, 2), 1: state(2, 4), 2: state(4), 3: state(4)}
+    groups = [{"params": [0, 1]}, {"params": [2, 3]}]
+    assert names_of_numbers(shapes, states, groups, "f") == {0: "a.w", 1: "c.w", 2: "a.b", 3: "c.b"}
+    two = [{"params": [0, 1]}, {"params": [2]}, {"params": [3]}]
+    with pytest.raises(FormatError, match=r"f: ZeRO-0 .* in several ways; open with weights_only"):
+        names_of_numbers(shapes, states, two, "f")
+    with pytest.raises(FormatError, match="in no way"):
+        names_of_numbers(shapes, states | {1: state(9, 9)}, groups, "f")
+    named = [{"params": [0, 1], "param_names": ["c.w", "a.w"]}, {"params": [2, 3], "param_names": ["a.b", "c.b"]}]
+    assert names_of_numbers(shapes, states, named, "f")[0] == "c.w"
+
+
+INFO = {
+    "universal_checkpoint_version": 0.4,
+    "original_vocab_size": 5,
+    "vocabulary_parameter_patterns": ["embed"],
+    "tp_replicated_parameter_patterns": [r"norm\."],
+    "parameter_with_row_parallelism_patterns": [r".*\.down"],
+    "parameter_with_2_sub_params_cat_dim_0": [r".*\.gate_up"],
+    "parameter_with_sub_params": [{"patterns": [r".*\.qkv"], "shape": ((8, 2, 2), -1), "partition_dim": 0}],
+    "sub_param_shard_widths": {r".*\.qkv": [[4, 4], [2, 0], [0, 2]]},
+}
+
+
+def info(**change) -> TensorParallel:
+    return TensorParallel({**INFO, **change}, 2, "file.pt", {})
+
+
+@pytest.mark.parametrize(
+    ("name", "slices", "shape", "second"),
+    [
+        ("norm.weight", (3,), (3,), ["[0:3]"]),
+        ("a.down", (4, 3), (4, 6), ["[0:4, 3:6]"]),
+        ("a.up", (4, 3), (8, 3), ["[4:8, 0:3]"]),
+        ("a.gate_up", (4, 3), (8, 3), ["[2:4, 0:3]", "[6:8, 0:3]"]),
+        ("a.qkv", (6, 3), (12, 3), ["[4:8, 0:3]", "[10:12, 0:3]"]),
+        ("embed.weight", (4, 3), (5, 3), ["[4:5, 0:3]"]),
+    ],
+)
+def test_each_list_of_patterns_joins_slices_in_its_way(name, slices, shape, second):
+    layout = info().layout(name, [slices, slices])
+    layout.check()
+    assert layout.shape == shape
+    assert [str(f.target) for f in layout.fragments if f.shard == 1] == second
+
+
+def test_before_version_0_4_sub_params_are_counted_or_measured_and_cut_evenly():
+    old = {"universal_checkpoint_version": 0.2, "sub_param_shard_widths": None}
+    for sizes in (3, (4, 4, 4)):
+        entry = [{"patterns": ["qkv"], "shape": (sizes, -1), "partition_dim": 0}]
+        layout = info(**old, parameter_with_sub_params=entry).layout("qkv", [(6, 3), (6, 3)])
+        assert [str(f.target) for f in layout.fragments if f.shard == 0] == ["[0:2, 0:3]", "[4:6, 0:3]", "[8:10, 0:3]"]
+    uneven = info(**old, parameter_with_sub_params=[{"patterns": ["qkv"], "shape": ((3, 3), -1), "partition_dim": 0}])
+    with pytest.raises(LayoutError, match="cannot be cut evenly"):
+        uneven.layout("qkv", [(3, 3), (3, 3)])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"universal_checkpoint_version": 0.5}, "version 0.5"),
+        ({"affine_map": {"version": 2, "params": {}}}, "affine maps of version 2"),
+    ],
+)
+def test_versions_newer_than_known_are_refused(change, message):
+    with pytest.raises(FormatError, match=message):
+        info(**change)
+
+
+@pytest.mark.parametrize("said", [None, {}, {"universal_checkpoint_version": 0.4}])
+def test_tensor_parallel_slices_that_nothing_describes_are_refused(said):
+    with pytest.raises(FormatError, match=r"file\.pt was written by 2 tensor-parallel ranks, but has no universal"):
+        TensorParallel(said, 2, "file.pt", {})
+    assert TensorParallel(said, 1, "file.pt", {}).layout("w", [(2, 2)]).shape == (2, 2)
+
+
+def test_patterns_that_hit_twice_or_never_are_refused():
+    with pytest.raises(FormatError, match=r"norm\.weight matches several patterns of tp_replicated"):
+        info(tp_replicated_parameter_patterns=["norm", "norm.weight"]).layout("norm.weight", [(3,), (3,)])
+    with pytest.raises(FormatError, match=r"patterns that match no parameter: \['normm'\]"):
+        TensorParallel({"tp_replicated_parameter_patterns": ["normm"]}, 2, "f", {}).check_used(["norm.weight"])
+    unsupported = {"autotp_unsupported_parameter_patterns": {"^w$": "a reason"}, "affine_map": {"params": {"x": {}}}}
+    with pytest.raises(FormatError, match="the slices of w cannot be joined: a reason"):
+        TensorParallel(unsupported, 2, "f", {}).check_used(["w"])
+
+
+def test_a_vocabulary_of_unknown_size_asks_for_it():
+    with pytest.raises(FormatError, match="sizes vocab=N"):
+        info(original_vocab_size=None).layout("embed", [(4, 3), (4, 3)])
+    given = TensorParallel({**INFO, "original_vocab_size": None}, 2, "file.pt", {"vocab": 7})
+    assert given.layout("embed", [(4, 3), (4, 3)]).shape == (7, 3)
+
+
+def affine(**change) -> dict:
+    def rank(offset: int) -> dict:
+        piece = {"shape": [4, 2], "source": [offset, [4, 1]], "dest": [0, [2, 1]], "locations": [0]}
+        return {"shard_shape": [4, 2], "pieces": [{**piece, **change}]}
+
+    return {"logical_shape": [4, 4], "ranks": {0: rank(0), 1: rank(2)}}
+
+
+def test_an_affine_map_of_boxes_is_a_layout():
+    layout = affine_layout(affine(), [(4, 2), (4, 2)], "w")
+    layout.check()
+    assert [str(f.target) for f in layout.fragments] == ["[0:4, 0:2]", "[0:4, 2:4]"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"scale": 0.5}, {"source": [0, [1, 4]]}, {"source": [0, [8, 1]]}, {"source": [3, [4, 1]]}, {"dest": [0, [1, 2]]}],
+)
+def test_an_affine_piece_that_is_no_box_is_refused(change):
+    with pytest.raises(FormatError, match="no box, or is scaled"):
+        affine_layout(affine(**change), [(4, 2), (4, 2)], "w")
+
+
+def test_an_affine_map_of_another_world_is_refused():
+    with pytest.raises(FormatError, match=r"for the ranks \[0, 1\], but there are 3 slices"):
+        affine_layout(affine(), [(4, 2)] * 3, "w")
+    with pytest.raises(FormatError, match="but the file has"):
+        affine_layout(affine(), [(4, 2), (4, 3)], "w")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+def test_pieces_of_each_parameter_put_in_order_are_the_parameter(ranks):
+    shapes = {"a": (3, 5), "b": (1,), "c": (), "d": (2, 3, 4), "e": (7,)}
+    whole = {name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + 100 for name, shape in shapes.items()}
+    buffers: list[np.ndarray] = [np.zeros(0, np.float32)] * ranks
+    for array in whole.values():
+        piece = -(-array.size // ranks)
+        padded = np.concatenate([array.ravel(), np.zeros(piece * ranks - array.size, np.float32)])
+        buffers = [np.concatenate([b, padded[r * piece : (r + 1) * piece]]) for r, b in enumerate(buffers)]
+    for name, layout in partitioned_layouts(shapes, ranks).items():
+        layout.check()
+        got = np.full(shapes[name], np.nan, np.float32)
+        for f in layout.fragments:
+            got[f.target.index] = buffers[f.shard][f.source.index].reshape(f.target.shape)
+        np.testing.assert_array_equal(got, whole[name])
+        assert layout.shards == tuple((b.size,) for b in buffers)
+
+
+def test_experts_are_numbered_over_all_ranks():
+    names = [f"layers.1.deepspeed_moe.experts.deepspeed_experts.{k}.fc1.weight" for k in range(3)]
+    assert global_name(names[2], 1, dict.fromkeys(names, (2, 2))) == names[2].replace(".2.", ".5.")
+    assert global_name("layers.1.weight", 1, dict.fromkeys(names, (2, 2))) == "layers.1.weight"
+
+
+def test_a_tied_layer_whose_key_cannot_be_told_is_left_out():
+    owned = {"tied_modules.a.w": (2,), "tied_modules.b.w": (2,), "3.v": (2,)}
+    assert layer_names(3, {"w": (2,), "v": (2,)}, owned) == {"w": None, "v": "3.v"}
+    assert layer_names(4, {"w": (5,)}, owned) == {"w": "4.w"}
+
+
+def test_a_box_of_a_row_parallel_parameter_reads_the_same_as_the_whole():
+    param = ucp.open(DATA / "tp2_dp2_z1_fp32").params["layers.0.mlp.dense_4h_to_h.weight"]
+    box = Box((3, 5), (11, 20))
+    np.testing.assert_array_equal(param.read(box=box), param.read()[box.index])
