@@ -75,7 +75,7 @@ class _Universal(Reader):
             self._frozen_fragments(mp)
             self._module(mp)
         self._compare_copies()
-        self._parameters()
+        self.make_parameters()
         self._leave_other_folders()
         self._steps()
         self._extras()
@@ -120,7 +120,7 @@ class _Universal(Reader):
             elif label == "param" or tensor is None:
                 raise FormatError(f"{file.path} holds no tensor of {name}")
             else:
-                self._value(label, name, [(_Atom(file, {}), tensor)])
+                self.value(label, name, [(_Atom(file, {}), tensor)])
 
     def _module_tensor(self, mp: int, name: str, owner: str, key: str, tensor: StoredTensor) -> None:
         stage, tp = divmod(mp, self.files.tp)
@@ -174,7 +174,7 @@ class _Universal(Reader):
             value = (state.get(index) or {}).get("step")
             for name in shapes if value is not None and not self.options.weights_only else ():
                 if "step" not in self.atoms[name] and self.optimizer:
-                    self._value("step", name, [(_Atom(self.optimizer.file, {}), value)])
+                    self.value("step", name, [(_Atom(self.optimizer.file, {}), value)])
 
     def _rank_0(self) -> Mapping[str, Any]:
         inner = self.optimizer.state.get("optimizer_state_dict") if self.optimizer else None

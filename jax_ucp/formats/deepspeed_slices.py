@@ -1,0 +1,251 @@
+"""Slices: what each model-parallel rank of a DeepSpeed run had in memory, and the parameters that slices form.
+
+Flat partitions of data-parallel ranks form slices (`deepspeed_zero`). Slices of tensor-parallel ranks (`deepspeed_tp`),
+of the lowest pipeline stage that has them, and of expert-parallel ranks (`deepspeed_moe`) form parameters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from jax_ucp.errors import FormatError
+from jax_ucp.formats import deepspeed_moe as moe
+from jax_ucp.formats.deepspeed_files import Files, Rank, Stored
+from jax_ucp.formats.deepspeed_tp import TensorParallel
+from jax_ucp.formats.deepspeed_zero import Group, group, param_group, param_shapes
+from jax_ucp.formats.importing import Import, touched
+from jax_ucp.formats.options import Options
+from jax_ucp.formats.torch_file import StoredTensor, TorchFile
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.fragments import ParamLayout, Shape
+from jax_ucp.layout.patterns import Replicated
+from jax_ucp.storage.consolidated import Consolidated, same_bits
+from jax_ucp.storage.source import Joined
+
+ASIDE = "left aside, as weights_only asks"
+FROZEN = "a parameter that the optimizer does not own (frozen)"
+
+# Where a slice was: pipeline stage, expert-parallel rank (None for what is no fused expert), tensor-parallel rank.
+Place = tuple[int, int | None, int]
+
+
+@dataclass
+class StateSlices:
+    """One state of a parameter, as slices: their keys and shapes by place; or as values of whole groups."""
+
+    keys: dict[Place, str] = field(default_factory=dict)
+    shapes: dict[Place, Shape] = field(default_factory=dict)
+    values: dict[int, list[tuple[Stored, Any]]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def stages(self) -> list[int]:
+        return sorted({*self.values, *(stage for stage, _, _ in self.keys)})
+
+
+class Slices:
+    """The slices of one checkpoint, by state, name and place; methods add them, and then make parameters of them."""
+
+    def __init__(self, files: Files, options: Options, more: Mapping[str, TorchFile] | None = None):
+        self.files, self.options = files, options
+        stored = Joined({**{file.name: file.file for file in files.all()}, **(more or {})})
+        self.found = Import("deepspeed", files.folder, stored)
+        self.slices: dict[tuple[str, str], StateSlices] = defaultdict(StateSlices)
+        self.unowned = FROZEN if any(files.ranks) else "a parameter, of which the optimizer has no second copy"
+        self.agreed: dict[tuple[str, ...], np.ndarray] = {}
+        self.patterns = [self._patterns(stage) for stage in range(files.pp)]
+
+    def _patterns(self, stage: int) -> TensorParallel:
+        models = [self.files.models[stage * self.files.tp + tp][0] for tp in range(self.files.tp)]
+        infos = [model.state.get("universal_checkpoint_info") for model in models]
+        for model, info in zip(models, infos, strict=True):
+            if info != infos[0]:
+                raise FormatError(
+                    f"{model.file.path} has another universal_checkpoint_info than {models[0].name}; "
+                    "the files are not of one run"
+                )
+        return TensorParallel(infos[0], self.files.tp, str(models[0].file.path), self.options.sizes)
+
+    def add_partitions(self, mp: int, ranks: Sequence[Rank]) -> dict[str, dict[str, tuple[int, int]]]:
+        """Slices of one model-parallel rank; (start, length) of each parameter in each file's partition."""
+        flat: dict[str, dict[str, tuple[int, int]]] = {rank.name: {} for rank in ranks}
+        models = self.files.models[mp]
+        groups = param_shapes(models[0], ranks) if ranks else []
+        for model in models[1:]:
+            if param_shapes(model, ()) != groups:
+                raise FormatError(
+                    f"{model.file.path} has another param_shapes than {models[0].name}; the files are not of one run"
+                )
+        for index, shapes in enumerate(groups):
+            for ep, team in moe.teams(index, ranks, models):
+                part = group(index, shapes, team, self.files.zero3, models[0].name)
+                self._flat_states(mp, ep, part)
+                self._values(mp, ep, part)
+                self._note_dummy_moment(index, part)
+                for name, layout in part.layouts.items():
+                    for fragment in layout.fragments:
+                        mine = flat[team[fragment.shard].name]
+                        start, numel = mine.get(name, (fragment.source.start[0], 0))
+                        mine[name] = start, numel + fragment.source.size
+        return flat
+
+    def _flat_states(self, mp: int, ep: int | None, part: Group) -> None:
+        for state, tensors in part.flat.items():
+            keys = [rank.key(tensor) for rank, tensor in zip(part.ranks, tensors, strict=True)]
+            if state != "param" and self.options.weights_only:
+                for key in keys:
+                    self.found.skip(key, "state", ASIDE)
+                continue
+            for key in keys:
+                self.found.skip(key, "padding", "padding alone: the group is shorter than its ranks")
+            stored = tuple(tensor.shape for tensor in tensors)
+            for local, layout in part.layouts.items():
+                tensor = touched(replace(layout, shards=stored), keys)
+                self.add(mp, ep, state, local, part.shapes, tensor, f"{state} of {len(part.shapes)} parameters")
+
+    def add(
+        self,
+        mp: int,
+        ep: int | None,
+        state: str,
+        local: str,
+        group: Mapping[str, Shape],
+        tensor: Consolidated,
+        reason: str,
+    ) -> None:
+        name = moe.global_name(local, ep, group)
+        place = self.place(mp, None if moe.is_native(name) else ep)
+        where = f"mp_rank_{mp:02d}" + ("" if place[1] is None else f", expert-parallel rank {ep}")
+        key = f"{state} of {name} on {where}"
+        if place in self.slices[state, name].keys:
+            raise FormatError(f"{self.files.folder}: {key} is in two groups of parameters")
+        self.found.slice(key, tensor, reason)
+        self.slices[state, name].keys[place] = key
+        self.slices[state, name].shapes[place] = tensor.layout.shape
+
+    def place(self, mp: int, ep: int | None) -> Place:
+        stage, tp = divmod(mp, self.files.tp)
+        return stage, ep, tp
+
+    def _values(self, mp: int, ep: int | None, part: Group) -> None:
+        """Values that a group has once, such as its step: every parameter of the group gets them."""
+        for state, values in part.scalars.items():
+            for rank, value in zip(part.ranks, values, strict=True):
+                if self.options.weights_only:
+                    if isinstance(value, StoredTensor):
+                        self.found.skip(rank.key(value), "state", ASIDE)
+                    continue
+                for local in part.shapes:
+                    name = moe.global_name(local, ep, part.shapes)
+                    self.slices[state, name].values[mp // self.files.tp].append((rank, value))
+
+    def _note_dummy_moment(self, index: int, part: Group) -> None:
+        hyper = param_group(part.ranks[0], index)
+        note = (
+            "exp_avg_sq is kept although its group has no eps, without which no Adam divides by it: "
+            "CPULion writes such a moment of zeros and never reads it"
+        )
+        if "exp_avg_sq" in part.flat and "betas" in hyper and "eps" not in hyper and note not in self.found.notes:
+            self.found.notes.append(note)
+
+    def check_mappings(self, flat: Mapping[str, Mapping[str, tuple[int, int]]]) -> None:
+        """Compare each file's `param_slice_mappings` with the walk over `param_shapes`, and note where they differ.
+
+        Raises FormatError where a file's mappings are those of another rank: it was renamed.
+        """
+        differ = []
+        for rank in [rank for ranks in self.files.ranks for rank in ranks]:
+            addresses = {}
+            for mapping in rank.state.get("param_slice_mappings") or []:
+                addresses |= {str(name): (at.fields["start"], at.fields["numel"]) for name, at in mapping.items()}
+            if addresses and addresses != flat[rank.name]:
+                if other := next((name for name, mine in flat.items() if mine == addresses), None):
+                    who = re.sub(r".*zero_pp_rank_(\d+)_mp_rank_(\d+)_.*", r"\1", other)
+                    raise FormatError(
+                        f"{rank.file.path} holds what rank {who} should hold ({other}), by its own "
+                        "param_slice_mappings: the file was renamed, or belongs to another run"
+                    )
+                differ.append(rank.name)
+        if differ:
+            self.found.notes.append(
+                f"param_slice_mappings of {', '.join(differ)} describe another order than the flat buffers have "
+                "(DeepSpeed writes them so under round_robin_gradients); the order of param_shapes was used"
+            )
+
+    def make_parameters(self) -> None:
+        copies = []
+        for (state, name), slices in self.slices.items():
+            stage, *others = slices.stages
+            if others and not self.patterns[stage].stage_copy(name):
+                raise FormatError(
+                    f"{self.files.folder}: {name} is on the pipeline stages {slices.stages}, but is neither a tied "
+                    "module nor listed in pipeline_replicated_parameter_patterns"
+                )
+            copies += [name] if others and state == "param" else []
+            if slices.values:
+                self.value(state, name, slices.values[stage])
+            if slices.keys:
+                layout, keys = self._layout(state, name, stage, slices)
+                reason = f"{state} of {name}" if state != "param" else self.unowned
+                self.found.parameter(
+                    state, name, Consolidated(layout, keys), "a buffer" if state == "buffer" else reason
+                )
+        if copies:
+            self.found.notes.append(
+                f"{', '.join(copies)}: on several pipeline stages, of which the first one's was taken "
+                "(what DeepSpeed ties stays in step there, the rest of the copies are stale)"
+            )
+
+    def _layout(self, state: str, name: str, stage: int, slices: StateSlices) -> tuple[ParamLayout, list[str]]:
+        here = {place[1:]: key for place, key in slices.keys.items() if place[0] == stage}
+        shapes = {at: slices.shapes[stage, *at] for at in here}
+        fused = {ep: shape for (ep, _), shape in shapes.items() if ep is not None}
+        if fused and self.files.tp > 1:
+            raise FormatError(f"{self.files.folder}: {name} is cut over both expert- and tensor-parallel ranks")
+        if fused:
+            layout = moe.expert_layout(name, fused, self.files.models[stage][0])
+            return layout, [here[ep, 0] for ep in sorted(fused)]
+        order = [(None, tp) for tp in range(self.files.tp)]
+        if sorted(here) != order:
+            raise FormatError(
+                f"{self.files.folder}: {state} of {name} is on the tensor-parallel ranks "
+                f"{[tp for _, tp in sorted(here)]} of {self.files.tp}"
+            )
+        patterns = self.patterns[stage]
+        cut = [shapes[at] for at in order]
+        # DeepSpeed has no patterns for buffers: those that nothing names are taken for copies, and verify compares.
+        free = state == "buffer" and not patterns.says(name)
+        return (Replicated().join(cut) if free else patterns.layout(name, cut)), [here[at] for at in order]
+
+    def value(self, state: str, name: str, values: Sequence[tuple[Stored, Any]]) -> None:
+        """A value that every rank has alike. Raises FormatError, naming the file, where one has another."""
+        first = values[0]
+        if isinstance(first[1], StoredTensor):
+            keys = tuple(stored.key(value) for stored, value in values)
+            if keys not in self.agreed:
+                read = [
+                    self.found.shards.read(key, Box.whole(v.shape)) for key, (_, v) in zip(keys, values, strict=True)
+                ]
+                self.agreed[keys] = _agreed(state, [stored for stored, _ in values], read)
+            layout = Replicated().join([value.shape for _, value in values])
+            self.found.parameter(state, name, Consolidated(layout, keys), f"{state} of every parameter of its group")
+        else:
+            # A Python int has no dtype; optax counts in int32.
+            read = [np.asarray(value, np.int32 if isinstance(value, int) else None) for _, value in values]
+            value = _agreed(state, [stored for stored, _ in values], read)
+            self.found.constant(state, name, value, f"{first[0].name}:optimizer_state_dict ({state})")
+
+
+def _agreed(state: str, files: Sequence[Stored], values: Sequence[np.ndarray]) -> np.ndarray:
+    for stored, value in zip(files, values, strict=True):
+        if not same_bits(np.asarray(value), np.asarray(values[0])):
+            raise FormatError(
+                f"{stored.file.path}: {state} is {value}, but {values[0]} in {files[0].name}; "
+                "the files are not of one step"
+            )
+    return values[0]
