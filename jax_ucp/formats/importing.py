@@ -14,10 +14,12 @@ from jax_ucp.formats.extras import as_json
 from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.layout.patterns import Unique
 from jax_ucp.metadata import Key, Leaf, leaf_names
 from jax_ucp.metadata import Path as TreePath
 from jax_ucp.storage.consolidated import Consolidated, ConsolidatedView, same_bits
 from jax_ucp.storage.contents import Contents, Fate, Item, Piece
+from jax_ucp.storage.cuts import Cut, WithCuts
 from jax_ucp.storage.source import ArrayInfo, ArraySource
 
 VERIFY_BYTES = 16 << 20
@@ -36,9 +38,14 @@ class Import:
         self.extras: dict[str, dict[str, Any]] = {}
         self.notes: list[str] = []
         self._constants: dict[TreePath, tuple[np.ndarray, str]] = {}
-        self._twins: list[tuple[TreePath, str]] = []
+        self._cuts: dict[str, Cut] = {}
+        self._twins: list[tuple[TreePath, str | Consolidated]] = []
         self._fates: dict[str, tuple[Fate, str]] = {}
         self._items: list[Item] = []
+
+    def cut(self, key: str, cut: Cut) -> None:
+        """A tensor called `key` that lies inside a stored one; parameters and twins may be made of it."""
+        self._cuts[key] = cut
 
     def parameter(self, state: str, name: str, param: Consolidated, reason: str) -> None:
         """One state of a parameter, made of stored tensors. Raises FormatError if it is there already."""
@@ -47,15 +54,23 @@ class Import:
             raise FormatError(f"{self.path}: {state} of {name} is stored twice, in {self.params[path].keys[0]} too")
         self.params[path] = param
         for key in param.keys:
-            self._fates[key] = "mapped", reason
+            self._fates[self._stored(key)] = "mapped", reason
 
     def constant(self, state: str, name: str, value: np.ndarray, where: str) -> None:
         """One state of a parameter that is no tensor in the file; `where` is `file:item`."""
         self._constants[Key("dict", state), Key("dict", name)] = value, where
 
-    def twin(self, state: str, name: str, key: str, reason: str) -> None:
-        """A stored tensor that must be a state of a parameter, rounded to its dtype; `verify` compares them."""
-        self._twins.append(((Key("dict", state), Key("dict", name)), key))
+    def twin(self, state: str, name: str, twin: str | Consolidated, reason: str) -> None:
+        """Stored tensors that must be a state of a parameter, rounded to their dtype; `verify` compares them.
+
+        One tensor that is the whole of it is named by its key.
+        """
+        self._twins.append(((Key("dict", state), Key("dict", name)), twin))
+        for key in [twin] if isinstance(twin, str) else twin.keys:
+            self._fates.setdefault(self._stored(key), ("skipped", reason))
+
+    def leave(self, key: str, reason: str) -> None:
+        """A stored tensor that has no place in the tree."""
         self._fates[key] = "skipped", reason
 
     def extra(self, file: str, name: str, value: Any) -> None:
@@ -77,9 +92,11 @@ class Import:
         """The checkpoint. Raises LayoutError where shards do not form a parameter."""
         paths = [*self.params, *self._constants]
         names = dict(zip(paths, leaf_names(paths), strict=True))
-        view = ConsolidatedView(self.shards, {names[path]: param for path, param in self.params.items()})
+        shards = WithCuts(self.shards, self._cuts) if self._cuts else self.shards
+        view = ConsolidatedView(shards, {names[path]: param for path, param in self.params.items()})
         arrays = _WithConstants(view, {names[path]: value for path, (value, _) in self._constants.items()})
         infos = arrays.arrays()
+        twins = ConsolidatedView(shards, self._twin_layouts())
 
         def where(leaf: Leaf) -> list[Piece]:
             if leaf.path in self._constants:
@@ -87,16 +104,21 @@ class Import:
                 return [Piece(file, item, Box((), ()), Box((), ()))]
             found: list[Piece] = []
             for key, fragment in view.where(leaf.name):
-                file, _, item = key.partition(":")
-                found.append(Piece(file, item, fragment.source, fragment.target))
+                file, _, item = self._stored(key).partition(":")
+                if key not in self._cuts:
+                    found.append(Piece(file, item, fragment.source, fragment.target))
+                    continue
+                cut = self._cuts[key]
+                to = [t - s for s, t in zip(fragment.source.start, fragment.target.start, strict=True)]
+                found += [Piece(file, item, part.source, part.target.shift(to)) for part in cut.pieces(fragment.source)]
             return found
 
         def verify() -> Iterator[tuple[str, str | None]]:
             for path, param in self.params.items():
                 if len(param.layout.replicas) < len(param.layout.fragments) and not param.layout.averaged:
                     yield _label(path), _replicas_differ(view, names[path])
-            for path, key in self._twins:
-                yield _label(path), _differs_from_twin(_label(path), view, names[path], self.shards, key)
+            for i, (path, _) in enumerate(self._twins):
+                yield _label(path), _differs_from_twin(_label(path), arrays, names[path], twins, str(i))
 
         return Contents(
             self.format,
@@ -109,6 +131,19 @@ class Import:
             verify=verify,
             where=where,
         )
+
+    def _stored(self, key: str) -> str:
+        return self._cuts[key].key if key in self._cuts else key
+
+    def _twin_layouts(self) -> dict[str, Consolidated]:
+        infos = self.shards.arrays()
+
+        def layout(twin: str | Consolidated) -> Consolidated:
+            if isinstance(twin, Consolidated):
+                return twin
+            return Consolidated(Unique().join([infos[twin].shape]), [twin])
+
+        return {str(i): layout(twin) for i, (_, twin) in enumerate(self._twins)}
 
     def _account(self) -> Iterator[Item]:
         for key, info in self.shards.arrays().items():
@@ -156,10 +191,12 @@ def _replicas_differ(view: ConsolidatedView, name: str) -> str | None:
     return None
 
 
-def _differs_from_twin(label: str, view: ConsolidatedView, name: str, shards: ArraySource, key: str) -> str | None:
-    info = view.arrays()[name]
+def _differs_from_twin(label: str, arrays: ArraySource, name: str, twins: ConsolidatedView, twin: str) -> str | None:
+    info, copy = arrays.arrays()[name], twins.arrays()[twin]
+    keys = ", ".join(dict.fromkeys(key for key, _ in twins.where(twin)))
+    if copy.shape != info.shape:
+        return f"{label} has shape {info.shape}, but the copy at {keys} has {copy.shape}"
     for box in row_boxes(info.shape, info.dtype.itemsize, VERIFY_BYTES):
-        copy = np.asarray(shards.read(key, box))
-        if not same_bits(view.read(name, box).astype(copy.dtype), copy):
-            return f"{label}: the master, rounded to {copy.dtype}, is not the copy at {key} in {box}"
+        if not same_bits(arrays.read(name, box).astype(copy.dtype), twins.read(twin, box)):
+            return f"{label}: the master, rounded to {copy.dtype}, is not the copy at {keys} in {box}"
     return None

@@ -62,7 +62,8 @@ def _value(node: ast.expr, sizes: Mapping[str, int] | None, text: str) -> int:
             if sizes is None:
                 return 1
             if name not in sizes:
-                raise SpecError(f"{name!r}, in the size {text!r}, has no number; give it in sizes")
+                of = "" if name == text else f"the size {text!r}: "
+                raise SpecError(f"{of}{name!r} has no number; give it in sizes")
             return sizes[name]
         case ast.BinOp(op=op) if type(op) in _OPERATORS:
             left, right = _value(node.left, sizes, text), _value(node.right, sizes, text)

@@ -43,8 +43,8 @@ def parse(text: str, file: str = "spec") -> Spec:
     Sharded(axes=(0,), grid=None)
     """
     top, lines = _document(text, file)
-    faults = [f"{file}:{lines[key]}: {key!r} is no section; a spec has extends, sizes and shards"
-              for key in top if key not in _SECTIONS]  # fmt: skip
+    strays = [key for key in top if key not in _SECTIONS]
+    faults = [f"{file}:{lines[key]}: {key!r} is no section; a spec has extends, sizes and shards" for key in strays]
     sizes = top.get("sizes") or {}
     if not isinstance(sizes, dict):
         faults.append(f"{file}:{lines['sizes']}: sizes should be a mapping of names to sizes")
