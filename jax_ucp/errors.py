@@ -2,6 +2,7 @@
 
     UCPError
     ├── LayoutError          shards do not fit the pattern or the geometry declared for them
+    ├── SpecError            a spec is not in the universal checkpoint language, or a size in it has no number
     ├── FormatError          a file is not what its name or its checkpoint says it is
     │   ├── UnsafePickle     a torch file asks for a global, an opcode or a size we do not allow
     │   └── CorruptData      bytes differ from their checksum, their twin or their recorded size
@@ -9,7 +10,7 @@
     ├── TreeMismatch         a target tree and a checkpoint do not have the same leaves
     └── UnsupportedLeaf      a leaf of a tree to be saved is nothing we could restore as what it was
 
-`LayoutError`, `FormatError` and `TreeMismatch` are also `ValueError`, `NotACheckpoint` is also
+`LayoutError`, `SpecError`, `FormatError` and `TreeMismatch` are also `ValueError`, `NotACheckpoint` is also
 `FileNotFoundError` and `UnsupportedLeaf` also `TypeError`, so that code which knows nothing of us
 catches them where it would expect to.
 """
@@ -23,6 +24,10 @@ class UCPError(Exception):
 
 class LayoutError(UCPError, ValueError):
     """The shards do not fit the pattern or the geometry declared for them."""
+
+
+class SpecError(UCPError, ValueError):
+    """A text is not in the universal checkpoint language, or a size in it has no number."""
 
 
 class FormatError(UCPError, ValueError):

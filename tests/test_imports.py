@@ -18,8 +18,9 @@ BELOW = {
     "errors": set(),
     "layout": {"errors"},
     "metadata": {"layout", "errors"},
+    "language": {"metadata", "layout", "errors"},
     "storage": {"metadata", "layout", "errors"},
-    "formats": {"storage", "metadata", "layout", "errors"},
+    "formats": {"language", "storage", "metadata", "layout", "errors"},
     "sharding": {"storage", "metadata", "layout", "errors"},
     "checkpoint": {"formats", "sharding", "storage", "metadata", "layout", "errors"},
     "handler": {"checkpoint", "sharding", "storage", "metadata", "layout", "errors"},
@@ -28,6 +29,7 @@ BELOW = {
     "__main__": {"cli"},
 }
 OUTSIDE = {"layout": {"jax", "tensorstore", "numpy"}, "errors": {"jax", "tensorstore", "numpy"}, "formats": {"jax"}}
+OUTSIDE |= {"language": {"jax", "tensorstore", "numpy"}}
 OUTSIDE |= {"storage": {"jax"}, "metadata": {"jax", "tensorstore"}}
 
 

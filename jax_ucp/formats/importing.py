@@ -19,6 +19,7 @@ from jax_ucp.metadata import Key, Leaf, leaf_names
 from jax_ucp.metadata import Path as TreePath
 from jax_ucp.storage.consolidated import Consolidated, ConsolidatedView, same_bits
 from jax_ucp.storage.contents import Contents, Fate, Item, Piece
+from jax_ucp.storage.cuts import Cut, WithCuts
 from jax_ucp.storage.source import ArrayInfo, ArraySource, Joined
 
 VERIFY_BYTES = 16 << 20
@@ -38,6 +39,7 @@ class Import:
         self.extras: dict[str, dict[str, Any]] = {}
         self.notes: list[str] = []
         self._constants: dict[TreePath, tuple[np.ndarray, str]] = {}
+        self._cuts: dict[str, Cut] = {}
         self._slices: dict[str, Consolidated] = {}
         self._twins: list[_Twin] = []
         self._fates: dict[str, tuple[Fate, str]] = {}
@@ -51,6 +53,10 @@ class Import:
         self.params[path] = param
         self._mapped(param.keys, reason)
 
+    def cut(self, key: str, cut: Cut) -> None:
+        """A tensor called `key` that lies inside a stored one; parameters, slices and twins may be made of it."""
+        self._cuts[key] = cut
+
     def slice(self, key: str, tensor: Consolidated, reason: str) -> None:
         """A tensor that one rank had in memory, made of stored ones; parameters are made of it by `key`."""
         self._slices[key] = tensor
@@ -59,16 +65,26 @@ class Import:
     def _mapped(self, keys: Iterable[str], reason: str) -> None:
         for key in keys:
             if key not in self._slices:
-                self._fates[key] = "mapped", reason
+                self._fates[self._stored(key)] = "mapped", reason
+
+    def _stored(self, key: str) -> str:
+        return self._cuts[key].key if key in self._cuts else key
 
     def constant(self, state: str, name: str, value: np.ndarray, where: str) -> None:
         """One state of a parameter that is no tensor in the file; `where` is `file:item`."""
         self._constants[Key("dict", state), Key("dict", name)] = value, where
 
-    def twin(self, state: str, name: str, key: str, reason: str) -> None:
-        """A stored tensor that must be a state of a parameter, rounded to its dtype; `verify` compares them."""
+    def twin(self, state: str, name: str, twin: str | Consolidated, reason: str) -> None:
+        """Stored tensors that must be a state of a parameter, rounded to their dtype; `verify` compares them.
+
+        One tensor that is the whole of it is named by its key.
+        """
+        key = twin if isinstance(twin, str) else f"copy {len(self._twins)} of {name}"
+        if isinstance(twin, Consolidated):
+            self._slices[key] = twin
         self._twins.append(_Twin((Key("dict", state), Key("dict", name)), key))
-        self._fates[key] = "skipped", reason
+        for stored in [key] if isinstance(twin, str) else twin.keys:
+            self._fates.setdefault(self._stored(stored), ("skipped", reason))
 
     def slice_twin(self, whole: str, key: str, reason: str, at: Sequence[int] = ()) -> None:
         """A stored tensor that must be the slice `whole`, or what it has at the leading indices `at`, rounded."""
@@ -97,8 +113,9 @@ class Import:
         """The checkpoint. Raises LayoutError where shards do not form a parameter."""
         paths = [*self.params, *self._constants]
         names = dict(zip(paths, leaf_names(paths), strict=True))
-        slices = self._slice_view()
-        view = ConsolidatedView(slices or self.shards, {names[path]: param for path, param in self.params.items()})
+        shards = WithCuts(self.shards, self._cuts) if self._cuts else self.shards
+        below = self._slice_view(shards) or shards
+        view = ConsolidatedView(below, {names[path]: param for path, param in self.params.items()})
         arrays = _WithConstants(view, {names[path]: value for path, (value, _) in self._constants.items()})
         infos = arrays.arrays()
 
@@ -108,8 +125,13 @@ class Import:
                 return [Piece(file, item, Box((), ()), Box((), ()))]
             found: list[Piece] = []
             for key, fragment in view.where(leaf.name):
-                file, _, item = key.partition(":")
-                found.append(Piece(file, item, fragment.source, fragment.target))
+                file, _, item = self._stored(key).partition(":")
+                if key not in self._cuts:
+                    found.append(Piece(file, item, fragment.source, fragment.target))
+                    continue
+                to = [t - s for s, t in zip(fragment.source.start, fragment.target.start, strict=True)]
+                parts = self._cuts[key].pieces(fragment.source)
+                found += [Piece(file, item, part.source, part.target.shift(to)) for part in parts]
             return found
 
         def verify() -> Iterator[tuple[str, str | None]]:
@@ -118,12 +140,11 @@ class Import:
             for path, param in self.params.items():
                 if len(param.layout.replicas) < len(param.layout.fragments) and not param.layout.averaged:
                     yield _label(path), _replicas_differ(view, names[path])
-            below = slices or self.shards
             for twin in self._twins:
                 if isinstance(twin.of, str):
                     yield twin.of, _differs_from_twin(twin.of, below, twin.of, below, twin)
                 else:
-                    yield _label(twin.of), _differs_from_twin(_label(twin.of), view, names[twin.of], below, twin)
+                    yield _label(twin.of), _differs_from_twin(_label(twin.of), arrays, names[twin.of], below, twin)
 
         return Contents(
             self.format,
@@ -137,15 +158,16 @@ class Import:
             where=where,
         )
 
-    def _slice_view(self) -> ConsolidatedView | None:
+    def _slice_view(self, shards: ArraySource) -> ConsolidatedView | None:
         """The slices, and stored tensors that are whole slices; None where parameters are made of nothing but those."""
         if not self._slices:
             return None
         used = {key for param in self.params.values() for key in param.keys}
         used |= {key for twin in self._twins for key in (twin.of, twin.key) if isinstance(key, str)}
         stored = used - self._slices.keys()
-        whole = {key: Consolidated(Unique().join([self.stored[key].shape]), [key]) for key in stored}
-        return ConsolidatedView(self.shards, {**self._slices, **whole})
+        infos = shards.arrays()
+        whole = {key: Consolidated(Unique().join([infos[key].shape]), [key]) for key in stored}
+        return ConsolidatedView(shards, {**self._slices, **whole})
 
     def _account(self) -> Iterator[Item]:
         for key, info in self.stored.items():

@@ -1,0 +1,196 @@
+"""The files of a legacy Megatron checkpoint: which ranks wrote one, and whether they belong together.
+
+Facts: `megatron/training/checkpointing.py` (file names) and `megatron/core/parallel_state.py` (order of ranks) of
+Megatron-LM core_v0.16.1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jax_ucp.errors import FormatError
+from jax_ucp.formats.safe_pickle import Record
+from jax_ucp.formats.torch_file import StoredTensor, TorchFile
+
+TRACKER = "latest_checkpointed_iteration.txt"
+MODEL_FILE, OPTIM_FILE = "model_optim_rng.pt", "distrib_optim.pt"
+_FOLDER = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
+
+# Attributes that say how tensors are cut and which there are: files that differ in one are not of one checkpoint.
+STRUCTURE = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size", "context_parallel_size"),
+    *("data_parallel_size", "world_size", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
+    *("group_query_attention", "num_query_groups", "kv_channels", "swiglu", "num_experts", "moe_layer_freq"),
+    *("moe_ffn_hidden_size", "padded_vocab_size", "untie_embeddings_and_output_weights"),
+    *("use_distributed_optimizer", "overlap_grad_reduce", "ddp_bucket_size", "ddp_num_buckets"),
+)
+_OWN = ("rank", "local_rank")
+
+
+@dataclass
+class Args:
+    """The run's own arguments; `absent` has those that were asked for and not there."""
+
+    fields: Mapping[str, Any]
+    absent: list[str] = field(default_factory=list)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The argument, or `default` where the release that wrote it had no such one."""
+        if name not in self.fields:
+            if name not in self.absent:
+                self.absent.append(name)
+            return default
+        return self.fields[name]
+
+    def degree(self, name: str) -> int:
+        """A parallel degree: 1 where it is None or not there."""
+        value = self.get(name)
+        if value is None:
+            return 1
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise FormatError(f"args.{name} should be a number from 1, but is {value!r}")
+        return value
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The files of one model-parallel rank: its place in each kind of parallelism, and what they hold."""
+
+    tp: int
+    pp: int
+    ep: int
+    etp: int
+    folder: Path
+    model: TorchFile
+    optim: TorchFile | None
+    tree: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.folder.name}/{MODEL_FILE}"
+
+    def key(self, tensor: StoredTensor, file: str = MODEL_FILE) -> str:
+        return f"{self.folder.name}/{file}:{tensor.key}"
+
+
+def iteration_folder(path: Path) -> Path:
+    """The folder of the iteration that the tracker file names, or the path itself where there is none."""
+    tracker = path / TRACKER
+    if not tracker.is_file():
+        return path
+    said = tracker.read_text(errors="replace").strip()
+    if said != "release" and not (said.isascii() and said.isdigit() and len(said) < 20):
+        raise FormatError(f"{tracker} should name an iteration or say `release`, but says {said!r:.80}")
+    return path / (said if said == "release" else f"iter_{int(said):07d}")
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether the directory is a legacy checkpoint, or a save directory whose tracker names one, or nothing."""
+    folder = iteration_folder(path)
+    if not folder.is_dir():
+        return True
+    return any(p.is_dir() and _FOLDER.fullmatch(p.name) for p in folder.iterdir())
+
+
+def places(args: Args) -> list[tuple[int, int, int, int]]:
+    """(tp, pp, ep, etp) of every rank that writes files, in the order of ranks.
+
+    They are the ranks whose expert-data-parallel rank is 0: of each pipeline stage the first ep * etp. With
+    etp unlike tp not every pair of tp and ep is among them.
+    """
+    t, p, e = (args.degree(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert"))
+    etp = args.get("expert_tensor_parallel_size")
+    etp = args.degree("expert_tensor_parallel_size") if etp is not None else t
+    if etp > t or not {r % t for r in range(e * etp)} == set(range(t)):
+        raise FormatError(
+            f"with tensor parallelism {t}, expert parallelism {e} and expert tensor parallelism {etp} Megatron's "
+            "legacy format does not keep every rank's tensors; save with --ckpt-format torch_dist"
+        )
+    return [(r % t, pp, r // etp % e, r % etp) for pp in range(p) for r in range(e * etp)]
+
+
+def open_ranks(folder: Path) -> tuple[Args, list[Rank]]:
+    """The args of the run, and the files of every rank that must have some.
+
+    Raises FormatError, naming the file, where one is missing, is another rank's, or is of another run.
+    """
+    found = sorted(p.name for p in folder.iterdir() if p.is_dir() and _FOLDER.fullmatch(p.name))
+    if not (present := [name for name in found if (folder / name / MODEL_FILE).is_file()]):
+        raise FormatError(f"{folder / found[0] / MODEL_FILE} is missing")
+    first = _tree(TorchFile(folder / present[0] / MODEL_FILE))
+    args = Args(_args(first, folder / present[0] / MODEL_FILE))
+    p, e = args.degree("pipeline_model_parallel_size"), args.degree("expert_model_parallel_size")
+    ranks: list[Rank] = []
+    for tp, pp, ep, etp in places(args):
+        name = f"mp_rank_{tp:02d}{f'_{pp:03d}' if p > 1 else ''}{f'_{ep:03d}' if e > 1 else ''}"
+        path = folder / name / MODEL_FILE
+        if not path.is_file():
+            raise FormatError(
+                f"{path} is missing: by the args of {present[0]} the run had "
+                f"{args.degree('tensor_model_parallel_size')} tensor, {p} pipeline and {e} expert parallel ranks"
+            )
+        model = TorchFile(path)
+        optim = TorchFile(folder / name / OPTIM_FILE) if (folder / name / OPTIM_FILE).is_file() else None
+        ranks.append(Rank(tp, pp, ep, etp, folder / name, model, optim, _tree(model)))
+    if strays := [name for name in found if name not in {rank.folder.name for rank in ranks}]:
+        raise FormatError(f"{folder / strays[0]} belongs to another run: the args of {present[0]} know no such rank")
+    _check_together(folder, args, ranks)
+    return args, ranks
+
+
+def differing(args: Args, other: Mapping[str, Any]) -> dict[str, Any]:
+    """What another file's args say otherwise."""
+    names = sorted({*args.fields, *other})
+    return {n: other.get(n) for n in names if repr(args.fields.get(n)) != repr(other.get(n))}
+
+
+def _check_together(folder: Path, args: Args, ranks: Sequence[Rank]) -> None:
+    first = ranks[0]
+    world, p = args.get("world_size"), args.degree("pipeline_model_parallel_size")
+    etp = max(rank.etp for rank in ranks) + 1
+    for rank in ranks:
+        path, own = rank.model.path, _args(rank.tree, rank.model.path)
+        if wrong := [name for name in STRUCTURE if repr(own.get(name)) != repr(args.fields.get(name))]:
+            said = ", ".join(f"{n} {own.get(n)} against {args.fields.get(n)}" for n in wrong)
+            raise FormatError(f"{path} is of another run than {first.name}: its args have {said}")
+        for name in ("iteration", "opt_param_scheduler", "checkpoint_version"):
+            if repr(rank.tree.get(name)) != repr(first.tree.get(name)):
+                raise FormatError(
+                    f"{path} is of another save than {first.name}: {name} is {rank.tree.get(name)!r:.200}, "
+                    f"there {first.tree.get(name)!r:.200}"
+                )
+        version = rank.tree.get("checkpoint_version")
+        if not isinstance(version, int | float) or version < 2:
+            raise FormatError(
+                f"{path} has checkpoint_version {version!r}; before 2.0 the rows of query, key and value lie in "
+                "another order. Load and save it with a newer Megatron"
+            )
+        # Megatron's order of ranks; another one was asked for by use_tp_pp_dp_mapping.
+        if isinstance(world, int) and isinstance(own.get("rank"), int) and not own.get("use_tp_pp_dp_mapping"):
+            should = rank.pp * (world // p) + rank.ep * etp + rank.etp
+            if own["rank"] != should:
+                raise FormatError(
+                    f"{path} was written by rank {own['rank']} of {world}, but its place is that of rank {should}: "
+                    "it was renamed, or belongs to another run"
+                )
+    iteration = first.tree.get("iteration")
+    if folder.name.startswith("iter_") and isinstance(iteration, int) and folder.name != f"iter_{iteration:07d}":
+        raise FormatError(f"{first.model.path} is of iteration {iteration}, but its folder is {folder.name}")
+
+
+def _tree(file: TorchFile) -> dict[str, Any]:
+    if not isinstance(file.tree, dict):
+        raise FormatError(f"{file.path}: the file should hold a dict, but holds a {type(file.tree).__name__}")
+    return file.tree
+
+
+def _args(tree: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    args = tree.get("args")
+    if not isinstance(args, Record) or args.type != "argparse.Namespace":
+        raise FormatError(f"{path} has no args, without which nothing says how the ranks divide the model")
+    return args.fields

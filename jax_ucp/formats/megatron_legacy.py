@@ -1,0 +1,353 @@
+"""Megatron's legacy checkpoints (`--ckpt-format torch`): a file per model-parallel rank, any optimizer.
+
+Each rank's tensors get their global names, masters and moments are found beside them, or in flat buffers by
+walking those, and the rules of the language (`language/specs/megatron.yaml`, or the user's spec) say how the
+tensor-parallel ranks' shards form parameters. Copies under expert parallelism are replicas; 16-bit weights and
+the second copy of a tied embedding are twins of the masters.
+
+Facts: `megatron/training/checkpointing.py`, `megatron/core/optimizer/*.py` of Megatron-LM core_v0.16.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jax_ucp.errors import FormatError, NotACheckpoint
+from jax_ucp.formats.importing import Import
+from jax_ucp.formats.megatron_files import (
+    OPTIM_FILE,
+    Args,
+    Rank,
+    differing,
+    is_checkpoint,
+    iteration_folder,
+    open_ranks,
+)
+from jax_ucp.formats.megatron_optim import Held, Module, find_states
+from jax_ucp.formats.megatron_walk import EMBEDDING, TIED, layer_of, parts_of
+from jax_ucp.formats.options import Options
+from jax_ucp.formats.torch_file import StoredTensor
+from jax_ucp.language.notation import built_in, load
+from jax_ucp.language.rules import Shard, Spec, layouts
+from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.layout.patterns import Replicated
+from jax_ucp.storage.consolidated import Consolidated
+from jax_ucp.storage.contents import Contents
+from jax_ucp.storage.cuts import Cut
+from jax_ucp.storage.source import Joined
+
+_BUFFERS = ("mlp.router.expert_bias",)
+
+
+def recognise(path: Path) -> bool:
+    return path.is_dir() and is_checkpoint(path)
+
+
+def open_megatron_legacy(path: Path, options: Options) -> Contents:
+    """The checkpoint in a save directory (with its tracker file), or in the folder of one iteration.
+
+    Raises FormatError, naming the file, for ranks that are missing or of another run, and LayoutError where the
+    rules do not fit the shards.
+    """
+    folder = iteration_folder(path)
+    if not folder.is_dir():
+        raise NotACheckpoint(f"{path} names {folder.name}, but there is no such folder in it")
+    args, ranks = open_ranks(folder)
+    return _Reader(folder, args, ranks, options).contents()
+
+
+class _Reader:
+    """Puts the pieces of one checkpoint together; each method settles one kind of stored thing."""
+
+    def __init__(self, folder: Path, args: Args, ranks: Sequence[Rank], options: Options):
+        self.folder, self.args, self.ranks, self.options = folder, args, ranks, options
+        files = {rank.name: rank.model for rank in ranks}
+        files |= {f"{rank.folder.name}/{OPTIM_FILE}": rank.optim for rank in ranks if rank.optim}
+        self.files = Joined(files)
+        self.found = Import("megatron", folder, self.files)
+        self.optimizer = not options.weights_only and any(rank.tree.get("optimizer") is not None for rank in ranks)
+        # (state, parameter) -> by tensor-parallel rank, the keys of every copy of that rank's shard.
+        self.held: dict[tuple[str, str], dict[int, list[str]]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.values: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def contents(self) -> Contents:
+        chunks = self._chunks()
+        first_layers = self._first_layers(chunks)
+        for rank in self.ranks:
+            own = chunks[rank.folder.name]
+            modules = [self._modules(rank, c, own[c], first_layers[c, rank.pp]) for c in range(len(own))]
+            for module in (m for chunk in modules for m in chunk):
+                self._hold(rank, module, Held("weight", rank.key(module.tensor), module.tensor.shape))
+            owned = [[m for m in chunk if not m.local.endswith(_BUFFERS)] for chunk in modules]
+            if self.options.weights_only:
+                self._leave_optimizer(rank)
+            elif rank.tree.get("optimizer") is not None:
+                for module, held in find_states(self.args, rank, owned):
+                    self._hold(rank, module, held)
+        self._parameters(self._layouts())
+        self._extras()
+        self._notes()
+        return self.found.contents()
+
+    def _chunks(self) -> dict[str, list[dict[str, Any]]]:
+        """The model chunks of every rank, by its folder: one, or as many as virtual pipeline stages."""
+        v = self.args.degree("virtual_pipeline_model_parallel_size")
+        names = ["model"] if v == 1 else [f"model{i}" for i in range(v)]
+        found: dict[str, list[dict[str, Any]]] = {}
+        for rank in self.ranks:
+            have = [name for name in rank.tree if name.startswith("model")]
+            if have != names:
+                raise FormatError(f"{rank.model.path} has {have}, where by its args there should be {names}")
+            for name in names:
+                if not isinstance(rank.tree[name], dict) or "language_model" in rank.tree[name]:
+                    raise FormatError(
+                        f"{rank.model.path}: {name} is not the flat state of a Megatron-Core model; those of "
+                        "--use-legacy-models are not read"
+                    )
+            found[rank.folder.name] = [rank.tree[name] for name in names]
+        return found
+
+    def _first_layers(self, chunks: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[tuple[int, int], int]:
+        """The global number of the first layer of each (chunk, pipeline stage).
+
+        Layers are in order of chunk, then stage, however many each has (`get_transformer_layer_offset`).
+        """
+        counts: dict[tuple[int, int], int] = {}
+        for rank in self.ranks:
+            for c, chunk in enumerate(chunks[rank.folder.name]):
+                numbers = {number for name in chunk if (number := layer_of(name)) is not None}
+                if numbers != set(range(len(numbers))):
+                    raise FormatError(f"{rank.model.path} has the layers {sorted(numbers)}; some are missing")
+                if counts.setdefault((c, rank.pp), len(numbers)) != len(numbers):
+                    raise FormatError(
+                        f"{rank.model.path} has {len(numbers)} layers, another rank of its pipeline stage "
+                        f"{counts[c, rank.pp]}"
+                    )
+        firsts, total = dict[tuple[int, int], int](), 0
+        for place in sorted(counts):
+            firsts[place] = total
+            total += counts[place]
+        if total != (want := self.args.get("num_layers", total)):
+            raise FormatError(f"{self.folder} has {total} layers in all stages, but args.num_layers is {want}")
+        return firsts
+
+    def _modules(self, rank: Rank, c: int, chunk: Mapping[str, Any], first_layer: int) -> list[Module]:
+        """The tensors of one chunk, in module order, with the parameters that are in them."""
+        each, rest = divmod(self.args.get("num_experts") or 0, self.args.degree("expert_model_parallel_size"))
+        if rest:
+            raise FormatError(f"{rank.model.path}: args.num_experts is not divisible by the expert parallel degree")
+        experts = range(rank.ep * each, (rank.ep + 1) * each)
+        found: list[Module] = []
+        for local, tensor in chunk.items():
+            where = f"{'model' if 'model' in rank.tree else f'model{c}'}/{local}"
+            if local.endswith("._extra_state"):
+                reason = "what a module of TransformerEngine keeps beside its weights, such as fp8 scales"
+                if isinstance(tensor, StoredTensor):
+                    self.found.skip(rank.key(tensor), "", reason)
+                else:
+                    self.found.skip(f"{rank.name}:{where}", type(tensor).__name__, reason)
+            elif not isinstance(tensor, StoredTensor):
+                raise FormatError(f"{rank.model.path}: {where} is no tensor, but a {type(tensor).__name__}")
+            else:
+                try:
+                    parts = parts_of(local, tensor.shape, first_layer, experts, self.args.get("hidden_size", 0))
+                except FormatError as error:
+                    raise FormatError(f"{rank.model.path}: {error}") from None
+                found.append(Module(local, c, tensor, parts))
+        return found
+
+    def _hold(self, rank: Rank, module: Module, held: Held) -> None:
+        """Take up one state of a rank's tensor, as a shard of every parameter in it."""
+        for part in module.parts:
+            index = rank.etp if ".experts." in part.name else rank.tp
+            if held.value is not None:
+                self.values.setdefault((held.state, part.name), {})[rank.name] = held.value
+                continue
+            key = held.key
+            if held.shape == () or (not held.flat and len(module.parts) == 1 and not part.transposed):
+                shape = held.shape
+            else:
+                key = f"{held.key}@{part.name}"
+                self.found.cut(key, Cut(held.key, held.start + part.start, part.shape, part.transposed))
+                shape = part.shape[::-1] if part.transposed else part.shape
+            if held.state == "weight":
+                self.shapes[key] = shape
+            self.held.setdefault((held.state, part.name), {}).setdefault(index, []).append(key)
+
+    def _layouts(self) -> dict[str, ParamLayout]:
+        """The layout of every parameter over its tensor-parallel ranks, by the rules."""
+        t = self.args.degree("tensor_model_parallel_size")
+        etp = max(rank.etp for rank in self.ranks) + 1
+        params: dict[str, list[Shard]] = {}
+        for state, name in self.held:
+            if state != "weight":
+                continue
+            shards = self.held[state, name]
+            count = etp if ".experts." in name else t
+            if absent := sorted(set(range(count)) - set(shards)):
+                held = shards[min(shards)][0].partition(":")[0]
+                raise FormatError(f"{name} is in {held}, but not in the file of tensor-parallel rank {absent[0]}")
+            params[name] = [Shard(self.shapes[shards[i][0]], shards[i][0]) for i in range(count)]
+        default = Spec(extends=built_in("megatron"))
+        return layouts(load(self.options.spec) if self.options.spec else default, params, self._sizes())
+
+    def _sizes(self) -> dict[str, int]:
+        """The numbers that rules may name: those of args, under their own names and those of the built-in spec."""
+        get = self.args.get
+        heads, grouped = get("num_attention_heads"), get("group_query_attention", False)
+        said = {
+            "heads": heads,
+            # 1 without meaning where there are no groups.
+            "query_groups": get("num_query_groups") if grouped else heads,
+            "head_dim": get("kv_channels") or (get("hidden_size", 0) // heads if heads else None),
+            "ffn": get("ffn_hidden_size"),
+            "expert_ffn": get("moe_ffn_hidden_size") or get("ffn_hidden_size"),
+            "padded_vocab": get("padded_vocab_size"),
+            "swiglu": get("swiglu", False),
+            "vocab": get("padded_vocab_size"),
+        }
+        known = {**self.args.fields, **said, **self.options.sizes}
+        return {name: int(n) for name, n in known.items() if isinstance(n, int)}
+
+    def _parameters(self, found: Mapping[str, ParamLayout]) -> None:
+        """Every state of every parameter, and what is stored of it once more."""
+        tied = TIED in found and not self.args.get("untie_embeddings_and_output_weights", False)
+        if tied:
+            for state, name in [key for key in self.values if key[1] == TIED]:
+                self.values.setdefault((state, EMBEDDING), {}).update(self.values[state, name])
+        for name, layout in found.items():
+            if not tied or name != TIED:
+                self._states(name, layout)
+        if tied:
+            self._tied(found[TIED])
+
+    def _states(self, name: str, layout: ParamLayout) -> None:
+        weights = self.held["weight", name]
+        states = [state for state, n in self.held if n == name and state != "weight"]
+        states.sort(key=lambda state: (state != "param", state == "step"))
+        if name.endswith(_BUFFERS):
+            self.found.parameter("buffer", name, _consolidated(layout, weights), "a buffer of the model")
+            return
+        if "param" in states:
+            for copy in _copies(weights, len(layout.shards)):
+                reason = f"the weight that the model computes with, a copy of the master of {name}; verify compares"
+                self.found.twin("param", name, Consolidated(layout, copy), reason)
+        else:
+            self.found.parameter("param", name, _consolidated(layout, weights), f"the parameter {name}")
+            if self.optimizer and self.args.get("use_distributed_optimizer"):
+                raise FormatError(f"{self.folder}: no {OPTIM_FILE} holds the master of {name}")
+        for state in states:
+            keys = self.held[state, name]
+            if lost := sorted(set(range(len(layout.shards))) - set(keys)):
+                raise FormatError(
+                    f"{self.folder}: {state} of {name} is not in the files of tensor-parallel rank {lost[0]}, "
+                    "but in those of others"
+                )
+            if state == "step":
+                flat = [key for _, copies in sorted(keys.items()) for key in copies]
+                one = Consolidated(Replicated().join([()] * len(flat)), flat)
+                self.found.parameter(state, name, one, "how often the optimizer stepped")
+            else:
+                self.found.parameter(state, name, _consolidated(layout, keys), f"{state} of {name}")
+        for state, n in self.values:
+            if n == name:
+                self._value(state, name, self.values[state, n])
+
+    def _value(self, state: str, name: str, values: Mapping[str, Any]) -> None:
+        """A number that each file has for a group of parameters: they must be equal."""
+        (first, value), *_ = values.items()
+        for file, other in values.items():
+            if other != value:
+                raise FormatError(f"{self.folder / file}: {state} is {other}, but {value} in {first}")
+        array = np.asarray(value, np.int32 if isinstance(value, int) else None)
+        self.found.constant(state, name, array, f"{first}:optimizer ({state})")
+
+    def _tied(self, layout: ParamLayout) -> None:
+        """The last stage's copy of the word embedding, with optimizer states of its own."""
+        if ("weight", EMBEDDING) not in self.held:
+            raise FormatError(f"{self.folder}: the output layer is tied to {EMBEDDING}, which is in no file")
+        reason = f"the last pipeline stage's copy of {EMBEDDING}, compared with it by verify"
+        for state in [state for state, n in self.held if n == TIED]:
+            keys = self.held[state, TIED]
+            main = "param" if state == "weight" else state
+            if main != "param" and (state, EMBEDDING) not in self.held:
+                raise FormatError(f"{self.folder}: the tied {TIED} has {state}, but {EMBEDDING} has not")
+            one = Replicated().join([()] * len(layout.shards)) if state == "step" else layout
+            for copy in _copies(keys, len(layout.shards)):
+                self.found.twin(main, EMBEDDING, Consolidated(one, copy), reason)
+
+    def _leave_optimizer(self, rank: Rank) -> None:
+        reason = "of the optimizer, which was to be left aside (weights_only)"
+        for key in rank.model.arrays():
+            if key.startswith("optimizer/"):
+                self.found.skip(f"{rank.name}:{key}", "", reason)
+        for key in rank.optim.arrays() if rank.optim else ():
+            self.found.skip(f"{rank.folder.name}/{OPTIM_FILE}:{key}", "", reason)
+        if "optimizer" in rank.tree:
+            self.found.skip(f"{rank.name}:optimizer", "param_groups", reason)
+
+    def _extras(self) -> None:
+        """Everything else, by file. Of the args of later ranks only what differs from the first rank's."""
+        for rank in self.ranks:
+            for name, value in rank.tree.items():
+                if name == "args" and rank is not self.ranks[0]:
+                    self.found.extra(rank.name, name, differing(self.args, value.fields))
+                elif name == "optimizer":
+                    for label, part in _beside_tensors(value) if not self.options.weights_only else ():
+                        self.found.extra(rank.name, label, part)
+                elif not name.startswith("model"):
+                    self.found.extra(rank.name, name, value)
+            if rank.optim is not None:
+                what = "says how the flat buffers lie; parameters have no such thing"
+                self.found.skip(f"{rank.folder.name}/{OPTIM_FILE}:buffers", "layout", what)
+
+    def _notes(self) -> None:
+        padded, said = self.args.get("padded_vocab_size"), self.options.sizes.get("vocab")
+        if said is None and ("weight", EMBEDDING) in self.held:
+            self.found.notes.append(
+                f"Megatron does not record the true vocabulary: all {padded} padded rows of the embeddings are kept. "
+                "Say it with sizes={'vocab': ...} (--size vocab=...) and the others are left out"
+            )
+        if self.options.weights_only:
+            self.found.notes.append("weights alone: of a 16-bit run these are not the fp32 masters")
+        elif not self.optimizer:
+            self.found.notes.append("the checkpoint was saved without its optimizer")
+        if self.args.absent:
+            self.found.notes.append(f"args lack {', '.join(self.args.absent)}; Megatron's defaults were taken")
+
+
+def _consolidated(layout: ParamLayout, held: Mapping[int, Sequence[str]]) -> Consolidated:
+    """The parameter with every copy of its shards; the copies are replicas of one another."""
+    keys, shards, fragments = list[str](), list[tuple[int, ...]](), []
+    for i, shape in enumerate(layout.shards):
+        for key in held[i]:
+            fragments += [replace(f, shard=len(keys)) for f in layout.fragments if f.shard == i]
+            keys.append(key)
+            shards.append(shape)
+    return Consolidated(replace(layout, shards=tuple(shards), fragments=tuple(fragments)), keys)
+
+
+def _copies(held: Mapping[int, Sequence[str]], shards: int) -> list[list[str]]:
+    """All shards, as many times as the rank with most copies has some; every copy is in one of them."""
+    most = max(len(keys) for keys in held.values())
+    return [[held[i][min(j, len(held[i]) - 1)] for i in range(shards)] for j in range(most)]
+
+
+def _beside_tensors(optimizer: Any) -> list[tuple[str, Any]]:
+    """What an optimizer's state has beside masters and moments: hyper-parameters and the loss scaler."""
+    found: list[tuple[str, Any]] = []
+    parts = optimizer if isinstance(optimizer, list) else [optimizer]
+    for i, part in enumerate(parts):
+        at = f"optimizer/{i}" if isinstance(optimizer, list) else "optimizer"
+        inner = part.get("optimizer", part) if isinstance(part, dict) else {}
+        found += [(f"{at}/{name}", value) for name, value in inner.items() if name != "state"]
+        if inner is not part and isinstance(part, dict):
+            skipped = ("optimizer", "fp32_from_fp16_params")
+            found += [(f"{at}/{name}", value) for name, value in part.items() if name not in skipped]
+    return found

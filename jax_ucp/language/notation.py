@@ -1,0 +1,223 @@
+"""YAML <-> sentences and patterns. Errors here are about what is written, and name the file and the line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jax_ucp.errors import LayoutError, SpecError
+from jax_ucp.language.arithmetic import names_in, size_of
+from jax_ucp.language.rules import Sentence, Spec, Written, regex_of
+from jax_ucp.layout.patterns import Averaged, Fused, Padded, Pattern, Replicated, Sharded, Unique
+
+_PLAIN: dict[str, Pattern] = {"replicated": Replicated(), "averaged": Averaged(), "unique": Unique()}
+_SECTIONS = {"extends", "sizes", "shards"}
+_SPECS = resources.files("jax_ucp.language") / "specs"
+
+
+def load(path: Path) -> Spec:
+    """The spec in a file. Raises SpecError, with every fault of notation and its line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path} cannot be read as a spec: {error}") from error
+    return parse(text, str(path))
+
+
+def built_in(name: str) -> Spec:
+    """A spec that comes with the package, such as `megatron`."""
+    known = sorted(Path(entry.name).stem for entry in _SPECS.iterdir() if entry.name.endswith(".yaml"))
+    if name not in known:
+        raise SpecError(f"there is no spec {name!r} in the package; there are {', '.join(known)}")
+    return parse((_SPECS / f"{name}.yaml").read_text(encoding="utf-8"), f"{name}.yaml")
+
+
+def parse(text: str, file: str = "spec") -> Spec:
+    """The spec that a text says; `file` is what errors call it.
+
+    >>> parse("shards: [{param: '*.weight', pattern: {sharded: 0}}]").own[0].pattern
+    Sharded(axes=(0,), grid=None)
+    """
+    top, lines = _document(text, file)
+    strays = [key for key in top if key not in _SECTIONS]
+    faults = [f"{file}:{lines[key]}: {key!r} is no section; a spec has extends, sizes and shards" for key in strays]
+    sizes = top.get("sizes") or {}
+    if not isinstance(sizes, dict):
+        faults.append(f"{file}:{lines['sizes']}: sizes should be a mapping of names to sizes")
+        sizes = {}
+    for name, expression in sizes.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            faults.append(f"{file}:{lines['sizes']}: {name!r} is no name for a size")
+        faults += _faults(lambda e=expression: names_in(e), f"{file}:{lines['sizes']}: sizes: {name}")
+    items = top.get("shards") or []
+    if not isinstance(items, list):
+        faults.append(f"{file}:{lines['shards']}: shards should be a list of rules")
+        items = []
+    own: list[Sentence] = []
+    for item, line in zip(items, lines.get(("shards",), ()), strict=False):
+        faults += _faults(lambda i=item, n=line: own.append(_sentence(i, f"{file}:{n}")), f"{file}:{line}")
+    base = None
+    if "extends" in top:
+        faults += _faults(lambda: built_in(str(top["extends"])), f"{file}:{lines['extends']}")
+        base = built_in(str(top["extends"])) if not faults else None
+    if faults:
+        raise SpecError("\n  ".join([f"{file} is not in the universal checkpoint language:", *faults]))
+    return Spec(tuple(own), sizes, base)
+
+
+def to_yaml(spec: Spec) -> str:
+    """The text of the rules and sizes that a spec itself has, without those of the spec it extends."""
+    items = []
+    for sentence in spec.own:
+        said = sentence.pattern.node if isinstance(sentence.pattern, Written) else node_of(sentence.pattern)
+        when = {"when": sentence.when} if sentence.when else {}
+        items.append({"param": sentence.param, **when, "pattern": said})
+    sizes = {"sizes": dict(spec.sizes)} if spec.sizes else {}
+    return yaml.safe_dump({**sizes, "shards": items}, sort_keys=False)
+
+
+def pattern_of(node: object, size: Callable[[object], int]) -> Pattern:
+    """The pattern that a piece of YAML says; `size` turns its sizes into numbers."""
+    if isinstance(node, str) and node in _PLAIN:
+        return _PLAIN[node]
+    if not isinstance(node, dict):
+        raise SpecError(f"{node!r} is no pattern; there are {', '.join(_PLAIN)}, sharded and fused")
+    rest: dict[Any, Any] = dict(node)
+    padded = rest.pop("padded", [])
+    kinds = [kind for kind in ("sharded", "fused", *_PLAIN) if kind in rest]
+    if len(kinds) != 1:
+        raise SpecError(f"a pattern is one of {', '.join(_PLAIN)}, sharded and fused, not {list(rest) or 'nothing'}")
+    pattern = _kind(kinds[0], rest, size)
+    for outer in padded if isinstance(padded, list) else [padded]:
+        said = _fields(outer, "padded", {"axis", "to"}, {"from"})
+        full = size(said["from"]) if "from" in said else None
+        pattern = Padded(pattern, _axis(said["axis"]), size(said["to"]), full)
+    return pattern
+
+
+def _kind(kind: str, said: dict[Any, Any], size: Callable[[object], int]) -> Pattern:
+    if kind in _PLAIN:
+        _fields(said, kind, {kind}, set())
+        if said[kind] not in (None, {}):
+            raise SpecError(f"{kind} says nothing more, but here {said[kind]!r}")
+        return _PLAIN[kind]
+    if kind == "sharded":
+        _fields(said, kind, {kind}, {"grid"})
+        axes = said[kind] if isinstance(said[kind], list) else [said[kind]]
+        grid = tuple(size(n) for n in _list(said["grid"], "grid")) if "grid" in said else None
+        return Sharded(*map(_axis, axes), grid=grid)
+    _fields(said, kind, {kind}, set())
+    inner = _fields(said[kind], kind, {"axis", "parts"}, {"whole", "groups"})
+    if not isinstance(inner["parts"], dict) or not inner["parts"]:
+        raise SpecError(f"parts should be a mapping of names to sizes, not {inner['parts']!r}")
+    parts = {
+        str(name): tuple(size(n) for n in rows) if isinstance(rows, list) else size(rows)
+        for name, rows in inner["parts"].items()
+    }
+    whole = frozenset(map(str, _list(inner.get("whole", []), "whole")))
+    return Fused(_axis(inner["axis"]), parts, whole, size(inner["groups"]) if "groups" in inner else None)
+
+
+def node_of(pattern: Pattern) -> object:
+    """What YAML says of a pattern; `pattern_of` gives the pattern again."""
+    match pattern:
+        case Sharded(axes=axes, grid=grid):
+            return {"sharded": axes[0] if len(axes) == 1 else list(axes), **({"grid": list(grid)} if grid else {})}
+        case Fused(axis=axis, parts=parts, whole=whole, groups=groups):
+            rows = {name: list(n) if isinstance(n, tuple) else n for name, n in parts.items()}
+            kept = {"whole": sorted(whole)} if whole else {}
+            return {"fused": {"axis": axis, "parts": rows, **kept, **({"groups": groups} if groups else {})}}
+        case Padded(pattern=inner, axis=axis, size=size, padded=padded):
+            said = node_of(inner)
+            base: dict[str, Any] = dict(said) if isinstance(said, dict) else {str(said): {}}
+            outer = {"axis": axis, "to": size, **({} if padded is None else {"from": padded})}
+            return {**base, "padded": [*base.get("padded", []), outer]}
+        case _:
+            return next(word for word, plain in _PLAIN.items() if plain == pattern)
+
+
+def _sentence(item: object, where: str) -> Sentence:
+    said = _fields(item, "a rule", {"param", "pattern"}, {"when"})
+    if not isinstance(said["param"], str):
+        raise SpecError(f"param should be a name, not {said['param']!r}")
+    regex_of(said["param"])
+    when = str(said.get("when", ""))
+    if "when" in said and not (when.removeprefix("not ").strip().isidentifier()):
+        raise SpecError(f"when should be a name, or `not` and a name; it is {when!r}")
+    names: set[str] = set()
+
+    def one(expression: object) -> int:
+        names.update(names_in(expression))
+        return 1
+
+    pattern_of(said["pattern"], one)  # reading it with every size 1 shows whether the notation is right
+    fixed = None if names else pattern_of(said["pattern"], lambda expression: size_of(expression, {}))
+    return Sentence(said["param"], fixed or Written(said["pattern"], pattern_of), when, where)
+
+
+def _fields(node: object, what: str, needed: set[str], allowed: set[str]) -> dict[str, Any]:
+    if not isinstance(node, dict):
+        raise SpecError(f"{what} should be a mapping with {', '.join(sorted(needed))}, not {node!r}")
+    if missing := needed - set(node):
+        raise SpecError(f"{what} lacks {', '.join(sorted(missing))}")
+    if stray := [key for key in node if key not in needed | allowed]:
+        raise SpecError(f"{what} has no field {', '.join(map(repr, stray))}; it has {sorted(needed | allowed)}")
+    return node
+
+
+def _axis(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise SpecError(f"an axis is a number from 0, not {value!r}")
+    return value
+
+
+def _list(value: object, what: str) -> Sequence[Any]:
+    if not isinstance(value, list):
+        raise SpecError(f"{what} should be a list, not {value!r}")
+    return value
+
+
+def _faults(attempt: Callable[[], object], where: str) -> Iterator[str]:
+    try:
+        attempt()
+    except (SpecError, LayoutError) as error:
+        yield f"{where}: {error}"
+
+
+def _document(text: str, file: str) -> tuple[dict[Any, Any], Mapping[Any, Any]]:
+    """The top mapping, and lines: of each section by its name, of the rules under the key `("shards",)`."""
+    loader = yaml.SafeLoader(text)
+    try:
+        root = loader.get_single_node()
+        if not isinstance(root, yaml.MappingNode):
+            raise SpecError(f"{file} should be a mapping with the section shards")
+        _refuse_repeats(root, file)
+        lines: dict[Any, Any] = {key.value: key.start_mark.line + 1 for key, _ in root.value}
+        for key, value in root.value:
+            if isinstance(value, yaml.SequenceNode):
+                lines[(key.value,)] = [item.start_mark.line + 1 for item in value.value]
+        return loader.construct_document(root), lines
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        if isinstance(error, SpecError):
+            raise
+        raise SpecError(f"{file} is not YAML: {error}") from error
+    finally:
+        loader.dispose()
+
+
+def _refuse_repeats(node: yaml.Node, file: str) -> None:
+    """YAML keeps the last of two equal keys; here that would lose a rule without a word."""
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            if str(key.value) in seen:
+                raise SpecError(f"{file}:{key.start_mark.line + 1}: {key.value!r} is there twice")
+            seen.add(str(key.value))
+            _refuse_repeats(value, file)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _refuse_repeats(item, file)

@@ -1,0 +1,172 @@
+"""Sentences applied to names and shapes: which rule claims which parameter, and where its elements lie."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from jax_ucp.errors import LayoutError, SpecError
+from jax_ucp.language.arithmetic import Expression, size_of
+from jax_ucp.layout.fragments import ParamLayout, Shape
+from jax_ucp.layout.patterns import Pattern
+
+FAULTS_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A pattern whose sizes are names: it becomes a Pattern once those have numbers."""
+
+    node: object
+    read: Callable[[object, Callable[[object], int]], Pattern] = field(repr=False)
+
+    def bind(self, sizes: Mapping[str, int]) -> Pattern:
+        return self.read(self.node, lambda expression: size_of(expression, sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class Sentence:
+    """One rule: the parameters it claims, and the pattern of their shards.
+
+    In `param`, `*` is any text and `{layer}` a part of the name without dots. With `when`, a name or `not` and
+    a name, the rule is there only if that size is not zero, or zero. `where` is the file and line it came from.
+    """
+
+    param: str
+    pattern: Pattern | Written
+    when: str = ""
+    where: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.where}{': ' * bool(self.where)}{self.param!r}"
+
+    def holds(self, sizes: Mapping[str, int]) -> bool:
+        """Whether `when` lets the rule be there. Raises SpecError where its name has no size."""
+        name = self.when.removeprefix("not ").strip()
+        return not name or bool(size_of(name, sizes)) != self.when.startswith("not ")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Rules of its own, and the spec it extends: that one claims only what no rule of its own does.
+
+    A rule of its own must claim something. Of a spec that is extended any rule may be idle: it is written for
+    a family of models, not for one.
+    """
+
+    own: tuple[Sentence, ...] = ()
+    sizes: Mapping[str, Expression] = field(default_factory=dict)
+    extends: Spec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A stored tensor as the language sees it: its shape, and the file (and place in it) for errors."""
+
+    shape: Shape
+    where: str
+
+
+def layouts(
+    spec: Spec, params: Mapping[str, Sequence[Shard]], sizes: Mapping[str, int] | None = None
+) -> dict[str, ParamLayout]:
+    """The layout of every parameter over its shards, in order of rank; each is proved by `check`.
+
+    Raises LayoutError with everything that is wrong: names that no rule or several claim, rules that claim
+    nothing, sizes without a number, and patterns that the shapes contradict.
+    """
+    faults: list[str] = []
+    numbers = _bound(spec, sizes or {})
+    claims = _claims(spec, list(params), numbers, faults)
+    found: dict[str, ParamLayout] = {}
+    for name, shards in params.items():
+        if name not in claims:
+            continue
+        sentence = claims[name]
+        try:
+            pattern = sentence.pattern.bind(numbers) if isinstance(sentence.pattern, Written) else sentence.pattern
+            found[name] = pattern.join([shard.shape for shard in shards])
+            found[name].check()
+        except (LayoutError, SpecError) as error:
+            held = ", ".join(f"{shard.where} {list(shard.shape)}" for shard in shards)
+            faults.append(f"{name}, by the rule {sentence}: {error}\n    (shards: {held})")
+    if faults:
+        more = [f"... and {len(faults) - FAULTS_SHOWN} more"] if len(faults) > FAULTS_SHOWN else []
+        raise LayoutError("\n  ".join(["the rules do not fit the shards:", *faults[:FAULTS_SHOWN], *more]))
+    return found
+
+
+def _claims(spec: Spec, names: Sequence[str], numbers: Mapping[str, int], faults: list[str]) -> dict[str, Sentence]:
+    """The one rule for each name; what is wrong is added to `faults`."""
+    claims: dict[str, Sentence] = {}
+    layer: Spec | None = spec
+    while layer is not None:
+        open_names = [name for name in names if name not in claims]
+        hits: dict[str, list[Sentence]] = {}
+        for sentence in layer.own:
+            try:
+                if not sentence.holds(numbers):
+                    continue
+            except SpecError as error:
+                faults.append(f"the rule {sentence}: when: {error}")
+                continue
+            regex = re.compile(regex_of(sentence.param))
+            claimed = [name for name in open_names if regex.fullmatch(name)]
+            if not claimed and layer is spec:
+                faults.append(f"the rule {sentence} claims no parameter")
+            for name in claimed:
+                hits.setdefault(name, []).append(sentence)
+        for name, sentences in hits.items():
+            if len(sentences) > 1:
+                faults.append(f"{name} is claimed by {len(sentences)} rules: {'; '.join(map(str, sentences))}")
+            claims[name] = sentences[0]
+        layer = layer.extends
+    for name in names:
+        if name not in claims:
+            faults.append(f"{name} is claimed by no rule; say in a spec how its shards form it")
+    return claims
+
+
+def _bound(spec: Spec, given: Mapping[str, int]) -> dict[str, int]:
+    """The numbers that rules may use: those given, and the spec's sizes, which win over those of what it extends.
+
+    A size that needs a name without a number has none either, which is an error only where a rule uses it.
+    """
+    waiting: dict[str, Expression] = {**(spec.extends.sizes if spec.extends else {}), **spec.sizes}
+    numbers = {name: number for name, number in given.items() if name not in waiting}
+    while waiting:
+        done: dict[str, int] = {}
+        for name, expression in waiting.items():
+            own = {name: given[name]} if name in given else {}
+            with suppress(SpecError):
+                done[name] = size_of(expression, {**numbers, **own})
+        if not done:
+            break
+        numbers |= done
+        waiting = {name: expression for name, expression in waiting.items() if name not in done}
+    return numbers
+
+
+@lru_cache(maxsize=4096)
+def regex_of(param: str) -> str:
+    """The regular expression of names that `param` claims. Raises SpecError where a placeholder is none.
+
+    >>> bool(re.fullmatch(regex_of("*.{layer}.mlp.weight"), "model.layers.3.mlp.weight"))
+    True
+    """
+    text = ""
+    for part in re.split(r"(\*|\{[^{}]*\})", param):
+        if part == "*":
+            text += ".*"
+        elif part.startswith("{") and part.endswith("}"):
+            if not part[1:-1].isidentifier():
+                raise SpecError(f"{part} in {param!r} is no placeholder; write a name in braces")
+            text += r"[^.]+"
+        elif "{" in part or "}" in part:
+            raise SpecError(f"a brace in {param!r} is not closed, or was never opened")
+        else:
+            text += re.escape(part)
+    return text

@@ -1,0 +1,115 @@
+"""Tensors that lie inside stored ones: a range of a flat buffer, or of the memory of another tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from jax_ucp.layout.box import Box, range_boxes
+from jax_ucp.layout.fragments import Fragment, ParamLayout
+from jax_ucp.storage.consolidated import Consolidated, ConsolidatedView
+from jax_ucp.storage.source import ArrayInfo, ArraySource
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The elements of stored tensor `key`, in row-major order, from `start` on, as an array of `shape`.
+
+    With `transposed` the array that is read has the axes of `shape` the other way round.
+    """
+
+    key: str
+    start: int
+    shape: tuple[int, ...]
+    transposed: bool = False
+
+    @property
+    def range(self) -> Box:
+        return Box((self.start,), (self.start + math.prod(self.shape),))
+
+    def pieces(self, box: Box) -> Iterator[Fragment]:
+        """Where a box of the array lies in the flat tensor: a range for each run of its elements.
+
+        What is transposed has such a run for every column: in both places its elements come in one order.
+        """
+        if self.transposed:
+            for part in _lines(Box(box.start[::-1], box.stop[::-1])):
+                for run in self._runs(part):
+                    yield Fragment(0, run.source, Box(run.target.start[::-1], run.target.stop[::-1]))
+        else:
+            yield from self._runs(box)
+
+    def _runs(self, box: Box) -> Iterator[Fragment]:
+        narrow = Fragment(0, self.range, Box.whole(self.shape)).narrow(box)
+        if narrow is not None and narrow.target == box:
+            yield narrow
+        elif narrow is not None:
+            for part in _rows(box, next(axis for axis, n in enumerate(box.shape) if n > 1)):
+                yield from self._runs(part)
+
+
+def _rows(box: Box, axis: int) -> Iterator[Box]:
+    for at in range(box.start[axis], box.stop[axis]):
+        yield Box((*box.start[:axis], at, *box.start[axis + 1 :]), (*box.stop[:axis], at + 1, *box.stop[axis + 1 :]))
+
+
+def _lines(box: Box, axis: int = 0) -> Iterator[Box]:
+    """The box, cut on every axis but the last."""
+    if axis >= box.ndim - 1:
+        yield box
+        return
+    for part in _rows(box, axis):
+        yield from _lines(part, axis + 1)
+
+
+class WithCuts:
+    """A source with some more arrays that are cuts of its own."""
+
+    def __init__(self, source: ArraySource, cuts: Mapping[str, Cut]):
+        self._source, self._cuts = source, cuts
+        flat = _Flat(source, {cut.key for cut in cuts.values()})
+        shapes = {key: info.shape for key, info in flat.arrays().items()}
+
+        def consolidated(cut: Cut) -> Consolidated:
+            fragment = Fragment(0, cut.range, Box.whole(cut.shape))
+            return Consolidated(ParamLayout(cut.shape, (shapes[cut.key],), (fragment,)), [cut.key])
+
+        self._view = ConsolidatedView(flat, {key: consolidated(cut) for key, cut in cuts.items()})
+        self._arrays = {**source.arrays(), **{key: self._info(key) for key in cuts}}
+
+    def arrays(self) -> Mapping[str, ArrayInfo]:
+        return self._arrays
+
+    def read(self, key: str, box: Box) -> np.ndarray:
+        cut = self._cuts.get(key)
+        if cut is None:
+            return self._source.read(key, box)
+        if cut.transposed:
+            return self._view.read(key, Box(box.start[::-1], box.stop[::-1])).T
+        return self._view.read(key, box)
+
+    def _info(self, key: str) -> ArrayInfo:
+        info = self._view.arrays()[key]
+        return ArrayInfo(info.shape[::-1], info.dtype) if self._cuts[key].transposed else info
+
+
+class _Flat:
+    """Arrays of a source as their elements in row-major order."""
+
+    def __init__(self, source: ArraySource, keys: set[str]):
+        self._source = source
+        self._shapes = {key: info.shape for key, info in source.arrays().items() if key in keys}
+        infos = source.arrays()
+        self._arrays = {key: ArrayInfo((math.prod(s),), infos[key].dtype) for key, s in self._shapes.items()}
+
+    def arrays(self) -> Mapping[str, ArrayInfo]:
+        return self._arrays
+
+    def read(self, key: str, box: Box) -> np.ndarray:
+        if len(self._shapes[key]) == 1:
+            return self._source.read(key, box)
+        boxes = range_boxes(self._shapes[key], box.start[0], box.stop[0])
+        return np.concatenate([self._source.read(key, part).ravel() for part in boxes])

@@ -1,0 +1,338 @@
+"""Real legacy checkpoints of Megatron, against the state that was taken from the live processes before the save."""
+
+import json
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jax_ucp as ucp
+from jax_ucp.errors import CorruptData, FormatError, LayoutError, NotACheckpoint
+from jax_ucp.formats.megatron_files import Args, places
+from jax_ucp.formats.megatron_walk import buffer_walk, parts_of
+from jax_ucp.formats.torch_file import TorchFile
+from jax_ucp.layout.box import Box
+from jax_ucp.storage.consolidated import same_bits
+
+DATA = Path(__file__).parent.parent / "data" / "megatron"
+CASES = sorted(path.name for path in DATA.iterdir() if path.name.startswith("legacy_"))
+STATES = {"w": "param", "m": "exp_avg", "v": "exp_avg_sq"}
+MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+RULES = [(r"(linear_.*|router)\.weight$", P("data", "model"))]
+
+
+def about(case: str) -> dict:
+    return json.loads((DATA / case / "case.json").read_text())
+
+
+def truth(case: str) -> dict[str, np.ndarray]:
+    """The live state, under our labels."""
+    found = {}
+    with np.load(DATA / case / "truth.npz") as arrays:
+        for key in arrays.files:
+            state, _, name = key.partition("/")
+            if state in STATES:
+                found[f"{STATES[state]}/{name}"] = arrays[key]
+                found[f"step/{name}"] = arrays["step"]
+    return found
+
+
+def equal(got: np.ndarray, want: np.ndarray, label: str) -> bool:
+    """The same bits; steps are integers in the truth, and fp32 in some files."""
+    got = np.asarray(got)
+    return float(got) == float(want) if label.startswith("step/") else same_bits(got, want)
+
+
+def flat(tree: dict) -> dict[str, np.ndarray]:
+    return {f"{state}/{name}": array for state, arrays in tree.items() for name, array in arrays.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_parameter_and_moment_equals_the_live_state_however_it_is_read(case, tmp_path):
+    want = truth(case)
+    checkpoint = ucp.open(DATA / case / "ckpt", sizes={"vocab": about(case)["model"]["vocab_size"]})
+    assert {leaf.label for leaf in checkpoint.leaves} == set(want)
+    assert [fault for _, fault in checkpoint.verify() if fault] == []
+    straight = flat(checkpoint.restore(mesh=MESH, rules=RULES))
+    converted = checkpoint.save(tmp_path / "converted")
+    kept = flat(converted.restore(mesh=MESH, rules=RULES))
+    for label, array in want.items():
+        assert equal(checkpoint.read(label), array, label), label
+        assert equal(straight[label], array, label), label
+        assert equal(kept[label], array, label), label
+    assert straight["param/decoder.layers.0.self_attention.linear_qkv.weight"].sharding.spec == P("data", "model")
+    assert converted.extras == checkpoint.extras
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_any_box_equals_that_of_the_whole(case):
+    checkpoint, want = ucp.open(DATA / case / "ckpt", sizes={"vocab": 101}), truth(case)
+    for label, array in want.items():
+        box = Box(tuple(n // 3 for n in array.shape), tuple(n // 3 + (n + 1) // 2 for n in array.shape))
+        assert equal(checkpoint.read(label, box), array[box.index], label), label
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_where_says_which_stored_elements_a_parameter_is_made_of(case):
+    checkpoint = ucp.open(DATA / case / "ckpt", sizes={"vocab": 101})
+    folder = Path(checkpoint.path)
+    for label, array in truth(case).items():
+        out = np.full(array.shape, np.nan, np.float32)
+        for piece in checkpoint.where(label) if not label.startswith("step/") else ():
+            file = TorchFile(folder / piece.file)
+            stored = file.read(piece.item, Box.whole(file.arrays()[piece.item].shape))
+            data = (stored.ravel() if piece.source.ndim == 1 else stored)[piece.source.index]
+            out[piece.target.index] = data.reshape(piece.target.shape)
+        assert label.startswith("step/") or same_bits(out, array), label
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_everything_stored_is_accounted_for_once_with_a_reason(case):
+    checkpoint = ucp.open(DATA / case / "ckpt")
+    account = {item.where: item for item in checkpoint.account}
+    assert len(account) == len(checkpoint.account)
+    assert all(item.reason and item.reason != "not understood" for item in checkpoint.account)
+    folder = Path(checkpoint.path)
+    for path in folder.glob("*/*.pt"):
+        file, name = TorchFile(path), path.relative_to(folder).as_posix()
+        assert {f"{name}:{key}" for key in file.arrays()} <= set(account)
+        for key in file.tree if isinstance(file.tree, dict) and "args" in file.tree else ():
+            assert [where for where in account if where.startswith(f"{name}:{key}")], f"{name}: {key}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_a_vocabulary_the_padded_rows_stay_and_a_note_says_so(case):
+    checkpoint = ucp.open(DATA / case / "ckpt")
+    (note,) = checkpoint.notes
+    padded = about(case)["model"]["padded_vocab_size"]
+    assert f"all {padded} padded rows" in note
+    assert checkpoint.params["embedding.word_embeddings.weight"].shape[0] == padded
+    np.testing.assert_array_equal(
+        checkpoint.read("param/embedding.word_embeddings.weight")[:101],
+        truth(case)["param/embedding.word_embeddings.weight"],
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_alone_are_the_models_weights_and_nothing_of_the_optimizer(case):
+    checkpoint, want = ucp.open(DATA / case / "ckpt", sizes={"vocab": 101}, weights_only=True), truth(case)
+    assert {leaf.label for leaf in checkpoint.leaves} == {label for label in want if label.startswith("param/")}
+    for param in checkpoint.params.values():
+        assert same_bits(param.read(), want[f"param/{param.name}"].astype(param.dtype)), param.name
+    assert [fault for _, fault in checkpoint.verify() if fault] == []
+    assert all(item.reason != "not understood" for item in checkpoint.account)
+
+
+def test_extras_keep_what_the_run_put_beside_the_model():
+    extras = ucp.open(DATA / "legacy_tp2_fp16_scaler" / "ckpt").extras
+    first, second = extras["mp_rank_00/model_optim_rng.pt"], extras["mp_rank_01/model_optim_rng.pt"]
+    assert first["iteration"] == 3
+    assert first["opt_param_scheduler"]["num_steps"] == 12
+    assert first["args"]["fields"]["hidden_size"] == 32
+    assert set(second["args"]) == {"rank", "local_rank"}
+    assert "growth_tracker" in first["optimizer/grad_scaler"]
+    assert first["optimizer/param_groups"][0]["max_lr"] == 0.01
+    assert first["rng_state"][0]["torch_rng_state"]["dtype"] == "uint8"
+    json.dumps(extras)
+
+
+def test_the_save_directory_and_the_iteration_folder_are_the_same_checkpoint():
+    root = DATA / "legacy_tp1_pp1_fp32" / "ckpt"
+    assert ucp.open(root).path == ucp.open(root / "iter_0000003").path
+
+
+@pytest.fixture
+def copy_of(tmp_path):
+    def make(case: str) -> Path:
+        shutil.copytree(DATA / case / "ckpt", tmp_path / case)
+        return tmp_path / case / "iter_0000003"
+
+    return make
+
+
+def swap(folder: Path, a: str, b: str) -> None:
+    (folder / a).rename(folder / "aside")
+    (folder / b).rename(folder / a)
+    (folder / "aside").rename(folder / b)
+
+
+MANY = ["legacy_tp2_pp1_bf16", "legacy_tp1_pp2_vpp2_fp32", "legacy_ep2_moe_grouped_bf16", "legacy_tp2_dp2_distopt_bf16"]
+MANY += ["legacy_pp2_dp2_distopt_buckets_fp32", "legacy_ep2_moe_seq_distopt_fp32"]
+
+
+@pytest.mark.parametrize("case", MANY)
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_missing_rank_is_named(copy_of, case, which):
+    folder = copy_of(case)
+    lost = sorted(folder.iterdir())[which]
+    shutil.rmtree(lost)
+    with pytest.raises(FormatError, match=rf"{lost.name}/model_optim_rng\.pt is missing"):
+        ucp.open(folder)
+
+
+@pytest.mark.parametrize("case", MANY)
+def test_exchanged_ranks_are_refused_by_name(copy_of, case):
+    folder = copy_of(case)
+    a, b = sorted(path.name for path in folder.iterdir())
+    swap(folder, a, b)
+    with pytest.raises(FormatError, match=r"model_optim_rng\.pt was written by rank"):
+        ucp.open(folder)
+
+
+@pytest.mark.parametrize("case", [case for case in MANY if "distopt" in case])
+def test_exchanged_optimizer_files_are_refused_or_found_by_their_twins(copy_of, case, tmp_path):
+    folder = copy_of(case)
+    a, b = sorted(path.name for path in folder.iterdir())
+    swap(folder, f"{a}/distrib_optim.pt", f"{b}/distrib_optim.pt")
+    with pytest.raises((FormatError, CorruptData), match=r"distrib_optim|is not the copy at"):
+        ucp.open(folder).save(tmp_path / "never")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_truncated_file_is_named(copy_of, case):
+    folder = copy_of(case)
+    for path in sorted(folder.glob("*/*.pt")):
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) * 2 // 3])
+        with pytest.raises(FormatError, match=f"{path.parent.name}/{path.name}"):
+            ucp.open(folder)
+        path.write_bytes(whole)
+
+
+def test_a_distributed_optimizers_file_that_is_missing_is_named(copy_of):
+    folder = copy_of("legacy_tp2_dp2_distopt_bf16")
+    (folder / "mp_rank_01" / "distrib_optim.pt").unlink()
+    with pytest.raises(FormatError, match=r"mp_rank_01/distrib_optim\.pt is missing"):
+        ucp.open(folder)
+
+
+def test_files_of_another_run_are_refused(copy_of):
+    folder, other = copy_of("legacy_tp2_pp1_bf16"), copy_of("legacy_tp2_dp2_distopt_bf16")
+    shutil.copytree(other / "mp_rank_01", folder / "mp_rank_01", dirs_exist_ok=True)
+    with pytest.raises(FormatError, match=r"mp_rank_01/model_optim_rng\.pt is of another run .*use_distributed"):
+        ucp.open(folder)
+    shutil.copytree(DATA / "legacy_tp2_pp1_bf16" / "ckpt" / "iter_0000003", folder, dirs_exist_ok=True)
+    shutil.copytree(folder / "mp_rank_01", folder / "mp_rank_02")
+    with pytest.raises(FormatError, match="mp_rank_02 belongs to another run"):
+        ucp.open(folder)
+
+
+def test_a_flipped_bit_in_a_weight_is_found_before_anything_is_converted(copy_of, tmp_path):
+    folder = copy_of("legacy_tp2_pp1_bf16")
+    path = folder / "mp_rank_01" / "model_optim_rng.pt"
+    key = "optimizer/optimizer/state/0/exp_avg"
+    assert key in TorchFile(path).arrays()
+    file = TorchFile(path)
+    stored = file.read("model/decoder.layers.0.mlp.linear_fc1.weight", Box((0, 0), (12, 32))).tobytes()
+    data = bytearray(path.read_bytes())
+    data[data.index(stored) + 1] ^= 0x40
+    path.write_bytes(data)
+    with pytest.raises(CorruptData, match=r"(?s)linear_fc1\.weight.*mp_rank_01"):
+        ucp.open(folder).save(tmp_path / "never")
+
+
+def test_a_folder_of_another_iteration_is_refused(copy_of):
+    folder = copy_of("legacy_tp1_pp1_fp32")
+    moved = folder.rename(folder.with_name("iter_0000004"))
+    with pytest.raises(FormatError, match="is of iteration 3, but its folder is iter_0000004"):
+        ucp.open(moved)
+    with pytest.raises(NotACheckpoint, match="no such folder"):
+        ucp.open(folder.parent)
+    (folder.parent / "latest_checkpointed_iteration.txt").write_text("../elsewhere")
+    with pytest.raises(FormatError, match="should name an iteration"):
+        ucp.open(folder.parent)
+
+
+def test_a_users_spec_overrides_one_rule_of_the_built_in_one(tmp_path):
+    root, name = DATA / "legacy_tp2_dp2_distopt_bf16" / "ckpt", "decoder.layers.{layer}.mlp.linear_fc1.weight"
+    spec = tmp_path / "mine.yaml"
+    spec.write_text(f"extends: megatron\nshards: [{{param: '{name}', pattern: {{sharded: 0}}}}]")
+    mine, theirs = ucp.open(root, spec=spec), ucp.open(root)
+    label = "param/decoder.layers.0.mlp.linear_fc1.weight"
+    gate_up = theirs.read(label).reshape(2, 2, 12, 32)
+    np.testing.assert_array_equal(mine.read(label).reshape(2, 2, 12, 32), gate_up.transpose(1, 0, 2, 3))
+    qkv = "param/decoder.layers.0.self_attention.linear_qkv.weight"
+    np.testing.assert_array_equal(mine.read(qkv), theirs.read(qkv))
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("{param: 'decoder.gone', pattern: replicated}", "mine.yaml:2: 'decoder.gone' claims no parameter"),
+        ("{param: '*.linear_proj.weight', pattern: replicated}, {param: '*_proj.weight', pattern: replicated}",
+         "layers.1.self_attention.linear_proj.weight is claimed by 2 rules"),
+        ("{param: '*.linear_proj.weight', pattern: unique}", r"Unique needs 1 shard, found 2[\s\S]*mp_rank_01"),
+        ("{param: '*.linear_proj.weight', pattern: {fused: {axis: 1, parts: {a: width}}}}",
+         "'width' has no number"),
+    ],
+)  # fmt: skip
+def test_a_spec_that_does_not_fit_is_refused_with_rule_parameter_and_files(tmp_path, rule, message):
+    (tmp_path / "mine.yaml").write_text(f"extends: megatron\nshards: [{rule}]")
+    with pytest.raises(LayoutError, match=message):
+        ucp.open(DATA / "legacy_tp2_pp1_bf16" / "ckpt", spec=tmp_path / "mine.yaml")
+
+
+def test_sizes_that_contradict_the_shards_are_refused():
+    root = DATA / "legacy_tp2_pp1_bf16" / "ckpt"
+    with pytest.raises(LayoutError, match=r"word_embeddings.*no leading part of shape \(113, 32\)"):
+        ucp.open(root, sizes={"vocab": 113})
+    with pytest.raises(LayoutError, match=r"linear_fc1\.weight.*needs 25 rows"):
+        ucp.open(root, sizes={"ffn": 50})
+
+
+@given(st.lists(st.tuples(st.integers(1, 500), st.booleans()), max_size=12), st.integers(1, 6), st.integers(1, 900))
+def test_a_walk_places_every_tensor_once_inside_its_bucket_whatever_the_bucket_size(tensors, dp, limit):
+    sizes, shared = [n for n, _ in tensors], [s for _, s in tensors]
+    for bucket_size in (None, limit):
+        starts, buckets = buffer_walk(sizes, shared, dp, bucket_size)
+        ranges = sorted((a, a + n) for a, n in zip(starts, sizes, strict=True))
+        assert starts == sorted(starts, reverse=True)
+        assert all(stop <= start for (_, stop), (start, _) in pairwise(ranges))
+        assert sum(buckets) == (ranges[-1][1] if ranges else 0)
+
+
+def test_the_walk_gives_the_buckets_of_the_worked_example():
+    hidden = [32, 32, 1024, 32, 3072, 96, 32, 32, 768, 24, 768, 32]
+    first = [3328, 512, *hidden]
+    starts, buckets = buffer_walk(first, [True, *[False] * 13], dp=2, bucket_size=2000)
+    assert buckets == [4992, 1728, 3328]
+    assert starts[:2] == [6720, 4992 + 1216]
+    _, buckets = buffer_walk([*hidden, 32, 32, 3328], [*[False] * 14, True], dp=2, bucket_size=None)
+    assert buckets == [3328, 6304]
+
+
+@pytest.mark.parametrize(
+    ("t", "p", "e", "etp", "want"),
+    [
+        (2, 1, 1, None, [(0, 0, 0, 0), (1, 0, 0, 1)]),
+        (1, 2, 1, 1, [(0, 0, 0, 0), (0, 1, 0, 0)]),
+        (2, 1, 2, 1, [(0, 0, 0, 0), (1, 0, 1, 0)]),
+        (2, 1, 2, 2, [(0, 0, 0, 0), (1, 0, 0, 1), (0, 0, 1, 0), (1, 0, 1, 1)]),
+    ],
+)
+def test_ranks_that_write_files_are_the_first_of_each_pipeline_stage(t, p, e, etp, want):
+    degrees = {"tensor": t, "pipeline": p, "expert": e}
+    args = {f"{kind}_model_parallel_size": n for kind, n in degrees.items()} | {"expert_tensor_parallel_size": etp}
+    assert places(Args(args)) == want
+
+
+def test_expert_parallelism_that_loses_dense_shards_is_refused():
+    degrees = {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    with pytest.raises(FormatError, match="does not keep every rank's tensors"):
+        places(Args(degrees))
+
+
+def test_norms_that_transformer_engine_fuses_get_the_names_of_the_local_spec():
+    for fused, plain in [
+        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+        ("mlp.linear_fc1.layer_norm_bias", "pre_mlp_layernorm.bias"),
+    ]:
+        (part,) = parts_of(f"decoder.layers.1.{fused}", (8,), first_layer=4, experts=range(0), hidden=8)
+        assert part.name == f"decoder.layers.5.{plain}"
