@@ -230,6 +230,7 @@ class _Reader:
     def _states(self, name: str, layout: ParamLayout) -> None:
         weights = self.held["weight", name]
         states = [state for state, n in self.held if n == name and state != "weight"]
+        states.sort(key=lambda state: (state != "param", state == "step"))
         if name.endswith(_BUFFERS):
             self.found.parameter("buffer", name, _consolidated(layout, weights), "a buffer of the model")
             return
