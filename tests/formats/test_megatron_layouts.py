@@ -1,0 +1,173 @@
+"""Every combination of parallelism cuts a model into Megatron's files, and reading them gives the model again.
+
+The files are written here, by the description of the format and with numpy alone; `test_megatron_legacy` has those
+that Megatron itself wrote.
+"""
+
+import argparse
+from collections import OrderedDict
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jax_ucp as ucp
+from jax_ucp.storage.consolidated import same_bits
+from torch_writer import save
+
+HIDDEN, HEADS, GROUPS, HEAD_DIM, FFN, VOCAB, EXPERTS, LAYERS = 12, 4, 4, 3, 16, 40, 4, 4
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def model(gated: bool, experts: int, tied: bool) -> dict[str, tuple[int, ...]]:
+    """Names and shapes in module order, with global numbers."""
+    rows = (2 if gated else 1) * FFN
+    shapes = {"embedding.word_embeddings.weight": (VOCAB, HIDDEN)}
+    for i in range(LAYERS):
+        layer = f"decoder.layers.{i}."
+        shapes[layer + "input_layernorm.weight"] = (HIDDEN,)
+        shapes[layer + "self_attention.linear_proj.weight"] = (HIDDEN, HEADS * HEAD_DIM)
+        shapes[layer + "self_attention.linear_proj.bias"] = (HIDDEN,)
+        shapes[layer + "self_attention.linear_qkv.weight"] = ((HEADS + 2 * GROUPS) * HEAD_DIM, HIDDEN)
+        shapes[layer + "pre_mlp_layernorm.weight"] = (HIDDEN,)
+        if experts:
+            shapes[layer + "mlp.router.weight"] = (experts, HIDDEN)
+        for mlp in [f"mlp.experts.{j}." for j in range(experts)] or ["mlp."]:
+            shapes[layer + mlp + "linear_fc1.weight"] = (rows, HIDDEN)
+            shapes[layer + mlp + "linear_fc2.weight"] = (HIDDEN, FFN)
+    shapes["decoder.final_layernorm.weight"] = (HIDDEN,)
+    return shapes if tied else {**shapes, "output_layer.weight": (VOCAB, HIDDEN)}
+
+
+def shard(name: str, whole: np.ndarray, rank: int, ranks: int, gated: bool) -> np.ndarray:
+    """One tensor-parallel rank's part of a parameter."""
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return np.split(whole, ranks, 1)[rank]
+    if "linear_fc1" in name and gated:
+        return np.concatenate([np.split(half, ranks)[rank] for half in np.split(whole, 2)])
+    if any(word in name for word in ("linear_fc1", "linear_qkv", "word_embeddings", "output_layer")):
+        return np.split(whole, ranks)[rank]
+    return whole
+
+
+def write(folder: Path, kind: str, t: int, p: int, v: int, e: int, etp: int, *, gated: bool, moe: bool, tied: bool):
+    """The files of a run, and its parameters and moments."""
+    rng, shapes = np.random.default_rng(0), model(gated, EXPERTS if moe else 0, tied)
+    states = ("param", "exp_avg", "exp_avg_sq")
+    whole = {state: {n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()} for state in states}
+    d = 2 * e
+    common = {
+        "tensor_model_parallel_size": t, "pipeline_model_parallel_size": p, "expert_model_parallel_size": e,
+        "virtual_pipeline_model_parallel_size": v if v > 1 else None, "expert_tensor_parallel_size": etp,
+        "context_parallel_size": 1, "data_parallel_size": d, "world_size": t * p * d, "num_layers": LAYERS,
+        "hidden_size": HIDDEN, "ffn_hidden_size": FFN, "moe_ffn_hidden_size": None, "num_attention_heads": HEADS,
+        "group_query_attention": False, "num_query_groups": 1, "kv_channels": HEAD_DIM, "swiglu": gated,
+        "num_experts": EXPERTS if moe else None, "padded_vocab_size": VOCAB, "moe_layer_freq": 1,
+        "untie_embeddings_and_output_weights": not tied, "use_distributed_optimizer": kind == "flat",
+        "overlap_grad_reduce": False, "ddp_bucket_size": None, "ddp_num_buckets": None,
+    }  # fmt: skip
+    each, per_chunk = EXPERTS // e, LAYERS // (p * v)
+    for pp in range(p):
+        for r in range(e * etp):
+            tp, ep, er = r % t, r // etp % e, r % etp
+
+            def chunk(state: str, c: int, pp=pp, tp=tp, ep=ep, er=er) -> dict[str, np.ndarray]:
+                first, found = (c * p + pp) * per_chunk, OrderedDict()
+                for name, array in whole[state].items():
+                    words = name.split(".")
+                    if words[0] == "embedding" and (pp, c) != (0, 0):
+                        continue
+                    if (words[0] == "output_layer" or "final" in name) and (pp, c) != (p - 1, v - 1):
+                        continue
+                    if words[1] == "layers":
+                        if not first <= int(words[2]) < first + per_chunk:
+                            continue
+                        words[2] = str(int(words[2]) - first)
+                    if "experts" in words:
+                        if int(words[5]) // each != ep:
+                            continue
+                        words[5] = f"local_experts.{int(words[5]) - ep * each}"
+                    index, ranks = (er, etp) if "experts" in words else (tp, t)
+                    found[".".join(words)] = shard(name, array, index, ranks, gated)
+                if tied and p > 1 and (pp, c) == (p - 1, v - 1):
+                    embedding = whole[state]["embedding.word_embeddings.weight"]
+                    found["output_layer.weight"] = np.split(embedding, t)[tp]
+                return found
+
+            held = {state: [chunk(state, c) for c in range(v)] for state in states}
+            low = BF16 if kind != "fp32" else np.dtype(np.float32)
+            names = ["model"] if v == 1 else [f"model{c}" for c in range(v)]
+            tree = {
+                "args": argparse.Namespace(**common, rank=pp * t * d + r), "checkpoint_version": 3.0, "iteration": 7,
+            }  # fmt: skip
+            for name, weights in zip(names, held["param"], strict=True):
+                tree[name] = OrderedDict((n, array.astype(low)) for n, array in weights.items())
+            parts, buffers = [], []
+            for expert in (False, True) if e > 1 else (None,):
+                part, buffer = optimizer(kind, held, expert, low)
+                parts.append(part)
+                buffers.append(buffer)
+            tree["optimizer"] = parts if e > 1 else parts[0]
+            at = folder / f"mp_rank_{tp:02d}{f'_{pp:03d}' if p > 1 else ''}{f'_{ep:03d}' if e > 1 else ''}"
+            save(tree, at / "model_optim_rng.pt")
+            if kind == "flat":
+                if e > 1 and r // t:
+                    buffers[0] = None  # only dense data-parallel rank 0 writes the dense part
+                save(buffers if e > 1 else buffers[0], at / "distrib_optim.pt")
+    return whole
+
+
+def optimizer(kind: str, held: dict, expert: bool | None, low: np.dtype) -> tuple[dict, dict]:
+    """One optimizer's state of a rank, and its flat buffers."""
+    mine = [(c, n) for c in range(len(held["param"])) for n in held["param"][c]]
+    mine = [(c, n) for c, n in mine if expert is None or (".experts." in n) == expert]
+    plain = {True: [], False: []}
+    for c, n in mine:
+        plain[held["param"][c][n].ndim == 1 or n.endswith(".bias")].append((c, n))
+    ids, groups, state, masters = 0, [], {}, []
+    for bare, members in plain.items():
+        groups.append({"wd_mult": 0.0 if bare else 1.0, "params": list(range(ids, ids + len(members)))})
+        masters.append([held["param"][c][n] for c, n in members])
+        for c, n in members:
+            moments = {s: held[s][c][n] for s in ("exp_avg", "exp_avg_sq")}
+            state[ids] = {"step": np.float32(5).reshape(()), **moments}
+            ids += 1
+    groups.reverse()
+    masters.reverse()
+    if kind == "fp32":
+        return {"state": state, "param_groups": groups}, {}
+    if kind == "bf16":
+        return {"optimizer": {"state": state, "param_groups": groups}, "fp32_from_fp16_params": masters}, {}
+    groups = [{"wd_mult": group["wd_mult"], "step": 5} for group in groups]
+    buffers: dict = {"buckets_coalesced": True}
+    for c in range(len(held["param"])):
+        flat: dict = {}
+        for s in held:
+            pieces: list[np.ndarray] = []
+            for n in reversed([n for chunk, n in mine if chunk == c]):
+                if sum(a.size for a in pieces) % 64:
+                    pieces.append(np.full(-sum(a.size for a in pieces) % 64, np.nan, np.float32))
+                pieces.append(held[s][c][n].ravel())
+            flat[s] = np.concatenate(pieces)
+        buffers[c] = {(low, np.dtype(np.float32)): {**flat, "numel_unpadded": flat["param"].size}}
+    return {"optimizer": {"param_groups": groups}}, buffers
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "flat"])
+@pytest.mark.parametrize(
+    ("t", "p", "v", "e", "etp"),
+    [(1, 1, 1, 1, 1), (4, 1, 1, 1, 4), (2, 2, 1, 1, 2), (2, 2, 2, 1, 2), (1, 4, 1, 1, 1), (1, 2, 2, 2, 1),
+     (2, 1, 1, 2, 1), (2, 2, 1, 2, 2), (2, 2, 1, 4, 1), (4, 1, 1, 2, 4)],
+)  # fmt: skip
+def test_a_model_cut_for_any_parallelism_is_read_as_it_was(tmp_path, kind, t, p, v, e, etp):
+    for gated, tied in (True, False), (False, kind != "flat" or p == 1):
+        folder = tmp_path / f"{gated}" / "iter_0000007"
+        whole = write(folder, kind, t, p, v, e, etp, gated=gated, moe=e > 1, tied=tied)
+        checkpoint = ucp.open(folder)
+        assert set(checkpoint.params) == set(whole["param"])
+        for state, arrays in whole.items():
+            for name, array in arrays.items():
+                assert same_bits(checkpoint.read(f"{state}/{name}"), array), f"{state}/{name}"
+                assert checkpoint.read(f"step/{name}") == 5
+        assert [fault for _, fault in checkpoint.verify() if fault] == []

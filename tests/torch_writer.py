@@ -1,0 +1,71 @@
+"""Files as torch.save writes them, made without torch, for layouts of which no run is at hand."""
+
+import io
+import pickle
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+KINDS = {"float32": "FloatStorage", "bfloat16": "BFloat16Storage", "float16": "HalfStorage", "uint8": "ByteStorage"}
+
+
+class Global:
+    """A name in a pickle, of a module that is not there."""
+
+    def __init__(self, module: str, name: str):
+        self.line = f"c{module}\n{name}\n".encode()
+
+    def __call__(self) -> None:
+        raise AssertionError("nothing in a pickle is called")
+
+
+class Storage:
+    def __init__(self, key: str, array: np.ndarray):
+        self.key, self.array = key, array
+
+
+class Pickler(pickle._Pickler):
+    """Pickles numpy arrays as tensors, and numpy dtypes as those of torch."""
+
+    def __init__(self, file: io.BytesIO):
+        super().__init__(file, protocol=2)
+        self.storages: list[Storage] = []
+        self.alive: list[Any] = []
+
+    def save(self, obj: Any, save_persistent_id: bool = True) -> None:
+        if isinstance(obj, np.dtype):
+            obj = Global("torch", obj.name)
+        if isinstance(obj, Global):
+            self.write(obj.line)
+        else:
+            super().save(obj, save_persistent_id)
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, Storage):
+            return None
+        kind = Global("torch", KINDS[obj.array.dtype.name])
+        self.alive.append(found := ("storage", kind, obj.key, "cpu", obj.array.size))
+        return found
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, np.ndarray):
+            return NotImplemented
+        storage = Storage(str(len(self.storages)), np.ascontiguousarray(obj))
+        self.storages.append(storage)
+        strides = tuple(s // obj.itemsize for s in storage.array.reshape(obj.shape).strides)
+        args = storage, 0, obj.shape, strides, False, OrderedDict()
+        self.alive.append(args)
+        return Global("torch._utils", "_rebuild_tensor_v2"), args
+
+
+def save(tree: Any, path: Path) -> None:
+    pickler = Pickler(data := io.BytesIO())
+    pickler.dump(tree)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as file:
+        file.writestr("archive/data.pkl", data.getvalue())
+        for storage in pickler.storages:
+            file.writestr(f"archive/data/{storage.key}", storage.array.tobytes())
