@@ -82,13 +82,14 @@ class Import:
         key = twin if isinstance(twin, str) else f"copy {len(self._twins)} of {name}"
         if isinstance(twin, Consolidated):
             self._slices[key] = twin
-        self._twins.append(_Twin((Key("dict", state), Key("dict", name)), key))
-        for stored in [key] if isinstance(twin, str) else twin.keys:
-            self._fates.setdefault(self._stored(stored), ("skipped", reason))
+        stored = [self._stored(k) for k in ([key] if isinstance(twin, str) else twin.keys)]
+        self._twins.append(_Twin((Key("dict", state), Key("dict", name)), key, ", ".join(dict.fromkeys(stored))))
+        for name_in_file in stored:
+            self._fates.setdefault(name_in_file, ("skipped", reason))
 
     def slice_twin(self, whole: str, key: str, reason: str, at: Sequence[int] = ()) -> None:
         """A stored tensor that must be the slice `whole`, or what it has at the leading indices `at`, rounded."""
-        self._twins.append(_Twin(whole, key, tuple(at)))
+        self._twins.append(_Twin(whole, key, key, tuple(at)))
         self._fates[key] = "skipped", reason
 
     def extra(self, file: str, name: str, value: Any) -> None:
@@ -178,10 +179,11 @@ class Import:
 
 @dataclass(frozen=True)
 class _Twin:
-    """A second copy: `key` is what the parameter or slice `of` has at the leading indices `at`."""
+    """A second copy: `key` is what the parameter or slice `of` has at the leading indices `at`; `stored` says where."""
 
     of: TreePath | str
     key: str
+    stored: str
     at: tuple[int, ...] = ()
 
 
@@ -227,10 +229,10 @@ def _replicas_differ(view: ConsolidatedView, name: str) -> str | None:
 def _differs_from_twin(label: str, view: ArraySource, name: str, shards: ArraySource, twin: _Twin) -> str | None:
     info = shards.arrays()[twin.key]
     if view.arrays()[name].shape[len(twin.at) :] != info.shape:
-        return f"{label} has shape {view.arrays()[name].shape}, but the copy at {twin.key} has {info.shape}"
+        return f"{label} has shape {view.arrays()[name].shape}, but the copy at {twin.stored} has {info.shape}"
     for box in row_boxes(info.shape, info.dtype.itemsize, VERIFY_BYTES):
         copy = np.asarray(shards.read(twin.key, box))
         whole = Box((*twin.at, *box.start), (*(i + 1 for i in twin.at), *box.stop))
         if not same_bits(view.read(name, whole).reshape(box.shape).astype(copy.dtype), copy):
-            return f"{label}: the master, rounded to {copy.dtype}, is not the copy at {twin.key} in {box}"
+            return f"{label}: the master, rounded to {copy.dtype}, is not the copy at {twin.stored} in {box}"
     return None
