@@ -140,3 +140,9 @@ def test_the_installed_command_works_without_jax_devices_or_torch(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "120 arrays" in done.stdout
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"tree_metadata": {"a": {}}}', "not json"])
+def test_metadata_of_another_form_are_refused_without_a_traceback(content, tmp_path):
+    (tmp_path / "_METADATA").write_text(content)
+    assert f"{tmp_path}" in run("inspect", tmp_path, code=1)

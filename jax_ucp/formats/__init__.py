@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from jax_ucp.errors import NotACheckpoint
+from jax_ucp.errors import FormatError, NotACheckpoint
 from jax_ucp.formats import deepspeed, deepspeed_universal, megatron_legacy, orbax, universal
 from jax_ucp.formats.options import Options
 from jax_ucp.storage.contents import Contents
@@ -45,16 +45,22 @@ FORMATS: tuple[tuple[Callable[[Path], bool], str, Opener], ...] = (
 def open_contents(path: str | os.PathLike[str], options: Options) -> Contents:
     """What the checkpoint at `path` holds, whoever wrote it. Reads metadata only.
 
-    Raises NotACheckpoint where nothing there is a finished checkpoint of a format in the table.
+    Raises NotACheckpoint where nothing there is a finished checkpoint of a format in the table, FormatError
+    where what is there is not as its format has it.
     """
     at = Path(path)
     if not at.exists():
         raise NotACheckpoint(f"{path} does not exist")
     if Ledger.begun(at) and not universal.recognise(at):
         raise NotACheckpoint(f"{path} is an unfinished conversion: run the same convert again to complete it")
-    for recognise, _, opener in FORMATS:
+    for recognise, name, opener in FORMATS:
         if recognise(at):
-            return opener(at, options)
+            try:
+                return opener(at, options)
+            except (KeyError, TypeError, AttributeError, IndexError) as error:
+                # An entry that is missing, or of another type than the format's writers give it.
+                what = f"{type(error).__name__}: {error}"
+                raise FormatError(f"{path} looks like {name}, but its metadata are not as expected ({what})") from error
     if at.is_dir() and (steps := sorted((p for p in at.iterdir() if orbax.is_step(p)), key=_natural)):
         last = steps[-1].name
         raise NotACheckpoint(f"{path} holds the steps {', '.join(p.name for p in steps)}: open one, {path}/{last}")

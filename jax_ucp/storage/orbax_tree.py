@@ -98,15 +98,6 @@ def read_orbax_tree(directory: Directory) -> OrbaxTree:
     Raises FormatError where a file is not JSON, or says something stock Orbax 0.12 does not; NotACheckpoint
     where it belongs to a universal checkpoint without its `ucp.json`, which stock would read half of.
     """
-    try:
-        return _parsed_tree(directory)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise FormatError(
-            f"{directory}: {TREE_FILE} or a file beside it is not as stock Orbax writes it: {error!r}"
-        ) from None
-
-
-def _parsed_tree(directory: Directory) -> OrbaxTree:
     content = _json(directory, TREE_FILE)
     if MARK in (content.get("custom_metadata") or {}):
         raise NotACheckpoint(
