@@ -86,6 +86,12 @@ class Reader(Slices):
             patterns.check_used(names)
         self.make_parameters()
         self._extras()
+        read = {file.name for file in self.files.all()}
+        for path in sorted(self.files.folder.iterdir()):
+            if path.name not in read:
+                self.found.skip(
+                    path.name, "folder" if path.is_dir() else "file", "not one that DeepSpeed's engine reads"
+                )
         return self.found.contents()
 
     def _refuse_without_partitions(self) -> None:

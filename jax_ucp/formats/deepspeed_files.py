@@ -95,12 +95,24 @@ def is_checkpoint(path: Path) -> bool:
     return any(p.fullmatch(file.name) for file in path.iterdir() for p in (_OPTIM, _MODEL, _LAYER, _EXPERT, _EXPP))
 
 
+def _no_doubles(folder: Path, names: Sequence[str]) -> None:
+    """Raise FormatError where two names say the same, such as mp_rank_0 and mp_rank_00."""
+    seen: dict[str, str] = {}
+    for name in names:
+        if any(pattern.fullmatch(name) for pattern in (_OPTIM, _MODEL, _LAYER, _EXPERT, _EXPP)):
+            plain = re.sub(r"\d+", lambda digits: str(int(digits[0])), name)
+            if plain in seen:
+                raise FormatError(f"{folder} has {seen[plain]} and {name}, which are one rank's: remove the wrong one")
+            seen[plain] = name
+
+
 def open_files(folder: Path) -> Files:
     """The files of one tag.
 
     Raises FormatError, naming the file, where one is missing, or is of another run or step.
     """
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    _no_doubles(folder, names)
     model = {(_int(m["dp"]), int(m["mp"])): name for name in names if (m := _MODEL.fullmatch(name))}
     optim = {(int(m["dp"]), int(m["mp"])): name for name in names if (m := _OPTIM.fullmatch(name))}
     _one_family(folder, names, model)

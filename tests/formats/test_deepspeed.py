@@ -214,6 +214,16 @@ def test_a_flipped_bit_in_a_moment_is_refused_too_though_nothing_is_stored_twice
         ucp.open(folder).save(tmp_path / "out")
 
 
+def test_two_files_of_one_rank_are_refused_and_a_stray_one_is_accounted_for(copy_of):
+    folder = copy_of("z1_bf16_dp2")
+    (folder / "notes.txt").write_text("mine")
+    (stray,) = [item for item in ucp.open(folder).account if item.where == "notes.txt"]
+    assert stray.fate == "skipped"
+    shutil.copy(folder / RANK_1, folder / RANK_1.replace("rank_1", "rank_01"))
+    with pytest.raises(FormatError, match=r"rank_01_mp.* and bf16_zero_pp_rank_1_mp.*, which are one rank's"):
+        ucp.open(folder)
+
+
 def test_latest_must_name_a_folder_that_is_there(copy_of):
     folder = copy_of("z1_bf16_dp2")
     (folder.parent / "latest").write_text("global_step9")
