@@ -83,12 +83,15 @@ class TorchFile:
     def verify(self) -> Iterator[tuple[str, str | None]]:
         """Each storage that has a CRC in the zip directory, and what is wrong with it, if anything."""
         with self._naming_file():
-            file = memoryview(self._map())[self._span]
+            mapping = self._map()
+        file = memoryview(mapping)[self._span]
         for key, member in self._storages.items():
             if member.crc and not member.deflated:  # a deflated member is compared whenever it is read
                 crc = 0
                 for at in range(member.offset, member.offset + member.size, VERIFY_BYTES):
-                    crc = zlib.crc32(file[at : min(at + VERIFY_BYTES, member.offset + member.size)], crc)
+                    part = file[at : min(at + VERIFY_BYTES, member.offset + member.size)]
+                    crc = zlib.crc32(part, crc)
+                    _release(mapping, self._span.start + at, len(part))
                 fault = f"{self.path}: the bytes of storage {key} do not have the CRC that the file records for them"
                 yield f"{self.path.name}: storage {key}", None if crc == member.crc else fault
 
@@ -153,9 +156,14 @@ def _release_with(array: np.ndarray, mapping: mmap.mmap, start: int, extent: int
 
     They stay in the system's cache, and another view of them that still lives finds them there.
     """
-    if extent >= RELEASED_BYTES and hasattr(mmap, "MADV_DONTNEED"):
+    if extent >= RELEASED_BYTES:
+        weakref.finalize(array, _release, mapping, start, extent).atexit = False
+
+
+def _release(mapping: mmap.mmap, start: int, extent: int) -> None:
+    if hasattr(mmap, "MADV_DONTNEED"):
         page = start // mmap.PAGESIZE * mmap.PAGESIZE
-        weakref.finalize(array, mapping.madvise, mmap.MADV_DONTNEED, page, start + extent - page).atexit = False
+        mapping.madvise(mmap.MADV_DONTNEED, page, start + extent - page)
 
 
 def _identity(stat: os.stat_result) -> tuple[int, ...]:

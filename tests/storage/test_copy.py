@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jax_ucp as ucp
+import torch_writer
 from helpers import MemoryStore, numbered
 from jax_ucp.errors import FormatError, NotACheckpoint
 from jax_ucp.layout.blocks import Chunks, chunk_shapes, grid_boxes, writer_cells
@@ -220,12 +221,27 @@ print(peak() - before)
 """
 
 
-def test_the_budget_bounds_the_memory_of_a_conversion_whatever_the_size_of_the_checkpoint(tmp_path):
-    data = np.random.default_rng(0).integers(0, 255, size=(3, 1024, 32768), dtype=np.int32)
-    leaves = [Leaf((Key("dict", n),), n, "array", data[0].shape, "int32") for n in "abc"]
-    source = Contents("memory", str(tmp_path / "source"), leaves, MemoryStore(dict(zip("abc", data, strict=True))))
-    (tmp_path / "source").write_text("the source")
-    copy(source, plan_copy(source), tmp_path / "big")
+def universal(path: Path, data: np.ndarray) -> None:
+    leaves = [Leaf((Key("dict", n),), n, "array", data[0].shape, "float32") for n in "abc"]
+    path.with_suffix(".source").write_text("the source")
+    source = Contents(
+        "memory", str(path.with_suffix(".source")), leaves, MemoryStore(dict(zip("abc", data, strict=True)))
+    )
+    copy(source, plan_copy(source), path)
+
+
+def deepspeed(path: Path, data: np.ndarray) -> None:
+    flat = data.reshape(-1)
+    shapes = {name: data[0].shape for name in "abc"}
+    torch_writer.save({"module": {}, "param_shapes": [shapes]}, path / "mp_rank_00_model_states.pt")
+    state = {"base_optimizer_state": {"state": {}}, "single_partition_of_fp32_groups": [flat], "zero_stage": 1}
+    torch_writer.save({"optimizer_state_dict": state}, path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+
+
+@pytest.mark.parametrize("write", [universal, deepspeed])
+def test_the_budget_bounds_the_memory_of_a_conversion_whatever_the_size_of_the_checkpoint(tmp_path, write):
+    data = np.random.default_rng(0).random(size=(3, 1024, 32768), dtype=np.float32)
+    write(tmp_path / "big", data)
 
     def peak(budget: int) -> int:
         command = [sys.executable, "-c", MEASURE, str(tmp_path / "big"), str(tmp_path / f"out{budget}"), str(budget)]
