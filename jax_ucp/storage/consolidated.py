@@ -104,7 +104,7 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 def _through(inner: Fragment, outer: Fragment) -> Fragment:
     """The fragment of a parameter that `inner` is, where `outer` says what of its shard the parameter holds."""
     if outer.source.shape != outer.target.shape:
-        raise LayoutError(f"{outer.target} is in a flat shard that is itself made of shards; no files can be named for it")
+        raise LayoutError(f"{outer.target} is in a flat shard that is itself made of shards: no file can be named")
     by = [t - s for s, t in zip(outer.source.start, outer.target.start, strict=True)]
     return Fragment(inner.shard, inner.source, inner.target.shift(by))
 
