@@ -46,18 +46,27 @@ class TorchFile:
 
     Views are read-only and keep the file mapped; a TorchFile of which no view is alive holds no file descriptor.
     `offset` and `length` select a file that lies inside another, as the objects in DCP's `.distcp` files do.
+    `data` are its bytes where they had to be inflated; `path` then only names them.
     """
 
-    def __init__(self, path: str | os.PathLike, *, offset: int = 0, length: int | None = None):
+    def __init__(
+        self, path: str | os.PathLike, *, offset: int = 0, length: int | None = None, data: bytes | None = None
+    ):
         self.path = Path(path)
+        self._data = data
         self._span = slice(offset, None if length is None else offset + length)
         self._stat: os.stat_result | None = None
         self._mapping: weakref.ref[mmap.mmap] | None = None
         with self._naming_file():
             file = memoryview(self._map())[self._span]
-            self._storages, data = _storages_and_pickle(file)
-            self.tree = safe_pickle.load(data, NAMES, self._storage)
+            self._storages, pickled = _storages_and_pickle(file)
+            self.tree = safe_pickle.load(pickled, NAMES, self._storage)
             self._tensors = _tensors_by_key(self.tree)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes it keeps in memory; none of a file that is mapped."""
+        return len(self._data or b"")
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return {key: ArrayInfo(tensor.shape, tensor.dtype) for key, tensor in self._tensors.items()}
@@ -103,7 +112,7 @@ class TorchFile:
         first = tensor.offset + sum(a * stride for a, stride in zip(box.start, tensor.strides, strict=True))
         strides = tuple(stride * itemsize for stride in tensor.strides)
         array = np.ndarray(box.shape, tensor.dtype, buffer, start + first * itemsize, strides)
-        if not member.deflated:
+        if not member.deflated and isinstance(mapping, mmap.mmap):
             extent = sum((n - 1) * stride for n, stride in zip(box.shape, strides, strict=True)) + itemsize
             _release_with(array, mapping, self._span.start + start + first * itemsize, extent)
         return array
@@ -127,8 +136,10 @@ class TorchFile:
             )
         return Storage(key, kind, self._storages[key].size)
 
-    def _map(self) -> mmap.mmap:
+    def _map(self) -> mmap.mmap | bytes:
         """The file, mapped once for as long as any view lives; it must not change in between."""
+        if self._data is not None:
+            return self._data
         mapping = self._mapping() if self._mapping else None
         if mapping is None:
             with open(self.path, "rb") as file:

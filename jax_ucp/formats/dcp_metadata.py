@@ -1,0 +1,313 @@
+"""What `.metadata` says: the table of contents of PyTorch's distributed checkpoints (DCP).
+
+`.metadata` is a pickle of `torch.distributed.checkpoint.metadata.Metadata`. It has each tensor's shape, dtype and
+chunks, and for each chunk, found by the tensor's name and the chunk's offsets, the bytes of a file that hold it.
+With `use_collectives=False` every rank writes `__<rank>.metadata` instead, which describes what that rank wrote;
+together they say the same, and a tensor that every rank had is stored once per rank: as replicas.
+
+Facts: `torch/distributed/checkpoint/metadata.py`, `filesystem.py` and `default_planner.py` of torch 2.13;
+torch 1.13 has the same classes in `torch.distributed._shard.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.formats import safe_pickle
+from jax_ucp.formats.safe_pickle import Name, Record, inert, table
+from jax_ucp.formats.torch_names import NAMES as TORCH_NAMES
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
+
+METADATA_FILE = ".metadata"
+MAX_METADATA_BYTES = 1 << 28
+_RANK_METADATA = re.compile(r"__(\d+)\.metadata")
+_MAX_NDIM, _MAX_ELEMENTS = 32, 1 << 62
+
+_CLASSES = (
+    *(f"metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    *(f"metadata.{kind}StorageMetadata" for kind in ("Tensor", "Bytes", "Chunk")),
+    "metadata._MEM_FORMAT_ENCODING",
+    "filesystem._StorageInfo",
+    *(f"planner.{name}" for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
+)
+_NAMES: dict[str, object] = {
+    **TORCH_NAMES,
+    **table(
+        *(inert(f"torch.distributed.checkpoint.{name}") for name in _CLASSES),
+        *(inert(f"torch.distributed._shard.checkpoint.{name}") for name in _CLASSES),
+        inert("torch.distributed._shard.sharded_tensor.metadata.TensorProperties"),
+        inert("torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING"),
+        # Megatron-LM core 0.15 writes subclasses that add nothing a reader needs.
+        inert("megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"),
+        inert("megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan"),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The bytes of one item: `length` bytes from `offset` of `file`, run through `transforms` when they were written."""
+
+    file: str
+    offset: int
+    length: int
+    transforms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A block of a tensor, and where it is stored."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    span: Span
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offsets, tuple(a + n for a, n in zip(self.offsets, self.sizes, strict=True)))
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor of the checkpoint and its chunks, of which equal boxes are replicas."""
+
+    shape: Shape
+    dtype: np.dtype
+    chunks: tuple[Chunk, ...]
+
+    def layout(self) -> ParamLayout:
+        """Where the chunks lie. A rank that had nothing of the tensor wrote a chunk of no elements."""
+        fragments = [Fragment(i, Box.whole(c.sizes), c.box) for i, c in enumerate(self.chunks) if c.box.size]
+        return ParamLayout(self.shape, tuple(chunk.sizes for chunk in self.chunks), tuple(fragments))
+
+
+@dataclass(frozen=True)
+class DcpMetadata:
+    """Everything that a DCP checkpoint says it holds.
+
+    `tensors` and `objects` go by flattened name (fqn). `paths[fqn]` is the path in the nested state dict that was
+    saved, where the planner recorded it; names contain dots, so only the path tells where a key ends.
+    `files` are those of the metadata itself.
+    """
+
+    folder: Path
+    files: tuple[str, ...]
+    tensors: Mapping[str, TensorEntry]
+    objects: Mapping[str, tuple[Span, ...]]
+    paths: Mapping[str, tuple[str | int, ...]]
+
+    def spans(self) -> Iterable[tuple[str, Span]]:
+        """Every item that is stored, with the name of what it holds."""
+        for fqn, tensor in self.tensors.items():
+            yield from ((fqn, chunk.span) for chunk in tensor.chunks)
+        for fqn, spans in self.objects.items():
+            yield from ((fqn, span) for span in spans)
+
+
+def metadata_files(folder: Path) -> list[Path]:
+    """`.metadata`, or without it one `__<rank>.metadata` per rank, in order."""
+    if (folder / METADATA_FILE).is_file():
+        return [folder / METADATA_FILE]
+    ranks = {int(m[1]): path for path in folder.iterdir() if (m := _RANK_METADATA.fullmatch(path.name))}
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+def read_metadata(folder: Path) -> DcpMetadata:
+    """The table of contents of the checkpoint in `folder`, every span of it proved to lie in a file that is there.
+
+    Raises FormatError, naming the file and the tensor, for metadata that contradicts itself or the files.
+    """
+    files = metadata_files(folder)
+    if not files:
+        raise FormatError(f"{folder} has neither {METADATA_FILE} nor __<rank>.metadata")
+    if files[0].name != METADATA_FILE:
+        ranks = [path.name for path in files]
+        if absent := sorted({f"__{rank}.metadata" for rank in range(len(files))} - set(ranks)):
+            raise FormatError(f"{folder}/{absent[0]} is missing: {ranks[-1]} is there, and each rank wrote one")
+    found = _Tables(folder)
+    for path in files:
+        try:
+            found.add(path)
+        except FormatError as error:
+            raise type(error)(f"{path}: {error}") from error
+    try:
+        metadata = found.metadata(tuple(path.name for path in files))
+    except FormatError as error:
+        raise type(error)(f"{files[0] if len(files) == 1 else folder}: {error}") from error
+    _check_spans(metadata)
+    return metadata
+
+
+class _Tables:
+    """The tables of one or several metadata files, merged."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.tensors: dict[str, tuple[Shape, np.dtype]] = {}
+        self.chunks: dict[str, dict[tuple[Shape, Shape], None]] = defaultdict(dict)
+        self.objects: dict[str, None] = {}
+        self.paths: dict[str, tuple[str | int, ...]] = {}
+        self.spans: dict[tuple[str, Shape | None], dict[Span, None]] = defaultdict(dict)
+
+    def add(self, path: Path) -> None:
+        if path.is_symlink() or path.stat().st_size > MAX_METADATA_BYTES:
+            raise FormatError(f"a link, or more than {MAX_METADATA_BYTES} bytes")
+        top = _fields(safe_pickle.load(path.read_bytes(), _NAMES), "Metadata", "the file")
+        for fqn, entry in _dict(top.get("state_dict_metadata"), "state_dict_metadata").items():
+            if not isinstance(fqn, str):
+                raise FormatError(f"state_dict_metadata has the key {fqn!r:.80}, which is no name")
+            if isinstance(entry, Record) and entry.type.endswith(".BytesStorageMetadata"):
+                self.objects[fqn] = None
+            else:
+                self._tensor(fqn, _fields(entry, "TensorStorageMetadata", fqn))
+        if both := self.objects.keys() & self.tensors.keys():
+            raise FormatError(f"{min(both)!r} is a tensor and an object at once")
+        # A few checkpoints have none (torch 1.13, flatten_state_dict=False), or a planner's own kind of it.
+        paths = top.get("planner_data")
+        for fqn, steps in paths.items() if isinstance(paths, dict) else ():
+            if isinstance(steps, tuple) and steps and all(type(step) in (str, int) for step in steps):
+                self.paths[fqn] = steps
+        own = {}
+        for index, info in _dict(top.get("storage_data"), "storage_data").items():
+            key, span = _index(index), _span(info)
+            if key[0] not in self.tensors and key[0] not in self.objects:
+                raise FormatError(f"storage_data has {key[0]!r:.200}, of which state_dict_metadata says nothing")
+            if own.setdefault(key, span) != span:
+                raise FormatError(f"{key[0]} at {key[1]} is said to be in two places: {own[key]} and {span}")
+            self.spans[key][span] = None
+
+    def _tensor(self, fqn: str, entry: Mapping[str, Any]) -> None:
+        shape, dtype = _shape(entry.get("size"), fqn), _dtype(entry.get("properties"), fqn)
+        if self.tensors.setdefault(fqn, (shape, dtype)) != (shape, dtype):
+            raise FormatError(
+                f"{fqn} is {dtype} {list(shape)} here, but {self.tensors[fqn][1]} {list(self.tensors[fqn][0])} by the "
+                "metadata of an earlier rank; the files are of different saves"
+            )
+        chunks = entry.get("chunks")
+        if not isinstance(chunks, list):
+            raise FormatError(f"{fqn}: its chunks should be a list, but are a {type(chunks).__name__}")
+        for chunk in chunks:
+            fields = _fields(chunk, "ChunkStorageMetadata", fqn)
+            offsets, sizes = _shape(fields.get("offsets"), fqn), _shape(fields.get("sizes"), fqn)
+            if not len(offsets) == len(sizes) == len(shape):
+                raise FormatError(f"{fqn} has shape {list(shape)}, but a chunk of {list(sizes)} at {list(offsets)}")
+            self.chunks[fqn][offsets, sizes] = None
+
+    def metadata(self, files: tuple[str, ...]) -> DcpMetadata:
+        tensors = {fqn: TensorEntry(*about, tuple(self._stored(fqn))) for fqn, about in self.tensors.items()}
+        places = {fqn: {offsets for offsets, _ in chunks} for fqn, chunks in self.chunks.items()}
+        for fqn, offset in self.spans:
+            if offset not in places.get(fqn, {None}):
+                raise FormatError(f"storage_data has bytes of {fqn} at {offset}, where it has no chunk")
+        objects: dict[str, tuple[Span, ...]] = {}
+        for fqn in self.objects:
+            objects[fqn] = tuple(self.spans.get((fqn, None), ()))
+            if not objects[fqn]:
+                raise FormatError(f"the object {fqn} is in no file by storage_data")
+        return DcpMetadata(self.folder, files, tensors, objects, self.paths)
+
+    def _stored(self, fqn: str) -> Iterable[Chunk]:
+        """The chunks of a tensor with their bytes. One without elements may share its offsets with another."""
+        declared = self.chunks[fqn]
+        taken = {offsets for offsets, sizes in declared if 0 not in sizes}
+        for offsets, sizes in declared:
+            if 0 in sizes and offsets in taken:
+                continue
+            spans = self.spans.get((fqn, offsets), {})
+            if not spans and 0 not in sizes:
+                raise FormatError(
+                    f"{fqn}: the chunk {list(sizes)} at {list(offsets)} is in no file by storage_data; "
+                    "the metadata of a rank is missing, or damaged"
+                )
+            yield from (Chunk(offsets, sizes, span) for span in spans)
+
+
+def _fields(value: Any, kind: str, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, Record) or not value.type.endswith(kind):
+        raise FormatError(f"{what} should be a {kind}, but is a {value if isinstance(value, Name) else type(value)}")
+    return value.fields
+
+
+def _dict(value: Any, what: str) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise FormatError(f"{what} should be a dict, but is a {type(value).__name__}")
+    return value
+
+
+def _shape(value: Any, fqn: str) -> Shape:
+    fits = isinstance(value, tuple) and len(value) <= _MAX_NDIM and all(type(n) is int and n >= 0 for n in value)
+    size = 1
+    for n in value if fits else ():
+        size *= max(n, 1)
+    if not fits or size > _MAX_ELEMENTS:
+        raise FormatError(f"{fqn}: {value!r:.80} is no shape or position in a tensor")
+    return value
+
+
+def _dtype(properties: Any, fqn: str) -> np.dtype:
+    """The dtype is the first of the tuple that is the properties' state; what follows differs between versions."""
+    state = properties.state if isinstance(properties, Record) else None
+    dtype = state[0] if isinstance(state, tuple) and state else None
+    if isinstance(dtype, np.dtype):
+        return dtype
+    if isinstance(dtype, Name):
+        raise FormatError(f"{fqn} has dtype {dtype}, which has no numpy equivalent")
+    raise FormatError(f"{fqn}: its properties do not begin with a dtype")
+
+
+def _index(value: Any) -> tuple[str, Shape | None]:
+    fields = _fields(value, "MetadataIndex", "a key of storage_data")
+    fqn, offset = fields.get("fqn"), fields.get("offset")
+    if not isinstance(fqn, str):
+        raise FormatError("a key of storage_data has no name")
+    return fqn, None if offset is None else _shape(offset, fqn)
+
+
+def _span(value: Any) -> Span:
+    fields = _fields(value, "_StorageInfo", "a value of storage_data")
+    file, offset, length = (fields.get(key) for key in ("relative_path", "offset", "length"))
+    transforms = fields.get("transform_descriptors") or ()
+    if not isinstance(file, str) or not file or file in (".", "..") or any(c in file for c in "/\\:\0"):
+        raise FormatError(f"storage_data names the file {file!r:.80}, which is no plain file name")
+    if type(offset) is not int or type(length) is not int or offset < 0 or length <= 0:
+        raise FormatError(f"storage_data has {length!r:.40} bytes from {offset!r:.40} of {file}, which cannot be")
+    if not isinstance(transforms, list | tuple) or not all(isinstance(t, str) for t in transforms):
+        raise FormatError(f"storage_data has the transforms {transforms!r:.80} for {file}")
+    return Span(file, offset, length, tuple(transforms))
+
+
+def _check_spans(metadata: DcpMetadata) -> None:
+    """Every span lies in a regular file beside the metadata, and no two share a byte."""
+    by_file: dict[str, list[tuple[Span, str]]] = defaultdict(list)
+    for fqn, span in metadata.spans():
+        by_file[span.file].append((span, fqn))
+    for name, spans in by_file.items():
+        path, first = metadata.folder / name, spans[0][1]
+        try:
+            about = os.lstat(path)
+        except (OSError, ValueError):
+            raise FormatError(f"{path} is missing: {len(spans)} items lie in it, the first of {first}") from None
+        if not stat.S_ISREG(about.st_mode):
+            raise FormatError(f"{path} is a link or no file; {first} should lie in it")
+        free, before = 0, ""
+        for span, fqn in sorted(spans, key=lambda item: item[0].offset):
+            end = span.offset + span.length
+            if end > about.st_size:
+                raise CorruptData(
+                    f"{path} has {about.st_size} bytes, but {fqn} should end at byte {end}: the file is truncated, "
+                    "or belongs to another save"
+                )
+            if span.offset < free:
+                raise FormatError(f"{path}: the bytes of {fqn}, from {span.offset}, overlap those of {before}")
+            free, before = end, fqn

@@ -1,0 +1,111 @@
+"""The items of a DCP checkpoint as arrays: each chunk is a torch.save file of one tensor inside a `.distcp` file."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+
+from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.formats.dcp_metadata import Chunk, DcpMetadata, Span, TensorEntry
+from jax_ucp.formats.torch_file import StoredTensor, TorchFile
+from jax_ucp.formats.zstd import inflate
+from jax_ucp.layout.box import Box
+from jax_ucp.storage.consolidated import Consolidated
+from jax_ucp.storage.source import ArrayInfo
+
+ZSTD = "stream.zstd/1"
+KEPT_FILES = 1024
+KEPT_BYTES = 1 << 28
+MAX_OBJECT_BYTES = 1 << 28
+# What a torch.save file of one tensor has besides its elements: a few members, aligned to 64 bytes or to a page.
+_OVERHEAD = 1 << 20
+
+
+class DcpSource:
+    """An ArraySource of the chunks of a DCP checkpoint: `file:fqn@byte`, read from the items' own mappings.
+
+    An item is opened when it is first read, and must hold one tensor of the dtype and sizes of its chunk. Items
+    do not say their own names: of two files in which all items have equal sizes, nothing tells that they were
+    exchanged. A compressed item is inflated whole.
+    """
+
+    def __init__(self, metadata: DcpMetadata):
+        self.folder = metadata.folder
+        self._chunks: dict[str, tuple[TensorEntry, Chunk]] = {
+            chunk_key(fqn, chunk): (tensor, chunk)
+            for fqn, tensor in metadata.tensors.items()
+            for chunk in tensor.chunks
+        }
+        self._files: OrderedDict[Span, TorchFile] = OrderedDict()
+        self._inflated = 0
+        self._lock = Lock()
+
+    def arrays(self) -> Mapping[str, ArrayInfo]:
+        return {
+            key: ArrayInfo(chunk.sizes, tensor.dtype, chunk.sizes if chunk.span.transforms else None)
+            for key, (tensor, chunk) in self._chunks.items()
+        }
+
+    def read(self, key: str, box: Box) -> np.ndarray:
+        """The elements of `box` of chunk `key`. Raises FormatError if its item is not the tensor declared."""
+        tensor, chunk = self._chunks[key]
+        file = self._open(chunk.span, Box.whole(chunk.sizes).size * tensor.dtype.itemsize + _OVERHEAD, key)
+        stored = file.tree
+        if not isinstance(stored, StoredTensor):
+            raise FormatError(f"{self.folder}/{key} should be a tensor, but is a {type(stored).__name__}")
+        if (stored.shape, stored.dtype) != (chunk.sizes, tensor.dtype):
+            raise CorruptData(
+                f"{self.folder}/{key} should be {tensor.dtype} {list(chunk.sizes)}, but is {stored.dtype} "
+                f"{list(stored.shape)}: the file belongs to another save, or the metadata is damaged"
+            )
+        return file.read(stored.key, box)
+
+    def object(self, fqn: str, span: Span) -> TorchFile:
+        """The torch.save file of an object that is no tensor."""
+        return self._open(span, MAX_OBJECT_BYTES, f"{span.file}:{fqn}@{span.offset}")
+
+    def _open(self, span: Span, max_bytes: int, key: str) -> TorchFile:
+        with self._lock:
+            file = self._files.get(span)
+            if file is None:
+                try:
+                    file = self._opened(span, max_bytes)
+                except FormatError as error:
+                    error.add_note(f"while reading {self.folder}/{key}")
+                    raise
+                self._inflated += file.held_bytes
+                self._files[span] = file
+                while len(self._files) > KEPT_FILES or (self._inflated > KEPT_BYTES and len(self._files) > 1):
+                    self._inflated -= self._files.popitem(last=False)[1].held_bytes
+            return file
+
+    def _opened(self, span: Span, max_bytes: int) -> TorchFile:
+        path = self.folder / span.file
+        if not span.transforms:
+            return TorchFile(path, offset=span.offset, length=span.length)
+        if span.transforms != (ZSTD,):
+            raise FormatError(f"{path}: an item was written through {list(span.transforms)}; only {ZSTD!r} is read")
+        return TorchFile(path, data=_inflated(path, span, max_bytes))
+
+
+def _inflated(path: Path, span: Span, max_bytes: int) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(span.offset)
+        data = file.read(span.length)
+    try:
+        return inflate(data, max_bytes)
+    except FormatError as error:
+        raise type(error)(f"{path}: the item of {span.length} bytes at {span.offset}: {error}") from error
+
+
+def chunk_key(fqn: str, chunk: Chunk) -> str:
+    return f"{chunk.span.file}:{fqn}@{chunk.span.offset}"
+
+
+def consolidated(fqn: str, tensor: TensorEntry) -> Consolidated:
+    """A tensor of the checkpoint as a parameter over a DcpSource."""
+    return Consolidated(tensor.layout(), [chunk_key(fqn, chunk) for chunk in tensor.chunks])

@@ -1,0 +1,35 @@
+"""Zstandard, by whichever library is there: Python's own (3.14 and later) or the package zstandard."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from jax_ucp.errors import CorruptData, FormatError
+
+
+def inflate(data: bytes, max_bytes: int) -> bytes:
+    """What the frame that `data` is inflates to. Raises CorruptData beyond `max_bytes`, or if it is no frame.
+
+    Raises FormatError where neither library is installed.
+    """
+    library = _library()
+    try:
+        if library.__name__ == "zstandard":
+            found = library.ZstdDecompressor().stream_reader(data).read(max_bytes + 1)
+        else:
+            found = library.ZstdDecompressor().decompress(data, max_bytes + 1)
+    except library.ZstdError as error:
+        raise CorruptData(f"it cannot be inflated: {error}") from error
+    if len(found) > max_bytes:
+        raise CorruptData(f"it inflates to more than the {max_bytes} bytes that its tensor can need")
+    return found
+
+
+def _library() -> Any:
+    for name in ("compression.zstd", "zstandard"):
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    raise FormatError("it is compressed with zstd: pip install 'jax_ucp[zstd]' to read it")
