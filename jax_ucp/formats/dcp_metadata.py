@@ -57,7 +57,7 @@ _NAMES: dict[str, object] = {
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The bytes of one item: `length` bytes from `offset` of `file`, run through `transforms` when they were written."""
+    """The bytes of one item: `length` of them from `offset` of `file`, put through `transforms` when written."""
 
     file: str
     offset: int

@@ -52,6 +52,18 @@ class DcpSource:
 
     def read(self, key: str, box: Box) -> np.ndarray:
         """The elements of `box` of chunk `key`. Raises FormatError if its item is not the tensor declared."""
+        file, stored = self._checked(key)
+        return file.read(stored.key, box)
+
+    def verify(self, key: str) -> str | None:
+        """What is wrong with the item of chunk `key`: it is not the tensor declared, or its bytes have another CRC."""
+        try:
+            file, _ = self._checked(key)
+            return next((fault for _, fault in file.verify() if fault), None)
+        except FormatError as error:
+            return str(error)
+
+    def _checked(self, key: str) -> tuple[TorchFile, StoredTensor]:
         tensor, chunk = self._chunks[key]
         file = self._open(chunk.span, Box.whole(chunk.sizes).size * tensor.dtype.itemsize + _OVERHEAD, key)
         stored = file.tree
@@ -62,10 +74,10 @@ class DcpSource:
                 f"{self.folder}/{key} should be {tensor.dtype} {list(chunk.sizes)}, but is {stored.dtype} "
                 f"{list(stored.shape)}: the file belongs to another save, or the metadata is damaged"
             )
-        return file.read(stored.key, box)
+        return file, stored
 
     def object(self, fqn: str, span: Span) -> TorchFile:
-        """The torch.save file of an object that is no tensor."""
+        """The torch.save file of an object that is no tensor; `span` is where it lies."""
         return self._open(span, MAX_OBJECT_BYTES, f"{span.file}:{fqn}@{span.offset}")
 
     def _open(self, span: Span, max_bytes: int, key: str) -> TorchFile:

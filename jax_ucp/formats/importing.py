@@ -92,10 +92,12 @@ class Import:
         self._twins.append(_Twin(whole, key, key, tuple(at)))
         self._fates[key] = "skipped", reason
 
-    def extra(self, file: str, name: str, value: Any) -> None:
-        """Something beside the arrays, kept as JSON, with the tensors in it."""
+    def extra(self, file: str, name: str, value: Any, source: ArraySource | None = None) -> None:
+        """Something beside the arrays, kept as JSON, with the tensors in it: those of `source`, if it has its own."""
 
         def read(key: str, box: Box) -> np.ndarray:
+            if source is not None:
+                return source.read(key.removeprefix(f"{file}:"), box)
             self._fates[key] = "extra", f"in the extra {name}"
             return self.shards.read(key, box)
 

@@ -112,7 +112,7 @@ class TorchFile:
         first = tensor.offset + sum(a * stride for a, stride in zip(box.start, tensor.strides, strict=True))
         strides = tuple(stride * itemsize for stride in tensor.strides)
         array = np.ndarray(box.shape, tensor.dtype, buffer, start + first * itemsize, strides)
-        if not member.deflated and isinstance(mapping, mmap.mmap):
+        if not member.deflated:
             extent = sum((n - 1) * stride for n, stride in zip(box.shape, strides, strict=True)) + itemsize
             _release_with(array, mapping, self._span.start + start + first * itemsize, extent)
         return array
@@ -162,7 +162,7 @@ class TorchFile:
             raise type(error)(f"{self.path}: {error}") from error
 
 
-def _release_with(array: np.ndarray, mapping: mmap.mmap, start: int, extent: int) -> None:
+def _release_with(array: np.ndarray, mapping: mmap.mmap | bytes, start: int, extent: int) -> None:
     """Give the pages under a large view back when it dies: a file read block by block does not pile up in memory.
 
     They stay in the system's cache, and another view of them that still lives finds them there.
@@ -171,8 +171,8 @@ def _release_with(array: np.ndarray, mapping: mmap.mmap, start: int, extent: int
         weakref.finalize(array, _release, mapping, start, extent).atexit = False
 
 
-def _release(mapping: mmap.mmap, start: int, extent: int) -> None:
-    if hasattr(mmap, "MADV_DONTNEED"):
+def _release(mapping: mmap.mmap | bytes, start: int, extent: int) -> None:
+    if isinstance(mapping, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
         page = start // mmap.PAGESIZE * mmap.PAGESIZE
         mapping.madvise(mmap.MADV_DONTNEED, page, start + extent - page)
 

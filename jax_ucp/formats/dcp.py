@@ -1,0 +1,128 @@
+"""PyTorch's distributed checkpoints (DCP), as FSDP, FSDP2, HSDP, tensor parallelism and torchtitan write them.
+
+Every chunk says which block of its tensor it is, so that nothing about the parallelism has to be known. Which
+tensor is a weight and which a state of it follows from the paths that the planner recorded; `state_paths` has the
+rules. Objects that are no tensors, such as param_groups, schedulers and data loaders, are extras.
+
+An item is opened when it is first read, `verify` opens them all. What a bit of the metadata says of names alone
+cannot be proved: a checkpoint whose names were changed consistently is one with other names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from jax_ucp.errors import FormatError, UnsafePickle
+from jax_ucp.formats.dcp_metadata import DcpMetadata, Span, TensorEntry, metadata_files, read_metadata
+from jax_ucp.formats.dcp_source import DcpSource, consolidated
+from jax_ucp.formats.importing import Import
+from jax_ucp.formats.options import Options
+from jax_ucp.formats.safe_pickle import walk
+from jax_ucp.formats.state_paths import places
+from jax_ucp.formats.torch_file import StoredTensor, TorchFile
+from jax_ucp.storage.contents import Contents
+
+# Extras are JSON; what has more tensors than this is data, not a setting.
+MAX_EXTRA_BYTES = 1 << 24
+
+
+def recognise(path: Path) -> bool:
+    return path.is_dir() and bool(metadata_files(path))
+
+
+def open_dcp(path: Path, options: Options) -> Contents:
+    """The checkpoint in a folder with `.metadata`, or with one `__<rank>.metadata` per rank.
+
+    Raises FormatError, naming the file and the tensor, where metadata and files do not fit together.
+    """
+    metadata = read_metadata(path)
+    source = DcpSource(metadata)
+    found = Import("dcp", path, source)
+    _tensors(found, metadata, options)
+    for fqn, spans in metadata.objects.items():
+        for span in spans:
+            _object(found, fqn, span, source)
+    _other_files(found, metadata)
+    contents = found.contents()
+
+    def verify() -> Iterator[tuple[str, str | None]]:
+        for fqn, tensor in metadata.tensors.items():
+            faults = [fault for key in consolidated(fqn, tensor).keys if (fault := source.verify(key))]
+            yield fqn, faults[0] if faults else None
+        yield from contents.verify()
+
+    return replace(contents, verify=verify)
+
+
+def _tensors(found: Import, metadata: DcpMetadata, options: Options) -> None:
+    paths = {fqn: metadata.paths.get(fqn, (fqn,)) for fqn in metadata.tensors}
+    for fqn, path in paths.items():
+        if ".".join(map(str, path)) != fqn:
+            raise FormatError(
+                f"{found.path / metadata.files[0]}: planner_data says that {fqn!r} was at {path}, which has another "
+                "flattened name; the metadata is damaged, or of a planner not known here"
+            )
+    where = places(paths)
+    for fqn, tensor in metadata.tensors.items():
+        state, name = where.at[fqn]
+        param = consolidated(fqn, tensor)
+        if options.weights_only and state not in ("param", "other"):
+            for key in param.keys:
+                found.skip(key, "", f"{state} of {name}: only weights were asked for")
+        elif param.keys:
+            found.parameter(state, name, param, _reason(tensor, state, name))
+        else:  # a tensor without elements, of which no rank wrote a chunk
+            found.constant(state, name, np.empty(_empty(fqn, tensor), tensor.dtype), f"{metadata.files[0]}:{fqn}")
+    found.notes += where.notes
+
+
+def _empty(fqn: str, tensor: TensorEntry) -> tuple[int, ...]:
+    if math.prod(tensor.shape):
+        raise FormatError(f"{fqn} has shape {list(tensor.shape)}, but no chunk of it is in any file")
+    return tensor.shape
+
+
+def _reason(tensor: TensorEntry, state: str, name: str) -> str:
+    what = f"{state} of {name}" if state != "other" else "a tensor beside the model"
+    return what if len(tensor.chunks) == 1 else f"{what}, one of {len(tensor.chunks)} chunks"
+
+
+def _object(found: Import, fqn: str, span: Span, source: DcpSource) -> None:
+    """An object as an extra, unless it asks for code or is made of data."""
+    where = f"{span.file}:{fqn}"
+    try:
+        file = source.object(fqn, span)
+    except UnsafePickle as error:
+        found.skip(where, "object", f"not read, because it asks for more than data: {error}")
+        found.notes.append(f"the object {fqn} was left out: {error}")
+        return
+    if (held := _tensor_bytes(file)) > MAX_EXTRA_BYTES:
+        reason = f"an object with {held} bytes of tensors inside, which is data and no setting"
+        found.skip(where, "object", reason)
+        found.notes.append(f"{fqn} in {span.file} was left out: {reason}; save it with flatten_state_dict=True")
+        return
+    found.extra(span.file, fqn, file.tree, file)
+
+
+def _tensor_bytes(file: TorchFile) -> int:
+    tensors = (node for _, node in walk(file.tree) if isinstance(node, StoredTensor))
+    return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
+
+
+def _other_files(found: Import, metadata: DcpMetadata) -> None:
+    used = {span.file for _, span in metadata.spans()}
+    for path in sorted(found.path.iterdir()):
+        if path.name in metadata.files:
+            found.skip(
+                path.name, "metadata", "says which chunk is where; its content is in the tree's names and shapes"
+            )
+        elif path.name not in used:
+            size = path.lstat().st_size
+            found.skip(path.name, f"{size} bytes", f"no item of {metadata.files[0]} lies in it")
+            if size and path.suffix == ".distcp":
+                found.notes.append(f"{path.name} belongs to no tensor of this checkpoint: it is left from another save")
