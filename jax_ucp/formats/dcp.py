@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_ucp.errors import FormatError, UnsafePickle
+from jax_ucp.errors import FormatError, LayoutError, UnsafePickle
 from jax_ucp.formats.dcp_metadata import DcpMetadata, Span, TensorEntry, metadata_files, read_metadata
 from jax_ucp.formats.dcp_source import DcpSource, consolidated
 from jax_ucp.formats.importing import Import
@@ -48,7 +48,10 @@ def open_dcp(path: Path, options: Options) -> Contents:
         for span in spans:
             _object(found, fqn, span, source)
     _other_files(found, metadata)
-    contents = found.contents()
+    try:
+        contents = found.contents()
+    except LayoutError as error:
+        raise LayoutError(f"{path}: {error}") from None
 
     def verify() -> Iterator[tuple[str, str | None]]:
         for fqn, tensor in metadata.tensors.items():
@@ -77,13 +80,15 @@ def _tensors(found: Import, metadata: DcpMetadata, options: Options) -> None:
         elif param.keys:
             found.parameter(state, name, param, _reason(tensor, state, name))
         else:  # a tensor without elements, of which no rank wrote a chunk
-            found.constant(state, name, np.empty(_empty(fqn, tensor), tensor.dtype), f"{metadata.files[0]}:{fqn}")
+            found.constant(
+                state, name, np.empty(_empty(found.path, fqn, tensor), tensor.dtype), f"{metadata.files[0]}:{fqn}"
+            )
     found.notes += where.notes
 
 
-def _empty(fqn: str, tensor: TensorEntry) -> tuple[int, ...]:
+def _empty(folder: Path, fqn: str, tensor: TensorEntry) -> tuple[int, ...]:
     if math.prod(tensor.shape):
-        raise FormatError(f"{fqn} has shape {list(tensor.shape)}, but no chunk of it is in any file")
+        raise FormatError(f"{folder}: {fqn} has shape {list(tensor.shape)}, but no chunk of it is in any file")
     return tensor.shape
 
 
