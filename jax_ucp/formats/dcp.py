@@ -70,7 +70,7 @@ def _tensors(found: Import, metadata: DcpMetadata, options: Options) -> None:
                 f"{found.path / metadata.files[0]}: planner_data says that {fqn!r} was at {path}, which has another "
                 "flattened name; the metadata is damaged, or of a planner not known here"
             )
-    where = places(paths)
+    where = places(paths, [metadata.paths.get(fqn, (fqn,)) for fqn in metadata.objects])
     for fqn, tensor in metadata.tensors.items():
         state, name = where.at[fqn]
         param = consolidated(fqn, tensor)
@@ -84,6 +84,11 @@ def _tensors(found: Import, metadata: DcpMetadata, options: Options) -> None:
                 state, name, np.empty(_empty(found.path, fqn, tensor), tensor.dtype), f"{metadata.files[0]}:{fqn}"
             )
     found.notes += where.notes
+    if not metadata.paths:  # torch 1.13 saved flat dicts only, and flatten_state_dict=False takes a dict as it is
+        found.notes.append(
+            "no paths were recorded, so nothing tells weights from other tensors: all tensors of the flat state dict "
+            "are under `param`, by the names it had"
+        )
 
 
 def _empty(folder: Path, fqn: str, tensor: TensorEntry) -> tuple[int, ...]:
