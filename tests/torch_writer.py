@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 KINDS = {"float32": "FloatStorage", "bfloat16": "BFloat16Storage", "float16": "HalfStorage", "uint8": "ByteStorage"}
+KINDS |= {"float64": "DoubleStorage", "int64": "LongStorage", "bool": "BoolStorage"}
 
 
 class Global:
@@ -20,6 +21,17 @@ class Global:
 
     def __call__(self) -> None:
         raise AssertionError("nothing in a pickle is called")
+
+
+class Instance:
+    """An instance of a class that is not there, with its state."""
+
+    def __init__(self, dotted: str, state: Any):
+        self.kind, self.state = Global(*dotted.rsplit(".", 1)), state
+
+
+class Size(tuple):
+    """Pickled as torch.Size."""
 
 
 class Storage:
@@ -51,6 +63,11 @@ class Pickler(pickle._Pickler):
         return found
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, Instance):
+            return obj.kind, (), obj.state
+        if isinstance(obj, Size):
+            self.alive.append(args := (tuple(obj),))
+            return Global("torch", "Size"), args
         if not isinstance(obj, np.ndarray):
             return NotImplemented
         storage = Storage(str(len(self.storages)), np.ascontiguousarray(obj))
@@ -61,11 +78,21 @@ class Pickler(pickle._Pickler):
         return Global("torch._utils", "_rebuild_tensor_v2"), args
 
 
-def save(tree: Any, path: Path) -> None:
+def pickled(tree: Any) -> bytes:
+    Pickler(data := io.BytesIO()).dump(tree)
+    return data.getvalue()
+
+
+def saved(tree: Any) -> bytes:
     pickler = Pickler(data := io.BytesIO())
     pickler.dump(tree)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as file:
+    with zipfile.ZipFile(whole := io.BytesIO(), "w", zipfile.ZIP_STORED) as file:
         file.writestr("archive/data.pkl", data.getvalue())
         for storage in pickler.storages:
             file.writestr(f"archive/data/{storage.key}", storage.array.tobytes())
+    return whole.getvalue()
+
+
+def save(tree: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(saved(tree))
