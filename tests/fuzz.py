@@ -1,4 +1,4 @@
-"""Hostile checkpoints by the thousand: `python tests/fuzz.py 100000`; one of them again: `python tests/fuzz.py --only 17`.
+"""Hostile checkpoints by the thousand: `python tests/fuzz.py 100000`; one again: `python tests/fuzz.py --only 17`.
 
 Every input is read whole or refused with an error of ours, in bounded time and memory, and nothing in it is called:
 the process notes every import, execution of code, start of a program, write to a file, and call of a trap that the
