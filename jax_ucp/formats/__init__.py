@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from jax_ucp.errors import FormatError, NotACheckpoint
+from jax_ucp.errors import FormatError, NotACheckpoint, UCPError
 from jax_ucp.formats import dcp, deepspeed, deepspeed_universal, megatron_legacy, orbax, safetensors, universal
 from jax_ucp.formats.options import Options
 from jax_ucp.storage.contents import Contents
@@ -59,7 +59,9 @@ def open_contents(path: str | os.PathLike[str], options: Options) -> Contents:
         if recognise(at):
             try:
                 return opener(at, options)
-            except (KeyError, TypeError, AttributeError, IndexError) as error:
+            except UCPError:
+                raise
+            except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
                 # An entry that is missing, or of another type than the format's writers give it.
                 what = f"{type(error).__name__}: {error}"
                 raise FormatError(f"{path} looks like {name}, but its metadata are not as expected ({what})") from error

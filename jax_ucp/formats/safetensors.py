@@ -123,9 +123,9 @@ def _files(path: Path) -> tuple[dict[str, Any] | None, list[str]]:
     weights = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights.values()):
         raise FormatError(f"{index_path} has no weight_map of names to files")
-    names = sorted(set(weights.values()))
+    names, beside = sorted(set(weights.values())), {file.name for file in index_path.parent.iterdir() if file.is_file()}
     for name in names:
-        if Path(name).name != name or not (index_path.parent / name).is_file():
+        if name not in beside:
             raise FormatError(f"{index_path} names the file {name!r}, which is not beside it")
     return index, names
 
@@ -140,7 +140,7 @@ def _check_index(path: Path, index: Mapping[str, Any], files: Mapping[str, Safet
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(path.read_bytes().decode())
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path} is not JSON: {error}") from None
 
@@ -170,7 +170,8 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[ArrayInfo, int, int]:
             raise FormatError(f"{path}: {name} should have dtype, shape and data_offsets, but has {entry!r:.80}")
     if dtype not in _DTYPES:
         raise FormatError(f"{path}: {name} has dtype {dtype}, which numpy and ml_dtypes do not have byte by byte")
-    if not all(type(n) is int and n >= 0 for n in shape):
+    # numpy makes no array without elements whose other axes are beyond any array.
+    if not all(type(n) is int and 0 <= n < 1 << 40 for n in shape) or math.prod(n or 1 for n in shape) > 1 << 58:
         raise FormatError(f"{path}: {name} has shape {shape!r:.80}")
     info = ArrayInfo(tuple(shape), np.dtype(_DTYPES[dtype]))
     if end - begin != math.prod(shape) * info.dtype.itemsize or begin < 0:

@@ -29,6 +29,7 @@ from jax_ucp.storage.source import ArrayInfo
 __all__ = ["Record", "StoredTensor", "TorchFile"]
 
 MAX_PICKLE_BYTES = 1 << 28
+MAX_INFLATED_PICKLE_BYTES = 1 << 25  # torch never deflates; another tool may have rewritten the file
 MAX_PATH = 1024
 RELEASED_BYTES = 1 << 20
 VERIFY_BYTES = 16 << 20
@@ -59,8 +60,8 @@ class TorchFile:
         self._mapping: weakref.ref[mmap.mmap] | None = None
         with self._naming_file():
             file = memoryview(self._map())[self._span]
-            self._storages, pickled = _storages_and_pickle(file)
-            self.tree = safe_pickle.load(pickled, NAMES, self._storage)
+            self._storages, pickled, stored = _storages_and_pickle(file)
+            self.tree = safe_pickle.load(pickled, NAMES, self._storage, stored)
             self._tensors = _tensors_by_key(self.tree)
 
     @property
@@ -181,8 +182,8 @@ def _identity(stat: os.stat_result) -> tuple[int, ...]:
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-def _storages_and_pickle(file: memoryview) -> tuple[dict[str, Member], bytes]:
-    """The members that hold storages, by storage key, and the bytes of data.pkl."""
+def _storages_and_pickle(file: memoryview) -> tuple[dict[str, Member], bytes, int]:
+    """The members that hold storages, by storage key, the bytes of data.pkl, and how many the file spends on them."""
     if file[: len(_LEGACY)] == _LEGACY:
         raise FormatError(
             "the legacy format of torch.save (before torch 1.6) is not read; "
@@ -203,7 +204,9 @@ def _storages_and_pickle(file: memoryview) -> tuple[dict[str, Member], bytes]:
         )
     prefix = f"{root}/data/"
     storages = {name.removeprefix(prefix): member for name, member in members.items() if name.startswith(prefix)}
-    return storages, member_bytes(file, members[f"{root}/data.pkl"], MAX_PICKLE_BYTES)
+    pickled = members[f"{root}/data.pkl"]
+    most = MAX_INFLATED_PICKLE_BYTES if pickled.deflated else MAX_PICKLE_BYTES
+    return storages, member_bytes(file, pickled, most), pickled.stored_size
 
 
 def _tensors_by_key(tree: object) -> dict[str, StoredTensor]:
