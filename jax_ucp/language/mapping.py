@@ -33,6 +33,7 @@ from jax_ucp.layout.axes import REST, Expression, axis_sets, parse
 
 _MAPPINGS = resources.files("jax_ucp") / "mappings"
 _SECTIONS = {"sizes", "leaves", "skip"}
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
 
@@ -81,7 +82,8 @@ class Rule:
             new = set(_keys(name, axes)) - seen
             (params if new else tied)[name] = axes
             seen |= new
-        return replace(self, params=params, leaves=self.params, tied=tied, cast="", backwards=not self.backwards)
+        turned = self.backwards ^ ((self.scale, self.add) != (1, 0))
+        return replace(self, params=params, leaves=self.params, tied=tied, cast="", backwards=turned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +229,8 @@ def _check(rule: Rule) -> None:
             raise SpecError(f"the names {' and '.join(names)} should have the same placeholders")
         if what == "leaf" and any("*" in name for name in names):
             raise SpecError("a leaf has one name; write {name} for what differs, on both sides")
+    if rule.cast and rule.cast not in _DTYPES:
+        raise SpecError(f"cast is the name of a floating dtype, {', '.join(_DTYPES)}, not {rule.cast!r}")
     if rule.tied and len(rule.params) > 1:
         raise SpecError("what is tied is a copy of one parameter, but this rule has several")
     have = [(name, key) for name, axes in rule.params.items() for key in _keys(name, axes)]
@@ -239,10 +243,10 @@ def _check(rule: Rule) -> None:
             )
     for name, key in have:
         if key not in {k for _, k in want}:
-            raise SpecError(f"{name} has the axes {_listed(key)}, but no leaf has just these; {_nearest(key, want)}")
+            raise SpecError(f"{name} has the axes {_listed(key)}, but no leaf has just these: {_nearest(key, want)}")
     for name, key in want:
         if key not in {k for _, k in have}:
-            raise SpecError(f"{name} has the axes {_listed(key)}, but no param has just these; {_nearest(key, have)}")
+            raise SpecError(f"{name} has the axes {_listed(key)}, but no param has just these: {_nearest(key, have)}")
     for name, axes in rule.tied.items():
         if set(_keys(name, axes)) != {key for _, key in have}:
             raise SpecError(f"{name} is tied, so it should name the axes that {next(iter(rule.params))} names")
