@@ -66,6 +66,9 @@ def bind(
     claims = [claim for instance in instances for claim in _shape_claims(instance, shapes, faults)]
     lengths = infer(claims, _known(mapping, given, config, faults))
     faults += lengths.faults
+    for size in sorted({i.rule.scale.split(" ** ")[0] for i in instances if isinstance(i.rule.scale, str)}):
+        if size not in lengths.known:
+            faults.append(f"{mapping.name} scales by a power of {size}, which has no length; give it in sizes")
     leaves: dict[str, LeafForm] = {}
     notes: list[str] = []
     for instance in instances if not faults else []:
@@ -196,6 +199,10 @@ def _leaves(
     pattern = next(iter(instance.members))
     rest = len(some) - len(expression(axes[pattern]).dims) + 1 if expression(axes[pattern]).rest else 0
     spread = {p: instance.spread(axes[p], rest + len(expression(axes[p]).dims) - 1) for p in instance.members}
+    scale = _scale(rule, sizes)
+    if (scale, rule.add) != (1, 0):
+        how = f"(x - {rule.add}) / {scale}" if rule.backwards else f"x * {scale} + {rule.add}"
+        notes.append(f"{rule.label}: parameters x become {how}, rounded to their dtype; their moments are left out")
     for leaf, said in rule.leaves.items():
         made = instance.spread(said, rest + len(expression(said).dims) - 1)
         unstacked = [key for key in placeholders(leaf) if key not in instance.shared]
@@ -212,10 +219,8 @@ def _leaves(
             if not layouts[0].parts:
                 faults.append(f"{rule.label}: the leaf {name} of shape {list(shape)} has no elements")
                 continue
-            yield (
-                name,
-                LeafForm(layouts[0], str(rule), tuple(layouts[1:]), rule.cast, rule.scale, rule.add, rule.backwards),
-            )
+            form = LeafForm(layouts[0], str(rule), tuple(layouts[1:]), rule.cast, scale, rule.add, rule.backwards)
+            yield name, form
             if layouts[0].padding:
                 notes.append(f"{rule.label}: {layouts[0].padding} elements of {leaf} are padding, zeros")
     for p, said in spread.items():
@@ -224,6 +229,14 @@ def _leaves(
             notes.append(f"{rule.label}: {names} of {p} is dropped; going back gives zeros there")
     if len(layouts_of(rule)) < len(rule.leaves):
         notes.append(f"{rule.label}: one parameter becomes several leaves, which are independent from then on")
+
+
+def _scale(rule: Rule, sizes: Mapping[str, int]) -> float:
+    """The number by which a rule scales."""
+    if not isinstance(rule.scale, str):
+        return rule.scale
+    size, power = rule.scale.split(" ** ")
+    return sizes[size] ** float(power)
 
 
 def layouts_of(rule: Rule) -> Mapping[str, str]:

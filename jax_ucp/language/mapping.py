@@ -34,6 +34,9 @@ from jax_ucp.layout.axes import REST, Expression, axis_sets, parse
 _MAPPINGS = resources.files("jax_ucp") / "mappings"
 _SECTIONS = {"sizes", "leaves", "skip"}
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
+# A power of a size: `head_dim ** -0.5`.
+POWER = re.compile(r"(?P<size>[A-Za-z_]\w*) \*\* (?P<power>-?\d+(\.\d+)?)")
+
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
 
@@ -44,7 +47,8 @@ class Rule:
     `{layer}` in a name is one part of it. Where it is in the names of one side only, the other side has an axis
     of that name: layers are stacked. Parameters in `tied` are further copies of the one in `params`. `cast` is the
     dtype of the leaf's parameter (its other states keep theirs). A parameter becomes `x * scale + add`, or with
-    `backwards` `(x - add) / scale`. An `optional` rule may find no parameter.
+    `backwards` `(x - add) / scale`; `scale` may be a power of a size, `head_dim ** -0.5`. An `optional` rule may
+    find no parameter.
     """
 
     params: Dict[str, str]
@@ -52,7 +56,7 @@ class Rule:
     tied: Dict[str, str] = field(default_factory=dict[str, str])
     optional: bool = False
     cast: str = ""
-    scale: float = 1
+    scale: float | str = 1
     add: float = 0
     backwards: bool = False
     where: str = field(default="", compare=False)
@@ -231,6 +235,12 @@ def _check(rule: Rule) -> None:
             raise SpecError("a leaf has one name; write {name} for what differs, on both sides")
     if rule.cast and rule.cast not in _DTYPES:
         raise SpecError(f"cast is the name of a floating dtype, {', '.join(_DTYPES)}, not {rule.cast!r}")
+    if rule.scale == 0:
+        raise SpecError("scale should not be 0, which nothing could undo")
+    for name, number in (("scale", rule.scale), ("add", rule.add)):
+        power = name == "scale" and isinstance(number, str) and POWER.fullmatch(number)
+        if not power and (isinstance(number, bool) or not isinstance(number, int | float)):
+            raise SpecError(f"{name} should be a number{' or a power of a size' * (name == 'scale')}, not {number!r}")
     if rule.tied and len(rule.params) > 1:
         raise SpecError("what is tied is a copy of one parameter, but this rule has several")
     have = [(name, key) for name, axes in rule.params.items() for key in _keys(name, axes)]
@@ -278,9 +288,6 @@ def _rule(item: object, where: str) -> Rule:
         raise SpecError("axes are for a param that is one name; here each has its own already")
     params = _named(said["param"], axes, "param")
     numbers = {name: said[name] for name in ("scale", "add") if name in said}
-    for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, int | float) or (name == "scale" and number == 0):
-            raise SpecError(f"{name} should be a number{' that is not 0' * (name == 'scale')}, not {number!r}")
     flags = {name: said[name] for name in ("optional", "backwards") if name in said}
     for name, flag in flags.items():
         if not isinstance(flag, bool):

@@ -101,7 +101,7 @@ def test_backwards_the_shapes_come_out_again():
         ("leaves:\n- {param: 'a.{x', leaf: b}", ["a brace in 'a.{x' is not closed"]),
         ("leaves:\n- {param: a, leaf: 'b.*'}", ["a leaf has one name"]),
         ("leaves:\n- {param: {a: x}, axes: x, leaf: b}", ["axes are for a param that is one name"]),
-        ("leaves:\n- {param: a, leaf: b, scale: 0}", ["scale should be a number that is not 0"]),
+        ("leaves:\n- {param: a, leaf: b, scale: 0}", ["scale should not be 0"]),
         ("leaves:\n- {param: a, leaf: b, add: one}", ["add should be a number, not 'one'"]),
         ("leaves:\n- {param: a, leaf: b, optional: 1}", ["optional is true or false, not 1"]),
         ("leaves:\n- {param: a, leaf: b, cast: int8}", ["cast is the name of a floating dtype"]),
