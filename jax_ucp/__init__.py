@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jax_ucp.checkpoint import Checkpoint as Checkpoint
     from jax_ucp.checkpoint import open as open
     from jax_ucp.handler import CheckpointHandler as CheckpointHandler
+    from jax_ucp.language.mapping import Mapping as Mapping
     from jax_ucp.layout import patterns as patterns
 
 __version__ = "0.1.0"
@@ -22,13 +23,14 @@ __version__ = "0.1.0"
 _HOMES = {
     "Checkpoint": "jax_ucp.checkpoint",
     "CheckpointHandler": "jax_ucp.handler",
+    "Mapping": "jax_ucp.language.mapping",
     "args": "jax_ucp.args",
     "errors": "jax_ucp.errors",
     "open": "jax_ucp.checkpoint",
     "patterns": "jax_ucp.layout.patterns",
 }
 
-__all__ = ["Checkpoint", "CheckpointHandler", "args", "errors", "open", "patterns"]
+__all__ = ["Checkpoint", "CheckpointHandler", "Mapping", "args", "errors", "open", "patterns"]
 
 
 def __getattr__(name: str) -> Any:

@@ -16,11 +16,14 @@ import numpy as np
 
 from jax_ucp.formats import open_contents
 from jax_ucp.formats.options import Options
+from jax_ucp.language import mapping as mappings
+from jax_ucp.language.binding import bind, config_numbers, undone_lengths
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Leaf, tree_of
 from jax_ucp.storage.budget import DEFAULT_BUDGET
 from jax_ucp.storage.contents import Contents, Item, Piece
 from jax_ucp.storage.copy import Block, CopyPlan, copy, plan_copy
+from jax_ucp.storage.mapped_tree import map_contents, states_of
 from jax_ucp.storage.source import ArrayInfo
 
 if TYPE_CHECKING:
@@ -142,11 +145,14 @@ class Checkpoint:
 
     @property
     def params(self) -> Parameters:
-        """The parameters by name, of a tree `{state: {parameter: array}}`; empty for any other tree."""
+        """The parameters by name, of a tree `{state: {parameter: array}}`; empty for any other tree.
+
+        Where the tree is deeper, as after `map`, a name has slashes.
+        """
         found: dict[str, dict[str, Leaf]] = {}
         for leaf in self.leaves:
-            if len(leaf.path) == 2 and leaf.has_array:
-                found.setdefault(str(leaf.path[1]), {})[str(leaf.path[0])] = leaf
+            if len(leaf.path) >= 2 and leaf.has_array:
+                found.setdefault("/".join(map(str, leaf.path[1:])), {})[str(leaf.path[0])] = leaf
         named = {name: Parameter(name, states, self._contents) for name, states in found.items() if "param" in states}
         return Parameters(named)
 
@@ -171,6 +177,26 @@ class Checkpoint:
         from jax_ucp.sharding.restore import abstract_leaf
 
         return tree_of({leaf.path: abstract_leaf(leaf) for leaf in self.leaves})
+
+    def map(
+        self, mapping: mappings.Mapping | str | os.PathLike[str], *, sizes: Mapping[str, int] | None = None
+    ) -> Checkpoint:
+        """The checkpoint with the leaves of a model in place of its parameters. Reads nothing.
+
+        `mapping` is one, its file, or the name of one that comes with the package. `sizes` are lengths by name;
+        others are taken from the model's config, which some checkpoints carry, and from the shapes. Every state
+        of a parameter is mapped as the parameter is: leaves are at `(state, *name between slashes)`.
+
+        Raises LayoutError with everything in which mapping and checkpoint differ, SpecError where `mapping` is
+        none.
+        """
+        rules = mapping if isinstance(mapping, mappings.Mapping) else mappings.Mapping.load(mapping)
+        shapes = {name: leaf.shape for name, leaf in states_of(self._contents)["param"].items()}
+        lengths = undone_lengths(rules, self.source.get("mapping", {})) | dict(sizes or {})
+        bound = bind(rules, shapes, lengths, config_numbers(self.extras))
+        of = dict(self.source) or {"format": self.format, "name": Path(self.path).name}
+        about = {**of, "mapping": {"name": rules.name, "lengths": bound.sizes, "rules": rules.to_dict()}}
+        return Checkpoint(map_contents(self._contents, bound.leaves, bound.skipped, bound.notes, about))
 
     def plan(
         self,

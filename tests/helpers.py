@@ -1,12 +1,15 @@
 """What several tests need: arrays in memory, and parameters cut by patterns."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.metadata import Key, Leaf, leaf_names
+from jax_ucp.storage.contents import Contents
 from jax_ucp.storage.source import ArrayInfo
 
 
@@ -47,3 +50,12 @@ def boxes_in(draw: st.DrawFn, shape: Sequence[int]) -> Box:
     start = [draw(st.integers(0, max(0, n - 1))) for n in shape]
     stop = [draw(st.integers(min(n, a + 1), n)) for a, n in zip(start, shape, strict=True)]
     return Box(tuple(start), tuple(stop))
+
+
+def contents_of(tree: Mapping[str, Mapping[str, np.ndarray]], **more: Any) -> Contents:
+    """Arrays by state and name as an opened checkpoint."""
+    paths = [(Key("dict", state), Key("dict", name)) for state, arrays in tree.items() for name in arrays]
+    names = leaf_names(paths)
+    data = dict(zip(names, (a for arrays in tree.values() for a in arrays.values()), strict=True))
+    leaves = [Leaf(p, n, "array", data[n].shape, data[n].dtype.name) for p, n in zip(paths, names, strict=True)]
+    return Contents("memory", "nowhere", leaves, MemoryStore(data), **more)

@@ -23,7 +23,7 @@ BELOW = {
     "storage": {"metadata", "layout", "errors"},
     "formats": {"language", "storage", "metadata", "layout", "errors"},
     "sharding": {"storage", "metadata", "layout", "errors"},
-    "checkpoint": {"formats", "sharding", "storage", "metadata", "layout", "errors"},
+    "checkpoint": {"formats", "sharding", "storage", "language", "metadata", "layout", "errors"},
     "handler": {"checkpoint", "sharding", "storage", "metadata", "layout", "errors"},
     "args": {"handler"},
     "cli": {"checkpoint", "sharding", "storage", "metadata", "layout", "errors", ""},

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from jax_ucp.errors import LayoutError, SpecError
+from jax_ucp.errors import SpecError
 from jax_ucp.language.arithmetic import names_in, size_of
+from jax_ucp.language.document import document, faults_of, fields
 from jax_ucp.language.rules import Sentence, Spec, Written, regex_of
 from jax_ucp.layout.patterns import Averaged, Fused, Padded, Pattern, Replicated, Sharded, Unique
 
@@ -42,7 +43,7 @@ def parse(text: str, file: str = "spec") -> Spec:
     >>> parse("shards: [{param: '*.weight', pattern: {sharded: 0}}]").own[0].pattern
     Sharded(axes=(0,), grid=None)
     """
-    top, lines = _document(text, file)
+    top, lines = document(text, file)
     strays = [key for key in top if key not in _SECTIONS]
     faults = [f"{file}:{lines[key]}: {key!r} is no section; a spec has extends, sizes and shards" for key in strays]
     sizes = top.get("sizes") or {}
@@ -52,17 +53,17 @@ def parse(text: str, file: str = "spec") -> Spec:
     for name, expression in sizes.items():
         if not isinstance(name, str) or not name.isidentifier():
             faults.append(f"{file}:{lines['sizes']}: {name!r} is no name for a size")
-        faults += _faults(lambda e=expression: names_in(e), f"{file}:{lines['sizes']}: sizes: {name}")
+        faults += faults_of(lambda e=expression: names_in(e), f"{file}:{lines['sizes']}: sizes: {name}")
     items = top.get("shards") or []
     if not isinstance(items, list):
         faults.append(f"{file}:{lines['shards']}: shards should be a list of rules")
         items = []
     own: list[Sentence] = []
     for item, line in zip(items, lines.get(("shards",), ()), strict=False):
-        faults += _faults(lambda i=item, n=line: own.append(_sentence(i, f"{file}:{n}")), f"{file}:{line}")
+        faults += faults_of(lambda i=item, n=line: own.append(_sentence(i, f"{file}:{n}")), f"{file}:{line}")
     base = None
     if "extends" in top:
-        faults += _faults(lambda: built_in(str(top["extends"])), f"{file}:{lines['extends']}")
+        faults += faults_of(lambda: built_in(str(top["extends"])), f"{file}:{lines['extends']}")
         base = built_in(str(top["extends"])) if not faults else None
     if faults:
         raise SpecError("\n  ".join([f"{file} is not in the universal checkpoint language:", *faults]))
@@ -93,7 +94,7 @@ def pattern_of(node: object, size: Callable[[object], int]) -> Pattern:
         raise SpecError(f"a pattern is one of {', '.join(_PLAIN)}, sharded and fused, not {list(rest) or 'nothing'}")
     pattern = _kind(kinds[0], rest, size)
     for outer in padded if isinstance(padded, list) else [padded]:
-        said = _fields(outer, "padded", {"axis", "to"}, {"from"})
+        said = fields(outer, "padded", {"axis", "to"}, {"from"})
         full = size(said["from"]) if "from" in said else None
         pattern = Padded(pattern, _axis(said["axis"]), size(said["to"]), full)
     return pattern
@@ -101,17 +102,17 @@ def pattern_of(node: object, size: Callable[[object], int]) -> Pattern:
 
 def _kind(kind: str, said: dict[Any, Any], size: Callable[[object], int]) -> Pattern:
     if kind in _PLAIN:
-        _fields(said, kind, {kind}, set())
+        fields(said, kind, {kind}, set())
         if said[kind] not in (None, {}):
             raise SpecError(f"{kind} says nothing more, but here {said[kind]!r}")
         return _PLAIN[kind]
     if kind == "sharded":
-        _fields(said, kind, {kind}, {"grid"})
+        fields(said, kind, {kind}, {"grid"})
         axes = said[kind] if isinstance(said[kind], list) else [said[kind]]
         grid = tuple(size(n) for n in _list(said["grid"], "grid")) if "grid" in said else None
         return Sharded(*map(_axis, axes), grid=grid)
-    _fields(said, kind, {kind}, set())
-    inner = _fields(said[kind], kind, {"axis", "parts"}, {"whole", "groups"})
+    fields(said, kind, {kind}, set())
+    inner = fields(said[kind], kind, {"axis", "parts"}, {"whole", "groups"})
     if not isinstance(inner["parts"], dict) or not inner["parts"]:
         raise SpecError(f"parts should be a mapping of names to sizes, not {inner['parts']!r}")
     parts = {
@@ -141,7 +142,7 @@ def node_of(pattern: Pattern) -> object:
 
 
 def _sentence(item: object, where: str) -> Sentence:
-    said = _fields(item, "a rule", {"param", "pattern"}, {"when"})
+    said = fields(item, "a rule", {"param", "pattern"}, {"when"})
     if not isinstance(said["param"], str):
         raise SpecError(f"param should be a name, not {said['param']!r}")
     regex_of(said["param"])
@@ -159,16 +160,6 @@ def _sentence(item: object, where: str) -> Sentence:
     return Sentence(said["param"], fixed or Written(said["pattern"], pattern_of), when, where)
 
 
-def _fields(node: object, what: str, needed: set[str], allowed: set[str]) -> dict[str, Any]:
-    if not isinstance(node, dict):
-        raise SpecError(f"{what} should be a mapping with {', '.join(sorted(needed))}, not {node!r}")
-    if missing := needed - set(node):
-        raise SpecError(f"{what} lacks {', '.join(sorted(missing))}")
-    if stray := [key for key in node if key not in needed | allowed]:
-        raise SpecError(f"{what} has no field {', '.join(map(repr, stray))}; it has {sorted(needed | allowed)}")
-    return node
-
-
 def _axis(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise SpecError(f"an axis is a number from 0, not {value!r}")
@@ -179,45 +170,3 @@ def _list(value: object, what: str) -> Sequence[Any]:
     if not isinstance(value, list):
         raise SpecError(f"{what} should be a list, not {value!r}")
     return value
-
-
-def _faults(attempt: Callable[[], object], where: str) -> Iterator[str]:
-    try:
-        attempt()
-    except (SpecError, LayoutError) as error:
-        yield f"{where}: {error}"
-
-
-def _document(text: str, file: str) -> tuple[dict[Any, Any], Mapping[Any, Any]]:
-    """The top mapping, and lines: of each section by its name, of the rules under the key `("shards",)`."""
-    loader = yaml.SafeLoader(text)
-    try:
-        root = loader.get_single_node()
-        if not isinstance(root, yaml.MappingNode):
-            raise SpecError(f"{file} should be a mapping with the section shards")
-        _refuse_repeats(root, file)
-        lines: dict[Any, Any] = {key.value: key.start_mark.line + 1 for key, _ in root.value}
-        for key, value in root.value:
-            if isinstance(value, yaml.SequenceNode):
-                lines[(key.value,)] = [item.start_mark.line + 1 for item in value.value]
-        return loader.construct_document(root), lines
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        if isinstance(error, SpecError):
-            raise
-        raise SpecError(f"{file} is not YAML: {error}") from error
-    finally:
-        loader.dispose()
-
-
-def _refuse_repeats(node: yaml.Node, file: str) -> None:
-    """YAML keeps the last of two equal keys; here that would lose a rule without a word."""
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key, value in node.value:
-            if str(key.value) in seen:
-                raise SpecError(f"{file}:{key.start_mark.line + 1}: {key.value!r} is there twice")
-            seen.add(str(key.value))
-            _refuse_repeats(value, file)
-    elif isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            _refuse_repeats(item, file)

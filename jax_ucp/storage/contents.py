@@ -31,13 +31,15 @@ class Piece:
     """A part of a leaf, and where it is stored: block `target` of the leaf is block `source` of `item` in `file`.
 
     Both blocks hold the same elements in row-major order; `source` has one axis where the item is flat. A file
-    that is one block of the leaf, a chunk, has no items.
+    that is one block of the leaf, a chunk, has no items. Where a mapping forms the leaf, its `rule` says in which
+    order: then `target` is the smallest block of the leaf around the elements.
     """
 
     file: str
     item: str
     source: Box
     target: Box
+    rule: str = ""
 
     def __str__(self) -> str:
         return f"{self.file}{':' * bool(self.item)}{self.item}{self.source}"

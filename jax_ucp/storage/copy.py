@@ -153,8 +153,8 @@ def _copy_blocks(
 
 
 def _identity(contents: Contents, plan: CopyPlan) -> str:
-    """What a ledger must agree with: the source's files as they are now, and how they are cut into blocks."""
+    """What a ledger must agree with: the source's files as they are now, how they are mapped, and cut into blocks."""
     at = Path(contents.path)
     files = sorted(path for path in at.rglob("*") if path.is_file()) if at.is_dir() else [at]
     stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return digest(repr((contents.format, stats, sorted(plan.chunks.items()))).encode())
+    return digest(repr((contents.format, contents.source, stats, sorted(plan.chunks.items()))).encode())

@@ -1,0 +1,301 @@
+"""A mapping applied to names and shapes: which parameters each leaf is made of, and where their elements go."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import translate
+from typing import Any
+
+from jax_ucp.errors import LayoutError, SpecError
+from jax_ucp.language.arithmetic import names_in, size_of
+from jax_ucp.language.mapping import Mapping as LeafMapping
+from jax_ucp.language.mapping import Rule, expression, name_regex, placeholders
+from jax_ucp.layout.axes import Axis, Claim, Component, Expression, Known, components, infer
+from jax_ucp.layout.fragments import Shape
+from jax_ucp.layout.strided import LeafForm, LeafLayout, Part, part
+
+FAULTS_SHOWN = 40
+
+Values = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A mapping with the parameters of one checkpoint.
+
+    `leaves` says how each leaf is formed, `skipped` why a parameter is in none, `sizes` the length of every axis
+    that has a name. `notes` tell what is more than moving elements: padding, casts, scaling, copies.
+    """
+
+    leaves: dict[str, LeafForm]
+    skipped: dict[str, str]
+    sizes: dict[str, int]
+    notes: list[str]
+
+
+@dataclass
+class _Instance:
+    """A rule with the names that it found: for each name with placeholders, the parameter of each stacked place."""
+
+    rule: Rule
+    shared: dict[str, str]
+    members: dict[str, dict[Values, str]] = field(default_factory=dict[str, dict[Values, str]])
+
+    def spread(self, axes: str, rank: int) -> Expression:
+        """The expression with names for the axes that `...` stands for, for an array of `rank` axes."""
+        said = expression(axes)
+        # Two parameters of one rule may have other lengths there, so the names are of this instance alone.
+        at = f" of {self.rule.label}" + (f" for {self.shared}" if self.shared else "")
+        return said.spread([f"...{i}{at}" for i in range(rank - len(said.dims) + 1)]) if said.rest else said
+
+
+def bind(
+    mapping: LeafMapping, shapes: Mapping[str, Shape], given: Mapping[str, int], config: Mapping[str, int]
+) -> Bound:
+    """How the parameters of these shapes form leaves. `given` are lengths by name, `config` what a model's config says.
+
+    Raises LayoutError with everything that is wrong: names that no rule claims or several do, rules that find
+    nothing, layers that are missing, lengths that contradict one another or do not divide, leaves formed twice.
+    """
+    faults: list[str] = []
+    skipped, instances = _claimed(mapping, shapes, faults)
+    claims = [claim for instance in instances for claim in _shape_claims(instance, shapes, faults)]
+    lengths = infer(claims, _known(mapping, given, config, faults))
+    faults += lengths.faults
+    for size in sorted({i.rule.scale.split(" ** ")[0] for i in instances if isinstance(i.rule.scale, str)}):
+        if size not in lengths.known:
+            faults.append(f"{mapping.name} scales by a power of {size}, which has no length; give it in sizes")
+    leaves: dict[str, LeafForm] = {}
+    notes: list[str] = []
+    for instance in instances if not faults else []:
+        for name, form in _leaves(instance, shapes, lengths.sizes, faults, notes):
+            if name in leaves:
+                faults.append(f"the leaf {name} is formed twice, by {leaves[name].rule} and by {form.rule}")
+            leaves[name] = form
+    for name in leaves:
+        for above in itertools.accumulate(name.split("/")[:-1], "{}/{}".format):
+            if above in leaves:
+                faults.append(f"{above} is a leaf, so {name} cannot be below it")
+    if faults:
+        faults = list(dict.fromkeys(faults))
+        more = [f"... and {len(faults) - FAULTS_SHOWN} more"] if len(faults) > FAULTS_SHOWN else []
+        title = f"{mapping.name} does not fit the checkpoint in {len(faults)} places:"
+        raise LayoutError("\n  ".join([title, *faults[:FAULTS_SHOWN], *more]))
+    sizes = {name: n for name, n in lengths.sizes.items() if name.isidentifier()}
+    return Bound(leaves, skipped, sizes, list(dict.fromkeys(notes)))
+
+
+def _claimed(
+    mapping: LeafMapping, shapes: Mapping[str, Shape], faults: list[str]
+) -> tuple[dict[str, str], list[_Instance]]:
+    """What becomes of every name: skipped with the reason, or a member of an instance of a rule."""
+    claims: dict[str, list[str]] = {name: [] for name in shapes}
+    skipped: dict[str, str] = {}
+    for skip in mapping.skips:
+        matches = re.compile(translate(re.sub(r"\{\w+\}", "[!.]*", skip.param))).match
+        for name in filter(matches, shapes):
+            skipped[name] = skip.reason
+            claims[name].append(f"skip {skip.param!r}")
+    found: list[_Instance] = []
+    for rule in mapping.rules:
+        instances: dict[Values, _Instance] = {}
+        shared = _shared(rule)
+        for pattern in (*rule.params, *rule.tied):
+            stacked = [key for key in placeholders(pattern) if key not in shared]
+            for name in shapes:
+                if hit := name_regex(pattern).fullmatch(name):
+                    claims[name].append(rule.label)
+                    values = tuple(hit[key] for key in shared)
+                    instance = instances.setdefault(values, _Instance(rule, dict(zip(shared, values, strict=True))))
+                    instance.members.setdefault(pattern, {})[tuple(hit[key] for key in stacked)] = name
+        if not instances and not rule.optional:
+            faults.append(f"{rule.label} finds no parameter")
+        found += instances.values()
+    for name, by in claims.items():
+        if not by:
+            faults.append(f"{name} {list(shapes[name])} is claimed by no rule; map it, or skip it with a reason")
+        elif len(by) > 1:
+            faults.append(f"{name} is claimed {len(by)} times: {'; '.join(by)}")
+    return skipped, found
+
+
+def _shared(rule: Rule) -> tuple[str, ...]:
+    """The placeholders that are in the names of both sides."""
+    of_leaves = placeholders(next(iter(rule.leaves)))
+    return tuple(key for key in placeholders(next(iter(rule.params))) if key in of_leaves)
+
+
+def _stacked(rule: Rule) -> tuple[str, ...]:
+    """The placeholders of the parameters that are axes of the leaves."""
+    return tuple(key for key in placeholders(next(iter(rule.params))) if key not in _shared(rule))
+
+
+def _shape_claims(instance: _Instance, shapes: Mapping[str, Shape], faults: list[str]) -> Iterator[Claim]:
+    """What a rule says of the shapes of the parameters it found, and of how many of them there are."""
+    rule, members = instance.rule, instance.members
+    stacked = _stacked(rule)
+    for i, key in enumerate(stacked):
+        for pattern, names in members.items():
+            numbers = {values[i] for values in names}
+            if wrong := sorted(n for n in numbers if not re.fullmatch(r"0|[1-9]\d*", n)):
+                faults.append(f"{rule.label} stacks {{{key}}} of {pattern}, but finds {', '.join(wrong)} there")
+                return
+            of = f"the number of {{{key}}} in {_filled(pattern, instance.shared)}"
+            yield Claim(of, Expression((Axis(key),)), (max(map(int, numbers)) + 1,))
+    places = {values for names in members.values() for values in names}
+    ranges = [range(max(int(values[i]) for values in places) + 1) for i in range(len(stacked))]
+    wanted = list(itertools.product(*[[str(n) for n in numbers] for numbers in ranges]))
+    for pattern in rule.params:
+        if rule.tied and pattern not in members:
+            continue  # one of the tied copies stands for it
+        lacking = [values for values in wanted if values not in members.get(pattern, {})]
+        for values in lacking[:3]:
+            name = _filled(pattern, instance.shared | dict(zip(stacked, values, strict=True)))
+            beside = next(iter(next(iter(members.values())).values()))
+            faults.append(f"{name} is not there, but {rule.label} needs it beside {beside}")
+        if len(lacking) > 3:
+            faults.append(f"... and {len(lacking) - 3} more of {pattern}")
+    for pattern, names in members.items():
+        axes = {**rule.params, **rule.tied}[pattern]
+        alike: dict[Shape, list[str]] = defaultdict(list)
+        for name in names.values():
+            alike[shapes[name]].append(name)
+        for shape, those in alike.items():
+            also = f" (and {len(those) - 1} more)" if len(those) > 1 else ""
+            yield Claim(those[0] + also, instance.spread(axes, len(shape)), shape)
+
+
+def _known(
+    mapping: LeafMapping, given: Mapping[str, int], config: Mapping[str, int], faults: list[str]
+) -> dict[str, Known]:
+    """The lengths that need no shapes: those given, and the mapping's sizes as far as the config has their names."""
+    known = {name: Known(n, "given in sizes") for name, n in given.items()}
+    numbers = {**config, **given}
+    waiting = {name: size for name, size in mapping.sizes.items() if name not in given}
+    while ready := [name for name, size in waiting.items() if names_in(size) <= numbers.keys()]:
+        for name in ready:
+            size = waiting.pop(name)
+            try:
+                numbers[name] = size_of(size, numbers)
+                known[name] = Known(
+                    numbers[name], f"{size} of the config" if isinstance(size, str) else "in the mapping"
+                )
+            except SpecError as error:
+                faults.append(f"{mapping.name}: sizes: {name}: {error}")
+    return known
+
+
+def _leaves(
+    instance: _Instance, shapes: Mapping[str, Shape], sizes: Mapping[str, int], faults: list[str], notes: list[str]
+) -> Iterator[tuple[str, LeafForm]]:
+    """The leaves of one instance of a rule."""
+    rule = instance.rule
+    some = shapes[next(iter(next(iter(instance.members.values())).values()))]
+    axes = {**rule.params, **rule.tied}
+    pattern = next(iter(instance.members))
+    rest = len(some) - len(expression(axes[pattern]).dims) + 1 if expression(axes[pattern]).rest else 0
+    spread = {p: instance.spread(axes[p], rest + len(expression(axes[p]).dims) - 1) for p in instance.members}
+    scale = _scale(rule, sizes)
+    if (scale, rule.add) != (1, 0):
+        how = f"(x - {rule.add}) / {scale}" if rule.backwards else f"x * {scale} + {rule.add}"
+        notes.append(f"{rule.label}: parameters x become {how}, rounded to their dtype; their moments are left out")
+    for leaf, said in rule.leaves.items():
+        made = instance.spread(said, rest + len(expression(said).dims) - 1)
+        unstacked = [key for key in placeholders(leaf) if key not in instance.shared]
+        shape = made.shape(sizes)
+        for place in itertools.product(*[range(sizes[key]) for key in unstacked]):
+            fixed = dict(zip(unstacked, place, strict=True))
+            name = _filled(leaf, instance.shared | {key: str(i) for key, i in fixed.items()})
+            groups = [[p for p in rule.params if p in spread], *([p] for p in rule.tied if p in spread)]
+            layouts = [
+                LeafLayout(shape, tuple(_parts(instance, made, {p: spread[p] for p in group}, sizes, fixed)))
+                for group in groups
+                if group
+            ]
+            if not layouts[0].parts:
+                faults.append(f"{rule.label}: the leaf {name} of shape {list(shape)} has no elements")
+                continue
+            form = LeafForm(layouts[0], str(rule), tuple(layouts[1:]), rule.cast, scale, rule.add, rule.backwards)
+            yield name, form
+            if layouts[0].padding:
+                notes.append(f"{rule.label}: {layouts[0].padding} elements of {leaf} are padding, zeros")
+    for p, said in spread.items():
+        if dropped := [c for c in components(said, sizes) if c.padding]:
+            names = " and ".join(sorted({n for c in dropped for n in c.names if n.startswith("_")}))
+            notes.append(f"{rule.label}: {names} of {p} is dropped; going back gives zeros there")
+    if len(layouts_of(rule)) < len(rule.leaves):
+        notes.append(f"{rule.label}: one parameter becomes several leaves, which are independent from then on")
+
+
+def _scale(rule: Rule, sizes: Mapping[str, int]) -> float:
+    """The number by which a rule scales."""
+    if not isinstance(rule.scale, str):
+        return rule.scale
+    size, power = rule.scale.split(" ** ")
+    return sizes[size] ** float(power)
+
+
+def layouts_of(rule: Rule) -> Mapping[str, str]:
+    """The leaves of a rule that are no copies of others of it."""
+    return rule.inverse().params
+
+
+def _parts(
+    instance: _Instance,
+    leaf: Expression,
+    params: Mapping[str, Expression],
+    sizes: Mapping[str, int],
+    fixed: Mapping[str, int],
+) -> Iterator[Part]:
+    """Where each parameter's elements are in a leaf; `fixed` are the places at which parameters are unstacked."""
+    stacked = _stacked(instance.rule)
+    sources: dict[frozenset[str], tuple[str, Component]] = {}
+    for pattern, said in params.items():
+        for component in components(said, sizes):
+            sources[component.names.union(stacked)] = pattern, component
+    for target in components(leaf, sizes):
+        if target.padding:
+            continue
+        pattern, source = sources[target.names.union(fixed)]
+        for values, name in sorted(instance.members[pattern].items(), key=lambda item: tuple(map(int, item[0]))):
+            at = {**fixed, **{key: int(value) for key, value in zip(stacked, values, strict=True)}}
+            found = part(name, source, target, sizes, at)
+            if 0 not in found.sizes:
+                yield found
+
+
+def _filled(name: str, values: Mapping[str, str]) -> str:
+    """A name with placeholders replaced, as far as there are values for them."""
+    for key, value in values.items():
+        name = name.replace(f"{{{key}}}", value)
+    return name
+
+
+def config_numbers(extras: Mapping[str, Any]) -> dict[str, int]:
+    """The numbers that a checkpoint's extras say of its model: of Hugging Face's config.json, of Megatron's args."""
+    found: dict[str, int] = {}
+    for items in extras.values():
+        for name in ("config", "args"):
+            said = items.get(name) if isinstance(items, dict) else None
+            said = said.get("fields", said) if isinstance(said, dict) else {}
+            for key, value in said.items():
+                if isinstance(value, int) and not isinstance(value, bool):
+                    found.setdefault(key, value)
+    return found
+
+
+def undone_lengths(mapping: LeafMapping, done: Mapping[str, Any]) -> dict[str, int]:
+    """The lengths of the mapping that made a checkpoint, if `mapping` undoes it: `done` is what the checkpoint says."""
+    undoes = "rules" in done and LeafMapping.from_dict(done["rules"]).inverse() == mapping
+    return done["lengths"] if undoes else {}
+
+
+def unclaimed(mapping: LeafMapping, names: Sequence[str]) -> list[str]:
+    """The names that neither a rule nor a skip claims."""
+    found = [name_regex(pattern) for rule in mapping.rules for pattern in (*rule.params, *rule.tied)]
+    found += [re.compile(translate(re.sub(r"\{\w+\}", "[!.]*", skip.param))) for skip in mapping.skips]
+    return [name for name in names if not any(regex.fullmatch(name) for regex in found)]

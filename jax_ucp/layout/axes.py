@@ -1,0 +1,347 @@
+"""The axes notation: what the axes of an array mean, so that one array can be said to form another.
+
+    (group (q + k + v) head_dim) embed
+
+One item for each axis of the array. A name is an axis of that length. A product in parentheses is one axis on
+which the inner ones are nested, the last running fastest. A sum in parentheses is parts side by side. `1` is an
+axis of length one, and `...` stands for all axes that are not spelled out. Two arrays that name the same axes
+hold the same elements, each where its own expression puts them. A name that begins with `_` is padding.
+
+Three stages, each with errors of its own: `parse` turns text into an `Expression`, and knows no shapes;
+`infer` finds the lengths of axes from shapes, and knows no data; `components` gives for each choice of parts
+where its elements lie, as an affine map from the indices of the axes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jax_ucp.errors import LayoutError, SpecError
+
+REST = "..."
+
+_TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z_]\w*|\d+|[()+]|\S)")
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """An axis with a name."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Axes nested on one, the last running fastest; of none, an axis of length one."""
+
+    parts: tuple[Node, ...]
+
+    def __str__(self) -> str:
+        return f"({' '.join(map(str, self.parts))})" if self.parts else "1"
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Parts side by side on one axis."""
+
+    parts: tuple[Node, ...]
+
+    def __str__(self) -> str:
+        return f"({' + '.join(map(str, self.parts))})"
+
+
+Node = Axis | Product | Sum
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """What each axis of an array means."""
+
+    dims: tuple[Node, ...]
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.dims))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The axes that it names."""
+        return frozenset(name for dim in self.dims for name in _names(dim)) - {REST}
+
+    def spread(self, axes: Sequence[str]) -> Expression:
+        """The expression with the axes called `axes` in place of `...`."""
+        dims = [(Axis(name) for name in axes) if dim == Axis(REST) else (dim,) for dim in self.dims]
+        return Expression(tuple(node for some in dims for node in some))
+
+    @property
+    def rest(self) -> bool:
+        """Whether it has `...`."""
+        return Axis(REST) in self.dims
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape of an array of which this is said."""
+        return tuple(_length(dim, sizes) for dim in self.dims)
+
+
+def parse(text: str) -> Expression:
+    """The expression that a text says. Raises SpecError, with the place, where it is not in the notation.
+
+    >>> parse("(group (q + k + v) head_dim) embed").dims[1]
+    Axis(name='embed')
+    """
+    tokens = [(match.group(1), match.start(1)) for match in _TOKEN.finditer(text)]
+    reader = _Reader(text, tokens)
+    dims = reader.items(depth=0)
+    if sum(dim == Axis(REST) for dim in dims) > 1:
+        raise SpecError(f"in {text!r}: `...` can be there only once")
+    expression = Expression(tuple(dims))
+    for component in components(expression, _ONES):
+        names = [name for line in component.lines for name, _ in line.terms]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise SpecError(f"in {text!r}: {', '.join(twice)} is there twice; each axis of an array has its own name")
+    return expression
+
+
+class _Reader:
+    """Recursive descent over tokens."""
+
+    def __init__(self, text: str, tokens: Sequence[tuple[str, int]]):
+        self.text, self.tokens, self.at = text, tokens, 0
+
+    def items(self, depth: int) -> list[Node]:
+        found: list[Node] = []
+        while self.at < len(self.tokens):
+            token, place = self.tokens[self.at]
+            if depth and token in (")", "+"):
+                break
+            self.at += 1
+            if token == "(":
+                found.append(self.group(depth, place))
+            elif token == REST and depth:
+                raise self.fault("`...` stands for whole axes, so it cannot be in parentheses", place)
+            elif token == "+":
+                raise self.fault("parts side by side stand in parentheses: (q + k)", place)
+            elif token == ")":
+                raise self.fault("a parenthesis is closed that was not opened", place)
+            elif token.isdigit() and token != "1":
+                raise self.fault(f"an axis of length {token} needs a name; give the name its length in sizes", place)
+            elif token == "1":
+                found.append(Product(()))
+            elif token == REST or token.isidentifier():
+                found.append(Axis(token))
+            else:
+                raise self.fault(f"{token!r} is no axis; there are names, 1, ..., parentheses and +", place)
+        return found
+
+    def group(self, depth: int, opened: int) -> Node:
+        alternatives: list[Node] = []
+        while True:
+            inner = self.items(depth + 1)
+            if not inner:
+                raise self.fault("there is nothing to the left of this, where an axis should be", self.place())
+            alternatives.append(inner[0] if len(inner) == 1 else Product(tuple(inner)))
+            if self.at == len(self.tokens):
+                raise self.fault("this parenthesis is never closed", opened)
+            token, _ = self.tokens[self.at]
+            self.at += 1
+            if token == ")":
+                return alternatives[0] if len(alternatives) == 1 else Sum(tuple(alternatives))
+
+    def place(self) -> int:
+        return self.tokens[self.at][1] if self.at < len(self.tokens) else len(self.text)
+
+    def fault(self, what: str, place: int) -> SpecError:
+        return SpecError(f"in {self.text!r}, at character {place + 1}: {what}")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Where elements lie on one axis of an array: at `offset`, plus index times stride of each axis in `terms`.
+
+    `terms` come outermost first: what follows a term never reaches over one stride of it.
+    """
+
+    offset: int
+    terms: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One choice of parts from every sum of an expression: a line for each axis of the array."""
+
+    lines: tuple[Line, ...]
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(name for line in self.lines for name, _ in line.terms)
+
+    @property
+    def padding(self) -> bool:
+        """Whether nothing of another array is here."""
+        return any(name.startswith("_") for name in self.names)
+
+
+def components(expression: Expression, sizes: Mapping[str, int]) -> list[Component]:
+    """Every choice of parts, and where its elements lie. Together they are each element once.
+
+    >>> for component in components(parse("(a (q + k))"), {"a": 2, "q": 3, "k": 1}):
+    ...     print(component.lines[0])
+    Line(offset=0, terms=(('a', 4), ('q', 1)))
+    Line(offset=3, terms=(('a', 4), ('k', 1)))
+    """
+    found: list[tuple[Line, ...]] = [()]
+    for dim in expression.dims:
+        found = [(*lines, line) for lines in found for line in _lines(dim, 1, sizes)]
+    return [Component(lines) for lines in found]
+
+
+def _lines(node: Node, stride: int, sizes: Mapping[str, int]) -> list[Line]:
+    match node:
+        case Axis(name=name):
+            return [Line(0, ((name, stride),))]
+        case Product(parts=parts):
+            found = [Line(0)]
+            for part in reversed(parts):
+                inner = _lines(part, stride, sizes)
+                found = [Line(a.offset + b.offset, (*a.terms, *b.terms)) for a in inner for b in found]
+                stride *= _length(part, sizes)
+            return found
+        case Sum(parts=parts):
+            found: list[Line] = []
+            before = 0
+            for part in parts:
+                found += [Line(line.offset + before * stride, line.terms) for line in _lines(part, stride, sizes)]
+                before += _length(part, sizes)
+            return found
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The length of an axis, and who says so."""
+
+    length: int
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """An array of `shape` of which `expression` is said; `name` is what errors call it."""
+
+    name: str
+    expression: Expression
+    shape: tuple[int, ...]
+
+
+@dataclass
+class Lengths:
+    """The lengths of axes that are known so far, and what contradicts them."""
+
+    known: dict[str, Known] = field(default_factory=dict[str, Known])
+    faults: list[str] = field(default_factory=list[str])
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {name: known.length for name, known in self.known.items()}
+
+
+def infer(claims: Sequence[Claim], known: Mapping[str, Known]) -> Lengths:
+    """The length of every axis: those given, and those that follow from the shapes, in whatever order.
+
+    An axis follows where it is the only unknown one of an array's axis. What does not fit, and what nothing
+    says, is in the faults; nothing is guessed.
+    """
+    found = Lengths(dict(known))
+    rest: list[tuple[Claim, int]] = []
+    for claim in claims:
+        if len(claim.expression.dims) != len(claim.shape):
+            count, have = len(claim.expression.dims), len(claim.shape)
+            found.faults.append(
+                f"{claim.name} has {have} axes, {list(claim.shape)}, but `{claim.expression}` names {count}"
+            )
+        else:
+            rest += [(claim, axis) for axis in range(len(claim.shape))]
+    progress = True
+    while progress:
+        waiting = [item for item in rest if not _settle(*item, found)]
+        progress, rest = len(waiting) < len(rest), waiting
+    for claim, axis in rest:
+        dim = claim.expression.dims[axis]
+        unknown = sorted({name for name in _names(dim) if name not in found.known})
+        found.faults.append(
+            f"{claim.name}: axis {axis} has length {claim.shape[axis]} and is `{dim}`, which leaves the length of "
+            f"{' and '.join(unknown)} open; give it in sizes"
+        )
+    return found
+
+
+def _settle(claim: Claim, axis: int, found: Lengths) -> bool:
+    """Whether one axis of an array has nothing left to say. A fault counts as said."""
+    dim, length, sizes = claim.expression.dims[axis], claim.shape[axis], found.sizes
+    unknown = list(dict.fromkeys(name for name in _names(dim) if name not in sizes))
+    if len(unknown) > 1:
+        return False
+    if not unknown:
+        if _length(dim, sizes) != length:
+            found.faults.append(f"{claim.name}: {_told(dim, axis, length, found)}")
+        return True
+    # The length of a dim is linear in its one unknown: base + rate * unknown.
+    base = _length(dim, {**sizes, unknown[0]: 0})
+    rate = _length(dim, {**sizes, unknown[0]: 1}) - base
+    if rate == 0 or length < base or (length - base) % rate:
+        found.faults.append(
+            f"{claim.name}: {_told(dim, axis, length, found)}; no length of {unknown[0]} makes that fit"
+        )
+    else:
+        value = (length - base) // rate
+        found.known[unknown[0]] = Known(value, f"axis {axis} of {claim.name}, {list(claim.shape)}")
+    return True
+
+
+def _told(dim: Node, axis: int, length: int, found: Lengths) -> str:
+    """What an expression says of an axis, with its lengths and where they come from."""
+    names = dict.fromkeys(name for name in _names(dim) if name in found.known)
+    said = ", ".join(f"{name} = {found.known[name].length} ({found.known[name].origin})" for name in names)
+    whole = f" = {_length(dim, found.sizes)}" if all(name in found.known for name in _names(dim)) else ""
+    return f"axis {axis} is `{dim}`{whole} with {said or 'no length known'}, but the array has {length} there"
+
+
+def _length(node: Node, sizes: Mapping[str, int]) -> int:
+    match node:
+        case Axis(name=name):
+            try:
+                return sizes[name]
+            except KeyError:
+                raise LayoutError(f"the length of {name} is not known; give it in sizes") from None
+        case Product(parts=parts):
+            return math.prod(_length(part, sizes) for part in parts)
+        case Sum(parts=parts):
+            return sum(_length(part, sizes) for part in parts)
+
+
+def _names(node: Node) -> Iterator[str]:
+    """The axes of a node; one in several parts of a sum comes as often."""
+    if isinstance(node, Axis):
+        yield node.name
+    else:
+        for part in node.parts:
+            yield from _names(part)
+
+
+class _Ones(dict[str, int]):
+    """Every axis has length one: for looking at names alone."""
+
+    def __missing__(self, key: str) -> int:
+        return 1
+
+
+_ONES: Mapping[str, int] = _Ones()
+
+
+def axis_sets(expression: Expression) -> list[frozenset[str]]:
+    """The names of the axes of every component, in order."""
+    return [component.names for component in components(expression, _ONES)]

@@ -1,0 +1,204 @@
+"""Arrays that hold the same elements in different places: affine index maps between boxes.
+
+The axes notation is lowered to these. They are all that reading through it needs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from jax_ucp.layout.axes import Component, Line
+from jax_ucp.layout.box import Box
+
+# A read fetches the smallest box around what it wants, as long as that is at most so many times as large;
+# what lies wider apart is fetched in several reads.
+MOST_READ = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Where indices lie on one axis of an array: `offset + sum(stride * index[axis])`, outermost first."""
+
+    offset: int
+    terms: tuple[tuple[int, int], ...] = ()
+
+    def span(self, box: Box) -> tuple[int, int]:
+        """The half-open range that the indices in a box reach."""
+        start = self.offset + sum(stride * box.start[axis] for axis, stride in self.terms)
+        reach = sum(stride * (box.stop[axis] - box.start[axis] - 1) for axis, stride in self.terms)
+        return start, start + reach + 1
+
+
+Place = tuple[Run, ...]
+
+
+def hull(place: Place, box: Box) -> Box:
+    """The smallest box of an array that holds the elements of a box of indices."""
+    spans = [run.span(box) for run in place]
+    return Box(tuple(a for a, _ in spans), tuple(b for _, b in spans))
+
+
+def strides(place: Place, ndim: int) -> tuple[tuple[int, int], ...]:
+    """For each of `ndim` indices the axis of the array on which it runs, and its stride there in elements."""
+    found = {axis: (dim, stride) for dim, run in enumerate(place) for axis, stride in run.terms}
+    return tuple(found[axis] for axis in range(ndim))
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Elements to move: a box of indices, and the smallest boxes of the source and of the target around them."""
+
+    indices: Box
+    source: Box
+    target: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements that array `array` of a source has in common with a target.
+
+    They have indices in the box of `sizes`; `source` and `target` say for every axis of the two arrays where
+    the element of an index lies. Both maps are one to one.
+    """
+
+    array: str
+    sizes: tuple[int, ...]
+    source: Place
+    target: Place
+
+    def steps(self, box: Box) -> Iterator[Step]:
+        """How the elements in a box of the target are fetched: no read is more than `MOST_READ` times too large."""
+        for indices in self.inside(box):
+            for piece in self._cut(indices):
+                yield Step(piece, hull(self.source, piece), hull(self.target, piece))
+
+    def inverse(self, array: str) -> Part:
+        """The same elements, from the target to the source, which is called `array`."""
+        return Part(array, self.sizes, self.target, self.source)
+
+    def inside(self, box: Box) -> Iterator[Box]:
+        """The indices of the elements in a box of the target, as disjoint boxes."""
+        ranges: list[list[dict[int, tuple[int, int]]]] = []
+        for run, a, b in zip(self.target, box.start, box.stop, strict=True):
+            steps = [(self.sizes[axis], stride) for axis, stride in run.terms]
+            axes = [axis for axis, _ in run.terms]
+            found = _within(steps, a - run.offset, b - run.offset)
+            ranges.append([dict(zip(axes, spans, strict=True)) for spans in found])
+        for combination in itertools.product(*ranges):
+            spans = {axis: span for part in combination for axis, span in part.items()}
+            pairs = [spans[axis] for axis in range(len(self.sizes))]
+            yield Box(tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
+
+    def _cut(self, indices: Box) -> Iterator[Box]:
+        """Boxes of indices whose elements lie close enough in the source to be read at once."""
+        if hull(self.source, indices).size <= MOST_READ * indices.size:
+            yield indices
+            return
+        axis = self._widest(indices)
+        for at in range(indices.start[axis], indices.stop[axis]):
+            start = (*indices.start[:axis], at, *indices.start[axis + 1 :])
+            yield from self._cut(Box(start, (*indices.stop[:axis], at + 1, *indices.stop[axis + 1 :])))
+
+    def _widest(self, indices: Box) -> int:
+        """The axis with the widest gaps between its elements in the source, for what lies between."""
+        gaps: dict[int, float] = {}
+        for run in self.source:
+            reach = 1
+            for axis, stride in reversed(run.terms):
+                extent = indices.stop[axis] - indices.start[axis]
+                if extent > 1:
+                    gaps[axis] = stride / reach
+                    reach += stride * (extent - 1)
+        return max(gaps, key=gaps.__getitem__)
+
+
+def _within(steps: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """The indices of nested axes, as (size, stride) outermost first, whose place is in `start <= place < stop`.
+
+    They come as boxes, at most `2 * len(steps) - 1` of them.
+    """
+    if not steps:
+        if start <= 0 < stop:
+            yield ()
+        return
+    (size, stride), inner = steps[0], steps[1:]
+    reach = 1 + sum((n - 1) * s for n, s in inner)
+    first = min(max(-(-start // stride), 0), size)
+    last = min(max((stop - reach) // stride + 1, first), size)
+    if first:
+        yield from _at(first - 1, stride, inner, start, stop)
+    if first < last:
+        yield ((first, last), *((0, n) for n, _ in inner))
+    if last < size:
+        yield from _at(last, stride, inner, start, stop)
+
+
+def _at(
+    index: int, stride: int, inner: Sequence[tuple[int, int]], start: int, stop: int
+) -> Iterator[tuple[tuple[int, int], ...]]:
+    for spans in _within(inner, start - index * stride, stop - index * stride):
+        yield ((index, index + 1), *spans)
+
+
+def part(array: str, source: Component, target: Component, sizes: Mapping[str, int], fixed: Mapping[str, int]) -> Part:
+    """The elements that two components with the same axes have in common.
+
+    `fixed` are indices of axes of which only one is meant: the layer, where each layer is an array of its own.
+    """
+    names = [name for line in target.lines for name, _ in line.terms if name not in fixed]
+    order = {name: i for i, name in enumerate(names)}
+    return Part(
+        array,
+        tuple(sizes[name] for name in names),
+        tuple(_run(line, order, fixed) for line in source.lines),
+        tuple(_run(line, order, fixed) for line in target.lines),
+    )
+
+
+def _run(line: Line, order: Mapping[str, int], fixed: Mapping[str, int]) -> Run:
+    at = sum(stride * fixed[name] for name, stride in line.terms if name in fixed)
+    return Run(line.offset + at, tuple((order[name], stride) for name, stride in line.terms if name in order))
+
+
+@dataclass(frozen=True, slots=True)
+class LeafLayout:
+    """A target array of `shape`, made of parts of source arrays. What no part has is padding: zeros."""
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def padding(self) -> int:
+        """Number of elements that no source has."""
+        return math.prod(self.shape) - sum(math.prod(part.sizes) for part in self.parts)
+
+
+@dataclass(frozen=True)
+class LeafForm:
+    """How parameters form a leaf: the parts of its layout are named by parameter.
+
+    `copies` are layouts that give the same leaf from other parameters, which are tied to the first. The value is
+    `x * scale + add`, or with `backwards` `(x - add) / scale`, and then cast to `dtype` if there is one. `rule`
+    is what people wrote.
+    """
+
+    layout: LeafLayout
+    rule: str
+    copies: tuple[LeafLayout, ...] = ()
+    dtype: str = ""
+    scale: float = 1
+    add: float = 0
+    backwards: bool = False
+
+    @property
+    def scaled(self) -> bool:
+        return (self.scale, self.add) != (1, 0)
+
+    @property
+    def params(self) -> list[str]:
+        """The parameters that it is made of, tied ones too."""
+        parts = [part for layout in (self.layout, *self.copies) for part in layout.parts]
+        return list(dict.fromkeys(part.array for part in parts))

@@ -1,0 +1,227 @@
+"""Mapping files: what is one, and everything in which one may differ from a checkpoint, told in one report."""
+
+import pytest
+
+import jax_ucp as ucp
+from jax_ucp.errors import LayoutError, SpecError
+from jax_ucp.language.binding import bind, config_numbers
+from jax_ucp.language.mapping import Rule
+
+FILE = """\
+sizes: {heads: num_attention_heads, gate: 1, up: 1}
+leaves:
+- param: embed.weight
+  axes: vocab embed
+  leaf: embedder
+- param: h.{layer}.q.weight
+  axes: (heads head_dim) embed
+  leaf: {layers/q: layer embed heads head_dim}
+- param:
+    h.{layer}.gate: (gate mlp) embed
+    h.{layer}.up: (up mlp) embed
+  leaf: {layers/wi: layer embed ((gate + up) mlp)}
+- param: h.{layer}.{norm}_norm.weight
+  leaf: layers/{layer}/{norm}/scale
+- param: head.weight
+  axes: vocab embed
+  leaf: {head: embed vocab}
+  optional: true
+skip:
+- {param: "*.inv_freq", reason: computed from the config}
+"""
+SHAPES = {
+    "embed.weight": (10, 8),
+    **{f"h.{i}.q.weight": (8, 8) for i in range(2)},
+    **{f"h.{i}.{name}": (12, 8) for i in range(2) for name in ("gate", "up")},
+    **{f"h.{i}.{name}_norm.weight": (8,) for i in range(2) for name in ("in", "out")},
+    "h.0.inv_freq": (2,),
+}
+CONFIG = {"num_attention_heads": 2}
+
+
+def mapping(text=FILE):
+    return ucp.Mapping.parse(text, "my.yaml")
+
+
+def test_leaves_have_the_shapes_and_names_that_the_rules_say():
+    bound = bind(mapping(), SHAPES, {}, CONFIG)
+    shapes = {name: form.layout.shape for name, form in bound.leaves.items()}
+    assert shapes == {
+        "embedder": (10, 8),
+        "layers/q": (2, 8, 2, 4),
+        "layers/wi": (2, 8, 24),
+        **{f"layers/{i}/{name}/scale": (8,) for i in range(2) for name in ("in", "out")},
+    }
+    assert bound.skipped == {"h.0.inv_freq": "computed from the config"}
+    assert bound.sizes["head_dim"] == 4
+    assert not bound.notes
+
+
+def test_a_mapping_is_what_its_dict_says_and_the_inverse_of_its_inverse():
+    said = mapping()
+    assert ucp.Mapping.from_dict(said.to_dict()) == said
+    assert said.inverse().inverse().rules == said.rules
+    assert said.inverse().rules[1] == Rule(
+        {"layers/q": "layer embed heads head_dim"}, {"h.{layer}.q.weight": "(heads head_dim) embed"}
+    )
+
+
+def test_backwards_the_shapes_come_out_again():
+    bound = bind(mapping(), SHAPES, {}, CONFIG)
+    leaves = {name: form.layout.shape for name, form in bound.leaves.items()}
+    back = bind(mapping().inverse(), leaves, {}, CONFIG)
+    assert {name: form.layout.shape for name, form in back.leaves.items()} == {
+        name: shape for name, shape in SHAPES.items() if name not in bound.skipped
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "faults"),
+    [
+        ("- 1", ["should be a mapping of sections"]),
+        ("rules: []", ["my.yaml:1: 'rules' is no section"]),
+        ("leaves: {a: b}\nsizes: [a]", ["sizes should be a mapping", "leaves should be a list"]),
+        ("sizes: {a b: 1, c: 'x+'}", ["'a b' is no name for a size", "sizes: c: 'x+' is no size"]),
+        ("leaves:\n- {param: a}", ["my.yaml:2: a rule lacks leaf"]),
+        ("leaves:\n- {param: a, leaf: b, axis: x}", ["my.yaml:2: a rule has no field 'axis'"]),
+        (
+            "leaves:\n- {param: a, axes: x y, leaf: {b: x}}",
+            ["a has the axes x, y, but no leaf has just these: b lacks y"],
+        ),
+        (
+            "leaves:\n- {param: a, axes: x, leaf: {b: x z}}",
+            ["a has the axes x, but no leaf has just these: b has z besides"],
+        ),
+        ("leaves:\n- {param: a, axes: (q + k), leaf: {b: q}}", ["a has the axes k, but no leaf has just these"]),
+        ("leaves:\n- {param: 'a.{i}', axes: x, leaf: {b: x}}", ["a.{i} has the axes i, x, but no leaf"]),
+        ("leaves:\n- {param: 'a.{i}', axes: i x, leaf: b}", ["a.{i} has i in its name already"]),
+        ("leaves:\n- {param: {a: x, b: x}, leaf: {c: x}}", ["the axes x are named 2 times, in a and b"]),
+        ("leaves:\n- {param: {'a.{i}': x, b: y}, leaf: {c: x}}", ["should have the same placeholders"]),
+        ("leaves:\n- {param: 'a.{0}', leaf: b}", ["{0} in 'a.{0}' is no placeholder"]),
+        ("leaves:\n- {param: 'a.{x', leaf: b}", ["a brace in 'a.{x' is not closed"]),
+        ("leaves:\n- {param: a, leaf: 'b.*'}", ["a leaf has one name"]),
+        ("leaves:\n- {param: {a: x}, axes: x, leaf: b}", ["axes are for a param that is one name"]),
+        ("leaves:\n- {param: a, leaf: b, scale: 0}", ["scale should not be 0"]),
+        ("leaves:\n- {param: a, leaf: b, add: one}", ["add should be a number, not 'one'"]),
+        ("leaves:\n- {param: a, leaf: b, optional: 1}", ["optional is true or false, not 1"]),
+        ("leaves:\n- {param: a, leaf: b, cast: int8}", ["cast is the name of a floating dtype"]),
+        ("leaves:\n- {param: {a: x, b: y}, leaf: {c: (x + y)}, tied: {d: x}}", ["what is tied is a copy of one"]),
+        (
+            "leaves:\n- {param: a, axes: x y, leaf: b, tied: {c: x}}",
+            ["c is tied, so it should name the axes that a names"],
+        ),
+        ("skip:\n- {param: a}", ["my.yaml:2: what is skipped lacks reason"]),
+        ("skip:\n- {param: a, reason: ''}", ["has a param, which is a name, and a reason"]),
+        ("leaves:\n- {param: a.{i}, leaf: b}", ["my.yaml is not YAML", "quote a name that has braces itself"]),
+        ("leaves:\n- {param: a, axes: '(x', leaf: b}\n- {param: c}", ["my.yaml:2: in '(x'", "my.yaml:3: a rule lacks"]),
+    ],
+)
+def test_what_is_no_mapping_is_refused_with_every_fault_and_its_line(text, faults):
+    with pytest.raises(SpecError) as error:
+        mapping(text)
+    for fault in faults:
+        assert fault in str(error.value)
+
+
+def test_a_file_that_is_not_there_is_refused_with_the_names_that_are():
+    with pytest.raises(SpecError, match=r"nothing is no mapping that can be read .* the package has .*hf-llama"):
+        ucp.Mapping.load("nothing")
+
+
+def faults_of(text=FILE, shapes=None, sizes=None, config=None):
+    with pytest.raises(LayoutError) as error:
+        bind(mapping(text), {**SHAPES, **(shapes or {})}, sizes or {}, CONFIG if config is None else config)
+    title, *lines = str(error.value).split("\n  ")
+    assert title == f"my.yaml does not fit the checkpoint in {len(lines)} places:"
+    return lines
+
+
+def test_everything_that_is_wrong_is_in_one_report():
+    text = FILE.replace("(heads head_dim) embed\n", "embed\n").replace("layer embed heads head_dim", "layer embed")
+    text += "- {param: embed.*, reason: not wanted}\n"
+    lines = faults_of(text, {"stray.weight": (3,), "h.0.gate": (13, 8), "h.2.up": (12, 8)})
+    said = "\n".join(lines)
+    assert "stray.weight [3] is claimed by no rule; map it, or skip it with a reason" in said
+    assert "embed.weight is claimed 2 times: skip 'embed.*'; my.yaml:3: the rule for embed.weight" in said
+    assert "h.2.gate is not there, but my.yaml:9: the rule for h.{layer}.gate and h.{layer}.up needs it" in said
+    assert "h.0.q.weight (and 1 more) has 2 axes, [8, 8], but `embed` names 1" in said
+    assert "h.0.gate: axis 0 is `(gate mlp)`" in said or "h.1.gate: axis 0 is `(gate mlp)`" in said
+    assert len(lines) == 7
+
+
+def test_a_size_that_does_not_divide_is_told_with_where_it_comes_from():
+    (line, *_) = faults_of(config={"num_attention_heads": 3})
+    assert "axis 0 is `(heads head_dim)` with heads = 3 (num_attention_heads of the config)" in line
+    assert "the array has 8 there; no length of head_dim makes that fit" in line
+
+
+def test_a_length_that_follows_from_nothing_is_asked_for():
+    (line,) = faults_of(config={})
+    assert "is `(heads head_dim)`, which leaves the length of head_dim and heads open; give it in sizes" in line
+    assert bind(mapping(), SHAPES, {"head_dim": 2}, {}).sizes["heads"] == 4
+    assert bind(mapping(), SHAPES, {"num_attention_heads": 4}, {}).sizes["head_dim"] == 2
+    assert bind(mapping(), SHAPES, {"heads": 8}, CONFIG).sizes["head_dim"] == 1
+
+
+def test_a_quotient_in_sizes_must_be_whole():
+    text = FILE.replace("heads: num_attention_heads", "heads: num_attention_heads, half: heads // 2")
+    assert faults_of(text, config={"num_attention_heads": 1})[0].startswith(
+        "my.yaml: sizes: half: in the size 'heads //"
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "fault"),
+    [
+        ({"h.3.q.weight": (8, 8)}, "h.2.q.weight is not there"),
+        ({"h.x.q.weight": (8, 8)}, "stacks {layer} of h.{layer}.q.weight, but finds x there"),
+        ({"h.01.q.weight": (8, 8)}, "stacks {layer} of h.{layer}.q.weight, but finds 01 there"),
+        ({"h.2.q.weight": (8, 8)}, "the number of {layer}"),  # gate and up have two layers
+    ],
+)
+def test_stacking_needs_every_number_from_zero(names, fault):
+    assert any(fault in line for line in faults_of(shapes=names))
+
+
+def test_stacks_of_several_levels_must_be_full():
+    text = "leaves:\n- {param: 'h.{layer}.e.{expert}.w', axes: a, leaf: {w: layer expert a}}"
+    shapes = {f"h.{i}.e.{j}.w": (2,) for i in range(3) for j in range(4) if (i, j) != (1, 2)}
+    with pytest.raises(LayoutError, match=r"h\.1\.e\.2\.w is not there"):
+        bind(mapping(text), shapes, {}, {})
+    assert bind(mapping(text), shapes | {"h.1.e.2.w": (2,)}, {}, {}).leaves["w"].layout.shape == (3, 4, 2)
+
+
+def test_a_rule_that_finds_nothing_is_a_fault_unless_it_is_optional():
+    assert "finds no parameter" in faults_of(FILE.replace("  optional: true\n", ""))[0]
+
+
+def test_a_leaf_is_formed_once_and_has_no_leaf_above_it():
+    twice = FILE.replace("leaf: embedder", "leaf: layers/0/in/scale")
+    assert any("the leaf layers/0/in/scale is formed twice" in line for line in faults_of(twice))
+    above = FILE.replace("leaf: embedder", "leaf: layers/q/up")
+    assert faults_of(above) == ["layers/q is a leaf, so layers/q/up cannot be below it"]
+
+
+def test_the_rest_of_the_axes_may_differ_from_parameter_to_parameter():
+    text = "leaves:\n- {param: '{name}.weight', leaf: 'm/{name}'}"
+    bound = bind(mapping(text), {"a.weight": (2, 3), "b.weight": (4,), "c.weight": ()}, {}, {})
+    assert {name: form.layout.shape for name, form in bound.leaves.items()} == {"m/a": (2, 3), "m/b": (4,), "m/c": ()}
+
+
+def test_what_is_more_than_moving_elements_is_noted():
+    text = "leaves:\n- {param: e, axes: (vocab + _rest) d, leaf: {e: (vocab + _more) d, f: d (vocab + _more)}}"
+    notes = bind(mapping(text), {"e": (12, 2)}, {"vocab": 10, "_more": 6}, {}).notes
+    assert "my.yaml:2: the rule for e: _rest of e is dropped; going back gives zeros there" in notes
+    assert "my.yaml:2: the rule for e: 12 elements of e are padding, zeros" in notes
+    assert (
+        "my.yaml:2: the rule for e: one parameter becomes several leaves, which are independent from then on" in notes
+    )
+
+
+def test_numbers_come_from_the_configs_that_checkpoints_carry():
+    extras = {
+        "config.json": {"config": {"n_head": 3, "tie": True, "eps": 1e-5, "head_dim": None}},
+        "mp_rank_00/model_optim_rng.pt": {"args": {"!record": "argparse.Namespace", "fields": {"kv_channels": 8}}},
+        "mp_rank_01/model_optim_rng.pt": {"args": {"kv_channels": 9}},
+    }
+    assert config_numbers(extras) == {"n_head": 3, "kv_channels": 8}
