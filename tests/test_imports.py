@@ -26,7 +26,7 @@ BELOW = {
     "checkpoint": {"formats", "sharding", "storage", "language", "metadata", "layout", "errors"},
     "handler": {"checkpoint", "sharding", "storage", "metadata", "layout", "errors"},
     "args": {"handler"},
-    "cli": {"checkpoint", "sharding", "storage", "metadata", "layout", "errors", ""},
+    "cli": {"checkpoint", "sharding", "storage", "language", "metadata", "layout", "errors", ""},
     "__main__": {"cli"},
 }
 OUTSIDE = {"layout": {"jax", "tensorstore", "numpy"}, "errors": {"jax", "tensorstore", "numpy"}, "formats": {"jax"}}

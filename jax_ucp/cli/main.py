@@ -1,4 +1,4 @@
-"""`jax-ucp`: look into any checkpoint, plan, convert, verify.
+"""`jax-ucp`: look into any checkpoint, map it to a model, plan, convert, verify.
 
 Exit codes: 0, all is well; 1, the checkpoint is refused or has faults, with the reason on stderr; 2, the
 command line is wrong.
@@ -20,8 +20,10 @@ from rich.table import Table
 
 import jax_ucp
 from jax_ucp.cli import report
+from jax_ucp.cli.mapping import mapping_report
 from jax_ucp.cli.report import Report
 from jax_ucp.errors import UCPError
+from jax_ucp.language.mapping import shipped
 from jax_ucp.sharding.fit import Rule
 from jax_ucp.storage.budget import DEFAULT_BUDGET
 
@@ -128,13 +130,21 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--weights-only", is_flag=True, help="Leave the optimizer aside."),
         click.option("--spec", type=click.Path(exists=True), help="A file that says how shards form parameters."),
         click.option("--size", "sizes", type=_NamedSize(), multiple=True, help="A length by name; may be repeated."),
+        click.option("--mapping", help="See it as the leaves of a model: a mapping file, or one of the package."),
     ):
         command = option(command)
     return command
 
 
-def _open(path: str, sizes: tuple[tuple[str, int], ...], spec: str | None, weights_only: bool) -> jax_ucp.Checkpoint:
-    return jax_ucp.open(path, sizes=dict(sizes), spec=spec, weights_only=weights_only)
+def _open(
+    path: str,
+    sizes: tuple[tuple[str, int], ...],
+    spec: str | None,
+    weights_only: bool,
+    mapping: str | None = None,
+) -> jax_ucp.Checkpoint:
+    found = jax_ucp.open(path, sizes=dict(sizes), spec=spec, weights_only=weights_only)
+    return found.map(mapping, sizes=dict(sizes)) if mapping else found
 
 
 as_json = click.option("--json", "json_", is_flag=True, help="Print JSON for machines.")
@@ -232,6 +242,25 @@ def convert(source: str, target: str, budget: int, json_: bool, **said: Any) -> 
         console.print(f"{target}: {found['arrays']} arrays, {_size(found['bytes'])}, {len(found['extras'])} extras")
 
 
+@main.command("map")
+@click.argument("source")
+@click.option("--target", help="module:function, `inspect --json` of a checkpoint, or a checkpoint.")
+@source_options
+@as_json
+def map_(source: str, target: str | None, mapping: str | None, json_: bool, **said: Any) -> None:
+    """Check --mapping against the checkpoint SOURCE and a model's tree, and suggest what could be meant."""
+    if mapping is None:
+        raise click.UsageError(f"give --mapping: a file, or one of {', '.join(shipped())}")
+    checkpoint = _open(source, **said)
+    found = mapping_report(checkpoint, jax_ucp.Mapping.load(mapping), dict(said["sizes"]), target)
+    if json_:
+        _print_json(found)
+    else:
+        _print_mapping(found, target)
+    if found["faults"]:
+        sys.exit(1)
+
+
 @main.command()
 @click.argument("path")
 @source_options
@@ -325,6 +354,26 @@ def _print_mesh_plan(found: Report) -> None:
         for leaf in found["leaves"]
     ]
     console.print(_table(("leaf", "shape", "spec", "on each device", "given up"), rows))
+
+
+def _print_mapping(found: Report, target: str | None) -> None:
+    rows = [
+        (leaf["rule"].partition(" -> ")[0], leaf["rule"].partition(" -> ")[2], leaf["leaf"], str(leaf["shape"]))
+        + ((str(leaf["target"]) if leaf["target"] else "-",) if target else ())
+        for leaf in found["leaves"]
+    ]
+    heads = ("parameters: axes", "leaves: axes", "leaf", "shape", *(("target",) if target else ()))
+    if rows:
+        console.print(_table(heads, rows))
+    for name, reason in found["skipped"]:
+        console.print(f"skipped: {name}: {reason}", markup=False)
+    for note in found["notes"]:
+        console.print(f"note: {note}", markup=False)
+    for fault in found["faults"]:
+        to_stderr.print(f"fault: {fault}", markup=False)
+    for suggestion in found["suggestions"]:
+        to_stderr.print(f"suggestion: {suggestion}", markup=False)
+    console.print(f"{found['mapping']}: {len(found['leaves'])} leaves, {len(found['faults'])} faults", markup=False)
 
 
 def _print_account(items: list[Report], all_: bool) -> None:

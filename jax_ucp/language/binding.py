@@ -70,7 +70,10 @@ def bind(
         if size not in lengths.known:
             faults.append(f"{mapping.name} scales by a power of {size}, which has no length; give it in sizes")
     leaves: dict[str, LeafForm] = {}
-    notes: list[str] = []
+    copied = [rule for rule in {id(i.rule): i.rule for i in instances}.values() if rule.inverse().tied]
+    notes = [
+        f"{rule.label}: one parameter becomes several leaves, which are independent from then on" for rule in copied
+    ]
     for instance in instances if not faults else []:
         for name, form in _leaves(instance, shapes, lengths.sizes, faults, notes):
             if name in leaves:
@@ -131,7 +134,8 @@ def _shared(rule: Rule) -> tuple[str, ...]:
 
 def _stacked(rule: Rule) -> tuple[str, ...]:
     """The placeholders of the parameters that are axes of the leaves."""
-    return tuple(key for key in placeholders(next(iter(rule.params))) if key not in _shared(rule))
+    of_leaves = placeholders(next(iter(rule.leaves)))
+    return tuple(key for key in placeholders(next(iter(rule.params))) if key not in of_leaves)
 
 
 def _shape_claims(instance: _Instance, shapes: Mapping[str, Shape], faults: list[str]) -> Iterator[Claim]:
@@ -227,8 +231,6 @@ def _leaves(
         if dropped := [c for c in components(said, sizes) if c.padding]:
             names = " and ".join(sorted({n for c in dropped for n in c.names if n.startswith("_")}))
             notes.append(f"{rule.label}: {names} of {p} is dropped; going back gives zeros there")
-    if len(layouts_of(rule)) < len(rule.leaves):
-        notes.append(f"{rule.label}: one parameter becomes several leaves, which are independent from then on")
 
 
 def _scale(rule: Rule, sizes: Mapping[str, int]) -> float:
@@ -237,11 +239,6 @@ def _scale(rule: Rule, sizes: Mapping[str, int]) -> float:
         return rule.scale
     size, power = rule.scale.split(" ** ")
     return sizes[size] ** float(power)
-
-
-def layouts_of(rule: Rule) -> Mapping[str, str]:
-    """The leaves of a rule that are no copies of others of it."""
-    return rule.inverse().params
 
 
 def _parts(

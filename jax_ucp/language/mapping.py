@@ -178,6 +178,7 @@ def shipped() -> list[str]:
     return sorted(Path(entry.name).stem for entry in _MAPPINGS.iterdir() if entry.name.endswith(".yaml"))
 
 
+@lru_cache(maxsize=4096)
 def placeholders(name: str) -> tuple[str, ...]:
     """The placeholders in a name, each once. Raises SpecError where one is no name in braces."""
     found = dict.fromkeys(_PLACEHOLDER.findall(name))

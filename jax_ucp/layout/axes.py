@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from jax_ucp.errors import LayoutError, SpecError
 
@@ -237,16 +237,17 @@ class Claim:
     shape: tuple[int, ...]
 
 
-@dataclass
 class Lengths:
     """The lengths of axes that are known so far, and what contradicts them."""
 
-    known: dict[str, Known] = field(default_factory=dict[str, Known])
-    faults: list[str] = field(default_factory=list[str])
+    def __init__(self, known: Mapping[str, Known]):
+        self.known = dict(known)
+        self.sizes = {name: one.length for name, one in known.items()}
+        self.faults: list[str] = []
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        return {name: known.length for name, known in self.known.items()}
+    def learn(self, name: str, length: int, origin: str) -> None:
+        self.known[name] = Known(length, origin)
+        self.sizes[name] = length
 
 
 def infer(claims: Sequence[Claim], known: Mapping[str, Known]) -> Lengths:
@@ -255,7 +256,7 @@ def infer(claims: Sequence[Claim], known: Mapping[str, Known]) -> Lengths:
     An axis follows where it is the only unknown one of an array's axis. What does not fit, and what nothing
     says, is in the faults; nothing is guessed.
     """
-    found = Lengths(dict(known))
+    found = Lengths(known)
     rest: list[tuple[Claim, int]] = []
     for claim in claims:
         if len(claim.expression.dims) != len(claim.shape):
@@ -290,15 +291,16 @@ def _settle(claim: Claim, axis: int, found: Lengths) -> bool:
             found.faults.append(f"{claim.name}: {_told(dim, axis, length, found)}")
         return True
     # The length of a dim is linear in its one unknown: base + rate * unknown.
-    base = _length(dim, {**sizes, unknown[0]: 0})
-    rate = _length(dim, {**sizes, unknown[0]: 1}) - base
+    around = {name: sizes[name] for name in _names(dim) if name in sizes}
+    base = _length(dim, {**around, unknown[0]: 0})
+    rate = _length(dim, {**around, unknown[0]: 1}) - base
     if rate == 0 or length < base or (length - base) % rate:
         found.faults.append(
             f"{claim.name}: {_told(dim, axis, length, found)}; no length of {unknown[0]} makes that fit"
         )
     else:
         value = (length - base) // rate
-        found.known[unknown[0]] = Known(value, f"axis {axis} of {claim.name}, {list(claim.shape)}")
+        found.learn(unknown[0], value, f"axis {axis} of {claim.name}, {list(claim.shape)}")
     return True
 
 

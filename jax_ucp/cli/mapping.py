@@ -1,0 +1,176 @@
+"""A mapping held against a checkpoint and a model: what fits, what does not, and which names could be meant."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import itertools
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax_ucp
+from jax_ucp.checkpoint import Checkpoint
+from jax_ucp.errors import LayoutError, NotACheckpoint, TreeMismatch
+from jax_ucp.language.binding import unclaimed
+from jax_ucp.language.mapping import Mapping as LeafMapping
+from jax_ucp.language.mapping import expression, name_regex
+from jax_ucp.sharding.trees import walk
+
+Report = dict[str, Any]
+Shapes = dict[str, tuple[int, ...]]
+
+# Below this a name is no suggestion: difflib's ratio of the letters two names have in common.
+NEAR = 0.3
+
+
+def target_shapes(target: str) -> Shapes:
+    """The parameters of a model, by their names with slashes.
+
+    `target` is `module:function`, which returns a tree of arrays or `ShapeDtypeStruct`s; what `inspect --json`
+    printed of a checkpoint; or a checkpoint. Of a tree with `param` at the top, that part is meant.
+
+    Raises TreeMismatch where it is none of these.
+    """
+    path = Path(target)
+    if path.suffix == ".json" and path.is_file():
+        try:
+            leaves = json.loads(path.read_bytes())["leaves"]
+            shapes = {leaf["leaf"]: tuple(leaf["shape"]) for leaf in leaves if "shape" in leaf}
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise TreeMismatch(f"{target} is not what `inspect --json` prints: {error}") from error
+    elif path.exists():
+        shapes = {leaf.label: leaf.shape for leaf in jax_ucp.open(path).leaves if leaf.has_array}
+    else:
+        shapes = _imported(target)
+    below = {name.removeprefix("param/"): shape for name, shape in shapes.items() if name.startswith("param/")}
+    return below or shapes
+
+
+def _imported(target: str) -> Shapes:
+    """The shapes of the tree that a function returns."""
+    module, colon, function = target.partition(":")
+    if not colon:
+        raise NotACheckpoint(f"{target} is neither there nor a function; write module:function")
+    sys.path.insert(0, os.getcwd())
+    try:
+        tree = getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError, TypeError) as error:
+        raise TreeMismatch(f"{target} gives no tree: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.pop(0)
+    # The array of a Flax variable is its attribute `value`, which is no part of its name.
+    return {node.label.removesuffix("/value"): tuple(node.value.shape) for node in walk(tree) if _is_array(node.value)}
+
+
+def mapping_report(
+    checkpoint: Checkpoint, mapping: LeafMapping, sizes: Mapping[str, int], target: str | None
+) -> Report:
+    """Each leaf beside the parameters that form it and the target's leaf of its name; faults, and suggestions."""
+    params = {name: param.shape for name, param in checkpoint.params.items()}
+    wanted = target_shapes(target) if target else None
+    found: Report = {"mapping": mapping.name, "leaves": [], "skipped": [], "notes": [], "faults": [], "suggestions": []}
+    try:
+        mapped = checkpoint.map(mapping, sizes=sizes)
+    except LayoutError as error:
+        found["faults"] = str(error).split("\n  ")[1:]
+        formed = [pattern for rule in mapping.rules for pattern in rule.leaves]
+        missing = _not_among(wanted or {}, formed)
+    else:
+        shapes = {name: param.shape for name, param in mapped.params.items()}
+        found["leaves"] = [_row(mapped, name, wanted) for name in shapes]
+        found["skipped"] = [[item.where, item.reason] for item in mapped.account if item.where.startswith("param/")]
+        found["notes"] = [note for note in mapped.notes if note not in checkpoint.notes]
+        found["faults"] = [] if wanted is None else _differences(mapping, shapes, wanted)
+        missing = [name for name in wanted or {} if name not in shapes]
+    left = {name: params[name] for name in unclaimed(mapping, list(params))}
+    found["suggestions"] = _suggestions(left, {name: (wanted or {})[name] for name in missing}, mapping, params)
+    return found
+
+
+def _row(mapped: Checkpoint, name: str, wanted: Shapes | None) -> Report:
+    param = mapped.params[name]
+    pieces = param.where()
+    return {
+        "leaf": name,
+        "shape": list(param.shape),
+        "dtype": str(param.dtype),
+        "states": list(param.states),
+        "rule": pieces[0].rule if pieces else "",
+        "stored": sorted({f"{piece.file}:{piece.item}" for piece in pieces}),
+        "target": None if wanted is None or name not in wanted else list(wanted[name]),
+    }
+
+
+def _differences(mapping: LeafMapping, shapes: Shapes, wanted: Shapes) -> list[str]:
+    faults = [
+        f"{name} {list(shape)}: in the target, but no rule forms it"
+        for name, shape in wanted.items()
+        if name not in shapes
+    ]
+    faults += [
+        f"{name} {list(shape)}: formed, but not in the target" for name, shape in shapes.items() if name not in wanted
+    ]
+    for name, shape in shapes.items():
+        if name in wanted and shape != wanted[name]:
+            order = _order(mapping, name, shape, wanted[name])
+            hint = f"; `{order}` would fit" if order else ""
+            faults.append(f"{name}: the rule gives {list(shape)}, the target has {list(wanted[name])}{hint}")
+    return faults
+
+
+def _order(mapping: LeafMapping, leaf: str, shape: Sequence[int], wanted: Sequence[int]) -> str | None:
+    """The axes of a leaf in the order in which they have the shape that is wanted, if there is just one."""
+    said = [text for rule in mapping.rules for name, text in rule.leaves.items() if name_regex(name).fullmatch(leaf)]
+    dims = expression(said[0]).dims
+    if len(dims) != len(wanted) or len(dims) > 6 or expression(said[0]).rest:
+        return None
+    orders = itertools.permutations(range(len(dims)))
+    found = [order for order in orders if [shape[i] for i in order] == list(wanted)]
+    return " ".join(str(dims[i]) for i in found[0]) if len(found) == 1 else None
+
+
+def _not_among(names: Mapping[str, object], patterns: Sequence[str]) -> list[str]:
+    return [name for name in names if not any(name_regex(pattern).fullmatch(name) for pattern in patterns)]
+
+
+def _suggestions(left: Shapes, missing: Shapes, mapping: LeafMapping, params: Shapes) -> list[str]:
+    """For what no rule claims, the leaf that could be meant; without a target, the rule that finds nothing."""
+    idle = [
+        pattern
+        for rule in mapping.rules
+        for pattern in rule.params
+        if not any(name_regex(pattern).fullmatch(name) for name in params)
+    ]
+    found: list[str] = []
+    for family, shapes in _families(left).items():
+        count = sum(map(math.prod, shapes))
+        alike = {name: shape for name, shape in missing.items() if math.prod(shape) in (count, math.prod(shapes[0]))}
+        what = f"{family} ({len(shapes)} of {list(shapes[0])})" if len(shapes) > 1 else f"{family} {list(shapes[0])}"
+        if near := _nearest(family, list(alike)):
+            found.append(f"{what} -> perhaps {near} {list(alike[near])}, which has as many elements")
+        elif near := _nearest(family, idle):
+            found.append(f"{what} -> perhaps the rule for {near}, which finds nothing, is meant for it")
+    return found
+
+
+def _families(shapes: Shapes) -> dict[str, list[tuple[int, ...]]]:
+    """Names that differ in numbers alone, with the first number between dots as `{layer}`, are one."""
+    found: dict[str, list[tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        found.setdefault(re.sub(r"(?<![^./])\d+(?![^./])", "{n}", name), []).append(shape)
+    return found
+
+
+def _nearest(name: str, others: Sequence[str]) -> str | None:
+    near = difflib.get_close_matches(name, others, n=1, cutoff=NEAR)
+    return near[0] if near else None
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
