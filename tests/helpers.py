@@ -1,5 +1,6 @@
 """What several tests need: arrays in memory, and parameters cut by patterns."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -47,3 +48,11 @@ def boxes_in(draw: st.DrawFn, shape: Sequence[int]) -> Box:
     start = [draw(st.integers(0, max(0, n - 1))) for n in shape]
     stop = [draw(st.integers(min(n, a + 1), n)) for a, n in zip(start, shape, strict=True)]
     return Box(tuple(start), tuple(stop))
+
+
+@st.composite
+def grids(draw: st.DrawFn, shape: Sequence[int]) -> list[Box]:
+    """The boxes of a grid that cuts an array of `shape` anywhere; equal cuts make chunks without elements."""
+    cuts = [sorted([0, n, *draw(st.lists(st.integers(0, n), max_size=3))]) for n in shape]
+    spans = [list(itertools.pairwise(axis)) for axis in cuts]
+    return [Box(tuple(a for a, _ in box), tuple(b for _, b in box)) for box in itertools.product(*spans)]
