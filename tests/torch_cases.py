@@ -16,7 +16,7 @@ from jax_ucp.storage.consolidated import same_bits
 
 DATA = Path(__file__).parent / "data" / "torch"
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
-RULES = [(r"weight$|wte|step2", P("data", "model"))]
+RULES = [(r"weight$|wte", P("data", "model"))]
 
 
 def about(case: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import pickletools
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from mmap import mmap
 from typing import Any, TypeVar
 
 from jax_ucp.errors import FormatError, UnsafePickle
@@ -157,20 +158,37 @@ def load(
     `stored_bytes` is what the file spends on the pickle, if it is less than the pickle (deflated).
     Raises UnsafePickle for what a checkpoint never needs, FormatError for what is no pickle.
     """
-    machine = _Machine(names, persistent)
-    stored = len(data) if stored_bytes is None else min(len(data), stored_bytes)
-    budget = FREE_BYTES + BYTES_PER_BYTE * stored
-    for opcode, argument, at in _opcodes(data):
-        budget -= _COSTS.get(opcode, 8)
-        if budget < 0:
-            raise UnsafePickle(f"the objects in the pickle take too much memory for a file of {len(data)} bytes")
-        if opcode == "STOP" and at != len(data):
-            raise FormatError(f"{len(data) - at} bytes follow the end of the pickle")
+    found, end = load_first(data, 0, len(data), names, persistent, stored_bytes)
+    if end != len(data):
+        raise FormatError(f"{len(data) - end} bytes follow the end of the pickle")
+    return found
+
+
+def load_first(
+    data: bytes | mmap,
+    start: int,
+    stop: int,
+    names: Mapping[str, object],
+    persistent: Callable[[object], object] | None = None,
+    stored_bytes: int | None = None,
+) -> tuple[object, int]:
+    """The object of the pickle that begins at byte `start` of `data`, as `load`, and the byte after it.
+
+    Nothing from `stop` on is looked at.
+    """
+    machine, end = _Machine(names, persistent), start
+    most = stop - start if stored_bytes is None else stored_bytes
+    cost = 0
+    for opcode, argument, at in _opcodes(data, start, stop):
+        cost += _COSTS.get(opcode, 8)
+        if cost > FREE_BYTES + BYTES_PER_BYTE * min(at - start, most):
+            raise UnsafePickle(f"the objects in the pickle take too much memory for its first {at - start} bytes")
         machine.step(opcode, argument)
+        end = at
     if len(machine.stack) != 1 or machine.marks:
         raise FormatError("the pickle ends with an unfinished object")
-    _check_bounds(machine.stack[0], FREE_NODES + stored // 2)
-    return machine.stack[0]
+    _check_bounds(machine.stack[0], FREE_NODES + min(end - start, most) // 2)
+    return machine.stack[0], end
 
 
 def walk(tree: object, labels: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
@@ -195,16 +213,15 @@ def _label(key: object) -> str:
     return text if len(text) <= MAX_LABEL else text[: MAX_LABEL - 3] + "..."
 
 
-def _opcodes(data: bytes) -> Iterator[tuple[str, object, int]]:
+def _opcodes(data: bytes | mmap, at: int, stop: int) -> Iterator[tuple[str, object, int]]:
     """Each opcode's name, its argument, and the byte after it; the last one is STOP.
 
     `pickletools.genops` would do, but interprets escapes in names, with warnings where they are invalid.
     """
-    at = 0
 
     def take(count: int) -> bytes:
         nonlocal at
-        if not 0 <= count <= len(data) - at:
+        if not 0 <= count <= stop - at:
             raise FormatError(f"not a pickle, or a damaged one: it ends inside what starts before byte {at}")
         at += count
         return data[at - count : at]
@@ -219,7 +236,7 @@ def _opcodes(data: bytes) -> Iterator[tuple[str, object, int]]:
             (length,) = _LENGTHS[opcode].unpack(take(_LENGTHS[opcode].size))
             argument = _value(opcode, take(length))
         elif opcode == "GLOBAL":
-            lines = [take(data.find(b"\n", at) + 1 - at)[:-1] for _ in range(2)]
+            lines = [take(data.find(b"\n", at, stop) + 1 - at)[:-1] for _ in range(2)]
             argument = _value("BINUNICODE", b" ".join(lines))
         yield opcode, argument, at
 

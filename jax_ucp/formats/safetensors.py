@@ -1,4 +1,4 @@
-"""safetensors: one file, a folder with an index, or a folder of files without one.
+"""safetensors: one file, a folder with an index, or a folder of files without one; whole tensors, or parts of them.
 
 Facts: the format's README and `Metadata::validate` (`safetensors/src/tensor.rs`) of safetensors 0.8. The header is read
 here, because the package reads no fp8 through numpy.
@@ -9,24 +9,26 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.errors import CorruptData, FormatError, LayoutError
 from jax_ucp.formats.importing import Import
 from jax_ucp.formats.options import Options
+from jax_ucp.formats.safetensors_parts import MARK, WHOLE_FILE, boxes, joined, unproved
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.patterns import Unique
-from jax_ucp.storage.consolidated import Consolidated
 from jax_ucp.storage.contents import Contents
 from jax_ucp.storage.source import ArrayInfo, Joined
 
 SUFFIX = ".safetensors"
 INDEX = "model.safetensors.index.json"
+# Where torch DCP leaves the ranks' parts of what it consolidated (`torch/distributed/checkpoint/_hf_utils.py`).
+SHARDED = "sharded"
 MAX_HEADER_BYTES = 100_000_000
 
 _DTYPES: dict[str, type] = {
@@ -36,9 +38,6 @@ _DTYPES: dict[str, type] = {
     **{"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2, "F8_E8M0": ml_dtypes.float8_e8m0fnu},
     **{"F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz, "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz},
 }
-
-# In a header's `__metadata__`: PyTorch DCP wrote parts of tensors, not tensors.
-_DCP_MARK = "DCP_SHARDING_INFO"
 
 
 def recognise(path: Path) -> bool:
@@ -50,27 +49,52 @@ def recognise(path: Path) -> bool:
 def open_safetensors(path: Path, options: Options) -> Contents:
     """The weights in a file, or in the files of a folder or an index; all of them are under `param`.
 
-    Raises FormatError, naming the file, where a header breaks a rule of the format, or index and files disagree.
+    Raises FormatError, naming the file, where a header breaks a rule of the format, or index and files disagree, and
+    LayoutError where parts of a tensor overlap or leave a hole.
     """
     index, names = _files(path)
     folder = path if path.is_dir() else path.parent
     files = {name: SafetensorsFile(folder / name) for name in names}
     found = Import("safetensors", path, Joined(files))
+    parts: dict[str, list[tuple[str, Box]]] = defaultdict(list)
     for name, file in files.items():
-        if _DCP_MARK in file.metadata:
-            raise FormatError(f"{file.path} holds parts of tensors (torch DCP); such checkpoints are not read yet")
-        for key, info in file.arrays().items():
-            one = Consolidated(Unique().join([info.shape]), [f"{name}:{key}"])
-            found.parameter("param", key, one, f"the parameter {key}")
+        if path.is_file() and index is None and MARK in file.metadata and not WHOLE_FILE.fullmatch(name):
+            raise FormatError(f"{path} holds one rank's parts of tensors (torch DCP): open its folder")
+        for key, box in boxes(file.path, file.metadata, file.arrays()).items():
+            parts[key].append((f"{name}:{key}", box))
         for key, value in file.metadata.items():
-            found.extra(name, key, value)
+            if key == MARK:
+                found.skip(f"{name}:{key}", "metadata", "says which part is where; its content is in the tree's shapes")
+            else:
+                found.extra(name, key, value)
+    for key, where in parts.items():
+        reason = f"the parameter {key}" + (f", one of {len(where)} parts" if len(where) > 1 else "")
+        found.parameter("param", key, joined(key, where), reason)
     if index is not None:
         _check_index(path, index, files)
+        found.skip(INDEX, "index", "says which file has which tensor; compared with the files")
         for key, value in (index.get("metadata") or {}).items():
             found.extra(INDEX, key, value)
     if (folder / "config.json").is_file():
         found.extra("config.json", "config", _json(folder / "config.json"))
-    return found.contents()
+    if path.is_dir():
+        _other_files(found, {*files, INDEX, "config.json"})
+    if note := unproved(files):
+        found.notes.append(note)
+    try:
+        return found.contents()
+    except LayoutError as error:
+        raise LayoutError(f"{path}: {error}") from None
+
+
+def _other_files(found: Import, used: Collection[str]) -> None:
+    for path in sorted(found.path.iterdir()):
+        if path.name == SHARDED:
+            found.skip(path.name, "folder", "parts of the same tensors, as each rank wrote them; it opens by itself")
+        elif path.name not in used:
+            found.skip(path.name, "folder" if path.is_dir() else "file", "lies beside the weights; not read")
+            if path.name.endswith(SUFFIX):
+                found.notes.append(f"{path.name} is not in the index, so it was not read")
 
 
 class SafetensorsFile:

@@ -1,6 +1,5 @@
 """DCP checkpoints cut in every way that can be, read back equal; and damaged ones, refused with the file's name."""
 
-import itertools
 import os
 import shutil
 import tempfile
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 import jax_ucp as ucp
 from dcp_writer import Writer
-from helpers import boxes_in
+from helpers import boxes_in, grids
 from jax_ucp.errors import CorruptData, FormatError, LayoutError, NotACheckpoint, UCPError
 from jax_ucp.formats import dcp
 from jax_ucp.layout.box import Box
@@ -23,14 +22,6 @@ from torch_cases import DATA
 from torch_writer import Instance
 
 DTYPES = (np.float32, np.float64, ml_dtypes.bfloat16, np.float16, np.int64, np.uint8, np.bool_)
-
-
-@st.composite
-def grids(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
-    """The boxes of a grid that cuts an array of `shape` anywhere; equal cuts make chunks without elements."""
-    cuts = [sorted([0, n, *draw(st.lists(st.integers(0, n), max_size=3))]) for n in shape]
-    spans = [list(itertools.pairwise(axis)) for axis in cuts]
-    return [Box(tuple(a for a, _ in box), tuple(b for _, b in box)) for box in itertools.product(*spans)]
 
 
 @st.composite
