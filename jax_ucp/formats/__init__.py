@@ -10,7 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jax_ucp.errors import FormatError, NotACheckpoint, UCPError
-from jax_ucp.formats import dcp, deepspeed, deepspeed_universal, megatron_legacy, orbax, safetensors, universal
+from jax_ucp.formats import (
+    dcp,
+    deepspeed,
+    deepspeed_universal,
+    megatron_dist,
+    megatron_legacy,
+    orbax,
+    safetensors,
+    universal,
+)
 from jax_ucp.formats.options import Options
 from jax_ucp.storage.contents import Contents
 from jax_ucp.storage.ledger import Ledger
@@ -38,6 +47,7 @@ FORMATS: tuple[tuple[Callable[[Path], bool], str, Opener], ...] = (
         deepspeed_universal.open_deepspeed_universal,
     ),
     (deepspeed.recognise, "DeepSpeed (latest, or *_optim_states.pt)", deepspeed.open_deepspeed),
+    (megatron_dist.recognise, "Megatron (metadata.json and common.pt)", megatron_dist.open_megatron_dist),
     (dcp.recognise, "PyTorch's distributed checkpoint (.metadata)", dcp.open_dcp),
     (safetensors.recognise, "safetensors (a file, an index, or a folder)", safetensors.open_safetensors),
     (megatron_legacy.recognise, "Megatron (mp_rank_*/model_optim_rng.pt)", megatron_legacy.open_megatron_legacy),

@@ -20,6 +20,8 @@ from jax_ucp.formats.megatron_files import OPTIM_FILE, Args, Rank
 from jax_ucp.formats.megatron_walk import EMBEDDING, TIED, Part, buffer_walk, is_expert
 from jax_ucp.formats.torch_file import StoredTensor
 
+# What is no parameter, though the model keeps it beside them.
+BUFFERS = ("mlp.router.expert_bias",)
 _ORDER = "the order of parameters is not the one we know, or the file belongs to another run"
 
 
@@ -220,3 +222,17 @@ def _bucket_size(args: Args, dp: int, chunks: Sequence[Sequence[Module]]) -> int
     if buckets := args.get("ddp_num_buckets"):
         return sum(math.prod(m.tensor.shape) for chunk in chunks for m in chunk) // int(buckets)
     return max(40_000_000, 1_000_000 * dp)
+
+
+def beside_tensors(optimizer: Any) -> list[tuple[str, Any]]:
+    """What an optimizer's state has beside masters and moments: hyper-parameters and the loss scaler."""
+    found: list[tuple[str, Any]] = []
+    parts = optimizer if isinstance(optimizer, list) else [optimizer]
+    for i, part in enumerate(parts):
+        at = f"optimizer/{i}" if isinstance(optimizer, list) else "optimizer"
+        inner = part.get("optimizer", part) if isinstance(part, dict) else {}
+        found += [(f"{at}/{name}", value) for name, value in inner.items() if name != "state"]
+        if inner is not part and isinstance(part, dict):
+            skipped = ("optimizer", "fp32_from_fp16_params")
+            found += [(f"{at}/{name}", value) for name, value in part.items() if name not in skipped]
+    return found

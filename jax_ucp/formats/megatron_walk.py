@@ -40,6 +40,18 @@ def layer_of(local: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def local_norm(inner: str) -> str:
+    """The name of a layer's tensor in the local spec, which has norms of their own.
+
+    >>> local_norm("mlp.linear_fc1.layer_norm_bias")
+    'pre_mlp_layernorm.bias'
+    """
+    for fused, norm in _FUSED_NORMS.items():
+        if inner.startswith(fused):
+            return norm + inner.removeprefix(fused)
+    return inner
+
+
 def is_expert(local: str) -> bool:
     return ".experts." in local
 
@@ -59,10 +71,7 @@ def parts_of(local: str, shape: tuple[int, ...], first_layer: int, experts: rang
     match = _LAYER.fullmatch(local)
     if match is None:
         return [Part(local, 0, shape)]
-    prefix, inner = f"decoder.layers.{first_layer + int(match[1])}.", match[2]
-    for fused, norm in _FUSED_NORMS.items():
-        if inner.startswith(fused):
-            inner = norm + inner.removeprefix(fused)
+    prefix, inner = f"decoder.layers.{first_layer + int(match[1])}.", local_norm(match[2])
     if expert := _LOCAL_EXPERT.fullmatch(inner):
         if int(expert[1]) >= len(experts):
             raise FormatError(f"{local}: the rank should have {len(experts)} experts")
