@@ -125,6 +125,9 @@ def main() -> None:
 def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """What a user says of a checkpoint that it does not say itself."""
     for option in (
+        click.option(
+            "--believe", type=click.Choice(["master", "copy"]), help="What to take where something is stored twice."
+        ),
         click.option("--weights-only", is_flag=True, help="Leave the optimizer aside."),
         click.option("--spec", type=click.Path(exists=True), help="A file that says how shards form parameters."),
         click.option("--size", "sizes", type=_NamedSize(), multiple=True, help="A length by name; may be repeated."),
@@ -133,8 +136,8 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def _open(path: str, sizes: tuple[tuple[str, int], ...], spec: str | None, weights_only: bool) -> jax_ucp.Checkpoint:
-    return jax_ucp.open(path, sizes=dict(sizes), spec=spec, weights_only=weights_only)
+def _open(path: str, sizes: tuple[tuple[str, int], ...], **said: Any) -> jax_ucp.Checkpoint:
+    return jax_ucp.open(path, sizes=dict(sizes), **said)
 
 
 as_json = click.option("--json", "json_", is_flag=True, help="Print JSON for machines.")
