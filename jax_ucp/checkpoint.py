@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -40,16 +40,20 @@ def open(
     sizes: Mapping[str, int] | None = None,
     spec: str | os.PathLike[str] | None = None,
     weights_only: bool = False,
+    believe: Literal["master", "copy"] | None = None,
 ) -> Checkpoint:
     """The checkpoint at `path`, whichever of the known formats it has. Reads metadata only.
 
     What a checkpoint does not say is said by name: `sizes={"vocab": 50257}` (Megatron does not record the true
     vocabulary; unsaid, the padded rows stay). `spec` is a file in the universal checkpoint language that says how
-    shards form parameters, for sources that do not. `weights_only` leaves the optimizer aside.
+    shards form parameters, for sources that do not. `weights_only` leaves the optimizer aside. Where a source stores
+    something twice and differently, `save` refuses it; `believe` says what to take instead: the `master` (and the
+    first of several replicas), or the `copy` that the model computed with, in its dtype.
 
     Raises NotACheckpoint where there is none, FormatError where a file is not what it should be.
     """
-    return Checkpoint(open_contents(path, Options(sizes or {}, Path(spec) if spec else None, weights_only)))
+    options = Options(sizes or {}, Path(spec) if spec else None, weights_only, believe)
+    return Checkpoint(open_contents(path, options))
 
 
 @dataclass(frozen=True, repr=False)
@@ -227,6 +231,7 @@ class Checkpoint:
         `rules` are pairs: (regular expression on a leaf's label, PartitionSpec), or (logical axis name, mesh
         axes). `cast=True` converts to the target's dtypes, a dtype all floating arrays to that. With
         `partial`, leaves that the target lacks are left out. `budget_bytes` bounds what is in flight.
+        Only what is asked for is read: whether what a source stores twice agrees, `verify` and `save` say.
 
         Raises TreeMismatch with everything in which target and checkpoint differ, CorruptData where bytes
         are not what was written.

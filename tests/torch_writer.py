@@ -4,10 +4,14 @@ import io
 import pickle
 import zipfile
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from jax_ucp.formats.safe_pickle import walk
+from jax_ucp.formats.torch_file import StoredTensor, TorchFile
 
 KINDS = {"float32": "FloatStorage", "bfloat16": "BFloat16Storage", "float16": "HalfStorage", "uint8": "ByteStorage"}
 KINDS |= {"float64": "DoubleStorage", "int64": "LongStorage", "bool": "BoolStorage"}
@@ -96,3 +100,29 @@ def saved(tree: Any) -> bytes:
 def save(tree: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(saved(tree))
+
+
+def rewrite(path: Path, members: Callable[[str, bytes], bytes]) -> None:
+    """The file with other contents in its members, and the CRCs that go with them."""
+    with zipfile.ZipFile(path) as file:
+        old = {name: file.read(name) for name in file.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as file:
+        for name, data in old.items():
+            file.writestr(name, members(name, data))
+
+
+def change(path: Path, values: Mapping[str, Callable[[np.ndarray], None]]) -> None:
+    """Change the storages of tensors, by key, in place of what they were."""
+    tensors = {node.key: node for _, node in walk(TorchFile(path).tree) if isinstance(node, StoredTensor)}
+    by_storage = {tensors[key].storage: (tensors[key].dtype, what) for key, what in values.items()}
+
+    def changed(name: str, data: bytes) -> bytes:
+        folder, _, key = name.rpartition("/")
+        if not folder.endswith("/data") or key not in by_storage:
+            return data
+        dtype, what = by_storage[key]
+        array = np.frombuffer(data, dtype).copy()
+        what(array)
+        return array.tobytes()
+
+    rewrite(path, changed)

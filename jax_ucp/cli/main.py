@@ -127,6 +127,9 @@ def main() -> None:
 def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """What a user says of a checkpoint that it does not say itself."""
     for option in (
+        click.option(
+            "--believe", type=click.Choice(["master", "copy"]), help="What to take where something is stored twice."
+        ),
         click.option("--weights-only", is_flag=True, help="Leave the optimizer aside."),
         click.option("--spec", type=click.Path(exists=True), help="A file that says how shards form parameters."),
         click.option("--size", "sizes", type=_NamedSize(), multiple=True, help="A length by name; may be repeated."),
@@ -136,14 +139,8 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def _open(
-    path: str,
-    sizes: tuple[tuple[str, int], ...],
-    spec: str | None,
-    weights_only: bool,
-    mapping: str | None = None,
-) -> jax_ucp.Checkpoint:
-    found = jax_ucp.open(path, sizes=dict(sizes), spec=spec, weights_only=weights_only)
+def _open(path: str, sizes: tuple[tuple[str, int], ...], mapping: str | None = None, **said: Any) -> jax_ucp.Checkpoint:
+    found = jax_ucp.open(path, sizes=dict(sizes), **said)
     return found.map(mapping, sizes=dict(sizes)) if mapping else found
 
 

@@ -48,7 +48,7 @@ def open_dcp(path: Path, options: Options) -> Contents:
         raise NotACheckpoint(f"{path} has .distcp files but no .metadata, which is written last: the save never ended")
     metadata = read_metadata(path)
     source = DcpSource(metadata)
-    found = Import("dcp", path, source)
+    found = Import("dcp", path, source, options.believe)
     _tensors(found, metadata, options)
     for fqn, spans in metadata.objects.items():
         for span in spans:

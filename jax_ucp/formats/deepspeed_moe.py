@@ -90,6 +90,12 @@ def is_native(name: str) -> bool:
     return _NATIVE.fullmatch(name) is not None
 
 
+def expert_number(name: str) -> str | None:
+    """The number of a native expert in the name of its tensor; None for what is no expert."""
+    match = _NATIVE.fullmatch(name)
+    return match[2] if match else None
+
+
 def is_fused(name: str, model: Stored) -> bool:
     return any(layer.get("expert_key_prefix") == name.rpartition(".")[0] for layer in autoep_layers(model))
 

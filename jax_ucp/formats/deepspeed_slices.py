@@ -54,9 +54,10 @@ class Slices:
     def __init__(self, files: Files, options: Options, more: Mapping[str, TorchFile] | None = None):
         self.files, self.options = files, options
         stored = Joined({**{file.name: file.file for file in files.all()}, **(more or {})})
-        self.found = Import("deepspeed", files.folder, stored)
+        self.found = Import("deepspeed", files.folder, stored, options.believe)
         self.slices: dict[tuple[str, str], StateSlices] = defaultdict(StateSlices)
         self.unowned = FROZEN if any(files.ranks) else "a parameter, of which the optimizer has no second copy"
+        self.copied: set[str] = set()
         self.agreed: dict[tuple[str, ...], np.ndarray] = {}
         self.patterns = [self._patterns(stage) for stage in range(files.pp)]
 

@@ -59,6 +59,8 @@ class _Universal(Reader):
         for path in paths:
             self.atoms[path.parent.name][path.stem] = TorchFile(path)
         optimizer = folder / _OPTIMIZER
+        if not optimizer.is_file() and not options.weights_only:
+            raise FormatError(f"{optimizer} is missing: it holds what the optimizer has beside the atoms")
         self.optimizer = open_stored(optimizer) if optimizer.is_file() else None
         more = {
             f"zero/{file.path.parent.name}/{file.path.name}": file for a in self.atoms.values() for file in a.values()
@@ -69,6 +71,7 @@ class _Universal(Reader):
 
     def contents(self) -> Contents:
         self.owned = self._owned()
+        self._check_states()
         for name, (stage, shapes) in self.owned.items():
             self._atom(name, stage, shapes)
         for mp in range(len(self.files.models)):
@@ -92,6 +95,18 @@ class _Universal(Reader):
                     if stage == mp // self.files.tp:
                         found.append(shape)
         return owned
+
+    def _check_states(self) -> None:
+        """Raise FormatError where a parameter has not the states that others of its group have."""
+        for models in self.files.models if not self.options.weights_only else ():
+            for shapes in param_shapes(models[0], ()):
+                states = {state for name in shapes for state in self.atoms.get(name, ())}
+                for name in shapes:
+                    for state in sorted(states - self.atoms.get(name, {}).keys() - {"fp32"}):
+                        raise FormatError(
+                            f"{self.files.folder / 'zero' / name / state}.pt is missing: other parameters of the group "
+                            "have that state"
+                        )
 
     def _atom(self, name: str, stage: int, shapes: list[Shape]) -> None:
         if "fp32" not in self.atoms.get(name, ()):

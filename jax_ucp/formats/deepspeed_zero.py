@@ -94,7 +94,8 @@ def _zero12(
     if not total <= length * len(ranks) < total + 2 * len(ranks):
         raise FormatError(
             f"{ranks[0].file.path.parent}: group {index} has {total} elements by {model}, but {len(ranks)} partitions "
-            f"of {length} hold {length * len(ranks)}; files of another run, or world size, are among them"
+            f"of {length} hold {length * len(ranks)} ({', '.join(rank.name for rank in ranks)}); files of another run, "
+            "stage or world size are among them"
         )
     for state, tensors in flat.items():
         for position, (rank, tensor) in enumerate(zip(ranks, tensors, strict=True)):

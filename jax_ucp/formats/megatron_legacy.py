@@ -67,7 +67,7 @@ class _Reader:
         files = {rank.name: rank.model for rank in ranks}
         files |= {f"{rank.folder.name}/{OPTIM_FILE}": rank.optim for rank in ranks if rank.optim}
         self.files = Joined(files)
-        self.found = Import("megatron", folder, self.files)
+        self.found = Import("megatron", folder, self.files, options.believe)
         self.optimizer = not options.weights_only and any(rank.tree.get("optimizer") is not None for rank in ranks)
         # (state, parameter) -> by tensor-parallel rank, the keys of every copy of that rank's shard.
         self.held: dict[tuple[str, str], dict[int, list[str]]] = {}

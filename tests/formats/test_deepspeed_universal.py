@@ -71,7 +71,7 @@ def test_atoms_exchanged_between_parameters_of_one_shape_fail_verify(folder):
         (zero / "x.pt").rename(b)
     faults = [fault for _, fault in ucp.open(folder).verify() if fault]
     assert len(faults) == 2
-    assert all("is not the copy at final_layernorm" in fault for fault in faults)
+    assert all("not what the copy at final_layernorm" in fault for fault in faults)
 
 
 def test_weights_alone_leave_the_optimizer(folder):
