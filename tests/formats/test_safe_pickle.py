@@ -311,7 +311,7 @@ def test_memory_is_bounded_by_what_the_file_holds(monkeypatch):
         return b"\x80\x04](" + b"\x8f" * count + b"e."
 
     assert load(sets(9)) == [set()] * 9
-    with pytest.raises(UnsafePickle, match="too much memory for a file of 96 bytes"):
+    with pytest.raises(UnsafePickle, match=r"too much memory for its first \d+ bytes"):
         load(sets(90))
     with pytest.raises(UnsafePickle, match="too much memory"):
         safe_pickle.load(sets(9), NAMES, stored_bytes=1)
