@@ -112,7 +112,7 @@ def test_backwards_the_shapes_come_out_again():
         ),
         ("skip:\n- {param: a}", ["my.yaml:2: what is skipped lacks reason"]),
         ("skip:\n- {param: a, reason: ''}", ["has a param, which is a name, and a reason"]),
-        ("leaves:\n- {param: a.{i}, leaf: b}", ["my.yaml is not YAML", "quote a name that has braces itself"]),
+        ("leaves:\n- {param: a.{i}, leaf: b}", ["my.yaml is not YAML", "quote a name that has braces"]),
         ("leaves:\n- {param: a, axes: '(x', leaf: b}\n- {param: c}", ["my.yaml:2: in '(x'", "my.yaml:3: a rule lacks"]),
     ],
 )
