@@ -81,6 +81,14 @@ class Part:
         """The same elements, from the target to the source, which is called `array`."""
         return Part(array, self.sizes, self.target, self.source)
 
+    def chunk(self, source: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the smallest box of the target around what a chunk of that shape at the source's start holds."""
+        extents = {
+            axis: -(-n // stride) for n, run in zip(source, self.source, strict=True) for axis, stride in run.terms
+        }
+        stop = tuple(max(1, min(size, extents[axis])) for axis, size in enumerate(self.sizes))
+        return hull(self.target, Box((0,) * len(stop), stop)).shape
+
     def inside(self, box: Box) -> Iterator[Box]:
         """The indices of the elements in a box of the target, as disjoint boxes."""
         ranges: list[list[dict[int, tuple[int, int]]]] = []

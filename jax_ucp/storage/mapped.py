@@ -86,8 +86,10 @@ class MappedView:
     def _info(self, formed: Formed) -> ArrayInfo:
         if formed.equal:
             return self._infos[formed.equal[0]]
-        found = self._infos[formed.form.layout.parts[0].array]
-        return ArrayInfo(formed.form.layout.shape, np.dtype(formed.form.dtype or found.dtype))
+        layout = formed.form.layout
+        found = self._infos[layout.parts[0].array]
+        chunk = None if found.chunk is None else layout.parts[0].chunk(found.chunk)
+        return ArrayInfo(layout.shape, np.dtype(formed.form.dtype or found.dtype), chunk)
 
     def _agreed(self, key: str, arrays: Sequence[str], box: Box) -> np.ndarray:
         first = self._source.read(arrays[0], box)
