@@ -31,6 +31,8 @@ FAMILIES = {
     "hf_qwen3": "qwen3",
     "hf_qwen3_moe": "qwen3-moe",
     "hf_mixtral": "mixtral",
+    "hf_gemma": "gemma",
+    "hf_gemma_mha": "gemma-7b",
 }
 CASES = [
     (c, f"hf-{f}-to-{m}") for c, f in FAMILIES.items() for m in ("tunix", "maxtext") if f"hf-{f}-to-{m}" in shipped()
