@@ -75,7 +75,7 @@ def test_what_differs_from_a_model_is_told_with_the_axes_that_would_fit(folder):
 def test_what_no_rule_claims_gets_a_name_with_as_many_elements(folder):
     found = run_json("map", LLAMA, "--mapping", "mine.yaml", "--target", f"{folder}:wrong", code=1)
     assert any("lm_heads.weight finds no parameter" in fault for fault in found["faults"])
-    assert any("lm_head.weight [64, 32] is claimed by no rule" in fault for fault in found["faults"])
+    assert any("lm_head.weight [64, 32]: claimed by no rule" in fault for fault in found["faults"])
     (suggestion,) = found["suggestions"]
     assert suggestion == "lm_head.weight [64, 32] -> perhaps lm_head/kernel [32, 64], which has as many elements"
     text = run("map", LLAMA, "--mapping", "mine.yaml", code=1)

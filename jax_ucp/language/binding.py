@@ -118,11 +118,17 @@ def _claimed(
         if not instances and not rule.optional:
             faults.append(f"{rule.label} finds no parameter")
         found += instances.values()
+    # Layers share what is wrong with them, so names that differ in numbers alone are told once.
+    alike: dict[tuple[str, Shape, tuple[str, ...]], list[str]] = defaultdict(list)
     for name, by in claims.items():
-        if not by:
-            faults.append(f"{name} {list(shapes[name])} is claimed by no rule; map it, or skip it with a reason")
-        elif len(by) > 1:
-            faults.append(f"{name} is claimed {len(by)} times: {'; '.join(by)}")
+        if len(by) != 1:
+            alike[re.sub(r"\d+", "#", name), shapes[name], tuple(by)].append(name)
+    for (_, shape, by), names in alike.items():
+        what = f"{names[0]} {list(shape)}" + (f" and {len(names) - 1} more of other numbers" if names[1:] else "")
+        if by:
+            faults.append(f"{what}: claimed {len(by)} times, {'; '.join(by)}")
+        else:
+            faults.append(f"{what}: claimed by no rule; map it, or skip it with a reason")
     return skipped, found
 
 
