@@ -6,7 +6,7 @@
 Each checkpoint is opened from its safetensors shards, mapped by the mapping of its family that comes with the package,
 restored onto a mesh of eight devices, and run. Two things that tunix 0.1.7 has fixed are set as the checkpoint has
 them: the theta by which Llama and Qwen3 rotate, and whether Qwen3-MoE scales its routing weights to one. As a negative
-control the query heads of one layer are then exchanged. `--trees` writes the models' trees, which the tests know.
+control the heads of one layer are then exchanged. `--trees` writes the models' trees, which the tests know.
 """
 
 import argparse
@@ -37,6 +37,8 @@ CASES = {
     "hf_qwen2": ("qwen2", "Qwen2", "hf-qwen2-to-tunix"),
     "hf_qwen3": ("qwen3", "Qwen3", "hf-qwen3-to-tunix"),
     "hf_qwen3_moe": ("qwen3", "Qwen3", "hf-qwen3-moe-to-tunix"),
+    "hf_gemma": ("gemma", "Gemma", "hf-gemma-to-tunix"),
+    "hf_gemma_mha": ("gemma", "Gemma", "hf-gemma-7b-to-tunix"),
 }
 
 
@@ -44,7 +46,7 @@ def main(trees: Path | None) -> int:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
-    rules = [(r"_proj/(w|kernel)$", P("data", None, "model")), (r"embedding$", P(None, "model"))]
+    rules = [(r"(_proj|einsum)/(w|kernel)$", P("data", None, "model")), (r"embedding$", P(None, "model"))]
     failed = 0
     for case, (family, name, mapping) in CASES.items():
         checkpoint = ucp.open(DATA / case / "ckpt")
@@ -65,10 +67,10 @@ def main(trees: Path | None) -> int:
             return float(np.abs(got - want).max() / np.abs(want).max())  # noqa: B023
 
         right = error(params)
-        query = params["layers"][0]["attn"]["q_proj"]
-        query["w"] = jnp.roll(query["w"], 1, axis=1)
+        out = params["layers"][0]["attn"]["attn_vec_einsum" if family == "gemma" else "o_proj"]
+        out["w"] = jnp.roll(out["w"], 1, axis=0)
         wrong = error(params)
-        print(f"{case}: logits differ by {right:.1e} of their scale; with the query heads exchanged by {wrong:.1e}")
+        print(f"{case}: logits differ by {right:.1e} of their scale; with the heads exchanged by {wrong:.1e}")
         failed += right > TOLERANCE or wrong < 100 * TOLERANCE
     print("The logits agree." if not failed else f"{failed} of {len(CASES)} fail.")
     return min(failed, 1)
@@ -86,7 +88,7 @@ def tunix_model(family: str, config: Mapping[str, Any]) -> Any:
             sys.modules[package].__path__ = [str(path.joinpath(*package.split(".")[1:]))]
     module: Any = importlib.import_module(f"tunix.models.{family}.model")
     module = importlib.reload(module)  # each case sets it its own way
-    if hasattr(module, "apply_rope"):
+    if family in ("llama3", "qwen3"):
         module.apply_rope = functools.partial(module.apply_rope, rope_theta=config["rope_parameters"]["rope_theta"])
     if config.get("norm_topk_prob") is False:
         module.jnp = Unscaled()
@@ -104,23 +106,31 @@ class Unscaled:
 
 
 def model_config(module: Any, config: Mapping[str, Any]) -> Any:
-    heads = config["num_attention_heads"]
-    tied = "weight_tying" if "weight_tying" in module.ModelConfig.__dataclass_fields__ else "use_tied_embedding"
-    experts = {"num_experts": config.get("num_local_experts"), "num_experts_per_tok": config.get("num_experts_per_tok")}
+    """The model's own configuration, with the names that this family has for things."""
     moe = config["model_type"].endswith("moe")
-    return module.ModelConfig(
-        num_layers=config["num_hidden_layers"],
-        vocab_size=config["vocab_size"],
-        embed_dim=config["hidden_size"],
-        hidden_dim=config["moe_intermediate_size" if moe else "intermediate_size"],
-        num_heads=heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        num_kv_heads=config["num_key_value_heads"],
-        rope_theta=config["rope_parameters"]["rope_theta"],
-        norm_eps=config["rms_norm_eps"],
-        **{tied: config["tie_word_embeddings"]},
-        **(experts if moe else {}),
-    )
+    heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+    said = {
+        "num_layers": layers,
+        "vocab_size": config["vocab_size"],
+        "num_embed": config["vocab_size"],
+        "embed_dim": config["hidden_size"],
+        "hidden_dim": config["moe_intermediate_size" if moe else "intermediate_size"],
+        "num_heads": heads,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "num_kv_heads": config["num_key_value_heads"],
+        "rope_theta": config["rope_parameters"]["rope_theta"],
+        "norm_eps": config["rms_norm_eps"],
+        "weight_tying": config["tie_word_embeddings"],
+        "use_tied_embedding": config["tie_word_embeddings"],
+        "num_experts": config.get("num_local_experts") if moe else None,
+        "num_experts_per_tok": config.get("num_experts_per_tok") if moe else None,
+        "final_logit_softcap": None,
+        "use_post_attn_norm": False,
+        "use_post_ffw_norm": False,
+        "attention_types": (module.AttentionType.GLOBAL,) * layers if hasattr(module, "AttentionType") else (),
+    }
+    known = module.ModelConfig.__dataclass_fields__
+    return module.ModelConfig(**{name: value for name, value in said.items() if name in known})
 
 
 def logits(model: Any, tokens: np.ndarray) -> np.ndarray:

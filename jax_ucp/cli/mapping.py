@@ -25,7 +25,7 @@ from jax_ucp.sharding.trees import walk
 Report = dict[str, Any]
 Shapes = dict[str, tuple[int, ...]]
 
-# Below this a name is no suggestion: difflib's ratio of the letters two names have in common.
+# Below this likeness a name is no suggestion.
 NEAR = 0.3
 
 
@@ -147,16 +147,34 @@ def _suggestions(left: Shapes, missing: Shapes, mapping: LeafMapping, params: Sh
         for pattern in rule.params
         if not any(name_regex(pattern).fullmatch(name) for name in params)
     ]
+    families = _families(left)
+    pairs = [
+        (_likeness(family, shapes, name, shape), family, name)
+        for family, shapes in families.items()
+        for name, shape in missing.items()
+        if math.prod(shape) in (sum(map(math.prod, shapes)), math.prod(shapes[0]))
+    ]
+    meant: dict[str, str] = {}
+    for near, family, name in sorted(pairs, reverse=True):
+        if near >= NEAR and family not in meant and name not in meant.values():
+            meant[family] = name
     found: list[str] = []
-    for family, shapes in _families(left).items():
-        count = sum(map(math.prod, shapes))
-        alike = {name: shape for name, shape in missing.items() if math.prod(shape) in (count, math.prod(shapes[0]))}
+    for family, shapes in families.items():
         what = f"{family} ({len(shapes)} of {list(shapes[0])})" if len(shapes) > 1 else f"{family} {list(shapes[0])}"
-        if near := _nearest(family, list(alike)):
-            found.append(f"{what} -> perhaps {near} {list(alike[near])}, which has as many elements")
-        elif near := _nearest(family, idle):
-            found.append(f"{what} -> perhaps the rule for {near}, which finds nothing, is meant for it")
+        if name := meant.get(family):
+            found.append(f"{what} -> perhaps {name} {list(missing[name])}, which has as many elements")
+        elif near := difflib.get_close_matches(family, idle, n=1, cutoff=NEAR):
+            found.append(f"{what} -> perhaps the rule for {near[0]}, which finds nothing, is meant for it")
     return found
+
+
+def _likeness(family: str, shapes: Sequence[tuple[int, ...]], name: str, shape: tuple[int, ...]) -> float:
+    """How much alike two names are, from 0 to 1; what torch calls weight has other names in JAX."""
+    role = "kernel" if len(shapes[0]) > 1 else "scale"
+    words = re.sub(r"\W+", " ", re.sub(r"\bweight$", role, family)), re.sub(r"\W+", " ", name)
+    # Some parameters of one family may be wanted layer by layer, but a leaf that holds all of them is the likelier.
+    whole = 0.05 * (sorted(shape) == sorted((*shapes[0], *([len(shapes)] if len(shapes) > 1 else []))))
+    return min(1, difflib.SequenceMatcher(None, *words).ratio() + whole)
 
 
 def _families(shapes: Shapes) -> dict[str, list[tuple[int, ...]]]:
@@ -165,11 +183,6 @@ def _families(shapes: Shapes) -> dict[str, list[tuple[int, ...]]]:
     for name, shape in shapes.items():
         found.setdefault(re.sub(r"(?<![^./])\d+(?![^./])", "{n}", name), []).append(shape)
     return found
-
-
-def _nearest(name: str, others: Sequence[str]) -> str | None:
-    near = difflib.get_close_matches(name, others, n=1, cutoff=NEAR)
-    return near[0] if near else None
 
 
 def _is_array(value: Any) -> bool:

@@ -110,7 +110,14 @@ def _leaf(checkpoint: Checkpoint, leaf: Leaf) -> Report:
         found["mesh"] = dict(zip(leaf.sharding.axis_names, leaf.sharding.axis_sizes, strict=True))
         found["spec"] = [list(axes) if isinstance(axes, tuple) else axes for axes in leaf.sharding.spec]
     found["stored"] = [
-        {"file": p.file, "item": p.item, "from": str(p.source), "to": str(p.target)} for p in checkpoint.where(leaf)
+        {
+            "file": p.file,
+            "item": p.item,
+            "from": str(p.source),
+            "to": str(p.target),
+            **({"rule": p.rule} if p.rule else {}),
+        }
+        for p in checkpoint.where(leaf)
     ]
     return found
 

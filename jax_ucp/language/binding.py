@@ -13,7 +13,7 @@ from typing import Any
 from jax_ucp.errors import LayoutError, SpecError
 from jax_ucp.language.arithmetic import names_in, size_of
 from jax_ucp.language.mapping import Mapping as LeafMapping
-from jax_ucp.language.mapping import Rule, expression, name_regex, placeholders
+from jax_ucp.language.mapping import Rule, expression, filled, name_regex, placeholders, values_in
 from jax_ucp.layout.axes import Axis, Claim, Component, Expression, Known, components, infer
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.layout.strided import LeafForm, LeafLayout, Part, part
@@ -110,7 +110,7 @@ def _claimed(
         for pattern in (*rule.params, *rule.tied):
             stacked = [key for key in placeholders(pattern) if key not in shared]
             for name in shapes:
-                if hit := name_regex(pattern).fullmatch(name):
+                if (hit := values_in(pattern, name)) is not None:
                     claims[name].append(rule.label)
                     values = tuple(hit[key] for key in shared)
                     instance = instances.setdefault(values, _Instance(rule, dict(zip(shared, values, strict=True))))
@@ -118,11 +118,17 @@ def _claimed(
         if not instances and not rule.optional:
             faults.append(f"{rule.label} finds no parameter")
         found += instances.values()
+    # Layers share what is wrong with them, so names that differ in numbers alone are told once.
+    alike: dict[tuple[str, Shape, tuple[str, ...]], list[str]] = defaultdict(list)
     for name, by in claims.items():
-        if not by:
-            faults.append(f"{name} {list(shapes[name])} is claimed by no rule; map it, or skip it with a reason")
-        elif len(by) > 1:
-            faults.append(f"{name} is claimed {len(by)} times: {'; '.join(by)}")
+        if len(by) != 1:
+            alike[re.sub(r"\d+", "#", name), shapes[name], tuple(by)].append(name)
+    for (_, shape, by), names in alike.items():
+        what = f"{names[0]} {list(shape)}" + (f" and {len(names) - 1} more of other numbers" if names[1:] else "")
+        if by:
+            faults.append(f"{what}: claimed {len(by)} times, {'; '.join(by)}")
+        else:
+            faults.append(f"{what}: claimed by no rule; map it, or skip it with a reason")
     return skipped, found
 
 
@@ -148,7 +154,7 @@ def _shape_claims(instance: _Instance, shapes: Mapping[str, Shape], faults: list
             if wrong := sorted(n for n in numbers if not re.fullmatch(r"0|[1-9]\d*", n)):
                 faults.append(f"{rule.label} stacks {{{key}}} of {pattern}, but finds {', '.join(wrong)} there")
                 return
-            of = f"the number of {{{key}}} in {_filled(pattern, instance.shared)}"
+            of = f"the number of {{{key}}} in {filled(pattern, instance.shared)}"
             yield Claim(of, Expression((Axis(key),)), (max(map(int, numbers)) + 1,))
     places = {values for names in members.values() for values in names}
     ranges = [range(max(int(values[i]) for values in places) + 1) for i in range(len(stacked))]
@@ -158,7 +164,7 @@ def _shape_claims(instance: _Instance, shapes: Mapping[str, Shape], faults: list
             continue  # one of the tied copies stands for it
         lacking = [values for values in wanted if values not in members.get(pattern, {})]
         for values in lacking[:3]:
-            name = _filled(pattern, instance.shared | dict(zip(stacked, values, strict=True)))
+            name = filled(pattern, instance.shared | dict(zip(stacked, values, strict=True)))
             beside = next(iter(next(iter(members.values())).values()))
             faults.append(f"{name} is not there, but {rule.label} needs it beside {beside}")
         if len(lacking) > 3:
@@ -213,7 +219,7 @@ def _leaves(
         shape = made.shape(sizes)
         for place in itertools.product(*[range(sizes[key]) for key in unstacked]):
             fixed = dict(zip(unstacked, place, strict=True))
-            name = _filled(leaf, instance.shared | {key: str(i) for key, i in fixed.items()})
+            name = filled(leaf, instance.shared | {key: str(i) for key, i in fixed.items()})
             groups = [[p for p in rule.params if p in spread], *([p] for p in rule.tied if p in spread)]
             layouts = [
                 LeafLayout(shape, tuple(_parts(instance, made, {p: spread[p] for p in group}, sizes, fixed)))
@@ -263,13 +269,6 @@ def _parts(
             found = part(name, source, target, sizes, at)
             if 0 not in found.sizes:
                 yield found
-
-
-def _filled(name: str, values: Mapping[str, str]) -> str:
-    """A name with placeholders replaced, as far as there are values for them."""
-    for key, value in values.items():
-        name = name.replace(f"{{{key}}}", value)
-    return name
 
 
 def config_numbers(extras: Mapping[str, Any]) -> dict[str, int]:

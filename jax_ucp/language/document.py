@@ -26,7 +26,11 @@ def document(text: str, file: str) -> tuple[dict[Any, Any], Mapping[Any, Any]]:
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         if isinstance(error, SpecError):
             raise
-        hint = "; in a mapping in braces, quote a name that has braces itself" if "{" in str(error) else ""
+        hint = (
+            "; quote a name that has braces itself, if it begins with one or stands between some"
+            if "{" in str(error)
+            else ""
+        )
         raise SpecError(f"{file} is not YAML: {error}{hint}") from error
     finally:
         loader.dispose()

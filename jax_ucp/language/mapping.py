@@ -37,18 +37,19 @@ _DTYPES = ("float64", "float32", "bfloat16", "float16")
 # A power of a size: `head_dim ** -0.5`.
 POWER = re.compile(r"(?P<size>[A-Za-z_]\w*) \*\* (?P<power>-?\d+(\.\d+)?)")
 
-_PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_PLACEHOLDER = re.compile(r"[A-Za-z_]\w*(\+\d+)?")
 
 
 @dataclass(frozen=True)
 class Rule:
     """Parameters and the leaves that have the same elements; in both, axes by name of the array.
 
-    `{layer}` in a name is one part of it. Where it is in the names of one side only, the other side has an axis
-    of that name: layers are stacked. Parameters in `tied` are further copies of the one in `params`. `cast` is the
-    dtype of the leaf's parameter (its other states keep theirs). A parameter becomes `x * scale + add`, or with
-    `backwards` `(x - add) / scale`; `scale` may be a power of a size, `head_dim ** -0.5`. An `optional` rule may
-    find no parameter.
+    `{layer}` in a name is one part of it, `{layer+1}` the same number counted from one. Where it is in the names of
+    one side only, the other side has an axis of that name: layers are stacked. Parameters in `tied` are further
+    copies of the one in `params`. `cast` is the dtype of the leaf's parameter (its other states keep theirs). A
+    parameter becomes `x * scale + add`, or with `backwards` `(x - add) / scale`; `scale` may be a power of a size,
+    `head_dim ** -0.5`. An `optional` rule may find no parameter.
     """
 
     params: Dict[str, str]
@@ -180,14 +181,17 @@ def shipped() -> list[str]:
 
 @lru_cache(maxsize=4096)
 def placeholders(name: str) -> tuple[str, ...]:
-    """The placeholders in a name, each once. Raises SpecError where one is no name in braces."""
-    found = dict.fromkeys(_PLACEHOLDER.findall(name))
-    for placeholder in found:
-        if not placeholder.isidentifier():
-            raise SpecError(f"{{{placeholder}}} in {name!r} is no placeholder; write a name in braces")
-    if re.search(r"[{}]", _PLACEHOLDER.sub("", name)):
+    """The placeholders in a name, each once. Raises SpecError where one is no name in braces.
+
+    >>> placeholders("blocks.{layer+1}.experts.{expert}.w")
+    ('layer', 'expert')
+    """
+    for said in _BRACES.findall(name):
+        if not _PLACEHOLDER.fullmatch(said):
+            raise SpecError(f"{{{said}}} in {name!r} is no placeholder; write a name in braces, or {{name+1}}")
+    if re.search(r"[{}]", _BRACES.sub("", name)):
         raise SpecError(f"a brace in {name!r} is not closed, or was never opened")
-    return tuple(found)
+    return tuple(dict.fromkeys(said.partition("+")[0] for said in _BRACES.findall(name)))
 
 
 @lru_cache(maxsize=4096)
@@ -198,13 +202,48 @@ def name_regex(name: str) -> re.Pattern[str]:
     '11'
     """
     text, seen = "", set[str]()
-    for i, part in enumerate(_PLACEHOLDER.split(name)):
+    for i, part in enumerate(_BRACES.split(name)):
         if i % 2 == 0:
             text += re.escape(part)
-        else:
-            text += f"(?P={part})" if part in seen else f"(?P<{part}>[^./]+)"
-            seen.add(part)
+            continue
+        key, _, offset = part.partition("+")
+        text += f"(?P={key})" if key in seen else f"(?P<{key}>{'[0-9]+' if offset else '[^./]+'})"
+        seen.add(key)
     return re.compile(text)
+
+
+def values_in(name: str, found: str) -> dict[str, str] | None:
+    """What the placeholders of `name` stand for in the name `found`; None where that is another name.
+
+    >>> values_in("blocks.{layer+1}.w", "blocks.3.w")
+    {'layer': '2'}
+    """
+    hit = name_regex(name).fullmatch(found)
+    if hit is None:
+        return None
+    values = hit.groupdict()
+    for key, _, offset in (said.partition("+") for said in _BRACES.findall(name)):
+        if offset and int(hit[key]) < int(offset):
+            return None
+        if offset:
+            values[key] = str(int(hit[key]) - int(offset))
+    return values
+
+
+def filled(name: str, values: Dict[str, str]) -> str:
+    """A name with its placeholders replaced, as far as there are values for them.
+
+    >>> filled("blocks.{layer+1}.w", {"layer": "2"})
+    'blocks.3.w'
+    """
+
+    def replaced(hit: re.Match[str]) -> str:
+        key, _, offset = hit[1].partition("+")
+        if key not in values:
+            return hit[0]
+        return str(int(values[key]) + int(offset)) if offset else values[key]
+
+    return _BRACES.sub(replaced, name)
 
 
 @lru_cache(maxsize=4096)

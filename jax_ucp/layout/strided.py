@@ -69,15 +69,25 @@ class Part:
     source: Place
     target: Place
 
-    def steps(self, box: Box) -> Iterator[Step]:
-        """How the elements in a box of the target are fetched: no read is more than `MOST_READ` times too large."""
+    def steps(self, box: Box, limit: int) -> Iterator[Step]:
+        """How the elements in a box of the target are fetched: no read is more than `MOST_READ` times what is wanted
+        of it, nor, as far as whole rows of the source allow, more than `limit` elements.
+        """
         for indices in self.inside(box):
-            for piece in self._cut(indices):
+            for piece in self._cut(indices, limit):
                 yield Step(piece, hull(self.source, piece), hull(self.target, piece))
 
     def inverse(self, array: str) -> Part:
         """The same elements, from the target to the source, which is called `array`."""
         return Part(array, self.sizes, self.target, self.source)
+
+    def chunk(self, source: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the smallest box of the target around what a chunk of that shape at the source's start holds."""
+        extents = {
+            axis: -(-n // stride) for n, run in zip(source, self.source, strict=True) for axis, stride in run.terms
+        }
+        stop = tuple(max(1, min(size, extents[axis])) for axis, size in enumerate(self.sizes))
+        return hull(self.target, Box((0,) * len(stop), stop)).shape
 
     def inside(self, box: Box) -> Iterator[Box]:
         """The indices of the elements in a box of the target, as disjoint boxes."""
@@ -92,15 +102,25 @@ class Part:
             pairs = [spans[axis] for axis in range(len(self.sizes))]
             yield Box(tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
 
-    def _cut(self, indices: Box) -> Iterator[Box]:
-        """Boxes of indices whose elements lie close enough in the source to be read at once."""
-        if hull(self.source, indices).size <= MOST_READ * indices.size:
+    def _cut(self, indices: Box, limit: int) -> Iterator[Box]:
+        """Boxes of indices whose elements lie close enough in the source to be read at once, in rows of it."""
+        around = hull(self.source, indices).size
+        if around > MOST_READ * indices.size:
+            axis, step = self._widest(indices), 1
+        elif around > limit and (axis := self._outermost(indices)) is not None:
+            step = max(1, limit * indices.shape[axis] // around)
+        else:
             yield indices
             return
-        axis = self._widest(indices)
-        for at in range(indices.start[axis], indices.stop[axis]):
-            start = (*indices.start[:axis], at, *indices.start[axis + 1 :])
-            yield from self._cut(Box(start, (*indices.stop[:axis], at + 1, *indices.stop[axis + 1 :])))
+        for at in range(indices.start[axis], indices.stop[axis], step):
+            start, stop = list(indices.start), list(indices.stop)
+            start[axis], stop[axis] = at, min(at + step, stop[axis])
+            yield from self._cut(Box(tuple(start), tuple(stop)), limit)
+
+    def _outermost(self, indices: Box) -> int | None:
+        """The axis that runs slowest on the first axis of the source, if it has more than one index there."""
+        axes = [axis for axis, _ in self.source[0].terms if indices.shape[axis] > 1] if self.source else []
+        return axes[0] if axes else None
 
     def _widest(self, indices: Box) -> int:
         """The axis with the widest gaps between its elements in the source, for what lies between."""

@@ -15,7 +15,7 @@ from jax_ucp.layout.box import Box
 from jax_ucp.layout.box_index import BoxIndex
 from jax_ucp.layout.strided import LeafForm, LeafLayout, Part, Place, Step, hull, strides
 from jax_ucp.storage.consolidated import same_bits
-from jax_ucp.storage.gather import read_boxes
+from jax_ucp.storage.gather import BLOCK_BYTES, read_boxes
 from jax_ucp.storage.source import ArrayInfo, ArraySource
 
 COMPARE_BYTES = 16 << 20
@@ -86,8 +86,10 @@ class MappedView:
     def _info(self, formed: Formed) -> ArrayInfo:
         if formed.equal:
             return self._infos[formed.equal[0]]
-        found = self._infos[formed.form.layout.parts[0].array]
-        return ArrayInfo(formed.form.layout.shape, np.dtype(formed.form.dtype or found.dtype))
+        layout = formed.form.layout
+        found = self._infos[layout.parts[0].array]
+        chunk = None if found.chunk is None else layout.parts[0].chunk(found.chunk)
+        return ArrayInfo(layout.shape, np.dtype(formed.form.dtype or found.dtype), chunk)
 
     def _agreed(self, key: str, arrays: Sequence[str], box: Box) -> np.ndarray:
         first = self._source.read(arrays[0], box)
@@ -102,12 +104,12 @@ class MappedView:
 
     def _gather(self, layout: LeafLayout, index: BoxIndex, box: Box) -> np.ndarray:
         parts = [layout.parts[i] for i in sorted(index.meeting(box))]
-        moves = [(part, step) for part in parts for step in part.steps(box)]
-        if len(moves) == 1:
-            part, step = moves[0]
-            if step.target == box and _in_order(part):
-                return self._source.read(part.array, step.source)
         dtype = self._infos[layout.parts[0].array].dtype
+        if len(parts) == 1 and _in_order(parts[0]):
+            steps = list(parts[0].steps(box, box.size))
+            if [step.target for step in steps] == [box]:
+                return self._source.read(parts[0].array, steps[0].source)
+        moves = [(part, step) for part in parts for step in part.steps(box, BLOCK_BYTES // dtype.itemsize)]
         out = np.zeros(box.shape, dtype) if layout.padding else np.empty(box.shape, dtype)
         for part, step, data in self._fetched(moves):
             view = out[step.target.relative_to(box).index]

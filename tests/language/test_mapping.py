@@ -112,7 +112,7 @@ def test_backwards_the_shapes_come_out_again():
         ),
         ("skip:\n- {param: a}", ["my.yaml:2: what is skipped lacks reason"]),
         ("skip:\n- {param: a, reason: ''}", ["has a param, which is a name, and a reason"]),
-        ("leaves:\n- {param: a.{i}, leaf: b}", ["my.yaml is not YAML", "quote a name that has braces itself"]),
+        ("leaves:\n- {param: a.{i}, leaf: b}", ["my.yaml is not YAML", "quote a name that has braces"]),
         ("leaves:\n- {param: a, axes: '(x', leaf: b}\n- {param: c}", ["my.yaml:2: in '(x'", "my.yaml:3: a rule lacks"]),
     ],
 )
@@ -141,8 +141,8 @@ def test_everything_that_is_wrong_is_in_one_report():
     text += "- {param: embed.*, reason: not wanted}\n"
     lines = faults_of(text, {"stray.weight": (3,), "h.0.gate": (13, 8), "h.2.up": (12, 8)})
     said = "\n".join(lines)
-    assert "stray.weight [3] is claimed by no rule; map it, or skip it with a reason" in said
-    assert "embed.weight is claimed 2 times: skip 'embed.*'; my.yaml:3: the rule for embed.weight" in said
+    assert "stray.weight [3]: claimed by no rule; map it, or skip it with a reason" in said
+    assert "embed.weight [10, 8]: claimed 2 times, skip 'embed.*'; my.yaml:3: the rule for embed.weight" in said
     assert "h.2.gate is not there, but my.yaml:9: the rule for h.{layer}.gate and h.{layer}.up needs it" in said
     assert "h.0.q.weight (and 1 more) has 2 axes, [8, 8], but `embed` names 1" in said
     assert "h.0.gate: axis 0 is `(gate mlp)`" in said or "h.1.gate: axis 0 is `(gate mlp)`" in said

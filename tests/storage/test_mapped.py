@@ -10,10 +10,13 @@ from hypothesis import strategies as st
 from helpers import MemoryStore, boxes_in, contents_of, numbered
 from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.errors import CorruptData, LayoutError, TreeMismatch
+from jax_ucp.language.binding import bind
 from jax_ucp.language.mapping import Mapping
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.patterns import Sharded
 from jax_ucp.storage.consolidated import Consolidated, ConsolidatedView
+from jax_ucp.storage.gather import read_boxes
+from jax_ucp.storage.mapped_tree import map_contents
 from jax_ucp.storage.source import ArrayInfo
 
 
@@ -148,6 +151,26 @@ def test_what_is_stored_in_chunks_gives_the_same_leaves(name, data):
     contents = contents_of({"param": PARAMS})
     checkpoint = Checkpoint(replace(contents, arrays=Chunked(contents.arrays.data)))
     np.testing.assert_array_equal(checkpoint.map(MAPPING).read(f"param/{name}", box), WANT[name][box.index])
+
+
+def test_boxes_that_share_stored_chunks_are_read_chunk_by_chunk():
+    contents = contents_of({"param": {f"{i}.w": rng((8, 32), i) for i in range(2)}})
+    store = Chunked(contents.arrays.data)
+    rules = Mapping.parse("sizes: {dim: 2}\nleaves:\n- {param: '{i}.w', axes: (h dim) e, leaf: {w: i e h dim}}")
+    view = map_contents(replace(contents, arrays=store), *bound(rules, contents)).arrays
+    boxes = [Box((0, e, 0, 0), (2, e + 1, 4, 2)) for e in range(32)]  # each is half of a column of chunks
+    got = read_boxes(view, "param.w", boxes)
+    assert all(box.start[1] % 2 == box.stop[1] % 2 == 0 for _, box in store.reads)
+    assert sum(box.size for _, box in store.reads) == 2 * 8 * 32
+    whole = np.stack([a.reshape(4, 2, 32).transpose(2, 0, 1) for a in contents.arrays.data.values()])
+    for box, data in zip(boxes, got, strict=True):
+        np.testing.assert_array_equal(data, whole[box.index])
+
+
+def bound(rules, contents):
+    """What `map_contents` takes besides the checkpoint."""
+    found = bind(rules, {str(leaf.path[1]): leaf.shape for leaf in contents.leaves}, {}, {})
+    return found.leaves, found.skipped, found.notes, {}
 
 
 def test_a_device_slice_is_read_straight_out_of_the_shards():

@@ -1,0 +1,230 @@
+"""The mappings that come with the package, on checkpoints that the real libraries wrote; and mapped checkpoints whole.
+
+`tests/data/tunix` has the trees of the models of google-tunix, written by `examples/tunix_logits.py`, which also runs
+those models; that needs google-tunix, so here their names and shapes are compared. MaxText's trees are run by a decoder
+written from its code.
+"""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import decoder
+import jax_ucp as ucp
+from deepspeed_cases import DATA as DEEPSPEED
+from deepspeed_cases import equal, truth
+from jax_ucp.errors import FormatError
+from jax_ucp.language.mapping import shipped
+from jax_ucp.storage.consolidated import same_bits
+
+DATA = Path(__file__).parent / "data"
+MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+FAMILIES = {
+    "hf_llama": "llama",
+    "hf_llama_bf16_tied": "llama",
+    "hf_qwen2": "qwen2",
+    "hf_qwen3": "qwen3",
+    "hf_qwen3_moe": "qwen3-moe",
+    "hf_mixtral": "mixtral",
+    "hf_gemma": "gemma",
+    "hf_gemma_mha": "gemma-7b",
+}
+CASES = [
+    (c, f"hf-{f}-to-{m}") for c, f in FAMILIES.items() for m in ("tunix", "maxtext") if f"hf-{f}-to-{m}" in shipped()
+]
+
+
+def hugging_face(case):
+    return ucp.open(DATA / "torch" / case / "ckpt")
+
+
+def test_every_mapping_of_the_package_is_tried_here():
+    assert {mapping for _, mapping in CASES} == set(shipped())
+
+
+@pytest.mark.parametrize(("case", "mapping"), CASES)
+def test_there_and_back_every_parameter_has_the_same_bits_but_for_rounded_scales(case, mapping):
+    checkpoint = hugging_face(case)
+    rules = ucp.Mapping.load(mapping)
+    back = checkpoint.map(mapping).map(rules.inverse())
+    assert sorted(back.params) == sorted(checkpoint.params)
+    scaled = {p for rule in rules.rules if rule.scale != 1 for p in rule.params}
+    for name, param in checkpoint.params.items():
+        if any(name.endswith(p.rpartition("}")[2]) for p in scaled):
+            got, want = (x.read().astype(np.float64) for x in (back.params[name], param))
+            np.testing.assert_allclose(got, want, rtol=2 ** -(6 if "bf16" in case else 22))
+        else:
+            assert same_bits(back.params[name].read(), param.read()), name
+
+
+@pytest.mark.parametrize(("case", "mapping"), [c for c in CASES if c[1].endswith("tunix") and "bf16" not in c[0]])
+def test_the_leaves_are_those_of_the_models_of_tunix(case, mapping):
+    tree = json.loads((DATA / "tunix" / f"{mapping.removeprefix('hf-')}.json").read_text())
+    want = {leaf["leaf"]: (tuple(leaf["shape"]), leaf["dtype"]) for leaf in tree["leaves"]}
+    assert {leaf.label: (leaf.shape, leaf.dtype) for leaf in hugging_face(case).map(mapping).leaves} == want
+
+
+MAXTEXT = {  # mapping -> neighbours are rotated together; the query is scaled
+    "hf-llama-to-maxtext": (True, True),
+    "hf-qwen2-to-maxtext": (False, False),
+    "hf-qwen3-to-maxtext": (False, False),
+    "hf-qwen3-moe-to-maxtext": (False, False),
+    "hf-mixtral-to-maxtext": (False, True),
+}
+
+
+@pytest.mark.parametrize(("case", "mapping"), [c for c in CASES if c[1] in MAXTEXT and "bf16" not in c[0]])
+def test_the_trees_of_maxtext_give_the_recorded_logits_sharded_over_eight_devices(case, mapping):
+    checkpoint = hugging_face(case)
+    config = checkpoint.extras["config.json"]["config"]
+    mapped = checkpoint.map(mapping)
+    rules = [(r"(kernel|wi_0|wi_1|wo|embedding)$", P("model", None, "data")), (r"scale$", P("data"))]
+    tree = mapped.restore(mesh=MESH, rules=rules)["param"]
+    assert {d for leaf in jax.tree.leaves(tree) for d in leaf.devices()} == set(jax.devices())
+    with np.load(DATA / "torch" / case / "truth.npz") as recorded:
+        tokens, want = recorded["io::tokens"], recorded["io::logits"]
+    neighbours, folded = MAXTEXT[mapping]
+    tree = jax.tree.map(np.asarray, tree)
+    got = decoder.logits(tree, config, tokens, neighbours, folded)
+    assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
+    query = tree["params"]["decoder"]["layers"]["self_attention"]["query"]
+    query["kernel"] = np.roll(query["kernel"], 1, axis=2)  # each head in the next one's place
+    wrong = decoder.logits(tree, config, tokens, neighbours, folded)
+    assert np.abs(wrong - want).max() > 1e-3 * np.abs(want).max()
+
+
+STACKED = """\
+sizes: {q: 1, k: 1, v: 1, heads: HEADS}
+leaves:
+- {param: embed.word_embeddings.weight, axes: vocab embed, leaf: {embed: embed vocab}}
+- {param: embed.position_embeddings.weight, leaf: positions}
+- {param: head.weight, axes: vocab embed, leaf: {head: embed vocab}, optional: true}
+- {param: head.bias, leaf: head_bias, optional: true}
+- param: "layers.{layer}.self_attention.query_key_value.weight"
+  axes: (heads (q + k + v) dim) embed
+  leaf:
+    layers/q/kernel: layer embed (heads q) dim
+    layers/k/kernel: layer embed (heads k) dim
+    layers/v/kernel: (heads v) dim layer embed
+- param: "layers.{layer}.self_attention.query_key_value.bias"
+  axes: (heads (q + k + v) dim)
+  leaf: {layers/qkv/bias: layer (q + k + v) heads dim}
+- param: "layers.{layer}.self_attention.dense.weight"
+  axes: embed (heads dim)
+  leaf: {layers/o: layer heads dim embed}
+- {param: "layers.{layer}.self_attention.dense.bias", leaf: "layers/o_bias/{layer}"}
+- {param: "layers.{layer}.mlp.dense_h_to_4h.weight", axes: mlp embed, leaf: {"mlp/up/{layer}": embed mlp}}
+- {param: "layers.{layer}.mlp.dense_4h_to_h.weight", axes: embed mlp, leaf: {"mlp/down/{layer}": mlp embed}}
+- {param: "layers.{layer}.mlp.{which}.bias", leaf: "mlp_bias/{which}/{layer}"}
+- {param: "layers.{layer}.{norm}_layernorm.{kind}", axes: embed, leaf: {"norms/{norm}/{kind}": layer embed}}
+- {param: "final_layernorm.{kind}", leaf: "norm/{kind}", optional: true}
+"""
+RULES = [(r"(kernel|up/\d|down/\d|embed)$", P("data", "model")), (r"layers/o$", P(None, "model", "data"))]
+
+
+def deepspeed(case):
+    """A case with its mapping."""
+    heads = json.loads((DEEPSPEED / case / "case.json").read_text())["model"]["heads"]
+    text = STACKED.replace("HEADS", str(heads))
+    if case.startswith(
+        "pp"
+    ):  # a pipeline numbers its modules: the embedding is 0, and the last norm comes after layers
+        text = text.replace("layers.{layer}.", "{layer+1}.").replace("final_layernorm.", "3.")
+        text = text.replace("param: embed.", "param: tied_modules.embed.")
+    return ucp.open(DEEPSPEED / case), ucp.Mapping.parse(text, "stacked.yaml")
+
+
+@pytest.fixture(params=["z1_fp32_dp4", "tp2_dp2_z1_fp32", "z3_bf16_dp2", "pp2_dp2_z1_fp32"])
+def case(request):
+    return request.param
+
+
+def test_parameters_and_moments_go_to_the_leaves_and_back(case):
+    checkpoint, mapping = deepspeed(case)
+    back = checkpoint.map(mapping).map(mapping.inverse())
+    want = truth(case)
+    assert {leaf.label for leaf in back.leaves} == want.keys()
+    for label, array in want.items():
+        assert equal(back.read(label), array, label), label
+
+
+def test_leaves_are_restored_onto_a_mesh_straight_from_the_shards(case):
+    checkpoint, mapping = deepspeed(case)
+    mapped = checkpoint.map(mapping)
+    tree = mapped.restore(mesh=MESH, rules=RULES)
+    kernel = tree["exp_avg"]["layers"]["q"]["kernel"]
+    assert len({str(shard.index) for shard in kernel.addressable_shards}) > 1
+    number = 2 if case.startswith("pp") else "layers.1"
+    layer = checkpoint.read(f"exp_avg/{number}.self_attention.query_key_value.weight")
+    heads, dim, embed = kernel.shape[2], kernel.shape[3], kernel.shape[1]
+    q = layer.reshape(heads, 3, dim, embed)[:, 0].transpose(2, 0, 1)
+    np.testing.assert_array_equal(kernel[1], q)
+    for leaf in mapped.leaves:
+        array = tree
+        for key in leaf.path:
+            array = array[key.name]
+        assert same_bits(np.asarray(array), mapped.read(leaf.label)), leaf.label
+
+
+def test_a_mapped_checkpoint_is_saved_and_goes_back_without_being_told_more(tmp_path):
+    checkpoint, mapping = deepspeed("z1_fp32_dp4")
+    saved = checkpoint.map(mapping).save(tmp_path / "out")
+    assert not [fault for _, fault in saved.verify() if fault]
+    assert saved.source["format"] == "deepspeed"
+    assert ucp.Mapping.from_dict(saved.source["mapping"]["rules"]) == mapping
+    assert saved.source["mapping"]["lengths"]["dim"] == saved.params["layers/q/kernel"].shape[-1]
+    back = saved.map(mapping.inverse())
+    for leaf in checkpoint.leaves:
+        assert same_bits(back.read(leaf.label), checkpoint.read(leaf.label)), leaf.label
+
+
+def test_a_conversion_is_not_taken_up_with_another_mapping(tmp_path):
+    checkpoint, mapping = deepspeed("z1_fp32_dp4")
+    swapped = STACKED.replace("HEADS", "4").replace("layers/q/kernel", "layers/x").replace("layers/k/", "layers/q/")
+    swapped = ucp.Mapping.parse(swapped.replace("layers/x", "layers/k/kernel"))
+
+    def stop(block):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.map(mapping).save(tmp_path / "out", done=stop)
+    with pytest.raises(FormatError, match="another"):
+        checkpoint.map(swapped).save(tmp_path / "out")
+    saved = checkpoint.map(mapping).save(tmp_path / "out")
+    assert same_bits(saved.read("param/layers/q/kernel"), checkpoint.map(mapping).read("param/layers/q/kernel"))
+
+
+def test_what_a_mapping_skips_is_in_the_account_with_its_reason():
+    checkpoint, mapping = deepspeed("tp2_dp2_z1_fp32")
+    rules = mapping.to_dict()
+    rules["leaves"] = [rule for rule in rules["leaves"] if "final_layernorm.{kind}" not in rule["param"]]
+    rules["skip"] = [{"param": "final_layernorm.*", "reason": "the model has none"}]
+    mapped = checkpoint.map(ucp.Mapping.from_dict(rules))
+    skipped = [item for item in mapped.account if item.reason == "the model has none"]
+    assert {item.fate for item in skipped} == {"skipped"}
+    assert {item.where for item in skipped} >= {"param/final_layernorm.weight", "exp_avg/final_layernorm.bias"}
+    same = [(item.where, item.fate) for item in mapped.account if item not in skipped]
+    assert set(same) <= {(item.where, item.fate) for item in checkpoint.account}
+
+
+def test_a_leaf_tells_which_files_hold_it():
+    checkpoint = hugging_face("hf_llama")
+    mapped = checkpoint.map("hf-llama-to-maxtext")
+    label = "param/params/decoder/layers/mlp/wi_0/kernel"
+    pieces = mapped.where(label)
+    assert [(piece.item, str(piece.target)) for piece in pieces] == [
+        (f"model.layers.{i}.mlp.gate_proj.weight", f"[0:32, {i}:{i + 1}, 0:48]") for i in range(2)
+    ]
+    assert {piece.rule.partition(" -> ")[2] for piece in pieces} == {f"{label.removeprefix('param/')}: embed layer mlp"}
+    flat, mapping = deepspeed("z1_fp32_dp4")
+    whole = flat.map(mapping)
+    for leaf in whole.leaves:
+        covered = np.zeros(leaf.shape, bool)
+        for piece in whole.where(leaf):
+            covered[piece.target.index] = True
+        assert covered.all(), leaf.label
