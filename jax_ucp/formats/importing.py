@@ -164,6 +164,12 @@ class Import:
             where=where,
         )
 
+    def view(self, params: Mapping[str, Consolidated]) -> ConsolidatedView:
+        """Arrays made of what this import has heard of so far: all of slices, or none."""
+        shards = WithCuts(self.shards, self._cuts) if self._cuts else self.shards
+        slices = {key: self._slices[key] for param in params.values() for key in param.keys if key in self._slices}
+        return ConsolidatedView(ConsolidatedView(shards, slices) if slices else shards, params)
+
     def _believe(self) -> None:
         """Take the copies for the parameters, if they are believed; compare nothing."""
         note = f"what is stored twice was not compared: the {self.believe} is believed, as asked"

@@ -20,6 +20,7 @@ from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.formats.dcp_metadata import METADATA_FILE, read_metadata
 from jax_ucp.formats.dcp_source import DcpSource, chunk_key
 from jax_ucp.formats.megatron_dist_names import Run
+from jax_ucp.formats.megatron_dist_zarr import ARRAY_FILE, ZarrChunks, zarr_array
 from jax_ucp.formats.megatron_files import Args, args_of, iteration_folder
 from jax_ucp.formats.torch_file import TorchFile
 from jax_ucp.layout.box import Box
@@ -105,6 +106,8 @@ def open_files(folder: Path) -> DistFiles:
         raise FormatError(f"{common.path} is of iteration {iteration}, but its folder is {folder.name}")
     if backend == "torch_dist":
         return _torch_dist(folder, args, common, tree)
+    if backend == "zarr":
+        return _zarr(folder, args, common, tree)
     raise FormatError(f"{folder / CONFIG_FILE} names the backend {backend!r:.80}; only torch_dist and zarr are read")
 
 
@@ -144,3 +147,15 @@ def _torch_dist(folder: Path, args: Args, common: TorchFile, tree: Mapping[str, 
 
     used = {span.file for _, span in metadata.spans()}
     return DistFiles(folder, args, common, tree, tensors, objects, source, verify, sorted(used))
+
+
+def _zarr(folder: Path, args: Args, common: TorchFile, tree: Mapping[str, Any]) -> DistFiles:
+    folders = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    arrays = {name: zarr_array(folder, name) for name in folders if (folder / name / ARRAY_FILE).exists()}
+    tensors = {name: Tensor(array.shape, array.dtype, array.runs()) for name, array in arrays.items()}
+    objects: dict[str, StoredObject] = {}
+    for name in folders:
+        for path in sorted((folder / name).glob("shard_*.pt")):
+            objects[f"{name}/{path.stem}"] = StoredObject(f"{name}/{path.name}", lambda path=path: TorchFile(path))
+    used = [*arrays, *{key.partition("/")[0] for key in objects}]
+    return DistFiles(folder, args, common, tree, tensors, objects, ZarrChunks(folder, arrays), lambda: iter(()), used)

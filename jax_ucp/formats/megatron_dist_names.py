@@ -57,6 +57,12 @@ def is_flat(key: str) -> bool:
     return bool(_FLAT.match(key))
 
 
+def is_fully_reshardable(key: str) -> bool:
+    """Whether a key is that of a master which a distributed optimizer put together from its buckets."""
+    match = _STATE.fullmatch(key)
+    return match is not None and match[1] == "param"
+
+
 def stacks_of(key: str) -> list[str]:
     """What the leading axes of a tensor count: `layers`, `experts`, both in this order, or nothing.
 

@@ -6,6 +6,8 @@ Facts: `megatron/core/distributed/param_and_grad_buffer.py` (buffers), `distribu
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -124,6 +126,20 @@ def buffer_walk(
     if not empty:
         close(start)
     return offsets, buckets
+
+
+def tails_before(offsets: Sequence[int], buckets: Sequence[int], multiple: int) -> list[int]:
+    """For tensors at `offsets` of a coalesced buffer: the padding that followed the buckets before theirs, in elements.
+
+    In memory every bucket is padded to a `multiple`; a coalesced buffer leaves that out. A writer that takes one
+    for the other moves a tensor by this many elements.
+
+    >>> tails_before([0, 100], [100, 32], multiple=128)
+    [0, 28]
+    """
+    ends = list(itertools.accumulate(buckets))
+    padding = [0, *itertools.accumulate(_round_up(n, multiple) - n for n in buckets)]
+    return [padding[bisect.bisect_right(ends, offset)] for offset in offsets]
 
 
 def _round_up(n: int, multiple: int) -> int:
