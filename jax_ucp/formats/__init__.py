@@ -10,7 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jax_ucp.errors import FormatError, NotACheckpoint
-from jax_ucp.formats import dcp, deepspeed, deepspeed_universal, megatron_legacy, orbax, safetensors, universal
+from jax_ucp.formats import (
+    dcp,
+    deepspeed,
+    deepspeed_universal,
+    megatron_legacy,
+    orbax,
+    safetensors,
+    torch_state,
+    universal,
+)
 from jax_ucp.formats.options import Options
 from jax_ucp.storage.contents import Contents
 from jax_ucp.storage.ledger import Ledger
@@ -41,6 +50,7 @@ FORMATS: tuple[tuple[Callable[[Path], bool], str, Opener], ...] = (
     (dcp.recognise, "PyTorch's distributed checkpoint (.metadata)", dcp.open_dcp),
     (safetensors.recognise, "safetensors (a file, an index, or a folder)", safetensors.open_safetensors),
     (megatron_legacy.recognise, "Megatron (mp_rank_*/model_optim_rng.pt)", megatron_legacy.open_megatron_legacy),
+    (torch_state.recognise, "torch.save (a file, or a folder with pytorch_model.bin)", torch_state.open_torch),
 )
 
 
