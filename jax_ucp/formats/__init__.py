@@ -18,6 +18,7 @@ from jax_ucp.formats import (
     megatron_legacy,
     orbax,
     safetensors,
+    torch_state,
     universal,
 )
 from jax_ucp.formats.options import Options
@@ -51,6 +52,7 @@ FORMATS: tuple[tuple[Callable[[Path], bool], str, Opener], ...] = (
     (dcp.recognise, "PyTorch's distributed checkpoint (.metadata)", dcp.open_dcp),
     (safetensors.recognise, "safetensors (a file, an index, or a folder)", safetensors.open_safetensors),
     (megatron_legacy.recognise, "Megatron (mp_rank_*/model_optim_rng.pt)", megatron_legacy.open_megatron_legacy),
+    (torch_state.recognise, "torch.save (a file, or a folder with pytorch_model.bin)", torch_state.open_torch),
 )
 
 

@@ -21,17 +21,14 @@ from pathlib import Path
 import numpy as np
 
 from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint, UnsafePickle
+from jax_ucp.formats import extras
 from jax_ucp.formats.dcp_metadata import DcpMetadata, Span, TensorEntry, metadata_files, read_metadata
 from jax_ucp.formats.dcp_source import DcpSource, consolidated
+from jax_ucp.formats.extras import tensor_bytes
 from jax_ucp.formats.importing import Import
 from jax_ucp.formats.options import Options
-from jax_ucp.formats.safe_pickle import walk
 from jax_ucp.formats.state_paths import places
-from jax_ucp.formats.torch_file import StoredTensor, TorchFile
 from jax_ucp.storage.contents import Contents
-
-# Extras are JSON; what has more tensors than this is data, not a setting.
-MAX_EXTRA_BYTES = 1 << 24
 
 
 def recognise(path: Path) -> bool:
@@ -85,7 +82,7 @@ def _tensors(found: Import, metadata: DcpMetadata, options: Options) -> None:
     for fqn, tensor in metadata.tensors.items():
         state, name = where.at[fqn]
         param = consolidated(fqn, tensor)
-        if options.weights_only and state not in ("param", "other"):
+        if options.weights_only and fqn in where.in_optimizers:
             for key in param.keys:
                 found.skip(key, "", f"{state} of {name}: only weights were asked for")
         elif param.keys:
@@ -122,17 +119,12 @@ def _object(found: Import, fqn: str, span: Span, source: DcpSource) -> None:
         found.skip(where, "object", f"not read, because it asks for more than data: {error}")
         found.notes.append(f"the object {fqn} was left out: {error}")
         return
-    if (held := _tensor_bytes(file)) > MAX_EXTRA_BYTES:
+    if (held := tensor_bytes(file.tree)) > extras.MAX_EXTRA_BYTES:
         reason = f"an object with {held} bytes of tensors inside, which is data and no setting"
         found.skip(where, "object", reason)
         found.notes.append(f"{fqn} in {span.file} was left out: {reason}; save it with flatten_state_dict=True")
         return
     found.extra(span.file, fqn, file.tree, file)
-
-
-def _tensor_bytes(file: TorchFile) -> int:
-    tensors = (node for _, node in walk(file.tree) if isinstance(node, StoredTensor))
-    return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
 
 
 def _other_files(found: Import, metadata: DcpMetadata) -> None:

@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from jax_ucp.errors import CorruptData, FormatError, LayoutError
 from jax_ucp.formats.importing import Import
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.safetensors_parts import MARK, WHOLE_FILE, boxes, joined, unproved
+from jax_ucp.formats.weight_files import keep_config, keep_index, read_index, skip_others
 from jax_ucp.layout.box import Box
 from jax_ucp.storage.contents import Contents
 from jax_ucp.storage.source import ArrayInfo, Joined
@@ -29,6 +30,7 @@ SUFFIX = ".safetensors"
 INDEX = "model.safetensors.index.json"
 # Where torch DCP leaves the ranks' parts of what it consolidated (`torch/distributed/checkpoint/_hf_utils.py`).
 SHARDED = "sharded"
+_SHARDED_REASON = "parts of the same tensors, as each rank wrote them; it opens by itself"
 MAX_HEADER_BYTES = 100_000_000
 
 _DTYPES: dict[str, type] = {
@@ -71,30 +73,17 @@ def open_safetensors(path: Path, options: Options) -> Contents:
         reason = f"the parameter {key}" + (f", one of {len(where)} parts" if len(where) > 1 else "")
         found.parameter("param", key, joined(key, where), reason)
     if index is not None:
-        _check_index(path, index, files)
-        found.skip(INDEX, "index", "says which file has which tensor; compared with the files")
-        for key, value in (index.get("metadata") or {}).items():
-            found.extra(INDEX, key, value)
-    if (folder / "config.json").is_file():
-        found.extra("config.json", "config", _json(folder / "config.json"))
+        there = [(name, key) for name, file in files.items() for key in file.arrays()]
+        keep_index(found, path / INDEX if path.is_dir() else path, index, there)
+    keep_config(found, folder)
     if path.is_dir():
-        _other_files(found, {*files, INDEX, "config.json"})
+        skip_others(found, {*files, INDEX}, SUFFIX, {SHARDED: _SHARDED_REASON})
     if note := unproved(files):
         found.notes.append(note)
     try:
         return found.contents()
     except LayoutError as error:
         raise LayoutError(f"{path}: {error}") from None
-
-
-def _other_files(found: Import, used: Collection[str]) -> None:
-    for path in sorted(found.path.iterdir()):
-        if path.name == SHARDED:
-            found.skip(path.name, "folder", "parts of the same tensors, as each rank wrote them; it opens by itself")
-        elif path.name not in used:
-            found.skip(path.name, "folder" if path.is_dir() else "file", "lies beside the weights; not read")
-            if path.name.endswith(SUFFIX):
-                found.notes.append(f"{path.name} is not in the index, so it was not read")
 
 
 class SafetensorsFile:
@@ -136,37 +125,12 @@ class SafetensorsFile:
         return array if array.flags.aligned else array.copy()
 
 
-def _files(path: Path) -> tuple[dict[str, Any] | None, list[str]]:
+def _files(path: Path) -> tuple[Mapping[str, Any] | None, list[str]]:
     """The index, if there is one, and the names of the files."""
     index_path = path / INDEX if path.is_dir() else path
     if path.is_dir() and not index_path.is_file():
         return None, sorted(file.name for file in path.glob(f"*{SUFFIX}"))
-    if index_path.name.endswith(SUFFIX):
-        return None, [index_path.name]
-    index = _json(index_path)
-    weights = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights.values()):
-        raise FormatError(f"{index_path} has no weight_map of names to files")
-    names, beside = sorted(set(weights.values())), {file.name for file in index_path.parent.iterdir() if file.is_file()}
-    for name in names:
-        if name not in beside:
-            raise FormatError(f"{index_path} names the file {name!r}, which is not beside it")
-    return index, names
-
-
-def _check_index(path: Path, index: Mapping[str, Any], files: Mapping[str, SafetensorsFile]) -> None:
-    said = {(name, key) for key, name in index["weight_map"].items()}
-    there = {(name, key) for name, file in files.items() for key in file.arrays()}
-    for name, key in sorted(said ^ there):
-        where = "in the index, but not in the file" if (name, key) in said else "in the file, but not so in the index"
-        raise FormatError(f"{path}: {key} of {name} is {where}; the files are not of one checkpoint")
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes().decode())
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is not JSON: {error}") from None
+    return (None, [index_path.name]) if index_path.name.endswith(SUFFIX) else read_index(index_path)
 
 
 def _header(path: Path, data: bytes) -> dict[str, Any]:

@@ -30,10 +30,14 @@ MODEL_WORDS = ("model", "module", "state_dict", "model_state_dict", "model_state
 
 @dataclass
 class Places:
-    """Where each tensor goes: `at[name]` is (state, parameter). `notes` say what could not be decided."""
+    """Where each tensor goes: `at[name]` is (state, parameter). `notes` say what could not be decided.
+
+    `in_optimizers` are the tensors that lie in an optimizer's dict, mapped or not.
+    """
 
     at: dict[str, tuple[str, str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    in_optimizers: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,9 @@ def places(tensors: Mapping[str, Steps], objects: Iterable[Steps] = ()) -> Place
         optimizer = next((path[:i] for i in range(len(path)) if path[:i] in optimizers), None)
         if optimizer is None:
             outside[name] = path
-        elif _head(path[len(optimizer)]) == "state":
+            continue
+        found.in_optimizers.add(name)
+        if _head(path[len(optimizer)]) == "state":
             states[name] = _State(optimizer, _readings(path[len(optimizer) :]))
     model = _model(outside.values(), states.values(), found.notes)
     weights: dict[str, str] = {}
@@ -69,7 +75,7 @@ def places(tensors: Mapping[str, Steps], objects: Iterable[Steps] = ()) -> Place
     placed = _placed(states, set(weights.values()), found.notes)
     for name in tensors:
         found.at[name] = placed.get(name) or (("param", weights[name]) if name in weights else ("other", name))
-    if model is None and outside and not found.notes:
+    if outside and not weights and not found.notes:
         found.notes.append("nothing says which tensors are the model's weights; all are kept under `other`")
     return found
 
@@ -98,7 +104,8 @@ def _readings(path: Steps) -> tuple[tuple[str, str], ...]:
 
 def _relative(path: Steps, root: Steps) -> Steps | None:
     """The path from the dict `root`, if it lies there; in the outermost dict only what lies in it directly does."""
-    return path[len(root) :] if path[: len(root)] == root and (root or len(path) == 1) else None
+    inside = path[: len(root)] == root if root else len(path) == 1 and isinstance(path[0], str)
+    return path[len(root) :] if inside else None
 
 
 def _model(paths: Collection[Steps], states: Iterable[_State], notes: list[str]) -> Steps | None:
@@ -119,8 +126,9 @@ def _model(paths: Collection[Steps], states: Iterable[_State], notes: list[str])
         roots = [root for root in inside if root and root[-1] in MODEL_WORDS and not _worded(root[:-1])]
     if not roots and () in inside:
         roots = [()]
-    if not roots and len(dicts := {path[:-1] for path in paths}) == 1:
-        roots = [*dicts]
+    if not roots and all(isinstance(path[-1], str) for path in paths):
+        dicts = {path[:-1] for path in paths}
+        roots = [*dicts] if len(dicts) == 1 else []
     if len(roots) > 1:
         choice = ", ".join(sorted(_joined(root) or "the outermost dict" for root in roots))
         notes.append(f"several dicts could be the model, so all tensors are kept under `other`: {choice}")
@@ -149,6 +157,8 @@ def _placed(states: Mapping[str, _State], params: set[str], notes: list[str]) ->
             why = "another optimizer has states of the same parameters"
             if missing:
                 why = f"{len(missing)} name no parameter of the model, the first {missing[0]}"
+                if not any(states[name].readings for name in missing):
+                    why = "they go by numbers, and nothing stored says which parameter has which number"
             where = _joined(optimizer) or "the outermost dict"
             notes.append(f"{len(names)} optimizer states in {where} are kept under `other`: {why}")
             for name in names:

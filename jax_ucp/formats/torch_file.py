@@ -27,13 +27,28 @@ from jax_ucp.formats.zip_members import Member, member_bytes, zip_members
 from jax_ucp.layout.box import Box
 from jax_ucp.storage.source import ArrayInfo
 
-__all__ = ["Record", "StoredTensor", "TorchFile"]
+__all__ = ["Record", "StoredTensor", "TorchFile", "is_torch_file"]
 
 MAX_PICKLE_BYTES = 1 << 28
 MAX_INFLATED_PICKLE_BYTES = 1 << 25  # torch never deflates; another tool may have rewritten the file
 MAX_PATH = 1024
+# How files of torch.save are named as a rule; a name alone makes none.
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 RELEASED_BYTES = 1 << 20
 VERIFY_BYTES = 16 << 20
+
+
+def is_torch_file(path: Path) -> bool:
+    """Whether it is a file of torch.save by its content, or is named as one and begins as one, and is damaged."""
+    with path.open("rb") as file:
+        head = file.read(torch_legacy.HEAD_BYTES)
+        if torch_legacy.is_legacy(head) or head[:4] != b"PK\3\4":
+            return torch_legacy.is_legacy(head)
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping, memoryview(mapping) as data:
+            try:
+                return any(name.endswith("/data.pkl") for name in zip_members(data))
+            except FormatError:
+                return path.suffix in SUFFIXES
 
 
 class TorchFile:

@@ -15,7 +15,7 @@ import jax_ucp as ucp
 from dcp_writer import Writer
 from helpers import boxes_in, grids
 from jax_ucp.errors import CorruptData, FormatError, LayoutError, NotACheckpoint, UCPError
-from jax_ucp.formats import dcp
+from jax_ucp.formats import extras
 from jax_ucp.layout.box import Box
 from jax_ucp.storage.consolidated import same_bits
 from torch_cases import DATA
@@ -303,7 +303,7 @@ def test_objects_that_ask_for_code_or_are_made_of_data_are_left_out_and_noted(wr
     writer.object("lr", "__0_0.distcp", {"lr": 0.5})
     writer.object("run", "__0_0.distcp", {"step": 3, "hook": Instance("os.system", {})})
     writer.object("buffer", "__1_0.distcp", [np.zeros(100, np.float32)])
-    monkeypatch.setattr(dcp, "MAX_EXTRA_BYTES", 399)
+    monkeypatch.setattr(extras, "MAX_EXTRA_BYTES", 399)
     checkpoint = ucp.open(writer.finish())
     assert checkpoint.extras == {"__0_0.distcp": {"lr": {"lr": 0.5}}}
     _, hook, data = checkpoint.notes

@@ -1,20 +1,17 @@
 """Real torch_dist and zarr checkpoints of Megatron, against the state taken from the live processes before the save."""
 
 import json
-import pickle
 import shutil
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
-from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint, UCPError
+from jax_ucp.errors import CorruptData, FormatError, UCPError
 from jax_ucp.formats.dcp_metadata import read_metadata
 from jax_ucp.formats.dcp_source import DcpSource
 from jax_ucp.layout.box import Box
@@ -185,7 +182,7 @@ def test_a_file_that_is_missing_or_truncated_is_named(copy_of, case):
             assert not [fault for _, fault in ucp.open(folder).verify() if fault]
         assert name in str(caught.value)
         path.unlink()
-        if path.name in (".metadata", ".zarray") or path.suffix == ".pt" and path.name != "common.pt":
+        if path.name in (".metadata", ".zarray") or (path.suffix == ".pt" and path.name != "common.pt"):
             with pytest.raises(UCPError):
                 assert not [fault for _, fault in ucp.open(folder).verify() if fault]
         else:

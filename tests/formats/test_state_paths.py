@@ -51,7 +51,7 @@ def test_numbers_are_ids_and_no_names_even_of_a_model_whose_names_are_numbers():
     paths = {"model.0": ("model", "0"), "optim.state.0.step": ("optim", "state", "0", "step")}
     found = places(paths, GROUPS)
     assert found.at == {"model.0": ("param", "0"), "optim.state.0.step": ("other", "optim.state.0.step")}
-    assert "1 name no parameter" in found.notes[0]
+    assert "they go by numbers" in found.notes[0]
 
 
 def test_two_optimizers_of_one_model_share_it_but_not_a_state():
