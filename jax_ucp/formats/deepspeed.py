@@ -91,6 +91,7 @@ class Reader(Slices):
             self._numbered_states()
         names = {name for _, name in self.slices}
         names |= {str(n) for models in self.files.models for n in models[0].state.get("module") or ()}
+        self.apply_spec()
         for patterns in self.patterns:
             patterns.check_used(names)
         self.make_parameters()
