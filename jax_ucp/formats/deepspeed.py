@@ -91,6 +91,7 @@ class Reader(Slices):
             self._numbered_states()
         names = {name for _, name in self.slices}
         names |= {str(n) for models in self.files.models for n in models[0].state.get("module") or ()}
+        self.apply_spec()
         for patterns in self.patterns:
             patterns.check_used(names)
         self.make_parameters()
@@ -211,6 +212,11 @@ class Reader(Slices):
                     self.found.skip(key, "copy", "tied: several tied parameters have its name and shape")
                 elif name in buffers:
                     self._buffer(tp, name, key, tensors[local])
+                elif name not in mine and any(self.files.ranks):
+                    raise FormatError(
+                        f"{stored.file.path} has {local}, but by the optimizer and the model states there is no "
+                        f"{name}: the file was renamed, or belongs to another run"
+                    )
                 else:
                     self._module_tensor(mine.get(name, (tp, ()))[0], name, name, key, tensors[local])
 
@@ -249,6 +255,12 @@ class Reader(Slices):
         states, groups = numbered(stored.state["optimizer"], where)
         here = self.place(mp, None)
         shapes = {n: f.shapes[here] for (s, n), f in self.slices.items() if s == "param" and here in f.shapes}
+        total = sum(moe.expert_number(n) is not None for n in shapes)
+        if total > ranks * (local := sum(len(g["params"]) for g in groups if g.get("moe"))) and local:
+            lost = f"expp_rank_{ranks}_mp_rank_{mp:02d}_optim_states.pt"
+            raise FormatError(
+                f"{self.files.folder}/{lost} is missing: {ranks} ranks have {local} of {total} experts' states"
+            )
         numbers: dict[int, str] = {}
         for experts in (False, True):
             mine = {

@@ -78,10 +78,11 @@ def check_copies(files: Files, owned: Iterable[str], copied: Collection[str]) ->
     Only ZeRO-3 saves modules without their parameters.
     """
     if lost := [name for name in owned if name not in copied]:
-        what = "layer_*-model_states.pt" if files.layers else "*_model_states.pt"
+        gap = next(n for n in range(len(files.layers) + 1) if n not in {layer for layer, _ in files.layers})
+        what = f"layer_{gap:02d}-model_states.pt (or of another layer)" if files.layers else "*_model_states.pt"
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         raise FormatError(
-            f"{files.folder}: the optimizer owns {lost[0]}{more}, but no file of the module has it: a {what} is "
+            f"{files.folder}: the optimizer owns {lost[0]}{more}, but no file of the module has it: {what} is "
             "missing, or was exchanged for another"
         )
 

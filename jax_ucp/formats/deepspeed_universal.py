@@ -23,6 +23,7 @@ from jax_ucp.formats.deepspeed_files import Stored, open_files, open_stored, tag
 from jax_ucp.formats.deepspeed_zero import param_shapes
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.torch_file import StoredTensor, TorchFile
+from jax_ucp.language.rules import Shard
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.layout.patterns import Unique, flat_layouts
 from jax_ucp.storage.consolidated import Consolidated
@@ -72,6 +73,9 @@ class _Universal(Reader):
     def contents(self) -> Contents:
         self.owned = self._owned()
         self._check_states()
+        if self.by_spec:
+            where = self.files.models[0][0].name
+            self.by_spec.bind({n: [Shard(shape, where) for shape in shapes] for n, (_, shapes) in self.owned.items()})
         for name, (stage, shapes) in self.owned.items():
             self._atom(name, stage, shapes)
         for mp in range(len(self.files.models)):

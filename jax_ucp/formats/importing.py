@@ -83,7 +83,7 @@ class Import:
         key = twin if isinstance(twin, str) else f"copy {len(self._twins)} of {name}"
         if isinstance(twin, Consolidated):
             self._slices[key] = twin
-        stored = [self._stored(k) for k in ([key] if isinstance(twin, str) else twin.keys)]
+        stored = list(self._stored_keys([key]))
         self._twins.append(_Twin((Key("dict", state), Key("dict", name)), key, ", ".join(dict.fromkeys(stored))))
         for name_in_file in stored:
             self._fates.setdefault(name_in_file, ("skipped", reason))
@@ -145,11 +145,11 @@ class Import:
                 yield from self.shards.verify()
             for path, param in self.params.items():
                 if _replicated(param) and not self.believe:
-                    yield _label(path), _replicas_differ(view, names[path])
+                    yield _label(path), _replicas_differ(view, names[path], self._stored)
             for twin in self._twins:
                 whole = twin.of if isinstance(twin.of, str) else names[twin.of]
                 label = twin.of if isinstance(twin.of, str) else _label(twin.of)
-                source = slices if slices and isinstance(twin.of, str) else view
+                source = (slices or shards) if isinstance(twin.of, str) else view
                 yield label, _differs_from_twin(label, source, whole, slices or shards, twin, self._stored)
 
         return Contents(
@@ -267,18 +267,19 @@ def _replicated(param: Consolidated) -> bool:
     return len(param.layout.replicas) < len(param.layout.fragments) and not param.layout.averaged
 
 
-def _replicas_differ(view: ConsolidatedView, name: str) -> str | None:
+def _replicas_differ(view: ConsolidatedView, name: str, stored: Callable[[str], str]) -> str | None:
     info = view.arrays()[name]
     for box in row_boxes(info.shape, info.dtype.itemsize, VERIFY_BYTES):
         try:
             view.compare_replicas(name, box)
         except CorruptData as error:
-            return str(error)
+            held = {stored(key): None for key, part in view.where(name) if part.target.intersect(box)}
+            return f"{error} (stored in {', '.join(held)})"
     return None
 
 
 def _differs_from_twin(
-    label: str, view: ConsolidatedView, name: str, shards: ArraySource, twin: _Twin, stored: Callable[[str], str]
+    label: str, view: ArraySource, name: str, shards: ArraySource, twin: _Twin, stored: Callable[[str], str]
 ) -> str | None:
     """The first element of a parameter or slice of `view` that is not the copy's, with where both are stored."""
     info = shards.arrays()[twin.key]
@@ -288,13 +289,15 @@ def _differs_from_twin(
         copy = np.asarray(shards.read(twin.key, box))
         whole = Box((*twin.at, *box.start), (*(i + 1 for i in twin.at), *box.stop))
         master = view.read(name, whole)
-        rounded = master.reshape(box.shape).astype(copy.dtype)
+        with np.errstate(all="ignore"):  # what overflows is not the copy
+            rounded = master.reshape(box.shape).astype(copy.dtype)
         if not same_bits(rounded, copy):
             raw = [np.ascontiguousarray(x).reshape(-1, 1).view(np.uint8) for x in (rounded, copy)]
             first = int(np.argmax((raw[0] != raw[1]).any(axis=1)))
             at = tuple(map(int, np.unravel_index(first, whole.shape)))
             index = tuple(a + b for a, b in zip(whole.start, at, strict=True))
-            held = [key for key, part in view.where(name) if part.target.intersect(_element(index))]
+            parts = view.where(name) if isinstance(view, ConsolidatedView) else []
+            held = [key for key, part in parts if part.target.intersect(_element(index))] or [name]
             return (
                 f"{label}: the master at {', '.join(map(stored, held[:1]))} is {master[at]} in {list(index)}, rounded "
                 f"to {copy.dtype} not what the copy at {twin.stored} has, {copy.reshape(-1)[first]}"
