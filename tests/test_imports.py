@@ -22,7 +22,8 @@ BELOW = {
     "storage": {"metadata", "layout", "errors"},
     "formats": {"language", "storage", "metadata", "layout", "errors"},
     "sharding": {"storage", "metadata", "layout", "errors"},
-    "checkpoint": {"formats", "sharding", "storage", "metadata", "layout", "errors"},
+    "export": {"storage", "metadata", "layout", "errors"},
+    "checkpoint": {"export", "formats", "sharding", "storage", "metadata", "layout", "errors"},
     "handler": {"checkpoint", "sharding", "storage", "metadata", "layout", "errors"},
     "args": {"handler"},
     "cli": {"checkpoint", "sharding", "storage", "metadata", "layout", "errors", ""},
@@ -30,7 +31,7 @@ BELOW = {
 }
 OUTSIDE = {"layout": {"jax", "tensorstore", "numpy"}, "errors": {"jax", "tensorstore", "numpy"}, "formats": {"jax"}}
 OUTSIDE |= {"language": {"jax", "tensorstore", "numpy"}}
-OUTSIDE |= {"storage": {"jax"}, "metadata": {"jax", "tensorstore"}}
+OUTSIDE |= {"export": {"jax", "tensorstore"}, "storage": {"jax"}, "metadata": {"jax", "tensorstore"}}
 
 
 def imports(source: str) -> Iterator[str]:
