@@ -26,7 +26,7 @@ BELOW = {
     "checkpoint": {"export", "formats", "sharding", "storage", "metadata", "layout", "errors"},
     "handler": {"checkpoint", "sharding", "storage", "metadata", "layout", "errors"},
     "args": {"handler"},
-    "cli": {"checkpoint", "sharding", "storage", "metadata", "layout", "errors", ""},
+    "cli": {"checkpoint", "export", "sharding", "storage", "metadata", "layout", "errors", ""},
     "__main__": {"cli"},
 }
 OUTSIDE = {"layout": {"jax", "tensorstore", "numpy"}, "errors": {"jax", "tensorstore", "numpy"}, "formats": {"jax"}}

@@ -36,36 +36,37 @@ def dcp_files(found: Parameters, objects: Mapping[Steps, Any]) -> list[File]:
 
     Raises UnsupportedLeaf for dtypes that torch lacks, TreeMismatch where two tensors would have one name.
     """
-    tensors: dict[Steps, Tensor] = {}
-    for name, tensor in found.model.items():
-        tensors[MODEL, name] = tensor
+    items: list[tuple[Steps, Any]] = [((MODEL, name), tensor) for name, tensor in found.model.items()]
     for name, states in found.states.items():
-        tensors |= {(OPTIMIZER, "state", name, state): t for state, t in states.items() if state != "param"}
-    tensors |= {(name,): tensor for name, tensor in found.other.items()}
-    _check(tensors, objects)
-    return _files({**tensors, **objects})
+        items += [((OPTIMIZER, "state", name, state), t) for state, t in states.items() if state != "param"]
+    items += [(_steps(name), tensor) for name, tensor in found.other.items()]
+    items += objects.items()
+    _check(items)
+    return _files(dict(items))
 
 
 def objects(extras: Mapping[str, Mapping[str, Any]]) -> dict[Steps, Any]:
-    """The objects of a DCP checkpoint, under the names they had. Of their paths only those of groups can be told."""
+    """The objects of a DCP checkpoint, under the names they had."""
     found: dict[Steps, Any] = {}
     for file in extras.values():
         for name, value in file.items():
             group = _GROUP.fullmatch(name)
-            found[(OPTIMIZER, "param_groups", int(group[1]), group[2]) if group else (name,)] = from_json(value)
+            found[(OPTIMIZER, "param_groups", int(group[1]), group[2]) if group else _steps(name)] = from_json(value)
     return found
 
 
-def _check(tensors: Mapping[Steps, Tensor], objects: Mapping[Steps, Any]) -> None:
-    problems = [f"{_name(path)} has dtype {t.dtype}" for path, t in tensors.items() if not has_dtype(t.dtype)]
+def _check(items: Sequence[tuple[Steps, Any]]) -> None:
+    tensors = [(path, value) for path, value in items if isinstance(value, Tensor)]
+    problems = [f"{_name(path)} has dtype {t.dtype}" for path, t in tensors if not has_dtype(t.dtype)]
     if problems:
         raise UnsupportedLeaf(named(problems, "torch has no such dtypes", "Export with another dtype."))
     names: dict[str, Steps] = {}
-    for path in (*tensors, *objects):
-        if (other := names.setdefault(_name(path), path)) != path:
-            problems.append(f"{_name(path)} is both {' / '.join(map(str, other))} and {' / '.join(map(str, path))}")
+    for path, _ in items:
+        if _name(path) in names:
+            problems.append(f"{_name(path)}: {' / '.join(map(str, names[_name(path)]))}, {' / '.join(map(str, path))}")
+        names[_name(path)] = path
     if problems:
-        raise TreeMismatch(named(problems, "DCP joins keys by dots, and would confuse", "Rename the parameters."))
+        raise TreeMismatch(named(problems, "DCP joins keys by dots, which gives one name twice", "Rename them."))
 
 
 def _files(tree: Mapping[Steps, Any]) -> list[File]:
@@ -123,6 +124,12 @@ def _instance(kind: str, **fields: Any) -> Instance:
 
 def _size(shape: Sequence[int]) -> Call:
     return Call(Global("torch", "Size"), (tuple(shape),))
+
+
+def _steps(name: str) -> Steps:
+    """A path for what came with a name only. `load` goes by names; the outermost key is the part before a dot."""
+    outer, dot, rest = name.partition(".")
+    return (outer, rest) if dot else (name,)
 
 
 def _name(path: Steps) -> str:

@@ -152,7 +152,7 @@ def _write_tensor(path: Path, at: int, job: _Job, source: ArraySource, done: Cal
         out.seek(at)
         for box in job.boxes:
             data = np.ascontiguousarray(source.read(job.tensor.key, box).astype(job.tensor.dtype, copy=False))
-            raw = memoryview(data.reshape(-1).view(np.uint8))
+            raw = data.reshape(-1).view(np.uint8).data
             crc = zlib.crc32(raw, crc)
             while raw:
                 raw = raw[out.write(raw) :]

@@ -24,8 +24,12 @@ _STORAGES = {
     **{"complex128": "ComplexDouble", "complex64": "ComplexFloat"},
 }
 _UNTYPED = frozenset(
-    (*("uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2"),)
-    + ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+    [
+        "uint16",
+        "uint32",
+        "uint64",
+        *(f"float8_{kind}" for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")),
+    ]
 )
 
 
@@ -140,12 +144,8 @@ def _tensor(out: bytearray, tensor: Tensor | np.ndarray, storage: Storage) -> No
     flat = isinstance(tensor, Tensor) and tensor.flat
     dtype, shape = torch_dtype(tensor.dtype), (tensor.size,) if flat else tuple(tensor.shape)
     strides = tuple(int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape)))
-    typed = tensor.dtype.name in _STORAGES
-    kind = (
-        Global("torch", f"{_STORAGES[tensor.dtype.name]}Storage")
-        if typed
-        else Global("torch.storage", "UntypedStorage")
-    )
+    typed = _STORAGES.get(tensor.dtype.name)
+    kind = Global("torch", f"{typed}Storage") if typed else Global("torch.storage", "UntypedStorage")
     count = tensor.size if typed else tensor.nbytes
     hooks = Call(Global("collections", "OrderedDict"))
     _write(out, Global("torch._utils", f"_rebuild_tensor_v{2 if typed else 3}"), storage)

@@ -24,10 +24,8 @@ _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR64 = struct.Struct("<4sLQL")
 _END = struct.Struct("<4s4H2LH")
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
-_VERSION, _DATE = (
-    45,
-    (1 << 5) | 1,
-)  # zip64; the first day that a zip file can name, so that equal content is equal bytes
+_VERSION = 45  # zip64
+_DATE = (1 << 5) | 1  # the first day that a zip file can name, so that equal content is equal bytes
 
 
 @dataclass(frozen=True, slots=True)
