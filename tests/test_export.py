@@ -39,7 +39,7 @@ CASES = [
 WEIGHTS = ["torch/hf_llama_bf16_tied/ckpt", "torch/hf_gpt2/ckpt"]
 
 
-def memory(tree: dict[str, dict[str, np.ndarray]], extras: dict | None = None, source: str = "") -> Checkpoint:
+def memory(tree: dict[str, dict[str, np.ndarray]], extras: dict | None = None) -> Checkpoint:
     """A checkpoint in memory, of arrays by state and parameter."""
     arrays = {f"{state}/{name}": array for state, some in tree.items() for name, array in some.items()}
     leaves = [
@@ -47,10 +47,7 @@ def memory(tree: dict[str, dict[str, np.ndarray]], extras: dict | None = None, s
         for state, some in tree.items()
         for name, array in some.items()
     ]
-    from_what = {"format": source} if source else {}
-    return Checkpoint(
-        Contents("memory", "in memory", leaves, MemoryStore(arrays), extras=extras or {}, source=from_what)
-    )
+    return Checkpoint(Contents("memory", "in memory", leaves, MemoryStore(arrays), extras=extras or {}))
 
 
 def differences(source: Checkpoint, target: Checkpoint, states: set[str] | None = None) -> list[str]:

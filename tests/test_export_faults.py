@@ -147,10 +147,9 @@ class Counted(MemoryStore):
 
 @pytest.mark.parametrize("format", ["safetensors", "dcp", "deepspeed"])
 def test_no_more_than_the_budget_is_in_memory_whatever_the_size_of_the_checkpoint(format, tmp_path):
-    arrays = {f"param/{i}": np.full((1500, 700), i, np.float32) for i in range(8)}
-    leaves = [
-        Leaf((Key("dict", "param"), Key("dict", n[6:])), n, "array", a.shape, "float32") for n, a in arrays.items()
-    ]
+    shape = 1500, 700
+    arrays = {f"param/{i}": np.full(shape, i, np.float32) for i in range(8)}
+    leaves = [Leaf((Key("dict", "param"), Key("dict", n[6:])), n, "array", shape, "float32") for n in arrays]
     store, budget = Counted(arrays), 4 << 20
     checkpoint = Checkpoint(Contents("memory", "in memory", leaves, store))
     assert checkpoint.nbytes > 8 * budget
@@ -217,14 +216,9 @@ def test_an_export_that_fails_leaves_nothing(format, tmp_path):
 @pytest.mark.parametrize("format", ["safetensors", "dcp", "deepspeed"])
 def test_an_export_killed_at_any_moment_is_whole_or_not_there(format, tmp_path):
     """Real SIGKILLs, before each file or folder that the export makes, opens to write, renames or removes."""
-    memory({"param": {"a": W, "b": W + 1}, "exp_avg": {"a": W, "b": W}}).save(tmp_path / "source")
-    order = {
-        "job": f"export {format}",
-        "root": str(tmp_path),
-        "source": str(tmp_path / "source"),
-        "times": 0,
-        "seed": 0,
-    }
+    source = tmp_path / "source"
+    memory({"param": {"a": W, "b": W + 1}, "exp_avg": {"a": W, "b": W}}).export(source, "dcp")
+    order = {"job": f"export {format}", "root": str(tmp_path), "source": str(source), "times": 0, "seed": 0}
     one_thread = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, str(WORKERS / "killed.py"), json.dumps(order)]
     done = subprocess.run(command, env=one_thread, capture_output=True, text=True, timeout=300, check=False)
@@ -245,7 +239,7 @@ def test_an_export_killed_at_any_moment_is_whole_or_not_there(format, tmp_path):
                 continue
             assert left.params.keys() == {"a", "b"}, moment
             assert all((left.params[n].read() == W + (n == "b")).all() for n in "ab"), moment
-        ucp.open(tmp_path / "source").export(root / "out", format)
+        ucp.open(source).export(root / "out", format, max_shard_bytes=48)
         assert contents_of(root) == {f"out/{name}": data for name, data in whole.items()}, moment
     assert len(kills) > 10
     assert outcomes == {False, True}

@@ -1,4 +1,6 @@
-"""Saves, converts and exports that SIGKILL ends: `python killed.py ARGUMENTS`, those of `main` in JSON; prints what it returns.
+"""Saves, converts and exports that SIGKILL ends: `python killed.py ARGUMENTS`, those of `main` in JSON.
+
+It prints what `main` returns.
 
 A process that has imported everything and started nothing forks one child for each kill. That is sound as long
 as it has a single thread, which it checks: JAX's backend and TensorStore's threads begin in the children.
