@@ -30,11 +30,10 @@ DTYPES += [np.complex64, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu]
 
 # One case for each way in which a source differs: masters, ZeRO stage, optimizer, frozen, tied, parallel, experts.
 CASES = [
-    *(f"deepspeed/{case}" for case in ("z0_fp32_dp2", "z1_fp16_dp2", "z1_fp32_dp2_lion", "z1_fp32_dp2_sgd")),
-    *(f"deepspeed/{case}" for case in ("z2_bf16_dp2_bf16master", "z2_bf16_dp2_frozen_tied", "z2_fp32_dp2_offload")),
-    *(f"deepspeed/{case}" for case in ("z3_bf16_dp2_frozen_tied", "z3_fp16_dp2_subgroups", "tp2_dp1_z1_fp32_gqa")),
-    *(f"deepspeed/{case}" for case in ("tp2_pp2_dp1_z1_bf16", "autotp2_dp2_z3_bf16", "moe_ep2_dp2_z1_bf16")),
-    *(f"deepspeed/{case}" for case in ("autoep2_dp4_z3_fp32", "autoep2_dp2_z1_bf16")),
+    *(f"deepspeed/{case}" for case in ("z0_fp32_dp2", "z1_fp16_dp2", "z1_fp32_dp2_sgd", "z2_bf16_dp2_bf16master")),
+    *(f"deepspeed/{case}" for case in ("z2_bf16_dp2_frozen_tied", "z2_fp32_dp2_offload", "z3_bf16_dp2_frozen_tied")),
+    *(f"deepspeed/{case}" for case in ("tp2_dp1_z1_fp32_gqa", "autotp2_dp2_z3_bf16", "autoep2_dp4_z3_fp32")),
+    "deepspeed/moe_ep2_dp2_z1_bf16",
 ]
 WEIGHTS = ["torch/hf_llama_bf16_tied/ckpt", "torch/hf_gpt2/ckpt"]
 
@@ -133,7 +132,7 @@ def test_a_tree_of_any_dtypes_and_shapes_comes_back_as_it_was(tmp_path_factory, 
     assert differences(source, exported, {"param"} if format == "safetensors" else None) == []
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(trees())
 def test_a_universal_folder_of_any_dtypes_and_shapes_comes_back_as_it_was(tmp_path_factory, tree):
     assume(not {".", ".."} & tree["param"].keys())
