@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from jax_ucp.export import MAX_SHARD_BYTES, ExportFormat, ExportPlan, plan_export, run_export
 from jax_ucp.formats import open_contents
 from jax_ucp.formats.options import Options
 from jax_ucp.language import mapping as mappings
@@ -261,6 +262,45 @@ class Checkpoint:
         Raises FileExistsError if `path` is in use, CorruptData if the source contradicts itself.
         """
         copy(self._contents, plan_copy(self._contents, budget_bytes), Path(path), done)
+        return open(path)
+
+    def plan_export(
+        self,
+        format: ExportFormat,
+        *,
+        dtype: str | None = None,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        zero_stage: int | None = None,
+        budget_bytes: int = DEFAULT_BUDGET,
+    ) -> ExportPlan:
+        """What `export` with the same arguments would write, and in its `notes` what would be left out."""
+        said = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "zero_stage": zero_stage}
+        return plan_export(self._contents, format, **said, budget_bytes=budget_bytes)
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        format: ExportFormat,
+        *,
+        dtype: str | None = None,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        zero_stage: int | None = None,
+        budget_bytes: int = DEFAULT_BUDGET,
+        done: Callable[[int], None] = lambda nbytes: None,
+    ) -> Checkpoint:
+        """Write the parameters, and where the format has a place for them their states, to the new folder `path`.
+
+        `format` is `safetensors` (weights, as transformers loads them), `dcp` (`torch.distributed.checkpoint`) or
+        `deepspeed` (its universal folder). `dtype` casts floating parameters; unsaid, every bit stays. `zero_stage`
+        is that of the DeepSpeed run to be resumed, unsaid that of the source. `done` hears of bytes written. Stopped
+        at any moment, nothing is at `path`.
+
+        Raises TreeMismatch if the tree is not `{state: {parameter: array}}`, UnsupportedLeaf with every parameter
+        that the format cannot hold, FileExistsError if `path` is in use.
+        """
+        said = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "zero_stage": zero_stage}
+        plan = plan_export(self._contents, format, **said, budget_bytes=budget_bytes)
+        run_export(self._contents, plan, Path(path), done)
         return open(path)
 
     def verify(self) -> Iterator[tuple[str, str | None]]:

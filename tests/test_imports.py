@@ -23,15 +23,16 @@ BELOW = {
     "storage": {"metadata", "layout", "errors"},
     "formats": {"language", "storage", "metadata", "layout", "errors"},
     "sharding": {"storage", "metadata", "layout", "errors"},
-    "checkpoint": {"formats", "sharding", "storage", "language", "metadata", "layout", "errors"},
+    "export": {"storage", "metadata", "layout", "errors"},
+    "checkpoint": {"export", "formats", "sharding", "storage", "language", "metadata", "layout", "errors"},
     "handler": {"checkpoint", "sharding", "storage", "metadata", "layout", "errors"},
     "args": {"handler"},
-    "cli": {"checkpoint", "sharding", "storage", "language", "metadata", "layout", "errors", ""},
+    "cli": {"checkpoint", "export", "sharding", "storage", "language", "metadata", "layout", "errors", ""},
     "__main__": {"cli"},
 }
 OUTSIDE = {"layout": {"jax", "tensorstore", "numpy"}, "errors": {"jax", "tensorstore", "numpy"}, "formats": {"jax"}}
 OUTSIDE |= {"language": {"jax", "tensorstore", "numpy"}}
-OUTSIDE |= {"storage": {"jax"}, "metadata": {"jax", "tensorstore"}}
+OUTSIDE |= {"export": {"jax", "tensorstore"}, "storage": {"jax"}, "metadata": {"jax", "tensorstore"}}
 
 
 def imports(source: str) -> Iterator[str]:

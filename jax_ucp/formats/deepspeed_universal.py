@@ -128,7 +128,11 @@ class _Universal(Reader):
                     self.found.skip(f"{at}:{key}", "layout", "says how to cut the parameter; it is whole here")
             if self.options.weights_only and label != "param":
                 self.found.skip(f"{at}:{tensor.key}" if isinstance(tensor, StoredTensor) else at, "state", "left aside")
-            elif isinstance(tensor, StoredTensor) and tensor.shape and (want is None or tensor.shape == want):
+            elif (
+                isinstance(tensor, StoredTensor)
+                and (tensor.shape or label == "param")
+                and (want is None or tensor.shape == want)
+            ):
                 param = Consolidated(Unique().join([tensor.shape]), [f"{at}:{tensor.key}"])
                 self.found.parameter(label, name, param, f"{label} of {name}")
             elif isinstance(tensor, StoredTensor) and want and tensor.shape == (math.prod(want),):
