@@ -11,7 +11,7 @@ from test_cli import run, run_json
 
 DATA = Path(__file__).parent / "data"
 LLAMA = DATA / "torch" / "hf_llama" / "ckpt"
-TUNIX = DATA / "tunix" / "llama-to-tunix.json"
+TUNIX = DATA / "trees" / "llama-to-tunix.json"
 
 MODEL = """\
 import jax

@@ -1,8 +1,8 @@
 """The mappings that come with the package, on checkpoints that the real libraries wrote; and mapped checkpoints whole.
 
-`tests/data/tunix` has the trees of the models of google-tunix, written by `examples/tunix_logits.py`, which also runs
-those models; that needs google-tunix, so here their names and shapes are compared. MaxText's trees are run by a decoder
-written from its code.
+`tests/data/trees` has the trees of models of google-tunix and of Flax in transformers 4, written by
+`examples/equal_logits.py`, which also runs those models; that needs these packages, so here names and shapes are
+compared. MaxText's trees are run by a decoder written from its code.
 """
 
 import json
@@ -33,10 +33,16 @@ FAMILIES = {
     "hf_mixtral": "mixtral",
     "hf_gemma": "gemma",
     "hf_gemma_mha": "gemma-7b",
+    "hf_gpt2": "gpt2",
 }
-CASES = [
-    (c, f"hf-{f}-to-{m}") for c, f in FAMILIES.items() for m in ("tunix", "maxtext") if f"hf-{f}-to-{m}" in shipped()
-]
+MAXTEXT = {  # mapping -> neighbours are rotated together; the query is scaled
+    "hf-llama-to-maxtext": (True, True),
+    "hf-qwen2-to-maxtext": (False, False),
+    "hf-qwen3-to-maxtext": (False, False),
+    "hf-qwen3-moe-to-maxtext": (False, False),
+    "hf-mixtral-to-maxtext": (False, True),
+}
+CASES = [(case, name) for case, family in FAMILIES.items() for name in shipped() if name.startswith(f"hf-{family}-to-")]
 
 
 def hugging_face(case):
@@ -62,20 +68,11 @@ def test_there_and_back_every_parameter_has_the_same_bits_but_for_rounded_scales
             assert same_bits(back.params[name].read(), param.read()), name
 
 
-@pytest.mark.parametrize(("case", "mapping"), [c for c in CASES if c[1].endswith("tunix") and "bf16" not in c[0]])
-def test_the_leaves_are_those_of_the_models_of_tunix(case, mapping):
-    tree = json.loads((DATA / "tunix" / f"{mapping.removeprefix('hf-')}.json").read_text())
+@pytest.mark.parametrize(("case", "mapping"), [c for c in CASES if c[1] not in MAXTEXT and "bf16" not in c[0]])
+def test_the_leaves_are_those_of_models_that_others_wrote(case, mapping):
+    tree = json.loads((DATA / "trees" / f"{mapping.removeprefix('hf-')}.json").read_text())
     want = {leaf["leaf"]: (tuple(leaf["shape"]), leaf["dtype"]) for leaf in tree["leaves"]}
     assert {leaf.label: (leaf.shape, leaf.dtype) for leaf in hugging_face(case).map(mapping).leaves} == want
-
-
-MAXTEXT = {  # mapping -> neighbours are rotated together; the query is scaled
-    "hf-llama-to-maxtext": (True, True),
-    "hf-qwen2-to-maxtext": (False, False),
-    "hf-qwen3-to-maxtext": (False, False),
-    "hf-qwen3-moe-to-maxtext": (False, False),
-    "hf-mixtral-to-maxtext": (False, True),
-}
 
 
 @pytest.mark.parametrize(("case", "mapping"), [c for c in CASES if c[1] in MAXTEXT and "bf16" not in c[0]])

@@ -1,7 +1,10 @@
-"""Hugging Face checkpoints in the models of google-tunix: the logits are those that transformers gave.
+"""Hugging Face checkpoints in JAX models that others wrote: the logits are those that torch gave.
 
     pip install --no-deps google-tunix==0.1.7 jaxtyping wadler-lindig
-    python examples/tunix_logits.py [--trees DIRECTORY]
+    python examples/equal_logits.py tunix [--trees DIRECTORY]
+
+    pip install transformers==4.55.4                      # versions from 5 on have no Flax models; torch is not needed
+    python examples/equal_logits.py flax [--trees DIRECTORY]
 
 Each checkpoint is opened from its safetensors shards, mapped by the mapping of its family that comes with the package,
 restored onto a mesh of eight devices, and run. Two things that tunix 0.1.7 has fixed are set as the checkpoint has
@@ -15,7 +18,8 @@ import importlib
 import json
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -31,52 +35,97 @@ import jax_ucp as ucp
 
 DATA = Path(__file__).parent.parent / "tests" / "data" / "torch"
 TOLERANCE = 1e-5
-# Case -> module of tunix, class, mapping.
+# Package -> case -> what it is there, and the mapping.
 CASES = {
-    "hf_llama": ("llama3", "Llama3", "hf-llama-to-tunix"),
-    "hf_qwen2": ("qwen2", "Qwen2", "hf-qwen2-to-tunix"),
-    "hf_qwen3": ("qwen3", "Qwen3", "hf-qwen3-to-tunix"),
-    "hf_qwen3_moe": ("qwen3", "Qwen3", "hf-qwen3-moe-to-tunix"),
-    "hf_gemma": ("gemma", "Gemma", "hf-gemma-to-tunix"),
-    "hf_gemma_mha": ("gemma", "Gemma", "hf-gemma-7b-to-tunix"),
+    "tunix": {
+        "hf_llama": ("llama3.Llama3", "hf-llama-to-tunix"),
+        "hf_qwen2": ("qwen2.Qwen2", "hf-qwen2-to-tunix"),
+        "hf_qwen3": ("qwen3.Qwen3", "hf-qwen3-to-tunix"),
+        "hf_qwen3_moe": ("qwen3.Qwen3", "hf-qwen3-moe-to-tunix"),
+        "hf_gemma": ("gemma.Gemma", "hf-gemma-to-tunix"),
+        "hf_gemma_mha": ("gemma.Gemma", "hf-gemma-7b-to-tunix"),
+    },
+    "flax": {"hf_gpt2": ("FlaxGPT2LMHeadModule", "hf-gpt2-to-flax")},
 }
+RULES = [(r"(_proj|einsum|c_\w+)/(w|kernel)$", P("data", None, "model")), (r"embedding$", P(None, "model"))]
+
+Params = Any
 
 
-def main(trees: Path | None) -> int:
+@dataclass(frozen=True)
+class Model:
+    """A model without its parameters: their tree, what makes logits of them, what exchanges the heads of a layer."""
+
+    tree: Params
+    logits: Callable[[Params, np.ndarray], jax.Array]
+    exchange: Callable[[Params], None]
+
+
+def main(package: str, trees: Path | None) -> int:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
-    rules = [(r"(_proj|einsum)/(w|kernel)$", P("data", None, "model")), (r"embedding$", P(None, "model"))]
     failed = 0
-    for case, (family, name, mapping) in CASES.items():
+    for case, (name, mapping) in CASES[package].items():
         checkpoint = ucp.open(DATA / case / "ckpt")
         config = checkpoint.extras["config.json"]["config"]
-        module = tunix_model(family, config)
-        model = nnx.eval_shape(lambda: getattr(module, name)(model_config(module, config), rngs=nnx.Rngs(0)))  # noqa: B023
-        graph, state = nnx.split(model)
-        target = {"param": nnx.to_pure_dict(state)}
+        model = tunix(name, config) if package == "tunix" else flax(name, config)
         if trees:
-            write_tree(trees / f"{mapping.removeprefix('hf-')}.json", target)
-        params = checkpoint.map(mapping).restore(target, mesh=mesh, rules=rules)["param"]
+            write_tree(trees / f"{mapping.removeprefix('hf-')}.json", {"param": model.tree})
+        params = checkpoint.map(mapping).restore({"param": model.tree}, mesh=mesh, rules=RULES)["param"]
         with np.load(DATA / case / "truth.npz") as truth:
             tokens, want = truth["io::tokens"], truth["io::logits"]
-
-        def error(params: Any) -> float:
-            nnx.replace_by_pure_dict(state, params)  # noqa: B023
-            got = logits(nnx.merge(graph, state), tokens)  # noqa: B023
-            return float(np.abs(got - want).max() / np.abs(want).max())  # noqa: B023
-
-        right = error(params)
-        out = params["layers"][0]["attn"]["attn_vec_einsum" if family == "gemma" else "o_proj"]
-        out["w"] = jnp.roll(out["w"], 1, axis=0)
-        wrong = error(params)
+        right = np.abs(model.logits(params, tokens) - want).max() / np.abs(want).max()
+        model.exchange(params)
+        wrong = np.abs(model.logits(params, tokens) - want).max() / np.abs(want).max()
         print(f"{case}: logits differ by {right:.1e} of their scale; with the heads exchanged by {wrong:.1e}")
-        failed += right > TOLERANCE or wrong < 100 * TOLERANCE
-    print("The logits agree." if not failed else f"{failed} of {len(CASES)} fail.")
+        failed += int(right > TOLERANCE or wrong < 100 * TOLERANCE)
+    print("The logits agree." if not failed else f"{failed} of {len(CASES[package])} fail.")
     return min(failed, 1)
 
 
-def tunix_model(family: str, config: Mapping[str, Any]) -> Any:
+def tunix(name: str, config: Mapping[str, Any]) -> Model:
+    family, _, kind = name.partition(".")
+    module = tunix_module(family, config)
+    model = nnx.eval_shape(lambda: getattr(module, kind)(model_config(module, config), rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(model)
+
+    def logits(params: Params, tokens: np.ndarray) -> jax.Array:
+        batch, length = tokens.shape
+        causal = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (batch, length, length))
+        nnx.replace_by_pure_dict(state, params)
+        found, _ = nnx.merge(graph, state)(jnp.asarray(tokens), positions(tokens), None, causal)
+        return found
+
+    def exchange(params: Params) -> None:
+        out = params["layers"][0]["attn"]["attn_vec_einsum" if family == "gemma" else "o_proj"]
+        out["w"] = jnp.roll(out["w"], 1, axis=0)
+
+    return Model(nnx.to_pure_dict(state), logits, exchange)
+
+
+def flax(name: str, config: Mapping[str, Any]) -> Model:
+    from transformers import GPT2Config  # pyright: ignore[reportMissingImports]
+    from transformers.models.gpt2 import modeling_flax_gpt2  # pyright: ignore[reportMissingImports]
+
+    module = getattr(modeling_flax_gpt2, name)(GPT2Config(**config))
+
+    def apply(of: Callable[..., Any], first: Any, tokens: np.ndarray) -> Any:
+        return of(first, jnp.asarray(tokens), jnp.ones_like(tokens), positions(tokens), return_dict=False)
+
+    def exchange(params: Params) -> None:
+        out = params["transformer"]["h"]["0"]["attn"]["c_proj"]
+        out["kernel"] = jnp.roll(out["kernel"], config["n_embd"] // config["n_head"], axis=1)
+
+    tree = jax.eval_shape(lambda: apply(module.init, jax.random.key(0), np.ones((1, 2), np.int32)))
+    return Model(tree["params"], lambda params, tokens: apply(module.apply, {"params": params}, tokens)[0], exchange)
+
+
+def positions(tokens: np.ndarray) -> jax.Array:
+    return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+
+def tunix_module(family: str, config: Mapping[str, Any]) -> Any:
     """The module of a model. Packages above it are entered without running them, which would need all of tunix."""
     spec = PathFinder.find_spec("tunix")
     if spec is None or not spec.submodule_search_locations:
@@ -133,14 +182,6 @@ def model_config(module: Any, config: Mapping[str, Any]) -> Any:
     return module.ModelConfig(**{name: value for name, value in said.items() if name in known})
 
 
-def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
-    batch, length = tokens.shape
-    causal = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (batch, length, length))
-    positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
-    found, _ = model(jnp.asarray(tokens), positions, None, causal)
-    return np.asarray(found)
-
-
 def write_tree(path: Path, tree: Any) -> None:
     """The tree as `jax-ucp inspect --json` writes one, which `jax-ucp map --target` reads."""
     leaves = [
@@ -156,5 +197,7 @@ def write_tree(path: Path, tree: Any) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
+    parser.add_argument("package", choices=CASES)
     parser.add_argument("--trees", type=Path)
-    sys.exit(main(parser.parse_args().trees))
+    given = parser.parse_args()
+    sys.exit(main(given.package, given.trees))
