@@ -28,9 +28,11 @@ from jax_ucp.storage.mapped_tree import map_contents, states_of
 from jax_ucp.storage.source import ArrayInfo
 
 if TYPE_CHECKING:
+    import optax
     from jax.sharding import Mesh
     from jax.typing import DTypeLike
 
+    from jax_ucp.optimizers import OptimizerPlan
     from jax_ucp.sharding.fit import Rule
     from jax_ucp.sharding.restore import RestorePlan
 
@@ -241,6 +243,21 @@ class Checkpoint:
 
         plan = self.plan(target, mesh=mesh, rules=rules, cast=cast, partial=partial)
         return run_restore(plan, self._contents.arrays, budget_bytes)
+
+    def plan_optimizer(
+        self, tx: optax.GradientTransformation, params: Any, *, step: int | None = None
+    ) -> OptimizerPlan:
+        """How the optax state `tx.init(params)` is filled from the optimizer of the trainer that wrote the checkpoint.
+
+        `params` is the tree of the model, of arrays or ShapeDtypeStructs, whose leaves are those below `param` here:
+        after `map`, as a rule. `step` is the number of updates done, where the checkpoint does not say it.
+        `plan.restore()` gives the state.
+
+        Raises TreeMismatch with everything that the checkpoint does not fill.
+        """
+        from jax_ucp.optimizers import plan_optimizer
+
+        return plan_optimizer(self._contents, tx, params, step)
 
     def plan_save(self, budget_bytes: int = DEFAULT_BUDGET) -> CopyPlan:
         """What `save` would write, and the memory it would take."""
