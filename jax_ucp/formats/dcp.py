@@ -67,10 +67,11 @@ def open_dcp(path: Path, options: Options) -> Contents:
 
 def _tensors(found: Import, metadata: DcpMetadata, options: Options) -> None:
     paths = metadata.paths or {fqn: (fqn,) for fqn in (*metadata.tensors, *metadata.objects)}
-    if odd := sorted(paths.keys() ^ (metadata.tensors.keys() | metadata.objects.keys())):
+    # Planners of torch that store objects of the first rank only record the paths of all ranks' objects.
+    if lost := sorted((metadata.tensors.keys() | metadata.objects.keys()) - paths.keys()):
         raise FormatError(
-            f"{found.path / metadata.files[0]}: {odd[0]!r} is in planner_data or in state_dict_metadata, but not in "
-            "both; the metadata is damaged"
+            f"{found.path / metadata.files[0]}: {lost[0]!r} is not in planner_data, which has others; "
+            "the metadata is damaged"
         )
     for fqn, path in paths.items():
         if ".".join(map(str, path)) != fqn:

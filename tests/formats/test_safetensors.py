@@ -170,6 +170,7 @@ def test_parts_cut_anywhere_among_any_ranks_are_the_tensor(tmp_path_factory, dat
     checkpoint = ucp.open(folder)
     assert same_bits(checkpoint.read("param/w"), whole)
     assert checkpoint.params["w"].shape == shape
+    assert all(piece.target.size for piece in checkpoint.params["w"].where())
 
 
 @pytest.fixture
@@ -224,7 +225,10 @@ def test_a_part_said_to_begin_elsewhere_is_refused(tmp_path_factory, data):
         ucp.open(folder)
 
 
-@pytest.mark.parametrize("said", ["[", "[]", "{}", '{"w": 1}', '{"w": {}}', '{"w": {"saved_offsets": [0]}}'])
+NEGATIVE = '{"w": {"saved_offsets": [-1, 0]}}'
+
+
+@pytest.mark.parametrize("said", ["[", "[]", "{}", '{"w": 1}', '{"w": {}}', '{"w": {"saved_offsets": [0]}}', NEGATIVE])
 def test_a_mark_that_does_not_say_where_parts_begin_is_refused(tmp_path, said):
     path = tmp_path / "model-00001-of-00001.safetensors"
     write(path, {"__metadata__": {"DCP_SHARDING_INFO": said}, "w": entry(0, 4, [2, 2])}, b"1234")

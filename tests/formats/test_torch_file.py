@@ -22,6 +22,7 @@ from jax_ucp.errors import CorruptData, FormatError, UnsafePickle
 from jax_ucp.formats.safe_pickle import Record, walk
 from jax_ucp.formats.torch_file import StoredTensor, TorchFile
 from jax_ucp.layout.box import Box
+from jax_ucp.storage.consolidated import same_bits
 from jax_ucp.storage.source import ArrayInfo
 
 DATA = Path(__file__).parent.parent / "data" / "torch"
@@ -123,6 +124,26 @@ def test_empty_boxes_and_boxes_outside_are_told_apart():
     for box in (Box((0, 0), (6, 8)), Box((-1, 0), (2, 8)), Box((0,), (5,)), Box((), ())):
         with pytest.raises(ValueError, match=r"views\.pt: box .* does not lie in 'a'"):
             file.read("a", box)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *(("Float", np.float32), ("Short", np.int16), ("Byte", np.uint8)),
+        *(("ComplexFloat", np.complex64), ("ComplexDouble", np.complex128), ("BFloat16", ml_dtypes.bfloat16)),
+    ],
+)
+def test_a_big_endian_file_has_the_same_values(save, kind, dtype):
+    values = (np.arange(6) * 300 + 1j * np.arange(6) if np.dtype(dtype).kind == "c" else np.arange(6) * 40).astype(
+        dtype
+    )
+    parts = 2 if values.dtype.kind == "c" else 1
+    size = values.dtype.itemsize // parts
+    swapped = values.view(f"u{size}").byteswap().tobytes()
+    path = save(mapping(w=tensor(storage(kind=f"torch.{kind}Storage"))), {"0": swapped}, byteorder=b"big")
+    want = values.reshape(2, 3)
+    assert same_bits(whole(TorchFile(path), "w"), want)
+    assert same_bits(TorchFile(path).read("w", Box((0, 1), (2, 3))), want[:, 1:])
 
 
 def test_everything_that_is_no_tensor_is_plain_data():

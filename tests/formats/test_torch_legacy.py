@@ -93,6 +93,8 @@ def test_a_file_cut_at_any_byte_or_longer_is_refused(tmp_path, name):
     for end in range(40, len(data), 9):
         with pytest.raises(FormatError, match=r"old\.pt: "):
             TorchFile(write(tmp_path, data[:end]))
+    with pytest.raises(CorruptData, match=r"old\.pt: storage '\d+' runs past the end of the file: it is truncated"):
+        TorchFile(write(tmp_path, data[:-1]))
     with pytest.raises(CorruptData, match=r"old\.pt: 1 bytes follow the last storage"):
         TorchFile(write(tmp_path, data + b"x"))
 

@@ -104,6 +104,20 @@ def test_states_by_number_go_to_their_parameters_only_if_the_groups_have_names(t
     assert_accounted_for(checkpoint)
 
 
+def test_names_that_do_not_fit_the_numbers_of_their_group_are_not_used(tmp_path):
+    model = {name: np.ones(1, np.float32) for name in "abc"}
+    state = {n: {"step": np.zeros(1, np.float32)} for n in range(3)}
+    for groups in (
+        [{"params": [0, 1], "param_names": ["a"]}, {"params": [2], "param_names": ["b", "c"]}],
+        [{"params": [0, 1, 2], "param_names": ["a", "b", "b"]}],
+        [{"params": [0, 0, 1], "param_names": ["a", "b", "c"]}],
+        [{"params": [0, 1], "param_names": ["a", "b"]}, {"params": [2]}],
+    ):
+        save({"model": model, "optim": {"state": state, "param_groups": groups}}, tmp_path / "run.pt")
+        labels = {leaf.label for leaf in ucp.open(tmp_path / "run.pt").leaves}
+        assert {label for label in labels if "step" in label} == {f"other/optim.state.{n}.step" for n in range(3)}
+
+
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """Weights in two files, with an index, as transformers wrote them before safetensors."""
@@ -149,6 +163,13 @@ def test_a_file_missing_or_of_another_checkpoint_is_named(folder):
     first.unlink()
     with pytest.raises(FormatError, match=f"names the file '{first.name}', which is not beside it"):
         ucp.open(folder)
+    index = folder / "pytorch_model.bin.index.json"
+    said = index.read_text()
+    (folder.parent / "outside.bin").write_bytes(kept)
+    index.write_text(said.replace(first.name, "../outside.bin"))
+    with pytest.raises(FormatError, match=r"names the file '\.\./outside\.bin', which is not beside it"):
+        ucp.open(folder)
+    index.write_text(said)
     first.write_bytes(kept[:-1])
     with pytest.raises(FormatError, match=first.name):
         ucp.open(folder)
