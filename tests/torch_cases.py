@@ -1,6 +1,7 @@
 """The cases of data/torch, the live state of each, and what is asked of every checkpoint that opens."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from jax_ucp.storage.consolidated import same_bits
 DATA = Path(__file__).parent / "data" / "torch"
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 RULES = [(r"weight$|wte", P("data", "model"))]
+# Their state dicts had no paths: torch 1.13 took flat ones only, and flatten_state_dict=False leaves them as they are.
+FLAT = ("old_v1131", "dcp_noflatten")
 
 
 def about(case: str) -> dict[str, Any]:
@@ -30,6 +33,38 @@ def live(case: str) -> dict[str, np.ndarray]:
         return {
             key: arrays[key].view(getattr(ml_dtypes, dtype, None) or np.dtype(dtype)) for key, dtype in dtypes.items()
         }
+
+
+def truth(case: str) -> dict[str, np.ndarray]:
+    """The live state under our labels; tensors beside the model go by their full names, those of files by `file:key`."""
+    said, arrays = about(case), live(case)
+    if said["kind"].startswith("torch_save"):
+        return {key.removeprefix("tensor::"): array for key, array in arrays.items()}
+    names = said["map"]
+    if "hf" in case:
+        found = {f"param/{name}": arrays[key] for key, name in names.items()}
+        # Experts, which the live model holds fused.
+        return found | {f"param/{name}": _expert(name, arrays) for name in said.get("only_in_file", ())}
+    found = {}
+    for key, array in arrays.items():
+        state, _, name = key.partition("::")
+        if case in FLAT or state == "tensor":
+            state, name = "param" if case in FLAT else "other", names[key]
+        found[f"{'param' if state == 'model' else state}/{name}"] = array
+    if case.startswith("titan"):  # the trainer's own count, which is in no optimizer and so not in the truth
+        found["other/train_state.step"] = np.asarray(said["steps"], np.int32)
+    return found
+
+
+def _expert(name: str, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    """What a file calls `layers.0.block_sparse_moe.experts.1.w2.weight`, or a gate that memory has by another name."""
+    if not (found := re.fullmatch(r"(.*)\.(?:block_sparse_moe|mlp)\.experts\.(\d+)\.(\w+)\.weight", name)):
+        return arrays[f"model::{name.replace('block_sparse_moe', 'mlp')}"]
+    layer, i, part = found[1], int(found[2]), found[3]
+    if part in ("w2", "down_proj"):
+        return arrays[f"model::{layer}.mlp.experts.down_proj"][i]
+    gate, up = np.split(arrays[f"model::{layer}.mlp.experts.gate_up_proj"][i], 2)
+    return gate if part in ("w1", "gate_proj") else up
 
 
 def assert_equal_however_read(checkpoint: ucp.Checkpoint, want: Mapping[str, np.ndarray], folder: Path) -> None:

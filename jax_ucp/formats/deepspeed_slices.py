@@ -87,9 +87,8 @@ class Slices:
         for index, shapes in enumerate(groups):
             for ep, team in moe.teams(index, ranks, models):
                 part = group(index, shapes, team, self.files.zero3, models[0].name)
-                self._flat_states(mp, ep, part)
+                self._flat_states(mp, ep, part, param_group(team[0], index))
                 self._values(mp, ep, part)
-                self._note_dummy_moment(index, part)
                 for name, layout in part.layouts.items():
                     for fragment in layout.fragments:
                         mine = flat[team[fragment.shard].name]
@@ -97,9 +96,14 @@ class Slices:
                         mine[name] = start, numel + fragment.source.size
         return flat
 
-    def _flat_states(self, mp: int, ep: int | None, part: Group) -> None:
+    def _flat_states(self, mp: int, ep: int | None, part: Group, hyper: Mapping[str, Any]) -> None:
         for state, tensors in part.flat.items():
             keys = [rank.key(tensor) for rank, tensor in zip(part.ranks, tensors, strict=True)]
+            # No Adam divides by a second moment without an eps.
+            if state == "exp_avg_sq" and "betas" in hyper and "eps" not in hyper:
+                for key in keys:
+                    self.found.skip(key, "state", "Lion has one moment; CPULion writes a second one and never reads it")
+                continue
             if state != "param" and self.options.weights_only:
                 for key in keys:
                     self.found.skip(key, "state", ASIDE)
@@ -146,15 +150,6 @@ class Slices:
                 for local in part.shapes:
                     name = moe.global_name(local, ep, part.shapes)
                     self.slices[state, name].values[mp // self.files.tp].append((rank, value))
-
-    def _note_dummy_moment(self, index: int, part: Group) -> None:
-        hyper = param_group(part.ranks[0], index)
-        note = (
-            "exp_avg_sq is kept although its group has no eps, without which no Adam divides by it: "
-            "CPULion writes such a moment of zeros and never reads it"
-        )
-        if "exp_avg_sq" in part.flat and "betas" in hyper and "eps" not in hyper and note not in self.found.notes:
-            self.found.notes.append(note)
 
     def check_mappings(self, flat: Mapping[str, Mapping[str, tuple[int, int]]]) -> None:
         """Compare each file's `param_slice_mappings` with the walk over `param_shapes`, and note where they differ.

@@ -59,7 +59,7 @@ class TensorParallel:
         if tp > 1 and not (self.maps or self.sub_params or any(self.info.get(key) for key in _LISTS)):
             raise FormatError(
                 f"{where} was written by {tp} tensor-parallel ranks, but has no universal_checkpoint_info with "
-                "patterns: nothing says how their slices form parameters. Say it in a spec (spec=, --spec; docs/language.md), or "
+                "patterns: nothing says how their slices form parameters. Say it in a spec (spec=, --spec), or "
                 "save with that info in client_state (Megatron-DeepSpeed's --universal-checkpoint does)."
             )
 

@@ -8,27 +8,9 @@ import pytest
 import jax_ucp as ucp
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.dcp_metadata import metadata_files, read_metadata
-from torch_cases import DATA, about, assert_accounted_for, assert_equal_however_read, live
+from torch_cases import DATA, FLAT, about, assert_accounted_for, assert_equal_however_read, truth
 
 CASES = sorted(path.parent.name for path in DATA.glob("*/ckpt") if metadata_files(path))
-# Their state dicts had no paths: torch 1.13 took flat ones only, and flatten_state_dict=False leaves them as they are.
-FLAT = ("old_v1131", "dcp_noflatten")
-
-
-def truth(case: str) -> dict[str, np.ndarray]:
-    """The live state under our labels; tensors beside the model go by their full names."""
-    names, found = about(case)["map"], {}
-    for key, array in live(case).items():
-        state, _, name = key.partition("::")
-        if case in FLAT:
-            found[f"param/{names[key]}"] = array
-        elif state == "tensor":
-            found[f"other/{names[key]}"] = array
-        else:
-            found[f"{'param' if state == 'model' else state}/{name}"] = array
-    if case.startswith("titan"):  # the trainer's own count, which is in no optimizer and so not in the truth
-        found["other/train_state.step"] = np.asarray(about(case)["steps"], np.int32)
-    return found
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -91,7 +73,7 @@ def test_a_slice_of_a_parameter_opens_only_the_items_that_hold_it(tmp_path):
     (damaged / second.file).write_bytes(b"\0" * (damaged / second.file).stat().st_size)
     param = ucp.open(damaged).params["output.weight"]
     np.testing.assert_array_equal(
-        param.read(box=first.target), live("dcp_file_per_item")["model::output.weight"][first.target.index]
+        param.read(box=first.target), truth("dcp_file_per_item")["param/output.weight"][first.target.index]
     )
     with pytest.raises(FormatError, match=second.file):
         param.read(box=second.target)

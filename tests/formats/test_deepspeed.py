@@ -31,9 +31,7 @@ def flat(tree: dict) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("case", CASES)
 def test_every_parameter_and_moment_equals_the_live_state_however_it_is_read(case, tmp_path):
     checkpoint, want = ucp.open(DATA / case), truth(case)
-    # CPULion keeps a second moment of zeros, which the run never used and the truth does not have.
-    unused = {leaf.label for leaf in checkpoint.leaves if case.endswith("lion") and "exp_avg_sq/" in leaf.label}
-    assert {leaf.label for leaf in checkpoint.leaves} - unused == set(want)
+    assert {leaf.label for leaf in checkpoint.leaves} == set(want)
     straight = flat(checkpoint.restore(mesh=MESH, rules=RULES))
     converted = checkpoint.save(tmp_path / "converted")
     kept = flat(converted.restore(mesh=MESH, rules=RULES))
@@ -91,6 +89,14 @@ def test_where_names_the_file_item_and_block_of_every_byte():
     for piece in pieces:
         stored = TorchFile(DATA / "z2_bf16_dp3" / "global_step5" / piece.file).read(piece.item, piece.source)
         np.testing.assert_array_equal(stored.reshape(piece.target.shape), param.read()[piece.target.index])
+
+
+def test_the_second_moment_that_lion_never_reads_is_left_out_with_its_reason():
+    checkpoint = ucp.open(DATA / "z1_fp32_dp2_lion")
+    left = [item for item in checkpoint.account if item.where.endswith("/exp_avg_sq")]
+    assert len(left) == 4
+    assert all(item.fate == "skipped" and "Lion has one moment" in item.reason for item in left)
+    assert "exp_avg_sq" not in {leaf.label.partition("/")[0] for leaf in checkpoint.leaves}
 
 
 def test_a_wrong_order_recorded_by_deepspeed_is_noted_and_not_used():

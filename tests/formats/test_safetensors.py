@@ -1,9 +1,7 @@
 """Weights that transformers wrote, against the live model; and files that break a rule of the format."""
 
 import json
-import re
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -17,31 +15,10 @@ from jax_ucp.errors import FormatError, LayoutError, UCPError
 from jax_ucp.formats.safetensors import INDEX, SafetensorsFile
 from jax_ucp.layout.box import Box
 from jax_ucp.storage.consolidated import same_bits
-from torch_cases import DATA, about, assert_accounted_for, assert_equal_however_read, live
+from torch_cases import DATA, assert_accounted_for, assert_equal_however_read, truth
 
 CASES = sorted(path.name for pattern in ("hf_*", "dcp_hf_*") for path in DATA.glob(pattern))
 SHARDED = ("dcp_hf_sharded", "dcp_hf_sharded_2d")
-
-
-def truth(case: str) -> dict[str, np.ndarray]:
-    """The live model's weights by the names in the files."""
-    arrays, found = live(case), {}
-    for key, name in about(case)["map"].items():
-        found[f"param/{name}"] = arrays[key]
-    for name in about(case).get("only_in_file", ()):  # experts, which the live model holds fused
-        found[f"param/{name}"] = expert(name, arrays)
-    return found
-
-
-def expert(name: str, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    """What a file calls `layers.0.block_sparse_moe.experts.1.w2.weight`, or a gate that memory has by another name."""
-    if not (found := re.fullmatch(r"(.*)\.(?:block_sparse_moe|mlp)\.experts\.(\d+)\.(\w+)\.weight", name)):
-        return arrays[f"model::{name.replace('block_sparse_moe', 'mlp')}"]
-    layer, i, part = found[1], int(found[2]), found[3]
-    if part in ("w2", "down_proj"):
-        return arrays[f"model::{layer}.mlp.experts.down_proj"][i]
-    gate, up = np.split(arrays[f"model::{layer}.mlp.experts.gate_up_proj"][i], 2)
-    return gate if part in ("w1", "gate_proj") else up
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,0 +1,138 @@
+"""Every checkpoint in tests/data that has a truth, whichever library wrote it, read in every way and compared."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import deepspeed_cases
+import jax_ucp as ucp
+import megatron_cases
+import torch_cases
+from jax_ucp.errors import UCPError
+from jax_ucp.formats.torch_file import TorchFile
+from jax_ucp.layout.box import Box
+from jax_ucp.storage.consolidated import same_bits
+
+DATA = Path(__file__).parent / "data"
+RULES = [(r"(weight|w[123])$", P("data", "model"))]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A folder of tests/data; `family` is the folder above it."""
+
+    family: str
+    name: str
+
+    @property
+    def path(self) -> Path:
+        folder = DATA / self.family / self.name
+        return folder / "ckpt" if (folder / "ckpt").is_dir() else folder
+
+    @property
+    def about(self) -> Mapping:
+        family = "deepspeed" if self.family == "deepspeed_universal" else self.family
+        return json.loads((DATA / family / self.name / "case.json").read_text())
+
+    def truth(self) -> dict[str, np.ndarray]:
+        if self.family == "torch":
+            return torch_cases.truth(self.name)
+        return (megatron_cases if self.family == "megatron" else deepspeed_cases).truth(self.name)
+
+    def equal(self, got: np.ndarray, want: np.ndarray, label: str) -> bool:
+        """The same bits; truths hold steps as integers, and DeepSpeed's are widened to fp32."""
+        got = np.asarray(got)
+        if label.startswith("step/"):
+            return float(got) == float(want)
+        return same_bits(got.astype(np.float32) if self.family.startswith("deepspeed") else got, want)
+
+    def open(self, **options) -> ucp.Checkpoint:
+        if self.family == "megatron":
+            options["sizes"] = {"vocab": self.about["model"]["vocab_size"]}
+        return ucp.open(self.path, **options)
+
+
+def every() -> list[Case]:
+    """The cases whose truth is known; `torchsave_exotic` and other folders of single files have none."""
+    cases = [Case(folder.parent.name, folder.name) for folder in sorted(DATA.glob("*/*")) if folder.is_dir()]
+    return [case for case in cases if case.family != "torch" or (DATA / "torch" / case.name / "truth.npz").exists()]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What of a case equals its truth; `refusal` is the error of one that is not read."""
+
+    format: str
+    arrays: int = 0
+    equal: Mapping[str, int] | None = None
+    accounted: bool = False
+    refusal: str = ""
+
+
+WAYS = ("read", "restored", "converted")
+
+
+def outcome(case: Case, mesh: Mesh, folder: Path) -> Outcome:
+    """Open the case, read it, restore it on the mesh, convert it to `folder` and restore that too."""
+    if case.about.get("kind", "").startswith("torch_save"):
+        return _files(case)
+    found = {}
+    try:
+        checkpoint, want = case.open(), case.truth()
+        converted = checkpoint.save(folder)
+    except UCPError as error:
+        return Outcome(case.family, refusal=str(error))
+    with every_thread_with_int64():
+        found["restored"] = _flat(checkpoint.restore(mesh=mesh, rules=RULES))
+        found["converted"] = _flat(converted.restore(mesh=mesh, rules=RULES))
+    found["read"] = {leaf.label: checkpoint.read(leaf.label) for leaf in checkpoint.leaves if leaf.has_array}
+    # What a trainer keeps beside the model is in no truth: torchtitan's own step.
+    assert all(label in want or label.startswith("other/") for label in found["read"]), set(found["read"]) - set(want)
+    same = {
+        way: sum(label in found[way] and case.equal(found[way][label], want[label], label) for label in want)
+        for way in WAYS
+    }
+    places = [item.where for item in checkpoint.account]
+    told = len(set(places)) == len(places) and all(item.reason != "not understood" for item in checkpoint.account)
+    return Outcome(checkpoint.format, len(want), same, told)
+
+
+@contextmanager
+def every_thread_with_int64() -> Iterator[None]:
+    """JAX makes int32 of int64 unless told otherwise; `jax.enable_x64` tells one thread, and restoring has many."""
+    jax.config.update("jax_enable_x64", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
+def _flat(tree: Mapping) -> dict[str, np.ndarray]:
+    return {f"{state}/{name}": array for state, arrays in tree.items() for name, array in arrays.items()}
+
+
+def _files(case: Case) -> Outcome:
+    """Files of torch.save, each by itself: `truth` has their tensors as `file:key`. A refused file has none."""
+    tensors, refused = {}, ""
+    for path in sorted(case.path.glob("*.pt")):
+        try:
+            file = TorchFile(path)
+        except UCPError as error:
+            refused = f"{path.name}: {str(error).partition(': ')[2]}"
+            continue
+        tensors |= {f"{path.name}:{key}": file.read(key, Box.whole(i.shape)) for key, i in file.arrays().items()}
+    same = sum(
+        same_bits(array, want) for label, want in case.truth().items() if (array := tensors.get(label)) is not None
+    )
+    return Outcome("torch.save files", len(tensors), {"read": same}, True, refused)
+
+
+def mesh_4_2() -> Mesh:
+    return Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))

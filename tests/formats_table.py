@@ -1,0 +1,86 @@
+"""Print docs/formats.md from a run over every case: `python tests/formats_table.py > docs/formats.md`."""
+
+import os
+import tempfile
+from pathlib import Path
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+from jax.sharding import Mesh
+
+from cases import Case, Outcome, every, mesh_4_2, outcome
+
+PAGE = Path(__file__).parent.parent / "docs" / "formats.md"
+
+TEXT = """# What is read, case by case
+
+Each line is a checkpoint in `tests/data`, written by the library itself, with the state of the live processes beside
+it. Numbers are arrays (parameters and their states) that are that state, bit for bit: when read, when restored
+straight onto a mesh of (4, 2) devices, and when converted first and restored from that. *Accounted for* says that every
+stored item is mapped, kept as an extra, or skipped for a reason. The table is printed by `python
+tests/formats_table.py > docs/formats.md`; tests compare lines of it with a run, and see that no case is missing.
+
+{table}
+
+## What no reader can see
+
+A file that is missing, cut short, of another world size, step or run is refused by name, or a conversion finds it by
+its copies. These are not, because nothing that is stored tells:
+
+- **ZeRO-3**: the ranks of one run exchanged, or a rank's file from another run of the same shapes and step. There is
+  one copy of everything, and a file does not say whose it is, unless there are experts.
+- **ZeRO-0**: what the one file of model states, or that of an expert, has is stored nowhere else. Optimizer states have
+  numbers and no names: that a group lists parameters in the order of the module is taken for granted, and no copy could
+  prove it. Where shapes allow more than one way, the checkpoint is refused.
+- **DeepSpeed's universal folders**: an atom's name is that of its folder. Two weights exchanged are found by the
+  module's copies, unless the folder comes from ZeRO-3; two moments exchanged, or weights that tensor-parallel ranks
+  average, are not.
+- **Names changed everywhere** in the metadata, and the CRCs with them, are other names.
+
+Hostile files are a matter of their own: `python tests/fuzz.py 100000` makes that many of them.
+"""
+
+
+def line(case: Case, found: Outcome) -> str:
+    """The case's line of the table."""
+    cells = [f"`{case.family}/{case.name}`", found.format, _features(case), str(found.arrays or "")]
+    if found.equal is None:
+        reason = found.refusal.partition("\n")[0].replace(str(case.path), "").replace("|", "\\|").strip("/: ")
+        return "| " + " | ".join([*cells, f"refused: {reason:.200}", "", "", ""]) + " |"
+    same = [_all(found.equal.get(way), found.arrays) for way in ("read", "restored", "converted")]
+    return "| " + " | ".join([*cells, *same, "yes" if found.accounted else "no"]) + " |"
+
+
+def _all(equal: int | None, arrays: int) -> str:
+    return "" if equal is None else "all" if equal == arrays else f"{equal} of {arrays}"
+
+
+def _features(case: Case) -> str:
+    """What the case shows, in the words of whoever made it, or by its degrees of parallelism."""
+    about = case.about
+    if text := about.get("about") or about.get("description"):
+        return str(text).partition(" {")[0].replace("|", "/")
+    degrees = [
+        f"{name} {n}" for name, n in about["parallel"].items() if name != "world" and isinstance(n, int) and n > 1
+    ]
+    optimizer = about["optimizer"]
+    said = [about["ckpt_format"], *(degrees or ["one rank"]), *dict.fromkeys(optimizer["classes"])]
+    return ", ".join(said + ([optimizer["sharding_type"]] if optimizer["sharding_type"] else []))
+
+
+def row(case: Case, mesh: Mesh) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        return line(case, outcome(case, mesh, Path(folder) / "out"))
+
+
+def page() -> str:
+    mesh = mesh_4_2()
+    head = (
+        "| case | format | what it shows | arrays | equal when read | restored | converted, restored | accounted for |"
+    )
+    return TEXT.format(table="\n".join([head, "|---" * 8 + "|", *(row(case, mesh) for case in every())]))
+
+
+if __name__ == "__main__":
+    print(page(), end="")
