@@ -287,7 +287,8 @@ class _Reader:
     def _step(self, name: str) -> None:
         own = self.steps.get(is_expert(name) and True in self.steps, [])
         decays = len(self.states[name]["weight"].layout.shape) != 1 and not name.endswith(".bias")
-        step = one_step(self.files, name, [step for step in own if step.decays in (None, decays)])
+        # Where there is one group alone, it has what does not decay too.
+        step = one_step(self.files, name, [step for step in own if step.decays in (None, decays)] or own)
         if step.tensor is not None:
             held = Consolidated(Unique().join([()]), [f"{COMMON_FILE}:{step.tensor.key}"])
             self.found.parameter("step", name, held, "how often the optimizer stepped")

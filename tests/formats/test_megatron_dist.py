@@ -21,6 +21,7 @@ from jax_ucp.formats.dcp_source import DcpSource
 from jax_ucp.layout.box import Box
 from jax_ucp.storage.consolidated import same_bits
 from megatron_cases import DATA, STATES, about, equal, flat, truth
+from torch_writer import save
 
 CORRUPTED = "dist_pp2_dp2_distopt_buckets_fully_reshardable_fp32"
 EVERY = sorted(path.name for path in DATA.iterdir() if path.name.startswith(("dist_", "old0153_")))
@@ -166,6 +167,19 @@ def test_state_that_the_writer_moved_is_refused_and_its_weights_are_right():
         ucp.open(DATA / CORRUPTED / "ckpt")
     for part in ("embedding.word_embeddings.weight", "[103:104, 0:32]", "behind 64 elements", "5077", "weights_only"):
         assert part in str(caught.value)
+
+
+def test_a_checkpoint_without_args_opens_as_far_as_it_says_itself_what_it_is(copy_of):
+    for case in ("dist_tp2_pp1_bf16", "dist_tp2_dp2_distopt_dp_reshardable_bf16"):
+        folder = copy_of(case)
+        save({"iteration": 3, "optimizer": {"param_groups": [{"step": 3}]}}, folder / "common.pt")
+        if "distopt" in case:
+            with pytest.raises(FormatError, match="num_layers is missing"):
+                ucp.open(folder)
+        else:
+            checkpoint = open_verified(folder)
+            assert differences(checkpoint, truth(case)) == []
+            assert any("has no args" in note for note in checkpoint.notes)
 
 
 @pytest.fixture
