@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import MemoryStore, cut_by, numbered
-from jax_ucp.errors import FormatError, LayoutError
+from jax_ucp.errors import CorruptData, FormatError, LayoutError
 from jax_ucp.formats.megatron_dist import read_files
-from jax_ucp.formats.megatron_dist_buffers import cut_of, places, slice_of, stage_layers
+from jax_ucp.formats.megatron_dist_buffers import cut_of, slice_of, stage_layers
 from jax_ucp.formats.megatron_dist_files import DistFiles, StoredObject, Tensor
 from jax_ucp.formats.megatron_dist_names import Run, flattened_runs, unstacked
 from jax_ucp.formats.megatron_files import Args
@@ -207,9 +207,14 @@ class Writer:
             self._weight(name, array.astype(BF16))
         for chain, expert in enumerate((False, True) if e > 1 else (None,)):
             prefix = f"chained_{chain}." if e > 1 else ""
-            for place in places(Args(self.args), bool(expert)):
-                at = f"{prefix}optimizer.distributed.dp_group_idx_{place.group}"
-                self._rank(at, place, expert, buckets, grouped, tied)
+            ranks = (
+                itertools.product(range(p), range(e), range(etp))
+                if expert
+                else itertools.product(range(p), [0], range(t))
+            )
+            for group, (pp, ep, rank) in enumerate(ranks):
+                place = argparse.Namespace(pp=pp, ep=ep, rank=rank)
+                self._rank(f"{prefix}optimizer.distributed.dp_group_idx_{group}", place, expert, buckets, grouped, tied)
 
     def _weight(self, name: str, array: np.ndarray) -> None:
         runs, ranks = [], self.etp if ".experts." in name else self.t
@@ -330,18 +335,47 @@ def test_flat_buffers_of_any_parallelism_are_read_as_they_were(tmp_path, kind, t
     assert all(item.reason != "not understood" for item in contents.account)
 
 
+SIZES, CROSSES = (
+    r"has buckets of \[.*the order of modules",
+    r"is the elements 448 to 512 of .*linear_proj\.bias should be 448 to 460",
+)
+
+
 @pytest.mark.parametrize(
-    ("kind", "change"),
-    [("dp_reshardable", {"transformer_impl": "transformer_engine"}), ("dp_zero", {"ddp_bucket_size": 400}),
-     ("dp_zero", {"transformer_impl": "transformer_engine"}), ("dp_reshardable", {"ddp_bucket_size": 400}),
-     ("dp_reshardable", {"pipeline_model_parallel_size": 1}), ("dp_zero", {"moe_grouped_gemm": True}),
-     ("dp_zero", {"decoder_first_pipeline_num_layers": 1}), ("dp_zero", {"decoder_last_pipeline_num_layers": 3}),
-     ("dp_reshardable", {"tensor_model_parallel_size": 1}), ("dp_zero", {"tensor_model_parallel_size": 4}),
-     ("dp_zero", {"untie_embeddings_and_output_weights": False})],
+    ("kind", "change", "message"),
+    [("dp_reshardable", {"transformer_impl": "transformer_engine"}, CROSSES),
+     ("dp_zero", {"transformer_impl": "transformer_engine"}, SIZES),
+     ("dp_reshardable", {"ddp_bucket_size": 400}, SIZES), ("dp_zero", {"ddp_bucket_size": 400}, SIZES),
+     ("dp_reshardable", {"pipeline_model_parallel_size": 1}, SIZES), ("dp_zero", {"moe_grouped_gemm": True}, SIZES),
+     ("dp_zero", {"decoder_first_pipeline_num_layers": 1}, SIZES),
+     ("dp_reshardable", {"tensor_model_parallel_size": 1}, SIZES),
+     ("dp_zero", {"tensor_model_parallel_size": 4}, "no equal parts of 4 tensor-parallel ranks"),
+     ("dp_zero", {"untie_embeddings_and_output_weights": False}, SIZES),
+     ("dp_zero", {"pipeline_model_parallel_size": 4}, "no buffer of its|" + SIZES)],
 )  # fmt: skip
-def test_args_by_which_the_buffers_would_hold_other_parameters_are_refused(tmp_path, kind, change):
+def test_args_by_which_the_buffers_would_hold_other_parameters_are_refused(tmp_path, kind, change, message):
     writer = Writer(tmp_path, 2, 2, 1, 2, 2, kind, moe=True, buckets=900)
     read_files(writer.files(), Options())
     writer.args.update(change)
-    with pytest.raises((FormatError, LayoutError)):
+    with pytest.raises((FormatError, LayoutError), match=message):
+        read_files(writer.files(), Options())
+
+
+def test_an_order_that_fits_in_every_size_is_refused_by_the_masters(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "HIDDEN", 64)
+    writer = Writer(tmp_path, 1, 1, 1, 1, 1, "dp_zero")
+    read_files(writer.files(), Options())
+    writer.args["transformer_impl"] = "transformer_engine"
+    with pytest.raises(
+        CorruptData, match=r"(?s)input_layernorm\.weight: the master .* is not the weight .* order of modules"
+    ):
+        read_files(writer.files(), Options())
+    read_files(writer.files(), Options(weights_only=True))
+
+
+def test_buffers_of_more_ranks_than_the_args_know_are_refused(tmp_path):
+    writer = Writer(tmp_path, 1, 1, 1, 1, 1, "dp_zero")
+    (key, *_) = [key for key in writer.objects if "param_state" in key]
+    writer.objects[key.replace("group_idx_0", "group_idx_1")] = writer.objects[key]
+    with pytest.raises(FormatError, match=r"group 1, chunk 0, bfloat16\) belongs to no rank"):
         read_files(writer.files(), Options())
