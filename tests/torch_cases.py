@@ -36,7 +36,7 @@ def live(case: str) -> dict[str, np.ndarray]:
 
 
 def truth(case: str) -> dict[str, np.ndarray]:
-    """The live state under our labels; tensors beside the model go by their full names, those of files by `file:key`."""
+    """The live state under our labels: by full names beside the model, by `file:key` in files."""
     said, arrays = about(case), live(case)
     if said["kind"].startswith("torch_save"):
         return {key.removeprefix("tensor::"): array for key, array in arrays.items()}

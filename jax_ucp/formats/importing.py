@@ -210,12 +210,13 @@ class Import:
         """The slices, and stored tensors that are whole slices; None where parameters are made of nothing but those."""
         if not self._slices:
             return None
+        # A copy of a parameter that is itself in slices is one level above them.
+        above = {key: held for key, held in self._slices.items() if any(part in self._slices for part in held.keys)}
+        slices = {key: held for key, held in self._slices.items() if key not in above}
         used = {key for param in self.params.values() for key in param.keys}
         used |= {key for twin in self._twins for key in (twin.of, twin.key) if isinstance(key, str)}
-        stored = used - self._slices.keys()
-        infos = shards.arrays()
-        whole = {key: Consolidated(Unique().join([infos[key].shape]), [key]) for key in stored}
-        return ConsolidatedView(shards, {**self._slices, **whole})
+        view = ConsolidatedView(shards, {**slices, **_whole(shards, used - self._slices.keys())})
+        return ConsolidatedView(view, {**above, **_whole(view, view.arrays().keys())}) if above else view
 
     def _account(self) -> Iterator[Item]:
         for key, info in self.stored.items():
@@ -232,6 +233,12 @@ class _Twin:
     key: str
     stored: str
     at: tuple[int, ...] = ()
+
+
+def _whole(source: ArraySource, keys: Iterable[str]) -> dict[str, Consolidated]:
+    """Arrays of a source as they are."""
+    infos = source.arrays()
+    return {key: Consolidated(Unique().join([infos[key].shape]), [key]) for key in keys}
 
 
 def touched(layout: ParamLayout, keys: Sequence[str]) -> Consolidated:

@@ -22,6 +22,7 @@ import numpy as np
 from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint, UnsafePickle
 from jax_ucp.formats.dcp_metadata import METADATA_FILE
 from jax_ucp.formats.importing import Import
+from jax_ucp.formats.megatron_dist_args import check_args
 from jax_ucp.formats.megatron_dist_buffers import Plan, cut_of, expert_ranks, plan_buffers
 from jax_ucp.formats.megatron_dist_files import COMMON_FILE, CONFIG_FILE, Beside, DistFiles, is_checkpoint, open_files
 from jax_ucp.formats.megatron_dist_flat import check_numels, flats, group_object, param_state_sources, slices
@@ -42,7 +43,6 @@ from jax_ucp.formats.megatron_files import iteration_folder
 from jax_ucp.formats.megatron_optim import BUFFERS, beside_tensors
 from jax_ucp.formats.megatron_walk import EMBEDDING, TIED, is_expert
 from jax_ucp.formats.options import Options
-from jax_ucp.formats.torch_file import StoredTensor
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout
 from jax_ucp.layout.patterns import Unique
@@ -66,11 +66,17 @@ def open_megatron_dist(path: Path, options: Options) -> Contents:
     folder = iteration_folder(path)
     if not folder.is_dir():
         raise NotACheckpoint(f"{path} names {folder.name}, but there is no such folder in it")
-    files = open_files(folder)
+    return read_files(open_files(folder), options)
+
+
+def read_files(files: DistFiles, options: Options) -> Contents:
+    """The checkpoint that the files form."""
     try:
         contents = _Reader(files, options).contents()
-    except LayoutError as error:
-        raise LayoutError(f"{folder}: {error}") from None
+    except (FormatError, LayoutError) as error:
+        if str(files.folder) in str(error):
+            raise
+        raise type(error)(f"{files.folder}: {error}") from error
 
     def verify() -> Iterator[tuple[str, str | None]]:
         yield from files.verify()
@@ -122,7 +128,8 @@ class _Reader:
                 self.dtypes[name] = self.dtypes[gate]
             for name, (shape, runs) in params.items():
                 self.states.setdefault(name, {})[state] = self._consolidated(shape, runs)
-        self._check_layers()
+        shapes = {name: states["weight"].layout.shape for name, states in self.states.items()}
+        check_args(self.files, shapes, self.dtypes)
         self._buffers()
         self._steps()
         self._parameters()
@@ -141,16 +148,6 @@ class _Reader:
 
     def _layers(self, model: str) -> int | None:
         return self.args.get("num_layers") if model.startswith("decoder.") else None
-
-    def _check_layers(self) -> None:
-        """Every layer is there, with a number of its own or on an axis."""
-        found = {int(n) for name in self.states if (n := name.removeprefix("decoder.layers.").split(".")[0]).isdigit()}
-        want = self.args.get("num_layers")
-        if isinstance(want, int) and (odd := found ^ set(range(want))):
-            raise FormatError(
-                f"{self.files.folder}: args.num_layers is {want}, but of layer {min(odd)} there is "
-                f"{'a tensor' if min(odd) in found else 'none'}: {COMMON_FILE} belongs to another run"
-            )
 
     def _consolidated(self, shape: tuple[int, ...], runs: Sequence[Run]) -> Consolidated:
         """The runs as shards of the parameter: each is a stored chunk as it is, or lies inside one."""
@@ -290,9 +287,10 @@ class _Reader:
     def _step(self, name: str) -> None:
         own = self.steps.get(is_expert(name) and True in self.steps, [])
         decays = len(self.states[name]["weight"].layout.shape) != 1 and not name.endswith(".bias")
-        step = one_step(self.files, name, [step for step in own if step.decays in (None, decays)])
-        if isinstance(step.value, StoredTensor):
-            held = Consolidated(Unique().join([step.value.shape]), [f"{COMMON_FILE}:{step.value.key}"])
+        # Where there is one group alone, it has what does not decay too.
+        step = one_step(self.files, name, [step for step in own if step.decays in (None, decays)] or own)
+        if step.tensor is not None:
+            held = Consolidated(Unique().join([()]), [f"{COMMON_FILE}:{step.tensor.key}"])
             self.found.parameter("step", name, held, "how often the optimizer stepped")
         else:
             array = np.asarray(step.value, np.int32 if isinstance(step.value, int) else np.float32)
@@ -359,5 +357,7 @@ class _Reader:
             self.found.notes.append("the checkpoint was saved without its optimizer")
         if self.options.spec:
             self.found.notes.append("the checkpoint says itself how its shards form parameters: the spec is not used")
-        if self.args.absent:
+        if not self.args.fields:
+            self.found.notes.append("common.pt has no args: nothing was compared with what the run says of its model")
+        elif self.args.absent:
             self.found.notes.append(f"args lack {', '.join(self.args.absent)}; Megatron's defaults were taken")

@@ -8,7 +8,10 @@ Facts: `megatron/core/dist_checkpointing/` of Megatron-LM core_v0.16.1.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.errors import FormatError, LayoutError
+from jax_ucp.errors import FormatError, LayoutError, UnsafePickle
 from jax_ucp.formats.dcp_metadata import METADATA_FILE, read_metadata
 from jax_ucp.formats.dcp_source import DcpSource, chunk_key
 from jax_ucp.formats.megatron_dist_names import Run
@@ -28,6 +31,8 @@ from jax_ucp.storage.source import ArrayInfo, ArraySource
 
 CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
 MAX_CONFIG_BYTES = 1 << 20
+_CHUNK = re.compile(r"\d+(\.\d+)*")
+_OBJECT = re.compile(r"(.+)/shard_([\d.]+)_(\d+(?:\.\d+)*)")
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class StoredObject:
 
 @dataclass(frozen=True)
 class DistFiles:
-    """Everything that is stored. `source` has the chunks of the tensors; `verify` reads them all."""
+    """Everything that is stored. `source` has the chunks of the tensors, `verify_tensors` reads them all."""
 
     folder: Path
     args: Args
@@ -58,8 +63,23 @@ class DistFiles:
     tensors: Mapping[str, Tensor]
     objects: Mapping[str, StoredObject]
     source: ArraySource
-    verify: Callable[[], Iterator[tuple[str, str | None]]]
+    verify_tensors: Callable[[], Iterator[tuple[str, str | None]]]
     files: Sequence[str]
+
+    def verify(self) -> Iterator[tuple[str, str | None]]:
+        """Each tensor and object, and what is wrong with its bytes; None also where nothing has a checksum."""
+        yield from self.verify_tensors()
+        for key, stored in self.objects.items():
+            yield key, _fault(stored)
+
+
+def _fault(stored: StoredObject) -> str | None:
+    try:
+        return next((fault for _, fault in stored.open().verify() if fault), None)
+    except UnsafePickle:
+        return None  # which is skipped, and says so
+    except FormatError as error:
+        return str(error)
 
 
 class Beside:
@@ -100,14 +120,16 @@ def open_files(folder: Path) -> DistFiles:
     tree = common.tree
     if not isinstance(tree, dict):
         raise FormatError(f"{common.path} should hold a dict, but holds a {type(tree).__name__}")
-    args = Args(args_of(tree, common.path))
+    # Other trainers on Megatron-Core, such as NeMo, save no args. Only flat buffers cannot be read without.
+    args = Args(args_of(tree, common.path) if "args" in tree else {})
     iteration = tree.get("iteration")
     if folder.name.startswith("iter_") and isinstance(iteration, int) and folder.name != f"iter_{iteration:07d}":
         raise FormatError(f"{common.path} is of iteration {iteration}, but its folder is {folder.name}")
-    if backend == "torch_dist":
-        return _torch_dist(folder, args, common, tree)
-    if backend == "zarr":
-        return _zarr(folder, args, common, tree)
+    readers = {"torch_dist": _torch_dist, "zarr": _zarr}
+    if backend in readers:
+        files = readers[backend](folder, args, common, tree)
+        _check_objects(files)
+        return files
     raise FormatError(f"{folder / CONFIG_FILE} names the backend {backend!r:.80}; only torch_dist and zarr are read")
 
 
@@ -121,6 +143,21 @@ def _backend(folder: Path) -> str | None:
         return None
     backend = config.get("sharded_backend") if isinstance(config, dict) else None
     return backend if isinstance(backend, str) else None
+
+
+def _check_objects(files: DistFiles) -> None:
+    """Of every object each shard is there: `<name>/shard_<place>_<grid>` says how many there are."""
+    grids: dict[tuple[str, str], set[str]] = {}
+    for key in files.objects:
+        if match := _OBJECT.fullmatch(key):
+            grids.setdefault((match[1], match[3]), set()).add(match[2])
+    for (name, grid), found in grids.items():
+        sizes = [int(n) for n in grid.split(".")]
+        if math.prod(sizes) <= len(found):
+            continue
+        every = (".".join(map(str, place)) for place in itertools.product(*map(range, sizes)))
+        lost = next(place for place in every if place not in found)
+        raise FormatError(f"{files.folder}: {name}/shard_{lost}_{grid} is missing, though other shards of it are there")
 
 
 def _torch_dist(folder: Path, args: Args, common: TorchFile, tree: Mapping[str, Any]) -> DistFiles:
@@ -151,6 +188,11 @@ def _torch_dist(folder: Path, args: Args, common: TorchFile, tree: Mapping[str, 
 
 def _zarr(folder: Path, args: Args, common: TorchFile, tree: Mapping[str, Any]) -> DistFiles:
     folders = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    for name in folders:
+        if not (folder / name / ARRAY_FILE).exists() and any(
+            _CHUNK.fullmatch(p.name) for p in (folder / name).iterdir()
+        ):
+            raise FormatError(f"{folder / name / ARRAY_FILE} is missing, but there are chunks of the tensor")
     arrays = {name: zarr_array(folder, name) for name in folders if (folder / name / ARRAY_FILE).exists()}
     tensors = {name: Tensor(array.shape, array.dtype, array.runs()) for name, array in arrays.items()}
     objects: dict[str, StoredObject] = {}

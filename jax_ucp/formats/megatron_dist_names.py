@@ -169,6 +169,6 @@ def check_stacks(key: str, shape: Sequence[int], counts: Mapping[str, int | None
     for axis, what in enumerate(stacks_of(key)):
         if counts.get(what) not in (None, shape[axis] if axis < len(shape) else 0):
             raise FormatError(
-                f"{key} has shape {list(shape)}, but axis {axis} should count the {counts[what]} {what} of args: "
-                "common.pt belongs to another run, or the metadata is damaged"
+                f"{key} has shape {list(shape)}, but axis {axis} should count the {counts[what]} {what} that args in "
+                "common.pt tell of: it belongs to another run, or the metadata is damaged"
             )

@@ -12,18 +12,20 @@ from typing import Any
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.megatron_dist_files import COMMON_FILE, DistFiles, StoredObject
 from jax_ucp.formats.torch_file import StoredTensor
+from jax_ucp.layout.box import Box
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A number of steps (a tensor of `common.pt`, or a number), and where it is.
+    """A number of steps, and where it is: in `common.pt` perhaps a `tensor`.
 
     `decays` says of which parameter group it is: that with weight decay, that without, or of both (None).
     """
 
-    value: StoredTensor | int | float
+    value: int | float
     decays: bool | None
     where: str
+    tensor: StoredTensor | None = None
 
 
 def common_steps(files: DistFiles) -> dict[bool, list[Step]]:
@@ -35,8 +37,10 @@ def common_steps(files: DistFiles) -> dict[bool, list[Step]]:
             raise FormatError(f"{files.common.path}: optimizer {i} is a {type(inner).__name__}, not a dict")
         state = inner.get("state")
         steps = found.setdefault(bool(i), [])
-        if isinstance(state, dict) and isinstance(common := state.get("common_step"), StoredTensor | int | float):
-            steps.append(Step(common, None, f"{COMMON_FILE}:optimizer (common_step)"))
+        tensor = state.get("common_step") if isinstance(state, dict) else None
+        if isinstance(tensor, StoredTensor) and tensor.shape == ():
+            value = files.common.read(tensor.key, Box((), ())).item()
+            steps.append(Step(value, None, f"{COMMON_FILE}:{tensor.key}", tensor))
         steps += _of_groups(inner, f"{COMMON_FILE}:optimizer")
     return found
 

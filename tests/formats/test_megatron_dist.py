@@ -1,27 +1,34 @@
 """Real torch_dist and zarr checkpoints of Megatron, against the state taken from the live processes before the save."""
 
 import json
+import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
-from jax_ucp.errors import CorruptData, FormatError, UCPError
+from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint, UCPError
 from jax_ucp.formats.dcp_metadata import read_metadata
 from jax_ucp.formats.dcp_source import DcpSource
 from jax_ucp.layout.box import Box
 from jax_ucp.storage.consolidated import same_bits
-from megatron_cases import DATA, about, equal, flat, truth
+from megatron_cases import DATA, STATES, about, equal, flat, truth
+from torch_writer import save
 
 CORRUPTED = "dist_pp2_dp2_distopt_buckets_fully_reshardable_fp32"
 EVERY = sorted(path.name for path in DATA.iterdir() if path.name.startswith(("dist_", "old0153_")))
 CASES = [case for case in EVERY if case != CORRUPTED]
 CHUNKED = [case for case in CASES if "zarr" not in case]
+# Runs of the same sizes, ranks and steps: common.pt of one says of every parameter what that of another says.
+ALIKE = ("dist_tp2_gqa_swiglu_qknorm_fp32", "dist_tp2_singleton_swiglu_fp32", "old0153_tp2_zarr_fp32")
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 RULES = [(r"(linear_.*|router)\.weight$", P("data", "model"))]
 
@@ -33,6 +40,14 @@ def folder_of(case: str) -> Path:
 def differences(checkpoint: ucp.Checkpoint, want: dict[str, np.ndarray]) -> list[str]:
     labels = {leaf.label for leaf in checkpoint.leaves}
     return sorted(labels ^ set(want)) or [x for x in want if not equal(checkpoint.read(x), want[x], x)]
+
+
+def open_verified(folder: Path) -> ucp.Checkpoint:
+    checkpoint = ucp.open(folder, sizes={"vocab": 101})
+    for _, fault in checkpoint.verify():
+        if fault:
+            raise CorruptData(fault)
+    return checkpoint
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -102,9 +117,8 @@ def test_everything_stored_is_accounted_for_once_with_a_reason(case, weights_onl
         assert [where for where in account if where.startswith(path.name)], path.name
     if case in CHUNKED:
         metadata = read_metadata(folder)
-        assert {f"{span.file}:{fqn}" for fqn, (span,) in metadata.objects.items()} <= {
-            where if where in account else where for where in account
-        } | {where.rpartition(":")[0] for where in account}
+        objects = {f"{span.file}:{fqn}" for fqn, (span,) in metadata.objects.items()}
+        assert objects <= {where for where in account} | {where.rpartition(":")[0] for where in account}
         assert set(DcpSource(metadata).arrays()) <= set(account)
 
 
@@ -155,6 +169,19 @@ def test_state_that_the_writer_moved_is_refused_and_its_weights_are_right():
         assert part in str(caught.value)
 
 
+def test_a_checkpoint_without_args_opens_as_far_as_it_says_itself_what_it_is(copy_of):
+    for case in ("dist_tp2_pp1_bf16", "dist_tp2_dp2_distopt_dp_reshardable_bf16"):
+        folder = copy_of(case)
+        save({"iteration": 3, "optimizer": {"param_groups": [{"step": 3}]}}, folder / "common.pt")
+        if "distopt" in case:
+            with pytest.raises(FormatError, match="num_layers is missing"):
+                ucp.open(folder)
+        else:
+            checkpoint = open_verified(folder)
+            assert differences(checkpoint, truth(case)) == []
+            assert any("has no args" in note for note in checkpoint.notes)
+
+
 @pytest.fixture
 def copy_of(tmp_path):
     def make(case: str) -> Path:
@@ -174,19 +201,103 @@ def swap(folder: Path, a: str, b: str) -> None:
 def test_a_file_that_is_missing_or_truncated_is_named(copy_of, case):
     folder = copy_of(case)
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "metadata.json")
-    for path in files if case in CHUNKED else files[:: len(files) // 12]:
-        name = path.name if case in CHUNKED or path.name == "common.pt" else f"{path.parent.name}/{path.name}"
+    for path in files if case in CHUNKED else files[::9]:
         whole = path.read_bytes()
         path.write_bytes(whole[: len(whole) * 2 // 3])
-        with pytest.raises(FormatError) as caught:
-            assert not [fault for _, fault in ucp.open(folder).verify() if fault]
-        assert name in str(caught.value)
+        with pytest.raises(FormatError, match=re.escape(path.relative_to(folder).as_posix())):
+            open_verified(folder)
         path.unlink()
-        if path.name in (".metadata", ".zarray") or (path.suffix == ".pt" and path.name != "common.pt"):
-            with pytest.raises(UCPError):
-                assert not [fault for _, fault in ucp.open(folder).verify() if fault]
-        else:
-            with pytest.raises(FormatError, match="is missing") as caught:
-                ucp.open(folder)
-            assert name in str(caught.value)
+        with pytest.raises(FormatError, match=r"is missing|has neither") as caught:
+            ucp.open(folder)
+        assert path.relative_to(folder).with_suffix("").as_posix() in str(caught.value)
         path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("case", CHUNKED)
+def test_exchanged_files_are_refused_by_name(copy_of, case):
+    folder = copy_of(case)
+    a, b = [path.name for path in sorted(folder.glob("*.distcp"))[:2]]
+    swap(folder, a, b)
+    with pytest.raises(FormatError, match=rf"({a}|{b})"):
+        ucp.open(folder)
+
+
+def test_a_chunk_of_another_size_in_a_zarr_checkpoint_is_refused(copy_of):
+    folder = copy_of("old0153_tp2_zarr_fp32")
+    swap(folder, "embedding.word_embeddings.weight/0.0", "decoder.layers.mlp.linear_fc1.weight/0.0.0")
+    with pytest.raises(CorruptData, match=r"fc1\.weight/0\.0\.0 has 7168 bytes, but a chunk of float32 .* 1536"):
+        ucp.open(folder)
+
+
+@pytest.mark.parametrize("case", CHUNKED)
+def test_a_file_of_another_run_is_named(copy_of, case):
+    folder = copy_of(case)
+    at = folder / "__0_0.distcp"
+    others = [path for c in CHUNKED if c != case for path in folder_of(c).glob("*.distcp")]
+    other = max(others, key=lambda path: path.stat().st_size)
+    at.write_bytes(other.read_bytes() * (1 + at.stat().st_size // other.stat().st_size))
+    with pytest.raises(FormatError, match=at.name):
+        open_verified(folder)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_common_of_another_run_is_refused_or_says_the_same_of_every_parameter(copy_of, case):
+    folder, want = copy_of(case), truth(case)
+    for other in CASES:
+        shutil.copy(folder_of(other) / "common.pt", folder / "common.pt")
+        if other == case or {other, case} <= set(ALIKE):
+            assert differences(ucp.open(folder, sizes={"vocab": 101}), want) == []
+        else:
+            with pytest.raises(FormatError, match=re.escape(str(folder))):
+                ucp.open(folder)
+
+
+def test_common_of_another_iteration_is_refused(copy_of):
+    for case in ("dist_tp1_pp1_fp32", "old0153_tp2_zarr_fp32"):
+        folder = copy_of(case)
+        moved = folder.rename(folder.with_name("iter_0000004"))
+        with pytest.raises(FormatError, match=r"common\.pt is of iteration 3, but its folder is iter_0000004"):
+            ucp.open(moved)
+        with pytest.raises(NotACheckpoint, match="no such folder"):
+            ucp.open(folder.parent)
+
+
+@pytest.mark.parametrize("case", CHUNKED)
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_flipped_bit_of_the_metadata_is_refused_or_changes_nothing(tmp_path, case, place, bit):
+    folder, want = tmp_path / "iter_0000003", truth(case)
+    if not folder.exists():
+        shutil.copytree(folder_of(case), folder)
+    data = bytearray((folder_of(case) / ".metadata").read_bytes())
+    data[int(place * len(data))] ^= 1 << bit
+    (folder / ".metadata").write_bytes(data)
+    with suppress(UCPError):
+        assert differences(open_verified(folder), want) == []
+
+
+@pytest.mark.parametrize("case", CHUNKED)  # a chunk of zarr v2 has no checksum
+def test_a_flipped_bit_in_a_weight_is_found_before_anything_is_converted(copy_of, case, tmp_path):
+    folder = copy_of(case)
+    (piece, *_) = ucp.open(folder, weights_only=True).where("param/decoder.layers.1.self_attention.linear_qkv.weight")
+    path = folder / piece.file
+    weight = ucp.open(folder, weights_only=True).read("param/decoder.layers.1.self_attention.linear_qkv.weight")
+    stored = weight[piece.target.index].tobytes()
+    data = bytearray(path.read_bytes())
+    data[data.index(stored) + 1] ^= 0x40
+    path.write_bytes(data)
+    with pytest.raises(CorruptData, match=r"linear_qkv\.weight|CRC"):
+        ucp.open(folder).save(tmp_path / "never")
+
+
+def test_state_of_a_writer_that_does_not_move_it_is_read(copy_of):
+    """The corrupted case with masters and moments put right: what a writer without the defect would have stored."""
+    folder, name = copy_of(CORRUPTED), "embedding.word_embeddings.weight"
+    padding = ucp.open(folder, weights_only=True).read(f"param/{name}")[101:].tobytes()
+    source = DcpSource(read_metadata(folder))
+    for state in STATES.values():
+        (key,) = [key for key in source.arrays() if f":optimizer.state.{state}.{name}@" in key]
+        stored = source.read(key, Box.whole(source.arrays()[key].shape)).tobytes()
+        path = folder / key.partition(":")[0]
+        path.write_bytes(path.read_bytes().replace(stored, truth(CORRUPTED)[f"{state}/{name}"].tobytes() + padding))
+    assert differences(ucp.open(folder, sizes={"vocab": 101}), truth(CORRUPTED)) == []

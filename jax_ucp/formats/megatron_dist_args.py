@@ -1,0 +1,77 @@
+"""Whether `common.pt` tells of the model, the ranks and the optimizer that are stored beside it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jax_ucp.errors import FormatError
+from jax_ucp.formats.megatron_dist_files import DistFiles
+from jax_ucp.formats.megatron_dist_flat import group_object
+from jax_ucp.formats.megatron_dist_names import is_flat, is_fully_reshardable, state_of
+from jax_ucp.formats.megatron_walk import EMBEDDING
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\..+")
+_EXPERT = re.compile(r".+\.experts\.(\d+)\..+")
+
+
+def check_args(files: DistFiles, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str]) -> None:
+    """Compare what is said with what is stored; `shapes` and `dtypes` are those of the model's parameters.
+
+    Raises FormatError, naming the file, at the first difference. A checkpoint without args says nothing.
+    """
+    for what, said, found in _pairs(files, shapes, dtypes) if files.args.fields else ():
+        if said is not None and said != found:
+            raise FormatError(
+                f"{files.common.path} tells of {what} {said}, but what is stored has {found}: it belongs to another "
+                "run, or is damaged"
+            )
+
+
+def _pairs(
+    files: DistFiles, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str]
+) -> Iterator[tuple[str, Any, Any]]:
+    args = files.args
+    yield "num_layers", args.get("num_layers"), _count(_LAYER, shapes)
+    yield "num_experts", args.get("num_experts") or 0, _count(_EXPERT, shapes)
+    if EMBEDDING in shapes:
+        yield "padded_vocab_size", args.get("padded_vocab_size"), shapes[EMBEDDING][0]
+        yield "hidden_size", args.get("hidden_size"), shapes[EMBEDDING][1]
+    for key in files.objects:
+        if key.startswith("rng_state/") and len(grid := key.rpartition("_")[2].split(".")) > 1:
+            yield "pipeline parallelism", str(args.degree("pipeline_model_parallel_size")), grid[0]
+            yield "tensor parallelism", str(args.degree("tensor_model_parallel_size")), grid[1]
+    kinds = _sharding_types(files)
+    about = files.tree.get("content_metadata")
+    if kinds:
+        said = about.get("distrib_optim_sharding_type") if isinstance(about, dict) else None
+        yield "distrib_optim_sharding_type", said, " and ".join(kinds)
+    if kinds or any(state_of(key)[0] != "weight" for key in files.tensors):
+        yield "use_distributed_optimizer", args.fields.get("use_distributed_optimizer"), bool(kinds)
+        dtype = args.fields.get("params_dtype")
+        if isinstance(dtype, np.dtype) and EMBEDDING in dtypes:
+            yield "params_dtype", dtype.name, dtypes[EMBEDDING]
+
+
+def _count(number: re.Pattern[str], names: Mapping[str, Any]) -> int | str:
+    """How many numbers there are in the names, or which, where they are not 0 to one less than that."""
+    found = sorted({int(match[1]) for name in names if (match := number.fullmatch(name))})
+    return len(found) if found == list(range(len(found))) else f"only {found}"
+
+
+def _sharding_types(files: DistFiles) -> Sequence[str]:
+    """The sharding types of a distributed optimizer, of those that the stored keys show."""
+    objects = [group_object(key) for key in files.objects]
+    found = {"dp_zero_gather_scatter"} if any(a and a.what == "param_state" for a in objects) else set[str]()
+    for key, tensor in files.tensors.items():
+        state, model = state_of(key)
+        if is_flat(key):
+            found.add("dp_reshardable")
+        elif state != "weight" and tensor.shape != files.tensors[model].shape:
+            found.add("fully_sharded_model_space")
+        elif is_fully_reshardable(key):
+            found.add("fully_reshardable")
+    return sorted(found)

@@ -1,0 +1,381 @@
+"""Any model under any parallelism, laid out as Megatron lays it out, is read again as it was.
+
+Buffers are written here by the description of the format and with numpy alone; `test_megatron_dist` has what Megatron
+itself wrote.
+"""
+
+import argparse
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers import MemoryStore, cut_by, numbered
+from jax_ucp.errors import CorruptData, FormatError, LayoutError
+from jax_ucp.formats.megatron_dist import read_files
+from jax_ucp.formats.megatron_dist_buffers import cut_of, slice_of, stage_layers
+from jax_ucp.formats.megatron_dist_files import DistFiles, StoredObject, Tensor
+from jax_ucp.formats.megatron_dist_names import Run, flattened_runs, unstacked
+from jax_ucp.formats.megatron_files import Args
+from jax_ucp.formats.megatron_walk import Part
+from jax_ucp.formats.options import Options
+from jax_ucp.formats.torch_file import TorchFile
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.patterns import Fused, Replicated, Sharded
+from jax_ucp.storage.consolidated import Consolidated, ConsolidatedView, same_bits
+from torch_writer import save
+
+HIDDEN, HEADS, HEAD_DIM, FFN, VOCAB, EXPERTS, LAYERS = 12, 4, 3, 20, 40, 4, 4
+BF16 = np.dtype(ml_dtypes.bfloat16)
+STATES = ("param", "exp_avg", "exp_avg_sq")
+
+
+@st.composite
+def ranges(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
+    """Ranges that tile `size` elements, cut anywhere."""
+    cuts = draw(st.sets(st.integers(1, max(1, size - 1)), max_size=6))
+    edges = [0, *sorted(cut for cut in cuts if cut < size), size]
+    return list(itertools.pairwise(edges))
+
+
+@given(st.data(), st.booleans())
+def test_a_part_of_a_buffer_that_is_cut_anywhere_is_joined_again(data, transposed):
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=2 if transposed else 1, max_size=2)))
+    before, at, after = (data.draw(st.integers(0, 9)) for _ in range(3))
+    memory = numbered(shape)
+    buffer = np.full(before + at + memory.size + after, -1)
+    buffer[before + at : before + at + memory.size] = memory.ravel()
+    pieces = data.draw(ranges(buffer.size))
+    layout, used = slice_of(Part("w", at, shape, transposed), before, pieces)
+    layout.check()
+    store = MemoryStore({str(i): buffer[a:b] for i, (a, b) in enumerate(pieces)})
+    view = ConsolidatedView(store, {"w": Consolidated(layout, [str(i) for i in used])})
+    whole = memory.T if transposed else memory
+    np.testing.assert_array_equal(view.read("w", Box.whole(whole.shape)), whole)
+
+
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 3), st.integers(0, 1), st.randoms())
+def test_the_boxes_that_ranks_wrote_say_how_they_held_a_parameter(ranks, size, parts, axis, random):
+    length = ranks * size
+    gated = Fused(axis, {str(i): length for i in range(parts)})
+    shape = (3, parts * length) if axis else (parts * length, 3)
+    for pattern in (gated, Sharded(axis) if parts == 1 else gated, Replicated()):
+        layout = pattern.join(pattern.cut(shape, ranks))
+        boxes = [fragment.target for fragment in layout.fragments]
+        random.shuffle(boxes)
+        found = cut_of(shape, boxes, ranks)
+        found.check()
+        whole = numbered(shape)
+        for mine, theirs in zip(cut_by(found, whole), cut_by(layout, whole), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+
+
+def test_boxes_that_are_no_equal_parts_of_the_ranks_are_refused():
+    for boxes in ([Box((0,), (5,)), Box((5,), (8,))], [Box((i,), (i + 2,)) for i in (0, 2, 4)]):
+        with pytest.raises(LayoutError, match="no equal parts of 2 tensor-parallel ranks"):
+            cut_of((boxes[-1].stop[0],), boxes, ranks=2)
+
+
+@given(st.data(), st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=3))
+def test_flattened_fragments_that_are_cut_anywhere_are_joined_again(data, axes):
+    grid, local = [g for g, _ in axes], [n for _, n in axes]
+    shape = tuple(g * n for g, n in axes)
+    whole, runs, store = numbered(shape), [], {}
+    for i, place in enumerate(itertools.product(*map(range, grid))):
+        block = whole[tuple(slice(at * n, (at + 1) * n) for at, n in zip(place, local, strict=True))].ravel()
+        for a, b in data.draw(ranges(block.size)):
+            target = Box((*place, a), (*(at + 1 for at in place), b))
+            store[f"{i}.{a}"] = block[a:b]
+            runs.append(Run(f"{i}.{a}", 0, target))
+    out = np.full(shape, -1)
+    for run in flattened_runs(shape, (*grid, math.prod(local)), runs):
+        assert (out[run.target.index] == -1).all()
+        out[run.target.index] = store[run.key][run.start : run.start + run.target.size].reshape(run.target.shape)
+    np.testing.assert_array_equal(out, whole)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+def test_a_chunk_of_several_layers_and_experts_is_those_of_each(layers, experts, rows, step):
+    key, whole = "decoder.layers.mlp.experts.experts.linear_fc1.weight", numbered((layers, experts, rows, 2))
+    blocks = [Box((i, 0, 0, 0), (min(i + step, layers), experts, rows, 2)) for i in range(0, layers, step)]
+    runs = [Run(str(box.start[0]), 0, box) for box in blocks]
+    found = unstacked(key, whole.shape, runs)
+    assert len(found) == layers * experts
+    for i, e in itertools.product(range(layers), range(experts)):
+        shape, (run,) = found[f"decoder.layers.{i}.mlp.experts.{e}.linear_fc1.weight"]
+        stored = whole[i - i % step : i - i % step + step].ravel()
+        np.testing.assert_array_equal(stored[run.start : run.start + run.target.size].reshape(shape), whole[i, e])
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 9), st.integers(1, 9))
+def test_stages_hold_every_layer_once_in_order_of_chunk_then_stage(p, v, each, first, last):
+    degrees = {"pipeline_model_parallel_size": p, "virtual_pipeline_model_parallel_size": v}
+    even = stage_layers(Args({**degrees, "num_layers": p * v * each}))
+    assert [n for layers in even.values() for n in layers] == list(range(p * v * each))
+    assert {len(layers) for layers in even.values()} == {each}
+    ends = {"decoder_first_pipeline_num_layers": first, "decoder_last_pipeline_num_layers": last}
+    if p > 2:
+        total = first + last + (p - 2) * each
+        found = stage_layers(Args({"pipeline_model_parallel_size": p, "num_layers": total, **ends}))
+        assert [len(layers) for layers in found.values()] == [first, *[each] * (p - 2), last]
+    if p > 1:
+        with pytest.raises(FormatError, match="pipeline_model_parallel_layout"):
+            stage_layers(Args({**degrees, "num_layers": 8, "pipeline_model_parallel_layout": "Et*3|(tt|)*29,m|L"}))
+
+
+def model(gated: bool, moe: bool, tied: bool) -> dict[str, tuple[int, ...]]:
+    """Names and shapes in module order."""
+    rows = (2 if gated else 1) * FFN
+    shapes = {"embedding.word_embeddings.weight": (VOCAB, HIDDEN), "embedding.position_embeddings.weight": (7, HIDDEN)}
+    for i in range(LAYERS):
+        layer = f"decoder.layers.{i}."
+        shapes[layer + "input_layernorm.weight"] = (HIDDEN,)
+        shapes[layer + "self_attention.linear_proj.weight"] = (HIDDEN, HEADS * HEAD_DIM)
+        shapes[layer + "self_attention.linear_proj.bias"] = (HIDDEN,)
+        shapes[layer + "self_attention.linear_qkv.weight"] = (3 * HEADS * HEAD_DIM, HIDDEN)
+        shapes[layer + "pre_mlp_layernorm.weight"] = (HIDDEN,)
+        if moe:
+            shapes[layer + "mlp.router.weight"] = (EXPERTS, HIDDEN)
+        for mlp in [f"mlp.experts.{j}." for j in range(EXPERTS)] if moe else ["mlp."]:
+            shapes[layer + mlp + "linear_fc1.weight"] = (rows, HIDDEN)
+            shapes[layer + mlp + "linear_fc2.weight"] = (HIDDEN, FFN)
+    shapes["decoder.final_layernorm.weight"] = (HIDDEN,)
+    return shapes if tied else {**shapes, "output_layer.weight": (VOCAB, HIDDEN)}
+
+
+def shard(name: str, whole: np.ndarray, ranks: int, gated: bool) -> list[list[np.ndarray]]:
+    """The pieces that each tensor-parallel rank has of a parameter, one after another."""
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return [[piece] for piece in np.split(whole, ranks, 1)]
+    if "linear_fc1" in name and gated:
+        gate, up = (np.split(half, ranks) for half in np.split(whole, 2))
+        return [[gate[r], up[r]] for r in range(ranks)]
+    if any(word in name for word in ("linear_fc1", "linear_qkv", "word_embeddings", "output_layer")):
+        return [[piece] for piece in np.split(whole, ranks)]
+    return [[whole]] * ranks
+
+
+def buckets_of(
+    modules: list[tuple[bool, list[np.ndarray]]], limit: int | None
+) -> Iterator[list[tuple[int, np.ndarray]]]:
+    """The buckets of a buffer: tensors with their starts, from the last module to the first."""
+    bucket, at = list[tuple[int, np.ndarray]](), 0
+    for shared, memory in reversed(modules):
+        at = -(-at // 64) * 64
+        if shared and bucket:
+            yield [*bucket, (at, np.empty(0, np.float32))]
+            bucket, at = [], 0
+        flat = np.concatenate([array.ravel() for array in memory])
+        bucket.append((at, flat))
+        at += flat.size
+        if shared or (limit is not None and at >= limit):
+            yield bucket
+            bucket, at = [], 0
+    if bucket:
+        yield bucket
+
+
+class Writer:
+    """What a run with these degrees stores, in memory."""
+
+    def __init__(self, folder: Path, t: int, p: int, v: int, e: int, etp: int, kind: str, *, gated=True, moe=False,
+                 tied=False, grouped=False, buckets=None, impl="local"):  # fmt: skip
+        self.folder, self.kind, self.gated = folder, kind, gated
+        self.t, self.p, self.v, self.e, self.etp = t, p, v, e, etp
+        rng, shapes = np.random.default_rng(0), model(gated, moe, tied)
+        self.whole = {s: {n: rng.normal(size=x).astype(np.float32) for n, x in shapes.items()} for s in STATES}
+        d = 2 * e
+        self.args = {
+            "tensor_model_parallel_size": t, "pipeline_model_parallel_size": p, "expert_model_parallel_size": e,
+            "virtual_pipeline_model_parallel_size": v if v > 1 else None, "expert_tensor_parallel_size": etp,
+            "context_parallel_size": 1, "data_parallel_size": d, "world_size": t * p * d, "num_layers": LAYERS,
+            "hidden_size": HIDDEN, "num_experts": EXPERTS if moe else None, "padded_vocab_size": VOCAB,
+            "untie_embeddings_and_output_weights": not tied, "use_distributed_optimizer": True,
+            "overlap_grad_reduce": buckets is not None, "ddp_bucket_size": buckets, "ddp_num_buckets": None,
+            "transformer_impl": impl, "moe_grouped_gemm": grouped,
+        }  # fmt: skip
+        self.arrays: dict[str, np.ndarray] = {}
+        self.tensors: dict[str, Tensor] = {}
+        self.objects: dict[str, StoredObject] = {}
+        for name, array in self.whole["param"].items():
+            self._weight(name, array.astype(BF16))
+        for chain, expert in enumerate((False, True) if e > 1 else (None,)):
+            prefix = f"chained_{chain}." if e > 1 else ""
+            ranks = (
+                itertools.product(range(p), range(e), range(etp))
+                if expert
+                else itertools.product(range(p), [0], range(t))
+            )
+            for group, (pp, ep, rank) in enumerate(ranks):
+                place = argparse.Namespace(pp=pp, ep=ep, rank=rank)
+                self._rank(f"{prefix}optimizer.distributed.dp_group_idx_{group}", place, expert, buckets, grouped, tied)
+
+    def _weight(self, name: str, array: np.ndarray) -> None:
+        runs, ranks = [], self.etp if ".experts." in name else self.t
+        pieces = {id(piece): piece for rank in shard(name, array, ranks, self.gated) for piece in rank}
+        for i, piece in enumerate(pieces.values()):
+            start = (piece.__array_interface__["data"][0] - array.__array_interface__["data"][0]) // 2
+            corner = np.unravel_index(start, array.shape)
+            box = Box(tuple(map(int, corner)), tuple(int(a) + n for a, n in zip(corner, piece.shape, strict=True)))
+            self.arrays[f"f:{name}@{i}"] = piece
+            runs.append(Run(f"f:{name}@{i}", 0, box))
+        self.tensors[name] = Tensor(array.shape, array.dtype, tuple(runs))
+
+    def _modules(self, state: str, place, c: int, expert: bool | None, grouped: bool, tied: bool):
+        """What the rank has in one chunk, in module order: whether it is a shared embedding, and its memory."""
+        per, found = LAYERS // (self.p * self.v), []
+        for name, array in self.whole[state].items():
+            words = name.split(".")
+            is_expert = "experts" in words
+            ranks = self.etp if is_expert else self.t
+            layer = int(words[2]) if words[1] == "layers" else None
+            first = layer is None and words[0] == "embedding"
+            where = (place.pp, c) == ((0, 0) if first else (self.p - 1, self.v - 1))
+            if layer is not None:
+                where = layer // per == c * self.p + place.pp
+            if not where or (expert is not None and is_expert != expert):
+                continue
+            if is_expert and int(words[5]) // (EXPERTS // self.e) != (place.ep if self.e > 1 else 0):
+                continue
+            pieces = shard(name, array, ranks, self.gated)[place.rank]
+            local = np.concatenate(pieces) if len(pieces) > 1 else pieces[0]
+            group = (layer, words[6]) if is_expert and grouped else None
+            if group is not None:
+                local = local.T
+            if group is not None and (group in [g for g, *_ in found]):
+                next(memory for g, _, memory in found if g == group).append(local)
+            else:
+                found.append((group, tied and self.p > 1 and name == "embedding.word_embeddings.weight", [local]))
+        if tied and self.p > 1 and (place.pp, c) == (self.p - 1, self.v - 1) and not expert:
+            copy = self.whole[state]["embedding.word_embeddings.weight"]
+            found.append((None, True, [np.split(copy, self.t)[place.rank]]))
+        return [(shared, memory) for _, shared, memory in found]
+
+    def _rank(self, at: str, place, expert: bool | None, limit: int | None, grouped: bool, tied: bool) -> None:
+        sizes: list[dict] = []
+        param_state: dict = {"buckets_coalesced": True}
+        for c in range(self.v):
+            buffer: dict = {}
+            sizes.append({})
+            for state in STATES:
+                modules = self._modules(state, place, c, expert, grouped, tied)
+                if not modules:
+                    continue
+                own = limit if place.pp == c == 0 else None
+                flats = []
+                for k, bucket in enumerate(buckets_of(modules, own)):
+                    end = max(start + flat.size for start, flat in bucket)
+                    data, runs = np.full(end, np.nan, np.float32), list[Run]()
+                    key = f"{at}.gbuf_idx_{c}.dtype_(torch.bfloat16, torch.float32).bucket_idx_{k}.{state}"
+                    shard_size = -(-end // 128) * 64  # two data-parallel ranks
+                    edges = {0, end, *(n for n in (shard_size,) if n < end)}
+                    for start, flat in bucket:
+                        data[start : start + flat.size] = flat
+                        edges |= {start, start + flat.size}
+                    for a, b in itertools.pairwise(sorted(edges)):
+                        self.arrays[f"f:{key}@{a}"] = data[a:b]
+                        runs.append(Run(f"f:{key}@{a}", 0, Box((a,), (b,))))
+                    flats.append(data)
+                    if self.kind == "dp_reshardable":
+                        self.tensors[key] = Tensor((end,), data.dtype, tuple(runs))
+                    else:
+                        for run in runs:
+                            del self.arrays[run.key]
+                dtypes = BF16, np.dtype(np.float32)
+                sizes[c][dtypes] = [flat.size for flat in flats]
+                buffer[state] = np.concatenate(flats)
+            if buffer:
+                param_state[c] = {(BF16, np.dtype(np.float32)): {**buffer, "numel_unpadded": buffer["param"].size}}
+        self._object(f"{at}.optimizer", [{"param_groups": [{"wd_mult": 1.0, "step": 5}, {"wd_mult": 0.0, "step": 5}]}])
+        if self.kind == "dp_reshardable":
+            self._object(f"{at}.per_bucket_numel_unpadded", [sizes])
+        else:
+            self._object(f"{at}.param_state", [param_state])
+
+    def _object(self, name: str, value) -> None:
+        path = self.folder / f"{len(self.objects)}.pt"
+        save(value, path)
+        self.objects[f"{name}/shard_0_1"] = StoredObject(path.name, lambda: TorchFile(path))
+
+    def files(self) -> DistFiles:
+        save({"args": argparse.Namespace(**self.args), "iteration": 7}, self.folder / "common.pt")
+        common = TorchFile(self.folder / "common.pt")
+        store, tree = MemoryStore(self.arrays), dict(common.tree)
+        names = [path.name for path in self.folder.iterdir()]
+        args = Args(self.args)
+        return DistFiles(self.folder, args, common, tree, self.tensors, self.objects, store, lambda: iter(()), names)
+
+
+@pytest.mark.parametrize("kind", ["dp_reshardable", "dp_zero"])
+@pytest.mark.parametrize(
+    ("t", "p", "v", "e", "etp", "how"),
+    [(1, 1, 1, 1, 1, {}), (4, 1, 1, 1, 4, {}), (2, 2, 1, 1, 2, {"tied": True}), (2, 2, 2, 1, 2, {"tied": True}),
+     (1, 4, 1, 1, 1, {"buckets": 700}), (2, 2, 1, 1, 2, {"buckets": 300, "tied": True, "gated": False}),
+     (1, 1, 1, 1, 1, {"moe": True}), (1, 2, 2, 2, 1, {"moe": True}), (2, 1, 1, 2, 1, {"moe": True}),
+     (2, 2, 1, 2, 2, {"moe": True, "buckets": 900}), (2, 2, 1, 4, 1, {"moe": True, "gated": False}),
+     (1, 1, 1, 2, 1, {"moe": True, "grouped": True}), (2, 2, 1, 2, 2, {"moe": True, "grouped": True})],
+)  # fmt: skip
+def test_flat_buffers_of_any_parallelism_are_read_as_they_were(tmp_path, kind, t, p, v, e, etp, how):
+    writer = Writer(tmp_path, t, p, v, e, etp, kind, **how)
+    contents = read_files(writer.files(), Options())
+    names = {leaf.label: leaf.name for leaf in contents.leaves}
+    assert set(names) == {f"{s}/{n}" for s in (*STATES, "step") for n in writer.whole["param"]}
+    for state, arrays in writer.whole.items():
+        for name, array in arrays.items():
+            got = contents.arrays.read(names[f"{state}/{name}"], Box.whole(array.shape))
+            assert same_bits(np.ascontiguousarray(got), array), f"{state}/{name}"
+            assert contents.arrays.read(names[f"step/{name}"], Box((), ())) == 5
+    assert [fault for _, fault in contents.verify() if fault] == []
+    assert all(item.reason != "not understood" for item in contents.account)
+
+
+SIZES, CROSSES = (
+    r"has buckets of \[.*the order of modules",
+    r"is the elements 448 to 512 of .*linear_proj\.bias should be 448 to 460",
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [("dp_reshardable", {"transformer_impl": "transformer_engine"}, CROSSES),
+     ("dp_zero", {"transformer_impl": "transformer_engine"}, SIZES),
+     ("dp_reshardable", {"ddp_bucket_size": 400}, SIZES), ("dp_zero", {"ddp_bucket_size": 400}, SIZES),
+     ("dp_reshardable", {"pipeline_model_parallel_size": 1}, SIZES), ("dp_zero", {"moe_grouped_gemm": True}, SIZES),
+     ("dp_zero", {"decoder_first_pipeline_num_layers": 1}, SIZES),
+     ("dp_reshardable", {"tensor_model_parallel_size": 1}, SIZES),
+     ("dp_zero", {"tensor_model_parallel_size": 4}, "no equal parts of 4 tensor-parallel ranks"),
+     ("dp_zero", {"untie_embeddings_and_output_weights": False}, SIZES),
+     ("dp_zero", {"pipeline_model_parallel_size": 4}, "no buffer of its|" + SIZES)],
+)  # fmt: skip
+def test_args_by_which_the_buffers_would_hold_other_parameters_are_refused(tmp_path, kind, change, message):
+    writer = Writer(tmp_path, 2, 2, 1, 2, 2, kind, moe=True, buckets=900)
+    read_files(writer.files(), Options())
+    writer.args.update(change)
+    with pytest.raises((FormatError, LayoutError), match=message):
+        read_files(writer.files(), Options())
+
+
+def test_an_order_that_fits_in_every_size_is_refused_by_the_masters(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "HIDDEN", 64)
+    writer = Writer(tmp_path, 1, 1, 1, 1, 1, "dp_zero")
+    read_files(writer.files(), Options())
+    writer.args["transformer_impl"] = "transformer_engine"
+    with pytest.raises(
+        CorruptData, match=r"(?s)input_layernorm\.weight: the master .* is not the weight .* order of modules"
+    ):
+        read_files(writer.files(), Options())
+    read_files(writer.files(), Options(weights_only=True))
+
+
+def test_buffers_of_more_ranks_than_the_args_know_are_refused(tmp_path):
+    writer = Writer(tmp_path, 1, 1, 1, 1, 1, "dp_zero")
+    (key, *_) = [key for key in writer.objects if "param_state" in key]
+    writer.objects[key.replace("group_idx_0", "group_idx_1")] = writer.objects[key]
+    with pytest.raises(FormatError, match=r"group 1, chunk 0, bfloat16\) belongs to no rank"):
+        read_files(writer.files(), Options())
