@@ -144,7 +144,15 @@ def _open(
     mapping: str | None = None,
 ) -> jax_ucp.Checkpoint:
     found = jax_ucp.open(path, sizes=dict(sizes), spec=spec, weights_only=weights_only)
-    return found.map(mapping, sizes=dict(sizes)) if mapping else found
+    if mapping is None:
+        return found
+    rules = jax_ucp.Mapping.load(mapping)
+    return found.map(rules, sizes=_sizes_of(rules, sizes))
+
+
+def _sizes_of(mapping: jax_ucp.Mapping, sizes: tuple[tuple[str, int], ...]) -> dict[str, int]:
+    """The lengths that a mapping has a name for; others are for opening the checkpoint."""
+    return {name: n for name, n in sizes if name in mapping.names}
 
 
 as_json = click.option("--json", "json_", is_flag=True, help="Print JSON for machines.")
@@ -252,7 +260,8 @@ def map_(source: str, target: str | None, mapping: str | None, json_: bool, **sa
     if mapping is None:
         raise click.UsageError(f"give --mapping: a file, or one of {', '.join(shipped())}")
     checkpoint = _open(source, **said)
-    found = mapping_report(checkpoint, jax_ucp.Mapping.load(mapping), dict(said["sizes"]), target)
+    rules = jax_ucp.Mapping.load(mapping)
+    found = mapping_report(checkpoint, rules, _sizes_of(rules, said["sizes"]), target)
     if json_:
         _print_json(found)
     else:

@@ -62,6 +62,8 @@ def bind(
     nothing, layers that are missing, lengths that contradict one another or do not divide, leaves formed twice.
     """
     faults: list[str] = []
+    if strays := sorted(given.keys() - mapping.names):
+        faults.append(f"{', '.join(strays)} in sizes: no rule and no size of {mapping.name} has that name")
     skipped, instances = _claimed(mapping, shapes, faults)
     claims = [claim for instance in instances for claim in _shape_claims(instance, shapes, faults)]
     lengths = infer(claims, _known(mapping, given, config, faults))

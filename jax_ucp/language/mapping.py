@@ -155,6 +155,21 @@ class Mapping:
             raise SpecError("\n  ".join([f"{name} is no mapping:", *faults]))
         return cls(tuple(found["leaves"]), tuple(found["skip"]), sizes, name)
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Every name that may have a length: axes, sizes, and what sizes are made of."""
+        axes = [text for rule in self.rules for side in (rule.params, rule.tied, rule.leaves) for text in side.values()]
+        stacked = [
+            key
+            for rule in self.rules
+            for side in (rule.params, rule.leaves)
+            for name in side
+            for key in placeholders(name)
+        ]
+        said = [name for size in self.sizes.values() for name in names_in(size)]
+        powers = [rule.scale.split(" ** ")[0] for rule in self.rules if isinstance(rule.scale, str)]
+        return frozenset().union(*(expression(text).names for text in axes), stacked, self.sizes, said, powers)
+
     def inverse(self) -> Mapping:
         """From the leaves to the parameters: what exports. Names in `skip` cannot come back."""
         return Mapping(tuple(rule.inverse() for rule in self.rules), (), self.sizes, f"the inverse of {self.name}")
@@ -273,6 +288,8 @@ def _check(rule: Rule) -> None:
             raise SpecError(f"the names {' and '.join(names)} should have the same placeholders")
         if what == "leaf" and any("*" in name for name in names):
             raise SpecError("a leaf has one name; write {name} for what differs, on both sides")
+        if what == "leaf" and (empty := [name for name in names if not all(name.split("/"))]):
+            raise SpecError(f"a leaf's name is keys with one slash between them, not {empty[0]!r}")
     if rule.cast and rule.cast not in _DTYPES:
         raise SpecError(f"cast is the name of a floating dtype, {', '.join(_DTYPES)}, not {rule.cast!r}")
     if rule.scale == 0:

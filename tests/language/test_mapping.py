@@ -100,6 +100,7 @@ def test_backwards_the_shapes_come_out_again():
         ("leaves:\n- {param: 'a.{0}', leaf: b}", ["{0} in 'a.{0}' is no placeholder"]),
         ("leaves:\n- {param: 'a.{x', leaf: b}", ["a brace in 'a.{x' is not closed"]),
         ("leaves:\n- {param: a, leaf: 'b.*'}", ["a leaf has one name"]),
+        ("leaves:\n- {param: a, leaf: 'b//c'}", ["keys with one slash between them, not 'b//c'"]),
         ("leaves:\n- {param: {a: x}, axes: x, leaf: b}", ["axes are for a param that is one name"]),
         ("leaves:\n- {param: a, leaf: b, scale: 0}", ["scale should not be 0"]),
         ("leaves:\n- {param: a, leaf: b, add: one}", ["add should be a number, not 'one'"]),
@@ -161,6 +162,11 @@ def test_a_length_that_follows_from_nothing_is_asked_for():
     assert bind(mapping(), SHAPES, {"head_dim": 2}, {}).sizes["heads"] == 4
     assert bind(mapping(), SHAPES, {"num_attention_heads": 4}, {}).sizes["head_dim"] == 2
     assert bind(mapping(), SHAPES, {"heads": 8}, CONFIG).sizes["head_dim"] == 1
+
+
+def test_a_size_that_nothing_has_a_name_for_is_refused():
+    assert faults_of(sizes={"haeds": 4})[0] == "haeds in sizes: no rule and no size of my.yaml has that name"
+    bind(mapping(), SHAPES, {"layer": 2, "gate": 1, "num_attention_heads": 2, "vocab": 10}, {})
 
 
 def test_a_quotient_in_sizes_must_be_whole():
