@@ -29,6 +29,7 @@ from jax_ucp.errors import SpecError
 from jax_ucp.language.arithmetic import Expression as Size
 from jax_ucp.language.arithmetic import names_in
 from jax_ucp.language.document import document, faults_of, fields
+from jax_ucp.language.rules import regex_of
 from jax_ucp.layout.axes import REST, Expression, axis_sets, parse
 
 _MAPPINGS = resources.files("jax_ucp") / "mappings"
@@ -364,6 +365,7 @@ def _skip(item: object, where: str) -> Skip:
     said = fields(item, "what is skipped", {"param", "reason"}, set())
     if not isinstance(said["param"], str) or not isinstance(said["reason"], str) or not said["reason"].strip():
         raise SpecError("what is skipped has a param, which is a name, and a reason")
+    regex_of(said["param"])
     return Skip(said["param"], said["reason"])
 
 

@@ -303,6 +303,15 @@ def test_a_tree_without_parameters_is_refused():
         mapped({"params": {"0.w": rng((3,))}}, PLAIN)
 
 
+def test_only_the_mapping_that_undoes_another_knows_its_lengths():
+    rules = Mapping.parse("leaves:\n- {param: {a: x, b: y}, leaf: {w: (x + y)}}")
+    forth = mapped({"param": {"a": rng((2,)), "b": rng((3,))}}, rules)
+    np.testing.assert_array_equal(forth.map(rules.inverse()).read("param/b"), rng((3,)))
+    other = Mapping.parse("leaves:\n- {param: {w: (x + y)}, leaf: {b: x, a: y}}")
+    with pytest.raises(LayoutError, match="leaves the length of x and y open"):
+        forth.map(other)
+
+
 def test_an_empty_part_is_nothing():
     rules = Mapping.parse("leaves:\n- {param: {a: x, b: y}, leaf: {w: (x + y)}}")
     np.testing.assert_array_equal(mapped({"param": {"a": rng((0,)), "b": rng((3,))}}, rules).read("param/w"), rng((3,)))
