@@ -209,6 +209,16 @@ def test_what_a_mapping_skips_is_in_the_account_with_its_reason():
     assert set(same) <= {(item.where, item.fate) for item in checkpoint.account}
 
 
+def test_a_stored_item_that_held_nothing_else_is_skipped_itself():
+    checkpoint = hugging_face("hf_llama")
+    rules = ucp.Mapping.load("hf-llama-to-tunix").to_dict()
+    rules["leaves"] = [rule for rule in rules["leaves"] if "lm_head.weight" not in rule["param"]]
+    rules["skip"] = [{"param": "lm_head.weight", "reason": "tied"}]
+    mapped = checkpoint.map(ucp.Mapping.from_dict(rules))
+    changed = [(a.where, b.fate, b.reason) for a, b in zip(checkpoint.account, mapped.account, strict=True) if a != b]
+    assert [(where.partition(":")[2], *rest) for where, *rest in changed] == [("lm_head.weight", "skipped", "tied")]
+
+
 def test_a_leaf_tells_which_files_hold_it():
     checkpoint = hugging_face("hf_llama")
     mapped = checkpoint.map("hf-llama-to-maxtext")

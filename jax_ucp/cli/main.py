@@ -142,7 +142,15 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def _open(path: str, sizes: tuple[tuple[str, int], ...], mapping: str | None = None, **said: Any) -> jax_ucp.Checkpoint:
     found = jax_ucp.open(path, sizes=dict(sizes), **said)
-    return found.map(mapping, sizes=dict(sizes)) if mapping else found
+    if mapping is None:
+        return found
+    rules = jax_ucp.Mapping.load(mapping)
+    return found.map(rules, sizes=_sizes_of(rules, sizes))
+
+
+def _sizes_of(mapping: jax_ucp.Mapping, sizes: tuple[tuple[str, int], ...]) -> dict[str, int]:
+    """The lengths that a mapping has a name for; others are for opening the checkpoint."""
+    return {name: n for name, n in sizes if name in mapping.names}
 
 
 as_json = click.option("--json", "json_", is_flag=True, help="Print JSON for machines.")
@@ -250,7 +258,8 @@ def map_(source: str, target: str | None, mapping: str | None, json_: bool, **sa
     if mapping is None:
         raise click.UsageError(f"give --mapping: a file, or one of {', '.join(shipped())}")
     checkpoint = _open(source, **said)
-    found = mapping_report(checkpoint, jax_ucp.Mapping.load(mapping), dict(said["sizes"]), target)
+    rules = jax_ucp.Mapping.load(mapping)
+    found = mapping_report(checkpoint, rules, _sizes_of(rules, said["sizes"]), target)
     if json_:
         _print_json(found)
     else:
@@ -293,7 +302,8 @@ def export(
     options = {name: said.pop(name) for name in ("dtype", "max_shard_bytes", "zero_stage")}
     checkpoint = _open(source, **said)
     if mapping:
-        checkpoint = checkpoint.map(jax_ucp.Mapping.load(mapping).inverse(), sizes=dict(said["sizes"]))
+        rules = jax_ucp.Mapping.load(mapping).inverse()
+        checkpoint = checkpoint.map(rules, sizes=_sizes_of(rules, said["sizes"]))
     planned = checkpoint.plan_export(format, **options, budget_bytes=budget)
     for note in planned.notes:
         to_stderr.print(f"note: {note}", markup=False)

@@ -7,13 +7,13 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import translate
 from typing import Any
 
 from jax_ucp.errors import LayoutError, SpecError
 from jax_ucp.language.arithmetic import names_in, size_of
 from jax_ucp.language.mapping import Mapping as LeafMapping
 from jax_ucp.language.mapping import Rule, expression, filled, name_regex, placeholders, values_in
+from jax_ucp.language.rules import regex_of
 from jax_ucp.layout.axes import Axis, Claim, Component, Expression, Known, components, infer
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.layout.strided import LeafForm, LeafLayout, Part, part
@@ -62,6 +62,8 @@ def bind(
     nothing, layers that are missing, lengths that contradict one another or do not divide, leaves formed twice.
     """
     faults: list[str] = []
+    if strays := sorted(given.keys() - mapping.names):
+        faults.append(f"{', '.join(strays)} in sizes: no rule and no size of {mapping.name} has that name")
     skipped, instances = _claimed(mapping, shapes, faults)
     claims = [claim for instance in instances for claim in _shape_claims(instance, shapes, faults)]
     lengths = infer(claims, _known(mapping, given, config, faults))
@@ -99,8 +101,7 @@ def _claimed(
     claims: dict[str, list[str]] = {name: [] for name in shapes}
     skipped: dict[str, str] = {}
     for skip in mapping.skips:
-        matches = re.compile(translate(re.sub(r"\{\w+\}", "[!.]*", skip.param))).match
-        for name in filter(matches, shapes):
+        for name in filter(re.compile(regex_of(skip.param)).fullmatch, shapes):
             skipped[name] = skip.reason
             claims[name].append(f"skip {skip.param!r}")
     found: list[_Instance] = []
@@ -293,5 +294,5 @@ def undone_lengths(mapping: LeafMapping, done: Mapping[str, Any]) -> dict[str, i
 def unclaimed(mapping: LeafMapping, names: Sequence[str]) -> list[str]:
     """The names that neither a rule nor a skip claims."""
     found = [name_regex(pattern) for rule in mapping.rules for pattern in (*rule.params, *rule.tied)]
-    found += [re.compile(translate(re.sub(r"\{\w+\}", "[!.]*", skip.param))) for skip in mapping.skips]
+    found += [re.compile(regex_of(skip.param)) for skip in mapping.skips]
     return [name for name in names if not any(regex.fullmatch(name) for regex in found)]

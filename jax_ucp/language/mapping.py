@@ -29,6 +29,7 @@ from jax_ucp.errors import SpecError
 from jax_ucp.language.arithmetic import Expression as Size
 from jax_ucp.language.arithmetic import names_in
 from jax_ucp.language.document import document, faults_of, fields
+from jax_ucp.language.rules import regex_of
 from jax_ucp.layout.axes import REST, Expression, axis_sets, parse
 
 _MAPPINGS = resources.files("jax_ucp") / "mappings"
@@ -155,6 +156,21 @@ class Mapping:
             raise SpecError("\n  ".join([f"{name} is no mapping:", *faults]))
         return cls(tuple(found["leaves"]), tuple(found["skip"]), sizes, name)
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Every name that may have a length: axes, sizes, and what sizes are made of."""
+        axes = [text for rule in self.rules for side in (rule.params, rule.tied, rule.leaves) for text in side.values()]
+        stacked = [
+            key
+            for rule in self.rules
+            for side in (rule.params, rule.leaves)
+            for name in side
+            for key in placeholders(name)
+        ]
+        said = [name for size in self.sizes.values() for name in names_in(size)]
+        powers = [rule.scale.split(" ** ")[0] for rule in self.rules if isinstance(rule.scale, str)]
+        return frozenset().union(*(expression(text).names for text in axes), stacked, self.sizes, said, powers)
+
     def inverse(self) -> Mapping:
         """From the leaves to the parameters: what exports. Names in `skip` cannot come back."""
         return Mapping(tuple(rule.inverse() for rule in self.rules), (), self.sizes, f"the inverse of {self.name}")
@@ -273,6 +289,8 @@ def _check(rule: Rule) -> None:
             raise SpecError(f"the names {' and '.join(names)} should have the same placeholders")
         if what == "leaf" and any("*" in name for name in names):
             raise SpecError("a leaf has one name; write {name} for what differs, on both sides")
+        if what == "leaf" and (empty := [name for name in names if not all(name.split("/"))]):
+            raise SpecError(f"a leaf's name is keys with one slash between them, not {empty[0]!r}")
     if rule.cast and rule.cast not in _DTYPES:
         raise SpecError(f"cast is the name of a floating dtype, {', '.join(_DTYPES)}, not {rule.cast!r}")
     if rule.scale == 0:
@@ -347,6 +365,7 @@ def _skip(item: object, where: str) -> Skip:
     said = fields(item, "what is skipped", {"param", "reason"}, set())
     if not isinstance(said["param"], str) or not isinstance(said["reason"], str) or not said["reason"].strip():
         raise SpecError("what is skipped has a param, which is a name, and a reason")
+    regex_of(said["param"])
     return Skip(said["param"], said["reason"])
 
 

@@ -138,7 +138,9 @@ def _in_order(part: Part) -> bool:
 
 
 def _strided(array: np.ndarray, place: Place, indices: Box) -> np.ndarray:
-    """An array that is the hull of the indices' elements, as just these, with an axis for each index."""
+    """The bits of an array that is the hull of the indices' elements, as just these, with an axis for each index."""
+    # numpy makes no strided views of the 8-bit floats of ml_dtypes; complex128 it does.
+    array = array if array.dtype.itemsize > 8 else array.view(f"u{array.dtype.itemsize}")
     steps = [array.strides[dim] * stride for dim, stride in strides(place, indices.ndim)]
     return as_strided(array, indices.shape, steps)
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
+
 from jax_ucp.errors import LayoutError, TreeMismatch
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.strided import LeafForm, LeafLayout, hull
@@ -108,10 +110,12 @@ class _Tree:
         """One state of a leaf; None where none of its parameters has it, or where it does not follow."""
         params, there = self.states["param"], self.states[state]
         have = [param for param in form.params if param in there]
-        first = {part.array for part in form.layout.parts}
         if not have:
             return None
-        if lacking := sorted(first - set(have)):
+        # Of tied parameters an optimizer has but one, so the copies that a state has are those it is made of.
+        layouts = [layout for layout in (form.layout, *form.copies) if {p.array for p in layout.parts} <= set(have)]
+        if not layouts:
+            lacking = sorted({part.array for part in form.layout.parts} - set(have))
             some = " and ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" if len(lacking) > 3 else "")
             self.faults.append(f"{state}/{name}: {have[0]} has this state, but {some} not")
             return None
@@ -134,11 +138,18 @@ class _Tree:
             return None
         if others:
             return Formed(form, [there[p].name for p in have])
-        bare = form if state == "param" else replace(form, dtype="")
-        copies = [c for c in form.copies if {part.array for part in c.parts} <= set(have)]
-        return Formed(
-            replace(bare, layout=_renamed(form.layout, there), copies=tuple(_renamed(c, there) for c in copies))
-        )
+        first, *copies = (_renamed(layout, there) for layout in layouts)
+        dtype = form.dtype if state == "param" else ""
+        if dtype and dtype != (stored := dtypes.pop()):
+            how = "exact" if _exact(stored, dtype) else "rounded"
+            self.notes.append(f"{name} is cast from {stored} to {dtype}: {how}")
+        return Formed(replace(form, layout=first, copies=tuple(copies), dtype=dtype))
+
+
+def _exact(stored: str, dtype: str) -> bool:
+    """Whether every number of one floating dtype is one of the other."""
+    a, b = ml_dtypes.finfo(stored), ml_dtypes.finfo(dtype)
+    return bool(a.nmant <= b.nmant and a.maxexp <= b.maxexp and a.minexp - a.nmant >= b.minexp - b.nmant)
 
 
 def _renamed(layout: LeafLayout, leaves: Mapping[str, Leaf]) -> LeafLayout:

@@ -100,6 +100,7 @@ def test_backwards_the_shapes_come_out_again():
         ("leaves:\n- {param: 'a.{0}', leaf: b}", ["{0} in 'a.{0}' is no placeholder"]),
         ("leaves:\n- {param: 'a.{x', leaf: b}", ["a brace in 'a.{x' is not closed"]),
         ("leaves:\n- {param: a, leaf: 'b.*'}", ["a leaf has one name"]),
+        ("leaves:\n- {param: a, leaf: 'b//c'}", ["keys with one slash between them, not 'b//c'"]),
         ("leaves:\n- {param: {a: x}, axes: x, leaf: b}", ["axes are for a param that is one name"]),
         ("leaves:\n- {param: a, leaf: b, scale: 0}", ["scale should not be 0"]),
         ("leaves:\n- {param: a, leaf: b, add: one}", ["add should be a number, not 'one'"]),
@@ -111,6 +112,7 @@ def test_backwards_the_shapes_come_out_again():
             ["c is tied, so it should name the axes that a names"],
         ),
         ("skip:\n- {param: a}", ["my.yaml:2: what is skipped lacks reason"]),
+        ("skip:\n- {param: 'a{x', reason: r}", ["a brace in 'a{x' is not closed"]),
         ("skip:\n- {param: a, reason: ''}", ["has a param, which is a name, and a reason"]),
         ("leaves:\n- {param: a.{i}, leaf: b}", ["my.yaml is not YAML", "quote a name that has braces"]),
         ("leaves:\n- {param: a, axes: '(x', leaf: b}\n- {param: c}", ["my.yaml:2: in '(x'", "my.yaml:3: a rule lacks"]),
@@ -163,6 +165,11 @@ def test_a_length_that_follows_from_nothing_is_asked_for():
     assert bind(mapping(), SHAPES, {"heads": 8}, CONFIG).sizes["head_dim"] == 1
 
 
+def test_a_size_that_nothing_has_a_name_for_is_refused():
+    assert faults_of(sizes={"haeds": 4})[0] == "haeds in sizes: no rule and no size of my.yaml has that name"
+    bind(mapping(), SHAPES, {"layer": 2, "gate": 1, "num_attention_heads": 2, "vocab": 10}, {})
+
+
 def test_a_quotient_in_sizes_must_be_whole():
     text = FILE.replace("heads: num_attention_heads", "heads: num_attention_heads, half: heads // 2")
     assert faults_of(text, config={"num_attention_heads": 1})[0].startswith(
@@ -191,6 +198,14 @@ def test_stacks_of_several_levels_must_be_full():
     assert bind(mapping(text), shapes | {"h.1.e.2.w": (2,)}, {}, {}).leaves["w"].layout.shape == (3, 4, 2)
 
 
+def test_what_is_skipped_is_named_as_in_a_spec():
+    text = "skip:\n- {param: 'h.{layer}.w[0]', reason: first}\n- {param: '*.b', reason: all}"
+    bound = bind(mapping(text), {"h.1.w[0]": (1,), "a.b.c.b": (1,)}, {}, {})
+    assert bound.skipped == {"h.1.w[0]": "first", "a.b.c.b": "all"}
+    with pytest.raises(LayoutError, match="claimed by no rule"):
+        bind(mapping(text), {"h.1.2.w[0]": (1,)}, {}, {})
+
+
 def test_a_rule_that_finds_nothing_is_a_fault_unless_it_is_optional():
     assert "finds no parameter" in faults_of(FILE.replace("  optional: true\n", ""))[0]
 
@@ -200,6 +215,18 @@ def test_a_leaf_is_formed_once_and_has_no_leaf_above_it():
     assert any("the leaf layers/0/in/scale is formed twice" in line for line in faults_of(twice))
     above = FILE.replace("leaf: embedder", "leaf: layers/q/up")
     assert faults_of(above) == ["layers/q is a leaf, so layers/q/up cannot be below it"]
+
+
+def test_layers_may_be_counted_from_one():
+    text = "leaves:\n- {param: '{layer+1}.w', axes: a, leaf: {w: layer a}}\n- {param: '{i+1}.b', leaf: 'b/{i}'}"
+    shapes = {f"{i}.{kind}": (2,) for i in (1, 2) for kind in "wb"}
+    bound = bind(mapping(text), shapes, {}, {})
+    assert bound.leaves.keys() == {"w", "b/0", "b/1"}
+    assert [part.array for part in bound.leaves["w"].layout.parts] == ["1.w", "2.w"]
+    back = bind(mapping(text).inverse(), {"w": (2, 2), "b/0": (2,), "b/1": (2,)}, {}, {})
+    assert back.leaves.keys() == shapes.keys()
+    with pytest.raises(LayoutError, match=r"0\.b \[2\]: claimed by no rule"):
+        bind(mapping(text), shapes | {"0.b": (2,)}, {}, {})
 
 
 def test_the_rest_of_the_axes_may_differ_from_parameter_to_parameter():

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from jax_ucp.language.binding import bind
 from jax_ucp.language.mapping import Mapping
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.patterns import Sharded
-from jax_ucp.storage.consolidated import Consolidated, ConsolidatedView
+from jax_ucp.storage.consolidated import Consolidated, ConsolidatedView, same_bits
 from jax_ucp.storage.gather import read_boxes
 from jax_ucp.storage.mapped_tree import map_contents
 from jax_ucp.storage.source import ArrayInfo
@@ -215,6 +216,23 @@ def test_what_is_tied_is_compared_and_either_copy_is_enough():
         np.testing.assert_array_equal(one.read("param/w"), a.T.astype(np.float16))
 
 
+def test_the_moments_of_what_is_tied_are_those_of_the_copy_that_has_them():
+    a = rng((2, 3))
+    for owner, moment in (("a", a), ("b", a.T.copy())):
+        checkpoint = mapped({"param": {"a": a, "b": a.T.copy()}, "exp_avg": {owner: moment}}, TIED)
+        np.testing.assert_array_equal(checkpoint.read("exp_avg/w"), a.T)
+        assert [what for what, fault in checkpoint.verify() if not fault] == ["param/w"]
+
+
+@pytest.mark.parametrize(("stored", "how"), [("float32", "rounded"), ("bfloat16", "rounded"), ("float8_e5m2", "exact")])
+def test_a_cast_says_whether_it_is_exact(stored, how):
+    array = rng((2, 3)).astype(getattr(ml_dtypes, stored, None) or stored)
+    checkpoint = mapped({"param": {"a": array}}, TIED)
+    assert checkpoint.notes == [f"w is cast from {stored} to float16: {how}"]
+    np.testing.assert_array_equal(checkpoint.read("param/w"), array.T.astype(np.float16))
+    assert not mapped({"param": {"a": array.astype(np.float16)}}, TIED).notes
+
+
 def test_a_leaf_with_a_copy_is_compared_on_the_way_back():
     rules = Mapping.parse("leaves:\n- {param: a, axes: x y, leaf: {embed: x y, head: y x}}")
     a = rng((2, 3))
@@ -285,9 +303,27 @@ def test_a_tree_without_parameters_is_refused():
         mapped({"params": {"0.w": rng((3,))}}, PLAIN)
 
 
+def test_only_the_mapping_that_undoes_another_knows_its_lengths():
+    rules = Mapping.parse("leaves:\n- {param: {a: x, b: y}, leaf: {w: (x + y)}}")
+    forth = mapped({"param": {"a": rng((2,)), "b": rng((3,))}}, rules)
+    np.testing.assert_array_equal(forth.map(rules.inverse()).read("param/b"), rng((3,)))
+    other = Mapping.parse("leaves:\n- {param: {w: (x + y)}, leaf: {b: x, a: y}}")
+    with pytest.raises(LayoutError, match="leaves the length of x and y open"):
+        forth.map(other)
+
+
 def test_an_empty_part_is_nothing():
     rules = Mapping.parse("leaves:\n- {param: {a: x, b: y}, leaf: {w: (x + y)}}")
     np.testing.assert_array_equal(mapped({"param": {"a": rng((0,)), "b": rng((3,))}}, rules).read("param/w"), rng((3,)))
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16", "float64", "bool", "int4", "complex128", "complex64"])
+def test_every_dtype_is_moved_bit_for_bit(dtype):
+    array = (rng((4, 6)) * 8).astype(getattr(ml_dtypes, dtype, None) or dtype)
+    got = mapped({"param": {"a": array}}, Mapping.parse("leaves:\n- {param: a, axes: x y, leaf: {b: y x}}")).read(
+        "param/b"
+    )
+    assert same_bits(got, np.ascontiguousarray(array.T))
 
 
 def test_a_rename_is_read_without_a_copy():
