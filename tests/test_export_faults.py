@@ -64,6 +64,13 @@ INT4 = np.ones(3, ml_dtypes.int4)
         ("deepspeed", weights(**{"a/b": W, "..": W}), UnsupportedLeaf, r"'a/b' is no name of a folder\n.*'\.\.' is no"),
         ("deepspeed", weights(**{"n" * 300: W}), UnsupportedLeaf, "is no name of a folder"),
         ("deepspeed", {"param": {"w": W}, "fp32": {"w": W}}, UnsupportedLeaf, "'fp32' of w is no name of a state"),
+        (
+            "deepspeed",
+            {"param": {"w": W}, "step": {"w": W}},
+            UnsupportedLeaf,
+            "step of w has shape .4, 3., and is no num",
+        ),
+        ("dcp", {"param": {"w": W}, "buffer": {"w": W}}, TreeMismatch, "w as a parameter and as a buffer"),
         ("dcp", {"exp_avg": {"w": W}}, TreeMismatch, "states of what is no parameter .*exp_avg of w"),
     ],
 )
@@ -120,6 +127,14 @@ def test_what_is_left_out_is_said():
     assert "load_lr_scheduler_states=False" in notes
     assert "the settings of the run's own groups stay" in notes
     assert "along axis 0, right or wrong" in notes
+    assert "round_robin" not in notes
+    config = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
+    source = memory({"param": {"w": W}}, {"mp_rank_00_model_states.pt": {"ds_config": config}})
+    assert "trained with round_robin_gradients: turn it off" in "\n".join(source.plan_export("deepspeed").notes)
+
+
+def test_dcp_says_that_it_has_no_param_groups():
+    source = memory({"param": {"w": W}, **ADAM})
     assert "param_groups are left out" in "\n".join(source.plan_export("dcp").notes)
 
 
