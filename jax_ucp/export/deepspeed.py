@@ -21,7 +21,7 @@ from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.export.extras import from_json
 from jax_ucp.export.files import File, Tensor
 from jax_ucp.export.parameters import Parameters, is_floating, named
-from jax_ucp.export.torch_pickle import Global, Instance, has_dtype
+from jax_ucp.export.torch_pickle import Call, Global, Instance, has_dtype
 from jax_ucp.export.torch_zip import torch_file
 
 # The version whose format this is; the loader refuses folders that name none.
@@ -36,8 +36,8 @@ _MODEL = re.compile(r"(zero_pp_rank_0_)?mp_rank_00_model_states\.pt")
 _OPTIMIZER = re.compile(r"zero/optimizer_state\.pt|(bf16_)?zero_pp_rank_0_mp_rank_00_optim_states\.pt")
 # What one process, which cuts nothing, says otherwise than the ranks that wrote the source; and the converter's own.
 _OWN_MODEL_KEYS = ("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "optimizer")
-_OPTIMIZER_KEYS = ("zero_stage", "loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "ds_version")
-_MADE_ANEW = ("ds_config", "partition_count", "group_paddings")
+_OPTIMIZER_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "ds_version")
+_MADE_ANEW = ("zero_stage", "ds_config", "partition_count", "group_paddings")
 
 Extras = Mapping[str, Mapping[str, Any]]
 
@@ -212,6 +212,7 @@ def _attributes(sub: Any) -> Mapping[str, Any]:
 def _optimizer_state(optimizer: Mapping[str, Any], model: Mapping[str, Any], step: Any, stage: int) -> dict[str, Any]:
     state = {key: from_json(optimizer[key]) for key in _OPTIMIZER_KEYS if key in optimizer}
     state.setdefault("ds_version", DS_VERSION)
+    state["zero_stage"] = Call(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), (stage,))
     said = optimizer.get("param_groups", model.get("optimizer/param_groups"))
     groups = from_json(said) if said else [{"params": []} for _ in range(UNKNOWN_GROUPS)]
     state["param_groups"] = groups
