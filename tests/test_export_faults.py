@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint, TreeMismatc
 from jax_ucp.export.commit import new_folder
 from jax_ucp.metadata import Key, Leaf
 from jax_ucp.storage.contents import Contents
+from jax_ucp.storage.source import ArrayInfo
 from test_export import DATA, memory
 
 WORKERS = Path(__file__).parent / "workers"
@@ -175,6 +177,36 @@ def test_no_more_than_the_budget_is_in_memory_whatever_the_size_of_the_checkpoin
     assert 0 < store.worst <= budget
     for name, array in arrays.items():
         np.testing.assert_array_equal(exported.read(name), array)
+    assert [fault for _, fault in exported.verify() if fault] == []
+
+
+class Inflated(MemoryStore):
+    """Arrays of which any part costs all of them to read; counts reads at once."""
+
+    def __init__(self, data):
+        super().__init__(data)
+        self.lock, self.reading, self.worst = threading.Lock(), 0, 0
+
+    def arrays(self):
+        return {key: ArrayInfo(a.shape, a.dtype, a.shape) for key, a in self.data.items()}
+
+    def read(self, key, box):
+        with self.lock:
+            self.reading += 1
+            self.worst = max(self.worst, self.reading)
+        time.sleep(0.002)
+        with self.lock:
+            self.reading -= 1
+        return super().read(key, box)
+
+
+@pytest.mark.parametrize(("budget", "at_once"), [(1 << 20, False), (64 << 20, True)])
+def test_what_is_read_around_a_block_counts_too(budget, at_once, tmp_path):
+    arrays = {f"param/{i}": np.full((500, 500), i, np.float32) for i in range(4)}
+    leaves = [Leaf((Key("dict", "param"), Key("dict", n[6:])), n, "array", (500, 500), "float32") for n in arrays]
+    store = Inflated(arrays)
+    Checkpoint(Contents("memory", "in memory", leaves, store)).export(tmp_path / "out", "dcp", budget_bytes=budget)
+    assert (store.worst > 1) == at_once
 
 
 def test_a_target_that_is_in_use_is_left_as_it_is(tmp_path):
