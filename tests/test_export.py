@@ -18,7 +18,8 @@ from helpers import MemoryStore
 from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.export.files import Tensor, row_major_boxes
 from jax_ucp.export.torch_zip import TorchZip
-from jax_ucp.formats.torch_file import TorchFile
+from jax_ucp.formats.extras import as_json
+from jax_ucp.formats.torch_file import Record, StoredTensor, TorchFile
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Key, Leaf
 from jax_ucp.storage.consolidated import same_bits
@@ -102,6 +103,92 @@ def test_the_config_of_a_model_comes_back_with_its_weights(converted, tmp_path):
     length = int.from_bytes(head[:8], "little")
     assert length % 8 == 0
     assert json.loads(head[8 : 8 + length])["__metadata__"] == {"format": "pt"}
+
+
+def said(file: Path) -> dict:
+    """What a file of torch.save holds, with the dtypes of tensors in their place."""
+
+    def go(value: object) -> object:
+        match value:
+            case StoredTensor():
+                return value.dtype
+            case Record():
+                return value.type, go(value.args), go(value.fields)
+            case dict():
+                return {key: go(item) for key, item in value.items()}
+            case list() | tuple():
+                return [go(item) for item in value]
+        return value
+
+    tree = go(TorchFile(file).tree)
+    return tree if isinstance(tree, dict) else {"param": tree}
+
+
+def test_what_deepspeed_cuts_parameters_by_is_what_its_own_converter_says(converted, tmp_path):
+    case = "tp2_dp1_z1_fp32_gqa"
+    converted(f"deepspeed/{case}").export(tmp_path / "out", "deepspeed")
+    ours, theirs = tmp_path / "out", DATA / "deepspeed_universal" / case
+    files = {path.relative_to(theirs) for path in theirs.rglob("*") if path.is_file()}
+    # Of the run's ranks and of tied names we write one.
+    more = {"mp_rank_01_model_states.pt", "head.weight"}
+    files = {file for file in files if not more & set(file.parts)}
+    assert files == {path.relative_to(ours) for path in ours.rglob("*") if path.is_file()}
+    atoms = [file for file in files if file.parent.parent.name == "zero"]
+    assert len(atoms) == 116
+    for file in atoms:
+        assert said(ours / file) == said(theirs / file), file
+    assert {key for file in atoms for key in said(theirs / file)} == {
+        "param",
+        "cat_dim",
+        "vocab_tensor",
+        "sub_param_shape",
+    }
+    name = "global_step5_universal/zero/optimizer_state.pt"
+    mine, converters = said(ours / name), said(theirs / name)
+    about_ranks = {"partition_count", "group_paddings", "param_alignment_paddings"}
+    assert {key: value for key, value in converters.items() if key not in about_ranks} == mine
+    model = "global_step5_universal/mp_rank_00_model_states.pt"
+    mine, converters = said(ours / model), said(theirs / model)
+    assert mine.keys() == converters.keys()
+    for key in ("lr_scheduler", "global_steps", "skipped_steps", "args", "ds_config", "iteration"):
+        assert mine[key] == converters[key], key
+
+
+def with_objects(objects: dict[str, object]) -> Checkpoint:
+    """A checkpoint that was DCP, with one parameter and some extras."""
+    leaf = Leaf((Key("dict", "param"), Key("dict", "w")), "w", "array", (2,), "float32")
+    store = MemoryStore({"w": np.float32([1, 2])})
+    return Checkpoint(Contents("dcp", "in memory", [leaf], store, extras={"__1_0.distcp": objects}))
+
+
+def test_the_objects_of_a_dcp_checkpoint_come_back_under_their_names(tmp_path):
+    objects = {"optimizer.param_groups.0.lr": 0.1, "optimizer.param_groups.0.params": ["w"], "scheduler.last": 7}
+    objects["rng"] = {"!array": "AAECAw==", "dtype": "uint8", "shape": [4]}
+    exported = with_objects(objects).export(tmp_path / "out", "dcp")
+    assert exported.extras == {"__0_0.distcp": objects}
+    assert any("left out" in note for note in with_objects(objects).plan_export("safetensors").notes)
+
+
+SCALARS = st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats() | st.text(max_size=5)
+SCALARS |= st.binary(max_size=5) | st.complex_numbers(allow_nan=False, allow_infinity=False)
+VALUES = st.recursive(
+    SCALARS,
+    lambda some: (
+        st.lists(some, max_size=3)
+        | st.lists(some, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=3) | st.integers(0, 9), some, max_size=3)
+        | st.sets(st.integers(-5, 5) | st.text(max_size=2), max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60)
+@given(st.lists(VALUES, min_size=1, max_size=4))
+def test_extras_are_pickled_as_what_they_were(tmp_path_factory, values):
+    objects = {f"x.{i}": as_json(value, "", MemoryStore({}).read) for i, value in enumerate(values)}
+    exported = with_objects(objects).export(tmp_path_factory.mktemp("law") / "out", "dcp")
+    assert exported.extras == {"__0_0.distcp": objects}
 
 
 @st.composite

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint, TreeMismatc
 from jax_ucp.export.commit import new_folder
 from jax_ucp.metadata import Key, Leaf
 from jax_ucp.storage.contents import Contents
+from jax_ucp.storage.source import ArrayInfo
 from test_export import DATA, memory
 
 WORKERS = Path(__file__).parent / "workers"
@@ -64,6 +66,13 @@ INT4 = np.ones(3, ml_dtypes.int4)
         ("deepspeed", weights(**{"a/b": W, "..": W}), UnsupportedLeaf, r"'a/b' is no name of a folder\n.*'\.\.' is no"),
         ("deepspeed", weights(**{"n" * 300: W}), UnsupportedLeaf, "is no name of a folder"),
         ("deepspeed", {"param": {"w": W}, "fp32": {"w": W}}, UnsupportedLeaf, "'fp32' of w is no name of a state"),
+        (
+            "deepspeed",
+            {"param": {"w": W}, "step": {"w": W}},
+            UnsupportedLeaf,
+            "step of w has shape .4, 3., and is no num",
+        ),
+        ("dcp", {"param": {"w": W}, "buffer": {"w": W}}, TreeMismatch, "w as a parameter and as a buffer"),
         ("dcp", {"exp_avg": {"w": W}}, TreeMismatch, "states of what is no parameter .*exp_avg of w"),
     ],
 )
@@ -120,6 +129,14 @@ def test_what_is_left_out_is_said():
     assert "load_lr_scheduler_states=False" in notes
     assert "the settings of the run's own groups stay" in notes
     assert "along axis 0, right or wrong" in notes
+    assert "round_robin" not in notes
+    config = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
+    source = memory({"param": {"w": W}}, {"mp_rank_00_model_states.pt": {"ds_config": config}})
+    assert "trained with round_robin_gradients: turn it off" in "\n".join(source.plan_export("deepspeed").notes)
+
+
+def test_dcp_says_that_it_has_no_param_groups():
+    source = memory({"param": {"w": W}, **ADAM})
     assert "param_groups are left out" in "\n".join(source.plan_export("dcp").notes)
 
 
@@ -160,6 +177,36 @@ def test_no_more_than_the_budget_is_in_memory_whatever_the_size_of_the_checkpoin
     assert 0 < store.worst <= budget
     for name, array in arrays.items():
         np.testing.assert_array_equal(exported.read(name), array)
+    assert [fault for _, fault in exported.verify() if fault] == []
+
+
+class Inflated(MemoryStore):
+    """Arrays of which any part costs all of them to read; counts reads at once."""
+
+    def __init__(self, data):
+        super().__init__(data)
+        self.lock, self.reading, self.worst = threading.Lock(), 0, 0
+
+    def arrays(self):
+        return {key: ArrayInfo(a.shape, a.dtype, a.shape) for key, a in self.data.items()}
+
+    def read(self, key, box):
+        with self.lock:
+            self.reading += 1
+            self.worst = max(self.worst, self.reading)
+        time.sleep(0.002)
+        with self.lock:
+            self.reading -= 1
+        return super().read(key, box)
+
+
+@pytest.mark.parametrize(("budget", "at_once"), [(1 << 20, False), (64 << 20, True)])
+def test_what_is_read_around_a_block_counts_too(budget, at_once, tmp_path):
+    arrays = {f"param/{i}": np.full((500, 500), i, np.float32) for i in range(4)}
+    leaves = [Leaf((Key("dict", "param"), Key("dict", n[6:])), n, "array", (500, 500), "float32") for n in arrays]
+    store = Inflated(arrays)
+    Checkpoint(Contents("memory", "in memory", leaves, store)).export(tmp_path / "out", "dcp", budget_bytes=budget)
+    assert (store.worst > 1) == at_once
 
 
 def test_a_target_that_is_in_use_is_left_as_it_is(tmp_path):

@@ -21,7 +21,7 @@ from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.export.extras import from_json
 from jax_ucp.export.files import File, Tensor
 from jax_ucp.export.parameters import Parameters, is_floating, named
-from jax_ucp.export.torch_pickle import Global, Instance, has_dtype
+from jax_ucp.export.torch_pickle import Call, Global, Instance, has_dtype
 from jax_ucp.export.torch_zip import torch_file
 
 # The version whose format this is; the loader refuses folders that name none.
@@ -36,8 +36,8 @@ _MODEL = re.compile(r"(zero_pp_rank_0_)?mp_rank_00_model_states\.pt")
 _OPTIMIZER = re.compile(r"zero/optimizer_state\.pt|(bf16_)?zero_pp_rank_0_mp_rank_00_optim_states\.pt")
 # What one process, which cuts nothing, says otherwise than the ranks that wrote the source; and the converter's own.
 _OWN_MODEL_KEYS = ("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "optimizer")
-_OPTIMIZER_KEYS = ("zero_stage", "loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "ds_version")
-_MADE_ANEW = ("ds_config", "partition_count", "group_paddings")
+_OPTIMIZER_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "ds_version")
+_MADE_ANEW = ("zero_stage", "ds_config", "partition_count", "group_paddings")
 
 Extras = Mapping[str, Mapping[str, Any]]
 
@@ -55,11 +55,12 @@ def deepspeed_files(
     """
     _check(found)
     model, optimizer = _rank_0(extras, _MODEL), _rank_0(extras, _OPTIMIZER)
-    stage = zero_stage if zero_stage is not None else _stage(model)
+    stage = zero_stage if zero_stage is not None else max(1, int(_zero(model).get("stage", 1)))
     owned = _owned(found)
     frozen = {name: states["param"] for name, states in found.states.items() if name not in owned}
     step = _one_step(steps) if stage == 3 else None
-    global_steps = model.get("global_steps", int(max(steps.values(), default=0)))
+    counted = model.get("global_steps")
+    global_steps = counted if type(counted) is int else int(max(steps.values(), default=0))
     tag = f"global_step{global_steps}_universal"
     info = _cutting(model)
     files: list[File] = []
@@ -91,13 +92,18 @@ def notes(found: Parameters, extras: Extras) -> Iterable[str]:
         yield "there are no optimizer states: the run starts with those that its optimizer makes"
     if frozen := sorted(found.states.keys() - _owned(found).keys()):
         yield (
-            f"{len(frozen)} parameters have no optimizer states, the first {frozen[0]}; they are in the module of the "
-            "model states, which load_universal does not read"
+            f"{len(frozen)} parameters have no optimizer states, the first {frozen[0]}; they are in the model states, "
+            "of which load_universal reads no weights: load them yourself"
         )
     if "param_groups" not in optimizer and "optimizer/param_groups" not in model:
         yield "nothing says how the optimizer grouped parameters: the settings of the run's own groups stay"
     if "lr_scheduler" not in model:
         yield "there is no state of a learning rate scheduler: load with load_lr_scheduler_states=False"
+    if _zero(model).get("round_robin_gradients"):
+        yield (
+            "the source was trained with round_robin_gradients: turn it off in the run that resumes, for with it "
+            "DeepSpeed puts what it loads in the wrong places, without a word"
+        )
     if not model.get("universal_checkpoint_info"):
         yield (
             "nothing says how tensor parallelism cuts parameters: with more than one such rank DeepSpeed would cut "
@@ -133,10 +139,10 @@ def _rank_0(extras: Extras, pattern: re.Pattern[str]) -> Mapping[str, Any]:
     return next((values for file, values in extras.items() if pattern.fullmatch(file)), {})
 
 
-def _stage(model: Mapping[str, Any]) -> int:
+def _zero(model: Mapping[str, Any]) -> Mapping[str, Any]:
     config = model.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
-    return max(1, int(zero.get("stage", 1))) if isinstance(zero, dict) else 1
+    return zero if isinstance(zero, dict) else {}
 
 
 def _check(found: Parameters) -> None:
@@ -147,6 +153,8 @@ def _check(found: Parameters) -> None:
             problems.append(f"{name!r} is no name of a folder")
         bad = [state for state in states if not re.fullmatch(r"\w+", state) or state == "fp32"]
         problems += [f"{state!r} of {name} is no name of a state's file" for state in bad]
+        if "step" in states and states["step"].size != 1:
+            problems.append(f"step of {name} has shape {list(states['step'].shape)}, and is no number")
     if problems:
         raise UnsupportedLeaf(
             named(problems, "DeepSpeed's universal folder cannot hold", "Export with another dtype, or rename them.")
@@ -204,6 +212,7 @@ def _attributes(sub: Any) -> Mapping[str, Any]:
 def _optimizer_state(optimizer: Mapping[str, Any], model: Mapping[str, Any], step: Any, stage: int) -> dict[str, Any]:
     state = {key: from_json(optimizer[key]) for key in _OPTIMIZER_KEYS if key in optimizer}
     state.setdefault("ds_version", DS_VERSION)
+    state["zero_stage"] = Call(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), (stage,))
     said = optimizer.get("param_groups", model.get("optimizer/param_groups"))
     groups = from_json(said) if said else [{"params": []} for _ in range(UNKNOWN_GROUPS)]
     state["param_groups"] = groups

@@ -59,6 +59,8 @@ def parameters(contents: Contents, dtype: np.dtype | None = None) -> Parameters:
             beside[state][name] = _tensor(leaf, None)
         else:
             found[name][state] = _tensor(leaf, dtype if state == "param" else None)
+    if twice := sorted(found.keys() & beside[BUFFER].keys()):
+        raise TreeMismatch(f"{contents.path} has {twice[0]} as a parameter and as a buffer; leave one out of the tree")
     orphans = [f"{state} of {name}" for name, states in found.items() for state in states if "param" not in states]
     if orphans:
         raise TreeMismatch(

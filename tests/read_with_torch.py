@@ -1,0 +1,104 @@
+"""Whether torch reads from exports what went into them. Run by hand: torch is no dependency of the tests.
+
+    python tests/read_with_torch.py write FOLDER     where jax_ucp is installed
+    python tests/read_with_torch.py read FOLDER      where torch and safetensors are; says how many tensors are equal
+
+`write` exports some cases in every format, with the bytes of each array beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+CASES = ["z1_fp16_dp2", "z2_bf16_dp2_bf16master", "z3_bf16_dp2_frozen_tied", "tp2_dp1_z1_fp32_gqa", "z1_fp32_dp2_lion"]
+DATA = Path(__file__).parent / "data" / "deepspeed"
+
+
+def write(folder: Path) -> None:
+    import jax_ucp
+
+    for case in CASES:
+        checkpoint = jax_ucp.open(DATA / case)
+        for format in ("safetensors", "dcp", "deepspeed"):
+            checkpoint.export(folder / case / format, format, max_shard_bytes=10_000)
+        raw = {leaf.label: np.frombuffer(checkpoint.read(leaf.label).tobytes(), np.uint8) for leaf in checkpoint.leaves}
+        np.savez(folder / case / "truth.npz", **{label.replace("/", "|"): data for label, data in raw.items()})
+        about = {leaf.label: [leaf.dtype, list(leaf.shape)] for leaf in checkpoint.leaves}
+        (folder / case / "truth.json").write_text(json.dumps(about))
+
+
+def read_safetensors(folder: Path) -> Iterator[tuple[str, Any]]:
+    from safetensors.torch import load_file
+
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    for file in sorted(set(index["weight_map"].values())):
+        for name, tensor in load_file(folder / file).items():
+            assert index["weight_map"][name] == file
+            yield f"param/{name}", tensor
+
+
+def read_dcp(folder: Path) -> Iterator[tuple[str, Any]]:
+    import torch
+    from torch.distributed import checkpoint
+
+    metadata = checkpoint.FileSystemReader(folder).read_metadata()
+    state: dict[str, Any] = {
+        name: torch.zeros(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+    }
+    checkpoint.load(state, checkpoint_id=folder)
+    for name, tensor in state.items():
+        path = metadata.planner_data[name]
+        yield (f"param/{path[1]}" if path[0] == "model" else f"{path[3]}/{path[2]}"), tensor
+
+
+def read_deepspeed(folder: Path) -> Iterator[tuple[str, Any]]:
+    """The atoms, as tensors without any class of DeepSpeed in them: `torch.load` with `weights_only`."""
+    import torch
+
+    tag = (folder / "latest_universal").read_text()
+    for file in sorted((folder / tag / "zero").glob("*/*.pt")):
+        with torch.serialization.safe_globals([stand_in("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")]):
+            atom = torch.load(file, weights_only=True)
+        state = "param" if file.stem == "fp32" else file.stem
+        yield f"{state}/{file.parent.name}", atom["param"] if isinstance(atom, dict) else atom
+
+
+def stand_in(module: str, name: str) -> tuple[type, str]:
+    return type(name, (), {}), f"{module}.{name}"
+
+
+READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
+    "safetensors": read_safetensors,
+    "dcp": read_dcp,
+    "deepspeed": read_deepspeed,
+}
+
+
+def read(folder: Path) -> None:
+    import torch
+
+    for case in CASES:
+        about = json.loads((folder / case / "truth.json").read_text())
+        truth = np.load(folder / case / "truth.npz")
+        for format, reader in READERS.items():
+            equal = 0
+            for label, tensor in reader(folder / case / format):
+                dtype, shape = about[label]
+                if isinstance(tensor, int):  # the step of DeepSpeed's own optimizers
+                    tensor = torch.tensor(tensor, dtype=getattr(torch, dtype))
+                assert (str(tensor.dtype), list(tensor.shape)) == (f"torch.{dtype}", shape), (case, format, label)
+                raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+                assert np.array_equal(raw, truth[label.replace("/", "|")]), (case, format, label)
+                equal += 1
+            print(f"{case}: {format}: {equal} of {len(about)} arrays are there, and equal")
+
+
+if __name__ == "__main__":
+    {"write": write, "read": read}[sys.argv[1]](Path(sys.argv[2]))
