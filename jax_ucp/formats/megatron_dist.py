@@ -93,7 +93,7 @@ class _Reader:
         # dp_zero_gather_scatter has its tensors in objects.
         self.inside = {} if options.weights_only else param_state_sources(files)
         sources = {"": files.source, f"{COMMON_FILE}:": files.common, **self.inside}
-        self.found = Import("megatron", files.folder, Beside(sources))
+        self.found = Import("megatron", files.folder, Beside(sources), options.believe)
         # parameter -> state -> how it is stored; `weight` is what the model computes with. The vocabulary is padded.
         self.states: dict[str, dict[str, Consolidated]] = {}
         self.dtypes: dict[str, str] = {}
