@@ -273,7 +273,11 @@ def _parts(
 
 
 def config_numbers(extras: Mapping[str, Any]) -> dict[str, int]:
-    """The numbers that a checkpoint's extras say of its model: of Hugging Face's config.json, of Megatron's args."""
+    """The numbers that a checkpoint's extras say of its model: of Hugging Face's config.json, of Megatron's args.
+
+    Megatron's `num_query_groups` is 1 where there are no groups (`group_query_attention` of its arguments), so
+    `query_groups` says how many there are: as many as heads then.
+    """
     found: dict[str, int] = {}
     for items in extras.values():
         for name in ("config", "args"):
@@ -282,6 +286,10 @@ def config_numbers(extras: Mapping[str, Any]) -> dict[str, int]:
             for key, value in said.items():
                 if isinstance(value, int) and not isinstance(value, bool):
                     found.setdefault(key, value)
+            if "num_query_groups" in said and "num_attention_heads" in said:
+                grouped = said.get("group_query_attention", False)
+                groups = said["num_query_groups" if grouped else "num_attention_heads"]
+                found.setdefault("query_groups", groups)
     return found
 
 

@@ -245,6 +245,13 @@ def test_what_is_more_than_moving_elements_is_noted():
     )
 
 
+@pytest.mark.parametrize(("grouped", "groups"), [(True, 2), (False, 8)])
+def test_megatron_has_as_many_query_groups_as_heads_where_it_has_none(grouped, groups):
+    args = {"num_attention_heads": 8, "num_query_groups": 2, "group_query_attention": grouped}
+    numbers = config_numbers({"model_optim_rng.pt": {"args": {"!record": "argparse.Namespace", "fields": args}}})
+    assert numbers["query_groups"] == groups
+
+
 def test_numbers_come_from_the_configs_that_checkpoints_carry():
     extras = {
         "config.json": {"config": {"n_head": 3, "tie": True, "eps": 1e-5, "head_dim": None}},
