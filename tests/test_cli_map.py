@@ -82,6 +82,17 @@ def test_what_no_rule_claims_gets_a_name_with_as_many_elements(folder):
     assert "lm_head.weight [64, 32] -> perhaps the rule for lm_heads.weight, which finds nothing, is meant" in text
 
 
+def test_what_is_skipped_is_shown_with_its_reason(folder):
+    rules = ucp.Mapping.load("hf-llama-to-tunix").to_dict()
+    rules["leaves"] = [rule for rule in rules["leaves"] if "lm_head.weight" not in rule["param"]]
+    rules["skip"] = [{"param": "lm_head.weight", "reason": "the head is tied"}]
+    Path("tied.yaml").write_text(json.dumps(rules))
+    ((where, reason),) = run_json("map", LLAMA, "--mapping", "tied.yaml")["skipped"]
+    assert where.endswith(":lm_head.weight")
+    assert reason == "the head is tied"
+    assert "lm_head.weight: the head is tied" in run("map", LLAMA, "--mapping", "tied.yaml")
+
+
 def test_layers_that_no_rule_claims_are_one_suggestion(folder):
     rules = ucp.Mapping.load("hf-llama-to-maxtext").to_dict()
     rules["leaves"] = [rule for rule in rules["leaves"] if not any("up_proj" in name for name in rule["param"])]

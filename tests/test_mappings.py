@@ -168,6 +168,24 @@ def test_leaves_are_restored_onto_a_mesh_straight_from_the_shards(case):
         assert same_bits(np.asarray(array), mapped.read(leaf.label)), leaf.label
 
 
+@pytest.mark.parametrize(
+    "case", ["legacy_ep2_moe_grouped_bf16", "legacy_tp2_dp2_distopt_bf16", "legacy_tp1_pp2_vpp2_fp32"]
+)
+def test_megatrons_groups_and_experts_are_stacked_and_come_back(case):
+    checkpoint = ucp.open(DATA / "megatron" / case / "ckpt")
+    mapping = ucp.Mapping.load(DATA / "mappings" / "megatron-stacked.yaml")
+    mapped = checkpoint.map(mapping)
+    assert not [fault for _, fault in mapped.verify() if fault]
+    back = mapped.map(mapping.inverse())
+    assert {leaf.label for leaf in back.leaves} == {leaf.label for leaf in checkpoint.leaves}
+    for leaf in checkpoint.leaves:
+        assert same_bits(back.read(leaf.label), checkpoint.read(leaf.label)), leaf.label
+    fused = checkpoint.read("exp_avg/decoder.layers.1.self_attention.linear_qkv.weight")
+    k = mapped.read("exp_avg/layers/attn/k/kernel")[1]
+    embed, groups, dim = k.shape
+    np.testing.assert_array_equal(k, fused.reshape(groups, -1, dim, embed)[:, -2].transpose(2, 0, 1))
+
+
 def test_a_mapped_checkpoint_is_saved_and_goes_back_without_being_told_more(tmp_path):
     checkpoint, mapping = deepspeed("z1_fp32_dp4")
     saved = checkpoint.map(mapping).save(tmp_path / "out")

@@ -84,7 +84,8 @@ def mapping_report(
     else:
         shapes = {name: param.shape for name, param in mapped.params.items()}
         found["leaves"] = [_row(mapped, name, wanted) for name in shapes]
-        found["skipped"] = [[item.where, item.reason] for item in mapped.account if item.where.startswith("param/")]
+        before = set(checkpoint.account)
+        found["skipped"] = [[item.where, item.reason] for item in mapped.account if item not in before]
         found["notes"] = [note for note in mapped.notes if note not in checkpoint.notes]
         found["faults"] = [] if wanted is None else _differences(mapping, shapes, wanted)
         missing = [name for name in wanted or {} if name not in shapes]

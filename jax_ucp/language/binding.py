@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -152,24 +153,24 @@ def _shape_claims(instance: _Instance, shapes: Mapping[str, Shape], faults: list
     for i, key in enumerate(stacked):
         for pattern, names in members.items():
             numbers = {values[i] for values in names}
-            if wrong := sorted(n for n in numbers if not re.fullmatch(r"0|[1-9]\d*", n)):
+            if wrong := sorted(n for n in numbers if not re.fullmatch(r"0|[1-9]\d{0,8}", n)):
                 faults.append(f"{rule.label} stacks {{{key}}} of {pattern}, but finds {', '.join(wrong)} there")
                 return
             of = f"the number of {{{key}}} in {filled(pattern, instance.shared)}"
             yield Claim(of, Expression((Axis(key),)), (max(map(int, numbers)) + 1,))
     places = {values for names in members.values() for values in names}
     ranges = [range(max(int(values[i]) for values in places) + 1) for i in range(len(stacked))]
-    wanted = list(itertools.product(*[[str(n) for n in numbers] for numbers in ranges]))
-    for pattern in rule.params:
-        if rule.tied and pattern not in members:
-            continue  # one of the tied copies stands for it
-        lacking = [values for values in wanted if values not in members.get(pattern, {})]
-        for values in lacking[:3]:
+    count = math.prod(map(len, ranges))
+    for pattern in (*rule.params, *(tied for tied in rule.tied if tied in members)):
+        there = members.get(pattern, {})
+        if len(there) == count or (rule.tied and not there):
+            continue  # all are there, or one of the tied copies stands for them
+        for values in itertools.islice((place for place in _places(ranges) if place not in there), 3):
             name = filled(pattern, instance.shared | dict(zip(stacked, values, strict=True)))
             beside = next(iter(next(iter(members.values())).values()))
             faults.append(f"{name} is not there, but {rule.label} needs it beside {beside}")
-        if len(lacking) > 3:
-            faults.append(f"... and {len(lacking) - 3} more of {pattern}")
+        if count - len(there) > 3:
+            faults.append(f"... and {count - len(there) - 3} more of {pattern}")
     for pattern, names in members.items():
         axes = {**rule.params, **rule.tied}[pattern]
         alike: dict[Shape, list[str]] = defaultdict(list)
@@ -178,6 +179,15 @@ def _shape_claims(instance: _Instance, shapes: Mapping[str, Shape], faults: list
         for shape, those in alike.items():
             also = f" (and {len(those) - 1} more)" if len(those) > 1 else ""
             yield Claim(those[0] + also, instance.spread(axes, len(shape)), shape)
+
+
+def _places(ranges: Sequence[range]) -> Iterator[Values]:
+    """Every combination of numbers, one at a time: a name with a stray number must not make a list of all below it."""
+    for number in ranges[0] if ranges else ():
+        for rest in _places(ranges[1:]):
+            yield (str(number), *rest)
+    if not ranges:
+        yield ()
 
 
 def _known(
@@ -273,7 +283,11 @@ def _parts(
 
 
 def config_numbers(extras: Mapping[str, Any]) -> dict[str, int]:
-    """The numbers that a checkpoint's extras say of its model: of Hugging Face's config.json, of Megatron's args."""
+    """The numbers that a checkpoint's extras say of its model: of Hugging Face's config.json, of Megatron's args.
+
+    Megatron's `num_query_groups` is 1 where there are no groups (`group_query_attention` of its arguments), so
+    `query_groups` says how many there are: as many as heads then.
+    """
     found: dict[str, int] = {}
     for items in extras.values():
         for name in ("config", "args"):
@@ -282,6 +296,10 @@ def config_numbers(extras: Mapping[str, Any]) -> dict[str, int]:
             for key, value in said.items():
                 if isinstance(value, int) and not isinstance(value, bool):
                     found.setdefault(key, value)
+            if "num_query_groups" in said and "num_attention_heads" in said:
+                grouped = said.get("group_query_attention", False)
+                groups = said["num_query_groups" if grouped else "num_attention_heads"]
+                found.setdefault("query_groups", groups)
     return found
 
 

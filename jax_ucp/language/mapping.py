@@ -223,7 +223,7 @@ def name_regex(name: str) -> re.Pattern[str]:
             text += re.escape(part)
             continue
         key, _, offset = part.partition("+")
-        text += f"(?P={key})" if key in seen else f"(?P<{key}>{'[0-9]+' if offset else '[^./]+'})"
+        text += f"(?P={key})" if key in seen else f"(?P<{key}>{'[0-9]{1,9}' if offset else '[^./]+'})"
         seen.add(key)
     return re.compile(text)
 

@@ -181,6 +181,8 @@ def test_a_quotient_in_sizes_must_be_whole():
     ("names", "fault"),
     [
         ({"h.3.q.weight": (8, 8)}, "h.2.q.weight is not there"),
+        ({"h.999999999.q.weight": (8, 8)}, "and 999999994 more of h.{layer}.q.weight"),
+        ({f"h.{'9' * 5000}.q.weight": (8, 8)}, "stacks {layer} of h.{layer}.q.weight, but finds 999"),
         ({"h.x.q.weight": (8, 8)}, "stacks {layer} of h.{layer}.q.weight, but finds x there"),
         ({"h.01.q.weight": (8, 8)}, "stacks {layer} of h.{layer}.q.weight, but finds 01 there"),
         ({"h.2.q.weight": (8, 8)}, "the number of {layer}"),  # gate and up have two layers
@@ -188,6 +190,15 @@ def test_a_quotient_in_sizes_must_be_whole():
 )
 def test_stacking_needs_every_number_from_zero(names, fault):
     assert any(fault in line for line in faults_of(shapes=names))
+
+
+def test_copies_of_layers_are_all_there_or_none():
+    text = "leaves:\n- {param: 'h.{layer}.a', tied: {'h.{layer}.b': x}, axes: x, leaf: {w: layer x}}"
+    shapes = {f"h.{i}.{kind}": (2,) for i in range(3) for kind in "ab"}
+    assert len(bind(mapping(text), shapes, {}, {}).leaves["w"].copies) == 1
+    for gone in ("h.1.a", "h.1.b"):
+        with pytest.raises(LayoutError, match=f"{gone} is not there"):
+            bind(mapping(text), {name: shape for name, shape in shapes.items() if name != gone}, {}, {})
 
 
 def test_stacks_of_several_levels_must_be_full():
@@ -243,6 +254,13 @@ def test_what_is_more_than_moving_elements_is_noted():
     assert (
         "my.yaml:2: the rule for e: one parameter becomes several leaves, which are independent from then on" in notes
     )
+
+
+@pytest.mark.parametrize(("grouped", "groups"), [(True, 2), (False, 8)])
+def test_megatron_has_as_many_query_groups_as_heads_where_it_has_none(grouped, groups):
+    args = {"num_attention_heads": 8, "num_query_groups": 2, "group_query_attention": grouped}
+    numbers = config_numbers({"model_optim_rng.pt": {"args": {"!record": "argparse.Namespace", "fields": args}}})
+    assert numbers["query_groups"] == groups
 
 
 def test_numbers_come_from_the_configs_that_checkpoints_carry():
