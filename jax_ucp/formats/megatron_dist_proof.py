@@ -25,8 +25,10 @@ _REMEDY = "Its weights can be opened alone with weights_only"
 def windows(layout: ParamLayout) -> Iterator[Box]:
     """The last elements of every fragment: at most WINDOW of its last row.
 
-    >>> [str(box) for box in windows(ParamLayout((4, 3), (), ()))]
-    []
+    >>> from jax_ucp.layout.fragments import Fragment
+    >>> block = Box((0, 0), (4, 300))
+    >>> [str(box) for box in windows(ParamLayout((4, 300), ((4, 300),), (Fragment(0, block, block),)))]
+    ['[3:4, 44:300]']
     """
     for box in layout.replicas:
         last = box.stop[-1:]
