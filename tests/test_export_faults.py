@@ -99,10 +99,17 @@ def test_zero_3_which_has_one_step_refuses_two(tmp_path):
     assert source.export(tmp_path / "out", "deepspeed", zero_stage=2).read("step/b") == 4
 
 
-def test_an_extra_that_would_run_code_is_not_written(tmp_path):
-    extras = {"mp_rank_00_model_states.pt": {"x": {"!record": "os.system", "args": ["true"], "fields": {}}}}
-    with pytest.raises(UnsupportedLeaf, match=r"an object of os\.system"):
-        memory(weights(w=W), extras).export(tmp_path / "out", "deepspeed")
+def test_an_extra_that_would_run_code_is_left_out_and_named(tmp_path):
+    extras = {"mp_rank_00_model_states.pt": {"x": [{"!record": "os.system", "args": ["true"], "fields": {}}], "y": 1}}
+    source = memory(weights(w=W), extras)
+    assert any(
+        note.startswith("x of mp_rank_00") and "os.system" in note for note in source.plan_export("deepspeed").notes
+    )
+    source.export(tmp_path / "out", "deepspeed")
+    kept = ucp.open(tmp_path / "out").extras["mp_rank_00_model_states.pt"]
+    assert kept["y"] == 1
+    assert "x" not in kept
+    assert not any(b"system" in data for data in contents_of(tmp_path).values())
 
 
 def test_casting_is_done_when_asked_and_said(tmp_path):

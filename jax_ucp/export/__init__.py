@@ -5,7 +5,7 @@ To add a format, write a module with a function that makes `File`s of `Parameter
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -16,6 +16,7 @@ import numpy as np
 from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.export import dcp, deepspeed, safetensors
 from jax_ucp.export.commit import check_free, new_folder
+from jax_ucp.export.extras import values
 from jax_ucp.export.files import File, peak_bytes, write_files
 from jax_ucp.export.parameters import Parameters, is_floating, parameters
 from jax_ucp.layout.box import Box
@@ -63,28 +64,33 @@ def plan_export(
     the format cannot hold.
     """
     found = parameters(contents, _dtype(dtype))
-    extras = contents.extras
+    extras, unwritable = values(contents.extras)
+    everything = [(file, name) for file, named in extras.items() for name in named]
     notes = [f"floating parameters are cast to {dtype}; states keep their dtypes"] if dtype else []
     match format:
         case "safetensors":
-            files = safetensors.safetensors_files(found, extras, max_shard_bytes)
+            files = safetensors.safetensors_files(found, contents.extras, max_shard_bytes)
             if found.moments:
-                left = ", ".join(found.moments)
-                notes.append(f"{left} are left out: safetensors is for weights, and its readers expect no more")
-            carries = safetensors.carries
+                states = ", ".join(found.moments)
+                notes.append(f"{states} are left out: safetensors is for weights, and its readers expect no more")
+            left = [place for place in everything if not safetensors.carries(*place)]
         case "dcp":
-            objects = dcp.objects(extras) if contents.source.get("format", contents.format) == "dcp" else {}
+            native = contents.source.get("format", contents.format) == "dcp"
+            objects = dcp.objects(extras) if native else {}
             files = dcp.dcp_files(found, objects)
-            carries = lambda file, name: bool(objects)  # noqa: E731
+            left = [] if native else everything
             if found.moments and not any("param_groups" in path for path in objects):
                 notes.append("nothing says in DCP's terms how parameters were grouped: param_groups are left out")
         case "deepspeed":
             files = deepspeed.deepspeed_files(found, extras, _steps(contents, found), zero_stage)
             notes += deepspeed.notes(found, extras)
-            carries = deepspeed.carries
+            left = [place for place in everything if not deepspeed.carries(*place)]
     if found.other and format != "dcp":
         notes.append(f"{len(found.other)} tensors beside the model are left out, the first {next(iter(found.other))}")
-    notes += _extras_left(extras, carries, format)
+    notes += unwritable
+    if left:
+        file, name = left[0]
+        notes.append(f"{len(left)} extras are left out, which {format} has no place for; the first is {name} of {file}")
     return ExportPlan(format, files, notes, budget_bytes, peak_bytes(files, contents.arrays, budget_bytes))
 
 
@@ -121,11 +127,3 @@ def _steps(contents: Contents, found: Parameters) -> Mapping[str, np.ndarray]:
     """How many steps the optimizer took, by parameter."""
     tensors = {name: states["step"] for name, states in found.states.items() if "step" in states}
     return {name: np.asarray(contents.arrays.read(t.key, Box.whole(t.shape))) for name, t in tensors.items()}
-
-
-def _extras_left(
-    extras: Mapping[str, Mapping[str, object]], carries: Callable[[str, str], bool], format: str
-) -> Iterable[str]:
-    left = [f"{name} of {file}" for file, values in extras.items() for name in values if not carries(file, name)]
-    if left:
-        yield f"{len(left)} extras are left out, which {format} has no place for; the first is {left[0]}"

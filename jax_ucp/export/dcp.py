@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_ucp.errors import TreeMismatch, UnsupportedLeaf
-from jax_ucp.export.extras import from_json
 from jax_ucp.export.files import Bytes, File, Tensor
 from jax_ucp.export.parameters import Parameters, named
 from jax_ucp.export.torch_pickle import Call, Global, Instance, dumps, has_dtype, torch_dtype
@@ -46,12 +45,12 @@ def dcp_files(found: Parameters, objects: Mapping[Steps, Any]) -> list[File]:
 
 
 def objects(extras: Mapping[str, Mapping[str, Any]]) -> dict[Steps, Any]:
-    """The objects of a DCP checkpoint, under the names they had."""
+    """The objects of a DCP checkpoint, from its extras by file and name, by path."""
     found: dict[Steps, Any] = {}
     for file in extras.values():
         for name, value in file.items():
             group = _GROUP.fullmatch(name)
-            found[(OPTIMIZER, "param_groups", int(group[1]), group[2]) if group else _steps(name)] = from_json(value)
+            found[(OPTIMIZER, "param_groups", int(group[1]), group[2]) if group else _steps(name)] = value
     return found
 
 

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from jax_ucp.errors import UnsupportedLeaf
-from jax_ucp.export.extras import from_json
 from jax_ucp.export.files import File, Tensor
 from jax_ucp.export.parameters import Parameters, is_floating, named
 from jax_ucp.export.torch_pickle import Call, Global, Instance, has_dtype
@@ -187,7 +186,7 @@ def _how_to_cut(name: str, tensor: Tensor, info: Mapping[str, Any]) -> dict[str,
 
 def _cutting(model: Mapping[str, Any]) -> dict[str, Any]:
     """`universal_checkpoint_info` without what is only about the ranks that wrote the source."""
-    info = from_json(model.get("universal_checkpoint_info") or {})
+    info = model.get("universal_checkpoint_info") or {}
     return {key: value for key, value in info.items() if key not in ("affine_map", "sub_param_shard_widths")}
 
 
@@ -210,11 +209,11 @@ def _attributes(sub: Any) -> Mapping[str, Any]:
 
 
 def _optimizer_state(optimizer: Mapping[str, Any], model: Mapping[str, Any], step: Any, stage: int) -> dict[str, Any]:
-    state = {key: from_json(optimizer[key]) for key in _OPTIMIZER_KEYS if key in optimizer}
+    state = {key: optimizer[key] for key in _OPTIMIZER_KEYS if key in optimizer}
     state.setdefault("ds_version", DS_VERSION)
     state["zero_stage"] = Call(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), (stage,))
     said = optimizer.get("param_groups", model.get("optimizer/param_groups"))
-    groups = from_json(said) if said else [{"params": []} for _ in range(UNKNOWN_GROUPS)]
+    groups = said or [{"params": []} for _ in range(UNKNOWN_GROUPS)]
     state["param_groups"] = groups
     if stage == 3:
         first = {} if step is None else {"step": step}
@@ -230,7 +229,7 @@ def _model_states(
     global_steps: int,
     stage: int,
 ) -> dict[str, Any]:
-    kept = {k: from_json(v) for k, v in model.items() if k not in _OWN_MODEL_KEYS and not k.startswith("optimizer/")}
+    kept = {k: v for k, v in model.items() if k not in _OWN_MODEL_KEYS and not k.startswith("optimizer/")}
     if info := _cutting(model):
         kept["universal_checkpoint_info"] = info
     fragments = {name: replace(tensor, flat=True) for name, tensor in frozen.items()} if stage == 3 else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
 from typing import Any
 
 import ml_dtypes
@@ -22,6 +23,20 @@ CLASSES = frozenset(
         "deepspeed.runtime.zero.config.ZeroStageEnum",
     )
 )
+
+
+def values(extras: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Extras by file and name as `from_json` makes them, and a note on each that cannot be written."""
+    found: dict[str, dict[str, Any]] = {}
+    notes: list[str] = []
+    for file, named in extras.items():
+        found[file] = {}
+        for name, value in named.items():
+            try:
+                found[file][name] = from_json(value)
+            except UnsupportedLeaf as error:
+                notes.append(f"{name} of {file} is left out: {error}")
+    return found, notes
 
 
 def from_json(value: Any) -> Any:
@@ -61,7 +76,7 @@ def from_json(value: Any) -> Any:
 
 def _record(name: str, args: list[Any], fields: dict[str, Any]) -> Any:
     if name not in CLASSES:
-        raise UnsupportedLeaf(f"an extra has an object of {name}, which is not written into a file that torch runs")
+        raise UnsupportedLeaf(f"it has an object of {name}, and torch would run what makes one")
     module, _, kind = name.rpartition(".")
     return Call(Global(module, kind), tuple(args)) if args else Instance(Global(module, kind), fields)
 
