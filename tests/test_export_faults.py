@@ -73,6 +73,7 @@ INT4 = np.ones(3, ml_dtypes.int4)
             "step of w has shape .4, 3., and is no num",
         ),
         ("dcp", {"param": {"w": W}, "buffer": {"w": W}}, TreeMismatch, "w as a parameter and as a buffer"),
+        ("safetensors", {"other": {"w": W}}, TreeMismatch, "has no parameters"),
         ("dcp", {"exp_avg": {"w": W}}, TreeMismatch, "states of what is no parameter .*exp_avg of w"),
     ],
 )

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import ml_dtypes
 import numpy as np
 
-from jax_ucp.errors import UnsupportedLeaf
+from jax_ucp.errors import TreeMismatch, UnsupportedLeaf
 from jax_ucp.export import dcp, deepspeed, safetensors
 from jax_ucp.export.commit import check_free, new_folder
 from jax_ucp.export.extras import values
@@ -64,6 +64,8 @@ def plan_export(
     the format cannot hold.
     """
     found = parameters(contents, _dtype(dtype))
+    if not found.model and format != "dcp":
+        raise TreeMismatch(f"{contents.path} has no parameters, and {format} has a place for nothing else")
     extras, unwritable = values(contents.extras)
     everything = [(file, name) for file, named in extras.items() for name in named]
     notes = [f"floating parameters are cast to {dtype}; states keep their dtypes"] if dtype else []

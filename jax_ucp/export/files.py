@@ -19,7 +19,7 @@ from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.storage.budget import run_bounded, threads
 from jax_ucp.storage.copy import COPIES_IN_FLIGHT
-from jax_ucp.storage.source import ArraySource
+from jax_ucp.storage.source import ArrayInfo, ArraySource
 
 Bytes = tuple[int, bytes]
 
@@ -85,11 +85,12 @@ def write_files(
     At most about `budget_bytes` of blocks are in memory at once.
     """
     crcs: dict[tuple[int, int], int] = {}
+    infos = source.arrays()
 
     def jobs() -> Iterator[tuple[int, Callable[[], object]]]:
         for f, file in enumerate(files):
             for t, (offset, tensor) in enumerate(file.tensors):
-                job = _job(tensor, source, budget_bytes)
+                job = _job(tensor, infos[tensor.key], budget_bytes)
                 yield job.cost, lambda f=f, t=t, at=offset, job=job: write(f, t, at, job)
 
     def write(f: int, t: int, at: int, job: _Job) -> None:
@@ -111,12 +112,12 @@ def write_files(
 
 def peak_bytes(files: Sequence[File], source: ArraySource, budget_bytes: int) -> int:
     """The most memory that blocks in flight can take."""
-    costs = sorted((_job(t, source, budget_bytes).cost for f in files for _, t in f.tensors), reverse=True)
+    infos = source.arrays()
+    costs = sorted((_job(t, infos[t.key], budget_bytes).cost for f in files for _, t in f.tensors), reverse=True)
     return min(sum(costs[: threads()]), max(budget_bytes, *costs[:1], 0))
 
 
-def _job(tensor: Tensor, source: ArraySource, budget_bytes: int) -> _Job:
-    info = source.arrays()[tensor.key]
+def _job(tensor: Tensor, info: ArrayInfo, budget_bytes: int) -> _Job:
     size = max(info.dtype.itemsize, tensor.dtype.itemsize)
     max_bytes = max(SMALL_BYTES, min(OUTER_BYTES, budget_bytes // (COPIES_IN_FLIGHT * threads())))
     boxes = list(row_major_boxes(tensor.shape, info.chunk, size, max_bytes))
