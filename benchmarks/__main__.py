@@ -1,0 +1,42 @@
+"""`python -m benchmarks NAME`: measures, prints Markdown tables, and leaves them as JSON and Markdown."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import tempfile
+from pathlib import Path
+
+import click
+
+# A benchmark is a module with `run(options) -> Iterator[Table]`.
+BENCHMARKS = {
+    "elastic": "benchmarks.elastic",
+    "small": "benchmarks.small",
+    "import": "benchmarks.importing",
+}
+
+
+@click.command()
+@click.argument("name", type=click.Choice(list(BENCHMARKS)))
+@click.option("--work", type=click.Path(path_type=Path), help="Folder for checkpoints and results.")
+@click.option("--runs", default=5, show_default=True, help="Runs of each contestant, after one that warms.")
+@click.option("--mib", default=1024, show_default=True, help="Size of the large state.")
+@click.option("--torch-python", help="A Python with torch: without it, PyTorch's rows are absent.")
+def main(name: str, work: Path | None, runs: int, mib: int, torch_python: str | None) -> None:
+    """Measure one thing, beside every peer and the physical limit."""
+    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=16")  # before JAX is imported
+    from benchmarks.race import Options, write
+
+    with tempfile.TemporaryDirectory() as temporary:
+        options = Options((work or Path(temporary)).absolute(), runs, torch_python, mib)
+        tables = []
+        for table in importlib.import_module(BENCHMARKS[name]).run(options):
+            tables.append(table)
+            text = write(name, tables, options)
+            click.echo(f"{table.title}: done", err=True)
+        click.echo(text)
+
+
+if __name__ == "__main__":
+    main()
