@@ -7,14 +7,16 @@ writes says that stock Orbax's PyTree handler wrote it, so stock reads it where 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
+from orbax.checkpoint import v1
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from jax_ucp.checkpoint import open
@@ -63,15 +65,7 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
         commit_snapshot(self._written.pop(os.fspath(directory)), Directory(directory))
 
     def restore(self, directory: os.PathLike[str], args: Restore | None = None) -> Any:
-        args = args or Restore()
-        return open(directory).restore(
-            args.item,
-            mesh=args.mesh,
-            rules=args.rules,
-            cast=args.cast,
-            partial=args.partial,
-            budget_bytes=self._budget_bytes,
-        )
+        return _restore(directory, args or Restore(), self._budget_bytes)
 
     def metadata(self, directory: os.PathLike[str]) -> Any:
         """The tree with a `jax.ShapeDtypeStruct` for every array: a target for `Restore`."""
@@ -107,3 +101,47 @@ class Restore(ocp.args.CheckpointArgs):
     rules: Sequence[Rule] = ()
     cast: bool | DTypeLike = False
     partial: bool = False
+
+
+def _restore(directory: os.PathLike[str], args: Restore, budget_bytes: int) -> Any:
+    return open(directory).restore(
+        args.item, mesh=args.mesh, rules=args.rules, cast=args.cast, partial=args.partial, budget_bytes=budget_bytes
+    )
+
+
+class CheckpointableHandler(v1.CheckpointableHandler[Save, Restore]):
+    """The same for Orbax v1: `v1.save_checkpointables(path, {"model": ucp.args.Save(tree)})`, sync and async, and
+    `v1.load_checkpointables(path, {"model": ucp.args.Restore(mesh=mesh)})["model"]`, which is the tree.
+
+    It is registered for `Save` and `Restore` under every name but `state` and `pytree`, which v1 keeps for its own.
+    """
+
+    _saves = itertools.count()
+
+    async def save(self, directory: v1.path.PathAwaitingCreation, checkpointable: Save) -> Awaitable[None]:
+        snapshot = take_snapshot(checkpointable.described)
+        return self._write(directory, snapshot, f"jax_ucp_save_{next(self._saves)}")
+
+    async def _write(self, promised: v1.path.PathAwaitingCreation, snapshot: Snapshot, save: str) -> None:
+        directory = Directory(await promised.await_creation())
+        await asyncio.to_thread(write_snapshot, snapshot, directory)
+        await v1.multihost.sync_global_processes("written", operation_id=save)
+        if v1.multihost.is_primary_host(0):
+            await asyncio.to_thread(commit_snapshot, snapshot.without_data(), directory)
+        await v1.multihost.sync_global_processes("committed", operation_id=save)
+
+    async def load(self, directory: os.PathLike[str], abstract_checkpointable: Restore | None = None) -> Awaitable[Any]:
+        return asyncio.to_thread(_restore, directory, abstract_checkpointable or Restore(), DEFAULT_BUDGET)
+
+    async def metadata(self, directory: os.PathLike[str]) -> Restore:
+        """A target: the tree with a `jax.ShapeDtypeStruct` for every array."""
+        return Restore(await asyncio.to_thread(lambda: open(directory).abstract()))
+
+    def is_handleable(self, checkpointable: Any) -> bool:
+        return isinstance(checkpointable, Save)
+
+    def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool:
+        return isinstance(abstract_checkpointable, Restore)
+
+
+v1.handlers.register_handler(CheckpointableHandler)

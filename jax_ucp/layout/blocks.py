@@ -167,6 +167,23 @@ def grid_place(box: Box, chunk: Sequence[int]) -> Shape:
     return tuple(a // c for a, c in zip(box.start, chunk, strict=True))
 
 
+def outer_boxes(shape: Sequence[int], chunk: Sequence[int], boxes: Sequence[Box]) -> list[Box]:
+    """The blocks of a regular grid of `chunk`, clipped to `shape`, that share an element with one of the boxes.
+
+    >>> [str(box) for box in outer_boxes((9, 4), (4, 2), [Box((0, 2), (5, 3))])]
+    ['[0:4, 2:4]', '[4:8, 2:4]']
+    """
+    places: set[Shape] = set()
+    for box in boxes:
+        sides = zip(box.start, box.stop, chunk, strict=True)
+        places.update(itertools.product(*(range(a // n, -(-b // n)) for a, b, n in sides)))
+    found: list[Box] = []
+    for place in sorted(places):
+        start = tuple(p * n for p, n in zip(place, chunk, strict=True))
+        found.append(Box(start, tuple(min(a + n, m) for a, n, m in zip(start, chunk, shape, strict=True))))
+    return found
+
+
 def _part(length: int, ragged: bool) -> int:
     """The longest part that chunks of a chunk may have: a half, if need be of one element more."""
     if length % 2 and ragged and length >= RAGGED_LENGTH:

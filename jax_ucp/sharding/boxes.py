@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
@@ -24,20 +25,22 @@ def index_box(index: Sequence[slice], shape: Sequence[int]) -> Box:
     return Box(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
 
 
-def device_boxes(sharding: Sharding, shape: Sequence[int]) -> dict[Box, list[Device]]:
+@functools.lru_cache(maxsize=1024)
+def device_boxes(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[Box, list[Device]]:
     """The distinct boxes this process needs, each with its devices that hold it: replicas share one read."""
-    found: dict[Box, list[Device]] = defaultdict(list)
-    for device, index in sharding.addressable_devices_indices_map(tuple(shape)).items():
+    found: defaultdict[Box, list[Device]] = defaultdict(list)
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
         found[index_box(index or (), shape)].append(device)
     return dict(found)
 
 
-def process_boxes(sharding: Sharding, shape: Sequence[int], processes: int) -> list[set[Box]]:
+@functools.lru_cache(maxsize=1024)
+def process_boxes(sharding: Sharding, shape: tuple[int, ...], processes: int) -> Sequence[frozenset[Box]]:
     """The distinct boxes that each process holds, by process."""
     held: list[set[Box]] = [set() for _ in range(processes)]
-    for device, index in sharding.devices_indices_map(tuple(shape)).items():
+    for device, index in sharding.devices_indices_map(shape).items():
         held[device.process_index].add(index_box(index or (), shape))
-    return held
+    return [frozenset(boxes) for boxes in held]
 
 
 def saved_sharding(sharding: Sharding) -> SavedSharding | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,9 +15,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from jax.typing import DTypeLike
 
 from jax_ucp.errors import TreeMismatch
+from jax_ucp.layout.blocks import SMALL_BYTES
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Leaf, tree_of
-from jax_ucp.sharding.boxes import Device, device_boxes
+from jax_ucp.sharding.boxes import Device, device_boxes, index_box
 from jax_ucp.sharding.fit import Rule, check_rules, fit_leaf, idle_rules
 from jax_ucp.sharding.trees import FAULTS_SHOWN, Node, fill, kind_of, match
 from jax_ucp.storage.budget import DEFAULT_BUDGET, run_bounded
@@ -43,7 +44,7 @@ class Placement:
     sharding: Sharding | None = None
     notes: tuple[str, ...] = ()
 
-    def boxes(self) -> dict[Box, list[Device]]:
+    def boxes(self) -> Mapping[Box, Sequence[Device]]:
         """The distinct boxes of the stored array that this process reads, each with the devices that get it."""
         if self.sharding is None:
             return {Box.whole(self.leaf.shape): []}
@@ -130,41 +131,40 @@ def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFA
     for note in plan.notes:
         log.info("%s", note)
     values: list[Any] = [None] * len(plan.placements)
-    with_array = [i for i, p in enumerate(plan.placements) if p.leaf.has_array]
-    parts: dict[int, list[jax.Array]] = {i: [] for i in with_array}
-    lock = threading.Lock()
+    parts: dict[int, list[jax.Array]] = {}
 
-    def read_to_devices(i: int, boxes: Mapping[Box, Sequence[Device]]) -> None:
+    def read_leaf(i: int, boxes: Sequence[Box]) -> None:
+        p = plan.placements[i]
+        values[i] = _assembled(p, dict(zip(boxes, _read(p, source, boxes), strict=True)))
+
+    def read_group(i: int, boxes: Mapping[Box, Sequence[Device]]) -> None:
         p = plan.placements[i]
         arrays: list[jax.Array] = []
-        for data, devices in zip(read_boxes(source, p.leaf.name, list(boxes)), boxes.values(), strict=True):
-            cast = _cast(data, p.dtype)
-            arrays += [jax.device_put(cast, _place_of(p.sharding, device)) for device in devices]
-        jax.block_until_ready(arrays)
-        with lock:
-            parts[i] += arrays
+        for data, devices in zip(_read(p, source, list(boxes)), boxes.values(), strict=True):
+            arrays += jax.device_put([data] * len(devices), [_place_of(p.sharding, device) for device in devices])
+        parts[i] += jax.block_until_ready(arrays)
 
-    def read_to_host(i: int) -> None:
-        p = plan.placements[i]
-        (data,) = read_boxes(source, p.leaf.name, [Box.whole(p.leaf.shape)])
-        values[i] = _cast(data, p.dtype)
-
-    def jobs() -> Iterator[tuple[int, Any]]:
-        for i in with_array:
-            p = plan.placements[i]
-            itemsize = COPIES_IN_FLIGHT * np.dtype(p.leaf.dtype).itemsize
-            if p.sharding is None:
-                yield itemsize * Box.whole(p.leaf.shape).size, lambda i=i: read_to_host(i)
+    def jobs() -> Iterator[tuple[int, Callable[[], object]]]:
+        for i, p in enumerate(plan.placements):
+            if not p.leaf.has_array:
                 continue
-            for boxes in _groups(p.boxes(), budget_bytes // itemsize):
-                cost = itemsize * sum(box.size for box in boxes)
-                yield cost, lambda i=i, boxes=boxes: read_to_devices(i, boxes)
+            itemsize = COPIES_IN_FLIGHT * np.dtype(p.leaf.dtype).itemsize
+            whole = Box.whole(p.leaf.shape)
+            boxes = p.boxes() if itemsize * whole.size > SMALL_BYTES else {whole: []}
+            cost = itemsize * sum(box.size for box in boxes)
+            if cost <= budget_bytes or p.sharding is None:
+                yield cost, partial(read_leaf, i, list(boxes))
+                continue
+            parts[i] = []
+            for group in _groups(boxes, budget_bytes // itemsize):
+                yield itemsize * sum(box.size for box in group), partial(read_group, i, group)
 
     run_bounded(jobs(), budget_bytes)
-    for i, p in enumerate(plan.placements):
-        if p.leaf.has_array and p.sharding is not None:
-            values[i] = jax.make_array_from_single_device_arrays(p.leaf.shape, p.sharding, parts[i], dtype=p.dtype)
-        values[i] = _as_kind(p, values[i])
+    for i, arrays in parts.items():
+        p = plan.placements[i]
+        assert p.sharding is not None
+        values[i] = jax.make_array_from_single_device_arrays(p.leaf.shape, p.sharding, arrays, dtype=p.dtype)
+    values = [_as_kind(p, value) for p, value in zip(plan.placements, values, strict=True)]
     if plan.target is not None:
         return fill(plan.target, list(zip(plan.nodes, values, strict=True)))
     return tree_of({p.leaf.path: value for p, value in zip(plan.placements, values, strict=True)})
@@ -253,6 +253,24 @@ def _physical(sharding: Sharding, leaf: Leaf) -> Sharding:
 def _place_of(sharding: Sharding | None, device: Device) -> Sharding:
     """One device, with the kind of memory that the whole array goes to."""
     return SingleDeviceSharding(device, memory_kind=sharding.memory_kind if sharding else None)
+
+
+def _read(p: Placement, source: ArraySource, boxes: Sequence[Box]) -> list[np.ndarray]:
+    return [_cast(data, p.dtype) for data in read_boxes(source, p.leaf.name, boxes)]
+
+
+def _assembled(p: Placement, data: Mapping[Box, np.ndarray]) -> np.ndarray | jax.Array:
+    """The array on its devices, or the host's; devices that are the host take the data as they lie."""
+    shape = p.leaf.shape
+    whole = data.get(Box.whole(shape))
+    if p.sharding is None:
+        assert whole is not None
+        return whole
+
+    def block(index: tuple[slice, ...] | None) -> np.ndarray:
+        return data[index_box(index or (), shape)] if whole is None else whole[index or ()]
+
+    return jax.block_until_ready(jax.make_array_from_callback(shape, p.sharding, block, p.dtype))
 
 
 def _groups(boxes: Mapping[Box, Sequence[Device]], max_elements: int) -> Iterator[dict[Box, Sequence[Device]]]:

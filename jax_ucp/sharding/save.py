@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.layout.blocks import Chunks, chunk_shapes, grid_boxes, writer_cells
@@ -94,7 +96,7 @@ def write_snapshot(snapshot: Snapshot, directory: Directory, budget_bytes: int =
     store = ZarrStore(directory, snapshot.infos, snapshot.chunks)
 
     def write(name: str, box: Box) -> None:
-        store.write(name, box, _assemble(snapshot.data[name], box, snapshot.infos[name].dtype))
+        store.write(name, box, _assemble(snapshot.data[name], box, snapshot.infos[name].dtype), durable=False)
 
     def jobs() -> Iterator[tuple[int, Any]]:
         if jax.process_index() == 0:
@@ -122,19 +124,28 @@ class _Owners:
     def assign(self, array: np.ndarray | jax.Array) -> tuple[Chunks, list[Box]]:
         """The chunks of an array, and which of them this process writes."""
         shape, itemsize = tuple(array.shape), np.dtype(array.dtype).itemsize
-        if isinstance(array, jax.Array):
-            held = process_boxes(array.sharding, shape, len(self._bytes))
-        else:
-            held = [{Box.whole(shape)}]  # a value of the host program, taken from process 0
-        cells = writer_cells(shape, itemsize, held)
-        chunks = chunk_shapes(shape, itemsize, cells.shape)
+        sharding = array.sharding if isinstance(array, jax.Array) else None
+        chunks, boxes = _writers(sharding, shape, itemsize, len(self._bytes))
         mine: list[Box] = []
-        for box in grid_boxes(shape, chunks.outer):
-            owner = min(sorted(cells.owners[_cell(box, cells.shape)]), key=self._bytes.__getitem__)
+        for box, writers in boxes:
+            owner = min(writers, key=self._bytes.__getitem__)
             self._bytes[owner] += box.size * itemsize
             if owner == jax.process_index():
                 mine.append(box)
         return chunks, mine
+
+
+@functools.lru_cache(maxsize=1024)
+def _writers(
+    sharding: Sharding | None, shape: Shape, itemsize: int, processes: int
+) -> tuple[Chunks, list[tuple[Box, list[int]]]]:
+    """The chunks of an array, and the processes that could write each outer one. Many arrays of a tree are alike."""
+    # A value of the host program has no sharding, and is taken from process 0.
+    held = process_boxes(sharding, shape, processes) if sharding else [frozenset({Box.whole(shape)})]
+    cells = writer_cells(shape, itemsize, held)
+    chunks = chunk_shapes(shape, itemsize, cells.shape)
+    boxes = grid_boxes(shape, chunks.outer)
+    return chunks, [(box, sorted(cells.owners[_cell(box, cells.shape)])) for box in boxes]
 
 
 def _cell(box: Box, cell: Shape) -> Shape:
@@ -207,11 +218,18 @@ def _to_host(arrays: Mapping[str, np.ndarray | jax.Array], wanted: set[str]) -> 
 
 def _assemble(parts: Mapping[Box, np.ndarray], box: Box, dtype: np.dtype) -> np.ndarray:
     """The elements of `box`: a view of the part that holds them all, or put together from several."""
-    hits = [(part, hit) for part in parts if (hit := part.intersect(box)) is not None]
-    if len(hits) == 1:
-        part, hit = hits[0]
-        return parts[part][hit.relative_to(part).index]
+    pieces = _pieces(tuple(parts), box)
+    if len(pieces) == 1:
+        part, source, _ = pieces[0]
+        return parts[part][source]
     out = np.empty(box.shape, dtype)
-    for part, hit in hits:
-        out[hit.relative_to(box).index] = parts[part][hit.relative_to(part).index]
+    for part, source, target in pieces:
+        out[target] = parts[part][source]
     return out
+
+
+@functools.lru_cache(maxsize=1024)
+def _pieces(parts: tuple[Box, ...], box: Box) -> list[tuple[Box, tuple[slice, ...], tuple[slice, ...]]]:
+    """Where the elements of `box` are in each part that has some, and where in `box` they go."""
+    hits = [(part, hit) for part in parts if (hit := part.intersect(box)) is not None]
+    return [(part, hit.relative_to(part).index, hit.relative_to(box).index) for part, hit in hits]

@@ -1,62 +1,114 @@
-"""A checkpoint's directory: small files read and written whole."""
+"""A checkpoint's directory: files written whole, and read whole."""
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
-import tensorstore as ts
-
 from jax_ucp.errors import NotACheckpoint
+
+# A file being written has this at the end of its name, as TensorStore's own have: no leaf is called so.
+UNFINISHED = ".__lock"
 
 
 class Directory:
     """The local directory at `path`.
 
-    Writes are atomic and durable: a file is there whole, or it is not there. Nothing is created before the
-    first write. Raises NotACheckpoint for a URL: object stores are not read or written yet.
+    A file that is durable is there whole. Nothing is created before the first write. Raises NotACheckpoint for
+    a URL: object stores are not read or written yet.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
         if "://" in os.fspath(path):
             raise NotACheckpoint(f"{path} is a URL; this version reads and writes local directories only")
         self.path = os.path.abspath(path)
-        self._files: ts.KvStore = ts.KvStore.open(self.spec()).result()
 
     def spec(self, name: str = "") -> dict[str, Any]:
         """TensorStore's description of this directory, or of the one called `name` inside it."""
         below = f"{name}/" if name else ""
         return {"driver": "file", "path": f"{self.path.rstrip('/')}/{below}"}
 
+    def file(self, name: str) -> str:
+        """The path of a file."""
+        return f"{self.path}/{name}"
+
+    def has(self, name: str) -> bool:
+        return os.path.isfile(self.file(name))
+
     def read(self, name: str) -> bytes | None:
         """The bytes of a file; None if there is none."""
-        with _as_os_errors(self.path):
-            result = self._files.read(name).result()
-        return None if result.state == "missing" else result.value
+        try:
+            with open(self.file(name), "rb") as file:
+                return file.read()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
 
     def write(self, name: str, data: bytes) -> None:
-        with _as_os_errors(self.path):
-            self._files.write(name, data).result()
+        """Write a file, durably: when this returns, it survives the machine."""
+        self.put(name, [data], durable=True)
+
+    def put(self, name: str, parts: Iterable[bytes | memoryview], durable: bool) -> None:
+        """Write a file from its parts.
+
+        If it need not be durable now, it is so after `sync`; until then a kill may leave a part of it.
+        """
+        path = self.file(name)
+        first = path + UNFINISHED if durable else path
+        try:
+            handle = _create(first)
+        except FileNotFoundError:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            handle = _create(first)
+        with os.fdopen(handle, "wb") as file:
+            for part in parts:
+                file.write(part)
+            if durable:
+                file.flush()
+                os.fsync(handle)
+        if durable:
+            os.replace(first, path)
+            self._on_handle(os.path.dirname(path), os.fsync)
+
+    def sync(self) -> None:
+        """Make everything durable that was put here: once for many files, not a wait for the disk with each."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        if not hasattr(libc, "syncfs"):
+            os.sync()
+            return
+
+        def syncfs(handle: int) -> None:
+            if libc.syncfs(handle):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), self.path)
+
+        os.makedirs(self.path, exist_ok=True)
+        self._on_handle(self.path, syncfs)
+
+    def _on_handle(self, path: str, do: Any) -> None:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            do(handle)
+        finally:
+            os.close(handle)
 
     def delete(self, name: str) -> None:
-        self._files.delete_range(ts.KvStore.KeyRange(name, name + "\0")).result()
+        """Remove a file, if it is there."""
+        if self.has(name):
+            os.remove(self.file(name))
 
     def files(self) -> list[str]:
         """The names of all files, those in directories below included, sorted."""
-        with _as_os_errors(self.path):
-            return sorted(key.decode() for key in self._files.list().result())
+        found = [
+            os.path.relpath(os.path.join(parent, name), self.path)
+            for parent, _, names in os.walk(self.path)
+            for name in names
+        ]
+        return sorted(found)
 
     def __str__(self) -> str:
         return self.path
 
 
-@contextmanager
-def _as_os_errors(path: str) -> Iterator[None]:
-    """What TensorStore says of the file system, as the errors that say it everywhere else."""
-    try:
-        yield
-    except ValueError as error:
-        kind = PermissionError if "PERMISSION_DENIED" in str(error) else OSError
-        raise kind(f"{path}: {error}") from None
+def _create(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)

@@ -30,7 +30,11 @@ class ArrayInfo:
 
 
 class ArraySource(Protocol):
-    """Named arrays, readable one box at a time."""
+    """Named arrays, readable one box at a time.
+
+    A source may also have `read_into(key, boxes, outs)`, which reads several boxes straight into arrays of their
+    shapes, and what is stored once for all of them.
+    """
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
         """Name -> shape and dtype of every array. Costs no reading."""

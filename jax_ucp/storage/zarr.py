@@ -6,8 +6,8 @@ error to every reader. `docs/format.md` states the format; this file writes, rea
 
 from __future__ import annotations
 
+import functools
 import os
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,10 +18,11 @@ import tensorstore as ts
 import xxhash
 
 from jax_ucp.errors import CorruptData, NotACheckpoint, UnsupportedLeaf
-from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place, rows_of_chunks
+from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place, outer_boxes, rows_of_chunks
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Leaf, Metadata, StoredArray, decode, digest, encode
 from jax_ucp.storage.directory import Directory
+from jax_ucp.storage.shard_file import read_shard, shard_parts
 from jax_ucp.storage.source import ArrayInfo
 
 METADATA_FILE = "ucp.json"
@@ -41,18 +42,16 @@ class ZarrStore:
         self.chunks = chunks
         self.digests: dict[str, dict[str, str]] = {key: {} for key in arrays}
         self._arrays = {key: replace(info, chunk=chunks[key].inner) for key, info in arrays.items()}
-        self._handles: dict[str, Any] = {}
-        self._lock = threading.Lock()
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self._arrays
 
     def create(self, key: str) -> None:
-        """Write the array's `zarr.json`. One process does this, once."""
-        ts.open(self._spec(key), create=True, open=True).result()
+        """Write the array's `zarr.json`. One process does this, once; it is durable after `directory.sync`."""
+        self.directory.put(f"{key}/zarr.json", [zarr_json(self._arrays[key], self.chunks[key])], durable=False)
 
-    def write(self, key: str, box: Box, data: np.ndarray) -> None:
-        """Write one outer chunk, whole, and note its digest."""
+    def write(self, key: str, box: Box, data: np.ndarray, durable: bool = True) -> None:
+        """Write one outer chunk, whole, and note its digest. If not durable now, it is after `directory.sync`."""
         outer, shape = self.chunks[key].outer, self._arrays[key].shape
         if box.size == 0:
             return
@@ -60,17 +59,29 @@ class ZarrStore:
         start = tuple(p * c for p, c in zip(place, outer, strict=True))
         if box != Box(start, tuple(min(a + c, n) for a, c, n in zip(start, outer, shape, strict=True))):
             raise ValueError(f"{key}: {box} is not a chunk of {outer} in {shape}; a part of a chunk has no one writer")
-        data = np.asarray(data, order="C")
-        self._open(key, assume=True)[box.index].write(data).result()
+        data = np.asarray(data, dtype=self._arrays[key].dtype)
+        self.directory.put(f"{key}/{chunk_name(place)}", shard_parts(data, self.chunks[key]), durable)
         self.digests[key][str(box)] = _digest([data])
 
     def read(self, key: str, box: Box) -> np.ndarray:
         if not box.within(Box.whole(self._arrays[key].shape)):
             raise IndexError(f"{key}: {box} is not in an array of shape {self._arrays[key].shape}")
-        try:
-            return np.asarray(self._open(key)[box.index].read().result())
-        except ValueError as error:
-            raise _damaged(self.directory, key, error) from None
+        out = np.empty(box.shape, self._arrays[key].dtype)
+        self.read_into(key, [box], [out])
+        return out
+
+    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+        """Read several boxes, each into its array. Every inner chunk that they meet is read once for all of them."""
+        outer = self.chunks[key].outer
+        wanted = [(box, out) for box, out in zip(boxes, outs, strict=True) if box.size]
+        for chunk in outer_boxes(self._arrays[key].shape, outer, [box for box, _ in wanted]):
+            file = f"{key}/{chunk_name(grid_place(chunk, outer))}"
+            try:
+                read_shard(self.directory.file(file), chunk, self.chunks[key], self._arrays[key].dtype, wanted)
+            except CorruptData as error:
+                raise CorruptData(
+                    f"{self.directory}/{key}: {error}. Restore this file from a copy, or use another checkpoint."
+                ) from None
 
     def verify(self, key: str, stored: StoredArray) -> Iterator[tuple[Box, str | None]]:
         """Each outer chunk of an array, with what is wrong with it, if anything."""
@@ -91,30 +102,12 @@ class ZarrStore:
         for part in grid_boxes(box.shape, (*step[:1], *map(max, zip(box.shape[1:], step[1:], strict=True)))):
             yield part.shift(box.start)
 
-    def _open(self, key: str, assume: bool = False) -> Any:
-        with self._lock:
-            if key not in self._handles:
-                # While writing, zarr.json may not be there yet: another process creates it.
-                self._handles[key] = ts.open(self._spec(key), open=True, assume_metadata=assume).result()
-            return self._handles[key]
-
-    def _spec(self, key: str) -> dict[str, Any]:
-        info = self._arrays[key]
-        metadata = zarr_metadata(info, self.chunks[key])
-        return {
-            "driver": "zarr3",
-            "kvstore": self.directory.spec(key),
-            "metadata": metadata,
-            "store_data_equal_to_fill_value": True,
-            "fill_missing_data_reads": False,
-            "recheck_cached_data": "open",
-        }
-
 
 def zarr_metadata(info: ArrayInfo, chunks: Chunks) -> dict[str, Any]:
     """The zarr v3 metadata of an array in a universal checkpoint."""
-    inner = {"chunk_shape": chunks.inner, "codecs": [_BYTES, {"name": "crc32c"}]}
-    index = {"index_codecs": [_BYTES, {"name": "crc32c"}], "index_location": "end"}
+    data_bytes = _BYTES if info.dtype.itemsize > 1 else {"name": "bytes"}  # one byte has no order
+    inner = {"chunk_shape": chunks.inner, "codecs": [data_bytes, {"name": "crc32c"}]}
+    index = {"index_codecs": [_BYTES, {"name": "crc32c"}]}  # at the end, the default
     return {
         "shape": info.shape,
         "data_type": info.dtype.name,
@@ -123,6 +116,14 @@ def zarr_metadata(info: ArrayInfo, chunks: Chunks) -> dict[str, Any]:
     }
 
 
+def zarr_json(info: ArrayInfo, chunks: Chunks) -> bytes:
+    """The content of the `zarr.json` of an array."""
+    fill = {"b": False, "c": [0.0, 0.0]}.get(info.dtype.kind, 0)
+    about = {"zarr_format": 3, "node_type": "array", "chunk_key_encoding": {"name": "default"}, "fill_value": fill}
+    return msgspec.json.encode(zarr_metadata(info, chunks) | about)
+
+
+@functools.cache
 def storable(dtype: np.dtype) -> bool:
     """Whether TensorStore's zarr v3 driver has the data type."""
     try:
@@ -138,7 +139,8 @@ def require_storable(label: str, dtype: np.dtype) -> None:
 
 
 def write_part(store: ZarrStore, process: int) -> None:
-    """Leave word of the chunks this process wrote, for the process that commits."""
+    """Make durable what this process wrote, and leave word of it for the process that commits."""
+    store.directory.sync()
     store.directory.write(_part_name(process), msgspec.json.encode(store.digests))
 
 
@@ -202,8 +204,8 @@ def open_store(path: str | os.PathLike[str]) -> tuple[Metadata, ZarrStore]:
 
 def missing_files(metadata: Metadata, store: ZarrStore) -> list[str]:
     """What files of a checkpoint are missing. A file of another size is found when it is read."""
-    there = set(store.directory.files())
-    return [f"{store.directory}/{name} is missing" for name in _all_files(metadata, store) if name not in there]
+    names = _all_files(metadata, store)
+    return [f"{store.directory}/{name} is missing" for name in names if not store.directory.has(name)]
 
 
 def verify_files(metadata: Metadata, store: ZarrStore) -> list[str]:
@@ -248,9 +250,3 @@ def _read_part(directory: Directory, process: int) -> dict[str, dict[str, str]]:
     if data is None:
         raise CorruptData(f"{directory}/{_part_name(process)} is missing: process {process} did not finish writing")
     return msgspec.json.decode(data, type=dict[str, dict[str, str]])
-
-
-def _damaged(directory: Directory, key: str, error: ValueError) -> Exception:
-    if "PERMISSION_DENIED" in str(error):
-        return PermissionError(f"{directory}/{key}: {error}")
-    return CorruptData(f"{directory}/{key}: {error}. Restore this file from a copy, or use another checkpoint.")

@@ -21,12 +21,14 @@ if processes > 1:
 
 import numpy as np
 import orbax.checkpoint as ocp
-import tensorstore as ts
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
 from jax_ucp.sharding.boxes import device_boxes
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from reads import bytes_read
 
 BIG, ODD = (1536, 768), (24, 10)
 MESH = Mesh(np.array(jax.devices()), ("x",))
@@ -48,11 +50,6 @@ def placed(name: str, columns: bool) -> jax.Array:
     return jax.make_array_from_callback(array.shape, NamedSharding(MESH, spec(name, columns)), lambda i: array[i])
 
 
-def bytes_read() -> int:
-    found = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
-    return sum(value["value"] for metric in found for value in metric["values"])
-
-
 NAMES = ["big", "big_replicated", "odd"]
 manager = ocp.CheckpointManager(directory, item_handlers=ucp.CheckpointHandler())
 if what == "save":
@@ -66,9 +63,9 @@ else:
         if name != "odd" or ODD[0] % len(jax.devices()) == 0:
             sharding = NamedSharding(MESH, spec(name, columns=True))
             target[name] = jax.ShapeDtypeStruct(want(name).shape, np.float32, sharding=sharding)
-    before = bytes_read()
-    got = manager.restore(0, args=ucp.args.Restore(target, partial=True))
-    read = bytes_read() - before
+    with bytes_read() as count:
+        got = manager.restore(0, args=ucp.args.Restore(target, partial=True))
+    read = count()
     needed = 0
     for name, array in got.items():
         needed += 4 * sum(box.size for box in device_boxes(array.sharding, array.shape))

@@ -123,10 +123,10 @@ class Moments:
 
     def _announced(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
         @functools.wraps(method)
-        def wrapper(owner: Any, *args: Any) -> Any:
+        def wrapper(owner: Any, *args: Any, **kwargs: Any) -> Any:
             what = f"{name} {args[0] if args else ''}"
             self.passed(f"before {what}")
-            result = method(owner, *args)
+            result = method(owner, *args, **kwargs)
             self.passed(f"after {what}")
             return result
 

@@ -1,0 +1,140 @@
+"""One outer chunk as a file: zarr v3's `sharding_indexed`, its inner chunks with a crc32c each, its index at the end.
+
+What is written is byte for byte what TensorStore writes, and any zarr v3 reader reads it. We encode and decode it here
+because a chunk then goes from the file to where it is wanted in one copy, checked on the way.
+Facts: zarr-specs, `docs/v3/codecs/sharding-indexed` and `docs/v3/codecs/crc32c`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import google_crc32c
+import numpy as np
+
+from jax_ucp.errors import CorruptData
+from jax_ucp.layout.blocks import Chunks
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.fragments import Shape
+
+CRC_BYTES = 4
+_ENTRY = np.dtype([("offset", "<u8"), ("nbytes", "<u8")])
+_NOT_STORED = (1 << 64) - 1
+
+# A file of at most so many bytes is read whole, its index with it.
+WHOLE_BYTES = 128 << 10
+
+
+def shard_parts(data: np.ndarray, chunks: Chunks) -> Iterator[memoryview | bytes]:
+    """The bytes of the file of an outer chunk, in parts that are valid until the next is asked for.
+
+    `data` is the outer chunk as far as it lies in the array; what its last inner chunks have beyond that is zero.
+    """
+    index = np.full(_inner_grid(chunks), _NOT_STORED, np.uint64).repeat(2).view(_ENTRY).reshape(_inner_grid(chunks))
+    room = np.zeros(chunks.inner, data.dtype)
+    raw = room.reshape(-1).view(np.uint8).data
+    at = 0
+    for place in itertools.product(*map(range, index.shape)):
+        start = [p * n for p, n in zip(place, chunks.inner, strict=True)]
+        stop = [min(a + n, m) for a, n, m in zip(start, chunks.inner, data.shape, strict=True)]
+        shape = [b - a for a, b in zip(start, stop, strict=True)]
+        if any(n <= 0 for n in shape):
+            continue  # it lies past the array
+        if shape != list(chunks.inner):
+            room[...] = 0
+        room[tuple(map(slice, shape))] = data[tuple(map(slice, start, stop))]
+        index[place] = (at, len(raw) + CRC_BYTES)
+        at += len(raw) + CRC_BYTES
+        yield raw
+        yield _crc(room)
+    yield index.tobytes()
+    yield _crc(index)
+
+
+def read_shard(file: str, box: Box, chunks: Chunks, dtype: np.dtype, wanted: Sequence[tuple[Box, np.ndarray]]) -> None:
+    """Copy from the file of the outer chunk at `box` into each wanted array, which has the elements of its box.
+
+    A wanted box need not lie in the chunk; what of it does is copied. Each inner chunk that holds a wanted element
+    is read once, and no other.
+
+    Raises CorruptData where a checksum does not match, or the file is missing or cut short.
+    """
+    places: dict[Shape, list[tuple[Box, np.ndarray]]] = defaultdict(list)
+    for want, out in wanted:
+        hit = want.intersect(box)
+        if hit is not None:
+            first = [(a - o) // n for a, o, n in zip(hit.start, box.start, chunks.inner, strict=True)]
+            last = [(b - o - 1) // n for b, o, n in zip(hit.stop, box.start, chunks.inner, strict=True)]
+            for place in itertools.product(*(range(a, b + 1) for a, b in zip(first, last, strict=True))):
+                places[place].append((want, out))
+    try:
+        handle = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise CorruptData(f"{file} is missing") from None
+    try:
+        _decode(_Reader(file, handle), box, chunks, dtype, places)
+    finally:
+        os.close(handle)
+
+
+def _decode(
+    reader: _Reader, box: Box, chunks: Chunks, dtype: np.dtype, places: dict[Shape, list[tuple[Box, np.ndarray]]]
+) -> None:
+    grid = _inner_grid(chunks)
+    nbytes = math.prod(chunks.inner) * dtype.itemsize + CRC_BYTES
+    index = reader.checked(reader.size - math.prod(grid) * _ENTRY.itemsize - CRC_BYTES, reader.size, "the index")
+    entries = index.view(np.uint64).reshape(*grid, 2)
+    for place, takers in sorted(places.items()):
+        offset, length = entries[place].tolist()
+        if length != nbytes:
+            raise CorruptData(f"{reader.file}: inner chunk {place} is not stored as {nbytes} bytes")
+        raw = reader.checked(offset, offset + nbytes, f"inner chunk {place}")
+        inner = raw.view(dtype).reshape(chunks.inner)
+        start = tuple(o + p * n for o, p, n in zip(box.start, place, chunks.inner, strict=True))
+        stop = tuple(a + n for a, n in zip(start, chunks.inner, strict=True))
+        for want, out in takers:
+            here = [slice(max(a, w), min(b, v)) for a, b, w, v in zip(start, stop, want.start, want.stop, strict=True)]
+            source = inner[tuple(slice(s.start - a, s.stop - a) for s, a in zip(here, start, strict=True))]
+            out[tuple(slice(s.start - w, s.stop - w) for s, w in zip(here, want.start, strict=True))] = source
+
+
+class _Reader:
+    """Ranges of a file, each with its crc32c behind it, in memory that the next range overwrites.
+
+    The file is read and not mapped: a disk that fails is then an error, and not the end of the process.
+    """
+
+    def __init__(self, file: str, handle: int):
+        self.file = file
+        self.size = os.fstat(handle).st_size
+        self._handle = handle
+        self._whole = np.frombuffer(os.pread(handle, WHOLE_BYTES, 0), np.uint8) if self.size <= WHOLE_BYTES else None
+        self._room = np.empty(0, np.uint8)
+
+    def checked(self, begin: int, end: int, what: str) -> np.ndarray:
+        """The bytes of a range without the crc32c at its end, which matches."""
+        if not 0 <= begin < end - CRC_BYTES or end > self.size:
+            raise CorruptData(f"{self.file} is too short for {what}")
+        if self._whole is not None:
+            data = self._whole[begin:end]
+        else:
+            if len(self._room) < end - begin:
+                self._room = np.empty(end - begin, np.uint8)
+            data = self._room[: end - begin]
+            if os.preadv(self._handle, [data.data], begin) != len(data):
+                raise CorruptData(f"{self.file} is too short for {what}")
+        if _crc(data[:-CRC_BYTES]) != data[-CRC_BYTES:].tobytes():
+            raise CorruptData(f"{self.file} is damaged: {what} does not have the crc32c that is stored with it")
+        return data[:-CRC_BYTES]
+
+
+def _inner_grid(chunks: Chunks) -> Shape:
+    return tuple(o // i for o, i in zip(chunks.outer, chunks.inner, strict=True))
+
+
+def _crc(data: np.ndarray) -> bytes:
+    return google_crc32c.value(data).to_bytes(CRC_BYTES, "little")

@@ -1,0 +1,83 @@
+"""Files of outer chunks: what we write is what TensorStore writes, byte for byte, and is read back box by box."""
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorstore as ts
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from helpers import boxes_in
+from jax_ucp.layout.blocks import Chunks, chunk_shapes, grid_boxes
+from jax_ucp.layout.box import Box
+from jax_ucp.storage.directory import Directory
+from jax_ucp.storage.source import ArrayInfo
+from jax_ucp.storage.zarr import ZarrStore, zarr_metadata
+
+DTYPES = [
+    *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+    *(ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.int4),
+]
+
+
+def noise(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    values = np.random.default_rng(len(shape)).integers(-8, 8, shape)
+    return (values > 0 if dtype.kind == "b" else np.asarray(values)).astype(dtype)
+
+
+def stored_by_us(root: Path, array: np.ndarray, chunks: Chunks) -> ZarrStore:
+    store = ZarrStore(Directory(root), {"w": ArrayInfo(array.shape, array.dtype)}, {"w": chunks})
+    store.create("w")
+    for box in grid_boxes(array.shape, chunks.outer):
+        store.write("w", box, array[box.index], durable=False)
+    return store
+
+
+def stored_by_tensorstore(root: Path, array: np.ndarray, chunks: Chunks) -> None:
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": f"{root}/w/"},
+        "metadata": zarr_metadata(ArrayInfo(array.shape, array.dtype), chunks),
+        "store_data_equal_to_fill_value": True,
+    }
+    ts.open(spec, create=True, open=True).result().write(array).result()
+
+
+def data_files(root: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file() and p.name != "zarr.json"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_is_written_as_tensorstore_writes_it(tmp_path, dtype):
+    dtype = np.dtype(dtype)
+    for shape in ((), (5,), (7, 9), (3, 4, 5)):
+        array, chunks = noise(shape, dtype), chunk_shapes(shape, dtype.itemsize, None, 64, 128)
+        ours, theirs = tmp_path / f"ours{len(shape)}", tmp_path / f"theirs{len(shape)}"
+        stored_by_us(ours, array, chunks)
+        stored_by_tensorstore(theirs, array, chunks)
+        assert data_files(ours) == data_files(theirs)
+        assert json.loads((ours / "w/zarr.json").read_bytes()) == json.loads((theirs / "w/zarr.json").read_bytes())
+        same = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{ours}/w/"}}
+        read = ts.open(same, open=True).result()
+        assert np.asarray(read.read().result()).tobytes() == array.tobytes()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.data())
+def test_any_boxes_of_any_chunks_are_read_back(tmp_path_factory, data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3), label="shape"))
+    inner = tuple(data.draw(st.integers(1, n), label="inner") for n in shape)
+    outer = tuple(i * data.draw(st.integers(1, 3), label="inner chunks") for i in inner)
+    array = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
+    store = stored_by_us(tmp_path_factory.mktemp("any"), array, Chunks(outer, inner))
+    boxes = data.draw(st.lists(boxes_in(shape), min_size=1, max_size=4), label="boxes")
+    outs = [np.full(box.shape, -1, np.int32) for box in boxes]
+    store.read_into("w", boxes, outs)
+    for box, out in zip(boxes, outs, strict=True):
+        np.testing.assert_array_equal(out, array[box.index])
+        np.testing.assert_array_equal(store.read("w", box), array[box.index])
+    np.testing.assert_array_equal(store.read("w", Box.whole(shape)), array)

@@ -1,0 +1,60 @@
+"""Orbax v1 drives us, sync and async, beside items of its own; stock v1 and v0 read what it then wrote."""
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import v1
+
+import jax_ucp as ucp
+from test_handler import MESH, OTHER, abstract, check, stock_warns, tree
+
+ARGS = ucp.args
+
+
+def save(path, asynchronous: bool) -> None:
+    items = {"model": ARGS.Save(tree()), "config": {"layers": 2}}
+    if asynchronous:
+        v1.save_checkpointables_async(path, items).result()
+    else:
+        v1.save_checkpointables(path, items)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_v1_saves_it_loads_on_another_mesh_beside_items_of_its_own(tmp_path, asynchronous):
+    save(tmp_path / "step", asynchronous)
+    found = v1.load_checkpointables(tmp_path / "step", {"model": ARGS.Restore(mesh=OTHER), "config": None})
+    check(found["model"])
+    assert found["model"]["params"]["w"].sharding == NamedSharding(OTHER, P("data", "model"))
+    target = abstract(MESH, P("data"))
+    found = v1.load_checkpointables(tmp_path / "step", {"model": ARGS.Restore(target)})
+    assert found["model"]["params"]["w"].sharding.is_equivalent_to(NamedSharding(MESH, P("data")), 2)
+    assert [fault for _, fault in ucp.open(tmp_path / "step" / "model").verify() if fault] == []
+
+
+def test_an_async_save_of_v1_has_its_own_copy_of_the_data(tmp_path):
+    step = jax.jit(lambda x: x + 1, donate_argnums=0)
+    x = jax.device_put(np.zeros((64, 64), np.float32), NamedSharding(MESH, P("data", "model")))
+    saves = []
+    for i in range(3):
+        saves.append(v1.save_checkpointables_async(tmp_path / str(i), {"model": ARGS.Save({"x": x})}))
+        x = step(x)
+    for i, each in enumerate(saves):
+        each.result()
+        found = v1.load_checkpointables(tmp_path / str(i), {"model": ARGS.Restore()})
+        assert (found["model"]["x"] == i).all()
+
+
+@stock_warns
+def test_stock_handlers_of_v0_and_v1_read_the_item(tmp_path):
+    save(tmp_path / "step", False)
+    check(ocp.PyTreeCheckpointer().restore(tmp_path / "step" / "model"))
+    check(v1.load(tmp_path / "step", checkpointable_name="model"))
+
+
+def test_the_metadata_of_an_item_is_a_target_for_it(tmp_path):
+    save(tmp_path / "step", False)
+    found = v1.checkpointables_metadata(tmp_path / "step").metadata["model"]
+    check(v1.load_checkpointables(tmp_path / "step", {"model": ARGS.Restore(found.item, mesh=MESH)})["model"])
