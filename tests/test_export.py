@@ -169,6 +169,11 @@ def test_the_objects_of_a_dcp_checkpoint_come_back_under_their_names(tmp_path):
     assert any("left out" in note for note in with_objects(objects).plan_export("safetensors").notes)
 
 
+def test_tensors_beside_a_model_stay_beside_it(tmp_path):
+    source = memory({"other": {"data.seen": np.arange(3), "rng.cpu.state": np.arange(4)}})
+    assert differences(source, source.export(tmp_path / "out", "dcp")) == []
+
+
 SCALARS = st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats() | st.text(max_size=5)
 SCALARS |= st.binary(max_size=5) | st.complex_numbers(allow_nan=False, allow_infinity=False)
 VALUES = st.recursive(
