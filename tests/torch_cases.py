@@ -41,7 +41,7 @@ def truth(case: str) -> dict[str, np.ndarray]:
     if said["kind"].startswith("torch_save"):
         return {key.removeprefix("tensor::"): array for key, array in arrays.items()}
     names = said["map"]
-    if "hf" in case:
+    if said["kind"] in ("hf", "dcp_hf"):
         found = {f"param/{name}": arrays[key] for key, name in names.items()}
         # Experts, which the live model holds fused.
         return found | {f"param/{name}": _expert(name, arrays) for name in said.get("only_in_file", ())}
