@@ -13,6 +13,7 @@ import click
 BENCHMARKS = {
     "elastic": "benchmarks.elastic",
     "small": "benchmarks.small",
+    "plan": "benchmarks.plan",
 }
 
 
