@@ -40,6 +40,10 @@ def dcp_files(found: Parameters, objects: Mapping[Steps, Any]) -> list[File]:
         items += [((OPTIMIZER, "state", name, state), t) for state, t in states.items() if state != "param"]
     items += [(_steps(name), tensor) for name, tensor in found.other.items()]
     items += objects.items()
+    trained = [name for name, states in found.states.items() if states.keys() - {"param"}]
+    if trained and not any(path[:2] == (OPTIMIZER, "param_groups") for path in objects):
+        # What has no groups is no optimizer to a reader; hyperparameters are for whoever resumes to say.
+        items.append(((OPTIMIZER, "param_groups", 0, "params"), trained))
     _check(items)
     return _files(dict(items))
 

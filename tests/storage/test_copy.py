@@ -6,6 +6,7 @@ import threading
 import time
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -232,8 +233,9 @@ def universal(path: Path, data: np.ndarray) -> None:
 
 def deepspeed(path: Path, data: np.ndarray) -> None:
     flat = data.reshape(-1)
-    shapes = {name: data[0].shape for name in "abc"}
-    torch_writer.save({"module": {}, "param_shapes": [shapes]}, path / "mp_rank_00_model_states.pt")
+    module = {name: part.astype(ml_dtypes.bfloat16) for name, part in zip("abc", data, strict=True)}
+    shapes = {name: part.shape for name, part in module.items()}
+    torch_writer.save({"module": module, "param_shapes": [shapes]}, path / "mp_rank_00_model_states.pt")
     state = {"base_optimizer_state": {"state": {}}, "single_partition_of_fp32_groups": [flat], "zero_stage": 1}
     torch_writer.save({"optimizer_state_dict": state}, path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
 
