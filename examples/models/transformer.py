@@ -187,8 +187,9 @@ class Transformer(nnx.Module):
         self.layers = nnx.List([Block(config, i in config.moe_layers, rngs=rngs) for i in range(config.layers)])
         self.final_norm = Norm(config.embed, config, gain=config.final_gain)
         if not config.tied:
-            bias = (config.vocab,) if config.head_bias else None
-            self.head = Linear((config.embed, config.vocab), bias, rngs=rngs)
+            self.head = Linear((config.embed, config.vocab), None, rngs=rngs)
+        if config.head_bias:
+            self.head_bias = nnx.Param(jnp.zeros(config.vocab))
 
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = self.embed.embedding[tokens]
@@ -200,7 +201,7 @@ class Transformer(nnx.Module):
             balance = balance + more
         x = self.final_norm(x)
         logits = x @ self.embed.embedding[...].T if self.config.tied else self.head("bte,ev->btv", x)
-        return logits, balance
+        return logits + self.head_bias[...] if self.config.head_bias else logits, balance
 
 
 def activate(hidden: jax.Array, activation: str) -> jax.Array:

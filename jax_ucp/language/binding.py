@@ -274,15 +274,18 @@ def _parts(
 
 
 def config_numbers(extras: Mapping[str, Any]) -> dict[str, int]:
-    """The numbers that a checkpoint's extras say of its model: of Hugging Face's config.json, of Megatron's args."""
+    """The numbers that a checkpoint's extras say of its model: of Hugging Face's config.json, of Megatron's args.
+
+    A switch is 1 where it is on, so that a size can depend on it.
+    """
     found: dict[str, int] = {}
     for items in extras.values():
         for name in ("config", "args"):
             said = items.get(name) if isinstance(items, dict) else None
             said = said.get("fields", said) if isinstance(said, dict) else {}
             for key, value in said.items():
-                if isinstance(value, int) and not isinstance(value, bool):
-                    found.setdefault(key, value)
+                if isinstance(value, int):
+                    found.setdefault(key, int(value))
     return found
 
 
