@@ -10,10 +10,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from jax_ucp.export import MAX_SHARD_BYTES, ExportFormat, ExportPlan, plan_export, run_export
 from jax_ucp.formats import open_contents
 from jax_ucp.formats.options import Options
 from jax_ucp.language import mapping as mappings
@@ -27,9 +28,11 @@ from jax_ucp.storage.mapped_tree import map_contents, states_of
 from jax_ucp.storage.source import ArrayInfo
 
 if TYPE_CHECKING:
+    import optax
     from jax.sharding import Mesh
     from jax.typing import DTypeLike
 
+    from jax_ucp.optimizers import OptimizerPlan
     from jax_ucp.sharding.fit import Rule
     from jax_ucp.sharding.restore import RestorePlan
 
@@ -40,16 +43,20 @@ def open(
     sizes: Mapping[str, int] | None = None,
     spec: str | os.PathLike[str] | None = None,
     weights_only: bool = False,
+    believe: Literal["master", "copy"] | None = None,
 ) -> Checkpoint:
     """The checkpoint at `path`, whichever of the known formats it has. Reads metadata only.
 
     What a checkpoint does not say is said by name: `sizes={"vocab": 50257}` (Megatron does not record the true
     vocabulary; unsaid, the padded rows stay). `spec` is a file in the universal checkpoint language that says how
-    shards form parameters, for sources that do not. `weights_only` leaves the optimizer aside.
+    shards form parameters, for sources that do not. `weights_only` leaves the optimizer aside. Where a source stores
+    something twice and differently, `save` refuses it; `believe` says what to take instead: the `master` (and the
+    first of several replicas), or the `copy` that the model computed with, in its dtype.
 
     Raises NotACheckpoint where there is none, FormatError where a file is not what it should be.
     """
-    return Checkpoint(open_contents(path, Options(sizes or {}, Path(spec) if spec else None, weights_only)))
+    options = Options(sizes or {}, Path(spec) if spec else None, weights_only, believe)
+    return Checkpoint(open_contents(path, options))
 
 
 @dataclass(frozen=True, repr=False)
@@ -227,6 +234,7 @@ class Checkpoint:
         `rules` are pairs: (regular expression on a leaf's label, PartitionSpec), or (logical axis name, mesh
         axes). `cast=True` converts to the target's dtypes, a dtype all floating arrays to that. With
         `partial`, leaves that the target lacks are left out. `budget_bytes` bounds what is in flight.
+        Only what is asked for is read: whether what a source stores twice agrees, `verify` and `save` say.
 
         Raises TreeMismatch with everything in which target and checkpoint differ, CorruptData where bytes
         are not what was written.
@@ -235,6 +243,21 @@ class Checkpoint:
 
         plan = self.plan(target, mesh=mesh, rules=rules, cast=cast, partial=partial)
         return run_restore(plan, self._contents.arrays, budget_bytes)
+
+    def plan_optimizer(
+        self, tx: optax.GradientTransformation, params: Any, *, step: int | None = None
+    ) -> OptimizerPlan:
+        """How the optax state `tx.init(params)` is filled from the optimizer of the trainer that wrote the checkpoint.
+
+        `params` is the tree of the model, of arrays or ShapeDtypeStructs, whose leaves are those below `param` here:
+        after `map`, as a rule. `step` is the number of updates done, where the checkpoint does not say it.
+        `plan.restore()` gives the state.
+
+        Raises TreeMismatch with everything that the checkpoint does not fill.
+        """
+        from jax_ucp.optimizers import plan_optimizer
+
+        return plan_optimizer(self._contents, tx, params, step)
 
     def plan_save(self, budget_bytes: int = DEFAULT_BUDGET) -> CopyPlan:
         """What `save` would write, and the memory it would take."""
@@ -256,6 +279,45 @@ class Checkpoint:
         Raises FileExistsError if `path` is in use, CorruptData if the source contradicts itself.
         """
         copy(self._contents, plan_copy(self._contents, budget_bytes), Path(path), done)
+        return open(path)
+
+    def plan_export(
+        self,
+        format: ExportFormat,
+        *,
+        dtype: str | None = None,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        zero_stage: int | None = None,
+        budget_bytes: int = DEFAULT_BUDGET,
+    ) -> ExportPlan:
+        """What `export` with the same arguments would write, and in its `notes` what would be left out."""
+        said = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "zero_stage": zero_stage}
+        return plan_export(self._contents, format, **said, budget_bytes=budget_bytes)
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        format: ExportFormat,
+        *,
+        dtype: str | None = None,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        zero_stage: int | None = None,
+        budget_bytes: int = DEFAULT_BUDGET,
+        done: Callable[[int], None] = lambda nbytes: None,
+    ) -> Checkpoint:
+        """Write the parameters, and where the format has a place for them their states, to the new folder `path`.
+
+        `format` is `safetensors` (weights, as transformers loads them), `dcp` (`torch.distributed.checkpoint`) or
+        `deepspeed` (its universal folder). `dtype` casts floating parameters; unsaid, every bit stays. `zero_stage`
+        is that of the DeepSpeed run to be resumed, unsaid that of the source. `done` hears of bytes written. Stopped
+        at any moment, nothing is at `path`.
+
+        Raises TreeMismatch if the tree is not `{state: {parameter: array}}`, UnsupportedLeaf with every parameter
+        that the format cannot hold, FileExistsError if `path` is in use.
+        """
+        said = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "zero_stage": zero_stage}
+        plan = plan_export(self._contents, format, **said, budget_bytes=budget_bytes)
+        run_export(self._contents, plan, Path(path), done)
         return open(path)
 
     def verify(self) -> Iterator[tuple[str, str | None]]:

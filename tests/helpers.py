@@ -1,5 +1,6 @@
 """What several tests need: arrays in memory, and parameters cut by patterns."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,3 +60,11 @@ def contents_of(tree: Mapping[str, Mapping[str, np.ndarray]], **more: Any) -> Co
     data = dict(zip(names, (a for arrays in tree.values() for a in arrays.values()), strict=True))
     leaves = [Leaf(p, n, "array", data[n].shape, data[n].dtype.name) for p, n in zip(paths, names, strict=True)]
     return Contents("memory", "nowhere", leaves, MemoryStore(data), **more)
+
+
+@st.composite
+def grids(draw: st.DrawFn, shape: Sequence[int]) -> list[Box]:
+    """The boxes of a grid that cuts an array of `shape` anywhere; equal cuts make chunks without elements."""
+    cuts = [sorted([0, n, *draw(st.lists(st.integers(0, n), max_size=3))]) for n in shape]
+    spans = [list(itertools.pairwise(axis)) for axis in cuts]
+    return [Box(tuple(a for a, _ in box), tuple(b for _, b in box)) for box in itertools.product(*spans)]

@@ -73,6 +73,12 @@ def test_plan_moves_nothing_and_says_what_would_be_moved(tmp_path):
     assert all(item["fate"] != "mapped" for item in found["not_mapped"])
 
 
+def test_the_copy_that_is_believed_is_the_parameter():
+    found = run_json("inspect", CASE, "--believe", "copy")
+    assert {leaf["dtype"] for leaf in found["leaves"] if leaf["leaf"].startswith("param/")} == {"bfloat16"}
+    assert "the copy is believed, as asked" in found["notes"][0]
+
+
 def test_plan_shows_a_mesh_without_having_its_devices():
     found = run_json("plan", CASE, "--mesh", "data=64,model=4", "--rule", r"h_to_4h\.weight$=data,model")["restore"]
     assert found["devices"] == 256
@@ -119,6 +125,7 @@ def test_a_path_that_is_nothing_is_refused_without_a_traceback(command, message,
         (("plan", CASE, "--rule", "kernel"), "is no rule"),
         (("plan", CASE, "--rule", "(=data"), "is no regular expression"),
         (("convert", CASE), "Missing argument 'TARGET'"),
+        (("verify", CASE, "--believe", "me"), "'me' is not one of 'master', 'copy'"),
     ],
 )
 def test_a_wrong_command_line_exits_with_2_and_says_what_is_right(options, message):

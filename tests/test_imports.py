@@ -1,6 +1,7 @@
 """Imports point one way, and nothing needs torch."""
 
 import ast
+import os
 import subprocess
 import sys
 import textwrap
@@ -22,15 +23,27 @@ BELOW = {
     "storage": {"metadata", "layout", "errors"},
     "formats": {"language", "storage", "metadata", "layout", "errors"},
     "sharding": {"storage", "metadata", "layout", "errors"},
-    "checkpoint": {"formats", "sharding", "storage", "language", "metadata", "layout", "errors"},
+    "export": {"storage", "metadata", "layout", "errors"},
+    "optimizers": {"sharding", "storage", "metadata", "layout", "errors"},
+    "checkpoint": {
+        "export",
+        "formats",
+        "optimizers",
+        "sharding",
+        "storage",
+        "language",
+        "metadata",
+        "layout",
+        "errors",
+    },
     "handler": {"checkpoint", "sharding", "storage", "metadata", "layout", "errors"},
     "args": {"handler"},
-    "cli": {"checkpoint", "sharding", "storage", "language", "metadata", "layout", "errors", ""},
+    "cli": {"checkpoint", "export", "sharding", "storage", "language", "metadata", "layout", "errors", ""},
     "__main__": {"cli"},
 }
 OUTSIDE = {"layout": {"jax", "tensorstore", "numpy"}, "errors": {"jax", "tensorstore", "numpy"}, "formats": {"jax"}}
 OUTSIDE |= {"language": {"jax", "tensorstore", "numpy"}}
-OUTSIDE |= {"storage": {"jax"}, "metadata": {"jax", "tensorstore"}}
+OUTSIDE |= {"export": {"jax", "tensorstore"}, "storage": {"jax"}, "metadata": {"jax", "tensorstore"}}
 
 
 def imports(source: str) -> Iterator[str]:
@@ -108,6 +121,78 @@ def test_layout_brings_in_neither_jax_nor_numpy():
 
 def test_looking_for_modules_sees_one_that_is_there():
     assert "numpy" in loaded_after("import jax_ucp.layout.patterns, numpy")
+
+
+# One checkpoint of each format, opened, read, converted and verified in a process whose torch fails to import.
+WITHOUT_TORCH = """
+import sys
+from pathlib import Path
+import numpy as np
+import jax_ucp as ucp
+from jax_ucp.formats.torch_file import TorchFile
+from jax_ucp.layout.box import Box
+
+path, target = map(Path, sys.argv[1:])
+if path.is_file():
+    file = TorchFile(path)
+    for key, info in file.arrays().items():
+        np.array(file.read(key, Box.whole(info.shape)))
+    print(len(file.arrays()))
+else:
+    kept = ucp.open(path).save(target)
+    kept.restore()
+    assert not [fault for _, fault in kept.verify() if fault]
+    print(sum(leaf.has_array for leaf in kept.leaves))
+"""
+DATA = Path(__file__).parent / "data"
+
+
+def without_torch(path: Path, tmp_path: Path, *absent: str, first: str = "") -> subprocess.CompletedProcess[str]:
+    for name in ("torch", *absent):
+        (tmp_path / "stub" / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "stub" / name / "__init__.py").write_text(f"raise ImportError('{name} is not to be imported')")
+    paths = os.pathsep.join([str(tmp_path / "stub"), str(PACKAGE.parent)])
+    command = [sys.executable, "-c", first + WITHOUT_TORCH, str(path), str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONPATH": paths}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("case", "arrays"),
+    [
+        ("deepspeed/tp2_dp2_z3_bf16", 116),
+        ("deepspeed_universal/z3_bf16_dp2_frozen_tied", 108),
+        ("megatron/legacy_tp2_dp2_distopt_bf16/ckpt", 56),
+        ("torch/dcp_zstd/ckpt", 51),
+        ("torch/hf_llama/ckpt", 21),
+        ("torch/torchsave/trainer.pt", 53),
+    ],
+)
+def test_every_format_is_read_and_converted_where_torch_cannot_be_imported(case, arrays, tmp_path):
+    done = without_torch(DATA / case, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{arrays}\n"
+
+
+def test_the_torch_that_cannot_be_imported_is_in_the_way(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("import torch")
+    without_torch(DATA / "torch/torchsave/trainer.pt", tmp_path)
+    done = subprocess.run(
+        [sys.executable, program],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(tmp_path / "stub")},
+        timeout=60,
+    )
+    assert "ImportError: torch is not to be imported" in done.stderr
+
+
+def test_zstd_that_is_not_installed_is_asked_for_by_name(tmp_path):
+    python_3_14 = "import sys; sys.modules['compression.zstd'] = None"
+    done = without_torch(DATA / "torch/dcp_zstd/ckpt", tmp_path, "zstandard", first=python_3_14)
+    assert "FormatError" in done.stderr
+    assert "pip install 'jax_ucp[zstd]'" in done.stderr
 
 
 def test_the_public_names_are_those_listed():

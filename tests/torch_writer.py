@@ -4,12 +4,19 @@ import io
 import pickle
 import zipfile
 from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jax_ucp.formats.safe_pickle import walk
+from jax_ucp.formats.torch_file import StoredTensor, TorchFile
+
 KINDS = {"float32": "FloatStorage", "bfloat16": "BFloat16Storage", "float16": "HalfStorage", "uint8": "ByteStorage"}
+KINDS |= {"float64": "DoubleStorage", "int64": "LongStorage", "bool": "BoolStorage"}
+
+MAGIC = 0x1950A86A20F9469CFC6C
 
 
 class Global:
@@ -22,17 +29,38 @@ class Global:
         raise AssertionError("nothing in a pickle is called")
 
 
+class Instance:
+    """An instance of a class that is not there, with its state."""
+
+    def __init__(self, dotted: str, state: Any):
+        self.kind, self.state = Global(*dotted.rsplit(".", 1)), state
+
+
+class Size(tuple):
+    """Pickled as torch.Size."""
+
+
 class Storage:
-    def __init__(self, key: str, array: np.ndarray):
-        self.key, self.array = key, array
+    """`view` is a part of it, (first element, elements), as storages that were views had before torch 0.4."""
+
+    def __init__(self, key: str, array: np.ndarray, view: tuple[int, int] | None = None):
+        self.key, self.array, self.view = key, array, view
+
+
+class Tensor:
+    """A strided view of a storage; an array is pickled as one with a storage of its own."""
+
+    def __init__(self, storage: Storage, offset: int, shape: Sequence[int], strides: Sequence[int]):
+        self.storage, self.offset, self.shape, self.strides = storage, offset, tuple(shape), tuple(strides)
 
 
 class Pickler(pickle._Pickler):
     """Pickles numpy arrays as tensors, and numpy dtypes as those of torch."""
 
-    def __init__(self, file: io.BytesIO):
-        super().__init__(file, protocol=2)
-        self.storages: list[Storage] = []
+    def __init__(self, file: io.BytesIO, protocol: int = 2, legacy: bool = False):
+        super().__init__(file, protocol=protocol)
+        self.legacy = legacy
+        self.storages: dict[str, Storage] = {}
         self.alive: list[Any] = []
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
@@ -47,25 +75,85 @@ class Pickler(pickle._Pickler):
         if not isinstance(obj, Storage):
             return None
         kind = Global("torch", KINDS[obj.array.dtype.name])
-        self.alive.append(found := ("storage", kind, obj.key, "cpu", obj.array.size))
+        found: tuple[Any, ...] = "storage", kind, obj.key, "cpu", obj.array.size
+        if self.legacy:
+            found = *found, None if obj.view is None else (f"{obj.key} view", *obj.view)
+        self.storages.setdefault(obj.key, obj)
+        self.alive.append(found)
         return found
 
     def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, np.ndarray):
+        if isinstance(obj, Instance):
+            return obj.kind, (), obj.state
+        if isinstance(obj, Size):
+            self.alive.append(args := (tuple(obj),))
+            return Global("torch", "Size"), args
+        if isinstance(obj, np.ndarray):
+            flat = np.ascontiguousarray(obj).reshape(obj.shape)
+            strides = tuple(s // obj.itemsize for s in flat.strides)
+            obj = Tensor(Storage(str(len(self.alive)), flat), 0, obj.shape, strides)
+        if not isinstance(obj, Tensor):
             return NotImplemented
-        storage = Storage(str(len(self.storages)), np.ascontiguousarray(obj))
-        self.storages.append(storage)
-        strides = tuple(s // obj.itemsize for s in storage.array.reshape(obj.shape).strides)
-        args = storage, 0, obj.shape, strides, False, OrderedDict()
+        args = obj.storage, obj.offset, obj.shape, obj.strides, False, OrderedDict()
         self.alive.append(args)
         return Global("torch._utils", "_rebuild_tensor_v2"), args
 
 
-def save(tree: Any, path: Path) -> None:
+def pickled(tree: Any) -> bytes:
+    Pickler(data := io.BytesIO()).dump(tree)
+    return data.getvalue()
+
+
+def saved(tree: Any) -> bytes:
     pickler = Pickler(data := io.BytesIO())
     pickler.dump(tree)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as file:
+    with zipfile.ZipFile(whole := io.BytesIO(), "w", zipfile.ZIP_STORED) as file:
         file.writestr("archive/data.pkl", data.getvalue())
-        for storage in pickler.storages:
+        for storage in pickler.storages.values():
             file.writestr(f"archive/data/{storage.key}", storage.array.tobytes())
+    return whole.getvalue()
+
+
+def save(tree: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(saved(tree))
+
+
+def rewrite(path: Path, members: Callable[[str, bytes], bytes]) -> None:
+    """The file with other contents in its members, and the CRCs that go with them."""
+    with zipfile.ZipFile(path) as file:
+        old = {name: file.read(name) for name in file.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as file:
+        for name, data in old.items():
+            file.writestr(name, members(name, data))
+
+
+def change(path: Path, values: Mapping[str, Callable[[np.ndarray], None]]) -> None:
+    """Change the storages of tensors, by key, in place of what they were."""
+    tensors = {node.key: node for _, node in walk(TorchFile(path).tree) if isinstance(node, StoredTensor)}
+    by_storage = {tensors[key].storage: (tensors[key].dtype, what) for key, what in values.items()}
+
+    def changed(name: str, data: bytes) -> bytes:
+        folder, _, key = name.rpartition("/")
+        if not folder.endswith("/data") or key not in by_storage:
+            return data
+        dtype, what = by_storage[key]
+        array = np.frombuffer(data, dtype).copy()
+        what(array)
+        return array.tobytes()
+
+    rewrite(path, changed)
+
+
+def legacy(tree: Any, protocol: int = 2, magic: int = MAGIC, version: int = 1001, keys: Any = None) -> bytes:
+    """The format before torch 1.6: pickles, one after another, and storages; `keys` in place of the right list."""
+    pickler = Pickler(data := io.BytesIO(), protocol, legacy=True)
+    pickler.dump(tree)
+    about = {"protocol_version": 1001, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4}}
+    head = b"".join(pickle.dumps(value, protocol) for value in (magic, version, about))
+    listed = sorted(pickler.storages) if keys is None else keys
+    body = b"".join(
+        storage.array.size.to_bytes(8, "little") + storage.array.tobytes()
+        for _, storage in sorted(pickler.storages.items())
+    )
+    return head + data.getvalue() + pickle.dumps(listed, protocol) + body

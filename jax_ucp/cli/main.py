@@ -1,4 +1,4 @@
-"""`jax-ucp`: look into any checkpoint, map it to a model, plan, convert, verify.
+"""`jax-ucp`: look into any checkpoint, map it to a model, plan, convert, verify, export.
 
 Exit codes: 0, all is well; 1, the checkpoint is refused or has faults, with the reason on stderr; 2, the
 command line is wrong.
@@ -23,6 +23,7 @@ from jax_ucp.cli import report
 from jax_ucp.cli.mapping import mapping_report
 from jax_ucp.cli.report import Report
 from jax_ucp.errors import UCPError
+from jax_ucp.export import EXPORT_FORMATS, MAX_SHARD_BYTES, ExportFormat
 from jax_ucp.language.mapping import shipped
 from jax_ucp.sharding.fit import Rule
 from jax_ucp.storage.budget import DEFAULT_BUDGET
@@ -121,12 +122,15 @@ class _RuleType(click.ParamType):
 @click.group(cls=_Refusals, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(jax_ucp.__version__, prog_name="jax-ucp")
 def main() -> None:
-    """Universal checkpoints for JAX: look into any checkpoint, plan, convert, verify."""
+    """Universal checkpoints for JAX: look into any checkpoint, map it, plan, convert, verify, export."""
 
 
 def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """What a user says of a checkpoint that it does not say itself."""
     for option in (
+        click.option(
+            "--believe", type=click.Choice(["master", "copy"]), help="What to take where something is stored twice."
+        ),
         click.option("--weights-only", is_flag=True, help="Leave the optimizer aside."),
         click.option("--spec", type=click.Path(exists=True), help="A file that says how shards form parameters."),
         click.option("--size", "sizes", type=_NamedSize(), multiple=True, help="A length by name; may be repeated."),
@@ -136,14 +140,8 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def _open(
-    path: str,
-    sizes: tuple[tuple[str, int], ...],
-    spec: str | None,
-    weights_only: bool,
-    mapping: str | None = None,
-) -> jax_ucp.Checkpoint:
-    found = jax_ucp.open(path, sizes=dict(sizes), spec=spec, weights_only=weights_only)
+def _open(path: str, sizes: tuple[tuple[str, int], ...], mapping: str | None = None, **said: Any) -> jax_ucp.Checkpoint:
+    found = jax_ucp.open(path, sizes=dict(sizes), **said)
     if mapping is None:
         return found
     rules = jax_ucp.Mapping.load(mapping)
@@ -268,6 +266,53 @@ def map_(source: str, target: str | None, mapping: str | None, json_: bool, **sa
         _print_mapping(found, target)
     if found["faults"]:
         sys.exit(1)
+
+
+@main.command()
+@click.argument("source")
+@click.argument("target")
+@click.option("--format", type=click.Choice(EXPORT_FORMATS), required=True, help="What to write.")
+@click.option("--dtype", help="Cast floating parameters, such as float32 masters to bfloat16; unsaid, no bit changes.")
+@click.option(
+    "--max-shard",
+    "max_shard_bytes",
+    type=_Size(),
+    default=MAX_SHARD_BYTES,
+    show_default="50 GB",
+    help="Bytes of tensors in a file of safetensors.",
+)
+@click.option(
+    "--zero-stage",
+    type=click.IntRange(1, 3),
+    help="ZeRO stage of the DeepSpeed run that will resume; unsaid, that of SOURCE.",
+)
+@source_options
+@budget
+@as_json
+def export(
+    source: str, target: str, format: ExportFormat, mapping: str | None, budget: int, json_: bool, **said: Any
+) -> None:
+    """Write the checkpoint at SOURCE to the new folder TARGET in a format that torch's world reads.
+
+    safetensors: weights, as transformers loads them. dcp: weights and optimizer, for torch.distributed.checkpoint.
+    deepspeed: a universal folder, for a run with load_universal. --mapping names the one by which SOURCE has the
+    leaves of a model: it is undone. What SOURCE stores twice is compared first. Stopped at any moment, nothing is
+    at TARGET.
+    """
+    options = {name: said.pop(name) for name in ("dtype", "max_shard_bytes", "zero_stage")}
+    checkpoint = _open(source, **said)
+    if mapping:
+        checkpoint = checkpoint.map(jax_ucp.Mapping.load(mapping).inverse(), sizes=dict(said["sizes"]))
+    planned = checkpoint.plan_export(format, **options, budget_bytes=budget)
+    for note in planned.notes:
+        to_stderr.print(f"note: {note}", markup=False)
+    with _progress("exporting", planned.write_bytes) as advance:
+        checkpoint.export(target, format, **options, budget_bytes=budget, done=advance)
+    found = report.export_plan(planned, target)
+    if json_:
+        _print_json(found)
+    else:
+        console.print(f"{target}: {found['tensors']} tensors, {_size(found['bytes'])}, in {found['files']} files")
 
 
 @main.command()

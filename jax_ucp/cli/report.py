@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jax_ucp.checkpoint import Checkpoint
+from jax_ucp.export import ExportPlan
 from jax_ucp.metadata import Axes, Leaf
 from jax_ucp.sharding.fit import Rule, fit_spec, idle_rules, wanted_spec
 
@@ -60,6 +61,20 @@ def copy_plan(checkpoint: Checkpoint, target: str | None, budget_bytes: int) -> 
             for item in checkpoint.account
             if item.fate != "mapped"
         ],
+    }
+
+
+def export_plan(plan: ExportPlan, target: str) -> Report:
+    """What an export writes."""
+    return {
+        "path": target,
+        "format": plan.format,
+        "files": len(plan.files),
+        "tensors": sum(len(file.tensors) for file in plan.files),
+        "bytes": plan.write_bytes,
+        "budget_bytes": plan.budget_bytes,
+        "peak_bytes_in_flight": plan.peak_bytes,
+        "notes": list(plan.notes),
     }
 
 

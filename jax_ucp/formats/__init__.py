@@ -9,8 +9,18 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from jax_ucp.errors import FormatError, NotACheckpoint
-from jax_ucp.formats import dcp, deepspeed, deepspeed_universal, megatron_legacy, orbax, safetensors, universal
+from jax_ucp.errors import FormatError, NotACheckpoint, UCPError
+from jax_ucp.formats import (
+    dcp,
+    deepspeed,
+    deepspeed_universal,
+    megatron_dist,
+    megatron_legacy,
+    orbax,
+    safetensors,
+    torch_state,
+    universal,
+)
 from jax_ucp.formats.options import Options
 from jax_ucp.storage.contents import Contents
 from jax_ucp.storage.ledger import Ledger
@@ -38,9 +48,11 @@ FORMATS: tuple[tuple[Callable[[Path], bool], str, Opener], ...] = (
         deepspeed_universal.open_deepspeed_universal,
     ),
     (deepspeed.recognise, "DeepSpeed (latest, or *_optim_states.pt)", deepspeed.open_deepspeed),
+    (megatron_dist.recognise, "Megatron (metadata.json and common.pt)", megatron_dist.open_megatron_dist),
     (dcp.recognise, "PyTorch's distributed checkpoint (.metadata)", dcp.open_dcp),
     (safetensors.recognise, "safetensors (a file, an index, or a folder)", safetensors.open_safetensors),
     (megatron_legacy.recognise, "Megatron (mp_rank_*/model_optim_rng.pt)", megatron_legacy.open_megatron_legacy),
+    (torch_state.recognise, "torch.save (a file, or a folder with pytorch_model.bin)", torch_state.open_torch),
 )
 
 
@@ -59,7 +71,9 @@ def open_contents(path: str | os.PathLike[str], options: Options) -> Contents:
         if recognise(at):
             try:
                 return opener(at, options)
-            except (KeyError, TypeError, AttributeError, IndexError) as error:
+            except UCPError:
+                raise
+            except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
                 # An entry that is missing, or of another type than the format's writers give it.
                 what = f"{type(error).__name__}: {error}"
                 raise FormatError(f"{path} looks like {name}, but its metadata are not as expected ({what})") from error

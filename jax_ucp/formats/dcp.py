@@ -4,45 +4,48 @@ Every chunk says which block of its tensor it is, so that nothing about the para
 tensor is a weight and which a state of it follows from the paths that the planner recorded; `state_paths` has the
 rules. Objects that are no tensors, such as param_groups, schedulers and data loaders, are extras.
 
-An item is opened when it is first read, `verify` opens them all. What a bit of the metadata says of names alone
-cannot be proved: a checkpoint whose names were changed consistently is one with other names.
+An item is opened when it is first read, `verify` opens them all: each must have the dtype and sizes of its chunk and
+the CRC of its bytes. What no reader can prove: an item does not say its name, its rank or its save (the `save_id` of
+the metadata is in no item), so a file in which all items have the same lengths and shapes, of another rank or another
+step, is taken for the right one. A name that the metadata has in one place only may be changed there.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from jax_ucp.errors import FormatError, LayoutError, UnsafePickle
+from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint, UnsafePickle
+from jax_ucp.formats import extras
 from jax_ucp.formats.dcp_metadata import DcpMetadata, Span, TensorEntry, metadata_files, read_metadata
 from jax_ucp.formats.dcp_source import DcpSource, consolidated
+from jax_ucp.formats.extras import tensor_bytes
 from jax_ucp.formats.importing import Import
 from jax_ucp.formats.options import Options
-from jax_ucp.formats.safe_pickle import walk
 from jax_ucp.formats.state_paths import places
-from jax_ucp.formats.torch_file import StoredTensor, TorchFile
 from jax_ucp.storage.contents import Contents
-
-# Extras are JSON; what has more tensors than this is data, not a setting.
-MAX_EXTRA_BYTES = 1 << 24
 
 
 def recognise(path: Path) -> bool:
-    return path.is_dir() and bool(metadata_files(path))
+    return path.is_dir() and (bool(metadata_files(path)) or any(path.glob("__*.distcp")))
 
 
 def open_dcp(path: Path, options: Options) -> Contents:
     """The checkpoint in a folder with `.metadata`, or with one `__<rank>.metadata` per rank.
 
-    Raises FormatError, naming the file and the tensor, where metadata and files do not fit together.
+    Raises FormatError, naming the file and the tensor, where metadata and files do not fit together, and
+    NotACheckpoint where there is no metadata: it is written last.
     """
+    if not metadata_files(path):
+        raise NotACheckpoint(f"{path} has .distcp files but no .metadata, which is written last: the save never ended")
     metadata = read_metadata(path)
     source = DcpSource(metadata)
-    found = Import("dcp", path, source)
+    found = Import("dcp", path, source, options.believe)
     _tensors(found, metadata, options)
     for fqn, spans in metadata.objects.items():
         for span in spans:
@@ -63,18 +66,23 @@ def open_dcp(path: Path, options: Options) -> Contents:
 
 
 def _tensors(found: Import, metadata: DcpMetadata, options: Options) -> None:
-    paths = {fqn: metadata.paths.get(fqn, (fqn,)) for fqn in metadata.tensors}
+    paths = metadata.paths or {fqn: (fqn,) for fqn in (*metadata.tensors, *metadata.objects)}
+    if odd := sorted(paths.keys() ^ (metadata.tensors.keys() | metadata.objects.keys())):
+        raise FormatError(
+            f"{found.path / metadata.files[0]}: {odd[0]!r} is in planner_data or in state_dict_metadata, but not in "
+            "both; the metadata is damaged"
+        )
     for fqn, path in paths.items():
         if ".".join(map(str, path)) != fqn:
             raise FormatError(
                 f"{found.path / metadata.files[0]}: planner_data says that {fqn!r} was at {path}, which has another "
                 "flattened name; the metadata is damaged, or of a planner not known here"
             )
-    where = places(paths)
+    where = places({fqn: paths[fqn] for fqn in metadata.tensors}, [paths[fqn] for fqn in metadata.objects])
     for fqn, tensor in metadata.tensors.items():
         state, name = where.at[fqn]
         param = consolidated(fqn, tensor)
-        if options.weights_only and state not in ("param", "other"):
+        if options.weights_only and fqn in where.in_optimizers:
             for key in param.keys:
                 found.skip(key, "", f"{state} of {name}: only weights were asked for")
         elif param.keys:
@@ -84,6 +92,11 @@ def _tensors(found: Import, metadata: DcpMetadata, options: Options) -> None:
                 state, name, np.empty(_empty(found.path, fqn, tensor), tensor.dtype), f"{metadata.files[0]}:{fqn}"
             )
     found.notes += where.notes
+    if not metadata.paths:  # torch 1.13 saved flat dicts only, and flatten_state_dict=False takes a dict as it is
+        found.notes.append(
+            "no paths were recorded, so nothing tells weights from other tensors: all tensors of the flat state dict "
+            "are under `param`, by the names it had"
+        )
 
 
 def _empty(folder: Path, fqn: str, tensor: TensorEntry) -> tuple[int, ...]:
@@ -106,7 +119,7 @@ def _object(found: Import, fqn: str, span: Span, source: DcpSource) -> None:
         found.skip(where, "object", f"not read, because it asks for more than data: {error}")
         found.notes.append(f"the object {fqn} was left out: {error}")
         return
-    if (held := _tensor_bytes(file)) > MAX_EXTRA_BYTES:
+    if (held := tensor_bytes(file.tree)) > extras.MAX_EXTRA_BYTES:
         reason = f"an object with {held} bytes of tensors inside, which is data and no setting"
         found.skip(where, "object", reason)
         found.notes.append(f"{fqn} in {span.file} was left out: {reason}; save it with flatten_state_dict=True")
@@ -114,13 +127,10 @@ def _object(found: Import, fqn: str, span: Span, source: DcpSource) -> None:
     found.extra(span.file, fqn, file.tree, file)
 
 
-def _tensor_bytes(file: TorchFile) -> int:
-    tensors = (node for _, node in walk(file.tree) if isinstance(node, StoredTensor))
-    return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
-
-
 def _other_files(found: Import, metadata: DcpMetadata) -> None:
-    used = {span.file for _, span in metadata.spans()}
+    used: Counter[str] = Counter()
+    for _, span in metadata.spans():
+        used[span.file] += span.length
     for path in sorted(found.path.iterdir()):
         if path.name in metadata.files:
             found.skip(
@@ -131,3 +141,7 @@ def _other_files(found: Import, metadata: DcpMetadata) -> None:
             found.skip(path.name, f"{size} bytes", f"no item of {metadata.files[0]} lies in it")
             if size and path.suffix == ".distcp":
                 found.notes.append(f"{path.name} belongs to no tensor of this checkpoint: it is left from another save")
+        elif rest := path.stat().st_size - used[path.name]:
+            # A replica that another rank wrote too, or a file of another save: the table of contents cannot tell.
+            found.skip(path.name, f"{rest} bytes", f"bytes between or after the items that {metadata.files[0]} names")
+            found.notes.append(f"{path.name} has {rest} bytes that are no item of this checkpoint")

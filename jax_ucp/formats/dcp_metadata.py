@@ -15,7 +15,7 @@ import os
 import re
 import stat
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
 METADATA_FILE = ".metadata"
 MAX_METADATA_BYTES = 1 << 28
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
+_RANK_DATA = re.compile(r"__(\d+)_\d+\.distcp$")
 _MAX_NDIM, _MAX_ELEMENTS = 32, 1 << 62
 
 _CLASSES = (
@@ -132,9 +133,11 @@ def read_metadata(folder: Path) -> DcpMetadata:
     if not files:
         raise FormatError(f"{folder} has neither {METADATA_FILE} nor __<rank>.metadata")
     if files[0].name != METADATA_FILE:
-        ranks = [path.name for path in files]
-        if absent := sorted({f"__{rank}.metadata" for rank in range(len(files))} - set(ranks)):
-            raise FormatError(f"{folder}/{absent[0]} is missing: {ranks[-1]} is there, and each rank wrote one")
+        names = {path.name for path in files}
+        wrote = {f"__{m[1]}.metadata" for path in folder.iterdir() if (m := _RANK_DATA.match(path.name))}
+        wanted = wrote | {f"__{rank}.metadata" for rank in range(len(files))}
+        if absent := sorted(wanted - names):
+            raise FormatError(f"{folder}/{absent[0]} is missing: {files[-1].name} is there, and each rank wrote one")
     found = _Tables(folder)
     for path in files:
         try:
@@ -155,39 +158,44 @@ class _Tables:
     def __init__(self, folder: Path):
         self.folder = folder
         self.tensors: dict[str, tuple[Shape, np.dtype]] = {}
-        self.chunks: dict[str, dict[tuple[Shape, Shape], None]] = defaultdict(dict)
-        self.objects: dict[str, None] = {}
+        self.declared: dict[str, set[tuple[Shape, Shape]]] = defaultdict(set)
+        self.chunks: dict[str, dict[Chunk, None]] = defaultdict(dict)
+        self.objects: dict[str, dict[Span, None]] = defaultdict(dict)
         self.paths: dict[str, tuple[str | int, ...]] = {}
-        self.spans: dict[tuple[str, Shape | None], dict[Span, None]] = defaultdict(dict)
 
     def add(self, path: Path) -> None:
         if path.is_symlink() or path.stat().st_size > MAX_METADATA_BYTES:
             raise FormatError(f"a link, or more than {MAX_METADATA_BYTES} bytes")
         top = _fields(safe_pickle.load(path.read_bytes(), _NAMES), "Metadata", "the file")
+        spans = _spans(_dict(top.get("storage_data"), "storage_data"))
+        used: set[tuple[str, Shape | None]] = set()
         for fqn, entry in _dict(top.get("state_dict_metadata"), "state_dict_metadata").items():
             if not isinstance(fqn, str):
                 raise FormatError(f"state_dict_metadata has the key {fqn!r:.80}, which is no name")
             if isinstance(entry, Record) and entry.type.endswith(".BytesStorageMetadata"):
-                self.objects[fqn] = None
+                if (fqn, None) not in spans:
+                    raise FormatError(f"the object {fqn} is in no file by storage_data")
+                self.objects[fqn][spans[fqn, None]] = None
+                used.add((fqn, None))
             else:
-                self._tensor(fqn, _fields(entry, "TensorStorageMetadata", fqn))
+                declared = self._tensor(fqn, _fields(entry, "TensorStorageMetadata", fqn))
+                self.declared[fqn].update(declared)
+                self.chunks[fqn].update(dict.fromkeys(_stored(fqn, declared, spans)))
+                used.update((fqn, offsets) for offsets, _ in declared)
         if both := self.objects.keys() & self.tensors.keys():
             raise FormatError(f"{min(both)!r} is a tensor and an object at once")
-        # A few checkpoints have none (torch 1.13, flatten_state_dict=False), or a planner's own kind of it.
-        paths = top.get("planner_data")
+        for fqn, offset in spans.keys() - used:
+            raise FormatError(f"storage_data has bytes of {fqn!r:.200} at {offset}, where it has no chunk")
+        # Some are None (torch 1.13, flatten_state_dict=False), or a planner's own kind of data.
+        if "planner_data" not in top:
+            raise FormatError("the Metadata has no planner_data, which every version of it has")
+        paths = top["planner_data"]
         for fqn, steps in paths.items() if isinstance(paths, dict) else ():
             if isinstance(steps, tuple) and steps and all(type(step) in (str, int) for step in steps):
                 self.paths[fqn] = steps
-        own = {}
-        for index, info in _dict(top.get("storage_data"), "storage_data").items():
-            key, span = _index(index), _span(info)
-            if key[0] not in self.tensors and key[0] not in self.objects:
-                raise FormatError(f"storage_data has {key[0]!r:.200}, of which state_dict_metadata says nothing")
-            if own.setdefault(key, span) != span:
-                raise FormatError(f"{key[0]} at {key[1]} is said to be in two places: {own[key]} and {span}")
-            self.spans[key][span] = None
 
-    def _tensor(self, fqn: str, entry: Mapping[str, Any]) -> None:
+    def _tensor(self, fqn: str, entry: Mapping[str, Any]) -> list[tuple[Shape, Shape]]:
+        """The chunks that are said to be of a tensor: (offsets, sizes), each once."""
         shape, dtype = _shape(entry.get("size"), fqn), _dtype(entry.get("properties"), fqn)
         if self.tensors.setdefault(fqn, (shape, dtype)) != (shape, dtype):
             raise FormatError(
@@ -197,40 +205,50 @@ class _Tables:
         chunks = entry.get("chunks")
         if not isinstance(chunks, list):
             raise FormatError(f"{fqn}: its chunks should be a list, but are a {type(chunks).__name__}")
+        found: dict[tuple[Shape, Shape], None] = {}
         for chunk in chunks:
             fields = _fields(chunk, "ChunkStorageMetadata", fqn)
             offsets, sizes = _shape(fields.get("offsets"), fqn), _shape(fields.get("sizes"), fqn)
             if not len(offsets) == len(sizes) == len(shape):
                 raise FormatError(f"{fqn} has shape {list(shape)}, but a chunk of {list(sizes)} at {list(offsets)}")
-            self.chunks[fqn][offsets, sizes] = None
+            found[offsets, sizes] = None
+        return list(found)
 
     def metadata(self, files: tuple[str, ...]) -> DcpMetadata:
-        tensors = {fqn: TensorEntry(*about, tuple(self._stored(fqn))) for fqn, about in self.tensors.items()}
-        places = {fqn: {offsets for offsets, _ in chunks} for fqn, chunks in self.chunks.items()}
-        for fqn, offset in self.spans:
-            if offset not in places.get(fqn, {None}):
-                raise FormatError(f"storage_data has bytes of {fqn} at {offset}, where it has no chunk")
-        objects: dict[str, tuple[Span, ...]] = {}
-        for fqn in self.objects:
-            objects[fqn] = tuple(self.spans.get((fqn, None), ()))
-            if not objects[fqn]:
-                raise FormatError(f"the object {fqn} is in no file by storage_data")
+        for fqn, (shape, _) in self.tensors.items():
+            # A tensor with elements is proved to be tiled; of one without, only this says that its shape is right.
+            for axis, n in enumerate(shape if self.declared[fqn] and 0 in shape else ()):
+                if n and n != max(offsets[axis] + sizes[axis] for offsets, sizes in self.declared[fqn]):
+                    raise FormatError(f"{fqn} has shape {list(shape)}, but its chunks end elsewhere on axis {axis}")
+        tensors = {fqn: TensorEntry(*about, tuple(self.chunks[fqn])) for fqn, about in self.tensors.items()}
+        objects = {fqn: tuple(spans) for fqn, spans in self.objects.items()}
         return DcpMetadata(self.folder, files, tensors, objects, self.paths)
 
-    def _stored(self, fqn: str) -> Iterable[Chunk]:
-        """The chunks of a tensor with their bytes. One without elements may share its offsets with another."""
-        declared = self.chunks[fqn]
-        taken = {offsets for offsets, sizes in declared if 0 not in sizes}
-        for offsets, sizes in declared:
-            if 0 in sizes and offsets in taken:
-                continue
-            spans = self.spans.get((fqn, offsets), {})
-            if not spans and 0 not in sizes:
-                raise FormatError(
-                    f"{fqn}: the chunk {list(sizes)} at {list(offsets)} is in no file by storage_data; "
-                    "the metadata of a rank is missing, or damaged"
-                )
-            yield from (Chunk(offsets, sizes, span) for span in spans)
+
+def _stored(
+    fqn: str, declared: Sequence[tuple[Shape, Shape]], spans: Mapping[tuple[str, Shape | None], Span]
+) -> Iterable[Chunk]:
+    """The chunks of a tensor with their bytes. One without elements may share its offsets with another."""
+    taken = {offsets for offsets, sizes in declared if 0 not in sizes}
+    for offsets, sizes in declared:
+        if 0 in sizes and (offsets in taken or (fqn, offsets) not in spans):
+            continue
+        if (fqn, offsets) not in spans:
+            raise FormatError(
+                f"{fqn}: the chunk {list(sizes)} at {list(offsets)} is in no file by storage_data; "
+                "the metadata of a rank is missing, or damaged"
+            )
+        yield Chunk(offsets, sizes, spans[fqn, offsets])
+
+
+def _spans(storage_data: Mapping[Any, Any]) -> dict[tuple[str, Shape | None], Span]:
+    """Where the items are: of an object, or of the chunk of a tensor at an offset."""
+    found: dict[tuple[str, Shape | None], Span] = {}
+    for index, info in storage_data.items():
+        key, span = _index(index), _span(info)
+        if found.setdefault(key, span) != span:
+            raise FormatError(f"{key[0]} at {key[1]} is said to be in two places: {found[key]} and {span}")
+    return found
 
 
 def _fields(value: Any, kind: str, what: str) -> Mapping[str, Any]:

@@ -13,7 +13,14 @@ from typing import Any
 from jax_ucp.errors import FormatError, NotACheckpoint
 from jax_ucp.formats import deepspeed_moe as moe
 from jax_ucp.formats.deepspeed_files import Stored, is_checkpoint, open_files, tag_folder
-from jax_ucp.formats.deepspeed_modules import aliases, check_experts, check_layers, layer_names
+from jax_ucp.formats.deepspeed_modules import (
+    aliases,
+    check_copies,
+    check_expert,
+    check_experts,
+    check_layers,
+    layer_names,
+)
 from jax_ucp.formats.deepspeed_slices import ASIDE, FROZEN, Slices
 from jax_ucp.formats.deepspeed_stage0 import names_of_numbers, numbered
 from jax_ucp.formats.deepspeed_zero import base_optimizer
@@ -78,10 +85,13 @@ class Reader(Slices):
             self._module(mp)
         self._layers()
         self._experts()
+        if not self.files.zero3:
+            check_copies(self.files, owned, self.copied)
         if not any(self.files.ranks) and not self.options.weights_only:
             self._numbered_states()
         names = {name for _, name in self.slices}
         names |= {str(n) for models in self.files.models for n in models[0].state.get("module") or ()}
+        self.apply_spec()
         for patterns in self.patterns:
             patterns.check_used(names)
         self.make_parameters()
@@ -150,6 +160,7 @@ class Reader(Slices):
 
     def _module_tensor(self, mp: int, name: str, owner: str, key: str, tensor: StoredTensor) -> None:
         whole = self._held(mp, owner)
+        self.copied.add(owner)
         if whole == key:
             return
         if whole is not None:
@@ -197,23 +208,32 @@ class Reader(Slices):
             for local, name in layer_names(layer, shapes, {n: shape for n, (_, shape) in mine.items()}).items():
                 key = stored.key(tensors[local])
                 if name is None:
+                    self.copied |= {other for other in mine if other.endswith(f".{local}")}
                     self.found.skip(key, "copy", "tied: several tied parameters have its name and shape")
                 elif name in buffers:
                     self._buffer(tp, name, key, tensors[local])
+                elif name not in mine and any(self.files.ranks):
+                    raise FormatError(
+                        f"{stored.file.path} has {local}, but by the optimizer and the model states there is no "
+                        f"{name}: the file was renamed, or belongs to another run"
+                    )
                 else:
                     self._module_tensor(mine.get(name, (tp, ()))[0], name, name, key, tensors[local])
 
     def _experts(self) -> None:
         """Files of single experts, by global number."""
-        for (_, _, mp), stored in self.files.experts.items():
+        for (_, expert, mp), stored in self.files.experts.items():
             for name, tensor in stored.state.items():
                 if not isinstance(tensor, StoredTensor):
                     continue
                 fused, _, number = name.rpartition(".")
                 slices = self.slices.get(("param", fused))
                 if slices is None or not number.isdigit():
+                    check_expert(stored, expert, moe.expert_number(name) or str(expert))
                     self._module_tensor(mp, name, name, stored.key(tensor), tensor)
                     continue
+                check_expert(stored, expert, number)
+                self.copied.add(fused)
                 for ep, experts in moe.placement(fused, self.files.models[mp][0]).items():
                     key = slices.keys.get(self.place(mp, ep))
                     if int(number) in experts and key:
@@ -235,6 +255,12 @@ class Reader(Slices):
         states, groups = numbered(stored.state["optimizer"], where)
         here = self.place(mp, None)
         shapes = {n: f.shapes[here] for (s, n), f in self.slices.items() if s == "param" and here in f.shapes}
+        total = sum(moe.expert_number(n) is not None for n in shapes)
+        if total > ranks * (local := sum(len(g["params"]) for g in groups if g.get("moe"))) and local:
+            lost = f"expp_rank_{ranks}_mp_rank_{mp:02d}_optim_states.pt"
+            raise FormatError(
+                f"{self.files.folder}/{lost} is missing: {ranks} ranks have {local} of {total} experts' states"
+            )
         numbers: dict[int, str] = {}
         for experts in (False, True):
             mine = {

@@ -7,6 +7,7 @@ Facts: file names in `runtime/engine.py` (`_get_zero_ckpt_name`, `_get_ckpt_name
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ def tag_folder(path: Path, marker: str = "latest") -> Path | None:
     if not latest.is_file():
         return None
     tag = latest.read_text(errors="replace").strip()
-    if not tag or "/" in tag or tag in (".", ".."):
+    if not tag or "/" in tag or "\0" in tag or tag in (".", "..") or len(os.fsencode(tag)) > 255:
         raise FormatError(f"{latest} should name a folder beside it, but says {tag!r:.80}")
     return path / tag
 
@@ -146,6 +147,11 @@ def open_files(folder: Path) -> Files:
                 )
     experts = {(int(m["layer"] or 0), int(m["expert"]), int(m["mp"])): n for n in names if (m := _EXPERT.fullmatch(n))}
     expp = {(int(m["ep"]), int(m["mp"])): name for name in names if (m := _EXPP.fullmatch(name))}
+    for ep, mp in sorted(expp):
+        if ep and (ep - 1, mp) not in expp:
+            raise FormatError(
+                f"{folder}/expp_rank_{ep - 1}_mp_rank_{mp:02d}_optim_states.pt is missing, but {expp[ep, mp]} is there"
+            )
     return Files(
         folder,
         pp,

@@ -8,10 +8,10 @@ Facts: `_save_checkpoint` and `_save_moe_checkpoint` in `runtime/engine.py`, `ru
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from jax_ucp.errors import FormatError
-from jax_ucp.formats.deepspeed_files import Files
+from jax_ucp.formats.deepspeed_files import Files, Stored
 from jax_ucp.formats.torch_file import StoredTensor
 from jax_ucp.layout.fragments import Shape
 
@@ -70,6 +70,29 @@ def check_layers(files: Files, owned: Iterable[str]) -> None:
                     f"{files.folder}/layer_{layer:02d}-{model}model_states.pt is missing: the optimizer owns "
                     f"parameters of layer {layer}"
                 )
+
+
+def check_copies(files: Files, owned: Iterable[str], copied: Collection[str]) -> None:
+    """Raise FormatError for a parameter that the optimizer owns, but no file of the module has.
+
+    Only ZeRO-3 saves modules without their parameters.
+    """
+    if lost := [name for name in owned if name not in copied]:
+        gap = next(n for n in range(len(files.layers) + 1) if n not in {layer for layer, _ in files.layers})
+        what = f"layer_{gap:02d}-model_states.pt (or of another layer)" if files.layers else "*_model_states.pt"
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        raise FormatError(
+            f"{files.folder}: the optimizer owns {lost[0]}{more}, but no file of the module has it: {what} is "
+            "missing, or was exchanged for another"
+        )
+
+
+def check_expert(stored: Stored, expert: int, number: str) -> None:
+    """Raise FormatError where a file of one expert holds tensors of another."""
+    if number != str(expert):
+        raise FormatError(
+            f"{stored.file.path} holds tensors of expert {number}: it was renamed, or exchanged for another file"
+        )
 
 
 def check_experts(files: Files) -> None:

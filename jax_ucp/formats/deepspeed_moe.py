@@ -59,7 +59,7 @@ def _zero3_teams(
     index: int, ranks: Sequence[Rank], metadata: Sequence[Any], models: Sequence[Stored]
 ) -> list[tuple[int | None, list[Rank]]]:
     """ZeRO-3 says of each sub-group and rank which ranks share it, and in what order."""
-    found: dict[int | None, list[Rank]] = {}
+    found: dict[int | None, tuple[list[Rank], str]] = {}
     for dp, (rank, entry) in enumerate(zip(ranks, metadata, strict=True)):
         team = list(entry["partition_ranks"])
         if entry["partition_count"] != len(team) or team[entry["partition_rank"]] != dp or max(team) >= len(ranks):
@@ -68,11 +68,13 @@ def _zero3_teams(
                 f"but the file is that of rank {dp}: it was renamed, or belongs to another run"
             )
         ep = _ep_rank(models[dp]) if len(team) < len(ranks) else None
-        if found.setdefault(ep, [ranks[r] for r in team]) != [ranks[r] for r in team]:
+        mine, first = found.setdefault(ep, ([ranks[r] for r in team], models[dp].name))
+        if mine != [ranks[r] for r in team]:
             raise FormatError(
-                f"{rank.file.path}: sub-group {index} is shared by the ranks {team}, but not in {models[0].name}"
+                f"{rank.file.path}: sub-group {index} is shared by the ranks {team}, but {models[dp].name} says it is "
+                f"expert-parallel rank {ep}, as {first} does for other ranks; one of the files was renamed"
             )
-    return sorted(found.items(), key=lambda item: item[0] or 0)
+    return sorted(((ep, team) for ep, (team, _) in found.items()), key=lambda item: item[0] or 0)
 
 
 def _ep_rank(model: Stored) -> int:
@@ -88,6 +90,12 @@ def autoep_layers(model: Stored) -> list[Mapping[str, Any]]:
 
 def is_native(name: str) -> bool:
     return _NATIVE.fullmatch(name) is not None
+
+
+def expert_number(name: str) -> str | None:
+    """The number of a native expert in the name of its tensor; None for what is no expert."""
+    match = _NATIVE.fullmatch(name)
+    return match[2] if match else None
 
 
 def is_fused(name: str, model: Stored) -> bool:

@@ -17,11 +17,12 @@ import numpy as np
 from jax_ucp.errors import FormatError
 from jax_ucp.formats import deepspeed_moe as moe
 from jax_ucp.formats.deepspeed_files import Files, Rank, Stored
-from jax_ucp.formats.deepspeed_tp import TensorParallel
+from jax_ucp.formats.deepspeed_tp import BySpec, TensorParallel
 from jax_ucp.formats.deepspeed_zero import Group, group, param_group, param_shapes
 from jax_ucp.formats.importing import Import, touched
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.torch_file import StoredTensor, TorchFile
+from jax_ucp.language.rules import Shard
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout, Shape
 from jax_ucp.layout.patterns import Replicated
@@ -54,11 +55,13 @@ class Slices:
     def __init__(self, files: Files, options: Options, more: Mapping[str, TorchFile] | None = None):
         self.files, self.options = files, options
         stored = Joined({**{file.name: file.file for file in files.all()}, **(more or {})})
-        self.found = Import("deepspeed", files.folder, stored)
+        self.found = Import("deepspeed", files.folder, stored, options.believe)
         self.slices: dict[tuple[str, str], StateSlices] = defaultdict(StateSlices)
         self.unowned = FROZEN if any(files.ranks) else "a parameter, of which the optimizer has no second copy"
+        self.copied: set[str] = set()
         self.agreed: dict[tuple[str, ...], np.ndarray] = {}
-        self.patterns = [self._patterns(stage) for stage in range(files.pp)]
+        self.by_spec = BySpec(options.spec, options.sizes) if options.spec else None
+        self.patterns = [self.by_spec or self._patterns(stage) for stage in range(files.pp)]
 
     def _patterns(self, stage: int) -> TensorParallel:
         models = [self.files.models[stage * self.files.tp + tp][0] for tp in range(self.files.tp)]
@@ -176,6 +179,17 @@ class Slices:
                 f"param_slice_mappings of {', '.join(differ)} describe another order than the flat buffers have "
                 "(DeepSpeed writes them so under round_robin_gradients); the order of param_shapes was used"
             )
+
+    def apply_spec(self) -> None:
+        """The user's rules, applied to every parameter, and to the buffers that they name."""
+        params: dict[str, list[Shard]] = {}
+        for (state, name), found in self.slices.items():
+            here = [(found.stages[0], None, tp) for tp in range(self.files.tp)]
+            named = state == "param" or (state == "buffer" and self.by_spec and self.by_spec.says(name))
+            if named and all(place in found.keys for place in here):
+                params[name] = [Shard(found.shapes[place], found.keys[place]) for place in here]
+        if self.by_spec:
+            self.by_spec.bind(params)
 
     def make_parameters(self) -> None:
         copies = []

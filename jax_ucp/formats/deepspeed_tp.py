@@ -2,7 +2,8 @@
 
 Its patterns match a name with `re.match`, so a prefix is enough. A parameter that no list names is cut on its first
 axis: that is DeepSpeed's rule, and the only way it has to say "column parallel". A list that says nothing, or a pattern
-that meets no name, is therefore refused: what it was meant for would be joined wrongly, without a word.
+that meets no name, is therefore refused: what it was meant for would be joined wrongly, without a word. A spec in the
+universal checkpoint language takes the place of all of it.
 
 Facts: `merge_tp_slices` in `checkpoint/ds_to_universal.py`, `checkpoint/affine.py`; DeepSpeed 0.19.8.
 """
@@ -12,10 +13,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.formats.safe_pickle import Record
+from jax_ucp.language.notation import load
+from jax_ucp.language.rules import Shard, layouts, regex_of
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
 from jax_ucp.layout.patterns import Averaged, Fused, Padded, Pattern, Replicated, Sharded, Unique
@@ -55,8 +59,8 @@ class TensorParallel:
         if tp > 1 and not (self.maps or self.sub_params or any(self.info.get(key) for key in _LISTS)):
             raise FormatError(
                 f"{where} was written by {tp} tensor-parallel ranks, but has no universal_checkpoint_info with "
-                "patterns: nothing says how their slices form parameters. Save it with that in client_state "
-                "(Megatron-DeepSpeed's --universal-checkpoint does)."
+                "patterns: nothing says how their slices form parameters. Say it in a spec (spec=, --spec; docs/language.md), or "
+                "save with that info in client_state (Megatron-DeepSpeed's --universal-checkpoint does)."
             )
 
     def layout(self, name: str, slices: Sequence[Shape]) -> ParamLayout:
@@ -153,6 +157,36 @@ class TensorParallel:
         if len(hits) > 1:
             raise FormatError(f"{self.where}: {name} matches several patterns of {what}: {hits}")
         return hits[0] if hits else None
+
+
+class BySpec:
+    """How slices form parameters, by a spec of the user's: all of them, whatever the files say."""
+
+    def __init__(self, spec: Path, sizes: Mapping[str, int]):
+        self.spec, self.sizes = load(spec), sizes
+        self.layouts: Mapping[str, ParamLayout] = {}
+
+    def says(self, name: str) -> bool:
+        """Whether a rule of the spec itself claims the parameter."""
+        return any(re.fullmatch(regex_of(sentence.param), name) for sentence in self.spec.own)
+
+    def bind(self, params: Mapping[str, Sequence[Shard]]) -> None:
+        """Apply the rules to all parameters. Raises LayoutError with everything that does not fit."""
+        self.layouts = layouts(self.spec, params, self.sizes)
+
+    def layout(self, name: str, slices: Sequence[Shape]) -> ParamLayout:
+        found = self.layouts[name]
+        if found.shards != tuple(slices):
+            raise LayoutError(
+                f"{name}: a state has slices of shapes {list(slices)}, the parameter {list(found.shards)}"
+            )
+        return found
+
+    def stage_copy(self, name: str) -> bool:
+        return name.startswith("tied_modules.")
+
+    def check_used(self, names: Iterable[str]) -> None:
+        """Nothing: `bind` has refused rules without a parameter."""
 
 
 def affine_layout(entry: Mapping[str, Any], slices: Sequence[Shape], what: str) -> ParamLayout:

@@ -23,6 +23,7 @@ from jax_ucp.formats.deepspeed_files import Stored, open_files, open_stored, tag
 from jax_ucp.formats.deepspeed_zero import param_shapes
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.torch_file import StoredTensor, TorchFile
+from jax_ucp.language.rules import Shard
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.layout.patterns import Unique, flat_layouts
 from jax_ucp.storage.consolidated import Consolidated
@@ -59,6 +60,8 @@ class _Universal(Reader):
         for path in paths:
             self.atoms[path.parent.name][path.stem] = TorchFile(path)
         optimizer = folder / _OPTIMIZER
+        if not optimizer.is_file() and not options.weights_only:
+            raise FormatError(f"{optimizer} is missing: it holds what the optimizer has beside the atoms")
         self.optimizer = open_stored(optimizer) if optimizer.is_file() else None
         more = {
             f"zero/{file.path.parent.name}/{file.path.name}": file for a in self.atoms.values() for file in a.values()
@@ -69,6 +72,10 @@ class _Universal(Reader):
 
     def contents(self) -> Contents:
         self.owned = self._owned()
+        self._check_states()
+        if self.by_spec:
+            where = self.files.models[0][0].name
+            self.by_spec.bind({n: [Shard(shape, where) for shape in shapes] for n, (_, shapes) in self.owned.items()})
         for name, (stage, shapes) in self.owned.items():
             self._atom(name, stage, shapes)
         for mp in range(len(self.files.models)):
@@ -93,6 +100,18 @@ class _Universal(Reader):
                         found.append(shape)
         return owned
 
+    def _check_states(self) -> None:
+        """Raise FormatError where a parameter has not the states that others of its group have."""
+        for models in self.files.models if not self.options.weights_only else ():
+            for shapes in param_shapes(models[0], ()):
+                states = {state for name in shapes for state in self.atoms.get(name, ())}
+                for name in shapes:
+                    for state in sorted(states - self.atoms.get(name, {}).keys() - {"fp32"}):
+                        raise FormatError(
+                            f"{self.files.folder / 'zero' / name / state}.pt is missing: other parameters of the group "
+                            "have that state"
+                        )
+
     def _atom(self, name: str, stage: int, shapes: list[Shape]) -> None:
         if "fp32" not in self.atoms.get(name, ()):
             raise FormatError(
@@ -109,7 +128,11 @@ class _Universal(Reader):
                     self.found.skip(f"{at}:{key}", "layout", "says how to cut the parameter; it is whole here")
             if self.options.weights_only and label != "param":
                 self.found.skip(f"{at}:{tensor.key}" if isinstance(tensor, StoredTensor) else at, "state", "left aside")
-            elif isinstance(tensor, StoredTensor) and tensor.shape and (want is None or tensor.shape == want):
+            elif (
+                isinstance(tensor, StoredTensor)
+                and (tensor.shape or label == "param")
+                and (want is None or tensor.shape == want)
+            ):
                 param = Consolidated(Unique().join([tensor.shape]), [f"{at}:{tensor.key}"])
                 self.found.parameter(label, name, param, f"{label} of {name}")
             elif isinstance(tensor, StoredTensor) and want and tensor.shape == (math.prod(want),):

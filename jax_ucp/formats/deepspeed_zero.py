@@ -87,14 +87,15 @@ def _zero12(
     model: str,
 ) -> dict[str, ParamLayout]:
     """Masters, and in elastic checkpoints moments too, are stored without the padding at the end."""
-    gaps = _gaps(index, shapes, ranks[0])
+    gaps = _gaps(index, shapes, ranks[0], model)
     total = sum(map(math.prod, shapes.values())) + sum(gaps.values())
     length = max(tensor.shape[0] for tensors in flat.values() for tensor in tensors)
     # The buffer is padded to a multiple of 2 * ranks (nccl_start_alignment_factor, stage_1_and_2.py).
     if not total <= length * len(ranks) < total + 2 * len(ranks):
         raise FormatError(
             f"{ranks[0].file.path.parent}: group {index} has {total} elements by {model}, but {len(ranks)} partitions "
-            f"of {length} hold {length * len(ranks)}; files of another run, or world size, are among them"
+            f"of {length} hold {length * len(ranks)} ({', '.join(rank.name for rank in ranks)}); files of another run, "
+            "stage or world size are among them"
         )
     for state, tensors in flat.items():
         for position, (rank, tensor) in enumerate(zip(ranks, tensors, strict=True)):
@@ -122,7 +123,7 @@ def _zero3(
     return layouts
 
 
-def _gaps(index: int, shapes: Mapping[str, Shape], rank: Rank) -> dict[str, int]:
+def _gaps(index: int, shapes: Mapping[str, Shape], rank: Rank, model: str) -> dict[str, int]:
     """Elements of padding after each parameter, under `parameter_alignment`."""
     paddings = rank.state.get("param_alignment_paddings")
     if not paddings or not paddings[index]:
@@ -130,7 +131,7 @@ def _gaps(index: int, shapes: Mapping[str, Shape], rank: Rank) -> dict[str, int]
     if len(paddings[index]) != len(shapes):
         raise FormatError(
             f"{rank.file.path} has param_alignment_paddings for {len(paddings[index])} parameters of group {index}, "
-            f"which has {len(shapes)}: the file was renamed, or belongs to another run"
+            f"which has {len(shapes)} by {model}: one of the files was renamed, or belongs to another run"
         )
     return dict(zip(shapes, map(int, paddings[index]), strict=True))
 

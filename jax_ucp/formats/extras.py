@@ -9,9 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.formats.safe_pickle import Record
+from jax_ucp.formats.safe_pickle import Record, walk
 from jax_ucp.formats.torch_file import StoredTensor
 from jax_ucp.layout.box import Box
+
+# Extras are JSON; what has more tensors than this is data, not a setting.
+MAX_EXTRA_BYTES = 1 << 24
+
+
+def tensor_bytes(value: Any) -> int:
+    """Bytes of all tensors in a value from a torch file."""
+    tensors = (node for _, node in walk(value) if isinstance(node, StoredTensor))
+    return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
 
 
 def as_json(value: Any, file: str, read: Callable[[str, Box], np.ndarray]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,12 @@ class Import:
     """A checkpoint on its way to being `Contents`; an opener tells it what each stored thing is.
 
     `shards` has the stored tensors, named `file:item`. The tree is `{state: {parameter: array}}`. A tensor of
-    which the opener says nothing is accounted for as not understood.
+    which the opener says nothing is accounted for as not understood. With `believe`, what is stored twice is not
+    compared: the `master` is the parameter, or the `copy` where there is one of all of it.
     """
 
-    def __init__(self, format: str, path: Path, shards: ArraySource):
-        self.format, self.path, self.shards = format, path, shards
+    def __init__(self, format: str, path: Path, shards: ArraySource, believe: str | None = None):
+        self.format, self.path, self.shards, self.believe = format, path, shards, believe
         self.stored = shards.arrays()
         self.params: dict[TreePath, Consolidated] = {}
         self.extras: dict[str, dict[str, Any]] = {}
@@ -82,7 +83,7 @@ class Import:
         key = twin if isinstance(twin, str) else f"copy {len(self._twins)} of {name}"
         if isinstance(twin, Consolidated):
             self._slices[key] = twin
-        stored = [self._stored(k) for k in ([key] if isinstance(twin, str) else twin.keys)]
+        stored = list(self._stored_keys([key]))
         self._twins.append(_Twin((Key("dict", state), Key("dict", name)), key, ", ".join(dict.fromkeys(stored))))
         for name_in_file in stored:
             self._fates.setdefault(name_in_file, ("skipped", reason))
@@ -114,11 +115,13 @@ class Import:
 
     def contents(self) -> Contents:
         """The checkpoint. Raises LayoutError where shards do not form a parameter."""
+        if self.believe and (self._twins or any(_replicated(param) for param in self.params.values())):
+            self._believe()
         paths = [*self.params, *self._constants]
         names = dict(zip(paths, leaf_names(paths), strict=True))
         shards = WithCuts(self.shards, self._cuts) if self._cuts else self.shards
-        below = self._slice_view(shards) or shards
-        view = ConsolidatedView(below, {names[path]: param for path, param in self.params.items()})
+        slices = self._slice_view(shards)
+        view = ConsolidatedView(slices or shards, {names[path]: param for path, param in self.params.items()})
         arrays = _WithConstants(view, {names[path]: value for path, (value, _) in self._constants.items()})
         infos = arrays.arrays()
 
@@ -141,13 +144,13 @@ class Import:
             if isinstance(self.shards, Joined):
                 yield from self.shards.verify()
             for path, param in self.params.items():
-                if len(param.layout.replicas) < len(param.layout.fragments) and not param.layout.averaged:
-                    yield _label(path), _replicas_differ(view, names[path])
+                if _replicated(param) and not self.believe:
+                    yield _label(path), _replicas_differ(view, names[path], self._stored)
             for twin in self._twins:
-                if isinstance(twin.of, str):
-                    yield twin.of, _differs_from_twin(twin.of, below, twin.of, below, twin)
-                else:
-                    yield _label(twin.of), _differs_from_twin(_label(twin.of), arrays, names[twin.of], below, twin)
+                whole = twin.of if isinstance(twin.of, str) else names[twin.of]
+                label = twin.of if isinstance(twin.of, str) else _label(twin.of)
+                source = (slices or shards) if isinstance(twin.of, str) else view
+                yield label, _differs_from_twin(label, source, whole, slices or shards, twin, self._stored)
 
         return Contents(
             self.format,
@@ -160,6 +163,48 @@ class Import:
             verify=verify,
             where=where,
         )
+
+    def view(self, params: Mapping[str, Consolidated]) -> ConsolidatedView:
+        """Arrays made of what this import has heard of so far: all of slices, or none."""
+        shards = WithCuts(self.shards, self._cuts) if self._cuts else self.shards
+        slices = {key: self._slices[key] for param in params.values() for key in param.keys if key in self._slices}
+        return ConsolidatedView(ConsolidatedView(shards, slices) if slices else shards, params)
+
+    def _believe(self) -> None:
+        """Take the copies for the parameters, if they are believed; compare nothing."""
+        note = f"what is stored twice was not compared: the {self.believe} is believed, as asked"
+        if self.believe == "copy":
+            whole = {twin.of: twin.key for twin in reversed(self._twins) if not twin.at}
+            taken = 0
+            for path, param in self.params.items():
+                keys = [whole.get(key) for key in param.keys]
+                if (key := whole.get(path)) is not None:
+                    self._take(path, Consolidated(Unique().join([self._shape(key)]), [key]))
+                elif all(keys):
+                    self._take(path, Consolidated(param.layout, [key for key in keys if key]))
+                else:
+                    continue
+                taken += 1
+            note += f"; {taken} parameters are their copies, the others have none"
+        self._twins = []
+        self.notes.append(note)
+
+    def _take(self, path: TreePath, copy: Consolidated) -> None:
+        for key in self._stored_keys(self.params[path].keys):
+            self._fates[key] = "skipped", "a master that is not believed: its copy is taken, as asked"
+        self.params[path] = copy
+        for key in self._stored_keys(copy.keys):
+            self._fates[key] = "mapped", f"the copy of {path[-1]}, which is believed, as asked"
+
+    def _stored_keys(self, keys: Iterable[str]) -> Iterator[str]:
+        for key in keys:
+            if key in self._slices:
+                yield from self._stored_keys(self._slices[key].keys)
+            else:
+                yield self._stored(key)
+
+    def _shape(self, key: str) -> tuple[int, ...]:
+        return self._slices[key].layout.shape if key in self._slices else self.stored[key].shape
 
     def _slice_view(self, shards: ArraySource) -> ConsolidatedView | None:
         """The slices, and stored tensors that are whole slices; None where parameters are made of nothing but those."""
@@ -218,23 +263,47 @@ def _label(path: Iterable[Key]) -> str:
     return "/".join(map(str, path))
 
 
-def _replicas_differ(view: ConsolidatedView, name: str) -> str | None:
+def _replicated(param: Consolidated) -> bool:
+    return len(param.layout.replicas) < len(param.layout.fragments) and not param.layout.averaged
+
+
+def _replicas_differ(view: ConsolidatedView, name: str, stored: Callable[[str], str]) -> str | None:
     info = view.arrays()[name]
     for box in row_boxes(info.shape, info.dtype.itemsize, VERIFY_BYTES):
         try:
             view.compare_replicas(name, box)
         except CorruptData as error:
-            return str(error)
+            held = {stored(key): None for key, part in view.where(name) if part.target.intersect(box)}
+            return f"{error} (stored in {', '.join(held)})"
     return None
 
 
-def _differs_from_twin(label: str, view: ArraySource, name: str, shards: ArraySource, twin: _Twin) -> str | None:
+def _differs_from_twin(
+    label: str, view: ArraySource, name: str, shards: ArraySource, twin: _Twin, stored: Callable[[str], str]
+) -> str | None:
+    """The first element of a parameter or slice of `view` that is not the copy's, with where both are stored."""
     info = shards.arrays()[twin.key]
     if view.arrays()[name].shape[len(twin.at) :] != info.shape:
         return f"{label} has shape {view.arrays()[name].shape}, but the copy at {twin.stored} has {info.shape}"
     for box in row_boxes(info.shape, info.dtype.itemsize, VERIFY_BYTES):
         copy = np.asarray(shards.read(twin.key, box))
         whole = Box((*twin.at, *box.start), (*(i + 1 for i in twin.at), *box.stop))
-        if not same_bits(view.read(name, whole).reshape(box.shape).astype(copy.dtype), copy):
-            return f"{label}: the master, rounded to {copy.dtype}, is not the copy at {twin.stored} in {box}"
+        master = view.read(name, whole)
+        with np.errstate(all="ignore"):  # what overflows is not the copy
+            rounded = master.reshape(box.shape).astype(copy.dtype)
+        if not same_bits(rounded, copy):
+            raw = [np.ascontiguousarray(x).reshape(-1, 1).view(np.uint8) for x in (rounded, copy)]
+            first = int(np.argmax((raw[0] != raw[1]).any(axis=1)))
+            at = tuple(map(int, np.unravel_index(first, whole.shape)))
+            index = tuple(a + b for a, b in zip(whole.start, at, strict=True))
+            parts = view.where(name) if isinstance(view, ConsolidatedView) else []
+            held = [key for key, part in parts if part.target.intersect(_element(index))] or [name]
+            return (
+                f"{label}: the master at {', '.join(map(stored, held[:1]))} is {master[at]} in {list(index)}, rounded "
+                f"to {copy.dtype} not what the copy at {twin.stored} has, {copy.reshape(-1)[first]}"
+            )
     return None
+
+
+def _element(index: tuple[int, ...]) -> Box:
+    return Box(index, tuple(i + 1 for i in index))

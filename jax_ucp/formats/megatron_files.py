@@ -123,7 +123,7 @@ def open_ranks(folder: Path) -> tuple[Args, list[Rank]]:
     if not (present := [name for name in found if (folder / name / MODEL_FILE).is_file()]):
         raise FormatError(f"{folder / found[0] / MODEL_FILE} is missing")
     first = _tree(TorchFile(folder / present[0] / MODEL_FILE))
-    args = Args(_args(first, folder / present[0] / MODEL_FILE))
+    args = Args(args_of(first, folder / present[0] / MODEL_FILE))
     p, e = args.degree("pipeline_model_parallel_size"), args.degree("expert_model_parallel_size")
     ranks: list[Rank] = []
     for tp, pp, ep, etp in places(args):
@@ -154,7 +154,7 @@ def _check_together(folder: Path, args: Args, ranks: Sequence[Rank]) -> None:
     world, p = args.get("world_size"), args.degree("pipeline_model_parallel_size")
     etp = max(rank.etp for rank in ranks) + 1
     for rank in ranks:
-        path, own = rank.model.path, _args(rank.tree, rank.model.path)
+        path, own = rank.model.path, args_of(rank.tree, rank.model.path)
         if wrong := [name for name in STRUCTURE if repr(own.get(name)) != repr(args.fields.get(name))]:
             said = ", ".join(f"{n} {own.get(n)} against {args.fields.get(n)}" for n in wrong)
             raise FormatError(f"{path} is of another run than {first.name}: its args have {said}")
@@ -189,7 +189,7 @@ def _tree(file: TorchFile) -> dict[str, Any]:
     return file.tree
 
 
-def _args(tree: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+def args_of(tree: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     args = tree.get("args")
     if not isinstance(args, Record) or args.type != "argparse.Namespace":
         raise FormatError(f"{path} has no args, without which nothing says how the ranks divide the model")

@@ -28,7 +28,7 @@ from jax_ucp.formats.megatron_files import (
     iteration_folder,
     open_ranks,
 )
-from jax_ucp.formats.megatron_optim import Held, Module, find_states
+from jax_ucp.formats.megatron_optim import BUFFERS, Held, Module, beside_tensors, find_states
 from jax_ucp.formats.megatron_walk import EMBEDDING, TIED, layer_of, parts_of
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.torch_file import StoredTensor
@@ -40,8 +40,6 @@ from jax_ucp.storage.consolidated import Consolidated
 from jax_ucp.storage.contents import Contents
 from jax_ucp.storage.cuts import Cut
 from jax_ucp.storage.source import Joined
-
-_BUFFERS = ("mlp.router.expert_bias",)
 
 
 def recognise(path: Path) -> bool:
@@ -69,7 +67,7 @@ class _Reader:
         files = {rank.name: rank.model for rank in ranks}
         files |= {f"{rank.folder.name}/{OPTIM_FILE}": rank.optim for rank in ranks if rank.optim}
         self.files = Joined(files)
-        self.found = Import("megatron", folder, self.files)
+        self.found = Import("megatron", folder, self.files, options.believe)
         self.optimizer = not options.weights_only and any(rank.tree.get("optimizer") is not None for rank in ranks)
         # (state, parameter) -> by tensor-parallel rank, the keys of every copy of that rank's shard.
         self.held: dict[tuple[str, str], dict[int, list[str]]] = {}
@@ -84,7 +82,7 @@ class _Reader:
             modules = [self._modules(rank, c, own[c], first_layers[c, rank.pp]) for c in range(len(own))]
             for module in (m for chunk in modules for m in chunk):
                 self._hold(rank, module, Held("weight", rank.key(module.tensor), module.tensor.shape))
-            owned = [[m for m in chunk if not m.local.endswith(_BUFFERS)] for chunk in modules]
+            owned = [[m for m in chunk if not m.local.endswith(BUFFERS)] for chunk in modules]
             if self.options.weights_only:
                 self._leave_optimizer(rank)
             elif rank.tree.get("optimizer") is not None:
@@ -231,7 +229,7 @@ class _Reader:
         weights = self.held["weight", name]
         states = [state for state, n in self.held if n == name and state != "weight"]
         states.sort(key=lambda state: (state != "param", state == "step"))
-        if name.endswith(_BUFFERS):
+        if name.endswith(BUFFERS):
             self.found.parameter("buffer", name, _consolidated(layout, weights), "a buffer of the model")
             return
         if "param" in states:
@@ -299,7 +297,7 @@ class _Reader:
                 if name == "args" and rank is not self.ranks[0]:
                     self.found.extra(rank.name, name, differing(self.args, value.fields))
                 elif name == "optimizer":
-                    for label, part in _beside_tensors(value) if not self.options.weights_only else ():
+                    for label, part in beside_tensors(value) if not self.options.weights_only else ():
                         self.found.extra(rank.name, label, part)
                 elif not name.startswith("model"):
                     self.found.extra(rank.name, name, value)
@@ -337,17 +335,3 @@ def _copies(held: Mapping[int, Sequence[str]], shards: int) -> list[list[str]]:
     """All shards, as many times as the rank with most copies has some; every copy is in one of them."""
     most = max(len(keys) for keys in held.values())
     return [[held[i][min(j, len(held[i]) - 1)] for i in range(shards)] for j in range(most)]
-
-
-def _beside_tensors(optimizer: Any) -> list[tuple[str, Any]]:
-    """What an optimizer's state has beside masters and moments: hyper-parameters and the loss scaler."""
-    found: list[tuple[str, Any]] = []
-    parts = optimizer if isinstance(optimizer, list) else [optimizer]
-    for i, part in enumerate(parts):
-        at = f"optimizer/{i}" if isinstance(optimizer, list) else "optimizer"
-        inner = part.get("optimizer", part) if isinstance(part, dict) else {}
-        found += [(f"{at}/{name}", value) for name, value in inner.items() if name != "state"]
-        if inner is not part and isinstance(part, dict):
-            skipped = ("optimizer", "fp32_from_fp16_params")
-            found += [(f"{at}/{name}", value) for name, value in part.items() if name not in skipped]
-    return found

@@ -20,6 +20,8 @@ from jax_ucp.formats.megatron_files import OPTIM_FILE, Args, Rank
 from jax_ucp.formats.megatron_walk import EMBEDDING, TIED, Part, buffer_walk, is_expert
 from jax_ucp.formats.torch_file import StoredTensor
 
+# What is no parameter, though the model keeps it beside them.
+BUFFERS = ("mlp.router.expert_bias",)
 _ORDER = "the order of parameters is not the one we know, or the file belongs to another run"
 
 
@@ -195,7 +197,8 @@ def _buffer(
     tied = p > 1 and not args.get("untie_embeddings_and_output_weights", False)
     shared = [tied and m.local in (EMBEDDING, TIED) for m in modules]
     dp = args.degree("data_parallel_size") * args.degree("context_parallel_size")
-    limit = _bucket_size(args, dp, chunks) if rank.pp == 0 and c == 0 and args.get("overlap_grad_reduce") else None
+    numel = sum(math.prod(m.tensor.shape) for chunk in chunks for m in chunk)
+    limit = bucket_size(args, dp, numel) if rank.pp == 0 and c == 0 and args.get("overlap_grad_reduce") else None
     starts, buckets = buffer_walk([math.prod(m.tensor.shape) for m in modules], shared, dp, limit)
     length = sum(buckets)
     states = {name: value for name, value in buffer.items() if isinstance(value, StoredTensor)}
@@ -213,10 +216,24 @@ def _buffer(
             yield module, Held(state, rank.key(tensor, OPTIM_FILE), module.tensor.shape, start, flat=True)
 
 
-def _bucket_size(args: Args, dp: int, chunks: Sequence[Sequence[Module]]) -> int:
-    """Elements after which a bucket is closed, on the first pipeline stage."""
+def bucket_size(args: Args, dp: int, numel: int) -> int:
+    """Elements after which a bucket is closed, on the first pipeline stage; `numel` are those of all its parameters."""
     if said := args.get("ddp_bucket_size"):
         return int(said)
     if buckets := args.get("ddp_num_buckets"):
-        return sum(math.prod(m.tensor.shape) for chunk in chunks for m in chunk) // int(buckets)
+        return numel // int(buckets)
     return max(40_000_000, 1_000_000 * dp)
+
+
+def beside_tensors(optimizer: Any) -> list[tuple[str, Any]]:
+    """What an optimizer's state has beside masters and moments: hyper-parameters and the loss scaler."""
+    found: list[tuple[str, Any]] = []
+    parts = optimizer if isinstance(optimizer, list) else [optimizer]
+    for i, part in enumerate(parts):
+        at = f"optimizer/{i}" if isinstance(optimizer, list) else "optimizer"
+        inner = part.get("optimizer", part) if isinstance(part, dict) else {}
+        found += [(f"{at}/{name}", value) for name, value in inner.items() if name != "state"]
+        if inner is not part and isinstance(part, dict):
+            skipped = ("optimizer", "fp32_from_fp16_params")
+            found += [(f"{at}/{name}", value) for name, value in part.items() if name not in skipped]
+    return found

@@ -6,6 +6,8 @@ Facts: `megatron/core/distributed/param_and_grad_buffer.py` (buffers), `distribu
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -40,6 +42,18 @@ def layer_of(local: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def local_norm(inner: str) -> str:
+    """The name of a layer's tensor in the local spec, which has norms of their own.
+
+    >>> local_norm("mlp.linear_fc1.layer_norm_bias")
+    'pre_mlp_layernorm.bias'
+    """
+    for fused, norm in _FUSED_NORMS.items():
+        if inner.startswith(fused):
+            return norm + inner.removeprefix(fused)
+    return inner
+
+
 def is_expert(local: str) -> bool:
     return ".experts." in local
 
@@ -59,10 +73,7 @@ def parts_of(local: str, shape: tuple[int, ...], first_layer: int, experts: rang
     match = _LAYER.fullmatch(local)
     if match is None:
         return [Part(local, 0, shape)]
-    prefix, inner = f"decoder.layers.{first_layer + int(match[1])}.", match[2]
-    for fused, norm in _FUSED_NORMS.items():
-        if inner.startswith(fused):
-            inner = norm + inner.removeprefix(fused)
+    prefix, inner = f"decoder.layers.{first_layer + int(match[1])}.", local_norm(match[2])
     if expert := _LOCAL_EXPERT.fullmatch(inner):
         if int(expert[1]) >= len(experts):
             raise FormatError(f"{local}: the rank should have {len(experts)} experts")
@@ -115,6 +126,20 @@ def buffer_walk(
     if not empty:
         close(start)
     return offsets, buckets
+
+
+def tails_before(offsets: Sequence[int], buckets: Sequence[int], multiple: int) -> list[int]:
+    """For tensors at `offsets` of a coalesced buffer: the padding that followed the buckets before theirs, in elements.
+
+    In memory every bucket is padded to a `multiple`; a coalesced buffer leaves that out. A writer that takes one
+    for the other moves a tensor by this many elements.
+
+    >>> tails_before([0, 100], [100, 32], multiple=128)
+    [0, 28]
+    """
+    ends = list(itertools.accumulate(buckets))
+    padding = [0, *itertools.accumulate(_round_up(n, multiple) - n for n in buckets)]
+    return [padding[bisect.bisect_right(ends, offset)] for offset in offsets]
 
 
 def _round_up(n: int, multiple: int) -> int:

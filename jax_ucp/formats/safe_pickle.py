@@ -13,17 +13,21 @@ from __future__ import annotations
 
 import pickletools
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from mmap import mmap
 from typing import Any, TypeVar
 
 from jax_ucp.errors import FormatError, UnsafePickle
 
 T = TypeVar("T")
 
-# The largest file of our cases has 8,270 opcodes; a tensor takes about 30.
-MAX_OPCODES = 5_000_000
-MAX_NODES = 5_000_000
+# What objects may take in memory, roughly counted: this, and so much for each byte of the file. Of our cases none
+# takes more than 33 bytes for one of the file; an opcode that makes an empty set takes 224.
+FREE_BYTES = 32 << 20
+BYTES_PER_BYTE = 96
+# How many nodes a walk may meet, shared ones every time: these, and one for each two bytes of the file.
+FREE_NODES = 100_000
 MAX_DEPTH = 100
 MAX_MARKS = 1_000
 MAX_INT_BITS = 8_192  # Python refuses to print integers of more than 4,300 digits
@@ -60,6 +64,14 @@ _VALUES = frozenset(
         "BYTEARRAY8",
     ]
 )
+# What an opcode adds to memory, by CPython's sizes, besides the bytes of its argument; the others add a pointer.
+_COSTS = {
+    **dict.fromkeys(_VALUES | {"LONG1", "LONG4"}, 48),
+    **{"EMPTY_LIST": 64, "EMPTY_DICT": 72, "EMPTY_SET": 224, "FROZENSET": 224, "BINPERSID": 192},
+    **dict.fromkeys(("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"), 64),
+    **dict.fromkeys(("MEMOIZE", "BINPUT", "LONG_BINPUT", "SETITEM"), 96),
+    **dict.fromkeys(("REDUCE", "NEWOBJ", "BUILD"), 192),
+}
 _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _EMPTY: dict[str, type] = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_SET": set}
@@ -93,7 +105,7 @@ class Node:
 
     __slots__ = ()
 
-    def children(self) -> list[tuple[str, object]]:
+    def children(self) -> Iterable[tuple[str, object]]:
         raise NotImplementedError
 
 
@@ -133,24 +145,50 @@ def table(*names: Name) -> dict[str, Name]:
     return {name.name: name for name in names}
 
 
-def load(data: bytes, names: Mapping[str, object], persistent: Callable[[object], object] | None = None) -> object:
+def load(
+    data: bytes,
+    names: Mapping[str, object],
+    persistent: Callable[[object], object] | None = None,
+    stored_bytes: int | None = None,
+) -> object:
     """The object of a pickle that is the whole of `data`, made only by the constructors in `names`.
 
     `names` maps a dotted name to what it stands for; only a Constructor among them can be called.
     `persistent` maps a persistent id to the object it stands for; without it persistent ids are refused.
+    `stored_bytes` is what the file spends on the pickle, if it is less than the pickle (deflated).
     Raises UnsafePickle for what a checkpoint never needs, FormatError for what is no pickle.
     """
-    machine = _Machine(names, persistent)
-    for count, (opcode, argument, at) in enumerate(_opcodes(data)):
-        if count >= MAX_OPCODES:
-            raise UnsafePickle(f"the pickle has more than {MAX_OPCODES} opcodes")
-        if opcode == "STOP" and at != len(data):
-            raise FormatError(f"{len(data) - at} bytes follow the end of the pickle")
+    found, end = load_first(data, 0, len(data), names, persistent, stored_bytes)
+    if end != len(data):
+        raise FormatError(f"{len(data) - end} bytes follow the end of the pickle")
+    return found
+
+
+def load_first(
+    data: bytes | mmap,
+    start: int,
+    stop: int,
+    names: Mapping[str, object],
+    persistent: Callable[[object], object] | None = None,
+    stored_bytes: int | None = None,
+) -> tuple[object, int]:
+    """The object of the pickle that begins at byte `start` of `data`, as `load`, and the byte after it.
+
+    Nothing from `stop` on is looked at.
+    """
+    machine, end = _Machine(names, persistent), start
+    most = stop - start if stored_bytes is None else stored_bytes
+    cost = 0
+    for opcode, argument, at in _opcodes(data, start, stop):
+        cost += _COSTS.get(opcode, 8)
+        if cost > FREE_BYTES + BYTES_PER_BYTE * min(at - start, most):
+            raise UnsafePickle(f"the objects in the pickle take too much memory for its first {at - start} bytes")
         machine.step(opcode, argument)
+        end = at
     if len(machine.stack) != 1 or machine.marks:
         raise FormatError("the pickle ends with an unfinished object")
-    _check_bounds(machine.stack[0])
-    return machine.stack[0]
+    _check_bounds(machine.stack[0], FREE_NODES + min(end - start, most) // 2)
+    return machine.stack[0], end
 
 
 def walk(tree: object, labels: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
@@ -160,13 +198,14 @@ def walk(tree: object, labels: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
         yield from walk(child, (*labels, label))
 
 
-def children(node: object) -> list[tuple[str, object]]:
+def children(node: object) -> Iterator[tuple[str, object]]:
     """What a node holds, with a label for each: a dict's keys, a sequence's positions."""
     if isinstance(node, dict):
-        return [(_label(key), value) for key, value in node.items()]
-    if isinstance(node, list | tuple | set | frozenset):
-        return [(str(i), value) for i, value in enumerate(node)]
-    return node.children() if isinstance(node, Node) else []
+        yield from ((_label(key), value) for key, value in node.items())
+    elif isinstance(node, list | tuple | set | frozenset):
+        yield from ((str(i), value) for i, value in enumerate(node))
+    elif isinstance(node, Node):
+        yield from node.children()
 
 
 def _label(key: object) -> str:
@@ -174,16 +213,15 @@ def _label(key: object) -> str:
     return text if len(text) <= MAX_LABEL else text[: MAX_LABEL - 3] + "..."
 
 
-def _opcodes(data: bytes) -> Iterator[tuple[str, object, int]]:
+def _opcodes(data: bytes | mmap, at: int, stop: int) -> Iterator[tuple[str, object, int]]:
     """Each opcode's name, its argument, and the byte after it; the last one is STOP.
 
     `pickletools.genops` would do, but interprets escapes in names, with warnings where they are invalid.
     """
-    at = 0
 
     def take(count: int) -> bytes:
         nonlocal at
-        if not 0 <= count <= len(data) - at:
+        if not 0 <= count <= stop - at:
             raise FormatError(f"not a pickle, or a damaged one: it ends inside what starts before byte {at}")
         at += count
         return data[at - count : at]
@@ -198,7 +236,7 @@ def _opcodes(data: bytes) -> Iterator[tuple[str, object, int]]:
             (length,) = _LENGTHS[opcode].unpack(take(_LENGTHS[opcode].size))
             argument = _value(opcode, take(length))
         elif opcode == "GLOBAL":
-            lines = [take(data.find(b"\n", at) + 1 - at)[:-1] for _ in range(2)]
+            lines = [take(data.find(b"\n", at, stop) + 1 - at)[:-1] for _ in range(2)]
             argument = _value("BINUNICODE", b" ".join(lines))
         yield opcode, argument, at
 
@@ -364,28 +402,46 @@ def check_key(key: T) -> T:
     raise UnsafePickle(f"a dict key or set element of {MAX_KEY_NODES} or more parts in the pickle")
 
 
-def _check_bounds(tree: object) -> None:
+@dataclass(slots=True)
+class _Inside:
+    """A container on the way down, what of it is still to be looked at, and the size of the rest."""
+
+    node: object
+    left: Iterator[tuple[str, object]]
+    nodes: int = 1
+    depth: int = 0
+
+
+def _check_bounds(tree: object, max_nodes: int) -> None:
     """Refuse a tree that a recursive walk would not leave: cyclic, too deep, or shared exponentially.
 
-    Shared nodes count as often as a walk meets them, yet are looked at once: children before parents.
+    Shared nodes count as often as a walk meets them, yet are looked at once: a number is kept for each container.
     """
-    known: dict[int, tuple[int, int] | None] = {}  # id -> nodes below and depth; None while inside the node
-    todo = [(tree, False)]
-    while todo:
-        node, leaving = todo.pop()
-        if not leaving and id(node) in known:
-            if known[id(node)] is None:
-                raise UnsafePickle(f"a {type(node).__name__} in the pickle contains itself")
-            continue
-        below = [child for _, child in children(node)]
-        if not leaving:
-            if below:
-                known[id(node)] = None
-                todo.append((node, True))
-                todo.extend((child, False) for child in below)
-            continue
-        sizes = [known.get(id(child)) or (1, 0) for child in below]
-        nodes, depth = 1 + sum(n for n, _ in sizes), 1 + max(d for _, d in sizes)
-        if nodes > MAX_NODES or depth > MAX_DEPTH:
-            raise UnsafePickle(f"objects nested {depth} deep, or {nodes} counting shared ones, in the pickle")
-        known[id(node)] = nodes, depth
+    known: dict[int, int] = {id(tree): 0}  # id -> nodes << 8 | depth; 0 while inside
+    path = [_Inside(tree, children(tree))]
+    while True:
+        here = path[-1]
+        if (found := next(here.left, None)) is not None:
+            child = found[1]
+            size = known.get(id(child)) if isinstance(child, _CONTAINERS) else _LEAF
+            if size is None:
+                known[id(child)] = 0
+                path.append(_Inside(child, children(child)))
+                continue
+            if size == 0:
+                raise UnsafePickle(f"a {type(child).__name__} in the pickle contains itself")
+        else:
+            size = known[id(here.node)] = here.nodes << 8 | here.depth
+            path.pop()
+            if not path:
+                return
+            here = path[-1]
+        here.nodes, here.depth = here.nodes + (size >> 8), max(here.depth, 1 + (size & 0xFF))
+        if here.nodes > max_nodes or max(here.depth, len(path)) > MAX_DEPTH:
+            raise UnsafePickle(
+                f"objects nested {max(here.depth, len(path))} deep, or {here.nodes} counting shared ones, in the pickle"
+            )
+
+
+_CONTAINERS = (dict, list, tuple, set, frozenset, Node)
+_LEAF = 1 << 8

@@ -1,4 +1,4 @@
-"""safetensors: one file, a folder with an index, or a folder of files without one.
+"""safetensors: one file, a folder with an index, or a folder of files without one; whole tensors, or parts of them.
 
 Facts: the format's README and `Metadata::validate` (`safetensors/src/tensor.rs`) of safetensors 0.8. The header is read
 here, because the package reads no fp8 through numpy.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,20 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.errors import CorruptData, FormatError, LayoutError
 from jax_ucp.formats.importing import Import
 from jax_ucp.formats.options import Options
+from jax_ucp.formats.safetensors_parts import MARK, WHOLE_FILE, boxes, joined, unproved
+from jax_ucp.formats.weight_files import keep_config, keep_index, read_index, skip_others
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.patterns import Unique
-from jax_ucp.storage.consolidated import Consolidated
 from jax_ucp.storage.contents import Contents
 from jax_ucp.storage.source import ArrayInfo, Joined
 
 SUFFIX = ".safetensors"
 INDEX = "model.safetensors.index.json"
+# Where torch DCP leaves the ranks' parts of what it consolidated (`torch/distributed/checkpoint/_hf_utils.py`).
+SHARDED = "sharded"
+_SHARDED_REASON = "parts of the same tensors, as each rank wrote them; it opens by itself"
 MAX_HEADER_BYTES = 100_000_000
 
 _DTYPES: dict[str, type] = {
@@ -36,9 +40,6 @@ _DTYPES: dict[str, type] = {
     **{"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2, "F8_E8M0": ml_dtypes.float8_e8m0fnu},
     **{"F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz, "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz},
 }
-
-# In a header's `__metadata__`: PyTorch DCP wrote parts of tensors, not tensors.
-_DCP_MARK = "DCP_SHARDING_INFO"
 
 
 def recognise(path: Path) -> bool:
@@ -50,27 +51,39 @@ def recognise(path: Path) -> bool:
 def open_safetensors(path: Path, options: Options) -> Contents:
     """The weights in a file, or in the files of a folder or an index; all of them are under `param`.
 
-    Raises FormatError, naming the file, where a header breaks a rule of the format, or index and files disagree.
+    Raises FormatError, naming the file, where a header breaks a rule of the format, or index and files disagree, and
+    LayoutError where parts of a tensor overlap or leave a hole.
     """
     index, names = _files(path)
     folder = path if path.is_dir() else path.parent
     files = {name: SafetensorsFile(folder / name) for name in names}
     found = Import("safetensors", path, Joined(files))
+    parts: dict[str, list[tuple[str, Box]]] = defaultdict(list)
     for name, file in files.items():
-        if _DCP_MARK in file.metadata:
-            raise FormatError(f"{file.path} holds parts of tensors (torch DCP); such checkpoints are not read yet")
-        for key, info in file.arrays().items():
-            one = Consolidated(Unique().join([info.shape]), [f"{name}:{key}"])
-            found.parameter("param", key, one, f"the parameter {key}")
+        if path.is_file() and index is None and MARK in file.metadata and not WHOLE_FILE.fullmatch(name):
+            raise FormatError(f"{path} holds one rank's parts of tensors (torch DCP): open its folder")
+        for key, box in boxes(file.path, file.metadata, file.arrays()).items():
+            parts[key].append((f"{name}:{key}", box))
         for key, value in file.metadata.items():
-            found.extra(name, key, value)
+            if key == MARK:
+                found.skip(f"{name}:{key}", "metadata", "says which part is where; its content is in the tree's shapes")
+            else:
+                found.extra(name, key, value)
+    for key, where in parts.items():
+        reason = f"the parameter {key}" + (f", one of {len(where)} parts" if len(where) > 1 else "")
+        found.parameter("param", key, joined(key, where), reason)
     if index is not None:
-        _check_index(path, index, files)
-        for key, value in (index.get("metadata") or {}).items():
-            found.extra(INDEX, key, value)
-    if (folder / "config.json").is_file():
-        found.extra("config.json", "config", _json(folder / "config.json"))
-    return found.contents()
+        there = [(name, key) for name, file in files.items() for key in file.arrays()]
+        keep_index(found, path / INDEX if path.is_dir() else path, index, there)
+    keep_config(found, folder)
+    if path.is_dir():
+        skip_others(found, {*files, INDEX}, SUFFIX, {SHARDED: _SHARDED_REASON})
+    if note := unproved(files):
+        found.notes.append(note)
+    try:
+        return found.contents()
+    except LayoutError as error:
+        raise LayoutError(f"{path}: {error}") from None
 
 
 class SafetensorsFile:
@@ -112,37 +125,12 @@ class SafetensorsFile:
         return array if array.flags.aligned else array.copy()
 
 
-def _files(path: Path) -> tuple[dict[str, Any] | None, list[str]]:
+def _files(path: Path) -> tuple[Mapping[str, Any] | None, list[str]]:
     """The index, if there is one, and the names of the files."""
     index_path = path / INDEX if path.is_dir() else path
     if path.is_dir() and not index_path.is_file():
         return None, sorted(file.name for file in path.glob(f"*{SUFFIX}"))
-    if index_path.name.endswith(SUFFIX):
-        return None, [index_path.name]
-    index = _json(index_path)
-    weights = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights.values()):
-        raise FormatError(f"{index_path} has no weight_map of names to files")
-    names = sorted(set(weights.values()))
-    for name in names:
-        if Path(name).name != name or not (index_path.parent / name).is_file():
-            raise FormatError(f"{index_path} names the file {name!r}, which is not beside it")
-    return index, names
-
-
-def _check_index(path: Path, index: Mapping[str, Any], files: Mapping[str, SafetensorsFile]) -> None:
-    said = {(name, key) for key, name in index["weight_map"].items()}
-    there = {(name, key) for name, file in files.items() for key in file.arrays()}
-    for name, key in sorted(said ^ there):
-        where = "in the index, but not in the file" if (name, key) in said else "in the file, but not so in the index"
-        raise FormatError(f"{path}: {key} of {name} is {where}; the files are not of one checkpoint")
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is not JSON: {error}") from None
+    return (None, [index_path.name]) if index_path.name.endswith(SUFFIX) else read_index(index_path)
 
 
 def _header(path: Path, data: bytes) -> dict[str, Any]:
@@ -170,7 +158,8 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[ArrayInfo, int, int]:
             raise FormatError(f"{path}: {name} should have dtype, shape and data_offsets, but has {entry!r:.80}")
     if dtype not in _DTYPES:
         raise FormatError(f"{path}: {name} has dtype {dtype}, which numpy and ml_dtypes do not have byte by byte")
-    if not all(type(n) is int and n >= 0 for n in shape):
+    # numpy makes no array without elements whose other axes are beyond any array.
+    if not all(type(n) is int and 0 <= n < 1 << 40 for n in shape) or math.prod(n or 1 for n in shape) > 1 << 58:
         raise FormatError(f"{path}: {name} has shape {shape!r:.80}")
     info = ArrayInfo(tuple(shape), np.dtype(_DTYPES[dtype]))
     if end - begin != math.prod(shape) * info.dtype.itemsize or begin < 0:

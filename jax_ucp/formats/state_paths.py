@@ -1,14 +1,16 @@
 """Which tensor of a trainer's nested state dict is a weight, and which is an optimizer's state of which weight.
 
-A path is the keys that lead to a tensor. The rules, in order:
+A path is the keys that lead to something stored. The rules, in order:
 
-1. A tensor claims to be a state if its path has the key `state`, then a name, then the state's name:
-   `optimizer, state, layers.0.weight, exp_avg`. The same may be one flattened key,
-   `optimizer, state.layers.0.weight.exp_avg`, where the longest name that is a parameter's counts.
-2. The model is the dict in which the names of the states are found. Of several (a second copy of the weights, such
-   as an average) it is the one whose key is a usual word for a model: `model`, `module`, `state_dict`, ...
-3. Without states it is the one dict with such a key; else the outermost dict, if tensors lie in it; else the one
-   dict in which all tensors lie.
+1. An optimizer is a dict with the keys `state` and `param_groups`, as `torch.optim.Optimizer.state_dict` makes it.
+   A state of it lies at `state`, a parameter's name, the state's name. Or that is one flattened key,
+   `state.layers.0.weight.exp_avg` (`flatten_optimizer_state_dict` of `torch.distributed.checkpoint.state_dict`),
+   where the longest name that is a parameter's counts. A number is no name: it is a place in the optimizer's list of
+   parameters, which is nowhere stored.
+2. The model is the dict outside the optimizers in which most of their states find a parameter's name. Of several (a
+   second copy of the weights, such as an average) it is the one under a usual word for a model: `model`, `module`, ...
+3. Where no state names a parameter, it is the one dict under such a word; else the outermost dict, if tensors lie in
+   it; else the one dict in which all tensors lie.
 4. Every tensor in the model is a weight (`param`), under its path from there, joined by dots. Of the outermost
    dict only the tensors that lie in it directly are.
 5. The states of one optimizer are mapped if every one of them names a parameter. Everything else is `other`, under
@@ -17,124 +19,137 @@ A path is the keys that lead to a tensor. The rules, in order:
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 Steps = tuple[str | int, ...]
 
 MODEL_WORDS = ("model", "module", "state_dict", "model_state_dict", "model_state")
-_FLAT_STATE = re.compile(r"(?:^|.*?\.)state\.")
 
 
 @dataclass
 class Places:
-    """Where each tensor goes: `at[name]` is (state, parameter). `notes` say what could not be decided."""
+    """Where each tensor goes: `at[name]` is (state, parameter). `notes` say what could not be decided.
+
+    `in_optimizers` are the tensors that lie in an optimizer's dict, mapped or not.
+    """
 
     at: dict[str, tuple[str, str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    in_optimizers: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
-class _Claim:
-    """A tensor that is a state if one of `splits` begins with a parameter's name: (parameter, state)."""
+class _State:
+    """A state of an optimizer. What it says of itself can be read as any of `readings`: (parameter, state)."""
 
     optimizer: Steps
-    splits: tuple[tuple[str, str], ...]
+    readings: tuple[tuple[str, str], ...]
 
 
-def places(paths: Mapping[str, Steps]) -> Places:
-    """The place of each tensor by the path that leads to it.
+def places(tensors: Mapping[str, Steps], objects: Iterable[Steps] = ()) -> Places:
+    """The place of each tensor by the path that leads to it; `objects` are the paths of what is no tensor.
 
     >>> tensors = {"model.w": ("model", "w"), "optim.state.w.step": ("optim", "state", "w", "step"), "lr": ("lr",)}
-    >>> places(tensors).at
+    >>> places(tensors, [("optim", "param_groups", 0, "lr")]).at
     {'model.w': ('param', 'w'), 'optim.state.w.step': ('step', 'w'), 'lr': ('other', 'lr')}
     """
     found = Places()
-    claims = {name: claim for name, path in paths.items() if (claim := _claim(path))}
-    inside = _by_dict(path for name, path in paths.items() if name not in claims or "state" not in path)
-    root = _root(paths, claims, inside, found.notes)
-    if root:  # what lies in the model is a weight, whatever its name
-        claims = {name: claim for name, claim in claims.items() if paths[name][: len(root)] != root}
-    states = _states(claims, inside.get(root, set()) if root is not None else set(), found.notes)
-    for name, path in paths.items():
-        if name in states:
-            found.at[name] = states[name]
-        elif name not in claims and root is not None and path[: len(root)] == root and (root or len(path) == 1):
-            found.at[name] = "param", _joined(path[len(root) :])
-        else:
-            found.at[name] = "other", name
-    if root is None and paths and not found.notes:
+    optimizers = _optimizers([*tensors.values(), *objects])
+    states: dict[str, _State] = {}
+    outside: dict[str, Steps] = {}
+    for name, path in tensors.items():
+        optimizer = next((path[:i] for i in range(len(path)) if path[:i] in optimizers), None)
+        if optimizer is None:
+            outside[name] = path
+            continue
+        found.in_optimizers.add(name)
+        if _head(path[len(optimizer)]) == "state":
+            states[name] = _State(optimizer, _readings(path[len(optimizer) :]))
+    model = _model(outside.values(), states.values(), found.notes)
+    weights: dict[str, str] = {}
+    for name, path in outside.items():
+        if model is not None and (relative := _relative(path, model)) is not None:
+            weights[name] = _joined(relative)
+    placed = _placed(states, set(weights.values()), found.notes)
+    for name in tensors:
+        found.at[name] = placed.get(name) or (("param", weights[name]) if name in weights else ("other", name))
+    if outside and not weights and not found.notes:
         found.notes.append("nothing says which tensors are the model's weights; all are kept under `other`")
     return found
 
 
-def _claim(path: Steps) -> _Claim | None:
-    for i, step in enumerate(path):
-        if step == "state" and len(path) - i >= 3:
-            return _Claim(path[:i], ((str(path[i + 1]), _joined(path[i + 2 :])),))
-        if isinstance(step, str) and (flat := _FLAT_STATE.match(step)):
-            rest = _joined((step[flat.end() :], *path[i + 1 :]))
-            dots = [at for at, letter in enumerate(rest) if letter == "."]
-            splits = tuple((rest[:at], rest[at + 1 :]) for at in reversed(dots))
-            return _Claim((*path[:i], step[: flat.end()]), splits) if splits else None
-    return None
-
-
-def _by_dict(paths: Iterable[Steps]) -> dict[Steps, set[str]]:
-    """For each dict that holds tensors, at any depth below it, their names in it."""
-    names: dict[Steps, set[str]] = defaultdict(set)
+def _optimizers(paths: Iterable[Steps]) -> set[Steps]:
+    keys: dict[Steps, set[str]] = defaultdict(set)
     for path in paths:
-        for depth in range(len(path)):
-            if depth or len(path) == 1:
-                names[path[:depth]].add(_joined(path[depth:]))
-    return names
+        for i, step in enumerate(path):
+            keys[path[:i]].add(_head(step))
+    return {path for path, found in keys.items() if {"state", "param_groups"} <= found}
 
 
-def _root(
-    paths: Mapping[str, Steps], claims: Mapping[str, _Claim], inside: Mapping[Steps, set[str]], notes: list[str]
-) -> Steps | None:
-    """Where the model is, if that can be said."""
-    by_name: dict[str, list[Steps]] = defaultdict(list)
-    for root, names in inside.items():
-        for name in names:
-            by_name[name].append(root)
+def _head(step: str | int) -> str:
+    return str(step).partition(".")[0]
+
+
+def _readings(path: Steps) -> tuple[tuple[str, str], ...]:
+    """`path` begins at `state`. Of one flattened key every dot may be the end of the parameter's name."""
+    if path[0] == "state":
+        found = [(str(path[1]), _joined(path[2:]))] if len(path) > 2 else []
+    else:
+        flat = _joined(path).removeprefix("state.")
+        found = [(flat[:at], flat[at + 1 :]) for at in range(len(flat) - 1, -1, -1) if flat[at] == "."]
+    return tuple(reading for reading in found if not reading[0].isdigit())
+
+
+def _relative(path: Steps, root: Steps) -> Steps | None:
+    """The path from the dict `root`, if it lies there; in the outermost dict only what lies in it directly does."""
+    inside = path[: len(root)] == root if root else len(path) == 1 and isinstance(path[0], str)
+    return path[len(root) :] if inside else None
+
+
+def _model(paths: Collection[Steps], states: Iterable[_State], notes: list[str]) -> Steps | None:
+    """The path of the dict that is the model, if that can be said; `paths` are those of tensors in no optimizer."""
+    by_name: dict[str, set[Steps]] = defaultdict(set)  # the dicts in which, at any depth, there is a name
+    for path in paths:
+        for root in (path[:depth] for depth in range(len(path))):
+            if (relative := _relative(path, root)) is not None:
+                by_name[_joined(relative)].add(root)
+    inside = {root for roots in by_name.values() for root in roots}
     hits: Counter[Steps] = Counter()
-    for claim in claims.values():
-        hits.update({root for param, _ in claim.splits for root in by_name.get(param, ())})
-    most = max(hits.values(), default=0)
-    roots = [root for root, count in hits.items() if count == most]
+    for state in states:
+        hits.update({root for param, _ in state.readings for root in by_name.get(param, ())})
+    roots = [root for root, count in hits.items() if count == max(hits.values())]
+    if len(roots) > 1:
+        roots = [root for root in roots if _worded(root)] or roots
     if not roots:
         roots = [root for root in inside if root and root[-1] in MODEL_WORDS and not _worded(root[:-1])]
     if not roots and () in inside:
-        return ()
-    if not roots:
-        dicts = {path[:-1] for path in paths.values()}
-        return dicts.pop() if len(dicts) == 1 else None
-    worded = roots if len(roots) == 1 else [root for root in roots if _worded(root)]
-    if len(worded) == 1:
-        return worded[0]
-    choice = ", ".join(sorted(_joined(root) or "the outermost dict" for root in roots))
-    notes.append(f"several dicts could be the model, so all tensors are kept under `other`: {choice}")
-    return None
+        roots = [()]
+    if not roots and all(isinstance(path[-1], str) for path in paths):
+        dicts = {path[:-1] for path in paths}
+        roots = [*dicts] if len(dicts) == 1 else []
+    if len(roots) > 1:
+        choice = ", ".join(sorted(_joined(root) or "the outermost dict" for root in roots))
+        notes.append(f"several dicts could be the model, so all tensors are kept under `other`: {choice}")
+    return roots[0] if len(roots) == 1 else None
 
 
 def _worded(root: Steps) -> bool:
     return any(step in MODEL_WORDS for step in root)
 
 
-def _states(claims: Mapping[str, _Claim], params: set[str], notes: list[str]) -> dict[str, tuple[str, str]]:
-    """The tensors that are states, by name: (state, parameter)."""
+def _placed(states: Mapping[str, _State], params: set[str], notes: list[str]) -> dict[str, tuple[str, str]]:
+    """The states of optimizers whose every state names a parameter, by name: (state, parameter)."""
     found: dict[str, tuple[str, str]] = {}
     optimizers: dict[Steps, list[str]] = defaultdict(list)
     owners: dict[tuple[str, str], set[Steps]] = defaultdict(set)
-    for name, claim in claims.items():
-        optimizers[claim.optimizer].append(name)
-        hit = next(((state, param) for param, state in claim.splits if param in params), None)
-        if hit is not None:
-            found[name] = hit
-            owners[hit].add(claim.optimizer)
+    for name, one in states.items():
+        optimizers[one.optimizer].append(name)
+        place = next(((state, param) for param, state in one.readings if param in params), None)
+        if place is not None:
+            found[name] = place
+            owners[place].add(one.optimizer)
     shared = {optimizer for several in owners.values() if len(several) > 1 for optimizer in several}
     for optimizer, names in optimizers.items():
         missing = [name for name in names if name not in found]
@@ -142,7 +157,9 @@ def _states(claims: Mapping[str, _Claim], params: set[str], notes: list[str]) ->
             why = "another optimizer has states of the same parameters"
             if missing:
                 why = f"{len(missing)} name no parameter of the model, the first {missing[0]}"
-            where = _joined(optimizer).rstrip(".") or "the outermost dict"
+                if not any(states[name].readings for name in missing):
+                    why = "they go by numbers, and nothing stored says which parameter has which number"
+            where = _joined(optimizer) or "the outermost dict"
             notes.append(f"{len(names)} optimizer states in {where} are kept under `other`: {why}")
             for name in names:
                 found.pop(name, None)

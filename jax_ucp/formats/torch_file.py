@@ -1,9 +1,10 @@
-"""Files of torch.save (torch 1.6 and later), read lazily, without torch and without running what they pickle.
+"""Files of torch.save, read lazily, without torch and without running what they pickle.
 
-A file is a zip with one root folder: `data.pkl`, the pickled object with a persistent id for each storage, and
-`data/<key>`, the bytes of each storage, stored as they are (`torch/serialization.py`, `_save`). Opening parses the
-zip directory and `data.pkl`; arrays are views of the memory-mapped file, so bytes are read when they are looked at.
-The CRC that the zip directory has of each storage is therefore not compared by `read`, but by `verify`.
+Since torch 1.6 a file is a zip with one root folder: `data.pkl`, the pickled object with a persistent id for each
+storage, and `data/<key>`, the bytes of each storage, stored as they are (`torch/serialization.py`, `_save`). Opening
+parses the zip directory and `data.pkl`; arrays are views of the memory-mapped file, so bytes are read when they are
+looked at. The CRC that the zip directory has of each storage is therefore not compared by `read`, but by `verify`.
+`torch_legacy` has the format before, which has no CRC.
 """
 
 from __future__ import annotations
@@ -19,22 +20,35 @@ from pathlib import Path
 import numpy as np
 
 from jax_ucp.errors import CorruptData, FormatError
-from jax_ucp.formats import safe_pickle
+from jax_ucp.formats import safe_pickle, torch_legacy
 from jax_ucp.formats.safe_pickle import Record
 from jax_ucp.formats.torch_names import NAMES, Refused, Storage, StorageClass, StoredTensor
 from jax_ucp.formats.zip_members import Member, member_bytes, zip_members
 from jax_ucp.layout.box import Box
 from jax_ucp.storage.source import ArrayInfo
 
-__all__ = ["Record", "StoredTensor", "TorchFile"]
+__all__ = ["Record", "StoredTensor", "TorchFile", "is_torch_file"]
 
 MAX_PICKLE_BYTES = 1 << 28
+MAX_INFLATED_PICKLE_BYTES = 1 << 25  # torch never deflates; another tool may have rewritten the file
 MAX_PATH = 1024
+# How files of torch.save are named as a rule; a name alone makes none.
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 RELEASED_BYTES = 1 << 20
 VERIFY_BYTES = 16 << 20
 
-# A torch pickle of protocol 2 that begins with torch's magic number (`torch/serialization.py`, MAGIC_NUMBER).
-_LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+
+def is_torch_file(path: Path) -> bool:
+    """Whether it is a file of torch.save by its content, or is named as one and begins as one, and is damaged."""
+    with path.open("rb") as file:
+        head = file.read(torch_legacy.HEAD_BYTES)
+        if torch_legacy.is_legacy(head) or head[:4] != b"PK\3\4":
+            return torch_legacy.is_legacy(head)
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping, memoryview(mapping) as data:
+            try:
+                return any(name.endswith("/data.pkl") for name in zip_members(data))
+            except FormatError:
+                return path.suffix in SUFFIXES
 
 
 class TorchFile:
@@ -58,9 +72,14 @@ class TorchFile:
         self._stat: os.stat_result | None = None
         self._mapping: weakref.ref[mmap.mmap] | None = None
         with self._naming_file():
-            file = memoryview(self._map())[self._span]
-            self._storages, pickled = _storages_and_pickle(file)
-            self.tree = safe_pickle.load(pickled, NAMES, self._storage)
+            mapping = self._map()
+            start, stop, _ = self._span.indices(len(mapping))
+            self._swapped = False
+            if torch_legacy.is_legacy(mapping[start : min(stop, start + torch_legacy.HEAD_BYTES)]):
+                self.tree, self._storages = torch_legacy.load(mapping, start, stop)
+            else:
+                self._storages, pickled, stored, self._swapped = _zip_contents(memoryview(mapping)[self._span])
+                self.tree = safe_pickle.load(pickled, NAMES, self._storage, stored)
             self._tensors = _tensors_by_key(self.tree)
 
     @property
@@ -74,7 +93,7 @@ class TorchFile:
     def read(self, key: str, box: Box) -> np.ndarray:
         """The elements of `box` of tensor `key`: a read-only view of the mapped file.
 
-        A copy only where the file was rewritten by another zip tool, deflated or not aligned to the dtype.
+        A copy only where the file was rewritten by another zip tool, deflated, big-endian or not aligned to the dtype.
         """
         tensor = self._tensors[key]
         if len(box.start) != len(tensor.shape) or not box.within(Box.whole(tensor.shape)):
@@ -111,6 +130,8 @@ class TorchFile:
         itemsize = tensor.dtype.itemsize
         first = tensor.offset + sum(a * stride for a, stride in zip(box.start, tensor.strides, strict=True))
         strides = tuple(stride * itemsize for stride in tensor.strides)
+        if self._swapped:
+            return _swapped(tensor.dtype, box.shape, buffer, start + first * itemsize, strides)
         array = np.ndarray(box.shape, tensor.dtype, buffer, start + first * itemsize, strides)
         if not member.deflated:
             extent = sum((n - 1) * stride for n, stride in zip(box.shape, strides, strict=True)) + itemsize
@@ -181,13 +202,10 @@ def _identity(stat: os.stat_result) -> tuple[int, ...]:
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-def _storages_and_pickle(file: memoryview) -> tuple[dict[str, Member], bytes]:
-    """The members that hold storages, by storage key, and the bytes of data.pkl."""
-    if file[: len(_LEGACY)] == _LEGACY:
-        raise FormatError(
-            "the legacy format of torch.save (before torch 1.6) is not read; "
-            "load the file with torch and torch.save it again"
-        )
+def _zip_contents(file: memoryview) -> tuple[dict[str, Member], bytes, int, bool]:
+    """The members that hold storages, by storage key; the bytes of data.pkl, and how many the file spends on them;
+    whether storages are big-endian.
+    """
     members = zip_members(file)
     roots = [name.partition("/")[0] for name in members if name.partition("/")[2] == "data.pkl"]
     if len(roots) != 1:
@@ -196,14 +214,23 @@ def _storages_and_pickle(file: memoryview) -> tuple[dict[str, Member], bytes]:
     if f"{root}/constants.pkl" in members:
         raise FormatError("a TorchScript archive (constants.pkl), which holds code; save its state_dict() instead")
     order = member_bytes(file, members[f"{root}/byteorder"], 16) if f"{root}/byteorder" in members else b"little"
-    if order != b"little":
-        raise FormatError(
-            f"byte order {order!r}; only little-endian files are read. "
-            "Load and save it with torch on a little-endian machine"
-        )
+    if order not in (b"little", b"big"):
+        raise FormatError(f"byte order {order!r} is neither little nor big")
     prefix = f"{root}/data/"
     storages = {name.removeprefix(prefix): member for name, member in members.items() if name.startswith(prefix)}
-    return storages, member_bytes(file, members[f"{root}/data.pkl"], MAX_PICKLE_BYTES)
+    pickled = members[f"{root}/data.pkl"]
+    most = MAX_INFLATED_PICKLE_BYTES if pickled.deflated else MAX_PICKLE_BYTES
+    return storages, member_bytes(file, pickled, most), pickled.stored_size, order == b"big"
+
+
+def _swapped(
+    dtype: np.dtype, shape: tuple[int, ...], buffer: memoryview | bytes, offset: int, strides: tuple[int, ...]
+) -> np.ndarray:
+    """A copy, in this machine's order, of a big-endian view. The halves of a complex number are swapped one by one."""
+    parts = 2 if dtype.kind == "c" else 1
+    size = dtype.itemsize // parts
+    whole = np.ndarray((*shape, parts), f">u{size}", buffer, offset, (*strides, size))
+    return whole.astype(f"<u{size}").view(dtype)[..., 0]
 
 
 def _tensors_by_key(tree: object) -> dict[str, StoredTensor]:

@@ -8,6 +8,7 @@ walks the object can say where it is.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -75,7 +76,7 @@ class StoredTensor(Node):
     strides: tuple[int, ...]
     attributes: dict[str, object] = field(default_factory=dict)
 
-    def children(self) -> list[tuple[str, object]]:
+    def children(self) -> Iterable[tuple[str, object]]:
         return children(self.attributes)
 
 

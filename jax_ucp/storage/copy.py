@@ -109,8 +109,7 @@ def copy(
         raise FileExistsError(f"{target} is a file; give a path where a directory can be made")
     if target.is_dir() and any(target.iterdir()) and not Ledger.begun(target):
         raise FileExistsError(f"{target} has files in it that are no unfinished copy; give another path")
-    if faults := [fault for _, fault in contents.verify() if fault]:
-        raise CorruptData("\n  ".join([f"{contents.path} contradicts itself in {len(faults)} places:", *faults[:8]]))
+    require_sound(contents)
     store = ZarrStore(Directory(target), plan.arrays, plan.chunks)
     ledger = Ledger(target, _identity(contents, plan))
     try:
@@ -126,6 +125,12 @@ def copy(
     finally:
         ledger.close()
     return metadata
+
+
+def require_sound(contents: Contents) -> None:
+    """Raises CorruptData where something that the checkpoint stores twice, or has a checksum of, differs."""
+    if faults := [fault for _, fault in contents.verify() if fault]:
+        raise CorruptData("\n  ".join([f"{contents.path} contradicts itself in {len(faults)} places:", *faults[:8]]))
 
 
 def _copy_blocks(

@@ -112,4 +112,5 @@ class _Flat:
         if len(self._shapes[key]) == 1:
             return self._source.read(key, box)
         boxes = range_boxes(self._shapes[key], box.start[0], box.stop[0])
-        return np.concatenate([self._source.read(key, part).ravel() for part in boxes])
+        parts = [self._source.read(key, part).ravel() for part in boxes]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)

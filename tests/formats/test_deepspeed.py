@@ -16,6 +16,8 @@ from deepspeed_cases import DATA, equal, truth
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
 from jax_ucp.formats.torch_file import TorchFile
 from jax_ucp.layout.box import Box
+from jax_ucp.storage.consolidated import same_bits
+from torch_writer import change
 
 CASES = sorted(path.name for path in DATA.iterdir())
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
@@ -195,7 +197,10 @@ def test_a_master_that_is_not_its_low_precision_copy_is_refused_by_verify_and_co
     crc, *differ = faults
     assert re.search(rf"{path.name}: the bytes of storage \d+ do not have the CRC", crc)
     assert len(differ) >= 1
-    assert all("the master, rounded to bfloat16, is not the copy at mp_rank_00_model_states.pt:" in f for f in differ)
+    both = (
+        r"the master at bf16_zero_.* is .* in \[\d.*\], rounded to bfloat16 not what the copy at mp_rank_00_model.* has"
+    )
+    assert all(re.search(both, fault) for fault in differ)
     with pytest.raises(CorruptData, match="contradicts itself in"):
         checkpoint.save(tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -232,3 +237,56 @@ def test_latest_must_name_a_folder_that_is_there(copy_of):
     (folder.parent / "latest").write_text("../elsewhere")
     with pytest.raises(FormatError, match="should name a folder beside it"):
         ucp.open(folder.parent)
+
+
+COPY = "mp_rank_00_model_states.pt"
+
+
+@pytest.fixture
+def in_two_minds(copy_of) -> Path:
+    """A checkpoint with valid CRCs in which one weight of the module is not its master."""
+    folder = copy_of("z1_bf16_dp2")
+
+    def double(array: np.ndarray) -> None:
+        array[3] = array[3] * 2 + 1
+
+    change(folder / COPY, {"module/embed.word_embeddings.weight": double})
+    return folder
+
+
+def test_where_copies_differ_both_places_are_named_and_nothing_is_converted(in_two_minds, tmp_path):
+    (fault,) = [fault for _, fault in ucp.open(in_two_minds).verify() if fault]
+    place = r"embed\.word.* master at bf16_zero_pp_rank_0.*:.* in \[0, 3\].* copy at mp_rank_00_model_states"
+    assert re.search(place, fault)
+    with pytest.raises(CorruptData, match=r"embed\.word_embeddings"):
+        ucp.open(in_two_minds).save(tmp_path / "out")
+
+
+def test_the_user_may_say_which_copy_to_believe(in_two_minds, tmp_path):
+    want = truth("z1_bf16_dp2")
+    module = TorchFile(in_two_minds / COPY)
+    master = ucp.open(in_two_minds, believe="master").save(tmp_path / "master")
+    copy = ucp.open(in_two_minds, believe="copy").save(tmp_path / "copy")
+    assert {leaf.label for leaf in master.leaves} == {leaf.label for leaf in copy.leaves} == set(want)
+    for label, array in want.items():
+        assert equal(master.read(label), array, label)
+        state, _, name = label.partition("/")
+        if state == "param":
+            stored = module.read(f"module/{name}", Box.whole(array.shape))
+            assert same_bits(copy.read(label), stored)
+        else:
+            assert equal(copy.read(label), array, label)
+    assert not same_bits(
+        copy.read("param/head.weight").astype(np.float32), want["param/head.weight"].astype(np.float32)
+    )
+
+
+@pytest.mark.parametrize("believe", ["master", "copy"])
+def test_what_is_believed_is_noted_and_accounted_for(in_two_minds, believe):
+    checkpoint = ucp.open(in_two_minds, believe=believe)
+    (note,) = checkpoint.notes
+    assert f"the {believe} is believed" in note
+    fates = {item.where: item.fate for item in checkpoint.account}
+    assert fates[f"{COPY}:module/embed.word_embeddings.weight"] == ("mapped" if believe == "copy" else "skipped")
+    (master,) = {w for w in fates if RANK_1 in w and w.endswith("single_partition_of_fp32_groups/0")}
+    assert fates[master] == ("skipped" if believe == "copy" else "mapped")

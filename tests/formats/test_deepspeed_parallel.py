@@ -1,13 +1,15 @@
 """DeepSpeed checkpoints of several model-parallel ranks, of ZeRO-3 and ZeRO-0, and of experts, where they are wrong."""
 
+import json
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 import jax_ucp as ucp
-from deepspeed_cases import DATA
+from deepspeed_cases import DATA, equal, truth
 from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.formats.deepspeed_modules import layer_names
 from jax_ucp.formats.deepspeed_moe import global_name
@@ -17,6 +19,7 @@ from jax_ucp.formats.torch_file import TorchFile
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.patterns import partitioned_layouts
 from jax_ucp.metadata import Leaf
+from torch_writer import rewrite
 
 
 @pytest.fixture
@@ -322,3 +325,84 @@ def test_a_box_of_a_row_parallel_parameter_reads_the_same_as_the_whole():
     param = ucp.open(DATA / "tp2_dp2_z1_fp32").params["layers.0.mlp.dense_4h_to_h.weight"]
     box = Box((3, 5), (11, 20))
     np.testing.assert_array_equal(param.read(box=box), param.read()[box.index])
+
+
+# Tensor parallelism of which the files say nothing: the user's spec does.
+
+WITHOUT_INFO = ["tp2_dp2_z1_fp32", "tp2_dp1_z1_fp32_gqa", "tp2_dp2_z1_bf16_swiglu", "autotp2_dp2_z3_bf16"]
+WITHOUT_INFO += ["tp2_pp2_dp1_z1_bf16"]
+
+
+@pytest.fixture(params=WITHOUT_INFO)
+def without_info(request, copy_of) -> Path:
+    """A checkpoint as a trainer leaves it that puts no universal_checkpoint_info into the client state."""
+    folder = copy_of(request.param)
+    for path in folder.glob("*mp_rank_*_model_states.pt"):
+        rewrite(path, lambda name, data: data.replace(b"universal_checkpoint_info", b"what_the_trainer_did_said"))
+    return folder
+
+
+def rules_of(case: str) -> list[dict]:
+    """One rule for each parameter, by what the case says of how it was cut."""
+    rules = []
+    for param in json.loads((DATA / case / "case.json").read_text())["parameters"]:
+        pattern = {
+            "vocab": {"sharded": 0, "padded": {"axis": 0, "to": "vocab"}},
+            "replicated": "replicated",
+            "column": {"sharded": 0},
+            "row": {"sharded": 1},
+        }[param["layout"]["kind"]]
+        if "sub" in param["layout"]:
+            parts = {f"part{i}": n for i, n in enumerate(param["layout"]["sub"])}
+            pattern = {"fused": {"axis": 0, "parts": parts}}
+        rules.append({"param": param["name"], "pattern": pattern})
+    return rules
+
+
+def test_slices_that_only_a_spec_describes_are_refused_without_and_right_with_it(without_info, tmp_path):
+    case, spec = without_info.parent.name, tmp_path / "mine.yaml"
+    with pytest.raises(FormatError, match=r"has no universal_checkpoint_info.*Say it in a spec \(spec=, --spec"):
+        ucp.open(without_info)
+    spec.write_text(yaml.safe_dump({"shards": rules_of(case)}))
+    checkpoint, want = ucp.open(without_info, spec=spec, sizes={"vocab": 101}), truth(case)
+    assert {leaf.label for leaf in checkpoint.leaves} == set(want)
+    for label, array in want.items():
+        assert equal(checkpoint.read(label), array, label), label
+    assert [fault for _, fault in checkpoint.verify() if fault] == []
+
+
+SHORT = """
+shards:
+- {param: "*word_embeddings.weight", pattern: {sharded: 0, padded: {axis: 0, to: vocab}}}
+- {param: "*position_embeddings.weight", pattern: replicated}
+- {param: "*layernorm.{kind}", pattern: replicated}
+- {param: "*.{linear}.bias", pattern: replicated}
+- {param: "*.query_key_value.weight", pattern: {sharded: 0}}
+- {param: "*.dense_h_to_4h.weight", pattern: {sharded: 0}}
+- {param: "*.dense.weight", pattern: {sharded: 1}}
+- {param: "*.dense_4h_to_h.weight", pattern: {sharded: 1}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("*.{linear}.bias", "*.dense.bias", r"query_key_value\.bias is claimed by no rule[\s\S]*dense_4h_to_h\.bias"),
+        ("*.dense.weight", "*.dens.weight", r"mine\.yaml:9: '\*\.dens\.weight' claims no parameter"),
+        ("*.dense.weight", "*.weight", r"dense_4h_to_h\.weight is claimed by 2 rules"),
+        ("{sharded: 1}", "{sharded: 2}", r"dense\.weight.*[\s\S]*mp_rank_01"),
+        ("to: vocab", "to: words", "'words' has no number"),
+    ],
+)
+def test_a_spec_for_deepspeed_is_strict(tmp_path, old, new, message):
+    (tmp_path / "mine.yaml").write_text(SHORT.replace(old, new, 1))
+    with pytest.raises(LayoutError, match=message):
+        ucp.open(DATA / "tp2_dp2_z1_fp32", spec=tmp_path / "mine.yaml", sizes={"vocab": 101})
+
+
+def test_a_universal_folder_takes_a_spec_too(tmp_path):
+    case = "tp2_dp1_z1_fp32_gqa"
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"shards": rules_of(case)}))
+    checkpoint = ucp.open(DATA.parent / "deepspeed_universal" / case, spec=tmp_path / "mine.yaml", sizes={"vocab": 101})
+    assert {leaf.label for leaf in checkpoint.leaves} == set(truth(case))
+    assert [fault for _, fault in checkpoint.verify() if fault] == []

@@ -20,38 +20,11 @@ from jax_ucp.formats.megatron_walk import buffer_walk, parts_of
 from jax_ucp.formats.torch_file import TorchFile
 from jax_ucp.layout.box import Box
 from jax_ucp.storage.consolidated import same_bits
+from megatron_cases import DATA, about, equal, flat, truth
 
-DATA = Path(__file__).parent.parent / "data" / "megatron"
 CASES = sorted(path.name for path in DATA.iterdir() if path.name.startswith("legacy_"))
-STATES = {"w": "param", "m": "exp_avg", "v": "exp_avg_sq"}
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 RULES = [(r"(linear_.*|router)\.weight$", P("data", "model"))]
-
-
-def about(case: str) -> dict:
-    return json.loads((DATA / case / "case.json").read_text())
-
-
-def truth(case: str) -> dict[str, np.ndarray]:
-    """The live state, under our labels."""
-    found = {}
-    with np.load(DATA / case / "truth.npz") as arrays:
-        for key in arrays.files:
-            state, _, name = key.partition("/")
-            if state in STATES:
-                found[f"{STATES[state]}/{name}"] = arrays[key]
-                found[f"step/{name}"] = arrays["step"]
-    return found
-
-
-def equal(got: np.ndarray, want: np.ndarray, label: str) -> bool:
-    """The same bits; steps are integers in the truth, and fp32 in some files."""
-    got = np.asarray(got)
-    return float(got) == float(want) if label.startswith("step/") else same_bits(got, want)
-
-
-def flat(tree: dict) -> dict[str, np.ndarray]:
-    return {f"{state}/{name}": array for state, arrays in tree.items() for name, array in arrays.items()}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -191,7 +164,7 @@ def test_exchanged_optimizer_files_are_refused_or_found_by_their_twins(copy_of, 
     folder = copy_of(case)
     a, b = sorted(path.name for path in folder.iterdir())
     swap(folder, f"{a}/distrib_optim.pt", f"{b}/distrib_optim.pt")
-    with pytest.raises((FormatError, CorruptData), match=r"distrib_optim|is not the copy at"):
+    with pytest.raises((FormatError, CorruptData), match=r"distrib_optim|not what the copy at"):
         ucp.open(folder).save(tmp_path / "never")
 
 

@@ -303,11 +303,28 @@ def test_nesting_up_to_the_limit_is_read():
         load(pickle.dumps(nested(MAX_DEPTH + 1), 2))
 
 
-def test_the_number_of_opcodes_is_bounded(monkeypatch):
-    monkeypatch.setattr(safe_pickle, "MAX_OPCODES", 10)
-    assert load(b"\x80\x02]" + b"Na" * 3 + b".") == [None] * 3
-    with pytest.raises(UnsafePickle, match="more than 10 opcodes"):
-        load(b"\x80\x02]" + b"Na" * 4 + b".")
+def test_memory_is_bounded_by_what_the_file_holds(monkeypatch):
+    monkeypatch.setattr(safe_pickle, "FREE_BYTES", 1000)
+    assert load(b"\x80\x02]" + b"Na" * 100 + b".") == [None] * 100
+
+    def sets(count: int) -> bytes:
+        return b"\x80\x04](" + b"\x8f" * count + b"e."
+
+    assert load(sets(9)) == [set()] * 9
+    with pytest.raises(UnsafePickle, match=r"too much memory for its first \d+ bytes"):
+        load(sets(90))
+    with pytest.raises(UnsafePickle, match="too much memory"):
+        safe_pickle.load(sets(9), NAMES, stored_bytes=1)
+
+
+def test_the_nodes_of_a_walk_are_bounded_by_what_the_file_holds(monkeypatch):
+    monkeypatch.setattr(safe_pickle, "FREE_NODES", 20)
+    twice = b"\x80\x02]q\x00(NNNNNNe" + b"h\x00\x86" * 2 + b"."
+    assert len(list(walk(load(twice)))) == 23
+    with pytest.raises(UnsafePickle, match="counting shared ones"):
+        load(twice.replace(b"h\x00\x86", b"h\x00\x86" * 2))
+    with pytest.raises(UnsafePickle, match="counting shared ones"):
+        safe_pickle.load(b"\x80\x02](" + b"]" * 21 + b"e.", NAMES, stored_bytes=1)
 
 
 def test_sharing_an_object_costs_no_copy():

@@ -6,36 +6,30 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-import jax
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
-from jax_ucp.errors import FormatError, UCPError
+from helpers import grids
+from jax_ucp.errors import FormatError, LayoutError, UCPError
 from jax_ucp.formats.safetensors import INDEX, SafetensorsFile
 from jax_ucp.layout.box import Box
 from jax_ucp.storage.consolidated import same_bits
+from torch_cases import DATA, about, assert_accounted_for, assert_equal_however_read, live
 
-DATA = Path(__file__).parent.parent / "data" / "torch"
-CASES = sorted(path.name for path in DATA.glob("hf_*"))
-MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+CASES = sorted(path.name for pattern in ("hf_*", "dcp_hf_*") for path in DATA.glob(pattern))
+SHARDED = ("dcp_hf_sharded", "dcp_hf_sharded_2d")
 
 
 def truth(case: str) -> dict[str, np.ndarray]:
-    """The live model's weights by the names in the files; types numpy lacks are stored as bits."""
-    about = json.loads((DATA / case / "case.json").read_text())
-    with np.load(DATA / case / "truth.npz") as arrays:
-        found = {}
-        for key, name in about["map"].items():
-            dtype = about["dtypes"][key]
-            found[f"param/{name}"] = arrays[key].view(getattr(ml_dtypes, dtype, None) or np.dtype(dtype))
-        for name in about["only_in_file"]:  # experts, which the live model holds fused
-            found[f"param/{name}"] = expert(name, arrays)
+    """The live model's weights by the names in the files."""
+    arrays, found = live(case), {}
+    for key, name in about(case)["map"].items():
+        found[f"param/{name}"] = arrays[key]
+    for name in about(case).get("only_in_file", ()):  # experts, which the live model holds fused
+        found[f"param/{name}"] = expert(name, arrays)
     return found
 
 
@@ -52,17 +46,19 @@ def expert(name: str, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_weight_equals_the_live_model_however_it_is_read(case, tmp_path):
-    checkpoint, want = ucp.open(DATA / case / "ckpt"), truth(case)
-    assert {leaf.label for leaf in checkpoint.leaves} == set(want)
-    straight = checkpoint.restore(mesh=MESH, rules=[("proj.weight$|wte", P("data", "model"))])["param"]
-    converted = checkpoint.save(tmp_path / "converted")
-    for label, array in want.items():
-        name = label.removeprefix("param/")
-        assert same_bits(checkpoint.read(label), array), label
-        assert same_bits(np.asarray(straight[name]), array), label
-        assert same_bits(converted.read(label), array), label
-    assert all(item.reason != "not understood" for item in checkpoint.account)
-    assert checkpoint.extras["config.json"]["config"]["model_type"] in case
+    checkpoint = ucp.open(DATA / case / "ckpt")
+    assert_equal_however_read(checkpoint, truth(case), tmp_path)
+    assert_accounted_for(checkpoint)
+    assert case not in SHARDED or "a missing last rank shows nowhere else" in checkpoint.notes[0]
+    if case.startswith("hf_"):
+        assert checkpoint.extras["config.json"]["config"]["model_type"] in case
+
+
+@pytest.mark.parametrize("case", ["dcp_hf_consolidated", "dcp_hf_consolidated_mapped"])
+def test_the_parts_beside_a_consolidated_checkpoint_are_set_aside_and_open_by_themselves(case, tmp_path):
+    (aside,) = [item for item in ucp.open(DATA / case / "ckpt").account if item.where == "sharded"]
+    assert (aside.fate, aside.reason.partition(",")[0]) == ("skipped", "parts of the same tensors")
+    assert_equal_however_read(ucp.open(DATA / case / "ckpt" / "sharded"), truth(case), tmp_path)
 
 
 def test_a_file_alone_and_a_folder_without_an_index_open_too(tmp_path):
@@ -102,7 +98,7 @@ def entry(begin: int, end: int, shape: list[int], dtype: str = "U8") -> dict:
         (b'{"a": 1, "a": 2}', b"", "a name occurs twice"),
         (b"[]", b"", "the header is no JSON object"),
         (b"{" * 60_000, b"", "the header is not as the format has it"),
-        ({"__metadata__": {"DCP_SHARDING_INFO": "{}"}}, b"", "holds parts of tensors"),
+        ({"__metadata__": {"DCP_SHARDING_INFO": "{}"}}, b"", "holds one rank's parts of tensors"),
     ],
 )
 def test_a_file_that_breaks_a_rule_of_the_format_is_refused(tmp_path, header, data, message):
@@ -148,3 +144,108 @@ def test_a_changed_header_is_refused_or_describes_what_is_there(tmp_path_factory
         return
     for key, info in file.arrays().items():
         assert file.read(key, Box.whole(info.shape)).nbytes == info.nbytes
+
+
+# Parts of tensors, as DCP's Hugging Face storage writes them.
+
+
+def parts(path: Path, **tensors: tuple[list[int], np.ndarray]) -> None:
+    """A file of one rank: for each tensor where its part begins, and the part."""
+    header, data = {}, b""
+    for name, (_, array) in tensors.items():
+        header[name] = entry(len(data), len(data) + array.size, list(array.shape))
+        data += array.tobytes()
+    said = {name: {"saved_offsets": start} for name, (start, _) in tensors.items()}
+    write(path, {"__metadata__": {"DCP_SHARDING_INFO": json.dumps(said), "format": "pt"}, **header}, data)
+
+
+@given(st.data())
+def test_parts_cut_anywhere_among_any_ranks_are_the_tensor(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("c")
+    shape = data.draw(st.lists(st.integers(0, 5), max_size=3).map(tuple))
+    whole = np.arange(np.prod(shape, dtype=int), dtype=np.uint8).reshape(shape)
+    boxes = dict.fromkeys(data.draw(grids(shape)))
+    for i, box in enumerate(data.draw(st.permutations(list(boxes)))):
+        parts(folder / f"shard-{i + 1:05}-model-00001-of-00001.safetensors", w=(list(box.start), whole[box.index]))
+    checkpoint = ucp.open(folder)
+    assert same_bits(checkpoint.read("param/w"), whole)
+    assert checkpoint.params["w"].shape == shape
+
+
+@pytest.fixture
+def sharded(tmp_path) -> Path:
+    return Path(shutil.copytree(DATA / "dcp_hf_sharded" / "ckpt", tmp_path / "c"))
+
+
+def test_a_missing_part_in_the_middle_is_a_hole_and_one_rank_alone_is_no_checkpoint(sharded):
+    first, second, *_ = sorted(sharded.iterdir())
+    kept = second.read_bytes()
+    second.unlink()
+    with pytest.raises(LayoutError, match=r"(?s)/c: param.*hole"):
+        ucp.open(sharded)
+    with pytest.raises(FormatError, match=f"{first.name} holds one rank's parts of tensors .*: open its folder"):
+        ucp.open(first)
+    second.write_bytes(kept[:-1])
+    with pytest.raises(FormatError, match=f"{second.name} has {len(kept) - 1} bytes"):
+        ucp.open(sharded)
+
+
+def test_files_of_a_save_by_more_ranks_or_of_another_run_do_not_fit(sharded):
+    last = sorted(sharded.iterdir())[-1]
+    again = sharded / "shard-00005-model-00001-of-00001.safetensors"
+    shutil.copy(last, again)
+    with pytest.raises(FormatError, match=f"is stored twice: .* is in {last.name}:.* and in {again.name}:"):
+        ucp.open(sharded)
+    again.unlink()
+    shutil.copy(DATA / "dcp_hf_sharded_2d" / "ckpt" / "shard-00004-model-00001-of-00002.safetensors", last)
+    with pytest.raises(UCPError, match=r"overlap|hole|number of axes"):
+        ucp.open(sharded)
+
+
+@given(st.data())
+def test_a_part_said_to_begin_elsewhere_is_refused(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("c") / "c"
+    shutil.copytree(DATA / "dcp_hf_sharded_2d" / "ckpt", folder)
+    path = data.draw(st.sampled_from(sorted(folder.iterdir())))
+    whole = path.read_bytes()
+    end = 8 + int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8:end])
+    said = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+    start = said[data.draw(st.sampled_from([name for name, one in said.items() if one["saved_offsets"]]))][
+        "saved_offsets"
+    ]
+    axis = data.draw(st.integers(0, len(start) - 1))
+    start[axis] = data.draw(
+        st.integers(-1, 40).filter(lambda n: n != start[axis]) | st.sampled_from([None, "0", 1 << 70])
+    )
+    header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(said)
+    write(path, header, whole[end:])
+    with pytest.raises(UCPError, match=f"{path.name}|hole|overlap|is stored twice"):
+        ucp.open(folder)
+
+
+@pytest.mark.parametrize("said", ["[", "[]", "{}", '{"w": 1}', '{"w": {}}', '{"w": {"saved_offsets": [0]}}'])
+def test_a_mark_that_does_not_say_where_parts_begin_is_refused(tmp_path, said):
+    path = tmp_path / "model-00001-of-00001.safetensors"
+    write(path, {"__metadata__": {"DCP_SHARDING_INFO": said}, "w": entry(0, 4, [2, 2])}, b"1234")
+    with pytest.raises(FormatError, match=f"{path.name}: "):
+        ucp.open(tmp_path)
+
+
+def test_a_rank_without_a_file_is_noted(tmp_path):
+    for rank, column in ((1, 0), (3, 1)):
+        name = f"shard-{rank:05}-model-00001-of-00001.safetensors"
+        parts(tmp_path / name, w=([0, column], np.zeros((2, 1), np.uint8)))
+    (note,) = ucp.open(tmp_path).notes
+    assert "3 ranks wrote parts" in note
+    assert note.endswith("only if those ranks had nothing to write: shard-00002-model-00001-of-00001")
+
+
+def test_other_files_of_the_folder_are_accounted_for_and_other_weights_noted(tmp_path):
+    folder = Path(shutil.copytree(DATA / "hf_gpt2" / "ckpt", tmp_path / "c"))
+    write(folder / "old.safetensors", {"w": entry(0, 4, [4])}, b"1234")
+    (folder / "tokenizer.json").write_text("{}")
+    checkpoint = ucp.open(folder)
+    assert checkpoint.notes == ["old.safetensors is not in the index, so it was not read"]
+    assert {"old.safetensors", "tokenizer.json"} <= {item.where for item in checkpoint.account}
+    assert_accounted_for(checkpoint)

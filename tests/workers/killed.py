@@ -1,4 +1,6 @@
-"""Saves and converts that SIGKILL ends: `python killed.py ARGUMENTS`, those of `main` in JSON; prints what it returns.
+"""Saves, converts and exports that SIGKILL ends: `python killed.py ARGUMENTS`, those of `main` in JSON.
+
+It prints what `main` returns.
 
 A process that has imported everything and started nothing forks one child for each kill. That is sound as long
 as it has a single thread, which it checks: JAX's backend and TensorStore's threads begin in the children.
@@ -25,6 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_ucp as ucp
 from jax_ucp.cli.main import main as jax_ucp_command
+from jax_ucp.export import EXPORT_FORMATS
 from jax_ucp.storage.directory import Directory
 from jax_ucp.storage.ledger import Ledger
 from jax_ucp.storage.zarr import ZarrStore
@@ -80,7 +83,14 @@ def converting(root: str, source: str) -> Callable[[], None]:
     return lambda: jax_ucp_command(command, standalone_mode=False)
 
 
+def exporting(root: str, source: str, format: str) -> Callable[[], None]:
+    """`jax-ucp export SOURCE ROOT/out`."""
+    command = ["export", source, f"{root}/out", "--format", format, "--max-shard", "48", "--json"]
+    return lambda: jax_ucp_command(command, standalone_mode=False)
+
+
 JOBS = {"save": saving, "convert": converting}
+JOBS |= {f"export {format}": functools.partial(exporting, format=format) for format in EXPORT_FORMATS}
 
 
 class Moments:
@@ -205,8 +215,9 @@ def main(job: str, root: str, source: str, times: int, seed: int) -> list[dict[s
 
 
 def _commit(passed: list[str]) -> int:
-    """The number of the moment at which the last commit begins: all arrays are on disk."""
-    return max(1 + i for i, what in enumerate(passed) if what.startswith("before Directory.write ucp.process_"))
+    """The number of the moment at which the last commit begins: all arrays are on disk. An export is all commit."""
+    commits = (1 + i for i, what in enumerate(passed) if what.startswith("before Directory.write ucp.process_"))
+    return max(commits, default=1)
 
 
 if __name__ == "__main__":

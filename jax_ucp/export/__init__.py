@@ -1,0 +1,131 @@
+"""Checkpoints into the formats that torch's world reads: decided file by file, then written within a budget.
+
+To add a format, write a module with a function that makes `File`s of `Parameters`, and a branch in `plan_export`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import ml_dtypes
+import numpy as np
+
+from jax_ucp.errors import UnsupportedLeaf
+from jax_ucp.export import dcp, deepspeed, safetensors
+from jax_ucp.export.commit import check_free, new_folder
+from jax_ucp.export.files import File, peak_bytes, write_files
+from jax_ucp.export.parameters import Parameters, is_floating, parameters
+from jax_ucp.layout.box import Box
+from jax_ucp.storage.budget import DEFAULT_BUDGET
+from jax_ucp.storage.contents import Contents
+from jax_ucp.storage.copy import require_sound
+
+ExportFormat = Literal["safetensors", "dcp", "deepspeed"]
+EXPORT_FORMATS: Sequence[ExportFormat] = get_args(ExportFormat)
+
+MAX_SHARD_BYTES = 50 * 10**9  # as `save_pretrained` of transformers 5
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What an export will write, decided before any byte moves. `notes` say what is left out, cast, or not known."""
+
+    format: ExportFormat
+    files: Sequence[File]
+    notes: Sequence[str]
+    budget_bytes: int
+    peak_bytes: int
+
+    @property
+    def write_bytes(self) -> int:
+        """Bytes of tensors; headers and settings come on top."""
+        return sum(tensor.nbytes for file in self.files for _, tensor in file.tensors)
+
+
+def plan_export(
+    contents: Contents,
+    format: ExportFormat,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    zero_stage: int | None = None,
+    budget_bytes: int = DEFAULT_BUDGET,
+) -> ExportPlan:
+    """The files of a checkpoint in another format. Reads metadata, and for DeepSpeed the steps of the optimizer.
+
+    `dtype` casts floating parameters, rounding to the nearest; unsaid, every bit stays. `max_shard_bytes` is for
+    safetensors, `zero_stage` for DeepSpeed: that of the run to be resumed, unsaid that of the source.
+
+    Raises TreeMismatch if the tree is not `{state: {parameter: array}}`, UnsupportedLeaf with all parameters that
+    the format cannot hold.
+    """
+    found = parameters(contents, _dtype(dtype))
+    extras = contents.extras
+    notes = [f"floating parameters are cast to {dtype}; states keep their dtypes"] if dtype else []
+    match format:
+        case "safetensors":
+            files = safetensors.safetensors_files(found, extras, max_shard_bytes)
+            if found.moments:
+                left = ", ".join(found.moments)
+                notes.append(f"{left} are left out: safetensors is for weights, and its readers expect no more")
+            carries = safetensors.carries
+        case "dcp":
+            objects = dcp.objects(extras) if contents.source.get("format", contents.format) == "dcp" else {}
+            files = dcp.dcp_files(found, objects)
+            carries = lambda file, name: bool(objects)  # noqa: E731
+            if found.moments and not any("param_groups" in path for path in objects):
+                notes.append("nothing says in DCP's terms how parameters were grouped: param_groups are left out")
+        case "deepspeed":
+            files = deepspeed.deepspeed_files(found, extras, _steps(contents, found), zero_stage)
+            notes += deepspeed.notes(found, extras)
+            carries = deepspeed.carries
+    if found.other and format != "dcp":
+        notes.append(f"{len(found.other)} tensors beside the model are left out, the first {next(iter(found.other))}")
+    notes += _extras_left(extras, carries, format)
+    return ExportPlan(format, files, notes, budget_bytes, peak_bytes(files, contents.arrays, budget_bytes))
+
+
+def run_export(
+    contents: Contents, plan: ExportPlan, target: Path, done: Callable[[int], None] = lambda nbytes: None
+) -> None:
+    """Write the planned files to the new folder `target`; `done` hears of bytes on their way to disk.
+
+    What the source stores twice is compared first. The folder is there whole at the end, and not before.
+
+    Raises FileExistsError if `target` is in use, CorruptData if the source contradicts itself.
+    """
+    if target.resolve().is_relative_to(Path(contents.path).resolve()):
+        raise FileExistsError(f"{target} lies in the source, {contents.path}; give another path")
+    check_free(target)
+    require_sound(contents)
+    with new_folder(target) as folder:
+        write_files(folder, plan.files, contents.arrays, plan.budget_bytes, done)
+
+
+def _dtype(name: str | None) -> np.dtype | None:
+    if name is None:
+        return None
+    try:
+        dtype = np.dtype(getattr(ml_dtypes, name, name))
+    except TypeError:
+        dtype = np.dtype(bool)
+    if not is_floating(dtype):
+        raise UnsupportedLeaf(f"{name!r} is no floating dtype; write float32 or bfloat16")
+    return dtype
+
+
+def _steps(contents: Contents, found: Parameters) -> Mapping[str, np.ndarray]:
+    """How many steps the optimizer took, by parameter."""
+    tensors = {name: states["step"] for name, states in found.states.items() if "step" in states}
+    return {name: np.asarray(contents.arrays.read(t.key, Box.whole(t.shape))) for name, t in tensors.items()}
+
+
+def _extras_left(
+    extras: Mapping[str, Mapping[str, object]], carries: Callable[[str, str], bool], format: str
+) -> Iterable[str]:
+    left = [f"{name} of {file}" for file, values in extras.items() for name in values if not carries(file, name)]
+    if left:
+        yield f"{len(left)} extras are left out, which {format} has no place for; the first is {left[0]}"

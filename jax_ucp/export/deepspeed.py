@@ -1,0 +1,246 @@
+"""DeepSpeed's universal folder, as `ds_to_universal` writes it, for a run with `load_universal` to resume from.
+
+The folder is that of one process: whoever loads it cuts parameters for its own ranks. What a run with tensor
+parallelism must know for that is in each atom, and comes from the `universal_checkpoint_info` of the source.
+
+Facts: `ds_to_universal.py` (`merge_tp_slices`, `_save_optimizer_state`) and `universal_checkpoint.py`
+(`load_hp_checkpoint_state`) in `checkpoint/`, `base_optimizer.py`, `zero/stage3.py` and `engine.py`
+(`_load_checkpoint`) in `runtime/` of DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from jax_ucp.errors import UnsupportedLeaf
+from jax_ucp.export.extras import from_json
+from jax_ucp.export.files import File, Tensor
+from jax_ucp.export.parameters import Parameters, is_floating, named
+from jax_ucp.export.torch_pickle import Global, Instance, has_dtype
+from jax_ucp.export.torch_zip import torch_file
+
+# The version whose format this is; the loader refuses folders that name none.
+DS_VERSION = "0.19.8"
+
+# The loader walks the groups of the run and those of the folder side by side and stops, without a word, at the end of
+# the shorter list. Of a source that does not say how parameters were grouped we write groups without settings, as many
+# as no run has, so that all parameters are loaded and the run's own settings stay.
+UNKNOWN_GROUPS = 256
+
+_MODEL = re.compile(r"(zero_pp_rank_0_)?mp_rank_00_model_states\.pt")
+_OPTIMIZER = re.compile(r"zero/optimizer_state\.pt|(bf16_)?zero_pp_rank_0_mp_rank_00_optim_states\.pt")
+# What one process, which cuts nothing, says otherwise than the ranks that wrote the source; and the converter's own.
+_OWN_MODEL_KEYS = ("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "optimizer")
+_OPTIMIZER_KEYS = ("zero_stage", "loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "ds_version")
+_MADE_ANEW = ("ds_config", "partition_count", "group_paddings")
+
+Extras = Mapping[str, Mapping[str, Any]]
+
+
+def deepspeed_files(
+    found: Parameters, extras: Extras, steps: Mapping[str, np.ndarray], zero_stage: int | None
+) -> list[File]:
+    """The files of a save directory: `latest_universal`, and the folder that it names.
+
+    Parameters with a state besides `param` are the optimizer's (all of them, where none has any) and become atoms;
+    the others, and buffers, go into the module. `steps` has the step of each parameter that has one. `zero_stage` is
+    that of the run to be resumed; None is that of the source, or 1.
+
+    Raises UnsupportedLeaf, naming every parameter, for dtypes torch lacks and for names that are no folder's.
+    """
+    _check(found)
+    model, optimizer = _rank_0(extras, _MODEL), _rank_0(extras, _OPTIMIZER)
+    stage = zero_stage if zero_stage is not None else _stage(model)
+    owned = _owned(found)
+    frozen = {name: states["param"] for name, states in found.states.items() if name not in owned}
+    step = _one_step(steps) if stage == 3 else None
+    global_steps = model.get("global_steps", int(max(steps.values(), default=0)))
+    tag = f"global_step{global_steps}_universal"
+    info = _cutting(model)
+    files: list[File] = []
+    for name, states in owned.items():
+        about = _how_to_cut(name, states["param"], info)
+        for state, tensor in states.items():
+            if state == "step" and stage == 3:
+                continue  # in zero/optimizer_state.pt
+            atom = _number(steps[name]) if state == "step" else {"param": tensor, **about}
+            files.append(torch_file(f"{tag}/zero/{name}/{'fp32' if state == 'param' else state}.pt", atom))
+    files.append(torch_file(f"{tag}/zero/optimizer_state.pt", _optimizer_state(optimizer, model, step, stage)))
+    prefix = "zero_pp_rank_0_" if stage == 3 else ""
+    states = _model_states(model, owned, frozen, found.buffers, global_steps, stage)
+    files.append(torch_file(f"{tag}/{prefix}mp_rank_00_model_states.pt", states))
+    return [*files, File.literal("latest_universal", tag.encode())]
+
+
+def _owned(found: Parameters) -> dict[str, Mapping[str, Tensor]]:
+    """The parameters that the optimizer has states of; without any states, all that it could have."""
+    if found.moments:
+        return {name: states for name, states in found.states.items() if len(states) > 1}
+    return {n: states for n, states in found.states.items() if is_floating(states["param"].dtype)}
+
+
+def notes(found: Parameters, extras: Extras) -> Iterable[str]:
+    """What whoever resumes from the folder should know."""
+    model, optimizer = _rank_0(extras, _MODEL), _rank_0(extras, _OPTIMIZER)
+    if not found.moments:
+        yield "there are no optimizer states: the run starts with those that its optimizer makes"
+    if frozen := sorted(found.states.keys() - _owned(found).keys()):
+        yield (
+            f"{len(frozen)} parameters have no optimizer states, the first {frozen[0]}; they are in the module of the "
+            "model states, which load_universal does not read"
+        )
+    if "param_groups" not in optimizer and "optimizer/param_groups" not in model:
+        yield "nothing says how the optimizer grouped parameters: the settings of the run's own groups stay"
+    if "lr_scheduler" not in model:
+        yield "there is no state of a learning rate scheduler: load with load_lr_scheduler_states=False"
+    if not model.get("universal_checkpoint_info"):
+        yield (
+            "nothing says how tensor parallelism cuts parameters: with more than one such rank DeepSpeed would cut "
+            "all of them along axis 0, right or wrong"
+        )
+
+
+def carries(file: str, name: str) -> bool:
+    """Whether an extra is written, or made anew."""
+    if _MODEL.fullmatch(file):
+        return not name.startswith("optimizer/") or name == "optimizer/param_groups"
+    return bool(_OPTIMIZER.fullmatch(file)) and name in (*_OPTIMIZER_KEYS, *_MADE_ANEW, "param_groups")
+
+
+def _one_step(steps: Mapping[str, np.ndarray]) -> Any:
+    """The step of a ZeRO-3 run, which has one for all parameters."""
+    different = {step.item(): name for name, step in steps.items()}
+    if len(different) > 1:
+        raise UnsupportedLeaf(
+            "ZeRO-3 has one step for all parameters, but here are "
+            + ", ".join(f"{step} of {name}" for step, name in different.items())
+            + ". Export for ZeRO-1 or 2."
+        )
+    return next(map(_number, steps.values()), None)
+
+
+def _number(step: np.ndarray) -> Any:
+    """A step as the optimizers keep it: counted by torch's in a tensor, by DeepSpeed's in an int."""
+    return int(step) if step.dtype.kind in "iu" else step
+
+
+def _rank_0(extras: Extras, pattern: re.Pattern[str]) -> Mapping[str, Any]:
+    return next((values for file, values in extras.items() if pattern.fullmatch(file)), {})
+
+
+def _stage(model: Mapping[str, Any]) -> int:
+    config = model.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    return max(1, int(zero.get("stage", 1))) if isinstance(zero, dict) else 1
+
+
+def _check(found: Parameters) -> None:
+    problems: list[str] = []
+    for name, states in [*found.states.items(), *((name, {"buffer": t}) for name, t in found.buffers.items())]:
+        problems += [f"{s} of {name} has dtype {t.dtype}" for s, t in states.items() if not has_dtype(t.dtype)]
+        if "/" in name or name in ("", ".", "..", "optimizer_state.pt") or len(name.encode()) > 255 or "\0" in name:
+            problems.append(f"{name!r} is no name of a folder")
+        bad = [state for state in states if not re.fullmatch(r"\w+", state) or state == "fp32"]
+        problems += [f"{state!r} of {name} is no name of a state's file" for state in bad]
+    if problems:
+        raise UnsupportedLeaf(
+            named(problems, "DeepSpeed's universal folder cannot hold", "Export with another dtype, or rename them.")
+        )
+
+
+def _how_to_cut(name: str, tensor: Tensor, info: Mapping[str, Any]) -> dict[str, Any]:
+    """What an atom says to ranks that hold slices of it; the order of precedence is that of the converter."""
+
+    def matches(key: str) -> bool:
+        return any(re.match(pattern, name) for pattern in info.get(key) or ())
+
+    said: dict[str, Any] = {}
+    fused = [sub for sub in info.get("parameter_with_sub_params") or () if _matches_sub(sub, name)]
+    replicated = matches("tp_replicated_parameter_patterns") or matches("parameter_to_average_patterns")
+    if replicated:
+        pass
+    elif matches("parameter_with_2_sub_params_cat_dim_0"):
+        said |= {"cat_dim": 0, "param_n_sub_params": 2}
+    elif fused:
+        said["sub_param_shape"] = _sub_param_shape(fused[0], tensor)
+    else:
+        said["cat_dim"] = 1 if matches("parameter_with_row_parallelism_patterns") else 0
+    if matches("vocabulary_parameter_patterns"):
+        said["vocab_tensor"] = True
+    if matches("expert_parameter_patterns"):
+        said |= {"is_expert_param": True, "ep_num_experts": tensor.shape[0]}
+    return said
+
+
+def _cutting(model: Mapping[str, Any]) -> dict[str, Any]:
+    """`universal_checkpoint_info` without what is only about the ranks that wrote the source."""
+    info = from_json(model.get("universal_checkpoint_info") or {})
+    return {key: value for key, value in info.items() if key not in ("affine_map", "sub_param_shard_widths")}
+
+
+def _matches_sub(sub: Any, name: str) -> bool:
+    return any(re.match(pattern, name) for pattern in _attributes(sub)["patterns"])
+
+
+def _sub_param_shape(sub: Any, tensor: Tensor) -> Instance:
+    """The widths of the parts as a tuple; a number of equal parts is how versions before 0.4 said it."""
+    said = _attributes(sub)
+    shape, axis = list(said["shape"]), said["partition_dim"]
+    if isinstance(shape[axis], int):
+        shape[axis] = (tensor.shape[axis] // shape[axis],) * shape[axis]
+    fields = {"patterns": list(said["patterns"]), "shape": tuple(shape), "partition_dim": axis}
+    return Instance(Global("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"), fields)
+
+
+def _attributes(sub: Any) -> Mapping[str, Any]:
+    return sub.state if isinstance(sub, Instance) else sub
+
+
+def _optimizer_state(optimizer: Mapping[str, Any], model: Mapping[str, Any], step: Any, stage: int) -> dict[str, Any]:
+    state = {key: from_json(optimizer[key]) for key in _OPTIMIZER_KEYS if key in optimizer}
+    state.setdefault("ds_version", DS_VERSION)
+    said = optimizer.get("param_groups", model.get("optimizer/param_groups"))
+    groups = from_json(said) if said else [{"params": []} for _ in range(UNKNOWN_GROUPS)]
+    state["param_groups"] = groups
+    if stage == 3:
+        first = {} if step is None else {"step": step}
+        state["optimizer_state_dict"] = {"state": {0: first}, "param_groups": groups}
+    return state
+
+
+def _model_states(
+    model: Mapping[str, Any],
+    owned: Mapping[str, Mapping[str, Tensor]],
+    frozen: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    global_steps: int,
+    stage: int,
+) -> dict[str, Any]:
+    kept = {k: from_json(v) for k, v in model.items() if k not in _OWN_MODEL_KEYS and not k.startswith("optimizer/")}
+    if info := _cutting(model):
+        kept["universal_checkpoint_info"] = info
+    fragments = {name: replace(tensor, flat=True) for name, tensor in frozen.items()} if stage == 3 else {}
+    return {
+        "module": dict(buffers) if stage == 3 else {**frozen, **buffers},
+        "buffer_names": list(buffers),
+        "optimizer": None,
+        "param_shapes": [{name: states["param"].shape for name, states in owned.items()}],
+        "frozen_param_shapes": {name: tensor.shape for name, tensor in frozen.items()} if stage == 3 else None,
+        "shared_params": {},
+        "frozen_param_fragments": fragments if stage == 3 else None,
+        "lr_scheduler": None,
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": 0,
+        "global_steps": global_steps,
+        **kept,
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "ds_version": DS_VERSION,
+    }

@@ -1,0 +1,70 @@
+"""What the importers keep beside the arrays, as JSON, turned back into what torch pickles."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jax_ucp.errors import UnsupportedLeaf
+from jax_ucp.export.torch_pickle import Call, Global, Instance, torch_dtype
+
+# The classes that may be named in a file that torch will run: what trainers' own settings are made of. The names
+# come from a checkpoint, and a pickle calls what it names.
+CLASSES = frozenset(
+    (
+        "argparse.Namespace",
+        "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+    )
+)
+
+
+def from_json(value: Any) -> Any:
+    """The value that `formats.extras.as_json` made JSON of, for `torch_pickle`: a class is a name, not the class.
+
+    A tensor and a numpy array are one in JSON; both come back as an array, which is written as a tensor.
+    Raises UnsupportedLeaf for an object of a class that is not in `CLASSES`.
+    """
+    match value:
+        case {"!float": str(text)} if len(value) == 1:
+            return float(text)
+        case {"!array": str(data), "dtype": str(name), "shape": list(shape)}:
+            flat = np.frombuffer(base64.b64decode(data), _dtype(name))
+            return flat.reshape(shape)
+        case {"!dtype": str(name)} if len(value) == 1:
+            return torch_dtype(_dtype(name))
+        case {"!record": str(name), "args": list(args), "fields": dict(fields)}:
+            return _record(name, [from_json(item) for item in args], from_json(fields))
+        case {"!dict": list(pairs)} if len(value) == 1:
+            return {from_json(key): from_json(item) for key, item in pairs}
+        case {"!tuple": list(items)} if len(value) == 1:
+            return tuple(from_json(item) for item in items)
+        case {"!set": list(items)} if len(value) == 1:
+            return {from_json(item) for item in items}
+        case {"!bytes": str(data)} if len(value) == 1:
+            return base64.b64decode(data)
+        case {"!complex": [real, imaginary]} if len(value) == 1:
+            return complex(real, imaginary)
+        case {"!text": str(text)} if len(value) == 1:
+            return text
+        case dict():
+            return {key: from_json(item) for key, item in value.items()}
+        case list():
+            return [from_json(item) for item in value]
+    return value
+
+
+def _record(name: str, args: list[Any], fields: dict[str, Any]) -> Any:
+    if name not in CLASSES:
+        raise UnsupportedLeaf(f"an extra has an object of {name}, which is not written into a file that torch runs")
+    module, _, kind = name.rpartition(".")
+    return Call(Global(module, kind), tuple(args)) if args else Instance(Global(module, kind), fields)
+
+
+def _dtype(name: str) -> np.dtype:
+    return np.dtype(getattr(ml_dtypes, name, name))

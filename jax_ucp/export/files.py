@@ -1,0 +1,160 @@
+"""Files to be written, decided byte by byte before any byte moves, and the writing of them.
+
+A file is literal bytes and arrays of the checkpoint, each at its offset. Arrays are written block by block within a
+budget; what depends on their bytes, such as the CRCs in a zip directory, comes after them.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from jax_ucp.layout.blocks import OUTER_BYTES, SMALL_BYTES, grid_boxes, rows_of_chunks, whole_chunks
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.fragments import Shape
+from jax_ucp.storage.budget import run_bounded, threads
+from jax_ucp.storage.copy import COPIES_IN_FLIGHT
+from jax_ucp.storage.source import ArraySource
+
+Bytes = tuple[int, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """An array as a target stores it: `key` names it in the source, `dtype` is what its elements are cast to.
+
+    `flat` is for targets that store it with one axis; `shape` is that of the array all the same.
+    """
+
+    key: str
+    shape: Shape
+    dtype: np.dtype
+    flat: bool = False
+
+    @property
+    def size(self) -> int:
+        return Box.whole(self.shape).size
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class File:
+    """A file: `tensors` and `literals` at their offsets; `tail` makes the rest of the CRC-32 of each tensor.
+
+    Literals and tail are written when the tensors of all files are, so that what was begun and not completed has
+    no header, or no directory, and is not taken for a file of its format.
+    """
+
+    name: str
+    size: int
+    tensors: Sequence[tuple[int, Tensor]] = ()
+    literals: Sequence[Bytes] = ()
+    tail: Callable[[Sequence[int]], Sequence[Bytes]] = field(default=lambda crcs: ())
+
+    @classmethod
+    def literal(cls, name: str, data: bytes) -> File:
+        return cls(name, len(data), literals=[(0, data)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A tensor to be written in `boxes`, which follow one another in its row-major bytes."""
+
+    tensor: Tensor
+    boxes: Sequence[Box]
+    cost: int
+
+
+def write_files(
+    folder: Path,
+    files: Sequence[File],
+    source: ArraySource,
+    budget_bytes: int,
+    done: Callable[[int], None] = lambda nbytes: None,
+) -> None:
+    """Write `files` into `folder`, durably; the last one is completed last. `done` hears of bytes of tensors.
+
+    At most about `budget_bytes` of blocks are in memory at once.
+    """
+    crcs: dict[tuple[int, int], int] = {}
+
+    def jobs() -> Iterator[tuple[int, Callable[[], object]]]:
+        for f, file in enumerate(files):
+            for t, (offset, tensor) in enumerate(file.tensors):
+                job = _job(tensor, source, budget_bytes)
+                yield job.cost, lambda f=f, t=t, at=offset, job=job: write(f, t, at, job)
+
+    def write(f: int, t: int, at: int, job: _Job) -> None:
+        crcs[f, t] = _write_tensor(folder / files[f].name, at, job, source, done)
+
+    for file in files:
+        (folder / file.name).parent.mkdir(parents=True, exist_ok=True)
+        with open(folder / file.name, "xb") as out:
+            out.truncate(file.size)
+    run_bounded(jobs(), budget_bytes)
+    for f, file in enumerate(files):
+        with open(folder / file.name, "r+b") as out:
+            for at, data in [*file.literals, *file.tail([crcs[f, t] for t in range(len(file.tensors))])]:
+                out.seek(at)
+                out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+
+
+def peak_bytes(files: Sequence[File], source: ArraySource, budget_bytes: int) -> int:
+    """The most memory that blocks in flight can take."""
+    costs = sorted((_job(t, source, budget_bytes).cost for f in files for _, t in f.tensors), reverse=True)
+    return min(sum(costs[: threads()]), max(budget_bytes, *costs[:1], 0))
+
+
+def _job(tensor: Tensor, source: ArraySource, budget_bytes: int) -> _Job:
+    info = source.arrays()[tensor.key]
+    size = max(info.dtype.itemsize, tensor.dtype.itemsize)
+    max_bytes = max(SMALL_BYTES, min(OUTER_BYTES, budget_bytes // (COPIES_IN_FLIGHT * threads())))
+    boxes = list(row_major_boxes(tensor.shape, info.chunk, size, max_bytes))
+    costs = (2 * box.size + (whole_chunks(box, info.chunk).size if info.chunk else box.size) for box in boxes)
+    return _Job(tensor, boxes, max(costs, default=0) * size)
+
+
+def row_major_boxes(shape: Shape, chunk: Shape | None, itemsize: int, max_bytes: int) -> Iterator[Box]:
+    """Blocks that follow one another in the row-major order of the array, each of at most `max_bytes`.
+
+    Where they can be, they are made of whole stored chunks, so that no chunk is read twice.
+
+    >>> [str(box) for box in row_major_boxes((4, 6), None, 1, 12)]
+    ['[0:2, 0:6]', '[2:4, 0:6]']
+    >>> [str(box) for box in row_major_boxes((2, 6), None, 1, 4)]
+    ['[0:1, 0:4]', '[0:1, 4:6]', '[1:2, 0:4]', '[1:2, 4:6]']
+    """
+    block = rows_of_chunks(shape, chunk or (1,) * len(shape), itemsize, max_bytes)
+    if not _follow(shape, block):
+        block = rows_of_chunks(shape, (1,) * len(shape), itemsize, max_bytes)
+    return grid_boxes(shape, block)
+
+
+def _follow(shape: Shape, block: Shape) -> bool:
+    """Whether blocks of a grid are runs of elements: one axis is cut, those before it to 1, those after it not."""
+    cut = [axis for axis, (n, b) in enumerate(zip(shape, block, strict=True)) if b < n]
+    return not cut or all(b == 1 for b in block[: cut[-1]])
+
+
+def _write_tensor(path: Path, at: int, job: _Job, source: ArraySource, done: Callable[[int], None]) -> int:
+    crc = 0
+    with open(path, "r+b", buffering=0) as out:
+        out.seek(at)
+        for box in job.boxes:
+            data = np.ascontiguousarray(source.read(job.tensor.key, box).astype(job.tensor.dtype, copy=False))
+            raw = data.reshape(-1).view(np.uint8).data
+            crc = zlib.crc32(raw, crc)
+            while raw:
+                raw = raw[out.write(raw) :]
+            done(data.nbytes)
+    return crc

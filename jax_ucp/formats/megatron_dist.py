@@ -1,0 +1,363 @@
+"""Megatron-Core's distributed checkpoints (`--ckpt-format torch_dist`, and zarr before core 0.16), any optimizer.
+
+A tensor of the model is stored whole, whatever the parallelism was, with layers and experts on leading axes; masters
+and moments are stored in the same way or in one that `megatron_dist_names` undoes. Weights beside masters are twins.
+The vocabulary is padded; `sizes` says its true size.
+
+Of two files whose items have equal sizes nothing in a checkpoint says that they were exchanged. Where there are
+masters beside weights, `verify` finds it.
+
+Facts: `megatron/core/dist_checkpointing/`, `megatron/core/optimizer/` and `megatron/training/checkpointing.py` of
+Megatron-LM core_v0.16.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint, UnsafePickle
+from jax_ucp.formats.dcp_metadata import METADATA_FILE
+from jax_ucp.formats.importing import Import
+from jax_ucp.formats.megatron_dist_buffers import Plan, cut_of, expert_ranks, plan_buffers
+from jax_ucp.formats.megatron_dist_files import COMMON_FILE, CONFIG_FILE, Beside, DistFiles, is_checkpoint, open_files
+from jax_ucp.formats.megatron_dist_flat import check_numels, flats, group_object, param_state_sources, slices
+from jax_ucp.formats.megatron_dist_names import (
+    Run,
+    check_stacks,
+    flattened_runs,
+    gate_and_up,
+    is_flat,
+    is_fully_reshardable,
+    stacked_halves,
+    state_of,
+    unstacked,
+)
+from jax_ucp.formats.megatron_dist_proof import moved_by_padding, other_order, prove_masters
+from jax_ucp.formats.megatron_dist_steps import Step, common_steps, group_steps, one_step, optimizers
+from jax_ucp.formats.megatron_files import iteration_folder
+from jax_ucp.formats.megatron_optim import BUFFERS, beside_tensors
+from jax_ucp.formats.megatron_walk import EMBEDDING, TIED, is_expert
+from jax_ucp.formats.options import Options
+from jax_ucp.formats.torch_file import StoredTensor
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.fragments import Fragment, ParamLayout
+from jax_ucp.layout.patterns import Unique
+from jax_ucp.storage.consolidated import Consolidated
+from jax_ucp.storage.contents import Contents
+from jax_ucp.storage.cuts import Cut
+
+_LEFT = "of the optimizer, which was to be left aside (weights_only)"
+
+
+def recognise(path: Path) -> bool:
+    return path.is_dir() and is_checkpoint(path)
+
+
+def open_megatron_dist(path: Path, options: Options) -> Contents:
+    """The checkpoint in a save directory (with its tracker file), or in the folder of one iteration.
+
+    Raises FormatError, naming file and tensor, where files are missing, damaged or of another run, and LayoutError
+    where chunks do not form a tensor.
+    """
+    folder = iteration_folder(path)
+    if not folder.is_dir():
+        raise NotACheckpoint(f"{path} names {folder.name}, but there is no such folder in it")
+    files = open_files(folder)
+    try:
+        contents = _Reader(files, options).contents()
+    except LayoutError as error:
+        raise LayoutError(f"{folder}: {error}") from None
+
+    def verify() -> Iterator[tuple[str, str | None]]:
+        yield from files.verify()
+        yield from contents.verify()
+
+    return replace(contents, verify=verify)
+
+
+class _Reader:
+    """Puts one checkpoint together; each method settles one kind of stored thing."""
+
+    def __init__(self, files: DistFiles, options: Options):
+        self.files, self.args, self.options = files, files.args, options
+        # dp_zero_gather_scatter has its tensors in objects.
+        self.inside = {} if options.weights_only else param_state_sources(files)
+        sources = {"": files.source, f"{COMMON_FILE}:": files.common, **self.inside}
+        self.found = Import("megatron", files.folder, Beside(sources))
+        # parameter -> state -> how it is stored; `weight` is what the model computes with. The vocabulary is padded.
+        self.states: dict[str, dict[str, Consolidated]] = {}
+        self.dtypes: dict[str, str] = {}
+        self.steps: dict[bool, list[Step]] = {}
+
+    def contents(self) -> Contents:
+        keys = {key: state_of(key) for key in self.files.tensors if not is_flat(key)}
+        weights = {model: self.files.tensors[key] for key, (state, model) in keys.items() if state == "weight"}
+        by_state: dict[str, dict[str, tuple[tuple[int, ...], Sequence[Run]]]] = {}
+        for key, (state, model) in keys.items():
+            tensor = self.files.tensors[key]
+            if model not in weights:
+                raise FormatError(f"{self.files.folder}: {key} is a state of {model}, but there is no such tensor")
+            if state != "weight" and self.options.weights_only:
+                for run in tensor.runs:
+                    self.found.skip(run.key, "", _LEFT)
+                continue
+            shape, runs = weights[model].shape, tensor.runs
+            if tensor.shape != shape:
+                runs = self._flattened(key, shape)
+            check_stacks(model, shape, {"layers": self._layers(model), "experts": self.args.get("num_experts")})
+            params = by_state.setdefault(state, {})
+            for name, held in unstacked(model, shape, runs).items():
+                if name in params:
+                    raise FormatError(f"{self.files.folder}: {state} of {name} is stored twice, in {key} too")
+                params[name] = held
+                if state == "weight":
+                    self.dtypes[name] = tensor.dtype.name
+        for state, params in by_state.items():
+            for name, (gate, up) in gate_and_up(params).items():
+                params[name] = stacked_halves(params.pop(gate), params.pop(up))
+                self.dtypes[name] = self.dtypes[gate]
+            for name, (shape, runs) in params.items():
+                self.states.setdefault(name, {})[state] = self._consolidated(shape, runs)
+        self._check_layers()
+        self._buffers()
+        self._steps()
+        self._parameters()
+        self._objects()
+        self._common()
+        self._other_files()
+        self._notes()
+        return self.found.contents()
+
+    def _flattened(self, key: str, shape: Sequence[int]) -> list[Run]:
+        tensor = self.files.tensors[key]
+        try:
+            return list(flattened_runs(shape, tensor.shape, tensor.runs))
+        except FormatError as error:
+            raise FormatError(f"{self.files.folder}: {key}: {error}") from None
+
+    def _layers(self, model: str) -> int | None:
+        return self.args.get("num_layers") if model.startswith("decoder.") else None
+
+    def _check_layers(self) -> None:
+        """Every layer is there, with a number of its own or on an axis."""
+        found = {int(n) for name in self.states if (n := name.removeprefix("decoder.layers.").split(".")[0]).isdigit()}
+        want = self.args.get("num_layers")
+        if isinstance(want, int) and (odd := found ^ set(range(want))):
+            raise FormatError(
+                f"{self.files.folder}: args.num_layers is {want}, but of layer {min(odd)} there is "
+                f"{'a tensor' if min(odd) in found else 'none'}: {COMMON_FILE} belongs to another run"
+            )
+
+    def _consolidated(self, shape: tuple[int, ...], runs: Sequence[Run]) -> Consolidated:
+        """The runs as shards of the parameter: each is a stored chunk as it is, or lies inside one."""
+        keys: list[str] = []
+        for run in runs:
+            key = run.key
+            if run.start or self.found.stored[key].shape != run.target.shape:
+                key = f"{run.key}[{run.start}:{run.start + run.target.size}]"
+                self.found.cut(key, Cut(run.key, run.start, run.target.shape))
+            keys.append(key)
+        fragments = [Fragment(i, Box.whole(run.target.shape), run.target) for i, run in enumerate(runs)]
+        return Consolidated(ParamLayout(shape, tuple(run.target.shape for run in runs), tuple(fragments)), keys)
+
+    def _buffers(self) -> None:
+        """States that are in flat buffers, as slices that the tensor-parallel ranks had, and those as parameters."""
+        flat = [key for key in (*self.files.tensors, *self.files.objects) if is_flat(key)]
+        if self.options.weights_only or not flat:
+            for key in flat:
+                for run in self.files.tensors[key].runs if key in self.files.tensors else ():
+                    self.found.skip(run.key, "", _LEFT)
+            if not self.options.weights_only and any(is_fully_reshardable(key) for key in self.files.tensors):
+                self._prove_not_moved()
+            return
+        stored = flats(self.files, self.inside)
+        for key, object_ in self.files.objects.items():
+            if (about := group_object(key)) and about.what == "per_bucket_numel_unpadded":
+                check_numels(self.files, key, object_.open(), stored)
+        cuts = self._cuts()
+        held: dict[tuple[str, str], dict[int, str]] = {}
+        for chain, plan in enumerate(self._plans(cuts)):
+            for part in slices(self.files, chain, plan, stored, self._skip_gap):
+                self.found.slice(part.key, part.tensor, f"{part.state} of {part.name}, a part of a flat buffer")
+                held.setdefault((part.name, part.state), {})[part.rank] = part.key
+        for (chain, group, c, dtype), stray in stored.items():
+            raise FormatError(
+                f"{self.files.folder}: {stray.where} (optimizer {chain}, group {group}, chunk {c}, {dtype}) belongs to "
+                "no rank that the args know"
+            )
+        for (name, state), keys in held.items():
+            self.states.setdefault(name, {})[state] = Consolidated(cuts[name], [keys[r] for r in range(len(keys))])
+        names = [name for name, states in self.states.items() if "weight" in states]
+        prove_masters(self.files.folder, names, self.states, self.found.view, other_order)
+
+    def _skip_gap(self, key: str) -> None:
+        self.found.skip(key, "", "a gap between tensors in a flat buffer, which holds what was in memory")
+
+    def _prove_not_moved(self) -> None:
+        """Refuse what `fully_reshardable` moved; see `megatron_dist_proof`."""
+        try:
+            buffers = [buffer for plan in self._plans(self._cuts()) for buffer in plan.buffers.values()]
+            moved = {name: moved_by_padding(n) for buffer in buffers for name, n in buffer.moved}
+        except (FormatError, LayoutError):  # modules of an order not known here: any of them may have been moved
+            moved = dict.fromkeys(self.states, moved_by_padding(None))
+        names = [name for name in moved if "weight" in self.states.get(name, {})]
+        prove_masters(self.files.folder, names, self.states, self.found.view, moved.__getitem__)
+
+    def _cuts(self) -> dict[str, ParamLayout]:
+        """How the tensor-parallel ranks held each parameter, and the last stage its copy of a tied embedding."""
+        found: dict[str, ParamLayout] = {}
+        for name, states in self.states.items():
+            if name.endswith(BUFFERS):
+                continue
+            layout = states["weight"].layout
+            ranks = expert_ranks(self.args) if is_expert(name) else self.args.degree("tensor_model_parallel_size")
+            try:
+                found[name] = cut_of(layout.shape, [fragment.target for fragment in layout.fragments], ranks)
+            except LayoutError as error:
+                raise LayoutError(f"{name}: {error}") from None
+        untied = self.args.get("untie_embeddings_and_output_weights", False)
+        if self.args.degree("pipeline_model_parallel_size") > 1 and not untied and EMBEDDING in found:
+            found[TIED] = found[EMBEDDING]
+            self.dtypes[TIED] = self.dtypes[EMBEDDING]
+        return found
+
+    def _plans(self, cuts: Mapping[str, ParamLayout]) -> list[Plan]:
+        shapes = {name: layout.shards[0] for name, layout in cuts.items()}
+        several = self.args.degree("expert_model_parallel_size") > 1
+        return [
+            plan_buffers(self.args, expert, shapes, self.dtypes) for expert in ((False, True) if several else (None,))
+        ]
+
+    def _steps(self) -> None:
+        """How often each optimizer stepped: by `common.pt`, or by every model-parallel rank of its own."""
+        if self.options.weights_only:
+            return
+        self.steps = common_steps(self.files)
+        for key, stored in self.files.objects.items():
+            if (about := group_object(key)) and about.what == "optimizer":
+                self.steps.setdefault(bool(about.chain), []).extend(group_steps(key, stored))
+
+    def _parameters(self) -> None:
+        for expert in (False, True):
+            mine = {name: states for name, states in self.states.items() if is_expert(name) == expert}
+            every = {state for states in mine.values() for state in states if state != "weight"}
+            for name, states in mine.items():
+                have = {state for state in states if state != "weight"}
+                # What has no state at all was frozen; a 16-bit run keeps what is fp32 in the model as its own master.
+                if have and (lost := every - have - {"param"}):
+                    raise FormatError(
+                        f"{self.files.folder}: {min(lost)} of {name} is in no file, but that of other parameters is"
+                    )
+                if "weight" in states:
+                    self._parameter(name, states)
+                else:
+                    self._copy_of_embedding(states)
+
+    def _parameter(self, name: str, states: Mapping[str, Consolidated]) -> None:
+        states = {state: self._unpadded(name, held) for state, held in states.items()}
+        if name.endswith(BUFFERS):
+            self.found.parameter("buffer", name, states["weight"], "a buffer of the model")
+        elif "param" in states:
+            reason = f"the weight that the model computes with, a copy of the master of {name}; verify compares"
+            self.found.parameter("param", name, states["param"], f"the master of {name}")
+            self.found.twin("param", name, states["weight"], reason)
+        else:
+            self.found.parameter("param", name, states["weight"], f"the parameter {name}")
+        for state, held in states.items():
+            if state not in ("weight", "param"):
+                self.found.parameter(state, name, held, f"{state} of {name}")
+        if states.keys() != {"weight"}:
+            self._step(name)
+
+    def _unpadded(self, name: str, held: Consolidated) -> Consolidated:
+        vocab = self.options.sizes.get("vocab")
+        if vocab is None or name not in (EMBEDDING, TIED):
+            return held
+        try:
+            return replace(held, layout=held.layout.clip((vocab, *held.layout.shape[1:])))
+        except LayoutError as error:
+            raise LayoutError(f"{name}: {error}") from None
+
+    def _copy_of_embedding(self, states: Mapping[str, Consolidated]) -> None:
+        reason = f"the last pipeline stage's copy of {EMBEDDING}, compared with it by verify"
+        for state, held in states.items():
+            self.found.twin(state, EMBEDDING, self._unpadded(EMBEDDING, held), reason)
+
+    def _step(self, name: str) -> None:
+        own = self.steps.get(is_expert(name) and True in self.steps, [])
+        decays = len(self.states[name]["weight"].layout.shape) != 1 and not name.endswith(".bias")
+        step = one_step(self.files, name, [step for step in own if step.decays in (None, decays)])
+        if isinstance(step.value, StoredTensor):
+            held = Consolidated(Unique().join([step.value.shape]), [f"{COMMON_FILE}:{step.value.key}"])
+            self.found.parameter("step", name, held, "how often the optimizer stepped")
+        else:
+            array = np.asarray(step.value, np.int32 if isinstance(step.value, int) else np.float32)
+            self.found.constant("step", name, array, step.where)
+
+    def _objects(self) -> None:
+        for key, stored in self.files.objects.items():
+            where = f"{stored.file}:{key}"
+            if "._extra_state/" in key:
+                self.found.skip(where, "object", "what a module of TransformerEngine keeps beside its weights")
+            elif self.options.weights_only and is_flat(key):
+                self.found.skip(where, "object", _LEFT)
+            elif (about := group_object(key)) and about.what != "optimizer":
+                self.found.skip(where, "object", "says how the flat buffers lie; parameters have no such thing")
+            else:
+                self._extra(key, stored.file, where)
+
+    def _extra(self, key: str, file: str, where: str) -> None:
+        try:
+            opened = self.files.objects[key].open()
+        except UnsafePickle as error:
+            self.found.skip(where, "object", f"not read, because it asks for more than data: {error}")
+            self.found.notes.append(f"the object {key} was left out: {error}")
+            return
+        tree = opened.tree
+        self.found.extra(file, key, tree[0] if isinstance(tree, list) and len(tree) == 1 else tree, opened)
+
+    def _common(self) -> None:
+        for name, value in self.files.tree.items():
+            if name != "optimizer":
+                self.found.extra(COMMON_FILE, name, value)
+            elif self.options.weights_only:
+                self.found.skip(f"{COMMON_FILE}:optimizer", "param_groups", _LEFT)
+                for key in self.files.common.arrays():
+                    if key.startswith("optimizer/"):
+                        self.found.skip(f"{COMMON_FILE}:{key}", "", _LEFT)
+            else:
+                several = isinstance(value, dict) and 0 in value
+                for label, part in beside_tensors(optimizers(value) if several else value):
+                    self.found.extra(COMMON_FILE, label, part)
+
+    def _other_files(self) -> None:
+        about = {CONFIG_FILE: "names the backend", METADATA_FILE: "says which chunk is where", COMMON_FILE: ""}
+        for path in sorted(self.files.folder.iterdir()):
+            if path.name in self.files.files or path.name == COMMON_FILE:
+                continue
+            if path.name in about:
+                self.found.skip(path.name, "metadata", f"{about[path.name]}; the tree's names and shapes come from it")
+            else:
+                self.found.skip(path.name, f"{path.lstat().st_size} bytes", "nothing of the checkpoint lies in it")
+                if path.suffix == ".distcp":
+                    self.found.notes.append(f"{path.name} belongs to no tensor: it is left from another save")
+
+    def _notes(self) -> None:
+        if EMBEDDING in self.states and "vocab" not in self.options.sizes:
+            rows = self.states[EMBEDDING]["weight"].layout.shape[0]
+            self.found.notes.append(
+                f"Megatron does not record the true vocabulary: all {rows} padded rows of the embeddings are kept. "
+                "Say it with sizes={'vocab': ...} (--size vocab=...) and the others are left out"
+            )
+        if self.options.weights_only:
+            self.found.notes.append("weights alone: of a 16-bit run these are not the fp32 masters")
+        elif all(states.keys() == {"weight"} for states in self.states.values()):
+            self.found.notes.append("the checkpoint was saved without its optimizer")
+        if self.options.spec:
+            self.found.notes.append("the checkpoint says itself how its shards form parameters: the spec is not used")
+        if self.args.absent:
+            self.found.notes.append(f"args lack {', '.join(self.args.absent)}; Megatron's defaults were taken")

@@ -1,0 +1,161 @@
+"""The files of a torch_dist checkpoint: tensors in chunks, objects, and `common.pt` with what all ranks have alike.
+
+`metadata.json` names the backend that wrote the tensors: `torch_dist` is PyTorch's distributed checkpoint, `zarr`
+(up to core 0.15) has a folder for each tensor.
+
+Facts: `megatron/core/dist_checkpointing/` of Megatron-LM core_v0.16.1.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jax_ucp.errors import FormatError, LayoutError
+from jax_ucp.formats.dcp_metadata import METADATA_FILE, read_metadata
+from jax_ucp.formats.dcp_source import DcpSource, chunk_key
+from jax_ucp.formats.megatron_dist_names import Run
+from jax_ucp.formats.megatron_dist_zarr import ARRAY_FILE, ZarrChunks, zarr_array
+from jax_ucp.formats.megatron_files import Args, args_of, iteration_folder
+from jax_ucp.formats.torch_file import TorchFile
+from jax_ucp.layout.box import Box
+from jax_ucp.storage.source import ArrayInfo, ArraySource
+
+CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
+MAX_CONFIG_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor that all ranks wrote together, and the runs that it is made of."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """Something that is no tensor: `file` holds it; a list of one item where the backend is torch_dist."""
+
+    file: str
+    open: Callable[[], TorchFile]
+
+
+@dataclass(frozen=True)
+class DistFiles:
+    """Everything that is stored. `source` has the chunks of the tensors; `verify` reads them all."""
+
+    folder: Path
+    args: Args
+    common: TorchFile
+    tree: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    objects: Mapping[str, StoredObject]
+    source: ArraySource
+    verify: Callable[[], Iterator[tuple[str, str | None]]]
+    files: Sequence[str]
+
+
+class Beside:
+    """Several sources as one: array `key` of a source is `prefix + key`."""
+
+    def __init__(self, sources: Mapping[str, ArraySource]):
+        self._arrays: dict[str, ArrayInfo] = {}
+        self._places: dict[str, tuple[ArraySource, str]] = {}
+        for prefix, source in sources.items():
+            for key, info in source.arrays().items():
+                self._arrays[prefix + key] = info
+                self._places[prefix + key] = source, key
+
+    def arrays(self) -> Mapping[str, ArrayInfo]:
+        return self._arrays
+
+    def read(self, key: str, box: Box) -> np.ndarray:
+        source, inner = self._places[key]
+        return source.read(inner, box)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether the directory, or the iteration that its tracker file names, is a checkpoint of torch_dist or zarr."""
+    folder = iteration_folder(path)
+    if not folder.is_dir():
+        return False
+    return _backend(folder) is not None or all((folder / name).is_file() for name in (COMMON_FILE, METADATA_FILE))
+
+
+def open_files(folder: Path) -> DistFiles:
+    """The checkpoint of one iteration. Raises FormatError, naming the file, where one is missing or of another save."""
+    backend = _backend(folder)
+    if backend is None:
+        raise FormatError(f"{folder / CONFIG_FILE} is missing, or names no backend")
+    if not (folder / COMMON_FILE).is_file():
+        raise FormatError(f"{folder / COMMON_FILE} is missing: it holds args, steps and param groups of all ranks")
+    common = TorchFile(folder / COMMON_FILE)
+    tree = common.tree
+    if not isinstance(tree, dict):
+        raise FormatError(f"{common.path} should hold a dict, but holds a {type(tree).__name__}")
+    args = Args(args_of(tree, common.path))
+    iteration = tree.get("iteration")
+    if folder.name.startswith("iter_") and isinstance(iteration, int) and folder.name != f"iter_{iteration:07d}":
+        raise FormatError(f"{common.path} is of iteration {iteration}, but its folder is {folder.name}")
+    if backend == "torch_dist":
+        return _torch_dist(folder, args, common, tree)
+    if backend == "zarr":
+        return _zarr(folder, args, common, tree)
+    raise FormatError(f"{folder / CONFIG_FILE} names the backend {backend!r:.80}; only torch_dist and zarr are read")
+
+
+def _backend(folder: Path) -> str | None:
+    path = folder / CONFIG_FILE
+    if not path.is_file() or path.stat().st_size > MAX_CONFIG_BYTES:
+        return None
+    try:
+        config = json.loads(path.read_text(errors="replace"))
+    except (ValueError, RecursionError):
+        return None
+    backend = config.get("sharded_backend") if isinstance(config, dict) else None
+    return backend if isinstance(backend, str) else None
+
+
+def _torch_dist(folder: Path, args: Args, common: TorchFile, tree: Mapping[str, Any]) -> DistFiles:
+    metadata = read_metadata(folder)
+    source = DcpSource(metadata)
+    tensors: dict[str, Tensor] = {}
+    for fqn, entry in metadata.tensors.items():
+        try:
+            entry.layout().check()
+        except LayoutError as error:
+            raise LayoutError(f"{folder / METADATA_FILE}: {fqn}: {error}") from None
+        runs = tuple(Run(chunk_key(fqn, chunk), 0, chunk.box) for chunk in entry.chunks)
+        tensors[fqn] = Tensor(entry.shape, entry.dtype, runs)
+    objects: dict[str, StoredObject] = {}
+    for fqn, spans in metadata.objects.items():
+        if len(spans) != 1:
+            raise FormatError(f"{folder / METADATA_FILE}: the object {fqn} is in {len(spans)} places")
+        objects[fqn] = StoredObject(spans[0].file, lambda fqn=fqn, span=spans[0]: source.object(fqn, span))
+
+    def verify() -> Iterator[tuple[str, str | None]]:
+        for fqn, tensor in tensors.items():
+            faults = [fault for run in tensor.runs if (fault := source.verify(run.key))]
+            yield fqn, faults[0] if faults else None
+
+    used = {span.file for _, span in metadata.spans()}
+    return DistFiles(folder, args, common, tree, tensors, objects, source, verify, sorted(used))
+
+
+def _zarr(folder: Path, args: Args, common: TorchFile, tree: Mapping[str, Any]) -> DistFiles:
+    folders = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    arrays = {name: zarr_array(folder, name) for name in folders if (folder / name / ARRAY_FILE).exists()}
+    tensors = {name: Tensor(array.shape, array.dtype, array.runs()) for name, array in arrays.items()}
+    objects: dict[str, StoredObject] = {}
+    for name in folders:
+        for path in sorted((folder / name).glob("shard_*.pt")):
+            objects[f"{name}/{path.stem}"] = StoredObject(f"{name}/{path.name}", lambda path=path: TorchFile(path))
+    used = [*arrays, *{key.partition("/")[0] for key in objects}]
+    return DistFiles(folder, args, common, tree, tensors, objects, ZarrChunks(folder, arrays), lambda: iter(()), used)

@@ -1,0 +1,221 @@
+"""The flat buffers of a torch_dist checkpoint as states of parameters: what `dp_reshardable` and
+`dp_zero_gather_scatter` store, cut by `megatron_dist_buffers`.
+
+Megatron reads them only with the tensor and pipeline parallelism that wrote them. Here sizes are compared with those
+recorded; `megatron_dist_proof` compares masters with weights.
+
+Facts: `megatron/core/optimizer/distrib_optimizer.py` of Megatron-LM core_v0.16.1.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax_ucp.errors import FormatError
+from jax_ucp.formats.megatron_dist_buffers import Buffer, Place, Plan, slice_of
+from jax_ucp.formats.megatron_dist_files import DistFiles
+from jax_ucp.formats.torch_file import StoredTensor, TorchFile
+from jax_ucp.storage.consolidated import Consolidated
+
+_KEY = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(.+)")
+_BUCKET = re.compile(r"gbuf_idx_(\d+)\.dtype_\(torch\.(\w+), torch\.\w+\)\.bucket_idx_(\d+)\.([^.]+)")
+_ORDER = "the order of modules is not the one known here, or the buffers belong to another run"
+
+
+@dataclass
+class Flat:
+    """One buffer of one model-parallel rank, coalesced: its buckets' sizes, and by state the pieces it is stored in."""
+
+    where: str
+    coalesced: bool
+    buckets: dict[int, int] = field(default_factory=dict)
+    pieces: dict[str, list[tuple[int, int, str]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A state of a parameter as one tensor-parallel rank had it: `key` is what to call it, `layout` over `keys`."""
+
+    state: str
+    name: str
+    rank: int
+    key: str
+    tensor: Consolidated
+
+
+@dataclass(frozen=True)
+class GroupObject:
+    """An object of one model-parallel rank: `optimizer` has its param groups, `per_bucket_numel` sizes."""
+
+    chain: int
+    group: int
+    what: str
+
+
+def group_object(key: str) -> GroupObject | None:
+    match = _KEY.fullmatch(key)
+    return GroupObject(int(match[1] or 0), int(match[2]), match[3].partition("/")[0]) if match else None
+
+
+def param_state_sources(files: DistFiles) -> dict[str, TorchFile]:
+    """The files of `param_state` objects, in which `dp_zero_gather_scatter` has tensors, by prefix of their keys."""
+    about = {key: group_object(key) for key in files.objects}
+    mine = {key: files.objects[key] for key, what in about.items() if what and what.what == "param_state"}
+    return {f"{stored.file}:{key}:": stored.open() for key, stored in mine.items()}
+
+
+def flats(files: DistFiles, sources: Mapping[str, TorchFile]) -> dict[tuple[int, int, int, str], Flat]:
+    """Every buffer that is stored, by (optimizer, group, model chunk, dtype)."""
+    found: dict[tuple[int, int, int, str], Flat] = {}
+    for prefix, file in sources.items():
+        key = prefix.partition(":")[2].removesuffix(":")
+        _coalesced(key, prefix, _only(file.tree, key), found)
+    buckets: dict[tuple[int, int, int, str], dict[tuple[str, int], str]] = {}
+    for key in files.tensors:
+        if match := _KEY.fullmatch(key):
+            bucket = _BUCKET.fullmatch(match[3])
+            if bucket is None:
+                raise FormatError(f"{files.folder}: the buffer {key} is of a kind not known here")
+            place = int(match[1] or 0), int(match[2]), int(bucket[1]), bucket[2]
+            buckets.setdefault(place, {})[bucket[4], int(bucket[3])] = key
+    for place, keys in buckets.items():
+        found[place] = _joined(files, keys)
+    return found
+
+
+def _joined(files: DistFiles, keys: Mapping[tuple[str, int], str]) -> Flat:
+    """Buckets, each a tensor, as one buffer."""
+    flat = Flat(min(keys.values()).rpartition(".bucket_idx_")[0], coalesced=False)
+    for (_, k), key in keys.items():
+        shape = files.tensors[key].shape
+        if len(shape) != 1 or flat.buckets.setdefault(k, shape[0]) != shape[0]:
+            raise FormatError(
+                f"{files.folder}: {key} has shape {list(shape)}, another state {flat.buckets[k]} elements"
+            )
+    if sorted(flat.buckets) != list(range(len(flat.buckets))):
+        raise FormatError(f"{files.folder}: of {flat.where} there are only the buckets {sorted(flat.buckets)}")
+    firsts = [0, *itertools.accumulate(flat.buckets[k] for k in range(len(flat.buckets)))]
+    for state in {state for state, _ in keys}:
+        if lost := [k for k in flat.buckets if (state, k) not in keys]:
+            raise FormatError(f"{files.folder}: {flat.where}.bucket_idx_{lost[0]}.{state} is in no file")
+        pieces = flat.pieces[state] = []
+        for k in range(len(flat.buckets)):
+            for run in files.tensors[keys[state, k]].runs:
+                if run.target.size:
+                    pieces.append((firsts[k] + run.target.start[0], firsts[k] + run.target.stop[0], run.key))
+        pieces.sort()
+    return flat
+
+
+def _coalesced(key: str, prefix: str, state: Any, found: dict[tuple[int, int, int, str], Flat]) -> None:
+    """The buffers in one `param_state` object, which has the form of the legacy format's `distrib_optim.pt`."""
+    about = group_object(key)
+    if about is None or not isinstance(state, dict) or state.get("buckets_coalesced") is not True:
+        raise FormatError(f"{key} has no coalesced buffers; those of before February 2024 are not read")
+    for c, buffers in state.items():
+        for dtypes, buffer in buffers.items() if isinstance(buffers, dict) else ():
+            flat = found[about.chain, about.group, c, dtypes[0].name] = Flat(f"{key}, chunk {c}", coalesced=True)
+            tensors = {name: value for name, value in buffer.items() if isinstance(value, StoredTensor)}
+            lengths = {value.shape for value in tensors.values()} | {(buffer.get("numel_unpadded"),)}
+            if len(lengths) != 1 or len(next(iter(lengths))) != 1:
+                raise FormatError(
+                    f"{key}: the states and numel_unpadded of chunk {c} differ in size: {sorted(lengths)}"
+                )
+            for name, value in tensors.items():
+                flat.pieces[name] = [(0, value.shape[0], prefix + value.key)]
+                flat.buckets[0] = value.shape[0]
+
+
+def slices(
+    files: DistFiles,
+    chain: int,
+    plan: Plan,
+    stored: dict[tuple[int, int, int, str], Flat],
+    skip: Callable[[str], None],
+) -> Iterator[Slice]:
+    """Every state that the buffers of one optimizer hold; what is used is taken out of `stored`.
+
+    `skip` hears of the pieces that hold nothing: tensors begin at multiples of 64 elements, and what was in memory
+    between them is stored too. Raises FormatError where a buffer is missing, or its sizes are not those of the plan.
+    """
+    for place in plan.places:
+        for (pp, ep, c, dtype), buffer in plan.buffers.items():
+            if (pp, ep) != (place.pp, place.ep):
+                continue
+            flat = stored.pop((chain, place.group, c, dtype), None)
+            if flat is None:
+                raise FormatError(
+                    f"{files.folder}: by the args there is a model-parallel rank {place.group}, but no buffer of its "
+                    f"{dtype} parameters in model chunk {c}"
+                )
+            _check_sizes(files, flat, buffer)
+            for key in _gaps(files, flat, buffer):
+                skip(key)
+            yield from _slices_of(place, buffer, flat)
+
+
+def _slices_of(place: Place, buffer: Buffer, flat: Flat) -> Iterator[Slice]:
+    for state, pieces in flat.pieces.items():
+        ranges = [(start, stop) for start, stop, _ in pieces]
+        for unit in buffer.units:
+            for part in unit.parts:
+                layout, used = slice_of(part, unit.start, ranges)
+                key = f"{state} of {part.name} in {flat.where}"
+                yield Slice(state, part.name, place.rank, key, Consolidated(layout, [pieces[i][2] for i in used]))
+
+
+def _gaps(files: DistFiles, flat: Flat, buffer: Buffer) -> Iterator[str]:
+    """The pieces between tensors. Every rank wrote its piece of each tensor by itself: none lies in two of them."""
+    if flat.coalesced:
+        return
+    units = sorted((unit.start, unit.start + unit.numel, unit.parts[0].name) for unit in buffer.units)
+    for pieces in flat.pieces.values():
+        for start, stop, key in pieces:
+            at = bisect.bisect_right(units, stop - 1, key=lambda unit: unit[0]) - 1
+            first, end, name = units[at] if at >= 0 else (0, 0, "")
+            if end <= start:
+                yield key
+            elif not first <= start < stop <= end:
+                raise FormatError(
+                    f"{files.folder}: {key} is the elements {start} to {stop} of {flat.where}, where {name} should be "
+                    f"{first} to {end}; {_ORDER}"
+                )
+
+
+def _check_sizes(files: DistFiles, flat: Flat, buffer: Buffer) -> None:
+    stored = [flat.buckets[k] for k in sorted(flat.buckets)]
+    want = [sum(buffer.buckets)] if flat.coalesced else list(buffer.buckets)
+    if stored != want:
+        raise FormatError(
+            f"{files.folder}: {flat.where} has buckets of {stored} elements, but {len(buffer.units)} tensors of the "
+            f"model take {want}; {_ORDER}"
+        )
+    if "param" not in flat.pieces:
+        raise FormatError(f"{files.folder}: {flat.where} has no masters, only {sorted(flat.pieces)}")
+
+
+def check_numels(
+    files: DistFiles, key: str, stored: TorchFile, flats: Mapping[tuple[int, int, int, str], Flat]
+) -> None:
+    """Compare `per_bucket_numel_unpadded` of a model-parallel rank with its buckets."""
+    about = group_object(key)
+    said = _only(stored.tree, key)
+    if about is None or not isinstance(said, list):
+        raise FormatError(f"{files.folder}: {key} should be a list, but is a {type(said).__name__}")
+    for c, by_dtype in enumerate(said):
+        for dtypes, sizes in by_dtype.items():
+            flat = flats.get((about.chain, about.group, c, dtypes[0].name))
+            found = [flat.buckets[k] for k in sorted(flat.buckets)] if flat else []
+            if found != sizes:
+                raise FormatError(f"{files.folder}: {key} says {sizes} elements, but the buckets have {found}")
+
+
+def _only(tree: Any, key: str) -> Any:
+    if not isinstance(tree, list) or len(tree) != 1:
+        raise FormatError(f"{key} should be a list of one item, but is a {type(tree).__name__}")
+    return tree[0]

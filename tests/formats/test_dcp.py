@@ -1,0 +1,97 @@
+"""Checkpoints that PyTorch's DCP wrote, against the state taken from the live processes before the save."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+import jax_ucp as ucp
+from jax_ucp.errors import FormatError
+from jax_ucp.formats.dcp_metadata import metadata_files, read_metadata
+from torch_cases import DATA, about, assert_accounted_for, assert_equal_however_read, live
+
+CASES = sorted(path.parent.name for path in DATA.glob("*/ckpt") if metadata_files(path))
+# Their state dicts had no paths: torch 1.13 took flat ones only, and flatten_state_dict=False leaves them as they are.
+FLAT = ("old_v1131", "dcp_noflatten")
+
+
+def truth(case: str) -> dict[str, np.ndarray]:
+    """The live state under our labels; tensors beside the model go by their full names."""
+    names, found = about(case)["map"], {}
+    for key, array in live(case).items():
+        state, _, name = key.partition("::")
+        if case in FLAT:
+            found[f"param/{names[key]}"] = array
+        elif state == "tensor":
+            found[f"other/{names[key]}"] = array
+        else:
+            found[f"{'param' if state == 'model' else state}/{name}"] = array
+    if case.startswith("titan"):  # the trainer's own count, which is in no optimizer and so not in the truth
+        found["other/train_state.step"] = np.asarray(about(case)["steps"], np.int32)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_everything_equals_the_live_state_however_it_is_read(case, tmp_path):
+    checkpoint = ucp.open(DATA / case / "ckpt")
+    assert_equal_however_read(checkpoint, truth(case), tmp_path)
+    assert_accounted_for(checkpoint)
+    assert any("no paths were recorded" in note for note in checkpoint.notes) == (case in FLAT)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_item_and_every_file_is_in_the_account(case):
+    folder = DATA / case / "ckpt"
+    checkpoint = ucp.open(folder)
+    places = {item.where for item in checkpoint.account}
+    metadata = read_metadata(folder)
+    for fqn, span in metadata.spans():
+        assert {f"{span.file}:{fqn}", f"{span.file}:{fqn}@{span.offset}"} & places, fqn
+    used = {span.file for _, span in metadata.spans()}
+    assert {path.name for path in folder.iterdir()} <= used | places
+
+
+def test_objects_are_extras_with_their_values():
+    for case in CASES:
+        extras = ucp.open(DATA / case / "ckpt").extras.values()
+        kept = {name: value for file in extras for name, value in file.items()}
+        for name, value in about(case).get("objects", {}).items():
+            if case != "dcp_objects":
+                assert kept[name] == value, name
+    kept = {name: v for file in ucp.open(DATA / "dcp_objects" / "ckpt").extras.values() for name, v in file.items()}
+    plain = about("dcp_objects")["objects"]
+    special = {
+        "o.big_int": 2**80,
+        "o.bytes": {"!bytes": "AAH/"},
+        "o.dtype": {"!dtype": "bfloat16"},
+        "o.nested.tup": {"!tuple": [{"!array": "AAAAAAAAAAAAAAAA", "dtype": "float32", "shape": [3]}, 4]},
+        "o.size": {"!tuple": [1, 2]},
+    }
+    assert kept == {**plain, **special}
+
+
+def test_weights_alone_leave_the_optimizer_aside_with_a_reason():
+    checkpoint = ucp.open(DATA / "fsdp2_dp2_amsgrad" / "ckpt", weights_only=True)
+    assert {leaf.label for leaf in checkpoint.leaves} == {
+        label for label in truth("fsdp2_dp2_amsgrad") if label.startswith("param/")
+    }
+    skipped = [item for item in checkpoint.account if "only weights were asked for" in item.reason]
+    assert {item.reason.partition(" of ")[0] for item in skipped} == {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"}
+    assert_accounted_for(checkpoint)
+
+
+def test_a_slice_of_a_parameter_opens_only_the_items_that_hold_it(tmp_path):
+    folder = DATA / "dcp_file_per_item" / "ckpt"
+    checkpoint = ucp.open(folder)
+    param = checkpoint.params["output.weight"]
+    first, second = param.where()
+    assert first.file != second.file
+    damaged = tmp_path / "c"
+    shutil.copytree(folder, damaged)
+    (damaged / second.file).write_bytes(b"\0" * (damaged / second.file).stat().st_size)
+    param = ucp.open(damaged).params["output.weight"]
+    np.testing.assert_array_equal(
+        param.read(box=first.target), live("dcp_file_per_item")["model::output.weight"][first.target.index]
+    )
+    with pytest.raises(FormatError, match=second.file):
+        param.read(box=second.target)

@@ -1,0 +1,328 @@
+"""DCP checkpoints cut in every way that can be, read back equal; and damaged ones, refused with the file's name."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jax_ucp as ucp
+from dcp_writer import Writer
+from helpers import boxes_in, grids
+from jax_ucp.errors import CorruptData, FormatError, LayoutError, NotACheckpoint, UCPError
+from jax_ucp.formats import extras
+from jax_ucp.layout.box import Box
+from jax_ucp.storage.consolidated import same_bits
+from torch_cases import DATA
+from torch_writer import Instance
+
+DTYPES = (np.float32, np.float64, ml_dtypes.bfloat16, np.float16, np.int64, np.uint8, np.bool_)
+
+
+@st.composite
+def chunkings(draw: st.DrawFn) -> dict[str, tuple[np.ndarray, list[tuple[str, Box]]]]:
+    """Tensors, and for each the chunks it is stored in: (file, box)."""
+    found = {}
+    for i in range(draw(st.integers(1, 3))):
+        shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
+        bits = np.random.default_rng(draw(st.integers(0, 99))).integers(0, 2, (*shape, 8), np.uint8)
+        whole = np.packbits(bits, -1)[..., 0].astype(draw(st.sampled_from(DTYPES)))
+        boxes = dict.fromkeys(sorted(draw(grids(shape)), key=lambda box: (-box.size, -sum(box.shape))))
+        first = {box.start: box for box in reversed(boxes)}  # one item lies at one offset: the largest
+        boxes = [box for box in boxes if first[box.start].size or first[box.start] == box]
+        files = st.sampled_from(("__0_0.distcp", "__1_0.distcp", "__1_1.distcp"))
+        found[f"w.{i}"] = whole, [(draw(files), box) for box in draw(st.permutations(boxes))]
+    return found
+
+
+@given(chunkings(), st.data())
+@settings(max_examples=60)
+def test_any_chunks_in_any_files_are_read_back_equal(tensors, data):
+    with tempfile.TemporaryDirectory() as folder:
+        writer = Writer(Path(folder))
+        for fqn, (whole, chunks) in tensors.items():
+            writer.tensor(fqn, whole, chunks)
+        checkpoint = ucp.open(writer.finish())
+        for fqn, (whole, _) in tensors.items():
+            assert same_bits(checkpoint.read(f"param/{fqn}"), whole)
+            box = data.draw(boxes_in(whole.shape))
+            assert same_bits(checkpoint.read(f"param/{fqn}", box), np.asarray(whole[box.index]))
+        assert [fault for _, fault in checkpoint.verify() if fault] == []
+
+
+@given(chunkings(), st.data())
+@settings(max_examples=40)
+def test_the_tables_of_several_ranks_are_one_and_their_replicas_are_compared(tensors, data):
+    """Without collectives each rank describes what it wrote; what two ranks had is there twice."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [Writer(Path(folder)) for _ in range(3)]
+        twice: list[tuple[str, Box]] = []
+        for fqn, (whole, chunks) in tensors.items():
+            owners = [data.draw(st.sets(st.integers(0, 2), min_size=1)) for _ in chunks]
+            for rank, writer in enumerate(ranks):
+                own = [(f"__{rank}_0.distcp", box) for (_, box), by in zip(chunks, owners, strict=True) if rank in by]
+                if own := {box.start: (file, box) for file, box in sorted(own, key=lambda one: sum(one[1].shape))}:
+                    writer.tensor(fqn, whole, own.values())
+            twice += [(fqn, box) for (_, box), by in zip(chunks, owners, strict=True) if box.size and len(by) > 1]
+        for rank, writer in enumerate(ranks):
+            writer.finish(f"__{rank}.metadata")
+        checkpoint = ucp.open(folder)
+        for fqn, (whole, _) in tensors.items():
+            assert same_bits(checkpoint.read(f"param/{fqn}"), whole)
+        assert [fault for _, fault in checkpoint.verify() if fault] == []
+        for fqn, box in twice[:1]:
+            other = Writer(Path(folder) / "other")
+            whole = np.array(tensors[fqn][0])
+            whole[box.index] = whole[box.index] == 0  # 0 becomes 1, and anything else 0
+            change_replica(checkpoint, fqn, box, np.asarray(whole[box.index]), other)
+            faults = [fault for what, fault in ucp.open(folder).verify() if fault and what == f"param/{fqn}"]
+            assert "which should be replicas" in faults[0]
+
+
+def change_replica(checkpoint: ucp.Checkpoint, fqn: str, box: Box, value: np.ndarray, scratch: Writer) -> None:
+    """Write `value` in place of one copy of `box`, as an item that is whole in itself."""
+    piece = next(piece for piece in checkpoint.where(f"param/{fqn}") if piece.target == box)
+    start = int(piece.item.rpartition("@")[2])
+    scratch.item(fqn, "one", box.start, value)
+    item, path = (scratch.folder / "one").read_bytes(), Path(checkpoint.path) / piece.file
+    data = path.read_bytes()
+    path.write_bytes(data[:start] + item + data[start + len(item) :])
+
+
+# What is refused.
+
+
+@pytest.fixture
+def copy_of(tmp_path):
+    def make(case: str) -> Path:
+        return Path(shutil.copytree(DATA / case / "ckpt", tmp_path / case))
+
+    return make
+
+
+def faults_of(folder: Path) -> list[str]:
+    """What opening or verifying says is wrong."""
+    try:
+        return [fault for _, fault in ucp.open(folder).verify() if fault]
+    except UCPError as error:
+        return [str(error)]
+
+
+# In dcp_no_collectives both ranks wrote items of equal sizes in equal order: nothing tells two such files apart.
+SHARDED = ("fsdp2_dp4_uneven", "fsdp2_tp_2x2", "dcp_zstd", "dcp_no_collectives", "dcp_file_per_item")
+
+
+@pytest.mark.parametrize("case", SHARDED)
+def test_a_file_that_is_missing_or_cut_short_is_named(copy_of, case):
+    folder = copy_of(case)
+    for path in sorted(folder.glob("*.distcp"))[:4]:
+        data = path.read_bytes()
+        path.unlink()
+        with pytest.raises(FormatError, match=rf"{path.name} is missing: \d+ items lie in it"):
+            ucp.open(folder)
+        path.write_bytes(data[:-1])
+        with pytest.raises(CorruptData, match=rf"{path.name} has {len(data) - 1} bytes, .* truncated"):
+            ucp.open(folder)
+        path.write_bytes(data)
+    assert faults_of(folder) == []
+
+
+@pytest.mark.parametrize("case", [case for case in SHARDED if case != "dcp_no_collectives"])
+def test_two_files_exchanged_and_a_file_of_another_run_are_named(copy_of, case):
+    folder = copy_of(case)
+    first, second = sorted(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)[
+        :: len(list(folder.glob("*.distcp"))) - 1
+    ]
+    kept = first.read_bytes()
+    shutil.copy(second, first)
+    second.write_bytes(kept)
+    faults = faults_of(folder)
+    assert any(path.name in fault for fault in faults for path in (first, second))
+    with pytest.raises(UCPError):
+        ucp.open(folder).save(folder.parent / "converted")
+    shutil.copy(DATA / "fsdp2_dp2_amsgrad" / "ckpt" / "__0_0.distcp", first)
+    second.write_bytes((DATA / case / "ckpt" / second.name).read_bytes())
+    assert any(first.name in fault for fault in faults_of(folder))
+
+
+def test_bytes_and_files_of_no_item_are_noted(copy_of):
+    folder = copy_of("fsdp2_dp4_uneven")
+    with (folder / "__1_0.distcp").open("ab") as file:
+        file.write(b"later")
+    shutil.copy(folder / "__1_0.distcp", folder / "__4_0.distcp")
+    checkpoint = ucp.open(folder)
+    assert sorted(checkpoint.notes) == [
+        "__1_0.distcp has 5 bytes that are no item of this checkpoint",
+        "__4_0.distcp belongs to no tensor of this checkpoint: it is left from another save",
+    ]
+    assert {"__1_0.distcp", "__4_0.distcp"} <= {item.where for item in checkpoint.account if item.fate == "skipped"}
+
+
+def test_metadata_that_is_missing_is_named(copy_of):
+    folder = copy_of("fsdp2_dp4_uneven")
+    (folder / ".metadata").unlink()
+    with pytest.raises(NotACheckpoint, match=r"no \.metadata, which is written last"):
+        ucp.open(folder)
+    folder = copy_of("dcp_no_collectives")
+    for path in (folder / "__0.metadata", folder / "__1.metadata"):
+        data = path.read_bytes()
+        path.unlink()
+        with pytest.raises(FormatError, match=f"{path.name} is missing"):
+            ucp.open(folder)
+        path.write_bytes(data)
+
+
+def test_the_metadata_of_a_rank_of_another_run_is_refused(copy_of):
+    folder = copy_of("dcp_no_collectives")
+    writer = Writer(folder.parent / "other")
+    writer.tensor("output.weight", np.zeros((2, 2), np.float32), [("__1_0.distcp", Box((0, 0), (2, 2)))])
+    shutil.copy(writer.finish("__1.metadata") / "__1.metadata", folder)
+    with pytest.raises(FormatError, match=r"__1\.metadata: output\.weight is .* the files are of different saves"):
+        ucp.open(folder)
+
+
+def contents(folder: Path) -> dict[str, tuple]:
+    checkpoint = ucp.open(folder)
+    return {leaf.label: (leaf.shape, leaf.dtype, checkpoint.read(leaf.label).tobytes()) for leaf in checkpoint.leaves}
+
+
+@pytest.mark.parametrize("case", ["old_v260", "dcp_objects", "dcp_no_collectives", "dcp_noflatten"])
+def test_a_bit_of_the_metadata_is_refused_harmless_or_part_of_a_name(case):
+    """Names are what nothing else says: where they are written once, a changed one is another name of the same."""
+    rng = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(shutil.copytree(DATA / case / "ckpt", Path(parent) / "c"))
+        file = folder / (".metadata" if case != "dcp_no_collectives" else "__0.metadata")
+        data, want, refused = file.read_bytes(), contents(folder), 0
+        for at in rng.choice(len(data), 300, replace=False):
+            changed = bytearray(data)
+            changed[at] ^= 1 << rng.integers(8)
+            file.write_bytes(changed)
+            if faults_of(folder):
+                refused += 1
+            elif (found := contents(folder)) != want:
+                assert set(found.values()) == set(want.values())
+                assert case in ("dcp_no_collectives", "dcp_noflatten")  # one step of a path: one string, written once
+        assert refused > 240
+
+
+WHOLE = np.arange(24, dtype=np.float32).reshape(4, 6)
+LEFT, RIGHT = Box((0, 0), (4, 3)), Box((0, 3), (4, 6))
+
+
+@pytest.fixture
+def writer(tmp_path) -> Writer:
+    writer = Writer(tmp_path / "c")
+    writer.tensor("w", WHOLE, [("__0_0.distcp", LEFT), ("__1_0.distcp", RIGHT)])
+    return writer
+
+
+def test_chunks_that_overlap_or_leave_a_hole_are_shown(writer):
+    wide = Box((0, 2), (4, 6))
+    writer.declare("w", WHOLE.dtype, WHOLE.shape, [LEFT, wide])
+    writer.item("w", "__1_0.distcp", wide.start, WHOLE[wide.index])
+    with pytest.raises(FormatError, match=r"storage_data has bytes of 'w' at \(0, 3\), where it has no chunk"):
+        ucp.open(writer.finish())
+    writer.storage = {index: info for index, info in writer.storage.items() if index.state["offset"] != (0, 3)}
+    with pytest.raises(LayoutError, match=r"(?s)c: param.w: .*overlap: .*"):
+        ucp.open(writer.finish())
+    narrow = Box((0, 3), (4, 5))
+    writer.declare("w", WHOLE.dtype, WHOLE.shape, [LEFT, narrow])
+    writer.storage = {index: info for index, info in writer.storage.items() if index.state["offset"] == (0, 0)}
+    writer.item("w", "__1_0.distcp", narrow.start, WHOLE[narrow.index])
+    with pytest.raises(LayoutError, match=r"(?s)c: param.w: .*hole: .*"):
+        ucp.open(writer.finish())
+
+
+def test_a_chunk_that_no_file_holds_is_refused(writer):
+    writer.storage = {index: info for index, info in writer.storage.items() if index.state["offset"] == (0, 0)}
+    with pytest.raises(FormatError, match=r"\.metadata: w: the chunk \[4, 3\] at \[0, 3\] is in no file"):
+        ucp.open(writer.finish())
+
+
+def test_items_that_share_bytes_are_refused(writer):
+    writer.declare("v", WHOLE.dtype, (4, 3), [Box((0, 0), (4, 3))])
+    writer.place("v", (0, 0), "__0_0.distcp", 8, 100)
+    with pytest.raises(FormatError, match=r"__0_0\.distcp: the bytes of v, from 8, overlap those of w"):
+        ucp.open(writer.finish())
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((4, 3), np.int64), ((4, 3), np.float16), ((3, 4), np.float32)])
+def test_an_item_that_is_not_the_chunk_declared_is_found_by_a_read_and_by_verify(writer, shape, dtype):
+    writer.declare("v", np.dtype(np.float32), (4, 3), [Box((0, 0), (4, 3))])
+    writer.item("v", "__1_0.distcp", (0, 0), np.zeros(shape, dtype))
+    checkpoint = ucp.open(writer.finish())
+    with pytest.raises(CorruptData, match=r"__1_0\.distcp:v@\d+ should be float32 \[4, 3\]"):
+        checkpoint.read("param/v")
+    assert any("should be float32 [4, 3]" in (fault or "") for _, fault in checkpoint.verify())
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "/etc/passwd", "a\\b", "C:x", "", ".", "..", "a\0b"])
+def test_a_file_name_that_leads_elsewhere_is_refused(writer, name):
+    writer.declare("v", np.dtype(np.uint8), (1,), [Box((0,), (1,))])
+    writer.place("v", (0,), name, 0, 1)
+    with pytest.raises(FormatError, match="which is no plain file name"):
+        ucp.open(writer.finish())
+
+
+@pytest.mark.parametrize("name", ["__1_0.distcp", ".metadata"])
+def test_links_are_refused(writer, name):
+    path = writer.finish() / name
+    path.rename(path.parent.parent / "elsewhere")
+    os.symlink(path.parent.parent / "elsewhere", path)
+    with pytest.raises(FormatError, match=rf"{name}.* link"):
+        ucp.open(path.parent)
+
+
+@pytest.mark.parametrize(
+    ("shape", "boxes", "message"),
+    [
+        ((0, 6), [Box((0, 0), (0, 5))], r"w has shape \[0, 6\], but its chunks end elsewhere on axis 1"),
+        ((4, 6), [], r"w has shape \[4, 6\], but no chunk of it is in any file"),
+        ((4,), [Box((0, 0), (4, 6))], r"w has shape \[4\], but a chunk of \[4, 6\] at \[0, 0\]"),
+        ((-1,), [], r"w: \(-1,\) is no shape"),
+        ((1 << 40, 1 << 40), [], "is no shape"),
+        ((4, 6), [LEFT, Box((0, 3), (4, 7))], "outside the array"),
+    ],
+)
+def test_shapes_that_cannot_be_are_refused(tmp_path, shape, boxes, message):
+    writer = Writer(tmp_path / "c")
+    writer.declare("w", WHOLE.dtype, shape, boxes)
+    for i, box in enumerate(boxes):
+        writer.item("w", f"__{i}_0.distcp", box.start, np.zeros(box.shape, np.float32))
+    with pytest.raises((FormatError, LayoutError), match=message):
+        ucp.open(writer.finish())
+
+
+def test_objects_that_ask_for_code_or_are_made_of_data_are_left_out_and_noted(writer, monkeypatch):
+    writer.object("lr", "__0_0.distcp", {"lr": 0.5})
+    writer.object("run", "__0_0.distcp", {"step": 3, "hook": Instance("os.system", {})})
+    writer.object("buffer", "__1_0.distcp", [np.zeros(100, np.float32)])
+    monkeypatch.setattr(extras, "MAX_EXTRA_BYTES", 399)
+    checkpoint = ucp.open(writer.finish())
+    assert checkpoint.extras == {"__0_0.distcp": {"lr": {"lr": 0.5}}}
+    _, hook, data = checkpoint.notes
+    assert "run was left out" in hook
+    assert "os.system" in hook
+    assert "buffer in __1_0.distcp was left out: an object with 400 bytes of tensors" in data
+    reasons = {item.where.partition("@")[0]: item.fate for item in checkpoint.account if "distcp:" in item.where}
+    assert reasons["__0_0.distcp:run"] == reasons["__1_0.distcp:buffer"] == "skipped"
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        ({"w": ("model", "v")}, "'w' was at \\('model', 'v'\\), which has another flattened name"),
+        ({"v": ("v",)}, "'v' is in planner_data or in state_dict_metadata, but not in both"),
+        ({"w": ("w",), "v": ("v",)}, "'v' is in planner_data"),
+    ],
+)
+def test_paths_that_contradict_the_names_are_refused(writer, paths, message):
+    writer.paths = paths
+    with pytest.raises(FormatError, match=message):
+        ucp.open(writer.finish())

@@ -1,0 +1,80 @@
+"""Which tensor of a trainer's state dict is a weight, and which a state of which weight: laws over any names."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_ucp.formats.state_paths import places
+
+PARTS = st.sampled_from(("a", "b", "state", "model", "0", "layers", "weight"))
+NAMES = st.lists(PARTS, min_size=1, max_size=3).map(".".join)
+# A parameter's name is not a number alone: those are the ids that an optimizer's own state_dict() has.
+PARAMS = st.sets(NAMES.filter(lambda name: not name.isdigit()), min_size=1, max_size=6)
+GROUPS = [(optimizer, "param_groups", 0, "lr") for optimizer in ("optim", "first", "second")]
+STATES = st.sets(st.sampled_from(("exp_avg", "exp_avg_sq", "step")), min_size=1)
+
+
+def joined(*path: object) -> str:
+    return ".".join(map(str, path))
+
+
+@given(PARAMS, STATES, st.booleans(), st.booleans(), st.sampled_from(("model", "state_dict", "net", "")))
+def test_every_state_goes_to_its_parameter_however_the_trainer_nests_them(params, states, flat, average, model):
+    root = (model,) if model else ()
+    want = {(*root, param): ("param", param) for param in params}
+    for param in params:
+        for state in states:
+            path = ("optim", joined("state", param, state)) if flat else ("optim", "state", param, state)
+            want[path] = state, param
+    group = ("optim", joined("param_groups", min(params), "lr")) if flat else ("optim", "param_groups", 0, "lr")
+    want[group] = "other", joined(*group)
+    if average and model in ("model", "state_dict"):
+        want |= {("ema", param): ("other", joined("ema", param)) for param in params}
+    found = places({joined(*path): path for path in want})
+    assert found.at == {joined(*path): place for path, place in want.items()}
+    assert found.notes == []
+
+
+@given(PARAMS, STATES, st.booleans())
+def test_a_state_that_names_no_parameter_keeps_its_optimizer_whole_and_says_so(params, states, flat):
+    want = {("model", param): ("param", param) for param in params}
+    for param in {*params, "gone"}:
+        for state in states:
+            path = ("optim", joined("state", param, state)) if flat else ("optim", "state", param, state)
+            want[path] = "other", joined(*path)
+    found = places({joined(*path): path for path in want}, [("optim", "param_groups", 0, "lr")])
+    assert found.at == {joined(*path): place for path, place in want.items()}
+    (note,) = found.notes
+    assert f"{len(states)} name no parameter of the model, the first optim.state.gone." in note
+
+
+def test_numbers_are_ids_and_no_names_even_of_a_model_whose_names_are_numbers():
+    paths = {"model.0": ("model", "0"), "optim.state.0.step": ("optim", "state", "0", "step")}
+    found = places(paths, GROUPS)
+    assert found.at == {"model.0": ("param", "0"), "optim.state.0.step": ("other", "optim.state.0.step")}
+    assert "they go by numbers" in found.notes[0]
+
+
+def test_two_optimizers_of_one_model_share_it_but_not_a_state():
+    paths = {("model", name): ("param", name) for name in "ab"}
+    paths |= {("first", "state", "a", "step"): ("step", "a"), ("second", "state", "b", "step"): ("step", "b")}
+    assert places({joined(*p): p for p in paths}, GROUPS).at == {joined(*p): place for p, place in paths.items()}
+    again = ("second", "state", "a", "step")
+    found = places({joined(*p): p for p in [*paths, again]}, GROUPS)
+    assert {found.at[joined(*p)][0] for p in [*paths, again] if "state" in p} == {"other"}
+    assert all("another optimizer has states of the same parameters" in note for note in found.notes)
+
+
+def test_two_dicts_of_which_nothing_says_which_is_the_model_are_both_kept_aside():
+    for paths in ([("generator", "w"), ("critic", "w")], [("model", "w"), ("module", "w")]):
+        found = places({joined(*p): p for p in paths})
+        assert {state for state, _ in found.at.values()} == {"other"}
+        assert len(found.notes) == 1
+    states = [("optim", "state", "w", "step")]
+    found = places({joined(*p): p for p in [("generator", "w"), ("critic", "w"), *states]}, GROUPS)
+    assert {state for state, _ in found.at.values()} == {"other"}
+    assert "several dicts could be the model" in found.notes[0]
+
+
+def test_no_tensors_have_no_places():
+    assert places({}).at == {}
+    assert places({}).notes == []

@@ -1,0 +1,211 @@
+"""Files that torch.save wrote, opened as checkpoints, against the values that torch had."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jax_ucp as ucp
+from jax_ucp.errors import FormatError, NotACheckpoint
+from jax_ucp.formats import extras
+from jax_ucp.storage.consolidated import same_bits
+from torch_cases import DATA, about, assert_accounted_for, assert_equal_however_read, live
+from torch_writer import Instance, save
+
+CASES = ("torchsave", "torchsave_variants", "torchsave_legacy")
+FILES = sorted(path for case in CASES for path in (DATA / case).glob("*.pt"))
+
+REFUSED = ("complex32.pt", "conj.pt", "functools.pt", "meta.pt", "neg.pt", "quantized.pt", "sparse_coo.pt")
+REFUSED += ("sparse_csr.pt", "storage.pt", "subclass.pt", "whole_module.pt")
+
+
+def truth(file: Path) -> dict[str, np.ndarray]:
+    """The live tensors under our labels: of a flat dict, or of the one called `model`, they are weights."""
+    case, found = file.parent.name, {}
+    arrays, paths = live(case), about(case)["paths"]
+    for key, (name, path) in paths.items():
+        if name == file.name:
+            state, steps = "other", path or ["tensor"]
+            if path[:1] == ["model"]:
+                state, steps = "param", path[1:]
+            elif len(path) == 1 and isinstance(path[0], str) and file.name != "trainer.pt":
+                state = "param"
+            found[f"{state}/{'.'.join(map(str, steps))}"] = arrays[key]
+    return found
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_every_tensor_equals_the_live_one_however_it_is_read(file, tmp_path):
+    checkpoint = ucp.open(file)
+    assert checkpoint.format == "torch"
+    assert_equal_however_read(checkpoint, truth(file), tmp_path)
+    assert_accounted_for(checkpoint)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_file_with_more_than_plain_tensors_is_refused_with_the_reason(name):
+    with pytest.raises(
+        FormatError, match=rf"{name}: (tensors that cannot be read:\n  '.*': .*|the pickle asks for '.*')"
+    ):
+        ucp.open(DATA / "torchsave_exotic" / name)
+
+
+@pytest.mark.parametrize("name", sorted({path.name for path in (DATA / "torchsave_exotic").glob("*.pt")} - {*REFUSED}))
+def test_counters_namespaces_and_numpy_beside_tensors_are_extras(name, tmp_path):
+    checkpoint = ucp.open(DATA / "torchsave_exotic" / name)
+    assert_equal_however_read(checkpoint, truth(DATA / "torchsave_exotic" / name), tmp_path)
+    assert_accounted_for(checkpoint)
+
+
+def test_what_a_trainer_saved_beside_the_model_is_kept():
+    checkpoint = ucp.open(DATA / "torchsave" / "trainer.pt")
+    (note,) = checkpoint.notes
+    assert note == (
+        "36 optimizer states in optimizer are kept under `other`: they go by numbers, and nothing stored says which "
+        "parameter has which number"
+    )
+    kept = checkpoint.extras["trainer.pt"]
+    assert kept["epoch"] == 4
+    assert [group["params"] for group in kept["optimizer"]["param_groups"]] == [[*range(9)], [9, 10, 11]]
+    assert {leaf.label for leaf in ucp.open(DATA / "torchsave" / "trainer.pt", weights_only=True).leaves} == {
+        label for label in truth(DATA / "torchsave" / "trainer.pt") if "optimizer" not in label
+    }
+    kept = ucp.open(DATA / "torchsave_exotic" / "tensor_with_attr.pt").extras["tensor_with_attr.pt"]
+    assert [*kept] == ["attributes of t"]
+
+
+NAMES = st.lists(st.sampled_from(["a", "b.weight", "b.bias", "c.0.weight", "0"]), min_size=1, unique=True)
+
+
+@given(NAMES, st.data())
+def test_states_by_number_go_to_their_parameters_only_if_the_groups_have_names(tmp_path_factory, names, data):
+    numbers = data.draw(st.permutations(range(len(names))))
+    cut = data.draw(st.integers(0, len(names)))
+    named = data.draw(st.booleans())
+    groups = [{"lr": 0.1, "params": numbers[:cut]}, {"lr": 0.2, "params": numbers[cut:]}]
+    if named:
+        groups[0]["param_names"], groups[1]["param_names"] = names[:cut], names[cut:]
+    model = {name: np.full(i + 1, i, np.float32) for i, name in enumerate(data.draw(st.permutations(names)))}
+    state = {n: {"exp_avg": model[name] + 1, "row": [model[name] + 2]} for n, name in zip(numbers, names, strict=True)}
+    path = tmp_path_factory.mktemp("t") / "run.pt"
+    save({"model": model, "optim": {"state": state, "param_groups": groups}}, path)
+    checkpoint = ucp.open(path)
+    trusted = named and "0" not in names  # a number alone is no name
+    for number, name in zip(numbers, names, strict=True):
+        assert same_bits(checkpoint.read(f"param/{name}"), model[name])
+        for label, add in (("exp_avg", 1), ("row.0", 2)):
+            where = f"{label}/{name}" if trusted else f"other/optim.state.{number}.{label}"
+            assert same_bits(checkpoint.read(where), model[name] + np.float32(add))
+    assert (checkpoint.notes == []) == trusted
+    assert_accounted_for(checkpoint)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Weights in two files, with an index, as transformers wrote them before safetensors."""
+    (tmp_path / "c").mkdir()
+    weights = {}
+    for i in (1, 2):
+        name = f"pytorch_model-0000{i}-of-00002.bin"
+        save({f"layer.{i}.weight": np.full((2, 3), i, np.float32)}, tmp_path / "c" / name)
+        weights[f"layer.{i}.weight"] = name
+    index = {"metadata": {"total_size": 48}, "weight_map": weights}
+    (tmp_path / "c" / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    (tmp_path / "c" / "config.json").write_text('{"model_type": "toy"}')
+    return tmp_path / "c"
+
+
+def test_the_files_of_an_index_are_one_checkpoint(folder, tmp_path):
+    want = {f"param/layer.{i}.weight": np.full((2, 3), i, np.float32) for i in (1, 2)}
+    save({"args": 1}, folder / "training_args.bin")
+    checkpoint = ucp.open(folder)
+    assert_equal_however_read(checkpoint, want, tmp_path)
+    assert_accounted_for(checkpoint)
+    assert checkpoint.extras["config.json"]["config"] == {"model_type": "toy"}
+    assert checkpoint.extras["pytorch_model.bin.index.json"]["total_size"] == 48
+    assert checkpoint.notes == ["training_args.bin is not in the index, so it was not read"]
+    alone = ucp.open(folder / "pytorch_model.bin.index.json")
+    assert {leaf.label for leaf in alone.leaves} == set(want)
+    save({"w": np.zeros(2, np.float32)}, folder / "pytorch_model.bin")
+    with pytest.raises(FormatError, match=r"has pytorch_model\.bin and pytorch_model\.bin\.index\.json"):
+        ucp.open(folder)
+    (folder / "pytorch_model.bin.index.json").unlink()
+    assert [leaf.label for leaf in ucp.open(folder).leaves] == ["param/w"]
+
+
+def test_a_file_missing_or_of_another_checkpoint_is_named(folder):
+    first, second = sorted(folder.glob("pytorch_model-*.bin"))
+    kept = first.read_bytes()
+    shutil.copy(second, first)
+    with pytest.raises(FormatError, match=r"layer\.2\.weight.* would be two tensors"):
+        ucp.open(folder)
+    save({"layer.3.weight": np.zeros(2, np.float32)}, first)
+    with pytest.raises(FormatError, match=rf"layer\.1\.weight of {first.name} is in the index, but not in the file"):
+        ucp.open(folder)
+    first.unlink()
+    with pytest.raises(FormatError, match=f"names the file '{first.name}', which is not beside it"):
+        ucp.open(folder)
+    first.write_bytes(kept[:-1])
+    with pytest.raises(FormatError, match=first.name):
+        ucp.open(folder)
+    first.write_bytes(kept)
+    assert len(ucp.open(folder).leaves) == 2
+
+
+def test_content_decides_and_not_the_name(tmp_path):
+    for file in (DATA / "torchsave" / "tied.pt", DATA / "torchsave_legacy" / "tied.pt"):
+        shutil.copy(file, tmp_path / "weights")
+        assert len(ucp.open(tmp_path / "weights").leaves) == 2
+    for content in (b"", b"garbage", b"PK"):
+        (tmp_path / "model.pt").write_bytes(content)
+        with pytest.raises(NotACheckpoint):
+            ucp.open(tmp_path / "model.pt")
+    (tmp_path / "model.pt").write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(FormatError, match=r"model\.pt: .*truncated"):
+        ucp.open(tmp_path / "model.pt")
+    (tmp_path / "model.pt").write_bytes((DATA / "torchsave" / "tied.pt").read_bytes()[:-1])
+    with pytest.raises(FormatError, match=r"model\.pt: .*truncated"):
+        ucp.open(tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    [
+        ("mp_rank_00_model_states.pt", {"module": {}}),
+        ("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", {}),
+        ("layer_03-model_00-model_states.pt", {}),
+        ("model_optim_rng.pt", {"model": {}}),
+        ("renamed.pt", {"module": {}, "ds_version": "0.15"}),
+    ],
+)
+def test_what_one_rank_wrote_of_a_checkpoint_is_none(tmp_path, name, tree):
+    save({"w": np.zeros(2, np.float32), **tree}, tmp_path / name)
+    with pytest.raises(FormatError, match=rf"{name} is what one rank wrote of a checkpoint: open its folder"):
+        ucp.open(tmp_path / name)
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path):
+    save({"a.b": np.zeros(2, np.float32), "a": {"b": np.ones(2, np.float32)}}, tmp_path / "x.pt")
+    with pytest.raises(FormatError, match=r"x\.pt: 'a\.b' would be two tensors"):
+        ucp.open(tmp_path / "x.pt")
+
+
+def test_an_object_made_of_data_is_left_out_and_noted(tmp_path, monkeypatch):
+    held = Instance("argparse.Namespace", {"buffer": np.zeros(100, np.float32)})
+    save(
+        {"w": np.ones(2, np.float32), "run": held, "small": Instance("argparse.Namespace", {"lr": 1})},
+        tmp_path / "x.pt",
+    )
+    assert ucp.open(tmp_path / "x.pt").extras["x.pt"]["run"]["fields"]["buffer"]["shape"] == [100]
+    assert_accounted_for(ucp.open(tmp_path / "x.pt"))
+    monkeypatch.setattr(extras, "MAX_EXTRA_BYTES", 399)
+    checkpoint = ucp.open(tmp_path / "x.pt")
+    assert [*checkpoint.extras["x.pt"]] == ["small"]
+    assert checkpoint.notes == [
+        "run in x.pt was left out: an object with 400 bytes of tensors inside, which is data and no setting"
+    ]
+    assert_accounted_for(checkpoint)

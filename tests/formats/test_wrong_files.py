@@ -1,0 +1,198 @@
+"""Files of a checkpoint that are missing, exchanged, cut short, damaged, of another step or of another run.
+
+Each is refused by name, or found by `verify` (and so by a conversion), or provably changes nothing. Where nothing in
+the files tells, UNTOLD says so, and docs/formats.md too.
+"""
+
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+import jax_ucp as ucp
+from jax_ucp.errors import UCPError
+from jax_ucp.formats.torch_file import TorchFile
+from torch_writer import change, rewrite
+
+DATA = Path(__file__).parent.parent / "data"
+CASES = ("deepspeed/z1_bf16_dp2", "deepspeed/z2_fp32_dp3_roundrobin", "deepspeed/z3_fp16_dp2_subgroups")
+CASES += ("deepspeed/z0_fp32_dp2", "deepspeed/tp2_dp2_z1_bf16_swiglu", "deepspeed/pp2_dp2_z1_fp32")
+CASES += ("deepspeed/moe_ep2_dp2_z1_bf16", "deepspeed/moe_ep2_dp2_z0_fp32", "deepspeed/autoep2_dp4_z3_fp32")
+CASES += ("deepspeed_universal/tp2_dp1_z1_fp32_gqa", "megatron/legacy_tp2_dp2_distopt_bf16")
+CASES += ("megatron/legacy_tp1_pp2_vpp2_fp32", "megatron/legacy_ep2_moe_seq_distopt_fp32")
+
+# What no file tells. ZeRO-3 stores no second copy, and its ranks' files do not say whose they are unless there are
+# experts. ZeRO-0 has everything once, in one file or in that of an expert. An atom's name is that of its folder.
+ONLY_COPY = r"zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt"
+UNTOLD = {
+    ("exchanged", "deepspeed/z3_fp16_dp2_subgroups"): ONLY_COPY,
+    ("of another run", "deepspeed/z3_fp16_dp2_subgroups"): ONLY_COPY,
+    ("of another run", "deepspeed/autoep2_dp4_z3_fp32"): ONLY_COPY,
+    ("of another run", "deepspeed/z0_fp32_dp2"): "mp_rank_00_model_states.pt",
+    ("of another run", "deepspeed/moe_ep2_dp2_z0_fp32"): r"layer_0_expert_\d_mp_rank_00_model_states\.pt",
+    # Moments, and what the tensor-parallel ranks of Megatron-DeepSpeed average, have no copy in the module.
+    ("exchanged", "deepspeed_universal/tp2_dp1_z1_fp32_gqa"): r"exp_avg(_sq)?\.pt|.*norm.*fp32\.pt",
+    ("of another run", "deepspeed_universal/tp2_dp1_z1_fp32_gqa"): r"exp_avg(_sq)?\.pt|.*(norm|dense).*fp32\.pt",
+}
+
+
+class Case:
+    """A copy of a checkpoint, its arrays, and a verdict on what became of it."""
+
+    def __init__(self, name: str, folder: Path):
+        self.name, self.folder = name, folder
+        source = DATA / name
+        source = source / "ckpt" if (source / "ckpt").is_dir() else source
+        shutil.copytree(source, folder, ignore=shutil.ignore_patterns("truth.npz", "case.json"))
+        self.whole = self.arrays(ucp.open(folder))
+
+    def files(self, most: int = 16) -> list[Path]:
+        """Its torch files, or some of them, always the same, where there are many."""
+        paths = sorted(self.folder.rglob("*.pt"))
+        return paths if len(paths) <= most else sorted(Random(0).sample(paths, most))
+
+    @staticmethod
+    def arrays(checkpoint: ucp.Checkpoint) -> dict[str, tuple[object, ...]]:
+        read = {leaf.label: checkpoint.read(leaf.label) for leaf in checkpoint.leaves}
+        return {label: (array.shape, array.dtype, array.tobytes()) for label, array in read.items()}
+
+    def verdict(self) -> tuple[str, str]:
+        """What the checkpoint now is: refused (why), contradicting itself (where), the same, or another."""
+        try:
+            checkpoint = ucp.open(self.folder)
+            if faults := [fault for _, fault in checkpoint.verify() if fault]:
+                return "contradicts itself", "\n".join(faults)
+            return ("the same", "") if self.arrays(checkpoint) == self.whole else ("another", "")
+        except UCPError as error:
+            return "refused", str(error)
+
+    def check(self, what: str, paths: Sequence[Path]) -> None:
+        """Put the files that were changed to the test, and back."""
+        names = [path.name for path in paths]
+        verdict, why = self.verdict()
+        if verdict in ("refused", "contradicts itself"):
+            # One of them, by its name, or by its kind where the missing one cannot be known.
+            known = [part for name in names for part in (name, re.sub(r"\d+", "*", name, count=1))]
+            assert any(name in why for name in known), f"{what} {names}: {verdict}, but not by name: {why}"
+        elif verdict == "another":
+            untold = UNTOLD.get((what, self.name), "nothing")
+            for path in paths:
+                assert re.search(f"({untold})$", path.as_posix()), f"{what} {names}: not seen"
+
+
+@pytest.fixture(params=CASES)
+def case(request, tmp_path) -> Case:
+    return Case(request.param, tmp_path / "case")
+
+
+def changed(path: Path, how: Callable[[Path], object]) -> Iterator[None]:
+    before = path.read_bytes()
+    how(path)
+    yield
+    path.write_bytes(before)
+
+
+def test_a_missing_file_is_named(case):
+    for path in case.files():
+        for _ in changed(path, Path.unlink):
+            case.check("missing", [path])
+
+
+def test_a_file_cut_short_is_named(case):
+    for path in case.files(8):
+        data = path.read_bytes()
+        for kept in (0, len(data) // 3, len(data) - 1):
+            for _ in changed(path, lambda path, kept=kept, data=data: path.write_bytes(data[:kept])):
+                assert case.verdict()[0] == "refused"
+                case.check("cut short", [path])
+
+
+def kind(path: Path) -> str:
+    return re.sub(r"\d+", "#", path.as_posix())
+
+
+def test_two_files_exchanged_are_seen(case):
+    pairs = [(a, b) for a, b in combinations(case.files(40), 2) if kind(a) == kind(b)]
+    for a, b in pairs if len(pairs) <= 30 else Random(0).sample(pairs, 30):
+        data = a.read_bytes(), b.read_bytes()
+        a.write_bytes(data[1])
+        b.write_bytes(data[0])
+        case.check("exchanged", [a, b])
+        a.write_bytes(data[0])
+        b.write_bytes(data[1])
+
+
+def other_values(path: Path) -> None:
+    """Make every number of the file another one nearby, with CRCs to match: what the same rank of another run wrote."""
+
+    def change(name: str, data: bytes) -> bytes:
+        if "/data/" not in name or len(data) < 16:
+            return data
+        return (np.frombuffer(data[: len(data) // 2 * 2], np.uint16) ^ 0x40).tobytes() + data[len(data) // 2 * 2 :]
+
+    rewrite(path, change)
+
+
+def test_a_file_of_another_run_of_the_same_shapes_is_seen(case):
+    for path in case.files():
+        for _ in changed(path, other_values):
+            case.check("of another run", [path])
+
+
+def step_before(path: Path) -> None:
+    """Make every step that the file tells one less."""
+    counter = rb"((?:global_steps|iteration|step)(?:q.|r....|\x94)?K)(.)"
+
+    def number(name: str, data: bytes) -> bytes:
+        less = lambda found: found[1] + bytes([max(found[2][0] - 1, 0)])  # noqa: E731
+        return re.sub(counter, less, data, flags=re.DOTALL) if name.endswith("data.pkl") else data
+
+    def less(array: np.ndarray) -> None:
+        array -= 1
+
+    rewrite(path, number)
+    change(path, {key: less for key in TorchFile(path).arrays() if key.split("/")[-1] == "step"})
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("deepspeed/z1_bf16_dp2", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        ("deepspeed/z3_fp16_dp2_subgroups", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        ("deepspeed/z3_fp16_dp2_subgroups", "zero_pp_rank_0_mp_rank_00_model_states.pt"),
+        ("deepspeed/tp2_dp2_z1_bf16_swiglu", "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt"),
+        ("deepspeed/tp2_dp2_z1_bf16_swiglu", "mp_rank_01_model_states.pt"),
+        ("deepspeed/pp2_dp2_z1_fp32", "zero_pp_rank_1_mp_rank_01_optim_states.pt"),
+        ("deepspeed/moe_ep2_dp2_z1_bf16", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        ("deepspeed/autoep2_dp4_z3_fp32", "zero_pp_rank_2_mp_rank_00_optim_states.pt"),
+        ("deepspeed_universal/tp2_dp1_z1_fp32_gqa", "mp_rank_01_model_states.pt"),
+        ("megatron/legacy_tp2_dp2_distopt_bf16", "mp_rank_01/model_optim_rng.pt"),
+        ("megatron/legacy_tp1_pp2_vpp2_fp32", "mp_rank_00_001/model_optim_rng.pt"),
+    ],
+)
+def test_a_rank_of_another_step_is_refused(name, file, tmp_path):
+    case = Case(name, tmp_path / "case")
+    (path,) = case.folder.rglob(file)
+    step_before(path)
+    verdict, why = case.verdict()
+    assert verdict == ("contradicts itself" if "vpp2" in name else "refused")  # there each rank has steps of its own
+    assert re.search(r"step|iteration", why)
+    assert Path(file).name in why
+
+
+def test_a_bit_of_metadata_that_changed_is_seen(case):
+    """Bits of the pickle and of the zip's headers; CRCs and twofold headers cover what a reader needs."""
+    rng = Random(1)
+    for path in rng.sample(case.files(), min(3, len(case.files()))):
+        data = path.read_bytes()
+        stored = {at for m in TorchFile(path)._storages.values() for at in range(m.offset, m.offset + m.size)}
+        outside = [at for at in range(len(data)) if at not in stored]
+        for at in rng.sample(outside, 8):
+            flipped = data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
+            for _ in changed(path, lambda path, flipped=flipped: path.write_bytes(flipped)):
+                case.check("one bit", [path])

@@ -1,0 +1,320 @@
+"""Hostile checkpoints by the thousand: `python tests/fuzz.py 100000`; one again: `python tests/fuzz.py --only 17`.
+
+Every input is read whole or refused with an error of ours, in bounded time and memory, and nothing in it is called:
+the process notes every import, execution of code, start of a program, write to a file, and call of a trap that the
+inputs name. Input number i is made from i alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import types
+import warnings
+import zipfile
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+
+import fuzz_inputs as inputs
+import jax_ucp as ucp
+from jax_ucp.errors import FormatError, UCPError
+from jax_ucp.formats import safe_pickle
+from jax_ucp.formats.dcp_metadata import read_metadata
+from jax_ucp.formats.extras import as_json
+from jax_ucp.formats.safetensors import SafetensorsFile
+from jax_ucp.formats.torch_file import TorchFile
+from jax_ucp.formats.torch_names import NAMES, Storage, StorageClass
+from jax_ucp.formats.zip_members import member_bytes, zip_members
+from jax_ucp.layout.box import Box
+
+DATA = Path(__file__).parent / "data"
+MEMORY_BYTES = 256 << 20
+SECONDS = 20
+BOMB_BYTES = 1 << 20
+CASES = ("deepspeed/z1_bf16_dp2", "deepspeed/z3_fp16_dp2_subgroups", "deepspeed/tp2_dp1_z1_fp32_gqa")
+CASES += ("deepspeed/autoep2_dp4_z3_fp32", "deepspeed/moe_ep2_dp2_z0_fp32", "deepspeed/tp2_pp2_dp1_z1_bf16")
+CASES += ("deepspeed_universal/tp2_dp1_z1_fp32_gqa", "torch/hf_llama")
+CASES += ("megatron/legacy_pp2_dp2_distopt_buckets_fp32", "megatron/legacy_ep2_moe_grouped_bf16")
+
+FORBIDDEN = {"import", "exec", "pickle.find_class", "marshal.loads", "code.__new__", "function.__new__"}
+FORBIDDEN |= {"os.system", "os.exec", "os.fork", "os.posix_spawn", "os.remove", "os.rename", "os.mkdir", "os.putenv"}
+FORBIDDEN |= {"subprocess.Popen", "socket.__new__", "socket.connect", "ctypes.dlopen", "shutil.rmtree", "os.chmod"}
+
+Read = Callable[[], object]
+
+
+class Guard:
+    """Notes in `seen` what must not happen while an input is read, and ends what takes too long."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.watching = False
+        sys.addaudithook(self._hear)
+        trap = types.ModuleType("ucp_trap")
+        vars(trap)["spring"] = lambda *args, **more: self.seen.append("the trap was called")
+        sys.modules["ucp_trap"] = trap
+        signal.signal(signal.SIGALRM, self._late)
+
+    def _hear(self, event: str, args: tuple[Any, ...]) -> None:
+        if self.watching and (event in FORBIDDEN or (event == "open" and set(str(args[1])) & set("wax+"))):
+            self.seen.append(f"{event} {args[:2]!r:.200}")
+
+    @staticmethod
+    def _late(*_: object) -> None:
+        raise TimeoutError(f"more than {SECONDS} seconds")
+
+    @contextmanager
+    def over(self) -> Iterator[None]:
+        signal.setitimer(signal.ITIMER_REAL, SECONDS)
+        self.watching = True
+        try:
+            yield
+        finally:
+            self.watching = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def read_file(path: Path) -> None:
+    """Everything in one file that is a checkpoint by itself."""
+    file = SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
+    for key, info in file.arrays().items():
+        np.asarray(file.read(key, Box.whole(info.shape)))
+    for _ in file.verify() if isinstance(file, TorchFile) else ():
+        pass
+
+
+def read_folder(path: Path) -> None:
+    """Everything in a checkpoint: what a conversion would read."""
+    checkpoint = ucp.open(path)
+    for leaf in checkpoint.leaves:
+        checkpoint.where(leaf.label)
+        checkpoint.read(leaf.label)
+    for _ in checkpoint.verify():
+        pass
+
+
+@contextmanager
+def replaced(path: Path, data: bytes) -> Iterator[None]:
+    before = path.read_bytes()
+    path.write_bytes(data)
+    try:
+        yield
+    finally:
+        path.write_bytes(before)
+
+
+class Targets:
+    """What is fuzzed. Each method makes an input from a generator, and gives what reads it; files lie in `work`."""
+
+    def __init__(self, work: Path):
+        self.work = work
+        self.pickles_of_torch = [raw for path in sorted(DATA.glob("torch/torchsave*/*.pt")) for raw in _data_pkl(path)]
+        self.legacy_files = [path.read_bytes() for path in sorted(DATA.glob("torch/torchsave_legacy/*.pt"))]
+        self.folders = [self._copied(DATA / case) for case in CASES]
+        self.dcp = work / "dcp"
+        self.dcp_items = self._dcp()
+        self.folders.append(self.dcp)
+
+    def _copied(self, case: Path) -> Path:
+        folder = self.work / case.parent.name / case.name
+        shutil.copytree(case, folder, ignore=shutil.ignore_patterns("truth.npz", "case.json"))
+        return folder / "ckpt" if (folder / "ckpt").is_dir() else folder
+
+    def _dcp(self) -> dict[str, tuple[str, int, int]]:
+        """A DCP checkpoint of a tensor in two chunks and an object; where each of its items lies."""
+        self.dcp.mkdir()
+        items: dict[str, tuple[str, int, int]] = {}
+        file = b""
+        for name, tree, members in (
+            ("w0", inputs.tensor("0", (2, 3)), [("archive/data/0", bytes(24))]),
+            ("w1", inputs.tensor("0", (3, 3)), [("archive/data/0", bytes(36))]),
+            ("epoch", {"epoch": 3}, []),
+        ):
+            item = inputs.zip_file(Random(0), [("archive/data.pkl", inputs.pickled(tree)), *members], lies=0)
+            items[name] = "__0_0.distcp", len(file), len(item)
+            file += item
+        (self.dcp / "__0_0.distcp").write_bytes(file)
+        (self.dcp / ".metadata").write_bytes(inputs.pickled(inputs.dcp_metadata(items, (5, 3), (2, 3))))
+        return items
+
+    @contextmanager
+    def pickles(self, rng: Random) -> Iterator[Read]:
+        way = rng.random()
+        if way < 0.35:
+            data = inputs.program(rng)
+        elif way < 0.75:
+            data = inputs.mutated_pickle(rng, rng.choice(self.pickles_of_torch))
+        elif way < 0.85:
+            data = inputs.noise(rng, rng.choice(self.pickles_of_torch))
+        elif way < 0.998:
+            tree = {"w": inputs.tensor("0", (2, 3)), "args": [1, ("a", 2.5), {3: "b"}]}
+            data = inputs.pickled(inputs.spoilt(rng, tree))
+        else:
+            data = inputs.bomb(rng, BOMB_BYTES)
+
+        def storage(persistent_id: Any) -> object:
+            match persistent_id:
+                case ("storage", StorageClass() as kind, str(key), str(), int()):
+                    return Storage(key, kind, 1 << 20)
+            raise FormatError("no storage")
+
+        def read() -> None:
+            tree = safe_pickle.load(data, NAMES, storage)
+            for _ in safe_pickle.walk(tree):
+                pass
+            json.dumps(as_json(tree, "file", lambda key, box: np.zeros(1)))
+
+        yield read
+
+    @contextmanager
+    def torch_files(self, rng: Random) -> Iterator[Read]:
+        way = rng.random()
+        if way < 0.05:
+            data = inputs.noise(rng, rng.choice(self.legacy_files))
+        else:
+            tree = {"w": inputs.tensor("0", (2, 3)), "b": inputs.tensor("1", (4,), "torch.ByteStorage")}
+            data = inputs.pickled(inputs.spoilt(rng, tree) if way < 0.4 else tree)
+            data = inputs.bomb(rng, BOMB_BYTES) if way > 0.998 else data
+            members = [("archive/data.pkl", data), ("archive/data/0", bytes(range(24))), ("archive/data/1", b"abcd")]
+            members += [("archive/byteorder", b"little")]
+            if rng.random() < 0.1:
+                members += [rng.choice([*members, ("other/data.pkl", data), ("archive/data/\ud800", b"")])]
+            data = inputs.zip_file(rng, members, lies=rng.choice([0, 1, 1, 1, 2, 3]) if way > 0.2 else 0)
+            data = inputs.noise(rng, data) if rng.random() < 0.1 else data
+        path = self.work / "x.pt"
+        path.write_bytes(data)
+        yield lambda: read_file(path)
+
+    @contextmanager
+    def safetensors(self, rng: Random) -> Iterator[Read]:
+        if rng.random() < 0.7:
+            path = self.work / "x.safetensors"
+            path.write_bytes(inputs.safetensors_file(rng))
+            yield lambda: read_file(path)
+            return
+        folder = self.work / "safetensors"
+        folder.mkdir(exist_ok=True)
+        (folder / "model.safetensors").write_bytes(inputs.safetensors_file(rng))
+        (folder / "model.safetensors.index.json").write_bytes(inputs.safetensors_index(rng))
+        yield lambda: read_folder(folder)
+
+    @contextmanager
+    def dcp_tables(self, rng: Random) -> Iterator[Read]:
+        tree: Any = inputs.dcp_metadata(self.dcp_items, (5, 3), (2, 3))
+        for _ in range(rng.choice([0, 1, 1, 1, 2, 4])):
+            tree = inputs.spoilt(rng, tree)
+        data = inputs.pickled(tree)
+        if rng.random() < 0.3:
+            data = inputs.mutated_pickle(rng, data)
+        with replaced(self.dcp / ".metadata", data):
+            yield (lambda: read_folder(self.dcp)) if rng.random() < 0.5 else (lambda: read_metadata(self.dcp))
+
+    @contextmanager
+    def checkpoints(self, rng: Random) -> Iterator[Read]:
+        """Whole checkpoints of the trainers, with one file changed."""
+        folder = rng.choice(self.folders)
+        path = rng.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
+        before = path.read_bytes()
+        if path.suffix == ".pt" and rng.random() < 0.6:
+            data = _with_another_pickle(rng, before)
+        elif rng.random() < 0.95:
+            data = inputs.noise(rng, before)
+        else:
+            data = rng.choice([b"", b"{}", before + before, b"global_step9", b"\xff\xfe"])
+        with replaced(path, data):
+            yield lambda: read_folder(folder)
+
+
+def _data_pkl(path: Path) -> Iterator[bytes]:
+    members = _members(path.read_bytes()) if zipfile.is_zipfile(path) else []
+    yield from (raw for name, raw in members if name.endswith("/data.pkl"))
+
+
+def _members(data: bytes) -> list[tuple[str, bytes]]:
+    return [(name, member_bytes(memoryview(data), at)) for name, at in zip_members(memoryview(data)).items()]
+
+
+def _with_another_pickle(rng: Random, data: bytes) -> bytes:
+    """The zip is right, so that what must refuse it is what reads the tree."""
+    members = _members(data)
+    (pickle,) = (raw for name, raw in members if name.endswith("/data.pkl"))
+    other = inputs.mutated_pickle(rng, pickle)
+    return inputs.zip_file(rng, [(n, other if raw is pickle else raw) for n, raw in members], lies=0)
+
+
+# How many of a hundred inputs each target gets.
+SHARES = {"pickles": 40, "torch_files": 20, "safetensors": 15, "dcp_tables": 15, "checkpoints": 10}
+
+
+def run(numbers: range, work: Path) -> int:
+    """Fuzz with these inputs, print what happened, and return how many were neither read nor refused properly."""
+    targets, guard = Targets(work), Guard()
+    names = [name for name, share in SHARES.items() for _ in range(share)]
+    outcomes: dict[str, Counter[str]] = defaultdict(Counter)
+    slowest, faults = (0.0, 0), 0
+    for folder in targets.folders:  # what is imported when a format is first used is imported now
+        read_folder(folder)
+    warnings.simplefilter("error")
+    limit_memory(MEMORY_BYTES)
+    for number in numbers:
+        rng = Random(number)
+        name = rng.choice(names)
+        with getattr(targets, name)(rng) as read:
+            begin = time.perf_counter()
+            try:
+                with guard.over():
+                    read()
+                outcome = "read"
+            except UCPError:
+                outcome = "refused"
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+                outcome, faults = "FAULT", faults + 1
+                if faults <= 20:
+                    print(f"input {number} ({name}):\n{''.join(traceback.format_exception(error, limit=-8))}")
+            slowest = max(slowest, (time.perf_counter() - begin, number))
+        outcomes[name][outcome] += 1
+        while guard.seen:
+            print(f"input {number} ({name}): {guard.seen.pop()}")
+            faults += 1
+    for name in SHARES:
+        print(f"{name:12} {sum(outcomes[name].values()):>7} inputs", dict(sorted(outcomes[name].items())))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    print(f"{len(numbers)} inputs, {faults} faults; slowest {slowest[0]:.2f} s (input {slowest[1]}); peak {peak} MiB")
+    return faults
+
+
+def limit_memory(nbytes: int) -> None:
+    """Let the process have `nbytes` of address space more than it has now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + nbytes
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("count", type=int, nargs="?", default=2000)
+    parser.add_argument("--start", type=int, default=0, help="number of the first input")
+    parser.add_argument("--only", type=int, help="number of the one input to read")
+    said = parser.parse_args(arguments)
+    start, count = (said.only, 1) if said.only is not None else (said.start, said.count)
+    with tempfile.TemporaryDirectory() as work:
+        return 1 if run(range(start, start + count), Path(work)) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""The Megatron cases and the live state of each, which tests compare with."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from jax_ucp.storage.consolidated import same_bits
+
+DATA = Path(__file__).parent / "data" / "megatron"
+STATES = {"w": "param", "m": "exp_avg", "v": "exp_avg_sq"}
+
+
+def about(case: str) -> dict:
+    return json.loads((DATA / case / "case.json").read_text())
+
+
+def truth(case: str) -> dict[str, np.ndarray]:
+    """The live state, under our labels."""
+    found = {}
+    with np.load(DATA / case / "truth.npz") as arrays:
+        for key in arrays.files:
+            state, _, name = key.partition("/")
+            if state in STATES:
+                found[f"{STATES[state]}/{name}"] = arrays[key]
+                found[f"step/{name}"] = arrays["step"]
+    return found
+
+
+def equal(got: np.ndarray, want: np.ndarray, label: str) -> bool:
+    """The same bits; steps are integers in the truth, and fp32 in some files."""
+    got = np.asarray(got)
+    return float(got) == float(want) if label.startswith("step/") else same_bits(got, want)
+
+
+def flat(tree: dict) -> dict[str, np.ndarray]:
+    return {f"{state}/{name}": array for state, arrays in tree.items() for name, array in arrays.items()}

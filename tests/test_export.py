@@ -1,0 +1,182 @@
+"""Exports: every format gives back, bit for bit, what went in; and the files are what their own readers expect."""
+
+import io
+import json
+import pickletools
+import zipfile
+import zlib
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import jax_ucp as ucp
+from helpers import MemoryStore
+from jax_ucp.checkpoint import Checkpoint
+from jax_ucp.export.files import Tensor, row_major_boxes
+from jax_ucp.export.torch_zip import TorchZip
+from jax_ucp.formats.torch_file import TorchFile
+from jax_ucp.layout.box import Box
+from jax_ucp.metadata import Key, Leaf
+from jax_ucp.storage.consolidated import same_bits
+from jax_ucp.storage.contents import Contents
+
+DATA = Path(__file__).parent / "data"
+DTYPES = [np.float32, ml_dtypes.bfloat16, np.float16, np.float64, np.int8, np.uint8, np.int64, np.bool_, np.uint32]
+DTYPES += [np.complex64, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu]
+
+# One case for each way in which a source differs: masters, ZeRO stage, optimizer, frozen, tied, parallel, experts.
+CASES = [
+    *(f"deepspeed/{case}" for case in ("z0_fp32_dp2", "z1_fp16_dp2", "z1_fp32_dp2_sgd", "z2_bf16_dp2_bf16master")),
+    *(f"deepspeed/{case}" for case in ("z2_bf16_dp2_frozen_tied", "z2_fp32_dp2_offload", "z3_bf16_dp2_frozen_tied")),
+    *(f"deepspeed/{case}" for case in ("tp2_dp1_z1_fp32_gqa", "autotp2_dp2_z3_bf16", "autoep2_dp4_z3_fp32")),
+    "deepspeed/moe_ep2_dp2_z1_bf16",
+]
+WEIGHTS = ["torch/hf_llama_bf16_tied/ckpt", "torch/hf_gpt2/ckpt"]
+
+
+def memory(tree: dict[str, dict[str, np.ndarray]], extras: dict | None = None) -> Checkpoint:
+    """A checkpoint in memory, of arrays by state and parameter."""
+    arrays = {f"{state}/{name}": array for state, some in tree.items() for name, array in some.items()}
+    leaves = [
+        Leaf((Key("dict", state), Key("dict", name)), f"{state}/{name}", "array", array.shape, array.dtype.name)
+        for state, some in tree.items()
+        for name, array in some.items()
+    ]
+    return Checkpoint(Contents("memory", "in memory", leaves, MemoryStore(arrays), extras=extras or {}))
+
+
+def differences(source: Checkpoint, target: Checkpoint, states: set[str] | None = None) -> list[str]:
+    """The labels of leaves that only one of them has, or of which a bit differs; `states` are those that count."""
+    want = {leaf.label for leaf in source.leaves if states is None or str(leaf.path[0]) in states}
+    found = {leaf.label for leaf in target.leaves}
+    same = (label for label in want & found if same_bits(source.read(label), target.read(label)))
+    return sorted((want | found) - set(same))
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """Each case in the universal format, made once."""
+    made: dict[str, Checkpoint] = {}
+
+    def get(case: str) -> Checkpoint:
+        if case not in made:
+            made[case] = ucp.open(DATA / case).save(tmp_path_factory.mktemp("universal") / "out")
+        return made[case]
+
+    return get
+
+
+@pytest.mark.parametrize("format", ["dcp", "deepspeed"])
+@pytest.mark.parametrize("case", CASES)
+def test_an_export_of_a_converted_checkpoint_holds_every_bit_of_the_original(case, format, converted, tmp_path):
+    exported = converted(case).export(tmp_path / "out", format)
+    assert exported.format == format
+    assert differences(ucp.open(DATA / case), exported) == []
+    assert [fault for _, fault in exported.verify() if fault] == []
+    assert [item for item in exported.account if item.reason == "not understood"] == []
+
+
+@pytest.mark.parametrize("case", [*WEIGHTS, *CASES[:3]])
+def test_safetensors_hold_every_bit_of_the_weights(case, converted, tmp_path):
+    exported = converted(case).export(tmp_path / "out", "safetensors", max_shard_bytes=10_000)
+    assert differences(ucp.open(DATA / case), exported, {"param"}) == []
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert files == [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)]
+    assert len(files) > 2
+    assert index["metadata"]["total_size"] == exported.nbytes
+    assert index["weight_map"].keys() == exported.params.keys()
+
+
+def test_the_config_of_a_model_comes_back_with_its_weights(converted, tmp_path):
+    case = WEIGHTS[0]
+    converted(case).export(tmp_path / "out", "safetensors")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == json.loads((DATA / case / "config.json").read_text())
+    head = (tmp_path / "out" / "model.safetensors").read_bytes()
+    length = int.from_bytes(head[:8], "little")
+    assert length % 8 == 0
+    assert json.loads(head[8 : 8 + length])["__metadata__"] == {"format": "pt"}
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> dict[str, dict[str, np.ndarray]]:
+    """Parameters of any dtype and shape, scalars and empty ones too, some with moments and a step."""
+    names = draw(st.lists(st.text("ab.7_é ", min_size=1, max_size=8), min_size=1, max_size=5, unique=True))
+    tree: dict[str, dict[str, np.ndarray]] = {"param": {}}
+    for name in names:
+        shape = draw(st.lists(st.integers(0, 5), max_size=3).map(tuple))
+        dtype = draw(st.sampled_from(DTYPES))
+        for state in ["param", *draw(st.sampled_from([[], ["exp_avg", "step"], ["momentum_buffer"]]))]:
+            size = () if state == "step" else shape
+            dtype = np.float32 if state == "step" else dtype
+            raw = draw(st.binary(min_size=int(np.prod(size)) * np.dtype(dtype).itemsize, max_size=None))
+            raw = bytes(b & 1 for b in raw) if dtype is np.bool_ else raw
+            count = int(np.prod(size))
+            tree.setdefault(state, {})[name] = np.frombuffer(raw, dtype, count).reshape(size)
+    return tree
+
+
+@settings(max_examples=60)
+@given(trees(), st.sampled_from(["safetensors", "dcp"]))
+def test_a_tree_of_any_dtypes_and_shapes_comes_back_as_it_was(tmp_path_factory, tree, format):
+    names = {f"model.{name}" for name in tree["param"]}
+    assume(not any(f"optimizer.state.{name}.{state}" in names for state in tree for name in tree[state]))
+    source = memory(tree)
+    exported = source.export(tmp_path_factory.mktemp("law") / "out", format)
+    assert differences(source, exported, {"param"} if format == "safetensors" else None) == []
+
+
+@settings(max_examples=30)
+@given(trees())
+def test_a_universal_folder_of_any_dtypes_and_shapes_comes_back_as_it_was(tmp_path_factory, tree):
+    assume(not {".", ".."} & tree["param"].keys())
+    source = memory(tree)
+    exported = source.export(tmp_path_factory.mktemp("law") / "out", "deepspeed", zero_stage=1)
+    assert differences(source, exported) == []
+
+
+@given(
+    st.lists(st.integers(0, 7), max_size=4).map(tuple),
+    st.sampled_from([1, 2, 4]),
+    st.integers(4, 64),
+    st.none() | st.integers(1, 4),
+)
+def test_blocks_follow_one_another_in_the_bytes_of_the_array(shape, itemsize, max_bytes, chunk):
+    boxes = list(row_major_boxes(shape, None if chunk is None else (chunk,) * len(shape), itemsize, max_bytes))
+    flat = np.arange(int(np.prod(shape))).reshape(shape)
+    read = [flat[box.index].reshape(-1) for box in boxes]
+    assert np.concatenate([np.empty(0, int), *read]).tolist() == list(range(flat.size))
+    assert all(box.size * itemsize <= max_bytes or box.size == 1 for box in boxes) or chunk is not None
+
+
+def test_blocks_are_made_of_whole_stored_chunks_where_they_can_be():
+    boxes = list(row_major_boxes((1000, 64), (128, 16), 4, 100_000))
+    assert [box.start[0] for box in boxes] == [0, 384, 768]
+
+
+def test_a_zip_of_torch_is_one_to_any_reader(tmp_path):
+    array = np.arange(5, dtype=np.float32)
+    made = TorchZip({"w": Tensor("w", (5,), array.dtype), "n": [1, -(1 << 40), 2.5, None, True, "é", b"\x00\xff"]})
+    data = bytearray(made.size)
+    ((at, tensor),) = made.tensors
+    assert at % 64 == 0
+    data[at : at + tensor.nbytes] = array.tobytes()
+    for offset, part in made.tail([zlib.crc32(array.tobytes())]):
+        assert not any(data[offset : offset + len(part)])
+        data[offset : offset + len(part)] = part
+    assert len(data) == made.size
+    (tmp_path / "w.pt").write_bytes(data)
+    with zipfile.ZipFile(tmp_path / "w.pt") as file:
+        assert file.testzip() is None
+        assert file.read("archive/data/0") == array.tobytes()
+        pickletools.dis(file.read("archive/data.pkl"), out=io.StringIO())  # raises if it is no pickle
+    read = TorchFile(tmp_path / "w.pt")
+    np.testing.assert_array_equal(read.read("w", Box((0,), (5,))), array)
+    assert read.tree["n"] == [1, -(1 << 40), 2.5, None, True, "é", b"\x00\xff"]
+    assert [fault for _, fault in read.verify() if fault] == []

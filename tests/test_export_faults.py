@@ -1,0 +1,259 @@
+"""Exports that are refused, bounded, stopped or killed: what is said, and what is left."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import zipfile
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import jax_ucp as ucp
+from helpers import MemoryStore
+from jax_ucp.checkpoint import Checkpoint
+from jax_ucp.cli.main import main
+from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint, TreeMismatch, UnsupportedLeaf
+from jax_ucp.export.commit import new_folder
+from jax_ucp.metadata import Key, Leaf
+from jax_ucp.storage.contents import Contents
+from test_export import DATA, memory
+
+WORKERS = Path(__file__).parent / "workers"
+CASE = DATA / "deepspeed" / "z2_bf16_dp3"
+ADAM = {"exp_avg": {"w": np.ones((4, 3), np.float32)}, "step": {"w": np.float32([5]).reshape(())}}
+
+
+def weights(**arrays: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
+    return {"param": arrays}
+
+
+def contents_of(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+W = np.arange(12, dtype=np.float32).reshape(4, 3)
+INT4 = np.ones(3, ml_dtypes.int4)
+
+
+@pytest.mark.parametrize(
+    ("format", "tree", "error", "words"),
+    [
+        (
+            "safetensors",
+            weights(ok=W, a=INT4, b=INT4),
+            UnsupportedLeaf,
+            r"a has dtype int4\n.*b has dtype int4\n.*dtype",
+        ),
+        ("safetensors", weights(__metadata__=W), UnsupportedLeaf, "__metadata__ has a name"),
+        ("safetensors", weights(c=W.astype(np.complex128)), UnsupportedLeaf, "c has dtype complex128"),
+        ("dcp", weights(a=INT4), UnsupportedLeaf, r"model\.a has dtype int4"),
+        (
+            "dcp",
+            {"param": {"w": W, "w.b": W}, "b.c": {"w": W}, "c": {"w.b": W}},
+            TreeMismatch,
+            r"optimizer\.state\.w\.b\.c: optimizer / state / w / b\.c, optimizer / state / w\.b / c",
+        ),
+        ("dcp", {"param": {"w": W}, "other": {"model.w": W}}, TreeMismatch, r"model\.w: model / w, model / w"),
+        ("deepspeed", weights(a=INT4), UnsupportedLeaf, "param of a has dtype int4"),
+        ("deepspeed", weights(**{"a/b": W, "..": W}), UnsupportedLeaf, r"'a/b' is no name of a folder\n.*'\.\.' is no"),
+        ("deepspeed", weights(**{"n" * 300: W}), UnsupportedLeaf, "is no name of a folder"),
+        ("deepspeed", {"param": {"w": W}, "fp32": {"w": W}}, UnsupportedLeaf, "'fp32' of w is no name of a state"),
+        ("dcp", {"exp_avg": {"w": W}}, TreeMismatch, "states of what is no parameter .*exp_avg of w"),
+    ],
+)
+def test_what_a_format_cannot_hold_is_named_with_the_remedy_before_anything_is_written(
+    format, tree, error, words, tmp_path
+):
+    with pytest.raises(error, match=f"(?s){words}"):
+        memory(tree).export(tmp_path / "out", format)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tree_that_is_not_of_parameters_is_refused(tmp_path):
+    leaf = Leaf((Key("dict", "layers"), Key("list", 0), Key("dict", "w")), "w", "array", (4, 3), "float32")
+    checkpoint = Checkpoint(Contents("memory", "in memory", [leaf], MemoryStore({"w": W})))
+    with pytest.raises(TreeMismatch, match=r"the first layers/0/w\. Map the leaves"):
+        checkpoint.export(tmp_path / "out", "dcp")
+
+
+def test_zero_3_which_has_one_step_refuses_two(tmp_path):
+    step = {"a": np.float32(3).reshape(()), "b": np.float32(4).reshape(())}
+    source = memory({"param": {"a": W, "b": W}, "exp_avg": {"a": W, "b": W}, "step": step})
+    with pytest.raises(UnsupportedLeaf, match=r"3\.0 of a, 4\.0 of b.*ZeRO-1"):
+        source.export(tmp_path / "out", "deepspeed", zero_stage=3)
+    assert source.export(tmp_path / "out", "deepspeed", zero_stage=2).read("step/b") == 4
+
+
+def test_an_extra_that_would_run_code_is_not_written(tmp_path):
+    extras = {"mp_rank_00_model_states.pt": {"x": {"!record": "os.system", "args": ["true"], "fields": {}}}}
+    with pytest.raises(UnsupportedLeaf, match=r"an object of os\.system"):
+        memory(weights(w=W), extras).export(tmp_path / "out", "deepspeed")
+
+
+def test_casting_is_done_when_asked_and_said(tmp_path):
+    source = memory({"param": {"w": W / 3, "n": np.arange(3)}, **ADAM})
+    exported = source.export(tmp_path / "out", "dcp", dtype="bfloat16")
+    np.testing.assert_array_equal(exported.read("param/w"), (W / 3).astype(ml_dtypes.bfloat16))
+    assert exported.read("param/n").dtype == np.int64
+    assert exported.read("exp_avg/w").dtype == np.float32
+    assert "cast to bfloat16" in source.plan_export("dcp", dtype="bfloat16").notes[0]
+    for name in ("int8", "nothing"):
+        with pytest.raises(UnsupportedLeaf, match=f"'{name}' is no floating dtype"):
+            source.plan_export("dcp", dtype=name)
+
+
+def test_what_is_left_out_is_said():
+    extras = {"a.pt": {"lr_scheduler": {"step": 3}, "rng": [1, 2]}}
+    source = memory({"param": {"w": W}, **ADAM, "other": {"rope": W}}, extras)
+    assert [note.partition(":")[0] for note in source.plan_export("safetensors").notes] == [
+        "exp_avg, step are left out",
+        "1 tensors beside the model are left out, the first rope",
+        "2 extras are left out, which safetensors has no place for; the first is lr_scheduler of a.pt",
+    ]
+    notes = "\n".join(source.plan_export("deepspeed").notes)
+    assert "load_lr_scheduler_states=False" in notes
+    assert "the settings of the run's own groups stay" in notes
+    assert "along axis 0, right or wrong" in notes
+    assert "param_groups are left out" in "\n".join(source.plan_export("dcp").notes)
+
+
+class Counted(MemoryStore):
+    """Counts the bytes of blocks that were read and are still alive, at their worst."""
+
+    def __init__(self, data):
+        super().__init__(data)
+        self.lock, self.alive, self.worst = threading.Lock(), 0, 0
+
+    def read(self, key, box):
+        block = super().read(key, box).copy()
+        with self.lock:
+            self.alive += block.nbytes
+            self.worst = max(self.worst, self.alive)
+
+        class Block(np.ndarray):
+            def __del__(this):
+                if this.base is block:
+                    with self.lock:
+                        self.alive -= block.nbytes
+
+        return block.view(Block)
+
+
+@pytest.mark.parametrize("format", ["safetensors", "dcp", "deepspeed"])
+def test_no_more_than_the_budget_is_in_memory_whatever_the_size_of_the_checkpoint(format, tmp_path):
+    shape = 1500, 700
+    arrays = {f"param/{i}": np.full(shape, i, np.float32) for i in range(8)}
+    leaves = [Leaf((Key("dict", "param"), Key("dict", n[6:])), n, "array", shape, "float32") for n in arrays]
+    store, budget = Counted(arrays), 4 << 20
+    checkpoint = Checkpoint(Contents("memory", "in memory", leaves, store))
+    assert checkpoint.nbytes > 8 * budget
+    assert checkpoint.plan_export(format, budget_bytes=budget).peak_bytes <= budget
+    written: list[int] = []
+    exported = checkpoint.export(tmp_path / "out", format, budget_bytes=budget, done=written.append)
+    assert sum(written) == checkpoint.nbytes
+    assert 0 < store.worst <= budget
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(exported.read(name), array)
+
+
+def test_a_target_that_is_in_use_is_left_as_it_is(tmp_path):
+    target = tmp_path / "out"
+    target.mkdir()
+    memory(weights(w=W)).export(target, "dcp")  # an empty folder is free
+    before = contents_of(tmp_path)
+    with pytest.raises(FileExistsError, match="is in use"):
+        memory(weights(w=W)).export(target, "safetensors")
+    assert contents_of(tmp_path) == before
+    source = ucp.open(target)
+    with pytest.raises(FileExistsError, match="lies in the source"):
+        source.export(target / "below", "dcp")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FileExistsError, match="is in use"):
+        source.export(tmp_path / "link", "dcp")
+
+
+def test_two_exports_to_one_place_do_not_meet(tmp_path):
+    with new_folder(tmp_path / "out") as folder:
+        (folder / "begun").write_text("by the first")
+        with pytest.raises(FileExistsError, match="another export is writing"):
+            memory(weights(w=W)).export(tmp_path / "out", "dcp")
+        assert (folder / "begun").exists()
+
+
+def test_a_source_that_contradicts_itself_is_not_exported(tmp_path):
+    shutil.copytree(CASE, tmp_path / "case")
+    file = next((tmp_path / "case").rglob("mp_rank_00_model_states.pt"))
+    with zipfile.ZipFile(file) as members:
+        stored = next(members.read(name) for name in members.namelist() if name.endswith("/data/0"))
+    file.write_bytes(file.read_bytes().replace(stored, bytes([stored[0] ^ 1]) + stored[1:]))
+    with pytest.raises(CorruptData, match="contradicts itself"):
+        ucp.open(tmp_path / "case").export(tmp_path / "out", "dcp")
+    assert not (tmp_path / "out").exists()
+
+
+class Failing(MemoryStore):
+    def read(self, key, box):
+        if key == "param/b":
+            raise CorruptData("the disk is gone")
+        return super().read(key, box)
+
+
+@pytest.mark.parametrize("format", ["safetensors", "dcp", "deepspeed"])
+def test_an_export_that_fails_leaves_nothing(format, tmp_path):
+    leaves = [Leaf((Key("dict", "param"), Key("dict", n)), f"param/{n}", "array", (4, 3), "float32") for n in "ab"]
+    store = Failing({"param/a": W, "param/b": W})
+    with pytest.raises(CorruptData, match="the disk is gone"):
+        Checkpoint(Contents("memory", "in memory", leaves, store)).export(tmp_path / "out", format)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("format", ["safetensors", "dcp", "deepspeed"])
+def test_an_export_killed_at_any_moment_is_whole_or_not_there(format, tmp_path):
+    """Real SIGKILLs, before each file or folder that the export makes, opens to write, renames or removes."""
+    source = tmp_path / "source"
+    memory({"param": {"a": W, "b": W + 1}, "exp_avg": {"a": W, "b": W}}).export(source, "dcp")
+    order = {"job": f"export {format}", "root": str(tmp_path), "source": str(source), "times": 0, "seed": 0}
+    one_thread = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, str(WORKERS / "killed.py"), json.dumps(order)]
+    done = subprocess.run(command, env=one_thread, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    kills = [(Path(kill["root"]), kill["last"]) for kill in json.loads(done.stdout)]
+    whole = contents_of(tmp_path / "whole0" / "out")
+    outcomes = set()
+    for root, moment in kills:
+        there = (root / "out").exists()
+        outcomes.add(there)
+        if there:
+            assert contents_of(root) == {f"out/{name}": data for name, data in whole.items()}, moment
+            continue
+        for folder in filter(Path.is_dir, root.rglob("*")):  # what is left beside it opens only if all of it is there
+            try:
+                left = ucp.open(folder)
+            except (NotACheckpoint, FormatError):
+                continue
+            assert left.params.keys() == {"a", "b"}, moment
+            assert all((left.params[n].read() == W + (n == "b")).all() for n in "ab"), moment
+        ucp.open(source).export(root / "out", format, max_shard_bytes=48)
+        assert contents_of(root) == {f"out/{name}": data for name, data in whole.items()}, moment
+    assert len(kills) > 10
+    assert outcomes == {False, True}
+
+
+def test_the_command_says_what_it_wrote_and_what_it_left_out(tmp_path):
+    run = CliRunner().invoke(
+        main, ["export", str(CASE), str(tmp_path / "out"), "--format", "safetensors", "--dtype", "bfloat16", "--json"]
+    )
+    assert run.exit_code == 0, run.output
+    found = json.loads(run.stdout)
+    assert (found["tensors"], found["files"], found["format"]) == (30, 1, "safetensors")
+    assert "note: exp_avg, exp_avg_sq, step are left out" in run.stderr
+    assert {leaf.dtype for leaf in ucp.open(tmp_path / "out").leaves} == {"bfloat16"}
+    again = CliRunner().invoke(main, ["export", str(CASE), str(tmp_path / "out"), "--format", "dcp"])
+    assert again.exit_code == 1
+    assert "is in use" in again.stderr
