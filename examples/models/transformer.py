@@ -98,9 +98,11 @@ class Attention(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         self.config = config
         embed, size = config.embed, config.head_dim
-        for name, heads in (("q", config.heads), ("k", config.kv_heads), ("v", config.kv_heads)):
-            bias = (heads, size) if config.qkv_bias else None
-            setattr(self, name, Linear((embed, heads, size), bias, rngs=rngs))
+
+        def project(heads: int) -> Linear:
+            return Linear((embed, heads, size), (heads, size) if config.qkv_bias else None, rngs=rngs)
+
+        self.q, self.k, self.v = project(config.heads), project(config.kv_heads), project(config.kv_heads)
         self.out = Linear((config.heads, size, embed), (embed,) if config.out_bias else None, rngs=rngs)
         if config.qk_norm:
             self.q_norm, self.k_norm = Norm(size, config), Norm(size, config)
