@@ -22,9 +22,9 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from models.transformer import Config, Transformer, next_token_loss
 
 import jax_ucp as ucp
+from models.transformer import Config, Transformer, next_token_loss
 
 DATA = Path(__file__).parent.parent / "tests" / "data" / "deepspeed"
 SHARDINGS = [(f"{name}/kernel", P("data", "model")) for name in ("q", "k", "v")]
