@@ -54,7 +54,7 @@ def test_the_mapping_that_the_page_ends_with_gives_the_logits_of_the_original(fo
 
 
 def test_the_page_names_every_mapping_of_the_package():
-    assert set(re.findall(r"`(hf-[\w-]+)`", PAGE)) == set(shipped())
+    assert set(re.findall(r"`([\w-]+-to-[\w-]+)`", PAGE)) == set(shipped())
     assert "gpt-neox" not in json.dumps(shipped())
 
 
