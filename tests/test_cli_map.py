@@ -127,7 +127,7 @@ def test_a_target_that_is_none_is_refused_without_a_traceback(target, message, f
 
 
 def test_a_mapping_is_asked_for_and_refused_by_name():
-    assert "give --mapping: a file, or one of hf-" in run("map", LLAMA, code=2)
+    assert "give --mapping: a file, or one of deepspeed-gpt-to-reference, hf-" in run("map", LLAMA, code=2)
     assert "nothing is no mapping that can be read" in run("inspect", LLAMA, "--mapping", "nothing", code=1)
 
 

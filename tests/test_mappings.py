@@ -49,8 +49,9 @@ def hugging_face(case):
     return ucp.open(DATA / "torch" / case / "ckpt")
 
 
-def test_every_mapping_of_the_package_is_tried_here():
-    assert {mapping for _, mapping in CASES} == set(shipped())
+def test_every_mapping_of_the_package_is_tried():
+    elsewhere = {"deepspeed-gpt-to-reference", "megatron-gpt-to-reference"}  # test_reference_transformer.py
+    assert {mapping for _, mapping in CASES} == set(shipped()) - elsewhere
 
 
 @pytest.mark.parametrize(("case", "mapping"), CASES)
