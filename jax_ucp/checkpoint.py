@@ -20,7 +20,7 @@ from jax_ucp.formats.options import Options
 from jax_ucp.language import mapping as mappings
 from jax_ucp.language.binding import bind, config_numbers, undone_lengths
 from jax_ucp.layout.box import Box
-from jax_ucp.metadata import Leaf, tree_of
+from jax_ucp.metadata import Group, Leaf, tree_of
 from jax_ucp.storage.budget import DEFAULT_BUDGET
 from jax_ucp.storage.contents import Contents, Item, Piece
 from jax_ucp.storage.copy import Block, CopyPlan, copy, plan_copy
@@ -136,6 +136,11 @@ class Checkpoint:
         return self._contents.extras
 
     @property
+    def groups(self) -> Sequence[Group]:
+        """What the trainer's optimizer was told for each parameter, such as weight_decay, where files name them."""
+        return self._contents.groups
+
+    @property
     def notes(self) -> Sequence[str]:
         """What the reader should know about this checkpoint."""
         return self._contents.notes
@@ -245,19 +250,19 @@ class Checkpoint:
         return run_restore(plan, self._contents.arrays, budget_bytes)
 
     def plan_optimizer(
-        self, tx: optax.GradientTransformation, params: Any, *, step: int | None = None
+        self, tx: optax.GradientTransformation, params: Any, *, step: int | None = None, check_decay: bool = True
     ) -> OptimizerPlan:
         """How the optax state `tx.init(params)` is filled from the optimizer of the trainer that wrote the checkpoint.
 
         `params` is the tree of the model, of arrays or ShapeDtypeStructs, whose leaves are those below `param` here:
-        after `map`, as a rule. `step` is the number of updates done, where the checkpoint does not say it.
-        `plan.restore()` gives the state.
+        after `map`, as a rule. `step` is the number of updates done, where the checkpoint does not say it. With
+        `check_decay`, `tx` must decay the weights that `groups` say were decayed. `plan.restore()` gives the state.
 
-        Raises TreeMismatch with everything that the checkpoint does not fill.
+        Raises TreeMismatch with everything that the checkpoint does not fill, and every weight decayed otherwise.
         """
         from jax_ucp.optimizers import plan_optimizer
 
-        return plan_optimizer(self._contents, tx, params, step)
+        return plan_optimizer(self._contents, tx, params, step, check_decay)
 
     def plan_save(self, budget_bytes: int = DEFAULT_BUDGET) -> CopyPlan:
         """What `save` would write, and the memory it would take."""

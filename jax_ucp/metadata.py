@@ -88,6 +88,17 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True)
+class Group:
+    """Parameters that a trainer's optimizer treated alike, and how: torch's `param_groups`, lr, betas, weight_decay.
+
+    `params` are named as below `param`; of the settings those that are tensors are left out.
+    """
+
+    params: tuple[str, ...]
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class StoredArray:
     """How the array of one leaf lies on disk: its chunks, and a digest of each outer chunk in row-major order.
 
@@ -112,6 +123,7 @@ class Metadata:
     files: dict[str, str] = field(default_factory=dict)
     source: dict[str, Any] = field(default_factory=dict)
     extras: dict[str, Any] = field(default_factory=dict)
+    groups: tuple[Group, ...] = ()
     format: Literal["jax-ucp"] = "jax-ucp"
     version: int = VERSION
     digest: str = ""
@@ -146,6 +158,15 @@ def decode(data: bytes, where: str) -> Metadata:
 def digest(data: bytes | memoryview) -> str:
     """The xxh3_64 of some bytes, in hex."""
     return xxhash.xxh3_64_hexdigest(data)
+
+
+def groups_of(settings: Mapping[str, Mapping[str, Any]]) -> tuple[Group, ...]:
+    """Parameters with the same settings together, in the order in which they come; those without any are left out."""
+    alike: dict[str, list[str]] = defaultdict(list)
+    for name, said in settings.items():
+        if said:
+            alike[msgspec.json.encode(said, order="sorted").decode()].append(name)
+    return tuple(Group(tuple(names), dict(settings[names[0]])) for names in alike.values())
 
 
 def leaf_names(paths: Sequence[Path]) -> list[str]:

@@ -42,6 +42,7 @@ from jax_ucp.sharding.trees import FAULTS_SHOWN, empty_kind, walk
 from jax_ucp.storage.budget import DEFAULT_BUDGET
 from jax_ucp.storage.contents import Contents
 from jax_ucp.storage.source import ArrayInfo, ArraySource
+from jax_ucp.weight_decay import decay_faults
 
 STEP = "step"
 # What a field of a state holds: the name of a moment, or one of these.
@@ -141,19 +142,25 @@ class OptimizerPlan:
 
 
 def plan_optimizer(
-    contents: Contents, tx: optax.GradientTransformation, params: Any, step: int | None = None
+    contents: Contents,
+    tx: optax.GradientTransformation,
+    params: Any,
+    step: int | None = None,
+    check_decay: bool = True,
 ) -> OptimizerPlan:
     """How the state that `tx.init(params)` has is filled from a checkpoint of a torch trainer.
 
     `params` is the tree of the model, of arrays or ShapeDtypeStructs; its leaves are those of the checkpoint below
     `param`. `step` is the number of updates done, for a checkpoint that does not say it (torch's SGD counts none).
+    With `check_decay`, `tx` must decay the weights that the checkpoint's parameter groups decay, where these are known.
 
     Raises TreeMismatch with everything that has no source: a state of a type that is not known, a parameter without
-    the moment, steps that differ or are not there.
+    the moment, steps that differ or are not there; and with every parameter that is decayed otherwise.
     """
     state, slots = _slots(tx, params)
     stored = _states(contents)
     faults = [*_refusals(contents.extras), *_unlike(params, stored.get("param", {}))]
+    faults += decay_faults(contents.groups, tx, params) if check_decay else []
     used: set[str] = set()
     filled: list[Filled] = []
     given = _given(tx, params, [slot for slot in slots if slot.role == _GIVEN])

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from jax_ucp.formats.dcp_source import DcpSource, consolidated
 from jax_ucp.formats.extras import tensor_bytes
 from jax_ucp.formats.importing import Import
 from jax_ucp.formats.options import Options
-from jax_ucp.formats.state_paths import places
+from jax_ucp.formats.state_paths import hyperparameters, places
 from jax_ucp.storage.contents import Contents
 
 
@@ -47,9 +48,14 @@ def open_dcp(path: Path, options: Options) -> Contents:
     source = DcpSource(metadata)
     found = Import("dcp", path, source, options.believe)
     _tensors(found, metadata, options)
-    for fqn, spans in metadata.objects.items():
-        for span in spans:
-            _object(found, fqn, span, source)
+    objects = {
+        metadata.paths.get(fqn, (fqn,)): _object(found, fqn, span, source)
+        for fqn, spans in metadata.objects.items()
+        for span in spans
+    }
+    if not options.weights_only:
+        for name, settings in hyperparameters(objects):
+            found.hyperparameters(name, settings)
     _other_files(found, metadata)
     try:
         contents = found.contents()
@@ -111,21 +117,22 @@ def _reason(tensor: TensorEntry, state: str, name: str) -> str:
     return what if len(tensor.chunks) == 1 else f"{what}, one of {len(tensor.chunks)} chunks"
 
 
-def _object(found: Import, fqn: str, span: Span, source: DcpSource) -> None:
-    """An object as an extra, unless it asks for code or is made of data."""
+def _object(found: Import, fqn: str, span: Span, source: DcpSource) -> Any:
+    """An object, kept as an extra; None of one that asks for code or is made of data."""
     where = f"{span.file}:{fqn}"
     try:
         file = source.object(fqn, span)
     except UnsafePickle as error:
         found.skip(where, "object", f"not read, because it asks for more than data: {error}")
         found.notes.append(f"the object {fqn} was left out: {error}")
-        return
+        return None
     if (held := tensor_bytes(file.tree)) > extras.MAX_EXTRA_BYTES:
         reason = f"an object with {held} bytes of tensors inside, which is data and no setting"
         found.skip(where, "object", reason)
         found.notes.append(f"{fqn} in {span.file} was left out: {reason}; save it with flatten_state_dict=True")
-        return
+        return None
     found.extra(span.file, fqn, file.tree, file)
+    return file.tree
 
 
 def _other_files(found: Import, metadata: DcpMetadata) -> None:

@@ -273,6 +273,9 @@ class Reader(Slices):
         note = "ZeRO-0 stores optimizer states without names; they were told by shape and by the order of the module"
         if note not in self.found.notes and not all("param_names" in g for g in groups):
             self.found.notes.append(note)
+        for hyper in groups:
+            for number in hyper["params"]:
+                self.found.hyperparameters(numbers[number], hyper)
         for number, name in numbers.items():
             for state, value in states.get(number, {}).items():
                 found = self.slices[state, name]

@@ -87,7 +87,10 @@ class Slices:
         for index, shapes in enumerate(groups):
             for ep, team in moe.teams(index, ranks, models):
                 part = group(index, shapes, team, self.files.zero3, models[0].name)
-                self._flat_states(mp, ep, part, param_group(team[0], index))
+                hyper = param_group(team[0], index)
+                for name in part.layouts if not self.options.weights_only else ():
+                    self.found.hyperparameters(moe.global_name(name, ep, part.shapes), hyper)
+                self._flat_states(mp, ep, part, hyper)
                 self._values(mp, ep, part)
                 for name, layout in part.layouts.items():
                     for fragment in layout.fragments:

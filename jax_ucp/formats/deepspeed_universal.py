@@ -85,6 +85,7 @@ class _Universal(Reader):
         self.make_parameters()
         self._leave_other_folders()
         self._steps()
+        self._hyperparameters()
         self._extras()
         self._optimizer_rest()
         return self.found.contents()
@@ -198,6 +199,16 @@ class _Universal(Reader):
             for name in shapes if value is not None and not self.options.weights_only else ():
                 if "step" not in self.atoms[name] and self.optimizer:
                     self.value("step", name, [(_Atom(self.optimizer.file, {}), value)])
+
+    def _hyperparameters(self) -> None:
+        """What rank 0's optimizer state says of each group: in the wrapped optimizer's under ZeRO-3, else beside it."""
+        if self.optimizer is None or self.options.weights_only:
+            return
+        for hyper in self._rank_0().get("param_groups") or self.optimizer.state.get("param_groups") or ():
+            for models in self.files.models:
+                for index, shapes in enumerate(param_shapes(models[0], ())):
+                    for name in shapes if index in hyper.get("params", ()) else ():
+                        self.found.hyperparameters(name, hyper)
 
     def _rank_0(self) -> Mapping[str, Any]:
         inner = self.optimizer.state.get("optimizer_state_dict") if self.optimizer else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +17,7 @@ from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout
 from jax_ucp.layout.patterns import Unique
-from jax_ucp.metadata import Key, Leaf, leaf_names
+from jax_ucp.metadata import Key, Leaf, groups_of, leaf_names
 from jax_ucp.metadata import Path as TreePath
 from jax_ucp.storage.consolidated import Consolidated, ConsolidatedView, same_bits
 from jax_ucp.storage.contents import Contents, Fate, Item, Piece
@@ -45,6 +47,7 @@ class Import:
         self._twins: list[_Twin] = []
         self._fates: dict[str, tuple[Fate, str]] = {}
         self._items: list[Item] = []
+        self._settings: dict[str, dict[str, Any]] = defaultdict(dict)
 
     def parameter(self, state: str, name: str, param: Consolidated, reason: str) -> None:
         """One state of a parameter, made of stored tensors. Raises FormatError if it is there already."""
@@ -106,6 +109,18 @@ class Import:
         if f"{file}:{name}" not in self._fates:
             self._items.append(Item(f"{file}:{name}", type(value).__name__, "extra", "kept as JSON"))
 
+    def hyperparameters(self, name: str, settings: Mapping[str, Any]) -> None:
+        """What the trainer's optimizer was told for a parameter. Raises FormatError where two files differ in it."""
+        known = self._settings[name]
+        for key, value in settings.items():
+            if key not in ("params", "param_names") and _is_plain(value):
+                plain = list(value) if isinstance(value, tuple) else value
+                if known.setdefault(key, plain) != plain:
+                    raise FormatError(
+                        f"{self.path}: the param_groups of one file have {key}={known[key]} for {name}, those of "
+                        f"another {plain}; they are of different runs or steps. weights_only leaves the optimizer aside"
+                    )
+
     def skip(self, where: str, what: str, reason: str) -> None:
         """Something that is stored and has no place in the tree."""
         if where in self.stored:
@@ -159,10 +174,14 @@ class Import:
             arrays,
             account=list(self._account()),
             extras=self.extras,
+            groups=groups_of({name: said for name, said in self._settings.items() if self._is_parameter(name)}),
             notes=self.notes,
             verify=verify,
             where=where,
         )
+
+    def _is_parameter(self, name: str) -> bool:
+        return (Key("dict", "param"), Key("dict", name)) in self.params
 
     def view(self, params: Mapping[str, Consolidated]) -> ConsolidatedView:
         """Arrays made of what this import has heard of so far: all of slices, or none."""
@@ -264,6 +283,13 @@ class _WithConstants:
         if key in self.constants:
             return self.constants[key][box.index].copy()
         return self.source.read(key, box)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a hyperparameter is what JSON has: torch also takes tensors for some."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _label(path: Iterable[Key]) -> str:

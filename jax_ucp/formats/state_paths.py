@@ -20,8 +20,9 @@ A path is the keys that lead to something stored. The rules, in order:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 Steps = tuple[str | int, ...]
 
@@ -78,6 +79,31 @@ def places(tensors: Mapping[str, Steps], objects: Iterable[Steps] = ()) -> Place
     if outside and not weights and not found.notes:
         found.notes.append("nothing says which tensors are the model's weights; all are kept under `other`")
     return found
+
+
+def hyperparameters(objects: Mapping[Steps, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(a parameter's name, what the optimizer was told for it), of the objects in `param_groups`, by path.
+
+    >>> dict(hyperparameters({("optim", "param_groups.layers.0.w.lr"): 0.1}))
+    {'layers.0.w': {'lr': 0.1}}
+    >>> group = ("optim", "param_groups", 0)
+    >>> dict(hyperparameters({(*group, "params"): ["a", "b"], (*group, "lr"): 0.1}))
+    {'a': {'params': ['a', 'b'], 'lr': 0.1}, 'b': {'params': ['a', 'b'], 'lr': 0.1}}
+    """
+    groups: dict[Steps, dict[str, Any]] = defaultdict(dict)
+    for path, value in objects.items():
+        match path:
+            case (*outer, "param_groups", int(number), str(key)):
+                groups[(*outer, number)][key] = value
+            case (*outer, "param_groups", int(number), str(key), int()):  # an item of a list, which come in order
+                groups[(*outer, number)].setdefault(key, []).append(value)
+            case (*_, str(flat)) if flat.startswith("param_groups."):
+                name, _, key = flat.removeprefix("param_groups.").rpartition(".")
+                yield name, {key: value}
+    for group in groups.values():
+        for name in group.get("param_names", group.get("params")) or ():
+            if isinstance(name, str) and not name.isdigit():
+                yield name, group
 
 
 def _optimizers(paths: Iterable[Steps]) -> set[Steps]:

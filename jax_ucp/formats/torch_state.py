@@ -20,7 +20,7 @@ from jax_ucp.formats.extras import tensor_bytes
 from jax_ucp.formats.importing import Import
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.safe_pickle import Name, walk
-from jax_ucp.formats.state_paths import Steps, places
+from jax_ucp.formats.state_paths import Steps, hyperparameters, places
 from jax_ucp.formats.torch_file import StoredTensor, TorchFile, is_torch_file
 from jax_ucp.formats.weight_files import keep_config, keep_index, read_index, skip_others
 from jax_ucp.layout.patterns import Unique
@@ -83,12 +83,12 @@ def _files(path: Path) -> tuple[Path, Mapping[str, Any] | None, list[str]]:
 def _tensors(found: Import, files: Mapping[str, TorchFile], options: Options) -> None:
     stored: dict[str, tuple[str, StoredTensor]] = {}
     paths: dict[str, Steps] = {}
-    objects: list[Steps] = []
+    objects: dict[Steps, object] = {}
     for name, file in files.items():
         named = dict(_named(file.tree, ()))
         for path, node in _leaves(file.tree, ()):
             if not isinstance(node, StoredTensor):
-                objects.append(path)
+                objects[path] = node
                 continue
             label = ".".join(map(str, path)) or BARE
             if label in stored:
@@ -98,7 +98,9 @@ def _tensors(found: Import, files: Mapping[str, TorchFile], options: Options) ->
             paths[label] = named.get(number, ()) + path[len(number) :] or (0,)
             if node.attributes:
                 found.extra(name, f"attributes of {label}", node.attributes)
-    where = places(paths, objects)
+    where = places(paths, [*objects])
+    for name, settings in hyperparameters(objects) if not options.weights_only else ():
+        found.hyperparameters(name, settings)
     for label, (key, tensor) in stored.items():
         state, name = where.at[label]
         if options.weights_only and label in where.in_optimizers:

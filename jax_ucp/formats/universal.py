@@ -56,6 +56,7 @@ def open_universal(path: Path, options: Options) -> Contents:
         store,
         account,
         metadata.extras,
+        metadata.groups,
         source=metadata.source,
         verify=verify,
         where=where,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jax_ucp.layout.box import Box
-from jax_ucp.metadata import Leaf
+from jax_ucp.metadata import Group, Leaf
 from jax_ucp.storage.source import ArraySource
 
 Fate = Literal["mapped", "extra", "skipped"]
@@ -49,7 +49,8 @@ class Piece:
 class Contents:
     """A checkpoint of any format, opened: nothing but metadata has been read.
 
-    `leaves` name arrays of `arrays`. `account` has every stored item once. `source` says what a universal
+    `leaves` name arrays of `arrays`. `account` has every stored item once. `groups` say what the optimizer of a
+    trainer was told for each parameter, where the checkpoint names them. `source` says what a universal
     checkpoint was imported from. `verify()` reads all bytes that are stored twice or have a checksum and
     yields (what was looked at, fault or None). `where(leaf)` says which files hold the leaf's bytes.
     """
@@ -60,6 +61,7 @@ class Contents:
     arrays: ArraySource
     account: Sequence[Item] = ()
     extras: Mapping[str, Any] = field(default_factory=dict)
+    groups: Sequence[Group] = ()
     notes: Sequence[str] = ()
     source: Mapping[str, Any] = field(default_factory=dict)
     verify: Callable[[], Iterator[tuple[str, str | None]]] = lambda: iter(())

@@ -120,7 +120,8 @@ def copy(
         write_part(store, 0)
         files = orbax_files(contents.leaves, {name: chunks.outer for name, chunks in plan.chunks.items()})
         source = contents.source or {"format": contents.format, "name": Path(contents.path).name}
-        metadata = Commit(contents.leaves, files=files, source=source, extras=contents.extras).write(store)
+        commit = Commit(contents.leaves, files=files, source=source, extras=contents.extras, groups=contents.groups)
+        metadata = commit.write(store)
         ledger.remove()
     finally:
         ledger.close()

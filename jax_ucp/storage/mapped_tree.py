@@ -12,7 +12,7 @@ import ml_dtypes
 from jax_ucp.errors import LayoutError, TreeMismatch
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.strided import LeafForm, LeafLayout, hull
-from jax_ucp.metadata import Key, Leaf, leaf_names
+from jax_ucp.metadata import Group, Key, Leaf, groups_of, leaf_names
 from jax_ucp.storage.contents import Contents, Item, Piece
 from jax_ucp.storage.mapped import Formed, MappedView
 
@@ -73,6 +73,7 @@ def map_contents(
         leaves=made,
         arrays=view,
         account=list(_account(contents, tree, skipped)),
+        groups=_groups(contents, forms),
         notes=[*contents.notes, *notes, *tree.notes],
         source=source,
         verify=verify,
@@ -175,6 +176,16 @@ def _pieces(contents: Contents, leaves: Mapping[str, Leaf], formed: Formed) -> I
                 start = tuple(map(min, zip(*(box.start for box in boxes), strict=True)))
                 stop = tuple(map(max, zip(*(box.stop for box in boxes), strict=True)))
                 yield replace(piece, target=Box(start, stop), rule=formed.form.rule)
+
+
+def _groups(contents: Contents, forms: Mapping[str, LeafForm]) -> tuple[Group, ...]:
+    """What the optimizer was told for each leaf: that in which the parameters that form it agree."""
+    said = {name: group.settings for group in contents.groups for name in group.params}
+    found: dict[str, dict[str, Any]] = {}
+    for leaf, form in forms.items():
+        first, *others = [said[param] for param in form.params if param in said] or [{}]
+        found[leaf] = {key: v for key, v in first.items() if all(key in o and o[key] == v for o in others)}
+    return groups_of(found)
 
 
 def _account(contents: Contents, tree: _Tree, skipped: Mapping[str, str]) -> Iterator[Item]:

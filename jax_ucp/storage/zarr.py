@@ -20,7 +20,7 @@ import xxhash
 from jax_ucp.errors import CorruptData, NotACheckpoint, UnsupportedLeaf
 from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place, outer_boxes, rows_of_chunks
 from jax_ucp.layout.box import Box
-from jax_ucp.metadata import Leaf, Metadata, StoredArray, decode, digest, encode
+from jax_ucp.metadata import Group, Leaf, Metadata, StoredArray, decode, digest, encode
 from jax_ucp.storage.directory import Directory
 from jax_ucp.storage.shard_file import read_shard, shard_parts
 from jax_ucp.storage.source import ArrayInfo
@@ -153,6 +153,7 @@ class Commit:
     files: Mapping[str, bytes] | None = None
     source: Mapping[str, Any] | None = None
     extras: Mapping[str, Any] | None = None
+    groups: Sequence[Group] = ()
 
     def write(self, store: ZarrStore) -> Metadata:
         """Write the side files, then `ucp.json`. Raises CorruptData if a chunk was written by nobody."""
@@ -174,7 +175,7 @@ class Commit:
             directory.write(name, data)
             digests_of_files[name] = digest(data)
         leaves, source, extras = tuple(self.leaves), dict(self.source or {}), dict(self.extras or {})
-        metadata = Metadata(leaves, arrays, digests_of_files, source, extras)
+        metadata = Metadata(leaves, arrays, digests_of_files, source, extras, tuple(self.groups))
         directory.write(METADATA_FILE, encode(metadata))
         for process in range(self.processes):
             directory.delete(_part_name(process))

@@ -101,6 +101,9 @@ def test_states_by_number_go_to_their_parameters_only_if_the_groups_have_names(t
             where = f"{label}/{name}" if trusted else f"other/optim.state.{number}.{label}"
             assert same_bits(checkpoint.read(where), model[name] + np.float32(add))
     assert (checkpoint.notes == []) == trusted
+    told = {name: group.settings["lr"] for group in checkpoint.groups for name in group.params}
+    rates = {name: 0.1 if i < cut else 0.2 for i, name in enumerate(names) if not name.isdigit()}
+    assert told == (rates if named else {})
     assert_accounted_for(checkpoint)
 
 

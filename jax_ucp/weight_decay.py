@@ -1,0 +1,84 @@
+"""Whether an optax optimizer decays the weights that a trainer's optimizer decayed, and in the same way.
+
+Weight decay leaves no state, so that another mask loads without a word, and training goes another way. What an
+optimizer does is found by asking it: from zero moments and zero gradients only decay moves a weight. Torch's AdamW and
+SGD, and Lion, move it in proportion to itself; torch's Adam adds decay to the gradient, which Adam then normalises
+(`torch/optim/adam.py`, 2.13: `decoupled_weight_decay` of a group says which).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jax_ucp.metadata import Group
+
+# A schedule may begin at zero, and MultiSteps updates every so many steps: an optimizer is asked this often.
+_TRIES = 1000
+
+Decay = Literal["none", "in proportion", "through the gradient"]
+
+
+def decay_faults(groups: Sequence[Group], tx: optax.GradientTransformation, params: Any) -> Iterator[str]:
+    """Parameters that `tx` decays otherwise than the groups of the checkpoint say; nothing where these say nothing.
+
+    `params` is the tree of the model, of arrays or ShapeDtypeStructs, whose leaves are named as in `groups`.
+    """
+    said = {name: group.settings for group in groups for name in group.params if "weight_decay" in group.settings}
+    decays = decays_of(tx, params) if said else {}
+    for name in (name for name in said if name in decays):
+        rate, decoupled = said[name]["weight_decay"], said[name].get("decoupled_weight_decay")
+        if bool(rate) != (decays[name] != "none"):
+            does = "does not decay it" if rate else f"decays it {decays[name]}"
+            yield (
+                f"{name}: the checkpoint's optimizer has weight_decay={rate} for it, and tx {does}; give tx the same "
+                "mask, or check_decay=False"
+            )
+        elif rate and decoupled is not None and decoupled != (decays[name] == "in proportion"):
+            how = "in proportion (AdamW)" if decoupled else "through the gradient (Adam)"
+            yield (
+                f"{name}: the checkpoint's optimizer decays it {how}, tx {decays[name]}; optax.adamw is torch's "
+                "AdamW, chain(add_decayed_weights(...), adam(...)) its Adam; or check_decay=False"
+            )
+
+
+def decays_of(tx: optax.GradientTransformation, params: Any) -> dict[str, Decay]:
+    """What `tx` does to each parameter that has no gradient; {} where it makes no update in a thousand steps.
+
+    It is asked on small arrays with as many axes; of sizes a mask sees no more than 1 or 2.
+
+    >>> decays_of(optax.adamw(1e-3, mask={"w": True, "b": False}), {"w": jnp.ones(4), "b": jnp.ones(4)})
+    {'b': 'none', 'w': 'in proportion'}
+    """
+    update = jax.jit(tx.update)
+
+    def updates(weight: float, gradient: float) -> Iterator[dict[str, np.ndarray]]:
+        """Updates one after the other, by the parameter's name."""
+        weights = jax.tree.map(lambda p: jnp.full([min(size, 2) for size in p.shape], weight, p.dtype), params)
+        gradients = jax.tree.map(lambda p: jnp.full_like(p, gradient), weights)
+        state = tx.init(weights)
+        for _ in range(_TRIES):
+            found, state = update(gradients, state, weights)
+            yield {
+                jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value"): np.asarray(leaf)
+                for path, leaf in jax.tree_util.tree_leaves_with_path(found)
+            }
+
+    moves = (any(leaf.any() for leaf in found.values()) for found in updates(1.0, 1.0))
+    first = next((i for i, moved in enumerate(moves) if moved), None)
+    if first is None:
+        return {}
+    once, twice = (next(itertools.islice(updates(weight, 0.0), first, None)) for weight in (1.0, 2.0))
+    return {name: _decay(once[name], twice[name]) for name in once}
+
+
+def _decay(once: np.ndarray, twice: np.ndarray) -> Decay:
+    if not once.any():
+        return "none"
+    return "in proportion" if np.allclose(twice, 2 * once, rtol=0.1, atol=0) else "through the gradient"

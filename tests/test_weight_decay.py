@@ -1,0 +1,133 @@
+"""What a trainer's optimizer was told for each parameter, and whether an optax optimizer decays the same weights."""
+
+import json
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import deepspeed_cases
+import jax_ucp as ucp
+import torch_cases
+from helpers import contents_of
+from jax_ucp.errors import FormatError, TreeMismatch
+from jax_ucp.formats.importing import Import
+from jax_ucp.metadata import Group, groups_of
+from jax_ucp.weight_decay import decays_of
+
+# Elastic files keep no groups. The optimizer of `fsdp1_sharded` had one group.
+DEEPSPEED = sorted({path.name for path in deepspeed_cases.DATA.iterdir()} - {"z1_fp32_dp2_elastic"})
+UNIVERSAL = deepspeed_cases.DATA.parent / "deepspeed_universal"
+DCP = ["fsdp2_dp4_uneven", "fsdp2_tp_2x2", "fsdp2_dp2_bf16_flatopt", "hsdp_2x2", "titan_flat", "titan_prefixed"]
+PARAMS = {"w": jnp.ones((3, 2)), "b": jnp.ones(3)}
+WEIGHTS = {"w": True, "b": False}
+TRAINED = {"exp_avg", "momentum_buffer"}
+
+
+def matrices_decay(checkpoint, rate):
+    said = {name: group.settings for group in checkpoint.groups for name in group.params}
+    trained = {name: param for name, param in checkpoint.params.items() if TRAINED & set(param.states)}
+    assert said.keys() == trained.keys()
+    for name, param in trained.items():
+        assert said[name]["weight_decay"] == (rate if len(param.shape) > 1 else 0.0), name
+        assert said[name]["lr"] > 0
+    return said
+
+
+@pytest.mark.parametrize("case", DEEPSPEED)
+def test_the_groups_of_deepspeed_say_which_weights_were_decayed(case):
+    about = json.loads((deepspeed_cases.DATA / case / "case.json").read_text())
+    matrices_decay(ucp.open(deepspeed_cases.DATA / case), about["optimizer"]["weight_decay"])
+
+
+@pytest.mark.parametrize("case", sorted(path.name for path in UNIVERSAL.iterdir()))
+def test_so_do_those_of_its_universal_folders(case):
+    matrices_decay(ucp.open(UNIVERSAL / case), 0.1)
+
+
+@pytest.mark.parametrize("case", DCP)
+def test_the_groups_of_dcp_say_which_weights_were_decayed(case):
+    matrices_decay(ucp.open(torch_cases.DATA / case / "ckpt"), 0.1)
+
+
+def test_a_conversion_and_a_mapping_keep_them(tmp_path):
+    checkpoint = ucp.open(torch_cases.DATA / "fsdp2_dp4_uneven" / "ckpt")
+    checkpoint.save(tmp_path / "universal")
+    assert list(ucp.open(tmp_path / "universal").groups) == list(checkpoint.groups)
+
+    said = {"a.0": {"lr": 1, "weight_decay": 0.1}, "a.1": {"lr": 1, "weight_decay": 0.0}, "b": {"lr": 2}}
+    contents = replace(contents_of({"param": {n: np.zeros(2) for n in said}}), groups=groups_of(said))
+    rules = {
+        "leaves": [{"param": "a.{layer}", "axes": "n", "leaf": {"stacked": "layer n"}}, {"param": "b", "leaf": "c/d"}]
+    }
+    mapped = ucp.Checkpoint(contents).map(ucp.Mapping.from_dict(rules))
+    assert list(mapped.groups) == [Group(("stacked",), {"lr": 1}), Group(("c/d",), {"lr": 2})]
+
+
+def test_files_that_differ_in_their_groups_are_refused(tmp_path):
+    found = Import("test", tmp_path, contents_of({}).arrays)
+    found.hyperparameters("w", {"lr": 0.1, "params": [0]})
+    found.hyperparameters("w", {"lr": 0.1, "params": [1]})
+    with pytest.raises(FormatError, match=r"param_groups of one file have lr=0.1 for w, those of another 0.2"):
+        found.hyperparameters("w", {"lr": 0.2})
+
+
+@pytest.mark.parametrize(
+    ("tx", "w", "b"),
+    [
+        (optax.adamw(1e-3, mask=WEIGHTS), "in proportion", "none"),
+        (optax.adamw(optax.linear_schedule(0, 1, 10)), "in proportion", "in proportion"),
+        (optax.adam(1e-3), "none", "none"),
+        (optax.chain(optax.add_decayed_weights(0.1, WEIGHTS), optax.adam(1e-3)), "through the gradient", "none"),
+        (optax.chain(optax.clip_by_global_norm(1.0), optax.lion(1e-3, mask=WEIGHTS)), "in proportion", "none"),
+        (optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1, 0.9)), "in proportion", "in proportion"),
+        (optax.MultiSteps(optax.adamw(1e-3, mask=WEIGHTS), 4), "in proportion", "none"),
+        (optax.inject_hyperparams(optax.adamw)(1e-3, mask=WEIGHTS), "in proportion", "none"),
+        (
+            optax.adamw(1e-3, mask=lambda tree: {k: p.ndim > 1 and p.size > 1 for k, p in tree.items()}),
+            "in proportion",
+            "none",
+        ),
+        (
+            optax.partition({"on": optax.adamw(1e-3), "off": optax.set_to_zero()}, {"w": "on", "b": "off"}),
+            "in proportion",
+            "none",
+        ),
+    ],
+)
+def test_an_optimizer_is_seen_to_decay(tx, w, b):
+    assert decays_of(tx, PARAMS) == {"w": w, "b": b}
+
+
+def test_an_optimizer_that_moves_nothing_says_nothing():
+    assert decays_of(optax.adamw(0.0), PARAMS) == {}
+
+
+@pytest.mark.parametrize(
+    ("tx", "message"),
+    [
+        (
+            optax.adamw(1e-3),
+            "b: the checkpoint's optimizer has weight_decay=0.0 for it, and tx decays it in proportion",
+        ),
+        (optax.adam(1e-3), "w: the checkpoint's optimizer has weight_decay=0.1 for it, and tx does not decay it"),
+        (
+            optax.chain(optax.add_decayed_weights(0.1, WEIGHTS), optax.adam(1e-3)),
+            r"w: the checkpoint's optimizer decays it in proportion \(AdamW\), tx through the gradient",
+        ),
+    ],
+)
+def test_another_decay_is_refused_unless_it_is_meant(tx, message):
+    names = {"w": (3, 2), "b": (3,)}
+    tree = {
+        state: {n: np.zeros(s, np.float32) for n, s in names.items()} for state in ("param", "exp_avg", "exp_avg_sq")
+    }
+    tree["step"] = {n: np.float32(2) for n in names}
+    groups = [Group((n,), {"weight_decay": d, "decoupled_weight_decay": True}) for n, d in (("w", 0.1), ("b", 0.0))]
+    checkpoint = ucp.Checkpoint(replace(contents_of(tree), groups=groups))
+    checkpoint.plan_optimizer(optax.adamw(1e-3, mask=WEIGHTS), PARAMS)
+    with pytest.raises(TreeMismatch, match=message):
+        checkpoint.plan_optimizer(tx, PARAMS)
+    checkpoint.plan_optimizer(tx, PARAMS, check_decay=False)
