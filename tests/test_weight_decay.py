@@ -12,8 +12,7 @@ import deepspeed_cases
 import jax_ucp as ucp
 import torch_cases
 from helpers import contents_of
-from jax_ucp.errors import FormatError, TreeMismatch
-from jax_ucp.formats.importing import Import
+from jax_ucp.errors import TreeMismatch
 from jax_ucp.metadata import Group, groups_of
 from jax_ucp.weight_decay import decays_of
 
@@ -64,14 +63,6 @@ def test_a_conversion_and_a_mapping_keep_them(tmp_path):
     }
     mapped = ucp.Checkpoint(contents).map(ucp.Mapping.from_dict(rules))
     assert list(mapped.groups) == [Group(("stacked",), {"lr": 1}), Group(("c/d",), {"lr": 2})]
-
-
-def test_files_that_differ_in_their_groups_are_refused(tmp_path):
-    found = Import("test", tmp_path, contents_of({}).arrays)
-    found.hyperparameters("w", {"lr": 0.1, "params": [0]})
-    found.hyperparameters("w", {"lr": 0.1, "params": [1]})
-    with pytest.raises(FormatError, match=r"param_groups of one file have lr=0.1 for w, those of another 0.2"):
-        found.hyperparameters("w", {"lr": 0.2})
 
 
 @pytest.mark.parametrize(

@@ -51,10 +51,7 @@ class Import:
 
     def parameter(self, state: str, name: str, param: Consolidated, reason: str) -> None:
         """One state of a parameter, made of stored tensors. Raises FormatError if it is there already."""
-        path = Key("dict", state), Key("dict", name)
-        if path in self.params or path in self._constants:
-            raise FormatError(f"{self.path}: {state} of {name} is stored twice, in {self.params[path].keys[0]} too")
-        self.params[path] = param
+        self.params[self._new(state, name)] = param
         self._mapped(param.keys, reason)
 
     def cut(self, key: str, cut: Cut) -> None:
@@ -75,8 +72,15 @@ class Import:
         return self._cuts[key].key if key in self._cuts else key
 
     def constant(self, state: str, name: str, value: np.ndarray, where: str) -> None:
-        """One state of a parameter that is no tensor in the file; `where` is `file:item`."""
-        self._constants[Key("dict", state), Key("dict", name)] = value, where
+        """One state of a parameter that is no tensor in the file; `where` is `file:item`. Raises as `parameter`."""
+        self._constants[self._new(state, name)] = value, where
+
+    def _new(self, state: str, name: str) -> TreePath:
+        path = Key("dict", state), Key("dict", name)
+        if path in self.params or path in self._constants:
+            where = self.params[path].keys[0] if path in self.params else self._constants[path][1]
+            raise FormatError(f"{self.path}: {state} of {name} is stored twice, in {where} too")
+        return path
 
     def twin(self, state: str, name: str, twin: str | Consolidated, reason: str) -> None:
         """Stored tensors that must be a state of a parameter, rounded to their dtype; `verify` compares them.
