@@ -8,6 +8,9 @@ import numpy as np
 from jax_ucp.storage.consolidated import same_bits
 
 DATA = Path(__file__).parent / "data" / "megatron"
+EVERY = sorted(path.name for path in DATA.iterdir())
+# Its writer, the released library, moved masters and moments.
+CORRUPTED = "dist_pp2_dp2_distopt_buckets_fully_reshardable_fp32"
 STATES = {"w": "param", "m": "exp_avg", "v": "exp_avg_sq"}
 
 
@@ -35,3 +38,9 @@ def equal(got: np.ndarray, want: np.ndarray, label: str) -> bool:
 
 def flat(tree: dict) -> dict[str, np.ndarray]:
     return {f"{state}/{name}": array for state, arrays in tree.items() for name, array in arrays.items()}
+
+
+def swap(folder: Path, a: str, b: str) -> None:
+    (folder / a).rename(folder / "aside")
+    (folder / b).rename(folder / a)
+    (folder / "aside").rename(folder / b)

@@ -6,31 +6,26 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
+import megatron_cases
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint, UCPError
 from jax_ucp.formats.dcp_metadata import read_metadata
 from jax_ucp.formats.dcp_source import DcpSource
 from jax_ucp.layout.box import Box
 from jax_ucp.storage.consolidated import same_bits
-from megatron_cases import DATA, STATES, about, equal, flat, truth
+from megatron_cases import CORRUPTED, DATA, STATES, equal, swap, truth
 from torch_writer import save
 
-CORRUPTED = "dist_pp2_dp2_distopt_buckets_fully_reshardable_fp32"
-EVERY = sorted(path.name for path in DATA.iterdir() if path.name.startswith(("dist_", "old0153_")))
+EVERY = [case for case in megatron_cases.EVERY if not case.startswith("legacy_")]
 CASES = [case for case in EVERY if case != CORRUPTED]
 CHUNKED = [case for case in CASES if "zarr" not in case]
 # Runs of the same sizes, ranks and steps: common.pt of one says of every parameter what that of another says.
 ALIKE = ("dist_tp2_gqa_swiglu_qknorm_fp32", "dist_tp2_singleton_swiglu_fp32", "old0153_tp2_zarr_fp32")
-MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
-RULES = [(r"(linear_.*|router)\.weight$", P("data", "model"))]
 
 
 def folder_of(case: str) -> Path:
@@ -48,31 +43,6 @@ def open_verified(folder: Path) -> ucp.Checkpoint:
         if fault:
             raise CorruptData(fault)
     return checkpoint
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_every_parameter_and_moment_equals_the_live_state_however_it_is_read(case, tmp_path):
-    want = truth(case)
-    checkpoint = ucp.open(DATA / case / "ckpt", sizes={"vocab": about(case)["model"]["vocab_size"]})
-    assert checkpoint.format == "megatron"
-    assert differences(checkpoint, want) == []
-    straight = flat(checkpoint.restore(mesh=MESH, rules=RULES))
-    converted = checkpoint.save(tmp_path / "converted")  # which verifies first
-    kept = flat(converted.restore(mesh=MESH, rules=RULES))
-    for label, array in want.items():
-        assert equal(straight[label], array, label), label
-        assert equal(kept[label], array, label), label
-    qkv = straight["param/decoder.layers.0.self_attention.linear_qkv.weight"]
-    assert qkv.sharding.spec == P("data", "model")
-    assert converted.extras == checkpoint.extras
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_any_box_equals_that_of_the_whole(case):
-    checkpoint, want = ucp.open(DATA / case / "ckpt", sizes={"vocab": 101}), truth(case)
-    for label, array in want.items():
-        box = Box(tuple(n // 3 for n in array.shape), tuple(n // 3 + (n + 1) // 2 for n in array.shape))
-        assert equal(checkpoint.read(label, box), array[box.index], label), label
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -122,28 +92,6 @@ def test_everything_stored_is_accounted_for_once_with_a_reason(case, weights_onl
         assert set(DcpSource(metadata).arrays()) <= set(account)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_without_a_vocabulary_the_padded_rows_stay_and_a_note_says_so(case):
-    checkpoint = ucp.open(DATA / case / "ckpt")
-    (note,) = checkpoint.notes
-    padded = about(case)["model"]["padded_vocab_size"]
-    assert f"all {padded} padded rows" in note
-    want = truth(case)
-    for label in ("param/embedding.word_embeddings.weight", "exp_avg/embedding.word_embeddings.weight"):
-        array = checkpoint.read(label)
-        assert array.shape[0] == padded
-        np.testing.assert_array_equal(array[:101], want[label])
-
-
-@pytest.mark.parametrize("case", EVERY)
-def test_weights_alone_are_the_models_weights_and_nothing_of_the_optimizer(case):
-    checkpoint, want = ucp.open(DATA / case / "ckpt", sizes={"vocab": 101}, weights_only=True), truth(case)
-    assert {leaf.label for leaf in checkpoint.leaves} == {label for label in want if label.startswith("param/")}
-    for param in checkpoint.params.values():
-        assert same_bits(param.read(), want[f"param/{param.name}"].astype(param.dtype)), param.name
-    assert [fault for _, fault in checkpoint.verify() if fault] == []
-
-
 def test_extras_keep_what_the_run_put_beside_the_model():
     extras = ucp.open(DATA / "dist_tp2_dp2_distopt_dp_reshardable_bf16" / "ckpt").extras
     common = extras["common.pt"]
@@ -157,11 +105,6 @@ def test_extras_keep_what_the_run_put_beside_the_model():
     json.dumps(extras)
 
 
-def test_the_save_directory_and_the_iteration_folder_are_the_same_checkpoint():
-    for case in ("dist_tp1_pp1_fp32", "old0153_tp2_zarr_fp32"):
-        assert ucp.open(DATA / case / "ckpt").path == ucp.open(folder_of(case)).path
-
-
 def test_state_that_the_writer_moved_is_refused_and_its_weights_are_right():
     with pytest.raises(CorruptData) as caught:
         ucp.open(DATA / CORRUPTED / "ckpt")
@@ -169,9 +112,9 @@ def test_state_that_the_writer_moved_is_refused_and_its_weights_are_right():
         assert part in str(caught.value)
 
 
-def test_a_checkpoint_without_args_opens_as_far_as_it_says_itself_what_it_is(copy_of):
+def test_a_checkpoint_without_args_opens_as_far_as_it_says_itself_what_it_is(megatron_copy):
     for case in ("dist_tp2_pp1_bf16", "dist_tp2_dp2_distopt_dp_reshardable_bf16"):
-        folder = copy_of(case)
+        folder = megatron_copy(case)
         save({"iteration": 3, "optimizer": {"param_groups": [{"step": 3}]}}, folder / "common.pt")
         if "distopt" in case:
             with pytest.raises(FormatError, match="num_layers is missing"):
@@ -182,24 +125,9 @@ def test_a_checkpoint_without_args_opens_as_far_as_it_says_itself_what_it_is(cop
             assert any("has no args" in note for note in checkpoint.notes)
 
 
-@pytest.fixture
-def copy_of(tmp_path):
-    def make(case: str) -> Path:
-        shutil.copytree(DATA / case / "ckpt", tmp_path / case)
-        return tmp_path / case / "iter_0000003"
-
-    return make
-
-
-def swap(folder: Path, a: str, b: str) -> None:
-    (folder / a).rename(folder / "aside")
-    (folder / b).rename(folder / a)
-    (folder / "aside").rename(folder / b)
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_a_file_that_is_missing_or_truncated_is_named(copy_of, case):
-    folder = copy_of(case)
+def test_a_file_that_is_missing_or_truncated_is_named(megatron_copy, case):
+    folder = megatron_copy(case)
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "metadata.json")
     for path in files if case in CHUNKED else files[::9]:
         whole = path.read_bytes()
@@ -214,24 +142,24 @@ def test_a_file_that_is_missing_or_truncated_is_named(copy_of, case):
 
 
 @pytest.mark.parametrize("case", CHUNKED)
-def test_exchanged_files_are_refused_by_name(copy_of, case):
-    folder = copy_of(case)
+def test_exchanged_files_are_refused_by_name(megatron_copy, case):
+    folder = megatron_copy(case)
     a, b = [path.name for path in sorted(folder.glob("*.distcp"))[:2]]
     swap(folder, a, b)
     with pytest.raises(FormatError, match=rf"({a}|{b})"):
         ucp.open(folder)
 
 
-def test_a_chunk_of_another_size_in_a_zarr_checkpoint_is_refused(copy_of):
-    folder = copy_of("old0153_tp2_zarr_fp32")
+def test_a_chunk_of_another_size_in_a_zarr_checkpoint_is_refused(megatron_copy):
+    folder = megatron_copy("old0153_tp2_zarr_fp32")
     swap(folder, "embedding.word_embeddings.weight/0.0", "decoder.layers.mlp.linear_fc1.weight/0.0.0")
     with pytest.raises(CorruptData, match=r"fc1\.weight/0\.0\.0 has 7168 bytes, but a chunk of float32 .* 1536"):
         ucp.open(folder)
 
 
 @pytest.mark.parametrize("case", CHUNKED)
-def test_a_file_of_another_run_is_named(copy_of, case):
-    folder = copy_of(case)
+def test_a_file_of_another_run_is_named(megatron_copy, case):
+    folder = megatron_copy(case)
     at = folder / "__0_0.distcp"
     others = [path for c in CHUNKED if c != case for path in folder_of(c).glob("*.distcp")]
     other = max(others, key=lambda path: path.stat().st_size)
@@ -241,8 +169,8 @@ def test_a_file_of_another_run_is_named(copy_of, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_common_of_another_run_is_refused_or_says_the_same_of_every_parameter(copy_of, case):
-    folder, want = copy_of(case), truth(case)
+def test_common_of_another_run_is_refused_or_says_the_same_of_every_parameter(megatron_copy, case):
+    folder, want = megatron_copy(case), truth(case)
     for other in CASES:
         shutil.copy(folder_of(other) / "common.pt", folder / "common.pt")
         if other == case or {other, case} <= set(ALIKE):
@@ -252,9 +180,9 @@ def test_common_of_another_run_is_refused_or_says_the_same_of_every_parameter(co
                 ucp.open(folder)
 
 
-def test_common_of_another_iteration_is_refused(copy_of):
+def test_common_of_another_iteration_is_refused(megatron_copy):
     for case in ("dist_tp1_pp1_fp32", "old0153_tp2_zarr_fp32"):
-        folder = copy_of(case)
+        folder = megatron_copy(case)
         moved = folder.rename(folder.with_name("iter_0000004"))
         with pytest.raises(FormatError, match=r"common\.pt is of iteration 3, but its folder is iter_0000004"):
             ucp.open(moved)
@@ -277,8 +205,8 @@ def test_a_flipped_bit_of_the_metadata_is_refused_or_changes_nothing(tmp_path, c
 
 
 @pytest.mark.parametrize("case", CHUNKED)  # a chunk of zarr v2 has no checksum
-def test_a_flipped_bit_in_a_weight_is_found_before_anything_is_converted(copy_of, case, tmp_path):
-    folder = copy_of(case)
+def test_a_flipped_bit_in_a_weight_is_found_before_anything_is_converted(megatron_copy, case, tmp_path):
+    folder = megatron_copy(case)
     (piece, *_) = ucp.open(folder, weights_only=True).where("param/decoder.layers.1.self_attention.linear_qkv.weight")
     path = folder / piece.file
     weight = ucp.open(folder, weights_only=True).read("param/decoder.layers.1.self_attention.linear_qkv.weight")
@@ -290,9 +218,9 @@ def test_a_flipped_bit_in_a_weight_is_found_before_anything_is_converted(copy_of
         ucp.open(folder).save(tmp_path / "never")
 
 
-def test_state_of_a_writer_that_does_not_move_it_is_read(copy_of):
+def test_state_of_a_writer_that_does_not_move_it_is_read(megatron_copy):
     """The corrupted case with masters and moments put right: what a writer without the defect would have stored."""
-    folder, name = copy_of(CORRUPTED), "embedding.word_embeddings.weight"
+    folder, name = megatron_copy(CORRUPTED), "embedding.word_embeddings.weight"
     padding = ucp.open(folder, weights_only=True).read(f"param/{name}")[101:].tobytes()
     source = DcpSource(read_metadata(folder))
     for state in STATES.values():

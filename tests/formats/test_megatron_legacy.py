@@ -5,13 +5,10 @@ import shutil
 from itertools import pairwise
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
 from jax_ucp.errors import CorruptData, FormatError, LayoutError, NotACheckpoint
@@ -20,36 +17,9 @@ from jax_ucp.formats.megatron_walk import buffer_walk, parts_of
 from jax_ucp.formats.torch_file import TorchFile
 from jax_ucp.layout.box import Box
 from jax_ucp.storage.consolidated import same_bits
-from megatron_cases import DATA, about, equal, flat, truth
+from megatron_cases import DATA, EVERY, swap, truth
 
-CASES = sorted(path.name for path in DATA.iterdir() if path.name.startswith("legacy_"))
-MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
-RULES = [(r"(linear_.*|router)\.weight$", P("data", "model"))]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_every_parameter_and_moment_equals_the_live_state_however_it_is_read(case, tmp_path):
-    want = truth(case)
-    checkpoint = ucp.open(DATA / case / "ckpt", sizes={"vocab": about(case)["model"]["vocab_size"]})
-    assert {leaf.label for leaf in checkpoint.leaves} == set(want)
-    assert [fault for _, fault in checkpoint.verify() if fault] == []
-    straight = flat(checkpoint.restore(mesh=MESH, rules=RULES))
-    converted = checkpoint.save(tmp_path / "converted")
-    kept = flat(converted.restore(mesh=MESH, rules=RULES))
-    for label, array in want.items():
-        assert equal(checkpoint.read(label), array, label), label
-        assert equal(straight[label], array, label), label
-        assert equal(kept[label], array, label), label
-    assert straight["param/decoder.layers.0.self_attention.linear_qkv.weight"].sharding.spec == P("data", "model")
-    assert converted.extras == checkpoint.extras
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_any_box_equals_that_of_the_whole(case):
-    checkpoint, want = ucp.open(DATA / case / "ckpt", sizes={"vocab": 101}), truth(case)
-    for label, array in want.items():
-        box = Box(tuple(n // 3 for n in array.shape), tuple(n // 3 + (n + 1) // 2 for n in array.shape))
-        assert equal(checkpoint.read(label, box), array[box.index], label), label
+CASES = [case for case in EVERY if case.startswith("legacy_")]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -80,29 +50,6 @@ def test_everything_stored_is_accounted_for_once_with_a_reason(case):
             assert [where for where in account if where.startswith(f"{name}:{key}")], f"{name}: {key}"
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_without_a_vocabulary_the_padded_rows_stay_and_a_note_says_so(case):
-    checkpoint = ucp.open(DATA / case / "ckpt")
-    (note,) = checkpoint.notes
-    padded = about(case)["model"]["padded_vocab_size"]
-    assert f"all {padded} padded rows" in note
-    assert checkpoint.params["embedding.word_embeddings.weight"].shape[0] == padded
-    np.testing.assert_array_equal(
-        checkpoint.read("param/embedding.word_embeddings.weight")[:101],
-        truth(case)["param/embedding.word_embeddings.weight"],
-    )
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_weights_alone_are_the_models_weights_and_nothing_of_the_optimizer(case):
-    checkpoint, want = ucp.open(DATA / case / "ckpt", sizes={"vocab": 101}, weights_only=True), truth(case)
-    assert {leaf.label for leaf in checkpoint.leaves} == {label for label in want if label.startswith("param/")}
-    for param in checkpoint.params.values():
-        assert same_bits(param.read(), want[f"param/{param.name}"].astype(param.dtype)), param.name
-    assert [fault for _, fault in checkpoint.verify() if fault] == []
-    assert all(item.reason != "not understood" for item in checkpoint.account)
-
-
 def test_extras_keep_what_the_run_put_beside_the_model():
     extras = ucp.open(DATA / "legacy_tp2_fp16_scaler" / "ckpt").extras
     first, second = extras["mp_rank_00/model_optim_rng.pt"], extras["mp_rank_01/model_optim_rng.pt"]
@@ -116,34 +63,14 @@ def test_extras_keep_what_the_run_put_beside_the_model():
     json.dumps(extras)
 
 
-def test_the_save_directory_and_the_iteration_folder_are_the_same_checkpoint():
-    root = DATA / "legacy_tp1_pp1_fp32" / "ckpt"
-    assert ucp.open(root).path == ucp.open(root / "iter_0000003").path
-
-
-@pytest.fixture
-def copy_of(tmp_path):
-    def make(case: str) -> Path:
-        shutil.copytree(DATA / case / "ckpt", tmp_path / case)
-        return tmp_path / case / "iter_0000003"
-
-    return make
-
-
-def swap(folder: Path, a: str, b: str) -> None:
-    (folder / a).rename(folder / "aside")
-    (folder / b).rename(folder / a)
-    (folder / "aside").rename(folder / b)
-
-
 MANY = ["legacy_tp2_pp1_bf16", "legacy_tp1_pp2_vpp2_fp32", "legacy_ep2_moe_grouped_bf16", "legacy_tp2_dp2_distopt_bf16"]
 MANY += ["legacy_pp2_dp2_distopt_buckets_fp32", "legacy_ep2_moe_seq_distopt_fp32"]
 
 
 @pytest.mark.parametrize("case", MANY)
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_missing_rank_is_named(copy_of, case, which):
-    folder = copy_of(case)
+def test_a_missing_rank_is_named(megatron_copy, case, which):
+    folder = megatron_copy(case)
     lost = sorted(folder.iterdir())[which]
     shutil.rmtree(lost)
     with pytest.raises(FormatError, match=rf"{lost.name}/model_optim_rng\.pt is missing"):
@@ -151,8 +78,8 @@ def test_a_missing_rank_is_named(copy_of, case, which):
 
 
 @pytest.mark.parametrize("case", MANY)
-def test_exchanged_ranks_are_refused_by_name(copy_of, case):
-    folder = copy_of(case)
+def test_exchanged_ranks_are_refused_by_name(megatron_copy, case):
+    folder = megatron_copy(case)
     a, b = sorted(path.name for path in folder.iterdir())
     swap(folder, a, b)
     with pytest.raises(FormatError, match=r"model_optim_rng\.pt was written by rank"):
@@ -160,8 +87,8 @@ def test_exchanged_ranks_are_refused_by_name(copy_of, case):
 
 
 @pytest.mark.parametrize("case", [case for case in MANY if "distopt" in case])
-def test_exchanged_optimizer_files_are_refused_or_found_by_their_twins(copy_of, case, tmp_path):
-    folder = copy_of(case)
+def test_exchanged_optimizer_files_are_refused_or_found_by_their_twins(megatron_copy, case, tmp_path):
+    folder = megatron_copy(case)
     a, b = sorted(path.name for path in folder.iterdir())
     swap(folder, f"{a}/distrib_optim.pt", f"{b}/distrib_optim.pt")
     with pytest.raises((FormatError, CorruptData), match=r"distrib_optim|not what the copy at"):
@@ -169,8 +96,8 @@ def test_exchanged_optimizer_files_are_refused_or_found_by_their_twins(copy_of, 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_truncated_file_is_named(copy_of, case):
-    folder = copy_of(case)
+def test_a_truncated_file_is_named(megatron_copy, case):
+    folder = megatron_copy(case)
     for path in sorted(folder.glob("*/*.pt")):
         whole = path.read_bytes()
         path.write_bytes(whole[: len(whole) * 2 // 3])
@@ -179,15 +106,15 @@ def test_a_truncated_file_is_named(copy_of, case):
         path.write_bytes(whole)
 
 
-def test_a_distributed_optimizers_file_that_is_missing_is_named(copy_of):
-    folder = copy_of("legacy_tp2_dp2_distopt_bf16")
+def test_a_distributed_optimizers_file_that_is_missing_is_named(megatron_copy):
+    folder = megatron_copy("legacy_tp2_dp2_distopt_bf16")
     (folder / "mp_rank_01" / "distrib_optim.pt").unlink()
     with pytest.raises(FormatError, match=r"mp_rank_01/distrib_optim\.pt is missing"):
         ucp.open(folder)
 
 
-def test_files_of_another_run_are_refused(copy_of):
-    folder, other = copy_of("legacy_tp2_pp1_bf16"), copy_of("legacy_tp2_dp2_distopt_bf16")
+def test_files_of_another_run_are_refused(megatron_copy):
+    folder, other = megatron_copy("legacy_tp2_pp1_bf16"), megatron_copy("legacy_tp2_dp2_distopt_bf16")
     shutil.copytree(other / "mp_rank_01", folder / "mp_rank_01", dirs_exist_ok=True)
     with pytest.raises(FormatError, match=r"mp_rank_01/model_optim_rng\.pt is of another run .*use_distributed"):
         ucp.open(folder)
@@ -197,8 +124,8 @@ def test_files_of_another_run_are_refused(copy_of):
         ucp.open(folder)
 
 
-def test_a_flipped_bit_in_a_weight_is_found_before_anything_is_converted(copy_of, tmp_path):
-    folder = copy_of("legacy_tp2_pp1_bf16")
+def test_a_flipped_bit_in_a_weight_is_found_before_anything_is_converted(megatron_copy, tmp_path):
+    folder = megatron_copy("legacy_tp2_pp1_bf16")
     path = folder / "mp_rank_01" / "model_optim_rng.pt"
     key = "optimizer/optimizer/state/0/exp_avg"
     assert key in TorchFile(path).arrays()
@@ -211,8 +138,8 @@ def test_a_flipped_bit_in_a_weight_is_found_before_anything_is_converted(copy_of
         ucp.open(folder).save(tmp_path / "never")
 
 
-def test_a_folder_of_another_iteration_is_refused(copy_of):
-    folder = copy_of("legacy_tp1_pp1_fp32")
+def test_a_folder_of_another_iteration_is_refused(megatron_copy):
+    folder = megatron_copy("legacy_tp1_pp1_fp32")
     moved = folder.rename(folder.with_name("iter_0000004"))
     with pytest.raises(FormatError, match="is of iteration 3, but its folder is iter_0000004"):
         ucp.open(moved)
