@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 
@@ -54,6 +54,10 @@ class DcpSource:
         """The elements of `box` of chunk `key`. Raises FormatError if its item is not the tensor declared."""
         file, stored = self._checked(key)
         return file.read(stored.key, box)
+
+    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+        file, stored = self._checked(key)
+        file.read_into(stored.key, boxes, outs)
 
     def verify(self, key: str) -> str | None:
         """What is wrong with the item of chunk `key`: it is not the tensor declared, or its bytes have another CRC."""

@@ -20,7 +20,9 @@ from jax_ucp.metadata import Path as TreePath
 from jax_ucp.storage.consolidated import Consolidated, ConsolidatedView, same_bits
 from jax_ucp.storage.contents import Contents, Fate, Item, Piece
 from jax_ucp.storage.cuts import Cut, WithCuts
-from jax_ucp.storage.source import ArrayInfo, ArraySource, Joined
+from jax_ucp.storage.gather import read_into
+from jax_ucp.storage.joined import Joined
+from jax_ucp.storage.source import ArrayInfo, ArraySource
 
 VERIFY_BYTES = 16 << 20
 
@@ -250,20 +252,27 @@ def touched(layout: ParamLayout, keys: Sequence[str]) -> Consolidated:
     return Consolidated(replace(layout, shards=shards, fragments=fragments), [keys[i] for i in used])
 
 
-@dataclass(frozen=True)
 class _WithConstants:
     """A source with some more arrays that are in memory."""
 
-    source: ArraySource
-    constants: Mapping[str, np.ndarray]
+    def __init__(self, source: ArraySource, constants: Mapping[str, np.ndarray]):
+        self._source, self._constants = source, constants
+        self._arrays = {**source.arrays(), **{key: ArrayInfo(a.shape, a.dtype) for key, a in constants.items()}}
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
-        return {**self.source.arrays(), **{key: ArrayInfo(a.shape, a.dtype) for key, a in self.constants.items()}}
+        return self._arrays
 
     def read(self, key: str, box: Box) -> np.ndarray:
-        if key in self.constants:
-            return self.constants[key][box.index].copy()
-        return self.source.read(key, box)
+        if key in self._constants:
+            return self._constants[key][box.index].copy()
+        return self._source.read(key, box)
+
+    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+        if key not in self._constants:
+            read_into(self._source, key, boxes, outs)
+            return
+        for box, out in zip(boxes, outs, strict=True):
+            out[...] = self._constants[key][box.index]
 
 
 def _label(path: Iterable[Key]) -> str:

@@ -13,7 +13,7 @@ import mmap
 import os
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from jax_ucp.formats.safe_pickle import Record
 from jax_ucp.formats.torch_names import NAMES, Refused, Storage, StorageClass, StoredTensor
 from jax_ucp.formats.zip_members import Member, member_bytes, zip_members
 from jax_ucp.layout.box import Box
+from jax_ucp.storage.pread import pread_into, run_start
 from jax_ucp.storage.source import ArrayInfo
 
 __all__ = ["Record", "StoredTensor", "TorchFile", "is_torch_file"]
@@ -108,6 +109,27 @@ class TorchFile:
         array.flags.writeable = False
         return array
 
+    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+        """Read each box into its array: straight from the file what lies there in one run, as `read` what does not."""
+        tensor = self._tensors[key]
+        member = self._storages[tensor.storage]
+        plain = self._data is None and not member.deflated and not self._swapped
+        runs: list[tuple[int, np.ndarray]] = []
+        for box, out in zip(boxes, outs, strict=True):
+            run = run_start(box.start, box.shape, tensor.strides) if plain and box.size else None
+            if run is None or not box.within(Box.whole(tensor.shape)):
+                out[...] = self.read(key, box)
+            else:
+                runs.append((self._span.start + member.offset + (tensor.offset + run) * tensor.dtype.itemsize, out))
+        if runs:
+            with self._naming_file(), open(self.path, "rb", buffering=0) as file:
+                self._same(os.fstat(file.fileno()))
+                for at, out in runs:
+                    room = out if out.flags.c_contiguous and out.dtype == tensor.dtype else np.empty_like(out, tensor.dtype, order="C")
+                    pread_into(file.fileno(), at, room)
+                    if room is not out:
+                        out[...] = room
+
     def verify(self) -> Iterator[tuple[str, str | None]]:
         """Each storage that has a CRC in the zip directory, and what is wrong with it, if anything."""
         with self._naming_file():
@@ -165,15 +187,19 @@ class TorchFile:
         if mapping is None:
             with open(self.path, "rb") as file:
                 stat = os.fstat(file.fileno())
-                if self._stat is None:
-                    self._stat = stat
-                elif _identity(stat) != _identity(self._stat):
-                    raise FormatError("the file has changed since it was opened; open it again")
+                self._same(stat)
                 if stat.st_size == 0:
                     raise FormatError("the file is empty")
                 mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self._mapping = weakref.ref(mapping)
         return mapping
+
+    def _same(self, stat: os.stat_result) -> None:
+        """Raises FormatError where the file is not the one that was opened."""
+        if self._stat is None:
+            self._stat = stat
+        elif _identity(stat) != _identity(self._stat):
+            raise FormatError("the file has changed since it was opened; open it again")
 
     @contextmanager
     def _naming_file(self) -> Iterator[None]:

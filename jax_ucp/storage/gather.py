@@ -20,18 +20,22 @@ def read_boxes(source: ArraySource, key: str, boxes: Sequence[Box]) -> list[np.n
     """The elements of each box, in aligned memory of the caller's own.
 
     Where the array has chunks, each is read once and shared out to the boxes that it meets: the columns that eight
-    devices want of one chunk cost one read of it, not eight. A source that has `read_into` does that itself.
+    devices want of one chunk cost one read of it, not eight.
     """
-    info = source.arrays()[key]
-    outs = _aligned([box.shape for box in boxes], info.dtype)
-    if read_into := getattr(source, "read_into", None):
-        read_into(key, boxes, outs)
-    elif info.chunk is None or len(boxes) == 1:
+    outs = _aligned([box.shape for box in boxes], source.arrays()[key].dtype)
+    read_into(source, key, boxes, outs)
+    return outs
+
+
+def read_into(source: ArraySource, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+    """Read each box into its array, by the source's own `read_into` if it has one."""
+    if own := getattr(source, "read_into", None):
+        own(key, boxes, outs)
+    elif len(boxes) == 1 or source.arrays()[key].chunk is None:
         for box, out in zip(boxes, outs, strict=True):
             out[...] = source.read(key, box)
     else:
         _read_blocks(source, key, boxes, outs)
-    return outs
 
 
 def _aligned(shapes: Sequence[Sequence[int]], dtype: np.dtype) -> list[np.ndarray]:
