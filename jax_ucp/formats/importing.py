@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax_ucp.layout.fragments import ParamLayout
 from jax_ucp.layout.patterns import Unique
 from jax_ucp.metadata import Key, Leaf, leaf_names
 from jax_ucp.metadata import Path as TreePath
+from jax_ucp.storage.budget import in_threads
 from jax_ucp.storage.consolidated import Consolidated, ConsolidatedView, same_bits
 from jax_ucp.storage.contents import Contents, Fate, Item, Piece
 from jax_ucp.storage.cuts import Cut, WithCuts
@@ -24,7 +26,7 @@ from jax_ucp.storage.gather import read_into
 from jax_ucp.storage.joined import Joined
 from jax_ucp.storage.source import ArrayInfo, ArraySource
 
-VERIFY_BYTES = 16 << 20
+VERIFY_BYTES = 2 << 20
 
 
 class Import:
@@ -145,14 +147,18 @@ class Import:
         def verify() -> Iterator[tuple[str, str | None]]:
             if isinstance(self.shards, Joined):
                 yield from self.shards.verify()
+            checks: list[tuple[str, Callable[[], str | None]]] = []
             for path, param in self.params.items():
                 if _replicated(param) and not self.believe:
-                    yield _label(path), _replicas_differ(view, names[path], self._stored)
+                    checks.append((_label(path), partial(_replicas_differ, view, names[path], self._stored)))
             for twin in self._twins:
                 whole = twin.of if isinstance(twin.of, str) else names[twin.of]
                 label = twin.of if isinstance(twin.of, str) else _label(twin.of)
                 source = (slices or shards) if isinstance(twin.of, str) else view
-                yield label, _differs_from_twin(label, source, whole, slices or shards, twin, self._stored)
+                held = slices or shards
+                checks.append((label, partial(_differs_from_twin, label, source, whole, held, twin, self._stored)))
+            faults = in_threads(check for _, check in checks)
+            yield from zip((label for label, _ in checks), faults, strict=True)
 
         return Contents(
             self.format,

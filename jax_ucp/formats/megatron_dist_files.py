@@ -183,9 +183,7 @@ def _torch_dist(folder: Path, args: Args, common: TorchFile, tree: Mapping[str, 
         objects[fqn] = StoredObject(spans[0].file, lambda fqn=fqn, span=spans[0]: source.object(fqn, span))
 
     def verify() -> Iterator[tuple[str, str | None]]:
-        for fqn, tensor in tensors.items():
-            faults = [fault for run in tensor.runs if (fault := source.verify(run.key))]
-            yield fqn, faults[0] if faults else None
+        yield from source.verify({fqn: [run.key for run in tensor.runs] for fqn, tensor in tensors.items()})
 
     used = {span.file for _, span in metadata.spans()}
     return DistFiles(folder, args, common, tree, tensors, objects, source, verify, sorted(used))

@@ -113,7 +113,8 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     unit = np.uint64 if a.nbytes % 8 == 0 else np.uint8
-    return np.array_equal(*(np.ascontiguousarray(x).reshape(-1).view(np.uint8).view(unit) for x in (a, b)))
+    first, second = (np.ascontiguousarray(x).reshape(-1).view(np.uint8).view(unit) for x in (a, b))
+    return np.array_equal(first, second)
 
 
 def _through(inner: Fragment, outer: Fragment) -> Fragment:
