@@ -179,8 +179,14 @@ def _copy_blocks(
 
 
 def _identity(contents: Contents, plan: CopyPlan) -> str:
-    """What a ledger must agree with: the source's files as they are now, how they are mapped, and cut into blocks."""
+    """What a ledger must agree with: the source's files as they are now, what became of each item, and the blocks.
+
+    One source has several readings: of what is stored twice, one copy is believed or the other.
+    """
     at = Path(contents.path)
     files = sorted(path for path in at.rglob("*") if path.is_file()) if at.is_dir() else [at]
     stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return digest(repr((contents.format, contents.source, stats, sorted(plan.chunks.items()))).encode())
+    items = sorted((item.where, item.fate, item.reason) for item in contents.account)
+    dtypes = [(leaf.name, leaf.dtype) for leaf in contents.leaves]
+    told = (contents.format, contents.source, stats, sorted(plan.chunks.items()), items, dtypes)
+    return digest(repr(told).encode())
