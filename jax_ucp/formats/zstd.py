@@ -7,7 +7,6 @@ from typing import Any
 
 from jax_ucp.errors import CorruptData, FormatError
 
-
 # zstandard allocates all that a read may return before it inflates anything.
 PIECE_BYTES = 4 << 20
 
