@@ -2,9 +2,9 @@
 
 The Python with torch needs deepspeed and megatron-core too: it makes the checkpoints, in the folder of work, where they
 stay for the next time. Every contestant is a process of its own, so what it takes includes starting: importing torch or
-JAX. `cp` reads and writes the source's bytes once, and its second row waits for the disk as a conversion does; a restore
-needs fewer bytes than a conversion, and writes none. What a restore takes where JAX has started is in tables of its own,
-beside one copy of the bytes that it needs.
+JAX. `cp` reads and writes the source's bytes once, and in its second row waits for the disk, as a conversion does; a
+restore needs fewer bytes than a conversion, and writes none. What a restore takes where JAX has started is in tables of
+its own, beside one copy of the bytes that it needs.
 """
 
 from __future__ import annotations
@@ -85,9 +85,7 @@ def _compete(
     copy = f"cp -r {source} {copied}"
     contestants = [
         Contestant("limit: cp -r", lambda _: run_child(["sh", "-c", copy], copied)),
-        Contestant(
-            "limit: cp -r, on the disk", lambda _: run_child(["sh", "-c", f"{copy} && sync -f {copied}"], copied)
-        ),
+        Contestant("limit: cp -r, synced", lambda _: run_child(["sh", "-c", f"{copy} && sync -f {copied}"], copied)),
         Contestant(OURS, lambda _: run_child(convert, converted)),
         Contestant("jax_ucp, straight onto 8 devices", lambda _: run_child(restore, **DEVICES)),
         Contestant(name, lambda _: run_child(peer, writes)),
