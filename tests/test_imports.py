@@ -114,6 +114,12 @@ def test_importing_the_package_brings_in_neither_torch_nor_anything_slow():
     assert "torch" not in everything
 
 
+def test_a_conversion_on_the_command_line_brings_in_no_jax(tmp_path):
+    arguments = ["convert", str(DATA / "deepspeed/tp2_dp2_z3_bf16"), str(tmp_path / "out")]
+    program = f"from jax_ucp.cli.main import main; main({arguments}, standalone_mode=False)"
+    assert not {"torch", "jax", "orbax"} & loaded_after(program)
+
+
 def test_layout_brings_in_neither_jax_nor_numpy():
     assert not {"jax", "tensorstore", "numpy", "torch"} & loaded_after(
         "import jax_ucp.layout.patterns, jax_ucp.layout.blocks"

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -25,8 +25,10 @@ from jax_ucp.cli.report import Report
 from jax_ucp.errors import UCPError
 from jax_ucp.export import EXPORT_FORMATS, MAX_SHARD_BYTES, ExportFormat
 from jax_ucp.language.mapping import shipped
-from jax_ucp.sharding.fit import Rule
 from jax_ucp.storage.budget import DEFAULT_BUDGET
+
+if TYPE_CHECKING:
+    from jax_ucp.sharding.fit import Rule
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 

@@ -20,7 +20,6 @@ from jax_ucp.errors import LayoutError, NotACheckpoint, TreeMismatch
 from jax_ucp.language.binding import unclaimed
 from jax_ucp.language.mapping import Mapping as LeafMapping
 from jax_ucp.language.mapping import expression, name_regex
-from jax_ucp.sharding.trees import walk
 
 Report = dict[str, Any]
 Shapes = dict[str, tuple[int, ...]]
@@ -64,6 +63,8 @@ def _imported(target: str) -> Shapes:
         raise TreeMismatch(f"{target} gives no tree: {type(error).__name__}: {error}") from error
     finally:
         sys.path.pop(0)
+    from jax_ucp.sharding.trees import walk  # brings in jax, which this module of the user's has brought in already
+
     # The array of a Flax variable is its attribute `value`, which is no part of its name.
     return {node.label.removesuffix("/value"): tuple(node.value.shape) for node in walk(tree) if _is_array(node.value)}
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.export import ExportPlan
 from jax_ucp.metadata import Axes, Leaf
-from jax_ucp.sharding.fit import Rule, fit_spec, idle_rules, wanted_spec
+
+if TYPE_CHECKING:
+    from jax_ucp.sharding.fit import Rule
 
 Report = dict[str, Any]
 
@@ -80,6 +82,8 @@ def export_plan(plan: ExportPlan, target: str) -> Report:
 
 def mesh_plan(checkpoint: Checkpoint, mesh: Mapping[str, int], rules: Sequence[Rule]) -> Report:
     """Where every leaf would go on a mesh of these axis sizes; needs no devices."""
+    from jax_ucp.sharding.fit import fit_spec, idle_rules, wanted_spec  # brings in jax, which nothing else here needs
+
     leaves = []
     for leaf in checkpoint.leaves:
         if leaf.has_array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import numpy as np
 from jax_ucp.errors import CorruptData, LayoutError
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout
+from jax_ucp.storage.gather import read_into
 from jax_ucp.storage.source import ArrayInfo, ArraySource
 
 
@@ -47,14 +49,27 @@ class ConsolidatedView:
             if box.within(fragment.target):
                 return self._read(param, fragment, box)
         out = np.empty(box.shape, dtype)
-        for replicas in blocks:
-            hit = _hit(replicas[0], box)
-            block = out[hit.relative_to(box).index]
-            if param.layout.averaged:
-                block[...] = _mean([self._read(param, fragment, hit) for fragment in replicas])
-            else:
-                block[...] = self._read(param, replicas[0], hit)
+        self.read_into(key, [box], [out])
         return out
+
+    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+        """Read each box into its array: every shard is asked once for all that they want of it."""
+        param = self._params[key]
+        wanted: dict[int, list[tuple[Box, np.ndarray]]] = defaultdict(list)
+        for box, out in zip(boxes, outs, strict=True):
+            for replicas in param.layout.narrow(box):
+                first, hit = replicas[0], _hit(replicas[0], box)
+                block = out[(*hit.relative_to(box).index, ...)]
+                if param.layout.averaged:
+                    block[...] = _mean([self._read(param, fragment, hit) for fragment in replicas])
+                elif first.source.shape == hit.shape:
+                    wanted[first.shard].append((first.source, block))
+                elif first.target == hit and block.flags.c_contiguous:
+                    wanted[first.shard].append((first.source, block.reshape(-1)))
+                else:  # a flat shard gives whole rows, or its run of elements has gaps where it goes
+                    block[...] = self._read(param, first, hit)
+        for shard, parts in wanted.items():
+            read_into(self._shards, param.keys[shard], [part for part, _ in parts], [place for _, place in parts])
 
     def compare_replicas(self, key: str, box: Box) -> None:
         """Read every copy of the elements of `box`, and raise CorruptData where two differ in any bit."""
@@ -97,8 +112,9 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     """Whether two arrays have one dtype, one shape and the same bytes; NaNs and signed zeros included."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    raw = np.dtype((np.void, a.dtype.itemsize))
-    return bool(np.array_equal(np.ascontiguousarray(a).view(raw), np.ascontiguousarray(b).view(raw)))
+    unit = np.uint64 if a.nbytes % 8 == 0 else np.uint8
+    first, second = (np.ascontiguousarray(x).reshape(-1).view(np.uint8).view(unit) for x in (a, b))
+    return np.array_equal(first, second)
 
 
 def _through(inner: Fragment, outer: Fragment) -> Fragment:
