@@ -1,5 +1,7 @@
 """One outer chunk as a file: zarr v3's `sharding_indexed`, its inner chunks with a crc32c each, its index at the end.
 
+An outer chunk of one inner chunk has no index: it is the chunk and its crc32c.
+
 What is written is byte for byte what TensorStore writes, and any zarr v3 reader reads it. We encode and decode it here
 because a chunk then goes from the file to where it is wanted in one copy, checked on the way.
 Facts: zarr-specs, `docs/v3/codecs/sharding-indexed` and `docs/v3/codecs/crc32c`.
@@ -29,6 +31,11 @@ _NOT_STORED = (1 << 64) - 1
 WHOLE_BYTES = 128 << 10
 
 
+def has_index(chunks: Chunks) -> bool:
+    """Whether outer chunks are shards of several inner chunks."""
+    return chunks.inner != chunks.outer
+
+
 def shard_parts(data: np.ndarray, chunks: Chunks) -> Iterator[memoryview | bytes]:
     """The bytes of the file of an outer chunk, in parts that are valid until the next is asked for.
 
@@ -51,8 +58,9 @@ def shard_parts(data: np.ndarray, chunks: Chunks) -> Iterator[memoryview | bytes
         at += len(raw) + CRC_BYTES
         yield raw
         yield _crc(room)
-    yield index.tobytes()
-    yield _crc(index)
+    if has_index(chunks):
+        yield index.tobytes()
+        yield _crc(index)
 
 
 def read_shard(file: str, box: Box, chunks: Chunks, dtype: np.dtype, wanted: Sequence[tuple[Box, np.ndarray]]) -> None:
@@ -84,10 +92,8 @@ def read_shard(file: str, box: Box, chunks: Chunks, dtype: np.dtype, wanted: Seq
 def _decode(
     reader: _Reader, box: Box, chunks: Chunks, dtype: np.dtype, places: dict[Shape, list[tuple[Box, np.ndarray]]]
 ) -> None:
-    grid = _inner_grid(chunks)
     nbytes = math.prod(chunks.inner) * dtype.itemsize + CRC_BYTES
-    index = reader.checked(reader.size - math.prod(grid) * _ENTRY.itemsize - CRC_BYTES, reader.size, "the index")
-    entries = index.view(np.uint64).reshape(*grid, 2)
+    entries = _entries(reader, chunks)
     for place, takers in sorted(places.items()):
         offset, length = entries[place].tolist()
         if length != nbytes:
@@ -100,6 +106,15 @@ def _decode(
             here = [slice(max(a, w), min(b, v)) for a, b, w, v in zip(start, stop, want.start, want.stop, strict=True)]
             source = inner[tuple(slice(s.start - a, s.stop - a) for s, a in zip(here, start, strict=True))]
             out[tuple(slice(s.start - w, s.stop - w) for s, w in zip(here, want.start, strict=True))] = source
+
+
+def _entries(reader: _Reader, chunks: Chunks) -> np.ndarray:
+    """Offset and length in the file of each inner chunk, on the last axis."""
+    grid = _inner_grid(chunks)
+    if not has_index(chunks):
+        return np.array([0, reader.size], np.uint64).reshape(*grid, 2)
+    index = reader.checked(reader.size - math.prod(grid) * _ENTRY.itemsize - CRC_BYTES, reader.size, "the index")
+    return index.view(np.uint64).reshape(*grid, 2)
 
 
 class _Reader:

@@ -22,7 +22,7 @@ from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place, outer_boxes, r
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Leaf, Metadata, StoredArray, decode, digest, encode
 from jax_ucp.storage.directory import Directory
-from jax_ucp.storage.shard_file import read_shard, shard_parts
+from jax_ucp.storage.shard_file import has_index, read_shard, shard_parts
 from jax_ucp.storage.source import ArrayInfo
 
 METADATA_FILE = "ucp.json"
@@ -106,20 +106,25 @@ class ZarrStore:
 def zarr_metadata(info: ArrayInfo, chunks: Chunks) -> dict[str, Any]:
     """The zarr v3 metadata of an array in a universal checkpoint."""
     data_bytes = _BYTES if info.dtype.itemsize > 1 else {"name": "bytes"}  # one byte has no order
-    inner = {"chunk_shape": chunks.inner, "codecs": [data_bytes, {"name": "crc32c"}]}
-    index = {"index_codecs": [_BYTES, {"name": "crc32c"}]}  # at the end, the default
+    codecs = [data_bytes, {"name": "crc32c"}]
+    if has_index(chunks):
+        index = {"index_codecs": [_BYTES, {"name": "crc32c"}]}  # at the end, the default
+        inner = {"chunk_shape": chunks.inner, "codecs": codecs}
+        codecs = [{"name": "sharding_indexed", "configuration": inner | index}]
     return {
         "shape": info.shape,
         "data_type": info.dtype.name,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunks.outer}},
-        "codecs": [{"name": "sharding_indexed", "configuration": inner | index}],
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "codecs": codecs,
     }
 
 
+@functools.lru_cache(maxsize=1024)
 def zarr_json(info: ArrayInfo, chunks: Chunks) -> bytes:
     """The content of the `zarr.json` of an array."""
     fill = {"b": False, "c": [0.0, 0.0]}.get(info.dtype.kind, 0)
-    about = {"zarr_format": 3, "node_type": "array", "chunk_key_encoding": {"name": "default"}, "fill_value": fill}
+    about = {"zarr_format": 3, "node_type": "array", "fill_value": fill}
     return msgspec.json.encode(zarr_metadata(info, chunks) | about)
 
 
@@ -169,7 +174,9 @@ class Commit:
                     f"{directory}/{key}: {missing[:4]} and others of {len(boxes)} chunks were not written"
                 )
             arrays[key] = StoredArray(chunks.outer, chunks.inner, tuple(digests[key][box] for box in boxes))
-        digests_of_files = {f"{key}/zarr.json": digest(directory.read(f"{key}/zarr.json") or b"") for key in arrays}
+        digests_of_files = {
+            f"{key}/zarr.json": digest(zarr_json(info, store.chunks[key])) for key, info in store.arrays().items()
+        }
         for name, data in (self.files or {}).items():
             directory.write(name, data)
             digests_of_files[name] = digest(data)
@@ -219,8 +226,8 @@ def verify_files(metadata: Metadata, store: ZarrStore) -> list[str]:
 
 
 def chunk_name(place: Sequence[int]) -> str:
-    """The file of an outer chunk inside its array's directory, in zarr v3's default key encoding."""
-    return "/".join(["c", *map(str, place)])
+    """The file of an outer chunk inside its array's directory: zarr v3's default key encoding, separator `.`."""
+    return ".".join(["c", *map(str, place)])
 
 
 def _all_files(metadata: Metadata, store: ZarrStore) -> Iterator[str]:
