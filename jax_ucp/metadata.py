@@ -87,16 +87,18 @@ class Leaf:
         return "/".join(map(str, self.path))
 
 
-@dataclass(frozen=True, slots=True)
-class StoredArray:
+class StoredArray(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the array of one leaf lies on disk: its chunks, and a digest of each outer chunk in row-major order.
 
     A digest is the xxh3_64 of the chunk's elements inside the array, row-major and little-endian, in hex.
+    `places` has for each outer chunk of a packed array the number of its pack and the offset in it; a chunk of any
+    other array is a file.
     """
 
     outer: Shape
     inner: Shape
     digests: tuple[str, ...]
+    places: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ is a single file (`tensorstore/kvstore/ocdbt/format/config_codec.cc`).
 
 from __future__ import annotations
 
-import os
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -32,11 +32,11 @@ class Range:
 
 
 def node_bytes(entries: Mapping[str, Range]) -> bytes:
-    """The B+tree node, a leaf, in which each key has as its value a range. There is at least one, at most MAX_ENTRIES."""
+    """The B+tree node, a leaf, that has a range as the value of each key: of one at least, of MAX_ENTRIES at most."""
     names = sorted((key.encode(), at) for key, at in entries.items())
     keys, ranges = [key for key, _ in names], [at for _, at in names]
     files = {file: i for i, file in enumerate(sorted({at.file for at in ranges}))}
-    shared = [len(os.path.commonprefix(pair)) for pair in zip(keys, keys[1:], strict=False)]
+    shared = [_shared(*pair) for pair in itertools.pairwise(keys)]
     suffixes = [key[n:] for key, n in zip(keys, [0, *shared], strict=True)]
     body = [
         b"\x00",  # its height
@@ -61,6 +61,11 @@ def manifest_bytes(node: Range, entries: Mapping[str, Range]) -> bytes:
     # One version: generation 1, of height 0, the place of its root in file 0, its statistics; committed at no time.
     version = _varints([1, 1, 0, 0, node.offset, node.nbytes, *statistics]) + bytes(8)
     return _sealed(_MANIFEST_MAGIC, config + _file_table([node.file]) + version + b"\x00")
+
+
+def _shared(a: bytes, b: bytes) -> int:
+    """How many bytes at their beginnings are the same."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _file_table(files: list[str]) -> bytes:

@@ -46,10 +46,10 @@ _EMPTY_TYPES: dict[KeyKind, str] = {"dict": "Dict", "list": "List", "tuple": "Tu
 _NOT_STORED = {"None", "Dict", "List", "Tuple", "NamedTuple"}
 
 
-def orbax_files(leaves: Sequence[Leaf], arrays: Mapping[str, tuple[int, ...]]) -> dict[str, bytes]:
+def orbax_files(leaves: Sequence[Leaf], arrays: Mapping[str, tuple[int, ...]], ocdbt: bool = False) -> dict[str, bytes]:
     """The files, by name and in the order to write them in, that let stock Orbax read the leaves.
 
-    `arrays` has the outer chunk of each array.
+    `arrays` has the outer chunk of each array; with `ocdbt`, stock looks for them in an OCDBT database.
     """
     tree, shardings, strings, keys = {}, {}, {}, []
     for leaf in leaves:
@@ -69,7 +69,7 @@ def orbax_files(leaves: Sequence[Leaf], arrays: Mapping[str, tuple[int, ...]]) -
             "key_metadata": [{"key": str(key), "key_type": _key_type(key)} for key in leaf.path],
             "value_metadata": value,
         }
-    about = {"use_ocdbt": False, "use_zarr3": True, "store_array_data_equal_to_fill_value": True}
+    about = {"use_ocdbt": ocdbt, "use_zarr3": True, "store_array_data_equal_to_fill_value": True}
     files: dict[str, Any] = {SHARDING_FILE: shardings}
     if keys:  # all that stock reads of the others is in their `zarr.json`
         files["array_metadatas/process_0"] = {"array_metadatas": keys}
