@@ -171,6 +171,8 @@ def test_a_pack_that_is_missing_or_short_is_an_error(numbers, tmp_path):
         pack.write_bytes(data[:length])
         with pytest.raises(CorruptData, match=f"{pack.name} is too short"):
             ucp.open(copy).restore()
+    pack.write_bytes(data + b"\0")
+    assert [fault.partition(" ")[0] for fault in faults_of(copy)] == [str(pack)]
     pack.unlink()
     with pytest.raises(CorruptData, match=pack.name):
         ucp.open(copy)

@@ -270,7 +270,7 @@ def verify_files(metadata: Metadata, store: ZarrStore) -> list[str]:
         data = store.directory.read(name)
         if data is not None and digest(data) != want:
             faults.append(f"{store.directory}/{name} is damaged: its content does not have the digest recorded")
-    return faults
+    return faults + _pack_faults(store)
 
 
 def chunk_name(place: Sequence[int]) -> str:
@@ -290,6 +290,22 @@ def _all_files(metadata: Metadata, store: ZarrStore) -> Iterator[str]:
     for key, stored in metadata.arrays.items():
         if not stored.places:
             yield from _chunk_keys(key, store.arrays()[key].shape, stored.outer)
+
+
+def _pack_faults(store: ZarrStore) -> list[str]:
+    """What packs end elsewhere than their last chunk does."""
+    ends: dict[str, int] = {}
+    for key, info in store.arrays().items() if store.places else []:
+        nbytes = chunk_bytes(store.chunks[key], info.dtype)
+        for name in _chunk_keys(key, info.shape, store.chunks[key].outer):
+            if name in store.places:
+                number, offset = store.places[name]
+                ends[pack_name(number)] = max(ends.get(pack_name(number), 0), offset + nbytes)
+    return [
+        f"{store.directory}/{name} is damaged: it has {size} bytes, its chunks end at {end}"
+        for name, end in ends.items()
+        if store.directory.has(name) and (size := store.directory.size(name)) != end
+    ]
 
 
 def _ranges(store: ZarrStore) -> dict[str, Range]:
