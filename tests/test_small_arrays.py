@@ -19,9 +19,12 @@ from orbax.checkpoint import v1
 
 import jax_ucp as ucp
 from jax_ucp.errors import CorruptData, NotACheckpoint
+from jax_ucp.layout.blocks import Chunks
+from jax_ucp.storage import packs
 from jax_ucp.storage.consolidated import same_bits
 from jax_ucp.storage.directory import Directory
 from jax_ucp.storage.packs import PACK_FROM
+from jax_ucp.storage.source import ArrayInfo
 
 MESH = jax.make_mesh((4, 2), ("data", "model"))
 DTYPES = [np.dtype(t) for t in (np.float32, ml_dtypes.bfloat16, np.int8, bool, np.complex64)]
@@ -118,6 +121,14 @@ def test_fewer_have_files_of_their_own(tmp_path):
     item = save(tmp_path, {f"w{i}": np.float32(i) for i in range(PACK_FROM - 1)})
     assert not list(item.glob("ucp.pack_*"))
     assert (item / "w7" / "c").is_file()
+
+
+def test_more_than_the_index_can_hold_have_files_of_their_own(monkeypatch):
+    arrays = {f"w{i}": ArrayInfo((4,), np.dtype(np.int8)) for i in range(PACK_FROM)}
+    chunks = dict.fromkeys(arrays, Chunks((2,), (2,)))  # two chunks and a `zarr.json` each
+    assert packs.packed_arrays(arrays, chunks) == set(arrays)
+    monkeypatch.setattr(packs, "MAX_ENTRIES", 3 * PACK_FROM - 1)
+    assert packs.packed_arrays(arrays, chunks) == set()
 
 
 def test_a_copy_of_them_is_the_same_tree(saved, tmp_path):
