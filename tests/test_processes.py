@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tensorstore as ts
 
 import jax_ucp as ucp
 
@@ -41,8 +43,19 @@ def test_every_chunk_was_written_by_one_process_and_all_by_several(saved_by_four
     checkpoint = ucp.open(item)
     assert [fault for _, fault in checkpoint.verify() if fault] == []
     assert not list(item.glob("ucp.process_*"))
-    stored = sum(file.stat().st_size for file in item.rglob("c/**/*") if file.is_file())
-    assert checkpoint.nbytes <= stored <= checkpoint.nbytes * 1.01
+    packs = sorted(item.glob("ucp.pack_*"))
+    assert len(packs) == 4
+    files = [*packs, *(file for file in item.rglob("c*") if (file.parent / "zarr.json").is_file())]
+    assert checkpoint.nbytes <= sum(file.stat().st_size for file in files) <= checkpoint.nbytes * 1.02
+
+
+def test_tensorstore_reads_an_array_whose_chunks_are_in_the_packs_of_several_processes(saved_by_four):
+    item = saved_by_four / "0" / "default"
+    checkpoint = ucp.open(item)
+    assert len({piece.file for piece in checkpoint.where("small0007")}) == 4
+    kvstore = {"driver": "ocdbt", "base": f"file://{item}/", "path": "small0007/"}
+    found = ts.open({"driver": "zarr3", "kvstore": kvstore}).result().read().result()
+    np.testing.assert_array_equal(found, checkpoint.read("small0007"))
 
 
 @pytest.mark.parametrize("processes", [3, 2, 1])

@@ -43,6 +43,7 @@ def process_boxes(sharding: Sharding, shape: tuple[int, ...], processes: int) ->
     return [frozenset(boxes) for boxes in held]
 
 
+@functools.lru_cache(maxsize=1024)
 def saved_sharding(sharding: Sharding) -> SavedSharding | None:
     """What is worth saving of a sharding: mesh axes and spec of a NamedSharding; nothing of any other."""
     if not isinstance(sharding, NamedSharding):

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jax_ucp.errors import UnsupportedLeaf
-from jax_ucp.layout.blocks import Chunks, chunk_shapes, grid_boxes, writer_cells
+from jax_ucp.layout.blocks import SMALL_BYTES, Chunks, chunk_shapes, grid_boxes, writer_cells
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.metadata import Leaf, Metadata, leaf_names, unspeakable_paths
@@ -21,6 +21,7 @@ from jax_ucp.sharding.trees import Node, empty_kind, kind_of, walk
 from jax_ucp.storage.budget import DEFAULT_BUDGET, run_bounded
 from jax_ucp.storage.directory import Directory
 from jax_ucp.storage.orbax_tree import orbax_files
+from jax_ucp.storage.packs import packed_arrays
 from jax_ucp.storage.source import ArrayInfo
 from jax_ucp.storage.zarr import METADATA_FILE, Commit, ZarrStore, require_storable, write_part
 
@@ -94,14 +95,26 @@ def write_snapshot(snapshot: Snapshot, directory: Directory, budget_bytes: int =
     if directory.read(METADATA_FILE) is not None:
         raise FileExistsError(f"{directory} is a checkpoint already; save to another path")
     store = ZarrStore(directory, snapshot.infos, snapshot.chunks)
+    packed = packed_arrays(snapshot.infos, snapshot.chunks)
+
+    def block(name: str, box: Box) -> np.ndarray:
+        return _assemble(snapshot.data[name], box, snapshot.infos[name].dtype)
 
     def write(name: str, box: Box) -> None:
-        store.write(name, box, _assemble(snapshot.data[name], box, snapshot.infos[name].dtype), durable=False)
+        store.write(name, box, block(name, box), durable=False)
+
+    def write_pack() -> None:
+        blocks = ((name, box, block(name, box)) for name, box in snapshot.blocks if name in packed)
+        store.write_pack(jax.process_index(), blocks)
 
     def jobs() -> Iterator[tuple[int, Any]]:
+        if any(name in packed for name, _ in snapshot.blocks):
+            yield 2 * SMALL_BYTES, write_pack
         if jax.process_index() == 0:
-            yield from ((0, lambda name=name: store.create(name)) for name in snapshot.infos)
+            yield from ((0, lambda name=name: store.create(name)) for name in snapshot.infos if name not in packed)
         for name, box in snapshot.blocks:
+            if name in packed:
+                continue
             yield 2 * box.size * snapshot.infos[name].dtype.itemsize, lambda name=name, box=box: write(name, box)
 
     run_bounded(jobs(), budget_bytes)
@@ -111,8 +124,10 @@ def write_snapshot(snapshot: Snapshot, directory: Directory, budget_bytes: int =
 def commit_snapshot(snapshot: Snapshot, directory: Directory) -> Metadata:
     """Make the directory a checkpoint. One process does this, after all have written their snapshots."""
     store = ZarrStore(directory, snapshot.infos, snapshot.chunks)
-    files = orbax_files(snapshot.leaves, {name: chunks.outer for name, chunks in snapshot.chunks.items()})
-    return Commit(snapshot.leaves, jax.process_count(), files).write(store)
+    packed = packed_arrays(snapshot.infos, snapshot.chunks)
+    outer = {name: chunks.outer for name, chunks in snapshot.chunks.items()}
+    files = orbax_files(snapshot.leaves, outer, ocdbt=bool(packed))
+    return Commit(snapshot.leaves, jax.process_count(), packed, files).write(store)
 
 
 class _Owners:

@@ -37,6 +37,10 @@ class Directory:
     def has(self, name: str) -> bool:
         return os.path.isfile(self.file(name))
 
+    def size(self, name: str) -> int:
+        """How many bytes a file has."""
+        return os.path.getsize(self.file(name))
+
     def read(self, name: str) -> bytes | None:
         """The bytes of a file; None if there is none."""
         try:

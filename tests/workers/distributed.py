@@ -31,12 +31,13 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from reads import bytes_read
 
 BIG, ODD = (1536, 768), (24, 10)
+SMALL = [f"small{i:04}" for i in range(1000)]  # so many are packed
 MESH = Mesh(np.array(jax.devices()), ("x",))
 
 
 def want(name: str) -> np.ndarray:
     shape = BIG if name.startswith("big") else ODD
-    return np.random.default_rng(len(name)).normal(size=shape).astype(np.float32)
+    return np.random.default_rng(list(name.encode())).normal(size=shape).astype(np.float32)
 
 
 def spec(name: str, columns: bool) -> P:
@@ -53,7 +54,7 @@ def placed(name: str, columns: bool) -> jax.Array:
 NAMES = ["big", "big_replicated", "odd"]
 manager = ocp.CheckpointManager(directory, item_handlers=ucp.CheckpointHandler())
 if what == "save":
-    tree = {name: placed(name, columns=False) for name in NAMES} | {"step": 7, "host": np.arange(3)}
+    tree = {name: placed(name, columns=False) for name in NAMES + SMALL} | {"step": 7, "host": np.arange(3)}
     manager.save(0, args=ucp.args.Save(tree))
     manager.wait_until_finished()
     print(json.dumps({"rank": rank}))
@@ -73,7 +74,7 @@ else:
             assert np.array_equal(np.asarray(shard.data), want(name)[shard.index]), name
     refitted = manager.restore(0, args=ucp.args.Restore(mesh=MESH))
     assert refitted["step"] == 7
-    for name in NAMES:
+    for name in NAMES + SMALL:
         for shard in refitted[name].addressable_shards:
             assert np.array_equal(np.asarray(shard.data), want(name)[shard.index]), name
     print(json.dumps({"rank": rank, "read": read, "needed": needed}))
