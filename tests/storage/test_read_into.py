@@ -16,6 +16,7 @@ from helpers import MemoryStore, numbered
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.formats.torch_file import TorchFile
 from jax_ucp.layout.box import Box
+from jax_ucp.storage.cuts import Cut, WithCuts
 from jax_ucp.storage.gather import ALIGNMENT, read_boxes, read_into
 from jax_ucp.storage.pread import pread_into
 
@@ -112,6 +113,26 @@ def test_what_lies_in_runs_is_read_from_the_files_once_and_no_more(case, monkeyp
             (got,) = read_boxes(checkpoint._contents.arrays, leaf.name, [Box.whole(leaf.shape)])
             needed += got.nbytes
     assert sum(read) == needed
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.booleans())
+def test_a_cut_of_a_flat_tensor_reads_into_its_place_also_turned(rows, columns, transposed):
+    store = MemoryStore({"flat": numbered((rows * columns + 3,))})
+    view = WithCuts(store, {"cut": Cut("flat", 2, (rows, columns), transposed)})
+    want = store.data["flat"][2 : 2 + rows * columns].reshape(rows, columns)
+    want = want.T if transposed else want
+    (got,) = read_boxes(view, "cut", [Box.whole(want.shape)])
+    np.testing.assert_array_equal(got, want)
+
+
+def test_reads_that_return_less_than_was_asked_for_are_gone_on_with(tmp_path, monkeypatch):
+    path, preadv = tmp_path / "file", os.preadv
+    path.write_bytes(bytes(range(200)))
+    monkeypatch.setattr(os, "preadv", lambda handle, rooms, offset: preadv(handle, [rooms[0][:7]], offset))
+    out = np.empty((5, 9), np.uint16)
+    with path.open("rb") as file:
+        pread_into(file.fileno(), 30, out)
+    assert out.tobytes() == bytes(range(30, 120))
 
 
 def test_a_file_that_changes_or_ends_too_soon_is_an_error(tmp_path):
