@@ -64,10 +64,14 @@ class ConsolidatedView:
                     block[...] = _mean([self._read(param, fragment, hit) for fragment in replicas])
                 elif first.source.shape == hit.shape:
                     wanted[first.shard].append((first.source, block))
-                elif first.target == hit and block.flags.c_contiguous:
-                    wanted[first.shard].append((first.source, block.reshape(-1)))
-                else:  # a flat shard gives whole rows, or its run of elements has gaps where it goes
+                elif first.target != hit:  # a flat shard gives whole rows, of which some elements are wanted
                     block[...] = self._read(param, first, hit)
+                elif block.flags.c_contiguous:
+                    wanted[first.shard].append((first.source, block.reshape(-1)))
+                else:  # a run of a flat shard has gaps where it goes
+                    run = np.empty(first.source.shape, out.dtype)
+                    read_into(self._shards, param.keys[first.shard], [first.source], [run])
+                    block[...] = run.reshape(hit.shape)
         for shard, parts in wanted.items():
             read_into(self._shards, param.keys[shard], [part for part, _ in parts], [place for _, place in parts])
 
