@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -131,7 +132,13 @@ class CheckpointableHandler(v1.CheckpointableHandler[Save, Restore]):
         await v1.multihost.sync_global_processes("committed", operation_id=save)
 
     async def load(self, directory: os.PathLike[str], abstract_checkpointable: Restore | None = None) -> Awaitable[Any]:
-        return asyncio.to_thread(_restore, directory, abstract_checkpointable or Restore(), DEFAULT_BUDGET)
+        x64 = jax.config.jax_enable_x64  # as this thread has it: `with jax.enable_x64(True):` is of one thread
+
+        def restore() -> Any:
+            with jax.enable_x64(x64):
+                return _restore(directory, abstract_checkpointable or Restore(), DEFAULT_BUDGET)
+
+        return asyncio.to_thread(restore)
 
     async def metadata(self, directory: os.PathLike[str]) -> Restore:
         """A target: the tree with a `jax.ShapeDtypeStruct` for every array."""
