@@ -22,6 +22,7 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from jax_ucp.checkpoint import open
 from jax_ucp.sharding.fit import Rule
+from jax_ucp.sharding.restore import has_x64
 from jax_ucp.sharding.save import Description, Snapshot, commit_snapshot, describe, take_snapshot, write_snapshot
 from jax_ucp.storage.budget import DEFAULT_BUDGET
 from jax_ucp.storage.directory import Directory
@@ -132,7 +133,7 @@ class CheckpointableHandler(v1.CheckpointableHandler[Save, Restore]):
         await v1.multihost.sync_global_processes("committed", operation_id=save)
 
     async def load(self, directory: os.PathLike[str], abstract_checkpointable: Restore | None = None) -> Awaitable[Any]:
-        x64 = jax.config.jax_enable_x64  # as this thread has it: `with jax.enable_x64(True):` is of one thread
+        x64 = has_x64()
 
         def restore() -> Any:
             with jax.enable_x64(x64):

@@ -132,7 +132,7 @@ def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFA
         log.info("%s", note)
     values: list[Any] = [None] * len(plan.placements)
     parts: dict[int, list[jax.Array]] = {}
-    x64 = jax.config.jax_enable_x64  # `with jax.enable_x64(True):` is of one thread, and the arrays are made in others
+    x64 = has_x64()
 
     def read_leaf(i: int, boxes: Sequence[Box]) -> None:
         p = plan.placements[i]
@@ -174,6 +174,11 @@ def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFA
     if plan.target is not None:
         return fill(plan.target, list(zip(plan.nodes, values, strict=True)))
     return tree_of({p.leaf.path: value for p, value in zip(plan.placements, values, strict=True)})
+
+
+def has_x64() -> bool:
+    """Whether this thread has 64-bit types: `with jax.enable_x64(True):` is of one, and arrays are made in others."""
+    return jax.dtypes.canonicalize_dtype(np.int64) == np.int64
 
 
 def abstract_leaf(leaf: Leaf) -> Any:
