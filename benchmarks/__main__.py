@@ -14,6 +14,7 @@ BENCHMARKS = {
     "elastic": "benchmarks.elastic",
     "small": "benchmarks.small",
     "import": "benchmarks.importing",
+    "memory": "benchmarks.memory",
     "plan": "benchmarks.plan",
 }
 

@@ -132,16 +132,21 @@ def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFA
         log.info("%s", note)
     values: list[Any] = [None] * len(plan.placements)
     parts: dict[int, list[jax.Array]] = {}
+    x64 = has_x64()
 
     def read_leaf(i: int, boxes: Sequence[Box]) -> None:
         p = plan.placements[i]
-        values[i] = _assembled(p, dict(zip(boxes, _read(p, source, boxes), strict=True)))
+        data = dict(zip(boxes, _read(p, source, boxes), strict=True))
+        with jax.enable_x64(x64):
+            values[i] = _assembled(p, data)
 
     def read_group(i: int, boxes: Mapping[Box, Sequence[Device]]) -> None:
         p = plan.placements[i]
         arrays: list[jax.Array] = []
-        for data, devices in zip(_read(p, source, list(boxes)), boxes.values(), strict=True):
-            arrays += jax.device_put([data] * len(devices), [_place_of(p.sharding, device) for device in devices])
+        read = _read(p, source, list(boxes))
+        with jax.enable_x64(x64):
+            for data, devices in zip(read, boxes.values(), strict=True):
+                arrays += jax.device_put([data] * len(devices), [_place_of(p.sharding, device) for device in devices])
         parts[i] += jax.block_until_ready(arrays)
 
     def jobs() -> Iterator[tuple[int, Callable[[], object]]]:
@@ -150,9 +155,10 @@ def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFA
                 continue
             itemsize = COPIES_IN_FLIGHT * np.dtype(p.leaf.dtype).itemsize
             whole = Box.whole(p.leaf.shape)
-            boxes = p.boxes() if itemsize * whole.size > SMALL_BYTES else {whole: []}
+            small = itemsize * whole.size <= SMALL_BYTES
+            boxes = {whole: []} if small else p.boxes()
             cost = itemsize * sum(box.size for box in boxes)
-            if cost <= budget_bytes or p.sharding is None:
+            if small or cost <= budget_bytes or p.sharding is None:
                 yield cost, partial(read_leaf, i, list(boxes))
                 continue
             parts[i] = []
@@ -168,6 +174,11 @@ def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFA
     if plan.target is not None:
         return fill(plan.target, list(zip(plan.nodes, values, strict=True)))
     return tree_of({p.leaf.path: value for p, value in zip(plan.placements, values, strict=True)})
+
+
+def has_x64() -> bool:
+    """Whether this thread has 64-bit types: `with jax.enable_x64(True):` is of one, and arrays are made in others."""
+    return jax.dtypes.canonicalize_dtype(np.int64) == np.int64
 
 
 def abstract_leaf(leaf: Leaf) -> Any:

@@ -47,8 +47,8 @@ def shard_parts(data: np.ndarray, chunks: Chunks) -> Iterator[memoryview | bytes
         yield _crc(whole)
         return
     index = np.full(_inner_grid(chunks), _NOT_STORED, np.uint64).repeat(2).view(_ENTRY).reshape(_inner_grid(chunks))
-    room = np.zeros(chunks.inner, data.dtype)
-    raw = room.reshape(-1).view(np.uint8).data
+    part = np.zeros(math.prod(chunks.inner) * data.dtype.itemsize + CRC_BYTES, np.uint8)
+    room = part[:-CRC_BYTES].view(data.dtype).reshape(chunks.inner)
     at = 0
     for place in itertools.product(*map(range, index.shape)):
         start = [p * n for p, n in zip(place, chunks.inner, strict=True)]
@@ -59,10 +59,10 @@ def shard_parts(data: np.ndarray, chunks: Chunks) -> Iterator[memoryview | bytes
         if shape != list(chunks.inner):
             room[...] = 0
         room[tuple(map(slice, shape))] = data[tuple(map(slice, start, stop))]
-        index[place] = (at, len(raw) + CRC_BYTES)
-        at += len(raw) + CRC_BYTES
-        yield raw
-        yield _crc(room)
+        part[-CRC_BYTES:] = np.frombuffer(_crc(room), np.uint8)
+        index[place] = (at, len(part))
+        at += len(part)
+        yield part.data
     if has_index(chunks):
         yield index.tobytes()
         yield _crc(index)
