@@ -259,6 +259,36 @@ class Checkpoint:
 
         return plan_optimizer(self._contents, tx, params, step)
 
+    def torch_states(
+        self,
+        tx: optax.GradientTransformation,
+        model: Any = None,
+        *,
+        params: str = "params",
+        opt_state: str = "opt_state",
+        step: int | None = None,
+        step_dtype: DTypeLike | None = None,
+    ) -> Checkpoint:
+        """The checkpoint of a JAX training run as a torch trainer would have it: the way back of `plan_optimizer`.
+
+        The state of the optax optimizer `tx`, which is at the label `opt_state`, becomes `exp_avg`, `exp_avg_sq`,
+        `step`, `momentum_buffer` of the parameters at `params`, found by type. The result has the tree
+        `{state: {parameter: array}}`, to be mapped by the inverse of a mapping, and exported. Only single numbers are
+        read: schedules' counts and hyperparameters are extras. Of anything else its account says why it is left.
+
+        `model` is the tree that `tx.init` was given, of arrays or ShapeDtypeStructs; without it nested dicts and lists
+        of what is stored, which will do unless a mask of `tx` is a tree of another kind. `step_dtype` is that of
+        `step`, int32 for an optimizer of DeepSpeed that counts in ints; unsaid, float32, and int32 for Lion. `step` is
+        the number of updates done, for a run in which schedules count otherwise.
+
+        Raises TreeMismatch with everything that is not of this optimizer, that torch has no equal of, or that
+        counts otherwise: a type of state that is not known, gradients being gathered, a leaf too many or too few.
+        """
+        from jax_ucp.optimizers import torch_states
+
+        said = {"params": params, "opt_state": opt_state, "step": step, "step_dtype": step_dtype}
+        return Checkpoint(torch_states(self._contents, tx, model, **said))
+
     def plan_save(self, budget_bytes: int = DEFAULT_BUDGET) -> CopyPlan:
         """What `save` would write, and the memory it would take."""
         return plan_copy(self._contents, budget_bytes)
