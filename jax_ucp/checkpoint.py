@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.export import MAX_SHARD_BYTES, ExportFormat, ExportPlan, plan_export, run_export
 from jax_ucp.formats import open_contents
 from jax_ucp.formats.options import Options
@@ -110,9 +111,25 @@ class Checkpoint:
     def __init__(self, contents: Contents):
         self._contents = contents
 
+    @classmethod
+    def of(cls, tree: Any) -> Checkpoint:
+        """A pytree in memory as a checkpoint: to be exported, mapped or saved without having been saved before.
+
+        The arrays are copied to host memory. Raises UnsupportedLeaf for a leaf that could not be saved, and where
+        there are several processes, none of which has it all.
+        """
+        import jax
+
+        from jax_ucp.sharding.save import describe, take_snapshot
+
+        if jax.process_count() > 1:
+            raise UnsupportedLeaf("the tree is in the memory of several processes; save it, and open what was saved")
+        snapshot = take_snapshot(describe(tree))
+        return cls(Contents("memory", "a tree in memory", snapshot.leaves, snapshot))
+
     @property
     def format(self) -> str:
-        """Which format it has: `universal`, `orbax`, `deepspeed`."""
+        """Which format it has: `universal`, `orbax`, `deepspeed`; `memory` of a tree."""
         return self._contents.format
 
     @property

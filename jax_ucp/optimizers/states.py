@@ -160,7 +160,7 @@ class _Run:
             if step not in (None, number):
                 self.faults.append(f"{leaf.label} counts {number} updates, but step={step} was given")
             value = np.asarray(number, step_dtype or _STEP_DTYPES.get(slot.owner, np.float32))
-            if value != number:
+            if int(value) != number:
                 self.faults.append(f"{leaf.label} is {number}, which {value.dtype} does not hold; give step_dtype=")
             for param in beside:
                 done[param] = number, leaf.label

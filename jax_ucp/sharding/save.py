@@ -30,7 +30,7 @@ class Snapshot:
     """A tree taken to host memory by this process, ready to be written.
 
     `leaves` and `chunks` are the same on all processes; `blocks` are the outer chunks this process writes,
-    `data` the parts of each array that it needs for them, by name.
+    `data` the parts of each array that it needs for them, by name. It is an `ArraySource` of those.
     """
 
     leaves: Sequence[Leaf]
@@ -42,6 +42,14 @@ class Snapshot:
     def without_data(self) -> Snapshot:
         """What committing needs of it; the arrays may then go as soon as they are written."""
         return replace(self, blocks=(), data={})
+
+    def arrays(self) -> Mapping[str, ArrayInfo]:
+        return self.infos
+
+    def read(self, key: str, box: Box) -> np.ndarray:
+        found = np.asarray(_assemble(self.data[key], box, self.infos[key].dtype)).view()
+        found.flags.writeable = False
+        return found
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,7 @@ def write_snapshot(snapshot: Snapshot, directory: Directory, budget_bytes: int =
     store = ZarrStore(directory, snapshot.infos, snapshot.chunks)
 
     def write(name: str, box: Box) -> None:
-        store.write(name, box, _assemble(snapshot.data[name], box, snapshot.infos[name].dtype), durable=False)
+        store.write(name, box, snapshot.read(name, box), durable=False)
 
     def jobs() -> Iterator[tuple[int, Any]]:
         if jax.process_index() == 0:
