@@ -1,6 +1,9 @@
 """From torch to optax and back: every parameter and every state of the optimizer, bit for bit, and by name."""
 
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -462,3 +465,26 @@ def test_what_is_told_of_a_run_is_printed_and_labels_are_given_by_name(folder):
     assert "note: 1 arrays that are no parameters are left out, the first ema" in printed
     assert ucp.open("out").read("step/dense.weight").dtype == np.int32
     assert "--params goes with --optimizer" in run("export", "other/7/default", "x", *options, code=2)
+
+
+PAGE = (DATA.parent.parent / "docs" / "export.md").read_text()
+
+
+def test_the_commands_print_what_the_page_shows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (loop,) = re.findall(r"```python\n(from pathlib.*?)```", PAGE, re.DOTALL)
+    (rules,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    (command, printed), *others = re.findall(r"```\n\$ jax-ucp (.*?)\n(.*?)```", PAGE, re.DOTALL)
+    assert not others
+    module = f"train_{tmp_path.name.replace('-', '_')}"
+    Path(f"{module}.py").write_text(f"{loop}\ntrain()\n")
+    Path("names.yaml").write_text(rules)
+    subprocess.run([sys.executable, f"{module}.py"], check=True, timeout=120)
+    Path(f"{module}.py").write_text(loop)
+    assert run(*command.replace("train:", f"{module}:").split()) == printed
+    space: dict[str, Any] = {}
+    exec(loop, space)
+    (in_python,) = re.findall(r"```python\n(run = .*?)```", PAGE, re.DOTALL)
+    exec(in_python.replace('"torch"', '"again"'), space)
+    assert differences(ucp.open("torch"), ucp.open("again")) == []
+    assert ucp.open("torch").params.keys() == {"embed.weight", "head.weight"}
