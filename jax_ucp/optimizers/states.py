@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -49,14 +50,21 @@ def torch_states(
     run = _Run(contents)
     named = run.parameters(params, model)
     tree = tree_of({path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in named.values()})
-    state, slots = slots_of(tx, tree if model is None else model)
+    with jax.enable_x64(run.wide(opt_state)):
+        state, slots = slots_of(tx, tree if model is None else model)
     stored = run.matched(opt_state, state)
     run.refuse(f"the state of this optimizer is not what is at {opt_state}")
     for slot in (slot for slot in slots if slot.role != COUNT):
         run.take(slot, stored[slot.path], named)
     run.count(slots, stored, step, step_dtype)
     run.refuse("the optimizer's state has no equal in torch")
-    return run.contents_with(named)
+    made = {
+        "params": params,
+        "opt_state": opt_state,
+        "step_dtype": None if step_dtype is None else str(np.dtype(step_dtype)),
+    }
+    of = dict(contents.source) or {"format": contents.format, "name": os.path.basename(contents.path)}
+    return replace(run.contents_with(named), source={**of, "torch_states": made})
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +98,23 @@ class _Run:
             if name in found:
                 self.faults.append(f"two parameters are called {name}")
             found[name] = path, leaf
-        wanted = found if model is None else param_leaves(model)
-        for name, value in param_leaves(model).items() if model is not None else ():
+        wanted = None if model is None else param_leaves(model)
+        for name, value in (wanted or {}).items():
             if name not in found:
                 self.faults.append(f"{name}: a parameter of the model, but not at {label}")
             elif found[name][1].shape != tuple(value.shape):
                 shape = found[name][1].shape
                 self.faults.append(f"{name} has shape {tuple(value.shape)} in the model, {shape} in the checkpoint")
-        named = {name: found[name] for name in wanted if name in found}
+        named = found if wanted is None else {name: found[name] for name in wanted if name in found}
         if not named:
             raise TreeMismatch(f"{self.contents.path} has no parameters at {label}")
         for name, (_, leaf) in named.items():
             self._make("param", name, leaf, leaf.name)
         return named
+
+    def wide(self, label: str) -> bool:
+        """Whether the optimizer computed in float64, which JAX does only if it is told to."""
+        return any(leaf.dtype == "float64" for leaf in self._below(label).values())
 
     def matched(self, label: str, state: Any) -> dict[Path, Leaf]:
         """The stored leaf of each array of the optimizer's state, by its path there."""
@@ -166,12 +178,17 @@ class _Run:
                 done[param] = number, leaf.label
                 self.made[STEP].setdefault(param, _Made(leaf, value))
             self.told[leaf.path] = "mapped", f"{STEP} of {few(beside)}"
+        if step is not None:
+            done = {param: (step, f"step={step}") for slot in others for param in slot.covers} | done
         for slot in others:
             self._compare(slot, stored[slot.path], counts[slot.path], done, step)
             # Where no moments are counted, as in SGD, a schedule is held against the next.
             done = {param: (counts[slot.path], stored[slot.path].label) for param in slot.covers} | done
 
-    def _compare(self, slot: Slot, leaf: Leaf, number: int, done: Mapping[str, tuple[int, str]], step: int | None):
+    def _compare(
+        self, slot: Slot, leaf: Leaf, number: int, done: Mapping[str, tuple[int, str]], step: int | None
+    ) -> None:
+        """Keep a count as an extra, which should be that of the updates of all parameters it covers."""
         self._keep(leaf)
         differ = {param: done[param] for param in slot.covers if param in done and done[param][0] != number}
         if not differ:
@@ -183,7 +200,7 @@ class _Run:
                 f"after a schedule was begun anew, give step={other}"
             )
         else:
-            self.notes.append(f"{leaf.label} counts {number}, not {other} updates; torch's states keep the second")
+            self.notes.append(f"{leaf.label} counts {number}, where {label} has {other} updates: it is an extra only")
 
     def refuse(self, what: str) -> None:
         """Raises TreeMismatch with all faults there are."""
@@ -219,13 +236,15 @@ class _Run:
             for leaf in self.zeros:
                 yield leaf.label, self._not_zero(leaf)
 
-        extras = {EXTRAS: self.extras} if self.extras else {}
+        extras = dict(self.contents.extras)
+        if self.extras:
+            extras[EXTRAS] = {**extras.get(EXTRAS, {}), **self.extras}
         return replace(
             self.contents,
             leaves=leaves,
             arrays=view,
             account=list(self._account()),
-            extras={**self.contents.extras, **extras},
+            extras=extras,
             notes=[*self.contents.notes, *self.notes],
             verify=verify,
             where=where,
@@ -273,12 +292,15 @@ class _Run:
             fate, reason = self.told[leaf.path]
             bare = Item(leaf.label, f"{leaf.dtype} {list(leaf.shape)}" if leaf.has_array else leaf.kind, fate, reason)
             yield replace(stored.get(leaf.label, bare), fate=fate, reason=reason)
-        yield from (item for item in self.contents.account if item.fate != "mapped")
+        labels = {leaf.label for leaf in self.contents.leaves}
+        yield from (item for item in self.contents.account if item.fate != "mapped" or item.reason not in labels)
 
     def _read(self, leaf: Leaf) -> np.ndarray:
         return np.asarray(self.contents.arrays.read(leaf.name, Box.whole(leaf.shape)))
 
     def _number(self, leaf: Leaf) -> int:
+        if leaf.shape:
+            raise TreeMismatch(f"{leaf.label} has shape {leaf.shape}: it is not one number, as of one optimizer")
         return int(self._read(leaf))
 
     def _not_zero(self, leaf: Leaf) -> str | None:

@@ -160,6 +160,6 @@ def _copy_blocks(
 def _identity(contents: Contents, plan: CopyPlan) -> str:
     """What a ledger must agree with: the source's files as they are now, how they are mapped, and cut into blocks."""
     at = Path(contents.path)
-    files = sorted(path for path in at.rglob("*") if path.is_file()) if at.is_dir() else [at]
+    files = sorted(path for path in at.rglob("*") if path.is_file()) if at.is_dir() else [at] * at.exists()
     stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return digest(repr((contents.format, contents.source, stats, sorted(plan.chunks.items()))).encode())
