@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.export import MAX_SHARD_BYTES, ExportFormat, ExportPlan, plan_export, run_export
 from jax_ucp.formats import open_contents
 from jax_ucp.formats.options import Options
@@ -110,9 +112,26 @@ class Checkpoint:
     def __init__(self, contents: Contents):
         self._contents = contents
 
+    @classmethod
+    def of(cls, tree: Any) -> Checkpoint:
+        """A pytree in memory as a checkpoint: to be exported, mapped or saved without having been saved before.
+
+        The arrays are copied to host memory. Raises UnsupportedLeaf for a leaf that could not be saved, and where
+        there are several processes, none of which has it all.
+        """
+        import jax
+
+        from jax_ucp.sharding.save import describe, take_snapshot
+
+        if jax.process_count() > 1:
+            raise UnsupportedLeaf("the tree is in the memory of several processes; save it, and open what was saved")
+        snapshot = take_snapshot(describe(tree))
+        taken = {"format": "memory", "taken": time.time_ns()}  # no stopped copy of another tree is taken up for this
+        return cls(Contents("memory", "a tree in memory", snapshot.leaves, snapshot, source=taken))
+
     @property
     def format(self) -> str:
-        """Which format it has: `universal`, `orbax`, `deepspeed`."""
+        """Which format it has: `universal`, `orbax`, `deepspeed`; `memory` of a tree."""
         return self._contents.format
 
     @property
@@ -263,6 +282,36 @@ class Checkpoint:
         from jax_ucp.optimizers import plan_optimizer
 
         return plan_optimizer(self._contents, tx, params, step, check_decay)
+
+    def torch_states(
+        self,
+        tx: optax.GradientTransformation,
+        model: Any = None,
+        *,
+        params: str = "params",
+        opt_state: str = "opt_state",
+        step: int | None = None,
+        step_dtype: DTypeLike | None = None,
+    ) -> Checkpoint:
+        """The checkpoint of a JAX training run as a torch trainer would have it: the way back of `plan_optimizer`.
+
+        The state of the optax optimizer `tx`, which is at the label `opt_state`, becomes `exp_avg`, `exp_avg_sq`,
+        `step`, `momentum_buffer` of the parameters at `params`, found by type. The result has the tree
+        `{state: {parameter: array}}`, to be mapped by the inverse of a mapping, and exported. Only single numbers are
+        read: schedules' counts and hyperparameters are extras. Of anything else its account says why it is left.
+
+        `model` is the tree that `tx.init` was given, of arrays or ShapeDtypeStructs; without it nested dicts and lists
+        of what is stored, which will do unless a mask of `tx` is a tree of another kind. `step_dtype` is that of
+        `step`, int32 for an optimizer of DeepSpeed that counts in ints; unsaid, float32, and int32 for Lion. `step` is
+        the number of updates done, for a run in which schedules count otherwise.
+
+        Raises TreeMismatch with everything that is not of this optimizer, that torch has no equal of, or that
+        counts otherwise: a type of state that is not known, gradients being gathered, a leaf too many or too few.
+        """
+        from jax_ucp.optimizers import torch_states
+
+        said = {"params": params, "opt_state": opt_state, "step": step, "step_dtype": step_dtype}
+        return Checkpoint(torch_states(self._contents, tx, model, **said))
 
     def plan_save(self, budget_bytes: int = DEFAULT_BUDGET) -> CopyPlan:
         """What `save` would write, and the memory it would take."""

@@ -24,8 +24,7 @@ BELOW = {
     "formats": {"language", "storage", "metadata", "layout", "errors"},
     "sharding": {"storage", "metadata", "layout", "errors"},
     "export": {"storage", "metadata", "layout", "errors"},
-    "weight_decay": {"metadata", "layout", "errors"},
-    "optimizers": {"weight_decay", "sharding", "storage", "metadata", "layout", "errors"},
+    "optimizers": {"sharding", "storage", "metadata", "layout", "errors"},
     "checkpoint": {
         "export",
         "formats",

@@ -20,9 +20,9 @@ from rich.table import Table
 
 import jax_ucp
 from jax_ucp.cli import report
-from jax_ucp.cli.mapping import mapping_report
+from jax_ucp.cli.mapping import imported, mapping_report
 from jax_ucp.cli.report import Report
-from jax_ucp.errors import UCPError
+from jax_ucp.errors import TreeMismatch, UCPError
 from jax_ucp.export import EXPORT_FORMATS, MAX_SHARD_BYTES, ExportFormat
 from jax_ucp.language.mapping import shipped
 from jax_ucp.storage.budget import DEFAULT_BUDGET
@@ -148,6 +148,17 @@ def _open(path: str, sizes: tuple[tuple[str, int], ...], mapping: str | None = N
         return found
     rules = jax_ucp.Mapping.load(mapping)
     return found.map(rules, sizes=_sizes_of(rules, sizes))
+
+
+def _optimizer(name: str) -> tuple[Any, ...]:
+    """The optimizer that a function returns, and the model's tree if it returns that too."""
+    import optax
+
+    found = imported(name, "optimizer")
+    optimizer, *model = found if type(found) is tuple else (found,)
+    if not isinstance(optimizer, optax.GradientTransformation) or len(model) > 1:
+        raise TreeMismatch(f"{name} gives {found!r:.80}, which is no optax optimizer")
+    return optimizer, *model
 
 
 def _sizes_of(mapping: jax_ucp.Mapping, sizes: tuple[tuple[str, int], ...]) -> dict[str, int]:
@@ -288,6 +299,14 @@ def map_(source: str, target: str | None, mapping: str | None, json_: bool, **sa
     type=click.IntRange(1, 3),
     help="ZeRO stage of the DeepSpeed run that will resume; unsaid, that of SOURCE.",
 )
+@click.option("--optimizer", help="module:function, which returns the optax optimizer of the run that wrote SOURCE.")
+@click.option("--params", help="With --optimizer: the label of the parameters in SOURCE; unsaid, params.")
+@click.option("--opt-state", help="With --optimizer: the label of the optimizer's state; unsaid, opt_state.")
+@click.option(
+    "--step-dtype",
+    type=click.Choice(["float32", "int32", "int64"]),
+    help="With --optimizer: the dtype of steps; unsaid, float32, and int32 for Lion.",
+)
 @source_options
 @budget
 @as_json
@@ -298,16 +317,23 @@ def export(
 
     safetensors: weights, as transformers loads them. dcp: weights and optimizer, for torch.distributed.checkpoint.
     deepspeed: a universal folder, for a run with load_universal. --mapping names the one by which SOURCE has the
-    leaves of a model: it is undone. What SOURCE stores twice is compared first. Stopped at any moment, nothing is
-    at TARGET.
+    the leaves of a model: it is undone. --optimizer names a function that returns the optax optimizer of a training
+    run in JAX, or it and the abstract tree of the model: its state becomes those of torch's. What SOURCE stores twice
+    is compared first. Stopped at any moment, nothing is at TARGET.
     """
     options = {name: said.pop(name) for name in ("dtype", "max_shard_bytes", "zero_stage")}
-    checkpoint = _open(source, **said)
+    labels = {name: said.pop(name) for name in ("params", "opt_state", "step_dtype")}
+    optimizer, labels = said.pop("optimizer"), {name: label for name, label in labels.items() if label}
+    if labels and not optimizer:
+        raise click.UsageError(f"--{next(iter(labels)).replace('_', '-')} goes with --optimizer: give that too")
+    checkpoint = opened = _open(source, **said)
+    if optimizer:
+        checkpoint = opened.torch_states(*_optimizer(optimizer), **labels)
     if mapping:
         rules = jax_ucp.Mapping.load(mapping).inverse()
         checkpoint = checkpoint.map(rules, sizes=_sizes_of(rules, said["sizes"]))
     planned = checkpoint.plan_export(format, **options, budget_bytes=budget)
-    for note in planned.notes:
+    for note in (*checkpoint.notes[len(opened.notes) :], *planned.notes):
         to_stderr.print(f"note: {note}", markup=False)
     with _progress("exporting", planned.write_bytes) as advance:
         checkpoint.export(target, format, **options, budget_bytes=budget, done=advance)

@@ -31,7 +31,7 @@ class Snapshot:
     """A tree taken to host memory by this process, ready to be written.
 
     `leaves` and `chunks` are the same on all processes; `blocks` are the outer chunks this process writes,
-    `data` the parts of each array that it needs for them, by name.
+    `data` the parts of each array that it needs for them, by name. It is an `ArraySource` of those.
     """
 
     leaves: Sequence[Leaf]
@@ -43,6 +43,14 @@ class Snapshot:
     def without_data(self) -> Snapshot:
         """What committing needs of it; the arrays may then go as soon as they are written."""
         return replace(self, blocks=(), data={})
+
+    def arrays(self) -> Mapping[str, ArrayInfo]:
+        return self.infos
+
+    def read(self, key: str, box: Box) -> np.ndarray:
+        found = np.asarray(_assemble(self.data[key], box, self.infos[key].dtype)).view()
+        found.flags.writeable = False
+        return found
 
 
 @dataclass(frozen=True)
@@ -97,14 +105,11 @@ def write_snapshot(snapshot: Snapshot, directory: Directory, budget_bytes: int =
     store = ZarrStore(directory, snapshot.infos, snapshot.chunks)
     packed = packed_arrays(snapshot.infos, snapshot.chunks)
 
-    def block(name: str, box: Box) -> np.ndarray:
-        return _assemble(snapshot.data[name], box, snapshot.infos[name].dtype)
-
     def write(name: str, box: Box) -> None:
-        store.write(name, box, block(name, box), durable=False)
+        store.write(name, box, snapshot.read(name, box), durable=False)
 
     def write_pack() -> None:
-        blocks = ((name, box, block(name, box)) for name, box in snapshot.blocks if name in packed)
+        blocks = ((name, box, snapshot.read(name, box)) for name, box in snapshot.blocks if name in packed)
         store.write_pack(jax.process_index(), blocks)
 
     def jobs() -> Iterator[tuple[int, Any]]:

@@ -185,7 +185,7 @@ def _identity(contents: Contents, plan: CopyPlan) -> str:
     One source has several readings: of what is stored twice, one copy is believed or the other.
     """
     at = Path(contents.path)
-    files = sorted(path for path in at.rglob("*") if path.is_file()) if at.is_dir() else [at]
+    files = sorted(path for path in at.rglob("*") if path.is_file()) if at.is_dir() else [at] * at.exists()
     stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     items = sorted((item.where, item.fate, item.reason) for item in contents.account)
     dtypes = [(leaf.name, leaf.dtype) for leaf in contents.leaves]
