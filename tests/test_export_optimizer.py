@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
 from helpers import MemoryStore, contents_of
-from jax_ucp.errors import CorruptData, TreeMismatch, UnsupportedLeaf
+from jax_ucp.errors import CorruptData, FormatError, TreeMismatch, UnsupportedLeaf
 from jax_ucp.layout.box import Box
 from jax_ucp.storage.consolidated import same_bits
 from resume_deepspeed import optimizer_of, rows_of
@@ -351,7 +351,46 @@ def test_several_optimizers_in_one_tree_are_refused():
         ucp.Checkpoint.of({"params": params, "opt_state": tx.init(params)}).torch_states(tx)
 
 
-def test_a_tree_in_memory_is_a_checkpoint(tmp_path):
+def test_an_optimizer_of_one_vector_is_refused():
+    tx = optax.flatten(ADAMW)
+    params = tree_of(trained("adam"), ADAMW)["params"]
+    with pytest.raises(TreeMismatch, match="opt_state/0/mu is no exp_avg of a parameter"):
+        ucp.Checkpoint.of({"params": params, "opt_state": tx.init(params)}).torch_states(tx)
+
+
+def test_two_parameters_of_one_name_are_refused():
+    params = {"a/b": jnp.ones(3), "a": {"b": jnp.ones(3)}}
+    with pytest.raises(TreeMismatch, match="two parameters are called a/b"):
+        ucp.Checkpoint.of({"params": params, "opt_state": ADAMW.init(params)}).torch_states(ADAMW)
+
+
+class Stopped(Exception):
+    pass
+
+
+def stopped(checkpoint: ucp.Checkpoint, path: Path) -> None:
+    """A save that ends after its first block."""
+
+    def stop(_: object) -> None:
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        checkpoint.save(path, done=stop)
+
+
+def test_a_stopped_save_of_other_states_is_not_taken_up(tmp_path):
+    tree = tree_of(trained("adam"), ADAMW)
+    stored = saved(tree, tmp_path / "run")
+    stopped(stored.torch_states(ADAMW), tmp_path / "out")
+    with pytest.raises(FormatError, match="a conversion of another source"):
+        stored.torch_states(ADAMW, step_dtype=np.int32).save(tmp_path / "out")
+    assert differences(trained("adam"), stored.torch_states(ADAMW).save(tmp_path / "out")) == []
+    stopped(ucp.Checkpoint.of(tree), tmp_path / "other")
+    with pytest.raises(FormatError, match="a conversion of another source"):
+        ucp.Checkpoint.of(jax.tree.map(lambda x: x + 1, tree)).save(tmp_path / "other")
+
+
+def test_a_tree_in_memory_is_a_checkpoint(tmp_path, monkeypatch):
     x = jax.device_put(np.arange(24.0, dtype=np.float32).reshape(8, 3), NamedSharding(MESH, P("data")))
     tree = {"x": x, "n": [3, np.float16(0.5)], "s": "text", "none": None}
     checkpoint = ucp.Checkpoint.of(tree)
@@ -360,6 +399,10 @@ def test_a_tree_in_memory_is_a_checkpoint(tmp_path):
         assert jax.tree.all(jax.tree.map(np.array_equal, found.restore(), tree | {"x": np.asarray(x)}))
     with pytest.raises(UnsupportedLeaf, match="x is abstract"):
         ucp.Checkpoint.of({"x": jax.ShapeDtypeStruct((2,), np.float32)})
+    assert not ucp.Checkpoint.of({"x": np.ones(3)}).read("x").flags.writeable
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(UnsupportedLeaf, match="in the memory of several processes; save it"):
+        ucp.Checkpoint.of({"x": np.ones(3)})
 
 
 def test_moments_of_one_parameter_in_two_states_are_refused():

@@ -236,15 +236,13 @@ class _Run:
             for leaf in self.zeros:
                 yield leaf.label, self._not_zero(leaf)
 
-        extras = dict(self.contents.extras)
-        if self.extras:
-            extras[EXTRAS] = {**extras.get(EXTRAS, {}), **self.extras}
+        extras = {EXTRAS: self.extras} if self.extras else {}
         return replace(
             self.contents,
             leaves=leaves,
             arrays=view,
             account=list(self._account()),
-            extras=extras,
+            extras={**self.contents.extras, **extras},
             notes=[*self.contents.notes, *self.notes],
             verify=verify,
             where=where,
@@ -292,8 +290,7 @@ class _Run:
             fate, reason = self.told[leaf.path]
             bare = Item(leaf.label, f"{leaf.dtype} {list(leaf.shape)}" if leaf.has_array else leaf.kind, fate, reason)
             yield replace(stored.get(leaf.label, bare), fate=fate, reason=reason)
-        labels = {leaf.label for leaf in self.contents.leaves}
-        yield from (item for item in self.contents.account if item.fate != "mapped" or item.reason not in labels)
+        yield from (item for item in self.contents.account if item.fate != "mapped")
 
     def _read(self, leaf: Leaf) -> np.ndarray:
         return np.asarray(self.contents.arrays.read(leaf.name, Box.whole(leaf.shape)))
