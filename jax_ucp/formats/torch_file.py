@@ -116,19 +116,20 @@ class TorchFile:
         tensor = self._tensors[key]
         member = self._storages[tensor.storage]
         plain = self._data is None and not member.deflated and not self._swapped
-        runs: list[tuple[int, np.ndarray]] = []
+        runs: list[tuple[int, Box, np.ndarray]] = []
         for box, out in zip(boxes, outs, strict=True):
             run = run_start(box.start, box.shape, tensor.strides) if plain and box.size else None
             if run is None or not box.within(Box.whole(tensor.shape)):
                 out[...] = self.read(key, box)
             else:
-                runs.append((self._span.start + member.offset + (tensor.offset + run) * tensor.dtype.itemsize, out))
+                at = self._span.start + member.offset + (tensor.offset + run) * tensor.dtype.itemsize
+                runs.append((at, box, out))
         if runs:
             with self._naming_file(), open(self.path, "rb", buffering=0) as file:
                 self._same(os.fstat(file.fileno()))
-                for at, out in runs:
-                    fits = out.flags.c_contiguous and out.dtype == tensor.dtype
-                    room = out if fits else np.empty(out.shape, tensor.dtype)
+                for at, box, out in runs:
+                    fits = out.flags.c_contiguous and (out.shape, out.dtype) == (box.shape, tensor.dtype)
+                    room = out if fits else np.empty(box.shape, tensor.dtype)
                     pread_into(file.fileno(), at, room)
                     if not fits:
                         out[...] = room
@@ -142,9 +143,11 @@ class TorchFile:
     def fault(self, storage: str) -> str | None:
         """What is wrong with the bytes of a storage, by the CRC of the zip directory, if that has one."""
         member, crc = self._storages[storage], 0
-        for part in self._parts(member) if _summed(member) else ():
+        if not _summed(member):
+            return None
+        for part in self._parts(member):
             crc = zlib.crc32(part.data, crc)
-        if crc == member.crc or not _summed(member):
+        if crc == member.crc:
             return None
         return f"{self.path}: the bytes of storage {storage} do not have the CRC that the file records for them"
 
