@@ -19,7 +19,7 @@ from jax_ucp.layout.blocks import SMALL_BYTES
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Leaf, tree_of
 from jax_ucp.sharding.boxes import Device, device_boxes, index_box
-from jax_ucp.sharding.fit import Rule, check_rules, fit_leaf, idle_rules
+from jax_ucp.sharding.fit import ON_DEVICES, Rule, check_rules, fit_leaf, idle_rules
 from jax_ucp.sharding.trees import FAULTS_SHOWN, Node, fill, kind_of, match
 from jax_ucp.storage.budget import DEFAULT_BUDGET, run_bounded
 from jax_ucp.storage.gather import read_boxes
@@ -199,7 +199,7 @@ def _place(
         dtype = np.dtype(like.dtype)
     elif leaf.kind in ("jax", "array", "numpy") and not isinstance(cast, bool) and jnp.issubdtype(dtype, jnp.floating):
         dtype = np.dtype(cast)  # pyright: ignore[reportArgumentType]
-    if kind not in ("jax", "array", "prng_key"):
+    if kind not in ON_DEVICES:
         return Placement(leaf, kind, dtype)
     sharding, notes = _sharding(leaf, like, mesh, rules, axes)
     return Placement(leaf, kind, dtype, sharding and _physical(sharding, leaf), notes)

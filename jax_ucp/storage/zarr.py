@@ -22,7 +22,7 @@ from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place, outer_boxes, r
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Leaf, Metadata, StoredArray, decode, digest, encode
 from jax_ucp.storage.directory import Directory
-from jax_ucp.storage.shard_file import read_shard, shard_parts
+from jax_ucp.storage.shard_file import read_shard, read_unit, shard_parts
 from jax_ucp.storage.source import ArrayInfo
 
 METADATA_FILE = "ucp.json"
@@ -41,7 +41,8 @@ class ZarrStore:
         self.directory = directory
         self.chunks = chunks
         self.digests: dict[str, dict[str, str]] = {key: {} for key in arrays}
-        self._arrays = {key: replace(info, chunk=chunks[key].inner) for key, info in arrays.items()}
+        units = {key: read_unit(chunks[key], info.dtype.itemsize) for key, info in arrays.items()}
+        self._arrays = {key: replace(info, chunk=units[key]) for key, info in arrays.items()}
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self._arrays
