@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -26,9 +26,11 @@ from jax_ucp.cli.report import Report
 from jax_ucp.errors import UCPError
 from jax_ucp.export import EXPORT_FORMATS, MAX_SHARD_BYTES, ExportFormat
 from jax_ucp.language.mapping import shipped
-from jax_ucp.sharding.fit import Rule
-from jax_ucp.sharding.reads import HostMesh
 from jax_ucp.storage.budget import DEFAULT_BUDGET
+
+if TYPE_CHECKING:
+    from jax_ucp.sharding.fit import Rule
+    from jax_ucp.sharding.reads import HostMesh
 
 HOSTS_SHOWN = 16
 
@@ -199,8 +201,13 @@ def mesh_options(command: Callable[..., Any]) -> Callable[..., Any]:
     def with_mesh(*args: Any, mesh: dict[str, int] | None, rules: tuple[Rule, ...], hosts: int, **more: Any) -> None:
         if mesh is None and (rules or hosts != 1):
             raise click.UsageError("--rule and --hosts say what lies where on a mesh: give --mesh too")
+        if mesh is None:
+            command(*args, mesh=None, rules=(), **more)
+            return
+        from jax_ucp.sharding.reads import HostMesh  # brings in jax, which nothing else here needs
+
         try:
-            found = None if mesh is None else HostMesh.of(mesh, hosts)
+            found = HostMesh.of(mesh, hosts)
         except ValueError as error:
             raise click.UsageError(str(error)) from None
         command(*args, mesh=found, rules=rules, **more)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.export import ExportPlan
 from jax_ucp.metadata import Axes, Leaf
-from jax_ucp.sharding.fit import Rule, idle_rules
-from jax_ucp.sharding.reads import HostMesh, planned_fit
 from jax_ucp.storage.copy import CopyPlan
+
+if TYPE_CHECKING:
+    from jax_ucp.sharding.fit import Rule
+    from jax_ucp.sharding.reads import HostMesh
 
 Report = dict[str, Any]
 
@@ -81,6 +83,9 @@ def export_plan(plan: ExportPlan, target: str) -> Report:
 
 def mesh_plan(checkpoint: Checkpoint, mesh: HostMesh, rules: Sequence[Rule]) -> Report:
     """Where every leaf would go on a mesh, and what each of its hosts would read; needs no devices."""
+    from jax_ucp.sharding.fit import idle_rules  # brings in jax, which nothing else here needs
+    from jax_ucp.sharding.reads import planned_fit
+
     leaves = []
     for leaf in checkpoint.leaves:
         if leaf.has_array:

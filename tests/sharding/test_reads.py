@@ -24,9 +24,7 @@ DEEPSPEED = Path(__file__).parents[1] / "data" / "deepspeed" / "z2_bf16_dp3"
 
 def boxes_of_hosts(shape, spec, hosts: int) -> list[set[Box]]:
     indices = NamedSharding(MESH, PartitionSpec(*spec)).devices_indices_map(shape)
-    return [
-        {index_box(indices[d], shape) for d in devices} for devices in np.split(MESH.devices.ravel(), hosts)
-    ]
+    return [{index_box(indices[d], shape) for d in devices} for devices in np.split(MESH.devices.ravel(), hosts)]
 
 
 @settings(deadline=None, max_examples=40)
@@ -64,20 +62,24 @@ def test_a_file_that_holds_pieces_of_several_arrays_is_opened_once_by_each_host_
         assert found.read[host] == found.needed[host] == 4 * len(pieces) * sum(box.size for box in boxes)
 
 
-def test_a_host_with_columns_of_zero_partitions_reads_of_every_rank_and_one_with_rows_of_some():
-    name = "layers.0.mlp.dense_h_to_4h.weight"
+def test_of_an_imported_checkpoint_each_host_opens_the_files_whose_pieces_its_boxes_meet():
     checkpoint = ucp.open(DEEPSPEED)
-    files = {piece.file for state in checkpoint.params[name].states for piece in checkpoint.params[name].where(state)}
-    only = [rf"(?<!^param/{name})$"]
-
-    def opened(*axes: str | None) -> HostReads:
-        return checkpoint.plan_reads({"x": 8}, rules=[(f"{name}$", PartitionSpec(*axes))], hosts=8)
-
-    assert only
-    assert len(files) > 1
-    rows, columns = opened("x"), opened(None, "x")
-    assert rows.needed.tolist() == columns.needed.tolist()
-    assert rows.amplification == columns.amplification == 1.0
+    rules = [(r"\.weight$", PartitionSpec("a"))]
+    found = checkpoint.plan_reads(MESH, rules=rules, hosts=4)
+    files = [set() for _ in range(4)]
+    needed = np.zeros(4, int)
+    for leaf in checkpoint.leaves:
+        spec = fit_spec(("a",) if leaf.label.endswith(".weight") else (), leaf.shape, dict(MESH.shape)).spec
+        for host, boxes in enumerate(boxes_of_hosts(leaf.shape, spec, 4)):
+            needed[host] += sum(box.size for box in boxes) * np.dtype(leaf.dtype).itemsize
+            files[host] |= {
+                p.file
+                for p in checkpoint.where(leaf)
+                if not p.target.shape or any(box.intersect(p.target) for box in boxes)
+            }
+    assert found.files.tolist() == [len(each) for each in files]
+    assert found.needed.tolist() == found.read.tolist() == needed.tolist()
+    assert len(set(needed)) == 1
 
 
 def test_hosts_that_cannot_have_equal_shares_are_refused():
