@@ -15,11 +15,11 @@ from jax_ucp.layout.blocks import Chunks, grid_boxes
 from jax_ucp.layout.box import Box
 from jax_ucp.sharding.boxes import index_box
 from jax_ucp.sharding.fit import fit_spec
-from jax_ucp.sharding.reads import HostMesh, HostReads, Stored, planned_reads
+from jax_ucp.sharding.reads import HostMesh, Stored, planned_reads
 
 SPECS = [(None, None), ("a", "b"), ("b", "a"), (("b", "a"), None), (None, "b")]
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
-DEEPSPEED = Path(__file__).parents[1] / "data" / "deepspeed" / "z2_bf16_dp3"
+DATA = Path(__file__).parents[1] / "data" / "torch"
 
 
 def boxes_of_hosts(shape, spec, hosts: int) -> list[set[Box]]:
@@ -62,24 +62,20 @@ def test_a_file_that_holds_pieces_of_several_arrays_is_opened_once_by_each_host_
         assert found.read[host] == found.needed[host] == 4 * len(pieces) * sum(box.size for box in boxes)
 
 
-def test_of_an_imported_checkpoint_each_host_opens_the_files_whose_pieces_its_boxes_meet():
-    checkpoint = ucp.open(DEEPSPEED)
-    rules = [(r"\.weight$", PartitionSpec("a"))]
-    found = checkpoint.plan_reads(MESH, rules=rules, hosts=4)
-    files = [set() for _ in range(4)]
-    needed = np.zeros(4, int)
+@pytest.mark.parametrize("case", ["dcp_hf_sharded_2d", "dcp_threads2"])
+def test_of_an_imported_checkpoint_each_host_opens_the_files_whose_pieces_its_boxes_meet(case):
+    checkpoint = ucp.open(DATA / case / "ckpt")
+    found = checkpoint.plan_reads(MESH, rules=[("", PartitionSpec("a"))], hosts=4)
+    files, needed = [set() for _ in range(4)], np.zeros(4, int)
     for leaf in checkpoint.leaves:
-        spec = fit_spec(("a",) if leaf.label.endswith(".weight") else (), leaf.shape, dict(MESH.shape)).spec
+        spec = fit_spec(("a",), leaf.shape, dict(MESH.shape)).spec
         for host, boxes in enumerate(boxes_of_hosts(leaf.shape, spec, 4)):
             needed[host] += sum(box.size for box in boxes) * np.dtype(leaf.dtype).itemsize
-            files[host] |= {
-                p.file
-                for p in checkpoint.where(leaf)
-                if not p.target.shape or any(box.intersect(p.target) for box in boxes)
-            }
+            met = [piece for piece in checkpoint.where(leaf) if any(box.intersect(piece.target) for box in boxes)]
+            files[host] |= {next(p.file for p in met if p.target == piece.target) for piece in met}
     assert found.files.tolist() == [len(each) for each in files]
+    assert len(set(found.files.tolist())) > 1
     assert found.needed.tolist() == found.read.tolist() == needed.tolist()
-    assert len(set(needed)) == 1
 
 
 def test_hosts_that_cannot_have_equal_shares_are_refused():
