@@ -14,6 +14,7 @@ BENCHMARKS = {
     "elastic": "benchmarks.elastic",
     "small": "benchmarks.small",
     "import": "benchmarks.importing",
+    "processes": "benchmarks.processes",
     "plan": "benchmarks.plan",
 }
 
