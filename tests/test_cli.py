@@ -97,7 +97,8 @@ def test_a_conversion_for_a_mesh_is_read_there_without_a_byte_in_vain(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + want.tobytes())
     mesh = ("--mesh", "data=2,model=32", "--rule", "kernel$=data,model", "--hosts", 32)
     run("convert", tmp_path / "model.safetensors", tmp_path / "any")
-    run("convert", tmp_path / "any", tmp_path / "cut", *mesh)
+    text = run("convert", tmp_path / "any", tmp_path / "cut", *mesh, "--rule", "nothing=data")
+    assert "note: the rule 'nothing' matches no leaf" in text
     np.testing.assert_array_equal(ucp.open(tmp_path / "cut").read("param/kernel"), want)
     any_, cut = (run_json("plan", tmp_path / name, *mesh)["restore"] for name in ("any", "cut"))
     assert len(cut["hosts"]) == 32

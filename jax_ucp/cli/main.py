@@ -288,6 +288,8 @@ def convert(
     same command takes up where it was stopped.
     """
     checkpoint = _open(source, **said)
+    for note in report.mesh_notes(checkpoint, mesh, rules) if mesh else ():
+        to_stderr.print(f"note: {note}", markup=False)
     with _progress("converting", checkpoint.nbytes) as advance:
         result = checkpoint.save(
             target, **_of(mesh, rules), budget_bytes=budget, done=lambda block: advance(block.nbytes)

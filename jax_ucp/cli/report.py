@@ -121,6 +121,13 @@ def mesh_plan(checkpoint: Checkpoint, mesh: HostMesh, rules: Sequence[Rule]) -> 
     }
 
 
+def mesh_notes(checkpoint: Checkpoint, mesh: HostMesh, rules: Sequence[Rule]) -> list[str]:
+    """What a mesh does not have of the placement asked for."""
+    from jax_ucp.sharding.reads import fit_notes  # brings in jax, which nothing else here needs
+
+    return fit_notes(checkpoint.leaves, mesh, rules)
+
+
 def _head(checkpoint: Checkpoint) -> Report:
     fates = Counter(item.fate for item in checkpoint.account)
     return {

@@ -14,7 +14,7 @@ from jax_ucp.layout.blocks import Chunks, chunk_shapes, writer_cells
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.metadata import Axes, Leaf
-from jax_ucp.sharding.fit import ON_DEVICES, Fit, Rule, fit_axes
+from jax_ucp.sharding.fit import ON_DEVICES, Fit, Rule, check_rules, fit_axes, idle_rules
 from jax_ucp.storage.contents import Contents
 
 
@@ -115,8 +115,9 @@ def planned_reads(arrays: Iterable[Stored], mesh: HostMesh) -> HostReads:
 def checkpoint_reads(contents: Contents, mesh: HostMesh, rules: Sequence[Rule] = ()) -> HostReads:
     """The reads of a restore of any checkpoint onto a mesh, by its saved specs and the rules.
 
-    Of replicas the one that is read, the first, is counted.
+    Of replicas the one that is read, the first, is counted. Raises ValueError for a rule that cannot be meant.
     """
+    check_rules(rules)
     infos = contents.arrays.arrays()
 
     def stored(leaf: Leaf) -> Stored:
@@ -137,8 +138,18 @@ def planned_fit(leaf: Leaf, mesh: HostMesh, rules: Sequence[Rule] = ()) -> Fit:
     return fit_axes(leaf, mesh.sizes, rules) if leaf.kind in ON_DEVICES else Fit(())
 
 
+def fit_notes(leaves: Sequence[Leaf], mesh: HostMesh, rules: Sequence[Rule] = ()) -> list[str]:
+    """Each way in which a leaf is not placed as asked for, and each rule that applies to none."""
+    notes = [f"{leaf.label}: {n}" for leaf in leaves if leaf.has_array for n in planned_fit(leaf, mesh, rules).notes]
+    return notes + idle_rules(rules, leaves)
+
+
 def mesh_cells(leaves: Iterable[Leaf], mesh: HostMesh, rules: Sequence[Rule] = ()) -> dict[str, Shape]:
-    """By name of an array, the block that one host writes in a save from the mesh, which no chunk crosses."""
+    """By name of an array, the block that one host writes in a save from the mesh, which no chunk crosses.
+
+    Raises ValueError for a rule that cannot be meant.
+    """
+    check_rules(rules)
     return {
         leaf.name: planned_cell(leaf.shape, np.dtype(leaf.dtype).itemsize, planned_fit(leaf, mesh, rules).spec, mesh)
         for leaf in leaves

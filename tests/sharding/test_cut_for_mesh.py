@@ -94,10 +94,12 @@ def test_the_budget_holds_for_any_mesh(universal, budget):
         assert plan.write_bytes == universal.nbytes
 
 
-def test_rules_and_hosts_without_a_mesh_are_refused(universal, tmp_path):
+def test_what_no_mesh_can_be_is_refused_before_anything_is_written(universal, tmp_path):
     for said in ({"rules": RULES}, {"hosts": 2}):
         with pytest.raises(ValueError, match="give mesh= too"):
             universal.save(tmp_path / "out", **said)
     with pytest.raises(ValueError, match="8 devices cannot be shared out evenly to 3 hosts"):
         universal.save(tmp_path / "out", mesh=AbstractMesh((4, 2), ("data", "model")), hosts=3)
+    with pytest.raises(ValueError, match=r"the rule '\(' is no regular expression"):
+        universal.save(tmp_path / "out", mesh={"data": 4}, rules=[("(", P("data"))])
     assert not (tmp_path / "out").exists()
