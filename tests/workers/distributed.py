@@ -7,6 +7,7 @@ its own part of what it restores.
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 port, processes, rank = map(int, sys.argv[1:4])
@@ -27,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1
 
 import jax_ucp as ucp
+from jax_ucp import handler
 from jax_ucp.sharding.boxes import device_boxes
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
@@ -80,7 +82,10 @@ def restore() -> dict:
 
 
 def save_v1() -> dict:
-    """A step saved at once, and one in the background while its arrays are deleted."""
+    """A step saved at once, and one in the background while its arrays are deleted. The last process writes late."""
+    if rank == processes - 1:
+        write = handler.write_snapshot
+        handler.write_snapshot = lambda *args: (time.sleep(0.5), write(*args))
     v1.save_checkpointables(f"{directory}/sync", {"model": ucp.args.Save(tree()), "config": {"layers": 2}})
     state = tree()
     saving = v1.save_checkpointables_async(f"{directory}/async", {"model": ucp.args.Save(state)})
