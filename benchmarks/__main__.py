@@ -15,6 +15,7 @@ BENCHMARKS = {
     "small": "benchmarks.small",
     "import": "benchmarks.importing",
     "memory": "benchmarks.memory",
+    "processes": "benchmarks.processes",
     "plan": "benchmarks.plan",
 }
 

@@ -12,10 +12,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from benchmarks.group import Group
 from benchmarks.limit import copy_in, copy_out, write_flat
 from benchmarks.peers import OURS, Begin, fresh, peers, ready
 from benchmarks.race import Contestant, Options, Sample, Table, compared, race
-from benchmarks.torch_peer import Group, group
+from benchmarks.torch_peer import group
 
 ARRAYS = 64
 ROWS, COLUMNS = PartitionSpec("x", None), PartitionSpec(None, "x")

@@ -31,11 +31,12 @@ from jax_ucp.storage.source import ArrayInfo
 
 if TYPE_CHECKING:
     import optax
-    from jax.sharding import Mesh
+    from jax.sharding import AbstractMesh, Mesh
     from jax.typing import DTypeLike
 
     from jax_ucp.optimizers import OptimizerPlan
     from jax_ucp.sharding.fit import Rule
+    from jax_ucp.sharding.reads import HostReads
     from jax_ucp.sharding.restore import RestorePlan
 
 
@@ -313,18 +314,51 @@ class Checkpoint:
         said = {"params": params, "opt_state": opt_state, "step": step, "step_dtype": step_dtype}
         return Checkpoint(torch_states(self._contents, tx, model, **said))
 
-    def plan_save(self, budget_bytes: int = DEFAULT_BUDGET) -> CopyPlan:
-        """What `save` would write, and the memory it would take."""
-        return plan_copy(self._contents, budget_bytes)
+    def plan_reads(
+        self, mesh: Mesh | AbstractMesh | Mapping[str, int], *, rules: Sequence[Rule] = (), hosts: int = 1
+    ) -> HostReads:
+        """What each of `hosts` processes would read in `restore(mesh=mesh, rules=rules)`, if each has a chunk once.
+
+        `mesh` may be axis sizes by name: no devices are needed. Its devices are shared out evenly and in order.
+
+        Raises ValueError where they cannot be.
+        """
+        from jax_ucp.sharding.reads import HostMesh, checkpoint_reads
+
+        return checkpoint_reads(self._contents, HostMesh.of(mesh, hosts), rules)
+
+    def plan_save(
+        self,
+        budget_bytes: int = DEFAULT_BUDGET,
+        *,
+        mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
+        rules: Sequence[Rule] = (),
+        hosts: int = 1,
+    ) -> CopyPlan:
+        """What `save` with the same arguments would write, and the memory it would take."""
+        if mesh is None:
+            if rules or hosts != 1:
+                raise ValueError("rules and hosts say what lies where on a mesh: give mesh= too")
+            return plan_copy(self._contents, budget_bytes)
+        from jax_ucp.sharding.reads import HostMesh, mesh_cells
+
+        return plan_copy(self._contents, budget_bytes, mesh_cells(self.leaves, HostMesh.of(mesh, hosts), rules))
 
     def save(
         self,
         path: str | os.PathLike[str],
         *,
+        mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
+        rules: Sequence[Rule] = (),
+        hosts: int = 1,
         budget_bytes: int = DEFAULT_BUDGET,
         done: Callable[[Block], None] = lambda block: None,
     ) -> Checkpoint:
         """Write the checkpoint to `path` in the universal format, and open it there.
+
+        With `mesh`, or the sizes of its axes by name, chunks are those that a save from it would write, its arrays
+        placed by their saved specs and `rules`, its devices shared out evenly to `hosts`: a restore onto it then reads
+        the bytes it needs and no others. Any other mesh reads the checkpoint too.
 
         At most about `budget_bytes` of blocks are in memory at once; `done` hears of each block on disk. What
         is stored twice is compared first. Stopped at any moment it leaves no checkpoint at `path`, and the
@@ -332,7 +366,8 @@ class Checkpoint:
 
         Raises FileExistsError if `path` is in use, CorruptData if the source contradicts itself.
         """
-        copy(self._contents, plan_copy(self._contents, budget_bytes), Path(path), done)
+        plan = self.plan_save(budget_bytes, mesh=mesh, rules=rules, hosts=hosts)
+        copy(self._contents, plan, Path(path), done)
         return open(path)
 
     def plan_export(

@@ -21,6 +21,7 @@ from jax_ucp.layout.blocks import (
     whole_chunks,
 )
 from jax_ucp.layout.box import Box
+from jax_ucp.layout.fragments import Shape
 from jax_ucp.metadata import Metadata, digest
 from jax_ucp.storage.budget import DEFAULT_BUDGET, run_bounded, threads
 from jax_ucp.storage.contents import Contents
@@ -69,10 +70,13 @@ class CopyPlan:
         return min(sum(costs[: threads()]), max(self.budget_bytes, *costs[:1], 0))
 
 
-def plan_copy(contents: Contents, budget_bytes: int = DEFAULT_BUDGET) -> CopyPlan:
+def plan_copy(
+    contents: Contents, budget_bytes: int = DEFAULT_BUDGET, cells: Mapping[str, Shape] | None = None
+) -> CopyPlan:
     """Chunks small enough that `threads()` blocks fit the budget together, and the blocks in their order.
 
-    Chunks are not made smaller than 64 KiB for that; with a very small budget blocks go one at a time.
+    Chunks are not made smaller than 64 KiB for that; with a very small budget blocks go one at a time. `cells` are, by
+    name of an array, equal blocks that no chunk is to cross.
 
     Raises UnsupportedLeaf for a dtype that the universal format does not have.
     """
@@ -86,7 +90,9 @@ def plan_copy(contents: Contents, budget_bytes: int = DEFAULT_BUDGET) -> CopyPla
             info = arrays[leaf.name] = ArrayInfo(leaf.shape, np.dtype(leaf.dtype))
             require_storable(leaf.label, info.dtype)
             size = info.dtype.itemsize
-            chunks[leaf.name] = chunk_shapes(leaf.shape, size, None, min(INNER_BYTES, outer), outer)
+            chunks[leaf.name] = chunk_shapes(
+                leaf.shape, size, (cells or {}).get(leaf.name), min(INNER_BYTES, outer), outer
+            )
             chunk = stored[leaf.name].chunk
             for box in grid_boxes(leaf.shape, chunks[leaf.name].outer):
                 around = whole_chunks(box, chunk).size if chunk else box.size

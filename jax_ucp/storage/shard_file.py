@@ -168,6 +168,13 @@ class _Reader:
         return data[:-CRC_BYTES]
 
 
+def read_unit(chunks: Chunks, itemsize: int) -> Shape:
+    """The block that is read whole where any element of it is: an inner chunk, or all of a small file."""
+    count = math.prod(_inner_grid(chunks))
+    nbytes = count * (math.prod(chunks.inner) * itemsize + CRC_BYTES + _ENTRY.itemsize) + CRC_BYTES
+    return chunks.outer if nbytes <= WHOLE_BYTES else chunks.inner
+
+
 def _inner_grid(chunks: Chunks) -> Shape:
     return tuple(o // i for o, i in zip(chunks.outer, chunks.inner, strict=True))
 

@@ -27,7 +27,7 @@ from jax_ucp.metadata import Group, Leaf, Metadata, StoredArray, decode, digest,
 from jax_ucp.storage.directory import Directory
 from jax_ucp.storage.ocdbt import Range
 from jax_ucp.storage.packs import index_files, pack_name
-from jax_ucp.storage.shard_file import chunk_bytes, has_index, read_shard, shard_parts
+from jax_ucp.storage.shard_file import chunk_bytes, has_index, read_shard, read_unit, shard_parts
 from jax_ucp.storage.source import ArrayInfo
 
 METADATA_FILE = "ucp.json"
@@ -56,7 +56,8 @@ class ZarrStore:
         self.chunks = chunks
         self.places = dict(places or {})
         self.digests: dict[str, dict[str, str]] = {key: {} for key in arrays}
-        self._arrays = {key: replace(info, chunk=chunks[key].inner) for key, info in arrays.items()}
+        units = {key: read_unit(chunks[key], info.dtype.itemsize) for key, info in arrays.items()}
+        self._arrays = {key: replace(info, chunk=units[key]) for key, info in arrays.items()}
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self._arrays
