@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jax_ucp.errors import CorruptData, LayoutError
-from jax_ucp.layout.box import Box
+from jax_ucp.layout.box import Box, range_boxes
 from jax_ucp.layout.fragments import Fragment, ParamLayout
 from jax_ucp.storage.gather import read_into
 from jax_ucp.storage.source import ArrayInfo, ArraySource
@@ -103,7 +103,7 @@ class ConsolidatedView:
                 yield shard, piece
                 continue
             for inner, part in self._shards._located(shard, piece.source):
-                yield inner, _through(part, piece)
+                yield from ((inner, fragment) for fragment in _through(part, piece))
 
     def _read(self, param: Consolidated, fragment: Fragment, box: Box) -> np.ndarray:
         narrow = fragment.narrow(box)
@@ -121,12 +121,20 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     return np.array_equal(first, second)
 
 
-def _through(inner: Fragment, outer: Fragment) -> Fragment:
-    """The fragment of a parameter that `inner` is, where `outer` says what of its shard the parameter holds."""
-    if outer.source.shape != outer.target.shape:
-        raise LayoutError(f"{outer.target} is in a flat shard that is itself made of shards: no file can be named")
-    by = [t - s for s, t in zip(outer.source.start, outer.target.start, strict=True)]
-    return Fragment(inner.shard, inner.source, inner.target.shift(by))
+def _through(inner: Fragment, outer: Fragment) -> Iterator[Fragment]:
+    """What `inner` is of a parameter, where `outer` says what of its shard the parameter holds.
+
+    Of a flat shard it is a range, which may be several boxes of the parameter.
+    """
+    if outer.source.shape == outer.target.shape:
+        by = [t - s for s, t in zip(outer.source.start, outer.target.start, strict=True)]
+        yield Fragment(inner.shard, inner.source, inner.target.shift(by))
+        return
+    held = inner.target.relative_to(outer.source)
+    at = inner.source.start[0]
+    for box in range_boxes(outer.target.shape, held.start[0], held.stop[0]):
+        yield Fragment(inner.shard, Box((at,), (at + box.size,)), box.shift(outer.target.start))
+        at += box.size
 
 
 def _hit(fragment: Fragment, box: Box) -> Box:
