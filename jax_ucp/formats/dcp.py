@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from jax_ucp.formats.dcp_source import DcpSource, consolidated
 from jax_ucp.formats.extras import tensor_bytes
 from jax_ucp.formats.importing import Import
 from jax_ucp.formats.options import Options
-from jax_ucp.formats.state_paths import hyperparameters, places
+from jax_ucp.formats.state_paths import Steps, hyperparameters, places
 from jax_ucp.storage.contents import Contents
 
 
@@ -47,12 +47,12 @@ def open_dcp(path: Path, options: Options) -> Contents:
     metadata = read_metadata(path)
     source = DcpSource(metadata)
     found = Import("dcp", path, source, options.believe)
-    _tensors(found, metadata, options)
     objects = {
         metadata.paths.get(fqn, (fqn,)): _object(found, fqn, span, source)
         for fqn, spans in metadata.objects.items()
         for span in spans
     }
+    _tensors(found, metadata, objects, options)
     if not options.weights_only:
         for name, settings in hyperparameters(objects):
             found.hyperparameters(name, settings)
@@ -69,7 +69,7 @@ def open_dcp(path: Path, options: Options) -> Contents:
     return replace(contents, verify=verify)
 
 
-def _tensors(found: Import, metadata: DcpMetadata, options: Options) -> None:
+def _tensors(found: Import, metadata: DcpMetadata, objects: Mapping[Steps, Any], options: Options) -> None:
     paths = metadata.paths or {fqn: (fqn,) for fqn in (*metadata.tensors, *metadata.objects)}
     # Planners of torch that store objects of the first rank only record the paths of all ranks' objects.
     if lost := sorted((metadata.tensors.keys() | metadata.objects.keys()) - paths.keys()):
@@ -83,7 +83,7 @@ def _tensors(found: Import, metadata: DcpMetadata, options: Options) -> None:
                 f"{found.path / metadata.files[0]}: planner_data says that {fqn!r} was at {path}, which has another "
                 "flattened name; the metadata is damaged, or of a planner not known here"
             )
-    where = places({fqn: paths[fqn] for fqn in metadata.tensors}, [paths[fqn] for fqn in metadata.objects])
+    where = places({fqn: paths[fqn] for fqn in metadata.tensors}, objects)
     for fqn, tensor in metadata.tensors.items():
         state, name = where.at[fqn]
         param = consolidated(fqn, tensor)

@@ -6,7 +6,7 @@ A path is the keys that lead to something stored. The rules, in order:
    A state of it lies at `state`, a parameter's name, the state's name. Or that is one flattened key,
    `state.layers.0.weight.exp_avg` (`flatten_optimizer_state_dict` of `torch.distributed.checkpoint.state_dict`),
    where the longest name that is a parameter's counts. A number is no name: it is a place in the optimizer's list of
-   parameters, which is nowhere stored.
+   parameters, which is stored only if the optimizer was given names (`param_names` of its groups).
 2. The model is the dict outside the optimizers in which most of their states find a parameter's name. Of several (a
    second copy of the weights, such as an average) it is the one under a usual word for a model: `model`, `module`, ...
 3. Where no state names a parameter, it is the one dict under such a word; else the outermost dict, if tensors lie in
@@ -19,9 +19,11 @@ A path is the keys that lead to something stored. The rules, in order:
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 Steps = tuple[str | int, ...]
@@ -49,18 +51,21 @@ class _State:
     readings: tuple[tuple[str, str], ...]
 
 
-def places(tensors: Mapping[str, Steps], objects: Iterable[Steps] = ()) -> Places:
-    """The place of each tensor by the path that leads to it; `objects` are the paths of what is no tensor.
+def places(tensors: Mapping[str, Steps], objects: Mapping[Steps, Any] = MappingProxyType({})) -> Places:
+    """The place of each tensor by the path that leads to it; `objects` are what is no tensor, by path.
 
     >>> tensors = {"model.w": ("model", "w"), "optim.state.w.step": ("optim", "state", "w", "step"), "lr": ("lr",)}
-    >>> places(tensors, [("optim", "param_groups", 0, "lr")]).at
+    >>> places(tensors, {("optim", "param_groups", 0, "lr"): 0.1}).at
     {'model.w': ('param', 'w'), 'optim.state.w.step': ('step', 'w'), 'lr': ('other', 'lr')}
     """
     found = Places()
     optimizers = _optimizers([*tensors.values(), *objects])
+    named = dict(_named(objects))
     states: dict[str, _State] = {}
     outside: dict[str, Steps] = {}
-    for name, path in tensors.items():
+    for name, stored in tensors.items():
+        number = next((stored[:i] for i in range(len(stored)) if stored[:i] in named), ())
+        path = named.get(number, ()) + stored[len(number) :]
         optimizer = next((path[:i] for i in range(len(path)) if path[:i] in optimizers), None)
         if optimizer is None:
             outside[name] = path
@@ -90,20 +95,39 @@ def hyperparameters(objects: Mapping[Steps, Any]) -> Iterator[tuple[str, Mapping
     >>> dict(hyperparameters({(*group, "params"): ["a", "b"], (*group, "lr"): 0.1}))
     {'a': {'params': ['a', 'b'], 'lr': 0.1}, 'b': {'params': ['a', 'b'], 'lr': 0.1}}
     """
-    groups: dict[Steps, dict[str, Any]] = defaultdict(dict)
     for path, value in objects.items():
-        match path:
-            case (*outer, "param_groups", int(number), str(key)):
-                groups[(*outer, number)][key] = value
-            case (*outer, "param_groups", int(number), str(key), int()):  # an item of a list, which come in order
-                groups[(*outer, number)].setdefault(key, []).append(value)
-            case (*_, str(flat)) if flat.startswith("param_groups."):
-                name, _, key = flat.removeprefix("param_groups.").rpartition(".")
-                yield name, {key: value}
-    for group in groups.values():
+        if path and isinstance(path[-1], str) and path[-1].startswith("param_groups."):
+            name, _, key = path[-1].removeprefix("param_groups.").rpartition(".")
+            yield name, {key: value}
+    for group in itertools.chain.from_iterable(_groups(objects).values()):
         for name in group.get("param_names", group.get("params")) or ():
             if isinstance(name, str) and not name.isdigit():
                 yield name, group
+
+
+def _groups(objects: Mapping[Steps, Any]) -> dict[Steps, list[dict[str, Any]]]:
+    """The `param_groups` of each optimizer, of the objects that lie in them, by path."""
+    found: dict[Steps, dict[int, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
+    for path, value in objects.items():
+        match path:
+            case (*optimizer, "param_groups", int(number), str(key)):
+                found[tuple(optimizer)][number][key] = value
+            case (*optimizer, "param_groups", int(number), str(key), int()):  # an item of a list, which come in order
+                found[tuple(optimizer)][number].setdefault(key, []).append(value)
+    return {optimizer: list(groups.values()) for optimizer, groups in found.items()}
+
+
+def _named(objects: Mapping[Steps, Any]) -> Iterator[tuple[Steps, Steps]]:
+    """For each optimizer whose groups have names: where the states of a number are, and where they are by name."""
+    for optimizer, groups in _groups(objects).items():
+        ids, called = ([group.get(key, []) for group in groups] for key in ("params", "param_names"))
+        if all(isinstance(each, list) for each in ids + called) and [*map(len, ids)] == [*map(len, called)]:
+            numbers, names = [*itertools.chain(*ids)], [*itertools.chain(*called)]
+            typed = all(type(n) is int for n in numbers) and all(isinstance(name, str) for name in names)
+            if typed and len(set(numbers)) == len(set(names)) == len(names):
+                for number, name in zip(numbers, names, strict=True):
+                    for step in (number, str(number)):  # as pickled, and as DCP's planner writes a key in a path
+                        yield (*optimizer, "state", step), (*optimizer, "state", name)
 
 
 def _optimizers(paths: Iterable[Steps]) -> set[Steps]:

@@ -85,7 +85,6 @@ def _tensors(found: Import, files: Mapping[str, TorchFile], options: Options) ->
     paths: dict[str, Steps] = {}
     objects: dict[Steps, object] = {}
     for name, file in files.items():
-        named = dict(_named(file.tree, ()))
         for path, node in _leaves(file.tree, ()):
             if not isinstance(node, StoredTensor):
                 objects[path] = node
@@ -94,11 +93,10 @@ def _tensors(found: Import, files: Mapping[str, TorchFile], options: Options) ->
             if label in stored:
                 raise FormatError(f"{file.path}: {label!r} would be two tensors, of which one is {stored[label][0]}")
             stored[label] = f"{name}:{node.key}", node
-            number = next((path[:i] for i in range(len(path)) if path[:i] in named), ())
-            paths[label] = named.get(number, ()) + path[len(number) :] or (0,)
+            paths[label] = path or (0,)
             if node.attributes:
                 found.extra(name, f"attributes of {label}", node.attributes)
-    where = places(paths, [*objects])
+    where = places(paths, objects)
     for name, settings in hyperparameters(objects) if not options.weights_only else ():
         found.hyperparameters(name, settings)
     for label, (key, tensor) in stored.items():
@@ -157,25 +155,3 @@ def _rest(node: object) -> object:
     if isinstance(node, dict):
         return {step: value for step, value in rest if value is not _GONE}
     return [value for _, value in rest] if isinstance(node, list) else tuple(value for _, value in rest)
-
-
-def _named(node: object, path: Steps) -> Iterator[tuple[Steps, Steps]]:
-    """For each optimizer whose groups have names: where the states of a number are, and where they are by name."""
-    match node:
-        case {"state": dict(), "param_groups": list(groups)}:
-            numbers: list[Any] = []
-            names: list[Any] = []
-            for group in groups:
-                match group:
-                    case {"params": list(ids), "param_names": list(called)} if len(ids) == len(called):
-                        numbers += ids
-                        names += called
-                    case _:
-                        return
-            typed = all(type(n) is int for n in numbers) and all(isinstance(name, str) for name in names)
-            if typed and len(set(numbers)) == len(set(names)) == len(names):
-                for number, name in zip(numbers, names, strict=True):
-                    yield (*path, "state", number), (*path, "state", name)
-        case _:
-            for step, value in _entries(node) or ():
-                yield from _named(value, (*path, step))

@@ -306,7 +306,7 @@ def test_objects_that_ask_for_code_or_are_made_of_data_are_left_out_and_noted(wr
     monkeypatch.setattr(extras, "MAX_EXTRA_BYTES", 399)
     checkpoint = ucp.open(writer.finish())
     assert checkpoint.extras == {"__0_0.distcp": {"lr": {"lr": 0.5}}}
-    _, hook, data = checkpoint.notes
+    hook, data, _ = checkpoint.notes
     assert "run was left out" in hook
     assert "os.system" in hook
     assert "buffer in __1_0.distcp was left out: an object with 400 bytes of tensors" in data

@@ -9,7 +9,7 @@ PARTS = st.sampled_from(("a", "b", "state", "model", "0", "layers", "weight"))
 NAMES = st.lists(PARTS, min_size=1, max_size=3).map(".".join)
 # A parameter's name is not a number alone: those are the ids that an optimizer's own state_dict() has.
 PARAMS = st.sets(NAMES.filter(lambda name: not name.isdigit()), min_size=1, max_size=6)
-GROUPS = [(optimizer, "param_groups", 0, "lr") for optimizer in ("optim", "first", "second")]
+GROUPS = {(optimizer, "param_groups", 0, "lr"): 0.1 for optimizer in ("optim", "first", "second")}
 STATES = st.sets(st.sampled_from(("exp_avg", "exp_avg_sq", "step")), min_size=1)
 
 
@@ -41,7 +41,7 @@ def test_a_state_that_names_no_parameter_keeps_its_optimizer_whole_and_says_so(p
         for state in states:
             path = ("optim", joined("state", param, state)) if flat else ("optim", "state", param, state)
             want[path] = "other", joined(*path)
-    found = places({joined(*path): path for path in want}, [("optim", "param_groups", 0, "lr")])
+    found = places({joined(*path): path for path in want}, {("optim", "param_groups", 0, "lr"): 0.1})
     assert found.at == {joined(*path): place for path, place in want.items()}
     (note,) = found.notes
     assert f"{len(states)} name no parameter of the model, the first optim.state.gone." in note
@@ -52,6 +52,24 @@ def test_numbers_are_ids_and_no_names_even_of_a_model_whose_names_are_numbers():
     found = places(paths, GROUPS)
     assert found.at == {"model.0": ("param", "0"), "optim.state.0.step": ("other", "optim.state.0.step")}
     assert "they go by numbers" in found.notes[0]
+
+
+@given(PARAMS, st.data(), st.booleans(), st.booleans())
+def test_numbers_are_those_that_the_groups_give_names_however_lists_and_keys_are_kept(params, data, text, items):
+    order = data.draw(st.permutations(sorted(params)))
+    numbers = data.draw(st.permutations(range(len(order))))
+    cut = data.draw(st.integers(0, len(order)))
+    objects = {}
+    for group, part in enumerate((slice(cut), slice(cut, None))):
+        for key, values in (("params", numbers[part]), ("param_names", order[part])):
+            path = ("optim", "param_groups", group, key)
+            objects |= {(*path, i): value for i, value in enumerate(values)} if items else {path: values}
+    want = {("model", name): ("param", name) for name in params}
+    for number, name in zip(numbers, order, strict=True):
+        want["optim", "state", str(number) if text else number, "step"] = "step", name
+    found = places({joined(*path): path for path in want}, objects)
+    assert found.at == {joined(*path): place for path, place in want.items()}
+    assert found.notes == []
 
 
 def test_two_optimizers_of_one_model_share_it_but_not_a_state():
