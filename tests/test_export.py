@@ -169,6 +169,24 @@ def test_the_objects_of_a_dcp_checkpoint_come_back_under_their_names(tmp_path):
     assert any("left out" in note for note in with_objects(objects).plan_export("safetensors").notes)
 
 
+def test_groups_that_had_numbers_list_names_as_the_states_do(tmp_path):
+    source = ucp.open(DATA / "torch" / "dcp_named_optimizer" / "ckpt")
+    exported = source.export(tmp_path / "out", "dcp")
+    assert differences(source, exported) == []
+    assert exported.groups == source.groups
+    numbers, names = ({k: v for f in c.extras.values() for k, v in f.items()} for c in (source, exported))
+    for i, (had, have) in enumerate((([0, 1], ["1.weight", "1.bias"]), ([2, 3], ["0.weight", "0.bias"]))):
+        key = f"optimizer.param_groups.{i}.params"
+        assert (numbers.pop(key), names.pop(key)) == (had, have)
+    assert names == numbers
+
+
+def test_states_that_stay_by_number_keep_the_numbers_of_their_groups(tmp_path):
+    objects = {"optimizer.param_groups.0.params": [0], "optimizer.param_groups.0.param_names": ["w"]}
+    exported = with_objects(objects).export(tmp_path / "out", "dcp")
+    assert exported.extras == {"__0_0.distcp": objects}
+
+
 def test_tensors_beside_a_model_stay_beside_it(tmp_path):
     source = memory({"other": {"data.seen": np.arange(3), "rng.cpu.state": np.arange(4)}})
     assert differences(source, source.export(tmp_path / "out", "dcp")) == []

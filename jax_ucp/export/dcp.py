@@ -30,7 +30,7 @@ _CONTIGUOUS = Call(Global(f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"), (0,))
 Steps = tuple[str | int, ...]
 
 
-def dcp_files(found: Parameters, objects: Mapping[Steps, Any]) -> list[File]:
+def dcp_files(found: Parameters, objects: dict[Steps, Any]) -> list[File]:
     """The files of a checkpoint with parameters, buffers, optimizer states, other tensors, and `objects` by path.
 
     Raises UnsupportedLeaf for dtypes that torch lacks, TreeMismatch where two tensors would have one name.
@@ -39,13 +39,24 @@ def dcp_files(found: Parameters, objects: Mapping[Steps, Any]) -> list[File]:
     for name, states in found.states.items():
         items += [((OPTIMIZER, "state", name, state), t) for state, t in states.items() if state != "param"]
     items += [(_steps(name), tensor) for name, tensor in found.other.items()]
-    items += objects.items()
     trained = [name for name, states in found.states.items() if states.keys() - {"param"}]
+    items += (objects | _named_groups(objects, trained)).items()
     if trained and not any(path[:2] == (OPTIMIZER, "param_groups") for path in objects):
         # What has no groups is no optimizer to a reader; hyperparameters are for whoever resumes to say.
         items.append(((OPTIMIZER, "param_groups", 0, "params"), trained))
     _check(items)
     return _files(dict(items))
+
+
+def _named_groups(objects: Mapping[Steps, Any], trained: Sequence[str]) -> dict[Steps, list[str]]:
+    """The names that take the place of numbers in groups that have both, as the states here go by name."""
+    found = {
+        (*path[:-1], "params"): names
+        for path, names in objects.items()
+        if path[:2] == (OPTIMIZER, "param_groups") and path[-1] == "param_names" and isinstance(names, list)
+    }
+    named = {name for names in found.values() for name in names if isinstance(name, str)}
+    return found if named & {*trained} else {}
 
 
 def objects(extras: Mapping[str, Mapping[str, Any]]) -> dict[Steps, Any]:
