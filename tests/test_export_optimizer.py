@@ -27,7 +27,7 @@ from helpers import MemoryStore, contents_of
 from jax_ucp.errors import CorruptData, FormatError, TreeMismatch, UnsupportedLeaf
 from jax_ucp.layout.box import Box
 from jax_ucp.storage.consolidated import same_bits
-from resume_deepspeed import optimizer_of, rows_of
+from resume_deepspeed import optimizer_of, rows_of, schedule_of, trained_in
 from test_cli import run
 
 DATA = Path(__file__).parent / "data"
@@ -118,8 +118,10 @@ def test_a_run_of_deepspeed_comes_back_out_of_jax(case, tmp_path):
     about = json.loads((DATA / "deepspeed" / case / "case.json").read_text())
     source, sizes = ucp.open(DATA / "deepspeed" / case), rows_of(about["model"])
     rules = ucp.Mapping.load("deepspeed-gpt-to-reference")
-    tx, step = optimizer_of(about), None if "sgd" not in case else about["steps_before"]
-    stored = saved(run_of(source.map(rules, sizes=sizes), tx, MESH, step=step), tmp_path / "run")
+    mapped = source.map(rules, sizes=sizes)
+    step, rate = schedule_of(mapped)
+    tx = optimizer_of(about, rate, trained_in(mapped))
+    stored = saved(run_of(mapped, tx, MESH, step=step), tmp_path / "run")
     back = stored.torch_states(tx)
     assert account_is_whole(stored, back)
     assert [fault for _, fault in back.verify() if fault] == []
