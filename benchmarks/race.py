@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("jax", "jaxlib", "orbax-checkpoint", "tensorstore", "numpy", "safetensors")
+
+_libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ def race(contestants: Sequence[Contestant], runs: int) -> dict[str, list[Sample]
     for turn in range(runs + 1):
         for contestant in contestants:
             prepared = contestant.prepare()
-            gc.collect()
+            _settle()
             wall, cpu = time.perf_counter(), time.process_time()
             result = contestant.run(prepared)
             sample = Sample(time.perf_counter() - wall, time.process_time() - cpu)
@@ -73,6 +76,14 @@ def race(contestants: Sequence[Contestant], runs: int) -> dict[str, list[Sample]
             if turn:
                 found[contestant.name].append(sample)
     return found
+
+
+def _settle() -> None:
+    """Nothing that a contestant left, memory freed but kept or files not yet on the disk, burdens the next."""
+    gc.collect()
+    if hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(0)
+    os.sync()
 
 
 def compared(title: str, samples: Mapping[str, Sequence[Sample]], ours: str, notes: Sequence[str] = ()) -> Table:
