@@ -14,6 +14,8 @@ BENCHMARKS = {
     "elastic": "benchmarks.elastic",
     "small": "benchmarks.small",
     "import": "benchmarks.importing",
+    "memory": "benchmarks.memory",
+    "processes": "benchmarks.processes",
     "plan": "benchmarks.plan",
 }
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,10 +12,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from benchmarks.group import Group
 from benchmarks.limit import copy_in, copy_out, write_flat
-from benchmarks.peers import OURS, fresh, peers, ready
-from benchmarks.race import Contestant, Options, Table, compared, race
-from benchmarks.torch_peer import Group, group
+from benchmarks.peers import OURS, Begin, fresh, peers, ready
+from benchmarks.race import Contestant, Options, Sample, Table, compared, race
+from benchmarks.torch_peer import group
 
 ARRAYS = 64
 ROWS, COLUMNS = PartitionSpec("x", None), PartitionSpec(None, "x")
@@ -73,6 +75,7 @@ def compete(
             )
         contestants += [torch_save(threads) for threads in (1, 2) if groups]
         yield compared(f"Save: {title}", race(contestants, options.runs), OURS)
+        yield compared(f"Blocked by an asynchronous save: {title}", _blocked(tree, options), OURS)
         yield Table(f"On disk: {title}", {name: _on_disk(path, nbytes) for name, path in paths.items()})
 
         write_flat(flat, nbytes)
@@ -95,6 +98,30 @@ def compete(
                 )
             samples = race(contestants, options.runs)
             yield compared(f"Restore onto {name}, {devices} devices by {spec}: {title}", samples, OURS)
+
+
+def _blocked(tree: Mapping[str, jax.Array], options: Options) -> dict[str, list[Sample]]:
+    """How long the caller of an asynchronous save waits until it may change the arrays."""
+
+    def begun(begin: Begin) -> Callable[[Path], Sample]:
+        def run(path: Path) -> Sample:
+            wall, cpu = time.perf_counter(), time.process_time()
+            wait = begin(path, tree)
+            sample = Sample(time.perf_counter() - wall, time.process_time() - cpu)
+            wait()
+            return sample
+
+        return run
+
+    def copy_alone(_: Path) -> object:
+        return [np.asarray(shard.data) for array in tree.values() for shard in array.addressable_shards]
+
+    path = options.work / "async"
+    contestants = [Contestant("limit: device to host, which on CPU is no copy", copy_alone)]
+    contestants += [Contestant(p.name, begun(p.begin), lambda: fresh(path)) for p in peers() if p.begin]
+    samples = race(contestants, options.runs)
+    fresh(path)
+    return samples
 
 
 def _sharding(devices: int, spec: PartitionSpec) -> NamedSharding:

@@ -18,21 +18,26 @@ import jax_ucp as ucp
 
 OURS = "jax_ucp"
 Tree = Mapping[str, Any]
+Begin = Callable[[Path, Tree], Callable[[], object]]
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A way to save a flat tree of arrays to a path, and to restore it onto the shardings of a target."""
+    """A way to save a flat tree of arrays to a path, and to restore it onto the shardings of a target.
+
+    `begin` is its asynchronous save, where it has one: it gives what waits for the end.
+    """
 
     name: str
     save: Callable[[Path, Tree], object]
     restore: Callable[[Path, Tree], Any]
+    begin: Begin | None = None
 
 
 def peers() -> list[Peer]:
     """Ours first, then every peer that is installed."""
     found = [
-        Peer(OURS, _save_ours, lambda path, target: ucp.open(path).restore(target)),
+        Peer(OURS, _save_ours, lambda path, target: ucp.open(path).restore(target), _begin_ours),
         _orbax_v0("Orbax v0, default"),
         _orbax_v0("Orbax v0, no compression", use_compression=False),
         _orbax_v0("Orbax v0, no compression, no OCDBT", use_compression=False, use_ocdbt=False),
@@ -62,6 +67,12 @@ def _save_ours(path: Path, tree: Tree) -> None:
         checkpointer.save(path, args=ucp.args.Save(dict(tree)))
 
 
+def _begin_ours(path: Path, tree: Tree) -> Callable[[], object]:
+    checkpointer = ocp.AsyncCheckpointer(ucp.CheckpointHandler())
+    checkpointer.save(path, args=ucp.args.Save(dict(tree)))
+    return checkpointer.close
+
+
 def _orbax_v0(name: str, **options: Any) -> Peer:
     def save(path: Path, tree: Tree) -> None:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as checkpointer:
@@ -72,7 +83,12 @@ def _orbax_v0(name: str, **options: Any) -> Peer:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as checkpointer:
             return checkpointer.restore(path, args=args)
 
-    return Peer(name, save, restore)
+    def begin(path: Path, tree: Tree) -> Callable[[], object]:
+        checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(**options))
+        checkpointer.save(path, args=ocp.args.PyTreeSave(dict(tree)))
+        return checkpointer.close
+
+    return Peer(name, save, restore, begin)
 
 
 def _orbax_v1(name: str, **saving: Any) -> Peer:
@@ -82,7 +98,11 @@ def _orbax_v1(name: str, **saving: Any) -> Peer:
         with v1.Context(array_options=options):
             v1.save(path, dict(tree))
 
-    return Peer(name, save, lambda path, target: v1.load(path, dict(target)))
+    def begin(path: Path, tree: Tree) -> Callable[[], object]:
+        with v1.Context(array_options=options):
+            return v1.save_async(path, dict(tree)).result
+
+    return Peer(name, save, lambda path, target: v1.load(path, dict(target)), begin)
 
 
 def _save_safetensors(path: Path, tree: Tree) -> None:

@@ -10,12 +10,15 @@ from collections.abc import Iterator
 from benchmarks.race import Options, Table
 from jax_ucp.metadata import Axes
 from jax_ucp.sharding.fit import fit_spec
-from jax_ucp.sharding.reads import planned_chunks, planned_reads
+from jax_ucp.sharding.reads import HostMesh, Stored, planned_chunks, planned_reads
 
 STATES, ITEMSIZE = 3, 4  # the parameter and Adam's two moments, in fp32
 LAYERS, EXPERTS, EMBED, HIDDEN, HEADS, VOCAB = 96, 384, 6144, 1536, 8192, 131_072
-MESHES = {4096: {"data": 64, "fsdp": 8, "model": 8}, 16_384: {"data": 128, "fsdp": 16, "model": 8}}
 DEVICES_PER_HOST = 8
+MESHES = {
+    devices: HostMesh.of({"data": data, "fsdp": fsdp, "model": 8}, devices // DEVICES_PER_HOST)
+    for devices, data, fsdp in ((4096, 64, 8), (16_384, 128, 16))
+}
 
 
 def parameters() -> Iterator[tuple[tuple[int, ...], tuple[Axes, ...]]]:
@@ -37,11 +40,11 @@ def run(options: Options) -> Iterator[Table]:
         begun, cpu = time.perf_counter(), time.process_time()
         arrays, elements = [], 0
         for shape, spec in parameters():
-            parts = fit_spec(spec, shape, MESHES[source]).spec
-            chunks = planned_chunks(shape, ITEMSIZE, parts, tuple(MESHES[source].items()), DEVICES_PER_HOST)
-            arrays += [(shape, ITEMSIZE, chunks, fit_spec(spec, shape, MESHES[target]).spec)] * STATES
+            parts = fit_spec(spec, shape, MESHES[source].sizes).spec
+            chunks = planned_chunks(shape, ITEMSIZE, parts, MESHES[source])
+            arrays += [Stored(shape, ITEMSIZE, chunks, fit_spec(spec, shape, MESHES[target].sizes).spec)] * STATES
             elements += math.prod(shape)
-        reads = planned_reads(arrays, MESHES[target], DEVICES_PER_HOST)
+        reads = planned_reads(arrays, MESHES[target])
         rows[f"{source:,} to {target:,} devices"] = {
             "parameters": f"{elements / 1e12:.2f}e12",
             "arrays": len(arrays),

@@ -76,9 +76,8 @@ def resumed(mapped: ucp.Checkpoint, about: Mapping[str, Any], mesh: Mesh) -> tup
     graph, variables = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
     target = sharded(nnx.to_pure_dict(variables), mesh)
     params = mapped.restore({"param": target}, partial=True, cast=True)["param"]
-    trained = {name for name, param in mapped.params.items() if {"exp_avg", "momentum_buffer"} & set(param.states)}
     step, schedule = schedule_of(mapped)
-    tx = optimizer_of(about, schedule, trained)
+    tx = optimizer_of(about, schedule, trained_in(mapped))
     plan = mapped.plan_optimizer(tx, target, step=step)
     balance = 0.01 if about["model"]["kind"] == "gpt" else 0.0
     return Run(graph, tx, params, plan.restore(cast=True), balance), plan.report()
@@ -137,6 +136,12 @@ def rows_of(model: Mapping[str, Any]) -> dict[str, int]:
     if model["qkv"] == "interleaved":
         return {"group": model["heads"]}
     return {"group": 1, "q": model["heads"], "k": model["kv_heads"], "v": model["kv_heads"]}
+
+
+def trained_in(checkpoint: ucp.Checkpoint) -> set[str]:
+    """The parameters that have a moment; the others are frozen."""
+    moments = {"exp_avg", "momentum_buffer"}
+    return {name for name, param in checkpoint.params.items() if moments & set(param.states)}
 
 
 def optimizer_of(about: Mapping[str, Any], rate: optax.Schedule, trained: set[str]) -> optax.GradientTransformation:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.export import MAX_SHARD_BYTES, ExportFormat, ExportPlan, plan_export, run_export
 from jax_ucp.formats import open_contents
 from jax_ucp.formats.options import Options
@@ -29,11 +31,12 @@ from jax_ucp.storage.source import ArrayInfo
 
 if TYPE_CHECKING:
     import optax
-    from jax.sharding import Mesh
+    from jax.sharding import AbstractMesh, Mesh
     from jax.typing import DTypeLike
 
     from jax_ucp.optimizers import OptimizerPlan
     from jax_ucp.sharding.fit import Rule
+    from jax_ucp.sharding.reads import HostReads
     from jax_ucp.sharding.restore import RestorePlan
 
 
@@ -110,9 +113,26 @@ class Checkpoint:
     def __init__(self, contents: Contents):
         self._contents = contents
 
+    @classmethod
+    def of(cls, tree: Any) -> Checkpoint:
+        """A pytree in memory as a checkpoint: to be exported, mapped or saved without having been saved before.
+
+        The arrays are copied to host memory. Raises UnsupportedLeaf for a leaf that could not be saved, and where
+        there are several processes, none of which has it all.
+        """
+        import jax
+
+        from jax_ucp.sharding.save import describe, take_snapshot
+
+        if jax.process_count() > 1:
+            raise UnsupportedLeaf("the tree is in the memory of several processes; save it, and open what was saved")
+        snapshot = take_snapshot(describe(tree))
+        taken = {"format": "memory", "taken": time.time_ns()}  # no stopped copy of another tree is taken up for this
+        return cls(Contents("memory", "a tree in memory", snapshot.leaves, snapshot, source=taken))
+
     @property
     def format(self) -> str:
-        """Which format it has: `universal`, `orbax`, `deepspeed`."""
+        """Which format it has: `universal`, `orbax`, `deepspeed`; `memory` of a tree."""
         return self._contents.format
 
     @property
@@ -264,18 +284,81 @@ class Checkpoint:
 
         return plan_optimizer(self._contents, tx, params, step, check_decay)
 
-    def plan_save(self, budget_bytes: int = DEFAULT_BUDGET) -> CopyPlan:
-        """What `save` would write, and the memory it would take."""
-        return plan_copy(self._contents, budget_bytes)
+    def torch_states(
+        self,
+        tx: optax.GradientTransformation,
+        model: Any = None,
+        *,
+        params: str = "params",
+        opt_state: str = "opt_state",
+        step: int | None = None,
+        step_dtype: DTypeLike | None = None,
+    ) -> Checkpoint:
+        """The checkpoint of a JAX training run as a torch trainer would have it: the way back of `plan_optimizer`.
+
+        The state of the optax optimizer `tx`, which is at the label `opt_state`, becomes `exp_avg`, `exp_avg_sq`,
+        `step`, `momentum_buffer` of the parameters at `params`, found by type. The result has the tree
+        `{state: {parameter: array}}`, to be mapped by the inverse of a mapping, and exported. Only single numbers are
+        read: schedules' counts and hyperparameters are extras. Of anything else its account says why it is left.
+
+        `model` is the tree that `tx.init` was given, of arrays or ShapeDtypeStructs; without it nested dicts and lists
+        of what is stored, which will do unless a mask of `tx` is a tree of another kind. `step_dtype` is that of
+        `step`, int32 for an optimizer of DeepSpeed that counts in ints; unsaid, float32, and int32 for Lion. `step` is
+        the number of updates done, for a run in which schedules count otherwise.
+
+        Raises TreeMismatch with everything that is not of this optimizer, that torch has no equal of, or that
+        counts otherwise: a type of state that is not known, gradients being gathered, a leaf too many or too few.
+        """
+        from jax_ucp.optimizers import torch_states
+
+        said = {"params": params, "opt_state": opt_state, "step": step, "step_dtype": step_dtype}
+        return Checkpoint(torch_states(self._contents, tx, model, **said))
+
+    def plan_reads(
+        self, mesh: Mesh | AbstractMesh | Mapping[str, int], *, rules: Sequence[Rule] = (), hosts: int = 1
+    ) -> HostReads:
+        """What each of `hosts` processes would read in `restore(mesh=mesh, rules=rules)`, if each has a chunk once.
+
+        `mesh` may be axis sizes by name: no devices are needed. Its devices are shared out evenly and in order.
+
+        Raises ValueError where they cannot be.
+        """
+        from jax_ucp.sharding.reads import HostMesh, checkpoint_reads
+
+        return checkpoint_reads(self._contents, HostMesh.of(mesh, hosts), rules)
+
+    def plan_save(
+        self,
+        budget_bytes: int = DEFAULT_BUDGET,
+        *,
+        mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
+        rules: Sequence[Rule] = (),
+        hosts: int = 1,
+    ) -> CopyPlan:
+        """What `save` with the same arguments would write, and the memory it would take."""
+        if mesh is None:
+            if rules or hosts != 1:
+                raise ValueError("rules and hosts say what lies where on a mesh: give mesh= too")
+            return plan_copy(self._contents, budget_bytes)
+        from jax_ucp.sharding.reads import HostMesh, mesh_cells
+
+        return plan_copy(self._contents, budget_bytes, mesh_cells(self.leaves, HostMesh.of(mesh, hosts), rules))
 
     def save(
         self,
         path: str | os.PathLike[str],
         *,
+        mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
+        rules: Sequence[Rule] = (),
+        hosts: int = 1,
         budget_bytes: int = DEFAULT_BUDGET,
         done: Callable[[Block], None] = lambda block: None,
     ) -> Checkpoint:
         """Write the checkpoint to `path` in the universal format, and open it there.
+
+        With `mesh`, or the sizes of its axes by name, chunks are those that a save from it would write, its arrays
+        placed by their saved specs and `rules`, its devices shared out evenly to `hosts`: a restore onto it then reads
+        the bytes it needs and no others. Any other mesh reads the checkpoint too.
 
         At most about `budget_bytes` of blocks are in memory at once; `done` hears of each block on disk. What
         is stored twice is compared first. Stopped at any moment it leaves no checkpoint at `path`, and the
@@ -283,7 +366,8 @@ class Checkpoint:
 
         Raises FileExistsError if `path` is in use, CorruptData if the source contradicts itself.
         """
-        copy(self._contents, plan_copy(self._contents, budget_bytes), Path(path), done)
+        plan = self.plan_save(budget_bytes, mesh=mesh, rules=rules, hosts=hosts)
+        copy(self._contents, plan, Path(path), done)
         return open(path)
 
     def plan_export(

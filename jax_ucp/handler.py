@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -21,6 +22,7 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from jax_ucp.checkpoint import open
 from jax_ucp.sharding.fit import Rule
+from jax_ucp.sharding.restore import has_x64
 from jax_ucp.sharding.save import Description, Snapshot, commit_snapshot, describe, take_snapshot, write_snapshot
 from jax_ucp.storage.budget import DEFAULT_BUDGET
 from jax_ucp.storage.directory import Directory
@@ -131,7 +133,13 @@ class CheckpointableHandler(v1.CheckpointableHandler[Save, Restore]):
         await v1.multihost.sync_global_processes("committed", operation_id=save)
 
     async def load(self, directory: os.PathLike[str], abstract_checkpointable: Restore | None = None) -> Awaitable[Any]:
-        return asyncio.to_thread(_restore, directory, abstract_checkpointable or Restore(), DEFAULT_BUDGET)
+        x64 = has_x64()
+
+        def restore() -> Any:
+            with jax.enable_x64(x64):
+                return _restore(directory, abstract_checkpointable or Restore(), DEFAULT_BUDGET)
+
+        return asyncio.to_thread(restore)
 
     async def metadata(self, directory: os.PathLike[str]) -> Restore:
         """A target: the tree with a `jax.ShapeDtypeStruct` for every array."""

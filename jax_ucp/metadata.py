@@ -10,7 +10,7 @@ import re
 import urllib.parse
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -98,24 +98,26 @@ class Group:
     settings: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredArray:
+class StoredArray(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the array of one leaf lies on disk: its chunks, and a digest of each outer chunk in row-major order.
 
     A digest is the xxh3_64 of the chunk's elements inside the array, row-major and little-endian, in hex.
+    `places` has for each outer chunk of a packed array the number of its pack and the offset in it; a chunk of any
+    other array is a file.
     """
 
     outer: Shape
     inner: Shape
     digests: tuple[str, ...]
+    places: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """The content of `ucp.json`.
+    """What `ucp.json` says.
 
     `files` maps every other file that is not array data to the digest of its bytes; `source` says what
-    the checkpoint was imported from; `digest` is that of this file with `digest` left empty.
+    the checkpoint was imported from.
     """
 
     leaves: tuple[Leaf, ...]
@@ -129,9 +131,56 @@ class Metadata:
     digest: str = ""
 
 
+class _FileLeaf(msgspec.Struct, omit_defaults=True):
+    """A leaf in `ucp.json`: a key that is a string of a dict is that string, `sharding` a place in `shardings`."""
+
+    path: tuple[str | Key, ...]
+    name: str
+    kind: LeafKind
+    shape: Shape = ()
+    dtype: str = ""
+    value: Any = None
+    key_impl: str = ""
+    sharding: int | None = None
+    axes: tuple[Axes, ...] | None = None
+
+
+class _File(msgspec.Struct):
+    """The content of `ucp.json`. What thousands of leaves have in common, their sharding, is there once.
+
+    `digest` is that of the file with `digest` left empty.
+    """
+
+    leaves: list[_FileLeaf]
+    shardings: list[SavedSharding]
+    arrays: dict[str, StoredArray]
+    files: dict[str, str]
+    source: dict[str, Any]
+    extras: dict[str, Any]
+    groups: tuple[Group, ...]
+    format: Literal["jax-ucp"] = "jax-ucp"
+    version: int = VERSION
+    digest: str = ""
+
+
+class _Version(msgspec.Struct):
+    version: Any = None
+
+
 def encode(metadata: Metadata) -> bytes:
     """The bytes of `ucp.json`."""
-    bare = msgspec.json.format(msgspec.json.encode(replace(metadata, digest="")), indent=1)
+    shardings: dict[SavedSharding | None, int | None] = {None: None}
+    leaves: list[_FileLeaf] = []
+    for leaf in metadata.leaves:
+        path = tuple(key.name if key.kind == "dict" and isinstance(key.name, str) else key for key in leaf.path)
+        place = shardings.setdefault(leaf.sharding, len(shardings) - 1)
+        leaves.append(
+            _FileLeaf(path, leaf.name, leaf.kind, leaf.shape, leaf.dtype, leaf.value, leaf.key_impl, place, leaf.axes)
+        )
+    distinct = [sharding for sharding in shardings if sharding is not None]
+    bare = msgspec.json.encode(
+        _File(leaves, distinct, metadata.arrays, metadata.files, metadata.source, metadata.extras, metadata.groups)
+    )
     return bare.removesuffix(_seal("")) + _seal(digest(bare))
 
 
@@ -142,17 +191,24 @@ def decode(data: bytes, where: str) -> Metadata:
     of the format wrote them.
     """
     try:
-        version = msgspec.json.decode(data, type=dict[str, Any]).get("version")
+        version = msgspec.json.decode(data, type=_Version).version
         if isinstance(version, int) and version > VERSION:
             raise FormatError(f"{where} has format version {version}; this jax_ucp reads up to {VERSION}. Upgrade it.")
-        metadata = msgspec.json.decode(data, type=Metadata)
+        file = msgspec.json.decode(data, type=_File)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CorruptData(f"{where} is damaged ({error}); restore it from a copy of the checkpoint") from None
     # Of the bytes, not of what they mean: a key that a flipped bit turned into another would just be ignored.
-    seal = _seal(metadata.digest)
-    if not data.endswith(seal) or digest(data.removesuffix(seal) + _seal("")) != metadata.digest:
+    seal = _seal(file.digest)
+    if not data.endswith(seal) or digest(data.removesuffix(seal) + _seal("")) != file.digest:
         raise CorruptData(f"{where} is damaged: its content does not have the digest it records")
-    return metadata
+    leaves: list[Leaf] = []
+    for leaf in file.leaves:
+        path = tuple(Key("dict", key) if isinstance(key, str) else key for key in leaf.path)
+        sharding = None if leaf.sharding is None else file.shardings[leaf.sharding]
+        leaves.append(
+            Leaf(path, leaf.name, leaf.kind, leaf.shape, leaf.dtype, leaf.value, leaf.key_impl, sharding, leaf.axes)
+        )
+    return Metadata(tuple(leaves), file.arrays, file.files, file.source, file.extras, file.groups)
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -225,7 +281,7 @@ def tree_of(leaves: Mapping[Path, Any]) -> Any:
 
 def _seal(recorded: str) -> bytes:
     """How the bytes of `ucp.json` end: with its digest."""
-    return f'"digest": "{recorded}"\n}}'.encode()
+    return f'"digest":"{recorded}"}}'.encode()
 
 
 def _slashes(name: str) -> list[int]:

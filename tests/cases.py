@@ -1,8 +1,7 @@
 """Every checkpoint in tests/data that has a truth, whichever library wrote it, read in every way and compared."""
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,7 +89,7 @@ def outcome(case: Case, mesh: Mesh, folder: Path) -> Outcome:
         converted = checkpoint.save(folder)
     except UCPError as error:
         return Outcome(case.family, refusal=str(error))
-    with every_thread_with_int64():
+    with jax.enable_x64(True):
         found["restored"] = _flat(checkpoint.restore(mesh=mesh, rules=RULES))
         found["converted"] = _flat(converted.restore(mesh=mesh, rules=RULES))
     found["read"] = {leaf.label: checkpoint.read(leaf.label) for leaf in checkpoint.leaves if leaf.has_array}
@@ -103,16 +102,6 @@ def outcome(case: Case, mesh: Mesh, folder: Path) -> Outcome:
     places = [item.where for item in checkpoint.account]
     told = len(set(places)) == len(places) and all(item.reason != "not understood" for item in checkpoint.account)
     return Outcome(checkpoint.format, len(want), same, told)
-
-
-@contextmanager
-def every_thread_with_int64() -> Iterator[None]:
-    """JAX makes int32 of int64 unless told otherwise; `jax.enable_x64` tells one thread, and restoring has many."""
-    jax.config.update("jax_enable_x64", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_x64", False)
 
 
 def _flat(tree: Mapping) -> dict[str, np.ndarray]:

@@ -1,6 +1,7 @@
 """The command line: what it prints, what it exits with, and that it never shows a traceback."""
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -89,11 +90,33 @@ def test_plan_shows_a_mesh_without_having_its_devices():
     assert "given up" in run("plan", CASE, "--mesh", "data=64,model=4")
 
 
+def test_a_conversion_for_a_mesh_is_read_there_without_a_byte_in_vain(tmp_path):
+    want = np.random.default_rng(0).normal(size=(2048, 512)).astype(np.float32)
+    entry = {"dtype": "F32", "shape": want.shape, "data_offsets": [0, want.nbytes]}
+    header = json.dumps({"kernel": entry}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + want.tobytes())
+    mesh = ("--mesh", "data=2,model=32", "--rule", "kernel$=data,model", "--hosts", 32)
+    run("convert", tmp_path / "model.safetensors", tmp_path / "any")
+    text = run("convert", tmp_path / "any", tmp_path / "cut", *mesh, "--rule", "nothing=data")
+    assert "note: the rule 'nothing' matches no leaf" in text
+    np.testing.assert_array_equal(ucp.open(tmp_path / "cut").read("param/kernel"), want)
+    any_, cut = (run_json("plan", tmp_path / name, *mesh)["restore"] for name in ("any", "cut"))
+    assert len(cut["hosts"]) == 32
+    assert {host["needed_bytes"] for host in any_["hosts"]} == {want.nbytes // 32}
+    assert any_["amplification"] > cut["amplification"] == 1.0
+    assert all(host["read_bytes"] == host["needed_bytes"] for host in cut["hosts"])
+    assert any_["balance"] == cut["balance"] == 1.0
+    (planned,) = run_json("plan", tmp_path / "any", tmp_path / "new", *mesh)["leaves"]
+    files = list((tmp_path / "cut" / "param.kernel").glob("c.*"))
+    assert len(files) == want.size // math.prod(planned["outer_chunk"])
+    text = run("plan", tmp_path / "cut", *mesh)
+    assert "all hosts: read / needed 1.000, most / mean 1.000" in text
+    assert "and 16 hosts more" in text
+
+
 def test_a_damaged_checkpoint_fails_verification_with_the_file(converted, tmp_path):
     shutil.copytree(converted, tmp_path / "damaged")
-    file = next((tmp_path / "damaged" / "param.head.bias" / "c").rglob("0"))
-    while file.is_dir():
-        file = file / "0"
+    file = tmp_path / "damaged" / "param.head.bias" / "c.0"
     data = bytearray(file.read_bytes())
     data[10] ^= 1
     file.write_bytes(bytes(data))
@@ -123,6 +146,9 @@ def test_a_path_that_is_nothing_is_refused_without_a_traceback(command, message,
         (("plan", CASE, "--budget", "much"), "'much' is no size"),
         (("plan", CASE, "--mesh", "data:4"), "is no mesh"),
         (("plan", CASE, "--rule", "kernel"), "is no rule"),
+        (("plan", CASE, "--hosts", "2"), "give --mesh too"),
+        (("plan", CASE, "--mesh", "data=4", "--hosts", "3"), "4 devices cannot be shared out evenly to 3 hosts"),
+        (("convert", CASE, "out", "--rule", "kernel=data"), "give --mesh too"),
         (("plan", CASE, "--rule", "(=data"), "is no regular expression"),
         (("convert", CASE), "Missing argument 'TARGET'"),
         (("verify", CASE, "--believe", "me"), "'me' is not one of 'master', 'copy'"),

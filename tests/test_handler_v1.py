@@ -58,3 +58,12 @@ def test_the_metadata_of_an_item_is_a_target_for_it(tmp_path):
     save(tmp_path / "step", False)
     found = v1.checkpointables_metadata(tmp_path / "step").metadata["model"]
     check(v1.load_checkpointables(tmp_path / "step", {"model": ARGS.Restore(found.item, mesh=MESH)})["model"])
+
+
+def test_64_bits_asked_for_in_the_callers_thread_alone_are_loaded(tmp_path):
+    with jax.enable_x64(True):
+        want = {"n": jax.device_put(np.arange(8) + (1 << 40), NamedSharding(MESH, P("data")))}
+        v1.save_checkpointables(tmp_path / "step", {"model": ARGS.Save(want)})
+        found = v1.load_checkpointables(tmp_path / "step", {"model": ARGS.Restore(want)})
+        assert found["model"]["n"].dtype == np.int64
+        assert (found["model"]["n"] == want["n"]).all()

@@ -24,8 +24,7 @@ BELOW = {
     "formats": {"language", "storage", "metadata", "layout", "errors"},
     "sharding": {"storage", "metadata", "layout", "errors"},
     "export": {"storage", "metadata", "layout", "errors"},
-    "weight_decay": {"metadata", "layout", "errors"},
-    "optimizers": {"weight_decay", "sharding", "storage", "metadata", "layout", "errors"},
+    "optimizers": {"sharding", "storage", "metadata", "layout", "errors"},
     "checkpoint": {
         "export",
         "formats",
@@ -112,6 +111,12 @@ def test_importing_the_package_brings_in_neither_torch_nor_anything_slow():
     everything = loaded_after("from jax_ucp import *")
     assert {"jax", "orbax", "tensorstore"} <= everything
     assert "torch" not in everything
+
+
+def test_a_conversion_on_the_command_line_brings_in_no_jax(tmp_path):
+    arguments = ["convert", str(DATA / "deepspeed/tp2_dp2_z3_bf16"), str(tmp_path / "out")]
+    program = f"from jax_ucp.cli.main import main; main({arguments}, standalone_mode=False)"
+    assert not {"torch", "jax", "orbax"} & loaded_after(program)
 
 
 def test_layout_brings_in_neither_jax_nor_numpy():

@@ -1,14 +1,20 @@
-"""Real processes, joined by jax.distributed over loopback: saved by four, restored by four, three, two and one."""
+"""Real processes, joined by jax.distributed over loopback: what some save others restore, and how much they read."""
 
 import json
+import math
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tensorstore as ts
+from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
+from jax_ucp.sharding.fit import fit_spec
+from jax_ucp.storage.zarr import ZarrStore, open_store
 
 WORKER = Path(__file__).parent / "workers" / "distributed.py"
 
@@ -36,18 +42,39 @@ def saved_by_four(tmp_path_factory) -> Path:
     return directory
 
 
-def test_every_chunk_was_written_by_one_process_and_all_by_several(saved_by_four):
-    item = saved_by_four / "0" / "default"
+@pytest.fixture(scope="module")
+def packed_by_four(tmp_path_factory) -> Path:
+    """The same beside so many small arrays that these are packed."""
+    directory = tmp_path_factory.mktemp("packed")
+    run(4, "save_packed", directory)
+    return directory
+
+
+@pytest.mark.parametrize(("saved", "count"), [("saved_by_four", 0), ("packed_by_four", 4)])
+def test_every_chunk_was_written_by_one_process_and_all_by_several(saved, count, request):
+    item = request.getfixturevalue(saved) / "0" / "default"
     checkpoint = ucp.open(item)
     assert [fault for _, fault in checkpoint.verify() if fault] == []
     assert not list(item.glob("ucp.process_*"))
-    stored = sum(file.stat().st_size for file in item.rglob("c/**/*") if file.is_file())
-    assert checkpoint.nbytes <= stored <= checkpoint.nbytes * 1.01
+    packs = sorted(item.glob("ucp.pack_*"))
+    assert len(packs) == count
+    files = [*packs, *(file for file in item.rglob("c*") if (file.parent / "zarr.json").is_file())]
+    assert checkpoint.nbytes <= sum(file.stat().st_size for file in files) <= checkpoint.nbytes * 1.02
 
 
-@pytest.mark.parametrize("processes", [3, 2, 1])
-def test_fewer_processes_restore_what_four_saved(saved_by_four, processes):
-    assert [said["rank"] for said in run(processes, "restore", saved_by_four)] == list(range(processes))
+def test_tensorstore_reads_an_array_whose_chunks_are_in_the_packs_of_several_processes(packed_by_four):
+    item = packed_by_four / "0" / "default"
+    checkpoint = ucp.open(item)
+    assert len({piece.file for piece in checkpoint.where("small0007")}) == 4
+    kvstore = {"driver": "ocdbt", "base": f"file://{item}/", "path": "small0007/"}
+    found = ts.open({"driver": "zarr3", "kvstore": kvstore}).result().read().result()
+    np.testing.assert_array_equal(found, checkpoint.read("small0007"))
+
+
+@pytest.mark.parametrize(("saved", "processes"), [("packed_by_four", 3), ("saved_by_four", 2), ("packed_by_four", 1)])
+def test_fewer_processes_restore_what_four_saved(saved, processes, request):
+    said = run(processes, "restore", request.getfixturevalue(saved))
+    assert [each["rank"] for each in said] == list(range(processes))
 
 
 def test_a_transposed_restore_in_four_processes_reads_each_byte_once_in_all(saved_by_four):
@@ -56,3 +83,78 @@ def test_a_transposed_restore_in_four_processes_reads_each_byte_once_in_all(save
     # `needed` counts each distinct box once for each process that holds it: columns of one array, rows of another,
     # and a replica of a third in each process. Beside the data a read fetches the index of each file it opens.
     assert needed <= read <= needed * 1.02, (read, needed)
+
+
+@pytest.fixture(scope="module")
+def saved_by_two_of_v1(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("two")
+    run(2, "save_v1", directory)
+    return directory
+
+
+def test_what_two_processes_save_by_v1_at_once_and_in_the_background_is_sound_and_the_same(saved_by_two_of_v1):
+    steps = [ucp.open(saved_by_two_of_v1 / step / "model") for step in ("sync", "async")]
+    for step in steps:
+        assert [fault for _, fault in step.verify() if fault] == []
+    assert steps[0].leaves == steps[1].leaves
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_one_process_and_four_load_what_two_saved_by_v1(saved_by_two_of_v1, processes):
+    run(processes, "restore_v1", saved_by_two_of_v1)
+
+
+# Each process has two devices, so these are aligned with 2, 4 and 8 of them, and with none.
+CUTS = {"rows": {"x": 8}, "columns": {"x": 8}, "rows in three": {"x": 3}}
+AXES = {"rows": P("x"), "columns": P(None, "x"), "rows in three": P("x")}
+CHECKS = 6000  # bytes of all checksums and indices
+
+
+@pytest.fixture(scope="module")
+def cut_for_meshes(saved_by_four, tmp_path_factory) -> Path:
+    """The checkpoint of four processes, cut for each of several meshes."""
+    directory = tmp_path_factory.mktemp("cut")
+    for name, mesh in CUTS.items():
+        hosts = max(1, mesh["x"] // 2)
+        ucp.open(saved_by_four / "0" / "default").save(
+            directory / name, mesh=mesh, rules=[("", AXES[name])], hosts=hosts
+        )
+    return directory
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_processes_read_what_the_plan_says_and_of_a_checkpoint_cut_for_their_mesh_what_they_need(
+    cut_for_meshes, processes
+):
+    said = run(processes, "count", cut_for_meshes)
+    amplified = {}
+    for pair in said[0]["read"]:
+        cut, onto = pair.split(" onto ")
+        checkpoint = ucp.open(cut_for_meshes / cut)
+        plan = checkpoint.plan_reads({"x": 2 * processes}, rules=[("", AXES[onto])], hosts=processes)
+        # Beside chunks there are their checksums and indices: less than any chunk is, so none was read in vain.
+        _, store = open_store(cut_for_meshes / cut)
+        beside = [each["read"][pair] - read for each, read in zip(said, plan.read.tolist(), strict=True)]
+        assert all(0 < more < CHECKS for more in beside), (pair, beside)
+        assert (plan.read <= plan.needed + one_chunk_at_each_edge(store, AXES[onto], processes)).all()
+        amplified[pair] = plan.amplification
+    assert amplified["rows onto rows"] == amplified["columns onto columns"] == 1.0
+    assert max(amplified.values()) == amplified["rows in three onto rows"] > (1.0 if processes > 1 else 0)
+
+
+def one_chunk_at_each_edge(store: ZarrStore, spec: P, processes: int) -> int:
+    """Bytes that a process can at most have to read beyond its two boxes of each array, whichever way they lie."""
+    total = 0
+    for name, info in store.arrays().items():
+        fit = fit_spec(spec, info.shape, {"x": 2 * processes}).spec if name.startswith(("big", "odd")) else ()
+        parts = [2 * processes if axis < len(fit) and fit[axis] else 1 for axis in range(len(info.shape))]
+        box = [n // p for n, p in zip(info.shape, parts, strict=True)]
+        most = [min(n, b + 2 * (c - 1)) for n, b, c in zip(info.shape, box, info.chunk or info.shape, strict=True)]
+        total += 2 * (math.prod(most) - math.prod(box)) * info.dtype.itemsize
+    return total
+
+
+def test_processes_without_devices_of_a_mesh_take_part_in_a_restore_onto_it_and_read_nothing(saved_by_four):
+    first, second = run(2, "first", saved_by_four / "0" / "default")
+    assert first["read"] > 4 * 1536 * 768
+    assert second["read"] < 200  # the values of the host program

@@ -71,12 +71,9 @@ def assert_equal_however_read(checkpoint: ucp.Checkpoint, want: Mapping[str, np.
     """Its leaves are just those wanted, bit for bit: as read, as restored on a mesh, and as converted and restored."""
     assert {leaf.label for leaf in checkpoint.leaves} == set(want)
     converted = checkpoint.save(folder / "converted")
-    jax.config.update("jax_enable_x64", True)  # not jax.enable_x64(): restore's threads would not see it
-    try:
+    with jax.enable_x64(True):
         straight = _flat(checkpoint.restore(mesh=MESH, rules=RULES))
         kept = _flat(converted.restore(mesh=MESH, rules=RULES))
-    finally:
-        jax.config.update("jax_enable_x64", False)
     for label, array in want.items():
         assert same_bits(checkpoint.read(label), array), label
         assert same_bits(np.asarray(straight[label]), array), label

@@ -6,12 +6,13 @@ command line is wrong.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -20,13 +21,18 @@ from rich.table import Table
 
 import jax_ucp
 from jax_ucp.cli import report
-from jax_ucp.cli.mapping import mapping_report
+from jax_ucp.cli.mapping import imported, mapping_report
 from jax_ucp.cli.report import Report
-from jax_ucp.errors import UCPError
+from jax_ucp.errors import TreeMismatch, UCPError
 from jax_ucp.export import EXPORT_FORMATS, MAX_SHARD_BYTES, ExportFormat
 from jax_ucp.language.mapping import shipped
-from jax_ucp.sharding.fit import Rule
 from jax_ucp.storage.budget import DEFAULT_BUDGET
+
+if TYPE_CHECKING:
+    from jax_ucp.sharding.fit import Rule
+    from jax_ucp.sharding.reads import HostMesh
+
+HOSTS_SHOWN = 16
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -148,6 +154,17 @@ def _open(path: str, sizes: tuple[tuple[str, int], ...], mapping: str | None = N
     return found.map(rules, sizes=_sizes_of(rules, sizes))
 
 
+def _optimizer(name: str) -> tuple[Any, ...]:
+    """The optimizer that a function returns, and the model's tree if it returns that too."""
+    import optax
+
+    found = imported(name, "optimizer")
+    optimizer, *model = found if type(found) is tuple else (found,)
+    if not isinstance(optimizer, optax.GradientTransformation) or len(model) > 1:
+        raise TreeMismatch(f"{name} gives {found!r:.80}, which is no optax optimizer")
+    return optimizer, *model
+
+
 def _sizes_of(mapping: jax_ucp.Mapping, sizes: tuple[tuple[str, int], ...]) -> dict[str, int]:
     """The lengths that a mapping has a name for; others are for opening the checkpoint."""
     return {name: n for name, n in sizes if name in mapping.names}
@@ -188,22 +205,60 @@ def inspect(path: str, pattern: str | None, all_: bool, json_: bool, **source: A
         console.print_json(json.dumps(found["extras"]))
 
 
+def mesh_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """A mesh, and what lies on it; the command gets them as one HostMesh, or None, and the rules."""
+
+    @functools.wraps(command)
+    def with_mesh(*args: Any, mesh: dict[str, int] | None, rules: tuple[Rule, ...], hosts: int, **more: Any) -> None:
+        if mesh is None and (rules or hosts != 1):
+            raise click.UsageError("--rule and --hosts say what lies where on a mesh: give --mesh too")
+        if mesh is None:
+            command(*args, mesh=None, rules=(), **more)
+            return
+        from jax_ucp.sharding.reads import HostMesh  # brings in jax, which nothing else here needs
+
+        try:
+            found = HostMesh.of(mesh, hosts)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from None
+        command(*args, mesh=found, rules=rules, **more)
+
+    for option in (
+        click.option("--hosts", type=click.IntRange(1), default=1, show_default=True, help="Processes of --mesh."),
+        click.option("--rule", "rules", type=_RuleType(), multiple=True, help="A rule for --mesh; may be repeated."),
+        click.option("--mesh", type=_MeshSizes(), help="The mesh to restore on; its devices need not be here."),
+    ):
+        with_mesh = option(with_mesh)
+    return with_mesh
+
+
+def _of(mesh: HostMesh | None, rules: tuple[Rule, ...]) -> dict[str, Any]:
+    """The arguments for a mesh of `Checkpoint.save`."""
+    return {} if mesh is None else {"mesh": mesh.sizes, "rules": rules, "hosts": mesh.hosts}
+
+
 @main.command()
 @click.argument("source")
 @click.argument("target", required=False)
-@click.option("--mesh", type=_MeshSizes(), help="Show where every leaf would go on this mesh.")
-@click.option("--rule", "rules", type=_RuleType(), multiple=True, help="A rule for --mesh; may be repeated.")
+@mesh_options
 @source_options
 @budget
 @as_json
 def plan(
-    source: str, target: str | None, mesh: dict[str, int] | None, rules: Any, budget: int, json_: bool, **said: Any
+    source: str,
+    target: str | None,
+    mesh: HostMesh | None,
+    rules: tuple[Rule, ...],
+    budget: int,
+    json_: bool,
+    **said: Any,
 ) -> None:
-    """What converting SOURCE to TARGET would do, or restoring it on a mesh. Moves no data."""
-    if rules and not mesh:
-        raise click.UsageError("--rule says what lies on which axis of a mesh: give --mesh too")
+    """What converting SOURCE to TARGET would do, or restoring it on a mesh. Moves no data.
+
+    With --mesh and TARGET, the chunks are those of `convert --mesh`; what hosts read, they read of SOURCE.
+    """
     checkpoint = _open(source, **said)
-    found = report.copy_plan(checkpoint, target, budget)
+    found = report.copy_plan(checkpoint, target, checkpoint.plan_save(budget, **_of(mesh if target else None, rules)))
     if mesh:
         found["restore"] = report.mesh_plan(checkpoint, mesh, rules)
     if json_:
@@ -228,19 +283,28 @@ def plan(
 @main.command()
 @click.argument("source")
 @click.argument("target")
+@mesh_options
 @source_options
 @budget
 @as_json
-def convert(source: str, target: str, budget: int, json_: bool, **said: Any) -> None:
+def convert(
+    source: str, target: str, mesh: HostMesh | None, rules: tuple[Rule, ...], budget: int, json_: bool, **said: Any
+) -> None:
     """Write the checkpoint at SOURCE to TARGET in the universal format.
 
-    What SOURCE stores twice is compared first. Stopped at any moment, nothing at TARGET looks like a
-    checkpoint; the same command takes up where it was stopped.
+    With --mesh it is cut as a save from that mesh cuts it: a restore there reads what it needs and nothing beside it,
+    and one elsewhere reads it too.
+
+    What SOURCE stores twice is compared first. Stopped at any moment, nothing at TARGET looks like a checkpoint; the
+    same command takes up where it was stopped.
     """
     checkpoint = _open(source, **said)
-    total = checkpoint.plan_save(budget).write_bytes
-    with _progress("converting", total) as advance:
-        result = checkpoint.save(target, budget_bytes=budget, done=lambda block: advance(block.nbytes))
+    for note in report.mesh_notes(checkpoint, mesh, rules) if mesh else ():
+        to_stderr.print(f"note: {note}", markup=False)
+    with _progress("converting", checkpoint.nbytes) as advance:
+        result = checkpoint.save(
+            target, **_of(mesh, rules), budget_bytes=budget, done=lambda block: advance(block.nbytes)
+        )
     found = report.inspection(result)
     if json_:
         _print_json({key: found[key] for key in ("path", "format", "bytes", "arrays", "items", "source")})
@@ -286,6 +350,14 @@ def map_(source: str, target: str | None, mapping: str | None, json_: bool, **sa
     type=click.IntRange(1, 3),
     help="ZeRO stage of the DeepSpeed run that will resume; unsaid, that of SOURCE.",
 )
+@click.option("--optimizer", help="module:function, which returns the optax optimizer of the run that wrote SOURCE.")
+@click.option("--params", help="With --optimizer: the label of the parameters in SOURCE; unsaid, params.")
+@click.option("--opt-state", help="With --optimizer: the label of the optimizer's state; unsaid, opt_state.")
+@click.option(
+    "--step-dtype",
+    type=click.Choice(["float32", "int32", "int64"]),
+    help="With --optimizer: the dtype of steps; unsaid, float32, and int32 for Lion.",
+)
 @source_options
 @budget
 @as_json
@@ -296,16 +368,23 @@ def export(
 
     safetensors: weights, as transformers loads them. dcp: weights and optimizer, for torch.distributed.checkpoint.
     deepspeed: a universal folder, for a run with load_universal. --mapping names the one by which SOURCE has the
-    leaves of a model: it is undone. What SOURCE stores twice is compared first. Stopped at any moment, nothing is
-    at TARGET.
+    the leaves of a model: it is undone. --optimizer names a function that returns the optax optimizer of a training
+    run in JAX, or it and the abstract tree of the model: its state becomes those of torch's. What SOURCE stores twice
+    is compared first. Stopped at any moment, nothing is at TARGET.
     """
     options = {name: said.pop(name) for name in ("dtype", "max_shard_bytes", "zero_stage")}
-    checkpoint = _open(source, **said)
+    labels = {name: said.pop(name) for name in ("params", "opt_state", "step_dtype")}
+    optimizer, labels = said.pop("optimizer"), {name: label for name, label in labels.items() if label}
+    if labels and not optimizer:
+        raise click.UsageError(f"--{next(iter(labels)).replace('_', '-')} goes with --optimizer: give that too")
+    checkpoint = opened = _open(source, **said)
+    if optimizer:
+        checkpoint = opened.torch_states(*_optimizer(optimizer), **labels)
     if mapping:
         rules = jax_ucp.Mapping.load(mapping).inverse()
         checkpoint = checkpoint.map(rules, sizes=_sizes_of(rules, said["sizes"]))
     planned = checkpoint.plan_export(format, **options, budget_bytes=budget)
-    for note in planned.notes:
+    for note in (*checkpoint.notes[len(opened.notes) :], *planned.notes):
         to_stderr.print(f"note: {note}", markup=False)
     with _progress("exporting", planned.write_bytes) as advance:
         checkpoint.export(target, format, **options, budget_bytes=budget, done=advance)
@@ -398,6 +477,15 @@ def _print_mesh_plan(found: Report) -> None:
     console.print(f"on a mesh of {mesh}: {_size(found['device_bytes'])} on each of {found['devices']} devices")
     for note in found["notes"]:
         console.print(f"note: {note}", markup=False)
+    hosts = found["hosts"]
+    rows = [
+        (str(i), _size(h["read_bytes"]), _size(h["needed_bytes"]), f"{h['amplification']:.3f}", str(h["files"]))
+        for i, h in enumerate(hosts[:HOSTS_SHOWN])
+    ]
+    console.print(_table(("host", "to read", "needed", "read / needed", "files"), rows))
+    if len(hosts) > HOSTS_SHOWN:
+        console.print(f"and {len(hosts) - HOSTS_SHOWN} hosts more, which --json lists")
+    console.print(f"all hosts: read / needed {found['amplification']:.3f}, most / mean {found['balance']:.3f}")
     rows = [
         (
             leaf["leaf"],

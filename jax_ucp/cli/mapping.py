@@ -20,7 +20,6 @@ from jax_ucp.errors import LayoutError, NotACheckpoint, TreeMismatch
 from jax_ucp.language.binding import unclaimed
 from jax_ucp.language.mapping import Mapping as LeafMapping
 from jax_ucp.language.mapping import expression, name_regex
-from jax_ucp.sharding.trees import walk
 
 Report = dict[str, Any]
 Shapes = dict[str, tuple[int, ...]]
@@ -47,23 +46,33 @@ def target_shapes(target: str) -> Shapes:
     elif path.exists():
         shapes = {leaf.label: leaf.shape for leaf in jax_ucp.open(path).leaves if leaf.has_array}
     else:
-        shapes = _imported(target)
+        shapes = _imported_shapes(target)
     below = {name.removeprefix("param/"): shape for name, shape in shapes.items() if name.startswith("param/")}
     return below or shapes
 
 
-def _imported(target: str) -> Shapes:
-    """The shapes of the tree that a function returns."""
+def imported(target: str, what: str) -> Any:
+    """What the function `module:function` returns, of which `what` is expected.
+
+    Raises NotACheckpoint where it is no name of a function, TreeMismatch where the function cannot be called.
+    """
     module, colon, function = target.partition(":")
     if not colon:
         raise NotACheckpoint(f"{target} is neither there nor a function; write module:function")
     sys.path.insert(0, os.getcwd())
     try:
-        tree = getattr(importlib.import_module(module), function)()
+        return getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError, TypeError) as error:
-        raise TreeMismatch(f"{target} gives no tree: {type(error).__name__}: {error}") from error
+        raise TreeMismatch(f"{target} gives no {what}: {type(error).__name__}: {error}") from error
     finally:
         sys.path.pop(0)
+
+
+def _imported_shapes(target: str) -> Shapes:
+    """The shapes of the tree that a function returns."""
+    tree = imported(target, "tree")
+    from jax_ucp.sharding.trees import walk  # brings in jax, which the module of the user's has brought in already
+
     # The array of a Flax variable is its attribute `value`, which is no part of its name.
     return {node.label.removesuffix("/value"): tuple(node.value.shape) for node in walk(tree) if _is_array(node.value)}
 

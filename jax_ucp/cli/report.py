@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.export import ExportPlan
 from jax_ucp.metadata import Axes, Leaf
-from jax_ucp.sharding.fit import Rule, fit_spec, idle_rules, wanted_spec
+
+if TYPE_CHECKING:
+    from jax_ucp.sharding.fit import Rule
+    from jax_ucp.sharding.reads import HostMesh
+    from jax_ucp.storage.copy import CopyPlan
 
 Report = dict[str, Any]
 
@@ -31,9 +35,8 @@ def inspection(checkpoint: Checkpoint) -> Report:
     }
 
 
-def copy_plan(checkpoint: Checkpoint, target: str | None, budget_bytes: int) -> Report:
-    """What a conversion would read, write and hold in memory."""
-    plan = checkpoint.plan_save(budget_bytes)
+def copy_plan(checkpoint: Checkpoint, target: str | None, plan: CopyPlan) -> Report:
+    """What a conversion by the plan would read, write and hold in memory."""
     largest = max((block.nbytes for block in plan.blocks), default=0)
     return {
         **_head(checkpoint),
@@ -42,7 +45,7 @@ def copy_plan(checkpoint: Checkpoint, target: str | None, budget_bytes: int) -> 
         "write_bytes": plan.write_bytes,
         "blocks": len(plan.blocks),
         "largest_block_bytes": largest,
-        "budget_bytes": budget_bytes,
+        "budget_bytes": plan.budget_bytes,
         "peak_bytes_in_flight": plan.peak_bytes,
         "leaves": [
             {
@@ -78,14 +81,16 @@ def export_plan(plan: ExportPlan, target: str) -> Report:
     }
 
 
-def mesh_plan(checkpoint: Checkpoint, mesh: Mapping[str, int], rules: Sequence[Rule]) -> Report:
-    """Where every leaf would go on a mesh of these axis sizes; needs no devices."""
+def mesh_plan(checkpoint: Checkpoint, mesh: HostMesh, rules: Sequence[Rule]) -> Report:
+    """Where every leaf would go on a mesh, and what each of its hosts would read; needs no devices."""
+    from jax_ucp.sharding.fit import idle_rules  # brings in jax, which nothing else here needs
+    from jax_ucp.sharding.reads import planned_fit
+
     leaves = []
     for leaf in checkpoint.leaves:
         if leaf.has_array:
-            shape = leaf.shape[:-1] if leaf.kind == "prng_key" else leaf.shape
-            fit = fit_spec(wanted_spec(leaf, rules), shape, mesh)
-            parts = [_parts(axes, mesh) for axes in fit.spec] + [1] * (len(leaf.shape) - len(fit.spec))
+            fit = planned_fit(leaf, mesh, rules)
+            parts = [_parts(axes, mesh.sizes) for axes in fit.spec] + [1] * (len(leaf.shape) - len(fit.spec))
             local = [n // p for n, p in zip(leaf.shape, parts, strict=True)]
             nbytes = math.prod(local) * np.dtype(leaf.dtype).itemsize
             leaves.append(
@@ -98,10 +103,29 @@ def mesh_plan(checkpoint: Checkpoint, mesh: Mapping[str, int], rules: Sequence[R
                     "notes": list(fit.notes),
                 }
             )
-    devices = math.prod(mesh.values())
-    idle = idle_rules(rules, checkpoint.leaves)
-    per_device = sum(leaf["device_bytes"] for leaf in leaves)
-    return {"mesh": dict(mesh), "devices": devices, "device_bytes": per_device, "leaves": leaves, "notes": idle}
+    reads = checkpoint.plan_reads(mesh.sizes, rules=rules, hosts=mesh.hosts)
+    return {
+        "mesh": mesh.sizes,
+        "devices": mesh.devices,
+        "device_bytes": sum(leaf["device_bytes"] for leaf in leaves),
+        "hosts": [
+            {"read_bytes": read, "needed_bytes": needed, "files": files, "amplification": read / max(1, needed)}
+            for read, needed, files in zip(
+                reads.read.tolist(), reads.needed.tolist(), reads.files.tolist(), strict=True
+            )
+        ],
+        "amplification": reads.amplification,
+        "balance": reads.balance,
+        "leaves": leaves,
+        "notes": idle_rules(rules, checkpoint.leaves),
+    }
+
+
+def mesh_notes(checkpoint: Checkpoint, mesh: HostMesh, rules: Sequence[Rule]) -> list[str]:
+    """What a mesh does not have of the placement asked for."""
+    from jax_ucp.sharding.reads import fit_notes  # brings in jax, which nothing else here needs
+
+    return fit_notes(checkpoint.leaves, mesh, rules)
 
 
 def _head(checkpoint: Checkpoint) -> Report:

@@ -63,9 +63,7 @@ def open_dcp(path: Path, options: Options) -> Contents:
         raise LayoutError(f"{path}: {error}") from None
 
     def verify() -> Iterator[tuple[str, str | None]]:
-        for fqn, tensor in metadata.tensors.items():
-            faults = [fault for key in consolidated(fqn, tensor).keys if (fault := source.verify(key))]
-            yield fqn, faults[0] if faults else None
+        yield from source.verify({fqn: consolidated(fqn, tensor).keys for fqn, tensor in metadata.tensors.items()})
         yield from contents.verify()
 
     return replace(contents, verify=verify)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from threading import Lock
 
@@ -14,6 +15,7 @@ from jax_ucp.formats.dcp_metadata import Chunk, DcpMetadata, Span, TensorEntry
 from jax_ucp.formats.torch_file import StoredTensor, TorchFile
 from jax_ucp.formats.zstd import inflate
 from jax_ucp.layout.box import Box
+from jax_ucp.storage.budget import in_threads
 from jax_ucp.storage.consolidated import Consolidated
 from jax_ucp.storage.source import ArrayInfo
 
@@ -55,11 +57,24 @@ class DcpSource:
         file, stored = self._checked(key)
         return file.read(stored.key, box)
 
-    def verify(self, key: str) -> str | None:
-        """What is wrong with the item of chunk `key`: it is not the tensor declared, or its bytes have another CRC."""
+    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+        file, stored = self._checked(key)
+        file.read_into(stored.key, boxes, outs)
+
+    def verify(self, tensors: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str | None]]:
+        """Each tensor, given by the keys of its chunks, and what is wrong with the first item that has a fault: it is
+        not the tensor declared, or its bytes have another CRC.
+        """
+        faults = in_threads(partial(self._first_fault, keys) for keys in tensors.values())
+        yield from zip(tensors, faults, strict=True)
+
+    def _first_fault(self, keys: Sequence[str]) -> str | None:
+        return next((fault for key in keys if (fault := self._fault(key))), None)
+
+    def _fault(self, key: str) -> str | None:
         try:
-            file, _ = self._checked(key)
-            return next((fault for _, fault in file.verify() if fault), None)
+            file, stored = self._checked(key)
+            return file.fault(stored.storage)
         except FormatError as error:
             return str(error)
 

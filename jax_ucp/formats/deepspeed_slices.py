@@ -27,7 +27,7 @@ from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout, Shape
 from jax_ucp.layout.patterns import Replicated
 from jax_ucp.storage.consolidated import Consolidated, same_bits
-from jax_ucp.storage.source import Joined
+from jax_ucp.storage.joined import Joined
 
 ASIDE = "left aside, as weights_only asks"
 FROZEN = "a parameter that the optimizer does not own (frozen)"

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ from jax_ucp.layout.fragments import ParamLayout
 from jax_ucp.layout.patterns import Unique
 from jax_ucp.metadata import Key, Leaf, groups_of, leaf_names
 from jax_ucp.metadata import Path as TreePath
+from jax_ucp.storage.budget import in_threads
 from jax_ucp.storage.consolidated import Consolidated, ConsolidatedView, same_bits
 from jax_ucp.storage.contents import Contents, Fate, Item, Piece
 from jax_ucp.storage.cuts import Cut, WithCuts
-from jax_ucp.storage.source import ArrayInfo, ArraySource, Joined
+from jax_ucp.storage.gather import read_into
+from jax_ucp.storage.joined import Joined
+from jax_ucp.storage.source import ArrayInfo, ArraySource
 
-VERIFY_BYTES = 16 << 20
+VERIFY_BYTES = 2 << 20
 
 
 class Import:
@@ -162,14 +166,18 @@ class Import:
         def verify() -> Iterator[tuple[str, str | None]]:
             if isinstance(self.shards, Joined):
                 yield from self.shards.verify()
+            checks: list[tuple[str, Callable[[], str | None]]] = []
             for path, param in self.params.items():
                 if _replicated(param) and not self.believe:
-                    yield _label(path), _replicas_differ(view, names[path], self._stored)
+                    checks.append((_label(path), partial(_replicas_differ, view, names[path], self._stored)))
             for twin in self._twins:
                 whole = twin.of if isinstance(twin.of, str) else names[twin.of]
                 label = twin.of if isinstance(twin.of, str) else _label(twin.of)
                 source = (slices or shards) if isinstance(twin.of, str) else view
-                yield label, _differs_from_twin(label, source, whole, slices or shards, twin, self._stored)
+                held = slices or shards
+                checks.append((label, partial(_differs_from_twin, label, source, whole, held, twin, self._stored)))
+            faults = in_threads(check for _, check in checks)
+            yield from zip((label for label, _ in checks), faults, strict=True)
 
         return Contents(
             self.format,
@@ -273,20 +281,27 @@ def touched(layout: ParamLayout, keys: Sequence[str]) -> Consolidated:
     return Consolidated(replace(layout, shards=shards, fragments=fragments), [keys[i] for i in used])
 
 
-@dataclass(frozen=True)
 class _WithConstants:
     """A source with some more arrays that are in memory."""
 
-    source: ArraySource
-    constants: Mapping[str, np.ndarray]
+    def __init__(self, source: ArraySource, constants: Mapping[str, np.ndarray]):
+        self._source, self._constants = source, constants
+        self._arrays = {**source.arrays(), **{key: ArrayInfo(a.shape, a.dtype) for key, a in constants.items()}}
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
-        return {**self.source.arrays(), **{key: ArrayInfo(a.shape, a.dtype) for key, a in self.constants.items()}}
+        return self._arrays
 
     def read(self, key: str, box: Box) -> np.ndarray:
-        if key in self.constants:
-            return self.constants[key][box.index].copy()
-        return self.source.read(key, box)
+        if key in self._constants:
+            return self._constants[key][box.index].copy()
+        return self._source.read(key, box)
+
+    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+        if key not in self._constants:
+            read_into(self._source, key, boxes, outs)
+            return
+        for box, out in zip(boxes, outs, strict=True):
+            out[...] = self._constants[key][box.index]
 
 
 def _is_plain(value: Any) -> bool:

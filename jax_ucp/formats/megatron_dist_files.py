@@ -27,6 +27,7 @@ from jax_ucp.formats.megatron_dist_zarr import ARRAY_FILE, ZarrChunks, zarr_arra
 from jax_ucp.formats.megatron_files import Args, args_of, iteration_folder
 from jax_ucp.formats.torch_file import TorchFile
 from jax_ucp.layout.box import Box
+from jax_ucp.storage.gather import read_into
 from jax_ucp.storage.source import ArrayInfo, ArraySource
 
 CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
@@ -99,6 +100,10 @@ class Beside:
     def read(self, key: str, box: Box) -> np.ndarray:
         source, inner = self._places[key]
         return source.read(inner, box)
+
+    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+        source, inner = self._places[key]
+        read_into(source, inner, boxes, outs)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -178,9 +183,7 @@ def _torch_dist(folder: Path, args: Args, common: TorchFile, tree: Mapping[str, 
         objects[fqn] = StoredObject(spans[0].file, lambda fqn=fqn, span=spans[0]: source.object(fqn, span))
 
     def verify() -> Iterator[tuple[str, str | None]]:
-        for fqn, tensor in tensors.items():
-            faults = [fault for run in tensor.runs if (fault := source.verify(run.key))]
-            yield fqn, faults[0] if faults else None
+        yield from source.verify({fqn: [run.key for run in tensor.runs] for fqn, tensor in tensors.items()})
 
     used = {span.file for _, span in metadata.spans()}
     return DistFiles(folder, args, common, tree, tensors, objects, source, verify, sorted(used))

@@ -39,7 +39,7 @@ from jax_ucp.layout.patterns import Replicated
 from jax_ucp.storage.consolidated import Consolidated
 from jax_ucp.storage.contents import Contents
 from jax_ucp.storage.cuts import Cut
-from jax_ucp.storage.source import Joined
+from jax_ucp.storage.joined import Joined
 
 
 def recognise(path: Path) -> bool:

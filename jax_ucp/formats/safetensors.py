@@ -24,7 +24,8 @@ from jax_ucp.formats.safetensors_parts import MARK, WHOLE_FILE, boxes, joined, u
 from jax_ucp.formats.weight_files import keep_config, keep_index, read_index, skip_others
 from jax_ucp.layout.box import Box
 from jax_ucp.storage.contents import Contents
-from jax_ucp.storage.source import ArrayInfo, Joined
+from jax_ucp.storage.joined import Joined
+from jax_ucp.storage.source import ArrayInfo
 
 SUFFIX = ".safetensors"
 INDEX = "model.safetensors.index.json"

@@ -13,8 +13,9 @@ import mmap
 import os
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,8 @@ from jax_ucp.formats.safe_pickle import Record
 from jax_ucp.formats.torch_names import NAMES, Refused, Storage, StorageClass, StoredTensor
 from jax_ucp.formats.zip_members import Member, member_bytes, zip_members
 from jax_ucp.layout.box import Box
+from jax_ucp.storage.budget import in_threads
+from jax_ucp.storage.pread import pread_into, run_start
 from jax_ucp.storage.source import ArrayInfo
 
 __all__ = ["Record", "StoredTensor", "TorchFile", "is_torch_file"]
@@ -35,7 +38,7 @@ MAX_PATH = 1024
 # How files of torch.save are named as a rule; a name alone makes none.
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 RELEASED_BYTES = 1 << 20
-VERIFY_BYTES = 16 << 20
+VERIFY_BYTES = 1 << 20  # so little stays in a core's cache until it is summed
 
 
 def is_torch_file(path: Path) -> bool:
@@ -108,20 +111,59 @@ class TorchFile:
         array.flags.writeable = False
         return array
 
+    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+        """Read each box into its array: straight from the file what lies there in one run, as `read` what does not."""
+        tensor = self._tensors[key]
+        member = self._storages[tensor.storage]
+        plain = self._data is None and not member.deflated and not self._swapped
+        runs: list[tuple[int, Box, np.ndarray]] = []
+        for box, out in zip(boxes, outs, strict=True):
+            run = run_start(box.start, box.shape, tensor.strides) if plain and box.size else None
+            if run is None or not box.within(Box.whole(tensor.shape)):
+                out[...] = self.read(key, box)
+            else:
+                at = self._span.start + member.offset + (tensor.offset + run) * tensor.dtype.itemsize
+                runs.append((at, box, out))
+        if runs:
+            with self._naming_file(), open(self.path, "rb", buffering=0) as file:
+                self._same(os.fstat(file.fileno()))
+                for at, box, out in runs:
+                    fits = out.flags.c_contiguous and (out.shape, out.dtype) == (box.shape, tensor.dtype)
+                    room = out if fits else np.empty(box.shape, tensor.dtype)
+                    pread_into(file.fileno(), at, room)
+                    if not fits:
+                        out[...] = room
+
     def verify(self) -> Iterator[tuple[str, str | None]]:
         """Each storage that has a CRC in the zip directory, and what is wrong with it, if anything."""
-        with self._naming_file():
-            mapping = self._map()
-        file = memoryview(mapping)[self._span]
-        for key, member in self._storages.items():
-            if member.crc and not member.deflated:  # a deflated member is compared whenever it is read
-                crc = 0
-                for at in range(member.offset, member.offset + member.size, VERIFY_BYTES):
-                    part = file[at : min(at + VERIFY_BYTES, member.offset + member.size)]
-                    crc = zlib.crc32(part, crc)
-                    _release(mapping, self._span.start + at, len(part))
-                fault = f"{self.path}: the bytes of storage {key} do not have the CRC that the file records for them"
-                yield f"{self.path.name}: storage {key}", None if crc == member.crc else fault
+        held = [key for key, member in self._storages.items() if _summed(member)]
+        faults = in_threads(partial(self.fault, key) for key in held)
+        yield from zip((f"{self.path.name}: storage {key}" for key in held), faults, strict=True)
+
+    def fault(self, storage: str) -> str | None:
+        """What is wrong with the bytes of a storage, by the CRC of the zip directory, if that has one."""
+        member, crc = self._storages[storage], 0
+        if not _summed(member):
+            return None
+        for part in self._parts(member):
+            crc = zlib.crc32(part.data, crc)
+        if crc == member.crc:
+            return None
+        return f"{self.path}: the bytes of storage {storage} do not have the CRC that the file records for them"
+
+    def _parts(self, member: Member) -> Iterator[np.ndarray]:
+        """The bytes of a member, in parts that are valid until the next is asked for."""
+        begin = self._span.start + member.offset
+        if self._data is not None:
+            yield np.frombuffer(self._data, np.uint8, member.size, begin)
+            return
+        room = np.empty(min(VERIFY_BYTES, member.size), np.uint8)
+        with self._naming_file(), open(self.path, "rb", buffering=0) as file:
+            self._same(os.fstat(file.fileno()))
+            for at in range(0, member.size, VERIFY_BYTES):
+                part = room[: member.size - at]
+                pread_into(file.fileno(), begin + at, part)
+                yield part
 
     def _view(self, tensor: StoredTensor, box: Box) -> np.ndarray:
         member, mapping = self._storages[tensor.storage], self._map()
@@ -165,15 +207,19 @@ class TorchFile:
         if mapping is None:
             with open(self.path, "rb") as file:
                 stat = os.fstat(file.fileno())
-                if self._stat is None:
-                    self._stat = stat
-                elif _identity(stat) != _identity(self._stat):
-                    raise FormatError("the file has changed since it was opened; open it again")
+                self._same(stat)
                 if stat.st_size == 0:
                     raise FormatError("the file is empty")
                 mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self._mapping = weakref.ref(mapping)
         return mapping
+
+    def _same(self, stat: os.stat_result) -> None:
+        """Raises FormatError where the file is not the one that was opened."""
+        if self._stat is None:
+            self._stat = stat
+        elif _identity(stat) != _identity(self._stat):
+            raise FormatError("the file has changed since it was opened; open it again")
 
     @contextmanager
     def _naming_file(self) -> Iterator[None]:
@@ -181,6 +227,11 @@ class TorchFile:
             yield
         except FormatError as error:
             raise type(error)(f"{self.path}: {error}") from error
+
+
+def _summed(member: Member) -> bool:
+    """Whether it has a CRC that no read compares: what is deflated is compared whenever it is inflated."""
+    return bool(member.crc) and not member.deflated
 
 
 def _release_with(array: np.ndarray, mapping: mmap.mmap | bytes, start: int, extent: int) -> None:

@@ -26,7 +26,7 @@ from jax_ucp.formats.weight_files import keep_config, keep_index, read_index, sk
 from jax_ucp.layout.patterns import Unique
 from jax_ucp.storage.consolidated import Consolidated
 from jax_ucp.storage.contents import Contents
-from jax_ucp.storage.source import Joined
+from jax_ucp.storage.joined import Joined
 
 # The names that `transformers` gives to weights, and to the index of several files of them.
 WEIGHTS = "pytorch_model.bin"

@@ -30,8 +30,10 @@ def open_universal(path: Path, options: Options) -> Contents:
         outer = metadata.arrays[leaf.name].outer
         pieces = []
         for box in grid_boxes(leaf.shape, outer):
-            file = f"{leaf.name}/{chunk_name(grid_place(box, outer))}"
-            pieces.append(Piece(file, "", box.relative_to(Box(box.start, box.start)), box))
+            name = f"{leaf.name}/{chunk_name(grid_place(box, outer))}"
+            file, offset = store.find(name)
+            item = "" if offset is None else name
+            pieces.append(Piece(file, item, box.relative_to(Box(box.start, box.start)), box))
         return pieces
 
     def verify() -> Iterator[tuple[str, str | None]]:

@@ -7,16 +7,20 @@ from typing import Any
 
 from jax_ucp.errors import CorruptData, FormatError
 
+# zstandard allocates all that a read may return before it inflates anything.
+PIECE_BYTES = 4 << 20
+
 
 def inflate(data: bytes, max_bytes: int) -> bytes:
     """What the frame that `data` is inflates to. Raises CorruptData beyond `max_bytes`, or if it is no frame.
 
-    Raises FormatError where neither library is installed.
+    However large `max_bytes` is, the memory taken is that of what is there. Raises FormatError where neither library
+    is installed.
     """
     library = _library()
     try:
         if library.__name__ == "zstandard":
-            found = library.ZstdDecompressor().stream_reader(data).read(max_bytes + 1)
+            found = _read(library.ZstdDecompressor().stream_reader(data), max_bytes + 1)
         else:
             found = library.ZstdDecompressor().decompress(data, max_bytes + 1)
     except library.ZstdError as error:
@@ -24,6 +28,14 @@ def inflate(data: bytes, max_bytes: int) -> bytes:
     if len(found) > max_bytes:
         raise CorruptData(f"it inflates to more than the {max_bytes} bytes that its tensor can need")
     return found
+
+
+def _read(reader: Any, most: int) -> bytes:
+    pieces: list[bytes] = []
+    while most and (piece := reader.read(min(most, PIECE_BYTES))):
+        pieces.append(piece)
+        most -= len(piece)
+    return b"".join(pieces)
 
 
 def _library() -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,6 +106,7 @@ def _claimed(
             skipped[name] = skip.reason
             claims[name].append(f"skip {skip.param!r}")
     found: list[_Instance] = []
+    several = _claimed_twice(mapping, shapes)
     for rule in mapping.rules:
         instances: dict[Values, _Instance] = {}
         shared = _shared(rule)
@@ -113,6 +114,8 @@ def _claimed(
             stacked = [key for key in placeholders(pattern) if key not in shared]
             for name in shapes:
                 if (hit := values_in(pattern, name)) is not None:
+                    if rule.optional and name in several and not _fits(rule, pattern, shapes[name]):
+                        continue
                     claims[name].append(rule.label)
                     values = tuple(hit[key] for key in shared)
                     instance = instances.setdefault(values, _Instance(rule, dict(zip(shared, values, strict=True))))
@@ -132,6 +135,21 @@ def _claimed(
         else:
             faults.append(f"{what}: claimed by no rule; map it, or skip it with a reason")
     return skipped, found
+
+
+def _claimed_twice(mapping: LeafMapping, shapes: Mapping[str, Shape]) -> set[str]:
+    """The names that several rules match, such as those that the inverse gives the leaves of a dense and a sparse MLP:
+    an optional rule then means the arrays that have as many axes as it names."""
+    seen: Counter[str] = Counter()
+    for rule in mapping.rules:
+        patterns = [name_regex(pattern) for pattern in (*rule.params, *rule.tied)]
+        seen.update(name for name in shapes if any(pattern.fullmatch(name) for pattern in patterns))
+    return {name for name, count in seen.items() if count > 1}
+
+
+def _fits(rule: Rule, pattern: str, shape: Shape) -> bool:
+    said = expression({**rule.params, **rule.tied}[pattern])
+    return len(shape) >= len(said.dims) - 1 if said.rest else len(shape) == len(said.dims)
 
 
 def _shared(rule: Rule) -> tuple[str, ...]:

@@ -35,6 +35,14 @@ def device_boxes(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[Box, lis
 
 
 @functools.lru_cache(maxsize=1024)
+def process_hull(sharding: Sharding, shape: tuple[int, ...]) -> Box:
+    """The smallest box around all that this process needs."""
+    boxes = device_boxes(sharding, shape)
+    start = (min(box.start[axis] for box in boxes) for axis in range(len(shape)))
+    return Box(tuple(start), tuple(max(box.stop[axis] for box in boxes) for axis in range(len(shape))))
+
+
+@functools.lru_cache(maxsize=1024)
 def process_boxes(sharding: Sharding, shape: tuple[int, ...], processes: int) -> Sequence[frozenset[Box]]:
     """The distinct boxes that each process holds, by process."""
     held: list[set[Box]] = [set() for _ in range(processes)]
@@ -43,6 +51,7 @@ def process_boxes(sharding: Sharding, shape: tuple[int, ...], processes: int) ->
     return [frozenset(boxes) for boxes in held]
 
 
+@functools.lru_cache(maxsize=1024)
 def saved_sharding(sharding: Sharding) -> SavedSharding | None:
     """What is worth saving of a sharding: mesh axes and spec of a NamedSharding; nothing of any other."""
     if not isinstance(sharding, NamedSharding):

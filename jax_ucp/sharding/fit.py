@@ -14,6 +14,9 @@ from jax_ucp.metadata import Axes, Leaf
 # (regular expression on the leaf's label, PartitionSpec), or (logical axis name, mesh axes).
 Rule = tuple[str, PartitionSpec | Axes]
 
+# Kinds of leaves that go on devices; the others are values of the host program.
+ON_DEVICES = ("jax", "array", "prng_key")
+
 
 @dataclass(frozen=True, slots=True)
 class Fit:
@@ -95,10 +98,15 @@ def wanted_spec(leaf: Leaf, rules: Sequence[Rule] = ()) -> tuple[Axes, ...]:
     return leaf.sharding.spec if leaf.sharding else ()
 
 
+def fit_axes(leaf: Leaf, mesh: Mapping[str, int], rules: Sequence[Rule] = ()) -> Fit:
+    """The spec of a leaf on a mesh of named axis sizes."""
+    shape = leaf.shape[:-1] if leaf.kind == "prng_key" else leaf.shape
+    return fit_spec(wanted_spec(leaf, rules), shape, mesh)
+
+
 def fit_leaf(leaf: Leaf, mesh: Mesh, rules: Sequence[Rule] = ()) -> tuple[NamedSharding, tuple[str, ...]]:
     """The sharding of a leaf on `mesh`, and notes of what had to be given up."""
-    shape = leaf.shape[:-1] if leaf.kind == "prng_key" else leaf.shape
-    fit = fit_spec(wanted_spec(leaf, rules), shape, dict(mesh.shape))
+    fit = fit_axes(leaf, dict(mesh.shape), rules)
     return NamedSharding(mesh, PartitionSpec(*fit.spec)), fit.notes
 
 

@@ -18,8 +18,8 @@ from jax_ucp.errors import TreeMismatch
 from jax_ucp.layout.blocks import SMALL_BYTES
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Leaf, tree_of
-from jax_ucp.sharding.boxes import Device, device_boxes, index_box
-from jax_ucp.sharding.fit import Rule, check_rules, fit_leaf, idle_rules
+from jax_ucp.sharding.boxes import Device, device_boxes, index_box, process_hull
+from jax_ucp.sharding.fit import ON_DEVICES, Rule, check_rules, fit_leaf, idle_rules
 from jax_ucp.sharding.trees import FAULTS_SHOWN, Node, fill, kind_of, match
 from jax_ucp.storage.budget import DEFAULT_BUDGET, run_bounded
 from jax_ucp.storage.gather import read_boxes
@@ -132,16 +132,21 @@ def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFA
         log.info("%s", note)
     values: list[Any] = [None] * len(plan.placements)
     parts: dict[int, list[jax.Array]] = {}
+    x64 = has_x64()
 
     def read_leaf(i: int, boxes: Sequence[Box]) -> None:
         p = plan.placements[i]
-        values[i] = _assembled(p, dict(zip(boxes, _read(p, source, boxes), strict=True)))
+        data = dict(zip(boxes, _read(p, source, boxes), strict=True))
+        with jax.enable_x64(x64):
+            values[i] = _assembled(p, data)
 
     def read_group(i: int, boxes: Mapping[Box, Sequence[Device]]) -> None:
         p = plan.placements[i]
         arrays: list[jax.Array] = []
-        for data, devices in zip(_read(p, source, list(boxes)), boxes.values(), strict=True):
-            arrays += jax.device_put([data] * len(devices), [_place_of(p.sharding, device) for device in devices])
+        read = _read(p, source, list(boxes))
+        with jax.enable_x64(x64):
+            for data, devices in zip(read, boxes.values(), strict=True):
+                arrays += jax.device_put([data] * len(devices), [_place_of(p.sharding, device) for device in devices])
         parts[i] += jax.block_until_ready(arrays)
 
     def jobs() -> Iterator[tuple[int, Callable[[], object]]]:
@@ -149,10 +154,12 @@ def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFA
             if not p.leaf.has_array:
                 continue
             itemsize = COPIES_IN_FLIGHT * np.dtype(p.leaf.dtype).itemsize
-            whole = Box.whole(p.leaf.shape)
-            boxes = p.boxes() if itemsize * whole.size > SMALL_BYTES else {whole: []}
+            boxes = p.boxes()
+            small = itemsize * Box.whole(p.leaf.shape).size <= SMALL_BYTES
+            if boxes and p.sharding is not None and small:
+                boxes = {process_hull(p.sharding, p.leaf.shape): []}  # one box costs less than several
             cost = itemsize * sum(box.size for box in boxes)
-            if cost <= budget_bytes or p.sharding is None:
+            if small or cost <= budget_bytes or p.sharding is None:
                 yield cost, partial(read_leaf, i, list(boxes))
                 continue
             parts[i] = []
@@ -168,6 +175,11 @@ def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFA
     if plan.target is not None:
         return fill(plan.target, list(zip(plan.nodes, values, strict=True)))
     return tree_of({p.leaf.path: value for p, value in zip(plan.placements, values, strict=True)})
+
+
+def has_x64() -> bool:
+    """Whether this thread has 64-bit types: `with jax.enable_x64(True):` is of one, and arrays are made in others."""
+    return jax.dtypes.canonicalize_dtype(np.int64) == np.int64
 
 
 def abstract_leaf(leaf: Leaf) -> Any:
@@ -199,7 +211,7 @@ def _place(
         dtype = np.dtype(like.dtype)
     elif leaf.kind in ("jax", "array", "numpy") and not isinstance(cast, bool) and jnp.issubdtype(dtype, jnp.floating):
         dtype = np.dtype(cast)  # pyright: ignore[reportArgumentType]
-    if kind not in ("jax", "array", "prng_key"):
+    if kind not in ON_DEVICES:
         return Placement(leaf, kind, dtype)
     sharding, notes = _sharding(leaf, like, mesh, rules, axes)
     return Placement(leaf, kind, dtype, sharding and _physical(sharding, leaf), notes)
@@ -256,6 +268,8 @@ def _place_of(sharding: Sharding | None, device: Device) -> Sharding:
 
 
 def _read(p: Placement, source: ArraySource, boxes: Sequence[Box]) -> list[np.ndarray]:
+    if not boxes:
+        return []  # all devices of the array are other processes'
     return [_cast(data, p.dtype) for data in read_boxes(source, p.leaf.name, boxes)]
 
 
@@ -268,7 +282,13 @@ def _assembled(p: Placement, data: Mapping[Box, np.ndarray]) -> np.ndarray | jax
         return whole
 
     def block(index: tuple[slice, ...] | None) -> np.ndarray:
-        return data[index_box(index or (), shape)] if whole is None else whole[index or ()]
+        if whole is not None:
+            return whole[index or ()]
+        box = index_box(index or (), shape)
+        if box in data:
+            return data[box]
+        ((hull, held),) = data.items()
+        return held[box.relative_to(hull).index]
 
     return jax.block_until_ready(jax.make_array_from_callback(shape, p.sharding, block, p.dtype))
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jax_ucp.errors import UnsupportedLeaf
-from jax_ucp.layout.blocks import Chunks, chunk_shapes, grid_boxes, writer_cells
+from jax_ucp.layout.blocks import SMALL_BYTES, Chunks, chunk_shapes, grid_boxes, writer_cells
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.metadata import Leaf, Metadata, leaf_names, unspeakable_paths
@@ -21,6 +21,7 @@ from jax_ucp.sharding.trees import Node, empty_kind, kind_of, walk
 from jax_ucp.storage.budget import DEFAULT_BUDGET, run_bounded
 from jax_ucp.storage.directory import Directory
 from jax_ucp.storage.orbax_tree import orbax_files
+from jax_ucp.storage.packs import packed_arrays
 from jax_ucp.storage.source import ArrayInfo
 from jax_ucp.storage.zarr import METADATA_FILE, Commit, ZarrStore, require_storable, write_part
 
@@ -30,7 +31,7 @@ class Snapshot:
     """A tree taken to host memory by this process, ready to be written.
 
     `leaves` and `chunks` are the same on all processes; `blocks` are the outer chunks this process writes,
-    `data` the parts of each array that it needs for them, by name.
+    `data` the parts of each array that it needs for them, by name. It is an `ArraySource` of those.
     """
 
     leaves: Sequence[Leaf]
@@ -42,6 +43,14 @@ class Snapshot:
     def without_data(self) -> Snapshot:
         """What committing needs of it; the arrays may then go as soon as they are written."""
         return replace(self, blocks=(), data={})
+
+    def arrays(self) -> Mapping[str, ArrayInfo]:
+        return self.infos
+
+    def read(self, key: str, box: Box) -> np.ndarray:
+        found = np.asarray(_assemble(self.data[key], box, self.infos[key].dtype)).view()
+        found.flags.writeable = False
+        return found
 
 
 @dataclass(frozen=True)
@@ -94,14 +103,23 @@ def write_snapshot(snapshot: Snapshot, directory: Directory, budget_bytes: int =
     if directory.read(METADATA_FILE) is not None:
         raise FileExistsError(f"{directory} is a checkpoint already; save to another path")
     store = ZarrStore(directory, snapshot.infos, snapshot.chunks)
+    packed = packed_arrays(snapshot.infos, snapshot.chunks)
 
     def write(name: str, box: Box) -> None:
-        store.write(name, box, _assemble(snapshot.data[name], box, snapshot.infos[name].dtype), durable=False)
+        store.write(name, box, snapshot.read(name, box), durable=False)
+
+    def write_pack() -> None:
+        blocks = ((name, box, snapshot.read(name, box)) for name, box in snapshot.blocks if name in packed)
+        store.write_pack(jax.process_index(), blocks)
 
     def jobs() -> Iterator[tuple[int, Any]]:
+        if any(name in packed for name, _ in snapshot.blocks):
+            yield 2 * SMALL_BYTES, write_pack
         if jax.process_index() == 0:
-            yield from ((0, lambda name=name: store.create(name)) for name in snapshot.infos)
+            yield from ((0, lambda name=name: store.create(name)) for name in snapshot.infos if name not in packed)
         for name, box in snapshot.blocks:
+            if name in packed:
+                continue
             yield 2 * box.size * snapshot.infos[name].dtype.itemsize, lambda name=name, box=box: write(name, box)
 
     run_bounded(jobs(), budget_bytes)
@@ -111,8 +129,10 @@ def write_snapshot(snapshot: Snapshot, directory: Directory, budget_bytes: int =
 def commit_snapshot(snapshot: Snapshot, directory: Directory) -> Metadata:
     """Make the directory a checkpoint. One process does this, after all have written their snapshots."""
     store = ZarrStore(directory, snapshot.infos, snapshot.chunks)
-    files = orbax_files(snapshot.leaves, {name: chunks.outer for name, chunks in snapshot.chunks.items()})
-    return Commit(snapshot.leaves, jax.process_count(), files).write(store)
+    packed = packed_arrays(snapshot.infos, snapshot.chunks)
+    outer = {name: chunks.outer for name, chunks in snapshot.chunks.items()}
+    files = orbax_files(snapshot.leaves, outer, ocdbt=bool(packed))
+    return Commit(snapshot.leaves, jax.process_count(), packed, files).write(store)
 
 
 class _Owners:

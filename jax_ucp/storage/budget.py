@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import TypeVar
+
+T = TypeVar("T")
 
 DEFAULT_BUDGET = 1 << 30
 
@@ -39,6 +42,12 @@ def run_bounded(jobs: Iterable[tuple[int, Callable[[], object]]], budget_bytes: 
             running[pool.submit(_run_all, batch)] = cost
         while running:
             settle()
+
+
+def in_threads(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
+    """The results of the jobs, in their order, of which `threads()` run at once. Each should hold little memory."""
+    with ThreadPoolExecutor(threads()) as pool:
+        yield from pool.map(lambda job: job(), jobs)
 
 
 def _batches(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from jax_ucp.errors import CorruptData, LayoutError
-from jax_ucp.layout.box import Box
+from jax_ucp.layout.box import Box, range_boxes
 from jax_ucp.layout.fragments import Fragment, ParamLayout
+from jax_ucp.storage.gather import read_into
 from jax_ucp.storage.source import ArrayInfo, ArraySource
 
 
@@ -47,14 +49,31 @@ class ConsolidatedView:
             if box.within(fragment.target):
                 return self._read(param, fragment, box)
         out = np.empty(box.shape, dtype)
-        for replicas in blocks:
-            hit = _hit(replicas[0], box)
-            block = out[hit.relative_to(box).index]
-            if param.layout.averaged:
-                block[...] = _mean([self._read(param, fragment, hit) for fragment in replicas])
-            else:
-                block[...] = self._read(param, replicas[0], hit)
+        self.read_into(key, [box], [out])
         return out
+
+    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+        """Read each box into its array: every shard is asked once for all that they want of it."""
+        param = self._params[key]
+        wanted: dict[int, list[tuple[Box, np.ndarray]]] = defaultdict(list)
+        for box, out in zip(boxes, outs, strict=True):
+            for replicas in param.layout.narrow(box):
+                first, hit = replicas[0], _hit(replicas[0], box)
+                block = out[(*hit.relative_to(box).index, ...)]
+                if param.layout.averaged:
+                    block[...] = _mean([self._read(param, fragment, hit) for fragment in replicas])
+                elif first.source.shape == hit.shape:
+                    wanted[first.shard].append((first.source, block))
+                elif first.target != hit:  # a flat shard gives whole rows, of which some elements are wanted
+                    block[...] = self._read(param, first, hit)
+                elif block.flags.c_contiguous:
+                    wanted[first.shard].append((first.source, block.reshape(-1)))
+                else:  # a run of a flat shard has gaps where it goes
+                    run = np.empty(first.source.shape, out.dtype)
+                    read_into(self._shards, param.keys[first.shard], [first.source], [run])
+                    block[...] = run.reshape(hit.shape)
+        for shard, parts in wanted.items():
+            read_into(self._shards, param.keys[shard], [part for part, _ in parts], [place for _, place in parts])
 
     def compare_replicas(self, key: str, box: Box) -> None:
         """Read every copy of the elements of `box`, and raise CorruptData where two differ in any bit."""
@@ -84,7 +103,7 @@ class ConsolidatedView:
                 yield shard, piece
                 continue
             for inner, part in self._shards._located(shard, piece.source):
-                yield inner, _through(part, piece)
+                yield from ((inner, fragment) for fragment in _through(part, piece))
 
     def _read(self, param: Consolidated, fragment: Fragment, box: Box) -> np.ndarray:
         narrow = fragment.narrow(box)
@@ -97,16 +116,25 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     """Whether two arrays have one dtype, one shape and the same bytes; NaNs and signed zeros included."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    raw = np.dtype((np.void, a.dtype.itemsize))
-    return bool(np.array_equal(np.ascontiguousarray(a).view(raw), np.ascontiguousarray(b).view(raw)))
+    unit = np.uint64 if a.nbytes % 8 == 0 else np.uint8
+    first, second = (np.ascontiguousarray(x).reshape(-1).view(np.uint8).view(unit) for x in (a, b))
+    return np.array_equal(first, second)
 
 
-def _through(inner: Fragment, outer: Fragment) -> Fragment:
-    """The fragment of a parameter that `inner` is, where `outer` says what of its shard the parameter holds."""
-    if outer.source.shape != outer.target.shape:
-        raise LayoutError(f"{outer.target} is in a flat shard that is itself made of shards: no file can be named")
-    by = [t - s for s, t in zip(outer.source.start, outer.target.start, strict=True)]
-    return Fragment(inner.shard, inner.source, inner.target.shift(by))
+def _through(inner: Fragment, outer: Fragment) -> Iterator[Fragment]:
+    """What `inner` is of a parameter, where `outer` says what of its shard the parameter holds.
+
+    Of a flat shard it is a range, which may be several boxes of the parameter.
+    """
+    if outer.source.shape == outer.target.shape:
+        by = [t - s for s, t in zip(outer.source.start, outer.target.start, strict=True)]
+        yield Fragment(inner.shard, inner.source, inner.target.shift(by))
+        return
+    held = inner.target.relative_to(outer.source)
+    at = inner.source.start[0]
+    for box in range_boxes(outer.target.shape, held.start[0], held.stop[0]):
+        yield Fragment(inner.shard, Box((at,), (at + box.size,)), box.shift(outer.target.start))
+        at += box.size
 
 
 def _hit(fragment: Fragment, box: Box) -> Box:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from jax_ucp.layout.blocks import (
     whole_chunks,
 )
 from jax_ucp.layout.box import Box
+from jax_ucp.layout.fragments import Shape
 from jax_ucp.metadata import Metadata, digest
 from jax_ucp.storage.budget import DEFAULT_BUDGET, run_bounded, threads
 from jax_ucp.storage.contents import Contents
@@ -32,6 +34,10 @@ from jax_ucp.storage.zarr import METADATA_FILE, Commit, ZarrStore, chunk_name, r
 # A block in flight is held as read, and as TensorStore encodes it. Beside that there is what was read around it:
 # the rows that a flat shard gives whole, or the chunks that it lies in.
 COPIES_IN_FLIGHT = 3
+
+# Blocks are waited for together: the disk writes so many bytes while the next ones are read. A conversion that is
+# killed writes at most about so many again.
+GROUP_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +70,13 @@ class CopyPlan:
         return min(sum(costs[: threads()]), max(self.budget_bytes, *costs[:1], 0))
 
 
-def plan_copy(contents: Contents, budget_bytes: int = DEFAULT_BUDGET) -> CopyPlan:
+def plan_copy(
+    contents: Contents, budget_bytes: int = DEFAULT_BUDGET, cells: Mapping[str, Shape] | None = None
+) -> CopyPlan:
     """Chunks small enough that `threads()` blocks fit the budget together, and the blocks in their order.
 
-    Chunks are not made smaller than 64 KiB for that; with a very small budget blocks go one at a time.
+    Chunks are not made smaller than 64 KiB for that; with a very small budget blocks go one at a time. `cells` are, by
+    name of an array, equal blocks that no chunk is to cross.
 
     Raises UnsupportedLeaf for a dtype that the universal format does not have.
     """
@@ -81,7 +90,9 @@ def plan_copy(contents: Contents, budget_bytes: int = DEFAULT_BUDGET) -> CopyPla
             info = arrays[leaf.name] = ArrayInfo(leaf.shape, np.dtype(leaf.dtype))
             require_storable(leaf.label, info.dtype)
             size = info.dtype.itemsize
-            chunks[leaf.name] = chunk_shapes(leaf.shape, size, None, min(INNER_BYTES, outer), outer)
+            chunks[leaf.name] = chunk_shapes(
+                leaf.shape, size, (cells or {}).get(leaf.name), min(INNER_BYTES, outer), outer
+            )
             chunk = stored[leaf.name].chunk
             for box in grid_boxes(leaf.shape, chunks[leaf.name].outer):
                 around = whole_chunks(box, chunk).size if chunk else box.size
@@ -149,18 +160,40 @@ def _copy_blocks(
         else:
             left.append(block)
 
+    written: list[Block] = []
+    lock = threading.Lock()
+
     def move(block: Block) -> None:
-        store.write(block.key, block.box, contents.arrays.read(block.key, block.box))
-        ledger.note(block.key, block.box, store.digests[block.key][str(block.box)])
-        done(block)
+        store.write(block.key, block.box, contents.arrays.read(block.key, block.box), durable=False)
+        with lock:
+            written.append(block)
+            group = written[:] if sum(block.nbytes for block in written) >= GROUP_BYTES else []
+            del written[: len(group)]
+        settle(group)
+
+    def settle(group: Sequence[Block]) -> None:
+        """Wait for the disk, and only then say in the ledger that the blocks are there."""
+        if group:
+            store.directory.sync()
+        for block in group:
+            ledger.note(block.key, block.box, store.digests[block.key][str(block.box)])
+        for block in group:
+            done(block)
 
     run_bounded(((0, lambda key=key: store.create(key)) for key in plan.arrays), plan.budget_bytes)
     run_bounded(((block.cost, lambda block=block: move(block)) for block in left), plan.budget_bytes)
+    settle(written)
 
 
 def _identity(contents: Contents, plan: CopyPlan) -> str:
-    """What a ledger must agree with: the source's files as they are now, how they are mapped, and cut into blocks."""
+    """What a ledger must agree with: the source's files as they are now, what became of each item, and the blocks.
+
+    One source has several readings: of what is stored twice, one copy is believed or the other.
+    """
     at = Path(contents.path)
-    files = sorted(path for path in at.rglob("*") if path.is_file()) if at.is_dir() else [at]
+    files = sorted(path for path in at.rglob("*") if path.is_file()) if at.is_dir() else [at] * at.exists()
     stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return digest(repr((contents.format, contents.source, stats, sorted(plan.chunks.items()))).encode())
+    items = sorted((item.where, item.fate, item.reason) for item in contents.account)
+    dtypes = [(leaf.name, leaf.dtype) for leaf in contents.leaves]
+    told = (contents.format, contents.source, stats, sorted(plan.chunks.items()), items, dtypes)
+    return digest(repr(told).encode())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from jax_ucp.layout.box import Box, range_boxes
 from jax_ucp.layout.fragments import Fragment, ParamLayout
 from jax_ucp.storage.consolidated import Consolidated, ConsolidatedView
+from jax_ucp.storage.gather import read_into
 from jax_ucp.storage.source import ArrayInfo, ArraySource
 
 
@@ -91,6 +92,13 @@ class WithCuts:
             return self._view.read(key, Box(box.start[::-1], box.stop[::-1])).T
         return self._view.read(key, box)
 
+    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+        cut = self._cuts.get(key)
+        if cut is not None and cut.transposed:
+            boxes = [Box(box.start[::-1], box.stop[::-1]) for box in boxes]
+            outs = [out.T for out in outs]
+        read_into(self._source if cut is None else self._view, key, boxes, outs)
+
     def _info(self, key: str) -> ArrayInfo:
         info = self._view.arrays()[key]
         return ArrayInfo(info.shape[::-1], info.dtype) if self._cuts[key].transposed else info
@@ -114,3 +122,14 @@ class _Flat:
         boxes = range_boxes(self._shapes[key], box.start[0], box.stop[0])
         parts = [self._source.read(key, part).ravel() for part in boxes]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+        parts: list[Box] = []
+        places: list[np.ndarray] = []
+        for box, out in zip(boxes, outs, strict=True):
+            at = 0
+            for part in range_boxes(self._shapes[key], box.start[0], box.stop[0]):
+                parts.append(part)
+                places.append(out[at : at + part.size].reshape(part.shape))
+                at += part.size
+        read_into(self._source, key, parts, places)

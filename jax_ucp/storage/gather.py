@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import mmap
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -15,40 +16,83 @@ from jax_ucp.storage.source import ArraySource
 BLOCK_BYTES = 32 << 20
 ALIGNMENT = 64
 
+# From so many bytes on, memory is mapped for itself; and from so many, in huge pages.
+OWN_BYTES = 256 << 10
+HUGE_BYTES = 4 << 20
+
 
 def read_boxes(source: ArraySource, key: str, boxes: Sequence[Box]) -> list[np.ndarray]:
     """The elements of each box, in aligned memory of the caller's own.
 
     Where the array has chunks, each is read once and shared out to the boxes that it meets: the columns that eight
-    devices want of one chunk cost one read of it, not eight. A source that has `read_into` does that itself.
+    devices want of one chunk cost one read of it, not eight.
     """
-    info = source.arrays()[key]
-    outs = _aligned([box.shape for box in boxes], info.dtype)
-    if read_into := getattr(source, "read_into", None):
-        read_into(key, boxes, outs)
-    elif info.chunk is None or len(boxes) == 1:
+    dtype = source.arrays()[key].dtype
+    if (whole := _joined(boxes, ALIGNMENT // dtype.itemsize)) is not None:
+        (out,) = _aligned([whole.shape], dtype)
+        read_into(source, key, [whole], [out])
+        return [out[box.start[0] - whole.start[0] : box.stop[0] - whole.start[0]] for box in boxes]
+    outs = _aligned([box.shape for box in boxes], dtype)
+    read_into(source, key, boxes, outs)
+    return outs
+
+
+def read_into(source: ArraySource, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+    """Read each box into its array, by the source's own `read_into` if it has one."""
+    if own := getattr(source, "read_into", None):
+        own(key, boxes, outs)
+    elif source.arrays()[key].chunk is None or (len(boxes) == 1 and outs[0].nbytes <= BLOCK_BYTES):
         for box, out in zip(boxes, outs, strict=True):
             out[...] = source.read(key, box)
     else:
         _read_blocks(source, key, boxes, outs)
-    return outs
+
+
+def _joined(boxes: Sequence[Box], multiple: int) -> Box | None:
+    """The box that the boxes are of, where they are its slabs of rows in order, each of a multiple of so many elements.
+
+    One read then does for all of them: eight devices that each have an eighth of the rows cost no more than one.
+    """
+    if len(boxes) < 2 or not boxes[0].ndim:
+        return None
+    first, last = boxes[0], boxes[-1]
+    for box, after in itertools.pairwise(boxes):
+        if box.stop[0] != after.start[0] or (box.start[1:], box.stop[1:]) != (after.start[1:], after.stop[1:]):
+            return None
+    if any(box.size % multiple for box in boxes):
+        return None
+    return Box(first.start, last.stop)
 
 
 def _aligned(shapes: Sequence[Sequence[int]], dtype: np.dtype) -> list[np.ndarray]:
     """Arrays in one piece of memory, each at a multiple of 64 bytes.
 
-    That is what XLA wants of a buffer that its CPU client takes as it is. One piece, because numpy asks the kernel for
-    huge pages from 4 MiB on: a gibibyte in pages of 4 KiB costs a quarter of a million page faults.
+    That is what XLA wants of a buffer that its CPU client takes as it is.
     """
     sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
     ends = list(itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
-    room = np.empty(ends[-1] + ALIGNMENT, np.uint8)
-    first = -room.ctypes.data % ALIGNMENT
-    starts = [first, *(first + end for end in ends[:-1])]
+    room = _room(ends[-1])
     return [
         room[start : start + size].view(dtype).reshape(shape)
-        for start, size, shape in zip(starts, sizes, shapes, strict=True)
+        for start, size, shape in zip([0, *ends], sizes, shapes, strict=False)
     ]
+
+
+def _room(nbytes: int) -> np.ndarray:
+    """Bytes at a multiple of 64, with anything in them.
+
+    Much memory is asked of the kernel, which takes it back when the arrays go: malloc keeps what each thread has freed
+    for that thread alone, and restores in new threads would take more every time. In huge pages, because a gibibyte in
+    pages of 4 KiB costs a quarter of a million page faults.
+    """
+    if nbytes < OWN_BYTES:
+        room = np.empty(nbytes + ALIGNMENT, np.uint8)
+        first = -room.ctypes.data % ALIGNMENT
+        return room[first : first + nbytes]
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if nbytes >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, np.uint8)
 
 
 def _read_blocks(source: ArraySource, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:

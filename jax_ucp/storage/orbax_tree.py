@@ -7,6 +7,7 @@ Facts: `_src/metadata/tree.py`, `_src/metadata/empty_values.py`, `_src/metadata/
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -45,38 +46,38 @@ _EMPTY_TYPES: dict[KeyKind, str] = {"dict": "Dict", "list": "List", "tuple": "Tu
 _NOT_STORED = {"None", "Dict", "List", "Tuple", "NamedTuple"}
 
 
-def orbax_files(leaves: Sequence[Leaf], arrays: Mapping[str, tuple[int, ...]]) -> dict[str, bytes]:
+def orbax_files(leaves: Sequence[Leaf], arrays: Mapping[str, tuple[int, ...]], ocdbt: bool = False) -> dict[str, bytes]:
     """The files, by name and in the order to write them in, that let stock Orbax read the leaves.
 
-    `arrays` has the outer chunk of each array.
+    `arrays` has the outer chunk of each array; with `ocdbt`, stock looks for them in an OCDBT database.
     """
-    tree, shardings, strings, array_metadata = {}, {}, {}, []
+    tree, shardings, strings, keys = {}, {}, {}, []
     for leaf in leaves:
         value_type = _EMPTY_TYPES[leaf.value] if leaf.kind == "empty" else _VALUE_TYPES[leaf.kind]
         value: dict[str, Any] = {"value_type": value_type, "skip_deserialize": value_type in _NOT_STORED}
         name = ".".join(map(str, leaf.path))
         if value_type == "jax.Array":
             value["write_shape"] = arrays[leaf.name]
-            ext = {"random_key_impl": leaf.key_impl} if leaf.kind == "prng_key" else None
-            shapes = {"write_shape": arrays[leaf.name], "chunk_shape": arrays[leaf.name]}
-            array_metadata.append({"array_metadata": {"param_name": name, **shapes, "ext_metadata": ext}})
-            shardings[base64.b64encode(name.encode()).decode()] = json.dumps(_sharding_json(leaf.sharding))
+            shardings[base64.b64encode(name.encode()).decode()] = _sharding_json(leaf.sharding)
+            if leaf.kind == "prng_key":
+                shapes = {"write_shape": arrays[leaf.name], "chunk_shape": arrays[leaf.name]}
+                ext = {"ext_metadata": {"random_key_impl": leaf.key_impl}}
+                keys.append({"array_metadata": {"param_name": name, **shapes, **ext}})
         elif value_type == "string":
             strings[name] = leaf.value
         tree[str(tuple(map(str, leaf.path)))] = {
             "key_metadata": [{"key": str(key), "key_type": _key_type(key)} for key in leaf.path],
             "value_metadata": value,
         }
-    about = {"use_ocdbt": False, "use_zarr3": True, "store_array_data_equal_to_fill_value": True}
-    files: dict[str, Any] = {
-        SHARDING_FILE: shardings,
-        "array_metadatas/process_0": {"array_metadatas": array_metadata},
-    }
+    about = {"use_ocdbt": ocdbt, "use_zarr3": True, "store_array_data_equal_to_fill_value": True}
+    files: dict[str, Any] = {SHARDING_FILE: shardings}
+    if keys:  # all that stock reads of the others is in their `zarr.json`
+        files["array_metadatas/process_0"] = {"array_metadatas": keys}
     if strings:
         files[STRINGS_FILE] = strings
     # Last, because stock Orbax takes the directory for a checkpoint when this file is there.
     files[TREE_FILE] = {"tree_metadata": tree, **about, "custom_metadata": {MARK: VERSION}}
-    return {name: json.dumps(content).encode() for name, content in files.items()}
+    return {name: _compact(content).encode() for name, content in files.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +163,13 @@ def _kind(value_type: str, impl: str, where: str) -> tuple[LeafKind, Any]:
             raise FormatError(f"{where} has value type {value_type!r}, which stock Orbax 0.12 does not write")
 
 
-def _sharding_json(sharding: SavedSharding | None) -> dict[str, Any]:
+@functools.lru_cache(maxsize=1024)
+def _sharding_json(sharding: SavedSharding | None) -> str:
     if sharding is None:
-        return {"sharding_type": "SingleDeviceSharding", "device_str": "cpu:0"}
+        return _compact({"sharding_type": "SingleDeviceSharding", "device_str": "cpu:0"})
     ids = sharding.device_ids or range(math.prod(sharding.axis_sizes))
     mesh = np.array([{"id": i} for i in ids], dtype=object).reshape(sharding.axis_sizes)
-    return {
+    about = {
         "sharding_type": "NamedSharding",
         "shape": sharding.axis_sizes,
         "axis_names": sharding.axis_names,
@@ -175,6 +177,11 @@ def _sharding_json(sharding: SavedSharding | None) -> dict[str, Any]:
         "partition_spec": sharding.spec,
         "device_mesh": {"mesh": mesh.tolist()},
     }
+    return _compact(about)
+
+
+def _compact(content: Any) -> str:
+    return json.dumps(content, separators=(",", ":"))
 
 
 def _saved_sharding(content: dict[str, Any] | None) -> SavedSharding | None:

@@ -1,5 +1,7 @@
 """One outer chunk as a file: zarr v3's `sharding_indexed`, its inner chunks with a crc32c each, its index at the end.
 
+An outer chunk of one inner chunk has no index: it is the chunk and its crc32c.
+
 What is written is byte for byte what TensorStore writes, and any zarr v3 reader reads it. We encode and decode it here
 because a chunk then goes from the file to where it is wanted in one copy, checked on the way.
 Facts: zarr-specs, `docs/v3/codecs/sharding-indexed` and `docs/v3/codecs/crc32c`.
@@ -29,14 +31,24 @@ _NOT_STORED = (1 << 64) - 1
 WHOLE_BYTES = 128 << 10
 
 
+def has_index(chunks: Chunks) -> bool:
+    """Whether outer chunks are shards of several inner chunks."""
+    return chunks.inner != chunks.outer
+
+
 def shard_parts(data: np.ndarray, chunks: Chunks) -> Iterator[memoryview | bytes]:
     """The bytes of the file of an outer chunk, in parts that are valid until the next is asked for.
 
     `data` is the outer chunk as far as it lies in the array; what its last inner chunks have beyond that is zero.
     """
+    if not has_index(chunks) and data.shape == chunks.inner:
+        whole = np.asarray(data, order="C")
+        yield whole.reshape(-1).view(np.uint8).data
+        yield _crc(whole)
+        return
     index = np.full(_inner_grid(chunks), _NOT_STORED, np.uint64).repeat(2).view(_ENTRY).reshape(_inner_grid(chunks))
-    room = np.zeros(chunks.inner, data.dtype)
-    raw = room.reshape(-1).view(np.uint8).data
+    part = np.zeros(math.prod(chunks.inner) * data.dtype.itemsize + CRC_BYTES, np.uint8)
+    room = part[:-CRC_BYTES].view(data.dtype).reshape(chunks.inner)
     at = 0
     for place in itertools.product(*map(range, index.shape)):
         start = [p * n for p, n in zip(place, chunks.inner, strict=True)]
@@ -47,19 +59,32 @@ def shard_parts(data: np.ndarray, chunks: Chunks) -> Iterator[memoryview | bytes
         if shape != list(chunks.inner):
             room[...] = 0
         room[tuple(map(slice, shape))] = data[tuple(map(slice, start, stop))]
-        index[place] = (at, len(raw) + CRC_BYTES)
-        at += len(raw) + CRC_BYTES
-        yield raw
-        yield _crc(room)
-    yield index.tobytes()
-    yield _crc(index)
+        part[-CRC_BYTES:] = np.frombuffer(_crc(room), np.uint8)
+        index[place] = (at, len(part))
+        at += len(part)
+        yield part.data
+    if has_index(chunks):
+        yield index.tobytes()
+        yield _crc(index)
 
 
-def read_shard(file: str, box: Box, chunks: Chunks, dtype: np.dtype, wanted: Sequence[tuple[Box, np.ndarray]]) -> None:
+def chunk_bytes(chunks: Chunks, dtype: np.dtype) -> int:
+    """How many bytes an inner chunk takes on disk, with its crc32c."""
+    return math.prod(chunks.inner) * dtype.itemsize + CRC_BYTES
+
+
+def read_shard(
+    file: str,
+    box: Box,
+    chunks: Chunks,
+    dtype: np.dtype,
+    wanted: Sequence[tuple[Box, np.ndarray]],
+    offset: int | None = None,
+) -> None:
     """Copy from the file of the outer chunk at `box` into each wanted array, which has the elements of its box.
 
     A wanted box need not lie in the chunk; what of it does is copied. Each inner chunk that holds a wanted element
-    is read once, and no other.
+    is read once, and no other. An outer chunk without index may be a part of a larger file, from `offset` on.
 
     Raises CorruptData where a checksum does not match, or the file is missing or cut short.
     """
@@ -76,7 +101,8 @@ def read_shard(file: str, box: Box, chunks: Chunks, dtype: np.dtype, wanted: Seq
     except FileNotFoundError:
         raise CorruptData(f"{file} is missing") from None
     try:
-        _decode(_Reader(file, handle), box, chunks, dtype, places)
+        part = (0, os.fstat(handle).st_size) if offset is None else (offset, chunk_bytes(chunks, dtype))
+        _decode(_Reader(file, handle, *part), box, chunks, dtype, places)
     finally:
         os.close(handle)
 
@@ -84,10 +110,8 @@ def read_shard(file: str, box: Box, chunks: Chunks, dtype: np.dtype, wanted: Seq
 def _decode(
     reader: _Reader, box: Box, chunks: Chunks, dtype: np.dtype, places: dict[Shape, list[tuple[Box, np.ndarray]]]
 ) -> None:
-    grid = _inner_grid(chunks)
-    nbytes = math.prod(chunks.inner) * dtype.itemsize + CRC_BYTES
-    index = reader.checked(reader.size - math.prod(grid) * _ENTRY.itemsize - CRC_BYTES, reader.size, "the index")
-    entries = index.view(np.uint64).reshape(*grid, 2)
+    nbytes = chunk_bytes(chunks, dtype)
+    entries = _entries(reader, chunks)
     for place, takers in sorted(places.items()):
         offset, length = entries[place].tolist()
         if length != nbytes:
@@ -102,17 +126,27 @@ def _decode(
             out[tuple(slice(s.start - w, s.stop - w) for s, w in zip(here, want.start, strict=True))] = source
 
 
+def _entries(reader: _Reader, chunks: Chunks) -> np.ndarray:
+    """Offset and length in the file of each inner chunk, on the last axis."""
+    grid = _inner_grid(chunks)
+    if not has_index(chunks):
+        return np.array([0, reader.size], np.uint64).reshape(*grid, 2)
+    index = reader.checked(reader.size - math.prod(grid) * _ENTRY.itemsize - CRC_BYTES, reader.size, "the index")
+    return index.view(np.uint64).reshape(*grid, 2)
+
+
 class _Reader:
-    """Ranges of a file, each with its crc32c behind it, in memory that the next range overwrites.
+    """Ranges of a part of a file, each with its crc32c behind it, in memory that the next range overwrites.
 
     The file is read and not mapped: a disk that fails is then an error, and not the end of the process.
     """
 
-    def __init__(self, file: str, handle: int):
+    def __init__(self, file: str, handle: int, offset: int, size: int):
         self.file = file
-        self.size = os.fstat(handle).st_size
+        self.size = size
         self._handle = handle
-        self._whole = np.frombuffer(os.pread(handle, WHOLE_BYTES, 0), np.uint8) if self.size <= WHOLE_BYTES else None
+        self._offset = offset
+        self._whole = np.frombuffer(os.pread(handle, size, offset), np.uint8) if size <= WHOLE_BYTES else None
         self._room = np.empty(0, np.uint8)
 
     def checked(self, begin: int, end: int, what: str) -> np.ndarray:
@@ -120,16 +154,25 @@ class _Reader:
         if not 0 <= begin < end - CRC_BYTES or end > self.size:
             raise CorruptData(f"{self.file} is too short for {what}")
         if self._whole is not None:
+            if len(self._whole) < end:
+                raise CorruptData(f"{self.file} is too short for {what}")
             data = self._whole[begin:end]
         else:
             if len(self._room) < end - begin:
                 self._room = np.empty(end - begin, np.uint8)
             data = self._room[: end - begin]
-            if os.preadv(self._handle, [data.data], begin) != len(data):
+            if os.preadv(self._handle, [data.data], self._offset + begin) != len(data):
                 raise CorruptData(f"{self.file} is too short for {what}")
         if _crc(data[:-CRC_BYTES]) != data[-CRC_BYTES:].tobytes():
             raise CorruptData(f"{self.file} is damaged: {what} does not have the crc32c that is stored with it")
         return data[:-CRC_BYTES]
+
+
+def read_unit(chunks: Chunks, itemsize: int) -> Shape:
+    """The block that is read whole where any element of it is: an inner chunk, or all of a small file."""
+    count = math.prod(_inner_grid(chunks))
+    nbytes = count * (math.prod(chunks.inner) * itemsize + CRC_BYTES + _ENTRY.itemsize) + CRC_BYTES
+    return chunks.outer if nbytes <= WHOLE_BYTES else chunks.inner
 
 
 def _inner_grid(chunks: Chunks) -> Shape:

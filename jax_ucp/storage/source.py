@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,7 +33,7 @@ class ArraySource(Protocol):
     """Named arrays, readable one box at a time.
 
     A source may also have `read_into(key, boxes, outs)`, which reads several boxes straight into arrays of their
-    shapes, and what is stored once for all of them.
+    shapes, and what is stored once for all of them. Callers use `gather.read_into`, which does without it too.
     """
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
@@ -47,23 +47,3 @@ class ArraySource(Protocol):
         something else that lives on: callers that keep it, or hand it to a device, copy it.
         """
         ...
-
-
-class Joined:
-    """Several sources as one: array `key` of the source called `name` is `name:key`."""
-
-    def __init__(self, sources: Mapping[str, ArraySource]):
-        self._sources = sources
-
-    def arrays(self) -> Mapping[str, ArrayInfo]:
-        return {f"{name}:{key}": info for name, s in self._sources.items() for key, info in s.arrays().items()}
-
-    def read(self, key: str, box: Box) -> np.ndarray:
-        name, _, inner = key.partition(":")
-        return self._sources[name].read(inner, box)
-
-    def verify(self) -> Iterator[tuple[str, str | None]]:
-        """What every source that has checksums of its own says of them: (what was looked at, fault or None)."""
-        for source in self._sources.values():
-            if hasattr(source, "verify"):
-                yield from source.verify()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]

@@ -1,12 +1,14 @@
 """The universal store: one zarr v3 array per leaf, and `ucp.json`, which is written last.
 
-Each outer chunk is one file with one writer; inner chunks carry a crc32c, so that a flipped bit is an
-error to every reader. `docs/format.md` states the format; this file writes, reads and proves it.
+Each outer chunk has one writer, and is one file; or of a small array among thousands, a part of one. Inner chunks carry
+a crc32c, so that a flipped bit is an error to every reader. `docs/format.md` states the format; this file writes, reads
+and proves it.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,13 +22,18 @@ import xxhash
 from jax_ucp.errors import CorruptData, NotACheckpoint, UnsupportedLeaf
 from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place, outer_boxes, rows_of_chunks
 from jax_ucp.layout.box import Box
+from jax_ucp.layout.fragments import Shape
 from jax_ucp.metadata import Group, Leaf, Metadata, StoredArray, decode, digest, encode
 from jax_ucp.storage.directory import Directory
-from jax_ucp.storage.shard_file import read_shard, shard_parts
+from jax_ucp.storage.ocdbt import Range
+from jax_ucp.storage.packs import index_files, pack_name
+from jax_ucp.storage.shard_file import chunk_bytes, has_index, read_shard, read_unit, shard_parts
 from jax_ucp.storage.source import ArrayInfo
 
 METADATA_FILE = "ucp.json"
 VERIFY_BYTES = 16 << 20
+
+Place = tuple[int, int]  # number of a pack, offset in it
 
 _BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
 
@@ -34,14 +41,23 @@ _BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
 class ZarrStore:
     """Arrays of known shape, dtype and chunks in a directory, written one outer chunk at a time.
 
-    Every chunk must be there to be read: a missing file is an error, not zeros.
+    Every chunk must be there to be read: a missing file is an error, not zeros. `places` says where packed chunks are,
+    by their keys: the number of the pack, and the offset in it.
     """
 
-    def __init__(self, directory: Directory, arrays: Mapping[str, ArrayInfo], chunks: Mapping[str, Chunks]):
+    def __init__(
+        self,
+        directory: Directory,
+        arrays: Mapping[str, ArrayInfo],
+        chunks: Mapping[str, Chunks],
+        places: Mapping[str, Place] | None = None,
+    ):
         self.directory = directory
         self.chunks = chunks
+        self.places = dict(places or {})
         self.digests: dict[str, dict[str, str]] = {key: {} for key in arrays}
-        self._arrays = {key: replace(info, chunk=chunks[key].inner) for key, info in arrays.items()}
+        units = {key: read_unit(chunks[key], info.dtype.itemsize) for key, info in arrays.items()}
+        self._arrays = {key: replace(info, chunk=units[key]) for key, info in arrays.items()}
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self._arrays
@@ -52,16 +68,34 @@ class ZarrStore:
 
     def write(self, key: str, box: Box, data: np.ndarray, durable: bool = True) -> None:
         """Write one outer chunk, whole, and note its digest. If not durable now, it is after `directory.sync`."""
+        if box.size:
+            name, data = self._chunk(key, box, data)
+            self.directory.put(name, shard_parts(data, self.chunks[key]), durable)
+            self.digests[key][str(box)] = _digest([data])
+
+    def write_pack(self, number: int, blocks: Iterable[tuple[str, Box, np.ndarray]]) -> None:
+        """Write outer chunks without index, each whole, to one file. It is durable after `directory.sync`."""
+
+        def parts() -> Iterator[memoryview | bytes]:
+            end = 0
+            for key, box, block in blocks:
+                name, data = self._chunk(key, box, block)
+                self.places[name] = number, end
+                self.digests[key][str(box)] = _digest([data])
+                for part in shard_parts(data, self.chunks[key]):
+                    end += len(part)
+                    yield part
+
+        self.directory.put(pack_name(number), parts(), durable=False)
+
+    def _chunk(self, key: str, box: Box, data: np.ndarray) -> tuple[str, np.ndarray]:
+        """The key of the outer chunk that a box is, and its elements as they are stored."""
         outer, shape = self.chunks[key].outer, self._arrays[key].shape
-        if box.size == 0:
-            return
         place = grid_place(box, outer)
         start = tuple(p * c for p, c in zip(place, outer, strict=True))
         if box != Box(start, tuple(min(a + c, n) for a, c, n in zip(start, outer, shape, strict=True))):
             raise ValueError(f"{key}: {box} is not a chunk of {outer} in {shape}; a part of a chunk has no one writer")
-        data = np.asarray(data, dtype=self._arrays[key].dtype)
-        self.directory.put(f"{key}/{chunk_name(place)}", shard_parts(data, self.chunks[key]), durable)
-        self.digests[key][str(box)] = _digest([data])
+        return f"{key}/{chunk_name(place)}", np.asarray(data, dtype=self._arrays[key].dtype)
 
     def read(self, key: str, box: Box) -> np.ndarray:
         if not box.within(Box.whole(self._arrays[key].shape)):
@@ -75,13 +109,20 @@ class ZarrStore:
         outer = self.chunks[key].outer
         wanted = [(box, out) for box, out in zip(boxes, outs, strict=True) if box.size]
         for chunk in outer_boxes(self._arrays[key].shape, outer, [box for box, _ in wanted]):
-            file = f"{key}/{chunk_name(grid_place(chunk, outer))}"
+            file, offset = self.find(f"{key}/{chunk_name(grid_place(chunk, outer))}")
             try:
-                read_shard(self.directory.file(file), chunk, self.chunks[key], self._arrays[key].dtype, wanted)
+                read_shard(self.directory.file(file), chunk, self.chunks[key], self._arrays[key].dtype, wanted, offset)
             except CorruptData as error:
                 raise CorruptData(
                     f"{self.directory}/{key}: {error}. Restore this file from a copy, or use another checkpoint."
                 ) from None
+
+    def find(self, name: str) -> tuple[str, int | None]:
+        """The file of the outer chunk with a key, and where in it, if it has others too."""
+        if name not in self.places:
+            return name, None
+        number, offset = self.places[name]
+        return pack_name(number), offset
 
     def verify(self, key: str, stored: StoredArray) -> Iterator[tuple[Box, str | None]]:
         """Each outer chunk of an array, with what is wrong with it, if anything."""
@@ -106,20 +147,25 @@ class ZarrStore:
 def zarr_metadata(info: ArrayInfo, chunks: Chunks) -> dict[str, Any]:
     """The zarr v3 metadata of an array in a universal checkpoint."""
     data_bytes = _BYTES if info.dtype.itemsize > 1 else {"name": "bytes"}  # one byte has no order
-    inner = {"chunk_shape": chunks.inner, "codecs": [data_bytes, {"name": "crc32c"}]}
-    index = {"index_codecs": [_BYTES, {"name": "crc32c"}]}  # at the end, the default
+    codecs = [data_bytes, {"name": "crc32c"}]
+    if has_index(chunks):
+        index = {"index_codecs": [_BYTES, {"name": "crc32c"}]}  # at the end, the default
+        inner = {"chunk_shape": chunks.inner, "codecs": codecs}
+        codecs = [{"name": "sharding_indexed", "configuration": inner | index}]
     return {
         "shape": info.shape,
         "data_type": info.dtype.name,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunks.outer}},
-        "codecs": [{"name": "sharding_indexed", "configuration": inner | index}],
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "codecs": codecs,
     }
 
 
+@functools.lru_cache(maxsize=1024)
 def zarr_json(info: ArrayInfo, chunks: Chunks) -> bytes:
     """The content of the `zarr.json` of an array."""
     fill = {"b": False, "c": [0.0, 0.0]}.get(info.dtype.kind, 0)
-    about = {"zarr_format": 3, "node_type": "array", "chunk_key_encoding": {"name": "default"}, "fill_value": fill}
+    about = {"zarr_format": 3, "node_type": "array", "fill_value": fill}
     return msgspec.json.encode(zarr_metadata(info, chunks) | about)
 
 
@@ -141,7 +187,7 @@ def require_storable(label: str, dtype: np.dtype) -> None:
 def write_part(store: ZarrStore, process: int) -> None:
     """Make durable what this process wrote, and leave word of it for the process that commits."""
     store.directory.sync()
-    store.directory.write(_part_name(process), msgspec.json.encode(store.digests))
+    store.directory.write(_part_name(process), msgspec.json.encode(_Part(store.digests, store.places)))
 
 
 @dataclass(frozen=True)
@@ -150,6 +196,7 @@ class Commit:
 
     leaves: Sequence[Leaf]
     processes: int = 1
+    packed: frozenset[str] = frozenset()
     files: Mapping[str, bytes] | None = None
     source: Mapping[str, Any] | None = None
     extras: Mapping[str, Any] | None = None
@@ -159,19 +206,26 @@ class Commit:
         """Write the side files, then `ucp.json`. Raises CorruptData if a chunk was written by nobody."""
         directory, digests = store.directory, {key: {} for key in store.arrays()}
         for process in range(self.processes):
-            for key, found in _read_part(directory, process).items():
+            part = _read_part(directory, process)
+            store.places.update(part.places)
+            for key, found in part.digests.items():
                 digests[key] |= found
-        arrays = {}
+        arrays, digests_of_files = {}, {}
+        zarr_jsons = {key: zarr_json(info, store.chunks[key]) for key, info in store.arrays().items()}
         for key, info in store.arrays().items():
             chunks = store.chunks[key]
-            boxes = [str(box) for box in grid_boxes(info.shape, chunks.outer) if box.size]
+            boxes = [str(box) for box in grid_boxes(info.shape, chunks.outer)]
             if missing := [box for box in boxes if box not in digests[key]]:
                 raise CorruptData(
                     f"{directory}/{key}: {missing[:4]} and others of {len(boxes)} chunks were not written"
                 )
-            arrays[key] = StoredArray(chunks.outer, chunks.inner, tuple(digests[key][box] for box in boxes))
-        digests_of_files = {f"{key}/zarr.json": digest(directory.read(f"{key}/zarr.json") or b"") for key in arrays}
-        for name, data in (self.files or {}).items():
+            names = _chunk_keys(key, info.shape, chunks.outer)
+            places = tuple(store.places[name] for name in names if name in store.places)
+            arrays[key] = StoredArray(chunks.outer, chunks.inner, tuple(digests[key][box] for box in boxes), places)
+            if key not in self.packed:
+                digests_of_files[f"{key}/zarr.json"] = digest(zarr_jsons[key])
+        index = index_files(zarr_jsons, _ranges(store)) if self.packed else {}
+        for name, data in (index | dict(self.files or {})).items():
             directory.write(name, data)
             digests_of_files[name] = digest(data)
         leaves, source, extras = tuple(self.leaves), dict(self.source or {}), dict(self.extras or {})
@@ -194,13 +248,15 @@ def open_store(path: str | os.PathLike[str]) -> tuple[Metadata, ZarrStore]:
             f"{directory} has no {METADATA_FILE}: it is no universal checkpoint, or was never finished"
         )
     metadata = decode(data, f"{directory}/{METADATA_FILE}")
-    arrays, chunks = {}, {}
+    arrays, chunks, places = {}, {}, {}
     for leaf in metadata.leaves:
         if leaf.has_array:
             stored = metadata.arrays[leaf.name]
             arrays[leaf.name] = ArrayInfo(leaf.shape, np.dtype(leaf.dtype))
             chunks[leaf.name] = Chunks(stored.outer, stored.inner)
-    return metadata, ZarrStore(directory, arrays, chunks)
+            if stored.places:
+                places.update(zip(_chunk_keys(leaf.name, leaf.shape, stored.outer), stored.places, strict=True))
+    return metadata, ZarrStore(directory, arrays, chunks, places)
 
 
 def missing_files(metadata: Metadata, store: ZarrStore) -> list[str]:
@@ -216,19 +272,53 @@ def verify_files(metadata: Metadata, store: ZarrStore) -> list[str]:
         data = store.directory.read(name)
         if data is not None and digest(data) != want:
             faults.append(f"{store.directory}/{name} is damaged: its content does not have the digest recorded")
-    return faults
+    return faults + _pack_faults(store)
 
 
 def chunk_name(place: Sequence[int]) -> str:
-    """The file of an outer chunk inside its array's directory, in zarr v3's default key encoding."""
-    return "/".join(["c", *map(str, place)])
+    """The file of an outer chunk inside its array's directory: zarr v3's default key encoding, separator `.`."""
+    return ".".join(["c", *map(str, place)])
+
+
+def _chunk_keys(key: str, shape: Shape, outer: Shape) -> Iterator[str]:
+    """The keys of the outer chunks of an array, in row-major order."""
+    for place in itertools.product(*(range(-(-n // c)) for n, c in zip(shape, outer, strict=True))):
+        yield f"{key}/{chunk_name(place)}"
 
 
 def _all_files(metadata: Metadata, store: ZarrStore) -> Iterator[str]:
     yield from metadata.files
+    yield from (pack_name(number) for number in sorted({number for number, _ in store.places.values()}))
     for key, stored in metadata.arrays.items():
-        for box in grid_boxes(store.arrays()[key].shape, stored.outer):
-            yield f"{key}/{chunk_name(grid_place(box, stored.outer))}"
+        if not stored.places:
+            yield from _chunk_keys(key, store.arrays()[key].shape, stored.outer)
+
+
+def _pack_faults(store: ZarrStore) -> list[str]:
+    """What packs end elsewhere than their last chunk does."""
+    ends: dict[str, int] = {}
+    for key, info in store.arrays().items() if store.places else []:
+        nbytes = chunk_bytes(store.chunks[key], info.dtype)
+        for name in _chunk_keys(key, info.shape, store.chunks[key].outer):
+            if name in store.places:
+                number, offset = store.places[name]
+                ends[pack_name(number)] = max(ends.get(pack_name(number), 0), offset + nbytes)
+    return [
+        f"{store.directory}/{name} is damaged: it has {size} bytes, its chunks end at {end}"
+        for name, end in ends.items()
+        if store.directory.has(name) and (size := store.directory.size(name)) != end
+    ]
+
+
+def _ranges(store: ZarrStore) -> dict[str, Range]:
+    """Where each outer chunk is, by its key."""
+    found: dict[str, Range] = {}
+    for key, info in store.arrays().items():
+        nbytes = chunk_bytes(store.chunks[key], info.dtype)
+        for name in _chunk_keys(key, info.shape, store.chunks[key].outer):
+            file, offset = store.find(name)
+            found[name] = Range(file, offset or 0, store.directory.size(file) if offset is None else nbytes)
+    return found
 
 
 def _digest(parts: Iterable[np.ndarray]) -> str:
@@ -246,8 +336,15 @@ def _part_name(process: int | str) -> str:
     return f"ucp.process_{process}.json"
 
 
-def _read_part(directory: Directory, process: int) -> dict[str, dict[str, str]]:
+class _Part(msgspec.Struct):
+    """What a process wrote: of each array the digests of its chunks by box, and the places of packed chunks by key."""
+
+    digests: dict[str, dict[str, str]]
+    places: dict[str, Place]
+
+
+def _read_part(directory: Directory, process: int) -> _Part:
     data = directory.read(_part_name(process))
     if data is None:
         raise CorruptData(f"{directory}/{_part_name(process)} is missing: process {process} did not finish writing")
-    return msgspec.json.decode(data, type=dict[str, dict[str, str]])
+    return msgspec.json.decode(data, type=_Part)

@@ -18,8 +18,9 @@ from jax_ucp.formats.deepspeed_tp import TensorParallel, affine_layout
 from jax_ucp.formats.torch_file import TorchFile
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.patterns import partitioned_layouts
-from jax_ucp.metadata import Leaf
 from torch_writer import rewrite
+
+UNIVERSAL = DATA.parent / "deepspeed_universal"
 
 
 @pytest.fixture
@@ -123,21 +124,24 @@ def test_families_of_two_stages_in_one_folder_are_refused(copy_of):
         ucp.open(folder)
 
 
-@pytest.mark.parametrize("case", ["tp2_dp2_z3_bf16", "tp2_dp2_z1_fp32", "z3_bf16_dp3_offload", "pp2_dp2_z1_fp32"])
-def test_where_goes_through_slices_to_the_bytes_in_the_files(case):
-    checkpoint = ucp.open(DATA / case)
+@pytest.mark.parametrize(
+    "folder",
+    [DATA / case for case in ("tp2_dp2_z3_bf16", "tp2_dp2_z1_fp32", "z3_bf16_dp3_offload", "pp2_dp2_z1_fp32")]
+    + [UNIVERSAL / case for case in ("tp2_dp1_z1_fp32_gqa", "z3_bf16_dp2_frozen_tied", "autoep2_dp4_z3_fp32")],
+    ids=lambda folder: folder.parent.name + "-" + folder.name,
+)
+def test_where_goes_through_slices_to_the_bytes_in_the_files(folder):
+    checkpoint = ucp.open(folder)
     for leaf in checkpoint.leaves:
-        if not leaf.label.startswith("param/"):
+        if leaf.label.startswith("step/"):
             continue
-        want, got = checkpoint.read(leaf.label), np.full(leaf.shape, np.nan, np.float32)
-        for piece in pieces(checkpoint, leaf):
+        want, got = checkpoint.read(leaf.label), np.full(leaf.shape, np.nan, leaf.dtype)
+        for piece in checkpoint.where(leaf):
             file = TorchFile(Path(checkpoint.path) / piece.file)
-            got[piece.target.index] = file.read(piece.item, piece.source).reshape(piece.target.shape)
+            stored = file.read(piece.item, Box.whole(file.arrays()[piece.item].shape))
+            stored = stored.reshape(-1) if piece.source.ndim == 1 else stored
+            got[piece.target.index] = stored[piece.source.index].reshape(piece.target.shape)
         np.testing.assert_array_equal(got, want, err_msg=leaf.label)
-
-
-def pieces(checkpoint: ucp.Checkpoint, leaf: Leaf):
-    return checkpoint.params[leaf.label.partition("/")[2]].where()
 
 
 def test_weights_alone_need_no_names_of_optimizer_states(copy_of):

@@ -217,6 +217,24 @@ def test_what_is_skipped_is_named_as_in_a_spec():
         bind(mapping(text), {"h.1.2.w[0]": (1,)}, {}, {})
 
 
+def test_leaves_of_one_name_go_back_by_the_number_of_their_axes():
+    text = """leaves:
+- {param: "{layer}.dense", axes: up embed, leaf: {"layers/{layer}/w": embed up}, optional: true}
+- {param: "{layer}.expert.{expert}", axes: up embed, leaf: {"layers/{layer}/w": expert embed up}, optional: true}
+"""
+    shapes = {"0.dense": (4, 3), **{f"1.expert.{i}": (4, 3) for i in range(2)}}
+    there = {name: form.layout.shape for name, form in bind(mapping(text), shapes, {}, {}).leaves.items()}
+    assert there == {"layers/0/w": (3, 4), "layers/1/w": (2, 3, 4)}
+    back = bind(mapping(text).inverse(), there, {}, {}).leaves
+    assert {name: form.layout.shape for name, form in back.items()} == shapes
+    with pytest.raises(LayoutError, match="claimed by no rule"):
+        bind(mapping(text).inverse(), {"layers/0/w": (3,)}, {}, {})
+    # A rule that is alone says what it is that differs.
+    one = mapping("leaves:\n- {param: w, axes: up embed, leaf: {w: embed up}, optional: true}")
+    with pytest.raises(LayoutError, match="w has 1 axes"):
+        bind(one, {"w": (3,)}, {}, {})
+
+
 def test_a_rule_that_finds_nothing_is_a_fault_unless_it_is_optional():
     assert "finds no parameter" in faults_of(FILE.replace("  optional: true\n", ""))[0]
 

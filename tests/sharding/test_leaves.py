@@ -335,6 +335,16 @@ def test_what_jax_would_truncate_is_refused_unless_it_is_asked_for(tmp_path):
     assert same(checkpoint.restore(target, mesh=MESH, cast=True)["n"].addressable_data(0), jnp.arange(3))
 
 
+@pytest.mark.parametrize("budget_bytes", [1, 100_000, 1 << 30])
+def test_64_bits_asked_for_in_the_callers_thread_alone_are_restored(tmp_path, budget_bytes):
+    with jax.enable_x64(True):
+        n = jnp.arange(1 << 15) + (1 << 40)
+        tree = {"n": n, "f": jnp.linspace(0, 1, 1 << 14), "few": n[:8]}
+        tree = jax.device_put(tree, NamedSharding(MESH, P("data")))
+        restored = save(tmp_path / "c", tree).restore(tree, budget_bytes=budget_bytes)
+        assert all(same(restored[name], tree[name]) for name in tree)
+
+
 def test_casting_happens_only_where_it_is_asked_for(tmp_path):
     tree = {"w": np.linspace(0, 1, 5, dtype=np.float32), "n": np.arange(3), "key": jax.random.key(0)}
     checkpoint = save(tmp_path / "c", tree)

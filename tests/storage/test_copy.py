@@ -1,9 +1,11 @@
 """Copies in blocks: within the budget, each chunk once, taken up where they stopped."""
 
+import itertools
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -20,10 +22,11 @@ from jax_ucp.layout.blocks import Chunks, chunk_shapes, grid_boxes, writer_cells
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Key, Leaf
 from jax_ucp.storage.budget import run_bounded, threads
-from jax_ucp.storage.contents import Contents
+from jax_ucp.storage.contents import Contents, Item
 from jax_ucp.storage.copy import copy, plan_copy
 from jax_ucp.storage.directory import Directory
 from jax_ucp.storage.gather import read_boxes
+from jax_ucp.storage.ledger import LEDGER_FILE
 from jax_ucp.storage.source import ArrayInfo
 from jax_ucp.storage.zarr import ZarrStore
 
@@ -159,6 +162,59 @@ def test_a_copy_that_was_stopped_is_taken_up_where_it_was(tmp_path):
     for name, array in source.arrays.data.items():
         np.testing.assert_array_equal(got[name], array)
     assert not (tmp_path / "out" / "ucp-ledger.jsonl").exists()
+
+
+@pytest.mark.parametrize("writes", [3, 12, 30])
+def test_a_copy_that_lost_its_power_is_taken_up_from_what_was_on_the_disk(tmp_path, monkeypatch, writes):
+    """Only what was there at the last sync survives; of all else the names, and every line of the ledger."""
+    (tmp_path / "source").write_text("the source")
+    source = contents(tmp_path / "source", rows=16384)
+    plan = plan_copy(source, budget_bytes=8192)
+    monkeypatch.setattr("jax_ucp.storage.copy.GROUP_BYTES", 4 * plan.blocks[0].nbytes)
+    survives, put, sync, counted = {}, Directory.put, Directory.sync, itertools.count()
+
+    def synced(directory):
+        survives.update({name: Path(directory.file(name)).read_bytes() for name in directory.files()})
+        sync(directory)
+
+    def until_the_power_goes(directory, name, parts, durable):
+        if next(counted) == writes:
+            raise KeyboardInterrupt
+        put(directory, name, parts, durable)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Directory, "sync", synced)
+        patched.setattr(Directory, "put", until_the_power_goes)
+        with pytest.raises(KeyboardInterrupt):
+            copy(source, plan, tmp_path / "out")
+    for name in Directory(tmp_path / "out").files():
+        if name != LEDGER_FILE:
+            (tmp_path / "out" / name).write_bytes(survives.get(name, b""))
+    before = len(source.arrays.reads)
+    kept = sum(name.startswith(("a/c/", "b/c/")) for name in survives)
+    copy(source, plan, tmp_path / "out")
+    # What had come to the disk is not read again, but for the blocks of a group that were not all there.
+    assert len(source.arrays.reads) - before <= len(plan.blocks) - kept + 4 + threads()
+    result = ucp.open(tmp_path / "out")
+    assert [fault for _, fault in result.verify() if fault] == []
+    for name, array in source.arrays.data.items():
+        np.testing.assert_array_equal(result.read(name), array)
+
+
+def test_an_unfinished_copy_of_another_reading_of_the_same_source_is_not_taken_up(tmp_path):
+    """Of what is stored twice, one copy is believed or the other: the files are the same, the elements are not."""
+    (tmp_path / "source").write_text("the source")
+    master = replace(contents(tmp_path / "source"), account=[Item("source:a", "", "mapped", "the master")])
+    believed = replace(master, account=[Item("source:a", "", "skipped", "not believed")])
+
+    def stop(block):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        copy(master, plan_copy(master, 8192), tmp_path / "out", stop)
+    with pytest.raises(FormatError, match="belongs to a conversion of another source"):
+        copy(believed, plan_copy(believed, 8192), tmp_path / "out")
+    copy(master, plan_copy(master, 8192), tmp_path / "out")
 
 
 def test_an_unfinished_copy_of_another_source_is_not_taken_up(tmp_path):

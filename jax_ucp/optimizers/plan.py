@@ -1,29 +1,10 @@
-"""The states of torch's optimizers as those of optax, found by their types, and back.
-
-An optax state is a tree of named tuples. Each type that is known here says of each of its fields what it holds: a
-moment of every parameter, the number of steps, zeros, or what the optimizer was made with. A type that is not known is
-refused: what it holds would be a guess. Positions do not count, so that `chain`, `masked`, `partition`,
-`inject_hyperparams` and `MultiSteps` may be nested in any way.
-
-Facts, by torch 2.13 (`torch/optim/adam.py`, `sgd.py`) and optax 0.2.8 (`optax/_src/transform.py`, `_accumulation.py`):
-
-- Adam, AdamW: `exp_avg`, `exp_avg_sq` are optax's `mu`, `nu`: both keep b * m + (1 - b) * g uncorrected. `step` is
-  optax's `count`: both count the updates done, and correct the bias of an update by that number and one. Torch adds
-  eps to the corrected root, which is optax's `eps`, not `eps_root`. Weight decay has no state in either; that of
-  torch's Adam is a term of the gradient, `chain(add_decayed_weights(...), scale_by_adam(...), ...)`.
-- SGD: `momentum_buffer` is optax's `trace`: both are decay * t + g, with or without Nesterov. With dampening torch's
-  is another sum, which is refused.
-- Lion (DeepSpeed's, `deepspeed/ops/lion`): `exp_avg` is optax's `mu`; its `count` is not used in an update.
-- AMSGrad: torch keeps the maximum of the second moments as they are, optax of the corrected ones. Refused.
-- A schedule of optax is asked for the count of updates done, which is torch's `last_epoch` of a scheduler that is
-  stepped with the optimizer.
-"""
+"""An optax state out of the checkpoint of a torch trainer."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
@@ -35,67 +16,27 @@ from jax.typing import DTypeLike
 
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.layout.box import Box
-from jax_ucp.metadata import Key, Leaf, Path, leaf_names
+from jax_ucp.metadata import Leaf, Path, leaf_names
+from jax_ucp.optimizers.slots import COUNT, GIVEN, STEP, ZEROS, Slot, few, is_array, param_leaves, slots_of
+from jax_ucp.optimizers.values import Values
+from jax_ucp.optimizers.weight_decay import decay_faults
 from jax_ucp.sharding.fit import Rule
 from jax_ucp.sharding.restore import plan_restore, run_restore
 from jax_ucp.sharding.trees import FAULTS_SHOWN, empty_kind, walk
 from jax_ucp.storage.budget import DEFAULT_BUDGET
 from jax_ucp.storage.contents import Contents
-from jax_ucp.storage.source import ArrayInfo, ArraySource
-from jax_ucp.weight_decay import decay_faults
-
-STEP = "step"
-# What a field of a state holds: the name of a moment, or one of these.
-_STEP, _ZEROS, _GIVEN, _INNER = "number of steps", "zeros", "as the optimizer was made", "inner"
-
-_FIELDS: dict[type, dict[str, str]] = {
-    optax.ScaleByAdamState: {"count": _STEP, "mu": "exp_avg", "nu": "exp_avg_sq"},
-    optax.ScaleByLionState: {"count": _STEP, "mu": "exp_avg"},
-    optax.TraceState: {"trace": "momentum_buffer"},
-    optax.ScaleByScheduleState: {"count": _STEP},
-    optax.InjectHyperparamsState: {"count": _STEP, "hyperparams": _GIVEN, "inner_state": _INNER},
-    optax.InjectStatefulHyperparamsState: {
-        **{"count": _STEP, "hyperparams": _GIVEN, "hyperparams_states": _STEP, "inner_state": _INNER}
-    },
-    # A trainer saves between two updates, so that no gradients are being gathered.
-    optax.MultiStepsState: {
-        **{"mini_step": _ZEROS, "gradient_step": _STEP, "inner_opt_state": _INNER, "acc_grads": _ZEROS},
-        **{"skip_state": _INNER},
-    },
-    optax.MaskedState: {"inner_state": _INNER},
-    optax.PartitionState: {"inner_states": _INNER},
-}
-
-# Names of the fields that count; those of schedules inside inject_hyperparams are called as the others are.
-_COUNTS = ("count", "gradient_step")
 
 Fate = Literal["mapped", "computed", "initial"]
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """A leaf of an optax state: what it holds, of which parameter, or of which parameters the steps count."""
-
-    path: Path
-    role: str
-    value: Any
-    param: str = ""
-    covers: tuple[str, ...] = ()
-
-    @property
-    def label(self) -> str:
-        return "/".join(map(str, self.path))
-
-
-@dataclass(frozen=True, slots=True)
 class Filled:
-    """Where the value of a leaf of an optax state comes from."""
+    """Where the value of a leaf of an optax state comes from: a leaf of the checkpoint, or a constant."""
 
     slot: Slot
     fate: Fate
     reason: str
-    leaf: Leaf | None = None
-    value: np.ndarray | None = None
+    value: Leaf | np.ndarray
 
     def __str__(self) -> str:
         return f"{self.slot.label}: {self.fate}, {self.reason}"
@@ -135,9 +76,14 @@ class OptimizerPlan:
 
         Raises TreeMismatch where dtypes differ, or leaves have no place.
         """
-        source = _Values(self.contents.arrays, self.filled)
+        names = leaf_names([one.slot.path for one in self.filled])
+        named = dict(zip(names, map(_held, self.filled), strict=True))
+        source = Values(self.contents.arrays, named)
         state = self.state if mesh else jax.tree.map(_on_a_device, self.state)
-        plan = plan_restore(source.leaves(state), state, mesh=mesh, rules=rules, cast=cast)
+        leaves = [Leaf(n.path, "", "empty", value=empty_kind(n.value)) for n in walk(state) if not is_array(n.value)]
+        for (name, info), one in zip(source.arrays().items(), self.filled, strict=True):
+            leaves.append(Leaf(one.slot.path, name, "array", info.shape, info.dtype.name))
+        plan = plan_restore(leaves, state, mesh=mesh, rules=rules, cast=cast)
         return run_restore(plan, source, budget_bytes)
 
 
@@ -157,13 +103,13 @@ def plan_optimizer(
     Raises TreeMismatch with everything that has no source: a state of a type that is not known, a parameter without
     the moment, steps that differ or are not there; and with every parameter that is decayed otherwise.
     """
-    state, slots = _slots(tx, params)
+    state, slots = slots_of(tx, params)
     stored = _states(contents)
     faults = [*_refusals(contents.extras), *_unlike(params, stored.get("param", {}))]
     faults += decay_faults(contents.groups, tx, params) if check_decay else []
     used: set[str] = set()
     filled: list[Filled] = []
-    given = _given(tx, params, [slot for slot in slots if slot.role == _GIVEN])
+    given = _given(tx, params, [slot for slot in slots if slot.role == GIVEN])
     steps = _Steps(contents, stored.get(STEP, {}), step)
     for slot in slots:
         try:
@@ -172,7 +118,7 @@ def plan_optimizer(
             faults.append(f"{slot.label}: {fault}")
             continue
         filled.append(found)
-        used |= {str(found.leaf.path[0])} if found.leaf else set()
+        used |= {str(found.value.path[0])} if isinstance(found.value, Leaf) else set()
     if faults:
         more = [f"... and {len(faults) - FAULTS_SHOWN} more"] if len(faults) > FAULTS_SHOWN else []
         lines = "\n  ".join([*faults[:FAULTS_SHOWN], *more])
@@ -228,73 +174,6 @@ class _Steps:
         return self.known[param]
 
 
-def _slots(tx: optax.GradientTransformation, params: Any) -> tuple[Any, list[Slot]]:
-    """The abstract state of the optimizer, and its leaves in the order of JAX's."""
-    state = jax.eval_shape(tx.init, params)
-    names = {slot.param for slot in _param_slots(params)}
-    slots = list(_visit(state, (), names))
-    return state, [replace(slot, covers=_covers(slot, slots, names)) if slot.role == _STEP else slot for slot in slots]
-
-
-def _param_slots(params: Any) -> list[Slot]:
-    return [Slot(node.path, "param", node.value, _name(node.path)) for node in walk(params) if _is_array(node.value)]
-
-
-def _visit(node: Any, path: Path, names: Collection[str]) -> Iterator[Slot]:
-    """The leaves of a state, each by what the type of the state around it says."""
-    fields = _FIELDS.get(type(node))
-    if fields is None and _is_named(node) and jax.tree.leaves(node):
-        known = ", ".join(sorted(kind.__name__ for kind in _FIELDS))
-        raise TreeMismatch(
-            f"{'/'.join(map(str, path))} is a {type(node).__name__}, and nothing says which state of torch it is; "
-            f"known are {known}"
-        )
-    for name, child in _children(node):
-        role = fields[str(name)] if fields else _INNER
-        if role == _INNER:
-            yield from _visit(child, (*path, name), names)
-            continue
-        for leaf in walk(child, (*path, name)):
-            if role == _STEP and _is_array(leaf.value) and _name(leaf.path).rpartition("/")[2] not in _COUNTS:
-                raise TreeMismatch(f"{leaf.label} is a state of a schedule of its own, and nothing says what it holds")
-            if _is_array(leaf.value):
-                relative = _name(leaf.path[len(path) + 1 :])
-                about = relative if role not in (_STEP, _GIVEN) and relative in names else ""
-                yield Slot(leaf.path, role, leaf.value, about)
-
-
-def _children(node: Any) -> Iterator[tuple[Key, Any]]:
-    if isinstance(node, dict):
-        yield from ((Key("dict", key), child) for key, child in node.items())
-    elif _is_named(node):
-        yield from ((Key("attr", key), getattr(node, key)) for key in type(node)._fields)
-    elif isinstance(node, tuple | list):
-        yield from ((Key("list" if isinstance(node, list) else "tuple", i), child) for i, child in enumerate(node))
-
-
-def _is_named(node: Any) -> bool:
-    return isinstance(node, tuple) and hasattr(node, "_fields")
-
-
-def _covers(slot: Slot, slots: Sequence[Slot], names: Collection[str]) -> tuple[str, ...]:
-    """Whose steps a count is: of the parameters with moments in its own state, else in the states around it."""
-    for depth in range(len(slot.path) - 1, -1, -1):
-        found = {other.param for other in slots if other.param and other.path[:depth] == slot.path[:depth]}
-        if found:
-            return tuple(sorted(found))
-    return tuple(sorted(names))
-
-
-def _name(path: Path) -> str:
-    """The parameter that a path says; Flax keeps an array in the attribute `value` of a variable."""
-    keys = path[:-1] if path and path[-1] == Key("attr", "value") else path
-    return "/".join(map(str, keys))
-
-
-def _is_array(value: Any) -> bool:
-    return hasattr(value, "shape") and hasattr(value, "dtype")
-
-
 def _states(contents: Contents) -> dict[str, dict[str, Leaf]]:
     """The arrays of the checkpoint by state and by parameter."""
     found: dict[str, dict[str, Leaf]] = defaultdict(dict)
@@ -308,15 +187,14 @@ def _states(contents: Contents) -> dict[str, dict[str, Leaf]]:
 
 def _fill(slot: Slot, stored: Mapping[str, Mapping[str, Leaf]], steps: _Steps, given: Mapping[Path, Any]) -> Filled:
     """Where the value of a leaf comes from. Raises TreeMismatch where it comes from nowhere."""
-    if slot.role == _STEP:
+    if slot.role == COUNT:
         count = steps.of(slot.covers)
-        return Filled(
-            slot, "computed", f"{count} steps of {_few(slot.covers)}", value=np.asarray(count, slot.value.dtype)
-        )
-    if slot.role == _ZEROS:
-        return Filled(slot, "computed", "zeros: a checkpoint is saved between two updates")
-    if slot.role == _GIVEN:
-        return Filled(slot, "initial", f"{given[slot.path]}, {_GIVEN}", value=given[slot.path])
+        return Filled(slot, "computed", f"{count} steps of {few(slot.covers)}", np.asarray(count, slot.value.dtype))
+    if slot.role == ZEROS:
+        zeros = np.broadcast_to(np.zeros((), slot.value.dtype), slot.value.shape)
+        return Filled(slot, "computed", "zeros: a checkpoint is saved between two updates", zeros)
+    if slot.role == GIVEN:
+        return Filled(slot, "initial", f"{given[slot.path]}, {GIVEN}", given[slot.path])
     if not slot.param:
         raise TreeMismatch(f"it is no {slot.role} of a parameter of the model")
     leaf = stored.get(slot.role, {}).get(slot.param)
@@ -328,18 +206,18 @@ def _fill(slot: Slot, stored: Mapping[str, Mapping[str, Leaf]], steps: _Steps, g
     return Filled(slot, "mapped", f"from {leaf.label}", leaf)
 
 
-def _few(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+def _held(one: Filled) -> str | np.ndarray:
+    return one.value.name if isinstance(one.value, Leaf) else one.value
 
 
 def _unlike(params: Any, stored: Mapping[str, Leaf]) -> Iterator[str]:
     """The parameters of the model that the checkpoint does not have as they are."""
-    for slot in _param_slots(params):
-        leaf = stored.get(slot.param)
+    for name, value in param_leaves(params).items():
+        leaf = stored.get(name)
         if leaf is None:
-            yield f"{slot.param}: a parameter of the model, but not of the checkpoint; map it first"
-        elif leaf.shape != tuple(slot.value.shape):
-            yield f"{slot.param} has shape {tuple(slot.value.shape)} in the model, {leaf.shape} in the checkpoint"
+            yield f"{name}: a parameter of the model, but not of the checkpoint; map it first"
+        elif leaf.shape != tuple(value.shape):
+            yield f"{name} has shape {tuple(value.shape)} in the model, {leaf.shape} in the checkpoint"
 
 
 def _refusals(extras: Any) -> Iterator[str]:
@@ -377,7 +255,7 @@ def _given(tx: optax.GradientTransformation, params: Any, slots: Sequence[Slot])
 
 def _placed(state: Any, slots: Sequence[Slot], params: Any) -> Any:
     """The abstract state with the shardings of the parameters; what is of no parameter is on all their devices."""
-    shardings = {slot.param: getattr(slot.value, "sharding", None) for slot in _param_slots(params)}
+    shardings = {name: getattr(value, "sharding", None) for name, value in param_leaves(params).items()}
     there = [sharding for sharding in shardings.values() if sharding is not None]
     named = [sharding for sharding in there if isinstance(sharding, NamedSharding)]
     everywhere = NamedSharding(named[0].mesh, PartitionSpec()) if named else next(iter(there), None)
@@ -391,35 +269,3 @@ def _placed(state: Any, slots: Sequence[Slot], params: Any) -> Any:
 def _on_a_device(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     sharding = leaf.sharding or SingleDeviceSharding(jax.devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-class _Values:
-    """The leaves of an optax state as an ArraySource: those of the checkpoint under other names, and constants."""
-
-    def __init__(self, source: ArraySource, filled: Sequence[Filled]):
-        self._source = source
-        paths = [one.slot.path for one in filled]
-        self._filled = dict(zip(leaf_names(paths), filled, strict=True))
-
-    def leaves(self, state: Any) -> list[Leaf]:
-        """The leaves of the whole state, of which some are structure alone."""
-        found = [Leaf(n.path, "", "empty", value=empty_kind(n.value)) for n in walk(state) if not _is_array(n.value)]
-        infos = self.arrays()
-        for name, one in self._filled.items():
-            found.append(Leaf(one.slot.path, name, "array", infos[name].shape, infos[name].dtype.name))
-        return found
-
-    def arrays(self) -> Mapping[str, ArrayInfo]:
-        stored = self._source.arrays()
-        return {
-            name: stored[one.leaf.name] if one.leaf else ArrayInfo(tuple(one.slot.value.shape), one.slot.value.dtype)
-            for name, one in self._filled.items()
-        }
-
-    def read(self, key: str, box: Box) -> np.ndarray:
-        one = self._filled[key]
-        if one.leaf:
-            return self._source.read(one.leaf.name, box)
-        if one.value is None:
-            return np.zeros(box.shape, one.slot.value.dtype)
-        return one.value[box.index].copy()

@@ -1,0 +1,138 @@
+"""The leaves of an optax state, each by what the type of the state around it says that it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import optax
+
+from jax_ucp.errors import TreeMismatch
+from jax_ucp.metadata import Key, Path
+from jax_ucp.sharding.trees import walk
+
+STEP = "step"
+# What a field of a state holds: the name of a moment, or one of these.
+COUNT, ZEROS, GIVEN, INNER = "number of steps", "zeros", "as the optimizer was made", "inner"
+
+# The one table of correspondences, read in both directions.
+FIELDS: dict[type, dict[str, str]] = {
+    optax.ScaleByAdamState: {"count": COUNT, "mu": "exp_avg", "nu": "exp_avg_sq"},
+    optax.ScaleByLionState: {"count": COUNT, "mu": "exp_avg"},
+    optax.TraceState: {"trace": "momentum_buffer"},
+    optax.ScaleByScheduleState: {"count": COUNT},
+    optax.InjectHyperparamsState: {"count": COUNT, "hyperparams": GIVEN, "inner_state": INNER},
+    optax.InjectStatefulHyperparamsState: {
+        **{"count": COUNT, "hyperparams": GIVEN, "hyperparams_states": COUNT, "inner_state": INNER}
+    },
+    # A trainer saves between two updates, so that no gradients are being gathered.
+    optax.MultiStepsState: {
+        **{"mini_step": ZEROS, "gradient_step": COUNT, "inner_opt_state": INNER, "acc_grads": ZEROS},
+        **{"skip_state": INNER},
+    },
+    optax.MaskedState: {"inner_state": INNER},
+    optax.PartitionState: {"inner_states": INNER},
+}
+
+# Names of the fields that count; those of schedules inside inject_hyperparams are called as the others are.
+_COUNTS = ("count", "gradient_step")
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A leaf of an optax state: what it holds, of which parameter, or of which parameters the steps count.
+
+    `owner` is the type of the state that has it in one of its fields.
+    """
+
+    path: Path
+    role: str
+    value: Any
+    owner: type
+    param: str = ""
+    covers: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        return "/".join(map(str, self.path))
+
+    @property
+    def of_moments(self) -> bool:
+        """Whether the state that has it has moments too: its count is then that of their updates."""
+        return any(role not in (COUNT, ZEROS, GIVEN, INNER) for role in FIELDS[self.owner].values())
+
+
+def slots_of(tx: optax.GradientTransformation, params: Any) -> tuple[Any, list[Slot]]:
+    """The abstract state of the optimizer, and its leaves in the order of JAX's.
+
+    Raises TreeMismatch for a state of a type that is not in the table.
+    """
+    state = jax.eval_shape(tx.init, params)
+    names = param_leaves(params).keys()
+    slots = list(_visit(state, (), names))
+    return state, [replace(slot, covers=_covers(slot, slots, names)) if slot.role == COUNT else slot for slot in slots]
+
+
+def param_leaves(params: Any) -> dict[str, Any]:
+    """The arrays of a model's tree, by their names with slashes."""
+    return {name_of(node.path): node.value for node in walk(params) if is_array(node.value)}
+
+
+def name_of(path: Path) -> str:
+    """The parameter that a path says; Flax keeps an array in the attribute `value` of a variable."""
+    keys = path[:-1] if path and path[-1] == Key("attr", "value") else path
+    return "/".join(map(str, keys))
+
+
+def is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def few(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _visit(node: Any, path: Path, names: Collection[str]) -> Iterator[Slot]:
+    fields = FIELDS.get(type(node))
+    if fields is None and _is_named(node) and jax.tree.leaves(node):
+        known = ", ".join(sorted(kind.__name__ for kind in FIELDS))
+        raise TreeMismatch(
+            f"{'/'.join(map(str, path))} is a {type(node).__name__}, and nothing says which state of torch it is; "
+            f"known are {known}"
+        )
+    for name, child in _children(node):
+        role = fields[str(name)] if fields else INNER
+        if role == INNER:
+            yield from _visit(child, (*path, name), names)
+            continue
+        for leaf in walk(child, (*path, name)):
+            if role == COUNT and is_array(leaf.value) and name_of(leaf.path).rpartition("/")[2] not in _COUNTS:
+                raise TreeMismatch(f"{leaf.label} is a state of a schedule of its own, and nothing says what it holds")
+            if is_array(leaf.value):
+                relative = name_of(leaf.path[len(path) + 1 :])
+                about = relative if role not in (COUNT, GIVEN) and relative in names else ""
+                yield Slot(leaf.path, role, leaf.value, type(node), about)
+
+
+def _children(node: Any) -> Iterator[tuple[Key, Any]]:
+    if isinstance(node, dict):
+        yield from ((Key("dict", key), child) for key, child in node.items())
+    elif _is_named(node):
+        yield from ((Key("attr", key), getattr(node, key)) for key in type(node)._fields)
+    elif isinstance(node, tuple | list):
+        yield from ((Key("list" if isinstance(node, list) else "tuple", i), child) for i, child in enumerate(node))
+
+
+def _is_named(node: Any) -> bool:
+    return isinstance(node, tuple) and hasattr(node, "_fields")
+
+
+def _covers(slot: Slot, slots: Sequence[Slot], names: Collection[str]) -> tuple[str, ...]:
+    """Whose steps a count is: of the parameters with moments in its own state, else in the states around it."""
+    for depth in range(len(slot.path) - 1, -1, -1):
+        found = {other.param for other in slots if other.param and other.path[:depth] == slot.path[:depth]}
+        if found:
+            return tuple(sorted(found))
+    return tuple(sorted(names))

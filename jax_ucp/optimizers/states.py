@@ -1,0 +1,336 @@
+"""The optax state in a checkpoint of a JAX run as the states of torch's optimizers, each beside its parameter."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.typing import DTypeLike
+
+from jax_ucp.errors import TreeMismatch
+from jax_ucp.layout.blocks import row_boxes
+from jax_ucp.layout.box import Box
+from jax_ucp.metadata import Key, Leaf, Path, leaf_names, tree_of
+from jax_ucp.optimizers.slots import COUNT, GIVEN, STEP, ZEROS, Slot, few, is_array, param_leaves, slots_of
+from jax_ucp.optimizers.values import Values
+from jax_ucp.sharding.trees import FAULTS_SHOWN, Node, walk
+from jax_ucp.storage.contents import Contents, Fate, Item, Piece
+
+# Torch's own optimizers count in tensors of float32; Lion is DeepSpeed's, and counts in ints.
+_STEP_DTYPES: Mapping[type, DTypeLike] = {optax.ScaleByLionState: np.int32}
+
+# Where the extras are that were numbers in the tree, by their labels.
+EXTRAS = "tree"
+
+_COMPARE_BYTES = 16 << 20
+
+
+def torch_states(
+    contents: Contents,
+    tx: optax.GradientTransformation,
+    model: Any = None,
+    *,
+    params: str = "params",
+    opt_state: str = "opt_state",
+    step: int | None = None,
+    step_dtype: DTypeLike | None = None,
+) -> Contents:
+    """The checkpoint of a JAX run as a tree `{state: {parameter: array}}`, which is that of an import.
+
+    The arguments, and what is refused, are those of `Checkpoint.torch_states`. Parameters and moments are the stored
+    arrays under other names; single numbers are read here, a few bytes each.
+    """
+    run = _Run(contents)
+    named = run.parameters(params, model)
+    tree = tree_of({path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in named.values()})
+    with jax.enable_x64(run.wide(opt_state)):
+        state, slots = slots_of(tx, tree if model is None else model)
+    stored = run.matched(opt_state, state)
+    run.refuse(f"the state of this optimizer is not what is at {opt_state}")
+    for slot in (slot for slot in slots if slot.role != COUNT):
+        run.take(slot, stored[slot.path], named)
+    run.count(slots, stored, step, step_dtype)
+    run.refuse("the optimizer's state has no equal in torch")
+    made = {
+        "params": params,
+        "opt_state": opt_state,
+        "step_dtype": None if step_dtype is None else str(np.dtype(step_dtype)),
+    }
+    of = dict(contents.source) or {"format": contents.format, "name": os.path.basename(contents.path)}
+    return replace(run.contents_with(named), source={**of, "torch_states": made})
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """An array of the result: the stored one, or a number made of what is stored."""
+
+    stored: Leaf
+    value: str | np.ndarray
+
+
+class _Run:
+    """The leaves of a training run, each of which is taken, kept as an extra, or left for a reason."""
+
+    def __init__(self, contents: Contents):
+        self.contents = contents
+        self.told: dict[Path, tuple[Fate, str]] = {}
+        self.made: dict[str, dict[str, _Made]] = defaultdict(dict)  # state -> name of a parameter -> array
+        self.extras: dict[str, Any] = {}
+        self.notes: list[str] = []
+        self.zeros: list[Leaf] = []
+        self.faults: list[str] = []
+
+    def parameters(self, label: str, model: Any) -> dict[str, tuple[Path, Leaf]]:
+        """The parameters by name, with their paths below `label`: those of the model, or all that are there."""
+        below = {path: leaf for path, leaf in self._below(label).items() if path and _is_numeric(leaf)}
+        if all(len(path) > 1 and path[-1].name == "value" for path in below):  # the arrays of Flax's variables
+            below = {path[:-1]: leaf for path, leaf in below.items()}
+        found: dict[str, tuple[Path, Leaf]] = {}
+        for path, leaf in below.items():
+            name = "/".join(map(str, path))
+            if name in found:
+                self.faults.append(f"two parameters are called {name}")
+            found[name] = path, leaf
+        wanted = None if model is None else param_leaves(model)
+        for name, value in (wanted or {}).items():
+            if name not in found:
+                self.faults.append(f"{name}: a parameter of the model, but not at {label}")
+            elif found[name][1].shape != tuple(value.shape):
+                shape = found[name][1].shape
+                self.faults.append(f"{name} has shape {tuple(value.shape)} in the model, {shape} in the checkpoint")
+        named = found if wanted is None else {name: found[name] for name in wanted if name in found}
+        if not named:
+            raise TreeMismatch(f"{self.contents.path} has no parameters at {label}")
+        for name, (_, leaf) in named.items():
+            self._make("param", name, leaf, leaf.name)
+        return named
+
+    def wide(self, label: str) -> bool:
+        """Whether the optimizer computed in float64, which JAX does only if it is told to."""
+        return any(leaf.dtype == "float64" for leaf in self._below(label).values())
+
+    def matched(self, label: str, state: Any) -> dict[Path, Leaf]:
+        """The stored leaf of each array of the optimizer's state, by its path there."""
+        left = {tuple(map(str, path)): leaf for path, leaf in self._below(label).items()}
+        found: dict[Path, Leaf] = {}
+        # A state of Flax has no empty nodes; where there are some, all should be there.
+        structure = any(not leaf.has_array for leaf in left.values())
+        for node in walk(state):
+            leaf = next((left.pop(names) for names in _names(node.path) if names in left), None)
+            where = f"{label}/{node.label}"
+            if leaf is None:
+                if is_array(node.value) or structure:
+                    self.faults.append(f"{where}: the optimizer has it, the checkpoint not")
+            elif fault := _difference(node, leaf):
+                self.faults.append(f"{where}: {fault}")
+            elif is_array(node.value):
+                found[node.path] = leaf
+        self.faults += [f"{leaf.label}: the checkpoint has it, the optimizer not" for leaf in left.values()]
+        return found
+
+    def take(self, slot: Slot, leaf: Leaf, named: Mapping[str, object]) -> None:
+        """A leaf of the optimizer's state that is no count."""
+        if slot.role == GIVEN:
+            self._keep(leaf)
+        elif slot.role == ZEROS:
+            self.told[leaf.path] = "skipped", "zeros: no gradients are being gathered"
+            if slot.param:
+                self.zeros.append(leaf)
+            elif number := self._number(leaf):
+                self.faults.append(
+                    f"{leaf.label} is {number}: gradients are being gathered, which torch keeps in no state. Save "
+                    "after an update, when it is 0"
+                )
+        elif slot.param not in named:
+            self.faults.append(f"{leaf.label} is no {slot.role} of a parameter")
+        elif slot.param in self.made[slot.role]:
+            other = self.made[slot.role][slot.param].stored.label
+            self.faults.append(f"{other} and {leaf.label} are both {slot.role} of {slot.param}")
+        else:
+            self._make(slot.role, slot.param, leaf, leaf.name)
+
+    def count(
+        self, slots: Sequence[Slot], stored: Mapping[Path, Leaf], step: int | None, step_dtype: DTypeLike | None
+    ) -> None:
+        """The steps of parameters, from the counts beside their moments; the other counts must agree with them."""
+        counts = {slot.path: self._number(stored[slot.path]) for slot in slots if slot.role == COUNT}
+        done: dict[str, tuple[int, str]] = {}
+        others: list[Slot] = []
+        for slot in (slot for slot in slots if slot.role == COUNT):
+            leaf, number = stored[slot.path], counts[slot.path]
+            beside = [s.param for s in slots if s.param and s.path[: len(slot.path) - 1] == slot.path[:-1]]
+            if not (slot.of_moments and beside):
+                others.append(slot)
+                continue
+            if step not in (None, number):
+                self.faults.append(f"{leaf.label} counts {number} updates, but step={step} was given")
+            value = np.asarray(number, step_dtype or _STEP_DTYPES.get(slot.owner, np.float32))
+            if int(value) != number:
+                self.faults.append(f"{leaf.label} is {number}, which {value.dtype} does not hold; give step_dtype=")
+            for param in beside:
+                done[param] = number, leaf.label
+                self.made[STEP].setdefault(param, _Made(leaf, value))
+            self.told[leaf.path] = "mapped", f"{STEP} of {few(beside)}"
+        if step is not None:
+            done = {param: (step, f"step={step}") for slot in others for param in slot.covers} | done
+        for slot in others:
+            self._compare(slot, stored[slot.path], counts[slot.path], done, step)
+            # Where no moments are counted, as in SGD, a schedule is held against the next.
+            done = {param: (counts[slot.path], stored[slot.path].label) for param in slot.covers} | done
+
+    def _compare(
+        self, slot: Slot, leaf: Leaf, number: int, done: Mapping[str, tuple[int, str]], step: int | None
+    ) -> None:
+        """Keep a count as an extra, which should be that of the updates of all parameters it covers."""
+        self._keep(leaf)
+        differ = {param: done[param] for param in slot.covers if param in done and done[param][0] != number}
+        if not differ:
+            return
+        param, (other, label) = next(iter(differ.items()))
+        if step is None:
+            self.faults.append(
+                f"{leaf.label} counts {number}, but {label} has {other} updates of {param}. If they are to differ, as "
+                f"after a schedule was begun anew, give step={other}"
+            )
+        else:
+            self.notes.append(f"{leaf.label} counts {number}, where {label} has {other} updates: it is an extra only")
+
+    def refuse(self, what: str) -> None:
+        """Raises TreeMismatch with all faults there are."""
+        if self.faults:
+            more = [f"... and {len(self.faults) - FAULTS_SHOWN} more"] if len(self.faults) > FAULTS_SHOWN else []
+            lines = "\n  ".join([*self.faults[:FAULTS_SHOWN], *more])
+            raise TreeMismatch(f"{self.contents.path}: {what}, in {len(self.faults)} places:\n  {lines}")
+
+    def contents_with(self, named: Mapping[str, tuple[Path, Leaf]]) -> Contents:
+        """The checkpoint of what was taken."""
+        made = {
+            (Key("dict", state), *named[name][0]): one
+            for state, some in self.made.items()
+            for name, one in some.items()
+        }
+        names = dict(zip(made, leaf_names(list(made)), strict=True))
+        view = Values(self.contents.arrays, {names[path]: one.value for path, one in made.items()})
+        infos = view.arrays()
+        leaves = [Leaf(path, n, "array", infos[n].shape, infos[n].dtype.name) for path, n in names.items()]
+        stored = {names[path]: one.stored for path, one in made.items()}
+        self._leave_the_rest()
+        bare = [
+            name for name in named if not any(name in some for state, some in self.made.items() if state != "param")
+        ]
+        if bare:
+            self.notes.append(f"the optimizer has no state of {len(bare)} parameters, the first {bare[0]}")
+
+        def where(leaf: Leaf) -> Sequence[Piece]:
+            return self.contents.where(stored[leaf.name])
+
+        def verify() -> Iterator[tuple[str, str | None]]:
+            yield from self.contents.verify()
+            for leaf in self.zeros:
+                yield leaf.label, self._not_zero(leaf)
+
+        extras = {EXTRAS: self.extras} if self.extras else {}
+        return replace(
+            self.contents,
+            leaves=leaves,
+            arrays=view,
+            account=list(self._account()),
+            extras={**self.contents.extras, **extras},
+            notes=[*self.contents.notes, *self.notes],
+            verify=verify,
+            where=where,
+        )
+
+    def _below(self, label: str) -> dict[Path, Leaf]:
+        """The leaves at a label and below it, by the rest of their paths."""
+        found: dict[Path, Leaf] = {}
+        for leaf in self.contents.leaves:
+            for depth in range(1, len(leaf.path) + 1):
+                if "/".join(map(str, leaf.path[:depth])) == label:
+                    found[leaf.path[depth:]] = leaf
+        if not found:
+            top = ", ".join(dict.fromkeys(str(leaf.path[0]) for leaf in self.contents.leaves if leaf.path))
+            raise TreeMismatch(f"{self.contents.path} has nothing at {label}; it has {top or 'one leaf'}")
+        return found
+
+    def _make(self, state: str, name: str, leaf: Leaf, value: str | np.ndarray) -> None:
+        self.made[state][name] = _Made(leaf, value)
+        self.told[leaf.path] = "mapped", f"{state}/{name}"
+
+    def _keep(self, leaf: Leaf) -> None:
+        """A number, or a text, that is no array of the result."""
+        self.extras[leaf.label] = _json(self._read(leaf).tolist()) if leaf.has_array else leaf.value
+        self.told[leaf.path] = "extra", f"{leaf.label} of {EXTRAS}"
+
+    def _leave_the_rest(self) -> None:
+        """What is neither a parameter nor of the optimizer."""
+        left: list[Leaf] = []
+        for leaf in (leaf for leaf in self.contents.leaves if leaf.path not in self.told):
+            if leaf.kind in ("none", "empty"):
+                self.told[leaf.path] = "skipped", "it holds nothing"
+            elif leaf.kind == "str" or (_is_numeric(leaf) and not leaf.shape):
+                self._keep(leaf)
+            else:
+                self.told[leaf.path] = "skipped", "no parameter, and no state of the optimizer"
+                left.append(leaf)
+        if left:
+            self.notes.append(f"{len(left)} arrays that are no parameters are left out, the first {left[0].label}")
+
+    def _account(self) -> Iterator[Item]:
+        """The account of the checkpoint with what became of each leaf."""
+        stored = {item.reason: item for item in self.contents.account if item.fate == "mapped"}
+        for leaf in self.contents.leaves:
+            fate, reason = self.told[leaf.path]
+            bare = Item(leaf.label, f"{leaf.dtype} {list(leaf.shape)}" if leaf.has_array else leaf.kind, fate, reason)
+            yield replace(stored.get(leaf.label, bare), fate=fate, reason=reason)
+        yield from (item for item in self.contents.account if item.fate != "mapped")
+
+    def _read(self, leaf: Leaf) -> np.ndarray:
+        return np.asarray(self.contents.arrays.read(leaf.name, Box.whole(leaf.shape)))
+
+    def _number(self, leaf: Leaf) -> int:
+        if leaf.shape:
+            raise TreeMismatch(f"{leaf.label} has shape {leaf.shape}: it is not one number, as of one optimizer")
+        return int(self._read(leaf))
+
+    def _not_zero(self, leaf: Leaf) -> str | None:
+        for box in row_boxes(leaf.shape, np.dtype(leaf.dtype).itemsize, _COMPARE_BYTES):
+            if np.any(self.contents.arrays.read(leaf.name, box)):
+                return f"{leaf.label}: {box} has gradients, though none are being gathered"
+        return None
+
+
+def _is_numeric(leaf: Leaf) -> bool:
+    return leaf.has_array and leaf.kind != "prng_key"
+
+
+def _names(path: Path) -> Iterator[tuple[str, ...]]:
+    """How a leaf of an optimizer's state may be called: Flax keeps arrays in the attribute `value` of variables."""
+    names = tuple(map(str, path))
+    yield names
+    yield names[:-1] if path and path[-1] == Key("attr", "value") else (*names, "value")
+
+
+def _difference(node: Node, leaf: Leaf) -> str | None:
+    """How a leaf of the optimizer's state and the stored one differ, if they do."""
+    if not is_array(node.value):
+        return f"the optimizer has no array there, the checkpoint {leaf.dtype} {leaf.shape}" if leaf.has_array else None
+    want = f"{node.value.dtype} {tuple(node.value.shape)}"
+    have = f"{leaf.dtype} {leaf.shape}" if leaf.has_array else leaf.kind
+    return None if want == have else f"the optimizer has {want}, the checkpoint {have}"
+
+
+def _json(value: Any) -> Any:
+    """A number, or nested lists of them, as JSON, in which numbers are finite and real."""
+    if isinstance(value, list):
+        return [_json(item) for item in value]
+    if isinstance(value, complex):
+        return {"!complex": [value.real, value.imag]}
+    return {"!float": repr(value)} if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,39 @@
+"""Several sources as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from jax_ucp.layout.box import Box
+from jax_ucp.storage.gather import read_into
+from jax_ucp.storage.source import ArrayInfo, ArraySource
+
+
+class Joined:
+    """Several sources as one: array `key` of the source called `name` is `name:key`."""
+
+    def __init__(self, sources: Mapping[str, ArraySource]):
+        self._sources = sources
+
+    def arrays(self) -> Mapping[str, ArrayInfo]:
+        return {f"{name}:{key}": info for name, s in self._sources.items() for key, info in s.arrays().items()}
+
+    def read(self, key: str, box: Box) -> np.ndarray:
+        source, inner = self._of(key)
+        return source.read(inner, box)
+
+    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+        source, inner = self._of(key)
+        read_into(source, inner, boxes, outs)
+
+    def _of(self, key: str) -> tuple[ArraySource, str]:
+        name, _, inner = key.partition(":")
+        return self._sources[name], inner
+
+    def verify(self) -> Iterator[tuple[str, str | None]]:
+        """What every source that has checksums of its own says of them: (what was looked at, fault or None)."""
+        for source in self._sources.values():
+            if hasattr(source, "verify"):
+                yield from source.verify()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]

@@ -1,0 +1,56 @@
+"""Thousands of small arrays in a few files: their chunks one after the other, and an index of where each is.
+
+A file and a directory for each would cost more than its bytes. We find a packed chunk by `ucp.json`; stock Orbax and
+TensorStore find everything, packed or not, by the index, which is an OCDBT database.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from jax_ucp.layout.blocks import SMALL_BYTES, Chunks
+from jax_ucp.storage.ocdbt import MANIFEST_FILE, MAX_ENTRIES, Range, manifest_bytes, node_bytes
+from jax_ucp.storage.shard_file import has_index
+from jax_ucp.storage.source import ArrayInfo
+
+INDEX_FILE = "ucp.index"
+
+# With fewer small arrays than that, files of their own cost little, and any zarr reader finds them.
+PACK_FROM = 1000
+
+
+def packed_arrays(arrays: Mapping[str, ArrayInfo], chunks: Mapping[str, Chunks]) -> frozenset[str]:
+    """Which arrays are packed: those of at most 64 KiB where there are a thousand of them, else none.
+
+    None either where the index would have more entries than it can.
+    """
+    small = [key for key, info in arrays.items() if info.nbytes <= SMALL_BYTES and not has_index(chunks[key])]
+    entries = len(arrays) + sum(
+        math.prod(-(-n // c) for n, c in zip(info.shape, chunks[key].outer, strict=True))
+        for key, info in arrays.items()
+    )
+    return frozenset(small) if len(small) >= PACK_FROM and entries <= MAX_ENTRIES else frozenset()
+
+
+def pack_name(number: int) -> str:
+    """The file of a pack."""
+    return f"ucp.pack_{number}"
+
+
+def index_files(zarr_jsons: Mapping[str, bytes], chunks: Mapping[str, Range]) -> dict[str, bytes]:
+    """The index and its manifest, by name and in the order to write them in.
+
+    `zarr_jsons` are by array: what is alike is stored once. `chunks` says where each outer chunk is, by its key.
+    """
+    offsets: dict[bytes, int] = {}
+    end = 0
+    for content in zarr_jsons.values():
+        if content not in offsets:
+            offsets[content] = end
+            end += len(content)
+    entries = {f"{key}/zarr.json": Range(INDEX_FILE, offsets[text], len(text)) for key, text in zarr_jsons.items()}
+    entries |= chunks
+    node = node_bytes(entries)
+    root = Range(INDEX_FILE, end, len(node))
+    return {INDEX_FILE: b"".join([*offsets, node]), MANIFEST_FILE: manifest_bytes(root, entries)}

@@ -1,0 +1,105 @@
+"""A checkpoint cut for a mesh holds the same bits in the chunks that a save from the mesh writes, and no others."""
+
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from helpers import contents_of
+from jax_ucp.checkpoint import Checkpoint
+from jax_ucp.sharding.fit import fit_spec
+from jax_ucp.sharding.save import describe, take_snapshot
+from jax_ucp.storage.consolidated import same_bits
+
+SPECS = [P(), P("data"), P(None, "model"), P("data", "model"), P(("model", "data")), P("model", "data")]
+MESHES = [({"data": 4, "model": 2}, 1), ({"data": 2, "model": 16}, 8), ({"x": 3, "model": 4}, 12)]
+RULES = [(r"w$", P("data", "model")), (r"bits$", P("model", "x")), (r"b$", P("model"))]
+
+
+def arrays() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 1 << 32, (384, 960), np.uint32)  # NaNs of every payload, both zeros, denormal numbers
+    return {
+        "w": rng.normal(size=(1024, 1536)).astype(np.float32),
+        "bits": bits.view(np.float32),
+        "b": rng.normal(size=1536).astype(ml_dtypes.bfloat16),
+        "scalar": np.float32(-0.0).reshape(()),
+        "empty": np.empty((0, 8), np.int8),
+    }
+
+
+@pytest.fixture(scope="module")
+def universal(tmp_path_factory):
+    path = tmp_path_factory.mktemp("cut")
+    (path / "source").write_text("the source")
+    source = Checkpoint(contents_of({"param": arrays()}))
+    object.__setattr__(source._contents, "path", str(path / "source"))
+    return source.save(path / "universal")
+
+
+@pytest.mark.parametrize(("mesh", "hosts"), MESHES)
+def test_it_has_the_same_bits_and_its_mesh_reads_each_byte_that_it_needs_and_no_other(universal, tmp_path, mesh, hosts):
+    cut = universal.save(tmp_path / "cut", mesh=mesh, rules=RULES, hosts=hosts)
+    assert cut.leaves == universal.leaves
+    for name, want in arrays().items():
+        assert same_bits(cut.read(f"param/{name}"), want)
+    assert [fault for _, fault in cut.verify() if fault] == []
+    assert cut.plan_reads(mesh, rules=RULES, hosts=hosts).amplification == 1.0
+
+
+def test_cut_again_it_has_the_same_files_and_cut_for_no_mesh_those_that_it_was_made_of(universal, tmp_path):
+    (mesh, hosts), (other, others) = MESHES[:2]
+    first = universal.save(tmp_path / "first", mesh=mesh, rules=RULES, hosts=hosts)
+    second = universal.save(tmp_path / "second", mesh=other, rules=RULES, hosts=others)
+    assert files(second) != files(first)
+    assert files(second.save(tmp_path / "again", mesh=mesh, rules=RULES, hosts=hosts)) == files(first)
+    assert files(second.save(tmp_path / "back")) == files(universal)
+
+
+def files(checkpoint: Checkpoint) -> dict[str, bytes]:
+
+    root = Path(checkpoint.path)
+    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_its_chunks_are_those_of_a_save_from_the_mesh(data):
+    sizes = data.draw(st.sampled_from([(8, 1), (4, 2), (2, 4)]))
+    mesh = Mesh(np.array(jax.devices()).reshape(sizes), ("data", "model"))
+    tree, rules = {}, []
+    for name in "abc":
+        shape = tuple(data.draw(st.integers(1, 700)) * data.draw(st.sampled_from([1, 4, 8])) for _ in range(2))
+        spec = fit_spec(data.draw(st.sampled_from(SPECS)), shape, dict(mesh.shape)).spec
+        dtype = data.draw(st.sampled_from([np.int8, np.float32]))
+        tree[name] = jax.device_put(np.zeros(shape, dtype), NamedSharding(mesh, P(*spec)))
+        rules.append((f"{name}$", P(*spec)))
+    checkpoint = Checkpoint(contents_of({"param": {name: np.asarray(array) for name, array in tree.items()}}))
+    live = take_snapshot(describe({"param": tree})).chunks
+    for given_mesh in (mesh, mesh.abstract_mesh, dict(mesh.shape)):
+        assert checkpoint.plan_save(4 << 30, mesh=given_mesh, rules=rules).chunks == live
+
+
+@pytest.mark.parametrize("budget", [1 << 20, 16 << 20, 1 << 30])
+def test_the_budget_holds_for_any_mesh(universal, budget):
+    for mesh, hosts in MESHES:
+        plan = universal.plan_save(budget, mesh=mesh, rules=RULES, hosts=hosts)
+        assert plan.peak_bytes <= budget
+        assert plan.write_bytes == universal.nbytes
+
+
+def test_what_no_mesh_can_be_is_refused_before_anything_is_written(universal, tmp_path):
+    for said in ({"rules": RULES}, {"hosts": 2}):
+        with pytest.raises(ValueError, match="give mesh= too"):
+            universal.save(tmp_path / "out", **said)
+    with pytest.raises(ValueError, match="8 devices cannot be shared out evenly to 3 hosts"):
+        universal.save(tmp_path / "out", mesh=AbstractMesh((4, 2), ("data", "model")), hosts=3)
+    with pytest.raises(ValueError, match=r"the rule '\(' is no regular expression"):
+        universal.save(tmp_path / "out", mesh={"data": 4}, rules=[("(", P("data"))])
+    assert not (tmp_path / "out").exists()

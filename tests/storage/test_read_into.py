@@ -1,0 +1,146 @@
+"""What is read straight into its place equals what is read as a whole, through every view, and is read once."""
+
+import itertools
+import os
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jax_ucp as ucp
+import torch_writer
+from helpers import MemoryStore, numbered
+from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.formats.torch_file import TorchFile
+from jax_ucp.layout.box import Box
+from jax_ucp.storage.cuts import Cut, WithCuts
+from jax_ucp.storage.gather import ALIGNMENT, read_boxes, read_into
+from jax_ucp.storage.pread import pread_into
+
+DATA = Path(__file__).parent.parent / "data"
+CASES = [
+    "deepspeed/tp2_dp2_z3_bf16",
+    "deepspeed_universal/z3_bf16_dp2_frozen_tied",
+    "megatron/legacy_tp2_dp2_distopt_bf16/ckpt",
+    "megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16/ckpt",
+    "megatron/dist_tp2_dp2_distopt_fully_reshardable_bf16/ckpt",
+    "megatron/old0153_tp2_zarr_fp32/ckpt",
+    "torch/fsdp2_tp_2x2/ckpt",
+    "torch/dcp_zstd/ckpt",
+    "torch/hf_llama/ckpt",
+    "torch/torchsave/trainer.pt",
+]
+
+
+def halves(box: Box, axis: int) -> list[Box]:
+    middle = box.start[axis] + (box.stop[axis] - box.start[axis]) // 2
+    first = Box(box.start, (*box.stop[:axis], middle, *box.stop[axis + 1 :]))
+    return [first, Box((*box.start[:axis], middle, *box.start[axis + 1 :]), box.stop)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_boxes_read_into_their_places_are_those_of_the_whole(case):
+    checkpoint = ucp.open(DATA / case)
+    source = checkpoint._contents.arrays
+    rng = np.random.default_rng(0)
+    for leaf in checkpoint.leaves:
+        whole = Box.whole(leaf.shape)
+        want = np.array(source.read(leaf.name, whole))
+        cuts = [[whole], *(halves(whole, axis) for axis in range(whole.ndim))]
+        start = [int(rng.integers(0, n)) for n in leaf.shape]
+        stop = [int(rng.integers(a, n)) + 1 for a, n in zip(start, leaf.shape, strict=True)]
+        cuts.append([Box(tuple(start), tuple(stop))])
+        for boxes in cuts:
+            for box, got in zip(boxes, read_boxes(source, leaf.name, boxes), strict=True):
+                assert got.tobytes() == want[box.index].tobytes(), (leaf.label, box)
+                assert got.ctypes.data % ALIGNMENT == 0 or not got.size
+        # A place with gaps, and one that is not in row-major order.
+        wide = np.zeros((*leaf.shape, 2), want.dtype)
+        turned = np.zeros(leaf.shape[::-1], want.dtype)
+        read_into(source, leaf.name, [whole, whole], [wide[..., 0], turned.T])
+        assert wide[..., 0].tobytes() == turned.T.tobytes() == want.tobytes(), leaf.label
+        assert not wide[..., 1].any()
+
+
+@given(st.data())
+def test_a_tensor_of_any_strides_reads_into_any_place(tmp_path_factory, data):
+    shape = data.draw(st.lists(st.integers(1, 5), max_size=3).map(tuple))
+    dtype = data.draw(st.sampled_from([np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.bool_)]))
+    order = data.draw(st.permutations(range(len(shape))))
+    array = numbered(shape, np.int32).astype(dtype).transpose(order)
+    path = tmp_path_factory.mktemp("strided") / "file.pt"
+    torch_writer.save({"w": array}, path)
+    starts = [data.draw(st.integers(0, n - 1)) for n in array.shape]
+    stops = [data.draw(st.integers(a + 1, n)) for a, n in zip(starts, array.shape, strict=True)]
+    box = Box(tuple(starts), tuple(stops))
+    room = np.zeros((*box.shape, data.draw(st.sampled_from([1, 3]))), dtype)
+    TorchFile(path).read_into("w", [box], [room[..., 0]])
+    np.testing.assert_array_equal(room[..., 0], array[box.index])
+
+
+@given(st.integers(1, 6), st.lists(st.integers(1, 9), min_size=2, max_size=6), st.sampled_from([1, 16, 64]))
+def test_slabs_of_rows_are_one_read_where_each_stays_aligned(columns, rows, width):
+    store = MemoryStore({"w": numbered((sum(rows), columns * width), np.int8)})
+    edges = [0, *np.cumsum(rows).tolist()]
+    boxes = [Box((a, 0), (b, columns * width)) for a, b in itertools.pairwise(edges)]
+    for box, got in zip(boxes, read_boxes(store, "w", boxes), strict=True):
+        np.testing.assert_array_equal(got, store.data["w"][box.index])
+        assert got.ctypes.data % ALIGNMENT == 0
+    aligned = all(box.size % ALIGNMENT == 0 for box in boxes)
+    assert len(store.reads) == (1 if aligned else len(boxes))
+    store.reads.clear()
+    for box, got in zip(boxes[::-1], read_boxes(store, "w", boxes[::-1]), strict=True):
+        np.testing.assert_array_equal(got, store.data["w"][box.index])
+
+
+@pytest.mark.parametrize("case", ["deepspeed/tp2_dp2_z3_bf16", "torch/fsdp2_tp_2x2/ckpt"])
+def test_what_lies_in_runs_is_read_from_the_files_once_and_no_more(case, monkeypatch):
+    checkpoint = ucp.open(DATA / case)
+    read, preadv = [], os.preadv
+
+    def counted(handle, rooms, offset):
+        count = preadv(handle, rooms, offset)
+        read.append(count)
+        return count
+
+    monkeypatch.setattr(os, "preadv", counted)
+    needed = 0
+    for leaf in checkpoint.leaves:
+        if leaf.path[0].name != "step":
+            (got,) = read_boxes(checkpoint._contents.arrays, leaf.name, [Box.whole(leaf.shape)])
+            needed += got.nbytes
+    assert sum(read) == needed
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.booleans())
+def test_a_cut_of_a_flat_tensor_reads_into_its_place_also_turned(rows, columns, transposed):
+    store = MemoryStore({"flat": numbered((rows * columns + 3,))})
+    view = WithCuts(store, {"cut": Cut("flat", 2, (rows, columns), transposed)})
+    want = store.data["flat"][2 : 2 + rows * columns].reshape(rows, columns)
+    want = want.T if transposed else want
+    (got,) = read_boxes(view, "cut", [Box.whole(want.shape)])
+    np.testing.assert_array_equal(got, want)
+
+
+def test_reads_that_return_less_than_was_asked_for_are_gone_on_with(tmp_path, monkeypatch):
+    path, preadv = tmp_path / "file", os.preadv
+    path.write_bytes(bytes(range(200)))
+    monkeypatch.setattr(os, "preadv", lambda handle, rooms, offset: preadv(handle, [rooms[0][:7]], offset))
+    out = np.empty((5, 9), np.uint16)
+    with path.open("rb") as file:
+        pread_into(file.fileno(), 30, out)
+    assert out.tobytes() == bytes(range(30, 120))
+
+
+def test_a_file_that_changes_or_ends_too_soon_is_an_error(tmp_path):
+    path = tmp_path / "file.pt"
+    torch_writer.save({"w": numbered((64,), np.float32)}, path)
+    file = TorchFile(path)
+    with path.open("rb") as opened, pytest.raises(CorruptData, match="8 bytes too soon"):
+        pread_into(opened.fileno(), path.stat().st_size, np.empty(8, np.uint8))
+    torch_writer.save({"w": numbered((65,), np.float32)}, path)
+    with pytest.raises(FormatError, match=r"file\.pt: the file has changed since it was opened"):
+        file.read_into("w", [Box((0,), (64,))], [np.empty(64, np.float32)])

@@ -1,0 +1,49 @@
+"""What a save and a restore hold beside the state: a process of its own each, its peak counted by the kernel."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BUDGET_MIB, BEYOND_MIB = 16, 64
+MIB = 144  # more than budget and the rest together: what takes a second copy of the state is found out
+
+
+def measured(**request) -> dict:
+    """A state of `count` arrays of `shape`, float32, on 8 devices by rows, saved or restored as is asked."""
+    command = [sys.executable, "-m", "benchmarks.memory_worker", json.dumps(request)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def one_array(tmp_path_factory) -> dict:
+    """A request for a state of one large array, which is saved; and what its save took."""
+    request = {"path": str(tmp_path_factory.mktemp("memory") / "one"), "shape": [6144, 6144], "count": 1, "times": 1}
+    request |= {"peer": "jax_ucp", "budget": BUDGET_MIB << 20, "onto": "columns", "dtype": "float32"}
+    return request | {"took": measured(**request, do="save")}
+
+
+def test_a_save_makes_no_copy_of_the_state(one_array):
+    assert one_array["took"]["peak_mib"] < BUDGET_MIB + BEYOND_MIB
+
+
+@pytest.mark.parametrize(("dtype", "result_mib"), [("float32", MIB), ("bfloat16", MIB // 2)])
+def test_a_restore_holds_its_arrays_and_the_budget(one_array, dtype, result_mib):
+    took = measured(**one_array | {"do": "restore", "dtype": dtype})
+    assert result_mib <= took["peak_mib"] + 8  # the measure itself sees the arrays
+    assert took["peak_mib"] < result_mib + BUDGET_MIB + BEYOND_MIB
+
+
+def test_arrays_that_are_released_are_given_back(tmp_path):
+    request = {"path": str(tmp_path / "many"), "shape": [2048, 2048], "count": 8, "peer": "jax_ucp", "dtype": "float32"}
+    request |= {"budget": 8 << 20, "onto": "columns"}
+    measured(**request, do="save")
+    left = measured(**request, do="restore", times=12)["left_mib"]
+    assert max(left) < 24

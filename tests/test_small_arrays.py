@@ -1,0 +1,242 @@
+"""A thousand small arrays and more: in a few files, as safe as in files of their own, and stock Orbax reads them."""
+
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+from jax.sharding import NamedSharding, PartitionSpec
+from orbax.checkpoint import v1
+
+import jax_ucp as ucp
+from jax_ucp.errors import CorruptData, NotACheckpoint
+from jax_ucp.layout.blocks import Chunks
+from jax_ucp.storage import packs
+from jax_ucp.storage.consolidated import same_bits
+from jax_ucp.storage.directory import Directory
+from jax_ucp.storage.packs import PACK_FROM
+from jax_ucp.storage.source import ArrayInfo
+
+MESH = jax.make_mesh((4, 2), ("data", "model"))
+DTYPES = [np.dtype(t) for t in (np.float32, ml_dtypes.bfloat16, np.int8, bool, np.complex64)]
+SHAPES = [(), (6,), (2, 3), (0, 4), (8, 16)]
+FLIPS = 60
+
+stock_warns = pytest.mark.filterwarnings("ignore:Sharding info not provided when restoring:UserWarning")
+
+
+def tree() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    replicated, rows = (NamedSharding(MESH, PartitionSpec(*spec)) for spec in ((), ("data",)))
+
+    def small(i: int) -> jax.Array:
+        shape, dtype = SHAPES[i % len(SHAPES)], DTYPES[i // len(SHAPES) % len(DTYPES)]
+        values = rng.standard_normal(shape) * 8
+        return jax.device_put(np.asarray(values).astype(dtype), rows if shape == (8, 16) else replicated)
+
+    large = rng.standard_normal((512, 256), np.float32)
+    return {
+        "layers": [{"scale": small(i)} for i in range(PACK_FROM)],
+        "large": jax.device_put(large, NamedSharding(MESH, PartitionSpec("data", "model"))),
+        "rng": jax.random.key(3),
+        "name": "adam",
+        "none": None,
+        "step": 7,
+    }
+
+
+def check(got: Any, want: Any) -> None:
+    found, wanted = (dict(jax.tree_util.tree_leaves_with_path(t)) for t in (got, want))
+    assert set(map(jax.tree_util.keystr, found)) == set(map(jax.tree_util.keystr, wanted))
+    for path, leaf in wanted.items():
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            assert (jax.random.key_data(found[path]) == jax.random.key_data(leaf)).all()
+        elif isinstance(leaf, jax.Array | np.ndarray):
+            assert same_bits(np.asarray(found[path]), np.asarray(leaf)), path
+        else:
+            assert found[path] == leaf
+
+
+def save(root: Path, tree: Any) -> Path:
+    with ocp.CheckpointManager(root, item_handlers=ucp.CheckpointHandler()) as manager:
+        manager.save(1, args=ucp.args.Save(tree))
+    return root / "1" / "default"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
+    want = tree()
+    return save(tmp_path_factory.mktemp("packed"), want), want
+
+
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
+    """Arrays of one dtype, each different: nothing is right by chance."""
+    want = {f"w{i:04}": np.arange(i, i + 5, dtype=np.float32) for i in range(PACK_FROM)}
+    return save(tmp_path_factory.mktemp("numbers"), want), want
+
+
+def faults_of(item: Path) -> list[str]:
+    return [fault for _, fault in ucp.open(item).verify() if fault]
+
+
+def test_they_are_restored_as_they_were_and_take_few_files(saved):
+    item, want = saved
+    checkpoint = ucp.open(item)
+    got = checkpoint.restore(want)
+    check(got, want)
+    assert got["layers"][4]["scale"].sharding == want["layers"][4]["scale"].sharding
+    assert faults_of(item) == []
+    beside_large = [path for path in item.rglob("*") if path.is_file() and path.parent.name != "large"]
+    assert len(beside_large) < 12, beside_large
+    (piece,) = checkpoint.where("layers/7/scale")
+    assert (item / piece.file).is_file()
+    assert piece.item == "layers.7.scale/c.0.0"
+
+
+@stock_warns
+@pytest.mark.filterwarnings("ignore:`load_pytree` is deprecated:DeprecationWarning")
+def test_stock_orbax_reads_them(saved):
+    item, want = saved
+    with ocp.CheckpointManager(item.parents[1]) as manager:
+        check(manager.restore(1), want)
+    check(v1.load(item.parent), want)
+    target = jax.tree.map(lambda x: ocp.utils.to_shape_dtype_struct(x) if isinstance(x, jax.Array) else x, want)
+    args = ocp.args.PyTreeRestore(target, ocp.checkpoint_utils.construct_restore_args(target))
+    got = ocp.PyTreeCheckpointer().restore(item, args=args)
+    check(got, want)
+    assert got["large"].sharding == want["large"].sharding
+
+
+def test_fewer_have_files_of_their_own(tmp_path):
+    item = save(tmp_path, {f"w{i}": np.float32(i) for i in range(PACK_FROM - 1)})
+    assert not list(item.glob("ucp.pack_*"))
+    assert (item / "w7" / "c").is_file()
+
+
+def test_more_than_the_index_can_hold_have_files_of_their_own(monkeypatch):
+    arrays = {f"w{i}": ArrayInfo((4,), np.dtype(np.int8)) for i in range(PACK_FROM)}
+    chunks = dict.fromkeys(arrays, Chunks((2,), (2,)))  # two chunks and a `zarr.json` each
+    assert packs.packed_arrays(arrays, chunks) == set(arrays)
+    monkeypatch.setattr(packs, "MAX_ENTRIES", 3 * PACK_FROM - 1)
+    assert packs.packed_arrays(arrays, chunks) == set()
+
+
+def test_a_copy_of_them_is_the_same_tree(saved, tmp_path):
+    item, want = saved
+    check(ucp.open(item).save(tmp_path / "copy").restore(want), want)
+
+
+def read_by_tensorstore(item: Path, name: str) -> np.ndarray:
+    kvstore = {"driver": "ocdbt", "base": f"file://{item}/", "path": f"{name}/"}
+    return np.asarray(ts.open({"driver": "zarr3", "kvstore": kvstore}).result().read().result())
+
+
+def test_any_flipped_bit_of_a_pack_is_an_error_to_us_and_to_tensorstore(numbers):
+    item, want = numbers
+    (pack,) = item.glob("ucp.pack_*")
+    data, draw = pack.read_bytes(), random.Random(0)
+    stored = len(data) // len(want)
+    for _ in range(FLIPS):
+        at, bit = draw.randrange(len(data)), draw.randrange(8)
+        name = list(want)[at // stored]
+        pack.write_bytes(data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :])
+        with pytest.raises(CorruptData, match=f"{item / name}: .*{pack.name} is damaged"):
+            ucp.open(item).restore()
+        with pytest.raises(ValueError, match="Digest mismatch"):
+            read_by_tensorstore(item, name)
+    pack.write_bytes(data)
+    check(ucp.open(item).restore(), want)
+
+
+def test_any_flipped_bit_of_the_index_is_found_by_verify(numbers):
+    item, want = numbers
+    draw = random.Random(1)
+    for name in ("ucp.index", "manifest.ocdbt"):
+        data = (item / name).read_bytes()
+        for _ in range(FLIPS // 2):
+            at, bit = draw.randrange(len(data)), draw.randrange(8)
+            (item / name).write_bytes(data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :])
+            faults = faults_of(item)
+            assert len(faults) == 1, (name, at, bit, faults)
+            assert str(item / name) in faults[0]
+        (item / name).write_bytes(data)
+    check(ucp.open(item).restore(), want)
+
+
+def test_a_pack_that_is_missing_or_short_is_an_error(numbers, tmp_path):
+    item, _ = numbers
+    copy = shutil.copytree(item, tmp_path / "copy")
+    (pack,) = copy.glob("ucp.pack_*")
+    data, opened = pack.read_bytes(), ucp.open(copy)
+    for length in (0, len(data) // 2, len(data) - 1):
+        pack.write_bytes(data[:length])
+        with pytest.raises(CorruptData, match=f"{pack.name} is too short"):
+            ucp.open(copy).restore()
+    pack.write_bytes(data + b"\0")
+    assert [fault.partition(" ")[0] for fault in faults_of(copy)] == [str(pack)]
+    pack.unlink()
+    with pytest.raises(CorruptData, match=pack.name):
+        ucp.open(copy)
+    with pytest.raises(CorruptData, match=f"{pack.name} is missing"):
+        opened.restore()
+
+
+def test_swapped_chunks_of_a_pack_are_found_by_verify(numbers, tmp_path):
+    item, want = numbers
+    copy = shutil.copytree(item, tmp_path / "copy")
+    (pack,) = copy.glob("ucp.pack_*")
+    data = pack.read_bytes()
+    stored = len(data) // len(want)
+    pack.write_bytes(data[stored : 2 * stored] + data[:stored] + data[2 * stored :])
+    assert [fault.partition(": ")[0] for fault in faults_of(copy)] == [f"{copy}/w0000", f"{copy}/w0001"]
+
+
+def stopped_when_none_is_left(do: Callable[..., None], left: Iterator[int]) -> Callable[..., None]:
+    def step(directory: Directory, name: str, *args: Any, **kwargs: Any) -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt(name)
+        do(directory, name, *args, **kwargs)
+
+    return step
+
+
+def test_a_save_that_stops_at_any_file_leaves_no_checkpoint(tmp_path, monkeypatch):
+    """Before each file that is written and each that is removed: nothing opens until `ucp.json` is there, and stock
+    Orbax finds either nothing or everything."""
+    want = {f"w{i}": np.float32(i) for i in range(PACK_FROM)}
+    reached = Counter()
+    for stop in range(20):
+        left = iter(range(stop))
+        for what in ("put", "delete"):
+            monkeypatch.setattr(Directory, what, stopped_when_none_is_left(getattr(Directory, what), left))
+        item = tmp_path / str(stop)
+        handler = ucp.CheckpointHandler()
+        try:
+            handler.save(item, ucp.args.Save(want))
+            handler.finalize(item)
+        except KeyboardInterrupt as error:
+            name = str(error)
+        else:
+            name = ""
+        monkeypatch.undo()
+        if (item / "ucp.json").exists():
+            check(ucp.open(item).restore(), want)
+        else:
+            with pytest.raises(NotACheckpoint):
+                ucp.open(item)
+        if (item / "_METADATA").exists():
+            check(ocp.PyTreeCheckpointer().restore(item), want)
+        reached[name] += 1
+        if not name:
+            break
+    assert {"ucp.pack_0", "ucp.index", "manifest.ocdbt", "_METADATA", "ucp.json", ""} <= set(reached), reached
