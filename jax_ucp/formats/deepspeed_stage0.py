@@ -3,7 +3,8 @@
 The optimizer is torch's own: states have numbers, groups list the numbers of their parameters, and nothing has a name
 (unless torch was given named parameters: then groups have `param_names`). One thing is taken for granted: that each
 group lists its parameters in the order of the module, as every grouping that filters `named_parameters()` does. Then
-shapes decide, if they fit in one way only: two groups that share no shape always do. Otherwise we refuse.
+shapes decide, if they fit in one way only: two groups that share no shape always do. Otherwise we refuse. An optimizer
+that DeepSpeed wraps for fp16 or bf16 is refused too (`runtime/fp16/fused_optimizer.py`, `unfused_optimizer.py`).
 """
 
 from __future__ import annotations
@@ -20,9 +21,14 @@ _MAX_WAYS = 20_000
 
 
 def numbered(optimizer: Any, where: str) -> tuple[Mapping[int, Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
-    """States by number, and groups. Raises FormatError where the optimizer is not torch's own."""
+    """States by number, and groups. Raises FormatError where the optimizer is not torch's own, or is wrapped."""
     if isinstance(optimizer, dict) and isinstance(optimizer.get("param_groups"), list) and "state" in optimizer:
         return optimizer["state"], optimizer["param_groups"]
+    if isinstance(optimizer, dict) and (wrapped := [k for k in ("fp32_groups", "fp32_groups_flat") if k in optimizer]):
+        raise FormatError(
+            f"{where} is of ZeRO-0 in fp16 or bf16, whose masters and states ({wrapped[0]}) are kept by group, without "
+            "names; open with weights_only for the weights in half precision, or save with ZeRO-1"
+        )
     raise FormatError(
         f"{where} has no optimizer state of torch's form, so that its parts cannot be told apart; "
         "open with weights_only to leave the optimizer aside"

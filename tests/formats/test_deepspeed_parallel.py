@@ -13,7 +13,7 @@ from deepspeed_cases import DATA, equal, truth
 from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.formats.deepspeed_modules import layer_names
 from jax_ucp.formats.deepspeed_moe import global_name
-from jax_ucp.formats.deepspeed_stage0 import names_of_numbers
+from jax_ucp.formats.deepspeed_stage0 import names_of_numbers, numbered
 from jax_ucp.formats.deepspeed_tp import TensorParallel, affine_layout
 from jax_ucp.formats.torch_file import TorchFile
 from jax_ucp.layout.box import Box
@@ -182,6 +182,14 @@ def test_zero_0_states_are_told_by_shape_only_where_one_way_fits(monkeypatch):
         names_of_numbers(shapes, states | {1: state(9, 9)}, groups, "f")
     named = [{"params": [0, 1], "param_names": ["c.w", "a.w"]}, {"params": [2, 3], "param_names": ["a.b", "c.b"]}]
     assert names_of_numbers(shapes, states, named, "f")[0] == "c.w"
+
+
+@pytest.mark.parametrize("key", ["fp32_groups", "fp32_groups_flat"])
+def test_an_optimizer_wrapped_for_half_precision_is_refused_by_what_it_is(key):
+    """ZeRO-0 has no names for its groups, nor for the masters in them."""
+    state = {"optimizer_state_dict": {"state": {}, "param_groups": []}, key: [[]]}
+    with pytest.raises(FormatError, match=rf"fp16 or bf16.*\({key}\).*weights_only.*ZeRO-1"):
+        numbered(state, "f")
 
 
 INFO = {
