@@ -6,7 +6,8 @@ are the parameters; the module's own tensors are copies of slices, compared by v
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,16 @@ from jax_ucp.formats.deepspeed_modules import (
     check_layers,
     layer_names,
 )
-from jax_ucp.formats.deepspeed_slices import ASIDE, FROZEN, Slices
-from jax_ucp.formats.deepspeed_stage0 import names_of_numbers, numbered
+from jax_ucp.formats.deepspeed_slices import ASIDE, FROZEN, Place, Slices
+from jax_ucp.formats.deepspeed_stage0 import names_of_numbers, numbered, places_in_buffers, unwrapped
 from jax_ucp.formats.deepspeed_zero import base_optimizer
 from jax_ucp.formats.importing import touched
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.torch_file import StoredTensor
+from jax_ucp.layout.box import Box, range_boxes
+from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
 from jax_ucp.layout.patterns import flat_layouts
+from jax_ucp.storage.consolidated import Consolidated, same_bits
 from jax_ucp.storage.contents import Contents
 
 # Model-state entries that are the tensors of the tree, or describe them; everything else there is an extra.
@@ -39,6 +43,8 @@ _DESCRIBED = (
     "buffer_names",
     "shared_params",
 )
+# So many elements at the most tell a parameter in a flat buffer of masters.
+_SAMPLE = 64
 # Optimizer-state entries that are the tensors of the tree, and those that say how they lie.
 _PARTITIONS = ("base_optimizer_state", "single_partition_of_fp32_groups", "fp32_flat_groups", "optimizer_state_dict")
 _LAYOUT = (
@@ -252,7 +258,8 @@ class Reader(Slices):
 
     def _numbered(self, mp: int, ep: int, ranks: int, stored: Stored) -> None:
         where = str(stored.file.path)
-        states, groups = numbered(stored.state["optimizer"], where)
+        inner, masters = unwrapped(stored.state["optimizer"])
+        states, groups = numbered(inner, where)
         here = self.place(mp, None)
         shapes = {n: f.shapes[here] for (s, n), f in self.slices.items() if s == "param" and here in f.shapes}
         total = sum(moe.expert_number(n) is not None for n in shapes)
@@ -261,6 +268,14 @@ class Reader(Slices):
             raise FormatError(
                 f"{self.files.folder}/{lost} is missing: {ranks} ranks have {local} of {total} experts' states"
             )
+        if masters:
+            if total:
+                raise FormatError(
+                    f"{where} is of ZeRO-0 in half precision with experts, whose masters are stored without names; "
+                    "open with weights_only for the weights, or save with ZeRO-1"
+                )
+            self._wrapped(mp, stored, states, groups, shapes)
+            return
         numbers: dict[int, str] = {}
         for experts in (False, True):
             mine = {
@@ -286,6 +301,63 @@ class Reader(Slices):
                     self.found.slice_twin(found.keys[here], stored.key(value), reason)
                 else:
                     found.keys[here], found.shapes[here] = stored.key(value), value.shape
+
+    def _wrapped(
+        self,
+        mp: int,
+        stored: Stored,
+        states: Mapping[int, Mapping[str, Any]],
+        groups: Sequence[Mapping[str, Any]],
+        shapes: Mapping[str, Shape],
+    ) -> None:
+        """Masters and states of the optimizers that DeepSpeed wraps for half precision."""
+        optimizer, where, here = stored.state["optimizer"], str(stored.file.path), self.place(mp, None)
+        numbers = [number for said in groups for number in said["params"]]
+        held: dict[str, tuple[int, Box]] = {}  # of a parameter its number, and the elements of the tensors of that
+        if "fp32_groups" in optimizer:
+            masters = dict(zip(numbers, [m for some in optimizer["fp32_groups"] for m in some], strict=True))
+            shaped = {n: {"param": master} for n, master in masters.items()}
+
+            def same(name: str, number: int) -> bool:
+                return self._begins(name, here, stored.key(masters[number]), 0)
+
+            for number, name in names_of_numbers(shapes, shaped, groups, where, same).items():
+                held[name] = number, Box.whole(shapes[name])
+        else:
+            masters = dict(zip(numbers, optimizer["fp32_groups_flat"], strict=True))
+            lengths = [master.shape[0] for master in masters.values()]
+
+            def holds(name: str, group: int, offset: int) -> bool:
+                return self._begins(name, here, stored.key(masters[numbers[group]]), offset)
+
+            for name, (group, at) in places_in_buffers(shapes, lengths, holds, where).items():
+                held[name] = numbers[group], Box((at,), (at + math.prod(shapes[name]),))
+        self.found.notes.append(
+            "ZeRO-0 in half precision stores masters without names; they were told by their first elements and by the "
+            "order of the module, and verify compares all of them with the module"
+        )
+        for name, (number, part) in held.items():
+            copy = self.slices["param", name].keys.pop(here)
+            for state, value in {**states.get(number, {}), "param": masters[number]}.items():
+                if isinstance(value, StoredTensor) and value.shape == masters[number].shape:
+                    layout = ParamLayout(shapes[name], (value.shape,), (Fragment(0, part, Box.whole(shapes[name])),))
+                    tensor = Consolidated(layout, [stored.key(value)])
+                    self.add(mp, None, state, name, shapes, tensor, f"{state} of {len(held)} parameters")
+                else:
+                    self.slices[state, name].values[here[0]].append((stored, value))
+            reason = f"a copy of {name}'s master, compared with it by verify"
+            self.found.slice_twin(self.slices["param", name].keys[here], copy, reason)
+            self.found.hyperparameters(name, next(said for said in groups if number in said["params"]))
+
+    def _begins(self, name: str, place: Place, key: str, offset: int) -> bool:
+        """Whether a tensor of masters has at `offset` what the module has first of a parameter, when rounded."""
+        shape = self.slices["param", name].shapes[place]
+        first = range_boxes(shape, 0, min(_SAMPLE, math.prod(shape)))[0]
+        copy = self.found.shards.read(self.slices["param", name].keys[place], first)
+        flat = self.found.stored[key].shape != shape
+        part = Box((offset,), (offset + copy.size,)) if flat else first
+        master = self.found.shards.read(key, part).reshape(copy.shape)
+        return same_bits(master.astype(copy.dtype), copy)
 
     # The rest.
 
@@ -314,8 +386,10 @@ class Reader(Slices):
                     self.found.extra(rank.name, name, value)
 
     def _optimizer_extras(self, stored: Stored, optimizer: Mapping[str, Any]) -> None:
-        for name, value in optimizer.items():
-            if name != "state":
+        inner, masters = unwrapped(optimizer)
+        said = {**optimizer, **inner} if masters and isinstance(inner, dict) else optimizer
+        for name, value in said.items():
+            if name not in ("state", *((masters, "optimizer_state_dict") if masters else ())):
                 self.found.extra(stored.name, f"optimizer/{name}", value)
         if self.options.weights_only:
             for key in self.found.stored:

@@ -4,21 +4,25 @@ import json
 import shutil
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 import jax_ucp as ucp
 from deepspeed_cases import DATA, equal, truth
 from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.formats.deepspeed_modules import layer_names
 from jax_ucp.formats.deepspeed_moe import global_name
-from jax_ucp.formats.deepspeed_stage0 import names_of_numbers, numbered
+from jax_ucp.formats.deepspeed_stage0 import names_of_numbers, places_in_buffers
 from jax_ucp.formats.deepspeed_tp import TensorParallel, affine_layout
 from jax_ucp.formats.torch_file import TorchFile
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.patterns import partitioned_layouts
-from torch_writer import rewrite
+from jax_ucp.storage.consolidated import same_bits
+from torch_writer import rewrite, save
 
 UNIVERSAL = DATA.parent / "deepspeed_universal"
 
@@ -184,12 +188,58 @@ def test_zero_0_states_are_told_by_shape_only_where_one_way_fits(monkeypatch):
     assert names_of_numbers(shapes, states, named, "f")[0] == "c.w"
 
 
-@pytest.mark.parametrize("key", ["fp32_groups", "fp32_groups_flat"])
-def test_an_optimizer_wrapped_for_half_precision_is_refused_by_what_it_is(key):
-    """ZeRO-0 has no names for its groups, nor for the masters in them."""
-    state = {"optimizer_state_dict": {"state": {}, "param_groups": []}, key: [[]]}
-    with pytest.raises(FormatError, match=rf"fp16 or bf16.*\({key}\).*weights_only.*ZeRO-1"):
-        numbered(state, "f")
+@given(st.data(), st.booleans())
+def test_masters_of_zero_0_in_half_precision_go_to_their_parameters(tmp_path_factory, data, fused):
+    shapes = data.draw(st.lists(st.sampled_from([(3,), (2, 3), (1,), (5, 2)]), min_size=1, max_size=6))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    owner = [data.draw(st.sampled_from([None, 0, 1])) for _ in shapes]  # of each parameter its group; None is frozen
+    masters = {f"p{i}": rng.normal(size=shape).astype(np.float32) for i, shape in enumerate(shapes)}
+    moments = {name: rng.normal(size=array.shape).astype(np.float32) for name, array in masters.items()}
+    module = {name: array.astype(ml_dtypes.bfloat16) for name, array in masters.items()}
+    members = [[name for name, at in zip(masters, owner, strict=True) if at == g] for g in (0, 1)]
+    members = [some for some in members if some]
+    states, groups, kept = {}, [], []
+    for g, some in enumerate(members):
+        if fused:
+            states[g] = {"step": 3, "exp_avg": np.concatenate([moments[n].ravel() for n in some])}
+            kept.append(np.concatenate([masters[n].ravel() for n in some]))
+            groups.append({"lr": 0.1 * g, "params": [g]})
+        else:
+            numbers = range(len(states), len(states) + len(some))
+            states |= {number: {"step": 3, "exp_avg": moments[n]} for number, n in zip(numbers, some, strict=True)}
+            kept.append([masters[n] for n in some])
+            groups.append({"lr": 0.1 * g, "params": [*numbers]})
+    inner = {"state": states, "param_groups": groups}
+    optimizer = {"optimizer_state_dict": inner, "fp32_groups_flat" if fused else "fp32_groups": kept, "clip_grad": 1.0}
+    folder = tmp_path_factory.mktemp("z0") / "global_step3"
+    folder.mkdir()
+    about = {"ds_config": {}, "ds_version": "0.19.8", "dp_world_size": 1, "mp_world_size": 1, "buffer_names": []}
+    save({"module": module, "optimizer": optimizer, **about}, folder / "mp_rank_00_model_states.pt")
+    checkpoint = ucp.open(folder)
+    told = {name: group.settings["lr"] for group in checkpoint.groups for name in group.params}
+    assert told == {name: 0.1 * g for g, some in enumerate(members) for name in some}
+    for name in masters:
+        trained = name in told
+        assert same_bits(checkpoint.read(f"param/{name}"), (masters if trained else module)[name])
+        assert set(checkpoint.params[name].states) == ({"param", "exp_avg", "step"} if trained else {"param"})
+        if trained:
+            assert same_bits(checkpoint.read(f"exp_avg/{name}"), moments[name])
+            assert checkpoint.read(f"step/{name}") == 3
+    assert [fault for _, fault in checkpoint.verify() if fault] == []
+    assert all(item.reason != "not understood" for item in checkpoint.account)
+    assert "step" not in json.dumps(checkpoint.extras)
+
+
+def test_masters_that_fit_in_several_ways_or_in_none_are_refused():
+    shapes = {"a": (3,), "b": (3,)}
+    assert places_in_buffers(shapes, [3, 3], lambda name, g, at: (name, g) in (("a", 1), ("b", 0)), "f") == {
+        "a": (1, 0),
+        "b": (0, 0),
+    }
+    with pytest.raises(FormatError, match=r"f: ZeRO-0 in half precision .* in several ways; open with weights_only"):
+        places_in_buffers(shapes, [3, 3], lambda name, g, at: True, "f")
+    with pytest.raises(FormatError, match="in no way"):
+        places_in_buffers(shapes, [3, 3], lambda name, g, at: name == "a", "f")
 
 
 INFO = {
