@@ -32,7 +32,8 @@ its copies. These are not, because nothing that is stored tells:
   one copy of everything, and a file does not say whose it is, unless there are experts.
 - **ZeRO-0**: what the one file of model states, or that of an expert, has is stored nowhere else. Optimizer states have
   numbers and no names: that a group lists parameters in the order of the module is taken for granted, and no copy could
-  prove it. Where shapes allow more than one way, the checkpoint is refused.
+  prove it. Where shapes allow more than one way, the checkpoint is refused. In half precision masters are proved by the
+  module; the states beside them are of the same order.
 - **DeepSpeed's universal folders**: an atom's name is that of its folder. Two weights exchanged are found by the
   module's copies, unless the folder comes from ZeRO-3; two moments exchanged, or weights that tensor-parallel ranks
   average, are not.
