@@ -8,12 +8,14 @@ inputs name. Input number i is made from i alone.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import resource
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import types
@@ -21,7 +23,7 @@ import warnings
 import zipfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -42,6 +44,7 @@ from jax_ucp.layout.box import Box
 
 DATA = Path(__file__).parent / "data"
 MEMORY_BYTES = 256 << 20
+MAX_TABLE_BYTES = 4 << 20
 SECONDS = 20
 BOMB_BYTES = 1 << 20
 CASES = ("deepspeed/z1_bf16_dp2", "deepspeed/z3_fp16_dp2_subgroups", "deepspeed/tp2_dp1_z1_fp32_gqa")
@@ -215,7 +218,9 @@ class Targets:
     def dcp_tables(self, rng: Random) -> Iterator[Read]:
         tree: Any = inputs.dcp_metadata(self.dcp_items, (5, 3), (2, 3))
         for _ in range(rng.choice([0, 1, 1, 1, 2, 4])):
-            tree = inputs.spoilt(rng, tree)
+            other = inputs.spoilt(rng, tree)
+            with suppress(MemoryError):  # copies of copies of everything
+                tree = other if len(inputs.pickled(other)) < MAX_TABLE_BYTES else tree
         data = inputs.pickled(tree)
         if rng.random() < 0.3:
             data = inputs.mutated_pickle(rng, data)
@@ -299,8 +304,16 @@ def run(numbers: range, work: Path) -> int:
     return faults
 
 
+M_ARENA_MAX = -8  # malloc.h
+
+
 def limit_memory(nbytes: int) -> None:
-    """Let the process have `nbytes` of address space more than it has now."""
+    """Let the process have `nbytes` of address space more than it has now.
+
+    What is reserved for threads and not used, stacks of 8 MiB and heaps of 64 MiB, would count as well.
+    """
+    threading.stack_size(1 << 20)
+    ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + nbytes
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
