@@ -126,9 +126,6 @@ class Metadata:
     source: dict[str, Any] = field(default_factory=dict)
     extras: dict[str, Any] = field(default_factory=dict)
     groups: tuple[Group, ...] = ()
-    format: Literal["jax-ucp"] = "jax-ucp"
-    version: int = VERSION
-    digest: str = ""
 
 
 class _FileLeaf(msgspec.Struct, omit_defaults=True):

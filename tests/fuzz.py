@@ -47,7 +47,12 @@ MEMORY_BYTES = 256 << 20
 MAX_TABLE_BYTES = 4 << 20
 SECONDS = 20
 BOMB_BYTES = 1 << 20
-CASES = ("deepspeed/z1_bf16_dp2", "deepspeed/z3_fp16_dp2_subgroups", "deepspeed/tp2_dp1_z1_fp32_gqa")
+CASES = (
+    "deepspeed/z0_bf16_dp1",
+    "deepspeed/z1_bf16_dp2",
+    "deepspeed/z3_fp16_dp2_subgroups",
+    "deepspeed/tp2_dp1_z1_fp32_gqa",
+)
 CASES += ("deepspeed/autoep2_dp4_z3_fp32", "deepspeed/moe_ep2_dp2_z0_fp32", "deepspeed/tp2_pp2_dp1_z1_bf16")
 CASES += ("deepspeed_universal/tp2_dp1_z1_fp32_gqa", "torch/hf_llama")
 CASES += ("megatron/legacy_pp2_dp2_distopt_buckets_fp32", "megatron/legacy_ep2_moe_grouped_bf16")

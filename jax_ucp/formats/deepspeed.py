@@ -352,6 +352,8 @@ class Reader(Slices):
     def _begins(self, name: str, place: Place, key: str, offset: int) -> bool:
         """Whether a tensor of masters has at `offset` what the module has first of a parameter, when rounded."""
         shape = self.slices["param", name].shapes[place]
+        if not math.prod(shape):
+            return True
         first = range_boxes(shape, 0, min(_SAMPLE, math.prod(shape)))[0]
         copy = self.found.shards.read(self.slices["param", name].keys[place], first)
         flat = self.found.stored[key].shape != shape
