@@ -142,6 +142,7 @@ def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFA
 
     def jobs() -> Iterator[tuple[int, Callable[[], object]]]:
         share = budget_bytes // threads()
+        block_bytes = min(BLOCK_BYTES, share)
         for i, p in enumerate(plan.placements):
             if not p.leaf.has_array:
                 continue
@@ -149,12 +150,14 @@ def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFA
             small = wanted.info.nbytes <= SMALL_BYTES
             if small and wanted.boxes and p.sharding is not None:
                 wanted = replace(wanted, boxes={process_hull(p.sharding, p.leaf.shape): []})  # one box costs less
-            place = landing(wanted) if not small and wanted.cost() > share else None
+            # A device's memory is written block by block by programs of its own, to be compiled: where it must be.
+            most = block_bytes if wanted.in_place else share
+            place = landing(wanted) if not small and wanted.cost() > most else None
             if place is None:
                 yield wanted.cost(), partial(read_whole, i, wanted)
                 continue
             landings[i] = place
-            for block in wanted.blocks(min(BLOCK_BYTES, share)):
+            for block in wanted.blocks(block_bytes):
                 yield wanted.cost(block), partial(read_block, i, block)
 
     run_bounded(jobs(), budget_bytes)
