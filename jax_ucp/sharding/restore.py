@@ -56,6 +56,7 @@ class RestorePlan:
     placements: Sequence[Placement]
     target: Any = None
     nodes: Sequence[Node] = ()
+    idle_rules: Sequence[str] = ()
 
     def __getitem__(self, label: str) -> Placement:
         """The placement of the leaf with this label."""
@@ -69,8 +70,6 @@ class RestorePlan:
         """Bytes this process needs: every distinct box once."""
         arrays = [p for p in self.placements if p.leaf.has_array]
         return sum(box.size * np.dtype(p.leaf.dtype).itemsize for p in arrays for box in p.boxes())
-
-    idle_rules: Sequence[str] = ()
 
     @property
     def notes(self) -> list[str]:
@@ -150,7 +149,7 @@ def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFA
             small = wanted.info.nbytes <= SMALL_BYTES
             if small and wanted.boxes and p.sharding is not None:
                 wanted = replace(wanted, boxes={process_hull(p.sharding, p.leaf.shape): []})  # one box costs less
-            # A device's memory is written block by block by programs of its own, to be compiled: where it must be.
+            # Writing into a device's memory takes a program for each shape, so only where the budget asks for it.
             most = block_bytes if wanted.in_place else share
             place = landing(wanted) if not small and wanted.cost() > most else None
             if place is None:
