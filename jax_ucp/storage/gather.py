@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -110,9 +110,24 @@ def blocks_of(info: ArrayInfo, boxes: Sequence[Box], max_bytes: int) -> Iterator
 
 def _read_blocks(source: ArraySource, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
     """Read blocks of whole chunks, and share them out."""
-    for block in blocks_of(source.arrays()[key], boxes, BLOCK_BYTES):
+    info = source.arrays()[key]
+    assert info.chunk is not None
+    for block in blocks_of(info, boxes, BLOCK_BYTES):
         hits = [(i, hit) for i, box in enumerate(boxes) if (hit := box.intersect(block)) is not None]
-        around = Box.around(hit for _, hit in hits)
-        data = source.read(key, around)
-        for i, hit in hits:
-            outs[i][hit.relative_to(boxes[i]).index] = data[hit.relative_to(around).index]
+        for sharing in _sharing(hits, info.chunk):
+            around = Box.around(hit for _, hit in sharing)
+            data = source.read(key, around)
+            for i, hit in sharing:
+                outs[i][hit.relative_to(boxes[i]).index] = data[hit.relative_to(around).index]
+
+
+def _sharing(hits: Sequence[tuple[int, Box]], chunk: Sequence[int]) -> Iterable[list[tuple[int, Box]]]:
+    """The hits in groups that have no chunk in common: what lies between two groups need not be read."""
+    groups: dict[Box, list[tuple[int, Box]]] = {}
+    for i, hit in hits:
+        around, group = whole_chunks(hit, chunk), [(i, hit)]
+        while meeting := [other for other in groups if other.intersect(around)]:
+            around = Box.around([around, *meeting])
+            group += [member for other in meeting for member in groups.pop(other)]
+        groups[around] = group
+    return groups.values()
