@@ -34,6 +34,7 @@ OTHERS = {
     "adamaxw": (optax.adamaxw(RATE), "exp_avg_sq", "b and 1 more"),
     "yogi": (optax.yogi(1e-3), "exp_avg_sq", "b and 1 more"),
     "adopt": (optax.contrib.adopt(1e-3), "exp_avg", "b and 1 more"),
+    "adopt, not clipped": (optax.contrib.adopt(1e-3, use_clipping=False), "exp_avg", "b and 1 more"),
     "one of two": (
         optax.partition({"a": optax.adamw(1e-3), "y": optax.yogi(1e-3)}, {"w": "a", "b": "y"}),
         "exp_avg_sq",

@@ -53,9 +53,10 @@ def torch_states(
     tree = tree_of({path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in named.values()})
     with jax.enable_x64(run.wide(opt_state)):
         state, slots = slots_of(tx, tree if model is None else model)
-        run.faults += rule_faults(tx, tree if model is None else model)
+        unlike = list(rule_faults(tx, tree if model is None else model))
     stored = run.matched(opt_state, state)
     run.refuse(f"the state of this optimizer is not what is at {opt_state}")
+    run.faults += unlike
     for slot in (slot for slot in slots if slot.role != COUNT):
         run.take(slot, stored[slot.path], named)
     run.count(slots, stored, step, step_dtype)
