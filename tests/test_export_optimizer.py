@@ -409,9 +409,10 @@ def test_a_tree_in_memory_is_a_checkpoint(tmp_path, monkeypatch):
 
 def test_moments_of_one_parameter_in_two_states_are_refused():
     tx = optax.chain(ADAMW, optax.scale_by_adam())
+    tree = tree_of(trained("adam"), ADAMW)
+    twice = ucp.Checkpoint.of(tree | {"opt_state": tx.init(tree["params"])})
     with pytest.raises(TreeMismatch, match="0/0/mu/embed and opt_state/1/mu/embed are both exp_avg of embed"):
-        tree = tree_of(trained("adam"), ADAMW)
-        ucp.Checkpoint.of(tree | {"opt_state": tx.init(tree["params"])}).torch_states(tx)
+        twice.torch_states(tx)
 
 
 def test_what_is_beside_a_run_is_told():
