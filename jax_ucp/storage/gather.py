@@ -6,6 +6,7 @@ import itertools
 import math
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -39,9 +40,12 @@ def read_boxes(source: ArraySource, key: str, boxes: Sequence[Box]) -> list[np.n
 
 def read_into(source: ArraySource, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
     """Read each box into its array, by the source's own `read_into` if it has one."""
-    if own := getattr(source, "read_into", None):
-        own(key, boxes, outs)
-    elif source.arrays()[key].chunk is None or (len(boxes) == 1 and outs[0].nbytes <= BLOCK_BYTES):
+    (getattr(source, "read_into", None) or partial(read_and_copy, source))(key, boxes, outs)
+
+
+def read_and_copy(source: ArraySource, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+    """The same by what `read` gives, for which every chunk is read once."""
+    if source.arrays()[key].chunk is None or (len(boxes) == 1 and outs[0].nbytes <= BLOCK_BYTES):
         for box, out in zip(boxes, outs, strict=True):
             out[...] = source.read(key, box)
     else:

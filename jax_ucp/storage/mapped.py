@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,7 +15,7 @@ from jax_ucp.layout.box import Box
 from jax_ucp.layout.box_index import BoxIndex
 from jax_ucp.layout.strided import LeafForm, LeafLayout, Part, Place, Step, hull, strides
 from jax_ucp.storage.consolidated import same_bits
-from jax_ucp.storage.gather import BLOCK_BYTES, read_boxes
+from jax_ucp.storage.gather import BLOCK_BYTES, read_and_copy, read_boxes, read_into
 from jax_ucp.storage.source import ArrayInfo, ArraySource
 
 COMPARE_BYTES = 16 << 20
@@ -61,6 +61,14 @@ class MappedView:
             data = _scaled(data, form)
         return data.astype(form.dtype) if form.dtype and data.dtype != form.dtype else data
 
+    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+        """Read each box into its array. What is no more than moved goes there from where it is stored."""
+        formed = self._leaves[key]
+        if formed.equal or formed.form.scaled or self._arrays[key].dtype != self._stored(formed).dtype:
+            read_and_copy(self, key, boxes, outs)
+        else:
+            self._fill(formed.form.layout, formed.index, boxes, outs)
+
     def compare_copies(self, key: str) -> str | None:
         """What differs between the copies of which a leaf is one, if anything does; reads all of each."""
         formed = self._leaves[key]
@@ -87,9 +95,12 @@ class MappedView:
         if formed.equal:
             return self._infos[formed.equal[0]]
         layout = formed.form.layout
-        found = self._infos[layout.parts[0].array]
+        found = self._stored(formed)
         chunk = None if found.chunk is None else layout.parts[0].chunk(found.chunk)
         return ArrayInfo(layout.shape, np.dtype(formed.form.dtype or found.dtype), chunk)
+
+    def _stored(self, formed: Formed) -> ArrayInfo:
+        return self._infos[formed.form.layout.parts[0].array]
 
     def _agreed(self, key: str, arrays: Sequence[str], box: Box) -> np.ndarray:
         first = self._source.read(arrays[0], box)
@@ -109,26 +120,50 @@ class MappedView:
             steps = list(parts[0].steps(box, box.size))
             if [step.target for step in steps] == [box]:
                 return self._source.read(parts[0].array, steps[0].source)
-        moves = [(part, step) for part in parts for step in part.steps(box, BLOCK_BYTES // dtype.itemsize)]
-        out = np.zeros(box.shape, dtype) if layout.padding else np.empty(box.shape, dtype)
-        for part, step, data in self._fetched(moves):
-            view = out[step.target.relative_to(box).index]
-            _strided(view, part.target, step.indices)[...] = _strided(data, part.source, step.indices)
+        out = np.empty(box.shape, dtype)
+        self._fill(layout, index, [box], [out])
         return out
 
-    def _fetched(self, moves: Sequence[tuple[Part, Step]]) -> Iterator[tuple[Part, Step, np.ndarray]]:
-        """Each step with what it reads; several boxes of an array in chunks are read together."""
-        groups: dict[str, list[tuple[Part, Step]]] = {}
-        for part, step in moves:
-            groups.setdefault(part.array, []).append((part, step))
-        for array, group in groups.items():
-            if self._infos[array].chunk is None:
-                for part, step in group:
-                    yield part, step, self._source.read(array, step.source)
-            else:
-                boxes = read_boxes(self._source, array, [step.source for _, step in group])
-                for (part, step), data in zip(group, boxes, strict=True):
-                    yield part, step, data
+    def _fill(self, layout: LeafLayout, index: BoxIndex, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+        """Read boxes of a layout into their arrays: of each array of the source, what they want of it together."""
+        wanted: dict[str, list[tuple[Box, np.ndarray]]] = {}
+        apart: dict[str, list[tuple[Part, Step, np.ndarray]]] = {}
+        for box, out in zip(boxes, outs, strict=True):
+            if layout.padding:
+                out[...] = np.zeros((), out.dtype)
+            for part in (layout.parts[i] for i in sorted(index.meeting(box))):
+                for step in part.steps(box, BLOCK_BYTES // out.itemsize):
+                    view = out[(*step.target.relative_to(box).index, ...)]
+                    place = _place(view, part, step)
+                    if place is not None:
+                        wanted.setdefault(part.array, []).append((step.source, place))
+                    else:
+                        apart.setdefault(part.array, []).append((part, step, view))
+        for array, found in wanted.items():
+            read_into(self._source, array, [source for source, _ in found], [place for _, place in found])
+        for array, steps in apart.items():
+            for (part, step, view), data in zip(steps, self._fetched(array, steps), strict=True):
+                _strided(view, part.target, step.indices)[...] = _strided(data, part.source, step.indices)
+
+    def _fetched(self, array: str, steps: Sequence[tuple[Part, Step, np.ndarray]]) -> Iterable[np.ndarray]:
+        """What each step reads; several boxes of an array in chunks are read together."""
+        sources = [step.source for _, step, _ in steps]
+        if self._infos[array].chunk is None:
+            return (self._source.read(array, source) for source in sources)
+        return read_boxes(self._source, array, sources)
+
+
+def _place(view: np.ndarray, part: Part, step: Step) -> np.ndarray | None:
+    """The elements of a step where they go, as an array of the box that they are read from; None if there is none.
+
+    That is where all of that box is wanted, and lies so regularly in the target that numpy can give it that shape.
+    """
+    axes = [axis for run in part.source for axis, _ in run.terms]
+    try:  # numpy refuses another number of elements, and a shape that would take a copy
+        bits = np.reshape(_strided(view, part.target, step.indices).transpose(axes), step.source.shape, copy=False)
+    except ValueError:
+        return None
+    return bits.view(view.dtype)
 
 
 def _in_order(part: Part) -> bool:

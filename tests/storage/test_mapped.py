@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import MemoryStore, boxes_in, contents_of, numbered
+from helpers import MemoryStore, boxes_in, contents_of, grids, numbered
 from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.errors import CorruptData, LayoutError, TreeMismatch
 from jax_ucp.language.binding import bind
@@ -16,7 +16,7 @@ from jax_ucp.language.mapping import Mapping
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.patterns import Sharded
 from jax_ucp.storage.consolidated import Consolidated, ConsolidatedView, same_bits
-from jax_ucp.storage.gather import read_boxes
+from jax_ucp.storage.gather import read_boxes, read_into
 from jax_ucp.storage.mapped_tree import map_contents
 from jax_ucp.storage.source import ArrayInfo
 
@@ -152,6 +152,21 @@ def test_what_is_stored_in_chunks_gives_the_same_leaves(name, data):
     contents = contents_of({"param": PARAMS})
     checkpoint = Checkpoint(replace(contents, arrays=Chunked(contents.arrays.data)))
     np.testing.assert_array_equal(checkpoint.map(MAPPING).read(f"param/{name}", box), WANT[name][box.index])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.complex128])
+@given(st.sampled_from(sorted(WANT)), st.sampled_from([MemoryStore, Chunked]), st.data())
+def test_boxes_read_into_places_of_any_strides_are_slices_of_the_whole(dtype, name, store, data):
+    boxes = [box for box in data.draw(grids(WANT[name].shape)) if box.size]
+    order = data.draw(st.permutations(range(WANT[name].ndim)))
+    contents = contents_of({"param": {n: a.astype(dtype) for n, a in PARAMS.items()}})
+    view = Checkpoint(replace(contents, arrays=store(contents.arrays.data))).map(MAPPING)._contents.arrays
+    places = [np.ones([*(box.shape[i] for i in order), 2], dtype) for box in boxes]
+    outs = [place[..., 0].transpose(np.argsort(order)) for place in places]
+    read_into(view, f"param.{name.replace('/', '.')}", boxes, outs)
+    for box, out, place in zip(boxes, outs, places, strict=True):
+        assert same_bits(np.ascontiguousarray(out), np.ascontiguousarray(WANT[name].astype(dtype)[box.index]))
+        assert (place[..., 1] == np.ones((), dtype)).all()
 
 
 def test_boxes_that_share_stored_chunks_are_read_chunk_by_chunk():
