@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -145,13 +145,17 @@ def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFA
         for i, p in enumerate(plan.placements):
             if not p.leaf.has_array:
                 continue
-            wanted = Wanted(source, p.leaf.name, p.boxes(), p.dtype or np.dtype(p.leaf.dtype), p.sharding)
-            small = wanted.info.nbytes <= SMALL_BYTES
-            if small and wanted.boxes and p.sharding is not None:
-                wanted = replace(wanted, boxes={process_hull(p.sharding, p.leaf.shape): []})  # one box costs less
+            boxes, nbytes = p.boxes(), source.arrays()[p.leaf.name].nbytes
+            small = nbytes <= SMALL_BYTES
+            if small and boxes and p.sharding is not None:
+                boxes = {process_hull(p.sharding, p.leaf.shape): []}  # one box costs less than several
+            wanted = Wanted(source, p.leaf.name, boxes, p.dtype or np.dtype(p.leaf.dtype), p.sharding)
+            if small:
+                yield nbytes, partial(read_whole, i, wanted)
+                continue
             # Writing into a device's memory takes a program for each shape, so only where the budget asks for it.
             most = block_bytes if wanted.in_place else share
-            place = landing(wanted) if not small and wanted.cost() > most else None
+            place = landing(wanted) if wanted.cost() > most else None
             if place is None:
                 yield wanted.cost(), partial(read_whole, i, wanted)
                 continue
