@@ -146,6 +146,8 @@ def test_what_deepspeed_cuts_parameters_by_is_what_its_own_converter_says(conver
     name = "global_step5_universal/zero/optimizer_state.pt"
     mine, converters = said(ours / name), said(theirs / name)
     about_ranks = {"partition_count", "group_paddings", "param_alignment_paddings"}
+    assert not any(group["params"] for group in mine["param_groups"][2:])  # more than any run has
+    mine["param_groups"] = mine["param_groups"][:2]
     assert {key: value for key, value in converters.items() if key not in about_ranks} == mine
     model = "global_step5_universal/mp_rank_00_model_states.pt"
     mine, converters = said(ours / model), said(theirs / model)

@@ -143,11 +143,6 @@ def test_what_is_left_out_is_said():
     assert "trained with round_robin_gradients: turn it off" in "\n".join(source.plan_export("deepspeed").notes)
 
 
-def test_dcp_says_that_it_has_no_param_groups():
-    source = memory({"param": {"w": W}, **ADAM})
-    assert "param_groups are left out" in "\n".join(source.plan_export("dcp").notes)
-
-
 class Counted(MemoryStore):
     """Counts the bytes of blocks that were read and are still alive, at their worst."""
 
