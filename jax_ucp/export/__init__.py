@@ -57,11 +57,7 @@ def plan_export(
 ) -> ExportPlan:
     """The files of a checkpoint in another format. Reads metadata, and for DeepSpeed the steps of the optimizer.
 
-    `dtype` casts floating parameters, rounding to the nearest; unsaid, every bit stays. `max_shard_bytes` is for
-    safetensors, `zero_stage` for DeepSpeed: that of the run to be resumed, unsaid that of the source.
-
-    Raises TreeMismatch if the tree is not `{state: {parameter: array}}`, UnsupportedLeaf with all parameters that
-    the format cannot hold.
+    The arguments, and what is refused, are those of `Checkpoint.export`.
     """
     found = parameters(contents, _dtype(dtype))
     if not found.model and format != "dcp":
@@ -103,8 +99,6 @@ def run_export(
     """Write the planned files to the new folder `target`; `done` hears of bytes on their way to disk.
 
     What the source stores twice is compared first. The folder is there whole at the end, and not before.
-
-    Raises FileExistsError if `target` is in use, CorruptData if the source contradicts itself.
     """
     if target.resolve().is_relative_to(Path(contents.path).resolve()):
         raise FileExistsError(f"{target} lies in the source, {contents.path}; give another path")
