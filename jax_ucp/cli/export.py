@@ -50,7 +50,7 @@ def export(
     """Write the checkpoint at SOURCE to the new folder TARGET in a format that torch's world reads.
 
     safetensors: weights, as transformers loads them. dcp: weights and optimizer, for torch.distributed.checkpoint.
-    deepspeed: a universal folder, for a run with load_universal. --mapping names the one by which SOURCE has the
+    deepspeed: a universal folder, for a run with load_universal. --mapping names the one by which SOURCE has
     the leaves of a model: it is undone. --optimizer names a function that returns the optax optimizer of a training
     run in JAX, or it and the abstract tree of the model: its state becomes those of torch's. What SOURCE stores twice
     is compared first. Stopped at any moment, nothing is at TARGET.
