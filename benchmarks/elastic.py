@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import jax_ucp as ucp
 from benchmarks.group import Group
 from benchmarks.limit import copy_in, copy_out, write_flat
 from benchmarks.peers import OURS, Begin, fresh, peers, ready
@@ -98,6 +100,23 @@ def compete(
                 )
             samples = race(contestants, options.runs)
             yield compared(f"Restore onto {name}, {devices} devices by {spec}: {title}", samples, OURS)
+
+
+def _reshaped(options: Options) -> Table:
+    """What was saved by rows, verified and copied into chunks for 8 devices by columns."""
+    source, target = options.work / "peer_0", options.work / "reshaped"
+    copy = ["sh", "-c", 'cp -r "$0" "$1" && sync -f "$1"', str(source), str(target)]
+
+    def reshape(path: Path) -> object:
+        return ucp.open(source).save(path, mesh={"x": 8}, rules=[("", COLUMNS)])
+
+    contestants = [
+        Contestant("limit: cp -r, synced", lambda _: subprocess.run(copy, check=True), lambda: fresh(target)),
+        Contestant(OURS, reshape, lambda: fresh(target)),
+    ]
+    samples = race(contestants, options.runs)
+    fresh(target)
+    return compared("Reshape by rows to by columns", samples, OURS)
 
 
 def _blocked(tree: Mapping[str, jax.Array], options: Options) -> dict[str, list[Sample]]:

@@ -228,21 +228,21 @@ class Checkpoint:
         return run_restore(plan, self._contents.arrays, budget_bytes)
 
     def plan_optimizer(
-        self, tx: optax.GradientTransformation, params: Any, *, step: int | None = None, check_decay: bool = True
+        self, tx: optax.GradientTransformation, params: Any, *, step: int | None = None, check: bool = True
     ) -> OptimizerPlan:
         """How the optax state `tx.init(params)` is filled from the optimizer of the trainer that wrote the checkpoint.
 
         `params` is the tree of the model, of arrays or ShapeDtypeStructs, whose leaves are those below `param` here:
         after `map`, as a rule. `step` is the number of updates done, for a checkpoint that does not say it (torch's SGD
-        counts none). With `check_decay`, `tx` must decay the weights that `groups` say were decayed. `plan.restore()`
-        gives the state.
+        counts none). With `check`, `tx` is asked whether what has the type of Adam's moments is summed as Adam does,
+        and whether it decays the weights that `groups` say were decayed. `plan.restore()` gives the state.
 
         Raises TreeMismatch with everything that has no source: a state of a type that is not known, a parameter without
-        the moment, steps that differ or are not there; and with every weight that is decayed otherwise.
+        the moment, steps that differ or are not there; and with everything that `tx` does otherwise.
         """
         from jax_ucp.optimizers import plan_optimizer
 
-        return plan_optimizer(self._contents, tx, params, step, check_decay)
+        return plan_optimizer(self._contents, tx, params, step, check)
 
     def torch_states(
         self,

@@ -121,4 +121,4 @@ def test_another_decay_is_refused_unless_it_is_meant(tx, message):
     checkpoint.plan_optimizer(optax.adamw(1e-3, mask=WEIGHTS), PARAMS)
     with pytest.raises(TreeMismatch, match=message):
         checkpoint.plan_optimizer(tx, PARAMS)
-    checkpoint.plan_optimizer(tx, PARAMS, check_decay=False)
+    checkpoint.plan_optimizer(tx, PARAMS, check=False)

@@ -72,7 +72,7 @@ def saved(tree: Any, path: Path, stock: bool = False) -> ucp.Checkpoint:
 def run_of(checkpoint: ucp.Checkpoint, tx: Transformation, mesh: Mesh | None = None, **said: Any) -> dict[str, Any]:
     """What a training loop in JAX holds that went on from a checkpoint of torch: parameters, optax state and step."""
     params = checkpoint.abstract()["param"]
-    plan = checkpoint.plan_optimizer(tx, params, check_decay=False, **said)  # which no state shows
+    plan = checkpoint.plan_optimizer(tx, params, check=False, **said)  # which no state shows
     restored = checkpoint.restore(mesh=mesh)["param"]
     return {"params": restored, "opt_state": plan.restore(mesh=mesh), "step": plan.step}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -24,6 +24,16 @@ class Box:
     def whole(cls, shape: Sequence[int]) -> Box:
         """The box of all elements of an array of `shape`."""
         return cls((0,) * len(shape), tuple(shape))
+
+    @classmethod
+    def around(cls, boxes: Iterable[Box]) -> Box:
+        """The smallest box around some boxes, of which there is at least one.
+
+        >>> str(Box.around([Box((0, 4), (1, 6)), Box((2, 0), (3, 5))]))
+        '[0:3, 0:6]'
+        """
+        starts, stops = zip(*((box.start, box.stop) for box in boxes), strict=True)
+        return cls(tuple(map(min, zip(*starts, strict=True))), tuple(map(max, zip(*stops, strict=True))))
 
     @property
     def ndim(self) -> int:

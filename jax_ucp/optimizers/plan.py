@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Leaf, Path, leaf_names
+from jax_ucp.optimizers.adam_rule import rule_faults
 from jax_ucp.optimizers.slots import COUNT, GIVEN, STEP, ZEROS, Slot, few, is_array, param_leaves, slots_of
 from jax_ucp.optimizers.values import Values
 from jax_ucp.optimizers.weight_decay import decay_faults
@@ -92,7 +93,7 @@ def plan_optimizer(
     tx: optax.GradientTransformation,
     params: Any,
     step: int | None = None,
-    check_decay: bool = True,
+    check: bool = True,
 ) -> OptimizerPlan:
     """How the state that `tx.init(params)` has is filled from a checkpoint of a torch trainer.
 
@@ -101,7 +102,9 @@ def plan_optimizer(
     state, slots = slots_of(tx, params)
     stored = _states(contents)
     faults = [*_refusals(contents.extras), *_unlike(params, stored.get("param", {}))]
-    faults += decay_faults(contents.groups, tx, params) if check_decay else []
+    if check:
+        faults += [f"{fault}; or check=False" for fault in rule_faults(tx, params)]
+        faults += decay_faults(contents.groups, tx, params)
     used: set[str] = set()
     filled: list[Filled] = []
     given = _given(tx, params, [slot for slot in slots if slot.role == GIVEN])

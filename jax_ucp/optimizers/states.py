@@ -18,6 +18,7 @@ from jax_ucp.errors import TreeMismatch
 from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Key, Leaf, Path, leaf_names, tree_of
+from jax_ucp.optimizers.adam_rule import rule_faults
 from jax_ucp.optimizers.slots import COUNT, GIVEN, STEP, ZEROS, Slot, few, is_array, param_leaves, slots_of
 from jax_ucp.optimizers.values import Values
 from jax_ucp.sharding.trees import FAULTS_SHOWN, Node, walk
@@ -52,8 +53,10 @@ def torch_states(
     tree = tree_of({path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in named.values()})
     with jax.enable_x64(run.wide(opt_state)):
         state, slots = slots_of(tx, tree if model is None else model)
+        unlike = list(rule_faults(tx, tree if model is None else model))
     stored = run.matched(opt_state, state)
     run.refuse(f"the state of this optimizer is not what is at {opt_state}")
+    run.faults += unlike
     for slot in (slot for slot in slots if slot.role != COUNT):
         run.take(slot, stored[slot.path], named)
     run.count(slots, stored, step, step_dtype)

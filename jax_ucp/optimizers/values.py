@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from jax_ucp.layout.box import Box
+from jax_ucp.storage.gather import read_into
 from jax_ucp.storage.source import ArrayInfo, ArraySource
 
 
@@ -27,3 +28,11 @@ class Values:
     def read(self, key: str, box: Box) -> np.ndarray:
         value = self._named[key]
         return self._source.read(value, box) if isinstance(value, str) else value[box.index].copy()
+
+    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+        value = self._named[key]
+        if isinstance(value, str):
+            read_into(self._source, value, boxes, outs)
+        else:
+            for box, out in zip(boxes, outs, strict=True):
+                out[...] = value[box.index]

@@ -20,7 +20,7 @@ import optax
 from jax_ucp.metadata import Group
 
 # A schedule may begin at zero, and MultiSteps updates every so many steps: an optimizer is asked this often.
-_TRIES = 1000
+TRIES = 1000
 
 Decay = Literal["none", "in proportion", "through the gradient"]
 
@@ -38,13 +38,13 @@ def decay_faults(groups: Sequence[Group], tx: optax.GradientTransformation, para
             does = "does not decay it" if rate else f"decays it {decays[name]}"
             yield (
                 f"{name}: the checkpoint's optimizer has weight_decay={rate} for it, and tx {does}; give tx the same "
-                "mask, or check_decay=False"
+                "mask, or check=False"
             )
         elif rate and decoupled is not None and decoupled != (decays[name] == "in proportion"):
             how = "in proportion (AdamW)" if decoupled else "through the gradient (Adam)"
             yield (
                 f"{name}: the checkpoint's optimizer decays it {how}, tx {decays[name]}; optax.adamw is torch's "
-                "AdamW, chain(add_decayed_weights(...), adam(...)) its Adam; or check_decay=False"
+                "AdamW, chain(add_decayed_weights(...), adam(...)) its Adam; or check=False"
             )
 
 
@@ -63,7 +63,7 @@ def decays_of(tx: optax.GradientTransformation, params: Any) -> dict[str, Decay]
         weights = jax.tree.map(lambda p: jnp.full([min(size, 2) for size in p.shape], weight, p.dtype), params)
         gradients = jax.tree.map(lambda p: jnp.full_like(p, gradient), weights)
         state = tx.init(weights)
-        for _ in range(_TRIES):
+        for _ in range(TRIES):
             found, state = update(gradients, state, weights)
             yield {
                 jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value"): np.asarray(leaf)

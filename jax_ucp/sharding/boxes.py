@@ -37,9 +37,7 @@ def device_boxes(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[Box, lis
 @functools.lru_cache(maxsize=1024)
 def process_hull(sharding: Sharding, shape: tuple[int, ...]) -> Box:
     """The smallest box around all that this process needs."""
-    boxes = device_boxes(sharding, shape)
-    start = (min(box.start[axis] for box in boxes) for axis in range(len(shape)))
-    return Box(tuple(start), tuple(max(box.stop[axis] for box in boxes) for axis in range(len(shape))))
+    return Box.around(device_boxes(sharding, shape))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,17 +18,15 @@ from jax_ucp.errors import TreeMismatch
 from jax_ucp.layout.blocks import SMALL_BYTES
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Leaf, tree_of
-from jax_ucp.sharding.boxes import Device, device_boxes, index_box, process_hull
+from jax_ucp.sharding.boxes import Device, device_boxes, process_hull
 from jax_ucp.sharding.fit import ON_DEVICES, Rule, check_rules, fit_leaf, idle_rules
+from jax_ucp.sharding.landing import Landing, Wanted, landing
 from jax_ucp.sharding.trees import FAULTS_SHOWN, Node, fill, kind_of, match
-from jax_ucp.storage.budget import DEFAULT_BUDGET, run_bounded
-from jax_ucp.storage.gather import read_boxes
+from jax_ucp.storage.budget import DEFAULT_BUDGET, run_bounded, threads
+from jax_ucp.storage.gather import BLOCK_BYTES
 from jax_ucp.storage.source import ArraySource
 
 log = logging.getLogger("jax_ucp")
-
-# A box in flight is held as read and, until the transfer to its devices is over, once more.
-COPIES_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +56,7 @@ class RestorePlan:
     placements: Sequence[Placement]
     target: Any = None
     nodes: Sequence[Node] = ()
+    idle_rules: Sequence[str] = ()
 
     def __getitem__(self, label: str) -> Placement:
         """The placement of the leaf with this label."""
@@ -71,8 +70,6 @@ class RestorePlan:
         """Bytes this process needs: every distinct box once."""
         arrays = [p for p in self.placements if p.leaf.has_array]
         return sum(box.size * np.dtype(p.leaf.dtype).itemsize for p in arrays for box in p.boxes())
-
-    idle_rules: Sequence[str] = ()
 
     @property
     def notes(self) -> list[str]:
@@ -125,52 +122,46 @@ def plan_restore(
 def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFAULT_BUDGET) -> Any:
     """Read every box that this process needs, once, and return the tree.
 
-    At most about `budget_bytes` of boxes are in flight; a box larger than that goes alone. The boxes of one
-    array that fit the budget together are read together, so that no stored chunk is read twice for them.
+    At most `budget_bytes` are in flight beside the arrays themselves, or one stored chunk where that is larger: an
+    array that takes more goes in blocks. No stored chunk is read twice.
     """
     for note in plan.notes:
         log.info("%s", note)
     values: list[Any] = [None] * len(plan.placements)
-    parts: dict[int, list[jax.Array]] = {}
+    landings: dict[int, Landing] = {}
     x64 = has_x64()
 
-    def read_leaf(i: int, boxes: Sequence[Box]) -> None:
-        p = plan.placements[i]
-        data = dict(zip(boxes, _read(p, source, boxes), strict=True))
+    def read_whole(i: int, wanted: Wanted) -> None:
         with jax.enable_x64(x64):
-            values[i] = _assembled(p, data)
+            values[i] = wanted.array()
 
-    def read_group(i: int, boxes: Mapping[Box, Sequence[Device]]) -> None:
-        p = plan.placements[i]
-        arrays: list[jax.Array] = []
-        read = _read(p, source, list(boxes))
+    def read_block(i: int, block: Box) -> None:
         with jax.enable_x64(x64):
-            for data, devices in zip(read, boxes.values(), strict=True):
-                arrays += jax.device_put([data] * len(devices), [_place_of(p.sharding, device) for device in devices])
-        parts[i] += jax.block_until_ready(arrays)
+            landings[i].take(block)
 
     def jobs() -> Iterator[tuple[int, Callable[[], object]]]:
+        share = budget_bytes // threads()
+        block_bytes = min(BLOCK_BYTES, share)
         for i, p in enumerate(plan.placements):
             if not p.leaf.has_array:
                 continue
-            itemsize = COPIES_IN_FLIGHT * np.dtype(p.leaf.dtype).itemsize
-            boxes = p.boxes()
-            small = itemsize * Box.whole(p.leaf.shape).size <= SMALL_BYTES
-            if boxes and p.sharding is not None and small:
-                boxes = {process_hull(p.sharding, p.leaf.shape): []}  # one box costs less than several
-            cost = itemsize * sum(box.size for box in boxes)
-            if small or cost <= budget_bytes or p.sharding is None:
-                yield cost, partial(read_leaf, i, list(boxes))
+            wanted = Wanted(source, p.leaf.name, p.boxes(), p.dtype or np.dtype(p.leaf.dtype), p.sharding)
+            small = wanted.info.nbytes <= SMALL_BYTES
+            if small and wanted.boxes and p.sharding is not None:
+                wanted = replace(wanted, boxes={process_hull(p.sharding, p.leaf.shape): []})  # one box costs less
+            # Writing into a device's memory takes a program for each shape, so only where the budget asks for it.
+            most = block_bytes if wanted.in_place else share
+            place = landing(wanted) if not small and wanted.cost() > most else None
+            if place is None:
+                yield wanted.cost(), partial(read_whole, i, wanted)
                 continue
-            parts[i] = []
-            for group in _groups(boxes, budget_bytes // itemsize):
-                yield itemsize * sum(box.size for box in group), partial(read_group, i, group)
+            landings[i] = place
+            for block in wanted.blocks(block_bytes):
+                yield wanted.cost(block), partial(read_block, i, block)
 
     run_bounded(jobs(), budget_bytes)
-    for i, arrays in parts.items():
-        p = plan.placements[i]
-        assert p.sharding is not None
-        values[i] = jax.make_array_from_single_device_arrays(p.leaf.shape, p.sharding, arrays, dtype=p.dtype)
+    for i, place in landings.items():
+        values[i] = jax.block_until_ready(place.array())
     values = [_as_kind(p, value) for p, value in zip(plan.placements, values, strict=True)]
     if plan.target is not None:
         return fill(plan.target, list(zip(plan.nodes, values, strict=True)))
@@ -260,59 +251,6 @@ def _physical(sharding: Sharding, leaf: Leaf) -> Sharding:
         spec = [*sharding.spec, *[None] * (rank - len(sharding.spec)), None]
         return NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)
     return sharding
-
-
-def _place_of(sharding: Sharding | None, device: Device) -> Sharding:
-    """One device, with the kind of memory that the whole array goes to."""
-    return SingleDeviceSharding(device, memory_kind=sharding.memory_kind if sharding else None)
-
-
-def _read(p: Placement, source: ArraySource, boxes: Sequence[Box]) -> list[np.ndarray]:
-    if not boxes:
-        return []  # all devices of the array are other processes'
-    return [_cast(data, p.dtype) for data in read_boxes(source, p.leaf.name, boxes)]
-
-
-def _assembled(p: Placement, data: Mapping[Box, np.ndarray]) -> np.ndarray | jax.Array:
-    """The array on its devices, or the host's; devices that are the host take the data as they lie."""
-    shape = p.leaf.shape
-    whole = data.get(Box.whole(shape))
-    if p.sharding is None:
-        assert whole is not None
-        return whole
-
-    def block(index: tuple[slice, ...] | None) -> np.ndarray:
-        if whole is not None:
-            return whole[index or ()]
-        box = index_box(index or (), shape)
-        if box in data:
-            return data[box]
-        ((hull, held),) = data.items()
-        return held[box.relative_to(hull).index]
-
-    return jax.block_until_ready(jax.make_array_from_callback(shape, p.sharding, block, p.dtype))
-
-
-def _groups(boxes: Mapping[Box, Sequence[Device]], max_elements: int) -> Iterator[dict[Box, Sequence[Device]]]:
-    """The boxes of one array in groups that are read together: as many as the budget holds, at least one."""
-    group: dict[Box, Sequence[Device]] = {}
-    for box in sorted(boxes):
-        if group and sum(b.size for b in group) + box.size > max_elements:
-            yield group
-            group = {}
-        group[box] = boxes[box]
-    if group:
-        yield group
-
-
-def _cast(data: np.ndarray, dtype: np.dtype | None) -> np.ndarray:
-    """The data as `dtype`. Raises TreeMismatch where integers would become others: only floating numbers round."""
-    if dtype is None or data.dtype == dtype:
-        return data
-    cast = data.astype(dtype)
-    if not jnp.issubdtype(data.dtype, jnp.floating) and not np.array_equal(cast.astype(data.dtype), data):
-        raise TreeMismatch(f"values of {data.dtype} do not fit {dtype}: they would become others")
-    return cast
 
 
 def _as_kind(placement: Placement, value: Any) -> Any:

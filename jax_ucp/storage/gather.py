@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from jax_ucp.layout.blocks import grid_boxes, rows_of_chunks
+from jax_ucp.layout.blocks import grid_boxes, rows_of_chunks, whole_chunks
 from jax_ucp.layout.box import Box
-from jax_ucp.storage.source import ArraySource
+from jax_ucp.storage.source import ArrayInfo, ArraySource
 
 BLOCK_BYTES = 32 << 20
 ALIGNMENT = 64
@@ -29,10 +29,10 @@ def read_boxes(source: ArraySource, key: str, boxes: Sequence[Box]) -> list[np.n
     """
     dtype = source.arrays()[key].dtype
     if (whole := _joined(boxes, ALIGNMENT // dtype.itemsize)) is not None:
-        (out,) = _aligned([whole.shape], dtype)
+        (out,) = aligned_arrays([whole.shape], dtype)
         read_into(source, key, [whole], [out])
         return [out[box.start[0] - whole.start[0] : box.stop[0] - whole.start[0]] for box in boxes]
-    outs = _aligned([box.shape for box in boxes], dtype)
+    outs = aligned_arrays([box.shape for box in boxes], dtype)
     read_into(source, key, boxes, outs)
     return outs
 
@@ -64,7 +64,7 @@ def _joined(boxes: Sequence[Box], multiple: int) -> Box | None:
     return Box(first.start, last.stop)
 
 
-def _aligned(shapes: Sequence[Sequence[int]], dtype: np.dtype) -> list[np.ndarray]:
+def aligned_arrays(shapes: Sequence[Sequence[int]], dtype: np.dtype) -> list[np.ndarray]:
     """Arrays in one piece of memory, each at a multiple of 64 bytes.
 
     That is what XLA wants of a buffer that its CPU client takes as it is.
@@ -95,26 +95,39 @@ def _room(nbytes: int) -> np.ndarray:
     return np.frombuffer(pages, np.uint8)
 
 
+def blocks_of(info: ArrayInfo, boxes: Sequence[Box], max_bytes: int) -> Iterator[Box]:
+    """Blocks of whole chunks, each of at most `max_bytes` or one chunk, that meet the boxes and together hold them.
+
+    At the high edge of the array they may reach past it.
+    """
+    chunk = info.chunk or (1,) * len(info.shape)
+    around = whole_chunks(Box.around(boxes), chunk)
+    for block in grid_boxes(around.shape, rows_of_chunks(around.shape, chunk, info.dtype.itemsize, max_bytes)):
+        block = block.shift(around.start)
+        if any(box.intersect(block) for box in boxes):
+            yield block
+
+
 def _read_blocks(source: ArraySource, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
     """Read blocks of whole chunks, and share them out."""
     info = source.arrays()[key]
     assert info.chunk is not None
-    step = rows_of_chunks(info.shape, info.chunk, info.dtype.itemsize, BLOCK_BYTES)
-    for block in _blocks_meeting(info.shape, step, boxes):
+    for block in blocks_of(info, boxes, BLOCK_BYTES):
         hits = [(i, hit) for i, box in enumerate(boxes) if (hit := box.intersect(block)) is not None]
-        start = tuple(map(min, zip(*(hit.start for _, hit in hits), strict=True)))
-        stop = tuple(map(max, zip(*(hit.stop for _, hit in hits), strict=True)))
-        data = source.read(key, Box(start, stop))
-        for i, hit in hits:
-            outs[i][hit.relative_to(boxes[i]).index] = data[hit.relative_to(Box(start, stop)).index]
+        for sharing in _sharing(hits, info.chunk):
+            around = Box.around(hit for _, hit in sharing)
+            data = source.read(key, around)
+            for i, hit in sharing:
+                outs[i][hit.relative_to(boxes[i]).index] = data[hit.relative_to(around).index]
 
 
-def _blocks_meeting(shape: Sequence[int], step: Sequence[int], boxes: Sequence[Box]) -> Iterator[Box]:
-    """The blocks of the grid of `step` that share an element with one of the boxes."""
-    if not math.prod(shape):
-        return
-    start = [min(box.start[axis] for box in boxes) // n * n for axis, n in enumerate(step)]
-    stop = [max(box.stop[axis] for box in boxes) for axis in range(len(step))]
-    for block in grid_boxes([b - a for a, b in zip(start, stop, strict=True)], step):
-        if any(box.intersect(block.shift(start)) for box in boxes):
-            yield block.shift(start)
+def _sharing(hits: Sequence[tuple[int, Box]], chunk: Sequence[int]) -> Iterable[list[tuple[int, Box]]]:
+    """The hits in groups that have no chunk in common: what lies between two groups need not be read."""
+    groups: dict[Box, list[tuple[int, Box]]] = {}
+    for i, hit in hits:
+        around, group = whole_chunks(hit, chunk), [(i, hit)]
+        while meeting := [other for other in groups if other.intersect(around)]:
+            around = Box.around([around, *meeting])
+            group += [member for other in meeting for member in groups.pop(other)]
+        groups[around] = group
+    return groups.values()

@@ -18,7 +18,7 @@ import jax_ucp as ucp
 import torch_writer
 from helpers import MemoryStore, numbered
 from jax_ucp.errors import FormatError, NotACheckpoint
-from jax_ucp.layout.blocks import Chunks, chunk_shapes, grid_boxes, writer_cells
+from jax_ucp.layout.blocks import Chunks, chunk_shapes, grid_boxes, whole_chunks, writer_cells
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Key, Leaf
 from jax_ucp.storage.budget import run_bounded, threads
@@ -95,6 +95,9 @@ def test_boxes_read_together_equal_slices_and_no_chunk_is_read_twice(data):
     if len(wanted) > 1:
         for cell in grid_boxes(shape, chunk):
             assert sum(read.intersect(cell) is not None for _, read in store.reads) <= 1
+        around = [whole_chunks(box, chunk) for box in wanted]
+        if not any(a.intersect(b) for a, b in itertools.combinations(around, 2)):
+            assert sum(read.size for _, read in store.reads) == sum(box.size for box in wanted)
 
 
 @given(
