@@ -5,11 +5,11 @@ This file is above `formats` and `sharding`, which do not know one another.
 
 from __future__ import annotations
 
-import html
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,6 +23,7 @@ from jax_ucp.language import mapping as mappings
 from jax_ucp.language.binding import bind, config_numbers, undone_lengths
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Group, Leaf, tree_of
+from jax_ucp.parameters import Parameter, Parameters, table
 from jax_ucp.storage.budget import DEFAULT_BUDGET
 from jax_ucp.storage.contents import Contents, Item, Piece
 from jax_ucp.storage.copy import Block, CopyPlan, copy, plan_copy
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from jax_ucp.sharding.fit import Rule
     from jax_ucp.sharding.reads import HostReads
     from jax_ucp.sharding.restore import RestorePlan
+
+log = logging.getLogger("jax_ucp")
 
 
 def open(
@@ -60,51 +63,6 @@ def open(
     """
     options = Options(sizes or {}, Path(spec) if spec else None, weights_only, believe)
     return Checkpoint(open_contents(path, options))
-
-
-@dataclass(frozen=True, repr=False)
-class Parameter:
-    """One parameter of an imported checkpoint: its states (`param`, `exp_avg`, ...), and where their bytes are."""
-
-    name: str
-    states: Mapping[str, Leaf]
-    contents: Contents
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.states["param"].shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype(self.states["param"].dtype)
-
-    def where(self, state: str = "param") -> Sequence[Piece]:
-        """The pieces that one of its states is made of."""
-        return self.contents.where(self.states[state])
-
-    def read(self, state: str = "param", box: Box | None = None) -> np.ndarray:
-        """One of its states, or one box of it."""
-        leaf = self.states[state]
-        return self.contents.arrays.read(leaf.name, box or Box.whole(leaf.shape))
-
-    def __repr__(self) -> str:
-        return f"<{self.name}: {self.dtype} {list(self.shape)}, {', '.join(self.states)}>"
-
-    def _repr_html_(self) -> str:
-        rows = [
-            (state, leaf.dtype, str(list(leaf.shape)), str(piece.target), str(piece))
-            for state, leaf in self.states.items()
-            for piece in self.contents.where(leaf)
-        ]
-        return _table(self.name, ("state", "dtype", "shape", "block", "is stored in"), rows)
-
-
-class Parameters(dict[str, Parameter]):
-    """Parameters by name, in the checkpoint's order."""
-
-    def _repr_html_(self) -> str:
-        rows = [(p.name, str(p.dtype), str(list(p.shape)), ", ".join(p.states)) for p in self.values()]
-        return _table(f"{len(rows)} parameters", ("parameter", "dtype", "shape", "states"), rows)
 
 
 class Checkpoint:
@@ -275,11 +233,12 @@ class Checkpoint:
         """How the optax state `tx.init(params)` is filled from the optimizer of the trainer that wrote the checkpoint.
 
         `params` is the tree of the model, of arrays or ShapeDtypeStructs, whose leaves are those below `param` here:
-        after `map`, as a rule. `step` is the number of updates done, where the checkpoint does not say it. With
-        `check`, `tx` is asked whether what has the type of Adam's moments is summed as Adam does, and whether it decays
-        the weights that `groups` say were decayed. `plan.restore()` gives the state.
+        after `map`, as a rule. `step` is the number of updates done, for a checkpoint that does not say it (torch's SGD
+        counts none). With `check`, `tx` is asked whether what has the type of Adam's moments is summed as Adam does,
+        and whether it decays the weights that `groups` say were decayed. `plan.restore()` gives the state.
 
-        Raises TreeMismatch with everything that the checkpoint does not fill, or that `tx` does otherwise.
+        Raises TreeMismatch with everything that has no source: a state of a type that is not known, a parameter without
+        the moment, steps that differ or are not there; and with everything that `tx` does otherwise.
         """
         from jax_ucp.optimizers import plan_optimizer
 
@@ -336,14 +295,21 @@ class Checkpoint:
         rules: Sequence[Rule] = (),
         hosts: int = 1,
     ) -> CopyPlan:
-        """What `save` with the same arguments would write, and the memory it would take."""
+        """What `save` with the same arguments would write, and the memory it would take.
+
+        Its `notes` say what the mesh does not have of saved specs and rules.
+
+        Raises ValueError for a rule, or a mesh and hosts, that cannot be meant.
+        """
         if mesh is None:
             if rules or hosts != 1:
                 raise ValueError("rules and hosts say what lies where on a mesh: give mesh= too")
             return plan_copy(self._contents, budget_bytes)
-        from jax_ucp.sharding.reads import HostMesh, mesh_cells
+        from jax_ucp.sharding.reads import HostMesh, fit_notes, mesh_cells
 
-        return plan_copy(self._contents, budget_bytes, mesh_cells(self.leaves, HostMesh.of(mesh, hosts), rules))
+        found = HostMesh.of(mesh, hosts)
+        plan = plan_copy(self._contents, budget_bytes, mesh_cells(self.leaves, found, rules))
+        return replace(plan, notes=fit_notes(self.leaves, found, rules))
 
     def save(
         self,
@@ -359,7 +325,8 @@ class Checkpoint:
 
         With `mesh`, or the sizes of its axes by name, chunks are those that a save from it would write, its arrays
         placed by their saved specs and `rules`, its devices shared out evenly to `hosts`: a restore onto it then reads
-        the bytes it needs and no others. Any other mesh reads the checkpoint too.
+        the bytes it needs and no others. Any other mesh reads the checkpoint too. What the mesh does not have of a
+        spec is logged, and in the `notes` of `plan_save`.
 
         At most about `budget_bytes` of blocks are in memory at once; `done` hears of each block on disk. What
         is stored twice is compared first. Stopped at any moment it leaves no checkpoint at `path`, and the
@@ -368,6 +335,8 @@ class Checkpoint:
         Raises FileExistsError if `path` is in use, CorruptData if the source contradicts itself.
         """
         plan = self.plan_save(budget_bytes, mesh=mesh, rules=rules, hosts=hosts)
+        for note in plan.notes:
+            log.info("%s", note)
         copy(self._contents, plan, Path(path), done)
         return open(path)
 
@@ -398,15 +367,16 @@ class Checkpoint:
         """Write the parameters, and where the format has a place for them their states, to the new folder `path`.
 
         `format` is `safetensors` (weights, as transformers loads them), `dcp` (`torch.distributed.checkpoint`) or
-        `deepspeed` (its universal folder). `dtype` casts floating parameters; unsaid, every bit stays. `zero_stage`
-        is that of the DeepSpeed run to be resumed, unsaid that of the source. `done` hears of bytes written. Stopped
-        at any moment, nothing is at `path`.
+        `deepspeed` (its universal folder). `dtype` casts floating parameters, rounding to the nearest; unsaid, every
+        bit stays. `max_shard_bytes` is for safetensors. `zero_stage` is that of the DeepSpeed run to be resumed, unsaid
+        that of the source. What is stored twice is compared first. `done` hears of bytes written. Stopped at any
+        moment, nothing is at `path`.
 
         Raises TreeMismatch if the tree is not `{state: {parameter: array}}`, UnsupportedLeaf with every parameter
-        that the format cannot hold, FileExistsError if `path` is in use.
+        that the format cannot hold, FileExistsError if `path` is in use, CorruptData if the source contradicts itself.
         """
         said = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "zero_stage": zero_stage}
-        plan = plan_export(self._contents, format, **said, budget_bytes=budget_bytes)
+        plan = self.plan_export(format, **said, budget_bytes=budget_bytes)
         run_export(self._contents, plan, Path(path), done)
         return open(path)
 
@@ -420,12 +390,4 @@ class Checkpoint:
 
     def _repr_html_(self) -> str:
         rows = [(leaf.label, leaf.dtype or leaf.kind, str(list(leaf.shape))) for leaf in self.leaves]
-        return _table(repr(self), ("leaf", "dtype", "shape"), rows)
-
-
-def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    def cells(tag: str, values: Sequence[str]) -> str:
-        return "".join(f"<{tag} style='text-align:left'>{html.escape(value)}</{tag}>" for value in values)
-
-    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    return f"<b>{html.escape(title)}</b><table><tr>{cells('th', heads)}</tr>{body}</table>"
+        return table(repr(self), ("leaf", "dtype", "shape"), rows)

@@ -11,6 +11,7 @@ import urllib.parse
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, Literal
 
 import msgspec
@@ -220,6 +221,18 @@ def groups_of(settings: Mapping[str, Mapping[str, Any]]) -> tuple[Group, ...]:
         if said:
             alike[msgspec.json.encode(said, order="sorted").decode()].append(name)
     return tuple(Group(tuple(names), dict(settings[names[0]])) for names in alike.values())
+
+
+def plain_settings(said: Mapping[str, Any]) -> dict[str, Any]:
+    """What a `Group` keeps of a group of torch's: settings that JSON has, with tuples as lists, and no parameters."""
+
+    def plain(value: Any) -> bool:
+        if isinstance(value, list | tuple):
+            return all(map(plain, value))
+        return value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and isfinite(value))
+
+    kept = {key: value for key, value in said.items() if key not in ("params", "param_names") and plain(value)}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in kept.items()}
 
 
 def leaf_names(paths: Sequence[Path]) -> list[str]:

@@ -1,15 +1,17 @@
 """What several tests need: arrays in memory, and parameters cut by patterns."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
+from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout
 from jax_ucp.metadata import Key, Leaf, leaf_names
+from jax_ucp.storage.consolidated import same_bits
 from jax_ucp.storage.contents import Contents
 from jax_ucp.storage.source import ArrayInfo
 
@@ -60,6 +62,19 @@ def contents_of(tree: Mapping[str, Mapping[str, np.ndarray]], **more: Any) -> Co
     data = dict(zip(names, (a for arrays in tree.values() for a in arrays.values()), strict=True))
     leaves = [Leaf(p, n, "array", data[n].shape, data[n].dtype.name) for p, n in zip(paths, names, strict=True)]
     return Contents("memory", "nowhere", leaves, MemoryStore(data), **more)
+
+
+def memory(tree: Mapping[str, Mapping[str, np.ndarray]], extras: Mapping[str, Any] | None = None) -> Checkpoint:
+    """A checkpoint in memory, of arrays by state and parameter."""
+    return Checkpoint(contents_of(tree, extras=extras or {}))
+
+
+def differences(source: Checkpoint, target: Checkpoint, states: Collection[str] | None = None) -> list[str]:
+    """The labels of leaves that only one of them has, or of which a bit differs; `states` are those that count."""
+    want = {leaf.label for leaf in source.leaves if states is None or str(leaf.path[0]) in states}
+    found = {leaf.label for leaf in target.leaves}
+    same = (label for label in want & found if same_bits(source.read(label), target.read(label)))
+    return sorted((want | found) - set(same))
 
 
 @st.composite

@@ -3,7 +3,8 @@
     python tests/read_with_torch.py write FOLDER     where jax_ucp is installed
     python tests/read_with_torch.py read FOLDER      where torch and safetensors are; says how many tensors are equal
 
-`write` exports some cases in every format, with the bytes of each array beside them.
+`write` exports some cases in every format, with the bytes of each array beside them. `read` also loads the DCP exports
+of torch's own optimizers into one, told other things and with its groups in another order.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ def write(folder: Path) -> None:
         np.savez(folder / case / "truth.npz", **{label.replace("/", "|"): data for label, data in raw.items()})
         about = {leaf.label: [leaf.dtype, list(leaf.shape)] for leaf in checkpoint.leaves}
         (folder / case / "truth.json").write_text(json.dumps(about))
+        told = {name: group.settings for group in checkpoint.groups for name in group.params}
+        (folder / case / "groups.json").write_text(json.dumps(told))
 
 
 def read_safetensors(folder: Path) -> Iterator[tuple[str, Any]]:
@@ -51,11 +54,42 @@ def read_dcp(folder: Path) -> Iterator[tuple[str, Any]]:
     state: dict[str, Any] = {
         name: torch.zeros(entry.size, dtype=entry.properties.dtype)
         for name, entry in metadata.state_dict_metadata.items()
+        if hasattr(entry, "size")  # param_groups are objects
     }
     checkpoint.load(state, checkpoint_id=folder)
     for name, tensor in state.items():
         path = metadata.planner_data[name]
         yield (f"param/{path[1]}" if path[0] == "model" else f"{path[3]}/{path[2]}"), tensor
+
+
+def load_optimizer(folder: Path) -> dict[str, dict[str, Any]]:
+    """What AdamW has been told for each parameter after `load` and `set_optimizer_state_dict`, made otherwise."""
+    import torch
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    model = torch.nn.Module()
+    entries = checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata
+    trained = {name.split(".", 2)[2].rpartition(".")[0] for name in entries if name.startswith("optimizer.state.")}
+    for name in trained:
+        *path, last = name.split(".")
+        module = model
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, torch.nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(last, torch.nn.Parameter(torch.zeros(entries[f"model.{name}"].size)))
+    named = dict(model.named_parameters())
+    groups = [{"params": [p for p in named.values() if (p.ndim > 1) == many]} for many in (False, True)]
+    optimizer = torch.optim.AdamW(groups, lr=7.0, betas=(0.1, 0.2), weight_decay=0.7)
+    state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    checkpoint.load(state, checkpoint_id=folder)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    for name in named:
+        named[name].grad = torch.zeros_like(named[name])
+    optimizer.step()
+    found = {id(p): {k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups for p in g["params"]}
+    return {name: json.loads(json.dumps(found[id(param)])) for name, param in named.items()}
 
 
 def read_deepspeed(folder: Path) -> Iterator[tuple[str, Any]]:
@@ -98,6 +132,10 @@ def read(folder: Path) -> None:
                 assert np.array_equal(raw, truth[label.replace("/", "|")]), (case, format, label)
                 equal += 1
             print(f"{case}: {format}: {equal} of {len(about)} arrays are there, and equal")
+        told = json.loads((folder / case / "groups.json").read_text())
+        if all("betas" in settings and "fused" in settings for settings in told.values()):
+            assert load_optimizer(folder / case / "dcp") == told, case
+            print(f"{case}: dcp: AdamW is told the same for {len(told)} parameters, and steps")
 
 
 if __name__ == "__main__":

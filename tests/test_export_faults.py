@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 import jax_ucp as ucp
-from helpers import MemoryStore
+from helpers import MemoryStore, memory
 from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.cli.main import main
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint, TreeMismatch, UnsupportedLeaf
@@ -24,7 +24,7 @@ from jax_ucp.export.commit import new_folder
 from jax_ucp.metadata import Key, Leaf
 from jax_ucp.storage.contents import Contents
 from jax_ucp.storage.source import ArrayInfo
-from test_export import DATA, memory
+from test_export import DATA
 
 WORKERS = Path(__file__).parent / "workers"
 CASE = DATA / "deepspeed" / "z2_bf16_dp3"
@@ -141,11 +141,6 @@ def test_what_is_left_out_is_said():
     config = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
     source = memory({"param": {"w": W}}, {"mp_rank_00_model_states.pt": {"ds_config": config}})
     assert "trained with round_robin_gradients: turn it off" in "\n".join(source.plan_export("deepspeed").notes)
-
-
-def test_dcp_says_that_it_has_no_param_groups():
-    source = memory({"param": {"w": W}, **ADAM})
-    assert "param_groups are left out" in "\n".join(source.plan_export("dcp").notes)
 
 
 class Counted(MemoryStore):

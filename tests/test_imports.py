@@ -25,8 +25,10 @@ BELOW = {
     "sharding": {"storage", "metadata", "layout", "errors"},
     "export": {"storage", "metadata", "layout", "errors"},
     "optimizers": {"sharding", "storage", "metadata", "layout", "errors"},
+    "parameters": {"storage", "metadata", "layout", "errors"},
     "checkpoint": {
         "export",
+        "parameters",
         "formats",
         "optimizers",
         "sharding",

@@ -16,12 +16,12 @@ from typing import Any
 
 import jax_ucp
 from jax_ucp.checkpoint import Checkpoint
+from jax_ucp.cli.report import Report
 from jax_ucp.errors import LayoutError, NotACheckpoint, TreeMismatch
 from jax_ucp.language.binding import unclaimed
 from jax_ucp.language.mapping import Mapping as LeafMapping
 from jax_ucp.language.mapping import expression, name_regex
 
-Report = dict[str, Any]
 Shapes = dict[str, tuple[int, ...]]
 
 # Below this likeness a name is no suggestion.

@@ -18,7 +18,7 @@ from jax_ucp.export import dcp, deepspeed, safetensors
 from jax_ucp.export.commit import check_free, new_folder
 from jax_ucp.export.extras import values
 from jax_ucp.export.files import File, peak_bytes, write_files
-from jax_ucp.export.parameters import Parameters, is_floating, parameters
+from jax_ucp.export.parameters import Parameters, is_floating, parameters, untold
 from jax_ucp.layout.box import Box
 from jax_ucp.storage.budget import DEFAULT_BUDGET
 from jax_ucp.storage.contents import Contents
@@ -57,17 +57,15 @@ def plan_export(
 ) -> ExportPlan:
     """The files of a checkpoint in another format. Reads metadata, and for DeepSpeed the steps of the optimizer.
 
-    `dtype` casts floating parameters, rounding to the nearest; unsaid, every bit stays. `max_shard_bytes` is for
-    safetensors, `zero_stage` for DeepSpeed: that of the run to be resumed, unsaid that of the source.
-
-    Raises TreeMismatch if the tree is not `{state: {parameter: array}}`, UnsupportedLeaf with all parameters that
-    the format cannot hold.
+    The arguments, and what is refused, are those of `Checkpoint.export`.
     """
     found = parameters(contents, _dtype(dtype))
     if not found.model and format != "dcp":
         raise TreeMismatch(f"{contents.path} has no parameters, and {format} has a place for nothing else")
     extras, unwritable = values(contents.extras)
     everything = [(file, name) for file, named in extras.items() for name in named]
+    if found.groups and format != "safetensors":  # which have them, whatever they were called
+        everything = [(file, name) for file, name in everything if "param_groups" not in name]
     notes = [f"floating parameters are cast to {dtype}; states keep their dtypes"] if dtype else []
     match format:
         case "safetensors":
@@ -78,11 +76,10 @@ def plan_export(
             left = [place for place in everything if not safetensors.carries(*place)]
         case "dcp":
             native = contents.source.get("format", contents.format) == "dcp"
-            objects = dcp.objects(extras) if native else {}
+            objects = dcp.objects(extras, renamed="mapping" in contents.source) if native else {}
             files = dcp.dcp_files(found, objects)
             left = [] if native else everything
-            if found.moments and not any("param_groups" in path for path in objects):
-                notes.append("nothing says in DCP's terms how parameters were grouped: param_groups are left out")
+            notes += untold(dcp.groups(found, objects), "their group in param_groups has no settings")
         case "deepspeed":
             files = deepspeed.deepspeed_files(found, extras, _steps(contents, found), zero_stage)
             notes += deepspeed.notes(found, extras)
@@ -102,8 +99,6 @@ def run_export(
     """Write the planned files to the new folder `target`; `done` hears of bytes on their way to disk.
 
     What the source stores twice is compared first. The folder is there whole at the end, and not before.
-
-    Raises FileExistsError if `target` is in use, CorruptData if the source contradicts itself.
     """
     if target.resolve().is_relative_to(Path(contents.path).resolve()):
         raise FileExistsError(f"{target} lies in the source, {contents.path}; give another path")

@@ -15,7 +15,7 @@ from typing import Any
 
 from jax_ucp.errors import TreeMismatch, UnsupportedLeaf
 from jax_ucp.export.files import Bytes, File, Tensor
-from jax_ucp.export.parameters import Parameters, named
+from jax_ucp.export.parameters import Parameters, named, torch_groups
 from jax_ucp.export.torch_pickle import Call, Global, Instance, dumps, has_dtype, torch_dtype
 from jax_ucp.export.torch_zip import ALIGNMENT, TorchZip
 
@@ -33,19 +33,29 @@ Steps = tuple[str | int, ...]
 def dcp_files(found: Parameters, objects: dict[Steps, Any]) -> list[File]:
     """The files of a checkpoint with parameters, buffers, optimizer states, other tensors, and `objects` by path.
 
+    Of a source that was DCP `objects` have the groups of its optimizer, as it had them; else they are made here.
+
     Raises UnsupportedLeaf for dtypes that torch lacks, TreeMismatch where two tensors would have one name.
     """
     items: list[tuple[Steps, Any]] = [((MODEL, name), tensor) for name, tensor in found.model.items()]
     for name, states in found.states.items():
         items += [((OPTIMIZER, "state", name, state), t) for state, t in states.items() if state != "param"]
     items += [(_steps(name), tensor) for name, tensor in found.other.items()]
-    trained = [name for name, states in found.states.items() if states.keys() - {"param"}]
-    items += (objects | _named_groups(objects, trained)).items()
-    if trained and not any(path[:2] == (OPTIMIZER, "param_groups") for path in objects):
-        # What has no groups is no optimizer to a reader; hyperparameters are for whoever resumes to say.
-        items.append(((OPTIMIZER, "param_groups", 0, "params"), trained))
+    items += (objects | _named_groups(objects, found.trained)).items()
+    for number, group in enumerate(groups(found, objects)):
+        items += [((OPTIMIZER, "param_groups", number, key), value) for key, value in group.items()]
     _check(items)
     return _files(dict(items))
+
+
+def groups(found: Parameters, objects: Mapping[Steps, Any]) -> list[dict[str, Any]]:
+    """The groups that `objects` do not have. States that are in no group are no optimizer's to a reader."""
+    return [] if any(map(_of_groups, objects)) else torch_groups(found.groups, found.trained)
+
+
+def _of_groups(path: Steps) -> bool:
+    """Whether an object is of the optimizer's groups, nested or flattened (`param_groups.<name>.lr`)."""
+    return path[0] == OPTIMIZER and len(path) > 1 and str(path[1]).partition(".")[0] == "param_groups"
 
 
 def _named_groups(objects: Mapping[Steps, Any], trained: Sequence[str]) -> dict[Steps, list[str]]:
@@ -59,14 +69,17 @@ def _named_groups(objects: Mapping[Steps, Any], trained: Sequence[str]) -> dict[
     return found if named & {*trained} else {}
 
 
-def objects(extras: Mapping[str, Mapping[str, Any]]) -> dict[Steps, Any]:
-    """The objects of a DCP checkpoint, from its extras by file and name, by path."""
+def objects(extras: Mapping[str, Mapping[str, Any]], renamed: bool) -> dict[Steps, Any]:
+    """The objects of a DCP checkpoint, from its extras by file and name, by path.
+
+    Where the parameters have been `renamed` since, without the groups of its optimizer, which have the old names.
+    """
     found: dict[Steps, Any] = {}
     for file in extras.values():
         for name, value in file.items():
             group = _GROUP.fullmatch(name)
             found[(OPTIMIZER, "param_groups", int(group[1]), group[2]) if group else _steps(name)] = value
-    return found
+    return {path: value for path, value in found.items() if not (renamed and _of_groups(path))}
 
 
 def _check(items: Sequence[tuple[Steps, Any]]) -> None:

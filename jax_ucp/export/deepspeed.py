@@ -11,7 +11,7 @@ Facts: `ds_to_universal.py` (`merge_tp_slices`, `_save_optimizer_state`) and `un
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,17 +19,19 @@ import numpy as np
 
 from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.export.files import File, Tensor
-from jax_ucp.export.parameters import Parameters, is_floating, named
+from jax_ucp.export.parameters import Parameters, is_floating, named, torch_groups, untold
 from jax_ucp.export.torch_pickle import Call, Global, Instance, has_dtype
 from jax_ucp.export.torch_zip import torch_file
+from jax_ucp.layout.fragments import Shape
+from jax_ucp.metadata import plain_settings
 
 # The version whose format this is; the loader refuses folders that name none.
 DS_VERSION = "0.19.8"
 
 # The loader walks the groups of the run and those of the folder side by side and stops, without a word, at the end of
-# the shorter list. Of a source that does not say how parameters were grouped we write groups without settings, as many
-# as no run has, so that all parameters are loaded and the run's own settings stay.
-UNKNOWN_GROUPS = 256
+# the shorter list. We write more groups than any run has, so that all parameters are loaded; those that are not known
+# have no settings, and the run's own stay.
+GROUPS = 256
 
 _MODEL = re.compile(r"(zero_pp_rank_0_)?mp_rank_00_model_states\.pt")
 _OPTIMIZER = re.compile(r"zero/optimizer_state\.pt|(bf16_)?zero_pp_rank_0_mp_rank_00_optim_states\.pt")
@@ -56,6 +58,7 @@ def deepspeed_files(
     model, optimizer = _rank_0(extras, _MODEL), _rank_0(extras, _OPTIMIZER)
     stage = zero_stage if zero_stage is not None else max(1, int(_zero(model).get("stage", 1)))
     owned = _owned(found)
+    groups = _groups(found, model, optimizer)
     frozen = {name: states["param"] for name, states in found.states.items() if name not in owned}
     step = _one_step(steps) if stage == 3 else None
     counted = model.get("global_steps")
@@ -70,9 +73,10 @@ def deepspeed_files(
                 continue  # in zero/optimizer_state.pt
             atom = _number(steps[name]) if state == "step" else {"param": tensor, **about}
             files.append(torch_file(f"{tag}/zero/{name}/{'fp32' if state == 'param' else state}.pt", atom))
-    files.append(torch_file(f"{tag}/zero/optimizer_state.pt", _optimizer_state(optimizer, model, step, stage)))
+    files.append(torch_file(f"{tag}/zero/optimizer_state.pt", _optimizer_state(optimizer, groups, step, stage)))
     prefix = "zero_pp_rank_0_" if stage == 3 else ""
-    states = _model_states(model, owned, frozen, found.buffers, global_steps, stage)
+    shapes = [{name: owned[name]["param"].shape for name in group["params"]} for group in groups]
+    states = _model_states(model, shapes, frozen, found.buffers, global_steps, stage)
     files.append(torch_file(f"{tag}/{prefix}mp_rank_00_model_states.pt", states))
     return [*files, File.literal("latest_universal", tag.encode())]
 
@@ -82,6 +86,14 @@ def _owned(found: Parameters) -> dict[str, Mapping[str, Tensor]]:
     if found.moments:
         return {name: states for name, states in found.states.items() if len(states) > 1}
     return {n: states for n, states in found.states.items() if is_floating(states["param"].dtype)}
+
+
+def _groups(found: Parameters, model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The groups of the optimizer, by the order in which the loader takes them: that of a DeepSpeed source is kept."""
+    said = list(optimizer.get("param_groups", model.get("optimizer/param_groups")) or ())
+    while said and not said[-1].keys() - {"params"}:
+        said.pop()  # what an export wrote of groups that are not known
+    return torch_groups(found.groups, _owned(found), said)
 
 
 def notes(found: Parameters, extras: Extras) -> Iterable[str]:
@@ -94,8 +106,11 @@ def notes(found: Parameters, extras: Extras) -> Iterable[str]:
             f"{len(frozen)} parameters have no optimizer states, the first {frozen[0]}; they are in the model states, "
             "of which load_universal reads no weights: load them yourself"
         )
-    if "param_groups" not in optimizer and "optimizer/param_groups" not in model:
-        yield "nothing says how the optimizer grouped parameters: the settings of the run's own groups stay"
+    groups = _groups(found, model, optimizer)
+    yield from untold(groups, "the settings of the run's own groups stay")
+    if found.groups and "param_groups" not in optimizer and "optimizer/param_groups" not in model:
+        firsts = ", ".join(group["params"][0] for group in groups)
+        yield f"DeepSpeed gives settings to groups in their order; those of the run must begin with {firsts}"
     if "lr_scheduler" not in model:
         yield "there is no state of a learning rate scheduler: load with load_lr_scheduler_states=False"
     if _zero(model).get("round_robin_gradients"):
@@ -208,22 +223,34 @@ def _attributes(sub: Any) -> Mapping[str, Any]:
     return sub.state if isinstance(sub, Instance) else sub
 
 
-def _optimizer_state(optimizer: Mapping[str, Any], model: Mapping[str, Any], step: Any, stage: int) -> dict[str, Any]:
+def _optimizer_state(
+    optimizer: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], step: Any, stage: int
+) -> dict[str, Any]:
     state = {key: optimizer[key] for key in _OPTIMIZER_KEYS if key in optimizer}
     state.setdefault("ds_version", DS_VERSION)
     state["zero_stage"] = Call(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), (stage,))
-    said = optimizer.get("param_groups", model.get("optimizer/param_groups"))
-    groups = said or [{"params": []} for _ in range(UNKNOWN_GROUPS)]
-    state["param_groups"] = groups
+    state["param_groups"] = [{**group, "params": [number]} for number, group in enumerate(groups)]
+    state["param_groups"] += [{"params": []} for _ in range(GROUPS - len(groups))]
     if stage == 3:
-        first = {} if step is None else {"step": step}
-        state["optimizer_state_dict"] = {"state": {0: first}, "param_groups": groups}
+        counted = {} if step is None else {"step": step}
+        # The loader of ZeRO-3 gives all groups of the run the settings of the first one here.
+        alike = {**_common(groups), "params": []}
+        numbers = range(max(1, len(groups)))
+        state["optimizer_state_dict"] = {"state": dict.fromkeys(numbers, counted), "param_groups": [alike]}
     return state
+
+
+def _common(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The settings in which all groups agree."""
+    if len(groups) < 2:
+        return dict(*groups)
+    first, *others = map(plain_settings, groups)
+    return {k: groups[0][k] for k in first if all(k in other and other[k] == first[k] for other in others)}
 
 
 def _model_states(
     model: Mapping[str, Any],
-    owned: Mapping[str, Mapping[str, Tensor]],
+    shapes: Sequence[Mapping[str, Shape]],
     frozen: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
     global_steps: int,
@@ -237,7 +264,7 @@ def _model_states(
         "module": dict(buffers) if stage == 3 else {**frozen, **buffers},
         "buffer_names": list(buffers),
         "optimizer": None,
-        "param_shapes": [{name: states["param"].shape for name, states in owned.items()}],
+        "param_shapes": shapes,
         "frozen_param_shapes": {name: tensor.shape for name, tensor in frozen.items()} if stage == 3 else None,
         "shared_params": {},
         "frozen_param_fragments": fragments if stage == 3 else None,

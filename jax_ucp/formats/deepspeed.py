@@ -6,8 +6,7 @@ are the parameters; the module's own tensors are copies of slices, compared by v
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,13 @@ from jax_ucp.formats.deepspeed_modules import (
     check_layers,
     layer_names,
 )
-from jax_ucp.formats.deepspeed_slices import ASIDE, FROZEN, Place, Slices
-from jax_ucp.formats.deepspeed_stage0 import names_of_numbers, numbered, places_in_buffers, unwrapped
+from jax_ucp.formats.deepspeed_slices import ASIDE, FROZEN, Slices
+from jax_ucp.formats.deepspeed_stage0 import add_numbered_states, unwrapped
 from jax_ucp.formats.deepspeed_zero import base_optimizer
 from jax_ucp.formats.importing import touched
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.torch_file import StoredTensor
-from jax_ucp.layout.box import Box, range_boxes
-from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
 from jax_ucp.layout.patterns import flat_layouts
-from jax_ucp.storage.consolidated import Consolidated, same_bits
 from jax_ucp.storage.contents import Contents
 
 # Model-state entries that are the tensors of the tree, or describe them; everything else there is an extra.
@@ -43,8 +39,6 @@ _DESCRIBED = (
     "buffer_names",
     "shared_params",
 )
-# So many elements at the most tell a parameter in a flat buffer of masters.
-_SAMPLE = 64
 # Optimizer-state entries that are the tensors of the tree, and those that say how they lie.
 _PARTITIONS = ("base_optimizer_state", "single_partition_of_fp32_groups", "fp32_flat_groups", "optimizer_state_dict")
 _LAYOUT = (
@@ -94,7 +88,7 @@ class Reader(Slices):
         if not self.files.zero3:
             check_copies(self.files, owned, self.copied)
         if not any(self.files.ranks) and not self.options.weights_only:
-            self._numbered_states()
+            add_numbered_states(self)
         names = {name for _, name in self.slices}
         names |= {str(n) for models in self.files.models for n in models[0].state.get("module") or ()}
         self.apply_spec()
@@ -245,121 +239,6 @@ class Reader(Slices):
                     if int(number) in experts and key:
                         reason = f"a copy of an expert of {fused}, compared with it by verify"
                         self.found.slice_twin(key, stored.key(tensor), reason, at=(experts.index(int(number)),))
-
-    # ZeRO-0.
-
-    def _numbered_states(self) -> None:
-        """Optimizer states by number: dense ones are the same on all expert-parallel ranks, experts each one's own."""
-        for mp, models in enumerate(self.files.models):
-            expp = {ep: stored for (ep, rank), stored in self.files.expert_optimizers.items() if rank == mp}
-            for ep, stored in [*sorted(expp.items()), (0, models[0])]:
-                if stored.state.get("optimizer") is not None:
-                    self._numbered(mp, ep, len(expp), stored)
-
-    def _numbered(self, mp: int, ep: int, ranks: int, stored: Stored) -> None:
-        where = str(stored.file.path)
-        inner, masters = unwrapped(stored.state["optimizer"])
-        states, groups = numbered(inner, where)
-        here = self.place(mp, None)
-        shapes = {n: f.shapes[here] for (s, n), f in self.slices.items() if s == "param" and here in f.shapes}
-        total = sum(moe.expert_number(n) is not None for n in shapes)
-        if total > ranks * (local := sum(len(g["params"]) for g in groups if g.get("moe"))) and local:
-            lost = f"expp_rank_{ranks}_mp_rank_{mp:02d}_optim_states.pt"
-            raise FormatError(
-                f"{self.files.folder}/{lost} is missing: {ranks} ranks have {local} of {total} experts' states"
-            )
-        if masters:
-            if total:
-                raise FormatError(
-                    f"{where} is of ZeRO-0 in half precision with experts, whose masters are stored without names; "
-                    "open with weights_only for the weights, or save with ZeRO-1"
-                )
-            self._wrapped(mp, stored, states, groups, shapes)
-            return
-        numbers: dict[int, str] = {}
-        for experts in (False, True):
-            mine = {
-                n: shape
-                for n, shape in shapes.items()
-                if moe.expert_rank(n, shapes, max(1, ranks)) in ((ep,) if experts else (None,))
-            }
-            some = [g for g in groups if bool(g.get("moe")) == experts]
-            numbers |= names_of_numbers(mine, states, some, where)
-        note = "ZeRO-0 stores optimizer states without names; they were told by shape and by the order of the module"
-        if note not in self.found.notes and not all("param_names" in g for g in groups):
-            self.found.notes.append(note)
-        for hyper in groups:
-            for number in hyper["params"]:
-                self.found.hyperparameters(numbers[number], hyper)
-        for number, name in numbers.items():
-            for state, value in states.get(number, {}).items():
-                found = self.slices[state, name]
-                if not isinstance(value, StoredTensor) or value.shape != shapes[name]:
-                    found.values[here[0]].append((stored, value))
-                elif here in found.keys:
-                    reason = "the same state on another expert-parallel rank, compared by verify"
-                    self.found.slice_twin(found.keys[here], stored.key(value), reason)
-                else:
-                    found.keys[here], found.shapes[here] = stored.key(value), value.shape
-
-    def _wrapped(
-        self,
-        mp: int,
-        stored: Stored,
-        states: Mapping[int, Mapping[str, Any]],
-        groups: Sequence[Mapping[str, Any]],
-        shapes: Mapping[str, Shape],
-    ) -> None:
-        """Masters and states of the optimizers that DeepSpeed wraps for half precision."""
-        optimizer, where, here = stored.state["optimizer"], str(stored.file.path), self.place(mp, None)
-        numbers = [number for said in groups for number in said["params"]]
-        held: dict[str, tuple[int, Box]] = {}  # of a parameter its number, and the elements of the tensors of that
-        if "fp32_groups" in optimizer:
-            masters = dict(zip(numbers, [m for some in optimizer["fp32_groups"] for m in some], strict=True))
-            shaped = {n: {"param": master} for n, master in masters.items()}
-
-            def same(name: str, number: int) -> bool:
-                return self._begins(name, here, stored.key(masters[number]), 0)
-
-            for number, name in names_of_numbers(shapes, shaped, groups, where, same).items():
-                held[name] = number, Box.whole(shapes[name])
-        else:
-            masters = dict(zip(numbers, optimizer["fp32_groups_flat"], strict=True))
-            lengths = [master.shape[0] for master in masters.values()]
-
-            def holds(name: str, group: int, offset: int) -> bool:
-                return self._begins(name, here, stored.key(masters[numbers[group]]), offset)
-
-            for name, (group, at) in places_in_buffers(shapes, lengths, holds, where).items():
-                held[name] = numbers[group], Box((at,), (at + math.prod(shapes[name]),))
-        self.found.notes.append(
-            "ZeRO-0 in half precision stores masters without names; they were told by their first elements and by the "
-            "order of the module, and verify compares all of them with the module"
-        )
-        for name, (number, part) in held.items():
-            copy = self.slices["param", name].keys.pop(here)
-            for state, value in {**states.get(number, {}), "param": masters[number]}.items():
-                if isinstance(value, StoredTensor) and value.shape == masters[number].shape:
-                    layout = ParamLayout(shapes[name], (value.shape,), (Fragment(0, part, Box.whole(shapes[name])),))
-                    tensor = Consolidated(layout, [stored.key(value)])
-                    self.add(mp, None, state, name, shapes, tensor, f"{state} of {len(held)} parameters")
-                else:
-                    self.slices[state, name].values[here[0]].append((stored, value))
-            reason = f"a copy of {name}'s master, compared with it by verify"
-            self.found.slice_twin(self.slices["param", name].keys[here], copy, reason)
-            self.found.hyperparameters(name, next(said for said in groups if number in said["params"]))
-
-    def _begins(self, name: str, place: Place, key: str, offset: int) -> bool:
-        """Whether a tensor of masters has at `offset` what the module has first of a parameter, when rounded."""
-        shape = self.slices["param", name].shapes[place]
-        if not math.prod(shape):
-            return True
-        first = range_boxes(shape, 0, min(_SAMPLE, math.prod(shape)))[0]
-        copy = self.found.shards.read(self.slices["param", name].keys[place], first)
-        flat = self.found.stored[key].shape != shape
-        part = Box((offset,), (offset + copy.size,)) if flat else first
-        master = self.found.shards.read(key, part).reshape(copy.shape)
-        return same_bits(master.astype(copy.dtype), copy)
 
     # The rest.
 

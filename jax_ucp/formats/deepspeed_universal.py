@@ -201,10 +201,10 @@ class _Universal(Reader):
                     self.value("step", name, [(_Atom(self.optimizer.file, {}), value)])
 
     def _hyperparameters(self) -> None:
-        """What rank 0's optimizer state says of each group: in the wrapped optimizer's under ZeRO-3, else beside it."""
+        """What rank 0's optimizer state says of each group."""
         if self.optimizer is None or self.options.weights_only:
             return
-        for hyper in self._rank_0().get("param_groups") or self.optimizer.state.get("param_groups") or ():
+        for hyper in self.optimizer.state.get("param_groups") or ():
             for models in self.files.models:
                 for index, shapes in enumerate(param_shapes(models[0], ())):
                     for name in shapes if index in hyper.get("params", ()) else ():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout
 from jax_ucp.layout.patterns import Unique
-from jax_ucp.metadata import Key, Leaf, groups_of, leaf_names
+from jax_ucp.metadata import Key, Leaf, groups_of, leaf_names, plain_settings
 from jax_ucp.metadata import Path as TreePath
 from jax_ucp.storage.budget import in_threads
 from jax_ucp.storage.consolidated import Consolidated, ConsolidatedView, same_bits
@@ -120,14 +119,12 @@ class Import:
     def hyperparameters(self, name: str, settings: Mapping[str, Any]) -> None:
         """What the trainer's optimizer was told for a parameter. Raises FormatError where two files differ in it."""
         known = self._settings[name]
-        for key, value in settings.items():
-            if key not in ("params", "param_names") and _is_plain(value):
-                plain = list(value) if isinstance(value, tuple) else value
-                if known.setdefault(key, plain) != plain:
-                    raise FormatError(
-                        f"{self.path}: the param_groups of one file have {key}={known[key]} for {name}, those of "
-                        f"another {plain}; they are of different runs or steps. weights_only leaves the optimizer aside"
-                    )
+        for key, value in plain_settings(settings).items():
+            if known.setdefault(key, value) != value:
+                raise FormatError(
+                    f"{self.path}: the param_groups of one file have {key}={known[key]} for {name}, those of "
+                    f"another {value}; they are of different runs or steps. weights_only leaves the optimizer aside"
+                )
 
     def skip(self, where: str, what: str, reason: str) -> None:
         """Something that is stored and has no place in the tree."""
@@ -302,13 +299,6 @@ class _WithConstants:
             return
         for box, out in zip(boxes, outs, strict=True):
             out[...] = self._constants[key][box.index]
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a hyperparameter is what JSON has: torch also takes tensors for some."""
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _label(path: Iterable[Key]) -> str:

@@ -97,13 +97,7 @@ def plan_optimizer(
 ) -> OptimizerPlan:
     """How the state that `tx.init(params)` has is filled from a checkpoint of a torch trainer.
 
-    `params` is the tree of the model, of arrays or ShapeDtypeStructs; its leaves are those of the checkpoint below
-    `param`. `step` is the number of updates done, for a checkpoint that does not say it (torch's SGD counts none).
-    With `check`, `tx` must sum moments as Adam does where its state is of that type, and decay the weights that the
-    checkpoint's parameter groups decay, where these are known.
-
-    Raises TreeMismatch with everything that has no source: a state of a type that is not known, a parameter without
-    the moment, steps that differ or are not there; and with every parameter that is decayed otherwise.
+    The arguments, and what is refused, are those of `Checkpoint.plan_optimizer`.
     """
     state, slots = slots_of(tx, params)
     stored = _states(contents)

@@ -52,12 +52,16 @@ class Block:
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """What a copy will do, decided before any byte moves: one block for each outer chunk of each array."""
+    """What a copy will do, decided before any byte moves: one block for each outer chunk of each array.
+
+    `notes` say what the mesh that the chunks are cut for does not have of what was asked for.
+    """
 
     arrays: Mapping[str, ArrayInfo]
     chunks: Mapping[str, Chunks]
     blocks: Sequence[Block]
     budget_bytes: int
+    notes: Sequence[str] = ()
 
     @property
     def write_bytes(self) -> int:

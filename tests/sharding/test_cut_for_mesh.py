@@ -1,5 +1,6 @@
 """A checkpoint cut for a mesh holds the same bits in the chunks that a save from the mesh writes, and no others."""
 
+import logging
 from pathlib import Path
 
 import jax
@@ -92,6 +93,17 @@ def test_the_budget_holds_for_any_mesh(universal, budget):
         plan = universal.plan_save(budget, mesh=mesh, rules=RULES, hosts=hosts)
         assert plan.peak_bytes <= budget
         assert plan.write_bytes == universal.nbytes
+
+
+def test_what_a_mesh_does_not_have_of_a_spec_is_told(universal, tmp_path, caplog):
+    asked = {"mesh": {"data": 5, "model": 2}, "rules": [(r"w$", P("data", "model")), (r"nothing$", P("model"))]}
+    notes = universal.plan_save(**asked).notes
+    assert [note.partition(":")[0] for note in notes][:1] == ["param/w"]
+    assert len(notes) == 2
+    with caplog.at_level(logging.INFO, "jax_ucp"):
+        universal.save(tmp_path / "cut", **asked)
+    assert [record.getMessage() for record in caplog.records if record.name == "jax_ucp"] == notes
+    assert universal.plan_save().notes == ()
 
 
 def test_what_no_mesh_can_be_is_refused_before_anything_is_written(universal, tmp_path):

@@ -1,0 +1,89 @@
+"""`jax-ucp export`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+import jax_ucp
+from jax_ucp.cli import report
+from jax_ucp.cli.mapping import imported
+from jax_ucp.cli.options import Size, as_json, budget, open_checkpoint, sizes_of, source_options
+from jax_ucp.cli.output import console, print_json, progress, size, to_stderr
+from jax_ucp.errors import TreeMismatch
+from jax_ucp.export import EXPORT_FORMATS, MAX_SHARD_BYTES, ExportFormat
+
+
+@click.command()
+@click.argument("source")
+@click.argument("target")
+@click.option("--format", type=click.Choice(EXPORT_FORMATS), required=True, help="What to write.")
+@click.option("--dtype", help="Cast floating parameters, such as float32 masters to bfloat16; unsaid, no bit changes.")
+@click.option(
+    "--max-shard",
+    "max_shard_bytes",
+    type=Size(),
+    default=MAX_SHARD_BYTES,
+    show_default="50 GB",
+    help="Bytes of tensors in a file of safetensors.",
+)
+@click.option(
+    "--zero-stage",
+    type=click.IntRange(1, 3),
+    help="ZeRO stage of the DeepSpeed run that will resume; unsaid, that of SOURCE.",
+)
+@click.option("--optimizer", help="module:function, which returns the optax optimizer of the run that wrote SOURCE.")
+@click.option("--params", help="With --optimizer: the label of the parameters in SOURCE; unsaid, params.")
+@click.option("--opt-state", help="With --optimizer: the label of the optimizer's state; unsaid, opt_state.")
+@click.option(
+    "--step-dtype",
+    type=click.Choice(["float32", "int32", "int64"]),
+    help="With --optimizer: the dtype of steps; unsaid, float32, and int32 for Lion.",
+)
+@source_options
+@budget
+@as_json
+def export(
+    source: str, target: str, format: ExportFormat, mapping: str | None, budget: int, json_: bool, **said: Any
+) -> None:
+    """Write the checkpoint at SOURCE to the new folder TARGET in a format that torch's world reads.
+
+    safetensors: weights, as transformers loads them. dcp: weights and optimizer, for torch.distributed.checkpoint.
+    deepspeed: a universal folder, for a run with load_universal. --mapping names the one by which SOURCE has
+    the leaves of a model: it is undone. --optimizer names a function that returns the optax optimizer of a training
+    run in JAX, or it and the abstract tree of the model: its state becomes those of torch's. What SOURCE stores twice
+    is compared first. Stopped at any moment, nothing is at TARGET.
+    """
+    options = {name: said.pop(name) for name in ("dtype", "max_shard_bytes", "zero_stage")}
+    labels = {name: said.pop(name) for name in ("params", "opt_state", "step_dtype")}
+    optimizer, labels = said.pop("optimizer"), {name: label for name, label in labels.items() if label}
+    if labels and not optimizer:
+        raise click.UsageError(f"--{next(iter(labels)).replace('_', '-')} goes with --optimizer: give that too")
+    checkpoint = opened = open_checkpoint(source, **said)
+    if optimizer:
+        checkpoint = opened.torch_states(*_optimizer(optimizer), **labels)
+    if mapping:
+        rules = jax_ucp.Mapping.load(mapping).inverse()
+        checkpoint = checkpoint.map(rules, sizes=sizes_of(rules, said["sizes"]))
+    planned = checkpoint.plan_export(format, **options, budget_bytes=budget)
+    for note in (*checkpoint.notes[len(opened.notes) :], *planned.notes):
+        to_stderr.print(f"note: {note}", markup=False)
+    with progress("exporting", planned.write_bytes) as advance:
+        checkpoint.export(target, format, **options, budget_bytes=budget, done=advance)
+    found = report.export_plan(planned, target)
+    if json_:
+        print_json(found)
+    else:
+        console.print(f"{target}: {found['tensors']} tensors, {size(found['bytes'])}, in {found['files']} files")
+
+
+def _optimizer(name: str) -> tuple[Any, ...]:
+    """The optimizer that a function returns, and the model's tree if it returns that too."""
+    import optax
+
+    found = imported(name, "optimizer")
+    optimizer, *model = found if type(found) is tuple else (found,)
+    if not isinstance(optimizer, optax.GradientTransformation) or len(model) > 1:
+        raise TreeMismatch(f"{name} gives {found!r:.80}, which is no optax optimizer")
+    return optimizer, *model

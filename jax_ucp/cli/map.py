@@ -1,0 +1,55 @@
+"""`jax-ucp map`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+import jax_ucp
+from jax_ucp.cli.mapping import mapping_report
+from jax_ucp.cli.options import as_json, open_checkpoint, sizes_of, source_options
+from jax_ucp.cli.output import console, print_json, table, to_stderr
+from jax_ucp.cli.report import Report
+from jax_ucp.language.mapping import shipped
+
+
+@click.command("map")
+@click.argument("source")
+@click.option("--target", help="module:function, `inspect --json` of a checkpoint, or a checkpoint.")
+@source_options
+@as_json
+def map_(source: str, target: str | None, mapping: str | None, json_: bool, **said: Any) -> None:
+    """Check --mapping against the checkpoint SOURCE and a model's tree, and suggest what could be meant."""
+    if mapping is None:
+        raise click.UsageError(f"give --mapping: a file, or one of {', '.join(shipped())}")
+    checkpoint = open_checkpoint(source, **said)
+    rules = jax_ucp.Mapping.load(mapping)
+    found = mapping_report(checkpoint, rules, sizes_of(rules, said["sizes"]), target)
+    if json_:
+        print_json(found)
+    else:
+        _print_mapping(found, target)
+    if found["faults"]:
+        sys.exit(1)
+
+
+def _print_mapping(found: Report, target: str | None) -> None:
+    rows = [
+        (leaf["rule"].partition(" -> ")[0], leaf["rule"].partition(" -> ")[2], leaf["leaf"], str(leaf["shape"]))
+        + ((str(leaf["target"]) if leaf["target"] else "-",) if target else ())
+        for leaf in found["leaves"]
+    ]
+    heads = ("parameters: axes", "leaves: axes", "leaf", "shape", *(("target",) if target else ()))
+    if rows:
+        console.print(table(heads, rows))
+    for name, reason in found["skipped"]:
+        console.print(f"skipped: {name}: {reason}", markup=False)
+    for note in found["notes"]:
+        console.print(f"note: {note}", markup=False)
+    for fault in found["faults"]:
+        to_stderr.print(f"fault: {fault}", markup=False)
+    for suggestion in found["suggestions"]:
+        to_stderr.print(f"suggestion: {suggestion}", markup=False)
+    console.print(f"{found['mapping']}: {len(found['leaves'])} leaves, {len(found['faults'])} faults", markup=False)

@@ -1,0 +1,64 @@
+"""What several commands print, on stdout for its reader, notes and progress on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from jax_ucp.cli.report import Report
+
+# Where the output is read by a program, lines are as long as they need to be.
+console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 1000)
+to_stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def print_json(found: Report) -> None:
+    click.echo(json.dumps(found))
+
+
+def print_head(found: Report) -> None:
+    items = ", ".join(f"{n} {fate}" for fate, n in found["items"].items())
+    console.print(f"{found['path']}: {found['format']}, {found['arrays']} arrays, {size(found['bytes'])}", markup=False)
+    console.print(f"stored items: {items}")
+    for note in found["notes"]:
+        console.print(f"note: {note}", markup=False)
+
+
+def print_account(items: list[Report], all_: bool) -> None:
+    shown = [item for item in items if all_ or item["fate"] == "skipped"]
+    if shown:
+        rows = [(item["fate"], item["where"], item["what"], item["reason"]) for item in shown]
+        console.print(table(("fate", "item", "what", "why"), rows))
+
+
+def table(heads: tuple[str, ...], rows: list[Any]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for head in heads:
+        table.add_column(head, overflow="fold")
+    for row in rows:
+        table.add_row(*(cell.replace("[", "\\[") for cell in row))
+    return table
+
+
+def size(nbytes: int) -> str:
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes} bytes"
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal; nothing where stderr is a file or a pipe."""
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn()
+    with Progress(*columns, TimeRemainingColumn(), console=to_stderr, disable=not to_stderr.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda nbytes: bar.advance(task, nbytes)

@@ -1,0 +1,136 @@
+"""Torch's `param_groups` in exports: what an optimizer was told for each parameter is there when they are opened."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jax_ucp as ucp
+from helpers import contents_of
+from jax_ucp.export import plan_export, run_export
+from jax_ucp.formats.torch_file import TorchFile
+from jax_ucp.metadata import Group, groups_of
+
+DATA = Path(__file__).parent / "data"
+NAMES = ("a.weight", "a.bias", "norm", "head")
+
+# One source for each way in which groups are stored: by place, by name, by number with names, as ZeRO-0 and ZeRO-3 do.
+CASES = ["deepspeed/z0_fp32_dp2", "deepspeed/z1_fp32_dp2_sgd", "deepspeed/z3_fp16_dp2_subgroups"]
+CASES += ["deepspeed/moe_ep2_dp2_z1_bf16", "deepspeed/z2_bf16_dp2_frozen_tied", "torch/dcp_named_optimizer/ckpt"]
+CASES += ["torch/fsdp2_dp4_uneven/ckpt", "torch/titan_flat/ckpt", "deepspeed_universal/z3_bf16_dp2_frozen_tied"]
+TARGETS = [("dcp", None), ("deepspeed", 1), ("deepspeed", 3)]
+
+
+@pytest.mark.parametrize(("format", "stage"), TARGETS)
+@pytest.mark.parametrize("case", CASES)
+def test_an_export_says_of_each_parameter_what_its_source_says(case, format, stage, tmp_path):
+    source = ucp.open(DATA / case)
+    exported = source.export(tmp_path / "once", format, zero_stage=stage)
+    again = exported.export(tmp_path / "twice", format, zero_stage=stage)
+    assert len(source.groups) > 1
+    assert list(source.groups) == list(exported.groups) == list(again.groups)
+
+
+NUMBERS = st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(1 << 70), 1 << 70)
+SETTINGS = st.dictionaries(
+    st.sampled_from(["lr", "betas", "weight_decay", "fused", "name", "state"]),
+    NUMBERS | st.none() | st.booleans() | st.text(max_size=3) | st.lists(NUMBERS, max_size=2),
+    max_size=3,
+)
+
+
+def told(said: dict[str, dict], moments: bool = True) -> ucp.Checkpoint:
+    """A checkpoint of four parameters, of which `said` says what the optimizer was told."""
+    states = ("param", "exp_avg") if moments else ("param",)
+    tree = {state: {name: np.full((2, 3), i, np.float32) for i, name in enumerate(NAMES)} for state in states}
+    return ucp.Checkpoint(replace(contents_of(tree), groups=groups_of(said)))
+
+
+@settings(max_examples=60)
+@given(st.dictionaries(st.sampled_from(NAMES), SETTINGS), st.booleans(), st.sampled_from(TARGETS))
+def test_any_settings_of_any_parameters_come_back(tmp_path_factory, said, moments, target):
+    source = told(said, moments)
+    exported = source.export(tmp_path_factory.mktemp("law") / "out", target[0], zero_stage=target[1])
+    assert list(exported.groups) == list(source.groups)
+
+
+@pytest.mark.parametrize(("format", "instead"), [("dcp", "has no settings"), ("deepspeed", "own groups stay")])
+def test_what_nothing_says_is_not_invented(format, instead, tmp_path):
+    some = told({"norm": {"lr": 0.1}})
+    (note,) = [note for note in some.plan_export(format).notes if note.startswith("nothing says what")]
+    assert "told for 3 parameters, the first a.weight" in note
+    assert instead in note
+    assert list(some.export(tmp_path / "some", format).groups) == [Group(("norm",), {"lr": 0.1})]
+    assert list(told({}).export(tmp_path / "none", format).groups) == []
+    every = told({name: {"lr": 0.1} for name in NAMES})
+    assert not [note for note in every.plan_export(format).notes if note.startswith("nothing says what")]
+
+
+def test_groups_follow_a_mapping_to_its_names(tmp_path):
+    source = ucp.open(DATA / "torch" / "fsdp2_dp4_uneven" / "ckpt")
+    renamed = ucp.Mapping.from_dict({"leaves": [{"param": name, "leaf": f"my.{name}"} for name in source.params]})
+    exported = source.map(renamed).export(tmp_path / "out", "dcp")
+    want = [Group(tuple(f"my.{name}" for name in group.params), group.settings) for group in source.groups]
+    assert list(exported.groups) == want
+    objects = {name: value for some in exported.extras.values() for name, value in some.items()}
+    lists = [value for name, value in objects.items() if name.endswith(".params")]
+    assert sorted(name for some in lists for name in some) == sorted(name for group in want for name in group.params)
+
+
+def test_a_run_of_jax_keeps_the_groups_of_its_parameters():
+    params = {"w": np.ones((2, 3), np.float32), "b": np.ones(3, np.float32)}
+    tx = optax.adamw(1e-3)
+    run = ucp.Checkpoint.of({"params": params, "opt_state": tx.init(params)})
+    groups = [Group(("w",), {"lr": 0.1}), Group(("b",), {"lr": 0.2})]
+    states = ucp.Checkpoint(replace(run._contents, groups=groups)).torch_states(tx)
+    assert list(states.groups) == groups
+
+
+def optimizer_state(folder: Path) -> dict:
+    (file,) = folder.glob("*/zero/optimizer_state.pt")
+    tree = TorchFile(file).tree
+    assert isinstance(tree, dict)
+    return tree
+
+
+def test_deepspeed_is_given_the_groups_of_its_source_in_their_order_and_more_than_a_run_has(tmp_path):
+    """Two groups alike are one to us; to the loader, which goes by order, the third of the run is the third here."""
+    words = [{"lr": 0.1, "betas": {"!tuple": [0.9, 0.95]}}, {"lr": 0.1, "betas": {"!tuple": [0.9, 0.95]}}, {"lr": 0.3}]
+    extras = {"bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt": {"param_groups": words}}
+    alike = {"lr": 0.1, "betas": [0.9, 0.95]}
+    checkpoint = told({"a.weight": alike, "a.bias": alike, "norm": {"lr": 0.3}, "head": {"lr": 0.3}})
+    contents = replace(checkpoint._contents, extras=extras)
+    run_export(contents, plan_export(contents, "deepspeed", zero_stage=1), tmp_path / "out")
+    groups = optimizer_state(tmp_path / "out")["param_groups"]
+    assert len(groups) == 256
+    assert [group.get("lr") for group in groups[:4]] == [0.1, 0.1, 0.3, None]
+    assert groups[0]["betas"] == (0.9, 0.95)
+    assert list(ucp.open(tmp_path / "out").groups) == list(checkpoint.groups)
+
+
+def test_zero_3_which_takes_the_first_group_for_all_is_given_what_all_agree_on(tmp_path):
+    decay = {"a.weight": 0.1, "a.bias": 0.0, "norm": 0.0, "head": 0.1}
+    told({name: {"lr": 0.1, "weight_decay": rate} for name, rate in decay.items()}).export(
+        tmp_path / "out", "deepspeed", zero_stage=3
+    )
+    assert optimizer_state(tmp_path / "out")["optimizer_state_dict"]["param_groups"] == [{"lr": 0.1, "params": []}]
+
+
+def test_groups_that_are_written_are_not_said_to_be_left_out():
+    source = ucp.open(DATA / "torch" / "fsdp2_tp_2x2_uneven" / "ckpt")
+    names = [name for some in source.extras.values() for name in some]
+    assert all("param_groups" in name for name in names)
+    assert f"{len(names)} extras are left out" in "\n".join(source.plan_export("safetensors").notes)
+    assert "extras are left out" not in "\n".join(source.plan_export("deepspeed").notes)
+
+
+def test_deepspeed_users_are_told_that_the_order_counts():
+    source = ucp.open(DATA / "torch" / "fsdp2_tp_2x2" / "ckpt")
+    notes = "\n".join(source.plan_export("deepspeed").notes)
+    assert f"those of the run must begin with {', '.join(group.params[0] for group in source.groups)}" in notes
+    own = ucp.open(DATA / "deepspeed" / "z1_fp32_dp4").plan_export("deepspeed").notes
+    assert "must begin with" not in "\n".join(own)
