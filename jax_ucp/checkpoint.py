@@ -238,11 +238,13 @@ class Checkpoint:
         rules: Sequence[Rule] = (),
         cast: bool | DTypeLike = False,
         partial: bool = False,
+        share_reads: bool = False,
     ) -> RestorePlan:
         """What `restore` with the same arguments would do: a placement for each leaf, and what was given up."""
-        from jax_ucp.sharding.restore import plan_restore
+        from jax_ucp.sharding import restore
 
-        return plan_restore(self.leaves, target, mesh=mesh, rules=rules, cast=cast, partial=partial)
+        plan = restore.plan_restore(self.leaves, target, mesh=mesh, rules=rules, cast=cast, partial=partial)
+        return restore.share_reads(plan, self._contents.arrays.arrays()) if share_reads else plan
 
     def restore(
         self,
@@ -252,6 +254,7 @@ class Checkpoint:
         rules: Sequence[Rule] = (),
         cast: bool | DTypeLike = False,
         partial: bool = False,
+        share_reads: bool = False,
         budget_bytes: int = DEFAULT_BUDGET,
     ) -> Any:
         """The tree, in the form of `target` and on its shardings, or on `mesh`, or as numpy arrays.
@@ -261,12 +264,18 @@ class Checkpoint:
         `partial`, leaves that the target lacks are left out. `budget_bytes` bounds what is in flight.
         Only what is asked for is read: whether what a source stores twice agrees, `verify` and `save` say.
 
+        With `share_reads`, what several processes hold each reads a part of, and they exchange the parts between their
+        devices: each stored byte is read about once over all of them, where storage is slower than the interconnect.
+        Every process must then call this with the same arguments, and what one of them cannot read all raise. In one
+        process it changes nothing.
+
         Raises TreeMismatch with everything in which target and checkpoint differ, CorruptData where bytes
         are not what was written.
         """
         from jax_ucp.sharding.restore import run_restore
 
-        plan = self.plan(target, mesh=mesh, rules=rules, cast=cast, partial=partial)
+        said = {"mesh": mesh, "rules": rules, "cast": cast, "partial": partial, "share_reads": share_reads}
+        plan = self.plan(target, **said)
         return run_restore(plan, self._contents.arrays, budget_bytes)
 
     def plan_optimizer(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,10 +20,11 @@ from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Leaf, tree_of
 from jax_ucp.sharding.boxes import Device, device_boxes, index_box, process_hull
 from jax_ucp.sharding.fit import ON_DEVICES, Rule, check_rules, fit_leaf, idle_rules
+from jax_ucp.sharding.share import SharedRead, read_together, shared_read
 from jax_ucp.sharding.trees import FAULTS_SHOWN, Node, fill, kind_of, match
 from jax_ucp.storage.budget import DEFAULT_BUDGET, run_bounded
 from jax_ucp.storage.gather import read_boxes
-from jax_ucp.storage.source import ArraySource
+from jax_ucp.storage.source import ArrayInfo, ArraySource
 
 log = logging.getLogger("jax_ucp")
 
@@ -35,7 +36,8 @@ COPIES_IN_FLIGHT = 2
 class Placement:
     """Where a leaf goes and as what: on devices by `sharding`, or on the host as `kind` says.
 
-    `dtype` is that of the result. `notes` tell each way in which the sharding is not the one asked for.
+    `dtype` is that of the result. `notes` tell each way in which the sharding is not the one asked for. `shared` says
+    which pieces this process reads of an array whose reading it shares with others.
     """
 
     leaf: Leaf
@@ -43,9 +45,12 @@ class Placement:
     dtype: np.dtype | None = None
     sharding: Sharding | None = None
     notes: tuple[str, ...] = ()
+    shared: SharedRead | None = None
 
     def boxes(self) -> Mapping[Box, Sequence[Device]]:
         """The distinct boxes of the stored array that this process reads, each with the devices that get it."""
+        if self.shared is not None:
+            return self.shared.boxes()
         if self.sharding is None:
             return {Box.whole(self.leaf.shape): []}
         return device_boxes(self.sharding, self.leaf.shape)
@@ -68,7 +73,7 @@ class RestorePlan:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes this process needs: every distinct box once."""
+        """Bytes this process reads: every distinct box once, and its own pieces of those whose reading is shared."""
         arrays = [p for p in self.placements if p.leaf.has_array]
         return sum(box.size * np.dtype(p.leaf.dtype).itemsize for p in arrays for box in p.boxes())
 
@@ -122,6 +127,18 @@ def plan_restore(
     return RestorePlan(placements, target, [node for node, _ in pairs], idle)
 
 
+def share_reads(plan: RestorePlan, arrays: Mapping[str, ArrayInfo]) -> RestorePlan:
+    """The plan in which of a leaf that several processes hold each reads a part, where all then read less.
+
+    `arrays` are those of the source. In one process it is the plan that it was.
+    """
+
+    def shared(p: Placement) -> Placement:
+        return replace(p, shared=shared_read(p.sharding, arrays[p.leaf.name], p.dtype)) if p.leaf.has_array else p
+
+    return replace(plan, placements=[shared(p) for p in plan.placements])
+
+
 def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFAULT_BUDGET) -> Any:
     """Read every box that this process needs, once, and return the tree.
 
@@ -151,7 +168,7 @@ def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFA
 
     def jobs() -> Iterator[tuple[int, Callable[[], object]]]:
         for i, p in enumerate(plan.placements):
-            if not p.leaf.has_array:
+            if not p.leaf.has_array or p.shared:
                 continue
             itemsize = COPIES_IN_FLIGHT * np.dtype(p.leaf.dtype).itemsize
             boxes = p.boxes()
@@ -166,7 +183,13 @@ def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFA
             for group in _groups(boxes, budget_bytes // itemsize):
                 yield itemsize * sum(box.size for box in group), partial(read_group, i, group)
 
-    run_bounded(jobs(), budget_bytes)
+    alone = partial(run_bounded, jobs(), budget_bytes)
+    if shared := {i: (p, p.shared) for i, p in enumerate(plan.placements) if p.shared}:
+        reads = [(read, _cost(p), partial(_read, p, source, list(read.boxes()))) for p, read in shared.values()]
+        for i, array in zip(shared, read_together(reads, alone, budget_bytes), strict=True):
+            values[i] = array
+    else:
+        alone()
     for i, arrays in parts.items():
         p = plan.placements[i]
         assert p.sharding is not None
@@ -271,6 +294,11 @@ def _read(p: Placement, source: ArraySource, boxes: Sequence[Box]) -> list[np.nd
     if not boxes:
         return []  # all devices of the array are other processes'
     return [_cast(data, p.dtype) for data in read_boxes(source, p.leaf.name, boxes)]
+
+
+def _cost(p: Placement) -> int:
+    """Bytes in flight while the boxes of a leaf are read, and taken to their devices."""
+    return COPIES_IN_FLIGHT * np.dtype(p.leaf.dtype).itemsize * sum(box.size for box in p.boxes())
 
 
 def _assembled(p: Placement, data: Mapping[Box, np.ndarray]) -> np.ndarray | jax.Array:
