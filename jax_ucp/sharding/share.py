@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_ucp import errors
+import jax_ucp.errors as errors
 from jax_ucp.errors import CorruptData, TreeMismatch, UCPError
 from jax_ucp.layout.blocks import SMALL_BYTES
 from jax_ucp.layout.box import Box
