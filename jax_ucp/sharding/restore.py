@@ -142,7 +142,8 @@ def share_reads(plan: RestorePlan, arrays: Mapping[str, ArrayInfo]) -> RestorePl
 def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFAULT_BUDGET) -> Any:
     """Read every box that this process needs, once, and return the tree.
 
-    At most about `budget_bytes` of boxes are in flight; a box larger than that goes alone. The boxes of one
+    An error of one process that shares reads is raised in all. At most about `budget_bytes` of boxes are in flight; a
+    box larger than that, or all pieces of a shared array, go alone. The boxes of one
     array that fit the budget together are read together, so that no stored chunk is read twice for them.
     """
     for note in plan.notes:
@@ -185,7 +186,7 @@ def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFA
 
     alone = partial(run_bounded, jobs(), budget_bytes)
     if shared := {i: (p, p.shared) for i, p in enumerate(plan.placements) if p.shared}:
-        reads = [(read, _cost(p), partial(_read, p, source, list(read.boxes()))) for p, read in shared.values()]
+        reads = [(p.leaf.name, s, _cost(p), partial(_read, p, source, list(s.boxes()))) for p, s in shared.values()]
         for i, array in zip(shared, read_together(reads, alone, budget_bytes), strict=True):
             values[i] = array
     else:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_ucp.errors as errors
-from jax_ucp.errors import CorruptData, TreeMismatch, UCPError
+from jax_ucp.errors import CorruptData, TreeMismatch
 from jax_ucp.layout.blocks import SMALL_BYTES
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
@@ -66,104 +67,115 @@ class SharedRead:
 
     def boxes(self) -> Mapping[Box, Sequence[Device]]:
         """The pieces that this process reads, each with its device."""
-        return {piece: [device] for device, piece in self._mine() if piece.size}
+        return {piece: [device] for device, piece in _own_pieces(self).items() if piece.size}
 
-    def _mine(self) -> Iterator[tuple[Device, Box]]:
-        here = self.sharding.addressable_devices
-        pieces = _pieces(self.sharding, self.shape, self.cut)
-        return ((d, piece) for d, piece in zip(_mesh(self.sharding).devices.flat, pieces, strict=True) if d in here)
+    def padded(self, data: Mapping[Box, np.ndarray] | None) -> list[np.ndarray]:
+        """What the devices of this process bring: the bits of their pieces, all of one shape; without data zeros."""
+        shape, bits = self._piece_shape(), np.dtype(f"u{self.dtype.itemsize}")
+        parts: list[np.ndarray] = []
+        for piece in _own_pieces(self).values():
+            if data is None or not piece.size:
+                parts.append(np.zeros(shape, bits))
+            else:
+                missing = [(0, want - have) for want, have in zip(shape, piece.shape, strict=True)]
+                part = data[piece].view(bits)
+                parts.append(np.pad(part, missing) if any(map(any, missing)) else part)
+        return parts
 
-    def gathered(self, data: Mapping[Box, np.ndarray]) -> jax.Array:
-        """The array, from the pieces that this process has read.
+    def gathered(self, parts: Sequence[np.ndarray]) -> jax.Array:
+        """The array, from what the devices of this process bring.
 
         Every process that has devices of the mesh must call this, all for the same arrays in the same order.
         """
-        axis, length = self.cut.axis, self.cut.length
-        box, bits = list(self.sharding.shard_shape(self.shape)), np.dtype(f"u{self.dtype.itemsize}")
-        parts, n = self.shape[axis] // box[axis], box[axis]
-        box[axis] = length
-
-        def padded(piece: Box) -> np.ndarray:
-            part = data[piece].view(bits) if piece.size else np.zeros(piece.shape, bits)
-            missing = [(0, want - have) for want, have in zip(box, piece.shape, strict=True)]
-            return np.pad(part, missing) if any(map(any, missing)) else part
-
-        mine = dict(self._mine())
-        if not mine:
+        mesh, axis = _mesh(self.sharding), self.cut.axis
+        if not parts:
             return jax.make_array_from_single_device_arrays(self.shape, self.sharding, [], dtype=self.dtype)
-        copies = math.prod(self.sharding.mesh.shape[name] for name in self.cut.names)
-        shape = (*self.shape[:axis], parts * copies * length, *self.shape[axis + 1 :])
-        arrays = jax.device_put([padded(piece) for piece in mine.values()], list(mine))
+        n = self.sharding.shard_shape(self.shape)[axis]
+        copies = math.prod(mesh.shape[name] for name in self.cut.names)
+        shape = (*self.shape[:axis], self.shape[axis] // n * copies * self.cut.length, *self.shape[axis + 1 :])
         inner = _with_names(self.sharding, self.cut)
-        cut = jax.make_array_from_single_device_arrays(shape, inner, arrays, dtype=bits)
-        with jax.set_mesh(_mesh(self.sharding)):  # the caller may have set another
-            return jax.block_until_ready(_gather(inner, self.sharding, self.cut, n, self.dtype)(cut))
+        arrays = jax.device_put(list(parts), list(_own_pieces(self)))
+        pieces = jax.make_array_from_single_device_arrays(shape, inner, arrays)
+        # The caller may have set another mesh, and NaNs are not his program's.
+        with jax.set_mesh(mesh), jax.debug_nans(False), jax.debug_infs(False):
+            return jax.block_until_ready(_gather(inner, self.sharding, self.cut, n, self.dtype)(pieces))
+
+    def _piece_shape(self) -> Shape:
+        box = self.sharding.shard_shape(self.shape)
+        return (*box[: self.cut.axis], self.cut.length, *box[self.cut.axis + 1 :])
 
 
 def shared_read(sharding: object, info: ArrayInfo, dtype: np.dtype | None) -> SharedRead | None:
-    """How processes share the reading of an array that comes as `dtype`, where they can, and read less for it."""
+    """How processes share the reading of an array that comes as `dtype`, where they can, and read less for it.
+
+    Small arrays are not shared: a collective costs more.
+    """
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh) or not _has_bits(dtype):
         return None
-    if sharding.spec.unreduced or sharding.spec.reduced:
+    if sharding.spec.unreduced or sharding.spec.reduced or info.nbytes <= SMALL_BYTES:
         return None
-    owners = _owners(sharding.mesh)
-    cut = best_cut(sharding, info, owners) if len(set(owners)) > 1 else None
-    return SharedRead(info.shape, np.dtype(dtype), sharding, cut) if cut else None
+    names, owners = _free_names(sharding), _owners(sharding.mesh)
+    found = _best_cut(sharding, info, owners) if names and len(set(owners)) > 1 else None
+    return SharedRead(info.shape, np.dtype(dtype), sharding, Cut(*found, names)) if found else None
 
 
-@functools.lru_cache(maxsize=1024)
-def best_cut(sharding: NamedSharding, info: ArrayInfo, owners: tuple[int, ...]) -> Cut | None:
-    """The cut with which all processes together read least; None where they read no less than each all its boxes.
+def best_cut(
+    start: np.ndarray, stop: np.ndarray, places: np.ndarray, owners: np.ndarray, unit: Sequence[int]
+) -> tuple[int, int] | None:
+    """The axis and the length of the pieces with which all processes together read least of an array.
+
+    None where they read no less than each all its boxes. `start` and `stop` are the boxes of the devices, by device and
+    axis, all of one shape; `places` their numbers among those that hold the same box, `owners` their processes; `unit`
+    is the shape of a chunk.
 
     Chunks are read whole, once by every process that wants some of them. An axis is cut evenly, or at multiples of the
     chunk's length, but not if the pieces, padded to one length, would then be twice the box. Of cuts that cost the same
-    it is the first axis's: its pieces are the longest runs of bytes. `owners` are the processes that have the devices
-    of the mesh, in its order. Small arrays are not cut: a collective costs more.
+    it is the first axis's: its pieces are the longest runs of bytes.
+
+    >>> zeros, places, owners = np.zeros((4, 1), int), np.arange(4), np.array([0, 0, 1, 1])
+    >>> best_cut(zeros, zeros + 10, places, owners, (1,)), best_cut(zeros, zeros + 10, places, owners, (4,))
+    ((0, 3), (0, 4))
     """
-    names = _free_names(sharding)
-    if info.nbytes <= SMALL_BYTES or not names:
-        return None
-    boxes = _device_boxes(sharding, info.shape)
-    unit = info.chunk or (1,) * len(info.shape)
-    copies = math.prod(sharding.mesh.shape[name] for name in names)
-    best, least = None, _units_read(boxes, owners, unit)
-    for axis, n in enumerate(boxes[0].shape):
+    copies = int(places.max()) + 1
+    best, least = None, _units_read(start, stop, owners, unit)
+    for axis, n in enumerate((stop - start)[0].tolist()):
         even = -(-n // copies)
         for length in (even, -(-even // unit[axis]) * unit[axis]):
             if length * copies < 2 * n:
-                cut = Cut(axis, length, names)
-                if (units := _units_read(_pieces(sharding, info.shape, cut), owners, unit)) < least:
-                    best, least = cut, units
+                first, last = start.copy(), stop.copy()
+                first[:, axis] = np.minimum(start[:, axis] + places * length, stop[:, axis])
+                last[:, axis] = np.minimum(first[:, axis] + length, stop[:, axis])
+                if (units := _units_read(first, last, owners, unit)) < least:
+                    best, least = (axis, length), units
     return best
 
 
 def read_together(
-    reads: Sequence[tuple[SharedRead, int, Callable[[], Sequence[np.ndarray]]]],
+    reads: Sequence[tuple[str, SharedRead, int, Callable[[], Sequence[np.ndarray]]]],
     alone: Callable[[], None],
     budget_bytes: int,
 ) -> list[jax.Array]:
-    """The arrays of shared reads, in order, each given with its cost in bytes and what reads its pieces.
+    """The arrays of shared reads, in order, each given with its name, its cost in bytes and what reads its pieces.
 
     What this process reads for itself, `alone` reads after them. Every process must call this, with the same reads. One
     that fails to read goes on with zeros, so that none waits for it for ever; in the end all hear of it, and raise: it
     its own error, the others that error's class of ours, or else CorruptData, with its words. Raises TreeMismatch
     before anything is read if the processes would not read the same.
     """
-    _check_alike([shared for shared, _, _ in reads])
+    _check_alike([(name, shared) for name, shared, _, _ in reads])
     faults: list[Exception] = []
 
-    def pieces(shared: SharedRead, read: Callable[[], Sequence[np.ndarray]]) -> Mapping[Box, np.ndarray]:
-        boxes = shared.boxes()
+    def parts(shared: SharedRead, read: Callable[[], Sequence[np.ndarray]]) -> list[np.ndarray]:
         if not faults:
             try:
-                return dict(zip(boxes, read(), strict=True))
+                return shared.padded(dict(zip(shared.boxes(), read(), strict=True)))
             except Exception as error:
                 faults.append(error)
-        return {box: np.zeros(box.shape, shared.dtype) for box in boxes}
+        return shared.padded(None)
 
-    jobs = [(cost, functools.partial(pieces, shared, read)) for shared, cost, read in reads]
-    results = in_order(jobs, budget_bytes)
-    arrays = [shared.gathered(next(results)) for shared, _, _ in reads]  # nothing but the job holds what was read
+    results = in_order(((cost, partial(parts, shared, read)) for _, shared, cost, read in reads), budget_bytes)
+    # Without a name for what was read: that would keep it while the next is waited for.
+    arrays = [shared.gathered(next(results)) for _, shared, _, _ in reads]
     if not faults:
         try:
             alone()
@@ -182,6 +194,7 @@ def _has_bits(dtype: np.dtype | None) -> bool:
     return (jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo)(dtype).bits == 8 * dtype.itemsize
 
 
+@functools.lru_cache(maxsize=16)
 def _owners(mesh: Mesh) -> tuple[int, ...]:
     return tuple(device.process_index for device in mesh.devices.flat)
 
@@ -208,30 +221,37 @@ def _with_names(sharding: NamedSharding, cut: Cut) -> NamedSharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
 
-@functools.lru_cache(maxsize=1024)
-def _device_boxes(sharding: NamedSharding, shape: Shape) -> Sequence[Box]:
-    """The box of each device, in the order of the mesh."""
-    indices = sharding.devices_indices_map(shape)
-    return [index_box(indices[device] or (), shape) for device in _mesh(sharding).devices.flat]
+@functools.lru_cache(maxsize=16)
+def _places(mesh: Mesh, names: tuple[str, ...]) -> Mapping[Device, int]:
+    """The number of each device of a mesh, in its order, among those that differ from it only on the axes `names`."""
+    at = dict(zip(mesh.axis_names, np.indices(mesh.devices.shape), strict=True))
+    places = np.ravel_multi_index([at[name] for name in names], [mesh.shape[name] for name in names])
+    return dict(zip(mesh.devices.flat, places.ravel().tolist(), strict=True))
 
 
 @functools.lru_cache(maxsize=1024)
-def _pieces(sharding: NamedSharding, shape: Shape, cut: Cut) -> Sequence[Box]:
-    """The piece that each device reads, in the order of the mesh."""
-    mesh = sharding.mesh
-    at = dict(zip(mesh.axis_names, np.unravel_index(np.arange(mesh.size), mesh.axis_sizes), strict=True))
-    places = np.ravel_multi_index([at[name] for name in cut.names], [mesh.shape[name] for name in cut.names])
-    return [cut.piece(box, i) for box, i in zip(_device_boxes(sharding, shape), places.tolist(), strict=True)]
+def _own_pieces(shared: SharedRead) -> Mapping[Device, Box]:
+    """The piece of each device that this process has; it may be empty."""
+    places = _places(_mesh(shared.sharding), shared.cut.names)
+    indices = shared.sharding.addressable_devices_indices_map(shared.shape)
+    return {d: shared.cut.piece(index_box(i or (), shared.shape), places[d]) for d, i in indices.items()}
 
 
-def _units_read(boxes: Sequence[Box], owners: Sequence[int], unit: Sequence[int]) -> int:
+@functools.lru_cache(maxsize=1024)
+def _best_cut(sharding: NamedSharding, info: ArrayInfo, owners: tuple[int, ...]) -> tuple[int, int] | None:
+    places = _places(_mesh(sharding), _free_names(sharding))
+    indices = sharding.devices_indices_map(info.shape)
+    boxes = [index_box(indices[device] or (), info.shape) for device in places]
+    start, stop = np.array([box.start for box in boxes]), np.array([box.stop for box in boxes])
+    unit = info.chunk or (1,) * len(info.shape)
+    return best_cut(start, stop, np.array(list(places.values())), np.array(owners), unit)
+
+
+def _units_read(start: np.ndarray, stop: np.ndarray, owners: np.ndarray, unit: Sequence[int]) -> int:
     """How many chunks are read for the boxes of devices, by each process that has the devices once."""
-    by_owner: dict[int, list[int]] = {}
-    for i, (box, owner) in enumerate(zip(boxes, owners, strict=True)):
-        if box.size:
-            by_owner.setdefault(owner, []).append(i)
-    start, stop = (np.array([getattr(box, end) for box in boxes], np.int64) for end in ("start", "stop"))
-    return int(touched_units([np.array(i) for i in by_owner.values()], start, stop, unit).sum())
+    some = np.flatnonzero((start < stop).all(axis=1))
+    groups = [some[owners[some] == owner] for owner in np.unique(owners[some])]
+    return int(touched_units(groups, start, stop, unit).sum())
 
 
 @functools.lru_cache(maxsize=1024)
@@ -250,11 +270,11 @@ def _gather(
     return jax.jit(mapped, out_shardings=outer)
 
 
-def _check_alike(reads: Sequence[SharedRead]) -> None:
+def _check_alike(reads: Sequence[tuple[str, SharedRead]]) -> None:
     """Raise TreeMismatch in all processes if they are not about to run the same collectives."""
-    plan = [(r.shape, r.dtype.name, r.cut, r.sharding.spec, dict(r.sharding.mesh.shape)) for r in reads]
-    mine = hashlib.sha256(repr(plan).encode()).digest()
-    if others := [process for process, plan in enumerate(_exchanged(mine)) if plan != mine]:
+    plan = [(name, r.shape, r.dtype.name, r.cut, r.sharding.spec, dict(r.sharding.mesh.shape)) for name, r in reads]
+    mine = hashlib.sha256(repr(plan).encode(errors="replace")).hexdigest().encode()
+    if others := [process for process, theirs in enumerate(_exchanged(mine)) if theirs != mine]:
         raise TreeMismatch(
             f"processes {others[:4]} and this one would share other reads: all must restore the same checkpoint, "
             "to the same target, with the same arguments"
@@ -262,16 +282,15 @@ def _check_alike(reads: Sequence[SharedRead]) -> None:
 
 
 def _tell(fault: Exception | None) -> None:
-    """Raise the fault, and in the processes that have none that of the first that has."""
-    said = _exchanged(f"{type(fault).__name__}: {fault}".encode() if fault else b"")
-    if fault:
+    """Raise the fault, and in processes that have none that of the first that has."""
+    said = _exchanged(b"" if fault is None else f"{type(fault).__name__}: {fault}".encode(errors="replace"))
+    if fault is not None:
         raise fault
     for process, words in enumerate(said):
         if words:
-            name, _, text = words.decode(errors="replace").partition(": ")
-            kind = getattr(errors, name, None)
-            kind = kind if isinstance(kind, type) and issubclass(kind, UCPError) else CorruptData
-            raise kind(f"process {process} could not read its part, and nothing is restored. It says: {name}: {text}")
+            text = words.decode(errors="replace")
+            kind = getattr(errors, text.partition(": ")[0], CorruptData)
+            raise kind(f"process {process} could not read its part, and nothing is restored. It says: {text}")
 
 
 def _exchanged(words: bytes) -> list[bytes]:
@@ -281,5 +300,5 @@ def _exchanged(words: bytes) -> list[bytes]:
     data = np.frombuffer(words[:WORDS_BYTES].ljust(WORDS_BYTES, b"\0"), np.uint8)[None]
     shape, cut = (len(devices), WORDS_BYTES), Cut(0, 1, ("process",))
     shared = SharedRead(shape, data.dtype, NamedSharding(mesh, PartitionSpec()), cut)
-    told = shared.gathered(dict.fromkeys(shared.boxes(), data))
+    told = shared.gathered([data])
     return [row.tobytes().rstrip(b"\0") for row in np.asarray(told.addressable_data(0))]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+import jax_ucp as ucp
 from jax_ucp.layout.blocks import SMALL_BYTES, grid_boxes
 from jax_ucp.layout.box import Box
 from jax_ucp.sharding import share
@@ -65,8 +66,8 @@ def reads(draw: st.DrawFn, dtype=np.uint8) -> SharedRead:
     return SharedRead(shape, np.dtype(dtype), sharding, Cut(axis, draw(st.integers(even, even + 2)), names))
 
 
-def read(shared: SharedRead, array: np.ndarray) -> dict[Box, np.ndarray]:
-    return {box: array[box.index] for box in shared.boxes()}
+def parts_of(shared: SharedRead, array: np.ndarray) -> list[np.ndarray]:
+    return shared.padded({box: array[box.index].copy() for box in shared.boxes()})
 
 
 def bits(shape: tuple[int, ...], dtype) -> np.ndarray:
@@ -100,7 +101,7 @@ def test_what_is_gathered_is_the_original_bits_on_its_sharding(data, dtype):
     with jax.enable_x64(True):
         shared = data.draw(reads(dtype))
         want = bits(shared.shape, dtype)
-        got = shared.gathered(read(shared, want))
+        got = shared.gathered(parts_of(shared, want))
         assert got.sharding == shared.sharding
         assert got.shape == want.shape
         assert got.dtype == want.dtype
@@ -116,8 +117,8 @@ def test_another_mesh_may_be_set_and_the_kind_of_memory_stays(kind, axis_type):
     shared = SharedRead((6, 5), np.dtype(np.float32), sharding, Cut(1, 2, ("b",)))
     want = bits((6, 5), np.float32)
     for other in (mesh, mesh_of({"q": 8}), mesh_of({"q": 8}, axis_types=(AxisType.Explicit,))):
-        with jax.set_mesh(other):
-            got = shared.gathered(read(shared, want))
+        with jax.set_mesh(other), jax.debug_nans(True):
+            got = shared.gathered(parts_of(shared, want))
         assert got.sharding == sharding
         assert same_bits(np.asarray(got), want)
 
@@ -149,56 +150,63 @@ def placed_arrays(draw: st.DrawFn) -> tuple[NamedSharding, ArrayInfo, tuple[int,
 @given(placed_arrays())
 def test_the_best_cut_reads_least_of_all_and_nothing_twice_where_chunks_allow_it(case):
     sharding, info, owners = case
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(share, "SMALL_BYTES", 0)
-        best = best_cut.__wrapped__(sharding, info, owners)
-    boxes = boxes_of(sharding, info.shape)
+    boxes, unit = boxes_of(sharding, info.shape), info.chunk or (1,) * len(info.shape)
+    places = np.array([boxes[:i].count(box) for i, box in enumerate(boxes)])
+    start, stop = (np.array([getattr(box, end) for box in boxes]) for end in ("start", "stop"))
+    best = best_cut(start, stop, places, np.array(owners), unit)
     owner = dict(zip(sharding.mesh.devices.flat, owners, strict=True))
-    unit = info.chunk or (1,) * len(info.shape)
-    copies = len(owners) // len(set(boxes))
+    copies, names = places.max() + 1, free_names(sharding)
     costs = {}
     for axis, n in enumerate(boxes[0].shape):
-        for length in {-(-n // copies), -(-n // copies // unit[axis]) * unit[axis]}:
-            names = tuple(name for name in free_names(sharding) if sharding.mesh.shape[name] > 1)
-            if names and length * copies < 2 * n:
-                cut = Cut(axis, length, names)
-                pieces = SharedRead(info.shape, info.dtype, sharding, cut).boxes()
-                costs[cut] = elements_read(((owner[d], piece) for piece, (d,) in pieces.items()), info)
+        for length in {-(-n // copies), -(-n // copies // unit[axis]) * unit[axis]} if names else ():
+            if length * copies < 2 * n:
+                pieces = SharedRead(info.shape, info.dtype, sharding, Cut(axis, length, names)).boxes()
+                read = ((owner[device], piece) for piece, (device,) in pieces.items())
+                costs[axis, length] = elements_read(read, info)
     alone = elements_read(zip(owners, boxes, strict=True), info)
     if min(costs.values(), default=alone) >= alone:
         assert best is None
         return
     assert best is not None
     assert costs[best] == min(costs.values()) < alone
-    assert best.axis == min(cut.axis for cut, cost in costs.items() if cost == costs[best])
-    pieces = SharedRead(info.shape, info.dtype, sharding, best).boxes()
+    assert best[0] == min(axis for (axis, _), cost in costs.items() if cost == costs[best])
+    pieces = SharedRead(info.shape, info.dtype, sharding, Cut(*best, names)).boxes()
     chunks = elements_read([(0, Box.whole(info.shape))], info)
     edges = [[piece.start[axis] % u for piece in pieces] for axis, u in enumerate(unit)]
     if not any(map(any, edges)):
         assert costs[best] == chunks
 
 
-def test_arrays_that_are_small_or_held_once_or_not_whole_bytes_are_not_shared():
-    mesh = mesh_of({"a": 4, "b": 2})
-    large = ArrayInfo((1024, 64), np.dtype(np.float32))
-    everywhere, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P(("a", "b")))
-    owners = (0, 0, 0, 0, 1, 1, 1, 1)
-    assert best_cut(everywhere, large, owners) == Cut(0, 128, ("a", "b"))
-    assert best_cut(everywhere, ArrayInfo((SMALL_BYTES // 4,), np.dtype(np.float32)), owners) is None
-    assert best_cut(rows, large, owners) is None
-    assert best_cut(NamedSharding(mesh, P("a")), large, owners) is None  # the copies are within a process
-    assert best_cut(everywhere, ArrayInfo((3, 3, 99999), np.dtype(np.float32)), owners) == Cut(2, 12500, ("a", "b"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(share, "best_cut", lambda sharding, info, owners: Cut(0, 128, ("a", "b")))
-        patch.setattr(share, "_owners", lambda mesh: owners)
-        for name in ("float32", "bool", "bfloat16", "int8", "uint64", "float8_e8m0fnu"):
-            assert shared_read(everywhere, large, np.dtype(name)) is not None, name
-        for name in ("complex64", "complex128", "int4", "uint2", "float4_e2m1fn"):
-            assert shared_read(everywhere, large, np.dtype(name)) is None, name
-        assert shared_read(SingleDeviceSharding(jax.devices()[0]), large, np.dtype(np.float32)) is None
-        assert shared_read(NamedSharding(mesh.abstract_mesh, P()), large, np.dtype(np.float32)) is None
-        assert shared_read(None, large, np.dtype(np.float32)) is None
-    assert shared_read(everywhere, large, np.dtype(np.float32)) is None  # one process
+def test_arrays_that_are_small_or_held_once_or_not_whole_bytes_are_not_shared(monkeypatch):
+    mesh, float32 = mesh_of({"a": 4, "b": 2}), np.dtype(np.float32)
+    everywhere, large = NamedSharding(mesh, P()), ArrayInfo((1024, 64), float32)
+    assert shared_read(everywhere, large, float32) is None  # there is one process
+    monkeypatch.setattr(share, "_owners", lambda mesh: (0, 0, 0, 0, 1, 1, 1, 1))
+
+    def cut(spec: P, shape: tuple[int, ...], chunk: tuple[int, ...] | None = None) -> Cut | None:
+        read = shared_read(NamedSharding(mesh, spec), ArrayInfo(shape, float32, chunk), float32)
+        return read and read.cut
+
+    assert cut(P(), (1024, 64)) == Cut(0, 128, ("a", "b"))
+    assert cut(P("b"), (1024, 64)) == Cut(0, 128, ("a",))
+    assert cut(P("a"), (1024, 64)) is None  # its copies are within a process
+    assert cut(P(("a", "b")), (1024, 64)) is None
+    assert cut(P(), (SMALL_BYTES // 4,)) is None
+    assert cut(P(), (3, 3, 99999)) == Cut(2, 12500, ("a", "b"))
+    assert cut(P(), (1030, 64), (103, 64)) == Cut(0, 206, ("a", "b"))  # at chunks: two for each of five devices
+    assert cut(P(), (1024, 64), (1024, 64)) is None  # each would read all
+    for name in ("float32", "bool", "bfloat16", "int8", "uint64", "float8_e8m0fnu"):
+        assert shared_read(everywhere, large, np.dtype(name)) is not None, name
+    for name in ("complex64", "complex128", "int4", "uint2", "float4_e2m1fn"):
+        assert shared_read(everywhere, large, np.dtype(name)) is None, name
+    for other in (None, SingleDeviceSharding(jax.devices()[0]), NamedSharding(mesh.abstract_mesh, P())):
+        assert shared_read(other, large, float32) is None
+
+
+def test_in_one_process_the_plan_is_what_it_was():
+    tree = {"w": jax.device_put(np.ones((1024, 64), np.float32), NamedSharding(mesh_of({"a": 8}), P()))}
+    checkpoint = ucp.Checkpoint.of(tree)
+    assert checkpoint.plan(tree, share_reads=True) == checkpoint.plan(tree)
 
 
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 60))

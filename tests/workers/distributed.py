@@ -153,8 +153,15 @@ def share_reads() -> dict:
             said["together" if together else "alone"] = count()
             check(got)
             assert got["big_replicated"].sharding == target["big_replicated"].sharding
-    plan = ucp.open(f"{directory}/0/default").plan(target, partial=True, share_reads=True)
-    return said | {"planned": plan.read_bytes}
+    checkpoint = ucp.open(f"{directory}/0/default")
+    planned = checkpoint.plan(target, partial=True, share_reads=True).read_bytes
+    # Onto a mesh of all but the last process's devices, it takes part too.
+    most = NamedSharding(Mesh(np.array(jax.devices()[:-2]), ("x",)), P())
+    target = {"big_replicated": jax.ShapeDtypeStruct(BIG, np.float32, sharding=most)}
+    got = checkpoint.restore(target, partial=True, share_reads=True)
+    check(got)
+    assert len(got["big_replicated"].addressable_shards) == (0 if rank == processes - 1 else 2)
+    return said | {"planned": planned}
 
 
 def share_bits() -> dict:
