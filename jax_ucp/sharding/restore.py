@@ -309,6 +309,8 @@ def _assembled(p: Placement, data: Mapping[Box, np.ndarray]) -> np.ndarray | jax
     if p.sharding is None:
         assert whole is not None
         return whole
+    if not data:  # all devices are other processes'; JAX would ask for a replicated array all the same
+        return jax.make_array_from_single_device_arrays(shape, p.sharding, [], dtype=p.dtype)
 
     def block(index: tuple[slice, ...] | None) -> np.ndarray:
         if whole is not None:
