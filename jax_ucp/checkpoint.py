@@ -241,10 +241,10 @@ class Checkpoint:
         share_reads: bool = False,
     ) -> RestorePlan:
         """What `restore` with the same arguments would do: a placement for each leaf, and what was given up."""
-        from jax_ucp.sharding import restore
+        from jax_ucp.sharding.restore import plan_restore, shared_plan
 
-        plan = restore.plan_restore(self.leaves, target, mesh=mesh, rules=rules, cast=cast, partial=partial)
-        return restore.share_reads(plan, self._contents.arrays.arrays()) if share_reads else plan
+        plan = plan_restore(self.leaves, target, mesh=mesh, rules=rules, cast=cast, partial=partial)
+        return shared_plan(plan, self._contents.arrays.arrays()) if share_reads else plan
 
     def restore(
         self,
@@ -264,10 +264,10 @@ class Checkpoint:
         `partial`, leaves that the target lacks are left out. `budget_bytes` bounds what is in flight.
         Only what is asked for is read: whether what a source stores twice agrees, `verify` and `save` say.
 
-        With `share_reads`, what several processes hold each reads a part of, and they exchange the parts between their
-        devices: each stored byte is read about once over all of them, where storage is slower than the interconnect.
-        Every process must then call this with the same arguments, and what one of them cannot read all raise. In one
-        process it changes nothing.
+        With `share_reads`, of what several processes hold each reads a part, and their devices exchange the parts: each
+        stored byte is read about once over all of them. That is for storage slower than the interconnect. All processes
+        must then make this call, with the same arguments; where they share anything, an error in one is raised in all,
+        in the others with its words. In one process it changes nothing.
 
         Raises TreeMismatch with everything in which target and checkpoint differ, CorruptData where bytes
         are not what was written.

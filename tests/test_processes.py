@@ -199,6 +199,8 @@ def test_processes_share_the_reads_of_another_format():
     assert [each["compared"] for each in said] == [len(leaves)] * 2
     assert sum(each["alone"] for each in said) == 2 * sum(nbytes)
     assert sum(each["together"] for each in said) == sum(nbytes) + single
+    moments = sum(leaf.path[0].name.startswith("exp_avg") and math.prod(leaf.shape) > 1 for leaf in leaves)
+    assert [each["moments"] for each in said] == [[moments]] * 2
 
 
 def damage(item: Path, at: float) -> None:

@@ -127,7 +127,7 @@ def plan_restore(
     return RestorePlan(placements, target, [node for node, _ in pairs], idle)
 
 
-def share_reads(plan: RestorePlan, arrays: Mapping[str, ArrayInfo]) -> RestorePlan:
+def shared_plan(plan: RestorePlan, arrays: Mapping[str, ArrayInfo]) -> RestorePlan:
     """The plan in which of a leaf that several processes hold each reads a part, where all then read less.
 
     `arrays` are those of the source. In one process it is the plan that it was.

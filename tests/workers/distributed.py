@@ -22,6 +22,7 @@ if processes > 1:
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank)
 
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
@@ -30,6 +31,7 @@ from orbax.checkpoint import v1
 
 import jax_ucp as ucp
 from jax_ucp import handler
+from jax_ucp.sharding import restore as restoring
 from jax_ucp.sharding import share
 from jax_ucp.sharding.boxes import device_boxes
 from jax_ucp.storage.consolidated import same_bits
@@ -198,7 +200,15 @@ def share_deepspeed() -> dict:
         for shard in got[state][name].addressable_shards:
             assert deepspeed_cases.equal(shard.data, array[shard.index], label), label
     alone, together = (checkpoint.plan(**options, share_reads=shared).read_bytes for shared in (False, True))
-    return {"compared": len(truth), "alone": alone, "together": together}
+    plan, counted = checkpoint.plan_optimizer(optax.adam(1e-3), got["param"], check_decay=False), []
+    read_together = restoring.read_together
+    restoring.read_together = lambda reads, *more: counted.append(len(reads)) or read_together(reads, *more)
+    states = [jax.tree.leaves(plan.restore(share_reads=shared)) for shared in (False, True)]
+    for a, b in zip(*states, strict=True):
+        assert a.sharding == b.sharding
+        for one, other in zip(a.addressable_shards, b.addressable_shards, strict=True):
+            assert same_bits(np.asarray(one.data), np.asarray(other.data))
+    return {"compared": len(truth), "alone": alone, "together": together, "moments": counted}
 
 
 def share_faults() -> dict:
