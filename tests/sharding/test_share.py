@@ -133,7 +133,7 @@ def elements_read(boxes: Iterable[tuple[int, Box]], info: ArrayInfo) -> int:
 @st.composite
 def placed_arrays(draw: st.DrawFn) -> tuple[NamedSharding, ArrayInfo, tuple[int, ...]]:
     """An array in chunks, the sharding it is restored by, and the process of each device of the mesh."""
-    shape = tuple(4 * n for n in draw(st.lists(st.integers(1, 5), min_size=1, max_size=2)))
+    shape = tuple(draw(st.lists(st.integers(1, 20), min_size=1, max_size=2)))
     sharding = draw(shardings(shape))
     whole = [sharding.shard_shape(shape), tuple(-(-n // 2) for n in shape)]
     chunk = draw(st.sampled_from([None, *whole]) | st.tuples(*(st.integers(1, n) for n in shape)))
@@ -175,6 +175,12 @@ def test_the_best_cut_reads_least_of_all_and_nothing_twice_where_chunks_allow_it
     edges = [[piece.start[axis] % u for piece in pieces] for axis, u in enumerate(unit)]
     if not any(map(any, edges)):
         assert costs[best] == chunks
+
+
+def test_a_process_whose_pieces_are_empty_reads_nothing():
+    zeros, each = np.zeros((4, 1), int), np.arange(4)
+    assert best_cut(zeros, zeros + 9, each, each, (10,)) == (0, 3)  # three read the one chunk, and not four
+    assert best_cut(zeros, zeros + 8, each, each, (10,)) is None
 
 
 def test_arrays_that_are_small_or_held_once_or_not_whole_bytes_are_not_shared(monkeypatch):
@@ -228,3 +234,9 @@ def test_results_come_in_order_and_those_not_yet_taken_fit_the_budget(costs, bud
             held -= costs[i]
     assert found == list(range(len(costs)))
     assert most <= max([budget, *costs])
+
+
+def test_while_a_result_is_used_the_next_is_worked_at():
+    begun = [threading.Event() for _ in range(10)]
+    for i, _ in enumerate(in_order(((1, event.set) for event in begun), budget_bytes=2)):
+        assert all(event.wait(10) for event in begun[: i + 2])
