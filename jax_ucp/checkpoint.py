@@ -196,11 +196,13 @@ class Checkpoint:
         rules: Sequence[Rule] = (),
         cast: bool | DTypeLike = False,
         partial: bool = False,
+        share_reads: bool = False,
     ) -> RestorePlan:
         """What `restore` with the same arguments would do: a placement for each leaf, and what was given up."""
-        from jax_ucp.sharding.restore import plan_restore
+        from jax_ucp.sharding.restore import plan_restore, shared_plan
 
-        return plan_restore(self.leaves, target, mesh=mesh, rules=rules, cast=cast, partial=partial)
+        plan = plan_restore(self.leaves, target, mesh=mesh, rules=rules, cast=cast, partial=partial)
+        return shared_plan(plan, self._contents.arrays.arrays()) if share_reads else plan
 
     def restore(
         self,
@@ -210,6 +212,7 @@ class Checkpoint:
         rules: Sequence[Rule] = (),
         cast: bool | DTypeLike = False,
         partial: bool = False,
+        share_reads: bool = False,
         budget_bytes: int = DEFAULT_BUDGET,
     ) -> Any:
         """The tree, in the form of `target` and on its shardings, or on `mesh`, or as numpy arrays.
@@ -219,12 +222,18 @@ class Checkpoint:
         `partial`, leaves that the target lacks are left out. `budget_bytes` bounds what is in flight.
         Only what is asked for is read: whether what a source stores twice agrees, `verify` and `save` say.
 
+        With `share_reads`, of what several processes hold each reads a part, and their devices exchange the parts: each
+        stored byte is read about once over all of them. That is for storage slower than the interconnect. All processes
+        must then make this call, with the same arguments; where they share anything, an error in one is raised in all,
+        in the others with its words. In one process it changes nothing.
+
         Raises TreeMismatch with everything in which target and checkpoint differ, CorruptData where bytes
         are not what was written.
         """
         from jax_ucp.sharding.restore import run_restore
 
-        plan = self.plan(target, mesh=mesh, rules=rules, cast=cast, partial=partial)
+        said = {"mesh": mesh, "rules": rules, "cast": cast, "partial": partial, "share_reads": share_reads}
+        plan = self.plan(target, **said)
         return run_restore(plan, self._contents.arrays, budget_bytes)
 
     def plan_optimizer(

@@ -103,12 +103,12 @@ class Restore(ocp.args.CheckpointArgs):
     rules: Sequence[Rule] = ()
     cast: bool | DTypeLike = False
     partial: bool = False
+    share_reads: bool = False
 
 
 def _restore(directory: os.PathLike[str], args: Restore, budget_bytes: int) -> Any:
-    return open(directory).restore(
-        args.item, mesh=args.mesh, rules=args.rules, cast=args.cast, partial=args.partial, budget_bytes=budget_bytes
-    )
+    said = {"mesh": args.mesh, "rules": args.rules, "cast": args.cast, "partial": args.partial}
+    return open(directory).restore(args.item, **said, share_reads=args.share_reads, budget_bytes=budget_bytes)
 
 
 class CheckpointableHandler(v1.CheckpointableHandler[Save, Restore]):

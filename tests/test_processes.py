@@ -2,11 +2,13 @@
 
 import json
 import math
+import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import tensorstore as ts
@@ -15,8 +17,10 @@ from jax.sharding import PartitionSpec as P
 import jax_ucp as ucp
 from jax_ucp.sharding.fit import fit_spec
 from jax_ucp.storage.zarr import ZarrStore, open_store
+from workers.shared_arrays import KEYS, bits_by_name
 
 WORKER = Path(__file__).parent / "workers" / "distributed.py"
+DATA = Path(__file__).parent / "data"
 
 
 def run(processes: int, what: str, directory: Path) -> list[dict]:
@@ -158,3 +162,77 @@ def test_processes_without_devices_of_a_mesh_take_part_in_a_restore_onto_it_and_
     first, second = run(2, "first", saved_by_four / "0" / "default")
     assert first["read"] > 4 * 1536 * 768
     assert second["read"] < 200  # the values of the host program
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_that_share_reads_read_a_replicated_array_once_over_all_of_them(saved_by_four, processes):
+    said = run(processes, "share_reads", saved_by_four)
+    nbytes = 4 * 1536 * 768
+    alone, together = (sum(each[way] for each in said) for way in ("alone", "together"))
+    assert sum(each["planned"] for each in said) == nbytes
+    # Beside the data there are the checksums, the index that each fetches of each file, and small values.
+    assert processes * nbytes < alone < processes * (nbytes + CHECKS)
+    assert nbytes < together < nbytes + processes * CHECKS
+    assert max(each["together"] for each in said) < nbytes / processes + CHECKS
+
+
+# How many of the arrays several processes hold: of 2 by D devices, two to a process, copies may be within one.
+SHARED = {2: 4 + 5, 4: 6 + 5}
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_shared_reads_give_every_bit_of_every_dtype_whatever_the_lengths(tmp_path, processes):
+    tree = bits_by_name()
+    tree[KEYS] = jax.random.wrap_key_data(tree[KEYS])
+    tree = {name: jax.numpy.asarray(array) for name, array in tree.items()}
+    ucp.Checkpoint.of(tree).save(tmp_path / "saved")
+    said = run(processes, "share_bits", tmp_path / "saved")
+    assert [each["shared"] for each in said] == [2 * SHARED[processes]] * processes
+
+
+def test_processes_share_the_reads_of_another_format():
+    path = DATA / "deepspeed" / "tp2_dp2_z1_fp32"
+    said = run(2, "share_deepspeed", path)
+    leaves = ucp.open(path).leaves
+    nbytes = [math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves]
+    single = sum(n for n, leaf in zip(nbytes, leaves, strict=True) if math.prod(leaf.shape) == 1)
+    assert [each["compared"] for each in said] == [len(leaves)] * 2
+    assert sum(each["alone"] for each in said) == 2 * sum(nbytes)
+    assert sum(each["together"] for each in said) == sum(nbytes) + single
+    moments = sum(leaf.path[0].name.startswith("exp_avg") and math.prod(leaf.shape) > 1 for leaf in leaves)
+    assert [each["moments"] for each in said] == [[moments]] * 2
+
+
+def damage(item: Path, at: float) -> None:
+    """Flip a bit of the only file of an array, at a fraction of its length."""
+    (file,) = item.glob("c*")
+    data = bytearray(file.read_bytes())
+    data[int(at * len(data))] ^= 1
+    file.write_bytes(data)
+
+
+def test_what_one_process_cannot_read_all_raise_and_none_waits(saved_by_four, tmp_path):
+    for copy in ("sound", "shared", "own", "missing"):
+        shutil.copytree(saved_by_four / "0" / "default", tmp_path / copy)
+    damage(tmp_path / "shared" / "big_replicated", 3 / 8)  # row 576 of 1536: of the part of process 1
+    last = max((tmp_path / "own" / "big").glob("c*"))  # by rows: of process 3
+    last.write_bytes(last.read_bytes()[:-100])
+    said = run(4, "share_faults", tmp_path)
+    for case, faulty, raised, words in [
+        ("shared", 1, "CorruptData", "big_replicated"),
+        ("own", 3, "CorruptData", last.name),
+        ("missing", 3, "CorruptData", "is missing"),
+        ("no error of ours", 0, "ZeroDivisionError", "division by zero"),
+    ]:
+        for rank, each in enumerate(said):
+            kind, text, seconds = each[case]
+            told = f"process {faulty} could not read its part, and nothing is restored. It says: {raised}: "
+            assert text.startswith(told) == (rank != faulty), (case, rank, text)
+            assert words in text, (case, rank, text)
+            assert kind == (raised if rank == faulty else "CorruptData"), (case, rank, kind)
+            assert seconds < 60, (case, rank)
+    for each in said:
+        kind, text, _ = each["another target"]
+        assert kind == "TreeMismatch", text
+        assert "would share other reads" in text
+        assert each["sound"][0] == "restored", each["sound"]

@@ -22,7 +22,7 @@ from jax_ucp.optimizers.slots import COUNT, GIVEN, STEP, ZEROS, Slot, few, is_ar
 from jax_ucp.optimizers.values import Values
 from jax_ucp.optimizers.weight_decay import decay_faults
 from jax_ucp.sharding.fit import Rule
-from jax_ucp.sharding.restore import plan_restore, run_restore
+from jax_ucp.sharding.restore import plan_restore, run_restore, shared_plan
 from jax_ucp.sharding.trees import FAULTS_SHOWN, empty_kind, walk
 from jax_ucp.storage.budget import DEFAULT_BUDGET
 from jax_ucp.storage.contents import Contents
@@ -68,12 +68,14 @@ class OptimizerPlan:
         mesh: Mesh | None = None,
         rules: Sequence[Rule] = (),
         cast: bool | DTypeLike = False,
+        share_reads: bool = False,
         budget_bytes: int = DEFAULT_BUDGET,
     ) -> Any:
         """The optax state. A moment lies as its parameter does, if the parameters of the plan had shardings.
 
         Else it is placed on `mesh`, by `rules` on labels such as `0/mu/layers/kernel`, or on the one device that
-        `tx.init` would take. `cast=True` converts to the dtypes of the state.
+        `tx.init` would take. `cast=True` converts to the dtypes of the state. `share_reads` is that of
+        `Checkpoint.restore`.
 
         Raises TreeMismatch where dtypes differ, or leaves have no place.
         """
@@ -85,7 +87,7 @@ class OptimizerPlan:
         for (name, info), one in zip(source.arrays().items(), self.filled, strict=True):
             leaves.append(Leaf(one.slot.path, name, "array", info.shape, info.dtype.name))
         plan = plan_restore(leaves, state, mesh=mesh, rules=rules, cast=cast)
-        return run_restore(plan, source, budget_bytes)
+        return run_restore(shared_plan(plan, source.arrays()) if share_reads else plan, source, budget_bytes)
 
 
 def plan_optimizer(

@@ -58,6 +58,8 @@ class Wanted:
         if self.sharding is None:
             assert whole is not None
             return whole
+        if not data:  # all devices are other processes'; JAX would ask for a replicated array all the same
+            return jax.make_array_from_single_device_arrays(shape, self.sharding, [], dtype=self.dtype)
 
         def block(index: tuple[slice, ...] | None) -> np.ndarray:
             if whole is not None:

@@ -204,17 +204,26 @@ def _bounds(shape: Shape, spec: tuple[Axes, ...], mesh: HostMesh) -> tuple[np.nd
 
 def _touched(mesh: HostMesh, start: np.ndarray, stop: np.ndarray, unit: np.ndarray) -> np.ndarray:
     """By host, how many units the boxes of its devices touch, each unit once."""
+    return touched_units(np.split(np.arange(mesh.devices), mesh.hosts), start, stop, unit)
+
+
+def touched_units(
+    groups: Sequence[np.ndarray], start: np.ndarray, stop: np.ndarray, unit: Sequence[int] | np.ndarray
+) -> np.ndarray:
+    """By group, how many blocks of a grid of `unit` its boxes touch, each block once.
+
+    A group is the numbers of its boxes, at least one; `start` and `stop` are by box and axis, and no box is empty.
+    """
     first, last = start // unit, -(-stop // unit)
-    found = np.empty(mesh.hosts, np.int64)
-    known: dict[bytes, int] = {}  # hosts whose boxes lie alike, but elsewhere, touch as many
-    for host in range(mesh.hosts):
-        here = slice(host * mesh.devices_per_host, (host + 1) * mesh.devices_per_host)
+    found = np.empty(len(groups), np.int64)
+    known: dict[bytes, int] = {}  # groups whose boxes lie alike, but elsewhere, touch as many
+    for i, here in enumerate(groups):
         origin = first[here].min(axis=0)
         boxes = np.unique(np.concatenate([first[here] - origin, last[here] - origin], axis=1), axis=0)
         key = boxes.tobytes()
         if key not in known:
             known[key] = _union(boxes)
-        found[host] = known[key]
+        found[i] = known[key]
     return found
 
 

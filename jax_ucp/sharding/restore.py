@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,10 +21,11 @@ from jax_ucp.metadata import Leaf, tree_of
 from jax_ucp.sharding.boxes import Device, device_boxes, process_hull
 from jax_ucp.sharding.fit import ON_DEVICES, Rule, check_rules, fit_leaf, idle_rules
 from jax_ucp.sharding.landing import Landing, Wanted, landing
+from jax_ucp.sharding.share import SharedRead, read_together, shared_read
 from jax_ucp.sharding.trees import FAULTS_SHOWN, Node, fill, kind_of, match
 from jax_ucp.storage.budget import DEFAULT_BUDGET, run_bounded, threads
 from jax_ucp.storage.gather import BLOCK_BYTES
-from jax_ucp.storage.source import ArraySource
+from jax_ucp.storage.source import ArrayInfo, ArraySource
 
 log = logging.getLogger("jax_ucp")
 
@@ -33,7 +34,8 @@ log = logging.getLogger("jax_ucp")
 class Placement:
     """Where a leaf goes and as what: on devices by `sharding`, or on the host as `kind` says.
 
-    `dtype` is that of the result. `notes` tell each way in which the sharding is not the one asked for.
+    `dtype` is that of the result. `notes` tell each way in which the sharding is not the one asked for. `shared` says
+    which pieces this process reads of an array whose reading it shares with others.
     """
 
     leaf: Leaf
@@ -41,9 +43,12 @@ class Placement:
     dtype: np.dtype | None = None
     sharding: Sharding | None = None
     notes: tuple[str, ...] = ()
+    shared: SharedRead | None = None
 
     def boxes(self) -> Mapping[Box, Sequence[Device]]:
         """The distinct boxes of the stored array that this process reads, each with the devices that get it."""
+        if self.shared is not None:
+            return self.shared.boxes()
         if self.sharding is None:
             return {Box.whole(self.leaf.shape): []}
         return device_boxes(self.sharding, self.leaf.shape)
@@ -67,7 +72,7 @@ class RestorePlan:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes this process needs: every distinct box once."""
+        """Bytes this process reads: every distinct box once, and its own pieces of those whose reading is shared."""
         arrays = [p for p in self.placements if p.leaf.has_array]
         return sum(box.size * np.dtype(p.leaf.dtype).itemsize for p in arrays for box in p.boxes())
 
@@ -119,11 +124,24 @@ def plan_restore(
     return RestorePlan(placements, target, [node for node, _ in pairs], idle)
 
 
+def shared_plan(plan: RestorePlan, arrays: Mapping[str, ArrayInfo]) -> RestorePlan:
+    """The plan in which of a leaf that several processes hold each reads a part, where all then read less.
+
+    `arrays` are those of the source. In one process it is the plan that it was.
+    """
+
+    def shared(p: Placement) -> Placement:
+        return replace(p, shared=shared_read(p.sharding, arrays[p.leaf.name], p.dtype)) if p.leaf.has_array else p
+
+    return replace(plan, placements=[shared(p) for p in plan.placements])
+
+
 def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFAULT_BUDGET) -> Any:
     """Read every box that this process needs, once, and return the tree.
 
     At most `budget_bytes` are in flight beside the arrays themselves, or one stored chunk where that is larger: an
-    array that takes more goes in blocks. No stored chunk is read twice.
+    array that takes more goes in blocks. No stored chunk is read twice. The pieces of an array whose reading is shared
+    go at once. An error of one process that shares reads is raised in all.
     """
     for note in plan.notes:
         log.info("%s", note)
@@ -143,14 +161,10 @@ def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFA
         share = budget_bytes // threads()
         block_bytes = min(BLOCK_BYTES, share)
         for i, p in enumerate(plan.placements):
-            if not p.leaf.has_array:
+            if not p.leaf.has_array or p.shared:
                 continue
-            boxes, nbytes = p.boxes(), source.arrays()[p.leaf.name].nbytes
-            small = nbytes <= SMALL_BYTES
-            if small and boxes and p.sharding is not None:
-                boxes = {process_hull(p.sharding, p.leaf.shape): []}  # one box costs less than several
-            wanted = Wanted(source, p.leaf.name, boxes, p.dtype or np.dtype(p.leaf.dtype), p.sharding)
-            if small:
+            wanted = _wanted(p, source)
+            if (nbytes := wanted.info.nbytes) <= SMALL_BYTES:
                 yield nbytes, partial(read_whole, i, wanted)
                 continue
             # Writing into a device's memory takes a program for each shape, so only where the budget asks for it.
@@ -163,13 +177,29 @@ def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFA
             for block in wanted.blocks(block_bytes):
                 yield wanted.cost(block), partial(read_block, i, block)
 
-    run_bounded(jobs(), budget_bytes)
+    alone = partial(run_bounded, jobs(), budget_bytes)
+    if shared := {i: p.shared for i, p in enumerate(plan.placements) if p.shared}:
+        pieces = {i: _wanted(plan.placements[i], source) for i in shared}
+        # A piece is held as it was read, and padded.
+        reads = [(w.key, shared[i], 2 * w.cost(), partial(w.read, list(w.boxes))) for i, w in pieces.items()]
+        for i, array in zip(shared, read_together(reads, alone, budget_bytes), strict=True):
+            values[i] = array
+    else:
+        alone()
     for i, place in landings.items():
         values[i] = jax.block_until_ready(place.array())
     values = [_as_kind(p, value) for p, value in zip(plan.placements, values, strict=True)]
     if plan.target is not None:
         return fill(plan.target, list(zip(plan.nodes, values, strict=True)))
     return tree_of({p.leaf.path: value for p, value in zip(plan.placements, values, strict=True)})
+
+
+def _wanted(p: Placement, source: ArraySource) -> Wanted:
+    """What this process reads of a leaf; of a small one a single box, which costs less than several."""
+    boxes = p.boxes()
+    if boxes and p.sharding is not None and source.arrays()[p.leaf.name].nbytes <= SMALL_BYTES:
+        boxes = {process_hull(p.sharding, p.leaf.shape): []}
+    return Wanted(source, p.leaf.name, boxes, p.dtype or np.dtype(p.leaf.dtype), p.sharding)
 
 
 def has_x64() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TypeVar
@@ -42,6 +43,24 @@ def run_bounded(jobs: Iterable[tuple[int, Callable[[], object]]], budget_bytes: 
             running[pool.submit(_run_all, batch)] = cost
         while running:
             settle()
+
+
+def in_order(jobs: Iterable[tuple[int, Callable[[], T]]], budget_bytes: int) -> Iterator[T]:
+    """The results of (cost in bytes, job) pairs, in their order, while those that follow run in threads.
+
+    A result counts against the budget until the next is asked for. The job waited for is always one that was begun.
+    """
+    begun: deque[tuple[int, Future[T]]] = deque()
+    held = 0
+    with ThreadPoolExecutor(threads()) as pool:
+        for cost, job in jobs:
+            while begun and (held + cost > budget_bytes or len(begun) >= threads()):
+                yield begun[0][1].result()
+                held -= begun.popleft()[0]
+            begun.append((cost, pool.submit(job)))
+            held += cost
+        while begun:
+            yield begun.popleft()[1].result()
 
 
 def in_threads(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:

@@ -132,7 +132,7 @@ def _entries(reader: _Reader, chunks: Chunks) -> np.ndarray:
     if not has_index(chunks):
         return np.array([0, reader.size], np.uint64).reshape(*grid, 2)
     index = reader.checked(reader.size - math.prod(grid) * _ENTRY.itemsize - CRC_BYTES, reader.size, "the index")
-    return index.view(np.uint64).reshape(*grid, 2)
+    return index.view(np.uint64).reshape(*grid, 2).copy()  # the next range may be read into the same memory
 
 
 class _Reader:

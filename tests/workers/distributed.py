@@ -22,17 +22,26 @@ if processes > 1:
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank)
 
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1
 
 import jax_ucp as ucp
 from jax_ucp import handler
+from jax_ucp.sharding import restore as restoring
+from jax_ucp.sharding import share
 from jax_ucp.sharding.boxes import device_boxes
+from jax_ucp.storage.consolidated import same_bits
+from jax_ucp.storage.zarr import ZarrStore
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+sys.path[:0] = [os.path.dirname(os.path.abspath(__file__)), str(Path(__file__).parents[1])]
 from reads import bytes_read
+from shared_arrays import ARRAYS, KEYS, bits_by_name
+
+import deepspeed_cases
 
 BIG, ODD, TINY = (1536, 768), (24, 330), (24, 10)
 SMALL = [f"small{i:04}" for i in range(1000)]  # so many are packed
@@ -102,7 +111,8 @@ def save_v1() -> dict:
 
 def restore_v1() -> dict:
     for step in ("sync", "async"):
-        found = v1.load_checkpointables(f"{directory}/{step}", {"model": ucp.args.Restore(mesh=MESH)})["model"]
+        args = ucp.args.Restore(mesh=MESH, share_reads=step == "async")
+        found = v1.load_checkpointables(f"{directory}/{step}", {"model": args})["model"]
         check(found)
         assert found["host"].tolist() == [0, 1, 2], found["host"]
         sharding = NamedSharding(MESH, P(None, "x"))
@@ -132,6 +142,103 @@ def first() -> dict:
         got = ucp.open(directory).restore(mesh=mesh, rules=[("", P("x"))])
     check(got)
     return {"read": count()}
+
+
+def share_reads() -> dict:
+    """Bytes read of a replicated array by each for itself and together, behind Orbax's manager; and as planned."""
+    target = {"big_replicated": jax.ShapeDtypeStruct(BIG, np.float32, sharding=NamedSharding(MESH, P()))}
+    said = {}
+    with ocp.CheckpointManager(directory, item_handlers=ucp.CheckpointHandler()) as manager:
+        for together in (False, True):
+            with bytes_read() as count:
+                got = manager.restore(0, args=ucp.args.Restore(target, partial=True, share_reads=together))
+            said["together" if together else "alone"] = count()
+            check(got)
+            assert got["big_replicated"].sharding == target["big_replicated"].sharding
+    checkpoint = ucp.open(f"{directory}/0/default")
+    planned = checkpoint.plan(target, partial=True, share_reads=True).read_bytes
+    # Onto a mesh of all but the last process's devices, it takes part too.
+    most = NamedSharding(Mesh(np.array(jax.devices()[:-2]), ("x",)), P())
+    target = {"big_replicated": jax.ShapeDtypeStruct(BIG, np.float32, sharding=most)}
+    got = checkpoint.restore(target, partial=True, share_reads=True)
+    check(got)
+    assert len(got["big_replicated"].addressable_shards) == (0 if rank == processes - 1 else 2)
+    return said | {"planned": planned}
+
+
+def share_bits() -> dict:
+    """Arrays of many dtypes, most of whose lengths divide by nothing, by specs that leave copies: each bit as it was.
+
+    Cast too, and with a budget in which each array goes alone. Returns how many arrays were shared.
+    """
+    devices, shared = np.array(jax.devices()), 0
+    checkpoint, rules = ucp.open(directory), [(f"^{name}$", P(*spec)) for name, (_, _, spec) in ARRAYS.items()]
+    for mesh in (Mesh(devices.reshape(2, -1), ("a", "b")), Mesh(devices.reshape(-1, 2), ("b", "a"))):
+        for cast, budget in ((False, 1), (np.dtype("bfloat16"), 1 << 30)):
+            options = {"mesh": mesh, "rules": rules, "cast": cast, "share_reads": True}
+            plan = checkpoint.plan(**options)
+            shared += sum(placement.shared is not None for placement in plan.placements)
+            got = checkpoint.restore(**options, budget_bytes=budget)
+            for name, array in bits_by_name().items():
+                truth = array.astype(cast) if cast and jax.numpy.issubdtype(array.dtype, np.floating) else array
+                found = jax.random.key_data(got[name]) if name == KEYS else got[name]
+                assert found.sharding.is_equivalent_to(plan[name].sharding, array.ndim), name
+                for shard in found.addressable_shards:
+                    assert same_bits(np.asarray(shard.data), truth[shard.index]), (name, cast)
+    return {"shared": shared}
+
+
+def share_deepspeed() -> dict:
+    """A checkpoint of DeepSpeed, all of whose arrays are small, with their reads shared, against its truth."""
+    share.SMALL_BYTES = 0
+    mesh, case = Mesh(np.array(jax.devices()).reshape(2, -1), ("a", "b")), Path(directory).name
+    checkpoint, truth = ucp.open(directory), deepspeed_cases.truth(case)
+    options = {"mesh": mesh, "rules": [("weight$", P("b"))]}
+    got = checkpoint.restore(**options, share_reads=True)
+    for label, array in truth.items():
+        state, _, name = label.partition("/")
+        for shard in got[state][name].addressable_shards:
+            assert deepspeed_cases.equal(shard.data, array[shard.index], label), label
+    alone, together = (checkpoint.plan(**options, share_reads=shared).read_bytes for shared in (False, True))
+    plan, counted = checkpoint.plan_optimizer(optax.adam(1e-3), got["param"], check_decay=False), []
+    read_together = restoring.read_together
+    restoring.read_together = lambda reads, *more: counted.append(len(reads)) or read_together(reads, *more)
+    states = [jax.tree.leaves(plan.restore(share_reads=shared)) for shared in (False, True)]
+    for a, b in zip(*states, strict=True):
+        assert a.sharding == b.sharding
+        for one, other in zip(a.addressable_shards, b.addressable_shards, strict=True):
+            assert same_bits(np.asarray(one.data), np.asarray(other.data))
+    return {"compared": len(truth), "alone": alone, "together": together, "moments": counted}
+
+
+def share_faults() -> dict:
+    """What each process raises, and after how many seconds, where only one of them cannot read."""
+    shardings = {name: NamedSharding(MESH, spec(name, columns=False)) for name in NAMES[:2]}
+    target = {name: jax.ShapeDtypeStruct(BIG, np.float32, sharding=sharding) for name, sharding in shardings.items()}
+    other = target | {"big": jax.ShapeDtypeStruct(BIG, np.float32, sharding=NamedSharding(MESH, P()))}
+    read_into, said = ZarrStore.read_into, {}
+
+    def attempt(name: str, target: dict = target) -> None:
+        checkpoint = ucp.open(f"{directory}/{name}" if Path(directory, name).is_dir() else f"{directory}/sound")
+        multihost_utils.sync_global_devices(name)
+        if name == "missing" and rank == 3:
+            sorted(Path(directory, name, "big").glob("c*"))[-1].unlink()
+        multihost_utils.sync_global_devices(name)
+        begin = time.monotonic()
+        try:
+            check(checkpoint.restore(target, partial=True, share_reads=True))
+            said[name] = ["restored", "", 0]
+        except Exception as error:
+            said[name] = [type(error).__name__, str(error), time.monotonic() - begin]
+
+    for name in ("shared", "own", "missing"):
+        attempt(name)
+    ZarrStore.read_into = read_into if rank else lambda *args: 1 / 0
+    attempt("no error of ours")
+    ZarrStore.read_into = read_into
+    attempt("another target", target if rank else other)
+    attempt("sound")
+    return said
 
 
 def tree(names: list[str] = NAMES) -> dict:
