@@ -197,7 +197,7 @@ def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFA
 def _wanted(p: Placement, source: ArraySource) -> Wanted:
     """What this process reads of a leaf; of a small one a single box, which costs less than several."""
     boxes = p.boxes()
-    if boxes and p.sharding is not None and source.arrays()[p.leaf.name].nbytes <= SMALL_BYTES:
+    if boxes and p.sharding is not None and not p.shared and source.arrays()[p.leaf.name].nbytes <= SMALL_BYTES:
         boxes = {process_hull(p.sharding, p.leaf.shape): []}
     return Wanted(source, p.leaf.name, boxes, p.dtype or np.dtype(p.leaf.dtype), p.sharding)
 
