@@ -200,7 +200,7 @@ def share_deepspeed() -> dict:
         for shard in got[state][name].addressable_shards:
             assert deepspeed_cases.equal(shard.data, array[shard.index], label), label
     alone, together = (checkpoint.plan(**options, share_reads=shared).read_bytes for shared in (False, True))
-    plan, counted = checkpoint.plan_optimizer(optax.adam(1e-3), got["param"], check_decay=False), []
+    plan, counted = checkpoint.plan_optimizer(optax.adam(1e-3), got["param"], check=False), []
     read_together = restoring.read_together
     restoring.read_together = lambda reads, *more: counted.append(len(reads)) or read_together(reads, *more)
     states = [jax.tree.leaves(plan.restore(share_reads=shared)) for shared in (False, True)]
