@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -39,10 +39,6 @@ class Snapshot:
     chunks: Mapping[str, Chunks]
     blocks: Sequence[tuple[str, Box]]
     data: Mapping[str, Mapping[Box, np.ndarray]]
-
-    def without_data(self) -> Snapshot:
-        """What committing needs of it; the arrays may then go as soon as they are written."""
-        return replace(self, blocks=(), data={})
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self.infos
