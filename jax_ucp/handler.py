@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,22 +108,22 @@ class _Begun:
     """A save whose tree may change again, and which `finish`, in any thread, makes a checkpoint."""
 
     shared: SharedSave
-    snapshot: Snapshot
+    snapshot: Callable[[], Snapshot]
     directory: Directory
     budget_bytes: int
 
     def finish(self) -> None:
         self.shared.run(
-            lambda: write_snapshot(self.snapshot, self.directory, self.budget_bytes),
-            lambda: commit_snapshot(self.snapshot, self.directory),
+            lambda: write_snapshot(self.snapshot(), self.directory, self.budget_bytes),
+            lambda: commit_snapshot(self.snapshot(), self.directory),
         )
 
 
 def _begin(path: os.PathLike[str], args: Save, budget_bytes: int) -> _Begun:
     directory = Directory(path)
     shared = SharedSave(directory.path)
-    with shared.telling():
-        return _Begun(shared, take_snapshot(args.described), directory, _budget(args, budget_bytes))
+    snapshot = shared.begin(lambda: take_snapshot(args.described))
+    return _Begun(shared, snapshot, directory, _budget(args, budget_bytes))
 
 
 def _restore(directory: os.PathLike[str], args: Restore, budget_bytes: int) -> Any:

@@ -7,15 +7,18 @@ may use it, which is not so of collectives, and it works when the disk does not.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import jax
 from jax._src import distributed  # the service has no public client (jax 0.10); Orbax takes it from here too
 
 from jax_ucp.errors import SaveFailed
+
+T = TypeVar("T")
 
 # How much longer than this process another may take over its part: what Orbax gives a whole save by default.
 PATIENCE_S = 1200
@@ -32,6 +35,20 @@ class SharedSave:
         self._others = range(1, jax.process_count())
         # A directory may be saved to again, after a save that failed.
         self._key = f"jax_ucp/{directory}/{next(_begun[directory])}"
+
+    def begin(self, do: Callable[[], T]) -> Callable[[], T]:
+        """Do what cannot wait for `run`, which then asks for the result.
+
+        An error of one process among several is raised there: Orbax goes on from here with collectives, in which
+        the others would wait for it.
+        """
+        try:
+            result = do()
+        except Exception as error:
+            if not self._others:
+                raise
+            return functools.partial(_raise, error)
+        return lambda: result
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
@@ -78,6 +95,10 @@ class SharedSave:
 
     def _place(self, process: int) -> str:
         return f"{self._key}/parts/{process}" if process else f"{self._key}/outcome"
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _client() -> Any:

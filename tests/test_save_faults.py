@@ -1,0 +1,64 @@
+"""Two real processes save, and something fails in one of them: both end with an error, and both go on."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from orbax.checkpoint import v1
+
+import jax_ucp as ucp
+from jax_ucp.sharding import save as saving
+
+WORKER = Path(__file__).parent / "workers" / "failing_save.py"
+WAYS = ("v0", "v0 in the background", "v0 without a manager", "v1", "v1 in the background")
+NO_SPACE = "[Errno 28] No space left on device: 'a file'"
+FAULTS = {
+    "process 1 has a full disk": (1, "OSError", NO_SPACE),
+    "process 0 has a full disk": (0, "OSError", NO_SPACE),
+    "process 0 cannot commit": (0, "OSError", NO_SPACE),
+    "process 1 has no memory for a copy": (1, "MemoryError", "no room for a copy"),
+}
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory) -> list[dict]:
+    """What each process met, by the way of saving and the fault. A process that waits for another is ended."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, str(WORKER), str(port)]
+    root = str(tmp_path_factory.mktemp("saves"))
+    pipe = subprocess.PIPE
+    workers = [subprocess.Popen([*command, str(rank), root], stdout=pipe, stderr=pipe) for rank in range(2)]
+    try:
+        heard = [worker.communicate(timeout=90) for worker in workers]
+    except subprocess.TimeoutExpired:
+        for worker in workers:
+            worker.kill()
+        raise AssertionError(b"\n".join(worker.communicate()[1][-2000:] for worker in workers).decode()) from None
+    for worker, (_, errors) in zip(workers, heard, strict=True):
+        assert worker.returncode == 0, errors.decode()[-4000:]
+    return [json.loads(out.splitlines()[-1]) for out, _ in heard]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_fault_in_one_process_ends_the_save_in_all_by_its_name_and_words(said, way, fault):
+    process, kind, words = FAULTS[fault]
+    own, other = (said[rank][f"{way}, {fault}"]["error"] for rank in (process, 1 - process))
+    assert own[:2] == [kind, words]
+    assert own[2].endswith(f"is no checkpoint: process {process} could not do its part of it")
+    assert other[0] == "SaveFailed"
+    assert other[2:] == [f"  process {process}: {kind}: {words}"]
+
+
+def test_nothing_looks_like_a_checkpoint_then_and_the_next_saves_are_sound(said):
+    for each in said:
+        assert len(each) == len(WAYS) * len(FAULTS)
+        assert [found for one in each.values() for found in one["whole"] + one["wrong"]] == []
