@@ -6,14 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
-import numpy as np
-import orbax.checkpoint as ocp
 import pytest
-from orbax.checkpoint import v1
-
-import jax_ucp as ucp
-from jax_ucp.sharding import save as saving
 
 WORKER = Path(__file__).parent / "workers" / "failing_save.py"
 WAYS = ("v0", "v0 in the background", "v0 without a manager", "v1", "v1 in the background")
@@ -28,23 +21,25 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory) -> list[dict]:
-    """What each process met, by the way of saving and the fault. A process that waits for another is ended."""
+    """What each process met, by the way of saving and the fault. Those that wait for one another for long are ended."""
+    root = tmp_path_factory.mktemp("saves")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, str(WORKER), str(port)]
-    root = str(tmp_path_factory.mktemp("saves"))
-    pipe = subprocess.PIPE
-    workers = [subprocess.Popen([*command, str(rank), root], stdout=pipe, stderr=pipe) for rank in range(2)]
+    logs = [root / f"{rank}.log" for rank in range(2)]
+    workers = []
+    for rank, log in enumerate(logs):
+        command = [sys.executable, str(WORKER), str(port), str(rank), str(root)]
+        with log.open("wb") as errors:
+            workers.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors))
     try:
-        heard = [worker.communicate(timeout=90) for worker in workers]
-    except subprocess.TimeoutExpired:
+        heard = [worker.communicate(timeout=90)[0] for worker in workers]
+    finally:
         for worker in workers:
             worker.kill()
-        raise AssertionError(b"\n".join(worker.communicate()[1][-2000:] for worker in workers).decode()) from None
-    for worker, (_, errors) in zip(workers, heard, strict=True):
-        assert worker.returncode == 0, errors.decode()[-4000:]
-    return [json.loads(out.splitlines()[-1]) for out, _ in heard]
+    for worker, log in zip(workers, logs, strict=True):
+        assert worker.returncode == 0, log.read_text()[-4000:]
+    return [json.loads(out.splitlines()[-1]) for out in heard]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
