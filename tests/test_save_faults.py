@@ -48,7 +48,7 @@ def test_a_fault_in_one_process_ends_the_save_in_all_by_its_name_and_words(said,
     process, kind, words = FAULTS[fault]
     own, other = (said[rank][f"{way}, {fault}"]["error"] for rank in (process, 1 - process))
     assert own[:2] == [kind, words]
-    assert own[2].endswith(f"is no checkpoint: process {process} could not do its part of it")
+    assert own[2].endswith(f"was not done: process {process} could not do its part")
     assert other[0] == "SaveFailed"
     assert other[2:] == [f"  process {process}: {kind}: {words}"]
 

@@ -57,7 +57,7 @@ class SharedSave:
             yield
         except BaseException as error:
             self._say(f"process {self._process}: {type(error).__name__}: {error}")
-            error.add_note(f"{self._directory} is no checkpoint: process {self._process} could not do its part of it")
+            error.add_note(f"the save to {self._directory} was not done: process {self._process} could not do its part")
             raise
 
     def run(self, write: Callable[[], object], commit: Callable[[], object]) -> None:
@@ -79,7 +79,7 @@ class SharedSave:
             self._say("")
             faults = self._hear(0)
         if faults:
-            raise SaveFailed(f"{self._directory} is no checkpoint, a part of the save was not done:\n  {faults}")
+            raise SaveFailed(f"the save to {self._directory} was not done, for not all did their part:\n  {faults}")
 
     def _say(self, fault: str) -> None:
         """What process 0 says is of the whole save, what another says of its part."""
