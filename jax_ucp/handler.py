@@ -7,9 +7,8 @@ writes says that stock Orbax's PyTree handler wrote it, so stock reads it where 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +23,7 @@ from jax_ucp.checkpoint import open
 from jax_ucp.sharding.fit import Rule
 from jax_ucp.sharding.restore import has_x64
 from jax_ucp.sharding.save import Description, Snapshot, commit_snapshot, describe, take_snapshot, write_snapshot
+from jax_ucp.sharding.shared_save import SharedSave
 from jax_ucp.storage.budget import DEFAULT_BUDGET
 from jax_ucp.storage.directory import Directory
 
@@ -36,13 +36,13 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
     """Saves and restores pytrees for `CheckpointManager`, in the universal format.
 
     `async_save` returns when this process's part of the tree is in host memory; the rest happens in the
-    background. `restore` also reads what stock Orbax wrote. `budget_bytes` bounds what is in flight in
-    either direction.
+    background. A save of which any process cannot do its part raises in all of them, and is no checkpoint.
+    `restore` also reads what stock Orbax wrote. `budget_bytes` bounds what is in flight in either direction,
+    where the arguments of a save or a restore do not.
     """
 
     def __init__(self, budget_bytes: int = DEFAULT_BUDGET):
         self._budget_bytes = budget_bytes
-        self._written: dict[str, Snapshot] = {}
         # Orbax keeps one class per name in its registry, and asks the instance for the name that goes on
         # disk: the class has its own, and every instance says it is stock.
         self.typestr = lambda: STOCK_TYPESTR
@@ -52,29 +52,19 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
         return "jax_ucp.CheckpointHandler"
 
     async def async_save(self, directory: os.PathLike[str], args: Save) -> list[Any]:
-        snapshot = take_snapshot(args.described)
-        self._written[os.fspath(directory)] = snapshot.without_data()
-        write = asyncio.to_thread(write_snapshot, snapshot, Directory(directory), self._budget_bytes)
-        return [CommitFutureAwaitingContractedSignals(write, name="jax_ucp_write")]
+        begun = _begin(directory, args, self._budget_bytes)
+        return [CommitFutureAwaitingContractedSignals(asyncio.to_thread(begun.finish), name="jax_ucp_write")]
 
     def save(self, directory: os.PathLike[str], args: Save) -> None:
-        snapshot = take_snapshot(args.described)
-        self._written[os.fspath(directory)] = snapshot.without_data()
-        write_snapshot(snapshot, Directory(directory), self._budget_bytes)
-
-    def finalize(self, directory: os.PathLike[str]) -> None:
-        """Commit: Orbax calls this in one process, when all have written."""
-        commit_snapshot(self._written.pop(os.fspath(directory)), Directory(directory))
+        _begin(directory, args, self._budget_bytes).finish()
 
     def restore(self, directory: os.PathLike[str], args: Restore | None = None) -> Any:
-        return _restore(directory, args or Restore(), self._budget_bytes)
+        args = args or Restore()
+        return _restore(directory, args, _budget(args, self._budget_bytes))
 
     def metadata(self, directory: os.PathLike[str]) -> Any:
         """The tree with a `jax.ShapeDtypeStruct` for every array: a target for `Restore`."""
         return open(directory).abstract()
-
-    def close(self) -> None:
-        self._written.clear()
 
 
 @ocp.args.register_with_handler(CheckpointHandler, for_save=True)
@@ -82,10 +72,13 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
 class Save(ocp.args.CheckpointArgs):
     """A pytree to save: arrays of any sharding, numbers, strings, None, in any registered containers.
 
+    `budget_bytes` bounds what is in flight while it is written; None leaves it to the handler.
+
     Raises UnsupportedLeaf for a leaf that could not be restored as what it was.
     """
 
     item: Any
+    budget_bytes: int | None = None
     described: Description = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -96,7 +89,7 @@ class Save(ocp.args.CheckpointArgs):
 @ocp.args.register_with_handler(CheckpointHandler, for_restore=True)
 @dataclass
 class Restore(ocp.args.CheckpointArgs):
-    """What to restore, and where to; the arguments of `Checkpoint.restore`."""
+    """What to restore, and where to; the arguments of `Checkpoint.restore`. `budget_bytes` of None is the handler's."""
 
     item: Any = None
     mesh: Mesh | None = None
@@ -104,6 +97,34 @@ class Restore(ocp.args.CheckpointArgs):
     cast: bool | DTypeLike = False
     partial: bool = False
     share_reads: bool = False
+    budget_bytes: int | None = None
+
+
+def _budget(args: Save | Restore, default: int) -> int:
+    return default if args.budget_bytes is None else args.budget_bytes
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A save whose tree may change again, and which `finish`, in any thread, makes a checkpoint."""
+
+    shared: SharedSave
+    snapshot: Callable[[], Snapshot]
+    directory: Directory
+    budget_bytes: int
+
+    def finish(self) -> None:
+        self.shared.run(
+            lambda: write_snapshot(self.snapshot(), self.directory, self.budget_bytes),
+            lambda: commit_snapshot(self.snapshot(), self.directory),
+        )
+
+
+def _begin(path: os.PathLike[str], args: Save, budget_bytes: int) -> _Begun:
+    directory = Directory(path)
+    shared = SharedSave(directory.path)
+    snapshot = shared.begin(lambda: take_snapshot(args.described))
+    return _Begun(shared, snapshot, directory, _budget(args, budget_bytes))
 
 
 def _restore(directory: os.PathLike[str], args: Restore, budget_bytes: int) -> Any:
@@ -118,26 +139,21 @@ class CheckpointableHandler(v1.CheckpointableHandler[Save, Restore]):
     It is registered for `Save` and `Restore` under every name but `state` and `pytree`, which v1 keeps for its own.
     """
 
-    _saves = itertools.count()
-
     async def save(self, directory: v1.path.PathAwaitingCreation, checkpointable: Save) -> Awaitable[None]:
-        snapshot = take_snapshot(checkpointable.described)
-        return self._write(directory, snapshot, f"jax_ucp_save_{next(self._saves)}")
+        return self._finish(directory, _begin(directory.path, checkpointable, DEFAULT_BUDGET))
 
-    async def _write(self, promised: v1.path.PathAwaitingCreation, snapshot: Snapshot, save: str) -> None:
-        directory = Directory(await promised.await_creation())
-        await asyncio.to_thread(write_snapshot, snapshot, directory)
-        await v1.multihost.sync_global_processes("written", operation_id=save)
-        if v1.multihost.is_primary_host(0):
-            await asyncio.to_thread(commit_snapshot, snapshot.without_data(), directory)
-        await v1.multihost.sync_global_processes("committed", operation_id=save)
+    async def _finish(self, directory: v1.path.PathAwaitingCreation, begun: _Begun) -> None:
+        with begun.shared.telling():
+            await directory.await_creation()
+        await asyncio.to_thread(begun.finish)
 
     async def load(self, directory: os.PathLike[str], abstract_checkpointable: Restore | None = None) -> Awaitable[Any]:
         x64 = has_x64()
+        args = abstract_checkpointable or Restore()
 
         def restore() -> Any:
             with jax.enable_x64(x64):
-                return _restore(directory, abstract_checkpointable or Restore(), DEFAULT_BUDGET)
+                return _restore(directory, args, _budget(args, DEFAULT_BUDGET))
 
         return asyncio.to_thread(restore)
 

@@ -1,6 +1,12 @@
 """Orbax v1 drives us, sync and async, beside items of its own; stock v1 and v0 read what it then wrote."""
 
+import threading
+import time
+from collections import Counter
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -9,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1
 
 import jax_ucp as ucp
+from jax_ucp.storage.zarr import ZarrStore
 from test_handler import MESH, OTHER, abstract, check, stock_warns, tree
 
 ARGS = ucp.args
@@ -67,3 +74,42 @@ def test_64_bits_asked_for_in_the_callers_thread_alone_are_loaded(tmp_path):
         found = v1.load_checkpointables(tmp_path / "step", {"model": ARGS.Restore(want)})
         assert found["model"]["n"].dtype == np.int64
         assert (found["model"]["n"] == want["n"]).all()
+
+
+@pytest.fixture
+def in_flight(monkeypatch) -> Counter:
+    """The most calls of a method of our store that ran at once."""
+    most, lock = Counter(), threading.Lock()
+
+    def counted(name: str) -> None:
+        method = getattr(ZarrStore, name)
+        now = [0]
+
+        def call(*args: Any, **options: Any) -> Any:
+            with lock:
+                now[0] += 1
+                most[name] = max(most[name], now[0])
+            time.sleep(0.02)
+            try:
+                return method(*args, **options)
+            finally:
+                with lock:
+                    now[0] -= 1
+
+        monkeypatch.setattr(ZarrStore, name, call)
+
+    counted("write")
+    counted("read_into")
+    return most
+
+
+@pytest.mark.parametrize(("budget_bytes", "at_once"), [(None, 2), (1, 1)])
+def test_a_budget_bounds_what_a_save_and_a_load_have_in_flight(tmp_path, in_flight, budget_bytes, at_once):
+    want = {f"w{i}": jnp.full((800, 1000), i, jnp.float32) for i in range(6)}
+    v1.save_checkpointables(tmp_path / "step", {"model": ARGS.Save(want, budget_bytes=budget_bytes)})
+    found = v1.load_checkpointables(tmp_path / "step", {"model": ARGS.Restore(budget_bytes=budget_bytes)})
+    check(found["model"], want)
+    with ocp.CheckpointManager(tmp_path / "v0", item_handlers=ucp.CheckpointHandler(budget_bytes=1 << 40)) as manager:
+        manager.save(0, args=ARGS.Save(want, budget_bytes=budget_bytes))
+        check(manager.restore(0, args=ARGS.Restore(budget_bytes=budget_bytes)), want)
+    assert {name: min(most, 2) for name, most in in_flight.items()} == {"write": at_once, "read_into": at_once}

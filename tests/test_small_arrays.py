@@ -220,10 +220,8 @@ def test_a_save_that_stops_at_any_file_leaves_no_checkpoint(tmp_path, monkeypatc
         for what in ("put", "delete"):
             monkeypatch.setattr(Directory, what, stopped_when_none_is_left(getattr(Directory, what), left))
         item = tmp_path / str(stop)
-        handler = ucp.CheckpointHandler()
         try:
-            handler.save(item, ucp.args.Save(want))
-            handler.finalize(item)
+            ucp.CheckpointHandler().save(item, ucp.args.Save(want))
         except KeyboardInterrupt as error:
             name = str(error)
         else:

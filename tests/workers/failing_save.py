@@ -1,0 +1,115 @@
+"""One of two processes: `failing_save.py PORT RANK DIRECTORY`; prints what the saves said in which something fails.
+
+Every way to save meets every fault, and goes on: the same step without it, then the next. Of each there
+is the error in this process, what looked like a checkpoint after it, and what is wrong with those that were saved then.
+"""
+
+import contextlib
+import errno
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import patch
+
+port, rank = map(int, sys.argv[1:3])
+root = Path(sys.argv[3])
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_CPU_COLLECTIVES_IMPLEMENTATION"] = "gloo"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+
+import jax
+
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
+
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental.multihost_utils import sync_global_devices
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import v1
+
+import jax_ucp as ucp
+from jax_ucp import handler
+from jax_ucp.storage.directory import Directory
+
+MESH = Mesh(np.array(jax.devices()), ("x",))
+WANT = np.arange(64 * 1024, dtype=np.float32).reshape(64, 1024)
+TREE = {"w": jax.make_array_from_callback(WANT.shape, NamedSharding(MESH, P("x")), lambda index: WANT[index])}
+STEP = 3
+
+
+@functools.cache
+def manager(path: Path, asynchronous: bool) -> ocp.CheckpointManager:
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=asynchronous)
+    return ocp.CheckpointManager(path, item_handlers=ucp.CheckpointHandler(), options=options)
+
+
+def by_v0(asynchronous: bool, path: Path, step: int) -> None:
+    manager(path, asynchronous).save(step, args=ucp.args.Save(TREE))
+    manager(path, asynchronous).wait_until_finished()
+
+
+def by_checkpointer(path: Path, step: int) -> None:
+    ocp.Checkpointer(ucp.CheckpointHandler()).save(path / str(step) / "default", args=ucp.args.Save(TREE))
+
+
+def by_v1(asynchronous: bool, path: Path, step: int) -> None:
+    if asynchronous:
+        v1.save_checkpointables_async(path / str(step), {"default": ucp.args.Save(TREE)}).result()
+    else:
+        v1.save_checkpointables(path / str(step), {"default": ucp.args.Save(TREE)})
+
+
+Way = Callable[[Path, int], None]
+WAYS: dict[str, Way] = {
+    "v0": functools.partial(by_v0, False),
+    "v0 in the background": functools.partial(by_v0, True),
+    "v0 without a manager": by_checkpointer,
+    "v1": functools.partial(by_v1, False),
+    "v1 in the background": functools.partial(by_v1, True),
+}
+
+
+def full_disk(*args: object, **options: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a file")
+
+
+def out_of_memory(*args: object) -> None:
+    raise MemoryError("no room for a copy")
+
+
+# In which process something fails, and what.
+FAULTS = {
+    "process 1 has a full disk": (1, patch.object(Directory, "put", full_disk)),
+    "process 0 has a full disk": (0, patch.object(Directory, "put", full_disk)),
+    "process 0 cannot commit": (0, patch.object(handler, "commit_snapshot", full_disk)),
+    "process 1 has no memory for a copy": (1, patch.object(handler, "take_snapshot", out_of_memory)),
+}
+
+
+def met(save: Way, path: Path, process: int, fault: contextlib.AbstractContextManager) -> dict:
+    error = None
+    try:
+        with fault if rank == process else contextlib.nullcontext():
+            save(path, STEP)
+    except Exception as raised:
+        error = [type(raised).__name__, *str(raised).splitlines(), *getattr(raised, "__notes__", [])]
+    sync_global_devices("failed")
+    whole = [str(found) for found in [*path.rglob("ucp.json"), *path.glob(f"{STEP}/default")]]
+    sync_global_devices("looked")
+    for step in (STEP, STEP + 1):
+        save(path, step)
+    saved = [ucp.open(path / str(step) / "default") for step in (STEP, STEP + 1)]
+    return {"error": error, "whole": whole, "wrong": [f for each in saved for _, f in each.verify() if f]}
+
+
+said = {}
+for way, save in WAYS.items():
+    for fault, (process, patched) in FAULTS.items():
+        name = f"{way}, {fault}"
+        print(name, file=sys.stderr, flush=True)
+        said[name] = met(save, root / name.replace(" ", "_"), process, patched)
+print(json.dumps(said))
