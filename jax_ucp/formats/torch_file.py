@@ -116,23 +116,20 @@ class TorchFile:
         tensor = self._tensors[key]
         member = self._storages[tensor.storage]
         plain = self._data is None and not member.deflated and not self._swapped
-        runs: list[tuple[int, Box, np.ndarray]] = []
+        runs: list[tuple[int, np.ndarray]] = []
         for box, out in zip(boxes, outs, strict=True):
             run = run_start(box.start, box.shape, tensor.strides) if plain and box.size else None
-            if run is None or not box.within(Box.whole(tensor.shape)):
+            fits = (out.shape, out.dtype) == (box.shape, tensor.dtype)
+            if run is None or not fits or not box.within(Box.whole(tensor.shape)):
                 out[...] = self.read(key, box)
             else:
                 at = self._span.start + member.offset + (tensor.offset + run) * tensor.dtype.itemsize
-                runs.append((at, box, out))
+                runs.append((at, out))
         if runs:
             with self._naming_file(), open(self.path, "rb", buffering=0) as file:
                 self._same(os.fstat(file.fileno()))
-                for at, box, out in runs:
-                    fits = out.flags.c_contiguous and (out.shape, out.dtype) == (box.shape, tensor.dtype)
-                    room = out if fits else np.empty(box.shape, tensor.dtype)
-                    pread_into(file.fileno(), at, room)
-                    if not fits:
-                        out[...] = room
+                for at, out in runs:
+                    pread_into(file.fileno(), at, out)
 
     def verify(self) -> Iterator[tuple[str, str | None]]:
         """Each storage that has a CRC in the zip directory, and what is wrong with it, if anything."""
