@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -37,12 +37,14 @@ class DcpSource:
 
     def __init__(self, metadata: DcpMetadata):
         self.folder = metadata.folder
+        self._paths = {name: metadata.folder / name for name in {span.file for _, span in metadata.spans()}}
         self._chunks: dict[str, tuple[TensorEntry, Chunk]] = {
             chunk_key(fqn, chunk): (tensor, chunk)
             for fqn, tensor in metadata.tensors.items()
             for chunk in tensor.chunks
         }
         self._files: OrderedDict[Span, TorchFile] = OrderedDict()
+        self._alike: dict[Hashable, StoredTensor] = {}
         self._inflated = 0
         self._lock = Lock()
 
@@ -111,12 +113,12 @@ class DcpSource:
             return file
 
     def _opened(self, span: Span, max_bytes: int) -> TorchFile:
-        path = self.folder / span.file
+        path = self._paths[span.file]
         if not span.transforms:
-            return TorchFile(path, offset=span.offset, length=span.length)
+            return TorchFile(path, offset=span.offset, length=span.length, alike=self._alike)
         if span.transforms != (ZSTD,):
             raise FormatError(f"{path}: an item was written through {list(span.transforms)}; only {ZSTD!r} is read")
-        return TorchFile(path, data=_inflated(path, span, max_bytes))
+        return TorchFile(path, data=_inflated(path, span, max_bytes), alike=self._alike)
 
 
 def _inflated(path: Path, span: Span, max_bytes: int) -> bytes:

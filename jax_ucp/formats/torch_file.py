@@ -13,7 +13,7 @@ import mmap
 import os
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ MAX_PATH = 1024
 # How files of torch.save are named as a rule; a name alone makes none.
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 RELEASED_BYTES = 1 << 20
+ALIKE_BYTES, ALIKE_KEPT = 1 << 10, 1 << 10
 VERIFY_BYTES = 1 << 20  # so little stays in a core's cache until it is summed
 
 
@@ -63,13 +64,20 @@ class TorchFile:
 
     Views are read-only and keep the file mapped; a TorchFile of which no view is alive holds no file descriptor.
     `offset` and `length` select a file that lies inside another, as the objects in DCP's `.distcp` files do.
-    `data` are its bytes where they had to be inflated; `path` then only names them.
+    `data` are its bytes where they had to be inflated; `path` then only names them. `alike` keeps tensors that are
+    all of a file, by what they were made from, for the many files of one tensor that have the same pickle.
     """
 
     def __init__(
-        self, path: str | os.PathLike, *, offset: int = 0, length: int | None = None, data: bytes | None = None
+        self,
+        path: str | os.PathLike,
+        *,
+        offset: int = 0,
+        length: int | None = None,
+        data: bytes | None = None,
+        alike: dict[Hashable, StoredTensor] | None = None,
     ):
-        self.path = Path(path)
+        self.path = path if isinstance(path, Path) else Path(path)
         self._data = data
         self._span = slice(offset, None if length is None else offset + length)
         self._stat: os.stat_result | None = None
@@ -82,7 +90,7 @@ class TorchFile:
                 self.tree, self._storages = torch_legacy.load(mapping, start, stop)
             else:
                 self._storages, pickled, stored, self._swapped = _zip_contents(memoryview(mapping)[self._span])
-                self.tree = safe_pickle.load(pickled, NAMES, self._storage, stored)
+                self.tree = self._loaded(pickled, stored, {} if alike is None else alike)
             self._tensors = _tensors_by_key(self.tree)
 
     @property
@@ -176,6 +184,17 @@ class TorchFile:
             extent = sum((n - 1) * stride for n, stride in zip(box.shape, strides, strict=True)) + itemsize
             _release_with(array, mapping, self._span.start + start + first * itemsize, extent)
         return array
+
+    def _loaded(self, pickled: bytes, stored: int, alike: dict[Hashable, StoredTensor]) -> object:
+        """The object of data.pkl, which depends on its bytes, on what the file spends on them, and on storages' sizes."""
+        if len(pickled) > ALIKE_BYTES:
+            return safe_pickle.load(pickled, NAMES, self._storage, stored)
+        made_from = pickled, stored, tuple((key, member.size) for key, member in self._storages.items())
+        if (tree := alike.get(made_from)) is None:
+            tree = safe_pickle.load(pickled, NAMES, self._storage, stored)
+            if isinstance(tree, StoredTensor) and len(alike) < ALIKE_KEPT:
+                alike[made_from] = tree
+        return tree
 
     def _storage(self, persistent_id: object) -> Storage:
         """The storage that a persistent id names: ('storage', class, key, location, number of elements)."""
