@@ -463,7 +463,7 @@ def _size(node: object, above: int, max_nodes: int, known: dict[int, tuple[int, 
     known[id(node)] = _INSIDE
     nodes, depth = 1, 0
     for _, child in children(node):
-        if not isinstance(child, _CONTAINERS):
+        if type(child) in _ATOMS or not isinstance(child, _CONTAINERS):
             nodes, depth = nodes + 1, depth or 1
             continue
         found = known.get(id(child)) or ((1, 1) if above == MAX_DEPTH else _size(child, above + 1, max_nodes, known))

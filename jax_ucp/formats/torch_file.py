@@ -186,7 +186,7 @@ class TorchFile:
         return array
 
     def _loaded(self, pickled: bytes, stored: int, alike: dict[Hashable, StoredTensor]) -> object:
-        """The object of data.pkl, which depends on its bytes, on what the file spends on them, and on storages' sizes."""
+        """The object of data.pkl: it depends on the bytes, on what the file spends on them, and on storages' sizes."""
         if len(pickled) > ALIKE_BYTES:
             return safe_pickle.load(pickled, NAMES, self._storage, stored)
         made_from = pickled, stored, tuple((key, member.size) for key, member in self._storages.items())

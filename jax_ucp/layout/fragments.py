@@ -134,7 +134,7 @@ class ParamLayout:
 
     def _overlaps(self) -> Iterable[str]:
         boxes, index = self._blocks
-        for i, box in enumerate(boxes):
+        for i, box in enumerate(boxes if len(boxes) > 1 else ()):
             for j in index.meeting(box):
                 if i < j:
                     shards = self.replicas[box][0].shard, self.replicas[boxes[j]][0].shard
