@@ -64,8 +64,9 @@ class TorchFile:
 
     Views are read-only and keep the file mapped; a TorchFile of which no view is alive holds no file descriptor.
     `offset` and `length` select a file that lies inside another, as the objects in DCP's `.distcp` files do.
-    `data` are its bytes where they had to be inflated; `path` then only names them. `alike` keeps tensors that are
-    all of a file, by what they were made from, for the many files of one tensor that have the same pickle.
+    `data` are its bytes where they had to be inflated; `path` then only names them. `beside` lies inside the same
+    other file, whose mapping they share. `alike` keeps tensors that are all of a file, by what they were made from,
+    for the many files of one tensor that have the same pickle.
     """
 
     def __init__(
@@ -75,15 +76,16 @@ class TorchFile:
         offset: int = 0,
         length: int | None = None,
         data: bytes | None = None,
+        beside: TorchFile | None = None,
         alike: dict[Hashable, StoredTensor] | None = None,
     ):
         self.path = path if isinstance(path, Path) else Path(path)
         self._data = data
         self._span = slice(offset, None if length is None else offset + length)
-        self._stat: os.stat_result | None = None
-        self._mapping: weakref.ref[mmap.mmap] | None = None
+        self._stat: os.stat_result | None = beside._stat if beside else None
+        self._mapping: weakref.ref[mmap.mmap] | None = beside._mapping if beside else None
         with self._naming_file():
-            mapping = self._map()
+            mapping = self.mapping()
             start, stop, _ = self._span.indices(len(mapping))
             self._swapped = False
             if torch_legacy.is_legacy(mapping[start : min(stop, start + torch_legacy.HEAD_BYTES)]):
@@ -171,7 +173,7 @@ class TorchFile:
                 yield part
 
     def _view(self, tensor: StoredTensor, box: Box) -> np.ndarray:
-        member, mapping = self._storages[tensor.storage], self._map()
+        member, mapping = self._storages[tensor.storage], self.mapping()
         file = memoryview(mapping)[self._span]
         buffer, start = (member_bytes(file, member), 0) if member.deflated else (file, member.offset)
         itemsize = tensor.dtype.itemsize
@@ -215,7 +217,7 @@ class TorchFile:
             )
         return Storage(key, kind, self._storages[key].size)
 
-    def _map(self) -> mmap.mmap | bytes:
+    def mapping(self) -> mmap.mmap | bytes:
         """The file, mapped once for as long as any view lives; it must not change in between."""
         if self._data is not None:
             return self._data
