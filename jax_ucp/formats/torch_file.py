@@ -82,7 +82,7 @@ class TorchFile:
         self.path = path if isinstance(path, Path) else Path(path)
         self._data = data
         self._span = slice(offset, None if length is None else offset + length)
-        self._stat: os.stat_result | None = beside._stat if beside else None
+        self._first: tuple[int, ...] | None = beside._first if beside else None
         self._mapping: weakref.ref[mmap.mmap] | None = beside._mapping if beside else None
         with self._naming_file():
             mapping = self.mapping()
@@ -136,10 +136,9 @@ class TorchFile:
                 at = self._span.start + member.offset + (tensor.offset + run) * tensor.dtype.itemsize
                 runs.append((at, out))
         if runs:
-            with self._naming_file(), open(self.path, "rb", buffering=0) as file:
-                self._same(os.fstat(file.fileno()))
+            with self._naming_file(), self._opened() as file:
                 for at, out in runs:
-                    pread_into(file.fileno(), at, out)
+                    pread_into(file, at, out)
 
     def verify(self) -> Iterator[tuple[str, str | None]]:
         """Each storage that has a CRC in the zip directory, and what is wrong with it, if anything."""
@@ -165,11 +164,10 @@ class TorchFile:
             yield np.frombuffer(self._data, np.uint8, member.size, begin)
             return
         room = np.empty(min(VERIFY_BYTES, member.size), np.uint8)
-        with self._naming_file(), open(self.path, "rb", buffering=0) as file:
-            self._same(os.fstat(file.fileno()))
+        with self._naming_file(), self._opened() as file:
             for at in range(0, member.size, VERIFY_BYTES):
                 part = room[: member.size - at]
-                pread_into(file.fileno(), begin + at, part)
+                pread_into(file, begin + at, part)
                 yield part
 
     def _view(self, tensor: StoredTensor, box: Box) -> np.ndarray:
@@ -223,21 +221,25 @@ class TorchFile:
             return self._data
         mapping = self._mapping() if self._mapping else None
         if mapping is None:
-            with open(self.path, "rb") as file:
-                stat = os.fstat(file.fileno())
-                self._same(stat)
-                if stat.st_size == 0:
+            with self._opened() as file:
+                if os.fstat(file).st_size == 0:
                     raise FormatError("the file is empty")
-                mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                mapping = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
             self._mapping = weakref.ref(mapping)
         return mapping
 
-    def _same(self, stat: os.stat_result) -> None:
-        """Raises FormatError where the file is not the one that was opened."""
-        if self._stat is None:
-            self._stat = stat
-        elif _identity(stat) != _identity(self._stat):
-            raise FormatError("the file has changed since it was opened; open it again")
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        """A descriptor of the file. Raises FormatError where it is not the one that was opened first."""
+        handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            found = _identity(os.fstat(handle))
+            if self._first not in (None, found):
+                raise FormatError("the file has changed since it was opened; open it again")
+            self._first = found
+            yield handle
+        finally:
+            os.close(handle)
 
     @contextmanager
     def _naming_file(self) -> Iterator[None]:

@@ -183,7 +183,7 @@ def _member(file: memoryview, entry: _Entry) -> Member:
         wide = _zip64(file[extra_at:offset])
         size, stored_size = (_widen(number, wide, entry.name) for number in (size, stored_size))
     here, there = (crc, stored_size, size), (entry.crc, entry.stored_size, entry.size)
-    agree = here == there or (flags & _SIZES_FOLLOW and all(a in (0, b) for a, b in zip(here, there, strict=True)))
+    agree = here == there or (flags & _SIZES_FOLLOW and all([a in (0, b) for a, b in zip(here, there, strict=True)]))
     if not agree or (bytes(file[name_at:extra_at]), flags, method) != (entry.name, entry.flags, entry.method):
         raise FormatError(f"zip member {name!r}: its local header and the zip directory disagree")
     return Member(name, offset, entry.size, entry.stored_size, entry.crc, entry.method == _DEFLATED)
