@@ -1,8 +1,8 @@
 """Pickles read by an interpreter of our own: known names only, bounded, nothing imported and nothing run.
 
 Python's `Unpickler` with a `find_class` of one's own is not enough: it still allocates gigabytes for one memo
-index, and builds objects that no walk, hash or `repr` survives. Here an opcode is a few lines in `_Machine.step`; a
-name means what the caller's table says or the pickle is refused; and what is returned is a tree that a plain
+index, and builds objects that no walk, hash or `repr` survives. Here an opcode is a short method of `_Machine`; a name
+means what the caller's table says or the pickle is refused; and what is returned is a tree that a plain
 recursive walk can visit: no cycles, at most `MAX_DEPTH` deep, at most `MAX_NODES` nodes.
 
 The opcodes are those that Python writes for data at protocols 2 to 5 (`Lib/pickle.py`, `Lib/pickletools.py`). No
@@ -34,48 +34,6 @@ MAX_INT_BITS = 8_192  # Python refuses to print integers of more than 4,300 digi
 MAX_KEY_NODES = 64
 MAX_LABEL = 256
 
-_OPCODES = {opcode.code.encode("latin1"): opcode.name for opcode in pickletools.opcodes}
-_NUMBERS = {
-    "BININT": struct.Struct("<i"),
-    "BINFLOAT": struct.Struct(">d"),
-    "FRAME": struct.Struct("<Q"),
-    **dict.fromkeys(("BININT1", "BINPUT", "BINGET", "PROTO"), struct.Struct("<B")),
-    **dict.fromkeys(("BININT2",), struct.Struct("<H")),
-    **dict.fromkeys(("LONG_BINPUT", "LONG_BINGET"), struct.Struct("<I")),
-}
-_LENGTHS = {
-    "LONG4": struct.Struct("<i"),
-    **dict.fromkeys(("LONG1", "SHORT_BINUNICODE", "SHORT_BINBYTES"), struct.Struct("<B")),
-    **dict.fromkeys(("BINUNICODE", "BINBYTES"), struct.Struct("<I")),
-    **dict.fromkeys(("BINUNICODE8", "BINBYTES8", "BYTEARRAY8"), struct.Struct("<Q")),
-}
-_VALUES = frozenset(
-    [
-        "BININT",
-        "BININT1",
-        "BININT2",
-        "BINFLOAT",
-        "BINUNICODE",
-        "SHORT_BINUNICODE",
-        "BINUNICODE8",
-        "BINBYTES",
-        "SHORT_BINBYTES",
-        "BINBYTES8",
-        "BYTEARRAY8",
-    ]
-)
-# What an opcode adds to memory, by CPython's sizes, besides the bytes of its argument; the others add a pointer.
-_COSTS = {
-    **dict.fromkeys(_VALUES | {"LONG1", "LONG4"}, 48),
-    **{"EMPTY_LIST": 64, "EMPTY_DICT": 72, "EMPTY_SET": 224, "FROZENSET": 224, "BINPERSID": 192},
-    **dict.fromkeys(("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"), 64),
-    **dict.fromkeys(("MEMOIZE", "BINPUT", "LONG_BINPUT", "SETITEM"), 96),
-    **dict.fromkeys(("REDUCE", "NEWOBJ", "BUILD"), 192),
-}
-_TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_EMPTY: dict[str, type] = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_SET": set}
-
 
 @dataclass(frozen=True, slots=True)
 class Name:
@@ -105,7 +63,7 @@ class Node:
 
     __slots__ = ()
 
-    def children(self) -> Iterable[tuple[str, object]]:
+    def children(self) -> Iterable[tuple[object, object]]:
         raise NotImplementedError
 
 
@@ -123,7 +81,7 @@ class Record(Node):
         parts = self.state if isinstance(self.state, tuple) and len(self.state) == 2 else (self.state,)
         return {name: value for part in parts if isinstance(part, dict) for name, value in part.items()}
 
-    def children(self) -> list[tuple[str, object]]:
+    def children(self) -> list[tuple[object, object]]:
         state = children(self.state) if isinstance(self.state, dict) else [("state", self.state)]
         return [*children(self.args), *state]
 
@@ -176,16 +134,10 @@ def load_first(
 
     Nothing from `stop` on is looked at.
     """
-    machine, end = _Machine(names, persistent), start
+    machine = _Machine(names, persistent)
     most = stop - start if stored_bytes is None else stored_bytes
-    cost = 0
-    for opcode, argument, at in _opcodes(data, start, stop):
-        cost += _COSTS.get(opcode, 8)
-        if cost > FREE_BYTES + BYTES_PER_BYTE * min(at - start, most):
-            raise UnsafePickle(f"the objects in the pickle take too much memory for its first {at - start} bytes")
-        machine.step(opcode, argument)
-        end = at
-    if len(machine.stack) != 1 or machine.marks:
+    end = machine.run(data, start, stop, most)
+    if len(machine.stack) != 1 or machine.below:
         raise FormatError("the pickle ends with an unfinished object")
     _check_bounds(machine.stack[0], FREE_NODES + min(end - start, most) // 2)
     return machine.stack[0], end
@@ -194,18 +146,17 @@ def load_first(
 def walk(tree: object, labels: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
     """Every node of a loaded tree with the labels that lead to it, parents first, shared nodes every time."""
     yield labels, tree
-    for label, child in children(tree):
-        yield from walk(child, (*labels, label))
+    for key, child in children(tree):
+        yield from walk(child, (*labels, _label(key)))
 
 
-def children(node: object) -> Iterator[tuple[str, object]]:
-    """What a node holds, with a label for each: a dict's keys, a sequence's positions."""
+def children(node: object) -> Iterable[tuple[object, object]]:
+    """What a node holds, and by what: a dict's keys, a sequence's positions."""
     if isinstance(node, dict):
-        yield from ((_label(key), value) for key, value in node.items())
-    elif isinstance(node, list | tuple | set | frozenset):
-        yield from ((str(i), value) for i, value in enumerate(node))
-    elif isinstance(node, Node):
-        yield from node.children()
+        return node.items()
+    if isinstance(node, list | tuple | set | frozenset):
+        return enumerate(node)
+    return node.children() if isinstance(node, Node) else ()
 
 
 def _label(key: object) -> str:
@@ -213,142 +164,130 @@ def _label(key: object) -> str:
     return text if len(text) <= MAX_LABEL else text[: MAX_LABEL - 3] + "..."
 
 
-def _opcodes(data: bytes | mmap, at: int, stop: int) -> Iterator[tuple[str, object, int]]:
-    """Each opcode's name, its argument, and the byte after it; the last one is STOP.
-
-    `pickletools.genops` would do, but interprets escapes in names, with warnings where they are invalid.
-    """
-
-    def take(count: int) -> bytes:
-        nonlocal at
-        if not 0 <= count <= stop - at:
-            raise FormatError(f"not a pickle, or a damaged one: it ends inside what starts before byte {at}")
-        at += count
-        return data[at - count : at]
-
-    opcode = ""
-    while opcode != "STOP":
-        code, argument = take(1), None
-        opcode = _OPCODES.get(code, f"{code!r}")
-        if opcode in _NUMBERS:
-            (argument,) = _NUMBERS[opcode].unpack(take(_NUMBERS[opcode].size))
-        elif opcode in _LENGTHS:
-            (length,) = _LENGTHS[opcode].unpack(take(_LENGTHS[opcode].size))
-            argument = _value(opcode, take(length))
-        elif opcode == "GLOBAL":
-            lines = [take(data.find(b"\n", at, stop) + 1 - at)[:-1] for _ in range(2)]
-            argument = _value("BINUNICODE", b" ".join(lines))
-        yield opcode, argument, at
-
-
-def _value(opcode: str, raw: bytes) -> object:
-    if opcode in ("LONG1", "LONG4"):
-        return int.from_bytes(raw, "little", signed=True)
-    if "UNICODE" not in opcode:
-        return bytearray(raw) if opcode == "BYTEARRAY8" else raw
-    try:
-        return raw.decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError as error:
-        raise FormatError(f"not a pickle, or a damaged one: {error.reason} in a text") from error
-
-
 class _Machine:
-    """A stack, where marks stand on it, a memo, and the objects that may still receive their state."""
+    """A stack, those below its marks, a memo, and the objects that may still receive their state.
+
+    A method that is an opcode takes the opcode's argument, None where it has none.
+    """
 
     def __init__(self, names: Mapping[str, object], persistent: Callable[[object], object] | None):
         self.names = names
         self.persistent = persistent
         self.stack: list = []
-        self.marks: list[int] = []
+        self.below: list[list] = []
         self.memo: dict[object, object] = {}  # a dict: an index of 2**32 - 1 costs no more than any other
         self.unbuilt: dict[int, tuple[object, Constructor]] = {}
 
-    def step(self, opcode: str, argument: object) -> None:
-        push = self.stack.append
-        if opcode in ("BINPUT", "LONG_BINPUT"):
-            self.memo[argument] = self.top()
-        elif opcode == "MEMOIZE":
-            self.memo[len(self.memo)] = self.top()
-        elif opcode in ("BINGET", "LONG_BINGET"):
-            if argument not in self.memo:
-                raise FormatError(f"the pickle asks for memo {argument}, which it never put there")
-            push(self.memo[argument])
-        elif opcode in _VALUES:
-            push(argument)
-        elif opcode in ("LONG1", "LONG4"):
-            assert isinstance(argument, int)
-            if argument.bit_length() > MAX_INT_BITS:
-                raise UnsafePickle(f"an integer of {argument.bit_length()} bits in the pickle")
-            push(argument)
-        elif opcode in _CONSTANTS:
-            push(_CONSTANTS[opcode])
-        elif opcode in _EMPTY:
-            push(_EMPTY[opcode]())
-        elif opcode == "MARK":
-            if len(self.marks) >= MAX_MARKS:
-                raise UnsafePickle(f"more than {MAX_MARKS} open marks in the pickle")
-            self.marks.append(len(self.stack))
-        elif opcode in _TUPLES:
-            push(tuple(self.pop(_TUPLES[opcode])))
-        elif opcode == "TUPLE":
-            push(tuple(self.pop_to_mark()))
-        elif opcode == "APPEND":
-            (item,) = self.pop(1)
-            self.top(list).append(item)
-        elif opcode == "APPENDS":
-            items = self.pop_to_mark()
-            self.top(list).extend(items)
-        elif opcode == "SETITEM":
-            self.set_items(self.pop(2))
-        elif opcode == "SETITEMS":
-            self.set_items(self.pop_to_mark())
-        elif opcode == "ADDITEMS":
-            items = self.pop_to_mark()
-            self.top(set).update(map(check_key, items))
-        elif opcode == "FROZENSET":
-            push(frozenset(map(check_key, self.pop_to_mark())))
-        elif opcode == "GLOBAL":
-            module, _, name = str(argument).partition(" ")
-            push(self.find(module, name))
-        elif opcode == "STACK_GLOBAL":
-            push(self.find(*self.pop(2)))
-        elif opcode in ("REDUCE", "NEWOBJ"):
-            push(self.call(opcode, *self.pop(2)))
-        elif opcode == "BUILD":
-            (state,) = self.pop(1)
-            self.build(self.top(), state)
-        elif opcode == "BINPERSID":
-            if self.persistent is None:
-                raise UnsafePickle("the pickle refers to persistent objects, which this file cannot have")
-            push(self.persistent(*self.pop(1)))
-        elif opcode == "PROTO":
-            if argument not in (2, 3, 4, 5):
-                raise FormatError(f"pickle protocol {argument}; torch.save writes 2 to 5")
-        elif opcode not in ("FRAME", "STOP"):
-            raise UnsafePickle(f"pickle opcode {opcode}, which a checkpoint never needs")
+    def run(self, data: bytes | mmap, start: int, stop: int, most: int) -> int:
+        """Run the opcodes from byte `start` up to STOP, and return the byte after it; `most` bytes pay for memory.
+
+        `pickletools.genops` would find them, but interprets escapes in names, with warnings where they are invalid.
+        """
+        at, cost, opcode = start, 0, None
+        while opcode is not _STOP:
+            if at >= stop:
+                raise _damaged(at)
+            opcode, at, argument = _OPCODES[data[at]], at + 1, None
+            if opcode.number is not None:
+                if opcode.number.size > stop - at:
+                    raise _damaged(at)
+                (argument,) = opcode.number.unpack_from(data, at)
+                at += opcode.number.size
+            if opcode.value is not None:  # of as many bytes as the number says, or of two lines
+                length = _two_lines(data, at, stop) if argument is None else argument
+                if not 0 <= length <= stop - at:
+                    raise _damaged(at)
+                argument, at = opcode.value(data[at : at + length]), at + length
+            cost += opcode.cost
+            if cost > FREE_BYTES and cost > FREE_BYTES + BYTES_PER_BYTE * min(at - start, most):
+                raise UnsafePickle(f"the objects in the pickle take too much memory for its first {at - start} bytes")
+            opcode.step(self, argument)
+        return at
+
+    def push(self, argument: object) -> None:
+        self.stack.append(argument)
+
+    def push_long(self, argument: int) -> None:
+        if argument.bit_length() > MAX_INT_BITS:
+            raise UnsafePickle(f"an integer of {argument.bit_length()} bits in the pickle")
+        self.stack.append(argument)
+
+    def put(self, index: int) -> None:
+        self.memo[index] = self.top()
+
+    def memoize(self, _: None) -> None:
+        self.memo[len(self.memo)] = self.top()
+
+    def get(self, index: int) -> None:
+        if index not in self.memo:
+            raise FormatError(f"the pickle asks for memo {index}, which it never put there")
+        self.stack.append(self.memo[index])
+
+    def mark(self, _: None) -> None:
+        if len(self.below) >= MAX_MARKS:
+            raise UnsafePickle(f"more than {MAX_MARKS} open marks in the pickle")
+        self.below.append(self.stack)
+        self.stack = []
+
+    def append(self, _: None) -> None:
+        (item,) = self.pop(1)
+        self.top(list).append(item)
+
+    def appends(self, _: None) -> None:
+        items = self.pop_to_mark()
+        self.top(list).extend(items)
+
+    def set_item(self, _: None) -> None:
+        self.set_items(self.pop(2))
+
+    def set_all(self, _: None) -> None:
+        self.set_items(self.pop_to_mark())
+
+    def add_items(self, _: None) -> None:
+        items = self.pop_to_mark()
+        self.top(set).update(map(check_key, items))
+
+    def reduce(self, _: None) -> None:
+        function, args = self.pop(2)
+        self.stack.append(self.call(function, args))
+
+    def new(self, _: None) -> None:
+        function, args = self.pop(2)
+        if isinstance(function, Constructor) and isinstance(args, tuple) and not function.inert:
+            raise UnsafePickle(f"the pickle makes a {function.name} without its constructor")
+        self.stack.append(self.call(function, args))
+
+    def persist(self, _: None) -> None:
+        if self.persistent is None:
+            raise UnsafePickle("the pickle refers to persistent objects, which this file cannot have")
+        self.stack.append(self.persistent(*self.pop(1)))
+
+    def protocol(self, version: int) -> None:
+        if version not in (2, 3, 4, 5):
+            raise FormatError(f"pickle protocol {version}; torch.save writes 2 to 5")
 
     def pop(self, count: int) -> list:
         """The last `count` objects, off the stack; those below the last mark are out of reach."""
         floor = len(self.stack) - count
-        if floor < (self.marks[-1] if self.marks else 0):
+        if floor < 0:
             raise FormatError("the pickle takes more off its stack than it put there")
         items = self.stack[floor:]
         del self.stack[floor:]
         return items
 
     def pop_to_mark(self) -> list:
-        if not self.marks:
+        if not self.below:
             raise FormatError("the pickle ends a group it never began")
-        items = self.pop(len(self.stack) - self.marks[-1])
-        self.marks.pop()
+        items, self.stack = self.stack, self.below.pop()
         return items
 
     def top(self, kind: type = object) -> Any:
         """The last object, which stays. It must be just of `kind`, or anything at all for `object`."""
-        (item,) = self.pop(1)
+        if not self.stack:
+            raise FormatError("the pickle takes more off its stack than it put there")
+        item = self.stack[-1]
         if kind is not object and type(item) is not kind:
             raise UnsafePickle(f"the pickle fills a {type(item).__name__} as if it were a {kind.__name__}")
-        self.stack.append(item)
         return item
 
     def set_items(self, items: list) -> None:
@@ -366,12 +305,10 @@ class _Machine:
             )
         return self.names[dotted]
 
-    def call(self, opcode: str, function: object, args: object) -> object:
+    def call(self, function: object, args: object) -> object:
         if not isinstance(function, Constructor) or not isinstance(args, tuple):
             what = function.name if isinstance(function, Name) else type(function).__name__
             raise UnsafePickle(f"the pickle calls {what!r}, which is no constructor we know")
-        if opcode == "NEWOBJ" and not function.inert:
-            raise UnsafePickle(f"the pickle makes a {function.name} without its constructor")
         made = function.call(args)
         if made is NotImplemented:
             kinds = ", ".join(type(arg).__name__ for arg in args[:10])
@@ -380,7 +317,9 @@ class _Machine:
             self.unbuilt[id(made)] = made, function
         return made
 
-    def build(self, target: object, state: object) -> None:
+    def build(self, _: None) -> None:
+        (state,) = self.pop(1)
+        target = self.top()
         made, constructor = self.unbuilt.pop(id(target), (None, None))
         if made is not target or constructor is None or constructor.build is None:
             raise UnsafePickle(f"the pickle gives a state to a {type(target).__name__} that cannot take one")
@@ -388,8 +327,117 @@ class _Machine:
             raise UnsafePickle(f"the pickle gives {constructor.name} a state of a kind it never has")
 
 
+def _damaged(at: int) -> FormatError:
+    return FormatError(f"not a pickle, or a damaged one: it ends inside what starts before byte {at}")
+
+
+def _two_lines(data: bytes | mmap, at: int, stop: int) -> int:
+    """How many bytes the two lines from byte `at` on take; more than there are where one does not end."""
+    first = data.find(b"\n", at, stop) + 1
+    second = data.find(b"\n", first, stop) + 1 if first else 0
+    return (second or stop + 1) - at
+
+
+def _text(raw: bytes) -> str:
+    try:
+        return raw.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:
+        raise FormatError(f"not a pickle, or a damaged one: {error.reason} in a text") from error
+
+
+def _long(raw: bytes) -> int:
+    return int.from_bytes(raw, "little", signed=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Opcode:
+    """What an opcode does, and the argument that it does it with.
+
+    `number` follows the opcode. With `value` the argument is made of as many bytes as that number says, or of two
+    lines. `cost` is what the opcode adds to memory, by CPython's sizes, besides the bytes of its argument: a pointer
+    at least.
+    """
+
+    step: Callable[[_Machine, Any], None]
+    number: struct.Struct | None = None
+    value: Callable[[bytes], object] | None = None
+    cost: int = 8
+
+
+def _pushes(make: Callable[[], object], cost: int = 8) -> _Opcode:
+    return _Opcode(lambda machine, _: machine.stack.append(make()), cost=cost)
+
+
+def _tuples(count: int) -> _Opcode:
+    return _Opcode(lambda machine, _: machine.stack.append(tuple(machine.pop(count))), cost=64)
+
+
+def _refused(code: int) -> _Opcode:
+    what = _NAMES.get(code, repr(bytes([code])))
+
+    def step(machine: _Machine, _: None) -> None:
+        raise UnsafePickle(f"pickle opcode {what}, which a checkpoint never needs")
+
+    return _Opcode(step)
+
+
+_NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
+_U1, _U2, _U4, _U8, _I4 = (struct.Struct(f"<{kind}") for kind in "BHIQi")
+_STOP = _Opcode(lambda machine, _: None)
+_KNOWN = {
+    "PROTO": _Opcode(_Machine.protocol, _U1),
+    "FRAME": _Opcode(lambda machine, _: None, _U8),
+    "STOP": _STOP,
+    "NONE": _pushes(lambda: None),
+    "NEWTRUE": _pushes(lambda: True),
+    "NEWFALSE": _pushes(lambda: False),
+    "BININT": _Opcode(_Machine.push, _I4, cost=48),
+    "BININT1": _Opcode(_Machine.push, _U1, cost=48),
+    "BININT2": _Opcode(_Machine.push, _U2, cost=48),
+    "LONG1": _Opcode(_Machine.push_long, _U1, _long, cost=48),
+    "LONG4": _Opcode(_Machine.push_long, _I4, _long, cost=48),
+    "BINFLOAT": _Opcode(_Machine.push, struct.Struct(">d"), cost=48),
+    "SHORT_BINUNICODE": _Opcode(_Machine.push, _U1, _text, cost=48),
+    "BINUNICODE": _Opcode(_Machine.push, _U4, _text, cost=48),
+    "BINUNICODE8": _Opcode(_Machine.push, _U8, _text, cost=48),
+    "SHORT_BINBYTES": _Opcode(_Machine.push, _U1, bytes, cost=48),
+    "BINBYTES": _Opcode(_Machine.push, _U4, bytes, cost=48),
+    "BINBYTES8": _Opcode(_Machine.push, _U8, bytes, cost=48),
+    "BYTEARRAY8": _Opcode(_Machine.push, _U8, bytearray, cost=48),
+    "EMPTY_TUPLE": _pushes(tuple),
+    "TUPLE1": _tuples(1),
+    "TUPLE2": _tuples(2),
+    "TUPLE3": _tuples(3),
+    "TUPLE": _Opcode(lambda machine, _: machine.push(tuple(machine.pop_to_mark())), cost=64),
+    "EMPTY_LIST": _pushes(list, 64),
+    "APPEND": _Opcode(_Machine.append),
+    "APPENDS": _Opcode(_Machine.appends),
+    "EMPTY_DICT": _pushes(dict, 72),
+    "SETITEM": _Opcode(_Machine.set_item, cost=96),
+    "SETITEMS": _Opcode(_Machine.set_all),
+    "EMPTY_SET": _pushes(set, 224),
+    "ADDITEMS": _Opcode(_Machine.add_items),
+    "FROZENSET": _Opcode(lambda machine, _: machine.push(frozenset(map(check_key, machine.pop_to_mark()))), cost=224),
+    "MARK": _Opcode(_Machine.mark),
+    "MEMOIZE": _Opcode(_Machine.memoize, cost=96),
+    "BINPUT": _Opcode(_Machine.put, _U1, cost=96),
+    "LONG_BINPUT": _Opcode(_Machine.put, _U4, cost=96),
+    "BINGET": _Opcode(_Machine.get, _U1),
+    "LONG_BINGET": _Opcode(_Machine.get, _U4),
+    "GLOBAL": _Opcode(lambda machine, lines: machine.push(machine.find(*lines.split("\n")[:2])), value=_text),
+    "STACK_GLOBAL": _Opcode(lambda machine, _: machine.push(machine.find(*machine.pop(2)))),
+    "REDUCE": _Opcode(_Machine.reduce, cost=192),
+    "NEWOBJ": _Opcode(_Machine.new, cost=192),
+    "BUILD": _Opcode(_Machine.build, cost=192),
+    "BINPERSID": _Opcode(_Machine.persist, cost=192),
+}
+_OPCODES = [_KNOWN.get(_NAMES.get(code, "")) or _refused(code) for code in range(256)]
+
+
 def check_key(key: T) -> T:
     """The key, if a dict can hash it in a few steps: the hash of nested tuples visits every path through them."""
+    if type(key) in _ATOMS:
+        return key
     todo: list[object] = [key]
     for _ in range(MAX_KEY_NODES):
         if not todo:
@@ -402,46 +450,34 @@ def check_key(key: T) -> T:
     raise UnsafePickle(f"a dict key or set element of {MAX_KEY_NODES} or more parts in the pickle")
 
 
-@dataclass(slots=True)
-class _Inside:
-    """A container on the way down, what of it is still to be looked at, and the size of the rest."""
-
-    node: object
-    left: Iterator[tuple[str, object]]
-    nodes: int = 1
-    depth: int = 0
-
-
 def _check_bounds(tree: object, max_nodes: int) -> None:
     """Refuse a tree that a recursive walk would not leave: cyclic, too deep, or shared exponentially.
 
-    Shared nodes count as often as a walk meets them, yet are looked at once: a number is kept for each container.
+    Shared nodes count as often as a walk meets them, yet are looked at once: a size is kept for each container.
     """
-    known: dict[int, int] = {id(tree): 0}  # id -> nodes << 8 | depth; 0 while inside
-    path = [_Inside(tree, children(tree))]
-    while True:
-        here = path[-1]
-        if (found := next(here.left, None)) is not None:
-            child = found[1]
-            size = known.get(id(child)) if isinstance(child, _CONTAINERS) else _LEAF
-            if size is None:
-                known[id(child)] = 0
-                path.append(_Inside(child, children(child)))
-                continue
-            if size == 0:
-                raise UnsafePickle(f"a {type(child).__name__} in the pickle contains itself")
-        else:
-            size = known[id(here.node)] = here.nodes << 8 | here.depth
-            path.pop()
-            if not path:
-                return
-            here = path[-1]
-        here.nodes, here.depth = here.nodes + (size >> 8), max(here.depth, 1 + (size & 0xFF))
-        if here.nodes > max_nodes or max(here.depth, len(path)) > MAX_DEPTH:
-            raise UnsafePickle(
-                f"objects nested {max(here.depth, len(path))} deep, or {here.nodes} counting shared ones, in the pickle"
-            )
+    _size(tree, 0, max_nodes, {})
+
+
+def _size(node: object, above: int, max_nodes: int, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """The nodes of a container, itself too, and how deep it is, where so many others are around it."""
+    known[id(node)] = _INSIDE
+    nodes, depth = 1, 0
+    for _, child in children(node):
+        if type(child) in _ATOMS or not isinstance(child, _CONTAINERS):
+            nodes, depth = nodes + 1, depth or 1
+            continue
+        found = known.get(id(child)) or ((1, 1) if above == MAX_DEPTH else _size(child, above + 1, max_nodes, known))
+        if found is _INSIDE:
+            raise UnsafePickle(f"a {type(child).__name__} in the pickle contains itself")
+        nodes, depth = nodes + found[0], max(depth, 1 + found[1])
+        if nodes > max_nodes:
+            break
+    if nodes > max_nodes or above + depth > MAX_DEPTH:
+        raise UnsafePickle(f"objects nested {above + depth} deep, or {nodes} counting shared ones, in the pickle")
+    known[id(node)] = nodes, depth
+    return nodes, depth
 
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, Node)
-_LEAF = 1 << 8
+_ATOMS = frozenset((str, int, float, bool, bytes, type(None)))
+_INSIDE = 0, -1

@@ -13,7 +13,7 @@ import mmap
 import os
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ MAX_PATH = 1024
 # How files of torch.save are named as a rule; a name alone makes none.
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 RELEASED_BYTES = 1 << 20
+ALIKE_BYTES, ALIKE_KEPT = 1 << 10, 1 << 10
 VERIFY_BYTES = 1 << 20  # so little stays in a core's cache until it is summed
 
 
@@ -63,26 +64,35 @@ class TorchFile:
 
     Views are read-only and keep the file mapped; a TorchFile of which no view is alive holds no file descriptor.
     `offset` and `length` select a file that lies inside another, as the objects in DCP's `.distcp` files do.
-    `data` are its bytes where they had to be inflated; `path` then only names them.
+    `data` are its bytes where they had to be inflated; `path` then only names them. `beside` lies inside the same
+    other file, whose mapping they share. `alike` keeps tensors that are all of a file, by what they were made from,
+    for the many files of one tensor that have the same pickle.
     """
 
     def __init__(
-        self, path: str | os.PathLike, *, offset: int = 0, length: int | None = None, data: bytes | None = None
+        self,
+        path: str | os.PathLike,
+        *,
+        offset: int = 0,
+        length: int | None = None,
+        data: bytes | None = None,
+        beside: TorchFile | None = None,
+        alike: dict[Hashable, StoredTensor] | None = None,
     ):
-        self.path = Path(path)
+        self.path = path if isinstance(path, Path) else Path(path)
         self._data = data
         self._span = slice(offset, None if length is None else offset + length)
-        self._stat: os.stat_result | None = None
-        self._mapping: weakref.ref[mmap.mmap] | None = None
+        self._first: tuple[int, ...] | None = beside._first if beside else None
+        self._mapping: weakref.ref[mmap.mmap] | None = beside._mapping if beside else None
         with self._naming_file():
-            mapping = self._map()
+            mapping = self.mapping()
             start, stop, _ = self._span.indices(len(mapping))
             self._swapped = False
             if torch_legacy.is_legacy(mapping[start : min(stop, start + torch_legacy.HEAD_BYTES)]):
                 self.tree, self._storages = torch_legacy.load(mapping, start, stop)
             else:
                 self._storages, pickled, stored, self._swapped = _zip_contents(memoryview(mapping)[self._span])
-                self.tree = safe_pickle.load(pickled, NAMES, self._storage, stored)
+                self.tree = self._loaded(pickled, stored, {} if alike is None else alike)
             self._tensors = _tensors_by_key(self.tree)
 
     @property
@@ -116,23 +126,19 @@ class TorchFile:
         tensor = self._tensors[key]
         member = self._storages[tensor.storage]
         plain = self._data is None and not member.deflated and not self._swapped
-        runs: list[tuple[int, Box, np.ndarray]] = []
+        runs: list[tuple[int, np.ndarray]] = []
         for box, out in zip(boxes, outs, strict=True):
             run = run_start(box.start, box.shape, tensor.strides) if plain and box.size else None
-            if run is None or not box.within(Box.whole(tensor.shape)):
+            fits = (out.shape, out.dtype) == (box.shape, tensor.dtype)
+            if run is None or not fits or not box.within(Box.whole(tensor.shape)):
                 out[...] = self.read(key, box)
             else:
                 at = self._span.start + member.offset + (tensor.offset + run) * tensor.dtype.itemsize
-                runs.append((at, box, out))
+                runs.append((at, out))
         if runs:
-            with self._naming_file(), open(self.path, "rb", buffering=0) as file:
-                self._same(os.fstat(file.fileno()))
-                for at, box, out in runs:
-                    fits = out.flags.c_contiguous and (out.shape, out.dtype) == (box.shape, tensor.dtype)
-                    room = out if fits else np.empty(box.shape, tensor.dtype)
-                    pread_into(file.fileno(), at, room)
-                    if not fits:
-                        out[...] = room
+            with self._naming_file(), self._opened() as file:
+                for at, out in runs:
+                    pread_into(file, at, out)
 
     def verify(self) -> Iterator[tuple[str, str | None]]:
         """Each storage that has a CRC in the zip directory, and what is wrong with it, if anything."""
@@ -158,15 +164,14 @@ class TorchFile:
             yield np.frombuffer(self._data, np.uint8, member.size, begin)
             return
         room = np.empty(min(VERIFY_BYTES, member.size), np.uint8)
-        with self._naming_file(), open(self.path, "rb", buffering=0) as file:
-            self._same(os.fstat(file.fileno()))
+        with self._naming_file(), self._opened() as file:
             for at in range(0, member.size, VERIFY_BYTES):
                 part = room[: member.size - at]
-                pread_into(file.fileno(), begin + at, part)
+                pread_into(file, begin + at, part)
                 yield part
 
     def _view(self, tensor: StoredTensor, box: Box) -> np.ndarray:
-        member, mapping = self._storages[tensor.storage], self._map()
+        member, mapping = self._storages[tensor.storage], self.mapping()
         file = memoryview(mapping)[self._span]
         buffer, start = (member_bytes(file, member), 0) if member.deflated else (file, member.offset)
         itemsize = tensor.dtype.itemsize
@@ -179,6 +184,17 @@ class TorchFile:
             extent = sum((n - 1) * stride for n, stride in zip(box.shape, strides, strict=True)) + itemsize
             _release_with(array, mapping, self._span.start + start + first * itemsize, extent)
         return array
+
+    def _loaded(self, pickled: bytes, stored: int, alike: dict[Hashable, StoredTensor]) -> object:
+        """The object of data.pkl: it depends on the bytes, on what the file spends on them, and on storages' sizes."""
+        if len(pickled) > ALIKE_BYTES:
+            return safe_pickle.load(pickled, NAMES, self._storage, stored)
+        made_from = pickled, stored, tuple((key, member.size) for key, member in self._storages.items())
+        if (tree := alike.get(made_from)) is None:
+            tree = safe_pickle.load(pickled, NAMES, self._storage, stored)
+            if isinstance(tree, StoredTensor) and len(alike) < ALIKE_KEPT:
+                alike[made_from] = tree
+        return tree
 
     def _storage(self, persistent_id: object) -> Storage:
         """The storage that a persistent id names: ('storage', class, key, location, number of elements)."""
@@ -199,27 +215,31 @@ class TorchFile:
             )
         return Storage(key, kind, self._storages[key].size)
 
-    def _map(self) -> mmap.mmap | bytes:
+    def mapping(self) -> mmap.mmap | bytes:
         """The file, mapped once for as long as any view lives; it must not change in between."""
         if self._data is not None:
             return self._data
         mapping = self._mapping() if self._mapping else None
         if mapping is None:
-            with open(self.path, "rb") as file:
-                stat = os.fstat(file.fileno())
-                self._same(stat)
-                if stat.st_size == 0:
+            with self._opened() as file:
+                if os.fstat(file).st_size == 0:
                     raise FormatError("the file is empty")
-                mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                mapping = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
             self._mapping = weakref.ref(mapping)
         return mapping
 
-    def _same(self, stat: os.stat_result) -> None:
-        """Raises FormatError where the file is not the one that was opened."""
-        if self._stat is None:
-            self._stat = stat
-        elif _identity(stat) != _identity(self._stat):
-            raise FormatError("the file has changed since it was opened; open it again")
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        """A descriptor of the file. Raises FormatError where it is not the one that was opened first."""
+        handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            found = _identity(os.fstat(handle))
+            if self._first not in (None, found):
+                raise FormatError("the file has changed since it was opened; open it again")
+            self._first = found
+            yield handle
+        finally:
+            os.close(handle)
 
     @contextmanager
     def _naming_file(self) -> Iterator[None]:

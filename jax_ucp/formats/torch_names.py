@@ -76,7 +76,7 @@ class StoredTensor(Node):
     strides: tuple[int, ...]
     attributes: dict[str, object] = field(default_factory=dict)
 
-    def children(self) -> Iterable[tuple[str, object]]:
+    def children(self) -> Iterable[tuple[object, object]]:
         return children(self.attributes)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from jax_ucp.errors import CorruptData, FormatError
 
@@ -30,8 +30,7 @@ _MAX_RATIO = 1032
 _MAX_INFLATED = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """One file of the archive: `stored_size` bytes from `offset`, `size` bytes once inflated."""
 
     name: str
@@ -42,8 +41,7 @@ class Member:
     deflated: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+class _Entry(NamedTuple):
     """What the central directory says of a member."""
 
     name: bytes
@@ -157,8 +155,9 @@ def _entry(file: memoryview, at: int, limit: int) -> tuple[_Entry, int]:
     if stop > limit:
         raise FormatError(f"the zip directory entry at byte {at} runs past the directory")
     name = bytes(file[at + _CENTRAL.size : extra_at])
-    wide = _zip64(file[extra_at : extra_at + extra_length])
-    size, stored_size, header = (_widen(number, wide, name) for number in (size, stored_size, header))
+    if _MAX32 in (size, stored_size, header):
+        wide = _zip64(file[extra_at : extra_at + extra_length])
+        size, stored_size, header = (_widen(number, wide, name) for number in (size, stored_size, header))
     if flags & ~_KNOWN_FLAGS or disk:
         raise FormatError(f"zip member {_text(name)!r} is encrypted or on another disk (flags {flags:#x})")
     if method not in (_STORED, _DEFLATED) or (method == _STORED and size != stored_size):
@@ -180,12 +179,12 @@ def _member(file: memoryview, entry: _Entry) -> Member:
     offset = extra_at + extra_length
     if offset + entry.stored_size > len(file):
         raise FormatError(f"zip member {name!r} runs past the end of the file: it is truncated or damaged")
-    wide = _zip64(file[extra_at:offset])
-    size, stored_size = (_widen(number, wide, entry.name) for number in (size, stored_size))
-    agree = (bytes(file[name_at:extra_at]), flags, method) == (entry.name, entry.flags, entry.method)
-    for here, there in ((crc, entry.crc), (stored_size, entry.stored_size), (size, entry.size)):
-        agree = agree and (here == there or (here == 0 and flags & _SIZES_FOLLOW))
-    if not agree:
+    if _MAX32 in (size, stored_size):
+        wide = _zip64(file[extra_at:offset])
+        size, stored_size = (_widen(number, wide, entry.name) for number in (size, stored_size))
+    here, there = (crc, stored_size, size), (entry.crc, entry.stored_size, entry.size)
+    agree = here == there or (flags & _SIZES_FOLLOW and all([a in (0, b) for a, b in zip(here, there, strict=True)]))
+    if not agree or (bytes(file[name_at:extra_at]), flags, method) != (entry.name, entry.flags, entry.method):
         raise FormatError(f"zip member {name!r}: its local header and the zip directory disagree")
     return Member(name, offset, entry.size, entry.stored_size, entry.crc, entry.method == _DEFLATED)
 

@@ -41,7 +41,7 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple([b - a for a, b in zip(self.start, self.stop, strict=True)])
 
     @property
     def size(self) -> int:
@@ -51,27 +51,29 @@ class Box:
     @property
     def index(self) -> tuple[slice, ...]:
         """The same block as a numpy index."""
-        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+        return tuple([slice(a, b) for a, b in zip(self.start, self.stop, strict=True)])
 
     def intersect(self, other: Box) -> Box | None:
         """The elements in both boxes, or None where there are none."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
-        if any(a >= b for a, b in zip(start, stop, strict=True)):
-            return None
+        for a, b in zip(start, stop, strict=True):
+            if a >= b:
+                return None
         return Box(start, stop)
 
     def within(self, other: Box) -> bool:
         """Whether every element of this box is in `other`."""
-        return all(a >= b for a, b in zip(self.start, other.start, strict=True)) and all(
-            a <= b for a, b in zip(self.stop, other.stop, strict=True)
-        )
+        for a, b, start, stop in zip(self.start, self.stop, other.start, other.stop, strict=True):
+            if a < start or b > stop:
+                return False
+        return True
 
     def shift(self, by: Sequence[int]) -> Box:
         """This box moved by `by[i]` elements along axis i."""
         return Box(
-            tuple(a + d for a, d in zip(self.start, by, strict=True)),
-            tuple(b + d for b, d in zip(self.stop, by, strict=True)),
+            tuple([a + d for a, d in zip(self.start, by, strict=True)]),
+            tuple([b + d for b, d in zip(self.stop, by, strict=True)]),
         )
 
     def relative_to(self, origin: Box) -> Box:

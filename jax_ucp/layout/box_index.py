@@ -63,6 +63,8 @@ def _meet(a: Box, b: Box) -> bool:
 
 
 def _hull(boxes: Sequence[Box]) -> Box:
+    if len(boxes) == 1:
+        return boxes[0]
     return Box(
         tuple(map(min, zip(*(box.start for box in boxes), strict=True))),
         tuple(map(max, zip(*(box.stop for box in boxes), strict=True))),

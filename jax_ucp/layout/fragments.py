@@ -113,7 +113,8 @@ class ParamLayout:
         """
         faults = list(self._stray_fragments())
         if not faults:
-            faults = [*self._overlaps(), *self._holes(), *self._double_claims(), *self._missing_replicas()]
+            overlaps = list(self._overlaps())
+            faults = [*overlaps, *self._holes(bool(overlaps)), *self._double_claims(), *self._missing_replicas()]
         if faults:
             more = [f"... and {len(faults) - FAULTS_SHOWN} more"] if len(faults) > FAULTS_SHOWN else []
             lines = "\n  ".join([*faults[:FAULTS_SHOWN], *more])
@@ -133,15 +134,15 @@ class ParamLayout:
 
     def _overlaps(self) -> Iterable[str]:
         boxes, index = self._blocks
-        for i, box in enumerate(boxes):
+        for i, box in enumerate(boxes if len(boxes) > 1 else ()):
             for j in index.meeting(box):
                 if i < j:
                     shards = self.replicas[box][0].shard, self.replicas[boxes[j]][0].shard
                     yield f"overlap: {box} of shard {shards[0]} and {boxes[j]} of shard {shards[1]}"
 
-    def _holes(self) -> Iterable[str]:
+    def _holes(self, overlapping: bool) -> Iterable[str]:
         boxes, _ = self._blocks
-        if sum(box.size for box in boxes) == math.prod(self.shape) and not any(self._overlaps()):
+        if sum(box.size for box in boxes) == math.prod(self.shape) and not overlapping:
             return
         open_parts = [Box.whole(self.shape)] if math.prod(self.shape) else []
         for box in boxes:
@@ -153,6 +154,8 @@ class ParamLayout:
         for fragment in self.fragments:
             claims[fragment.shard].append(fragment)
         for shard, fragments in claims.items():
+            if len(fragments) == 1:
+                continue
             index = BoxIndex([fragment.source for fragment in fragments])
             for i, fragment in enumerate(fragments):
                 for j in index.meeting(fragment.source):

@@ -71,15 +71,17 @@ class WithCuts:
 
     def __init__(self, source: ArraySource, cuts: Mapping[str, Cut]):
         self._source, self._cuts = source, cuts
-        flat = _Flat(source, {cut.key for cut in cuts.values()})
-        shapes = {key: info.shape for key, info in flat.arrays().items()}
+        infos = source.arrays()
+        self._places = {key: _place(cut, infos[cut.key].shape) for key, cut in cuts.items()}
+        inside = {key: cut for key, cut in cuts.items() if self._places[key] is None}
+        flat = _Flat(source, {cut.key for cut in inside.values()})
 
         def consolidated(cut: Cut) -> Consolidated:
             fragment = Fragment(0, cut.range, Box.whole(cut.shape))
-            return Consolidated(ParamLayout(cut.shape, (shapes[cut.key],), (fragment,)), [cut.key])
+            return Consolidated(ParamLayout(cut.shape, (flat.arrays()[cut.key].shape,), (fragment,)), [cut.key])
 
-        self._view = ConsolidatedView(flat, {key: consolidated(cut) for key, cut in cuts.items()})
-        self._arrays = {**source.arrays(), **{key: self._info(key) for key in cuts}}
+        self._view = ConsolidatedView(flat, {key: consolidated(cut) for key, cut in inside.items()})
+        self._arrays = {**infos, **{key: _info(cut, infos[cut.key].dtype) for key, cut in cuts.items()}}
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self._arrays
@@ -89,19 +91,49 @@ class WithCuts:
         if cut is None:
             return self._source.read(key, box)
         if cut.transposed:
-            return self._view.read(key, Box(box.start[::-1], box.stop[::-1])).T
-        return self._view.read(key, box)
+            return self._read(key, Box(box.start[::-1], box.stop[::-1])).T
+        return self._read(key, box)
+
+    def _read(self, key: str, box: Box) -> np.ndarray:
+        if (place := self._places[key]) is None:
+            return self._view.read(key, box)
+        return self._source.read(self._cuts[key].key, _at(place, box)).reshape(box.shape)
 
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
         cut = self._cuts.get(key)
-        if cut is not None and cut.transposed:
+        if cut is None:
+            read_into(self._source, key, boxes, outs)
+            return
+        if cut.transposed:
             boxes = [Box(box.start[::-1], box.stop[::-1]) for box in boxes]
             outs = [out.T for out in outs]
-        read_into(self._source if cut is None else self._view, key, boxes, outs)
+        if (place := self._places[key]) is None:
+            read_into(self._view, key, boxes, outs)
+        else:
+            one = (np.newaxis,) * len(place)
+            read_into(self._source, cut.key, [_at(place, box) for box in boxes], [out[*one, ...] for out in outs])
 
-    def _info(self, key: str) -> ArrayInfo:
-        info = self._view.arrays()[key]
-        return ArrayInfo(info.shape[::-1], info.dtype) if self._cuts[key].transposed else info
+
+def _info(cut: Cut, dtype: np.dtype) -> ArrayInfo:
+    return ArrayInfo(cut.shape[::-1] if cut.transposed else cut.shape, dtype)
+
+
+def _place(cut: Cut, stored: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The leading indices at which a stored tensor of that shape has the cut, if it is all that there is.
+
+    A layer or an expert of several is read so, a part of it too, and no element beside it.
+
+    >>> _place(Cut("w", 12, (3, 2)), (2, 4, 3, 2)), _place(Cut("w", 10, (3, 2)), (2, 4, 3, 2))
+    ((0, 2), None)
+    """
+    depth, size = len(stored) - len(cut.shape), math.prod(cut.shape)
+    if depth < 0 or stored[depth:] != cut.shape or not size or cut.start % size or cut.start >= math.prod(stored):
+        return None
+    return tuple(map(int, np.unravel_index(cut.start // size, stored[:depth])))
+
+
+def _at(place: tuple[int, ...], box: Box) -> Box:
+    return Box((*place, *box.start), (*(i + 1 for i in place), *box.stop))
 
 
 class _Flat:

@@ -10,13 +10,30 @@ import os
 import numpy as np
 
 from jax_ucp.errors import CorruptData
+from jax_ucp.layout.blocks import grid_boxes, rows_of_chunks
+
+# What goes to places with gaps is read into so much memory first, which stays in a core's cache, and then put there.
+SCATTERED_BYTES = 512 << 10
 
 
 def pread_into(handle: int, offset: int, out: np.ndarray) -> None:
-    """Fill `out`, which is contiguous in row-major order, with the bytes of the file from `offset` on.
+    """Fill `out`, whose elements may have gaps between them, with the bytes of the file from `offset` on.
 
-    Raises CorruptData where the file ends before.
+    They are the elements in row-major order. Raises CorruptData where the file ends before.
     """
+    if out.flags.c_contiguous:
+        _fill(handle, offset, out)
+        return
+    room = np.empty(min(SCATTERED_BYTES, out.nbytes), np.uint8)
+    # The last axes are filled first: each block is a run of the elements in row-major order.
+    for block in grid_boxes(out.shape, rows_of_chunks(out.shape, (1,) * out.ndim, out.itemsize, len(room))):
+        data = room[: block.size * out.itemsize]
+        _fill(handle, offset, data)
+        out[block.index] = data.view(out.dtype).reshape(block.shape)
+        offset += len(data)
+
+
+def _fill(handle: int, offset: int, out: np.ndarray) -> None:
     room = out.reshape(-1).view(np.uint8).data
     while room:
         count = os.preadv(handle, [room], offset)  # at most 2 GiB at a time

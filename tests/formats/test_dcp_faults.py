@@ -1,5 +1,6 @@
 """DCP checkpoints cut in every way that can be, read back equal; and damaged ones, refused with the file's name."""
 
+import gc
 import os
 import shutil
 import tempfile
@@ -260,6 +261,43 @@ def test_an_item_that_is_not_the_chunk_declared_is_found_by_a_read_and_by_verify
     with pytest.raises(CorruptData, match=r"__1_0\.distcp:v@\d+ should be float32 \[4, 3\]"):
         checkpoint.read("param/v")
     assert any("should be float32 [4, 3]" in (fault or "") for _, fault in checkpoint.verify())
+
+
+@given(st.permutations(range(20)), st.sets(st.integers(0, 19), max_size=3), st.booleans())
+@settings(max_examples=20)
+def test_a_damaged_item_is_refused_when_it_is_read_and_those_beside_it_are_read(order, damaged, header):
+    with tempfile.TemporaryDirectory() as folder:
+        writer = Writer(Path(folder))
+        arrays = {i: np.full((3, 4 + i % 2), i, np.float32) for i in range(20)}
+        for i, array in arrays.items():
+            writer.tensor(f"w.{i}", array, [("__0_0.distcp", Box.whole(array.shape))])
+        spans = {index.state["fqn"]: info.state for index, info in writer.storage.items()}
+        file = writer.folder / "__0_0.distcp"
+        content = bytearray(file.read_bytes())
+        for i in damaged:  # where its zip file begins, or ends
+            about = spans[f"w.{i}"]
+            at = about["offset"] if header else about["offset"] + about["length"] - 8
+            content[at : at + 4] = b"\0\0\0\0"
+        file.write_bytes(content)
+        checkpoint = ucp.open(writer.finish())
+        for i in order:
+            if i in damaged:
+                with pytest.raises(FormatError, match=r"__0_0\.distcp"):
+                    checkpoint.read(f"param/w.{i}")
+            else:
+                assert same_bits(checkpoint.read(f"param/w.{i}"), arrays[i])
+
+
+def test_items_that_are_opened_together_hold_no_descriptor(writer):
+    for i in range(40):
+        writer.tensor(f"v.{i}", WHOLE, [("__0_0.distcp", Box.whole(WHOLE.shape))])
+    checkpoint = ucp.open(writer.finish())
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for i in range(40):
+        assert same_bits(np.array(checkpoint.read(f"param/v.{i}")), WHOLE)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "/etc/passwd", "a\\b", "C:x", "", ".", "..", "a\0b"])

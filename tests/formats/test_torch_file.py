@@ -7,7 +7,7 @@ import pickle
 import pickletools
 import struct
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import torch_writer
 from helpers import boxes_in
 from jax_ucp.errors import CorruptData, FormatError, UnsafePickle
 from jax_ucp.formats.safe_pickle import Record, walk
@@ -192,6 +193,22 @@ def test_a_file_inside_another_is_read_from_its_own_start(save, tmp_path):
     outer.write_bytes(b"x" * 77 + inner + b"PK\5\6 and more")
     file = TorchFile(outer, offset=77, length=len(inner))
     np.testing.assert_array_equal(whole(file, "a"), SIX.reshape(2, 3), strict=True)
+
+
+def test_files_that_are_alike_share_what_their_pickle_says_and_nothing_else(tmp_path):
+    paths = [tmp_path / name for name in ("first.pt", "second.pt", "short.pt", "other.pt")]
+    for path, value in zip(paths, (1, 2, 3, 4), strict=True):
+        torch_writer.save(np.full((4 + (value == 4),), value, np.float32), path)
+    alike: dict[Hashable, StoredTensor] = {}
+    files = [TorchFile(path, alike=alike) for path in paths if path.stem != "short"]
+    assert [whole(file, "").tolist() for file in files] == [[1] * 4, [2] * 4, [4] * 5]
+    assert files[0].tree is files[1].tree
+    torch_writer.rewrite(paths[2], lambda name, data: data[:-4] if "/data/" in name else data)
+    with pytest.raises(CorruptData, match=r"short\.pt: storage '\w+' should be 4 elements"):
+        TorchFile(paths[2], alike=alike)
+    torch_writer.save({"w": np.zeros(4, np.float32)}, paths[2])
+    assert list(TorchFile(paths[2], alike=alike).arrays()) == ["w"]
+    assert all(isinstance(tree, StoredTensor) for tree in alike.values())
 
 
 def test_a_tensor_held_twice_has_one_key_and_two_tensors_of_a_storage_have_two(save):

@@ -1,6 +1,7 @@
 """What is read straight into its place equals what is read as a whole, through every view, and is read once."""
 
 import itertools
+import math
 import os
 from pathlib import Path
 
@@ -12,10 +13,11 @@ from hypothesis import strategies as st
 
 import jax_ucp as ucp
 import torch_writer
-from helpers import MemoryStore, numbered
-from jax_ucp.errors import CorruptData, FormatError
+from helpers import MemoryStore, boxes_in, numbered
+from jax_ucp.errors import CorruptData, FormatError, LayoutError
 from jax_ucp.formats.torch_file import TorchFile
 from jax_ucp.layout.box import Box
+from jax_ucp.storage import pread
 from jax_ucp.storage.cuts import Cut, WithCuts
 from jax_ucp.storage.gather import ALIGNMENT, read_boxes, read_into
 from jax_ucp.storage.pread import pread_into
@@ -115,14 +117,56 @@ def test_what_lies_in_runs_is_read_from_the_files_once_and_no_more(case, monkeyp
     assert sum(read) == needed
 
 
-@given(st.integers(1, 4), st.integers(1, 4), st.booleans())
-def test_a_cut_of_a_flat_tensor_reads_into_its_place_also_turned(rows, columns, transposed):
-    store = MemoryStore({"flat": numbered((rows * columns + 3,))})
-    view = WithCuts(store, {"cut": Cut("flat", 2, (rows, columns), transposed)})
-    want = store.data["flat"][2 : 2 + rows * columns].reshape(rows, columns)
-    want = want.T if transposed else want
+@given(st.data())
+def test_a_cut_of_a_tensor_is_the_run_of_its_elements_wherever_it_is_read_to_also_turned(data):
+    stored = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple))
+    depth = data.draw(st.integers(0, len(stored) - 1))
+    shape = data.draw(st.just(stored[depth:]) | st.tuples(st.integers(1, stored[-1])))
+    size = math.prod(shape)
+    start = data.draw(st.integers(0, math.prod(stored) - size))
+    cut = Cut("w", start - start % size if data.draw(st.booleans()) else start, shape, data.draw(st.booleans()))
+    store = MemoryStore({"w": numbered(stored)})
+    view = WithCuts(store, {"cut": cut})
+    want = store.data["w"].ravel()[cut.start : cut.start + size].reshape(shape)
+    want = want.T if cut.transposed else want
+    box = data.draw(boxes_in(want.shape))
+    np.testing.assert_array_equal(view.read("cut", box), want[box.index])
+    wide = np.zeros((*box.shape, 2), want.dtype)
+    read_into(view, "cut", [box], [wide[..., 0]])
+    np.testing.assert_array_equal(wide[..., 0], want[box.index])
+    assert not wide[..., 1].any()
     (got,) = read_boxes(view, "cut", [Box.whole(want.shape)])
     np.testing.assert_array_equal(got, want)
+
+
+def test_columns_of_a_layer_of_several_are_read_and_nothing_beside_them():
+    store = MemoryStore({"w": numbered((3, 4, 8))})
+    view = WithCuts(store, {"layer": Cut("w", 32, (4, 8))})
+    np.testing.assert_array_equal(view.read("layer", Box((1, 2), (3, 5))), store.data["w"][1, 1:3, 2:5])
+    assert store.reads == [("w", Box((1, 1, 2), (2, 3, 5)))]
+
+
+def test_a_cut_that_reaches_past_its_tensor_is_refused():
+    for start in (12, 20, 24):
+        with pytest.raises(LayoutError):
+            WithCuts(MemoryStore({"w": numbered((2, 3, 4))}), {"cut": Cut("w", 24 + start, (3, 4))})
+
+
+@given(st.data())
+def test_a_run_of_a_file_fills_a_place_with_gaps_in_row_major_order(tmp_path_factory, data):
+    shape = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=4).map(tuple))
+    dtype = data.draw(st.sampled_from([np.dtype(np.int16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.int64)]))
+    file = tmp_path_factory.mktemp("run") / "file"
+    want = numbered(shape, np.int16).astype(dtype)
+    file.write_bytes(b"before" + want.tobytes())
+    order = data.draw(st.permutations(range(len(shape))))
+    room = np.zeros((*(shape[axis] for axis in order), 2), dtype)
+    out = room[..., 0].transpose(np.argsort(order))
+    with pytest.MonkeyPatch.context() as patch, file.open("rb") as opened:
+        patch.setattr(pread, "SCATTERED_BYTES", data.draw(st.sampled_from([8, 64, 1 << 20])))
+        pread_into(opened.fileno(), 6, out)
+    assert out.tobytes() == want.tobytes()
+    assert not room[..., 1].any()
 
 
 def test_reads_that_return_less_than_was_asked_for_are_gone_on_with(tmp_path, monkeypatch):
