@@ -19,6 +19,9 @@ CHUNKS_PER_ARRAY = 64
 # less than 1 % of it.
 RAGGED_LENGTH = 128
 
+# A length that is cut into more parts at once, because no smaller number divides it, would make chunks far too small.
+MOST_PARTS = 7
+
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
@@ -43,9 +46,10 @@ def chunk_shapes(
 
     A later mesh may cut any axis, into some power of two parts. So inner chunks halve the axis that has the
     fewest parts so far, until they have about 1/64 of the array, but at least 64 KiB and at most
-    `max_inner_bytes`. Outer chunks hold whole rows, because neighbours on disk are then neighbours in the flat
-    partitions that imports read from. No chunk crosses an edge between `cell`s, the equal blocks that different
-    writers hold; `cell` divides `shape`, and is all of it where there is one writer.
+    `max_inner_bytes`; a length that only a large prime divides is the last to be cut. Outer chunks hold whole rows,
+    because neighbours on disk are then neighbours in the flat partitions that imports read from. No chunk crosses an
+    edge between `cell`s, the equal blocks that different writers hold; `cell` divides `shape`, and is all of it where
+    there is one writer.
 
     The limits hold unless a cell has a length without a small enough divisor.
 
@@ -62,8 +66,12 @@ def chunk_shapes(
     total = math.prod(max(1, n) for n in shape) * itemsize
     target = min(max_inner_bytes, max(SMALL_BYTES, total // CHUNKS_PER_ARRAY))
     while math.prod(inner) * itemsize > target and any(n > 1 for n in inner):
-        axis = min((i for i, n in enumerate(inner) if n > 1), key=lambda i: (shape[i] / inner[i], -inner[i]))
-        inner[axis] = _part(inner[axis], free[axis])
+        parts = {i: _part(n, free[i]) for i, n in enumerate(inner) if n > 1}
+        many = {i: count for i, part in parts.items() if (count := inner[i] / part) > MOST_PARTS}
+        axis = min(parts, key=lambda i: (many.get(i, 0), shape[i] / inner[i], -inner[i]))
+        if axis in many and math.prod(inner) * itemsize <= max_inner_bytes:
+            break
+        inner[axis] = parts[axis]
     outer = list(inner)
     for axis in reversed(range(len(inner))):
         steps = -(-max(1, cell[axis]) // inner[axis])

@@ -90,7 +90,8 @@ class ParamLayout:
         found: list[list[Fragment]] = []
         for i in sorted(index.meeting(box)):
             cut = [fragment.narrow(box) for fragment in self.replicas[boxes[i]]]
-            found.append([fragment for fragment in cut if fragment is not None])
+            if held := [fragment for fragment in cut if fragment is not None]:  # of a box without elements none
+                found.append(held)
         return found
 
     def clip(self, shape: Sequence[int]) -> ParamLayout:

@@ -6,8 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import MemoryStore
-from jax_ucp.layout.patterns import flat_layouts
+from helpers import MemoryStore, numbered
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.patterns import Sharded, flat_layouts
 from jax_ucp.storage.consolidated import Consolidated, ConsolidatedView
 
 
@@ -30,3 +31,13 @@ def test_where_goes_through_a_flat_shard_that_is_made_of_shards(shape, before, c
     for key, fragment in view.where("w"):
         got[fragment.target.index] = stored[key][fragment.source.index].reshape(fragment.target.shape)
     np.testing.assert_array_equal(got, want)
+
+
+@given(st.integers(0, 6), st.integers(0, 4), st.integers(0, 4))
+def test_any_box_may_be_empty(row, column, width):
+    whole = numbered((6, 4))
+    view = ConsolidatedView(
+        MemoryStore({"0": whole[:3], "1": whole[3:]}), {"w": Consolidated(Sharded(0).join([(3, 4)] * 2), ["0", "1"])}
+    )
+    box = Box((row, column), (row, min(4, column + width)))
+    np.testing.assert_array_equal(view.read("w", box), whole[box.index])
