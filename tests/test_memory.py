@@ -19,10 +19,10 @@ ACCELERATOR = "from jax_ucp.sharding.landing import Wanted; Wanted.in_place = Fa
 
 def measured(before: str = "", **request) -> dict:
     """A state of `count` arrays of `shape`, float32, on 8 devices by rows, saved or restored as is asked."""
-    times = 2 if before else 1  # programs for accelerators are compiled the first time, which takes memory of its own
-    script = f"{before}\nfrom benchmarks.memory_worker import main\nfor _ in range({times}):\n    main({request!r})"
+    script = f"{before}\nfrom benchmarks.memory_worker import main\nmain({request!r})"
     command = [sys.executable, "-c", script]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    # Without a threshold of its own malloc keeps what XLA's programs, which stand for those of accelerators, give back.
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "1000000"}
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

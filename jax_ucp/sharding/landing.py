@@ -146,15 +146,15 @@ class DeviceLanding:
 
     def take(self, block: Box) -> None:
         parts = self._wanted.parts(block)
-        sent: list[jax.Array] = []
+        done: list[jax.Array] = []
         for (box, hit), data in zip(parts, self._wanted.read([hit for _, hit in parts]), strict=True):
             start = np.array(hit.relative_to(box).start, np.int32)
             for device in self._wanted.boxes[box]:
                 part = jax.device_put(_bits(data), device)
                 with self._lock:  # a write gives the memory of the array on to the next one
-                    self._arrays[device] = _written(self._arrays[device], part, start)
-                sent.append(part)
-        jax.block_until_ready(sent)
+                    self._arrays[device], over = _written(self._arrays[device], part, start)
+                done.append(over)
+        jax.block_until_ready(done)
 
     def array(self) -> jax.Array:
         shape, arrays = self._wanted.info.shape, list(self._arrays.values())
@@ -179,9 +179,13 @@ def _bits(data: np.ndarray) -> np.ndarray:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _written(array: jax.Array, bits: jax.Array, start: jax.Array) -> jax.Array:
-    """The array with a part of it replaced, in the same memory. `bits` are the part as `_bits` has it."""
+def _written(array: jax.Array, bits: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The array with a part of it replaced, in the same memory, and a number that is there when that is over.
+
+    `bits` are the part as `_bits` has it. The array itself cannot be waited for: it goes to the next write.
+    """
+    over = jnp.sum(start)
     if bits.dtype == array.dtype:
-        return jax.lax.dynamic_update_slice(array, bits, list(start))
+        return jax.lax.dynamic_update_slice(array, bits, list(start)), over
     held = jax.lax.bitcast_convert_type(array, bits.dtype)
-    return jax.lax.bitcast_convert_type(jax.lax.dynamic_update_slice(held, bits, list(start)), array.dtype)
+    return jax.lax.bitcast_convert_type(jax.lax.dynamic_update_slice(held, bits, list(start)), array.dtype), over
