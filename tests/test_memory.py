@@ -21,8 +21,9 @@ def measured(before: str = "", **request) -> dict:
     """A state of `count` arrays of `shape`, float32, on 8 devices by rows, saved or restored as is asked."""
     script = f"{before}\nfrom benchmarks.memory_worker import main\nmain({request!r})"
     command = [sys.executable, "-c", script]
-    # Without a threshold of its own malloc keeps what XLA's programs, which stand for those of accelerators, give back.
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "1000000"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if before:  # the arrays are XLA's then, and malloc must not keep what they give back
+        env["MALLOC_MMAP_THRESHOLD_"] = "1000000"
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
