@@ -83,7 +83,7 @@ class Wanted:
     def cost(self, block: Box | None = None) -> int:
         """Bytes in flight while all of it, or a block, is read. Of a stored chunk all is read for any part of it."""
         wanted = sum(box.size for box in self.boxes) if block is None else sum(hit.size for _, hit in self.parts(block))
-        return self._held * max(wanted, math.prod(self.info.chunk or ()))
+        return self._held * max(wanted, math.prod(self.info.chunk or ())) if wanted else 0
 
     @property
     def _held(self) -> int:

@@ -115,6 +115,15 @@ def test_blocks_hold_the_boxes_cut_no_chunk_and_are_apart(data):
     assert all(seen[box.index].all() for box in boxes)
 
 
+@pytest.mark.usefixtures("devices_are")
+def test_a_process_without_devices_of_the_mesh_takes_nothing_whatever_the_budget(saved):
+    """It has no boxes, and what a stored chunk would cost is none of its business, however small the budget."""
+    found = ucp.open(saved)._contents
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
+    for leaf in found.leaves:
+        assert Wanted(found.arrays, leaf.name, {}, np.dtype(leaf.dtype), sharding).cost() == 0
+
+
 class Copies(MemoryStore):
     """A source whose every read takes memory, as one of files does."""
 
