@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import xxhash
@@ -20,10 +20,22 @@ import xxhash
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.layout.fragments import Shape
 
-VERSION = 1
+VERSION: Literal[1] = 1
 
 # Names that a leaf's directory may not have, because the format or stock Orbax uses them.
 RESERVED = frozenset({"_METADATA", "_sharding", "_strings.json", "array_metadatas", "manifest.ocdbt", "d", "ucp.json"})
+
+# An axis has at most so many elements, and an array so many bytes: TensorStore's indices end there, numpy's a bit above.
+MAX_LENGTH = MAX_ARRAY_BYTES = (1 << 62) - 2
+
+# zarr v3 in TensorStore, and numpy before 2, have no array of more axes.
+MAX_AXES = 32
+
+# Trees are walked recursively, by us and by JAX; Python ends a recursion of some 1,000 calls.
+MAX_TREE_DEPTH = 256
+
+# Values in `extras` and `source` are walked recursively too. Pickles may be 100 deep, a level of which becomes three.
+MAX_VALUE_DEPTH = 320
 
 KeyKind = Literal["dict", "list", "tuple", "attr"]
 LeafKind = Literal[
@@ -99,6 +111,10 @@ class Group:
     settings: dict[str, Any]
 
 
+_Length = Annotated[int, msgspec.Meta(ge=0, le=MAX_LENGTH)]
+_Lengths = Annotated[tuple[_Length, ...], msgspec.Meta(max_length=MAX_AXES)]
+
+
 class StoredArray(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the array of one leaf lies on disk: its chunks, and a digest of each outer chunk in row-major order.
 
@@ -107,10 +123,10 @@ class StoredArray(msgspec.Struct, frozen=True, omit_defaults=True):
     other array is a file.
     """
 
-    outer: Shape
-    inner: Shape
+    outer: _Lengths
+    inner: _Lengths
     digests: tuple[str, ...]
-    places: tuple[tuple[int, int], ...] = ()
+    places: tuple[tuple[_Length, _Length], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,14 +148,14 @@ class Metadata:
 class _FileLeaf(msgspec.Struct, omit_defaults=True):
     """A leaf in `ucp.json`: a key that is a string of a dict is that string, `sharding` a place in `shardings`."""
 
-    path: tuple[str | Key, ...]
+    path: Annotated[tuple[str | Key, ...], msgspec.Meta(max_length=MAX_TREE_DEPTH)]
     name: str
     kind: LeafKind
-    shape: Shape = ()
+    shape: _Lengths = ()
     dtype: str = ""
-    value: Any = None
+    value: str | None = None
     key_impl: str = ""
-    sharding: int | None = None
+    sharding: _Length | None = None
     axes: tuple[Axes, ...] | None = None
 
 
@@ -157,12 +173,15 @@ class _File(msgspec.Struct):
     extras: dict[str, Any]
     groups: tuple[Group, ...]
     format: Literal["jax-ucp"] = "jax-ucp"
-    version: int = VERSION
+    version: Literal[1] = VERSION
     digest: str = ""
 
 
-class _Version(msgspec.Struct):
-    version: Any = None
+class _Seal(msgspec.Struct):
+    """What is read of `ucp.json` before its digest is known to be right."""
+
+    version: int = VERSION
+    digest: str = ""
 
 
 def encode(metadata: Metadata) -> bytes:
@@ -185,28 +204,33 @@ def encode(metadata: Metadata) -> bytes:
 def decode(data: bytes, where: str) -> Metadata:
     """The metadata in the bytes of a `ucp.json`.
 
-    Raises CorruptData if the bytes are not those that were written, FormatError if a newer version
-    of the format wrote them.
+    Raises CorruptData if the bytes are not those that were written; FormatError if a newer version of the format
+    wrote them, or if they say what no writer of this version says.
     """
     try:
-        version = msgspec.json.decode(data, type=_Version).version
-        if isinstance(version, int) and version > VERSION:
-            raise FormatError(f"{where} has format version {version}; this jax_ucp reads up to {VERSION}. Upgrade it.")
-        file = msgspec.json.decode(data, type=_File)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        seal = msgspec.json.decode(data, type=_Seal)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptData(f"{where} is damaged ({error}); restore it from a copy of the checkpoint") from None
+    if seal.version > VERSION:
+        raise FormatError(f"{where} has format version {seal.version}; this jax_ucp reads up to {VERSION}. Upgrade it.")
     # Of the bytes, not of what they mean: a key that a flipped bit turned into another would just be ignored.
-    seal = _seal(file.digest)
-    if not data.endswith(seal) or digest(data.removesuffix(seal) + _seal("")) != file.digest:
+    recorded = _seal(seal.digest)
+    if not data.endswith(recorded) or digest(data.removesuffix(recorded) + _seal("")) != seal.digest:
         raise CorruptData(f"{where} is damaged: its content does not have the digest it records")
-    leaves: list[Leaf] = []
-    for leaf in file.leaves:
-        path = tuple(Key("dict", key) if isinstance(key, str) else key for key in leaf.path)
-        sharding = None if leaf.sharding is None else file.shardings[leaf.sharding]
-        leaves.append(
-            Leaf(path, leaf.name, leaf.kind, leaf.shape, leaf.dtype, leaf.value, leaf.key_impl, sharding, leaf.axes)
-        )
-    return Metadata(tuple(leaves), file.arrays, file.files, file.source, file.extras, file.groups)
+    try:
+        file = msgspec.json.decode(data, type=_File)
+        leaves = tuple(_leaf(leaf, file.shardings) for leaf in file.leaves)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise FormatError(f"{where} says what jax_ucp does not write, though its digest is right: {error}") from None
+    return Metadata(leaves, file.arrays, file.files, file.source, file.extras, file.groups)
+
+
+def _leaf(leaf: _FileLeaf, shardings: Sequence[SavedSharding]) -> Leaf:
+    path = tuple(Key("dict", key) if isinstance(key, str) else key for key in leaf.path)
+    if leaf.sharding is not None and leaf.sharding >= len(shardings):
+        raise msgspec.ValidationError(f"{leaf.name!r:.80} has sharding {leaf.sharding} of {len(shardings)}")
+    sharding = None if leaf.sharding is None else shardings[leaf.sharding]
+    return Leaf(path, leaf.name, leaf.kind, leaf.shape, leaf.dtype, leaf.value, leaf.key_impl, sharding, leaf.axes)
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -262,6 +286,55 @@ def leaf_names(paths: Sequence[Path]) -> list[str]:
     ]
 
 
+def tree_fault(paths: Iterable[Path]) -> str | None:
+    """Why paths are not those of the leaves of one tree; None if they are.
+
+    A leaf has nothing below it, a list or a tuple all its items, and no two keys of a node differ in type alone.
+
+    >>> tree_fault([(Key("dict", "a"),), (Key("dict", "a"), Key("list", 0))])
+    "'a' is a leaf, but has something below it"
+    >>> tree_fault([(Key("list", 0),), (Key("list", 2),)])
+    'the tree itself is a list of 2 items, of which 1 is missing'
+    """
+    root: dict[Key, Any] = {}
+    nodes: list[tuple[Path, dict[Key, Any]]] = [((), root)]
+    seen: set[Path] = set()
+    for path in paths:
+        if len(path) > MAX_TREE_DEPTH:
+            return f"{_named(path)} is {len(path)} levels deep; {MAX_TREE_DEPTH} are the most"
+        if path in seen:
+            return f"{_named(path)} is there twice"
+        seen.add(path)
+        node = root
+        for depth, key in enumerate(path):
+            if key not in node:
+                node[key] = {}
+                nodes.append((path[: depth + 1], node[key]))
+            node = node[key]
+    return next((fault for path, node in nodes if (fault := _node_fault(path, node, path in seen))), None)
+
+
+def _node_fault(path: Path, keys: Mapping[Key, Any], leaf: bool) -> str | None:
+    if not keys:
+        return None
+    if leaf:
+        return f"{_named(path)} is a leaf, but has something below it"
+    kinds = {key.kind for key in keys}
+    names = {key.name for key in keys}
+    if len(kinds) > 1:
+        return f"{_named(path)} is said to be of several kinds: {', '.join(sorted(kinds))}"
+    if len({str(name) for name in names}) < len(names):
+        return f"{_named(path)} has keys that differ in type alone"
+    if kinds <= {"list", "tuple"} and (lacking := set(range(len(names))) - names):
+        return f"{_named(path)} is a {kinds.pop()} of {len(names)} items, of which {min(lacking)} is missing"
+    return None
+
+
+def _named(path: Path) -> str:
+    """A path as errors have it; it may come from anybody."""
+    return f"{'/'.join(map(str, path))!r:.200}" if path else "the tree itself"
+
+
 def unspeakable_paths(paths: Iterable[Path]) -> list[list[str]]:
     """Groups of different paths that stock metadata cannot tell apart, such as dict keys 0 and "0"."""
     same: dict[tuple[str, ...], list[str]] = defaultdict(list)
@@ -299,10 +372,15 @@ def _slashes(name: str) -> list[int]:
 
 
 def _is_plain(name: str) -> bool:
+    return is_leaf_name(name) and not name.startswith("%")
+
+
+def is_leaf_name(name: str) -> bool:
+    """Whether `leaf_names` could have given the name: that of a directory inside the checkpoint, and no file's there."""
     parts = name.split("/")
     return (
         parts[0] not in RESERVED
-        and not name.startswith(("%", "ocdbt.process_", "ucp.", "ucp-"))
+        and not name.startswith(("ocdbt.process_", "ucp.", "ucp-"))
         and not any(part.endswith(".__lock") for part in parts)  # TensorStore's own
         and all(part not in ("", ".", "..") and len(part.encode()) <= 200 for part in parts)
         and name.isprintable()

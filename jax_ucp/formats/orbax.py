@@ -6,6 +6,7 @@ Orbax is imported.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.formats.options import Options
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Leaf
+from jax_ucp.storage.checked import is_dtype, leaf_fault
 from jax_ucp.storage.contents import Contents, Item, Piece
 from jax_ucp.storage.directory import Directory
 from jax_ucp.storage.orbax_tree import TREE_FILE, OrbaxTree, read_orbax_tree
@@ -25,14 +27,27 @@ from jax_ucp.storage.source import ArrayInfo
 
 STEP_FILE = "_CHECKPOINT_METADATA"
 
+# No codec of zarr makes more of a byte: a block of zstd has 4 bytes at least, and inflates to 128 KiB at most.
+MAX_RATIO = 1 << 15
+
+# Chunks of nothing but zeros, which older versions of Orbax left out, may make so much of no bytes at all.
+FREE_BYTES = 1 << 30
+
+# What TensorStore raises for a checkpoint that is damaged, depending on where.
+_TENSORSTORE_ERRORS = (ValueError, IndexError, OverflowError, NotImplementedError)
+
 
 def recognise(path: Path) -> bool:
     return (path / TREE_FILE).is_file()
 
 
 def open_orbax(path: Path, options: Options) -> Contents:
-    """The PyTree checkpoint of stock Orbax at `path`: the directory with its `_METADATA`."""
+    """The PyTree checkpoint of stock Orbax at `path`: the directory with its `_METADATA`.
+
+    Raises FormatError where an array is none that stock writes, or says that it is larger than its files can make it.
+    """
     directory = Directory(path)
+    directory.check_links()  # TensorStore follows them all
     tree = read_orbax_tree(directory)
     arrays = _Arrays(directory, tree)
     leaves = []
@@ -40,15 +55,30 @@ def open_orbax(path: Path, options: Options) -> Contents:
         if leaf.has_array:
             info = arrays.arrays()[leaf.name]
             leaf = replace(leaf, shape=info.shape, dtype=info.dtype.name)
+        if fault := leaf_fault(leaf):
+            raise FormatError(f"{directory}/{TREE_FILE} says of {leaf.label!r:.200} that it is {fault}")
         leaves.append(leaf)
+    _check_size(directory, arrays.arrays())
     account = [Item(TREE_FILE, leaf.label, "mapped", leaf.label) for leaf in leaves]
 
     def where(leaf: Leaf) -> list[Piece]:
-        whole = Box.whole(leaf.shape)
-        return [Piece("manifest.ocdbt" if tree.ocdbt else leaf.name, leaf.name, whole, whole)] * leaf.has_array
+        if not leaf.has_array:
+            return []
+        whole, stored = Box.whole(leaf.shape), tree.stored[leaf.name]
+        return [Piece("manifest.ocdbt" if tree.ocdbt else stored, stored, whole, whole)]
 
     notes = ["stock Orbax keeps no checksums of array data: what it holds cannot be verified"]
     return Contents("orbax", str(path), leaves, arrays, account, notes=notes, where=where)
+
+
+def _check_size(directory: Directory, arrays: Mapping[str, ArrayInfo]) -> None:
+    """Raise FormatError where arrays are larger than the bytes that are stored could make them."""
+    claimed, stored = sum(info.nbytes for info in arrays.values()), directory.nbytes()
+    if claimed > FREE_BYTES + MAX_RATIO * stored:
+        raise FormatError(
+            f"{directory} says that its arrays have {claimed} bytes, but its files have {stored}, of which no codec "
+            f"makes more than {MAX_RATIO} each: the shape of an array is damaged, or files are missing"
+        )
 
 
 def items_of_step(path: Path) -> list[Path]:
@@ -61,19 +91,21 @@ def is_step(path: Path) -> bool:
 
 
 class _Arrays:
-    """The arrays of a stock checkpoint."""
+    """The arrays of a stock checkpoint, by the names of their leaves."""
 
     def __init__(self, directory: Directory, tree: OrbaxTree):
         self._directory = directory
-        names = [leaf.name for leaf in tree.leaves if leaf.has_array]
-        opening = {name: ts.open(_spec(directory, tree, name), open=True) for name in names}
         self._handles: dict[str, Any] = {}
         self._infos: dict[str, ArrayInfo] = {}
+        opening = {name: ts.open(_spec(directory, tree, stored), open=True) for name, stored in tree.stored.items()}
         for name, future in opening.items():
+            where = f"{directory}: {TREE_FILE} has {tree.stored[name]}, whose array is unreadable"
             try:
                 array = self._handles[name] = future.result()
-            except ValueError as error:
-                raise FormatError(f"{directory}: {TREE_FILE} has {name}, whose array is unreadable: {error}") from None
+            except _TENSORSTORE_ERRORS as error:
+                raise FormatError(f"{where}: {error}") from None
+            if fault := _array_fault(array):
+                raise FormatError(f"{where}: it {fault}")
             chunk = tuple(int(n or 1) for n in array.chunk_layout.read_chunk.shape or ())
             self._infos[name] = ArrayInfo(tuple(array.shape), array.dtype.numpy_dtype, chunk)
 
@@ -83,13 +115,27 @@ class _Arrays:
     def read(self, key: str, box: Box) -> np.ndarray:
         try:
             return np.asarray(self._handles[key][box.index].read().result())
-        except ValueError as error:
+        except _TENSORSTORE_ERRORS as error:
             raise CorruptData(f"{self._directory}/{key}: {error}") from None
 
 
-def _spec(directory: Directory, tree: OrbaxTree, name: str) -> dict[str, Any]:
-    kvstore: dict[str, Any] = directory.spec(name)
+def _array_fault(array: Any) -> str | None:
+    """What of an array stock Orbax never writes, and could take any memory to read."""
+    if not is_dtype(array.dtype.name):
+        return f"has the dtype {array.dtype.name}"
+    for chunks in (array.chunk_layout.read_chunk, array.chunk_layout.write_chunk):
+        if any(c > max(1, n) for c, n in zip(chunks.shape or (), array.shape, strict=False)):
+            return f"has chunks of {tuple(chunks.shape)}, which are larger than its shape {tuple(array.shape)}"
+    # A blosc chunk is inflated whole before its size is looked at; the other codecs stop at that of the chunk.
+    if '"blosc"' in json.dumps(array.codec.to_json()):
+        return "is compressed with blosc, which Orbax does not write"
+    return None
+
+
+def _spec(directory: Directory, tree: OrbaxTree, stored: str) -> dict[str, Any]:
     if tree.ocdbt:
-        kvstore = {"driver": "ocdbt", "base": directory.spec(), "path": f"{name}/"}
+        kvstore = {"driver": "ocdbt", "base": directory.spec(), "path": f"{stored}/"}
+    else:
+        kvstore = directory.spec(stored)
     fill = {"fill_missing_data_reads": not tree.all_chunks_stored}
     return {"driver": "zarr3" if tree.zarr3 else "zarr", "kvstore": kvstore, "recheck_cached_data": "open", **fill}

@@ -19,6 +19,9 @@ CHUNKS_PER_ARRAY = 64
 # less than 1 % of it.
 RAGGED_LENGTH = 128
 
+# A length whose smallest divisor is larger is taken for a prime: to look for it would take longer than to copy the array.
+LARGEST_DIVISOR = 1 << 16
+
 # A length that is cut into more parts at once, because no smaller number divides it, would make chunks far too small.
 MOST_PARTS = 7
 
@@ -200,7 +203,7 @@ def _part(length: int, ragged: bool) -> int:
 
 
 def _smallest_prime(n: int) -> int:
-    return next((p for p in range(2, math.isqrt(n) + 1) if n % p == 0), n)
+    return next((p for p in range(2, min(math.isqrt(n), LARGEST_DIVISOR) + 1) if n % p == 0), n)
 
 
 def _divisors(n: int) -> list[int]:

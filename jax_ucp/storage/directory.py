@@ -1,13 +1,21 @@
-"""A checkpoint's directory: files written whole, and read whole."""
+"""A checkpoint's directory: files written whole and read whole, and none outside it.
+
+Names of files come out of files: leaves in `ucp.json` and in Orbax's `_METADATA`, spans in DCP's `.metadata`. Here is
+decided which of them are names of something inside; everything that opens such a name asks `Directory.file`.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable
+import stat
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jax_ucp.errors import NotACheckpoint
+from jax_ucp.errors import FormatError, NotACheckpoint
+
+# More than this no file system has for a part of a name (NAME_MAX), or for a whole path (PATH_MAX), in bytes.
+MAX_PART_BYTES, MAX_NAME_BYTES = 255, 4096
 
 # A file being written has this at the end of its name, as TensorStore's own have: no leaf is called so.
 UNFINISHED = ".__lock"
@@ -20,33 +28,109 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h: begin to write what is dirty, and wait for nothing
 
 
+def check_name(name: str) -> None:
+    """Raise FormatError unless `name` is parts between slashes that lead down from a directory, and nowhere else.
+
+    >>> check_name("params.layers.0/c.0.0")
+    >>> check_name("../victim/a")
+    Traceback (most recent call last):
+    jax_ucp.errors.FormatError: '../victim/a' is no name of a file inside a checkpoint: it has the part '..'
+    """
+    fault = name_fault(name)
+    if fault:
+        raise FormatError(f"{name!r:.200} is no name of a file inside a checkpoint: {fault}")
+
+
+def name_fault(name: str) -> str | None:
+    """Why a name is none of a file inside a directory; None if it is one."""
+    try:
+        raw = name.encode()
+    except UnicodeEncodeError:
+        return "it cannot be encoded in UTF-8"
+    parts = name.split("/")
+    if name.startswith("/"):
+        return "it is absolute"
+    for part in ("", ".", ".."):
+        if part in parts:
+            return f"it has the part {part!r}"
+    if "\0" in name or "\\" in name:
+        return "it has a NUL or a backslash"
+    if len(raw) > MAX_NAME_BYTES or any(len(part.encode()) > MAX_PART_BYTES for part in parts):
+        return f"it is longer than {MAX_PART_BYTES} bytes between slashes, or {MAX_NAME_BYTES} in all"
+    return None
+
+
 class Directory:
     """The local directory at `path`.
 
-    A file that is durable is there whole. Nothing is created before the first write. Raises NotACheckpoint for
-    a URL: object stores are not read or written yet.
+    A file that is durable is there whole. Nothing is created before the first write. A name that leads outside, by
+    its parts or through a link, is refused with a FormatError, whatever is asked of it; links into the store of blobs
+    of a Hugging Face cache are followed, because all its files are such links. The links are those found when a name
+    is first used: who can change the directory meanwhile is not kept out.
+
+    Raises NotACheckpoint for a URL: object stores are not read or written yet.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
         if "://" in os.fspath(path):
             raise NotACheckpoint(f"{path} is a URL; this version reads and writes local directories only")
         self.path = os.path.abspath(path)
+        self._known: set[str] = set()  # folders inside, to which no link leads, or one that may be followed
 
     def spec(self, name: str = "") -> dict[str, Any]:
-        """TensorStore's description of this directory, or of the one called `name` inside it."""
-        below = f"{name}/" if name else ""
-        return {"driver": "file", "path": f"{self.path.rstrip('/')}/{below}"}
+        """TensorStore's description of this directory, or of the one called `name` inside it.
+
+        TensorStore follows every link: of a directory that others wrote, `check_links` first.
+        """
+        path = self.file(name) if name else self.path.rstrip("/")
+        return {"driver": "file", "path": f"{path}/"}
 
     def file(self, name: str) -> str:
-        """The path of a file."""
-        return f"{self.path}/{name}"
+        """The path of a file, which lies inside. Raises FormatError for a name that leads outside."""
+        check_name(name)
+        folder, _, _ = name.rpartition("/")
+        if folder not in self._known:
+            self._check_folders(folder)
+        path = f"{self.path}/{name}"
+        if os.path.islink(path):
+            self._check_link(path)
+        return path
+
+    def check_links(self) -> None:
+        """Raise FormatError if any link in the directory leads out of it."""
+        for entry in _entries(self.path):
+            if entry.is_symlink():
+                self._check_link(entry.path)
+
+    def _check_folders(self, folder: str) -> None:
+        """Look at each folder on the way; one that is not there yet may be made later, and is looked at again."""
+        path = self.path
+        for part in folder.split("/") if folder else ():
+            path = f"{path}/{part}"
+            if os.path.islink(path):
+                self._check_link(path)
+            elif not os.path.isdir(path):
+                return
+        self._known.add(folder)
+
+    def _check_link(self, path: str) -> None:
+        real = os.path.realpath(path)
+        if not any(os.path.commonpath((root, real)) == root for root in _roots(self.path)):
+            raise FormatError(
+                f"{path} is a link to {real}, outside the checkpoint: what files of a checkpoint name has to lie in it. "
+                "If it belongs there, copy it to where the link is"
+            )
 
     def has(self, name: str) -> bool:
         return os.path.isfile(self.file(name))
 
-    def size(self, name: str) -> int:
-        """How many bytes a file has."""
-        return os.path.getsize(self.file(name))
+    def size(self, name: str) -> int | None:
+        """How many bytes a file has; None if there is none."""
+        try:
+            found = os.stat(self.file(name))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def read(self, name: str) -> bytes | None:
         """The bytes of a file; None if there is none."""
@@ -111,19 +195,43 @@ class Directory:
 
     def files(self) -> list[str]:
         """The names of all files, those in directories below included, sorted."""
-        found = [
-            os.path.relpath(os.path.join(parent, name), self.path)
-            for parent, _, names in os.walk(self.path)
-            for name in names
-        ]
-        return sorted(found)
+        return sorted(os.path.relpath(entry.path, self.path) for entry in _entries(self.path) if not entry.is_dir())
+
+    def nbytes(self) -> int:
+        """How many bytes all files have together."""
+        return sum(entry.stat().st_size for entry in _entries(self.path) if entry.is_file())
 
     def __str__(self) -> str:
         return self.path
 
 
+def _entries(path: str) -> Iterator[os.DirEntry[str]]:
+    """Everything below a directory, if there is one; of a link only itself."""
+    folders = [path] if os.path.isdir(path) else []
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                yield entry
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+
+
+def _roots(path: str) -> Iterator[str]:
+    """Where links in a directory may lead: into it, and from a snapshot in a Hugging Face cache to the blobs beside.
+
+    Source: `huggingface_hub`, "Understand caching": `models--org--name/snapshots/<commit>/<file>` is a link into
+    `models--org--name/blobs`.
+    """
+    root = os.path.realpath(path)
+    yield root
+    cache, _, snapshot = root.rpartition("/snapshots/")
+    blobs = f"{cache}/blobs"
+    if snapshot and os.path.isdir(blobs) and not os.path.islink(blobs):
+        yield blobs
+
+
 def _create(path: str) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
 
 
 def _begin_write_back(handle: int) -> None:

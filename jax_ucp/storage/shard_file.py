@@ -73,6 +73,17 @@ def chunk_bytes(chunks: Chunks, dtype: np.dtype) -> int:
     return math.prod(chunks.inner) * dtype.itemsize + CRC_BYTES
 
 
+def shard_bytes(box: Box, chunks: Chunks, dtype: np.dtype) -> int:
+    """How many bytes the file of an outer chunk has, of which `box` is what lies in the array.
+
+    >>> shard_bytes(Box((0,), (5,)), Chunks((8,), (2,)), np.dtype("u1"))  # 3 of 4 inner chunks, and the index
+    86
+    """
+    stored = math.prod(-(-n // c) for n, c in zip(box.shape, chunks.inner, strict=True))
+    index = math.prod(_inner_grid(chunks)) * _ENTRY.itemsize + CRC_BYTES if has_index(chunks) else 0
+    return stored * chunk_bytes(chunks, dtype) + index
+
+
 def read_shard(
     file: str,
     box: Box,
@@ -86,8 +97,33 @@ def read_shard(
     A wanted box need not lie in the chunk; what of it does is copied. Each inner chunk that holds a wanted element
     is read once, and no other. An outer chunk without index may be a part of a larger file, from `offset` on.
 
-    Raises CorruptData where a checksum does not match, or the file is missing or cut short.
+    Raises CorruptData where a checksum does not match, or the file is missing or has another size.
     """
+    try:
+        handle = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise CorruptData(f"{file} is missing") from None
+    try:
+        # Before anything is made for its inner chunks: with all of them there, there are no more than bytes.
+        part = _part_of_file(file, os.fstat(handle).st_size, shard_bytes(box, chunks, dtype), offset)
+        _decode(_Reader(file, handle, *part), box, chunks, dtype, _wanted_chunks(box, chunks, wanted))
+    finally:
+        os.close(handle)
+
+
+def _part_of_file(file: str, size: int, nbytes: int, offset: int | None) -> tuple[int, int]:
+    """Where in the file the outer chunk lies: its first byte, and how many there are."""
+    if offset is None and size != nbytes:
+        raise CorruptData(f"{file} has {size} bytes, but its chunk takes {nbytes}")
+    if offset is not None and offset + nbytes > size:
+        raise CorruptData(f"{file} is too short: it has {size} bytes, and a chunk in it ends at byte {offset + nbytes}")
+    return offset or 0, nbytes
+
+
+def _wanted_chunks(
+    box: Box, chunks: Chunks, wanted: Sequence[tuple[Box, np.ndarray]]
+) -> dict[Shape, list[tuple[Box, np.ndarray]]]:
+    """The inner chunks that hold a wanted element, by their places, each with those that want some of it."""
     places: dict[Shape, list[tuple[Box, np.ndarray]]] = defaultdict(list)
     for want, out in wanted:
         hit = want.intersect(box)
@@ -96,15 +132,7 @@ def read_shard(
             last = [(b - o - 1) // n for b, o, n in zip(hit.stop, box.start, chunks.inner, strict=True)]
             for place in itertools.product(*(range(a, b + 1) for a, b in zip(first, last, strict=True))):
                 places[place].append((want, out))
-    try:
-        handle = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise CorruptData(f"{file} is missing") from None
-    try:
-        part = (0, os.fstat(handle).st_size) if offset is None else (offset, chunk_bytes(chunks, dtype))
-        _decode(_Reader(file, handle, *part), box, chunks, dtype, places)
-    finally:
-        os.close(handle)
+    return places
 
 
 def _decode(

@@ -9,7 +9,9 @@ from typing import Protocol
 
 import numpy as np
 
+from jax_ucp.errors import FormatError
 from jax_ucp.layout.box import Box
+from jax_ucp.metadata import MAX_ARRAY_BYTES, MAX_AXES
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +19,18 @@ class ArrayInfo:
     """What is known of an array before any of its bytes are read.
 
     `chunk` is the shape of the blocks in which it is stored, where a part of a block costs as much to read
-    as all of it; None where any box costs about its own bytes.
+    as all of it; None where any box costs about its own bytes. Raises FormatError for what no array can be.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     chunk: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        # numpy has no array without elements either whose other axes are beyond any array.
+        nbytes = math.prod(n or 1 for n in self.shape) * self.dtype.itemsize
+        if len(self.shape) > MAX_AXES or min(self.shape, default=0) < 0 or nbytes > MAX_ARRAY_BYTES:
+            raise FormatError(f"no array is {self.dtype} {str(self.shape):.200}: what says so is damaged")
 
     @property
     def nbytes(self) -> int:

@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import tensorstore as ts
 import xxhash
 
 from jax_ucp.errors import CorruptData, NotACheckpoint, UnsupportedLeaf
@@ -24,10 +23,11 @@ from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place, outer_boxes, r
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.metadata import Group, Leaf, Metadata, StoredArray, decode, digest, encode
+from jax_ucp.storage.checked import check_metadata, storable
 from jax_ucp.storage.directory import Directory
 from jax_ucp.storage.ocdbt import Range
 from jax_ucp.storage.packs import index_files, pack_name
-from jax_ucp.storage.shard_file import chunk_bytes, has_index, read_shard, read_unit, shard_parts
+from jax_ucp.storage.shard_file import chunk_bytes, has_index, read_shard, read_unit, shard_bytes, shard_parts
 from jax_ucp.storage.source import ArrayInfo
 
 METADATA_FILE = "ucp.json"
@@ -169,16 +169,6 @@ def zarr_json(info: ArrayInfo, chunks: Chunks) -> bytes:
     return msgspec.json.encode(zarr_metadata(info, chunks) | about)
 
 
-@functools.cache
-def storable(dtype: np.dtype) -> bool:
-    """Whether TensorStore's zarr v3 driver has the data type."""
-    try:
-        ts.Spec({"driver": "zarr3", "kvstore": "memory://", "metadata": {"shape": [1], "data_type": dtype.name}})
-    except ValueError:
-        return False
-    return True
-
-
 def require_storable(label: str, dtype: np.dtype) -> None:
     if not storable(dtype):
         raise UnsupportedLeaf(f"{label} has dtype {dtype}, which zarr v3 as TensorStore writes it does not have")
@@ -239,7 +229,8 @@ class Commit:
 def open_store(path: str | os.PathLike[str]) -> tuple[Metadata, ZarrStore]:
     """The metadata and the arrays of the universal checkpoint at `path`.
 
-    Raises NotACheckpoint if it was never committed, CorruptData if `ucp.json` is damaged. Reads no array data.
+    Raises NotACheckpoint if it was never committed, CorruptData if `ucp.json` is damaged, FormatError if it says what
+    no writer does. Reads no array data.
     """
     directory = Directory(path)
     data = directory.read(METADATA_FILE)
@@ -248,6 +239,7 @@ def open_store(path: str | os.PathLike[str]) -> tuple[Metadata, ZarrStore]:
             f"{directory} has no {METADATA_FILE}: it is no universal checkpoint, or was never finished"
         )
     metadata = decode(data, f"{directory}/{METADATA_FILE}")
+    check_metadata(metadata, f"{directory}/{METADATA_FILE}")
     arrays, chunks, places = {}, {}, {}
     for leaf in metadata.leaves:
         if leaf.has_array:
@@ -260,9 +252,24 @@ def open_store(path: str | os.PathLike[str]) -> tuple[Metadata, ZarrStore]:
 
 
 def missing_files(metadata: Metadata, store: ZarrStore) -> list[str]:
-    """What files of a checkpoint are missing. A file of another size is found when it is read."""
-    names = _all_files(metadata, store)
-    return [f"{store.directory}/{name} is missing" for name in names if not store.directory.has(name)]
+    """What files of a checkpoint are missing, or have another number of bytes than their chunk takes."""
+    directory = store.directory
+    beside = [*metadata.files, *(pack_name(number) for number in sorted({n for n, _ in store.places.values()}))]
+    faults = [f"{directory}/{name} is missing" for name in beside if not directory.has(name)]
+    for key, stored in metadata.arrays.items():
+        faults += _missing_chunks(store, key) if not stored.places else []
+    return faults
+
+
+def _missing_chunks(store: ZarrStore, key: str) -> Iterator[str]:
+    info, chunks = store.arrays()[key], store.chunks[key]
+    for box in grid_boxes(info.shape, chunks.outer):
+        name, nbytes = chunk_name(grid_place(box, chunks.outer)), shard_bytes(box, chunks, info.dtype)
+        found = store.directory.size(f"{key}/{name}")
+        if found is None:
+            yield f"{store.directory}/{key}/{name} is missing"
+        elif found != nbytes:
+            yield f"{store.directory}/{key}: {name} has {found} bytes, but its chunk takes {nbytes}"
 
 
 def verify_files(metadata: Metadata, store: ZarrStore) -> list[str]:
@@ -286,14 +293,6 @@ def _chunk_keys(key: str, shape: Shape, outer: Shape) -> Iterator[str]:
         yield f"{key}/{chunk_name(place)}"
 
 
-def _all_files(metadata: Metadata, store: ZarrStore) -> Iterator[str]:
-    yield from metadata.files
-    yield from (pack_name(number) for number in sorted({number for number, _ in store.places.values()}))
-    for key, stored in metadata.arrays.items():
-        if not stored.places:
-            yield from _chunk_keys(key, store.arrays()[key].shape, stored.outer)
-
-
 def _pack_faults(store: ZarrStore) -> list[str]:
     """What packs end elsewhere than their last chunk does."""
     ends: dict[str, int] = {}
@@ -306,7 +305,7 @@ def _pack_faults(store: ZarrStore) -> list[str]:
     return [
         f"{store.directory}/{name} is damaged: it has {size} bytes, its chunks end at {end}"
         for name, end in ends.items()
-        if store.directory.has(name) and (size := store.directory.size(name)) != end
+        if (size := store.directory.size(name)) not in (None, end)
     ]
 
 
@@ -317,7 +316,7 @@ def _ranges(store: ZarrStore) -> dict[str, Range]:
         nbytes = chunk_bytes(store.chunks[key], info.dtype)
         for name in _chunk_keys(key, info.shape, store.chunks[key].outer):
             file, offset = store.find(name)
-            found[name] = Range(file, offset or 0, store.directory.size(file) if offset is None else nbytes)
+            found[name] = Range(file, offset or 0, (store.directory.size(file) or 0) if offset is None else nbytes)
     return found
 
 
