@@ -22,6 +22,7 @@ from jax_ucp.export.files import File, Tensor
 from jax_ucp.export.parameters import Parameters, is_floating, named, torch_groups, untold
 from jax_ucp.export.torch_pickle import Call, Global, Instance, has_dtype
 from jax_ucp.export.torch_zip import torch_file
+from jax_ucp.language.name_patterns import NamePatterns, pattern_list
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.metadata import plain_settings
 
@@ -39,6 +40,11 @@ _OPTIMIZER = re.compile(r"zero/optimizer_state\.pt|(bf16_)?zero_pp_rank_0_mp_ran
 _OWN_MODEL_KEYS = ("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "optimizer")
 _OPTIMIZER_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "ds_version")
 _MADE_ANEW = ("zero_stage", "ds_config", "partition_count", "group_paddings")
+
+# The lists of patterns in `universal_checkpoint_info` that say how a parameter is cut.
+_LISTS = ("tp_replicated_parameter_patterns", "parameter_to_average_patterns", "vocabulary_parameter_patterns")
+_LISTS += ("parameter_with_2_sub_params_cat_dim_0", "parameter_with_row_parallelism_patterns")
+_LISTS += ("expert_parameter_patterns",)
 
 Extras = Mapping[str, Mapping[str, Any]]
 
@@ -65,9 +71,10 @@ def deepspeed_files(
     global_steps = counted if type(counted) is int else int(max(steps.values(), default=0))
     tag = f"global_step{global_steps}_universal"
     info = _cutting(model)
+    patterns = NamePatterns(_patterns(info), "universal_checkpoint_info")
     files: list[File] = []
     for name, states in owned.items():
-        about = _how_to_cut(name, states["param"], info)
+        about = _how_to_cut(states["param"], info, patterns.matching(name))
         for state, tensor in states.items():
             if state == "step" and stage == 3:
                 continue  # in zero/optimizer_state.pt
@@ -175,14 +182,30 @@ def _check(found: Parameters) -> None:
         )
 
 
-def _how_to_cut(name: str, tensor: Tensor, info: Mapping[str, Any]) -> dict[str, Any]:
-    """What an atom says to ranks that hold slices of it; the order of precedence is that of the converter."""
+def _patterns(info: Mapping[str, Any]) -> Iterable[str]:
+    """All patterns by which the info names parameters."""
+    for key in _LISTS:
+        yield from _list(info, key)
+    for sub in info.get("parameter_with_sub_params") or ():
+        yield from _list(_attributes(sub), "patterns")
+
+
+def _list(said: Mapping[str, Any], key: str) -> Sequence[str]:
+    return pattern_list(said, key, "universal_checkpoint_info")
+
+
+def _how_to_cut(tensor: Tensor, info: Mapping[str, Any], matching: frozenset[str]) -> dict[str, Any]:
+    """What an atom says to ranks that hold slices of it; the order of precedence is that of the converter.
+
+    `matching` are the patterns of the info that match its name.
+    """
 
     def matches(key: str) -> bool:
-        return any(re.match(pattern, name) for pattern in info.get(key) or ())
+        return not matching.isdisjoint(_list(info, key))
 
     said: dict[str, Any] = {}
-    fused = [sub for sub in info.get("parameter_with_sub_params") or () if _matches_sub(sub, name)]
+    subs = info.get("parameter_with_sub_params") or ()
+    fused = [sub for sub in subs if not matching.isdisjoint(_list(_attributes(sub), "patterns"))]
     replicated = matches("tp_replicated_parameter_patterns") or matches("parameter_to_average_patterns")
     if replicated:
         pass
@@ -203,10 +226,6 @@ def _cutting(model: Mapping[str, Any]) -> dict[str, Any]:
     """`universal_checkpoint_info` without what is only about the ranks that wrote the source."""
     info = model.get("universal_checkpoint_info") or {}
     return {key: value for key, value in info.items() if key not in ("affine_map", "sub_param_shard_widths")}
-
-
-def _matches_sub(sub: Any, name: str) -> bool:
-    return any(re.match(pattern, name) for pattern in _attributes(sub)["patterns"])
 
 
 def _sub_param_shape(sub: Any, tensor: Tensor) -> Instance:

@@ -121,8 +121,10 @@ def _job(tensor: Tensor, info: ArrayInfo, budget_bytes: int) -> _Job:
     size = max(info.dtype.itemsize, tensor.dtype.itemsize)
     max_bytes = max(SMALL_BYTES, min(OUTER_BYTES, budget_bytes // (COPIES_IN_FLIGHT * threads())))
     boxes = list(row_major_boxes(tensor.shape, info.chunk, size, max_bytes))
-    costs = (2 * box.size + (whole_chunks(box, info.chunk).size if info.chunk else box.size) for box in boxes)
-    return _Job(tensor, boxes, max(costs, default=0) * size)
+    around = ((box.size, whole_chunks(box, info.chunk).size if info.chunk else box.size) for box in boxes)
+    # As in a copy: chunks of which a block is a part are held decoded, and before that as they are stored.
+    cost = max((2 * block + chunks + (chunks - block) for block, chunks in around), default=0)
+    return _Job(tensor, boxes, cost * size)
 
 
 def row_major_boxes(shape: Shape, chunk: Shape | None, itemsize: int, max_bytes: int) -> Iterator[Box]:

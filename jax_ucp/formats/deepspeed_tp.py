@@ -1,6 +1,6 @@
 """Tensor parallelism as DeepSpeed writes it down: `universal_checkpoint_info` says how slices form parameters.
 
-Its patterns match a name with `re.match`, so a prefix is enough. A parameter that no list names is cut on its first
+Its patterns match a name with `re.match`, so a prefix is enough; RE2 matches them, as `name_patterns` says. A parameter that no list names is cut on its first
 axis: that is DeepSpeed's rule, and the only way it has to say "column parallel". A list that says nothing, or a pattern
 that meets no name, is therefore refused: what it was meant for would be joined wrongly, without a word. A spec in the
 universal checkpoint language takes the place of all of it.
@@ -18,6 +18,7 @@ from typing import Any
 
 from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.formats.safe_pickle import Record
+from jax_ucp.language.name_patterns import NamePatterns, pattern_list
 from jax_ucp.language.notation import load
 from jax_ucp.language.rules import Shard, layouts, regex_of
 from jax_ucp.layout.box import Box
@@ -48,6 +49,11 @@ class TensorParallel:
         self.vocab = sizes.get("vocab", self.info.get("original_vocab_size"))
         self.maps: Mapping[str, Any] = (self.info.get("affine_map") or {}).get("params") or {}
         self.sub_params = [_sub_param(entry) for entry in self.info.get("parameter_with_sub_params") or ()]
+        self._lists = {key: pattern_list(self.info, key, where) for key in (*_LISTS, _PIPELINE)}
+        self._unsupported: Mapping[str, Any] = dict(self.info.get("autotp_unsupported_parameter_patterns") or {})
+        in_subs = [pattern for patterns, _, _ in self.sub_params for pattern in patterns]
+        in_lists = [pattern for patterns in self._lists.values() for pattern in patterns]
+        self._patterns = NamePatterns([*in_lists, *in_subs, *self.maps, *self._unsupported], where)
         version = self.info.get("universal_checkpoint_version", 0.0)
         affine = (self.info.get("affine_map") or {}).get("version", _AFFINE_VERSION)
         if version > _VERSION or affine > _AFFINE_VERSION:
@@ -76,13 +82,13 @@ class TensorParallel:
 
     def says(self, name: str) -> bool:
         """Whether any list or map names the parameter."""
-        lists = [*(self.info.get(key) or () for key in _LISTS), self.maps, *(p for p, _, _ in self.sub_params)]
-        return any(re.match(pattern, name) for patterns in lists for pattern in patterns)
+        lists = [*(self._lists[key] for key in _LISTS), self.maps, *(p for p, _, _ in self.sub_params)]
+        return any(not self._patterns.matching(name).isdisjoint(patterns) for patterns in lists)
 
     def stage_copy(self, name: str) -> bool:
         """Whether pipeline stages may hold copies of the parameter, of which the first is the one in use."""
         return (
-            name.startswith("tied_modules.") or self._hit(self.info.get(_PIPELINE) or (), name, _PIPELINE) is not None
+            name.startswith("tied_modules.") or self._hit(self._lists[_PIPELINE], name, _PIPELINE) is not None
         )
 
     def check_used(self, names: Iterable[str]) -> None:
@@ -90,19 +96,20 @@ class TensorParallel:
         names = list(names)
         if self.tp == 1:
             return
-        for pattern, why in dict(self.info.get("autotp_unsupported_parameter_patterns") or {}).items():
-            if hit := next((name for name in names if re.match(pattern, name)), None):
+        for pattern, why in self._unsupported.items():
+            if hit := next((name for name in names if pattern in self._patterns.matching(name)), None):
                 raise FormatError(f"{self.where}: DeepSpeed says that the slices of {hit} cannot be joined: {why}")
-        patterns = [p for key in _LISTS for p in self.info.get(key) or ()]
+        patterns = [p for key in _LISTS for p in self._lists[key]]
         patterns += [p for patterns, _, _ in self.sub_params for p in patterns]
-        if idle := [p for p in patterns if not any(re.match(p, name) for name in names)]:
+        used = frozenset[str]().union(*map(self._patterns.matching, names))
+        if idle := [pattern for pattern in patterns if pattern not in used]:
             raise FormatError(
                 f"{self.where}: universal_checkpoint_info has patterns that match no parameter: {idle}. "
                 "What they were meant for would be joined on its first axis."
             )
 
     def _pattern(self, name: str, slices: Sequence[Shape]) -> Pattern:
-        listed = {key for key in _LISTS if self._hit(self.info.get(key) or (), name, key) is not None}
+        listed = {key for key in _LISTS if self._hit(self._lists[key], name, key) is not None}
         pattern: Pattern
         if len(slices) == 1:
             pattern = Unique()
@@ -127,7 +134,8 @@ class TensorParallel:
 
     def _sub_params(self, name: str, slices: Sequence[Shape]) -> Pattern | None:
         """Several arrays side by side, each cut by itself: their widths on each rank; before 0.4 even ones."""
-        hits = [(hit, *entry) for entry in self.sub_params for hit in entry[0] if re.match(hit, name)]
+        matching = self._patterns.matching(name)
+        hits = [(hit, *entry) for entry in self.sub_params for hit in entry[0] if hit in matching]
         if not hits:
             return None
         hit, _, shape, axis = hits[0]
@@ -153,7 +161,8 @@ class TensorParallel:
         return Fused(axis, {str(k): tuple(row) for k, row in enumerate(widths)})
 
     def _hit(self, patterns: Iterable[str], name: str, what: str) -> str | None:
-        hits = [pattern for pattern in patterns if re.match(pattern, name)]
+        matching = self._patterns.matching(name)
+        hits = [pattern for pattern in patterns if pattern in matching]
         if len(hits) > 1:
             raise FormatError(f"{self.where}: {name} matches several patterns of {what}: {hits}")
         return hits[0] if hits else None
@@ -235,4 +244,4 @@ def _sub_param(entry: Any) -> tuple[list[str], tuple[Any, ...], int]:
     """The patterns, shape and axis of a `SubparamShape`, which is a dict, or an instance in a pickle."""
     fields: Any = entry.fields if isinstance(entry, Record) else entry
     shape = tuple(tuple(n) if isinstance(n, list | tuple) else n for n in fields["shape"])
-    return list(fields["patterns"]), shape, int(fields["partition_dim"])
+    return list(pattern_list(fields, "patterns", "parameter_with_sub_params")), shape, int(fields["partition_dim"])

@@ -7,6 +7,7 @@ Orbax is imported.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ import tensorstore as ts
 
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.formats.options import Options
+from jax_ucp.layout.blocks import whole_chunks
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Leaf
 from jax_ucp.storage.checked import is_dtype, leaf_fault
@@ -32,6 +34,9 @@ MAX_RATIO = 1 << 15
 
 # Chunks of nothing but zeros, which older versions of Orbax left out, may make so much of no bytes at all.
 FREE_BYTES = 1 << 30
+
+# From so many bytes on, chunks are held decoded. Of fewer, opening an array once more costs as much as decoding them.
+HELD_BYTES = 4 << 20
 
 # What TensorStore raises for a checkpoint that is damaged, depending on where.
 _TENSORSTORE_ERRORS = (ValueError, IndexError, OverflowError, NotImplementedError)
@@ -91,13 +96,20 @@ def is_step(path: Path) -> bool:
 
 
 class _Arrays:
-    """The arrays of a stock checkpoint, by the names of their leaves."""
+    """The arrays of a stock checkpoint, by the names of their leaves.
+
+    Stock's chunks are as large as what a device held. One that is read in several blocks stays decoded until another
+    is wanted: to decode it costs more than to copy it, and takes its bytes in memory for each block anew.
+    """
 
     def __init__(self, directory: Directory, tree: OrbaxTree):
         self._directory = directory
+        self._specs = {name: _spec(directory, tree, stored) for name, stored in tree.stored.items()}
         self._handles: dict[str, Any] = {}
         self._infos: dict[str, ArrayInfo] = {}
-        opening = {name: ts.open(_spec(directory, tree, stored), open=True) for name, stored in tree.stored.items()}
+        self._held: tuple[str, Box, Any] | None = None
+        self._lock = threading.Lock()
+        opening = {name: ts.open(spec, open=True) for name, spec in self._specs.items()}
         for name, future in opening.items():
             where = f"{directory}: {TREE_FILE} has {tree.stored[name]}, whose array is unreadable"
             try:
@@ -114,9 +126,23 @@ class _Arrays:
 
     def read(self, key: str, box: Box) -> np.ndarray:
         try:
-            return np.asarray(self._handles[key][box.index].read().result())
+            return np.asarray(self._handle(key, box)[box.index].read().result())
         except _TENSORSTORE_ERRORS as error:
             raise CorruptData(f"{self._directory}/{key}: {error}") from None
+
+    def _handle(self, key: str, box: Box) -> Any:
+        """The array, as it is opened for a read of `box`: with a cache for the chunks of which that is a part."""
+        info = self._infos[key]
+        around = whole_chunks(box, info.chunk or box.shape)
+        nbytes = around.size * info.dtype.itemsize
+        if nbytes < HELD_BYTES or around.intersect(Box.whole(info.shape)) == box:
+            return self._handles[key]
+        with self._lock:
+            if self._held is None or self._held[:2] != (key, around):
+                self._held = None  # the memory of the last ones goes before that of the next is taken
+                context = ts.Context({"cache_pool": {"total_bytes_limit": 2 * nbytes}})
+                self._held = key, around, ts.open(self._specs[key], open=True, context=context).result()
+            return self._held[2]
 
 
 def _array_fault(array: Any) -> str | None:

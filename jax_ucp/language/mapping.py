@@ -23,12 +23,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from jax_ucp.errors import SpecError
 from jax_ucp.language.arithmetic import Expression as Size
 from jax_ucp.language.arithmetic import names_in
-from jax_ucp.language.document import document, faults_of, fields
+from jax_ucp.language.document import document, dumped, faults_of, fields
 from jax_ucp.language.rules import regex_of
 from jax_ucp.layout.axes import REST, Expression, axis_sets, parse
 
@@ -127,7 +125,7 @@ class Mapping:
     @classmethod
     def from_dict(cls, content: Dict[str, Any], name: str = "mapping") -> Mapping:
         """The mapping that the content of a YAML file says."""
-        return cls.parse(yaml.safe_dump(dict(content), sort_keys=False), name)
+        return cls.parse(dumped(content), name)
 
     @classmethod
     def parse(cls, text: str, name: str = "mapping") -> Mapping:

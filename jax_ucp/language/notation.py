@@ -7,11 +7,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from jax_ucp.errors import SpecError
 from jax_ucp.language.arithmetic import names_in, size_of
-from jax_ucp.language.document import document, faults_of, fields
+from jax_ucp.language.document import document, dumped, faults_of, fields
 from jax_ucp.language.rules import Sentence, Spec, Written, regex_of
 from jax_ucp.layout.patterns import Averaged, Fused, Padded, Pattern, Replicated, Sharded, Unique
 
@@ -78,7 +76,7 @@ def to_yaml(spec: Spec) -> str:
         when = {"when": sentence.when} if sentence.when else {}
         items.append({"param": sentence.param, **when, "pattern": said})
     sizes = {"sizes": dict(spec.sizes)} if spec.sizes else {}
-    return yaml.safe_dump({**sizes, "shards": items}, sort_keys=False)
+    return dumped({**sizes, "shards": items})
 
 
 def pattern_of(node: object, size: Callable[[object], int]) -> Pattern:

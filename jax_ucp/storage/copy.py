@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,15 +94,24 @@ def plan_copy(
         if leaf.has_array:
             info = arrays[leaf.name] = ArrayInfo(leaf.shape, np.dtype(leaf.dtype))
             require_storable(leaf.label, info.dtype)
-            size = info.dtype.itemsize
-            chunks[leaf.name] = chunk_shapes(
-                leaf.shape, size, (cells or {}).get(leaf.name), min(INNER_BYTES, outer), outer
-            )
-            chunk = stored[leaf.name].chunk
-            for box in grid_boxes(leaf.shape, chunks[leaf.name].outer):
+            size, chunk = info.dtype.itemsize, stored[leaf.name].chunk or ()
+            cell = (cells or {}).get(leaf.name, _cell(info, chunk, outer))
+            chunks[leaf.name] = chunk_shapes(leaf.shape, size, cell, min(INNER_BYTES, outer), outer)
+            boxes = grid_boxes(leaf.shape, chunks[leaf.name].outer)
+            # Those of one stored chunk follow one another, so that it is decoded once for all of them.
+            for box in sorted(boxes, key=lambda box: grid_place(box, chunk)) if chunk else boxes:
                 around = whole_chunks(box, chunk).size if chunk else box.size
-                blocks.append(Block(leaf.name, box, box.size * size, (2 * box.size + around) * size))
+                # Chunks of which the block is a part are held decoded, and before that as they are stored.
+                cost = 2 * box.size + around + (around - box.size)
+                blocks.append(Block(leaf.name, box, box.size * size, cost * size))
     return CopyPlan(arrays, chunks, blocks, budget_bytes)
+
+
+def _cell(info: ArrayInfo, chunk: Shape, max_bytes: int) -> Shape | None:
+    """A stored chunk that is larger than a block may be, if such chunks divide the array: no block is of two of them."""
+    if not chunk or math.prod(chunk) * info.dtype.itemsize <= max_bytes:
+        return None
+    return None if any(n % c for n, c in zip(info.shape, chunk, strict=True)) else chunk
 
 
 def copy(
