@@ -7,7 +7,10 @@ Names are imported when they are first used, so that looking into a checkpoint d
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
+
+from jax_ucp.visible import VisibleLogs
 
 if TYPE_CHECKING:
     from jax_ucp import args as args
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from jax_ucp.layout import patterns as patterns
 
 __version__ = "0.1.0"
+
+logging.getLogger("jax_ucp").addFilter(VisibleLogs())
 
 _HOMES = {
     "Checkpoint": "jax_ucp.checkpoint",

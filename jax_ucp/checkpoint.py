@@ -29,6 +29,7 @@ from jax_ucp.storage.contents import Contents, Item, Piece
 from jax_ucp.storage.copy import Block, CopyPlan, copy, plan_copy
 from jax_ucp.storage.mapped_tree import map_contents, states_of
 from jax_ucp.storage.source import ArrayInfo
+from jax_ucp.visible import visible
 
 if TYPE_CHECKING:
     import optax
@@ -395,7 +396,7 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         arrays = sum(leaf.has_array for leaf in self.leaves)
-        return f"<{self.format} checkpoint {self.path}: {arrays} arrays, {self.nbytes:,} bytes>"
+        return f"<{self.format} checkpoint {visible(self.path)}: {arrays} arrays, {self.nbytes:,} bytes>"
 
     def _repr_html_(self) -> str:
         rows = [(leaf.label, leaf.dtype or leaf.kind, str(list(leaf.shape))) for leaf in self.leaves]

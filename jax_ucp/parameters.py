@@ -11,6 +11,7 @@ import numpy as np
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Leaf
 from jax_ucp.storage.contents import Contents, Piece
+from jax_ucp.visible import visible
 
 
 @dataclass(frozen=True, repr=False)
@@ -39,7 +40,7 @@ class Parameter:
         return self.contents.arrays.read(leaf.name, box or Box.whole(leaf.shape))
 
     def __repr__(self) -> str:
-        return f"<{self.name}: {self.dtype} {list(self.shape)}, {', '.join(self.states)}>"
+        return f"<{visible(self.name)}: {self.dtype} {list(self.shape)}, {', '.join(self.states)}>"
 
     def _repr_html_(self) -> str:
         rows = [
@@ -62,7 +63,7 @@ def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> st
     """The HTML of a table, with its title above it."""
 
     def cells(tag: str, values: Sequence[str]) -> str:
-        return "".join(f"<{tag} style='text-align:left'>{html.escape(value)}</{tag}>" for value in values)
+        return "".join(f"<{tag} style='text-align:left'>{html.escape(visible(value))}</{tag}>" for value in values)
 
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    return f"<b>{html.escape(title)}</b><table><tr>{cells('th', heads)}</tr>{body}</table>"
+    return f"<b>{html.escape(visible(title))}</b><table><tr>{cells('th', heads)}</tr>{body}</table>"

@@ -83,7 +83,7 @@ def convert(
     """
     checkpoint = open_checkpoint(source, **said)
     for note in report.mesh_notes(checkpoint, mesh, rules) if mesh else ():
-        to_stderr.print(f"note: {note}", markup=False)
+        to_stderr.print(f"note: {note}")
     with progress("converting", checkpoint.nbytes) as advance:
         result = checkpoint.save(
             target, **mesh_arguments(mesh, rules), budget_bytes=budget, done=lambda block: advance(block.nbytes)
@@ -99,7 +99,7 @@ def _print_mesh_plan(found: Report) -> None:
     mesh = ", ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
     console.print(f"on a mesh of {mesh}: {size(found['device_bytes'])} on each of {found['devices']} devices")
     for note in found["notes"]:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}")
     hosts = found["hosts"]
     rows = [
         (str(i), size(h["read_bytes"]), size(h["needed_bytes"]), f"{h['amplification']:.3f}", str(h["files"]))

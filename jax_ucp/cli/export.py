@@ -68,7 +68,7 @@ def export(
         checkpoint = checkpoint.map(rules, sizes=sizes_of(rules, said["sizes"]))
     planned = checkpoint.plan_export(format, **options, budget_bytes=budget)
     for note in (*checkpoint.notes[len(opened.notes) :], *planned.notes):
-        to_stderr.print(f"note: {note}", markup=False)
+        to_stderr.print(f"note: {note}")
     with progress("exporting", planned.write_bytes) as advance:
         checkpoint.export(target, format, **options, budget_bytes=budget, done=advance)
     found = report.export_plan(planned, target)

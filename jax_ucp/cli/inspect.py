@@ -41,7 +41,7 @@ def inspect(path: str, pattern: str | None, all_: bool, json_: bool, **source: A
     console.print(_leaf_table(found))
     print_account(found["account"], all_)
     if all_:
-        console.print_json(json.dumps(found["extras"]))
+        console.print_json(json.dumps(found["extras"]), ensure_ascii=True)
 
 
 def _leaf_table(found: Report) -> Table:

@@ -18,6 +18,7 @@ from jax_ucp.cli.inspect import inspect
 from jax_ucp.cli.map import map_
 from jax_ucp.cli.verify import verify
 from jax_ucp.errors import UCPError
+from jax_ucp.visible import visible_lines
 
 
 class _Refusals(click.Group):
@@ -29,8 +30,13 @@ class _Refusals(click.Group):
         except BrokenPipeError:
             sys.stdout = None  # the reader has what it wanted; nothing more can be flushed
             return None
+        except click.ClickException as error:
+            error.message = visible_lines(error.message)
+            raise
         except (UCPError, OSError) as error:
-            raise click.ClickException(str(error)) from None
+            raise click.ClickException(visible_lines(str(error))) from None
+        except MemoryError as error:
+            raise click.ClickException(f"there is not enough memory: {visible_lines(str(error))}") from None
 
 
 @click.group(cls=_Refusals, context_settings={"help_option_names": ["-h", "--help"]})

@@ -45,11 +45,11 @@ def _print_mapping(found: Report, target: str | None) -> None:
     if rows:
         console.print(table(heads, rows))
     for name, reason in found["skipped"]:
-        console.print(f"skipped: {name}: {reason}", markup=False)
+        console.print(f"skipped: {name}: {reason}")
     for note in found["notes"]:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}")
     for fault in found["faults"]:
-        to_stderr.print(f"fault: {fault}", markup=False)
+        to_stderr.print(f"fault: {fault}")
     for suggestion in found["suggestions"]:
-        to_stderr.print(f"suggestion: {suggestion}", markup=False)
-    console.print(f"{found['mapping']}: {len(found['leaves'])} leaves, {len(found['faults'])} faults", markup=False)
+        to_stderr.print(f"suggestion: {suggestion}")
+    console.print(f"{found['mapping']}: {len(found['leaves'])} leaves, {len(found['faults'])} faults")

@@ -1,4 +1,7 @@
-"""What several commands print, on stdout for its reader, notes and progress on stderr."""
+"""What several commands print, on stdout for its reader, notes and progress on stderr.
+
+All text goes through `Screen.print` or `table`: names, paths and messages are others', and none of them is obeyed.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,22 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
+from rich.text import Text
 
 from jax_ucp.cli.report import Report
+from jax_ucp.visible import visible, visible_lines
+
+
+class Screen(Console):
+    """A console to which text is text: nothing in it is rich's markup, an emoji's name, or for the terminal to obey."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*(Text(visible_lines(o)) if isinstance(o, str) else o for o in objects), **options)
+
 
 # Where the output is read by a program, lines are as long as they need to be.
-console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 1000)
-to_stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+console = Screen(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 1000)
+to_stderr = Screen(stderr=True, highlight=False, soft_wrap=True)
 
 
 def print_json(found: Report) -> None:
@@ -26,10 +39,10 @@ def print_json(found: Report) -> None:
 
 def print_head(found: Report) -> None:
     items = ", ".join(f"{n} {fate}" for fate, n in found["items"].items())
-    console.print(f"{found['path']}: {found['format']}, {found['arrays']} arrays, {size(found['bytes'])}", markup=False)
+    console.print(f"{found['path']}: {found['format']}, {found['arrays']} arrays, {size(found['bytes'])}")
     console.print(f"stored items: {items}")
     for note in found["notes"]:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}")
 
 
 def print_account(items: list[Report], all_: bool) -> None:
@@ -44,7 +57,7 @@ def table(heads: tuple[str, ...], rows: list[Any]) -> Table:
     for head in heads:
         table.add_column(head, overflow="fold")
     for row in rows:
-        table.add_row(*(cell.replace("[", "\\[") for cell in row))
+        table.add_row(*(Text(visible(cell)) for cell in row))
     return table
 
 

@@ -6,9 +6,11 @@ import sys
 from typing import Any
 
 import click
+from rich.text import Text
 
 from jax_ucp.cli.options import as_json, open_checkpoint, source_options
 from jax_ucp.cli.output import console, print_json, to_stderr
+from jax_ucp.visible import visible_lines
 
 
 @click.command()
@@ -27,11 +29,11 @@ def verify(path: str, json_: bool, **said: Any) -> None:
         print_json({"path": path, "format": checkpoint.format, "checks": looked, "faults": faults})
     else:
         for fault in faults:
-            to_stderr.print(f"[red]fault[/red] {fault}", markup=True)
+            to_stderr.print(Text.assemble(("fault", "red"), f" {visible_lines(fault)}"))
         for note in checkpoint.notes:
-            console.print(f"note: {note}", markup=False)
+            console.print(f"note: {note}")
         console.print(f"{path}: {looked} checks, {len(faults)} faults")
         if not looked:
-            console.print("nothing in this format can be checked", markup=False)
+            console.print("nothing in this format can be checked")
     if faults:
         sys.exit(1)

@@ -11,7 +11,7 @@ from jax_ucp.errors import SpecError
 Expression = int | str
 
 _MAX_LENGTH = 200
-_MAX_SIZE = 1 << 62
+MAX_SIZE = 1 << 62
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -29,7 +29,7 @@ def size_of(expression: object, sizes: Mapping[str, int]) -> int:
     64
     """
     value = _value(_parsed(expression), sizes, str(expression))
-    if not 0 <= value <= _MAX_SIZE:
+    if not 0 <= value <= MAX_SIZE:
         raise SpecError(f"the size {expression} is {value}")
     return value
 

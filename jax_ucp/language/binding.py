@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jax_ucp.errors import LayoutError, SpecError
-from jax_ucp.language.arithmetic import names_in, size_of
+from jax_ucp.language.arithmetic import MAX_SIZE, names_in, size_of
 from jax_ucp.language.mapping import Mapping as LeafMapping
 from jax_ucp.language.mapping import Rule, expression, filled, name_regex, placeholders, values_in
 from jax_ucp.language.rules import regex_of
@@ -273,7 +273,10 @@ def _scale(rule: Rule, sizes: Mapping[str, int]) -> float:
     if not isinstance(rule.scale, str):
         return rule.scale
     size, power = rule.scale.split(" ** ")
-    return sizes[size] ** float(power)
+    try:
+        return float(sizes[size]) ** float(power)
+    except ArithmeticError as error:
+        raise LayoutError(f"{rule.label}: the scale {rule.scale} cannot be, with {size} = {sizes[size]}: {error}") from None
 
 
 def _parts(
@@ -310,21 +313,28 @@ def config_numbers(extras: Mapping[str, Any]) -> dict[str, int]:
     for items in extras.values():
         for name in ("config", "args"):
             said = items.get(name) if isinstance(items, dict) else None
-            said = said.get("fields", said) if isinstance(said, dict) else {}
-            for key, value in said.items():
-                if isinstance(value, int) and not isinstance(value, bool):
-                    found.setdefault(key, value)
-            if "num_query_groups" in said and "num_attention_heads" in said:
-                grouped = said.get("group_query_attention", False)
-                groups = said["num_query_groups" if grouped else "num_attention_heads"]
-                found.setdefault("query_groups", groups)
+            said = said if isinstance(said, dict) else {}
+            said = said["fields"] if isinstance(said.get("fields"), dict) else said
+            numbers = {key: value for key, value in said.items() if _is_length(value)}
+            for key, value in numbers.items():
+                found.setdefault(key, value)
+            groups = "num_query_groups" if said.get("group_query_attention", False) else "num_attention_heads"
+            if "num_query_groups" in said and groups in numbers:
+                found.setdefault("query_groups", numbers[groups])
     return found
+
+
+def _is_length(value: object) -> bool:
+    """Whether a value of a config can be a length; others, such as -1 for what is not set, are none."""
+    return type(value) is int and 0 <= value <= MAX_SIZE
 
 
 def undone_lengths(mapping: LeafMapping, done: Mapping[str, Any]) -> dict[str, int]:
     """The lengths of the mapping that made a checkpoint, if `mapping` undoes it: `done` is what the checkpoint says."""
-    undoes = "rules" in done and LeafMapping.from_dict(done["rules"]).inverse() == mapping
-    return done["lengths"] if undoes else {}
+    rules, lengths = done.get("rules"), done.get("lengths")
+    if not isinstance(rules, dict) or not isinstance(lengths, dict) or not all(map(_is_length, lengths.values())):
+        return {}
+    return lengths if LeafMapping.from_dict(rules).inverse() == mapping else {}
 
 
 def unclaimed(mapping: LeafMapping, names: Sequence[str]) -> list[str]:

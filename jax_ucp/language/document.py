@@ -8,13 +8,13 @@ from typing import Any
 import yaml
 
 from jax_ucp.errors import LayoutError, SpecError
+from jax_ucp.language.arithmetic import MAX_SIZE
 
 # The mappings that come with the package have some 5,000 characters, with a rule for each tensor a large model's would
 # have 200,000. PyYAML reads a million in some ten seconds.
 MAX_TEXT = 1_000_000
 # PyYAML reads a number with colons, to the base of 60, in time that grows with the square of its length.
 MAX_SCALAR = 10_000
-MAX_NUMBER = 1 << 62
 # Sections, lists of rules, rules, patterns in patterns: some ten levels.
 MAX_DEPTH = 32
 
@@ -70,7 +70,7 @@ def _loaded(loader: yaml.SafeLoader, file: str) -> tuple[dict[Any, Any], Mapping
             lines[(key.value,)] = [item.start_mark.line + 1 for item in value.value]
     content: Any = loader.construct_document(root)
     if not isinstance(content, dict) or _has_huge_numbers(content):
-        raise SpecError(f"{file} should be a mapping of sections, with no number beyond {MAX_NUMBER}")
+        raise SpecError(f"{file} should be a mapping of sections, with no number beyond {MAX_SIZE}")
     if strays := [key for key in content if key not in lines]:
         raise SpecError(f"{file} has the section {strays[0]!r:.80}; a section has a name")
     return content, lines
@@ -82,7 +82,7 @@ def _has_huge_numbers(value: object) -> bool:
         return any(_has_huge_numbers(item) for pair in value.items() for item in pair)
     if isinstance(value, list | tuple | set):
         return any(map(_has_huge_numbers, value))
-    return isinstance(value, int) and abs(value) > MAX_NUMBER
+    return isinstance(value, int) and abs(value) > MAX_SIZE
 
 
 def _named(root: yaml.MappingNode) -> list[tuple[yaml.ScalarNode, yaml.Node]]:

@@ -23,6 +23,10 @@ from jax_ucp.errors import LayoutError, SpecError
 
 REST = "..."
 
+# What a person writes of an array is a line. Parts in products multiply: `(a + b) (c + d)` are four pieces, and of a
+# thousand nobody knows what they mean.
+MAX_LENGTH, MAX_DEPTH, MAX_COMPONENTS = 500, 16, 1024
+
 _TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z_]\w*|\d+|[()+]|\S)")
 
 
@@ -94,12 +98,16 @@ def parse(text: str) -> Expression:
     >>> parse("(group (q + k + v) head_dim) embed").dims[1]
     Axis(name='embed')
     """
+    if len(text) > MAX_LENGTH:
+        raise SpecError(f"axes of {len(text)} characters, {text[:40]!r}...; {MAX_LENGTH} are the most")
     tokens = [(match.group(1), match.start(1)) for match in _TOKEN.finditer(text)]
     reader = _Reader(text, tokens)
     dims = reader.items(depth=0)
     if sum(dim == Axis(REST) for dim in dims) > 1:
         raise SpecError(f"in {text!r}: `...` can be there only once")
     expression = Expression(tuple(dims))
+    if math.prod(map(_choices, dims)) > MAX_COMPONENTS:
+        raise SpecError(f"in {text!r}: more than {MAX_COMPONENTS} choices of parts")
     for component in components(expression, _ONES):
         names = [name for line in component.lines for name, _ in line.terms]
         if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -120,7 +128,9 @@ class _Reader:
             if depth and token in (")", "+"):
                 break
             self.at += 1
-            if token == "(":
+            if token == "(" and depth == MAX_DEPTH:
+                raise self.fault(f"parentheses are nested more than {MAX_DEPTH} deep", place)
+            elif token == "(":
                 found.append(self.group(depth, place))
             elif token == REST and depth:
                 raise self.fault("`...` stands for whole axes, so it cannot be in parentheses", place)
@@ -157,6 +167,17 @@ class _Reader:
 
     def fault(self, what: str, place: int) -> SpecError:
         return SpecError(f"in {self.text!r}, at character {place + 1}: {what}")
+
+
+def _choices(node: Node) -> int:
+    """How many components a node has."""
+    match node:
+        case Axis():
+            return 1
+        case Product(parts=parts):
+            return math.prod(map(_choices, parts))
+        case Sum(parts=parts):
+            return sum(map(_choices, parts))
 
 
 @dataclass(frozen=True, slots=True)
