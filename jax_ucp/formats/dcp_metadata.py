@@ -11,6 +11,7 @@ torch 1.13 has the same classes in `torch.distributed._shard.checkpoint`.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import stat
@@ -28,9 +29,12 @@ from jax_ucp.formats.safe_pickle import Name, Record, inert, table
 from jax_ucp.formats.torch_names import NAMES as TORCH_NAMES
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
+from jax_ucp.storage.directory import Directory
 
 METADATA_FILE = ".metadata"
 MAX_METADATA_BYTES = 1 << 28
+# Of what was put through zstd, a byte may hold so many: a block has 4 at least, and inflates to 128 KiB at most.
+MAX_RATIO = 1 << 15
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _RANK_DATA = re.compile(r"__(\d+)_\d+\.distcp$")
 _MAX_NDIM, _MAX_ELEMENTS = 32, 1 << 62
@@ -164,8 +168,8 @@ class _Tables:
         self.paths: dict[str, tuple[str | int, ...]] = {}
 
     def add(self, path: Path) -> None:
-        if path.is_symlink() or path.stat().st_size > MAX_METADATA_BYTES:
-            raise FormatError(f"a link, or more than {MAX_METADATA_BYTES} bytes")
+        if os.path.getsize(Directory(self.folder).file(path.name)) > MAX_METADATA_BYTES:
+            raise FormatError(f"more than {MAX_METADATA_BYTES} bytes")
         top = _fields(safe_pickle.load(path.read_bytes(), _NAMES), "Metadata", "the file")
         spans = _spans(_dict(top.get("storage_data"), "storage_data"))
         used: set[tuple[str, Shape | None]] = set()
@@ -306,18 +310,19 @@ def _span(value: Any) -> Span:
 
 
 def _check_spans(metadata: DcpMetadata) -> None:
-    """Every span lies in a regular file beside the metadata, and no two share a byte."""
+    """Every span lies in a regular file beside the metadata, no two share a byte, and chunks are not larger than spans."""
+    folder = Directory(metadata.folder)
     by_file: dict[str, list[tuple[Span, str]]] = defaultdict(list)
     for fqn, span in metadata.spans():
         by_file[span.file].append((span, fqn))
     for name, spans in by_file.items():
         path, first = metadata.folder / name, spans[0][1]
         try:
-            about = os.lstat(path)
-        except (OSError, ValueError):
+            about = os.stat(folder.file(name))
+        except OSError:
             raise FormatError(f"{path} is missing: {len(spans)} items lie in it, the first of {first}") from None
         if not stat.S_ISREG(about.st_mode):
-            raise FormatError(f"{path} is a link or no file; {first} should lie in it")
+            raise FormatError(f"{path} is no file; {first} should lie in it")
         free, before = 0, ""
         for span, fqn in sorted(spans, key=lambda item: item[0].offset):
             end = span.offset + span.length
@@ -329,3 +334,16 @@ def _check_spans(metadata: DcpMetadata) -> None:
             if span.offset < free:
                 raise FormatError(f"{path}: the bytes of {fqn}, from {span.offset}, overlap those of {before}")
             free, before = end, fqn
+    for fqn, tensor in metadata.tensors.items():
+        for chunk in tensor.chunks:
+            _check_size(metadata.folder, fqn, tensor.dtype, chunk)
+
+
+def _check_size(folder: Path, fqn: str, dtype: np.dtype, chunk: Chunk) -> None:
+    """Raise CorruptData where the bytes of a chunk cannot hold its elements: nothing is allocated for such a one."""
+    nbytes = math.prod(chunk.sizes) * dtype.itemsize
+    if nbytes > chunk.span.length * (MAX_RATIO if chunk.span.transforms else 1):
+        raise CorruptData(
+            f"{folder / METADATA_FILE}: {fqn} has a chunk of {dtype} {list(chunk.sizes)}, {nbytes} bytes, but the item "
+            f"of it in {chunk.span.file} has {chunk.span.length}"
+        )

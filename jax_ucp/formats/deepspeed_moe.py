@@ -21,6 +21,8 @@ from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
 from jax_ucp.layout.patterns import Sharded
 
+# No model has so many; each is listed.
+MAX_EXPERTS = 1 << 20
 _NATIVE = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
 
 
@@ -155,8 +157,10 @@ def placement(name: str, model: Stored) -> dict[int, list[int]]:
     ranks = (layer.get("expert_placement") or {}).get("ranks")
     if ranks is not None:
         return {int(entry["rank"]): list(map(int, entry["experts"])) for entry in ranks}
-    local = int(layer["num_local_experts"])
-    return {ep: list(range(ep * local, (ep + 1) * local)) for ep in range(int(layer["ep_size"]))}
+    local, ep_size = int(layer["num_local_experts"]), int(layer["ep_size"])
+    if local * ep_size > MAX_EXPERTS:
+        raise FormatError(f"{model.file.path}: {name} would have {local} experts on each of {ep_size} ranks")
+    return {ep: list(range(ep * local, (ep + 1) * local)) for ep in range(ep_size)}
 
 
 def _layer_of(name: str, model: Stored) -> Mapping[str, Any]:

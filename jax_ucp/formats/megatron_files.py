@@ -6,6 +6,7 @@ Megatron-LM core_v0.16.1.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,10 @@ from typing import Any
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.safe_pickle import Record
 from jax_ucp.formats.torch_file import StoredTensor, TorchFile
+
+# No run has so many model-parallel ranks, times the chunks of each: what lies where is listed for all of them.
+MAX_RANKS = 1 << 20
+_DEGREES = ("pipeline", "virtual_pipeline", "expert")
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MODEL_FILE, OPTIM_FILE = "model_optim_rng.pt", "distrib_optim.pt"
@@ -38,6 +43,14 @@ class Args:
 
     fields: Mapping[str, Any]
     absent: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        said = [self.fields.get(f"{kind}_parallel_size") for kind in ("tensor_model", "expert_tensor")]
+        said = [max([1, *(n for n in said if isinstance(n, int))])]
+        said += [self.fields.get(f"{kind}_model_parallel_size") for kind in _DEGREES]
+        ranks = math.prod(n for n in said if isinstance(n, int) and n > 0)
+        if ranks > MAX_RANKS:
+            raise FormatError(f"args say that the run had {ranks:.3g} model-parallel ranks: they are damaged")
 
     def get(self, name: str, default: Any = None) -> Any:
         """The argument, or `default` where the release that wrote it had no such one."""

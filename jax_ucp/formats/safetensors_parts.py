@@ -8,6 +8,7 @@ missing is seen by the hole it leaves, but that of the last rank is not, and a n
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +25,7 @@ MARK = "DCP_SHARDING_INFO"
 WHOLE_FILE = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 _SHARD_FILE = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
 _MAX_OFFSET = 1 << 62
+ABSENT_NAMED = 4
 
 
 def boxes(path: Path, metadata: Mapping[str, str], arrays: Mapping[str, ArrayInfo]) -> dict[str, Box]:
@@ -75,8 +77,10 @@ def unproved(files: Iterable[str]) -> str | None:
     if not shards:
         return None
     ranks, parts = max(rank for rank, _ in shards), max(shards.values())
-    absent = [(r, i) for r in range(1, ranks + 1) for i in range(1, parts + 1) if (r, i) not in shards]
-    gone = ", ".join(f"shard-{r:05}-model-{i:05}-of-{parts:05}" for r, i in absent[:4])
+    # A name may have any number in it: there are as many to look at as are named, and those that are there.
+    every = ((r, i) for r in range(1, ranks + 1) for i in range(1, parts + 1))
+    absent = itertools.islice((place for place in every if place not in shards), ABSENT_NAMED)
+    gone = ", ".join(f"shard-{r:05}-model-{i:05}-of-{parts:05}" for r, i in absent)
     return (
         f"{ranks} ranks wrote parts of tensors, but neither how many there were nor the shapes of the tensors are "
         "recorded: compare the shapes with the model's, a missing last rank shows nowhere else"
