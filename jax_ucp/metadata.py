@@ -220,7 +220,7 @@ def decode(data: bytes, where: str) -> Metadata:
     try:
         file = msgspec.json.decode(data, type=_File)
         leaves = tuple(_leaf(leaf, file.shardings) for leaf in file.leaves)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"{where} says what jax_ucp does not write, though its digest is right: {error}") from None
     return Metadata(leaves, file.arrays, file.files, file.source, file.extras, file.groups)
 

@@ -1,8 +1,8 @@
 """Hostile checkpoints by the thousand: `python tests/fuzz.py 100000`; one again: `python tests/fuzz.py --only 17`.
 
 Every input is read whole or refused with an error of ours, in bounded time and memory, and nothing in it is called:
-the process notes every import, execution of code, start of a program, write to a file, and call of a trap that the
-inputs name. Input number i is made from i alone.
+the process notes every import, execution of code, start of a program, write to a file that is not the target of a
+conversion, and call of a trap that the inputs name. Input number i is made from i alone.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import os
 import resource
 import shutil
 import signal
@@ -28,10 +29,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import jax
 import numpy as np
+import tensorstore as ts
+from click.testing import CliRunner
 
 import fuzz_inputs as inputs
 import jax_ucp as ucp
+from jax_ucp.cli.main import main as jax_ucp_command
 from jax_ucp.errors import FormatError, UCPError
 from jax_ucp.formats import safe_pickle
 from jax_ucp.formats.dcp_metadata import read_metadata
@@ -40,9 +45,14 @@ from jax_ucp.formats.safetensors import SafetensorsFile
 from jax_ucp.formats.torch_file import TorchFile
 from jax_ucp.formats.torch_names import NAMES, Storage, StorageClass
 from jax_ucp.formats.zip_members import member_bytes, zip_members
+from jax_ucp.language.mapping import Mapping, shipped
+from jax_ucp.language.notation import built_in, parse, to_yaml
 from jax_ucp.layout.box import Box
+from jax_ucp.storage import packs
+from jax_ucp.storage.ocdbt import MANIFEST_FILE, Range, manifest_bytes, node_bytes
 
 DATA = Path(__file__).parent / "data"
+ROOT = Path(ucp.__file__).parent
 MEMORY_BYTES = 256 << 20
 MAX_TABLE_BYTES = 4 << 20
 SECONDS = 20
@@ -56,20 +66,33 @@ CASES = (
 CASES += ("deepspeed/autoep2_dp4_z3_fp32", "deepspeed/moe_ep2_dp2_z0_fp32", "deepspeed/tp2_pp2_dp1_z1_bf16")
 CASES += ("deepspeed_universal/tp2_dp1_z1_fp32_gqa", "torch/hf_llama")
 CASES += ("megatron/legacy_pp2_dp2_distopt_buckets_fp32", "megatron/legacy_ep2_moe_grouped_bf16")
+CASES += ("megatron/old0153_tp2_zarr_fp32", "megatron/dist_tp2_dp2_distopt_fully_reshardable_bf16")
+CASES += ("torch/dcp_zstd", "torch/dcp_hf_sharded")
+STOCK_CASES = ("orbax/ocdbt", "orbax/plain", "orbax/zarr3/state")
+STATES = ("param", "exp_avg")
+# The files of a stock checkpoint that are JSON, by how their names end.
+JSON_FILES = ("_METADATA", "_sharding", "_strings.json", "process_0", ".zarray", "zarr.json")
 
 FORBIDDEN = {"import", "exec", "pickle.find_class", "marshal.loads", "code.__new__", "function.__new__"}
 FORBIDDEN |= {"os.system", "os.exec", "os.fork", "os.posix_spawn", "os.remove", "os.rename", "os.mkdir", "os.putenv"}
 FORBIDDEN |= {"subprocess.Popen", "socket.__new__", "socket.connect", "ctypes.dlopen", "shutil.rmtree", "os.chmod"}
+FORBIDDEN |= {"os.rmdir", "os.truncate", "os.link", "os.symlink"}
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 Read = Callable[[], object]
+ONE_DEVICE = jax.sharding.NamedSharding(jax.make_mesh((1,), ("data",)), jax.sharding.PartitionSpec())
 
 
 class Guard:
-    """Notes in `seen` what must not happen while an input is read, and ends what takes too long."""
+    """Notes in `seen` what must not happen while an input is read, and ends what takes too long.
 
-    def __init__(self) -> None:
+    Only below `target` may anything be written.
+    """
+
+    def __init__(self, target: Path) -> None:
         self.seen: list[str] = []
         self.watching = False
+        self.target = str(target)
         sys.addaudithook(self._hear)
         trap = types.ModuleType("ucp_trap")
         vars(trap)["spring"] = lambda *args, **more: self.seen.append("the trap was called")
@@ -77,7 +100,11 @@ class Guard:
         signal.signal(signal.SIGPROF, self._late)
 
     def _hear(self, event: str, args: tuple[Any, ...]) -> None:
-        if self.watching and (event in FORBIDDEN or (event == "open" and set(str(args[1])) & set("wax+"))):
+        where = args[0] if args else ""
+        if not self.watching or isinstance(where, int) or str(where).startswith(self.target):
+            return  # an int is a file that is open already
+        writes = event == "open" and (set(str(args[1] or "")) & set("wax+") or int(args[2] or 0) & WRITING)
+        if event in FORBIDDEN or writes:
             self.seen.append(f"{event} {args[:2]!r:.200}")
 
     @staticmethod
@@ -107,11 +134,47 @@ def read_file(path: Path) -> None:
 def read_folder(path: Path) -> None:
     """Everything in a checkpoint: what a conversion would read."""
     checkpoint = ucp.open(path)
-    for leaf in checkpoint.leaves:
-        checkpoint.where(leaf.label)
-        checkpoint.read(leaf.label)
+    arrays = [leaf for leaf in checkpoint.leaves if leaf.has_array]
+    labels = Counter(leaf.label for leaf in arrays)  # one key `a/b` and two keys are called alike
+    for leaf in arrays:
+        checkpoint.where(leaf)
+        if labels[leaf.label] == 1:
+            checkpoint.read(leaf.label)
     for _ in checkpoint.verify():
         pass
+
+
+def read_ours(path: Path, target: Path) -> None:
+    """All that is done with a checkpoint that has a tree: it is read, planned, restored, exported, and copied."""
+    checkpoint = ucp.open(path)
+    read_folder(path)
+    checkpoint.plan_save(1 << 16)
+    checkpoint.abstract()
+    checkpoint.plan(mesh=ONE_DEVICE.mesh)
+    checkpoint.restore()
+    for format in ("safetensors", "dcp", "deepspeed"):
+        with suppress(UCPError):  # which is the answer to most trees
+            checkpoint.plan_export(format)
+    with suppress(UCPError):
+        checkpoint.map(renaming_nothing(checkpoint))
+    read_folder(Path(checkpoint.save(target).path))
+
+
+def renaming_nothing(checkpoint: ucp.Checkpoint) -> Mapping:
+    """The mapping in which each parameter is a leaf of its own name."""
+    return Mapping.from_dict({"leaves": [{"param": name, "leaf": name} for name in checkpoint.params]})
+
+
+def run_command(path: Path, target: Path, command: str) -> None:
+    """A command, which ends with a message for a person: no traceback, and nothing that a terminal obeys."""
+    more = {"convert": [str(target)], "inspect": ["--all"]}.get(command, [])
+    result = CliRunner().invoke(jax_ucp_command, [command, str(path), *more])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    if strange := [c for c in result.output if not c.isprintable() and c != "\n"]:
+        raise AssertionError(f"{command} prints {strange[:8]!r}")
+    if result.exit_code:
+        raise FormatError("as the command says")
 
 
 @contextmanager
@@ -135,6 +198,12 @@ class Targets:
         self.dcp = work / "dcp"
         self.dcp_items = self._dcp()
         self.folders.append(self.dcp)
+        self.target = work / "target"
+        self.ours = [self._ours("plain", 1000), self._ours("packed", 2), self._imported(), *self._models()]
+        self.stock = [self._copied(DATA / case) for case in STOCK_CASES]
+        self.databases = [_entries(folder) for folder in self.stock if (folder / MANIFEST_FILE).exists()]
+        self.texts = [(Mapping.parse, (ROOT / "mappings" / f"{name}.yaml").read_text()) for name in shipped()]
+        self.texts += [(parse, to_yaml(built_in("megatron"))), (parse, "extends: megatron\nsizes: {heads: 4}\n")]
 
     def _copied(self, case: Path) -> Path:
         folder = self.work / case.parent.name / case.name
@@ -157,6 +226,99 @@ class Targets:
         (self.dcp / "__0_0.distcp").write_bytes(file)
         (self.dcp / ".metadata").write_bytes(inputs.pickled(inputs.dcp_metadata(items, (5, 3), (2, 3))))
         return items
+
+    def _ours(self, name: str, pack_from: int) -> Path:
+        """A universal checkpoint with leaves of every kind; its small arrays in a pack, if there are so many."""
+        param = {"w": np.arange(24, dtype=np.float32).reshape(6, 4), "b": np.ones(3, np.int8)}
+        tree: dict[str, Any] = {"param": param, "exp_avg": {"w": np.zeros((6, 4), np.float32)}}
+        tree["other"] = [jax.device_put(np.arange(4.0, dtype=np.float32), ONE_DEVICE), {"step": 3, "rate": 0.5}]
+        tree["other"] += [np.float32(1), True, 1j, "text", None, {}, (), jax.random.key(1)]
+        usual, packs.PACK_FROM = packs.PACK_FROM, pack_from
+        ucp.CheckpointHandler().save(self.work / name, ucp.args.Save(tree))
+        packs.PACK_FROM = usual
+        return self.work / name
+
+    def _imported(self) -> Path:
+        """A universal checkpoint with extras, groups and a source, and one that a mapping has made."""
+        checkpoint = ucp.open(DATA / "deepspeed/tp2_dp1_z1_fp32_gqa")
+        return Path(checkpoint.map(renaming_nothing(checkpoint)).save(self.work / "imported").path)
+
+    def _models(self) -> Iterator[Path]:
+        """Universal checkpoints of parameters and moments only, which can be mapped and exported."""
+        for name in ("plain", "packed"):
+            tree = ucp.open(self.work / name).restore()
+            ucp.CheckpointHandler().save(self.work / f"{name}_model", ucp.args.Save({k: tree[k] for k in STATES}))
+            yield self.work / f"{name}_model"
+
+    @contextmanager
+    def universal(self, rng: Random) -> Iterator[Read]:
+        """A universal checkpoint whose `ucp.json` says something else, under the right digest; or another file does."""
+        folder = rng.choice(self.ours)
+        path = folder / "ucp.json"
+        if rng.random() < 0.85:
+            data = inputs.sealed(inputs.spoilt_json(rng, path.read_bytes()))
+        else:
+            path = rng.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
+            data = inputs.noise(rng, path.read_bytes())
+        with replaced(path, data):
+            yield self._done(rng, folder)
+
+    @contextmanager
+    def orbax(self, rng: Random) -> Iterator[Read]:
+        """A checkpoint of stock Orbax, of which one file says something else, or the database has other entries."""
+        folder = rng.choice(self.stock)
+        if rng.random() < 0.3:
+            folder = self.work / "orbax_db"
+            self._database(rng, folder)
+            yield self._done(rng, folder)
+            return
+        path = rng.choice(sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size))
+        if path.name.endswith(JSON_FILES):
+            data = inputs.spoilt_json(rng, path.read_bytes())
+        else:
+            data = rng.choice([inputs.noise, inputs.spoilt_node])(rng, path.read_bytes())
+        with replaced(path, data):
+            yield self._done(rng, folder)
+
+    def _database(self, rng: Random, folder: Path) -> None:
+        """A stock checkpoint in `folder`, with some keys or values of its database changed."""
+        at = rng.randrange(len(self.databases))
+        shutil.rmtree(folder, ignore_errors=True)
+        source = [folder for folder in self.stock if (folder / MANIFEST_FILE).exists()][at]
+        ignored = shutil.ignore_patterns("d", "ocdbt.process_*", MANIFEST_FILE)
+        shutil.copytree(source, folder, ignore=ignored)
+        values = dict(self.databases[at])
+        for _ in range(rng.choice([1, 1, 2])):
+            key = rng.choice(sorted(values))
+            if key.endswith(JSON_FILES):
+                values[key] = inputs.spoilt_json(rng, values[key]) or b" "
+            elif rng.random() < 0.7:
+                values[key] = inputs.noise(rng, values[key]) or b" "
+            else:
+                values[f"../{key}"] = values.pop(key)
+        file, entries = "data", dict[str, Range]()
+        if rng.random() < 0.1:
+            file = rng.choice(["../plain/ucp.json", "/etc/passwd", "a/../../x", "x" * 300])
+        end = 0
+        for key, value in values.items():
+            entries[key], end = Range(file, end, len(value)), end + len(value)
+        node = node_bytes(entries)
+        (folder / "data").write_bytes(b"".join(values.values()))
+        (folder / "node").write_bytes(node)
+        (folder / MANIFEST_FILE).write_bytes(manifest_bytes(Range("node", 0, len(node)), entries))
+
+    def _done(self, rng: Random, folder: Path) -> Read:
+        shutil.rmtree(self.target, ignore_errors=True)
+        if rng.random() < 0.15:
+            command = rng.choice(["inspect", "plan", "verify", "convert"])
+            return lambda: run_command(folder, self.target, command)
+        return lambda: read_ours(folder, self.target)
+
+    @contextmanager
+    def yaml_texts(self, rng: Random) -> Iterator[Read]:
+        read, text = rng.choice(self.texts)
+        other = inputs.spoilt_yaml(rng, text)
+        yield lambda: read(other)
 
     @contextmanager
     def pickles(self, rng: Random) -> Iterator[Read]:
@@ -240,12 +402,20 @@ class Targets:
         before = path.read_bytes()
         if path.suffix == ".pt" and rng.random() < 0.6:
             data = _with_another_pickle(rng, before)
+        elif path.suffix in (".json", ".zarray") or path.name == ".zarray":
+            data = inputs.spoilt_json(rng, before)
         elif rng.random() < 0.95:
             data = inputs.noise(rng, before)
         else:
             data = rng.choice([b"", b"{}", before + before, b"global_step9", b"\xff\xfe"])
         with replaced(path, data):
             yield lambda: read_folder(folder)
+
+
+def _entries(folder: Path) -> dict[str, bytes]:
+    """What the OCDBT database in a folder has, by key."""
+    store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{folder}/"}).result()
+    return {key.decode(): bytes(store.read(key).result().value) for key in store.list().result()}
 
 
 def _data_pkl(path: Path) -> Iterator[bytes]:
@@ -266,17 +436,27 @@ def _with_another_pickle(rng: Random, data: bytes) -> bytes:
 
 
 # How many of a hundred inputs each target gets.
-SHARES = {"pickles": 40, "torch_files": 20, "safetensors": 15, "dcp_tables": 15, "checkpoints": 10}
+SHARES = {"pickles": 24, "torch_files": 14, "safetensors": 10, "dcp_tables": 10, "checkpoints": 10}
+SHARES |= {"universal": 14, "orbax": 12, "yaml_texts": 6}
 
 
-def run(numbers: range, work: Path) -> int:
-    """Fuzz with these inputs, print what happened, and return how many were neither read nor refused properly."""
-    targets, guard = Targets(work), Guard()
-    names = [name for name, share in SHARES.items() for _ in range(share)]
+def run(numbers: range, work: Path, family: str | None = None) -> int:
+    """Fuzz with these inputs, print what happened, and return how many were neither read nor refused properly.
+
+    All are of one family, if it is given.
+    """
+    targets = Targets(work)
+    guard = Guard(targets.target)
+    names = [name for name, share in SHARES.items() for _ in range(share) if family in (None, name)]
     outcomes: dict[str, Counter[str]] = defaultdict(Counter)
     slowest, faults = (0.0, 0), 0
     for folder in targets.folders:  # what is imported when a format is first used is imported now
         read_folder(folder)
+    for folder in (*targets.ours, *targets.stock):
+        shutil.rmtree(targets.target, ignore_errors=True)
+        read_ours(folder, targets.target)
+        for command in ("inspect", "plan", "verify"):
+            run_command(folder, targets.target, command)
     warnings.simplefilter("error")
     limit_memory(MEMORY_BYTES)
     for number in numbers:
@@ -301,7 +481,7 @@ def run(numbers: range, work: Path) -> int:
         while guard.seen:
             print(f"input {number} ({name}): {guard.seen.pop()}")
             faults += 1
-    for name in SHARES:
+    for name in dict.fromkeys(names):
         print(f"{name:12} {sum(outcomes[name].values()):>7} inputs", dict(sorted(outcomes[name].items())))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     worst = f"slowest {slowest[0]:.2f} s of processor time (input {slowest[1]}), peak {peak} MiB"
@@ -329,10 +509,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("count", type=int, nargs="?", default=2000)
     parser.add_argument("--start", type=int, default=0, help="number of the first input")
     parser.add_argument("--only", type=int, help="number of the one input to read")
+    parser.add_argument("--family", choices=SHARES, help="make all inputs of this family")
     said = parser.parse_args(arguments)
     start, count = (said.only, 1) if said.only is not None else (said.start, said.count)
     with tempfile.TemporaryDirectory() as work:
-        return 1 if run(range(start, start + count), Path(work)) else 0
+        return 1 if run(range(start, start + count), Path(work), said.family) else 0
 
 
 if __name__ == "__main__":

@@ -9,12 +9,17 @@ from __future__ import annotations
 import json
 import pickle
 import pickletools
+import re
 import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
+
+import google_crc32c
+import xxhash
+import yaml
 
 from jax_ucp.formats.torch_names import NAMES
 
@@ -37,6 +42,8 @@ NUMBERS += (
     1 << 4000,
 )
 TEXTS = ("", ".", "..", "../x", "/etc/passwd", "\0", "a\0b", "a/b", "x" * 3000, "\ud800", "é", "0", "weight", "torch")
+TEXTS += ("a/../../x", "a//b", "./a", "a\\..\\x", "%2e%2e", "ucp.json", "_METADATA", "zarr.json", "ucp.pack_0")
+TEXTS += (r"(\w|.)+!", "(a*)*b", "(?=a)", "[/a]", "\x1b]52;c;eA==\x07", "\u202etxt", "a\nb", "!array", "float32", "object")
 
 
 # Pickles, assembled by hand: nothing here is called either.
@@ -424,3 +431,87 @@ def dcp_metadata(files: dict[str, tuple[str, int, int]], shape: tuple[int, int],
             "storage_meta": None,
         },
     )
+
+
+# What stock Orbax and we write: JSON, sealed by a digest, or in a database.
+
+
+def spoilt_json(rng: Random, data: bytes) -> bytes:
+    """JSON that says something else in some places, nests deeply, or is JSON no more."""
+    way = rng.random()
+    if way < 0.08:
+        return noise(rng, data)
+    if way < 0.12:
+        return rng.choice([b"[" * 50_000, b'{"a":' * 20_000, b"[" * 900 + b"]" * 900, b"", b"null", b"[]", b"\xff", b"1e999"])
+    value = json.loads(data)
+    for _ in range(rng.choice([1, 1, 1, 1, 2, 4])):
+        value = _spoilt_inside(rng, value)
+    # What is not JSON is, to a reader of JSON, noise: most inputs should get further.
+    return json.dumps(value, ensure_ascii=rng.random() < 0.5, separators=(",", ":")).encode("utf-8", "surrogatepass")
+
+
+def _spoilt_inside(rng: Random, value: Any) -> Any:
+    """The value with one thing changed, in any place alike; also inside a text that is JSON itself, as in `_sharding`."""
+    if _is_json(value):
+        return spoilt_json(rng, value.encode()).decode("utf-8", "replace")
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    weights = {key: _nodes(item) for key, item in items}
+    if not weights or rng.random() < 1 / (1 + sum(weights.values())):
+        return spoilt(rng, value)
+    key = rng.choices(list(weights), list(weights.values()))[0]
+    if isinstance(value, dict):
+        return {**value, key: _spoilt_inside(rng, value[key])}
+    return [*value[:key], _spoilt_inside(rng, value[key]), *value[key + 1 :]]
+
+
+def _nodes(value: Any) -> int:
+    """How many values there are in a value, itself too."""
+    if _is_json(value):
+        return 20
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + sum(map(_nodes, items))
+
+
+def _is_json(value: Any) -> bool:
+    return isinstance(value, str) and value[:1] == "{"
+
+
+def sealed(data: bytes) -> bytes:
+    """A `ucp.json` with the digest of what it says, as whoever writes one can give it."""
+    bare = re.sub(rb'"digest":"[^"]*"}$', b'"digest":""}', data)
+    return bare.removesuffix(b'"}') + xxhash.xxh3_64_hexdigest(bare).encode() + b'"}' if bare.endswith(b'""}') else data
+
+
+def spoilt_node(rng: Random, data: bytes) -> bytes:
+    """A manifest or a node of an OCDBT database, in which bytes differ and the checksum is right all the same."""
+    out = bytearray(noise(rng, data))
+    if rng.random() < 0.8 and len(out) > 20:
+        out[4:12] = len(out).to_bytes(8, "little")
+        out[-4:] = google_crc32c.value(bytes(out[:-4])).to_bytes(4, "little")
+    return bytes(out)
+
+
+# YAML: mappings and specs.
+
+
+def spoilt_yaml(rng: Random, text: str) -> str:
+    """A mapping or a spec that says something else somewhere, or more than a person would write."""
+    way = rng.random()
+    if way < 0.15:
+        return noise(rng, text.encode()).decode("utf-8", "replace")
+    if way < 0.25:
+        return rng.choice([_aliases(rng.randrange(1, 12)), "a: " + "[" * 5000, "- " * 5000, "a: 1" + ":1" * 5000, "? " * 900])
+    value = yaml.safe_load(text)
+    for _ in range(rng.choice([1, 1, 2, 4])):
+        value = spoilt(rng, value)
+    try:
+        return yaml.safe_dump(value, sort_keys=False, allow_unicode=rng.random() < 0.5)
+    except (yaml.YAMLError, RecursionError, ValueError):  # a number with more digits than Python prints
+        return text
+
+
+def _aliases(levels: int) -> str:
+    """A list of lists of lists, each of which is ten times the one before."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, levels)]
+    return "\n".join(lines)

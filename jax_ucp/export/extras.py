@@ -36,6 +36,8 @@ def values(extras: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, dict[str,
                 found[file][name] = from_json(value)
             except UnsupportedLeaf as error:
                 notes.append(f"{name} of {file} is left out: {error}")
+            except (ValueError, TypeError, ArithmeticError) as error:
+                notes.append(f"{name} of {file} is left out: it is not what an import makes of a value ({error})")
     return found, notes
 
 

@@ -22,7 +22,7 @@ from jax_ucp.sharding.boxes import Device, device_boxes, process_hull
 from jax_ucp.sharding.fit import ON_DEVICES, Rule, check_rules, fit_leaf, idle_rules
 from jax_ucp.sharding.landing import Landing, Wanted, landing
 from jax_ucp.sharding.share import SharedRead, read_together, shared_read
-from jax_ucp.sharding.trees import FAULTS_SHOWN, Node, fill, kind_of, match
+from jax_ucp.sharding.trees import FAULTS_SHOWN, Node, fill, key_dtype, kind_of, match
 from jax_ucp.storage.budget import DEFAULT_BUDGET, run_bounded, threads
 from jax_ucp.storage.gather import BLOCK_BYTES
 from jax_ucp.storage.source import ArrayInfo, ArraySource
@@ -213,7 +213,7 @@ def abstract_leaf(leaf: Leaf) -> Any:
         case "jax" | "array" | "numpy" | "numpy_scalar":
             return jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype))
         case "prng_key":
-            return jax.ShapeDtypeStruct(leaf.shape[:-1], jax.random.key(0, impl=leaf.key_impl).dtype)
+            return jax.ShapeDtypeStruct(leaf.shape[:-1], key_dtype(leaf))
         case "bool" | "int" | "float" | "complex":
             return {"bool": bool, "int": int, "float": float, "complex": complex}[leaf.kind]()
         case _:
@@ -231,6 +231,8 @@ def _place(
 ) -> Placement:
     if not leaf.has_array:
         return Placement(leaf, leaf.kind)
+    if leaf.kind == "prng_key":
+        key_dtype(leaf)  # that there is one
     dtype = np.dtype(leaf.dtype)
     if leaf.kind != "prng_key" and hasattr(like, "dtype") and cast is True:
         dtype = np.dtype(like.dtype)

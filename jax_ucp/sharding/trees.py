@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
-from jax_ucp.errors import TreeMismatch, UnsupportedLeaf
+from jax_ucp.errors import FormatError, TreeMismatch, UnsupportedLeaf
 from jax_ucp.metadata import Axes, Key, KeyKind, Leaf, LeafKind, Path
 
 FAULTS_SHOWN = 20
@@ -82,6 +82,20 @@ def kind_of(node: Node) -> LeafKind:
 def empty_kind(value: Any) -> KeyKind:
     """Which kind of node has no children."""
     return {dict: "dict", list: "list", tuple: "tuple"}.get(type(value), "attr")  # pyright: ignore[reportReturnType]
+
+
+def key_dtype(leaf: Leaf) -> Any:
+    """The dtype of the PRNG key that a leaf is. Raises FormatError where this JAX cannot make one of its data."""
+    try:
+        key = jax.random.key(0, impl=leaf.key_impl)
+    except ValueError:
+        raise FormatError(
+            f"{leaf.label} is a PRNG key of {leaf.key_impl!r:.80}, an implementation that this JAX does not have"
+        ) from None
+    data = jax.eval_shape(jax.random.key_data, key).shape
+    if leaf.shape[-len(data) :] != data:
+        raise FormatError(f"{leaf.label} is a PRNG key of {leaf.key_impl}, but its data have shape {leaf.shape}")
+    return key.dtype
 
 
 def match(leaves: Sequence[Leaf], target: Any, partial: bool = False, cast: bool = False) -> list[tuple[Node, Leaf]]:
@@ -172,7 +186,7 @@ def _difference(node: Node, leaf: Leaf, cast: bool) -> str | None:
         fits = leaf.kind == want or (leaf.kind == "numpy_scalar" and np.dtype(leaf.dtype).kind in numpy_kinds)
         return None if fits else f"the target has {_describe(node.value)}, the checkpoint {_stored(leaf)}"
     is_key = leaf.kind == "prng_key"
-    if (want == "prng_key") != is_key or (is_key and node.value.dtype != jax.random.key(0, impl=leaf.key_impl).dtype):
+    if (want == "prng_key") != is_key or (is_key and node.value.dtype != key_dtype(leaf)):
         return f"the target has {_describe(node.value)}, the checkpoint {_stored(leaf)}"
     shape = leaf.shape[:-1] if is_key else leaf.shape
     if tuple(node.value.shape) != shape:
