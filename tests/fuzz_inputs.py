@@ -443,7 +443,10 @@ def spoilt_json(rng: Random, data: bytes) -> bytes:
         return noise(rng, data)
     if way < 0.12:
         return rng.choice([b"[" * 50_000, b'{"a":' * 20_000, b"[" * 900 + b"]" * 900, b"", b"null", b"[]", b"\xff", b"1e999"])
-    value = json.loads(data)
+    try:
+        value = json.loads(data)
+    except ValueError:  # it was spoilt before
+        return noise(rng, data)
     for _ in range(rng.choice([1, 1, 1, 1, 2, 4])):
         value = _spoilt_inside(rng, value)
     # What is not JSON is, to a reader of JSON, noise: most inputs should get further.
