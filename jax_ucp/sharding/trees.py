@@ -13,7 +13,7 @@ import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from jax_ucp.errors import FormatError, TreeMismatch, UnsupportedLeaf
-from jax_ucp.metadata import Axes, Key, KeyKind, Leaf, LeafKind, Path
+from jax_ucp.metadata import MAX_TREE_DEPTH, Axes, Key, KeyKind, Leaf, LeafKind, Path
 
 FAULTS_SHOWN = 20
 
@@ -39,8 +39,10 @@ class Node:
 def walk(tree: Any, path: Path = (), axes: tuple[Axes, ...] | None = None) -> Iterator[Node]:
     """Every leaf of a pytree, depth first: those of `jax.tree.leaves`, and between them None and empty nodes.
 
-    Raises UnsupportedLeaf for a dict key that is neither a string nor an integer.
+    Raises UnsupportedLeaf for a dict key that is neither a string nor an integer, and for a tree that is too deep.
     """
+    if len(path) > MAX_TREE_DEPTH:
+        raise UnsupportedLeaf(f"a tree of more than {MAX_TREE_DEPTH} levels cannot be saved, such as at {path[0]}/...")
     try:
         children, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
     except ValueError as error:

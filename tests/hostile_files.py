@@ -1,0 +1,104 @@
+"""Checkpoints that say what no writer says, and a limit on the memory that reading them may take."""
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+import xxhash
+
+import jax_ucp as ucp
+
+STOCK = Path(__file__).parent / "data" / "orbax"
+MEMORY_BYTES = 1 << 30
+
+
+def saved(path: Path, tree: Any) -> Path:
+    """A universal checkpoint of a tree of numpy arrays."""
+    return Path(ucp.Checkpoint.of(tree).save(path).path)
+
+
+def resealed(path: Path, change: Callable[[Any], Any]) -> Path:
+    """The universal checkpoint, with what `change` makes of its `ucp.json`, under the digest that is right for it."""
+    file = path / "ucp.json"
+    content = json.loads(file.read_bytes())
+    content = change(content) or content
+    bare = json.dumps({**content, "digest": ""}, separators=(",", ":")).encode()
+    file.write_bytes(bare.removesuffix(b'"}') + xxhash.xxh3_64_hexdigest(bare).encode() + b'"}')
+    return path
+
+
+def renamed(path: Path, old: str, new: str) -> Path:
+    """The universal checkpoint, in which the array of a leaf is said to be in another directory."""
+
+    def change(content: Any) -> None:
+        (leaf,) = (leaf for leaf in content["leaves"] if leaf["name"] == old)
+        leaf["name"] = new
+        content["arrays"][new] = content["arrays"].pop(old)
+        content["files"][f"{new}/zarr.json"] = content["files"].pop(f"{old}/zarr.json")
+
+    return resealed(path, change)
+
+
+def stock(path: Path, name: str = "plain") -> Path:
+    """A checkpoint that stock Orbax wrote."""
+    return Path(shutil.copytree(STOCK / name, path))
+
+
+def changed_json(file: Path, change: Callable[[Any], Any]) -> None:
+    content = json.loads(file.read_bytes())
+    file.write_text(json.dumps(change(content) or content))
+
+
+def plain_stock(path: Path, arrays: Mapping[str, dict[str, Any]], **about: Any) -> Path:
+    """A checkpoint as stock Orbax v0 writes it without OCDBT; of each array the metadata of zarr v2, and no chunk."""
+    path.mkdir(parents=True)
+    entries = {
+        str((name,)): {
+            "key_metadata": [{"key": name, "key_type": 2}],
+            "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
+        }
+        for name in arrays
+    }
+    content = {"tree_metadata": entries, "use_ocdbt": False, "use_zarr3": False, "custom_metadata": None, **about}
+    (path / "_METADATA").write_text(json.dumps(content))
+    for name, metadata in arrays.items():
+        usual = {"zarr_format": 2, "order": "C", "filters": None, "fill_value": 0, "compressor": {"id": "zstd", "level": 1}}
+        usual |= {"dtype": "<f4", "dimension_separator": "."}
+        (path / name).mkdir(parents=True)
+        (path / name / ".zarray").write_text(json.dumps(usual | metadata))
+    return path
+
+
+def write_zarr(folder: Path, data: np.ndarray, **metadata: Any) -> None:
+    """An array of zarr v2."""
+    spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{folder}/"}, "create": True, "open": True}
+    about = {"shape": list(data.shape), "dtype": data.dtype.str, "chunks": list(data.shape), **metadata}
+    ts.open({**spec, "metadata": about}).result().write(data).result()
+
+
+def tree_of_files(path: Path) -> dict[str, bytes]:
+    """Every file below a directory, with its bytes."""
+    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+
+
+@contextlib.contextmanager
+def little_memory(nbytes: int = MEMORY_BYTES) -> Iterator[None]:
+    """At most so many bytes more than the process has now: what asks for others gets a MemoryError."""
+    if sys.platform != "linux":
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
