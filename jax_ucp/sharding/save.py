@@ -23,7 +23,7 @@ from jax_ucp.sharding.trees import Node, empty_kind, kind_of, walk
 from jax_ucp.storage.budget import DEFAULT_BUDGET, run_bounded
 from jax_ucp.storage.directory import Directory
 from jax_ucp.storage.orbax_tree import orbax_files
-from jax_ucp.storage.packs import packed_arrays
+from jax_ucp.storage.packs import is_indexed, packed_arrays
 from jax_ucp.storage.source import ArrayInfo
 from jax_ucp.storage.zarr import METADATA_FILE, Commit, ZarrStore, require_storable, write_part
 
@@ -146,7 +146,7 @@ def commit_snapshot(snapshot: Snapshot, directory: Directory) -> Metadata:
     store = ZarrStore(directory, snapshot.infos, snapshot.chunks)
     packed = packed_arrays(snapshot.infos, snapshot.chunks)
     outer = {name: chunks.outer for name, chunks in snapshot.chunks.items()}
-    files = orbax_files(snapshot.leaves, outer, ocdbt=bool(packed))
+    files = orbax_files(snapshot.leaves, outer, ocdbt=is_indexed(snapshot.infos, snapshot.chunks))
     return Commit(snapshot.leaves, jax.process_count(), packed, files).write(store)
 
 

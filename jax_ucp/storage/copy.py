@@ -29,6 +29,7 @@ from jax_ucp.storage.contents import Contents
 from jax_ucp.storage.directory import Directory
 from jax_ucp.storage.ledger import Ledger
 from jax_ucp.storage.orbax_tree import orbax_files
+from jax_ucp.storage.packs import is_indexed
 from jax_ucp.storage.source import ArrayInfo
 from jax_ucp.storage.zarr import METADATA_FILE, Commit, ZarrStore, chunk_name, require_storable, write_part
 
@@ -143,7 +144,8 @@ def copy(
             raise FileExistsError(f"{target} is a checkpoint already; give another path")
         _copy_blocks(contents, plan, store, ledger, done)
         write_part(store, 0)
-        files = orbax_files(contents.leaves, {name: chunks.outer for name, chunks in plan.chunks.items()})
+        outer = {name: chunks.outer for name, chunks in plan.chunks.items()}
+        files = orbax_files(contents.leaves, outer, ocdbt=is_indexed(plan.arrays, plan.chunks))
         source = contents.source or {"format": contents.format, "name": Path(contents.path).name}
         commit = Commit(contents.leaves, files=files, source=source, extras=contents.extras, groups=contents.groups)
         metadata = commit.write(store)

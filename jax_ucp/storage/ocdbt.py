@@ -1,6 +1,7 @@
 """An index of keys over bytes that lie in other files: an OCDBT database, as TensorStore and stock Orbax read it.
 
-What is written is one version with one B+tree node, all of whose values are ranges of files below the same directory.
+What is written is one version with one B+tree node. Values are ranges of files below the same directory, or lie in the
+node itself, whose checksum then is theirs.
 Facts: `tensorstore/kvstore/ocdbt/index.rst`; and after the uuid of a manifest there is its kind, a varint, of which 0
 is a single file (`tensorstore/kvstore/ocdbt/format/config_codec.cc`).
 """
@@ -31,10 +32,15 @@ class Range:
     nbytes: int
 
 
-def node_bytes(entries: Mapping[str, Range]) -> bytes:
-    """The B+tree node, a leaf, that has a range as the value of each key: of one at least, of MAX_ENTRIES at most."""
-    names = sorted((key.encode(), at) for key, at in entries.items())
-    keys, ranges = [key for key, _ in names], [at for _, at in names]
+Value = Range | bytes
+
+
+def node_bytes(entries: Mapping[str, Value]) -> bytes:
+    """The B+tree node, a leaf, that has the value of each key, or says where it is: of one at least, of MAX_ENTRIES at most.
+    """
+    names = sorted((key.encode(), value) for key, value in entries.items())
+    keys, values = [key for key, _ in names], [value for _, value in names]
+    ranges = [value for value in values if isinstance(value, Range)]
     files = {file: i for i, file in enumerate(sorted({at.file for at in ranges}))}
     shared = [_shared(*pair) for pair in itertools.pairwise(keys)]
     suffixes = [key[n:] for key, n in zip(keys, [0, *shared], strict=True)]
@@ -44,23 +50,29 @@ def node_bytes(entries: Mapping[str, Range]) -> bytes:
         _varints([len(keys), *shared]),
         _varints(map(len, suffixes)),
         *suffixes,
-        _varints(at.nbytes for at in ranges),
-        b"\x01" * len(ranges),  # out of line
+        _varints(map(_nbytes, values)),
+        bytes(isinstance(value, Range) for value in values),  # 0 is inline, 1 is out of line
         _varints(files[at.file] for at in ranges),
         _varints(at.offset for at in ranges),
+        *(value for value in values if isinstance(value, bytes)),
     ]
     return _sealed(_NODE_MAGIC, b"".join(body))
 
 
-def manifest_bytes(node: Range, entries: Mapping[str, Range]) -> bytes:
+def manifest_bytes(node: Range, entries: Mapping[str, Value]) -> bytes:
     """The manifest of a database whose root is the node of these entries."""
     uuid = xxhash.xxh3_128_digest(repr(sorted(entries)).encode())
     # No value inline, nodes of 8 MiB, versions of 16, no compression: what a writer would go by, and none does.
     config = uuid + _varints([0, 0, 8 << 20, 4, 0])
-    statistics = [len(entries), node.nbytes, sum(at.nbytes for at in entries.values())]
+    in_files = sum(at.nbytes for at in entries.values() if isinstance(at, Range))
+    statistics = [len(entries), node.nbytes, in_files]
     # One version: generation 1, of height 0, the place of its root in file 0, its statistics; committed at no time.
     version = _varints([1, 1, 0, 0, node.offset, node.nbytes, *statistics]) + bytes(8)
     return _sealed(_MANIFEST_MAGIC, config + _file_table([node.file]) + version + b"\x00")
+
+
+def _nbytes(value: Value) -> int:
+    return value.nbytes if isinstance(value, Range) else len(value)
 
 
 def _shared(a: bytes, b: bytes) -> int:
@@ -70,7 +82,7 @@ def _shared(a: bytes, b: bytes) -> int:
 
 def _file_table(files: list[str]) -> bytes:
     paths = [file.encode() for file in files]
-    no_prefixes, no_bases = bytes(len(paths) - 1), bytes(len(paths))
+    no_prefixes, no_bases = bytes(max(0, len(paths) - 1)), bytes(len(paths))
     return b"".join([_varints([len(paths)]), no_prefixes, _varints(map(len, paths)), no_bases, *paths])
 
 

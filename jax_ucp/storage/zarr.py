@@ -26,7 +26,7 @@ from jax_ucp.metadata import Group, Leaf, Metadata, StoredArray, decode, digest,
 from jax_ucp.storage.checked import check_metadata, storable
 from jax_ucp.storage.directory import Directory
 from jax_ucp.storage.ocdbt import Range
-from jax_ucp.storage.packs import index_files, pack_name
+from jax_ucp.storage.packs import index_files, is_indexed, pack_name
 from jax_ucp.storage.shard_file import chunk_bytes, has_index, read_shard, read_unit, shard_bytes, shard_parts
 from jax_ucp.storage.source import ArrayInfo
 
@@ -214,7 +214,7 @@ class Commit:
             arrays[key] = StoredArray(chunks.outer, chunks.inner, tuple(digests[key][box] for box in boxes), places)
             if key not in self.packed:
                 digests_of_files[f"{key}/zarr.json"] = digest(zarr_jsons[key])
-        index = index_files(zarr_jsons, _ranges(store)) if self.packed else {}
+        index = index_files(zarr_jsons, _ranges(store)) if is_indexed(store.arrays(), store.chunks) else {}
         for name, data in (index | dict(self.files or {})).items():
             directory.write(name, data)
             digests_of_files[name] = digest(data)
@@ -313,10 +313,11 @@ def _ranges(store: ZarrStore) -> dict[str, Range]:
     """Where each outer chunk is, by its key."""
     found: dict[str, Range] = {}
     for key, info in store.arrays().items():
-        nbytes = chunk_bytes(store.chunks[key], info.dtype)
-        for name in _chunk_keys(key, info.shape, store.chunks[key].outer):
+        chunks = store.chunks[key]
+        for box in grid_boxes(info.shape, chunks.outer):
+            name = f"{key}/{chunk_name(grid_place(box, chunks.outer))}"
             file, offset = store.find(name)
-            found[name] = Range(file, offset or 0, (store.directory.size(file) or 0) if offset is None else nbytes)
+            found[name] = Range(file, offset or 0, shard_bytes(box, chunks, info.dtype))
     return found
 
 
