@@ -43,7 +43,18 @@ NUMBERS += (
 )
 TEXTS = ("", ".", "..", "../x", "/etc/passwd", "\0", "a\0b", "a/b", "x" * 3000, "\ud800", "é", "0", "weight", "torch")
 TEXTS += ("a/../../x", "a//b", "./a", "a\\..\\x", "%2e%2e", "ucp.json", "_METADATA", "zarr.json", "ucp.pack_0")
-TEXTS += (r"(\w|.)+!", "(a*)*b", "(?=a)", "[/a]", "\x1b]52;c;eA==\x07", "\u202etxt", "a\nb", "!array", "float32", "object")
+TEXTS += (
+    r"(\w|.)+!",
+    "(a*)*b",
+    "(?=a)",
+    "[/a]",
+    "\x1b]52;c;eA==\x07",
+    "\u202etxt",
+    "a\nb",
+    "!array",
+    "float32",
+    "object",
+)
 
 
 # Pickles, assembled by hand: nothing here is called either.
@@ -442,7 +453,9 @@ def spoilt_json(rng: Random, data: bytes) -> bytes:
     if way < 0.08:
         return noise(rng, data)
     if way < 0.12:
-        return rng.choice([b"[" * 50_000, b'{"a":' * 20_000, b"[" * 900 + b"]" * 900, b"", b"null", b"[]", b"\xff", b"1e999"])
+        return rng.choice(
+            [b"[" * 50_000, b'{"a":' * 20_000, b"[" * 900 + b"]" * 900, b"", b"null", b"[]", b"\xff", b"1e999"]
+        )
     try:
         value = json.loads(data)
     except ValueError:  # it was spoilt before
@@ -503,7 +516,9 @@ def spoilt_yaml(rng: Random, text: str) -> str:
     if way < 0.15:
         return noise(rng, text.encode()).decode("utf-8", "replace")
     if way < 0.25:
-        return rng.choice([_aliases(rng.randrange(1, 12)), "a: " + "[" * 5000, "- " * 5000, "a: 1" + ":1" * 5000, "? " * 900])
+        return rng.choice(
+            [_aliases(rng.randrange(1, 12)), "a: " + "[" * 5000, "- " * 5000, "a: 1" + ":1" * 5000, "? " * 900]
+        )
     value = yaml.safe_load(text)
     for _ in range(rng.choice([1, 1, 2, 4])):
         value = spoilt(rng, value)

@@ -70,7 +70,13 @@ def plain_stock(path: Path, arrays: Mapping[str, dict[str, Any]], **about: Any) 
     content = {"tree_metadata": entries, "use_ocdbt": False, "use_zarr3": False, "custom_metadata": None, **about}
     (path / "_METADATA").write_text(json.dumps(content))
     for name, metadata in arrays.items():
-        usual = {"zarr_format": 2, "order": "C", "filters": None, "fill_value": 0, "compressor": {"id": "zstd", "level": 1}}
+        usual = {
+            "zarr_format": 2,
+            "order": "C",
+            "filters": None,
+            "fill_value": 0,
+            "compressor": {"id": "zstd", "level": 1},
+        }
         usual |= {"dtype": "<f4", "dimension_separator": "."}
         (path / name).mkdir(parents=True)
         (path / name / ".zarray").write_text(json.dumps(usual | metadata))

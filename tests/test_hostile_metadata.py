@@ -160,7 +160,10 @@ STOCK: dict[str, tuple[str, Callable[[dict], Any]]] = {
     "a leaf of no type": ("_METADATA", stock_entry("rate", value_metadata={"value_type": "pickle"})),
     "a leaf that is a text and is none": ("_METADATA", stock_entry("rate", value_metadata={"value_type": "string"})),
     "a number that is an array": ("_METADATA", stock_entry("kernel", value_metadata={"value_type": "scalar"})),
-    "a list without its second item": ("_METADATA", lambda content: content["tree_metadata"].pop("('opt', '1', 'zeros')") and None),
+    "a list without its second item": (
+        "_METADATA",
+        lambda content: content["tree_metadata"].pop("('opt', '1', 'zeros')") and None,
+    ),
     "texts that are numbers": ("_strings.json", lambda content: {"note": 1}),
     "texts that are a list": ("_strings.json", lambda content: ["note"]),
     "a name of a sharding that is no base64": ("_sharding", lambda content: {"é": "{}"}),
@@ -210,7 +213,13 @@ def test_paths_of_one_tree_have_no_fault():
     assert tree_fault([*items, (b,)]) is None
     assert tree_fault([()]) is None
     assert tree_fault([]) is None
-    for broken in ([*items[1:]], [*items, (a,)], [(), (a,)], [*items, items[0]], [(Key("dict", 0),), (Key("dict", "0"),)]):
+    for broken in (
+        [*items[1:]],
+        [*items, (a,)],
+        [(), (a,)],
+        [*items, items[0]],
+        [(Key("dict", 0),), (Key("dict", "0"),)],
+    ):
         assert tree_fault(broken) is not None
 
 
@@ -221,9 +230,31 @@ def test_a_target_says_which_key_a_leaf_is_not(ours):
         ucp.open(ours).plan(content)
 
 
-@pytest.mark.parametrize("value", [{"!array": "A", "dtype": "float32", "shape": [1]}, {"!array": "AAAA", "dtype": "O", "shape": [1]}])
+@pytest.mark.parametrize(
+    "value", [{"!array": "A", "dtype": "float32", "shape": [1]}, {"!array": "AAAA", "dtype": "O", "shape": [1]}]
+)
 def test_an_extra_that_is_no_value_is_left_out_of_an_export_with_its_reason(tmp_path, value):
     path = ucp.Checkpoint.of({"param": {"w": np.ones(2, np.float32)}}).save(tmp_path / "c").path
     resealed(Path(path), top(extras={"mp_rank_00_model_states.pt": {"x": value}}))
     notes = ucp.open(path).plan_export("deepspeed").notes
     assert any("x of mp_rank_00_model_states.pt is left out" in note for note in notes)
+
+
+SUB = {"patterns": ["w"], "shape": [1], "partition_dim": 0}
+INFOS = {
+    "an axis that is not there": {"parameter_with_sub_params": [{**SUB, "partition_dim": 9}]},
+    "an axis without end": {"parameter_with_sub_params": [{**SUB, "partition_dim": 1 << 62}]},
+    "parts without end": {"parameter_with_sub_params": [{**SUB, "shape": [1 << 60]}]},
+    "parts without patterns": {"parameter_with_sub_params": [{"shape": [1]}]},
+    "patterns that are a number": {"vocabulary_parameter_patterns": 7},
+    "a list": [1],
+}
+
+
+@pytest.mark.parametrize("info", INFOS.values(), ids=INFOS.keys())
+def test_extras_that_no_trainer_writes_are_refused_in_an_export(tmp_path, info):
+    path = ucp.Checkpoint.of({"param": {"w": np.ones(2, np.float32)}}).save(tmp_path / "c").path
+    file = {"mp_rank_00_model_states.pt": {"universal_checkpoint_info": info}}
+    resealed(Path(path), top(extras=file))
+    with pytest.raises(UCPError):
+        ucp.open(path).plan_export("deepspeed")

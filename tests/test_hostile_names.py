@@ -19,8 +19,28 @@ from jax_ucp.layout.box import Box
 from jax_ucp.storage.directory import Directory, name_fault
 from jax_ucp.storage.ocdbt import MANIFEST_FILE, Range, manifest_bytes, node_bytes
 
-OUTSIDE = ["../victim/a", "a/../../victim/a", "/{victim}/a", "../../{name}/victim/a", "..", ".", "", "a//b", "./a", "a\\b"]
-OUTSIDE += ["ucp.json", "_METADATA", "ucp.pack_0", "ucp-ledger.jsonl", "manifest.ocdbt/a", "a\0b", "x" * 300, "a.__lock"]
+OUTSIDE = [
+    "../victim/a",
+    "a/../../victim/a",
+    "/{victim}/a",
+    "../../{name}/victim/a",
+    "..",
+    ".",
+    "",
+    "a//b",
+    "./a",
+    "a\\b",
+]
+OUTSIDE += [
+    "ucp.json",
+    "_METADATA",
+    "ucp.pack_0",
+    "ucp-ledger.jsonl",
+    "manifest.ocdbt/a",
+    "a\0b",
+    "x" * 300,
+    "a.__lock",
+]
 
 
 @pytest.fixture
@@ -29,7 +49,9 @@ def victim(tmp_path: Path) -> Path:
     return saved(tmp_path / "victim", {"a": np.arange(2, dtype=np.float32)})
 
 
-@given(st.lists(st.sampled_from(["a", "..", ".", "", "a b", "é", "~", "...", "c.0.0", "\\", "\0", "\ud800", "x" * 256])))
+@given(
+    st.lists(st.sampled_from(["a", "..", ".", "", "a b", "é", "~", "...", "c.0.0", "\\", "\0", "\ud800", "x" * 256]))
+)
 def test_a_name_leads_down_or_is_refused(parts):
     """What is joined to the path of a directory stays below it, whatever the parts are."""
     name = "/".join(parts)

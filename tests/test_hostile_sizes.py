@@ -119,7 +119,10 @@ def test_fill_values_of_a_moderate_size_are_read(tmp_path):
 @pytest.mark.parametrize("compressor", ["zstd", "zlib", "bz2", "blosc"])
 def test_a_chunk_that_inflates_to_more_than_its_size_takes_no_memory_for_it(tmp_path, compressor):
     bomb = np.zeros(1 << 29, np.uint8)  # 512 MiB
-    config = {"id": compressor, **({"cname": "lz4", "clevel": 5, "shuffle": 1} if compressor == "blosc" else {"level": 1})}
+    config = {
+        "id": compressor,
+        **({"cname": "lz4", "clevel": 5, "shuffle": 1} if compressor == "blosc" else {"level": 1}),
+    }
     path = plain_stock(tmp_path / "c", {"a": {"shape": [6], "chunks": [6], "dtype": "|u1", "compressor": config}})
     write_zarr(tmp_path / "big", bomb, compressor=config)
     shutil.copy(tmp_path / "big" / "0", path / "a" / "0")
@@ -193,7 +196,9 @@ def megatron_zarr(tmp_path):
     return next(path.parent for path in (tmp_path / "ckpt").rglob("common.pt"))
 
 
-@pytest.mark.parametrize("kind", ["tensor_model", "pipeline_model", "virtual_pipeline_model", "expert_model", "expert_tensor"])
+@pytest.mark.parametrize(
+    "kind", ["tensor_model", "pipeline_model", "virtual_pipeline_model", "expert_model", "expert_tensor"]
+)
 def test_megatron_s_args_say_more_ranks_than_any_run_has(kind):
     with pytest.raises(FormatError, match="model-parallel ranks"):
         Args({f"{kind}_parallel_size": 10**12})
@@ -245,9 +250,7 @@ def test_a_tree_that_is_too_deep_is_refused_where_it_is_saved_and_where_it_is_op
         ucp.open(path)
     hostile = stock(tmp_path / "stock")
     keys = [{"key": "a", "key_type": 2}] * 300
-    changed_json(
-        hostile / "_METADATA", lambda c: next(iter(c["tree_metadata"].values())).update(key_metadata=keys)
-    )
+    changed_json(hostile / "_METADATA", lambda c: next(iter(c["tree_metadata"].values())).update(key_metadata=keys))
     with pytest.raises(FormatError, match="length <= 256"):
         ucp.open(hostile)
     tree: object = np.ones(2, np.float32)

@@ -17,8 +17,25 @@ from hostile_files import saved
 from jax_ucp.cli.main import main
 from jax_ucp.visible import visible, visible_lines
 
-HOSTILE = ["w\x1b[31mred", "w\x1b]0;title\x07", "w\x1b]52;c;cm0gLXJm\x07", "w\u202egnp.exe", "w\x9b31m", "w\r\x08x", "w\u2066x"]
-HOSTILE += ["[/a]", "[bold red]zz", "\\[/foo]bar", "[link=https://x]y[/link]", ":bomb:", "a\nfaults: 0", "\u2028x", "\ue000x"]
+HOSTILE = [
+    "w\x1b[31mred",
+    "w\x1b]0;title\x07",
+    "w\x1b]52;c;cm0gLXJm\x07",
+    "w\u202egnp.exe",
+    "w\x9b31m",
+    "w\r\x08x",
+    "w\u2066x",
+]
+HOSTILE += [
+    "[/a]",
+    "[bold red]zz",
+    "\\[/foo]bar",
+    "[link=https://x]y[/link]",
+    ":bomb:",
+    "a\nfaults: 0",
+    "\u2028x",
+    "\ue000x",
+]
 
 
 def run(*args: object) -> tuple[int, str]:

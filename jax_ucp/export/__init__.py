@@ -5,7 +5,8 @@ To add a format, write a module with a function that makes `File`s of `Parameter
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -13,7 +14,7 @@ from typing import Literal, get_args
 import ml_dtypes
 import numpy as np
 
-from jax_ucp.errors import TreeMismatch, UnsupportedLeaf
+from jax_ucp.errors import FormatError, TreeMismatch, UCPError, UnsupportedLeaf
 from jax_ucp.export import dcp, deepspeed, safetensors
 from jax_ucp.export.commit import check_free, new_folder
 from jax_ucp.export.extras import values
@@ -67,23 +68,24 @@ def plan_export(
     if found.groups and format != "safetensors":  # which have them, whatever they were called
         everything = [(file, name) for file, name in everything if "param_groups" not in name]
     notes = [f"floating parameters are cast to {dtype}; states keep their dtypes"] if dtype else []
-    match format:
-        case "safetensors":
-            files = safetensors.safetensors_files(found, contents.extras, max_shard_bytes)
-            if found.moments:
-                states = ", ".join(found.moments)
-                notes.append(f"{states} are left out: safetensors is for weights, and its readers expect no more")
-            left = [place for place in everything if not safetensors.carries(*place)]
-        case "dcp":
-            native = contents.source.get("format", contents.format) == "dcp"
-            objects = dcp.objects(extras, renamed="mapping" in contents.source) if native else {}
-            files = dcp.dcp_files(found, objects)
-            left = [] if native else everything
-            notes += untold(dcp.groups(found, objects), "their group in param_groups has no settings")
-        case "deepspeed":
-            files = deepspeed.deepspeed_files(found, extras, _steps(contents, found), zero_stage)
-            notes += deepspeed.notes(found, extras)
-            left = [place for place in everything if not deepspeed.carries(*place)]
+    with _of_trainers(contents):
+        match format:
+            case "safetensors":
+                files = safetensors.safetensors_files(found, contents.extras, max_shard_bytes)
+                if found.moments:
+                    states = ", ".join(found.moments)
+                    notes.append(f"{states} are left out: safetensors is for weights, and its readers expect no more")
+                left = [place for place in everything if not safetensors.carries(*place)]
+            case "dcp":
+                native = contents.source.get("format", contents.format) == "dcp"
+                objects = dcp.objects(extras, renamed="mapping" in contents.source) if native else {}
+                files = dcp.dcp_files(found, objects)
+                left = [] if native else everything
+                notes += untold(dcp.groups(found, objects), "their group in param_groups has no settings")
+            case "deepspeed":
+                files = deepspeed.deepspeed_files(found, extras, _steps(contents, found), zero_stage)
+                notes += deepspeed.notes(found, extras)
+                left = [place for place in everything if not deepspeed.carries(*place)]
     if found.other and format != "dcp":
         notes.append(f"{len(found.other)} tensors beside the model are left out, the first {next(iter(found.other))}")
     notes += unwritable
@@ -91,6 +93,18 @@ def plan_export(
         file, name = left[0]
         notes.append(f"{len(left)} extras are left out, which {format} has no place for; the first is {name} of {file}")
     return ExportPlan(format, files, notes, budget_bytes, peak_bytes(files, contents.arrays, budget_bytes))
+
+
+@contextmanager
+def _of_trainers(contents: Contents) -> Iterator[None]:
+    """Raises FormatError where extras are not what a trainer's files say: settings that lack a part, or of other types."""
+    try:
+        yield
+    except UCPError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise FormatError(f"{contents.path} has extras that are not as its trainer writes them ({what})") from error
 
 
 def run_export(

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.errors import UnsupportedLeaf
+from jax_ucp.errors import FormatError, UnsupportedLeaf
 from jax_ucp.export.files import File, Tensor
 from jax_ucp.export.parameters import Parameters, is_floating, named, torch_groups, untold
 from jax_ucp.export.torch_pickle import Call, Global, Instance, has_dtype
@@ -187,11 +187,15 @@ def _patterns(info: Mapping[str, Any]) -> Iterable[str]:
     for key in _LISTS:
         yield from _list(info, key)
     for sub in info.get("parameter_with_sub_params") or ():
-        yield from _list(_attributes(sub), "patterns")
+        yield from _sub_patterns(sub)
 
 
 def _list(said: Mapping[str, Any], key: str) -> Sequence[str]:
     return pattern_list(said, key, "universal_checkpoint_info")
+
+
+def _sub_patterns(sub: Any) -> Sequence[str]:
+    return _list({"patterns": _attributes(sub)["patterns"]}, "patterns")
 
 
 def _how_to_cut(tensor: Tensor, info: Mapping[str, Any], matching: frozenset[str]) -> dict[str, Any]:
@@ -205,7 +209,7 @@ def _how_to_cut(tensor: Tensor, info: Mapping[str, Any], matching: frozenset[str
 
     said: dict[str, Any] = {}
     subs = info.get("parameter_with_sub_params") or ()
-    fused = [sub for sub in subs if not matching.isdisjoint(_list(_attributes(sub), "patterns"))]
+    fused = [sub for sub in subs if not matching.isdisjoint(_sub_patterns(sub))]
     replicated = matches("tp_replicated_parameter_patterns") or matches("parameter_to_average_patterns")
     if replicated:
         pass
@@ -233,6 +237,8 @@ def _sub_param_shape(sub: Any, tensor: Tensor) -> Instance:
     said = _attributes(sub)
     shape, axis = list(said["shape"]), said["partition_dim"]
     if isinstance(shape[axis], int):
+        if shape[axis] < 1 or tensor.shape[axis] % shape[axis]:
+            raise FormatError(f"universal_checkpoint_info has {shape[axis]} equal parts of {tensor.shape[axis]} rows")
         shape[axis] = (tensor.shape[axis] // shape[axis],) * shape[axis]
     fields = {"patterns": list(said["patterns"]), "shape": tuple(shape), "partition_dim": axis}
     return Instance(Global("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"), fields)

@@ -87,9 +87,7 @@ class TensorParallel:
 
     def stage_copy(self, name: str) -> bool:
         """Whether pipeline stages may hold copies of the parameter, of which the first is the one in use."""
-        return (
-            name.startswith("tied_modules.") or self._hit(self._lists[_PIPELINE], name, _PIPELINE) is not None
-        )
+        return name.startswith("tied_modules.") or self._hit(self._lists[_PIPELINE], name, _PIPELINE) is not None
 
     def check_used(self, names: Iterable[str]) -> None:
         """Raise FormatError for patterns that match no name, and for parameters that DeepSpeed says it cannot join."""
@@ -244,4 +242,5 @@ def _sub_param(entry: Any) -> tuple[list[str], tuple[Any, ...], int]:
     """The patterns, shape and axis of a `SubparamShape`, which is a dict, or an instance in a pickle."""
     fields: Any = entry.fields if isinstance(entry, Record) else entry
     shape = tuple(tuple(n) if isinstance(n, list | tuple) else n for n in fields["shape"])
-    return list(pattern_list(fields, "patterns", "parameter_with_sub_params")), shape, int(fields["partition_dim"])
+    patterns = pattern_list({"patterns": fields["patterns"]}, "patterns", "parameter_with_sub_params")
+    return list(patterns), shape, int(fields["partition_dim"])

@@ -276,7 +276,9 @@ def _scale(rule: Rule, sizes: Mapping[str, int]) -> float:
     try:
         return float(sizes[size]) ** float(power)
     except ArithmeticError as error:
-        raise LayoutError(f"{rule.label}: the scale {rule.scale} cannot be, with {size} = {sizes[size]}: {error}") from None
+        raise LayoutError(
+            f"{rule.label}: the scale {rule.scale} cannot be, with {size} = {sizes[size]}: {error}"
+        ) from None
 
 
 def _parts(

@@ -51,7 +51,9 @@ def _refuse_bombs(text: str, file: str) -> None:
     for event in yaml.parse(text, yaml.SafeLoader):
         line = event.start_mark.line + 1 if event.start_mark else 1
         if isinstance(event, yaml.AliasEvent):
-            raise SpecError(f"{file}:{line}: *{event.anchor} is an alias, which this language does not have: write it out")
+            raise SpecError(
+                f"{file}:{line}: *{event.anchor} is an alias, which this language does not have: write it out"
+            )
         if isinstance(event, yaml.ScalarEvent) and len(event.value) > MAX_SCALAR:
             raise SpecError(f"{file}:{line}: a text of {len(event.value)} characters; {MAX_SCALAR} are the most")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -119,7 +121,9 @@ def fields(node: object, what: str, needed: set[str], allowed: set[str]) -> dict
     if missing := needed - set(node):
         raise SpecError(f"{what} lacks {', '.join(sorted(missing))}")
     if stray := [key for key in node if key not in needed | allowed]:
-        raise SpecError(f"{what} has no field {', '.join(f'{key!r:.80}' for key in stray)}; it has {sorted(needed | allowed)}")
+        raise SpecError(
+            f"{what} has no field {', '.join(f'{key!r:.80}' for key in stray)}; it has {sorted(needed | allowed)}"
+        )
     return node
 
 

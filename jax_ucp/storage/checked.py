@@ -16,8 +16,6 @@ import numpy as np
 import tensorstore as ts
 
 from jax_ucp.errors import FormatError
-from jax_ucp.layout.blocks import Chunks
-from jax_ucp.layout.fragments import Shape
 from jax_ucp.metadata import (
     MAX_ARRAY_BYTES,
     MAX_VALUE_DEPTH,

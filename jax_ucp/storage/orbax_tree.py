@@ -78,7 +78,9 @@ def orbax_files(leaves: Sequence[Leaf], arrays: Mapping[str, tuple[int, ...]], o
         name = ".".join(map(str, leaf.path))
         if value_type == "jax.Array":
             value["write_shape"] = arrays[leaf.name]
-            shardings[base64.b64encode(name.encode()).decode()] = _sharding_json(leaf.sharding, devices <= MAX_DEVICES_LISTED)
+            shardings[base64.b64encode(name.encode()).decode()] = _sharding_json(
+                leaf.sharding, devices <= MAX_DEVICES_LISTED
+            )
             if leaf.kind == "prng_key":
                 shapes = {"write_shape": arrays[leaf.name], "chunk_shape": arrays[leaf.name]}
                 ext = {"ext_metadata": {"random_key_impl": leaf.key_impl}}

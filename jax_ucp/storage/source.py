@@ -30,7 +30,7 @@ class ArrayInfo:
         # numpy has no array without elements either whose other axes are beyond any array.
         nbytes = math.prod(n or 1 for n in self.shape) * self.dtype.itemsize
         if len(self.shape) > MAX_AXES or min(self.shape, default=0) < 0 or nbytes > MAX_ARRAY_BYTES:
-            raise FormatError(f"no array is {self.dtype} {str(self.shape):.200}: what says so is damaged")
+            raise FormatError(f"no array is {self.dtype} {self.shape!s:.200}: what says so is damaged")
 
     @property
     def nbytes(self) -> int:

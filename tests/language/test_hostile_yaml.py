@@ -51,7 +51,10 @@ def test_what_no_person_writes_is_refused(read, text):
 
 
 def test_an_error_quotes_little_of_what_it_refuses():
-    for text in ("shards: [" + "x, " * 300 + "x]", "shards: [{param: a, pattern: {" + "k: 1, " * 1 + "z: [" + "y, " * 900 + "y]}}]"):
+    for text in (
+        "shards: [" + "x, " * 300 + "x]",
+        "shards: [{param: a, pattern: {" + "k: 1, " * 1 + "z: [" + "y, " * 900 + "y]}}]",
+    ):
         with pytest.raises(SpecError) as refused:
             parse(text, "hostile.yaml")
         assert max(map(len, str(refused.value).splitlines())) < 1000
@@ -85,7 +88,9 @@ def test_a_number_of_a_config_that_is_no_length_is_none(value):
     assert config_numbers({"a": {"args": {"fields": [said]}}, "b": [1]}) == {}
 
 
-@pytest.mark.parametrize("done", [{"rules": [], "lengths": {}}, {"rules": {}, "lengths": []}, {"rules": 1}, {"lengths": 1}])
+@pytest.mark.parametrize(
+    "done", [{"rules": [], "lengths": {}}, {"rules": {}, "lengths": []}, {"rules": 1}, {"lengths": 1}]
+)
 def test_a_source_that_says_no_mapping_is_not_undone(done):
     assert undone_lengths(Mapping(()), done) == {}
 

@@ -13,8 +13,8 @@ import jax_ucp as ucp
 import torch_writer
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.deepspeed_tp import TensorParallel
-from jax_ucp.language.name_patterns import MAX_TRIES, NamePatterns
 from jax_ucp.language import name_patterns
+from jax_ucp.language.name_patterns import MAX_TRIES, NamePatterns
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -22,12 +22,33 @@ CASE = Path(__file__).parents[1] / "data" / "deepspeed" / "tp2_dp1_z1_bf16"
 SLOW = [r"(\w|.)+!", r"(a*)*b", r"(a|aa)+$", r"(.*)*x", r"((a+)+)+!", r"(.*a){20}!", r"\w*\w*\w*\w*\w*\w*\w*!"]
 PIECES = st.sampled_from(
     ["a", "b", ".", r"\.", r"\d", r"\w+", "(", ")", "|", "*", "+", "?", "{2}", "{,2}", "{02}", "{1,}", "^", "$", "[ab]"]
-    + ["[^a]", "[[:alpha:]]", "[a-", "]", "(?:", "(?i)", r"\b", r"\Z", r"\1", "(?=a)", "(?P<n>", "*+", r"\s", "{", "}", "-", "\\"]
+    + [
+        "[^a]",
+        "[[:alpha:]]",
+        "[a-",
+        "]",
+        "(?:",
+        "(?i)",
+        r"\b",
+        r"\Z",
+        r"\1",
+        "(?=a)",
+        "(?P<n>",
+        "*+",
+        r"\s",
+        "{",
+        "}",
+        "-",
+        "\\",
+    ]
 )
 
 
 @settings(max_examples=1000)
-@given(st.lists(PIECES, max_size=8).map("".join), st.lists(st.text("abA01._ -{,2}:lph", max_size=8), min_size=1, max_size=5))
+@given(
+    st.lists(PIECES, max_size=8).map("".join),
+    st.lists(st.text("abA01._ -{,2}:lph", max_size=8), min_size=1, max_size=5),
+)
 def test_what_is_matched_is_what_python_matches(pattern, names):
     """A pattern that Python does not compile, DeepSpeed would not have got past either."""
     with warnings.catch_warnings():
@@ -49,7 +70,9 @@ def test_a_pattern_takes_no_longer_for_every_letter(pattern):
     assert NamePatterns([pattern], "f").matching("a" * 10_000 + "b.c") <= {pattern}
 
 
-@pytest.mark.parametrize("pattern", ["(?=a)", r"(a)\1", "a{,3}", "a{1001}", "[[:alpha:]]", "((a{90}){90}){90}", "a" * 1001])
+@pytest.mark.parametrize(
+    "pattern", ["(?=a)", r"(a)\1", "a{,3}", "a{1001}", "[[:alpha:]]", "((a{90}){90}){90}", "a" * 1001]
+)
 @pytest.mark.parametrize("place", ["tp_replicated_parameter_patterns", "parameter_with_row_parallelism_patterns"])
 def test_a_pattern_that_cannot_be_matched_so_is_refused_with_the_way_out(pattern, place):
     with pytest.raises(FormatError, match="f has (the|a) pattern"):
@@ -84,7 +107,9 @@ def test_a_checkpoint_with_a_slow_pattern_is_opened_or_refused_and_exported(tmp_
     """The export says anew how a parameter is cut, by the same patterns."""
     shutil.copytree(CASE, tmp_path / "c")
     for file in (tmp_path / "c").rglob("mp_rank_*_model_states.pt"):
-        torch_writer.rewrite(file, lambda name, data: _with_pattern(data, pattern) if name.endswith("data.pkl") else data)
+        torch_writer.rewrite(
+            file, lambda name, data: _with_pattern(data, pattern) if name.endswith("data.pkl") else data
+        )
     with pytest.raises(FormatError, match="patterns that match no parameter"):
         ucp.open(tmp_path / "c")
     out = ucp.open(CASE).save(tmp_path / "ours")

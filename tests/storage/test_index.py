@@ -12,7 +12,11 @@ import tensorstore as ts
 import jax_ucp as ucp
 from jax_ucp.storage import packs
 
-TREE = {"w": np.arange(99 * 9, dtype=np.float32).reshape(99, 9), "b": np.arange(8, dtype=np.int8), "n": np.zeros((0, 3))}
+TREE = {
+    "w": np.arange(99 * 9, dtype=np.float32).reshape(99, 9),
+    "b": np.arange(8, dtype=np.int8),
+    "n": np.zeros((0, 3)),
+}
 SAMPLE = 3000
 
 
@@ -22,7 +26,9 @@ def read_as_stock(item: Path, name: str) -> np.ndarray:
         kvstore: Any = {"driver": "ocdbt", "base": f"file://{item}/", "path": f"{name}/"}
     else:
         kvstore = f"file://{item}/{name}/"
-    return np.asarray(ts.open({"driver": "zarr3", "kvstore": kvstore, "fill_missing_data_reads": False}).result().read().result())
+    return np.asarray(
+        ts.open({"driver": "zarr3", "kvstore": kvstore, "fill_missing_data_reads": False}).result().read().result()
+    )
 
 
 @pytest.fixture
