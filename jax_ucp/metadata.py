@@ -25,7 +25,7 @@ VERSION: Literal[1] = 1
 # Names that a leaf's directory may not have, because the format or stock Orbax uses them.
 RESERVED = frozenset({"_METADATA", "_sharding", "_strings.json", "array_metadatas", "manifest.ocdbt", "d", "ucp.json"})
 
-# An axis has at most so many elements, and an array so many bytes: TensorStore's indices end there, numpy's a bit above.
+# An axis has at most so many elements, and an array so many bytes: TensorStore's indices end there, numpy's above.
 MAX_LENGTH = MAX_ARRAY_BYTES = (1 << 62) - 2
 
 # zarr v3 in TensorStore, and numpy before 2, have no array of more axes.
@@ -376,7 +376,7 @@ def _is_plain(name: str) -> bool:
 
 
 def is_leaf_name(name: str) -> bool:
-    """Whether `leaf_names` could have given the name: that of a directory inside the checkpoint, and no file's there."""
+    """Whether `leaf_names` could have given the name: that of a directory in the checkpoint, and no file's there."""
     parts = name.split("/")
     return (
         parts[0] not in RESERVED

@@ -467,7 +467,7 @@ def spoilt_json(rng: Random, data: bytes) -> bytes:
 
 
 def _spoilt_inside(rng: Random, value: Any) -> Any:
-    """The value with one thing changed, in any place alike; also inside a text that is JSON itself, as in `_sharding`."""
+    """The value with one thing changed, in any place alike; also inside a text that is JSON, as in `_sharding`."""
     if _is_json(value):
         return spoilt_json(rng, value.encode()).decode("utf-8", "replace")
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()

@@ -60,7 +60,13 @@ def top(**changes: Any) -> Callable[[dict], None]:
 
 
 def mesh(**changes: Any) -> Callable[[dict], None]:
-    return lambda content: (content["shardings"].append(MESH | changes), leaf(content, "a").update(sharding=0)) and None
+    """A change of what a leaf says of its mesh."""
+
+    def change(content: dict) -> None:
+        content["shardings"].append(MESH | changes)
+        leaf(content, "a")["sharding"] = 0
+
+    return change
 
 
 OURS: dict[str, Callable[[dict], Any]] = {

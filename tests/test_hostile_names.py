@@ -85,7 +85,7 @@ def test_a_link_out_of_a_checkpoint_of_ours_is_refused(tmp_path, victim, linked)
     path = hostile / linked
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     path.symlink_to(victim / linked)
-    with pytest.raises(FormatError, match="is a link to .*victim.*, outside the checkpoint"):
+    with pytest.raises(FormatError, match=r"is a link to .*victim.*, outside the checkpoint"):
         ucp.open(hostile)
 
 
@@ -144,7 +144,7 @@ def test_a_link_out_of_stock_s_checkpoint_is_refused(tmp_path, linked):
     hostile = stock(tmp_path / "hostile")
     shutil.move(hostile / linked, tmp_path / "elsewhere")
     (hostile / linked).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(FormatError, match="is a link to .*elsewhere, outside the checkpoint"):
+    with pytest.raises(FormatError, match=r"is a link to .*elsewhere, outside the checkpoint"):
         ucp.open(hostile)
 
 

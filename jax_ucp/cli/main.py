@@ -30,13 +30,19 @@ class _Refusals(click.Group):
         except BrokenPipeError:
             sys.stdout = None  # the reader has what it wanted; nothing more can be flushed
             return None
-        except click.ClickException as error:
-            error.message = visible_lines(error.message)
-            raise
+        except click.UsageError as error:
+            raise _visible(error) from None
         except (UCPError, OSError) as error:
             raise click.ClickException(visible_lines(str(error))) from None
         except MemoryError as error:
             raise click.ClickException(f"there is not enough memory: {visible_lines(str(error))}") from None
+
+
+def _visible(error: click.UsageError) -> click.UsageError:
+    """The error, with what it quotes of the command line made visible."""
+    message = error.format_message()
+    shown = visible_lines(message)
+    return error if shown == message else click.UsageError(shown, ctx=error.ctx)
 
 
 @click.group(cls=_Refusals, context_settings={"help_option_names": ["-h", "--help"]})

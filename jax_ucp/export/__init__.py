@@ -97,7 +97,7 @@ def plan_export(
 
 @contextmanager
 def _of_trainers(contents: Contents) -> Iterator[None]:
-    """Raises FormatError where extras are not what a trainer's files say: settings that lack a part, or of other types."""
+    """Raises FormatError where extras are not what a trainer's files say: a part is not there, or of another type."""
     try:
         yield
     except UCPError:

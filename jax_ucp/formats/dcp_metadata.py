@@ -310,7 +310,7 @@ def _span(value: Any) -> Span:
 
 
 def _check_spans(metadata: DcpMetadata) -> None:
-    """Every span lies in a regular file beside the metadata, no two share a byte, and chunks are not larger than spans."""
+    """Every span lies in a regular file beside the metadata, no two share a byte, and each chunk fits its span."""
     folder = Directory(metadata.folder)
     by_file: dict[str, list[tuple[Span, str]]] = defaultdict(list)
     for fqn, span in metadata.spans():

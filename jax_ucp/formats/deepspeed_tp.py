@@ -1,9 +1,9 @@
 """Tensor parallelism as DeepSpeed writes it down: `universal_checkpoint_info` says how slices form parameters.
 
-Its patterns match a name with `re.match`, so a prefix is enough; RE2 matches them, as `name_patterns` says. A parameter that no list names is cut on its first
-axis: that is DeepSpeed's rule, and the only way it has to say "column parallel". A list that says nothing, or a pattern
-that meets no name, is therefore refused: what it was meant for would be joined wrongly, without a word. A spec in the
-universal checkpoint language takes the place of all of it.
+Its patterns match a name with `re.match`, so a prefix is enough; RE2 matches them, as `name_patterns` says. A parameter
+that no list names is cut on its first axis: that is DeepSpeed's rule, and the only way it has to say "column parallel".
+A list that says nothing, or a pattern that meets no name, is therefore refused: what it was meant for would be joined
+wrongly, without a word. A spec in the universal checkpoint language takes the place of all of it.
 
 Facts: `merge_tp_slices` in `checkpoint/ds_to_universal.py`, `checkpoint/affine.py`; DeepSpeed 0.19.8.
 """

@@ -19,7 +19,7 @@ CHUNKS_PER_ARRAY = 64
 # less than 1 % of it.
 RAGGED_LENGTH = 128
 
-# A length whose smallest divisor is larger is taken for a prime: to look for it would take longer than to copy the array.
+# A length whose smallest divisor is larger is taken for a prime: to look for it would take longer than to copy.
 LARGEST_DIVISOR = 1 << 16
 
 # A length that is cut into more parts at once, because no smaller number divides it, would make chunks far too small.

@@ -109,7 +109,7 @@ def plan_copy(
 
 
 def _cell(info: ArrayInfo, chunk: Shape, max_bytes: int) -> Shape | None:
-    """A stored chunk that is larger than a block may be, if such chunks divide the array: no block is of two of them."""
+    """A stored chunk that is larger than a block may be, if such chunks divide the array: no block is of two."""
     if not chunk or math.prod(chunk) * info.dtype.itemsize <= max_bytes:
         return None
     return None if any(n % c for n, c in zip(info.shape, chunk, strict=True)) else chunk

@@ -36,7 +36,7 @@ Value = Range | bytes
 
 
 def node_bytes(entries: Mapping[str, Value]) -> bytes:
-    """The B+tree node, a leaf, that has the value of each key, or says where it is: of one at least, of MAX_ENTRIES at most."""
+    """The B+tree node, a leaf, that has the value of each key or says where it is: of one key, to MAX_ENTRIES."""
     names = sorted((key.encode(), value) for key, value in entries.items())
     keys, values = [key for key, _ in names], [value for _, value in names]
     ranges = [value for value in values if isinstance(value, Range)]

@@ -135,7 +135,7 @@ class _DeviceMesh(msgspec.Struct):
 
 
 class _Sharding(msgspec.Struct):
-    """A NamedSharding in `_sharding`; the devices are in lists as deep as the mesh has axes, older versions lack them."""
+    """A NamedSharding in `_sharding`; its devices, which older versions lack, are in lists as deep as it has axes."""
 
     axis_names: tuple[str, ...]
     shape: tuple[int, ...]

@@ -20,33 +20,29 @@ pytestmark = pytest.mark.timeout(60)
 
 CASE = Path(__file__).parents[1] / "data" / "deepspeed" / "tp2_dp1_z1_bf16"
 SLOW = [r"(\w|.)+!", r"(a*)*b", r"(a|aa)+$", r"(.*)*x", r"((a+)+)+!", r"(.*a){20}!", r"\w*\w*\w*\w*\w*\w*\w*!"]
-PIECES = st.sampled_from(
-    ["a", "b", ".", r"\.", r"\d", r"\w+", "(", ")", "|", "*", "+", "?", "{2}", "{,2}", "{02}", "{1,}", "^", "$", "[ab]"]
-    + [
-        "[^a]",
-        "[[:alpha:]]",
-        "[a-",
-        "]",
-        "(?:",
-        "(?i)",
-        r"\b",
-        r"\Z",
-        r"\1",
-        "(?=a)",
-        "(?P<n>",
-        "*+",
-        r"\s",
-        "{",
-        "}",
-        "-",
-        "\\",
-    ]
-)
+PIECES = ["a", "b", ".", r"\.", r"\d", r"\w+", "(", ")", "|", "*", "+", "?", "{2}", "{,2}", "{02}", "{1,}", "^", "$"]
+PIECES += [
+    "[ab]",
+    "[^a]",
+    "[[:alpha:]]",
+    "[a-",
+    "]",
+    "(?:",
+    "(?i)",
+    r"\b",
+    r"\Z",
+    r"\1",
+    "(?=a)",
+    "(?P<n>",
+    "*+",
+    r"\s",
+]
+PIECES += ["{", "}", "-", "\\"]
 
 
 @settings(max_examples=1000)
 @given(
-    st.lists(PIECES, max_size=8).map("".join),
+    st.lists(st.sampled_from(PIECES), max_size=8).map("".join),
     st.lists(st.text("abA01._ -{,2}:lph", max_size=8), min_size=1, max_size=5),
 )
 def test_what_is_matched_is_what_python_matches(pattern, names):
@@ -75,7 +71,7 @@ def test_a_pattern_takes_no_longer_for_every_letter(pattern):
 )
 @pytest.mark.parametrize("place", ["tp_replicated_parameter_patterns", "parameter_with_row_parallelism_patterns"])
 def test_a_pattern_that_cannot_be_matched_so_is_refused_with_the_way_out(pattern, place):
-    with pytest.raises(FormatError, match="f has (the|a) pattern"):
+    with pytest.raises(FormatError, match=r"f has (the|a) pattern"):
         TensorParallel({place: [pattern]}, 2, "f", {})
 
 
