@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_ucp.layout.blocks import OUTER_BYTES, SMALL_BYTES, grid_boxes, rows_of_chunks, whole_chunks
+from jax_ucp.layout.blocks import OUTER_BYTES, SMALL_BYTES, grid_boxes, rows_of_chunks
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.storage.budget import run_bounded, threads
-from jax_ucp.storage.copy import COPIES_IN_FLIGHT
+from jax_ucp.storage.copy import COPIES_IN_FLIGHT, block_cost
 from jax_ucp.storage.source import ArrayInfo, ArraySource
 
 Bytes = tuple[int, bytes]
@@ -121,10 +121,7 @@ def _job(tensor: Tensor, info: ArrayInfo, budget_bytes: int) -> _Job:
     size = max(info.dtype.itemsize, tensor.dtype.itemsize)
     max_bytes = max(SMALL_BYTES, min(OUTER_BYTES, budget_bytes // (COPIES_IN_FLIGHT * threads())))
     boxes = list(row_major_boxes(tensor.shape, info.chunk, size, max_bytes))
-    around = ((box.size, whole_chunks(box, info.chunk).size if info.chunk else box.size) for box in boxes)
-    # As in a copy: chunks of which a block is a part are held decoded, and before that as they are stored.
-    cost = max((2 * block + chunks + (chunks - block) for block, chunks in around), default=0)
-    return _Job(tensor, boxes, cost * size)
+    return _Job(tensor, boxes, max((block_cost(box, info.chunk or (), size) for box in boxes), default=0))
 
 
 def row_major_boxes(shape: Shape, chunk: Shape | None, itemsize: int, max_bytes: int) -> Iterator[Box]:

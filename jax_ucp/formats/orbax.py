@@ -21,6 +21,7 @@ from jax_ucp.formats.options import Options
 from jax_ucp.layout.blocks import whole_chunks
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Leaf
+from jax_ucp.storage.budget import HELD_BYTES
 from jax_ucp.storage.checked import is_dtype, leaf_fault
 from jax_ucp.storage.contents import Contents, Item, Piece
 from jax_ucp.storage.directory import Directory
@@ -34,9 +35,6 @@ MAX_RATIO = 1 << 15
 
 # Chunks of nothing but zeros, which older versions of Orbax left out, may make so much of no bytes at all.
 FREE_BYTES = 1 << 30
-
-# From so many bytes on, chunks are held decoded. Of fewer, opening an array once more costs as much as decoding them.
-HELD_BYTES = 4 << 20
 
 # What TensorStore raises for a checkpoint that is damaged, depending on where.
 _TENSORSTORE_ERRORS = (ValueError, IndexError, OverflowError, NotImplementedError)

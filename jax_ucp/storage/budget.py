@@ -12,6 +12,10 @@ T = TypeVar("T")
 
 DEFAULT_BUDGET = 1 << 30
 
+# From so many bytes on, chunks that are read in several blocks are held decoded. Of fewer, opening an array once more
+# costs as much as decoding them.
+HELD_BYTES = 4 << 20
+
 # To hand a job to a thread costs some 0.1 ms, more than a small array does: so many bytes, or jobs, go together.
 BATCH_BYTES = 4 << 20
 BATCH_JOBS = 64

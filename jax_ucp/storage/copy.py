@@ -24,7 +24,7 @@ from jax_ucp.layout.blocks import (
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.metadata import Metadata, digest
-from jax_ucp.storage.budget import DEFAULT_BUDGET, run_bounded, threads
+from jax_ucp.storage.budget import DEFAULT_BUDGET, HELD_BYTES, run_bounded, threads
 from jax_ucp.storage.contents import Contents
 from jax_ucp.storage.directory import Directory
 from jax_ucp.storage.ledger import Ledger
@@ -101,11 +101,19 @@ def plan_copy(
             boxes = grid_boxes(leaf.shape, chunks[leaf.name].outer)
             # Those of one stored chunk follow one another, so that it is decoded once for all of them.
             for box in sorted(boxes, key=lambda box: grid_place(box, chunk)) if chunk else boxes:
-                around = whole_chunks(box, chunk).size if chunk else box.size
-                # Chunks of which the block is a part are held decoded, and before that as they are stored.
-                cost = 2 * box.size + around + (around - box.size)
-                blocks.append(Block(leaf.name, box, box.size * size, cost * size))
+                blocks.append(Block(leaf.name, box, box.size * size, block_cost(box, chunk, size)))
     return CopyPlan(arrays, chunks, blocks, budget_bytes)
+
+
+def block_cost(box: Box, chunk: Shape, itemsize: int) -> int:
+    """Bytes of memory while a block is read and written: as read, as encoded, and the stored chunks that it lies in.
+
+    Large chunks of which it is a part are held decoded, and before that there is beside them what they are made from.
+    """
+    around = whole_chunks(box, chunk).size if chunk else box.size
+    cost = (2 * box.size + around) * itemsize
+    held = around * itemsize >= HELD_BYTES
+    return cost + (around - box.size) * itemsize if held else cost
 
 
 def _cell(info: ArrayInfo, chunk: Shape, max_bytes: int) -> Shape | None:
