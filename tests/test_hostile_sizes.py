@@ -1,5 +1,7 @@
 """A small file that says it is large is refused, or costs what its bytes cost: no loop and no memory by its word."""
 
+import json
+import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,6 +21,8 @@ from jax_ucp.errors import FormatError, UCPError
 from jax_ucp.formats.megatron_files import Args
 from jax_ucp.formats.safetensors_parts import unproved
 from jax_ucp.layout.box import Box
+from jax_ucp.metadata import Key, Leaf, SavedSharding
+from jax_ucp.storage import orbax_tree
 from jax_ucp.storage.copy import plan_copy
 from jax_ucp.storage.source import ArrayInfo
 
@@ -259,3 +263,22 @@ def test_a_tree_that_is_too_deep_is_refused_where_it_is_saved_and_where_it_is_op
         tree = {"a": tree}
     with pytest.raises(UCPError, match="more than 256 levels"):
         ucp.Checkpoint.of(tree)
+
+
+def test_a_stored_chunk_of_a_prime_length_makes_no_chunks_of_single_elements():
+    """A chunk that 100,003 rows were saved in cannot be cut evenly: the copy's chunks do not follow it."""
+    contents = contents_of({"param": {"a": np.zeros((200_006, 3), np.float32)}})
+    chunked = Chunked({leaf.name: np.zeros(leaf.shape, leaf.dtype) for leaf in contents.leaves}, (100_003, 3))
+    (chunks,) = plan_copy(replace(contents, arrays=chunked), budget_bytes=1 << 20).chunks.values()
+    assert math.prod(chunks.inner) > 1000
+
+
+def test_the_devices_of_a_mesh_are_not_listed_for_leaves_without_end(monkeypatch):
+    """Stock takes the devices that it has where none are listed."""
+    sharding = SavedSharding(("x",), (4,), ("x",), (3, 2, 1, 0))
+    leaves = [Leaf((Key("dict", f"a{i}"),), f"a{i}", "jax", (4,), "float32", sharding=sharding) for i in range(3)]
+    outer = {leaf.name: (4,) for leaf in leaves}
+    for most, listed in ((12, True), (11, False)):
+        monkeypatch.setattr(orbax_tree, "MAX_DEVICES_LISTED", most)
+        said = json.loads(orbax_tree.orbax_files(leaves, outer)["_sharding"])
+        assert [("device_mesh" in json.loads(text)) for text in said.values()] == [listed] * 3

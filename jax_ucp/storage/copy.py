@@ -37,6 +37,9 @@ from jax_ucp.storage.zarr import METADATA_FILE, Commit, ZarrStore, chunk_name, r
 # the rows that a flat shard gives whole, or the chunks that it lies in.
 COPIES_IN_FLIGHT = 3
 
+# Chunks of chunks have lengths that divide them. So long a part may be left whole.
+LARGEST_PART = 512
+
 # Blocks are waited for together: the disk writes so many bytes while the next ones are read. A conversion that is
 # killed writes at most about so many again.
 GROUP_BYTES = 256 << 20
@@ -117,10 +120,28 @@ def block_cost(box: Box, chunk: Shape, itemsize: int) -> int:
 
 
 def _cell(info: ArrayInfo, chunk: Shape, max_bytes: int) -> Shape | None:
-    """A stored chunk that is larger than a block may be, if such chunks divide the array: no block is of two."""
+    """A stored chunk that is larger than a block may be, if such chunks divide the array: no block is of two.
+
+    None also where a chunk has a length that only large numbers divide: what is cut in it would be too small.
+    """
     if not chunk or math.prod(chunk) * info.dtype.itemsize <= max_bytes:
         return None
-    return None if any(n % c for n, c in zip(info.shape, chunk, strict=True)) else chunk
+    fits = all(
+        n == c or (n % c == 0 and _rough_part(c) <= LARGEST_PART) for n, c in zip(info.shape, chunk, strict=True)
+    )
+    return chunk if fits else None
+
+
+def _rough_part(length: int) -> int:
+    """What is left of a length when it is divided by numbers up to 7, as often as they divide it.
+
+    >>> _rough_part(2048), _rough_part(50257 * 8)
+    (1, 50257)
+    """
+    for divisor in (2, 3, 5, 7):
+        while length % divisor == 0:
+            length //= divisor
+    return length
 
 
 def copy(
