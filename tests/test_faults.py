@@ -246,7 +246,16 @@ def test_a_flipped_bit_in_any_other_file_is_found_by_opening_or_by_verify(small)
     others = sorted({path for path in item.rglob("*") if path.is_file()} - set(data_files(item)))
     others = [path for path in others if path.name != "commit_success.txt"]  # of Orbax, which reads none on a disk
     assert {path.name for path in others} == {
-        *("ucp.json", "_METADATA", "_sharding", "_strings.json", "process_0", "zarr.json")
+        *(
+            "ucp.json",
+            "_METADATA",
+            "_sharding",
+            "_strings.json",
+            "process_0",
+            "zarr.json",
+            "ucp.index",
+            "manifest.ocdbt",
+        )
     }
     assert faults_of(item) == []
     missed = []

@@ -17,15 +17,17 @@ PACKAGE = Path(jax_ucp.__file__).parent
 # What each room may import of the package, besides itself. `checkpoint` is the user's door over formats and sharding.
 BELOW = {
     "errors": set(),
+    "visible": set(),
+    "name_patterns": {"errors"},
     "layout": {"errors"},
     "metadata": {"layout", "errors"},
     "language": {"metadata", "layout", "errors"},
     "storage": {"metadata", "layout", "errors"},
-    "formats": {"language", "storage", "metadata", "layout", "errors"},
+    "formats": {"language", "storage", "name_patterns", "metadata", "layout", "errors"},
     "sharding": {"storage", "metadata", "layout", "errors"},
-    "export": {"storage", "metadata", "layout", "errors"},
+    "export": {"storage", "name_patterns", "metadata", "layout", "errors"},
     "optimizers": {"sharding", "storage", "metadata", "layout", "errors"},
-    "parameters": {"storage", "metadata", "layout", "errors"},
+    "parameters": {"storage", "metadata", "layout", "errors", "visible"},
     "checkpoint": {
         "export",
         "parameters",
@@ -37,10 +39,11 @@ BELOW = {
         "metadata",
         "layout",
         "errors",
+        "visible",
     },
     "handler": {"checkpoint", "sharding", "storage", "metadata", "layout", "errors"},
     "args": {"handler"},
-    "cli": {"checkpoint", "export", "sharding", "storage", "language", "metadata", "layout", "errors", ""},
+    "cli": {"checkpoint", "export", "sharding", "storage", "language", "metadata", "layout", "errors", "visible", ""},
     "__main__": {"cli"},
 }
 OUTSIDE = {"layout": {"jax", "tensorstore", "numpy"}, "errors": {"jax", "tensorstore", "numpy"}, "formats": {"jax"}}

@@ -22,9 +22,9 @@ from jax_ucp.export.files import File, Tensor
 from jax_ucp.export.parameters import Parameters, is_floating, named, torch_groups, untold
 from jax_ucp.export.torch_pickle import Call, Global, Instance, has_dtype
 from jax_ucp.export.torch_zip import torch_file
-from jax_ucp.language.name_patterns import NamePatterns, pattern_list
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.metadata import plain_settings
+from jax_ucp.name_patterns import NamePatterns, pattern_list
 
 # The version whose format this is; the loader refuses folders that name none.
 DS_VERSION = "0.19.8"

@@ -18,12 +18,12 @@ from typing import Any
 
 from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.formats.safe_pickle import Record
-from jax_ucp.language.name_patterns import NamePatterns, pattern_list
 from jax_ucp.language.notation import load
 from jax_ucp.language.rules import Shard, layouts, regex_of
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
 from jax_ucp.layout.patterns import Averaged, Fused, Padded, Pattern, Replicated, Sharded, Unique
+from jax_ucp.name_patterns import NamePatterns, pattern_list
 
 _REPLICATED = "tp_replicated_parameter_patterns"
 _AVERAGED = "parameter_to_average_patterns"

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 import jax_ucp as ucp
 import torch_writer
+from jax_ucp import name_patterns
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.deepspeed_tp import TensorParallel
-from jax_ucp.language import name_patterns
-from jax_ucp.language.name_patterns import MAX_TRIES, NamePatterns
+from jax_ucp.name_patterns import MAX_TRIES, NamePatterns
 
 pytestmark = pytest.mark.timeout(60)
 
-CASE = Path(__file__).parents[1] / "data" / "deepspeed" / "tp2_dp1_z1_bf16"
+CASE = Path(__file__).parent / "data" / "deepspeed" / "tp2_dp1_z1_bf16"
 SLOW = [r"(\w|.)+!", r"(a*)*b", r"(a|aa)+$", r"(.*)*x", r"((a+)+)+!", r"(.*a){20}!", r"\w*\w*\w*\w*\w*\w*\w*!"]
 PIECES = ["a", "b", ".", r"\.", r"\d", r"\w+", "(", ")", "|", "*", "+", "?", "{2}", "{,2}", "{02}", "{1,}", "^", "$"]
 PIECES += [
