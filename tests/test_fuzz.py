@@ -47,7 +47,7 @@ def test_hostile_inputs_are_read_or_refused_and_nothing_in_them_is_called():
     ("load", "seen"),
     [
         ("Unpickler(io.BytesIO(data)).load()", "the trap was called"),
-        ("__import__('colorsys')", "import ('colorsys'"),
+        ("__import__('sched')", "import ('sched'"),
         ("exec('1')", "exec (<code object"),
         ("open('written', 'w').close()", "open ('written', 'w')"),
         ("{}['key']", "KeyError: 'key'"),
