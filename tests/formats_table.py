@@ -39,7 +39,8 @@ its copies. These are not, because nothing that is stored tells:
   average, are not.
 - **Names changed everywhere** in the metadata, and the CRCs with them, are other names.
 
-Hostile files are a matter of their own: `python tests/fuzz.py 100000` makes that many of them.
+Hostile files are a matter of their own: `python tests/fuzz.py 100000` makes that many of them, and
+[design/015-hostile-files.md](design/015-hostile-files.md) says what is refused.
 """
 
 
