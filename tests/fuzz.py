@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 import types
+import unicodedata
 import warnings
 import zipfile
 from collections import Counter, defaultdict
@@ -450,6 +451,7 @@ def run(numbers: range, work: Path, family: str | None = None) -> int:
     names = [name for name, share in SHARES.items() for _ in range(share) if family in (None, name)]
     outcomes: dict[str, Counter[str]] = defaultdict(Counter)
     slowest, faults = (0.0, 0), 0
+    unicodedata.normalize("NFKC", "")  # which Python imports when it first meets a name that is not ASCII
     for folder in targets.folders:  # what is imported when a format is first used is imported now
         read_folder(folder)
     for folder in (*targets.ours, *targets.stock):
