@@ -17,14 +17,15 @@ PACKAGE = Path(jax_ucp.__file__).parent
 # What each room may import of the package, besides itself. `checkpoint` is the user's door over formats and sharding.
 BELOW = {
     "errors": set(),
+    "arguments": {"errors"},
     "layout": {"errors"},
     "metadata": {"layout", "errors"},
-    "language": {"metadata", "layout", "errors"},
-    "storage": {"metadata", "layout", "errors"},
-    "formats": {"language", "storage", "metadata", "layout", "errors"},
-    "sharding": {"storage", "metadata", "layout", "errors"},
-    "export": {"storage", "metadata", "layout", "errors"},
-    "optimizers": {"sharding", "storage", "metadata", "layout", "errors"},
+    "language": {"metadata", "layout", "arguments", "errors"},
+    "storage": {"metadata", "layout", "arguments", "errors"},
+    "formats": {"language", "storage", "metadata", "layout", "arguments", "errors"},
+    "sharding": {"storage", "metadata", "layout", "arguments", "errors"},
+    "export": {"storage", "metadata", "layout", "arguments", "errors"},
+    "optimizers": {"sharding", "storage", "metadata", "layout", "arguments", "errors"},
     "parameters": {"storage", "metadata", "layout", "errors"},
     "checkpoint": {
         "export",
@@ -36,14 +37,28 @@ BELOW = {
         "language",
         "metadata",
         "layout",
+        "arguments",
         "errors",
     },
-    "handler": {"checkpoint", "sharding", "storage", "metadata", "layout", "errors"},
+    "handler": {"checkpoint", "sharding", "storage", "metadata", "layout", "arguments", "errors"},
     "args": {"handler"},
-    "cli": {"checkpoint", "export", "sharding", "storage", "language", "metadata", "layout", "errors", ""},
+    "cli": {
+        "checkpoint",
+        "export",
+        "formats",
+        "sharding",
+        "storage",
+        "language",
+        "metadata",
+        "layout",
+        "arguments",
+        "errors",
+        "",
+    },
     "__main__": {"cli"},
 }
 OUTSIDE = {"layout": {"jax", "tensorstore", "numpy"}, "errors": {"jax", "tensorstore", "numpy"}, "formats": {"jax"}}
+OUTSIDE |= {"arguments": {"jax", "tensorstore", "numpy"}}
 OUTSIDE |= {"language": {"jax", "tensorstore", "numpy"}}
 OUTSIDE |= {"export": {"jax", "tensorstore"}, "storage": {"jax"}, "metadata": {"jax", "tensorstore"}}
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from jax_ucp.errors import LayoutError, SpecError
-from jax_ucp.language.arithmetic import Expression, size_of
+from jax_ucp.language.arithmetic import Expression, names_in, size_of
 from jax_ucp.layout.fragments import ParamLayout, Shape
 from jax_ucp.layout.patterns import Pattern
 
@@ -25,6 +25,17 @@ class Written:
 
     def bind(self, sizes: Mapping[str, int]) -> Pattern:
         return self.read(self.node, lambda expression: size_of(expression, sizes))
+
+    def names(self) -> set[str]:
+        """The names that its sizes are made of."""
+        found: set[str] = set()
+
+        def one(expression: object) -> int:
+            found.update(names_in(expression))
+            return 1
+
+        self.read(self.node, one)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +54,14 @@ class Sentence:
     def __str__(self) -> str:
         return f"{self.where}{': ' * bool(self.where)}{self.param!r}"
 
+    @property
+    def switch(self) -> str:
+        """The name in `when`; empty where there is none."""
+        return self.when.removeprefix("not ").strip()
+
     def holds(self, sizes: Mapping[str, int]) -> bool:
         """Whether `when` lets the rule be there. Raises SpecError where its name has no size."""
-        name = self.when.removeprefix("not ").strip()
+        name = self.switch
         return not name or bool(size_of(name, sizes)) != self.when.startswith("not ")
 
 
@@ -60,6 +76,20 @@ class Spec:
     own: tuple[Sentence, ...] = ()
     sizes: Mapping[str, Expression] = field(default_factory=dict)
     extends: Spec | None = None
+
+    @property
+    def lengths(self) -> set[str]:
+        """The names that a length may be given for: those of sizes, and those that patterns and sizes are made of."""
+        written = [sentence.pattern for sentence in self.own if isinstance(sentence.pattern, Written)]
+        names = [pattern.names() for pattern in written]
+        names += [{name} | names_in(size) for name, size in self.sizes.items()]
+        return set().union(*names, self.extends.lengths if self.extends else ())
+
+    @property
+    def switches(self) -> set[str]:
+        """The names that say whether a rule is there."""
+        own = {sentence.switch for sentence in self.own if sentence.switch}
+        return own | (self.extends.switches if self.extends else set())
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from jax_ucp.arguments import whole_number
 from jax_ucp.layout.blocks import Chunks, chunk_shapes, writer_cells
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.metadata import Axes, Leaf
 from jax_ucp.sharding.fit import ON_DEVICES, Fit, Rule, check_rules, fit_axes, idle_rules
 from jax_ucp.storage.contents import Contents
+
+MAX_DEVICES = 1 << 24  # a plan takes memory for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +33,16 @@ class HostMesh:
 
     @classmethod
     def of(cls, mesh: Mesh | AbstractMesh | Mapping[str, int], hosts: int = 1) -> HostMesh:
-        """From a mesh of JAX, or sizes by name. Raises ValueError where the hosts cannot have equal shares."""
+        """From a mesh of JAX, or sizes by name.
+
+        Raises ValueError where the hosts cannot have equal shares, or a size cannot be meant.
+        """
         sizes = mesh.shape if isinstance(mesh, Mesh | AbstractMesh) else mesh
-        axes = tuple((str(name), int(size)) for name, size in sizes.items())
+        axes = tuple((str(name), whole_number(f"the mesh axis {name}", size)) for name, size in sizes.items())
         devices = math.prod(size for _, size in axes)
-        if hosts < 1 or devices % hosts:
+        if devices > MAX_DEVICES:
+            raise ValueError(f"a mesh of {devices} devices; at most {MAX_DEVICES} are planned for")
+        if devices % whole_number("hosts", hosts):
             raise ValueError(f"{devices} devices cannot be shared out evenly to {hosts} hosts")
         return cls(axes, hosts)
 

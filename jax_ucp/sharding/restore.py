@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
+from jax_ucp.arguments import whole_number
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.layout.blocks import SMALL_BYTES
 from jax_ucp.layout.box import Box
@@ -103,9 +104,11 @@ def plan_restore(
     """
     if rules and mesh is None:
         raise ValueError("rules say what lies on which axis of a mesh: give mesh= too")
+    if target is None and partial:
+        raise ValueError("partial=True leaves out what a target lacks, and there is no target")
     if target is None and cast is True:
         raise ValueError("cast=True converts to the dtypes of a target, and there is none; give a dtype")
-    if not isinstance(cast, bool) and not jnp.issubdtype(cast, jnp.floating):
+    if cast is None or (not isinstance(cast, bool) and not jnp.issubdtype(cast, jnp.floating)):
         raise ValueError(f"cast={cast!r} would not keep floating arrays floating; give a floating dtype, or a target")
     check_rules(rules)
     idle = idle_rules(rules, leaves)
@@ -143,6 +146,7 @@ def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFA
     array that takes more goes in blocks. No stored chunk is read twice. The pieces of an array whose reading is shared
     go at once. An error of one process that shares reads is raised in all.
     """
+    budget_bytes = whole_number("budget_bytes", budget_bytes)
     for note in plan.notes:
         log.info("%s", note)
     values: list[Any] = [None] * len(plan.placements)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jax_ucp.arguments import whole_number
 from jax_ucp.errors import CorruptData
 from jax_ucp.layout.blocks import (
     INNER_BYTES,
@@ -82,8 +83,9 @@ def plan_copy(
     Chunks are not made smaller than 64 KiB for that; with a very small budget blocks go one at a time. `cells` are, by
     name of an array, equal blocks that no chunk is to cross.
 
-    Raises UnsupportedLeaf for a dtype that the universal format does not have.
+    Raises UnsupportedLeaf for a dtype that the universal format does not have, ValueError for a budget that is none.
     """
+    budget_bytes = whole_number("budget_bytes", budget_bytes)
     outer = max(SMALL_BYTES, min(OUTER_BYTES, budget_bytes // (COPIES_IN_FLIGHT * threads())))
     stored = contents.arrays.arrays()
     arrays: dict[str, ArrayInfo] = {}
@@ -115,15 +117,7 @@ def copy(
     Raises FileExistsError if `target` is a checkpoint already, CorruptData if the source contradicts itself,
     FormatError if `target` holds another unfinished copy.
     """
-    # A copy stopped after its commit, while it cleared away, still has its ledger: it is taken up like any other.
-    if (target / METADATA_FILE).exists() and not Ledger.begun(target):
-        raise FileExistsError(f"{target} is a checkpoint already; give another path")
-    if target.resolve().is_relative_to(Path(contents.path).resolve()):
-        raise FileExistsError(f"{target} lies in the source, {contents.path}; give another path")
-    if target.exists() and not target.is_dir():
-        raise FileExistsError(f"{target} is a file; give a path where a directory can be made")
-    if target.is_dir() and any(target.iterdir()) and not Ledger.begun(target):
-        raise FileExistsError(f"{target} has files in it that are no unfinished copy; give another path")
+    require_target(contents, target)
     require_sound(contents)
     store = ZarrStore(Directory(target), plan.arrays, plan.chunks)
     ledger = Ledger(target, _identity(contents, plan))
@@ -141,6 +135,19 @@ def copy(
     finally:
         ledger.close()
     return metadata
+
+
+def require_target(contents: Contents, target: Path) -> None:
+    """Raises FileExistsError where a copy cannot be written to `target`, or taken up there."""
+    # A copy stopped after its commit, while it cleared away, still has its ledger: it is taken up like any other.
+    if (target / METADATA_FILE).exists() and not Ledger.begun(target):
+        raise FileExistsError(f"{target} is a checkpoint already; give another path")
+    if target.resolve().is_relative_to(Path(contents.path).resolve()):
+        raise FileExistsError(f"{target} lies in the source, {contents.path}; give another path")
+    if target.exists() and not target.is_dir():
+        raise FileExistsError(f"{target} is a file; give a path where a directory can be made")
+    if target.is_dir() and any(target.iterdir()) and not Ledger.begun(target):
+        raise FileExistsError(f"{target} has files in it that are no unfinished copy; give another path")
 
 
 def require_sound(contents: Contents) -> None:

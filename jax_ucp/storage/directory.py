@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from jax_ucp.errors import NotACheckpoint
+from jax_ucp.arguments import local_path
 
 # A file being written has this at the end of its name, as TensorStore's own have: no leaf is called so.
 UNFINISHED = ".__lock"
@@ -23,14 +23,12 @@ _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h: begin to write what is dirty, and wait
 class Directory:
     """The local directory at `path`.
 
-    A file that is durable is there whole. Nothing is created before the first write. Raises NotACheckpoint for
+    A file that is durable is there whole. Nothing is created before the first write. Raises UnsupportedPath for
     a URL: object stores are not read or written yet.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        if "://" in os.fspath(path):
-            raise NotACheckpoint(f"{path} is a URL; this version reads and writes local directories only")
-        self.path = os.path.abspath(path)
+        self.path = os.path.abspath(local_path(path))
 
     def spec(self, name: str = "") -> dict[str, Any]:
         """TensorStore's description of this directory, or of the one called `name` inside it."""
