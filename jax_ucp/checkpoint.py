@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from jax_ucp.arguments import local_path, whole_number
+from jax_ucp.arguments import local_path
 from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.export import ExportFormat, ExportPlan, plan_export, run_export
 from jax_ucp.formats import open_contents
