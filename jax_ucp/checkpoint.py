@@ -235,13 +235,15 @@ class Checkpoint:
         in the others with its words. In one process it changes nothing.
 
         Raises TreeMismatch with everything in which target and checkpoint differ, CorruptData where bytes
-        are not what was written.
+        are not what was written, or a file is no longer the one that was opened.
         """
         from jax_ucp.sharding.restore import run_restore
 
         said = {"mesh": mesh, "rules": rules, "cast": cast, "partial": partial, "share_reads": share_reads}
         plan = self.plan(target, **said)
-        return run_restore(plan, self._contents.arrays, budget_bytes)
+        restored = run_restore(plan, self._contents.arrays, budget_bytes)
+        self._contents.files.require_unchanged()
+        return restored
 
     def plan_optimizer(
         self, tx: optax.GradientTransformation, params: Any, *, step: int | None = None, check: bool = True
@@ -405,8 +407,13 @@ class Checkpoint:
         return open(path)
 
     def verify(self) -> Iterator[tuple[str, str | None]]:
-        """Read everything that has a checksum or a twin: (what was looked at, what is wrong with it or None)."""
-        return self._contents.verify()
+        """Read everything that has a checksum or a twin: (what was looked at, what is wrong with it or None).
+
+        A file that is no longer the one that was opened is wrong too.
+        """
+        yield from self._contents.verify()
+        for change in self._contents.files.changes():
+            yield "the files of the checkpoint", change
 
     def __repr__(self) -> str:
         arrays = sum(leaf.has_array for leaf in self.leaves)

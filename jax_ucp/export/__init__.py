@@ -100,7 +100,8 @@ def run_export(
 ) -> None:
     """Write the planned files to the new folder `target`; `done` hears of bytes on their way to disk.
 
-    What the source stores twice is compared first. The folder is there whole at the end, and not before.
+    What the source stores twice is compared first, and its files are looked at again before the end. The folder is
+    there whole at the end, and not before.
     """
     if target.resolve().is_relative_to(Path(contents.path).resolve()):
         raise FileExistsError(f"{target} lies in the source, {contents.path}; give another path")
@@ -108,6 +109,7 @@ def run_export(
     require_sound(contents)
     with new_folder(target) as folder:
         write_files(folder, plan.files, contents.arrays, plan.budget_bytes, done)
+        contents.files.require_unchanged()
 
 
 def _cast_notes(contents: Contents, found: Parameters, dtype: str | None) -> list[str]:

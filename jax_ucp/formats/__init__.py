@@ -26,6 +26,7 @@ from jax_ucp.formats import (
 from jax_ucp.formats.options import NOTHING_TWICE, Options
 from jax_ucp.storage.contents import Contents
 from jax_ucp.storage.ledger import Ledger
+from jax_ucp.storage.source_files import opening
 
 Opener = Callable[[Path, Options], Contents]
 
@@ -86,7 +87,9 @@ def open_contents(path: str | os.PathLike[str], options: Options) -> Contents:
                 what = name.partition(" (")[0]
                 raise SpecError(f"{path} is {what}, which has no use for the spec {options.spec}: open it without")
             try:
-                return _noted(opener(at, options), options, opener)
+                with opening() as files:
+                    contents = opener(at, options)
+                return replace(_believing(contents, options, opener), files=files)
             except UCPError:
                 raise
             except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
@@ -100,7 +103,7 @@ def open_contents(path: str | os.PathLike[str], options: Options) -> Contents:
     raise NotACheckpoint(f"{path} is no checkpoint of a format known here:\n  {known}")
 
 
-def _noted(contents: Contents, options: Options, opener: Opener) -> Contents:
+def _believing(contents: Contents, options: Options, opener: Opener) -> Contents:
     """The contents, with a note where there is nothing to `believe`."""
     if options.believe and opener in _STORE_ONCE:
         return replace(contents, notes=[*contents.notes, NOTHING_TWICE.format(options.believe)])

@@ -111,11 +111,11 @@ def copy(
 ) -> Metadata:
     """Write the checkpoint to `target` by the plan; `done` hears of each block that is on disk.
 
-    What the source stores twice is compared first. Stopped at any moment, it leaves no checkpoint at
-    `target`; the same call takes up where it was stopped.
+    What the source stores twice is compared first, and its files are looked at again before the commit. Stopped at
+    any moment, it leaves no checkpoint at `target`; the same call takes up where it was stopped.
 
-    Raises FileExistsError if `target` is a checkpoint already, CorruptData if the source contradicts itself,
-    FormatError if `target` holds another unfinished copy.
+    Raises FileExistsError if `target` is a checkpoint already, CorruptData if the source contradicts itself or
+    changed meanwhile, FormatError if `target` holds another unfinished copy.
     """
     require_target(contents, target)
     require_sound(contents)
@@ -126,6 +126,7 @@ def copy(
             ledger.remove()  # another copy was completed here a moment ago
             raise FileExistsError(f"{target} is a checkpoint already; give another path")
         _copy_blocks(contents, plan, store, ledger, done)
+        contents.files.require_unchanged()
         write_part(store, 0)
         files = orbax_files(contents.leaves, {name: chunks.outer for name, chunks in plan.chunks.items()})
         source = contents.source or {"format": contents.format, "name": Path(contents.path).name}
@@ -197,14 +198,12 @@ def _copy_blocks(
 
 
 def _identity(contents: Contents, plan: CopyPlan) -> str:
-    """What a ledger must agree with: the source's files as they are now, what became of each item, and the blocks.
+    """What a ledger must agree with: the source's files as they were opened, what became of each item, and the blocks.
 
     One source has several readings: of what is stored twice, one copy is believed or the other.
     """
-    at = Path(contents.path)
-    files = sorted(path for path in at.rglob("*") if path.is_file()) if at.is_dir() else [at] * at.exists()
-    stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    files = contents.files.identities()
     items = sorted((item.where, item.fate, item.reason) for item in contents.account)
     dtypes = [(leaf.name, leaf.dtype) for leaf in contents.leaves]
-    told = (contents.format, contents.source, stats, sorted(plan.chunks.items()), items, dtypes)
+    told = (contents.format, contents.source, files, sorted(plan.chunks.items()), items, dtypes)
     return digest(repr(told).encode())

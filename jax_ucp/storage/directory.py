@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jax_ucp.arguments import local_path
+from jax_ucp.storage.source_files import noted
 
 # A file being written has this at the end of its name, as TensorStore's own have: no leaf is called so.
 UNFINISHED = ".__lock"
@@ -49,7 +50,7 @@ class Directory:
     def read(self, name: str) -> bytes | None:
         """The bytes of a file; None if there is none."""
         try:
-            with open(self.file(name), "rb") as file:
+            with open(noted(self.file(name)), "rb") as file:
                 return file.read()
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return None

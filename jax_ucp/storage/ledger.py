@@ -74,7 +74,8 @@ class Ledger:
             raise FormatError(f"{self._path} is damaged ({error}); delete the directory") from None
         if lines and lines[0].get("identity") != identity:
             raise FormatError(
-                f"{self._path} belongs to a conversion of another source, or with another budget or mesh. "
+                f"{self._path} belongs to a conversion of another source, of files that were replaced since, or with "
+                "another budget or mesh. "
                 "Delete the directory, or give another one."
             )
         self.done = {(line["key"], line["box"]): line["digest"] for line in lines[1:]}

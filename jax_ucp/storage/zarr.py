@@ -29,6 +29,7 @@ from jax_ucp.storage.ocdbt import Range
 from jax_ucp.storage.packs import index_files, pack_name
 from jax_ucp.storage.shard_file import chunk_bytes, has_index, read_shard, read_unit, shard_parts
 from jax_ucp.storage.source import ArrayInfo
+from jax_ucp.storage.source_files import noted
 
 METADATA_FILE = "ucp.json"
 VERIFY_BYTES = 16 << 20
@@ -262,7 +263,8 @@ def open_store(path: str | os.PathLike[str]) -> tuple[Metadata, ZarrStore]:
 def missing_files(metadata: Metadata, store: ZarrStore) -> list[str]:
     """What files of a checkpoint are missing. A file of another size is found when it is read."""
     names = _all_files(metadata, store)
-    return [f"{store.directory}/{name} is missing" for name in names if not store.directory.has(name)]
+    directory = store.directory
+    return [f"{directory}/{name} is missing" for name in names if not os.path.isfile(noted(directory.file(name)))]
 
 
 def verify_files(metadata: Metadata, store: ZarrStore) -> list[str]:
