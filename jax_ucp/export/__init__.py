@@ -18,7 +18,7 @@ from jax_ucp.errors import TreeMismatch, UnsupportedLeaf
 from jax_ucp.export import dcp, deepspeed, safetensors
 from jax_ucp.export.commit import check_free, new_folder
 from jax_ucp.export.extras import values
-from jax_ucp.export.files import File, peak_bytes, write_files
+from jax_ucp.export.files import File, peak_bytes, require_written, write_files
 from jax_ucp.export.parameters import Parameters, is_floating, parameters, untold
 from jax_ucp.layout.box import Box
 from jax_ucp.storage.budget import DEFAULT_BUDGET
@@ -110,6 +110,7 @@ def run_export(
     with new_folder(target) as folder:
         write_files(folder, plan.files, contents.arrays, plan.budget_bytes, done)
         contents.files.require_unchanged()
+        require_written(folder, plan.files)
 
 
 def _cast_notes(contents: Contents, found: Parameters, dtype: str | None) -> list[str]:

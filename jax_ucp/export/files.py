@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jax_ucp.errors import CorruptData
 from jax_ucp.layout.blocks import OUTER_BYTES, SMALL_BYTES, grid_boxes, rows_of_chunks, whole_chunks
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
@@ -22,6 +23,8 @@ from jax_ucp.storage.copy import COPIES_IN_FLIGHT
 from jax_ucp.storage.source import ArrayInfo, ArraySource
 
 Bytes = tuple[int, bytes]
+
+FAULTS_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,26 @@ def write_files(
                 out.write(data)
             out.flush()
             os.fsync(out.fileno())
+
+
+def require_written(folder: Path, files: Sequence[File]) -> None:
+    """Raises CorruptData unless the folder has just these files, each with its bytes: nothing else writes there."""
+    wanted = {file.name: file.size for file in files}
+    found = {str(path.relative_to(folder)): path.lstat().st_size for path in folder.rglob("*") if not path.is_dir()}
+    faults = [f"{name} is missing" for name in wanted if name not in found]
+    faults += [f"{name} is no file of this export" for name in found if name not in wanted]
+    faults += [
+        f"{name} has {found[name]} bytes, not the {size} that were written"
+        for name, size in wanted.items()
+        if found.get(name, size) != size
+    ]
+    if faults:
+        more = [f"... and {len(faults) - FAULTS_SHOWN} more"] if len(faults) > FAULTS_SHOWN else []
+        lines = "\n  ".join([*faults[:FAULTS_SHOWN], *more])
+        raise CorruptData(
+            f"{folder} is not as this export wrote it:\n  {lines}\nSomething else deletes or writes files there: "
+            "keep it away while an export is running, and export again."
+        )
 
 
 def peak_bytes(files: Sequence[File], source: ArraySource, budget_bytes: int) -> int:

@@ -73,6 +73,17 @@ def chunk_bytes(chunks: Chunks, dtype: np.dtype) -> int:
     return math.prod(chunks.inner) * dtype.itemsize + CRC_BYTES
 
 
+def shard_bytes(box: Box, chunks: Chunks, dtype: np.dtype) -> int:
+    """How many bytes the file of an outer chunk has, of which `box` is what lies in the array.
+
+    >>> shard_bytes(Box((0,), (5,)), Chunks((8,), (2,)), np.dtype("u1"))  # 3 of 4 inner chunks, and the index
+    86
+    """
+    stored = math.prod(-(-n // c) for n, c in zip(box.shape, chunks.inner, strict=True))
+    index = math.prod(_inner_grid(chunks)) * _ENTRY.itemsize + CRC_BYTES if has_index(chunks) else 0
+    return stored * chunk_bytes(chunks, dtype) + index
+
+
 def read_shard(
     file: str,
     box: Box,

@@ -27,12 +27,12 @@ from jax_ucp.metadata import Group, Leaf, Metadata, StoredArray, decode, digest,
 from jax_ucp.storage.directory import Directory
 from jax_ucp.storage.ocdbt import Range
 from jax_ucp.storage.packs import index_files, pack_name
-from jax_ucp.storage.shard_file import chunk_bytes, has_index, read_shard, read_unit, shard_parts
+from jax_ucp.storage.shard_file import chunk_bytes, has_index, read_shard, read_unit, shard_bytes, shard_parts
 from jax_ucp.storage.source import ArrayInfo
-from jax_ucp.storage.source_files import noted
 
 METADATA_FILE = "ucp.json"
 VERIFY_BYTES = 16 << 20
+FAULTS_SHOWN = 8
 
 Place = tuple[int, int]  # number of a pack, offset in it
 
@@ -204,7 +204,11 @@ class Commit:
     groups: Sequence[Group] = ()
 
     def write(self, store: ZarrStore) -> Metadata:
-        """Write the side files, then `ucp.json`. Raises CorruptData if a chunk was written by nobody."""
+        """Write the side files, then `ucp.json`.
+
+        Raises CorruptData if a chunk was written by nobody, or any file is no longer as it was written: something else
+        deletes or writes here too. Then there is no `ucp.json`.
+        """
         directory, digests = store.directory, {key: {} for key in store.arrays()}
         for process in range(self.processes):
             part = _read_part(directory, process)
@@ -231,6 +235,8 @@ class Commit:
             digests_of_files[name] = digest(data)
         leaves, source, extras = tuple(self.leaves), dict(self.source or {}), dict(self.extras or {})
         metadata = Metadata(leaves, arrays, digests_of_files, source, extras, tuple(self.groups))
+        if faults := verify_files(metadata, store):
+            raise CorruptData(_not_kept(directory, faults, self.processes))
         directory.write(METADATA_FILE, encode(metadata))
         for process in range(self.processes):
             directory.delete(_part_name(process))
@@ -261,10 +267,24 @@ def open_store(path: str | os.PathLike[str]) -> tuple[Metadata, ZarrStore]:
 
 
 def missing_files(metadata: Metadata, store: ZarrStore) -> list[str]:
-    """What files of a checkpoint are missing. A file of another size is found when it is read."""
-    names = _all_files(metadata, store)
+    """What files of a checkpoint are missing, or have another number of bytes than their chunk takes."""
     directory = store.directory
-    return [f"{directory}/{name} is missing" for name in names if not os.path.isfile(noted(directory.file(name)))]
+    beside = [*metadata.files, *(pack_name(number) for number in sorted({n for n, _ in store.places.values()}))]
+    faults = [f"{directory}/{name} is missing" for name in beside if not directory.has(name)]
+    for key, stored in metadata.arrays.items():
+        faults += _missing_chunks(store, key) if not stored.places else []
+    return faults
+
+
+def _missing_chunks(store: ZarrStore, key: str) -> Iterator[str]:
+    info, chunks = store.arrays()[key], store.chunks[key]
+    for box in grid_boxes(info.shape, chunks.outer):
+        name, nbytes = chunk_name(grid_place(box, chunks.outer)), shard_bytes(box, chunks, info.dtype)
+        found = store.directory.size(f"{key}/{name}")
+        if found is None:
+            yield f"{store.directory}/{key}/{name} is missing"
+        elif found != nbytes:
+            yield f"{store.directory}/{key}: {name} has {found} bytes, but its chunk takes {nbytes}"
 
 
 def verify_files(metadata: Metadata, store: ZarrStore) -> list[str]:
@@ -288,14 +308,6 @@ def _chunk_keys(key: str, shape: Shape, outer: Shape) -> Iterator[str]:
         yield f"{key}/{chunk_name(place)}"
 
 
-def _all_files(metadata: Metadata, store: ZarrStore) -> Iterator[str]:
-    yield from metadata.files
-    yield from (pack_name(number) for number in sorted({number for number, _ in store.places.values()}))
-    for key, stored in metadata.arrays.items():
-        if not stored.places:
-            yield from _chunk_keys(key, store.arrays()[key].shape, stored.outer)
-
-
 def _pack_faults(store: ZarrStore) -> list[str]:
     """What packs end elsewhere than their last chunk does."""
     ends: dict[str, int] = {}
@@ -308,7 +320,7 @@ def _pack_faults(store: ZarrStore) -> list[str]:
     return [
         f"{store.directory}/{name} is damaged: it has {size} bytes, its chunks end at {end}"
         for name, end in ends.items()
-        if store.directory.has(name) and (size := store.directory.size(name)) != end
+        if (size := store.directory.size(name)) not in (None, end)
     ]
 
 
@@ -319,7 +331,7 @@ def _ranges(store: ZarrStore) -> dict[str, Range]:
         nbytes = chunk_bytes(store.chunks[key], info.dtype)
         for name in _chunk_keys(key, info.shape, store.chunks[key].outer):
             file, offset = store.find(name)
-            found[name] = Range(file, offset or 0, store.directory.size(file) if offset is None else nbytes)
+            found[name] = Range(file, offset or 0, (store.directory.size(file) or 0) if offset is None else nbytes)
     return found
 
 
@@ -348,5 +360,23 @@ class _Part(msgspec.Struct):
 def _read_part(directory: Directory, process: int) -> _Part:
     data = directory.read(_part_name(process))
     if data is None:
-        raise CorruptData(f"{directory}/{_part_name(process)} is missing: process {process} did not finish writing")
+        raise CorruptData(
+            f"{directory}/{_part_name(process)} is missing, which process {process} wrote last. {_WHO_ELSE}"
+            + (f" {_SHARED_STORAGE}" if process else "")
+        )
     return msgspec.json.decode(data, type=_Part)
+
+
+_WHO_ELSE = (
+    "Something else deletes or writes files there, such as the clean-up of another CheckpointManager on the same "
+    "directory: keep it away while a save is running, and save again."
+)
+_SHARED_STORAGE = "Or the directory is not on storage that all processes share."
+
+
+def _not_kept(directory: Directory, faults: Sequence[str], processes: int) -> str:
+    """What to say of files that were written, and are not as they were written."""
+    more = [f"... and {len(faults) - FAULTS_SHOWN} more"] if len(faults) > FAULTS_SHOWN else []
+    lines = "\n  ".join([*faults[:FAULTS_SHOWN], *more])
+    shared = f" {_SHARED_STORAGE}" if processes > 1 else ""
+    return f"{directory} has lost what was just written to it, and is no checkpoint:\n  {lines}\n{_WHO_ELSE}{shared}"
