@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,6 @@ from jax_ucp.layout.blocks import (
     Chunks,
     chunk_shapes,
     grid_boxes,
-    grid_place,
     whole_chunks,
 )
 from jax_ucp.layout.box import Box
@@ -30,7 +30,7 @@ from jax_ucp.storage.directory import Directory
 from jax_ucp.storage.ledger import Ledger
 from jax_ucp.storage.orbax_tree import orbax_files
 from jax_ucp.storage.source import ArrayInfo
-from jax_ucp.storage.zarr import METADATA_FILE, Commit, ZarrStore, chunk_name, require_storable, write_part
+from jax_ucp.storage.zarr import METADATA_FILE, Commit, ZarrStore, require_storable, write_part
 
 # A block in flight is held as read, and as TensorStore encodes it. Beside that there is what was read around it:
 # the rows that a flat shard gives whole, or the chunks that it lies in.
@@ -160,18 +160,9 @@ def require_sound(contents: Contents) -> None:
 def _copy_blocks(
     contents: Contents, plan: CopyPlan, store: ZarrStore, ledger: Ledger, done: Callable[[Block], None]
 ) -> None:
-    """Write the blocks that the ledger does not have yet."""
-    there = set(store.directory.files())
-    left: list[Block] = []
-    for block in plan.blocks:
-        known = ledger.done.get((block.key, str(block.box)))
-        file = f"{block.key}/{chunk_name(grid_place(block.box, plan.chunks[block.key].outer))}"
-        if known is not None and file in there:
-            store.digests[block.key][str(block.box)] = known
-            done(block)
-        else:
-            left.append(block)
-
+    """Write the blocks that the ledger does not have yet, and those that are not on disk as it has them."""
+    _take_up(plan, store, ledger, done)
+    left = [block for block in plan.blocks if str(block.box) not in store.digests[block.key]]
     written: list[Block] = []
     lock = threading.Lock()
 
@@ -195,6 +186,22 @@ def _copy_blocks(
     run_bounded(((0, lambda key=key: store.create(key)) for key in plan.arrays), plan.budget_bytes)
     run_bounded(((block.cost, lambda block=block: move(block)) for block in left), plan.budget_bytes)
     settle(written)
+
+
+def _take_up(plan: CopyPlan, store: ZarrStore, ledger: Ledger, done: Callable[[Block], None]) -> None:
+    """Note the digests of the blocks that a stopped copy left on disk as its ledger has them.
+
+    What was written is read again for that: a ledger says what a block was, and files are changed by others too.
+    """
+
+    def look(block: Block, digest: str) -> None:
+        if store.holds(block.key, block.box, digest):
+            store.digests[block.key][str(block.box)] = digest
+            done(block)
+
+    noted = [(block, ledger.done.get((block.key, str(block.box)))) for block in plan.blocks]
+    known = [(block, digest) for block, digest in noted if digest is not None]
+    run_bounded(((block.cost, partial(look, block, digest)) for block, digest in known), plan.budget_bytes)
 
 
 def _identity(contents: Contents, plan: CopyPlan) -> str:

@@ -139,9 +139,10 @@ class Directory:
 def sync_file_system(handle: int, path: str) -> None:
     """Make all that was written to the file system of an open directory durable.
 
-    Raises OSError for an error of the disk since the handle was opened. The system writes behind our back, and tells an
-    error to each handle that was open then, once; to one that is opened later only if nobody was told yet. So the handle
-    is opened before anything is written. Source: Linux, `Documentation/core-api/errseq.rst`; syncfs(2) since 5.8.
+    Raises OSError for an error of the disk since the handle was opened. The system writes behind our back, and tells
+    an error to each handle that was open then, once; to one that is opened later only if nobody was told yet. So the
+    handle is opened before anything is written. Source: Linux, `Documentation/core-api/errseq.rst`; syncfs(2) has it
+    since 5.8.
     """
     if not hasattr(_libc, "syncfs"):
         os.sync()

@@ -125,6 +125,13 @@ class ZarrStore:
         number, offset = self.places[name]
         return pack_name(number), offset
 
+    def holds(self, key: str, box: Box, digest: str) -> bool:
+        """Whether an outer chunk is on disk, whole, with elements of this digest. Reads it."""
+        try:
+            return _digest(self.read(key, part) for part in self._rows(key, box)) == digest
+        except CorruptData:
+            return False
+
     def verify(self, key: str, stored: StoredArray) -> Iterator[tuple[Box, str | None]]:
         """Each outer chunk of an array, with what is wrong with it, if anything."""
         shape = self._arrays[key].shape
