@@ -100,9 +100,7 @@ def write_files(
         crcs[f, t] = _write_tensor(folder / files[f].name, at, job, source, done)
 
     for file in files:
-        (folder / file.name).parent.mkdir(parents=True, exist_ok=True)
-        with open(folder / file.name, "xb") as out:
-            out.truncate(file.size)
+        _create(folder / file.name, file.size)
     run_bounded(jobs(), budget_bytes)
     for f, file in enumerate(files):
         with open(folder / file.name, "r+b") as out:
@@ -111,6 +109,18 @@ def write_files(
                 out.write(data)
             out.flush()
             os.fsync(out.fileno())
+
+
+def _create(path: Path, size: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(path, "xb") as out:
+            out.truncate(size)
+    except FileExistsError:
+        raise FileExistsError(
+            f"{path} is there already, though nothing was: the file system takes the names of two files for one, as "
+            "where upper and lower case are the same, or something else writes there. Export to another place"
+        ) from None
 
 
 def require_written(folder: Path, files: Sequence[File]) -> None:

@@ -19,10 +19,13 @@ def recognise(path: Path) -> bool:
 
 
 def open_universal(path: Path, options: Options) -> Contents:
-    """The universal checkpoint at `path`. Raises CorruptData if one of its files is not there."""
+    """The universal checkpoint at `path`. Raises CorruptData if one of its files is not there, or has another size."""
     metadata, store = open_store(path)
     if missing := missing_files(metadata, store):
-        raise CorruptData(f"{len(missing)} files of the checkpoint are gone, the first: {missing[0]}")
+        raise CorruptData(
+            f"{len(missing)} files of the checkpoint are missing or have another size; the first: {missing[0]}. "
+            "Restore them from a copy, or use another checkpoint."
+        )
 
     def where(leaf: Leaf) -> list[Piece]:
         if not leaf.has_array:
