@@ -33,7 +33,11 @@ def run(processes: int, what: str, directory: Path) -> list[dict]:
         subprocess.Popen([*command, str(rank), what, str(directory)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for rank in range(processes)
     ]
-    said = [worker.communicate(timeout=300) for worker in workers]
+    try:
+        said = [worker.communicate(timeout=300) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
     for rank, (worker, (_, errors)) in enumerate(zip(workers, said, strict=True)):
         assert worker.returncode == 0, f"process {rank} of {processes}:\n{errors.decode()[-4000:]}"
     return [json.loads(out.splitlines()[-1]) for out, _ in said]

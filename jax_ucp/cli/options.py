@@ -56,7 +56,8 @@ class _MeshSizes(click.ParamType):
     def convert(self, value: Any, param: Any, ctx: Any) -> dict[str, int]:
         found = re.findall(r"(\w+)=([0-9]{1,9})", value)
         if (
-            ",".join(f"{name}={size}" for name, size in found) != value
+            not found
+            or ",".join(f"{name}={size}" for name, size in found) != value
             or not all(int(n) for _, n in found)
             or (len({name for name, _ in found}) != len(found))
         ):

@@ -23,6 +23,8 @@ class Sizes(Mapping[str, int]):
     """
 
     def __init__(self, given: Mapping[str, int]):
+        if not isinstance(given, Mapping):
+            raise SpecError(f"sizes={given!r:.80} should be lengths by name, such as {{'vocab': 50257}}")
         self.asked: set[str] = set()
         self._given = {name: _whole(name, n, least=0) for name, n in given.items()}
 

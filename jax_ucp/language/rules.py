@@ -79,17 +79,19 @@ class Spec:
 
     @property
     def lengths(self) -> set[str]:
-        """The names that a length may be given for: those of sizes, and those that patterns and sizes are made of."""
-        written = [sentence.pattern for sentence in self.own if isinstance(sentence.pattern, Written)]
-        names = [pattern.names() for pattern in written]
-        names += [{name} | names_in(size) for name, size in self.sizes.items()]
-        return set().union(*names, self.extends.lengths if self.extends else ())
+        """The names that a length may be given for: patterns and sizes are made of them, and no size says them."""
+        sizes = {**(self.extends.sizes if self.extends else {}), **self.sizes}
+        written = [sentence.pattern for sentence in self._sentences() if isinstance(sentence.pattern, Written)]
+        names = set().union(*(pattern.names() for pattern in written), *map(names_in, sizes.values()))
+        return {name for name in names if name not in sizes or name in names_in(sizes[name])}
 
     @property
     def switches(self) -> set[str]:
         """The names that say whether a rule is there."""
-        own = {sentence.switch for sentence in self.own if sentence.switch}
-        return own | (self.extends.switches if self.extends else set())
+        return {sentence.switch for sentence in self._sentences() if sentence.switch}
+
+    def _sentences(self) -> tuple[Sentence, ...]:
+        return (*self.own, *(self.extends._sentences() if self.extends else ()))
 
 
 @dataclass(frozen=True, slots=True)

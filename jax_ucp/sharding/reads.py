@@ -38,6 +38,8 @@ class HostMesh:
         Raises ValueError where the hosts cannot have equal shares, or a size cannot be meant.
         """
         sizes = mesh.shape if isinstance(mesh, Mesh | AbstractMesh) else mesh
+        if not isinstance(sizes, Mapping):
+            raise ValueError(f"mesh={mesh!r:.80} should be a mesh of JAX, or the sizes of its axes by name")
         axes = tuple((str(name), whole_number(f"the mesh axis {name}", size)) for name, size in sizes.items())
         devices = math.prod(size for _, size in axes)
         if devices > MAX_DEVICES:
