@@ -10,8 +10,9 @@ from pathlib import Path
 
 from jax_ucp.errors import UnsupportedPath
 
-# One slash is enough: pathlib makes `s3:/bucket/x` of `s3://bucket/x`. A scheme has at least two characters.
-_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/")
+# One slash is enough: pathlib makes `s3:/bucket/x` of `s3://bucket/x`, and `s3:` of `s3://`. A scheme has at least two
+# characters.
+_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):(/|$)")
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
@@ -55,7 +56,7 @@ def whole_number(name: str, value: object, least: int = 1) -> int:
 
 def _remedy(text: str, url: re.Match[str]) -> str:
     """What to give in place of a URL."""
-    plain = re.sub(r"^//(localhost)?(?=/)", "", text[url.end() - 1 :])
-    if url["scheme"].lower() == "file" and not plain.startswith("//"):
+    plain = re.sub(r"^//(localhost)?(?=/)", "", text[len(url["scheme"]) + 1 :])
+    if url["scheme"].lower() == "file" and re.match(r"/[^/]", plain):
         return f"Write {urllib.parse.unquote(plain)}"
     return "Copy it to a local folder, or give the path where it is mounted"
