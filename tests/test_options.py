@@ -387,6 +387,7 @@ def test_what_a_restore_does_not_use_of_rules_and_mesh_is_in_its_notes(universal
         "the rule '^nothing$' matches no leaf",
         "no leaf has the logical axis 'embed'; a rule on labels has a PartitionSpec",
     ]
+    assert placed.plan_reads(MESH, rules=rules).notes == placed.plan(mesh=MESH, rules=rules).notes
     assert ucp.open(universal).plan(mesh=MESH).notes == [
         "nothing goes on the mesh: all leaves are values of the host program, and come back as such"
     ]

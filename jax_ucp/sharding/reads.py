@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
@@ -81,12 +81,14 @@ class HostReads:
     """By host: bytes of the distinct boxes it needs, bytes of the chunks that hold them, each once, and files opened.
 
     Checksums and indices, less than 0.1 % of chunks of 64 KiB, are not counted. Of an array that is not stored in
-    chunks the bytes wanted are counted; files that are mapped are read by the system in whole pages.
+    chunks the bytes wanted are counted; files that are mapped are read by the system in whole pages. `notes` say what
+    the mesh does not have of saved specs and rules.
     """
 
     needed: np.ndarray
     read: np.ndarray
     files: np.ndarray
+    notes: Sequence[str] = ()
 
     @property
     def amplification(self) -> float:
@@ -140,7 +142,8 @@ def checkpoint_reads(contents: Contents, mesh: HostMesh, rules: Sequence[Rule] =
         files = tuple((file, box) for box, file in first.items())
         return Stored(leaf.shape, info.dtype.itemsize, Chunks(leaf.shape, inner), spec, files)
 
-    return planned_reads((stored(leaf) for leaf in contents.leaves if leaf.has_array), mesh)
+    found = planned_reads((stored(leaf) for leaf in contents.leaves if leaf.has_array), mesh)
+    return replace(found, notes=fit_notes(contents.leaves, mesh, rules))
 
 
 def planned_fit(leaf: Leaf, mesh: HostMesh, rules: Sequence[Rule] = ()) -> Fit:
