@@ -121,7 +121,7 @@ def planned_reads(arrays: Iterable[Stored], mesh: HostMesh) -> HostReads:
             shared[file] = shared[file] | by_host if file in shared else by_host
     for by_host in shared.values():
         totals[2] += by_host
-    return HostReads(*totals)
+    return HostReads(totals[0], totals[1], totals[2])
 
 
 def checkpoint_reads(contents: Contents, mesh: HostMesh, rules: Sequence[Rule] = ()) -> HostReads:
