@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jax_ucp.arguments import local_path
-from jax_ucp.storage.source_files import noted
+from jax_ucp.storage.source_files import look, noted
 
 # A file being written has this at the end of its name, as TensorStore's own have: no leaf is called so.
 UNFINISHED = ".__lock"
@@ -46,15 +46,12 @@ class Directory:
         return f"{self.path}/{name}"
 
     def has(self, name: str) -> bool:
-        return os.path.isfile(noted(self.file(name)))
+        return self.size(name) is not None
 
     def size(self, name: str) -> int | None:
         """How many bytes a file has; None if there is none."""
-        try:
-            found = os.stat(noted(self.file(name)))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return found.st_size if stat.S_ISREG(found.st_mode) else None
+        found = look(self.file(name))
+        return found.st_size if found and stat.S_ISREG(found.st_mode) else None
 
     def read(self, name: str) -> bytes | None:
         """The bytes of a file; None if there is none."""

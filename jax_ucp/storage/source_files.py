@@ -28,14 +28,14 @@ class SourceFiles:
     def __init__(self) -> None:
         self._seen: dict[str, Identity] = {}
 
-    def note(self, path: str | Path) -> None:
-        """Look at a file, if this is the first time; one that is not there is for its reader to miss."""
-        name = os.path.abspath(path)
+    def note(self, path: str | Path, found: os.stat_result | None = None) -> None:
+        """Look at a file, if this is the first time; `found` is what was just seen of it."""
+        name = os.fspath(path)
+        name = name if os.path.isabs(name) else os.path.abspath(name)
         if name in self._seen:
             return
-        with suppress(OSError, ValueError):
-            if identity := _identity(name):
-                self._seen[name] = identity
+        with suppress(OSError, ValueError):  # one that is not there is for its reader to miss
+            self._seen[name] = _identity(found or os.stat(name))
 
     def identities(self) -> list[tuple[str, Identity]]:
         """Each file by its path, sorted, as it was."""
@@ -44,10 +44,12 @@ class SourceFiles:
     def changes(self) -> Iterator[str]:
         """What has become of each file that is not as it was."""
         for name, before in self._seen.items():
-            now = _identity(name)
-            if now is None:
+            try:
+                now = _identity(os.stat(name))
+            except (FileNotFoundError, NotADirectoryError):
                 yield f"{name} is gone"
-            elif now != before:
+                continue
+            if now != before:
                 yield f"{name} is not the file that was opened: {_difference(before, now)}"
 
     def require_unchanged(self) -> None:
@@ -83,15 +85,23 @@ def noted(path: AnyPath) -> AnyPath:
     return path
 
 
+def look(path: str) -> os.stat_result | None:
+    """What the system says of a file, noted like `noted`; None where nothing is."""
+    try:
+        found = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    files = _opening.get()
+    if files is not None:
+        files.note(path, found)
+    return found
+
+
 _opening: ContextVar[SourceFiles | None] = ContextVar("opening", default=None)
 
 
-def _identity(name: str) -> Identity | None:
-    try:
-        stat = os.stat(name)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return stat.st_size, stat.st_mtime_ns, stat.st_ino
+def _identity(found: os.stat_result) -> Identity:
+    return found.st_size, found.st_mtime_ns, found.st_ino
 
 
 def _difference(before: Identity, now: Identity) -> str:
