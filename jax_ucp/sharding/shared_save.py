@@ -151,7 +151,9 @@ class SharedSave:
         if self._conclude(own, same) != _COMPARE:
             return
         self._stage = "differences"
-        words = self._conclude(self._differences(mine), lambda words: "\n  ".join(filter(None, words.values())))
+        with self.telling():
+            found = self._differences(mine)
+        words = self._conclude(found, lambda words: "\n  ".join(filter(None, words.values())))
         if self._process == 0:
             _client().key_value_delete(self._content_place)
         raise SaveFailed(f"the save to {self._directory} was not done, for not all would save the same:\n  {words}")
