@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from jax_ucp.arguments import local_path
 from jax_ucp.errors import UnsupportedLeaf
-from jax_ucp.export import MAX_SHARD_BYTES, ExportFormat, ExportPlan, plan_export, run_export
+from jax_ucp.export import ExportFormat, ExportPlan, plan_export, run_export
 from jax_ucp.formats import open_contents
-from jax_ucp.formats.options import Options
+from jax_ucp.formats.options import Options, Sizes, require_used
 from jax_ucp.language import mapping as mappings
 from jax_ucp.language.binding import bind, config_numbers, undone_lengths
 from jax_ucp.layout.box import Box
@@ -26,7 +27,7 @@ from jax_ucp.metadata import Group, Leaf, tree_of
 from jax_ucp.parameters import Parameter, Parameters, table
 from jax_ucp.storage.budget import DEFAULT_BUDGET
 from jax_ucp.storage.contents import Contents, Item, Piece
-from jax_ucp.storage.copy import Block, CopyPlan, copy, plan_copy
+from jax_ucp.storage.copy import Block, CopyPlan, copy, plan_copy, require_target
 from jax_ucp.storage.mapped_tree import map_contents, states_of
 from jax_ucp.storage.source import ArrayInfo
 from jax_ucp.visible import visible
@@ -60,10 +61,16 @@ def open(
     something twice and differently, `save` refuses it; `believe` says what to take instead: the `master` (and the
     first of several replicas), or the `copy` that the model computed with, in its dtype.
 
-    Raises NotACheckpoint where there is none, FormatError where a file is not what it should be.
+    What is given is used, or refused: a name in `sizes` that the checkpoint has no use for, a `spec` where it says
+    itself how shards form parameters. Where nothing is stored twice, a note says that `believe` changed nothing.
+
+    Raises NotACheckpoint where there is none, FormatError where a file is not what it should be, SpecError for `sizes`
+    and a `spec` that are not used, and UnsupportedPath for a URL.
     """
-    options = Options(sizes or {}, Path(spec) if spec else None, weights_only, believe)
-    return Checkpoint(open_contents(path, options))
+    options = Options.of(sizes, spec, weights_only, believe)
+    contents = open_contents(path, options)
+    require_used(options.sizes, contents.path)
+    return Checkpoint(contents)
 
 
 class Checkpoint:
@@ -183,7 +190,7 @@ class Checkpoint:
         """
         rules = mapping if isinstance(mapping, mappings.Mapping) else mappings.Mapping.load(mapping)
         shapes = {name: leaf.shape for name, leaf in states_of(self._contents)["param"].items()}
-        lengths = undone_lengths(rules, self.source.get("mapping", {})) | dict(sizes or {})
+        lengths = undone_lengths(rules, self.source.get("mapping", {})) | dict(Sizes(sizes or {}))
         bound = bind(rules, shapes, lengths, config_numbers(self.extras))
         of = dict(self.source) or {"format": self.format, "name": Path(self.path).name}
         about = {**of, "mapping": {"name": rules.name, "lengths": bound.sizes, "rules": rules.to_dict()}}
@@ -229,13 +236,15 @@ class Checkpoint:
         in the others with its words. In one process it changes nothing.
 
         Raises TreeMismatch with everything in which target and checkpoint differ, CorruptData where bytes
-        are not what was written.
+        are not what was written, or a file is no longer the one that was opened.
         """
         from jax_ucp.sharding.restore import run_restore
 
         said = {"mesh": mesh, "rules": rules, "cast": cast, "partial": partial, "share_reads": share_reads}
         plan = self.plan(target, **said)
-        return run_restore(plan, self._contents.arrays, budget_bytes)
+        restored = run_restore(plan, self._contents.arrays, budget_bytes)
+        self._contents.files.require_unchanged()
+        return restored
 
     def plan_optimizer(
         self, tx: optax.GradientTransformation, params: Any, *, step: int | None = None, check: bool = True
@@ -301,16 +310,20 @@ class Checkpoint:
         self,
         budget_bytes: int = DEFAULT_BUDGET,
         *,
+        path: str | os.PathLike[str] | None = None,
         mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
         rules: Sequence[Rule] = (),
         hosts: int = 1,
     ) -> CopyPlan:
         """What `save` with the same arguments would write, and the memory it would take.
 
-        Its `notes` say what the mesh does not have of saved specs and rules.
+        Its `notes` say what the mesh does not have of saved specs and rules. With `path`, what `save` refuses to write
+        to is refused here.
 
-        Raises ValueError for a rule, or a mesh and hosts, that cannot be meant.
+        Raises ValueError for a rule, or a mesh and hosts, that cannot be meant, and for `path` what `save` raises.
         """
+        if path is not None:
+            require_target(self._contents, local_path(path))
         if mesh is None:
             if rules or hosts != 1:
                 raise ValueError("rules and hosts say what lies where on a mesh: give mesh= too")
@@ -342,12 +355,14 @@ class Checkpoint:
         is stored twice is compared first. Stopped at any moment it leaves no checkpoint at `path`, and the
         same call takes up where it was stopped.
 
-        Raises FileExistsError if `path` is in use, CorruptData if the source contradicts itself.
+        Raises FileExistsError if `path` is in use, UnsupportedPath if it is a URL, and CorruptData if the source
+        contradicts itself or changes meanwhile.
         """
+        target = local_path(path)
         plan = self.plan_save(budget_bytes, mesh=mesh, rules=rules, hosts=hosts)
         for note in plan.notes:
             log.info("%s", note)
-        copy(self._contents, plan, Path(path), done)
+        copy(self._contents, plan, target, done)
         return open(path)
 
     def plan_export(
@@ -355,7 +370,7 @@ class Checkpoint:
         format: ExportFormat,
         *,
         dtype: str | None = None,
-        max_shard_bytes: int = MAX_SHARD_BYTES,
+        max_shard_bytes: int | None = None,
         zero_stage: int | None = None,
         budget_bytes: int = DEFAULT_BUDGET,
     ) -> ExportPlan:
@@ -369,7 +384,7 @@ class Checkpoint:
         format: ExportFormat,
         *,
         dtype: str | None = None,
-        max_shard_bytes: int = MAX_SHARD_BYTES,
+        max_shard_bytes: int | None = None,
         zero_stage: int | None = None,
         budget_bytes: int = DEFAULT_BUDGET,
         done: Callable[[int], None] = lambda nbytes: None,
@@ -378,21 +393,28 @@ class Checkpoint:
 
         `format` is `safetensors` (weights, as transformers loads them), `dcp` (`torch.distributed.checkpoint`) or
         `deepspeed` (its universal folder). `dtype` casts floating parameters, rounding to the nearest; unsaid, every
-        bit stays. `max_shard_bytes` is for safetensors. `zero_stage` is that of the DeepSpeed run to be resumed, unsaid
-        that of the source. What is stored twice is compared first. `done` hears of bytes written. Stopped at any
-        moment, nothing is at `path`.
+        bit stays. `max_shard_bytes` is for safetensors, unsaid 50 GB. `zero_stage` is that of the DeepSpeed run to be
+        resumed, unsaid that of the source. What is stored twice is compared first. `done` hears of bytes written.
+        Stopped at any moment, nothing is at `path`.
 
         Raises TreeMismatch if the tree is not `{state: {parameter: array}}`, UnsupportedLeaf with every parameter
-        that the format cannot hold, FileExistsError if `path` is in use, CorruptData if the source contradicts itself.
+        that the format cannot hold, FileExistsError if `path` is in use, UnsupportedPath if it is a URL, ValueError for
+        an argument that is for another format, CorruptData if the source contradicts itself or changes meanwhile.
         """
+        target = local_path(path)
         said = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "zero_stage": zero_stage}
         plan = self.plan_export(format, **said, budget_bytes=budget_bytes)
-        run_export(self._contents, plan, Path(path), done)
+        run_export(self._contents, plan, target, done)
         return open(path)
 
     def verify(self) -> Iterator[tuple[str, str | None]]:
-        """Read everything that has a checksum or a twin: (what was looked at, what is wrong with it or None)."""
-        return self._contents.verify()
+        """Read everything that has a checksum or a twin: (what was looked at, what is wrong with it or None).
+
+        A file that is no longer the one that was opened is wrong too.
+        """
+        yield from self._contents.verify()
+        for change in self._contents.files.changes():
+            yield "the files of the checkpoint", change
 
     def __repr__(self) -> str:
         arrays = sum(leaf.has_array for leaf in self.leaves)

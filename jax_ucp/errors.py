@@ -8,11 +8,12 @@
     │   └── CorruptData      bytes differ from their checksum, their twin or their recorded size
     ├── NotACheckpoint       nothing at the path is a checkpoint we know, or it was never finished
     ├── TreeMismatch         a target tree and a checkpoint do not have the same leaves
+    ├── UnsupportedPath      a path is a URL, or would be taken for another path than the one that is meant
     ├── SaveFailed           another process could not do its part of a save, so there is no checkpoint
     └── UnsupportedLeaf      a leaf of a tree to be saved is nothing we could restore as what it was
 
-`LayoutError`, `SpecError`, `FormatError` and `TreeMismatch` are also `ValueError`, `NotACheckpoint` is also
-`FileNotFoundError`, `SaveFailed` also `RuntimeError` and `UnsupportedLeaf` also `TypeError`, so that code which
+`LayoutError`, `SpecError`, `FormatError`, `TreeMismatch` and `UnsupportedPath` are also `ValueError`, `NotACheckpoint`
+is also `FileNotFoundError`, `SaveFailed` also `RuntimeError` and `UnsupportedLeaf` also `TypeError`, so that code which
 knows nothing of us catches them where it would expect to.
 """
 
@@ -49,6 +50,10 @@ class NotACheckpoint(UCPError, FileNotFoundError):
 
 class TreeMismatch(UCPError, ValueError):
     """The target tree and the checkpoint do not have the same leaves."""
+
+
+class UnsupportedPath(UCPError, ValueError):
+    """A path is a URL, or would be taken for another path than the one that is meant."""
 
 
 class SaveFailed(UCPError, RuntimeError):

@@ -19,11 +19,20 @@ from jax.typing import DTypeLike
 from orbax.checkpoint import v1
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
+from jax_ucp.arguments import whole_number
 from jax_ucp.checkpoint import open
 from jax_ucp.sharding.fit import Rule
 from jax_ucp.sharding.restore import has_x64
-from jax_ucp.sharding.save import Description, Snapshot, commit_snapshot, describe, take_snapshot, write_snapshot
-from jax_ucp.sharding.shared_save import SharedSave
+from jax_ucp.sharding.save import (
+    Description,
+    Snapshot,
+    commit_snapshot,
+    content,
+    describe,
+    take_snapshot,
+    write_snapshot,
+)
+from jax_ucp.sharding.shared_save import SharedSave, attempt
 from jax_ucp.storage.budget import DEFAULT_BUDGET
 from jax_ucp.storage.directory import Directory
 
@@ -36,13 +45,14 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
     """Saves and restores pytrees for `CheckpointManager`, in the universal format.
 
     `async_save` returns when this process's part of the tree is in host memory; the rest happens in the
-    background. A save of which any process cannot do its part raises in all of them, and is no checkpoint.
+    background. A save of which any process cannot do its part, or would save another tree or step than the others,
+    raises in all of them, and is no checkpoint.
     `restore` also reads what stock Orbax wrote. `budget_bytes` bounds what is in flight in either direction,
     where the arguments of a save or a restore do not.
     """
 
     def __init__(self, budget_bytes: int = DEFAULT_BUDGET):
-        self._budget_bytes = budget_bytes
+        self._budget_bytes = whole_number("budget_bytes", budget_bytes)
         # Orbax keeps one class per name in its registry, and asks the instance for the name that goes on
         # disk: the class has its own, and every instance says it is stock.
         self.typestr = lambda: STOCK_TYPESTR
@@ -74,16 +84,22 @@ class Save(ocp.args.CheckpointArgs):
 
     `budget_bytes` bounds what is in flight while it is written; None leaves it to the handler.
 
-    Raises UnsupportedLeaf for a leaf that could not be restored as what it was.
+    Raises UnsupportedLeaf for a leaf that could not be restored as what it was. Among several processes the save does,
+    in the process that has the leaf; the others, which would wait for that one, raise SaveFailed with its words.
     """
 
     item: Any
     budget_bytes: int | None = None
-    described: Description = field(init=False, repr=False)
+    described: Callable[[], Description] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         # Here, and not in the handler: what cannot be saved is refused before Orbax has begun anything.
-        self.described = describe(self.item)
+        self.described = attempt(self._describe)
+
+    def _describe(self) -> Description:
+        if self.budget_bytes is not None:
+            whole_number("budget_bytes", self.budget_bytes)
+        return describe(self.item)
 
 
 @ocp.args.register_with_handler(CheckpointHandler, for_restore=True)
@@ -115,6 +131,7 @@ class _Begun:
 
     def finish(self) -> None:
         self.shared.run(
+            lambda: content(self.snapshot()),
             lambda: write_snapshot(self.snapshot(), self.directory, self.budget_bytes),
             lambda: commit_snapshot(self.snapshot(), self.directory),
         )
@@ -123,7 +140,7 @@ class _Begun:
 def _begin(path: os.PathLike[str], args: Save, budget_bytes: int) -> _Begun:
     directory = Directory(path)
     shared = SharedSave(directory.path)
-    snapshot = shared.begin(lambda: take_snapshot(args.described))
+    snapshot = attempt(lambda: take_snapshot(args.described()))
     return _Begun(shared, snapshot, directory, _budget(args, budget_bytes))
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import re
+import unicodedata
 import urllib.parse
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
@@ -24,6 +25,13 @@ VERSION: Literal[1] = 1
 
 # Names that a leaf's directory may not have, because the format or stock Orbax uses them.
 RESERVED = frozenset({"_METADATA", "_sharding", "_strings.json", "array_metadatas", "manifest.ocdbt", "d", "ucp.json"})
+_WRITTEN = frozenset(name.lower() for name in RESERVED - {"d"})  # beside the leaves, by us; `d` is of stock Orbax alone
+
+# Unicode's default ignorable code points that count as printable (DerivedCoreProperties.txt).
+_IGNORABLE = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180d\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
+)
+_TRAILING = re.compile(r"[. ]+(?=/|$)")
 
 # An axis has at most so many elements, and an array so many bytes: TensorStore's indices end there, numpy's above.
 MAX_LENGTH = MAX_ARRAY_BYTES = (1 << 62) - 2
@@ -264,26 +272,52 @@ def leaf_names(paths: Sequence[Path]) -> list[str]:
 
     Where two leaves would get one name, or one a name inside another's directory, all of them get
     escaped names instead. We read them through `ucp.json`; stock Orbax, which would return one leaf for
-    the other without a word, then finds no array and says so.
+    the other without a word, then finds no array and says so. Names are one too if some file system takes
+    them for one: `W` and `w`, or an accent written in two ways.
 
     >>> a, b, c = Key("dict", "a"), Key("dict", "b"), Key("dict", "a.b")
     >>> leaf_names([(a, b), (b,)])
     ['a.b', 'b']
     >>> leaf_names([(a, b), (c,)])
     ['%a.b', '%a%2Eb']
+    >>> leaf_names([(Key("dict", "W"),), (Key("dict", "w"),)])
+    ['%%57', '%w']
     """
     names = [".".join(map(str, path)) for path in paths]
-    taken: dict[str, int] = defaultdict(int)
-    for name in names:
-        taken[name] += 1
-    parents = {name[:at] for name in names for at in _slashes(name)}
-    clash = {name for name in names if name in parents}
-    return [
-        name
-        if taken[name] == 1 and _is_plain(name) and not any(name[:at] in clash for at in (*_slashes(name), len(name)))
-        else _escaped(path)
-        for name, path in zip(names, paths, strict=True)
+    folded = [folded_name(name) for name in names]
+    taken = Counter(folded)
+    parents = {name[:at] for name in folded for at in _slashes(name)}
+    clash = {name for name in folded if name in parents}
+
+    def alone(name: str) -> bool:
+        return taken[name] == 1 and not any(name[:at] in clash for at in (*_slashes(name), len(name)))
+
+    found = [
+        name if alone(fold) and _is_plain(name) else _escaped(path)
+        for name, fold, path in zip(names, folded, paths, strict=True)
     ]
+    alike = Counter(map(folded_name, found))
+    return [
+        _escaped(path, case=True) if alike[folded_name(name)] > 1 else name
+        for name, path in zip(found, paths, strict=True)
+    ]
+
+
+def folded_name(name: str) -> str:
+    """What all names have in common that some file system takes for this one.
+
+    APFS, NTFS, exFAT, SMB and ext4's `casefold` do not tell upper from lower case, APFS and ZFS not how an accent is
+    written; ext4 overlooks what Unicode calls ignorable, and exFAT dots and spaces at the end.
+
+    >>> folded_name("Ä/W") == folded_name("a\u0308/w")
+    True
+    """
+    if name.isascii():
+        folded = name.lower()
+    else:
+        parts = (_compatible(_IGNORABLE.sub("", part)).casefold() for part in name.split("/"))
+        folded = "/".join(_compatible(part).replace("/", "?") for part in parts)
+    return _TRAILING.sub("", folded)
 
 
 def tree_fault(paths: Iterable[Path]) -> str | None:
@@ -371,29 +405,55 @@ def _slashes(name: str) -> list[int]:
     return [match.start() for match in re.finditer("/", name)]
 
 
+def _compatible(text: str) -> str:
+    return unicodedata.normalize("NFKC", text)
+
+
 def _is_plain(name: str) -> bool:
-    return is_leaf_name(name) and not name.startswith("%")
+    """Whether a leaf's directory can have the name, on every file system."""
+    folded = folded_name(name)
+    return is_leaf_name(name) and not folded.startswith("%") and not _is_taken(folded, _WRITTEN)
 
 
 def is_leaf_name(name: str) -> bool:
-    """Whether `leaf_names` could have given the name: that of a directory in the checkpoint, and no file's there."""
+    """Whether a name can be that of a directory in the checkpoint, and is no file's there.
+
+    `leaf_names` gives fewer: none that only another file system would merge. What was written here may have those.
+    """
     parts = name.split("/")
     return (
-        parts[0] not in RESERVED
-        and not name.startswith(("ocdbt.process_", "ucp.", "ucp-"))
-        and not any(part.endswith(".__lock") for part in parts)  # TensorStore's own
+        not _is_taken(name, RESERVED)
         and all(part not in ("", ".", "..") and len(part.encode()) <= 200 for part in parts)
         and name.isprintable()
         and "\\" not in name
     )
 
 
-def _escaped(path: Path) -> str:
+def _is_taken(name: str, reserved: frozenset[str]) -> bool:
+    """Whether a file or a directory of the name belongs to the format, to stock Orbax or to TensorStore."""
+    parts = name.split("/")
+    return (
+        parts[0] in reserved
+        or name.startswith(("ocdbt.process_", "ucp.", "ucp-"))
+        or any(part.endswith(".__lock") for part in parts)
+    )
+
+
+def _escaped(path: Path, case: bool = False) -> str:
+    """A name that no other path has; with `case`, one that stays its own in lower case."""
     quoted = ".".join(
         # "%i" is nothing that quoting gives: it tells 0 from "0".
-        urllib.parse.quote(str(key), safe="").replace(".", "%2E") + ("%i" if isinstance(key.name, int) else "")
+        _quoted(str(key), case) + ("%i" if isinstance(key.name, int) else "")
         for key in path
     )
     if len(quoted) > 180:
         quoted = f"{quoted[:120]}%{hashlib.sha256(quoted.encode()).hexdigest()[:32]}"
     return "%" + quoted
+
+
+def _quoted(key: str, case: bool) -> str:
+    quoted = urllib.parse.quote(key, safe="").replace(".", "%2E")
+    if not case:
+        return quoted
+    # The digits after a % are upper case wherever they are, and nothing else is.
+    return re.sub(r"%..|[A-Z]", lambda m: m[0] if m[0][0] == "%" else f"%{ord(m[0]):02X}", quoted)

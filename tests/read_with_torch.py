@@ -26,8 +26,9 @@ def write(folder: Path) -> None:
 
     for case in CASES:
         checkpoint = jax_ucp.open(DATA / case)
-        for format in ("safetensors", "dcp", "deepspeed"):
-            checkpoint.export(folder / case / format, format, max_shard_bytes=10_000)
+        checkpoint.export(folder / case / "safetensors", "safetensors", max_shard_bytes=10_000)
+        for format in ("dcp", "deepspeed"):
+            checkpoint.export(folder / case / format, format)
         raw = {leaf.label: np.frombuffer(checkpoint.read(leaf.label).tobytes(), np.uint8) for leaf in checkpoint.leaves}
         np.savez(folder / case / "truth.npz", **{label.replace("/", "|"): data for label, data in raw.items()})
         about = {leaf.label: [leaf.dtype, list(leaf.shape)] for leaf in checkpoint.leaves}

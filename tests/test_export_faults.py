@@ -289,7 +289,8 @@ def test_an_export_killed_at_any_moment_is_whole_or_not_there(format, tmp_path):
                 continue
             assert left.params.keys() == {"a", "b"}, moment
             assert all((left.params[n].read() == W + (n == "b")).all() for n in "ab"), moment
-        ucp.open(source).export(root / "out", format, max_shard_bytes=48)
+        cut = {"max_shard_bytes": 48} if format == "safetensors" else {}
+        ucp.open(source).export(root / "out", format, **cut)
         assert contents_of(root) == {f"out/{name}": data for name, data in whole.items()}, moment
     assert len(kills) > 10
     assert outcomes == {False, True}

@@ -18,15 +18,16 @@ PACKAGE = Path(jax_ucp.__file__).parent
 BELOW = {
     "errors": set(),
     "visible": set(),
+    "arguments": {"errors"},
     "name_patterns": {"errors"},
     "layout": {"errors"},
     "metadata": {"layout", "errors"},
-    "language": {"metadata", "layout", "errors"},
-    "storage": {"metadata", "layout", "errors"},
-    "formats": {"language", "storage", "name_patterns", "metadata", "layout", "errors"},
-    "sharding": {"storage", "metadata", "layout", "errors"},
-    "export": {"storage", "name_patterns", "metadata", "layout", "errors"},
-    "optimizers": {"sharding", "storage", "metadata", "layout", "errors"},
+    "language": {"metadata", "layout", "arguments", "errors"},
+    "storage": {"metadata", "layout", "arguments", "errors"},
+    "formats": {"language", "storage", "name_patterns", "metadata", "layout", "arguments", "errors"},
+    "sharding": {"storage", "metadata", "layout", "arguments", "errors"},
+    "export": {"storage", "name_patterns", "metadata", "layout", "arguments", "errors"},
+    "optimizers": {"sharding", "storage", "metadata", "layout", "arguments", "errors"},
     "parameters": {"storage", "metadata", "layout", "errors", "visible"},
     "checkpoint": {
         "export",
@@ -38,15 +39,30 @@ BELOW = {
         "language",
         "metadata",
         "layout",
+        "arguments",
         "errors",
         "visible",
     },
-    "handler": {"checkpoint", "sharding", "storage", "metadata", "layout", "errors"},
+    "handler": {"checkpoint", "sharding", "storage", "metadata", "layout", "arguments", "errors"},
     "args": {"handler"},
-    "cli": {"checkpoint", "export", "sharding", "storage", "language", "metadata", "layout", "errors", "visible", ""},
+    "cli": {
+        "checkpoint",
+        "export",
+        "formats",
+        "sharding",
+        "storage",
+        "language",
+        "metadata",
+        "layout",
+        "arguments",
+        "errors",
+        "visible",
+        "",
+    },
     "__main__": {"cli"},
 }
 OUTSIDE = {"layout": {"jax", "tensorstore", "numpy"}, "errors": {"jax", "tensorstore", "numpy"}, "formats": {"jax"}}
+OUTSIDE |= {"arguments": {"jax", "tensorstore", "numpy"}}
 OUTSIDE |= {"language": {"jax", "tensorstore", "numpy"}}
 OUTSIDE |= {"export": {"jax", "tensorstore"}, "storage": {"jax"}, "metadata": {"jax", "tensorstore"}}
 

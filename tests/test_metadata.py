@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_ucp.metadata import Key, Leaf, Metadata, SavedSharding, StoredArray, decode, encode
+from jax_ucp.metadata import Key, Leaf, Metadata, SavedSharding, StoredArray, decode, encode, folded_name, leaf_names
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
 PLACES = st.integers(0, 1 << 50)
@@ -47,3 +48,40 @@ def test_a_mesh_of_many_devices_is_there_once_for_all_leaves():
     leaves = [replace(leaf, name=f"w{i}") for i in range(1000)]
     one, all_of_them = (len(encode(Metadata(tuple(some), {}))) for some in (leaves[:1], leaves))
     assert all_of_them - one < 100 * len(leaves)
+
+
+# Letters whose case or whose spelling differs between names that some file systems take for one.
+ALIKE = st.text(
+    st.sampled_from("aA.%/ 1iI\u0131\u0130\xdf\u017fKk\xe9\u212a\u0301e\ufe0f\xc5\u212b\uff05"), min_size=1, max_size=4
+)
+
+
+@given(st.lists(st.lists(ALIKE, min_size=1, max_size=2).map(tuple), unique=True, max_size=8))
+def test_no_file_system_takes_the_names_of_two_leaves_for_one(paths):
+    names = leaf_names([tuple(Key("dict", name) for name in path) for path in paths])
+    folded = [folded_name(name) for name in names]
+    assert len(set(folded)) == len(folded), names
+    assert not any(a != b and b.startswith(f"{a}/") for a in folded for b in folded), names
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("W", "w"),
+        ("\u00e9", "e\u0301"),
+        ("\u212a", "k"),
+        ("straße", "STRASSE"),
+        ("a\ufe0f", "a"),
+        ("w", "w. "),
+        ("A/b", "a"),
+    ],
+)
+def test_names_that_a_file_system_would_merge_are_both_escaped_and_others_keep_theirs(one, other):
+    names = leaf_names([(Key("dict", name),) for name in (one, other, "kept")])
+    assert [name.startswith("%") for name in names] == [True, True, False]
+    assert [leaf_names([(Key("dict", name),)]) for name in (one, other)] == [[one], [other]]
+
+
+@pytest.mark.parametrize("name", ["_metadata", "UCP.json", "Manifest.OCDBT", "_Sharding", "Ucp.pack_0"])
+def test_a_leaf_does_not_take_the_name_of_a_file_of_ours_in_other_letters(name):
+    assert leaf_names([(Key("dict", name),)]) == ["%" + name.replace(".", "%2E")]

@@ -40,7 +40,9 @@ def plan(
     """
     checkpoint = open_checkpoint(source, **said)
     found = report.copy_plan(
-        checkpoint, target, checkpoint.plan_save(budget, **mesh_arguments(mesh if target else None, rules))
+        checkpoint,
+        target,
+        checkpoint.plan_save(budget, path=target, **mesh_arguments(mesh if target is not None else None, rules)),
     )
     if mesh:
         found["restore"] = report.mesh_plan(checkpoint, mesh, rules)

@@ -6,13 +6,13 @@ from typing import Any
 
 import click
 
-import jax_ucp
+from jax_ucp.arguments import local_path
 from jax_ucp.cli import report
 from jax_ucp.cli.mapping import imported
-from jax_ucp.cli.options import Size, as_json, budget, open_checkpoint, sizes_of, source_options
+from jax_ucp.cli.options import Size, as_json, budget, load_mapping, open_checkpoint, sizes_of, source_options
 from jax_ucp.cli.output import console, print_json, progress, size, to_stderr
 from jax_ucp.errors import TreeMismatch
-from jax_ucp.export import EXPORT_FORMATS, MAX_SHARD_BYTES, ExportFormat
+from jax_ucp.export import EXPORT_FORMATS, ExportFormat
 
 
 @click.command()
@@ -24,9 +24,7 @@ from jax_ucp.export import EXPORT_FORMATS, MAX_SHARD_BYTES, ExportFormat
     "--max-shard",
     "max_shard_bytes",
     type=Size(),
-    default=MAX_SHARD_BYTES,
-    show_default="50 GB",
-    help="Bytes of tensors in a file of safetensors.",
+    help="Bytes of tensors in a file of safetensors; unsaid, 50 GB.",
 )
 @click.option(
     "--zero-stage",
@@ -60,12 +58,17 @@ def export(
     optimizer, labels = said.pop("optimizer"), {name: label for name, label in labels.items() if label}
     if labels and not optimizer:
         raise click.UsageError(f"--{next(iter(labels)).replace('_', '-')} goes with --optimizer: give that too")
-    checkpoint = opened = open_checkpoint(source, **said)
+    for name, only in (("max_shard_bytes", "safetensors"), ("zero_stage", "deepspeed")):
+        if options[name] is not None and format != only:
+            raise click.UsageError(f"--{name.removesuffix('_bytes').replace('_', '-')} is for --format {only}")
+    local_path(target)
+    rules = load_mapping(mapping)
+    checkpoint = opened = open_checkpoint(source, of_mapping=rules, **said)
     if optimizer:
         checkpoint = opened.torch_states(*_optimizer(optimizer), **labels)
-    if mapping:
-        rules = jax_ucp.Mapping.load(mapping).inverse()
-        checkpoint = checkpoint.map(rules, sizes=sizes_of(rules, said["sizes"]))
+    if rules:
+        undone = rules.inverse()
+        checkpoint = checkpoint.map(undone, sizes=sizes_of(undone, said["sizes"]))
     planned = checkpoint.plan_export(format, **options, budget_bytes=budget)
     for note in (*checkpoint.notes[len(opened.notes) :], *planned.notes):
         to_stderr.print(f"note: {note}")

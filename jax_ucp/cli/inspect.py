@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from typing import Any
@@ -13,6 +14,7 @@ from jax_ucp.cli import report
 from jax_ucp.cli.options import Regex, as_json, open_checkpoint, source_options
 from jax_ucp.cli.output import console, print_account, print_head, print_json, table
 from jax_ucp.cli.report import Report
+from jax_ucp.errors import TreeMismatch
 
 
 @click.command()
@@ -23,9 +25,16 @@ from jax_ucp.cli.report import Report
 @as_json
 def inspect(path: str, pattern: str | None, all_: bool, json_: bool, **source: Any) -> None:
     """What is in the checkpoint at PATH, where its bytes are, and what is not understood."""
+    if all_ and pattern is not None:
+        raise click.UsageError("--all prints the account, --leaf the leaves that match: give one of them")
     found = report.inspection(open_checkpoint(path, **source))
     if pattern is not None:
-        found["leaves"] = [leaf for leaf in found["leaves"] if re.search(pattern, leaf["leaf"])]
+        leaves = [leaf for leaf in found["leaves"] if re.search(pattern, leaf["leaf"])]
+        if not leaves:
+            labels = [leaf["leaf"] for leaf in found["leaves"]]
+            few = difflib.get_close_matches(pattern, labels, n=3, cutoff=0.3) or labels[:3]
+            raise TreeMismatch(f"no leaf of {path} matches {pattern!r}; it has {len(labels)}, such as {', '.join(few)}")
+        found["leaves"] = leaves
     if json_:
         print_json(found)
         return

@@ -7,9 +7,8 @@ from typing import Any
 
 import click
 
-import jax_ucp
 from jax_ucp.cli.mapping import mapping_report
-from jax_ucp.cli.options import as_json, open_checkpoint, sizes_of, source_options
+from jax_ucp.cli.options import as_json, load_mapping, open_checkpoint, sizes_of, source_options
 from jax_ucp.cli.output import console, print_json, table, to_stderr
 from jax_ucp.cli.report import Report
 from jax_ucp.language.mapping import shipped
@@ -22,10 +21,10 @@ from jax_ucp.language.mapping import shipped
 @as_json
 def map_(source: str, target: str | None, mapping: str | None, json_: bool, **said: Any) -> None:
     """Check --mapping against the checkpoint SOURCE and a model's tree, and suggest what could be meant."""
-    if mapping is None:
+    rules = load_mapping(mapping)
+    if rules is None:
         raise click.UsageError(f"give --mapping: a file, or one of {', '.join(shipped())}")
-    checkpoint = open_checkpoint(source, **said)
-    rules = jax_ucp.Mapping.load(mapping)
+    checkpoint = open_checkpoint(source, of_mapping=rules, **said)
     found = mapping_report(checkpoint, rules, sizes_of(rules, said["sizes"]), target)
     if json_:
         print_json(found)

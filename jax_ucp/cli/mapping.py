@@ -11,10 +11,10 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax_ucp
+from jax_ucp.arguments import local_path
 from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.cli.report import Report
 from jax_ucp.errors import LayoutError, NotACheckpoint, TreeMismatch
@@ -36,7 +36,7 @@ def target_shapes(target: str) -> Shapes:
 
     Raises TreeMismatch where it is none of these.
     """
-    path = Path(target)
+    path = local_path(target)
     if path.suffix == ".json" and path.is_file():
         try:
             leaves = json.loads(path.read_bytes())["leaves"]
@@ -56,6 +56,7 @@ def imported(target: str, what: str) -> Any:
 
     Raises NotACheckpoint where it is no name of a function, TreeMismatch where the function cannot be called.
     """
+    local_path(target)
     module, colon, function = target.partition(":")
     if not colon:
         raise NotACheckpoint(f"{target} is neither there nor a function; write module:function")

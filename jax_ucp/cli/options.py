@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import jax_ucp
+from jax_ucp.formats import open_contents
+from jax_ucp.formats.options import Options, require_used
 from jax_ucp.storage.budget import DEFAULT_BUDGET
 
 if TYPE_CHECKING:
@@ -27,10 +29,11 @@ class Size(click.ParamType):
     def convert(self, value: Any, param: Any, ctx: Any) -> int:
         if isinstance(value, int):
             return value
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", value.strip(), re.IGNORECASE)
-        if not found or float(found[1]) == 0:
+        found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]?)(?:i?B)?", value.strip(), re.IGNORECASE)
+        nbytes = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
+        if nbytes < 1:
             self.fail(f"{value!r} is no size; write 512MiB or 2G", param, ctx)
-        return int(float(found[1]) * _UNITS[found[2].upper()])
+        return nbytes
 
 
 class _NamedSize(click.ParamType):
@@ -40,7 +43,7 @@ class _NamedSize(click.ParamType):
 
     def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, int]:
         name, _, number = value.partition("=")
-        if not name or not number.isdigit():
+        if not name or not re.fullmatch(r"[0-9]{1,18}", number):
             self.fail(f"{value!r} is no size by name; write vocab=50257", param, ctx)
         return name, int(number)
 
@@ -51,9 +54,10 @@ class _MeshSizes(click.ParamType):
     name = "axis=size,..."
 
     def convert(self, value: Any, param: Any, ctx: Any) -> dict[str, int]:
-        found = re.findall(r"(\w+)=(\d+)", value)
+        found = re.findall(r"(\w+)=([0-9]{1,9})", value)
         if (
-            ",".join(f"{name}={size}" for name, size in found) != value
+            not found
+            or ",".join(f"{name}={size}" for name, size in found) != value
             or not all(int(n) for _, n in found)
             or (len({name for name, _ in found}) != len(found))
         ):
@@ -103,7 +107,7 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--believe", type=click.Choice(["master", "copy"]), help="What to take where something is stored twice."
         ),
         click.option("--weights-only", is_flag=True, help="Leave the optimizer aside."),
-        click.option("--spec", type=click.Path(exists=True), help="A file that says how shards form parameters."),
+        click.option("--spec", help="A file that says how shards form parameters."),
         click.option("--size", "sizes", type=_NamedSize(), multiple=True, help="A length by name; may be repeated."),
         click.option("--mapping", help="See it as the leaves of a model: a mapping file, or one of the package."),
     ):
@@ -112,14 +116,37 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def open_checkpoint(
-    path: str, sizes: tuple[tuple[str, int], ...], mapping: str | None = None, **said: Any
+    path: str,
+    sizes: tuple[tuple[str, int], ...],
+    mapping: str | None = None,
+    of_mapping: jax_ucp.Mapping | None = None,
+    **said: Any,
 ) -> jax_ucp.Checkpoint:
-    """The checkpoint at a path, with what `source_options` say of it."""
-    found = jax_ucp.open(path, sizes=dict(sizes), **said)
-    if mapping is None:
-        return found
-    rules = jax_ucp.Mapping.load(mapping)
-    return found.map(rules, sizes=sizes_of(rules, sizes))
+    """The checkpoint at a path, with what `source_options` say of it.
+
+    `of_mapping` is one that the command applies itself: some of the sizes may be for it.
+    """
+    rules = load_mapping(mapping)
+    options = Options.of(_once(sizes), **said)
+    contents = open_contents(path, options)
+    for_rules = [used.names for used in (rules, of_mapping) if used]
+    require_used(options.sizes, contents.path, frozenset().union(*for_rules))
+    found = jax_ucp.Checkpoint(contents)
+    return found.map(rules, sizes=sizes_of(rules, sizes)) if rules else found
+
+
+def load_mapping(mapping: str | None) -> jax_ucp.Mapping | None:
+    """The mapping in a file, or of the package, if one is asked for."""
+    return jax_ucp.Mapping.load(mapping) if mapping is not None else None
+
+
+def _once(sizes: tuple[tuple[str, int], ...]) -> dict[str, int]:
+    """Sizes by name. Raises UsageError for a name that is given two lengths."""
+    found: dict[str, int] = {}
+    for name, n in sizes:
+        if found.setdefault(name, n) != n:
+            raise click.UsageError(f"--size gives {name} twice: {found[name]} and {n}")
+    return found
 
 
 def sizes_of(mapping: jax_ucp.Mapping, sizes: tuple[tuple[str, int], ...]) -> dict[str, int]:

@@ -14,11 +14,12 @@ from typing import Literal, get_args
 import ml_dtypes
 import numpy as np
 
+from jax_ucp.arguments import whole_number
 from jax_ucp.errors import FormatError, TreeMismatch, UCPError, UnsupportedLeaf
 from jax_ucp.export import dcp, deepspeed, safetensors
 from jax_ucp.export.commit import check_free, new_folder
 from jax_ucp.export.extras import values
-from jax_ucp.export.files import File, peak_bytes, write_files
+from jax_ucp.export.files import File, peak_bytes, require_written, write_files
 from jax_ucp.export.parameters import Parameters, is_floating, parameters, untold
 from jax_ucp.layout.box import Box
 from jax_ucp.storage.budget import DEFAULT_BUDGET
@@ -52,7 +53,7 @@ def plan_export(
     format: ExportFormat,
     *,
     dtype: str | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: int | None = None,
     zero_stage: int | None = None,
     budget_bytes: int = DEFAULT_BUDGET,
 ) -> ExportPlan:
@@ -60,6 +61,7 @@ def plan_export(
 
     The arguments, and what is refused, are those of `Checkpoint.export`.
     """
+    _check_arguments(format, max_shard_bytes, zero_stage, budget_bytes)
     found = parameters(contents, _dtype(dtype))
     if not found.model and format != "dcp":
         raise TreeMismatch(f"{contents.path} has no parameters, and {format} has a place for nothing else")
@@ -67,11 +69,11 @@ def plan_export(
     everything = [(file, name) for file, named in extras.items() for name in named]
     if found.groups and format != "safetensors":  # which have them, whatever they were called
         everything = [(file, name) for file, name in everything if "param_groups" not in name]
-    notes = [f"floating parameters are cast to {dtype}; states keep their dtypes"] if dtype else []
+    notes = _cast_notes(contents, found, dtype)
     with _of_trainers(contents):
         match format:
             case "safetensors":
-                files = safetensors.safetensors_files(found, contents.extras, max_shard_bytes)
+                files = safetensors.safetensors_files(found, contents.extras, max_shard_bytes or MAX_SHARD_BYTES)
                 if found.moments:
                     states = ", ".join(found.moments)
                     notes.append(f"{states} are left out: safetensors is for weights, and its readers expect no more")
@@ -112,7 +114,8 @@ def run_export(
 ) -> None:
     """Write the planned files to the new folder `target`; `done` hears of bytes on their way to disk.
 
-    What the source stores twice is compared first. The folder is there whole at the end, and not before.
+    What the source stores twice is compared first, and its files are looked at again before the end. The folder is
+    there whole at the end, and not before.
     """
     if target.resolve().is_relative_to(Path(contents.path).resolve()):
         raise FileExistsError(f"{target} lies in the source, {contents.path}; give another path")
@@ -120,6 +123,35 @@ def run_export(
     require_sound(contents)
     with new_folder(target) as folder:
         write_files(folder, plan.files, contents.arrays, plan.budget_bytes, done)
+        contents.files.require_unchanged()
+        require_written(folder, plan.files)
+
+
+def _cast_notes(contents: Contents, found: Parameters, dtype: str | None) -> list[str]:
+    if dtype is None:
+        return []
+    stored = contents.arrays.arrays()
+    if all(tensor.dtype == stored[tensor.key].dtype for tensor in found.model.values()):
+        return [f"no parameter is cast: all floating ones have dtype {dtype} already"]
+    return [f"floating parameters are cast to {dtype}; states keep their dtypes"]
+
+
+def _check_arguments(
+    format: ExportFormat, max_shard_bytes: int | None, zero_stage: int | None, budget_bytes: int
+) -> None:
+    """Raise ValueError for an argument that cannot be meant, or that is for another format."""
+    if format not in EXPORT_FORMATS:
+        raise ValueError(f"format={format!r} is not one that is written: {', '.join(EXPORT_FORMATS)}")
+    whole_number("budget_bytes", budget_bytes)
+    if max_shard_bytes is not None:
+        whole_number("max_shard_bytes", max_shard_bytes)
+        if format != "safetensors":
+            raise ValueError(f"max_shard_bytes is for safetensors: files of {format} are not cut by size")
+    if zero_stage is not None:
+        if whole_number("zero_stage", zero_stage) > 3:
+            raise ValueError(f"zero_stage={zero_stage} is no stage of ZeRO: give 1, 2 or 3")
+        if format != "deepspeed":
+            raise ValueError(f"zero_stage is for deepspeed: {format} does not know it")
 
 
 def _dtype(name: str | None) -> np.dtype | None:

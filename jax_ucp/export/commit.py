@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from jax_ucp.storage.directory import sync_file_system
+
 
 def check_free(target: Path) -> None:
     """Raises FileExistsError where something other than an empty folder is at `target`."""
@@ -20,9 +22,10 @@ def check_free(target: Path) -> None:
 def new_folder(target: Path) -> Iterator[Path]:
     """A folder to write into, beside `target`, which becomes `target` at the end; after an error it is deleted.
 
-    Files in it must be on disk (fsync) by then. What a killed process left there is deleted by the next one.
+    It is on disk by then. What a killed process left there is deleted by the next one.
 
-    Raises FileExistsError if `target` is in use, or another process is writing it.
+    Raises FileExistsError if `target` is in use, or another process is writing it, OSError for what the disk did not
+    take.
     """
     check_free(target)
     partial = target.parent / f".{target.name}.partial"
@@ -35,6 +38,7 @@ def new_folder(target: Path) -> Iterator[Path]:
             yield partial
             for folder, _, _ in os.walk(partial):
                 _sync(Path(folder))
+            sync_file_system(lock, str(partial))
             os.rename(partial, target)  # onto an empty folder too, and onto nothing else
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)

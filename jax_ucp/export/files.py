@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jax_ucp.errors import CorruptData
 from jax_ucp.layout.blocks import OUTER_BYTES, SMALL_BYTES, grid_boxes, rows_of_chunks
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
@@ -22,6 +23,8 @@ from jax_ucp.storage.copy import COPIES_IN_FLIGHT, block_cost
 from jax_ucp.storage.source import ArrayInfo, ArraySource
 
 Bytes = tuple[int, bytes]
+
+FAULTS_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +100,7 @@ def write_files(
         crcs[f, t] = _write_tensor(folder / files[f].name, at, job, source, done)
 
     for file in files:
-        (folder / file.name).parent.mkdir(parents=True, exist_ok=True)
-        with open(folder / file.name, "xb") as out:
-            out.truncate(file.size)
+        _create(folder / file.name, file.size)
     run_bounded(jobs(), budget_bytes)
     for f, file in enumerate(files):
         with open(folder / file.name, "r+b") as out:
@@ -108,6 +109,38 @@ def write_files(
                 out.write(data)
             out.flush()
             os.fsync(out.fileno())
+
+
+def _create(path: Path, size: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(path, "xb") as out:
+            out.truncate(size)
+    except FileExistsError:
+        raise FileExistsError(
+            f"{path} is there already, though nothing was: the file system takes the names of two files for one, as "
+            "where upper and lower case are the same, or something else writes there. Export to another place"
+        ) from None
+
+
+def require_written(folder: Path, files: Sequence[File]) -> None:
+    """Raises CorruptData unless the folder has just these files, each with its bytes: nothing else writes there."""
+    wanted = {file.name: file.size for file in files}
+    found = {str(path.relative_to(folder)): path.lstat().st_size for path in folder.rglob("*") if not path.is_dir()}
+    faults = [f"{name} is missing" for name in wanted if name not in found]
+    faults += [f"{name} is no file of this export" for name in found if name not in wanted]
+    faults += [
+        f"{name} has {found[name]} bytes, not the {size} that were written"
+        for name, size in wanted.items()
+        if found.get(name, size) != size
+    ]
+    if faults:
+        more = [f"... and {len(faults) - FAULTS_SHOWN} more"] if len(faults) > FAULTS_SHOWN else []
+        lines = "\n  ".join([*faults[:FAULTS_SHOWN], *more])
+        raise CorruptData(
+            f"{folder} is not as this export wrote it:\n  {lines}\nSomething else deletes or writes files there: "
+            "keep it away while an export is running, and export again."
+        )
 
 
 def peak_bytes(files: Sequence[File], source: ArraySource, budget_bytes: int) -> int:

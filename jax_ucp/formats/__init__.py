@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from jax_ucp.errors import FormatError, NotACheckpoint, UCPError
+from jax_ucp.arguments import local_path
+from jax_ucp.errors import FormatError, NotACheckpoint, SpecError, UCPError
 from jax_ucp.formats import (
     dcp,
     deepspeed,
@@ -21,9 +23,10 @@ from jax_ucp.formats import (
     torch_state,
     universal,
 )
-from jax_ucp.formats.options import Options
+from jax_ucp.formats.options import NOTHING_TWICE, Options
 from jax_ucp.storage.contents import Contents
 from jax_ucp.storage.ledger import Ledger
+from jax_ucp.storage.source_files import opening
 
 Opener = Callable[[Path, Options], Contents]
 
@@ -55,22 +58,38 @@ FORMATS: tuple[tuple[Callable[[Path], bool], str, Opener], ...] = (
     (torch_state.recognise, "torch.save (a file, or a folder with pytorch_model.bin)", torch_state.open_torch),
 )
 
+# Which of them take a spec: the others record themselves how their shards form parameters, or have none.
+_TAKE_SPEC = (
+    deepspeed_universal.open_deepspeed_universal,
+    deepspeed.open_deepspeed,
+    megatron_legacy.open_megatron_legacy,
+    _open_step,
+)
+
+# Which of them store an array once only. Others say themselves where nothing is stored twice.
+_STORE_ONCE = (universal.open_universal, orbax.open_orbax, safetensors.open_safetensors, torch_state.open_torch)
+
 
 def open_contents(path: str | os.PathLike[str], options: Options) -> Contents:
     """What the checkpoint at `path` holds, whoever wrote it. Reads metadata only.
 
     Raises NotACheckpoint where nothing there is a finished checkpoint of a format in the table, FormatError
-    where what is there is not as its format has it.
+    where what is there is not as its format has it, and SpecError for a spec that its format has no use for.
     """
-    at = Path(path)
+    at = local_path(path)
     if not at.exists():
         raise NotACheckpoint(f"{path} does not exist")
     if Ledger.begun(at) and not universal.recognise(at):
         raise NotACheckpoint(f"{path} is an unfinished conversion: run the same convert again to complete it")
     for recognise, name, opener in FORMATS:
         if recognise(at):
+            if options.spec and opener not in _TAKE_SPEC:
+                what = name.partition(" (")[0]
+                raise SpecError(f"{path} is {what}, which has no use for the spec {options.spec}: open it without")
             try:
-                return opener(at, options)
+                with opening() as files:
+                    contents = opener(at, options)
+                return replace(_believing(contents, options, opener), files=files)
             except UCPError:
                 raise
             except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
@@ -82,6 +101,13 @@ def open_contents(path: str | os.PathLike[str], options: Options) -> Contents:
         raise NotACheckpoint(f"{path} holds the steps {', '.join(p.name for p in steps)}: open one, {path}/{last}")
     known = "\n  ".join(name for _, name, _ in FORMATS)
     raise NotACheckpoint(f"{path} is no checkpoint of a format known here:\n  {known}")
+
+
+def _believing(contents: Contents, options: Options, opener: Opener) -> Contents:
+    """The contents, with a note where there is nothing to `believe`."""
+    if options.believe and opener in _STORE_ONCE:
+        return replace(contents, notes=[*contents.notes, NOTHING_TWICE.format(options.believe)])
+    return contents
 
 
 def _natural(path: Path) -> tuple[int, str]:

@@ -30,6 +30,7 @@ from jax_ucp.formats.torch_names import NAMES as TORCH_NAMES
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
 from jax_ucp.storage.directory import Directory
+from jax_ucp.storage.source_files import noted
 
 METADATA_FILE = ".metadata"
 MAX_METADATA_BYTES = 1 << 28
@@ -168,9 +169,10 @@ class _Tables:
         self.paths: dict[str, tuple[str | int, ...]] = {}
 
     def add(self, path: Path) -> None:
-        if os.path.getsize(Directory(self.folder).file(path.name)) > MAX_METADATA_BYTES:
+        file = Directory(self.folder).file(path.name)
+        if os.path.getsize(file) > MAX_METADATA_BYTES:
             raise FormatError(f"more than {MAX_METADATA_BYTES} bytes")
-        top = _fields(safe_pickle.load(path.read_bytes(), _NAMES), "Metadata", "the file")
+        top = _fields(safe_pickle.load(noted(path).read_bytes(), _NAMES), "Metadata", "the file")
         spans = _spans(_dict(top.get("storage_data"), "storage_data"))
         used: set[tuple[str, Shape | None]] = set()
         for fqn, entry in _dict(top.get("state_dict_metadata"), "state_dict_metadata").items():
@@ -318,7 +320,7 @@ def _check_spans(metadata: DcpMetadata) -> None:
     for name, spans in by_file.items():
         path, first = metadata.folder / name, spans[0][1]
         try:
-            about = os.stat(folder.file(name))
+            about = os.stat(noted(folder.file(name)))
         except OSError:
             raise FormatError(f"{path} is missing: {len(spans)} items lie in it, the first of {first}") from None
         if not stat.S_ISREG(about.st_mode):

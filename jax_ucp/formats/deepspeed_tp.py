@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_ucp.errors import FormatError, LayoutError
+from jax_ucp.formats.options import Sizes
 from jax_ucp.formats.safe_pickle import Record
 from jax_ucp.language.notation import load
 from jax_ucp.language.rules import Shard, layouts, regex_of
@@ -46,7 +47,7 @@ class TensorParallel:
     def __init__(self, info: Any, tp: int, where: str, sizes: Mapping[str, int]):
         self.info: Mapping[str, Any] = info if isinstance(info, dict) else {}
         self.tp, self.where = tp, where
-        self.vocab = sizes.get("vocab", self.info.get("original_vocab_size"))
+        self.sizes = sizes
         self.maps: Mapping[str, Any] = (self.info.get("affine_map") or {}).get("params") or {}
         self.sub_params = [_sub_param(entry) for entry in self.info.get("parameter_with_sub_params") or ()]
         self._lists = {key: pattern_list(self.info, key, where) for key in (*_LISTS, _PIPELINE)}
@@ -123,11 +124,12 @@ class TensorParallel:
         else:
             pattern = Sharded(1 if _ROWS in listed else 0)
         if _VOCABULARY in listed:
-            if not isinstance(self.vocab, int):
+            vocab = self.sizes.get("vocab", self.info.get("original_vocab_size"))
+            if not isinstance(vocab, int):
                 raise FormatError(
                     f"{self.where} calls {name} a vocabulary, but has no original_vocab_size; give it: sizes vocab=N"
                 )
-            pattern = Padded(pattern, axis=0, size=self.vocab)
+            pattern = Padded(pattern, axis=0, size=vocab)
         return pattern
 
     def _sub_params(self, name: str, slices: Sequence[Shape]) -> Pattern | None:
@@ -169,8 +171,9 @@ class TensorParallel:
 class BySpec:
     """How slices form parameters, by a spec of the user's: all of them, whatever the files say."""
 
-    def __init__(self, spec: Path, sizes: Mapping[str, int]):
-        self.spec, self.sizes = load(spec), sizes
+    def __init__(self, spec: Path, sizes: Sizes):
+        self.spec = load(spec)
+        self.sizes = sizes.of(self.spec.lengths, self.spec.switches)
         self.layouts: Mapping[str, ParamLayout] = {}
 
     def says(self, name: str) -> bool:

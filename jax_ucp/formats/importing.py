@@ -13,6 +13,7 @@ import numpy as np
 
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.formats.extras import as_json
+from jax_ucp.formats.options import NOTHING_TWICE
 from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout
@@ -137,6 +138,8 @@ class Import:
         """The checkpoint. Raises LayoutError where shards do not form a parameter."""
         if self.believe and (self._twins or any(_replicated(param) for param in self.params.values())):
             self._believe()
+        elif self.believe:
+            self.notes.append(NOTHING_TWICE.format(self.believe))
         paths = [*self.params, *self._constants]
         names = dict(zip(paths, leaf_names(paths), strict=True))
         shards = WithCuts(self.shards, self._cuts) if self._cuts else self.shards

@@ -271,8 +271,8 @@ class _Reader:
             self._step(name)
 
     def _unpadded(self, name: str, held: Consolidated) -> Consolidated:
-        vocab = self.options.sizes.get("vocab")
-        if vocab is None or name not in (EMBEDDING, TIED):
+        vocab = self.options.sizes.get("vocab") if name in (EMBEDDING, TIED) else None
+        if vocab is None:
             return held
         try:
             return replace(held, layout=held.layout.clip((vocab, *held.layout.shape[1:])))
@@ -355,8 +355,6 @@ class _Reader:
             self.found.notes.append("weights alone: of a 16-bit run these are not the fp32 masters")
         elif all(states.keys() == {"weight"} for states in self.states.values()):
             self.found.notes.append("the checkpoint was saved without its optimizer")
-        if self.options.spec:
-            self.found.notes.append("the checkpoint says itself how its shards form parameters: the spec is not used")
         if not self.args.fields:
             self.found.notes.append("common.pt has no args: nothing was compared with what the run says of its model")
         elif self.args.absent:

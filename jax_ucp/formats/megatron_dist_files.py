@@ -29,6 +29,7 @@ from jax_ucp.formats.torch_file import TorchFile
 from jax_ucp.layout.box import Box
 from jax_ucp.storage.gather import read_into
 from jax_ucp.storage.source import ArrayInfo, ArraySource
+from jax_ucp.storage.source_files import noted
 
 CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
 MAX_CONFIG_BYTES = 1 << 20
@@ -143,7 +144,7 @@ def _backend(folder: Path) -> str | None:
     if not path.is_file() or path.stat().st_size > MAX_CONFIG_BYTES:
         return None
     try:
-        config = json.loads(path.read_text(errors="replace"))
+        config = json.loads(noted(path).read_text(errors="replace"))
     except (ValueError, RecursionError):
         return None
     backend = config.get("sharded_backend") if isinstance(config, dict) else None
@@ -200,7 +201,7 @@ def _zarr(folder: Path, args: Args, common: TorchFile, tree: Mapping[str, Any]) 
     tensors = {name: Tensor(array.shape, array.dtype, array.runs()) for name, array in arrays.items()}
     objects: dict[str, StoredObject] = {}
     for name in folders:
-        for path in sorted((folder / name).glob("shard_*.pt")):
+        for path in map(noted, sorted((folder / name).glob("shard_*.pt"))):
             objects[f"{name}/{path.stem}"] = StoredObject(f"{name}/{path.name}", lambda path=path: TorchFile(path))
     used = [*arrays, *{key.partition("/")[0] for key in objects}]
     return DistFiles(folder, args, common, tree, tensors, objects, ZarrChunks(folder, arrays), lambda: iter(()), used)

@@ -26,6 +26,7 @@ from jax_ucp.formats.megatron_dist_names import Run
 from jax_ucp.layout.box import Box
 from jax_ucp.storage.directory import Directory
 from jax_ucp.storage.source import ArrayInfo
+from jax_ucp.storage.source_files import noted
 
 ARRAY_FILE = ".zarray"
 MAX_ARRAY_BYTES = 1 << 20
@@ -75,7 +76,7 @@ class ZarrChunks:
             path = folder / key
             if not path.is_file():
                 raise FormatError(f"{path} is missing: it is a chunk of {path.parent.name}")
-            if (size := os.path.getsize(path)) != info.nbytes:
+            if (size := os.path.getsize(noted(path))) != info.nbytes:
                 raise CorruptData(
                     f"{path} has {size} bytes, but a chunk of {info.dtype} {list(info.shape)} {info.nbytes}"
                 )
@@ -96,7 +97,7 @@ def zarr_array(folder: Path, name: str) -> ZarrArray:
     if os.path.getsize(Directory(folder).file(f"{name}/{ARRAY_FILE}")) > MAX_ARRAY_BYTES:
         raise FormatError(f"{path} has more than {MAX_ARRAY_BYTES} bytes")
     try:
-        said: Any = json.loads(path.read_text(encoding="utf-8"))
+        said: Any = json.loads(noted(path).read_text(encoding="utf-8"))
         shape, chunk = (tuple(said[key]) for key in ("shape", "chunks"))
         dtype = np.dtype(ml_dtypes.bfloat16) if said["dtype"] == "bfloat16" else np.dtype(said["dtype"])
         plain = (said["zarr_format"], said["order"], said["compressor"], said.get("filters")) == (2, "C", None, None)

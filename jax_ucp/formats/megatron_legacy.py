@@ -192,10 +192,10 @@ class _Reader:
                 held = shards[min(shards)][0].partition(":")[0]
                 raise FormatError(f"{name} is in {held}, but not in the file of tensor-parallel rank {absent[0]}")
             params[name] = [Shard(self.shapes[shards[i][0]], shards[i][0]) for i in range(count)]
-        default = Spec(extends=built_in("megatron"))
-        return layouts(load(self.options.spec) if self.options.spec else default, params, self._sizes())
+        spec = load(self.options.spec) if self.options.spec else Spec(extends=built_in("megatron"))
+        return layouts(spec, params, self._sizes(spec))
 
-    def _sizes(self) -> dict[str, int]:
+    def _sizes(self, spec: Spec) -> dict[str, int]:
         """The numbers that rules may name: those of args, under their own names and those of the built-in spec."""
         get = self.args.get
         heads, grouped = get("num_attention_heads"), get("group_query_attention", False)
@@ -210,7 +210,7 @@ class _Reader:
             "swiglu": get("swiglu", False),
             "vocab": get("padded_vocab_size"),
         }
-        known = {**self.args.fields, **said, **self.options.sizes}
+        known = {**self.args.fields, **said, **self.options.sizes.of(spec.lengths, spec.switches)}
         return {name: int(n) for name, n in known.items() if isinstance(n, int)}
 
     def _parameters(self, found: Mapping[str, ParamLayout]) -> None:
@@ -306,8 +306,8 @@ class _Reader:
                 self.found.skip(f"{rank.folder.name}/{OPTIM_FILE}:buffers", "layout", what)
 
     def _notes(self) -> None:
-        padded, said = self.args.get("padded_vocab_size"), self.options.sizes.get("vocab")
-        if said is None and ("weight", EMBEDDING) in self.held:
+        padded = self.args.get("padded_vocab_size")
+        if "vocab" not in self.options.sizes and ("weight", EMBEDDING) in self.held:
             self.found.notes.append(
                 f"Megatron does not record the true vocabulary: all {padded} padded rows of the embeddings are kept. "
                 "Say it with sizes={'vocab': ...} (--size vocab=...) and the others are left out"

@@ -2,10 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import os
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+
+from jax_ucp.arguments import local_path, whole_number
+from jax_ucp.errors import SpecError
+
+NOTHING_TWICE = "nothing is stored twice here, so that believe={!r} changes nothing"
+
+
+class Sizes(Mapping[str, int]):
+    """Lengths by name, which remember the names they were asked for: the others mean nothing to the checkpoint.
+
+    Raises SpecError for a length that is no whole number from 1. A name that says whether something is there, as
+    `when` in a spec has it, may be 0.
+    """
+
+    def __init__(self, given: Mapping[str, int]):
+        if not isinstance(given, Mapping):
+            raise SpecError(f"sizes={given!r:.80} should be lengths by name, such as {{'vocab': 50257}}")
+        self.asked: set[str] = set()
+        self._given = {name: _whole(name, n, least=0) for name, n in given.items()}
+
+    def __getitem__(self, name: str) -> int:
+        self.asked.add(name)
+        return _whole(name, self._given[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._given
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._given)
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def of(self, lengths: Collection[str], switches: Collection[str] = ()) -> dict[str, int]:
+        """What is given of some names, all of which count as asked for; `switches` may be 0."""
+        self.asked.update(lengths, switches)
+        given = {name: self._given[name] for name in switches if name in self}
+        return given | {name: self[name] for name in lengths if name in self}
+
+    def unused(self) -> list[str]:
+        """The names that nothing asked for."""
+        return [name for name in self._given if name not in self.asked]
 
 
 @dataclass(frozen=True)
@@ -16,7 +60,45 @@ class Options:
     replicas; a copy is what the model computed with, in its dtype.
     """
 
-    sizes: Mapping[str, int] = field(default_factory=dict)
+    sizes: Sizes = field(default_factory=lambda: Sizes({}))
     spec: Path | None = None
     weights_only: bool = False
     believe: Literal["master", "copy"] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        sizes: Mapping[str, int] | None = None,
+        spec: str | os.PathLike[str] | None = None,
+        weights_only: bool = False,
+        believe: Literal["master", "copy"] | None = None,
+    ) -> Options:
+        """The options as callers give them.
+
+        Raises SpecError, UnsupportedPath or ValueError for what cannot be meant.
+        """
+        if believe not in (None, "master", "copy"):
+            raise ValueError(f"believe={believe!r} should be 'master' or 'copy'")
+        return cls(Sizes(sizes or {}), None if spec is None else local_path(spec), weights_only, believe)
+
+
+def _whole(name: str, n: object, least: int = 1) -> int:
+    try:
+        return whole_number(f"sizes: {name}", n, least)
+    except ValueError as error:
+        raise SpecError(str(error)) from None
+
+
+def require_used(sizes: Sizes, path: str, elsewhere: Collection[str] = ()) -> None:
+    """Raise SpecError for a length that opening the checkpoint at `path` had no use for.
+
+    `elsewhere` are names that have a use all the same, in a mapping.
+    """
+    strays = [name for name in sizes.unused() if name not in elsewhere]
+    if not strays:
+        return
+    known = sorted({*sizes.asked, *elsewhere})
+    takes = f"the names it takes are {', '.join(known)}" if known else "it records all lengths itself"
+    near = difflib.get_close_matches(strays[0], known, n=1)
+    hint = f"; perhaps {near[0]} is meant" if near else ""
+    raise SpecError(f"{path} has no use for {', '.join(strays)} in sizes: {takes}{hint}")

@@ -27,6 +27,7 @@ from jax_ucp.storage.contents import Contents, Item, Piece
 from jax_ucp.storage.directory import Directory
 from jax_ucp.storage.orbax_tree import TREE_FILE, OrbaxTree, read_orbax_tree
 from jax_ucp.storage.source import ArrayInfo
+from jax_ucp.storage.source_files import noted
 
 STEP_FILE = "_CHECKPOINT_METADATA"
 
@@ -51,6 +52,8 @@ def open_orbax(path: Path, options: Options) -> Contents:
     """
     directory = Directory(path)
     directory.check_links()  # TensorStore follows them all
+    for name in directory.files():  # TensorStore reads most of them, and does not say which
+        noted(directory.file(name))
     tree = read_orbax_tree(directory)
     arrays = _Arrays(directory, tree)
     leaves = []

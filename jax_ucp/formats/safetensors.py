@@ -12,7 +12,7 @@ import os
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import ml_dtypes
 import numpy as np
@@ -26,6 +26,7 @@ from jax_ucp.layout.box import Box
 from jax_ucp.storage.contents import Contents
 from jax_ucp.storage.joined import Joined
 from jax_ucp.storage.source import ArrayInfo
+from jax_ucp.storage.source_files import noted
 
 SUFFIX = ".safetensors"
 INDEX = "model.safetensors.index.json"
@@ -91,9 +92,10 @@ class SafetensorsFile:
     """One file, as an ArraySource of its tensors. Opening reads the header; reading maps the tensor's bytes."""
 
     def __init__(self, path: Path):
-        self.path = path
-        size = os.path.getsize(path)
+        self.path = noted(path)
         with path.open("rb") as file:
+            self._identity = _identity(file)
+            size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(head, "little") if len(head := file.read(8)) == 8 else -1
             if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
                 raise FormatError(f"{path}: its first 8 bytes say that the header has {length} bytes, of {size} in all")
@@ -121,9 +123,17 @@ class SafetensorsFile:
         info = self._arrays[key]
         if box.size == 0:
             return np.empty(box.shape, info.dtype)
-        mapped = np.memmap(self.path, np.uint8, "r", self._begin + self._offsets[key], (info.nbytes,))
+        with self.path.open("rb") as file:
+            if _identity(file) != self._identity:
+                raise CorruptData(f"{self.path} has changed since it was opened; open it again")
+            mapped = np.memmap(file, np.uint8, "r", self._begin + self._offsets[key], (info.nbytes,))
         array = mapped.view(np.ndarray).view(info.dtype).reshape(info.shape)[(*box.index, ...)]
         return array if array.flags.aligned else array.copy()
+
+
+def _identity(file: IO[bytes]) -> tuple[int, ...]:
+    stat = os.fstat(file.fileno())
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def _files(path: Path) -> tuple[Mapping[str, Any] | None, list[str]]:

@@ -29,6 +29,7 @@ from jax_ucp.layout.box import Box
 from jax_ucp.storage.budget import in_threads
 from jax_ucp.storage.pread import pread_into, run_start
 from jax_ucp.storage.source import ArrayInfo
+from jax_ucp.storage.source_files import noted
 
 __all__ = ["Record", "StoredTensor", "TorchFile", "is_torch_file"]
 
@@ -79,7 +80,7 @@ class TorchFile:
         beside: TorchFile | None = None,
         alike: dict[Hashable, StoredTensor] | None = None,
     ):
-        self.path = path if isinstance(path, Path) else Path(path)
+        self.path = noted(path if isinstance(path, Path) else Path(path))
         self._data = data
         self._span = slice(offset, None if length is None else offset + length)
         self._first: tuple[int, ...] | None = beside._first if beside else None
@@ -230,12 +231,12 @@ class TorchFile:
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
-        """A descriptor of the file. Raises FormatError where it is not the one that was opened first."""
+        """A descriptor of the file. Raises CorruptData where it is not the one that was opened first."""
         handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             found = _identity(os.fstat(handle))
             if self._first not in (None, found):
-                raise FormatError("the file has changed since it was opened; open it again")
+                raise CorruptData("the file has changed since it was opened; open it again")
             self._first = found
             yield handle
         finally:

@@ -12,13 +12,14 @@ from typing import Any
 
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.importing import Import
+from jax_ucp.storage.source_files import noted
 
 CONFIG = "config.json"
 
 
 def read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes().decode())
+        return json.loads(noted(path).read_bytes().decode())
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path} is not JSON: {error}") from None
 

@@ -23,6 +23,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from jax_ucp.arguments import local_path
 from jax_ucp.errors import SpecError
 from jax_ucp.language.arithmetic import Expression as Size
 from jax_ucp.language.arithmetic import names_in
@@ -113,7 +114,7 @@ class Mapping:
 
         Raises SpecError, with every fault and its line, where a file is no mapping.
         """
-        path = Path(source)
+        path = local_path(source)
         if not path.is_file() and str(source) in shipped():
             return cls.parse((_MAPPINGS / f"{source}.yaml").read_text(encoding="utf-8"), f"{source}.yaml")
         try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from jax_ucp.errors import LayoutError, SpecError
-from jax_ucp.language.arithmetic import Expression, size_of
+from jax_ucp.language.arithmetic import Expression, names_in, size_of
 from jax_ucp.layout.fragments import ParamLayout, Shape
 from jax_ucp.layout.patterns import Pattern
 
@@ -25,6 +25,17 @@ class Written:
 
     def bind(self, sizes: Mapping[str, int]) -> Pattern:
         return self.read(self.node, lambda expression: size_of(expression, sizes))
+
+    def names(self) -> set[str]:
+        """The names that its sizes are made of."""
+        found: set[str] = set()
+
+        def one(expression: object) -> int:
+            found.update(names_in(expression))
+            return 1
+
+        self.read(self.node, one)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +54,14 @@ class Sentence:
     def __str__(self) -> str:
         return f"{self.where}{': ' * bool(self.where)}{self.param!r}"
 
+    @property
+    def switch(self) -> str:
+        """The name in `when`; empty where there is none."""
+        return self.when.removeprefix("not ").strip()
+
     def holds(self, sizes: Mapping[str, int]) -> bool:
         """Whether `when` lets the rule be there. Raises SpecError where its name has no size."""
-        name = self.when.removeprefix("not ").strip()
+        name = self.switch
         return not name or bool(size_of(name, sizes)) != self.when.startswith("not ")
 
 
@@ -60,6 +76,22 @@ class Spec:
     own: tuple[Sentence, ...] = ()
     sizes: Mapping[str, Expression] = field(default_factory=dict)
     extends: Spec | None = None
+
+    @property
+    def lengths(self) -> set[str]:
+        """The names that a length may be given for: patterns and sizes are made of them, and no size says them."""
+        sizes = {**(self.extends.sizes if self.extends else {}), **self.sizes}
+        written = [sentence.pattern for sentence in self._sentences() if isinstance(sentence.pattern, Written)]
+        names = set().union(*(pattern.names() for pattern in written), *map(names_in, sizes.values()))
+        return {name for name in names if name not in sizes or name in names_in(sizes[name])}
+
+    @property
+    def switches(self) -> set[str]:
+        """The names that say whether a rule is there."""
+        return {sentence.switch for sentence in self._sentences() if sentence.switch}
+
+    def _sentences(self) -> tuple[Sentence, ...]:
+        return (*self.own, *(self.extends._sentences() if self.extends else ()))
 
 
 @dataclass(frozen=True, slots=True)

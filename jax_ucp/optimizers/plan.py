@@ -77,7 +77,8 @@ class OptimizerPlan:
         `tx.init` would take. `cast=True` converts to the dtypes of the state. `share_reads` is that of
         `Checkpoint.restore`.
 
-        Raises TreeMismatch where dtypes differ, or leaves have no place.
+        Raises TreeMismatch where dtypes differ, or leaves have no place, CorruptData where bytes are not what was
+        written, or a file is no longer the one that was opened.
         """
         names = leaf_names([one.slot.path for one in self.filled])
         named = dict(zip(names, map(_held, self.filled), strict=True))
@@ -87,7 +88,9 @@ class OptimizerPlan:
         for (name, info), one in zip(source.arrays().items(), self.filled, strict=True):
             leaves.append(Leaf(one.slot.path, name, "array", info.shape, info.dtype.name))
         plan = plan_restore(leaves, state, mesh=mesh, rules=rules, cast=cast)
-        return run_restore(shared_plan(plan, source.arrays()) if share_reads else plan, source, budget_bytes)
+        restored = run_restore(shared_plan(plan, source.arrays()) if share_reads else plan, source, budget_bytes)
+        self.contents.files.require_unchanged()
+        return restored
 
 
 def plan_optimizer(

@@ -63,10 +63,20 @@ def fit_spec(spec: Sequence[Axes], shape: Sequence[int], mesh: Mapping[str, int]
 
 
 def check_rules(rules: Sequence[Rule]) -> None:
-    """Raise ValueError for a rule whose pattern is no regular expression."""
-    for pattern, spec in rules:
+    """Raise ValueError for a rule that is no pair, or whose pattern is no regular expression."""
+    for rule in rules:
+        match rule:
+            case (str(pattern), PartitionSpec()):
+                pass
+            case (str(), None | str() | tuple() | list()):
+                pattern = ""
+            case _:
+                raise ValueError(
+                    f"the rule {rule!r:.120} is no pair of a regular expression and a PartitionSpec, or of a logical "
+                    "axis and mesh axes"
+                )
         try:
-            re.compile(pattern if isinstance(spec, PartitionSpec) else "")
+            re.compile(pattern)
         except re.error as error:
             raise ValueError(f"the rule {pattern!r} is no regular expression: {error}") from None
 

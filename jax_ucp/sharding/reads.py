@@ -5,17 +5,20 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from jax_ucp.arguments import whole_number
 from jax_ucp.layout.blocks import Chunks, chunk_shapes, writer_cells
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.metadata import Axes, Leaf
 from jax_ucp.sharding.fit import ON_DEVICES, Fit, Rule, check_rules, fit_axes, idle_rules
 from jax_ucp.storage.contents import Contents
+
+MAX_DEVICES = 1 << 24  # a plan takes memory for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +33,18 @@ class HostMesh:
 
     @classmethod
     def of(cls, mesh: Mesh | AbstractMesh | Mapping[str, int], hosts: int = 1) -> HostMesh:
-        """From a mesh of JAX, or sizes by name. Raises ValueError where the hosts cannot have equal shares."""
+        """From a mesh of JAX, or sizes by name.
+
+        Raises ValueError where the hosts cannot have equal shares, or a size cannot be meant.
+        """
         sizes = mesh.shape if isinstance(mesh, Mesh | AbstractMesh) else mesh
-        axes = tuple((str(name), int(size)) for name, size in sizes.items())
+        if not isinstance(sizes, Mapping):
+            raise ValueError(f"mesh={mesh!r:.80} should be a mesh of JAX, or the sizes of its axes by name")
+        axes = tuple((str(name), whole_number(f"the mesh axis {name}", size)) for name, size in sizes.items())
         devices = math.prod(size for _, size in axes)
-        if hosts < 1 or devices % hosts:
+        if devices > MAX_DEVICES:
+            raise ValueError(f"a mesh of {devices} devices; at most {MAX_DEVICES} are planned for")
+        if devices % whole_number("hosts", hosts):
             raise ValueError(f"{devices} devices cannot be shared out evenly to {hosts} hosts")
         return cls(axes, hosts)
 
@@ -71,12 +81,14 @@ class HostReads:
     """By host: bytes of the distinct boxes it needs, bytes of the chunks that hold them, each once, and files opened.
 
     Checksums and indices, less than 0.1 % of chunks of 64 KiB, are not counted. Of an array that is not stored in
-    chunks the bytes wanted are counted; files that are mapped are read by the system in whole pages.
+    chunks the bytes wanted are counted; files that are mapped are read by the system in whole pages. `notes` say what
+    the mesh does not have of saved specs and rules.
     """
 
     needed: np.ndarray
     read: np.ndarray
     files: np.ndarray
+    notes: Sequence[str] = ()
 
     @property
     def amplification(self) -> float:
@@ -109,7 +121,7 @@ def planned_reads(arrays: Iterable[Stored], mesh: HostMesh) -> HostReads:
             shared[file] = shared[file] | by_host if file in shared else by_host
     for by_host in shared.values():
         totals[2] += by_host
-    return HostReads(*totals)
+    return HostReads(totals[0], totals[1], totals[2])
 
 
 def checkpoint_reads(contents: Contents, mesh: HostMesh, rules: Sequence[Rule] = ()) -> HostReads:
@@ -130,7 +142,8 @@ def checkpoint_reads(contents: Contents, mesh: HostMesh, rules: Sequence[Rule] =
         files = tuple((file, box) for box, file in first.items())
         return Stored(leaf.shape, info.dtype.itemsize, Chunks(leaf.shape, inner), spec, files)
 
-    return planned_reads((stored(leaf) for leaf in contents.leaves if leaf.has_array), mesh)
+    found = planned_reads((stored(leaf) for leaf in contents.leaves if leaf.has_array), mesh)
+    return replace(found, notes=fit_notes(contents.leaves, mesh, rules))
 
 
 def planned_fit(leaf: Leaf, mesh: HostMesh, rules: Sequence[Rule] = ()) -> Fit:

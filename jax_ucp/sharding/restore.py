@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
+from jax_ucp.arguments import whole_number
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.layout.blocks import SMALL_BYTES
 from jax_ucp.layout.box import Box
@@ -103,16 +104,20 @@ def plan_restore(
     """
     if rules and mesh is None:
         raise ValueError("rules say what lies on which axis of a mesh: give mesh= too")
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh={mesh!r:.80} should be a jax.sharding.Mesh, whose devices are here")
+    if target is None and partial:
+        raise ValueError("partial=True leaves out what a target lacks, and there is no target")
     if target is None and cast is True:
         raise ValueError("cast=True converts to the dtypes of a target, and there is none; give a dtype")
-    if not isinstance(cast, bool) and not jnp.issubdtype(cast, jnp.floating):
+    if not isinstance(cast, bool) and not _is_floating(cast):
         raise ValueError(f"cast={cast!r} would not keep floating arrays floating; give a floating dtype, or a target")
     check_rules(rules)
     idle = idle_rules(rules, leaves)
     if target is None:
         placements = [_place(leaf, leaf.kind, None, mesh, rules, cast) for leaf in leaves]
         _check_shardings(placements)
-        return RestorePlan(placements, idle_rules=idle)
+        return RestorePlan(placements, idle_rules=idle + _idle_mesh(placements, mesh))
     pairs = match(leaves, target, partial, bool(cast))
     placements = [_place(leaf, kind_of(node), node.value, mesh, rules, cast, node.axes) for node, leaf in pairs]
     _check_shardings(placements)
@@ -121,7 +126,23 @@ def plan_restore(
             f"{len(homeless)} leaves of the target have no sharding on devices, the first {homeless[0]}: give mesh=, "
             "or put shardings on the target's ShapeDtypeStructs"
         )
-    return RestorePlan(placements, target, [node for node, _ in pairs], idle)
+    return RestorePlan(placements, target, [node for node, _ in pairs], idle + _idle_mesh(placements, mesh))
+
+
+def _is_floating(dtype: DTypeLike) -> bool:
+    if dtype is None:  # which numpy takes for float64
+        return False
+    try:
+        return bool(jnp.issubdtype(np.dtype(dtype), jnp.floating))
+    except TypeError:
+        return False
+
+
+def _idle_mesh(placements: Sequence[Placement], mesh: Mesh | None) -> list[str]:
+    """What to say of a mesh on which nothing is put."""
+    if mesh is None or not placements or any(p.sharding is not None for p in placements):
+        return []
+    return ["nothing goes on the mesh: all leaves are values of the host program, and come back as such"]
 
 
 def shared_plan(plan: RestorePlan, arrays: Mapping[str, ArrayInfo]) -> RestorePlan:
@@ -143,6 +164,7 @@ def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFA
     array that takes more goes in blocks. No stored chunk is read twice. The pieces of an array whose reading is shared
     go at once. An error of one process that shares reads is raised in all.
     """
+    budget_bytes = whole_number("budget_bytes", budget_bytes)
     for note in plan.notes:
         log.info("%s", note)
     values: list[Any] = [None] * len(plan.placements)

@@ -17,7 +17,7 @@ from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.layout.blocks import SMALL_BYTES, Chunks, chunk_shapes, grid_boxes, writer_cells
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
-from jax_ucp.metadata import Leaf, Metadata, leaf_names, unspeakable_paths
+from jax_ucp.metadata import Leaf, Metadata, SavedSharding, digest, leaf_names, unspeakable_paths
 from jax_ucp.sharding.boxes import Device, device_boxes, process_boxes, saved_sharding
 from jax_ucp.sharding.trees import Node, empty_kind, kind_of, walk
 from jax_ucp.storage.budget import DEFAULT_BUDGET, run_bounded
@@ -148,6 +148,30 @@ def commit_snapshot(snapshot: Snapshot, directory: Directory) -> Metadata:
     outer = {name: chunks.outer for name, chunks in snapshot.chunks.items()}
     files = orbax_files(snapshot.leaves, outer, ocdbt=is_indexed(snapshot.infos, snapshot.chunks))
     return Commit(snapshot.leaves, jax.process_count(), packed, files).write(store)
+
+
+def content(snapshot: Snapshot) -> list[tuple[str, str, str]]:
+    """Of each leaf its name, its label, and what all processes must have alike for its chunks to be of one array.
+
+    Values are no part of it: those of the host program are taken from process 0.
+    """
+    return [(leaf.name, leaf.label, _about(leaf, snapshot.chunks.get(leaf.name))) for leaf in snapshot.leaves]
+
+
+def _about(leaf: Leaf, chunks: Chunks | None) -> str:
+    keys = ",".join(key.kind for key in leaf.path)
+    empty = f"an empty {leaf.value}" if leaf.kind == "empty" else leaf.kind
+    said = [f"{leaf.kind} {leaf.dtype} {list(leaf.shape)}" if leaf.has_array else empty]
+    said += [f"in chunks of {list(chunks.outer)} of {list(chunks.inner)}"] if chunks else []
+    said += [_placed(leaf.sharding)] if leaf.sharding else []
+    said += [str(detail) for detail in (leaf.key_impl, leaf.axes) if detail]
+    return ", ".join([*said, f"below {keys or 'nothing'}"])
+
+
+@functools.lru_cache(maxsize=1024)
+def _placed(sharding: SavedSharding) -> str:
+    sizes = ", ".join(f"{name} {size}" for name, size in zip(sharding.axis_names, sharding.axis_sizes, strict=True))
+    return f"as {sharding.spec} on {sizes} (devices {digest(repr(sharding.device_ids).encode())})"
 
 
 class _Owners:

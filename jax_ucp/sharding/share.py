@@ -6,6 +6,7 @@ all-gather joins them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import math
@@ -173,9 +174,11 @@ def read_together(
                 faults.append(error)
         return shared.padded(None)
 
-    results = in_order(((cost, partial(parts, shared, read)) for _, shared, cost, read in reads), budget_bytes)
-    # Without a name for what was read: that would keep it while the next is waited for.
-    arrays = [shared.gathered(next(results)) for _, shared, _, _ in reads]
+    jobs = ((cost, partial(parts, shared, read)) for _, shared, cost, read in reads)
+    # Closed here, whatever happens: its threads must not be waited for by the garbage collector, in any thread.
+    with contextlib.closing(in_order(jobs, budget_bytes)) as results:
+        # Without a name for what was read: that would keep it while the next is waited for.
+        arrays = [shared.gathered(next(results)) for _, shared, _, _ in reads]
     if not faults:
         try:
             alone()

@@ -1,4 +1,5 @@
-"""One save by several processes: each learns whether all did their part, and if not, in whose and in what words.
+"""One save by several processes: each learns whether all have the same to save and did their part, and if not, in
+whose and in what words.
 
 The words go through JAX's coordination service, to which `jax.distributed.initialize` joins every process. Any thread
 may use it, which is not so of collectives, and it works when the disk does not.
@@ -8,22 +9,69 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, TypeVar
+import time
+import zlib
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NoReturn, TypeVar
 
 import jax
+import msgspec
 from jax._src import distributed  # the service has no public client (jax 0.10); Orbax takes it from here too
 
 from jax_ucp.errors import SaveFailed
+from jax_ucp.metadata import digest
 
 T = TypeVar("T")
 
 # How much longer than this process another may take over its part: what Orbax gives a whole save by default.
 PATIENCE_S = 1200
 
-_begun: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+# After so long without a word of a process it is asked whether it is saving something else.
+LOOK_AROUND_S = 5
+
+# The service takes values of 4 MiB; a tree whose description is longer is not sent to be compared.
+MAX_CONTENT_BYTES = 3 << 20
+DIFFERENCES_SHOWN = 4
+
+_COMPARE = "compare"
+
+# Of this process: which save to each directory the next one is, as process 0 counts them; the keys of all that were
+# begun, and of the last few, which the others are told.
+_next: defaultdict[str, int] = defaultdict(int)
+_keys: set[str] = set()
+_recent: deque[str] = deque(maxlen=8)
+
+Stage = Literal["content", "differences", "parts"]
+
+# What a process would save: of each leaf its name, its label, and what it is.
+Content = Sequence[tuple[str, str, str]]
+
+
+class _Word(msgspec.Struct, omit_defaults=True):
+    """What a process says: that it came so far, with some text, or why not.
+
+    Process 0 says it of the whole save; `absent` are processes that were busy with another one.
+    """
+
+    text: str = ""
+    fault: str = ""
+    absent: tuple[int, ...] = ()
+
+
+def attempt(do: Callable[[], T]) -> Callable[[], T]:
+    """Do what cannot wait for `SharedSave.run`, which asks for the result.
+
+    An error of one process among several is raised there: Orbax goes on from here with collectives, in which the
+    others would wait for it.
+    """
+    try:
+        result = do()
+    except Exception as error:
+        if jax.process_count() == 1:
+            raise
+        return functools.partial(_raise, error)
+    return lambda: result
 
 
 class SharedSave:
@@ -33,22 +81,9 @@ class SharedSave:
         self._directory = directory
         self._process = jax.process_index()
         self._others = range(1, jax.process_count())
-        # A directory may be saved to again, after a save that failed.
-        self._key = f"jax_ucp/{directory}/{next(_begun[directory])}"
-
-    def begin(self, do: Callable[[], T]) -> Callable[[], T]:
-        """Do what cannot wait for `run`, which then asks for the result.
-
-        An error of one process among several is raised there: Orbax goes on from here with collectives, in which
-        the others would wait for it.
-        """
-        try:
-            result = do()
-        except Exception as error:
-            if not self._others:
-                raise
-            return functools.partial(_raise, error)
-        return lambda: result
+        self._stage: Stage = "content"
+        if self._others:
+            self._begin()
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
@@ -56,49 +91,215 @@ class SharedSave:
         try:
             yield
         except BaseException as error:
-            self._say(f"process {self._process}: {type(error).__name__}: {error}")
+            self._say(_Word(fault=f"process {self._process}: {type(error).__name__}: {error}"))
             error.add_note(f"the save to {self._directory} was not done: process {self._process} could not do its part")
             raise
 
-    def run(self, write: Callable[[], object], commit: Callable[[], object]) -> None:
-        """Write this process's part; when all have, commit in process 0; return when that is done.
+    def run(self, content: Callable[[], Content], write: Callable[[], object], commit: Callable[[], object]) -> None:
+        """Write this process's part if all have the same content; when all did, commit in process 0; then return.
 
-        Raises SaveFailed in every process where another's part was not done; nothing is committed then.
+        Raises SaveFailed in every process where not all have the same content, in which case nothing is written, or
+        where another's part was not done. Nothing is committed then.
         """
+        if self._others:
+            self._agree(content)
+        self._stage = "parts"
         with self.telling():
             write()
-        if self._process == 0:
-            faults = "\n  ".join(filter(None, map(self._hear, self._others)))
-            with self.telling():
-                if not faults:
-                    commit()
-            self._say(faults)
-            if self._others:
-                _client().key_value_delete(f"{self._key}/parts/")
-        else:
-            self._say("")
-            faults = self._hear(0)
-        if faults:
-            raise SaveFailed(f"the save to {self._directory} was not done, for not all did their part:\n  {faults}")
 
-    def _say(self, fault: str) -> None:
+        def committed(words: Mapping[int, str]) -> str:
+            commit()
+            return ""
+
+        self._conclude("", committed)
+        if self._others and self._process == 0:
+            _client().key_value_delete(self._verdict_place("content"))
+
+    def _begin(self) -> None:
+        """Find out which save to the directory this is, and tell the others that it is begun."""
+        # A directory may be saved to again, after a save that failed: also after one in which this process had no part.
+        self._key = f"jax_ucp/{self._directory}/{_next[self._directory]}"
+        while self._process and (verdict := _try_get(self._verdict_place("content"))):
+            if self._process not in _word(verdict).absent:
+                break
+            self._joined()
+            self._key = f"jax_ucp/{self._directory}/{_next[self._directory]}"
+        if self._process == 0:
+            self._joined()
+        _keys.add(self._key)
+        _recent.append(self._key)
+        _client().key_value_set(_recent_place(self._process), "\n".join(_recent), allow_overwrite=True)
+
+    def _joined(self) -> None:
+        """The next save to the directory is another one than this."""
+        _next[self._directory] = int(self._key.rpartition("/")[2]) + 1
+
+    def _agree(self, content: Callable[[], Content]) -> None:
+        """Return if all processes have the same content."""
+        with self.telling():
+            mine = content()
+            encoded = msgspec.json.encode(mine)
+        own = digest(encoded)
+
+        def same(words: Mapping[int, str]) -> str:
+            if all(word == own for word in words.values()):
+                return ""
+            packed = zlib.compress(encoded, 1)
+            _client().key_value_set_bytes(self._content_place, packed if len(packed) <= MAX_CONTENT_BYTES else b"")
+            return _COMPARE
+
+        if self._conclude(own, same) != _COMPARE:
+            return
+        self._stage = "differences"
+        with self.telling():
+            found = self._differences(mine)
+        words = self._conclude(found, lambda words: "\n  ".join(filter(None, words.values())))
+        if self._process == 0:
+            _client().key_value_delete(self._content_place)
+        raise SaveFailed(f"the save to {self._directory} was not done, for not all would save the same:\n  {words}")
+
+    def _conclude(self, text: str, decide: Callable[[Mapping[int, str]], str]) -> str:
+        """Say that this process came so far, with a text; what process 0 decides by the texts of all others.
+
+        Raises SaveFailed if another process did not come so far.
+        """
+        if self._process == 0:
+            with self.telling():
+                words = self._hear_all()
+                faults = [word.fault for word in words.values() if word.fault]
+                absent = tuple(process for process, word in words.items() if process in word.absent)
+                decided = "" if faults else decide({process: word.text for process, word in words.items()})
+                verdict = _Word(decided, "\n  ".join(faults), absent)
+            self._say(verdict)
+            if self._others:
+                _client().key_value_delete(f"{self._key}/{self._stage}/")
+        else:
+            self._say(_Word(text))
+            verdict = self._hear(0)
+        if verdict.fault:
+            raise SaveFailed(f"the save to {self._directory} was not done:\n  {verdict.fault}")
+        return verdict.text
+
+    def _differences(self, mine: Content) -> str:
+        """In what the content of this process is not that of process 0; nothing where it is."""
+        if self._process == 0:
+            return ""
+        packed = _client().blocking_key_value_get_bytes(self._content_place, PATIENCE_S * 1000)
+        if not packed:
+            return f"process {self._process} would save another tree than process 0, of {len(mine)} leaves"
+        theirs = msgspec.json.decode(zlib.decompress(packed), type=list[tuple[str, str, str]])
+        return differences(mine, theirs, self._process)
+
+    def _say(self, word: _Word) -> None:
         """What process 0 says is of the whole save, what another says of its part."""
         if self._others:
-            _client().key_value_set(self._place(self._process), fault)
+            _client().key_value_set(self._place(self._process), msgspec.json.encode(word).decode())
+            if word.fault and self._process:
+                self._joined()
 
-    def _hear(self, process: int) -> str:
-        """What another process said, or that it said nothing."""
-        try:
-            return str(_client().blocking_key_value_get(self._place(process), PATIENCE_S * 1000))
-        except jax.errors.JaxRuntimeError as error:
-            return f"process {process} did not say within {PATIENCE_S} s that it was done: {error}"
+    def _hear_all(self) -> dict[int, _Word]:
+        """What the others said. Once one is known to be busy with another save, those are not waited for."""
+        words: dict[int, _Word] = {}
+        for process in self._others:
+            if any(word.absent for word in words.values()):
+                said = _try_get(self._place(process))
+                words[process] = _word(said) if said else self._elsewhere(process) or _Word()
+            else:
+                words[process] = self._hear(process)
+        return words
+
+    def _hear(self, process: int) -> _Word:
+        """What another process said, or that it said nothing, or is busy with another save."""
+        begin = time.monotonic()
+        while True:
+            try:
+                said = _client().blocking_key_value_get(self._place(process), LOOK_AROUND_S * 1000)
+            except jax.errors.JaxRuntimeError as error:
+                if elsewhere := self._busy_elsewhere(process):
+                    return elsewhere
+                waited = round(time.monotonic() - begin)
+                if "DEADLINE_EXCEEDED" not in str(error) or waited > PATIENCE_S:
+                    return _Word(fault=f"process {process} did not say within {waited} s that it was done: {error}")
+            else:
+                if process == 0:
+                    self._joined()
+                return _word(said)
+
+    def _busy_elsewhere(self, process: int) -> _Word | None:
+        """What to say of a process that is busy with another save; to process 0 a word is taken back then.
+
+        Process 0 tells that it began before it hears anybody: what was gone by then, it has not heard.
+        """
+        elsewhere = self._elsewhere(process)
+        if elsewhere is None or process:
+            return elsewhere
+        own = _try_get(self._place(self._process))
+        _client().key_value_delete(self._place(self._process))
+        elsewhere = self._elsewhere(process)
+        if elsewhere is None and own:
+            _client().key_value_set(self._place(self._process), own)
+        return elsewhere
+
+    def _elsewhere(self, process: int) -> _Word | None:
+        """What to say of a process that began a save which this one did not, and not this one."""
+        begun = _try_get(_recent_place(process)).split("\n")
+        if not begun[-1] or self._key in begun or begun[-1] in _keys:
+            return None
+        other = begun[-1].removeprefix("jax_ucp/").rpartition("/")[0]
+        fault = f"process {process} saves to {other}, process {self._process} to {self._directory}"
+        return _Word(fault=fault, absent=(process,))
 
     def _place(self, process: int) -> str:
-        return f"{self._key}/parts/{process}" if process else f"{self._key}/outcome"
+        return f"{self._key}/{self._stage}/{process}" if process else self._verdict_place(self._stage)
+
+    def _verdict_place(self, stage: Stage) -> str:
+        return f"{self._key}/verdict/{stage}"
+
+    @property
+    def _content_place(self) -> str:
+        return f"{self._key}/content of process 0"
+
+
+def differences(mine: Content, theirs: Content, process: int) -> str:
+    """In which leaves the content of a process is not that of process 0, in words; nothing where it is.
+
+    >>> differences([("w", "w", "float32 [2]"), ("b", "b", "int8 []")], [("w", "w", "float32 [3]")], 1)
+    'process 1 has w as float32 [2], process 0 as float32 [3]; process 1 has b, process 0 has not'
+    """
+    here, there = ({(name, label): what for name, label, what in content} for content in (mine, theirs))
+    found = [
+        f"process {process} has {key[1]} as {what}, process 0 as {there[key]}"
+        for key, what in here.items()
+        if key in there and there[key] != what
+    ]
+    found += [f"process {process} has {key[1]}, process 0 has not" for key in here if key not in there]
+    found += [f"process 0 has {key[1]}, process {process} has not" for key in there if key not in here]
+    if not found and list(mine) != list(theirs):
+        found = [f"process {process} has the leaves in another order than process 0"]
+    more = [f"and {len(found) - DIFFERENCES_SHOWN} more"] if len(found) > DIFFERENCES_SHOWN else []
+    return "; ".join([*found[:DIFFERENCES_SHOWN], *more])
+
+
+def _recent_place(process: int) -> str:
+    return f"jax_ucp/begun/{process}"
+
+
+def _word(said: str) -> _Word:
+    return msgspec.json.decode(said, type=_Word)
 
 
 def _raise(error: Exception) -> NoReturn:
     raise error
+
+
+def _try_get(place: str) -> str:
+    """What is at a place of the service; empty where nothing is."""
+    try:
+        return str(_client().key_value_try_get(place))
+    except jax.errors.JaxRuntimeError as error:
+        if "NOT_FOUND" not in str(error):
+            raise
+        return ""
 
 
 def _client() -> Any:

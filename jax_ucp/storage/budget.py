@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
@@ -49,7 +49,7 @@ def run_bounded(jobs: Iterable[tuple[int, Callable[[], object]]], budget_bytes: 
             settle()
 
 
-def in_order(jobs: Iterable[tuple[int, Callable[[], T]]], budget_bytes: int) -> Iterator[T]:
+def in_order(jobs: Iterable[tuple[int, Callable[[], T]]], budget_bytes: int) -> Generator[T, None, None]:
     """The results of (cost in bytes, job) pairs, in their order, while those that follow run in threads.
 
     A result counts against the budget until the next is asked for. The job waited for is always one that was begun.

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Group, Leaf
 from jax_ucp.storage.source import ArraySource
+from jax_ucp.storage.source_files import SourceFiles
 
 Fate = Literal["mapped", "extra", "skipped"]
 
@@ -52,7 +53,8 @@ class Contents:
     `leaves` name arrays of `arrays`. `account` has every stored item once. `groups` say what the optimizer of a
     trainer was told for each parameter, where the checkpoint names them. `source` says what a universal
     checkpoint was imported from. `verify()` reads all bytes that are stored twice or have a checksum and
-    yields (what was looked at, fault or None). `where(leaf)` says which files hold the leaf's bytes.
+    yields (what was looked at, fault or None). `where(leaf)` says which files hold the leaf's bytes. `files` are those
+    it is read from; who relies on what was read asks them at the end whether they are as they were.
     """
 
     format: str
@@ -66,3 +68,4 @@ class Contents:
     source: Mapping[str, Any] = field(default_factory=dict)
     verify: Callable[[], Iterator[tuple[str, str | None]]] = lambda: iter(())
     where: Callable[[Leaf], Sequence[Piece]] = lambda leaf: ()
+    files: SourceFiles = field(default_factory=SourceFiles)

@@ -6,10 +6,12 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from jax_ucp.arguments import whole_number
 from jax_ucp.errors import CorruptData
 from jax_ucp.layout.blocks import (
     INNER_BYTES,
@@ -31,7 +33,7 @@ from jax_ucp.storage.ledger import Ledger
 from jax_ucp.storage.orbax_tree import orbax_files
 from jax_ucp.storage.packs import is_indexed
 from jax_ucp.storage.source import ArrayInfo
-from jax_ucp.storage.zarr import METADATA_FILE, Commit, ZarrStore, chunk_name, require_storable, write_part
+from jax_ucp.storage.zarr import METADATA_FILE, Commit, ZarrStore, require_storable, write_part
 
 # A block in flight is held as read, and as TensorStore encodes it. Beside that there is what was read around it:
 # the rows that a flat shard gives whole, or the chunks that it lies in.
@@ -87,8 +89,9 @@ def plan_copy(
     Chunks are not made smaller than 64 KiB for that; with a very small budget blocks go one at a time. `cells` are, by
     name of an array, equal blocks that no chunk is to cross.
 
-    Raises UnsupportedLeaf for a dtype that the universal format does not have.
+    Raises UnsupportedLeaf for a dtype that the universal format does not have, ValueError for a budget that is none.
     """
+    budget_bytes = whole_number("budget_bytes", budget_bytes)
     outer = max(SMALL_BYTES, min(OUTER_BYTES, budget_bytes // (COPIES_IN_FLIGHT * threads())))
     stored = contents.arrays.arrays()
     arrays: dict[str, ArrayInfo] = {}
@@ -149,21 +152,13 @@ def copy(
 ) -> Metadata:
     """Write the checkpoint to `target` by the plan; `done` hears of each block that is on disk.
 
-    What the source stores twice is compared first. Stopped at any moment, it leaves no checkpoint at
-    `target`; the same call takes up where it was stopped.
+    What the source stores twice is compared first, and its files are looked at again before the commit. Stopped at
+    any moment, it leaves no checkpoint at `target`; the same call takes up where it was stopped.
 
-    Raises FileExistsError if `target` is a checkpoint already, CorruptData if the source contradicts itself,
-    FormatError if `target` holds another unfinished copy.
+    Raises FileExistsError if `target` is a checkpoint already, CorruptData if the source contradicts itself or
+    changed meanwhile, FormatError if `target` holds another unfinished copy.
     """
-    # A copy stopped after its commit, while it cleared away, still has its ledger: it is taken up like any other.
-    if (target / METADATA_FILE).exists() and not Ledger.begun(target):
-        raise FileExistsError(f"{target} is a checkpoint already; give another path")
-    if target.resolve().is_relative_to(Path(contents.path).resolve()):
-        raise FileExistsError(f"{target} lies in the source, {contents.path}; give another path")
-    if target.exists() and not target.is_dir():
-        raise FileExistsError(f"{target} is a file; give a path where a directory can be made")
-    if target.is_dir() and any(target.iterdir()) and not Ledger.begun(target):
-        raise FileExistsError(f"{target} has files in it that are no unfinished copy; give another path")
+    require_target(contents, target)
     require_sound(contents)
     store = ZarrStore(Directory(target), plan.arrays, plan.chunks)
     ledger = Ledger(target, _identity(contents, plan))
@@ -172,6 +167,7 @@ def copy(
             ledger.remove()  # another copy was completed here a moment ago
             raise FileExistsError(f"{target} is a checkpoint already; give another path")
         _copy_blocks(contents, plan, store, ledger, done)
+        contents.files.require_unchanged()
         write_part(store, 0)
         outer = {name: chunks.outer for name, chunks in plan.chunks.items()}
         files = orbax_files(contents.leaves, outer, ocdbt=is_indexed(plan.arrays, plan.chunks))
@@ -184,6 +180,19 @@ def copy(
     return metadata
 
 
+def require_target(contents: Contents, target: Path) -> None:
+    """Raises FileExistsError where a copy cannot be written to `target`, or taken up there."""
+    # A copy stopped after its commit, while it cleared away, still has its ledger: it is taken up like any other.
+    if (target / METADATA_FILE).exists() and not Ledger.begun(target):
+        raise FileExistsError(f"{target} is a checkpoint already; give another path")
+    if target.resolve().is_relative_to(Path(contents.path).resolve()):
+        raise FileExistsError(f"{target} lies in the source, {contents.path}; give another path")
+    if target.exists() and not target.is_dir():
+        raise FileExistsError(f"{target} is a file; give a path where a directory can be made")
+    if target.is_dir() and any(target.iterdir()) and not Ledger.begun(target):
+        raise FileExistsError(f"{target} has files in it that are no unfinished copy; give another path")
+
+
 def require_sound(contents: Contents) -> None:
     """Raises CorruptData where something that the checkpoint stores twice, or has a checksum of, differs."""
     if faults := [fault for _, fault in contents.verify() if fault]:
@@ -193,18 +202,9 @@ def require_sound(contents: Contents) -> None:
 def _copy_blocks(
     contents: Contents, plan: CopyPlan, store: ZarrStore, ledger: Ledger, done: Callable[[Block], None]
 ) -> None:
-    """Write the blocks that the ledger does not have yet."""
-    there = set(store.directory.files())
-    left: list[Block] = []
-    for block in plan.blocks:
-        known = ledger.done.get((block.key, str(block.box)))
-        file = f"{block.key}/{chunk_name(grid_place(block.box, plan.chunks[block.key].outer))}"
-        if known is not None and file in there:
-            store.digests[block.key][str(block.box)] = known
-            done(block)
-        else:
-            left.append(block)
-
+    """Write the blocks that the ledger does not have yet, and those that are not on disk as it has them."""
+    _take_up(plan, store, ledger, done)
+    left = [block for block in plan.blocks if str(block.box) not in store.digests[block.key]]
     written: list[Block] = []
     lock = threading.Lock()
 
@@ -230,15 +230,29 @@ def _copy_blocks(
     settle(written)
 
 
+def _take_up(plan: CopyPlan, store: ZarrStore, ledger: Ledger, done: Callable[[Block], None]) -> None:
+    """Note the digests of the blocks that a stopped copy left on disk as its ledger has them.
+
+    What was written is read again for that: a ledger says what a block was, and files are changed by others too.
+    """
+
+    def look(block: Block, digest: str) -> None:
+        if store.holds(block.key, block.box, digest):
+            store.digests[block.key][str(block.box)] = digest
+            done(block)
+
+    noted = [(block, ledger.done.get((block.key, str(block.box)))) for block in plan.blocks]
+    known = [(block, digest) for block, digest in noted if digest is not None]
+    run_bounded(((block.cost, partial(look, block, digest)) for block, digest in known), plan.budget_bytes)
+
+
 def _identity(contents: Contents, plan: CopyPlan) -> str:
-    """What a ledger must agree with: the source's files as they are now, what became of each item, and the blocks.
+    """What a ledger must agree with: the source's files as they were opened, what became of each item, and the blocks.
 
     One source has several readings: of what is stored twice, one copy is believed or the other.
     """
-    at = Path(contents.path)
-    files = sorted(path for path in at.rglob("*") if path.is_file()) if at.is_dir() else [at] * at.exists()
-    stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    files = contents.files.identities()
     items = sorted((item.where, item.fate, item.reason) for item in contents.account)
     dtypes = [(leaf.name, leaf.dtype) for leaf in contents.leaves]
-    told = (contents.format, contents.source, stats, sorted(plan.chunks.items()), items, dtypes)
+    told = (contents.format, contents.source, files, sorted(plan.chunks.items()), items, dtypes)
     return digest(repr(told).encode())

@@ -9,10 +9,14 @@ from __future__ import annotations
 import ctypes
 import os
 import stat
+import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jax_ucp.errors import FormatError, NotACheckpoint
+from jax_ucp.arguments import local_path
+from jax_ucp.errors import FormatError
+from jax_ucp.storage.source_files import look, noted
 
 # More than this no file system has for a part of a name (NAME_MAX), or for a whole path (PATH_MAX), in bytes.
 MAX_PART_BYTES, MAX_NAME_BYTES = 255, 4096
@@ -68,14 +72,14 @@ class Directory:
     of a Hugging Face cache are followed, because all its files are such links. The links are those found when a name
     is first used: who can change the directory meanwhile is not kept out.
 
-    Raises NotACheckpoint for a URL: object stores are not read or written yet.
+    Raises UnsupportedPath for a URL: object stores are not read or written yet.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        if "://" in os.fspath(path):
-            raise NotACheckpoint(f"{path} is a URL; this version reads and writes local directories only")
-        self.path = os.path.abspath(path)
+        self.path = os.path.abspath(local_path(path))
         self._known: set[str] = set()  # folders inside, to which no link leads, or one that may be followed
+        self._handle: int | None = None
+        self._lock = threading.Lock()
 
     def spec(self, name: str = "") -> dict[str, Any]:
         """TensorStore's description of this directory, or of the one called `name` inside it.
@@ -122,20 +126,17 @@ class Directory:
             )
 
     def has(self, name: str) -> bool:
-        return os.path.isfile(self.file(name))
+        return self.size(name) is not None
 
     def size(self, name: str) -> int | None:
         """How many bytes a file has; None if there is none."""
-        try:
-            found = os.stat(self.file(name))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return found.st_size if stat.S_ISREG(found.st_mode) else None
+        found = look(self.file(name))
+        return found.st_size if found and stat.S_ISREG(found.st_mode) else None
 
     def read(self, name: str) -> bytes | None:
         """The bytes of a file; None if there is none."""
         try:
-            with open(self.file(name), "rb") as file:
+            with open(noted(self.file(name)), "rb") as file:
                 return file.read()
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return None
@@ -149,6 +150,8 @@ class Directory:
 
         If it need not be durable now, it is so after `sync`; until then a kill may leave a part of it.
         """
+        if not durable:
+            self._held_open()
         path = self.file(name)
         first = path + UNFINISHED if durable else path
         try:
@@ -169,17 +172,21 @@ class Directory:
             self._on_handle(os.path.dirname(path), os.fsync)
 
     def sync(self) -> None:
-        """Make everything durable that was put here: once for many files, not a wait for the disk with each."""
-        if not hasattr(_libc, "syncfs"):
-            os.sync()
-            return
+        """Make everything durable that was put here: once for many files, not a wait for the disk with each.
 
-        def syncfs(handle: int) -> None:
-            if _libc.syncfs(handle):
-                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), self.path)
+        Raises OSError for whatever the disk did not take since the first file was put, also if another process's sync
+        heard of it before.
+        """
+        sync_file_system(self._held_open(), self.path)
 
-        os.makedirs(self.path, exist_ok=True)
-        self._on_handle(self.path, syncfs)
+    def _held_open(self) -> int:
+        """A handle of the directory, from before the first file is put until nobody holds this object."""
+        with self._lock:
+            if self._handle is None:
+                os.makedirs(self.path, exist_ok=True)
+                self._handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                weakref.finalize(self, os.close, self._handle)
+            return self._handle
 
     def _on_handle(self, path: str, do: Any) -> None:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -228,6 +235,20 @@ def _roots(path: str) -> Iterator[str]:
     blobs = f"{cache}/blobs"
     if snapshot and os.path.isdir(blobs) and not os.path.islink(blobs):
         yield blobs
+
+
+def sync_file_system(handle: int, path: str) -> None:
+    """Make all that was written to the file system of an open directory durable.
+
+    Raises OSError for an error of the disk since the handle was opened. The system writes behind our back, and tells
+    an error to each handle that was open then, once; to one that is opened later only if nobody was told yet. So the
+    handle is opened before anything is written. Source: Linux, `Documentation/core-api/errseq.rst`; syncfs(2) has it
+    since 5.8.
+    """
+    if not hasattr(_libc, "syncfs"):
+        os.sync()
+    elif _libc.syncfs(handle):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
 
 
 def _create(path: str) -> int:

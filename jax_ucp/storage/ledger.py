@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,12 +17,26 @@ from jax_ucp.layout.box import Box
 LEDGER_FILE = "ucp-ledger.jsonl"
 
 
+class _First(msgspec.Struct, forbid_unknown_fields=True):
+    """The first line: of which conversion the ledger is."""
+
+    identity: str
+
+
+class _Block(msgspec.Struct, forbid_unknown_fields=True):
+    """Any other line: a block that was on disk, and the digest of its elements."""
+
+    key: str
+    box: str
+    digest: str
+
+
 class Ledger:
     """The blocks written so far, one line each, in the directory of an unfinished conversion.
 
     `identity` names the source and the plan: a ledger of another conversion is refused. A line is written
-    after its block is on disk, so that a block without a line is merely written again. Only one process at a
-    time has the ledger of a directory open.
+    after its block is on disk, so that a block without a line is merely written again. A line says what the block
+    was; whether it still is, who takes it up looks. Only one process at a time has the ledger of a directory open.
     """
 
     def __init__(self, directory: Path, identity: str):
@@ -28,7 +44,7 @@ class Ledger:
         self._lock = threading.Lock()
         self.done: dict[tuple[str, str], str] = {}
         directory.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("ab")
+        self._file = os.fdopen(_open_ledger(self._path), "ab")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with the process, however it ends
             if not self._path.exists() or not os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
@@ -43,7 +59,7 @@ class Ledger:
             raise
         self.resumed = bool(self._path.stat().st_size)
         if not self.resumed:
-            self._append({"identity": identity})
+            self._append(_First(identity))
 
     @staticmethod
     def begun(directory: Path) -> bool:
@@ -51,7 +67,7 @@ class Ledger:
         return (directory / LEDGER_FILE).is_file()
 
     def note(self, key: str, box: Box, digest: str) -> None:
-        self._append({"key": key, "box": str(box), "digest": digest})
+        self._append(_Block(key, str(box), digest))
 
     def remove(self) -> None:
         """The conversion is complete: its checkpoint is committed, and there is nothing to take up."""
@@ -60,7 +76,7 @@ class Ledger:
     def close(self) -> None:
         self._file.close()
 
-    def _append(self, entry: dict[str, str]) -> None:
+    def _append(self, entry: _First | _Block) -> None:
         with self._lock:
             self._file.write(msgspec.json.encode(entry) + b"\n")
             self._file.flush()
@@ -68,15 +84,30 @@ class Ledger:
     def _read(self, identity: str) -> None:
         data = self._path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]  # a kill in the middle of a line leaves half of it
-        try:
-            lines = [msgspec.json.decode(line, type=dict[str, str]) for line in whole.splitlines()]
-        except msgspec.DecodeError as error:
-            raise FormatError(f"{self._path} is damaged ({error}); delete the directory") from None
-        if lines and lines[0].get("identity") != identity:
-            raise FormatError(
-                f"{self._path} belongs to a conversion of another source, or with another budget or mesh. "
-                "Delete the directory, or give another one."
-            )
-        self.done = {(line["key"], line["box"]): line["digest"] for line in lines[1:]}
+        if whole:
+            self._read_lines(whole.split(b"\n")[:-1], identity)
         if len(whole) != len(data):
             os.truncate(self._path, len(whole))
+
+    def _read_lines(self, lines: Sequence[bytes], identity: str) -> None:
+        try:
+            found = msgspec.json.decode(lines[0], type=_First).identity
+            blocks = [msgspec.json.decode(line, type=_Block) for line in lines[1:]]
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise FormatError(f"{self._path} is damaged ({error}); delete the directory") from None
+        if found != identity:
+            raise FormatError(
+                f"{self._path} belongs to a conversion of another source, of files that were replaced since, or with "
+                "another budget or mesh. Delete the directory, or give another one."
+            )
+        self.done = {(block.key, block.box): block.digest for block in blocks}
+
+
+def _open_ledger(path: Path) -> int:
+    """A handle to append to the ledger. Raises FormatError where it is a link, which no conversion left."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise FormatError(f"{path} is a link, which no conversion makes; give another path") from None
+        raise

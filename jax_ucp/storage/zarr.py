@@ -32,6 +32,7 @@ from jax_ucp.storage.source import ArrayInfo
 
 METADATA_FILE = "ucp.json"
 VERIFY_BYTES = 16 << 20
+FAULTS_SHOWN = 8
 
 Place = tuple[int, int]  # number of a pack, offset in it
 
@@ -124,6 +125,13 @@ class ZarrStore:
         number, offset = self.places[name]
         return pack_name(number), offset
 
+    def holds(self, key: str, box: Box, digest: str) -> bool:
+        """Whether an outer chunk is on disk, whole, with elements of this digest. Reads it."""
+        try:
+            return _digest(self.read(key, part) for part in self._rows(key, box)) == digest
+        except CorruptData:
+            return False
+
     def verify(self, key: str, stored: StoredArray) -> Iterator[tuple[Box, str | None]]:
         """Each outer chunk of an array, with what is wrong with it, if anything."""
         shape = self._arrays[key].shape
@@ -193,7 +201,11 @@ class Commit:
     groups: Sequence[Group] = ()
 
     def write(self, store: ZarrStore) -> Metadata:
-        """Write the side files, then `ucp.json`. Raises CorruptData if a chunk was written by nobody."""
+        """Write the side files, then `ucp.json`.
+
+        Raises CorruptData if a chunk was written by nobody, or any file is no longer as it was written: something else
+        deletes or writes here too. Then there is no `ucp.json`.
+        """
         directory, digests = store.directory, {key: {} for key in store.arrays()}
         for process in range(self.processes):
             part = _read_part(directory, process)
@@ -220,6 +232,8 @@ class Commit:
             digests_of_files[name] = digest(data)
         leaves, source, extras = tuple(self.leaves), dict(self.source or {}), dict(self.extras or {})
         metadata = Metadata(leaves, arrays, digests_of_files, source, extras, tuple(self.groups))
+        if faults := verify_files(metadata, store):
+            raise CorruptData(_not_kept(directory, faults, self.processes))
         directory.write(METADATA_FILE, encode(metadata))
         for process in range(self.processes):
             directory.delete(_part_name(process))
@@ -346,5 +360,28 @@ class _Part(msgspec.Struct):
 def _read_part(directory: Directory, process: int) -> _Part:
     data = directory.read(_part_name(process))
     if data is None:
-        raise CorruptData(f"{directory}/{_part_name(process)} is missing: process {process} did not finish writing")
-    return msgspec.json.decode(data, type=_Part)
+        raise CorruptData(
+            f"{directory}/{_part_name(process)} is missing, which process {process} wrote last. {_WHO_ELSE}"
+            + (f" {_SHARED_STORAGE}" if process else "")
+        )
+    try:
+        return msgspec.json.decode(data, type=_Part)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CorruptData(
+            f"{directory}/{_part_name(process)}, which process {process} wrote last, is damaged ({error}). {_WHO_ELSE}"
+        ) from None
+
+
+_WHO_ELSE = (
+    "Something else deletes or writes files there, such as the clean-up of another CheckpointManager on the same "
+    "directory: keep it away while a save is running, and save again."
+)
+_SHARED_STORAGE = "Or the directory is not on storage that all processes share."
+
+
+def _not_kept(directory: Directory, faults: Sequence[str], processes: int) -> str:
+    """What to say of files that were written, and are not as they were written."""
+    more = [f"... and {len(faults) - FAULTS_SHOWN} more"] if len(faults) > FAULTS_SHOWN else []
+    lines = "\n  ".join([*faults[:FAULTS_SHOWN], *more])
+    shared = f" {_SHARED_STORAGE}" if processes > 1 else ""
+    return f"{directory} has lost what was just written to it, and is no checkpoint:\n  {lines}\n{_WHO_ELSE}{shared}"

@@ -29,6 +29,7 @@ from jax_ucp.storage.directory import Directory
 from jax_ucp.storage.gather import read_boxes
 from jax_ucp.storage.ledger import LEDGER_FILE
 from jax_ucp.storage.source import ArrayInfo
+from jax_ucp.storage.source_files import SourceFiles
 from jax_ucp.storage.zarr import ZarrStore
 
 
@@ -152,12 +153,14 @@ def contents(path: Path, rows: int = 64) -> Contents:
     """A checkpoint of two arrays in memory, said to lie at `path`."""
     arrays = MemoryStore({"a": numbered((rows, 32), np.float32), "b": numbered((rows,), np.float32)})
     leaves = [Leaf((Key("dict", name),), name, "array", a.shape, "float32") for name, a in arrays.data.items()]
-    return Contents("memory", str(path), leaves, arrays)
+    files = SourceFiles()
+    files.note(path)
+    return Contents("memory", str(path), leaves, arrays, files=files)
 
 
 def test_a_copy_that_was_stopped_is_taken_up_where_it_was(tmp_path):
-    source = contents(tmp_path / "source", rows=16384)
     (tmp_path / "source").write_text("the source")
+    source = contents(tmp_path / "source", rows=16384)
     plan = plan_copy(source, budget_bytes=8192)
     assert len(plan.blocks) > 10
     written = []
@@ -243,8 +246,9 @@ def test_an_unfinished_copy_of_another_source_is_not_taken_up(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         copy(source, plan_copy(source, 8192), tmp_path / "out", stop)
     (tmp_path / "source").write_text("another source")
+    other = contents(tmp_path / "source")
     with pytest.raises(FormatError, match="belongs to a conversion of another source"):
-        copy(source, plan_copy(source, 8192), tmp_path / "out")
+        copy(other, plan_copy(other, 8192), tmp_path / "out")
 
 
 def test_two_copies_into_one_directory_do_not_mix(tmp_path):

@@ -33,12 +33,19 @@ from orbax.checkpoint import v1
 
 import jax_ucp as ucp
 from jax_ucp import handler
+from jax_ucp.sharding import shared_save
 from jax_ucp.storage.directory import Directory
 
 MESH = Mesh(np.array(jax.devices()), ("x",))
 WANT = np.arange(64 * 1024, dtype=np.float32).reshape(64, 1024)
-TREE = {"w": jax.make_array_from_callback(WANT.shape, NamedSharding(MESH, P("x")), lambda index: WANT[index])}
+TREE = {
+    "w": jax.make_array_from_callback(WANT.shape, NamedSharding(MESH, P("x")), lambda index: WANT[index]),
+    "host": np.zeros(3, np.int8),
+}
 STEP = 3
+SAVED = {"tree": TREE, "beyond": 0}  # what is saved, and at how many steps beyond the one that is meant
+
+shared_save.LOOK_AROUND_S = 1
 
 
 @functools.cache
@@ -48,19 +55,23 @@ def manager(path: Path, asynchronous: bool) -> ocp.CheckpointManager:
 
 
 def by_v0(asynchronous: bool, path: Path, step: int) -> None:
-    manager(path, asynchronous).save(step, args=ucp.args.Save(TREE))
+    manager(path, asynchronous).save(step, args=ucp.args.Save(SAVED["tree"]))
     manager(path, asynchronous).wait_until_finished()
 
 
 def by_checkpointer(path: Path, step: int) -> None:
-    ocp.Checkpointer(ucp.CheckpointHandler()).save(path / str(step) / "default", args=ucp.args.Save(TREE))
+    ocp.Checkpointer(ucp.CheckpointHandler()).save(path / str(step) / "default", args=ucp.args.Save(SAVED["tree"]))
 
 
 def by_v1(asynchronous: bool, path: Path, step: int) -> None:
     if asynchronous:
-        v1.save_checkpointables_async(path / str(step), {"default": ucp.args.Save(TREE)}).result()
+        v1.save_checkpointables_async(path / str(step), {"default": ucp.args.Save(SAVED["tree"])}).result()
     else:
-        v1.save_checkpointables(path / str(step), {"default": ucp.args.Save(TREE)})
+        v1.save_checkpointables(path / str(step), {"default": ucp.args.Save(SAVED["tree"])})
+
+
+def replicated() -> jax.Array:
+    return jax.make_array_from_callback(WANT.shape, NamedSharding(MESH, P()), lambda index: WANT[index])
 
 
 Way = Callable[[Path, int], None]
@@ -87,6 +98,13 @@ FAULTS = {
     "process 0 has a full disk": (0, patch.object(Directory, "put", full_disk)),
     "process 0 cannot commit": (0, patch.object(handler, "commit_snapshot", full_disk)),
     "process 1 has no memory for a copy": (1, patch.object(handler, "take_snapshot", out_of_memory)),
+    "process 1 has what cannot be saved": (1, patch.dict(SAVED, tree={**TREE, "bad": object()})),
+    "process 0 has what cannot be saved": (0, patch.dict(SAVED, tree={**TREE, "bad": object()})),
+    "process 1 has another tree": (1, patch.dict(SAVED, tree={**TREE, "more": 5})),
+    "process 0 has another tree": (0, patch.dict(SAVED, tree={**TREE, "more": 5})),
+    "process 1 has another shape": (1, patch.dict(SAVED, tree={**TREE, "host": np.zeros(4, np.int8)})),
+    "process 1 has another sharding": (1, patch.dict(SAVED, tree={**TREE, "w": replicated()})),
+    "process 1 is at another step": (1, patch.dict(SAVED, beyond=5)),
 }
 
 
@@ -94,11 +112,11 @@ def met(save: Way, path: Path, process: int, fault: contextlib.AbstractContextMa
     error = None
     try:
         with fault if rank == process else contextlib.nullcontext():
-            save(path, STEP)
+            save(path, STEP + SAVED["beyond"])
     except Exception as raised:
         error = [type(raised).__name__, *str(raised).splitlines(), *getattr(raised, "__notes__", [])]
     sync_global_devices("failed")
-    whole = [str(found) for found in [*path.rglob("ucp.json"), *path.glob(f"{STEP}/default")]]
+    whole = [str(found) for found in [*path.rglob("ucp.json"), *path.glob("?/default")]]
     sync_global_devices("looked")
     for step in (STEP, STEP + 1):
         save(path, step)

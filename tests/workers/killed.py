@@ -85,7 +85,8 @@ def converting(root: str, source: str) -> Callable[[], None]:
 
 def exporting(root: str, source: str, format: str) -> Callable[[], None]:
     """`jax-ucp export SOURCE ROOT/out`."""
-    command = ["export", source, f"{root}/out", "--format", format, "--max-shard", "48", "--json"]
+    cut = ["--max-shard", "48"] if format == "safetensors" else []
+    command = ["export", source, f"{root}/out", "--format", format, *cut, "--json"]
     return lambda: jax_ucp_command(command, standalone_mode=False)
 
 

@@ -1,0 +1,603 @@
+"""Every option and every path that is given is used, or refused, or a note says that it changed nothing."""
+
+import inspect
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_ucp as ucp
+from helpers import memory
+from jax_ucp.arguments import local_path
+from jax_ucp.cli.main import main
+from jax_ucp.errors import SpecError, UnsupportedPath
+from jax_ucp.language.notation import parse
+from jax_ucp.storage.directory import Directory
+
+DATA = Path(__file__).parent / "data"
+DEEPSPEED = DATA / "deepspeed" / "tp2_dp2_z1_fp32"
+MEGATRON = DATA / "megatron" / "legacy_tp2_pp1_bf16" / "ckpt"
+MEGATRON_DIST = DATA / "megatron" / "dist_tp2_pp1_bf16" / "ckpt"
+SAFETENSORS = DATA / "torch" / "hf_llama" / "ckpt"
+DCP = DATA / "torch" / "fsdp2_tp_2x2" / "ckpt"
+TORCH = DATA / "torch" / "torchsave" / "trainer.pt"
+MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+
+
+def run(*args: object) -> tuple[int, str]:
+    """The exit code of a command, and all that it prints. It never shows a traceback."""
+    result = CliRunner().invoke(main, [str(arg) for arg in args])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def tree() -> ucp.Checkpoint:
+    moments = {name: {"w": np.ones((8, 4), np.float32)} for name in ("param", "exp_avg", "exp_avg_sq")}
+    return memory({**moments, "step": {"w": np.float32([3]).reshape(())}})
+
+
+@pytest.fixture(scope="module")
+def universal(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("universal") / "saved"
+    ocp.Checkpointer(ucp.CheckpointHandler()).save(path, args=ucp.args.Save({"w": np.ones((8, 4)), "step": 3}))
+    return path
+
+
+# Paths.
+
+URLS = {
+    "gs://bucket/x": "Copy it to a local folder",
+    "s3:/bucket/x": "Copy it to a local folder",  # as pathlib makes it of s3://
+    "hf://org/model": "Copy it to a local folder",
+    "HTTPS://host/x.safetensors": "Copy it to a local folder",
+    "file:///tmp/a%20b": "Write /tmp/a b",
+    "file:/tmp/x": "Write /tmp/x",
+    "file://localhost/tmp/x": "Write /tmp/x",
+    "file://host/x": "Copy it to a local folder",
+}
+TREE = {"w": np.ones(3)}
+DOORS: dict[str, Callable[[Any], object]] = {
+    "open": ucp.open,
+    "save": lambda url: ucp.Checkpoint.of(TREE).save(url),
+    "plan_save": lambda url: ucp.Checkpoint.of(TREE).plan_save(path=url),
+    "export": lambda url: ucp.Checkpoint.of({"param": TREE}).export(url, "dcp"),
+    "spec": lambda url: ucp.open(DEEPSPEED, spec=url),
+    "mapping": ucp.Mapping.load,
+    "map": lambda url: ucp.Checkpoint.of({"param": TREE}).map(url),
+    "handler": lambda url: ucp.CheckpointHandler().save(url, ucp.args.Save(TREE)),
+    "handler restore": lambda url: ucp.CheckpointHandler().restore(url),
+    "directory": Directory,
+}
+COMMANDS: dict[str, Callable[[str], tuple]] = {
+    "inspect": lambda url: ("inspect", url),
+    "plan": lambda url: ("plan", url),
+    "plan to": lambda url: ("plan", DEEPSPEED, url),
+    "convert": lambda url: ("convert", url, "out"),
+    "convert to": lambda url: ("convert", DEEPSPEED, url),
+    "convert --mesh to": lambda url: ("convert", DEEPSPEED, url, "--mesh", "x=2"),
+    "export": lambda url: ("export", url, "out", "--format", "dcp"),
+    "export to": lambda url: ("export", DEEPSPEED, url, "--format", "dcp"),
+    "export --optimizer": lambda url: ("export", DEEPSPEED, "out", "--format", "dcp", "--optimizer", url),
+    "verify": lambda url: ("verify", url),
+    "map": lambda url: ("map", url, "--mapping", "hf-gpt2-to-flax"),
+    "--mapping": lambda url: ("map", SAFETENSORS, "--mapping", url),
+    "--target": lambda url: ("map", SAFETENSORS, "--mapping", "hf-llama-to-tunix", "--target", url),
+    "--spec": lambda url: ("inspect", DEEPSPEED, "--spec", url),
+    "inspect --mapping": lambda url: ("inspect", SAFETENSORS, "--mapping", url),
+}
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+@pytest.mark.parametrize("url", URLS)
+@pytest.mark.parametrize("door", DOORS)
+def test_a_url_is_refused_at_every_door_and_nothing_is_written(door, url, kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnsupportedPath, match=r"is a URL; this version reads and writes local files only") as error:
+        DOORS[door](kind(url))
+    if kind is str:  # a Path has lost a slash, and with it who the host is
+        assert URLS[url] in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/x", "s3:/bucket/x", "file:///tmp/x"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_url_is_refused_by_every_command_with_a_true_message(command, url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, text = run(*COMMANDS[command](url))
+    assert code == 1
+    assert f"{url} is a URL" in text
+    assert "does not exist" not in text
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", ["", "~/x", "a\0b"])
+@pytest.mark.parametrize("door", DOORS)
+def test_a_path_that_would_be_taken_for_another_is_refused(door, path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnsupportedPath, match=r"names no file|which only a shell expands"):
+        DOORS[door](path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_remedies_for_paths_are_accepted(tmp_path, monkeypatch, tree):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for said in (f"file://{tmp_path}/a%20b", "~/home"):
+        with pytest.raises(UnsupportedPath, match=r" [Ww]rite /") as error:
+            tree.save(said)
+        remedy = str(error.value).rpartition("rite ")[2]
+        np.testing.assert_array_equal(tree.save(remedy).read("param/w"), tree.read("param/w"))
+    # A folder that is really called so is given by its absolute path.
+    np.testing.assert_array_equal(tree.save(tmp_path / "s3:" / "x").read("param/w"), tree.read("param/w"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a b", "home", "s3:"]
+
+
+@given(st.from_regex(r"[A-Za-z][A-Za-z0-9+.-]{1,8}:/{1,3}[a-z./%]{0,9}", fullmatch=True))
+def test_whatever_looks_like_a_url_is_one_also_when_pathlib_was_at_it(url):
+    for path in (url, Path(url)):
+        with pytest.raises(UnsupportedPath):
+            local_path(path)
+
+
+@given(
+    st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1).filter(
+        lambda s: ":/" not in s
+    )
+)
+def test_any_other_path_is_taken_as_it_is(text):
+    if not text.startswith("~"):
+        assert local_path(text) == Path(text)
+
+
+# Sizes.
+
+NOT_SIZES = [0, -1, 101.0, True, "101", None, [101], np.float32(101)]
+
+
+@pytest.mark.parametrize("path", [DEEPSPEED, MEGATRON, MEGATRON_DIST])
+@pytest.mark.parametrize("n", NOT_SIZES, ids=repr)
+def test_a_size_that_is_no_length_is_refused_by_its_name(path, n):
+    with pytest.raises(SpecError, match=r"sizes: vocab=.* should be a whole number"):
+        ucp.open(path, sizes={"vocab": n})
+
+
+@pytest.mark.parametrize("n", NOT_SIZES, ids=repr)
+def test_a_size_of_a_mapping_that_is_no_length_is_refused_by_its_name(n):
+    with pytest.raises(SpecError, match=r"sizes: heads=.* should be a whole number"):
+        ucp.open(SAFETENSORS).map("hf-llama-to-tunix", sizes={"heads": n})
+
+
+@pytest.mark.parametrize(
+    ("path", "known"),
+    [
+        (DEEPSPEED, "the names it takes are vocab; perhaps vocab is meant"),
+        (MEGATRON_DIST, "the names it takes are vocab; perhaps vocab is meant"),
+        (MEGATRON, r"the names it takes are expert_ffn, ffn, .*, vocab; perhaps vocab is meant"),
+        (SAFETENSORS, "it records all lengths itself"),
+        (DCP, "it records all lengths itself"),
+        (TORCH, "it records all lengths itself"),
+        (DATA / "deepspeed" / "z1_bf16_dp2", "it records all lengths itself"),
+    ],
+    ids=str,
+)
+def test_a_size_that_the_checkpoint_has_no_use_for_is_refused_with_the_names_it_takes(path, known):
+    with pytest.raises(SpecError, match=f"has no use for vocabulary in sizes: {known}"):
+        ucp.open(path, sizes={"vocabulary": 101})
+    code, text = run("inspect", path, "--size", "vocabulary=101")
+    assert code == 1
+    assert "has no use for vocabulary in sizes" in text
+
+
+def test_a_size_of_a_universal_checkpoint_has_no_use(universal):
+    with pytest.raises(SpecError, match="has no use for vocab in sizes"):
+        ucp.open(universal, sizes={"vocab": 101})
+
+
+@pytest.mark.parametrize("path", [DEEPSPEED, MEGATRON, MEGATRON_DIST])
+def test_the_size_that_is_named_in_the_refusal_is_taken(path):
+    (name,) = {param for param in ucp.open(path).params if param.endswith("word_embeddings.weight")}
+    for n in (101, np.int64(101)):
+        assert ucp.open(path, sizes={"vocab": n}).params[name].shape[0] == 101
+
+
+def test_every_name_that_a_spec_takes_changes_what_it_says():
+    """A size that the spec itself computes is none of them: its number would not be looked at."""
+    text = """
+sizes: {rows: heads * dim, dim: dim // 2}
+shards:
+- {param: a, pattern: {fused: {axis: 0, parts: {q: rows, k: width}}}}
+- {param: b, when: gated, pattern: replicated}
+- {param: c, when: not gated, pattern: {sharded: 0}}
+"""
+    spec = parse(text)
+    assert spec.lengths == {"heads", "dim", "width"}
+    assert spec.switches == {"gated"}
+
+
+def test_a_switch_of_a_spec_may_be_off(tmp_path):
+    """`when` asks whether something is there: 0 is an answer."""
+    parameters = json.loads((DEEPSPEED / "case.json").read_text())["parameters"]
+    kinds = {"vocab": {"sharded": 0, "padded": {"axis": 0, "to": "vocab"}}, "replicated": "replicated"}
+    kinds |= {"column": {"sharded": 0}, "row": {"sharded": 1}}
+    rules = [{"param": p["name"], "pattern": kinds[p["layout"]["kind"]], "when": "not gated"} for p in parameters]
+    (tmp_path / "mine.yaml").write_text(json.dumps({"shards": rules}))
+    checkpoint = ucp.open(DEEPSPEED, spec=tmp_path / "mine.yaml", sizes={"vocab": 101, "gated": 0})
+    assert len(checkpoint.params) == len(parameters)
+
+
+@pytest.mark.parametrize(
+    "said", ["vocab=0", "vocab=-1", "vocab=101.0", "vocab=\xb2", "vocab=", "=3", "vocab=" + "9" * 30]
+)
+def test_the_command_refuses_what_is_no_size(said):
+    code, text = run("inspect", MEGATRON, "--size", said)
+    assert code in (1, 2)
+    assert "vocab=50257" in text or "should be a whole number" in text
+
+
+def test_the_command_refuses_two_lengths_of_one_name():
+    code, text = run("inspect", MEGATRON, "--size", "vocab=101", "--size", "vocab=102")
+    assert (code, "gives vocab twice: 101 and 102" in text) == (2, True)
+    assert run("inspect", MEGATRON, "--size", "vocab=101", "--size", "vocab=101")[0] == 0
+
+
+def test_a_size_may_be_for_the_mapping_or_for_the_checkpoint_or_for_neither():
+    mapping = ("--mapping", "hf-llama-to-tunix")
+    assert run("inspect", SAFETENSORS, *mapping, "--size", "heads=4")[0] == 0
+    code, text = run("inspect", SAFETENSORS, *mapping, "--size", "haeds=4")
+    assert code == 1
+    assert "the names it takes are embed, head_dim, heads" in text
+
+
+# A spec where none is used, copies where there are none.
+
+
+@pytest.mark.parametrize("path", [SAFETENSORS, DCP, TORCH, MEGATRON_DIST], ids=lambda path: path.parent.name)
+def test_a_spec_is_refused_where_the_checkpoint_says_itself_how_it_is_stored(path, tmp_path):
+    (tmp_path / "mine.yaml").write_text("shards: [{param: '*', pattern: replicated}]")
+    with pytest.raises(SpecError, match=r"has no use for the spec .*mine\.yaml: open it without"):
+        ucp.open(path, spec=tmp_path / "mine.yaml")
+
+
+def test_a_spec_is_refused_for_a_universal_checkpoint_and_a_step_of_orbax(universal, tmp_path):
+    (tmp_path / "mine.yaml").write_text("shards: [{param: '*', pattern: replicated}]")
+    with pytest.raises(SpecError, match="has no use for the spec"):
+        ucp.open(universal, spec=tmp_path / "mine.yaml")
+
+
+@pytest.mark.parametrize("path", [SAFETENSORS, DCP, TORCH, DATA / "deepspeed" / "z0_fp32_dp2"], ids=lambda p: p.name)
+@pytest.mark.parametrize("believe", ["master", "copy"])
+def test_a_note_says_where_there_is_nothing_to_believe(path, believe):
+    plain, told = ucp.open(path), ucp.open(path, believe=believe)
+    assert [note for note in told.notes if note not in plain.notes] == [
+        f"nothing is stored twice here, so that believe={believe!r} changes nothing"
+    ]
+    assert told.leaves == plain.leaves
+
+
+def test_what_is_believed_is_one_of_two():
+    with pytest.raises(ValueError, match="believe='both' should be 'master' or 'copy'"):
+        ucp.open(SAFETENSORS, believe="both")
+
+
+# Numbers.
+
+NOT_BYTES = [0, -1, 1e9, True, "1GiB", None]
+BUDGETED: dict[str, Callable[[ucp.Checkpoint, Any, Path], object]] = {
+    "restore": lambda tree, n, out: tree.restore(budget_bytes=n),
+    "save": lambda tree, n, out: tree.save(out, budget_bytes=n),
+    "plan_save": lambda tree, n, out: tree.plan_save(n),
+    "export": lambda tree, n, out: tree.export(out, "dcp", budget_bytes=n),
+    "plan_export": lambda tree, n, out: tree.plan_export("dcp", budget_bytes=n),
+    "plan_optimizer": lambda tree, n, out: tree.plan_optimizer(
+        optax.adam(1e-3), {"w": jax.ShapeDtypeStruct((8, 4), np.float32)}
+    ).restore(mesh=MESH, budget_bytes=n),
+    "handler": lambda tree, n, out: ucp.CheckpointHandler(n),
+}
+
+
+@pytest.mark.parametrize("n", NOT_BYTES, ids=repr)
+@pytest.mark.parametrize("door", BUDGETED)
+def test_a_budget_is_a_number_of_bytes(door, n, tree, tmp_path):
+    with pytest.raises(ValueError, match=r"budget_bytes=.* should be a whole number, at least 1"):
+        BUDGETED[door](tree, n, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+    BUDGETED[door](tree, 1, tmp_path / "out")
+
+
+@pytest.mark.parametrize("n", [n for n in NOT_BYTES if n is not None], ids=repr)
+def test_a_budget_of_arguments_for_orbax_is_a_number_of_bytes_or_none(n, universal):
+    with pytest.raises(ValueError, match=r"budget_bytes=.* should be a whole number"):
+        ucp.args.Save(TREE, budget_bytes=n)
+    with pytest.raises(ValueError, match=r"budget_bytes=.* should be a whole number"):
+        ucp.CheckpointHandler().restore(universal, ucp.args.Restore(budget_bytes=n))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mesh": {"data": 0}}, "the mesh axis data=0 should be a whole number"),
+        ({"mesh": {"data": 2.5}}, "the mesh axis data=2.5 should be a whole number"),
+        ({"mesh": {"data": -4}}, "the mesh axis data=-4 should be a whole number"),
+        ({"mesh": "data=4"}, "should be a mesh of JAX, or the sizes of its axes"),
+        ({"mesh": {"data": 1 << 40}}, "at most 16777216 are planned for"),
+        ({"mesh": {"data": 4}, "hosts": 0}, "hosts=0 should be a whole number"),
+        ({"mesh": {"data": 4}, "hosts": 2.0}, "hosts=2.0 should be a whole number"),
+        ({"mesh": {"data": 4}, "hosts": 3}, "4 devices cannot be shared out evenly to 3 hosts"),
+        ({"mesh": {"data": 4}, "rules": [("(", P("data"))]}, "is no regular expression"),
+        ({"mesh": {"data": 4}, "rules": ["w"]}, "is no pair"),
+        ({"mesh": {"data": 4}, "rules": [("w", 3)]}, "is no pair"),
+        ({"mesh": {"data": 4}, "rules": [(None, P("data"))]}, "is no pair"),
+    ],
+    ids=str,
+)
+def test_meshes_hosts_and_rules_that_cannot_be_meant_are_refused(options, words, tree, tmp_path):
+    with pytest.raises(ValueError, match=words.replace(".", r"\.")):
+        tree.plan_save(**options)
+    with pytest.raises(ValueError, match=words.replace(".", r"\.")):
+        tree.save(tmp_path / "out", **options)
+    with pytest.raises(ValueError, match=words.replace(".", r"\.")):
+        tree.plan_reads(**options)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("options", [{"hosts": 2}, {"rules": [("w", P("data"))]}], ids=str)
+def test_hosts_and_rules_are_refused_without_a_mesh(options, tree):
+    with pytest.raises(ValueError, match="give mesh= too"):
+        tree.plan_save(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rules": [("w", P("data"))]}, "give mesh= too"),
+        ({"rules": ["w"], "mesh": MESH}, "is no pair"),
+        ({"mesh": {"data": 8}}, r"should be a jax\.sharding\.Mesh"),
+        ({"partial": True}, "there is no target"),
+        ({"cast": True}, "there is none; give a dtype"),
+        ({"cast": None}, "give a floating dtype"),
+        ({"cast": "bf16"}, "give a floating dtype"),
+        ({"cast": "int8"}, "give a floating dtype"),
+    ],
+    ids=str,
+)
+def test_arguments_of_a_restore_that_cannot_be_meant_are_refused(options, words, tree):
+    for call in (tree.restore, tree.plan):
+        with pytest.raises(ValueError, match=words):
+            call(**options)
+
+
+def test_what_a_restore_does_not_use_of_rules_and_mesh_is_in_its_notes(universal):
+    placed = ucp.Checkpoint.of({"w": jax.device_put(np.ones((8, 4)), NamedSharding(MESH, P()))})
+    rules = [("^nothing$", P("data")), ("embed", "data"), ("^w$", P("modle"))]
+    assert placed.plan(mesh=MESH, rules=rules).notes == [
+        "w: axis 0 of 8 is not cut over modle: the mesh has no such axis",
+        "the rule '^nothing$' matches no leaf",
+        "no leaf has the logical axis 'embed'; a rule on labels has a PartitionSpec",
+    ]
+    assert placed.plan_reads(MESH, rules=rules).notes == placed.plan(mesh=MESH, rules=rules).notes
+    assert ucp.open(universal).plan(mesh=MESH).notes == [
+        "nothing goes on the mesh: all leaves are values of the host program, and come back as such"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("format", "options", "words"),
+    [
+        ("dcp", {"max_shard_bytes": 10}, "max_shard_bytes is for safetensors"),
+        ("deepspeed", {"max_shard_bytes": 10}, "max_shard_bytes is for safetensors"),
+        ("safetensors", {"max_shard_bytes": 0}, "max_shard_bytes=0 should be a whole number"),
+        ("safetensors", {"max_shard_bytes": 1e9}, "max_shard_bytes=1000000000.0 should be a whole number"),
+        ("safetensors", {"zero_stage": 1}, "zero_stage is for deepspeed"),
+        ("dcp", {"zero_stage": 1}, "zero_stage is for deepspeed"),
+        ("deepspeed", {"zero_stage": 0}, "zero_stage=0 should be a whole number"),
+        ("deepspeed", {"zero_stage": 4}, "zero_stage=4 is no stage of ZeRO"),
+        ("torch", {}, "format='torch' is not one that is written"),
+        ("dcp", {"dtype": "bf16"}, "'bf16' is no floating dtype"),
+        ("dcp", {"dtype": "int8"}, "'int8' is no floating dtype"),
+    ],
+    ids=str,
+)
+def test_arguments_of_an_export_that_are_not_for_it_are_refused(format, options, words, tree, tmp_path):
+    with pytest.raises((ValueError, TypeError), match=words):
+        tree.plan_export(format, **options)
+    with pytest.raises((ValueError, TypeError), match=words):
+        tree.export(tmp_path / "out", format, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_note_says_whether_a_dtype_casts_anything(tree):
+    assert tree.plan_export("dcp", dtype="bfloat16").notes[0].startswith("floating parameters are cast to bfloat16")
+    assert tree.plan_export("dcp", dtype="float32").notes[0].startswith("no parameter is cast")
+
+
+@pytest.mark.parametrize("step", [-1, 2.5, 7])
+def test_a_step_that_is_not_the_one_stored_is_refused(step, tree):
+    params = {"w": jax.ShapeDtypeStruct((8, 4), np.float32)}
+    with pytest.raises(ValueError, match=f"step={step} was given, but w has done 3"):
+        tree.plan_optimizer(optax.adam(1e-3), params, step=step)
+
+
+# The command line.
+
+TO_DCP = ("export", SAFETENSORS, "out", "--format", "dcp")
+WRONG: list[tuple[tuple[object, ...], int, str]] = [
+    (("inspect", SAFETENSORS, "--leaf", "nothing"), 1, "no leaf of .* matches 'nothing'; it has 21, such as param/"),
+    (("inspect", SAFETENSORS, "--leaf", "q_proj", "--all"), 2, "give one of them"),
+    (("inspect", SAFETENSORS, "--leaf", "(("), 2, "is no regular expression"),
+    (("inspect", DEEPSPEED, "--spec", "/nothing.yaml"), 1, "/nothing.yaml cannot be read as a spec"),
+    (("inspect", SAFETENSORS, "--spec", "/nothing.yaml"), 1, "has no use for the spec"),
+    (("plan", SAFETENSORS, "--hosts", 2), 2, "give --mesh too"),
+    (("plan", SAFETENSORS, "--rule", "weight=x"), 2, "give --mesh too"),
+    (("convert", SAFETENSORS, "out", "--hosts", 2), 2, "give --mesh too"),
+    (("plan", SAFETENSORS, "--mesh", ""), 2, "is no mesh"),
+    (("plan", SAFETENSORS, "--mesh", "x=0"), 2, "is no mesh"),
+    (("plan", SAFETENSORS, "--mesh", "x=2,x=2"), 2, "is no mesh"),
+    (("plan", SAFETENSORS, "--mesh", "x=999999999,y=9"), 2, "at most 16777216"),
+    (("plan", SAFETENSORS, "--mesh", "x=8", "--hosts", 3), 2, "cannot be shared out evenly"),
+    (("plan", SAFETENSORS, "--budget", "0"), 2, "is no size"),
+    (("plan", SAFETENSORS, "--budget", "0.00001"), 2, "is no size"),
+    (("plan", SAFETENSORS, "--budget", "9" * 400), 2, "is no size"),
+    (("plan", SAFETENSORS, DATA), 1, "has files in it that are no unfinished copy"),
+    (
+        ("export", SAFETENSORS, "out", "--format", "dcp", "--max-shard", "1MB"),
+        2,
+        "--max-shard is for --format safetensors",
+    ),
+    (("export", SAFETENSORS, "out", "--format", "dcp", "--zero-stage", 1), 2, "--zero-stage is for --format deepspeed"),
+    (("export", SAFETENSORS, "out", "--format", "deepspeed", "--zero-stage", 4), 2, "not in the range"),
+    (("export", SAFETENSORS, "out", "--format", "dcp", "--params", "x"), 2, "--params goes with --optimizer"),
+    (("export", SAFETENSORS, "out", "--format", "dcp", "--opt-state", "x"), 2, "--opt-state goes with --optimizer"),
+    (
+        ("export", SAFETENSORS, "out", "--format", "dcp", "--step-dtype", "int32"),
+        2,
+        "--step-dtype goes with --optimizer",
+    ),
+    (("map", SAFETENSORS), 2, "give --mapping"),
+    (("map", SAFETENSORS, "--mapping", "nothing"), 1, "is no mapping that can be read"),
+]
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "words"), WRONG, ids=lambda x: " ".join(map(str, x[2:])) if type(x) is tuple else ""
+)
+def test_options_of_a_command_that_are_not_used_are_refused(command, code, words, tmp_path, monkeypatch):
+
+    monkeypatch.chdir(tmp_path)
+    found, text = run(*command)
+    assert found == code, text
+    assert re.search(words, " ".join(text.split())), text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rules_and_axes_that_are_not_used_are_printed_by_plan_and_convert(tmp_path):
+    mesh = ("--mesh", "x=8", "--rule", "nothing=x", "--rule", r"embed_tokens\.weight$=modle")
+    for command in (("plan", SAFETENSORS), ("convert", SAFETENSORS, tmp_path / "out")):
+        code, text = run(*command, *mesh)
+        assert code == 0
+        text = " ".join(text.split())
+        assert "the rule 'nothing' matches no leaf" in text
+        assert "not cut over modle: the mesh has no such axis" in text
+
+
+# Each option of each door, and what happens where it would change nothing:
+# `used` always, `refused` there, or `noted` there; or why it is harmless, and documented so.
+TABLE: dict[str, dict[str, str]] = {
+    "open": {
+        "path": "used",
+        "sizes": "refused",
+        "spec": "refused",
+        "weights_only": "harmless: there is no optimizer to leave aside",
+        "believe": "noted",
+    },
+    "Checkpoint.map": {"mapping": "used", "sizes": "refused"},
+    "Checkpoint.plan": {
+        "target": "used",
+        "mesh": "noted",
+        "rules": "noted",
+        "cast": "refused",
+        "partial": "refused",
+        "share_reads": "harmless: in one process, or where no array is held by several, each reads its own",
+    },
+    "Checkpoint.restore": {
+        "target": "used",
+        "mesh": "noted",
+        "rules": "noted",
+        "cast": "refused",
+        "partial": "refused",
+        "share_reads": "harmless: in one process, or where no array is held by several, each reads its own",
+        "budget_bytes": "used",
+    },
+    "Checkpoint.plan_optimizer": {"tx": "used", "params": "used", "step": "refused", "check": "used"},
+    "Checkpoint.torch_states": {
+        "tx": "used",
+        "model": "used",
+        "params": "refused",
+        "opt_state": "refused",
+        "step": "refused",
+        "step_dtype": "used",
+    },
+    "Checkpoint.plan_reads": {"mesh": "used", "rules": "noted", "hosts": "used"},
+    "Checkpoint.plan_save": {
+        "budget_bytes": "used",
+        "path": "used",
+        "mesh": "noted",
+        "rules": "refused",
+        "hosts": "refused",
+    },
+    "Checkpoint.save": {
+        "path": "used",
+        "mesh": "noted",
+        "rules": "refused",
+        "hosts": "refused",
+        "budget_bytes": "used",
+        "done": "used",
+    },
+    "Checkpoint.plan_export": {
+        "format": "used",
+        "dtype": "noted",
+        "max_shard_bytes": "refused",
+        "zero_stage": "refused",
+        "budget_bytes": "used",
+    },
+    "Checkpoint.export": {
+        "path": "used",
+        "format": "used",
+        "dtype": "noted",
+        "max_shard_bytes": "refused",
+        "zero_stage": "refused",
+        "budget_bytes": "used",
+        "done": "used",
+    },
+    "args.Save": {"item": "used", "budget_bytes": "used"},
+    "args.Restore": {
+        "item": "used",
+        "mesh": "noted",
+        "rules": "noted",
+        "cast": "refused",
+        "partial": "refused",
+        "share_reads": "harmless: in one process, or where no array is held by several, each reads its own",
+        "budget_bytes": "used",
+    },
+    "CheckpointHandler": {"budget_bytes": "used"},
+}
+SOURCE = {"mapping": "used", "sizes": "refused", "spec": "refused", "weights_only": "harmless", "believe": "noted"}
+ON_A_MESH = {"mesh": "used", "rules": "refused", "hosts": "refused"}
+COMMAND_TABLE: dict[str, dict[str, str]] = {
+    "inspect": {"path": "used", "pattern": "refused", "all_": "refused", "json_": "used", **SOURCE},
+    "plan": {"source": "used", "target": "used", "budget": "used", "json_": "used", **SOURCE, **ON_A_MESH},
+    "convert": {"source": "used", "target": "used", "budget": "used", "json_": "used", **SOURCE, **ON_A_MESH},
+    "verify": {"path": "used", "json_": "used", **SOURCE},
+    "map": {"source": "used", "target": "used", "json_": "used", **SOURCE, "mapping": "refused"},
+    "export": {
+        **{"source": "used", "target": "used", "format": "used", "dtype": "noted", "json_": "used", "budget": "used"},
+        **dict.fromkeys(("max_shard_bytes", "zero_stage", "params", "opt_state", "step_dtype"), "refused"),
+        **{"optimizer": "used", **SOURCE},
+    },
+}
+
+
+@pytest.mark.parametrize("door", TABLE)
+def test_what_becomes_of_every_option_is_decided(door):
+    call: Any = ucp
+    for part in door.split("."):
+        call = getattr(call, part)
+    names = [name for name in inspect.signature(call).parameters if name != "self"]
+    assert names == list(TABLE[door])
+
+
+def test_what_becomes_of_every_option_of_every_command_is_decided():
+    found = {name: {option.name for option in command.params} for name, command in main.commands.items()}
+    assert found == {name: set(options) for name, options in COMMAND_TABLE.items()}
