@@ -19,7 +19,7 @@ from torch_writer import Instance, save
 CASES = ("torchsave", "torchsave_variants", "torchsave_legacy")
 FILES = sorted(path for case in CASES for path in (DATA / case).glob("*.pt"))
 
-REFUSED = ("complex32.pt", "conj.pt", "functools.pt", "meta.pt", "neg.pt", "quantized.pt", "sparse_coo.pt")
+REFUSED = ("complex32.pt", "conj.pt", "meta.pt", "neg.pt", "quantized.pt", "sparse_coo.pt")
 REFUSED += ("sparse_csr.pt", "storage.pt", "subclass.pt", "whole_module.pt")
 
 
@@ -49,7 +49,8 @@ def test_every_tensor_equals_the_live_one_however_it_is_read(file, tmp_path):
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_file_with_more_than_plain_tensors_is_refused_with_the_reason(name):
     with pytest.raises(
-        FormatError, match=rf"{name}: (tensors that cannot be read:\n  '.*': .*|the pickle asks for '.*')"
+        FormatError,
+        match=rf"{name}: (tensors that cannot be read:\n  '.*': .*|what it holds is an object of torch\.nn\.)",
     ):
         ucp.open(DATA / "torchsave_exotic" / name)
 
