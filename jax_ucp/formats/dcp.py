@@ -129,6 +129,7 @@ def _object(found: Import, fqn: str, span: Span, source: DcpSource) -> Any:
         found.skip(where, "object", reason)
         found.notes.append(f"{fqn} in {span.file} was left out: {reason}; save it with flatten_state_dict=True")
         return None
+    found.unknown |= file.unknown
     found.extra(span.file, fqn, file.tree, file)
     return file.tree
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.formats import safe_pickle
-from jax_ucp.formats.safe_pickle import Name, Record, inert, table
+from jax_ucp.formats.safe_pickle import Name, Record, inert, known, table, what_is
 from jax_ucp.formats.torch_names import NAMES as TORCH_NAMES
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
@@ -189,7 +189,7 @@ class _Tables:
         # Some are None (torch 1.13, flatten_state_dict=False), or a planner's own kind of data.
         if "planner_data" not in top:
             raise FormatError("the Metadata has no planner_data, which every version of it has")
-        paths = top["planner_data"]
+        paths = known(top["planner_data"])
         for fqn, steps in paths.items() if isinstance(paths, dict) else ():
             if isinstance(steps, tuple) and steps and all(type(step) in (str, int) for step in steps):
                 self.paths[fqn] = steps
@@ -204,7 +204,7 @@ class _Tables:
             )
         chunks = entry.get("chunks")
         if not isinstance(chunks, list):
-            raise FormatError(f"{fqn}: its chunks should be a list, but are a {type(chunks).__name__}")
+            raise FormatError(f"{fqn}: its chunks should be a list, but are {what_is(chunks)}")
         found: dict[tuple[Shape, Shape], None] = {}
         for chunk in chunks:
             fields = _fields(chunk, "ChunkStorageMetadata", fqn)
@@ -253,13 +253,13 @@ def _spans(storage_data: Mapping[Any, Any]) -> dict[tuple[str, Shape | None], Sp
 
 def _fields(value: Any, kind: str, what: str) -> Mapping[str, Any]:
     if not isinstance(value, Record) or not value.type.endswith(kind):
-        raise FormatError(f"{what} should be a {kind}, but is a {value if isinstance(value, Name) else type(value)}")
+        raise FormatError(f"{what} should be a {kind}, but is {what_is(value)}")
     return value.fields
 
 
 def _dict(value: Any, what: str) -> dict[Any, Any]:
     if not isinstance(value, dict):
-        raise FormatError(f"{what} should be a dict, but is a {type(value).__name__}")
+        raise FormatError(f"{what} should be a dict, but is {what_is(value)}")
     return value
 
 

@@ -26,6 +26,7 @@ from jax_ucp.formats.deepspeed_stage0 import add_numbered_states, unwrapped
 from jax_ucp.formats.deepspeed_zero import base_optimizer
 from jax_ucp.formats.importing import touched
 from jax_ucp.formats.options import Options
+from jax_ucp.formats.safe_pickle import known
 from jax_ucp.formats.torch_file import StoredTensor
 from jax_ucp.layout.patterns import flat_layouts
 from jax_ucp.storage.contents import Contents
@@ -106,7 +107,7 @@ class Reader(Slices):
 
     def _refuse_without_partitions(self) -> None:
         first = self.files.models[0][0]
-        config = first.state.get("ds_config")
+        config = known(first.state.get("ds_config"))
         stage = (config.get("zero_optimization") or {}).get("stage", 0) if isinstance(config, dict) else 0
         if self.files.zero3 or (stage and not self.options.weights_only):
             raise FormatError(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_ucp.errors import FormatError
+from jax_ucp.formats.safe_pickle import known, what_is
 from jax_ucp.formats.torch_file import StoredTensor, TorchFile
 
 _OPTIM = re.compile(r"(?P<bf16>bf16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
@@ -189,7 +190,7 @@ def _zero3(folder: Path, optim: Mapping[tuple[int, int], str]) -> bool:
 
 def _degrees(said: Mapping[str, Any], found: int, layers_tp: int | None) -> tuple[int, int]:
     """Pipeline stages and tensor-parallel ranks, as the file says, or older ones let it be seen from their number."""
-    degrees = said.get("checkpoint_parallel_dimensions")
+    degrees = known(said.get("checkpoint_parallel_dimensions"))
     if isinstance(degrees, dict):
         return int(degrees["pp_degree"]), int(degrees["tp_degree"])
     ranks = said.get("mp_world_size")
@@ -258,5 +259,5 @@ def _int(digits: str | None) -> int | None:
 
 def expect_dict(value: Any, path: Path, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise FormatError(f"{path}: {what} should be a dict, but is a {type(value).__name__}")
+        raise FormatError(f"{path}: {what} should be a dict, but is {what_is(value)}")
     return value

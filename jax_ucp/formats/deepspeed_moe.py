@@ -17,6 +17,7 @@ from jax_ucp.errors import FormatError
 from jax_ucp.formats.deepspeed_files import Rank, Stored
 from jax_ucp.formats.deepspeed_tp import affine_layout
 from jax_ucp.formats.deepspeed_zero import param_group
+from jax_ucp.formats.safe_pickle import known
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
 from jax_ucp.layout.patterns import Sharded
@@ -44,7 +45,7 @@ def teams(index: int, ranks: Sequence[Rank], models: Sequence[Stored]) -> list[t
 def _expert_ranks(ranks: Sequence[Rank], share: int) -> list[range]:
     """For each expert-parallel rank the positions of the `share` data-parallel ranks that share its experts."""
     ep, world = len(ranks) // share, len(ranks)
-    config = ranks[0].file.tree.get("ds_config") if isinstance(ranks[0].file.tree, dict) else None
+    config = known(ranks[0].file.tree.get("ds_config")) if isinstance(ranks[0].file.tree, dict) else None
     if isinstance(config, dict) and config.get("use_data_before_expert_parallelism"):
         return [range(e * share, (e + 1) * share) for e in range(ep)]
     return [range(e, world, ep) for e in range(ep)]

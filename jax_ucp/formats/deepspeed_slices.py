@@ -56,6 +56,7 @@ class Slices:
         self.files, self.options = files, options
         stored = Joined({**{file.name: file.file for file in files.all()}, **(more or {})})
         self.found = Import("deepspeed", files.folder, stored, options.believe)
+        self.found.unknown |= {name for file in files.all() for name in file.file.unknown}
         self.slices: dict[tuple[str, str], StateSlices] = defaultdict(StateSlices)
         self.unowned = FROZEN if any(files.ranks) else "a parameter, of which the optimizer has no second copy"
         self.copied: set[str] = set()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_ucp.errors import FormatError, LayoutError
-from jax_ucp.formats.safe_pickle import Record
+from jax_ucp.formats.safe_pickle import Record, known
 from jax_ucp.language.notation import load
 from jax_ucp.language.rules import Shard, layouts, regex_of
 from jax_ucp.layout.box import Box
@@ -43,7 +43,7 @@ class TensorParallel:
     """
 
     def __init__(self, info: Any, tp: int, where: str, sizes: Mapping[str, int]):
-        self.info: Mapping[str, Any] = info if isinstance(info, dict) else {}
+        self.info: Mapping[str, Any] = info if isinstance(known(info), dict) else {}
         self.tp, self.where = tp, where
         self.vocab = sizes.get("vocab", self.info.get("original_vocab_size"))
         self.maps: Mapping[str, Any] = (self.info.get("affine_map") or {}).get("params") or {}

@@ -94,6 +94,7 @@ class _Reader:
         self.inside = {} if options.weights_only else param_state_sources(files)
         sources = {"": files.source, f"{COMMON_FILE}:": files.common, **self.inside}
         self.found = Import("megatron", files.folder, Beside(sources), options.believe)
+        self.found.unknown |= files.common.unknown
         # parameter -> state -> how it is stored; `weight` is what the model computes with. The vocabulary is padded.
         self.states: dict[str, dict[str, Consolidated]] = {}
         self.dtypes: dict[str, str] = {}
@@ -316,6 +317,7 @@ class _Reader:
             self.found.notes.append(f"the object {key} was left out: {error}")
             return
         tree = opened.tree
+        self.found.unknown |= opened.unknown
         self.found.extra(file, key, tree[0] if isinstance(tree, list) and len(tree) == 1 else tree, opened)
 
     def _common(self) -> None:

@@ -50,8 +50,8 @@ def _pairs(
         said = about.get("distrib_optim_sharding_type") if isinstance(about, dict) else None
         yield "distrib_optim_sharding_type", said, " and ".join(kinds)
     if kinds or any(state_of(key)[0] != "weight" for key in files.tensors):
-        yield "use_distributed_optimizer", args.fields.get("use_distributed_optimizer"), bool(kinds)
-        dtype = args.fields.get("params_dtype")
+        yield "use_distributed_optimizer", args.optional("use_distributed_optimizer"), bool(kinds)
+        dtype = args.optional("params_dtype")
         if isinstance(dtype, np.dtype) and EMBEDDING in dtypes:
             yield "params_dtype", dtype.name, dtypes[EMBEDDING]
 

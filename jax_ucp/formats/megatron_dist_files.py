@@ -25,6 +25,7 @@ from jax_ucp.formats.dcp_source import DcpSource, chunk_key
 from jax_ucp.formats.megatron_dist_names import Run
 from jax_ucp.formats.megatron_dist_zarr import ARRAY_FILE, ZarrChunks, zarr_array
 from jax_ucp.formats.megatron_files import Args, args_of, iteration_folder
+from jax_ucp.formats.safe_pickle import what_is
 from jax_ucp.formats.torch_file import TorchFile
 from jax_ucp.layout.box import Box
 from jax_ucp.storage.gather import read_into
@@ -124,7 +125,7 @@ def open_files(folder: Path) -> DistFiles:
     common = TorchFile(folder / COMMON_FILE)
     tree = common.tree
     if not isinstance(tree, dict):
-        raise FormatError(f"{common.path} should hold a dict, but holds a {type(tree).__name__}")
+        raise FormatError(f"{common.path} should hold a dict, but holds {what_is(tree)}")
     # Other trainers on Megatron-Core, such as NeMo, save no args. Only flat buffers cannot be read without.
     args = Args(args_of(tree, common.path) if "args" in tree else {})
     iteration = tree.get("iteration")

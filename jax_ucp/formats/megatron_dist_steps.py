@@ -11,6 +11,7 @@ from typing import Any
 
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.megatron_dist_files import COMMON_FILE, DistFiles, StoredObject
+from jax_ucp.formats.safe_pickle import known, what_is
 from jax_ucp.formats.torch_file import StoredTensor
 from jax_ucp.layout.box import Box
 
@@ -34,7 +35,7 @@ def common_steps(files: DistFiles) -> dict[bool, list[Step]]:
     for i, part in enumerate(optimizers(files.tree.get("optimizer"))):
         inner = part.get("optimizer", part)
         if not isinstance(inner, dict):
-            raise FormatError(f"{files.common.path}: optimizer {i} is a {type(inner).__name__}, not a dict")
+            raise FormatError(f"{files.common.path}: optimizer {i} is {what_is(inner)}, not a dict")
         state = inner.get("state")
         steps = found.setdefault(bool(i), [])
         tensor = state.get("common_step") if isinstance(state, dict) else None
@@ -68,7 +69,7 @@ def one_step(files: DistFiles, name: str, steps: Sequence[Step]) -> Step:
 
 def optimizers(optimizer: Any) -> list[dict[Any, Any]]:
     """The optimizers in `common.pt`: one, or under the numbers 0 and 1 those of dense parameters and of experts."""
-    if not isinstance(optimizer, dict):
+    if not isinstance(known(optimizer), dict):
         return []
     parts = list(optimizer.values()) if all(isinstance(key, int) for key in optimizer) else [optimizer]
     return [part for part in parts if isinstance(part, dict)]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_ucp.errors import FormatError
-from jax_ucp.formats.safe_pickle import Record
+from jax_ucp.formats.safe_pickle import Record, known, what_is
 from jax_ucp.formats.torch_file import StoredTensor, TorchFile
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -40,12 +40,19 @@ class Args:
     absent: list[str] = field(default_factory=list)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The argument, or `default` where the release that wrote it had no such one."""
+        """The argument, or `default` where the release that wrote it had no such one.
+
+        Raises FormatError where it is an object of a class that is not known here.
+        """
         if name not in self.fields:
             if name not in self.absent:
                 self.absent.append(name)
             return default
-        return self.fields[name]
+        return known(self.fields[name])
+
+    def optional(self, name: str) -> Any:
+        """The argument, or None; that it is not there needs no note."""
+        return known(self.fields.get(name))
 
     def degree(self, name: str) -> int:
         """A parallel degree: 1 where it is None or not there."""
@@ -185,7 +192,7 @@ def _check_together(folder: Path, args: Args, ranks: Sequence[Rank]) -> None:
 
 def _tree(file: TorchFile) -> dict[str, Any]:
     if not isinstance(file.tree, dict):
-        raise FormatError(f"{file.path}: the file should hold a dict, but holds a {type(file.tree).__name__}")
+        raise FormatError(f"{file.path}: the file should hold a dict, but holds {what_is(file.tree)}")
     return file.tree
 
 

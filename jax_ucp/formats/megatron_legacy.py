@@ -31,6 +31,7 @@ from jax_ucp.formats.megatron_files import (
 from jax_ucp.formats.megatron_optim import BUFFERS, Held, Module, beside_tensors, find_states
 from jax_ucp.formats.megatron_walk import EMBEDDING, TIED, layer_of, parts_of
 from jax_ucp.formats.options import Options
+from jax_ucp.formats.safe_pickle import what_is
 from jax_ucp.formats.torch_file import StoredTensor
 from jax_ucp.language.notation import built_in, load
 from jax_ucp.language.rules import Shard, Spec, layouts
@@ -68,6 +69,7 @@ class _Reader:
         files |= {f"{rank.folder.name}/{OPTIM_FILE}": rank.optim for rank in ranks if rank.optim}
         self.files = Joined(files)
         self.found = Import("megatron", folder, self.files, options.believe)
+        self.found.unknown |= {name for file in files.values() for name in file.unknown}
         self.optimizer = not options.weights_only and any(rank.tree.get("optimizer") is not None for rank in ranks)
         # (state, parameter) -> by tensor-parallel rank, the keys of every copy of that rank's shard.
         self.held: dict[tuple[str, str], dict[int, list[str]]] = {}
@@ -151,7 +153,7 @@ class _Reader:
                 else:
                     self.found.skip(f"{rank.name}:{where}", type(tensor).__name__, reason)
             elif not isinstance(tensor, StoredTensor):
-                raise FormatError(f"{rank.model.path}: {where} is no tensor, but a {type(tensor).__name__}")
+                raise FormatError(f"{rank.model.path}: {where} is no tensor, but {what_is(tensor)}")
             else:
                 try:
                     parts = parts_of(local, tensor.shape, first_layer, experts, self.args.get("hidden_size", 0))

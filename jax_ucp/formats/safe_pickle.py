@@ -73,9 +73,10 @@ class Constructor(Name):
 
 
 class Node:
-    """What the walk looks into besides the containers of Python."""
+    """What the walk looks into besides the containers of Python. As a dict's key it is itself alone."""
 
     __slots__ = ()
+    __hash__ = object.__hash__
 
     def children(self) -> Iterable[tuple[object, object]]:
         raise NotImplementedError
@@ -101,6 +102,12 @@ class Record(Node):
 
     def __str__(self) -> str:
         return self.type
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, Record)
+        return same and (self.type, self.args, self.state) == (other.type, other.args, other.state)
+
+    __hash__ = Node.__hash__
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +145,14 @@ class Opaque(Node):
 
     def __str__(self) -> str:
         return f"an object of {self.type}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Opaque) and self._content() == other._content()
+
+    __hash__ = Node.__hash__
+
+    def _content(self) -> tuple[object, ...]:
+        return self.type, self.args, self.state, self.items, self.entries, self.closed
 
     def refuse(self, *_: object) -> NoReturn:
         """Raise FormatError: it is where a value of a kind known here is needed."""
@@ -387,11 +402,11 @@ class _Machine:
             self.unbuilt[id(made)] = _Unbuilt(made, _OPAQUE)
             return made
         if not isinstance(function, Constructor) or not isinstance(args, tuple):
-            what = function.name if isinstance(function, Name) else str(_kind(function))
-            raise UnsafePickle(f"the pickle calls {what!r}, which is not a constructor that may be called")
+            what = repr(function.name) if isinstance(function, Name) else what_is(function)
+            raise UnsafePickle(f"the pickle calls {what}, which is not a constructor that may be called")
         made = function.call(args)
         if made is NotImplemented:
-            kinds = ", ".join(map(_kind, args[:10]))
+            kinds = ", ".join(map(what_is, args[:10]))
             raise UnsafePickle(f"the pickle calls {function.name} with arguments it does not take: ({kinds})")
         if function.build is not None:
             self.unbuilt[id(made)] = _Unbuilt(made, function)
@@ -402,7 +417,7 @@ class _Machine:
         target = self.top()
         unbuilt = self.unbuilt.pop(id(target), None)
         if unbuilt is None or unbuilt.made is not target:
-            raise UnsafePickle(f"the pickle gives a state to a {type(target).__name__} that cannot take one")
+            raise UnsafePickle(f"the pickle gives a state to {what_is(target)} that cannot take one")
         assert unbuilt.constructor.build is not None, "or it would not be here"
         built = unbuilt.constructor.build(target, state)
         if built is NotImplemented:
@@ -451,11 +466,23 @@ def is_plain_name(name: str) -> bool:
     return name.isidentifier() and not name.startswith("__")
 
 
-def _kind(value: object) -> str:
-    """What a value is, for a message: the name of what is not known by its type alone."""
+def what_is(value: object) -> str:
+    """What a value is, for a message: its type, or the name of what nobody here knows.
+
+    >>> what_is({}), what_is(Opaque("a.B"))
+    ('a dict', 'an object of a.B, which is not known here')
+    """
     if isinstance(value, Opaque):
-        return str(value)
-    return value.name if isinstance(value, Unknown) else type(value).__name__
+        return f"an object of {value.type}, which is not known here"
+    kind = type(value).__name__
+    return f"the name {value}" if isinstance(value, Name) else f"{'an' if kind[0] in 'aeio' else 'a'} {kind}"
+
+
+def known(value: T) -> T:
+    """The value, which decides something. Raises FormatError for an object of a class that is not known here."""
+    if isinstance(value, Opaque):
+        value.refuse()
+    return value
 
 
 def _damaged(at: int) -> FormatError:

@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from jax_ucp.errors import FormatError
-from jax_ucp.formats import extras
-from jax_ucp.formats.extras import tensor_bytes
 from jax_ucp.formats.importing import Import
-from jax_ucp.formats.opaque import closed_tensors, tensor_holders, unknown_notes
+from jax_ucp.formats.opaque import closed_tensors, tensor_holders
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.safe_pickle import Name, walk
 from jax_ucp.formats.state_paths import Places, Steps, hyperparameters, places
@@ -61,7 +59,7 @@ def open_torch(path: Path, options: Options) -> Contents:
             raise FormatError(f"{file.path} is what one rank wrote of a checkpoint: open its folder")
         _extras(found, name, file)
     _tensors(found, files, options)
-    found.notes += unknown_notes({name for file in files.values() for name in file.unknown})
+    found.unknown |= {name for file in files.values() for name in file.unknown}
     if index is not None:
         there = [(name, key) for name, file in files.items() for key in file.arrays()]
         keep_index(found, index_path, index, there)
@@ -137,15 +135,7 @@ def _extras(found: Import, name: str, file: TorchFile) -> None:
     tree = file.tree if _entries(file.tree) is not None and isinstance(file.tree, dict) else {"object": file.tree}
     for key, value in tree.items():
         rest = _rest(value)
-        if rest is _GONE:
-            continue
-        if (held := tensor_bytes(rest)) > extras.MAX_EXTRA_BYTES:
-            reason = f"an object with {held} bytes of tensors inside, which is data and no setting"
-            found.skip(f"{name}:{key}", type(value).__name__, reason)
-            for node in (node for _, node in walk(rest) if isinstance(node, StoredTensor)):
-                found.skip(f"{name}:{node.key}", "", reason)
-            found.notes.append(f"{key} in {name} was left out: {reason}")
-        else:
+        if rest is not _GONE:
             found.extra(name, str(key), rest)
 
 
