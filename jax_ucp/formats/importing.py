@@ -39,8 +39,8 @@ class Import:
 
     `shards` has the stored tensors, named `file:item`. The tree is `{state: {parameter: array}}`. A tensor of
     which the opener says nothing is accounted for as not understood. With `believe`, what is stored twice is not
-    compared: the `master` is the parameter, or the `copy` where there is one of all of it. `unknown` are names of classes
-    in the files that nobody here knows.
+    compared: the `master` is the parameter, or the `copy` where there is one of all of it. `unknown` are names of
+    classes in the files that nobody here knows.
     """
 
     def __init__(self, format: str, path: Path, shards: ArraySource, believe: str | None = None):
