@@ -7,12 +7,70 @@ another dict be taken for the model because this one cannot be looked into.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 from jax_ucp.formats.safe_pickle import Opaque, children, walk
+from jax_ucp.formats.state_paths import MODEL_WORDS, Steps
 from jax_ucp.formats.torch_names import StoredTensor
 
 NAMES_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class WeightsPlace:
+    """Where in a trainer's nested dicts the weights are: in the dict at `model`, if there is one, and in no optimizer.
+
+    It is `told` where a usual word for a model says so, or an optimizer that names the parameters.
+    """
+
+    model: Steps | None
+    told: bool
+    optimizers: frozenset[Steps]
+
+    def is_aside(self, path: Steps) -> bool:
+        """Whether what lies at a path is certainly no weight: it is an optimizer's, or beside a model that is told."""
+        if any(
+            path[: len(optimizer)] == optimizer and _is_state(path[len(optimizer) :]) for optimizer in self.optimizers
+        ):
+            return True
+        inside = self.model is not None and path[: len(self.model)] == self.model
+        return self.told and not inside and not _is_worded(path)
+
+
+def weights_place(
+    paths: Mapping[str, Steps], at: Mapping[str, tuple[str, str]], in_optimizers: Collection[str]
+) -> WeightsPlace:
+    """Where the weights are, by the path of every tensor, its (state, parameter), and which are an optimizer's.
+
+    >>> paths = {"model.w": ("model", "w"), "optim.state.0.m": ("optim", "state", 0, "m")}
+    >>> place = weights_place(paths, {"model.w": ("param", "w"), "optim.state.0.m": ("other", "")}, {"optim.state.0.m"})
+    >>> place.is_aside(("ema",)), place.is_aside(("model", "v")), place.is_aside(("optim", "state", 0, "n"))
+    (True, False, True)
+    """
+    model: Steps | None = None
+    for label, (state, name) in at.items():
+        if state == "param":
+            path = paths[label]
+            model = next((path[:i] for i in range(len(path)) if ".".join(map(str, path[i:])) == name), None)
+            break
+    named = any(state not in ("param", "other") for state, _ in at.values())
+    optimizers = frozenset(_before_state(paths[label]) for label in in_optimizers)
+    return WeightsPlace(model, named or (model is not None and _is_worded(model)), optimizers)
+
+
+def _before_state(path: Steps) -> Steps:
+    """The path of the optimizer's dict, of a path to a state in it."""
+    return path[: next((i for i in range(len(path)) if _is_state(path[i:])), len(path))]
+
+
+def _is_state(path: Steps) -> bool:
+    """Whether a path in an optimizer's dict leads to states or groups; a flattened key begins with such a word."""
+    return bool(path) and str(path[0]).partition(".")[0] in ("state", "param_groups")
+
+
+def _is_worded(path: Steps) -> bool:
+    return any(step in MODEL_WORDS for step in path)
 
 
 def tensor_holders(node: object) -> Iterator[Opaque]:

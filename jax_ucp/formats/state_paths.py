@@ -35,24 +35,12 @@ MODEL_WORDS = ("model", "module", "state_dict", "model_state_dict", "model_state
 class Places:
     """Where each tensor goes: `at[name]` is (state, parameter). `notes` say what could not be decided.
 
-    `in_optimizers` are the tensors that lie in an optimizer's dict, mapped or not; `optimizers` are the paths of those
-    dicts. `model` is the path of the dict that was taken for the model, if one was; it is `told` where a usual word
-    says so, or an optimizer that names parameters.
+    `in_optimizers` are the tensors that lie in an optimizer's dict, mapped or not.
     """
 
     at: dict[str, tuple[str, str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     in_optimizers: set[str] = field(default_factory=set)
-    model: Steps | None = None
-    told: bool = False
-    optimizers: set[Steps] = field(default_factory=set)
-
-    def is_aside(self, path: Steps) -> bool:
-        """Whether what lies at a path is certainly no weight: it is an optimizer's, or beside a model that is told."""
-        if any(path[: len(optimizer)] == optimizer for optimizer in self.optimizers):
-            return True
-        inside = self.model is not None and path[: len(self.model)] == self.model
-        return self.told and not inside and not _worded(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +59,7 @@ def places(tensors: Mapping[str, Steps], objects: Mapping[Steps, Any] = MappingP
     {'model.w': ('param', 'w'), 'optim.state.w.step': ('step', 'w'), 'lr': ('other', 'lr')}
     """
     found = Places()
-    optimizers = found.optimizers = _optimizers([*tensors.values(), *objects])
+    optimizers = _optimizers([*tensors.values(), *objects])
     named = dict(_named(objects))
     states: dict[str, _State] = {}
     outside: dict[str, Steps] = {}
@@ -91,7 +79,6 @@ def places(tensors: Mapping[str, Steps], objects: Mapping[Steps, Any] = MappingP
         if model is not None and (relative := _relative(path, model)) is not None:
             weights[name] = _joined(relative)
     placed = _placed(states, set(weights.values()), found.notes)
-    found.model, found.told = model, bool(placed) or (model is not None and _worded(model))
     for name in tensors:
         found.at[name] = placed.get(name) or (("param", weights[name]) if name in weights else ("other", name))
     if outside and not weights and not found.notes:

@@ -16,10 +16,10 @@ from typing import Any
 
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.importing import Import
-from jax_ucp.formats.opaque import closed_tensors, tensor_holders
+from jax_ucp.formats.opaque import WeightsPlace, closed_tensors, tensor_holders, weights_place
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.safe_pickle import Name, walk
-from jax_ucp.formats.state_paths import Places, Steps, hyperparameters, places
+from jax_ucp.formats.state_paths import Steps, hyperparameters, places
 from jax_ucp.formats.torch_file import TorchFile, cannot_be_read, is_torch_file
 from jax_ucp.formats.torch_names import StoredTensor, unreadable
 from jax_ucp.formats.weight_files import keep_config, keep_index, read_index, skip_others
@@ -99,7 +99,7 @@ def _tensors(found: Import, files: Mapping[str, TorchFile], options: Options) ->
                 found.extra(name, f"attributes of {label}", node.attributes)
     values = {path: node for path, (_, node) in objects.items()}
     where = places(paths, values)
-    _check_aside(found, objects, where)
+    _check_aside(found, objects, weights_place(paths, where.at, where.in_optimizers))
     for name, settings in hyperparameters(values) if not options.weights_only else ():
         found.hyperparameters(name, settings)
     for label, (key, tensor) in stored.items():
@@ -112,7 +112,7 @@ def _tensors(found: Import, files: Mapping[str, TorchFile], options: Options) ->
     found.notes += where.notes
 
 
-def _check_aside(found: Import, objects: Mapping[Steps, tuple[TorchFile, object]], where: Places) -> None:
+def _check_aside(found: Import, objects: Mapping[Steps, tuple[TorchFile, object]], where: WeightsPlace) -> None:
     """Raise FormatError where what cannot be read may be a weight: unreadable tensors, objects of unknown classes."""
     needed: dict[Path, dict[str, str]] = {}
     for path, (file, node) in objects.items():
