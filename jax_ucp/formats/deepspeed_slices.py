@@ -80,6 +80,9 @@ class Slices:
         flat: dict[str, dict[str, tuple[int, int]]] = {rank.name: {} for rank in ranks}
         models = self.files.models[mp]
         groups = param_shapes(models[0], ranks) if ranks else []
+        for rank in ranks if self.options.weights_only else ():
+            for key in rank.file.arrays():  # those of the masters are mapped later
+                self.found.skip(f"{rank.name}:{key}", "state", ASIDE)
         for model in models[1:]:
             if param_shapes(model, ()) != groups:
                 raise FormatError(
@@ -87,12 +90,12 @@ class Slices:
                 )
         for index, shapes in enumerate(groups):
             for ep, team in moe.teams(index, ranks, models):
-                part = group(index, shapes, team, self.files.zero3, models[0].name)
+                part = group(index, shapes, team, self.files.zero3, models[0].name, self.options.weights_only)
                 hyper = param_group(team[0], index)
                 for name in part.layouts if not self.options.weights_only else ():
                     self.found.hyperparameters(moe.global_name(name, ep, part.shapes), hyper)
                 self._flat_states(mp, ep, part, hyper)
-                self._values(mp, ep, part)
+                self._values(mp, ep, index, part)
                 for name, layout in part.layouts.items():
                     for fragment in layout.fragments:
                         mine = flat[team[fragment.shard].name]
@@ -107,10 +110,6 @@ class Slices:
             if state == "exp_avg_sq" and "betas" in hyper and "eps" not in hyper:
                 for key in keys:
                     self.found.skip(key, "state", "Lion has one moment; CPULion writes a second one and never reads it")
-                continue
-            if state != "param" and self.options.weights_only:
-                for key in keys:
-                    self.found.skip(key, "state", ASIDE)
                 continue
             for key in keys:
                 self.found.skip(key, "padding", "padding alone: the group is shorter than its ranks")
@@ -143,17 +142,38 @@ class Slices:
         stage, tp = divmod(mp, self.files.tp)
         return stage, ep, tp
 
-    def _values(self, mp: int, ep: int | None, part: Group) -> None:
-        """Values that a group has once, such as its step: every parameter of the group gets them."""
+    def _values(self, mp: int, ep: int | None, index: int, part: Group) -> None:
+        """Values that a group has once, such as its step: every parameter of the group gets them, if ranks agree."""
+        for state, (values, why) in part.aside.items():
+            self._keep_aside(index, part, state, values, why)
         for state, values in part.scalars.items():
+            if state != "step" and self._differ(part.ranks, values):
+                self._keep_aside(index, part, state, values, "each rank has its own, so that it is of its partition")
+                continue
             for rank, value in zip(part.ranks, values, strict=True):
-                if self.options.weights_only:
-                    if isinstance(value, StoredTensor):
-                        self.found.skip(rank.key(value), "state", ASIDE)
-                    continue
                 for local in part.shapes:
                     name = moe.global_name(local, ep, part.shapes)
                     self.slices[state, name].values[mp // self.files.tp].append((rank, value))
+
+    def _differ(self, ranks: Sequence[Rank], values: Sequence[Any]) -> bool:
+        read = [
+            self.found.shards.read(rank.key(value), Box.whole(value.shape))
+            if isinstance(value, StoredTensor)
+            else value
+            for rank, value in zip(ranks, values, strict=True)
+        ]
+        return not all(same_bits(np.asarray(one), np.asarray(read[0])) for one in read)
+
+    def _keep_aside(self, index: int, part: Group, state: str, values: Sequence[Any], why: str) -> None:
+        """Keep what an optimizer has of a group, but not of its parameters, as each rank has it."""
+        for rank, value in zip(part.ranks, values, strict=True):
+            self.found.extra(rank.name, f"{state} of group {index}", value)
+        first, *others = part.shapes
+        names = f"{first} and {len(others)} more" if others else first
+        self.found.notes.append(
+            f"the optimizer's {state} of group {index} ({names}) is no state of a parameter here, but an extra of each "
+            f"rank's file: {why}"
+        )
 
     def check_mappings(self, flat: Mapping[str, Mapping[str, tuple[int, int]]]) -> None:
         """Compare each file's `param_slice_mappings` with the walk over `param_shapes`, and note where they differ.
@@ -238,7 +258,10 @@ class Slices:
     def value(self, state: str, name: str, values: Sequence[tuple[Stored, Any]]) -> None:
         """A value that every rank has alike. Raises FormatError, naming the file, where one has another."""
         first = values[0]
-        if isinstance(first[1], StoredTensor):
+        if not all(isinstance(value, StoredTensor | bool | int | float) for _, value in values):
+            for stored, value in values:
+                self.found.extra(stored.name, f"{state} of {name}", value)
+        elif isinstance(first[1], StoredTensor):
             keys = tuple(stored.key(value) for stored, value in values)
             if keys not in self.agreed:
                 read = [
@@ -258,7 +281,7 @@ def _agreed(state: str, files: Sequence[Stored], values: Sequence[np.ndarray]) -
     for stored, value in zip(files, values, strict=True):
         if not same_bits(np.asarray(value), np.asarray(values[0])):
             raise FormatError(
-                f"{stored.file.path}: {state} is {value}, but {values[0]} in {files[0].name}; "
-                "the files are not of one step"
+                f"{stored.file.path}: {state} is {value}, but {values[0]} in {files[0].name}: one of the files is of "
+                "another step or run"
             )
     return values[0]
