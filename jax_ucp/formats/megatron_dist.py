@@ -99,6 +99,8 @@ class _Reader:
         self.states: dict[str, dict[str, Consolidated]] = {}
         self.dtypes: dict[str, str] = {}
         self.steps: dict[bool, list[Step]] = {}
+        self.stepless: list[str] = []
+        self.mixed = False
 
     def contents(self) -> Contents:
         keys = {key: state_of(key) for key in self.files.tensors if not is_flat(key)}
@@ -242,13 +244,17 @@ class _Reader:
     def _parameters(self) -> None:
         for expert in (False, True):
             mine = {name: states for name, states in self.states.items() if is_expert(name) == expert}
-            every = {state for states in mine.values() for state in states if state != "weight"}
+            kept = {name: frozenset(states) - {"weight", "param"} for name, states in mine.items()}
+            self.mixed = len({*kept.values()} - {frozenset[str]()}) > 1
             for name, states in mine.items():
-                have = {state for state in states if state != "weight"}
-                # What has no state at all was frozen; a 16-bit run keeps what is fp32 in the model as its own master.
-                if have and (lost := every - have - {"param"}):
+                # Parameters of one optimizer have the same states; those of another, such as Muon beside Adam, share
+                # none with them. What has no state was frozen, or is of plain SGD.
+                alike = next((other for other in {*kept.values()} if other & kept[name] and other - kept[name]), None)
+                if alike is not None:
                     raise FormatError(
-                        f"{self.files.folder}: {min(lost)} of {name} is in no file, but that of other parameters is"
+                        f"{self.files.folder}: {min(alike - kept[name])} of {name} is in no file, though other "
+                        f"parameters that have {min(alike & kept[name])} have it too: a part of the optimizer is "
+                        "missing. weights_only opens the weights alone"
                     )
                 if "weight" in states:
                     self._parameter(name, states)
@@ -287,10 +293,14 @@ class _Reader:
 
     def _step(self, name: str) -> None:
         own = self.steps.get(is_expert(name) and True in self.steps, [])
+        if self.mixed:  # Adam beside another optimizer: the step of one is not that of the other
+            own = [step for step in own if step.adam in (None, "exp_avg" in self.states[name])]
         decays = len(self.states[name]["weight"].layout.shape) != 1 and not name.endswith(".bias")
         # Where there is one group alone, it has what does not decay too.
         step = one_step(self.files, name, [step for step in own if step.decays in (None, decays)] or own)
-        if step.tensor is not None:
+        if step is None:
+            self.stepless.append(name)
+        elif step.tensor is not None:
             held = Consolidated(Unique().join([()]), [f"{COMMON_FILE}:{step.tensor.key}"])
             self.found.parameter("step", name, held, "how often the optimizer stepped")
         else:
@@ -357,6 +367,12 @@ class _Reader:
             self.found.notes.append("weights alone: of a 16-bit run these are not the fp32 masters")
         elif all(states.keys() == {"weight"} for states in self.states.values()):
             self.found.notes.append("the checkpoint was saved without its optimizer")
+        if self.stepless:
+            more = f" and {len(self.stepless) - 1} more" if len(self.stepless) > 1 else ""
+            self.found.notes.append(
+                f"nothing says how often the optimizer of {self.stepless[0]}{more} stepped; plan_optimizer needs step= "
+                "where it counts"
+            )
         if self.options.spec:
             self.found.notes.append("the checkpoint says itself how its shards form parameters: the spec is not used")
         if not self.args.fields:
