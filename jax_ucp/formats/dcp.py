@@ -27,6 +27,7 @@ from jax_ucp.formats.dcp_metadata import DcpMetadata, Span, TensorEntry, metadat
 from jax_ucp.formats.dcp_source import DcpSource, consolidated
 from jax_ucp.formats.extras import tensor_bytes
 from jax_ucp.formats.importing import Import
+from jax_ucp.formats.opaque import in_optimizer, optimizer_roots
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.state_paths import Steps, hyperparameters, places
 from jax_ucp.storage.contents import Contents
@@ -44,11 +45,12 @@ def open_dcp(path: Path, options: Options) -> Contents:
     """
     if not metadata_files(path):
         raise NotACheckpoint(f"{path} has .distcp files but no .metadata, which is written last: the save never ended")
-    metadata = read_metadata(path)
+    metadata = read_metadata(path, _of_optimizers if options.weights_only else None)
+    left = _of_optimizers(metadata) if options.weights_only else frozenset[str]()
     source = DcpSource(metadata)
     found = Import("dcp", path, source, options.believe)
     objects = {
-        metadata.paths.get(fqn, (fqn,)): _object(found, fqn, span, source)
+        metadata.paths.get(fqn, (fqn,)): _object(found, fqn, span, source, fqn in left)
         for fqn, spans in metadata.objects.items()
         for span in spans
     }
@@ -63,10 +65,18 @@ def open_dcp(path: Path, options: Options) -> Contents:
         raise LayoutError(f"{path}: {error}") from None
 
     def verify() -> Iterator[tuple[str, str | None]]:
-        yield from source.verify({fqn: consolidated(fqn, tensor).keys for fqn, tensor in metadata.tensors.items()})
+        used = {fqn: tensor for fqn, tensor in metadata.tensors.items() if fqn not in left}
+        yield from source.verify({fqn: consolidated(fqn, tensor).keys for fqn, tensor in used.items()})
         yield from contents.verify()
 
     return replace(contents, verify=verify)
+
+
+def _of_optimizers(metadata: DcpMetadata) -> frozenset[str]:
+    """The names of what lies in optimizers' dicts."""
+    paths = {fqn: metadata.paths.get(fqn, (fqn,)) for fqn in (*metadata.tensors, *metadata.objects)}
+    roots = optimizer_roots(paths.values())
+    return frozenset(fqn for fqn, path in paths.items() if any(in_optimizer(path, root) for root in roots))
 
 
 def _tensors(found: Import, metadata: DcpMetadata, objects: Mapping[Steps, Any], options: Options) -> None:
@@ -89,7 +99,7 @@ def _tensors(found: Import, metadata: DcpMetadata, objects: Mapping[Steps, Any],
         param = consolidated(fqn, tensor)
         if options.weights_only and fqn in where.in_optimizers:
             for key in param.keys:
-                found.skip(key, "", f"{state} of {name}: only weights were asked for")
+                found.leave(key, "", f"{state} of {name}: only weights were asked for")
         elif param.keys:
             found.parameter(state, name, param, _reason(tensor, state, name))
         else:  # a tensor without elements, of which no rank wrote a chunk
@@ -115,12 +125,17 @@ def _reason(tensor: TensorEntry, state: str, name: str) -> str:
     return what if len(tensor.chunks) == 1 else f"{what}, one of {len(tensor.chunks)} chunks"
 
 
-def _object(found: Import, fqn: str, span: Span, source: DcpSource) -> Any:
-    """An object, kept as an extra; None of one that asks for code or is made of data."""
+def _object(found: Import, fqn: str, span: Span, source: DcpSource, left: bool) -> Any:
+    """An object, kept as an extra; None of one that asks for code or is made of data, or that is `left` and damaged."""
     where = f"{span.file}:{fqn}"
     try:
         file = source.object(fqn, span)
-    except UnsafePickle as error:
+    except (FormatError, OSError) as error:
+        if left:
+            found.skip(where, "object", f"only weights were asked for; it could not be read either: {error}")
+            return None
+        if not isinstance(error, UnsafePickle):
+            raise
         found.skip(where, "object", f"not read, because it asks for more than data: {error}")
         found.notes.append(f"the object {fqn} was left out: {error}")
         return None

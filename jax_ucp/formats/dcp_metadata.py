@@ -15,7 +15,7 @@ import os
 import re
 import stat
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,8 +124,10 @@ def metadata_files(folder: Path) -> list[Path]:
     return [ranks[rank] for rank in sorted(ranks)]
 
 
-def read_metadata(folder: Path) -> DcpMetadata:
+def read_metadata(folder: Path, leave: Callable[[DcpMetadata], Collection[str]] | None = None) -> DcpMetadata:
     """The table of contents of the checkpoint in `folder`, every span of it proved to lie in a file that is there.
+
+    `leave` says of which items that need not be so, because nobody will read them.
 
     Raises FormatError, naming the file and the tensor, for metadata that contradicts itself or the files.
     """
@@ -148,7 +150,7 @@ def read_metadata(folder: Path) -> DcpMetadata:
         metadata = found.metadata(tuple(path.name for path in files))
     except FormatError as error:
         raise type(error)(f"{files[0] if len(files) == 1 else folder}: {error}") from error
-    _check_spans(metadata)
+    _check_spans(metadata, leave(metadata) if leave else ())
     return metadata
 
 
@@ -305,11 +307,12 @@ def _span(value: Any) -> Span:
     return Span(file, offset, length, tuple(transforms))
 
 
-def _check_spans(metadata: DcpMetadata) -> None:
-    """Every span lies in a regular file beside the metadata, and no two share a byte."""
+def _check_spans(metadata: DcpMetadata, left: Collection[str]) -> None:
+    """Every span lies in a regular file beside the metadata, and no two share a byte; but for items that are left."""
     by_file: dict[str, list[tuple[Span, str]]] = defaultdict(list)
     for fqn, span in metadata.spans():
-        by_file[span.file].append((span, fqn))
+        if fqn not in left:
+            by_file[span.file].append((span, fqn))
     for name, spans in by_file.items():
         path, first = metadata.folder / name, spans[0][1]
         try:

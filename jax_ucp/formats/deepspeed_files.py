@@ -61,7 +61,8 @@ class Files:
 
     `models[mp_rank]` has one file of model states, or under ZeRO-3 one for each data-parallel rank; `ranks[mp_rank]`
     one optimizer file for each data-parallel rank, or none (ZeRO-0). `layers` is keyed (layer, tp_rank), `experts`
-    (layer, expert, mp_rank), `expert_optimizers` (ep_rank, mp_rank).
+    (layer, expert, mp_rank), `expert_optimizers` (ep_rank, mp_rank). `unusable` says why optimizer files that should be
+    there are not, where only weights were asked for.
     """
 
     folder: Path
@@ -73,6 +74,7 @@ class Files:
     layers: Mapping[tuple[int, int], Stored]
     experts: Mapping[tuple[int, int, int], Stored]
     expert_optimizers: Mapping[tuple[int, int], Stored]
+    unusable: str = ""
 
     def all(self) -> list[Stored]:
         many = [*self.models, *self.ranks, self.layers.values(), self.experts.values(), self.expert_optimizers.values()]
@@ -108,16 +110,17 @@ def _no_doubles(folder: Path, names: Sequence[str]) -> None:
             seen[plain] = name
 
 
-def open_files(folder: Path) -> Files:
-    """The files of one tag.
+def open_files(folder: Path, weights_only: bool = False) -> Files:
+    """The files of one tag; with `weights_only` those of the optimizer only for the masters in them.
 
-    Raises FormatError, naming the file, where one is missing, or is of another run or step.
+    Raises FormatError, naming the file, where one is missing, or is of another run or step. With `weights_only` that of
+    an optimizer file is not raised, unless it is ZeRO-3's, which keeps the weights nowhere else.
     """
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     _no_doubles(folder, names)
     model = {(_int(m["dp"]), int(m["mp"])): name for name in names if (m := _MODEL.fullmatch(name))}
     optim = {(int(m["dp"]), int(m["mp"])): name for name in names if (m := _OPTIM.fullmatch(name))}
-    _one_family(folder, names, model)
+    _one_family(folder, model)
     zero3 = any(dp is not None for dp, _ in model)
     first = (0 if zero3 or (not model and _zero3(folder, optim)) else None), 0
     if first not in model:
@@ -148,35 +151,46 @@ def open_files(folder: Path) -> Files:
                 )
     experts = {(int(m["layer"] or 0), int(m["expert"]), int(m["mp"])): n for n in names if (m := _EXPERT.fullmatch(n))}
     expp = {(int(m["ep"]), int(m["mp"])): name for name in names if (m := _EXPP.fullmatch(name))}
-    for ep, mp in sorted(expp):
+    for ep, mp in sorted(expp) if not weights_only else ():
         if ep and (ep - 1, mp) not in expp:
             raise FormatError(
                 f"{folder}/expp_rank_{ep - 1}_mp_rank_{mp:02d}_optim_states.pt is missing, but {expp[ep, mp]} is there"
             )
+    unusable = ""
+    try:
+        _one_save(folder, names)
+        ranks = _optimizers(folder, optim, world, pp * tp, models[first].name)
+    except (FormatError, OSError) as error:
+        if zero3 or not weights_only:
+            raise
+        ranks, unusable = [[] for _ in range(pp * tp)], str(error)
     return Files(
         folder,
         pp,
         tp,
         zero3,
         [[models[dp, mp] for dp in (range(world) if zero3 else (None,))] for mp in range(pp * tp)],
-        _optimizers(folder, optim, world, pp * tp, models[first].name),
+        ranks,
         {at: open_stored(folder / layers[at]) for at in sorted(layers)},
         {at: open_stored(folder / experts[at]) for at in sorted(experts)},
-        {at: open_stored(folder / expp[at]) for at in sorted(expp)},
+        {at: open_stored(folder / expp[at]) for at in sorted(expp)} if not weights_only else {},
+        unusable,
     )
 
 
-def _one_family(folder: Path, names: Sequence[str], model: Mapping[tuple[int | None, int], str]) -> None:
-    prefixes = {bool(m["bf16"]) for name in names if (m := _OPTIM.fullmatch(name))}
-    if len(prefixes) > 1:
+def _one_save(folder: Path, names: Sequence[str]) -> None:
+    if len({bool(m["bf16"]) for name in names if (m := _OPTIM.fullmatch(name))}) > 1:
         raise FormatError(
-            f"{folder} has optimizer files with and without the prefix bf16_: it was saved twice, by different runs. "
-            "Remove the older family."
+            f"{folder} has optimizer files with and without the prefix bf16_: two saves with different settings are in "
+            "one folder. Remove the files of the older one"
         )
+
+
+def _one_family(folder: Path, model: Mapping[tuple[int | None, int], str]) -> None:
     if len({dp is None for dp, _ in model}) > 1:
         raise FormatError(
             f"{folder} has model states of ZeRO-3 ({_model_name(0, 0)}) and of another stage ({_model_name(None, 0)}): "
-            "it was saved twice, by different runs. Remove the older family."
+            "two saves with different settings are in one folder. Remove the files of the older one"
         )
 
 

@@ -82,7 +82,7 @@ class Slices:
         groups = param_shapes(models[0], ranks) if ranks else []
         for rank in ranks if self.options.weights_only else ():
             for key in rank.file.arrays():  # those of the masters are mapped later
-                self.found.skip(f"{rank.name}:{key}", "state", ASIDE)
+                self.found.leave(f"{rank.name}:{key}", "state", ASIDE)
         for model in models[1:]:
             if param_shapes(model, ()) != groups:
                 raise FormatError(
@@ -281,7 +281,7 @@ def _agreed(state: str, files: Sequence[Stored], values: Sequence[np.ndarray]) -
     for stored, value in zip(files, values, strict=True):
         if not same_bits(np.asarray(value), np.asarray(values[0])):
             raise FormatError(
-                f"{stored.file.path}: {state} is {value}, but {values[0]} in {files[0].name}: one of the files is of "
-                "another step or run"
+                f"{stored.file.path}: {state} is {value}, but {values[0]} in {files[0].name}; "
+                "the files are not of one step"
             )
     return values[0]

@@ -57,6 +57,7 @@ class Import:
         self._items: list[Item] = []
         self._settings: dict[str, dict[str, Any]] = defaultdict(dict)
         self.unknown: set[str] = set()
+        self._left: set[str] = set()
 
     def parameter(self, state: str, name: str, param: Consolidated, reason: str) -> None:
         """One state of a parameter, made of stored tensors. Raises FormatError if it is there already."""
@@ -154,6 +155,11 @@ class Import:
         else:
             self._items.append(Item(where, what, "skipped", reason))
 
+    def leave(self, where: str, what: str, reason: str) -> None:
+        """Something that was not asked for, and so is not read, not even to verify it."""
+        self.skip(where, what, reason)
+        self._left.add(where)
+
     def contents(self) -> Contents:
         """The checkpoint. Raises LayoutError where shards do not form a parameter."""
         self.notes += unknown_notes(self.unknown)
@@ -184,7 +190,7 @@ class Import:
 
         def verify() -> Iterator[tuple[str, str | None]]:
             if isinstance(self.shards, Joined):
-                yield from self.shards.verify()
+                yield from self.shards.verify({key for key in self._left if self._fates[key][0] == "skipped"})
             checks: list[tuple[str, Callable[[], str | None]]] = []
             for path, param in self.params.items():
                 if _replicated(param) and not self.believe:

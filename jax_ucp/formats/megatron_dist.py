@@ -66,7 +66,7 @@ def open_megatron_dist(path: Path, options: Options) -> Contents:
     folder = iteration_folder(path)
     if not folder.is_dir():
         raise NotACheckpoint(f"{path} names {folder.name}, but there is no such folder in it")
-    return read_files(open_files(folder), options)
+    return read_files(open_files(folder, options.weights_only), options)
 
 
 def read_files(files: DistFiles, options: Options) -> Contents:
@@ -108,12 +108,15 @@ class _Reader:
         by_state: dict[str, dict[str, tuple[tuple[int, ...], Sequence[Run]]]] = {}
         for key, (state, model) in keys.items():
             tensor = self.files.tensors[key]
-            if model not in weights:
-                raise FormatError(f"{self.files.folder}: {key} is a state of {model}, but there is no such tensor")
             if state != "weight" and self.options.weights_only:
                 for run in tensor.runs:
                     self.found.skip(run.key, "", _LEFT)
                 continue
+            if model not in weights:
+                raise FormatError(
+                    f"{self.files.folder}: {key} is a state of {model}, but the model has no such tensor: a part of "
+                    "the checkpoint is missing, or is of another run"
+                )
             shape, runs = weights[model].shape, tensor.runs
             if tensor.shape != shape:
                 runs = self._flattened(key, shape)
@@ -308,12 +311,13 @@ class _Reader:
             self.found.constant("step", name, array, step.where)
 
     def _objects(self) -> None:
+        for key in self.files.left:
+            if key not in self.files.tensors:
+                self.found.skip(f"{METADATA_FILE}:{key}", "object", _LEFT)
         for key, stored in self.files.objects.items():
             where = f"{stored.file}:{key}"
             if "._extra_state/" in key:
                 self.found.skip(where, "object", "what a module of TransformerEngine keeps beside its weights")
-            elif self.options.weights_only and is_flat(key):
-                self.found.skip(where, "object", _LEFT)
             elif (about := group_object(key)) and about.what != "optimizer":
                 self.found.skip(where, "object", "says how the flat buffers lie; parameters have no such thing")
             else:
@@ -348,6 +352,9 @@ class _Reader:
         about = {CONFIG_FILE: "names the backend", METADATA_FILE: "says which chunk is where", COMMON_FILE: ""}
         for path in sorted(self.files.folder.iterdir()):
             if path.name in self.files.files or path.name == COMMON_FILE:
+                continue
+            if path.name in self.files.left:
+                self.found.skip(path.name, "folder", _LEFT)
                 continue
             if path.name in about:
                 self.found.skip(path.name, "metadata", f"{about[path.name]}; the tree's names and shapes come from it")

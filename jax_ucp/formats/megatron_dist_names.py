@@ -24,6 +24,7 @@ _EXPERTS = re.compile(r"(.*mlp\.experts\.)experts\.(?!\d+\.)(.+)")
 _ONE_EXPERT = re.compile(r"(.*mlp\.experts\.)experts\.(\d+\..+)")
 _GATED = re.compile(r"(.*\.(?:weight|bias))_([wv])")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
+_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _FLAT = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
 # Float16OptimizerWithFloat16Params has its masters as fp32_param, the distributed optimizer as param.
 _MASTERS = ("param", "fp32_param")
@@ -55,6 +56,15 @@ def state_of(key: str) -> tuple[str, str]:
 def is_flat(key: str) -> bool:
     """Whether a key belongs to the flat buffers of a distributed optimizer, which know no parameters."""
     return bool(_FLAT.match(key))
+
+
+def is_optimizers(key: str) -> bool:
+    """Whether a key belongs to the optimizer, and not to the model.
+
+    >>> is_optimizers("chained_0.optimizer.distributed.dp_group_idx_0.per_bucket_numel/shard_0_1")
+    True
+    """
+    return bool(_OPTIMIZER.match(key))
 
 
 def is_fully_reshardable(key: str) -> bool:

@@ -121,8 +121,8 @@ def places(args: Args) -> list[tuple[int, int, int, int]]:
     return [(r % t, pp, r // etp % e, r % etp) for pp in range(p) for r in range(e * etp)]
 
 
-def open_ranks(folder: Path) -> tuple[Args, list[Rank]]:
-    """The args of the run, and the files of every rank that must have some.
+def open_ranks(folder: Path, weights_only: bool = False) -> tuple[Args, list[Rank]]:
+    """The args of the run, and the files of every rank that must have some; with `weights_only` not the optimizer's.
 
     Raises FormatError, naming the file, where one is missing, is another rank's, or is of another run.
     """
@@ -142,7 +142,8 @@ def open_ranks(folder: Path) -> tuple[Args, list[Rank]]:
                 f"{args.degree('tensor_model_parallel_size')} tensor, {p} pipeline and {e} expert parallel ranks"
             )
         model = TorchFile(path)
-        optim = TorchFile(folder / name / OPTIM_FILE) if (folder / name / OPTIM_FILE).is_file() else None
+        optim_path = folder / name / OPTIM_FILE
+        optim = TorchFile(optim_path) if optim_path.is_file() and not weights_only else None
         ranks.append(Rank(tp, pp, ep, etp, folder / name, model, optim, _tree(model)))
     if strays := [name for name in found if name not in {rank.folder.name for rank in ranks}]:
         raise FormatError(f"{folder / strays[0]} belongs to another run: the args of {present[0]} know no such rank")

@@ -56,7 +56,7 @@ def open_megatron_legacy(path: Path, options: Options) -> Contents:
     folder = iteration_folder(path)
     if not folder.is_dir():
         raise NotACheckpoint(f"{path} names {folder.name}, but there is no such folder in it")
-    args, ranks = open_ranks(folder)
+    args, ranks = open_ranks(folder, options.weights_only)
     return _Reader(folder, args, ranks, options).contents()
 
 
@@ -286,9 +286,9 @@ class _Reader:
         reason = "of the optimizer, which was to be left aside (weights_only)"
         for key in rank.model.arrays():
             if key.startswith("optimizer/"):
-                self.found.skip(f"{rank.name}:{key}", "", reason)
-        for key in rank.optim.arrays() if rank.optim else ():
-            self.found.skip(f"{rank.folder.name}/{OPTIM_FILE}:{key}", "", reason)
+                self.found.leave(f"{rank.name}:{key}", "", reason)
+        if (rank.folder / OPTIM_FILE).is_file():
+            self.found.skip(f"{rank.folder.name}/{OPTIM_FILE}", "file", reason)
         if "optimizer" in rank.tree:
             self.found.skip(f"{rank.name}:optimizer", "param_groups", reason)
 

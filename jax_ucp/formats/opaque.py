@@ -7,7 +7,8 @@ another dict be taken for the model because this one cannot be looked into.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from jax_ucp.formats.safe_pickle import Opaque, children, walk
@@ -30,9 +31,7 @@ class WeightsPlace:
 
     def is_aside(self, path: Steps) -> bool:
         """Whether what lies at a path is certainly no weight: it is an optimizer's, or beside a model that is told."""
-        if any(
-            path[: len(optimizer)] == optimizer and _is_state(path[len(optimizer) :]) for optimizer in self.optimizers
-        ):
+        if any(in_optimizer(path, optimizer) for optimizer in self.optimizers):
             return True
         inside = self.model is not None and path[: len(self.model)] == self.model
         return self.told and not inside and not _is_worded(path)
@@ -57,6 +56,24 @@ def weights_place(
     named = any(state not in ("param", "other") for state, _ in at.values())
     optimizers = frozenset(_before_state(paths[label]) for label in in_optimizers)
     return WeightsPlace(model, named or (model is not None and _is_worded(model)), optimizers)
+
+
+def optimizer_roots(paths: Iterable[Steps]) -> set[Steps]:
+    """The paths of optimizers' dicts: those with the keys `state` and `param_groups`, or keys that begin with them.
+
+    >>> optimizer_roots([("model", "w"), ("optim", "state", "w", "step"), ("optim", "param_groups", 0, "lr")])
+    {('optim',)}
+    """
+    keys: dict[Steps, set[str]] = defaultdict(set)
+    for path in paths:
+        for i, step in enumerate(path):
+            keys[path[:i]].add(str(step).partition(".")[0])
+    return {path for path, found in keys.items() if {"state", "param_groups"} <= found}
+
+
+def in_optimizer(path: Steps, optimizer: Steps) -> bool:
+    """Whether a path leads to states or groups of the optimizer's dict at another path."""
+    return path[: len(optimizer)] == optimizer and _is_state(path[len(optimizer) :])
 
 
 def _before_state(path: Steps) -> Steps:

@@ -13,7 +13,7 @@ import mmap
 import os
 import weakref
 import zlib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -152,9 +152,14 @@ class TorchFile:
                 for at, out in runs:
                     pread_into(file, at, out)
 
-    def verify(self) -> Iterator[tuple[str, str | None]]:
-        """Each storage that has a CRC in the zip directory, and what is wrong with it, if anything."""
-        held = [key for key, member in self._storages.items() if _summed(member)]
+    def verify(self, left: Collection[str] = ()) -> Iterator[tuple[str, str | None]]:
+        """Each storage that has a CRC in the zip directory, and what is wrong with it, if anything.
+
+        One that only tensors with the keys `left` use is passed over.
+        """
+        needed = {tensor.storage for key, tensor in self._tensors.items() if key not in left}
+        over = {tensor.storage for tensor in self._tensors.values()} - needed
+        held = [key for key, member in self._storages.items() if _summed(member) and key not in over]
         faults = in_threads(partial(self.fault, key) for key in held)
         yield from zip((f"{self.path.name}: storage {key}" for key in held), faults, strict=True)
 

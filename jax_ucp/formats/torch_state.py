@@ -105,7 +105,7 @@ def _tensors(found: Import, files: Mapping[str, TorchFile], options: Options) ->
     for label, (key, tensor) in stored.items():
         state, name = where.at[label]
         if options.weights_only and label in where.in_optimizers:
-            found.skip(key, "", f"{state} of {name}: only weights were asked for")
+            found.leave(key, "", f"{state} of {name}: only weights were asked for")
         else:
             reason = f"{state} of {name}" if state != "other" else "a tensor beside the model"
             found.parameter(state, name, Consolidated(Unique().join([tensor.shape]), [key]), reason)
