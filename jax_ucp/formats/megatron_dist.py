@@ -311,9 +311,8 @@ class _Reader:
             self.found.constant("step", name, array, step.where)
 
     def _objects(self) -> None:
-        for key in self.files.left:
-            if key not in self.files.tensors:
-                self.found.skip(f"{METADATA_FILE}:{key}", "object", _LEFT)
+        for where in self.files.left:
+            self.found.skip(where, "object", _LEFT)
         for key, stored in self.files.objects.items():
             where = f"{stored.file}:{key}"
             if "._extra_state/" in key:
@@ -354,7 +353,6 @@ class _Reader:
             if path.name in self.files.files or path.name == COMMON_FILE:
                 continue
             if path.name in self.files.left:
-                self.found.skip(path.name, "folder", _LEFT)
                 continue
             if path.name in about:
                 self.found.skip(path.name, "metadata", f"{about[path.name]}; the tree's names and shapes come from it")

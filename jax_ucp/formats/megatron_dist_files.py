@@ -58,7 +58,7 @@ class StoredObject:
 class DistFiles:
     """Everything that is stored. `source` has the chunks of the tensors, `verify_tensors` reads them all.
 
-    `left` are the keys of what is the optimizer's, where only weights were asked for: `objects` lack them.
+    `left` says where what is the optimizer's is, where only weights were asked for: objects, and folders of zarr.
     """
 
     folder: Path
@@ -177,7 +177,7 @@ def _torch_dist(
     folder: Path, args: Args, common: TorchFile, tree: Mapping[str, Any], leave: Callable[[str], bool]
 ) -> DistFiles:
     metadata = read_metadata(folder, lambda found: {fqn for fqn, _ in found.spans() if leave(fqn)})
-    left = sorted(fqn for fqn in (*metadata.tensors, *metadata.objects) if leave(fqn))
+    left = [f"{span.file}:{fqn}" for fqn, spans in metadata.objects.items() for span in spans if leave(fqn)]
     source = DcpSource(metadata)
     tensors: dict[str, Tensor] = {}
     for fqn, entry in metadata.tensors.items():
