@@ -26,6 +26,7 @@ from jax_ucp.formats.deepspeed_slices import ASIDE, FROZEN, Slices
 from jax_ucp.formats.deepspeed_stage0 import add_numbered_states, unwrapped
 from jax_ucp.formats.deepspeed_zero import base_optimizer, group, param_shapes
 from jax_ucp.formats.importing import touched
+from jax_ucp.formats.opaque import closed_tensors, tensor_holders
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.safe_pickle import known
 from jax_ucp.formats.torch_file import StoredTensor
@@ -149,7 +150,7 @@ class Reader(Slices):
 
     def _module(self, mp: int) -> None:
         for model in self.files.models[mp]:
-            module = {n: t for n, t in (model.state.get("module") or {}).items() if isinstance(t, StoredTensor)}
+            module = self._tensors(model, model.state.get("module") or {}, "module/")
             buffers = set(map(str, model.state.get("buffer_names") or ()))
             shared = {
                 str(alias): str(owner)
@@ -167,6 +168,15 @@ class Reader(Slices):
                     self._buffer(mp, name, key, tensor)
                 else:
                     self._module_tensor(mp, name, alias.get(name) or name, key, tensor)
+
+    def _tensors(self, stored: Stored, values: Mapping[str, Any], prefix: str = "") -> dict[str, StoredTensor]:
+        """The tensors among values, of which the others are extras. Raises FormatError for tensors that are hidden."""
+        for name, value in values.items():
+            if not isinstance(value, StoredTensor):
+                for holder in tensor_holders(value):
+                    raise FormatError(closed_tensors(holder))
+                self.found.extra(stored.name, f"{prefix}{name}", value)
+        return {name: value for name, value in values.items() if isinstance(value, StoredTensor)}
 
     def _masters(self, mp: int) -> set[str]:
         return {name for state, name in self.slices if state == "param" and self._held(mp, name)}
@@ -221,7 +231,7 @@ class Reader(Slices):
     def _layers(self) -> None:
         """Files of pipeline layers; which stage had one does not matter, for tied layers are in that of the lowest."""
         for (layer, tp), stored in self.files.layers.items():
-            tensors = {n: t for n, t in stored.state.items() if isinstance(t, StoredTensor)}
+            tensors = self._tensors(stored, stored.state)
             shapes = {n: t.shape for n, t in tensors.items()}
             mine = {
                 name: (mp * self.files.tp + tp, found.shapes[mp, None, tp])
@@ -248,9 +258,7 @@ class Reader(Slices):
     def _experts(self) -> None:
         """Files of single experts, by global number."""
         for (_, expert, mp), stored in self.files.experts.items():
-            for name, tensor in stored.state.items():
-                if not isinstance(tensor, StoredTensor):
-                    continue
+            for name, tensor in self._tensors(stored, stored.state).items():
                 fused, _, number = name.rpartition(".")
                 slices = self.slices.get(("param", fused))
                 if slices is None or not number.isdigit():
