@@ -44,7 +44,10 @@ def open_dcp(path: Path, options: Options) -> Contents:
     NotACheckpoint where there is no metadata: it is written last.
     """
     if not metadata_files(path):
-        raise NotACheckpoint(f"{path} has .distcp files but no .metadata, which is written last: the save never ended")
+        raise NotACheckpoint(
+            f"{path} has .distcp files but no .metadata: the save never ended, for that file is written last, or it "
+            "was not copied with the others, for its name begins with a dot"
+        )
     metadata = read_metadata(path, _of_optimizers if options.weights_only else None)
     left = _of_optimizers(metadata) if options.weights_only else frozenset[str]()
     source = DcpSource(metadata)
@@ -85,7 +88,7 @@ def _tensors(found: Import, metadata: DcpMetadata, objects: Mapping[Steps, Any],
     if lost := sorted((metadata.tensors.keys() | metadata.objects.keys()) - paths.keys()):
         raise FormatError(
             f"{found.path / metadata.files[0]}: {lost[0]!r} is not in planner_data, which has others; "
-            "the metadata is damaged"
+            "the metadata is damaged, or of a planner not known here"
         )
     for fqn, path in paths.items():
         if ".".join(map(str, path)) != fqn:
@@ -116,7 +119,10 @@ def _tensors(found: Import, metadata: DcpMetadata, objects: Mapping[Steps, Any],
 
 def _empty(folder: Path, fqn: str, tensor: TensorEntry) -> tuple[int, ...]:
     if math.prod(tensor.shape):
-        raise FormatError(f"{folder}: {fqn} has shape {list(tensor.shape)}, but no chunk of it is in any file")
+        raise FormatError(
+            f"{folder}: {fqn} has shape {list(tensor.shape)}, but by the metadata no chunk of it is in any file: that "
+            "of a rank is missing, or it is damaged"
+        )
     return tensor.shape
 
 

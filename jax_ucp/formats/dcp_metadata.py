@@ -167,7 +167,8 @@ class _Tables:
 
     def add(self, path: Path) -> None:
         if path.is_symlink() or path.stat().st_size > MAX_METADATA_BYTES:
-            raise FormatError(f"a link, or more than {MAX_METADATA_BYTES} bytes")
+            size = "a link" if path.is_symlink() else f"of {path.stat().st_size} bytes, which is too large"
+            raise FormatError(f"it is {size}; copy the checkpoint with the files themselves (cp -L)")
         top = _fields(safe_pickle.load(path.read_bytes(), _NAMES), "Metadata", "the file")
         spans = _spans(_dict(top.get("storage_data"), "storage_data"))
         used: set[tuple[str, Shape | None]] = set()
@@ -202,7 +203,7 @@ class _Tables:
         if self.tensors.setdefault(fqn, (shape, dtype)) != (shape, dtype):
             raise FormatError(
                 f"{fqn} is {dtype} {list(shape)} here, but {self.tensors[fqn][1]} {list(self.tensors[fqn][0])} by the "
-                "metadata of an earlier rank; the files are of different saves"
+                "metadata of an earlier rank; files of different saves are in the folder, or one is damaged"
             )
         chunks = entry.get("chunks")
         if not isinstance(chunks, list):
@@ -320,7 +321,10 @@ def _check_spans(metadata: DcpMetadata, left: Collection[str]) -> None:
         except (OSError, ValueError):
             raise FormatError(f"{path} is missing: {len(spans)} items lie in it, the first of {first}") from None
         if not stat.S_ISREG(about.st_mode):
-            raise FormatError(f"{path} is a link or no file; {first} should lie in it")
+            what = "a link: copy the checkpoint with the files themselves (cp -L)"
+            if not stat.S_ISLNK(about.st_mode):
+                what = "not a file"
+            raise FormatError(f"{path}, in which {first} should lie, is {what}")
         free, before = 0, ""
         for span, fqn in sorted(spans, key=lambda item: item[0].offset):
             end = span.offset + span.length

@@ -129,10 +129,10 @@ class Reader(Slices):
         stage = (config.get("zero_optimization") or {}).get("stage", 0) if isinstance(config, dict) else 0
         lost = self.files.unusable or (f"{self.files.folder} has no *_optim_states.pt" if stage else "")
         if self.files.zero3 or (stage and not self.options.weights_only):
+            remedy = "its weights are in no other file" if self.files.zero3 else "weights_only opens the module's"
             raise FormatError(
-                f"{self.files.folder} has no *_optim_states.pt, but {first.name} was written by ZeRO-{stage}: "
-                "masters and optimizer state are missing"
-                + ("" if self.files.zero3 else "; open with weights_only for what the model states hold")
+                f"{self.files.folder} has no *_optim_states.pt, but {first.name} was written by "
+                f"ZeRO-{3 if self.files.zero3 else stage}: masters and optimizer state are missing; {remedy}"
             )
         if self.files.layers:
             why = f"without optimizer files ({lost})" if lost else "of ZeRO-0"

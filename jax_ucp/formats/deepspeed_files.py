@@ -133,15 +133,16 @@ def open_files(folder: Path, weights_only: bool = False) -> Files:
     for mp in range(pp * tp):
         for dp in range(world) if zero3 else (None,):
             if (dp, mp) not in models:
+                ranks_said = f"{world} data-parallel ranks, " if zero3 else ""
                 raise FormatError(
-                    f"{folder}/{_model_name(dp, mp)} is missing: the run had {pp} pipeline stages and "
+                    f"{folder}/{_model_name(dp, mp)} is missing: the run had {ranks_said}{pp} pipeline stages and "
                     f"{tp} tensor-parallel ranks, by {models[first].name}"
                 )
     for (dp, mp), found in models.items():
         if mp >= pp * tp or (dp or 0) >= world:
             raise FormatError(
                 f"{folder} has {found.name}, but {models[first].name} was written by a run of {world} data-parallel "
-                f"times {pp * tp} model-parallel ranks; it belongs to another run"
+                f"times {pp * tp} model-parallel ranks; it belongs to another run, or to an earlier save on more ranks"
             )
         for key in _SAME:
             if found.state.get(key) != said.get(key):
@@ -161,6 +162,8 @@ def open_files(folder: Path, weights_only: bool = False) -> Files:
         _one_save(folder, names)
         ranks = _optimizers(folder, optim, world, pp * tp, models[first].name)
     except (FormatError, OSError) as error:
+        if not zero3 and not weights_only and isinstance(error, FormatError):
+            raise type(error)(f"{error}. weights_only opens the module's weights, without the optimizer") from error
         if zero3 or not weights_only:
             raise
         ranks, unusable = [[] for _ in range(pp * tp)], str(error)
@@ -230,7 +233,7 @@ def _optimizers(
         if dp >= world or mp >= mp_world:
             raise FormatError(
                 f"{folder} has optimizer files of {len({d for d, _ in optim})} ranks, but {model} was written by "
-                f"{world}; {optim[dp, mp]} belongs to another run"
+                f"{world}; {optim[dp, mp]} belongs to another run, or to an earlier save on more ranks"
             )
     return [[_open_rank(dp, folder / optim[dp, mp], world) for dp in range(world)] for mp in range(mp_world)]
 
@@ -255,11 +258,18 @@ def _open_rank(dp: int, path: Path, world: int) -> Rank:
         if masters in state and base in state:
             break
     else:
-        raise FormatError(f"{path} has no base_optimizer_state: it is no optimizer file of ZeRO")
+        raise FormatError(
+            f"{path} has neither the masters and base_optimizer_state of ZeRO-1 and 2 nor the fp32_flat_groups of "
+            f"ZeRO-3, but {', '.join(map(str, state)) or 'nothing'}: another optimizer wrapper wrote it, which is not "
+            "read, or it is no optimizer file"
+        )
     counts = state.get("partition_count")
     counts = counts if isinstance(counts, list) else [counts or world]
     if any(not count or world % count for count in counts) or max(counts) != world:
-        raise FormatError(f"{path} was written by a run of {counts} ranks per group, but there are files of {world}")
+        raise FormatError(
+            f"{path} is of {counts} ranks, by its partition_count for each group, but there are files of {world}: it "
+            "is of another run or world size, or of a sharding over some of the ranks, which is not read"
+        )
     return Rank(stored.file, state, dp)
 
 

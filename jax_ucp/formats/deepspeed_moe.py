@@ -36,7 +36,8 @@ def teams(index: int, ranks: Sequence[Rank], models: Sequence[Stored]) -> list[t
         if share != len(ranks):
             raise FormatError(
                 f"{ranks[0].file.path}: group {index} is shared by {share} of {len(ranks)} ranks, but is no group of "
-                "experts"
+                "experts: it is of another world size, or of a sharding over some of the ranks (MiCS), which is not "
+                "read. weights_only opens what the model states hold"
             )
         return [(None, list(ranks))]
     return [(ep, [ranks[r] for r in team]) for ep, team in enumerate(_expert_ranks(ranks, share))]
@@ -136,7 +137,10 @@ def expert_layout(name: str, slices: Mapping[int, Shape], model: Stored) -> Para
     shapes = [slices[ep] for ep in sorted(slices)]
     layer = _layer_of(name, model)
     if sorted(slices) != list(range(len(slices))) or len(slices) != int(layer["ep_size"]):
-        raise FormatError(f"{model.file.path}: {name} is cut over {layer['ep_size']} ranks, found {sorted(slices)}")
+        raise FormatError(
+            f"{model.file.path}: {name} is cut over {layer['ep_size']} expert-parallel ranks, but there are files of "
+            f"the ranks {sorted(slices)}"
+        )
     maps = (layer.get("affine_maps") or {}).get("params") or {}
     if name in maps:
         return affine_layout(maps[name], shapes, f"{model.file.path}: the affine map of {name}")

@@ -242,7 +242,9 @@ class Slices:
         shapes = {at: slices.shapes[stage, *at] for at in here}
         fused = {ep: shape for (ep, _), shape in shapes.items() if ep is not None}
         if fused and self.files.tp > 1:
-            raise FormatError(f"{self.files.folder}: {name} is cut over both expert- and tensor-parallel ranks")
+            raise FormatError(
+                f"{self.files.folder}: {name} is cut over both expert- and tensor-parallel ranks, which is not read"
+            )
         if fused:
             layout = moe.expert_layout(name, fused, self.files.models[stage][0])
             return layout, [here[ep, 0] for ep in sorted(fused)]
@@ -250,7 +252,8 @@ class Slices:
         if sorted(here) != order:
             raise FormatError(
                 f"{self.files.folder}: {state} of {name} is on the tensor-parallel ranks "
-                f"{[tp for _, tp in sorted(here)]} of {self.files.tp}"
+                f"{[tp for _, tp in sorted(here)]} of {self.files.tp}: the files of the others lack it, and are of "
+                "another run, or were exchanged"
             )
         patterns = self.patterns[stage]
         cut = [shapes[at] for at in order]

@@ -55,7 +55,10 @@ class _Universal(Reader):
     def __init__(self, folder: Path, options: Options):
         files = open_files(folder, options.weights_only)
         if any(files.ranks):
-            raise FormatError(f"{folder} has both atoms (zero/) and *_optim_states.pt: two checkpoints in one folder")
+            raise FormatError(
+                f"{folder} has both atoms (zero/) and *_optim_states.pt: two checkpoints in one folder. Move zero/, or "
+                "the optimizer files, to another one"
+            )
         paths = sorted(path for path in (folder / "zero").glob("*/*.pt"))
         self.atoms: dict[str, dict[str, TorchFile]] = defaultdict(dict)
         for path in paths:
@@ -63,7 +66,10 @@ class _Universal(Reader):
                 self.atoms[path.parent.name][path.stem] = TorchFile(path)
         optimizer = folder / _OPTIMIZER
         if not optimizer.is_file() and not options.weights_only:
-            raise FormatError(f"{optimizer} is missing: it holds what the optimizer has beside the atoms")
+            raise FormatError(
+                f"{optimizer} is missing: it holds what the optimizer has beside the atoms. weights_only opens the "
+                "parameters without it"
+            )
         self.optimizer = open_stored(optimizer) if optimizer.is_file() and not options.weights_only else None
         self.left = [path for path in (*paths, optimizer) if path.is_file()] if options.weights_only else []
         more = {
@@ -116,7 +122,7 @@ class _Universal(Reader):
                     for state in sorted(states - self.atoms.get(name, {}).keys() - {"fp32"}):
                         raise FormatError(
                             f"{self.files.folder / 'zero' / name / state}.pt is missing: other parameters of the group "
-                            "have that state"
+                            "have that state. weights_only opens the parameters without it"
                         )
 
     def _atom(self, name: str, stage: int, shapes: list[Shape]) -> None:

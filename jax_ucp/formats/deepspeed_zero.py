@@ -61,7 +61,7 @@ def param_shapes(model: Stored, ranks: Sequence[Rank]) -> list[dict[str, Shape]]
         if len(rank.masters) != len(groups):
             raise FormatError(
                 f"{rank.file.path} has {len(rank.masters)} parameter groups, but {model.name} describes "
-                f"{len(groups)}; one of the files belongs to another run"
+                f"{len(groups)}; one of the files is of another run, or of an earlier save with other groups"
             )
     return groups
 

@@ -144,8 +144,9 @@ class Import:
         for key, value in plain_settings(settings).items():
             if known.setdefault(key, value) != value:
                 raise FormatError(
-                    f"{self.path}: the param_groups of one file have {key}={known[key]} for {name}, those of "
-                    f"another {value}; they are of different runs or steps. weights_only leaves the optimizer aside"
+                    f"{self.path}: for {name} some param_groups have {key}={known[key]}, others {value}: they are of "
+                    "different steps or runs, or of two optimizers that share the parameter. weights_only leaves the "
+                    "optimizer aside"
                 )
 
     def skip(self, where: str, what: str, reason: str) -> None:

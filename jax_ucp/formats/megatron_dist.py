@@ -13,6 +13,7 @@ Megatron-LM core_v0.16.1.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -168,6 +169,15 @@ class _Reader:
         return Consolidated(ParamLayout(shape, tuple(run.target.shape for run in runs), tuple(fragments)), keys)
 
     def _buffers(self) -> None:
+        """States that are in flat buffers. An error names the remedy: the weights are not in them."""
+        try:
+            self._read_buffers()
+        except (FormatError, LayoutError) as error:
+            if "weights_only" in str(error):
+                raise
+            raise type(error)(f"{error}. weights_only opens the weights alone") from error
+
+    def _read_buffers(self) -> None:
         """States that are in flat buffers, as slices that the tensor-parallel ranks had, and those as parameters."""
         flat = [key for key in (*self.files.tensors, *self.files.objects) if is_flat(key)]
         if self.options.weights_only or not flat:
@@ -250,19 +260,30 @@ class _Reader:
             kept = {name: frozenset(states) - {"weight", "param"} for name, states in mine.items()}
             self.mixed = len({*kept.values()} - {frozenset[str]()}) > 1
             for name, states in mine.items():
-                # Parameters of one optimizer have the same states; those of another, such as Muon beside Adam, share
-                # none with them. What has no state was frozen, or is of plain SGD.
-                alike = next((other for other in {*kept.values()} if other & kept[name] and other - kept[name]), None)
-                if alike is not None:
-                    raise FormatError(
-                        f"{self.files.folder}: {min(alike - kept[name])} of {name} is in no file, though other "
-                        f"parameters that have {min(alike & kept[name])} have it too: a part of the optimizer is "
-                        "missing. weights_only opens the weights alone"
-                    )
+                self._check_states(name, kept)
                 if "weight" in states:
                     self._parameter(name, states)
                 else:
                     self._copy_of_embedding(states)
+
+    def _check_states(self, name: str, kept: Mapping[str, frozenset[str]]) -> None:
+        """Raise FormatError where a parameter has not the states of most that share one with it.
+
+        Those of one optimizer have the same states; those of another, such as Muon beside Adam, share none with them.
+        What has no state was frozen, or is of plain SGD.
+        """
+        alike = Counter(states for states in kept.values() if states & kept[name])
+        usual = alike.most_common(1)[0][0] if alike else frozenset()
+        if lost := usual - kept[name]:
+            raise FormatError(
+                f"{self.files.folder}: {min(lost)} of {name} is in no file, though {alike[usual]} parameters that "
+                "share states with it have it: a part of the optimizer is missing. weights_only opens the weights alone"
+            )
+        if more := kept[name] - usual:
+            raise FormatError(
+                f"{self.files.folder}: {min(more)} is there of {name}, but not of {alike[usual]} parameters that share "
+                "states with it: a part of the optimizer is missing. weights_only opens the weights alone"
+            )
 
     def _parameter(self, name: str, states: Mapping[str, Consolidated]) -> None:
         states = {state: self._unpadded(name, held) for state, held in states.items()}

@@ -26,8 +26,8 @@ def check_args(files: DistFiles, shapes: Mapping[str, tuple[int, ...]], dtypes: 
     for what, said, found in _pairs(files, shapes, dtypes) if files.args.fields else ():
         if said is not None and said != found:
             raise FormatError(
-                f"{files.common.path} tells of {what} {said}, but what is stored has {found}: it belongs to another "
-                "run, or is damaged"
+                f"{files.common.path} tells of {what} {said}, but what is stored has {found}: that file or the others "
+                "are of another run, or it was changed"
             )
 
 

@@ -163,10 +163,12 @@ def stage_layers(args: Args) -> dict[tuple[int, int], range]:
     layers = args.get("num_layers")
     if odd := [name for name in _UNEVEN if p > 1 and args.optional(name)]:
         raise FormatError(
-            f"args.{odd[0]} is {args.fields[odd[0]]!r:.80}: how layers lie on stages then is not known here"
+            f"args.{odd[0]} is {args.fields[odd[0]]!r:.80}: how layers lie on stages then is not known here, nor what "
+            "lies in their buffers"
         )
     if not isinstance(layers, int):
-        raise FormatError("args.num_layers is missing: the layers of each pipeline stage are not known")
+        lost = "args.num_layers is missing" if args.fields else "common.pt has no args (other trainers write none)"
+        raise FormatError(f"{lost}: which layers each pipeline stage has is not known, nor what lies in its buffers")
     first, last = (args.optional(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
     ends = {0: first, p - 1: last} if p > 1 else {}
     fixed = {stage: n for stage, n in ends.items() if isinstance(n, int)}

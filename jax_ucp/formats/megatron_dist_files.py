@@ -33,6 +33,7 @@ from jax_ucp.storage.source import ArrayInfo, ArraySource
 
 CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
 MAX_CONFIG_BYTES = 1 << 20
+_COMMON_OBJECT = b"common_state/shard_0_1"
 _CHUNK = re.compile(r"\d+(\.\d+)*")
 _OBJECT = re.compile(r"(.+)/shard_([\d.]+)_(\d+(?:\.\d+)*)")
 
@@ -128,7 +129,7 @@ def open_files(folder: Path, weights_only: bool = False) -> DistFiles:
     if backend is None:
         raise FormatError(f"{folder / CONFIG_FILE} is missing, or names no backend")
     if not (folder / COMMON_FILE).is_file():
-        raise FormatError(f"{folder / COMMON_FILE} is missing: it holds args, steps and param groups of all ranks")
+        raise FormatError(f"{folder / COMMON_FILE} is missing: {_without_common(folder)}")
     common = TorchFile(folder / COMMON_FILE)
     tree = common.tree
     if not isinstance(tree, dict):
@@ -144,6 +145,14 @@ def open_files(folder: Path, weights_only: bool = False) -> DistFiles:
         _check_objects(files)
         return files
     raise FormatError(f"{folder / CONFIG_FILE} names the backend {backend!r:.80}; only torch_dist and zarr are read")
+
+
+def _without_common(folder: Path) -> str:
+    """What it means that there is no `common.pt`; from core 0.19 on its content is an object among the others."""
+    held = (folder / METADATA_FILE).read_bytes() if (folder / METADATA_FILE).is_file() else b""
+    if _COMMON_OBJECT in held:
+        return "megatron-core 0.19 and later keep what it holds in the object common_state, which is not read yet"
+    return "it holds args, steps and param groups of all ranks"
 
 
 def _backend(folder: Path) -> str | None:

@@ -180,5 +180,5 @@ def check_stacks(key: str, shape: Sequence[int], counts: Mapping[str, int | None
         if counts.get(what) not in (None, shape[axis] if axis < len(shape) else 0):
             raise FormatError(
                 f"{key} has shape {list(shape)}, but axis {axis} should count the {counts[what]} {what} that args in "
-                "common.pt tell of: it belongs to another run, or the metadata is damaged"
+                "common.pt tell of: that file or the others are of another run, or the metadata is damaged"
             )

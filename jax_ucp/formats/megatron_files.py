@@ -128,7 +128,7 @@ def open_ranks(folder: Path, weights_only: bool = False) -> tuple[Args, list[Ran
     """
     found = sorted(p.name for p in folder.iterdir() if p.is_dir() and _FOLDER.fullmatch(p.name))
     if not (present := [name for name in found if (folder / name / MODEL_FILE).is_file()]):
-        raise FormatError(f"{folder / found[0] / MODEL_FILE} is missing")
+        raise FormatError(f"{folder / found[0] / MODEL_FILE} is missing, as in all other folders mp_rank_* beside it")
     first = _tree(TorchFile(folder / present[0] / MODEL_FILE))
     args = Args(args_of(first, folder / present[0] / MODEL_FILE))
     p, e = args.degree("pipeline_model_parallel_size"), args.degree("expert_model_parallel_size")
@@ -146,7 +146,10 @@ def open_ranks(folder: Path, weights_only: bool = False) -> tuple[Args, list[Ran
         optim = TorchFile(optim_path) if optim_path.is_file() and not weights_only else None
         ranks.append(Rank(tp, pp, ep, etp, folder / name, model, optim, _tree(model)))
     if strays := [name for name in found if name not in {rank.folder.name for rank in ranks}]:
-        raise FormatError(f"{folder / strays[0]} belongs to another run: the args of {present[0]} know no such rank")
+        raise FormatError(
+            f"{folder / strays[0]} belongs to another run, or to an earlier save with other parallelism: the args of "
+            f"{present[0]} know no such rank. Move the folders of the other save away"
+        )
     _check_together(folder, args, ranks)
     return args, ranks
 
@@ -175,8 +178,8 @@ def _check_together(folder: Path, args: Args, ranks: Sequence[Rank]) -> None:
         version = rank.tree.get("checkpoint_version")
         if not isinstance(version, int | float) or version < 2:
             raise FormatError(
-                f"{path} has checkpoint_version {version!r}; before 2.0 the rows of query, key and value lie in "
-                "another order. Load and save it with a newer Megatron"
+                f"{path} has checkpoint_version {version!r}, where 2.0 or later is needed: before, the rows of query, "
+                "key and value lie in another order. Load and save it with a newer Megatron"
             )
         # Megatron's order of ranks; another one was asked for by use_tp_pp_dp_mapping.
         if isinstance(world, int) and isinstance(own.get("rank"), int) and not own.get("use_tp_pp_dp_mapping"):
@@ -200,5 +203,6 @@ def _tree(file: TorchFile) -> dict[str, Any]:
 def args_of(tree: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     args = tree.get("args")
     if not isinstance(args, Record) or args.type != "argparse.Namespace":
-        raise FormatError(f"{path} has no args, without which nothing says how the ranks divide the model")
+        held = "no args" if args is None else f"{what_is(args)} for args, not an argparse.Namespace"
+        raise FormatError(f"{path} has {held}: nothing says how the ranks divide the model")
     return args.fields

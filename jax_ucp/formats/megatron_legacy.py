@@ -264,7 +264,10 @@ class _Reader:
         (first, value), *_ = values.items()
         for file, other in values.items():
             if other != value:
-                raise FormatError(f"{self.folder / file}: {state} is {other}, but {value} in {first}")
+                raise FormatError(
+                    f"{self.folder / file}: {state} is {other}, but {value} in {first}: one of the files is of another "
+                    "step or run"
+                )
         array = np.asarray(value, np.int32 if isinstance(value, int) else None)
         self.found.constant(state, name, array, f"{first}:optimizer ({state})")
 

@@ -534,7 +534,7 @@ def _refused(code: int) -> _Opcode:
     what = _NAMES.get(code, repr(bytes([code])))
 
     def step(machine: _Machine, _: None) -> None:
-        raise UnsafePickle(f"pickle opcode {what}, which a checkpoint never needs")
+        raise UnsafePickle(f"pickle opcode {what}, which torch.save never writes (protocols 2 to 5)")
 
     return _Opcode(step)
 

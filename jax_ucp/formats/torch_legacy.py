@@ -67,7 +67,10 @@ class _Storages:
             case _:
                 raise not_a_storage(persistent_id)
         if kind.dtype is None:
-            raise FormatError(f"a {kind} has no numpy dtype, so where the storages after it begin cannot be said")
+            raise FormatError(
+                f"a {kind} has no numpy dtype, so where the storages after it begin cannot be said; save the file "
+                "again with torch 1.6 or later"
+            )
         size = numel * kind.dtype.itemsize
         known, known_numel = self.roots.setdefault(root, (kind, numel))
         assert known.dtype is not None, "of the storages that come here"

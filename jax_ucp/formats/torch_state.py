@@ -56,7 +56,7 @@ def open_torch(path: Path, options: Options) -> Contents:
     found = Import("torch", path, Joined(files))
     for name, file in files.items():
         if _RANK_FILE.search(name) or (isinstance(file.tree, dict) and "ds_version" in file.tree):
-            raise FormatError(f"{file.path} is what one rank wrote of a checkpoint: open its folder")
+            raise FormatError(f"{file.path} is what one rank wrote of a checkpoint: open {_whole(file.path)}")
         _extras(found, name, file)
     _tensors(found, files, options)
     found.unknown |= {name for file in files.values() for name in file.unknown}
@@ -67,6 +67,11 @@ def open_torch(path: Path, options: Options) -> Contents:
         keep_config(found, folder)
         skip_others(found, {*files, INDEX}, ".bin", {})
     return found.contents()
+
+
+def _whole(path: Path) -> Path:
+    """The folder of the checkpoint that a rank's file is of: Megatron has one inside it for each rank."""
+    return path.parent.parent if path.parent.name.startswith("mp_rank_") else path.parent
 
 
 def _files(path: Path) -> tuple[Path, Mapping[str, Any] | None, list[str]]:

@@ -321,7 +321,7 @@ def test_links_are_refused(writer, name):
     ("shape", "boxes", "message"),
     [
         ((0, 6), [Box((0, 0), (0, 5))], r"w has shape \[0, 6\], but its chunks end elsewhere on axis 1"),
-        ((4, 6), [], r"w has shape \[4, 6\], but no chunk of it is in any file"),
+        ((4, 6), [], r"w has shape \[4, 6\], but by the metadata no chunk of it is in any file"),
         ((4,), [Box((0, 0), (4, 6))], r"w has shape \[4\], but a chunk of \[4, 6\] at \[0, 0\]"),
         ((-1,), [], r"w: \(-1,\) is no shape"),
         ((1 << 40, 1 << 40), [], "is no shape"),
