@@ -452,6 +452,12 @@ SITUATIONS = {
         [r'has no original_vocab_size; give it: sizes=\{"vocab": N\}, --size vocab=N'],
         lambda folder, _: arrays(ucp.open(folder, sizes={"vocab": 101})),
     ),
+    "a vocabulary of more rows than there are": Situation(
+        TP2,
+        change("mp_rank_*_model_states.pt", set_info(original_vocab_size=1000)),
+        [r"mp_rank_00_model_states\.pt: .*word_embeddings\.weight by its universal_checkpoint_info: the shards hold"],
+        lambda folder, _: arrays(ucp.open(folder, sizes={"vocab": 101})),
+    ),
     # Megatron's files.
     "args that are not a Namespace": Situation(
         LEGACY,
@@ -510,3 +516,39 @@ def test_a_refusal_says_what_is_wrong_and_its_remedy_works(name, tmp_path):
     assert found
     if whole is not None:
         assert (rounded if situation.weights else same)(found, whole)
+
+
+def test_files_that_say_the_same_in_instances_are_of_one_run(tmp_path):
+    folder = copied("deepspeed/tp2_dp1_z1_fp32_gqa", tmp_path / "c")
+    whole = arrays(ucp.open(folder))
+
+    def as_instances(tree: Any) -> None:
+        kind = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
+        info = tree["universal_checkpoint_info"]
+        info["parameter_with_sub_params"] = [Instance(kind, said) for said in info["parameter_with_sub_params"]]
+
+    change("mp_rank_*_model_states.pt", as_instances)(folder)
+    assert same(arrays(ucp.open(folder)), whole)
+
+
+def test_a_mapping_says_where_the_arrays_are_that_it_misses(tmp_path):
+    weights = {"w": np.ones(2, np.float32)}
+    save({"actor": weights, "critic": weights}, tmp_path / "run.pt")
+    checkpoint = ucp.open(tmp_path / "run.pt")
+    assert any("kept under `other`" in note for note in checkpoint.notes)
+    with pytest.raises(
+        UCPError, match=r"no parameters: a mapping wants them below `param`; 2 are below `other`, and its"
+    ):
+        checkpoint.map("hf-llama-to-tunix")
+
+
+def test_a_float_of_64_bits_is_rounded_by_the_remedy_that_its_refusal_names(tmp_path):
+    save({"w": np.full(2, 1 / 3)}, tmp_path / "run.pt")
+    checkpoint = ucp.open(tmp_path / "run.pt")
+    said = r"w: JAX would make float32 of its float64; set jax_enable_x64, or give a target of float32 and cast=True"
+    with pytest.raises(UCPError, match=said):
+        checkpoint.restore(mesh=MESH)
+    target = {"param": {"w": jax.ShapeDtypeStruct((2,), np.float32)}}
+    assert checkpoint.restore(target, mesh=MESH, cast=True)["param"]["w"].dtype == np.float32
+    with jax.enable_x64(True):
+        assert checkpoint.restore(mesh=MESH)["param"]["w"].dtype == np.float64

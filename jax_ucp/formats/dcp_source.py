@@ -108,8 +108,7 @@ class DcpSource:
                 try:
                     file = self._opened(span, max_bytes)
                 except FormatError as error:
-                    error.add_note(f"while reading {self.folder}/{key}")
-                    raise
+                    raise type(error)(f"{error} (while reading {key})") from error
                 self._keep(span, file)
                 if not span.transforms:
                     self._open_following(span, file)

@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from jax_ucp.errors import FormatError
+from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.formats.deepspeed_files import Rank, Stored
 from jax_ucp.formats.deepspeed_tp import affine_layout
 from jax_ucp.formats.deepspeed_zero import param_group
@@ -145,7 +145,10 @@ def expert_layout(name: str, slices: Mapping[int, Shape], model: Stored) -> Para
     if name in maps:
         return affine_layout(maps[name], shapes, f"{model.file.path}: the affine map of {name}")
     if (layer.get("expert_placement") or {}).get("ranks") is None:
-        return Sharded(0).join(shapes)
+        try:
+            return Sharded(0).join(shapes)
+        except LayoutError as error:
+            raise LayoutError(f"{model.file.path}: {name}, cut over expert-parallel ranks: {error}") from error
     fragments = [
         Fragment(ep, _row(place, shapes[ep]), _row(expert, shapes[ep]))
         for ep, experts in placement(name, model).items()

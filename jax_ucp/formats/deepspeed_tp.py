@@ -73,8 +73,8 @@ class TensorParallel:
         try:
             return pattern.join(slices)
         except LayoutError as error:
-            error.add_note(f"while joining {name} as {pattern}, by universal_checkpoint_info in {self.where}")
-            raise
+            what = f"{self.where}: {name} by its universal_checkpoint_info"
+            raise LayoutError(f"{what}: {error}. {_SPEC}") from error
 
     def says(self, name: str) -> bool:
         """Whether any list or map names the parameter."""
