@@ -584,8 +584,8 @@ _KNOWN = {
     "LONG_BINGET": _Opcode(_Machine.get, _U4),
     "GLOBAL": _Opcode(lambda machine, lines: machine.push(machine.find(*lines.split("\n")[:2])), value=_text, cost=272),
     "STACK_GLOBAL": _Opcode(lambda machine, _: machine.push(machine.find(*machine.pop(2))), cost=272),
-    "REDUCE": _Opcode(_Machine.reduce, cost=272),
-    "NEWOBJ": _Opcode(_Machine.new, cost=272),
+    "REDUCE": _Opcode(_Machine.reduce, cost=400),
+    "NEWOBJ": _Opcode(_Machine.new, cost=400),
     "BUILD": _Opcode(_Machine.build, cost=192),
     "BINPERSID": _Opcode(_Machine.persist, cost=192),
 }
