@@ -197,6 +197,20 @@ def two_optimizers(folder: Path) -> Path:
     return path
 
 
+OWN, PLAIN = "decoder.layers.1.mlp.gate_proj.weight", "decoder.layers.1.mlp.linear_fc1.weight"
+
+
+def with_a_module_of_its_own(folder: Path) -> None:
+    renamed_in(folder, "mp_rank_*/model_optim_rng.pt", PLAIN, OWN)
+
+
+def by_a_rule_more(folder: Path, _: str) -> Arrays:
+    spec = folder / "mine.yaml"
+    spec.write_text(yaml.safe_dump({"extends": "megatron", "shards": [{"param": OWN, "pattern": {"sharded": 0}}]}))
+    found = arrays(ucp.open(folder, spec=spec))
+    return {label.replace(OWN, PLAIN): array for label, array in found.items()}
+
+
 def without_a_moment(folder: Path) -> None:
     """One tensor of the optimizer has another name in the table of contents."""
     path = folder / ".metadata"
@@ -485,6 +499,16 @@ SITUATIONS = {
             r"Save with --ckpt-format torch_dist",
         ],
     ),
+    "a parameter that the rules for Megatron do not know": Situation(
+        LEGACY,
+        with_a_module_of_its_own,
+        [
+            r"iter_0000003: the rules do not fit",
+            r"1\.mlp\.gate_proj\.weight is claimed by no rule",
+            "`extends: megatron`",
+        ],
+        by_a_rule_more,
+    ),
     "common.pt of another run": Situation(
         "megatron/dist_tp1_pp1_fp32",
         change("common.pt", lambda tree: tree["args"].state.update(num_layers=3)),
@@ -510,7 +534,7 @@ def test_a_refusal_says_what_is_wrong_and_its_remedy_works(name, tmp_path):
     assert re.search("[\\s\\S]*".join(situation.said), message), message
     assert str(tmp_path) in message
     if situation.remedy is None:
-        assert not re.search("weights_only|spec=|sizes=", message), "a remedy that is not followed"
+        assert not re.search(r"weights_only|spec=|sizes=|open /", message), "a remedy that is not followed"
         return
     found = situation.remedy(folder, message)
     assert found

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.errors import FormatError, NotACheckpoint
+from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint
 from jax_ucp.formats.importing import Import
 from jax_ucp.formats.megatron_files import (
     OPTIM_FILE,
@@ -195,7 +195,11 @@ class _Reader:
                 raise FormatError(f"{name} is in {held}, but not in the file of tensor-parallel rank {absent[0]}")
             params[name] = [Shard(self.shapes[shards[i][0]], shards[i][0]) for i in range(count)]
         default = Spec(extends=built_in("megatron"))
-        return layouts(load(self.options.spec) if self.options.spec else default, params, self._sizes())
+        try:
+            return layouts(load(self.options.spec) if self.options.spec else default, params, self._sizes())
+        except LayoutError as error:
+            remedy = "" if self.options.spec else "\nA spec (spec=, --spec) with `extends: megatron` adds to the rules"
+            raise LayoutError(f"{self.folder}: {error}{remedy}") from error
 
     def _sizes(self) -> dict[str, int]:
         """The numbers that rules may name: those of args, under their own names and those of the built-in spec."""

@@ -183,7 +183,9 @@ def test_the_metadata_of_a_rank_of_another_run_is_refused(copy_of):
     writer = Writer(folder.parent / "other")
     writer.tensor("output.weight", np.zeros((2, 2), np.float32), [("__1_0.distcp", Box((0, 0), (2, 2)))])
     shutil.copy(writer.finish("__1.metadata") / "__1.metadata", folder)
-    with pytest.raises(FormatError, match=r"__1\.metadata: output\.weight is .* files of different saves are in the folder"):
+    with pytest.raises(
+        FormatError, match=r"__1\.metadata: output\.weight is .* files of different saves are in the folder"
+    ):
         ucp.open(folder)
 
 
