@@ -210,7 +210,7 @@ def _degrees(said: Mapping[str, Any], found: int, layers_tp: int | None) -> tupl
     degrees = known(said.get("checkpoint_parallel_dimensions"))
     if isinstance(degrees, dict):
         return int(degrees["pp_degree"]), int(degrees["tp_degree"])
-    ranks = said.get("mp_world_size")
+    ranks = known(said.get("mp_world_size"))
     ranks = ranks if isinstance(ranks, int) and not isinstance(ranks, bool) else found
     tp = layers_tp or ranks
     return max(1, ranks // tp), tp
@@ -239,7 +239,7 @@ def _optimizers(
 
 
 def _world(said: Mapping[str, Any], found: int) -> int:
-    world = said.get("dp_world_size")
+    world = known(said.get("dp_world_size"))
     return world if isinstance(world, int) and not isinstance(world, bool) else max(found, 1)
 
 

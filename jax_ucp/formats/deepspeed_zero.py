@@ -18,6 +18,7 @@ from typing import Any
 
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.deepspeed_files import Rank, Stored, expect_dict
+from jax_ucp.formats.safe_pickle import known
 from jax_ucp.formats.torch_file import StoredTensor
 from jax_ucp.layout.fragments import ParamLayout, Shape
 from jax_ucp.layout.patterns import flat_layouts, partitioned_layouts
@@ -51,7 +52,7 @@ _PART_OF_QUANTIZED = re.compile(r"(state|max|new_max)\d|gnorm_vec|unorm_vec")
 
 def param_shapes(model: Stored, ranks: Sequence[Rank]) -> list[dict[str, Shape]]:
     """The parameters of each group, in the order in which they lie in its buffer, as the model states say."""
-    said = model.state.get("param_shapes")
+    said = known(model.state.get("param_shapes"))
     if not isinstance(said, list):
         raise FormatError(
             f"{model.file.path} has no param_shapes, so that nothing says which parameters the flat buffers hold"

@@ -30,7 +30,7 @@ from jax_ucp.formats.pickle_names import NAMES
 from jax_ucp.formats.safe_pickle import MAX_DEPTH, Opaque, Unknown, walk
 from jax_ucp.layout.box import Box
 from jax_ucp.storage.consolidated import same_bits
-from torch_writer import Global, Instance, rewrite, save
+from torch_writer import Global, Instance, edit, rewrite, save
 
 CASES = Path(__file__).parent.parent / "data" / "unknown"
 MESH = Mesh(np.array(jax.devices()[:2]), ("x",))
@@ -318,6 +318,31 @@ def test_a_table_of_contents_needs_classes_that_are_known(tmp_path):
         renamed(copy / ".metadata", f"torch.distributed.checkpoint.metadata.{name}", f"mylib.{name}")
         with pytest.raises(FormatError, match=rf"\.metadata: .* an object of mylib\.{name}, which is not known here"):
             ucp.open(copy)
+
+
+def test_what_a_table_of_contents_has_beside_the_tensors_may_be_of_any_class(tmp_path):
+    folder = copied("torch/fsdp2_dp4_uneven", tmp_path / "c")
+    before = ucp.open(folder)
+    arrays = {leaf.label: before.read(leaf.label).copy() for leaf in before.leaves}
+    data = (folder / ".metadata").read_bytes()
+    assert data.count(b"\x8c\x0bStorageMeta\x94") == 1
+    (folder / ".metadata").write_bytes(data.replace(b"\x8c\x0bStorageMeta\x94", b"\x8c\x0bStorageNext\x94"))
+    after = ucp.open(folder)
+    assert {leaf.label for leaf in after.leaves} == arrays.keys()
+    assert all(same_bits(after.read(label), array) for label, array in arrays.items())
+
+
+@pytest.mark.parametrize("key", ["dp_world_size", "num_experts", "param_shapes", "buffer_names", "module"])
+def test_a_value_of_deepspeeds_that_decides_must_be_a_plain_one(key, tmp_path):
+    folder = copied("deepspeed/moe_ep2_dp2_z1_bf16", tmp_path / "c")
+    edit(
+        folder / "global_step5" / "mp_rank_00_model_states.pt",
+        lambda tree: tree.update({key: Instance("mylib.Kind", {})}),
+    )
+    with pytest.raises(
+        FormatError, match=rf"mp_rank_00_model_states\.pt: {key} is an object of mylib\.Kind, which is not known"
+    ):
+        ucp.open(folder)
 
 
 # The pickles themselves.
