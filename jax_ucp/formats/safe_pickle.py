@@ -14,7 +14,6 @@ from __future__ import annotations
 import builtins
 import pickletools
 import struct
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from mmap import mmap
@@ -37,15 +36,26 @@ MAX_KEY_NODES = 64
 MAX_LABEL = 256
 MAX_GLOBAL = 256
 
-# Modules of Python that define kinds of data, and nothing that runs, opens or imports anything.
-_DATA_MODULES = frozenset(
-    {"argparse", "array", "collections", "copy_reg", "copyreg", "dataclasses", "datetime", "decimal", "enum"}
-    | {"fractions", "functools", "ipaddress", "logging", "numbers", "pathlib", "pathlib._local", "random", "re"}
-    | {"signal", "string", "time", "types", "typing", "uuid", "zoneinfo"}
+# Modules of Python, of any release, that run, open or import things, or reach into objects: no data is made of them. No
+# promise hangs on this list, for nothing is ever called: a file that names one of these is an attack, and is called so.
+_ACTING_PACKAGES = frozenset(
+    (
+        *("os", "ctypes", "importlib", "multiprocessing", "asyncio", "urllib", "unittest", "xmlrpc"),
+        *("distutils", "setuptools", "pip", "ensurepip", "venv", "idlelib", "lib2to3"),
+    )
+)
+_ACTING_MODULES = frozenset(
+    (
+        *("posix", "nt", "sys", "subprocess", "shutil", "pty", "commands", "popen2", "site", "_ctypes"),
+        *("_frozen_importlib", "imp", "runpy", "pkgutil", "zipimport", "code", "codeop", "ast", "compileall"),
+        *("pickle", "_pickle", "cPickle", "pickletools", "marshal", "shelve", "io", "_io", "codecs"),
+        *("_codecs", "tempfile", "fileinput", "glob", "pdb", "bdb", "trace", "timeit", "profile", "cProfile"),
+        *("doctest", "gc", "atexit", "thread", "_thread", "socket", "_socket", "socketserver", "select"),
+        *("ssl", "urllib2", "ftplib", "smtplib", "telnetlib", "poplib", "imaplib", "webbrowser", "cgi"),
+        *("compiler", "new", "dl", "antigravity"),
+    )
 )
 _BUILTINS = frozenset(name for name, value in vars(builtins).items() if isinstance(value, type))
-# Python 2's names of modules, which protocol 2 writes (`Lib/_compat_pickle.py`), and modules that later releases lack.
-_OLD_MODULES = frozenset({"__builtin__", "cPickle", "commands", "compiler", "distutils", "imp", "popen2", "thread"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,9 +400,9 @@ class _Machine:
             return self.unknown[dotted]
         if not plain or not is_inert_global(str(module), str(name)):
             raise UnsafePickle(
-                f"the pickle asks for {dotted[:200]!r}, which no checkpoint needs: it can run, open or import what "
-                "has nothing to do with data. Nothing was imported or run. If you trust the file, load it with the "
-                "library that wrote it and save its tensors alone."
+                f"the pickle asks for {dotted[:200]!r}, which no checkpoint needs: no data is made of that, and such "
+                "names can run, open or import things. Nothing was imported or run. If you trust the file, load it "
+                "with the library that wrote it and save its tensors alone."
             )
         return self.unknown.setdefault(dotted, Unknown(dotted))
 
@@ -447,7 +457,7 @@ def is_inert_global(module: str, name: str) -> bool:
     """Whether a global that is in no table may stand for itself: a class or a function of some library, as a rule.
 
     Nothing is imported or called in any case. What is refused has no place in a checkpoint, and a file that asks for it
-    is an attack, or damaged: names that reach into an object, and those of Python that run, open or import something.
+    is an attack, or damaged: names that reach into an object, and those of modules that act.
 
     >>> is_inert_global("transformers.training_args", "TrainingArguments"), is_inert_global("os", "system")
     (True, False)
@@ -457,8 +467,7 @@ def is_inert_global(module: str, name: str) -> bool:
         return False
     if module in ("builtins", "__builtin__"):
         return name in _BUILTINS
-    python = parts[0] in sys.stdlib_module_names or parts[0] in _OLD_MODULES
-    return module in _DATA_MODULES or not python
+    return parts[0] not in _ACTING_PACKAGES and module not in _ACTING_MODULES
 
 
 def is_plain_name(name: str) -> bool:

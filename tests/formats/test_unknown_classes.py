@@ -423,7 +423,7 @@ RUNS = (
 )
 RUNS += ("builtins.__import__", "builtins.open", "io.open", "_io.open", "importlib.import_module", "runpy.run_path")
 RUNS += ("pickle.loads", "_pickle.loads", "marshal.loads", "shutil.rmtree", "socket.socket", "ctypes.CDLL", "sys.exit")
-RUNS += ("operator.attrgetter", "webbrowser.open", "code.interact", "pty.spawn", "commands.getoutput", "cPickle.loads")
+RUNS += ("webbrowser.open", "code.interact", "pty.spawn", "commands.getoutput", "cPickle.loads")
 RUNS += ("types.FunctionType.__call__", "a.b\\n", "a..b", "1a.b", f"{'a' * 300}.b")
 
 
