@@ -205,11 +205,13 @@ class Checkpoint:
         cast: bool | DTypeLike = False,
         partial: bool = False,
         share_reads: bool = False,
+        narrow_integers: bool = False,
     ) -> RestorePlan:
         """What `restore` with the same arguments would do: a placement for each leaf, and what was given up."""
         from jax_ucp.sharding.restore import plan_restore, shared_plan
 
-        plan = plan_restore(self.leaves, target, mesh=mesh, rules=rules, cast=cast, partial=partial)
+        said = {"mesh": mesh, "rules": rules, "cast": cast, "partial": partial, "narrow_integers": narrow_integers}
+        plan = plan_restore(self.leaves, target, **said)
         return shared_plan(plan, self._contents.arrays.arrays()) if share_reads else plan
 
     def restore(
@@ -221,6 +223,7 @@ class Checkpoint:
         cast: bool | DTypeLike = False,
         partial: bool = False,
         share_reads: bool = False,
+        narrow_integers: bool = False,
         budget_bytes: int = DEFAULT_BUDGET,
     ) -> Any:
         """The tree, in the form of `target` and on its shardings, or on `mesh`, or as numpy arrays.
@@ -228,6 +231,8 @@ class Checkpoint:
         `rules` are pairs: (regular expression on a leaf's label, PartitionSpec), or (logical axis name, mesh
         axes). `cast=True` converts to the target's dtypes, a dtype all floating arrays to that. With
         `partial`, leaves that the target lacks are left out. `budget_bytes` bounds what is in flight.
+        JAX has no 64-bit integers unless jax_enable_x64 is set. Without, a leaf of them that goes on devices is
+        refused, or with `narrow_integers` comes as 32-bit ones, if every value fits.
         Only what is asked for is read: whether what a source stores twice agrees, `verify` and `save` say.
 
         With `share_reads`, of what several processes hold each reads a part, and their devices exchange the parts: each
@@ -240,8 +245,8 @@ class Checkpoint:
         """
         from jax_ucp.sharding.restore import run_restore
 
-        said = {"mesh": mesh, "rules": rules, "cast": cast, "partial": partial, "share_reads": share_reads}
-        plan = self.plan(target, **said)
+        said = {"mesh": mesh, "rules": rules, "cast": cast, "partial": partial, "narrow_integers": narrow_integers}
+        plan = self.plan(target, share_reads=share_reads, **said)
         restored = run_restore(plan, self._contents.arrays, budget_bytes)
         self._contents.files.require_unchanged()
         return restored

@@ -4,7 +4,7 @@
     ├── LayoutError          shards do not fit the pattern or the geometry declared for them
     ├── SpecError            a spec is not in the universal checkpoint language, or a size in it has no number
     ├── FormatError          a file is not what its name or its checkpoint says it is
-    │   ├── UnsafePickle     a torch file asks for a global, an opcode or a size we do not allow
+    │   ├── UnsafePickle     a torch file asks for what no data needs: a name that runs something, an opcode, a size
     │   └── CorruptData      bytes differ from their checksum, their twin or their recorded size
     ├── NotACheckpoint       nothing at the path is a checkpoint we know, or it was never finished
     ├── TreeMismatch         a target tree and a checkpoint do not have the same leaves

@@ -114,6 +114,7 @@ class Restore(ocp.args.CheckpointArgs):
     partial: bool = False
     share_reads: bool = False
     budget_bytes: int | None = None
+    narrow_integers: bool = False
 
 
 def _budget(args: Save | Restore, default: int) -> int:
@@ -145,8 +146,9 @@ def _begin(path: os.PathLike[str], args: Save, budget_bytes: int) -> _Begun:
 
 
 def _restore(directory: os.PathLike[str], args: Restore, budget_bytes: int) -> Any:
-    said = {"mesh": args.mesh, "rules": args.rules, "cast": args.cast, "partial": args.partial}
-    return open(directory).restore(args.item, **said, share_reads=args.share_reads, budget_bytes=budget_bytes)
+    names = ("mesh", "rules", "cast", "partial", "share_reads", "narrow_integers")
+    said = {name: getattr(args, name) for name in names}
+    return open(directory).restore(args.item, **said, budget_bytes=budget_bytes)
 
 
 class CheckpointableHandler(v1.CheckpointableHandler[Save, Restore]):

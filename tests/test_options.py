@@ -510,6 +510,7 @@ TABLE: dict[str, dict[str, str]] = {
         "cast": "refused",
         "partial": "refused",
         "share_reads": "harmless: in one process, or where no array is held by several, each reads its own",
+        "narrow_integers": "harmless: integers that JAX has as they are stay so",
     },
     "Checkpoint.restore": {
         "target": "used",
@@ -518,6 +519,7 @@ TABLE: dict[str, dict[str, str]] = {
         "cast": "refused",
         "partial": "refused",
         "share_reads": "harmless: in one process, or where no array is held by several, each reads its own",
+        "narrow_integers": "harmless: integers that JAX has as they are stay so",
         "budget_bytes": "used",
     },
     "Checkpoint.plan_optimizer": {"tx": "used", "params": "used", "step": "refused", "check": "used"},
@@ -570,6 +572,7 @@ TABLE: dict[str, dict[str, str]] = {
         "partial": "refused",
         "share_reads": "harmless: in one process, or where no array is held by several, each reads its own",
         "budget_bytes": "used",
+        "narrow_integers": "harmless: integers that JAX has as they are stay so",
     },
     "CheckpointHandler": {"budget_bytes": "used"},
 }

@@ -109,7 +109,9 @@ def test_extras_are_shown_as_they_are(tmp_path):
     assert "u202e" in said
 
 
-@pytest.mark.parametrize("args", [["x\x1b[31m"], ["inspect", "c", "--believe", "s\x1b[31m"], ["map", "c", "--x\x1b[31m"]])
+@pytest.mark.parametrize(
+    "args", [["x\x1b[31m"], ["inspect", "c", "--believe", "s\x1b[31m"], ["map", "c", "--x\x1b[31m"]]
+)
 def test_a_wrong_command_line_is_shown_as_it_is(args):
     code, _ = run(*args)
     assert code == 2

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.formats.safe_pickle import walk
+from jax_ucp.formats.safe_pickle import Record, walk
 from jax_ucp.formats.torch_file import StoredTensor, TorchFile
+from jax_ucp.layout.box import Box
 
 KINDS = {"float32": "FloatStorage", "bfloat16": "BFloat16Storage", "float16": "HalfStorage", "uint8": "ByteStorage"}
 KINDS |= {"float64": "DoubleStorage", "int64": "LongStorage", "bool": "BoolStorage"}
@@ -30,10 +31,10 @@ class Global:
 
 
 class Instance:
-    """An instance of a class that is not there, with its state."""
+    """An instance of a class that is not there, with its state, and what it was made from."""
 
-    def __init__(self, dotted: str, state: Any):
-        self.kind, self.state = Global(*dotted.rsplit(".", 1)), state
+    def __init__(self, dotted: str, state: Any, args: tuple[Any, ...] = ()):
+        self.kind, self.state, self.args = Global(*dotted.rsplit(".", 1)), state, args
 
 
 class Size(tuple):
@@ -84,7 +85,7 @@ class Pickler(pickle._Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Instance):
-            return obj.kind, (), obj.state
+            return obj.kind, obj.args, obj.state
         if isinstance(obj, Size):
             self.alive.append(args := (tuple(obj),))
             return Global("torch", "Size"), args
@@ -143,6 +144,32 @@ def change(path: Path, values: Mapping[str, Callable[[np.ndarray], None]]) -> No
         return array.tobytes()
 
     rewrite(path, changed)
+
+
+def edit(path: Path, change: Callable[[Any], None]) -> None:
+    """The file with another object, which `change` changes in place: its tensors are arrays, its records instances.
+
+    Arrays of numpy's, which random states have, become lists.
+    """
+    file = TorchFile(path)
+
+    def plain(node: Any) -> Any:
+        match node:
+            case StoredTensor():
+                return np.array(file.read(node.key, Box.whole(node.shape)))
+            case np.ndarray() | np.generic():
+                return node.tolist()
+            case Record():
+                return Instance(node.type, plain(node.state), plain(node.args))
+            case dict():
+                return {plain(key): plain(value) for key, value in node.items()}
+            case list() | tuple():
+                return type(node)(map(plain, node))
+        return node
+
+    tree = plain(file.tree)
+    change(tree)
+    save(tree, path)
 
 
 def legacy(tree: Any, protocol: int = 2, magic: int = MAGIC, version: int = 1001, keys: Any = None) -> bytes:

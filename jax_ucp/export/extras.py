@@ -57,6 +57,10 @@ def from_json(value: Any) -> Any:
             return torch_dtype(_dtype(name))
         case {"!record": str(name), "args": list(args), "fields": dict(fields)}:
             return _record(name, [from_json(item) for item in args], from_json(fields))
+        case {"!opaque": str(name)}:
+            raise UnsupportedLeaf(f"it has an object of {name}, and torch would run what makes one")
+        case {"!left_out": str(reason)} if len(value) == 1:
+            raise UnsupportedLeaf(f"it has a tensor that was not read: {reason}")
         case {"!dict": list(pairs)} if len(value) == 1:
             return {from_json(key): from_json(item) for key, item in pairs}
         case {"!tuple": list(items)} if len(value) == 1:

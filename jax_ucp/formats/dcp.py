@@ -27,6 +27,7 @@ from jax_ucp.formats.dcp_metadata import DcpMetadata, Span, TensorEntry, metadat
 from jax_ucp.formats.dcp_source import DcpSource, consolidated
 from jax_ucp.formats.extras import tensor_bytes
 from jax_ucp.formats.importing import Import
+from jax_ucp.formats.opaque import in_optimizer, optimizer_roots
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.state_paths import Steps, hyperparameters, places
 from jax_ucp.storage.contents import Contents
@@ -43,12 +44,16 @@ def open_dcp(path: Path, options: Options) -> Contents:
     NotACheckpoint where there is no metadata: it is written last.
     """
     if not metadata_files(path):
-        raise NotACheckpoint(f"{path} has .distcp files but no .metadata, which is written last: the save never ended")
-    metadata = read_metadata(path)
+        raise NotACheckpoint(
+            f"{path} has .distcp files but no .metadata: the save never ended, for that file is written last, or it "
+            "was not copied with the others, for its name begins with a dot"
+        )
+    metadata = read_metadata(path, _of_optimizers if options.weights_only else None)
+    left = _of_optimizers(metadata) if options.weights_only else frozenset[str]()
     source = DcpSource(metadata)
     found = Import("dcp", path, source, options.believe)
     objects = {
-        metadata.paths.get(fqn, (fqn,)): _object(found, fqn, span, source)
+        metadata.paths.get(fqn, (fqn,)): _object(found, fqn, span, source, fqn in left)
         for fqn, spans in metadata.objects.items()
         for span in spans
     }
@@ -63,10 +68,18 @@ def open_dcp(path: Path, options: Options) -> Contents:
         raise LayoutError(f"{path}: {error}") from None
 
     def verify() -> Iterator[tuple[str, str | None]]:
-        yield from source.verify({fqn: consolidated(fqn, tensor).keys for fqn, tensor in metadata.tensors.items()})
+        used = {fqn: tensor for fqn, tensor in metadata.tensors.items() if fqn not in left}
+        yield from source.verify({fqn: consolidated(fqn, tensor).keys for fqn, tensor in used.items()})
         yield from contents.verify()
 
     return replace(contents, verify=verify)
+
+
+def _of_optimizers(metadata: DcpMetadata) -> frozenset[str]:
+    """The names of what lies in optimizers' dicts."""
+    paths = {fqn: metadata.paths.get(fqn, (fqn,)) for fqn in (*metadata.tensors, *metadata.objects)}
+    roots = optimizer_roots(paths.values())
+    return frozenset(fqn for fqn, path in paths.items() if any(in_optimizer(path, root) for root in roots))
 
 
 def _tensors(found: Import, metadata: DcpMetadata, objects: Mapping[Steps, Any], options: Options) -> None:
@@ -75,7 +88,7 @@ def _tensors(found: Import, metadata: DcpMetadata, objects: Mapping[Steps, Any],
     if lost := sorted((metadata.tensors.keys() | metadata.objects.keys()) - paths.keys()):
         raise FormatError(
             f"{found.path / metadata.files[0]}: {lost[0]!r} is not in planner_data, which has others; "
-            "the metadata is damaged"
+            "the metadata is damaged, or of a planner not known here"
         )
     for fqn, path in paths.items():
         if ".".join(map(str, path)) != fqn:
@@ -89,7 +102,7 @@ def _tensors(found: Import, metadata: DcpMetadata, objects: Mapping[Steps, Any],
         param = consolidated(fqn, tensor)
         if options.weights_only and fqn in where.in_optimizers:
             for key in param.keys:
-                found.skip(key, "", f"{state} of {name}: only weights were asked for")
+                found.leave(key, "", f"{state} of {name}: only weights were asked for")
         elif param.keys:
             found.parameter(state, name, param, _reason(tensor, state, name))
         else:  # a tensor without elements, of which no rank wrote a chunk
@@ -106,7 +119,10 @@ def _tensors(found: Import, metadata: DcpMetadata, objects: Mapping[Steps, Any],
 
 def _empty(folder: Path, fqn: str, tensor: TensorEntry) -> tuple[int, ...]:
     if math.prod(tensor.shape):
-        raise FormatError(f"{folder}: {fqn} has shape {list(tensor.shape)}, but no chunk of it is in any file")
+        raise FormatError(
+            f"{folder}: {fqn} has shape {list(tensor.shape)}, but by the metadata no chunk of it is in any file: that "
+            "of a rank is missing, or it is damaged"
+        )
     return tensor.shape
 
 
@@ -115,12 +131,17 @@ def _reason(tensor: TensorEntry, state: str, name: str) -> str:
     return what if len(tensor.chunks) == 1 else f"{what}, one of {len(tensor.chunks)} chunks"
 
 
-def _object(found: Import, fqn: str, span: Span, source: DcpSource) -> Any:
-    """An object, kept as an extra; None of one that asks for code or is made of data."""
+def _object(found: Import, fqn: str, span: Span, source: DcpSource, left: bool) -> Any:
+    """An object, kept as an extra; None of one that asks for code or is made of data, or that is `left` and damaged."""
     where = f"{span.file}:{fqn}"
     try:
         file = source.object(fqn, span)
-    except UnsafePickle as error:
+    except (FormatError, OSError) as error:
+        if left:
+            found.skip(where, "object", f"only weights were asked for; it could not be read either: {error}")
+            return None
+        if not isinstance(error, UnsafePickle):
+            raise
         found.skip(where, "object", f"not read, because it asks for more than data: {error}")
         found.notes.append(f"the object {fqn} was left out: {error}")
         return None
@@ -129,6 +150,7 @@ def _object(found: Import, fqn: str, span: Span, source: DcpSource) -> Any:
         found.skip(where, "object", reason)
         found.notes.append(f"{fqn} in {span.file} was left out: {reason}; save it with flatten_state_dict=True")
         return None
+    found.unknown |= file.unknown
     found.extra(span.file, fqn, file.tree, file)
     return file.tree
 

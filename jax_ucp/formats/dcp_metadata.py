@@ -16,7 +16,7 @@ import os
 import re
 import stat
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import numpy as np
 
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.formats import safe_pickle
-from jax_ucp.formats.safe_pickle import Name, Record, inert, table
+from jax_ucp.formats.safe_pickle import Name, Record, inert, known, table, what_is
 from jax_ucp.formats.torch_names import NAMES as TORCH_NAMES
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
@@ -129,8 +129,10 @@ def metadata_files(folder: Path) -> list[Path]:
     return [ranks[rank] for rank in sorted(ranks)]
 
 
-def read_metadata(folder: Path) -> DcpMetadata:
+def read_metadata(folder: Path, leave: Callable[[DcpMetadata], Collection[str]] | None = None) -> DcpMetadata:
     """The table of contents of the checkpoint in `folder`, every span of it proved to lie in a file that is there.
+
+    `leave` says of which items that need not be so, because nobody will read them.
 
     Raises FormatError, naming the file and the tensor, for metadata that contradicts itself or the files.
     """
@@ -153,7 +155,7 @@ def read_metadata(folder: Path) -> DcpMetadata:
         metadata = found.metadata(tuple(path.name for path in files))
     except FormatError as error:
         raise type(error)(f"{files[0] if len(files) == 1 else folder}: {error}") from error
-    _check_spans(metadata)
+    _check_spans(metadata, leave(metadata) if leave else ())
     return metadata
 
 
@@ -169,9 +171,9 @@ class _Tables:
         self.paths: dict[str, tuple[str | int, ...]] = {}
 
     def add(self, path: Path) -> None:
-        file = Directory(self.folder).file(path.name)
-        if os.path.getsize(file) > MAX_METADATA_BYTES:
-            raise FormatError(f"more than {MAX_METADATA_BYTES} bytes")
+        nbytes = os.path.getsize(Directory(self.folder).file(path.name))
+        if nbytes > MAX_METADATA_BYTES:
+            raise FormatError(f"it has {nbytes} bytes, which is too large: {MAX_METADATA_BYTES} are the most")
         top = _fields(safe_pickle.load(noted(path).read_bytes(), _NAMES), "Metadata", "the file")
         spans = _spans(_dict(top.get("storage_data"), "storage_data"))
         used: set[tuple[str, Shape | None]] = set()
@@ -195,7 +197,7 @@ class _Tables:
         # Some are None (torch 1.13, flatten_state_dict=False), or a planner's own kind of data.
         if "planner_data" not in top:
             raise FormatError("the Metadata has no planner_data, which every version of it has")
-        paths = top["planner_data"]
+        paths = known(top["planner_data"])
         for fqn, steps in paths.items() if isinstance(paths, dict) else ():
             if isinstance(steps, tuple) and steps and all(type(step) in (str, int) for step in steps):
                 self.paths[fqn] = steps
@@ -206,11 +208,11 @@ class _Tables:
         if self.tensors.setdefault(fqn, (shape, dtype)) != (shape, dtype):
             raise FormatError(
                 f"{fqn} is {dtype} {list(shape)} here, but {self.tensors[fqn][1]} {list(self.tensors[fqn][0])} by the "
-                "metadata of an earlier rank; the files are of different saves"
+                "metadata of an earlier rank; files of different saves are in the folder, or one is damaged"
             )
         chunks = entry.get("chunks")
         if not isinstance(chunks, list):
-            raise FormatError(f"{fqn}: its chunks should be a list, but are a {type(chunks).__name__}")
+            raise FormatError(f"{fqn}: its chunks should be a list, but are {what_is(chunks)}")
         found: dict[tuple[Shape, Shape], None] = {}
         for chunk in chunks:
             fields = _fields(chunk, "ChunkStorageMetadata", fqn)
@@ -259,13 +261,13 @@ def _spans(storage_data: Mapping[Any, Any]) -> dict[tuple[str, Shape | None], Sp
 
 def _fields(value: Any, kind: str, what: str) -> Mapping[str, Any]:
     if not isinstance(value, Record) or not value.type.endswith(kind):
-        raise FormatError(f"{what} should be a {kind}, but is a {value if isinstance(value, Name) else type(value)}")
+        raise FormatError(f"{what} should be a {kind}, but is {what_is(value)}")
     return value.fields
 
 
 def _dict(value: Any, what: str) -> dict[Any, Any]:
     if not isinstance(value, dict):
-        raise FormatError(f"{what} should be a dict, but is a {type(value).__name__}")
+        raise FormatError(f"{what} should be a dict, but is {what_is(value)}")
     return value
 
 
@@ -311,12 +313,16 @@ def _span(value: Any) -> Span:
     return Span(file, offset, length, tuple(transforms))
 
 
-def _check_spans(metadata: DcpMetadata) -> None:
-    """Every span lies in a regular file beside the metadata, no two share a byte, and each chunk fits its span."""
+def _check_spans(metadata: DcpMetadata, left: Collection[str]) -> None:
+    """Every span lies in a regular file beside the metadata, no two share a byte, and each chunk fits its span.
+
+    Items that are `left` may lie anywhere.
+    """
     folder = Directory(metadata.folder)
     by_file: dict[str, list[tuple[Span, str]]] = defaultdict(list)
     for fqn, span in metadata.spans():
-        by_file[span.file].append((span, fqn))
+        if fqn not in left:
+            by_file[span.file].append((span, fqn))
     for name, spans in by_file.items():
         path, first = metadata.folder / name, spans[0][1]
         try:
@@ -324,7 +330,7 @@ def _check_spans(metadata: DcpMetadata) -> None:
         except OSError:
             raise FormatError(f"{path} is missing: {len(spans)} items lie in it, the first of {first}") from None
         if not stat.S_ISREG(about.st_mode):
-            raise FormatError(f"{path} is no file; {first} should lie in it")
+            raise FormatError(f"{path}, in which {first} should lie, is not a file")
         free, before = 0, ""
         for span, fqn in sorted(spans, key=lambda item: item[0].offset):
             end = span.offset + span.length
@@ -337,7 +343,7 @@ def _check_spans(metadata: DcpMetadata) -> None:
                 raise FormatError(f"{path}: the bytes of {fqn}, from {span.offset}, overlap those of {before}")
             free, before = end, fqn
     for fqn, tensor in metadata.tensors.items():
-        for chunk in tensor.chunks:
+        for chunk in tensor.chunks if fqn not in left else ():
             _check_size(metadata.folder, fqn, tensor.dtype, chunk)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.formats.dcp_metadata import Chunk, DcpMetadata, Span, TensorEntry
+from jax_ucp.formats.safe_pickle import what_is
 from jax_ucp.formats.torch_file import StoredTensor, TorchFile
 from jax_ucp.formats.zstd import inflate
 from jax_ucp.layout.box import Box
@@ -88,7 +89,7 @@ class DcpSource:
         file = self._open(chunk.span, Box.whole(chunk.sizes).size * tensor.dtype.itemsize + _OVERHEAD, key)
         stored = file.tree
         if not isinstance(stored, StoredTensor):
-            raise FormatError(f"{self.folder}/{key} should be a tensor, but is a {type(stored).__name__}")
+            raise FormatError(f"{self.folder}/{key} should be a tensor, but is {what_is(stored)}")
         if (stored.shape, stored.dtype) != (chunk.sizes, tensor.dtype):
             raise CorruptData(
                 f"{self.folder}/{key} should be {tensor.dtype} {list(chunk.sizes)}, but is {stored.dtype} "
@@ -107,8 +108,7 @@ class DcpSource:
                 try:
                     file = self._opened(span, max_bytes)
                 except FormatError as error:
-                    error.add_note(f"while reading {self.folder}/{key}")
-                    raise
+                    raise type(error)(f"{error} (while reading {key})") from error
                 self._keep(span, file)
                 if not span.transforms:
                     self._open_following(span, file)

@@ -7,12 +7,13 @@ are the parameters; the module's own tensors are copies of slices, compared by v
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jax_ucp.errors import FormatError, NotACheckpoint
 from jax_ucp.formats import deepspeed_moe as moe
-from jax_ucp.formats.deepspeed_files import Stored, is_checkpoint, open_files, tag_folder
+from jax_ucp.formats.deepspeed_files import Files, Stored, is_checkpoint, open_files, tag_folder
 from jax_ucp.formats.deepspeed_modules import (
     aliases,
     check_copies,
@@ -23,9 +24,11 @@ from jax_ucp.formats.deepspeed_modules import (
 )
 from jax_ucp.formats.deepspeed_slices import ASIDE, FROZEN, Slices
 from jax_ucp.formats.deepspeed_stage0 import add_numbered_states, unwrapped
-from jax_ucp.formats.deepspeed_zero import base_optimizer
+from jax_ucp.formats.deepspeed_zero import base_optimizer, group, param_shapes
 from jax_ucp.formats.importing import touched
+from jax_ucp.formats.opaque import closed_tensors, tensor_holders
 from jax_ucp.formats.options import Options
+from jax_ucp.formats.safe_pickle import known
 from jax_ucp.formats.torch_file import StoredTensor
 from jax_ucp.layout.patterns import flat_layouts
 from jax_ucp.storage.contents import Contents
@@ -64,7 +67,25 @@ def open_deepspeed(path: Path, options: Options) -> Contents:
     folder = tag_folder(path) or path
     if not folder.is_dir():
         raise NotACheckpoint(f"{path / 'latest'} names {folder.name}, but there is no such folder beside it")
-    return Reader(open_files(folder), options).contents()
+    files = open_files(folder, options.weights_only)
+    return Reader(_with_usable_masters(files) if options.weights_only else files, options).contents()
+
+
+def _with_usable_masters(files: Files) -> Files:
+    """The files without those of the optimizer, if the masters in them do not fit the model: weights do not need them.
+
+    Raises FormatError under ZeRO-3, which keeps the weights nowhere else.
+    """
+    try:
+        for models, ranks in zip(files.models, files.ranks, strict=True):
+            for index, shapes in enumerate(param_shapes(models[0], ranks) if ranks else ()):
+                for _, team in moe.teams(index, ranks, models):
+                    group(index, shapes, team, files.zero3, models[0].name, weights_only=True)
+    except FormatError as error:
+        if files.zero3:
+            raise
+        return replace(files, ranks=[[] for _ in files.ranks], unusable=str(error))
+    return files
 
 
 class Reader(Slices):
@@ -99,32 +120,37 @@ class Reader(Slices):
         read = {file.name for file in self.files.all()}
         for path in sorted(self.files.folder.iterdir()):
             if path.name not in read:
-                self.found.skip(
-                    path.name, "folder" if path.is_dir() else "file", "not one that DeepSpeed's engine reads"
-                )
+                self.found.skip(path.name, "folder" if path.is_dir() else "file", self._unread(path.name))
         return self.found.contents()
 
     def _refuse_without_partitions(self) -> None:
         first = self.files.models[0][0]
-        config = first.state.get("ds_config")
+        config = known(first.state.get("ds_config"))
         stage = (config.get("zero_optimization") or {}).get("stage", 0) if isinstance(config, dict) else 0
+        lost = self.files.unusable or (f"{self.files.folder} has no *_optim_states.pt" if stage else "")
         if self.files.zero3 or (stage and not self.options.weights_only):
+            remedy = "its weights are in no other file" if self.files.zero3 else "weights_only opens the module's"
             raise FormatError(
-                f"{self.files.folder} has no *_optim_states.pt, but {first.name} was written by ZeRO-{stage}: "
-                "masters and optimizer state are missing"
-                + ("" if self.files.zero3 else "; open with weights_only for what the model states hold")
+                f"{self.files.folder} has no *_optim_states.pt, but {first.name} was written by "
+                f"ZeRO-{3 if self.files.zero3 else stage}: masters and optimizer state are missing; {remedy}"
             )
         if self.files.layers:
+            why = f"without optimizer files ({lost})" if lost else "of ZeRO-0"
             raise FormatError(
-                f"{self.files.folder} has pipeline layers and no *_optim_states.pt: ZeRO-0 does not store which "
-                "parameters a pipeline stage has, nor the names of tied ones. Save with ZeRO-1."
+                f"{self.files.folder} has pipeline layers {why}: nothing else says which parameters a pipeline stage "
+                "has, nor the names of tied ones" + ("" if lost else ". Save with ZeRO-1")
+            )
+        if lost:
+            self.found.notes.append(
+                f"the weights are the module's own, as the model computes with them, and no second copy proves them: "
+                f"their masters were left aside, because {lost}"
             )
 
     # What the module holds.
 
     def _module(self, mp: int) -> None:
         for model in self.files.models[mp]:
-            module = {n: t for n, t in (model.state.get("module") or {}).items() if isinstance(t, StoredTensor)}
+            module = self._tensors(model, model.state.get("module") or {}, "module/")
             buffers = set(map(str, model.state.get("buffer_names") or ()))
             shared = {
                 str(alias): str(owner)
@@ -142,6 +168,15 @@ class Reader(Slices):
                     self._buffer(mp, name, key, tensor)
                 else:
                     self._module_tensor(mp, name, alias.get(name) or name, key, tensor)
+
+    def _tensors(self, stored: Stored, values: Mapping[str, Any], prefix: str = "") -> dict[str, StoredTensor]:
+        """The tensors among values, of which the others are extras. Raises FormatError for tensors that are hidden."""
+        for name, value in values.items():
+            if not isinstance(value, StoredTensor):
+                for holder in tensor_holders(value):
+                    raise FormatError(closed_tensors(holder))
+                self.found.extra(stored.name, f"{prefix}{name}", value)
+        return {name: value for name, value in values.items() if isinstance(value, StoredTensor)}
 
     def _masters(self, mp: int) -> set[str]:
         return {name for state, name in self.slices if state == "param" and self._held(mp, name)}
@@ -196,7 +231,7 @@ class Reader(Slices):
     def _layers(self) -> None:
         """Files of pipeline layers; which stage had one does not matter, for tied layers are in that of the lowest."""
         for (layer, tp), stored in self.files.layers.items():
-            tensors = {n: t for n, t in stored.state.items() if isinstance(t, StoredTensor)}
+            tensors = self._tensors(stored, stored.state)
             shapes = {n: t.shape for n, t in tensors.items()}
             mine = {
                 name: (mp * self.files.tp + tp, found.shapes[mp, None, tp])
@@ -223,9 +258,7 @@ class Reader(Slices):
     def _experts(self) -> None:
         """Files of single experts, by global number."""
         for (_, expert, mp), stored in self.files.experts.items():
-            for name, tensor in stored.state.items():
-                if not isinstance(tensor, StoredTensor):
-                    continue
+            for name, tensor in self._tensors(stored, stored.state).items():
                 fused, _, number = name.rpartition(".")
                 slices = self.slices.get(("param", fused))
                 if slices is None or not number.isdigit():
@@ -241,6 +274,10 @@ class Reader(Slices):
                         self.found.slice_twin(key, stored.key(tensor), reason, at=(experts.index(int(number)),))
 
     # The rest.
+
+    def _unread(self, name: str) -> str:
+        optimizer = self.options.weights_only and name.endswith("_optim_states.pt")
+        return ASIDE if optimizer else "not one that DeepSpeed's engine reads"
 
     def _extras(self) -> None:
         """Everything else, by file: schedulers, counters, client state, loss scaler, hyper-parameters."""
@@ -275,4 +312,4 @@ class Reader(Slices):
         if self.options.weights_only:
             for key in self.found.stored:
                 if key.startswith(f"{stored.name}:optimizer/"):
-                    self.found.skip(key, "state", ASIDE)
+                    self.found.leave(key, "state", ASIDE)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_ucp.errors import FormatError
+from jax_ucp.formats.safe_pickle import known, what_is
 from jax_ucp.formats.torch_file import StoredTensor, TorchFile
 
 _OPTIM = re.compile(r"(?P<bf16>bf16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
@@ -60,7 +61,8 @@ class Files:
 
     `models[mp_rank]` has one file of model states, or under ZeRO-3 one for each data-parallel rank; `ranks[mp_rank]`
     one optimizer file for each data-parallel rank, or none (ZeRO-0). `layers` is keyed (layer, tp_rank), `experts`
-    (layer, expert, mp_rank), `expert_optimizers` (ep_rank, mp_rank).
+    (layer, expert, mp_rank), `expert_optimizers` (ep_rank, mp_rank). `unusable` says why optimizer files that should be
+    there are not, where only weights were asked for.
     """
 
     folder: Path
@@ -72,6 +74,7 @@ class Files:
     layers: Mapping[tuple[int, int], Stored]
     experts: Mapping[tuple[int, int, int], Stored]
     expert_optimizers: Mapping[tuple[int, int], Stored]
+    unusable: str = ""
 
     def all(self) -> list[Stored]:
         many = [*self.models, *self.ranks, self.layers.values(), self.experts.values(), self.expert_optimizers.values()]
@@ -107,16 +110,17 @@ def _no_doubles(folder: Path, names: Sequence[str]) -> None:
             seen[plain] = name
 
 
-def open_files(folder: Path) -> Files:
-    """The files of one tag.
+def open_files(folder: Path, weights_only: bool = False) -> Files:
+    """The files of one tag; with `weights_only` those of the optimizer only for the masters in them.
 
-    Raises FormatError, naming the file, where one is missing, or is of another run or step.
+    Raises FormatError, naming the file, where one is missing, or is of another run or step. With `weights_only` that of
+    an optimizer file is not raised, unless it is ZeRO-3's, which keeps the weights nowhere else.
     """
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     _no_doubles(folder, names)
     model = {(_int(m["dp"]), int(m["mp"])): name for name in names if (m := _MODEL.fullmatch(name))}
     optim = {(int(m["dp"]), int(m["mp"])): name for name in names if (m := _OPTIM.fullmatch(name))}
-    _one_family(folder, names, model)
+    _one_family(folder, model)
     zero3 = any(dp is not None for dp, _ in model)
     first = (0 if zero3 or (not model and _zero3(folder, optim)) else None), 0
     if first not in model:
@@ -129,15 +133,16 @@ def open_files(folder: Path) -> Files:
     for mp in range(pp * tp):
         for dp in range(world) if zero3 else (None,):
             if (dp, mp) not in models:
+                ranks_said = f"{world} data-parallel ranks, " if zero3 else ""
                 raise FormatError(
-                    f"{folder}/{_model_name(dp, mp)} is missing: the run had {pp} pipeline stages and "
+                    f"{folder}/{_model_name(dp, mp)} is missing: the run had {ranks_said}{pp} pipeline stages and "
                     f"{tp} tensor-parallel ranks, by {models[first].name}"
                 )
     for (dp, mp), found in models.items():
         if mp >= pp * tp or (dp or 0) >= world:
             raise FormatError(
                 f"{folder} has {found.name}, but {models[first].name} was written by a run of {world} data-parallel "
-                f"times {pp * tp} model-parallel ranks; it belongs to another run"
+                f"times {pp * tp} model-parallel ranks; it belongs to another run, or to an earlier save on more ranks"
             )
         for key in _SAME:
             if found.state.get(key) != said.get(key):
@@ -147,35 +152,48 @@ def open_files(folder: Path) -> Files:
                 )
     experts = {(int(m["layer"] or 0), int(m["expert"]), int(m["mp"])): n for n in names if (m := _EXPERT.fullmatch(n))}
     expp = {(int(m["ep"]), int(m["mp"])): name for name in names if (m := _EXPP.fullmatch(name))}
-    for ep, mp in sorted(expp):
+    for ep, mp in sorted(expp) if not weights_only else ():
         if ep and (ep - 1, mp) not in expp:
             raise FormatError(
                 f"{folder}/expp_rank_{ep - 1}_mp_rank_{mp:02d}_optim_states.pt is missing, but {expp[ep, mp]} is there"
             )
+    unusable = ""
+    try:
+        _one_save(folder, names)
+        ranks = _optimizers(folder, optim, world, pp * tp, models[first].name)
+    except (FormatError, OSError) as error:
+        if not zero3 and not weights_only and isinstance(error, FormatError):
+            raise type(error)(f"{error}. weights_only opens the module's weights, without the optimizer") from error
+        if zero3 or not weights_only:
+            raise
+        ranks, unusable = [[] for _ in range(pp * tp)], str(error)
     return Files(
         folder,
         pp,
         tp,
         zero3,
         [[models[dp, mp] for dp in (range(world) if zero3 else (None,))] for mp in range(pp * tp)],
-        _optimizers(folder, optim, world, pp * tp, models[first].name),
+        ranks,
         {at: open_stored(folder / layers[at]) for at in sorted(layers)},
         {at: open_stored(folder / experts[at]) for at in sorted(experts)},
-        {at: open_stored(folder / expp[at]) for at in sorted(expp)},
+        {at: open_stored(folder / expp[at]) for at in sorted(expp)} if not weights_only else {},
+        unusable,
     )
 
 
-def _one_family(folder: Path, names: Sequence[str], model: Mapping[tuple[int | None, int], str]) -> None:
-    prefixes = {bool(m["bf16"]) for name in names if (m := _OPTIM.fullmatch(name))}
-    if len(prefixes) > 1:
+def _one_save(folder: Path, names: Sequence[str]) -> None:
+    if len({bool(m["bf16"]) for name in names if (m := _OPTIM.fullmatch(name))}) > 1:
         raise FormatError(
-            f"{folder} has optimizer files with and without the prefix bf16_: it was saved twice, by different runs. "
-            "Remove the older family."
+            f"{folder} has optimizer files with and without the prefix bf16_: two saves with different settings are in "
+            "one folder. Remove the files of the older one"
         )
+
+
+def _one_family(folder: Path, model: Mapping[tuple[int | None, int], str]) -> None:
     if len({dp is None for dp, _ in model}) > 1:
         raise FormatError(
             f"{folder} has model states of ZeRO-3 ({_model_name(0, 0)}) and of another stage ({_model_name(None, 0)}): "
-            "it was saved twice, by different runs. Remove the older family."
+            "two saves with different settings are in one folder. Remove the files of the older one"
         )
 
 
@@ -189,10 +207,10 @@ def _zero3(folder: Path, optim: Mapping[tuple[int, int], str]) -> bool:
 
 def _degrees(said: Mapping[str, Any], found: int, layers_tp: int | None) -> tuple[int, int]:
     """Pipeline stages and tensor-parallel ranks, as the file says, or older ones let it be seen from their number."""
-    degrees = said.get("checkpoint_parallel_dimensions")
+    degrees = known(said.get("checkpoint_parallel_dimensions"))
     if isinstance(degrees, dict):
         return int(degrees["pp_degree"]), int(degrees["tp_degree"])
-    ranks = said.get("mp_world_size")
+    ranks = known(said.get("mp_world_size"))
     ranks = ranks if isinstance(ranks, int) and not isinstance(ranks, bool) else found
     tp = layers_tp or ranks
     return max(1, ranks // tp), tp
@@ -215,13 +233,13 @@ def _optimizers(
         if dp >= world or mp >= mp_world:
             raise FormatError(
                 f"{folder} has optimizer files of {len({d for d, _ in optim})} ranks, but {model} was written by "
-                f"{world}; {optim[dp, mp]} belongs to another run"
+                f"{world}; {optim[dp, mp]} belongs to another run, or to an earlier save on more ranks"
             )
     return [[_open_rank(dp, folder / optim[dp, mp], world) for dp in range(world)] for mp in range(mp_world)]
 
 
 def _world(said: Mapping[str, Any], found: int) -> int:
-    world = said.get("dp_world_size")
+    world = known(said.get("dp_world_size"))
     return world if isinstance(world, int) and not isinstance(world, bool) else max(found, 1)
 
 
@@ -240,11 +258,18 @@ def _open_rank(dp: int, path: Path, world: int) -> Rank:
         if masters in state and base in state:
             break
     else:
-        raise FormatError(f"{path} has no base_optimizer_state: it is no optimizer file of ZeRO")
+        raise FormatError(
+            f"{path} has neither the masters and base_optimizer_state of ZeRO-1 and 2 nor the fp32_flat_groups of "
+            f"ZeRO-3, but {', '.join(map(str, state)) or 'nothing'}: another optimizer wrapper wrote it, which is not "
+            "read, or it is no optimizer file"
+        )
     counts = state.get("partition_count")
     counts = counts if isinstance(counts, list) else [counts or world]
     if any(not count or world % count for count in counts) or max(counts) != world:
-        raise FormatError(f"{path} was written by a run of {counts} ranks per group, but there are files of {world}")
+        raise FormatError(
+            f"{path} is of {counts} ranks, by its partition_count for each group, but there are files of {world}: it "
+            "is of another run or world size, or of a sharding over some of the ranks, which is not read"
+        )
     return Rank(stored.file, state, dp)
 
 
@@ -258,5 +283,5 @@ def _int(digits: str | None) -> int | None:
 
 def expect_dict(value: Any, path: Path, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise FormatError(f"{path}: {what} should be a dict, but is a {type(value).__name__}")
+        raise FormatError(f"{path}: {what} should be a dict, but is {what_is(value)}")
     return value

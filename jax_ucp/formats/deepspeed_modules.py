@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.deepspeed_files import Files, Stored
+from jax_ucp.formats.safe_pickle import known
 from jax_ucp.formats.torch_file import StoredTensor
 from jax_ucp.layout.fragments import Shape
 
@@ -97,7 +98,7 @@ def check_expert(stored: Stored, expert: int, number: str) -> None:
 
 def check_experts(files: Files) -> None:
     """Raise FormatError where the files of a layer's experts are not one for each expert."""
-    numbers = files.models[0][0].state.get("num_experts") if files.models else None
+    numbers = known(files.models[0][0].state.get("num_experts")) if files.models else None
     counts: Sequence[int] = numbers if isinstance(numbers, list) else []
     for layer, mp in sorted({(layer, mp) for layer, _, mp in files.experts}):
         found = {expert for at, expert, rank in files.experts if (at, rank) == (layer, mp)}

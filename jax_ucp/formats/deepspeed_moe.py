@@ -13,10 +13,11 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from jax_ucp.errors import FormatError
+from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.formats.deepspeed_files import Rank, Stored
 from jax_ucp.formats.deepspeed_tp import affine_layout
 from jax_ucp.formats.deepspeed_zero import param_group
+from jax_ucp.formats.safe_pickle import known
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
 from jax_ucp.layout.patterns import Sharded
@@ -37,7 +38,8 @@ def teams(index: int, ranks: Sequence[Rank], models: Sequence[Stored]) -> list[t
         if share != len(ranks):
             raise FormatError(
                 f"{ranks[0].file.path}: group {index} is shared by {share} of {len(ranks)} ranks, but is no group of "
-                "experts"
+                "experts: it is of another world size, or of a sharding over some of the ranks (MiCS), which is not "
+                "read. weights_only opens what the model states hold"
             )
         return [(None, list(ranks))]
     return [(ep, [ranks[r] for r in team]) for ep, team in enumerate(_expert_ranks(ranks, share))]
@@ -46,7 +48,7 @@ def teams(index: int, ranks: Sequence[Rank], models: Sequence[Stored]) -> list[t
 def _expert_ranks(ranks: Sequence[Rank], share: int) -> list[range]:
     """For each expert-parallel rank the positions of the `share` data-parallel ranks that share its experts."""
     ep, world = len(ranks) // share, len(ranks)
-    config = ranks[0].file.tree.get("ds_config") if isinstance(ranks[0].file.tree, dict) else None
+    config = known(ranks[0].file.tree.get("ds_config")) if isinstance(ranks[0].file.tree, dict) else None
     if isinstance(config, dict) and config.get("use_data_before_expert_parallelism"):
         return [range(e * share, (e + 1) * share) for e in range(ep)]
     return [range(e, world, ep) for e in range(ep)]
@@ -137,12 +139,18 @@ def expert_layout(name: str, slices: Mapping[int, Shape], model: Stored) -> Para
     shapes = [slices[ep] for ep in sorted(slices)]
     layer = _layer_of(name, model)
     if sorted(slices) != list(range(len(slices))) or len(slices) != int(layer["ep_size"]):
-        raise FormatError(f"{model.file.path}: {name} is cut over {layer['ep_size']} ranks, found {sorted(slices)}")
+        raise FormatError(
+            f"{model.file.path}: {name} is cut over {layer['ep_size']} expert-parallel ranks, but there are files of "
+            f"the ranks {sorted(slices)}"
+        )
     maps = (layer.get("affine_maps") or {}).get("params") or {}
     if name in maps:
         return affine_layout(maps[name], shapes, f"{model.file.path}: the affine map of {name}")
     if (layer.get("expert_placement") or {}).get("ranks") is None:
-        return Sharded(0).join(shapes)
+        try:
+            return Sharded(0).join(shapes)
+        except LayoutError as error:
+            raise LayoutError(f"{model.file.path}: {name}, cut over expert-parallel ranks: {error}") from error
     fragments = [
         Fragment(ep, _row(place, shapes[ep]), _row(expert, shapes[ep]))
         for ep, experts in placement(name, model).items()

@@ -21,6 +21,7 @@ from jax_ucp.formats.deepspeed_tp import BySpec, TensorParallel
 from jax_ucp.formats.deepspeed_zero import Group, group, param_group, param_shapes
 from jax_ucp.formats.importing import Import, touched
 from jax_ucp.formats.options import Options
+from jax_ucp.formats.safe_pickle import Opaque
 from jax_ucp.formats.torch_file import StoredTensor, TorchFile
 from jax_ucp.language.rules import Shard
 from jax_ucp.layout.box import Box
@@ -56,6 +57,7 @@ class Slices:
         self.files, self.options = files, options
         stored = Joined({**{file.name: file.file for file in files.all()}, **(more or {})})
         self.found = Import("deepspeed", files.folder, stored, options.believe)
+        self.found.unknown |= {name for file in files.all() for name in file.file.unknown}
         self.slices: dict[tuple[str, str], StateSlices] = defaultdict(StateSlices)
         self.unowned = FROZEN if any(files.ranks) else "a parameter, of which the optimizer has no second copy"
         self.copied: set[str] = set()
@@ -79,6 +81,9 @@ class Slices:
         flat: dict[str, dict[str, tuple[int, int]]] = {rank.name: {} for rank in ranks}
         models = self.files.models[mp]
         groups = param_shapes(models[0], ranks) if ranks else []
+        for rank in ranks if self.options.weights_only else ():
+            for key in rank.file.arrays():  # those of the masters are mapped later
+                self.found.leave(f"{rank.name}:{key}", "state", ASIDE)
         for model in models[1:]:
             if param_shapes(model, ()) != groups:
                 raise FormatError(
@@ -86,12 +91,12 @@ class Slices:
                 )
         for index, shapes in enumerate(groups):
             for ep, team in moe.teams(index, ranks, models):
-                part = group(index, shapes, team, self.files.zero3, models[0].name)
+                part = group(index, shapes, team, self.files.zero3, models[0].name, self.options.weights_only)
                 hyper = param_group(team[0], index)
                 for name in part.layouts if not self.options.weights_only else ():
                     self.found.hyperparameters(moe.global_name(name, ep, part.shapes), hyper)
                 self._flat_states(mp, ep, part, hyper)
-                self._values(mp, ep, part)
+                self._values(mp, ep, index, part)
                 for name, layout in part.layouts.items():
                     for fragment in layout.fragments:
                         mine = flat[team[fragment.shard].name]
@@ -106,10 +111,6 @@ class Slices:
             if state == "exp_avg_sq" and "betas" in hyper and "eps" not in hyper:
                 for key in keys:
                     self.found.skip(key, "state", "Lion has one moment; CPULion writes a second one and never reads it")
-                continue
-            if state != "param" and self.options.weights_only:
-                for key in keys:
-                    self.found.skip(key, "state", ASIDE)
                 continue
             for key in keys:
                 self.found.skip(key, "padding", "padding alone: the group is shorter than its ranks")
@@ -142,17 +143,38 @@ class Slices:
         stage, tp = divmod(mp, self.files.tp)
         return stage, ep, tp
 
-    def _values(self, mp: int, ep: int | None, part: Group) -> None:
-        """Values that a group has once, such as its step: every parameter of the group gets them."""
+    def _values(self, mp: int, ep: int | None, index: int, part: Group) -> None:
+        """Values that a group has once, such as its step: every parameter of the group gets them, if ranks agree."""
+        for state, (values, why) in part.aside.items():
+            self._keep_aside(index, part, state, values, why)
         for state, values in part.scalars.items():
+            if state != "step" and self._differ(part.ranks, values):
+                self._keep_aside(index, part, state, values, "each rank has its own, so that it is of its partition")
+                continue
             for rank, value in zip(part.ranks, values, strict=True):
-                if self.options.weights_only:
-                    if isinstance(value, StoredTensor):
-                        self.found.skip(rank.key(value), "state", ASIDE)
-                    continue
                 for local in part.shapes:
                     name = moe.global_name(local, ep, part.shapes)
                     self.slices[state, name].values[mp // self.files.tp].append((rank, value))
+
+    def _differ(self, ranks: Sequence[Rank], values: Sequence[Any]) -> bool:
+        read = [
+            self.found.shards.read(rank.key(value), Box.whole(value.shape))
+            if isinstance(value, StoredTensor)
+            else value
+            for rank, value in zip(ranks, values, strict=True)
+        ]
+        return not all(same_bits(np.asarray(one), np.asarray(read[0])) for one in read)
+
+    def _keep_aside(self, index: int, part: Group, state: str, values: Sequence[Any], why: str) -> None:
+        """Keep what an optimizer has of a group, but not of its parameters, as each rank has it."""
+        for rank, value in zip(part.ranks, values, strict=True):
+            self.found.extra(rank.name, f"{state} of group {index}", value)
+        first, *others = part.shapes
+        names = f"{first} and {len(others)} more" if others else first
+        self.found.notes.append(
+            f"the optimizer's {state} of group {index} ({names}) is no state of a parameter here, but an extra of each "
+            f"rank's file: {why}"
+        )
 
     def check_mappings(self, flat: Mapping[str, Mapping[str, tuple[int, int]]]) -> None:
         """Compare each file's `param_slice_mappings` with the walk over `param_shapes`, and note where they differ.
@@ -161,10 +183,12 @@ class Slices:
         """
         differ = []
         for rank in [rank for ranks in self.files.ranks for rank in ranks]:
-            addresses = {}
-            for mapping in rank.state.get("param_slice_mappings") or []:
-                addresses |= {str(name): (at.fields["start"], at.fields["numel"]) for name, at in mapping.items()}
-            if addresses and addresses != flat[rank.name]:
+            addresses = _addresses(rank.state.get("param_slice_mappings") or [])
+            if addresses is None:
+                self.found.notes.append(
+                    f"param_slice_mappings of {rank.name} were not compared: they are of a class that is not known here"
+                )
+            elif addresses and addresses != flat[rank.name]:
                 if other := next((name for name, mine in flat.items() if mine == addresses), None):
                     who = re.sub(r".*zero_pp_rank_(\d+)_mp_rank_(\d+)_.*", r"\1", other)
                     raise FormatError(
@@ -218,7 +242,9 @@ class Slices:
         shapes = {at: slices.shapes[stage, *at] for at in here}
         fused = {ep: shape for (ep, _), shape in shapes.items() if ep is not None}
         if fused and self.files.tp > 1:
-            raise FormatError(f"{self.files.folder}: {name} is cut over both expert- and tensor-parallel ranks")
+            raise FormatError(
+                f"{self.files.folder}: {name} is cut over both expert- and tensor-parallel ranks, which is not read"
+            )
         if fused:
             layout = moe.expert_layout(name, fused, self.files.models[stage][0])
             return layout, [here[ep, 0] for ep in sorted(fused)]
@@ -226,7 +252,8 @@ class Slices:
         if sorted(here) != order:
             raise FormatError(
                 f"{self.files.folder}: {state} of {name} is on the tensor-parallel ranks "
-                f"{[tp for _, tp in sorted(here)]} of {self.files.tp}"
+                f"{[tp for _, tp in sorted(here)]} of {self.files.tp}: the files of the others lack it, and are of "
+                "another run, or were exchanged"
             )
         patterns = self.patterns[stage]
         cut = [shapes[at] for at in order]
@@ -237,7 +264,10 @@ class Slices:
     def value(self, state: str, name: str, values: Sequence[tuple[Stored, Any]]) -> None:
         """A value that every rank has alike. Raises FormatError, naming the file, where one has another."""
         first = values[0]
-        if isinstance(first[1], StoredTensor):
+        if not all(isinstance(value, StoredTensor | bool | int | float) for _, value in values):
+            for stored, value in values:
+                self.found.extra(stored.name, f"{state} of {name}", value)
+        elif isinstance(first[1], StoredTensor):
             keys = tuple(stored.key(value) for stored, value in values)
             if keys not in self.agreed:
                 read = [
@@ -251,6 +281,14 @@ class Slices:
             read = [np.asarray(value, np.int32 if isinstance(value, int) else None) for _, value in values]
             value = _agreed(state, [stored for stored, _ in values], read)
             self.found.constant(state, name, value, f"{first[0].name}:optimizer_state_dict ({state})")
+
+
+def _addresses(mappings: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, int]] | None:
+    """(start, length) of each parameter in a rank's partition; None where their class is not known here."""
+    places = {str(name): at for mapping in mappings for name, at in mapping.items()}
+    if any(isinstance(at, Opaque) for at in places.values()):
+        return None
+    return {name: (at.fields["start"], at.fields["numel"]) for name, at in places.items()}
 
 
 def _agreed(state: str, files: Sequence[Stored], values: Sequence[np.ndarray]) -> np.ndarray:

@@ -18,7 +18,7 @@ from typing import Any
 
 from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.formats.options import Sizes
-from jax_ucp.formats.safe_pickle import Record
+from jax_ucp.formats.safe_pickle import Record, known
 from jax_ucp.language.notation import load
 from jax_ucp.language.rules import Shard, layouts, regex_of
 from jax_ucp.layout.box import Box
@@ -34,6 +34,8 @@ _VOCABULARY = "vocabulary_parameter_patterns"
 _PIPELINE = "pipeline_replicated_parameter_patterns"
 _LISTS = (_REPLICATED, _AVERAGED, _ROWS, _HALVES, _VOCABULARY)
 
+_SPEC = "Say how slices form parameters in a spec (spec=, --spec)"
+
 # What this reader knows; newer versions may say things it would overlook.
 _VERSION, _AFFINE_VERSION = 0.4, 1
 
@@ -45,7 +47,7 @@ class TensorParallel:
     """
 
     def __init__(self, info: Any, tp: int, where: str, sizes: Mapping[str, int]):
-        self.info: Mapping[str, Any] = info if isinstance(info, dict) else {}
+        self.info: Mapping[str, Any] = info if isinstance(known(info), dict) else {}
         self.tp, self.where = tp, where
         self.sizes = sizes
         self.maps: Mapping[str, Any] = (self.info.get("affine_map") or {}).get("params") or {}
@@ -60,14 +62,14 @@ class TensorParallel:
         if version > _VERSION or affine > _AFFINE_VERSION:
             raise FormatError(
                 f"{where}: universal_checkpoint_info has version {version} and affine maps of version {affine}; "
-                f"{_VERSION} and {_AFFINE_VERSION} are the newest known here"
+                f"{_VERSION} and {_AFFINE_VERSION} are the newest known here. {_SPEC}"
             )
         self.widths_recorded = version >= 0.4
         if tp > 1 and not (self.maps or self.sub_params or any(self.info.get(key) for key in _LISTS)):
             raise FormatError(
                 f"{where} was written by {tp} tensor-parallel ranks, but has no universal_checkpoint_info with "
-                "patterns: nothing says how their slices form parameters. Say it in a spec (spec=, --spec), or "
-                "save with that info in client_state (Megatron-DeepSpeed's --universal-checkpoint does)."
+                f"patterns: nothing says how their slices form parameters. {_SPEC}, or save with that info in "
+                "client_state (Megatron-DeepSpeed's --universal-checkpoint does)."
             )
 
     def layout(self, name: str, slices: Sequence[Shape]) -> ParamLayout:
@@ -78,8 +80,8 @@ class TensorParallel:
         try:
             return pattern.join(slices)
         except LayoutError as error:
-            error.add_note(f"while joining {name} as {pattern}, by universal_checkpoint_info in {self.where}")
-            raise
+            what = f"{self.where}: {name} by its universal_checkpoint_info"
+            raise LayoutError(f"{what}: {error}. {_SPEC}") from error
 
     def says(self, name: str) -> bool:
         """Whether any list or map names the parameter."""
@@ -97,14 +99,16 @@ class TensorParallel:
             return
         for pattern, why in self._unsupported.items():
             if hit := next((name for name in names if pattern in self._patterns.matching(name)), None):
-                raise FormatError(f"{self.where}: DeepSpeed says that the slices of {hit} cannot be joined: {why}")
+                raise FormatError(
+                    f"{self.where}: DeepSpeed says that the slices of {hit} cannot be joined: {why}. {_SPEC}"
+                )
         patterns = [p for key in _LISTS for p in self._lists[key]]
         patterns += [p for patterns, _, _ in self.sub_params for p in patterns]
         used = frozenset[str]().union(*map(self._patterns.matching, names))
         if idle := [pattern for pattern in patterns if pattern not in used]:
             raise FormatError(
                 f"{self.where}: universal_checkpoint_info has patterns that match no parameter: {idle}. "
-                "What they were meant for would be joined on its first axis."
+                f"What they were meant for would be joined on its first axis. {_SPEC}"
             )
 
     def _pattern(self, name: str, slices: Sequence[Shape]) -> Pattern:
@@ -127,7 +131,8 @@ class TensorParallel:
             vocab = self.sizes.get("vocab", self.info.get("original_vocab_size"))
             if not isinstance(vocab, int):
                 raise FormatError(
-                    f"{self.where} calls {name} a vocabulary, but has no original_vocab_size; give it: sizes vocab=N"
+                    f"{self.where} calls {name} a vocabulary, but has no original_vocab_size; give it: "
+                    'sizes={"vocab": N}, --size vocab=N'
                 )
             pattern = Padded(pattern, axis=0, size=vocab)
         return pattern
@@ -153,7 +158,7 @@ class TensorParallel:
             sizes = (rows // sizes,) * sizes
         widths = (self.info.get("sub_param_shard_widths") or {}).get(hit) if self.widths_recorded else None
         if self.widths_recorded and widths is None:
-            raise FormatError(f"{what} have no sub_param_shard_widths, which version {_VERSION} needs")
+            raise FormatError(f"{what} have no sub_param_shard_widths, which version {_VERSION} needs. {_SPEC}")
         if widths is None:
             return Fused(axis, {str(k): n for k, n in enumerate(sizes)})
         if [sum(row) for row in widths] != list(sizes):
@@ -164,7 +169,7 @@ class TensorParallel:
         matching = self._patterns.matching(name)
         hits = [pattern for pattern in patterns if pattern in matching]
         if len(hits) > 1:
-            raise FormatError(f"{self.where}: {name} matches several patterns of {what}: {hits}")
+            raise FormatError(f"{self.where}: {name} matches several patterns of {what}: {hits}. {_SPEC}")
         return hits[0] if hits else None
 
 
@@ -220,7 +225,9 @@ def affine_layout(entry: Mapping[str, Any], slices: Sequence[Shape], what: str) 
         for piece in pieces:
             target, source = _box(piece["shape"], piece["source"], shape), _box(piece["shape"], piece["dest"], found)
             if target is None or source is None or piece.get("scale", 1.0) != 1.0:
-                raise FormatError(f"{what} has a piece on rank {rank} that is no box, or is scaled: {dict(piece)}")
+                raise FormatError(
+                    f"{what} has a piece on rank {rank} that is no box, or is scaled: {dict(piece)}. {_SPEC}"
+                )
             if target.size:
                 fragments.append(Fragment(rank, source, target))
     return ParamLayout(shape, tuple(slices), tuple(fragments))

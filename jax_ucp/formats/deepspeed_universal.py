@@ -20,6 +20,7 @@ from jax_ucp.errors import FormatError, NotACheckpoint
 from jax_ucp.formats import deepspeed_moe as moe
 from jax_ucp.formats.deepspeed import Reader
 from jax_ucp.formats.deepspeed_files import Stored, open_files, open_stored, tag_folder
+from jax_ucp.formats.deepspeed_slices import ASIDE
 from jax_ucp.formats.deepspeed_zero import param_shapes
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.torch_file import StoredTensor, TorchFile
@@ -52,17 +53,25 @@ class _Universal(Reader):
     """Atoms are the parameters that the optimizer owns; for the rest the model states are read as they always are."""
 
     def __init__(self, folder: Path, options: Options):
-        files = open_files(folder)
+        files = open_files(folder, options.weights_only)
         if any(files.ranks):
-            raise FormatError(f"{folder} has both atoms (zero/) and *_optim_states.pt: two checkpoints in one folder")
+            raise FormatError(
+                f"{folder} has both atoms (zero/) and *_optim_states.pt: two checkpoints in one folder. Move zero/, or "
+                "the optimizer files, to another one"
+            )
         paths = sorted(path for path in (folder / "zero").glob("*/*.pt"))
         self.atoms: dict[str, dict[str, TorchFile]] = defaultdict(dict)
         for path in paths:
-            self.atoms[path.parent.name][path.stem] = TorchFile(path)
+            if path.stem == "fp32" or not options.weights_only:
+                self.atoms[path.parent.name][path.stem] = TorchFile(path)
         optimizer = folder / _OPTIMIZER
         if not optimizer.is_file() and not options.weights_only:
-            raise FormatError(f"{optimizer} is missing: it holds what the optimizer has beside the atoms")
-        self.optimizer = open_stored(optimizer) if optimizer.is_file() else None
+            raise FormatError(
+                f"{optimizer} is missing: it holds what the optimizer has beside the atoms. weights_only opens the "
+                "parameters without it"
+            )
+        self.optimizer = open_stored(optimizer) if optimizer.is_file() and not options.weights_only else None
+        self.left = [path for path in (*paths, optimizer) if path.is_file()] if options.weights_only else []
         more = {
             f"zero/{file.path.parent.name}/{file.path.name}": file for a in self.atoms.values() for file in a.values()
         }
@@ -88,6 +97,9 @@ class _Universal(Reader):
         self._hyperparameters()
         self._extras()
         self._optimizer_rest()
+        for path in self.left:
+            if path.stem != "fp32":
+                self.found.skip(path.relative_to(self.files.folder).as_posix(), "file", ASIDE)
         return self.found.contents()
 
     def _owned(self) -> dict[str, tuple[int, list[Shape]]]:
@@ -110,7 +122,7 @@ class _Universal(Reader):
                     for state in sorted(states - self.atoms.get(name, {}).keys() - {"fp32"}):
                         raise FormatError(
                             f"{self.files.folder / 'zero' / name / state}.pt is missing: other parameters of the group "
-                            "have that state"
+                            "have that state. weights_only opens the parameters without it"
                         )
 
     def _atom(self, name: str, stage: int, shapes: list[Shape]) -> None:
@@ -127,9 +139,7 @@ class _Universal(Reader):
                 tensor = tensor.get("param")
                 for key in set(file.tree if isinstance(file.tree, dict) else ()) - {"param"}:
                     self.found.skip(f"{at}:{key}", "layout", "says how to cut the parameter; it is whole here")
-            if self.options.weights_only and label != "param":
-                self.found.skip(f"{at}:{tensor.key}" if isinstance(tensor, StoredTensor) else at, "state", "left aside")
-            elif (
+            if (
                 isinstance(tensor, StoredTensor)
                 and (tensor.shape or label == "param")
                 and (want is None or tensor.shape == want)

@@ -11,12 +11,14 @@ Facts: `runtime/zero/stage_1_and_2.py`, `runtime/zero/stage3.py` and `runtime/bf
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.deepspeed_files import Rank, Stored, expect_dict
+from jax_ucp.formats.safe_pickle import known
 from jax_ucp.formats.torch_file import StoredTensor
 from jax_ucp.layout.fragments import ParamLayout, Shape
 from jax_ucp.layout.patterns import flat_layouts, partitioned_layouts
@@ -26,8 +28,9 @@ from jax_ucp.layout.patterns import flat_layouts, partitioned_layouts
 class Group:
     """Parameters that lie in one set of partitions, held by `ranks`, in that order.
 
-    `states` has what the ranks hold for the group, by name: flat tensors of the partition's length in `flat`, values
-    for the whole group in `scalars`. `layouts` say where each parameter lies in a flat tensor.
+    What the ranks hold for the group, by name: flat tensors of the partition's length in `flat`, values for the whole
+    group in `scalars`, and in `aside` what belongs to no element of a parameter, with the reason. `layouts` say where
+    each parameter lies in a flat tensor.
     """
 
     ranks: Sequence[Rank]
@@ -35,11 +38,21 @@ class Group:
     layouts: Mapping[str, ParamLayout]
     flat: Mapping[str, Sequence[StoredTensor]]
     scalars: Mapping[str, Sequence[Any]]
+    aside: Mapping[str, tuple[Sequence[Any], str]]
+
+
+# States of torch's optimizers that have an element for each of the parameter: of another length they are wrong.
+_ELEMENTWISE = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "sum"}
+)
+# What bitsandbytes keeps beside the quantised elements, and those (`bitsandbytes/optim/optimizer.py` of 0.49).
+_QUANTIZED = re.compile(r"__bnb_optimizer_quant_state__|(qmap|absmax)\d")
+_PART_OF_QUANTIZED = re.compile(r"(state|max|new_max)\d|gnorm_vec|unorm_vec")
 
 
 def param_shapes(model: Stored, ranks: Sequence[Rank]) -> list[dict[str, Shape]]:
     """The parameters of each group, in the order in which they lie in its buffer, as the model states say."""
-    said = model.state.get("param_shapes")
+    said = known(model.state.get("param_shapes"))
     if not isinstance(said, list):
         raise FormatError(
             f"{model.file.path} has no param_shapes, so that nothing says which parameters the flat buffers hold"
@@ -49,78 +62,121 @@ def param_shapes(model: Stored, ranks: Sequence[Rank]) -> list[dict[str, Shape]]
         if len(rank.masters) != len(groups):
             raise FormatError(
                 f"{rank.file.path} has {len(rank.masters)} parameter groups, but {model.name} describes "
-                f"{len(groups)}; one of the files belongs to another run"
+                f"{len(groups)}; one of the files is of another run, or of an earlier save with other groups"
             )
     return groups
 
 
-def group(index: int, shapes: Mapping[str, Shape], ranks: Sequence[Rank], zero3: bool, model: str) -> Group:
-    """One group of parameters, and where `ranks`, which share it, hold its states.
+def group(
+    index: int,
+    shapes: Mapping[str, Shape],
+    ranks: Sequence[Rank],
+    zero3: bool,
+    model: str,
+    weights_only: bool = False,
+) -> Group:
+    """One group of parameters, and where `ranks`, which share it, hold its states; with `weights_only` its masters.
 
     Raises FormatError, naming the file, where lengths are not those that `shapes` and the number of ranks give.
     """
+    flat = {"param": [rank.masters[index] for rank in ranks]}
+    found = {} if weights_only else _states_by_name(index, ranks)
+    aside = _apart(index, ranks, found)
+    tensors = {name: values for name, values in found.items() if name not in aside and _are_flat(values)}
+    if zero3:
+        layouts, lengths = _zero3(index, shapes, ranks, flat["param"])
+    else:
+        layouts, lengths = _zero12(index, shapes, ranks, flat["param"], tensors, model)
+    for name, values in tensors.items():
+        if all(value.shape[0] in fit for value, fit in zip(values, lengths, strict=True)):
+            flat[name] = values
+        elif name in _ELEMENTWISE:
+            raise _misfit(index, ranks, name, values, lengths)
+        else:
+            aside[name] = values, "its length is not that of the partition"
+    scalars = {n: values for n, values in found.items() if n not in aside and n not in flat and _are_numbers(values)}
+    for name in found.keys() - aside.keys() - flat.keys() - scalars.keys():
+        aside[name] = found[name], "it is neither a flat tensor of the partition nor a number"
+    return Group(ranks, shapes, layouts, flat, scalars, aside)
+
+
+def _states_by_name(index: int, ranks: Sequence[Rank]) -> dict[str, list[Any]]:
     states = [_group_state(rank, index) for rank in ranks]
     names = list(states[0])
     for rank, state in zip(ranks, states, strict=True):
-        if list(state) != names:
+        if state.keys() != states[0].keys():
             raise FormatError(
-                f"{rank.file.path}: group {index} has the states {list(state)}, but {ranks[0].name} has {names}"
+                f"{rank.file.path}: group {index} has the optimizer states {list(state)}, but {ranks[0].name} has "
+                f"{names}: one of the files was exchanged, is of another run, or was saved before the first step. "
+                "weights_only opens the parameters alone"
             )
-        _refuse_whole_states(index, rank, state)
-    flat = {"param": [rank.masters[index] for rank in ranks]}
-    scalars: dict[str, list[Any]] = {}
-    for name in names:
-        values = [state[name] for state in states]
-        if all(isinstance(v, StoredTensor) and len(v.shape) == 1 for v in values):
-            flat[name] = values
-        else:
-            scalars[name] = values
-    layouts = _zero3(index, shapes, ranks, flat) if zero3 else _zero12(index, shapes, ranks, flat, model)
-    return Group(ranks, shapes, layouts, flat, scalars)
+    return {name: [state[name] for state in states] for name in names}
+
+
+def _are_flat(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, StoredTensor) and len(value.shape) == 1 for value in values)
+
+
+def _are_numbers(values: Sequence[Any]) -> bool:
+    return all(v.shape == () if isinstance(v, StoredTensor) else isinstance(v, bool | int | float) for v in values)
 
 
 def _zero12(
     index: int,
     shapes: Mapping[str, Shape],
     ranks: Sequence[Rank],
-    flat: Mapping[str, Sequence[StoredTensor]],
+    masters: Sequence[StoredTensor],
+    states: Mapping[str, Sequence[StoredTensor]],
     model: str,
-) -> dict[str, ParamLayout]:
-    """Masters, and in elastic checkpoints moments too, are stored without the padding at the end."""
+) -> tuple[dict[str, ParamLayout], list[set[int]]]:
+    """The layouts, and for each rank the lengths that a tensor of its partition may have.
+
+    Masters, and in elastic checkpoints moments too, are stored without the padding at the end. A state that is no part
+    of the partition may be longer.
+    """
     gaps = _gaps(index, shapes, ranks[0], model)
     total = sum(map(math.prod, shapes.values())) + sum(gaps.values())
-    length = max(tensor.shape[0] for tensors in flat.values() for tensor in tensors)
-    # The buffer is padded to a multiple of 2 * ranks (nccl_start_alignment_factor, stage_1_and_2.py).
-    if not total <= length * len(ranks) < total + 2 * len(ranks):
-        raise FormatError(
-            f"{ranks[0].file.path.parent}: group {index} has {total} elements by {model}, but {len(ranks)} partitions "
-            f"of {length} hold {length * len(ranks)} ({', '.join(rank.name for rank in ranks)}); files of another run, "
-            "stage or world size are among them"
-        )
-    for state, tensors in flat.items():
-        for position, (rank, tensor) in enumerate(zip(ranks, tensors, strict=True)):
-            real = min(length, max(0, total - position * length))
-            if tensor.shape[0] not in (real, length):
-                raise FormatError(
-                    f"{rank.file.path}: {state} of group {index} has {tensor.shape[0]} elements, where the "
-                    f"partition of rank {rank.dp} has {real}, or {length} with its padding"
-                )
-    return flat_layouts(shapes, [length] * len(ranks), gaps)
+    held = {tensor.shape[0] for tensors in (masters, *states.values()) for tensor in tensors}
+    for length in sorted(held, reverse=True):
+        real = [min(length, max(0, total - position * length)) for position in range(len(ranks))]
+        lengths = [{n, length} for n in real]
+        # The buffer is padded to a multiple of 2 * ranks (nccl_start_alignment_factor, stage_1_and_2.py).
+        fits = total <= length * len(ranks) < total + 2 * len(ranks)
+        if fits and all(master.shape[0] in fit for master, fit in zip(masters, lengths, strict=True)):
+            return flat_layouts(shapes, [length] * len(ranks), gaps), lengths
+    sizes = ", ".join(f"{master.shape[0]} in {rank.name}" for rank, master in zip(ranks, masters, strict=True))
+    raise FormatError(
+        f"{ranks[0].file.path.parent}: group {index} has {total} elements by {model}, but the masters in the "
+        f"partitions of {len(ranks)} ranks have {sizes}. A file of another rank, run, stage or world size is among "
+        "them, or one was cut"
+    )
 
 
 def _zero3(
-    index: int, shapes: Mapping[str, Shape], ranks: Sequence[Rank], flat: Mapping[str, Sequence[StoredTensor]]
-) -> dict[str, ParamLayout]:
-    layouts = partitioned_layouts(shapes, len(ranks))
+    index: int, shapes: Mapping[str, Shape], ranks: Sequence[Rank], masters: Sequence[StoredTensor]
+) -> tuple[dict[str, ParamLayout], list[set[int]]]:
+    """As `_zero12`; every rank has a part of the same length of each parameter."""
     length = sum(-(-math.prod(shape) // len(ranks)) for shape in shapes.values())
-    for state, tensors in flat.items():
-        for rank, tensor in zip(ranks, tensors, strict=True):
-            if tensor.shape[0] != length:
-                raise FormatError(
-                    f"{rank.file.path}: {state} of sub-group {index} has {tensor.shape[0]} elements, where "
-                    f"param_shapes and {len(ranks)} ranks give {length}; the file belongs to another run"
-                )
-    return layouts
+    lengths = [{length}] * len(ranks)
+    if any(master.shape[0] != length for master in masters):
+        raise _misfit(index, ranks, "param", masters, lengths)
+    return partitioned_layouts(shapes, len(ranks)), lengths
+
+
+def _misfit(
+    index: int, ranks: Sequence[Rank], state: str, tensors: Sequence[StoredTensor], lengths: Sequence[set[int]]
+) -> FormatError:
+    """The error for a state that has no element for each of the partition."""
+    rank, tensor, fit = next(
+        found for found in zip(ranks, tensors, lengths, strict=True) if found[1].shape[0] not in found[2]
+    )
+    sizes = " or, with its padding, ".join(map(str, sorted(fit)))
+    remedy = "" if state == "param" else ". weights_only opens the parameters alone"
+    return FormatError(
+        f"{rank.file.path}: {state} of group {index} has {tensor.shape[0]} elements, where by param_shapes the "
+        f"partition of rank {rank.dp} of {len(ranks)} has {sizes}. The file is of another rank, run or world size, or "
+        f"was cut{remedy}"
+    )
 
 
 def _gaps(index: int, shapes: Mapping[str, Shape], rank: Rank, model: str) -> dict[str, int]:
@@ -157,15 +213,17 @@ def _group_state(rank: Rank, index: int) -> dict[str, Any]:
     return dict(state.get(index) or {})
 
 
-def _refuse_whole_states(index: int, rank: Rank, state: Mapping[str, Any]) -> None:
-    """Muon under ZeRO-1/2 keeps momentum of whole parameters, of which the partition says nothing."""
-    whole = rank.state.get("whole_param_optimizer_states")
-    whole = list(whole[index]) if whole else []
-    whole += [name for name, v in state.items() if isinstance(v, StoredTensor) and len(v.shape) > 1]
-    if not whole and "single_partition_of_fp32_groups" in rank.state and param_group(rank, index).get("use_muon"):
-        whole = list(state)
-    if whole:
-        raise FormatError(
-            f"{rank.file.path}: group {index} keeps {', '.join(whole)} for whole parameters, not for its partition "
-            "(Muon does); that layout is not read. Open with weights_only to leave the optimizer aside."
-        )
+def _apart(
+    index: int, ranks: Sequence[Rank], found: Mapping[str, Sequence[Any]]
+) -> dict[str, tuple[Sequence[Any], str]]:
+    """The states that are known to be no part of the partition, by name, each with the reason."""
+    quantized = any(_QUANTIZED.fullmatch(name) for name in found)
+    partitioned = "single_partition_of_fp32_groups" in ranks[0].state
+    muon = partitioned and any(param_group(rank, index).get("use_muon") for rank in ranks)
+    aside: dict[str, tuple[Sequence[Any], str]] = {}
+    for name, values in found.items():
+        if muon and not _are_numbers(values):
+            aside[name] = values, "Muon keeps it for whole parameters, and how they lie in it is not read"
+        elif quantized and (_QUANTIZED.fullmatch(name) or _PART_OF_QUANTIZED.fullmatch(name)):
+            aside[name] = values, "it is of an 8-bit optimizer, and means something only with its other parts"
+    return aside

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.formats.safe_pickle import Record, walk
-from jax_ucp.formats.torch_file import StoredTensor
+from jax_ucp.formats.safe_pickle import Opaque, Record, Unknown, walk
+from jax_ucp.formats.torch_names import Refused, Storage, StoredTensor, unreadable
 from jax_ucp.layout.box import Box
 
 # Extras are JSON; what has more tensors than this is data, not a setting.
@@ -26,14 +26,16 @@ def tensor_bytes(value: Any) -> int:
 def as_json(value: Any, file: str, read: Callable[[str, Box], np.ndarray]) -> Any:
     """A value from a torch file as JSON: what JSON has as itself, anything else as a dict with one key `!type`.
 
-    Tensors and numpy arrays keep dtype, shape and bytes (base64, little-endian); `read` reads those of the file
-    called `file`. Dicts whose keys are not all strings become lists of pairs.
+    Tensors and numpy arrays keep dtype, shape and bytes (base64, little-endian), arrays of text are lists; `read` reads
+    the tensors of the file called `file`. Dicts whose keys are not all strings become lists of pairs. An object of a
+    class that is not known here is `!opaque`, its name, beside what it was made from; a class or function that is only
+    mentioned has its name alone. A tensor that cannot be read is `!left_out`, the reason.
     """
 
     def go(x: Any) -> Any:
         match x:
-            case np.ndarray() | np.generic():  # before float and int, which some numpy scalars also are
-                return _array(np.asarray(x))
+            case np.ndarray() | np.generic():  # before float, int and str, which some numpy scalars also are
+                return go(x.tolist()) if x.dtype.kind in "US" else _array(np.asarray(x))
             case None | bool() | int() | str():
                 return x
             case float():
@@ -44,6 +46,14 @@ def as_json(value: Any, file: str, read: Callable[[str, Box], np.ndarray]) -> An
                 return {"!dtype": x.name}
             case Record():
                 return {"!record": x.type, "args": go(list(x.args)), "fields": go(x.fields)}
+            case Refused() | Storage():
+                return {"!left_out": unreadable(x)}
+            case Opaque():
+                held = {"args": x.args, "state": x.state, "items": x.items, "entries": x.entries, "left_out": x.closed}
+                parts = {name: go(part) for name, part in held.items() if not _is_empty(part)}
+                return {"!opaque": x.type, "args": [], **parts}
+            case Unknown():
+                return {"!opaque": x.name}
             case dict() if all(isinstance(key, str) for key in x):
                 return {key: go(item) for key, item in x.items()}
             case dict():
@@ -62,6 +72,10 @@ def as_json(value: Any, file: str, read: Callable[[str, Box], np.ndarray]) -> An
                 return {"!text": str(x)}
 
     return go(value)
+
+
+def _is_empty(part: object) -> bool:
+    return part is None or (isinstance(part, str | tuple | list | dict) and not part)
 
 
 def _array(array: np.ndarray) -> dict[str, Any]:

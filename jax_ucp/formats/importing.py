@@ -12,8 +12,12 @@ from typing import Any
 import numpy as np
 
 from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.formats import extras
 from jax_ucp.formats.extras import as_json
+from jax_ucp.formats.opaque import unknown_notes
 from jax_ucp.formats.options import NOTHING_TWICE
+from jax_ucp.formats.safe_pickle import walk
+from jax_ucp.formats.torch_names import StoredTensor
 from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout
@@ -36,7 +40,8 @@ class Import:
 
     `shards` has the stored tensors, named `file:item`. The tree is `{state: {parameter: array}}`. A tensor of
     which the opener says nothing is accounted for as not understood. With `believe`, what is stored twice is not
-    compared: the `master` is the parameter, or the `copy` where there is one of all of it.
+    compared: the `master` is the parameter, or the `copy` where there is one of all of it. `unknown` are names of
+    classes in the files that nobody here knows.
     """
 
     def __init__(self, format: str, path: Path, shards: ArraySource, believe: str | None = None):
@@ -52,6 +57,8 @@ class Import:
         self._fates: dict[str, tuple[Fate, str]] = {}
         self._items: list[Item] = []
         self._settings: dict[str, dict[str, Any]] = defaultdict(dict)
+        self.unknown: set[str] = set()
+        self._left: set[str] = set()
 
     def parameter(self, state: str, name: str, param: Consolidated, reason: str) -> None:
         """One state of a parameter, made of stored tensors. Raises FormatError if it is there already."""
@@ -105,7 +112,15 @@ class Import:
         self._fates[key] = "skipped", reason
 
     def extra(self, file: str, name: str, value: Any, source: ArraySource | None = None) -> None:
-        """Something beside the arrays, kept as JSON, with the tensors in it: those of `source`, if it has its own."""
+        """Something beside the arrays, kept as JSON, with the tensors in it: those of `source`, if it has its own.
+
+        What holds more of them than a setting does is left out, with a note.
+        """
+        if (held := extras.tensor_bytes(value)) > extras.MAX_EXTRA_BYTES:
+            self._leave_out(
+                file, name, value, f"an object with {held} bytes of tensors inside, which is data and no setting"
+            )
+            return
 
         def read(key: str, box: Box) -> np.ndarray:
             if source is not None:
@@ -117,14 +132,22 @@ class Import:
         if f"{file}:{name}" not in self._fates:
             self._items.append(Item(f"{file}:{name}", type(value).__name__, "extra", "kept as JSON"))
 
+    def _leave_out(self, file: str, name: str, value: Any, reason: str) -> None:
+        self.skip(f"{file}:{name}", type(value).__name__, reason)
+        for key in [f"{file}:{node.key}" for _, node in walk(value) if isinstance(node, StoredTensor)]:
+            if key in self.stored:
+                self._fates.setdefault(key, ("skipped", reason))
+        self.notes.append(f"{name} in {file} was left out: {reason}")
+
     def hyperparameters(self, name: str, settings: Mapping[str, Any]) -> None:
         """What the trainer's optimizer was told for a parameter. Raises FormatError where two files differ in it."""
         known = self._settings[name]
         for key, value in plain_settings(settings).items():
             if known.setdefault(key, value) != value:
                 raise FormatError(
-                    f"{self.path}: the param_groups of one file have {key}={known[key]} for {name}, those of "
-                    f"another {value}; they are of different runs or steps. weights_only leaves the optimizer aside"
+                    f"{self.path}: for {name} some param_groups have {key}={known[key]}, others {value}: they are of "
+                    "different steps or runs, or of two optimizers that share the parameter. weights_only leaves the "
+                    "optimizer aside"
                 )
 
     def skip(self, where: str, what: str, reason: str) -> None:
@@ -134,8 +157,14 @@ class Import:
         else:
             self._items.append(Item(where, what, "skipped", reason))
 
+    def leave(self, where: str, what: str, reason: str) -> None:
+        """Something that was not asked for, and so is not read, not even to verify it."""
+        self.skip(where, what, reason)
+        self._left.add(where)
+
     def contents(self) -> Contents:
         """The checkpoint. Raises LayoutError where shards do not form a parameter."""
+        self.notes += unknown_notes(self.unknown)
         if self.believe and (self._twins or any(_replicated(param) for param in self.params.values())):
             self._believe()
         elif self.believe:
@@ -165,7 +194,7 @@ class Import:
 
         def verify() -> Iterator[tuple[str, str | None]]:
             if isinstance(self.shards, Joined):
-                yield from self.shards.verify()
+                yield from self.shards.verify({key for key in self._left if self._fates[key][0] == "skipped"})
             checks: list[tuple[str, Callable[[], str | None]]] = []
             for path, param in self.params.items():
                 if _replicated(param) and not self.believe:

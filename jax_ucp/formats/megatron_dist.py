@@ -13,6 +13,7 @@ Megatron-LM core_v0.16.1.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -66,7 +67,7 @@ def open_megatron_dist(path: Path, options: Options) -> Contents:
     folder = iteration_folder(path)
     if not folder.is_dir():
         raise NotACheckpoint(f"{path} names {folder.name}, but there is no such folder in it")
-    return read_files(open_files(folder), options)
+    return read_files(open_files(folder, options.weights_only), options)
 
 
 def read_files(files: DistFiles, options: Options) -> Contents:
@@ -94,10 +95,13 @@ class _Reader:
         self.inside = {} if options.weights_only else param_state_sources(files)
         sources = {"": files.source, f"{COMMON_FILE}:": files.common, **self.inside}
         self.found = Import("megatron", files.folder, Beside(sources), options.believe)
+        self.found.unknown |= files.common.unknown
         # parameter -> state -> how it is stored; `weight` is what the model computes with. The vocabulary is padded.
         self.states: dict[str, dict[str, Consolidated]] = {}
         self.dtypes: dict[str, str] = {}
         self.steps: dict[bool, list[Step]] = {}
+        self.stepless: list[str] = []
+        self.mixed = False
 
     def contents(self) -> Contents:
         keys = {key: state_of(key) for key in self.files.tensors if not is_flat(key)}
@@ -105,12 +109,15 @@ class _Reader:
         by_state: dict[str, dict[str, tuple[tuple[int, ...], Sequence[Run]]]] = {}
         for key, (state, model) in keys.items():
             tensor = self.files.tensors[key]
-            if model not in weights:
-                raise FormatError(f"{self.files.folder}: {key} is a state of {model}, but there is no such tensor")
             if state != "weight" and self.options.weights_only:
                 for run in tensor.runs:
                     self.found.skip(run.key, "", _LEFT)
                 continue
+            if model not in weights:
+                raise FormatError(
+                    f"{self.files.folder}: {key} is a state of {model}, but the model has no such tensor: a part of "
+                    "the checkpoint is missing, or is of another run"
+                )
             shape, runs = weights[model].shape, tensor.runs
             if tensor.shape != shape:
                 runs = self._flattened(key, shape)
@@ -162,6 +169,15 @@ class _Reader:
         return Consolidated(ParamLayout(shape, tuple(run.target.shape for run in runs), tuple(fragments)), keys)
 
     def _buffers(self) -> None:
+        """States that are in flat buffers. An error names the remedy: the weights are not in them."""
+        try:
+            self._read_buffers()
+        except (FormatError, LayoutError) as error:
+            if "weights_only" in str(error):
+                raise
+            raise type(error)(f"{error}. weights_only opens the weights alone") from error
+
+    def _read_buffers(self) -> None:
         """States that are in flat buffers, as slices that the tensor-parallel ranks had, and those as parameters."""
         flat = [key for key in (*self.files.tensors, *self.files.objects) if is_flat(key)]
         if self.options.weights_only or not flat:
@@ -241,18 +257,33 @@ class _Reader:
     def _parameters(self) -> None:
         for expert in (False, True):
             mine = {name: states for name, states in self.states.items() if is_expert(name) == expert}
-            every = {state for states in mine.values() for state in states if state != "weight"}
+            kept = {name: frozenset(states) - {"weight", "param"} for name, states in mine.items()}
+            self.mixed = len({*kept.values()} - {frozenset[str]()}) > 1
             for name, states in mine.items():
-                have = {state for state in states if state != "weight"}
-                # What has no state at all was frozen; a 16-bit run keeps what is fp32 in the model as its own master.
-                if have and (lost := every - have - {"param"}):
-                    raise FormatError(
-                        f"{self.files.folder}: {min(lost)} of {name} is in no file, but that of other parameters is"
-                    )
+                self._check_states(name, kept)
                 if "weight" in states:
                     self._parameter(name, states)
                 else:
                     self._copy_of_embedding(states)
+
+    def _check_states(self, name: str, kept: Mapping[str, frozenset[str]]) -> None:
+        """Raise FormatError where a parameter has not the states of most that share one with it.
+
+        Those of one optimizer have the same states; those of another, such as Muon beside Adam, share none with them.
+        What has no state was frozen, or is of plain SGD.
+        """
+        alike = Counter(states for states in kept.values() if states & kept[name])
+        usual = alike.most_common(1)[0][0] if alike else frozenset()
+        if lost := usual - kept[name]:
+            raise FormatError(
+                f"{self.files.folder}: {min(lost)} of {name} is in no file, though {alike[usual]} parameters that "
+                "share states with it have it: a part of the optimizer is missing. weights_only opens the weights alone"
+            )
+        if more := kept[name] - usual:
+            raise FormatError(
+                f"{self.files.folder}: {min(more)} is there of {name}, but not of {alike[usual]} parameters that share "
+                "states with it: a part of the optimizer is missing. weights_only opens the weights alone"
+            )
 
     def _parameter(self, name: str, states: Mapping[str, Consolidated]) -> None:
         states = {state: self._unpadded(name, held) for state, held in states.items()}
@@ -286,10 +317,14 @@ class _Reader:
 
     def _step(self, name: str) -> None:
         own = self.steps.get(is_expert(name) and True in self.steps, [])
+        if self.mixed:  # Adam beside another optimizer: the step of one is not that of the other
+            own = [step for step in own if step.adam in (None, "exp_avg" in self.states[name])]
         decays = len(self.states[name]["weight"].layout.shape) != 1 and not name.endswith(".bias")
         # Where there is one group alone, it has what does not decay too.
         step = one_step(self.files, name, [step for step in own if step.decays in (None, decays)] or own)
-        if step.tensor is not None:
+        if step is None:
+            self.stepless.append(name)
+        elif step.tensor is not None:
             held = Consolidated(Unique().join([()]), [f"{COMMON_FILE}:{step.tensor.key}"])
             self.found.parameter("step", name, held, "how often the optimizer stepped")
         else:
@@ -297,12 +332,12 @@ class _Reader:
             self.found.constant("step", name, array, step.where)
 
     def _objects(self) -> None:
+        for where in self.files.left:
+            self.found.skip(where, "object", _LEFT)
         for key, stored in self.files.objects.items():
             where = f"{stored.file}:{key}"
             if "._extra_state/" in key:
                 self.found.skip(where, "object", "what a module of TransformerEngine keeps beside its weights")
-            elif self.options.weights_only and is_flat(key):
-                self.found.skip(where, "object", _LEFT)
             elif (about := group_object(key)) and about.what != "optimizer":
                 self.found.skip(where, "object", "says how the flat buffers lie; parameters have no such thing")
             else:
@@ -316,6 +351,7 @@ class _Reader:
             self.found.notes.append(f"the object {key} was left out: {error}")
             return
         tree = opened.tree
+        self.found.unknown |= opened.unknown
         self.found.extra(file, key, tree[0] if isinstance(tree, list) and len(tree) == 1 else tree, opened)
 
     def _common(self) -> None:
@@ -337,6 +373,8 @@ class _Reader:
         for path in sorted(self.files.folder.iterdir()):
             if path.name in self.files.files or path.name == COMMON_FILE:
                 continue
+            if path.name in self.files.left:
+                continue
             if path.name in about:
                 self.found.skip(path.name, "metadata", f"{about[path.name]}; the tree's names and shapes come from it")
             else:
@@ -355,6 +393,12 @@ class _Reader:
             self.found.notes.append("weights alone: of a 16-bit run these are not the fp32 masters")
         elif all(states.keys() == {"weight"} for states in self.states.values()):
             self.found.notes.append("the checkpoint was saved without its optimizer")
+        if self.stepless:
+            more = f" and {len(self.stepless) - 1} more" if len(self.stepless) > 1 else ""
+            self.found.notes.append(
+                f"nothing says how often the optimizer of {self.stepless[0]}{more} stepped; plan_optimizer needs step= "
+                "where it counts"
+            )
         if not self.args.fields:
             self.found.notes.append("common.pt has no args: nothing was compared with what the run says of its model")
         elif self.args.absent:

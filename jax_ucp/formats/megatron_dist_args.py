@@ -26,8 +26,8 @@ def check_args(files: DistFiles, shapes: Mapping[str, tuple[int, ...]], dtypes: 
     for what, said, found in _pairs(files, shapes, dtypes) if files.args.fields else ():
         if said is not None and said != found:
             raise FormatError(
-                f"{files.common.path} tells of {what} {said}, but what is stored has {found}: it belongs to another "
-                "run, or is damaged"
+                f"{files.common.path} tells of {what} {said}, but what is stored has {found}: that file or the others "
+                "are of another run, or it was changed"
             )
 
 
@@ -50,8 +50,8 @@ def _pairs(
         said = about.get("distrib_optim_sharding_type") if isinstance(about, dict) else None
         yield "distrib_optim_sharding_type", said, " and ".join(kinds)
     if kinds or any(state_of(key)[0] != "weight" for key in files.tensors):
-        yield "use_distributed_optimizer", args.fields.get("use_distributed_optimizer"), bool(kinds)
-        dtype = args.fields.get("params_dtype")
+        yield "use_distributed_optimizer", args.optional("use_distributed_optimizer"), bool(kinds)
+        dtype = args.optional("params_dtype")
         if isinstance(dtype, np.dtype) and EMBEDDING in dtypes:
             yield "params_dtype", dtype.name, dtypes[EMBEDDING]
 

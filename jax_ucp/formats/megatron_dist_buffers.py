@@ -161,13 +161,15 @@ def stage_layers(args: Args) -> dict[tuple[int, int], range]:
     p = args.degree("pipeline_model_parallel_size")
     v = args.degree("virtual_pipeline_model_parallel_size")
     layers = args.get("num_layers")
-    if odd := [name for name in _UNEVEN if p > 1 and args.fields.get(name)]:
+    if odd := [name for name in _UNEVEN if p > 1 and args.optional(name)]:
         raise FormatError(
-            f"args.{odd[0]} is {args.fields[odd[0]]!r:.80}: how layers lie on stages then is not known here"
+            f"args.{odd[0]} is {args.fields[odd[0]]!r:.80}: how layers lie on stages then is not known here, nor what "
+            "lies in their buffers"
         )
     if not isinstance(layers, int):
-        raise FormatError("args.num_layers is missing: the layers of each pipeline stage are not known")
-    first, last = (args.fields.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
+        lost = "args.num_layers is missing" if args.fields else "common.pt has no args (other trainers write none)"
+        raise FormatError(f"{lost}: which layers each pipeline stage has is not known, nor what lies in its buffers")
+    first, last = (args.optional(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
     ends = {0: first, p - 1: last} if p > 1 else {}
     fixed = {stage: n for stage, n in ends.items() if isinstance(n, int)}
     free = [stage for stage in range(p) if stage not in fixed]
@@ -212,7 +214,7 @@ def plan_buffers(args: Args, expert: bool | None, shapes: Mapping[str, Shape], d
     dp = args.degree("data_parallel_size") * args.degree("context_parallel_size")
     if expert:
         dp = max(1, args.degree("world_size") // (e * expert_ranks(args) * p))
-    multiple = math.lcm(dp, 128, 1 << 16 if args.fields.get("ddp_pad_buckets_for_high_nccl_busbw") else 1)
+    multiple = math.lcm(dp, 128, 1 << 16 if args.optional("ddp_pad_buckets_for_high_nccl_busbw") else 1)
     each, rest = divmod(args.get("num_experts") or 0, e)
     if rest:
         raise FormatError(f"args.num_experts does not divide over {e} expert-parallel ranks")
@@ -252,7 +254,7 @@ def modules_of(args: Args, shapes: Mapping[str, Shape]) -> list[tuple[Part, ...]
     """
     te = args.get("transformer_impl", "transformer_engine") != "local"
     grouped = bool(args.get("moe_grouped_gemm", False))
-    merged = grouped and (not te or bool(args.fields.get("moe_use_legacy_grouped_gemm")))
+    merged = grouped and (not te or bool(args.optional("moe_use_legacy_grouped_gemm")))
     names = sorted(shapes, key=lambda name: _module_order(name, _TE_MODULES if te else _MODULES, grouped))
     modules: list[tuple[Part, ...]] = []
     last = None

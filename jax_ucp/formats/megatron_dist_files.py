@@ -22,9 +22,10 @@ import numpy as np
 from jax_ucp.errors import FormatError, LayoutError, UnsafePickle
 from jax_ucp.formats.dcp_metadata import METADATA_FILE, read_metadata
 from jax_ucp.formats.dcp_source import DcpSource, chunk_key
-from jax_ucp.formats.megatron_dist_names import Run
+from jax_ucp.formats.megatron_dist_names import Run, is_optimizers
 from jax_ucp.formats.megatron_dist_zarr import ARRAY_FILE, ZarrChunks, zarr_array
 from jax_ucp.formats.megatron_files import Args, args_of, iteration_folder
+from jax_ucp.formats.safe_pickle import what_is
 from jax_ucp.formats.torch_file import TorchFile
 from jax_ucp.layout.box import Box
 from jax_ucp.storage.gather import read_into
@@ -33,6 +34,7 @@ from jax_ucp.storage.source_files import noted
 
 CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
 MAX_CONFIG_BYTES = 1 << 20
+_COMMON_OBJECT = b"common_state/shard_0_1"
 _CHUNK = re.compile(r"\d+(\.\d+)*")
 _OBJECT = re.compile(r"(.+)/shard_([\d.]+)_(\d+(?:\.\d+)*)")
 
@@ -56,7 +58,10 @@ class StoredObject:
 
 @dataclass(frozen=True)
 class DistFiles:
-    """Everything that is stored. `source` has the chunks of the tensors, `verify_tensors` reads them all."""
+    """Everything that is stored. `source` has the chunks of the tensors, `verify_tensors` reads them all.
+
+    `left` says where what is the optimizer's is, where only weights were asked for: objects, and folders of zarr.
+    """
 
     folder: Path
     args: Args
@@ -67,6 +72,7 @@ class DistFiles:
     source: ArraySource
     verify_tensors: Callable[[], Iterator[tuple[str, str | None]]]
     files: Sequence[str]
+    left: Sequence[str] = ()
 
     def verify(self) -> Iterator[tuple[str, str | None]]:
         """Each tensor and object, and what is wrong with its bytes; None also where nothing has a checksum."""
@@ -115,17 +121,20 @@ def is_checkpoint(path: Path) -> bool:
     return _backend(folder) is not None or all((folder / name).is_file() for name in (COMMON_FILE, METADATA_FILE))
 
 
-def open_files(folder: Path) -> DistFiles:
-    """The checkpoint of one iteration. Raises FormatError, naming the file, where one is missing or of another save."""
+def open_files(folder: Path, weights_only: bool = False) -> DistFiles:
+    """The checkpoint of one iteration; with `weights_only` nothing of the optimizer is opened, nor need it be there.
+
+    Raises FormatError, naming the file, where one is missing or of another save.
+    """
     backend = _backend(folder)
     if backend is None:
         raise FormatError(f"{folder / CONFIG_FILE} is missing, or names no backend")
     if not (folder / COMMON_FILE).is_file():
-        raise FormatError(f"{folder / COMMON_FILE} is missing: it holds args, steps and param groups of all ranks")
+        raise FormatError(f"{folder / COMMON_FILE} is missing: {_without_common(folder)}")
     common = TorchFile(folder / COMMON_FILE)
     tree = common.tree
     if not isinstance(tree, dict):
-        raise FormatError(f"{common.path} should hold a dict, but holds a {type(tree).__name__}")
+        raise FormatError(f"{common.path} should hold a dict, but holds {what_is(tree)}")
     # Other trainers on Megatron-Core, such as NeMo, save no args. Only flat buffers cannot be read without.
     args = Args(args_of(tree, common.path) if "args" in tree else {})
     iteration = tree.get("iteration")
@@ -133,10 +142,18 @@ def open_files(folder: Path) -> DistFiles:
         raise FormatError(f"{common.path} is of iteration {iteration}, but its folder is {folder.name}")
     readers = {"torch_dist": _torch_dist, "zarr": _zarr}
     if backend in readers:
-        files = readers[backend](folder, args, common, tree)
+        files = readers[backend](folder, args, common, tree, is_optimizers if weights_only else lambda key: False)
         _check_objects(files)
         return files
     raise FormatError(f"{folder / CONFIG_FILE} names the backend {backend!r:.80}; only torch_dist and zarr are read")
+
+
+def _without_common(folder: Path) -> str:
+    """What it means that there is no `common.pt`; from core 0.19 on its content is an object among the others."""
+    held = (folder / METADATA_FILE).read_bytes() if (folder / METADATA_FILE).is_file() else b""
+    if _COMMON_OBJECT in held:
+        return "megatron-core 0.19 and later keep what it holds in the object common_state, which is not read yet"
+    return "it holds args, steps and param groups of all ranks"
 
 
 def _backend(folder: Path) -> str | None:
@@ -166,32 +183,44 @@ def _check_objects(files: DistFiles) -> None:
         raise FormatError(f"{files.folder}: {name}/shard_{lost}_{grid} is missing, though other shards of it are there")
 
 
-def _torch_dist(folder: Path, args: Args, common: TorchFile, tree: Mapping[str, Any]) -> DistFiles:
-    metadata = read_metadata(folder)
+def _torch_dist(
+    folder: Path, args: Args, common: TorchFile, tree: Mapping[str, Any], leave: Callable[[str], bool]
+) -> DistFiles:
+    metadata = read_metadata(folder, lambda found: {fqn for fqn, _ in found.spans() if leave(fqn)})
+    left = [f"{span.file}:{fqn}" for fqn, spans in metadata.objects.items() for span in spans if leave(fqn)]
     source = DcpSource(metadata)
     tensors: dict[str, Tensor] = {}
     for fqn, entry in metadata.tensors.items():
         try:
-            entry.layout().check()
+            if not leave(fqn):
+                entry.layout().check()
         except LayoutError as error:
             raise LayoutError(f"{folder / METADATA_FILE}: {fqn}: {error}") from None
         runs = tuple(Run(chunk_key(fqn, chunk), 0, chunk.box) for chunk in entry.chunks)
         tensors[fqn] = Tensor(entry.shape, entry.dtype, runs)
     objects: dict[str, StoredObject] = {}
     for fqn, spans in metadata.objects.items():
+        if leave(fqn):
+            continue
         if len(spans) != 1:
             raise FormatError(f"{folder / METADATA_FILE}: the object {fqn} is in {len(spans)} places")
         objects[fqn] = StoredObject(spans[0].file, lambda fqn=fqn, span=spans[0]: source.object(fqn, span))
 
     def verify() -> Iterator[tuple[str, str | None]]:
-        yield from source.verify({fqn: [run.key for run in tensor.runs] for fqn, tensor in tensors.items()})
+        yield from source.verify(
+            {fqn: [run.key for run in tensor.runs] for fqn, tensor in tensors.items() if not leave(fqn)}
+        )
 
     used = {span.file for _, span in metadata.spans()}
-    return DistFiles(folder, args, common, tree, tensors, objects, source, verify, sorted(used))
+    return DistFiles(folder, args, common, tree, tensors, objects, source, verify, sorted(used), left)
 
 
-def _zarr(folder: Path, args: Args, common: TorchFile, tree: Mapping[str, Any]) -> DistFiles:
-    folders = sorted(path.name for path in folder.iterdir() if path.is_dir())
+def _zarr(
+    folder: Path, args: Args, common: TorchFile, tree: Mapping[str, Any], leave: Callable[[str], bool]
+) -> DistFiles:
+    every = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    left = [name for name in every if leave(name)]
+    folders = [name for name in every if not leave(name)]
     for name in folders:
         if not (folder / name / ARRAY_FILE).exists() and any(
             _CHUNK.fullmatch(p.name) for p in (folder / name).iterdir()
@@ -204,4 +233,6 @@ def _zarr(folder: Path, args: Args, common: TorchFile, tree: Mapping[str, Any]) 
         for path in map(noted, sorted((folder / name).glob("shard_*.pt"))):
             objects[f"{name}/{path.stem}"] = StoredObject(f"{name}/{path.name}", lambda path=path: TorchFile(path))
     used = [*arrays, *{key.partition("/")[0] for key in objects}]
-    return DistFiles(folder, args, common, tree, tensors, objects, ZarrChunks(folder, arrays), lambda: iter(()), used)
+    return DistFiles(
+        folder, args, common, tree, tensors, objects, ZarrChunks(folder, arrays), lambda: iter(()), used, left
+    )

@@ -19,6 +19,7 @@ from typing import Any
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.megatron_dist_buffers import Buffer, Place, Plan, slice_of
 from jax_ucp.formats.megatron_dist_files import DistFiles
+from jax_ucp.formats.safe_pickle import what_is
 from jax_ucp.formats.torch_file import StoredTensor, TorchFile
 from jax_ucp.storage.consolidated import Consolidated
 
@@ -206,7 +207,7 @@ def check_numels(
     about = group_object(key)
     said = _only(stored.tree, key)
     if about is None or not isinstance(said, list):
-        raise FormatError(f"{files.folder}: {key} should be a list, but is a {type(said).__name__}")
+        raise FormatError(f"{files.folder}: {key} should be a list, but is {what_is(said)}")
     for c, by_dtype in enumerate(said):
         for dtypes, sizes in by_dtype.items():
             flat = flats.get((about.chain, about.group, c, dtypes[0].name))
@@ -217,5 +218,5 @@ def check_numels(
 
 def _only(tree: Any, key: str) -> Any:
     if not isinstance(tree, list) or len(tree) != 1:
-        raise FormatError(f"{key} should be a list of one item, but is a {type(tree).__name__}")
+        raise FormatError(f"{key} should be a list of one item, but is {what_is(tree)}")
     return tree[0]

@@ -24,6 +24,7 @@ _EXPERTS = re.compile(r"(.*mlp\.experts\.)experts\.(?!\d+\.)(.+)")
 _ONE_EXPERT = re.compile(r"(.*mlp\.experts\.)experts\.(\d+\..+)")
 _GATED = re.compile(r"(.*\.(?:weight|bias))_([wv])")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
+_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _FLAT = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
 # Float16OptimizerWithFloat16Params has its masters as fp32_param, the distributed optimizer as param.
 _MASTERS = ("param", "fp32_param")
@@ -55,6 +56,15 @@ def state_of(key: str) -> tuple[str, str]:
 def is_flat(key: str) -> bool:
     """Whether a key belongs to the flat buffers of a distributed optimizer, which know no parameters."""
     return bool(_FLAT.match(key))
+
+
+def is_optimizers(key: str) -> bool:
+    """Whether a key belongs to the optimizer, and not to the model.
+
+    >>> is_optimizers("chained_0.optimizer.distributed.dp_group_idx_0.per_bucket_numel/shard_0_1")
+    True
+    """
+    return bool(_OPTIMIZER.match(key))
 
 
 def is_fully_reshardable(key: str) -> bool:
@@ -170,5 +180,5 @@ def check_stacks(key: str, shape: Sequence[int], counts: Mapping[str, int | None
         if counts.get(what) not in (None, shape[axis] if axis < len(shape) else 0):
             raise FormatError(
                 f"{key} has shape {list(shape)}, but axis {axis} should count the {counts[what]} {what} that args in "
-                "common.pt tell of: it belongs to another run, or the metadata is damaged"
+                "common.pt tell of: that file or the others are of another run, or the metadata is damaged"
             )

@@ -11,6 +11,7 @@ from typing import Any
 
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.megatron_dist_files import COMMON_FILE, DistFiles, StoredObject
+from jax_ucp.formats.safe_pickle import known, what_is
 from jax_ucp.formats.torch_file import StoredTensor
 from jax_ucp.layout.box import Box
 
@@ -19,24 +20,26 @@ from jax_ucp.layout.box import Box
 class Step:
     """A number of steps, and where it is: in `common.pt` perhaps a `tensor`.
 
-    `decays` says of which parameter group it is: that with weight decay, that without, or of both (None).
+    `decays` says of which parameter group it is: that with weight decay, that without, or of both (None). `adam`: of an
+    optimizer with betas, which has their moments, of one without, or of either (None).
     """
 
     value: int | float
     decays: bool | None
     where: str
     tensor: StoredTensor | None = None
+    adam: bool | None = None
 
 
 def common_steps(files: DistFiles) -> dict[bool, list[Step]]:
-    """The steps in `common.pt` by optimizer; that of experts under True."""
+    """The steps in `common.pt`: those of experts, which have an optimizer of their own, under True."""
     found: dict[bool, list[Step]] = {}
     for i, part in enumerate(optimizers(files.tree.get("optimizer"))):
         inner = part.get("optimizer", part)
         if not isinstance(inner, dict):
-            raise FormatError(f"{files.common.path}: optimizer {i} is a {type(inner).__name__}, not a dict")
+            raise FormatError(f"{files.common.path}: optimizer {i} is {what_is(inner)}, not a dict")
         state = inner.get("state")
-        steps = found.setdefault(bool(i), [])
+        steps = found.setdefault(_of_experts(inner, i), [])
         tensor = state.get("common_step") if isinstance(state, dict) else None
         if isinstance(tensor, StoredTensor) and tensor.shape == ():
             value = files.common.read(tensor.key, Box((), ())).item()
@@ -52,26 +55,34 @@ def group_steps(key: str, stored: StoredObject) -> list[Step]:
     return list(_of_groups(inner if isinstance(inner, dict) else {}, f"{stored.file}:{key}"))
 
 
-def one_step(files: DistFiles, name: str, steps: Sequence[Step]) -> Step:
-    """The step of a parameter, of which all places must say the same."""
+def one_step(files: DistFiles, name: str, steps: Sequence[Step]) -> Step | None:
+    """The step of a parameter, of which all places must say the same; None where none says it, as SGD does not."""
     if not steps:
-        raise FormatError(f"{files.folder}: nothing says how often the optimizer of {name} stepped")
+        return None
     first = steps[0]
     for other in steps[1:]:
         if other.value != first.value:
             raise FormatError(
                 f"{files.folder}: the optimizer of {name} made {first.value} steps by {first.where}, but {other.value} "
-                f"by {other.where}"
+                f"by {other.where}: one of these files is of another step or run, or was changed. weights_only opens "
+                "the weights alone"
             )
     return first
 
 
 def optimizers(optimizer: Any) -> list[dict[Any, Any]]:
     """The optimizers in `common.pt`: one, or under the numbers 0 and 1 those of dense parameters and of experts."""
-    if not isinstance(optimizer, dict):
+    if not isinstance(known(optimizer), dict):
         return []
     parts = list(optimizer.values()) if all(isinstance(key, int) for key in optimizer) else [optimizer]
     return [part for part in parts if isinstance(part, dict)]
+
+
+def _of_experts(inner: dict[Any, Any], index: int) -> bool:
+    """Whether the optimizer is that of experts: its groups say so, and in older releases it is the second one."""
+    groups = inner.get("param_groups")
+    said = [g["is_expert_parallel"] for g in groups or () if isinstance(g, dict) and "is_expert_parallel" in g]
+    return any(said) if said else bool(index)
 
 
 def _of_groups(inner: dict[Any, Any], where: str) -> Iterator[Step]:
@@ -79,4 +90,4 @@ def _of_groups(inner: dict[Any, Any], where: str) -> Iterator[Step]:
     for group in groups if isinstance(groups, list) else []:
         step = group.get("step") if isinstance(group, dict) else None
         if isinstance(step, int | float):
-            yield Step(step, group.get("wd_mult", 1.0) != 0, where)
+            yield Step(step, group.get("wd_mult", 1.0) != 0, where, adam="betas" in group)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_ucp.errors import FormatError
-from jax_ucp.formats.safe_pickle import Record
+from jax_ucp.formats.safe_pickle import Record, known, what_is
 from jax_ucp.formats.torch_file import StoredTensor, TorchFile
 
 # No run has so many model-parallel ranks, times the chunks of each: what lies where is listed for all of them.
@@ -53,12 +53,19 @@ class Args:
             raise FormatError(f"args say that the run had {ranks:.3g} model-parallel ranks: they are damaged")
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The argument, or `default` where the release that wrote it had no such one."""
+        """The argument, or `default` where the release that wrote it had no such one.
+
+        Raises FormatError where it is an object of a class that is not known here.
+        """
         if name not in self.fields:
             if name not in self.absent:
                 self.absent.append(name)
             return default
-        return self.fields[name]
+        return known(self.fields[name])
+
+    def optional(self, name: str) -> Any:
+        """The argument, or None; that it is not there needs no note."""
+        return known(self.fields.get(name))
 
     def degree(self, name: str) -> int:
         """A parallel degree: 1 where it is None or not there."""
@@ -127,14 +134,14 @@ def places(args: Args) -> list[tuple[int, int, int, int]]:
     return [(r % t, pp, r // etp % e, r % etp) for pp in range(p) for r in range(e * etp)]
 
 
-def open_ranks(folder: Path) -> tuple[Args, list[Rank]]:
-    """The args of the run, and the files of every rank that must have some.
+def open_ranks(folder: Path, weights_only: bool = False) -> tuple[Args, list[Rank]]:
+    """The args of the run, and the files of every rank that must have some; with `weights_only` not the optimizer's.
 
     Raises FormatError, naming the file, where one is missing, is another rank's, or is of another run.
     """
     found = sorted(p.name for p in folder.iterdir() if p.is_dir() and _FOLDER.fullmatch(p.name))
     if not (present := [name for name in found if (folder / name / MODEL_FILE).is_file()]):
-        raise FormatError(f"{folder / found[0] / MODEL_FILE} is missing")
+        raise FormatError(f"{folder / found[0] / MODEL_FILE} is missing, as in all other folders mp_rank_* beside it")
     first = _tree(TorchFile(folder / present[0] / MODEL_FILE))
     args = Args(args_of(first, folder / present[0] / MODEL_FILE))
     p, e = args.degree("pipeline_model_parallel_size"), args.degree("expert_model_parallel_size")
@@ -148,10 +155,14 @@ def open_ranks(folder: Path) -> tuple[Args, list[Rank]]:
                 f"{args.degree('tensor_model_parallel_size')} tensor, {p} pipeline and {e} expert parallel ranks"
             )
         model = TorchFile(path)
-        optim = TorchFile(folder / name / OPTIM_FILE) if (folder / name / OPTIM_FILE).is_file() else None
+        optim_path = folder / name / OPTIM_FILE
+        optim = TorchFile(optim_path) if optim_path.is_file() and not weights_only else None
         ranks.append(Rank(tp, pp, ep, etp, folder / name, model, optim, _tree(model)))
     if strays := [name for name in found if name not in {rank.folder.name for rank in ranks}]:
-        raise FormatError(f"{folder / strays[0]} belongs to another run: the args of {present[0]} know no such rank")
+        raise FormatError(
+            f"{folder / strays[0]} belongs to another run, or to an earlier save with other parallelism: the args of "
+            f"{present[0]} know no such rank. Move the folders of the other save away"
+        )
     _check_together(folder, args, ranks)
     return args, ranks
 
@@ -180,8 +191,8 @@ def _check_together(folder: Path, args: Args, ranks: Sequence[Rank]) -> None:
         version = rank.tree.get("checkpoint_version")
         if not isinstance(version, int | float) or version < 2:
             raise FormatError(
-                f"{path} has checkpoint_version {version!r}; before 2.0 the rows of query, key and value lie in "
-                "another order. Load and save it with a newer Megatron"
+                f"{path} has checkpoint_version {version!r}, where 2.0 or later is needed: before, the rows of query, "
+                "key and value lie in another order. Load and save it with a newer Megatron"
             )
         # Megatron's order of ranks; another one was asked for by use_tp_pp_dp_mapping.
         if isinstance(world, int) and isinstance(own.get("rank"), int) and not own.get("use_tp_pp_dp_mapping"):
@@ -198,12 +209,13 @@ def _check_together(folder: Path, args: Args, ranks: Sequence[Rank]) -> None:
 
 def _tree(file: TorchFile) -> dict[str, Any]:
     if not isinstance(file.tree, dict):
-        raise FormatError(f"{file.path}: the file should hold a dict, but holds a {type(file.tree).__name__}")
+        raise FormatError(f"{file.path}: the file should hold a dict, but holds {what_is(file.tree)}")
     return file.tree
 
 
 def args_of(tree: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     args = tree.get("args")
     if not isinstance(args, Record) or args.type != "argparse.Namespace":
-        raise FormatError(f"{path} has no args, without which nothing says how the ranks divide the model")
+        held = "no args" if args is None else f"{what_is(args)} for args, not an argparse.Namespace"
+        raise FormatError(f"{path} has {held}: nothing says how the ranks divide the model")
     return args.fields

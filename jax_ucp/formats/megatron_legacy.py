@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.errors import FormatError, NotACheckpoint
+from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint
 from jax_ucp.formats.importing import Import
 from jax_ucp.formats.megatron_files import (
     OPTIM_FILE,
@@ -31,6 +31,7 @@ from jax_ucp.formats.megatron_files import (
 from jax_ucp.formats.megatron_optim import BUFFERS, Held, Module, beside_tensors, find_states
 from jax_ucp.formats.megatron_walk import EMBEDDING, TIED, layer_of, parts_of
 from jax_ucp.formats.options import Options
+from jax_ucp.formats.safe_pickle import what_is
 from jax_ucp.formats.torch_file import StoredTensor
 from jax_ucp.language.notation import built_in, load
 from jax_ucp.language.rules import Shard, Spec, layouts
@@ -55,7 +56,7 @@ def open_megatron_legacy(path: Path, options: Options) -> Contents:
     folder = iteration_folder(path)
     if not folder.is_dir():
         raise NotACheckpoint(f"{path} names {folder.name}, but there is no such folder in it")
-    args, ranks = open_ranks(folder)
+    args, ranks = open_ranks(folder, options.weights_only)
     return _Reader(folder, args, ranks, options).contents()
 
 
@@ -68,6 +69,7 @@ class _Reader:
         files |= {f"{rank.folder.name}/{OPTIM_FILE}": rank.optim for rank in ranks if rank.optim}
         self.files = Joined(files)
         self.found = Import("megatron", folder, self.files, options.believe)
+        self.found.unknown |= {name for file in files.values() for name in file.unknown}
         self.optimizer = not options.weights_only and any(rank.tree.get("optimizer") is not None for rank in ranks)
         # (state, parameter) -> by tensor-parallel rank, the keys of every copy of that rank's shard.
         self.held: dict[tuple[str, str], dict[int, list[str]]] = {}
@@ -151,7 +153,7 @@ class _Reader:
                 else:
                     self.found.skip(f"{rank.name}:{where}", type(tensor).__name__, reason)
             elif not isinstance(tensor, StoredTensor):
-                raise FormatError(f"{rank.model.path}: {where} is no tensor, but a {type(tensor).__name__}")
+                raise FormatError(f"{rank.model.path}: {where} is no tensor, but {what_is(tensor)}")
             else:
                 try:
                     parts = parts_of(local, tensor.shape, first_layer, experts, self.args.get("hidden_size", 0))
@@ -193,7 +195,11 @@ class _Reader:
                 raise FormatError(f"{name} is in {held}, but not in the file of tensor-parallel rank {absent[0]}")
             params[name] = [Shard(self.shapes[shards[i][0]], shards[i][0]) for i in range(count)]
         spec = load(self.options.spec) if self.options.spec else Spec(extends=built_in("megatron"))
-        return layouts(spec, params, self._sizes(spec))
+        try:
+            return layouts(spec, params, self._sizes(spec))
+        except LayoutError as error:
+            remedy = "" if self.options.spec else "\nA spec (spec=, --spec) with `extends: megatron` adds to the rules"
+            raise LayoutError(f"{self.folder}: {error}{remedy}") from error
 
     def _sizes(self, spec: Spec) -> dict[str, int]:
         """The numbers that rules may name: those of args, under their own names and those of the built-in spec."""
@@ -262,7 +268,10 @@ class _Reader:
         (first, value), *_ = values.items()
         for file, other in values.items():
             if other != value:
-                raise FormatError(f"{self.folder / file}: {state} is {other}, but {value} in {first}")
+                raise FormatError(
+                    f"{self.folder / file}: {state} is {other}, but {value} in {first}: one of the files is of another "
+                    "step or run"
+                )
         array = np.asarray(value, np.int32 if isinstance(value, int) else None)
         self.found.constant(state, name, array, f"{first}:optimizer ({state})")
 
@@ -284,9 +293,9 @@ class _Reader:
         reason = "of the optimizer, which was to be left aside (weights_only)"
         for key in rank.model.arrays():
             if key.startswith("optimizer/"):
-                self.found.skip(f"{rank.name}:{key}", "", reason)
-        for key in rank.optim.arrays() if rank.optim else ():
-            self.found.skip(f"{rank.folder.name}/{OPTIM_FILE}:{key}", "", reason)
+                self.found.leave(f"{rank.name}:{key}", "", reason)
+        if (rank.folder / OPTIM_FILE).is_file():
+            self.found.skip(f"{rank.folder.name}/{OPTIM_FILE}", "file", reason)
         if "optimizer" in rank.tree:
             self.found.skip(f"{rank.name}:optimizer", "param_groups", reason)
 

@@ -18,6 +18,7 @@ import numpy as np
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.megatron_files import OPTIM_FILE, Args, Rank
 from jax_ucp.formats.megatron_walk import EMBEDDING, TIED, Part, buffer_walk, is_expert
+from jax_ucp.formats.safe_pickle import what_is
 from jax_ucp.formats.torch_file import StoredTensor
 
 # What is no parameter, though the model keeps it beside them.
@@ -172,7 +173,7 @@ def _flat(
     for c, modules in enumerate(chunks):
         buffers = part.get(c) or {}
         if not isinstance(buffers, dict):
-            raise FormatError(f"{path}: buffer {c} should be a dict by dtype, but is a {type(buffers).__name__}")
+            raise FormatError(f"{path}: buffer {c} should be a dict by dtype, but is {what_is(buffers)}")
         covered: set[str] = set()
         for (dtype, *_), buffer in buffers.items():
             mine = [m for m in modules if m.tensor.dtype == dtype]

@@ -18,6 +18,7 @@ from jax_ucp.errors import FormatError
 TIED, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+_NUMBERED_EXPERT = re.compile(r"mlp\.experts\.linear_fc[12]\.(?:weight|bias)\d+")
 _GROUPED = {"mlp.experts.weight1": "linear_fc1.weight", "mlp.experts.weight2": "linear_fc2.weight"}
 # TransformerEngine fuses a norm with the linear layer that follows it; these are the names of the local spec.
 _FUSED_NORMS = {
@@ -78,6 +79,11 @@ def parts_of(local: str, shape: tuple[int, ...], first_layer: int, experts: rang
         if int(expert[1]) >= len(experts):
             raise FormatError(f"{local}: the rank should have {len(experts)} experts")
         return [Part(f"{prefix}mlp.experts.{experts[int(expert[1])]}.{expert[2]}", 0, shape)]
+    if _NUMBERED_EXPERT.fullmatch(inner):
+        raise FormatError(
+            f"{local} has the number of an expert on its rank, as TransformerEngine's grouped experts have in the "
+            "legacy format; which expert of the model that is, is not read here. Save with --ckpt-format torch_dist"
+        )
     if inner not in _GROUPED:
         return [Part(prefix + inner, 0, shape)]
     numel, count = math.prod(shape), len(experts)

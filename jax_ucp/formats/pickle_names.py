@@ -6,13 +6,25 @@ Names are as Python writes them at protocols 2 to 5; protocol 2 says `__builtin_
 
 from __future__ import annotations
 
+import re
 from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
 
 from jax_ucp.errors import FormatError
-from jax_ucp.formats.safe_pickle import Constructor, Name, Record, check_key, inert, table
+from jax_ucp.formats.safe_pickle import (
+    MAX_GLOBAL,
+    Constructor,
+    Name,
+    Opaque,
+    Record,
+    Unknown,
+    check_key,
+    inert,
+    is_plain_name,
+    table,
+)
 
 # Classes of which a checkpoint holds instances, and of which we need the fields but never the behaviour.
 # Older DeepSpeed defines fragment_address in bf16_optimizer, older Megatron-LM its enums in megatron.model.
@@ -92,8 +104,13 @@ def _complex(args: tuple) -> object:
 
 
 def _getattr(args: tuple) -> object:
-    """A member of an enum by its name: Python 3.11.0 to 3.11.3 write enums so (`Lib/enum.py`), others by value."""
+    """A member of an enum by its name: Python 3.11.0 to 3.11.3 write enums so (`Lib/enum.py`), others by value.
+
+    Protocol 2 writes a class inside another in the same way.
+    """
     match args:
+        case (Unknown(name), str(member)) if len(name) + len(member) < MAX_GLOBAL:
+            return Unknown(f"{name}.{member}") if is_plain_name(member) else NotImplemented
         case (Constructor(inert=True) as enum, str(member)):
             return Record(enum.name, (member,))
     return NotImplemented
@@ -126,26 +143,29 @@ def _path(args: tuple) -> object:
     return str(PurePosixPath(*args)) if all(isinstance(part, str) for part in args) else NotImplemented
 
 
-# numpy's own letters for plain numbers; "O" would hold pickled objects, "V", "S" and "U" are no arrays of numbers.
+# numpy's own letters for plain numbers, and texts of a fixed length; "O" would hold pickled objects.
 _NUMPY_CODES = {np.dtype(code).str[1:] for code in "?bBhHiIlLqQefdFD"}
+_NUMPY_TEXT = re.compile(r"[SU]\d{1,9}")
 
 
 def _dtype(args: tuple) -> object:
     match args:
         case (str(code), bool() | int(), bool() | int()):
-            if code not in _NUMPY_CODES:
-                raise FormatError(f"a numpy array of dtype {code[:20]!r} in the pickle; we read plain numbers only")
-            return np.dtype("<" + code)
+            plain = code in _NUMPY_CODES or _NUMPY_TEXT.fullmatch(code)
+            return np.dtype("<" + code) if plain else Opaque("numpy.dtype", args)
     return NotImplemented
 
 
 def _check_dtype(made: object, state: object) -> object:
     """State: version, byte order, no sub-array, no fields, ... (`arraydescr_reduce`, numpy `descriptor.c`)."""
-    match state:
-        case (int(), "<" | "|" | "=", None, None, None, *_):
+    match made, state:
+        case Opaque(), _:
+            made.state = state
             return None
-        case (int(), ">", *_):
-            raise FormatError("a big-endian numpy array in the pickle; only little-endian ones are read")
+        case _, (int(), "<" | "|" | "=", None, None, None, *_):
+            return None
+        case np.dtype(), (int(), ">", *_):
+            return Opaque("numpy.dtype", (made.str[1:],), state)
     return NotImplemented
 
 
@@ -153,6 +173,8 @@ def _scalar(args: tuple) -> object:
     match args:
         case (np.dtype() as dtype, bytes(data)) if len(data) == dtype.itemsize:
             return np.frombuffer(data, dtype)[0]
+        case (Opaque(type="numpy.dtype"), _):
+            return Opaque("numpy.generic", args)
     return NotImplemented
 
 
@@ -164,7 +186,10 @@ def _empty_array(args: tuple) -> object:
 
 
 def _fill_array(made: Any, state: object) -> object:
-    """State: version, shape, dtype, column-major, bytes. An array of plain numbers runs nothing when it is set."""
+    """State: version, shape, dtype, column-major, bytes. An array of plain numbers runs nothing when it is set.
+
+    Of objects, dates or fields, or big-endian, it stays closed.
+    """
     match state:
         case (int(), tuple(shape), np.dtype(), bool() | int(), bytes()):
             if not all(type(n) is int and n >= 0 for n in shape):
@@ -174,6 +199,8 @@ def _fill_array(made: Any, state: object) -> object:
             except (ValueError, TypeError, OverflowError) as error:
                 raise FormatError(f"a numpy array in the pickle: {error}") from error
             return None
+        case (int(), tuple(), Opaque(type="numpy.dtype"), bool() | int(), bytes() | list()):
+            return Opaque("numpy.ndarray", (), state)
     return NotImplemented
 
 
@@ -196,6 +223,8 @@ NAMES: dict[str, object] = {
     **table(*map(inert, INERT)),
     **table(*_BUILTINS),
     **{f"__builtin__.{name.name.removeprefix('builtins.')}": name for name in _BUILTINS},
+    "__builtin__.long": Name("builtins.int"),
+    "__builtin__.unicode": Name("builtins.str"),
     **table(
         Constructor("_codecs.encode", _codecs_encode),
         Constructor("collections.OrderedDict", _empty_dict, _drop_attributes),

@@ -2,8 +2,8 @@
 
 Python's `Unpickler` with a `find_class` of one's own is not enough: it still allocates gigabytes for one memo
 index, and builds objects that no walk, hash or `repr` survives. Here an opcode is a short method of `_Machine`; a name
-means what the caller's table says or the pickle is refused; and what is returned is a tree that a plain
-recursive walk can visit: no cycles, at most `MAX_DEPTH` deep, at most `MAX_NODES` nodes.
+means what the caller's table says, or stands for itself and what is made by it stays closed (`Unknown`, `Opaque`); and
+what is returned is a tree that a plain recursive walk can visit: no cycles, at most `MAX_DEPTH` deep, bounded in nodes.
 
 The opcodes are those that Python writes for data at protocols 2 to 5 (`Lib/pickle.py`, `Lib/pickletools.py`). No
 length is believed beyond the input, and no opcode's argument is read before the opcode is known to be one of them.
@@ -11,12 +11,13 @@ length is believed beyond the input, and no opcode's argument is read before the
 
 from __future__ import annotations
 
+import builtins
 import pickletools
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from mmap import mmap
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from jax_ucp.errors import FormatError, UnsafePickle
 
@@ -33,6 +34,28 @@ MAX_MARKS = 1_000
 MAX_INT_BITS = 8_192  # Python refuses to print integers of more than 4,300 digits
 MAX_KEY_NODES = 64
 MAX_LABEL = 256
+MAX_GLOBAL = 256
+
+# Modules of Python, of any release, that run, open or import things, or reach into objects: no data is made of them. No
+# promise hangs on this list, for nothing is ever called: a file that names one of these is an attack, and is called so.
+_ACTING_PACKAGES = frozenset(
+    (
+        *("os", "ctypes", "importlib", "multiprocessing", "asyncio", "urllib", "unittest", "xmlrpc"),
+        *("distutils", "setuptools", "pip", "ensurepip", "venv", "idlelib", "lib2to3"),
+    )
+)
+_ACTING_MODULES = frozenset(
+    (
+        *("posix", "nt", "sys", "subprocess", "shutil", "pty", "commands", "popen2", "site", "_ctypes"),
+        *("_frozen_importlib", "imp", "runpy", "pkgutil", "zipimport", "code", "codeop", "ast", "compileall"),
+        *("pickle", "_pickle", "cPickle", "pickletools", "marshal", "shelve", "io", "_io", "codecs"),
+        *("_codecs", "tempfile", "fileinput", "glob", "pdb", "bdb", "trace", "timeit", "profile", "cProfile"),
+        *("doctest", "gc", "atexit", "thread", "_thread", "socket", "_socket", "socketserver", "select"),
+        *("ssl", "urllib2", "ftplib", "smtplib", "telnetlib", "poplib", "imaplib", "webbrowser", "cgi"),
+        *("compiler", "new", "dl", "antigravity"),
+    )
+)
+_BUILTINS = frozenset(name for name, value in vars(builtins).items() if isinstance(value, type))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +73,8 @@ class Constructor(Name):
     """A global that a pickle may call; what it makes is up to our own `call`.
 
     `call` takes the tuple of arguments and returns NotImplemented where they do not fit. `build` receives the state
-    of a BUILD, once per object made, and says the same. `inert` marks classes whose instances become records.
+    of a BUILD, once per object made, and says the same; or it returns the Opaque that takes the place of the object.
+    `inert` marks classes whose instances become records.
     """
 
     call: Callable[[tuple], object]
@@ -59,9 +83,10 @@ class Constructor(Name):
 
 
 class Node:
-    """What the walk looks into besides the containers of Python."""
+    """What the walk looks into besides the containers of Python. As a dict's key it is itself alone."""
 
     __slots__ = ()
+    __hash__ = object.__hash__
 
     def children(self) -> Iterable[tuple[object, object]]:
         raise NotImplementedError
@@ -88,15 +113,78 @@ class Record(Node):
     def __str__(self) -> str:
         return self.type
 
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, Record)
+        return same and (self.type, self.args, self.state) == (other.type, other.args, other.state)
+
+    __hash__ = Node.__hash__
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown(Name):
+    """A global that is in no table: mentioned it is its name, and what a pickle makes by it is an Opaque."""
+
+
+@dataclass(slots=True, eq=False)
+class Opaque(Node):
+    """What a pickle makes by a global that nobody here knows: its name, and what it was made from.
+
+    It can be kept, and that is all: nothing was imported or called, so nothing is known of what it means. Whoever takes
+    it for a number, a list or a dict meets a FormatError with its name. `where` says where it lies, for that. `items`
+    and `entries` are those of a list or dict that it is too. What it held is gone where it is `closed`, which says why:
+    an object may hold itself, or much that others hold.
+    """
+
+    type: str
+    args: tuple = ()
+    state: object = None
+    items: list[object] = field(default_factory=list)
+    entries: dict[object, object] = field(default_factory=dict)
+    where: str = ""
+    closed: str = ""
+
+    def close(self, why: str) -> None:
+        """Forget what it holds."""
+        self.args, self.state, self.items, self.entries, self.closed = (), None, [], {}, why
+
+    def children(self) -> Iterator[tuple[object, object]]:
+        yield from enumerate(self.args)
+        yield from children(self.state) if isinstance(self.state, dict) else [("state", self.state)]
+        yield from enumerate(self.items)
+        yield from self.entries.items()
+
+    def __str__(self) -> str:
+        return f"an object of {self.type}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Opaque) and self._content() == other._content()
+
+    __hash__ = Node.__hash__
+
+    def _content(self) -> tuple[object, ...]:
+        return self.type, self.args, self.state, self.items, self.entries, self.closed
+
+    def refuse(self, *_: object) -> NoReturn:
+        """Raise FormatError: it is where a value of a kind known here is needed."""
+        where = f"{self.where} is " if self.where else ""
+        raise FormatError(
+            f"{where}an object of {self.type}, which is not known here, so that nothing says what it means; "
+            "a number, text, list, dict or tensor is needed there. Save the checkpoint with a plain value in its place"
+        )
+
+    __bool__ = __len__ = __iter__ = __getitem__ = __contains__ = refuse
+    __int__ = __float__ = __index__ = __array__ = __lt__ = __gt__ = refuse
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.refuse()
+
 
 def inert(name: str) -> Constructor:
     """The table's entry for a class whose instances become records."""
 
-    def build(record: object, state: object) -> None:
-        assert isinstance(record, Record)
-        record.state = state
-
-    return Constructor(name, lambda args: Record(name, args), build, inert=True)
+    return Constructor(name, lambda args: Record(name, args), _give_state, inert=True)
 
 
 def table(*names: Name) -> dict[str, Name]:
@@ -176,7 +264,8 @@ class _Machine:
         self.stack: list = []
         self.below: list[list] = []
         self.memo: dict[object, object] = {}  # a dict: an index of 2**32 - 1 costs no more than any other
-        self.unbuilt: dict[int, tuple[object, Constructor]] = {}
+        self.unbuilt: dict[int, _Unbuilt] = {}
+        self.unknown: dict[str, Unknown] = {}
 
     def run(self, data: bytes | mmap, start: int, stop: int, most: int) -> int:
         """Run the opcodes from byte `start` up to STOP, and return the byte after it; `most` bytes pay for memory.
@@ -213,10 +302,12 @@ class _Machine:
         self.stack.append(argument)
 
     def put(self, index: int) -> None:
-        self.memo[index] = self.top()
+        item = self.memo[index] = self.top()
+        if id(item) in self.unbuilt:
+            self.unbuilt[id(item)].memo += (index,)
 
     def memoize(self, _: None) -> None:
-        self.memo[len(self.memo)] = self.top()
+        self.put(len(self.memo))
 
     def get(self, index: int) -> None:
         if index not in self.memo:
@@ -230,12 +321,14 @@ class _Machine:
         self.stack = []
 
     def append(self, _: None) -> None:
-        (item,) = self.pop(1)
-        self.top(list).append(item)
+        self.extend(self.pop(1))
 
     def appends(self, _: None) -> None:
-        items = self.pop_to_mark()
-        self.top(list).extend(items)
+        self.extend(self.pop_to_mark())
+
+    def extend(self, items: list) -> None:
+        target = self.top()
+        (target.items if isinstance(target, Opaque) else self.top(list)).extend(items)
 
     def set_item(self, _: None) -> None:
         self.set_items(self.pop(2))
@@ -293,38 +386,112 @@ class _Machine:
     def set_items(self, items: list) -> None:
         if len(items) % 2:
             raise FormatError("the pickle sets a dict key without a value")
-        self.top(dict).update(zip(map(check_key, items[::2]), items[1::2], strict=True))
+        target = self.top()
+        pairs = zip(map(check_key, items[::2]), items[1::2], strict=True)
+        (target.entries if isinstance(target, Opaque) else self.top(dict)).update(pairs)
 
     def find(self, module: object, name: object) -> object:
+        """What the table says of a global; an Unknown for a class or function of a library that is in no table."""
         dotted = f"{module}.{name}"
-        if not (isinstance(module, str) and isinstance(name, str)) or "." in name or dotted not in self.names:
+        plain = isinstance(module, str) and isinstance(name, str) and "." not in name
+        if plain and dotted in self.names:
+            return self.names[dotted]
+        if dotted in self.unknown:
+            return self.unknown[dotted]
+        if not plain or not is_inert_global(str(module), str(name)):
             raise UnsafePickle(
-                f"the pickle asks for {dotted[:200]!r}, which is not among the names a checkpoint needs; "
-                "nothing was imported or run. If you trust the file, load it with the library that wrote it "
-                "and save its tensors alone."
+                f"the pickle asks for {dotted[:200]!r}, which no checkpoint needs: no data is made of that, and such "
+                "names can run, open or import things. Nothing was imported or run. If you trust the file, load it "
+                "with the library that wrote it and save its tensors alone."
             )
-        return self.names[dotted]
+        return self.unknown.setdefault(dotted, Unknown(dotted))
 
     def call(self, function: object, args: object) -> object:
+        if isinstance(function, Unknown) and isinstance(args, tuple):
+            made = Opaque(function.name, args)
+            self.unbuilt[id(made)] = _Unbuilt(made, _OPAQUE)
+            return made
         if not isinstance(function, Constructor) or not isinstance(args, tuple):
-            what = function.name if isinstance(function, Name) else type(function).__name__
-            raise UnsafePickle(f"the pickle calls {what!r}, which is no constructor we know")
+            what = repr(function.name) if isinstance(function, Name) else what_is(function)
+            raise UnsafePickle(f"the pickle calls {what}, which is not a constructor that may be called")
         made = function.call(args)
         if made is NotImplemented:
-            kinds = ", ".join(type(arg).__name__ for arg in args[:10])
+            kinds = ", ".join(map(what_is, args[:10]))
             raise UnsafePickle(f"the pickle calls {function.name} with arguments it does not take: ({kinds})")
         if function.build is not None:
-            self.unbuilt[id(made)] = made, function
+            self.unbuilt[id(made)] = _Unbuilt(made, function)
         return made
 
     def build(self, _: None) -> None:
         (state,) = self.pop(1)
         target = self.top()
-        made, constructor = self.unbuilt.pop(id(target), (None, None))
-        if made is not target or constructor is None or constructor.build is None:
-            raise UnsafePickle(f"the pickle gives a state to a {type(target).__name__} that cannot take one")
-        if constructor.build(target, state) is NotImplemented:
-            raise UnsafePickle(f"the pickle gives {constructor.name} a state of a kind it never has")
+        unbuilt = self.unbuilt.pop(id(target), None)
+        if unbuilt is None or unbuilt.made is not target:
+            raise UnsafePickle(f"the pickle gives a state to {what_is(target)} that cannot take one")
+        assert unbuilt.constructor.build is not None, "or it would not be here"
+        built = unbuilt.constructor.build(target, state)
+        if built is NotImplemented:
+            raise UnsafePickle(f"the pickle gives {unbuilt.constructor.name} a state of a kind it never has")
+        if isinstance(built, Opaque):
+            self.stack[-1] = built
+            self.memo.update(dict.fromkeys(unbuilt.memo, built))
+
+
+def _give_state(made: Any, state: object) -> None:
+    made.state = state
+
+
+_OPAQUE = Constructor("of a class that is not known", lambda args: NotImplemented, _give_state)
+
+
+@dataclass(slots=True)
+class _Unbuilt:
+    """An object that may receive its state, by what made it, and where in the memo it is."""
+
+    made: object
+    constructor: Constructor
+    memo: tuple[int, ...] = ()
+
+
+def is_inert_global(module: str, name: str) -> bool:
+    """Whether a global that is in no table may stand for itself: a class or a function of some library, as a rule.
+
+    Nothing is imported or called in any case. What is refused has no place in a checkpoint, and a file that asks for it
+    is an attack, or damaged: names that reach into an object, and those of modules that act.
+
+    >>> is_inert_global("transformers.training_args", "TrainingArguments"), is_inert_global("os", "system")
+    (True, False)
+    """
+    parts = module.split(".")
+    if len(module) + len(name) > MAX_GLOBAL or not all(part.isidentifier() for part in [*parts, name]):
+        return False
+    if module in ("builtins", "__builtin__"):
+        return name in _BUILTINS
+    return parts[0] not in _ACTING_PACKAGES and module not in _ACTING_MODULES
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a name is one that people give, not one of Python's own such as `__globals__`."""
+    return name.isidentifier() and not name.startswith("__")
+
+
+def what_is(value: object) -> str:
+    """What a value is, for a message: its type, or the name of what nobody here knows.
+
+    >>> what_is({}), what_is(Opaque("a.B"))
+    ('a dict', 'an object of a.B, which is not known here')
+    """
+    if isinstance(value, Opaque):
+        return f"an object of {value.type}, which is not known here"
+    kind = type(value).__name__
+    return f"the name {value}" if isinstance(value, Name) else f"{'an' if kind[0] in 'aeio' else 'a'} {kind}"
+
+
+def known(value: T) -> T:
+    """The value, which decides something. Raises FormatError for an object of a class that is not known here."""
+    if isinstance(value, Opaque):
+        value.refuse()
+    return value
 
 
 def _damaged(at: int) -> FormatError:
@@ -376,7 +543,7 @@ def _refused(code: int) -> _Opcode:
     what = _NAMES.get(code, repr(bytes([code])))
 
     def step(machine: _Machine, _: None) -> None:
-        raise UnsafePickle(f"pickle opcode {what}, which a checkpoint never needs")
+        raise UnsafePickle(f"pickle opcode {what}, which torch.save never writes (protocols 2 to 5)")
 
     return _Opcode(step)
 
@@ -424,10 +591,10 @@ _KNOWN = {
     "LONG_BINPUT": _Opcode(_Machine.put, _U4, cost=96),
     "BINGET": _Opcode(_Machine.get, _U1),
     "LONG_BINGET": _Opcode(_Machine.get, _U4),
-    "GLOBAL": _Opcode(lambda machine, lines: machine.push(machine.find(*lines.split("\n")[:2])), value=_text),
-    "STACK_GLOBAL": _Opcode(lambda machine, _: machine.push(machine.find(*machine.pop(2)))),
-    "REDUCE": _Opcode(_Machine.reduce, cost=192),
-    "NEWOBJ": _Opcode(_Machine.new, cost=192),
+    "GLOBAL": _Opcode(lambda machine, lines: machine.push(machine.find(*lines.split("\n")[:2])), value=_text, cost=272),
+    "STACK_GLOBAL": _Opcode(lambda machine, _: machine.push(machine.find(*machine.pop(2))), cost=272),
+    "REDUCE": _Opcode(_Machine.reduce, cost=400),
+    "NEWOBJ": _Opcode(_Machine.new, cost=400),
     "BUILD": _Opcode(_Machine.build, cost=192),
     "BINPERSID": _Opcode(_Machine.persist, cost=192),
 }
@@ -459,22 +626,38 @@ def _check_bounds(tree: object, max_nodes: int) -> None:
 
 
 def _size(node: object, above: int, max_nodes: int, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """The nodes of a container, itself too, and how deep it is, where so many others are around it."""
+    """The nodes of a container, itself too, and how deep it is, where so many others are around it.
+
+    An Opaque that cannot be walked is closed, so that what is around it can be.
+    """
     known[id(node)] = _INSIDE
+    try:
+        size = _sum(node, above, max_nodes, known)
+    except UnsafePickle as error:
+        if not isinstance(node, Opaque):
+            raise
+        node.close(str(error))
+        size = 1, 0
+    known[id(node)] = size
+    return size
+
+
+def _sum(node: object, above: int, max_nodes: int, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    level = 2 if isinstance(node, Node) else 1  # what an object holds lies in one of its fields
     nodes, depth = 1, 0
     for _, child in children(node):
         if type(child) in _ATOMS or not isinstance(child, _CONTAINERS):
-            nodes, depth = nodes + 1, depth or 1
+            nodes, depth = nodes + 1, depth or level
             continue
-        found = known.get(id(child)) or ((1, 1) if above == MAX_DEPTH else _size(child, above + 1, max_nodes, known))
-        if found is _INSIDE:
-            raise UnsafePickle(f"a {type(child).__name__} in the pickle contains itself")
-        nodes, depth = nodes + found[0], max(depth, 1 + found[1])
+        too_deep = above + level > MAX_DEPTH
+        found = known.get(id(child)) or ((1, 1) if too_deep else _size(child, above + level, max_nodes, known))
+        if found is _INSIDE:  # around this one, or found to be so below an Opaque that was closed for it
+            raise UnsafePickle(f"a {type(child).__name__} in the pickle contains itself, or is nested too deep")
+        nodes, depth = nodes + found[0], max(depth, level + found[1])
         if nodes > max_nodes:
             break
     if nodes > max_nodes or above + depth > MAX_DEPTH:
         raise UnsafePickle(f"objects nested {above + depth} deep, or {nodes} counting shared ones, in the pickle")
-    known[id(node)] = nodes, depth
     return nodes, depth
 
 

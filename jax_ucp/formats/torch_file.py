@@ -13,7 +13,7 @@ import mmap
 import os
 import weakref
 import zlib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,15 @@ import numpy as np
 
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.formats import safe_pickle, torch_legacy
-from jax_ucp.formats.safe_pickle import Record
-from jax_ucp.formats.torch_names import NAMES, Refused, Storage, StorageClass, StoredTensor
+from jax_ucp.formats.safe_pickle import Opaque, Record, Unknown
+from jax_ucp.formats.torch_names import (
+    NAMES,
+    Storage,
+    StorageClass,
+    StoredTensor,
+    not_a_storage,
+    unreadable,
+)
 from jax_ucp.formats.zip_members import Member, member_bytes, zip_members
 from jax_ucp.layout.box import Box
 from jax_ucp.storage.budget import in_threads
@@ -61,13 +68,15 @@ class TorchFile:
 
     In `tree` a tensor or Parameter is a StoredTensor; OrderedDict, defaultdict and Counter are dict; torch.Size is
     tuple; a dtype is the np.dtype; a device, layout or path is str; an instance of an allow-listed class is a
-    Record; a class or constant only mentioned, or a dtype numpy lacks, is a Name. A plain recursive walk ends.
+    Record, that of any other an Opaque; a class or constant only mentioned, or a dtype numpy lacks, is a Name. A plain
+    recursive walk ends. `unknown` are the names, of classes and functions, that are in no list.
 
     Views are read-only and keep the file mapped; a TorchFile of which no view is alive holds no file descriptor.
     `offset` and `length` select a file that lies inside another, as the objects in DCP's `.distcp` files do.
     `data` are its bytes where they had to be inflated; `path` then only names them. `beside` lies inside the same
     other file, whose mapping they share. `alike` keeps tensors that are all of a file, by what they were made from,
-    for the many files of one tensor that have the same pickle.
+    for the many files of one tensor that have the same pickle. A tensor that cannot be read refuses the file, unless it
+    is `lenient`: then it stays in the tree, and `unreadable` of it says why.
     """
 
     def __init__(
@@ -79,6 +88,7 @@ class TorchFile:
         data: bytes | None = None,
         beside: TorchFile | None = None,
         alike: dict[Hashable, StoredTensor] | None = None,
+        lenient: bool = False,
     ):
         self.path = noted(path if isinstance(path, Path) else Path(path))
         self._data = data
@@ -94,7 +104,9 @@ class TorchFile:
             else:
                 self._storages, pickled, stored, self._swapped = _zip_contents(memoryview(mapping)[self._span])
                 self.tree = self._loaded(pickled, stored, {} if alike is None else alike)
-            self._tensors = _tensors_by_key(self.tree)
+            self._tensors, self.unknown, refused = _tensors_by_key(self.tree, self.path)
+            if refused and not lenient:
+                raise cannot_be_read(refused)
 
     @property
     def held_bytes(self) -> int:
@@ -141,9 +153,14 @@ class TorchFile:
                 for at, out in runs:
                     pread_into(file, at, out)
 
-    def verify(self) -> Iterator[tuple[str, str | None]]:
-        """Each storage that has a CRC in the zip directory, and what is wrong with it, if anything."""
-        held = [key for key, member in self._storages.items() if _summed(member)]
+    def verify(self, left: Collection[str] = ()) -> Iterator[tuple[str, str | None]]:
+        """Each storage that has a CRC in the zip directory, and what is wrong with it, if anything.
+
+        One that only tensors with the keys `left` use is passed over.
+        """
+        needed = {tensor.storage for key, tensor in self._tensors.items() if key not in left}
+        over = {tensor.storage for tensor in self._tensors.values()} - needed
+        held = [key for key, member in self._storages.items() if _summed(member) and key not in over]
         faults = in_threads(partial(self.fault, key) for key in held)
         yield from zip((f"{self.path.name}: storage {key}" for key in held), faults, strict=True)
 
@@ -203,7 +220,7 @@ class TorchFile:
             case ("storage", StorageClass() as kind, str(key), str(location), int(numel)):
                 pass
             case _:
-                raise FormatError("a persistent id in data.pkl does not name a storage of torch.save")
+                raise not_a_storage(persistent_id)
         if location == "meta":
             return Storage(key, kind, refusal="it is on the meta device, so the file holds no data for it")
         if kind.dtype is None:
@@ -305,12 +322,22 @@ def _swapped(
     return whole.astype(f"<u{size}").view(dtype)[..., 0]
 
 
-def _tensors_by_key(tree: object) -> dict[str, StoredTensor]:
-    """Every tensor of the tree by its key, which is set here, where the path to it is known."""
+def cannot_be_read(reasons: Mapping[str, str]) -> FormatError:
+    """The error for tensors that cannot be read, by where they lie."""
+    lines = [f"{at!r}: {reason}" for at, reason in reasons.items()]
+    more = f"\n  and {len(lines) - 10} more" if len(lines) > 10 else ""
+    return FormatError("tensors that cannot be read:\n  " + "\n  ".join(lines[:10]) + more)
+
+
+def _tensors_by_key(tree: object, file: Path) -> tuple[dict[str, StoredTensor], frozenset[str], dict[str, str]]:
+    """Every tensor of the tree by its key, which is set here, where the path to it is known; unknown names; and why
+    other tensors cannot be read, by path.
+    """
     tensors: dict[str, StoredTensor] = {}
     keyed: set[StoredTensor] = set()
     refused: dict[str, str] = {}
     repeats: dict[str, int] = {}
+    unknown: set[str] = set()
     for labels, node in safe_pickle.walk(tree):
         if isinstance(node, StoredTensor) and node not in keyed:
             path = key = _path(labels)
@@ -320,15 +347,14 @@ def _tensors_by_key(tree: object) -> dict[str, StoredTensor]:
             object.__setattr__(node, "key", key)
             keyed.add(node)
             tensors[key] = node
-        elif isinstance(node, Storage):
-            refused[_path(labels)] = "a bare storage, not a tensor"
-        elif isinstance(node, Refused):
-            refused[_path(labels)] = node.reason
-    if refused:
-        lines = [f"{path!r}: {reason}" for path, reason in refused.items()]
-        more = f"\n  and {len(lines) - 10} more" if len(lines) > 10 else ""
-        raise FormatError("tensors that cannot be read:\n  " + "\n  ".join(lines[:10]) + more)
-    return tensors
+        elif (reason := unreadable(node)) and _path(labels[:-1]) not in refused:
+            refused[_path(labels)] = reason
+        if isinstance(node, Opaque):
+            unknown.add(node.type)
+            node.where = node.where or f"{file}: {_path(labels) or 'what it holds'}"
+        elif isinstance(node, Unknown):
+            unknown.add(node.name)
+    return tensors, frozenset(unknown), refused
 
 
 def _path(labels: tuple[str, ...]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.formats import safe_pickle
-from jax_ucp.formats.torch_names import NAMES, Storage, StorageClass
+from jax_ucp.formats.torch_names import NAMES, Storage, StorageClass, not_a_storage
 from jax_ucp.formats.zip_members import Member
 
 MAX_PICKLE_BYTES = 1 << 28
@@ -65,9 +65,12 @@ class _Storages:
             case ("storage", StorageClass() as kind, str(root), str(), int(numel), view):
                 pass
             case _:
-                raise FormatError("a persistent id does not name a storage of torch.save")
+                raise not_a_storage(persistent_id)
         if kind.dtype is None:
-            raise FormatError(f"a {kind} has no numpy dtype, so where the storages after it begin cannot be said")
+            raise FormatError(
+                f"a {kind} has no numpy dtype, so where the storages after it begin cannot be said; save the file "
+                "again with torch 1.6 or later"
+            )
         size = numel * kind.dtype.itemsize
         known, known_numel = self.roots.setdefault(root, (kind, numel))
         assert known.dtype is not None, "of the storages that come here"

@@ -15,8 +15,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jax_ucp.errors import FormatError
 from jax_ucp.formats import pickle_names
-from jax_ucp.formats.safe_pickle import Constructor, Name, Node, children, table
+from jax_ucp.formats.safe_pickle import Constructor, Name, Node, Opaque, Unknown, children, table
 
 # A view with stride 0 can claim any size. Real ones are small: torch saves their storage, nobody saves weights so.
 MAX_VIEW_RATIO = 64
@@ -150,6 +151,26 @@ def _view(storage: Storage, dtype: object, offset: Any, shape: tuple, strides: t
     return StoredTensor("", shape, dtype, storage.key, offset, strides)
 
 
+def not_a_storage(persistent_id: object) -> FormatError:
+    """The error for a persistent id that does not name a storage, with the kind of storage where that is unknown."""
+    match persistent_id:
+        case ("storage", Name(kind), *_):
+            return FormatError(f"a storage of {kind}, a kind that is not known here; save plain tensors instead")
+    return FormatError("a persistent id does not name a storage of torch.save")
+
+
+def unreadable(node: object) -> str:
+    """Why a node of a tree is a tensor that cannot be read; nothing of any other node."""
+    match node:
+        case Refused(reason):
+            return reason
+        case Storage():
+            return "a bare storage, not a tensor"
+        case Opaque() if any(isinstance(arg, Storage) for arg in node.args):  # as only functions have that make tensors
+            return f"it is made by {node.type}, which is not known here; save a plain tensor instead"
+    return ""
+
+
 def _metadata_refusal(metadata: object) -> str:
     """torch keeps conj and neg as bits of the view; the stored bytes are those of the other tensor."""
     bits = ", ".join(sorted(str(key)[:20] for key in metadata)) if isinstance(metadata, dict) else "unknown"
@@ -175,9 +196,12 @@ def _rebuild_parameter_with_state(args: tuple) -> object:
 def _rebuild_from_type_v2(args: tuple) -> object:
     """`(function, type, args, state)`: a plain tensor with Python attributes, such as ZeRO-3 and Megatron save."""
     match args:
-        case (Constructor() as function, Name() as kind, tuple(inner), state):
-            if function in _REBUILD and kind in _TENSOR_TYPES:
+        case (Constructor() as function, Name() as kind, tuple(inner), state) if function in _REBUILD:
+            if kind in _TENSOR_TYPES:
                 return _with_state(function.call(inner), state)
+            return Refused(f"it is a {kind}, a kind of tensor that is not known here; save a plain tensor instead")
+        case (Unknown(function), Name(), tuple(), _):
+            return Refused(f"it is made by {function}, which is not known here; save a plain tensor instead")
     return NotImplemented
 
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from jax_ucp.errors import FormatError
-from jax_ucp.formats import extras
-from jax_ucp.formats.extras import tensor_bytes
 from jax_ucp.formats.importing import Import
+from jax_ucp.formats.opaque import WeightsPlace, closed_tensors, tensor_holders, weights_place
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.safe_pickle import Name, walk
 from jax_ucp.formats.state_paths import Steps, hyperparameters, places
-from jax_ucp.formats.torch_file import StoredTensor, TorchFile, is_torch_file
+from jax_ucp.formats.torch_file import TorchFile, cannot_be_read, is_torch_file
+from jax_ucp.formats.torch_names import StoredTensor, unreadable
 from jax_ucp.formats.weight_files import keep_config, keep_index, read_index, skip_others
 from jax_ucp.layout.patterns import Unique
 from jax_ucp.storage.consolidated import Consolidated
@@ -52,13 +52,14 @@ def open_torch(path: Path, options: Options) -> Contents:
     """
     index_path, index, names = _files(path)
     folder = path if path.is_dir() else path.parent
-    files = {name: TorchFile(folder / name) for name in names}
+    files = {name: TorchFile(folder / name, lenient=True) for name in names}
     found = Import("torch", path, Joined(files))
     for name, file in files.items():
         if _RANK_FILE.search(name) or (isinstance(file.tree, dict) and "ds_version" in file.tree):
-            raise FormatError(f"{file.path} is what one rank wrote of a checkpoint: open its folder")
+            raise FormatError(f"{file.path} is what one rank wrote of a checkpoint: open {_whole(file.path)}")
         _extras(found, name, file)
     _tensors(found, files, options)
+    found.unknown |= {name for file in files.values() for name in file.unknown}
     if index is not None:
         there = [(name, key) for name, file in files.items() for key in file.arrays()]
         keep_index(found, index_path, index, there)
@@ -66,6 +67,11 @@ def open_torch(path: Path, options: Options) -> Contents:
         keep_config(found, folder)
         skip_others(found, {*files, INDEX}, ".bin", {})
     return found.contents()
+
+
+def _whole(path: Path) -> Path:
+    """The folder of the checkpoint that a rank's file is of: Megatron has one inside it for each rank."""
+    return path.parent.parent if path.parent.name.startswith("mp_rank_") else path.parent
 
 
 def _files(path: Path) -> tuple[Path, Mapping[str, Any] | None, list[str]]:
@@ -83,11 +89,11 @@ def _files(path: Path) -> tuple[Path, Mapping[str, Any] | None, list[str]]:
 def _tensors(found: Import, files: Mapping[str, TorchFile], options: Options) -> None:
     stored: dict[str, tuple[str, StoredTensor]] = {}
     paths: dict[str, Steps] = {}
-    objects: dict[Steps, object] = {}
+    objects: dict[Steps, tuple[TorchFile, object]] = {}
     for name, file in files.items():
         for path, node in _leaves(file.tree, ()):
             if not isinstance(node, StoredTensor):
-                objects[path] = node
+                objects[path] = file, node
                 continue
             label = ".".join(map(str, path)) or BARE
             if label in stored:
@@ -96,17 +102,37 @@ def _tensors(found: Import, files: Mapping[str, TorchFile], options: Options) ->
             paths[label] = path or (0,)
             if node.attributes:
                 found.extra(name, f"attributes of {label}", node.attributes)
-    where = places(paths, objects)
-    for name, settings in hyperparameters(objects) if not options.weights_only else ():
+    values = {path: node for path, (_, node) in objects.items()}
+    where = places(paths, values)
+    _check_aside(found, objects, weights_place(paths, where.at, where.in_optimizers))
+    for name, settings in hyperparameters(values) if not options.weights_only else ():
         found.hyperparameters(name, settings)
     for label, (key, tensor) in stored.items():
         state, name = where.at[label]
         if options.weights_only and label in where.in_optimizers:
-            found.skip(key, "", f"{state} of {name}: only weights were asked for")
+            found.leave(key, "", f"{state} of {name}: only weights were asked for")
         else:
             reason = f"{state} of {name}" if state != "other" else "a tensor beside the model"
             found.parameter(state, name, Consolidated(Unique().join([tensor.shape]), [key]), reason)
     found.notes += where.notes
+
+
+def _check_aside(found: Import, objects: Mapping[Steps, tuple[TorchFile, object]], where: WeightsPlace) -> None:
+    """Raise FormatError where what cannot be read may be a weight: unreadable tensors, objects of unknown classes."""
+    needed: dict[Path, dict[str, str]] = {}
+    for path, (file, node) in objects.items():
+        label = ".".join(map(str, path)) or BARE
+        reason = next(filter(None, (unreadable(inner) for _, inner in walk(node))), "")
+        if not where.is_aside(path):
+            if reason:
+                needed.setdefault(file.path, {})[label] = reason
+            for holder in tensor_holders(node) if not reason else ():
+                raise FormatError(closed_tensors(holder))
+        elif reason:
+            found.skip(f"{file.path.name}:{label}", "tensor", reason)
+            found.notes.append(f"{label} of {file.path.name} was left out: {reason}")
+    for path, reasons in needed.items():
+        raise FormatError(f"{path}: {cannot_be_read(reasons)}")
 
 
 def _extras(found: Import, name: str, file: TorchFile) -> None:
@@ -114,15 +140,7 @@ def _extras(found: Import, name: str, file: TorchFile) -> None:
     tree = file.tree if _entries(file.tree) is not None and isinstance(file.tree, dict) else {"object": file.tree}
     for key, value in tree.items():
         rest = _rest(value)
-        if rest is _GONE:
-            continue
-        if (held := tensor_bytes(rest)) > extras.MAX_EXTRA_BYTES:
-            reason = f"an object with {held} bytes of tensors inside, which is data and no setting"
-            found.skip(f"{name}:{key}", type(value).__name__, reason)
-            for node in (node for _, node in walk(rest) if isinstance(node, StoredTensor)):
-                found.skip(f"{name}:{node.key}", "", reason)
-            found.notes.append(f"{key} in {name} was left out: {reason}")
-        else:
+        if rest is not _GONE:
             found.extra(name, str(key), rest)
 
 

@@ -30,7 +30,7 @@ def size_of(expression: object, sizes: Mapping[str, int]) -> int:
     """
     value = _value(_parsed(expression), sizes, str(expression))
     if not 0 <= value <= MAX_SIZE:
-        raise SpecError(f"the size {expression} is {value}")
+        raise SpecError(f"the size {expression} is {value}, where a size is 0 to {MAX_SIZE}")
     return value
 
 

@@ -202,10 +202,11 @@ def _fill(slot: Slot, stored: Mapping[str, Mapping[str, Leaf]], steps: _Steps, g
         raise TreeMismatch(f"it is no {slot.role} of a parameter of the model")
     leaf = stored.get(slot.role, {}).get(slot.param)
     if leaf is None:
-        raise TreeMismatch(
-            f"the checkpoint has no {slot.role} of {slot.param}; it has {', '.join(stored)}. Mask a parameter that "
-            "was not trained (optax.masked, optax.partition)"
-        )
+        own = ", ".join(state for state, leaves in stored.items() if slot.param in leaves) or "nothing of it"
+        why = "the trainer had another optimizer than tx, or its state was left out (see the notes)"
+        if slot.role in stored:
+            why = "a parameter that was not trained has none: mask it (optax.masked, optax.partition)"
+        raise TreeMismatch(f"the checkpoint has no {slot.role} of {slot.param}; it has {own}: {why}")
     return Filled(slot, "mapped", f"from {leaf.label}", leaf)
 
 

@@ -49,7 +49,9 @@ class Wanted:
 
     def read(self, boxes: Sequence[Box]) -> list[np.ndarray]:
         """The elements of each box, in aligned memory of the caller's own. Every chunk they meet is read once."""
-        return [_cast(data, self.dtype) for data in read_boxes(self.source, self.key, boxes)] if boxes else []
+        if not boxes:
+            return []
+        return [_cast(self.key, data, self.dtype) for data in read_boxes(self.source, self.key, boxes)]
 
     def made_of(self, data: Mapping[Box, np.ndarray]) -> np.ndarray | jax.Array:
         """The array made of its boxes, or of one around all of them. Devices that are the host take it as it lies."""
@@ -161,14 +163,20 @@ class DeviceLanding:
         return jax.make_array_from_single_device_arrays(shape, self._sharding, arrays, dtype=self._wanted.dtype)
 
 
-def _cast(data: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The data as `dtype`. Raises TreeMismatch where integers would become others: only floating numbers round."""
+def _cast(key: str, data: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The data of an array as `dtype`. Raises TreeMismatch where integers would become others: only floating numbers
+    round.
+    """
     if data.dtype == dtype:
         return data
     with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
         found = data.astype(dtype)
-    if not jnp.issubdtype(data.dtype, jnp.floating) and not np.array_equal(found.astype(data.dtype), data):
-        raise TreeMismatch(f"values of {data.dtype} do not fit {dtype}: they would become others")
+    if not jnp.issubdtype(data.dtype, jnp.floating) and not np.array_equal(back := found.astype(data.dtype), data):
+        first = data[back != data].flat[0]
+        raise TreeMismatch(
+            f"{key}: values of {data.dtype} do not fit {dtype}: {first} would become {found[back != data].flat[0]}. "
+            "Restore it as it is; on devices that needs jax_enable_x64 where it has 64 bits"
+        )
     return found
 
 

@@ -23,7 +23,7 @@ from jax_ucp.sharding.boxes import Device, device_boxes, process_hull
 from jax_ucp.sharding.fit import ON_DEVICES, Rule, check_rules, fit_leaf, idle_rules
 from jax_ucp.sharding.landing import Landing, Wanted, landing
 from jax_ucp.sharding.share import SharedRead, read_together, shared_read
-from jax_ucp.sharding.trees import FAULTS_SHOWN, Node, fill, key_dtype, kind_of, match
+from jax_ucp.sharding.trees import FAULTS_SHOWN, Node, fill, key_dtype, kind_of, match, narrowed
 from jax_ucp.storage.budget import DEFAULT_BUDGET, run_bounded, threads
 from jax_ucp.storage.gather import BLOCK_BYTES
 from jax_ucp.storage.source import ArrayInfo, ArraySource
@@ -91,13 +91,15 @@ def plan_restore(
     rules: Sequence[Rule] = (),
     cast: bool | DTypeLike = False,
     partial: bool = False,
+    narrow_integers: bool = False,
 ) -> RestorePlan:
     """Match the target, if there is one, and give every leaf its sharding.
 
     Without `mesh` each target leaf has its own sharding. On `mesh` it has its own if that is on this mesh,
     else that of the first rule on its label, or of rules on its logical axes, or the PartitionSpec it was
     saved with, each refitted. Without target, what was saved as numpy comes as numpy; without target and mesh
-    everything does. `cast=True` converts to the target's dtypes, a dtype all floating arrays to that.
+    everything does. `cast=True` converts to the target's dtypes, a dtype all floating arrays to that. With
+    `narrow_integers`, 64-bit integers that go on devices are 32-bit ones where JAX has no others.
 
     Raises TreeMismatch with everything in which target and checkpoint differ, ValueError for rules without a
     mesh, or arguments that cannot be meant.
@@ -116,10 +118,12 @@ def plan_restore(
     idle = idle_rules(rules, leaves)
     if target is None:
         placements = [_place(leaf, leaf.kind, None, mesh, rules, cast) for leaf in leaves]
+        placements = _narrowed(placements) if narrow_integers else placements
         _check_shardings(placements)
         return RestorePlan(placements, idle_rules=idle + _idle_mesh(placements, mesh))
-    pairs = match(leaves, target, partial, bool(cast))
+    pairs = match(leaves, target, partial, bool(cast), narrow_integers)
     placements = [_place(leaf, kind_of(node), node.value, mesh, rules, cast, node.axes) for node, leaf in pairs]
+    placements = _narrowed(placements) if narrow_integers else placements
     _check_shardings(placements)
     if homeless := [p.leaf.label for p in placements if p.sharding is None and p.kind in ("jax", "prng_key")]:
         raise TreeMismatch(
@@ -284,6 +288,13 @@ def _sharding(
     return fit_leaf(leaf, mesh, rules)
 
 
+def _narrowed(placements: Sequence[Placement]) -> list[Placement]:
+    """64-bit integers on devices as JAX has them without x64; a value that does not fit is refused when it is read."""
+    return [
+        replace(p, dtype=narrowed(p.dtype)) if p.sharding is not None and p.dtype is not None else p for p in placements
+    ]
+
+
 def _check_shardings(placements: Sequence[Placement]) -> None:
     """Raise TreeMismatch with every leaf that JAX cannot hold as it is, or not by the sharding of its target."""
     faults = []
@@ -291,8 +302,11 @@ def _check_shardings(placements: Sequence[Placement]) -> None:
         if p.sharding is not None and p.dtype is not None:
             have = jax.dtypes.canonicalize_dtype(p.dtype)
             if have != p.dtype:
-                remedy = f"set jax_enable_x64, or give a target of {have} and cast=True"
-                faults.append(f"{p.leaf.label}: JAX would make {have} of its {p.dtype}; {remedy}")
+                remedy = f"narrow_integers=True, which makes it {have} if every value fits"
+                if p.dtype.kind not in "iu":
+                    remedy = f"a target of {have} and cast=True, which rounds"
+                fault = f"JAX would make {have} of its {p.dtype}; set jax_enable_x64, or give {remedy}"
+                faults.append(f"{p.leaf.label}: {fault}")
             try:
                 p.sharding.shard_shape(p.leaf.shape)
             except ValueError as error:

@@ -100,11 +100,19 @@ def key_dtype(leaf: Leaf) -> Any:
     return key.dtype
 
 
-def match(leaves: Sequence[Leaf], target: Any, partial: bool = False, cast: bool = False) -> list[tuple[Node, Leaf]]:
+def narrowed(dtype: np.dtype) -> np.dtype:
+    """The dtype that JAX has for 64-bit integers, 32 bits without x64; any other dtype as it is."""
+    return jax.dtypes.canonicalize_dtype(dtype) if dtype.kind in "iu" else dtype
+
+
+def match(
+    leaves: Sequence[Leaf], target: Any, partial: bool = False, cast: bool = False, narrow: bool = False
+) -> list[tuple[Node, Leaf]]:
     """Each leaf of the target tree, in order, with the leaf of the checkpoint that fills it.
 
     Paths match by their names, so that a dict may stand for a dataclass. With `partial`, leaves of the
-    checkpoint that the target lacks are left where they are; with `cast`, dtypes may differ.
+    checkpoint that the target lacks are left where they are; with `cast`, dtypes may differ, and with `narrow` the
+    target may have what JAX makes of 64-bit integers.
 
     Raises TreeMismatch with every missing, extra, misshapen and mistyped leaf.
     """
@@ -118,7 +126,7 @@ def match(leaves: Sequence[Leaf], target: Any, partial: bool = False, cast: bool
             missing.append(node)
             continue
         pairs.append((node, leaf))
-        if fault := _difference(node, leaf, cast):
+        if fault := _difference(node, leaf, cast, narrow):
             faults.append(f"{node.label}: {fault}")
     extra = [] if partial else [leaf.label for leaf in stored.values()]
     faults = [_missing(node, stored.values()) for node in missing] + faults
@@ -176,7 +184,7 @@ def _logical_axes(node: Any) -> tuple[Axes, ...] | None:
     return tuple(names) if isinstance(names, tuple | list) else None
 
 
-def _difference(node: Node, leaf: Leaf, cast: bool) -> str | None:
+def _difference(node: Node, leaf: Leaf, cast: bool, narrow: bool) -> str | None:
     """How the leaf of the target and that of the checkpoint differ, if they do."""
     want = kind_of(node)
     if not leaf.has_array or want in ("str", "none", "empty"):
@@ -196,9 +204,13 @@ def _difference(node: Node, leaf: Leaf, cast: bool) -> str | None:
         return f"the target has shape {tuple(node.value.shape)}, the checkpoint {shape}{turned}"
     if cast and not is_key and not _castable(np.dtype(leaf.dtype), np.dtype(node.value.dtype)):
         return f"{leaf.dtype} of the checkpoint cannot be cast to {node.value.dtype} of the target without loss"
-    if not is_key and not cast and np.dtype(node.value.dtype).newbyteorder("=") != np.dtype(leaf.dtype):
-        return f"the target has dtype {node.value.dtype}, the checkpoint {leaf.dtype}; to convert, cast=True"
-    return None
+    if is_key or cast:
+        return None
+    have, wanted = np.dtype(leaf.dtype), np.dtype(node.value.dtype).newbyteorder("=")
+    if wanted == have or (narrow and wanted == narrowed(have)):
+        return None
+    option = "narrow_integers=True" if wanted == narrowed(have) else "cast=True"
+    return f"the target has dtype {node.value.dtype}, the checkpoint {leaf.dtype}; to convert, {option}"
 
 
 def _castable(have: np.dtype, want: np.dtype) -> bool:

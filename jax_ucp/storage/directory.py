@@ -121,8 +121,8 @@ class Directory:
         real = os.path.realpath(path)
         if not any(os.path.commonpath((root, real)) == root for root in _roots(self.path)):
             raise FormatError(
-                f"{path} is a link to {real}, outside the checkpoint: what files of a checkpoint name has to lie in it."
-                " If it belongs there, copy it to where the link is"
+                f"{path} is a link to {real}, outside the checkpoint, in which all its files have to lie. If that file "
+                "belongs to it, copy the checkpoint with the files themselves (cp -L)"
             )
 
     def has(self, name: str) -> bool:

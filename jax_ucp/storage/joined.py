@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -32,8 +32,12 @@ class Joined:
         name, _, inner = key.partition(":")
         return self._sources[name], inner
 
-    def verify(self) -> Iterator[tuple[str, str | None]]:
-        """What every source that has checksums of its own says of them: (what was looked at, fault or None)."""
-        for source in self._sources.values():
+    def verify(self, left: Collection[str] = ()) -> Iterator[tuple[str, str | None]]:
+        """What every source that has checksums of its own says of them: (what was looked at, fault or None).
+
+        Arrays that are `left` need not be looked at.
+        """
+        for name, source in self._sources.items():
+            inner = {key.removeprefix(f"{name}:") for key in left if key.startswith(f"{name}:")}
             if hasattr(source, "verify"):
-                yield from source.verify()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+                yield from source.verify(inner)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]

@@ -33,7 +33,8 @@ def states_of(contents: Contents) -> dict[str, dict[str, Leaf]]:
             raise TreeMismatch(f"{contents.path} has two arrays {leaf.label}")
         states[str(leaf.path[0])][name] = leaf
     if "param" not in states:
-        raise TreeMismatch(f"{contents.path} has no parameters: a mapping wants them below `param`")
+        other = f"; {len(states['other'])} are below `other`, and its notes say why" if "other" in states else ""
+        raise TreeMismatch(f"{contents.path} has no parameters: a mapping wants them below `param`{other}")
     return dict(states)
 
 

@@ -153,7 +153,7 @@ def test_two_ranks_exchanged_are_refused(copy_of):
 def test_a_rank_of_another_world_size_is_refused(copy_of):
     folder = copy_of("z1_bf16_dp2")
     shutil.copy(DATA / "z1_bf16_dp4_tinygroup" / "global_step5" / RANK_1, folder / RANK_1)
-    with pytest.raises(FormatError, match=rf"{RANK_1} was written by a run of \[4, 4, 4\] ranks"):
+    with pytest.raises(FormatError, match=rf"{RANK_1} is of \[4, 4, 4\] ranks, by its partition_count"):
         ucp.open(folder)
 
 
@@ -167,7 +167,7 @@ def test_a_rank_too_many_is_refused(copy_of):
 def test_files_of_two_runs_in_one_folder_are_refused(copy_of):
     folder = copy_of("z1_bf16_dp2")
     shutil.copy(folder / RANK_1, folder / RANK_1.removeprefix("bf16_"))
-    with pytest.raises(FormatError, match="saved twice, by different runs"):
+    with pytest.raises(FormatError, match="two saves with different settings"):
         ucp.open(folder)
 
 

@@ -36,5 +36,5 @@ def test_a_state_of_a_parameter_is_there_once(found, first, second):
 def test_files_agree_in_what_their_groups_say(found):
     found.hyperparameters("w", {"lr": 0.1, "params": [0]})
     found.hyperparameters("w", {"lr": 0.1, "params": [1]})
-    with pytest.raises(FormatError, match=r"param_groups of one file have lr=0.1 for w, those of another 0.2"):
+    with pytest.raises(FormatError, match=r"for w some param_groups have lr=0.1, others 0.2"):
         found.hyperparameters("w", {"lr": 0.2})

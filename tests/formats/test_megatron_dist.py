@@ -117,7 +117,7 @@ def test_a_checkpoint_without_args_opens_as_far_as_it_says_itself_what_it_is(meg
         folder = megatron_copy(case)
         save({"iteration": 3, "optimizer": {"param_groups": [{"step": 3}]}}, folder / "common.pt")
         if "distopt" in case:
-            with pytest.raises(FormatError, match="num_layers is missing"):
+            with pytest.raises(FormatError, match=r"common\.pt has no args .*weights_only opens the weights alone"):
                 ucp.open(folder)
         else:
             checkpoint = open_verified(folder)

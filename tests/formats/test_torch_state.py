@@ -19,7 +19,7 @@ from torch_writer import Instance, save
 CASES = ("torchsave", "torchsave_variants", "torchsave_legacy")
 FILES = sorted(path for case in CASES for path in (DATA / case).glob("*.pt"))
 
-REFUSED = ("complex32.pt", "conj.pt", "functools.pt", "meta.pt", "neg.pt", "quantized.pt", "sparse_coo.pt")
+REFUSED = ("complex32.pt", "conj.pt", "meta.pt", "neg.pt", "quantized.pt", "sparse_coo.pt")
 REFUSED += ("sparse_csr.pt", "storage.pt", "subclass.pt", "whole_module.pt")
 
 
@@ -49,7 +49,8 @@ def test_every_tensor_equals_the_live_one_however_it_is_read(file, tmp_path):
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_file_with_more_than_plain_tensors_is_refused_with_the_reason(name):
     with pytest.raises(
-        FormatError, match=rf"{name}: (tensors that cannot be read:\n  '.*': .*|the pickle asks for '.*')"
+        FormatError,
+        match=rf"{name}: (tensors that cannot be read:\n  '.*': .*|what it holds is an object of torch\.nn\.)",
     ):
         ucp.open(DATA / "torchsave_exotic" / name)
 
@@ -208,7 +209,7 @@ def test_content_decides_and_not_the_name(tmp_path):
 )
 def test_what_one_rank_wrote_of_a_checkpoint_is_none(tmp_path, name, tree):
     save({"w": np.zeros(2, np.float32), **tree}, tmp_path / name)
-    with pytest.raises(FormatError, match=rf"{name} is what one rank wrote of a checkpoint: open its folder"):
+    with pytest.raises(FormatError, match=rf"{name} is what one rank wrote of a checkpoint: open /"):
         ucp.open(tmp_path / name)
 
 

@@ -1,0 +1,120 @@
+"""Objects of classes that are not known here: they may lie beside the weights, and decide nothing.
+
+The pickle interpreter makes an `Opaque` of each, without importing or calling anything. It is kept as JSON where it is
+an extra. Where it holds tensors, only its class knows what they are: then it must not be taken for the model, nor may
+another dict be taken for the model because this one cannot be looked into.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from jax_ucp.formats.safe_pickle import Opaque, children, walk
+from jax_ucp.formats.state_paths import MODEL_WORDS, Steps
+from jax_ucp.formats.torch_names import StoredTensor
+
+NAMES_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class WeightsPlace:
+    """Where in a trainer's nested dicts the weights are: in the dict at `model`, if there is one, and in no optimizer.
+
+    It is `told` where a usual word for a model says so, or an optimizer that names the parameters.
+    """
+
+    model: Steps | None
+    told: bool
+    optimizers: frozenset[Steps]
+
+    def is_aside(self, path: Steps) -> bool:
+        """Whether what lies at a path is certainly no weight: it is an optimizer's, or beside a model that is told."""
+        if any(in_optimizer(path, optimizer) for optimizer in self.optimizers):
+            return True
+        inside = self.model is not None and path[: len(self.model)] == self.model
+        return self.told and not inside and not _is_worded(path)
+
+
+def weights_place(
+    paths: Mapping[str, Steps], at: Mapping[str, tuple[str, str]], in_optimizers: Collection[str]
+) -> WeightsPlace:
+    """Where the weights are, by the path of every tensor, its (state, parameter), and which are an optimizer's.
+
+    >>> paths = {"model.w": ("model", "w"), "optim.state.0.m": ("optim", "state", 0, "m")}
+    >>> place = weights_place(paths, {"model.w": ("param", "w"), "optim.state.0.m": ("other", "")}, {"optim.state.0.m"})
+    >>> place.is_aside(("ema",)), place.is_aside(("model", "v")), place.is_aside(("optim", "state", 0, "n"))
+    (True, False, True)
+    """
+    model: Steps | None = None
+    for label, (state, name) in at.items():
+        if state == "param":
+            path = paths[label]
+            model = next((path[:i] for i in range(len(path)) if ".".join(map(str, path[i:])) == name), None)
+            break
+    named = any(state not in ("param", "other") for state, _ in at.values())
+    optimizers = frozenset(_before_state(paths[label]) for label in in_optimizers)
+    return WeightsPlace(model, named or (model is not None and _is_worded(model)), optimizers)
+
+
+def optimizer_roots(paths: Iterable[Steps]) -> set[Steps]:
+    """The paths of optimizers' dicts: those with the keys `state` and `param_groups`, or keys that begin with them.
+
+    >>> optimizer_roots([("model", "w"), ("optim", "state", "w", "step"), ("optim", "param_groups", 0, "lr")])
+    {('optim',)}
+    """
+    keys: dict[Steps, set[str]] = defaultdict(set)
+    for path in paths:
+        for i, step in enumerate(path):
+            keys[path[:i]].add(str(step).partition(".")[0])
+    return {path for path, found in keys.items() if {"state", "param_groups"} <= found}
+
+
+def in_optimizer(path: Steps, optimizer: Steps) -> bool:
+    """Whether a path leads to states or groups of the optimizer's dict at another path."""
+    return path[: len(optimizer)] == optimizer and _is_state(path[len(optimizer) :])
+
+
+def _before_state(path: Steps) -> Steps:
+    """The path of the optimizer's dict, of a path to a state in it."""
+    return path[: next((i for i in range(len(path)) if _is_state(path[i:])), len(path))]
+
+
+def _is_state(path: Steps) -> bool:
+    """Whether a path in an optimizer's dict leads to states or groups; a flattened key begins with such a word."""
+    return bool(path) and str(path[0]).partition(".")[0] in ("state", "param_groups")
+
+
+def _is_worded(path: Steps) -> bool:
+    return any(step in MODEL_WORDS for step in path)
+
+
+def tensor_holders(node: object) -> Iterator[Opaque]:
+    """The outermost objects of unknown classes in a tree that hold tensors, or may hold some."""
+    if isinstance(node, Opaque):
+        if node.closed or any(isinstance(inner, StoredTensor) for _, inner in walk(node)):
+            yield node
+        return
+    for _, child in children(node):
+        yield from tensor_holders(child)
+
+
+def closed_tensors(holder: Opaque) -> str:
+    """Why a tensor inside an object of an unknown class cannot be used, and what to do."""
+    return (
+        f"{holder.where} is an object of {holder.type}, which is not known here, and holds tensors that only its class "
+        "can tell apart. Save its state_dict(), or its tensors in a dict, instead of the object"
+    )
+
+
+def unknown_notes(names: Collection[str]) -> list[str]:
+    """A note on the classes and functions that files name and nobody here knows; none if there are none."""
+    if not names:
+        return []
+    shown = ", ".join(sorted(names)[:NAMES_SHOWN])
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return [
+        f"the files name classes that are not known here: {shown}{more}. Nothing was imported; their objects are kept "
+        "closed, as extras, and decide nothing"
+    ]

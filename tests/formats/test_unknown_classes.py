@@ -1,0 +1,555 @@
+"""Objects of classes that nobody here knows: kept closed beside the weights, refused by name where they decide.
+
+`tests/data/unknown` has real checkpoints with such classes, and with optimizers whose states are not understood, and
+what the live processes had.
+"""
+
+import builtins
+import io
+import json
+import pickle
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import Mesh
+
+import jax_ucp as ucp
+from dcp_writer import Writer
+from jax_ucp.errors import FormatError, TreeMismatch, UnsafePickle
+from jax_ucp.export.extras import values
+from jax_ucp.formats import safe_pickle
+from jax_ucp.formats.extras import as_json
+from jax_ucp.formats.pickle_names import NAMES
+from jax_ucp.formats.safe_pickle import MAX_DEPTH, Opaque, Unknown, walk
+from jax_ucp.layout.box import Box
+from jax_ucp.metadata import MAX_VALUE_DEPTH
+from jax_ucp.storage.consolidated import same_bits
+from torch_writer import Global, Instance, edit, rewrite, save
+
+CASES = Path(__file__).parent.parent / "data" / "unknown"
+MESH = Mesh(np.array(jax.devices()[:2]), ("x",))
+STATES = {"w": "param", "m": "exp_avg", "v": "exp_avg_sq"}
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.text() | st.binary()
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
+)
+
+
+def text(value: str) -> bytes:
+    return b"X" + len(value.encode()).to_bytes(4, "little") + value.encode()
+
+
+def load(data: bytes) -> Any:
+    return safe_pickle.load(data, NAMES)
+
+
+def no_tensor(key: str, box: Box) -> np.ndarray:
+    raise AssertionError("there is no tensor")
+
+
+def truth(case: str) -> dict[str, np.ndarray]:
+    """The live state under our labels; of Megatron without steps."""
+    found = {}
+    with np.load(CASES / case / "truth.npz") as arrays:
+        for key in arrays.files:
+            state, _, name = key.replace("::", "/").partition("/")
+            if name:
+                found[f"{STATES.get(state, state)}/{name}"] = arrays[key]
+    return found
+
+
+# What the files hold that our labels lack: Muon counts no steps, and 8-bit states are no elements.
+ABSENT = {"ds_z1_muon": {"step/a.weight", "step/b.weight", "step/m.weight"}}
+NOTES = {
+    "ds_z1_muon": r"momentum_buffer of group 0 \(m\.weight and 2 more\) is no state .*: Muon keeps it for whole",
+    "ds_z2_adafactor": r"RMS of group 0 \(a\.weight and 5 more\) is no state .*: each rank has its own",
+    "ds_z2_bnb8": r"__bnb_optimizer_quant_state__ of group 0 .* of an 8-bit optimizer",
+    "te_muon": r"nothing says how often the optimizer of .* and 7 more stepped; plan_optimizer needs step=",
+    "te_offload_fr": r"classes that are not known here: torch\.optim\.adamw\.AdamW, transformer_engine\..*FusedAdam\.",
+    "v18_tp2_dpr": r"classes that are not known here: megatron\.core\.transformer\.enums\.InferenceCudaGraphScope\.",
+}
+
+
+@pytest.mark.parametrize("case", NOTES)
+def test_a_class_or_state_that_is_not_known_stops_nothing_that_is_proved(case, tmp_path):
+    source = ucp.open(CASES / case / "ckpt", sizes={"vocab": 101} if "ds_" not in case else {})
+    checkpoint = source.save(tmp_path / "copy")  # which compares masters and copies
+    want = truth(case)
+    labels = {leaf.label for leaf in checkpoint.leaves}
+    assert want.keys() - labels == ABSENT.get(case, set())
+    for label in want.keys() & labels:
+        assert same_bits(checkpoint.read(label).astype(want[label].dtype), want[label]), label
+    assert any(re.search(NOTES[case], note) for note in source.notes)
+    assert {"not understood"}.isdisjoint(item.reason for item in source.account)
+    json.dumps(checkpoint.extras)
+
+
+@pytest.mark.parametrize("case", NOTES)
+def test_weights_alone_are_the_same_weights(case):
+    checkpoint = ucp.open(CASES / case / "ckpt", weights_only=True, sizes={"vocab": 101} if "ds_" not in case else {})
+    params = {label: array for label, array in truth(case).items() if label.startswith("param/")}
+    assert {leaf.label for leaf in checkpoint.leaves} == params.keys()
+    for label, array in params.items():
+        rounded = checkpoint.read(label)
+        assert same_bits(rounded, array.astype(rounded.dtype)), label
+
+
+def test_an_optimizer_that_is_not_known_cannot_be_planned():
+    optax = pytest.importorskip("optax")
+    checkpoint = ucp.open(CASES / "ds_z2_adafactor" / "ckpt")
+    params = {leaf.path[1].name: np.zeros(leaf.shape, np.float32) for leaf in checkpoint.leaves if leaf.label[0] == "p"}
+    with pytest.raises(
+        TreeMismatch, match=r"no exp_avg of a\.bias; it has param, exp_avg_sq, step: .* another optimizer"
+    ):
+        checkpoint.plan_optimizer(optax.adam(1e-3), params)
+
+
+def renamed(path: Path, old: str, new: str) -> None:
+    """Another name of a class in the pickle of a torch file, or of a table of contents."""
+    lines = [f"c{'.'.join(name.split('.')[:-1])}\n{name.rpartition('.')[2]}\n".encode() for name in (old, new)]
+    if path.suffix != ".pt":
+        data = path.read_bytes()
+        assert lines[0] in data
+        path.write_bytes(data.replace(*lines))
+        return
+    seen = []
+
+    def change(name: str, data: bytes) -> bytes:
+        seen.append(name.endswith("/data.pkl") and lines[0] in data)
+        return data.replace(*lines) if seen[-1] else data
+
+    rewrite(path, change)
+    assert any(seen)
+
+
+MOVED = {
+    "deepspeed/z1_bf16_dp2": (
+        "global_step5/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+    ),
+    "deepspeed/z3_fp16_dp2_subgroups": (
+        "global_step5/zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    ),
+    "deepspeed/z2_fp32_dp3_roundrobin": (
+        "global_step5/zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+    ),
+    "megatron/legacy_tp2_dp2_distopt_bf16": (
+        "iter_0000003/mp_rank_01/model_optim_rng.pt",
+        "megatron.core.transformer.enums.AttnBackend",
+    ),
+    "megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16": (
+        "iter_0000003/common.pt",
+        "megatron.core.transformer.enums.AttnBackend",
+    ),
+}
+
+
+def copied(case: str, folder: Path) -> Path:
+    source = CASES.parent / case
+    source = source / "ckpt" if (source / "ckpt").is_dir() else source
+    return Path(shutil.copytree(source, folder, ignore=shutil.ignore_patterns("truth.npz", "case.json")))
+
+
+@pytest.mark.parametrize("case", MOVED)
+def test_a_class_that_moved_in_a_newer_library_changes_no_array(case, tmp_path):
+    file, name = MOVED[case]
+    folder = copied(case, tmp_path / "c")
+    before = ucp.open(folder)
+    arrays = {leaf.label: before.read(leaf.label).copy() for leaf in before.leaves}
+    renamed(folder / file, name, "library.of.next_year.Kind")
+    after = ucp.open(folder)
+    assert {leaf.label for leaf in after.leaves} == arrays.keys()
+    assert all(same_bits(after.read(label), array) for label, array in arrays.items())
+    assert any("library.of.next_year.Kind" in note for note in after.notes)
+
+
+# In a trainer's dict.
+
+WEIGHTS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(2, np.float32)}
+TRAINER = {"epoch": 3, "config": Instance("mylib.config.Config", {"lr": 0.5, "layers": [1, 2]})}
+
+
+def opened(tree: Any, folder: Path, **options: Any) -> ucp.Checkpoint:
+    save(tree, folder / "run.pt")
+    return ucp.open(folder / "run.pt", **options)
+
+
+def test_what_is_beside_the_weights_is_an_extra_that_decides_nothing(tmp_path):
+    checkpoint = opened({"model": WEIGHTS, **TRAINER, "cls": Global("mylib.config", "Config")}, tmp_path)
+    assert {leaf.label for leaf in checkpoint.leaves} == {"param/a", "param/b"}
+    config = {"!opaque": "mylib.config.Config", "args": [], "state": {"lr": 0.5, "layers": [1, 2]}}
+    want = {"run.pt": {"epoch": 3, "config": config, "cls": {"!opaque": "mylib.config.Config"}}}
+    assert checkpoint.extras == want
+    (note,) = checkpoint.notes
+    assert note.startswith("the files name classes that are not known here: mylib.config.Config. Nothing was imported")
+    assert checkpoint.save(tmp_path / "copy").extras == want
+    written, notes = values(checkpoint.extras)
+    assert written == {"run.pt": {"epoch": 3}}
+    assert all("has an object of mylib.config.Config, and torch would run what makes one" in note for note in notes)
+
+
+def test_an_object_with_tensors_beside_a_model_that_is_told_is_kept_and_counted(tmp_path):
+    ema = Instance("mylib.Ema", {"shadow": WEIGHTS["a"] + 1, "decay": 0.9})
+    checkpoint = opened({"state_dict": WEIGHTS, "callbacks": {"ema": ema}}, tmp_path)
+    assert {leaf.label for leaf in checkpoint.leaves} == {"param/a", "param/b"}
+    kept = checkpoint.extras["run.pt"]["callbacks"]["ema"]
+    assert kept["state"]["shadow"]["shape"] == [2, 3]
+    assert all(item.fate in ("mapped", "extra") for item in checkpoint.account)
+
+
+def test_a_tensor_that_cannot_be_read_beside_the_weights_is_left_out_and_noted(tmp_path):
+    body = b"ctorch._utils\n_rebuild_sparse_tensor\n)R"
+    path = tmp_path / "run.pt"
+    save({"model": WEIGHTS, "mask": "here"}, path)
+    rewrite(path, lambda name, data: data.replace(b"X\x04\x00\x00\x00here", body) if name.endswith(".pkl") else data)
+    checkpoint = ucp.open(path)
+    assert {leaf.label for leaf in checkpoint.leaves} == {"param/a", "param/b"}
+    assert checkpoint.notes == ["mask of run.pt was left out: it is sparse; save tensor.to_dense() instead"]
+    assert checkpoint.extras["run.pt"]["mask"] == {"!left_out": "it is sparse; save tensor.to_dense() instead"}
+
+
+MODULE = Instance("torch.nn.modules.container.Sequential", {"training": True, "_parameters": dict(WEIGHTS)})
+HIDDEN = {
+    "the model itself": {"model": MODULE, "epoch": 3},
+    "the whole file": MODULE,
+    "the model, beside a copy that must not be taken for it": {"model": MODULE, "ema": WEIGHTS},
+    "a model of another name, beside a copy": {"net": MODULE, "ema": WEIGHTS},
+    "one of the weights": {"model": {**WEIGHTS, "c": MODULE}},
+    "one of the weights of a flat dict": {**WEIGHTS, "c": MODULE},
+    "one of several": {"model": WEIGHTS, "module": MODULE},
+    "a module that holds itself": {"model": "itself"},
+}
+
+
+@pytest.mark.parametrize("case", HIDDEN)
+def test_weights_inside_an_object_are_refused_by_its_class(case, tmp_path):
+    path = tmp_path / "run.pt"
+    save(HIDDEN[case], path)
+    itself = b"ctorch.nn\nSequential\n)\x81q\xc8}" + text("w") + b"h\xc8sb"
+    rewrite(path, lambda name, data: data.replace(text("itself"), itself) if name.endswith(".pkl") else data)
+    with pytest.raises(FormatError, match=r"run\.pt: .*torch\.nn\.(modules\.container\.)?Sequential.*state_dict\(\)"):
+        ucp.open(path)
+
+
+def test_the_remedy_for_weights_inside_an_object_opens_them(tmp_path):
+    checkpoint = opened({"model": dict(MODULE.state["_parameters"]), "epoch": 3}, tmp_path)
+    assert all(same_bits(checkpoint.read(f"param/{name}"), array) for name, array in WEIGHTS.items())
+
+
+DECIDES = {
+    "a dtype": (
+        b"ctorch._utils\n_rebuild_tensor_v3\n((X\x07\x00\x00\x00storagectorch.storage\nUntypedStorage\nX\x01\x00\x00\x000"
+        b"X\x03\x00\x00\x00cpuK\x18tQK\x00(K\x06t(K\x01t\x89Nctorch\nfloat9000\ntR",
+        r"torch\.float9000 has no numpy equivalent",
+    ),
+    "a storage": (
+        b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nNineStorage\nX\x01\x00\x00\x000"
+        b"X\x03\x00\x00\x00cpuK\x06tQK\x00(K\x06t(K\x01t\x89NtR",
+        r"a storage of torch\.NineStorage, a kind that is not known here",
+    ),
+    "a shape": (
+        b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000"
+        b"X\x03\x00\x00\x00cpuK\x06tQK\x00cmylib\nShape\n)R(K\x01t\x89NtR",
+        r"_rebuild_tensor_v2 with arguments it does not take: .*an object of mylib\.Shape, which is not known here",
+    ),
+    "what makes a tensor": (
+        b"cmylib\n_rebuild\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x06tQtR",
+        r"'w': it is made by mylib\._rebuild, which is not known here",
+    ),
+    "a kind of tensor": (
+        b"ctorch._tensor\n_rebuild_from_type_v2\n(ctorch._utils\n_rebuild_tensor_v2\ncmylib\nTensor\n)}tR",
+        r"'w': it is a mylib\.Tensor, a kind of tensor that is not known here",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DECIDES)
+def test_a_tensor_needs_names_that_are_known(case, tmp_path):
+    body, why = DECIDES[case]
+    save({"w": np.zeros(6, np.float32)}, tmp_path / "x.pt")
+
+    def changed(name: str, data: bytes) -> bytes:
+        return b"\x80\x02}" + text("w") + body + b"s." if name.endswith(".pkl") else data
+
+    rewrite(tmp_path / "x.pt", lambda name, data: changed(name, data))
+    with pytest.raises(FormatError, match=rf"x\.pt: [\s\S]*{why}"):
+        ucp.open(tmp_path / "x.pt")
+
+
+REPLACED = {
+    "num_layers": ("megatron/legacy_tp1_pp1_fp32", "num_layers"),
+    "a parallel degree": ("megatron/dist_tp1_pp1_fp32", "tensor_model_parallel_size"),
+    "the number of experts": ("megatron/dist_tp1_pp1_fp32", "num_experts"),
+}
+
+
+@pytest.mark.parametrize("case", REPLACED)
+def test_an_argument_that_decides_must_be_a_plain_value(case, tmp_path):
+    name, argument = REPLACED[case]
+    folder = copied(name, tmp_path / "c")
+    (path,) = folder.rglob("common.pt" if "dist" in name else "model_optim_rng.pt")
+    old = re.compile(re.escape(text(argument)) + rb"(q.|r....)(K.|N)", re.DOTALL)
+    rewrite(path, lambda _, data: old.sub(lambda m: text(argument) + m[1] + b"cmylib\nDegree\nK\x01\x85R", data))
+    with pytest.raises(
+        FormatError, match=rf"{path.name}: args/{argument} is an object of mylib\.Degree, .* plain value"
+    ):
+        ucp.open(folder)
+
+
+def test_a_table_of_contents_needs_classes_that_are_known(tmp_path):
+    writer = Writer(tmp_path / "c")
+    writer.tensor("w", np.ones(2, np.float32), [("__0_0.distcp", Box((0,), (2,)))])
+    writer.object("lr", "__0_0.distcp", {"lr": 0.5, "kind": Instance("mylib.Kind", {"a": 1})})
+    folder = writer.finish()
+    checkpoint = ucp.open(folder)
+    assert checkpoint.extras["__0_0.distcp"]["lr"]["kind"]["!opaque"] == "mylib.Kind"
+    for name in ("TensorStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "BytesStorageMetadata"):
+        copy = Path(shutil.copytree(folder, tmp_path / name))
+        renamed(copy / ".metadata", f"torch.distributed.checkpoint.metadata.{name}", f"mylib.{name}")
+        with pytest.raises(FormatError, match=rf"\.metadata: .* an object of mylib\.{name}, which is not known here"):
+            ucp.open(copy)
+
+
+def test_what_a_table_of_contents_has_beside_the_tensors_may_be_of_any_class(tmp_path):
+    folder = copied("torch/fsdp2_dp4_uneven", tmp_path / "c")
+    before = ucp.open(folder)
+    arrays = {leaf.label: before.read(leaf.label).copy() for leaf in before.leaves}
+    data = (folder / ".metadata").read_bytes()
+    assert data.count(b"\x8c\x0bStorageMeta\x94") == 1
+    (folder / ".metadata").write_bytes(data.replace(b"\x8c\x0bStorageMeta\x94", b"\x8c\x0bStorageNext\x94"))
+    after = ucp.open(folder)
+    assert {leaf.label for leaf in after.leaves} == arrays.keys()
+    assert all(same_bits(after.read(label), array) for label, array in arrays.items())
+
+
+@pytest.mark.parametrize("key", ["dp_world_size", "num_experts", "param_shapes", "buffer_names", "module"])
+def test_a_value_of_deepspeeds_that_decides_must_be_a_plain_one(key, tmp_path):
+    folder = copied("deepspeed/moe_ep2_dp2_z1_bf16", tmp_path / "c")
+    edit(
+        folder / "global_step5" / "mp_rank_00_model_states.pt",
+        lambda tree: tree.update({key: Instance("mylib.Kind", {})}),
+    )
+    with pytest.raises(
+        FormatError, match=rf"mp_rank_00_model_states\.pt: {key} is an object of mylib\.Kind, which is not known"
+    ):
+        ucp.open(folder)
+
+
+# The pickles themselves.
+
+MADE = ("mylib.config.Config", "transformers.training_args.TrainingArguments", "__main__.Args", "datetime.datetime")
+
+
+class Reduced:
+    """What a class makes of arguments, with items and entries, as of a list or dict that it is too."""
+
+    def __init__(self, args: tuple, state: Any, items: list, entries: dict):
+        self.parts = args, state, items, entries
+
+
+class Pickler(pickle._Pickler):
+    def __init__(self, file: Any, protocol: int, name: str):
+        super().__init__(file, protocol)
+        self.name = name
+
+    def save(self, obj: Any, save_persistent_id: bool = True) -> None:
+        if isinstance(obj, Global):
+            self.write(obj.line)
+        else:
+            super().save(obj, save_persistent_id)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, Reduced):
+            return NotImplemented
+        args, state, items, entries = obj.parts
+        kind = Global(*self.name.rsplit(".", 1))
+        return kind, args, state, iter(items) if items else None, iter(entries.items()) if entries else None
+
+
+@given(
+    st.sampled_from(MADE),
+    st.integers(2, 5),
+    st.lists(VALUES, max_size=2).map(tuple),
+    VALUES,
+    st.lists(VALUES, max_size=3),
+    st.dictionaries(st.text(), VALUES, max_size=3),
+)
+def test_an_object_of_any_class_keeps_what_it_was_made_from(name, protocol, args, state, items, entries):
+    Pickler(file := io.BytesIO(), protocol, name).dump([Reduced(args, state, items, entries), 7])
+    made, seven = load(file.getvalue())
+    assert seven == 7
+    assert isinstance(made, Opaque)
+    assert made == Opaque(name, args, state, items, entries)
+    assert as_json(made, "file", no_tensor)["!opaque"] == name
+
+
+@pytest.mark.parametrize(
+    "use",
+    [bool, len, iter, int, float, lambda x: x["a"], lambda x: 1 in x, lambda x: x.fields, lambda x: [][x], np.asarray],
+    ids=["bool", "len", "iter", "int", "float", "[]", "in", "attribute", "index", "array"],
+)
+def test_what_is_closed_cannot_be_used_as_a_value(use):
+    made = Opaque("a.B", where="x.pt: args/n")
+    with pytest.raises(FormatError, match=r"x\.pt: args/n is an object of a\.B, which is not known here.* plain value"):
+        use(made)
+
+
+def test_members_of_an_enum_and_classes_inside_others_are_names():
+    member = b"c__builtin__\ngetattr\ncmylib\nKind\n" + text("fast") + b"\x86R"
+    assert load(b"\x80\x02" + member + b".") == Unknown("mylib.Kind.fast")
+    assert load(b"\x80\x02" + member + b")\x81.") == Opaque("mylib.Kind.fast")
+    with pytest.raises(UnsafePickle, match="getattr with arguments it does not take"):
+        load(b"\x80\x02c__builtin__\ngetattr\ncmylib\nKind\n" + text("__globals__") + b"\x86R.")
+
+
+RUNS = (
+    "os.system",
+    "posix.system",
+    "nt.system",
+    "subprocess.Popen",
+    "builtins.eval",
+    "builtins.exec",
+    "__builtin__.exec",
+)
+RUNS += ("builtins.__import__", "builtins.open", "io.open", "_io.open", "importlib.import_module", "runpy.run_path")
+RUNS += ("pickle.loads", "_pickle.loads", "marshal.loads", "shutil.rmtree", "socket.socket", "ctypes.CDLL", "sys.exit")
+RUNS += ("webbrowser.open", "code.interact", "pty.spawn", "commands.getoutput", "cPickle.loads")
+RUNS += ("types.FunctionType.__call__", "a.b\\n", "a..b", "1a.b", f"{'a' * 300}.b")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_names_that_no_data_needs_are_refused_as_attacks(name):
+    module, _, attribute = name.rpartition(".") if "__call__" not in name else name.partition(".")
+    with pytest.raises(UnsafePickle, match=r"asks for .*, which no checkpoint needs.* Nothing was imported or run"):
+        load(b"\x80\x04" + text(module) + text(attribute) + b"\x93" + text("x") + b"\x85R.")
+
+
+def test_the_classes_of_builtins_that_may_be_mentioned_are_types_alone():
+    for name, value in vars(builtins).items():
+        data = b"\x80\x02cbuiltins\n" + name.encode() + b"\n."
+        if isinstance(value, type):
+            load(data)
+        elif name != "getattr":
+            with pytest.raises(UnsafePickle):
+                load(data)
+
+
+THING = b"cmylib\nThing\n)\x81"
+
+
+def test_an_object_that_holds_itself_is_closed_and_what_is_around_it_read():
+    data = b"\x80\x02]q\x00(" + THING + b"q\x01}" + text("me") + b"h\x01sbK\x05e."
+    made, five = load(data)
+    assert five == 5
+    assert made.state is None
+    assert "contains itself" in made.closed
+    assert "contains itself" in as_json(made, "file", no_tensor)["left_out"]
+    around = b"\x80\x02]q\x00(" + THING + b"}" + text("list") + b"h\x00sbK\x05e."
+    assert load(around)[0].closed
+    with pytest.raises(UnsafePickle, match="contains itself"):
+        load(b"\x80\x02](" + THING + b"]q\x00h\x00ae.")
+
+
+def test_an_object_that_is_nested_too_deep_is_closed():
+    deep = b"]" * (MAX_DEPTH + 5) + b"a" * (MAX_DEPTH + 4)
+    made, five = load(b"\x80\x02](" + THING + deep + b"bK\x05e.")
+    assert five == 5
+    assert "nested" in made.closed
+    with pytest.raises(UnsafePickle, match="nested"):
+        load(b"\x80\x02](" + deep + b"K\x05e.")
+
+
+# What is around a value in a pickle: the opcodes before it and after it.
+AROUND = {
+    "an object's state": (THING + b"}K\x01", b"sb"),
+    "an object's arguments": (b"cmylib\nThing\n", b"\x85R"),
+    "an object's entries": (THING + b"K\x01", b"s"),
+    "an object's items": (THING, b"a"),
+    "a record's state": (b"cargparse\nNamespace\n)\x81}K\x01", b"sb"),
+    "a dict": (b"}K\x01", b"s"),
+    "a tuple": (b"", b"\x85"),
+    "a list": (b"]", b"a"),
+}
+
+
+@pytest.mark.parametrize("kind", AROUND)
+def test_an_extra_is_never_nested_deeper_than_our_own_metadata_may_be(kind):
+    before, after = AROUND[kind]
+    kept = []
+    for depth in range(1, MAX_DEPTH + 2):
+        try:
+            made = load(b"\x80\x02" + before * depth + b"K\x05" + after * depth + b".")
+        except UnsafePickle:
+            continue
+        levels, inner = 3, [as_json(made, "file", no_tensor)]  # a list of extras, by file, by name
+        while inner := [x for item in inner if isinstance(item, dict | list) for x in _items(item)]:
+            levels += 1
+        assert levels <= MAX_VALUE_DEPTH
+        kept.append(depth)
+    assert kept[: MAX_DEPTH // 2 - 1] == list(range(1, MAX_DEPTH // 2))
+
+
+def _items(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else list(value)
+
+
+def test_objects_that_share_exponentially_are_closed_in_time():
+    shared = b"]" + b"q\x00h\x00\x86" * 60
+    made = load(b"\x80\x02](" + b"".join(THING + b"h\x00b" for _ in range(500)).replace(b"h\x00", shared, 1) + b"e.")
+    assert all(one.closed for one in made)
+
+
+def test_the_order_of_what_is_unpickled_does_not_matter_to_what_is_shared():
+    config = b"cmylib\nThing\n)\x81q\x01}" + text("lr") + b"K\x01sb"
+    first, second = load(b"\x80\x02](" + config + b"h\x01e.")
+    assert first is second
+    assert [node for _, node in walk([first, second]) if node == 1] == [1, 1]
+
+
+def test_a_state_cannot_be_given_twice():
+    with pytest.raises(UnsafePickle, match=r"gives a state to an object of mylib\.Thing"):
+        load(b"\x80\x02" + THING + b"}b}b.")
+
+
+def test_a_mesh_does_not_need_64_bits_for_a_counter_that_fits(tmp_path):
+    steps = np.array([0, 2**31 - 1, -(2**31)])
+    checkpoint = opened({"w": np.ones((2, 2), np.float32), "steps": steps}, tmp_path)
+    with pytest.raises(TreeMismatch, match=r"param/steps: JAX would make int32 of its int64; .* narrow_integers=True"):
+        checkpoint.restore(mesh=MESH)
+    restored = checkpoint.restore(mesh=MESH, narrow_integers=True)["param"]
+    assert same_bits(np.asarray(restored["steps"]), steps.astype(np.int32))
+    assert restored["w"].dtype == np.float32
+    target = {"param": {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in restored.items()}}
+    with pytest.raises(
+        TreeMismatch, match=r"steps: the target has dtype int32, .* int64; to convert, narrow_integers=True"
+    ):
+        checkpoint.restore(target, mesh=MESH)
+    again = checkpoint.restore(target, mesh=MESH, narrow_integers=True)["param"]
+    assert same_bits(np.asarray(again["steps"]), steps.astype(np.int32))
+    assert checkpoint.restore(narrow_integers=True)["param"]["steps"].dtype == np.int64  # numpy has them
+    with jax.enable_x64(True):
+        assert checkpoint.restore(mesh=MESH, narrow_integers=True)["param"]["steps"].dtype == np.int64
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=4))
+def test_integers_are_narrowed_exactly_or_not_at_all(tmp_path_factory, values):
+    array = np.array(values)
+    checkpoint = opened({"n": array}, tmp_path_factory.mktemp("t"))
+    if all(-(2**31) <= value < 2**31 for value in values):
+        got = checkpoint.restore(mesh=MESH, narrow_integers=True)["param"]["n"]
+        assert got.dtype == np.int32
+        assert got.tolist() == values
+    else:
+        with pytest.raises(TreeMismatch, match=r"n: values of int64 do not fit int32: -?\d+ would become"):
+            checkpoint.restore(mesh=MESH, narrow_integers=True)

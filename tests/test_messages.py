@@ -1,0 +1,578 @@
+"""What a refusal says is true of the situation that reached it, and the remedy that it names works.
+
+Each situation is a checkpoint with one thing wrong. The message names what is wrong and where, and, where it names a
+remedy, following it gives the arrays of the whole checkpoint, or of its weights.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from jax.sharding import Mesh
+
+import jax_ucp as ucp
+from dcp_writer import Writer
+from jax_ucp.errors import UCPError
+from jax_ucp.layout.box import Box
+from jax_ucp.storage.consolidated import same_bits
+from torch_writer import Instance, edit, rewrite, save
+
+DATA = Path(__file__).parent / "data"
+MESH = Mesh(np.array(jax.devices()[:2]), ("x",))
+
+Arrays = dict[str, np.ndarray]
+
+
+def copied(case: str, folder: Path) -> Path:
+    """The folder of one save of a case, copied."""
+    source = DATA / case / "ckpt" if (DATA / case / "ckpt").is_dir() else DATA / case
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("truth.npz", "case.json"))
+    inner = [path for path in folder.iterdir() if path.is_dir() and path.name.startswith(("global_step", "iter_"))]
+    return inner[0] if inner else folder
+
+
+def arrays(checkpoint: ucp.Checkpoint) -> Arrays:
+    return {leaf.label: checkpoint.read(leaf.label).copy() for leaf in checkpoint.leaves}
+
+
+def same(found: Arrays, want: Arrays) -> bool:
+    return found.keys() == want.keys() and all(same_bits(found[label], array) for label, array in want.items())
+
+
+def rounded(found: Arrays, want: Arrays) -> bool:
+    """Whether the weights are those wanted, in the dtype in which they are."""
+    alike = {label: array.astype(found[label].dtype) for label, array in want.items() if label in found}
+    return same(found, alike) and {label for label in want if label.startswith(("param/", "buffer/"))} == found.keys()
+
+
+@dataclass
+class Situation:
+    """`spoil` does what is wrong to a copy of `case` (or makes one) and may return what to open instead of it.
+
+    `said` are patterns that the message has, in this order. `remedy` follows it, given the folder and the error.
+    """
+
+    case: str
+    spoil: Callable[[Path], Path | None]
+    said: list[str]
+    remedy: Callable[[Path, str], Arrays] | None = None
+    weights: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def weights_only(folder: Path, _: str) -> Arrays:
+    return arrays(ucp.open(folder, weights_only=True))
+
+
+def open_what_it_says(_: Path, message: str) -> Arrays:
+    found = re.search(r"open (/\S+)", message)
+    assert found is not None
+    return arrays(ucp.open(found[1]))
+
+
+def without(pattern: str) -> Callable[[Path, str], Arrays]:
+    """Remove, as the message says, what is too much, and open again."""
+
+    def follow(folder: Path, _: str) -> Arrays:
+        for path in folder.glob(pattern):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return arrays(ucp.open(folder))
+
+    return follow
+
+
+def only(folder: Path, pattern: str) -> Path:
+    (path,) = folder.glob(pattern)
+    return path
+
+
+def change(pattern: str, what: Callable[[Any], None]) -> Callable[[Path], None]:
+    """What is wrong is one value in the objects of some files."""
+
+    def spoil(folder: Path) -> None:
+        paths = sorted(folder.glob(pattern))
+        assert paths
+        for path in paths:
+            edit(path, what)
+
+    return spoil
+
+
+def delete(pattern: str) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        paths = sorted(folder.glob(pattern))
+        assert paths
+        for path in paths:
+            path.unlink()
+
+    return spoil
+
+
+def copy_as(source: str, name: str) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        path = folder / source
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, folder / name)
+
+    return spoil
+
+
+def linked(folder: Path, name: str) -> None:
+    """The file is a link to somewhere else."""
+    elsewhere = folder.parent / "elsewhere"
+    (folder / name).rename(elsewhere)
+    (folder / name).symlink_to(elsewhere)
+
+
+def with_the_files_themselves(folder: Path, _: str) -> Arrays:
+    return arrays(ucp.open(shutil.copytree(folder, folder.parent / "copy", symlinks=False)))
+
+
+def base(tree: Any) -> dict[str, Any]:
+    return tree["optimizer_state_dict"]["base_optimizer_state"]
+
+
+def set_state(name: str, value: Any) -> Callable[[Any], None]:
+    return lambda tree: base(tree)["state"][0].__setitem__(name, value)
+
+
+def set_info(**more: Any) -> Callable[[Any], None]:
+    return lambda tree: tree["universal_checkpoint_info"].update(more)
+
+
+def rules_of(case: str) -> str:
+    """A spec with one rule for each parameter, by what the case says of how it was cut."""
+    kinds = {
+        "vocab": {"sharded": 0, "padded": {"axis": 0, "to": "vocab"}},
+        "replicated": "replicated",
+        "column": {"sharded": 0},
+        "row": {"sharded": 1},
+    }
+    params = json.loads((DATA / case / "case.json").read_text())["parameters"]
+    return json.dumps({"shards": [{"param": p["name"], "pattern": kinds[p["layout"]["kind"]]} for p in params]})
+
+
+def by_spec(folder: Path, _: str) -> Arrays:
+    spec = folder / "mine.yaml"
+    spec.write_text(rules_of("deepspeed/tp2_dp2_z1_fp32"))
+    return arrays(ucp.open(folder, spec=spec, sizes={"vocab": 101}))
+
+
+def dcp(folder: Path) -> None:
+    """Made anew: the case is none."""
+    shutil.rmtree(folder, ignore_errors=True)
+    writer = Writer(folder)
+    for name in ("a", "b"):
+        writer.tensor(name, np.arange(4, dtype=np.float32), [("__0_0.distcp", Box((0,), (4,)))])
+    writer.finish()
+
+
+def renamed_in(folder: Path, pattern: str, old: str, new: str) -> None:
+    """A text of the pickles of files is another."""
+    texts = [b"X" + len(text).to_bytes(4, "little") + text.encode() for text in (old, new)]
+    for path in folder.glob(pattern):
+        rewrite(path, lambda name, data: data.replace(*texts) if name.endswith("data.pkl") else data)
+
+
+def from_core_019(folder: Path) -> None:
+    (folder / "common.pt").unlink()
+    writer = Writer(folder / "new")
+    writer.object("common_state/shard_0_1", "__0_0.distcp", [{}])
+    shutil.copy(writer.finish() / ".metadata", folder / ".metadata")
+
+
+def two_optimizers(folder: Path) -> Path:
+    path = folder / "run.pt"
+    weight = np.ones(2, np.float32)
+    group = {"params": [0], "param_names": ["w"]}
+    optimizers = {f"optim{i}": {"state": {0: {"m": weight}}, "param_groups": [{**group, "lr": i}]} for i in (1, 2)}
+    save({"model": {"w": weight}, **optimizers}, path)
+    return path
+
+
+OWN, PLAIN = "decoder.layers.1.mlp.gate_proj.weight", "decoder.layers.1.mlp.linear_fc1.weight"
+
+
+def with_a_module_of_its_own(folder: Path) -> None:
+    renamed_in(folder, "mp_rank_*/model_optim_rng.pt", PLAIN, OWN)
+
+
+def by_a_rule_more(folder: Path, _: str) -> Arrays:
+    spec = folder / "mine.yaml"
+    spec.write_text(yaml.safe_dump({"extends": "megatron", "shards": [{"param": OWN, "pattern": {"sharded": 0}}]}))
+    found = arrays(ucp.open(folder, spec=spec))
+    return {label.replace(OWN, PLAIN): array for label, array in found.items()}
+
+
+def without_a_moment(folder: Path) -> None:
+    """One tensor of the optimizer has another name in the table of contents."""
+    path = folder / ".metadata"
+    old, new = (f"state.{state}.decoder.final_layernorm".encode() for state in ("exp_avg", "exp_zzz"))
+    path.write_bytes(path.read_bytes().replace(old, new))
+
+
+def made_in_its_source(folder: Path) -> None:
+    for path in (DATA / "deepspeed" / "tp2_dp1_z1_fp32_gqa" / "global_step5").glob(OPTIM):
+        shutil.copy(path, folder)
+
+
+def not_copied(folder: Path) -> None:
+    dcp(folder)
+    (folder / ".metadata").unlink()
+
+
+def of_links(name: str) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        dcp(folder)
+        linked(folder, name)
+
+    return spoil
+
+
+def sliced(tree: Any) -> None:
+    """The last elements of a moment were cut off."""
+    state = base(tree)["state"][0]
+    state["exp_avg"] = state["exp_avg"][:-7]
+
+
+def shared_by_some(tree: Any) -> None:
+    tree["optimizer_state_dict"]["partition_count"] = [2, 2]
+
+
+OPTIM, MODEL = "*_optim_states.pt", "*model_states.pt"
+Z1, Z3 = "deepspeed/z1_bf16_dp2", "deepspeed/z3_fp16_dp2_subgroups"
+DP4, TP2 = "deepspeed/z1_fp32_dp4", "deepspeed/tp2_dp2_z1_fp32"
+UNIVERSAL = "deepspeed_universal/tp2_dp1_z1_fp32_gqa"
+LEGACY, RESHARDABLE = "megatron/legacy_tp2_pp1_bf16", "megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16"
+ALONE = r"weights_only opens"
+
+SITUATIONS = {
+    # A part of a checkpoint in place of it.
+    "one rank's file of DeepSpeed": Situation(
+        Z1,
+        lambda folder: folder / "mp_rank_00_model_states.pt",
+        [r"mp_rank_00_model_states\.pt is what one rank wrote", r"open /.*/global_step5$"],
+        open_what_it_says,
+    ),
+    "one rank's file of Megatron": Situation(
+        LEGACY,
+        lambda folder: folder / "mp_rank_01" / "model_optim_rng.pt",
+        [r"model_optim_rng\.pt is what one rank wrote", r"open /.*/iter_0000003$"],
+        open_what_it_says,
+    ),
+    "DCP whose hidden file was not copied": Situation(
+        "",
+        not_copied,
+        [r"no \.metadata: the save never ended", r"was not copied with the others, for its name begins with a dot"],
+    ),
+    "DCP of links": Situation(
+        "",
+        of_links("__0_0.distcp"),
+        [r"__0_0\.distcp is a link to .*, outside the checkpoint", r"copy the checkpoint with the files themselves"],
+        with_the_files_themselves,
+    ),
+    "DCP whose table of contents is a link": Situation(
+        "",
+        of_links(".metadata"),
+        [r"\.metadata is a link to .*, outside the checkpoint", r"copy the checkpoint with the files themselves"],
+        with_the_files_themselves,
+    ),
+    "Megatron-core 0.19 without common.pt": Situation(
+        "megatron/dist_tp1_pp1_fp32",
+        from_core_019,
+        [r"common\.pt is missing: megatron-core 0\.19 and later keep what it holds in the object common_state"],
+    ),
+    # Files too many, too few, or of another save.
+    "a model file of ZeRO-3 is missing": Situation(
+        Z3,
+        delete("zero_pp_rank_1_mp_rank_00_model_states.pt"),
+        [r"rank_1_mp_rank_00_model_states\.pt is missing: the run had 2 data-parallel ranks, 1 pipeline stages"],
+    ),
+    "an optimizer file of an earlier save on more ranks": Situation(
+        DP4,
+        copy_as("zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_4_mp_rank_00_optim_states.pt"),
+        [r"zero_pp_rank_4_mp_rank_00_optim_states\.pt belongs to another run, or to an earlier save on more ranks"],
+        without("zero_pp_rank_4_*"),
+    ),
+    "a model file of an earlier save on more ranks": Situation(
+        TP2,
+        copy_as("mp_rank_00_model_states.pt", "mp_rank_02_model_states.pt"),
+        [r"mp_rank_02_model_states\.pt", r"belongs to another run, or to an earlier save on more ranks"],
+        without("mp_rank_02_*"),
+    ),
+    "optimizer files of two saves": Situation(
+        Z1,
+        copy_as(
+            "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+            "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        ),
+        [r"with and without the prefix bf16_: two saves with different settings are in one folder\. Remove", ALONE],
+        without("zero_pp_rank_0_*"),
+    ),
+    "a rank of Megatron too many": Situation(
+        LEGACY,
+        copy_as("mp_rank_01", "mp_rank_02"),
+        [r"mp_rank_02 belongs to another run, or to an earlier save with other parallelism", "Move the folders"],
+        without("mp_rank_02"),
+    ),
+    "an optimizer file is missing": Situation(
+        Z1,
+        delete("*rank_1_*optim_states.pt"),
+        [r"rank_1_mp_rank_00_optim_states\.pt is missing", ALONE],
+        weights_only,
+        True,
+    ),
+    "all optimizer files are missing": Situation(
+        Z1, delete(OPTIM), [r"no \*_optim_states\.pt, but .* written by ZeRO-1", ALONE], weights_only, True
+    ),
+    "all optimizer files of ZeRO-3 are missing": Situation(
+        Z3,
+        delete(OPTIM),
+        [r"written by ZeRO-3: masters and optimizer state are missing; its weights are in no other file"],
+    ),
+    "a universal folder without its optimizer file": Situation(
+        UNIVERSAL, delete("zero/optimizer_state.pt"), [r"optimizer_state\.pt is missing", ALONE], weights_only, True
+    ),
+    "a universal folder without a moment": Situation(
+        UNIVERSAL,
+        delete("zero/embed.word_embeddings.weight/exp_avg.pt"),
+        [r"word_embeddings\.weight/exp_avg\.pt is missing: other parameters of the group have that state", ALONE],
+        weights_only,
+        True,
+    ),
+    "a universal folder made inside its source": Situation(
+        UNIVERSAL,
+        made_in_its_source,
+        [r"both atoms \(zero/\) and \*_optim_states\.pt", r"Move zero/, or the optimizer files, to another one"],
+        without(OPTIM),
+    ),
+    # Optimizers.
+    "an optimizer wrapper that is not known": Situation(
+        Z1,
+        change(
+            "*rank_1_*optim_states.pt",
+            lambda tree: tree.__setitem__("optimizer_state_dict", {"zen_partition": 1, "onebit_groups": []}),
+        ),
+        [
+            r"optim_states\.pt has neither the masters",
+            r"but zen_partition, onebit_groups: another optimizer wrapper",
+            ALONE,
+        ],
+        weights_only,
+        True,
+    ),
+    "a sharding over some of the ranks": Situation(
+        DP4,
+        change(OPTIM, shared_by_some),
+        [r"of \[2, 2\] ranks, by its partition_count", r"a sharding over some of the ranks, which is not read", ALONE],
+        weights_only,
+        True,
+    ),
+    "a rank without a state that others have": Situation(
+        Z1,
+        change("*rank_1_*optim_states.pt", lambda tree: base(tree)["state"][0].pop("exp_avg_sq")),
+        [r"rank_1_.*: group 0 has the optimizer states \['step', 'exp_avg'\]", r"saved before the first step", ALONE],
+        weights_only,
+        True,
+    ),
+    "a moment that was cut": Situation(
+        Z1,
+        change("*rank_1_*optim_states.pt", sliced),
+        [r"rank_1_.*: exp_avg of group 0 has \d+ elements, where .* the partition of rank 1 of 2 has \d+", ALONE],
+        weights_only,
+        True,
+    ),
+    "masters of another model": Situation(
+        Z1,
+        change(
+            "*rank_1_*optim_states.pt",
+            lambda tree: tree["optimizer_state_dict"]["single_partition_of_fp32_groups"].__setitem__(0, np.zeros(8)),
+        ),
+        [r"group 0 has \d+ elements by mp_rank_00_model_states\.pt, but the masters .* 8 in bf16_zero_pp_rank_1"],
+        weights_only,
+        True,
+    ),
+    "a parameter group too many": Situation(
+        Z1,
+        change(
+            "*rank_1_*optim_states.pt",
+            lambda tree: tree["optimizer_state_dict"]["single_partition_of_fp32_groups"].pop(),
+        ),
+        [r"rank_1_.* has 1 parameter groups, but .* describes 2; .* of an earlier save with other groups"],
+        weights_only,
+        True,
+    ),
+    "two optimizers with one parameter": Situation(
+        "",
+        two_optimizers,
+        [
+            r"for w some param_groups have lr=1, others 2: they are of different steps or runs, or of two optimizers",
+            "weights_only",
+        ],
+        lambda folder, _: arrays(ucp.open(folder / "run.pt", weights_only=True)),
+    ),
+    "Megatron's flat buffers without args": Situation(
+        RESHARDABLE,
+        change("common.pt", lambda tree: tree.pop("args")),
+        [r"common\.pt has no args \(other trainers write none\)", r"nor what lies in its buffers", ALONE],
+        weights_only,
+        True,
+    ),
+    "a state of Megatron's optimizer that one parameter lacks": Situation(
+        "unknown/te_muon",
+        without_a_moment,
+        [
+            r"exp_avg of decoder\.final_layernorm\.weight is in no file, though 6 parameters that share states with it",
+            ALONE,
+        ],
+        weights_only,
+        True,
+    ),
+    # Tensor parallelism.
+    "a newer universal_checkpoint_info": Situation(
+        TP2,
+        change("mp_rank_*_model_states.pt", set_info(universal_checkpoint_version=0.9)),
+        [r"universal_checkpoint_info has version 0\.9", r"Say how slices form parameters in a spec \(spec=, --spec\)"],
+        by_spec,
+    ),
+    "a pattern that meets no parameter": Situation(
+        TP2,
+        change("mp_rank_*_model_states.pt", set_info(tp_replicated_parameter_patterns=["no_such"])),
+        [
+            r"patterns that match no parameter: \['no_such'\]",
+            r"Say how slices form parameters in a spec \(spec=, --spec\)",
+        ],
+        by_spec,
+    ),
+    "parameters that DeepSpeed cannot join": Situation(
+        TP2,
+        change("mp_rank_*_model_states.pt", set_info(autotp_unsupported_parameter_patterns={"layers": "a bug"})),
+        [
+            r"DeepSpeed says that the slices of layers\..* cannot be joined: a bug",
+            r"Say how slices form parameters in a spec",
+        ],
+        by_spec,
+    ),
+    "a vocabulary without its size": Situation(
+        TP2,
+        change("mp_rank_*_model_states.pt", lambda tree: tree["universal_checkpoint_info"].pop("original_vocab_size")),
+        [r'has no original_vocab_size; give it: sizes=\{"vocab": N\}, --size vocab=N'],
+        lambda folder, _: arrays(ucp.open(folder, sizes={"vocab": 101})),
+    ),
+    "a vocabulary of more rows than there are": Situation(
+        TP2,
+        change("mp_rank_*_model_states.pt", set_info(original_vocab_size=1000)),
+        [r"mp_rank_00_model_states\.pt: .*word_embeddings\.weight by its universal_checkpoint_info: the shards hold"],
+        lambda folder, _: arrays(ucp.open(folder, sizes={"vocab": 101})),
+    ),
+    # Megatron's files.
+    "args that are not a Namespace": Situation(
+        LEGACY,
+        change(
+            "mp_rank_*/model_optim_rng.pt",
+            lambda tree: tree.__setitem__("args", Instance("mylib.Config", dict(tree["args"].state))),
+        ),
+        [r"model_optim_rng\.pt has an object of mylib\.Config, which .* for args, not an argparse\.Namespace"],
+    ),
+    "a save before checkpoint_version 2": Situation(
+        LEGACY,
+        change("mp_rank_*/model_optim_rng.pt", lambda tree: tree.pop("checkpoint_version")),
+        [r"checkpoint_version None, where 2\.0 or later is needed"],
+    ),
+    "experts with numbers of their rank": Situation(
+        "megatron/legacy_ep2_moe_grouped_bf16",
+        lambda folder: renamed_in(
+            folder,
+            "mp_rank_*/model_optim_rng.pt",
+            "decoder.layers.1.mlp.experts.weight1",
+            "decoder.layers.1.mlp.experts.linear_fc1.weight0",
+        ),
+        [
+            r"experts\.linear_fc1\.weight0 has the number of an expert on its rank",
+            r"Save with --ckpt-format torch_dist",
+        ],
+    ),
+    "a parameter that the rules for Megatron do not know": Situation(
+        LEGACY,
+        with_a_module_of_its_own,
+        [
+            r"iter_0000003: the rules do not fit",
+            r"1\.mlp\.gate_proj\.weight is claimed by no rule",
+            "`extends: megatron`",
+        ],
+        by_a_rule_more,
+    ),
+    "common.pt of another run": Situation(
+        "megatron/dist_tp1_pp1_fp32",
+        change("common.pt", lambda tree: tree["args"].state.update(num_layers=3)),
+        [r"axis 0 should count the 3 layers that args in common\.pt tell of: that file or the others are of"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_a_refusal_says_what_is_wrong_and_its_remedy_works(name, tmp_path):
+    situation = SITUATIONS[name]
+    folder = tmp_path / "c"
+    whole: Arrays | None = None
+    if situation.case:
+        folder = copied(situation.case, folder)
+        whole = arrays(ucp.open(folder))
+    else:
+        folder.mkdir()
+    at = situation.spoil(folder) or folder
+    with pytest.raises(UCPError) as refused:
+        ucp.open(at, **situation.options)
+    message = str(refused.value)
+    assert re.search("[\\s\\S]*".join(situation.said), message), message
+    assert str(tmp_path) in message
+    if situation.remedy is None:
+        assert not re.search(r"weights_only|spec=|sizes=|open /", message), "a remedy that is not followed"
+        return
+    found = situation.remedy(folder, message)
+    assert found
+    if whole is not None:
+        assert (rounded if situation.weights else same)(found, whole)
+
+
+def test_files_that_say_the_same_in_instances_are_of_one_run(tmp_path):
+    folder = copied("deepspeed/tp2_dp1_z1_fp32_gqa", tmp_path / "c")
+    whole = arrays(ucp.open(folder))
+
+    def as_instances(tree: Any) -> None:
+        kind = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
+        info = tree["universal_checkpoint_info"]
+        info["parameter_with_sub_params"] = [Instance(kind, said) for said in info["parameter_with_sub_params"]]
+
+    change("mp_rank_*_model_states.pt", as_instances)(folder)
+    assert same(arrays(ucp.open(folder)), whole)
+
+
+def test_a_mapping_says_where_the_arrays_are_that_it_misses(tmp_path):
+    weights = {"w": np.ones(2, np.float32)}
+    save({"actor": weights, "critic": weights}, tmp_path / "run.pt")
+    checkpoint = ucp.open(tmp_path / "run.pt")
+    assert any("kept under `other`" in note for note in checkpoint.notes)
+    with pytest.raises(
+        UCPError, match=r"no parameters: a mapping wants them below `param`; 2 are below `other`, and its"
+    ):
+        checkpoint.map("hf-llama-to-tunix")
+
+
+def test_a_float_of_64_bits_is_rounded_by_the_remedy_that_its_refusal_names(tmp_path):
+    save({"w": np.full(2, 1 / 3)}, tmp_path / "run.pt")
+    checkpoint = ucp.open(tmp_path / "run.pt")
+    said = r"w: JAX would make float32 of its float64; set jax_enable_x64, or give a target of float32 and cast=True"
+    with pytest.raises(UCPError, match=said):
+        checkpoint.restore(mesh=MESH)
+    target = {"param": {"w": jax.ShapeDtypeStruct((2,), np.float32)}}
+    assert checkpoint.restore(target, mesh=MESH, cast=True)["param"]["w"].dtype == np.float32
+    with jax.enable_x64(True):
+        assert checkpoint.restore(mesh=MESH)["param"]["w"].dtype == np.float64
