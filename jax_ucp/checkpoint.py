@@ -25,7 +25,7 @@ from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Group, Leaf, tree_of
 from jax_ucp.parameters import Parameter, Parameters, table
 from jax_ucp.storage.budget import DEFAULT_BUDGET
-from jax_ucp.storage.contents import Contents, Item, Piece
+from jax_ucp.storage.contents import Contents, Item, Piece, require_values, require_weights
 from jax_ucp.storage.copy import Block, CopyPlan, copy, plan_copy
 from jax_ucp.storage.mapped_tree import map_contents, states_of
 from jax_ucp.storage.source import ArrayInfo
@@ -50,6 +50,7 @@ def open(
     spec: str | os.PathLike[str] | None = None,
     weights_only: bool = False,
     believe: Literal["master", "copy"] | None = None,
+    dequantize: Literal[False] | None = None,
 ) -> Checkpoint:
     """The checkpoint at `path`, whichever of the known formats it has. Reads metadata only.
 
@@ -59,9 +60,16 @@ def open(
     something twice and differently, `save` refuses it; `believe` says what to take instead: the `master` (and the
     first of several replicas), or the `copy` that the model computed with, in its dtype.
 
-    Raises NotACheckpoint where there is none, FormatError where a file is not what it should be.
+    Weights that are stored quantised, as codes and scales, are named in the notes and refused wherever weights are asked
+    for. `dequantize=False` gives the parts as they are stored, under the state `stored` in place of `param`, to be read,
+    restored or saved.
+
+    Raises NotACheckpoint where there is none, FormatError where a file is not what it should be, ValueError for another
+    `dequantize`.
     """
-    options = Options(sizes or {}, Path(spec) if spec else None, weights_only, believe)
+    if dequantize not in (None, False):
+        raise ValueError(f"dequantize={dequantize!r}: quantised weights are refused (None) or kept as parts (False)")
+    options = Options(sizes or {}, Path(spec) if spec else None, weights_only, believe, dequantize)
     return Checkpoint(open_contents(path, options))
 
 
@@ -153,6 +161,7 @@ class Checkpoint:
     def read(self, label: str, box: Box | None = None) -> np.ndarray:
         """The array of a leaf, or one box of it."""
         leaf = self._leaf(label)
+        require_values(self._contents, [leaf])
         return self._contents.arrays.read(leaf.name, box or Box.whole(leaf.shape))
 
     def _leaf(self, label: str) -> Leaf:
@@ -178,8 +187,9 @@ class Checkpoint:
         of a parameter is mapped as the parameter is: leaves are at `(state, *name between slashes)`.
 
         Raises LayoutError with everything in which mapping and checkpoint differ, SpecError where `mapping` is
-        none.
+        none, QuantizedWeights where weights are stored as codes.
         """
+        require_weights(self._contents)
         rules = mapping if isinstance(mapping, mappings.Mapping) else mappings.Mapping.load(mapping)
         shapes = {name: leaf.shape for name, leaf in states_of(self._contents)["param"].items()}
         lengths = undone_lengths(rules, self.source.get("mapping", {})) | dict(sizes or {})
@@ -202,6 +212,7 @@ class Checkpoint:
         from jax_ucp.sharding.restore import plan_restore, shared_plan
 
         plan = plan_restore(self.leaves, target, mesh=mesh, rules=rules, cast=cast, partial=partial)
+        require_values(self._contents, [placement.leaf for placement in plan.placements])
         return shared_plan(plan, self._contents.arrays.arrays()) if share_reads else plan
 
     def restore(
@@ -228,7 +239,7 @@ class Checkpoint:
         in the others with its words. In one process it changes nothing.
 
         Raises TreeMismatch with everything in which target and checkpoint differ, CorruptData where bytes
-        are not what was written.
+        are not what was written, QuantizedWeights where what is asked for is stored as codes.
         """
         from jax_ucp.sharding.restore import run_restore
 
@@ -251,6 +262,7 @@ class Checkpoint:
         """
         from jax_ucp.optimizers import plan_optimizer
 
+        require_weights(self._contents)
         return plan_optimizer(self._contents, tx, params, step, check)
 
     def torch_states(
@@ -294,6 +306,7 @@ class Checkpoint:
         """
         from jax_ucp.sharding.reads import HostMesh, checkpoint_reads
 
+        require_values(self._contents, self.leaves)
         return checkpoint_reads(self._contents, HostMesh.of(mesh, hosts), rules)
 
     def plan_save(
@@ -308,8 +321,10 @@ class Checkpoint:
 
         Its `notes` say what the mesh does not have of saved specs and rules.
 
-        Raises ValueError for a rule, or a mesh and hosts, that cannot be meant.
+        Raises ValueError for a rule, or a mesh and hosts, that cannot be meant, QuantizedWeights where weights are
+        stored as codes.
         """
+        require_values(self._contents, self.leaves)
         if mesh is None:
             if rules or hosts != 1:
                 raise ValueError("rules and hosts say what lies where on a mesh: give mesh= too")
@@ -341,7 +356,8 @@ class Checkpoint:
         is stored twice is compared first. Stopped at any moment it leaves no checkpoint at `path`, and the
         same call takes up where it was stopped.
 
-        Raises FileExistsError if `path` is in use, CorruptData if the source contradicts itself.
+        Raises FileExistsError if `path` is in use, CorruptData if the source contradicts itself, QuantizedWeights where
+        weights are stored as codes.
         """
         plan = self.plan_save(budget_bytes, mesh=mesh, rules=rules, hosts=hosts)
         for note in plan.notes:
@@ -359,6 +375,7 @@ class Checkpoint:
         budget_bytes: int = DEFAULT_BUDGET,
     ) -> ExportPlan:
         """What `export` with the same arguments would write, and in its `notes` what would be left out."""
+        require_weights(self._contents)
         said = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "zero_stage": zero_stage}
         return plan_export(self._contents, format, **said, budget_bytes=budget_bytes)
 
@@ -382,7 +399,8 @@ class Checkpoint:
         moment, nothing is at `path`.
 
         Raises TreeMismatch if the tree is not `{state: {parameter: array}}`, UnsupportedLeaf with every parameter
-        that the format cannot hold, FileExistsError if `path` is in use, CorruptData if the source contradicts itself.
+        that the format cannot hold, FileExistsError if `path` is in use, CorruptData if the source contradicts itself,
+        QuantizedWeights where weights are stored as codes.
         """
         said = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "zero_stage": zero_stage}
         plan = self.plan_export(format, **said, budget_bytes=budget_bytes)

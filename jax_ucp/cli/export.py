@@ -60,14 +60,14 @@ def export(
     optimizer, labels = said.pop("optimizer"), {name: label for name, label in labels.items() if label}
     if labels and not optimizer:
         raise click.UsageError(f"--{next(iter(labels)).replace('_', '-')} goes with --optimizer: give that too")
-    checkpoint = opened = open_checkpoint(source, **said)
+    checkpoint = open_checkpoint(source, **said)
     if optimizer:
-        checkpoint = opened.torch_states(*_optimizer(optimizer), **labels)
+        checkpoint = checkpoint.torch_states(*_optimizer(optimizer), **labels)
     if mapping:
         rules = jax_ucp.Mapping.load(mapping).inverse()
         checkpoint = checkpoint.map(rules, sizes=sizes_of(rules, said["sizes"]))
     planned = checkpoint.plan_export(format, **options, budget_bytes=budget)
-    for note in (*checkpoint.notes[len(opened.notes) :], *planned.notes):
+    for note in (*checkpoint.notes, *planned.notes):
         to_stderr.print(f"note: {note}", markup=False)
     with progress("exporting", planned.write_bytes) as advance:
         checkpoint.export(target, format, **options, budget_bytes=budget, done=advance)

@@ -102,6 +102,7 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--believe", type=click.Choice(["master", "copy"]), help="What to take where something is stored twice."
         ),
+        click.option("--no-dequantize", is_flag=True, help="Keep quantised weights as the parts that are stored."),
         click.option("--weights-only", is_flag=True, help="Leave the optimizer aside."),
         click.option("--spec", type=click.Path(exists=True), help="A file that says how shards form parameters."),
         click.option("--size", "sizes", type=_NamedSize(), multiple=True, help="A length by name; may be repeated."),
@@ -112,10 +113,10 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def open_checkpoint(
-    path: str, sizes: tuple[tuple[str, int], ...], mapping: str | None = None, **said: Any
+    path: str, sizes: tuple[tuple[str, int], ...], mapping: str | None = None, no_dequantize: bool = False, **said: Any
 ) -> jax_ucp.Checkpoint:
     """The checkpoint at a path, with what `source_options` say of it."""
-    found = jax_ucp.open(path, sizes=dict(sizes), **said)
+    found = jax_ucp.open(path, sizes=dict(sizes), dequantize=False if no_dequantize else None, **said)
     if mapping is None:
         return found
     rules = jax_ucp.Mapping.load(mapping)

@@ -22,6 +22,7 @@ from jax_ucp.formats import (
     universal,
 )
 from jax_ucp.formats.options import Options
+from jax_ucp.formats.quantization import settle
 from jax_ucp.storage.contents import Contents
 from jax_ucp.storage.ledger import Ledger
 
@@ -70,7 +71,7 @@ def open_contents(path: str | os.PathLike[str], options: Options) -> Contents:
     for recognise, name, opener in FORMATS:
         if recognise(at):
             try:
-                return opener(at, options)
+                return settle(opener(at, options), options.dequantize)
             except UCPError:
                 raise
             except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:

@@ -21,7 +21,7 @@ from jax_ucp.metadata import Key, Leaf, groups_of, leaf_names, plain_settings
 from jax_ucp.metadata import Path as TreePath
 from jax_ucp.storage.budget import in_threads
 from jax_ucp.storage.consolidated import Consolidated, ConsolidatedView, same_bits
-from jax_ucp.storage.contents import Contents, Fate, Item, Piece
+from jax_ucp.storage.contents import Contents, Fate, Item, Piece, QuantizedWeight
 from jax_ucp.storage.cuts import Cut, WithCuts
 from jax_ucp.storage.gather import read_into
 from jax_ucp.storage.joined import Joined
@@ -35,7 +35,8 @@ class Import:
 
     `shards` has the stored tensors, named `file:item`. The tree is `{state: {parameter: array}}`. A tensor of
     which the opener says nothing is accounted for as not understood. With `believe`, what is stored twice is not
-    compared: the `master` is the parameter, or the `copy` where there is one of all of it.
+    compared: the `master` is the parameter, or the `copy` where there is one of all of it. `quantized` are weights that
+    the opener knows to be codes.
     """
 
     def __init__(self, format: str, path: Path, shards: ArraySource, believe: str | None = None):
@@ -44,6 +45,7 @@ class Import:
         self.params: dict[TreePath, Consolidated] = {}
         self.extras: dict[str, dict[str, Any]] = {}
         self.notes: list[str] = []
+        self.quantized: list[QuantizedWeight] = []
         self._constants: dict[TreePath, tuple[np.ndarray, str]] = {}
         self._cuts: dict[str, Cut] = {}
         self._slices: dict[str, Consolidated] = {}
@@ -187,6 +189,7 @@ class Import:
             notes=self.notes,
             verify=verify,
             where=where,
+            quantized=self.quantized,
         )
 
     def _is_parameter(self, name: str) -> bool:
