@@ -20,6 +20,7 @@ from jax_ucp.formats import (
     safetensors,
     torch_state,
     universal,
+    weight_folder,
 )
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.quantization import settle
@@ -51,9 +52,10 @@ FORMATS: tuple[tuple[Callable[[Path], bool], str, Opener], ...] = (
     (deepspeed.recognise, "DeepSpeed (latest, or *_optim_states.pt)", deepspeed.open_deepspeed),
     (megatron_dist.recognise, "Megatron (metadata.json and common.pt)", megatron_dist.open_megatron_dist),
     (dcp.recognise, "PyTorch's distributed checkpoint (.metadata)", dcp.open_dcp),
-    (safetensors.recognise, "safetensors (a file, an index, or a folder)", safetensors.open_safetensors),
     (megatron_legacy.recognise, "Megatron (mp_rank_*/model_optim_rng.pt)", megatron_legacy.open_megatron_legacy),
-    (torch_state.recognise, "torch.save (a file, or a folder with pytorch_model.bin)", torch_state.open_torch),
+    (weight_folder.recognise, "a folder of weights (*.safetensors, pytorch_model.bin)", weight_folder.open_weight_folder),
+    (safetensors.recognise, "safetensors (a file or an index)", safetensors.open_safetensors),
+    (torch_state.recognise, "torch.save (a file, or an index of several)", torch_state.open_torch),
 )
 
 
