@@ -60,9 +60,9 @@ def open(
     something twice and differently, `save` refuses it; `believe` says what to take instead: the `master` (and the
     first of several replicas), or the `copy` that the model computed with, in its dtype.
 
-    Weights that are stored quantised, as codes and scales, are named in the notes and refused wherever weights are asked
-    for. `dequantize=False` gives the parts as they are stored, under the state `stored` in place of `param`, to be read,
-    restored or saved.
+    Weights that are stored quantised, as codes and scales, are named in the notes and refused wherever weights are
+    asked for. `dequantize=False` gives the parts as they are stored, under the state `stored` in place of `param`, to
+    be read, restored or saved.
 
     Raises NotACheckpoint where there is none, FormatError where a file is not what it should be, ValueError for another
     `dequantize`.

@@ -130,7 +130,8 @@ def _begin(path: os.PathLike[str], args: Save, budget_bytes: int) -> _Begun:
 def _restore(directory: os.PathLike[str], args: Restore, budget_bytes: int) -> Any:
     said = {"mesh": args.mesh, "rules": args.rules, "cast": args.cast, "partial": args.partial}
     # The program that saved the tree restores it: codes and scales are leaves of it like any other.
-    return open(directory, dequantize=False).restore(args.item, **said, share_reads=args.share_reads, budget_bytes=budget_bytes)
+    checkpoint = open(directory, dequantize=False)
+    return checkpoint.restore(args.item, **said, share_reads=args.share_reads, budget_bytes=budget_bytes)
 
 
 class CheckpointableHandler(v1.CheckpointableHandler[Save, Restore]):

@@ -259,7 +259,7 @@ def _imported(contents: Contents) -> bool:
 
 def _notes_without(contents: Contents, method: str) -> Iterator[str]:
     """What else is said of quantisation where no weight is quantised."""
-    if method and not contents.source.get("dequantize", True) is False:
+    if method and contents.source.get("dequantize") is not False:
         yield f"the config declares weights quantised with {method}, but none is stored so: they are taken as they are"
     scales = [leaf.label for leaf in contents.leaves if leaf.label.replace("/", ".").endswith(_CACHE_SCALES)]
     if scales:

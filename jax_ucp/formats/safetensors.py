@@ -1,4 +1,4 @@
-"""safetensors: one file, or the files that an index names; whole tensors, or parts of them. `weight_folder` has folders.
+"""safetensors: one file, or the files that an index names; whole tensors, or parts. `weight_folder` has folders.
 
 Facts: the format's README and `Metadata::validate` (`safetensors/src/tensor.rs`) of safetensors 0.8. The header is read
 here, because the package reads no fp8 through numpy.
@@ -76,7 +76,7 @@ def read_weights(path: Path, folder: Path, names: Sequence[str]) -> Import:
         if path.is_file() and MARK in file.metadata and not WHOLE_FILE.fullmatch(name):
             raise FormatError(f"{path} holds one rank's parts of tensors (torch DCP): open its folder")
         if MARK in file.metadata and file.packed:
-            raise FormatError(f"{folder / name}: parts of tensors of {', '.join(file.packed.values())} cannot be joined")
+            raise FormatError(f"{folder / name} has parts of tensors of {', '.join({*file.packed.values()})}")
         for key, box in boxes(file.path, file.metadata, file.arrays()).items():
             parts[key].append((f"{name}:{key}", box))
         _keep_header(found, name, file)
@@ -131,8 +131,8 @@ class SafetensorsFile:
             if header[name]["dtype"] in _PACKED_BITS:
                 self.packed[name] = header[name]["dtype"]
         if self._begin + at != size:
-            why = "it is cut short: its download or its save has not ended" if self._begin + at > size else "more follow"
-            raise CorruptData(f"{path} has {size} bytes, but its header describes {self._begin + at}: {why}")
+            short = ": it is cut short, its download or its save has not ended" if self._begin + at > size else ""
+            raise CorruptData(f"{path} has {size} bytes, but its header describes {self._begin + at}{short}")
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self._arrays
@@ -181,7 +181,7 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[ArrayInfo, int, int]:
 
 
 def _packed(shape: Sequence[int], dtype: str) -> ArrayInfo | None:
-    """The bytes of a tensor of less than 8 bits an element: in rows, where a row is of whole bytes; None if none are."""
+    """The bytes of a tensor of less than 8 bits an element, in rows where each has whole bytes; None if it has not."""
     bits = _PACKED_BITS[dtype]
     if shape and shape[-1] * bits % 8 == 0:
         return ArrayInfo((*shape[:-1], shape[-1] * bits // 8), np.dtype(np.uint8))

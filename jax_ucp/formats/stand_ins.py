@@ -12,7 +12,7 @@ _HEADS = (
     (b"version https://git-lfs.github.com/spec/", "a git-lfs pointer and not the file itself", "run `git lfs pull`"),
     (b"# xet version", "a pointer of git-xet and not the file itself", "fetch the file with git-xet"),
     (b"/annex/objects/", "a git-annex pointer and not the file itself", "run `git annex get`"),
-    (b"\0\5\x16\7", "what macOS keeps beside a file (AppleDouble), no weights", "open the file without `._` in its name"),
+    (b"\0\5\x16\7", "what macOS keeps beside a file (AppleDouble)", "open the file without `._` in its name"),
     (b"<!doctype html", "a web page, not the file that a link to it offers", "download the file itself"),
     (b"<html", "a web page, not the file that a link to it offers", "download the file itself"),
     (b"Entry not found", "what the hub answered, not the file", "download it again"),

@@ -1,4 +1,4 @@
-"""Files of torch.save as checkpoints: a model's state dict, or what a trainer saves with it. `weight_folder` has folders.
+"""Files of torch.save as checkpoints: a model's state dict, or what a trainer saves; `weight_folder` has folders.
 
 Which tensor is a weight and which an optimizer's state follows from where it lies in the nested dicts, by the rules of
 `state_paths`. `torch.optim.Optimizer.state_dict` numbers the parameters; which number is which parameter is stored only
@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from jax_ucp.errors import FormatError
 from jax_ucp.formats import extras

@@ -150,8 +150,8 @@ def refuse_rank(path: Path) -> None:
     world = _WORLD.fullmatch(path.name)
     if world and int(world["world"]) > 1:
         raise FormatError(
-            f"{path} is what one of {int(world['world'])} ranks wrote, and nothing that is stored says how their tensors "
-            "form those of the model: save or export it as one checkpoint with the library that wrote it"
+            f"{path} is what one of {int(world['world'])} ranks wrote, and nothing stored says how their tensors form "
+            "those of the model: save it as one checkpoint with the library that wrote it"
         )
     names = [file.name for file in path.parent.iterdir() if file.name != path.name] + _checklist(path.parent)
     for pattern in _RANKS:
@@ -159,8 +159,8 @@ def refuse_rank(path: Path) -> None:
         others = [name for name in names if mine and _differs_in_number(pattern, mine, name)]
         if others:
             raise FormatError(
-                f"{path} is named after a rank, and there are others: {', '.join(sorted(set(others))[:4])}. Nothing that "
-                "is stored says whether each has a part of the model, and of which axes. Convert them with the library "
+                f"{path} is named after a rank, and there are others: {', '.join(sorted(set(others))[:4])}. Nothing "
+                "stored says whether each has a part of the model, and of which axes. Convert them with the library "
                 "that wrote them (Llama's originals with convert_llama_weights_to_hf.py of transformers); if each has "
                 "all of the model, open a copy in a folder of its own"
             )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -74,7 +74,7 @@ _BESIDE = (
         _TRAINER,
     ),
     (re.compile(r"adapter_model\..*"), _ADAPTER),
-    (re.compile(r".*\.(h5|msgpack|gguf|npz|onnx|pth|pt|ckpt|mlmodel|tflite|nemo)"), "may hold weights too, in a format that is not looked for"),
+    (re.compile(r".*\.(h5|msgpack|gguf|npz|onnx|pth|pt|ckpt|mlmodel|tflite|nemo)"), "may hold weights, too"),
 )
 
 
@@ -102,6 +102,21 @@ def open_weight_folder(path: Path, options: Options) -> Contents:
     if choice.same is not None:
         contents = _compared(path, contents, choice.save, choice.same, options)
     return _with_parts(path, contents, choice.save, options)
+
+
+def notes_beside(path: Path) -> Iterator[str]:
+    """What a checkpoint of another format has beside it: weights, and a trainer's state."""
+    names = _files(path)
+    (trainer,) = (pattern for pattern, what in _BESIDE if what == _TRAINER)
+    yield from _notes("weights beside the checkpoint", [name for name in names if holds_weights([name])])
+    yield from _notes(_TRAINER, [name for name in names if trainer.fullmatch(name)])
+
+
+def _notes(reason: str, names: Sequence[str]) -> Iterator[str]:
+    """One note on what was not read for a reason."""
+    if names:
+        more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+        yield f"not read: {', '.join(names[:_NAMES_SHOWN])}{more}: {reason}"
 
 
 def _files(path: Path) -> list[str]:
@@ -150,8 +165,7 @@ def _account(found: Import, choice: Choice, options: Options) -> None:
     if "adapter_config.json" in found.extras and choice.save.model.stem != "adapter_model":
         noted[_ADAPTER].append("adapter_config.json")
     for reason, names in noted.items():
-        more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-        found.notes.append(f"not read: {', '.join(names[:_NAMES_SHOWN])}{more}: {reason}")
+        found.notes += _notes(reason, names)
     if choice.save.model.stem == "adapter_model":
         found.notes.append(_about_adapter(found.extras))
 
@@ -179,7 +193,8 @@ def _beside(entry: Path, choice: Choice, options: Options) -> tuple[str, bool]:
 def _about_adapter(extras: Mapping[str, Any]) -> str:
     config = extras.get("adapter_config.json", {}).get("config")
     base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
-    return f"these are the weights of an adapter, which mean something only with the model they change: {base or '?'}"
+    model = str(base) if base else "which its config does not name"
+    return f"these are the weights of an adapter, which mean something only with the model that it changes, {model}"
 
 
 # What is stored twice.
@@ -214,8 +229,8 @@ def _with_parts(path: Path, contents: Contents, save: Save, options: Options) ->
     if other is not None:
         if difference := _first_difference(contents, other):
             raise FormatError(
-                f"{path} holds two saves, {save.name} and the ranks' parts in {SHARDED}/, and they differ: {difference}. "
-                f"Open the one that is meant: {path}/{save.name} or {parts}"
+                f"{path} holds two saves, {save.name} and the ranks' parts in {SHARDED}/, and they differ: "
+                f"{difference}. Open the one that is meant: {path}/{save.name} or {parts}"
             )
         compared = _with_copy(contents, SHARDED, other)
     account = [*compared.account, Item(SHARDED, "folder", "skipped", reason)]

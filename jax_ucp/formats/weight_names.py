@@ -1,10 +1,11 @@
 """Which files of a folder are one model's weights, decided by names and indexes alone.
 
 Facts: transformers 4.57 (`modeling_utils.py`, `_get_resolved_checkpoint_files`) takes of a folder the file that
-`transformers_weights` of the config names, else `model.safetensors`, its index, `pytorch_model.bin`, its index, whichever
-is there first. diffusers (`model_loading_utils.py`) calls them `diffusion_pytorch_model`, and both put a variant such as
-`fp16` between dots. accelerate (`checkpointing.py`) numbers further models `model_1`, `pytorch_model_1`. One part of
-several is called `<name>-00001-of-00002`; torch DCP calls a rank's `shard-00001-model-00001-of-00002`.
+`transformers_weights` of the config names, else the first that is there of `model.safetensors`, its index,
+`pytorch_model.bin`, its index. diffusers (`model_loading_utils.py`) calls them `diffusion_pytorch_model`, and both put
+a variant such as `fp16` between dots. accelerate (`checkpointing.py`) numbers further models `model_1`,
+`pytorch_model_1`. One part of several is called `<name>-00001-of-00002`; torch DCP calls a rank's
+`shard-00001-model-00001-of-00002`.
 """
 
 from __future__ import annotations
@@ -243,7 +244,7 @@ def _of_one_model(folder: str, saves: Sequence[Save]) -> tuple[Save, Save | None
             return stale or lacking[0], None
         case [save]:
             return save, None
-        case [save, same] if save.model.kind == "safetensors":
+        case [save, same]:
             return save, same
         case _:
             names = " and ".join(save.name for save in whole)
