@@ -103,7 +103,7 @@ def open_contents(path: str | os.PathLike[str], options: Options) -> Contents:
                 what = f"{type(error).__name__}: {error}"
                 raise FormatError(f"{path} looks like {name}, but its metadata are not as expected ({what})") from error
     if at.is_file() and (why := stand_in(at)):
-        raise FormatError(f"{path}: {why}")
+        raise NotACheckpoint(f"{path} is no checkpoint: {why}")
     if at.is_dir():
         _point_inside(at)
     known = "\n  ".join(name for _, name, _ in FORMATS)

@@ -21,8 +21,15 @@ from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.formats.importing import Import
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.safetensors_parts import MARK, WHOLE_FILE, boxes, joined, unproved
-from jax_ucp.formats.stand_ins import stand_in
-from jax_ucp.formats.weight_files import finish, index_save, keep_configs, keep_index, refuse_part, tensors_of
+from jax_ucp.formats.weight_files import (
+    finish,
+    index_save,
+    keep_configs,
+    keep_index,
+    refuse_part,
+    refuse_stand_in,
+    tensors_of,
+)
 from jax_ucp.formats.weight_names import model_of_index
 from jax_ucp.layout.box import Box
 from jax_ucp.storage.contents import Contents, QuantizedWeight
@@ -69,6 +76,8 @@ def read_weights(path: Path, folder: Path, names: Sequence[str]) -> Import:
 
     Raises as `open_safetensors`.
     """
+    for name in names:
+        refuse_stand_in(folder / name)
     files = {name: SafetensorsFile(folder / name) for name in names}
     found = Import("safetensors", path, Joined(files))
     parts: dict[str, list[tuple[str, Box]]] = defaultdict(list)
@@ -112,7 +121,7 @@ class SafetensorsFile:
             length = int.from_bytes(head, "little") if len(head := file.read(8)) == 8 else -1
             if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
                 said = f"its first 8 bytes say that the header has {length} bytes, of {size} in all"
-                raise FormatError(f"{path}: {stand_in(path) or f'{said}: it is cut short, or no safetensors'}")
+                raise FormatError(f"{path}: {said}: it is cut short, or no safetensors")
             header = _header(path, file.read(length))
         self.metadata: dict[str, str] = header.pop("__metadata__", {})
         if not isinstance(self.metadata, dict) or not all(isinstance(v, str) for v in self.metadata.values()):

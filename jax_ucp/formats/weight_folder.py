@@ -203,7 +203,7 @@ def _about_adapter(extras: Mapping[str, Any]) -> str:
 def _compared(path: Path, contents: Contents, save: Save, same: Save, options: Options) -> Contents:
     """The checkpoint, whose weights are those of another save too. Raises FormatError where they differ."""
     other = finish(_read(path, same, options))
-    if difference := _first_difference(contents, other):
+    if difference := _other_structure(contents, other) or _other_values(contents, other):
         raise FormatError(
             f"{path} holds two saves of one model, {save.name} and {same.name}, and they differ: {difference}. "
             f"{which(str(path), [save, same])}"
@@ -215,26 +215,31 @@ def _compared(path: Path, contents: Contents, save: Save, same: Save, options: O
 
 
 def _with_parts(path: Path, contents: Contents, save: Save, options: Options) -> Contents:
-    """The checkpoint that torch DCP consolidated, compared with the parts that it has kept of it, if it has."""
+    """The checkpoint that torch DCP consolidated, compared with the ranks' parts of it, where they were kept.
+
+    Raises FormatError where they differ. Parts that are not all there do not make the checkpoint less.
+    """
     parts = path / SHARDED
     if not parts.is_dir():
         return contents
-    reason, note = "parts of the same tensors, as each rank wrote them; compared, and it opens by itself", ""
-    compared = contents
-    try:
-        other = open_weight_folder(parts, options) if recognise(parts) else None
-    except (UCPError, OSError) as error:
-        reason = note = f"{SHARDED}/ should hold the parts that ranks wrote, but was not compared: {error}"
-        other = None
-    if other is not None:
-        if difference := _first_difference(contents, other):
+    compared, fault = contents, "it holds no weights"
+    if recognise(parts):
+        try:
+            other = open_weight_folder(parts, options)
+            fault = _other_structure(contents, other)
+            compared = _with_copy(contents, SHARDED, other)
+        except (UCPError, OSError) as error:
+            other, fault = None, str(error)
+        if other is not None and (difference := _other_values(contents, other)):
             raise FormatError(
                 f"{path} holds two saves, {save.name} and the ranks' parts in {SHARDED}/, and they differ: "
                 f"{difference}. Open the one that is meant: {path}/{save.name} or {parts}"
             )
-        compared = _with_copy(contents, SHARDED, other)
+    reason = "parts of the same tensors, as each rank wrote them; compared, and it opens by itself"
+    if fault:
+        reason = f"{SHARDED}/ should hold the ranks' parts of the same tensors, and does not: {fault}"
     account = [*compared.account, Item(SHARDED, "folder", "skipped", reason)]
-    return replace(compared, account=account, notes=[*compared.notes, *([note] if note else [])])
+    return replace(compared, account=account, notes=[*compared.notes, *([reason] if fault else [])])
 
 
 def _with_copy(contents: Contents, name: str, copy: Contents) -> Contents:
@@ -251,21 +256,25 @@ def _with_copy(contents: Contents, name: str, copy: Contents) -> Contents:
     return replace(contents, verify=verify)
 
 
-def _first_difference(contents: Contents, copy: Contents) -> str | None:
-    """What differs between two checkpoints of one model: names, shapes, or a sample of the elements of each array."""
-    a, b = ({leaf.label: (list(leaf.shape), leaf.dtype) for leaf in c.leaves} for c in (contents, copy))
+def _other_structure(contents: Contents, copy: Contents) -> str | None:
+    """What differs between two checkpoints in names, shapes or dtypes."""
+    a, b = ({leaf.label: f"{leaf.dtype} {list(leaf.shape)}" for leaf in c.leaves} for c in (contents, copy))
     for label in sorted(a.keys() ^ b.keys()):
         return f"{label} is in only one of them"
-    for label in a:
-        if a[label] != b[label]:
-            return f"{label} is {a[label][1]} {a[label][0]} in one, {b[label][1]} {b[label][0]} in the other"
+    return next((f"{label} is {a[label]} in one, {b[label]} in the other" for label in a if a[label] != b[label]), None)
+
+
+def _other_values(contents: Contents, copy: Contents) -> str | None:
+    """What differs between two checkpoints in a sample of the elements of each array that both have."""
     differences = (_difference(contents, copy, *pair, _corners) for pair in _pairs(contents, copy))
     return next(filter(None, differences), None)
 
 
 def _pairs(contents: Contents, copy: Contents) -> Iterator[tuple[Leaf, Leaf]]:
-    of_copy = {leaf.label: leaf for leaf in copy.leaves}
-    return ((leaf, of_copy[leaf.label]) for leaf in contents.leaves)
+    of_copy = {(leaf.label, leaf.shape, leaf.dtype): leaf for leaf in copy.leaves}
+    for leaf in contents.leaves:
+        if (other := of_copy.get((leaf.label, leaf.shape, leaf.dtype))) is not None:
+            yield leaf, other
 
 
 def _difference(

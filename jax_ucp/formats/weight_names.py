@@ -51,12 +51,16 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """The files of one save of a model. `index` names them, if one does; `missing` are those that are not there."""
+    """The files of one save of a model. `index` names them, if one does; `missing` are those that are not there.
+
+    Parts that are `numbered`, with no index, are a save by their names alone; transformers would not load them.
+    """
 
     model: Model
     files: tuple[str, ...]
     index: str = ""
     missing: tuple[str, ...] = ()
+    numbered: bool = False
 
     @property
     def name(self) -> str:
@@ -170,7 +174,7 @@ def _series(model: Model, parts: int, by_number: Mapping[int, str]) -> Save:
     first = min(by_number)
     numbers = range(parts) if first == 0 else range(1, parts + 1)
     missing = tuple(numbered(by_number[first], n) for n in numbers if n not in by_number)
-    return Save(model, tuple(by_number[n] for n in sorted(by_number)), missing=missing)
+    return Save(model, tuple(by_number[n] for n in sorted(by_number)), missing=missing, numbered=True)
 
 
 def numbered(name: str, number: int) -> str:
@@ -216,11 +220,9 @@ def _found(folder: str, saves: Mapping[Model, Sequence[Save]]) -> tuple[Save, Sa
             raise _several(folder, [of_model[0] for of_model in saves.values()])
         (of_model,) = saves.values()
         return _of_one_model(folder, of_model)
-    for model in known:
-        chosen, same = _of_one_model(folder, saves[model])
-        if not chosen.missing or chosen.index:  # an index is followed, whatever else is there
-            return chosen, same
-    return _of_one_model(folder, saves[known[0]])
+    by_name = [model for model in known if not all(save.numbered for save in saves[model])]
+    whole = [model for model in known if any(not save.missing for save in saves[model])]
+    return _of_one_model(folder, saves[(by_name or whole or known)[0]])
 
 
 def _several(folder: str, saves: Sequence[Save]) -> FormatError:
@@ -238,7 +240,7 @@ def _of_one_model(folder: str, saves: Sequence[Save]) -> tuple[Save, Save | None
     """
     lacking = [save for save in saves if save.missing]
     stale = next((save for save in lacking if save.index), None)
-    whole = [save for save in saves if not save.missing and (stale is None or save.index or len(save.files) == 1)]
+    whole = [save for save in saves if not save.missing and not (stale and save.numbered)]
     match whole:
         case []:
             return stale or lacking[0], None
@@ -253,7 +255,7 @@ def _of_one_model(folder: str, saves: Sequence[Save]) -> tuple[Save, Save | None
 
 def which(folder: str, saves: Sequence[Save]) -> str:
     """The remedy where several saves could be meant."""
-    paths = [f"{folder}/{save.name}" for save in saves if save.index or len(save.files) == 1]
+    paths = [f"{folder}/{save.name}" for save in saves if not save.numbered]
     return f"Nothing says which is the newer: open the one that is meant ({', '.join(paths)}), or move the other away"
 
 
@@ -270,5 +272,5 @@ def _why_left(save: Save, chosen: Save) -> str:
     if model.stem.removeprefix(f"{chosen.model.stem}_").isdigit():
         return f"another model of the same save, as accelerate numbers them; {chosen.name} is read"
     if (model.kind, model.stem) in _KNOWN:
-        return f"{chosen.name} is read, as transformers and diffusers take safetensors first"
+        return f"{chosen.name} is read, which transformers and diffusers take first"
     return f"weights under another name; {chosen.name} is read"
