@@ -67,7 +67,7 @@ def open(
     Raises NotACheckpoint where there is none, FormatError where a file is not what it should be, ValueError for another
     `dequantize`.
     """
-    if dequantize not in (None, False):
+    if dequantize is not None and dequantize is not False:
         raise ValueError(f"dequantize={dequantize!r}: quantised weights are refused (None) or kept as parts (False)")
     options = Options(sizes or {}, Path(spec) if spec else None, weights_only, believe, dequantize)
     return Checkpoint(open_contents(path, options))
