@@ -261,7 +261,7 @@ def which(folder: str, saves: Sequence[Save]) -> str:
 
 def _why_left(save: Save, chosen: Save) -> str:
     model = save.model
-    if model == chosen.model and save.missing:
+    if save.missing and (model.kind, model.stem) in _KNOWN:
         return f"belongs to a save of which {len(save.missing)} files are missing; {chosen.name} is read"
     if model == chosen.model:
         return f"another save of the model; {chosen.name} is read"

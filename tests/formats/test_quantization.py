@@ -224,7 +224,7 @@ def test_the_same_tensors_are_recognised_in_other_formats(scheme, form, tmp_path
 @pytest.fixture
 def tree() -> dict:
     weights = {name: jax.numpy.asarray(array) for name, array in SCHEMES["block scales"][1].items()}
-    return {"params": {"m": {name.partition(".")[2]: array for name, array in weights.items()}, "b": np.ones(3)}}
+    return {"param": {"m": {name.partition(".")[2]: array for name, array in weights.items()}, "b": np.ones(3)}}
 
 
 def test_the_tree_of_a_jax_program_is_refused_by_open_and_comes_back_to_that_program(tree, tmp_path):
@@ -234,18 +234,16 @@ def test_the_tree_of_a_jax_program_is_refused_by_open_and_comes_back_to_that_pro
         manager.save(1, args=ucp.args.Save(tree))
         manager.wait_until_finished()
         back = manager.restore(1, args=ucp.args.Restore(tree))
-        assert same_bits(np.asarray(back["params"]["m"]["weight"]), np.asarray(tree["params"]["m"]["weight"]))
+        assert same_bits(np.asarray(back["param"]["m"]["weight"]), np.asarray(tree["param"]["m"]["weight"]))
     for path in (tmp_path / "orbax", tmp_path / "ours" / "1" / "default"):
         checkpoint = ucp.open(path)
-        with pytest.raises(
-            QuantizedWeights, match=r"params/m/weight .block scales: params/m/weight, params/m/weight_sc"
-        ):
+        with pytest.raises(QuantizedWeights, match=r"param/m/weight .block scales: param/m/weight, param/m/weight_sc"):
             checkpoint.restore(cast=BF16)
         with pytest.raises(QuantizedWeights):
             checkpoint.save(tmp_path / "no")
         kept = ucp.open(path, dequantize=False)
-        assert {leaf.label for leaf in kept.leaves} == {"params/m/weight", "params/m/weight_scale_inv", "params/b"}
-        assert same_bits(np.asarray(kept.restore()["params"]["m"]["weight"]), np.asarray(tree["params"]["m"]["weight"]))
+        assert {leaf.label for leaf in kept.leaves} == {"param/m/weight", "param/m/weight_scale_inv", "param/b"}
+        assert same_bits(np.asarray(kept.restore()["param"]["m"]["weight"]), np.asarray(tree["param"]["m"]["weight"]))
 
 
 # What is no quantised weight.
@@ -258,7 +256,7 @@ FLOATS = (np.float32, np.float16, BF16, np.float64)
 def test_ordinary_floats_are_weights_whatever_they_are_called(tmp_path_factory, names):
     arrays = {".".join(name): of(dtype, 4, 8) for name, dtype in names.items()}
     checkpoint = ucp.Checkpoint(settle(ucp.Checkpoint.of({"param": arrays})._contents, None))
-    assert checkpoint.notes == []
+    assert not checkpoint.notes
     assert set(checkpoint.restore().get("param", {})) == set(arrays)
 
 

@@ -265,6 +265,25 @@ def test_files_of_torch_that_are_parts_are_refused_too(tmp_path):
         ucp.open(part)
 
 
+def test_an_index_that_lacks_files_is_not_outvoted_by_parts_that_it_does_not_name(tmp_path):
+    gone = parts(tmp_path, tensors(0), 2, index=True)
+    parts(tmp_path, tensors(1), 3, index=False)
+    for file in gone:
+        file.unlink()
+    with pytest.raises(FormatError, match=rf"{INDEX} is of 2 files, of which 2 are not beside it: '{gone[0].name}'"):
+        ucp.open(tmp_path)
+
+
+def test_parts_of_safetensors_that_are_not_whole_are_left_for_parts_of_torch_that_are(tmp_path):
+    parts(tmp_path, tensors(0), 2, index=False)[0].unlink()
+    parts(tmp_path, tensors(1), 2, False, "pytorch_model", suffix="bin", save=write_torch)
+    checkpoint = ucp.open(tmp_path)
+    assert_is_the_truth(checkpoint, {f"param/{name}": array for name, array in tensors(1).items()})
+    assert checkpoint.notes[0].startswith(
+        "not read: model-00002-of-00002.safetensors: belongs to a save of which 1 files"
+    )
+
+
 def test_a_file_that_an_index_names_among_others_is_refused_by_itself(tmp_path):
     write(tmp_path / "first.safetensors", {"a": np.zeros(2, np.float32)})
     write(tmp_path / "second.safetensors", {"b": np.zeros(2, np.float32)})
@@ -279,6 +298,7 @@ def test_a_file_that_an_index_names_among_others_is_refused_by_itself(tmp_path):
     ("mine", "others"),
     [
         ("model_world_size_8_rank_3.pt", ()),
+        ("pytorch_model_world_size_2_rank_1.bin", ()),
         ("consolidated.00.pth", ("consolidated.01.pth",)),
         ("model_rank0.pt", ("model_rank1.pt",)),
         ("checkpoint-shard0.pt", ("checkpoint-shard1.pt",)),
@@ -289,7 +309,7 @@ def test_what_one_rank_wrote_is_refused_where_there_are_others(tmp_path, mine, o
     for name in (mine, *others):
         write_torch(tmp_path / name, tensors(0))
     for path in (tmp_path / mine, tmp_path):
-        with pytest.raises(UCPError, match=r"ranks? wrote|named after a rank|what could be meant|models"):
+        with pytest.raises(UCPError, match=r"ranks wrote|named after a rank|weights of 2 models"):
             ucp.open(path)
     if others:
         for name in others:
