@@ -19,6 +19,9 @@ from jax_ucp.formats.stand_ins import stand_in, why_missing
 from jax_ucp.formats.weight_names import Save, is_ranks_part, model_of_index, numbered
 from jax_ucp.storage.contents import Contents
 
+_SHOWN = 4
+_MAX_NAME = 200  # bytes: with the suffix of a download it is still one that file systems take
+
 CONFIG = "config.json"
 CONFIGS = (CONFIG, "hf_quant_config.json", "quantize_config.json", "quant_config.json", "adapter_config.json")
 CONFIGS += ("params.json",)
@@ -68,9 +71,10 @@ def require_files(by: Path, folder: Path, missing: Sequence[str], of: int) -> No
     """Raises FormatError if files are missing of those that `by` says there are, in its content or in its name."""
     if not missing:
         return
-    reasons = dict.fromkeys(reason for name in missing if _is_plain(name) and (reason := why_missing(folder, name)))
-    more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
-    names = ", ".join(map(repr, missing[:4]))
+    shown = missing[:_SHOWN]
+    reasons = dict.fromkeys(reason for name in shown if _is_plain(name) and (reason := why_missing(folder, name)))
+    more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+    names = ", ".join(f"{name!r:.200}" for name in shown)
     why = f" ({'; '.join(list(reasons)[:2])})" if reasons else ""
     raise FormatError(
         f"{by} is of {of} files, of which {len(missing)} are not beside it: {names}{more}{why}. The model is not whole "
@@ -79,8 +83,12 @@ def require_files(by: Path, folder: Path, missing: Sequence[str], of: int) -> No
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a name that a file gave is one of a file in the same folder."""
-    return name == Path(name).name and "\0" not in name
+    """Whether a name that an index gives can be that of a file in the same folder."""
+    try:
+        fits = len(name.encode()) <= _MAX_NAME
+    except UnicodeEncodeError:
+        return False
+    return fits and "\0" not in name and name == Path(name).name
 
 
 def keep_index(found: Import, path: Path, index: Mapping[str, Any], there: Iterable[tuple[str, str]]) -> None:
@@ -129,7 +137,7 @@ def refuse_part(path: Path) -> None:
         first = 0 if int(whole["part"]) == 0 else 1
         others = [numbered(path.name, n) for n in range(first, first + min(int(whole["parts"]), 1000))]
         absent = [name for name in others if not (path.parent / name).is_file()]
-        where = f"of which {len(absent)} are missing: {', '.join(absent[:4])}" if absent else "all beside it"
+        where = f"of which {len(absent)} are missing: {', '.join(absent[:_SHOWN])}" if absent else "all beside it"
         raise FormatError(f"{path} is one of {int(whole['parts'])} parts of a model, {where}: open its folder")
     for index, files in _indexes_beside(path):
         if path.name in files and len(files) > 1:
@@ -156,10 +164,10 @@ def refuse_rank(path: Path) -> None:
     names = [file.name for file in path.parent.iterdir() if file.name != path.name] + _checklist(path.parent)
     for pattern in _RANKS:
         mine = pattern.fullmatch(path.name)
-        others = [name for name in names if mine and _differs_in_number(pattern, mine, name)]
+        others = sorted({name for name in names if mine and _differs_in_number(pattern, mine, name)})
         if others:
             raise FormatError(
-                f"{path} is named after a rank, and there are others: {', '.join(sorted(set(others))[:4])}. Nothing "
+                f"{path} is named after a rank, and there are others: {', '.join(others[:_SHOWN])}. Nothing "
                 "stored says whether each has a part of the model, and of which axes. Convert them with the library "
                 "that wrote them (Llama's originals with convert_llama_weights_to_hf.py of transformers); if each has "
                 "all of the model, open a copy in a folder of its own"

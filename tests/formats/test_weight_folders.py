@@ -265,6 +265,18 @@ def test_files_of_torch_that_are_parts_are_refused_too(tmp_path):
         ucp.open(part)
 
 
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "/etc/passwd", "x" * 3000, "a\0b", "\ud800", "", ".", "..", "a/b"]
+)
+def test_an_index_that_names_no_file_of_the_folder_is_refused(tmp_path, name):
+    write(tmp_path / "model-00001-of-00001.safetensors", tensors(0))
+    (tmp_path.parent / "x.safetensors").write_bytes((tmp_path / "model-00001-of-00001.safetensors").read_bytes())
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(NAMES, name)}))
+    for path in (tmp_path, tmp_path / INDEX):
+        with pytest.raises(FormatError, match="is of 1 files, of which 1 are not beside it"):
+            ucp.open(path)
+
+
 def test_an_index_that_lacks_files_is_not_outvoted_by_parts_that_it_does_not_name(tmp_path):
     gone = parts(tmp_path, tensors(0), 2, index=True)
     parts(tmp_path, tensors(1), 3, index=False)
