@@ -229,6 +229,20 @@ def test_a_rank_without_a_file_is_noted(tmp_path):
     assert note.endswith("only if those ranks had nothing to write: shard-00002-model-00001-of-00001")
 
 
+def test_a_file_that_names_count_and_no_rank_has_is_missing(tmp_path):
+    folder = Path(shutil.copytree(DATA / "dcp_hf_sharded_2d" / "ckpt", tmp_path / "c"))
+    for file in folder.glob("*-model-00002-of-00002.safetensors"):
+        file.unlink()
+    with pytest.raises(FormatError, match=r"no rank has one called model-00002-of-00002"):
+        ucp.open(folder)
+
+
+def test_a_rank_of_any_number_takes_no_time(tmp_path):
+    name = f"shard-{10**12}-model-00001-of-00001.safetensors"
+    parts(tmp_path / name, w=([0, 0], np.zeros((2, 1), np.uint8)))
+    assert f"{10**12} ranks wrote parts" in ucp.open(tmp_path).notes[0]
+
+
 def test_other_files_of_the_folder_are_accounted_for_and_other_weights_noted(tmp_path):
     folder = Path(shutil.copytree(DATA / "hf_gpt2" / "ckpt", tmp_path / "c"))
     write(folder / "old.safetensors", {"w": entry(0, 4, [4])}, b"1234")
