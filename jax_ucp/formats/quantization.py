@@ -73,6 +73,7 @@ def _scales_for_each_row(codes: tuple[int, ...], scales: tuple[int, ...]) -> boo
 
 
 _NF4 = (".nested_absmax", ".nested_quant_map", ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
+_SCALED = "fp8, int8 or NVFP4 with scales"
 _MORE = ("_scale_2", "_global_scale", "_zero_point", "_g_idx", "_shape")
 
 # The first that finds its tensors has them.
@@ -81,10 +82,10 @@ SCHEMES = (
     Scheme("bitsandbytes 4-bit", "", "", ((".absmax",), (".quant_map",)), _NF4, _ANY),
     Scheme("bitsandbytes int8", ".weight", ".weight", ((".SCB",),), (".weight_format",), ("int8",)),
     # Codes in 16 bits are those that somebody cast without their scales.
-    Scheme("block scales", "", "", (("_scale_inv",),), (), (*_FEW_BITS, *_FLOATING)),
-    Scheme("packed codes", "_packed", "", (("_scale",),), _MORE, _PACKED),
-    Scheme("scales", "", "", (("_scale", "_scales"),), _MORE),
-    Scheme("scales", ".weight", ".weight", ((".scale",),), (".zero_point",)),
+    Scheme("fp8 with block scales", "", "", (("_scale_inv",),), (), (*_FEW_BITS, *_FLOATING)),
+    Scheme("compressed-tensors, packed", "_packed", "", (("_scale",),), _MORE, _PACKED),
+    Scheme(_SCALED, "", "", (("_scale", "_scales"),), _MORE),
+    Scheme(_SCALED, ".weight", ".weight", ((".scale",),), (".zero_point",)),
     Scheme("GPTQ or AWQ", ".qweight", ".weight", ((".scales",),), (".qzeros", ".g_idx", ".scaled_zeros"), _PACKED),
     Scheme("MXFP4", "_blocks", "", (("_scales",),), (), ("uint8",), fits=_a_scale_for_each_row),
     Scheme("MXFP4", ".blocks", "", ((".scales",),), (), ("uint8",), fits=_a_scale_for_each_row),

@@ -83,7 +83,7 @@ def unproved(files: Collection[str]) -> str | None:
     of_any_rank = {part for _, part in shards}
     if (gone := next((part for part in range(1, parts + 1) if part not in of_any_rank), None)) is not None:
         raise FormatError(
-            f"{next(iter(files))} says by its name that there are {parts} files of each rank, but no rank has one called "
+            f"{next(iter(files))} says by its name that ranks have {parts} files, but none has one called "
             f"model-{gone:05}-of-{parts:05}: the model is not whole without it"
         )
     every = ((rank, part) for rank in range(1, ranks + 1) for part in range(1, parts + 1))

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import jax_ucp as ucp
 from dcp_writer import Writer
+from folder_cases import CASES
 from jax_ucp.cli.main import main
 from jax_ucp.errors import QuantizedWeights
 from jax_ucp.formats.quantization import declared, settle
@@ -24,7 +25,6 @@ from jax_ucp.layout.box import Box
 from jax_ucp.storage.consolidated import same_bits
 from torch_writer import save as torch_save
 
-CASES = Path(__file__).parent.parent / "data" / "folders"
 F8, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
 NAMES = {
     "float8_e4m3fn": "F8_E4M3",
@@ -237,7 +237,9 @@ def test_the_tree_of_a_jax_program_is_refused_by_open_and_comes_back_to_that_pro
         assert same_bits(np.asarray(back["param"]["m"]["weight"]), np.asarray(tree["param"]["m"]["weight"]))
     for path in (tmp_path / "orbax", tmp_path / "ours" / "1" / "default"):
         checkpoint = ucp.open(path)
-        with pytest.raises(QuantizedWeights, match=r"param/m/weight .block scales: param/m/weight, param/m/weight_sc"):
+        with pytest.raises(
+            QuantizedWeights, match=r"param/m/weight .fp8 with block scales: param/m/weight, param/m/weight_sc"
+        ):
             checkpoint.restore(cast=BF16)
         with pytest.raises(QuantizedWeights):
             checkpoint.save(tmp_path / "no")
@@ -333,7 +335,10 @@ def test_what_numpy_has_no_whole_bytes_of_is_kept_as_bytes(tmp_path):
     arrays = {"m.weight": of(np.uint8, 4, 8), "m.weight_scale": of(F8, 4, 1), "n.weight": of(np.uint8, 6)}
     write(tmp_path / "model.safetensors", {**arrays, "ok": of(np.float32, 2)}, **{"m.weight": "F4", "n.weight": "F4"})
     checkpoint = ucp.open(tmp_path)
-    with pytest.raises(QuantizedWeights, match=r"2 weights.*m\.weight \(scales: .*n\.weight \(F4, several to a byte"):
+    with pytest.raises(
+        QuantizedWeights,
+        match=r"2 weights.*m\.weight \(fp8, int8 or NVFP4 with scales: .*n\.weight \(F4, several to a byte",
+    ):
         checkpoint.restore()
     kept = ucp.open(tmp_path, dequantize=False).restore()
     assert all(same_bits(kept["stored"][name], array) for name, array in arrays.items())
