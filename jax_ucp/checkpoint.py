@@ -159,7 +159,7 @@ class Checkpoint:
         return self._contents.where(self._leaf(leaf) if isinstance(leaf, str) else leaf)
 
     def read(self, label: str, box: Box | None = None) -> np.ndarray:
-        """The array of a leaf, or one box of it."""
+        """The array of a leaf, or one box of it. Raises QuantizedWeights for a part of a quantised weight."""
         leaf = self._leaf(label)
         require_values(self._contents, [leaf])
         return self._contents.arrays.read(leaf.name, box or Box.whole(leaf.shape))

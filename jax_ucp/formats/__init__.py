@@ -6,7 +6,7 @@ To add a format, write a module with `recognise(path)` and an opener, and add on
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,18 +23,14 @@ from jax_ucp.formats import (
     universal,
     weight_folder,
 )
+from jax_ucp.formats.hints import not_read, point_inside
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.quantization import settle
-from jax_ucp.formats.stand_ins import finished_name, stand_in
-from jax_ucp.formats.weight_files import refuse_part
+from jax_ucp.formats.stand_ins import stand_in
 from jax_ucp.storage.contents import Contents
 from jax_ucp.storage.ledger import Ledger
 
 Opener = Callable[[Path, Options], Contents]
-
-_SHOWN = 6
-_FOREIGN = {".gguf": "GGUF", ".h5": "Keras's HDF5", ".msgpack": "Flax's msgpack", ".npz": "numpy's npz"}
-_FOREIGN |= {".nemo": "NeMo's archive", ".onnx": "ONNX"}
 
 
 def _open_step(path: Path, options: Options) -> Contents:
@@ -105,71 +101,17 @@ def open_contents(path: str | os.PathLike[str], options: Options) -> Contents:
     if at.is_file() and (why := stand_in(at)):
         raise NotACheckpoint(f"{path} is no checkpoint: {why}")
     if at.is_dir():
-        _point_inside(at)
+        point_inside(at, _recognised)
     known = "\n  ".join(name for _, name, _ in FORMATS)
-    why = f"\n{why}" if at.is_dir() and (why := _foreign(at)) else ""
+    why = f"\n{why}" if at.is_dir() and (why := not_read(at)) else ""
     raise NotACheckpoint(f"{path} is no checkpoint of a format known here:\n  {known}{why}")
 
 
-def _point_inside(at: Path) -> None:
-    """Raises NotACheckpoint, naming them, where a folder holds checkpoints, and FormatError where only parts of one."""
-    steps = sorted((path for path in at.iterdir() if orbax.is_step(path)), key=_natural)
-    if steps:
-        names = ", ".join(path.name for path in steps)
-        raise NotACheckpoint(f"{at} holds the steps {names}: open one, {steps[-1]}")
-    inside, refusals = [*_folders_in(at)], []
-    for path in _children(at):
-        if path.is_file() and torch_state.recognise(path):
-            try:
-                refuse_part(path)
-                inside.append(path)
-            except FormatError as error:
-                refusals.append(error)
-    if inside:
-        raise NotACheckpoint(f"{at} is no checkpoint itself, but holds {_listed(inside)}: open one, {inside[0]}")
-    for refusal in refusals:
-        raise refusal
+def _recognised(path: Path) -> bool:
+    return any(recognise(path) for recognise, _, _ in FORMATS)
 
 
 def _with_notes(contents: Contents, at: Path, opener: Opener) -> Contents:
     """The checkpoint, with notes on what a trainer has left beside it in the same folder."""
     beside = [*weight_folder.notes_beside(at)] if opener in _OF_TORCH else []
     return replace(contents, notes=[*contents.notes, *beside]) if beside else contents
-
-
-def _folders_in(at: Path) -> Iterator[Path]:
-    """The folders in a folder that are checkpoints: of any format, or the revisions that a hub cache has."""
-    revision, snapshots = at / "refs" / "main", at / "snapshots"
-    if snapshots.is_dir() and revision.is_file():
-        yield snapshots / revision.read_text().strip()
-    elif snapshots.is_dir():
-        yield from (path for path in _children(snapshots) if path.is_dir())
-    for path in _children(at):
-        if path.is_dir() and any(recognise(path) for recognise, _, _ in FORMATS):
-            yield path
-
-
-def _children(at: Path) -> list[Path]:
-    return sorted((path for path in at.iterdir() if not path.name.startswith(".")), key=_natural)
-
-
-def _listed(paths: Sequence[Path]) -> str:
-    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
-    return ", ".join(path.name for path in paths[:_SHOWN]) + more
-
-
-def _foreign(at: Path) -> str:
-    """What a folder shows of why nothing in it can be opened: a download under way, or weights in other formats."""
-    for path in sorted(at.iterdir()):
-        if (will_be := finished_name(path.name)) is not None and weight_folder.holds_weights([will_be]):
-            return f"{path.name} in it is a download that has not ended"
-        if (what := _FOREIGN.get(path.suffix)) is not None:
-            return f"{path.name} in it is {what}, which is not read here"
-    return ""
-
-
-def _natural(path: Path) -> tuple[str, int, str]:
-    """Steps in the order of their numbers, whatever is before these in their names."""
-    stem = path.name.rstrip("0123456789")
-    number = path.name[len(stem) :]
-    return stem, int(number) if number else -1, path.name
