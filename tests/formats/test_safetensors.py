@@ -233,7 +233,7 @@ def test_a_file_that_names_count_and_no_rank_has_is_missing(tmp_path):
     folder = Path(shutil.copytree(DATA / "dcp_hf_sharded_2d" / "ckpt", tmp_path / "c"))
     for file in folder.glob("*-model-00002-of-00002.safetensors"):
         file.unlink()
-    with pytest.raises(FormatError, match=r"no rank has one called model-00002-of-00002"):
+    with pytest.raises(FormatError, match=r"none has one called model-00002-of-00002"):
         ucp.open(folder)
 
 
