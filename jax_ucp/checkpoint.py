@@ -26,7 +26,7 @@ from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Group, Leaf, tree_of
 from jax_ucp.parameters import Parameter, Parameters, table
 from jax_ucp.storage.budget import DEFAULT_BUDGET
-from jax_ucp.storage.contents import Contents, Item, Piece
+from jax_ucp.storage.contents import Contents, Item, Piece, require_values, require_weights
 from jax_ucp.storage.copy import Block, CopyPlan, copy, plan_copy, require_target
 from jax_ucp.storage.mapped_tree import map_contents, states_of
 from jax_ucp.storage.source import ArrayInfo
@@ -52,6 +52,7 @@ def open(
     spec: str | os.PathLike[str] | None = None,
     weights_only: bool = False,
     believe: Literal["master", "copy"] | None = None,
+    dequantize: Literal[False] | None = None,
 ) -> Checkpoint:
     """The checkpoint at `path`, whichever of the known formats it has. Reads metadata only.
 
@@ -64,10 +65,14 @@ def open(
     What is given is used, or refused: a name in `sizes` that the checkpoint has no use for, a `spec` where it says
     itself how shards form parameters. Where nothing is stored twice, a note says that `believe` changed nothing.
 
+    Weights that are stored quantised, as codes and scales, are named in the notes and refused wherever weights are
+    asked for. `dequantize=False` gives the parts as they are stored, under the state `stored` in place of `param`, to
+    be read, restored or saved.
+
     Raises NotACheckpoint where there is none, FormatError where a file is not what it should be, SpecError for `sizes`
-    and a `spec` that are not used, and UnsupportedPath for a URL.
+    and a `spec` that are not used, UnsupportedPath for a URL, and ValueError for another `dequantize`.
     """
-    options = Options.of(sizes, spec, weights_only, believe)
+    options = Options.of(sizes, spec, weights_only, believe, dequantize)
     contents = open_contents(path, options)
     require_used(options.sizes, contents.path)
     return Checkpoint(contents)
@@ -159,8 +164,9 @@ class Checkpoint:
         return self._contents.where(self._leaf(leaf) if isinstance(leaf, str) else leaf)
 
     def read(self, label: str, box: Box | None = None) -> np.ndarray:
-        """The array of a leaf, or one box of it."""
+        """The array of a leaf, or one box of it. Raises QuantizedWeights for a part of a quantised weight."""
         leaf = self._leaf(label)
+        require_values(self._contents, [leaf])
         return self._contents.arrays.read(leaf.name, box or Box.whole(leaf.shape))
 
     def _leaf(self, label: str) -> Leaf:
@@ -186,8 +192,9 @@ class Checkpoint:
         of a parameter is mapped as the parameter is: leaves are at `(state, *name between slashes)`.
 
         Raises LayoutError with everything in which mapping and checkpoint differ, SpecError where `mapping` is
-        none.
+        none, QuantizedWeights where weights are stored as codes.
         """
+        require_weights(self._contents)
         rules = mapping if isinstance(mapping, mappings.Mapping) else mappings.Mapping.load(mapping)
         shapes = {name: leaf.shape for name, leaf in states_of(self._contents)["param"].items()}
         lengths = undone_lengths(rules, self.source.get("mapping", {})) | dict(Sizes(sizes or {}))
@@ -212,6 +219,7 @@ class Checkpoint:
 
         said = {"mesh": mesh, "rules": rules, "cast": cast, "partial": partial, "narrow_integers": narrow_integers}
         plan = plan_restore(self.leaves, target, **said)
+        require_values(self._contents, [placement.leaf for placement in plan.placements])
         return shared_plan(plan, self._contents.arrays.arrays()) if share_reads else plan
 
     def restore(
@@ -241,7 +249,8 @@ class Checkpoint:
         in the others with its words. In one process it changes nothing.
 
         Raises TreeMismatch with everything in which target and checkpoint differ, CorruptData where bytes
-        are not what was written, or a file is no longer the one that was opened.
+        are not what was written, or a file is no longer the one that was opened, QuantizedWeights where what is asked
+        for is stored as codes.
         """
         from jax_ucp.sharding.restore import run_restore
 
@@ -266,6 +275,7 @@ class Checkpoint:
         """
         from jax_ucp.optimizers import plan_optimizer
 
+        require_weights(self._contents)
         return plan_optimizer(self._contents, tx, params, step, check)
 
     def torch_states(
@@ -309,6 +319,7 @@ class Checkpoint:
         """
         from jax_ucp.sharding.reads import HostMesh, checkpoint_reads
 
+        require_values(self._contents, self.leaves)
         return checkpoint_reads(self._contents, HostMesh.of(mesh, hosts), rules)
 
     def plan_save(
@@ -325,10 +336,12 @@ class Checkpoint:
         Its `notes` say what the mesh does not have of saved specs and rules. With `path`, what `save` refuses to write
         to is refused here.
 
-        Raises ValueError for a rule, or a mesh and hosts, that cannot be meant, and for `path` what `save` raises.
+        Raises ValueError for a rule, or a mesh and hosts, that cannot be meant, QuantizedWeights where weights are
+        stored as codes, and for `path` what `save` raises.
         """
         if path is not None:
             require_target(self._contents, local_path(path))
+        require_values(self._contents, self.leaves)
         if mesh is None:
             if rules or hosts != 1:
                 raise ValueError("rules and hosts say what lies where on a mesh: give mesh= too")
@@ -360,8 +373,8 @@ class Checkpoint:
         is stored twice is compared first. Stopped at any moment it leaves no checkpoint at `path`, and the
         same call takes up where it was stopped.
 
-        Raises FileExistsError if `path` is in use, UnsupportedPath if it is a URL, and CorruptData if the source
-        contradicts itself or changes meanwhile.
+        Raises FileExistsError if `path` is in use, UnsupportedPath if it is a URL, CorruptData if the source
+        contradicts itself or changes meanwhile, and QuantizedWeights where weights are stored as codes.
         """
         target = local_path(path)
         plan = self.plan_save(budget_bytes, mesh=mesh, rules=rules, hosts=hosts)
@@ -380,6 +393,7 @@ class Checkpoint:
         budget_bytes: int = DEFAULT_BUDGET,
     ) -> ExportPlan:
         """What `export` with the same arguments would write, and in its `notes` what would be left out."""
+        require_weights(self._contents)
         said = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "zero_stage": zero_stage}
         return plan_export(self._contents, format, **said, budget_bytes=budget_bytes)
 
@@ -404,7 +418,8 @@ class Checkpoint:
 
         Raises TreeMismatch if the tree is not `{state: {parameter: array}}`, UnsupportedLeaf with every parameter
         that the format cannot hold, FileExistsError if `path` is in use, UnsupportedPath if it is a URL, ValueError for
-        an argument that is for another format, CorruptData if the source contradicts itself or changes meanwhile.
+        an argument that is for another format, CorruptData if the source contradicts itself or changes meanwhile,
+        QuantizedWeights where weights are stored as codes.
         """
         target = local_path(path)
         said = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "zero_stage": zero_stage}

@@ -7,14 +7,15 @@
     │   ├── UnsafePickle     a torch file asks for what no data needs: a name that runs something, an opcode, a size
     │   └── CorruptData      bytes differ from their checksum, their twin or their recorded size
     ├── NotACheckpoint       nothing at the path is a checkpoint we know, or it was never finished
+    ├── QuantizedWeights     weights are stored as codes and scales, and were asked for as weights
     ├── TreeMismatch         a target tree and a checkpoint do not have the same leaves
     ├── UnsupportedPath      a path is a URL, or would be taken for another path than the one that is meant
     ├── SaveFailed           another process could not do its part of a save, so there is no checkpoint
     └── UnsupportedLeaf      a leaf of a tree to be saved is nothing we could restore as what it was
 
-`LayoutError`, `SpecError`, `FormatError`, `TreeMismatch` and `UnsupportedPath` are also `ValueError`, `NotACheckpoint`
-is also `FileNotFoundError`, `SaveFailed` also `RuntimeError` and `UnsupportedLeaf` also `TypeError`, so that code which
-knows nothing of us catches them where it would expect to.
+`LayoutError`, `SpecError`, `FormatError`, `QuantizedWeights`, `TreeMismatch` and `UnsupportedPath` are also
+`ValueError`, `NotACheckpoint` is also `FileNotFoundError`, `SaveFailed` also `RuntimeError` and `UnsupportedLeaf` also
+`TypeError`, so that code which knows nothing of us catches them where it would expect to.
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ class CorruptData(FormatError):
 
 class NotACheckpoint(UCPError, FileNotFoundError):
     """Nothing at the path is a finished checkpoint of a format we know."""
+
+
+class QuantizedWeights(UCPError, ValueError):
+    """Weights are stored as codes that mean something only with their scales, and were asked for as weights."""
 
 
 class TreeMismatch(UCPError, ValueError):

@@ -148,7 +148,9 @@ def _begin(path: os.PathLike[str], args: Save, budget_bytes: int) -> _Begun:
 def _restore(directory: os.PathLike[str], args: Restore, budget_bytes: int) -> Any:
     names = ("mesh", "rules", "cast", "partial", "share_reads", "narrow_integers")
     said = {name: getattr(args, name) for name in names}
-    return open(directory).restore(args.item, **said, budget_bytes=budget_bytes)
+    # The program that saved the tree restores it: codes and scales are leaves of it like any other.
+    checkpoint = open(directory, dequantize=False)
+    return checkpoint.restore(args.item, **said, budget_bytes=budget_bytes)
 
 
 class CheckpointableHandler(v1.CheckpointableHandler[Save, Restore]):

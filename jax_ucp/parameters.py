@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Leaf
-from jax_ucp.storage.contents import Contents, Piece
+from jax_ucp.storage.contents import Contents, Piece, require_values
 from jax_ucp.visible import visible
 
 
@@ -37,6 +37,7 @@ class Parameter:
     def read(self, state: str = "param", box: Box | None = None) -> np.ndarray:
         """One of its states, or one box of it."""
         leaf = self.states[state]
+        require_values(self.contents, [leaf])
         return self.contents.arrays.read(leaf.name, box or Box.whole(leaf.shape))
 
     def __repr__(self) -> str:

@@ -9,7 +9,11 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 from jax.sharding import Mesh
 
+import jax_ucp as ucp
 from cases import Case, Outcome, every, mesh_4_2, outcome
+from folder_cases import CASES, RIGHT
+from jax_ucp.errors import UCPError
+from jax_ucp.formats.quantization import SCHEMES
 
 PAGE = Path(__file__).parent.parent / "docs" / "formats.md"
 
@@ -22,6 +26,28 @@ stored item is mapped, kept as an extra, or skipped for a reason. The table is p
 tests/formats_table.py > docs/formats.md`; tests compare lines of it with a run, and see that no case is missing.
 
 {table}
+
+## Folders of weights
+
+What is read of a folder with safetensors or with files of torch.save is decided by names and indexes: what transformers
+would load, and where it would load nothing, numbered parts that are all there, or the weights of the one model. What an
+index or a name says is missing is an error. Another whole save of the same model is compared: a sample of each tensor
+when the folder is opened, all of it by `verify` and by a conversion. What else belongs to it is named in a note.
+
+| folder in `tests/data/folders` | | |
+|---|---|---|
+{folders}
+
+## Quantised weights
+
+A weight that is stored as codes and scales is refused as a weight, in any format, wherever weights are asked for:
+restoring, mapping, exporting, converting. `dequantize=False` (`--no-dequantize`) gives the parts as they are stored,
+under `stored` in place of `param`. Recognised by names, dtypes and shapes are:
+
+{schemes}
+
+Where a config declares a quantisation, whatever may be codes is refused too, such as fp8 without its scales. An fp8
+tensor without scales, and without such a config, is a weight like any other.
 
 ## What no reader can see
 
@@ -37,6 +63,8 @@ its copies. These are not, because nothing that is stored tells:
 - **DeepSpeed's universal folders**: an atom's name is that of its folder. Two weights exchanged are found by the
   module's copies, unless the folder comes from ZeRO-3; two moments exchanged, or weights that tensor-parallel ranks
   average, are not.
+- **Quantised weights without a config**: codes of a scheme that is not in the list above are integers like any other.
+- **A part of a model whose name says nothing of parts**, with no index beside it, is a smaller model.
 - **Names changed everywhere** in the metadata, and the CRCs with them, are other names.
 
 Hostile files are a matter of their own: `python tests/fuzz.py 100000` makes that many of them, and
@@ -76,12 +104,32 @@ def row(case: Case, mesh: Mesh) -> str:
         return line(case, outcome(case, mesh, Path(folder) / "out"))
 
 
+def folder_row(case: str) -> str:
+    """The line of a folder: how it is read and what is noted, or why it is refused."""
+    path = CASES / case / RIGHT[case].at
+    try:
+        checkpoint = ucp.open(path)
+        checkpoint.plan()
+        what, said = "read", "; ".join(checkpoint.notes)
+    except UCPError as error:
+        what, said = "refused", str(error)
+    words = said.replace(f"{path}/", "").replace(str(path), "the folder").replace("|", "\\|")
+    return f"| `{case}` | {what} | {words:.300} |"
+
+
+def text() -> str:
+    """The page without its table of cases."""
+    schemes = "\n".join(f"- {name}" for name in sorted({scheme.name for scheme in SCHEMES}))
+    folders = "\n".join(map(folder_row, RIGHT))
+    return TEXT.replace("{folders}", folders).replace("{schemes}", schemes)
+
+
 def page() -> str:
     mesh = mesh_4_2()
     head = (
         "| case | format | what it shows | arrays | equal when read | restored | converted, restored | accounted for |"
     )
-    return TEXT.format(table="\n".join([head, "|---" * 8 + "|", *(row(case, mesh) for case in every())]))
+    return text().replace("{table}", "\n".join([head, "|---" * 8 + "|", *(row(case, mesh) for case in every())]))
 
 
 if __name__ == "__main__":

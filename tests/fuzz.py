@@ -132,9 +132,9 @@ def read_file(path: Path) -> None:
         pass
 
 
-def read_folder(path: Path) -> None:
+def read_folder(path: Path, **options: Any) -> None:
     """Everything in a checkpoint: what a conversion would read."""
-    checkpoint = ucp.open(path)
+    checkpoint = ucp.open(path, **options)
     arrays = [leaf for leaf in checkpoint.leaves if leaf.has_array]
     labels = Counter(leaf.label for leaf in arrays)  # one key `a/b` and two keys are called alike
     for leaf in arrays:
@@ -380,7 +380,8 @@ class Targets:
         folder.mkdir(exist_ok=True)
         (folder / "model.safetensors").write_bytes(inputs.safetensors_file(rng))
         (folder / "model.safetensors.index.json").write_bytes(inputs.safetensors_index(rng))
-        yield lambda: read_folder(folder)
+        (folder / "config.json").write_bytes(inputs.weights_config(rng) if rng.random() < 0.3 else b"{}")
+        yield lambda: read_folder(folder, dequantize=False)
 
     @contextmanager
     def dcp_tables(self, rng: Random) -> Iterator[Read]:

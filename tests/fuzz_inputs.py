@@ -396,6 +396,16 @@ def safetensors_index(rng: Random) -> bytes:
     return text if rng.random() < 0.9 else noise(rng, text)
 
 
+def weights_config(rng: Random) -> bytes:
+    config = {
+        "model_type": "toy",
+        "transformers_weights": "model.safetensors",
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        "text_config": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+    }
+    return json.dumps(spoilt(rng, spoilt(rng, config))).encode()
+
+
 # DCP: what `.metadata` says of the files beside it.
 
 DCP = "torch.distributed.checkpoint."

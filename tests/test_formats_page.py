@@ -5,7 +5,7 @@ import re
 import pytest
 
 from cases import Case, every, mesh_4_2
-from formats_table import PAGE, TEXT, row
+from formats_table import PAGE, row, text
 
 LINES = {found[1]: found[0] for found in re.finditer(r"^\| `(\S+/\S+)` \|.*$", PAGE.read_text(), re.MULTILINE)}
 
@@ -15,7 +15,7 @@ def test_every_case_has_its_line_and_no_other():
 
 
 def test_the_text_around_the_table_is_that_of_the_script():
-    before, after = TEXT.split("{table}")
+    before, after = text().split("{table}")
     assert PAGE.read_text().startswith(before)
     assert PAGE.read_text().endswith(after)
 

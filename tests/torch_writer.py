@@ -16,6 +16,7 @@ from jax_ucp.layout.box import Box
 
 KINDS = {"float32": "FloatStorage", "bfloat16": "BFloat16Storage", "float16": "HalfStorage", "uint8": "ByteStorage"}
 KINDS |= {"float64": "DoubleStorage", "int64": "LongStorage", "bool": "BoolStorage"}
+KINDS |= {"int8": "CharStorage", "int16": "ShortStorage", "int32": "IntStorage"}
 
 MAGIC = 0x1950A86A20F9469CFC6C
 

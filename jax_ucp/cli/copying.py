@@ -84,7 +84,7 @@ def convert(
     same command takes up where it was stopped.
     """
     checkpoint = open_checkpoint(source, **said)
-    for note in report.mesh_notes(checkpoint, mesh, rules) if mesh else ():
+    for note in (*checkpoint.notes, *(report.mesh_notes(checkpoint, mesh, rules) if mesh else ())):
         to_stderr.print(f"note: {note}")
     with progress("converting", checkpoint.nbytes) as advance:
         result = checkpoint.save(
@@ -92,7 +92,8 @@ def convert(
         )
     found = report.inspection(result)
     if json_:
-        print_json({key: found[key] for key in ("path", "format", "bytes", "arrays", "items", "source")})
+        kept = {key: found[key] for key in ("path", "format", "bytes", "arrays", "items", "source")}
+        print_json({**kept, "notes": list(checkpoint.notes)})
     else:
         console.print(f"{target}: {found['arrays']} arrays, {size(found['bytes'])}, {len(found['extras'])} extras")
 

@@ -63,14 +63,14 @@ def export(
             raise click.UsageError(f"--{name.removesuffix('_bytes').replace('_', '-')} is for --format {only}")
     local_path(target)
     rules = load_mapping(mapping)
-    checkpoint = opened = open_checkpoint(source, of_mapping=rules, **said)
+    checkpoint = open_checkpoint(source, of_mapping=rules, **said)
     if optimizer:
-        checkpoint = opened.torch_states(*_optimizer(optimizer), **labels)
+        checkpoint = checkpoint.torch_states(*_optimizer(optimizer), **labels)
     if rules:
         undone = rules.inverse()
         checkpoint = checkpoint.map(undone, sizes=sizes_of(undone, said["sizes"]))
     planned = checkpoint.plan_export(format, **options, budget_bytes=budget)
-    for note in (*checkpoint.notes[len(opened.notes) :], *planned.notes):
+    for note in (*checkpoint.notes, *planned.notes):
         to_stderr.print(f"note: {note}")
     with progress("exporting", planned.write_bytes) as advance:
         checkpoint.export(target, format, **options, budget_bytes=budget, done=advance)

@@ -106,6 +106,7 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--believe", type=click.Choice(["master", "copy"]), help="What to take where something is stored twice."
         ),
+        click.option("--no-dequantize", is_flag=True, help="Keep quantised weights as the parts that are stored."),
         click.option("--weights-only", is_flag=True, help="Leave the optimizer aside."),
         click.option("--spec", help="A file that says how shards form parameters."),
         click.option("--size", "sizes", type=_NamedSize(), multiple=True, help="A length by name; may be repeated."),
@@ -120,6 +121,7 @@ def open_checkpoint(
     sizes: tuple[tuple[str, int], ...],
     mapping: str | None = None,
     of_mapping: jax_ucp.Mapping | None = None,
+    no_dequantize: bool = False,
     **said: Any,
 ) -> jax_ucp.Checkpoint:
     """The checkpoint at a path, with what `source_options` say of it.
@@ -127,7 +129,7 @@ def open_checkpoint(
     `of_mapping` is one that the command applies itself: some of the sizes may be for it.
     """
     rules = load_mapping(mapping)
-    options = Options.of(_once(sizes), **said)
+    options = Options.of(_once(sizes), **said, dequantize=False if no_dequantize else None)
     contents = open_contents(path, options)
     for_rules = [used.names for used in (rules, of_mapping) if used]
     require_used(options.sizes, contents.path, frozenset().union(*for_rules))

@@ -22,8 +22,12 @@ from jax_ucp.formats import (
     safetensors,
     torch_state,
     universal,
+    weight_folder,
 )
+from jax_ucp.formats.hints import not_read, point_inside
 from jax_ucp.formats.options import NOTHING_TWICE, Options
+from jax_ucp.formats.quantization import settle
+from jax_ucp.formats.stand_ins import stand_in
 from jax_ucp.storage.contents import Contents
 from jax_ucp.storage.ledger import Ledger
 from jax_ucp.storage.source_files import opening
@@ -53,9 +57,24 @@ FORMATS: tuple[tuple[Callable[[Path], bool], str, Opener], ...] = (
     (deepspeed.recognise, "DeepSpeed (latest, or *_optim_states.pt)", deepspeed.open_deepspeed),
     (megatron_dist.recognise, "Megatron (metadata.json and common.pt)", megatron_dist.open_megatron_dist),
     (dcp.recognise, "PyTorch's distributed checkpoint (.metadata)", dcp.open_dcp),
-    (safetensors.recognise, "safetensors (a file, an index, or a folder)", safetensors.open_safetensors),
     (megatron_legacy.recognise, "Megatron (mp_rank_*/model_optim_rng.pt)", megatron_legacy.open_megatron_legacy),
-    (torch_state.recognise, "torch.save (a file, or a folder with pytorch_model.bin)", torch_state.open_torch),
+    (
+        weight_folder.recognise,
+        "a folder with *.safetensors or pytorch_model.bin",
+        weight_folder.open_weight_folder,
+    ),
+    (safetensors.recognise, "safetensors (a file or an index)", safetensors.open_safetensors),
+    (torch_state.recognise, "torch.save (a file, or an index of several)", torch_state.open_torch),
+)
+
+
+# Formats whose folders may have weights beside them that a trainer exported.
+_OF_TORCH = (
+    deepspeed.open_deepspeed,
+    deepspeed_universal.open_deepspeed_universal,
+    megatron_dist.open_megatron_dist,
+    dcp.open_dcp,
+    megatron_legacy.open_megatron_legacy,
 )
 
 # Which of them take a spec: the others record themselves how their shards form parameters, or have none.
@@ -67,7 +86,13 @@ _TAKE_SPEC = (
 )
 
 # Which of them store an array once only. Others say themselves where nothing is stored twice.
-_STORE_ONCE = (universal.open_universal, orbax.open_orbax, safetensors.open_safetensors, torch_state.open_torch)
+_STORE_ONCE = (
+    universal.open_universal,
+    orbax.open_orbax,
+    weight_folder.open_weight_folder,
+    safetensors.open_safetensors,
+    torch_state.open_torch,
+)
 
 
 def open_contents(path: str | os.PathLike[str], options: Options) -> Contents:
@@ -78,7 +103,8 @@ def open_contents(path: str | os.PathLike[str], options: Options) -> Contents:
     """
     at = local_path(path)
     if not at.exists():
-        raise NotACheckpoint(f"{path} does not exist")
+        link = f": it is a link to {at.readlink()}, which is not there" if at.is_symlink() else ""
+        raise NotACheckpoint(f"{path} does not exist{link}")
     if Ledger.begun(at) and not universal.recognise(at):
         raise NotACheckpoint(f"{path} is an unfinished conversion: run the same convert again to complete it")
     for recognise, name, opener in FORMATS:
@@ -88,27 +114,30 @@ def open_contents(path: str | os.PathLike[str], options: Options) -> Contents:
                 raise SpecError(f"{path} is {what}, which has no use for the spec {options.spec}: open it without")
             try:
                 with opening() as files:
-                    contents = opener(at, options)
-                return replace(_believing(contents, options, opener), files=files)
+                    contents = settle(_with_notes(opener(at, options), at, opener, options), options.dequantize)
+                return replace(contents, files=files)
             except UCPError:
                 raise
             except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
                 # An entry that is missing, or of another type than the format's writers give it.
                 what = f"{type(error).__name__}: {error}"
                 raise FormatError(f"{path} looks like {name}, but its metadata are not as expected ({what})") from error
-    if at.is_dir() and (steps := sorted((p for p in at.iterdir() if orbax.is_step(p)), key=_natural)):
-        last = steps[-1].name
-        raise NotACheckpoint(f"{path} holds the steps {', '.join(p.name for p in steps)}: open one, {path}/{last}")
+    if at.is_file() and (why := stand_in(at)):
+        raise NotACheckpoint(f"{path} is no checkpoint: {why}")
+    if at.is_dir():
+        point_inside(at, _recognised)
     known = "\n  ".join(name for _, name, _ in FORMATS)
-    raise NotACheckpoint(f"{path} is no checkpoint of a format known here:\n  {known}")
+    why = f"\n{why}" if at.is_dir() and (why := not_read(at)) else ""
+    raise NotACheckpoint(f"{path} is no checkpoint of a format known here:\n  {known}{why}")
 
 
-def _believing(contents: Contents, options: Options, opener: Opener) -> Contents:
-    """The contents, with a note where there is nothing to `believe`."""
+def _recognised(path: Path) -> bool:
+    return any(recognise(path) for recognise, _, _ in FORMATS)
+
+
+def _with_notes(contents: Contents, at: Path, opener: Opener, options: Options) -> Contents:
+    """The contents, with notes on weights that a trainer left beside, and where there is nothing to `believe`."""
+    notes = [*weight_folder.notes_beside(at)] if opener in _OF_TORCH else []
     if options.believe and opener in _STORE_ONCE:
-        return replace(contents, notes=[*contents.notes, NOTHING_TWICE.format(options.believe)])
-    return contents
-
-
-def _natural(path: Path) -> tuple[int, str]:
-    return (int(path.name) if path.name.isdigit() else -1), path.name
+        notes.append(NOTHING_TWICE.format(options.believe))
+    return replace(contents, notes=[*contents.notes, *notes]) if notes else contents

@@ -26,7 +26,7 @@ from jax_ucp.metadata import Key, Leaf, groups_of, leaf_names, plain_settings
 from jax_ucp.metadata import Path as TreePath
 from jax_ucp.storage.budget import in_threads
 from jax_ucp.storage.consolidated import Consolidated, ConsolidatedView, same_bits
-from jax_ucp.storage.contents import Contents, Fate, Item, Piece
+from jax_ucp.storage.contents import Contents, Fate, Item, Piece, QuantizedWeight
 from jax_ucp.storage.cuts import Cut, WithCuts
 from jax_ucp.storage.gather import read_into
 from jax_ucp.storage.joined import Joined
@@ -41,7 +41,7 @@ class Import:
     `shards` has the stored tensors, named `file:item`. The tree is `{state: {parameter: array}}`. A tensor of
     which the opener says nothing is accounted for as not understood. With `believe`, what is stored twice is not
     compared: the `master` is the parameter, or the `copy` where there is one of all of it. `unknown` are names of
-    classes in the files that nobody here knows.
+    classes in the files that nobody here knows, `quantized` the weights that the opener knows to be codes.
     """
 
     def __init__(self, format: str, path: Path, shards: ArraySource, believe: str | None = None):
@@ -50,6 +50,7 @@ class Import:
         self.params: dict[TreePath, Consolidated] = {}
         self.extras: dict[str, dict[str, Any]] = {}
         self.notes: list[str] = []
+        self.quantized: list[QuantizedWeight] = []
         self._constants: dict[TreePath, tuple[np.ndarray, str]] = {}
         self._cuts: dict[str, Cut] = {}
         self._slices: dict[str, Consolidated] = {}
@@ -219,6 +220,7 @@ class Import:
             notes=self.notes,
             verify=verify,
             where=where,
+            quantized=self.quantized,
         )
 
     def _is_parameter(self, name: str) -> bool:

@@ -57,13 +57,15 @@ class Options:
     """`sizes` are lengths by name (`vocab`); `spec` is a file in the universal checkpoint language that says how
     shards form parameters; `weights_only` leaves the optimizer aside. `believe` says which of two stored copies is
     right where they differ, `master` or `copy`: then they are not compared. The master is also the first of several
-    replicas; a copy is what the model computed with, in its dtype.
+    replicas; a copy is what the model computed with, in its dtype. `dequantize=False` keeps quantised weights as the
+    parts that are stored; None refuses to hand them out.
     """
 
     sizes: Sizes = field(default_factory=lambda: Sizes({}))
     spec: Path | None = None
     weights_only: bool = False
     believe: Literal["master", "copy"] | None = None
+    dequantize: Literal[False] | None = None
 
     @classmethod
     def of(
@@ -72,6 +74,7 @@ class Options:
         spec: str | os.PathLike[str] | None = None,
         weights_only: bool = False,
         believe: Literal["master", "copy"] | None = None,
+        dequantize: Literal[False] | None = None,
     ) -> Options:
         """The options as callers give them.
 
@@ -79,7 +82,12 @@ class Options:
         """
         if believe not in (None, "master", "copy"):
             raise ValueError(f"believe={believe!r} should be 'master' or 'copy'")
-        return cls(Sizes(sizes or {}), None if spec is None else local_path(spec), weights_only, believe)
+        if dequantize is not None and dequantize is not False:
+            raise ValueError(
+                f"dequantize={dequantize!r}: quantised weights are refused (None) or kept as parts (False)"
+            )
+        file = None if spec is None else local_path(spec)
+        return cls(Sizes(sizes or {}), file, weights_only, believe, dequantize)
 
 
 def _whole(name: str, n: object, least: int = 1) -> int:

@@ -1,4 +1,4 @@
-"""safetensors: one file, a folder with an index, or a folder of files without one; whole tensors, or parts of them.
+"""safetensors: one file, or the files that an index names; whole tensors, or parts. `weight_folder` has folders.
 
 Facts: the format's README and `Metadata::validate` (`safetensors/src/tensor.rs`) of safetensors 0.8. The header is read
 here, because the package reads no fp8 through numpy.
@@ -10,29 +10,34 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import ml_dtypes
 import numpy as np
 
-from jax_ucp.errors import CorruptData, FormatError, LayoutError
+from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.formats.importing import Import
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.safetensors_parts import MARK, WHOLE_FILE, boxes, joined, unproved
-from jax_ucp.formats.weight_files import keep_config, keep_index, read_index, skip_others
+from jax_ucp.formats.weight_files import (
+    finish,
+    index_save,
+    keep_configs,
+    keep_index,
+    refuse_part,
+    refuse_stand_in,
+    tensors_of,
+)
+from jax_ucp.formats.weight_names import model_of_index
 from jax_ucp.layout.box import Box
-from jax_ucp.storage.contents import Contents
+from jax_ucp.storage.contents import Contents, QuantizedWeight
 from jax_ucp.storage.joined import Joined
 from jax_ucp.storage.source import ArrayInfo
 from jax_ucp.storage.source_files import noted
 
 SUFFIX = ".safetensors"
-INDEX = "model.safetensors.index.json"
-# Where torch DCP leaves the ranks' parts of what it consolidated (`torch/distributed/checkpoint/_hf_utils.py`).
-SHARDED = "sharded"
-_SHARDED_REASON = "parts of the same tensors, as each rank wrote them; it opens by itself"
 MAX_HEADER_BYTES = 100_000_000
 
 _DTYPES: dict[str, type] = {
@@ -42,54 +47,73 @@ _DTYPES: dict[str, type] = {
     **{"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2, "F8_E8M0": ml_dtypes.float8_e8m0fnu},
     **{"F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz, "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz},
 }
+_PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 
 def recognise(path: Path) -> bool:
-    if path.is_dir():
-        return (path / INDEX).is_file() or any(path.glob(f"*{SUFFIX}"))
-    return path.name.endswith((SUFFIX, f"{SUFFIX}.index.json"))
+    index = model_of_index(path.name)
+    return path.is_file() and (path.name.endswith(SUFFIX) or (index is not None and index.kind == "safetensors"))
 
 
 def open_safetensors(path: Path, options: Options) -> Contents:
-    """The weights in a file, or in the files of a folder or an index; all of them are under `param`.
+    """The weights in a file, or in the files that an index names; all of them are under `param`.
 
-    Raises FormatError, naming the file, where a header breaks a rule of the format, or index and files disagree, and
-    LayoutError where parts of a tensor overlap or leave a hole.
+    Raises FormatError, naming the file, where a header breaks a rule of the format, where index and files disagree, and
+    for a file that is a part of a model; LayoutError where parts of a tensor overlap or leave a hole.
     """
-    index, names = _files(path)
-    folder = path if path.is_dir() else path.parent
+    if path.name.endswith(SUFFIX):
+        refuse_part(path)
+        found = read_weights(path, path.parent, [path.name])
+    else:
+        index, names = index_save(path)
+        found = read_weights(path, path.parent, names)
+        keep_index(found, path, index, tensors_of(found))
+    keep_configs(found, path.parent)
+    return finish(found)
+
+
+def read_weights(path: Path, folder: Path, names: Sequence[str]) -> Import:
+    """The tensors of files in a folder, as the weights of the checkpoint at `path`; what their headers say, as extras.
+
+    Raises as `open_safetensors`.
+    """
+    for name in names:
+        refuse_stand_in(folder / name)
     files = {name: SafetensorsFile(folder / name) for name in names}
     found = Import("safetensors", path, Joined(files))
     parts: dict[str, list[tuple[str, Box]]] = defaultdict(list)
     for name, file in files.items():
-        if path.is_file() and index is None and MARK in file.metadata and not WHOLE_FILE.fullmatch(name):
+        if path.is_file() and MARK in file.metadata and not WHOLE_FILE.fullmatch(name):
             raise FormatError(f"{path} holds one rank's parts of tensors (torch DCP): open its folder")
+        if MARK in file.metadata and file.packed:
+            raise FormatError(f"{folder / name} has parts of tensors of {', '.join({*file.packed.values()})}")
         for key, box in boxes(file.path, file.metadata, file.arrays()).items():
             parts[key].append((f"{name}:{key}", box))
-        for key, value in file.metadata.items():
-            if key == MARK:
-                found.skip(f"{name}:{key}", "metadata", "says which part is where; its content is in the tree's shapes")
-            else:
-                found.extra(name, key, value)
+        _keep_header(found, name, file)
     for key, where in parts.items():
         reason = f"the parameter {key}" + (f", one of {len(where)} parts" if len(where) > 1 else "")
         found.parameter("param", key, joined(key, where), reason)
-    if index is not None:
-        there = [(name, key) for name, file in files.items() for key in file.arrays()]
-        keep_index(found, path / INDEX if path.is_dir() else path, index, there)
-    keep_config(found, folder)
-    if path.is_dir():
-        skip_others(found, {*files, INDEX}, SUFFIX, {SHARDED: _SHARDED_REASON})
     if note := unproved(files):
         found.notes.append(note)
-    try:
-        return found.contents()
-    except LayoutError as error:
-        raise LayoutError(f"{path}: {error}") from None
+    return found
+
+
+def _keep_header(found: Import, name: str, file: SafetensorsFile) -> None:
+    for key, value in file.metadata.items():
+        if key == MARK:
+            found.skip(f"{name}:{key}", "metadata", "says which part is where; its content is in the tree's shapes")
+        else:
+            found.extra(name, key, value)
+    for key, dtype in file.packed.items():
+        label = f"param/{key}"
+        found.quantized.append(QuantizedWeight(f"{dtype}, several to a byte", label, {"codes": label}))
 
 
 class SafetensorsFile:
-    """One file, as an ArraySource of its tensors. Opening reads the header; reading maps the tensor's bytes."""
+    """One file, as an ArraySource of its tensors. Opening reads the header; reading maps the tensor's bytes.
+
+    Tensors of less than 8 bits an element are arrays of the bytes that are stored; `packed` has their dtypes by name.
+    """
 
     def __init__(self, path: Path):
         self.path = noted(path)
@@ -98,13 +122,15 @@ class SafetensorsFile:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(head, "little") if len(head := file.read(8)) == 8 else -1
             if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-                raise FormatError(f"{path}: its first 8 bytes say that the header has {length} bytes, of {size} in all")
+                said = f"its first 8 bytes say that the header has {length} bytes, of {size} in all"
+                raise FormatError(f"{path}: {said}: it is cut short, or no safetensors")
             header = _header(path, file.read(length))
         self.metadata: dict[str, str] = header.pop("__metadata__", {})
         if not isinstance(self.metadata, dict) or not all(isinstance(v, str) for v in self.metadata.values()):
             raise FormatError(f"{path}: __metadata__ should map strings to strings")
         self._begin = 8 + length
         self._arrays: dict[str, ArrayInfo] = {}
+        self.packed: dict[str, str] = {}
         self._offsets: dict[str, int] = {}
         at = 0
         for name, (info, begin, end) in sorted(
@@ -113,8 +139,11 @@ class SafetensorsFile:
             if begin != at:
                 raise FormatError(f"{path}: {name} begins at byte {begin} of the data, but {at} is the next one free")
             self._arrays[name], self._offsets[name], at = info, begin, end
+            if header[name]["dtype"] in _PACKED_BITS:
+                self.packed[name] = header[name]["dtype"]
         if self._begin + at != size:
-            raise CorruptData(f"{path} has {size} bytes, but its header describes {self._begin + at}")
+            short = ": it is cut short, its download or its save has not ended" if self._begin + at > size else ""
+            raise CorruptData(f"{path} has {size} bytes, but its header describes {self._begin + at}{short}")
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self._arrays
@@ -134,14 +163,6 @@ class SafetensorsFile:
 def _identity(file: IO[bytes]) -> tuple[int, ...]:
     stat = os.fstat(file.fileno())
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
-
-
-def _files(path: Path) -> tuple[Mapping[str, Any] | None, list[str]]:
-    """The index, if there is one, and the names of the files."""
-    index_path = path / INDEX if path.is_dir() else path
-    if path.is_dir() and not index_path.is_file():
-        return None, sorted(file.name for file in path.glob(f"*{SUFFIX}"))
-    return (None, [index_path.name]) if index_path.name.endswith(SUFFIX) else read_index(index_path)
 
 
 def _header(path: Path, data: bytes) -> dict[str, Any]:
@@ -167,12 +188,21 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[ArrayInfo, int, int]:
             pass
         case _:
             raise FormatError(f"{path}: {name} should have dtype, shape and data_offsets, but has {entry!r:.80}")
-    if dtype not in _DTYPES:
-        raise FormatError(f"{path}: {name} has dtype {dtype}, which numpy and ml_dtypes do not have byte by byte")
+    if dtype not in _DTYPES and dtype not in _PACKED_BITS:
+        raise FormatError(f"{path}: {name} has dtype {dtype}, which numpy and ml_dtypes do not have")
     # numpy makes no array without elements whose other axes are beyond any array.
     if not all(type(n) is int and 0 <= n < 1 << 40 for n in shape) or math.prod(n or 1 for n in shape) > 1 << 58:
         raise FormatError(f"{path}: {name} has shape {shape!r:.80}")
-    info = ArrayInfo(tuple(shape), np.dtype(_DTYPES[dtype]))
-    if end - begin != math.prod(shape) * info.dtype.itemsize or begin < 0:
+    info = _packed(shape, dtype) if dtype in _PACKED_BITS else ArrayInfo(tuple(shape), np.dtype(_DTYPES[dtype]))
+    if info is None or end - begin != info.nbytes or begin < 0:
         raise FormatError(f"{path}: {name} of {dtype} {shape} lies at bytes {begin} to {end}, which is not its size")
     return info, begin, end
+
+
+def _packed(shape: Sequence[int], dtype: str) -> ArrayInfo | None:
+    """The bytes of a tensor of less than 8 bits an element, in rows where each has whole bytes; None if it has not."""
+    bits = _PACKED_BITS[dtype]
+    if shape and shape[-1] * bits % 8 == 0:
+        return ArrayInfo((*shape[:-1], shape[-1] * bits // 8), np.dtype(np.uint8))
+    whole = math.prod(shape) * bits
+    return None if whole % 8 else ArrayInfo((whole // 8,), np.dtype(np.uint8))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ MARK = "DCP_SHARDING_INFO"
 WHOLE_FILE = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 _SHARD_FILE = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
 _MAX_OFFSET = 1 << 62
-ABSENT_NAMED = 4
+_ABSENT_SHOWN = 4
 
 
 def boxes(path: Path, metadata: Mapping[str, str], arrays: Mapping[str, ArrayInfo]) -> dict[str, Box]:
@@ -71,18 +71,26 @@ def joined(name: str, parts: Sequence[tuple[str, Box]]) -> Consolidated:
     )
 
 
-def unproved(files: Iterable[str]) -> str | None:
-    """What cannot be proved of a checkpoint in which ranks wrote these files; None if no rank wrote parts."""
+def unproved(files: Collection[str]) -> str | None:
+    """What cannot be proved of a checkpoint in which ranks wrote these files; None if no rank wrote parts.
+
+    Raises FormatError where their names count a file that no rank has.
+    """
     shards = {(int(m[1]), int(m[2])): int(m[3]) for file in files if (m := _SHARD_FILE.fullmatch(file))}
     if not shards:
         return None
     ranks, parts = max(rank for rank, _ in shards), max(shards.values())
-    # A name may have any number in it: there are as many to look at as are named, and those that are there.
-    every = ((r, i) for r in range(1, ranks + 1) for i in range(1, parts + 1))
-    absent = itertools.islice((place for place in every if place not in shards), ABSENT_NAMED)
-    gone = ", ".join(f"shard-{r:05}-model-{i:05}-of-{parts:05}" for r, i in absent)
+    of_any_rank = {part for _, part in shards}
+    if (gone := next((part for part in range(1, parts + 1) if part not in of_any_rank), None)) is not None:
+        raise FormatError(
+            f"{next(iter(files))} says by its name that ranks have {parts} files, but none has one called "
+            f"model-{gone:05}-of-{parts:05}: the model is not whole without it"
+        )
+    every = ((rank, part) for rank in range(1, ranks + 1) for part in range(1, parts + 1))
+    absent = itertools.islice((each for each in every if each not in shards), _ABSENT_SHOWN)
+    names = ", ".join(f"shard-{rank:05}-model-{part:05}-of-{parts:05}" for rank, part in absent)
     return (
         f"{ranks} ranks wrote parts of tensors, but neither how many there were nor the shapes of the tensors are "
         "recorded: compare the shapes with the model's, a missing last rank shows nowhere else"
-        + (f". Not there, which is right only if those ranks had nothing to write: {gone}" if gone else "")
+        + (f". Not there, which is right only if those ranks had nothing to write: {names}" if names else "")
     )

@@ -1,4 +1,4 @@
-"""Files of torch.save as checkpoints: a model's state dict, or what a trainer saves with it; folders of such files.
+"""Files of torch.save as checkpoints: a model's state dict, or what a trainer saves; `weight_folder` has folders.
 
 Which tensor is a weight and which an optimizer's state follows from where it lies in the nested dicts, by the rules of
 `state_paths`. `torch.optim.Optimizer.state_dict` numbers the parameters; which number is which parameter is stored only
@@ -10,9 +10,8 @@ Everything that is no tensor is an extra.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.importing import Import
@@ -22,15 +21,13 @@ from jax_ucp.formats.safe_pickle import Name, walk
 from jax_ucp.formats.state_paths import Steps, hyperparameters, places
 from jax_ucp.formats.torch_file import TorchFile, cannot_be_read, is_torch_file
 from jax_ucp.formats.torch_names import StoredTensor, unreadable
-from jax_ucp.formats.weight_files import keep_config, keep_index, read_index, skip_others
+from jax_ucp.formats.weight_files import finish, index_save, keep_index, refuse_part, refuse_stand_in, tensors_of
 from jax_ucp.layout.patterns import Unique
 from jax_ucp.storage.consolidated import Consolidated
 from jax_ucp.storage.contents import Contents
 from jax_ucp.storage.joined import Joined
 
-# The names that `transformers` gives to weights, and to the index of several files of them.
-WEIGHTS = "pytorch_model.bin"
-INDEX = f"{WEIGHTS}.index.json"
+INDEX_SUFFIX = ".bin.index.json"  # what `transformers` calls the index of several files
 BARE = "tensor"  # what a tensor is called that is all its file holds
 
 # DeepSpeed's and Megatron's files hold one rank's part, which looks like a whole model's state dict.
@@ -40,18 +37,31 @@ _RANK_FILE = re.compile(
 
 
 def recognise(path: Path) -> bool:
-    if path.is_dir():
-        return (path / WEIGHTS).is_file() or (path / INDEX).is_file()
-    return path.name.endswith(".bin.index.json") or is_torch_file(path)
+    return path.is_file() and (path.name.endswith(INDEX_SUFFIX) or is_torch_file(path))
 
 
 def open_torch(path: Path, options: Options) -> Contents:
-    """The tensors of a file, of the files that an index names, or of a folder that has either.
+    """The tensors of a file, or of the files that an index names.
 
-    Raises FormatError, naming the file, where one holds what is no data, and for one rank's file of a checkpoint.
+    Raises FormatError, naming the file, where one holds what is no data, and for a file that is a part of a model.
     """
-    index_path, index, names = _files(path)
-    folder = path if path.is_dir() else path.parent
+    if path.name.endswith(INDEX_SUFFIX):
+        index, names = index_save(path)
+        found = read_weights(path, path.parent, names, options)
+        keep_index(found, path, index, tensors_of(found))
+    else:
+        refuse_part(path)
+        found = read_weights(path, path.parent, [path.name], options)
+    return finish(found)
+
+
+def read_weights(path: Path, folder: Path, names: Sequence[str], options: Options) -> Import:
+    """The tensors of files in a folder, each under the state that it is, and as extras what is no tensor.
+
+    Raises as `open_torch`.
+    """
+    for name in names:
+        refuse_stand_in(folder / name)
     files = {name: TorchFile(folder / name, lenient=True) for name in names}
     found = Import("torch", path, Joined(files))
     for name, file in files.items():
@@ -60,30 +70,12 @@ def open_torch(path: Path, options: Options) -> Contents:
         _extras(found, name, file)
     _tensors(found, files, options)
     found.unknown |= {name for file in files.values() for name in file.unknown}
-    if index is not None:
-        there = [(name, key) for name, file in files.items() for key in file.arrays()]
-        keep_index(found, index_path, index, there)
-    if path.is_dir():
-        keep_config(found, folder)
-        skip_others(found, {*files, INDEX}, ".bin", {})
-    return found.contents()
+    return found
 
 
 def _whole(path: Path) -> Path:
     """The folder of the checkpoint that a rank's file is of: Megatron has one inside it for each rank."""
     return path.parent.parent if path.parent.name.startswith("mp_rank_") else path.parent
-
-
-def _files(path: Path) -> tuple[Path, Mapping[str, Any] | None, list[str]]:
-    """The index and its place, if there is one, and the names of the files."""
-    index_path = path / INDEX if path.is_dir() else path
-    if path.is_dir() and (path / WEIGHTS).is_file():
-        if index_path.is_file():
-            raise FormatError(f"{path} has {WEIGHTS} and {INDEX}, of which either is a checkpoint: open the one meant")
-        return index_path, None, [WEIGHTS]
-    if not index_path.name.endswith(".index.json"):
-        return index_path, None, [index_path.name]
-    return index_path, *read_index(index_path)
 
 
 def _tensors(found: Import, files: Mapping[str, TorchFile], options: Options) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jax_ucp.errors import QuantizedWeights
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Group, Leaf
 from jax_ucp.storage.source import ArraySource
 from jax_ucp.storage.source_files import SourceFiles
 
 Fate = Literal["mapped", "extra", "skipped"]
+
+STORED = "stored"  # the state of the parts of quantised weights, where the user asked for them as they are stored
+_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,24 @@ class Piece:
         return f"{self.file}{':' * bool(self.item)}{self.item}{self.source}"
 
 
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A weight that is stored as several tensors, none of which is its value.
+
+    `name` is the label that the weight would have, `parts` are labels of leaves by what they are of it: `codes`, which
+    stand for the numbers, and such as `scale_inv` and `qzeros`, named as the format names them. `fault` says what is
+    missing, if something is.
+    """
+
+    scheme: str
+    name: str
+    parts: Mapping[str, str]
+    fault: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.scheme}: {', '.join(self.parts.values())}{'; ' * bool(self.fault)}{self.fault})"
+
+
 @dataclass(frozen=True)
 class Contents:
     """A checkpoint of any format, opened: nothing but metadata has been read.
@@ -54,7 +76,8 @@ class Contents:
     trainer was told for each parameter, where the checkpoint names them. `source` says what a universal
     checkpoint was imported from. `verify()` reads all bytes that are stored twice or have a checksum and
     yields (what was looked at, fault or None). `where(leaf)` says which files hold the leaf's bytes. `files` are those
-    it is read from; who relies on what was read asks them at the end whether they are as they were.
+    it is read from; who relies on what was read asks them at the end whether they are as they were. `quantized` are the
+    weights that are not stored as what they are; `require_values` refuses to hand them out.
     """
 
     format: str
@@ -69,3 +92,34 @@ class Contents:
     verify: Callable[[], Iterator[tuple[str, str | None]]] = lambda: iter(())
     where: Callable[[Leaf], Sequence[Piece]] = lambda leaf: ()
     files: SourceFiles = field(default_factory=SourceFiles)
+    quantized: Sequence[QuantizedWeight] = ()
+
+
+def require_values(contents: Contents, leaves: Iterable[Leaf]) -> None:
+    """Raises QuantizedWeights where one of the leaves is a part of a quantised weight, and so no weight by itself."""
+    if not contents.quantized:
+        return
+    asked = {leaf.label for leaf in leaves}
+    if met := [weight for weight in contents.quantized if not asked.isdisjoint(weight.parts.values())]:
+        raise QuantizedWeights(
+            f"{contents.path}: {_named(met)}. What is stored of one means something only together, and is not read "
+            "as weights here. Take a copy that the library which wrote it has dequantised, or open with "
+            f"dequantize=False (--no-dequantize): then the parts come as they are stored, under `{STORED}`"
+        )
+
+
+def require_weights(contents: Contents) -> None:
+    """Raises QuantizedWeights where any weight is quantised, also where its parts are kept under `stored`."""
+    require_values(contents, contents.leaves)
+    kept = [leaf for leaf in contents.leaves if leaf.path and leaf.path[0].name == STORED]
+    if kept and "dequantize" in contents.source:
+        raise QuantizedWeights(
+            f"{contents.path}: {len(kept)} tensors, the first {kept[0].label}, are parts of quantised weights, kept as "
+            "they are stored. There are no weights that could be mapped or exported; restore, read and save keep the "
+            "parts. Take a copy that the library which wrote it has dequantised"
+        )
+
+
+def _named(weights: Sequence[QuantizedWeight]) -> str:
+    more = f" and {len(weights) - _NAMED} more" if len(weights) > _NAMED else ""
+    return f"{len(weights)} weights are quantised: " + ", ".join(map(str, weights[:_NAMED])) + more

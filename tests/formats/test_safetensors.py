@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 import jax_ucp as ucp
 from helpers import grids
 from jax_ucp.errors import FormatError, LayoutError, UCPError
-from jax_ucp.formats.safetensors import INDEX, SafetensorsFile
+from jax_ucp.formats.safetensors import SafetensorsFile
 from jax_ucp.layout.box import Box
 from jax_ucp.storage.consolidated import same_bits
 from torch_cases import DATA, assert_accounted_for, assert_equal_however_read, truth
 
 CASES = sorted(path.name for pattern in ("hf_*", "dcp_hf_*") for path in DATA.glob(pattern))
 SHARDED = ("dcp_hf_sharded", "dcp_hf_sharded_2d")
+INDEX = "model.safetensors.index.json"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -38,14 +39,19 @@ def test_the_parts_beside_a_consolidated_checkpoint_are_set_aside_and_open_by_th
     assert_equal_however_read(ucp.open(DATA / case / "ckpt" / "sharded"), truth(case), tmp_path)
 
 
-def test_a_file_alone_and_a_folder_without_an_index_open_too(tmp_path):
+def test_an_index_and_a_folder_without_one_open_too_and_a_part_alone_is_refused(tmp_path):
     folder = DATA / "hf_gpt2" / "ckpt"
-    one = ucp.open(next(folder.glob("*.safetensors")))
-    assert 0 < len(one.leaves) < len(ucp.open(folder).leaves)
+    labels = {leaf.label for leaf in ucp.open(folder).leaves}
+    assert {leaf.label for leaf in ucp.open(folder / INDEX).leaves} == labels
     shutil.copytree(folder, tmp_path / "c")
     (tmp_path / "c" / INDEX).unlink()
-    assert {x.label for x in ucp.open(tmp_path / "c").leaves} == {x.label for x in ucp.open(folder).leaves}
-    shutil.copy(next((tmp_path / "c").glob("*00001*")), tmp_path / "c" / "again.safetensors")
+    assert {leaf.label for leaf in ucp.open(tmp_path / "c").leaves} == labels
+    first, second, *_ = sorted((tmp_path / "c").glob("*.safetensors"))
+    with pytest.raises(
+        FormatError, match=rf"{first.name} is one of \d+ parts of a model, all beside it: open its folder"
+    ):
+        ucp.open(first)
+    shutil.copy(second, first)
     with pytest.raises(FormatError, match="is stored twice"):
         ucp.open(tmp_path / "c")
 
@@ -69,7 +75,8 @@ def entry(begin: int, end: int, shape: list[int], dtype: str = "U8") -> dict:
         ({"a": entry(0, 4, [4])}, b"x" * 3, "has .* bytes, but its header describes"),
         ({"a": entry(0, 4, [4])}, b"x" * 5, "has .* bytes, but its header describes"),
         ({"a": entry(0, 4, [-4])}, b"x" * 4, r"a has shape \[-4\]"),
-        ({"a": entry(0, 4, [8], "F4")}, b"x" * 4, "a has dtype F4"),
+        ({"a": entry(0, 4, [8], "F3")}, b"x" * 4, "a has dtype F3"),
+        ({"a": entry(0, 4, [7], "F4")}, b"x" * 4, "a of F4 .* which is not its size"),
         ({"a": {"dtype": "U8"}}, b"", "a should have dtype, shape and data_offsets"),
         ({"__metadata__": {"a": 1}}, b"", "__metadata__ should map strings to strings"),
         (b'{"a": 1, "a": 2}', b"", "a name occurs twice"),
@@ -100,7 +107,7 @@ def test_a_missing_file_and_one_of_another_checkpoint_are_named(tmp_path):
     with pytest.raises(FormatError, match=r"is stored twice|not of one checkpoint"):
         ucp.open(tmp_path / "c")
     first.unlink()
-    with pytest.raises(FormatError, match=f"names the file '{first.name}', which is not beside it"):
+    with pytest.raises(FormatError, match=f"{INDEX} is of .* files, of which 1 are not beside it: '{first.name}'"):
         ucp.open(tmp_path / "c")
     first.write_bytes(kept)
     assert ucp.open(tmp_path / "c").leaves
@@ -222,11 +229,25 @@ def test_a_rank_without_a_file_is_noted(tmp_path):
     assert note.endswith("only if those ranks had nothing to write: shard-00002-model-00001-of-00001")
 
 
+def test_a_file_that_names_count_and_no_rank_has_is_missing(tmp_path):
+    folder = Path(shutil.copytree(DATA / "dcp_hf_sharded_2d" / "ckpt", tmp_path / "c"))
+    for file in folder.glob("*-model-00002-of-00002.safetensors"):
+        file.unlink()
+    with pytest.raises(FormatError, match=r"none has one called model-00002-of-00002"):
+        ucp.open(folder)
+
+
+def test_a_rank_of_any_number_takes_no_time(tmp_path):
+    name = f"shard-{10**12}-model-00001-of-00001.safetensors"
+    parts(tmp_path / name, w=([0, 0], np.zeros((2, 1), np.uint8)))
+    assert f"{10**12} ranks wrote parts" in ucp.open(tmp_path).notes[0]
+
+
 def test_other_files_of_the_folder_are_accounted_for_and_other_weights_noted(tmp_path):
     folder = Path(shutil.copytree(DATA / "hf_gpt2" / "ckpt", tmp_path / "c"))
     write(folder / "old.safetensors", {"w": entry(0, 4, [4])}, b"1234")
     (folder / "tokenizer.json").write_text("{}")
     checkpoint = ucp.open(folder)
-    assert checkpoint.notes == ["old.safetensors is not in the index, so it was not read"]
+    assert checkpoint.notes == [f"not read: old.safetensors: weights under another name; {INDEX} is read"]
     assert {"old.safetensors", "tokenizer.json"} <= {item.where for item in checkpoint.account}
     assert_accounted_for(checkpoint)

@@ -145,14 +145,22 @@ def test_the_files_of_an_index_are_one_checkpoint(folder, tmp_path):
     assert_accounted_for(checkpoint)
     assert checkpoint.extras["config.json"]["config"] == {"model_type": "toy"}
     assert checkpoint.extras["pytorch_model.bin.index.json"]["total_size"] == 48
-    assert checkpoint.notes == ["training_args.bin is not in the index, so it was not read"]
+    assert checkpoint.notes == ["not read: training_args.bin: the state of the trainer"]
     alone = ucp.open(folder / "pytorch_model.bin.index.json")
     assert {leaf.label for leaf in alone.leaves} == set(want)
     save({"w": np.zeros(2, np.float32)}, folder / "pytorch_model.bin")
-    with pytest.raises(FormatError, match=r"has pytorch_model\.bin and pytorch_model\.bin\.index\.json"):
+    two = r"two saves of one model, pytorch_model\.bin and {}, and they differ: param/.* is in only one of them"
+    with pytest.raises(FormatError, match=two.format(r"pytorch_model\.bin\.index\.json")):
         ucp.open(folder)
     (folder / "pytorch_model.bin.index.json").unlink()
-    assert [leaf.label for leaf in ucp.open(folder).leaves] == ["param/w"]
+    with pytest.raises(FormatError, match=two.format(r"pytorch_model-00001-of-00002\.bin to .*")):
+        ucp.open(folder)
+    (folder / "pytorch_model-00002-of-00002.bin").unlink()
+    found = ucp.open(folder)
+    assert [leaf.label for leaf in found.leaves] == ["param/w"]
+    assert found.notes[0].startswith(
+        "not read: pytorch_model-00001-of-00002.bin: belongs to a save of which 1 files are"
+    )
 
 
 def test_a_file_missing_or_of_another_checkpoint_is_named(folder):
@@ -165,13 +173,13 @@ def test_a_file_missing_or_of_another_checkpoint_is_named(folder):
     with pytest.raises(FormatError, match=rf"layer\.1\.weight of {first.name} is in the index, but not in the file"):
         ucp.open(folder)
     first.unlink()
-    with pytest.raises(FormatError, match=f"names the file '{first.name}', which is not beside it"):
+    with pytest.raises(FormatError, match=f"of which 1 are not beside it: '{first.name}'"):
         ucp.open(folder)
     index = folder / "pytorch_model.bin.index.json"
     said = index.read_text()
     (folder.parent / "outside.bin").write_bytes(kept)
     index.write_text(said.replace(first.name, "../outside.bin"))
-    with pytest.raises(FormatError, match=r"names the file '\.\./outside\.bin', which is not beside it"):
+    with pytest.raises(FormatError, match=r"of which 1 are not beside it: '\.\./outside\.bin'"):
         ucp.open(folder)
     index.write_text(said)
     first.write_bytes(kept[:-1])

@@ -1,0 +1,539 @@
+"""Folders of weights: what transformers would load, or a refusal that names the cause; and nothing in silence."""
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jax_ucp as ucp
+from folder_cases import CASES, INDEX, RIGHT, Opens, truth
+from jax_ucp.cli.main import main
+from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint, UCPError
+from torch_cases import assert_accounted_for
+from torch_writer import save as torch_save
+
+DATA = CASES.parent
+
+
+def assert_is_the_truth(checkpoint: ucp.Checkpoint, want: dict[str, np.ndarray]) -> None:
+    got = checkpoint.restore()["param"]
+    assert {f"param/{name}" for name in got} == set(want)
+    for name, array in got.items():
+        assert array.tobytes() == want[f"param/{name}"].tobytes(), name
+
+
+def test_every_folder_is_in_the_table():
+    assert set(RIGHT) == {path.name for path in CASES.iterdir()}
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_a_folder_is_what_transformers_would_load_or_refused_with_the_cause(case, tmp_path):
+    right = RIGHT[case]
+    path = CASES / case / right.at
+    if isinstance(right, Opens):
+        checkpoint = ucp.open(path)
+        assert_is_the_truth(checkpoint, truth(case))
+        assert_is_the_truth(checkpoint.save(tmp_path / "converted"), truth(case))
+        assert_accounted_for(checkpoint)
+        assert len(checkpoint.notes) == len(right.notes)
+        for note, match in zip(checkpoint.notes, right.notes, strict=True):
+            assert re.match(match, note), note
+        return
+    with pytest.raises(UCPError, match=right.cause) as refused:
+        ucp.open(path).restore()
+    assert str(path) in str(refused.value)
+    if right.remedy:
+        assert f"{path}/{right.remedy}" in str(refused.value)
+        assert_is_the_truth(ucp.open(path / right.remedy), truth(case))
+
+
+# Generated folders.
+
+NAMES = ("a.weight", "b.weight", "c.bias")
+
+
+def tensors(version: int) -> dict[str, np.ndarray]:
+    return {name: np.full((2, 3), 10 * version + i, np.float32) for i, name in enumerate(NAMES)}
+
+
+def write(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """A file of safetensors."""
+    dtypes = {"float32": "F32", "uint8": "U8", "float16": "F16", "int32": "I32"}
+    header, data = {}, b""
+    for name, array in arrays.items():
+        end = len(data) + array.nbytes
+        header[name] = {"dtype": dtypes[array.dtype.name], "shape": array.shape, "data_offsets": [len(data), end]}
+        data += array.tobytes()
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def parts(folder: Path, arrays: dict[str, np.ndarray], of: int, index: bool, like: str = "model", **how) -> list[Path]:
+    """The arrays in so many numbered files, and an index that names them."""
+    suffix, save = how.get("suffix", "safetensors"), how.get("save", write)
+    files = [folder / f"{like}-{n:05}-of-{of:05}.{suffix}" for n in range(1, of + 1)]
+    weight_map = {name: files[i % of].name for i, name in enumerate(arrays)}
+    for file in files:
+        save(file, {name: array for name, array in arrays.items() if weight_map[name] == file.name})
+    if index:
+        (folder / f"{like}.{suffix}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return files
+
+
+def write_torch(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    torch_save(arrays, path)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """What a folder holds: versions of a model as one file, as numbered files of which some are gone, and as .bin."""
+
+    single: int | None
+    numbered: int | None
+    of: int
+    indexed: bool
+    gone: frozenset[int]
+    torch: int | None
+    extra: tuple[str, ...]
+
+    def make(self, at: Path) -> None:
+        if self.single is not None:
+            write(at / "model.safetensors", tensors(self.single))
+        if self.numbered is not None:
+            files = parts(at, tensors(self.numbered), self.of, self.indexed)
+            for n in self.gone:
+                files[n].unlink()
+        if self.torch is not None:
+            write_torch(at / "pytorch_model.bin", tensors(self.torch))
+        for name in self.extra:
+            (at / name).write_bytes(b"{}" if name.endswith(".json") else b"\0\5\x16\7 something else")
+
+    def right(self) -> int | str:
+        """The version that transformers would load, or else the parts; or the cause of a refusal, as it is named."""
+        whole = self.numbered is not None and not self.gone
+        if self.single is not None:
+            return (
+                f"{INDEX if self.indexed else 'model-00001'}" if whole and self.numbered != self.single else self.single
+            )
+        if self.numbered is not None and self.indexed:
+            return self.numbered if whole else f"model-{min(self.gone) + 1:05}-of"
+        if self.torch is not None:
+            return self.torch
+        if self.numbered is None or len(self.gone) == self.of:
+            return "is no checkpoint"
+        return self.numbered if whole else f"model-{min(self.gone) + 1:05}-of"
+
+
+EXTRA = ("tokenizer.json", "._model-00001-of-00002.safetensors", "._model.safetensors", "model.safetensors.part")
+EXTRA += (
+    "optimizer.pt",
+    "generation_config.json",
+    "README.md",
+    ".gitattributes",
+    "model-00002-of-00003.safetensors.tmp",
+)
+VERSIONS = st.sampled_from([None, 0, 1])
+
+
+@st.composite
+def folders(draw) -> Folder:
+    of = draw(st.integers(1, 3))
+    gone = draw(st.frozensets(st.integers(0, of - 1)))
+    extra = tuple(draw(st.lists(st.sampled_from(EXTRA), unique=True)))
+    return Folder(draw(VERSIONS), draw(VERSIONS), of, draw(st.booleans()), gone, draw(VERSIONS), extra)
+
+
+@given(folders())
+def test_any_folder_is_what_transformers_would_load_or_is_refused_by_the_name_of_a_file(tmp_path_factory, folder):
+    at = tmp_path_factory.mktemp("f")
+    folder.make(at)
+    right = folder.right()
+    if isinstance(right, str):
+        with pytest.raises(UCPError, match=re.escape(right)):
+            ucp.open(at)
+        return
+    checkpoint = ucp.open(at)
+    assert_is_the_truth(checkpoint, {f"param/{name}": array for name, array in tensors(right).items()})
+    assert_accounted_for(checkpoint)
+    told = "\n".join(checkpoint.notes)
+    for file in at.iterdir():
+        belongs = file.name.startswith(("model", "pytorch_model", "optimizer"))
+        read = any(item.where.startswith(f"{file.name}:") or item.what == "index" for item in checkpoint.account)
+        assert not belongs or read or file.name in told or "..." in told, file.name
+
+
+@given(st.integers(1, 4), st.data())
+def test_one_of_several_parts_is_refused_by_itself_whatever_else_is_there(tmp_path_factory, of, data):
+    at = tmp_path_factory.mktemp("f")
+    files = parts(at, tensors(0), of, index=data.draw(st.booleans()))
+    for file in data.draw(st.sets(st.sampled_from(files), max_size=of - 1)):
+        file.unlink()
+    for file in (file for file in files if file.exists()):
+        if of == 1:
+            assert len(ucp.open(file).leaves) == len(NAMES)
+        else:
+            absent = [other.name for other in files if not other.exists()]
+            cause = rf"one of {of} parts of a model, " + (f".*{absent[0]}" if absent else "all beside it")
+            with pytest.raises(FormatError, match=cause):
+                ucp.open(file)
+
+
+# What a name or an index says is missing.
+
+
+def test_files_of_torch_that_are_parts_are_refused_too(tmp_path):
+    files = parts(tmp_path, tensors(0), 2, False, "pytorch_model", suffix="bin", save=write_torch)
+    assert len(ucp.open(tmp_path).leaves) == len(NAMES)
+    with pytest.raises(FormatError, match="one of 2 parts of a model, all beside it"):
+        ucp.open(files[0])
+    files[0].unlink()
+    for path in (tmp_path, files[1]):
+        with pytest.raises(FormatError, match=files[0].name):
+            ucp.open(path)
+    part = tmp_path / "hf_model-00003-of-00004.pt"
+    write_torch(part, tensors(0))
+    with pytest.raises(FormatError, match="one of 4 parts of a model, of which 3 are missing: hf_model-00001-of-00004"):
+        ucp.open(part)
+
+
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "/etc/passwd", "x" * 3000, "a\0b", "\ud800", "", ".", "..", "a/b"]
+)
+def test_an_index_that_names_no_file_of_the_folder_is_refused(tmp_path, name):
+    write(tmp_path / "model-00001-of-00001.safetensors", tensors(0))
+    (tmp_path.parent / "x.safetensors").write_bytes((tmp_path / "model-00001-of-00001.safetensors").read_bytes())
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(NAMES, name)}))
+    for path in (tmp_path, tmp_path / INDEX):
+        with pytest.raises(FormatError, match="is of 1 files, of which 1 are not beside it"):
+            ucp.open(path)
+
+
+def test_an_index_that_lacks_files_is_not_outvoted_by_parts_that_it_does_not_name(tmp_path):
+    gone = parts(tmp_path, tensors(0), 2, index=True)
+    parts(tmp_path, tensors(1), 3, index=False)
+    for file in gone:
+        file.unlink()
+    with pytest.raises(FormatError, match=rf"{INDEX} is of 2 files, of which 2 are not beside it: '{gone[0].name}'"):
+        ucp.open(tmp_path)
+
+
+def test_parts_of_safetensors_that_are_not_whole_are_left_for_parts_of_torch_that_are(tmp_path):
+    parts(tmp_path, tensors(0), 2, index=False)[0].unlink()
+    parts(tmp_path, tensors(1), 2, False, "pytorch_model", suffix="bin", save=write_torch)
+    checkpoint = ucp.open(tmp_path)
+    assert_is_the_truth(checkpoint, {f"param/{name}": array for name, array in tensors(1).items()})
+    assert checkpoint.notes[0].startswith(
+        "not read: model-00002-of-00002.safetensors: belongs to a save of which 1 files"
+    )
+
+
+def test_a_file_that_an_index_names_among_others_is_refused_by_itself(tmp_path):
+    write(tmp_path / "first.safetensors", {"a": np.zeros(2, np.float32)})
+    write(tmp_path / "second.safetensors", {"b": np.zeros(2, np.float32)})
+    index = {"weight_map": {"a": "first.safetensors", "b": "second.safetensors"}}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    assert {leaf.label for leaf in ucp.open(tmp_path).leaves} == {"param/a", "param/b"}
+    with pytest.raises(FormatError, match=f"one of the 2 files of a model that {INDEX} names: open that"):
+        ucp.open(tmp_path / "first.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("mine", "others"),
+    [
+        ("model_world_size_8_rank_3.pt", ()),
+        ("pytorch_model_world_size_2_rank_1.bin", ()),
+        ("consolidated.00.pth", ("consolidated.01.pth",)),
+        ("model_rank0.pt", ("model_rank1.pt",)),
+        ("checkpoint-shard0.pt", ("checkpoint-shard1.pt",)),
+        ("pytorch_model_fsdp_rank0.bin", ("pytorch_model_fsdp_rank1.bin",)),
+    ],
+)
+def test_what_one_rank_wrote_is_refused_where_there_are_others(tmp_path, mine, others):
+    for name in (mine, *others):
+        write_torch(tmp_path / name, tensors(0))
+    for path in (tmp_path / mine, tmp_path):
+        with pytest.raises(UCPError, match=r"ranks wrote|named after a rank|weights of 2 models"):
+            ucp.open(path)
+    if others:
+        for name in others:
+            (tmp_path / name).unlink()
+        assert len(ucp.open(tmp_path / mine).leaves) == len(NAMES)  # of one rank, which has all
+
+
+def test_a_rank_that_a_list_of_checksums_names_is_missing(tmp_path):
+    write_torch(tmp_path / "consolidated.00.pth", tensors(0))
+    lines = "0123  consolidated.00.pth\n4567  consolidated.01.pth\n89ab  params.json\n"
+    (tmp_path / "checklist.chk").write_text(lines)
+    with pytest.raises(FormatError, match=r"there are others: consolidated\.01\.pth"):
+        ucp.open(tmp_path / "consolidated.00.pth")
+
+
+# Files that stand for others.
+
+STAND_INS = {
+    "git-lfs pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 123\n",
+    "git-annex pointer": b"/annex/objects/SHA256E-s1--0\n",
+    "macOS keeps": b"\0\5\x16\7\0\2\0\0Mac OS X",
+    "web page": b"<!DOCTYPE html>\n<html><head>",
+    "wants a login": b"Access to model org/name is restricted. You must have access",
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("what", STAND_INS)
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", INDEX, "weights.pt"])
+def test_a_file_that_stands_for_another_says_what_it_is(tmp_path, name, what):
+    (tmp_path / name).write_bytes(STAND_INS[what])
+    for path in (tmp_path / name, tmp_path) if name != "weights.pt" else (tmp_path / name,):
+        with pytest.raises(UCPError, match=rf"(?s){re.escape(name)}.*{what}") as refused:
+            ucp.open(path)
+        assert "header has" not in str(refused.value)
+
+
+@pytest.mark.parametrize("suffix", [".incomplete", ".part", ".crdownload", ".aria2"])
+def test_a_download_that_has_not_ended_is_named(tmp_path, suffix):
+    files = parts(tmp_path, tensors(0), 2, index=True)
+    unfinished = files[1].with_name(files[1].name + suffix)
+    files[1].rename(unfinished)
+    with pytest.raises(FormatError, match=re.escape(f"{unfinished.name} is a download that has not ended")):
+        ucp.open(tmp_path)
+    for file in tmp_path.iterdir():
+        if file != unfinished:
+            file.unlink()
+    unfinished.rename(tmp_path / f"model.safetensors{suffix}")
+    with pytest.raises(NotACheckpoint, match=rf"model\.safetensors{suffix} in it is a download that has not ended"):
+        ucp.open(tmp_path)
+
+
+def test_a_file_of_its_full_size_whose_download_goes_on_is_refused(tmp_path):
+    write(tmp_path / "model.safetensors", tensors(0))
+    (tmp_path / "model.safetensors.aria2").write_bytes(b"\0\1")
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        with pytest.raises(FormatError, match=r"its download has not ended: model\.safetensors\.aria2"):
+            ucp.open(path)
+
+
+def test_the_hubs_downloads_into_a_folder_and_into_its_cache_explain_what_is_missing(tmp_path):
+    local = tmp_path / "local"
+    local.mkdir()
+    files = parts(local, tensors(0), 2, index=True)
+    files[0].unlink()
+    kept = local / ".cache" / "huggingface" / "download"
+    kept.mkdir(parents=True)
+    (kept / f"{files[0].name}.0123abcd.incomplete").write_bytes(b"")
+    with pytest.raises(FormatError, match=rf"\.cache/huggingface/download/{files[0].name}.*has not ended"):
+        ucp.open(local)
+    snapshot = tmp_path / "models--o--n" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    parts(snapshot, tensors(0), 2, index=True)[1].unlink()
+    (snapshot / files[1].name).symlink_to("../../blobs/0123")
+    with pytest.raises(FormatError, match=r"is a link to \.\./\.\./blobs/0123, which does not exist"):
+        ucp.open(snapshot)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "model.safetensors").symlink_to("../blobs/0123")
+    for path in (alone, alone / "model.safetensors"):
+        with pytest.raises(UCPError, match=r"is a link to \.\./blobs/0123"):
+            ucp.open(path)
+
+
+def test_links_into_a_cache_are_followed_and_the_revision_of_main_is_the_one_to_open(tmp_path):
+    blobs = tmp_path / "models--o--n" / "blobs"
+    blobs.mkdir(parents=True)
+    for revision, version in (("abc", 0), ("def", 1)):
+        snapshot = tmp_path / "models--o--n" / "snapshots" / revision
+        snapshot.mkdir(parents=True)
+        write(blobs / revision, tensors(version))
+        (snapshot / "model.safetensors").symlink_to(f"../../blobs/{revision}")
+    (tmp_path / "models--o--n" / "refs").mkdir()
+    (tmp_path / "models--o--n" / "refs" / "main").write_text("def")
+    with pytest.raises(NotACheckpoint, match=r"open one, .*/snapshots/def"):
+        ucp.open(tmp_path / "models--o--n")
+    assert ucp.open(tmp_path / "models--o--n" / "snapshots" / "def").read("param/a.weight")[0, 0] == 10
+
+
+# Two saves in a folder.
+
+
+def copies(folder: Path, first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> None:
+    write(folder / "model.safetensors", first)
+    parts(folder, second, 2, index=True)
+
+
+@pytest.mark.parametrize("change", ["value", "dtype", "shape", "name"])
+def test_two_saves_that_differ_in_anything_are_refused(tmp_path, change):
+    second = tensors(0)
+    changed = second.pop("c.bias")
+    bits = changed.copy()
+    bits[0, 0] = -0.0 if changed[0, 0] == 0 else np.nextafter(changed[0, 0], 9)
+    second["d" if change == "name" else "c.bias"] = {
+        "value": bits,
+        "dtype": changed.astype(np.float16),
+        "shape": changed.reshape(3, 2),
+        "name": changed,
+    }[change]
+    copies(tmp_path, tensors(0), second)
+    with pytest.raises(FormatError, match=r"two saves of one model.*differ: param/(c\.bias|d) "):
+        ucp.open(tmp_path)
+
+
+def test_what_no_sample_shows_is_found_by_verify_and_refused_by_convert(tmp_path):
+    first = {"w": np.zeros((64, 1024), np.float32), "b": np.zeros(3, np.float32)}
+    second = {"w": first["w"].copy(), "b": first["b"]}
+    second["w"][30, 7] = 1
+    copies(tmp_path, first, second)
+    checkpoint = ucp.open(tmp_path)
+    (fault,) = [fault for _, fault in checkpoint.verify() if fault]
+    assert "param/w has other values" in fault
+    assert INDEX in fault
+    with pytest.raises(CorruptData, match="contradicts itself"):
+        checkpoint.save(tmp_path.parent / "converted")
+    assert not (tmp_path.parent / "converted").exists()
+
+
+def test_parts_that_ranks_left_in_sharded_are_compared_with_what_was_made_of_them(tmp_path):
+    folder = Path(shutil.copytree(DATA / "torch" / "dcp_hf_consolidated" / "ckpt", tmp_path / "c"))
+    assert not [fault for _, fault in ucp.open(folder).verify() if fault]
+    whole = folder / "model-00001-of-00001.safetensors"
+    kept = whole.read_bytes()
+    data = bytearray(kept)
+    data[-1] ^= 1
+    whole.write_bytes(data)
+    with pytest.raises(
+        FormatError, match=r"two saves, model\.safetensors\.index\.json and the ranks' parts in sharded/"
+    ):
+        ucp.open(folder)
+    assert ucp.open(folder / INDEX).leaves  # one of the two that the message says to open
+    assert ucp.open(folder / "sharded").leaves
+    whole.write_bytes(kept)
+    sorted((folder / "sharded").iterdir())[-1].unlink()  # which shows in shapes alone
+    assert any("and does not: param/" in note for note in ucp.open(folder).notes)
+    sorted((folder / "sharded").iterdir())[-1].unlink()
+    assert any("sharded/ should hold the ranks' parts" in note for note in ucp.open(folder).notes)
+
+
+def test_a_consolidation_that_never_ended_is_named(tmp_path):
+    folder = Path(shutil.copytree(DATA / "torch" / "dcp_hf_consolidated" / "ckpt", tmp_path / "c"))
+    (folder / INDEX).unlink()
+    whole = folder / "model-00001-of-00001.safetensors"
+    whole.write_bytes(whole.read_bytes()[:-100])
+    with pytest.raises(CorruptData, match=rf"{whole.name} has .*cut short"):
+        ucp.open(folder)
+
+
+def test_models_whose_names_do_not_say_which_is_meant_are_refused(tmp_path):
+    write(tmp_path / "actor.safetensors", {"actor.w": np.zeros(2, np.float32)})
+    assert [leaf.label for leaf in ucp.open(tmp_path).leaves] == ["param/actor.w"]
+    write(tmp_path / "critic.safetensors", {"critic.w": np.zeros(2, np.float32)})
+    with pytest.raises(
+        FormatError, match=r"weights of 2 models.*: actor\.safetensors, critic\.safetensors\. Open the one"
+    ):
+        ucp.open(tmp_path)
+    assert [leaf.label for leaf in ucp.open(tmp_path / "critic.safetensors").leaves] == ["param/critic.w"]
+
+
+def test_the_file_that_the_config_names_for_transformers_is_read(tmp_path):
+    for name, version in (("model.safetensors", 0), ("other.safetensors", 1)):
+        write(tmp_path / name, tensors(version))
+    (tmp_path / "config.json").write_text('{"transformers_weights": "other.safetensors"}')
+    checkpoint = ucp.open(tmp_path)
+    assert_is_the_truth(checkpoint, {f"param/{name}": array for name, array in tensors(1).items()})
+    assert checkpoint.notes == [
+        "not read: model.safetensors: other.safetensors is read, which transformers and diffusers take first"
+    ]
+    (tmp_path / "config.json").write_text('{"transformers_weights": "gone.safetensors"}')
+    with pytest.raises(FormatError, match=r"config\.json names 'gone\.safetensors' in transformers_weights"):
+        ucp.open(tmp_path)
+
+
+# What lies beside is said, and printed.
+
+
+@pytest.fixture
+def trainer(tmp_path) -> Path:
+    """What transformers' Trainer leaves of a step, as far as names go."""
+    folder = tmp_path / "run" / "checkpoint-4"
+    folder.mkdir(parents=True)
+    write(folder / "model.safetensors", tensors(0))
+    write_torch(folder / "optimizer.pt", {"state": {}, "param_groups": []})
+    for name in ("scheduler.pt", "rng_state_0.pth", "training_args.bin", "trainer_state.json"):
+        (folder / name).write_bytes(b"{}")
+    return folder
+
+
+OPTIMIZER = "not read: optimizer.pt: the states of the optimizer; open it by its path"
+
+
+@pytest.mark.parametrize("command", ["convert", "plan", "export"])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_commands_print_what_was_left_aside(trainer, tmp_path, command, as_json):
+    more = {
+        "convert": [str(tmp_path / "out")],
+        "plan": [],
+        "export": [str(tmp_path / "out"), "--format", "safetensors"],
+    }
+    result = CliRunner().invoke(main, [command, str(trainer), *more[command], *(["--json"] if as_json else [])])
+    assert result.exit_code == 0, result.output
+    assert OPTIMIZER in (result.output if command == "plan" else result.stderr)
+    assert "the state of the trainer" in result.output + result.stderr
+    if as_json and command != "export":
+        assert OPTIMIZER in json.loads(result.stdout)["notes"]
+
+
+def test_the_optimizer_is_not_noted_where_only_weights_are_asked_for(trainer):
+    checkpoint = ucp.open(trainer, weights_only=True)
+    assert checkpoint.notes == []
+    assert_accounted_for(checkpoint)
+    with pytest.raises(NotACheckpoint, match=r"holds checkpoint-4: open one, .*/run/checkpoint-4"):
+        ucp.open(trainer.parent)
+
+
+def test_an_adapter_is_named_wherever_it_lies(tmp_path):
+    write(tmp_path / "adapter_model.safetensors", {"x.lora_A.weight": np.zeros((2, 4), np.float32)})
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    (note,) = ucp.open(tmp_path).notes
+    assert note.startswith("these are the weights of an adapter")
+    assert note.endswith("org/base")
+    write(tmp_path / "model.safetensors", tensors(0))
+    notes = ucp.open(tmp_path).notes
+    assert any("adapter_model.safetensors" in note and "is not applied" in note for note in notes)
+    assert any("adapter_config.json" in note for note in notes)
+
+
+def test_weights_and_a_trainers_state_beside_another_format_are_noted(tmp_path):
+    folder = Path(shutil.copytree(DATA / "torch" / "old_v260" / "ckpt", tmp_path / "c"))
+    before = ucp.open(folder)
+    write(folder / "model.safetensors", tensors(0))
+    write_torch(folder / "meta.pt", {"epoch": 1})
+    checkpoint = ucp.open(folder)
+    assert {leaf.label for leaf in checkpoint.leaves} == {leaf.label for leaf in before.leaves}
+    assert checkpoint.notes[len(before.notes) :] == [
+        "not read: model.safetensors: weights beside the checkpoint",
+        "not read: meta.pt: the state of the trainer",
+    ]
+
+
+def test_folders_with_weights_of_their_own_and_other_formats_are_noted(tmp_path):
+    write(tmp_path / "model.safetensors", tensors(0))
+    for name in ("2_Dense", "onnx"):
+        (tmp_path / name).mkdir()
+    write(tmp_path / "2_Dense" / "model.safetensors", tensors(1))
+    (tmp_path / "tf_model.h5").write_bytes(b"\x89HDF")
+    notes = ucp.open(tmp_path).notes
+    assert notes == [
+        "not read: 2_Dense: a folder with weights of its own",
+        "not read: tf_model.h5: may hold weights, too",
+    ]
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(NotACheckpoint, match=r"holds 2_Dense: open one, .*/2_Dense"):
+        ucp.open(tmp_path)
+    shutil.rmtree(tmp_path / "2_Dense")
+    with pytest.raises(NotACheckpoint, match=r"tf_model\.h5 in it is Keras's HDF5, which is not read here"):
+        ucp.open(tmp_path)
