@@ -9,7 +9,7 @@ import click
 import jax_ucp
 from jax_ucp.cli import report
 from jax_ucp.cli.mapping import imported
-from jax_ucp.cli.options import Size, as_json, budget, open_checkpoint, sizes_of, source_options
+from jax_ucp.cli.options import Size, as_json, budget, map_arguments, open_checkpoint, source_options
 from jax_ucp.cli.output import console, print_json, progress, size, to_stderr
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.export import EXPORT_FORMATS, MAX_SHARD_BYTES, ExportFormat
@@ -60,12 +60,15 @@ def export(
     optimizer, labels = said.pop("optimizer"), {name: label for name, label in labels.items() if label}
     if labels and not optimizer:
         raise click.UsageError(f"--{next(iter(labels)).replace('_', '-')} goes with --optimizer: give that too")
+    config, assume = said.pop("config"), said.pop("assume")
+    if (config or assume) and not mapping:
+        raise click.UsageError("--config and --assume go with --mapping: give that too")
     checkpoint = opened = open_checkpoint(source, **said)
     if optimizer:
         checkpoint = opened.torch_states(*_optimizer(optimizer), **labels)
     if mapping:
         rules = jax_ucp.Mapping.load(mapping).inverse()
-        checkpoint = checkpoint.map(rules, sizes=sizes_of(rules, said["sizes"]))
+        checkpoint = checkpoint.map(rules, **map_arguments(rules, said["sizes"], config, assume))
     planned = checkpoint.plan_export(format, **options, budget_bytes=budget)
     for note in (*checkpoint.notes[len(opened.notes) :], *planned.notes):
         to_stderr.print(f"note: {note}", markup=False)

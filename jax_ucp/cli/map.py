@@ -9,7 +9,7 @@ import click
 
 import jax_ucp
 from jax_ucp.cli.mapping import mapping_report
-from jax_ucp.cli.options import as_json, open_checkpoint, sizes_of, source_options
+from jax_ucp.cli.options import as_json, map_arguments, open_checkpoint, source_options
 from jax_ucp.cli.output import console, print_json, table, to_stderr
 from jax_ucp.cli.report import Report
 from jax_ucp.language.mapping import shipped
@@ -24,9 +24,10 @@ def map_(source: str, target: str | None, mapping: str | None, json_: bool, **sa
     """Check --mapping against the checkpoint SOURCE and a model's tree, and suggest what could be meant."""
     if mapping is None:
         raise click.UsageError(f"give --mapping: a file, or one of {', '.join(shipped())}")
+    config, assume = said.pop("config"), said.pop("assume")
     checkpoint = open_checkpoint(source, **said)
     rules = jax_ucp.Mapping.load(mapping)
-    found = mapping_report(checkpoint, rules, sizes_of(rules, said["sizes"]), target)
+    found = mapping_report(checkpoint, rules, map_arguments(rules, said["sizes"], config, assume), target)
     if json_:
         print_json(found)
     else:
@@ -44,6 +45,8 @@ def _print_mapping(found: Report, target: str | None) -> None:
     heads = ("parameters: axes", "leaves: axes", "leaf", "shape", *(("target",) if target else ()))
     if rows:
         console.print(table(heads, rows))
+    for one in found["requires"]:
+        console.print(f"requires {one['name']}: {one['state']}: {one['that']}; {one['found']}", markup=False)
     for name, reason in found["skipped"]:
         console.print(f"skipped: {name}: {reason}", markup=False)
     for note in found["notes"]:

@@ -105,6 +105,8 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--weights-only", is_flag=True, help="Leave the optimizer aside."),
         click.option("--spec", type=click.Path(exists=True), help="A file that says how shards form parameters."),
         click.option("--size", "sizes", type=_NamedSize(), multiple=True, help="A length by name; may be repeated."),
+        click.option("--assume", multiple=True, help="With --mapping: a requirement of it to vouch for; may be repeated."),
+        click.option("--config", help="With --mapping: the model's config.json, where the checkpoint has none."),
         click.option("--mapping", help="See it as the leaves of a model: a mapping file, or one of the package."),
     ):
         command = option(command)
@@ -112,19 +114,29 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def open_checkpoint(
-    path: str, sizes: tuple[tuple[str, int], ...], mapping: str | None = None, **said: Any
+    path: str,
+    sizes: tuple[tuple[str, int], ...],
+    mapping: str | None = None,
+    config: str | None = None,
+    assume: tuple[str, ...] = (),
+    **said: Any,
 ) -> jax_ucp.Checkpoint:
     """The checkpoint at a path, with what `source_options` say of it."""
+    if mapping is None and (config or assume):
+        raise click.UsageError("--config and --assume go with --mapping: give that too")
     found = jax_ucp.open(path, sizes=dict(sizes), **said)
     if mapping is None:
         return found
     rules = jax_ucp.Mapping.load(mapping)
-    return found.map(rules, sizes=sizes_of(rules, sizes))
+    return found.map(rules, **map_arguments(rules, sizes, config, assume))
 
 
-def sizes_of(mapping: jax_ucp.Mapping, sizes: tuple[tuple[str, int], ...]) -> dict[str, int]:
-    """The lengths that a mapping has a name for; others are for opening the checkpoint."""
-    return {name: n for name, n in sizes if name in mapping.names}
+def map_arguments(
+    mapping: jax_ucp.Mapping, sizes: tuple[tuple[str, int], ...], config: str | None, assume: tuple[str, ...]
+) -> dict[str, Any]:
+    """The arguments of `Checkpoint.map`. Lengths that the mapping has no name for are for opening the checkpoint."""
+    lengths = {name: n for name, n in sizes if name in mapping.names}
+    return {"sizes": lengths, "config": config, "assume": assume}
 
 
 def mesh_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,14 +6,17 @@ import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from jax_ucp.errors import LayoutError, SpecError
 from jax_ucp.language.arithmetic import names_in, size_of
+from jax_ucp.language.conditions import Undecided, holds, keys_in, unmet, values_of
 from jax_ucp.language.mapping import Mapping as LeafMapping
-from jax_ucp.language.mapping import Rule, expression, filled, name_regex, placeholders, values_in
+from jax_ucp.language.mapping import Requirement, Rule, expression, filled, name_regex, placeholders, shipped, values_in
+from jax_ucp.language.model_config import numbers_of
 from jax_ucp.language.rules import regex_of
 from jax_ucp.layout.axes import Axis, Claim, Component, Expression, Known, components, infer
 from jax_ucp.layout.fragments import Shape
@@ -29,7 +32,8 @@ class Bound:
     """A mapping with the parameters of one checkpoint.
 
     `leaves` says how each leaf is formed, `skipped` why a parameter is in none, `sizes` the length of every axis
-    that has a name. `notes` tell what is more than moving elements: padding, casts, scaling, copies.
+    that has a name. `notes` tell what is more than moving elements: padding, casts, scaling, copies, and requirements
+    that a user vouches for.
     """
 
     leaves: dict[str, LeafForm]
@@ -54,17 +58,111 @@ class _Instance:
         return said.spread([f"...{i}{at}" for i in range(rank - len(said.dims) + 1)]) if said.rest else said
 
 
-def bind(
-    mapping: LeafMapping, shapes: Mapping[str, Shape], given: Mapping[str, int], config: Mapping[str, int]
-) -> Bound:
-    """How the parameters of these shapes form leaves. `given` are lengths by name, `config` what a model's config says.
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a requirement: met, assumed on the user's word, or unmet; and what the config has there."""
 
-    Raises LayoutError with everything that is wrong: names that no rule claims or several do, rules that find
-    nothing, layers that are missing, lengths that contradict one another or do not divide, leaves formed twice.
+    requirement: Requirement
+    state: Literal["met", "assumed", "unmet"]
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.requirement.name}: {self.found}; {self.requirement.reason}"
+
+
+def outcomes(mapping: LeafMapping, config: Mapping[str, Any], assumed: Collection[str] = ()) -> list[Outcome]:
+    """What becomes of every requirement of a mapping. Raises LayoutError where what is assumed is none of them."""
+    names = [requirement.name for requirement in mapping.requires]
+    if strays := sorted(set(assumed) - set(names)):
+        has = ", ".join(names) or "none"
+        raise LayoutError(f"{', '.join(strays)} in assume: the requirements of {mapping.name} are {has}")
+    found: list[Outcome] = []
+    for requirement in mapping.requires:
+        fault = unmet(requirement.that, config)
+        state = "met" if not fault else "assumed" if requirement.name in assumed else "unmet"
+        found.append(Outcome(requirement, state, fault or values_of(keys_in(requirement.that), config)))
+    return found
+
+
+def bind(
+    mapping: LeafMapping,
+    shapes: Mapping[str, Shape],
+    given: Mapping[str, int],
+    config: Mapping[str, Any],
+    assumed: Collection[str] = (),
+) -> Bound:
+    """How the parameters of these shapes form leaves. `given` are lengths by name, `config` what the model's config says,
+    `assumed` the names of requirements that the user vouches for.
+
+    Raises LayoutError with everything that is wrong: requirements that the config does not meet, names that no rule
+    claims or several do, rules that find nothing, layers that are missing, lengths that contradict one another or do
+    not divide, leaves formed twice.
     """
-    faults: list[str] = []
+    checked = outcomes(mapping, config, assumed)
+    faults = [f"requires {outcome}" for outcome in checked if outcome.state == "unmet"]
+    if faults:
+        faults.append(_remedy(mapping, shapes, config))
     if strays := sorted(given.keys() - mapping.names):
         faults.append(f"{', '.join(strays)} in sizes: no rule and no size of {mapping.name} has that name")
+    mapping, undecided = _with_rules_that_hold(mapping, config)
+    if undecided:
+        raise _refusal(mapping, [*faults, *undecided])
+    bound = _bound(mapping, shapes, given, numbers_of(config), faults)
+    vouched = [f"on the user's word, against the requirement {one}" for one in checked if one.state == "assumed"]
+    return replace(bound, notes=[*vouched, *bound.notes])
+
+
+def _remedy(mapping: LeafMapping, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> str:
+    """What to do about requirements that are not met."""
+    vouch = "or vouch for a requirement by its name, assume= (--assume)"
+    if not config:
+        return f"the checkpoint does not have its model's config; give it, config= (--config), {vouch}"
+    fitting = ", ".join(_fitting(mapping, shapes, config))
+    return f"use {fitting}, which fits this model, {vouch}" if fitting else f"no mapping of the package to it fits; {vouch}"
+
+
+def _fitting(mapping: LeafMapping, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Iterator[str]:
+    """The mappings of the package to the same target, one way or the other, that fit."""
+    target = mapping.name.removesuffix(".yaml").rpartition("-to-")[2]
+    for name in shipped():
+        if not name.endswith(f"-to-{target}"):
+            continue
+        one = LeafMapping.load(name)
+        for way in (one, one.inverse()) if one.requires else ():
+            with suppress(LayoutError):
+                if all(outcome.state == "met" for outcome in outcomes(way, config)):
+                    bind(way, shapes, {}, config)
+                    yield name
+
+
+def _with_rules_that_hold(mapping: LeafMapping, config: Mapping[str, Any]) -> tuple[LeafMapping, list[str]]:
+    """The mapping without rules whose `when` does not hold, and a fault for each that the config leaves open."""
+    rules: list[Rule] = []
+    faults: list[str] = []
+    for rule in mapping.rules:
+        try:
+            if not rule.when or holds(rule.when, config):
+                rules.append(rule)
+        except Undecided as error:
+            faults.append(f"{rule.label}: when `{rule.when}`, but the config has {error}")
+    return replace(mapping, rules=tuple(rules)), faults
+
+
+def _refusal(mapping: LeafMapping, faults: Sequence[str]) -> LayoutError:
+    told = list(dict.fromkeys(faults))
+    more = [f"... and {len(told) - FAULTS_SHOWN} more"] if len(told) > FAULTS_SHOWN else []
+    title = f"{mapping.name} does not fit the checkpoint in {len(told)} places:"
+    return LayoutError("\n  ".join([title, *told[:FAULTS_SHOWN], *more]))
+
+
+def _bound(
+    mapping: LeafMapping,
+    shapes: Mapping[str, Shape],
+    given: Mapping[str, int],
+    config: Mapping[str, int],
+    faults: list[str],
+) -> Bound:
+    """How parameters form leaves by the rules that are there. Raises LayoutError with `faults` and all others."""
     skipped, instances = _claimed(mapping, shapes, faults)
     claims = [claim for instance in instances for claim in _shape_claims(instance, shapes, faults)]
     lengths = infer(claims, _known(mapping, given, config, faults))
@@ -87,10 +185,7 @@ def bind(
             if above in leaves:
                 faults.append(f"{above} is a leaf, so {name} cannot be below it")
     if faults:
-        faults = list(dict.fromkeys(faults))
-        more = [f"... and {len(faults) - FAULTS_SHOWN} more"] if len(faults) > FAULTS_SHOWN else []
-        title = f"{mapping.name} does not fit the checkpoint in {len(faults)} places:"
-        raise LayoutError("\n  ".join([title, *faults[:FAULTS_SHOWN], *more]))
+        raise _refusal(mapping, faults)
     sizes = {name: n for name, n in lengths.sizes.items() if name.isidentifier()}
     return Bound(leaves, skipped, sizes, list(dict.fromkeys(notes)))
 
@@ -300,31 +395,20 @@ def _parts(
                 yield found
 
 
-def config_numbers(extras: Mapping[str, Any]) -> dict[str, int]:
-    """The numbers that a checkpoint's extras say of its model: of Hugging Face's config.json, of Megatron's args.
+@dataclass(frozen=True)
+class Said:
+    """What is known beside a checkpoint when it is mapped: lengths by name, requirements vouched for, a model's config."""
 
-    Megatron's `num_query_groups` is 1 where there are no groups (`group_query_attention` of its arguments), so
-    `query_groups` says how many there are: as many as heads then.
-    """
-    found: dict[str, int] = {}
-    for items in extras.values():
-        for name in ("config", "args"):
-            said = items.get(name) if isinstance(items, dict) else None
-            said = said.get("fields", said) if isinstance(said, dict) else {}
-            for key, value in said.items():
-                if isinstance(value, int) and not isinstance(value, bool):
-                    found.setdefault(key, value)
-            if "num_query_groups" in said and "num_attention_heads" in said:
-                grouped = said.get("group_query_attention", False)
-                groups = said["num_query_groups" if grouped else "num_attention_heads"]
-                found.setdefault("query_groups", groups)
-    return found
+    lengths: dict[str, int] = field(default_factory=dict[str, int])
+    assumed: tuple[str, ...] = ()
+    config: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
-def undone_lengths(mapping: LeafMapping, done: Mapping[str, Any]) -> dict[str, int]:
-    """The lengths of the mapping that made a checkpoint, if `mapping` undoes it: `done` is what the checkpoint says."""
-    undoes = "rules" in done and LeafMapping.from_dict(done["rules"]).inverse() == mapping
-    return done["lengths"] if undoes else {}
+def said_before(mapping: LeafMapping, done: Mapping[str, Any]) -> Said:
+    """What was known of the mapping that made a checkpoint, if `mapping` undoes it: `done` is what the checkpoint says."""
+    if "rules" not in done or LeafMapping.from_dict(done["rules"]).inverse() != mapping:
+        return Said()
+    return Said(done["lengths"], tuple(done.get("assumed", ())), done.get("config", {}))
 
 
 def unclaimed(mapping: LeafMapping, names: Sequence[str]) -> list[str]:
