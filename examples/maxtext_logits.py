@@ -115,10 +115,10 @@ def run(folder: Path, record: Path | None) -> int:
             print(f"{name:20} {mapping:24} {error:.1e} of their scale, argmax equal in {same:4.0%}  {said}", flush=True)
             failed += bool(not unmet and error > TOLERANCE)
         if record and name in RECORDED:
-            record.mkdir(parents=True, exist_ok=True)
-            shutil.copy(folder / name / "config.json", record / f"{name}.json")
-            shutil.copy(folder / name / "model.safetensors", record / f"{name}.safetensors")
-            np.savez_compressed(record / f"{name}.npz", **found)
+            (record / name / "ckpt").mkdir(parents=True, exist_ok=True)
+            for file in ("config.json", "model.safetensors"):
+                shutil.copyfile(folder / name / file, record / name / "ckpt" / file)
+            np.savez_compressed(record / name / "logits.npz", **found)
     print("What is accepted agrees." if not failed else f"{failed} that are accepted do not agree.")
     return min(failed, 1)
 
