@@ -46,7 +46,8 @@ def _print_mapping(found: Report, target: str | None) -> None:
     if rows:
         console.print(table(heads, rows))
     for one in found["requires"]:
-        console.print(f"requires {one['name']}: {one['state']}: {one['that']}; {one['found']}", markup=False)
+        has = f", {one['found']}" if one["state"] == "met" else ""
+        console.print(f"requires {one['name']}: {one['state']}{has}", markup=False)
     for name, reason in found["skipped"]:
         console.print(f"skipped: {name}: {reason}", markup=False)
     for note in found["notes"]:

@@ -23,6 +23,7 @@ from jax_ucp.layout.fragments import Shape
 from jax_ucp.layout.strided import LeafForm, LeafLayout, Part, part
 
 FAULTS_SHOWN = 40
+_NO_CONFIG = "the checkpoint does not have its model's config"
 
 Values = tuple[str, ...]
 
@@ -71,14 +72,17 @@ class Outcome:
 
 
 def outcomes(mapping: LeafMapping, config: Mapping[str, Any], assumed: Collection[str] = ()) -> list[Outcome]:
-    """What becomes of every requirement of a mapping. Raises LayoutError where what is assumed is none of them."""
+    """What becomes of every requirement of a mapping. Without a config none is met: it is not one of defaults.
+
+    Raises LayoutError where what is assumed is none of them.
+    """
     names = [requirement.name for requirement in mapping.requires]
     if strays := sorted(set(assumed) - set(names)):
         has = ", ".join(names) or "none"
         raise LayoutError(f"{', '.join(strays)} in assume: the requirements of {mapping.name} are {has}")
     found: list[Outcome] = []
     for requirement in mapping.requires:
-        fault = unmet(requirement.that, config)
+        fault = unmet(requirement.that, config) if config else _NO_CONFIG
         state = "met" if not fault else "assumed" if requirement.name in assumed else "unmet"
         found.append(Outcome(requirement, state, fault or values_of(keys_in(requirement.that), config)))
     return found
@@ -99,26 +103,31 @@ def bind(
     not divide, leaves formed twice.
     """
     checked = outcomes(mapping, config, assumed)
-    faults = [f"requires {outcome}" for outcome in checked if outcome.state == "unmet"]
-    if faults:
-        faults.append(_remedy(mapping, shapes, config))
+    faults = _unmet_faults(mapping, shapes, config, [one for one in checked if one.state == "unmet"])
     if strays := sorted(given.keys() - mapping.names):
         faults.append(f"{', '.join(strays)} in sizes: no rule and no size of {mapping.name} has that name")
     mapping, undecided = _with_rules_that_hold(mapping, config)
-    if undecided:
-        raise _refusal(mapping, [*faults, *undecided])
+    if undecided:  # which is said already where no config is there to decide
+        raise _refusal(mapping, faults if faults and not config else [*faults, *undecided])
     bound = _bound(mapping, shapes, given, numbers_of(config), faults)
     vouched = [f"on the user's word, against the requirement {one}" for one in checked if one.state == "assumed"]
     return replace(bound, notes=[*vouched, *bound.notes])
 
 
-def _remedy(mapping: LeafMapping, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> str:
-    """What to do about requirements that are not met."""
-    vouch = "or vouch for a requirement by its name, assume= (--assume)"
+def _unmet_faults(
+    mapping: LeafMapping, shapes: Mapping[str, Shape], config: Mapping[str, Any], unmet: Sequence[Outcome]
+) -> list[str]:
+    """A fault for each requirement that is not met, the last with what to do about them."""
+    if not unmet:
+        return []
+    vouch = "to vouch for a requirement, name it in assume= (--assume)"
     if not config:
-        return f"the checkpoint does not have its model's config; give it, config= (--config), {vouch}"
+        names = ", ".join(one.requirement.name for one in unmet)
+        return [f"requires {names}, but {_NO_CONFIG}: give it, config= (--config); {vouch}"]
     fitting = ", ".join(_fitting(mapping, shapes, config))
-    return f"use {fitting}, which fits this model, {vouch}" if fitting else f"no mapping of the package to it fits; {vouch}"
+    remedy = f"{fitting} fits this model" if fitting else "no other mapping of the package to the same target fits"
+    *faults, last = [f"requires {one}" for one in unmet]
+    return [*faults, f"{last}. {remedy}; {vouch}"]
 
 
 def _fitting(mapping: LeafMapping, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Iterator[str]:
@@ -140,11 +149,14 @@ def _with_rules_that_hold(mapping: LeafMapping, config: Mapping[str, Any]) -> tu
     rules: list[Rule] = []
     faults: list[str] = []
     for rule in mapping.rules:
+        if rule.when and not config:
+            faults.append(f"{rule.label} is there when `{rule.when}`, but {_NO_CONFIG}")
+            continue
         try:
             if not rule.when or holds(rule.when, config):
                 rules.append(rule)
         except Undecided as error:
-            faults.append(f"{rule.label}: when `{rule.when}`, but the config has {error}")
+            faults.append(f"{rule.label} is there when `{rule.when}`, but the config has {error}")
     return replace(mapping, rules=tuple(rules)), faults
 
 

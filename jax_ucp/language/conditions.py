@@ -85,7 +85,12 @@ def values_of(keys: Iterable[str], config: Mapping[str, Any]) -> str:
     """The keys that a config has, with their values; of keys that it has none of, that."""
     listed = tuple(dict.fromkeys(keys))
     there = [f"{key} = {_shown(value)}" for key in listed for value in _found(key, config)]
-    return ", ".join(there) or f"no {' and no '.join(listed)}"
+    return ", ".join(there) or _none_of(listed)
+
+
+def _none_of(keys: Iterable[str]) -> str:
+    listed = list(keys)
+    return f"no {listed[0]}" if len(listed) == 1 else f"none of {', '.join(listed)}"
 
 
 def _parsed(text: object) -> ast.expr:
@@ -228,7 +233,7 @@ def _value(node: ast.expr, config: Mapping[str, Any]) -> Any:
                 return _value(arg, config)
             except Undecided:
                 continue
-        raise Undecided(f"no {' and no '.join(_keys(node))}")
+        raise Undecided(_none_of(_keys(node)))
     key = _key(node)
     if not key:
         return _literal(node)

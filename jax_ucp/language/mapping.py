@@ -124,8 +124,8 @@ class Mapping:
     rules: Sequence[Rule]
     skips: Sequence[Skip] = ()
     sizes: Dict[str, Size] = field(default_factory=dict[str, Size])
-    requires: Sequence[Requirement] = ()
     name: str = field(default="mapping", compare=False)
+    requires: Sequence[Requirement] = ()
 
     @classmethod
     def load(cls, source: str | PathLike[str]) -> Mapping:
@@ -174,7 +174,7 @@ class Mapping:
         faults += [f"{name}: two requirements are named {twice!r}" for twice in {n for n in named if named.count(n) > 1}]
         if faults:
             raise SpecError("\n  ".join([f"{name} is no mapping:", *faults]))
-        return cls(tuple(found["leaves"]), tuple(found["skip"]), sizes, tuple(found["requires"]), name)
+        return cls(tuple(found["leaves"]), tuple(found["skip"]), sizes, name, tuple(found["requires"]))
 
     @property
     def names(self) -> frozenset[str]:
@@ -203,7 +203,7 @@ class Mapping:
     def inverse(self) -> Mapping:
         """From the leaves to the parameters: what exports. Names in `skip` cannot come back."""
         rules = tuple(rule.inverse() for rule in self.rules)
-        return Mapping(rules, (), self.sizes, self.requires, f"the inverse of {self.name}")
+        return Mapping(rules, (), self.sizes, f"the inverse of {self.name}", self.requires)
 
     def to_dict(self) -> dict[str, Any]:
         """The content of a YAML file that says this mapping."""
