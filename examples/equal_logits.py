@@ -135,7 +135,10 @@ def positions(tokens: np.ndarray) -> jax.Array:
 
 
 def tunix_module(family: str, config: Mapping[str, Any], changed: Sequence[str]) -> Any:
-    """The module of a model, in which what is `changed` is set as the config has it. Packages above it are entered without running them, which would need all of tunix."""
+    """The module of a model, in which what is `changed` is set as the config has it.
+
+    Packages above it are entered without running them, which would need all of tunix.
+    """
     spec = PathFinder.find_spec("tunix")
     if spec is None or not spec.submodule_search_locations:
         sys.exit("google-tunix is not installed; see the top of this file")

@@ -15,7 +15,6 @@ logits, and the models, for the tests.
 """
 
 import argparse
-import json
 import shutil
 import sys
 from collections.abc import Mapping
@@ -167,7 +166,7 @@ def maxtext_logits(said: Mapping[str, Any], tree: Any, tokens: np.ndarray) -> np
     from maxtext.utils import maxtext_utils  # pyright: ignore[reportMissingImports]
 
     batch, length = tokens.shape
-    fixed = {
+    fixed: dict[str, Any] = {
         "run_name": "logits",
         "dtype": "float32",
         "weight_dtype": "float32",
@@ -185,12 +184,13 @@ def maxtext_logits(said: Mapping[str, Any], tree: Any, tokens: np.ndarray) -> np
         "override_model_config": True,
     }
     base = Path(pyconfig.__file__).parent / "base.yml"
-    config = pyconfig.initialize(["", str(base)], **fixed | said)
+    config = pyconfig.initialize(["", str(base)], **{**fixed, **said})
     mesh = Mesh(maxtext_utils.create_device_mesh(config), config.mesh_axes)
     with jax.set_mesh(mesh):
         model = models.Transformer(config, mesh, quant=None, rngs=nnx.Rngs(0))
         graph, params, others = nnx.split(model, nnx.Param, ...)
-        wanted, given = dict(nnx.to_flat_state(params)), flat(tree)
+        wanted: dict[Any, Any] = dict(nnx.to_flat_state(params))
+        given = flat(tree)
         if {path: leaf.shape for path, leaf in wanted.items()} != {path: leaf.shape for path, leaf in given.items()}:
             sys.exit(f"MaxText has {sorted(wanted)}, the mapping gives {sorted(given)}")
         filled = [(path, leaf.replace(jnp.asarray(given[path]))) for path, leaf in wanted.items()]

@@ -92,7 +92,9 @@ def test_there_and_back_every_parameter_has_the_same_bits_but_for_rounded_scales
             assert same_bits(back.params[name].read(), param.read()), name
 
 
-@pytest.mark.parametrize(("case", "mapping", "lacks"), [c for c in CASES if "maxtext" not in c[1] and "bf16" not in c[0]])
+@pytest.mark.parametrize(
+    ("case", "mapping", "lacks"), [c for c in CASES if "maxtext" not in c[1] and "bf16" not in c[0]]
+)
 def test_the_leaves_are_those_of_models_that_others_wrote(case, mapping, lacks):
     tree = json.loads((DATA / "trees" / f"{mapping.removeprefix('hf-')}.json").read_text())
     want = {leaf["leaf"]: (tuple(leaf["shape"]), leaf["dtype"]) for leaf in tree["leaves"]}

@@ -81,7 +81,7 @@ def _imported_shapes(target: str) -> Shapes:
 def mapping_report(
     checkpoint: Checkpoint, mapping: LeafMapping, arguments: Mapping[str, Any], target: str | None
 ) -> Report:
-    """Each leaf beside the parameters that form it and the target's leaf of its name; requirements, faults, suggestions.
+    """Each leaf beside the parameters that form it and the target's leaf of its name; what is wrong, and suggestions.
 
     `arguments` are those of `Checkpoint.map`.
     """

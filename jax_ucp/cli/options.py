@@ -105,7 +105,9 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--weights-only", is_flag=True, help="Leave the optimizer aside."),
         click.option("--spec", type=click.Path(exists=True), help="A file that says how shards form parameters."),
         click.option("--size", "sizes", type=_NamedSize(), multiple=True, help="A length by name; may be repeated."),
-        click.option("--assume", multiple=True, help="With --mapping: a requirement of it to vouch for; may be repeated."),
+        click.option(
+            "--assume", multiple=True, help="With --mapping: a requirement of it to vouch for; may be repeated."
+        ),
         click.option("--config", help="With --mapping: the model's config.json, where the checkpoint has none."),
         click.option("--mapping", help="See it as the leaves of a model: a mapping file, or one of the package."),
     ):

@@ -95,8 +95,10 @@ def bind(
     config: Mapping[str, Any],
     assumed: Collection[str] = (),
 ) -> Bound:
-    """How the parameters of these shapes form leaves. `given` are lengths by name, `config` what the model's config says,
-    `assumed` the names of requirements that the user vouches for.
+    """How the parameters of these shapes form leaves.
+
+    `given` are lengths by name, `config` is what the model's config says, `assumed` are the names of requirements that
+    the user vouches for.
 
     Raises LayoutError with everything that is wrong: requirements that the config does not meet, names that no rule
     claims or several do, rules that find nothing, layers that are missing, lengths that contradict one another or do
@@ -115,19 +117,19 @@ def bind(
 
 
 def _unmet_faults(
-    mapping: LeafMapping, shapes: Mapping[str, Shape], config: Mapping[str, Any], unmet: Sequence[Outcome]
+    mapping: LeafMapping, shapes: Mapping[str, Shape], config: Mapping[str, Any], lacking: Sequence[Outcome]
 ) -> list[str]:
     """A fault for each requirement that is not met, the last with what to do about them."""
-    if not unmet:
+    if not lacking:
         return []
     vouch = "to vouch for a requirement, name it in assume= (--assume)"
     if not config:
-        names = ", ".join(one.requirement.name for one in unmet)
+        names = ", ".join(one.requirement.name for one in lacking)
         return [f"requires {names}, but {_NO_CONFIG}: give it, config= (--config); {vouch}"]
     fitting = ", ".join(_fitting(mapping, shapes, config))
-    remedy = f"{fitting} fits this model" if fitting else "no other mapping of the package to the same target fits"
-    *faults, last = [f"requires {one}" for one in unmet]
-    return [*faults, f"{last}. {remedy}; {vouch}"]
+    remedy = f"{fitting} fits this model; {vouch}" if fitting else vouch
+    *faults, last = [f"requires {one}" for one in lacking]
+    return [*faults, f"{last}; {remedy}"]
 
 
 def _fitting(mapping: LeafMapping, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Iterator[str]:
@@ -409,7 +411,7 @@ def _parts(
 
 @dataclass(frozen=True)
 class Said:
-    """What is known beside a checkpoint when it is mapped: lengths by name, requirements vouched for, a model's config."""
+    """What was said beside a checkpoint when it was mapped: lengths, requirements vouched for, a model's config."""
 
     lengths: dict[str, int] = field(default_factory=dict[str, int])
     assumed: tuple[str, ...] = ()
@@ -417,10 +419,12 @@ class Said:
 
 
 def said_before(mapping: LeafMapping, done: Mapping[str, Any]) -> Said:
-    """What was known of the mapping that made a checkpoint, if `mapping` undoes it: `done` is what the checkpoint says."""
+    """What was said to the mapping that made a checkpoint, if `mapping` undoes it; `done` is the record of that."""
     if "rules" not in done or LeafMapping.from_dict(done["rules"]).inverse() != mapping:
         return Said()
-    return Said(done["lengths"], tuple(done.get("assumed", ())), done.get("config", {}))
+    assumed, config = done.get("assumed"), done.get("config")
+    names = tuple(map(str, assumed)) if isinstance(assumed, list) else ()
+    return Said(done["lengths"], names, config if isinstance(config, dict) else {})
 
 
 def unclaimed(mapping: LeafMapping, names: Sequence[str]) -> list[str]:

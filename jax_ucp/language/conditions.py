@@ -1,14 +1,14 @@
-"""Conditions on a model's config: `first(rope_scaling.rope_type, "default") == "llama3" and hidden_act == "silu"`.
+"""Conditions on a model's config: `first(attention_bias, false) == false and hidden_act == "silu"`.
 
-    condition    a comparison, or a key that is true or false; `and`, `or`, `not` and parentheses join them
-    comparison   two values with == != < <= > >=, or a value that is `in` or `not in` a list of literals
+    condition    a comparison, or a key that is true or false; joined by `and`, `or`, `not` and ()
+    comparison   two values with == != < <= > >=, or a value `in` or `not in` a list of literals
     value        a key, a literal, or first(value, value, ...)
     literal      a number, "text", true, false, null
     key          a name in the config; `rope_scaling.rope_type` is a name in what `rope_scaling` holds
 
-Defaults are written down: `first` is the first of its values that the config has, and a key that it does not have
-decides nothing, so a condition that needs it is not met. null is a value. Nothing is converted: 1 is not true, and
-only numbers are less or greater.
+Defaults are written down: `first` is the first of its values that the config has. A key that it does
+not have decides nothing, so a condition that needs it is not met; it is read from left to right. null
+is a value. Nothing is converted: 1 is not true, and only numbers are less or greater.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def keys_in(text: str) -> tuple[str, ...]:
 
 
 def holds(text: str, config: Mapping[str, Any]) -> bool:
-    """Whether a config meets a condition. Raises Undecided where it does not have what decides that.
+    """Whether a config meets a condition. Raises Undecided where it lacks what decides that.
 
     >>> holds("first(attention_bias, false) == false", {})
     True
@@ -63,7 +63,7 @@ def holds(text: str, config: Mapping[str, Any]) -> bool:
 
 
 def unmet(text: str, config: Mapping[str, Any]) -> str:
-    """Nothing where a config meets a condition, or else the part that it does not meet, and what it has there.
+    """The part of a condition that a config does not meet, and what it has there; "" if all is met.
 
     >>> unmet('tie and hidden_act in ["silu", "swish"]', {"tie": True, "hidden_act": "gelu"})
     '`hidden_act in ["silu", "swish"]` is needed, and the config has hidden_act = "gelu"'

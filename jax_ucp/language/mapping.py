@@ -152,7 +152,9 @@ class Mapping:
         """The mapping that a text in YAML says; `name` is what errors call it."""
         top, lines = document(text, name)
         strays = [key for key in top if key not in _SECTIONS]
-        faults = [f"{name}:{lines[key]}: {key!r} is no section; there are sizes, requires, leaves and skip" for key in strays]
+        faults = [
+            f"{name}:{lines[key]}: {key!r} is no section; there are sizes, requires, leaves and skip" for key in strays
+        ]
         sizes: Any = top.get("sizes") or {}
         if not isinstance(sizes, dict):
             faults.append(f"{name}:{lines['sizes']}: sizes should be a mapping of names to sizes")
@@ -171,7 +173,9 @@ class Mapping:
                 where = f"{name}:{line}"
                 faults += faults_of(lambda i=item, w=where, r=read, s=section: found[s].append(r(i, w)), where)
         named = [requirement.name for requirement in found["requires"]]
-        faults += [f"{name}: two requirements are named {twice!r}" for twice in {n for n in named if named.count(n) > 1}]
+        faults += [
+            f"{name}: two requirements are named {twice!r}" for twice in {n for n in named if named.count(n) > 1}
+        ]
         if faults:
             raise SpecError("\n  ".join([f"{name} is no mapping:", *faults]))
         return cls(tuple(found["leaves"]), tuple(found["skip"]), sizes, name, tuple(found["requires"]))

@@ -1,4 +1,4 @@
-"""What is known of the model that a checkpoint is of: Hugging Face's config.json, Megatron's args, or a given config."""
+"""What is known of a checkpoint's model: Hugging Face's config.json, Megatron's arguments, or a given config."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ _NAMES = ("config", "args")
 def config_of(extras: Mapping[str, Any]) -> dict[str, Any]:
     """What a checkpoint's extras say of its model, in the first item that has a config or arguments.
 
-    Several are not joined: what one leaves out has its model's default, and not what another says. Megatron's `num_query_groups` is 1 where there are no groups (`group_query_attention` of its arguments), so
-    `query_groups` says how many there are: as many as heads then.
+    Several are not joined: what one leaves out has its model's default, and not what another says.
+    Megatron's `num_query_groups` is 1 where there are no groups (`group_query_attention` of its
+    arguments), so `query_groups` says how many there are: as many as heads then.
     """
     said = [items[name] for items in extras.values() if isinstance(items, dict) for name in _NAMES if name in items]
     records = [item.get("fields", item) for item in said if isinstance(item, dict)]
@@ -31,9 +32,7 @@ def config_of(extras: Mapping[str, Any]) -> dict[str, Any]:
 
 def numbers_of(config: Mapping[str, Any]) -> dict[str, int]:
     """The whole numbers of a config, which sizes may use."""
-    return {
-        key: value for key, value in config.items() if isinstance(value, int) and not isinstance(value, bool)
-    }
+    return {key: value for key, value in config.items() if isinstance(value, int) and not isinstance(value, bool)}
 
 
 def given_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
@@ -58,7 +57,7 @@ def joined(stored: Mapping[str, Any], given: Mapping[str, Any], used: frozenset[
     if differ:
         key = differ[0]
         raise LayoutError(
-            f"the given config has {key} = {given[key]!r:.60}, the checkpoint's own {stored[key]!r:.60}: config= is for "
-            "what a checkpoint does not say of its model"
+            f"the given config has {key} = {given[key]!r:.60}, the checkpoint's own {stored[key]!r:.60}: "
+            "config= is for what a checkpoint does not say of its model"
         )
     return {**given, **stored}
