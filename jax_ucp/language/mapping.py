@@ -61,11 +61,11 @@ class Rule:
     leaves: Dict[str, str]
     tied: Dict[str, str] = field(default_factory=dict[str, str])
     optional: bool = False
-    when: str = ""
     cast: str = ""
     scale: float | str = 1
     add: float = 0
     backwards: bool = False
+    when: str = ""
     where: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -215,7 +215,7 @@ class Mapping:
         for rule in self.rules:
             item: dict[str, Any] = {"param": dict(rule.params), "leaf": dict(rule.leaves)}
             item |= {"tied": dict(rule.tied)} if rule.tied else {}
-            for name in ("optional", "when", "cast", "scale", "add", "backwards"):
+            for name in ("optional", "cast", "scale", "add", "backwards", "when"):
                 if getattr(rule, name) != getattr(_PLAIN, name):
                     item[name] = getattr(rule, name)
             leaves.append(item)
