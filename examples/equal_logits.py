@@ -70,7 +70,7 @@ def main(package: str, trees: Path | None) -> int:
     failed = 0
     for case, (name, mapping) in CASES[package].items():
         checkpoint = ucp.open(DATA / case / "ckpt")
-        config = checkpoint.extras["config.json"]["config"]
+        config = checkpoint.config
         vouched = [one.requirement.name for one in outcomes(ucp.Mapping.load(mapping), config) if one.state == "unmet"]
         model = tunix(name, config, vouched) if package == "tunix" else flax(name, config)
         if trees:

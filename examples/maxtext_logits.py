@@ -90,12 +90,11 @@ def run(folder: Path, record: Path | None) -> int:
     from jax_ucp.errors import LayoutError
     from jax_ucp.language.binding import outcomes
     from jax_ucp.language.mapping import shipped
-    from jax_ucp.language.model_config import config_of
 
     failed = 0
     for name in MODELS:
         checkpoint = ucp.open(folder / name)
-        config = config_of(checkpoint.extras)
+        config = checkpoint.config
         with np.load(folder / name / "logits.npz") as stored:
             found = dict(stored)
         for mapping in (one for one in shipped() if one.endswith("-to-maxtext")):

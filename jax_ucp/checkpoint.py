@@ -169,6 +169,11 @@ class Checkpoint:
 
         return tree_of({leaf.path: abstract_leaf(leaf) for leaf in self.leaves})
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """What the checkpoint says of its model: Hugging Face's config.json or Megatron's arguments; empty if nothing."""
+        return config_of(self.extras)
+
     def map(
         self,
         mapping: mappings.Mapping | str | os.PathLike[str],
@@ -185,7 +190,8 @@ class Checkpoint:
         Args:
             mapping: a mapping, its file, or the name of one that comes with the package.
             sizes: lengths by name; others are taken from the model's config, and from the shapes.
-            config: the model's config, a dict or its JSON file, for a checkpoint that has none.
+            config: the model's config, for a checkpoint that has none: a dict, such as `config` of another
+                checkpoint, or a JSON file.
             assume: names of requirements that the user vouches for. They are noted, and remembered with the mapping.
 
         Returns:
@@ -203,7 +209,7 @@ class Checkpoint:
         given = before.config if config is None else given_config(config)
         assumed = sorted({*before.assumed, *assume})
         shapes = {name: leaf.shape for name, leaf in states_of(self._contents)["param"].items()}
-        known = joined(config_of(self.extras), given, rules.config_keys)
+        known = joined(self.config, given, rules.config_keys)
         bound = bind(rules, shapes, before.lengths | dict(sizes or {}), known, assumed)
         of = dict(self.source) or {"format": self.format, "name": Path(self.path).name}
         about: dict[str, Any] = {"name": rules.name, "lengths": bound.sizes, "rules": rules.to_dict()}

@@ -183,9 +183,10 @@ def test_a_checkpoint_without_its_config_is_refused_until_that_is_given(tmp_path
     checkpoint = ucp.open(model(tmp_path / "model", "torch/hf_llama", {}, WITHOUT))
     with pytest.raises(LayoutError, match=r"requires family, rope, activation, bias, but the checkpoint does not have"):
         checkpoint.map("hf-llama2-to-maxtext", sizes={"heads": 4, "kv_heads": 2})
+    assert checkpoint.config == {}
     path = DATA / "torch" / "hf_llama" / "ckpt" / "config.json"
     want = ucp.open(path.parent).map("hf-llama2-to-maxtext")
-    for config in (path, str(path), json.loads(path.read_text())):
+    for config in (path, str(path), json.loads(path.read_text()), ucp.open(path.parent).config):
         got = checkpoint.map("hf-llama2-to-maxtext", config=config)
         assert {leaf.label: leaf.shape for leaf in got.leaves} == {leaf.label: leaf.shape for leaf in want.leaves}
     with pytest.raises(LayoutError, match="requires rope: "):

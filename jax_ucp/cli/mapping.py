@@ -21,7 +21,7 @@ from jax_ucp.errors import LayoutError, NotACheckpoint, TreeMismatch
 from jax_ucp.language.binding import outcomes, unclaimed
 from jax_ucp.language.mapping import Mapping as LeafMapping
 from jax_ucp.language.mapping import expression, name_regex
-from jax_ucp.language.model_config import config_of, given_config, joined
+from jax_ucp.language.model_config import given_config, joined
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -113,7 +113,7 @@ def mapping_report(
 def _requirements(checkpoint: Checkpoint, mapping: LeafMapping, arguments: Mapping[str, Any]) -> list[Report]:
     """What became of each requirement: met, unmet, or assumed."""
     given = given_config(arguments["config"] or {})
-    config = joined(config_of(checkpoint.extras), given, mapping.config_keys)
+    config = joined(checkpoint.config, given, mapping.config_keys)
     return [
         {"name": one.requirement.name, "that": one.requirement.that, "state": one.state, "found": one.found}
         for one in outcomes(mapping, config, arguments["assume"])
