@@ -171,7 +171,7 @@ class Checkpoint:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What the checkpoint says of its model: Hugging Face's config.json or Megatron's arguments; empty if nothing."""
+        """What the checkpoint says of its model: Hugging Face's config.json, or Megatron's arguments, or nothing."""
         return config_of(self.extras)
 
     def map(
