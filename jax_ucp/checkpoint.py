@@ -21,7 +21,8 @@ from jax_ucp.export import ExportFormat, ExportPlan, plan_export, run_export
 from jax_ucp.formats import open_contents
 from jax_ucp.formats.options import Options, Sizes, require_used
 from jax_ucp.language import mapping as mappings
-from jax_ucp.language.binding import bind, config_numbers, undone_lengths
+from jax_ucp.language.binding import bind, said_before
+from jax_ucp.language.model_config import config_of, given_config, joined
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Group, Leaf, tree_of
 from jax_ucp.parameters import Parameter, Parameters, table
@@ -182,26 +183,56 @@ class Checkpoint:
 
         return tree_of({leaf.path: abstract_leaf(leaf) for leaf in self.leaves})
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """What the checkpoint says of its model: Hugging Face's config.json, or Megatron's arguments, or nothing."""
+        return config_of(self.extras)
+
     def map(
-        self, mapping: mappings.Mapping | str | os.PathLike[str], *, sizes: Mapping[str, int] | None = None
+        self,
+        mapping: mappings.Mapping | str | os.PathLike[str],
+        *,
+        sizes: Mapping[str, int] | None = None,
+        config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        assume: Sequence[str] = (),
     ) -> Checkpoint:
         """The checkpoint with the leaves of a model in place of its parameters. Reads nothing.
 
-        `mapping` is one, its file, or the name of one that comes with the package. `sizes` are lengths by name;
-        others are taken from the model's config, which some checkpoints carry, and from the shapes. Every state
-        of a parameter is mapped as the parameter is: leaves are at `(state, *name between slashes)`.
+        Every state of a parameter is mapped as the parameter is: leaves are at `(state, *name between slashes)`. What
+        the mapping requires of the model's config must hold.
 
-        Raises LayoutError with everything in which mapping and checkpoint differ, SpecError where `mapping` is
-        none, QuantizedWeights where weights are stored as codes.
+        Args:
+            mapping: a mapping, its file, or the name of one that comes with the package.
+            sizes: lengths by name; others are taken from the model's config, and from the shapes.
+            config: the model's config, for a checkpoint that has none: a dict, such as `config` of another
+                checkpoint, or a JSON file.
+            assume: names of requirements that the user vouches for. They are noted, and remembered with the mapping.
+
+        Returns:
+            The mapped checkpoint.
+
+        Raises:
+            LayoutError: with everything in which mapping, config and checkpoint differ.
+            SpecError: where `mapping` is none.
+            FormatError: where `config` is no config.
+            QuantizedWeights: where weights are stored as codes.
         """
         require_weights(self._contents)
         rules = mapping if isinstance(mapping, mappings.Mapping) else mappings.Mapping.load(mapping)
+        if isinstance(assume, str):
+            raise TypeError(f"assume is a list of names of requirements, not {assume!r}")
+        before = said_before(rules, self.source.get("mapping", {}))
+        given = before.config if config is None else given_config(config)
+        assumed = sorted({*before.assumed, *assume})
         shapes = {name: leaf.shape for name, leaf in states_of(self._contents)["param"].items()}
-        lengths = undone_lengths(rules, self.source.get("mapping", {})) | dict(Sizes(sizes or {}))
-        bound = bind(rules, shapes, lengths, config_numbers(self.extras))
+        known = joined(self.config, given, rules.config_keys)
+        bound = bind(rules, shapes, before.lengths | dict(Sizes(sizes or {})), known, assumed)
         of = dict(self.source) or {"format": self.format, "name": Path(self.path).name}
-        about = {**of, "mapping": {"name": rules.name, "lengths": bound.sizes, "rules": rules.to_dict()}}
-        return Checkpoint(map_contents(self._contents, bound.leaves, bound.skipped, bound.notes, about))
+        about: dict[str, Any] = {"name": rules.name, "lengths": bound.sizes, "rules": rules.to_dict()}
+        about |= {"assumed": assumed} if assumed else {}
+        about |= {"config": {key: given[key] for key in rules.config_keys & given.keys()}} if given else {}
+        leaves = map_contents(self._contents, bound.leaves, bound.skipped, bound.notes, {**of, "mapping": about})
+        return Checkpoint(leaves)
 
     def plan(
         self,

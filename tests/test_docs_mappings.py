@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
+from jax_ucp.language.conditions import check_condition
 from jax_ucp.language.mapping import shipped
 from test_cli import run
 
@@ -51,6 +52,16 @@ def test_the_mapping_that_the_page_ends_with_gives_the_logits_of_the_original(fo
     attention = tree["layers"]["attention"]
     attention["query"], attention["key"] = attention["key"], attention["query"]  # of one shape
     assert np.abs(logits(tree, config, tokens) - want).max() > 1e-3 * np.abs(want).max()
+
+
+def test_the_conditions_that_the_page_shows_are_conditions():
+    (shown,) = re.findall(r"```\n(requires:\n.*?)```", PAGE, re.DOTALL)
+    mapping = ucp.Mapping.parse(shown + "leaves: [{param: a, leaf: b}]")
+    assert [requirement.name for requirement in mapping.requires] == ["rope", "window"]
+    checks = [*(one.that for one in mapping.requires), 'hidden_act in ["silu", "swish"]', "not attention_bias"]
+    for text in (*checks, "not first(tie_word_embeddings, false)"):
+        assert text in PAGE
+        check_condition(text)
 
 
 def test_the_page_names_every_mapping_of_the_package():

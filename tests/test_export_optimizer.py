@@ -13,6 +13,7 @@ import pytest
 
 import jax_ucp as ucp
 from helpers import differences
+from jax_ucp.errors import LayoutError
 from resume_deepspeed import optimizer_of, rows_of, schedule_of, trained_in
 from test_cli import run
 from training_runs import ADAMW, MESH, WRAPPED, run_of, saved, trained, tree_of
@@ -74,7 +75,10 @@ def test_a_run_of_megatron_comes_back_out_of_jax(case, counts, tmp_path):
     tx = optax.chain(optax.clip(1.0), ADAMW)
     tree = run_of(source.map(rules), tx)
     lengths = source.map(rules).source["mapping"]["lengths"]
-    back = ucp.Checkpoint.of(tree).torch_states(tx, step_dtype=counts).map(rules.inverse(), sizes=lengths)
+    states = ucp.Checkpoint.of(tree).torch_states(tx, step_dtype=counts)
+    with pytest.raises(LayoutError, match="the checkpoint does not have its model's config"):
+        states.map(rules.inverse(), sizes=lengths)
+    back = states.map(rules.inverse(), sizes=lengths, config=source.config)
     assert differences(source, back.export(tmp_path / "out", "dcp")) == []
 
 

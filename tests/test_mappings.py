@@ -2,7 +2,8 @@
 
 `tests/data/trees` has the trees of models of google-tunix and of Flax in transformers 4, written by
 `examples/equal_logits.py`, which also runs those models; that needs these packages, so here names and shapes are
-compared. MaxText's trees are run by a decoder written from its code.
+compared. MaxText's trees are run by a decoder written from its code, which is compared with the logits that MaxText
+itself gave: `examples/maxtext_logits.py` wrote `tests/data/maxtext`.
 """
 
 import json
@@ -19,46 +20,68 @@ import jax_ucp as ucp
 from deepspeed_cases import DATA as DEEPSPEED
 from deepspeed_cases import equal, truth
 from jax_ucp.errors import FormatError
+from jax_ucp.language.binding import outcomes
 from jax_ucp.language.mapping import shipped
 from jax_ucp.storage.consolidated import same_bits
 
 DATA = Path(__file__).parent / "data"
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
-FAMILIES = {
-    "hf_llama": "llama",
-    "hf_llama_bf16_tied": "llama",
-    "hf_qwen2": "qwen2",
-    "hf_qwen3": "qwen3",
-    "hf_qwen3_moe": "qwen3-moe",
-    "hf_mixtral": "mixtral",
-    "hf_gemma": "gemma",
-    "hf_gemma_mha": "gemma-7b",
-    "hf_gpt2": "gpt2",
-}
-MAXTEXT = {  # mapping -> neighbours are rotated together; the query is scaled
-    "hf-llama-to-maxtext": (True, True),
-    "hf-qwen2-to-maxtext": (False, False),
-    "hf-qwen3-to-maxtext": (False, False),
-    "hf-qwen3-moe-to-maxtext": (False, False),
-    "hf-mixtral-to-maxtext": (False, True),
-}
-CASES = [(case, name) for case, family in FAMILIES.items() for name in shipped() if name.startswith(f"hf-{family}-to-")]
+# Case -> the mappings that fit its names, with the requirements that it does not meet.
+CASES = [
+    ("torch/hf_gpt2", "hf-gpt2-to-flax", []),
+    ("torch/hf_llama", "hf-llama-to-tunix", ["rope_theta"]),
+    ("torch/hf_llama", "hf-llama2-to-maxtext", []),
+    ("torch/hf_llama_bf16_tied", "hf-llama-to-tunix", ["rope_theta"]),
+    ("torch/hf_llama_bf16_tied", "hf-llama2-to-maxtext", []),
+    ("torch/hf_qwen2", "hf-qwen2-to-tunix", []),
+    ("torch/hf_qwen2", "hf-qwen2-to-maxtext", []),
+    ("torch/hf_qwen3", "hf-qwen3-to-tunix", ["rope_theta"]),
+    ("torch/hf_qwen3", "hf-qwen3-to-maxtext", []),
+    ("torch/hf_qwen3_moe", "hf-qwen3-moe-to-tunix", ["norm_topk_prob", "rope_theta"]),
+    ("torch/hf_qwen3_moe", "hf-qwen3-moe-to-maxtext", ["norm_topk_prob"]),
+    ("torch/hf_mixtral", "hf-mixtral-to-maxtext", []),
+    ("torch/hf_gemma", "hf-gemma-to-tunix", []),
+    ("torch/hf_gemma_mha", "hf-gemma-7b-to-tunix", []),
+    ("maxtext/llama31", "hf-llama-to-maxtext", []),
+    ("maxtext/mistral", "hf-mistral-to-maxtext", []),
+]
+ACCEPTED = [(case, mapping) for case, mapping, unmet in CASES if not unmet]
+# What MaxText itself gave, by the model and the mapping that made its tree.
+RECORDED = [
+    (folder.name, mapping)
+    for folder in sorted((DATA / "maxtext").iterdir())
+    for mapping in np.load(folder / "logits.npz").files
+    if mapping in shipped()
+]
 
 
 def hugging_face(case):
-    return ucp.open(DATA / "torch" / case / "ckpt")
+    return ucp.open(DATA / case / "ckpt")
+
+
+def config_of(checkpoint):
+    return checkpoint.extras["config.json"]["config"]
+
+
+def unmet(mapping, config):
+    return [one.requirement.name for one in outcomes(ucp.Mapping.load(mapping), config) if one.state == "unmet"]
+
+
+def off(got, want):
+    return np.abs(got - want).max() / np.abs(want).max()
 
 
 def test_every_mapping_of_the_package_is_tried():
     elsewhere = {"deepspeed-gpt-to-reference", "megatron-gpt-to-reference"}  # test_reference_transformer.py
-    assert {mapping for _, mapping in CASES} == set(shipped()) - elsewhere
+    assert {mapping for _, mapping, _ in CASES} == set(shipped()) - elsewhere
 
 
-@pytest.mark.parametrize(("case", "mapping"), CASES)
-def test_there_and_back_every_parameter_has_the_same_bits_but_for_rounded_scales(case, mapping):
+@pytest.mark.parametrize(("case", "mapping", "lacks"), CASES)
+def test_there_and_back_every_parameter_has_the_same_bits_but_for_rounded_scales(case, mapping, lacks):
     checkpoint = hugging_face(case)
+    assert sorted(unmet(mapping, config_of(checkpoint))) == lacks
     rules = ucp.Mapping.load(mapping)
-    back = checkpoint.map(mapping).map(rules.inverse())
+    back = checkpoint.map(mapping, assume=lacks).map(rules.inverse())
     assert sorted(back.params) == sorted(checkpoint.params)
     scaled = {p for rule in rules.rules if rule.scale != 1 for p in rule.params}
     for name, param in checkpoint.params.items():
@@ -69,31 +92,46 @@ def test_there_and_back_every_parameter_has_the_same_bits_but_for_rounded_scales
             assert same_bits(back.params[name].read(), param.read()), name
 
 
-@pytest.mark.parametrize(("case", "mapping"), [c for c in CASES if c[1] not in MAXTEXT and "bf16" not in c[0]])
-def test_the_leaves_are_those_of_models_that_others_wrote(case, mapping):
+@pytest.mark.parametrize(
+    ("case", "mapping", "lacks"), [c for c in CASES if "maxtext" not in c[1] and "bf16" not in c[0]]
+)
+def test_the_leaves_are_those_of_models_that_others_wrote(case, mapping, lacks):
     tree = json.loads((DATA / "trees" / f"{mapping.removeprefix('hf-')}.json").read_text())
     want = {leaf["leaf"]: (tuple(leaf["shape"]), leaf["dtype"]) for leaf in tree["leaves"]}
-    assert {leaf.label: (leaf.shape, leaf.dtype) for leaf in hugging_face(case).map(mapping).leaves} == want
+    leaves = hugging_face(case).map(mapping, assume=lacks).leaves
+    assert {leaf.label: (leaf.shape, leaf.dtype) for leaf in leaves} == want
 
 
-@pytest.mark.parametrize(("case", "mapping"), [c for c in CASES if c[1] in MAXTEXT and "bf16" not in c[0]])
+@pytest.mark.parametrize(("case", "mapping"), [c for c in ACCEPTED if "maxtext" in c[1] and "bf16" not in c[0]])
 def test_the_trees_of_maxtext_give_the_recorded_logits_sharded_over_eight_devices(case, mapping):
     checkpoint = hugging_face(case)
-    config = checkpoint.extras["config.json"]["config"]
-    mapped = checkpoint.map(mapping)
     rules = [(r"(kernel|wi_0|wi_1|wo|embedding)$", P("model", None, "data")), (r"scale$", P("data"))]
-    tree = mapped.restore(mesh=MESH, rules=rules)["param"]
+    tree = checkpoint.map(mapping).restore(mesh=MESH, rules=rules)["param"]
     assert {d for leaf in jax.tree.leaves(tree) for d in leaf.devices()} == set(jax.devices())
-    with np.load(DATA / "torch" / case / "truth.npz") as recorded:
-        tokens, want = recorded["io::tokens"], recorded["io::logits"]
-    neighbours, folded = MAXTEXT[mapping]
-    tree = jax.tree.map(np.asarray, tree)
-    got = decoder.logits(tree, config, tokens, neighbours, folded)
-    assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
+    recorded = DATA / case / ("truth.npz" if case.startswith("torch") else "logits.npz")
+    names = ("io::tokens", "io::logits") if case.startswith("torch") else ("tokens", "transformers")
+    with np.load(recorded) as arrays:
+        tokens, want = (arrays[name] for name in names)
+    tree, config = jax.tree.map(np.asarray, tree), config_of(checkpoint)
+    assert off(decoder.logits(tree, config, tokens), want) <= 1e-5
     query = tree["params"]["decoder"]["layers"]["self_attention"]["query"]
     query["kernel"] = np.roll(query["kernel"], 1, axis=2)  # each head in the next one's place
-    wrong = decoder.logits(tree, config, tokens, neighbours, folded)
-    assert np.abs(wrong - want).max() > 1e-3 * np.abs(want).max()
+    assert off(decoder.logits(tree, config, tokens), want) > 1e-3
+
+
+@pytest.mark.parametrize(("model", "mapping"), RECORDED)
+def test_the_decoder_gives_what_maxtext_gave_of_right_trees_and_of_wrong_ones(model, mapping):
+    checkpoint = hugging_face(f"maxtext/{model}")
+    config = config_of(checkpoint)
+    lacks = unmet(mapping, config)
+    tree = checkpoint.map(mapping, assume=lacks).restore()["param"]
+    with np.load(DATA / "maxtext" / model / "logits.npz") as arrays:
+        tokens, original, live = arrays["tokens"], arrays["transformers"], arrays[mapping]
+    assert off(decoder.logits(tree, config, tokens), live) <= 1e-5
+    if not lacks:
+        assert off(live, original) <= 1e-5
+    elif {"rope", "norm_topk_prob"} & set(lacks):
+        assert off(live, original) > 1e-2
 
 
 STACKED = """\
@@ -229,18 +267,18 @@ def test_what_a_mapping_skips_is_in_the_account_with_its_reason():
 
 
 def test_a_stored_item_that_held_nothing_else_is_skipped_itself():
-    checkpoint = hugging_face("hf_llama")
+    checkpoint = hugging_face("torch/hf_llama")
     rules = ucp.Mapping.load("hf-llama-to-tunix").to_dict()
     rules["leaves"] = [rule for rule in rules["leaves"] if "lm_head.weight" not in rule["param"]]
     rules["skip"] = [{"param": "lm_head.weight", "reason": "tied"}]
-    mapped = checkpoint.map(ucp.Mapping.from_dict(rules))
+    mapped = checkpoint.map(ucp.Mapping.from_dict(rules), assume=["rope_theta"])
     changed = [(a.where, b.fate, b.reason) for a, b in zip(checkpoint.account, mapped.account, strict=True) if a != b]
     assert [(where.partition(":")[2], *rest) for where, *rest in changed] == [("lm_head.weight", "skipped", "tied")]
 
 
 def test_a_leaf_tells_which_files_hold_it():
-    checkpoint = hugging_face("hf_llama")
-    mapped = checkpoint.map("hf-llama-to-maxtext")
+    checkpoint = hugging_face("torch/hf_llama")
+    mapped = checkpoint.map("hf-llama2-to-maxtext")
     label = "param/params/decoder/layers/mlp/wi_0/kernel"
     pieces = mapped.where(label)
     assert [(piece.item, str(piece.target)) for piece in pieces] == [

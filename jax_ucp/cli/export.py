@@ -9,7 +9,16 @@ import click
 from jax_ucp.arguments import local_path
 from jax_ucp.cli import report
 from jax_ucp.cli.mapping import imported
-from jax_ucp.cli.options import Size, as_json, budget, load_mapping, open_checkpoint, sizes_of, source_options
+from jax_ucp.cli.options import (
+    Size,
+    as_json,
+    budget,
+    load_mapping,
+    map_arguments,
+    open_checkpoint,
+    require_mapping,
+    source_options,
+)
 from jax_ucp.cli.output import console, print_json, progress, size, to_stderr
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.export import EXPORT_FORMATS, ExportFormat
@@ -62,13 +71,14 @@ def export(
         if options[name] is not None and format != only:
             raise click.UsageError(f"--{name.removesuffix('_bytes').replace('_', '-')} is for --format {only}")
     local_path(target)
+    of_model = require_mapping(mapping, said.pop("config"), said.pop("assume"))
     rules = load_mapping(mapping)
     checkpoint = open_checkpoint(source, of_mapping=rules, **said)
     if optimizer:
         checkpoint = checkpoint.torch_states(*_optimizer(optimizer), **labels)
     if rules:
         undone = rules.inverse()
-        checkpoint = checkpoint.map(undone, sizes=sizes_of(undone, said["sizes"]))
+        checkpoint = checkpoint.map(undone, **map_arguments(undone, said["sizes"], *of_model))
     planned = checkpoint.plan_export(format, **options, budget_bytes=budget)
     for note in (*checkpoint.notes, *planned.notes):
         to_stderr.print(f"note: {note}")

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from jax_ucp.cli.mapping import mapping_report
-from jax_ucp.cli.options import as_json, load_mapping, open_checkpoint, sizes_of, source_options
+from jax_ucp.cli.options import as_json, load_mapping, map_arguments, open_checkpoint, source_options
 from jax_ucp.cli.output import console, print_json, table, to_stderr
 from jax_ucp.cli.report import Report
 from jax_ucp.language.mapping import shipped
@@ -24,8 +24,9 @@ def map_(source: str, target: str | None, mapping: str | None, json_: bool, **sa
     rules = load_mapping(mapping)
     if rules is None:
         raise click.UsageError(f"give --mapping: a file, or one of {', '.join(shipped())}")
+    config, assume = said.pop("config"), said.pop("assume")
     checkpoint = open_checkpoint(source, of_mapping=rules, **said)
-    found = mapping_report(checkpoint, rules, sizes_of(rules, said["sizes"]), target)
+    found = mapping_report(checkpoint, rules, map_arguments(rules, said["sizes"], config, assume), target)
     if json_:
         print_json(found)
     else:
@@ -43,6 +44,9 @@ def _print_mapping(found: Report, target: str | None) -> None:
     heads = ("parameters: axes", "leaves: axes", "leaf", "shape", *(("target",) if target else ()))
     if rows:
         console.print(table(heads, rows))
+    for one in found["requires"]:
+        has = f", {one['found']}" if one["state"] == "met" else ""
+        console.print(f"requires {one['name']}: {one['state']}{has}", markup=False)
     for name, reason in found["skipped"]:
         console.print(f"skipped: {name}: {reason}")
     for note in found["notes"]:

@@ -18,9 +18,10 @@ from jax_ucp.arguments import local_path
 from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.cli.report import Report
 from jax_ucp.errors import LayoutError, NotACheckpoint, TreeMismatch
-from jax_ucp.language.binding import unclaimed
+from jax_ucp.language.binding import outcomes, unclaimed
 from jax_ucp.language.mapping import Mapping as LeafMapping
 from jax_ucp.language.mapping import expression, name_regex
+from jax_ucp.language.model_config import given_config, joined
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -79,16 +80,22 @@ def _imported_shapes(target: str) -> Shapes:
 
 
 def mapping_report(
-    checkpoint: Checkpoint, mapping: LeafMapping, sizes: Mapping[str, int], target: str | None
+    checkpoint: Checkpoint, mapping: LeafMapping, arguments: Mapping[str, Any], target: str | None
 ) -> Report:
-    """Each leaf beside the parameters that form it and the target's leaf of its name; faults, and suggestions."""
+    """Each leaf beside the parameters that form it and the target's leaf of its name; what is wrong, and suggestions.
+
+    `arguments` are those of `Checkpoint.map`.
+    """
     params = {name: param.shape for name, param in checkpoint.params.items()}
     wanted = target_shapes(target) if target else None
-    found: Report = {"mapping": mapping.name, "leaves": [], "skipped": [], "notes": [], "faults": [], "suggestions": []}
+    lists = ("requires", "leaves", "skipped", "notes", "faults", "suggestions")
+    found: Report = {"mapping": mapping.name, **{name: [] for name in lists}}
     try:
-        mapped = checkpoint.map(mapping, sizes=sizes)
+        found["requires"] = _requirements(checkpoint, mapping, arguments)
+        mapped = checkpoint.map(mapping, **arguments)
     except LayoutError as error:
-        found["faults"] = str(error).split("\n  ")[1:]
+        title, *faults = str(error).split("\n  ")
+        found["faults"] = faults or [title]
         formed = [pattern for rule in mapping.rules for pattern in rule.leaves]
         missing = _not_among(wanted or {}, formed)
     else:
@@ -102,6 +109,16 @@ def mapping_report(
     left = {name: params[name] for name in unclaimed(mapping, list(params))}
     found["suggestions"] = _suggestions(left, {name: (wanted or {})[name] for name in missing}, mapping, params)
     return found
+
+
+def _requirements(checkpoint: Checkpoint, mapping: LeafMapping, arguments: Mapping[str, Any]) -> list[Report]:
+    """What became of each requirement: met, unmet, or assumed."""
+    given = given_config(arguments["config"] or {})
+    config = joined(checkpoint.config, given, mapping.config_keys)
+    return [
+        {"name": one.requirement.name, "that": one.requirement.that, "state": one.state, "found": one.found}
+        for one in outcomes(mapping, config, arguments["assume"])
+    ]
 
 
 def _row(mapped: Checkpoint, name: str, wanted: Shapes | None) -> Report:

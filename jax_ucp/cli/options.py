@@ -110,6 +110,10 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--weights-only", is_flag=True, help="Leave the optimizer aside."),
         click.option("--spec", help="A file that says how shards form parameters."),
         click.option("--size", "sizes", type=_NamedSize(), multiple=True, help="A length by name; may be repeated."),
+        click.option(
+            "--assume", multiple=True, help="With --mapping: a requirement of it to vouch for; may be repeated."
+        ),
+        click.option("--config", help="With --mapping: the model's config.json, where the checkpoint has none."),
         click.option("--mapping", help="See it as the leaves of a model: a mapping file, or one of the package."),
     ):
         command = option(command)
@@ -122,24 +126,36 @@ def open_checkpoint(
     mapping: str | None = None,
     of_mapping: jax_ucp.Mapping | None = None,
     no_dequantize: bool = False,
+    config: str | None = None,
+    assume: tuple[str, ...] = (),
     **said: Any,
 ) -> jax_ucp.Checkpoint:
     """The checkpoint at a path, with what `source_options` say of it.
 
     `of_mapping` is one that the command applies itself: some of the sizes may be for it.
     """
+    require_mapping(mapping, config, assume)
     rules = load_mapping(mapping)
     options = Options.of(_once(sizes), **said, dequantize=False if no_dequantize else None)
     contents = open_contents(path, options)
     for_rules = [used.names for used in (rules, of_mapping) if used]
     require_used(options.sizes, contents.path, frozenset().union(*for_rules))
     found = jax_ucp.Checkpoint(contents)
-    return found.map(rules, sizes=sizes_of(rules, sizes)) if rules else found
+    return found.map(rules, **map_arguments(rules, sizes, config, assume)) if rules else found
 
 
 def load_mapping(mapping: str | None) -> jax_ucp.Mapping | None:
     """The mapping in a file, or of the package, if one is asked for."""
     return jax_ucp.Mapping.load(mapping) if mapping is not None else None
+
+
+def require_mapping(
+    mapping: str | None, config: str | None, assume: tuple[str, ...]
+) -> tuple[str | None, tuple[str, ...]]:
+    """`config` and `assume` as they are. Raises UsageError where they are given without a mapping."""
+    if mapping is None and (config is not None or assume):
+        raise click.UsageError("--config and --assume go with --mapping: give that too")
+    return config, assume
 
 
 def _once(sizes: tuple[tuple[str, int], ...]) -> dict[str, int]:
@@ -151,9 +167,12 @@ def _once(sizes: tuple[tuple[str, int], ...]) -> dict[str, int]:
     return found
 
 
-def sizes_of(mapping: jax_ucp.Mapping, sizes: tuple[tuple[str, int], ...]) -> dict[str, int]:
-    """The lengths that a mapping has a name for; others are for opening the checkpoint."""
-    return {name: n for name, n in sizes if name in mapping.names}
+def map_arguments(
+    mapping: jax_ucp.Mapping, sizes: tuple[tuple[str, int], ...], config: str | None, assume: tuple[str, ...]
+) -> dict[str, Any]:
+    """The arguments of `Checkpoint.map`. Lengths that the mapping has no name for are for opening the checkpoint."""
+    lengths = {name: n for name, n in sizes if name in mapping.names}
+    return {"sizes": lengths, "config": config, "assume": assume}
 
 
 def mesh_options(command: Callable[..., Any]) -> Callable[..., Any]:

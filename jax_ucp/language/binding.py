@@ -6,20 +6,24 @@ import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from jax_ucp.errors import LayoutError, SpecError
-from jax_ucp.language.arithmetic import MAX_SIZE, names_in, size_of
+from jax_ucp.language.arithmetic import names_in, size_of
+from jax_ucp.language.conditions import Undecided, holds, keys_in, unmet, values_of
 from jax_ucp.language.mapping import Mapping as LeafMapping
-from jax_ucp.language.mapping import Rule, expression, filled, name_regex, placeholders, values_in
+from jax_ucp.language.mapping import Requirement, Rule, expression, filled, name_regex, placeholders, shipped, values_in
+from jax_ucp.language.model_config import is_length, numbers_of
 from jax_ucp.language.rules import regex_of
 from jax_ucp.layout.axes import Axis, Claim, Component, Expression, Known, components, infer
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.layout.strided import LeafForm, LeafLayout, Part, part
 
 FAULTS_SHOWN = 40
+_NO_CONFIG = "the checkpoint does not have its model's config"
 
 Values = tuple[str, ...]
 
@@ -29,7 +33,8 @@ class Bound:
     """A mapping with the parameters of one checkpoint.
 
     `leaves` says how each leaf is formed, `skipped` why a parameter is in none, `sizes` the length of every axis
-    that has a name. `notes` tell what is more than moving elements: padding, casts, scaling, copies.
+    that has a name. `notes` tell what is more than moving elements: padding, casts, scaling, copies, and requirements
+    that a user vouches for.
     """
 
     leaves: dict[str, LeafForm]
@@ -54,17 +59,124 @@ class _Instance:
         return said.spread([f"...{i}{at}" for i in range(rank - len(said.dims) + 1)]) if said.rest else said
 
 
-def bind(
-    mapping: LeafMapping, shapes: Mapping[str, Shape], given: Mapping[str, int], config: Mapping[str, int]
-) -> Bound:
-    """How the parameters of these shapes form leaves. `given` are lengths by name, `config` what a model's config says.
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a requirement: met, assumed on the user's word, or unmet; and what the config has there."""
 
-    Raises LayoutError with everything that is wrong: names that no rule claims or several do, rules that find
-    nothing, layers that are missing, lengths that contradict one another or do not divide, leaves formed twice.
+    requirement: Requirement
+    state: Literal["met", "assumed", "unmet"]
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.requirement.name}: {self.found}; {self.requirement.reason}"
+
+
+def outcomes(mapping: LeafMapping, config: Mapping[str, Any], assumed: Collection[str] = ()) -> list[Outcome]:
+    """What becomes of every requirement of a mapping. Without a config none is met: it is not one of defaults.
+
+    Raises LayoutError where what is assumed is none of them.
     """
-    faults: list[str] = []
+    names = [requirement.name for requirement in mapping.requires]
+    if strays := sorted(set(assumed) - set(names)):
+        has = ", ".join(names) or "none"
+        raise LayoutError(f"{', '.join(strays)} in assume: the requirements of {mapping.name} are {has}")
+    found: list[Outcome] = []
+    for requirement in mapping.requires:
+        fault = unmet(requirement.that, config) if config else _NO_CONFIG
+        state = "met" if not fault else "assumed" if requirement.name in assumed else "unmet"
+        found.append(Outcome(requirement, state, fault or values_of(keys_in(requirement.that), config)))
+    return found
+
+
+def bind(
+    mapping: LeafMapping,
+    shapes: Mapping[str, Shape],
+    given: Mapping[str, int],
+    config: Mapping[str, Any],
+    assumed: Collection[str] = (),
+) -> Bound:
+    """How the parameters of these shapes form leaves.
+
+    `given` are lengths by name, `config` is what the model's config says, `assumed` are the names of requirements that
+    the user vouches for.
+
+    Raises LayoutError with everything that is wrong: requirements that the config does not meet, names that no rule
+    claims or several do, rules that find nothing, layers that are missing, lengths that contradict one another or do
+    not divide, leaves formed twice.
+    """
+    checked = outcomes(mapping, config, assumed)
+    faults = _unmet_faults(mapping, shapes, config, [one for one in checked if one.state == "unmet"])
     if strays := sorted(given.keys() - mapping.names):
         faults.append(f"{', '.join(strays)} in sizes: no rule and no size of {mapping.name} has that name")
+    mapping, undecided = _with_rules_that_hold(mapping, config)
+    if undecided:  # which is said already where no config is there to decide
+        raise _refusal(mapping, faults if faults and not config else [*faults, *undecided])
+    bound = _bound(mapping, shapes, given, numbers_of(config), faults)
+    vouched = [f"on the user's word, against the requirement {one}" for one in checked if one.state == "assumed"]
+    return replace(bound, notes=[*vouched, *bound.notes])
+
+
+def _unmet_faults(
+    mapping: LeafMapping, shapes: Mapping[str, Shape], config: Mapping[str, Any], lacking: Sequence[Outcome]
+) -> list[str]:
+    """A fault for each requirement that is not met, the last with what to do about them."""
+    if not lacking:
+        return []
+    vouch = "to vouch for a requirement, name it in assume= (--assume)"
+    if not config:
+        names = ", ".join(one.requirement.name for one in lacking)
+        return [f"requires {names}, but {_NO_CONFIG}: give it, config= (--config); {vouch}"]
+    fitting = ", ".join(_fitting(mapping, shapes, config))
+    remedy = f"{fitting} fits this model; {vouch}" if fitting else vouch
+    *faults, last = [f"requires {one}" for one in lacking]
+    return [*faults, f"{last}; {remedy}"]
+
+
+def _fitting(mapping: LeafMapping, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Iterator[str]:
+    """The mappings of the package to the same target, one way or the other, that fit."""
+    target = mapping.name.removesuffix(".yaml").rpartition("-to-")[2]
+    for name in shipped():
+        if not name.endswith(f"-to-{target}"):
+            continue
+        one = LeafMapping.load(name)
+        for way in (one, one.inverse()) if one.requires else ():
+            with suppress(LayoutError):
+                if all(outcome.state == "met" for outcome in outcomes(way, config)):
+                    bind(way, shapes, {}, config)
+                    yield name
+
+
+def _with_rules_that_hold(mapping: LeafMapping, config: Mapping[str, Any]) -> tuple[LeafMapping, list[str]]:
+    """The mapping without rules whose `when` does not hold, and a fault for each that the config leaves open."""
+    rules: list[Rule] = []
+    faults: list[str] = []
+    for rule in mapping.rules:
+        if rule.when and not config:
+            faults.append(f"{rule.label} is there when `{rule.when}`, but {_NO_CONFIG}")
+            continue
+        try:
+            if not rule.when or holds(rule.when, config):
+                rules.append(rule)
+        except Undecided as error:
+            faults.append(f"{rule.label} is there when `{rule.when}`, but the config has {error}")
+    return replace(mapping, rules=tuple(rules)), faults
+
+
+def _refusal(mapping: LeafMapping, faults: Sequence[str]) -> LayoutError:
+    told = list(dict.fromkeys(faults))
+    more = [f"... and {len(told) - FAULTS_SHOWN} more"] if len(told) > FAULTS_SHOWN else []
+    title = f"{mapping.name} does not fit the checkpoint in {len(told)} places:"
+    return LayoutError("\n  ".join([title, *told[:FAULTS_SHOWN], *more]))
+
+
+def _bound(
+    mapping: LeafMapping,
+    shapes: Mapping[str, Shape],
+    given: Mapping[str, int],
+    config: Mapping[str, int],
+    faults: list[str],
+) -> Bound:
+    """How parameters form leaves by the rules that are there. Raises LayoutError with `faults` and all others."""
     skipped, instances = _claimed(mapping, shapes, faults)
     claims = [claim for instance in instances for claim in _shape_claims(instance, shapes, faults)]
     lengths = infer(claims, _known(mapping, given, config, faults))
@@ -87,10 +199,7 @@ def bind(
             if above in leaves:
                 faults.append(f"{above} is a leaf, so {name} cannot be below it")
     if faults:
-        faults = list(dict.fromkeys(faults))
-        more = [f"... and {len(faults) - FAULTS_SHOWN} more"] if len(faults) > FAULTS_SHOWN else []
-        title = f"{mapping.name} does not fit the checkpoint in {len(faults)} places:"
-        raise LayoutError("\n  ".join([title, *faults[:FAULTS_SHOWN], *more]))
+        raise _refusal(mapping, faults)
     sizes = {name: n for name, n in lengths.sizes.items() if name.isidentifier()}
     return Bound(leaves, skipped, sizes, list(dict.fromkeys(notes)))
 
@@ -305,38 +414,24 @@ def _parts(
                 yield found
 
 
-def config_numbers(extras: Mapping[str, Any]) -> dict[str, int]:
-    """The numbers that a checkpoint's extras say of its model: of Hugging Face's config.json, of Megatron's args.
+@dataclass(frozen=True)
+class Said:
+    """What was said beside a checkpoint when it was mapped: lengths, requirements vouched for, a model's config."""
 
-    Megatron's `num_query_groups` is 1 where there are no groups (`group_query_attention` of its arguments), so
-    `query_groups` says how many there are: as many as heads then.
-    """
-    found: dict[str, int] = {}
-    for items in extras.values():
-        for name in ("config", "args"):
-            said = items.get(name) if isinstance(items, dict) else None
-            said = said if isinstance(said, dict) else {}
-            said = said["fields"] if isinstance(said.get("fields"), dict) else said
-            numbers = {key: value for key, value in said.items() if _is_length(value)}
-            for key, value in numbers.items():
-                found.setdefault(key, value)
-            groups = "num_query_groups" if said.get("group_query_attention", False) else "num_attention_heads"
-            if "num_query_groups" in said and groups in numbers:
-                found.setdefault("query_groups", numbers[groups])
-    return found
+    lengths: dict[str, int] = field(default_factory=dict[str, int])
+    assumed: tuple[str, ...] = ()
+    config: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
-def _is_length(value: object) -> bool:
-    """Whether a value of a config can be a length; others, such as -1 for what is not set, are none."""
-    return type(value) is int and 0 <= value <= MAX_SIZE
-
-
-def undone_lengths(mapping: LeafMapping, done: Mapping[str, Any]) -> dict[str, int]:
-    """The lengths of the mapping that made a checkpoint, if `mapping` undoes it: `done` is what the checkpoint says."""
-    rules, lengths = done.get("rules"), done.get("lengths")
-    if not isinstance(rules, dict) or not isinstance(lengths, dict) or not all(map(_is_length, lengths.values())):
-        return {}
-    return lengths if LeafMapping.from_dict(rules).inverse() == mapping else {}
+def said_before(mapping: LeafMapping, done: Mapping[str, Any]) -> Said:
+    """What was said to the mapping that made a checkpoint, if `mapping` undoes it; `done` is the record of that."""
+    rules, lengths, assumed, config = (done.get(name) for name in ("rules", "lengths", "assumed", "config"))
+    if not isinstance(rules, dict) or not isinstance(lengths, dict) or not all(map(is_length, lengths.values())):
+        return Said()
+    if LeafMapping.from_dict(rules).inverse() != mapping:
+        return Said()
+    names = tuple(map(str, assumed)) if isinstance(assumed, list) else ()
+    return Said(lengths, names, config if isinstance(config, dict) else {})
 
 
 def unclaimed(mapping: LeafMapping, names: Sequence[str]) -> list[str]:

@@ -1,6 +1,8 @@
 """How parameters form the leaves of a model: rules in YAML or in Python, and the same rules backwards.
 
 sizes: {heads: num_attention_heads}        # lengths by name, from the model's config; others follow from shapes
+requires:                                  # what must hold of the config for the leaves to mean what they meant
+- {name: activation, that: hidden_act == "silu", reason: the model has no other}
 leaves:
 - param: model.layers.{layer}.self_attn.q_proj.weight
   axes: (heads head_dim) embed
@@ -27,12 +29,13 @@ from jax_ucp.arguments import local_path
 from jax_ucp.errors import SpecError
 from jax_ucp.language.arithmetic import Expression as Size
 from jax_ucp.language.arithmetic import names_in
+from jax_ucp.language.conditions import check_condition, keys_in
 from jax_ucp.language.document import document, dumped, faults_of, fields
 from jax_ucp.language.rules import regex_of
 from jax_ucp.layout.axes import REST, Expression, axis_sets, parse
 
 _MAPPINGS = resources.files("jax_ucp") / "mappings"
-_SECTIONS = {"sizes", "leaves", "skip"}
+_SECTIONS = {"sizes", "requires", "leaves", "skip"}
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 # A power of a size: `head_dim ** -0.5`.
 POWER = re.compile(r"(?P<size>[A-Za-z_]\w*) \*\* (?P<power>-?\d+(\.\d+)?)")
@@ -49,7 +52,8 @@ class Rule:
     one side only, the other side has an axis of that name: layers are stacked. Parameters in `tied` are further
     copies of the one in `params`. `cast` is the dtype of the leaf's parameter (its other states keep theirs). A
     parameter becomes `x * scale + add`, or with `backwards` `(x - add) / scale`; `scale` may be a power of a size,
-    `head_dim ** -0.5`. An `optional` rule may find no parameter.
+    `head_dim ** -0.5`. An `optional` rule may find no parameter. A rule with `when`, a condition on the model's config,
+    is there only where that holds.
     """
 
     params: Dict[str, str]
@@ -60,6 +64,7 @@ class Rule:
     scale: float | str = 1
     add: float = 0
     backwards: bool = False
+    when: str = ""
     where: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -92,6 +97,18 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
+class Requirement:
+    """A condition `that` on the model's config, without which the leaves would mean something else, and the reason.
+
+    `name` is what a user calls it who vouches for it instead: `map(..., assume=["rope"])`.
+    """
+
+    name: str
+    that: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Skip:
     """Parameters that are not wanted, with the reason. In `param`, `*` is any text, `{layer}` one part of the name."""
 
@@ -107,6 +124,7 @@ class Mapping:
     skips: Sequence[Skip] = ()
     sizes: Dict[str, Size] = field(default_factory=dict[str, Size])
     name: str = field(default="mapping", compare=False)
+    requires: Sequence[Requirement] = ()
 
     @classmethod
     def load(cls, source: str | PathLike[str]) -> Mapping:
@@ -133,7 +151,9 @@ class Mapping:
         """The mapping that a text in YAML says; `name` is what errors call it."""
         top, lines = document(text, name)
         strays = [key for key in top if key not in _SECTIONS]
-        faults = [f"{name}:{lines[key]}: {key!r} is no section; there are leaves, sizes and skip" for key in strays]
+        faults = [
+            f"{name}:{lines[key]}: {key!r} is no section; there are sizes, requires, leaves and skip" for key in strays
+        ]
         sizes: Any = top.get("sizes") or {}
         if not isinstance(sizes, dict):
             faults.append(f"{name}:{lines['sizes']}: sizes should be a mapping of names to sizes")
@@ -142,8 +162,8 @@ class Mapping:
             if not isinstance(size, str) or not size.isidentifier():
                 faults.append(f"{name}:{lines['sizes']}: {size!r} is no name for a size")
             faults += faults_of(lambda e=expression: names_in(e), f"{name}:{lines['sizes']}: sizes: {size}")
-        found: dict[str, list[Any]] = {"leaves": [], "skip": []}
-        for section, read in (("leaves", _rule), ("skip", _skip)):
+        found: dict[str, list[Any]] = {"requires": [], "leaves": [], "skip": []}
+        for section, read in (("requires", _requirement), ("leaves", _rule), ("skip", _skip)):
             items = top.get(section) or []
             if not isinstance(items, list):
                 faults.append(f"{name}:{lines[section]}: {section} should be a list")
@@ -151,9 +171,13 @@ class Mapping:
             for item, line in zip(items, lines.get((section,), ()), strict=False):
                 where = f"{name}:{line}"
                 faults += faults_of(lambda i=item, w=where, r=read, s=section: found[s].append(r(i, w)), where)
+        named = [requirement.name for requirement in found["requires"]]
+        faults += [
+            f"{name}: two requirements are named {twice!r}" for twice in {n for n in named if named.count(n) > 1}
+        ]
         if faults:
             raise SpecError("\n  ".join([f"{name} is no mapping:", *faults]))
-        return cls(tuple(found["leaves"]), tuple(found["skip"]), sizes, name)
+        return cls(tuple(found["leaves"]), tuple(found["skip"]), sizes, name, tuple(found["requires"]))
 
     @property
     def names(self) -> frozenset[str]:
@@ -170,9 +194,19 @@ class Mapping:
         powers = [rule.scale.split(" ** ")[0] for rule in self.rules if isinstance(rule.scale, str)]
         return frozenset().union(*(expression(text).names for text in axes), stacked, self.sizes, said, powers)
 
+    @property
+    def config_keys(self) -> frozenset[str]:
+        """The keys of the model's config that conditions and sizes name, without what is below them."""
+        conditions = [requirement.that for requirement in self.requires]
+        conditions += [rule.when for rule in self.rules if rule.when]
+        keys = [key for text in conditions for key in keys_in(text)]
+        sizes = [name for size in self.sizes.values() for name in names_in(size)]
+        return frozenset(key.partition(".")[0] for key in (*keys, *sizes))
+
     def inverse(self) -> Mapping:
         """From the leaves to the parameters: what exports. Names in `skip` cannot come back."""
-        return Mapping(tuple(rule.inverse() for rule in self.rules), (), self.sizes, f"the inverse of {self.name}")
+        rules = tuple(rule.inverse() for rule in self.rules)
+        return Mapping(rules, (), self.sizes, f"the inverse of {self.name}", self.requires)
 
     def to_dict(self) -> dict[str, Any]:
         """The content of a YAML file that says this mapping."""
@@ -180,13 +214,15 @@ class Mapping:
         for rule in self.rules:
             item: dict[str, Any] = {"param": dict(rule.params), "leaf": dict(rule.leaves)}
             item |= {"tied": dict(rule.tied)} if rule.tied else {}
-            for name in ("optional", "cast", "scale", "add", "backwards"):
+            for name in ("optional", "cast", "scale", "add", "backwards", "when"):
                 if getattr(rule, name) != getattr(_PLAIN, name):
                     item[name] = getattr(rule, name)
             leaves.append(item)
         skips = [{"param": skip.param, "reason": skip.reason} for skip in self.skips]
         sizes = {"sizes": dict(self.sizes)} if self.sizes else {}
-        return {**sizes, "leaves": leaves, **({"skip": skips} if skips else {})}
+        requires = [{"name": one.name, "that": one.that, "reason": one.reason} for one in self.requires]
+        required = {"requires": requires} if requires else {}
+        return {**sizes, **required, "leaves": leaves, **({"skip": skips} if skips else {})}
 
 
 def shipped() -> list[str]:
@@ -298,6 +334,8 @@ def _check(rule: Rule) -> None:
         power = name == "scale" and isinstance(number, str) and POWER.fullmatch(number)
         if not power and (isinstance(number, bool) or not isinstance(number, int | float)):
             raise SpecError(f"{name} should be a number{' or a power of a size' * (name == 'scale')}, not {number!r}")
+    if rule.when != "":
+        check_condition(rule.when)
     if rule.tied and len(rule.params) > 1:
         raise SpecError("what is tied is a copy of one parameter, but this rule has several")
     have = [(name, key) for name, axes in rule.params.items() for key in _keys(name, axes)]
@@ -337,8 +375,17 @@ def _listed(axes: frozenset[str]) -> str:
     return ", ".join(sorted(axes)) or "of a scalar"
 
 
+def _requirement(item: object, where: str) -> Requirement:
+    said = fields(item, "a requirement", {"name", "that", "reason"}, set())
+    for key in ("name", "reason"):
+        if not isinstance(said[key], str) or not said[key].strip():
+            raise SpecError(f"the {key} of a requirement is a text, not {said[key]!r}")
+    check_condition(said["that"])
+    return Requirement(said["name"], said["that"], said["reason"])
+
+
 def _rule(item: object, where: str) -> Rule:
-    optional = {"axes", "tied", "optional", "cast", "scale", "add", "backwards"}
+    optional = {"axes", "tied", "optional", "when", "cast", "scale", "add", "backwards"}
     said = fields(item, "a rule", {"param", "leaf"}, optional)
     axes = said.get("axes", REST)
     if isinstance(said["param"], dict) and "axes" in said:
@@ -354,6 +401,7 @@ def _rule(item: object, where: str) -> Rule:
         _named(said["leaf"], axes if len(params) == 1 else None, "leaf"),
         _named(said.get("tied", {}), axes, "tied"),
         cast=str(said.get("cast", "")),
+        when=said.get("when", ""),
         where=where,
         **flags,
         **numbers,

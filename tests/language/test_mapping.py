@@ -4,8 +4,9 @@ import pytest
 
 import jax_ucp as ucp
 from jax_ucp.errors import LayoutError, SpecError
-from jax_ucp.language.binding import bind, config_numbers
+from jax_ucp.language.binding import bind
 from jax_ucp.language.mapping import Rule
+from jax_ucp.language.model_config import config_of, numbers_of
 
 FILE = """\
 sizes: {heads: num_attention_heads, gate: 1, up: 1}
@@ -277,14 +278,18 @@ def test_what_is_more_than_moving_elements_is_noted():
 @pytest.mark.parametrize(("grouped", "groups"), [(True, 2), (False, 8)])
 def test_megatron_has_as_many_query_groups_as_heads_where_it_has_none(grouped, groups):
     args = {"num_attention_heads": 8, "num_query_groups": 2, "group_query_attention": grouped}
-    numbers = config_numbers({"model_optim_rng.pt": {"args": {"!record": "argparse.Namespace", "fields": args}}})
+    numbers = config_of({"model_optim_rng.pt": {"args": {"!record": "argparse.Namespace", "fields": args}}})
     assert numbers["query_groups"] == groups
 
 
-def test_numbers_come_from_the_configs_that_checkpoints_carry():
+def test_what_is_known_of_a_model_comes_from_the_first_config_that_a_checkpoint_carries():
     extras = {
+        "model.index.json": {"total_size": 12},
         "config.json": {"config": {"n_head": 3, "tie": True, "eps": 1e-5, "head_dim": None}},
         "mp_rank_00/model_optim_rng.pt": {"args": {"!record": "argparse.Namespace", "fields": {"kv_channels": 8}}},
-        "mp_rank_01/model_optim_rng.pt": {"args": {"kv_channels": 9}},
     }
-    assert config_numbers(extras) == {"n_head": 3, "kv_channels": 8}
+    assert config_of(extras) == {"n_head": 3, "tie": True, "eps": 1e-5, "head_dim": None}
+    assert numbers_of(config_of(extras)) == {"n_head": 3}
+    del extras["config.json"]
+    assert config_of(extras) == {"kv_channels": 8}
+    assert config_of({"a": {"args": None}, "b": {"config": {}}, "c": 1}) == {}
