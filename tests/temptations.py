@@ -1,0 +1,675 @@
+"""Every mistake of `temptation_mistakes` with every checkpoint of `temptation_subjects`, by the thousand.
+
+    python tests/temptations.py --count 3000            the first 3,000 attempts, spread over formats and mistakes
+    python tests/temptations.py --format dcp --all      every attempt with one format
+    python tests/temptations.py --only 17 --keep DIR    one again; the folder as the mistake leaves it is kept
+
+Each attempt is opened, restored, converted and restored from that. What comes out is the truth, with everything that is
+stored accounted for, or a refusal whose message names the cause. Attempt number i is the same in every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import inspect
+import logging
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from random import Random
+from typing import Any
+
+if __name__ == "__main__":  # as conftest.py does for the tests
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import numpy as np
+from click.testing import CliRunner
+
+import jax_ucp as ucp
+from cases import RULES
+from jax_ucp.cli.main import main as cli
+from jax_ucp.errors import UCPError
+from temptation_folders import Folder, archives, resummed, stored_tensors, write_folder
+from temptation_mistakes import MISTAKES, Attempt, Beside
+from temptation_subjects import FORMATS, Subject, mesh, scratch, subjects
+
+SECONDS = 60
+OUTCOMES = ("right", "refused", "invisible", "sampled", "unaccounted", "unnamed", "wrong")
+FAULTS = ("unaccounted", "unnamed", "wrong")
+
+
+# What a checkpoint gives.
+
+
+@dataclass(frozen=True)
+class Result:
+    """Every leaf by its path, and what is told beside them."""
+
+    leaves: Mapping[str, Any]
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    groups: str = ""
+    items: frozenset[tuple[str, str]] = frozenset()
+    told: str = ""
+    path: str = ""
+
+
+def leaves_of(tree: Any) -> dict[str, Any]:
+    found, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is None)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in found}
+
+
+def result_of(checkpoint: ucp.Checkpoint, tree: Any) -> Result:
+    items = frozenset((item.where, item.fate) for item in checkpoint.account)
+    told = "\n".join([*checkpoint.notes, *(f"{item.where} {item.reason}" for item in checkpoint.account)])
+    return Result(leaves_of(tree), dict(checkpoint.extras), repr(checkpoint.groups), items, told, checkpoint.path)
+
+
+def same_value(got: Any, want: Any) -> bool:
+    """The same bits of the same type and shape; where an array is, on a device or not, is no matter."""
+    if not hasattr(want, "shape") or not hasattr(got, "shape"):
+        return type(got) is type(want) and got == want
+    got, want = np.asarray(got), np.asarray(want)
+    return (got.dtype, got.shape) == (want.dtype, want.shape) and got.tobytes() == want.tobytes()
+
+
+def differences(got: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
+    found = [f"{name} is not there" for name in want if name not in got]
+    found += [f"{name} should not be there" for name in got if name not in want]
+    return found + [f"{name} is other" for name in want if name in got and not same_value(got[name], want[name])]
+
+
+# How a checkpoint is read.
+
+
+@dataclass(frozen=True)
+class Way:
+    """What an attempt is made with beside its mistake."""
+
+    mesh: bool = False
+    weights_only: bool = False
+    cli: bool = False
+
+
+def way_of(number: int, attempt: Attempt) -> Way:
+    rng = Random(f"way {number}")
+    if attempt.act is not None or attempt.options:
+        return Way()
+    return Way(rng.random() < 0.15, rng.random() < 0.12, rng.random() < 0.15)
+
+
+def restored(checkpoint: ucp.Checkpoint, way: Way, **more: Any) -> Any:
+    if not way.mesh:
+        return checkpoint.restore(**more)
+    with jax.enable_x64(True):
+        return checkpoint.restore(mesh=mesh(), rules=_rules(checkpoint), **more)
+
+
+def _rules(checkpoint: ucp.Checkpoint) -> Sequence[Any]:
+    return RULES if any(re.search(RULES[0][0], leaf.label) for leaf in checkpoint.leaves) else ()
+
+
+class Heard(logging.Handler):
+    """What the package logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger("jax_ucp").addHandler(self)
+        logging.getLogger("jax_ucp").setLevel(logging.INFO)
+        logging.getLogger("jax_ucp").propagate = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def in_time() -> Iterator[None]:
+    def late(*_: object) -> None:
+        raise TimeoutError(f"more than {SECONDS} seconds")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+# What no reader can see.
+
+
+@dataclass(frozen=True)
+class Undecidable:
+    """A change that leaves files which an honest run could have written as they are.
+
+    `proves(subject, before, after, found, want)` looks at the files, without the reader, and says whether that is so.
+    """
+
+    reason: str
+    proves: Callable[[Subject, Mapping[str, bytes], Mapping[str, bytes], Result, Result], bool]
+
+
+def changed_files(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> list[str] | None:
+    """The files whose bytes differ; None if there are others, or files of which one is no file now."""
+    if set(before) != set(after) or not all(isinstance(data, bytes) for data in after.values()):
+        return None
+    return [name for name in before if before[name] != after[name]]
+
+
+def values_alone(subject: Subject, before: Any, after: Any, _found: Result, _want: Result) -> bool:
+    """Only values of tensors differ, of tensors that are stored once, in files whose checksums are right."""
+    changed = changed_files(before, after)
+    if not changed or not _summed_rightly(after, changed):
+        return False
+    try:
+        tensors, others = stored_tensors(before), stored_tensors(after)
+    except Exception:  # noqa: BLE001 - a table that does not parse any more is a change of more than values
+        return False
+    by_place = {(t.file, t.label, t.dtype, t.start, t.stop) for t in tensors}
+    if by_place != {(t.file, t.label, t.dtype, t.start, t.stop) for t in others}:
+        return False
+    masked = {name: (bytearray(before[name]), bytearray(after[name])) for name in changed}
+    touched = []
+    for t in tensors:
+        if t.file in masked and before[t.file][t.start : t.stop] != after[t.file][t.start : t.stop]:
+            touched.append(t)
+            for copy in masked[t.file]:
+                copy[t.start : t.stop] = bytes(t.stop - t.start)
+    for name in changed:
+        for archive in (a for a in archives(before) if a.file == name):
+            for copy in masked[name]:
+                copy[archive.start : archive.stop] = resummed(bytes(copy[archive.start : archive.stop]))
+    if any(old != new for old, new in masked.values()):
+        return False
+    return not any(_stored_elsewhere(t, before) for t in touched)
+
+
+def _summed_rightly(folder: Mapping[str, bytes], names: Sequence[str]) -> bool:
+    """Whether the zip files among these have the CRCs of their members."""
+    with contextlib.suppress(Exception):
+        found = [a for a in archives(folder) if a.file in names]
+        return all(resummed(folder[a.file][a.start : a.stop]) == folder[a.file][a.start : a.stop] for a in found)
+    return False
+
+
+WINDOW = 6
+
+
+def _stored_elsewhere(tensor: Any, folder: Mapping[str, bytes]) -> bool:
+    """Whether some elements of the tensor, as they are or rounded, are in a file a second time."""
+    values = tensor.read(folder)
+    for start in range(0, max(1, len(values) - WINDOW), max(1, len(values) // 8)):
+        window = values[start : start + WINDOW]
+        if len(window) < WINDOW or len(np.unique(window.astype(np.float64))) < WINDOW:
+            continue
+        forms = {window.tobytes()}
+        if window.dtype == np.float32:
+            forms |= {window.astype(t).tobytes() for t in ("float16", _bfloat16())}
+        elif window.dtype.itemsize == 2:
+            forms = {window.tobytes()}
+        for name, data in folder.items():
+            for form in forms:
+                at = data.find(form)
+                while at >= 0:
+                    if name != tensor.file or not tensor.start <= at < tensor.stop:
+                        return True
+                    at = data.find(form, at + 1)
+        if any(_rounds_to(window, folder, tensor) for _ in (0,) if window.dtype.itemsize == 2):
+            return True
+    return False
+
+
+def _bfloat16() -> np.dtype:
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def _rounds_to(window: np.ndarray, folder: Mapping[str, bytes], tensor: Any) -> bool:
+    """Whether a tensor in fp32 has elements that round to these 16-bit ones."""
+    for other in stored_tensors(folder):
+        if other.dtype == np.float32 and other.stop - other.start >= 4 * WINDOW:
+            rounded = other.read(folder).astype(window.dtype).tobytes()
+            if window.tobytes() in rounded:
+                return True
+    return False
+
+
+def a_name(subject: Subject, before: Any, after: Any, found: Result, want: Result) -> bool:
+    """One tensor has another name, in a file without a checksum, and no other file has the name that it had."""
+    changed = changed_files(before, after)
+    gone = [name for name in want.leaves if name not in found.leaves]
+    new = [name for name in found.leaves if name not in want.leaves]
+    if not changed or len(changed) != 1 or not gone or len(gone) != len(new) or len(gone) > 4:
+        return False
+    if _has_checksum(changed[0], before) or any(not same_value(found.leaves[n], want.leaves[n]) for n in want.leaves if n not in gone):
+        return False
+    keys = [re.findall(r"'([^']*)'", name)[-1].encode() for name in gone]
+    elsewhere = [data for name, data in before.items() if name != changed[0] and not name.endswith(".distcp")]
+    values = sorted(np.asarray(want.leaves[n]).tobytes() for n in gone)
+    same = values == sorted(np.asarray(found.leaves[n]).tobytes() for n in new)
+    return same and not any(key in data for key in keys for data in elsewhere)
+
+
+def _has_checksum(name: str, folder: Mapping[str, bytes]) -> bool:
+    base = PurePosixPath(name).name
+    return folder[name][:4] == b"PK\3\4" or base == "ucp.json"
+
+
+def settings_alone(subject: Subject, before: Any, after: Any, found: Result, want: Result) -> bool:
+    """Every array is right, and what differs is a setting in a text that has no checksum and is stored once."""
+    changed = changed_files(before, after)
+    if not changed or differences(found.leaves, want.leaves):
+        return False
+    return all(PurePosixPath(name).suffix in (".json", ".safetensors") and not _has_checksum(name, before) for name in changed)
+
+
+def stock_alike(subject: Subject, before: Any, after: Any, _found: Result, _want: Result) -> bool:
+    """Stock Orbax's data, which has neither checksum nor duplicate: chunks are other chunks of arrays like theirs."""
+    changed = changed_files(before, after)
+    if not subject.format.startswith("orbax") or not changed:
+        return False
+    return all(_is_chunk(name) for name in changed)
+
+
+def _is_chunk(name: str) -> bool:
+    path = PurePosixPath(name)
+    return path.parent.name == "d" or path.name[0].isdigit() or path.name.startswith("c.") or "/c/" in name
+
+
+def another_whole(subject: Subject, before: Any, after: Any, _found: Result, _want: Result) -> bool:
+    """The folder is, byte for byte, what another step or run wrote."""
+    return any(after == subject.as_saved(which) for which in subject.siblings)
+
+
+INVISIBLE: dict[str, Undecidable] = {
+    "another whole checkpoint": Undecidable(
+        "All files are those of one other step or run: it is a valid checkpoint, only not the one that was meant.",
+        another_whole,
+    ),
+    "values stored once": Undecidable(
+        "Only values of tensors differ, which no file has a second time, nor a checksum that covers both: a run that "
+        "had these values would have written these files. ZeRO-3's partitions, sharded safetensors, DCP's items.",
+        values_alone,
+    ),
+    "stock Orbax's data": Undecidable(
+        "A chunk of stock Orbax has no checksum, and nothing else has its values.", stock_alike
+    ),
+    "a name without a checksum": Undecidable(
+        "A bit of a tensor's name is other, in a header that has no checksum; no other file has the name.", a_name
+    ),
+    "a setting without a checksum": Undecidable(
+        "A number or a word in config.json, or another text beside the arrays, which is stored once.", settings_alone
+    ),
+}
+
+
+# One attempt.
+
+
+@dataclass(frozen=True)
+class Outcome:
+    kind: str
+    text: str = ""
+
+
+class Campaign:
+    """Makes attempts in a folder, and judges what comes of them."""
+
+    def __init__(self, work: Path, found: Sequence[Subject], keep: Path | None = None):
+        self.work, self.keep = work, keep
+        self.subjects = {subject.name: subject for subject in found}
+        self.heard = Heard()
+        self.truths: dict[tuple[str, str, bool], Result] = {}
+        self.refused_as_they_are: dict[str, str] = {}
+        (work / "cwd").mkdir()
+        os.chdir(work / "cwd")
+
+    def truth(self, subject: Subject, which: str = "base", weights_only: bool = False) -> Result:
+        """What a subject, or its sibling, or another subject holds."""
+        key = subject.name, which, weights_only
+        if key not in self.truths:
+            folder = subject.folder if which == "base" else subject.as_saved(which)
+            with self.placed(folder, "valid") as root:
+                more = {"weights_only": True} if weights_only else {}
+                checkpoint = ucp.open(root / subject.entry, **subject.options, **more)
+                self.truths[key] = result_of(checkpoint, checkpoint.restore())
+                if which == "base" and not weights_only and subject.truth is not None:
+                    self.check(subject, checkpoint)
+        return self.truths[key]
+
+    def check(self, subject: Subject, checkpoint: ucp.Checkpoint) -> None:
+        """What is read of the valid checkpoint is the live state that its writer recorded."""
+        assert subject.truth is not None and subject.equal is not None
+        assert {leaf.label for leaf in checkpoint.leaves} >= set(subject.truth), subject.name
+        for label, array in subject.truth.items():
+            assert subject.equal(checkpoint.read(label), array, label), (subject.name, label)
+
+    @contextlib.contextmanager
+    def placed(self, folder: Folder, name: str = "source") -> Iterator[Path]:
+        root = self.work / name
+        write_folder(folder, root)
+        try:
+            yield root
+        finally:
+            _remove(root)
+
+    def opens_as_it_is(self, subject: Subject) -> bool:
+        try:
+            self.truth(subject)
+        except UCPError as error:
+            self.refused_as_they_are[subject.name] = str(error)
+            return False
+        return True
+
+    def make(self, subject: Subject, attempt: Attempt, way: Way) -> Outcome:
+        folder = attempt.folder()
+        for name, data in attempt.beside.items():
+            (self.work / name).write_bytes(data)
+        before = sorted(p.name for p in (self.work / "cwd").iterdir())
+        with self.placed(folder) as root, warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            self.heard.lines.clear()
+            if self.keep:
+                shutil.copytree(root, self.keep, symlinks=True)
+            try:
+                with in_time():
+                    outcome = self.judged(subject, attempt, way, folder, root, warned)
+            finally:
+                for name in ("out", "a folder", "a file"):
+                    _remove(self.work / name)
+            if not root.exists():
+                return Outcome("wrong", f"the source is gone; {outcome.text}")
+        left = [p for p in sorted((self.work / "cwd").iterdir()) if p.name not in before]
+        for path in left:
+            _remove(path)
+        if left:
+            return Outcome("wrong", f"left behind in the working directory: {[p.name for p in left]}; {outcome.text}")
+        return outcome
+
+    def judged(
+        self, subject: Subject, attempt: Attempt, way: Way, folder: Folder, root: Path, warned: list[Any]
+    ) -> Outcome:
+        options = {**subject.options, **attempt.options}
+        options = {name: self.work / value if isinstance(value, Beside) else value for name, value in options.items()}
+        if way.weights_only:
+            options["weights_only"] = True
+        at = attempt.opened(root) if attempt.opened else root / subject.entry
+        try:
+            checkpoint = ucp.open(at, **options)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is judged
+            return self.refusal(subject, attempt, error, "open")
+        if attempt.act is not None:
+            return self.acted(subject, attempt, way, folder, checkpoint, warned)
+        outcomes = []
+        try:
+            found = result_of(checkpoint, restored(checkpoint, way))
+            outcomes.append(self.compared(subject, attempt, way, folder, found, "restore", warned))
+            if outcomes[-1].kind == "wrong" and attempt.small and _can_verify():
+                outcomes[-1] = self.in_full(subject, attempt, way, folder, checkpoint, outcomes[-1])
+        except Exception as error:  # noqa: BLE001
+            outcomes.append(self.refusal(subject, attempt, error, "restore"))
+        outcomes.append(self.converted(subject, attempt, way, folder, checkpoint, at, options, warned))
+        worst = max(outcomes, key=lambda outcome: OUTCOMES.index(outcome.kind))
+        if worst.kind in FAULTS and outcomes[0].kind != outcomes[1].kind:
+            return Outcome(worst.kind, " || ".join(f"{one.kind}: {one.text}" for one in outcomes))
+        return worst
+
+    def in_full(self, subject: Subject, attempt: Attempt, way: Way, folder: Folder, checkpoint: Any, wrong: Outcome) -> Outcome:
+        """What a restore says of few bytes that are other if it is asked to compare everything."""
+        try:
+            found = result_of(checkpoint, restored(checkpoint, way, verify="full"))
+        except Exception as error:  # noqa: BLE001
+            outcome = self.refusal(subject, attempt, error, "restore in full")
+            return Outcome("sampled", wrong.text) if outcome.kind == "refused" else outcome
+        return self.compared(subject, attempt, way, folder, found, "restore in full", [])
+
+    def converted(
+        self, subject: Subject, attempt: Attempt, way: Way, folder: Folder, checkpoint: Any, at: Any, options: Any, warned: list[Any]
+    ) -> Outcome:
+        out = self.work / "out"
+        try:
+            if way.cli:
+                flags = [f for name, n in options.get("sizes", {}).items() for f in ("--size", f"{name}={n}")]
+                flags += ["--weights-only"] * bool(options.get("weights_only"))
+                done = CliRunner().invoke(cli, ["convert", str(at), str(out), *flags])
+                if done.exception is not None and not isinstance(done.exception, SystemExit):
+                    return self.refusal(subject, attempt, done.exception, "jax-ucp convert")
+                if done.exit_code:
+                    return self.refusal(subject, attempt, UCPError(done.output), "jax-ucp convert")
+                kept = ucp.open(out)
+            else:
+                kept = checkpoint.save(out)
+            found = result_of(kept, restored(kept, Way()))
+        except Exception as error:  # noqa: BLE001
+            return self.refusal(subject, attempt, error, "convert")
+        return self.compared(subject, attempt, way, folder, found, "convert", warned)
+
+    def acted(self, subject: Subject, attempt: Attempt, way: Way, folder: Folder, checkpoint: Any, warned: list[Any]) -> Outcome:
+        assert attempt.act is not None
+        try:
+            found = result_of(checkpoint, attempt.act(checkpoint, self.work))
+        except Exception as error:  # noqa: BLE001
+            return self.refusal(subject, attempt, error, "restore")
+        return self.compared(subject, attempt, way, folder, found, "restore", warned)
+
+    def compared(
+        self, subject: Subject, attempt: Attempt, way: Way, folder: Folder, found: Result, what: str, warned: list[Any]
+    ) -> Outcome:
+        """Whether a result is the truth, and all that is stored is accounted for."""
+        want = self.truth(subject, weights_only=way.weights_only)
+        for which in attempt.also:
+            truth = self.other_truth(subject, which, way)
+            if not differences(found.leaves, truth.leaves):
+                if which in subject.siblings and another_whole(subject, subject.folder, folder, found, want):
+                    return Outcome("invisible", "another whole checkpoint")
+                want = truth
+        faults = differences(found.leaves, want.leaves)
+        kinds = [f"{len(faults)} of {len(want.leaves)} leaves, the first: {faults[0]}"] if faults else []
+        kinds += [f"extra {k}" for k in _different_extras(found.extras, want.extras)] if not attempt.options else []
+        if found.groups != want.groups and not attempt.options:
+            kinds.append("groups")
+        if kinds:
+            for name, entry in INVISIBLE.items():
+                if entry.proves(subject, subject.folder, folder, found, want):
+                    return Outcome("invisible", name)
+            return Outcome("wrong", f"{what}: {'; '.join(kinds[:4])}")
+        if attempt.noticed:
+            said = "\n".join([found.told, *self.heard.lines, *(str(w.message) for w in warned)])
+            if not re.search(attempt.noticed, said, re.IGNORECASE):
+                return Outcome("wrong", f"{what}: what was said had no effect, and nothing tells so")
+        if attempt.act is None and (lacks := self.unaccounted(subject, attempt, way, folder, found, want)):
+            return Outcome("unaccounted", f"{what}: {lacks}")
+        return Outcome("right")
+
+    def other_truth(self, subject: Subject, which: str, way: Way) -> Result:
+        if which in self.subjects:
+            return self.truth(self.subjects[which], weights_only=way.weights_only)
+        return self.truth(subject, which, way.weights_only)
+
+    def unaccounted(self, subject: Subject, attempt: Attempt, way: Way, folder: Folder, found: Result, want: Result) -> str:
+        """What the account does not have of what it has of the valid checkpoint, and of the files that came to it."""
+        if attempt.options or attempt.opened or attempt.also:
+            return ""
+        gone = sorted(want.items - found.items)
+        if gone and set(folder) >= set(subject.folder):
+            return f"the account has no more {gone[0]}, and {len(gone) - 1} others"
+        new = [name for name in folder if name not in subject.folder and _holds_data(name)]
+        below = subject.entry if subject.entry not in subject.folder else PurePosixPath(subject.entry).parent.as_posix()
+        for name in new:
+            path = PurePosixPath(name)
+            parents = [part for part in path.parts[:-1] if len(part) > 2]
+            inside = below in ("", ".") or name.startswith(f"{below}/")
+            if inside and not any(part in found.told for part in (path.name, *parents)) and not _is_clutter(path.name):
+                return f"nothing tells of {name}"
+        return ""
+
+    def refusal(self, subject: Subject, attempt: Attempt, error: Exception, what: str) -> Outcome:
+        """Whether the message of an error names the cause."""
+        text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        ours = isinstance(error, UCPError | FileExistsError | NotADirectoryError | IsADirectoryError)
+        if not ours and not ((attempt.act or attempt.options) and isinstance(error, TypeError | ValueError | OSError)):
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            return Outcome("unnamed", f"{what}: raw {type(error).__name__} at {Path(last.filename).name}:{last.lineno}: {text}")
+        plain = text.replace(str(self.work), "WORK")
+        lower = plain.lower()
+        named = any(name.lower() in lower for name in attempt.named)
+        if named and re.search(attempt.cause, plain, re.IGNORECASE | re.DOTALL):
+            return Outcome("refused", f"{what}: {plain}")
+        return Outcome("unnamed", f"{what}: {type(error).__name__}: {plain}")
+
+
+def _can_verify() -> bool:
+    return "verify" in inspect.signature(ucp.Checkpoint.restore).parameters
+
+
+def _different_extras(found: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{file}:{name}"
+        for file, values in want.items()
+        for name, value in values.items()
+        if repr(found.get(file, {}).get(name, "nothing")) != repr(value)
+    ]
+
+
+def _holds_data(name: str) -> bool:
+    return PurePosixPath(name).suffix not in (".txt", ".md", ".log")
+
+
+def _is_clutter(name: str) -> bool:
+    return name.startswith("._") or name in (".DS_Store", "Thumbs.db", ".gitattributes") or "tfevents" in name
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    elif path.exists() or path.is_symlink():
+        path.unlink()
+
+
+# The campaign.
+
+
+@dataclass(frozen=True)
+class Trial:
+    subject: Subject
+    mistake: str
+    attempt: Attempt
+
+
+def trials(found: Sequence[Subject], only: Sequence[str] = ()) -> list[Trial]:
+    """Every attempt, in an order in which any first part of it is spread over formats and mistakes."""
+    groups: dict[tuple[str, str], list[Trial]] = defaultdict(list)
+    for subject in found:
+        others = [other for other in found if other.format == subject.format]
+        for name, make in MISTAKES.items():
+            if not only or name in only:
+                groups[subject.format, name] += [Trial(subject, name, attempt) for attempt in make(subject, others)]
+    for key, group in groups.items():
+        Random(f"order {key}").shuffle(group)
+    rounds = max((len(group) for group in groups.values()), default=0)
+    return [group[i] for i in range(rounds) for group in groups.values() if i < len(group)]
+
+
+@dataclass
+class Table:
+    """What came of each format and each mistake."""
+
+    formats: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    mistakes: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    invisible: Counter[str] = field(default_factory=Counter)
+
+    def add(self, trial: Trial, outcome: Outcome) -> None:
+        self.formats[trial.subject.format][outcome.kind] += 1
+        self.mistakes[trial.mistake][outcome.kind] += 1
+        if outcome.kind == "invisible":
+            self.invisible[outcome.text] += 1
+
+    @property
+    def faults(self) -> int:
+        return sum(counts[kind] for counts in self.formats.values() for kind in FAULTS)
+
+    def __str__(self) -> str:
+        lines = []
+        for title, rows in (("format", self.formats), ("mistake", self.mistakes)):
+            width = max(map(len, [title, *rows]), default=0)
+            heads = "".join(f"{kind:>12}" for kind in OUTCOMES)
+            lines.append(f"{title:{width}} {'tried':>7}{heads}")
+            total: Counter[str] = Counter()
+            for name, counts in sorted(rows.items()):
+                total += counts
+                lines.append(_row(name, counts, width))
+            lines += [_row("all", total, width), ""]
+        lines += [f"invisible, {name}: {n}" for name, n in sorted(self.invisible.items())]
+        return "\n".join(lines)
+
+
+def _row(name: str, counts: Counter[str], width: int) -> str:
+    return f"{name:{width}} {sum(counts.values()):>7}" + "".join(f"{counts[kind]:>12}" for kind in OUTCOMES)
+
+
+def run(numbers: Sequence[int], all_trials: Sequence[Trial], found: Sequence[Subject], work: Path, log: Any = None, keep: Path | None = None) -> Table:
+    """Make these attempts; `log` gets a line of JSON for each that is not right."""
+    import json
+
+    campaign, table = Campaign(work, found, keep), Table()
+    opens = {subject.name: campaign.opens_as_it_is(subject) for subject in found}
+    for number in numbers:
+        trial = all_trials[number]
+        if not opens[trial.subject.name]:
+            continue
+        begin = time.monotonic()
+        outcome = campaign.make(trial.subject, trial.attempt, way_of(number, trial.attempt))
+        table.add(trial, outcome)
+        if log and outcome.kind != "right":
+            about = {"number": number, "subject": trial.subject.name, "mistake": trial.mistake, "what": trial.attempt.what}
+            about |= {"kind": outcome.kind, "text": outcome.text, "seconds": round(time.monotonic() - begin, 2)}
+            print(json.dumps(about), file=log, flush=True)
+        if outcome.kind in FAULTS and not log:
+            print(f"{number} {trial.subject.name}, {trial.mistake}, {trial.attempt.what}\n  {outcome.kind}: {outcome.text}")
+    for name, text in campaign.refused_as_they_are.items():
+        print(f"not tried, refused as it is: {name}: {text[:150]}")
+    return table
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=2000)
+    parser.add_argument("--start", type=int, default=0, help="number of the first attempt")
+    parser.add_argument("--all", action="store_true", help="every attempt there is")
+    parser.add_argument("--only", type=int, help="number of the one attempt to make")
+    parser.add_argument("--format", choices=FORMATS, action="append")
+    parser.add_argument("--mistake", action="append", default=[], help="one of: " + ", ".join(MISTAKES))
+    parser.add_argument("--keep", type=Path, help="with --only: where the folder is kept")
+    parser.add_argument("--log", type=argparse.FileType("w"), help="a file for a line of JSON about each that is not right")
+    said = parser.parse_args(arguments)
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    found = subjects(tuple(said.format or FORMATS))
+    every = trials(found, said.mistake)
+    numbers = range(len(every))[said.start : None if said.all else said.start + said.count]
+    numbers = [said.only] if said.only is not None else numbers
+    print(f"{len(every)} attempts with {len(found)} checkpoints; {len(numbers)} of them are made")
+    where = os.getcwd()
+    keep = said.keep.absolute() if said.keep else None
+    with tempfile.TemporaryDirectory(dir=scratch()) as work:
+        table = run(numbers, every, found, Path(work), said.log, keep)
+        os.chdir(where)
+    print(table)
+    return 1 if table.faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
