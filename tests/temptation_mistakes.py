@@ -30,14 +30,14 @@ PER_ROLE = 2
 
 # Words of causes. A message has one of them beside a name.
 DAMAGED = r"cut|truncat|short|end|incomplete|damage|corrupt|bytes|zip|crc|checksum|digest|header|not a|is no |json|empty"
-DAMAGED += r"|differ|not as|decod|pickle|no magic|size|chunk|unfinished|lacks|missing|not what"
+DAMAGED += r"|differ|not as|decod|pickle|no magic|size|chunk|unfinished|lacks|missing|not what|should|says"
 MISSING = r"missing|not there|does not exist|lacks|no file|is in no|without|incomplete|absent|hole|not found|only|needs"
 MISSING += r"|no such|nothing|should name|neither|is no |no checkpoint|finished|unfinished|not a checkpoint|cannot be read"
-MISSING += r"|should (have|hold|be)|cover|there (is|are)|names|not in"
+MISSING += r"|should (have|hold|be)|cover|there (is|are)|names|not in|\bno \S|not_found|never"
 FOREIGN = r"another|other|differ|not the|not of one|twice|disagree|exchange|rank|step|run|iteration|master|copy|replica"
-FOREIGN += r"|but |does not|do not|checksum|crc|digest|not what|missing|lacks|hole|overlap"
+FOREIGN += r"|two|both|family|prefix|not_found|data_loss|expected|but |does not|do not|checksum|crc|digest|not what|missing|lacks|hole|overlap"
 POINTER = r"lfs|pointer|text"
-WEB = r"html|web page|text|not a |is no |neither|begins|json|damage|header|not what"
+WEB = r"html|web page|text|not a |is no |\bno zip|neither|begins|damage|header|not what|bytes|should|says|digest"
 TEXT = r"json|utf|text|encod|decod|name|byte order|line|not a|is no |should|does not|damage|checksum|crc|zip|header|bytes"
 OPTION = r"size|spec|believe|mapping|rule|mesh|target|dtype|cast|budget|weights_only|option|unexpected|path"
 
@@ -100,11 +100,17 @@ def chosen(subject: Subject, rng: Random, per_role: int = PER_ROLE) -> list[str]
     return [n for names in by_role(list(subject.folder)).values() for n in rng.sample(names, min(per_role, len(names)))]
 
 
+# Files that tell of others.
+_TABLE = re.compile(r"\.metadata|.*index\.json|ucp\.json|_METADATA|manifest\.ocdbt|common\.pt|metadata\.json|latest.*")
+
+
 def names_of(*files: str) -> tuple[str, ...]:
     """How a message may name files: by path, name, or what is stored in the folder that they are in."""
     found: set[str] = set()
     for file in files:
         path = PurePosixPath(file)
+        if _TABLE.fullmatch(path.name):
+            return ("",)  # what is wrong with a table shows in what it tells of
         found |= {file, path.name, path.stem}
         for parent in path.parts[:-1]:
             if len(parent) > 1 and not re.fullmatch(r"iter_\d+|global_step\d+.*|default|state|zero|ckpt", parent):
@@ -333,7 +339,7 @@ def folders_nested_or_flattened(subject: Subject, _: Sequence[Subject]) -> Itera
     """As an archive unpacked into a folder of its own, or files moved without theirs."""
     tops = {PurePosixPath(name).parts[0] for name in subject.folder if "/" in name}
     deeper = lambda: {f"checkpoint/{name}": data for name, data in subject.folder.items()}
-    yield Attempt("all of it lies one folder deeper", deeper, ("checkpoint",), MISSING + r"|known|open ")
+    yield Attempt("all of it lies one folder deeper", deeper, ("checkpoint", "does not exist"), MISSING + r"|known|open ")
     for top in sorted(tops)[:2]:
         flat = lambda top=top: {name.removeprefix(f"{top}/"): data for name, data in subject.folder.items()}
         named = (top, *{PurePosixPath(name).name for name in subject.folder}, "known here")
@@ -422,7 +428,7 @@ def files_of_others_beside(subject: Subject, others: Sequence[Subject]) -> Itera
         owner = next(other for other in others if name in other.folder)
         if name not in subject.folder:
             data = owner.folder[name]
-            yield Attempt(f"{name} of {owner.name} is there too", put({name: data}), names_of(name), FOREIGN + "|" + MISSING)
+            yield Attempt(f"{name} of {owner.name} is there too", put({name: data}), (*names_of(name), "prefix"), FOREIGN + "|" + MISSING)
 
 
 def _small_safetensors() -> bytes:
@@ -549,7 +555,7 @@ def two_checkpoints_in_one_folder(subject: Subject, others: Sequence[Subject]) -
         for under, over in ((donor.folder, subject.folder), (subject.folder, donor.folder)):
             whose = donor.name if over is donor.folder else "this one"
             made = lambda under=under, over=over: {**under, **over}
-            named = names_of(*sorted({**under, **over}))
+            named = (*names_of(*sorted({**under, **over})), "prefix")
             what = f"merged with {donor.name}; of what both have, that of {whose}"
             yield Attempt(what, made, named, FOREIGN + "|" + MISSING + "|" + DAMAGED, also=(donor.name,))
 
@@ -867,7 +873,7 @@ def saved_to_a_wrong_place(subject: Subject, _: Sequence[Subject]) -> Iterator[A
         "the source": (to(lambda work: str(work / "source" / subject.entry)), ("exist", "in use", "source")),
         "inside the source": (to(inside), ("source", "inside", "exist")),
         "a file that is there": (to(_a_file), ("exist", "in use", "file", "not a folder")),
-        "a folder that is there": (to(_a_folder), ("exist", "in use", "empty")),
+        "a folder that is there": (to(_a_folder), ("exist", "in use", "empty", "has files in it")),
         "below a file": (to(lambda work: _a_file(work) + "/x"), ("file", "folder", "director")),
         "an empty path": (to(lambda work: ""), ("path", "exist", "''", "in use", ".")),
         "a mesh without devices": (to(_out, mesh={"data": 0}), ("mesh", "data")),

@@ -30,7 +30,7 @@ FORMATS = ("universal", "orbax-v0", "orbax-v1", "deepspeed", "deepspeed-universa
 FORMATS += ("megatron-dist", "dcp", "dcp-hf", "safetensors", "torch.save")
 
 # Of each folder the files that the test data keep beside the checkpoint.
-_OURS = {"truth.npz", "case.json"}
+_OURS = {"truth.npz", "case.json", "plain.pt"}
 
 
 @dataclass

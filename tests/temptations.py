@@ -42,7 +42,8 @@ import jax_ucp as ucp
 from cases import RULES
 from jax_ucp.cli.main import main as cli
 from jax_ucp.errors import UCPError
-from temptation_folders import Folder, archives, resummed, stored_tensors, write_folder
+from temptation_folders import Folder, write_folder
+from temptation_invisible import INVISIBLE, Case, another_whole
 from temptation_mistakes import MISTAKES, Attempt, Beside
 from temptation_subjects import FORMATS, Subject, mesh, scratch, subjects
 
@@ -146,175 +147,6 @@ def in_time() -> Iterator[None]:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-# What no reader can see.
-
-
-@dataclass(frozen=True)
-class Undecidable:
-    """A change that leaves files which an honest run could have written as they are.
-
-    `proves(subject, before, after, found, want)` looks at the files, without the reader, and says whether that is so.
-    """
-
-    reason: str
-    proves: Callable[[Subject, Mapping[str, bytes], Mapping[str, bytes], Result, Result], bool]
-
-
-def changed_files(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> list[str] | None:
-    """The files whose bytes differ; None if there are others, or files of which one is no file now."""
-    if set(before) != set(after) or not all(isinstance(data, bytes) for data in after.values()):
-        return None
-    return [name for name in before if before[name] != after[name]]
-
-
-def values_alone(subject: Subject, before: Any, after: Any, _found: Result, _want: Result) -> bool:
-    """Only values of tensors differ, of tensors that are stored once, in files whose checksums are right."""
-    changed = changed_files(before, after)
-    if not changed or not _summed_rightly(after, changed):
-        return False
-    try:
-        tensors, others = stored_tensors(before), stored_tensors(after)
-    except Exception:  # noqa: BLE001 - a table that does not parse any more is a change of more than values
-        return False
-    by_place = {(t.file, t.label, t.dtype, t.start, t.stop) for t in tensors}
-    if by_place != {(t.file, t.label, t.dtype, t.start, t.stop) for t in others}:
-        return False
-    masked = {name: (bytearray(before[name]), bytearray(after[name])) for name in changed}
-    touched = []
-    for t in tensors:
-        if t.file in masked and before[t.file][t.start : t.stop] != after[t.file][t.start : t.stop]:
-            touched.append(t)
-            for copy in masked[t.file]:
-                copy[t.start : t.stop] = bytes(t.stop - t.start)
-    for name in changed:
-        for archive in (a for a in archives(before) if a.file == name):
-            for copy in masked[name]:
-                copy[archive.start : archive.stop] = resummed(bytes(copy[archive.start : archive.stop]))
-    if any(old != new for old, new in masked.values()):
-        return False
-    return not any(_stored_elsewhere(t, before) for t in touched)
-
-
-def _summed_rightly(folder: Mapping[str, bytes], names: Sequence[str]) -> bool:
-    """Whether the zip files among these have the CRCs of their members."""
-    with contextlib.suppress(Exception):
-        found = [a for a in archives(folder) if a.file in names]
-        return all(resummed(folder[a.file][a.start : a.stop]) == folder[a.file][a.start : a.stop] for a in found)
-    return False
-
-
-WINDOW = 6
-
-
-def _stored_elsewhere(tensor: Any, folder: Mapping[str, bytes]) -> bool:
-    """Whether some elements of the tensor, as they are or rounded, are in a file a second time."""
-    values = tensor.read(folder)
-    for start in range(0, max(1, len(values) - WINDOW), max(1, len(values) // 8)):
-        window = values[start : start + WINDOW]
-        if len(window) < WINDOW or len(np.unique(window.astype(np.float64))) < WINDOW:
-            continue
-        forms = {window.tobytes()}
-        if window.dtype == np.float32:
-            forms |= {window.astype(t).tobytes() for t in ("float16", _bfloat16())}
-        elif window.dtype.itemsize == 2:
-            forms = {window.tobytes()}
-        for name, data in folder.items():
-            for form in forms:
-                at = data.find(form)
-                while at >= 0:
-                    if name != tensor.file or not tensor.start <= at < tensor.stop:
-                        return True
-                    at = data.find(form, at + 1)
-        if any(_rounds_to(window, folder, tensor) for _ in (0,) if window.dtype.itemsize == 2):
-            return True
-    return False
-
-
-def _bfloat16() -> np.dtype:
-    import ml_dtypes
-
-    return np.dtype(ml_dtypes.bfloat16)
-
-
-def _rounds_to(window: np.ndarray, folder: Mapping[str, bytes], tensor: Any) -> bool:
-    """Whether a tensor in fp32 has elements that round to these 16-bit ones."""
-    for other in stored_tensors(folder):
-        if other.dtype == np.float32 and other.stop - other.start >= 4 * WINDOW:
-            rounded = other.read(folder).astype(window.dtype).tobytes()
-            if window.tobytes() in rounded:
-                return True
-    return False
-
-
-def a_name(subject: Subject, before: Any, after: Any, found: Result, want: Result) -> bool:
-    """One tensor has another name, in a file without a checksum, and no other file has the name that it had."""
-    changed = changed_files(before, after)
-    gone = [name for name in want.leaves if name not in found.leaves]
-    new = [name for name in found.leaves if name not in want.leaves]
-    if not changed or len(changed) != 1 or not gone or len(gone) != len(new) or len(gone) > 4:
-        return False
-    if _has_checksum(changed[0], before) or any(not same_value(found.leaves[n], want.leaves[n]) for n in want.leaves if n not in gone):
-        return False
-    keys = [re.findall(r"'([^']*)'", name)[-1].encode() for name in gone]
-    elsewhere = [data for name, data in before.items() if name != changed[0] and not name.endswith(".distcp")]
-    values = sorted(np.asarray(want.leaves[n]).tobytes() for n in gone)
-    same = values == sorted(np.asarray(found.leaves[n]).tobytes() for n in new)
-    return same and not any(key in data for key in keys for data in elsewhere)
-
-
-def _has_checksum(name: str, folder: Mapping[str, bytes]) -> bool:
-    base = PurePosixPath(name).name
-    return folder[name][:4] == b"PK\3\4" or base == "ucp.json"
-
-
-def settings_alone(subject: Subject, before: Any, after: Any, found: Result, want: Result) -> bool:
-    """Every array is right, and what differs is a setting in a text that has no checksum and is stored once."""
-    changed = changed_files(before, after)
-    if not changed or differences(found.leaves, want.leaves):
-        return False
-    return all(PurePosixPath(name).suffix in (".json", ".safetensors") and not _has_checksum(name, before) for name in changed)
-
-
-def stock_alike(subject: Subject, before: Any, after: Any, _found: Result, _want: Result) -> bool:
-    """Stock Orbax's data, which has neither checksum nor duplicate: chunks are other chunks of arrays like theirs."""
-    changed = changed_files(before, after)
-    if not subject.format.startswith("orbax") or not changed:
-        return False
-    return all(_is_chunk(name) for name in changed)
-
-
-def _is_chunk(name: str) -> bool:
-    path = PurePosixPath(name)
-    return path.parent.name == "d" or path.name[0].isdigit() or path.name.startswith("c.") or "/c/" in name
-
-
-def another_whole(subject: Subject, before: Any, after: Any, _found: Result, _want: Result) -> bool:
-    """The folder is, byte for byte, what another step or run wrote."""
-    return any(after == subject.as_saved(which) for which in subject.siblings)
-
-
-INVISIBLE: dict[str, Undecidable] = {
-    "another whole checkpoint": Undecidable(
-        "All files are those of one other step or run: it is a valid checkpoint, only not the one that was meant.",
-        another_whole,
-    ),
-    "values stored once": Undecidable(
-        "Only values of tensors differ, which no file has a second time, nor a checksum that covers both: a run that "
-        "had these values would have written these files. ZeRO-3's partitions, sharded safetensors, DCP's items.",
-        values_alone,
-    ),
-    "stock Orbax's data": Undecidable(
-        "A chunk of stock Orbax has no checksum, and nothing else has its values.", stock_alike
-    ),
-    "a name without a checksum": Undecidable(
-        "A bit of a tensor's name is other, in a header that has no checksum; no other file has the name.", a_name
-    ),
-    "a setting without a checksum": Undecidable(
-        "A number or a word in config.json, or another text beside the arrays, which is stored once.", settings_alone
-    ),
-}
 
 
 # One attempt.
@@ -474,26 +306,37 @@ class Campaign:
         for which in attempt.also:
             truth = self.other_truth(subject, which, way)
             if not differences(found.leaves, truth.leaves):
-                if which in subject.siblings and another_whole(subject, subject.folder, folder, found, want):
+                case = Case(subject, subject.folder, _files(folder), found.leaves, want.leaves)
+                if which in subject.siblings and another_whole(case):
                     return Outcome("invisible", "another whole checkpoint")
                 want = truth
         faults = differences(found.leaves, want.leaves)
         kinds = [f"{len(faults)} of {len(want.leaves)} leaves, the first: {faults[0]}"] if faults else []
-        kinds += [f"extra {k}" for k in _different_extras(found.extras, want.extras)] if not attempt.options else []
-        if found.groups != want.groups and not attempt.options:
-            kinds.append("groups")
+        if not attempt.options and not attempt.opened:
+            kinds += [f"extra {k}" for k in _different_extras(found.extras, want.extras, folder)]
+            kinds += ["groups"] * (found.groups != want.groups)
         if kinds:
-            for name, entry in INVISIBLE.items():
-                if entry.proves(subject, subject.folder, folder, found, want):
-                    return Outcome("invisible", name)
+            if name := self.invisible(subject, way, folder, found, want):
+                return Outcome("invisible", name)
             return Outcome("wrong", f"{what}: {'; '.join(kinds[:4])}")
         if attempt.noticed:
             said = "\n".join([found.told, *self.heard.lines, *(str(w.message) for w in warned)])
             if not re.search(attempt.noticed, said, re.IGNORECASE):
                 return Outcome("wrong", f"{what}: what was said had no effect, and nothing tells so")
-        if attempt.act is None and (lacks := self.unaccounted(subject, attempt, way, folder, found, want)):
+        # A conversion has an account of its own.
+        if attempt.act is None and what.startswith("restore") and (lacks := self.unaccounted(subject, attempt, way, folder, found, want)):
             return Outcome("unaccounted", f"{what}: {lacks}")
         return Outcome("right")
+
+    def invisible(self, subject: Subject, way: Way, folder: Folder, found: Result, want: Result) -> str:
+        """The entry of INVISIBLE that proves that what is wrong could not be seen, or an empty string."""
+        before, after = subject.folder, _files(folder)
+        if way.weights_only:  # nothing else was read
+            read = {where.partition(":")[0] for where, fate in want.items if fate == "mapped"}
+            of_weights = [n for n in before if any(n == r or n.endswith(f"/{r}") for r in read)]
+            before, after = ({n: f[n] for n in of_weights if n in f} for f in (before, after))
+        case = Case(subject, before, after, found.leaves, want.leaves)
+        return next((name for name, entry in INVISIBLE.items() if entry.proves(case)), "")
 
     def other_truth(self, subject: Subject, which: str, way: Way) -> Result:
         if which in self.subjects:
@@ -536,10 +379,17 @@ def _can_verify() -> bool:
     return "verify" in inspect.signature(ucp.Checkpoint.restore).parameters
 
 
-def _different_extras(found: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
+def _files(folder: Folder) -> dict[str, bytes]:
+    return {name: entry for name, entry in folder.items() if isinstance(entry, bytes)}
+
+
+def _different_extras(found: Mapping[str, Any], want: Mapping[str, Any], folder: Folder) -> list[str]:
+    """Extras that are other; those of files that are not there any more are not looked for."""
+    there = [name for name in want if any(n.endswith(name) or f"{name}/" in n for n in folder)]
     return [
         f"{file}:{name}"
         for file, values in want.items()
+        if file in there
         for name, value in values.items()
         if repr(found.get(file, {}).get(name, "nothing")) != repr(value)
     ]
@@ -622,7 +472,7 @@ def _row(name: str, counts: Counter[str], width: int) -> str:
 
 
 def run(numbers: Sequence[int], all_trials: Sequence[Trial], found: Sequence[Subject], work: Path, log: Any = None, keep: Path | None = None) -> Table:
-    """Make these attempts; `log` gets a line of JSON for each that is not right."""
+    """Make these attempts; `log` gets a line of JSON for each."""
     import json
 
     campaign, table = Campaign(work, found, keep), Table()
@@ -634,7 +484,7 @@ def run(numbers: Sequence[int], all_trials: Sequence[Trial], found: Sequence[Sub
         begin = time.monotonic()
         outcome = campaign.make(trial.subject, trial.attempt, way_of(number, trial.attempt))
         table.add(trial, outcome)
-        if log and outcome.kind != "right":
+        if log:
             about = {"number": number, "subject": trial.subject.name, "mistake": trial.mistake, "what": trial.attempt.what}
             about |= {"kind": outcome.kind, "text": outcome.text, "seconds": round(time.monotonic() - begin, 2)}
             print(json.dumps(about), file=log, flush=True)
@@ -654,7 +504,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--format", choices=FORMATS, action="append")
     parser.add_argument("--mistake", action="append", default=[], help="one of: " + ", ".join(MISTAKES))
     parser.add_argument("--keep", type=Path, help="with --only: where the folder is kept")
-    parser.add_argument("--log", type=argparse.FileType("w"), help="a file for a line of JSON about each that is not right")
+    parser.add_argument("--log", type=argparse.FileType("w"), help="a file for a line of JSON about each")
     said = parser.parse_args(arguments)
     logging.getLogger("absl").setLevel(logging.ERROR)
     found = subjects(tuple(said.format or FORMATS))
