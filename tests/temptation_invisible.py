@@ -165,24 +165,39 @@ def _said(name: str, data: bytes) -> tuple[str, list[Any]]:
 _COUNTERS = re.compile(r"(global_)?steps?|iteration|last_batch_iteration|last_epoch|_step_count")
 
 
-def _numbers(name: str, files: Files) -> set[tuple[str, float]]:
-    """The numbers that a file says, each with what it is called; counters of steps are called alike."""
-    found = set()
+def _numbers(name: str, files: Files) -> dict[tuple[str, ...], float]:
+    """The numbers that a file says, each by its path in the file."""
+    found: dict[tuple[str, ...], float] = {}
     for a in archives(files):
         if a.file == name:
             for labels, node in walk(TorchFile(name, data=files[name][a.start : a.stop]).tree):
-                if type(node) in (int, float):
-                    path = (*a.name.split("."), *labels)
-                    key = "counter" if _COUNTERS.fullmatch(path[-1]) else path[-1]
-                    found.add((key, float(node)))
+                path = (*a.name.split("."), *labels)
+                if type(node) in (int, float) and re.match("[A-Za-z]", path[-1]):
+                    found[path] = float(node)
+    for t in stored_tensors({name: files[name]} if files[name][:4] == b"PK\3\4" else files):
+        path = tuple(re.split("[/.]", t.label))
+        if t.file == name and _called(path) == "counter" and len(t.read(files)) == 1:
+            found[path] = float(t.read(files)[0])
     return found
 
 
+def _called(path: tuple[str, ...]) -> str:
+    return "counter" if _COUNTERS.fullmatch(path[-1]) else path[-1]
+
+
 def _numbers_contradict(case: Case) -> bool:
-    """Whether a number that is other now is told, as it was, by a file that did not change."""
-    now = {name: _numbers(name, case.after) for name in case.after if _is_archive(name, case.after)}
-    lost = set().union(*(_numbers(n, case.before) - now[n] for n in case.changed if n in now), set())
-    kept = set().union(*(now[n] for n in now if n not in case.changed), set())
+    """Whether a number that is other now is told, as it was, by a file that did not change, or by a folder's name."""
+    kept: set[tuple[str, float]] = set()
+    lost: set[tuple[str, float]] = set()
+    for name in case.after:
+        if _is_archive(name, case.after):
+            now = _numbers(name, case.after)
+            if name in case.changed:
+                before = _numbers(name, case.before)
+                lost |= {(_called(path), n) for path, n in before.items() if now.get(path) != n}
+                kept |= {("counter", float(n)) for n in re.findall(r"(?:global_step|iter_)(\d+)/", name)}
+            else:
+                kept |= {(_called(path), n) for path, n in now.items()}
     return bool(lost & kept)
 
 
@@ -213,6 +228,8 @@ def _contradicted(t: Stored, tensors: list[Stored], case: Case) -> bool:
 
 def _copies(window: np.ndarray, other: Stored, files: Files) -> Iterator[int]:
     """Where another tensor has these elements, or what they are when rounded, or what rounds to them."""
+    if window.dtype not in (np.dtype(np.float32), *_HALVES):
+        return  # random states are alike on all ranks by chance
     values = other.read(files)
     if window.dtype == np.float32 and other.dtype in (np.dtype(np.float32), *_HALVES):
         wanted = window.astype(other.dtype)
@@ -269,8 +286,9 @@ def stock_chunks(case: Case) -> bool:
     """Chunks of stock Orbax are other chunks, and what it stores of its arrays beside them still holds."""
     if not case.subject.format.startswith("orbax") or set(case.before) != set(case.after):
         return False
-    tables = [n for n in case.changed if PurePosixPath(n).name in (".zarray", "zarr.json")]
-    if not all(_is_chunk(name) for name in case.changed if name not in tables):
+    changed = [n for n in case.changed if not _BESIDE.fullmatch(PurePosixPath(n).name)]
+    tables = [n for n in changed if PurePosixPath(n).name in (".zarray", "zarr.json")]
+    if not changed or not all(_is_chunk(name) for name in changed if name not in tables):
         return False
     return all(_shape_in(case.before[n]) == _shape_in(case.after[n]) for n in tables)
 
@@ -314,12 +332,29 @@ def settings_of_another(case: Case) -> bool:
     if case.different or set(case.found) != set(case.want) or not case.changed or set(case.before) != set(case.after):
         return False
     with contextlib.suppress(*_UNREADABLE):
-        for name in case.changed:
-            (a,) = (a for a in archives(case.after) if a.file == name)
-            if resummed(case.after[name][a.start : a.stop]) != case.after[name]:
-                return False
-        return not _numbers_contradict(case)
+        tensors = stored_tensors(case.before)
+        there = {_place(t) for t in stored_tensors(case.after)}
+        touched = [t for t in tensors if t.file in case.changed and not _unchanged(t, case, there)]
+        others = [t for t in tensors if t.file not in case.changed]
+        copied = any(_stored_among(t, others, case) for t in touched)
+        return not copied and all(_whole_file(case, name) for name in case.changed) and not _numbers_contradict(case)
     return False
+
+
+def _unchanged(t: Stored, case: Case, there: set[tuple[Any, ...]]) -> bool:
+    return _place(t) in there and _bytes(t, case.before) == _bytes(t, case.after)
+
+
+def _stored_among(t: Stored, others: list[Stored], case: Case) -> bool:
+    """Whether other tensors have elements of this one."""
+    windows = [values for values in np.array_split(t.read(case.before), 8) if len(values) >= WINDOW]
+    return any(True for w in windows for o in others for _ in _copies(w[:WINDOW], o, case.before))
+
+
+def _whole_file(case: Case, name: str) -> bool:
+    """Whether it is a file of torch.save with right CRCs, written under the name that it has."""
+    before, after = case.before[name], case.after[name]
+    return resummed(after) == after and _said(name, before)[0] == _said(name, after)[0]
 
 
 INVISIBLE: dict[str, Undecidable] = {

@@ -575,15 +575,11 @@ def stale_pointer(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
         if "step" not in subject.siblings:
             continue
         other = subject.as_saved("step")
-        later = {re.sub(r"global_step5|iter_0000003", _one_more, name): data for name, data in other.items() if name != pointer}
-        now = re.sub(r"\d+", lambda m: str(int(m[0]) + 1).zfill(len(m[0])), said)
+        later = {name: data for name, data in other.items() if name != pointer}
+        now = other[pointer].decode()
         yield Attempt(f"a later step is there, and {pointer} says {said}", put(later), (pointer,), ".", also=())
         yield Attempt(f"a later step is there, and {pointer} says {now}", put({**later, pointer: now.encode()}), (pointer,), FOREIGN, also=("step",))
         yield Attempt(f"two steps are there, and no {pointer}", put({**later, pointer: None}), (pointer, now, said), MISSING + "|steps|open")
-
-
-def _one_more(found: re.Match[str]) -> str:
-    return re.sub(r"\d+", lambda m: str(int(m[0]) + 1).zfill(len(m[0])), found[0])
 
 
 @mistake
@@ -689,7 +685,7 @@ def restore_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt
     def act(**said: Any) -> Callable[[ucp.Checkpoint, Path], Any]:
         return lambda checkpoint, _: checkpoint.restore(**said)
 
-    P1, P9 = P("data"), P(*["data"] + [None] * 9)
+    P1, P9 = P("data"), P(*[None] * 9, "data")
     ways: dict[str, tuple[Callable[[ucp.Checkpoint, Path], Any], tuple[str, ...], str]] = {
         "rules without a mesh": (act(rules=[("weight$", P1)]), ("rules", "mesh"), ""),
         "a rule that no leaf has": (act(mesh=mesh(), rules=[("kernal_$", P1)]), ("kernal",), "kernal"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -56,25 +55,51 @@ class Subject:
         return {which: folder for which, folder in found.items() if folder != self.folder}
 
     def as_saved(self, which: str) -> dict[str, bytes]:
-        """A sibling with the names that its own step gives it."""
+        """A sibling with the names that its own step gives to folders."""
         folder = self.siblings[which]
-        if which != "step" or not self.format.startswith("megatron"):
-            return folder
-        renamed = {re.sub(r"iter_0000003", "iter_0000004", name): data for name, data in folder.items()}
-        pointer = "latest_checkpointed_iteration.txt"
-        return renamed | ({pointer: b"4"} if pointer in renamed else {})
+        return {_next_step(n): _pointing(n, data) for n, data in folder.items()} if which == "step" else folder
+
+
+def _next_step(text: str) -> str:
+    return text.replace("global_step5", "global_step6").replace("iter_0000003", "iter_0000004")
+
+
+def _pointing(name: str, data: bytes) -> bytes:
+    """What a file holds of its own step; `latest` and its like name a folder."""
+    if name == "latest_checkpointed_iteration.txt":
+        return b"4"
+    return _next_step(data.decode()).encode() if name.startswith("latest") else data
 
 
 _CHANGES: dict[str, Change] = {"step": STEP_LATER, "run": OTHER_RUN}
 
 
-def subjects(formats: tuple[str, ...] = FORMATS) -> list[Subject]:
-    """Every valid checkpoint of these formats."""
+def subjects(formats: tuple[str, ...] = FORMATS, real: Path | None = None) -> list[Subject]:
+    """Every valid checkpoint of these formats.
+
+    `real` is a folder of siblings that a trainer wrote: `real/step/CASE/ckpt` and `real/run/CASE/ckpt`. With it only
+    checkpoints that have such siblings are given.
+    """
     found = [_recorded(case) for case in every() if not case.about.get("kind", "").startswith("torch_save")]
     makers = {"universal": _universal, "orbax-v0": _orbax_v0, "orbax-v1": _orbax_v1, "torch.save": _torch_saved}
     for format, make in makers.items():
         found += make() if format in formats else []
+    if real:
+        found = [_with_real_siblings(subject, real) for subject in found]
+        found = [subject for subject in found if subject.made and subject.format == "deepspeed"]
     return [subject for subject in found if subject.format in formats]
+
+
+def _with_real_siblings(subject: Subject, real: Path) -> Subject:
+    folders = {which: real / which / subject.name.split("/")[-1] / "ckpt" for which in _CHANGES}
+    if all((folder / "latest").is_file() for folder in folders.values()):
+        subject.made = lambda which: _under_these_names(read_folder(folders[which]))
+    return subject
+
+
+def _under_these_names(folder: dict[str, bytes]) -> dict[str, bytes]:
+    folder = {name.replace("global_step6", "global_step5"): data for name, data in folder.items()}
+    return folder | {"latest": b"global_step5"}
 
 
 def _recorded(case: Case) -> Subject:

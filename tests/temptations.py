@@ -64,7 +64,7 @@ class Result:
     groups: str = ""
     items: frozenset[tuple[str, str]] = frozenset()
     told: str = ""
-    path: str = ""
+    read: frozenset[str] = frozenset()
 
 
 def leaves_of(tree: Any) -> dict[str, Any]:
@@ -75,7 +75,12 @@ def leaves_of(tree: Any) -> dict[str, Any]:
 def result_of(checkpoint: ucp.Checkpoint, tree: Any) -> Result:
     items = frozenset((item.where, item.fate) for item in checkpoint.account)
     told = "\n".join([*checkpoint.notes, *(f"{item.where} {item.reason}" for item in checkpoint.account)])
-    return Result(leaves_of(tree), dict(checkpoint.extras), repr(checkpoint.groups), items, told, checkpoint.path)
+    read = frozenset(item.where.partition(":")[0] for item in checkpoint.account if not _left_aside(item))
+    return Result(leaves_of(tree), dict(checkpoint.extras), repr(checkpoint.groups), items, told, read)
+
+
+def _left_aside(item: Any) -> bool:
+    return item.fate == "skipped" and bool(re.search("weights_only|asked for|says how", item.reason))
 
 
 def same_value(got: Any, want: Any) -> bool:
@@ -332,8 +337,8 @@ class Campaign:
         """The entry of INVISIBLE that proves that what is wrong could not be seen, or an empty string."""
         before, after = subject.folder, _files(folder)
         if way.weights_only:  # nothing else was read
-            read = {where.partition(":")[0] for where, fate in want.items if fate == "mapped"}
-            of_weights = [n for n in before if any(n == r or n.endswith(f"/{r}") for r in read)]
+            tables = {name for name in before if not _holds_data(name)}
+            of_weights = [n for n in before if n in tables or any(n == r or n.endswith(f"/{r}") for r in want.read)]
             before, after = ({n: f[n] for n in of_weights if n in f} for f in (before, after))
         case = Case(subject, before, after, found.leaves, want.leaves)
         return next((name for name, entry in INVISIBLE.items() if entry.proves(case)), "")
@@ -345,18 +350,17 @@ class Campaign:
 
     def unaccounted(self, subject: Subject, attempt: Attempt, way: Way, folder: Folder, found: Result, want: Result) -> str:
         """What the account does not have of what it has of the valid checkpoint, and of the files that came to it."""
-        if attempt.options or attempt.opened or attempt.also:
+        if attempt.options or attempt.opened or attempt.also or subject.entry in subject.folder:
             return ""
         gone = sorted(want.items - found.items)
-        if gone and set(folder) >= set(subject.folder):
+        if gone and all(folder.get(name) == data for name, data in subject.folder.items()):
             return f"the account has no more {gone[0]}, and {len(gone) - 1} others"
         new = [name for name in folder if name not in subject.folder and _holds_data(name)]
-        below = subject.entry if subject.entry not in subject.folder else PurePosixPath(subject.entry).parent.as_posix()
         for name in new:
             path = PurePosixPath(name)
             parents = [part for part in path.parts[:-1] if len(part) > 2]
-            inside = below in ("", ".") or name.startswith(f"{below}/")
-            if inside and not any(part in found.told for part in (path.name, *parents)) and not _is_clutter(path.name):
+            inside = not subject.entry or name.startswith(f"{subject.entry}/")
+            if inside and not any(part in found.told for part in (path.name, *parents)):
                 return f"nothing tells of {name}"
         return ""
 
@@ -396,11 +400,10 @@ def _different_extras(found: Mapping[str, Any], want: Mapping[str, Any], folder:
 
 
 def _holds_data(name: str) -> bool:
-    return PurePosixPath(name).suffix not in (".txt", ".md", ".log")
-
-
-def _is_clutter(name: str) -> bool:
-    return name.startswith("._") or name in (".DS_Store", "Thumbs.db", ".gitattributes") or "tfevents" in name
+    path = PurePosixPath(name)
+    tables = (".zarray", "zarr.json")
+    data = path.suffix in (".pt", ".bin", ".pth", ".ckpt", ".safetensors", ".distcp") or path.name in tables
+    return data and not path.name.startswith("._")
 
 
 def _remove(path: Path) -> None:
@@ -503,11 +506,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", type=int, help="number of the one attempt to make")
     parser.add_argument("--format", choices=FORMATS, action="append")
     parser.add_argument("--mistake", action="append", default=[], help="one of: " + ", ".join(MISTAKES))
+    parser.add_argument("--siblings", type=Path, help="a folder of siblings that a trainer wrote: step/CASE, run/CASE")
     parser.add_argument("--keep", type=Path, help="with --only: where the folder is kept")
     parser.add_argument("--log", type=argparse.FileType("w"), help="a file for a line of JSON about each")
     said = parser.parse_args(arguments)
     logging.getLogger("absl").setLevel(logging.ERROR)
-    found = subjects(tuple(said.format or FORMATS))
+    found = subjects(tuple(said.format or FORMATS), said.siblings and said.siblings.absolute())
     every = trials(found, said.mistake)
     numbers = range(len(every))[said.start : None if said.all else said.start + said.count]
     numbers = [said.only] if said.only is not None else numbers
