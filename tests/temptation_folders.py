@@ -234,13 +234,13 @@ def other_values(values: np.ndarray, salt: int, half: np.dtype) -> np.ndarray:
     >>> all(other_values(x, 1, np.dtype(np.float16)).astype(np.float16) == other_values(x.astype(np.float16), 1, np.dtype(np.float16)))
     True
     """
-    with np.errstate(over="ignore"):
-        rounded = values.astype(half)
+    with np.errstate(over="ignore"):  # what pads a buffer may be anything
+        rounded, twice = values.astype(half), values + values
     bits = rounded.view(f"u{half.itemsize}").astype(np.uint64)
     chosen = ((bits + np.uint64(salt)) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)) % np.uint64(4) == 0
     size = np.abs(rounded.astype(np.float32))
     plain = (size > np.float32(1e-3 if half == np.float16 else 1e-30)) & (size < np.float32(1e4))
-    out = np.where(chosen & plain, values + values, values).astype(values.dtype)
+    out = np.where(chosen & plain, twice, values).astype(values.dtype)
     if values.dtype != np.float32:
         return out
     flipped = (values.view(np.uint32) ^ 1).view(np.float32)

@@ -28,6 +28,9 @@ from temptation_subjects import Subject, mesh
 # Of the files of one role, which differ in numbers alone, how many are tried.
 PER_ROLE = 2
 
+# What a message may name for a file that is not there.
+_ABSENT = ("rank", "layer", "state", "hole", "no such folder")
+
 # Words of causes. A message has one of them beside a name.
 DAMAGED = r"cut|truncat|short|end|incomplete|damage|corrupt|bytes|zip|crc|checksum|digest|header|not a|is no |json|empty"
 DAMAGED += r"|differ|not as|decod|pickle|no magic|size|chunk|unfinished|lacks|missing|not what|should|says"
@@ -38,6 +41,7 @@ FOREIGN = r"another|other|differ|not the|not of one|twice|disagree|exchange|rank
 FOREIGN += r"|two|both|family|prefix|not_found|data_loss|expected|but |does not|do not|checksum|crc|digest|not what|missing|lacks|hole|overlap"
 POINTER = r"lfs|pointer|text"
 WEB = r"html|web page|text|not a |is no |\bno zip|neither|begins|damage|header|not what|bytes|should|says|digest"
+WEB += r"|is not json|not as expected"
 TEXT = r"json|utf|text|encod|decod|name|byte order|line|not a|is no |should|does not|damage|checksum|crc|zip|header|bytes"
 OPTION = r"size|spec|believe|mapping|rule|mesh|target|dtype|cast|budget|weights_only|option|unexpected|path"
 
@@ -159,11 +163,11 @@ def each_file(subject: Subject, what: str) -> Iterator[tuple[str, bytes, Random]
 def file_missing(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     put = replacing(subject)
     for name, _data, _rng in each_file(subject, "missing"):
-        yield Attempt(f"{name} is missing", put({name: None}), (*names_of(name), "rank", "layer"), MISSING)
+        yield Attempt(f"{name} is missing", put({name: None}), (*names_of(name), *_ABSENT), MISSING)
     for names in by_role(list(subject.folder)).values():
         if len(names) > 1:
             gone = dict.fromkeys(names)
-            yield Attempt(f"all {role(names[0])} are missing", put(gone), (*names_of(*names), "rank", "state"), MISSING)
+            yield Attempt(f"all {role(names[0])} are missing", put(gone), (*names_of(*names), *_ABSENT), MISSING)
 
 
 @mistake
@@ -500,13 +504,13 @@ def _of_sibling(subject: Subject, which: str) -> Iterator[Attempt]:
     differing = [name for name in subject.folder if name in other and other[name] != subject.folder[name]]
     for names in by_role(differing).values():
         for name in rng.sample(names, min(PER_ROLE, len(names))):
-            yield Attempt(f"{name} is of another {which}", put({name: other[name]}), names_of(name), FOREIGN + "|" + DAMAGED)
+            yield Attempt(f"{name} is of another {which}", put({name: other[name]}), names_of(*differing), FOREIGN + "|" + DAMAGED)
         whole = {name: other[name] for name in names}
         if 1 < len(names) < len(differing):
             yield Attempt(f"all {role(names[0])} are of another {which}", put(whole), names_of(*names), FOREIGN + "|" + DAMAGED)
         if len(names) > 1:  # another rank's file of the other step or run
             a, b = rng.sample(names, 2)
-            yield Attempt(f"{a} is {b} of another {which}", put({a: other[b]}), names_of(a, b), FOREIGN + "|" + DAMAGED)
+            yield Attempt(f"{a} is {b} of another {which}", put({a: other[b]}), names_of(*differing), FOREIGN + "|" + DAMAGED)
     for folder in {PurePosixPath(name).parent.as_posix() for name in differing if name.count("/") > 1}:
         inside = {name: other[name] for name in differing if name.startswith(f"{folder}/")}
         if 1 < len(inside) < len(differing) and rng.random() < 0.3:
@@ -670,12 +674,22 @@ def spec_said(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
         options = {"spec": Beside("spec.yaml")}
         beside = {"spec.yaml": text.encode()}
         yield Attempt(f"spec is {what}", same_folder(subject), named, r".", options=options, noticed="spec", beside=beside)
-    for value in ("nowhere.yaml", "/", "/dev/null", 5):
+    for value in ("nowhere.yaml", "/", "/dev/null"):
         yield _said(subject, f"spec={value!r}", {"spec": value}, (*named, str(value)), "spec")
 
 
 @mistake
 def option_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
+    for options in (
+        {"optimizer_groups": "module_order"},
+        {"optimizer_groups": [["nowhere.weight"]]},
+        {"optimizer_groups": "nowhere.json"},
+        {"optimizer_groups": 3},
+        {"dequantize": "yes"},
+        {"dequantize": True},
+    ):
+        (name,) = options
+        yield _said(subject, f"open({name}={options[name]!r})", options, (name,), name)
     for name in ("size", "weight_only", "beleive", "specs", "vocab", "mesh", "optimizer_group", "dequantise"):
         yield _said(subject, f"open({name}=...)", {name: 1}, (name,))
 
@@ -683,7 +697,11 @@ def option_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]
 @mistake
 def restore_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     def act(**said: Any) -> Callable[[ucp.Checkpoint, Path], Any]:
-        return lambda checkpoint, _: checkpoint.restore(**said)
+        def restore(checkpoint: ucp.Checkpoint, _: Path) -> Any:
+            with jax.enable_x64(True):
+                return checkpoint.restore(**said)
+
+        return restore
 
     P1, P9 = P("data"), P(*[None] * 9, "data")
     ways: dict[str, tuple[Callable[[ucp.Checkpoint, Path], Any], tuple[str, ...], str]] = {
@@ -706,6 +724,8 @@ def restore_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt
         "partial without a target": (act(partial="params"), ("partial",), "partial"),
         "an option that is not there": (act(meshes=mesh()), ("meshes",), ""),
         "verify misspelt": (act(verify="ful"), ("verify", "ful"), ""),
+        "verify as a number": (act(verify=2), ("verify",), ""),
+        "narrow_integers misspelt": (act(narrow_integer=True), ("narrow_integer",), ""),
     }
     for what, (way, named, noticed) in ways.items():
         yield Attempt(f"restore with {what}", same_folder(subject), named, r".", act=way, noticed=noticed)

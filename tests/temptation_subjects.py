@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -102,9 +103,17 @@ def _under_these_names(folder: dict[str, bytes]) -> dict[str, bytes]:
     return folder | {"latest": b"global_step5"}
 
 
+# Their optimizers number the parameters and name none.
+_UNNAMED_GROUPS = ("z0_fp32_dp2", "moe_ep2_dp2_z0_fp32")
+
+
 def _recorded(case: Case) -> Subject:
     folder = {name: data for name, data in read_folder(case.path).items() if Path(name).name not in _OURS}
-    options = {"sizes": {"vocab": case.about["model"]["vocab_size"]}} if case.family == "megatron" else {}
+    options: dict[str, Any] = {}
+    if case.family == "megatron":
+        options["sizes"] = {"vocab": case.about["model"]["vocab_size"]}
+    if case.name in _UNNAMED_GROUPS and "optimizer_groups" in inspect.signature(ucp.open).parameters:
+        options["optimizer_groups"] = "module-order"
     name = f"{case.family}/{case.name}"
     return Subject(name, _format(case), folder, "", options, case.truth(), case.equal)
 
