@@ -1,4 +1,4 @@
-"""Checkpoints as dicts of files, and what the same training run would have written at another step or with another seed.
+"""Checkpoints as dicts of files, and what the same run would have written at another step or with another seed.
 
 A sibling is made from a real checkpoint by changing numbers in place: every float through one function of its own bits,
 so that what is stored twice, at whatever precision, still agrees; step counters and learning rates in tensors and in
@@ -230,8 +230,8 @@ def other_values(values: np.ndarray, salt: int, half: np.dtype) -> np.ndarray:
 
     It is a function of each value alone and goes with rounding: rounded, the result is that of the rounded value.
 
-    >>> x = np.linspace(-1, 1, 9, dtype=np.float32)
-    >>> all(other_values(x, 1, np.dtype(np.float16)).astype(np.float16) == other_values(x.astype(np.float16), 1, np.dtype(np.float16)))
+    >>> half, x = np.dtype(np.float16), np.linspace(-1, 1, 9, dtype=np.float32)
+    >>> bool(all(other_values(x, 1, half).astype(half) == other_values(x.astype(half), 1, half)))
     True
     """
     with np.errstate(over="ignore"):  # what pads a buffer may be anything

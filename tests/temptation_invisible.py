@@ -13,7 +13,7 @@ import json
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -34,13 +34,19 @@ _BESIDE = re.compile(r"latest\w*|latest_checkpointed_iteration\.txt|commit_succe
 
 @dataclass(frozen=True)
 class Case:
-    """A change and what came of it. `read` are the files that the reader was asked to use, if not all."""
+    """A change of files, or what was said, and what came of it.
+
+    Tensors whose label matches `aside` were not asked for, and `extras` are those of the valid checkpoint.
+    """
 
     subject: Subject
     before: Files
     after: Files
     found: Mapping[str, Any]
     want: Mapping[str, Any]
+    aside: str = ""
+    said: Mapping[str, Any] = field(default_factory=dict)
+    extras: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def changed(self) -> list[str]:
@@ -72,7 +78,9 @@ def another_whole(case: Case) -> bool:
         other = case.subject.as_saved(which)
         if case.after == other:
             return True
-        mine, theirs = ({n: d for n, d in f.items() if not _BESIDE.fullmatch(PurePosixPath(n).name)} for f in (case.after, other))
+        mine, theirs = (
+            {n: d for n, d in f.items() if not _BESIDE.fullmatch(PurePosixPath(n).name)} for f in (case.after, other)
+        )
         if mine and {n: d for n, d in theirs.items() if n in case.before} == mine:
             return True
     return False
@@ -98,6 +106,7 @@ def _values_stored_once(case: Case) -> bool:
         return False
     if _numbers_contradict(case):
         return False
+    tensors = [t for t in tensors if not case.aside or not re.match(case.aside, t.label)]
     touched = [t for t in tensors if _bytes(t, case.before) != _bytes(t, case.after)]
     return not any(_contradicted(t, tensors, case) for t in touched)
 
@@ -277,8 +286,11 @@ def _window_in(values: np.ndarray, data: bytes) -> bool:
 def _summed(name: str, files: Files) -> bool:
     """Whether what is in a file has a checksum in it, or in a table of the checkpoint."""
     path = PurePosixPath(name)
-    return files[name][:4] == b"PK\3\4" or name.endswith(".distcp") or path.name == "ucp.json" or any(
-        PurePosixPath(other).name == "ucp.json" for other in files
+    return (
+        files[name][:4] == b"PK\3\4"
+        or name.endswith(".distcp")
+        or path.name == "ucp.json"
+        or any(PurePosixPath(other).name == "ucp.json" for other in files)
     )
 
 
@@ -313,7 +325,9 @@ def a_name(case: Case) -> bool:
     (name,) = case.changed
     if _summed(name, case.before) and not name.endswith(".metadata"):
         return False
-    if sorted(np.asarray(case.want[n]).tobytes() for n in gone) != sorted(np.asarray(case.found[n]).tobytes() for n in new):
+    if sorted(np.asarray(case.want[n]).tobytes() for n in gone) != sorted(
+        np.asarray(case.found[n]).tobytes() for n in new
+    ):
         return False
     keys = [re.findall(r"\['?([^'\]]*)'?\]", label)[-1].encode() for label in gone]
     return not any(key in data for key in keys for n, data in case.before.items() if n != name)
@@ -357,6 +371,34 @@ def _whole_file(case: Case, name: str) -> bool:
     return resummed(after) == after and _said(name, before)[0] == _said(name, after)[0]
 
 
+def padded_alike(case: Case) -> bool:
+    """The vocabulary that was said has as many padded rows as the true one, which no file tells."""
+    wrong, right = (options.get("sizes", {}).get("vocab") for options in (case.said, case.subject.options))
+    multiples = list(_values_of("make_vocab_size_divisible_by", case.extras))
+    degrees = list(_values_of("tensor_model_parallel_size", case.extras))
+    if type(wrong) is not int or type(right) is not int or not multiples or not degrees:
+        return False
+    multiple = multiples[0] * degrees[0]
+    return -(-wrong // multiple) == -(-right // multiple) and all(_rows_alike(case, n) for n in case.different)
+
+
+def _rows_alike(case: Case, name: str) -> bool:
+    found, want = np.asarray(case.found[name]), np.asarray(case.want[name])
+    rows = min(len(found), len(want))
+    return found.shape[1:] == want.shape[1:] and _same(found[:rows], want[:rows])
+
+
+def _values_of(key: str, tree: Any) -> Iterator[int]:
+    if isinstance(tree, Mapping):
+        if isinstance(tree.get(key), int):
+            yield tree[key]
+        for value in tree.values():
+            yield from _values_of(key, value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from _values_of(key, value)
+
+
 INVISIBLE: dict[str, Undecidable] = {
     "another whole checkpoint": Undecidable(
         "Every file that says anything of the arrays is of one other step or run: a valid checkpoint, only not the one "
@@ -369,7 +411,8 @@ INVISIBLE: dict[str, Undecidable] = {
         values_stored_once,
     ),
     "a format without checksums": Undecidable(
-        "Bytes of a safetensors file, or of torch.save's format before 1.6, in values that no other file has.", no_checksum
+        "Bytes of a safetensors file, or of torch.save's format before 1.6, in values that no other file has.",
+        no_checksum,
     ),
     "stock Orbax's chunks": Undecidable(
         "Stock Orbax stores neither checksums nor duplicates of chunks; shapes are as before.", stock_chunks
@@ -379,6 +422,11 @@ INVISIBLE: dict[str, Undecidable] = {
     ),
     "a setting without a checksum": Undecidable(
         "Something beside the arrays, in config.json or a header, which has no checksum and is stored once.", a_setting
+    ),
+    "a vocabulary within the padding": Undecidable(
+        "sizes={'vocab': n} is the user's word: Megatron stores padded rows and not how many tokens there are. A "
+        "number that would be padded alike cannot be told from the true one.",
+        padded_alike,
     ),
     "settings of another": Undecidable(
         "Files that hold no array, only what the trainer was told, are of another checkpoint; nothing else tells it.",

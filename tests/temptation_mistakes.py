@@ -12,38 +12,59 @@ import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from io import BytesIO
 from pathlib import Path, PurePosixPath
 from random import Random
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
 from temptation_folders import EmptyFolder, Entry, Folder, Link
-from temptation_subjects import Subject, mesh
+from temptation_subjects import Subject
 
 # Of the files of one role, which differ in numbers alone, how many are tried.
 PER_ROLE = 2
 
 # What a message may name for a file that is not there.
-_ABSENT = ("rank", "layer", "state", "hole", "no such folder")
+_ABSENT = ("rank", "layer", "state", "hole", "no such folder", ".metadata", "is in no file")
 
-# Words of causes. A message has one of them beside a name.
-DAMAGED = r"cut|truncat|short|end|incomplete|damage|corrupt|bytes|zip|crc|checksum|digest|header|not a|is no |json|empty"
-DAMAGED += r"|differ|not as|decod|pickle|no magic|size|chunk|unfinished|lacks|missing|not what|should|says"
-MISSING = r"missing|not there|does not exist|lacks|no file|is in no|without|incomplete|absent|hole|not found|only|needs"
-MISSING += r"|no such|nothing|should name|neither|is no |no checkpoint|finished|unfinished|not a checkpoint|cannot be read"
-MISSING += r"|should (have|hold|be)|cover|there (is|are)|names|not in|\bno \S|not_found|never"
-FOREIGN = r"another|other|differ|not the|not of one|twice|disagree|exchange|rank|step|run|iteration|master|copy|replica"
-FOREIGN += r"|two|both|family|prefix|not_found|data_loss|expected|but |does not|do not|checksum|crc|digest|not what|missing|lacks|hole|overlap"
+# Words of causes. A message has one of them beside a name; paths in it do not count.
+DAMAGED = "|".join(
+    (
+        r"cut|truncat|short|end|incomplete|damage|corrupt|bytes|zip|crc|checksum|digest|header|not a|is no |json|empty",
+        r"differ|not as|decod|pickle|no magic|size|chunk|unfinished|lacks|missing|not what|should|says|fail",
+        r"unknown",
+    )
+)
+MISSING = "|".join(
+    (
+        r"missing|not there|does not exist|lacks|no file|is in no|without|incomplete|absent|hole|not found|only|needs",
+        r"no such|nothing|should name|neither|is no |no checkpoint|finished|not a checkpoint|cannot be read|not_found",
+        r"should (have|hold|be)|cover|there (is|are)|names|not in|\bno \S|never",
+    )
+)
+FOREIGN = "|".join(
+    (
+        r"another|other|differ|not the|not of one|twice|disagree|exchange|rank|step|run|iteration|master|copy|replica",
+        r"two|both|family|prefix|not_found|data_loss|expected|but |does not|do not|checksum|crc|digest|not what",
+        r"missing|lacks|hole|overlap",
+    )
+)
 POINTER = r"lfs|pointer|text"
-WEB = r"html|web page|text|not a |is no |\bno zip|neither|begins|damage|header|not what|bytes|should|says|digest"
-WEB += r"|is not json|not as expected"
-TEXT = r"json|utf|text|encod|decod|name|byte order|line|not a|is no |should|does not|damage|checksum|crc|zip|header|bytes"
-OPTION = r"size|spec|believe|mapping|rule|mesh|target|dtype|cast|budget|weights_only|option|unexpected|path"
+WEB = "|".join(
+    (
+        r"html|web page|text|not a |is no |\bno zip|neither|begins|damage|header|not what|bytes|should|says|digest",
+        r"is not json|not as expected|error parsing",
+    )
+)
+TEXT = "|".join(
+    (
+        r"json|utf|text|encod|decod|name|byte order|line|not a|is no |should|does not|damage|checksum|crc|zip|header",
+        r"bytes",
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -126,7 +147,7 @@ def rng_of(subject: Subject, what: str) -> Random:
     return Random(f"{subject.name} {what}")
 
 
-def replacing(subject: Subject, **_: Any) -> Callable[[Mapping[str, Entry | None]], Callable[[], Folder]]:
+def replacing(subject: Subject) -> Callable[[Mapping[str, Entry | None]], Callable[[], Folder]]:
     """A function that makes folders in which some entries are others, or, for None, not there."""
 
     def with_entries(entries: Mapping[str, Entry | None]) -> Callable[[], Folder]:
@@ -137,6 +158,11 @@ def replacing(subject: Subject, **_: Any) -> Callable[[Mapping[str, Entry | None
         return made
 
     return with_entries
+
+
+def renaming(subject: Subject, new_name: Callable[[str], str]) -> Callable[[], Folder]:
+    """The folder with other names."""
+    return lambda: {new_name(name): data for name, data in subject.folder.items()}
 
 
 def same_folder(subject: Subject) -> Callable[[], Folder]:
@@ -175,7 +201,7 @@ def folder_missing(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     put = replacing(subject)
     for folder in some_folders(subject, "folder missing"):
         gone = {name: None for name in subject.folder if name.startswith(f"{folder}/")}
-        yield Attempt(f"{folder}/ is missing", put(gone), (*names_of(f"{folder}/x"), folder, "rank"), MISSING)
+        yield Attempt(f"{folder}/ is missing", put(gone), (*names_of(f"{folder}/x"), folder, *_ABSENT), MISSING)
 
 
 def some_folders(subject: Subject, what: str) -> list[str]:
@@ -193,9 +219,15 @@ def file_truncated(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     put = replacing(subject)
     for name, data, rng in each_file(subject, "truncated"):
         lengths = {1, len(data) // 4, len(data) // 2, len(data) * 9 // 10, len(data) - 1, len(data) // 512 * 512}
-        for length in sorted(rng.sample(sorted(n for n in lengths if 0 < n < len(data)), min(3, len(lengths) - 1)) if len(data) > 2 else ()):
+        for length in sorted(
+            rng.sample(sorted(n for n in lengths if 0 < n < len(data)), min(3, len(lengths) - 1))
+            if len(data) > 2
+            else ()
+        ):
             cut = data[:length]
-            yield Attempt(f"{name} has its first {length} of {len(data)} bytes", put({name: cut}), names_of(name), DAMAGED)
+            yield Attempt(
+                f"{name} has its first {length} of {len(data)} bytes", put({name: cut}), names_of(name), DAMAGED
+            )
 
 
 @mistake
@@ -223,7 +255,7 @@ def half_downloaded(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]
         yield Attempt(f"{name} has zeros at {start}:{stop}", put({name: hole}), names_of(name), DAMAGED)
         for end in (".part", ".crdownload", ".incomplete"):
             other = {name: None, name + end: data[: len(data) // 2]}
-            yield Attempt(f"{name} is half, as {end}", put(other), (*names_of(name), "rank", "layer"), MISSING)
+            yield Attempt(f"{name} is half, as {end}", put(other), (*names_of(name), *_ABSENT), f"{MISSING}|{DAMAGED}")
 
 
 @mistake
@@ -231,7 +263,9 @@ def bytes_appended(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     put = replacing(subject)
     for name, data, _rng in each_file(subject, "appended"):
         for what, more in (("zeros", bytes(512)), ("itself once more", data), ("a newline", b"\n")):
-            yield Attempt(f"{name} ends with {what}", put({name: data + more}), names_of(name), DAMAGED + "|extra|after")
+            yield Attempt(
+                f"{name} ends with {what}", put({name: data + more}), names_of(name), DAMAGED + "|extra|after"
+            )
 
 
 @mistake
@@ -271,12 +305,16 @@ def text_mangled(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
             ways |= {"CRLF at its end": data.rstrip() + b"\r\n", "spaces around it": b"  " + data.rstrip() + b"  \n"}
             ways |= {"upper case": data.upper(), "quotes around it": b'"' + data.strip() + b'"\n'}
         else:
-            ways |= {"UTF-8 for latin-1": data.decode("latin-1").encode(), "no bytes beyond ASCII": data.decode("ascii", "ignore").encode()}
+            ways |= {
+                "UTF-8 for latin-1": data.decode("latin-1").encode(),
+                "no bytes beyond ASCII": data.decode("ascii", "ignore").encode(),
+            }
         for how, other in ways.items():
             if other != data:
                 yield Attempt(f"{name} with {how}", put({name: other}), names_of(name), TEXT + "|" + DAMAGED)
 
 
+_LARGE = (".safetensors", ".pt", ".bin", ".distcp")  # what a hub keeps in git-lfs
 _LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize %d\n"
 
 
@@ -289,7 +327,8 @@ def another_thing_in_its_place(subject: Subject, _: Sequence[Subject]) -> Iterat
         denied = b'{"error":"Repository not found"}'
         named = names_of(name)
         if not is_text(data):
-            yield Attempt(f"{name} is a git-lfs pointer", put({name: lfs}), named, POINTER)
+            kept_so = PurePosixPath(name).suffix in _LARGE or name.endswith(".metadata")
+            yield Attempt(f"{name} is a git-lfs pointer", put({name: lfs}), named, POINTER if kept_so else DAMAGED)
         yield Attempt(f"{name} is a web page", put({name: page}), named, WEB)
         yield Attempt(f"{name} is an error in JSON", put({name: denied}), named, WEB + "|lacks|no |should")
         inner = {name: None, f"{name}/{PurePosixPath(name).name}": data}
@@ -305,14 +344,21 @@ def file_renamed(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     for name, data, _rng in each_file(subject, "renamed"):
         path = PurePosixPath(name)
         stem, suffix = path.stem, path.suffix
-        others = [f"{stem} (1){suffix}", f"{stem}.bak", f"{stem}_old{suffix}", f"{path.name}.txt", path.name.upper(), path.name.capitalize()]
+        others = [
+            f"{stem} (1){suffix}",
+            f"{stem}.bak",
+            f"{stem}_old{suffix}",
+            f"{path.name}.txt",
+            path.name.upper(),
+            path.name.capitalize(),
+        ]
         if number := re.search(r"\d+", path.name):
             raised = str(int(number[0]) + 1).zfill(len(number[0]))
             others.append(path.name[: number.start()] + raised + path.name[number.end() :])
         for other in others:
             new = path.with_name(other).as_posix()
             if new != name and new not in subject.folder:
-                named = (*names_of(name, new), "rank", "layer")
+                named = (*names_of(name, new), *_ABSENT)
                 yield Attempt(f"{name} is called {other}", put({name: None, new: data}), named, MISSING + "|" + FOREIGN)
 
 
@@ -329,9 +375,17 @@ def folder_renamed(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
             new = path.with_name(other).as_posix()
             if new == folder or any(name.startswith(f"{new}/") for name in subject.folder):
                 continue
-            made = lambda folder=folder, new=new: {_moved(name, folder, new): data for name, data in subject.folder.items()}
-            named = (folder, path.name, new, other, *names_of(f"{folder}/x"), "rank")
+            made = renaming(subject, partial(_moved, folder=folder, new=new))
+            named = (folder, path.name, new, other, *names_of(f"{folder}/x"), *_ABSENT)
             yield Attempt(f"{folder}/ is called {other}/", made, named, MISSING + "|" + FOREIGN)
+
+
+def _below(name: str, folder: str) -> str:
+    return name.removeprefix(f"{folder}/")
+
+
+def _merged(under: Folder, over: Folder) -> Folder:
+    return {**under, **over}
 
 
 def _moved(name: str, folder: str, new: str) -> str:
@@ -342,13 +396,15 @@ def _moved(name: str, folder: str, new: str) -> str:
 def folders_nested_or_flattened(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     """As an archive unpacked into a folder of its own, or files moved without theirs."""
     tops = {PurePosixPath(name).parts[0] for name in subject.folder if "/" in name}
-    deeper = lambda: {f"checkpoint/{name}": data for name, data in subject.folder.items()}
-    yield Attempt("all of it lies one folder deeper", deeper, ("checkpoint", "does not exist"), MISSING + r"|known|open ")
+    deeper = renaming(subject, "checkpoint/{}".format)
+    yield Attempt(
+        "all of it lies one folder deeper", deeper, ("checkpoint", "does not exist"), MISSING + r"|known|open "
+    )
     for top in sorted(tops)[:2]:
-        flat = lambda top=top: {name.removeprefix(f"{top}/"): data for name, data in subject.folder.items()}
+        flat = renaming(subject, partial(_below, folder=top))
         named = (top, *{PurePosixPath(name).name for name in subject.folder}, "known here")
         yield Attempt(f"the files of {top}/ lie beside it", flat, named, MISSING + r"|known|open ")
-        twice = lambda top=top: {_moved(name, top, f"{top}/{top}"): data for name, data in subject.folder.items()}
+        twice = renaming(subject, partial(_moved, folder=top, new=f"{top}/{top}"))
         yield Attempt(f"{top}/ lies in {top}/", twice, named, MISSING + r"|known|open ")
 
 
@@ -392,7 +448,9 @@ _CLUTTER: dict[str, bytes] = {
 @mistake
 def clutter_beside(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     put = replacing(subject)
-    folders = sorted({PurePosixPath(name).parent.as_posix() for name in subject.folder}, key=lambda f: (f.count("/"), f))
+    folders = sorted(
+        {PurePosixPath(name).parent.as_posix() for name in subject.folder}, key=lambda f: (f.count("/"), f)
+    )
     for folder in dict.fromkeys([folders[0], folders[-1]]):
         prefix = "" if folder == "." else f"{folder}/"
         for name, data in _CLUTTER.items():
@@ -401,7 +459,9 @@ def clutter_beside(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
         path = PurePosixPath(name)
         other = path.with_name(f"._{path.name}").as_posix()
         double = b"\0\5\26\7\0\2\0\0Mac OS X        " + bytes(100)
-        yield Attempt(f"{other} of macOS is there", put({other: double}), (f"._{path.name}",), r"mac|apple|resource|hidden|copy")
+        yield Attempt(
+            f"{other} of macOS is there", put({other: double}), (f"._{path.name}",), r"mac|apple|resource|hidden|copy"
+        )
 
 
 @mistake
@@ -432,7 +492,12 @@ def files_of_others_beside(subject: Subject, others: Sequence[Subject]) -> Itera
         owner = next(other for other in others if name in other.folder)
         if name not in subject.folder:
             data = owner.folder[name]
-            yield Attempt(f"{name} of {owner.name} is there too", put({name: data}), (*names_of(name), "prefix"), FOREIGN + "|" + MISSING)
+            yield Attempt(
+                f"{name} of {owner.name} is there too",
+                put({name: data}),
+                (*names_of(name), "prefix", "family"),
+                FOREIGN + "|" + MISSING,
+            )
 
 
 def _small_safetensors() -> bytes:
@@ -452,7 +517,9 @@ def files_exchanged(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]
         alike = [pair for pair in pairs if len(subject.folder[pair[0]]) == len(subject.folder[pair[1]])]
         for a, b in dict.fromkeys([*rng.sample(pairs, min(3, len(pairs))), *rng.sample(alike, min(3, len(alike)))]):
             both = {a: subject.folder[b], b: subject.folder[a]}
-            yield Attempt(f"{a} and {b} are exchanged", put(both), names_of(a, b), FOREIGN + "|" + DAMAGED)
+            yield Attempt(
+                f"{a} and {b} are exchanged", put(both), (*names_of(a, b), "exchanged"), FOREIGN + "|" + DAMAGED
+            )
 
 
 @mistake
@@ -463,7 +530,12 @@ def file_of_another_rank(subject: Subject, _: Sequence[Subject]) -> Iterator[Att
         pairs = [(a, b) for a in names for b in names if subject.folder[a] != subject.folder[b]]
         alike = [pair for pair in pairs if len(subject.folder[pair[0]]) == len(subject.folder[pair[1]])]
         for a, b in dict.fromkeys([*rng.sample(pairs, min(3, len(pairs))), *rng.sample(alike, min(3, len(alike)))]):
-            yield Attempt(f"{a} is a copy of {b}", put({a: subject.folder[b]}), names_of(a, b), FOREIGN + "|" + DAMAGED)
+            yield Attempt(
+                f"{a} is a copy of {b}",
+                put({a: subject.folder[b]}),
+                (*names_of(a, b), "exchanged"),
+                FOREIGN + "|" + DAMAGED,
+            )
 
 
 @mistake
@@ -476,7 +548,7 @@ def folders_exchanged(subject: Subject, _: Sequence[Subject]) -> Iterator[Attemp
         found[PurePosixPath(folder).parent.as_posix(), *inner].append(folder)
     pairs = [(a, b) for names in found.values() for i, a in enumerate(names) for b in names[i + 1 :]]
     for a, b in rng.sample(pairs, min(8, len(pairs))):
-        swap = lambda a=a, b=b: {_swapped(name, a, b): data for name, data in subject.folder.items()}
+        swap = renaming(subject, partial(_swapped, a=a, b=b))
         named = (*names_of(f"{a}/x", f"{b}/x"), a, b)
         yield Attempt(f"{a}/ and {b}/ are exchanged", swap, named, FOREIGN + "|" + DAMAGED)
 
@@ -504,13 +576,19 @@ def _of_sibling(subject: Subject, which: str) -> Iterator[Attempt]:
     differing = [name for name in subject.folder if name in other and other[name] != subject.folder[name]]
     for names in by_role(differing).values():
         for name in rng.sample(names, min(PER_ROLE, len(names))):
-            yield Attempt(f"{name} is of another {which}", put({name: other[name]}), names_of(*differing), FOREIGN + "|" + DAMAGED)
+            yield Attempt(
+                f"{name} is of another {which}", put({name: other[name]}), names_of(*differing), FOREIGN + "|" + DAMAGED
+            )
         whole = {name: other[name] for name in names}
         if 1 < len(names) < len(differing):
-            yield Attempt(f"all {role(names[0])} are of another {which}", put(whole), names_of(*names), FOREIGN + "|" + DAMAGED)
+            yield Attempt(
+                f"all {role(names[0])} are of another {which}", put(whole), names_of(*names), FOREIGN + "|" + DAMAGED
+            )
         if len(names) > 1:  # another rank's file of the other step or run
             a, b = rng.sample(names, 2)
-            yield Attempt(f"{a} is {b} of another {which}", put({a: other[b]}), names_of(*differing), FOREIGN + "|" + DAMAGED)
+            yield Attempt(
+                f"{a} is {b} of another {which}", put({a: other[b]}), names_of(*differing), FOREIGN + "|" + DAMAGED
+            )
     for folder in {PurePosixPath(name).parent.as_posix() for name in differing if name.count("/") > 1}:
         inside = {name: other[name] for name in differing if name.startswith(f"{folder}/")}
         if 1 < len(inside) < len(differing) and rng.random() < 0.3:
@@ -535,7 +613,7 @@ def interrupted_copy_over_another_step(subject: Subject, _: Sequence[Subject]) -
 def whole_checkpoint_of_another(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     """Nothing is wrong with it but that it is another one."""
     for which in subject.siblings:
-        made = lambda which=which: subject.as_saved(which)
+        made = partial(subject.as_saved, which)
         yield Attempt(f"all of it is of another {which}", made, ("",), r".", also=(which,))
 
 
@@ -548,7 +626,9 @@ def file_of_another_model(subject: Subject, others: Sequence[Subject]) -> Iterat
         donors = [other for other in others if other.folder.get(name, subject.folder[name]) != subject.folder[name]]
         for donor in rng.sample(donors, min(3, len(donors))):
             what = f"{name} is that of {donor.name}"
-            yield Attempt(what, put({name: donor.folder[name]}), names_of(name), FOREIGN + "|" + MISSING + "|" + DAMAGED)
+            yield Attempt(
+                what, put({name: donor.folder[name]}), names_of(name), FOREIGN + "|" + MISSING + "|" + DAMAGED
+            )
 
 
 @mistake
@@ -558,7 +638,7 @@ def two_checkpoints_in_one_folder(subject: Subject, others: Sequence[Subject]) -
     for donor in rng.sample(donors, min(4, len(donors))):
         for under, over in ((donor.folder, subject.folder), (subject.folder, donor.folder)):
             whose = donor.name if over is donor.folder else "this one"
-            made = lambda under=under, over=over: {**under, **over}
+            made = partial(_merged, under, over)
             named = (*names_of(*sorted({**under, **over})), "prefix")
             what = f"merged with {donor.name}; of what both have, that of {whose}"
             yield Attempt(what, made, named, FOREIGN + "|" + MISSING + "|" + DAMAGED, also=(donor.name,))
@@ -572,7 +652,19 @@ def stale_pointer(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
         if pointer not in subject.folder:
             continue
         said = subject.folder[pointer].decode()
-        wrong = ["global_step9999", "9999", "", "/", ".", "..", f"./{said}", f"{said}/", said.upper(), "latest", "release"]
+        wrong = [
+            "global_step9999",
+            "9999",
+            "",
+            "/",
+            ".",
+            "..",
+            f"./{said}",
+            f"{said}/",
+            said.upper(),
+            "latest",
+            "release",
+        ]
         for text in dict.fromkeys(wrong):
             named = (pointer, text or pointer, "known here")
             yield Attempt(f"{pointer} says {text!r}", put({pointer: text.encode()}), named, MISSING + "|" + FOREIGN)
@@ -582,8 +674,19 @@ def stale_pointer(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
         later = {name: data for name, data in other.items() if name != pointer}
         now = other[pointer].decode()
         yield Attempt(f"a later step is there, and {pointer} says {said}", put(later), (pointer,), ".", also=())
-        yield Attempt(f"a later step is there, and {pointer} says {now}", put({**later, pointer: now.encode()}), (pointer,), FOREIGN, also=("step",))
-        yield Attempt(f"two steps are there, and no {pointer}", put({**later, pointer: None}), (pointer, now, said), MISSING + "|steps|open")
+        yield Attempt(
+            f"a later step is there, and {pointer} says {now}",
+            put({**later, pointer: now.encode()}),
+            (pointer,),
+            FOREIGN,
+            also=("step",),
+        )
+        yield Attempt(
+            f"two steps are there, and no {pointer}",
+            put({**later, pointer: None}),
+            (pointer, now, said),
+            MISSING + "|steps|open",
+        )
 
 
 @mistake
@@ -617,306 +720,3 @@ def stale_index(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
             yield Attempt(f"{name} {how}", put({name: data}), named, FOREIGN + "|" + MISSING + "|index")
         total = json.dumps({**index, "metadata": {"total_size": 12}}).encode()
         yield Attempt(f"{name} has another total_size", put({name: total}), named, "total_size|" + FOREIGN)
-
-
-# What is said of a valid checkpoint.
-
-
-def _said(subject: Subject, what: str, options: Mapping[str, Any], named: Sequence[str], noticed: str = "") -> Attempt:
-    return Attempt(what, same_folder(subject), tuple(named), r".", options=options, noticed=noticed)
-
-
-@mistake
-def sizes_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
-    vocab = subject.options.get("sizes", {}).get("vocab", 101)
-    for sizes in ({"vocabulary": vocab}, {"Vocab": vocab}, {"vocab_size": vocab}, {"hidden": 16}):
-        (name,) = sizes
-        yield _said(subject, f"sizes={sizes}", {"sizes": sizes}, (name,), re.escape(name))
-        both = {"vocab": vocab, **sizes}
-        if "sizes" in subject.options:
-            yield _said(subject, f"sizes={both}", {"sizes": both}, (name,), re.escape(name))
-    for value in (0, -1, float(vocab), float(vocab) + 0.5, str(vocab), None, [vocab], 10**6, 10**30, np.nan):
-        yield _said(subject, f"vocab is {value!r}", {"sizes": {"vocab": value}}, ("vocab",), "vocab")
-    for value in ("vocab=101", [("vocab", vocab)], vocab, {1: 2}):
-        yield _said(subject, f"sizes={value!r}", {"sizes": value}, ("size", "vocab"), "sizes|vocab")
-    if "sizes" in subject.options:
-        yield _said(subject, f"vocab is one row too few: {vocab - 1}", {"sizes": {"vocab": vocab - 1}}, ("vocab",))
-        yield _said(subject, f"vocab is one row too many: {vocab + 1}", {"sizes": {"vocab": vocab + 1}}, ("vocab",))
-
-
-@mistake
-def believe_said(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
-    for value in ("masters", "Master", "", True, 1, "copies"):
-        yield _said(subject, f"believe={value!r}", {"believe": value}, ("believe", "master"), "believe")
-    yield _said(subject, "believe='master' where nothing differs", {"believe": "master"}, ("believe", "master"))
-
-
-@mistake
-def weights_only_said(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
-    for value in ("no", "false", "False", 2):
-        yield _said(subject, f"weights_only={value!r}", {"weights_only": value}, ("weights_only",), "weights_only")
-
-
-_SPECS = {
-    "of another model": "sizes: {}\nrules:\n  - match: 'transformer\\.h\\.(\\d+)\\.attn\\.c_attn'\n    name: x\n    pattern: whole\n",
-    "empty": "",
-    "a list": "- a\n- b\n",
-    "not YAML": "{a: [\n",
-    "a mapping": "name: m\nrules:\n  - param: a\n    leaf: b\n",
-    "prose": "shard everything over tp\n",
-}
-
-
-@mistake
-def spec_said(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
-    named = ("spec",)
-    for what, text in _SPECS.items():
-        options = {"spec": Beside("spec.yaml")}
-        beside = {"spec.yaml": text.encode()}
-        yield Attempt(f"spec is {what}", same_folder(subject), named, r".", options=options, noticed="spec", beside=beside)
-    for value in ("nowhere.yaml", "/", "/dev/null"):
-        yield _said(subject, f"spec={value!r}", {"spec": value}, (*named, str(value)), "spec")
-
-
-@mistake
-def option_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
-    for options in (
-        {"optimizer_groups": "module_order"},
-        {"optimizer_groups": [["nowhere.weight"]]},
-        {"optimizer_groups": "nowhere.json"},
-        {"optimizer_groups": 3},
-        {"dequantize": "yes"},
-        {"dequantize": True},
-    ):
-        (name,) = options
-        yield _said(subject, f"open({name}={options[name]!r})", options, (name,), name)
-    for name in ("size", "weight_only", "beleive", "specs", "vocab", "mesh", "optimizer_group", "dequantise"):
-        yield _said(subject, f"open({name}=...)", {name: 1}, (name,))
-
-
-@mistake
-def restore_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
-    def act(**said: Any) -> Callable[[ucp.Checkpoint, Path], Any]:
-        def restore(checkpoint: ucp.Checkpoint, _: Path) -> Any:
-            with jax.enable_x64(True):
-                return checkpoint.restore(**said)
-
-        return restore
-
-    P1, P9 = P("data"), P(*[None] * 9, "data")
-    ways: dict[str, tuple[Callable[[ucp.Checkpoint, Path], Any], tuple[str, ...], str]] = {
-        "rules without a mesh": (act(rules=[("weight$", P1)]), ("rules", "mesh"), ""),
-        "a rule that no leaf has": (act(mesh=mesh(), rules=[("kernal_$", P1)]), ("kernal",), "kernal"),
-        "a rule for an axis that the mesh has not": (act(mesh=mesh(), rules=[("e", P("modle"))]), ("modle",), "modle"),
-        "a rule with too many axes": (act(mesh=mesh(), rules=[("e", P9)]), ("rule", "axes", "dimension", "'e'"), "axes|dim|rule"),
-        "a rule that is no expression": (act(mesh=mesh(), rules=[("(", P1)]), ("(", "rule"), ""),
-        "rules as a dict": (act(mesh=mesh(), rules={"weight$": P1}), ("rules", "pair"), ""),
-        "one rule in place of a list": (act(mesh=mesh(), rules=("weight$", P1)), ("rules", "pair"), ""),
-        "a rule with a string for a spec": (act(mesh=mesh(), rules=[("e", "data")]), ("rule", "PartitionSpec"), "rule"),
-        "a mesh of names and sizes": (act(mesh={"data": 4}), ("mesh",), ""),
-        "the name of a mesh": (act(mesh="data=4"), ("mesh",), ""),
-        "cast to no dtype": (act(cast="bfloat61"), ("cast", "bfloat61"), ""),
-        "cast to integers": (act(cast="int32"), ("cast", "int32"), ""),
-        "cast without a target": (act(cast=True), ("cast",), ""),
-        "no budget": (act(budget_bytes=0), ("budget",), ""),
-        "a negative budget": (act(budget_bytes=-1), ("budget",), ""),
-        "a budget in words": (act(budget_bytes="1GiB"), ("budget",), ""),
-        "partial without a target": (act(partial="params"), ("partial",), "partial"),
-        "an option that is not there": (act(meshes=mesh()), ("meshes",), ""),
-        "verify misspelt": (act(verify="ful"), ("verify", "ful"), ""),
-        "verify as a number": (act(verify=2), ("verify",), ""),
-        "narrow_integers misspelt": (act(narrow_integer=True), ("narrow_integer",), ""),
-    }
-    for what, (way, named, noticed) in ways.items():
-        yield Attempt(f"restore with {what}", same_folder(subject), named, r".", act=way, noticed=noticed)
-
-
-@mistake
-def target_of_another_model(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
-    """Targets that are not the tree of the checkpoint, in one leaf or in all."""
-
-    def changed(change: Callable[[list[Any], Random], object]) -> Callable[[ucp.Checkpoint, Path], Any]:
-        def act(checkpoint: ucp.Checkpoint, _: Path) -> Any:
-            leaves, tree = jax.tree_util.tree_flatten(checkpoint.abstract())
-            arrays = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
-            change(leaves, Random(f"{subject.name} {len(arrays)}"))
-            return checkpoint.restore(jax.tree_util.tree_unflatten(tree, leaves), mesh=mesh())
-
-        return act
-
-    def one(leaves: list[Any], rng: Random) -> int:
-        arrays = [i for i, leaf in enumerate(leaves) if len(getattr(leaf, "shape", ())) > 0]
-        return rng.choice(arrays or [0])
-
-    def longer(leaves: list[Any], rng: Random) -> None:
-        leaf = leaves[i := one(leaves, rng)]
-        leaves[i] = jax.ShapeDtypeStruct((leaf.shape[0] + 1, *leaf.shape[1:]), leaf.dtype)
-
-    def shorter(leaves: list[Any], rng: Random) -> None:
-        leaf = leaves[i := one(leaves, rng)]
-        leaves[i] = jax.ShapeDtypeStruct((leaf.shape[0] // 2, *leaf.shape[1:]), leaf.dtype)
-
-    def flat(leaves: list[Any], rng: Random) -> None:
-        leaf = leaves[i := one(leaves, rng)]
-        leaves[i] = jax.ShapeDtypeStruct((int(np.prod(leaf.shape)), 1), leaf.dtype)
-
-    def turned(leaves: list[Any], _rng: Random) -> None:
-        for i, leaf in enumerate(leaves):
-            if len(getattr(leaf, "shape", ())) > 1:
-                leaves[i] = jax.ShapeDtypeStruct((*leaf.shape[:-2], leaf.shape[-1], leaf.shape[-2], 1)[:len(leaf.shape) + 1], leaf.dtype)
-
-    def other_type(leaves: list[Any], rng: Random) -> None:
-        leaf = leaves[i := one(leaves, rng)]
-        leaves[i] = jax.ShapeDtypeStruct(leaf.shape, np.int8 if leaf.dtype != np.int8 else np.int16)
-
-    def doubles(leaves: list[Any], rng: Random) -> None:
-        leaf = leaves[i := one(leaves, rng)]
-        leaves[i] = jax.ShapeDtypeStruct(leaf.shape, np.float16 if leaf.dtype != np.float16 else np.float32)
-
-    def number(leaves: list[Any], rng: Random) -> None:
-        leaves[one(leaves, rng)] = 3
-
-    ways = {"a longer leaf": longer, "a shorter leaf": shorter, "a leaf of another rank": flat, "an integer leaf": other_type}
-    ways |= {"transposed leaves of one axis more": turned, "a leaf of another float": doubles, "a number for an array": number}
-    named = ("target", "checkpoint", "shape", "dtype", "leaf")
-    for what, change in ways.items():
-        yield Attempt(f"the target has {what}", same_folder(subject), named, r"target|shape|dtype|array", act=changed(change))
-
-    def renamed(checkpoint: ucp.Checkpoint, _: Path) -> Any:
-        return checkpoint.restore(_with_another_key(checkpoint.abstract()), mesh=mesh())
-
-    def lacking(checkpoint: ucp.Checkpoint, _: Path) -> Any:
-        return checkpoint.restore(_without_a_key(checkpoint.abstract()), mesh=mesh())
-
-    def nested(checkpoint: ucp.Checkpoint, _: Path) -> Any:
-        return checkpoint.restore({"model": checkpoint.abstract()}, mesh=mesh())
-
-    def partly(checkpoint: ucp.Checkpoint, _: Path) -> Any:
-        return checkpoint.restore(_with_another_key(checkpoint.abstract()), mesh=mesh(), partial=True)
-
-    for what, act in {"a leaf renamed": renamed, "a leaf too few": lacking, "all of it under a key": nested, "a leaf renamed, in part": partly}.items():
-        yield Attempt(f"the target has {what}", same_folder(subject), ("x_misspelt", *named), r"target|checkpoint", act=act)
-
-
-def _with_another_key(tree: Any) -> Any:
-    if isinstance(tree, dict) and tree:
-        key = sorted(tree, key=str)[0]
-        inner = _with_another_key(tree[key])
-        return {**tree, key: inner} if inner is not tree[key] else {**{k: v for k, v in tree.items() if k != key}, "x_misspelt": tree[key]}
-    return tree
-
-
-def _without_a_key(tree: Any) -> Any:
-    if isinstance(tree, dict) and tree:
-        key = sorted(tree, key=str)[0]
-        inner = _without_a_key(tree[key])
-        return {**tree, key: inner} if inner is not tree[key] else {k: v for k, v in tree.items() if k != key}
-    return tree
-
-
-_MAPPINGS = ("hf-llama-to-tunix", "hf-gpt2-to-flax", "hf-qwen2-to-tunix", "hf-qwen3-to-maxtext", "hf-gemma-to-tunix")
-_MAPPINGS += ("hf-mixtral-to-maxtext", "hf-qwen3-moe-to-tunix", "megatron-gpt-to-reference", "deepspeed-gpt-to-reference")
-_MAPPINGS += ("hf-llama-to-tunx", "llama", "", "hf-llama-to-tunix.yaml", "/etc/passwd", "/")
-
-
-@mistake
-def mapping_of_another_model(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
-    """A mapping that is not for this family; those that are have a truth of their own elsewhere."""
-    family = subject.name.split("/")[-1]
-    for name in _MAPPINGS:
-        own = re.match(r"hf-([\w-]+?)-to", name)
-        fits = own and family.startswith(f"hf_{own[1].replace('-', '_')}") or name.split("-")[0] in subject.name
-        if not fits:
-            act = lambda checkpoint, _, name=name: checkpoint.map(name).restore()
-            named = (name, "mapping", "rule", "param", "not there")
-            yield Attempt(f"map({name!r})", same_folder(subject), named, r".", act=act)
-
-
-@mistake
-def path_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
-    url = r"url|scheme|bucket|local|remote|download|s3|gs|http|hf|file:"
-    entry = subject.entry
-
-    def at(root: Path) -> str:
-        return str(root / entry)
-
-    plain: dict[str, tuple[Callable[[Path], str], str]] = {
-        "with a slash at its end": (lambda root: at(root) + "/", r"."),
-        "with two slashes": (lambda root: at(root).replace("/", "//", 2), r"."),
-        "of the folder above": (lambda root: str((root / entry).parent), r"open|known|step|holds|no checkpoint|item"),
-        "of a name that is not there": (lambda root: at(root) + "x", r"exist"),
-        "with a space at its end": (lambda root: at(root) + " ", r"exist"),
-        "in upper case": (lambda root: at(root).upper(), r"exist"),
-        "with a star": (lambda root: at(root)[:-1] + "*", r"exist"),
-        "in quotes": (lambda root: f'"{at(root)}"', r"exist"),
-        "with a variable": (lambda root: "$HOME/" + entry, r"exist"),
-        "that is empty": (lambda root: "", r"empty|exist|known|\."),
-        "of the file system": (lambda root: "/dev/null", r"known|not a|is no|empty"),
-    }
-    for what, (opened, cause) in plain.items():
-        yield Attempt(f"a path {what}", same_folder(subject), ("",), cause, opened=opened)
-    for scheme in ("s3://bucket", "gs://bucket", "hf://org/model", "https://host", "file://", "S3://bucket", "az://c"):
-        opened = lambda root, scheme=scheme: scheme + at(root)
-        yield Attempt(f"a URL of {scheme}", same_folder(subject), (scheme.split(":")[0],), f"(?<!does not exist)({url})(?!.*does not exist$)", opened=opened)
-
-
-@mistake
-def part_of_it_opened(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
-    """A folder or a rank's file inside of it."""
-    for folder in some_folders(subject, "part"):
-        if folder != subject.entry:
-            opened = lambda root, folder=folder: str(root / folder)
-            yield Attempt(f"{folder}/ is opened", same_folder(subject), ("",), r"known|part|open|rank|item|not a|is no|folder", opened=opened)
-    rank = re.compile(r"rank_?\d|_states|-of-\d|distcp|model_optim|distrib|\.metadata|index\.json|ucp\.json|_METADATA|latest")
-    for name, _data, _rng in each_file(subject, "part file"):
-        if rank.search(name) and name != subject.entry:
-            opened = lambda root, name=name: str(root / name)
-            yield Attempt(f"{name} is opened", same_folder(subject), ("",), r"known|part|open|rank|folder|not a|is no|shard", opened=opened)
-
-
-@mistake
-def saved_to_a_wrong_place(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
-    """Where a conversion must not go; what it says, or that it is there, and nothing else is left behind."""
-
-    def to(target: Callable[[Path], str], **said: Any) -> Callable[[ucp.Checkpoint, Path], Any]:
-        return lambda checkpoint, work: checkpoint.save(target(work), **said).restore()
-
-    inside = lambda work: str(work / "source" / (subject.entry if not _is_file(subject) else "") / "converted")
-    ways = {
-        "a bucket": (to(lambda work: "gs://bucket/x"), ("gs://",)),
-        "a URL": (to(lambda work: "s3://bucket/x"), ("s3://",)),
-        "a URL of files": (to(lambda work: f"file://{work}/out"), ("file://", "URL")),
-        "the source": (to(lambda work: str(work / "source" / subject.entry)), ("exist", "in use", "source")),
-        "inside the source": (to(inside), ("source", "inside", "exist")),
-        "a file that is there": (to(_a_file), ("exist", "in use", "file", "not a folder")),
-        "a folder that is there": (to(_a_folder), ("exist", "in use", "empty", "has files in it")),
-        "below a file": (to(lambda work: _a_file(work) + "/x"), ("file", "folder", "director")),
-        "an empty path": (to(lambda work: ""), ("path", "exist", "''", "in use", ".")),
-        "a mesh without devices": (to(_out, mesh={"data": 0}), ("mesh", "data")),
-        "more hosts than devices": (to(_out, mesh={"data": 2}, hosts=3), ("hosts", "devices")),
-        "no budget": (to(_out, budget_bytes=0), ("budget",)),
-        "rules without a mesh": (to(_out, rules=[("e", P("data"))]), ("mesh",)),
-        "a rule that no leaf has": (to(_out, mesh={"data": 2}, rules=[("kernal_", P("data"))]), ("kernal_",)),
-    }
-    for what, (act, named) in ways.items():
-        noticed = "kernal_" if "no leaf" in what else ""
-        yield Attempt(f"save with {what}", same_folder(subject), named, r".", act=act, noticed=noticed)
-
-
-def _is_file(subject: Subject) -> bool:
-    return subject.entry in subject.folder
-
-
-def _out(work: Path) -> str:
-    return str(work / "out")
-
-
-def _a_file(work: Path) -> str:
-    (work / "a file").write_text("of the user's")
-    return str(work / "a file")
-
-
-def _a_folder(work: Path) -> str:
-    (work / "a folder").mkdir(exist_ok=True)
-    (work / "a folder" / "notes.txt").write_text("of the user's")
-    return str(work / "a folder")

@@ -273,10 +273,11 @@ def _bin_folder(case: str, shards: int) -> Subject:
         arrays |= {key: np.array(file.read(key, Box.whole(info.shape))) for key, info in file.arrays().items()}
     names = sorted(arrays)
     parts = [names[i::shards] for i in range(shards)]
-    files = [f"pytorch_model-{i + 1:05}-of-{shards:05}.bin" if shards > 1 else "pytorch_model.bin" for i in range(shards)]
+    files = [
+        f"pytorch_model-{i + 1:05}-of-{shards:05}.bin" if shards > 1 else "pytorch_model.bin" for i in range(shards)
+    ]
     folder = {
-        file: torch_writer.saved({name: arrays[name] for name in part})
-        for file, part in zip(files, parts, strict=True)
+        file: torch_writer.saved({name: arrays[name] for name in part}) for file, part in zip(files, parts, strict=True)
     }
     if shards > 1:
         index = {name: file for file, part in zip(files, parts, strict=True) for name in part}

@@ -24,8 +24,8 @@ import time
 import traceback
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from random import Random
 from typing import Any
@@ -45,6 +45,7 @@ from jax_ucp.errors import UCPError
 from temptation_folders import Folder, write_folder
 from temptation_invisible import INVISIBLE, Case, another_whole
 from temptation_mistakes import MISTAKES, Attempt, Beside
+from temptation_options import path_misspelt  # noqa: F401 - the module adds its mistakes to the table
 from temptation_subjects import FORMATS, Subject, mesh, scratch, subjects
 
 SECONDS = 60
@@ -99,7 +100,8 @@ def differences(got: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
 
 def check(subject: Subject, tree: Mapping[str, Mapping[str, Any]]) -> None:
     """What is restored of the valid checkpoint is the live state that its writer recorded."""
-    assert subject.truth is not None and subject.equal is not None
+    assert subject.truth is not None
+    assert subject.equal is not None
     for label, array in subject.truth.items():
         state, _, name = label.partition("/")
         assert subject.equal(tree[state][name], array, label), (subject.name, label)
@@ -178,6 +180,7 @@ class Campaign:
         self.work, self.keep = work, keep
         self.subjects = {subject.name: subject for subject in found}
         self.heard = Heard()
+        self.notes: list[str] = []
         self.truths: dict[tuple[str, str, bool], Result] = {}
         self.refused_as_they_are: dict[str, str] = {}
         (work / "cwd").mkdir()
@@ -249,8 +252,9 @@ class Campaign:
         at = attempt.opened(root) if attempt.opened else root / subject.entry
         try:
             checkpoint = ucp.open(at, **options)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is judged
+        except Exception as error:
             return self.refusal(subject, attempt, error, "open")
+        self.notes = list(checkpoint.notes)
         if attempt.act is not None:
             return self.acted(subject, attempt, way, folder, checkpoint, warned)
         outcomes = []
@@ -259,7 +263,7 @@ class Campaign:
             outcomes.append(self.compared(subject, attempt, way, folder, found, "restore", warned))
             if outcomes[-1].kind == "wrong" and attempt.small and _can_verify():
                 outcomes[-1] = self.in_full(subject, attempt, way, folder, checkpoint, outcomes[-1])
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             outcomes.append(self.refusal(subject, attempt, error, "restore"))
         outcomes.append(self.converted(subject, attempt, way, folder, checkpoint, at, options, warned))
         worst = max(outcomes, key=lambda outcome: OUTCOMES.index(outcome.kind))
@@ -267,17 +271,27 @@ class Campaign:
             return Outcome(worst.kind, " || ".join(f"{one.kind}: {one.text}" for one in outcomes))
         return worst
 
-    def in_full(self, subject: Subject, attempt: Attempt, way: Way, folder: Folder, checkpoint: Any, wrong: Outcome) -> Outcome:
+    def in_full(
+        self, subject: Subject, attempt: Attempt, way: Way, folder: Folder, checkpoint: Any, wrong: Outcome
+    ) -> Outcome:
         """What a restore says of few bytes that are other if it is asked to compare everything."""
         try:
             found = result_of(checkpoint, restored(checkpoint, way, verify="full"))
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             outcome = self.refusal(subject, attempt, error, "restore in full")
             return Outcome("sampled", wrong.text) if outcome.kind == "refused" else outcome
         return self.compared(subject, attempt, way, folder, found, "restore in full", [])
 
     def converted(
-        self, subject: Subject, attempt: Attempt, way: Way, folder: Folder, checkpoint: Any, at: Any, options: Any, warned: list[Any]
+        self,
+        subject: Subject,
+        attempt: Attempt,
+        way: Way,
+        folder: Folder,
+        checkpoint: Any,
+        at: Any,
+        options: Any,
+        warned: list[Any],
     ) -> Outcome:
         out = self.work / "out"
         try:
@@ -293,15 +307,17 @@ class Campaign:
             else:
                 kept = checkpoint.save(out)
             found = result_of(kept, restored(kept, Way()))
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             return self.refusal(subject, attempt, error, "convert")
         return self.compared(subject, attempt, way, folder, found, "convert", warned)
 
-    def acted(self, subject: Subject, attempt: Attempt, way: Way, folder: Folder, checkpoint: Any, warned: list[Any]) -> Outcome:
+    def acted(
+        self, subject: Subject, attempt: Attempt, way: Way, folder: Folder, checkpoint: Any, warned: list[Any]
+    ) -> Outcome:
         assert attempt.act is not None
         try:
             found = result_of(checkpoint, attempt.act(checkpoint, self.work))
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             return self.refusal(subject, attempt, error, "restore")
         return self.compared(subject, attempt, way, folder, found, "restore", warned)
 
@@ -310,7 +326,7 @@ class Campaign:
     ) -> Outcome:
         """Whether a result is the truth, and all that is stored is accounted for."""
         want = self.truth(subject, weights_only=way.weights_only)
-        for which in attempt.also:
+        for which in attempt.also if differences(found.leaves, want.leaves) else ():
             truth = self.other_truth(subject, which, way)
             if not differences(found.leaves, truth.leaves):
                 case = Case(subject, subject.folder, _files(folder), found.leaves, want.leaves)
@@ -323,19 +339,25 @@ class Campaign:
             kinds += [f"extra {k}" for k in _different_extras(found.extras, want.extras, folder)]
             kinds += ["groups"] * (found.groups != want.groups)
         if kinds:
-            if name := self.invisible(subject, way, folder, found, want):
+            if name := self.invisible(subject, attempt, way, folder, found, want):
                 return Outcome("invisible", name)
             return Outcome("wrong", f"{what}: {'; '.join(kinds[:4])}")
         if attempt.noticed:
-            said = "\n".join([found.told, *self.heard.lines, *(str(w.message) for w in warned)])
+            said = "\n".join([*self.notes, *self.heard.lines, *(str(w.message) for w in warned)])
             if not re.search(attempt.noticed, said, re.IGNORECASE):
                 return Outcome("wrong", f"{what}: what was said had no effect, and nothing tells so")
         # A conversion has an account of its own.
-        if attempt.act is None and what.startswith("restore") and (lacks := self.unaccounted(subject, attempt, way, folder, found, want)):
+        if (
+            attempt.act is None
+            and what.startswith("restore")
+            and (lacks := self.unaccounted(subject, attempt, way, folder, found, want))
+        ):
             return Outcome("unaccounted", f"{what}: {lacks}")
         return Outcome("right")
 
-    def invisible(self, subject: Subject, way: Way, folder: Folder, found: Result, want: Result) -> str:
+    def invisible(
+        self, subject: Subject, attempt: Attempt, way: Way, folder: Folder, found: Result, want: Result
+    ) -> str:
         """The entry of INVISIBLE that proves that what is wrong could not be seen, or an empty string."""
         if any(not isinstance(entry, bytes) for entry in folder.values()):
             return ""  # a link or a folder where a file should be
@@ -344,7 +366,9 @@ class Campaign:
             tables = {name for name in before if not _holds_data(name)}
             of_weights = [n for n in before if n in tables or any(n == r or n.endswith(f"/{r}") for r in want.read)]
             before, after = ({n: f[n] for n in of_weights if n in f} for f in (before, after))
-        case = Case(subject, before, after, found.leaves, want.leaves)
+        case = Case(subject, before, after, found.leaves, want.leaves, said=attempt.options, extras=want.extras)
+        if way.weights_only and subject.format in ("dcp", "megatron-dist"):
+            case = replace(case, aside=r"optimizer|chained_")
         return next((name for name, entry in INVISIBLE.items() if entry.proves(case)), "")
 
     def other_truth(self, subject: Subject, which: str, way: Way) -> Result:
@@ -352,7 +376,9 @@ class Campaign:
             return self.truth(self.subjects[which], weights_only=way.weights_only)
         return self.truth(subject, which, way.weights_only)
 
-    def unaccounted(self, subject: Subject, attempt: Attempt, way: Way, folder: Folder, found: Result, want: Result) -> str:
+    def unaccounted(
+        self, subject: Subject, attempt: Attempt, way: Way, folder: Folder, found: Result, want: Result
+    ) -> str:
         """What the account does not have of what it has of the valid checkpoint, and of the files that came to it."""
         if attempt.options or attempt.opened or attempt.also or subject.entry in subject.folder:
             return ""
@@ -374,11 +400,13 @@ class Campaign:
         ours = isinstance(error, UCPError | FileExistsError | NotADirectoryError | IsADirectoryError)
         if not ours and not ((attempt.act or attempt.options) and isinstance(error, TypeError | ValueError | OSError)):
             last = traceback.extract_tb(error.__traceback__)[-1]
-            return Outcome("unnamed", f"{what}: raw {type(error).__name__} at {Path(last.filename).name}:{last.lineno}: {text}")
+            return Outcome(
+                "unnamed", f"{what}: raw {type(error).__name__} at {Path(last.filename).name}:{last.lineno}: {text}"
+            )
         plain = text.replace(str(self.work), "WORK")
-        lower = plain.lower()
-        named = any(name.lower() in lower for name in attempt.named)
-        if named and re.search(attempt.cause, plain, re.IGNORECASE | re.DOTALL):
+        named = any(name.lower() in plain.lower() for name in attempt.named)
+        words = plain if attempt.opened else re.sub(r"\S*(?:/|_rank|_step)\S*", " ", plain)
+        if named and re.search(attempt.cause, words, re.IGNORECASE | re.DOTALL):
             return Outcome("refused", f"{what}: {plain}")
         return Outcome("unnamed", f"{what}: {type(error).__name__}: {plain}")
 
@@ -478,7 +506,14 @@ def _row(name: str, counts: Counter[str], width: int) -> str:
     return f"{name:{width}} {sum(counts.values()):>7}" + "".join(f"{counts[kind]:>12}" for kind in OUTCOMES)
 
 
-def run(numbers: Sequence[int], all_trials: Sequence[Trial], found: Sequence[Subject], work: Path, log: Any = None, keep: Path | None = None) -> Table:
+def run(
+    numbers: Sequence[int],
+    all_trials: Sequence[Trial],
+    found: Sequence[Subject],
+    work: Path,
+    log: Any = None,
+    keep: Path | None = None,
+) -> Table:
     """Make these attempts; `log` gets a line of JSON for each."""
     import json
 
@@ -492,11 +527,17 @@ def run(numbers: Sequence[int], all_trials: Sequence[Trial], found: Sequence[Sub
         outcome = campaign.make(trial.subject, trial.attempt, way_of(number, trial.attempt))
         table.add(trial, outcome)
         if log:
-            about = {"number": number, "subject": trial.subject.name, "mistake": trial.mistake, "what": trial.attempt.what}
+            about = {
+                "number": number,
+                "subject": trial.subject.name,
+                "mistake": trial.mistake,
+                "what": trial.attempt.what,
+            }
             about |= {"kind": outcome.kind, "text": outcome.text, "seconds": round(time.monotonic() - begin, 2)}
             print(json.dumps(about), file=log, flush=True)
         if outcome.kind in FAULTS and not log:
-            print(f"{number} {trial.subject.name}, {trial.mistake}, {trial.attempt.what}\n  {outcome.kind}: {outcome.text}")
+            print(f"{number} {trial.subject.name}, {trial.mistake}, {trial.attempt.what}")
+            print(f"  {outcome.kind}: {outcome.text}")
     for name, text in campaign.refused_as_they_are.items():
         print(f"not tried, refused as it is: {name}: {text[:150]}")
     return table

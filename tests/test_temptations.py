@@ -141,8 +141,14 @@ def same_or_nan(a: np.ndarray, b: np.ndarray) -> bool:
 @pytest.mark.parametrize("change", [STEP_LATER, OTHER_RUN], ids=["step", "run"])
 @pytest.mark.parametrize(
     "case",
-    ["deepspeed/z1_bf16_dp2", "deepspeed/tp2_dp2_z3_bf16", "megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16/ckpt"]
-    + ["megatron/legacy_tp2_fp16_scaler/ckpt", "torch/fsdp2_dp4_uneven/ckpt", "torch/hf_llama/ckpt"],
+    [
+        "deepspeed/z1_bf16_dp2",
+        "deepspeed/tp2_dp2_z3_bf16",
+        "megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16/ckpt",
+        "megatron/legacy_tp2_fp16_scaler/ckpt",
+        "torch/fsdp2_dp4_uneven/ckpt",
+        "torch/hf_llama/ckpt",
+    ],
 )
 def test_a_sibling_is_a_whole_checkpoint_with_other_values(case, change, tmp_path):
     path = TESTS / "data" / case
