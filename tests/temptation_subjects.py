@@ -6,6 +6,7 @@ import functools
 import inspect
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -161,7 +162,9 @@ def _written(save: Callable[[str, Path], object]) -> Callable[[str], dict[str, b
     def made(which: str) -> dict[str, bytes]:
         work = Path(tempfile.mkdtemp(dir=scratch()))
         try:
-            save(which, work / "c")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of Orbax's, about its own ways
+                save(which, work / "c")
             return read_folder(work / "c")
         finally:
             shutil.rmtree(work)
