@@ -326,13 +326,16 @@ class Campaign:
     ) -> Outcome:
         """Whether a result is the truth, and all that is stored is accounted for."""
         want = self.truth(subject, weights_only=way.weights_only)
-        for which in attempt.also if differences(found.leaves, want.leaves) else ():
+        for which in attempt.also if not self.is_truth(found, want, folder) else ():
+            if which in self.refused_as_they_are:
+                continue
             truth = self.other_truth(subject, which, way)
-            if not differences(found.leaves, truth.leaves):
-                case = Case(subject, subject.folder, _files(folder), found.leaves, want.leaves)
-                if which in subject.siblings and another_whole(case):
-                    return Outcome("invisible", "another whole checkpoint")
-                want = truth
+            if not self.is_truth(found, truth, folder):
+                continue
+            case = Case(subject, subject.folder, _files(folder), found.leaves, want.leaves)
+            if which in subject.siblings and another_whole(case):
+                return Outcome("invisible", "another whole checkpoint")
+            want = truth
         faults = differences(found.leaves, want.leaves)
         kinds = [f"{len(faults)} of {len(want.leaves)} leaves, the first: {faults[0]}"] if faults else []
         if not attempt.options and not attempt.opened:
@@ -354,6 +357,10 @@ class Campaign:
         ):
             return Outcome("unaccounted", f"{what}: {lacks}")
         return Outcome("right")
+
+    @staticmethod
+    def is_truth(found: Result, truth: Result, folder: Folder) -> bool:
+        return not differences(found.leaves, truth.leaves) and not _different_extras(found.extras, truth.extras, folder)
 
     def invisible(
         self, subject: Subject, attempt: Attempt, way: Way, folder: Folder, found: Result, want: Result
