@@ -1,0 +1,389 @@
+"""What people say of a valid checkpoint by mistake: options, targets, meshes, mappings, paths.
+
+The table that it adds to is that of `temptation_mistakes`.
+
+What is said has an effect, or is refused by name, or a note, a warning or the log tells that it had none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import jax_ucp as ucp
+from temptation_mistakes import Attempt, Beside, each_file, mistake, same_folder, some_folders
+from temptation_subjects import Subject, mesh
+
+
+def _said(subject: Subject, what: str, options: Mapping[str, Any], named: Sequence[str], noticed: str = "") -> Attempt:
+    return Attempt(what, same_folder(subject), tuple(named), r".", options=options, noticed=noticed)
+
+
+@mistake
+def sizes_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
+    vocab = subject.options.get("sizes", {}).get("vocab", 101)
+    for sizes in ({"vocabulary": vocab}, {"Vocab": vocab}, {"vocab_size": vocab}, {"hidden": 16}):
+        (name,) = sizes
+        yield _said(subject, f"sizes={sizes}", {"sizes": sizes}, (name,), re.escape(name))
+        both = {"vocab": vocab, **sizes}
+        if "sizes" in subject.options:
+            yield _said(subject, f"sizes={both}", {"sizes": both}, (name,), re.escape(name))
+    for value in (0, -1, float(vocab), float(vocab) + 0.5, str(vocab), [vocab], 10**6, 10**30, np.nan):
+        yield _said(subject, f"vocab is {value!r}", {"sizes": {"vocab": value}}, ("vocab",), "vocab")
+    for value in ("vocab=101", [("vocab", vocab)], vocab, {1: 2}):
+        yield _said(subject, f"sizes={value!r}", {"sizes": value}, ("size", "vocab"), "sizes|vocab")
+    if "sizes" in subject.options:
+        yield _said(subject, f"vocab is one row too few: {vocab - 1}", {"sizes": {"vocab": vocab - 1}}, ("vocab",))
+        yield _said(subject, f"vocab is one row too many: {vocab + 1}", {"sizes": {"vocab": vocab + 1}}, ("vocab",))
+
+
+@mistake
+def believe_said(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
+    for value in ("masters", "Master", "", True, 1, "copies"):
+        yield _said(subject, f"believe={value!r}", {"believe": value}, ("believe", "master"), "believe")
+    yield _said(subject, "believe='master' where nothing differs", {"believe": "master"}, ("believe", "master"))
+
+
+@mistake
+def weights_only_said(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
+    for value in ("no", "false", "False", 2):
+        yield _said(subject, f"weights_only={value!r}", {"weights_only": value}, ("weights_only",), "weights_only")
+
+
+_SPECS = {
+    "of another model": "rules:\n  - match: 'transformer\\.h\\.(\\d+)\\.attn'\n    name: x\n    pattern: whole\n",
+    "empty": "",
+    "a list": "- a\n- b\n",
+    "not YAML": "{a: [\n",
+    "a mapping": "name: m\nrules:\n  - param: a\n    leaf: b\n",
+    "prose": "shard everything over tp\n",
+}
+
+
+@mistake
+def spec_said(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
+    named = ("spec",)
+    for what, text in _SPECS.items():
+        options = {"spec": Beside("spec.yaml")}
+        beside = {"spec.yaml": text.encode()}
+        yield Attempt(
+            f"spec is {what}", same_folder(subject), named, r".", options=options, noticed=r"\bspec\b", beside=beside
+        )
+    for value in ("nowhere.yaml", "/", "/dev/null"):
+        yield _said(subject, f"spec={value!r}", {"spec": value}, (*named, str(value)), r"\bspec\b")
+
+
+@mistake
+def option_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
+    for options in (
+        {"optimizer_groups": "module_order"},
+        {"optimizer_groups": [["nowhere.weight"]]},
+        {"optimizer_groups": "nowhere.json"},
+        {"optimizer_groups": 3},
+        {"dequantize": "yes"},
+        {"dequantize": True},
+    ):
+        (name,) = options
+        yield _said(subject, f"open({name}={options[name]!r})", options, (name,), name)
+    for name in ("size", "weight_only", "beleive", "specs", "vocab", "mesh", "optimizer_group", "dequantise"):
+        yield _said(subject, f"open({name}=...)", {name: 1}, (name,))
+
+
+@mistake
+def restore_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
+    def act(**said: Any) -> Callable[[ucp.Checkpoint, Path], Any]:
+        def restore(checkpoint: ucp.Checkpoint, _: Path) -> Any:
+            with jax.enable_x64(True):
+                return checkpoint.restore(**said)
+
+        return restore
+
+    P1, P9 = P("data"), P(*[None] * 9, "data")
+    ways: dict[str, tuple[Callable[[ucp.Checkpoint, Path], Any], tuple[str, ...], str]] = {
+        "rules without a mesh": (act(rules=[("weight$", P1)]), ("rules", "mesh"), ""),
+        "a rule that no leaf has": (act(mesh=mesh(), rules=[("kernal_$", P1)]), ("kernal",), "kernal"),
+        "a rule for an axis that the mesh has not": (act(mesh=mesh(), rules=[("e", P("modle"))]), ("modle",), "modle"),
+        "a rule with too many axes": (
+            act(mesh=mesh(), rules=[("e", P9)]),
+            ("rule", "axes", "dimension", "'e'"),
+            "axes|dim|rule",
+        ),
+        "a rule that is no expression": (act(mesh=mesh(), rules=[("(", P1)]), ("(", "rule"), ""),
+        "rules as a dict": (act(mesh=mesh(), rules={"weight$": P1}), ("rules", "pair"), ""),
+        "one rule in place of a list": (act(mesh=mesh(), rules=("weight$", P1)), ("rules", "pair"), ""),
+        "a rule with a string for a spec": (act(mesh=mesh(), rules=[("e", "data")]), ("rule", "PartitionSpec"), "rule"),
+        "a mesh of names and sizes": (act(mesh={"data": 4}), ("mesh",), ""),
+        "the name of a mesh": (act(mesh="data=4"), ("mesh",), ""),
+        "cast to no dtype": (act(cast="bfloat61"), ("cast", "bfloat61"), ""),
+        "cast to integers": (act(cast="int32"), ("cast", "int32"), ""),
+        "cast without a target": (act(cast=True), ("cast",), ""),
+        "no budget": (act(budget_bytes=0), ("budget",), ""),
+        "a negative budget": (act(budget_bytes=-1), ("budget",), ""),
+        "a budget in words": (act(budget_bytes="1GiB"), ("budget",), ""),
+        "partial without a target": (act(partial="params"), ("partial",), "partial"),
+        "an option that is not there": (act(meshes=mesh()), ("meshes",), ""),
+        "verify misspelt": (act(verify="ful"), ("verify", "ful"), ""),
+        "verify as a number": (act(verify=2), ("verify",), ""),
+        "narrow_integers misspelt": (act(narrow_integer=True), ("narrow_integer",), ""),
+    }
+    for what, (way, named, noticed) in ways.items():
+        yield Attempt(f"restore with {what}", same_folder(subject), named, r".", act=way, noticed=noticed)
+
+
+@mistake
+def target_of_another_model(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
+    """Targets that are not the tree of the checkpoint, in one leaf or in all."""
+
+    def changed(change: Callable[[list[Any], Random], object]) -> Callable[[ucp.Checkpoint, Path], Any]:
+        def act(checkpoint: ucp.Checkpoint, _: Path) -> Any:
+            leaves, tree = jax.tree_util.tree_flatten(checkpoint.abstract())
+            arrays = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
+            change(leaves, Random(f"{subject.name} {len(arrays)}"))
+            return checkpoint.restore(jax.tree_util.tree_unflatten(tree, leaves), mesh=mesh())
+
+        return act
+
+    def one(leaves: list[Any], rng: Random) -> int:
+        arrays = [i for i, leaf in enumerate(leaves) if len(getattr(leaf, "shape", ())) > 0]
+        return rng.choice(arrays or [0])
+
+    def longer(leaves: list[Any], rng: Random) -> None:
+        leaf = leaves[i := one(leaves, rng)]
+        leaves[i] = jax.ShapeDtypeStruct((leaf.shape[0] + 1, *leaf.shape[1:]), leaf.dtype)
+
+    def shorter(leaves: list[Any], rng: Random) -> None:
+        leaf = leaves[i := one(leaves, rng)]
+        leaves[i] = jax.ShapeDtypeStruct((leaf.shape[0] // 2, *leaf.shape[1:]), leaf.dtype)
+
+    def flat(leaves: list[Any], rng: Random) -> None:
+        leaf = leaves[i := one(leaves, rng)]
+        leaves[i] = jax.ShapeDtypeStruct((int(np.prod(leaf.shape)), 1), leaf.dtype)
+
+    def turned(leaves: list[Any], _rng: Random) -> None:
+        for i, leaf in enumerate(leaves):
+            if len(getattr(leaf, "shape", ())) > 1:
+                leaves[i] = jax.ShapeDtypeStruct(
+                    (*leaf.shape[:-2], leaf.shape[-1], leaf.shape[-2], 1)[: len(leaf.shape) + 1], leaf.dtype
+                )
+
+    def other_type(leaves: list[Any], rng: Random) -> None:
+        leaf = leaves[i := one(leaves, rng)]
+        leaves[i] = jax.ShapeDtypeStruct(leaf.shape, np.int8 if leaf.dtype != np.int8 else np.int16)
+
+    def doubles(leaves: list[Any], rng: Random) -> None:
+        leaf = leaves[i := one(leaves, rng)]
+        leaves[i] = jax.ShapeDtypeStruct(leaf.shape, np.float16 if leaf.dtype != np.float16 else np.float32)
+
+    def number(leaves: list[Any], rng: Random) -> None:
+        leaves[one(leaves, rng)] = 3
+
+    ways = {
+        "a longer leaf": longer,
+        "a shorter leaf": shorter,
+        "a leaf of another rank": flat,
+        "an integer leaf": other_type,
+    }
+    ways |= {
+        "transposed leaves of one axis more": turned,
+        "a leaf of another float": doubles,
+        "a number for an array": number,
+    }
+    named = ("target", "checkpoint", "shape", "dtype", "leaf")
+    for what, change in ways.items():
+        yield Attempt(
+            f"the target has {what}", same_folder(subject), named, r"target|shape|dtype|array", act=changed(change)
+        )
+
+    def renamed(checkpoint: ucp.Checkpoint, _: Path) -> Any:
+        return checkpoint.restore(_with_another_key(checkpoint.abstract()), mesh=mesh())
+
+    def lacking(checkpoint: ucp.Checkpoint, _: Path) -> Any:
+        return checkpoint.restore(_without_a_key(checkpoint.abstract()), mesh=mesh())
+
+    def nested(checkpoint: ucp.Checkpoint, _: Path) -> Any:
+        return checkpoint.restore({"model": checkpoint.abstract()}, mesh=mesh())
+
+    def partly(checkpoint: ucp.Checkpoint, _: Path) -> Any:
+        return checkpoint.restore(_with_another_key(checkpoint.abstract()), mesh=mesh(), partial=True)
+
+    for what, act in {
+        "a leaf renamed": renamed,
+        "a leaf too few": lacking,
+        "all of it under a key": nested,
+        "a leaf renamed, in part": partly,
+    }.items():
+        yield Attempt(
+            f"the target has {what}", same_folder(subject), ("x_misspelt", *named), r"target|checkpoint", act=act
+        )
+
+
+def _with_another_key(tree: Any) -> Any:
+    if isinstance(tree, dict) and tree:
+        key = sorted(tree, key=str)[0]
+        inner = _with_another_key(tree[key])
+        return (
+            {**tree, key: inner}
+            if inner is not tree[key]
+            else {**{k: v for k, v in tree.items() if k != key}, "x_misspelt": tree[key]}
+        )
+    return tree
+
+
+def _without_a_key(tree: Any) -> Any:
+    if isinstance(tree, dict) and tree:
+        key = sorted(tree, key=str)[0]
+        inner = _without_a_key(tree[key])
+        return {**tree, key: inner} if inner is not tree[key] else {k: v for k, v in tree.items() if k != key}
+    return tree
+
+
+_MAPPINGS = ("hf-llama-to-tunix", "hf-gpt2-to-flax", "hf-qwen2-to-tunix", "hf-qwen3-to-maxtext", "hf-gemma-to-tunix")
+_MAPPINGS += (
+    "hf-mixtral-to-maxtext",
+    "hf-qwen3-moe-to-tunix",
+    "megatron-gpt-to-reference",
+    "deepspeed-gpt-to-reference",
+)
+_MAPPINGS += ("hf-llama-to-tunx", "llama", "", "hf-llama-to-tunix.yaml", "/etc/passwd", "/")
+
+
+def _mapped(name: str, checkpoint: ucp.Checkpoint, _: Path) -> Any:
+    return checkpoint.map(name).restore()
+
+
+@mistake
+def mapping_of_another_model(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
+    """A mapping that is not for this family; those that are have a truth of their own elsewhere."""
+    family = subject.name.split("/")[-1]
+    for name in _MAPPINGS:
+        own = re.match(r"hf-([\w-]+?)-to", name)
+        fits = (own and family.startswith(f"hf_{own[1].replace('-', '_')}")) or name.split("-")[0] in subject.name
+        if not fits:
+            act = partial(_mapped, name)
+            named = (name, "mapping", "rule", "param", "not there")
+            yield Attempt(f"map({name!r})", same_folder(subject), named, r".", act=act)
+
+
+def _with_scheme(scheme: str, entry: str, root: Path) -> str:
+    return f"{scheme}{root / entry}"
+
+
+def _inside(name: str, root: Path) -> str:
+    return str(root / name)
+
+
+@mistake
+def path_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
+    url = r"url|scheme|bucket|local|remote|download|s3|gs|http|hf|file:"
+    entry = subject.entry
+
+    def at(root: Path) -> str:
+        return str(root / entry)
+
+    plain: dict[str, tuple[Callable[[Path], str], str]] = {
+        "with a slash at its end": (lambda root: at(root) + "/", r"."),
+        "with two slashes": (lambda root: at(root).replace("/", "//", 2), r"."),
+        "of the folder above": (lambda root: str((root / entry).parent), r"open|known|step|holds|no checkpoint|item"),
+        "of a name that is not there": (lambda root: at(root) + "x", r"exist"),
+        "with a space at its end": (lambda root: at(root) + " ", r"exist"),
+        "in upper case": (lambda root: at(root).upper(), r"exist"),
+        "with a star": (lambda root: at(root)[:-1] + "*", r"exist"),
+        "in quotes": (lambda root: f'"{at(root)}"', r"exist"),
+        "with a variable": (lambda root: "$HOME/" + entry, r"exist"),
+        "that is empty": (lambda root: "", r"empty|exist|known|\."),
+        "of the file system": (lambda root: "/dev/null", r"known|not a|is no|empty"),
+    }
+    for what, (opened, cause) in plain.items():
+        yield Attempt(f"a path {what}", same_folder(subject), ("",), cause, opened=opened)
+    for scheme in ("s3://bucket", "gs://bucket", "hf://org/model", "https://host", "file://", "S3://bucket", "az://c"):
+        opened = partial(_with_scheme, scheme, entry)
+        yield Attempt(
+            f"a URL of {scheme}",
+            same_folder(subject),
+            (scheme.split(":")[0],),
+            f"(?<!does not exist)({url})(?!.*does not exist$)",
+            opened=opened,
+        )
+
+
+@mistake
+def part_of_it_opened(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
+    """A folder or a rank's file inside of it."""
+    for folder in some_folders(subject, "part"):
+        if folder != subject.entry and f"{folder}/_METADATA" not in subject.folder:  # which is an item by itself
+            opened = partial(_inside, folder)
+            yield Attempt(
+                f"{folder}/ is opened",
+                same_folder(subject),
+                ("",),
+                r"known|part|open|rank|item|not a|is no|folder",
+                opened=opened,
+            )
+    rank = re.compile(
+        r"rank_?\d|_states|-of-\d|distcp|model_optim|distrib|\.metadata|index\.json|ucp\.json|_METADATA|latest"
+    )
+    for name, _data, _rng in each_file(subject, "part file"):
+        if rank.search(name) and name != subject.entry:
+            opened = partial(_inside, name)
+            yield Attempt(
+                f"{name} is opened",
+                same_folder(subject),
+                ("",),
+                r"known|part|open|rank|folder|not a|is no|shard",
+                opened=opened,
+            )
+
+
+@mistake
+def saved_to_a_wrong_place(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
+    """Where a conversion must not go; what it says, or that it is there, and nothing else is left behind."""
+
+    def to(target: Callable[[Path], str], **said: Any) -> Callable[[ucp.Checkpoint, Path], Any]:
+        return lambda checkpoint, work: checkpoint.save(target(work), **said).restore()
+
+    folder = "" if subject.entry in subject.folder else subject.entry
+    ways = {
+        "a bucket": (to(lambda work: "gs://bucket/x"), ("gs://",)),
+        "a URL": (to(lambda work: "s3://bucket/x"), ("s3://",)),
+        "a URL of files": (to(lambda work: f"file://{work}/out"), ("file://", "URL")),
+        "the source": (to(lambda work: str(work / "source" / subject.entry)), ("exist", "in use", "source")),
+        "inside the source": (
+            to(lambda work: str(work / "source" / folder / "converted")),
+            ("source", "inside", "exist"),
+        ),
+        "a file that is there": (to(_a_file), ("exist", "in use", "file", "not a folder")),
+        "a folder that is there": (to(_a_folder), ("exist", "in use", "empty", "has files in it")),
+        "below a file": (to(lambda work: _a_file(work) + "/x"), ("file", "folder", "director")),
+        "an empty path": (to(lambda work: ""), ("path", "exist", "''", "in use", ".")),
+        "a mesh without devices": (to(_out, mesh={"data": 0}), ("mesh", "data")),
+        "more hosts than devices": (to(_out, mesh={"data": 2}, hosts=3), ("hosts", "devices")),
+        "no budget": (to(_out, budget_bytes=0), ("budget",)),
+        "rules without a mesh": (to(_out, rules=[("e", P("data"))]), ("mesh",)),
+        "a rule that no leaf has": (to(_out, mesh={"data": 2}, rules=[("kernal_", P("data"))]), ("kernal_",)),
+    }
+    for what, (act, named) in ways.items():
+        noticed = "kernal_" if "no leaf" in what else ""
+        yield Attempt(f"save with {what}", same_folder(subject), named, r".", act=act, noticed=noticed)
+
+
+def _out(work: Path) -> str:
+    return str(work / "out")
+
+
+def _a_file(work: Path) -> str:
+    (work / "a file").write_text("of the user's")
+    return str(work / "a file")
+
+
+def _a_folder(work: Path) -> str:
+    (work / "a folder").mkdir(exist_ok=True)
+    (work / "a folder" / "notes.txt").write_text("of the user's")
+    return str(work / "a folder")

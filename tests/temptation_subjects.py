@@ -1,0 +1,305 @@
+"""The valid checkpoints that mistakes are made with: of every format, with their truth and their siblings."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import v1
+
+import jax_ucp as ucp
+import torch_writer
+from cases import DATA, Case, every
+from jax_ucp.formats.safetensors import SafetensorsFile
+from jax_ucp.layout.box import Box
+from temptation_folders import OTHER_RUN, STEP_LATER, Change, read_folder, sibling
+
+FORMATS = ("universal", "orbax-v0", "orbax-v1", "deepspeed", "deepspeed-universal", "megatron-legacy")
+FORMATS += ("megatron-dist", "dcp", "dcp-hf", "safetensors", "torch.save")
+
+# Of each folder the files that the test data keep beside the checkpoint.
+_OURS = {"truth.npz", "case.json", "plain.pt"}
+
+
+@dataclass
+class Subject:
+    """A valid checkpoint: `folder` has its files, and `entry` of it is what is opened, with `options`.
+
+    `siblings` are the same checkpoint of another step and of another run, under the same names.
+    """
+
+    name: str
+    format: str
+    folder: dict[str, bytes]
+    entry: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    truth: Mapping[str, np.ndarray] | None = None
+    equal: Callable[[np.ndarray, np.ndarray, str], bool] | None = None
+    made: Callable[[str], dict[str, bytes]] | None = None
+
+    @functools.cached_property
+    def siblings(self) -> dict[str, dict[str, bytes]]:
+        made = self.made or (lambda which: sibling(self.folder, _CHANGES[which]))
+        found = {which: made(which) for which in _CHANGES}
+        return {which: folder for which, folder in found.items() if folder != self.folder}
+
+    def as_saved(self, which: str) -> dict[str, bytes]:
+        """A sibling with the names that its own step gives to folders."""
+        folder = self.siblings[which]
+        return {_next_step(n): _pointing(n, data) for n, data in folder.items()} if which == "step" else folder
+
+
+def _next_step(text: str) -> str:
+    return text.replace("global_step5", "global_step6").replace("iter_0000003", "iter_0000004")
+
+
+def _pointing(name: str, data: bytes) -> bytes:
+    """What a file holds of its own step; `latest` and its like name a folder."""
+    if name == "latest_checkpointed_iteration.txt":
+        return b"4"
+    return _next_step(data.decode()).encode() if name.startswith("latest") else data
+
+
+_CHANGES: dict[str, Change] = {"step": STEP_LATER, "run": OTHER_RUN}
+
+
+def subjects(formats: tuple[str, ...] = FORMATS, real: Path | None = None) -> list[Subject]:
+    """Every valid checkpoint of these formats.
+
+    `real` is a folder of siblings that a trainer wrote: `real/step/CASE/ckpt` and `real/run/CASE/ckpt`. With it only
+    checkpoints that have such siblings are given.
+    """
+    found = [_recorded(case) for case in every() if not case.about.get("kind", "").startswith("torch_save")]
+    makers = {"universal": _universal, "orbax-v0": _orbax_v0, "orbax-v1": _orbax_v1, "torch.save": _torch_saved}
+    for format, make in makers.items():
+        found += make() if format in formats else []
+    if real:
+        found = [_with_real_siblings(subject, real) for subject in found]
+        found = [subject for subject in found if subject.made and subject.format == "deepspeed"]
+    return [subject for subject in found if subject.format in formats]
+
+
+def _with_real_siblings(subject: Subject, real: Path) -> Subject:
+    folders = {which: real / which / subject.name.split("/")[-1] / "ckpt" for which in _CHANGES}
+    if all((folder / "latest").is_file() for folder in folders.values()):
+        subject.made = lambda which: _under_these_names(read_folder(folders[which]))
+    return subject
+
+
+def _under_these_names(folder: dict[str, bytes]) -> dict[str, bytes]:
+    folder = {name.replace("global_step6", "global_step5"): data for name, data in folder.items()}
+    return folder | {"latest": b"global_step5"}
+
+
+# Their optimizers number the parameters and name none.
+_UNNAMED_GROUPS = ("z0_fp32_dp2", "moe_ep2_dp2_z0_fp32")
+
+
+def _recorded(case: Case) -> Subject:
+    folder = {name: data for name, data in read_folder(case.path).items() if Path(name).name not in _OURS}
+    options: dict[str, Any] = {}
+    if case.family == "megatron":
+        options["sizes"] = {"vocab": case.about["model"]["vocab_size"]}
+    if case.name in _UNNAMED_GROUPS and "optimizer_groups" in inspect.signature(ucp.open).parameters:
+        options["optimizer_groups"] = "module-order"
+    name = f"{case.family}/{case.name}"
+    return Subject(name, _format(case), folder, "", options, case.truth(), case.equal)
+
+
+def _format(case: Case) -> str:
+    if case.family == "megatron":
+        return "megatron-legacy" if case.name.startswith("legacy") else "megatron-dist"
+    if case.family == "torch":
+        return {"hf": "safetensors", "dcp_hf": "dcp-hf"}.get(case.about["kind"], "dcp")
+    return case.family.replace("_", "-")
+
+
+# What Orbax and we write.
+
+
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+
+
+def run_state(which: str, strings: bool = True) -> dict[str, Any]:
+    """The state of a training run in JAX, of the step and seed of a sibling, or of neither."""
+    rng = np.random.default_rng({"base": 0, "step": 0, "run": 1}[which])
+    later = 1 if which == "step" else 0
+
+    def array(shape: tuple[int, ...], dtype: Any, spec: P) -> jax.Array:
+        values = np.asarray(rng.standard_normal(shape), np.float32) * np.float32(1 + later / 64)
+        return jax.device_put(values.astype(dtype), NamedSharding(mesh(), spec))
+
+    params = {
+        "embed": array((32, 16), jnp.float32, P("data", "model")),
+        "layers": [{"kernel": array((16, 24), jnp.bfloat16, P("data", "model"))} for _ in range(2)],
+        "scale": array((16,), jnp.float32, P()),
+    }
+    moments = {"mu": array((32, 16), jnp.float32, P("data")), "nu": array((16, 24), jnp.float32, P(None, "model"))}
+    count = jax.device_put(np.int32(7 + later), NamedSharding(mesh(), P()))
+    return {"params": params, "opt_state": [moments, {"count": count}], "step": 7 + later} | (
+        {"run": "a name", "ids": np.arange(5, dtype=np.int64) + later} if strings else {}
+    )
+
+
+def _written(save: Callable[[str, Path], object]) -> Callable[[str], dict[str, bytes]]:
+    """The folder that a save writes, for each sibling."""
+
+    @functools.cache
+    def made(which: str) -> dict[str, bytes]:
+        work = Path(tempfile.mkdtemp(dir=scratch()))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of Orbax's, about its own ways
+                save(which, work / "c")
+            return read_folder(work / "c")
+        finally:
+            shutil.rmtree(work)
+
+    return made
+
+
+def _of_jax(name: str, format: str, save: Callable[[str, Path], object], entry: str = "", **more: Any) -> Subject:
+    made = _written(save)
+    return Subject(f"{format}/{name}", format, made("base"), entry, made=made, **more)
+
+
+def _universal() -> list[Subject]:
+    def by_manager(which: str, path: Path) -> None:
+        with ocp.CheckpointManager(path, item_handlers=ucp.CheckpointHandler()) as manager:
+            manager.save(7, args=ucp.args.Save(run_state(which)))
+            manager.wait_until_finished()
+
+    def item(which: str, path: Path) -> None:
+        by_manager(which, path)
+        _keep(path, "7/default")
+
+    def small(which: str, path: Path) -> None:
+        rng = np.random.default_rng(len(which))
+        ucp.Checkpoint.of({f"a{i}": rng.standard_normal(i + 1) for i in range(40)}).save(path)
+
+    def converted(case: str) -> Callable[[str, Path], object]:
+        subject = _recorded(Case("deepspeed", case))
+
+        def save(which: str, path: Path) -> None:
+            source = path.with_name("source")
+            _write(subject.folder if which == "base" else subject.siblings[which], source)
+            ucp.open(source).save(path)
+
+        return save
+
+    return [
+        _of_jax("manager", "universal", by_manager, "7"),
+        _of_jax("item", "universal", item),
+        _of_jax("packed", "universal", small),
+        _of_jax("converted", "universal", converted("z1_bf16_dp2")),
+        _of_jax("converted-tp", "universal", converted("tp2_dp1_z1_bf16")),
+    ]
+
+
+def _orbax_v0() -> list[Subject]:
+    def by_manager(which: str, path: Path) -> None:
+        with ocp.CheckpointManager(path, item_handlers=ocp.StandardCheckpointHandler()) as manager:
+            manager.save(7, args=ocp.args.StandardSave(run_state(which, strings=False)))
+            manager.wait_until_finished()
+
+    def by_handler(**how: Any) -> Callable[[str, Path], None]:
+        def save(which: str, path: Path) -> None:
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**how)) as checkpointer:
+                checkpointer.save(path, args=ocp.args.PyTreeSave(run_state(which)))
+
+        return save
+
+    return [
+        _of_jax("manager", "orbax-v0", by_manager, "7"),
+        _of_jax("ocdbt-zarr2", "orbax-v0", by_handler(use_ocdbt=True, use_zarr3=False)),
+        _of_jax("ocdbt-zarr3", "orbax-v0", by_handler(use_ocdbt=True, use_zarr3=True)),
+        _of_jax("zarr2", "orbax-v0", by_handler(use_ocdbt=False, use_zarr3=False)),
+        _of_jax("zarr3", "orbax-v0", by_handler(use_ocdbt=False, use_zarr3=True)),
+    ]
+
+
+def _orbax_v1() -> list[Subject]:
+    def pytree(which: str, path: Path) -> None:
+        v1.save_pytree(path, run_state(which, strings=False))
+
+    def checkpointables(which: str, path: Path) -> None:
+        v1.save_checkpointables(path, {"state": run_state(which, strings=False), "config": {"layers": 2}})
+
+    return [_of_jax("pytree", "orbax-v1", pytree), _of_jax("checkpointables", "orbax-v1", checkpointables, "state")]
+
+
+def _keep(path: Path, inner: str) -> None:
+    aside = path.with_name("aside")
+    (path / inner).rename(aside)
+    shutil.rmtree(path)
+    aside.rename(path)
+
+
+def _write(folder: Mapping[str, bytes], path: Path) -> None:
+    for name, data in folder.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(data)
+
+
+# Files of torch.save, and folders as transformers wrote them before safetensors.
+
+
+def _torch_saved() -> list[Subject]:
+    single = [path for case in ("torchsave", "torchsave_legacy") for path in sorted(DATA.glob(f"torch/{case}/*.pt"))]
+    single.append(DATA / "torch/torchsave_variants/plain.pt")
+    found = [
+        Subject(f"torch.save/{path.parent.name}/{path.name}", "torch.save", {path.name: path.read_bytes()}, path.name)
+        for path in single
+    ]
+    return [*found, _bin_folder("hf_llama", 1), _bin_folder("hf_llama", 3)]
+
+
+def _bin_folder(case: str, shards: int) -> Subject:
+    """The weights of a model as `pytorch_model.bin`, or in several files with an index."""
+    arrays: dict[str, np.ndarray] = {}
+    for path in sorted(DATA.glob(f"torch/{case}/ckpt/*.safetensors")):
+        file = SafetensorsFile(path)
+        arrays |= {key: np.array(file.read(key, Box.whole(info.shape))) for key, info in file.arrays().items()}
+    names = sorted(arrays)
+    parts = [names[i::shards] for i in range(shards)]
+    files = [
+        f"pytorch_model-{i + 1:05}-of-{shards:05}.bin" if shards > 1 else "pytorch_model.bin" for i in range(shards)
+    ]
+    folder = {
+        file: torch_writer.saved({name: arrays[name] for name in part}) for file, part in zip(files, parts, strict=True)
+    }
+    if shards > 1:
+        index = {name: file for file, part in zip(files, parts, strict=True) for name in part}
+        total = sum(array.nbytes for array in arrays.values())
+        folder["pytorch_model.bin.index.json"] = _json({"metadata": {"total_size": total}, "weight_map": index})
+    folder["config.json"] = (DATA / f"torch/{case}/ckpt/config.json").read_bytes()
+    truth = {f"param/{name}": array for name, array in arrays.items()}
+    same = lambda got, want, label: got.dtype == want.dtype and got.tobytes() == want.tobytes()  # noqa: E731
+    return Subject(f"torch.save/{case}-{shards}-bin", "torch.save", folder, "", {}, truth, same)
+
+
+def _json(value: object) -> bytes:
+    import json
+
+    return json.dumps(value, indent=2).encode()
+
+
+@functools.cache
+def scratch() -> str | None:
+    """Where files cost no disk, if there is such a place."""
+    memory = Path("/dev/shm")
+    return str(memory) if memory.is_dir() and shutil.disk_usage(memory).free > 1 << 28 else None

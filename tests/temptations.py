@@ -1,0 +1,581 @@
+"""Every mistake of `temptation_mistakes` with every checkpoint of `temptation_subjects`, by the thousand.
+
+    python tests/temptations.py --count 3000            the first 3,000 attempts, spread over formats and mistakes
+    python tests/temptations.py --format dcp --all      every attempt with one format
+    python tests/temptations.py --only 17 --keep DIR    one again; the folder as the mistake leaves it is kept
+
+Each attempt is opened, restored, converted and restored from that. What comes out is the truth, with everything that is
+stored accounted for, or a refusal whose message names the cause. Attempt number i is the same in every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import inspect
+import logging
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from random import Random
+from typing import Any
+
+if __name__ == "__main__":  # as conftest.py does for the tests
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import numpy as np
+from click.testing import CliRunner
+
+import jax_ucp as ucp
+from cases import RULES
+from jax_ucp.cli.main import main as cli
+from jax_ucp.errors import UCPError
+from temptation_folders import Folder, write_folder
+from temptation_invisible import INVISIBLE, Case, another_whole
+from temptation_mistakes import MISTAKES, Attempt, Beside
+from temptation_options import path_misspelt  # noqa: F401 - the module adds its mistakes to the table
+from temptation_subjects import FORMATS, Subject, mesh, scratch, subjects
+
+SECONDS = 60
+OUTCOMES = ("right", "refused", "invisible", "sampled", "unaccounted", "unnamed", "wrong")
+FAULTS = ("unaccounted", "unnamed", "wrong")
+
+
+# What a checkpoint gives.
+
+
+@dataclass(frozen=True)
+class Result:
+    """Every leaf by its path, and what is told beside them."""
+
+    leaves: Mapping[str, Any]
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    groups: str = ""
+    items: frozenset[tuple[str, str]] = frozenset()
+    told: str = ""
+    read: frozenset[str] = frozenset()
+
+
+def leaves_of(tree: Any) -> dict[str, Any]:
+    found, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is None)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in found}
+
+
+def result_of(checkpoint: ucp.Checkpoint, tree: Any) -> Result:
+    items = frozenset((item.where, item.fate) for item in checkpoint.account)
+    told = "\n".join([*checkpoint.notes, *(f"{item.where} {item.reason}" for item in checkpoint.account)])
+    read = frozenset(item.where.partition(":")[0] for item in checkpoint.account if not _left_aside(item))
+    return Result(leaves_of(tree), dict(checkpoint.extras), repr(checkpoint.groups), items, told, read)
+
+
+def _left_aside(item: Any) -> bool:
+    return item.fate == "skipped" and bool(re.search("weights_only|asked for|says how", item.reason))
+
+
+def same_value(got: Any, want: Any) -> bool:
+    """The same bits of the same type and shape; where an array is, on a device or not, is no matter."""
+    if not hasattr(want, "shape") or not hasattr(got, "shape"):
+        return type(got) is type(want) and got == want
+    got, want = np.asarray(got), np.asarray(want)
+    return (got.dtype, got.shape) == (want.dtype, want.shape) and got.tobytes() == want.tobytes()
+
+
+def differences(got: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
+    found = [f"{name} is not there" for name in want if name not in got]
+    found += [f"{name} should not be there" for name in got if name not in want]
+    return found + [f"{name} is other" for name in want if name in got and not same_value(got[name], want[name])]
+
+
+def check(subject: Subject, tree: Mapping[str, Mapping[str, Any]]) -> None:
+    """What is restored of the valid checkpoint is the live state that its writer recorded."""
+    assert subject.truth is not None
+    assert subject.equal is not None
+    for label, array in subject.truth.items():
+        state, _, name = label.partition("/")
+        assert subject.equal(tree[state][name], array, label), (subject.name, label)
+
+
+# How a checkpoint is read.
+
+
+@dataclass(frozen=True)
+class Way:
+    """What an attempt is made with beside its mistake."""
+
+    mesh: bool = False
+    weights_only: bool = False
+    cli: bool = False
+
+
+def way_of(number: int, attempt: Attempt) -> Way:
+    rng = Random(f"way {number}")
+    if attempt.act is not None or attempt.options:
+        return Way()
+    return Way(rng.random() < 0.15, rng.random() < 0.12, rng.random() < 0.15)
+
+
+def restored(checkpoint: ucp.Checkpoint, way: Way, **more: Any) -> Any:
+    if not way.mesh:
+        return checkpoint.restore(**more)
+    with jax.enable_x64(True):
+        return checkpoint.restore(mesh=mesh(), rules=_rules(checkpoint), **more)
+
+
+def _rules(checkpoint: ucp.Checkpoint) -> Sequence[Any]:
+    return RULES if any(re.search(RULES[0][0], leaf.label) for leaf in checkpoint.leaves) else ()
+
+
+class Heard(logging.Handler):
+    """What the package logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger("jax_ucp").addHandler(self)
+        logging.getLogger("jax_ucp").setLevel(logging.INFO)
+        logging.getLogger("jax_ucp").propagate = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def in_time() -> Iterator[None]:
+    def late(*_: object) -> None:
+        raise TimeoutError(f"more than {SECONDS} seconds")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+# One attempt.
+
+
+@dataclass(frozen=True)
+class Outcome:
+    kind: str
+    text: str = ""
+
+
+class Campaign:
+    """Makes attempts in a folder, and judges what comes of them."""
+
+    def __init__(self, work: Path, found: Sequence[Subject], keep: Path | None = None):
+        self.work, self.keep = work, keep
+        self.subjects = {subject.name: subject for subject in found}
+        self.heard = Heard()
+        self.notes: list[str] = []
+        self.truths: dict[tuple[str, str, bool], Result] = {}
+        self.refused_as_they_are: dict[str, str] = {}
+        (work / "cwd").mkdir()
+        os.chdir(work / "cwd")
+
+    def truth(self, subject: Subject, which: str = "base", weights_only: bool = False) -> Result:
+        """What a subject, or its sibling, or another subject holds."""
+        key = subject.name, which, weights_only
+        if key not in self.truths:
+            folder = subject.folder if which == "base" else subject.as_saved(which)
+            with self.placed(folder, "valid") as root:
+                more = {"weights_only": True} if weights_only else {}
+                checkpoint = ucp.open(root / subject.entry, **subject.options, **more)
+                tree = checkpoint.restore()
+                self.truths[key] = result_of(checkpoint, tree)
+                if which == "base" and not weights_only and subject.truth is not None:
+                    check(subject, tree)
+        return self.truths[key]
+
+    @contextlib.contextmanager
+    def placed(self, folder: Folder, name: str = "source") -> Iterator[Path]:
+        root = self.work / name
+        write_folder(folder, root)
+        try:
+            yield root
+        finally:
+            _remove(root)
+
+    def opens_as_it_is(self, subject: Subject) -> bool:
+        try:
+            self.truth(subject)
+        except UCPError as error:
+            self.refused_as_they_are[subject.name] = str(error)
+            return False
+        return True
+
+    def make(self, subject: Subject, attempt: Attempt, way: Way) -> Outcome:
+        folder = attempt.folder()
+        for name, data in attempt.beside.items():
+            (self.work / name).write_bytes(data)
+        before = sorted(p.name for p in (self.work / "cwd").iterdir())
+        with self.placed(folder) as root, warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            self.heard.lines.clear()
+            if self.keep:
+                shutil.copytree(root, self.keep, symlinks=True)
+            try:
+                with in_time():
+                    outcome = self.judged(subject, attempt, way, folder, root, warned)
+            finally:
+                for name in ("out", "a folder", "a file"):
+                    _remove(self.work / name)
+            if not root.exists():
+                return Outcome("wrong", f"the source is gone; {outcome.text}")
+        left = [p for p in sorted((self.work / "cwd").iterdir()) if p.name not in before]
+        for path in left:
+            _remove(path)
+        if left:
+            return Outcome("wrong", f"left behind in the working directory: {[p.name for p in left]}; {outcome.text}")
+        return outcome
+
+    def judged(
+        self, subject: Subject, attempt: Attempt, way: Way, folder: Folder, root: Path, warned: list[Any]
+    ) -> Outcome:
+        options = {**subject.options, **attempt.options}
+        options = {name: self.work / value if isinstance(value, Beside) else value for name, value in options.items()}
+        if way.weights_only:
+            options["weights_only"] = True
+        at = attempt.opened(root) if attempt.opened else root / subject.entry
+        try:
+            checkpoint = ucp.open(at, **options)
+        except Exception as error:
+            return self.refusal(subject, attempt, error, "open")
+        self.notes = list(checkpoint.notes)
+        if attempt.act is not None:
+            return self.acted(subject, attempt, way, folder, checkpoint, warned)
+        outcomes = []
+        try:
+            found = result_of(checkpoint, restored(checkpoint, way))
+            outcomes.append(self.compared(subject, attempt, way, folder, found, "restore", warned))
+            if outcomes[-1].kind == "wrong" and attempt.small and _can_verify():
+                outcomes[-1] = self.in_full(subject, attempt, way, folder, checkpoint, outcomes[-1])
+        except Exception as error:
+            outcomes.append(self.refusal(subject, attempt, error, "restore"))
+        outcomes.append(self.converted(subject, attempt, way, folder, checkpoint, at, options, warned))
+        worst = max(outcomes, key=lambda outcome: OUTCOMES.index(outcome.kind))
+        if worst.kind in FAULTS and outcomes[0].kind != outcomes[1].kind:
+            return Outcome(worst.kind, " || ".join(f"{one.kind}: {one.text}" for one in outcomes))
+        return worst
+
+    def in_full(
+        self, subject: Subject, attempt: Attempt, way: Way, folder: Folder, checkpoint: Any, wrong: Outcome
+    ) -> Outcome:
+        """What a restore says of few bytes that are other if it is asked to compare everything."""
+        try:
+            found = result_of(checkpoint, restored(checkpoint, way, verify="full"))
+        except Exception as error:
+            outcome = self.refusal(subject, attempt, error, "restore in full")
+            return Outcome("sampled", wrong.text) if outcome.kind == "refused" else outcome
+        return self.compared(subject, attempt, way, folder, found, "restore in full", [])
+
+    def converted(
+        self,
+        subject: Subject,
+        attempt: Attempt,
+        way: Way,
+        folder: Folder,
+        checkpoint: Any,
+        at: Any,
+        options: Any,
+        warned: list[Any],
+    ) -> Outcome:
+        out = self.work / "out"
+        try:
+            if way.cli:
+                flags = [f for name, n in options.get("sizes", {}).items() for f in ("--size", f"{name}={n}")]
+                flags += ["--weights-only"] * bool(options.get("weights_only"))
+                done = CliRunner().invoke(cli, ["convert", str(at), str(out), *flags])
+                if done.exception is not None and not isinstance(done.exception, SystemExit):
+                    return self.refusal(subject, attempt, done.exception, "jax-ucp convert")
+                if done.exit_code:
+                    return self.refusal(subject, attempt, UCPError(done.output), "jax-ucp convert")
+                kept = ucp.open(out)
+            else:
+                kept = checkpoint.save(out)
+            found = result_of(kept, restored(kept, Way()))
+        except Exception as error:
+            return self.refusal(subject, attempt, error, "convert")
+        return self.compared(subject, attempt, way, folder, found, "convert", warned)
+
+    def acted(
+        self, subject: Subject, attempt: Attempt, way: Way, folder: Folder, checkpoint: Any, warned: list[Any]
+    ) -> Outcome:
+        assert attempt.act is not None
+        try:
+            found = result_of(checkpoint, attempt.act(checkpoint, self.work))
+        except Exception as error:
+            return self.refusal(subject, attempt, error, "restore")
+        return self.compared(subject, attempt, way, folder, found, "restore", warned)
+
+    def compared(
+        self, subject: Subject, attempt: Attempt, way: Way, folder: Folder, found: Result, what: str, warned: list[Any]
+    ) -> Outcome:
+        """Whether a result is the truth, and all that is stored is accounted for."""
+        want = self.truth(subject, weights_only=way.weights_only)
+        for which in attempt.also if not self.is_truth(found, want, folder) else ():
+            if which in self.refused_as_they_are:
+                continue
+            truth = self.other_truth(subject, which, way)
+            if not self.is_truth(found, truth, folder):
+                continue
+            case = Case(subject, subject.folder, _files(folder), found.leaves, want.leaves)
+            if which in subject.siblings and another_whole(case):
+                return Outcome("invisible", "another whole checkpoint")
+            want = truth
+        faults = differences(found.leaves, want.leaves)
+        kinds = [f"{len(faults)} of {len(want.leaves)} leaves, the first: {faults[0]}"] if faults else []
+        if not attempt.options and not attempt.opened:
+            kinds += [f"extra {k}" for k in _different_extras(found.extras, want.extras, folder)]
+            kinds += ["groups"] * (found.groups != want.groups)
+        if kinds:
+            if name := self.invisible(subject, attempt, way, folder, found, want):
+                return Outcome("invisible", name)
+            return Outcome("wrong", f"{what}: {'; '.join(kinds[:4])}")
+        if attempt.noticed:
+            said = "\n".join([*self.notes, *self.heard.lines, *(str(w.message) for w in warned)])
+            if not re.search(attempt.noticed, said, re.IGNORECASE):
+                return Outcome("wrong", f"{what}: what was said had no effect, and nothing tells so")
+        # A conversion has an account of its own.
+        if (
+            attempt.act is None
+            and what.startswith("restore")
+            and (lacks := self.unaccounted(subject, attempt, way, folder, found, want))
+        ):
+            return Outcome("unaccounted", f"{what}: {lacks}")
+        return Outcome("right")
+
+    @staticmethod
+    def is_truth(found: Result, truth: Result, folder: Folder) -> bool:
+        return not differences(found.leaves, truth.leaves) and not _different_extras(found.extras, truth.extras, folder)
+
+    def invisible(
+        self, subject: Subject, attempt: Attempt, way: Way, folder: Folder, found: Result, want: Result
+    ) -> str:
+        """The entry of INVISIBLE that proves that what is wrong could not be seen, or an empty string."""
+        if any(not isinstance(entry, bytes) for entry in folder.values()):
+            return ""  # a link or a folder where a file should be
+        before, after = subject.folder, _files(folder)
+        if way.weights_only:  # nothing else was read
+            tables = {name for name in before if not _holds_data(name)}
+            of_weights = [n for n in before if n in tables or any(n == r or n.endswith(f"/{r}") for r in want.read)]
+            before, after = ({n: f[n] for n in of_weights if n in f} for f in (before, after))
+        case = Case(subject, before, after, found.leaves, want.leaves, said=attempt.options, extras=want.extras)
+        if way.weights_only and subject.format in ("dcp", "megatron-dist"):
+            case = replace(case, aside=r"optimizer|chained_")
+        return next((name for name, entry in INVISIBLE.items() if entry.proves(case)), "")
+
+    def other_truth(self, subject: Subject, which: str, way: Way) -> Result:
+        if which in self.subjects:
+            return self.truth(self.subjects[which], weights_only=way.weights_only)
+        return self.truth(subject, which, way.weights_only)
+
+    def unaccounted(
+        self, subject: Subject, attempt: Attempt, way: Way, folder: Folder, found: Result, want: Result
+    ) -> str:
+        """What the account does not have of what it has of the valid checkpoint, and of the files that came to it."""
+        if attempt.options or attempt.opened or attempt.also or subject.entry in subject.folder:
+            return ""
+        gone = sorted(want.items - found.items)
+        if gone and all(folder.get(name) == data for name, data in subject.folder.items()):
+            return f"the account has no more {gone[0]}, and {len(gone) - 1} others"
+        new = [name for name in folder if name not in subject.folder and _holds_data(name)]
+        for name in new:
+            path = PurePosixPath(name)
+            parents = [part for part in path.parts[:-1] if len(part) > 2]
+            inside = not subject.entry or name.startswith(f"{subject.entry}/")
+            if inside and not any(part in found.told for part in (path.name, *parents)):
+                return f"nothing tells of {name}"
+        return ""
+
+    def refusal(self, subject: Subject, attempt: Attempt, error: Exception, what: str) -> Outcome:
+        """Whether the message of an error names the cause."""
+        text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        ours = isinstance(error, UCPError | FileExistsError | NotADirectoryError | IsADirectoryError)
+        if not ours and not ((attempt.act or attempt.options) and isinstance(error, TypeError | ValueError | OSError)):
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            return Outcome(
+                "unnamed", f"{what}: raw {type(error).__name__} at {Path(last.filename).name}:{last.lineno}: {text}"
+            )
+        plain = text.replace(str(self.work), "WORK")
+        named = any(name.lower() in plain.lower() for name in attempt.named)
+        words = plain if attempt.opened else re.sub(r"\S*(?:/|_rank|_step)\S*", " ", plain)
+        if named and re.search(attempt.cause, words, re.IGNORECASE | re.DOTALL):
+            return Outcome("refused", f"{what}: {plain}")
+        return Outcome("unnamed", f"{what}: {type(error).__name__}: {plain}")
+
+
+def _can_verify() -> bool:
+    return "verify" in inspect.signature(ucp.Checkpoint.restore).parameters
+
+
+def _files(folder: Folder) -> dict[str, bytes]:
+    return {name: entry for name, entry in folder.items() if isinstance(entry, bytes)}
+
+
+def _different_extras(found: Mapping[str, Any], want: Mapping[str, Any], folder: Folder) -> list[str]:
+    """Extras that are other; those of files that are not there any more are not looked for."""
+    there = [name for name in want if any(n.endswith(name) or f"{name}/" in n for n in folder)]
+    return [
+        f"{file}:{name}"
+        for file, values in want.items()
+        if file in there
+        for name, value in values.items()
+        if repr(found.get(file, {}).get(name, "nothing")) != repr(value)
+    ]
+
+
+def _holds_data(name: str) -> bool:
+    path = PurePosixPath(name)
+    tables = (".zarray", "zarr.json")
+    data = path.suffix in (".pt", ".bin", ".pth", ".ckpt", ".safetensors", ".distcp") or path.name in tables
+    return data and not path.name.startswith("._")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    elif path.exists() or path.is_symlink():
+        path.unlink()
+
+
+# The campaign.
+
+
+@dataclass(frozen=True)
+class Trial:
+    subject: Subject
+    mistake: str
+    attempt: Attempt
+
+
+def trials(found: Sequence[Subject], only: Sequence[str] = ()) -> list[Trial]:
+    """Every attempt, in an order in which any first part of it is spread over formats and mistakes."""
+    groups: dict[tuple[str, str], list[Trial]] = defaultdict(list)
+    for subject in found:
+        others = [other for other in found if other.format == subject.format]
+        for name, make in MISTAKES.items():
+            if not only or name in only:
+                groups[subject.format, name] += [Trial(subject, name, attempt) for attempt in make(subject, others)]
+    for key, group in groups.items():
+        Random(f"order {key}").shuffle(group)
+    rounds = max((len(group) for group in groups.values()), default=0)
+    return [group[i] for i in range(rounds) for group in groups.values() if i < len(group)]
+
+
+@dataclass
+class Table:
+    """What came of each format and each mistake."""
+
+    formats: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    mistakes: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    invisible: Counter[str] = field(default_factory=Counter)
+
+    def add(self, trial: Trial, outcome: Outcome) -> None:
+        self.formats[trial.subject.format][outcome.kind] += 1
+        self.mistakes[trial.mistake][outcome.kind] += 1
+        if outcome.kind == "invisible":
+            self.invisible[outcome.text] += 1
+
+    @property
+    def faults(self) -> int:
+        return sum(counts[kind] for counts in self.formats.values() for kind in FAULTS)
+
+    def __str__(self) -> str:
+        lines = []
+        for title, rows in (("format", self.formats), ("mistake", self.mistakes)):
+            width = max(map(len, [title, *rows]), default=0)
+            heads = "".join(f"{kind:>12}" for kind in OUTCOMES)
+            lines.append(f"{title:{width}} {'tried':>7}{heads}")
+            total: Counter[str] = Counter()
+            for name, counts in sorted(rows.items()):
+                total += counts
+                lines.append(_row(name, counts, width))
+            lines += [_row("all", total, width), ""]
+        lines += [f"invisible, {name}: {n}" for name, n in sorted(self.invisible.items())]
+        return "\n".join(lines)
+
+
+def _row(name: str, counts: Counter[str], width: int) -> str:
+    return f"{name:{width}} {sum(counts.values()):>7}" + "".join(f"{counts[kind]:>12}" for kind in OUTCOMES)
+
+
+def run(
+    numbers: Sequence[int],
+    all_trials: Sequence[Trial],
+    found: Sequence[Subject],
+    work: Path,
+    log: Any = None,
+    keep: Path | None = None,
+) -> Table:
+    """Make these attempts; `log` gets a line of JSON for each."""
+    import json
+
+    campaign, table = Campaign(work, found, keep), Table()
+    opens = {subject.name: campaign.opens_as_it_is(subject) for subject in found}
+    for number in numbers:
+        trial = all_trials[number]
+        if not opens[trial.subject.name]:
+            continue
+        begin = time.monotonic()
+        outcome = campaign.make(trial.subject, trial.attempt, way_of(number, trial.attempt))
+        table.add(trial, outcome)
+        if log:
+            about = {
+                "number": number,
+                "subject": trial.subject.name,
+                "mistake": trial.mistake,
+                "what": trial.attempt.what,
+            }
+            about |= {"kind": outcome.kind, "text": outcome.text, "seconds": round(time.monotonic() - begin, 2)}
+            print(json.dumps(about), file=log, flush=True)
+        if outcome.kind in FAULTS and not log:
+            print(f"{number} {trial.subject.name}, {trial.mistake}, {trial.attempt.what}")
+            print(f"  {outcome.kind}: {outcome.text}")
+    for name, text in campaign.refused_as_they_are.items():
+        print(f"not tried, refused as it is: {name}: {text[:150]}")
+    return table
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=2000)
+    parser.add_argument("--start", type=int, default=0, help="number of the first attempt")
+    parser.add_argument("--all", action="store_true", help="every attempt there is")
+    parser.add_argument("--only", type=int, help="number of the one attempt to make")
+    parser.add_argument("--format", choices=FORMATS, action="append")
+    parser.add_argument("--mistake", action="append", default=[], help="one of: " + ", ".join(MISTAKES))
+    parser.add_argument("--siblings", type=Path, help="a folder of siblings that a trainer wrote: step/CASE, run/CASE")
+    parser.add_argument("--keep", type=Path, help="with --only: where the folder is kept")
+    parser.add_argument("--log", type=argparse.FileType("w"), help="a file for a line of JSON about each")
+    said = parser.parse_args(arguments)
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    found = subjects(tuple(said.format or FORMATS), said.siblings and said.siblings.absolute())
+    every = trials(found, said.mistake)
+    numbers = range(len(every))[said.start : None if said.all else said.start + said.count]
+    numbers = [said.only] if said.only is not None else numbers
+    print(f"{len(every)} attempts with {len(found)} checkpoints; {len(numbers)} of them are made")
+    where = os.getcwd()
+    keep = said.keep.absolute() if said.keep else None
+    with tempfile.TemporaryDirectory(dir=scratch()) as work:
+        table = run(numbers, every, found, Path(work), said.log, keep)
+        os.chdir(where)
+    print(table)
+    return 1 if table.faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

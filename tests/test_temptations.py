@@ -1,0 +1,240 @@
+"""Mistakes that people make give the truth or a refusal that names the cause; and the campaign that says so can see."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jax_ucp as ucp
+from temptation_folders import OTHER_RUN, STEP_LATER, other_values, read_folder, resummed, sibling, write_folder
+from temptation_invisible import INVISIBLE, Case
+from temptation_mistakes import MISTAKES
+from temptation_subjects import FORMATS, subjects
+from temptations import trials
+from torch_writer import saved
+
+TESTS = Path(__file__).parent
+ATTEMPTS = 420  # each mistake with a checkpoint of each format at least once
+
+
+def campaign(*arguments: object, broken: str = "") -> tuple[int, str]:
+    """Run the campaign in a process of its own; `broken` is done to the package before."""
+    program = f"import sys, os; sys.path.insert(0, {str(TESTS)!r})\n"
+    program += "import numpy as np, jax_ucp as ucp, temptations\nfrom jax_ucp.errors import FormatError\n"
+    program += f"plain_open, Checkpoint = ucp.open, ucp.Checkpoint\nplain = Checkpoint.restore\n{broken}\n"
+    program += "sys.exit(temptations.main(sys.argv[1:]))"
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-W", "ignore", "-c", program, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_mistakes_give_the_truth_or_a_refusal_that_names_the_cause():
+    code, said = campaign("--count", ATTEMPTS)
+    assert code == 0, said
+
+
+# What would be a fault, each seen by its kind. Harmless mistakes with one format are made, so that nothing else is one.
+BROKEN = {
+    "a bit of a leaf": (
+        "def restore(self, *a, **k):\n    tree = plain(self, *a, **k)\n    if 'source' in self.path:\n        "
+        "tree['param'][next(iter(tree['param']))] = np.zeros(3)\n    return tree\nCheckpoint.restore = restore",
+        "is other",
+    ),
+    "a leaf that is not there": (
+        "def restore(self, *a, **k):\n    tree = plain(self, *a, **k)\n    if 'source' in self.path:\n        "
+        "tree['param'].popitem()\n    return tree\nCheckpoint.restore = restore",
+        "is not there",
+    ),
+    "an extra that is not there": (
+        "Checkpoint.extras = property(lambda self: {} if self.format == 'safetensors' and 'valid' not in self.path "
+        "else self._contents.extras)",
+        "restore: extra ",
+    ),
+    "an account that is empty": (
+        "Checkpoint.account = property(lambda self: () if 'source' in self.path else self._contents.account)",
+        "the account has no more",
+    ),
+    "a message that says nothing": (
+        "def restore(self, *a, **k):\n    if 'source' in self.path:\n        raise FormatError('an error')\n"
+        "    return plain(self, *a, **k)\nCheckpoint.restore = restore",
+        "unnamed: restore: FormatError: an error",
+    ),
+    "an error that is not ours": (
+        "def restore(self, *a, **k):\n    if 'source' in self.path:\n        raise KeyError('README.md')\n"
+        "    return plain(self, *a, **k)\nCheckpoint.restore = restore",
+        "raw KeyError",
+    ),
+    "a valid checkpoint that is not read as it is": (
+        "def restore(self, *a, **k):\n    tree = plain(self, *a, **k)\n    for name in tree['param']:\n        "
+        "tree['param'][name] = np.zeros(3)\n    return tree\nCheckpoint.restore = restore",
+        "AssertionError",
+    ),
+    "a file left behind": (
+        "def restore(self, *a, **k):\n    if 'source' in self.path:\n        open('behind', 'w').close()\n"
+        "    return plain(self, *a, **k)\nCheckpoint.restore = restore",
+        "left behind",
+    ),
+    "a source that is gone": (
+        "import shutil\ndef restore(self, *a, **k):\n    tree = plain(self, *a, **k)\n    if 'source' in self.path:\n"
+        "        shutil.rmtree(self.path)\n    return tree\nCheckpoint.restore = restore",
+        "the source is gone",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_the_campaign_sees(what):
+    broken, seen = BROKEN[what]
+    arguments = ["--format", "safetensors", "--mistake", "clutter beside", "--count", 12]
+    code, said = campaign(*arguments, broken=broken)
+    assert code == 1, said
+    assert seen in said
+
+
+def test_nothing_is_seen_where_nothing_is_broken():
+    code, said = campaign("--format", "safetensors", "--mistake", "bytes appended", "--count", 12)
+    assert code == 0, said
+
+
+def test_every_mistake_is_made_with_some_format_and_every_format_meets_mistakes():
+    made = {(trial.subject.format, trial.mistake) for trial in trials(subjects(("deepspeed-universal", "safetensors")))}
+    assert {mistake for _, mistake in made} == set(MISTAKES)
+    assert {subject.format for subject in subjects()} == set(FORMATS)
+
+
+def test_attempts_are_the_same_in_every_run():
+    first, second = (
+        [(trial.subject.name, trial.mistake, trial.attempt.what) for trial in trials(subjects(("dcp", "safetensors")))]
+        for _ in range(2)
+    )
+    assert first == second
+    assert len(set(first)) > 0.99 * len(first)
+
+
+# Siblings.
+
+HALVES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32))
+
+
+@given(st.lists(st.floats(width=32), min_size=1), st.integers(0, 5), st.sampled_from(HALVES))
+def test_other_values_go_with_rounding(values, salt, half):
+    plain = np.array(values, np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        rounded = plain.astype(half)
+        assert same_or_nan(other_values(plain, salt, half).astype(half), other_values(rounded, salt, half))
+
+
+def same_or_nan(a: np.ndarray, b: np.ndarray) -> bool:
+    return bool(np.all((a == b) | (np.isnan(a) & np.isnan(b))))
+
+
+@pytest.mark.parametrize("change", [STEP_LATER, OTHER_RUN], ids=["step", "run"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "deepspeed/z1_bf16_dp2",
+        "deepspeed/tp2_dp2_z3_bf16",
+        "megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16/ckpt",
+        "megatron/legacy_tp2_fp16_scaler/ckpt",
+        "torch/fsdp2_dp4_uneven/ckpt",
+        "torch/hf_llama/ckpt",
+    ],
+)
+def test_a_sibling_is_a_whole_checkpoint_with_other_values(case, change, tmp_path):
+    path = TESTS / "data" / case
+    folder = {name: data for name, data in read_folder(path).items() if name not in ("truth.npz", "case.json")}
+    other = sibling(folder, change)
+    assert set(other) == set(folder)
+    assert all(len(other[name]) == len(folder[name]) for name in folder)
+    if case.startswith("megatron") and change.steps:
+        other = {name.replace("iter_0000003", "iter_0000004"): data for name, data in other.items()}
+        other["latest_checkpointed_iteration.txt"] = b"4"
+    found, plain = ucp.open(write_folder(other, tmp_path)), ucp.open(path)
+    assert [fault for _, fault in found.verify() if fault] == []
+    labels = [leaf.label for leaf in plain.leaves if leaf.has_array]
+    alike = [label for label in labels if found.read(label).tobytes() == plain.read(label).tobytes()]
+    wanted = 0 if change.steps else sum(label.startswith("step/") for label in labels)
+    assert len(alike) <= wanted + 0.15 * len(labels)
+    steps = {label: (int(found.read(label)), int(plain.read(label))) for label in labels if label.startswith("step/")}
+    assert all(other == one + change.steps for other, one in steps.values())
+
+
+# What no reader can see, and what only looks like it.
+
+
+def invisible(before: dict, after: dict, found: dict, want: dict, subject=None) -> set[str]:
+    subject = subject or subjects(("safetensors",))[0]
+    case = Case(replace(subject, folder=before, made=lambda which: {}), before, after, found, want)
+    return {name for name, entry in INVISIBLE.items() if entry.proves(case)}
+
+
+X, Y, Z = (np.asarray(np.random.default_rng(i).standard_normal(64), np.float32) for i in range(3))
+
+
+def test_values_that_are_stored_once_are_invisible():
+    before, after = ({"a.pt": saved({"w": x}), "b.pt": saved({"v": Z})} for x in (X, Y))
+    assert "values stored once" in invisible(before, after, {"w": Y, "v": Z}, {"w": X, "v": Z})
+
+
+@pytest.mark.parametrize("cast", [np.float32, np.float16])
+def test_values_whose_copy_did_not_change_are_not(cast):
+    before, after = ({"a.pt": saved({"w": x}), "b.pt": saved({"v": X.astype(cast)})} for x in (X, Y))
+    assert invisible(before, after, {"w": Y}, {"w": X}) == set()
+
+
+def test_values_whose_copy_changed_alike_are():
+    before, after = ({"a.pt": saved({"w": x}), "b.pt": saved({"v": x.astype(np.float16)})} for x in (X, Y))
+    assert "values stored once" in invisible(before, after, {"w": Y}, {"w": X})
+
+
+def test_a_counter_that_another_file_tells_is_not_invisible():
+    before, after = ({"a.pt": saved({"w": x, "step": n}), "b.pt": saved({"step": 5})} for x, n in ((X, 5), (Y, 6)))
+    assert invisible(before, after, {"w": Y}, {"w": X}) == set()
+    before, after = ({"a.pt": saved({"w": x, "step": n}), "b.pt": saved({"step": 2})} for x, n in ((X, 5), (Y, 6)))
+    assert "values stored once" in invisible(before, after, {"w": Y}, {"w": X})
+
+
+def test_a_wrong_checksum_a_wrong_root_and_another_shape_are_not_invisible():
+    before = {"a.pt": saved({"w": X})}
+    data = before["a.pt"]
+    at = data.index(X.tobytes())
+    flipped = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+    found = X.copy()
+    found.view(np.uint8)[0] ^= 1
+    assert resummed(flipped) != flipped
+    assert invisible(before, {"a.pt": flipped}, {"w": found}, {"w": X}) == set()
+    assert "values stored once" in invisible(before, {"a.pt": resummed(flipped)}, {"w": found}, {"w": X})
+    renamed = resummed(flipped).replace(b"archive/", b"archivX/")
+    assert invisible(before, {"a.pt": renamed}, {"w": found}, {"w": X}) == set()
+    assert invisible(before, {"a.pt": saved({"w": Y[:60]})}, {"w": Y[:60]}, {"w": X}) == set()
+
+
+def test_a_safetensors_file_has_no_checksum_but_a_name_in_an_index_is_stored_twice():
+    header = json.dumps({"w": {"dtype": "F32", "shape": [64], "data_offsets": [0, 256]}}).encode()
+    named = header.replace(b'"w"', b'"v"')
+    index = json.dumps({"weight_map": {"w": "a.safetensors"}}).encode()
+    before, values, name = (
+        {"a.safetensors": len(h).to_bytes(8, "little") + h + x.tobytes()}
+        for h, x in ((header, X), (header, Y), (named, X))
+    )
+    assert "a format without checksums" in invisible(before, values, {"['w']": Y}, {"['w']": X})
+    assert invisible(before, name, {"['v']": X}, {"['w']": X}) == {"a name without a checksum"}
+    more = {"model.safetensors.index.json": index}
+    assert invisible(before | more, name | more, {"['v']": X}, {"['w']": X}) == set()
+
+
+def test_no_entry_proves_that_a_right_result_is_wrong_or_that_a_leaf_may_be_missing():
+    rng = Random(0)
+    for subject in rng.sample(subjects(("safetensors", "dcp", "deepspeed")), 6):
+        gone = {name: data for name, data in subject.folder.items() if name != max(subject.folder)}
+        assert invisible(subject.folder, gone, {}, {"w": X}, subject) == set()
