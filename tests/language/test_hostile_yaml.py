@@ -3,9 +3,10 @@
 import pytest
 
 from jax_ucp.errors import LayoutError, SpecError
-from jax_ucp.language.binding import bind, config_numbers, undone_lengths
+from jax_ucp.language.binding import Said, bind, said_before
 from jax_ucp.language.document import document
 from jax_ucp.language.mapping import Mapping
+from jax_ucp.language.model_config import config_of, numbers_of
 from jax_ucp.language.notation import parse, to_yaml
 from jax_ucp.layout import axes
 
@@ -83,16 +84,19 @@ def test_a_mapping_made_in_python_may_share_its_parts():
 @pytest.mark.parametrize("value", [-1, 1 << 70, 10**4000, True, "12", 1.5, None, [1]])
 def test_a_number_of_a_config_that_is_no_length_is_none(value):
     said = {"heads": value, "num_query_groups": 2, "num_attention_heads": value}
-    assert config_numbers({"config.json": {"config": said}}) == {"num_query_groups": 2}
-    assert config_numbers({"a": {"args": {"fields": said}}}) == {"num_query_groups": 2}
-    assert config_numbers({"a": {"args": {"fields": [said]}}, "b": [1]}) == {}
+    for extras in (
+        {"config.json": {"config": said}},
+        {"a": {"args": {"fields": said}}},
+    ):
+        assert numbers_of(config_of(extras)) == {"num_query_groups": 2}
+    assert numbers_of(config_of({"a": {"args": {"fields": [said]}}, "b": [1]})) == {}
 
 
 @pytest.mark.parametrize(
     "done", [{"rules": [], "lengths": {}}, {"rules": {}, "lengths": []}, {"rules": 1}, {"lengths": 1}]
 )
 def test_a_source_that_says_no_mapping_is_not_undone(done):
-    assert undone_lengths(Mapping(()), done) == {}
+    assert said_before(Mapping(()), done) == Said()
 
 
 @pytest.mark.parametrize("power", ["999999999", "-9.5"])
