@@ -25,9 +25,11 @@ from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Group, Leaf, tree_of
 from jax_ucp.parameters import Parameter, Parameters, table
 from jax_ucp.storage.budget import DEFAULT_BUDGET
+from jax_ucp.storage.checks import Extent
 from jax_ucp.storage.contents import Contents, Item, Piece
 from jax_ucp.storage.copy import Block, CopyPlan, copy, plan_copy
 from jax_ucp.storage.mapped_tree import map_contents, states_of
+from jax_ucp.storage.proved import ProvedReads
 from jax_ucp.storage.source import ArrayInfo
 
 if TYPE_CHECKING:
@@ -70,6 +72,7 @@ class Checkpoint:
 
     def __init__(self, contents: Contents):
         self._contents = contents
+        self._reads = ProvedReads(contents)
 
     @classmethod
     def of(cls, tree: Any) -> Checkpoint:
@@ -143,7 +146,11 @@ class Checkpoint:
         for leaf in self.leaves:
             if len(leaf.path) >= 2 and leaf.has_array:
                 found.setdefault("/".join(map(str, leaf.path[1:])), {})[str(leaf.path[0])] = leaf
-        named = {name: Parameter(name, states, self._contents) for name, states in found.items() if "param" in states}
+        named = {
+            name: Parameter(name, states, self._contents, self._reads)
+            for name, states in found.items()
+            if "param" in states
+        }
         return Parameters(named)
 
     def where(self, leaf: str | Leaf) -> Sequence[Piece]:
@@ -151,9 +158,13 @@ class Checkpoint:
         return self._contents.where(self._leaf(leaf) if isinstance(leaf, str) else leaf)
 
     def read(self, label: str, box: Box | None = None) -> np.ndarray:
-        """The array of a leaf, or one box of it."""
-        leaf = self._leaf(label)
-        return self._contents.arrays.read(leaf.name, box or Box.whole(leaf.shape))
+        """The array of a leaf, or one box of it.
+
+        Before the first read of a leaf a sample of what is stored twice of it is compared, as `restore` does.
+
+        Raises CorruptData where it differs, or where bytes are not what was written.
+        """
+        return self._reads.read(self._leaf(label), box)
 
     def _leaf(self, label: str) -> Leaf:
         found = [leaf for leaf in self.leaves if leaf.label == label and leaf.has_array]
@@ -213,6 +224,7 @@ class Checkpoint:
         cast: bool | DTypeLike = False,
         partial: bool = False,
         share_reads: bool = False,
+        verify: Extent = "sample",
         budget_bytes: int = DEFAULT_BUDGET,
     ) -> Any:
         """The tree, in the form of `target` and on its shardings, or on `mesh`, or as numpy arrays.
@@ -220,7 +232,10 @@ class Checkpoint:
         `rules` are pairs: (regular expression on a leaf's label, PartitionSpec), or (logical axis name, mesh
         axes). `cast=True` converts to the target's dtypes, a dtype all floating arrays to that. With
         `partial`, leaves that the target lacks are left out. `budget_bytes` bounds what is in flight.
-        Only what is asked for is read: whether what a source stores twice agrees, `verify` and `save` say.
+
+        What the source stores twice of the leaves that are asked for is compared: with `verify="sample"` a few
+        kilobytes of each array, in every file that holds a part of it, which finds files that were exchanged, or are of
+        another step, rank or run; with `verify="full"` all of it, and every checksum of what is read.
 
         With `share_reads`, of what several processes hold each reads a part, and their devices exchange the parts: each
         stored byte is read about once over all of them. That is for storage slower than the interconnect. All processes
@@ -230,11 +245,12 @@ class Checkpoint:
         Raises TreeMismatch with everything in which target and checkpoint differ, CorruptData where bytes
         are not what was written.
         """
-        from jax_ucp.sharding.restore import run_restore
+        from jax_ucp.sharding.restore import dealt_out, run_restore
 
         said = {"mesh": mesh, "rules": rules, "cast": cast, "partial": partial, "share_reads": share_reads}
         plan = self.plan(target, **said)
-        return run_restore(plan, self._contents.arrays, budget_bytes)
+        proofs = self._contents.proofs({p.leaf.name for p in plan.placements}, verify)
+        return run_restore(plan, self._contents.arrays, budget_bytes, dealt_out(plan, proofs, verify))
 
     def plan_optimizer(
         self, tx: optax.GradientTransformation, params: Any, *, step: int | None = None, check: bool = True

@@ -11,6 +11,7 @@ import numpy as np
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Leaf
 from jax_ucp.storage.contents import Contents, Piece
+from jax_ucp.storage.proved import ProvedReads
 
 
 @dataclass(frozen=True, repr=False)
@@ -20,6 +21,7 @@ class Parameter:
     name: str
     states: Mapping[str, Leaf]
     contents: Contents
+    reads: ProvedReads
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -34,9 +36,8 @@ class Parameter:
         return self.contents.where(self.states[state])
 
     def read(self, state: str = "param", box: Box | None = None) -> np.ndarray:
-        """One of its states, or one box of it."""
-        leaf = self.states[state]
-        return self.contents.arrays.read(leaf.name, box or Box.whole(leaf.shape))
+        """One of its states, or one box of it, proved by a sample as `Checkpoint.read` does."""
+        return self.reads.read(self.states[state], box)
 
     def __repr__(self) -> str:
         return f"<{self.name}: {self.dtype} {list(self.shape)}, {', '.join(self.states)}>"

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +57,9 @@ def open_dcp(path: Path, options: Options) -> Contents:
             found.hyperparameters(name, settings)
     _other_files(found, metadata)
     try:
-        contents = found.contents()
+        return found.contents()
     except LayoutError as error:
         raise LayoutError(f"{path}: {error}") from None
-
-    def verify() -> Iterator[tuple[str, str | None]]:
-        yield from source.verify({fqn: consolidated(fqn, tensor).keys for fqn, tensor in metadata.tensors.items()})
-        yield from contents.verify()
-
-    return replace(contents, verify=verify)
 
 
 def _tensors(found: Import, metadata: DcpMetadata, objects: Mapping[Steps, Any], options: Options) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,23 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.errors import FormatError
 from jax_ucp.formats.extras import as_json
-from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout
 from jax_ucp.layout.patterns import Unique
 from jax_ucp.metadata import Key, Leaf, groups_of, leaf_names, plain_settings
 from jax_ucp.metadata import Path as TreePath
-from jax_ucp.storage.budget import in_threads
-from jax_ucp.storage.consolidated import Consolidated, ConsolidatedView, same_bits
+from jax_ucp.storage.checks import Check, Extent, checks_of, passed_on
+from jax_ucp.storage.consolidated import Consolidated, ConsolidatedView
 from jax_ucp.storage.contents import Contents, Fate, Item, Piece
 from jax_ucp.storage.cuts import Cut, WithCuts
+from jax_ucp.storage.duplicates import Duplicate, replicas_fault
 from jax_ucp.storage.gather import read_into
-from jax_ucp.storage.joined import Joined
 from jax_ucp.storage.source import ArrayInfo, ArraySource
-
-VERIFY_BYTES = 2 << 20
 
 
 class Import:
@@ -160,22 +157,6 @@ class Import:
                 found += [Piece(file, item, part.source, part.target.shift(to)) for part in parts]
             return found
 
-        def verify() -> Iterator[tuple[str, str | None]]:
-            if isinstance(self.shards, Joined):
-                yield from self.shards.verify()
-            checks: list[tuple[str, Callable[[], str | None]]] = []
-            for path, param in self.params.items():
-                if _replicated(param) and not self.believe:
-                    checks.append((_label(path), partial(_replicas_differ, view, names[path], self._stored)))
-            for twin in self._twins:
-                whole = twin.of if isinstance(twin.of, str) else names[twin.of]
-                label = twin.of if isinstance(twin.of, str) else _label(twin.of)
-                source = (slices or shards) if isinstance(twin.of, str) else view
-                held = slices or shards
-                checks.append((label, partial(_differs_from_twin, label, source, whole, held, twin, self._stored)))
-            faults = in_threads(check for _, check in checks)
-            yield from zip((label for label, _ in checks), faults, strict=True)
-
         return Contents(
             self.format,
             str(self.path),
@@ -185,9 +166,59 @@ class Import:
             extras=self.extras,
             groups=groups_of({name: said for name, said in self._settings.items() if self._is_parameter(name)}),
             notes=self.notes,
-            verify=verify,
+            checks=lambda extent: self._checks(view, slices or shards, names, extent),
             where=where,
         )
+
+    def _checks(
+        self, view: ConsolidatedView, held: ArraySource, names: Mapping[TreePath, str], extent: Extent
+    ) -> Iterator[Check]:
+        """The proofs of all leaves: `held` has slices and stored tensors, `view` the parameters, by `names`."""
+        resting = self._resting(names)
+        yield from passed_on(checks_of(self.shards, extent), resting)
+        for alike in self._alike().values() if not self.believe else ():
+            label, first = _label(alike[0]), names[alike[0]]
+            leaves = frozenset[str]().union(*(resting[names[path]] for path in alike))
+            run = partial(replicas_fault, view, first, self._stored, extent)
+            yield Check(label, leaves, 2 * view.arrays()[first].nbytes, run)
+        for twin in self._twins:
+            label = _label(twin.of)
+            source, whole = (held, twin.of) if isinstance(twin.of, str) else (view, names[twin.of])
+            pair = Duplicate(label, source, whole, held, twin.key, twin.at, self._stored, twin.stored)
+            yield Check(label, resting[whole], pair.nbytes(extent), partial(pair.fault, extent))
+
+    def _alike(self) -> dict[tuple[object, ...], list[TreePath]]:
+        """Parameters that have replicas; together those that are of the same tensors, as the steps of a group are."""
+        found: dict[tuple[object, ...], list[TreePath]] = defaultdict(list)
+        for path, param in self.params.items():
+            if _replicated(param):
+                found[(*param.keys, param.layout.fragments)].append(path)
+        return found
+
+    def _resting(self, names: Mapping[TreePath, str]) -> dict[str, frozenset[str]]:
+        """By the name of a leaf, slice or stored tensor, the leaves that rest on it.
+
+        The states of a parameter rest on the parameter too: they were stored with it, and most have no copy.
+        """
+        states: dict[str, set[str]] = defaultdict(set)
+        for path, name in names.items():
+            states[str(path[-1])].add(name)
+        found: dict[str, set[str]] = defaultdict(set)
+        for path, name in names.items():
+            rest = states[str(path[-1])] if str(path[0]) == "param" else {name}
+            found[name] |= rest
+            for key in self._keys_below(self.params[path].keys) if path in self.params else ():
+                found[key] |= rest
+        return defaultdict(frozenset, {key: frozenset(leaves) for key, leaves in found.items()})
+
+    def _keys_below(self, keys: Iterable[str]) -> Iterator[str]:
+        """Keys, those that they are made of, and the stored tensors that these lie in."""
+        for key in keys:
+            yield key
+            if key in self._slices:
+                yield from self._keys_below(self._slices[key].keys)
+            elif key in self._cuts:
+                yield self._cuts[key].key
 
     def _is_parameter(self, name: str) -> bool:
         return (Key("dict", "param"), Key("dict", name)) in self.params
@@ -301,51 +332,9 @@ class _WithConstants:
             out[...] = self._constants[key][box.index]
 
 
-def _label(path: Iterable[Key]) -> str:
-    return "/".join(map(str, path))
+def _label(path: str | Iterable[Key]) -> str:
+    return path if isinstance(path, str) else "/".join(map(str, path))
 
 
 def _replicated(param: Consolidated) -> bool:
     return len(param.layout.replicas) < len(param.layout.fragments) and not param.layout.averaged
-
-
-def _replicas_differ(view: ConsolidatedView, name: str, stored: Callable[[str], str]) -> str | None:
-    info = view.arrays()[name]
-    for box in row_boxes(info.shape, info.dtype.itemsize, VERIFY_BYTES):
-        try:
-            view.compare_replicas(name, box)
-        except CorruptData as error:
-            held = {stored(key): None for key, part in view.where(name) if part.target.intersect(box)}
-            return f"{error} (stored in {', '.join(held)})"
-    return None
-
-
-def _differs_from_twin(
-    label: str, view: ArraySource, name: str, shards: ArraySource, twin: _Twin, stored: Callable[[str], str]
-) -> str | None:
-    """The first element of a parameter or slice of `view` that is not the copy's, with where both are stored."""
-    info = shards.arrays()[twin.key]
-    if view.arrays()[name].shape[len(twin.at) :] != info.shape:
-        return f"{label} has shape {view.arrays()[name].shape}, but the copy at {twin.stored} has {info.shape}"
-    for box in row_boxes(info.shape, info.dtype.itemsize, VERIFY_BYTES):
-        copy = np.asarray(shards.read(twin.key, box))
-        whole = Box((*twin.at, *box.start), (*(i + 1 for i in twin.at), *box.stop))
-        master = view.read(name, whole)
-        with np.errstate(all="ignore"):  # what overflows is not the copy
-            rounded = master.reshape(box.shape).astype(copy.dtype)
-        if not same_bits(rounded, copy):
-            raw = [np.ascontiguousarray(x).reshape(-1, 1).view(np.uint8) for x in (rounded, copy)]
-            first = int(np.argmax((raw[0] != raw[1]).any(axis=1)))
-            at = tuple(map(int, np.unravel_index(first, whole.shape)))
-            index = tuple(a + b for a, b in zip(whole.start, at, strict=True))
-            parts = view.where(name) if isinstance(view, ConsolidatedView) else []
-            held = [key for key, part in parts if part.target.intersect(_element(index))] or [name]
-            return (
-                f"{label}: the master at {', '.join(map(stored, held[:1]))} is {master[at]} in {list(index)}, rounded "
-                f"to {copy.dtype} not what the copy at {twin.stored} has, {copy.reshape(-1)[first]}"
-            )
-    return None
-
-
-def _element(index: tuple[int, ...]) -> Box:
-    return Box(index, tuple(i + 1 for i in index))

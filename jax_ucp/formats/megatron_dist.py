@@ -13,7 +13,8 @@ Megatron-LM core_v0.16.1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,12 +78,9 @@ def read_files(files: DistFiles, options: Options) -> Contents:
         if str(files.folder) in str(error):
             raise
         raise type(error)(f"{files.folder}: {error}") from error
-
-    def verify() -> Iterator[tuple[str, str | None]]:
-        yield from files.verify()
-        yield from contents.verify()
-
-    return replace(contents, verify=verify)
+    return replace(
+        contents, checks=lambda extent: itertools.chain(contents.checks(extent), files.object_checks(extent))
+    )
 
 
 class _Reader:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from jax_ucp.layout.box import Box
+from jax_ucp.storage.checks import Check, Extent, checks_of, passed_on
 from jax_ucp.storage.gather import read_into
 from jax_ucp.storage.source import ArrayInfo, ArraySource
 
@@ -32,8 +33,8 @@ class Joined:
         name, _, inner = key.partition(":")
         return self._sources[name], inner
 
-    def verify(self) -> Iterator[tuple[str, str | None]]:
-        """What every source that has checksums of its own says of them: (what was looked at, fault or None)."""
-        for source in self._sources.values():
-            if hasattr(source, "verify"):
-                yield from source.verify()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+    def checks(self, extent: Extent) -> Iterator[Check]:
+        """What every source that has checksums of its own can prove by them."""
+        for name, source in self._sources.items():
+            own = {key: (f"{name}:{key}",) for key in source.arrays()}
+            yield from passed_on(checks_of(source, extent), own)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -13,6 +14,7 @@ from jax_ucp.errors import LayoutError, TreeMismatch
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.strided import LeafForm, LeafLayout, hull
 from jax_ucp.metadata import Group, Key, Leaf, groups_of, leaf_names
+from jax_ucp.storage.checks import Check, Extent, passed_on
 from jax_ucp.storage.contents import Contents, Item, Piece
 from jax_ucp.storage.mapped import Formed, MappedView
 
@@ -59,11 +61,12 @@ def map_contents(
     made = [Leaf(path, name, "array", infos[name].shape, infos[name].dtype.name) for path, name in leaves.items()]
     labels = {leaf.name: leaf.label for leaf in made}
 
-    def verify() -> Iterator[tuple[str, str | None]]:
-        yield from contents.verify()
+    def checks(extent: Extent) -> Iterator[Check]:
+        yield from passed_on(contents.checks(extent), _users(formed))
         for name in formed:
             if view.has_copies(name):
-                yield labels[name], view.compare_copies(name)
+                nbytes = 2 * infos[name].nbytes
+                yield Check(labels[name], frozenset([name]), nbytes, partial(view.compare_copies, name, extent))
 
     def where(leaf: Leaf) -> list[Piece]:
         return list(_pieces(contents, tree.by_name, formed[leaf.name]))
@@ -76,9 +79,19 @@ def map_contents(
         groups=_groups(contents, forms),
         notes=[*contents.notes, *notes, *tree.notes],
         source=source,
-        verify=verify,
+        checks=checks,
         where=where,
     )
+
+
+def _users(formed: Mapping[str, Formed]) -> dict[str, set[str]]:
+    """By the name of an array, the leaves that are made of it, or of a copy of which it is one."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for name, leaf in formed.items():
+        layouts = () if leaf.equal else (leaf.form.layout, *leaf.form.copies)
+        for array in (*leaf.equal, *(part.array for layout in layouts for part in layout.parts)):
+            found[array].add(name)
+    return found
 
 
 class _Tree:
