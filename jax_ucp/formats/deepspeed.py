@@ -12,6 +12,7 @@ from typing import Any
 
 from jax_ucp.errors import FormatError, NotACheckpoint
 from jax_ucp.formats import deepspeed_moe as moe
+from jax_ucp.formats.deepspeed_facts import check_facts
 from jax_ucp.formats.deepspeed_files import Stored, is_checkpoint, open_files, tag_folder
 from jax_ucp.formats.deepspeed_modules import (
     aliases,
@@ -64,7 +65,9 @@ def open_deepspeed(path: Path, options: Options) -> Contents:
     folder = tag_folder(path) or path
     if not folder.is_dir():
         raise NotACheckpoint(f"{path / 'latest'} names {folder.name}, but there is no such folder beside it")
-    return Reader(open_files(folder), options).contents()
+    files = open_files(folder)
+    check_facts(files)
+    return Reader(files, options).contents()
 
 
 class Reader(Slices):

@@ -19,6 +19,7 @@ from typing import Any
 from jax_ucp.errors import FormatError, NotACheckpoint
 from jax_ucp.formats import deepspeed_moe as moe
 from jax_ucp.formats.deepspeed import Reader
+from jax_ucp.formats.deepspeed_facts import check_facts
 from jax_ucp.formats.deepspeed_files import Stored, open_files, open_stored, tag_folder
 from jax_ucp.formats.deepspeed_zero import param_shapes
 from jax_ucp.formats.options import Options
@@ -55,6 +56,7 @@ class _Universal(Reader):
         files = open_files(folder)
         if any(files.ranks):
             raise FormatError(f"{folder} has both atoms (zero/) and *_optim_states.pt: two checkpoints in one folder")
+        check_facts(files)
         paths = sorted(path for path in (folder / "zero").glob("*/*.pt"))
         self.atoms: dict[str, dict[str, TorchFile]] = defaultdict(dict)
         for path in paths:

@@ -22,6 +22,7 @@ from jax_ucp.storage.checks import Check, Extent, checks_of, passed_on
 from jax_ucp.storage.consolidated import Consolidated, ConsolidatedView
 from jax_ucp.storage.contents import Contents, Fate, Item, Piece
 from jax_ucp.storage.cuts import Cut, WithCuts
+from jax_ucp.storage.dtypes import holds_every
 from jax_ucp.storage.duplicates import Duplicate, replicas_fault
 from jax_ucp.storage.gather import read_into
 from jax_ucp.storage.source import ArrayInfo, ArraySource
@@ -132,6 +133,8 @@ class Import:
 
     def contents(self) -> Contents:
         """The checkpoint. Raises LayoutError where shards do not form a parameter."""
+        if self.believe != "copy":
+            self._refuse_false_masters()
         if self.believe and (self._twins or any(_replicated(param) for param in self.params.values())):
             self._believe()
         paths = [*self.params, *self._constants]
@@ -228,6 +231,20 @@ class Import:
         shards = WithCuts(self.shards, self._cuts) if self._cuts else self.shards
         slices = {key: self._slices[key] for param in params.values() for key in param.keys if key in self._slices}
         return ConsolidatedView(ConsolidatedView(shards, slices) if slices else shards, params)
+
+    def _refuse_false_masters(self) -> None:
+        """A master has more digits than its copy, or as many: an integer, or what is narrower, is none."""
+        for twin in self._twins:
+            whole = twin.of if isinstance(twin.of, str) else self.params[twin.of].keys[0]
+            master, copy = (next(self._stored_keys([key])) for key in (whole, twin.key))
+            dtype, narrow = self.stored[master].dtype, self.stored[copy].dtype
+            if not holds_every(dtype, narrow):
+                raise FormatError(
+                    f"{self.path}: {_label(twin.of)} at {master} has dtype {dtype}, which cannot be a master of the "
+                    f"{narrow} at {copy}. TransformerEngine's precision-aware optimizer keeps the low 16 bits of each "
+                    "master in its place, or masters of less precision; they are not put together here. Open with "
+                    "weights_only for the weights of the model"
+                )
 
     def _believe(self) -> None:
         """Take the copies for the parameters, if they are believed; compare nothing."""

@@ -19,6 +19,7 @@ import numpy as np
 
 from jax_ucp.errors import FormatError, NotACheckpoint
 from jax_ucp.formats.importing import Import
+from jax_ucp.formats.megatron_dist_proof import is_precision_aware, prove_precision_aware
 from jax_ucp.formats.megatron_files import (
     OPTIM_FILE,
     Args,
@@ -91,7 +92,10 @@ class _Reader:
         self._parameters(self._layouts())
         self._extras()
         self._notes()
-        return self.found.contents()
+        contents = self.found.contents()
+        if is_precision_aware(self.args):
+            prove_precision_aware(contents)
+        return contents
 
     def _chunks(self) -> dict[str, list[dict[str, Any]]]:
         """The model chunks of every rank, by its folder: one, or as many as virtual pipeline stages."""

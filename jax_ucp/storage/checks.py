@@ -11,9 +11,9 @@ from jax_ucp.storage.budget import in_threads
 from jax_ucp.storage.source import ArraySource
 
 # A sample is a few kilobytes of each thing that is stored twice. A checksum needs all that it sums,
-# so a sample has only those of what is as small itself.
+# so a sample has only those of single numbers, such as steps.
 Extent = Literal["sample", "full"]
-SAMPLE_BYTES = 1 << 10
+SAMPLE_BYTES = 64
 
 # What a check reads at once of each of two copies, where it reads more.
 CHECK_BYTES = 2 << 20

@@ -19,8 +19,8 @@ from jax_ucp.storage.source import ArraySource
 
 _CAUSE = "one of the files is damaged, or of another rank, step or run"
 _REMAINDER = (
-    "these masters are whole numbers, as the low 16 bits are that TransformerEngine's precision-aware optimizer keeps "
-    "of a master (store_param_remainders), which are not put together here: open with weights_only"
+    "these are whole numbers, as the low 16 bits are that TransformerEngine's precision-aware optimizer "
+    "keeps in place of masters (store_param_remainders); open with weights_only"
 )
 
 

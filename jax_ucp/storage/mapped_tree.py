@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import ml_dtypes
+import numpy as np
 
 from jax_ucp.errors import LayoutError, TreeMismatch
 from jax_ucp.layout.box import Box
@@ -16,6 +16,7 @@ from jax_ucp.layout.strided import LeafForm, LeafLayout, hull
 from jax_ucp.metadata import Group, Key, Leaf, groups_of, leaf_names
 from jax_ucp.storage.checks import Check, Extent, passed_on
 from jax_ucp.storage.contents import Contents, Item, Piece
+from jax_ucp.storage.dtypes import holds_every
 from jax_ucp.storage.mapped import Formed, MappedView
 
 FAULTS_SHOWN = 20
@@ -155,15 +156,9 @@ class _Tree:
         first, *copies = (_renamed(layout, there) for layout in layouts)
         dtype = form.dtype if state == "param" else ""
         if dtype and dtype != (stored := dtypes.pop()):
-            how = "exact" if _exact(stored, dtype) else "rounded"
+            how = "exact" if holds_every(np.dtype(dtype), np.dtype(stored)) else "rounded"
             self.notes.append(f"{name} is cast from {stored} to {dtype}: {how}")
         return Formed(replace(form, layout=first, copies=tuple(copies), dtype=dtype))
-
-
-def _exact(stored: str, dtype: str) -> bool:
-    """Whether every number of one floating dtype is one of the other."""
-    a, b = ml_dtypes.finfo(stored), ml_dtypes.finfo(dtype)
-    return bool(a.nmant <= b.nmant and a.maxexp <= b.maxexp and a.minexp - a.nmant >= b.minexp - b.nmant)
 
 
 def _renamed(layout: LeafLayout, leaves: Mapping[str, Leaf]) -> LeafLayout:

@@ -180,7 +180,7 @@ def test_a_rank_of_another_step_is_refused(copy_of):
     data = path.read_bytes()
     assert data.count(step.tobytes()) >= 1
     path.write_bytes(data.replace(np.float32(5).tobytes(), np.float32(4).tobytes()))
-    with pytest.raises(FormatError, match=rf"{RANK_1}: step is 4.0, but 5.0 in .*not of one step"):
+    with pytest.raises(FormatError, match=rf"{RANK_1}: step of group \d is 4.0, but 5.0 in .*not of one step"):
         ucp.open(folder)
 
 
