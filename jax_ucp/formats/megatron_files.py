@@ -195,14 +195,15 @@ def _state(facts: Facts, rank: Rank, args: Mapping[str, Any]) -> None:
 
 def _steps_and_rates(optimizer: Any) -> Iterator[tuple[str, Any]]:
     """The settings of the groups, learning rates among them, and the step of one parameter of each."""
-    groups = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
-    for i, group in enumerate(groups if isinstance(groups, list) else ()):
-        if isinstance(group, dict):
-            yield f"parameter group {i}", group
-            states = optimizer.get("state") or {}
-            own = (states.get(number) for number in group.get("params") or ())
-            steps = (state["step"] for state in own if isinstance(state, dict) and "step" in state)
-            yield f"step of parameter group {i}", next(steps, None)
+    inner: Mapping[str, Any] = optimizer if isinstance(optimizer, dict) else {}
+    groups, states = inner.get("param_groups"), inner.get("state") or {}
+    listed: list[Any] = groups if isinstance(groups, list) else []
+    for i, group in enumerate(group for group in listed if isinstance(group, dict)):
+        yield f"parameter group {i}", group
+        numbers: Sequence[Any] = group.get("params") or ()
+        own = [states.get(number) for number in numbers]
+        steps = [state["step"] for state in own if isinstance(state, dict) and "step" in state]
+        yield f"step of parameter group {i}", steps[0] if steps else None
 
 
 def _tree(file: TorchFile) -> dict[str, Any]:

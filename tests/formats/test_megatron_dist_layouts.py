@@ -309,7 +309,7 @@ class Writer:
         store, tree = MemoryStore(self.arrays), dict(common.tree)
         names = [path.name for path in self.folder.iterdir()]
         args = Args(self.args)
-        return DistFiles(self.folder, args, common, tree, self.tensors, self.objects, store, lambda: iter(()), names)
+        return DistFiles(self.folder, args, common, tree, self.tensors, self.objects, store, names)
 
 
 @pytest.mark.parametrize("kind", ["dp_reshardable", "dp_zero"])
