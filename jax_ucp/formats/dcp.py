@@ -25,6 +25,7 @@ from jax_ucp.formats import extras
 from jax_ucp.formats.dcp_metadata import DcpMetadata, Span, TensorEntry, metadata_files, read_metadata
 from jax_ucp.formats.dcp_source import DcpSource, consolidated
 from jax_ucp.formats.extras import tensor_bytes
+from jax_ucp.formats.facts import COUNTS, RATES, Facts
 from jax_ucp.formats.importing import Import
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.state_paths import Steps, hyperparameters, places
@@ -51,6 +52,7 @@ def open_dcp(path: Path, options: Options) -> Contents:
         for fqn, spans in metadata.objects.items()
         for span in spans
     }
+    _check_facts(metadata, source)
     _tensors(found, metadata, objects, options)
     if not options.weights_only:
         for name, settings in hyperparameters(objects):
@@ -60,6 +62,21 @@ def open_dcp(path: Path, options: Options) -> Contents:
         return found.contents()
     except LayoutError as error:
         raise LayoutError(f"{path}: {error}") from None
+
+
+def _check_facts(metadata: DcpMetadata, source: DcpSource) -> None:
+    """Raise FormatError where ranks that each wrote an object of one name say in it that they are of other steps.
+
+    Places in the data are each rank's own.
+    """
+    facts = Facts(metadata.folder)
+    for fqn, spans in metadata.objects.items():
+        for span in spans if len(spans) > 1 and "data" not in fqn else ():
+            try:
+                file = source.object(fqn, span)
+            except UnsafePickle:
+                continue  # which is left out, and says so
+            facts.state_all(file, span.file, fqn, file.tree, only=(*COUNTS, *RATES))
 
 
 def _tensors(found: Import, metadata: DcpMetadata, objects: Mapping[Steps, Any], options: Options) -> None:

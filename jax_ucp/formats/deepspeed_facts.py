@@ -14,11 +14,7 @@ from typing import Any
 
 from jax_ucp.formats.deepspeed_files import Files, Rank, Stored
 from jax_ucp.formats.deepspeed_zero import base_optimizer
-from jax_ucp.formats.facts import Facts
-
-# What a scheduler of DeepSpeed, or of torch, counts; the rest of its state may be of the ranks' own losses.
-_COUNTS = ("last_batch_iteration", "last_epoch", "_step_count", "num_steps")
-_RATES = ("_last_lr", "last_lr")
+from jax_ucp.formats.facts import COUNTS, RATES, Facts
 
 
 def check_facts(files: Files) -> None:
@@ -35,11 +31,11 @@ def check_facts(files: Files) -> None:
 
 
 def _of_model(facts: Facts, model: Stored, stage: int) -> None:
+    # The rest of a scheduler's state may be of each rank's own losses.
     scheduler = model.state.get("lr_scheduler")
-    if isinstance(scheduler, dict):
-        _some(facts, model, "lr_scheduler", scheduler, _COUNTS)
-        _some(facts, model, "lr_scheduler", scheduler, _RATES, stage)
-    _some(facts, model, "client state", model.state, ("iteration",))
+    facts.state_all(model.file, model.name, "lr_scheduler", scheduler, only=COUNTS)
+    facts.state_all(model.file, model.name, "lr_scheduler", scheduler, stage, only=RATES)
+    facts.state_all(model.file, model.name, "iteration", model.state.get("iteration"))
     facts.state_all(model.file, model.name, "optimizer", _rates(model.state.get("optimizer")), stage)
 
 
@@ -61,11 +57,3 @@ def _rates(optimizer: Any) -> Mapping[str, Any]:
     """The groups of an optimizer of torch, or of one that DeepSpeed wrapped; without their parameters."""
     inner = optimizer.get("optimizer_state_dict", optimizer) if isinstance(optimizer, dict) else None
     return {"param_groups": inner.get("param_groups")} if isinstance(inner, dict) else {}
-
-
-def _some(
-    facts: Facts, stored: Stored, what: str, tree: Mapping[str, Any], names: tuple[str, ...], among: Any = None
-) -> None:
-    for name in names:
-        if name in tree:
-            facts.state_all(stored.file, stored.name, f"{what}.{name}", tree[name], among)

@@ -8,7 +8,7 @@ only some pipeline stages have) is no such fact, and nobody states it here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,9 @@ _FEW = 16
 _SHOWN = 80
 # What describes parameters, which are each rank's own.
 _PARAMETERS = ("params", "param_names")
+# How trainers call what all ranks count alike, and what follows from such counts.
+COUNTS = ("iteration", "global_step", "global_steps", "last_epoch", "_step_count", "last_batch_iteration", "num_steps")
+RATES = ("lr", "_last_lr", "last_lr")
 
 
 class Facts:
@@ -46,10 +49,22 @@ class Facts:
                 "the files are not of one step of one run. Put the files of one save in their places"
             )
 
-    def state_all(self, file: TorchFile, name: str, what: str, tree: Any, among: Hashable = None) -> None:
-        """Every number, text and small tensor in a value that `file`, called `name`, has for `what`."""
+    def state_all(
+        self,
+        file: TorchFile,
+        name: str,
+        what: str,
+        tree: Any,
+        among: Hashable = None,
+        only: Collection[str] = (),
+    ) -> None:
+        """Every number, text and small tensor in a value that `file`, called `name`, has for `what`.
+
+        With `only`, those that are called so.
+        """
         for path, value in _facts(tree, what, lambda tensor: file.read(tensor.key, Box.whole(tensor.shape))):
-            self.state(name, path, value, among)
+            if not only or path.partition("[")[0].rpartition(".")[2] in only:
+                self.state(name, path, value, among)
 
 
 def _facts(tree: Any, what: str, read: Callable[[StoredTensor], np.ndarray]) -> Iterator[tuple[str, Any]]:

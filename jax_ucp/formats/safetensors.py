@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from jax_ucp.errors import CorruptData, FormatError, LayoutError
+from jax_ucp.formats.facts import COUNTS, Facts
 from jax_ucp.formats.importing import Import
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.safetensors_parts import MARK, WHOLE_FILE, boxes, joined, unproved
@@ -59,6 +60,7 @@ def open_safetensors(path: Path, options: Options) -> Contents:
     folder = path if path.is_dir() else path.parent
     files = {name: SafetensorsFile(folder / name) for name in names}
     found = Import("safetensors", path, Joined(files))
+    facts = Facts(folder)
     parts: dict[str, list[tuple[str, Box]]] = defaultdict(list)
     for name, file in files.items():
         if path.is_file() and index is None and MARK in file.metadata and not WHOLE_FILE.fullmatch(name):
@@ -66,6 +68,8 @@ def open_safetensors(path: Path, options: Options) -> Contents:
         for key, box in boxes(file.path, file.metadata, file.arrays()).items():
             parts[key].append((f"{name}:{key}", box))
         for key, value in file.metadata.items():
+            if key in COUNTS:
+                facts.state(name, key, value)
             if key == MARK:
                 found.skip(f"{name}:{key}", "metadata", "says which part is where; its content is in the tree's shapes")
             else:
