@@ -147,7 +147,7 @@ def run_restore(
     array that takes more goes in blocks. No stored chunk is read twice. The pieces of an array whose reading is shared
     go at once. An error of one process that shares reads is raised in all.
 
-    Raises CorruptData, before much is read, where a check finds a fault.
+    Raises CorruptData where a check finds a fault.
     """
     for note in plan.notes:
         log.info("%s", note)
@@ -164,6 +164,7 @@ def run_restore(
             landings[i].take(block)
 
     def jobs() -> Iterator[tuple[int, Callable[[], object]]]:
+        # First, so that what is wrong is known before much is read.
         yield from ((check.memory, partial(require, check)) for check in checks)
         share = budget_bytes // threads()
         block_bytes = min(BLOCK_BYTES, share)
