@@ -169,14 +169,19 @@ class Import:
             extras=self.extras,
             groups=groups_of({name: said for name, said in self._settings.items() if self._is_parameter(name)}),
             notes=self.notes,
-            checks=lambda extent: self._checks(view, slices or shards, names, extent),
+            checks=lambda extent: self._checks(view, slices, shards, names, extent),
             where=where,
         )
 
     def _checks(
-        self, view: ConsolidatedView, held: ArraySource, names: Mapping[TreePath, str], extent: Extent
+        self,
+        view: ConsolidatedView,
+        slices: ConsolidatedView | None,
+        shards: ArraySource,
+        names: Mapping[TreePath, str],
+        extent: Extent,
     ) -> Iterator[Check]:
-        """The proofs of all leaves: `held` has slices and stored tensors, `view` the parameters, by `names`."""
+        """The proofs of all leaves, which `names` name in `view`, over slices and stored tensors."""
         resting = self._resting(names)
         yield from passed_on(checks_of(self.shards, extent), resting)
         for alike in self._alike().values() if not self.believe else ():
@@ -186,8 +191,9 @@ class Import:
             yield Check(label, leaves, 2 * view.arrays()[first].nbytes, run)
         for twin in self._twins:
             label = _label(twin.of)
-            source, whole = (held, twin.of) if isinstance(twin.of, str) else (view, names[twin.of])
-            pair = Duplicate(label, source, whole, held, twin.key, twin.at, self._stored, twin.stored)
+            source, whole = (slices or shards, twin.of) if isinstance(twin.of, str) else (view, names[twin.of])
+            copies = slices if slices and twin.key in self._slices else shards
+            pair = Duplicate(label, source, whole, copies, twin.key, twin.at, self._stored, twin.stored)
             yield Check(label, resting[whole], pair.nbytes(extent), partial(pair.fault, extent))
 
     def _alike(self) -> dict[tuple[object, ...], list[TreePath]]:
@@ -290,7 +296,7 @@ class Import:
         above = {key: held for key, held in self._slices.items() if any(part in self._slices for part in held.keys)}
         slices = {key: held for key, held in self._slices.items() if key not in above}
         used = {key for param in self.params.values() for key in param.keys}
-        used |= {key for twin in self._twins for key in (twin.of, twin.key) if isinstance(key, str)}
+        used |= {twin.of for twin in self._twins if isinstance(twin.of, str)}
         view = ConsolidatedView(shards, {**slices, **_whole(shards, used - self._slices.keys())})
         return ConsolidatedView(view, {**above, **_whole(view, view.arrays().keys())}) if above else view
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from jax_ucp.layout.box import Box
@@ -28,13 +29,19 @@ def sample_boxes(*tilings: Sequence[Box]) -> list[Box]:
     >>> [str(box) for box in sample_boxes(halves)]
     ['[0:256]', '[244:500]', '[500:756]', '[744:1000]']
     """
+    return list(_sample_boxes(tuple(map(tuple, tilings))))
+
+
+# A model has many arrays of few shapes, which are cut in few ways.
+@functools.lru_cache(maxsize=1024)
+def _sample_boxes(tilings: tuple[tuple[Box, ...], ...]) -> tuple[Box, ...]:
     first, *others = ([block for block in blocks if block.size] for blocks in tilings)
     each = -(-RUNS // max(1, len(first)))
     runs = [run for block in first for run in _runs(block, each)]
     for blocks in others:
         if len(blocks) > 1:  # a single one is the whole array
             runs += [run for block in _without_a_run(blocks, runs) for run in _runs(block, 1)]
-    return runs
+    return tuple(runs)
 
 
 def _without_a_run(blocks: list[Box], runs: Sequence[Box]) -> list[Box]:

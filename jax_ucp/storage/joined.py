@@ -17,9 +17,10 @@ class Joined:
 
     def __init__(self, sources: Mapping[str, ArraySource]):
         self._sources = sources
+        self._arrays = {f"{name}:{key}": info for name, s in sources.items() for key, info in s.arrays().items()}
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
-        return {f"{name}:{key}": info for name, s in self._sources.items() for key, info in s.arrays().items()}
+        return self._arrays
 
     def read(self, key: str, box: Box) -> np.ndarray:
         source, inner = self._of(key)
