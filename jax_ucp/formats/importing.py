@@ -209,16 +209,17 @@ class Import:
 
         The states of a parameter rest on the parameter too: they were stored with it, and most have no copy.
         """
-        states: dict[str, set[str]] = defaultdict(set)
+        states: dict[str, list[str]] = defaultdict(list)
         for path, name in names.items():
-            states[str(path[-1])].add(name)
-        found: dict[str, set[str]] = defaultdict(set)
+            states[str(path[-1])].append(name)
+        all_of = {parameter: frozenset(leaves) for parameter, leaves in states.items()}
+        found: dict[str, list[frozenset[str]]] = defaultdict(list)
         for path, name in names.items():
-            rest = states[str(path[-1])] if str(path[0]) == "param" else {name}
-            found[name] |= rest
+            rest = all_of[str(path[-1])] if str(path[0]) == "param" else frozenset([name])
+            found[name].append(rest | {name})
             for key in self._keys_below(self.params[path].keys) if path in self.params else ():
-                found[key] |= rest
-        return defaultdict(frozenset, {key: frozenset(leaves) for key, leaves in found.items()})
+                found[key].append(rest)
+        return {key: some[0] if len(some) == 1 else frozenset().union(*some) for key, some in found.items()}
 
     def _keys_below(self, keys: Iterable[str]) -> Iterator[str]:
         """Keys, those that they are made of, and the stored tensors that these lie in."""
@@ -360,4 +361,5 @@ def _label(path: str | Iterable[Key]) -> str:
 
 
 def _replicated(param: Consolidated) -> bool:
-    return len(param.layout.replicas) < len(param.layout.fragments) and not param.layout.averaged
+    layout = param.layout
+    return len(layout.fragments) > 1 and len(layout.replicas) < len(layout.fragments) and not layout.averaged

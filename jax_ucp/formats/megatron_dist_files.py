@@ -28,7 +28,7 @@ from jax_ucp.formats.megatron_dist_zarr import ARRAY_FILE, ZarrChunks, zarr_arra
 from jax_ucp.formats.megatron_files import Args, args_of, iteration_folder
 from jax_ucp.formats.torch_file import TorchFile
 from jax_ucp.layout.box import Box
-from jax_ucp.storage.checks import Check, Extent, checks_of, passed_on, verdicts
+from jax_ucp.storage.checks import Check, Extent, checks_of, prefixed, verdicts
 from jax_ucp.storage.gather import read_into
 from jax_ucp.storage.source import ArrayInfo, ArraySource
 
@@ -109,8 +109,7 @@ class Beside:
     def checks(self, extent: Extent) -> Iterator[Check]:
         """What every source can prove of its arrays."""
         for prefix, source in self._sources.items():
-            own = {key: (prefix + key,) for key in source.arrays()}
-            yield from passed_on(checks_of(source, extent), own)
+            yield from prefixed(checks_of(source, extent), prefix)
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -11,23 +11,25 @@ from jax_ucp.layout.box_index import BoxIndex
 # An array in one piece has so many runs, one in many pieces a run in each of them; a run has at most so many elements.
 RUNS = 3
 RUN_ELEMENTS = 256
+# A block of no more is a run by itself: one read of all of it costs less than several of its parts.
+SMALL_BLOCK = 1024
 
 
 def sample_boxes(*tilings: Sequence[Box]) -> list[Box]:
     """Runs of elements of an array, at least one inside each block of each tiling.
 
     A tiling is the blocks in which one copy of the array is stored, so that no file of either copy is without a run.
-    Every run is a box of at most `RUN_ELEMENTS` elements that lie one after the other in its block. The last elements
-    of every block of the first tiling are among them: what was shifted or cut short shows there, even in an array of
-    ones. Blocks without elements have no run.
+    Every run is a box of at most `RUN_ELEMENTS` elements that lie one after the other in its block, or a small block
+    itself. The last elements of every block of the first tiling are among them: what was shifted or cut short shows
+    there, even in an array of ones. Blocks without elements have no run.
 
     >>> [str(box) for box in sample_boxes([Box((0, 0), (1000, 64))])]
     ['[0:4, 0:64]', '[499:503, 0:64]', '[996:1000, 0:64]']
-    >>> halves = [Box((0,), (500,)), Box((500,), (1000,))]
-    >>> [str(box) for box in sample_boxes([Box((0,), (1000,))], halves)]
-    ['[0:256]', '[499:755]', '[744:1000]']
+    >>> halves = [Box((0,), (5000,)), Box((5000,), (10000,))]
     >>> [str(box) for box in sample_boxes(halves)]
-    ['[0:256]', '[244:500]', '[500:756]', '[744:1000]']
+    ['[4744:5000]', '[9744:10000]']
+    >>> [str(box) for box in sample_boxes([Box((0,), (10000,))], halves)]
+    ['[0:256]', '[4999:5255]', '[9744:10000]']
     """
     return list(_sample_boxes(tuple(map(tuple, tilings))))
 
@@ -36,7 +38,7 @@ def sample_boxes(*tilings: Sequence[Box]) -> list[Box]:
 @functools.lru_cache(maxsize=1024)
 def _sample_boxes(tilings: tuple[tuple[Box, ...], ...]) -> tuple[Box, ...]:
     first, *others = ([block for block in blocks if block.size] for blocks in tilings)
-    each = -(-RUNS // max(1, len(first)))
+    each = max(1, RUNS // max(1, len(first)))
     runs = [run for block in first for run in _runs(block, each)]
     for blocks in others:
         if len(blocks) > 1:  # a single one is the whole array
@@ -52,6 +54,8 @@ def _without_a_run(blocks: list[Box], runs: Sequence[Box]) -> list[Box]:
 
 def _runs(block: Box, count: int) -> list[Box]:
     """So many runs of a block, evenly spread: the first and the last elements are among them, or the last alone."""
+    if block.size <= SMALL_BLOCK:
+        return [block]
     last = block.size - 1
     places = [last] if count == 1 else [i * last // (count - 1) for i in range(count)]
     return list(dict.fromkeys(_run_around(block, place) for place in places))
@@ -67,8 +71,6 @@ def _run_around(block: Box, place: int) -> Box:
     while axis and row * shape[axis - 1] <= RUN_ELEMENTS:
         axis -= 1
         row *= shape[axis]
-    if not axis:
-        return block
     start, stop = list(block.start), list(block.stop)
     place //= row
     for i in reversed(range(axis)):

@@ -56,6 +56,12 @@ def require(check: Check) -> None:
         raise CorruptData(f"{fault}. `verify` (jax-ucp verify) lists every such place")
 
 
+def prefixed(checks: Iterable[Check], prefix: str) -> Iterator[Check]:
+    """The checks of a source whose arrays have a prefix to their names elsewhere."""
+    for check in checks:
+        yield replace(check, leaves=frozenset(prefix + name for name in check.leaves))
+
+
 def verdicts(checks: Iterable[Check]) -> Iterator[tuple[str, str | None]]:
     """What each check looks at, and what is wrong with it or None; several run at once."""
     checks = list(checks)

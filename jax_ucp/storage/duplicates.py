@@ -11,7 +11,7 @@ import numpy as np
 from jax_ucp.errors import CorruptData
 from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.samples import RUN_ELEMENTS, RUNS, sample_boxes
+from jax_ucp.layout.samples import RUN_ELEMENTS, RUNS, SMALL_BLOCK, sample_boxes
 from jax_ucp.storage.checks import CHECK_BYTES, Extent
 from jax_ucp.storage.consolidated import ConsolidatedView, same_bits
 from jax_ucp.storage.gather import read_into
@@ -97,7 +97,7 @@ class Duplicate:
 
 def _elements(source: ArraySource, key: str, boxes: Sequence[Box]) -> np.ndarray:
     """The elements of the boxes, one box after the other."""
-    if len(boxes) == 1:
+    if len(boxes) == 1 and boxes[0].size > SMALL_BLOCK:  # a view of the file takes no copy, but time to be made
         return np.asarray(source.read(key, boxes[0])).reshape(-1)
     ends = [0, *itertools.accumulate(box.size for box in boxes)]
     found = np.empty(ends[-1], source.arrays()[key].dtype)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from jax_ucp.layout.box import Box
-from jax_ucp.storage.checks import Check, Extent, checks_of, passed_on
+from jax_ucp.storage.checks import Check, Extent, checks_of, prefixed
 from jax_ucp.storage.gather import read_into
 from jax_ucp.storage.source import ArrayInfo, ArraySource
 
@@ -37,5 +37,4 @@ class Joined:
     def checks(self, extent: Extent) -> Iterator[Check]:
         """What every source that has checksums of its own can prove by them."""
         for name, source in self._sources.items():
-            own = {key: (f"{name}:{key}",) for key in source.arrays()}
-            yield from passed_on(checks_of(source, extent), own)
+            yield from prefixed(checks_of(source, extent), f"{name}:")
