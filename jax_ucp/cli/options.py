@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 import jax_ucp
+from jax_ucp.formats.options import MODULE_ORDER, OptimizerGroups, optimizer_groups
 from jax_ucp.storage.budget import DEFAULT_BUDGET
 
 if TYPE_CHECKING:
@@ -90,6 +93,23 @@ class _RuleType(click.ParamType):
         return pattern, PartitionSpec(*[None if name in ("None", "") else name for name in names])
 
 
+class _OptimizerGroups(click.ParamType):
+    """`module-order`, or a JSON file of lists of names."""
+
+    name = "module-order|file.json"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> OptimizerGroups | None:
+        if not isinstance(value, str):
+            return value
+        try:
+            groups = value if value == MODULE_ORDER else msgspec.json.decode(Path(value).read_bytes())
+            return optimizer_groups(groups)
+        except OSError as error:
+            self.fail(f"{value!r} is neither {MODULE_ORDER} nor a file that can be read ({error.strerror})", param, ctx)
+        except (ValueError, msgspec.MsgspecError) as error:
+            self.fail(f"{value!r}: {error}", param, ctx)
+
+
 as_json = click.option("--json", "json_", is_flag=True, help="Print JSON for machines.")
 budget = click.option(
     "--budget", type=Size(), default=DEFAULT_BUDGET, show_default="1GiB", help="Memory for blocks in flight."
@@ -101,6 +121,11 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option(
             "--believe", type=click.Choice(["master", "copy"]), help="What to take where something is stored twice."
+        ),
+        click.option(
+            "--optimizer-groups",
+            type=_OptimizerGroups(),
+            help="Which parameters optimizer states that go by numbers belong to: module-order, or lists of names.",
         ),
         click.option("--weights-only", is_flag=True, help="Leave the optimizer aside."),
         click.option("--spec", type=click.Path(exists=True), help="A file that says how shards form parameters."),
