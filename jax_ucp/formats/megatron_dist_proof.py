@@ -70,5 +70,14 @@ def moved_by_padding(elements: int | None) -> str:
     )
 
 
-def other_order(_: str) -> str:
-    return "the order of modules in the flat buffers is not the one known here, or the buffers belong to another run"
+def not_of_weights(precision_aware: bool) -> str:
+    """What is likely where masters in flat buffers are not those of the weights."""
+    if precision_aware:
+        return (
+            "args.use_precision_aware_optimizer is set, whose buffers keep masters in another form (what a 16-bit "
+            "weight lacks, or a dtype of its own), or not at all; that form is not read here"
+        )
+    return (
+        "the flat buffers belong to another run or step, hold something else than masters under that name, or have the "
+        "modules in another order than the one known here"
+    )
