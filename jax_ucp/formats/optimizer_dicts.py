@@ -148,10 +148,8 @@ def _readings(path: Steps, names: Mapping[int, str]) -> tuple[tuple[Owner, str],
     if path[0] == "state":
         if len(path) < 3:
             return ()
-        number = number_of(path[1])
-        owner = str(path[1]) if number is None else names.get(number, number)
-        found = [(owner, joined(path[2:]))]
-    else:
-        flat = joined(path).removeprefix("state.")
-        found = [(flat[:at], flat[at + 1 :]) for at in range(len(flat) - 1, -1, -1) if flat[at] == "."]
-    return tuple((owner, state) for owner, state in found if not (isinstance(owner, str) and owner.isdigit()))
+        number, state = number_of(path[1]), joined(path[2:])
+        return ((str(path[1]) if number is None else names.get(number, number), state),)
+    flat = joined(path).removeprefix("state.")
+    found = [(flat[:at], flat[at + 1 :]) for at in range(len(flat) - 1, -1, -1) if flat[at] == "."]
+    return tuple((owner, state) for owner, state in found if not owner.isdigit())

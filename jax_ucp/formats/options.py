@@ -65,7 +65,7 @@ def remedy(sizes: str, example: str, ordered: bool) -> str:
     return (
         f"to map them, say which parameters the optimizer was given: {order if ordered else ''}"
         "optimizer_groups=[[...], ...] (--optimizer-groups FILE.json), for each group the names of its parameters in "
-        f"its order, such as {example!r}: {sizes}"
+        f"its order, such as {example!r} (in torch, names are those of model.named_parameters()): {sizes}"
     )
 
 

@@ -50,7 +50,7 @@ def is_trainable(dtype: np.dtype) -> bool:
 class Pairs:
     """The place (state, parameter) of each state that is mapped, and what optimizers were told for parameters.
 
-    `used`: there was an optimizer for which the user's word is.
+    `used`: there was an optimizer for which the user's word was needed.
     """
 
     at: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -74,13 +74,14 @@ def pair_states(
     """
     pairing = _Pairing(tensors, optimizers, outside, model, weights)
     pairing.by_names()
+    used = bool(pairing.open_optimizers())
     if groups is None:
         pairing.by_proof()
     elif groups == MODULE_ORDER:
         pairing.in_order(pairing.numbered())
     else:
         pairing.by_lists(groups)
-    return pairing.pairs(groups)
+    return pairing.pairs(groups if used else None)
 
 
 class _Pairing:
@@ -98,6 +99,7 @@ class _Pairing:
         self.optimizers = {optimizer.path: optimizer for optimizer in optimizers}
         self.owned: dict[Steps, dict[Owner, str]] = {}
         self.apart: dict[Steps, str] = {}
+        self.elsewhere: set[Steps] = set()  # those that are of tensors outside the model
         # Of each dict that holds tensors, at any depth, the tensor of each name from there.
         self.dicts: dict[Steps, dict[str, str]] = defaultdict(dict)
         for name, stored in outside.items():
@@ -116,13 +118,25 @@ class _Pairing:
                     self.apart[optimizer.path] = reason
                 else:
                     self.owned[optimizer.path] = owned
+        self._drop_shared()
+
+    def _drop_shared(self) -> None:
+        """Keep apart optimizers that have the same state of the same parameter."""
+        owners: dict[tuple[str, str], set[Steps]] = defaultdict(set)
+        for path in self.owned:
+            for place in self.places(path).values():
+                owners[place].add(path)
+        for path in {path for paths in owners.values() if len(paths) > 1 for path in paths}:
+            del self.owned[path]
+            self.apart[path] = "another optimizer has states of the same parameters"
 
     def _named(self, optimizer: OptimizerDict) -> tuple[dict[Owner, str], str]:
         fitting = {root: owned for root in self._roots_of(optimizer) if (owned := self._in_dict(optimizer, root))}
         others = [root for root in fitting if root != self.model and not self._same_tensors(fitting, root)]
         if self.model is None:
-            return {}, "nothing decides which dict is the model"
+            return {}, self._no_model()
         if self.model not in fitting:
+            self.elsewhere |= {optimizer.path} if others else set()
             return {}, self._misfit(optimizer, self.model) + (f"; they fit {_names(others)}" if others else "")
         if others:
             return {}, (
@@ -130,6 +144,9 @@ class _Pairing:
                 "they are"
             )
         return fitting[self.model], ""
+
+    def _no_model(self) -> str:
+        return "nothing decides which dict is the model" if self.outside else "there are no weights in the file"
 
     def _roots_of(self, optimizer: OptimizerDict) -> list[Steps]:
         """The dicts that have what the first state names, or else what the first group names."""
@@ -199,7 +216,7 @@ class _Pairing:
         free = [name for name in self._distinct(self.outside) if self._tie(name) not in taken]
         try:
             if self.model is None:
-                raise Undecided("nothing decides which dict is the model")
+                raise Undecided(self._no_model())
             if len(members) != len(free):
                 raise Undecided(f"there are {len(members)} of them for {len(free)} tensors")
             pairs = only_pairing(self._candidates(members, free))
@@ -212,6 +229,7 @@ class _Pairing:
 
     def _settle(self, optimizer: OptimizerDict, owned: dict[Owner, str]) -> None:
         if stray := [name for name in owned.values() if name not in self.weights]:
+            self.elsewhere.add(optimizer.path)
             self.apart[optimizer.path] = f"they are of {stray[0]}, which is not a parameter of the model"
         else:
             self.owned[optimizer.path] = owned
@@ -255,7 +273,7 @@ class _Pairing:
     def in_order(self, optimizers: Sequence[OptimizerDict]) -> None:
         """Settle the optimizers with numbers: every group lists its parameters in the order of the model."""
         if self.model is None:
-            raise Undecided("nothing decides which dict is the model")
+            raise Undecided(self._no_model())
         if not optimizers and self.apart:
             raise Undecided(f"no optimizer goes by numbers, and of one with names {next(iter(self.apart.values()))}")
         members = self._members(optimizers)
@@ -297,9 +315,9 @@ class _Pairing:
 
     def by_lists(self, groups: Sequence[Sequence[str]]) -> None:
         """Settle the optimizers that names in the file do not settle: `groups` are theirs, in order."""
-        if self.model is None:
-            raise Undecided("nothing decides which dict is the model")
         optimizers = self.open_optimizers()
+        if optimizers and self.model is None:
+            raise Undecided(self._no_model())
         lists = [owners for optimizer in optimizers for owners in optimizer.lists()]
         if optimizers and len(lists) != len(groups):
             raise Undecided(f"{len(groups)} lists for the groups of {sizes_of(optimizers)}")
@@ -319,82 +337,82 @@ class _Pairing:
     def _listed(self, optimizer: OptimizerDict, lists: Sequence[Sequence[str]]) -> dict[Owner, str]:
         """The tensor of each owner, by the names that the user gave."""
         states = self._states(optimizer, [owner for owners in optimizer.lists() for owner in owners]).shapes
-        rivals = self._rivals(optimizer, lists)
+        tensors = self._tensors_of([name for names in lists for name in names])
         found: dict[Owner, str] = {}
         for i, (owners, names) in enumerate(zip(optimizer.lists(), lists, strict=True)):
             if len(owners) != len(names):
                 raise Undecided(f"group {i} of {optimizer.where} has {len(owners)} parameters, but {len(names)} names")
             for owner, name in zip(owners, names, strict=True):
-                tensor = self._find(name, rivals)
                 if isinstance(owner, str) and not _agree(owner, name):
                     raise Undecided(f"{name} is said to be what {optimizer.where} itself calls {owner}")
-                if state := contradiction(states.get(owner, {}), self.outside[tensor].shape):
+                shape = self.outside[tensors[name]].shape
+                if state := contradiction(states.get(owner, {}), shape):
                     raise Undecided(
                         f"{state} of {owner} in {optimizer.where} has shape {list(states[owner][state])}, but {name}, "
-                        f"which is said to be it, has {list(self.outside[tensor].shape)}"
+                        f"which is said to be it, has {list(shape)}"
                     )
-                found[owner] = tensor
+                found[owner] = tensors[name]
         ties = [self._tie(tensor) for tensor in found.values()]
         if len(set(ties)) != len(ties):
             raise Undecided(f"two names for {optimizer.where} are one tensor")
         return found
 
-    def _rivals(self, optimizer: OptimizerDict, lists: Sequence[Sequence[str]]) -> list[Steps]:
-        """The dicts beside the model that have all these names too."""
-        names = [name for some in lists for name in some]
+    def _tensors_of(self, names: Sequence[str]) -> dict[str, str]:
+        """The tensors of names: all of them from the top of the file, or all in the model."""
+        mine = self.dicts[self.model] if self.model is not None else {}
+        readings: list[dict[str, str]] = []
+        if all(name in mine for name in names):
+            readings.append({name: mine[name] for name in names})
+        if all(name in self.outside for name in names):
+            readings.append({name: name for name in names})
+        if not readings:
+            unknown = [name for name in names if name not in mine]
+            lost = next((name for name in unknown if name not in self.outside), unknown[0])
+            raise Undecided(f"{lost} is not a parameter of the model, which has {', '.join([*mine][:3])}, ...")
+        if len(readings) > 1 and any(self._tie(readings[0][n]) != self._tie(readings[1][n]) for n in names):
+            raise Undecided(f"{names[0]} can be read from the top of the file, and in the model")
+        rivals = [] if len(readings) > 1 or readings[0] == {n: n for n in names} else self._rivals(names)
+        if rivals and self.model is not None:
+            dicts = _names([self.model, *rivals])
+            raise Undecided(f"{dicts} have these names; say which is meant: {joined((*self.model, names[0]))}")
+        return readings[0]
+
+    def _rivals(self, names: Sequence[str]) -> list[Steps]:
+        """The dicts beside the model that have all these names for other tensors."""
         mine = self.dicts[self.model] if self.model is not None else {}
         found = [root for root, inside in self.dicts.items() if root != self.model and all(n in inside for n in names)]
         return [r for r in found if any(self._tie(self.dicts[r][n]) != self._tie(mine.get(n)) for n in names)]
 
-    def _find(self, name: str, rivals: Sequence[Steps]) -> str:
-        """The tensor of a name: from the top of the file, or in the model, where no other dict has the same names."""
-        local = self.dicts[self.model].get(name) if self.model is not None else None
-        whole = name if name in self.outside else None
-        if local is None and whole is None:
-            some = ", ".join([*self.weights.values()][:3])
-            raise Undecided(f"{name} is not a parameter of the model, which has {some}, ...")
-        if local is not None and whole is not None and self._tie(local) != self._tie(whole):
-            raise Undecided(f"{name} is a parameter of the model, and another tensor of the file too")
-        if whole is None and rivals and self.model is not None:
-            dicts = _names([self.model, *rivals])
-            raise Undecided(f"{dicts} have these names; say which is meant: {joined((*self.model, name))}")
-        return local or whole or name
-
     # The result.
 
     def pairs(self, groups: OptimizerGroups | None) -> Pairs:
-        found = Pairs(used=bool(self.open_optimizers() or self.numbered()))
-        at = {path: self._places(path) for path in self.owned}
-        several: dict[tuple[str, str], set[Steps]] = defaultdict(set)
-        for path, places in at.items():
-            for place in places.values():
-                several[place].add(path)
-        for shared in {path for paths in several.values() if len(paths) > 1 for path in paths}:
-            del at[shared]
-            self.apart[shared] = "another optimizer has states of the same parameters"
-        for places in at.values():
-            found.at |= places
+        """What was settled; `groups` are what the user said, if it was needed."""
+        self._drop_shared()
+        found = Pairs(used=groups is not None)
+        for path in self.owned:
+            found.at |= self.places(path)
         for path, reason in self.apart.items():
             optimizer = self.optimizers[path]
             if optimizer.states:
                 count = f"{len(optimizer.states)} optimizer states in {optimizer.where}"
                 found.notes.append(f"{count} are kept under `other`: {reason}")
-        found.settings = list(self._settings(at.keys()))
+        found.settings = list(self._settings())
         if found.notes and groups is None and self.model is not None:
             found.notes += self._remedy()
-        if groups is not None and found.used:
+        if groups is not None:
             found.notes.append(word_note(groups))
         return found
 
-    def _places(self, path: Steps) -> dict[str, tuple[str, str]]:
+    def places(self, path: Steps) -> dict[str, tuple[str, str]]:
+        """(state, parameter) of each state of an optimizer that is settled."""
         owned = self.owned[path]
         places = self._states(self.optimizers[path], owned.keys()).places
         return {name: (state, self.weights[owned[owner]]) for name, (owner, state) in places.items()}
 
-    def _settings(self, paths: Collection[Steps]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def _settings(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """What mapped optimizers were told; of a parameter that two of them list, nothing."""
         told: dict[str, dict[Steps, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
-        for path in paths:
+        for path in self.owned:
             for group in self.optimizers[path].groups:
                 for owner in group.owners:
                     if owner in self.owned[path]:
@@ -406,8 +424,8 @@ class _Pairing:
 
     def _remedy(self) -> Iterator[str]:
         """What to say so that states that are apart are mapped."""
-        optimizers = [optimizer for optimizer in self.open_optimizers() if optimizer.lists()]
-        if not optimizers:
+        optimizers = self.open_optimizers()
+        if not any(self._members([optimizer]) for optimizer in optimizers if optimizer.path not in self.elsewhere):
             return
         yield remedy(f"{sizes_of(optimizers)}; an empty list leaves a group apart", self._example(), self._ordered())
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from jax_ucp.formats.optimizer_dicts import OptimizerDict, Steps, joined, optimizer_dicts
 from jax_ucp.formats.options import Options
-from jax_ucp.formats.state_pairing import Pairs, Stored, pair_states, relative
+from jax_ucp.formats.state_pairing import Stored, pair_states, relative
 
 MODEL_WORDS = ("model", "module", "state_dict", "model_state_dict", "model_state")
 
@@ -63,32 +63,53 @@ def places(
             found.in_optimizers.add(name)
         else:
             outside[name] = stored
-    model = _model([stored.path for stored in outside.values()], optimizers.values(), found.notes)
+    paths = [stored.path for stored in outside.values()]
+    dicts = _dicts_by_name(paths)
+    model = _model(paths, dicts, optimizers.values(), found.notes)
     weights: dict[str, str] = {}
     for name, stored in outside.items():
         if model is not None and (inner := relative(stored.path, model)) is not None:
             weights[name] = joined(inner)
+    if model is not None and (others := _copies(model, weights.values(), dicts)):
+        found.notes.append(
+            f"{joined(model) or 'the outermost dict'} is taken for the model; {', '.join(others)} with the same names "
+            "is kept under `other`"
+        )
     if outside and not weights and not found.notes:
         found.notes.append("nothing says which tensors are the model's weights; all are kept under `other`")
-    pairs = Pairs()
-    if not options.weights_only:
-        pairs = pair_states(
-            tensors, [*optimizers.values()], outside, model, weights, options.optimizer_groups
-        )
+    groups = None if options.weights_only else options.optimizer_groups
+    pairs = pair_states(tensors, [*optimizers.values()], outside, model, weights, groups)
     for name in tensors:
         found.at[name] = pairs.at.get(name) or (("param", weights[name]) if name in weights else ("other", name))
-    found.notes += pairs.notes
-    found.settings, found.used = pairs.settings, pairs.used
+    if not options.weights_only:
+        found.notes += pairs.notes
+        found.settings, found.used = pairs.settings, pairs.used
     return found
 
 
-def _model(paths: Collection[Steps], optimizers: Iterable[OptimizerDict], notes: list[str]) -> Steps | None:
-    """The path of the dict that is the model, if that can be said; `paths` are those of tensors in no optimizer."""
-    by_name: dict[str, set[Steps]] = defaultdict(set)  # the dicts in which, at any depth, there is a name
+def _dicts_by_name(paths: Iterable[Steps]) -> dict[str, set[Steps]]:
+    """The dicts in which, at any depth, there is a tensor of a name."""
+    found: dict[str, set[Steps]] = defaultdict(set)
     for path in paths:
         for root in (path[:depth] for depth in range(len(path))):
             if (inner := relative(path, root)) is not None:
-                by_name[joined(inner)].add(root)
+                found[joined(inner)].add(root)
+    return found
+
+
+def _copies(model: Steps, names: Collection[str], dicts: Mapping[str, set[Steps]]) -> list[str]:
+    """The dicts beside the model that have every name of it."""
+    count = Counter(root for name in names for root in dicts[name])
+    return sorted(joined(root) for root, n in count.items() if n == len(names) and root != model)
+
+
+def _model(
+    paths: Collection[Steps],
+    by_name: Mapping[str, set[Steps]],
+    optimizers: Iterable[OptimizerDict],
+    notes: list[str],
+) -> Steps | None:
+    """The path of the dict that is the model, if that can be said; `paths` are those of tensors in no optimizer."""
     inside = {root for roots in by_name.values() for root in roots}
     hits: Counter[Steps] = Counter()
     for readings in (readings for optimizer in optimizers for readings in optimizer.states.values()):
