@@ -102,7 +102,7 @@ class _OptimizerGroups(click.ParamType):
         if not isinstance(value, str):
             return value
         try:
-            groups = value if value == MODULE_ORDER else msgspec.json.decode(Path(value).read_bytes())
+            groups = value if value == MODULE_ORDER else msgspec.json.decode(Path(value).read_bytes(), type=list[list[str]])
             return optimizer_groups(groups)
         except OSError as error:
             self.fail(f"{value!r} is neither {MODULE_ORDER} nor a file that can be read ({error.strerror})", param, ctx)
