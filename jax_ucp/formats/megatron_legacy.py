@@ -28,7 +28,7 @@ from jax_ucp.formats.megatron_files import (
     iteration_folder,
     open_ranks,
 )
-from jax_ucp.formats.megatron_optim import BUFFERS, Held, Module, beside_tensors, find_states
+from jax_ucp.formats.megatron_optim import BUFFERS, Held, Module, beside_tensors, find_states, numbered_alone
 from jax_ucp.formats.megatron_walk import EMBEDDING, TIED, layer_of, parts_of
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.pairing import Undecided
@@ -338,6 +338,11 @@ class _Reader:
             self.found.notes.append(
                 f"Megatron does not record the true vocabulary: all {padded} padded rows of the embeddings are kept. "
                 "Say it with sizes={'vocab': ...} (--size vocab=...) and the others are left out"
+            )
+        if self.optimizer and any(numbered_alone(rank.tree["optimizer"]) for rank in self.ranks):
+            self.found.notes.append(
+                "optimizer states go by numbers, in Megatron's own order, which is that of the model's keys; no master "
+                "in the files proves it"
             )
         if self.options.weights_only:
             self.found.notes.append("weights alone: of a 16-bit run these are not the fp32 masters")

@@ -252,6 +252,12 @@ def bucket_size(args: Args, dp: int, numel: int) -> int:
     return max(40_000_000, 1_000_000 * dp)
 
 
+def numbered_alone(optimizer: Any) -> bool:
+    """Whether an optimizer has states by number, and no masters beside them."""
+    parts = [part for part in (optimizer if isinstance(optimizer, list) else [optimizer]) if isinstance(part, dict)]
+    return any(part.get("optimizer", part).get("state") and "fp32_from_fp16_params" not in part for part in parts)
+
+
 def beside_tensors(optimizer: Any) -> list[tuple[str, Any]]:
     """What an optimizer's state has beside masters and moments: hyper-parameters and the loss scaler."""
     found: list[tuple[str, Any]] = []
