@@ -29,12 +29,16 @@ class Group:
 
 @dataclass(slots=True)
 class OptimizerDict:
-    """An optimizer at a path. Of a state's name in the file, `states` has every reading of it: (owner, state)."""
+    """An optimizer at a path. Of a state's name in the file, `states` has every reading of it: (owner, state).
+
+    Without `state`, a dict has an optimizer's groups alone: what it was told, of one that keeps nothing.
+    """
 
     path: Steps
     states: dict[str, tuple[tuple[Owner, str], ...]] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
     flattened: bool = False
+    has_state: bool = True
 
     @property
     def numbered(self) -> bool:
@@ -58,8 +62,12 @@ def optimizer_dicts(tensors: Mapping[str, Steps], objects: Mapping[Steps, Any]) 
     >>> optimizer["o",].states, optimizer["o",].groups[0].owners
     ({'s': ((0, 'exp_avg'),)}, (0,))
     """
-    found = {path: OptimizerDict(path) for path in _paths([*tensors.values(), *objects])}
+    with_state = dict.fromkeys(_paths([*tensors.values(), *objects]))
+    found = {path: OptimizerDict(path) for path in with_state}
     groups, flattened = _groups(objects), _flattened_groups(objects)
+    for path in dict.fromkeys([*groups, *flattened]):
+        if not any(path[:i] in found for i in range(len(path) + 1)):
+            found[path] = OptimizerDict(path, has_state=False)
     names: dict[Steps, dict[int, str]] = {}
     for path, optimizer in found.items():
         names[path] = _names_of_numbers(groups[path])
@@ -67,7 +75,7 @@ def optimizer_dicts(tensors: Mapping[str, Steps], objects: Mapping[Steps, Any]) 
         optimizer.groups += [Group((name,), said) for name, said in flattened[path].items()]
         optimizer.flattened = bool(flattened[path])
     for name, stored in tensors.items():
-        path = next((stored[:i] for i in range(len(stored)) if stored[:i] in found), None)
+        path = next((stored[:i] for i in range(len(stored)) if stored[:i] in with_state), None)
         if path is not None and head(stored[len(path)]) == "state":
             found[path].states[name] = _readings(stored[len(path) :], names[path])
     return found

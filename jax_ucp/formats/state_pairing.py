@@ -158,8 +158,9 @@ class _Pairing:
         """The tensor of the dict that each owner of the optimizer names; empty if one names none, or does not fit."""
         names = self.dicts[root]
         states = self._states(optimizer, names)
-        owners = {owner for group in optimizer.groups for owner in group.owners if owner in names}
-        if states.missing:
+        listed = {owner for group in optimizer.groups for owner in group.owners}
+        owners = {owner for owner in listed if owner in names}
+        if states.missing or not (states.shapes or owners == listed):
             return {}
         if any(contradiction(shapes, self._shape(root, owner)) for owner, shapes in states.shapes.items()):
             return {}

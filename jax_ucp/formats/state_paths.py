@@ -57,9 +57,10 @@ def places(
     """
     found = Places()
     optimizers = optimizer_dicts({name: stored.path for name, stored in tensors.items()}, objects)
+    with_state = {path for path, optimizer in optimizers.items() if optimizer.has_state}
     outside: dict[str, Stored] = {}
     for name, stored in tensors.items():
-        if any(stored.path[:i] in optimizers for i in range(len(stored.path))):
+        if any(stored.path[:i] in with_state for i in range(len(stored.path))):
             found.in_optimizers.add(name)
         else:
             outside[name] = stored

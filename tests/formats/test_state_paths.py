@@ -139,3 +139,30 @@ def test_two_dicts_of_which_nothing_says_which_is_the_model_are_both_kept_aside(
 def test_no_tensors_have_no_places():
     assert places({}).at == {}
     assert places({}).notes == []
+
+
+def test_groups_beside_an_optimizer_do_not_hide_its_states():
+    objects = {("param_groups", 0, "lr"): 0.1, ("optim", "param_groups", 0, "lr"): 0.2}
+    found = placed([("model", "w"), ("optim", "state", "w", "step")], objects)
+    assert found.at == {"model.w": ("param", "w"), "optim.state.w.step": ("step", "w")}
+
+
+@given(PARAMS, st.booleans())
+def test_an_optimizer_that_keeps_nothing_says_what_it_was_told_of_the_one_model_that_it_names(params, copy):
+    """SGD without momentum; of a copy of the model it says nothing, for nothing says whose it is."""
+    objects = {("optim", "param_groups", 0, "lr"): 0.1, ("optim", "param_groups", 0, "params"): sorted(params)}
+    paths = [("model", param) for param in params] + [("ema", param) for param in params if copy]
+    found = placed(paths, objects)
+    told = {name: settings["lr"] for name, settings in found.settings}
+    assert told == ({} if copy else dict.fromkeys(params, 0.1))
+    if not copy:
+        assert found.notes == []
+
+
+@given(PARAMS)
+def test_two_optimizers_that_are_told_different_things_of_one_parameter_say_nothing_of_it(params):
+    objects = {}
+    for optimizer, rate in (("first", 0.1), ("second", 0.2)):
+        objects |= {(optimizer, "param_groups", 0, "lr"): rate, (optimizer, "param_groups", 0, "params"): sorted(params)}
+    found = placed([("model", param) for param in params], objects)
+    assert found.settings == []
