@@ -16,7 +16,7 @@ STATES |= {"momentum_buffer": "momentum_buffer"}
 
 
 def word(path: Path | str) -> dict[str, Any]:
-    """The user's word that a case needs to be opened whole: the order of its optimizer groups, where nothing stored tells."""
+    """The user's word that a case needs to be opened whole: the order of its optimizer groups, if nothing tells."""
     return {"optimizer_groups": "module-order"} if set(NUMBERED) & set(Path(path).parts) else {}
 
 

@@ -102,8 +102,9 @@ class _OptimizerGroups(click.ParamType):
         if not isinstance(value, str):
             return value
         try:
-            groups = value if value == MODULE_ORDER else msgspec.json.decode(Path(value).read_bytes(), type=list[list[str]])
-            return optimizer_groups(groups)
+            if value == MODULE_ORDER:
+                return optimizer_groups(value)
+            return optimizer_groups(msgspec.json.decode(Path(value).read_bytes(), type=list[list[str]]))
         except OSError as error:
             self.fail(f"{value!r} is neither {MODULE_ORDER} nor a file that can be read ({error.strerror})", param, ctx)
         except (ValueError, msgspec.MsgspecError) as error:

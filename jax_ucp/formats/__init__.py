@@ -88,7 +88,8 @@ def open_contents(path: str | os.PathLike[str], options: Options) -> Contents:
 
 def _require_use(contents: Contents, options: Options) -> None:
     """Raise FormatError where the user said something of the optimizer that decided nothing."""
-    if options.optimizer_groups is None or contents.format != "universal" and "optimizer_groups" in contents.source:
+    used = contents.format != "universal" and "optimizer_groups" in contents.source
+    if used or options.optimizer_groups is None:
         return
     why = "no optimizer here has states whose parameters are not known"
     if options.weights_only:

@@ -27,8 +27,8 @@ from jax_ucp.formats.dcp_metadata import DcpMetadata, Span, TensorEntry, metadat
 from jax_ucp.formats.dcp_source import DcpSource, consolidated
 from jax_ucp.formats.extras import tensor_bytes
 from jax_ucp.formats.importing import Import
-from jax_ucp.formats.options import Options
 from jax_ucp.formats.optimizer_dicts import Steps
+from jax_ucp.formats.options import Options
 from jax_ucp.formats.pairing import Undecided
 from jax_ucp.formats.state_pairing import Stored, is_trainable
 from jax_ucp.formats.state_paths import places

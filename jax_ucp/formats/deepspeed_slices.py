@@ -32,8 +32,8 @@ from jax_ucp.storage.joined import Joined
 ASIDE = "left aside, as weights_only asks"
 FROZEN = "a parameter that the optimizer does not own (frozen)"
 
-# States that a rank computes of its own partition, so that no parameter has them. Adafactor's RMS is that of the weights,
-# and is computed anew in each step, before it is used (`transformers/optimization.py`).
+# States that a rank computes of its own partition, so that no parameter has them. Adafactor's RMS is that of the
+# weights, and is computed anew in each step, before it is used (`transformers/optimization.py`).
 _OF_A_PARTITION = ("RMS",)
 
 # Where a slice was: pipeline stage, expert-parallel rank (None for what is no fused expert), tensor-parallel rank.

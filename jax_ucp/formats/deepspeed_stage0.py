@@ -161,9 +161,7 @@ def _lists(one: _Optimizer, said: Sequence[Sequence[str]], experts: bool) -> tup
         if name not in one.shapes:
             raise Undecided(f"{name} is not a parameter here; the first are {', '.join([*one.shapes][:3])}")
     listed = [tuple(name for name in names if name in own) for names in said]
-    return tuple(
-        names for names, group in zip(listed, one.groups, strict=True) if bool(group.get("moe")) == experts
-    )
+    return tuple(names for names, group in zip(listed, one.groups, strict=True) if bool(group.get("moe")) == experts)
 
 
 def names_of_numbers(
@@ -320,7 +318,8 @@ def _add_masters(reader: Slices, one: _Optimizer, held: Held) -> None:
         copy = reader.slices["param", name].keys.pop(here)
         for state, value in {**one.states.get(number, {}), "param": master}.items():
             if isinstance(value, StoredTensor) and value.shape == master.shape:
-                layout = ParamLayout(one.shapes[name], (value.shape,), (Fragment(0, part, Box.whole(one.shapes[name])),))
+                fragment = Fragment(0, part, Box.whole(one.shapes[name]))
+                layout = ParamLayout(one.shapes[name], (value.shape,), (fragment,))
                 tensor = Consolidated(layout, [one.stored.key(value)])
                 reader.add(one.mp, None, state, name, one.shapes, tensor, f"{state} of {len(held)} parameters")
             else:

@@ -153,9 +153,7 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: value.shape for name, value in state.items() if isinstance(value, StoredTensor)}
 
 
-def _masters(
-    rank: Rank, masters: Any, members: Sequence[Sequence[Module]]
-) -> Iterator[tuple[Module, Held]]:
+def _masters(rank: Rank, masters: Any, members: Sequence[Sequence[Module]]) -> Iterator[tuple[Module, Held]]:
     """The fp32 masters of 16-bit weights, by group; a weight that is fp32 in the model is its own master."""
     if not isinstance(masters, list) or len(masters) != len(members):
         raise FormatError(f"{rank.model.path}: fp32_from_fp16_params is not a list of {len(members)} groups")

@@ -140,8 +140,13 @@ def _owners(group: Mapping[str, Any], names: Mapping[int, str]) -> tuple[Owner, 
     params = group.get("params")
     if not isinstance(params, list) or not all(isinstance(param, str) or type(param) is int for param in params):
         return ()
-    owners = [number_of(param) if number_of(param) is not None else param for param in params]
-    return tuple(names.get(owner, owner) if isinstance(owner, int) else owner for owner in owners)
+    return tuple(_owner(param, names) for param in params)
+
+
+def _owner(key: int | str, names: Mapping[int, str]) -> Owner:
+    """What a key means: a name, or a number that has none."""
+    number = number_of(key)
+    return str(key) if number is None else names.get(number, number)
 
 
 def number_of(step: Any) -> int | None:
@@ -156,8 +161,7 @@ def _readings(path: Steps, names: Mapping[int, str]) -> tuple[tuple[Owner, str],
     if path[0] == "state":
         if len(path) < 3:
             return ()
-        number, state = number_of(path[1]), joined(path[2:])
-        return ((str(path[1]) if number is None else names.get(number, number), state),)
+        return ((_owner(path[1], names), joined(path[2:])),)
     flat = joined(path).removeprefix("state.")
     found = [(flat[:at], flat[at + 1 :]) for at in range(len(flat) - 1, -1, -1) if flat[at] == "."]
     return tuple((owner, state) for owner, state in found if not owner.isdigit())

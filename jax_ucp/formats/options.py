@@ -35,8 +35,10 @@ def optimizer_groups(value: str | Sequence[Sequence[str]] | None) -> OptimizerGr
     >>> optimizer_groups([["a.weight"], []])
     (('a.weight',), ())
     """
-    if value is None or value == MODULE_ORDER:
-        return value
+    if value is None:
+        return None
+    if value == MODULE_ORDER:
+        return MODULE_ORDER
     if isinstance(value, str) or not _is_lists_of_names(value):
         raise ValueError(
             f"optimizer_groups={_short(value)}: say {MODULE_ORDER!r}, or a list for each group with the names of its "

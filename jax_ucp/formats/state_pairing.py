@@ -26,6 +26,7 @@ from jax_ucp.layout.fragments import Shape
 
 NUMBERS = "they go by numbers, and nothing stored says which parameter has which number"
 Member = tuple[Steps, Owner]  # a parameter of an optimizer
+Members = Mapping[Member, Mapping[str, Shape]]  # the shapes of its states
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +255,7 @@ class _Pairing:
         kept = set(first.values())
         return [name for name in names if name in kept]
 
-    def _candidates(self, members: Mapping[Member, Mapping[str, Shape]], free: Sequence[str]) -> dict[Member, list[str]]:
+    def _candidates(self, members: Members, free: Sequence[str]) -> dict[Member, list[str]]:
         """The tensors that each member with states could be."""
         by_states: dict[frozenset[tuple[str, Shape]], list[str]] = {}
         found: dict[Member, list[str]] = {}
@@ -303,7 +304,7 @@ class _Pairing:
             if strays := [*states.missing, *sorted(map(str, states.shapes.keys() - listed))]:
                 raise Undecided(f"{optimizer.where} has states of what no group of it lists, the first {strays[0]}")
 
-    def _exclude_others(self, optimizer: OptimizerDict, members: Mapping[Member, Mapping[str, Shape]]) -> None:
+    def _exclude_others(self, optimizer: OptimizerDict, members: Members) -> None:
         """Raise Undecided if the optimizer could be that of tensors outside the model."""
         taken = {self._tie(name) for name in self.weights}
         others = [name for name in self._distinct(self.outside) if self._tie(name) not in taken]

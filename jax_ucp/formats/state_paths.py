@@ -27,6 +27,8 @@ from jax_ucp.formats.state_pairing import Stored, pair_states, relative
 
 MODEL_WORDS = ("model", "module", "state_dict", "model_state_dict", "model_state")
 
+_NOTHING_SAID = Options()
+
 
 @dataclass
 class Places:
@@ -46,7 +48,7 @@ class Places:
 def places(
     tensors: Mapping[str, Stored],
     objects: Mapping[Steps, Any] = MappingProxyType({}),
-    options: Options = Options(),
+    options: Options = _NOTHING_SAID,
 ) -> Places:
     """The place of each tensor; `objects` are what is no tensor, by path. Raises Undecided as `pair_states`.
 

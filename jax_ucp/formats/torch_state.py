@@ -18,10 +18,10 @@ from jax_ucp.errors import FormatError
 from jax_ucp.formats import extras
 from jax_ucp.formats.extras import tensor_bytes
 from jax_ucp.formats.importing import Import
-from jax_ucp.formats.options import Options
-from jax_ucp.formats.safe_pickle import Name, walk
 from jax_ucp.formats.optimizer_dicts import Steps
+from jax_ucp.formats.options import Options
 from jax_ucp.formats.pairing import Undecided
+from jax_ucp.formats.safe_pickle import Name, walk
 from jax_ucp.formats.state_pairing import Stored, is_trainable
 from jax_ucp.formats.state_paths import places
 from jax_ucp.formats.torch_file import StoredTensor, TorchFile, is_torch_file

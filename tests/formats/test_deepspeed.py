@@ -43,7 +43,7 @@ def test_every_parameter_and_moment_equals_the_live_state_however_it_is_read(cas
     assert [fault for _, fault in converted.verify() if fault] == []
 
 
-@pytest.mark.parametrize(("case", "options"), [(case, word(case)) for case in CASES] + [(case, {}) for case in NUMBERED])
+@pytest.mark.parametrize(("case", "options"), [*((c, word(c)) for c in CASES), *((c, {}) for c in NUMBERED)])
 def test_everything_stored_is_accounted_for_once_with_a_reason(case, options):
     checkpoint = ucp.open(DATA / case, **options)
     account = {item.where: item for item in checkpoint.account}

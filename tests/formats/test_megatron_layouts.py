@@ -201,7 +201,8 @@ def regrouped(monkeypatch, split) -> None:
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
 def test_groups_that_shapes_tell_apart_are_read_whatever_they_are_for(tmp_path, monkeypatch, kind):
     """Learning rates of their own for the embeddings, as with --decoupled-lr."""
-    regrouped(monkeypatch, lambda n: "own" if "embedding" in n or "output" in n else n.endswith(("norm.weight", "bias")))
+    own = ("embedding.word_embeddings.weight", "output_layer.weight")
+    regrouped(monkeypatch, lambda n: "own" if n in own else n.endswith(("norm.weight", "bias")))
     whole = write(tmp_path / "iter_0000007", kind, 2, 1, 1, 1, 2, gated=True, moe=False, tied=False)
     checkpoint = ucp.open(tmp_path / "iter_0000007")
     for state, arrays in whole.items():

@@ -45,7 +45,7 @@ def test_every_state_goes_to_its_parameter_however_the_trainer_nests_them(params
 
 
 @given(PARAMS, STATES, st.booleans(), st.booleans())
-def test_a_copy_of_the_model_leaves_it_open_whose_the_states_are_until_full_names_say_it(params, states, flat, numbered):
+def test_a_copy_of_the_model_leaves_open_whose_states_they_are(params, states, flat, numbered):
     """An average of the weights, a teacher, a second model of the same class: names and shapes fit both."""
     paths = [("model", param) for param in params] + [("ema", param) for param in params]
     want = {path: ("param", path[1]) if path[0] == "model" else ("other", joined(*path)) for path in paths}
@@ -163,6 +163,7 @@ def test_an_optimizer_that_keeps_nothing_says_what_it_was_told_of_the_one_model_
 def test_two_optimizers_that_are_told_different_things_of_one_parameter_say_nothing_of_it(params):
     objects = {}
     for optimizer, rate in (("first", 0.1), ("second", 0.2)):
-        objects |= {(optimizer, "param_groups", 0, "lr"): rate, (optimizer, "param_groups", 0, "params"): sorted(params)}
+        group = (optimizer, "param_groups", 0)
+        objects |= {(*group, "lr"): rate, (*group, "params"): sorted(params)}
     found = placed([("model", param) for param in params], objects)
     assert found.settings == []
