@@ -159,7 +159,7 @@ def follow(open_with, run: Run, lists: list[list[str]]) -> None:
         assert_told(ordered, run)
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(runs(), st.booleans())
 def test_a_file_of_torch_pairs_the_truth_or_nothing(tmp_path_factory, run, tied):
     path = tmp_path_factory.mktemp("law") / "run.pt"
@@ -175,7 +175,7 @@ def test_a_file_of_torch_pairs_the_truth_or_nothing(tmp_path_factory, run, tied)
     follow(lambda **said: ucp.open(path, **said), run, run.groups)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(runs(), runs(), st.sampled_from(["copy", "other"]), st.booleans(), st.booleans(), st.booleans())
 def test_of_two_models_in_a_file_none_gets_the_others_states(tmp_path_factory, run, second, what, named, both, mine):
     """A generator and a critic, a teacher and a student, an average: either optimizer may be there, or both."""
@@ -225,14 +225,14 @@ def zero0(folder: Path, module: dict[str, np.ndarray], optimizer: dict[str, Any]
     return folder / "global_step3"
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(runs())
 def test_zero_0_pairs_the_truth_or_nothing(tmp_path_factory, run):
     folder = zero0(tmp_path_factory.mktemp("law"), run.model, run.optimizer())
     follow(lambda **said: ucp.open(folder, **said), run, run.groups)
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(runs(kinds=("adam",)), st.booleans(), st.data())
 def test_zero_0_in_half_precision_pairs_by_bits_or_not_at_all(tmp_path_factory, run, fused, data):
     """Masters that are alike when rounded, as those of norms that hardly moved from one, tell nothing."""
@@ -276,7 +276,7 @@ def test_zero_0_in_half_precision_pairs_by_bits_or_not_at_all(tmp_path_factory, 
         assert_true(ordered, paired, whole=True)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(runs())
 def test_dcp_pairs_the_truth_or_nothing(tmp_path_factory, run):
     folder = tmp_path_factory.mktemp("law") / "dcp"
