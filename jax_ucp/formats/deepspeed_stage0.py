@@ -205,9 +205,10 @@ def _as_listed(
 ) -> dict[int, str]:
     """The names of lists, one for each group. Raises Undecided where one has no parameter, or another shape."""
     found: dict[int, str] = {}
-    for i, (group, names) in enumerate(zip(groups, lists, strict=True)):
-        if len(group["params"]) != len(names):
-            raise Undecided(f"group {i} has {len(group['params'])} parameters, but {len(names)} names")
+    for group, names in zip(groups, lists, strict=True):
+        if (count := len(group["params"])) != len(names):
+            first = f" from number {group['params'][0]} on" if count else ""
+            raise Undecided(f"the group{first} has {count} parameters, but {len(names)} names")
         for number, name in zip(group["params"], names, strict=True):
             if name not in shapes:
                 raise Undecided(f"{name} is not a parameter of the module")
@@ -371,7 +372,8 @@ def _ordered(reader: Slices, optimizers: Sequence[_Optimizer]) -> bool:
 def _sizes(one: _Optimizer) -> str:
     if one.flat:
         return f"groups of {' + '.join(str(math.prod(master.shape)) for master in one.masters.values())} elements"
-    return f"groups of {' + '.join(str(len(group['params'])) for group in one.groups)} parameters"
+    experts = ", those of experts on each rank, with all ranks' experts in one list" if one.ranks else ""
+    return f"groups of {' + '.join(str(len(group['params'])) for group in one.groups)} parameters{experts}"
 
 
 def unwrapped(optimizer: Any) -> tuple[Any, str]:

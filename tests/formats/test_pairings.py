@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import deepspeed_cases
 import jax_ucp as ucp
 from dcp_writer import Writer
 from jax_ucp.cli.main import main
@@ -24,6 +25,7 @@ from torch_cases import assert_accounted_for
 from torch_writer import Storage, Tensor, save
 
 DATA = Path(__file__).parents[1] / "data" / "pairings"
+DEEPSPEED = deepspeed_cases.DATA
 NAMES = ["embed.weight", *(f"layers.{i}.{kind}" for i in (0, 1, 2, 10) for kind in ("weight", "bias"))]
 NAMES += ["norm.weight", "norm.bias", "head.weight"]
 SHAPES = [(2,), (3,), (2, 3), (3, 2), (3, 3), ()]
@@ -157,6 +159,10 @@ def follow(open_with, run: Run, lists: list[list[str]]) -> None:
     elif run.ordered:
         assert_true(ordered, truth, whole=True)
         assert_told(ordered, run)
+    else:  # a word that is not true still has to fit the shapes
+        for param in ordered.params.values():
+            moments = [leaf for state, leaf in param.states.items() if state in ("exp_avg", "momentum_buffer")]
+            assert all(leaf.shape == param.shape for leaf in moments)
 
 
 @settings(max_examples=120)
@@ -301,6 +307,64 @@ def put(writer: Writer, path: tuple[str, ...], array: np.ndarray) -> None:
     writer.tensor(fqn, array, [("__0_0.distcp", Box.whole(array.shape))])
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_masters_that_begin_alike_are_told_by_all_of_their_bits(tmp_path, fused):
+    """Rows of zeros for padding at the head of each matrix; and a vector that is the beginning of another."""
+    masters = {f"p{i}": np.zeros((50, 3), np.float32) for i in range(4)}
+    for i, array in enumerate(masters.values()):
+        array[-1] = i + 1
+    masters["v"] = np.zeros(64, np.float32)
+    module = {name: array.astype(ml_dtypes.bfloat16) for name, array in masters.items()}
+    order = ["p2", "p0", "v", "p3", "p1"]
+    moments = {name: np.full(masters[name].shape, i, np.float32) for i, name in enumerate(masters)}
+    if fused:
+        states = {0: {"exp_avg": np.concatenate([moments[n].ravel() for n in order])}}
+        kept = {"fp32_groups_flat": [np.concatenate([masters[n].ravel() for n in order])]}
+    else:
+        states = {i: {"exp_avg": moments[n]} for i, n in enumerate(order)}
+        kept = {"fp32_groups": [[masters[n] for n in order]]}
+    inner = {"state": states, "param_groups": [{"params": [*states]}]}
+    checkpoint = ucp.open(zero0(tmp_path, module, {"optimizer_state_dict": inner, **kept}))
+    truth = {f"param/{name}": array for name, array in masters.items()}
+    truth |= {f"exp_avg/{name}": array for name, array in moments.items()}
+    assert_true(checkpoint, truth, whole=True)
+    assert checkpoint.notes == [note for note in checkpoint.notes if "in one way only" in note]
+
+
+@pytest.mark.parametrize("deepspeed", [False, True])
+def test_a_shape_that_fits_is_no_proof_where_the_optimizer_has_fewer_parameters(tmp_path, deepspeed):
+    """The centers of a loss, with an optimizer of their own and the shape of the model's last weight."""
+    model = {"body": np.ones((2, 3), np.float32), "last": np.ones((4, 2), np.float32)}
+    optimizer = {"state": {0: {"momentum_buffer": np.ones((4, 2), np.float32)}}, "param_groups": [{"params": [0]}]}
+    if deepspeed:
+        checkpoint = ucp.open(zero0(tmp_path, model, optimizer))
+    else:
+        save({"model": model, "optimizer": optimizer}, tmp_path / "run.pt")
+        checkpoint = ucp.open(tmp_path / "run.pt")
+    assert {leaf.label.partition("/")[0] for leaf in checkpoint.leaves} == {"param", "other"}
+    assert any("there are 1 of them for 2" in note for note in checkpoint.notes)
+
+
+def test_a_tied_weight_is_one_parameter_under_two_names(tmp_path):
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    both = [Tensor(Storage("tied", array.reshape(-1)), 0, (2, 3), (3, 1)) for _ in range(2)]
+    states = {0: {"exp_avg": array + 1}, 1: {"exp_avg": np.ones(4, np.float32)}}
+    tree = {"model": OrderedDict(embed=both[0], bias=np.zeros(4, np.float32), head=both[1])}
+    save({**tree, "optimizer": {"state": states, "param_groups": [{"params": [0, 1]}]}}, tmp_path / "run.pt")
+    proved = ucp.open(tmp_path / "run.pt")
+    assert {leaf.label for leaf in proved.leaves if leaf.label.startswith("exp_avg/")} == {
+        "exp_avg/embed",
+        "exp_avg/bias",
+    }
+    assert same_bits(proved.read("exp_avg/embed"), array + 1)
+    said = ucp.open(tmp_path / "run.pt", optimizer_groups=[["head", "bias"]])
+    assert same_bits(said.read("exp_avg/head"), array + 1)
+    del states[1]
+    save({**tree, "optimizer": {"state": states, "param_groups": [{"params": [0, 1]}]}}, tmp_path / "run.pt")
+    with pytest.raises(FormatError, match="two names for optimizer are one tensor"):
+        ucp.open(tmp_path / "run.pt", optimizer_groups=[["head", "embed"]])
+
+
 # Real runs.
 
 
@@ -384,6 +448,74 @@ def test_a_reversed_optimizer_of_zero_0_is_not_taken_for_one_in_order():
     said = ucp.open(folder, optimizer_groups=[[f"l.{i}.weight" for i in (3, 2, 1, 0)]])
     assert_true(said, truth, whole=True)
     assert len(said.groups) == 1
+
+
+def decay_lists(case: str) -> list[list[str]]:
+    """The groups of a run of DeepSpeed: with weight decay and without, and those of experts behind."""
+    about = json.loads((DEEPSPEED / case / "case.json").read_text())["parameters"]
+    found = []
+    for experts in (False, True):
+        some = [param for param in about if ("deepspeed_moe.experts" in param["name"]) == experts]
+        found += [[param["name"] for param in some if param["decay"] == decay] for decay in (True, False)]
+    return [names for names in found if names]
+
+
+@pytest.mark.parametrize("case", deepspeed_cases.NUMBERED)
+def test_lists_of_names_pair_what_deepspeed_numbers_experts_of_all_ranks_in_one_list(case):
+    checkpoint = ucp.open(DEEPSPEED / case, optimizer_groups=decay_lists(case))
+    assert_true(checkpoint, deepspeed_cases.truth(case), whole=True)
+    assert [fault for _, fault in checkpoint.verify() if fault] == []
+    apart = ucp.open(DEEPSPEED / case)
+    assert_true(apart, deepspeed_cases.truth(case))
+    assert {leaf.label.partition("/")[0] for leaf in apart.leaves} == {"param", "other"}
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "why"),
+    [
+        ("z0_fp32_dp2", lambda lists: lists[:1], r"1 lists for 2 groups \(groups of 11 \+ 20 parameters\)"),
+        (
+            "z0_fp32_dp2",
+            lambda lists: [lists[0], lists[1][1:]],
+            "the group from number 11 on has 20 parameters, but 19 names",
+        ),
+        ("z0_fp32_dp2", lambda lists: [lists[0], ["lost", *lists[1][1:]]], "lost is not a parameter here"),
+        ("z0_fp32_dp2", lambda lists: [lists[0][::-1], lists[1]], r"exp_avg of number 1 has shape \[8, 16\]"),
+        (
+            "moe_ep2_dp2_z0_fp32",
+            lambda lists: [*lists[:3], lists[3][1:]],
+            "the group from number 32 on has 4 parameters, but 3 names",
+        ),
+        (
+            "moe_ep2_dp2_z0_fp32",
+            lambda lists: [*lists[1::-1], *lists[2:]],
+            "the group from number 0 on has 10 .*, but 18 names",
+        ),
+    ],
+)
+def test_lists_for_deepspeed_that_do_not_fit_say_where(case, change, why):
+    with pytest.raises(FormatError, match=rf"_states\.pt: optimizer_groups does not fit: .*{why}"):
+        ucp.open(DEEPSPEED / case, optimizer_groups=change(decay_lists(case)))
+
+
+@pytest.mark.parametrize(
+    ("lists", "why"),
+    [
+        ([["a", "b"], []], r"2 lists for 1 groups"),
+        ([["a"]], r"group 0 has 5 elements, the parameters listed for it 2"),
+        ([["a", "c"]], r"c is not a parameter of the module"),
+        ([["b", "a"]], r"group 0 does not have the master of b at 0 of its 5"),
+    ],
+)
+def test_lists_for_a_buffer_of_masters_that_do_not_fit_say_where(tmp_path, lists, why):
+    masters = {"a": np.full(2, 1, np.float32), "b": np.full(3, 2, np.float32)}
+    module = {name: array.astype(ml_dtypes.bfloat16) for name, array in masters.items()}
+    inner = {"state": {0: {"exp_avg": np.zeros(5, np.float32)}}, "param_groups": [{"params": [0]}]}
+    optimizer = {"optimizer_state_dict": inner, "fp32_groups_flat": [np.concatenate([*masters.values()])]}
+    folder = zero0(tmp_path, module, optimizer)
+    with pytest.raises(FormatError, match=f"optimizer_groups does not fit: {why}"):
+        ucp.open(folder, optimizer_groups=lists)
+    assert same_bits(ucp.open(folder, optimizer_groups=[["a", "b"]]).read("param/b"), masters["b"])
 
 
 def test_zero_2_leaves_out_what_a_rank_computes_of_its_own_partition():

@@ -141,6 +141,17 @@ def test_no_tensors_have_no_places():
     assert places({}).notes == []
 
 
+def test_a_word_does_not_give_one_parameter_the_states_of_two_optimizers():
+    objects = {("second", "param_groups", 0, "params"): [0], ("first", "param_groups", 0, "params"): ["w"]}
+    paths = [("model", "w"), ("first", "state", "w", "step"), ("second", "state", 0, "step")]
+    for word in ("module-order", (("w",),)):
+        found = placed(paths, objects, optimizer_groups=word)
+        assert {state for state, _ in found.at.values()} == {"param", "other"}
+        assert [note.partition(": ")[2] for note in found.notes[:2]] == [
+            "another optimizer has states of the same parameters"
+        ] * 2
+
+
 def test_groups_beside_an_optimizer_do_not_hide_its_states():
     objects = {("param_groups", 0, "lr"): 0.1, ("optim", "param_groups", 0, "lr"): 0.2}
     found = placed([("model", "w"), ("optim", "state", "w", "step")], objects)
