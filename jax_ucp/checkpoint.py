@@ -66,7 +66,7 @@ def open(
     kept under `other`, unless shapes or masters prove whose they are. What was said is in `source` and `notes`.
 
     Raises NotACheckpoint where there is none, FormatError where a file is not what it should be, or does not fit what
-    was said, ValueError where `optimizer_groups` cannot be meant.
+    was said, SpecError where `optimizer_groups` cannot be meant.
     """
     groups = as_optimizer_groups(optimizer_groups)
     options = Options(sizes or {}, Path(spec) if spec else None, weights_only, believe, groups)

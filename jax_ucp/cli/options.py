@@ -12,7 +12,6 @@ import click
 import msgspec
 
 import jax_ucp
-from jax_ucp.formats.options import MODULE_ORDER, OptimizerGroups, optimizer_groups
 from jax_ucp.storage.budget import DEFAULT_BUDGET
 
 if TYPE_CHECKING:
@@ -98,17 +97,15 @@ class _OptimizerGroups(click.ParamType):
 
     name = "module-order|file.json"
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> OptimizerGroups | None:
-        if not isinstance(value, str):
+    def convert(self, value: Any, param: Any, ctx: Any) -> str | list[list[str]]:
+        if value == "module-order":
             return value
         try:
-            if value == MODULE_ORDER:
-                return optimizer_groups(value)
-            return optimizer_groups(msgspec.json.decode(Path(value).read_bytes(), type=list[list[str]]))
+            return msgspec.json.decode(Path(value).read_bytes(), type=list[list[str]])
         except OSError as error:
-            self.fail(f"{value!r} is neither {MODULE_ORDER} nor a file that can be read ({error.strerror})", param, ctx)
+            self.fail(f"{value!r} is neither module-order nor a file that can be read ({error.strerror})", param, ctx)
         except (ValueError, msgspec.MsgspecError) as error:
-            self.fail(f"{value!r}: {error}", param, ctx)
+            self.fail(f"{value!r} is no JSON file of lists of names: {error}", param, ctx)
 
 
 as_json = click.option("--json", "json_", is_flag=True, help="Print JSON for machines.")

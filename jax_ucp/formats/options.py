@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from jax_ucp.errors import SpecError
+
 MODULE_ORDER: Final = "module-order"
 OptimizerGroups = Literal["module-order"] | tuple[tuple[str, ...], ...]
 
@@ -30,7 +32,7 @@ class Options:
 def optimizer_groups(value: str | Sequence[Sequence[str]] | None) -> OptimizerGroups | None:
     """The user's word on optimizer groups, checked for its form: `module-order`, or lists of names.
 
-    Raises ValueError for anything else, and for a name that is said twice.
+    Raises SpecError for anything else, and for a name that is said twice.
 
     >>> optimizer_groups([["a.weight"], []])
     (('a.weight',), ())
@@ -40,14 +42,14 @@ def optimizer_groups(value: str | Sequence[Sequence[str]] | None) -> OptimizerGr
     if value == MODULE_ORDER:
         return MODULE_ORDER
     if isinstance(value, str) or not _is_lists_of_names(value):
-        raise ValueError(
+        raise SpecError(
             f"optimizer_groups={_short(value)}: say {MODULE_ORDER!r}, or a list for each group with the names of its "
             "parameters in order"
         )
     seen: set[str] = set()
     for name in (name for group in value for name in group):
         if name in seen:
-            raise ValueError(f"optimizer_groups says {_short(name)} twice; an optimizer has a parameter once")
+            raise SpecError(f"optimizer_groups says {_short(name)} twice; an optimizer has a parameter once")
         seen.add(name)
     return tuple(tuple(group) for group in value)
 

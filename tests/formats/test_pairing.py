@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jax_ucp.errors import SpecError
 from jax_ucp.formats import pairing
 from jax_ucp.formats.options import MODULE_ORDER, optimizer_groups
 from jax_ucp.formats.pairing import (
@@ -128,7 +129,7 @@ def test_the_users_word_is_an_order_or_lists_of_names():
     assert optimizer_groups("module-order") == MODULE_ORDER
     assert optimizer_groups([["a"], ("b", "c"), []]) == (("a",), ("b", "c"), ())
     for wrong in ("module_order", "", [], ["a"], [["a"], "bc"], [[1]], {"a": ["b"]}, [["a"], None], 3):
-        with pytest.raises(ValueError, match=r"say 'module-order', or a list for each group"):
+        with pytest.raises(SpecError, match=r"say 'module-order', or a list for each group"):
             optimizer_groups(wrong)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="says 'a' twice"):
+    with pytest.raises(SpecError, match="says 'a' twice"):
         optimizer_groups([["a"], ["b", "a"]])
