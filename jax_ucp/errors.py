@@ -29,7 +29,7 @@ class LayoutError(UCPError, ValueError):
 
 
 class SpecError(UCPError, ValueError):
-    """A text is not in the universal checkpoint language, or a size in it has no number; or an option is meaningless."""
+    """A text is not in the universal checkpoint language, or a size in it has no number; or an option is not one."""
 
 
 class FormatError(UCPError, ValueError):

@@ -24,7 +24,14 @@ from jax_ucp.formats.deepspeed_files import Stored
 from jax_ucp.formats.deepspeed_masters import Copies
 from jax_ucp.formats.deepspeed_slices import Slices
 from jax_ucp.formats.options import MODULE_ORDER, OptimizerGroups, remedy, word_note
-from jax_ucp.formats.pairing import Undecided, contradiction, only_division, only_filling, only_pairing, tells_shape
+from jax_ucp.formats.pairing import (
+    Undecided,
+    candidates_by_shape,
+    contradiction,
+    only_division,
+    only_filling,
+    only_pairing,
+)
 from jax_ucp.formats.torch_file import StoredTensor
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
@@ -189,12 +196,7 @@ def names_of_numbers(
         return _as_listed(shapes, held, groups, said)
     if len(held) != len(shapes):
         raise Undecided(f"there are {len(held)} of them for {len(shapes)} parameters")
-    candidates = {
-        number: [n for n, shape in shapes.items() if not tells_shape(some) or not contradiction(some, shape)]
-        for number, some in held.items()
-        if some
-    }
-    return only_pairing(candidates)
+    return only_pairing(candidates_by_shape(held, shapes))
 
 
 def _as_listed(
@@ -241,13 +243,14 @@ def _pairs_of_masters(one: _Optimizer, copies: Copies, said: OptimizerGroups | N
             lambda name, group, place: fits(name, numbers[group][place]),
         )
         return {numbers[group][place]: name for name, (group, place) in division.items()}
-    return only_pairing(
-        {
-            number: [name for name in copies.found_at(keys[number], 0) if one.shapes[name] == master.shape]
-            for number, master in one.masters.items()
-            if math.prod(master.shape)
-        }
-    )
+    found: dict[int, str] = {}
+    for number, master in one.masters.items():
+        names = [name for name in copies.found_at(keys[number], 0) if one.shapes[name] == master.shape]
+        if math.prod(master.shape):
+            found[number] = _one_of(names)
+    if len(set(found.values())) != len(found):
+        raise Undecided("they fit the parameters in no way")
+    return found
 
 
 def _held_in_buffers(one: _Optimizer, copies: Copies, said: OptimizerGroups | None) -> Held:
@@ -261,8 +264,23 @@ def _held_in_buffers(one: _Optimizer, copies: Copies, said: OptimizerGroups | No
     elif said == MODULE_ORDER:
         found = only_division(sizes, lengths, lambda name, group, at: copies.begins(name, keys[group], at))
     else:
-        found = only_filling(sizes, lengths, lambda group, at: copies.found_at(keys[group], at))
+        found = only_filling(sizes, lengths, lambda group, at: _candidates_at(copies, keys[group], at))
     return {name: (numbers[group], Box((at,), (at + sizes[name],))) for name, (group, at) in found.items()}
+
+
+def _one_of(names: Sequence[str]) -> str:
+    """The one parameter with the bits of a master. Raises Undecided: several with the same bits can be exchanged."""
+    if len(names) != 1:
+        raise Undecided(f"the bits of masters fit the weights in {'several ways' if names else 'no way'}")
+    return names[0]
+
+
+def _candidates_at(copies: Copies, key: str, at: int) -> list[str]:
+    """The parameters with the bits that a buffer has at a place. Raises Undecided where two have the same bits."""
+    names = copies.found_at(key, at)
+    if len({copies.sizes[name] for name in names}) != len(names):
+        raise Undecided("the bits of masters fit the weights in several ways")
+    return names
 
 
 def _listed_in_buffers(

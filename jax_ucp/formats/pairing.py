@@ -16,8 +16,9 @@ from jax_ucp.layout.fragments import Shape
 Number = TypeVar("Number", bound=Hashable)
 Name = TypeVar("Name", bound=Hashable)
 
-# More partial arrangements than this, or more steps of a search, and nothing is decided.
-MAX_WAYS = 20_000
+# More steps of a search than this, some seconds, and nothing is decided.
+MAX_STEPS = 1_000_000
+_TOO_MANY = "there are too many ways to try them all"
 
 # States with an element for each element of the parameter: of `torch.optim`, and of the optimizers of DeepSpeed and
 # transformers.
@@ -63,6 +64,30 @@ def tells_shape(states: Mapping[str, Shape]) -> bool:
     return not with_axes - _SHAPES.keys() and not _SHAPES.keys().isdisjoint(states)
 
 
+def candidates_by_shape(
+    members: Mapping[Number, Mapping[str, Shape]], shapes: Mapping[Name, Shape]
+) -> dict[Number, Sequence[Name]]:
+    """The names that each number could have, by the shapes of its states; those without states could have any.
+
+    >>> candidates_by_shape({0: {"exp_avg": (2,)}, 1: {}, 2: {"z": (2,)}}, {"a": (2,), "b": (3,)})
+    {0: ['a'], 2: ['a', 'b']}
+    """
+    every = list(shapes)
+    by_kind: dict[frozenset[tuple[str, Shape]], list[Name]] = {}
+    found: dict[Number, Sequence[Name]] = {}
+    for number, states in members.items():
+        if not states:
+            continue
+        kind = frozenset(states.items())
+        if kind not in by_kind:
+            fitting = every
+            if tells_shape(states):
+                fitting = [name for name, shape in shapes.items() if not contradiction(states, shape)]
+            by_kind[kind] = fitting
+        found[number] = by_kind[kind]
+    return found
+
+
 def only_pairing(candidates: Mapping[Number, Collection[Name]]) -> dict[Number, Name]:
     """A name of its own for each number, from its candidates, where only one choice is possible.
 
@@ -72,6 +97,12 @@ def only_pairing(candidates: Mapping[Number, Collection[Name]]) -> dict[Number, 
     >>> only_pairing({0: ["a", "b"], 1: ["a"]})
     {1: 'a', 0: 'b'}
     """
+    kinds: set[frozenset[Name]] = set()
+    for names in candidates.values():
+        kind = frozenset(names)
+        if len(kind) > 1 and kind in kinds:  # two numbers could be exchanged
+            raise Undecided("they fit the parameters in several ways")
+        kinds.add(kind)
     left = {number: set(names) for number, names in candidates.items()}
     wanted: dict[Name, set[Number]] = defaultdict(set)
     for number, names in left.items():
@@ -107,7 +138,7 @@ def only_division(
     >>> only_division({"w": 1, "b": 1, "v": 1}, [2, 1], lambda name, group, place: (name == "b") == (group == 1))
     {'v': (0, 1), 'b': (1, 0), 'w': (0, 0)}
     """
-    left = sum(sizes.values())
+    left, tried = sum(sizes.values()), 0
     ways: dict[tuple[int, ...], int] = {(0,) * len(ends): 1}
     steps: list[dict[tuple[int, ...], tuple[tuple[int, ...], int | None]]] = []
     for name, size in sizes.items():
@@ -125,8 +156,9 @@ def only_division(
                     came[to] = at, group
         ways = after
         steps.append(came)
-        if len(ways) > MAX_WAYS:
-            raise Undecided("in the order of the model they fit it in several ways")
+        tried += len(ways)
+        if tried > MAX_STEPS:
+            raise Undecided(_TOO_MANY)
     end = tuple(ends)
     if ways.get(end, 0) != 1:
         raise Undecided(f"in the order of the model they fit it in {'several ways' if ways.get(end) else 'no way'}")
@@ -169,9 +201,9 @@ def only_filling(
     at = next(iter(starts), None)
     open_choices = [(at, choices(at))] if at else []
     while open_choices and len(solutions) < 2:
-        steps += 1
-        if steps > MAX_WAYS:
-            raise Undecided("they fit the parameters in several ways")
+        steps += 1 + len(held)
+        if steps > MAX_STEPS:
+            raise Undecided(_TOO_MANY)
         at, names = open_choices[-1]
         for name in [name for name, place in held.items() if place >= at]:  # a choice that was tried
             del held[name]

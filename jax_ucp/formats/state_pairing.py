@@ -12,7 +12,7 @@ All states of an optimizer are mapped, or none.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ import numpy as np
 
 from jax_ucp.formats.optimizer_dicts import OptimizerDict, Owner, Steps, joined
 from jax_ucp.formats.options import MODULE_ORDER, OptimizerGroups, remedy, word_note
-from jax_ucp.formats.pairing import Undecided, contradiction, only_division, only_pairing, tells_shape
+from jax_ucp.formats.pairing import Undecided, candidates_by_shape, contradiction, only_division, only_pairing
 from jax_ucp.layout.fragments import Shape
 
 NUMBERS = "they go by numbers, and nothing stored says which parameter has which number"
@@ -103,10 +103,12 @@ class _Pairing:
         self.elsewhere: set[Steps] = set()  # those that are of tensors outside the model
         # Of each dict that holds tensors, at any depth, the tensor of each name from there.
         self.dicts: dict[Steps, dict[str, str]] = defaultdict(dict)
+        self.roots: dict[Owner, list[Steps]] = defaultdict(list)  # of each name, the dicts that have it
         for name, stored in outside.items():
             for root in (stored.path[:depth] for depth in range(len(stored.path))):
                 if (inner := relative(stored.path, root)) is not None:
                     self.dicts[root][joined(inner)] = name
+                    self.roots[joined(inner)].append(root)
 
     # Names.
 
@@ -153,7 +155,7 @@ class _Pairing:
         """The dicts that have what the first state names, or else what the first group names."""
         owners = [owner for readings in [*optimizer.states.values()][:1] for owner, _ in readings]
         owners = owners or [owner for group in optimizer.groups[:1] for owner in group.owners[:1]]
-        return [root for root, names in self.dicts.items() if any(owner in names for owner in owners)]
+        return list(dict.fromkeys(root for owner in owners for root in self.roots[owner]))
 
     def _in_dict(self, optimizer: OptimizerDict, root: Steps) -> dict[Owner, str]:
         """The tensor of the dict that each owner of the optimizer names; empty if one names none, or does not fit."""
@@ -221,13 +223,15 @@ class _Pairing:
                 raise Undecided(self._no_model())
             if len(members) != len(free):
                 raise Undecided(f"there are {len(members)} of them for {len(free)} tensors")
-            pairs = only_pairing(self._candidates(members, free))
+            pairs = only_pairing(candidates_by_shape(members, self._shapes(free)))
         except Undecided as error:
             self.apart |= {optimizer.path: f"{NUMBERS} ({error})" for optimizer in optimizers}
             return
+        owned: dict[Steps, dict[Owner, str]] = defaultdict(dict)
+        for (path, owner), name in pairs.items():
+            owned[path][owner] = name
         for optimizer in optimizers:
-            owned = {owner: name for (path, owner), name in pairs.items() if path == optimizer.path}
-            self._settle(optimizer, owned)
+            self._settle(optimizer, owned[optimizer.path])
 
     def _settle(self, optimizer: OptimizerDict, owned: dict[Owner, str]) -> None:
         if stray := [name for name in owned.values() if name not in self.weights]:
@@ -255,20 +259,8 @@ class _Pairing:
         kept = set(first.values())
         return [name for name in names if name in kept]
 
-    def _candidates(self, members: Members, free: Sequence[str]) -> dict[Member, list[str]]:
-        """The tensors that each member with states could be."""
-        by_states: dict[frozenset[tuple[str, Shape]], list[str]] = {}
-        found: dict[Member, list[str]] = {}
-        for member, states in members.items():
-            if not states:
-                continue
-            kind = frozenset(states.items())
-            if kind not in by_states:
-                known = tells_shape(states)
-                fitting = [n for n in free if not known or not contradiction(states, self.outside[n].shape)]
-                by_states[kind] = fitting
-            found[member] = by_states[kind]
-        return found
+    def _shapes(self, names: Sequence[str]) -> dict[str, Shape]:
+        return {name: self.outside[name].shape for name in names}
 
     # The user's word.
 
@@ -281,8 +273,7 @@ class _Pairing:
         members = self._members(optimizers)
         lists = [(optimizer, owners) for optimizer in optimizers for owners in optimizer.lists()]
         self._check_listed(optimizers)
-        for optimizer in optimizers:
-            self._exclude_others(optimizer, members)
+        self._exclude_others(members)
 
         def fits(name: str, group: int, place: int) -> bool:
             optimizer, owners = lists[group]
@@ -304,16 +295,19 @@ class _Pairing:
             if strays := [*states.missing, *sorted(map(str, states.shapes.keys() - listed))]:
                 raise Undecided(f"{optimizer.where} has states of what no group of it lists, the first {strays[0]}")
 
-    def _exclude_others(self, optimizer: OptimizerDict, members: Members) -> None:
-        """Raise Undecided if the optimizer could be that of tensors outside the model."""
+    def _exclude_others(self, members: Members) -> None:
+        """Raise Undecided if an optimizer could be that of tensors outside the model."""
         taken = {self._tie(name) for name in self.weights}
         others = [name for name in self._distinct(self.outside) if self._tie(name) not in taken]
-        mine = {member: states for member, states in members.items() if member[0] == optimizer.path}
-        if len(mine) <= len(others) and all(self._candidates(mine, others).values()):
-            raise Undecided(
-                f"{optimizer.where} could be the optimizer of other tensors than the model's, such as {others[0]}; "
-                "say it with lists of full names"
-            )
+        sizes = Counter(path for path, _ in members)
+        candidates = candidates_by_shape(members, self._shapes(others))
+        unfit = {path for (path, _), names in candidates.items() if not names}
+        for path, count in sizes.items():
+            if count <= len(others) and path not in unfit:
+                raise Undecided(
+                    f"{self.optimizers[path].where} could be the optimizer of other tensors than the model's, such as "
+                    f"{others[0]}; say it with lists of full names"
+                )
 
     def by_lists(self, groups: Sequence[Sequence[str]]) -> None:
         """Settle the optimizers that names in the file do not settle: `groups` are theirs, in order."""
