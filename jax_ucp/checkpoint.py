@@ -19,6 +19,7 @@ from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.export import MAX_SHARD_BYTES, ExportFormat, ExportPlan, plan_export, run_export
 from jax_ucp.formats import open_contents
 from jax_ucp.formats.options import Options
+from jax_ucp.formats.options import optimizer_groups as as_optimizer_groups
 from jax_ucp.language import mapping as mappings
 from jax_ucp.language.binding import bind, config_numbers, undone_lengths
 from jax_ucp.layout.box import Box
@@ -52,6 +53,7 @@ def open(
     spec: str | os.PathLike[str] | None = None,
     weights_only: bool = False,
     believe: Literal["master", "copy"] | None = None,
+    optimizer_groups: Literal["module-order"] | Sequence[Sequence[str]] | None = None,
 ) -> Checkpoint:
     """The checkpoint at `path`, whichever of the known formats it has. Reads metadata only.
 
@@ -61,9 +63,15 @@ def open(
     something twice and differently, `save` refuses it; `believe` says what to take instead: the `master` (and the
     first of several replicas), or the `copy` that the model computed with, in its dtype.
 
-    Raises NotACheckpoint where there is none, FormatError where a file is not what it should be.
+    `optimizer_groups` says which parameters an optimizer has whose states go by numbers: `"module-order"`, if every
+    group lists its parameters in the order of the model, or the names of each group in order. Unsaid, such states are
+    kept under `other`, unless shapes or masters prove whose they are. What was said is in `source` and `notes`.
+
+    Raises NotACheckpoint where there is none, FormatError where a file is not what it should be, or does not fit what
+    was said, SpecError where `optimizer_groups` cannot be meant.
     """
-    options = Options(sizes or {}, Path(spec) if spec else None, weights_only, believe)
+    groups = as_optimizer_groups(optimizer_groups)
+    options = Options(sizes or {}, Path(spec) if spec else None, weights_only, believe, groups)
     return Checkpoint(open_contents(path, options))
 
 
@@ -128,7 +136,7 @@ class Checkpoint:
 
     @property
     def source(self) -> Mapping[str, Any]:
-        """What a universal checkpoint was imported from."""
+        """What a universal checkpoint was imported from, and what the user said of it (`optimizer_groups`)."""
         return self._contents.source
 
     @property

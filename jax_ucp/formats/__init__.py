@@ -70,7 +70,9 @@ def open_contents(path: str | os.PathLike[str], options: Options) -> Contents:
     for recognise, name, opener in FORMATS:
         if recognise(at):
             try:
-                return opener(at, options)
+                contents = opener(at, options)
+                _require_use(contents, options)
+                return contents
             except UCPError:
                 raise
             except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
@@ -82,6 +84,17 @@ def open_contents(path: str | os.PathLike[str], options: Options) -> Contents:
         raise NotACheckpoint(f"{path} holds the steps {', '.join(p.name for p in steps)}: open one, {path}/{last}")
     known = "\n  ".join(name for _, name, _ in FORMATS)
     raise NotACheckpoint(f"{path} is no checkpoint of a format known here:\n  {known}")
+
+
+def _require_use(contents: Contents, options: Options) -> None:
+    """Raise FormatError where the user said something of the optimizer that decided nothing."""
+    used = contents.format != "universal" and "optimizer_groups" in contents.source
+    if used or options.optimizer_groups is None:
+        return
+    why = "no optimizer here has states whose parameters are not known"
+    if options.weights_only:
+        why = "weights_only leaves the optimizer aside"
+    raise FormatError(f"{contents.path}: optimizer_groups would change nothing, because {why}; open it without")
 
 
 def _natural(path: Path) -> tuple[int, str]:

@@ -27,8 +27,11 @@ from jax_ucp.formats.dcp_source import DcpSource, consolidated
 from jax_ucp.formats.extras import tensor_bytes
 from jax_ucp.formats.facts import COUNTS, RATES, Facts
 from jax_ucp.formats.importing import Import
+from jax_ucp.formats.optimizer_dicts import Steps
 from jax_ucp.formats.options import Options
-from jax_ucp.formats.state_paths import Steps, hyperparameters, places
+from jax_ucp.formats.pairing import Undecided
+from jax_ucp.formats.state_pairing import Stored, is_trainable
+from jax_ucp.formats.state_paths import places
 from jax_ucp.storage.contents import Contents
 
 
@@ -54,9 +57,6 @@ def open_dcp(path: Path, options: Options) -> Contents:
     }
     _check_facts(metadata, source)
     _tensors(found, metadata, objects, options)
-    if not options.weights_only:
-        for name, settings in hyperparameters(objects):
-            found.hyperparameters(name, settings)
     _other_files(found, metadata)
     try:
         return found.contents()
@@ -93,7 +93,17 @@ def _tensors(found: Import, metadata: DcpMetadata, objects: Mapping[Steps, Any],
                 f"{found.path / metadata.files[0]}: planner_data says that {fqn!r} was at {path}, which has another "
                 "flattened name; the metadata is damaged, or of a planner not known here"
             )
-    where = places({fqn: paths[fqn] for fqn in metadata.tensors}, objects)
+    # The paths are in the order of the state dict, the tensors in that of the ranks that wrote them.
+    tensors = {fqn: metadata.tensors[fqn] for fqn in paths if fqn in metadata.tensors}
+    stored = {fqn: Stored(paths[fqn], t.shape, is_trainable(t.dtype)) for fqn, t in tensors.items()}
+    try:
+        where = places(stored, objects, options)
+    except Undecided as error:
+        raise FormatError(f"{found.path}: optimizer_groups does not fit: {error}") from None
+    if where.used and options.optimizer_groups is not None:
+        found.said["optimizer_groups"] = options.optimizer_groups
+    for name, settings in where.settings:
+        found.hyperparameters(name, settings)
     for fqn, tensor in metadata.tensors.items():
         state, name = where.at[fqn]
         param = consolidated(fqn, tensor)

@@ -32,6 +32,10 @@ from jax_ucp.storage.joined import Joined
 ASIDE = "left aside, as weights_only asks"
 FROZEN = "a parameter that the optimizer does not own (frozen)"
 
+# States that a rank computes of its own partition, so that no parameter has them. Adafactor's RMS is that of the
+# weights, and is computed anew in each step, before it is used (`transformers/optimization.py`).
+_OF_A_PARTITION = ("RMS",)
+
 # Where a slice was: pipeline stage, expert-parallel rank (None for what is no fused expert), tensor-parallel rank.
 Place = tuple[int, int | None, int]
 
@@ -146,9 +150,10 @@ class Slices:
         """Values that a group has once, such as its step: every parameter of the group gets them."""
         for state, values in part.scalars.items():
             for rank, value in zip(part.ranks, values, strict=True):
-                if self.options.weights_only:
+                if self.options.weights_only or state in _OF_A_PARTITION:
                     if isinstance(value, StoredTensor):
-                        self.found.skip(rank.key(value), "state", ASIDE)
+                        own = f"{state} of the weights in one rank's partition, which is of no parameter"
+                        self.found.skip(rank.key(value), "state", ASIDE if self.options.weights_only else own)
                     continue
                 for local in part.shapes:
                     name = moe.global_name(local, ep, part.shapes)
@@ -256,8 +261,8 @@ class Slices:
 def _agreed(state: str, files: Sequence[Stored], values: Sequence[np.ndarray]) -> np.ndarray:
     for stored, value in zip(files, values, strict=True):
         if not same_bits(np.asarray(value), np.asarray(values[0])):
-            raise FormatError(
-                f"{stored.file.path}: {state} is {value}, but {values[0]} in {files[0].name}; "
-                "the files are not of one step"
-            )
+            why = "the files are not of one step"
+            if state != "step":
+                why += ", or it is a number that each rank has for itself; weights_only leaves the optimizer aside"
+            raise FormatError(f"{stored.file.path}: {state} is {value}, but {values[0]} in {files[0].name}; {why}")
     return values[0]

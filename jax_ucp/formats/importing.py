@@ -42,6 +42,7 @@ class Import:
         self.params: dict[TreePath, Consolidated] = {}
         self.extras: dict[str, dict[str, Any]] = {}
         self.notes: list[str] = []
+        self.said: dict[str, Any] = {}  # what the user said that is part of the result, for its `source`
         self._constants: dict[TreePath, tuple[np.ndarray, str]] = {}
         self._cuts: dict[str, Cut] = {}
         self._slices: dict[str, Consolidated] = {}
@@ -169,6 +170,7 @@ class Import:
             extras=self.extras,
             groups=groups_of({name: said for name, said in self._settings.items() if self._is_parameter(name)}),
             notes=self.notes,
+            source={"format": self.format, "name": self.path.name, **self.said} if self.said else {},
             checks=lambda extent: self._checks(view, slices, shards, names, extent),
             where=where,
         )

@@ -14,7 +14,7 @@ Megatron-LM core_v0.16.1.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,7 +42,7 @@ from jax_ucp.formats.megatron_dist_names import (
 from jax_ucp.formats.megatron_dist_proof import (
     is_precision_aware,
     moved_by_padding,
-    other_order,
+    not_of_weights,
     precision_aware,
     prove_masters,
     prove_precision_aware,
@@ -198,7 +198,7 @@ class _Reader:
         for (name, state), keys in held.items():
             self.states.setdefault(name, {})[state] = Consolidated(cuts[name], [keys[r] for r in range(len(keys))])
         names = [name for name, states in self.states.items() if "weight" in states]
-        why = precision_aware if is_precision_aware(self.args) else other_order
+        why = precision_aware if is_precision_aware(self.args) else not_of_weights
         prove_masters(self.files.folder, names, self.states, self.found.view, why)
 
     def _skip_gap(self, key: str) -> None:
@@ -256,13 +256,12 @@ class _Reader:
     def _parameters(self) -> None:
         for expert in (False, True):
             mine = {name: states for name, states in self.states.items() if is_expert(name) == expert}
-            every = {state for states in mine.values() for state in states if state != "weight"}
             for name, states in mine.items():
-                have = {state for state in states if state != "weight"}
                 # What has no state at all was frozen; a 16-bit run keeps what is fp32 in the model as its own master.
-                if have and (lost := every - have - {"param"}):
+                if lost := _lost(states.keys(), mine):
                     raise FormatError(
-                        f"{self.files.folder}: {min(lost)} of {name} is in no file, but that of other parameters is"
+                        f"{self.files.folder}: {min(lost)} of {name} is in no file, but parameters that have its other "
+                        "states have it too; weights_only leaves the optimizer aside"
                     )
                 if "weight" in states:
                     self._parameter(name, states)
@@ -376,3 +375,19 @@ class _Reader:
             self.found.notes.append("common.pt has no args: nothing was compared with what the run says of its model")
         elif self.args.absent:
             self.found.notes.append(f"args lack {', '.join(self.args.absent)}; Megatron's defaults were taken")
+
+
+def _lost(states: Collection[str], every: Mapping[str, Collection[str]]) -> set[str]:
+    """The states that a parameter lacks, though another has all of its own, and more.
+
+    Several optimizers may share a model: with Muon, embeddings have Adam's moments, and matrices a momentum_buffer.
+
+    >>> adam, muon = {"weight", "exp_avg", "exp_avg_sq"}, {"weight", "momentum_buffer"}
+    >>> _lost(muon, {"a": adam, "b": muon}), _lost({"weight", "exp_avg"}, {"a": adam, "b": muon})
+    (set(), {'exp_avg_sq'})
+    """
+    kept = {"weight", "param"}
+    if not set(states) - {"weight"}:
+        return set()
+    more = (set(other) - kept for other in every.values())
+    return set().union(*(other - set(states) for other in more if other > set(states) - kept))

@@ -78,5 +78,9 @@ def moved_by_padding(elements: int | None) -> str:
     )
 
 
-def other_order(_: str) -> str:
-    return "the order of modules in the flat buffers is not the one known here, or the buffers belong to another run"
+def not_of_weights(_: str) -> str:
+    """What is likely where masters in flat buffers are not those of the weights."""
+    return (
+        "the flat buffers belong to another run or step, hold something else than masters under that name, or have the "
+        "modules in another order than the one known here"
+    )

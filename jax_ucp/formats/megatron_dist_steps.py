@@ -55,7 +55,11 @@ def group_steps(key: str, stored: StoredObject) -> list[Step]:
 def one_step(files: DistFiles, name: str, steps: Sequence[Step]) -> Step:
     """The step of a parameter, of which all places must say the same."""
     if not steps:
-        raise FormatError(f"{files.folder}: nothing says how often the optimizer of {name} stepped")
+        raise FormatError(
+            f"{files.folder}: how often the optimizer of {name} stepped is not found where Adam's is (SGD and Muon do "
+            "not store it, and of several optimizers which one has the parameter is not stored); weights_only leaves "
+            "the optimizer aside"
+        )
     first = steps[0]
     for other in steps[1:]:
         if other.value != first.value:

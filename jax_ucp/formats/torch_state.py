@@ -3,8 +3,8 @@
 Which tensor is a weight and which an optimizer's state follows from where it lies in the nested dicts, by the rules of
 `state_paths`. `torch.optim.Optimizer.state_dict` numbers the parameters; which number is which parameter is stored only
 if the optimizer was given names (`param_names` in its groups). Without them the states are kept by number, under
-`other`: the order of `model.parameters()` is not that of a state dict, which has buffers and tied weights too.
-Everything that is no tensor is an extra.
+`other`, unless shapes prove the pairing or the user says it: the order of `model.parameters()` is not that of a state
+dict, which has buffers and tied weights too. Everything that is no tensor is an extra.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from jax_ucp.errors import FormatError
 from jax_ucp.formats import extras
 from jax_ucp.formats.extras import tensor_bytes
 from jax_ucp.formats.importing import Import
+from jax_ucp.formats.optimizer_dicts import Steps
 from jax_ucp.formats.options import Options
+from jax_ucp.formats.pairing import Undecided
 from jax_ucp.formats.safe_pickle import Name, walk
-from jax_ucp.formats.state_paths import Steps, hyperparameters, places
+from jax_ucp.formats.state_pairing import Stored, is_trainable
+from jax_ucp.formats.state_paths import places
 from jax_ucp.formats.torch_file import StoredTensor, TorchFile, is_torch_file
 from jax_ucp.formats.weight_files import keep_config, keep_index, read_index, skip_others
 from jax_ucp.layout.patterns import Unique
@@ -96,8 +99,14 @@ def _tensors(found: Import, files: Mapping[str, TorchFile], options: Options) ->
             paths[label] = path or (0,)
             if node.attributes:
                 found.extra(name, f"attributes of {label}", node.attributes)
-    where = places(paths, objects)
-    for name, settings in hyperparameters(objects) if not options.weights_only else ():
+    tensors = {label: _stored(paths[label], key, tensor) for label, (key, tensor) in stored.items()}
+    try:
+        where = places(tensors, objects, options)
+    except Undecided as error:
+        raise FormatError(f"{found.path}: optimizer_groups does not fit: {error}") from None
+    if where.used and options.optimizer_groups is not None:
+        found.said["optimizer_groups"] = options.optimizer_groups
+    for name, settings in where.settings:
         found.hyperparameters(name, settings)
     for label, (key, tensor) in stored.items():
         state, name = where.at[label]
@@ -107,6 +116,12 @@ def _tensors(found: Import, files: Mapping[str, TorchFile], options: Options) ->
             reason = f"{state} of {name}" if state != "other" else "a tensor beside the model"
             found.parameter(state, name, Consolidated(Unique().join([tensor.shape]), [key]), reason)
     found.notes += where.notes
+
+
+def _stored(path: Steps, key: str, tensor: StoredTensor) -> Stored:
+    file = key.partition(":")[0]
+    tie = file, tensor.storage, tensor.offset, tensor.shape, tensor.strides
+    return Stored(path, tensor.shape, is_trainable(tensor.dtype), tie)
 
 
 def _extras(found: Import, name: str, file: TorchFile) -> None:
