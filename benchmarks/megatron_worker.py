@@ -1,10 +1,11 @@
 """A torch_dist checkpoint by megatron-core on CPU; needs torch and megatron-core, not jax_ucp.
 
-    python megatron_checkpoint.py save FOLDER COMMON_PT LAYERS HIDDEN RANKS
+    python megatron_checkpoint.py save FOLDER COMMON_PT DTYPE LAYERS HIDDEN RANKS
     python megatron_checkpoint.py load ITERATION_FOLDER LAYERS HIDDEN
 
 `save` writes a GPT and Adam's moments as Megatron names and cuts them, tensor parallel over RANKS; the rest of the
-checkpoint (args, scheduler) is COMMON_PT's, with the sizes changed. `load` reads every tensor whole into one process.
+checkpoint (args, scheduler) is COMMON_PT's, with the sizes changed. DTYPE is fp32, or bf16: then there are fp32 masters
+too. `load` reads every tensor of an fp32 checkpoint whole into one process.
 """
 
 import copy
@@ -20,11 +21,11 @@ VOCAB, POSITIONS, HEAD = 32000, 1024, 64
 
 
 def sharded_tensors(
-    layers: int, hidden: int, rank: int, ranks: int, new: Callable
+    layers: int, hidden: int, rank: int, ranks: int, new: Callable, bf16: bool = False
 ) -> Iterator[tuple[str, ShardedTensor]]:
     h, f = hidden, 4 * hidden
-    yield from states("embedding.word_embeddings.weight", (VOCAB, h), 0, None, rank, ranks, new)
-    yield from states("embedding.position_embeddings.weight", (POSITIONS, h), None, None, rank, ranks, new)
+    yield from states("embedding.word_embeddings.weight", (VOCAB, h), 0, None, rank, ranks, new, bf16)
+    yield from states("embedding.position_embeddings.weight", (POSITIONS, h), None, None, rank, ranks, new, bf16)
     for layer in ((i, layers) for i in range(layers)):
         for name, shape, axis in [
             ("self_attention.linear_qkv.layer_norm_weight", (h,), None),
@@ -40,9 +41,9 @@ def sharded_tensors(
             ("mlp.linear_fc2.weight", (h, f), 1),
             ("mlp.linear_fc2.bias", (h,), None),
         ]:
-            yield from states(f"decoder.layers.{name}", shape, axis, layer, rank, ranks, new)
-    yield from states("decoder.final_layernorm.weight", (h,), None, None, rank, ranks, new)
-    yield from states("decoder.final_layernorm.bias", (h,), None, None, rank, ranks, new)
+            yield from states(f"decoder.layers.{name}", shape, axis, layer, rank, ranks, new, bf16)
+    yield from states("decoder.final_layernorm.weight", (h,), None, None, rank, ranks, new, bf16)
+    yield from states("decoder.final_layernorm.bias", (h,), None, None, rank, ranks, new, bf16)
 
 
 def states(
@@ -53,14 +54,21 @@ def states(
     rank: int,
     ranks: int,
     new: Callable[[list[int]], torch.Tensor],
+    bf16: bool,
 ) -> Iterator[tuple[str, ShardedTensor]]:
-    """A parameter and its two moments, cut over the ranks on `axis`; layers are stacked on an axis before the rest."""
+    """A parameter and its two moments, cut over the ranks on `axis`; layers are stacked on an axis before the rest.
+
+    A weight in bf16 has a master, of which it is a copy.
+    """
     local = [n // ranks if i == axis else n for i, n in enumerate(shape)]
     offsets = [(0, *layer)] if layer else []
     if axis is not None:
         offsets.append((axis + len(offsets), rank, ranks))
-    for prefix in ("", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq."):
-        key, data = f"{prefix}{name}", new(local)
+    held = {"": new(local), **{f"optimizer.state.{moment}.": new(local) for moment in ("exp_avg", "exp_avg_sq")}}
+    if bf16:
+        held |= {"optimizer.state.fp32_param.": held[""], "": held[""].bfloat16()}
+    for prefix, data in held.items():
+        key = f"{prefix}{name}"
         replica = rank if axis is None else 0
         tensor = ShardedTensor.from_rank_offsets(
             key, data, *offsets, replica_id=replica, prepend_axis_num=int(layer is not None)
@@ -78,7 +86,7 @@ def start(rank: int, ranks: int) -> None:
     torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks)
 
 
-def save(rank: int, folder: str, common_path: str, layers: int, hidden: int, ranks: int) -> None:
+def save(rank: int, folder: str, common_path: str, dtype: str, layers: int, hidden: int, ranks: int) -> None:
     start(rank, ranks)
     common = torch.load(common_path, weights_only=False)
     args = common["args"] = copy.copy(common["args"])
@@ -89,7 +97,8 @@ def save(rank: int, folder: str, common_path: str, layers: int, hidden: int, ran
     args.tensor_model_parallel_size = ranks
     iteration = os.path.join(folder, f"iter_{common['iteration']:07d}")
     os.makedirs(iteration, exist_ok=True)
-    dist_checkpointing.save({**common, **dict(sharded_tensors(layers, hidden, rank, ranks, torch.randn))}, iteration)
+    tensors = sharded_tensors(layers, hidden, rank, ranks, torch.randn, dtype == "bf16")
+    dist_checkpointing.save({**common, **dict(tensors)}, iteration)
     torch.distributed.barrier()
     if rank == 0:
         with open(os.path.join(folder, "latest_checkpointed_iteration.txt"), "w") as file:
@@ -99,8 +108,8 @@ def save(rank: int, folder: str, common_path: str, layers: int, hidden: int, ran
 if __name__ == "__main__":
     command, folder, *rest = sys.argv[1:]
     if command == "save":
-        common_path, *numbers = rest
-        torch.multiprocessing.spawn(save, (folder, common_path, *map(int, numbers)), nprocs=int(numbers[-1]))
+        common_path, dtype, *numbers = rest
+        torch.multiprocessing.spawn(save, (folder, common_path, dtype, *map(int, numbers)), nprocs=int(numbers[-1]))
     else:
         start(0, 1)
         layers, hidden = map(int, rest)

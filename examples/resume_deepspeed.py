@@ -1,10 +1,13 @@
 """Training that DeepSpeed began goes on in JAX: its checkpoint, mapped to a Flax model and an optax state, sharded.
 
-    python examples/resume_deepspeed.py [CASE]
+    python examples/resume_deepspeed.py [CASE [module-order]]
 
 The checkpoint is opened from the files of its ranks and mapped to the reference transformer of `models/`. Parameters,
 moments, step and schedule are restored onto eight devices, and the next steps are taken on the batches that the live
 run saw. Their losses are printed beside those of torch going on from the same state in fp32, and of the live run.
+
+ZeRO-0 in fp32 stores no names of the parameters that moments belong to. That its optimizer groups are in the order of
+the module is what the second argument says, for z0_fp32_dp2 and moe_ep2_dp2_z0_fp32.
 """
 
 from __future__ import annotations
@@ -49,13 +52,13 @@ class Run:
     balance: float = 0.0
 
 
-def main(case: str) -> int:
+def main(case: str, groups: str | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
     about = json.loads((DATA / case / "case.json").read_text())
 
-    checkpoint = ucp.open(DATA / case)
+    checkpoint = ucp.open(DATA / case, optimizer_groups=groups)
     mapped = checkpoint.map(MAPPING, sizes=rows_of(about["model"]))
     run, report = resumed(mapped, about, mesh)
     print(f"{case}: {len(mapped.params)} parameters of the model; of its optimizer's state")
@@ -210,4 +213,4 @@ def train_step(
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1] if len(sys.argv) > 1 else "z1_fp32_dp4"))
+    sys.exit(main(*(sys.argv[1:] or ["z1_fp32_dp4"])))

@@ -27,9 +27,11 @@ from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Group, Leaf, tree_of
 from jax_ucp.parameters import Parameter, Parameters, table
 from jax_ucp.storage.budget import DEFAULT_BUDGET
+from jax_ucp.storage.checks import Extent
 from jax_ucp.storage.contents import Contents, Item, Piece, require_values, require_weights
 from jax_ucp.storage.copy import Block, CopyPlan, copy, plan_copy, require_target
 from jax_ucp.storage.mapped_tree import map_contents, states_of
+from jax_ucp.storage.proved import ProvedReads
 from jax_ucp.storage.source import ArrayInfo
 from jax_ucp.visible import visible
 
@@ -54,6 +56,7 @@ def open(
     weights_only: bool = False,
     believe: Literal["master", "copy"] | None = None,
     dequantize: Literal[False] | None = None,
+    optimizer_groups: Literal["module-order"] | Sequence[Sequence[str]] | None = None,
 ) -> Checkpoint:
     """The checkpoint at `path`, whichever of the known formats it has. Reads metadata only.
 
@@ -70,10 +73,15 @@ def open(
     asked for. `dequantize=False` gives the parts as they are stored, under the state `stored` in place of `param`, to
     be read, restored or saved.
 
-    Raises NotACheckpoint where there is none, FormatError where a file is not what it should be, SpecError for `sizes`
-    and a `spec` that are not used, UnsupportedPath for a URL, and ValueError for another `dequantize`.
+    `optimizer_groups` says which parameters an optimizer has whose states go by numbers: `"module-order"`, if every
+    group lists its parameters in the order of the model, or the names of each group in order. Unsaid, such states are
+    kept under `other`, unless shapes or masters prove whose they are. What was said is in `source` and `notes`.
+
+    Raises NotACheckpoint where there is none, FormatError where a file is not what it should be, or does not fit what
+    was said, SpecError for `sizes` and a `spec` that are not used and `optimizer_groups` that cannot be meant,
+    UnsupportedPath for a URL, and ValueError for another `dequantize`.
     """
-    options = Options.of(sizes, spec, weights_only, believe, dequantize)
+    options = Options.of(sizes, spec, weights_only, believe, dequantize, optimizer_groups)
     contents = open_contents(path, options)
     require_used(options.sizes, contents.path)
     return Checkpoint(contents)
@@ -84,6 +92,7 @@ class Checkpoint:
 
     def __init__(self, contents: Contents):
         self._contents = contents
+        self._reads = ProvedReads(contents)
 
     @classmethod
     def of(cls, tree: Any) -> Checkpoint:
@@ -139,7 +148,7 @@ class Checkpoint:
 
     @property
     def source(self) -> Mapping[str, Any]:
-        """What a universal checkpoint was imported from."""
+        """What a universal checkpoint was imported from, and what the user said of it (`optimizer_groups`)."""
         return self._contents.source
 
     @property
@@ -157,7 +166,11 @@ class Checkpoint:
         for leaf in self.leaves:
             if len(leaf.path) >= 2 and leaf.has_array:
                 found.setdefault("/".join(map(str, leaf.path[1:])), {})[str(leaf.path[0])] = leaf
-        named = {name: Parameter(name, states, self._contents) for name, states in found.items() if "param" in states}
+        named = {
+            name: Parameter(name, states, self._contents, self._reads)
+            for name, states in found.items()
+            if "param" in states
+        }
         return Parameters(named)
 
     def where(self, leaf: str | Leaf) -> Sequence[Piece]:
@@ -165,10 +178,16 @@ class Checkpoint:
         return self._contents.where(self._leaf(leaf) if isinstance(leaf, str) else leaf)
 
     def read(self, label: str, box: Box | None = None) -> np.ndarray:
-        """The array of a leaf, or one box of it. Raises QuantizedWeights for a part of a quantised weight."""
+        """The array of a leaf, or one box of it.
+
+        Before the first read of a leaf a sample of what is stored twice of it is compared, as `restore` does.
+
+        Raises CorruptData where it differs, or where bytes are not what was written, and QuantizedWeights for a part of
+        a quantised weight.
+        """
         leaf = self._leaf(label)
         require_values(self._contents, [leaf])
-        return self._contents.arrays.read(leaf.name, box or Box.whole(leaf.shape))
+        return self._reads.read(leaf, box)
 
     def _leaf(self, label: str) -> Leaf:
         found = [leaf for leaf in self.leaves if leaf.label == label and leaf.has_array]
@@ -263,6 +282,7 @@ class Checkpoint:
         partial: bool = False,
         share_reads: bool = False,
         narrow_integers: bool = False,
+        verify: Extent = "sample",
         budget_bytes: int = DEFAULT_BUDGET,
     ) -> Any:
         """The tree, in the form of `target` and on its shardings, or on `mesh`, or as numpy arrays.
@@ -272,7 +292,10 @@ class Checkpoint:
         `partial`, leaves that the target lacks are left out. `budget_bytes` bounds what is in flight.
         JAX has no 64-bit integers unless jax_enable_x64 is set. Without, a leaf of them that goes on devices is
         refused, or with `narrow_integers` comes as 32-bit ones, if every value fits.
-        Only what is asked for is read: whether what a source stores twice agrees, `verify` and `save` say.
+
+        What the source stores twice of the leaves that are asked for is compared: with `verify="sample"` a few
+        kilobytes of each array, in every file that holds a part of it, which finds files that were exchanged, or are of
+        another step, rank or run; with `verify="full"` all of it, and every checksum of what is read.
 
         With `share_reads`, of what several processes hold each reads a part, and their devices exchange the parts: each
         stored byte is read about once over all of them. That is for storage slower than the interconnect. All processes
@@ -283,11 +306,12 @@ class Checkpoint:
         are not what was written, or a file is no longer the one that was opened, QuantizedWeights where what is asked
         for is stored as codes.
         """
-        from jax_ucp.sharding.restore import run_restore
+        from jax_ucp.sharding.restore import dealt_out, run_restore
 
         said = {"mesh": mesh, "rules": rules, "cast": cast, "partial": partial, "narrow_integers": narrow_integers}
         plan = self.plan(target, share_reads=share_reads, **said)
-        restored = run_restore(plan, self._contents.arrays, budget_bytes)
+        proofs = self._contents.proofs({p.leaf.name for p in plan.placements}, verify)
+        restored = run_restore(plan, self._contents.arrays, budget_bytes, dealt_out(plan, proofs, verify))
         self._contents.files.require_unchanged()
         return restored
 

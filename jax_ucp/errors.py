@@ -2,7 +2,8 @@
 
     UCPError
     ├── LayoutError          shards do not fit the pattern or the geometry declared for them
-    ├── SpecError            a spec is not in the universal checkpoint language, or a size in it has no number
+    ├── SpecError            a spec is not in the universal checkpoint language, or a size in it has no number;
+    │                        or what else is said of a checkpoint cannot be meant
     ├── FormatError          a file is not what its name or its checkpoint says it is
     │   ├── UnsafePickle     a torch file asks for what no data needs: a name that runs something, an opcode, a size
     │   └── CorruptData      bytes differ from their checksum, their twin or their recorded size
@@ -30,7 +31,7 @@ class LayoutError(UCPError, ValueError):
 
 
 class SpecError(UCPError, ValueError):
-    """A text is not in the universal checkpoint language, or a size in it has no number."""
+    """A text is not in the universal checkpoint language, or a size in it has no number; or an option is not one."""
 
 
 class FormatError(UCPError, ValueError):

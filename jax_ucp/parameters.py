@@ -11,6 +11,7 @@ import numpy as np
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Leaf
 from jax_ucp.storage.contents import Contents, Piece, require_values
+from jax_ucp.storage.proved import ProvedReads
 from jax_ucp.visible import visible
 
 
@@ -21,6 +22,7 @@ class Parameter:
     name: str
     states: Mapping[str, Leaf]
     contents: Contents
+    reads: ProvedReads
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -35,10 +37,10 @@ class Parameter:
         return self.contents.where(self.states[state])
 
     def read(self, state: str = "param", box: Box | None = None) -> np.ndarray:
-        """One of its states, or one box of it."""
+        """One of its states, or one box of it, proved by a sample as `Checkpoint.read` does."""
         leaf = self.states[state]
         require_values(self.contents, [leaf])
-        return self.contents.arrays.read(leaf.name, box or Box.whole(leaf.shape))
+        return self.reads.read(leaf, box)
 
     def __repr__(self) -> str:
         return f"<{visible(self.name)}: {self.dtype} {list(self.shape)}, {', '.join(self.states)}>"

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 import jax_ucp as ucp
 from cases import Case, Outcome, every, mesh_4_2, outcome
+from deepspeed_cases import word
 from folder_cases import CASES, RIGHT
 from jax_ucp.errors import UCPError
 from jax_ucp.formats.quantization import SCHEMES
@@ -56,10 +57,13 @@ its copies. These are not, because nothing that is stored tells:
 
 - **ZeRO-3**: the ranks of one run exchanged, or a rank's file from another run of the same shapes and step. There is
   one copy of everything, and a file does not say whose it is, unless there are experts.
-- **ZeRO-0**: what the one file of model states, or that of an expert, has is stored nowhere else. Optimizer states have
-  numbers and no names: that a group lists parameters in the order of the module is taken for granted, and no copy could
-  prove it. Where shapes allow more than one way, the checkpoint is refused. In half precision masters are proved by the
-  module; the states beside them are of the same order.
+- **ZeRO-0**: what the one file of model states, or that of an expert, has is stored nowhere else.
+- **Whose a numbered optimizer state is**: torch numbers parameters in the order in which a script lists them, and
+  ZeRO-0 in fp32, files of torch.save and some of DCP have the numbers alone. States are mapped where names are stored,
+  or where shapes leave one arrangement; in half precision where the bits of masters do. Otherwise they are kept under
+  `other`, unless `optimizer_groups` says whose they are: then shapes are compared, and nothing proves the rest.
+- **Megatron's numbered states** in fp32 (legacy, no distributed optimizer): Megatron's own order is taken, that of the
+  model's keys in the file. Masters of 16 bits, and those of a distributed optimizer, are compared with the weights.
 - **DeepSpeed's universal folders**: an atom's name is that of its folder. Two weights exchanged are found by the
   module's copies, unless the folder comes from ZeRO-3; two moments exchanged, or weights that tensor-parallel ranks
   average, are not.
@@ -75,6 +79,8 @@ Hostile files are a matter of their own: `python tests/fuzz.py 100000` makes tha
 def line(case: Case, found: Outcome) -> str:
     """The case's line of the table."""
     cells = [f"`{case.family}/{case.name}`", found.format, _features(case), str(found.arrays or "")]
+    if said := word(case.path):
+        cells[2] += f"; with `optimizer_groups={said['optimizer_groups']!r}`"
     if found.equal is None:
         reason = found.refusal.partition("\n")[0].replace(str(case.path), "").replace("|", "\\|").strip("/: ")
         return "| " + " | ".join([*cells, f"refused: {reason:.200}", "", "", ""]) + " |"

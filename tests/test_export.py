@@ -14,6 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import jax_ucp as ucp
+from deepspeed_cases import word
 from helpers import MemoryStore, differences, memory
 from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.export.files import Tensor, row_major_boxes
@@ -45,7 +46,7 @@ def converted(tmp_path_factory):
 
     def get(case: str) -> Checkpoint:
         if case not in made:
-            made[case] = ucp.open(DATA / case).save(tmp_path_factory.mktemp("universal") / "out")
+            made[case] = ucp.open(DATA / case, **word(case)).save(tmp_path_factory.mktemp("universal") / "out")
         return made[case]
 
     return get
@@ -56,7 +57,7 @@ def converted(tmp_path_factory):
 def test_an_export_of_a_converted_checkpoint_holds_every_bit_of_the_original(case, format, converted, tmp_path):
     exported = converted(case).export(tmp_path / "out", format)
     assert exported.format == format
-    assert differences(ucp.open(DATA / case), exported) == []
+    assert differences(ucp.open(DATA / case, **word(case)), exported) == []
     assert [fault for _, fault in exported.verify() if fault] == []
     assert [item for item in exported.account if item.reason == "not understood"] == []
 
@@ -64,7 +65,7 @@ def test_an_export_of_a_converted_checkpoint_holds_every_bit_of_the_original(cas
 @pytest.mark.parametrize("case", [*WEIGHTS, *CASES[:3]])
 def test_safetensors_hold_every_bit_of_the_weights(case, converted, tmp_path):
     exported = converted(case).export(tmp_path / "out", "safetensors", max_shard_bytes=10_000)
-    assert differences(ucp.open(DATA / case), exported, {"param"}) == []
+    assert differences(ucp.open(DATA / case, **word(case)), exported, {"param"}) == []
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert files == [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)]

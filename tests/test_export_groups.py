@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jax_ucp as ucp
+from deepspeed_cases import word
 from helpers import contents_of
 from jax_ucp.export import plan_export, run_export
 from jax_ucp.formats.torch_file import TorchFile
@@ -28,7 +29,7 @@ TARGETS = [("dcp", None), ("deepspeed", 1), ("deepspeed", 3)]
 @pytest.mark.parametrize(("format", "stage"), TARGETS)
 @pytest.mark.parametrize("case", CASES)
 def test_an_export_says_of_each_parameter_what_its_source_says(case, format, stage, tmp_path):
-    source = ucp.open(DATA / case)
+    source = ucp.open(DATA / case, **word(case))
     exported = source.export(tmp_path / "once", format, zero_stage=stage)
     again = exported.export(tmp_path / "twice", format, zero_stage=stage)
     assert len(source.groups) > 1

@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ucp as ucp
 from jax_ucp.sharding.fit import fit_spec
 from jax_ucp.storage.zarr import ZarrStore, open_store
+from torch_writer import change
 from workers.shared_arrays import KEYS, bits_by_name
 
 WORKER = Path(__file__).parent / "workers" / "distributed.py"
@@ -205,6 +207,27 @@ def test_processes_share_the_reads_of_another_format():
     assert sum(each["together"] for each in said) == sum(nbytes) + single
     moments = sum(leaf.path[0].name.startswith("exp_avg") and math.prod(leaf.shape) > 1 for leaf in leaves)
     assert [each["moments"] for each in said] == [[moments]] * 2
+
+
+def test_processes_that_share_reads_prove_them_too(tmp_path):
+    """A sample each for itself, all of it together; and what one finds, all raise."""
+    for name, elements in (("sound", []), ("sampled", range(101 * 16)), ("unsampled", range(400, 401))):
+        shutil.copytree(DATA / "deepspeed" / "z1_bf16_dp2", tmp_path / name)
+
+        def other(array: np.ndarray, elements: Iterable[int] = elements) -> None:
+            for element in elements:
+                array[element] = array[element] * 2 + 1
+
+        (path,) = (tmp_path / name).rglob("mp_rank_00_model_states.pt")
+        change(path, {"module/embed.word_embeddings.weight": other})
+    said = run(2, "share_proofs", tmp_path)
+    for each in said:
+        for what in ("sound, sample", "sound, full", "unsampled, sample"):
+            assert each[what] == "restored", (what, each[what])
+        for what in ("sampled, sample", "sampled, full", "unsampled, full"):
+            assert "copy at mp_rank_00_model_states.pt:module/embed.word_embeddings.weight" in each[what], what
+    assert sum("It says" in each["unsampled, full"] for each in said) == 1, "one of them compared it"
+    assert not any("It says" in each["sampled, sample"] for each in said), "both compared a sample"
 
 
 def damage(item: Path, at: float) -> None:

@@ -106,7 +106,8 @@ def mapping_of(about):
 @cache
 def restored(case):
     about = json.loads((deepspeed_cases.DATA / case / "case.json").read_text())
-    mapped = ucp.open(deepspeed_cases.DATA / case).map(mapping_of(about), sizes=resume.rows_of(about["model"]))
+    checkpoint = ucp.open(deepspeed_cases.DATA / case, **deepspeed_cases.word(case))
+    mapped = checkpoint.map(mapping_of(about), sizes=resume.rows_of(about["model"]))
     run, _ = resume.resumed(mapped, about, MESH)
     with np.load(deepspeed_cases.DATA / case / "truth.npz") as truth:
         return run, resume.batches_of(truth["tokens_after"], about), about, truth["losses_after"]

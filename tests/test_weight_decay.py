@@ -38,7 +38,8 @@ def matrices_decay(checkpoint, rate):
 @pytest.mark.parametrize("case", DEEPSPEED)
 def test_the_groups_of_deepspeed_say_which_weights_were_decayed(case):
     about = json.loads((deepspeed_cases.DATA / case / "case.json").read_text())
-    matrices_decay(ucp.open(deepspeed_cases.DATA / case), about["optimizer"]["weight_decay"])
+    checkpoint = ucp.open(deepspeed_cases.DATA / case, **deepspeed_cases.word(case))
+    matrices_decay(checkpoint, about["optimizer"]["weight_decay"])
 
 
 @pytest.mark.parametrize("case", sorted(path.name for path in UNIVERSAL.iterdir()))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 import jax_ucp
 from jax_ucp.formats import open_contents
@@ -94,6 +96,22 @@ class _RuleType(click.ParamType):
         return pattern, PartitionSpec(*[None if name in ("None", "") else name for name in names])
 
 
+class _OptimizerGroups(click.ParamType):
+    """`module-order`, or a JSON file of lists of names."""
+
+    name = "module-order|file.json"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> str | list[list[str]]:
+        if value == "module-order":
+            return value
+        try:
+            return msgspec.json.decode(Path(value).read_bytes(), type=list[list[str]])
+        except OSError as error:
+            self.fail(f"{value!r} is neither module-order nor a file that can be read ({error.strerror})", param, ctx)
+        except (ValueError, msgspec.MsgspecError) as error:
+            self.fail(f"{value!r} is no JSON file of lists of names: {error}", param, ctx)
+
+
 as_json = click.option("--json", "json_", is_flag=True, help="Print JSON for machines.")
 budget = click.option(
     "--budget", type=Size(), default=DEFAULT_BUDGET, show_default="1GiB", help="Memory for blocks in flight."
@@ -107,6 +125,11 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--believe", type=click.Choice(["master", "copy"]), help="What to take where something is stored twice."
         ),
         click.option("--no-dequantize", is_flag=True, help="Keep quantised weights as the parts that are stored."),
+        click.option(
+            "--optimizer-groups",
+            type=_OptimizerGroups(),
+            help="Which parameters optimizer states that go by numbers belong to: module-order, or lists of names.",
+        ),
         click.option("--weights-only", is_flag=True, help="Leave the optimizer aside."),
         click.option("--spec", help="A file that says how shards form parameters."),
         click.option("--size", "sizes", type=_NamedSize(), multiple=True, help="A length by name; may be repeated."),

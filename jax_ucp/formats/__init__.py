@@ -114,7 +114,9 @@ def open_contents(path: str | os.PathLike[str], options: Options) -> Contents:
                 raise SpecError(f"{path} is {what}, which has no use for the spec {options.spec}: open it without")
             try:
                 with opening() as files:
-                    contents = settle(_with_notes(opener(at, options), at, opener, options), options.dequantize)
+                    contents = opener(at, options)
+                    _require_use(contents, options)
+                    contents = settle(_with_notes(contents, at, opener, options), options.dequantize)
                 return replace(contents, files=files)
             except UCPError:
                 raise
@@ -141,3 +143,14 @@ def _with_notes(contents: Contents, at: Path, opener: Opener, options: Options) 
     if options.believe and opener in _STORE_ONCE:
         notes.append(NOTHING_TWICE.format(options.believe))
     return replace(contents, notes=[*contents.notes, *notes]) if notes else contents
+
+
+def _require_use(contents: Contents, options: Options) -> None:
+    """Raise FormatError where the user said something of the optimizer that decided nothing."""
+    used = contents.format != "universal" and "optimizer_groups" in contents.source
+    if used or options.optimizer_groups is None:
+        return
+    why = "no optimizer here has states whose parameters are not known"
+    if options.weights_only:
+        why = "weights_only leaves the optimizer aside"
+    raise FormatError(f"{contents.path}: optimizer_groups would change nothing, because {why}; open it without")

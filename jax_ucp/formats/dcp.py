@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,14 @@ from jax_ucp.formats import extras
 from jax_ucp.formats.dcp_metadata import DcpMetadata, Span, TensorEntry, metadata_files, read_metadata
 from jax_ucp.formats.dcp_source import DcpSource, consolidated
 from jax_ucp.formats.extras import tensor_bytes
+from jax_ucp.formats.facts import COUNTS, RATES, Facts
 from jax_ucp.formats.importing import Import
-from jax_ucp.formats.opaque import in_optimizer, optimizer_roots
+from jax_ucp.formats.opaque import in_optimizer
+from jax_ucp.formats.optimizer_dicts import Steps, optimizer_paths
 from jax_ucp.formats.options import Options
-from jax_ucp.formats.state_paths import Steps, hyperparameters, places
+from jax_ucp.formats.pairing import Undecided
+from jax_ucp.formats.state_pairing import Stored, is_trainable
+from jax_ucp.formats.state_paths import places
 from jax_ucp.storage.contents import Contents
 
 
@@ -57,28 +60,36 @@ def open_dcp(path: Path, options: Options) -> Contents:
         for fqn, spans in metadata.objects.items()
         for span in spans
     }
+    _check_facts(metadata, source, left)
     _tensors(found, metadata, objects, options)
-    if not options.weights_only:
-        for name, settings in hyperparameters(objects):
-            found.hyperparameters(name, settings)
     _other_files(found, metadata)
     try:
-        contents = found.contents()
+        return found.contents()
     except LayoutError as error:
         raise LayoutError(f"{path}: {error}") from None
 
-    def verify() -> Iterator[tuple[str, str | None]]:
-        used = {fqn: tensor for fqn, tensor in metadata.tensors.items() if fqn not in left}
-        yield from source.verify({fqn: consolidated(fqn, tensor).keys for fqn, tensor in used.items()})
-        yield from contents.verify()
 
-    return replace(contents, verify=verify)
+def _check_facts(metadata: DcpMetadata, source: DcpSource, left: Collection[str]) -> None:
+    """Raise FormatError where ranks that each wrote an object of one name say in it that they are of other steps.
+
+    Places in the data are each rank's own. Objects that are `left` are not read.
+    """
+    facts = Facts(metadata.folder)
+    for fqn, spans in metadata.objects.items():
+        if len(spans) == 1 or "data" in fqn or fqn in left:
+            continue
+        for span in spans:
+            try:
+                file = source.object(fqn, span)
+            except UnsafePickle:
+                continue  # which is left out, and says so
+            facts.state_all(file, span.file, fqn, file.tree, only=(*COUNTS, *RATES))
 
 
 def _of_optimizers(metadata: DcpMetadata) -> frozenset[str]:
     """The names of what lies in optimizers' dicts."""
     paths = {fqn: metadata.paths.get(fqn, (fqn,)) for fqn in (*metadata.tensors, *metadata.objects)}
-    roots = optimizer_roots(paths.values())
+    roots = optimizer_paths(paths.values())
     return frozenset(fqn for fqn, path in paths.items() if any(in_optimizer(path, root) for root in roots))
 
 
@@ -96,7 +107,17 @@ def _tensors(found: Import, metadata: DcpMetadata, objects: Mapping[Steps, Any],
                 f"{found.path / metadata.files[0]}: planner_data says that {fqn!r} was at {path}, which has another "
                 "flattened name; the metadata is damaged, or of a planner not known here"
             )
-    where = places({fqn: paths[fqn] for fqn in metadata.tensors}, objects)
+    # The paths are in the order of the state dict, the tensors in that of the ranks that wrote them.
+    tensors = {fqn: metadata.tensors[fqn] for fqn in paths if fqn in metadata.tensors}
+    stored = {fqn: Stored(paths[fqn], t.shape, is_trainable(t.dtype)) for fqn, t in tensors.items()}
+    try:
+        where = places(stored, objects, options)
+    except Undecided as error:
+        raise FormatError(f"{found.path}: optimizer_groups does not fit: {error}") from None
+    if where.used and options.optimizer_groups is not None:
+        found.said["optimizer_groups"] = options.optimizer_groups
+    for name, settings in where.settings:
+        found.hyperparameters(name, settings)
     for fqn, tensor in metadata.tensors.items():
         state, name = where.at[fqn]
         param = consolidated(fqn, tensor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -17,7 +18,7 @@ from jax_ucp.formats.safe_pickle import what_is
 from jax_ucp.formats.torch_file import StoredTensor, TorchFile
 from jax_ucp.formats.zstd import inflate
 from jax_ucp.layout.box import Box
-from jax_ucp.storage.budget import in_threads
+from jax_ucp.storage.checks import SAMPLE_BYTES, Check, Extent
 from jax_ucp.storage.consolidated import Consolidated
 from jax_ucp.storage.source import ArrayInfo
 
@@ -40,6 +41,7 @@ class DcpSource:
 
     def __init__(self, metadata: DcpMetadata):
         self.folder = metadata.folder
+        self._tensors = metadata.tensors
         self._paths = {name: metadata.folder / name for name in {span.file for _, span in metadata.spans()}}
         self._chunks: dict[str, tuple[TensorEntry, Chunk]] = {
             chunk_key(fqn, chunk): (tensor, chunk)
@@ -67,12 +69,13 @@ class DcpSource:
         file, stored = self._checked(key)
         file.read_into(stored.key, boxes, outs)
 
-    def verify(self, tensors: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str | None]]:
-        """Each tensor, given by the keys of its chunks, and what is wrong with the first item that has a fault: it is
-        not the tensor declared, or its bytes have another CRC.
-        """
-        faults = in_threads(partial(self._first_fault, keys) for keys in tensors.values())
-        yield from zip(tensors, faults, strict=True)
+    def checks(self, extent: Extent) -> Iterator[Check]:
+        """For each tensor, whether its items are the tensor declared, and their bytes have the CRC that they record."""
+        for fqn, tensor in self._tensors.items():
+            nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
+            if extent == "full" or nbytes <= SAMPLE_BYTES:
+                keys = [chunk_key(fqn, chunk) for chunk in tensor.chunks]
+                yield Check(fqn, frozenset(keys), nbytes, partial(self._first_fault, keys))
 
     def _first_fault(self, keys: Sequence[str]) -> str | None:
         return next((fault for key in keys if (fault := self._fault(key))), None)

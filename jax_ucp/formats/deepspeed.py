@@ -13,6 +13,7 @@ from typing import Any
 
 from jax_ucp.errors import FormatError, NotACheckpoint
 from jax_ucp.formats import deepspeed_moe as moe
+from jax_ucp.formats.deepspeed_facts import check_facts
 from jax_ucp.formats.deepspeed_files import Files, Stored, is_checkpoint, open_files, tag_folder
 from jax_ucp.formats.deepspeed_modules import (
     aliases,
@@ -68,7 +69,10 @@ def open_deepspeed(path: Path, options: Options) -> Contents:
     if not folder.is_dir():
         raise NotACheckpoint(f"{path / 'latest'} names {folder.name}, but there is no such folder beside it")
     files = open_files(folder, options.weights_only)
-    return Reader(_with_usable_masters(files) if options.weights_only else files, options).contents()
+    if options.weights_only:
+        files = _with_usable_masters(files)
+    check_facts(files, options.weights_only)
+    return Reader(files, options).contents()
 
 
 def _with_usable_masters(files: Files) -> Files:
@@ -81,6 +85,7 @@ def _with_usable_masters(files: Files) -> Files:
             for index, shapes in enumerate(param_shapes(models[0], ranks) if ranks else ()):
                 for _, team in moe.teams(index, ranks, models):
                     group(index, shapes, team, files.zero3, models[0].name, weights_only=True)
+        check_facts(files, weights_only=True)
     except FormatError as error:
         if files.zero3:
             raise

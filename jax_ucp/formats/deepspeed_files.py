@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_ucp.errors import FormatError
+from jax_ucp.formats.facts import Facts
 from jax_ucp.formats.safe_pickle import known, what_is
 from jax_ucp.formats.torch_file import StoredTensor, TorchFile
 
@@ -138,6 +139,7 @@ def open_files(folder: Path, weights_only: bool = False) -> Files:
                     f"{folder}/{_model_name(dp, mp)} is missing: the run had {ranks_said}{pp} pipeline stages and "
                     f"{tp} tensor-parallel ranks, by {models[first].name}"
                 )
+    facts = Facts(folder)
     for (dp, mp), found in models.items():
         if mp >= pp * tp or (dp or 0) >= world:
             raise FormatError(
@@ -145,11 +147,7 @@ def open_files(folder: Path, weights_only: bool = False) -> Files:
                 f"times {pp * tp} model-parallel ranks; it belongs to another run, or to an earlier save on more ranks"
             )
         for key in _SAME:
-            if found.state.get(key) != said.get(key):
-                raise FormatError(
-                    f"{found.file.path} has {key} {found.state.get(key)}, but {models[first].name} has "
-                    f"{said.get(key)}; the files are not of one step of one run"
-                )
+            facts.state(found.name, key, found.state.get(key))
     experts = {(int(m["layer"] or 0), int(m["expert"]), int(m["mp"])): n for n in names if (m := _EXPERT.fullmatch(n))}
     expp = {(int(m["ep"]), int(m["mp"])): name for name in names if (m := _EXPP.fullmatch(name))}
     for ep, mp in sorted(expp) if not weights_only else ():

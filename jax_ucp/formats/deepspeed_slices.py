@@ -294,8 +294,8 @@ def _addresses(mappings: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, in
 def _agreed(state: str, files: Sequence[Stored], values: Sequence[np.ndarray]) -> np.ndarray:
     for stored, value in zip(files, values, strict=True):
         if not same_bits(np.asarray(value), np.asarray(values[0])):
-            raise FormatError(
-                f"{stored.file.path}: {state} is {value}, but {values[0]} in {files[0].name}; "
-                "the files are not of one step"
-            )
+            why = "the files are not of one step"
+            if state != "step":
+                why += ", or it is a number that each rank has for itself; weights_only leaves the optimizer aside"
+            raise FormatError(f"{stored.file.path}: {state} is {value}, but {values[0]} in {files[0].name}; {why}")
     return values[0]

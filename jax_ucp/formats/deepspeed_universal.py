@@ -19,9 +19,11 @@ from typing import Any
 from jax_ucp.errors import FormatError, NotACheckpoint
 from jax_ucp.formats import deepspeed_moe as moe
 from jax_ucp.formats.deepspeed import Reader
+from jax_ucp.formats.deepspeed_facts import check_facts
 from jax_ucp.formats.deepspeed_files import Stored, open_files, open_stored, tag_folder
 from jax_ucp.formats.deepspeed_slices import ASIDE
 from jax_ucp.formats.deepspeed_zero import param_shapes
+from jax_ucp.formats.facts import Facts
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.torch_file import StoredTensor, TorchFile
 from jax_ucp.language.rules import Shard
@@ -59,6 +61,7 @@ class _Universal(Reader):
                 f"{folder} has both atoms (zero/) and *_optim_states.pt: two checkpoints in one folder. Move zero/, or "
                 "the optimizer files, to another one"
             )
+        check_facts(files, options.weights_only)
         paths = sorted(path for path in (folder / "zero").glob("*/*.pt"))
         self.atoms: dict[str, dict[str, TorchFile]] = defaultdict(dict)
         for path in paths:
@@ -82,6 +85,8 @@ class _Universal(Reader):
     def contents(self) -> Contents:
         self.owned = self._owned()
         self._check_states()
+        if not self.options.weights_only:
+            self._check_steps()
         if self.by_spec:
             where = self.files.models[0][0].name
             self.by_spec.bind({n: [Shard(shape, where) for shape in shapes] for n, (_, shapes) in self.owned.items()})
@@ -124,6 +129,16 @@ class _Universal(Reader):
                             f"{self.files.folder / 'zero' / name / state}.pt is missing: other parameters of the group "
                             "have that state. weights_only opens the parameters without it"
                         )
+
+    def _check_steps(self) -> None:
+        """Raise FormatError where parameters of one group, which step together, have atoms of other steps."""
+        facts = Facts(self.files.folder)
+        for mp, models in enumerate(self.files.models):
+            for index, shapes in enumerate(param_shapes(models[0], ())):
+                for name in shapes:
+                    if file := self.atoms.get(name, {}).get("step"):
+                        what, among = f"step of group {index}", (mp // self.files.tp, index)
+                        facts.state_all(file, f"zero/{name}/step.pt", what, file.tree, among)
 
     def _atom(self, name: str, stage: int, shapes: list[Shape]) -> None:
         if "fp32" not in self.atoms.get(name, ()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,28 +11,26 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.errors import FormatError
 from jax_ucp.formats import extras
 from jax_ucp.formats.extras import as_json
 from jax_ucp.formats.opaque import unknown_notes
 from jax_ucp.formats.options import NOTHING_TWICE
 from jax_ucp.formats.safe_pickle import walk
 from jax_ucp.formats.torch_names import StoredTensor
-from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout
 from jax_ucp.layout.patterns import Unique
 from jax_ucp.metadata import Key, Leaf, groups_of, leaf_names, plain_settings
 from jax_ucp.metadata import Path as TreePath
-from jax_ucp.storage.budget import in_threads
-from jax_ucp.storage.consolidated import Consolidated, ConsolidatedView, same_bits
+from jax_ucp.storage.checks import Check, Extent, checks_of, passed_on
+from jax_ucp.storage.consolidated import Consolidated, ConsolidatedView
 from jax_ucp.storage.contents import Contents, Fate, Item, Piece, QuantizedWeight
 from jax_ucp.storage.cuts import Cut, WithCuts
+from jax_ucp.storage.dtypes import holds_every
+from jax_ucp.storage.duplicates import Duplicate, replicas_fault
 from jax_ucp.storage.gather import read_into
-from jax_ucp.storage.joined import Joined
 from jax_ucp.storage.source import ArrayInfo, ArraySource
-
-VERIFY_BYTES = 2 << 20
 
 
 class Import:
@@ -51,6 +49,7 @@ class Import:
         self.extras: dict[str, dict[str, Any]] = {}
         self.notes: list[str] = []
         self.quantized: list[QuantizedWeight] = []
+        self.said: dict[str, Any] = {}  # what the user said that is part of the result, for its `source`
         self._constants: dict[TreePath, tuple[np.ndarray, str]] = {}
         self._cuts: dict[str, Cut] = {}
         self._slices: dict[str, Consolidated] = {}
@@ -166,6 +165,8 @@ class Import:
     def contents(self) -> Contents:
         """The checkpoint. Raises LayoutError where shards do not form a parameter."""
         self.notes += unknown_notes(self.unknown)
+        if self.believe != "copy":
+            self._refuse_false_masters()
         if self.believe and (self._twins or any(_replicated(param) for param in self.params.values())):
             self._believe()
         elif self.believe:
@@ -193,22 +194,6 @@ class Import:
                 found += [Piece(file, item, part.source, part.target.shift(to)) for part in parts]
             return found
 
-        def verify() -> Iterator[tuple[str, str | None]]:
-            if isinstance(self.shards, Joined):
-                yield from self.shards.verify({key for key in self._left if self._fates[key][0] == "skipped"})
-            checks: list[tuple[str, Callable[[], str | None]]] = []
-            for path, param in self.params.items():
-                if _replicated(param) and not self.believe:
-                    checks.append((_label(path), partial(_replicas_differ, view, names[path], self._stored)))
-            for twin in self._twins:
-                whole = twin.of if isinstance(twin.of, str) else names[twin.of]
-                label = twin.of if isinstance(twin.of, str) else _label(twin.of)
-                source = (slices or shards) if isinstance(twin.of, str) else view
-                held = slices or shards
-                checks.append((label, partial(_differs_from_twin, label, source, whole, held, twin, self._stored)))
-            faults = in_threads(check for _, check in checks)
-            yield from zip((label for label, _ in checks), faults, strict=True)
-
         return Contents(
             self.format,
             str(self.path),
@@ -218,10 +203,70 @@ class Import:
             extras=self.extras,
             groups=groups_of({name: said for name, said in self._settings.items() if self._is_parameter(name)}),
             notes=self.notes,
-            verify=verify,
+            source={"format": self.format, "name": self.path.name, **self.said} if self.said else {},
+            checks=lambda extent: self._checks(view, slices, shards, names, extent),
             where=where,
             quantized=self.quantized,
         )
+
+    def _checks(
+        self,
+        view: ConsolidatedView,
+        slices: ConsolidatedView | None,
+        shards: ArraySource,
+        names: Mapping[TreePath, str],
+        extent: Extent,
+    ) -> Iterator[Check]:
+        """The proofs of all leaves, which `names` name in `view`, over slices and stored tensors."""
+        resting = self._resting(names)
+        left = {key for key in self._left if self._fates[key][0] == "skipped"}
+        asked = (check for check in checks_of(self.shards, extent) if not check.leaves or not check.leaves <= left)
+        yield from passed_on(asked, resting)
+        for alike in self._alike().values() if not self.believe else ():
+            label, first = _label(alike[0]), names[alike[0]]
+            leaves = frozenset[str]().union(*(resting[names[path]] for path in alike))
+            run = partial(replicas_fault, view, first, self._stored, extent)
+            yield Check(label, leaves, 2 * view.arrays()[first].nbytes, run)
+        for twin in self._twins:
+            label = _label(twin.of)
+            source, whole = (slices or shards, twin.of) if isinstance(twin.of, str) else (view, names[twin.of])
+            copies = slices if slices and twin.key in self._slices else shards
+            pair = Duplicate(label, source, whole, copies, twin.key, twin.at, self._stored, twin.stored)
+            yield Check(label, resting[whole], pair.nbytes(extent), partial(pair.fault, extent))
+
+    def _alike(self) -> dict[tuple[object, ...], list[TreePath]]:
+        """Parameters that have replicas; together those that are of the same tensors, as the steps of a group are."""
+        found: dict[tuple[object, ...], list[TreePath]] = defaultdict(list)
+        for path, param in self.params.items():
+            if _replicated(param):
+                found[(*param.keys, param.layout.fragments)].append(path)
+        return found
+
+    def _resting(self, names: Mapping[TreePath, str]) -> dict[str, frozenset[str]]:
+        """By the name of a leaf, slice or stored tensor, the leaves that rest on it.
+
+        The states of a parameter rest on the parameter too: they were stored with it, and most have no copy.
+        """
+        states: dict[str, list[str]] = defaultdict(list)
+        for path, name in names.items():
+            states[str(path[-1])].append(name)
+        all_of = {parameter: frozenset(leaves) for parameter, leaves in states.items()}
+        found: dict[str, list[frozenset[str]]] = defaultdict(list)
+        for path, name in names.items():
+            rest = all_of[str(path[-1])] if str(path[0]) == "param" else frozenset([name])
+            found[name].append(rest | {name})
+            for key in self._keys_below(self.params[path].keys) if path in self.params else ():
+                found[key].append(rest)
+        return {key: some[0] if len(some) == 1 else frozenset().union(*some) for key, some in found.items()}
+
+    def _keys_below(self, keys: Iterable[str]) -> Iterator[str]:
+        """Keys, those that they are made of, and the stored tensors that these lie in."""
+        for key in keys:
+            yield key
+            if key in self._slices:
+                yield from self._keys_below(self._slices[key].keys)
+            elif key in self._cuts:
+                yield self._cuts[key].key
 
     def _is_parameter(self, name: str) -> bool:
         return (Key("dict", "param"), Key("dict", name)) in self.params
@@ -231,6 +276,20 @@ class Import:
         shards = WithCuts(self.shards, self._cuts) if self._cuts else self.shards
         slices = {key: self._slices[key] for param in params.values() for key in param.keys if key in self._slices}
         return ConsolidatedView(ConsolidatedView(shards, slices) if slices else shards, params)
+
+    def _refuse_false_masters(self) -> None:
+        """A master has more digits than its copy, or as many: an integer, or what is narrower, is none."""
+        for twin in self._twins:
+            whole = twin.of if isinstance(twin.of, str) else self.params[twin.of].keys[0]
+            master, copy = (next(self._stored_keys([key])) for key in (whole, twin.key))
+            dtype, narrow = self.stored[master].dtype, self.stored[copy].dtype
+            if not holds_every(dtype, narrow):
+                raise FormatError(
+                    f"{self.path}: {_label(twin.of)} at {master} has dtype {dtype}, which cannot be a master of the "
+                    f"{narrow} at {copy}. TransformerEngine's precision-aware optimizer keeps the low 16 bits of each "
+                    "master in its place, or masters of less precision; they are not put together here. Open with "
+                    "weights_only for the weights of the model"
+                )
 
     def _believe(self) -> None:
         """Take the copies for the parameters, if they are believed; compare nothing."""
@@ -276,7 +335,7 @@ class Import:
         above = {key: held for key, held in self._slices.items() if any(part in self._slices for part in held.keys)}
         slices = {key: held for key, held in self._slices.items() if key not in above}
         used = {key for param in self.params.values() for key in param.keys}
-        used |= {key for twin in self._twins for key in (twin.of, twin.key) if isinstance(key, str)}
+        used |= {twin.of for twin in self._twins if isinstance(twin.of, str)}
         view = ConsolidatedView(shards, {**slices, **_whole(shards, used - self._slices.keys())})
         return ConsolidatedView(view, {**above, **_whole(view, view.arrays().keys())}) if above else view
 
@@ -335,51 +394,10 @@ class _WithConstants:
             out[...] = self._constants[key][box.index]
 
 
-def _label(path: Iterable[Key]) -> str:
-    return "/".join(map(str, path))
+def _label(path: str | Iterable[Key]) -> str:
+    return path if isinstance(path, str) else "/".join(map(str, path))
 
 
 def _replicated(param: Consolidated) -> bool:
-    return len(param.layout.replicas) < len(param.layout.fragments) and not param.layout.averaged
-
-
-def _replicas_differ(view: ConsolidatedView, name: str, stored: Callable[[str], str]) -> str | None:
-    info = view.arrays()[name]
-    for box in row_boxes(info.shape, info.dtype.itemsize, VERIFY_BYTES):
-        try:
-            view.compare_replicas(name, box)
-        except CorruptData as error:
-            held = {stored(key): None for key, part in view.where(name) if part.target.intersect(box)}
-            return f"{error} (stored in {', '.join(held)})"
-    return None
-
-
-def _differs_from_twin(
-    label: str, view: ArraySource, name: str, shards: ArraySource, twin: _Twin, stored: Callable[[str], str]
-) -> str | None:
-    """The first element of a parameter or slice of `view` that is not the copy's, with where both are stored."""
-    info = shards.arrays()[twin.key]
-    if view.arrays()[name].shape[len(twin.at) :] != info.shape:
-        return f"{label} has shape {view.arrays()[name].shape}, but the copy at {twin.stored} has {info.shape}"
-    for box in row_boxes(info.shape, info.dtype.itemsize, VERIFY_BYTES):
-        copy = np.asarray(shards.read(twin.key, box))
-        whole = Box((*twin.at, *box.start), (*(i + 1 for i in twin.at), *box.stop))
-        master = view.read(name, whole)
-        with np.errstate(all="ignore"):  # what overflows is not the copy
-            rounded = master.reshape(box.shape).astype(copy.dtype)
-        if not same_bits(rounded, copy):
-            raw = [np.ascontiguousarray(x).reshape(-1, 1).view(np.uint8) for x in (rounded, copy)]
-            first = int(np.argmax((raw[0] != raw[1]).any(axis=1)))
-            at = tuple(map(int, np.unravel_index(first, whole.shape)))
-            index = tuple(a + b for a, b in zip(whole.start, at, strict=True))
-            parts = view.where(name) if isinstance(view, ConsolidatedView) else []
-            held = [key for key, part in parts if part.target.intersect(_element(index))] or [name]
-            return (
-                f"{label}: the master at {', '.join(map(stored, held[:1]))} is {master[at]} in {list(index)}, rounded "
-                f"to {copy.dtype} not what the copy at {twin.stored} has, {copy.reshape(-1)[first]}"
-            )
-    return None
-
-
-def _element(index: tuple[int, ...]) -> Box:
-    return Box(index, tuple(i + 1 for i in index))
+    layout = param.layout
+    return len(layout.fragments) > 1 and len(layout.replicas) < len(layout.fragments) and not layout.averaged

@@ -13,8 +13,9 @@ Megatron-LM core_v0.16.1.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,9 +23,10 @@ import numpy as np
 
 from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint, UnsafePickle
 from jax_ucp.formats.dcp_metadata import METADATA_FILE
+from jax_ucp.formats.facts import Facts
 from jax_ucp.formats.importing import Import
 from jax_ucp.formats.megatron_dist_args import check_args
-from jax_ucp.formats.megatron_dist_buffers import Plan, cut_of, expert_ranks, plan_buffers
+from jax_ucp.formats.megatron_dist_buffers import Plan, cut_of, expert_ranks, plan_buffers, stage_of
 from jax_ucp.formats.megatron_dist_files import COMMON_FILE, CONFIG_FILE, Beside, DistFiles, is_checkpoint, open_files
 from jax_ucp.formats.megatron_dist_flat import check_numels, flats, group_object, param_state_sources, slices
 from jax_ucp.formats.megatron_dist_names import (
@@ -38,7 +40,14 @@ from jax_ucp.formats.megatron_dist_names import (
     state_of,
     unstacked,
 )
-from jax_ucp.formats.megatron_dist_proof import moved_by_padding, other_order, prove_masters
+from jax_ucp.formats.megatron_dist_proof import (
+    is_precision_aware,
+    moved_by_padding,
+    not_of_weights,
+    precision_aware,
+    prove_masters,
+    prove_precision_aware,
+)
 from jax_ucp.formats.megatron_dist_steps import Step, common_steps, group_steps, one_step, optimizers
 from jax_ucp.formats.megatron_files import iteration_folder
 from jax_ucp.formats.megatron_optim import BUFFERS, beside_tensors
@@ -78,12 +87,9 @@ def read_files(files: DistFiles, options: Options) -> Contents:
         if str(files.folder) in str(error):
             raise
         raise type(error)(f"{files.folder}: {error}") from error
-
-    def verify() -> Iterator[tuple[str, str | None]]:
-        yield from files.verify()
-        yield from contents.verify()
-
-    return replace(contents, verify=verify)
+    return replace(
+        contents, checks=lambda extent: itertools.chain(contents.checks(extent), files.object_checks(extent))
+    )
 
 
 class _Reader:
@@ -111,7 +117,7 @@ class _Reader:
             tensor = self.files.tensors[key]
             if state != "weight" and self.options.weights_only:
                 for run in tensor.runs:
-                    self.found.skip(run.key, "", _LEFT)
+                    self.found.leave(run.key, "", _LEFT)
                 continue
             if model not in weights:
                 raise FormatError(
@@ -144,7 +150,10 @@ class _Reader:
         self._common()
         self._other_files()
         self._notes()
-        return self.found.contents()
+        contents = self.found.contents()
+        if is_precision_aware(self.args):
+            prove_precision_aware(contents)
+        return contents
 
     def _flattened(self, key: str, shape: Sequence[int]) -> list[Run]:
         tensor = self.files.tensors[key]
@@ -183,7 +192,7 @@ class _Reader:
         if self.options.weights_only or not flat:
             for key in flat:
                 for run in self.files.tensors[key].runs if key in self.files.tensors else ():
-                    self.found.skip(run.key, "", _LEFT)
+                    self.found.leave(run.key, "", _LEFT)
             if not self.options.weights_only and any(is_fully_reshardable(key) for key in self.files.tensors):
                 self._prove_not_moved()
             return
@@ -205,7 +214,8 @@ class _Reader:
         for (name, state), keys in held.items():
             self.states.setdefault(name, {})[state] = Consolidated(cuts[name], [keys[r] for r in range(len(keys))])
         names = [name for name, states in self.states.items() if "weight" in states]
-        prove_masters(self.files.folder, names, self.states, self.found.view, other_order)
+        why = precision_aware if is_precision_aware(self.args) else not_of_weights
+        prove_masters(self.files.folder, names, self.states, self.found.view, why)
 
     def _skip_gap(self, key: str) -> None:
         self.found.skip(key, "", "a gap between tensors in a flat buffer, which holds what was in memory")
@@ -218,7 +228,8 @@ class _Reader:
         except (FormatError, LayoutError):  # modules of an order not known here: any of them may have been moved
             moved = dict.fromkeys(self.states, moved_by_padding(None))
         names = [name for name in moved if "weight" in self.states.get(name, {})]
-        prove_masters(self.files.folder, names, self.states, self.found.view, moved.__getitem__)
+        why = precision_aware if is_precision_aware(self.args) else moved.__getitem__
+        prove_masters(self.files.folder, names, self.states, self.found.view, why)
 
     def _cuts(self) -> dict[str, ParamLayout]:
         """How the tensor-parallel ranks held each parameter, and the last stage its copy of a tied embedding."""
@@ -250,9 +261,13 @@ class _Reader:
         if self.options.weights_only:
             return
         self.steps = common_steps(self.files)
+        facts = Facts(self.files.folder)
         for key, stored in self.files.objects.items():
             if (about := group_object(key)) and about.what == "optimizer":
                 self.steps.setdefault(bool(about.chain), []).extend(group_steps(key, stored))
+                stage = stage_of(self.args, bool(about.chain), about.group)
+                file = stored.open()
+                facts.state_all(file, f"{stored.file}:{key}", "optimizer", file.tree, (about.chain, stage))
 
     def _parameters(self) -> None:
         for expert in (False, True):

@@ -196,6 +196,11 @@ def places(args: Args, expert: bool) -> list[Place]:
     return [Place(r + etp * (ep + e * pp), pp, r, ep) for pp in range(p) for ep in range(e) for r in range(etp)]
 
 
+def stage_of(args: Args, expert: bool, group: int) -> int | None:
+    """The pipeline stage of the model-parallel rank with this number; None where the args know no such rank."""
+    return next((place.pp for place in places(args, expert) if place.group == group), None)
+
+
 def expert_ranks(args: Args) -> int:
     """The tensor-parallel ranks of an expert, which are those of the rest unless said otherwise."""
     said = args.get("expert_tensor_parallel_size")

@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from jax_ucp.formats.megatron_files import Args, args_of, iteration_folder
 from jax_ucp.formats.safe_pickle import what_is
 from jax_ucp.formats.torch_file import TorchFile
 from jax_ucp.layout.box import Box
+from jax_ucp.storage.checks import Check, Extent, checks_of, prefixed, verdicts
 from jax_ucp.storage.gather import read_into
 from jax_ucp.storage.source import ArrayInfo, ArraySource
 from jax_ucp.storage.source_files import noted
@@ -58,7 +60,7 @@ class StoredObject:
 
 @dataclass(frozen=True)
 class DistFiles:
-    """Everything that is stored. `source` has the chunks of the tensors, `verify_tensors` reads them all.
+    """Everything that is stored. `source` has the chunks of the tensors.
 
     `left` says where what is the optimizer's is, where only weights were asked for: objects, and folders of zarr.
     """
@@ -70,20 +72,18 @@ class DistFiles:
     tensors: Mapping[str, Tensor]
     objects: Mapping[str, StoredObject]
     source: ArraySource
-    verify_tensors: Callable[[], Iterator[tuple[str, str | None]]]
     files: Sequence[str]
     left: Sequence[str] = ()
 
-    def verify(self) -> Iterator[tuple[str, str | None]]:
-        """Each tensor and object, and what is wrong with its bytes; None also where nothing has a checksum."""
-        yield from self.verify_tensors()
-        for key, stored in self.objects.items():
-            yield key, _fault(stored)
+    def object_checks(self, extent: Extent) -> Iterator[Check]:
+        """For each object, whether its bytes have the CRC recorded, where one is. No leaf rests on them."""
+        for key, stored in self.objects.items() if extent == "full" else ():
+            yield Check(key, frozenset(), 0, partial(_fault, stored))
 
 
 def _fault(stored: StoredObject) -> str | None:
     try:
-        return next((fault for _, fault in stored.open().verify() if fault), None)
+        return next((fault for _, fault in verdicts(stored.open().checks("full")) if fault), None)
     except UnsafePickle:
         return None  # which is skipped, and says so
     except FormatError as error:
@@ -94,6 +94,7 @@ class Beside:
     """Several sources as one: array `key` of a source is `prefix + key`."""
 
     def __init__(self, sources: Mapping[str, ArraySource]):
+        self._sources = sources
         self._arrays: dict[str, ArrayInfo] = {}
         self._places: dict[str, tuple[ArraySource, str]] = {}
         for prefix, source in sources.items():
@@ -111,6 +112,11 @@ class Beside:
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
         source, inner = self._places[key]
         read_into(source, inner, boxes, outs)
+
+    def checks(self, extent: Extent) -> Iterator[Check]:
+        """What every source can prove of its arrays."""
+        for prefix, source in self._sources.items():
+            yield from prefixed(checks_of(source, extent), prefix)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -206,13 +212,8 @@ def _torch_dist(
             raise FormatError(f"{folder / METADATA_FILE}: the object {fqn} is in {len(spans)} places")
         objects[fqn] = StoredObject(spans[0].file, lambda fqn=fqn, span=spans[0]: source.object(fqn, span))
 
-    def verify() -> Iterator[tuple[str, str | None]]:
-        yield from source.verify(
-            {fqn: [run.key for run in tensor.runs] for fqn, tensor in tensors.items() if not leave(fqn)}
-        )
-
     used = {span.file for _, span in metadata.spans()}
-    return DistFiles(folder, args, common, tree, tensors, objects, source, verify, sorted(used), left)
+    return DistFiles(folder, args, common, tree, tensors, objects, source, sorted(used), left)
 
 
 def _zarr(
@@ -233,6 +234,4 @@ def _zarr(
         for path in map(noted, sorted((folder / name).glob("shard_*.pt"))):
             objects[f"{name}/{path.stem}"] = StoredObject(f"{name}/{path.name}", lambda path=path: TorchFile(path))
     used = [*arrays, *{key.partition("/")[0] for key in objects}]
-    return DistFiles(
-        folder, args, common, tree, tensors, objects, ZarrChunks(folder, arrays), lambda: iter(()), used, left
-    )
+    return DistFiles(folder, args, common, tree, tensors, objects, ZarrChunks(folder, arrays), used, left)

@@ -25,7 +25,10 @@ from jax_ucp.storage.consolidated import Consolidated
 
 _KEY = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(.+)")
 _BUCKET = re.compile(r"gbuf_idx_(\d+)\.dtype_\(torch\.(\w+), torch\.\w+\)\.bucket_idx_(\d+)\.([^.]+)")
-_ORDER = "the order of modules is not the one known here, or the buffers belong to another run"
+_OTHER = (
+    "some parameters were frozen, buckets had another size than args say, the buffers belong to another run, or the "
+    "modules lie in another order than the one known here"
+)
 
 
 @dataclass
@@ -184,7 +187,7 @@ def _gaps(files: DistFiles, flat: Flat, buffer: Buffer) -> Iterator[str]:
             elif not first <= start < stop <= end:
                 raise FormatError(
                     f"{files.folder}: {key} is the elements {start} to {stop} of {flat.where}, where {name} should be "
-                    f"{first} to {end}; {_ORDER}"
+                    f"{first} to {end}; {_OTHER}"
                 )
 
 
@@ -194,7 +197,7 @@ def _check_sizes(files: DistFiles, flat: Flat, buffer: Buffer) -> None:
     if stored != want:
         raise FormatError(
             f"{files.folder}: {flat.where} has buckets of {stored} elements, but {len(buffer.units)} tensors of the "
-            f"model take {want}; {_ORDER}"
+            f"model take {want}; {_OTHER}"
         )
     if "param" not in flat.pieces:
         raise FormatError(f"{files.folder}: {flat.where} has no masters, only {sorted(flat.pieces)}")

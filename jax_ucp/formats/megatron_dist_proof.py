@@ -4,36 +4,25 @@ Two kinds of state need it. Flat buffers name no parameters, so a wrong order of
 another's elements. And releases of megatron-core up to 0.19 that write `fully_reshardable` from several buckets take
 padded offsets for those of a vector without padding: what lies behind a bucket's padding is moved by it, and its end
 is lost (`megatron/core/optimizer/distrib_optimizer.py` of core_v0.16.1; corrected by Megatron-LM pull request 5077).
-In both cases every element of a parameter is in another place, so that the end of each stored chunk shows it: there a
-moved parameter has elements of the next one, or zeros. `verify` compares all elements.
+In both cases every element of a parameter is in another place, so that a sample of each stored chunk shows it, at its
+end at the latest: there a moved parameter has elements of the next one, or zeros. `verify` compares all elements.
+
+A third kind is no master at all: with `--use-precision-aware-optimizer` Megatron stores what TransformerEngine keeps in
+its place, as a rule the low 16 bits (`store_param_remainders`), widened to fp32 where ranks' parts are put together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from jax_ucp.errors import CorruptData
-from jax_ucp.layout.box import Box
-from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.formats.megatron_files import Args
+from jax_ucp.layout.samples import sample_boxes
 from jax_ucp.storage.consolidated import Consolidated, ConsolidatedView, same_bits
+from jax_ucp.storage.contents import Contents
 
-WINDOW = 256
 _REMEDY = "Its weights can be opened alone with weights_only"
-
-
-def windows(layout: ParamLayout) -> Iterator[Box]:
-    """The last elements of every fragment: at most WINDOW of its last row.
-
-    >>> from jax_ucp.layout.fragments import Fragment
-    >>> block = Box((0, 0), (4, 300))
-    >>> [str(box) for box in windows(ParamLayout((4, 300), ((4, 300),), (Fragment(0, block, block),)))]
-    ['[3:4, 44:300]']
-    """
-    for box in layout.replicas:
-        last = box.stop[-1:]
-        start = tuple(max(a, b - WINDOW) for a, b in zip(box.start[-1:], last, strict=True))
-        yield Box((*(n - 1 for n in box.stop[:-1]), *start), box.stop)
 
 
 def prove_masters(
@@ -43,7 +32,7 @@ def prove_masters(
     view: Callable[[Mapping[str, Consolidated]], ConsolidatedView],
     why: Callable[[str], str],
 ) -> None:
-    """Compare the ends of the masters of `names` with those of the weights. Raises CorruptData where one differs.
+    """Compare samples of the masters of `names` with the weights. Raises CorruptData where one differs.
 
     `why(name)` says what then is likely; `view` makes arrays of what the states are made of.
     """
@@ -51,7 +40,7 @@ def prove_masters(
     masters = view({name: held["param"] for name, held in twins.items()})
     weights = view({name: held["weight"] for name, held in twins.items()})
     for name, held in twins.items():
-        for box in windows(held["weight"].layout):
+        for box in sample_boxes(*([f.target for f in held[state].layout.fragments] for state in ("weight", "param"))):
             weight = weights.read(name, box)
             if not same_bits(masters.read(name, box).astype(weight.dtype), weight):
                 raise CorruptData(
@@ -59,6 +48,25 @@ def prove_masters(
                     f"the model in {box} (the weight is {held['weight'].keys[0]}, the master "
                     f"{held['param'].keys[0]}): {why(name)}. {_REMEDY}"
                 )
+
+
+def prove_precision_aware(contents: Contents) -> None:
+    """Compare samples of what a precision-aware optimizer stores as masters. Raises FormatError where they are none."""
+    for check in contents.checks("sample"):
+        if fault := check.run():
+            raise FormatError(f"{contents.path}: {precision_aware(check.label)}. {_REMEDY}. Found: {fault}")
+
+
+def is_precision_aware(args: Args) -> bool:
+    return bool(args.fields.get("use_precision_aware_optimizer"))
+
+
+def precision_aware(_: str) -> str:
+    return (
+        "the run's args have use_precision_aware_optimizer, with which Megatron stores the low 16 bits of each "
+        "master in its place (TransformerEngine's store_param_remainders), or masters of less precision; they are "
+        "not put together here"
+    )
 
 
 def moved_by_padding(elements: int | None) -> str:
@@ -70,5 +78,9 @@ def moved_by_padding(elements: int | None) -> str:
     )
 
 
-def other_order(_: str) -> str:
-    return "the order of modules in the flat buffers is not the one known here, or the buffers belong to another run"
+def not_of_weights(_: str) -> str:
+    """What is likely where masters in flat buffers are not those of the weights."""
+    return (
+        "the flat buffers belong to another run or step, hold something else than masters under that name, or have the "
+        "modules in another order than the one known here"
+    )

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jax_ucp.errors import FormatError
+from jax_ucp.formats.facts import Facts
 from jax_ucp.formats.safe_pickle import Record, known, what_is
 from jax_ucp.formats.torch_file import StoredTensor, TorchFile
 
@@ -174,7 +175,7 @@ def differing(args: Args, other: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_together(folder: Path, args: Args, ranks: Sequence[Rank]) -> None:
-    first = ranks[0]
+    first, facts = ranks[0], Facts(folder)
     world, p = args.get("world_size"), args.degree("pipeline_model_parallel_size")
     etp = max(rank.etp for rank in ranks) + 1
     for rank in ranks:
@@ -182,12 +183,7 @@ def _check_together(folder: Path, args: Args, ranks: Sequence[Rank]) -> None:
         if wrong := [name for name in STRUCTURE if repr(own.get(name)) != repr(args.fields.get(name))]:
             said = ", ".join(f"{n} {own.get(n)} against {args.fields.get(n)}" for n in wrong)
             raise FormatError(f"{path} is of another run than {first.name}: its args have {said}")
-        for name in ("iteration", "opt_param_scheduler", "checkpoint_version"):
-            if repr(rank.tree.get(name)) != repr(first.tree.get(name)):
-                raise FormatError(
-                    f"{path} is of another save than {first.name}: {name} is {rank.tree.get(name)!r:.200}, "
-                    f"there {first.tree.get(name)!r:.200}"
-                )
+        _state(facts, rank, own)
         version = rank.tree.get("checkpoint_version")
         if not isinstance(version, int | float) or version < 2:
             raise FormatError(
@@ -205,6 +201,33 @@ def _check_together(folder: Path, args: Args, ranks: Sequence[Rank]) -> None:
     iteration = first.tree.get("iteration")
     if folder.name.startswith("iter_") and isinstance(iteration, int) and folder.name != f"iter_{iteration:07d}":
         raise FormatError(f"{first.model.path} is of iteration {iteration}, but its folder is {folder.name}")
+
+
+def _state(facts: Facts, rank: Rank, args: Mapping[str, Any]) -> None:
+    """What a rank says of the step it is of; groups of parameters are those of its pipeline stage."""
+    for name in ("iteration", "opt_param_scheduler", "checkpoint_version"):
+        facts.state_all(rank.model, rank.name, name, rank.tree.get(name))
+    for name in ("consumed_train_samples", "skipped_train_samples"):
+        facts.state(rank.name, f"args.{name}", args.get(name))
+    optimizer = rank.tree.get("optimizer")
+    for i, part in enumerate(optimizer if isinstance(optimizer, list) else [optimizer]):
+        if isinstance(part, dict):
+            facts.state_all(rank.model, rank.name, f"grad_scaler of optimizer {i}", part.get("grad_scaler"))
+            for what, value in _steps_and_rates(part.get("optimizer", part)):
+                facts.state_all(rank.model, rank.name, f"{what} of optimizer {i}", value, rank.pp)
+
+
+def _steps_and_rates(optimizer: Any) -> Iterator[tuple[str, Any]]:
+    """The settings of the groups, learning rates among them, and the step of one parameter of each."""
+    inner: Mapping[str, Any] = optimizer if isinstance(optimizer, dict) else {}
+    groups, states = inner.get("param_groups"), inner.get("state") or {}
+    listed: list[Any] = groups if isinstance(groups, list) else []
+    for i, group in enumerate(group for group in listed if isinstance(group, dict)):
+        yield f"parameter group {i}", group
+        numbers: Sequence[Any] = group.get("params") or ()
+        own = [states.get(number) for number in numbers]
+        steps = [state["step"] for state in own if isinstance(state, dict) and "step" in state]
+        yield f"step of parameter group {i}", steps[0] if steps else None
 
 
 def _tree(file: TorchFile) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import numpy as np
 
 from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint
 from jax_ucp.formats.importing import Import
+from jax_ucp.formats.megatron_dist_proof import is_precision_aware, prove_precision_aware
 from jax_ucp.formats.megatron_files import (
     OPTIM_FILE,
     Args,
@@ -28,15 +29,16 @@ from jax_ucp.formats.megatron_files import (
     iteration_folder,
     open_ranks,
 )
-from jax_ucp.formats.megatron_optim import BUFFERS, Held, Module, beside_tensors, find_states
+from jax_ucp.formats.megatron_optim import BUFFERS, Held, Module, beside_tensors, find_states, numbered_alone
 from jax_ucp.formats.megatron_walk import EMBEDDING, TIED, layer_of, parts_of
 from jax_ucp.formats.options import Options
+from jax_ucp.formats.pairing import Undecided
 from jax_ucp.formats.safe_pickle import what_is
 from jax_ucp.formats.torch_file import StoredTensor
 from jax_ucp.language.notation import built_in, load
 from jax_ucp.language.rules import Shard, Spec, layouts
 from jax_ucp.layout.fragments import ParamLayout
-from jax_ucp.layout.patterns import Replicated
+from jax_ucp.layout.patterns import Replicated, Unique
 from jax_ucp.storage.consolidated import Consolidated
 from jax_ucp.storage.contents import Contents
 from jax_ucp.storage.cuts import Cut
@@ -79,6 +81,8 @@ class _Reader:
     def contents(self) -> Contents:
         chunks = self._chunks()
         first_layers = self._first_layers(chunks)
+        found: list[tuple[Rank, Module, Held]] = []
+        undecided = ""
         for rank in self.ranks:
             own = chunks[rank.folder.name]
             modules = [self._modules(rank, c, own[c], first_layers[c, rank.pp]) for c in range(len(own))]
@@ -88,12 +92,22 @@ class _Reader:
             if self.options.weights_only:
                 self._leave_optimizer(rank)
             elif rank.tree.get("optimizer") is not None:
-                for module, held in find_states(self.args, rank, owned):
-                    self._hold(rank, module, held)
+                try:
+                    found += [(rank, module, held) for module, held in find_states(self.args, rank, owned)]
+                except Undecided as error:
+                    undecided = undecided or f"{rank.name}: {error}"
+        if undecided:
+            self._keep_apart(undecided)
+        else:
+            for rank, module, held in found:
+                self._hold(rank, module, held)
         self._parameters(self._layouts())
         self._extras()
         self._notes()
-        return self.found.contents()
+        contents = self.found.contents()
+        if is_precision_aware(self.args):
+            prove_precision_aware(contents)
+        return contents
 
     def _chunks(self) -> dict[str, list[dict[str, Any]]]:
         """The model chunks of every rank, by its folder: one, or as many as virtual pipeline stages."""
@@ -299,6 +313,23 @@ class _Reader:
         if "optimizer" in rank.tree:
             self.found.skip(f"{rank.name}:optimizer", "param_groups", reason)
 
+    def _keep_apart(self, reason: str) -> None:
+        """Keep the optimizer's tensors under `other`, by their places in the files."""
+        self.optimizer = False
+        for key, info in self.found.stored.items():
+            file, _, item = key.partition(":")
+            steps = item.split("/")
+            if not file.endswith(OPTIM_FILE) and (steps[0] != "optimizer" or "param_groups" in steps):
+                continue
+            if "state" in steps or "fp32_from_fp16_params" in steps or file.endswith(OPTIM_FILE):
+                label = f"{file.removesuffix('.pt')}.{item}".replace("/", ".")
+                one = Consolidated(Unique().join([info.shape]), [key])
+                self.found.parameter("other", label, one, f"kept apart, because nothing says whose it is: {reason}")
+        self.found.notes.append(
+            "the optimizer's masters and states are kept under `other`, because which parameters its groups have is "
+            f"not stored, and their shapes do not tell ({reason}); the parameters are the model's weights"
+        )
+
     def _extras(self) -> None:
         """Everything else, by file. Of the args of later ranks only what differs from the first rank's."""
         for rank in self.ranks:
@@ -321,9 +352,14 @@ class _Reader:
                 f"Megatron does not record the true vocabulary: all {padded} padded rows of the embeddings are kept. "
                 "Say it with sizes={'vocab': ...} (--size vocab=...) and the others are left out"
             )
+        if self.optimizer and any(numbered_alone(rank.tree["optimizer"]) for rank in self.ranks):
+            self.found.notes.append(
+                "optimizer states go by numbers, in Megatron's own order, which is that of the model's keys; no master "
+                "in the files proves it"
+            )
         if self.options.weights_only:
             self.found.notes.append("weights alone: of a 16-bit run these are not the fp32 masters")
-        elif not self.optimizer:
+        elif all(rank.tree.get("optimizer") is None for rank in self.ranks):
             self.found.notes.append("the checkpoint was saved without its optimizer")
         if self.args.absent:
             self.found.notes.append(f"args lack {', '.join(self.args.absent)}; Megatron's defaults were taken")

@@ -1,6 +1,8 @@
 """The optimizer states of one rank of a legacy Megatron checkpoint, and which of its tensors each belongs to.
 
-Neither ids nor flat buffers name parameters: the order is that of the model's keys, and sizes are compared.
+Neither ids nor flat buffers name parameters. Which is which is Megatron's own doing, not a training script's: it walks
+the model's parameters, which are in the order of the model's keys in the file, and puts each into a group, or into a
+buffer. Which parameters a group has follows from the shapes of its states, in one way only, or the states stay apart.
 
 Facts: `megatron/core/optimizer/__init__.py` (groups), `optimizer.py` (the 16-bit wrapper) and `distrib_optimizer.py`
 of Megatron-LM core_v0.16.1.
@@ -18,12 +20,13 @@ import numpy as np
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.megatron_files import OPTIM_FILE, Args, Rank
 from jax_ucp.formats.megatron_walk import EMBEDDING, TIED, Part, buffer_walk, is_expert
+from jax_ucp.formats.pairing import Undecided, contradiction, only_division, tells_shape
 from jax_ucp.formats.safe_pickle import what_is
 from jax_ucp.formats.torch_file import StoredTensor
 
 # What is no parameter, though the model keeps it beside them.
 BUFFERS = ("mlp.router.expert_bias",)
-_ORDER = "the order of parameters is not the one we know, or the file belongs to another run"
+_OTHER_FILE = "model and optimizer of the file are not of one run. weights_only leaves the optimizer aside"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +37,6 @@ class Module:
     chunk: int
     tensor: StoredTensor
     parts: Sequence[Part]
-
-    @property
-    def decays(self) -> bool:
-        """Whether weight decay applies to it: not to biases, nor to anything with one axis."""
-        return len(self.tensor.shape) != 1 and not self.local.endswith(".bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,8 @@ class Held:
 def find_states(args: Args, rank: Rank, chunks: Sequence[Sequence[Module]]) -> Iterator[tuple[Module, Held]]:
     """Every state that the rank's files hold of its modules. With experts there can be a second optimizer for them.
 
-    Raises FormatError, naming the file, where sizes do not fit.
+    Raises FormatError, naming the file, where sizes do not fit, and Undecided where groups can be filled in no way,
+    or in several.
     """
     optimizer = rank.tree["optimizer"]
     parts = optimizer if isinstance(optimizer, list) else [optimizer]
@@ -65,56 +64,51 @@ def find_states(args: Args, rank: Rank, chunks: Sequence[Sequence[Module]]) -> I
     for i, part in enumerate(parts):
         mine = [[m for m in chunk if len(parts) == 1 or is_expert(m.local) == bool(i)] for chunk in chunks]
         inner = part.get("optimizer", part)
-        groups = _groups(rank, inner, [m for chunk in mine for m in chunk])
-        if len(parts) == 2 and any(group.get("is_expert_parallel", bool(i)) != bool(i) for group, _ in groups):
+        groups = inner.get("param_groups")
+        if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+            raise FormatError(f"{rank.model.path}: the optimizer has no param_groups")
+        if len(parts) == 2 and any(group.get("is_expert_parallel", bool(i)) != bool(i) for group in groups):
             raise FormatError(f"{rank.model.path}: the two optimizers are not that of the rest and that of the experts")
-        for group, modules in groups:
-            if isinstance(group.get("step"), int):
-                yield from ((module, Held("step", value=group["step"])) for module in modules)
+        modules = [module for chunk in mine for module in chunk]
         if "state" in inner:
-            yield from _by_id(rank, inner["state"], groups)
-            if "fp32_from_fp16_params" in part:
-                yield from _masters(rank, part["fp32_from_fp16_params"], groups)
+            yield from _numbered(rank, part, inner["state"], groups, modules)
         else:
+            steps = _flat_steps(rank, groups)
+            yield from ((module, Held("step", value=step)) for module in modules for step in steps)
             yield from _flat(args, rank, i, len(parts), mine)
 
 
-def _groups(
-    rank: Rank, inner: Mapping[str, Any], modules: Sequence[Module]
-) -> list[tuple[dict[str, Any], list[Module]]]:
-    """The parameter groups with their modules: one with weight decay and one without, found by `wd_mult`."""
-    groups = inner.get("param_groups")
-    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise FormatError(f"{rank.model.path}: the optimizer has no param_groups")
-    decay = {True: [m for m in modules if m.decays], False: [m for m in modules if not m.decays]}
-    found: dict[bool, tuple[dict[str, Any], list[Module]]] = {}
-    for group in groups:
-        with_decay = group.get("wd_mult", 1.0) != 0
-        if with_decay in found:
-            raise FormatError(
-                f"{rank.model.path}: several parameter groups {'with' if with_decay else 'without'} weight decay "
-                "(learning rates by parameter, for example); which parameters they hold is not stored"
-            )
-        mine, ids = decay[with_decay], group.get("params")
-        if ids is not None and len(ids) != len(mine):
-            raise FormatError(
-                f"{rank.model.path}: a parameter group has {len(ids)} parameters, where {len(mine)} of the model's "
-                f"{'have' if with_decay else 'lack'} weight decay; {_ORDER}"
-            )
-        found[with_decay] = group, mine
-    if lost := [m.local for d, mine in decay.items() if d not in found for m in mine]:
-        raise FormatError(f"{rank.model.path}: {lost[0]} is in no parameter group; {_ORDER}")
-    return [found[bool(group.get("wd_mult", 1.0) != 0)] for group in groups]
+def _flat_steps(rank: Rank, groups: Sequence[Mapping[str, Any]]) -> set[int]:
+    """How often the optimizer stepped: one number or none. Which parameters a group has, flat buffers do not depend on.
+
+    Raises FormatError where groups differ: then nothing says which parameters stepped how often.
+    """
+    steps = {group["step"] for group in groups if isinstance(group.get("step"), int)}
+    if len(steps) > 1:
+        raise FormatError(
+            f"{rank.model.path}: the parameter groups of a distributed optimizer stepped {sorted(steps)} times, and "
+            "which parameters they have is not stored; weights_only leaves the optimizer aside"
+        )
+    return steps
 
 
-def _by_id(
-    rank: Rank, state: Mapping[int, Any], groups: Sequence[tuple[dict[str, Any], list[Module]]]
+def _numbered(
+    rank: Rank,
+    part: Mapping[str, Any],
+    state: Mapping[int, Any],
+    groups: Sequence[Mapping[str, Any]],
+    modules: Sequence[Module],
 ) -> Iterator[tuple[Module, Held]]:
-    """States under the ids of their groups."""
-    known: set[int] = set()
-    for group, modules in groups:
-        for number, module in zip(group.get("params") or (), modules, strict=True):
-            known.add(number)
+    """States and masters of an optimizer that numbers its parameters."""
+    if not state and "fp32_from_fp16_params" not in part:
+        return  # never stepped
+    members = _members(state, groups, part.get("fp32_from_fp16_params"), modules)
+    if strays := set(state) - {number for group in groups for number in group.get("params") or ()}:
+        raise FormatError(f"{rank.model.path}: the optimizer has states of {sorted(strays)[:5]}, which no group holds")
+    for group, mine in zip(groups, members, strict=True):
+        for number, module in zip(group.get("params") or (), mine, strict=True):
+            if isinstance(group.get("step"), int):
+                yield module, Held("step", value=group["step"])
             for name, value in (state.get(number) or {}).items():
                 if not isinstance(value, StoredTensor):
                     if value is not None:
@@ -123,28 +117,58 @@ def _by_id(
                     yield module, Held(name, rank.key(value), value.shape)
                 else:
                     raise FormatError(
-                        f"{rank.model.path}: {name} of parameter {number} has shape {value.shape}, but "
-                        f"{module.local}, which should be that parameter, has {module.tensor.shape}; {_ORDER}"
+                        f"{rank.model.path}: {name} of parameter {number} has shape {value.shape}, but {module.local}, "
+                        f"which is that parameter, has {module.tensor.shape}; such a state is not read, weights_only "
+                        "leaves the optimizer aside"
                     )
-    if strays := set(state) - known:
-        raise FormatError(f"{rank.model.path}: the optimizer has states of {sorted(strays)[:5]}, which no group holds")
+    if "fp32_from_fp16_params" in part:
+        yield from _masters(rank, part["fp32_from_fp16_params"], members)
 
 
-def _masters(
-    rank: Rank, masters: Any, groups: Sequence[tuple[dict[str, Any], list[Module]]]
-) -> Iterator[tuple[Module, Held]]:
+def _members(
+    state: Mapping[int, Any], groups: Sequence[Mapping[str, Any]], masters: Any, modules: Sequence[Module]
+) -> list[list[Module]]:
+    """The modules of each group, each in the order of the model. Raises Undecided."""
+    numbers = [list(group.get("params") or ()) for group in groups]
+    held = {number: _shapes(state.get(number) or {}) for some in numbers for number in some}
+    whole: dict[int, tuple[int, ...]] = {}
+    if isinstance(masters, list) and [len(some) for some in masters] == [*map(len, numbers)]:  # every weight has one
+        for some, tensors in zip(numbers, masters, strict=True):
+            whole |= {number: tensor.shape for number, tensor in zip(some, tensors, strict=True)}
+    if len(held) != len(modules):
+        raise Undecided(f"{len(held)} parameters have numbers, but the model has {len(modules)}: some may be frozen")
+
+    def fits(i: int, group: int, place: int) -> bool:
+        number, shape = numbers[group][place], modules[i].tensor.shape
+        known = tells_shape(held[number])
+        return whole.get(number, shape) == shape and not (known and contradiction(held[number], shape))
+
+    division = only_division(dict.fromkeys(range(len(modules)), 1), [*map(len, numbers)], fits)
+    found: list[list[Module]] = [[] for _ in groups]
+    for i in sorted(division):
+        found[division[i][0]].append(modules[i])
+    return found
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: value.shape for name, value in state.items() if isinstance(value, StoredTensor)}
+
+
+def _masters(rank: Rank, masters: Any, members: Sequence[Sequence[Module]]) -> Iterator[tuple[Module, Held]]:
     """The fp32 masters of 16-bit weights, by group; a weight that is fp32 in the model is its own master."""
-    if not isinstance(masters, list) or len(masters) != len(groups):
-        raise FormatError(f"{rank.model.path}: fp32_from_fp16_params is not a list of {len(groups)} groups")
-    for (_, modules), tensors in zip(groups, masters, strict=True):
+    if not isinstance(masters, list) or len(masters) != len(members):
+        raise FormatError(f"{rank.model.path}: fp32_from_fp16_params is not a list of {len(members)} groups")
+    for modules, tensors in zip(members, masters, strict=True):
         rounded = [m for m in modules if m.tensor.dtype != np.float32]
         if len(rounded) != len(tensors):
-            raise FormatError(f"{rank.model.path}: {len(tensors)} masters for {len(rounded)} 16-bit weights; {_ORDER}")
+            raise FormatError(
+                f"{rank.model.path}: {len(tensors)} masters for {len(rounded)} 16-bit weights; {_OTHER_FILE}"
+            )
         for module, tensor in zip(rounded, tensors, strict=True):
             if tensor.shape != module.tensor.shape:
                 raise FormatError(
                     f"{rank.model.path}: the master at {tensor.key} has shape {tensor.shape}, but {module.local} "
-                    f"has {module.tensor.shape}; {_ORDER}"
+                    f"has {module.tensor.shape}; {_OTHER_FILE}"
                 )
             yield module, Held("param", rank.key(tensor), tensor.shape)
 
@@ -210,7 +234,8 @@ def _buffer(
         if found != (length,):
             raise FormatError(
                 f"{path}: {what} of chunk {c} is {list(found)}, but {len(modules)} parameters in "
-                f"{len(buckets)} buckets take {length}; {_ORDER}"
+                f"{len(buckets)} buckets take {length}: some parameters were frozen, the buckets had another size than "
+                "args say, or the file belongs to another run or rank. weights_only leaves the optimizer aside"
             )
     for state, tensor in states.items():
         for module, start in zip(modules, starts, strict=True):
@@ -224,6 +249,12 @@ def bucket_size(args: Args, dp: int, numel: int) -> int:
     if buckets := args.get("ddp_num_buckets"):
         return numel // int(buckets)
     return max(40_000_000, 1_000_000 * dp)
+
+
+def numbered_alone(optimizer: Any) -> bool:
+    """Whether an optimizer has states by number, and no masters beside them."""
+    parts = [part for part in (optimizer if isinstance(optimizer, list) else [optimizer]) if isinstance(part, dict)]
+    return any(part.get("optimizer", part).get("state") and "fp32_from_fp16_params" not in part for part in parts)
 
 
 def beside_tensors(optimizer: Any) -> list[tuple[str, Any]]:

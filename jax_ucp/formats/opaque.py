@@ -7,12 +7,12 @@ another dict be taken for the model because this one cannot be looked into.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
+from jax_ucp.formats.optimizer_dicts import Steps, head
 from jax_ucp.formats.safe_pickle import Opaque, children, walk
-from jax_ucp.formats.state_paths import MODEL_WORDS, Steps
+from jax_ucp.formats.state_paths import MODEL_WORDS
 from jax_ucp.formats.torch_names import StoredTensor
 
 NAMES_SHOWN = 8
@@ -58,19 +58,6 @@ def weights_place(
     return WeightsPlace(model, named or (model is not None and _is_worded(model)), optimizers)
 
 
-def optimizer_roots(paths: Iterable[Steps]) -> set[Steps]:
-    """The paths of optimizers' dicts: those with the keys `state` and `param_groups`, or keys that begin with them.
-
-    >>> optimizer_roots([("model", "w"), ("optim", "state", "w", "step"), ("optim", "param_groups", 0, "lr")])
-    {('optim',)}
-    """
-    keys: dict[Steps, set[str]] = defaultdict(set)
-    for path in paths:
-        for i, step in enumerate(path):
-            keys[path[:i]].add(str(step).partition(".")[0])
-    return {path for path, found in keys.items() if {"state", "param_groups"} <= found}
-
-
 def in_optimizer(path: Steps, optimizer: Steps) -> bool:
     """Whether a path leads to states or groups of the optimizer's dict at another path."""
     return path[: len(optimizer)] == optimizer and _is_state(path[len(optimizer) :])
@@ -83,7 +70,7 @@ def _before_state(path: Steps) -> Steps:
 
 def _is_state(path: Steps) -> bool:
     """Whether a path in an optimizer's dict leads to states or groups; a flattened key begins with such a word."""
-    return bool(path) and str(path[0]).partition(".")[0] in ("state", "param_groups")
+    return bool(path) and head(path[0]) in ("state", "param_groups")
 
 
 def _is_worded(path: Steps) -> bool:

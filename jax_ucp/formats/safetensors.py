@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.formats.facts import COUNTS, Facts
 from jax_ucp.formats.importing import Import
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.safetensors_parts import MARK, WHOLE_FILE, boxes, joined, unproved
@@ -81,6 +82,7 @@ def read_weights(path: Path, folder: Path, names: Sequence[str]) -> Import:
         refuse_stand_in(folder / name)
     files = {name: SafetensorsFile(folder / name) for name in names}
     found = Import("safetensors", path, Joined(files))
+    facts = Facts(folder)
     parts: dict[str, list[tuple[str, Box]]] = defaultdict(list)
     for name, file in files.items():
         if path.is_file() and MARK in file.metadata and not WHOLE_FILE.fullmatch(name):
@@ -89,6 +91,8 @@ def read_weights(path: Path, folder: Path, names: Sequence[str]) -> Import:
             raise FormatError(f"{folder / name} has parts of tensors of {', '.join({*file.packed.values()})}")
         for key, box in boxes(file.path, file.metadata, file.arrays()).items():
             parts[key].append((f"{name}:{key}", box))
+        for key in file.metadata.keys() & {*COUNTS}:
+            facts.state(name, key, file.metadata[key])
         _keep_header(found, name, file)
     for key, where in parts.items():
         reason = f"the parameter {key}" + (f", one of {len(where)} parts" if len(where) > 1 else "")

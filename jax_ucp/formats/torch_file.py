@@ -3,7 +3,7 @@
 Since torch 1.6 a file is a zip with one root folder: `data.pkl`, the pickled object with a persistent id for each
 storage, and `data/<key>`, the bytes of each storage, stored as they are (`torch/serialization.py`, `_save`). Opening
 parses the zip directory and `data.pkl`; arrays are views of the memory-mapped file, so bytes are read when they are
-looked at. The CRC that the zip directory has of each storage is therefore not compared by `read`, but by `verify`.
+looked at. The CRC that the zip directory has of each storage is therefore not compared by `read`, but by `checks`.
 `torch_legacy` has the format before, which has no CRC.
 """
 
@@ -13,7 +13,7 @@ import mmap
 import os
 import weakref
 import zlib
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from jax_ucp.formats.torch_names import (
 )
 from jax_ucp.formats.zip_members import Member, member_bytes, zip_members
 from jax_ucp.layout.box import Box
-from jax_ucp.storage.budget import in_threads
+from jax_ucp.storage.checks import SAMPLE_BYTES, Check, Extent
 from jax_ucp.storage.pread import pread_into, run_start
 from jax_ucp.storage.source import ArrayInfo
 from jax_ucp.storage.source_files import noted
@@ -140,10 +140,12 @@ class TorchFile:
         member = self._storages[tensor.storage]
         plain = self._data is None and not member.deflated and not self._swapped
         runs: list[tuple[int, np.ndarray]] = []
+        whole = Box.whole(tensor.shape)
         for box, out in zip(boxes, outs, strict=True):
-            run = run_start(box.start, box.shape, tensor.strides) if plain and box.size else None
-            fits = (out.shape, out.dtype) == (box.shape, tensor.dtype)
-            if run is None or not fits or not box.within(Box.whole(tensor.shape)):
+            shape = box.shape
+            fits = plain and out.size and (out.shape, out.dtype) == (shape, tensor.dtype) and box.within(whole)
+            run = run_start(box.start, shape, tensor.strides) if fits else None
+            if run is None:
                 out[...] = self.read(key, box)
             else:
                 at = self._span.start + member.offset + (tensor.offset + run) * tensor.dtype.itemsize
@@ -153,16 +155,15 @@ class TorchFile:
                 for at, out in runs:
                     pread_into(file, at, out)
 
-    def verify(self, left: Collection[str] = ()) -> Iterator[tuple[str, str | None]]:
-        """Each storage that has a CRC in the zip directory, and what is wrong with it, if anything.
-
-        One that only tensors with the keys `left` use is passed over.
-        """
-        needed = {tensor.storage for key, tensor in self._tensors.items() if key not in left}
-        over = {tensor.storage for tensor in self._tensors.values()} - needed
-        held = [key for key, member in self._storages.items() if _summed(member) and key not in over]
-        faults = in_threads(partial(self.fault, key) for key in held)
-        yield from zip((f"{self.path.name}: storage {key}" for key in held), faults, strict=True)
+    def checks(self, extent: Extent) -> Iterator[Check]:
+        """For each storage that has a CRC in the zip directory, whether its bytes have that."""
+        tensors: dict[str, list[str]] = {}
+        for key, tensor in self._tensors.items():
+            tensors.setdefault(tensor.storage, []).append(key)
+        for key, member in self._storages.items():
+            if _summed(member) and (extent == "full" or member.size <= SAMPLE_BYTES):
+                label = f"{self.path.name}: storage {key}"
+                yield Check(label, frozenset(tensors.get(key, ())), member.size, partial(self.fault, key))
 
     def fault(self, storage: str) -> str | None:
         """What is wrong with the bytes of a storage, by the CRC of the zip directory, if that has one."""

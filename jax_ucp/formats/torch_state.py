@@ -3,8 +3,8 @@
 Which tensor is a weight and which an optimizer's state follows from where it lies in the nested dicts, by the rules of
 `state_paths`. `torch.optim.Optimizer.state_dict` numbers the parameters; which number is which parameter is stored only
 if the optimizer was given names (`param_names` in its groups). Without them the states are kept by number, under
-`other`: the order of `model.parameters()` is not that of a state dict, which has buffers and tied weights too.
-Everything that is no tensor is an extra.
+`other`, unless shapes prove the pairing or the user says it: the order of `model.parameters()` is not that of a state
+dict, which has buffers and tied weights too. Everything that is no tensor is an extra.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from pathlib import Path
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.importing import Import
 from jax_ucp.formats.opaque import WeightsPlace, closed_tensors, tensor_holders, weights_place
+from jax_ucp.formats.optimizer_dicts import Steps
 from jax_ucp.formats.options import Options
+from jax_ucp.formats.pairing import Undecided
 from jax_ucp.formats.safe_pickle import Name, walk
-from jax_ucp.formats.state_paths import Steps, hyperparameters, places
+from jax_ucp.formats.state_pairing import Stored, is_trainable
+from jax_ucp.formats.state_paths import places
 from jax_ucp.formats.torch_file import TorchFile, cannot_be_read, is_torch_file
 from jax_ucp.formats.torch_names import StoredTensor, unreadable
 from jax_ucp.formats.weight_files import finish, index_save, keep_index, refuse_part, refuse_stand_in, tensors_of
@@ -95,9 +98,15 @@ def _tensors(found: Import, files: Mapping[str, TorchFile], options: Options) ->
             if node.attributes:
                 found.extra(name, f"attributes of {label}", node.attributes)
     values = {path: node for path, (_, node) in objects.items()}
-    where = places(paths, values)
+    tensors = {label: _stored(paths[label], key, tensor) for label, (key, tensor) in stored.items()}
+    try:
+        where = places(tensors, values, options)
+    except Undecided as error:
+        raise FormatError(f"{found.path}: optimizer_groups does not fit: {error}") from None
     _check_aside(found, objects, weights_place(paths, where.at, where.in_optimizers))
-    for name, settings in hyperparameters(values) if not options.weights_only else ():
+    if where.used and options.optimizer_groups is not None:
+        found.said["optimizer_groups"] = options.optimizer_groups
+    for name, settings in where.settings:
         found.hyperparameters(name, settings)
     for label, (key, tensor) in stored.items():
         state, name = where.at[label]
@@ -125,6 +134,12 @@ def _check_aside(found: Import, objects: Mapping[Steps, tuple[TorchFile, object]
             found.notes.append(f"{label} of {file.path.name} was left out: {reason}")
     for path, reasons in needed.items():
         raise FormatError(f"{path}: {cannot_be_read(reasons)}")
+
+
+def _stored(path: Steps, key: str, tensor: StoredTensor) -> Stored:
+    file = key.partition(":")[0]
+    tie = file, tensor.storage, tensor.offset, tensor.shape, tensor.strides
+    return Stored(path, tensor.shape, is_trainable(tensor.dtype), tie)
 
 
 def _extras(found: Import, name: str, file: TorchFile) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from jax_ucp.errors import CorruptData
 from jax_ucp.formats.options import Options
 from jax_ucp.layout.blocks import grid_boxes, grid_place
 from jax_ucp.layout.box import Box
-from jax_ucp.metadata import Leaf
+from jax_ucp.metadata import Leaf, Metadata
+from jax_ucp.storage.checks import Check, Extent
 from jax_ucp.storage.contents import Contents, Item, Piece
-from jax_ucp.storage.zarr import METADATA_FILE, chunk_name, missing_files, open_store, verify_files
+from jax_ucp.storage.zarr import METADATA_FILE, ZarrStore, chunk_name, missing_files, open_store, verify_files
 
 
 def recognise(path: Path) -> bool:
@@ -39,15 +41,14 @@ def open_universal(path: Path, options: Options) -> Contents:
             pieces.append(Piece(file, item, box.relative_to(Box(box.start, box.start)), box))
         return pieces
 
-    def verify() -> Iterator[tuple[str, str | None]]:
-        faults = verify_files(metadata, store)
-        yield from ((fault, fault) for fault in faults)
-        if not faults:
-            yield f"{len(metadata.files) + 1} files of metadata", None
+    def checks(extent: Extent) -> Iterator[Check]:
+        if extent == "sample":  # every read compares the crc32c of what it reads; digests are of whole chunks
+            return
+        every = frozenset(leaf.name for leaf in metadata.leaves if leaf.has_array)
+        yield Check(f"{len(metadata.files) + 1} files of metadata", every, 0, partial(_fault, metadata, store))
         for leaf in metadata.leaves:
             if leaf.has_array:
-                for box, fault in store.verify(leaf.name, metadata.arrays[leaf.name]):
-                    yield f"{leaf.label} {box}", fault
+                yield from store.checks(leaf.name, leaf.label, metadata.arrays[leaf.name])
 
     account = [
         Item(leaf.name if leaf.has_array else METADATA_FILE, _what(leaf), "mapped", leaf.label)
@@ -63,9 +64,13 @@ def open_universal(path: Path, options: Options) -> Contents:
         metadata.extras,
         metadata.groups,
         source=metadata.source,
-        verify=verify,
+        checks=checks,
         where=where,
     )
+
+
+def _fault(metadata: Metadata, store: ZarrStore) -> str | None:
+    return "; ".join(verify_files(metadata, store)) or None
 
 
 def _what(leaf: Leaf) -> str:

@@ -47,12 +47,14 @@ from jax_ucp.formats.weight_names import (
 from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Leaf
-from jax_ucp.storage.budget import in_threads
+from jax_ucp.storage.checks import Check, Extent
 from jax_ucp.storage.consolidated import same_bits
 from jax_ucp.storage.contents import Contents, Item
 
 # Where torch DCP leaves the ranks' parts of what it consolidated (`torch/distributed/checkpoint/_hf_utils.py`).
 SHARDED = "sharded"
+
+Boxes = Callable[[tuple[int, ...], int], Iterable[Box]]  # of an array, by its shape and the bytes of an element
 
 SAMPLE_BYTES = 4096
 COMPARE_BYTES = 2 << 20
@@ -245,15 +247,22 @@ def _with_parts(path: Path, contents: Contents, save: Save, options: Options) ->
 def _with_copy(contents: Contents, name: str, copy: Contents) -> Contents:
     """The checkpoint, whose `verify` compares all of a copy of it."""
 
-    def verify() -> Iterator[tuple[str, str | None]]:
-        yield from contents.verify()
-        yield from copy.verify()
-        pairs = list(_pairs(contents, copy))
-        faults = in_threads(partial(_difference, contents, copy, a, b, _all_boxes) for a, b in pairs)
-        for (leaf, _), fault in zip(pairs, faults, strict=True):
-            yield leaf.label, fault and f"{fault} (the copy is in {name})"
+    def checks(extent: Extent) -> Iterator[Check]:
+        yield from contents.checks(extent)
+        yield from copy.checks(extent)
+        boxes = _corners if extent == "sample" else _all_boxes
+        for leaf, other in _pairs(contents, copy):
+            run = partial(_fault_of_copy, contents, copy, leaf, other, boxes, name)
+            nbytes = contents.arrays.arrays()[leaf.name].nbytes
+            compared = min(nbytes, 2 * SAMPLE_BYTES) if extent == "sample" else nbytes
+            yield Check(leaf.label, frozenset([leaf.name]), 2 * compared, run)
 
-    return replace(contents, verify=verify)
+    return replace(contents, checks=checks)
+
+
+def _fault_of_copy(contents: Contents, copy: Contents, a: Leaf, b: Leaf, boxes: Boxes, name: str) -> str | None:
+    difference = _difference(contents, copy, a, b, boxes)
+    return difference and f"{difference} (the copy is in {name})"
 
 
 def _other_structure(contents: Contents, copy: Contents) -> str | None:
@@ -277,9 +286,7 @@ def _pairs(contents: Contents, copy: Contents) -> Iterator[tuple[Leaf, Leaf]]:
             yield leaf, other
 
 
-def _difference(
-    contents: Contents, copy: Contents, a: Leaf, b: Leaf, boxes: Callable[[tuple[int, ...], int], Iterable[Box]]
-) -> str | None:
+def _difference(contents: Contents, copy: Contents, a: Leaf, b: Leaf, boxes: Boxes) -> str | None:
     for box in boxes(a.shape, np.dtype(a.dtype).itemsize):
         if not same_bits(contents.arrays.read(a.name, box), copy.arrays.read(b.name, box)):
             return f"{a.label} has other values in {box}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -41,7 +42,7 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple([b - a for a, b in zip(self.start, self.stop, strict=True)])
+        return tuple(map(operator.sub, self.stop, self.start))
 
     @property
     def size(self) -> int:

@@ -30,6 +30,11 @@ class Fragment:
     source: Box
     target: Box
 
+    @property
+    def is_flat(self) -> bool:
+        """Whether `source` is a range of a flat shard, and not a block of the shape of `target`."""
+        return len(self.source.start) != len(self.target.start)
+
     def narrow(self, box: Box) -> Fragment | None:
         """The smallest fragment of this one that holds its elements in `box`; None if it has none there.
 
@@ -38,21 +43,22 @@ class Fragment:
         hit = self.target.intersect(box)
         if hit is None:
             return None
-        if self.source.shape != self.target.shape:
+        if self.is_flat:
             hit = _contiguous_run(hit, self.target)
         return Fragment(self.shard, self._source(hit), hit)
 
     def pieces(self, box: Box) -> list[Fragment]:
         """Fragments that hold exactly the elements of this one in `box`: of a flat shard, one for each run of it."""
         hit = self.target.intersect(box)
-        if hit is None or self.source.shape == self.target.shape:
+        if hit is None or not self.is_flat:
             return [] if hit is None else [Fragment(self.shard, self._source(hit), hit)]
         return [Fragment(self.shard, self._source(run), run) for run in _runs(hit, self.target)]
 
     def _source(self, hit: Box) -> Box:
         """Where a part of the target lies in the shard; of a flat shard, a part that is one run of it."""
-        if self.source.shape == self.target.shape:
-            return hit.shift([s - t for s, t in zip(self.source.start, self.target.start, strict=True)])
+        if not self.is_flat:
+            by = [s - t for s, t in zip(self.source.start, self.target.start, strict=True)]
+            return hit.shift(by) if any(by) else hit
         offset = self.source.start[0] + _row_major(hit.relative_to(self.target).start, self.target.shape)
         return Box((offset,), (offset + hit.size,))
 
@@ -86,6 +92,9 @@ class ParamLayout:
 
     def narrow(self, box: Box) -> list[list[Fragment]]:
         """The fragments that hold the elements of `box`, cut to it: one list of replicas per block."""
+        if len(self.fragments) == 1:
+            only = self.fragments[0].narrow(box)
+            return [] if only is None else [[only]]
         boxes, index = self._blocks
         found: list[list[Fragment]] = []
         for i in sorted(index.meeting(box)):

@@ -15,17 +15,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jax.typing import DTypeLike
 
 from jax_ucp.errors import TreeMismatch
-from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Leaf, Path, leaf_names
 from jax_ucp.optimizers.adam_rule import rule_faults
 from jax_ucp.optimizers.slots import COUNT, GIVEN, STEP, ZEROS, Slot, few, is_array, param_leaves, slots_of
 from jax_ucp.optimizers.values import Values
 from jax_ucp.optimizers.weight_decay import decay_faults
 from jax_ucp.sharding.fit import Rule
-from jax_ucp.sharding.restore import plan_restore, run_restore, shared_plan
+from jax_ucp.sharding.restore import dealt_out, plan_restore, run_restore, shared_plan
 from jax_ucp.sharding.trees import FAULTS_SHOWN, empty_kind, walk
 from jax_ucp.storage.budget import DEFAULT_BUDGET
+from jax_ucp.storage.checks import Extent
 from jax_ucp.storage.contents import Contents
+from jax_ucp.storage.proved import ProvedReads
 
 Fate = Literal["mapped", "computed", "initial"]
 
@@ -69,13 +70,14 @@ class OptimizerPlan:
         rules: Sequence[Rule] = (),
         cast: bool | DTypeLike = False,
         share_reads: bool = False,
+        verify: Extent = "sample",
         budget_bytes: int = DEFAULT_BUDGET,
     ) -> Any:
         """The optax state. A moment lies as its parameter does, if the parameters of the plan had shardings.
 
         Else it is placed on `mesh`, by `rules` on labels such as `0/mu/layers/kernel`, or on the one device that
-        `tx.init` would take. `cast=True` converts to the dtypes of the state. `share_reads` is that of
-        `Checkpoint.restore`.
+        `tx.init` would take. `cast=True` converts to the dtypes of the state. `share_reads` and `verify` are
+        those of `Checkpoint.restore`.
 
         Raises TreeMismatch where dtypes differ, or leaves have no place, CorruptData where bytes are not what was
         written, or a file is no longer the one that was opened.
@@ -88,7 +90,9 @@ class OptimizerPlan:
         for (name, info), one in zip(source.arrays().items(), self.filled, strict=True):
             leaves.append(Leaf(one.slot.path, name, "array", info.shape, info.dtype.name))
         plan = plan_restore(leaves, state, mesh=mesh, rules=rules, cast=cast)
-        restored = run_restore(shared_plan(plan, source.arrays()) if share_reads else plan, source, budget_bytes)
+        plan = shared_plan(plan, source.arrays()) if share_reads else plan
+        proofs = self.contents.proofs({one.value.name for one in self.filled if isinstance(one.value, Leaf)}, verify)
+        restored = run_restore(plan, source, budget_bytes, dealt_out(plan, proofs, verify))
         self.contents.files.require_unchanged()
         return restored
 
@@ -113,7 +117,7 @@ def plan_optimizer(
     used: set[str] = set()
     filled: list[Filled] = []
     given = _given(tx, params, [slot for slot in slots if slot.role == GIVEN])
-    steps = _Steps(contents, stored.get(STEP, {}), step)
+    steps = _Steps(ProvedReads(contents), stored.get(STEP, {}), step)
     for slot in slots:
         try:
             found = _fill(slot, stored, steps, given)
@@ -138,7 +142,7 @@ _LEFT = {"max_exp_avg_sq": "torch keeps the maximum of uncorrected moments, whic
 class _Steps:
     """The steps of parameters, each read once, a few bytes."""
 
-    contents: Contents
+    reads: ProvedReads
     stored: Mapping[str, Leaf]
     said: int | None
     known: dict[str, int] = field(default_factory=dict[str, int])
@@ -168,7 +172,7 @@ class _Steps:
                     raise TreeMismatch(f"the checkpoint does not say the steps of {param}; give step=")
                 return self.said
             leaf = self.stored[param]
-            value = float(np.asarray(self.contents.arrays.read(leaf.name, Box.whole(leaf.shape))).reshape(()))
+            value = float(np.asarray(self.reads.read(leaf)).reshape(()))
             if value != int(value) or value < 0:
                 raise TreeMismatch(f"{leaf.label} is {value}, which is no number of steps")
             self.known[param] = int(value)

@@ -7,6 +7,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,11 +18,13 @@ from jax.typing import DTypeLike
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.layout.box import Box
+from jax_ucp.layout.samples import sample_boxes
 from jax_ucp.metadata import Key, Leaf, Path, leaf_names, tree_of
 from jax_ucp.optimizers.adam_rule import rule_faults
 from jax_ucp.optimizers.slots import COUNT, GIVEN, STEP, ZEROS, Slot, few, is_array, param_leaves, slots_of
 from jax_ucp.optimizers.values import Values
 from jax_ucp.sharding.trees import FAULTS_SHOWN, Node, walk
+from jax_ucp.storage.checks import Check, Extent, passed_on
 from jax_ucp.storage.contents import Contents, Fate, Item, Piece
 
 # Torch's own optimizers count in tensors of float32; Lion is DeepSpeed's, and counts in ints.
@@ -234,10 +237,15 @@ class _Run:
         def where(leaf: Leaf) -> Sequence[Piece]:
             return self.contents.where(stored[leaf.name])
 
-        def verify() -> Iterator[tuple[str, str | None]]:
-            yield from self.contents.verify()
+        users: dict[str, list[str]] = defaultdict(list)
+        for name, leaf in stored.items():
+            users[leaf.name].append(name)
+
+        def checks(extent: Extent) -> Iterator[Check]:
+            yield from passed_on(self.contents.checks(extent), users)
             for leaf in self.zeros:
-                yield leaf.label, self._not_zero(leaf)
+                nbytes = self.contents.arrays.arrays()[leaf.name].nbytes
+                yield Check(leaf.label, frozenset(stored), nbytes, partial(self._not_zero, leaf, extent))
 
         extras = {EXTRAS: self.extras} if self.extras else {}
         return replace(
@@ -247,7 +255,7 @@ class _Run:
             account=list(self._account()),
             extras={**self.contents.extras, **extras},
             notes=[*self.contents.notes, *self.notes],
-            verify=verify,
+            checks=checks,
             where=where,
         )
 
@@ -303,8 +311,9 @@ class _Run:
             raise TreeMismatch(f"{leaf.label} has shape {leaf.shape}: it is not one number, as of one optimizer")
         return int(self._read(leaf))
 
-    def _not_zero(self, leaf: Leaf) -> str | None:
-        for box in row_boxes(leaf.shape, np.dtype(leaf.dtype).itemsize, _COMPARE_BYTES):
+    def _not_zero(self, leaf: Leaf, extent: Extent) -> str | None:
+        every = row_boxes(leaf.shape, np.dtype(leaf.dtype).itemsize, _COMPARE_BYTES)
+        for box in every if extent == "full" else sample_boxes([Box.whole(leaf.shape)]):
             if np.any(self.contents.arrays.read(leaf.name, box)):
                 return f"{leaf.label}: {box} has gradients, though none are being gathered"
         return None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from jax_ucp.sharding.landing import Landing, Wanted, landing
 from jax_ucp.sharding.share import SharedRead, read_together, shared_read
 from jax_ucp.sharding.trees import FAULTS_SHOWN, Node, fill, key_dtype, kind_of, match, narrowed
 from jax_ucp.storage.budget import DEFAULT_BUDGET, run_bounded, threads
+from jax_ucp.storage.checks import Check, Extent, require
 from jax_ucp.storage.gather import BLOCK_BYTES
 from jax_ucp.storage.source import ArrayInfo, ArraySource
 
@@ -161,12 +163,16 @@ def shared_plan(plan: RestorePlan, arrays: Mapping[str, ArrayInfo]) -> RestorePl
     return replace(plan, placements=[shared(p) for p in plan.placements])
 
 
-def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFAULT_BUDGET) -> Any:
-    """Read every box that this process needs, once, and return the tree.
+def run_restore(
+    plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFAULT_BUDGET, checks: Iterable[Check] = ()
+) -> Any:
+    """Read every box that this process needs, once, and return the tree. `checks` are those that must pass for it.
 
     At most `budget_bytes` are in flight beside the arrays themselves, or one stored chunk where that is larger: an
     array that takes more goes in blocks. No stored chunk is read twice. The pieces of an array whose reading is shared
     go at once. An error of one process that shares reads is raised in all.
+
+    Raises CorruptData where a check finds a fault.
     """
     budget_bytes = whole_number("budget_bytes", budget_bytes)
     for note in plan.notes:
@@ -184,6 +190,8 @@ def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFA
             landings[i].take(block)
 
     def jobs() -> Iterator[tuple[int, Callable[[], object]]]:
+        # First, so that what is wrong is known before much is read.
+        yield from ((check.memory, partial(require, check)) for check in checks)
         share = budget_bytes // threads()
         block_bytes = min(BLOCK_BYTES, share)
         for i, p in enumerate(plan.placements):
@@ -218,6 +226,16 @@ def run_restore(plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFA
     if plan.target is not None:
         return fill(plan.target, list(zip(plan.nodes, values, strict=True)))
     return tree_of({p.leaf.path: value for p, value in zip(plan.placements, values, strict=True)})
+
+
+def dealt_out(plan: RestorePlan, checks: Iterable[Check], extent: Extent) -> Iterable[Check]:
+    """The checks that this process runs: of those in full each one a part, if they hear of one another's errors.
+
+    Samples are compared by all: they cost little, and hosts may have copies of the files of their own.
+    """
+    if extent == "full" and any(p.shared for p in plan.placements):
+        return itertools.islice(checks, jax.process_index(), None, jax.process_count())
+    return checks
 
 
 def _wanted(p: Placement, source: ArraySource) -> Wanted:

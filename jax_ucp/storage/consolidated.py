@@ -59,10 +59,10 @@ class ConsolidatedView:
         for box, out in zip(boxes, outs, strict=True):
             for replicas in param.layout.narrow(box):
                 first, hit = replicas[0], _hit(replicas[0], box)
-                block = out[(*hit.relative_to(box).index, ...)]
+                block = out if hit == box else out[(*hit.relative_to(box).index, ...)]
                 if param.layout.averaged:
                     block[...] = _mean([self._read(param, fragment, hit) for fragment in replicas])
-                elif first.source.shape == hit.shape:
+                elif not first.is_flat:
                     wanted[first.shard].append((first.source, block))
                 elif first.target != hit:  # a flat shard gives whole rows, of which some elements are wanted
                     block[...] = self._read(param, first, hit)
@@ -126,7 +126,7 @@ def _through(inner: Fragment, outer: Fragment) -> Iterator[Fragment]:
 
     Of a flat shard it is a range, which may be several boxes of the parameter.
     """
-    if outer.source.shape == outer.target.shape:
+    if not outer.is_flat:
         by = [t - s for s, t in zip(outer.source.start, outer.target.start, strict=True)]
         yield Fragment(inner.shard, inner.source, inner.target.shift(by))
         return
@@ -138,6 +138,8 @@ def _through(inner: Fragment, outer: Fragment) -> Iterator[Fragment]:
 
 
 def _hit(fragment: Fragment, box: Box) -> Box:
+    if not fragment.is_flat:  # which narrow() cuts to just what the box has of it
+        return fragment.target
     hit = fragment.target.intersect(box)
     assert hit is not None, "narrow() returns fragments that meet the box"
     return hit

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from jax_ucp.errors import QuantizedWeights
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Group, Leaf
+from jax_ucp.storage.checks import Check, Extent, verdicts
 from jax_ucp.storage.source import ArraySource
 from jax_ucp.storage.source_files import SourceFiles
 
@@ -74,10 +75,10 @@ class Contents:
 
     `leaves` name arrays of `arrays`. `account` has every stored item once. `groups` say what the optimizer of a
     trainer was told for each parameter, where the checkpoint names them. `source` says what a universal
-    checkpoint was imported from. `verify()` reads all bytes that are stored twice or have a checksum and
-    yields (what was looked at, fault or None). `where(leaf)` says which files hold the leaf's bytes. `files` are those
-    it is read from; who relies on what was read asks them at the end whether they are as they were. `quantized` are the
-    weights that are not stored as what they are; `require_values` refuses to hand them out.
+    checkpoint was imported from. `checks(extent)` are the proofs that its files allow, of a sample or of all that
+    they hold, each with the leaves that rest on it. `where(leaf)` says which files hold the leaf's bytes. `files` are
+    those it is read from; who relies on what was read asks them at the end whether they are as they were. `quantized`
+    are the weights that are not stored as what they are; `require_values` refuses to hand them out.
     """
 
     format: str
@@ -89,10 +90,20 @@ class Contents:
     groups: Sequence[Group] = ()
     notes: Sequence[str] = ()
     source: Mapping[str, Any] = field(default_factory=dict)
-    verify: Callable[[], Iterator[tuple[str, str | None]]] = lambda: iter(())
+    checks: Callable[[Extent], Iterable[Check]] = lambda extent: ()
     where: Callable[[Leaf], Sequence[Piece]] = lambda leaf: ()
     files: SourceFiles = field(default_factory=SourceFiles)
     quantized: Sequence[QuantizedWeight] = ()
+
+    def proofs(self, leaves: Collection[str], extent: Extent) -> Iterator[Check]:
+        """The checks on which any of the leaves with these names rests. Raises ValueError for another extent."""
+        if extent not in get_args(Extent):
+            raise ValueError(f'verify={extent!r} is neither "sample" nor "full"')
+        return (check for check in self.checks(extent) if not check.leaves.isdisjoint(leaves))
+
+    def verify(self) -> Iterator[tuple[str, str | None]]:
+        """Compare all that is stored twice or has a checksum: (what was looked at, what is wrong with it or None)."""
+        return verdicts(self.checks("full"))
 
 
 def require_values(contents: Contents, leaves: Iterable[Leaf]) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from jax_ucp.layout.box import Box
+from jax_ucp.storage.checks import Check, Extent, checks_of, prefixed
 from jax_ucp.storage.gather import read_into
 from jax_ucp.storage.source import ArrayInfo, ArraySource
 
@@ -16,9 +17,10 @@ class Joined:
 
     def __init__(self, sources: Mapping[str, ArraySource]):
         self._sources = sources
+        self._arrays = {f"{name}:{key}": info for name, s in sources.items() for key, info in s.arrays().items()}
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
-        return {f"{name}:{key}": info for name, s in self._sources.items() for key, info in s.arrays().items()}
+        return self._arrays
 
     def read(self, key: str, box: Box) -> np.ndarray:
         source, inner = self._of(key)
@@ -32,12 +34,7 @@ class Joined:
         name, _, inner = key.partition(":")
         return self._sources[name], inner
 
-    def verify(self, left: Collection[str] = ()) -> Iterator[tuple[str, str | None]]:
-        """What every source that has checksums of its own says of them: (what was looked at, fault or None).
-
-        Arrays that are `left` need not be looked at.
-        """
+    def checks(self, extent: Extent) -> Iterator[Check]:
+        """What every source that has checksums of its own can prove by them."""
         for name, source in self._sources.items():
-            inner = {key.removeprefix(f"{name}:") for key in left if key.startswith(f"{name}:")}
-            if hasattr(source, "verify"):
-                yield from source.verify(inner)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+            yield from prefixed(checks_of(source, extent), f"{name}:")

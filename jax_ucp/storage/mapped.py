@@ -13,7 +13,9 @@ from jax_ucp.errors import CorruptData
 from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.box_index import BoxIndex
+from jax_ucp.layout.samples import sample_boxes
 from jax_ucp.layout.strided import LeafForm, LeafLayout, Part, Place, Step, hull, strides
+from jax_ucp.storage.checks import Extent
 from jax_ucp.storage.consolidated import same_bits
 from jax_ucp.storage.gather import BLOCK_BYTES, read_and_copy, read_boxes, read_into
 from jax_ucp.storage.source import ArrayInfo, ArraySource
@@ -30,9 +32,13 @@ class Formed:
     equal: Sequence[str] = ()
 
     @cached_property
+    def hulls(self) -> list[Box]:
+        """Of each part the smallest block of the leaf around it."""
+        return [hull(part.target, Box.whole(part.sizes)) for part in self.form.layout.parts]
+
+    @cached_property
     def index(self) -> BoxIndex:
-        parts = self.form.layout.parts
-        return BoxIndex([hull(part.target, Box.whole(part.sizes)) for part in parts])
+        return BoxIndex(self.hulls)
 
 
 class MappedView:
@@ -69,8 +75,8 @@ class MappedView:
         else:
             self._fill(formed.form.layout, formed.index, boxes, outs)
 
-    def compare_copies(self, key: str) -> str | None:
-        """What differs between the copies of which a leaf is one, if anything does; reads all of each."""
+    def compare_copies(self, key: str, extent: Extent) -> str | None:
+        """What differs between the copies of which a leaf is one, if anything does."""
         formed = self._leaves[key]
         info = self._arrays[key]
         if formed.equal:
@@ -80,9 +86,10 @@ class MappedView:
                 return str(error)
         first = formed.form.layout
         for copy in formed.form.copies:
-            index = Formed(replace(formed.form, layout=copy)).index
-            for box in row_boxes(info.shape, info.dtype.itemsize, COMPARE_BYTES):
-                if not same_bits(self._gather(first, formed.index, box), self._gather(copy, index, box)):
+            other = Formed(replace(formed.form, layout=copy))
+            every = row_boxes(info.shape, info.dtype.itemsize, COMPARE_BYTES)
+            for box in every if extent == "full" else sample_boxes(formed.hulls, other.hulls):
+                if not same_bits(self._gather(first, formed.index, box), self._gather(copy, other.index, box)):
                     names = " and ".join(sorted({part.array for part in (*first.parts, *copy.parts)}))
                     return f"{key}: {box} differs between {names}, which the mapping says are tied"
         return None

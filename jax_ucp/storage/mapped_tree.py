@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import ml_dtypes
+import numpy as np
 
 from jax_ucp.errors import LayoutError, TreeMismatch
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.strided import LeafForm, LeafLayout, hull
 from jax_ucp.metadata import Group, Key, Leaf, groups_of, leaf_names
+from jax_ucp.storage.checks import Check, Extent, passed_on
 from jax_ucp.storage.contents import Contents, Item, Piece
+from jax_ucp.storage.dtypes import holds_every
 from jax_ucp.storage.mapped import Formed, MappedView
 
 FAULTS_SHOWN = 20
@@ -60,11 +63,12 @@ def map_contents(
     made = [Leaf(path, name, "array", infos[name].shape, infos[name].dtype.name) for path, name in leaves.items()]
     labels = {leaf.name: leaf.label for leaf in made}
 
-    def verify() -> Iterator[tuple[str, str | None]]:
-        yield from contents.verify()
+    def checks(extent: Extent) -> Iterator[Check]:
+        yield from passed_on(contents.checks(extent), _users(formed))
         for name in formed:
             if view.has_copies(name):
-                yield labels[name], view.compare_copies(name)
+                nbytes = 2 * infos[name].nbytes
+                yield Check(labels[name], frozenset([name]), nbytes, partial(view.compare_copies, name, extent))
 
     def where(leaf: Leaf) -> list[Piece]:
         return list(_pieces(contents, tree.by_name, formed[leaf.name]))
@@ -77,9 +81,19 @@ def map_contents(
         groups=_groups(contents, forms),
         notes=[*contents.notes, *notes, *tree.notes],
         source=source,
-        verify=verify,
+        checks=checks,
         where=where,
     )
+
+
+def _users(formed: Mapping[str, Formed]) -> dict[str, set[str]]:
+    """By the name of an array, the leaves that are made of it, or of a copy of which it is one."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for name, leaf in formed.items():
+        layouts = () if leaf.equal else (leaf.form.layout, *leaf.form.copies)
+        for array in (*leaf.equal, *(part.array for layout in layouts for part in layout.parts)):
+            found[array].add(name)
+    return found
 
 
 class _Tree:
@@ -143,15 +157,9 @@ class _Tree:
         first, *copies = (_renamed(layout, there) for layout in layouts)
         dtype = form.dtype if state == "param" else ""
         if dtype and dtype != (stored := dtypes.pop()):
-            how = "exact" if _exact(stored, dtype) else "rounded"
+            how = "exact" if holds_every(np.dtype(dtype), np.dtype(stored)) else "rounded"
             self.notes.append(f"{name} is cast from {stored} to {dtype}: {how}")
         return Formed(replace(form, layout=first, copies=tuple(copies), dtype=dtype))
-
-
-def _exact(stored: str, dtype: str) -> bool:
-    """Whether every number of one floating dtype is one of the other."""
-    a, b = ml_dtypes.finfo(stored), ml_dtypes.finfo(dtype)
-    return bool(a.nmant <= b.nmant and a.maxexp <= b.maxexp and a.minexp - a.nmant >= b.minexp - b.nmant)
 
 
 def _renamed(layout: LeafLayout, leaves: Mapping[str, Leaf]) -> LeafLayout:

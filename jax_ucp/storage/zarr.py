@@ -12,6 +12,7 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.metadata import Group, Leaf, Metadata, StoredArray, decode, digest, encode
 from jax_ucp.storage.checked import check_metadata, storable
+from jax_ucp.storage.checks import Check
 from jax_ucp.storage.directory import Directory
 from jax_ucp.storage.ocdbt import Range
 from jax_ucp.storage.packs import index_files, is_indexed, pack_name
@@ -127,22 +129,23 @@ class ZarrStore:
 
     def holds(self, key: str, box: Box, digest: str) -> bool:
         """Whether an outer chunk is on disk, whole, with elements of this digest. Reads it."""
-        try:
-            return _digest(self.read(key, part) for part in self._rows(key, box)) == digest
-        except CorruptData:
-            return False
+        return self._fault(key, box, digest) is None
 
-    def verify(self, key: str, stored: StoredArray) -> Iterator[tuple[Box, str | None]]:
-        """Each outer chunk of an array, with what is wrong with it, if anything."""
-        shape = self._arrays[key].shape
-        for box, want in zip(grid_boxes(shape, stored.outer), stored.digests, strict=True):
-            try:
-                found = _digest(self.read(key, part) for part in self._rows(key, box))
-            except CorruptData as error:
-                yield box, str(error)
-            else:
-                fault = f"{self.directory}/{key}: the data of {box} are not those that were saved (digest {found})"
-                yield box, None if found == want else fault
+    def checks(self, key: str, label: str, stored: StoredArray) -> Iterator[Check]:
+        """For each outer chunk of an array, whether its elements have the digest recorded."""
+        itemsize = self._arrays[key].dtype.itemsize
+        for box, want in zip(grid_boxes(self._arrays[key].shape, stored.outer), stored.digests, strict=True):
+            run = partial(self._fault, key, box, want)
+            yield Check(f"{label} {box}", frozenset([key]), box.size * itemsize, run)
+
+    def _fault(self, key: str, box: Box, want: str) -> str | None:
+        try:
+            found = _digest(self.read(key, part) for part in self._rows(key, box))
+        except CorruptData as error:
+            return str(error)
+        if found == want:
+            return None
+        return f"{self.directory}/{key}: the data of {box} are not those that were saved (digest {found})"
 
     def _rows(self, key: str, box: Box) -> Iterator[Box]:
         """An outer chunk in blocks of whole rows, each of few inner chunks."""

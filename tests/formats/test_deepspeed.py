@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
-from deepspeed_cases import DATA, equal, truth
+from deepspeed_cases import DATA, NUMBERED, equal, truth, word
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
 from jax_ucp.formats.torch_file import TorchFile
 from jax_ucp.layout.box import Box
@@ -30,7 +30,7 @@ def flat(tree: dict) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_parameter_and_moment_equals_the_live_state_however_it_is_read(case, tmp_path):
-    checkpoint, want = ucp.open(DATA / case), truth(case)
+    checkpoint, want = ucp.open(DATA / case, **word(case)), truth(case)
     assert {leaf.label for leaf in checkpoint.leaves} == set(want)
     straight = flat(checkpoint.restore(mesh=MESH, rules=RULES))
     converted = checkpoint.save(tmp_path / "converted")
@@ -43,9 +43,9 @@ def test_every_parameter_and_moment_equals_the_live_state_however_it_is_read(cas
     assert [fault for _, fault in converted.verify() if fault] == []
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_everything_stored_is_accounted_for_once_with_a_reason(case):
-    checkpoint = ucp.open(DATA / case)
+@pytest.mark.parametrize(("case", "options"), [*((c, word(c)) for c in CASES), *((c, {}) for c in NUMBERED)])
+def test_everything_stored_is_accounted_for_once_with_a_reason(case, options):
+    checkpoint = ucp.open(DATA / case, **options)
     account = {item.where: item for item in checkpoint.account}
     assert len(account) == len(checkpoint.account)
     assert all(item.reason for item in checkpoint.account)
@@ -180,7 +180,7 @@ def test_a_rank_of_another_step_is_refused(copy_of):
     data = path.read_bytes()
     assert data.count(step.tobytes()) >= 1
     path.write_bytes(data.replace(np.float32(5).tobytes(), np.float32(4).tobytes()))
-    with pytest.raises(FormatError, match=rf"{RANK_1}: step is 4.0, but 5.0 in .*not of one step"):
+    with pytest.raises(FormatError, match=rf"{RANK_1}: step of group \d is 4.0, but 5.0 in .*not of one step"):
         ucp.open(folder)
 
 

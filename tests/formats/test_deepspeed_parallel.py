@@ -16,7 +16,6 @@ from deepspeed_cases import DATA, equal, truth
 from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.formats.deepspeed_modules import layer_names
 from jax_ucp.formats.deepspeed_moe import global_name
-from jax_ucp.formats.deepspeed_stage0 import names_of_numbers, places_in_buffers
 from jax_ucp.formats.deepspeed_tp import TensorParallel, affine_layout
 from jax_ucp.formats.torch_file import TorchFile
 from jax_ucp.layout.box import Box
@@ -169,25 +168,6 @@ def test_optimizer_files_that_should_be_there_are_missed_unless_weights_are_all_
     assert len(ucp.open(folder, weights_only=True).leaves) == 31
 
 
-def state(*shape: int) -> dict:
-    return {"exp_avg": shape}
-
-
-def test_zero_0_states_are_told_by_shape_only_where_one_way_fits(monkeypatch):
-    monkeypatch.setattr("jax_ucp.formats.deepspeed_stage0._shape", lambda state: state.get("exp_avg"))
-    shapes = {"a.w": (4, 2), "a.b": (4,), "c.w": (2, 4), "c.b": (4,)}
-    states = {0: state(4, 2), 1: state(2, 4), 2: state(4), 3: state(4)}
-    groups = [{"params": [0, 1]}, {"params": [2, 3]}]
-    assert names_of_numbers(shapes, states, groups, "f") == {0: "a.w", 1: "c.w", 2: "a.b", 3: "c.b"}
-    two = [{"params": [0, 1]}, {"params": [2]}, {"params": [3]}]
-    with pytest.raises(FormatError, match=r"f: ZeRO-0 .* in several ways; open with weights_only"):
-        names_of_numbers(shapes, states, two, "f")
-    with pytest.raises(FormatError, match="in no way"):
-        names_of_numbers(shapes, states | {1: state(9, 9)}, groups, "f")
-    named = [{"params": [0, 1], "param_names": ["c.w", "a.w"]}, {"params": [2, 3], "param_names": ["a.b", "c.b"]}]
-    assert names_of_numbers(shapes, states, named, "f")[0] == "c.w"
-
-
 @given(st.data(), st.booleans())
 def test_masters_of_zero_0_in_half_precision_go_to_their_parameters(tmp_path_factory, data, fused):
     shapes = data.draw(st.lists(st.sampled_from([(3,), (2, 3), (1,), (5, 2)]), min_size=1, max_size=6))
@@ -228,18 +208,6 @@ def test_masters_of_zero_0_in_half_precision_go_to_their_parameters(tmp_path_fac
     assert [fault for _, fault in checkpoint.verify() if fault] == []
     assert all(item.reason != "not understood" for item in checkpoint.account)
     assert "step" not in json.dumps(checkpoint.extras)
-
-
-def test_masters_that_fit_in_several_ways_or_in_none_are_refused():
-    shapes = {"a": (3,), "b": (3,)}
-    assert places_in_buffers(shapes, [3, 3], lambda name, g, at: (name, g) in (("a", 1), ("b", 0)), "f") == {
-        "a": (1, 0),
-        "b": (0, 0),
-    }
-    with pytest.raises(FormatError, match=r"f: ZeRO-0 in half precision .* in several ways; open with weights_only"):
-        places_in_buffers(shapes, [3, 3], lambda name, g, at: True, "f")
-    with pytest.raises(FormatError, match="in no way"):
-        places_in_buffers(shapes, [3, 3], lambda name, g, at: name == "a", "f")
 
 
 INFO = {

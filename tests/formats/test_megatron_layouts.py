@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
+from jax_ucp.errors import FormatError
 from jax_ucp.storage.consolidated import same_bits
 from torch_writer import save
 
@@ -171,3 +172,97 @@ def test_a_model_cut_for_any_parallelism_is_read_as_it_was(tmp_path, kind, t, p,
                 assert same_bits(checkpoint.read(f"{state}/{name}"), array), f"{state}/{name}"
                 assert checkpoint.read(f"step/{name}") == 5
         assert [fault for _, fault in checkpoint.verify() if fault] == []
+
+
+def regrouped(monkeypatch, split) -> None:
+    """Let the optimizer have a group for each value of `split(name)`; in each, parameters are in the model's order."""
+
+    def other(kind: str, held: dict, expert: bool | None, low: np.dtype) -> tuple[dict, dict]:
+        names = [(c, n) for c in range(len(held["param"])) for n in held["param"][c]]
+        groups: dict[object, list] = {}
+        for c, n in names:
+            groups.setdefault(split(n), []).append((c, n))
+        groups.pop("frozen", None)
+        state, told, ids = {}, [], 0
+        for members in groups.values():
+            told.append({"wd_mult": 1.0, "lr_mult": 1.0, "params": list(range(ids, ids + len(members)))})
+            for c, n in members:
+                moments = {s: held[s][c][n] for s in ("exp_avg", "exp_avg_sq")}
+                state[ids] = {"step": np.float32(5).reshape(()), **moments}
+                ids += 1
+        masters = [[held["param"][c][n] for c, n in members] for members in groups.values()]
+        if kind == "fp32":
+            return {"state": state, "param_groups": told}, {}
+        return {"optimizer": {"state": state, "param_groups": told}, "fp32_from_fp16_params": masters}, {}
+
+    monkeypatch.setitem(globals(), "optimizer", other)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_groups_that_shapes_tell_apart_are_read_whatever_they_are_for(tmp_path, monkeypatch, kind):
+    """Learning rates of their own for the embeddings, as with --decoupled-lr."""
+    own = ("embedding.word_embeddings.weight", "output_layer.weight")
+    regrouped(monkeypatch, lambda n: "own" if n in own else n.endswith(("norm.weight", "bias")))
+    whole = write(tmp_path / "iter_0000007", kind, 2, 1, 1, 1, 2, gated=True, moe=False, tied=False)
+    checkpoint = ucp.open(tmp_path / "iter_0000007")
+    for state, arrays in whole.items():
+        for name, array in arrays.items():
+            assert same_bits(checkpoint.read(f"{state}/{name}"), array), f"{state}/{name}"
+    assert [fault for _, fault in checkpoint.verify() if fault] == []
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("split", "why"),
+    [
+        (lambda n: n.partition(".mlp")[0].partition(".self")[0], "several ways"),  # a rate for each layer
+        (lambda n: 2 if "input_layernorm" in n else n.endswith(("norm.weight", "bias")), "several ways"),
+        (lambda n: "frozen" if "layers.0" in n else n.endswith("norm.weight"), "some may be frozen"),
+    ],
+)
+def test_groups_that_shapes_do_not_tell_keep_their_states_apart(tmp_path, monkeypatch, kind, split, why):
+    regrouped(monkeypatch, split)
+    whole = write(tmp_path / "iter_0000007", kind, 2, 1, 1, 1, 2, gated=True, moe=False, tied=False)
+    checkpoint = ucp.open(tmp_path / "iter_0000007")
+    assert {leaf.label.partition("/")[0] for leaf in checkpoint.leaves} == {"param", "other"}
+    for name, array in whole["param"].items():
+        weight = array if kind == "fp32" else array.astype(BF16)
+        assert same_bits(checkpoint.read(f"param/{name}"), weight), name
+    assert any("kept under `other`" in note and why in note for note in checkpoint.notes)
+    assert all(item.reason != "not understood" for item in checkpoint.account)
+    moments = [checkpoint.read(leaf.label) for leaf in checkpoint.leaves if leaf.label.endswith("exp_avg")]
+    assert sum(map(np.size, moments)) > 0
+
+
+def test_a_model_that_was_never_stepped_has_no_states(tmp_path, monkeypatch):
+    before = optimizer
+
+    def empty(kind: str, held: dict, expert: bool | None, low: np.dtype) -> tuple[dict, dict]:
+        found, buffers = before(kind, held, expert, low)
+        return {**found, "state": {}}, buffers
+
+    monkeypatch.setitem(globals(), "optimizer", empty)
+    write(tmp_path / "iter_0000007", "fp32", 1, 1, 1, 1, 1, gated=True, moe=False, tied=False)
+    checkpoint = ucp.open(tmp_path / "iter_0000007")
+    assert {leaf.label.partition("/")[0] for leaf in checkpoint.leaves} == {"param"}
+
+
+@pytest.mark.parametrize(("step", "read"), [(5, True), (4, False)])
+def test_flat_buffers_do_not_depend_on_groups_but_steps_do(tmp_path, monkeypatch, step, read):
+    before = optimizer
+
+    def third(kind: str, held: dict, expert: bool | None, low: np.dtype) -> tuple[dict, dict]:
+        found, buffers = before(kind, held, expert, low)
+        found["optimizer"]["param_groups"].append({"wd_mult": 1.0, "step": step})
+        return found, buffers
+
+    monkeypatch.setitem(globals(), "optimizer", third)
+    whole = write(tmp_path / "iter_0000007", "flat", 2, 1, 1, 1, 2, gated=True, moe=False, tied=False)
+    if not read:
+        with pytest.raises(FormatError, match=r"stepped \[4, 5\] times, and which parameters they have is not stored"):
+            ucp.open(tmp_path / "iter_0000007")
+        return
+    checkpoint = ucp.open(tmp_path / "iter_0000007")
+    for name, array in whole["exp_avg"].items():
+        assert same_bits(checkpoint.read(f"exp_avg/{name}"), array)
+        assert checkpoint.read(f"step/{name}") == 5

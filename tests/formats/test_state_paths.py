@@ -1,9 +1,16 @@
 """Which tensor of a trainer's state dict is a weight, and which a state of which weight: laws over any names."""
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_ucp.formats.state_paths import places
+from jax_ucp.formats.options import Options
+from jax_ucp.formats.pairing import Undecided
+from jax_ucp.formats.state_pairing import Stored
+from jax_ucp.formats.state_paths import Places, places
 
 PARTS = st.sampled_from(("a", "b", "state", "model", "0", "layers", "weight"))
 NAMES = st.lists(PARTS, min_size=1, max_size=3).map(".".join)
@@ -17,8 +24,13 @@ def joined(*path: object) -> str:
     return ".".join(map(str, path))
 
 
-@given(PARAMS, STATES, st.booleans(), st.booleans(), st.sampled_from(("model", "state_dict", "net", "")))
-def test_every_state_goes_to_its_parameter_however_the_trainer_nests_them(params, states, flat, average, model):
+def placed(paths: Iterable[tuple[str | int, ...]], objects: Mapping[Any, Any] = {}, **options: Any) -> Places:
+    """The places of tensors that all have one shape, by their paths."""
+    return places({joined(*path): Stored(path) for path in paths}, objects, Options(**options))
+
+
+@given(PARAMS, STATES, st.booleans(), st.sampled_from(("model", "state_dict", "net", "")))
+def test_every_state_goes_to_its_parameter_however_the_trainer_nests_them(params, states, flat, model):
     root = (model,) if model else ()
     want = {(*root, param): ("param", param) for param in params}
     for param in params:
@@ -27,11 +39,37 @@ def test_every_state_goes_to_its_parameter_however_the_trainer_nests_them(params
             want[path] = state, param
     group = ("optim", joined("param_groups", min(params), "lr")) if flat else ("optim", "param_groups", 0, "lr")
     want[group] = "other", joined(*group)
-    if average and model in ("model", "state_dict"):
-        want |= {("ema", param): ("other", joined("ema", param)) for param in params}
-    found = places({joined(*path): path for path in want})
+    found = placed(want)
     assert found.at == {joined(*path): place for path, place in want.items()}
     assert found.notes == []
+
+
+@given(PARAMS, STATES, st.booleans(), st.booleans())
+def test_a_copy_of_the_model_leaves_open_whose_states_they_are(params, states, flat, numbered):
+    """An average of the weights, a teacher, a second model of the same class: names and shapes fit both."""
+    paths = [("model", param) for param in params] + [("ema", param) for param in params]
+    want = {path: ("param", path[1]) if path[0] == "model" else ("other", joined(*path)) for path in paths}
+    order = sorted(params)
+    objects = {("optim", "param_groups", 0, "params"): [*range(len(order))] if numbered else order}
+    mine = {}
+    for number, param in enumerate(order):
+        for state in states:
+            flattened = ("optim", joined("state", param, state))
+            nested = ("optim", "state", number if numbered else param, state)
+            mine[flattened if flat and not numbered else nested] = state, param
+    if flat and not numbered:
+        objects = {("optim", joined("param_groups", param, "lr")): 0.1 for param in order}
+    apart = placed([*paths, *mine], objects)
+    assert apart.at == {joined(*path): place for path, place in want.items()} | {
+        joined(*path): ("other", joined(*path)) for path in mine
+    }
+    assert f"{joined('model', next(p for p in params if ('model', p) == paths[0]))!r}" in apart.notes[-1]
+    assert "module-order" not in apart.notes[-1]
+    said = placed([*paths, *mine], objects, optimizer_groups=(tuple(joined("model", param) for param in order),))
+    assert said.at == {joined(*path): place for path, place in (want | mine).items()}
+    assert said.used
+    with pytest.raises(Undecided, match=r"ema and model have these names; say which is meant: model\."):
+        placed([*paths, *mine], objects, optimizer_groups=(tuple(order),))
 
 
 @given(PARAMS, STATES, st.booleans())
@@ -41,16 +79,21 @@ def test_a_state_that_names_no_parameter_keeps_its_optimizer_whole_and_says_so(p
         for state in states:
             path = ("optim", joined("state", param, state)) if flat else ("optim", "state", param, state)
             want[path] = "other", joined(*path)
-    found = places({joined(*path): path for path in want}, {("optim", "param_groups", 0, "lr"): 0.1})
+    found = placed(want, {("optim", "param_groups", 0, "lr"): 0.1})
     assert found.at == {joined(*path): place for path, place in want.items()}
     (note,) = found.notes
     assert f"{len(states)} name no parameter of the model, the first optim.state.gone." in note
 
 
 def test_numbers_are_ids_and_no_names_even_of_a_model_whose_names_are_numbers():
-    paths = {"model.0": ("model", "0"), "optim.state.0.step": ("optim", "state", "0", "step")}
-    found = places(paths, GROUPS)
-    assert found.at == {"model.0": ("param", "0"), "optim.state.0.step": ("other", "optim.state.0.step")}
+    paths = [("model", "0"), ("model", "1"), ("optim", "state", "0", "step"), ("optim", "state", "1", "step")]
+    found = placed(paths, GROUPS)
+    assert found.at == {
+        "model.0": ("param", "0"),
+        "model.1": ("param", "1"),
+        "optim.state.0.step": ("other", "optim.state.0.step"),
+        "optim.state.1.step": ("other", "optim.state.1.step"),
+    }
     assert "they go by numbers" in found.notes[0]
 
 
@@ -67,7 +110,7 @@ def test_numbers_are_those_that_the_groups_give_names_however_lists_and_keys_are
     want = {("model", name): ("param", name) for name in params}
     for number, name in zip(numbers, order, strict=True):
         want["optim", "state", str(number) if text else number, "step"] = "step", name
-    found = places({joined(*path): path for path in want}, objects)
+    found = placed(want, objects)
     assert found.at == {joined(*path): place for path, place in want.items()}
     assert found.notes == []
 
@@ -75,20 +118,20 @@ def test_numbers_are_those_that_the_groups_give_names_however_lists_and_keys_are
 def test_two_optimizers_of_one_model_share_it_but_not_a_state():
     paths = {("model", name): ("param", name) for name in "ab"}
     paths |= {("first", "state", "a", "step"): ("step", "a"), ("second", "state", "b", "step"): ("step", "b")}
-    assert places({joined(*p): p for p in paths}, GROUPS).at == {joined(*p): place for p, place in paths.items()}
+    assert placed(paths, GROUPS).at == {joined(*p): place for p, place in paths.items()}
     again = ("second", "state", "a", "step")
-    found = places({joined(*p): p for p in [*paths, again]}, GROUPS)
+    found = placed([*paths, again], GROUPS)
     assert {found.at[joined(*p)][0] for p in [*paths, again] if "state" in p} == {"other"}
     assert all("another optimizer has states of the same parameters" in note for note in found.notes)
 
 
 def test_two_dicts_of_which_nothing_says_which_is_the_model_are_both_kept_aside():
     for paths in ([("generator", "w"), ("critic", "w")], [("model", "w"), ("module", "w")]):
-        found = places({joined(*p): p for p in paths})
+        found = placed(paths)
         assert {state for state, _ in found.at.values()} == {"other"}
         assert len(found.notes) == 1
     states = [("optim", "state", "w", "step")]
-    found = places({joined(*p): p for p in [("generator", "w"), ("critic", "w"), *states]}, GROUPS)
+    found = placed([("generator", "w"), ("critic", "w"), *states], GROUPS)
     assert {state for state, _ in found.at.values()} == {"other"}
     assert "several dicts could be the model" in found.notes[0]
 
@@ -96,3 +139,42 @@ def test_two_dicts_of_which_nothing_says_which_is_the_model_are_both_kept_aside(
 def test_no_tensors_have_no_places():
     assert places({}).at == {}
     assert places({}).notes == []
+
+
+def test_a_word_does_not_give_one_parameter_the_states_of_two_optimizers():
+    objects = {("second", "param_groups", 0, "params"): [0], ("first", "param_groups", 0, "params"): ["w"]}
+    paths = [("model", "w"), ("first", "state", "w", "step"), ("second", "state", 0, "step")]
+    for word in ("module-order", (("w",),)):
+        found = placed(paths, objects, optimizer_groups=word)
+        assert {state for state, _ in found.at.values()} == {"param", "other"}
+        assert [note.partition(": ")[2] for note in found.notes[:2]] == [
+            "another optimizer has states of the same parameters"
+        ] * 2
+
+
+def test_groups_beside_an_optimizer_do_not_hide_its_states():
+    objects = {("param_groups", 0, "lr"): 0.1, ("optim", "param_groups", 0, "lr"): 0.2}
+    found = placed([("model", "w"), ("optim", "state", "w", "step")], objects)
+    assert found.at == {"model.w": ("param", "w"), "optim.state.w.step": ("step", "w")}
+
+
+@given(PARAMS, st.booleans())
+def test_an_optimizer_that_keeps_nothing_says_what_it_was_told_of_the_one_model_that_it_names(params, copy):
+    """SGD without momentum; of a copy of the model it says nothing, for nothing says whose it is."""
+    objects = {("optim", "param_groups", 0, "lr"): 0.1, ("optim", "param_groups", 0, "params"): sorted(params)}
+    paths = [("model", param) for param in params] + [("ema", param) for param in params if copy]
+    found = placed(paths, objects)
+    told = {name: settings["lr"] for name, settings in found.settings}
+    assert told == ({} if copy else dict.fromkeys(params, 0.1))
+    if not copy:
+        assert found.notes == []
+
+
+@given(PARAMS)
+def test_two_optimizers_that_are_told_different_things_of_one_parameter_say_nothing_of_it(params):
+    objects = {}
+    for optimizer, rate in (("first", 0.1), ("second", 0.2)):
+        group = (optimizer, "param_groups", 0)
+        objects |= {(*group, "lr"): rate, (*group, "params"): sorted(params)}
+    found = placed([("model", param) for param in params], objects)
+    assert found.settings == []

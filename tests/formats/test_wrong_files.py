@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
+from deepspeed_cases import word
 from jax_ucp.errors import UCPError
 from jax_ucp.formats.torch_file import TorchFile
 from torch_writer import change, rewrite
@@ -49,7 +50,8 @@ class Case:
         source = DATA / name
         source = source / "ckpt" if (source / "ckpt").is_dir() else source
         shutil.copytree(source, folder, ignore=shutil.ignore_patterns("truth.npz", "case.json"))
-        self.whole = self.arrays(ucp.open(folder))
+        self.word = word(name)
+        self.whole = self.arrays(ucp.open(folder, **self.word))
 
     def files(self, most: int = 16) -> list[Path]:
         """Its torch files, or some of them, always the same, where there are many."""
@@ -64,7 +66,7 @@ class Case:
     def verdict(self) -> tuple[str, str]:
         """What the checkpoint now is: refused (why), contradicting itself (where), the same, or another."""
         try:
-            checkpoint = ucp.open(self.folder)
+            checkpoint = ucp.open(self.folder, **self.word)
             if faults := [fault for _, fault in checkpoint.verify() if fault]:
                 return "contradicts itself", "\n".join(faults)
             return ("the same", "") if self.arrays(checkpoint) == self.whole else ("another", "")

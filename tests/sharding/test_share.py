@@ -5,6 +5,7 @@ import math
 import threading
 from collections.abc import Iterable
 from functools import partial
+from unittest.mock import patch
 
 import jax
 import ml_dtypes
@@ -18,11 +19,14 @@ from jax.sharding import PartitionSpec as P
 import jax_ucp as ucp
 from jax_ucp.layout.blocks import SMALL_BYTES, grid_boxes
 from jax_ucp.layout.box import Box
+from jax_ucp.metadata import Leaf
 from jax_ucp.sharding import share
 from jax_ucp.sharding.boxes import index_box
 from jax_ucp.sharding.fit import fit_spec
+from jax_ucp.sharding.restore import Placement, RestorePlan, dealt_out
 from jax_ucp.sharding.share import Cut, SharedRead, best_cut, shared_read
 from jax_ucp.storage.budget import in_order
+from jax_ucp.storage.checks import Check
 from jax_ucp.storage.consolidated import same_bits
 from jax_ucp.storage.source import ArrayInfo
 
@@ -240,3 +244,17 @@ def test_while_a_result_is_used_the_next_is_worked_at():
     begun = [threading.Event() for _ in range(10)]
     for i, _ in enumerate(in_order(((1, event.set) for event in begun), budget_bytes=2)):
         assert all(event.wait(10) for event in begun[: i + 2])
+
+
+@given(st.integers(0, 20), st.integers(1, 5), st.sampled_from(["sample", "full"]), st.booleans())
+def test_proofs_in_full_are_dealt_out_to_the_processes_that_share_and_samples_are_not(count, processes, extent, shares):
+    checks = [Check(str(i), frozenset(), 0, lambda: None) for i in range(count)]
+    sharding = NamedSharding(mesh_of({"a": 8}), P())
+    shared = SharedRead((8,), np.dtype(np.uint8), sharding, Cut(0, 1, ("a",))) if shares else None
+    plan = RestorePlan([Placement(Leaf((), "w", "array", (8,), "uint8"), "jax", shared=shared)])
+    run: list[str] = []
+    for process in range(processes):
+        with patch("jax.process_index", lambda p=process: p), patch("jax.process_count", lambda: processes):
+            run += [check.label for check in dealt_out(plan, checks, extent)]
+    once = extent == "full" and shares
+    assert sorted(run) == sorted([check.label for check in checks] * (1 if once else processes))

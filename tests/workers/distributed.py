@@ -31,6 +31,7 @@ from orbax.checkpoint import v1
 
 import jax_ucp as ucp
 from jax_ucp import handler
+from jax_ucp.errors import CorruptData
 from jax_ucp.sharding import restore as restoring
 from jax_ucp.sharding import share
 from jax_ucp.sharding.boxes import device_boxes
@@ -209,6 +210,20 @@ def share_deepspeed() -> dict:
         for one, other in zip(a.addressable_shards, b.addressable_shards, strict=True):
             assert same_bits(np.asarray(one.data), np.asarray(other.data))
     return {"compared": len(truth), "alone": alone, "together": together, "moments": counted}
+
+
+def share_proofs() -> dict:
+    """What each process raises where a source contradicts itself, and processes share its reads."""
+    share.SMALL_BYTES, said = 0, {}
+    mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("a", "b"))
+    for name in ("sound", "sampled", "unsampled"):
+        for verify in ("sample", "full"):
+            try:
+                ucp.open(f"{directory}/{name}").restore(mesh=mesh, share_reads=True, verify=verify)
+                said[f"{name}, {verify}"] = "restored"
+            except CorruptData as error:
+                said[f"{name}, {verify}"] = str(error)
+    return said
 
 
 def share_faults() -> dict:

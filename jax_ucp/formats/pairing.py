@@ -1,0 +1,222 @@
+"""Which parameter a numbered optimizer state belongs to: proved by shapes, or said by the user. Integers only.
+
+`torch.optim` numbers parameters in the order in which a script lists them, and `state_dict` keeps the numbers. Scripts
+list them in the module's order, sorted by name, reversed, split by weight decay, or layer by layer, so an order is a
+guess. A proof is that the shapes leave one arrangement. Anything else raises Undecided: the states stay apart.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import TypeVar
+
+from jax_ucp.layout.fragments import Shape
+
+Number = TypeVar("Number", bound=Hashable)
+Name = TypeVar("Name", bound=Hashable)
+
+# More steps of a search than this, some seconds, and nothing is decided.
+MAX_STEPS = 1_000_000
+_TOO_MANY = "there are too many ways to try them all"
+
+# States with an element for each element of the parameter: of `torch.optim`, and of the optimizers of DeepSpeed and
+# transformers.
+_ELEMENTWISE = (
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"),
+    *("sum", "prev", "step_size", "ax", "variance"),
+)
+# The shape of a state by its name, from that of the parameter. Adafactor factors a matrix: transformers'
+# `optimization.py` names the factors exp_avg_sq_row and exp_avg_sq_col, torch's `_adafactor.py` row_var and col_var.
+_SHAPES: Mapping[str, Callable[[Shape], Shape]] = {
+    **dict.fromkeys(_ELEMENTWISE, lambda shape: shape),
+    "exp_avg_sq_row": lambda shape: shape[:-1],
+    "exp_avg_sq_col": lambda shape: shape[:-2] + shape[-1:],
+    "row_var": lambda shape: (*shape[:-1], 1),
+    "col_var": lambda shape: (*shape[:-2], 1, *shape[-1:]),
+}
+
+
+class Undecided(ValueError):
+    """Nothing says which parameter each state belongs to; the text is a clause about "their" shapes or numbers."""
+
+
+def contradiction(states: Mapping[str, Shape], shape: Shape) -> str | None:
+    """The first state that a parameter of this shape cannot have; states of unknown names can have any shape.
+
+    >>> contradiction({"step": (), "exp_avg": (2, 3)}, (3, 2))
+    'exp_avg'
+    >>> contradiction({"exp_avg_sq_row": (4,), "exp_avg_sq_col": (4,)}, (4,))
+    'exp_avg_sq_row'
+    """
+    for name, held in states.items():
+        if name in _SHAPES and _SHAPES[name](shape) != held:
+            return name
+    return None
+
+
+def tells_shape(states: Mapping[str, Shape]) -> bool:
+    """Whether the states fix the shape of their parameter: one does, and all others with axes are known by name.
+
+    An optimizer that is not known may keep a smaller `exp_avg` beside its own states (GaLore's has a low rank).
+    """
+    with_axes = {name for name, shape in states.items() if shape}
+    return not with_axes - _SHAPES.keys() and not _SHAPES.keys().isdisjoint(states)
+
+
+def candidates_by_shape(
+    members: Mapping[Number, Mapping[str, Shape]], shapes: Mapping[Name, Shape]
+) -> dict[Number, Sequence[Name]]:
+    """The names that each number could have, by the shapes of its states; those without states could have any.
+
+    >>> candidates_by_shape({0: {"exp_avg": (2,)}, 1: {}, 2: {"z": (2,)}}, {"a": (2,), "b": (3,)})
+    {0: ['a'], 2: ['a', 'b']}
+    """
+    every = list(shapes)
+    by_kind: dict[frozenset[tuple[str, Shape]], list[Name]] = {}
+    found: dict[Number, Sequence[Name]] = {}
+    for number, states in members.items():
+        if not states:
+            continue
+        kind = frozenset(states.items())
+        if kind not in by_kind:
+            fitting = every
+            if tells_shape(states):
+                fitting = [name for name, shape in shapes.items() if not contradiction(states, shape)]
+            by_kind[kind] = fitting
+        found[number] = by_kind[kind]
+    return found
+
+
+def only_pairing(candidates: Mapping[Number, Collection[Name]]) -> dict[Number, Name]:
+    """A name of its own for each number, from its candidates, where only one choice is possible.
+
+    If there is only one choice, some number has one candidate left: otherwise one could go from any number to another
+    candidate, from there to the number that has it, and so on, until a free name or a cycle gives a second choice.
+
+    >>> only_pairing({0: ["a", "b"], 1: ["a"]})
+    {1: 'a', 0: 'b'}
+    """
+    kinds: set[frozenset[Name]] = set()
+    for names in candidates.values():
+        kind = frozenset(names)
+        if len(kind) > 1 and kind in kinds:  # two numbers could be exchanged
+            raise Undecided("they fit the parameters in several ways")
+        kinds.add(kind)
+    left = {number: set(names) for number, names in candidates.items()}
+    wanted: dict[Name, set[Number]] = defaultdict(set)
+    for number, names in left.items():
+        for name in names:
+            wanted[name].add(number)
+    found: dict[Number, Name] = {}
+    single = [number for number, names in left.items() if len(names) <= 1]
+    while single:
+        number = single.pop()
+        if not left[number]:
+            raise Undecided("they fit the parameters in no way")
+        (name,) = left.pop(number)
+        found[number] = name
+        for other in wanted.pop(name) - {number}:
+            left[other].discard(name)
+            if len(left[other]) == 1:
+                single.append(other)
+            elif not left[other]:
+                raise Undecided("they fit the parameters in no way")
+    if left:
+        raise Undecided("they fit the parameters in several ways")
+    return found
+
+
+def only_division(
+    sizes: Mapping[Name, int], ends: Sequence[int], fits: Callable[[Name, int, int], bool]
+) -> dict[Name, tuple[int, int]]:
+    """(group, place) of each name that is in a group, where names in order fill all groups in one way only.
+
+    A name of size n is in no group, or takes the next n places of one if it `fits(name, group, place)`; `ends` are the
+    groups' sizes. The order of the names is taken for granted: callers have the user's word for it.
+
+    >>> only_division({"w": 1, "b": 1, "v": 1}, [2, 1], lambda name, group, place: (name == "b") == (group == 1))
+    {'v': (0, 1), 'b': (1, 0), 'w': (0, 0)}
+    """
+    left, tried = sum(sizes.values()), 0
+    ways: dict[tuple[int, ...], int] = {(0,) * len(ends): 1}
+    steps: list[dict[tuple[int, ...], tuple[tuple[int, ...], int | None]]] = []
+    for name, size in sizes.items():
+        left -= size
+        after: dict[tuple[int, ...], int] = {}
+        came: dict[tuple[int, ...], tuple[tuple[int, ...], int | None]] = {}
+        for at, count in ways.items():
+            moves: list[tuple[tuple[int, ...], int | None]] = [(at, None)]
+            for group, place in enumerate(at):
+                if place + size <= ends[group] and fits(name, group, place):
+                    moves.append(((*at[:group], place + size, *at[group + 1 :]), group))
+            for to, group in moves:
+                if sum(ends) - sum(to) <= left:
+                    after[to] = min(2, after.get(to, 0) + count)
+                    came[to] = at, group
+        ways = after
+        steps.append(came)
+        tried += len(ways)
+        if tried > MAX_STEPS:
+            raise Undecided(_TOO_MANY)
+    end = tuple(ends)
+    if ways.get(end, 0) != 1:
+        raise Undecided(f"in the order of the model they fit it in {'several ways' if ways.get(end) else 'no way'}")
+    found: dict[Name, tuple[int, int]] = {}
+    for name, came in zip(reversed(list(sizes)), reversed(steps), strict=True):
+        at, group = came[end]
+        if group is not None:
+            found[name] = group, at[group]
+        end = at
+    return found
+
+
+def only_filling(
+    sizes: Mapping[Name, int], lengths: Sequence[int], candidates: Callable[[int, int], Collection[Name]]
+) -> dict[Name, tuple[int, int]]:
+    """(buffer, offset) of each name that is in one, where names in some order fill all buffers in one way only.
+
+    `candidates(buffer, offset)` are names that may begin there; `lengths` are the buffers' sizes. Names of size 0
+    leave no trace and are in none.
+
+    >>> only_filling({"a": 2, "b": 3}, [5], lambda buffer, offset: {0: "b", 3: "a"}.get(offset, ""))
+    {'b': (0, 0), 'a': (0, 3)}
+    """
+    starts = [(buffer, 0) for buffer, length in enumerate(lengths) if length]
+    held: dict[Name, tuple[int, int]] = {}
+    solutions: list[dict[Name, tuple[int, int]]] = []
+    steps = 0
+
+    def choices(at: tuple[int, int]) -> list[Name]:
+        fitting = (name for name in candidates(*at) if name not in held)
+        return [name for name in fitting if 0 < sizes[name] <= lengths[at[0]] - at[1]]
+
+    def after(name: Name) -> tuple[int, int] | None:
+        """Where the next name begins, behind this one or in the next buffer; None at the end."""
+        buffer, offset = held[name]
+        if offset + sizes[name] < lengths[buffer]:
+            return buffer, offset + sizes[name]
+        return next((start for start in starts if start[0] > buffer), None)
+
+    at = next(iter(starts), None)
+    open_choices = [(at, choices(at))] if at else []
+    while open_choices and len(solutions) < 2:
+        steps += 1 + len(held)
+        if steps > MAX_STEPS:
+            raise Undecided(_TOO_MANY)
+        at, names = open_choices[-1]
+        for name in [name for name, place in held.items() if place >= at]:  # a choice that was tried
+            del held[name]
+        if not names:
+            open_choices.pop()
+            continue
+        name = names.pop()
+        held[name] = at
+        following = after(name)
+        if following is None:
+            solutions.append(dict(held))
+        else:
+            open_choices.append((following, choices(following)))
+    if starts and len(solutions) != 1:
+        raise Undecided(f"they fit the parameters in {'several ways' if solutions else 'no way'}")
+    return solutions[0] if solutions else {}

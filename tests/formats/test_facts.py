@@ -1,0 +1,225 @@
+"""What files say of the step they are of: any two of one save that differ in it are refused, with both files and both
+values; what ranks rightly have for themselves is not.
+"""
+
+import io
+import json
+import re
+import shutil
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jax_ucp as ucp
+from dcp_writer import Writer
+from jax_ucp.errors import FormatError
+from jax_ucp.formats.dcp_metadata import read_metadata
+from jax_ucp.formats.facts import Facts
+from jax_ucp.formats.torch_file import TorchFile
+from jax_ucp.layout.box import Box
+from torch_writer import change, rewrite, save
+
+DATA = Path(__file__).parent.parent / "data"
+
+
+@pytest.fixture
+def copy_of(tmp_path: Path) -> Callable[[str], Path]:
+    def make(name: str) -> Path:
+        source = DATA / name
+        source = source / "ckpt" if (source / "ckpt").is_dir() else source
+        ignored = shutil.ignore_patterns("truth.npz", "case.json")
+        return Path(shutil.copytree(source, tmp_path / "case", ignore=ignored))
+
+    return make
+
+
+def one(folder: Path, name: str) -> Path:
+    (path,) = folder.rglob(name)
+    return path
+
+
+def value_of(name: str) -> bytes:
+    """A pattern for a number in a pickle, under a name that is written out there."""
+    return re.escape(name.encode()) + rb"(?:q.|r....|\x94)?(?:K.|G.{8})"
+
+
+def with_pickle(path: Path, pattern: bytes, new: Callable[[bytes], bytes]) -> None:
+    """Change a value in the pickle of a torch file, which is there."""
+
+    def member(name: str, data: bytes) -> bytes:
+        if not name.endswith("data.pkl"):
+            return data
+        changed, count = re.subn(pattern, lambda found: new(found[0]), data, flags=re.DOTALL)
+        assert count, f"{pattern!r} is not in {name}"
+        return changed
+
+    rewrite(path, member)
+
+
+def less(found: bytes) -> bytes:
+    """A number in a pickle, made a little less."""
+    if found[-9:-8] == b"G":
+        return found[:-8] + struct.pack(">d", struct.unpack(">d", found[-8:])[0] * 0.75)
+    return found[:-1] + bytes([found[-1] - 1])
+
+
+DIFFERING = [
+    # ZeRO-3 with a plain optimizer has nothing else that tells of its step.
+    ("deepspeed/z3_bf16_dp2", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "lr", r"lr is 0\.0012"),
+    ("deepspeed/z1_fp32_dp2_sgd", "zero_pp_rank_1_mp_rank_00_optim_states.pt", "lr", r"param_groups\[0\]\.lr is"),
+    (
+        "deepspeed/z3_fp16_dp2_subgroups",
+        "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        "cur_iter",
+        "cur_iter is 4, but 5",
+    ),
+    ("deepspeed/z1_fp16_dp2", "zero_pp_rank_1_mp_rank_00_optim_states.pt", "last_overflow_iter", "iter is 1, but 2"),
+    ("deepspeed/z2_bf16_dp3", "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt", "lr", r"lr is"),
+    ("deepspeed/tp2_dp2_z1_fp32", "mp_rank_01_model_states.pt", "last_batch_iteration", "iteration is 3, but 4"),
+    ("deepspeed/tp2_dp2_z3_bf16", "zero_pp_rank_1_mp_rank_01_model_states.pt", "global_steps", "steps is 4, but 5"),
+    ("deepspeed/moe_ep2_dp2_z0_fp32", "expp_rank_1_mp_rank_00_optim_states.pt", "lr", r"param_groups\[0\]\.lr is"),
+    ("megatron/legacy_tp2_dp2_distopt_bf16", "mp_rank_01/model_optim_rng.pt", "max_lr", r"group 0 of .*lr is 0\.0075"),
+    ("megatron/legacy_tp2_fp16_scaler", "mp_rank_01/model_optim_rng.pt", "growth_tracker", "tracker is 2, but 3"),
+    ("megatron/legacy_tp1_pp2_vpp2_fp32", "mp_rank_00_001/model_optim_rng.pt", "num_steps", "num_steps is 11, but 12"),
+]
+
+
+@pytest.mark.parametrize(("case", "name", "what", "words"), DIFFERING)
+def test_what_one_file_says_of_its_step_all_say(copy_of, case, name, what, words):
+    folder = copy_of(case)
+    path = one(folder, name)
+    with_pickle(path, value_of(what), less)
+    with pytest.raises(FormatError, match=words) as caught:
+        ucp.open(folder)
+    assert str(path) in str(caught.value)
+    assert re.search(r", but \S+ in (?!.*[ _]0*1[_/])\S+\.pt; the files are not of one step", str(caught.value))
+
+
+def test_a_learning_rate_of_one_stage_alone_is_its_own(copy_of):
+    """Stages may have groups of their own; within a stage they are alike."""
+    folder = copy_of("deepspeed/pp2_dp1_z1_fp16_untied")
+    before = ucp.open(folder).restore()
+    for path in folder.rglob("zero_pp_rank_*_mp_rank_01_optim_states.pt"):
+        with_pickle(path, value_of("lr"), less)
+    after = ucp.open(folder).restore()
+    assert before["param"].keys() == after["param"].keys()
+
+
+def test_what_a_rank_has_for_itself_is_no_fact(copy_of):
+    """Random states, names of parameters, what a scheduler knows of the rank's own loss."""
+    folder = copy_of("megatron/legacy_tp2_dp2_distopt_bf16")
+    (key,) = {key for key in TorchFile(one(folder, "mp_rank_01/model_optim_rng.pt")).arrays() if "torch_rng" in key}
+    change(one(folder, "mp_rank_01/model_optim_rng.pt"), {key: lambda array: np.add(array, 1, out=array)})
+    ucp.open(folder).restore()
+
+
+def test_a_scheduler_of_the_ranks_own_losses_is_no_fact(tmp_path):
+    facts = Facts(tmp_path)
+    for rank, best in enumerate((0.5, 0.25)):
+        path = tmp_path / f"{rank}.pt"
+        save({"last_epoch": 3, "best": best, "_last_lr": [0.1]}, path)
+        file = TorchFile(path)
+        facts.state_all(file, path.name, "lr_scheduler", file.tree, only=("last_epoch", "_last_lr"))
+        facts.state_all(file, path.name, "lr_scheduler", file.tree["best"], among=rank)
+    first, second = (TorchFile(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    facts.state_all(first, "0.pt", "lr_scheduler", first.tree, among="all")
+    with pytest.raises(FormatError, match=r"1\.pt: lr_scheduler\.best is 0\.25, but 0\.5 in 0\.pt"):
+        facts.state_all(second, "1.pt", "lr_scheduler", second.tree, among="all")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "agree"),
+    [
+        (3, 3.0, True),
+        (3, 4, False),
+        (float("nan"), float("nan"), True),
+        (None, None, True),
+        (None, 1, False),
+        ("linear", "linear", True),
+        ("linear", "linear2", False),
+        ([1, 2], [1, 3], False),
+        (np.float32(5), np.float32(5), True),
+        (np.zeros(2), np.zeros(3), False),
+        ({"a": 1}, {"a": 1}, True),
+        ({"a": 1}, {"a": 2}, False),
+    ],
+)
+def test_values_agree_if_they_are_one_number(tmp_path, first, second, agree):
+    facts = Facts(tmp_path)
+    facts.state("a.pt", "it", first)
+    facts.state("a.pt", "it", second, among="others")
+    if agree:
+        facts.state("b.pt", "it", second)
+    else:
+        with pytest.raises(FormatError, match=r"b\.pt: it is .*, but .* in a\.pt; the files are not of one step"):
+            facts.state("b.pt", "it", second)
+
+
+def patched(path: Path, offset: int, length: int, old: bytes, new: bytes) -> None:
+    """Other bytes in the pickle of a torch file that lies inside another, and the CRC that goes with them."""
+    data = path.read_bytes()
+    item = data[offset : offset + length]
+    with zipfile.ZipFile(io.BytesIO(item)) as file:
+        (name,) = [name for name in file.namelist() if name.endswith("data.pkl")]
+        before = file.read(name)
+    after = before.replace(old, new)
+    assert after != before
+    item = item.replace(before, after)
+    item = item.replace(*(struct.pack("<I", zlib.crc32(pickle)) for pickle in (before, after)))
+    path.write_bytes(data[:offset] + item + data[offset + length :])
+
+
+def test_the_groups_of_the_ranks_of_one_stage_are_alike_in_torch_dist(copy_of):
+    folder = copy_of("megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16") / "iter_0000003"
+    (span,) = read_metadata(folder).objects["optimizer.distributed.dp_group_idx_1.optimizer/shard_0_1"]
+    old, new = (struct.pack(">d", 0.009990034048535828 * scale) for scale in (1, 0.75))
+    patched(folder / span.file, span.offset, span.length, old, new)
+    with pytest.raises(FormatError, match=r"__1_0\.distcp:.*lr is 0\.0074.*, but 0\.00999.* in __0_0\.distcp"):
+        ucp.open(folder)
+
+
+def ranks_without_collectives(folder: Path, name: str, values: tuple[object, object]) -> Path:
+    for rank, value in enumerate(values):
+        writer = Writer(folder)
+        writer.tensor("w", np.zeros(4, np.float32), [(f"__{rank}_0.distcp", Box((0,), (4,)))])
+        writer.object(name, f"__{rank}_0.distcp", value)
+        writer.finish(f"__{rank}.metadata")
+    return folder
+
+
+def test_objects_that_every_rank_wrote_say_the_same_of_their_step(tmp_path):
+    folder = ranks_without_collectives(tmp_path, "lr_scheduler", ({"last_epoch": 3}, {"last_epoch": 4}))
+    with pytest.raises(FormatError, match=r"__1_0\.distcp: lr_scheduler\.last_epoch is 4, but 3 in __0_0\.distcp"):
+        ucp.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("dataloader", ({"iteration": 3}, {"iteration": 4})), ("rng", ({"seed": 3}, {"seed": 4}))],
+)
+def test_places_in_the_data_are_the_ranks_own(tmp_path, name, values):
+    assert ucp.open(ranks_without_collectives(tmp_path, name, values)).restore()["param"].keys() == {"w"}
+
+
+def test_atoms_of_one_group_are_of_one_step(copy_of):
+    folder = copy_of("deepspeed_universal/tp2_dp1_z1_fp32_gqa")
+    path = one(folder, "embed.position_embeddings.weight/step.pt")
+    (key,) = TorchFile(path).arrays()
+    change(path, {key: lambda array: np.subtract(array, 1, out=array)})
+    with pytest.raises(FormatError, match=r"step of group 0 is .*, but .* in zero/.*/step\.pt"):
+        ucp.open(folder)
+
+
+def test_headers_of_safetensors_say_one_step(tmp_path):
+    for i, step in enumerate(("100", "200")):
+        tensor = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+        header = json.dumps({"__metadata__": {"global_step": step}, f"w{i}": tensor}).encode()
+        data = struct.pack("<Q", len(header)) + header + bytes(4)
+        (tmp_path / f"part_{i}.safetensors").write_bytes(data)
+    with pytest.raises(FormatError, match=r"part_1\.safetensors: global_step is 200, but 100 in part_0\.safetensors"):
+        ucp.open(tmp_path)

@@ -1,0 +1,116 @@
+"""What is called a master need not be one: a remainder, an integer, fewer digits than the weight has. Such optimizer
+state is refused with the reason, and the weights open without it.
+"""
+
+import re
+import shutil
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jax_ucp as ucp
+from helpers import MemoryStore
+from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.formats.importing import Import
+from jax_ucp.formats.torch_file import TorchFile
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.patterns import Unique
+from jax_ucp.storage.consolidated import Consolidated, same_bits
+from torch_writer import change, rewrite
+
+DATA = Path(__file__).parent.parent / "data"
+PRECISION_AWARE = ("te_pa_default_fr", "te_pa_default_dpr", "te_pa_fp16_dpr")
+
+
+@pytest.mark.parametrize("case", PRECISION_AWARE)
+def test_what_a_precision_aware_optimizer_stores_is_no_master(case):
+    """In flat buffers remainders are int16, put together they are widened to fp32; masters may be fp16 too."""
+    with pytest.raises(FormatError, match=r"use_precision_aware_optimizer.*low 16 bits.*weights_only"):
+        ucp.open(DATA / "masters" / case / "ckpt")
+
+
+@pytest.mark.parametrize("case", PRECISION_AWARE)
+def test_the_weights_of_such_a_run_are_right(case):
+    folder = DATA / "masters" / case
+    checkpoint = ucp.open(folder / "ckpt", weights_only=True, sizes={"vocab": 101})
+    restored = checkpoint.restore()["param"]
+    with np.load(folder / "weights.npz") as weights:
+        assert restored.keys() == set(weights.files)
+        for name, array in restored.items():
+            assert array.dtype == ml_dtypes.bfloat16
+            assert same_bits(array.astype(np.float32), weights[name]), name
+    assert not [fault for _, fault in checkpoint.verify() if fault]
+
+
+@pytest.fixture
+def with_remainders(tmp_path: Path) -> Path:
+    """A legacy checkpoint whose masters are what TransformerEngine keeps of them: the 16 bits that bf16 lacks."""
+    folder = tmp_path / "case"
+    shutil.copytree(DATA / "megatron/legacy_tp2_dp2_distopt_bf16/ckpt", folder)
+
+    def remainder(master: np.ndarray) -> None:
+        master[...] = (master.view(np.uint32) & 0xFFFF).astype(np.uint16).view(np.int16)
+
+    for path in folder.rglob("distrib_optim.pt"):
+        change(path, {key: remainder for key in TorchFile(path).arrays() if key.endswith("/param")})
+    return folder
+
+
+def test_remainders_are_named_where_the_args_tell_of_them(with_remainders):
+    def told(name: str, data: bytes) -> bytes:
+        pattern = rb"(use_precision_aware_optimizer(?:q.|r....))\x89"
+        if not name.endswith("data.pkl"):
+            return data
+        return re.sub(pattern, lambda found: found[1] + b"\x88", data, flags=re.DOTALL)
+
+    for path in with_remainders.rglob("model_optim_rng.pt"):
+        rewrite(path, told)
+    with pytest.raises(FormatError, match=r"use_precision_aware_optimizer.*low 16 bits.*weights_only"):
+        ucp.open(with_remainders)
+    assert ucp.open(with_remainders, weights_only=True).restore()["param"]
+
+
+def test_remainders_are_named_where_no_args_tell_of_them(with_remainders):
+    with pytest.raises(CorruptData, match=r"whole numbers.*store_param_remainders.*weights_only"):
+        ucp.open(with_remainders).restore()
+
+
+def found(master: np.dtype, copy: np.dtype, folder: Path, believe: str | None = None) -> Import:
+    """A parameter of four numbers, with a master and a copy of these dtypes."""
+    values = np.array([0, 1, 2, 4])
+    stored = MemoryStore({"optim:master": values.astype(master), "model:copy": values.astype(copy)})
+    found = Import("test", folder, stored, believe)
+    found.parameter("param", "w", Consolidated(Unique().join([(4,)]), ["optim:master"]), "the master")
+    found.twin("param", "w", "model:copy", "its copy")
+    return found
+
+
+MASTERS = [("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "bfloat16"), ("float64", "float32")]
+MASTERS += [("bfloat16", "float8_e4m3fn"), ("float16", "float8_e5m2"), ("int32", "int32"), ("int64", "int32")]
+NO_MASTERS = [("int16", "bfloat16"), ("uint16", "float16"), ("int32", "float32"), ("float16", "bfloat16")]
+NO_MASTERS += [("bfloat16", "float16"), ("bfloat16", "float32"), ("float16", "float32"), ("float8_e4m3fn", "bfloat16")]
+NO_MASTERS += [("uint8", "float8_e5m2"), ("bool", "float32")]
+
+
+def dtype(name: str) -> np.dtype:
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+@pytest.mark.parametrize(("master", "copy"), MASTERS)
+def test_a_master_that_holds_every_value_of_its_copy_is_one(tmp_path, master, copy):
+    contents = found(dtype(master), dtype(copy), tmp_path).contents()
+    assert contents.leaves[0].dtype == master
+    assert [check.run() for check in contents.checks("sample")] == [None]
+    assert contents.arrays.read(contents.leaves[0].name, Box.whole((4,))).dtype == dtype(master)
+
+
+@pytest.mark.parametrize(("master", "copy"), NO_MASTERS)
+def test_an_integer_or_what_is_narrower_than_its_copy_is_no_master(tmp_path, master, copy):
+    words = rf"param/w at optim:master has dtype {master}, which cannot be a master of the {copy} at model:copy"
+    for believe in (None, "master"):
+        with pytest.raises(FormatError, match=words):
+            found(dtype(master), dtype(copy), tmp_path, believe).contents()
+    (leaf,) = found(dtype(master), dtype(copy), tmp_path, "copy").contents().leaves
+    assert leaf.dtype == copy

@@ -1,0 +1,341 @@
+"""`restore` hands out nothing that a sample of what is stored twice contradicts, and with `verify="full"` nothing that
+`verify` refuses: for each format, files of other ranks and steps, and flipped bytes.
+"""
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jax_ucp as ucp
+from dcp_writer import Writer
+from jax_ucp.errors import CorruptData, UCPError
+from jax_ucp.formats.dcp_metadata import read_metadata
+from jax_ucp.formats.torch_file import TorchFile
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.samples import RUN_ELEMENTS, RUNS
+from torch_writer import change
+
+DATA = Path(__file__).parent.parent / "data"
+Z1, Z1_COPY = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"
+EMBEDDING = "embed.word_embeddings.weight"
+
+
+@pytest.fixture
+def copy_of(tmp_path: Path) -> Callable[[str], Path]:
+    """Makes a copy of a case, which a test may damage."""
+
+    def make(name: str) -> Path:
+        source = DATA / name
+        source = source / "ckpt" if (source / "ckpt").is_dir() else source
+        ignored = shutil.ignore_patterns("truth.npz", "case.json")
+        return Path(shutil.copytree(source, tmp_path / "case", ignore=ignored))
+
+    return make
+
+
+def one(folder: Path, name: str) -> Path:
+    (path,) = folder.rglob(name)
+    return path
+
+
+def refusal(folder: Path, **options) -> str:
+    with pytest.raises(UCPError) as caught:
+        ucp.open(folder).restore(**options)
+    return str(caught.value)
+
+
+def next_step(array: np.ndarray) -> None:
+    """What an optimizer makes of masters and moments in a step: each element a little other than it was."""
+    array[...] = (array.astype(np.float64) * 1.01 + 1e-3).astype(array.dtype)
+
+
+def of_another_step(path: Path) -> None:
+    """The file as its rank wrote it a step later: every fp32 array another one nearby, with CRCs to match."""
+    found = TorchFile(path).arrays()
+    change(path, {key: next_step for key, info in found.items() if info.shape and info.dtype == np.float32})
+
+
+def flip(path: Path, key: str, element: int, item: tuple[int, int] = (0, 0)) -> None:
+    """Flip a bit of one element of a stored tensor; its CRC stays. `item` is where in the file its own file lies."""
+    offset, length = item
+    file = TorchFile(path, offset=offset, length=length or None)
+    tensor = file._tensors[key]
+    at = offset + file._storages[tensor.storage].offset + (tensor.offset + element) * tensor.dtype.itemsize
+    data = bytearray(path.read_bytes())
+    data[at + tensor.dtype.itemsize - 1] ^= 0x40  # of the exponent: no rounding hides it
+    path.write_bytes(data)
+
+
+def flip_item(folder: Path, fqn: str, element: int, chunk: int = 0) -> str:
+    """The same of a chunk of a DCP checkpoint; returns the name of its file."""
+    span = read_metadata(folder).tensors[fqn].chunks[chunk].span
+    flip(folder / span.file, "", element, (span.offset, span.length))
+    return span.file
+
+
+# Files of other ranks, and of other steps.
+
+EXCHANGED = [
+    ("deepspeed/tp2_dp1_z1_bf16", "bf16_zero_pp_rank_0_mp_rank_{}_optim_states.pt", ("00", "01")),
+    ("deepspeed/tp2_dp2_z1_fp32", "mp_rank_{}_model_states.pt", ("00", "01")),
+    ("deepspeed/pp2_dp1_z1_fp16_untied", "layer_{}-model_states.pt", ("01", "03")),
+    ("deepspeed/z2_fp32_dp3_roundrobin", "zero_pp_rank_{}_mp_rank_00_optim_states.pt", ("0", "1")),
+    ("deepspeed/tp2_pp2_dp1_z1_bf16", "layer_00-model_{}-model_states.pt", ("00", "01")),
+    ("deepspeed_universal/tp2_dp1_z1_fp32_gqa", "mp_rank_{}_model_states.pt", ("00", "01")),
+    ("megatron/legacy_tp2_dp2_distopt_bf16", "mp_rank_{}/distrib_optim.pt", ("00", "01")),
+    ("megatron/legacy_ep2_moe_seq_distopt_fp32", "mp_rank_00_{}/distrib_optim.pt", ("000", "001")),
+]
+
+
+@pytest.mark.parametrize(("case", "name", "ranks"), EXCHANGED)
+def test_files_that_two_ranks_exchanged_are_refused(copy_of, case, name, ranks):
+    folder = copy_of(case)
+    first, second = (one(folder, name.format(rank)) for rank in ranks)
+    data = first.read_bytes(), second.read_bytes()
+    first.write_bytes(data[1])
+    second.write_bytes(data[0])
+    assert re.search(f"{first.name}|{second.name}", refusal(folder))
+
+
+LATER = [
+    ("deepspeed/z0_bf16_dp1", Z1_COPY),
+    ("deepspeed/z1_bf16_dp2", Z1.format(1)),
+    ("deepspeed/z1_fp32_dp2_sgd", "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+    ("deepspeed/z1_fp32_dp2_elastic", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+    ("deepspeed/z2_fp32_dp3_roundrobin", "zero_pp_rank_2_mp_rank_00_optim_states.pt"),
+    ("deepspeed/pp2_dp2_z1_fp32", "zero_pp_rank_0_mp_rank_01_optim_states.pt"),
+    ("deepspeed/moe_ep2_dp2_z1_bf16", "layer_0_expert_3_mp_rank_00_model_states.pt"),
+    ("deepspeed/autoep2_dp2_z1_bf16", Z1.format(0)),
+    ("deepspeed_universal/tp2_dp1_z1_fp32_gqa", f"{EMBEDDING}/fp32.pt"),
+    ("megatron/legacy_tp2_dp2_distopt_bf16", "mp_rank_01/distrib_optim.pt"),
+    ("megatron/legacy_pp2_dp2_distopt_buckets_fp32", "mp_rank_00_001/model_optim_rng.pt"),
+    ("megatron/legacy_tp2_fp16_scaler", "mp_rank_00/model_optim_rng.pt"),
+]
+
+
+@pytest.mark.parametrize(("case", "name"), LATER)
+def test_a_file_of_another_step_is_refused(copy_of, case, name):
+    folder = copy_of(case)
+    if case == "deepspeed/moe_ep2_dp2_z1_bf16":  # of which the file has nothing but 16-bit copies
+        path = one(folder, name)
+        change(path, dict.fromkeys(TorchFile(path).arrays(), next_step))
+    else:
+        of_another_step(one(folder, name))
+    assert name.rpartition("/")[2] in refusal(folder)
+
+
+def test_optimizer_files_of_all_ranks_of_another_step_are_refused(copy_of):
+    folder = copy_of("deepspeed/z1_bf16_dp2")
+    for path in folder.rglob("*_optim_states.pt"):
+        of_another_step(path)
+    assert "one of the files is damaged, or of another rank, step or run" in refusal(folder)
+
+
+def replicas(folder: Path, *values: np.ndarray) -> Path:
+    """What ranks write by DCP without collectives: each all that it has, so that there are copies."""
+    for rank, whole in enumerate(values):
+        writer = Writer(folder)
+        writer.tensor("w", whole, [(f"__{rank}_0.distcp", Box.whole(whole.shape))])
+        writer.finish(f"__{rank}.metadata")
+    return folder
+
+
+def test_a_replica_of_another_step_is_refused(tmp_path):
+    whole = np.arange(5000, dtype=np.float32)
+    assert re.search(r"__0_0\.distcp:w@0 and __1_0\.distcp:w@0", refusal(replicas(tmp_path, whole, whole * 1.01)))
+
+
+# Flipped bytes.
+
+
+def flipped(copy_of: Callable[[str], Path], kind: str, element: int) -> tuple[Path, str]:
+    """A checkpoint with one bit flipped in something that it stores twice, and the name of the file."""
+    if kind == "torch_dist":
+        folder = copy_of("megatron/dist_tp2_pp1_bf16") / "iter_0000003"
+        return folder, flip_item(folder, "optimizer.state.fp32_param.embedding.word_embeddings.weight", element)
+    if kind == "dcp":
+        folder = copy_of("torch/dcp_no_collectives")
+        for path in folder.iterdir():
+            path.unlink()
+        replicas(folder, *[np.arange(5000, dtype=np.float32)] * 2)
+        return folder, flip_item(folder, "w", element, chunk=1)
+    embedding = "model/embedding.word_embeddings.weight"
+    case, name, key = {
+        "zero-0": ("deepspeed/z0_bf16_dp1", Z1_COPY, f"module/{EMBEDDING}"),
+        "zero-1": ("deepspeed/z1_bf16_dp2", Z1_COPY, f"module/{EMBEDDING}"),
+        "zero-2": ("deepspeed/z2_bf16_dp3", Z1_COPY, f"module/{EMBEDDING}"),
+        "universal folder": ("deepspeed_universal/tp2_dp1_z1_fp32_gqa", f"{EMBEDDING}/fp32.pt", "param"),
+        "legacy": ("megatron/legacy_tp2_dp2_distopt_bf16", "mp_rank_00/model_optim_rng.pt", embedding),
+    }[kind]
+    folder = copy_of(case)
+    flip(one(folder, name), key, element)
+    return folder, one(folder, name).name
+
+
+KINDS = ("zero-0", "zero-1", "zero-2", "universal folder", "legacy", "torch_dist", "dcp")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_flipped_bit_in_a_sampled_element_is_refused(copy_of, kind):
+    folder, name = flipped(copy_of, kind, 3)
+    assert name in refusal(folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_flipped_bit_outside_of_the_sample_is_refused_in_full(copy_of, kind):
+    folder, name = flipped(copy_of, kind, 400)
+    ucp.open(folder).restore()  # that is what a sample is
+    assert name in refusal(folder, verify="full")
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        ("deepspeed/z1_bf16_dp2", Z1.format(1)),
+        ("deepspeed/z3_bf16_dp2", Z1.format(0)),
+        ("megatron/legacy_tp2_dp2_distopt_bf16", "mp_rank_01/distrib_optim.pt"),
+        ("deepspeed_universal/tp2_dp1_z1_fp32_gqa", f"{EMBEDDING}/exp_avg_sq.pt"),
+    ],
+)
+def test_a_flipped_bit_of_a_moment_is_refused_in_full_by_its_checksum(copy_of, case, name):
+    folder = copy_of(case)
+    path = one(folder, name)
+    key = next(key for key, info in TorchFile(path).arrays().items() if "avg" in key or info.shape[:1] == (101,))
+    flip(path, key, 7)
+    assert re.search(rf"{path.name}: the bytes of storage \w+ do not have the CRC", refusal(folder, verify="full"))
+
+
+@pytest.mark.parametrize("name", ["wte.weight", "w"])
+def test_items_of_dcp_are_summed_in_full(tmp_path, name):
+    writer = Writer(tmp_path)
+    whole = np.arange(4096, dtype=np.float32).reshape(64, 64)
+    writer.tensor(name, whole, [("__0_0.distcp", Box((0, 0), (32, 64))), ("__1_0.distcp", Box((32, 0), (64, 64)))])
+    writer.finish()
+    flip_item(tmp_path, name, 5, chunk=1)
+    ucp.open(tmp_path).restore()
+    assert "__1_0.distcp: the bytes of storage" in refusal(tmp_path, verify="full")
+
+
+def test_an_exchanged_chunk_of_a_universal_checkpoint_is_refused_in_full(tmp_path):
+    path = tmp_path / "universal"
+    ucp.Checkpoint.of({name: np.full((64, 64), i, np.float32) for i, name in enumerate("ab")}).save(path)
+    chunk = next(path.glob("a/c*")).name
+    (path / "a" / chunk).write_bytes((path / "b" / chunk).read_bytes())
+    ucp.open(path).restore({"b": np.zeros((64, 64), np.float32)}, partial=True, verify="full")
+    with pytest.raises(CorruptData, match=r"a: the data of .* are not those that were saved"):
+        ucp.open(path).restore(verify="full")
+
+
+def test_a_single_number_is_summed_in_a_sample_too(copy_of):
+    folder = copy_of("deepspeed/z1_bf16_dp2")
+    for rank in (0, 1):  # alike in both, so that no step differs
+        path = one(folder, Z1.format(rank))
+        flip(path, "optimizer_state_dict/base_optimizer_state/state/0/step", 0)
+    assert "do not have the CRC" in refusal(folder)
+
+
+def test_what_is_sound_is_restored_alike_with_either_extent():
+    for name in ("deepspeed/z1_bf16_dp2", "deepspeed/moe_ep2_dp2_z1_bf16", "megatron/legacy_tp2_dp2_distopt_bf16/ckpt"):
+        checkpoint = ucp.open(DATA / name)
+        sampled, full = jax.tree.leaves(checkpoint.restore()), jax.tree.leaves(checkpoint.restore(verify="full"))
+        assert len(sampled) == len(checkpoint.leaves)
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(sampled, full, strict=True))
+
+
+def test_an_extent_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="verify='all' is neither"):
+        ucp.open(DATA / "deepspeed/z1_bf16_dp2").restore(verify="all")
+
+
+# Every door, and only what is asked for.
+
+
+@pytest.fixture
+def in_two_minds(copy_of) -> ucp.Checkpoint:
+    """A checkpoint with valid CRCs in which the embedding of the module is not its master."""
+    folder = copy_of("deepspeed/z1_bf16_dp2")
+    change(one(folder, Z1_COPY), {f"module/{EMBEDDING}": next_step})
+    return ucp.open(folder)
+
+
+def doors() -> Iterator[tuple[str, Callable[[ucp.Checkpoint], object]]]:
+    like = jax.ShapeDtypeStruct((101, 16), np.float32)
+    yield "read", lambda c: c.read(f"param/{EMBEDDING}")
+    yield "read a moment", lambda c: c.read(f"exp_avg/{EMBEDDING}", Box((0, 0), (1, 1)))
+    yield "parameter", lambda c: c.params[EMBEDDING].read()
+    yield "restore", lambda c: c.restore()
+    yield "restore a parameter", lambda c: c.restore({"param": {EMBEDDING: like}}, partial=True, mesh=MESH)
+    yield "restore a moment", lambda c: c.restore({"exp_avg": {EMBEDDING: like}}, partial=True, mesh=MESH)
+    yield "shared", lambda c: c.restore(mesh=MESH, share_reads=True)
+    yield "in full", lambda c: c.restore(verify="full")
+    yield "mapped", lambda c: c.map(mapping()).restore({"exp_avg": {"embed": like}}, partial=True, mesh=MESH)
+    yield "mapped and read", lambda c: c.map(mapping()).read("param/embed")
+    yield "optimizer", lambda c: c.map(mapping()).plan_optimizer(ADAM, {"embed": like}, check=False).restore()
+
+
+ADAM = optax.adam(1e-3)
+MESH = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+
+
+def mapping() -> ucp.Mapping:
+    others = [name for name in ucp.open(DATA / "deepspeed/z1_bf16_dp2").params if name != EMBEDDING]
+    leaves = [{"param": EMBEDDING, "axes": "v e", "leaf": {"embed": "v e"}}]
+    skip = [{"param": name, "reason": "not of the model"} for name in others]
+    return ucp.Mapping.from_dict({"leaves": leaves, "skip": skip})
+
+
+@pytest.mark.parametrize(("door", "use"), list(doors()), ids=[name for name, _ in doors()])
+def test_no_door_hands_out_what_a_sample_contradicts(in_two_minds, door, use):
+    for _ in range(2):  # nor the second time
+        with pytest.raises(CorruptData, match=rf"master at {Z1.format(0)}.*copy at {Z1_COPY}:module/{EMBEDDING}"):
+            use(in_two_minds)
+
+
+def test_what_does_not_rest_on_it_is_handed_out(in_two_minds):
+    like = jax.ShapeDtypeStruct((16,), np.float32)
+    in_two_minds.restore({"param": {"final_layernorm.weight": like}}, partial=True, mesh=MESH, verify="full")
+    assert in_two_minds.read("param/final_layernorm.weight").shape == (16,)
+    assert in_two_minds.params["final_layernorm.weight"].read("exp_avg").shape == (16,)
+
+
+def test_a_leaf_is_proved_once_and_then_read(monkeypatch):
+    checkpoint = ucp.open(DATA / "deepspeed/z1_bf16_dp2")
+    asked = []
+    for state in ("param", "exp_avg", "param"):
+        checkpoint.read(f"{state}/{EMBEDDING}")
+        asked.append(len(checkpoint._reads._passed))
+    assert asked[0] >= 1
+    assert asked == [asked[0]] * 3
+
+
+def test_who_says_whom_to_believe_gets_it_without_a_comparison(in_two_minds):
+    for believe in ("master", "copy"):
+        ucp.open(in_two_minds.path, believe=believe).restore(verify="sample")
+
+
+def test_arrays_that_a_mapping_says_are_tied_are_compared(tmp_path):
+    writer = Writer(tmp_path)
+    for name, scale in (("a", 1), ("b", 2)):
+        array = np.arange(12, dtype=np.float32).reshape(3, 4) * scale
+        writer.tensor(name, array, [("__0_0.distcp", Box.whole((3, 4)))])
+    tied = ucp.Mapping.parse("leaves:\n- {param: a, axes: x y, tied: {b: x y}, leaf: {w: x y}}")
+    with pytest.raises(CorruptData, match=r"differs between .* which the mapping says are tied"):
+        ucp.open(writer.finish()).map(tied).restore()
+
+
+def test_a_sample_is_a_few_kilobytes_of_each_array():
+    for name in (
+        "deepspeed/z1_bf16_dp2",
+        "deepspeed/tp2_dp2_z1_bf16_swiglu",
+        "megatron/legacy_tp2_dp2_distopt_bf16/ckpt",
+    ):
+        contents = ucp.open(DATA / name)._contents
+        sampled, full = (sum(check.nbytes for check in contents.checks(extent)) for extent in ("sample", "full"))
+        assert 0 < sampled <= len(contents.leaves) * 8 * RUNS * RUN_ELEMENTS
+        assert sampled < full
