@@ -25,6 +25,7 @@ from jax_ucp.sharding.restore import has_x64
 from jax_ucp.sharding.save import Description, Snapshot, commit_snapshot, describe, take_snapshot, write_snapshot
 from jax_ucp.sharding.shared_save import SharedSave
 from jax_ucp.storage.budget import DEFAULT_BUDGET
+from jax_ucp.storage.checks import Extent
 from jax_ucp.storage.directory import Directory
 
 # What the step's metadata names as the handler of an item: `CheckpointManager.restore(step)` without arguments
@@ -97,6 +98,7 @@ class Restore(ocp.args.CheckpointArgs):
     cast: bool | DTypeLike = False
     partial: bool = False
     share_reads: bool = False
+    verify: Extent = "sample"
     budget_bytes: int | None = None
 
 
@@ -129,7 +131,8 @@ def _begin(path: os.PathLike[str], args: Save, budget_bytes: int) -> _Begun:
 
 def _restore(directory: os.PathLike[str], args: Restore, budget_bytes: int) -> Any:
     said = {"mesh": args.mesh, "rules": args.rules, "cast": args.cast, "partial": args.partial}
-    return open(directory).restore(args.item, **said, share_reads=args.share_reads, budget_bytes=budget_bytes)
+    said |= {"share_reads": args.share_reads, "verify": args.verify, "budget_bytes": budget_bytes}
+    return open(directory).restore(args.item, **said)
 
 
 class CheckpointableHandler(v1.CheckpointableHandler[Save, Restore]):

@@ -41,6 +41,7 @@ from jax_ucp.formats.torch_file import TorchFile
 from jax_ucp.formats.torch_names import NAMES, Storage, StorageClass
 from jax_ucp.formats.zip_members import member_bytes, zip_members
 from jax_ucp.layout.box import Box
+from jax_ucp.storage.checks import verdicts
 
 DATA = Path(__file__).parent / "data"
 MEMORY_BYTES = 256 << 20
@@ -100,7 +101,7 @@ def read_file(path: Path) -> None:
     file = SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
     for key, info in file.arrays().items():
         np.asarray(file.read(key, Box.whole(info.shape)))
-    for _ in file.verify() if isinstance(file, TorchFile) else ():
+    for _ in verdicts(file.checks("full")) if isinstance(file, TorchFile) else ():
         pass
 
 
