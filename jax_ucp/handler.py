@@ -34,6 +34,7 @@ from jax_ucp.sharding.save import (
 )
 from jax_ucp.sharding.shared_save import SharedSave, attempt
 from jax_ucp.storage.budget import DEFAULT_BUDGET
+from jax_ucp.storage.checks import Extent
 from jax_ucp.storage.directory import Directory
 
 # What the step's metadata names as the handler of an item: `CheckpointManager.restore(step)` without arguments
@@ -113,6 +114,7 @@ class Restore(ocp.args.CheckpointArgs):
     cast: bool | DTypeLike = False
     partial: bool = False
     share_reads: bool = False
+    verify: Extent = "sample"
     budget_bytes: int | None = None
     narrow_integers: bool = False
 
@@ -146,7 +148,7 @@ def _begin(path: os.PathLike[str], args: Save, budget_bytes: int) -> _Begun:
 
 
 def _restore(directory: os.PathLike[str], args: Restore, budget_bytes: int) -> Any:
-    names = ("mesh", "rules", "cast", "partial", "share_reads", "narrow_integers")
+    names = ("mesh", "rules", "cast", "partial", "share_reads", "narrow_integers", "verify")
     said = {name: getattr(args, name) for name in names}
     # The program that saved the tree restores it: codes and scales are leaves of it like any other.
     checkpoint = open(directory, dequantize=False)

@@ -52,16 +52,17 @@ tensor without scales, and without such a config, is a weight like any other.
 
 ## What no reader can see
 
-A file that is missing, cut short, of another world size, step or run is refused by name, or a conversion finds it by
-its copies. These are not, because nothing that is stored tells:
+A file that is missing, cut short, of another world size, step or run is refused by name, or a restore finds it by a
+sample of its copies, a conversion by all of them. These are not, because nothing that is stored tells:
 
 - **ZeRO-3**: the ranks of one run exchanged, or a rank's file from another run of the same shapes and step. There is
   one copy of everything, and a file does not say whose it is, unless there are experts.
 - **ZeRO-0**: what the one file of model states, or that of an expert, has is stored nowhere else.
 - **Whose a numbered optimizer state is**: torch numbers parameters in the order in which a script lists them, and
   ZeRO-0 in fp32, files of torch.save and some of DCP have the numbers alone. States are mapped where names are stored,
-  or where shapes leave one arrangement; in half precision where the bits of masters do. Otherwise they are kept under
-  `other`, unless `optimizer_groups` says whose they are: then shapes are compared, and nothing proves the rest.
+  or where shapes leave one arrangement; in half precision where the bits of masters do, which are refused if they are
+  of no weights of the module. Otherwise they are kept under `other`, unless `optimizer_groups` says whose they are:
+  then shapes are compared, and nothing proves the rest.
 - **Megatron's numbered states** in fp32 (legacy, no distributed optimizer): Megatron's own order is taken, that of the
   model's keys in the file. Masters of 16 bits, and those of a distributed optimizer, are compared with the weights.
 - **DeepSpeed's universal folders**: an atom's name is that of its folder. Two weights exchanged are found by the

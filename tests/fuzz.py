@@ -50,6 +50,7 @@ from jax_ucp.language.mapping import Mapping, shipped
 from jax_ucp.language.notation import built_in, parse, to_yaml
 from jax_ucp.layout.box import Box
 from jax_ucp.storage import packs
+from jax_ucp.storage.checks import verdicts
 from jax_ucp.storage.ocdbt import MANIFEST_FILE, Range, manifest_bytes, node_bytes
 
 DATA = Path(__file__).parent / "data"
@@ -128,7 +129,7 @@ def read_file(path: Path) -> None:
     file = SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
     for key, info in file.arrays().items():
         np.asarray(file.read(key, Box.whole(info.shape)))
-    for _ in file.verify() if isinstance(file, TorchFile) else ():
+    for _ in verdicts(file.checks("full")) if isinstance(file, TorchFile) else ():
         pass
 
 

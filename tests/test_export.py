@@ -23,6 +23,7 @@ from jax_ucp.formats.extras import as_json
 from jax_ucp.formats.torch_file import Record, StoredTensor, TorchFile
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Key, Leaf
+from jax_ucp.storage.checks import verdicts
 from jax_ucp.storage.contents import Contents
 
 DATA = Path(__file__).parent / "data"
@@ -205,17 +206,20 @@ def trees(draw: st.DrawFn, alike: bool = False) -> dict[str, dict[str, np.ndarra
     names = draw(st.lists(names, min_size=1, max_size=5, unique=True))
     states = st.sampled_from([[], ["exp_avg", "step"], ["momentum_buffer"]])
     states = st.just(draw(states)) if alike else states
+    steps = st.integers(0, 1 << 24)
+    steps = st.just(draw(steps)) if alike else steps
     tree: dict[str, dict[str, np.ndarray]] = {"param": {}}
     for name in names:
         shape = draw(st.lists(st.integers(0, 5), max_size=3).map(tuple))
         dtype = draw(st.sampled_from(DTYPES))
         for state in ["param", *draw(states)]:
-            size = () if state == "step" else shape
-            dtype = np.float32 if state == "step" else dtype
-            raw = draw(st.binary(min_size=int(np.prod(size)) * np.dtype(dtype).itemsize, max_size=None))
+            if state == "step":
+                tree.setdefault(state, {})[name] = np.array(draw(steps), np.float32)
+                continue
+            raw = draw(st.binary(min_size=int(np.prod(shape)) * np.dtype(dtype).itemsize, max_size=None))
             raw = bytes(b & 1 for b in raw) if dtype is np.bool_ else raw
-            count = int(np.prod(size))
-            tree.setdefault(state, {})[name] = np.frombuffer(raw, dtype, count).reshape(size)
+            count = int(np.prod(shape))
+            tree.setdefault(state, {})[name] = np.frombuffer(raw, dtype, count).reshape(shape)
     return tree
 
 
@@ -276,4 +280,4 @@ def test_a_zip_of_torch_is_one_to_any_reader(tmp_path):
     read = TorchFile(tmp_path / "w.pt")
     np.testing.assert_array_equal(read.read("w", Box((0,), (5,))), array)
     assert read.tree["n"] == [1, -(1 << 40), 2.5, None, True, "é", b"\x00\xff"]
-    assert [fault for _, fault in read.verify() if fault] == []
+    assert [fault for _, fault in verdicts(read.checks("full"))] == [None]

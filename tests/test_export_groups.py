@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import jax_ucp as ucp
 from deepspeed_cases import word
 from helpers import contents_of
+from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.export import plan_export, run_export
 from jax_ucp.formats.torch_file import TorchFile
 from jax_ucp.metadata import Group, groups_of
@@ -135,3 +136,17 @@ def test_deepspeed_users_are_told_that_the_order_counts():
     assert f"those of the run must begin with {', '.join(group.params[0] for group in source.groups)}" in notes
     own = ucp.open(DATA / "deepspeed" / "z1_fp32_dp4").plan_export("deepspeed").notes
     assert "must begin with" not in "\n".join(own)
+
+
+def test_no_group_is_written_for_deepspeed_whose_parameters_differ_in_their_step(tmp_path):
+    """Its loader asserts that they do not (`load_hp_checkpoint_state_from_checkpoint_dir`, DeepSpeed 0.19.8)."""
+    ones = {name: np.ones(3, np.float32) for name in NAMES}
+    steps = {name: np.array(5 + (name == "norm"), np.float32) for name in NAMES}
+    contents = contents_of({"param": ones, "exp_avg": ones, "step": steps})
+    apart = ucp.Checkpoint(replace(contents, groups=groups_of({n: {"lr": float(n == "norm")} for n in NAMES})))
+    exported = apart.export(tmp_path / "apart", "deepspeed", zero_stage=1)
+    assert float(exported.read("step/norm")) == 6
+    together = ucp.Checkpoint(replace(contents, groups=groups_of({name: {"lr": 0.1} for name in NAMES})))
+    for stage, words in ((1, "DeepSpeed loads no group whose parameters"), (3, "ZeRO-3 has one step")):
+        with pytest.raises(UnsupportedLeaf, match=rf"{words}.* 5\.0 of head, 6\.0 of norm"):
+            together.plan_export("deepspeed", zero_stage=stage)

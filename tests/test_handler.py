@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1
 
 import jax_ucp as ucp
+from jax_ucp.errors import CorruptData
 from jax_ucp.storage.consolidated import same_bits
 
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
@@ -192,3 +193,15 @@ def test_a_checkpoint_of_ours_without_its_ucp_json_is_not_taken_for_one_of_orbax
     for path in (tmp_path / "5", tmp_path / "5" / "default"):
         with pytest.raises(ucp.errors.NotACheckpoint, match=r"a universal checkpoint without its ucp\.json"):
             ucp.open(path)
+
+
+def test_a_manager_compares_all_that_is_restored_where_it_is_told_to(tmp_path):
+    """The digests of whole chunks: an exchanged one is valid by itself."""
+    with ocp.CheckpointManager(tmp_path, item_handlers=ucp.CheckpointHandler()) as manager:
+        manager.save(0, args=ucp.args.Save({name: np.full((64, 64), i, np.float32) for i, name in enumerate("ab")}))
+        manager.wait_until_finished()
+        a, b = (next(tmp_path.glob(f"0/**/{name}/c*")) for name in "ab")
+        a.write_bytes(b.read_bytes())
+        assert manager.restore(0, args=ucp.args.Restore())["a"][0, 0] == 1
+        with pytest.raises(CorruptData, match="are not those that were saved"):
+            manager.restore(0, args=ucp.args.Restore(verify="full"))

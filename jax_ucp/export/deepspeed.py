@@ -58,7 +58,8 @@ def deepspeed_files(
     the others, and buffers, go into the module. `steps` has the step of each parameter that has one. `zero_stage` is
     that of the run to be resumed; None is that of the source, or 1.
 
-    Raises UnsupportedLeaf, naming every parameter, for dtypes torch lacks and for names that are no folder's.
+    Raises UnsupportedLeaf, naming every parameter, for dtypes torch lacks and for names that are no folder's, and where
+    parameters that the loader takes for one group, or in ZeRO-3 any, differ in their step.
     """
     _check(found)
     model, optimizer = _rank_0(extras, _MODEL), _rank_0(extras, _OPTIMIZER)
@@ -66,7 +67,12 @@ def deepspeed_files(
     owned = _owned(found)
     groups = _groups(found, model, optimizer)
     frozen = {name: states["param"] for name, states in found.states.items() if name not in owned}
-    step = _one_step(steps) if stage == 3 else None
+    step = None
+    if stage == 3:
+        step = _one_step(steps, "ZeRO-3 has one step for all parameters", "Export for ZeRO-1 or 2")
+    for group in groups if stage != 3 else ():
+        own = {name: steps[name] for name in group["params"] if name in steps}
+        _one_step(own, "DeepSpeed loads no group whose parameters differ in their step", "Export to another format")
     counted = model.get("global_steps")
     global_steps = counted if type(counted) is int else int(max(steps.values(), default=0))
     tag = f"global_step{global_steps}_universal"
@@ -139,14 +145,12 @@ def carries(file: str, name: str) -> bool:
     return bool(_OPTIMIZER.fullmatch(file)) and name in (*_OPTIMIZER_KEYS, *_MADE_ANEW, "param_groups")
 
 
-def _one_step(steps: Mapping[str, np.ndarray]) -> Any:
-    """The step of a ZeRO-3 run, which has one for all parameters."""
+def _one_step(steps: Mapping[str, np.ndarray], why: str, remedy: str) -> Any:
+    """The step that all of these parameters have. Raises UnsupportedLeaf, which says `why` there must be one."""
     different = {step.item(): name for name, step in steps.items()}
     if len(different) > 1:
         raise UnsupportedLeaf(
-            "ZeRO-3 has one step for all parameters, but here are "
-            + ", ".join(f"{step} of {name}" for step, name in different.items())
-            + ". Export for ZeRO-1 or 2."
+            f"{why}, but here are {', '.join(f'{step} of {name}' for step, name in different.items())}. {remedy}."
         )
     return next(map(_number, steps.values()), None)
 

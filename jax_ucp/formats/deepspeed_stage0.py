@@ -7,7 +7,7 @@ the unfused wrapper keeps a list of masters for each group, the fused one a flat
 
 Which order a group has is the training script's choice. A pairing is taken where names are stored, where shapes, or the
 bits of masters, leave one, or where the user says it (`optimizer_groups`). Otherwise masters and states are kept under
-`other`, and the parameters are the module's.
+`other`, and the parameters are the module's. Masters whose bits are those of no weights of the module are refused.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
-from jax_ucp.errors import FormatError
+from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.formats import deepspeed_moe as moe
 from jax_ucp.formats.deepspeed_files import Stored
 from jax_ucp.formats.deepspeed_masters import Copies
 from jax_ucp.formats.deepspeed_slices import Slices
 from jax_ucp.formats.options import MODULE_ORDER, OptimizerGroups, remedy, word_note
 from jax_ucp.formats.pairing import (
+    Contradicted,
     Undecided,
     candidates_by_shape,
     contradiction,
@@ -90,6 +91,8 @@ def add_numbered_states(reader: Slices) -> None:
         if groups is not None:
             where = optimizers[0].stored.file.path
             raise FormatError(f"{where}: optimizer_groups does not fit: {error}") from None
+        if isinstance(error, Contradicted):
+            _refuse_masters(optimizers, error)
         for one in optimizers:
             _keep_apart(reader, one, str(error))
         notes.append(_apart_note(reader, optimizers, str(error)))
@@ -103,6 +106,15 @@ def add_numbered_states(reader: Slices) -> None:
         notes.append(word_note(groups))
     else:
         notes.append(_BY_BITS if optimizers[0].masters else _BY_SHAPE)
+
+
+def _refuse_masters(optimizers: Sequence[_Optimizer], error: Contradicted) -> NoReturn:
+    names = ", ".join(one.stored.name for one in optimizers)
+    raise CorruptData(
+        f"{optimizers[0].stored.file.path}: the masters in {names}, rounded, are not the weights of the module: by "
+        f"their bits {error}. One of them is damaged or of another step, or the optimizer has parameters that the "
+        "module does not have; weights_only opens the module's weights"
+    ) from None
 
 
 def _optimizers(reader: Slices, mp: int) -> list[_Optimizer]:
@@ -249,7 +261,7 @@ def _pairs_of_masters(one: _Optimizer, copies: Copies, said: OptimizerGroups | N
         if math.prod(master.shape):
             found[number] = _one_of(names)
     if len(set(found.values())) != len(found):
-        raise Undecided("they fit the parameters in no way")
+        raise Contradicted("two of them are of one parameter")
     return found
 
 
@@ -270,8 +282,10 @@ def _held_in_buffers(one: _Optimizer, copies: Copies, said: OptimizerGroups | No
 
 def _one_of(names: Sequence[str]) -> str:
     """The one parameter with the bits of a master. Raises Undecided: several with the same bits can be exchanged."""
-    if len(names) != 1:
-        raise Undecided(f"the bits of masters fit the weights in {'several ways' if names else 'no way'}")
+    if not names:
+        raise Contradicted("one of them is of no parameter")
+    if len(names) > 1:
+        raise Undecided("the bits of masters fit the weights in several ways")
     return names[0]
 
 

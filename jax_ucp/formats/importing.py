@@ -165,6 +165,7 @@ class Import:
     def contents(self) -> Contents:
         """The checkpoint. Raises LayoutError where shards do not form a parameter."""
         self.notes += unknown_notes(self.unknown)
+        self._join_copies()
         if self.believe != "copy":
             self._refuse_false_masters()
         if self.believe and (self._twins or any(_replicated(param) for param in self.params.values())):
@@ -276,6 +277,17 @@ class Import:
         shards = WithCuts(self.shards, self._cuts) if self._cuts else self.shards
         slices = {key: self._slices[key] for param in params.values() for key in param.keys if key in self._slices}
         return ConsolidatedView(ConsolidatedView(shards, slices) if slices else shards, params)
+
+    def _join_copies(self) -> None:
+        """A copy of a copy, as ZeRO-0's module has of a tied weight whose other name has the master, is one of both."""
+        wholes = {twin.key: twin.of for twin in self._twins if not twin.at}
+
+        def first(whole: str | TreePath) -> str | TreePath:
+            while isinstance(whole, str) and whole in wholes:
+                whole = wholes[whole]
+            return whole
+
+        self._twins = [replace(twin, of=first(twin.of)) for twin in self._twins]
 
     def _refuse_false_masters(self) -> None:
         """A master has more digits than its copy, or as many: an integer, or what is narrower, is none."""

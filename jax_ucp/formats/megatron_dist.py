@@ -151,7 +151,7 @@ class _Reader:
         self._other_files()
         self._notes()
         contents = self.found.contents()
-        if is_precision_aware(self.args):
+        if not self.options.weights_only and is_precision_aware(self.args):
             prove_precision_aware(contents)
         return contents
 

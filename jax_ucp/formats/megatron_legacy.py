@@ -105,7 +105,7 @@ class _Reader:
         self._extras()
         self._notes()
         contents = self.found.contents()
-        if is_precision_aware(self.args):
+        if self.optimizer and is_precision_aware(self.args):
             prove_precision_aware(contents)
         return contents
 

@@ -41,6 +41,10 @@ class Undecided(ValueError):
     """Nothing says which parameter each state belongs to; the text is a clause about "their" shapes or numbers."""
 
 
+class Contradicted(Undecided):
+    """What tells more than shapes, the bits of masters, allows no way: they are not of these parameters."""
+
+
 def contradiction(states: Mapping[str, Shape], shape: Shape) -> str | None:
     """The first state that a parameter of this shape cannot have; states of unknown names can have any shape.
 
@@ -177,7 +181,7 @@ def only_filling(
     """(buffer, offset) of each name that is in one, where names in some order fill all buffers in one way only.
 
     `candidates(buffer, offset)` are names that may begin there; `lengths` are the buffers' sizes. Names of size 0
-    leave no trace and are in none.
+    leave no trace and are in none. Raises Contradicted where there is no way.
 
     >>> only_filling({"a": 2, "b": 3}, [5], lambda buffer, offset: {0: "b", 3: "a"}.get(offset, ""))
     {'b': (0, 0), 'a': (0, 3)}
@@ -217,6 +221,8 @@ def only_filling(
             solutions.append(dict(held))
         else:
             open_choices.append((following, choices(following)))
-    if starts and len(solutions) != 1:
-        raise Undecided(f"they fit the parameters in {'several ways' if solutions else 'no way'}")
+    if starts and not solutions:
+        raise Contradicted("they fit the parameters in no way")
+    if len(solutions) > 1:
+        raise Undecided("they fit the parameters in several ways")
     return solutions[0] if solutions else {}

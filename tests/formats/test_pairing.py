@@ -11,6 +11,7 @@ from jax_ucp.errors import SpecError
 from jax_ucp.formats import pairing
 from jax_ucp.formats.options import MODULE_ORDER, checked_groups
 from jax_ucp.formats.pairing import (
+    Contradicted,
     Undecided,
     contradiction,
     only_division,
@@ -86,6 +87,9 @@ def test_a_filling_in_any_order_is_found_just_where_there_is_one(data):
     candidates = lambda buffer, offset: [name for name in sizes if fits(name, buffer, offset)]  # noqa: E731
     found = or_undecided(only_filling, sizes, lengths, candidates)
     assert found == every[0] if len(every) == 1 else ("several" if every else "in no way") in found
+    if not every:
+        with pytest.raises(Contradicted):
+            only_filling(sizes, lengths, candidates)
 
 
 def test_a_search_that_would_not_end_decides_nothing(monkeypatch):

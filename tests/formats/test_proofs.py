@@ -62,11 +62,12 @@ def of_another_step(path: Path) -> None:
 
 
 def flip(path: Path, key: str, element: int, item: tuple[int, int] = (0, 0)) -> None:
-    """Flip a bit of one element of a stored tensor; its CRC stays. `item` is where in the file its own file lies."""
+    """Flip a bit of one element of a stored tensor, -1 the last; its CRC stays. `item` is where its own file lies."""
     offset, length = item
     file = TorchFile(path, offset=offset, length=length or None)
     tensor = file._tensors[key]
-    at = offset + file._storages[tensor.storage].offset + (tensor.offset + element) * tensor.dtype.itemsize
+    element = tensor.offset + element % Box.whole(tensor.shape).size
+    at = offset + file._storages[tensor.storage].offset + element * tensor.dtype.itemsize
     data = bytearray(path.read_bytes())
     data[at + tensor.dtype.itemsize - 1] ^= 0x40  # of the exponent: no rounding hides it
     path.write_bytes(data)
@@ -183,8 +184,24 @@ KINDS = ("zero-0", "zero-1", "zero-2", "universal folder", "legacy", "torch_dist
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_flipped_bit_in_a_sampled_element_is_refused(copy_of, kind):
-    folder, name = flipped(copy_of, kind, 3)
+    folder, name = flipped(copy_of, kind, -1)
     assert name in refusal(folder)
+
+
+@pytest.mark.parametrize("case", ["deepspeed/z0_bf16_dp1", "deepspeed/z0_fp16_dp2_frozen"])
+def test_a_weight_that_begins_as_no_master_does_is_not_taken_in_place_of_one(copy_of, case):
+    """By these elements masters of ZeRO-0 are told; without them the flipped weight would be the parameter."""
+    folder = copy_of(case)
+    flip(one(folder, Z1_COPY), f"module/{EMBEDDING}", 3)
+    with pytest.raises(CorruptData, match=rf"the masters in {Z1_COPY}, rounded, are not the weights of the module"):
+        ucp.open(folder)
+    assert ucp.open(folder, weights_only=True).restore()["param"].keys()
+
+
+def test_a_tied_weight_is_compared_with_the_master_of_its_other_name(copy_of):
+    folder = copy_of("deepspeed/z0_bf16_dp1")
+    flip(one(folder, Z1_COPY), "module/head.weight", -1)
+    assert re.search(rf"master at {Z1_COPY}:.*fp32_groups.*copy at {Z1_COPY}:module/head\.weight", refusal(folder))
 
 
 @pytest.mark.parametrize("kind", KINDS)
