@@ -501,8 +501,15 @@ TABLE: dict[str, dict[str, str]] = {
         "spec": "refused",
         "weights_only": "harmless: there is no optimizer to leave aside",
         "believe": "noted",
+        "dequantize": "harmless: weights that are not quantised come as they are",
+        "optimizer_groups": "refused",
     },
-    "Checkpoint.map": {"mapping": "used", "sizes": "refused"},
+    "Checkpoint.map": {
+        "mapping": "used",
+        "sizes": "refused",
+        "config": "harmless: a mapping that requires nothing asks for no key of it",
+        "assume": "refused",
+    },
     "Checkpoint.plan": {
         "target": "used",
         "mesh": "noted",
@@ -520,6 +527,7 @@ TABLE: dict[str, dict[str, str]] = {
         "partial": "refused",
         "share_reads": "harmless: in one process, or where no array is held by several, each reads its own",
         "narrow_integers": "harmless: integers that JAX has as they are stay so",
+        "verify": "harmless: nothing is stored twice there, nor has a checksum",
         "budget_bytes": "used",
     },
     "Checkpoint.plan_optimizer": {"tx": "used", "params": "used", "step": "refused", "check": "used"},
@@ -571,12 +579,14 @@ TABLE: dict[str, dict[str, str]] = {
         "cast": "refused",
         "partial": "refused",
         "share_reads": "harmless: in one process, or where no array is held by several, each reads its own",
+        "verify": "harmless: nothing is stored twice there, nor has a checksum",
         "budget_bytes": "used",
         "narrow_integers": "harmless: integers that JAX has as they are stay so",
     },
     "CheckpointHandler": {"budget_bytes": "used"},
 }
 SOURCE = {"mapping": "used", "sizes": "refused", "spec": "refused", "weights_only": "harmless", "believe": "noted"}
+SOURCE |= {"no_dequantize": "harmless", "optimizer_groups": "refused", "config": "refused", "assume": "refused"}
 ON_A_MESH = {"mesh": "used", "rules": "refused", "hosts": "refused"}
 COMMAND_TABLE: dict[str, dict[str, str]] = {
     "inspect": {"path": "used", "pattern": "refused", "all_": "refused", "json_": "used", **SOURCE},
