@@ -67,12 +67,12 @@ def deepspeed_files(
     owned = _owned(found)
     groups = _groups(found, model, optimizer)
     frozen = {name: states["param"] for name, states in found.states.items() if name not in owned}
+    for group in groups:
+        own = {name: steps[name] for name in group["params"] if name in steps}
+        _one_step(own, "DeepSpeed loads no group whose parameters differ in their step", "Export to another format")
     step = None
     if stage == 3:
         step = _one_step(steps, "ZeRO-3 has one step for all parameters", "Export for ZeRO-1 or 2")
-    for group in groups if stage != 3 else ():
-        own = {name: steps[name] for name in group["params"] if name in steps}
-        _one_step(own, "DeepSpeed loads no group whose parameters differ in their step", "Export to another format")
     counted = model.get("global_steps")
     global_steps = counted if type(counted) is int else int(max(steps.values(), default=0))
     tag = f"global_step{global_steps}_universal"
