@@ -211,8 +211,10 @@ def test_megatron_s_args_say_more_ranks_than_any_run_has(kind):
 
 
 def test_a_file_name_may_have_any_number_in_it():
-    note = unproved(["shard-99999999999-model-00001-of-99999999999.safetensors"])
-    assert "shard-00001-model-00001-of-99999999999" in note
+    with pytest.raises(FormatError, match="none has one called model-00002-of-99999999999"):
+        unproved(["shard-99999999999-model-00001-of-99999999999.safetensors"])
+    note = unproved(["shard-99999999999-model-00001-of-00001.safetensors"])
+    assert "shard-00001-model-00001-of-00001" in note
 
 
 def test_the_command_line_says_that_there_is_not_enough_memory(tmp_path, monkeypatch):

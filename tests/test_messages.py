@@ -188,15 +188,6 @@ def from_core_019(folder: Path) -> None:
     shutil.copy(writer.finish() / ".metadata", folder / ".metadata")
 
 
-def two_optimizers(folder: Path) -> Path:
-    path = folder / "run.pt"
-    weight = np.ones(2, np.float32)
-    group = {"params": [0], "param_names": ["w"]}
-    optimizers = {f"optim{i}": {"state": {0: {"m": weight}}, "param_groups": [{**group, "lr": i}]} for i in (1, 2)}
-    save({"model": {"w": weight}, **optimizers}, path)
-    return path
-
-
 OWN, PLAIN = "decoder.layers.1.mlp.gate_proj.weight", "decoder.layers.1.mlp.linear_fc1.weight"
 
 
@@ -408,15 +399,6 @@ SITUATIONS = {
         [r"rank_1_.* has 1 parameter groups, but .* describes 2; .* of an earlier save with other groups"],
         weights_only,
         True,
-    ),
-    "two optimizers with one parameter": Situation(
-        "",
-        two_optimizers,
-        [
-            r"for w some param_groups have lr=1, others 2: they are of different steps or runs, or of two optimizers",
-            "weights_only",
-        ],
-        lambda folder, _: arrays(ucp.open(folder / "run.pt", weights_only=True)),
     ),
     "Megatron's flat buffers without args": Situation(
         RESHARDABLE,

@@ -254,7 +254,7 @@ def test_the_command_refuses_two_lengths_of_one_name():
 
 
 def test_a_size_may_be_for_the_mapping_or_for_the_checkpoint_or_for_neither():
-    mapping = ("--mapping", "hf-llama-to-tunix")
+    mapping = ("--mapping", "hf-llama-to-tunix", "--assume", "rope_theta")
     assert run("inspect", SAFETENSORS, *mapping, "--size", "heads=4")[0] == 0
     code, text = run("inspect", SAFETENSORS, *mapping, "--size", "haeds=4")
     assert code == 1

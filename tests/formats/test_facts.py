@@ -221,5 +221,7 @@ def test_headers_of_safetensors_say_one_step(tmp_path):
         header = json.dumps({"__metadata__": {"global_step": step}, f"w{i}": tensor}).encode()
         data = struct.pack("<Q", len(header)) + header + bytes(4)
         (tmp_path / f"part_{i}.safetensors").write_bytes(data)
+    index = {"weight_map": {f"w{i}": f"part_{i}.safetensors" for i in range(2)}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(FormatError, match=r"part_1\.safetensors: global_step is 200, but 100 in part_0\.safetensors"):
         ucp.open(tmp_path)
