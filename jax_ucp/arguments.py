@@ -54,6 +54,13 @@ def whole_number(name: str, value: object, least: int = 1) -> int:
     return number
 
 
+def switch(name: str, value: object) -> bool:
+    """The argument called `name`, which is True or False. Raises ValueError for anything else, such as "no"."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r:.80} should be True or False")
+    return value
+
+
 def _remedy(text: str, url: re.Match[str]) -> str:
     """What to give in place of a URL."""
     plain = re.sub(r"^//(localhost)?(?=/)", "", text[len(url["scheme"]) + 1 :])

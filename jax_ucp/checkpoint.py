@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from jax_ucp.arguments import local_path
+from jax_ucp.arguments import local_path, switch
 from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.export import ExportFormat, ExportPlan, plan_export, run_export
 from jax_ucp.formats import open_contents
@@ -270,7 +270,7 @@ class Checkpoint:
         said = {"mesh": mesh, "rules": rules, "cast": cast, "partial": partial, "narrow_integers": narrow_integers}
         plan = plan_restore(self.leaves, target, **said)
         require_values(self._contents, [placement.leaf for placement in plan.placements])
-        return shared_plan(plan, self._contents.arrays.arrays()) if share_reads else plan
+        return shared_plan(plan, self._contents.arrays.arrays()) if switch("share_reads", share_reads) else plan
 
     def restore(
         self,

@@ -4,6 +4,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +291,17 @@ def test_a_note_says_where_there_is_nothing_to_believe(path, believe):
 def test_what_is_believed_is_one_of_two():
     with pytest.raises(ValueError, match="believe='both' should be 'master' or 'copy'"):
         ucp.open(SAFETENSORS, believe="both")
+
+
+# Switches.
+
+
+@pytest.mark.parametrize("value", ["no", "False", 0, 2, None])
+@pytest.mark.parametrize("name", ["weights_only", "partial", "share_reads", "narrow_integers"])
+def test_a_switch_that_is_neither_true_nor_false_is_refused(name, value):
+    call = partial(ucp.open, SAFETENSORS) if name == "weights_only" else ucp.open(SAFETENSORS).restore
+    with pytest.raises(ValueError, match=f"{name}={value!r} should be True or False"):
+        call(**{name: value})
 
 
 # Numbers.

@@ -7,17 +7,22 @@ Facts: file names in `runtime/engine.py` (`_get_zero_ckpt_name`, `_get_ckpt_name
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.facts import Facts
 from jax_ucp.formats.safe_pickle import known, what_is
 from jax_ucp.formats.torch_file import StoredTensor, TorchFile
+from jax_ucp.layout.box import Box
+from jax_ucp.storage.consolidated import same_bits
 
 _OPTIM = re.compile(r"(?P<bf16>bf16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
@@ -233,7 +238,32 @@ def _optimizers(
                 f"{folder} has optimizer files of {len({d for d, _ in optim})} ranks, but {model} was written by "
                 f"{world}; {optim[dp, mp]} belongs to another run, or to an earlier save on more ranks"
             )
-    return [[_open_rank(dp, folder / optim[dp, mp], world) for dp in range(world)] for mp in range(mp_world)]
+    ranks = [[_open_rank(dp, folder / optim[dp, mp], world) for dp in range(world)] for mp in range(mp_world)]
+    _refuse_copies(ranks)
+    return ranks
+
+
+def _refuse_copies(ranks: Iterable[Sequence[Rank]]) -> None:
+    """Raise FormatError where a rank's file is a copy of another's: no two ranks have the same part of the masters.
+
+    Checksums tell which two to compare. Parts of padding alone are zeros in several files.
+    """
+    first_with: dict[tuple[tuple[int, int], ...], Rank] = {}
+    for rank in itertools.chain(*ranks):
+        checksums = rank.file.checksums()
+        other = first_with.setdefault(checksums, rank)
+        if checksums and other is not rank and _same_masters(rank, other):
+            raise FormatError(
+                f"{rank.file.path} holds the same masters as {other.name}, bit for bit, though each rank has a part of "
+                "its own: one is a copy under the wrong name. Put that rank's own file in its place"
+            )
+
+
+def _same_masters(rank: Rank, other: Rank) -> bool:
+    """Whether two files have equal masters, which are not all zero."""
+    mine, others = ([file.file.read(m.key, Box.whole(m.shape)) for m in file.masters] for file in (rank, other))
+    equal = len(mine) == len(others) and all(map(same_bits, mine, others))
+    return equal and any(np.any(array) for array in mine)
 
 
 def _world(said: Mapping[str, Any], found: int) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from jax_ucp.arguments import local_path, whole_number
+from jax_ucp.arguments import local_path, switch, whole_number
 from jax_ucp.errors import SpecError
 
 MODULE_ORDER: Final = "module-order"
@@ -94,7 +94,7 @@ class Options:
             )
         file = None if spec is None else local_path(spec)
         groups = checked_groups(optimizer_groups)
-        return cls(Sizes(sizes or {}), file, weights_only, believe, dequantize, groups)
+        return cls(Sizes(sizes or {}), file, switch("weights_only", weights_only), believe, dequantize, groups)
 
 
 def _whole(name: str, n: object, least: int = 1) -> int:

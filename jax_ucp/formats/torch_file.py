@@ -165,6 +165,11 @@ class TorchFile:
                 label = f"{self.path.name}: storage {key}"
                 yield Check(label, frozenset(tensors.get(key, ())), member.size, partial(self.fault, key))
 
+    def checksums(self) -> tuple[tuple[int, int], ...]:
+        """The size and the CRC of every storage in order, as the zip directory has them; () where one has no CRC."""
+        members = list(self._storages.values())
+        return tuple((member.size, member.crc) for member in members) if all(m.crc for m in members) else ()
+
     def fault(self, storage: str) -> str | None:
         """What is wrong with the bytes of a storage, by the CRC of the zip directory, if that has one."""
         member, crc = self._storages[storage], 0

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from jax_ucp.arguments import whole_number
+from jax_ucp.arguments import switch, whole_number
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.layout.blocks import SMALL_BYTES
 from jax_ucp.layout.box import Box
@@ -106,6 +106,7 @@ def plan_restore(
     Raises TreeMismatch with everything in which target and checkpoint differ, ValueError for rules without a
     mesh, or arguments that cannot be meant.
     """
+    partial, narrow_integers = switch("partial", partial), switch("narrow_integers", narrow_integers)
     if rules and mesh is None:
         raise ValueError("rules say what lies on which axis of a mesh: give mesh= too")
     if mesh is not None and not isinstance(mesh, Mesh):

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import jax
@@ -14,10 +15,11 @@ from jax.sharding import PartitionSpec as P
 import jax_ucp as ucp
 from deepspeed_cases import DATA, NUMBERED, equal, truth, word
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
+from jax_ucp.formats.deepspeed_files import _open_rank, _refuse_copies
 from jax_ucp.formats.torch_file import TorchFile
 from jax_ucp.layout.box import Box
 from jax_ucp.storage.consolidated import same_bits
-from torch_writer import change
+from torch_writer import change, save
 
 CASES = sorted(path.name for path in DATA.iterdir())
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
@@ -148,6 +150,32 @@ def test_two_ranks_exchanged_are_refused(copy_of):
     (folder / "x").rename(zero)
     with pytest.raises(FormatError, match=r"rank_0_mp_rank_00_optim_states\.pt holds what rank 1 should hold"):
         ucp.open(folder)
+
+
+@pytest.mark.parametrize("case", ["z3_bf16_dp2", "z3_fp16_dp2_subgroups", "tp2_dp2_z3_bf16", "z1_fp32_dp4"])
+def test_a_file_that_is_a_copy_of_another_ranks_is_refused(copy_of, case):
+    """ZeRO-3 stores nothing twice, and its files do not say whose they are."""
+    folder = copy_of(case)
+    first, second, *_ = sorted(folder.glob("*zero_pp_rank_*_optim_states.pt"))
+    for mine, others in ((first, second), (second, first)):
+        data = mine.read_bytes()
+        shutil.copy(others, mine)
+        with pytest.raises(FormatError, match=r"holds the same masters as .*one is a copy|holds what rank"):
+            ucp.open(folder)
+        mine.write_bytes(data)
+    ucp.open(folder)
+
+
+@pytest.mark.parametrize("value", [0, 1])
+def test_ranks_that_have_padding_alone_may_be_alike(tmp_path, value):
+    ranks = []
+    for dp in range(2):
+        path = tmp_path / f"zero_pp_rank_{dp}_mp_rank_00_optim_states.pt"
+        masters = np.full(8, value, np.float32)
+        save({"optimizer_state_dict": {"fp32_flat_groups": [masters], "optimizer_state_dict": {}}}, path)
+        ranks.append(_open_rank(dp, path, 2))
+    with pytest.raises(FormatError, match="one is a copy") if value else nullcontext():
+        _refuse_copies([ranks])
 
 
 def test_a_rank_of_another_world_size_is_refused(copy_of):
