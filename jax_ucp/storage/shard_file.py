@@ -28,8 +28,8 @@ CRC = np.dtype("<u4")
 _ENTRY = np.dtype([("offset", "<u8"), ("nbytes", "<u8")])
 _NOT_STORED = (1 << 64) - 1
 _EXCHANGED = (
-    "They are whole, but do not have the crc32c that ucp.json records for this place: they, or ucp.json, are of "
-    "another array, step or run"
+    "they are whole, but do not have the crc32c that ucp.json records for this place. They, or ucp.json, are of "
+    "another array, step or run, or were written over since the checkpoint was opened"
 )
 
 # A file of at most so many bytes is read whole, its index with it.
@@ -212,7 +212,7 @@ class _Reader:
         if crc != data[-CRC_BYTES:].tobytes():
             raise CorruptData(f"{self.file} is damaged: {what} does not have the crc32c that is stored with it")
         if saved_with not in (None, crc):
-            raise CorruptData(f"{self.file}: the data of {what} are not those that were saved. {_EXCHANGED}")
+            raise CorruptData(f"{self.file}: the data of {what} are not those that were saved: {_EXCHANGED}")
         return data[:-CRC_BYTES]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -155,7 +156,7 @@ class ZarrStore:
 
     def holds(self, key: str, box: Box, written: Written) -> bool:
         """Whether an outer chunk is on disk as it was written. Reads it."""
-        return self._fault(key, box, written) is None
+        return _is_whole(written, box, self.chunks[key]) and self._fault(key, box, written) is None
 
     def checks(self, key: str, label: str, stored: StoredArray) -> Iterator[Check]:
         """For each outer chunk of an array, whether its elements have the digest recorded."""
@@ -248,7 +249,7 @@ class Commit:
         for key, info in store.arrays().items():
             chunks = store.chunks[key]
             boxes = {str(box): box for box in grid_boxes(info.shape, chunks.outer)}
-            if missing := [box for box in boxes if box not in written[key]]:
+            if missing := [name for name, box in boxes.items() if not _is_whole(written[key].get(name), box, chunks)]:
                 raise CorruptData(
                     f"{directory}/{key}: {missing[:4]} and others of {len(boxes)} chunks were not written"
                 )
@@ -344,6 +345,11 @@ def _chunk_keys(key: str, shape: Shape, outer: Shape) -> Iterator[str]:
 def _inner_grid(shape: Shape, chunks: Chunks) -> Shape:
     """How many inner chunks there are along each axis of an array, or of an outer chunk as far as it lies in it."""
     return tuple(-(-n // c) for n, c in zip(shape, chunks.inner, strict=True))
+
+
+def _is_whole(written: Written | None, box: Box, chunks: Chunks) -> bool:
+    """Whether it is known of an outer chunk what was written, with the crc32c of each inner one."""
+    return written is not None and len(written.crcs) == math.prod(_inner_grid(box.shape, chunks)) * CRC.itemsize
 
 
 def _inner_places(box: Box, chunks: Chunks) -> tuple[slice, ...]:
