@@ -128,13 +128,15 @@ class StoredArray(msgspec.Struct, frozen=True, omit_defaults=True):
 
     A digest is the xxh3_64 of the chunk's elements inside the array, row-major and little-endian, in hex.
     `places` has for each outer chunk of a packed array the number of its pack and the offset in it; a chunk of any
-    other array is a file.
+    other array is a file. `crcs` has the crc32c of each inner chunk, four little-endian bytes, in row-major order of
+    the array's grid of inner chunks; or nothing.
     """
 
     outer: _Lengths
     inner: _Lengths
     digests: tuple[str, ...]
     places: tuple[tuple[_Length, _Length], ...] = ()
+    crcs: bytes = b""
 
 
 @dataclass(frozen=True)

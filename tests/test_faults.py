@@ -24,6 +24,7 @@ import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_ucp as ucp
+from hostile_files import resealed, without_crcs
 from jax_ucp import metadata
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
 from workers.killed import BUDGET, STEPS, tree_of_step
@@ -203,6 +204,10 @@ def test_valid_chunks_of_other_data_are_seen_by_the_comparison_and_by_verify(sma
     item, tree = small
     copy = shutil.copytree(item, tmp_path / "copy")
     ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{copy}/zeros/"}}).result()[1] = -0.0
+    with pytest.raises(CorruptData, match=r"zeros/c\.0: .* another array, step or run"):
+        ucp.open(copy).restore()
+    assert [fault.partition(":")[0] for fault in faults_of(copy)] == [f"{copy}/zeros"]
+    resealed(copy, without_crcs)
     assert differences(ucp.open(copy).restore(), tree) == ["['zeros']"]
     assert [fault.partition(":")[0] for fault in faults_of(copy)] == [f"{copy}/zeros"]
 
@@ -305,20 +310,21 @@ def test_a_data_file_that_is_too_short_or_too_long_is_an_error(small):
             ucp.open(item).restore()
 
 
-def test_swapped_data_files_are_found_by_verify(saved, small):
-    """Each file is whole and has good checksums, so that only the digests in `ucp.json` know of it."""
-    for (item, tree), one, other in (
+def test_swapped_data_files_are_found_by_every_read(saved, small):
+    """Each file is whole and has good checksums, so that only `ucp.json` knows of it."""
+    for (item, _), one, other in (
         (saved, "kernel/c.0.0", "kernel/c.3.0"),
         (small, "same.0/c.0.0", "same.1/c.0.0"),
     ):
         a, b = item / one, item / other
         before = a.read_bytes(), b.read_bytes()
         with changed(a, before[1]), changed(b, before[0]):
-            assert differences(ucp.open(item).restore(), tree) != []
+            with pytest.raises(CorruptData, match="another array, step or run"):
+                ucp.open(item).restore()
             faults = faults_of(item)
         assert len(faults) == 2
         for file in (one, other):
-            assert any(f"{item / array_of(item, item / file)}: the data of" in fault for fault in faults)
+            assert any(f"{item / array_of(item, item / file)}: {item / file}: the data of" in fault for fault in faults)
         assert faults_of(item) == []
 
 

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 import unicodedata
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -25,7 +27,7 @@ from jax_ucp.sharding import restore as restoring
 from jax_ucp.storage import directory as directories
 from jax_ucp.storage.directory import Directory
 from jax_ucp.storage.ledger import LEDGER_FILE
-from jax_ucp.storage.zarr import Commit
+from jax_ucp.storage.zarr import Commit, open_store
 
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 EXPORTS = ("safetensors", "dcp", "deepspeed")
@@ -187,7 +189,10 @@ def once(do: Callable[[], object]) -> Callable[[object], None]:
     return lambda _: left.pop()() if left else None
 
 
-CHANGED = r"(?s)v1.*(has changed since it was opened|is not the file that was opened|is gone)"
+CHANGED = (
+    r"(?s)v1.*(has changed since it was opened|is not the file that was opened|is gone|"
+    r"written over since the checkpoint was opened)"
+)
 
 
 def test_a_source_that_is_written_over_during_a_conversion_is_not_converted(versions, tmp_path):
@@ -330,36 +335,43 @@ def exchange(out: Path) -> None:
     (out / "c").rename(other)
 
 
-def relabel(out: Path) -> None:
+def relabel(out: Path, what: str) -> None:
     lines = [json.loads(line) for line in (out / LEDGER_FILE).read_text().splitlines()]
-    lines[1]["digest"], lines[2]["digest"] = lines[2]["digest"], lines[1]["digest"]
+    lines[1]["written"][what], lines[2]["written"][what] = lines[2]["written"][what], lines[1]["written"][what]
     (out / LEDGER_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def without_crcs(out: Path) -> None:
+    (out / LEDGER_FILE).write_bytes(re.sub(rb'"crcs":"[^"]*"', b'"crcs":""', (out / LEDGER_FILE).read_bytes()))
 
 
 @pytest.mark.parametrize(
     "happens",
     [
         exchange,
-        relabel,
+        partial(relabel, what="digest"),
+        partial(relabel, what="crcs"),
+        without_crcs,
         lambda out: remove(out / "param.c" / "c.0.0"),
         lambda out: cut(out / "param.c" / "c.0.0"),
         lambda out: lengthen(out / "param.d" / "c.0.0"),
         lambda out: remove(out / "param.a"),
     ],
-    ids=["exchanged", "other digests", "deleted", "cut short", "too long", "folder deleted"],
+    ids=["exchanged", "other digests", "other crcs", "no crcs", "deleted", "cut short", "too long", "folder deleted"],
 )
 def test_a_block_that_is_not_as_the_ledger_has_it_is_written_again(half, happens):
     source, out = half
     happens(out)
     result = source.save(out)
     assert [fault for _, fault in result.verify() if fault] == []
+    assert all(stored.crcs for stored in open_store(out)[0].arrays.values())
     for leaf in source.leaves:
         np.testing.assert_array_equal(result.read(leaf.label), source.read(leaf.label))
 
 
 @pytest.mark.parametrize(
     "line",
-    [b"{}", b"[]", b'"x"', b"null", b"", b"\xff", b'{"key": "a"}', b'{"key": 1, "box": 2, "digest": 3}', b"[" * 9999],
+    [b"{}", b"[]", b'"x"', b"null", b"", b"\xff", b'{"key": "a"}', b'{"key": 1, "box": 2, "written": 3}', b"[" * 9999],
     ids=lambda line: line[:20].decode(errors="replace"),
 )
 @pytest.mark.parametrize("place", [0, 1, -1])

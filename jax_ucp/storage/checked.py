@@ -26,6 +26,7 @@ from jax_ucp.metadata import (
     is_leaf_name,
     tree_fault,
 )
+from jax_ucp.storage.shard_file import CRC_BYTES
 
 # No mesh has so many devices.
 MAX_DEVICES = 1 << 20
@@ -123,6 +124,9 @@ def array_fault(leaf: Leaf, stored: StoredArray) -> str | None:
         return f"has {count} outer chunks, but {len(stored.digests)} digests"
     if stored.places and (len(stored.places) != count or stored.outer != stored.inner):
         return f"is packed, but has places for {len(stored.places)} of {count} chunks, or inner ones"
+    inner = math.prod(-(-n // c) for n, c in zip(leaf.shape, stored.inner, strict=True))
+    if stored.crcs and len(stored.crcs) != inner * CRC_BYTES:
+        return f"has {inner} inner chunks, but {len(stored.crcs)} bytes of crc32c"
     return None
 
 

@@ -53,7 +53,7 @@ def passed_on(checks: Iterable[Check], users: Mapping[str, Collection[str]]) -> 
 def require(check: Check) -> None:
     """Raises CorruptData if the check finds a fault."""
     if fault := check.run():
-        raise CorruptData(f"{fault}. `verify` (jax-ucp verify) lists every such place")
+        raise CorruptData(f"{fault.removesuffix('.')}. `verify` (jax-ucp verify) lists every such place")
 
 
 def prefixed(checks: Iterable[Check], prefix: str) -> Iterator[Check]:

@@ -33,7 +33,7 @@ from jax_ucp.storage.ledger import Ledger
 from jax_ucp.storage.orbax_tree import orbax_files
 from jax_ucp.storage.packs import is_indexed
 from jax_ucp.storage.source import ArrayInfo
-from jax_ucp.storage.zarr import METADATA_FILE, Commit, ZarrStore, require_storable, write_part
+from jax_ucp.storage.zarr import METADATA_FILE, Commit, Written, ZarrStore, require_storable, write_part
 
 # A block in flight is held as read, and as TensorStore encodes it. Beside that there is what was read around it:
 # the rows that a flat shard gives whole, or the chunks that it lies in.
@@ -204,7 +204,7 @@ def _copy_blocks(
 ) -> None:
     """Write the blocks that the ledger does not have yet, and those that are not on disk as it has them."""
     _take_up(plan, store, ledger, done)
-    left = [block for block in plan.blocks if str(block.box) not in store.digests[block.key]]
+    left = [block for block in plan.blocks if str(block.box) not in store.written[block.key]]
     written: list[Block] = []
     lock = threading.Lock()
 
@@ -221,7 +221,7 @@ def _copy_blocks(
         if group:
             store.directory.sync()
         for block in group:
-            ledger.note(block.key, block.box, store.digests[block.key][str(block.box)])
+            ledger.note(block.key, block.box, store.written[block.key][str(block.box)])
         for block in group:
             done(block)
 
@@ -231,19 +231,19 @@ def _copy_blocks(
 
 
 def _take_up(plan: CopyPlan, store: ZarrStore, ledger: Ledger, done: Callable[[Block], None]) -> None:
-    """Note the digests of the blocks that a stopped copy left on disk as its ledger has them.
+    """Note what was written of the blocks that a stopped copy left on disk as its ledger has them.
 
     What was written is read again for that: a ledger says what a block was, and files are changed by others too.
     """
 
-    def look(block: Block, digest: str) -> None:
-        if store.holds(block.key, block.box, digest):
-            store.digests[block.key][str(block.box)] = digest
+    def look(block: Block, written: Written) -> None:
+        if store.holds(block.key, block.box, written):
+            store.written[block.key][str(block.box)] = written
             done(block)
 
     noted = [(block, ledger.done.get((block.key, str(block.box)))) for block in plan.blocks]
-    known = [(block, digest) for block, digest in noted if digest is not None]
-    run_bounded(((block.cost, partial(look, block, digest)) for block, digest in known), plan.budget_bytes)
+    known = [(block, written) for block, written in noted if written is not None]
+    run_bounded(((block.cost, partial(look, block, written)) for block, written in known), plan.budget_bytes)
 
 
 def _identity(contents: Contents, plan: CopyPlan) -> str:

@@ -13,6 +13,7 @@ import msgspec
 
 from jax_ucp.errors import FormatError
 from jax_ucp.layout.box import Box
+from jax_ucp.storage.zarr import Written
 
 LEDGER_FILE = "ucp-ledger.jsonl"
 
@@ -24,11 +25,11 @@ class _First(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Block(msgspec.Struct, forbid_unknown_fields=True):
-    """Any other line: a block that was on disk, and the digest of its elements."""
+    """Any other line: a block that was on disk, and what was written."""
 
     key: str
     box: str
-    digest: str
+    written: Written
 
 
 class Ledger:
@@ -42,7 +43,7 @@ class Ledger:
     def __init__(self, directory: Path, identity: str):
         self._path = directory / LEDGER_FILE
         self._lock = threading.Lock()
-        self.done: dict[tuple[str, str], str] = {}
+        self.done: dict[tuple[str, str], Written] = {}
         directory.mkdir(parents=True, exist_ok=True)
         self._file = os.fdopen(_open_ledger(self._path), "ab")
         try:
@@ -66,8 +67,8 @@ class Ledger:
         """Whether the directory holds an unfinished conversion."""
         return (directory / LEDGER_FILE).is_file()
 
-    def note(self, key: str, box: Box, digest: str) -> None:
-        self._append(_Block(key, str(box), digest))
+    def note(self, key: str, box: Box, written: Written) -> None:
+        self._append(_Block(key, str(box), written))
 
     def remove(self) -> None:
         """The conversion is complete: its checkpoint is committed, and there is nothing to take up."""
@@ -100,7 +101,7 @@ class Ledger:
                 f"{self._path} belongs to a conversion of another source, of files that were replaced since, or with "
                 "another budget or mesh. Delete the directory, or give another one."
             )
-        self.done = {(block.key, block.box): block.digest for block in blocks}
+        self.done = {(block.key, block.box): block.written for block in blocks}
 
 
 def _open_ledger(path: Path) -> int:

@@ -24,8 +24,13 @@ from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 
 CRC_BYTES = 4
+CRC = np.dtype("<u4")
 _ENTRY = np.dtype([("offset", "<u8"), ("nbytes", "<u8")])
 _NOT_STORED = (1 << 64) - 1
+_EXCHANGED = (
+    "they are whole, but do not have the crc32c that ucp.json records for this place. They, or ucp.json, are of "
+    "another array, step or run, or were written over since the checkpoint was opened"
+)
 
 # A file of at most so many bytes is read whole, its index with it.
 WHOLE_BYTES = 128 << 10
@@ -36,15 +41,17 @@ def has_index(chunks: Chunks) -> bool:
     return chunks.inner != chunks.outer
 
 
-def shard_parts(data: np.ndarray, chunks: Chunks) -> Iterator[memoryview | bytes]:
+def shard_parts(data: np.ndarray, chunks: Chunks, crcs: bytearray) -> Iterator[memoryview | bytes]:
     """The bytes of the file of an outer chunk, in parts that are valid until the next is asked for.
 
     `data` is the outer chunk as far as it lies in the array; what its last inner chunks have beyond that is zero.
+    `crcs` gets the crc32c of each inner chunk, in row-major order.
     """
     if not has_index(chunks) and data.shape == chunks.inner:
         whole = np.asarray(data, order="C")
         yield whole.reshape(-1).view(np.uint8).data
-        yield _crc(whole)
+        crcs += _crc(whole)
+        yield bytes(crcs)
         return
     index = np.full(_inner_grid(chunks), _NOT_STORED, np.uint64).repeat(2).view(_ENTRY).reshape(_inner_grid(chunks))
     part = np.zeros(math.prod(chunks.inner) * data.dtype.itemsize + CRC_BYTES, np.uint8)
@@ -59,7 +66,8 @@ def shard_parts(data: np.ndarray, chunks: Chunks) -> Iterator[memoryview | bytes
         if shape != list(chunks.inner):
             room[...] = 0
         room[tuple(map(slice, shape))] = data[tuple(map(slice, start, stop))]
-        part[-CRC_BYTES:] = np.frombuffer(_crc(room), np.uint8)
+        part[-CRC_BYTES:] = np.frombuffer(crc := _crc(room), np.uint8)
+        crcs += crc
         index[place] = (at, len(part))
         at += len(part)
         yield part.data
@@ -90,12 +98,15 @@ def read_shard(
     chunks: Chunks,
     dtype: np.dtype,
     wanted: Sequence[tuple[Box, np.ndarray]],
+    crcs: np.ndarray | None,
     offset: int | None = None,
 ) -> None:
     """Copy from the file of the outer chunk at `box` into each wanted array, which has the elements of its box.
 
     A wanted box need not lie in the chunk; what of it does is copied. Each inner chunk that holds a wanted element
     is read once, and no other. An outer chunk without index may be a part of a larger file, from `offset` on.
+    `crcs` has the crc32c that each inner chunk in `box` was saved with, by its place, as `CRC`; None if that was
+    not recorded.
 
     Raises CorruptData where a checksum does not match, or the file is missing or has another size.
     """
@@ -106,7 +117,7 @@ def read_shard(
     try:
         # Before anything is made for its inner chunks: with all of them there, there are no more than bytes.
         part = _part_of_file(file, os.fstat(handle).st_size, shard_bytes(box, chunks, dtype), offset)
-        _decode(_Reader(file, handle, *part), box, chunks, dtype, _wanted_chunks(box, chunks, wanted))
+        _decode(_Reader(file, handle, *part), box, chunks, dtype, _wanted_chunks(box, chunks, wanted), crcs)
     finally:
         os.close(handle)
 
@@ -136,7 +147,12 @@ def _wanted_chunks(
 
 
 def _decode(
-    reader: _Reader, box: Box, chunks: Chunks, dtype: np.dtype, places: dict[Shape, list[tuple[Box, np.ndarray]]]
+    reader: _Reader,
+    box: Box,
+    chunks: Chunks,
+    dtype: np.dtype,
+    places: dict[Shape, list[tuple[Box, np.ndarray]]],
+    crcs: np.ndarray | None,
 ) -> None:
     nbytes = chunk_bytes(chunks, dtype)
     entries = _entries(reader, chunks)
@@ -144,7 +160,8 @@ def _decode(
         offset, length = entries[place].tolist()
         if length != nbytes:
             raise CorruptData(f"{reader.file}: inner chunk {place} is not stored as {nbytes} bytes")
-        raw = reader.checked(offset, offset + nbytes, f"inner chunk {place}")
+        saved_with = None if crcs is None else crcs[place].tobytes()
+        raw = reader.checked(offset, offset + nbytes, f"inner chunk {place}", saved_with)
         inner = raw.view(dtype).reshape(chunks.inner)
         start = tuple(o + p * n for o, p, n in zip(box.start, place, chunks.inner, strict=True))
         stop = tuple(a + n for a, n in zip(start, chunks.inner, strict=True))
@@ -177,8 +194,8 @@ class _Reader:
         self._whole = np.frombuffer(os.pread(handle, size, offset), np.uint8) if size <= WHOLE_BYTES else None
         self._room = np.empty(0, np.uint8)
 
-    def checked(self, begin: int, end: int, what: str) -> np.ndarray:
-        """The bytes of a range without the crc32c at its end, which matches."""
+    def checked(self, begin: int, end: int, what: str, saved_with: bytes | None = None) -> np.ndarray:
+        """The bytes of a range without the crc32c at its end, which matches, and is the one given."""
         if not 0 <= begin < end - CRC_BYTES or end > self.size:
             raise CorruptData(f"{self.file} is too short for {what}")
         if self._whole is not None:
@@ -191,8 +208,11 @@ class _Reader:
             data = self._room[: end - begin]
             if os.preadv(self._handle, [data.data], self._offset + begin) != len(data):
                 raise CorruptData(f"{self.file} is too short for {what}")
-        if _crc(data[:-CRC_BYTES]) != data[-CRC_BYTES:].tobytes():
+        crc = _crc(data[:-CRC_BYTES])
+        if crc != data[-CRC_BYTES:].tobytes():
             raise CorruptData(f"{self.file} is damaged: {what} does not have the crc32c that is stored with it")
+        if saved_with not in (None, crc):
+            raise CorruptData(f"{self.file}: the data of {what} are not those that were saved: {_EXCHANGED}")
         return data[:-CRC_BYTES]
 
 

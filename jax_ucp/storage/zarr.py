@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from jax_ucp.storage.checks import Check
 from jax_ucp.storage.directory import Directory
 from jax_ucp.storage.ocdbt import Range
 from jax_ucp.storage.packs import index_files, is_indexed, pack_name
-from jax_ucp.storage.shard_file import chunk_bytes, has_index, read_shard, read_unit, shard_bytes, shard_parts
+from jax_ucp.storage.shard_file import CRC, chunk_bytes, has_index, read_shard, read_unit, shard_bytes, shard_parts
 from jax_ucp.storage.source import ArrayInfo
 
 METADATA_FILE = "ucp.json"
@@ -38,6 +39,14 @@ FAULTS_SHOWN = 8
 
 Place = tuple[int, int]  # number of a pack, offset in it
 
+
+class Written(msgspec.Struct, frozen=True):
+    """An outer chunk on disk: the digest of its elements, and the crc32c of each inner chunk, if they are recorded."""
+
+    digest: str
+    crcs: bytes
+
+
 _BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
 
 
@@ -45,7 +54,8 @@ class ZarrStore:
     """Arrays of known shape, dtype and chunks in a directory, written one outer chunk at a time.
 
     Every chunk must be there to be read: a missing file is an error, not zeros. `places` says where packed chunks are,
-    by their keys: the number of the pack, and the offset in it.
+    by their keys: the number of the pack, and the offset in it. `crcs` are those recorded of an array's inner chunks,
+    with which every read compares; `written` is what this process wrote, by array and box.
     """
 
     def __init__(
@@ -54,11 +64,13 @@ class ZarrStore:
         arrays: Mapping[str, ArrayInfo],
         chunks: Mapping[str, Chunks],
         places: Mapping[str, Place] | None = None,
+        crcs: Mapping[str, bytes] | None = None,
     ):
         self.directory = directory
         self.chunks = chunks
         self.places = dict(places or {})
-        self.digests: dict[str, dict[str, str]] = {key: {} for key in arrays}
+        self.written: dict[str, dict[str, Written]] = {key: {} for key in arrays}
+        self._crcs = crcs or {}
         units = {key: read_unit(chunks[key], info.dtype.itemsize) for key, info in arrays.items()}
         self._arrays = {key: replace(info, chunk=units[key]) for key, info in arrays.items()}
 
@@ -70,11 +82,12 @@ class ZarrStore:
         self.directory.put(f"{key}/zarr.json", [zarr_json(self._arrays[key], self.chunks[key])], durable=False)
 
     def write(self, key: str, box: Box, data: np.ndarray, durable: bool = True) -> None:
-        """Write one outer chunk, whole, and note its digest. If not durable now, it is after `directory.sync`."""
+        """Write one outer chunk, whole, and note what it is. If not durable now, it is after `directory.sync`."""
         if box.size:
             name, data = self._chunk(key, box, data)
-            self.directory.put(name, shard_parts(data, self.chunks[key]), durable)
-            self.digests[key][str(box)] = _digest([data])
+            crcs = bytearray()
+            self.directory.put(name, shard_parts(data, self.chunks[key], crcs), durable)
+            self.written[key][str(box)] = Written(_digest([data]), bytes(crcs))
 
     def write_pack(self, number: int, blocks: Iterable[tuple[str, Box, np.ndarray]]) -> None:
         """Write outer chunks without index, each whole, to one file. It is durable after `directory.sync`."""
@@ -84,10 +97,11 @@ class ZarrStore:
             for key, box, block in blocks:
                 name, data = self._chunk(key, box, block)
                 self.places[name] = number, end
-                self.digests[key][str(box)] = _digest([data])
-                for part in shard_parts(data, self.chunks[key]):
+                crcs = bytearray()
+                for part in shard_parts(data, self.chunks[key], crcs):
                     end += len(part)
                     yield part
+                self.written[key][str(box)] = Written(_digest([data]), bytes(crcs))
 
         self.directory.put(pack_name(number), parts(), durable=False)
 
@@ -112,13 +126,26 @@ class ZarrStore:
         outer = self.chunks[key].outer
         wanted = [(box, out) for box, out in zip(boxes, outs, strict=True) if box.size]
         for chunk in outer_boxes(self._arrays[key].shape, outer, [box for box, _ in wanted]):
-            file, offset = self.find(f"{key}/{chunk_name(grid_place(chunk, outer))}")
-            try:
-                read_shard(self.directory.file(file), chunk, self.chunks[key], self._arrays[key].dtype, wanted, offset)
-            except CorruptData as error:
-                raise CorruptData(
-                    f"{self.directory}/{key}: {error}. Restore this file from a copy, or use another checkpoint."
-                ) from None
+            self._read_chunk(key, chunk, wanted, self._recorded(key, chunk))
+
+    def _read_chunk(self, key: str, box: Box, wanted: Sequence[tuple[Box, np.ndarray]], crcs: bytes) -> None:
+        """Copy from an outer chunk into each wanted array, comparing with the crc32c of its inner chunks, if any."""
+        chunks = self.chunks[key]
+        file, offset = self.find(f"{key}/{chunk_name(grid_place(box, chunks.outer))}")
+        grid = np.frombuffer(crcs, CRC).reshape(_inner_grid(box.shape, chunks)) if crcs else None
+        try:
+            read_shard(self.directory.file(file), box, chunks, self._arrays[key].dtype, wanted, grid, offset)
+        except CorruptData as error:
+            raise CorruptData(
+                f"{self.directory}/{key}: {error}. Restore this file from a copy, or use another checkpoint."
+            ) from None
+
+    def _recorded(self, key: str, box: Box) -> bytes:
+        """The crc32c of each inner chunk of an outer one; nothing if they were not recorded."""
+        crcs, shape, chunks = self._crcs.get(key, b""), self._arrays[key].shape, self.chunks[key]
+        if not crcs or box.shape == shape:
+            return crcs
+        return np.frombuffer(crcs, CRC).reshape(_inner_grid(shape, chunks))[_inner_places(box, chunks)].tobytes()
 
     def find(self, name: str) -> tuple[str, int | None]:
         """The file of the outer chunk with a key, and where in it, if it has others too."""
@@ -127,32 +154,34 @@ class ZarrStore:
         number, offset = self.places[name]
         return pack_name(number), offset
 
-    def holds(self, key: str, box: Box, digest: str) -> bool:
-        """Whether an outer chunk is on disk, whole, with elements of this digest. Reads it."""
-        return self._fault(key, box, digest) is None
+    def holds(self, key: str, box: Box, written: Written) -> bool:
+        """Whether an outer chunk is on disk as it was written. Reads it."""
+        return _is_whole(written, box, self.chunks[key]) and self._fault(key, box, written) is None
 
     def checks(self, key: str, label: str, stored: StoredArray) -> Iterator[Check]:
         """For each outer chunk of an array, whether its elements have the digest recorded."""
         itemsize = self._arrays[key].dtype.itemsize
         for box, want in zip(grid_boxes(self._arrays[key].shape, stored.outer), stored.digests, strict=True):
-            run = partial(self._fault, key, box, want)
+            run = partial(self._fault, key, box, Written(want, self._recorded(key, box)))
             yield Check(f"{label} {box}", frozenset([key]), box.size * itemsize, run)
 
-    def _fault(self, key: str, box: Box, want: str) -> str | None:
+    def _fault(self, key: str, box: Box, want: Written) -> str | None:
         try:
-            found = _digest(self.read(key, part) for part in self._rows(key, box))
+            found = _digest(self._parts(key, box, want.crcs))
         except CorruptData as error:
             return str(error)
-        if found == want:
+        if found == want.digest:
             return None
         return f"{self.directory}/{key}: the data of {box} are not those that were saved (digest {found})"
 
-    def _rows(self, key: str, box: Box) -> Iterator[Box]:
-        """An outer chunk in blocks of whole rows, each of few inner chunks."""
+    def _parts(self, key: str, box: Box, crcs: bytes) -> Iterator[np.ndarray]:
+        """The elements of an outer chunk, in blocks of whole rows, each of few inner chunks."""
         info = self._arrays[key]
         step = rows_of_chunks(box.shape, self.chunks[key].inner, info.dtype.itemsize, VERIFY_BYTES)
         for part in grid_boxes(box.shape, (*step[:1], *map(max, zip(box.shape[1:], step[1:], strict=True)))):
-            yield part.shift(box.start)
+            out = np.empty(part.shape, info.dtype)
+            self._read_chunk(key, box, [(part.shift(box.start), out)], crcs)
+            yield out
 
 
 def zarr_metadata(info: ArrayInfo, chunks: Chunks) -> dict[str, Any]:
@@ -188,7 +217,7 @@ def require_storable(label: str, dtype: np.dtype) -> None:
 def write_part(store: ZarrStore, process: int) -> None:
     """Make durable what this process wrote, and leave word of it for the process that commits."""
     store.directory.sync()
-    store.directory.write(_part_name(process), msgspec.json.encode(_Part(store.digests, store.places)))
+    store.directory.write(_part_name(process), msgspec.json.encode(_Part(store.written, store.places)))
 
 
 @dataclass(frozen=True)
@@ -209,24 +238,26 @@ class Commit:
         Raises CorruptData if a chunk was written by nobody, or any file is no longer as it was written: something else
         deletes or writes here too. Then there is no `ucp.json`.
         """
-        directory, digests = store.directory, {key: {} for key in store.arrays()}
+        directory, written = store.directory, {key: {} for key in store.arrays()}
         for process in range(self.processes):
             part = _read_part(directory, process)
             store.places.update(part.places)
-            for key, found in part.digests.items():
-                digests[key] |= found
+            for key, found in part.written.items():
+                written[key] |= found
         arrays, digests_of_files = {}, {}
         zarr_jsons = {key: zarr_json(info, store.chunks[key]) for key, info in store.arrays().items()}
         for key, info in store.arrays().items():
             chunks = store.chunks[key]
-            boxes = [str(box) for box in grid_boxes(info.shape, chunks.outer)]
-            if missing := [box for box in boxes if box not in digests[key]]:
+            boxes = {str(box): box for box in grid_boxes(info.shape, chunks.outer)}
+            if missing := [name for name, box in boxes.items() if not _is_whole(written[key].get(name), box, chunks)]:
                 raise CorruptData(
                     f"{directory}/{key}: {missing[:4]} and others of {len(boxes)} chunks were not written"
                 )
             names = _chunk_keys(key, info.shape, chunks.outer)
             places = tuple(store.places[name] for name in names if name in store.places)
-            arrays[key] = StoredArray(chunks.outer, chunks.inner, tuple(digests[key][box] for box in boxes), places)
+            digests = tuple(written[key][box].digest for box in boxes)
+            crcs = _joined_crcs(info.shape, chunks, [(box, written[key][name].crcs) for name, box in boxes.items()])
+            arrays[key] = StoredArray(chunks.outer, chunks.inner, digests, places, crcs)
             if key not in self.packed:
                 digests_of_files[f"{key}/zarr.json"] = digest(zarr_jsons[key])
         index = index_files(zarr_jsons, _ranges(store)) if is_indexed(store.arrays(), store.chunks) else {}
@@ -257,15 +288,16 @@ def open_store(path: str | os.PathLike[str]) -> tuple[Metadata, ZarrStore]:
         )
     metadata = decode(data, f"{directory}/{METADATA_FILE}")
     check_metadata(metadata, f"{directory}/{METADATA_FILE}")
-    arrays, chunks, places = {}, {}, {}
+    arrays, chunks, places, crcs = {}, {}, {}, {}
     for leaf in metadata.leaves:
         if leaf.has_array:
             stored = metadata.arrays[leaf.name]
             arrays[leaf.name] = ArrayInfo(leaf.shape, np.dtype(leaf.dtype))
             chunks[leaf.name] = Chunks(stored.outer, stored.inner)
+            crcs[leaf.name] = stored.crcs
             if stored.places:
                 places.update(zip(_chunk_keys(leaf.name, leaf.shape, stored.outer), stored.places, strict=True))
-    return metadata, ZarrStore(directory, arrays, chunks, places)
+    return metadata, ZarrStore(directory, arrays, chunks, places, crcs)
 
 
 def missing_files(metadata: Metadata, store: ZarrStore) -> list[str]:
@@ -308,6 +340,31 @@ def _chunk_keys(key: str, shape: Shape, outer: Shape) -> Iterator[str]:
     """The keys of the outer chunks of an array, in row-major order."""
     for place in itertools.product(*(range(-(-n // c)) for n, c in zip(shape, outer, strict=True))):
         yield f"{key}/{chunk_name(place)}"
+
+
+def _inner_grid(shape: Shape, chunks: Chunks) -> Shape:
+    """How many inner chunks there are along each axis of an array, or of an outer chunk as far as it lies in it."""
+    return tuple(-(-n // c) for n, c in zip(shape, chunks.inner, strict=True))
+
+
+def _is_whole(written: Written | None, box: Box, chunks: Chunks) -> bool:
+    """Whether it is known of an outer chunk what was written, with the crc32c of each inner one."""
+    return written is not None and len(written.crcs) == math.prod(_inner_grid(box.shape, chunks)) * CRC.itemsize
+
+
+def _inner_places(box: Box, chunks: Chunks) -> tuple[slice, ...]:
+    """Where in the grid of an array's inner chunks those of an outer one are."""
+    return tuple(slice(a // c, -(-b // c)) for a, b, c in zip(box.start, box.stop, chunks.inner, strict=True))
+
+
+def _joined_crcs(shape: Shape, chunks: Chunks, parts: Sequence[tuple[Box, bytes]]) -> bytes:
+    """The crc32c of each inner chunk of an array, from those of each outer one."""
+    if len(parts) == 1:
+        return parts[0][1]
+    grid = np.zeros(_inner_grid(shape, chunks), CRC)
+    for box, crcs in parts:
+        grid[_inner_places(box, chunks)] = np.frombuffer(crcs, CRC).reshape(_inner_grid(box.shape, chunks))
+    return grid.tobytes()
 
 
 def _pack_faults(store: ZarrStore) -> list[str]:
@@ -354,9 +411,9 @@ def _part_name(process: int | str) -> str:
 
 
 class _Part(msgspec.Struct):
-    """What a process wrote: of each array the digests of its chunks by box, and the places of packed chunks by key."""
+    """What a process wrote: of each array its chunks by box, and the places of packed chunks by key."""
 
-    digests: dict[str, dict[str, str]]
+    written: dict[str, dict[str, Written]]
     places: dict[str, Place]
 
 

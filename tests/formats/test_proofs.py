@@ -14,6 +14,7 @@ import pytest
 
 import jax_ucp as ucp
 from dcp_writer import Writer
+from hostile_files import resealed, without_crcs
 from jax_ucp.errors import CorruptData, UCPError
 from jax_ucp.formats.dcp_metadata import read_metadata
 from jax_ucp.formats.torch_file import TorchFile
@@ -239,13 +240,18 @@ def test_items_of_dcp_are_summed_in_full(tmp_path, name):
     assert "__1_0.distcp: the bytes of storage" in refusal(tmp_path, verify="full")
 
 
-def test_an_exchanged_chunk_of_a_universal_checkpoint_is_refused_in_full(tmp_path):
+def test_an_exchanged_chunk_of_a_universal_checkpoint_is_refused(tmp_path):
     path = tmp_path / "universal"
     ucp.Checkpoint.of({name: np.full((64, 64), i, np.float32) for i, name in enumerate("ab")}).save(path)
     chunk = next(path.glob("a/c*")).name
     (path / "a" / chunk).write_bytes((path / "b" / chunk).read_bytes())
     ucp.open(path).restore({"b": np.zeros((64, 64), np.float32)}, partial=True, verify="full")
-    with pytest.raises(CorruptData, match=r"a: the data of .* are not those that were saved"):
+    for verify in ("sample", "full"):
+        with pytest.raises(CorruptData, match=r"a: .*the data of .* are not those that were saved"):
+            ucp.open(path).restore(verify=verify)
+    resealed(path, without_crcs)
+    ucp.open(path).restore()
+    with pytest.raises(CorruptData, match=r"a: the data of .* are not those that were saved \(digest"):
         ucp.open(path).restore(verify="full")
 
 
