@@ -296,9 +296,7 @@ class Campaign:
         out = self.work / "out"
         try:
             if way.cli:
-                flags = [f for name, n in options.get("sizes", {}).items() for f in ("--size", f"{name}={n}")]
-                flags += ["--weights-only"] * bool(options.get("weights_only"))
-                done = CliRunner().invoke(cli, ["convert", str(at), str(out), *flags])
+                done = CliRunner().invoke(cli, ["convert", str(at), str(out), *_flags(options)])
                 if done.exception is not None and not isinstance(done.exception, SystemExit):
                     return self.refusal(subject, attempt, done.exception, "jax-ucp convert")
                 if done.exit_code:
@@ -416,6 +414,18 @@ class Campaign:
         if named and re.search(attempt.cause, words, re.IGNORECASE | re.DOTALL):
             return Outcome("refused", f"{what}: {plain}")
         return Outcome("unnamed", f"{what}: {type(error).__name__}: {plain}")
+
+
+def _flags(options: Mapping[str, Any]) -> list[str]:
+    """Options of `open` as the command line has them. Raises KeyError for one that no subject has."""
+    found: list[str] = []
+    for name, value in options.items():
+        found += {
+            "sizes": lambda sizes: [f for of in sizes.items() for f in ("--size", "{}={}".format(*of))],
+            "weights_only": lambda said: ["--weights-only"] * said,
+            "optimizer_groups": lambda how: ["--optimizer-groups", how],
+        }[name](value)
+    return found
 
 
 def _can_verify() -> bool:
