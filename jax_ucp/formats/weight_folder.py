@@ -7,6 +7,7 @@ is read: a little of every tensor when the folder is opened, all of it by `verif
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -107,8 +108,9 @@ def open_weight_folder(path: Path, options: Options) -> Contents:
 
 
 def notes_beside(path: Path) -> Iterator[str]:
-    """What a checkpoint of another format has beside it: weights, and a trainer's state."""
-    names = _files(path)
+    """What a checkpoint of another format has beside it: weights, and a trainer's state. Lists the folder once."""
+    with os.scandir(path) as entries:
+        names = sorted(entry.name for entry in entries if not entry.is_dir())
     (trainer,) = (pattern for pattern, what in _BESIDE if what == _TRAINER)
     yield from _notes("weights beside the checkpoint", [name for name in names if holds_weights([name])])
     yield from _notes(_TRAINER, [name for name in names if trainer.fullmatch(name)])
