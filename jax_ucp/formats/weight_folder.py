@@ -111,9 +111,10 @@ def notes_beside(path: Path) -> Iterator[str]:
     """What a checkpoint of another format has beside it: weights, and a trainer's state. Lists the folder once."""
     with os.scandir(path) as entries:
         names = sorted(entry.name for entry in entries if not entry.is_dir())
-    (trainer,) = (pattern for pattern, what in _BESIDE if what == _TRAINER)
     yield from _notes("weights beside the checkpoint", [name for name in names if holds_weights([name])])
-    yield from _notes(_TRAINER, [name for name in names if trainer.fullmatch(name)])
+    for pattern, what in _BESIDE:
+        if what != _SHARDS:
+            yield from _notes(what, [n for n in names if pattern.fullmatch(n) and not holds_weights([n])])
 
 
 def _notes(reason: str, names: Sequence[str]) -> Iterator[str]:
