@@ -20,7 +20,9 @@ def stock(path: Path, ocdbt: bool, zarr3: bool) -> None:
         checkpointer.save(path, args=ocp.args.PyTreeSave(TREE))
 
 
-WRITERS = {f"ocdbt {o} zarr3 {z}": lambda path, o=o, z=z: stock(path, o, z) for o in (False, True) for z in (False, True)}
+WRITERS = {
+    f"ocdbt {o} zarr3 {z}": lambda path, o=o, z=z: stock(path, o, z) for o in (False, True) for z in (False, True)
+}
 WRITERS["universal"] = lambda path: ucp.Checkpoint.of(TREE).save(path)
 
 

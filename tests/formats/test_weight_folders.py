@@ -566,3 +566,16 @@ def test_folders_with_weights_of_their_own_and_other_formats_are_noted(tmp_path)
     shutil.rmtree(tmp_path / "2_Dense")
     with pytest.raises(NotACheckpoint, match=r"tf_model\.h5 in it is Keras's HDF5, which is not read here"):
         ucp.open(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX, "model-00001-of-00002.safetensors", "quantize_config.json"])
+def test_what_should_be_a_file_and_is_a_folder_or_leads_nowhere_is_refused(tmp_path, name):
+    parts(tmp_path, tensors(0), 2, index=True)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to("../blobs/x")
+    with pytest.raises(FormatError, match=rf"{name}: it is a link to \.\./blobs/x, which does not exist"):
+        ucp.open(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(FormatError, match=rf"{name}: it is a folder, where a file should be"):
+        ucp.open(tmp_path)
