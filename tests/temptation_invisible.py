@@ -120,7 +120,13 @@ def _bytes(t: Stored, files: Files) -> bytes:
 
 
 def _steps_mixed(case: Case) -> bool:
-    """Whether parameters are of different steps that were of one."""
+    """Whether parameters are of different steps that were of one.
+
+    An optimizer of torch, as DCP stores it, counts for each parameter the steps in which that had a gradient: there
+    different steps are what a model has of which not every part is used in every step.
+    """
+    if case.subject.format == "dcp":
+        return False
 
     def steps(leaves: Mapping[str, Any]) -> set[float]:
         return {float(v) for n, v in leaves.items() if n.startswith("['step']") and np.size(v) == 1}
@@ -171,7 +177,7 @@ def _said(name: str, data: bytes) -> tuple[str, list[Any]]:
     return root, tree
 
 
-_COUNTERS = re.compile(r"(global_)?steps?|iteration|last_batch_iteration|last_epoch|_step_count")
+_COUNTERS = re.compile(r"global_steps?|steps|iteration|last_batch_iteration|last_epoch|_step_count")
 
 
 def _numbers(name: str, files: Files) -> dict[tuple[str, ...], float]:
@@ -185,17 +191,27 @@ def _numbers(name: str, files: Files) -> dict[tuple[str, ...], float]:
                     found[path] = float(node)
     for t in stored_tensors({name: files[name]} if files[name][:4] == b"PK\3\4" else files):
         path = tuple(re.split("[/.]", t.label))
-        if t.file == name and _called(path) == "counter" and len(t.read(files)) == 1:
+        if t.file == name and _called(path) in ("counter", "step") and len(t.read(files)) == 1:
             found[path] = float(t.read(files)[0])
     return found
 
 
 def _called(path: tuple[str, ...]) -> str:
+    """What two files mean alike. A trainer's counters are one thing: all of them are of one training.
+
+    The optimizer's own step is another: it counts anew where a run is taken up without its states. So is what a group
+    of parameters was told, of which every group has its own.
+    """
+    if "param_groups" in path:
+        return ".".join(path[path.index("param_groups") :])
     return "counter" if _COUNTERS.fullmatch(path[-1]) else path[-1]
 
 
 def _numbers_contradict(case: Case) -> bool:
-    """Whether a number that is other now is told, as it was, by a file that did not change, or by a folder's name."""
+    """Whether a number that is other now is told, as it was, by a file that did not change, or by a folder's name.
+
+    Megatron names the folder of an iteration; what DeepSpeed's is called is for the user's program to say.
+    """
     kept: set[tuple[str, float]] = set()
     lost: set[tuple[str, float]] = set()
     for name in case.after:
@@ -204,7 +220,7 @@ def _numbers_contradict(case: Case) -> bool:
             if name in case.changed:
                 before = _numbers(name, case.before)
                 lost |= {(_called(path), n) for path, n in before.items() if now.get(path) != n}
-                kept |= {("counter", float(n)) for n in re.findall(r"(?:global_step|iter_)(\d+)/", name)}
+                kept |= {("counter", float(n)) for n in re.findall(r"iter_(\d+)/", name)}
             else:
                 kept |= {(_called(path), n) for path, n in now.items()}
     return bool(lost & kept)

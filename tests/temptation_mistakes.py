@@ -28,7 +28,7 @@ from temptation_subjects import Subject
 PER_ROLE = 2
 
 # What a message may name for a file that is not there.
-_ABSENT = ("rank", "layer", "state", "hole", "no such folder", ".metadata", "is in no file")
+_ABSENT = ("rank", "layer", "state", "hole", "no such folder", ".metadata", "is in no file", "PyTree item")
 
 # Words of causes. A message has one of them beside a name; paths in it do not count.
 DAMAGED = "|".join(
@@ -45,6 +45,7 @@ MISSING = "|".join(
         r"should (have|hold|be)|cover|there (is|are)|names|not in|\bno \S|never",
     )
 )
+FOLDER = rf"folder|director|not a file|{MISSING}"
 FOREIGN = "|".join(
     (
         r"another|other|differ|not the|not of one|twice|disagree|exchange|rank|step|run|iteration|master|copy|replica",
@@ -56,7 +57,7 @@ POINTER = r"lfs|pointer|text"
 WEB = "|".join(
     (
         r"html|web page|text|not a |is no |\bno zip|neither|begins|damage|header|not what|bytes|should|says|digest",
-        r"is not json|not as expected|error parsing",
+        r"is not json|not as expected|error parsing|server answered",
     )
 )
 TEXT = "|".join(
@@ -126,7 +127,9 @@ def chosen(subject: Subject, rng: Random, per_role: int = PER_ROLE) -> list[str]
 
 
 # Files that tell of others.
-_TABLE = re.compile(r"\.metadata|.*index\.json|ucp\.json|_METADATA|manifest\.ocdbt|common\.pt|metadata\.json|latest.*")
+_TABLE = re.compile(
+    r"\.metadata|.*index\.json|ucp\.json|_METADATA|manifest\.ocdbt|common\.pt|metadata\.json|latest.*|_CHECKPOINT_METADATA"
+)
 
 
 def names_of(*files: str) -> tuple[str, ...]:
@@ -332,8 +335,8 @@ def another_thing_in_its_place(subject: Subject, _: Sequence[Subject]) -> Iterat
         yield Attempt(f"{name} is a web page", put({name: page}), named, WEB)
         yield Attempt(f"{name} is an error in JSON", put({name: denied}), named, WEB + "|lacks|no |should")
         inner = {name: None, f"{name}/{PurePosixPath(name).name}": data}
-        yield Attempt(f"{name} is a folder that has it", put(inner), named, r"folder|director|" + MISSING)
-        yield Attempt(f"{name} is an empty folder", put({name: EmptyFolder()}), named, r"folder|director|" + MISSING)
+        yield Attempt(f"{name} is a folder that has it", put(inner), named, FOLDER)
+        yield Attempt(f"{name} is an empty folder", put({name: EmptyFolder()}), named, FOLDER)
         broken = Link(f"../nowhere/{PurePosixPath(name).name}")
         yield Attempt(f"{name} is a broken link", put({name: broken}), (*named, "rank"), r"link|" + MISSING)
 

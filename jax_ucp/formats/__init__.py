@@ -24,6 +24,7 @@ from jax_ucp.formats import (
     universal,
     weight_folder,
 )
+from jax_ucp.formats.beside import MARKERS, items_beside
 from jax_ucp.formats.hints import not_read, point_inside
 from jax_ucp.formats.options import NOTHING_TWICE, Options
 from jax_ucp.formats.quantization import settle
@@ -39,9 +40,15 @@ def _open_step(path: Path, options: Options) -> Contents:
     """The one PyTree item of a step. Raises NotACheckpoint, naming the items, where there is not just one."""
     items = orbax.items_of_step(path)
     if len(items) != 1:
-        names = ", ".join(item.name for item in items) or "no PyTree item"
+        if not items:
+            raise NotACheckpoint(
+                f"{path} is a step without a PyTree item: what it had is missing, or was never finished"
+            )
+        names = ", ".join(item.name for item in items)
         raise NotACheckpoint(f"{path} is a step with {names}: open one of its items, {path}/<item>")
-    return open_contents(items[0], options)
+    contents = open_contents(items[0], options)
+    account = [*contents.account, *items_beside(path, {items[0].name, *MARKERS})]
+    return replace(contents, account=account, notes=[*contents.notes, *weight_folder.notes_beside(path)])
 
 
 # What marks the format, what it is called, what opens it. The first that recognises the path has it.
@@ -68,13 +75,13 @@ FORMATS: tuple[tuple[Callable[[Path], bool], str, Opener], ...] = (
 )
 
 
-# Formats whose folders may have weights beside them that a trainer exported.
-_OF_TORCH = (
-    deepspeed.open_deepspeed,
-    deepspeed_universal.open_deepspeed_universal,
-    megatron_dist.open_megatron_dist,
-    dcp.open_dcp,
-    megatron_legacy.open_megatron_legacy,
+# Formats that say themselves what else lies in their folder, and files. Others may have weights beside them that a
+# trainer exported, in the folder that is opened or in the one that it names.
+_NOTE_THEMSELVES = (
+    _open_step,
+    weight_folder.open_weight_folder,
+    safetensors.open_safetensors,
+    torch_state.open_torch,
 )
 
 # Which of them take a spec: the others record themselves how their shards form parameters, or have none.
@@ -139,7 +146,8 @@ def _recognised(path: Path) -> bool:
 
 def _with_notes(contents: Contents, at: Path, opener: Opener, options: Options) -> Contents:
     """The contents, with notes on weights that a trainer left beside, and where there is nothing to `believe`."""
-    notes = [*weight_folder.notes_beside(at)] if opener in _OF_TORCH else []
+    folders = dict.fromkeys([at, Path(contents.path)]) if opener not in _NOTE_THEMSELVES else ()
+    notes = [note for folder in folders for note in weight_folder.notes_beside(folder)]
     if options.believe and opener in _STORE_ONCE:
         notes.append(NOTHING_TWICE.format(options.believe))
     return replace(contents, notes=[*contents.notes, *notes]) if notes else contents

@@ -26,6 +26,7 @@ import numpy as np
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.formats import safe_pickle
 from jax_ucp.formats.safe_pickle import Name, Record, inert, known, table, what_is
+from jax_ucp.formats.stand_ins import stand_in
 from jax_ucp.formats.torch_names import NAMES as TORCH_NAMES
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
@@ -150,6 +151,8 @@ def read_metadata(folder: Path, leave: Callable[[DcpMetadata], Collection[str]] 
         try:
             found.add(path)
         except FormatError as error:
+            if why := stand_in(path):
+                raise FormatError(f"{path}: {why}") from error
             raise type(error)(f"{path}: {error}") from error
     try:
         metadata = found.metadata(tuple(path.name for path in files))
@@ -335,6 +338,8 @@ def _check_spans(metadata: DcpMetadata, left: Collection[str]) -> None:
         for span, fqn in sorted(spans, key=lambda item: item[0].offset):
             end = span.offset + span.length
             if end > about.st_size:
+                if why := stand_in(path):
+                    raise FormatError(f"{path}: {why}")
                 raise CorruptData(
                     f"{path} has {about.st_size} bytes, but {fqn} should end at byte {end}: the file is truncated, "
                     "or belongs to another save"

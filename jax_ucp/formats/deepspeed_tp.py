@@ -80,7 +80,8 @@ class TensorParallel:
         try:
             return pattern.join(slices)
         except LayoutError as error:
-            what = f"{self.where}: {name} by its universal_checkpoint_info"
+            vocab = f" with vocab={pattern.size!s:.40}" if isinstance(pattern, Padded) else ""
+            what = f"{self.where}: {name} by its universal_checkpoint_info{vocab}"
             raise LayoutError(f"{what}: {error}. {_SPEC}") from error
 
     def says(self, name: str) -> bool:

@@ -2,8 +2,9 @@
 
 An atom is a dict with the whole tensor, or, from ZeRO-3 without tensor parallelism, the bare flat tensor, whose shape
 the model states beside it have. These are the model states of the run, copied: frozen parameters and buffers come from
-them, and the module's own tensors are compared with the atoms. Folders of aliases, and of what is not the optimizer's,
-hold copies only (of tied ones one rank's slice), so they are not used.
+them, and the module's own tensors are compared with the atoms. So are rank 0's partitions, which ZeRO-3 leaves in the
+optimizer's state: the first elements of every atom. Folders of aliases, and of what is not the optimizer's, hold copies
+only (of tied ones one rank's slice), so they are not used.
 
 Facts: `checkpoint/ds_to_universal.py` of DeepSpeed 0.19.8.
 """
@@ -12,12 +13,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from jax_ucp.errors import FormatError, NotACheckpoint
 from jax_ucp.formats import deepspeed_moe as moe
+from jax_ucp.formats.beside import items_beside
 from jax_ucp.formats.deepspeed import Reader
 from jax_ucp.formats.deepspeed_facts import check_facts
 from jax_ucp.formats.deepspeed_files import Stored, open_files, open_stored, tag_folder
@@ -27,10 +29,11 @@ from jax_ucp.formats.facts import Facts
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.torch_file import StoredTensor, TorchFile
 from jax_ucp.language.rules import Shard
-from jax_ucp.layout.fragments import Shape
+from jax_ucp.layout.fragments import ParamLayout, Shape
 from jax_ucp.layout.patterns import Unique, flat_layouts
 from jax_ucp.storage.consolidated import Consolidated
 from jax_ucp.storage.contents import Contents
+from jax_ucp.storage.cuts import Cut
 
 _OPTIMIZER = "zero/optimizer_state.pt"
 
@@ -62,7 +65,7 @@ class _Universal(Reader):
                 "the optimizer files, to another one"
             )
         check_facts(files, options.weights_only)
-        paths = sorted(path for path in (folder / "zero").glob("*/*.pt"))
+        paths = sorted(path for path in (folder / "zero").glob("*/*.pt") if not path.name.startswith("."))
         self.atoms: dict[str, dict[str, TorchFile]] = defaultdict(dict)
         for path in paths:
             if path.stem == "fp32" or not options.weights_only:
@@ -81,6 +84,7 @@ class _Universal(Reader):
         more |= {_OPTIMIZER: self.optimizer.file} if self.optimizer else {}
         super().__init__(files, options, more)
         self.copies: dict[str, dict[tuple[int, int], tuple[str, Shape]]] = defaultdict(dict)
+        self.keys: dict[tuple[str, str], str] = {}  # of the atoms' tensors, by state and parameter
 
     def contents(self) -> Contents:
         self.owned = self._owned()
@@ -90,8 +94,10 @@ class _Universal(Reader):
         if self.by_spec:
             where = self.files.models[0][0].name
             self.by_spec.bind({n: [Shard(shape, where) for shape in shapes] for n, (_, shapes) in self.owned.items()})
+        self._check_forms()
         for name, (stage, shapes) in self.owned.items():
             self._atom(name, stage, shapes)
+        self._compare_rank_0()
         for mp in range(len(self.files.models)):
             self._frozen_fragments(mp)
             self._module(mp)
@@ -105,6 +111,7 @@ class _Universal(Reader):
         for path in self.left:
             if path.stem != "fp32":
                 self.found.skip(path.relative_to(self.files.folder).as_posix(), "file", ASIDE)
+        self._account()
         return self.found.contents()
 
     def _owned(self) -> dict[str, tuple[int, list[Shape]]]:
@@ -119,16 +126,47 @@ class _Universal(Reader):
         return owned
 
     def _check_states(self) -> None:
-        """Raise FormatError where a parameter has not the states that others of its group have."""
+        """Raise FormatError where a parameter has not the states that others of its group have, or that Adam has."""
         for models in self.files.models if not self.options.weights_only else ():
-            for shapes in param_shapes(models[0], ()):
+            for index, shapes in enumerate(param_shapes(models[0], ())):
                 states = {state for name in shapes for state in self.atoms.get(name, ())}
+                self._check_moments(index, states)
                 for name in shapes:
                     for state in sorted(states - self.atoms.get(name, {}).keys() - {"fp32"}):
                         raise FormatError(
                             f"{self.files.folder / 'zero' / name / state}.pt is missing: other parameters of the group "
                             "have that state. weights_only opens the parameters without it"
                         )
+
+    def _check_moments(self, index: int, states: Collection[str]) -> None:
+        """Raise FormatError where no parameter of a group has a moment that its optimizer's settings are about."""
+        steps = self.files.models[0][0].state.get("global_steps")
+        groups = self.optimizer.state.get("param_groups") if self.optimizer else None
+        hyper = next((group for group in groups or () if index in group.get("params", ())), {})
+        if not steps or "betas" not in hyper or hyper.get("use_muon"):
+            return
+        wanted = [{"exp_avg"}] + [{"exp_avg_sq", "exp_inf"}] * ("eps" in hyper)
+        for names in wanted:
+            if not names & set(states):
+                raise FormatError(
+                    f"{self.files.folder / 'zero'}: {' or '.join(sorted(names))}.pt is missing of all parameters of "
+                    f"group {index}, of which {_OPTIMIZER} has the betas. weights_only opens the parameters without it"
+                )
+
+    def _check_forms(self) -> None:
+        """Raise FormatError where atoms are not all of one form, as one conversion of one checkpoint writes them."""
+        facts = Facts(self.files.folder)
+        for name, (stage, _) in self.owned.items():
+            among = any(moe.is_fused(name, model) for model in self.files.models[stage])
+            for state, file in self.atoms[name].items():
+                if isinstance(file.tree, dict):
+                    form = "a dict"
+                    facts.state(f"zero/{name}/{state}.pt", f"what says how to cut {name}", sorted(file.tree), name)
+                elif isinstance(file.tree, StoredTensor) and file.tree.shape:
+                    form = "a bare tensor"
+                else:
+                    continue
+                facts.state(f"zero/{name}/{state}.pt", "the form of the atoms", form, among)
 
     def _check_steps(self) -> None:
         """Raise FormatError where parameters of one group, which step together, have atoms of other steps."""
@@ -159,17 +197,70 @@ class _Universal(Reader):
                 and (tensor.shape or label == "param")
                 and (want is None or tensor.shape == want)
             ):
-                param = Consolidated(Unique().join([tensor.shape]), [f"{at}:{tensor.key}"])
-                self.found.parameter(label, name, param, f"{label} of {name}")
+                self._map(label, name, Unique().join([tensor.shape]), f"{at}:{tensor.key}")
             elif isinstance(tensor, StoredTensor) and want and tensor.shape == (math.prod(want),):
-                layout = flat_layouts({name: want}, tensor.shape)[name]
-                self.found.parameter(label, name, Consolidated(layout, [f"{at}:{tensor.key}"]), f"{label} of {name}")
+                self._map(label, name, flat_layouts({name: want}, tensor.shape)[name], f"{at}:{tensor.key}")
             elif isinstance(tensor, StoredTensor) and tensor.shape:
                 raise FormatError(f"{file.path} has shape {tensor.shape}, but by the model states {name} has {want}")
             elif label == "param" or tensor is None:
                 raise FormatError(f"{file.path} holds no tensor of {name}")
             else:
                 self.value(label, name, [(_Atom(file, {}), tensor)])
+
+    def _map(self, label: str, name: str, layout: ParamLayout, key: str) -> None:
+        self.found.parameter(label, name, Consolidated(layout, [key]), f"{label} of {name}")
+        self.keys[label, name] = key
+
+    def _compare_rank_0(self) -> None:
+        """Compare the first elements of the atoms with rank 0's partitions of them, which ZeRO-3 leaves in its state.
+
+        Under tensor parallelism those are elements of a slice, which atoms are not made of in their order.
+        """
+        masters = self.optimizer.state.get("fp32_flat_groups") if self.optimizer else None
+        if masters is None or self.files.tp > 1:
+            return
+        states = self._rank_0().get("state") or {}
+        groups = param_shapes(self.files.models[0][0], ())
+        if len(masters) != len(groups):
+            raise FormatError(
+                f"{self.files.folder / _OPTIMIZER} has {len(masters)} parameter groups, but the model states have "
+                f"{len(groups)}: one of the files is of another run"
+            )
+        for index, (shapes, master) in enumerate(zip(groups, masters, strict=True)):
+            state = states.get(index) or {}
+            flat = {name: value for name, value in state.items() if isinstance(value, StoredTensor) and value.shape}
+            for label, tensor in ({"param": master} | flat).items():
+                self._compare_partition(index, shapes, label, tensor)
+
+    def _compare_partition(self, index: int, shapes: Mapping[str, Shape], label: str, tensor: StoredTensor) -> None:
+        """Compare rank 0's partition of one state of a group with the atoms."""
+        ranks = self._ranks_of(index)
+        pieces = {name: -(-math.prod(shape) // ranks) for name, shape in shapes.items()}
+        if tensor.shape != (sum(pieces.values()),):
+            raise FormatError(
+                f"{self.files.folder / _OPTIMIZER}: {label} of group {index} has shape {tensor.shape}, where by "
+                f"param_shapes rank 0 of {ranks} has {sum(pieces.values())} elements: the file is of another run"
+            )
+        start, stored = 0, f"{_OPTIMIZER}:{tensor.key}"
+        for name, numel in pieces.items():
+            if (key := self.keys.get((label, name))) is None:
+                atom = self.files.folder / "zero" / name / f"{'fp32' if label == 'param' else label}.pt"
+                raise FormatError(f"{atom} is missing: rank 0's part of it is in {_OPTIMIZER}")
+            whole, copy = f"the first {numel} elements of {label} of {name}", f"{stored}, from {start}"
+            self.found.cut(whole, Cut(key, 0, (numel,)))
+            self.found.cut(copy, Cut(stored, start, (numel,)))
+            self.found.slice_twin(whole, copy, "")
+            start += numel
+
+    def _ranks_of(self, index: int) -> int:
+        """How many ranks share the parameters of a group: with experts, not all groups are alike."""
+        state = self.optimizer.state if self.optimizer else {}
+        teams = state.get("ds_zero_partition_groups") or ()
+        counts = [team["partition_count"] for team in teams if team["sub_group"] == index]
+        count = counts[0] if counts else state.get("partition_count")
+        if not isinstance(count, int) or count < 1:
+            raise FormatError(f"{self.files.folder / _OPTIMIZER} has the partition_count {count!r:.80}, which is none")
+        return count
 
     def _module_tensor(self, mp: int, name: str, owner: str, key: str, tensor: StoredTensor) -> None:
         stage, tp = divmod(mp, self.files.tp)
@@ -234,6 +325,20 @@ class _Universal(Reader):
                 for index, shapes in enumerate(param_shapes(models[0], ())):
                     for name in shapes if index in hyper.get("params", ()) else ():
                         self.found.hyperparameters(name, hyper)
+
+    def _account(self) -> None:
+        """Account for what lies beside the files that are read: in the folder, in zero/ and beside the atoms."""
+        zero = self.files.folder / "zero"
+        left = {path.relative_to(zero).as_posix() for path in self.left}
+        beside = items_beside(zero.parent, {file.name for file in self.files.all()} | {zero.name})
+        beside += items_beside(
+            zero, {Path(_OPTIMIZER).name, *self.atoms, *(name.split("/")[0] for name in left)}, "zero/"
+        )
+        for name, files in self.atoms.items():
+            read = {f"{state}.pt" for state in files} | {at.name for at in self.left if at.parent.name == name}
+            beside += items_beside(zero / name, read, f"zero/{name}/")
+        for item in beside:
+            self.found.skip(item.where, item.what, item.reason)
 
     def _rank_0(self) -> Mapping[str, Any]:
         inner = self.optimizer.state.get("optimizer_state_dict") if self.optimizer else None

@@ -233,7 +233,8 @@ class Import:
             source, whole = (slices or shards, twin.of) if isinstance(twin.of, str) else (view, names[twin.of])
             copies = slices if slices and twin.key in self._slices else shards
             pair = Duplicate(label, source, whole, copies, twin.key, twin.at, self._stored, twin.stored)
-            yield Check(label, resting[whole], pair.nbytes(extent), partial(pair.fault, extent))
+            rest = resting[whole] if whole in resting else resting[self._stored(whole)]
+            yield Check(label, rest, pair.nbytes(extent), partial(pair.fault, extent))
 
     def _alike(self) -> dict[tuple[object, ...], list[TreePath]]:
         """Parameters that have replicas; together those that are of the same tensors, as the steps of a group are."""

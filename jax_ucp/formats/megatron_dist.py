@@ -75,7 +75,10 @@ def open_megatron_dist(path: Path, options: Options) -> Contents:
     """
     folder = iteration_folder(path)
     if not folder.is_dir():
-        raise NotACheckpoint(f"{path} names {folder.name}, but there is no such folder in it")
+        raise NotACheckpoint(
+            f"{path} names {folder.name}, but there is no such folder in it, while files of one iteration lie beside "
+            "the name: move them into a folder that is called so, or open them without the file that names it"
+        )
     return read_files(open_files(folder, options.weights_only), options)
 
 
@@ -323,7 +326,7 @@ class _Reader:
         try:
             return replace(held, layout=held.layout.clip((vocab, *held.layout.shape[1:])))
         except LayoutError as error:
-            raise LayoutError(f"{name}: {error}") from None
+            raise LayoutError(f"{name}, with vocab={vocab!s:.40} in sizes: {error}") from None
 
     def _copy_of_embedding(self, states: Mapping[str, Consolidated]) -> None:
         reason = f"the last pipeline stage's copy of {EMBEDDING}, compared with it by verify"

@@ -122,8 +122,8 @@ class Beside:
 def is_checkpoint(path: Path) -> bool:
     """Whether the directory, or the iteration that its tracker file names, is a checkpoint of torch_dist or zarr."""
     folder = iteration_folder(path)
-    if not folder.is_dir():
-        return False
+    if not folder.is_dir():  # which is refused, unless it is the legacy format's
+        folder = path
     return _backend(folder) is not None or all((folder / name).is_file() for name in (COMMON_FILE, METADATA_FILE))
 
 

@@ -28,6 +28,8 @@ class Sizes(Mapping[str, int]):
     def __init__(self, given: Mapping[str, int]):
         if not isinstance(given, Mapping):
             raise SpecError(f"sizes={given!r:.80} should be lengths by name, such as {{'vocab': 50257}}")
+        if strange := [name for name in given if not isinstance(name, str)]:
+            raise SpecError(f"sizes has the name {strange[0]!r:.80}, which is no string: names are such as 'vocab'")
         self.asked: set[str] = set()
         self._given = {name: _whole(name, n, least=0) for name, n in given.items()}
 

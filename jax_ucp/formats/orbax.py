@@ -17,6 +17,7 @@ import numpy as np
 import tensorstore as ts
 
 from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.formats.beside import MARKERS, items_beside
 from jax_ucp.formats.options import Options
 from jax_ucp.layout.blocks import whole_chunks
 from jax_ucp.layout.box import Box
@@ -25,7 +26,7 @@ from jax_ucp.storage.budget import HELD_BYTES
 from jax_ucp.storage.checked import is_dtype, leaf_fault
 from jax_ucp.storage.contents import Contents, Item, Piece
 from jax_ucp.storage.directory import Directory
-from jax_ucp.storage.orbax_tree import TREE_FILE, OrbaxTree, read_orbax_tree
+from jax_ucp.storage.orbax_tree import SHARDING_FILE, STRINGS_FILE, TREE_FILE, OrbaxTree, read_orbax_tree
 from jax_ucp.storage.source import ArrayInfo
 from jax_ucp.storage.source_files import noted
 
@@ -61,11 +62,13 @@ def open_orbax(path: Path, options: Options) -> Contents:
         if leaf.has_array:
             info = arrays.arrays()[leaf.name]
             leaf = replace(leaf, shape=info.shape, dtype=info.dtype.name)
+            _check_written(directory, tree, leaf)
         if fault := leaf_fault(leaf):
             raise FormatError(f"{directory}/{TREE_FILE} says of {leaf.label!r:.200} that it is {fault}")
         leaves.append(leaf)
     _check_size(directory, arrays.arrays())
     account = [Item(TREE_FILE, leaf.label, "mapped", leaf.label) for leaf in leaves]
+    account += items_beside(path, _names(directory, tree))
 
     def where(leaf: Leaf) -> list[Piece]:
         if not leaf.has_array:
@@ -75,6 +78,34 @@ def open_orbax(path: Path, options: Options) -> Contents:
 
     notes = ["stock Orbax keeps no checksums of array data: what it holds cannot be verified"]
     return Contents("orbax", str(path), leaves, arrays, account, notes=notes, where=where)
+
+
+def _check_written(directory: Directory, tree: OrbaxTree, leaf: Leaf) -> None:
+    """Raise FormatError where an array is smaller than what one device wrote of it, or has other axes."""
+    written = tree.written.get(leaf.name)
+    if written is None:
+        return
+    if len(written) != len(leaf.shape) or any(w > n for w, n in zip(written, leaf.shape, strict=True)):
+        raise FormatError(
+            f"{directory}/{tree.stored[leaf.name]} has shape {leaf.shape}, but by {TREE_FILE} a device wrote "
+            f"{written} of it: the array is that of another leaf, or of another save"
+        )
+
+
+def _names(directory: Directory, tree: OrbaxTree) -> set[str]:
+    """What stock Orbax has in the folder of a tree. Raises FormatError where an array is there twice."""
+    found = {TREE_FILE, SHARDING_FILE, STRINGS_FILE, "array_metadatas", *MARKERS}
+    if tree.ocdbt:
+        processes = {name.partition("/")[0] for name in directory.files() if name.startswith("ocdbt.process_")}
+        return found | processes | {"d", "manifest.ocdbt"}
+    both = (".zarray", "zarr.json")
+    for stored in tree.stored.values():
+        if all(directory.has(f"{stored}/{name}") for name in both):
+            raise FormatError(
+                f"{directory}/{stored} has {both[0]} and {both[1]}: an array of zarr v2 and one of v3, of two saves, "
+                f"lie in one folder. By {TREE_FILE} it is the one of v{3 if tree.zarr3 else 2}; move the other away"
+            )
+    return found | {stored.partition("/")[0] for stored in tree.stored.values()}
 
 
 def _check_size(directory: Directory, arrays: Mapping[str, ArrayInfo]) -> None:

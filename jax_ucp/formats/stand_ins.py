@@ -16,6 +16,7 @@ _HEADS = (
     (b"<!doctype html", "a web page, not the file that a link to it offers", "download the file itself"),
     (b"<html", "a web page, not the file that a link to it offers", "download the file itself"),
     (b"Entry not found", "what the hub answered, not the file", "download it again"),
+    (b'{"error"', "an error that a server answered, not the file", "download it again"),
     (b"Access to model", "what the hub answered, not the file: it wants a login", "log in and download it again"),
     (b"Invalid credentials", "what the hub answered, not the file: it wants a login", "log in and download it again"),
 )

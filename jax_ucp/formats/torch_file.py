@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 import weakref
 import zlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ import numpy as np
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.formats import safe_pickle, torch_legacy
 from jax_ucp.formats.safe_pickle import Opaque, Record, Unknown
+from jax_ucp.formats.stand_ins import stand_in, why_missing
 from jax_ucp.formats.torch_names import (
     NAMES,
     Storage,
@@ -95,7 +97,7 @@ class TorchFile:
         self._span = slice(offset, None if length is None else offset + length)
         self._first: tuple[int, ...] | None = beside._first if beside else None
         self._mapping: weakref.ref[mmap.mmap] | None = beside._mapping if beside else None
-        with self._naming_file():
+        with self._naming_file(), self._saying_what_stands_there():
             mapping = self.mapping()
             start, stop, _ = self._span.indices(len(mapping))
             self._swapped = False
@@ -246,7 +248,10 @@ class TorchFile:
         mapping = self._mapping() if self._mapping else None
         if mapping is None:
             with self._opened() as file:
-                if os.fstat(file).st_size == 0:
+                about = os.fstat(file)
+                if not stat.S_ISREG(about.st_mode):
+                    raise FormatError("it is a folder or a device, where a file of torch.save should be")
+                if about.st_size == 0:
                     raise FormatError("the file is empty")
                 mapping = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
             self._mapping = weakref.ref(mapping)
@@ -264,6 +269,21 @@ class TorchFile:
             yield handle
         finally:
             os.close(handle)
+
+    @contextmanager
+    def _saying_what_stands_there(self) -> Iterator[None]:
+        """Errors of a file that only stands for another, or of a link that leads nowhere, say so."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            if why := why_missing(self.path.parent, self.path.name):
+                raise FormatError(why) from error
+            raise
+        except FormatError as error:
+            why = stand_in(self.path) if self._data is None and self.path.is_file() else None
+            if not why:
+                raise
+            raise FormatError(why) from error
 
     @contextmanager
     def _naming_file(self) -> Iterator[None]:

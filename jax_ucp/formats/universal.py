@@ -7,12 +7,14 @@ from functools import partial
 from pathlib import Path
 
 from jax_ucp.errors import CorruptData
+from jax_ucp.formats.beside import MARKERS, items_beside
 from jax_ucp.formats.options import Options
 from jax_ucp.layout.blocks import grid_boxes, grid_place
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Leaf, Metadata
 from jax_ucp.storage.checks import Check, Extent
 from jax_ucp.storage.contents import Contents, Item, Piece
+from jax_ucp.storage.packs import pack_name
 from jax_ucp.storage.zarr import METADATA_FILE, ZarrStore, chunk_name, missing_files, open_store, verify_files
 
 
@@ -55,6 +57,7 @@ def open_universal(path: Path, options: Options) -> Contents:
         for leaf in metadata.leaves
     ]
     account += [Item(METADATA_FILE, name, "extra", "carried over from the source") for name in metadata.extras]
+    account += items_beside(path, _names(metadata, store))
     return Contents(
         "universal",
         str(path),
@@ -67,6 +70,13 @@ def open_universal(path: Path, options: Options) -> Contents:
         checks=checks,
         where=where,
     )
+
+
+def _names(metadata: Metadata, store: ZarrStore) -> set[str]:
+    """What a checkpoint's own folder has in it."""
+    files = {METADATA_FILE, *metadata.files, *metadata.arrays}
+    files |= {pack_name(number) for number, _ in store.places.values()}
+    return {name.partition("/")[0] for name in files} | MARKERS
 
 
 def _fault(metadata: Metadata, store: ZarrStore) -> str | None:

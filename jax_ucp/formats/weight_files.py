@@ -16,7 +16,7 @@ from typing import Any
 from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.formats.importing import Import
 from jax_ucp.formats.stand_ins import stand_in, why_missing
-from jax_ucp.formats.weight_names import Save, is_ranks_part, model_of_index, numbered
+from jax_ucp.formats.weight_names import Save, is_ranks_part, model_of_index, numbered, unnamed_parts
 from jax_ucp.storage.contents import Contents
 from jax_ucp.storage.source_files import noted
 
@@ -55,10 +55,11 @@ def read_index(path: Path) -> tuple[Mapping[str, Any], list[str]]:
 
 
 def index_save(path: Path) -> tuple[Mapping[str, Any], list[str]]:
-    """An index and the files that it names, which are all beside it. Raises FormatError where one is not."""
+    """An index and the files that it names: all of a model, and beside it. Raises FormatError where one is not."""
     index, names = read_index(path)
     beside = {file.name for file in path.parent.iterdir() if file.is_file()}
     require_files(path, path.parent, [name for name in names if name not in beside], len(names))
+    _require_named(path, names, unnamed_parts(names))
     return index, names
 
 
@@ -66,6 +67,20 @@ def require_all(folder: Path, save: Save) -> None:
     """Raises FormatError, naming what is missing and why, where files of a save are not there."""
     by = folder / save.index if save.index else folder / save.files[0]
     require_files(by, folder, save.missing, len(save.files) + len(save.missing))
+    _require_named(by, save.files, save.unnamed)
+
+
+def _require_named(index: Path, names: Sequence[str], unnamed: Sequence[str]) -> None:
+    """Raises FormatError if an index names some parts of a model and not all that are counted in their names."""
+    if not unnamed:
+        return
+    shown = ", ".join(f"{name!r:.200}" for name in unnamed[:_SHOWN])
+    more = f" and {len(unnamed) - _SHOWN} more" if len(unnamed) > _SHOWN else ""
+    raise FormatError(
+        f"{index} names {len(names)} files, and not {shown}{more}, which numbers in their names count too: it is of "
+        "another save, or was cut. The model is not whole without them. Put the index of this save in its place; where "
+        "all parts are there they open without an index, too"
+    )
 
 
 def require_files(by: Path, folder: Path, missing: Sequence[str], of: int) -> None:

@@ -7,6 +7,7 @@ is read: a little of every tensor when the folder is opened, all of it by `verif
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -90,6 +91,7 @@ def open_weight_folder(path: Path, options: Options) -> Contents:
     Raises FormatError, naming files, where some are missing, where several models or saves could be meant, and where
     two saves of one model differ; and as `open_safetensors` and `open_torch`.
     """
+    _refuse_no_files(path)
     names = _files(path)
     indexes = {name: read_index(path / name)[1] for name in names if _is_index(path / name)}
     saves = saves_of({name for name in names if (path / name).is_file()}, indexes)
@@ -106,12 +108,27 @@ def open_weight_folder(path: Path, options: Options) -> Contents:
     return _with_parts(path, contents, choice.save, options)
 
 
+def _refuse_no_files(path: Path) -> None:
+    """Raises FormatError where something is called as weights, an index or a config, and is no file."""
+    for entry in sorted(path.iterdir()):
+        called_so = entry.name in CONFIGS or holds_weights([entry.name])
+        if called_so and not entry.is_file():
+            why = why_missing(path, entry.name) or "it is a folder, where a file should be"
+            raise FormatError(f"{entry}: {why}")
+
+
 def notes_beside(path: Path) -> Iterator[str]:
-    """What a checkpoint of another format has beside it: weights, and a trainer's state."""
-    names = _files(path)
-    (trainer,) = (pattern for pattern, what in _BESIDE if what == _TRAINER)
-    yield from _notes("weights beside the checkpoint", [name for name in names if holds_weights([name])])
-    yield from _notes(_TRAINER, [name for name in names if trainer.fullmatch(name)])
+    """What a checkpoint of another format has beside it: weights, and a trainer's state. Lists the folder once."""
+    with os.scandir(path) as entries:
+        names = sorted(entry.name for entry in entries if not entry.is_dir())
+    noted: dict[str, list[str]] = {"weights beside the checkpoint": [], _TRAINER: []}
+    for name in names:
+        if holds_weights([name]):
+            noted["weights beside the checkpoint"].append(name)
+        elif (what := _what_is(name)) not in ("", _SHARDS):
+            noted.setdefault(what, []).append(name)
+    for reason, of_it in noted.items():
+        yield from _notes(reason, of_it)
 
 
 def _notes(reason: str, names: Sequence[str]) -> Iterator[str]:
@@ -183,13 +200,17 @@ def _beside(entry: Path, choice: Choice, options: Options) -> tuple[str, bool]:
         return f"{choice.save.name} does not name it", True
     if (will_be := finished_name(name)) is not None:
         return f"a download of {will_be} that has not ended", True
-    for pattern, what in _BESIDE:
-        if pattern.fullmatch(name):
-            wanted = not (options.weights_only and what in (_OPTIMIZER, _TRAINER))
-            return f"{what}; open it by its path" if what in (_OPTIMIZER, _SHARDS) else what, wanted
+    if what := _what_is(name):
+        wanted = not (options.weights_only and what in (_OPTIMIZER, _TRAINER))
+        return f"{what}; open it by its path" if what in (_OPTIMIZER, _SHARDS) else what, wanted
     if entry.is_dir() and holds_weights(_files(entry)):
         return "a folder with weights of its own", True
     return "lies beside the weights; not read", False
+
+
+def _what_is(name: str) -> str:
+    """What a trainer saves under a name; empty where that is nothing known."""
+    return next((what for pattern, what in _BESIDE if pattern.fullmatch(name)), "")
 
 
 def _about_adapter(extras: Mapping[str, Any]) -> str:
@@ -289,8 +310,13 @@ def _pairs(contents: Contents, copy: Contents) -> Iterator[tuple[Leaf, Leaf]]:
 def _difference(contents: Contents, copy: Contents, a: Leaf, b: Leaf, boxes: Boxes) -> str | None:
     for box in boxes(a.shape, np.dtype(a.dtype).itemsize):
         if not same_bits(contents.arrays.read(a.name, box), copy.arrays.read(b.name, box)):
-            return f"{a.label} has other values in {box}"
+            return f"{a.label} has other values in {box}, in {_stored_in(contents, a, box)}"
     return None
+
+
+def _stored_in(contents: Contents, leaf: Leaf, box: Box) -> str:
+    """The files that hold a box of a leaf."""
+    return ", ".join(sorted({piece.file for piece in contents.where(leaf) if piece.target.intersect(box)}))
 
 
 def _all_boxes(shape: tuple[int, ...], itemsize: int) -> Iterable[Box]:

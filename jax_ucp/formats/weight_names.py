@@ -54,6 +54,7 @@ class Save:
     """The files of one save of a model. `index` names them, if one does; `missing` are those that are not there.
 
     Parts that are `numbered`, with no index, are a save by their names alone; transformers would not load them.
+    `unnamed` are parts that numbers in names count and the index does not name, whether they are there or not.
     """
 
     model: Model
@@ -61,6 +62,11 @@ class Save:
     index: str = ""
     missing: tuple[str, ...] = ()
     numbered: bool = False
+    unnamed: tuple[str, ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        return not self.missing and not self.unnamed
 
     @property
     def name(self) -> str:
@@ -166,15 +172,34 @@ def _indexed(index: str, files: Sequence[str], names: Collection[str]) -> Save:
     if model is None:
         raise ValueError(f"{index} is no name of an index")
     there = tuple(name for name in files if name in names)
-    return Save(model, there, index, tuple(name for name in files if name not in names))
+    missing = tuple(name for name in files if name not in names)
+    return Save(model, there, index, missing, unnamed=tuple(unnamed_parts(files)))
+
+
+def unnamed_parts(names: Iterable[str]) -> list[str]:
+    """The parts that are not among these files, of those that numbers in their names count.
+
+    >>> unnamed_parts(["model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors", "mtp.safetensors"])
+    ['model-00002-of-00003.safetensors']
+    """
+    series: dict[tuple[Model, int], dict[int, str]] = defaultdict(dict)
+    for name in names:
+        model, part, parts = model_of(name) or (None, 0, 0)
+        if model is not None and parts:
+            series[model, parts][part] = name
+    return [name for (_, parts), by_number in sorted(series.items()) for name in _others(parts, by_number)]
+
+
+def _others(parts: int, by_number: Mapping[int, str]) -> tuple[str, ...]:
+    """Files that are numbered from 1 to `parts`, or from 0, and are not among those that are given."""
+    first = min(by_number)
+    numbers = range(parts) if first == 0 else range(1, parts + 1)
+    return tuple(numbered(by_number[first], n) for n in numbers if n not in by_number)
 
 
 def _series(model: Model, parts: int, by_number: Mapping[int, str]) -> Save:
-    """Files numbered from 1 to `parts`, or from 0."""
-    first = min(by_number)
-    numbers = range(parts) if first == 0 else range(1, parts + 1)
-    missing = tuple(numbered(by_number[first], n) for n in numbers if n not in by_number)
-    return Save(model, tuple(by_number[n] for n in sorted(by_number)), missing=missing, numbered=True)
+    files = tuple(by_number[n] for n in sorted(by_number))
+    return Save(model, files, missing=_others(parts, by_number), numbered=True)
 
 
 def numbered(name: str, number: int) -> str:
@@ -221,7 +246,7 @@ def _found(folder: str, saves: Mapping[Model, Sequence[Save]]) -> tuple[Save, Sa
         (of_model,) = saves.values()
         return _of_one_model(folder, of_model)
     by_name = [model for model in known if not all(save.numbered for save in saves[model])]
-    whole = [model for model in known if any(not save.missing for save in saves[model])]
+    whole = [model for model in known if any(save.whole for save in saves[model])]
     return _of_one_model(folder, saves[(by_name or whole or known)[0]])
 
 
@@ -238,9 +263,9 @@ def _of_one_model(folder: str, saves: Sequence[Save]) -> tuple[Save, Save | None
 
     Where an index lacks files, numbered parts beside it are no save that anybody would load.
     """
-    lacking = [save for save in saves if save.missing]
+    lacking = [save for save in saves if not save.whole]
     stale = next((save for save in lacking if save.index), None)
-    whole = [save for save in saves if not save.missing and not (stale and save.numbered)]
+    whole = [save for save in saves if save.whole and not (stale and save.numbered)]
     match whole:
         case []:
             return stale or lacking[0], None
@@ -263,6 +288,8 @@ def _why_left(save: Save, chosen: Save) -> str:
     model = save.model
     if save.missing and (model.kind, model.stem) in _KNOWN:
         return f"belongs to a save of which {len(save.missing)} files are missing; {chosen.name} is read"
+    if save.unnamed and (model.kind, model.stem) in _KNOWN:
+        return f"belongs to a save whose index does not name {save.unnamed[0]}; {chosen.name} is read"
     if model == chosen.model:
         return f"another save of the model; {chosen.name} is read"
     if model.stem == "adapter_model":

@@ -102,6 +102,13 @@ class Shard:
     where: str
 
 
+def _with(sentence: Sentence, numbers: Mapping[str, int]) -> str:
+    """The sizes that a rule took its lengths from, for a message."""
+    names = sorted(sentence.pattern.names()) if isinstance(sentence.pattern, Written) else []
+    said = [f"{name}={numbers[name]!s:.40}" for name in names if name in numbers]
+    return f" with the sizes {', '.join(said)}" if said else ""
+
+
 def layouts(
     spec: Spec, params: Mapping[str, Sequence[Shard]], sizes: Mapping[str, int] | None = None
 ) -> dict[str, ParamLayout]:
@@ -124,7 +131,7 @@ def layouts(
             found[name].check()
         except (LayoutError, SpecError) as error:
             held = ", ".join(f"{shard.where} {list(shard.shape)}" for shard in shards)
-            faults.append(f"{name}, by the rule {sentence}: {error}\n    (shards: {held})")
+            faults.append(f"{name}, by the rule {sentence}{_with(sentence, numbers)}: {error}\n    (shards: {held})")
     if faults:
         more = [f"... and {len(faults) - FAULTS_SHOWN} more"] if len(faults) > FAULTS_SHOWN else []
         raise LayoutError("\n  ".join(["the rules do not fit the shards:", *faults[:FAULTS_SHOWN], *more]))

@@ -109,6 +109,7 @@ class _KeyEntry(msgspec.Struct):
 
 class _ValueEntry(msgspec.Struct):
     value_type: str
+    write_shape: tuple[int, ...] | None = None
 
 
 class _Entry(msgspec.Struct):
@@ -165,11 +166,13 @@ class OrbaxTree:
     """What a stock PyTree checkpoint says of its tree and of the way its arrays are stored.
 
     The leaves have no shape or dtype yet: those are with the arrays. `stored` has the name that stock gave each array,
-    by the name of its leaf here, which is safe for a directory; stock's need not be.
+    by the name of its leaf here, which is safe for a directory; stock's need not be. `written` is the shape of what a
+    device wrote of an array, where it says so.
     """
 
     leaves: tuple[Leaf, ...]
     stored: Mapping[str, str]
+    written: Mapping[str, tuple[int, ...]]
     ocdbt: bool
     zarr3: bool
     all_chunks_stored: bool
@@ -192,7 +195,7 @@ def read_orbax_tree(directory: Directory) -> OrbaxTree:
     strings = _json(directory, STRINGS_FILE, dict[str, str], {})
     impls: dict[str, str] = {}
     for name in directory.files():
-        if name.startswith("array_metadatas/"):
+        if name.startswith("array_metadatas/") and not name.startswith("array_metadatas/."):
             for entry in _json(directory, name, _ArrayMetadatas).array_metadatas:
                 impl = (entry.array_metadata.ext_metadata or {}).get("random_key_impl", "")
                 impls[entry.array_metadata.param_name] = impl if isinstance(impl, str) else ""
@@ -202,6 +205,7 @@ def read_orbax_tree(directory: Directory) -> OrbaxTree:
         raise FormatError(f"{directory}/{TREE_FILE} is no tree: {fault}")
     leaves: list[Leaf] = []
     stored: dict[str, str] = {}
+    written: dict[str, tuple[int, ...]] = {}
     stored_names: set[str] = set()
     for entry, path, name in zip(entries, paths, leaf_names(paths), strict=True):
         stock_name = ".".join(key.key for key in entry.key_metadata)
@@ -221,10 +225,12 @@ def read_orbax_tree(directory: Directory) -> OrbaxTree:
             stored_names.add(stock_name)
         if leaf.has_array:
             stored[name] = stock_name
+            if entry.value_metadata.write_shape is not None:
+                written[name] = entry.value_metadata.write_shape
         leaves.append(leaf)
     # Where not even zeros are left out, a chunk that is not there is a loss and not a default.
     complete = bool(content.store_array_data_equal_to_fill_value)
-    return OrbaxTree(tuple(leaves), stored, content.use_ocdbt, bool(content.use_zarr3), complete)
+    return OrbaxTree(tuple(leaves), stored, written, content.use_ocdbt, bool(content.use_zarr3), complete)
 
 
 def _key_type(key: Key) -> int:

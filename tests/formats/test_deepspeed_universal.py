@@ -9,7 +9,8 @@ import pytest
 
 import jax_ucp as ucp
 from deepspeed_cases import equal, truth
-from jax_ucp.errors import FormatError, NotACheckpoint
+from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
+from temptation_folders import resummed, stored_tensors
 
 DATA = Path(__file__).parent.parent / "data" / "deepspeed_universal"
 CASES = sorted(path.name for path in DATA.iterdir())
@@ -89,3 +90,89 @@ def test_latest_universal_must_name_a_folder_that_is_there(folder):
     (folder.parent / "latest_universal").write_text("global_step9_universal")
     with pytest.raises(NotACheckpoint, match="names global_step9_universal"):
         ucp.open(folder.parent)
+
+
+# Atoms of another save.
+
+
+@pytest.fixture(params=["z3_bf16_dp2_frozen_tied", "autoep2_dp4_z3_fp32"])
+def zero3(request, tmp_path) -> Path:
+    shutil.copytree(DATA / request.param, tmp_path / "u")
+    return tmp_path / "u" / "global_step5_universal"
+
+
+@pytest.mark.parametrize("state", ["fp32", "exp_avg", "exp_avg_sq"])
+def test_every_atom_of_zero3_is_compared_with_what_rank_0_left_of_it(zero3, state):
+    shapes = {len(path.read_bytes()): path.parent for path in sorted(zero3.glob(f"zero/*/{state}.pt"))}
+    for folder in shapes.values():
+        whole = (folder / f"{state}.pt").read_bytes()
+        (folder / f"{state}.pt").write_bytes(doubled(whole))
+        for extent in ("sample", "full"):
+            with pytest.raises(CorruptData, match=rf"zero/{re.escape(folder.name)}/{state}\.pt"):
+                ucp.open(zero3).restore(verify=extent)
+        (folder / f"{state}.pt").write_bytes(whole)
+    assert [fault for _, fault in ucp.open(zero3).verify() if fault] == []
+
+
+def doubled(data: bytes) -> bytes:
+    """A file of torch.save whose tensor has other values."""
+    (tensor,) = stored_tensors({"f.pt": data})
+    values = tensor.read({"f.pt": data})
+    return resummed(data[: tensor.start] + (values * 2 + 1).astype(values.dtype).tobytes() + data[tensor.stop :])
+
+
+def test_the_state_of_rank_0_of_another_run_is_refused(zero3):
+    has_experts = (zero3 / "zero" / "lm_head.weight").is_dir()
+    other = "z3_bf16_dp2_frozen_tied" if has_experts else "autoep2_dp4_z3_fp32"
+    shutil.copy(DATA / other / "global_step5_universal/zero/optimizer_state.pt", zero3 / "zero")
+    with pytest.raises(FormatError, match=r"optimizer_state\.pt.*(has \d parameter groups|of another run)"):
+        ucp.open(zero3)
+
+
+@pytest.mark.parametrize("state", ["exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_moment_that_all_parameters_lack_is_named(case, state, tmp_path):
+    shutil.copytree(DATA / case, tmp_path / "u")
+    for path in tmp_path.glob(f"u/*/zero/*/{state}.pt"):
+        path.unlink()
+    with pytest.raises(FormatError, match=rf"{state}\b.*\.pt is missing"):
+        ucp.open(tmp_path / "u")
+    assert {leaf.label.split("/")[0] for leaf in ucp.open(tmp_path / "u", weights_only=True).leaves} == {"param"}
+
+
+def test_an_atom_of_the_other_form_is_of_another_checkpoint(folder):
+    name = "layers.0.input_layernorm.bias/exp_avg.pt"
+    bare = DATA / "autoep2_dp4_z3_fp32/global_step5_universal/zero/model.norm.bias/exp_avg.pt"
+    shutil.copy(bare, folder / "zero" / name)
+    with pytest.raises(FormatError, match=r"the form of the atoms is a .*, but a .* in zero/"):
+        ucp.open(folder)
+
+
+def test_what_is_no_file_of_torch_in_an_atoms_place_says_what_it_is(folder):
+    path = folder / "zero" / "final_layernorm.bias" / "exp_avg.pt"
+    data = path.read_bytes()
+    for content, what in ((b"version https://git-lfs.github.com/spec/v1\n", "git-lfs"), (b"<html>", "web page")):
+        path.write_bytes(content)
+        with pytest.raises(FormatError, match=rf"exp_avg\.pt: it is a.*{what}"):
+            ucp.open(folder)
+    path.unlink()
+    path.symlink_to("nowhere")
+    with pytest.raises(FormatError, match=r"exp_avg\.pt: it is a link to nowhere, which does not exist"):
+        ucp.open(folder)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(FormatError, match=r"exp_avg\.pt: it is a folder"):
+        ucp.open(folder)
+    path.rmdir()
+    path.write_bytes(data)
+    ucp.open(folder)
+
+
+def test_what_lies_beside_is_accounted_for_at_every_level_and_weights_are_noted(folder):
+    for name in ("model.safetensors", "zero/notes.txt", "zero/final_layernorm.bias/._fp32.pt", "copy (1).pt"):
+        (folder / name).write_bytes(b"\0\5\x16\7")
+    for path in (folder, folder.parent):
+        checkpoint = ucp.open(path)
+        skipped = {item.where for item in checkpoint.account if item.reason.startswith("lies beside")}
+        assert skipped == {"model.safetensors", "zero/notes.txt", "zero/final_layernorm.bias/._fp32.pt", "copy (1).pt"}
+        assert "not read: model.safetensors: weights beside the checkpoint" in checkpoint.notes

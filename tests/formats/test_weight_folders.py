@@ -224,6 +224,35 @@ def test_an_index_that_lacks_files_is_not_outvoted_by_parts_that_it_does_not_nam
         ucp.open(tmp_path)
 
 
+@given(st.integers(2, 4), st.booleans(), st.data())
+def test_an_index_that_names_some_parts_of_those_that_their_names_count_is_refused(tmp_path_factory, of, torch, data):
+    at = tmp_path_factory.mktemp("f")
+    suffix, like, save = ("bin", "pytorch_model", write_torch) if torch else ("safetensors", "model", write)
+    arrays = {f"{name} {i}": array for i in range(2) for name, array in tensors(0).items()}
+    files = parts(at, arrays, of, True, like, suffix=suffix, save=save)
+    unnamed = data.draw(st.sets(st.sampled_from(files), min_size=1, max_size=of - 1))
+    index = at / f"{like}.{suffix}.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    kept = {name: file for name, file in weight_map.items() if at / file not in unnamed}
+    index.write_text(json.dumps({"weight_map": kept}))
+    for file in data.draw(st.sets(st.sampled_from(sorted(unnamed)))):
+        file.unlink()
+    for path in (at, index):
+        with pytest.raises(FormatError, match=f"{index.name} names .* files, and not '{min(unnamed).name}'"):
+            ucp.open(path)
+    save(at / f"{like}.{suffix}", tensors(1))  # the whole model, beside an index that was cut
+    assert_is_the_truth(ucp.open(at), {f"param/{name}": array for name, array in tensors(1).items()})
+
+
+def test_parts_that_are_numbered_from_0_to_their_number_are_whole(tmp_path):
+    parts(tmp_path, tensors(0), 2, index=True)
+    write(tmp_path / "model-00000-of-00002.safetensors", {"d": np.zeros(2, np.float32)})
+    index = json.loads((tmp_path / INDEX).read_text())
+    index["weight_map"]["d"] = "model-00000-of-00002.safetensors"
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    assert len(ucp.open(tmp_path).leaves) == len(NAMES) + 1
+
+
 def test_parts_of_safetensors_that_are_not_whole_are_left_for_parts_of_torch_that_are(tmp_path):
     parts(tmp_path, tensors(0), 2, index=False)[0].unlink()
     parts(tmp_path, tensors(1), 2, False, "pytorch_model", suffix="bin", save=write_torch)
@@ -536,4 +565,17 @@ def test_folders_with_weights_of_their_own_and_other_formats_are_noted(tmp_path)
         ucp.open(tmp_path)
     shutil.rmtree(tmp_path / "2_Dense")
     with pytest.raises(NotACheckpoint, match=r"tf_model\.h5 in it is Keras's HDF5, which is not read here"):
+        ucp.open(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX, "model-00001-of-00002.safetensors", "quantize_config.json"])
+def test_what_should_be_a_file_and_is_a_folder_or_leads_nowhere_is_refused(tmp_path, name):
+    parts(tmp_path, tensors(0), 2, index=True)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to("../blobs/x")
+    with pytest.raises(FormatError, match=rf"{name}: it is a link to \.\./blobs/x, which does not exist"):
+        ucp.open(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(FormatError, match=rf"{name}: it is a folder, where a file should be"):
         ucp.open(tmp_path)
