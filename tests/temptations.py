@@ -151,17 +151,23 @@ class Heard(logging.Handler):
         self.lines.append(record.getMessage())
 
 
+class Late(Exception):
+    """An attempt takes too long. It is no OSError, as a TimeoutError is, which would look like one of a file."""
+
+
 @contextlib.contextmanager
 def in_time() -> Iterator[None]:
-    def late(*_: object) -> None:
-        raise TimeoutError(f"more than {SECONDS} seconds")
+    """Raises Late after `SECONDS` of this process's own time, whatever else the machine does."""
 
-    signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    def late(*_: object) -> None:
+        raise Late(f"more than {SECONDS} seconds")
+
+    signal.signal(signal.SIGPROF, late)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 # One attempt.
@@ -323,11 +329,11 @@ class Campaign:
         self, subject: Subject, attempt: Attempt, way: Way, folder: Folder, found: Result, what: str, warned: list[Any]
     ) -> Outcome:
         """Whether a result is the truth, and all that is stored is accounted for."""
-        want = self.truth(subject, weights_only=way.weights_only)
+        want = self.as_noted(self.truth(subject, weights_only=way.weights_only), found)
         for which in attempt.also if not self.is_truth(found, want, folder) else ():
             if which in self.refused_as_they_are:
                 continue
-            truth = self.other_truth(subject, which, way)
+            truth = self.as_noted(self.other_truth(subject, which, way), found)
             if not self.is_truth(found, truth, folder):
                 continue
             case = Case(subject, subject.folder, _files(folder), found.leaves, want.leaves)
@@ -337,10 +343,7 @@ class Campaign:
         faults = differences(found.leaves, want.leaves)
         kinds = [f"{len(faults)} of {len(want.leaves)} leaves, the first: {faults[0]}"] if faults else []
         if not attempt.options and not attempt.opened:
-            extras = want.extras
-            if way.weights_only:  # of an optimizer's file that cannot be read nothing is kept, and a note says so
-                extras = {n: e for n, e in extras.items() if n in found.extras or not self.noted_as_unread(n)}
-            kinds += [f"extra {k}" for k in _different_extras(found.extras, extras, folder)]
+            kinds += [f"extra {k}" for k in _different_extras(found.extras, want.extras, folder)]
             kinds += ["groups"] * (found.groups != want.groups)
         if kinds:
             if name := self.invisible(subject, attempt, way, folder, found, want):
@@ -359,8 +362,12 @@ class Campaign:
             return Outcome("unaccounted", f"{what}: {lacks}")
         return Outcome("right")
 
-    def noted_as_unread(self, name: str) -> bool:
-        return "optim" in name and any("no second copy proves them" in note for note in self.notes)
+    def as_noted(self, truth: Result, found: Result) -> Result:
+        """A truth without the extras of the optimizer's files, where a note says that these cannot be read."""
+        if not any("no second copy proves them" in note for note in self.notes):
+            return truth
+        extras = {name: e for name, e in truth.extras.items() if name in found.extras or "optim" not in name}
+        return replace(truth, extras=extras)
 
     @staticmethod
     def is_truth(found: Result, truth: Result, folder: Folder) -> bool:

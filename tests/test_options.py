@@ -626,3 +626,8 @@ def test_what_becomes_of_every_option_is_decided(door):
 def test_what_becomes_of_every_option_of_every_command_is_decided():
     found = {name: {option.name for option in command.params} for name, command in main.commands.items()}
     assert found == {name: set(options) for name, options in COMMAND_TABLE.items()}
+
+
+def test_a_size_whose_name_is_no_string_is_refused():
+    with pytest.raises(SpecError, match="sizes has the name 1, which is no string"):
+        ucp.open(SAFETENSORS, sizes={1: 2})

@@ -48,7 +48,9 @@ def _open_step(path: Path, options: Options) -> Contents:
         raise NotACheckpoint(f"{path} is a step with {names}: open one of its items, {path}/<item>")
     contents = open_contents(items[0], options)
     account = [*contents.account, *items_beside(path, {items[0].name, *MARKERS})]
-    return replace(contents, account=account, notes=[*contents.notes, *weight_folder.notes_beside(path)])
+    return replace(
+        contents, account=account, notes=[*contents.notes, *weight_folder.notes_beside(path, of_torch=False)]
+    )
 
 
 # What marks the format, what it is called, what opens it. The first that recognises the path has it.
@@ -147,7 +149,8 @@ def _recognised(path: Path) -> bool:
 def _with_notes(contents: Contents, at: Path, opener: Opener, options: Options) -> Contents:
     """The contents, with notes on weights that a trainer left beside, and where there is nothing to `believe`."""
     folders = dict.fromkeys([at, Path(contents.path)]) if opener not in _NOTE_THEMSELVES else ()
-    notes = [note for folder in folders for note in weight_folder.notes_beside(folder)]
+    of_torch = opener not in (universal.open_universal, orbax.open_orbax)
+    notes = [note for folder in folders for note in weight_folder.notes_beside(folder, of_torch)]
     if options.believe and opener in _STORE_ONCE:
         notes.append(NOTHING_TWICE.format(options.believe))
     return replace(contents, notes=[*contents.notes, *notes]) if notes else contents

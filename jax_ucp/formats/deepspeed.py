@@ -140,10 +140,11 @@ class Reader(Slices):
                 f"ZeRO-{3 if self.files.zero3 else stage}: masters and optimizer state are missing; {remedy}"
             )
         if self.files.layers:
+            first_layer = min(layer.name for layer in self.files.layers.values())
             why = f"without optimizer files ({lost})" if lost else "of ZeRO-0"
             raise FormatError(
-                f"{self.files.folder} has pipeline layers {why}: nothing else says which parameters a pipeline stage "
-                "has, nor the names of tied ones" + ("" if lost else ". Save with ZeRO-1")
+                f"{self.files.folder} has pipeline layers, as in {first_layer}, {why}: nothing else says which "
+                "parameters a pipeline stage has, nor the names of tied ones" + ("" if lost else ". Save with ZeRO-1")
             )
         if lost:
             self.found.notes.append(

@@ -278,7 +278,7 @@ class _Universal(Reader):
         return name if name in self.owned else super()._held(mp, name)
 
     def _compare_copies(self) -> None:
-        """Compare the module's tensors with the atoms, except those of which the atom is the mean."""
+        """Compare the module's tensors with the atoms; where the atom is their mean, it lies between them."""
         for name, found in self.copies.items():
             stage, shapes = self.owned[name]
             keys = [key for _, (key, _) in sorted(found.items())]
@@ -290,9 +290,11 @@ class _Universal(Reader):
             whole = f"{name} in the module"
             self.found.slice(whole, Consolidated(layout, keys), "")
             reason = f"a copy of {name}" + (
-                ", an average of those" if layout.averaged else ", compared with it by verify"
+                ": that is an average of those, and between them" if layout.averaged else ", compared with it by verify"
             )
-            if not layout.averaged:
+            if layout.averaged:
+                self.found.mean("param", name, keys)
+            else:
                 self.found.twin("param", name, whole, reason)
             for key in keys:
                 self.found.skip(key, "copy", reason)

@@ -28,7 +28,7 @@ from jax_ucp.storage.consolidated import Consolidated, ConsolidatedView
 from jax_ucp.storage.contents import Contents, Fate, Item, Piece, QuantizedWeight
 from jax_ucp.storage.cuts import Cut, WithCuts
 from jax_ucp.storage.dtypes import holds_every
-from jax_ucp.storage.duplicates import Duplicate, replicas_fault
+from jax_ucp.storage.duplicates import Duplicate, Mean, replicas_fault
 from jax_ucp.storage.gather import read_into
 from jax_ucp.storage.source import ArrayInfo, ArraySource
 
@@ -54,6 +54,7 @@ class Import:
         self._cuts: dict[str, Cut] = {}
         self._slices: dict[str, Consolidated] = {}
         self._twins: list[_Twin] = []
+        self._means: list[tuple[TreePath, Sequence[str]]] = []
         self._fates: dict[str, tuple[Fate, str]] = {}
         self._items: list[Item] = []
         self._settings: dict[str, dict[str, Any]] = defaultdict(dict)
@@ -110,6 +111,10 @@ class Import:
         """A stored tensor that must be the slice `whole`, or what it has at the leading indices `at`, rounded."""
         self._twins.append(_Twin(whole, key, key, tuple(at)))
         self._fates[key] = "skipped", reason
+
+    def mean(self, state: str, name: str, keys: Sequence[str]) -> None:
+        """Stored tensors of which a state of a parameter is the mean, before they were rounded; `verify` looks."""
+        self._means.append(((Key("dict", state), Key("dict", name)), keys))
 
     def extra(self, file: str, name: str, value: Any, source: ArraySource | None = None) -> None:
         """Something beside the arrays, kept as JSON, with the tensors in it: those of `source`, if it has its own.
@@ -235,6 +240,10 @@ class Import:
             pair = Duplicate(label, source, whole, copies, twin.key, twin.at, self._stored, twin.stored)
             rest = resting[whole] if whole in resting else resting[self._stored(whole)]
             yield Check(label, rest, pair.nbytes(extent), partial(pair.fault, extent))
+
+        for path, keys in self._means if not self.believe else ():
+            of = Mean(_label(path), view, names[path], shards, keys)
+            yield Check(of.label, resting[names[path]], of.nbytes(extent), partial(of.fault, extent))
 
     def _alike(self) -> dict[tuple[object, ...], list[TreePath]]:
         """Parameters that have replicas; together those that are of the same tensors, as the steps of a group are."""

@@ -146,6 +146,8 @@ def refuse_stand_in(path: Path) -> None:
 
 def refuse_part(path: Path) -> None:
     """Raises FormatError for a file that is one of several, by its name or by an index beside it."""
+    if path.suffix == ".distcp":
+        raise FormatError(f"{path} holds one rank's items of a checkpoint (torch DCP): open its folder")
     if is_ranks_part(path.name):
         raise FormatError(f"{path} holds one rank's parts of tensors (torch DCP): open its folder")
     whole = _NUMBERED_PART.fullmatch(path.name)

@@ -117,15 +117,18 @@ def _refuse_no_files(path: Path) -> None:
             raise FormatError(f"{entry}: {why}")
 
 
-def notes_beside(path: Path) -> Iterator[str]:
-    """What a checkpoint of another format has beside it: weights, and a trainer's state. Lists the folder once."""
+def notes_beside(path: Path, of_torch: bool) -> Iterator[str]:
+    """What a checkpoint of another format has beside it: weights, and a trainer's state. Lists the folder once.
+
+    Beside those that are not `of_torch`, and have no files that are called so, also what else torch's users save.
+    """
     with os.scandir(path) as entries:
         names = sorted(entry.name for entry in entries if not entry.is_dir())
     noted: dict[str, list[str]] = {"weights beside the checkpoint": [], _TRAINER: []}
     for name in names:
         if holds_weights([name]):
             noted["weights beside the checkpoint"].append(name)
-        elif (what := _what_is(name)) not in ("", _SHARDS):
+        elif (what := _what_is(name)) == _TRAINER or (what not in ("", _SHARDS) and not of_torch):
             noted.setdefault(what, []).append(name)
     for reason, of_it in noted.items():
         yield from _notes(reason, of_it)

@@ -17,6 +17,8 @@ from jax_ucp.storage.consolidated import ConsolidatedView, same_bits
 from jax_ucp.storage.gather import read_into
 from jax_ucp.storage.source import ArraySource
 
+# What a sum of some numbers in fp32, divided by how many they are, may differ from their mean, as a part of it.
+_MEAN_ERROR = 1e-6
 _CAUSE = "one of the files is damaged, or of another rank, step or run"
 _REMAINDER = (
     "these are whole numbers, as the low 16 bits are that TransformerEngine's precision-aware optimizer "
@@ -93,6 +95,52 @@ class Duplicate:
         here = Box(index, tuple(i + 1 for i in index))
         parts = self.wholes.where(self.whole) if isinstance(self.wholes, ConsolidatedView) else []
         return self.stored(next((key for key, part in parts if part.target.intersect(here)), self.whole))
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Array `whole` of `wholes` is the mean of what the arrays `copies` of `source` are, rounded to their dtype.
+
+    Rounding keeps the order of numbers, so that the mean, rounded too, lies between the least copy and the largest.
+    """
+
+    label: str
+    wholes: ArraySource
+    whole: str
+    source: ArraySource
+    copies: Sequence[str]
+
+    def nbytes(self, extent: Extent) -> int:
+        """About how many bytes `fault` reads."""
+        infos = [self.wholes.arrays()[self.whole], *(self.source.arrays()[copy] for copy in self.copies)]
+        most = RUNS * RUN_ELEMENTS
+        return sum(info.nbytes if extent == "full" else min(info.nbytes, most * info.dtype.itemsize) for info in infos)
+
+    def fault(self, extent: Extent) -> str | None:
+        """The first block with an element that is not between its copies; None where there is none."""
+        info = self.wholes.arrays()[self.whole]
+        if extent == "sample":
+            return self._fault_in(sample_boxes(tiles(self.wholes, self.whole), tiles(self.source, self.copies[0])))
+        every = row_boxes(info.shape, info.dtype.itemsize, CHECK_BYTES)
+        return next((fault for box in every if (fault := self._fault_in([box]))), None)
+
+    def _fault_in(self, boxes: Sequence[Box]) -> str | None:
+        mean = _elements(self.wholes, self.whole, boxes).astype(np.float64)
+        copies = [_elements(self.source, copy, boxes) for copy in self.copies]
+        dtype, wide = copies[0].dtype, [copy.astype(np.float64) for copy in copies]
+        least, largest = np.minimum.reduce(wide), np.maximum.reduce(wide)
+        slack = np.abs(mean) * _MEAN_ERROR
+        with np.errstate(all="ignore"):  # what overflows is not between
+            over = (mean + slack).astype(dtype).astype(np.float64) < least
+            under = (mean - slack).astype(dtype).astype(np.float64) > largest
+        if not np.any(over | under):
+            return None
+        first = int(np.argmax(over | under))
+        index = _place_of(first, boxes)
+        return (
+            f"{self.label} is {mean[first]} in {list(index)}, not between {least[first]} and {largest[first]}, of "
+            f"which it should be the mean, at {', '.join(self.copies)}; {_CAUSE}"
+        )
 
 
 def _elements(source: ArraySource, key: str, boxes: Sequence[Box]) -> np.ndarray:

@@ -370,3 +370,24 @@ def test_paths_that_contradict_the_names_are_refused(writer, paths, message):
 def test_paths_of_what_was_not_stored_are_no_harm(writer):
     writer.paths = {"w": ("w",), "loader.rank_1": ("loader", "rank_1")}
     assert [leaf.label for leaf in ucp.open(writer.finish()).leaves] == ["param/w"]
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a git-lfs pointer"),
+        (b"<!DOCTYPE html>\n<html></html>", "a web page"),
+        (b'{"error":"Repository not found"}', "an error that a server answered"),
+    ],
+)
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_a_file_that_stands_for_another_says_what_it_is(tmp_path, name, content, what):
+    folder = Path(shutil.copytree(DATA / "old_v260" / "ckpt", tmp_path / "c"))
+    (folder / name).write_bytes(content)
+    with pytest.raises(FormatError, match=rf"{name}: it is {what}"):
+        ucp.open(folder)
+
+
+def test_one_ranks_items_are_refused_by_themselves():
+    with pytest.raises(FormatError, match=r"__0_0\.distcp holds one rank's items .*: open its folder"):
+        ucp.open(DATA / "old_v1131" / "ckpt" / "__0_0.distcp")

@@ -176,3 +176,18 @@ def test_what_lies_beside_is_accounted_for_at_every_level_and_weights_are_noted(
         skipped = {item.where for item in checkpoint.account if item.reason.startswith("lies beside")}
         assert skipped == {"model.safetensors", "zero/notes.txt", "zero/final_layernorm.bias/._fp32.pt", "copy (1).pt"}
         assert "not read: model.safetensors: weights beside the checkpoint" in checkpoint.notes
+
+
+def test_an_atom_that_is_a_mean_lies_between_what_it_is_the_mean_of(folder):
+    """The ranks' own copies of a norm, which tensor parallelism does not cut."""
+    names = [path.parent.name for path in sorted(folder.glob("zero/*layernorm*/fp32.pt"))]
+    alike = [name for name in names if name.endswith("weight") or name.endswith("bias")]
+    for name in alike:
+        path = folder / "zero" / name / "fp32.pt"
+        whole = path.read_bytes()
+        path.write_bytes(doubled(whole))
+        for extent in ("sample", "full"):
+            with pytest.raises(CorruptData, match=rf"param/{re.escape(name)}.*(between|rounded)"):
+                ucp.open(folder).restore(verify=extent)
+        path.write_bytes(whole)
+    ucp.open(folder).restore(verify="full")
