@@ -9,7 +9,7 @@ from typing import Any
 
 from jax_ucp.errors import SpecError
 from jax_ucp.language.arithmetic import names_in, size_of
-from jax_ucp.language.document import document, dumped, faults_of, fields
+from jax_ucp.language.document import document, dumped, fields
 from jax_ucp.language.rules import Sentence, Spec, Written, regex_of
 from jax_ucp.layout.patterns import Averaged, Fused, Padded, Pattern, Replicated, Sharded, Unique
 
@@ -41,30 +41,15 @@ def parse(text: str, file: str = "spec") -> Spec:
     >>> parse("shards: [{param: '*.weight', pattern: {sharded: 0}}]").own[0].pattern
     Sharded(axes=(0,), grid=None)
     """
-    top, lines = document(text, file)
-    strays = [key for key in top if key not in _SECTIONS]
-    faults = [f"{file}:{lines[key]}: {key!r} is no section; a spec has extends, sizes and shards" for key in strays]
-    sizes = top.get("sizes") or {}
-    if not isinstance(sizes, dict):
-        faults.append(f"{file}:{lines['sizes']}: sizes should be a mapping of names to sizes")
-        sizes = {}
-    for name, expression in sizes.items():
-        if not isinstance(name, str) or not name.isidentifier():
-            faults.append(f"{file}:{lines['sizes']}: {name!r} is no name for a size")
-        faults += faults_of(lambda e=expression: names_in(e), f"{file}:{lines['sizes']}: sizes: {name}")
-    items = top.get("shards") or []
-    if not isinstance(items, list):
-        faults.append(f"{file}:{lines['shards']}: shards should be a list of rules")
-        items = []
-    own: list[Sentence] = []
-    for item, line in zip(items, lines.get(("shards",), ()), strict=False):
-        faults += faults_of(lambda i=item, n=line: own.append(_sentence(i, f"{file}:{n}")), f"{file}:{line}")
+    top = document(text, file)
+    top.refuse_other_sections(_SECTIONS, "a spec has extends, sizes and shards")
+    sizes = top.sizes()
+    own = top.items("shards", _sentence, "a list of rules")
     base = None
-    if "extends" in top:
-        faults += faults_of(lambda: built_in(str(top["extends"])), f"{file}:{lines['extends']}")
-        base = built_in(str(top["extends"])) if not faults else None
-    if faults:
-        raise SpecError("\n  ".join([f"{file} is not in the universal checkpoint language:", *faults]))
+    if "extends" in top.content:
+        name = str(top.content["extends"])
+        base = top.attempt(lambda: built_in(name), top.place("extends"))
+    top.raise_faults(f"{file} is not in the universal checkpoint language:")
     return Spec(tuple(own), sizes, base)
 
 
