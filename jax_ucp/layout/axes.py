@@ -204,7 +204,12 @@ class Component:
     @property
     def padding(self) -> bool:
         """Whether nothing of another array is here."""
-        return any(name.startswith("_") for name in self.names)
+        return any(map(is_padding, self.names))
+
+
+def is_padding(axis: str) -> bool:
+    """Whether an axis has this meaning by its name."""
+    return axis.startswith("_")
 
 
 def components(expression: Expression, sizes: Mapping[str, int]) -> list[Component]:
