@@ -15,7 +15,17 @@ from jax_ucp.errors import LayoutError, SpecError
 from jax_ucp.language.arithmetic import names_in, size_of
 from jax_ucp.language.conditions import Undecided, holds, keys_in, unmet, values_of
 from jax_ucp.language.mapping import Mapping as LeafMapping
-from jax_ucp.language.mapping import Requirement, Rule, expression, filled, name_regex, placeholders, shipped, values_in
+from jax_ucp.language.mapping import (
+    Power,
+    Requirement,
+    Rule,
+    expression,
+    filled,
+    name_regex,
+    placeholders,
+    shipped,
+    values_in,
+)
 from jax_ucp.language.model_config import is_length, numbers_of
 from jax_ucp.language.rules import regex_of
 from jax_ucp.layout.axes import Axis, Claim, Component, Expression, Known, components, infer, is_padding
@@ -163,8 +173,8 @@ def _fitting(mapping: LeafMapping, shapes: Mapping[str, Shape], config: Mapping[
     """The mappings of the package to the same target, one way or the other, that fit."""
     target = mapping.name.removesuffix(".yaml").rpartition("-to-")[2]
     names = [name for name in shipped() if name.endswith(f"-to-{target}")]
-    mappings = [LeafMapping.load(name) for name in names]
-    for name, one in zip(names, mappings, strict=True):
+    for name in names:
+        one = LeafMapping.load(name)
         for way in (one, one.inverse()) if one.requires else ():
             with suppress(LayoutError):
                 if all(outcome.state == "met" for outcome in outcomes(way, config)):
@@ -218,8 +228,8 @@ def _bound(
 
 
 def _scale_faults(mapping: LeafMapping, instances: Sequence[_Instance], known: Mapping[str, Known]) -> Iterator[str]:
-    powers = [instance.rule.power for instance in instances]
-    for size in sorted({power[0] for power in powers if power}):
+    scales = [instance.rule.factor for instance in instances]
+    for size in sorted({scale.size for scale in scales if isinstance(scale, Power)}):
         if size not in known:
             yield f"{mapping.name} scales by a power of {size}, which has no length; give it in sizes"
 
@@ -442,13 +452,10 @@ def _formed(
     rule = instance.rule
     rest = _rest(instance.axes(next(iter(instance.members))), shapes[instance.names[0]])
     params = {pattern: instance.spread(instance.axes(pattern), rest) for pattern in instance.members}
-    of_rule = {pattern: axes for pattern, axes in params.items() if pattern in rule.params}
-    of_tied = [{pattern: params[pattern]} for pattern in rule.tied if pattern in params]
-    first, *copies = [group for group in (of_rule, *of_tied) if group]
+    first, *copies = _copies(rule, params)
     scale = _scale(rule, sizes)
     if (scale, rule.add) != (1, 0):
-        how = f"(x - {rule.add}) / {scale}" if rule.backwards else f"x * {scale} + {rule.add}"
-        notes.append(f"{rule.label}: parameters x become {how}, rounded to their dtype; their moments are left out")
+        notes.append(_scaled_note(rule, scale))
     for pattern, axes in rule.leaves.items():
         leaf = instance.spread(axes, rest)
         for name, fixed in _leaf_places(pattern, instance.shared, sizes):
@@ -461,6 +468,18 @@ def _formed(
             if layout.padding:
                 notes.append(f"{rule.label}: {layout.padding} elements of {pattern} are padding, zeros")
     notes += _dropped_padding(rule, params, sizes)
+
+
+def _copies(rule: Rule, params: Mapping[str, Expression]) -> list[dict[str, Expression]]:
+    """The parameters that hold the elements of a rule's leaves: those of the rule, and each that is tied to them."""
+    own = {pattern: axes for pattern, axes in params.items() if pattern in rule.params}
+    tied = [{pattern: axes} for pattern, axes in params.items() if pattern in rule.tied]
+    return [own, *tied] if own else tied
+
+
+def _scaled_note(rule: Rule, scale: float) -> str:
+    change = f"(x - {rule.add}) / {scale}" if rule.backwards else f"x * {scale} + {rule.add}"
+    return f"{rule.label}: parameters x become {change}, rounded to their dtype; their moments are left out"
 
 
 def _leaf_places(
@@ -486,14 +505,14 @@ def _dropped_padding(rule: Rule, params: Mapping[str, Expression], sizes: Mappin
 
 def _scale(rule: Rule, sizes: Mapping[str, int]) -> float:
     """The number by which a rule scales."""
-    if rule.power is None:
-        return float(rule.scale) if isinstance(rule.scale, str) else rule.scale
-    size, exponent = rule.power
+    scale = rule.factor
+    if not isinstance(scale, Power):
+        return scale
     try:
-        return float(sizes[size]) ** exponent
+        return float(sizes[scale.size]) ** scale.exponent
     except ArithmeticError as error:
         raise LayoutError(
-            f"{rule.label}: the scale {rule.scale} cannot be, with {size} = {sizes[size]}: {error}"
+            f"{rule.label}: the scale {rule.scale} cannot be, with {scale.size} = {sizes[scale.size]}: {error}"
         ) from None
 
 
@@ -518,7 +537,7 @@ def _layout(
         for place, name in _in_order(instance.members[pattern]):
             indices = {**fixed, **dict(zip(stacked, place, strict=True))}
             parts.append(part(name, source, target, sizes, indices))
-    return LeafLayout(leaf.shape(sizes), tuple(part for part in parts if 0 not in part.sizes))
+    return LeafLayout(leaf.shape(sizes), tuple(one for one in parts if 0 not in one.sizes))
 
 
 def _in_order(members: Mapping[Values, str]) -> list[tuple[tuple[int, ...], str]]:

@@ -128,16 +128,22 @@ def _check(node: ast.expr, text: str) -> None:
             for item in items:
                 _check_literal(item, text)
         case ast.Compare(left=left, ops=[op], comparators=[right]) if not isinstance(op, ast.Is | ast.IsNot):
-            if isinstance(op, ast.In | ast.NotIn):
-                raise SpecError(f"{text!r} is not a condition: what stands after `in` is a list of literals")
-            for side in (left, right):
-                _check_value(side, text)
-                if type(op) in _ORDERS and _is_literal(side) and not is_number(_literal(side)):
-                    raise SpecError(f"{text!r} is not a condition: only numbers are less or greater")
+            _check_comparison(left, op, right, text)
         case _:
             _check_value(node, text)
             if _is_literal(node):
                 raise SpecError(f"{text!r} is not a condition: {_FORMS}")
+
+
+def _check_comparison(left: ast.expr, op: ast.cmpop, right: ast.expr, text: str) -> None:
+    if isinstance(op, ast.In | ast.NotIn):
+        raise SpecError(f"{text!r} is not a condition: what stands after `in` is a list of literals")
+    for side in (left, right):
+        _check_value(side, text)
+        if type(op) not in _ORDERS or not _is_literal(side):
+            continue
+        if not is_number(_literal(side)):
+            raise SpecError(f"{text!r} is not a condition: only numbers are less or greater")
 
 
 def _check_value(node: ast.expr, text: str) -> None:

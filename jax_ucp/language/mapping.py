@@ -33,7 +33,7 @@ from jax_ucp.language.arithmetic import names_in
 from jax_ucp.language.conditions import check_condition, is_number, keys_in
 from jax_ucp.language.document import document, dumped, fields
 from jax_ucp.language.rules import regex_of
-from jax_ucp.layout.axes import REST, Expression, axis_sets, parse
+from jax_ucp.layout.axes import REST, Expression, axis_sets, is_padding, parse
 
 _MAPPINGS = resources.files("jax_ucp") / "mappings"
 _SECTIONS = {"sizes", "requires", "leaves", "skip"}
@@ -45,6 +45,14 @@ _POWER = re.compile(r"(?P<size>[A-Za-z_]\w*) \*\* (?P<power>-?\d+(\.\d+)?)")
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _PLACEHOLDER = re.compile(r"[A-Za-z_]\w*(\+\d+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Power:
+    """A power of a size, by which a rule scales."""
+
+    size: str
+    exponent: float
 
 
 @dataclass(frozen=True)
@@ -84,12 +92,12 @@ class Rule:
         return f"{self.where}{': ' * bool(self.where)}the rule for {' and '.join(self.params)}"
 
     @property
-    def power(self) -> tuple[str, float] | None:
-        """The size and the exponent of a `scale` that is a power of a size."""
+    def factor(self) -> float | Power:
+        """What `scale` says."""
         if not isinstance(self.scale, str):
-            return None
+            return self.scale
         size, exponent = self.scale.split(" ** ")
-        return size, float(exponent)
+        return Power(size, float(exponent))
 
     @property
     def names(self) -> frozenset[str]:
@@ -99,8 +107,8 @@ class Rule:
             names |= expression(axes).names
         for name in (*self.params, *self.leaves):
             names.update(placeholders(name))
-        if self.power:
-            names.add(self.power[0])
+        if isinstance(self.factor, Power):
+            names.add(self.factor.size)
         return frozenset(names)
 
     def to_dict(self) -> dict[str, Any]:
@@ -312,7 +320,7 @@ def _keys(name: str, axes: str) -> list[frozenset[str]]:
     """The axes of each component, those in the name too; without padding."""
     in_name = frozenset(placeholders(name))
     keys = [axes_of_part | in_name for axes_of_part in axis_sets(expression(axes))]
-    return [key for key in keys if not any(axis.startswith("_") for axis in key)]
+    return [key for key in keys if not any(map(is_padding, key))]
 
 
 def _check(rule: Rule) -> None:

@@ -77,51 +77,76 @@ def pattern_of(node: object, size: Callable[[object], int]) -> Pattern:
         raise SpecError(f"a pattern is one of {', '.join(_PLAIN)}, sharded and fused, not {list(rest) or 'nothing'}")
     pattern = _kind(kinds[0], rest, size)
     for outer in padded if isinstance(padded, list) else [padded]:
-        said = fields(outer, "padded", {"axis", "to"}, {"from"})
-        full = size(said["from"]) if "from" in said else None
-        pattern = Padded(pattern, _axis(said["axis"]), size(said["to"]), full)
+        pattern = _padded(pattern, outer, size)
     return pattern
 
 
+def _padded(pattern: Pattern, node: object, size: Callable[[object], int]) -> Padded:
+    said = fields(node, "padded", {"axis", "to"}, {"from"})
+    full = size(said["from"]) if "from" in said else None
+    return Padded(pattern, _axis(said["axis"]), size(said["to"]), full)
+
+
 def _kind(kind: str, said: dict[Any, Any], size: Callable[[object], int]) -> Pattern:
-    if kind in _PLAIN:
-        fields(said, kind, {kind}, set())
-        if said[kind] not in (None, {}):
-            raise SpecError(f"{kind} says nothing more, but here {said[kind]!r}")
-        return _PLAIN[kind]
-    if kind == "sharded":
-        fields(said, kind, {kind}, {"grid"})
-        axes = said[kind] if isinstance(said[kind], list) else [said[kind]]
-        grid = tuple(size(n) for n in _list(said["grid"], "grid")) if "grid" in said else None
-        return Sharded(*map(_axis, axes), grid=grid)
-    fields(said, kind, {kind}, set())
-    inner = fields(said[kind], kind, {"axis", "parts"}, {"whole", "groups"})
+    match kind:
+        case "sharded":
+            return _sharded(said, size)
+        case "fused":
+            return _fused(said, size)
+        case _:
+            fields(said, kind, {kind}, set())
+            if said[kind] not in (None, {}):
+                raise SpecError(f"{kind} says nothing more, but here {said[kind]!r}")
+            return _PLAIN[kind]
+
+
+def _sharded(said: dict[Any, Any], size: Callable[[object], int]) -> Sharded:
+    fields(said, "sharded", {"sharded"}, {"grid"})
+    axes = said["sharded"]
+    grid = tuple(map(size, _list(said["grid"], "grid"))) if "grid" in said else None
+    return Sharded(*map(_axis, axes if isinstance(axes, list) else [axes]), grid=grid)
+
+
+def _fused(said: dict[Any, Any], size: Callable[[object], int]) -> Fused:
+    fields(said, "fused", {"fused"}, set())
+    inner = fields(said["fused"], "fused", {"axis", "parts"}, {"whole", "groups"})
     if not isinstance(inner["parts"], dict) or not inner["parts"]:
         raise SpecError(f"parts should be a mapping of names to sizes, not {inner['parts']!r}")
-    parts = {
-        str(name): tuple(size(n) for n in rows) if isinstance(rows, list) else size(rows)
-        for name, rows in inner["parts"].items()
-    }
+    parts: dict[str, int | tuple[int, ...]] = {}
+    for name, rows in inner["parts"].items():
+        parts[str(name)] = tuple(map(size, rows)) if isinstance(rows, list) else size(rows)
     whole = frozenset(map(str, _list(inner.get("whole", []), "whole")))
-    return Fused(_axis(inner["axis"]), parts, whole, size(inner["groups"]) if "groups" in inner else None)
+    groups = size(inner["groups"]) if "groups" in inner else None
+    return Fused(_axis(inner["axis"]), parts, whole, groups)
 
 
-def node_of(pattern: Pattern) -> object:
+def node_of(pattern: Pattern) -> str | dict[str, Any]:
     """What YAML says of a pattern; `pattern_of` gives the pattern again."""
     match pattern:
-        case Sharded(axes=axes, grid=grid):
-            return {"sharded": axes[0] if len(axes) == 1 else list(axes), **({"grid": list(grid)} if grid else {})}
-        case Fused(axis=axis, parts=parts, whole=whole, groups=groups):
-            rows = {name: list(n) if isinstance(n, tuple) else n for name, n in parts.items()}
-            kept = {"whole": sorted(whole)} if whole else {}
-            return {"fused": {"axis": axis, "parts": rows, **kept, **({"groups": groups} if groups else {})}}
-        case Padded(pattern=inner, axis=axis, size=size, padded=padded):
-            said = node_of(inner)
-            base: dict[str, Any] = dict(said) if isinstance(said, dict) else {str(said): {}}
-            outer = {"axis": axis, "to": size, **({} if padded is None else {"from": padded})}
-            return {**base, "padded": [*base.get("padded", []), outer]}
+        case Sharded():
+            axes = list(pattern.axes)
+            said = {"sharded": axes if len(axes) > 1 else axes[0]}
+            return {**said, "grid": list(pattern.grid)} if pattern.grid else said
+        case Fused():
+            return {"fused": _fused_node(pattern)}
+        case Padded(pattern=inner):
+            node = node_of(inner)
+            said = node if isinstance(node, dict) else {node: {}}
+            padded = {"axis": pattern.axis, "to": pattern.size, "from": pattern.padded}
+            return {**said, "padded": [*said.get("padded", []), _present(padded)]}
         case _:
             return next(word for word, plain in _PLAIN.items() if plain == pattern)
+
+
+def _fused_node(pattern: Fused) -> dict[str, Any]:
+    parts = {name: list(rows) if isinstance(rows, tuple) else rows for name, rows in pattern.parts.items()}
+    whole = sorted(pattern.whole) or None
+    return _present({"axis": pattern.axis, "parts": parts, "whole": whole, "groups": pattern.groups})
+
+
+def _present(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields that are not None."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _sentence(item: object, where: str) -> Sentence:
