@@ -135,16 +135,20 @@ def _loaded(loader: yaml.SafeLoader, file: str) -> Document:
     if not isinstance(root, yaml.MappingNode):
         raise SpecError(f"{file} should be a mapping of sections")
     _refuse_repeats(root, file)
-    sections = [(key, value) for key, value in root.value if isinstance(key, yaml.ScalarNode)]
-    lines = {key.value: _line(key) for key, _ in sections}
-    lists = [(key.value, value) for key, value in sections if isinstance(value, yaml.SequenceNode)]
-    item_lines = {name: [_line(item) for item in node.value] for name, node in lists}
+    sections = {key.value: (key, value) for key, value in root.value if isinstance(key, yaml.ScalarNode)}
+    lines = {name: _line(key) for name, (key, _) in sections.items()}
+    item_lines = {name: _item_lines(node) for name, (_, node) in sections.items()}
     content: Any = loader.construct_document(root)
     if not isinstance(content, dict) or _has_huge_numbers(content):
         raise SpecError(f"{file} should be a mapping of sections, with no number beyond {MAX_SIZE}")
     if strays := [key for key in content if key not in lines]:
         raise SpecError(f"{file} has the section {strays[0]!r:.80}; a section has a name")
     return Document(file, content, lines, item_lines)
+
+
+def _item_lines(node: yaml.Node) -> list[int]:
+    """The line of each item of a list; of anything else there are none."""
+    return [_line(item) for item in node.value] if isinstance(node, yaml.SequenceNode) else []
 
 
 def _line(node: yaml.Node) -> int:

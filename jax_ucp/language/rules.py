@@ -142,21 +142,29 @@ def _claims(spec: Spec, names: Sequence[str], numbers: Mapping[str, int], faults
     claims: dict[str, Sentence] = {}
     layer: Spec | None = spec
     while layer is not None:
-        claimants: dict[str, list[Sentence]] = {}
         unclaimed = [name for name in names if name not in claims]
-        for sentence in _sentences_there(layer, numbers, faults):
-            claimed = list(filter(re.compile(regex_of(sentence.param)).fullmatch, unclaimed))
-            if not claimed and layer is spec:
-                faults.append(f"the rule {sentence} claims no parameter")
-            for name in claimed:
-                claimants.setdefault(name, []).append(sentence)
-        for name, sentences in claimants.items():
+        own_claims = _own_claims(layer, unclaimed, numbers, faults, idle_is_fault=layer is spec)
+        for name, sentences in own_claims.items():
             if len(sentences) > 1:
                 faults.append(f"{name} is claimed by {len(sentences)} rules: {'; '.join(map(str, sentences))}")
             claims[name] = sentences[0]
         layer = layer.extends
     unclaimed = [name for name in names if name not in claims]
     faults += [f"{name} is claimed by no rule; say in a spec how its shards form it" for name in unclaimed]
+    return claims
+
+
+def _own_claims(
+    spec: Spec, names: Sequence[str], numbers: Mapping[str, int], faults: list[str], idle_is_fault: bool
+) -> dict[str, list[Sentence]]:
+    """The rules of its own that claim each of the names."""
+    claims: dict[str, list[Sentence]] = {}
+    for sentence in _sentences_there(spec, numbers, faults):
+        claimed = list(filter(re.compile(regex_of(sentence.param)).fullmatch, names))
+        if idle_is_fault and not claimed:
+            faults.append(f"the rule {sentence} claims no parameter")
+        for name in claimed:
+            claims.setdefault(name, []).append(sentence)
     return claims
 
 

@@ -118,10 +118,9 @@ def parse(text: str) -> Expression:
     if math.prod(map(_choices, dims)) > MAX_COMPONENTS:
         raise SpecError(f"in {text!r}: more than {MAX_COMPONENTS} choices of parts")
     for component in components(expression, _ONES):
-        counts = Counter(name for line in component.lines for name, _ in line.terms)
-        twice = sorted(name for name, count in counts.items() if count > 1)
-        if twice:
-            raise SpecError(f"in {text!r}: {', '.join(twice)} is there twice; each axis of an array has its own name")
+        if component.repeated:
+            repeated = ", ".join(component.repeated)
+            raise SpecError(f"in {text!r}: {repeated} is there twice; each axis of an array has its own name")
     return expression
 
 
@@ -206,6 +205,12 @@ class Component:
     @property
     def names(self) -> frozenset[str]:
         return frozenset(name for line in self.lines for name, _ in line.terms)
+
+    @property
+    def repeated(self) -> list[str]:
+        """The axes that it has several times."""
+        counts = Counter(name for line in self.lines for name, _ in line.terms)
+        return sorted(name for name, count in counts.items() if count > 1)
 
     @property
     def padding(self) -> bool:
