@@ -138,12 +138,17 @@ def _loaded(loader: yaml.SafeLoader, file: str) -> Document:
     sections = {key.value: (key, value) for key, value in root.value if isinstance(key, yaml.ScalarNode)}
     lines = {name: _line(key) for name, (key, _) in sections.items()}
     item_lines = {name: _item_lines(node) for name, (_, node) in sections.items()}
-    content: Any = loader.construct_document(root)
-    if not isinstance(content, dict) or _has_huge_numbers(content):
-        raise SpecError(f"{file} should be a mapping of sections, with no number beyond {MAX_SIZE}")
+    content = _content(loader, root, file)
     if strays := [key for key in content if key not in lines]:
         raise SpecError(f"{file} has the section {strays[0]!r:.80}; a section has a name")
     return Document(file, content, lines, item_lines)
+
+
+def _content(loader: yaml.SafeLoader, root: yaml.MappingNode, file: str) -> dict[Any, Any]:
+    content: Any = loader.construct_document(root)
+    if not isinstance(content, dict) or _has_huge_numbers(content):
+        raise SpecError(f"{file} should be a mapping of sections, with no number beyond {MAX_SIZE}")
+    return content
 
 
 def _item_lines(node: yaml.Node) -> list[int]:

@@ -65,21 +65,29 @@ def chunk_shapes(
     """
     cell = tuple(shape) if cell is None else tuple(cell)
     free = [c == n for c, n in zip(cell, shape, strict=True)]
-    total = math.prod(max(1, n) for n in shape) * itemsize
-    target = min(max_inner_bytes, max(SMALL_BYTES, total // CHUNKS_PER_ARRAY))
-    inner = [max(1, n) for n in cell]
-    while math.prod(inner) * itemsize > target and math.prod(inner) > 1:
-        axis, length = _next_cut(shape, inner, free)
-        too_many = inner[axis] / length > MOST_PARTS
-        if too_many and math.prod(inner) * itemsize <= max_inner_bytes:
-            break
-        inner[axis] = length
+    inner = _inner_chunk(shape, cell, free, itemsize, max_inner_bytes)
     outer = list(inner)
     for axis in reversed(range(len(inner))):
         steps = -(-max(1, cell[axis]) // inner[axis])
         most = max(1, max_outer_bytes // (math.prod(outer) * itemsize))
         outer[axis] = inner[axis] * (_even_share(steps, most) if free[axis] else _largest_divisor(steps, most))
     return Chunks(tuple(outer), tuple(inner))
+
+
+def _inner_chunk(
+    shape: Sequence[int], cell: Sequence[int], free: Sequence[bool], itemsize: int, max_bytes: int
+) -> list[int]:
+    """The shape of inner chunks; an axis that is `free` may have parts that do not divide it."""
+    total = math.prod(max(1, n) for n in shape) * itemsize
+    target = min(max_bytes, max(SMALL_BYTES, total // CHUNKS_PER_ARRAY))
+    inner = [max(1, n) for n in cell]
+    while math.prod(inner) * itemsize > target and math.prod(inner) > 1:
+        axis, length = _next_cut(shape, inner, free)
+        too_many = inner[axis] / length > MOST_PARTS
+        if too_many and math.prod(inner) * itemsize <= max_bytes:
+            break
+        inner[axis] = length
+    return inner
 
 
 def _next_cut(shape: Sequence[int], inner: Sequence[int], free: Sequence[bool]) -> tuple[int, int]:

@@ -96,8 +96,8 @@ class Part:
             spans: dict[int, tuple[int, int]] = {}
             for on_axis in combination:
                 spans |= on_axis
-            starts, stops = zip(*(spans[axis] for axis in range(len(spans))), strict=True) if spans else ((), ())
-            yield Box(starts, stops)
+            pairs = [spans[axis] for axis in range(len(self.sizes))]
+            yield Box(tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
 
     def _spans(self, run: Run, start: int, stop: int) -> list[dict[int, tuple[int, int]]]:
         """The indices whose elements are in a range of one axis of the target: boxes, as a span for each index."""
