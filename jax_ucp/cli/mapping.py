@@ -10,7 +10,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from jax_ucp.language.binding import outcomes, unclaimed
 from jax_ucp.language.mapping import Mapping as LeafMapping
 from jax_ucp.language.mapping import expression, name_regex
 from jax_ucp.language.model_config import given_config, joined
+from jax_ucp.layout.axes import Expression
 
 Shapes = dict[str, tuple[int, ...]]
 Families = dict[str, list[tuple[int, ...]]]
@@ -103,6 +104,7 @@ def mapping_report(
     `arguments` are those of `Checkpoint.map`.
     """
     wanted = target_shapes(target) if target else None
+    targets = wanted or {}
     report: Report = {"mapping": mapping.name, **{name: [] for name in _LISTS}}
     try:
         report["requires"] = _requirements(checkpoint, mapping, arguments)
@@ -110,12 +112,11 @@ def mapping_report(
     except LayoutError as error:
         title, *faults = str(error).split("\n  ")
         report["faults"] = faults or [title]
-        missing = _not_among(wanted or {}, [pattern for rule in mapping.rules for pattern in rule.leaves])
+        missing = _unformed(targets, mapping)
     else:
-        report.update(_mapped_report(checkpoint, mapped, mapping, wanted))
-        missing = [name for name in wanted or {} if name not in mapped.params]
-    missing_shapes = {name: wanted[name] for name in missing} if wanted else {}
-    report["suggestions"] = _suggestions(_shapes(checkpoint), missing_shapes, mapping)
+        report |= _mapped_report(checkpoint, mapped, mapping, wanted)
+        missing = {name: shape for name, shape in targets.items() if name not in mapped.params}
+    report["suggestions"] = _suggestions(_shapes(checkpoint), missing, mapping)
     return report
 
 
@@ -160,23 +161,29 @@ def _row(mapped: Checkpoint, name: str, wanted: Shapes | None) -> Report:
 
 
 def _differences(mapping: LeafMapping, shapes: Shapes, wanted: Shapes) -> list[str]:
-    absent = [name for name in wanted if name not in shapes]
-    faults = [f"{name} {list(wanted[name])}: in the target, but no rule forms it" for name in absent]
-    extra = [name for name in shapes if name not in wanted]
-    faults += [f"{name} {list(shapes[name])}: formed, but not in the target" for name in extra]
-    for name, shape in shapes.items():
-        if name not in wanted or shape == wanted[name]:
+    absent = [item for item in wanted.items() if item[0] not in shapes]
+    extra = [item for item in shapes.items() if item[0] not in wanted]
+    common = [name for name in shapes if name in wanted]
+    return [
+        *(f"{name} {list(shape)}: in the target, but no rule forms it" for name, shape in absent),
+        *(f"{name} {list(shape)}: formed, but not in the target" for name, shape in extra),
+        *_shape_faults(mapping, common, shapes, wanted),
+    ]
+
+
+def _shape_faults(mapping: LeafMapping, names: Sequence[str], shapes: Shapes, wanted: Shapes) -> Iterator[str]:
+    """A fault for each leaf whose shape is not the target's, with the order of axes that would fit."""
+    for name in names:
+        if shapes[name] == wanted[name]:
             continue
-        order = _order(mapping, name, shape, wanted[name])
+        order = _order(mapping, name, shapes[name], wanted[name])
         hint = f"; `{order}` would fit" if order else ""
-        faults.append(f"{name}: the rule gives {list(shape)}, the target has {list(wanted[name])}{hint}")
-    return faults
+        yield f"{name}: the rule gives {list(shapes[name])}, the target has {list(wanted[name])}{hint}"
 
 
 def _order(mapping: LeafMapping, leaf: str, shape: Sequence[int], wanted: Sequence[int]) -> str | None:
     """The axes of a leaf in the order in which they have the shape that is wanted, if there is just one."""
-    formed_by = [(pattern, axes) for rule in mapping.rules for pattern, axes in rule.leaves.items()]
-    axes = next(expression(axes) for pattern, axes in formed_by if name_regex(pattern).fullmatch(leaf))
+    axes = _leaf_axes(mapping, leaf)
     if axes.rest or len(axes.dims) != len(wanted) or len(axes.dims) > MOST_PERMUTED:
         return None
     orders = itertools.permutations(range(len(wanted)))
@@ -184,8 +191,16 @@ def _order(mapping: LeafMapping, leaf: str, shape: Sequence[int], wanted: Sequen
     return " ".join(str(axes.dims[i]) for i in fitting[0]) if len(fitting) == 1 else None
 
 
-def _not_among(names: Mapping[str, object], patterns: Sequence[str]) -> list[str]:
-    return [name for name in names if not any(name_regex(pattern).fullmatch(name) for pattern in patterns)]
+def _leaf_axes(mapping: LeafMapping, leaf: str) -> Expression:
+    """What the first rule that forms a leaf says of its axes."""
+    patterns = [item for rule in mapping.rules for item in rule.leaves.items()]
+    return next(expression(axes) for pattern, axes in patterns if name_regex(pattern).fullmatch(leaf))
+
+
+def _unformed(targets: Shapes, mapping: LeafMapping) -> Shapes:
+    """The leaves of the target that no rule forms."""
+    regexes = [name_regex(pattern) for rule in mapping.rules for pattern in rule.leaves]
+    return {name: shape for name, shape in targets.items() if not any(regex.fullmatch(name) for regex in regexes)}
 
 
 def _suggestions(params: Shapes, missing: Shapes, mapping: LeafMapping) -> list[str]:
@@ -203,7 +218,7 @@ def _suggestions(params: Shapes, missing: Shapes, mapping: LeafMapping) -> list[
     return suggestions
 
 
-def _unused(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
+def _unused(patterns: Collection[str], names: Collection[str]) -> list[str]:
     """The patterns that stand for none of the names."""
     regexes = {pattern: name_regex(pattern) for pattern in patterns}
     return [pattern for pattern, regex in regexes.items() if not any(map(regex.fullmatch, names))]
