@@ -285,24 +285,29 @@ def leaf_names(paths: Sequence[Path]) -> list[str]:
     >>> leaf_names([(Key("dict", "W"),), (Key("dict", "w"),)])
     ['%%57', '%w']
     """
-    names = [".".join(map(str, path)) for path in paths]
-    folded = [folded_name(name) for name in names]
-    taken = Counter(folded)
-    parents = {name[:at] for name in folded for at in _slashes(name)}
-    clash = {name for name in folded if name in parents}
-
-    def alone(name: str) -> bool:
-        return taken[name] == 1 and not any(name[:at] in clash for at in (*_slashes(name), len(name)))
-
-    found = [
-        name if alone(fold) and _is_plain(name) else _escaped(path)
-        for name, fold, path in zip(names, folded, paths, strict=True)
-    ]
-    alike = Counter(map(folded_name, found))
+    plain = [".".join(map(str, path)) for path in paths]
+    unsafe = _unsafe_names(plain)
+    names = [_escaped(path) if name in unsafe else name for name, path in zip(plain, paths, strict=True)]
+    counts = Counter(map(folded_name, names))
+    repeated = {folded for folded, count in counts.items() if count > 1}
     return [
-        _escaped(path, case=True) if alike[folded_name(name)] > 1 else name
-        for name, path in zip(found, paths, strict=True)
+        _escaped(path, case=True) if folded_name(name) in repeated else name
+        for name, path in zip(names, paths, strict=True)
     ]
+
+
+def _unsafe_names(names: Sequence[str]) -> set[str]:
+    """The names that no directory should have: not plain, of several leaves, or with a leaf above or below them."""
+    folded = {name: folded_name(name) for name in names}
+    counts = Counter(folded[name] for name in names)
+    parents = {name[:at] for name in counts for at in _slashes(name)}
+    nested = parents & counts.keys()
+    unsafe: set[str] = set()
+    for name, fold in folded.items():
+        prefixes = [fold[:at] for at in (*_slashes(fold), len(fold))]
+        if counts[fold] > 1 or not nested.isdisjoint(prefixes) or not _is_plain(name):
+            unsafe.add(name)
+    return unsafe
 
 
 def folded_name(name: str) -> str:

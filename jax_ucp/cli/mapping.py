@@ -10,7 +10,8 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax_ucp
@@ -22,8 +23,19 @@ from jax_ucp.language.binding import outcomes, unclaimed
 from jax_ucp.language.mapping import Mapping as LeafMapping
 from jax_ucp.language.mapping import expression, name_regex
 from jax_ucp.language.model_config import given_config, joined
+from jax_ucp.layout.axes import Expression
 
 Shapes = dict[str, tuple[int, ...]]
+Families = dict[str, list[tuple[int, ...]]]
+
+# What a report has, beside the mapping's name.
+_LISTS = ("requires", "leaves", "skipped", "notes", "faults", "suggestions")
+
+# The orders of more axes are too many to try.
+MOST_PERMUTED = 6
+
+# What is added to the likeness of a leaf that holds all parameters of a family.
+WHOLE_BONUS = 0.05
 
 # Below this likeness a name is no suggestion.
 NEAR = 0.3
@@ -39,17 +51,22 @@ def target_shapes(target: str) -> Shapes:
     """
     path = local_path(target)
     if path.suffix == ".json" and path.is_file():
-        try:
-            leaves = json.loads(path.read_bytes())["leaves"]
-            shapes = {leaf["leaf"]: tuple(leaf["shape"]) for leaf in leaves if "shape" in leaf}
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise TreeMismatch(f"{target} is not what `inspect --json` prints: {error}") from error
+        shapes = _inspected_shapes(path, target)
     elif path.exists():
         shapes = {leaf.label: leaf.shape for leaf in jax_ucp.open(path).leaves if leaf.has_array}
     else:
         shapes = _imported_shapes(target)
-    below = {name.removeprefix("param/"): shape for name, shape in shapes.items() if name.startswith("param/")}
-    return below or shapes
+    params = [name for name in shapes if name.startswith("param/")]
+    return {name.removeprefix("param/"): shapes[name] for name in params} or shapes
+
+
+def _inspected_shapes(path: Path, target: str) -> Shapes:
+    """The shapes of arrays in what `inspect --json` printed."""
+    try:
+        leaves = json.loads(path.read_bytes())["leaves"]
+        return {leaf["leaf"]: tuple(leaf["shape"]) for leaf in leaves if "shape" in leaf}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise TreeMismatch(f"{target} is not what `inspect --json` prints: {error}") from error
 
 
 def imported(target: str, what: str) -> Any:
@@ -86,29 +103,37 @@ def mapping_report(
 
     `arguments` are those of `Checkpoint.map`.
     """
-    params = {name: param.shape for name, param in checkpoint.params.items()}
     wanted = target_shapes(target) if target else None
-    lists = ("requires", "leaves", "skipped", "notes", "faults", "suggestions")
-    found: Report = {"mapping": mapping.name, **{name: [] for name in lists}}
+    targets = wanted or {}
+    report: Report = {"mapping": mapping.name, **{name: [] for name in _LISTS}}
     try:
-        found["requires"] = _requirements(checkpoint, mapping, arguments)
+        report["requires"] = _requirements(checkpoint, mapping, arguments)
         mapped = checkpoint.map(mapping, **arguments)
     except LayoutError as error:
         title, *faults = str(error).split("\n  ")
-        found["faults"] = faults or [title]
-        formed = [pattern for rule in mapping.rules for pattern in rule.leaves]
-        missing = _not_among(wanted or {}, formed)
+        report["faults"] = faults or [title]
+        missing = _unformed(targets, mapping)
     else:
-        shapes = {name: param.shape for name, param in mapped.params.items()}
-        found["leaves"] = [_row(mapped, name, wanted) for name in shapes]
-        before = set(checkpoint.account)
-        found["skipped"] = [[item.where, item.reason] for item in mapped.account if item not in before]
-        found["notes"] = [note for note in mapped.notes if note not in checkpoint.notes]
-        found["faults"] = [] if wanted is None else _differences(mapping, shapes, wanted)
-        missing = [name for name in wanted or {} if name not in shapes]
-    left = {name: params[name] for name in unclaimed(mapping, list(params))}
-    found["suggestions"] = _suggestions(left, {name: (wanted or {})[name] for name in missing}, mapping, params)
-    return found
+        report |= _mapped_report(checkpoint, mapped, mapping, wanted)
+        missing = {name: shape for name, shape in targets.items() if name not in mapped.params}
+    report["suggestions"] = _suggestions(_shapes(checkpoint), missing, mapping)
+    return report
+
+
+def _mapped_report(checkpoint: Checkpoint, mapped: Checkpoint, mapping: LeafMapping, wanted: Shapes | None) -> Report:
+    """The leaves of a mapped checkpoint, what it leaves out, and how it differs from a target."""
+    before = set(checkpoint.account)
+    skipped = [item for item in mapped.account if item not in before]
+    return {
+        "leaves": [_row(mapped, name, wanted) for name in mapped.params],
+        "skipped": [[item.where, item.reason] for item in skipped],
+        "notes": [note for note in mapped.notes if note not in checkpoint.notes],
+        "faults": [] if wanted is None else _differences(mapping, _shapes(mapped), wanted),
+    }
+
+
+def _shapes(checkpoint: Checkpoint) -> Shapes:
+    return {name: param.shape for name, param in checkpoint.params.items()}
 
 
 def _requirements(checkpoint: Checkpoint, mapping: LeafMapping, arguments: Mapping[str, Any]) -> list[Report]:
@@ -136,64 +161,82 @@ def _row(mapped: Checkpoint, name: str, wanted: Shapes | None) -> Report:
 
 
 def _differences(mapping: LeafMapping, shapes: Shapes, wanted: Shapes) -> list[str]:
-    faults = [
-        f"{name} {list(shape)}: in the target, but no rule forms it"
-        for name, shape in wanted.items()
-        if name not in shapes
+    absent = [item for item in wanted.items() if item[0] not in shapes]
+    extra = [item for item in shapes.items() if item[0] not in wanted]
+    common = [name for name in shapes if name in wanted]
+    return [
+        *(f"{name} {list(shape)}: in the target, but no rule forms it" for name, shape in absent),
+        *(f"{name} {list(shape)}: formed, but not in the target" for name, shape in extra),
+        *_shape_faults(mapping, common, shapes, wanted),
     ]
-    faults += [
-        f"{name} {list(shape)}: formed, but not in the target" for name, shape in shapes.items() if name not in wanted
-    ]
-    for name, shape in shapes.items():
-        if name in wanted and shape != wanted[name]:
-            order = _order(mapping, name, shape, wanted[name])
-            hint = f"; `{order}` would fit" if order else ""
-            faults.append(f"{name}: the rule gives {list(shape)}, the target has {list(wanted[name])}{hint}")
-    return faults
+
+
+def _shape_faults(mapping: LeafMapping, names: Sequence[str], shapes: Shapes, wanted: Shapes) -> Iterator[str]:
+    """A fault for each leaf whose shape is not the target's, with the order of axes that would fit."""
+    for name in names:
+        if shapes[name] == wanted[name]:
+            continue
+        order = _order(mapping, name, shapes[name], wanted[name])
+        hint = f"; `{order}` would fit" if order else ""
+        yield f"{name}: the rule gives {list(shapes[name])}, the target has {list(wanted[name])}{hint}"
 
 
 def _order(mapping: LeafMapping, leaf: str, shape: Sequence[int], wanted: Sequence[int]) -> str | None:
     """The axes of a leaf in the order in which they have the shape that is wanted, if there is just one."""
-    said = [text for rule in mapping.rules for name, text in rule.leaves.items() if name_regex(name).fullmatch(leaf)]
-    dims = expression(said[0]).dims
-    if len(dims) != len(wanted) or len(dims) > 6 or expression(said[0]).rest:
+    axes = _leaf_axes(mapping, leaf)
+    if axes.rest or len(axes.dims) != len(wanted) or len(axes.dims) > MOST_PERMUTED:
         return None
-    orders = itertools.permutations(range(len(dims)))
-    found = [order for order in orders if [shape[i] for i in order] == list(wanted)]
-    return " ".join(str(dims[i]) for i in found[0]) if len(found) == 1 else None
+    orders = itertools.permutations(range(len(wanted)))
+    fitting = [order for order in orders if [shape[i] for i in order] == list(wanted)]
+    return " ".join(str(axes.dims[i]) for i in fitting[0]) if len(fitting) == 1 else None
 
 
-def _not_among(names: Mapping[str, object], patterns: Sequence[str]) -> list[str]:
-    return [name for name in names if not any(name_regex(pattern).fullmatch(name) for pattern in patterns)]
+def _leaf_axes(mapping: LeafMapping, leaf: str) -> Expression:
+    """What the first rule that forms a leaf says of its axes."""
+    patterns = [item for rule in mapping.rules for item in rule.leaves.items()]
+    return next(expression(axes) for pattern, axes in patterns if name_regex(pattern).fullmatch(leaf))
 
 
-def _suggestions(left: Shapes, missing: Shapes, mapping: LeafMapping, params: Shapes) -> list[str]:
+def _unformed(targets: Shapes, mapping: LeafMapping) -> Shapes:
+    """The leaves of the target that no rule forms."""
+    regexes = [name_regex(pattern) for rule in mapping.rules for pattern in rule.leaves]
+    return {name: shape for name, shape in targets.items() if not any(regex.fullmatch(name) for regex in regexes)}
+
+
+def _suggestions(params: Shapes, missing: Shapes, mapping: LeafMapping) -> list[str]:
     """For what no rule claims, the leaf that could be meant; without a target, the rule that finds nothing."""
-    idle = [
-        pattern
-        for rule in mapping.rules
-        for pattern in rule.params
-        if not any(name_regex(pattern).fullmatch(name) for name in params)
-    ]
-    families = _families(left)
-    pairs = [
-        (_likeness(family, shapes, name, shape), family, name)
-        for family, shapes in families.items()
-        for name, shape in missing.items()
-        if math.prod(shape) in (sum(map(math.prod, shapes)), math.prod(shapes[0]))
-    ]
-    meant: dict[str, str] = {}
-    for near, family, name in sorted(pairs, reverse=True):
-        if near >= NEAR and family not in meant and name not in meant.values():
-            meant[family] = name
-    found: list[str] = []
+    unused = [pattern for rule in mapping.rules for pattern in _unused(rule.params, params)]
+    families = _families({name: params[name] for name in unclaimed(mapping, list(params))})
+    meant = _likely_leaves(families, missing)
+    suggestions: list[str] = []
     for family, shapes in families.items():
         what = f"{family} ({len(shapes)} of {list(shapes[0])})" if len(shapes) > 1 else f"{family} {list(shapes[0])}"
         if name := meant.get(family):
-            found.append(f"{what} -> perhaps {name} {list(missing[name])}, which has as many elements")
-        elif near := difflib.get_close_matches(family, idle, n=1, cutoff=NEAR):
-            found.append(f"{what} -> perhaps the rule for {near[0]}, which finds nothing, is meant for it")
-    return found
+            suggestions.append(f"{what} -> perhaps {name} {list(missing[name])}, which has as many elements")
+        elif near := difflib.get_close_matches(family, unused, n=1, cutoff=NEAR):
+            suggestions.append(f"{what} -> perhaps the rule for {near[0]}, which finds nothing, is meant for it")
+    return suggestions
+
+
+def _unused(patterns: Collection[str], names: Collection[str]) -> list[str]:
+    """The patterns that stand for none of the names."""
+    regexes = {pattern: name_regex(pattern) for pattern in patterns}
+    return [pattern for pattern, regex in regexes.items() if not any(map(regex.fullmatch, names))]
+
+
+def _likely_leaves(families: Families, missing: Shapes) -> dict[str, str]:
+    """For families of parameters the missing leaf that each could be, the likeliest pairs first."""
+    pairs: list[tuple[float, str, str]] = []
+    for (family, shapes), (name, shape) in itertools.product(families.items(), missing.items()):
+        if math.prod(shape) in (sum(map(math.prod, shapes)), math.prod(shapes[0])):
+            pairs.append((_likeness(family, shapes, name, shape), family, name))
+    meant: dict[str, str] = {}
+    for likeness, family, name in sorted(pairs, reverse=True):
+        if likeness < NEAR:
+            break
+        if family not in meant and name not in meant.values():
+            meant[family] = name
+    return meant
 
 
 def _likeness(family: str, shapes: Sequence[tuple[int, ...]], name: str, shape: tuple[int, ...]) -> float:
@@ -201,16 +244,17 @@ def _likeness(family: str, shapes: Sequence[tuple[int, ...]], name: str, shape: 
     role = "kernel" if len(shapes[0]) > 1 else "scale"
     words = re.sub(r"\W+", " ", re.sub(r"\bweight$", role, family)), re.sub(r"\W+", " ", name)
     # Some parameters of one family may be wanted layer by layer, but a leaf that holds all of them is the likelier.
-    whole = 0.05 * (sorted(shape) == sorted((*shapes[0], *([len(shapes)] if len(shapes) > 1 else []))))
-    return min(1, difflib.SequenceMatcher(None, *words).ratio() + whole)
+    stacked = [len(shapes)] if len(shapes) > 1 else []
+    holds_all = sorted(shape) == sorted((*shapes[0], *stacked))
+    return min(1, difflib.SequenceMatcher(None, *words).ratio() + WHOLE_BONUS * holds_all)
 
 
-def _families(shapes: Shapes) -> dict[str, list[tuple[int, ...]]]:
+def _families(shapes: Shapes) -> Families:
     """Names that differ in numbers alone, with the first number between dots as `{layer}`, are one."""
-    found: dict[str, list[tuple[int, ...]]] = {}
+    families: Families = {}
     for name, shape in shapes.items():
-        found.setdefault(re.sub(r"(?<![^./])\d+(?![^./])", "{n}", name), []).append(shape)
-    return found
+        families.setdefault(re.sub(r"(?<![^./])\d+(?![^./])", "{n}", name), []).append(shape)
+    return families
 
 
 def _is_array(value: Any) -> bool:

@@ -59,12 +59,7 @@ def _value(node: ast.expr, sizes: Mapping[str, int] | None, text: str) -> int:
         case ast.Constant(value=int(n)) if not isinstance(n, bool):
             return n
         case ast.Name(id=name):
-            if sizes is None:
-                return 1
-            if name not in sizes:
-                of = "" if name == text else f"the size {text!r}: "
-                raise SpecError(f"{of}{name!r} has no number; give it in sizes")
-            return sizes[name]
+            return 1 if sizes is None else _size_named(name, sizes, text)
         case ast.BinOp(op=op) if type(op) in _OPERATORS:
             left, right = _value(node.left, sizes, text), _value(node.right, sizes, text)
             if sizes is None:
@@ -73,3 +68,10 @@ def _value(node: ast.expr, sizes: Mapping[str, int] | None, text: str) -> int:
                 raise SpecError(f"in the size {text!r}, {left} is not divisible by {right}")
             return _OPERATORS[type(op)](left, right)
     raise SpecError(f"{text!r} is no size: write names, numbers, + - * // and parentheses")
+
+
+def _size_named(name: str, sizes: Mapping[str, int], text: str) -> int:
+    if name not in sizes:
+        of = "" if name == text else f"the size {text!r}: "
+        raise SpecError(f"{of}{name!r} has no number; give it in sizes")
+    return sizes[name]

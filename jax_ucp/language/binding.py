@@ -15,14 +15,26 @@ from jax_ucp.errors import LayoutError, SpecError
 from jax_ucp.language.arithmetic import names_in, size_of
 from jax_ucp.language.conditions import Undecided, holds, keys_in, unmet, values_of
 from jax_ucp.language.mapping import Mapping as LeafMapping
-from jax_ucp.language.mapping import Requirement, Rule, expression, filled, name_regex, placeholders, shipped, values_in
+from jax_ucp.language.mapping import (
+    Power,
+    Requirement,
+    Rule,
+    expression,
+    filled,
+    name_regex,
+    placeholders,
+    shipped,
+    values_in,
+)
 from jax_ucp.language.model_config import is_length, numbers_of
 from jax_ucp.language.rules import regex_of
-from jax_ucp.layout.axes import Axis, Claim, Component, Expression, Known, components, infer
+from jax_ucp.layout.axes import Axis, Claim, Component, Expression, Known, components, infer, is_padding
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.layout.strided import LeafForm, LeafLayout, Part, part
 
 FAULTS_SHOWN = 40
+MISSING_SHOWN = 3
+_NUMBER = re.compile(r"0|[1-9]\d{0,8}")
 _NO_CONFIG = "the checkpoint does not have its model's config"
 
 Values = tuple[str, ...]
@@ -45,18 +57,41 @@ class Bound:
 
 @dataclass
 class _Instance:
-    """A rule with the names that it found: for each name with placeholders, the parameter of each stacked place."""
+    """A rule with the parameters that it claims, of one value for each placeholder that leaves have too.
+
+    `shared` are those values. `members` has for each name with placeholders the parameter of each stacked place.
+    """
 
     rule: Rule
     shared: dict[str, str]
     members: dict[str, dict[Values, str]] = field(default_factory=dict[str, dict[Values, str]])
 
-    def spread(self, axes: str, rank: int) -> Expression:
-        """The expression with names for the axes that `...` stands for, for an array of `rank` axes."""
-        said = expression(axes)
+    @property
+    def names(self) -> list[str]:
+        """The parameters that it claims; one that two names with placeholders stand for comes twice."""
+        return [name for members in self.members.values() for name in members.values()]
+
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        """The placeholders of parameters that are axes of the leaves."""
+        return _stacked(self.rule)
+
+    @property
+    def places(self) -> list[range]:
+        """The numbers of each stacked placeholder, from 0 to the largest that a parameter has."""
+        values = [values for members in self.members.values() for values in members]
+        numbers = (map(int, column) for column in zip(*values, strict=True))
+        return [range(max(column) + 1) for column in numbers]
+
+    def axes(self, pattern: str) -> str:
+        """What the rule says of the axes of a parameter."""
+        return self.rule.params[pattern] if pattern in self.rule.params else self.rule.tied[pattern]
+
+    def spread(self, axes: str, rest: int) -> Expression:
+        """The expression with names for the `rest` axes that `...` stands for."""
         # Two parameters of one rule may have other lengths there, so the names are of this instance alone.
         at = f" of {self.rule.label}" + (f" for {self.shared}" if self.shared else "")
-        return said.spread([f"...{i}{at}" for i in range(rank - len(said.dims) + 1)]) if said.rest else said
+        return expression(axes).spread([f"...{i}{at}" for i in range(rest)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +115,14 @@ def outcomes(mapping: LeafMapping, config: Mapping[str, Any], assumed: Collectio
     if strays := sorted(set(assumed) - set(names)):
         has = ", ".join(names) or "none"
         raise LayoutError(f"{', '.join(strays)} in assume: the requirements of {mapping.name} are {has}")
-    found: list[Outcome] = []
-    for requirement in mapping.requires:
-        fault = unmet(requirement.that, config) if config else _NO_CONFIG
-        state = "met" if not fault else "assumed" if requirement.name in assumed else "unmet"
-        found.append(Outcome(requirement, state, fault or values_of(keys_in(requirement.that), config)))
-    return found
+    return [_outcome(requirement, config, assumed) for requirement in mapping.requires]
+
+
+def _outcome(requirement: Requirement, config: Mapping[str, Any], assumed: Collection[str]) -> Outcome:
+    fault = unmet(requirement.that, config) if config else _NO_CONFIG
+    if not fault:
+        return Outcome(requirement, "met", values_of(keys_in(requirement.that), config))
+    return Outcome(requirement, "assumed" if requirement.name in assumed else "unmet", fault)
 
 
 def bind(
@@ -135,9 +172,8 @@ def _unmet_faults(
 def _fitting(mapping: LeafMapping, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Iterator[str]:
     """The mappings of the package to the same target, one way or the other, that fit."""
     target = mapping.name.removesuffix(".yaml").rpartition("-to-")[2]
-    for name in shipped():
-        if not name.endswith(f"-to-{target}"):
-            continue
+    names = [name for name in shipped() if name.endswith(f"-to-{target}")]
+    for name in names:
         one = LeafMapping.load(name)
         for way in (one, one.inverse()) if one.requires else ():
             with suppress(LayoutError):
@@ -163,10 +199,10 @@ def _with_rules_that_hold(mapping: LeafMapping, config: Mapping[str, Any]) -> tu
 
 
 def _refusal(mapping: LeafMapping, faults: Sequence[str]) -> LayoutError:
-    told = list(dict.fromkeys(faults))
-    more = [f"... and {len(told) - FAULTS_SHOWN} more"] if len(told) > FAULTS_SHOWN else []
-    title = f"{mapping.name} does not fit the checkpoint in {len(told)} places:"
-    return LayoutError("\n  ".join([title, *told[:FAULTS_SHOWN], *more]))
+    distinct = list(dict.fromkeys(faults))
+    more = [f"... and {len(distinct) - FAULTS_SHOWN} more"] if len(distinct) > FAULTS_SHOWN else []
+    title = f"{mapping.name} does not fit the checkpoint in {len(distinct)} places:"
+    return LayoutError("\n  ".join([title, *distinct[:FAULTS_SHOWN], *more]))
 
 
 def _bound(
@@ -181,27 +217,37 @@ def _bound(
     claims = [claim for instance in instances for claim in _shape_claims(instance, shapes, faults)]
     lengths = infer(claims, _known(mapping, given, config, faults))
     faults += lengths.faults
-    for size in sorted({i.rule.scale.split(" ** ")[0] for i in instances if isinstance(i.rule.scale, str)}):
-        if size not in lengths.known:
-            faults.append(f"{mapping.name} scales by a power of {size}, which has no length; give it in sizes")
-    leaves: dict[str, LeafForm] = {}
-    copied = [rule for rule in {id(i.rule): i.rule for i in instances}.values() if rule.inverse().tied]
-    notes = [
-        f"{rule.label}: one parameter becomes several leaves, which are independent from then on" for rule in copied
-    ]
-    for instance in instances if not faults else []:
-        for name, form in _leaves(instance, shapes, lengths.sizes, faults, notes):
-            if name in leaves:
-                faults.append(f"the leaf {name} is formed twice, by {leaves[name].rule} and by {form.rule}")
-            leaves[name] = form
-    for name in leaves:
-        for above in itertools.accumulate(name.split("/")[:-1], "{}/{}".format):
-            if above in leaves:
-                faults.append(f"{above} is a leaf, so {name} cannot be below it")
+    faults += _scale_faults(mapping, instances, lengths.known)
+    notes = _independent_copies(instances)
+    leaves = {} if faults else _leaves(instances, shapes, lengths.sizes, faults, notes)
+    faults += _nested_leaves(leaves)
     if faults:
         raise _refusal(mapping, faults)
     sizes = {name: n for name, n in lengths.sizes.items() if name.isidentifier()}
     return Bound(leaves, skipped, sizes, list(dict.fromkeys(notes)))
+
+
+def _scale_faults(mapping: LeafMapping, instances: Sequence[_Instance], known: Mapping[str, Known]) -> Iterator[str]:
+    scales = [instance.rule.factor for instance in instances]
+    for size in sorted({scale.size for scale in scales if isinstance(scale, Power)}):
+        if size not in known:
+            yield f"{mapping.name} scales by a power of {size}, which has no length; give it in sizes"
+
+
+def _independent_copies(instances: Sequence[_Instance]) -> list[str]:
+    """A note for each rule that gives several leaves the same elements."""
+    rules = {id(instance.rule): instance.rule for instance in instances}
+    labels = [rule.label for rule in rules.values() if rule.inverse().tied]
+    return [f"{label}: one parameter becomes several leaves, which are independent from then on" for label in labels]
+
+
+def _nested_leaves(names: Collection[str]) -> Iterator[str]:
+    """A fault for each leaf with a leaf above it."""
+    for name in names:
+        *above, _ = itertools.accumulate(name.split("/"), "{}/{}".format)
+        for leaf in above:
+            if leaf in names:
+                yield f"{leaf} is a leaf, so {name} cannot be below it"
 
 
 def _claimed(
@@ -214,36 +260,53 @@ def _claimed(
         for name in filter(re.compile(regex_of(skip.param)).fullmatch, shapes):
             skipped[name] = skip.reason
             claims[name].append(f"skip {skip.param!r}")
-    found: list[_Instance] = []
-    several = _claimed_twice(mapping, shapes)
+    instances: list[_Instance] = []
+    contested = _claimed_twice(mapping, shapes)
     for rule in mapping.rules:
-        instances: dict[Values, _Instance] = {}
-        shared = _shared(rule)
-        for pattern in (*rule.params, *rule.tied):
-            stacked = [key for key in placeholders(pattern) if key not in shared]
-            for name in shapes:
-                if (hit := values_in(pattern, name)) is not None:
-                    if rule.optional and name in several and not _fits(rule, pattern, shapes[name]):
-                        continue
-                    claims[name].append(rule.label)
-                    values = tuple(hit[key] for key in shared)
-                    instance = instances.setdefault(values, _Instance(rule, dict(zip(shared, values, strict=True))))
-                    instance.members.setdefault(pattern, {})[tuple(hit[key] for key in stacked)] = name
-        if not instances and not rule.optional:
+        of_rule = _instances(rule, shapes, contested)
+        if not of_rule and not rule.optional:
             faults.append(f"{rule.label} finds no parameter")
-        found += instances.values()
-    # Layers share what is wrong with them, so names that differ in numbers alone are told once.
+        for name in itertools.chain.from_iterable(instance.names for instance in of_rule):
+            claims[name].append(rule.label)
+        instances += of_rule
+    faults += _claim_faults(claims, shapes)
+    return skipped, instances
+
+
+def _instances(rule: Rule, shapes: Mapping[str, Shape], contested: Collection[str]) -> list[_Instance]:
+    """The parameters that a rule claims, by the values of the placeholders that leaves have too."""
+    instances: dict[Values, _Instance] = {}
+    shared, stacked = _shared(rule), _stacked(rule)
+    for pattern in (*rule.params, *rule.tied):
+        for name, shape in shapes.items():
+            values = values_in(pattern, name)
+            if values is None:
+                continue
+            if rule.optional and name in contested and not _fits(rule, pattern, shape):
+                continue
+            of_leaf = {key: values[key] for key in shared}
+            instance = instances.setdefault(tuple(of_leaf.values()), _Instance(rule, of_leaf))
+            members = instance.members.setdefault(pattern, {})
+            # Of two names that mean one place, 3 and 03, the second stays without a claim.
+            members.setdefault(tuple(values[key] for key in stacked), name)
+    return list(instances.values())
+
+
+def _claim_faults(claims: Mapping[str, Sequence[str]], shapes: Mapping[str, Shape]) -> Iterator[str]:
+    """A fault for names that not just one rule or skip claims.
+
+    Layers share what is wrong with them, so names that differ in numbers alone are told once.
+    """
     alike: dict[tuple[str, Shape, tuple[str, ...]], list[str]] = defaultdict(list)
-    for name, by in claims.items():
-        if len(by) != 1:
-            alike[re.sub(r"\d+", "#", name), shapes[name], tuple(by)].append(name)
-    for (_, shape, by), names in alike.items():
-        what = f"{names[0]} {list(shape)}" + (f" and {len(names) - 1} more of other numbers" if names[1:] else "")
-        if by:
-            faults.append(f"{what}: claimed {len(by)} times, {'; '.join(by)}")
-        else:
-            faults.append(f"{what}: claimed by no rule; map it, or skip it with a reason")
-    return skipped, found
+    for name, claimants in claims.items():
+        if len(claimants) != 1:
+            alike[re.sub(r"\d+", "#", name), shapes[name], tuple(claimants)].append(name)
+    for (_, shape, claimants), names in alike.items():
+        fault = f"claimed {len(claimants)} times, {'; '.join(claimants)}"
+        if not claimants:
+            fault = "claimed by no rule; map it, or skip it with a reason"
+        others = f" and {len(names) - 1} more of other numbers" if len(names) > 1 else ""
+        yield f"{names[0]} {list(shape)}{others}: {fault}"
 
 
 def _claimed_twice(mapping: LeafMapping, shapes: Mapping[str, Shape]) -> set[str]:
@@ -251,8 +314,8 @@ def _claimed_twice(mapping: LeafMapping, shapes: Mapping[str, Shape]) -> set[str
     an optional rule then means the arrays that have as many axes as it names."""
     seen: Counter[str] = Counter()
     for rule in mapping.rules:
-        patterns = [name_regex(pattern) for pattern in (*rule.params, *rule.tied)]
-        seen.update(name for name in shapes if any(pattern.fullmatch(name) for pattern in patterns))
+        regexes = _param_regexes(rule)
+        seen.update(name for name in shapes if any(regex.fullmatch(name) for regex in regexes))
     return {name for name, count in seen.items() if count > 1}
 
 
@@ -273,48 +336,77 @@ def _stacked(rule: Rule) -> tuple[str, ...]:
     return tuple(key for key in placeholders(next(iter(rule.params))) if key not in of_leaves)
 
 
-def _shape_claims(instance: _Instance, shapes: Mapping[str, Shape], faults: list[str]) -> Iterator[Claim]:
+def _shape_claims(instance: _Instance, shapes: Mapping[str, Shape], faults: list[str]) -> list[Claim]:
     """What a rule says of the shapes of the parameters it found, and of how many of them there are."""
-    rule, members = instance.rule, instance.members
-    stacked = _stacked(rule)
-    for i, key in enumerate(stacked):
-        for pattern, names in members.items():
+    if strays := list(_stray_numbers(instance)):
+        faults.append(strays[0])
+        return []
+    faults += _missing_members(instance)
+    return [*_count_claims(instance), *_member_claims(instance, shapes)]
+
+
+def _stray_numbers(instance: _Instance) -> Iterator[str]:
+    """Faults: stacked placeholders that stand for something else than a number."""
+    for i, key in enumerate(instance.stacked):
+        for pattern, names in instance.members.items():
             numbers = {values[i] for values in names}
-            if wrong := sorted(n for n in numbers if not re.fullmatch(r"0|[1-9]\d{0,8}", n)):
-                faults.append(f"{rule.label} stacks {{{key}}} of {pattern}, but finds {', '.join(wrong)} there")
-                return
-            of = f"the number of {{{key}}} in {filled(pattern, instance.shared)}"
-            yield Claim(of, Expression((Axis(key),)), (max(map(int, numbers)) + 1,))
-    places = {values for names in members.values() for values in names}
-    ranges = [range(max(int(values[i]) for values in places) + 1) for i in range(len(stacked))]
-    count = math.prod(map(len, ranges))
-    for pattern in (*rule.params, *(tied for tied in rule.tied if tied in members)):
-        there = members.get(pattern, {})
-        if len(there) == count or (rule.tied and not there):
-            continue  # all are there, or one of the tied copies stands for them
-        for values in itertools.islice((place for place in _places(ranges) if place not in there), 3):
-            name = filled(pattern, instance.shared | dict(zip(stacked, values, strict=True)))
-            beside = next(iter(next(iter(members.values())).values()))
-            faults.append(f"{name} is not there, but {rule.label} needs it beside {beside}")
-        if count - len(there) > 3:
-            faults.append(f"... and {count - len(there) - 3} more of {pattern}")
-    for pattern, names in members.items():
-        axes = {**rule.params, **rule.tied}[pattern]
+            strays = sorted(number for number in numbers if not _NUMBER.fullmatch(number))
+            if strays:
+                yield f"{instance.rule.label} stacks {{{key}}} of {pattern}, but finds {', '.join(strays)} there"
+
+
+def _count_claims(instance: _Instance) -> Iterator[Claim]:
+    """The length of each stacked axis, which is the number of parameters."""
+    for i, key in enumerate(instance.stacked):
+        for pattern, names in instance.members.items():
+            label = f"the number of {{{key}}} in {filled(pattern, instance.shared)}"
+            count = max(int(values[i]) for values in names) + 1
+            yield Claim(label, Expression((Axis(key),)), (count,))
+
+
+def _missing_members(instance: _Instance) -> Iterator[str]:
+    """Faults: parameters that a rule needs beside those that it found."""
+    rule, places = instance.rule, instance.places
+    count = math.prod(map(len, places))
+    for pattern in (*rule.params, *filter(instance.members.__contains__, rule.tied)):
+        members = instance.members.get(pattern, {})
+        if rule.tied and not members:
+            continue  # one of the tied copies stands for it
+        missing = count - len(members)
+        absent = (place for place in _places(places) if place not in members)
+        for values in itertools.islice(absent, min(missing, MISSING_SHOWN)):
+            name = filled(pattern, instance.shared | dict(zip(instance.stacked, values, strict=True)))
+            yield f"{name} is not there, but {rule.label} needs it beside {instance.names[0]}"
+        if missing > MISSING_SHOWN:
+            yield f"... and {missing - MISSING_SHOWN} more of {pattern}"
+
+
+def _member_claims(instance: _Instance, shapes: Mapping[str, Shape]) -> Iterator[Claim]:
+    """The shapes of parameters; those of one name that have the same are one claim."""
+    for pattern, members in instance.members.items():
         alike: dict[Shape, list[str]] = defaultdict(list)
-        for name in names.values():
+        for name in members.values():
             alike[shapes[name]].append(name)
-        for shape, those in alike.items():
-            also = f" (and {len(those) - 1} more)" if len(those) > 1 else ""
-            yield Claim(those[0] + also, instance.spread(axes, len(shape)), shape)
+        axes = instance.axes(pattern)
+        for shape, names in alike.items():
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            yield Claim(names[0] + more, instance.spread(axes, _rest(axes, shape)), shape)
+
+
+def _rest(axes: str, shape: Shape) -> int:
+    """How many axes of an array `...` stands for."""
+    said = expression(axes)
+    return len(shape) - len(said.dims) + 1 if said.rest else 0
 
 
 def _places(ranges: Sequence[range]) -> Iterator[Values]:
     """Every combination of numbers, one at a time: a name with a stray number must not make a list of all below it."""
-    for number in ranges[0] if ranges else ():
-        for rest in _places(ranges[1:]):
-            yield (str(number), *rest)
     if not ranges:
         yield ()
+        return
+    for number in ranges[0]:
+        for rest in _places(ranges[1:]):
+            yield (str(number), *rest)
 
 
 def _known(
@@ -327,91 +419,130 @@ def _known(
     while ready := [name for name, size in waiting.items() if names_in(size) <= numbers.keys()]:
         for name in ready:
             size = waiting.pop(name)
+            origin = f"{size} of the config" if isinstance(size, str) else "in the mapping"
             try:
                 numbers[name] = size_of(size, numbers)
-                known[name] = Known(
-                    numbers[name], f"{size} of the config" if isinstance(size, str) else "in the mapping"
-                )
+                known[name] = Known(numbers[name], origin)
             except SpecError as error:
                 faults.append(f"{mapping.name}: sizes: {name}: {error}")
     return known
 
 
 def _leaves(
+    instances: Sequence[_Instance],
+    shapes: Mapping[str, Shape],
+    sizes: Mapping[str, int],
+    faults: list[str],
+    notes: list[str],
+) -> dict[str, LeafForm]:
+    """How each leaf is formed, by name; what is wrong is added to `faults`, what is to be told to `notes`."""
+    leaves: dict[str, LeafForm] = {}
+    for instance in instances:
+        for name, form in _formed(instance, shapes, sizes, faults, notes):
+            if name in leaves:
+                faults.append(f"the leaf {name} is formed twice, by {leaves[name].rule} and by {form.rule}")
+            leaves[name] = form
+    return leaves
+
+
+def _formed(
     instance: _Instance, shapes: Mapping[str, Shape], sizes: Mapping[str, int], faults: list[str], notes: list[str]
 ) -> Iterator[tuple[str, LeafForm]]:
     """The leaves of one instance of a rule."""
     rule = instance.rule
-    some = shapes[next(iter(next(iter(instance.members.values())).values()))]
-    axes = {**rule.params, **rule.tied}
-    pattern = next(iter(instance.members))
-    rest = len(some) - len(expression(axes[pattern]).dims) + 1 if expression(axes[pattern]).rest else 0
-    spread = {p: instance.spread(axes[p], rest + len(expression(axes[p]).dims) - 1) for p in instance.members}
+    rest = _rest(instance.axes(next(iter(instance.members))), shapes[instance.names[0]])
+    params = {pattern: instance.spread(instance.axes(pattern), rest) for pattern in instance.members}
+    first, *copies = _copies(rule, params)
     scale = _scale(rule, sizes)
     if (scale, rule.add) != (1, 0):
-        how = f"(x - {rule.add}) / {scale}" if rule.backwards else f"x * {scale} + {rule.add}"
-        notes.append(f"{rule.label}: parameters x become {how}, rounded to their dtype; their moments are left out")
-    for leaf, said in rule.leaves.items():
-        made = instance.spread(said, rest + len(expression(said).dims) - 1)
-        unstacked = [key for key in placeholders(leaf) if key not in instance.shared]
-        shape = made.shape(sizes)
-        for place in itertools.product(*[range(sizes[key]) for key in unstacked]):
-            fixed = dict(zip(unstacked, place, strict=True))
-            name = filled(leaf, instance.shared | {key: str(i) for key, i in fixed.items()})
-            groups = [[p for p in rule.params if p in spread], *([p] for p in rule.tied if p in spread)]
-            layouts = [
-                LeafLayout(shape, tuple(_parts(instance, made, {p: spread[p] for p in group}, sizes, fixed)))
-                for group in groups
-                if group
-            ]
-            if not layouts[0].parts:
-                faults.append(f"{rule.label}: the leaf {name} of shape {list(shape)} has no elements")
+        notes.append(_scaled_note(rule, scale))
+    for pattern, axes in rule.leaves.items():
+        leaf = instance.spread(axes, rest)
+        for name, fixed in _leaf_places(pattern, instance.shared, sizes):
+            layout = _layout(instance, leaf, first, sizes, fixed)
+            if not layout.parts:
+                faults.append(f"{rule.label}: the leaf {name} of shape {list(layout.shape)} has no elements")
                 continue
-            form = LeafForm(layouts[0], str(rule), tuple(layouts[1:]), rule.cast, scale, rule.add, rule.backwards)
-            yield name, form
-            if layouts[0].padding:
-                notes.append(f"{rule.label}: {layouts[0].padding} elements of {leaf} are padding, zeros")
-    for p, said in spread.items():
-        if dropped := [c for c in components(said, sizes) if c.padding]:
-            names = " and ".join(sorted({n for c in dropped for n in c.names if n.startswith("_")}))
-            notes.append(f"{rule.label}: {names} of {p} is dropped; going back gives zeros there")
+            tied = tuple(_layout(instance, leaf, copy, sizes, fixed) for copy in copies)
+            yield name, LeafForm(layout, str(rule), tied, rule.cast, scale, rule.add, rule.backwards)
+            if layout.padding:
+                notes.append(f"{rule.label}: {layout.padding} elements of {pattern} are padding, zeros")
+    notes += _dropped_padding(rule, params, sizes)
+
+
+def _copies(rule: Rule, params: Mapping[str, Expression]) -> list[dict[str, Expression]]:
+    """The parameters that hold the elements of a rule's leaves: those of the rule, and each that is tied to them."""
+    own = {pattern: axes for pattern, axes in params.items() if pattern in rule.params}
+    tied = [{pattern: axes} for pattern, axes in params.items() if pattern in rule.tied]
+    return [own, *tied] if own else tied
+
+
+def _scaled_note(rule: Rule, scale: float) -> str:
+    change = f"(x - {rule.add}) / {scale}" if rule.backwards else f"x * {scale} + {rule.add}"
+    return f"{rule.label}: parameters x become {change}, rounded to their dtype; their moments are left out"
+
+
+def _leaf_places(
+    pattern: str, shared: Mapping[str, str], sizes: Mapping[str, int]
+) -> Iterator[tuple[str, dict[str, int]]]:
+    """The leaves of a name with placeholders, each with its place on the axes that have a leaf for each index."""
+    unstacked = [key for key in placeholders(pattern) if key not in shared]
+    for place in itertools.product(*(range(sizes[key]) for key in unstacked)):
+        fixed = dict(zip(unstacked, place, strict=True))
+        numbers = {key: str(i) for key, i in fixed.items()}
+        yield filled(pattern, {**shared, **numbers}), fixed
+
+
+def _dropped_padding(rule: Rule, params: Mapping[str, Expression], sizes: Mapping[str, int]) -> Iterator[str]:
+    """A note for each parameter that has padding, which no leaf has."""
+    for pattern, axes in params.items():
+        padding = [component for component in components(axes, sizes) if component.padding]
+        if padding:
+            every = frozenset[str]().union(*(component.names for component in padding))
+            names = " and ".join(sorted(filter(is_padding, every)))
+            yield f"{rule.label}: {names} of {pattern} is dropped; going back gives zeros there"
 
 
 def _scale(rule: Rule, sizes: Mapping[str, int]) -> float:
     """The number by which a rule scales."""
-    if not isinstance(rule.scale, str):
-        return rule.scale
-    size, power = rule.scale.split(" ** ")
+    scale = rule.factor
+    if not isinstance(scale, Power):
+        return scale
     try:
-        return float(sizes[size]) ** float(power)
+        return float(sizes[scale.size]) ** scale.exponent
     except ArithmeticError as error:
         raise LayoutError(
-            f"{rule.label}: the scale {rule.scale} cannot be, with {size} = {sizes[size]}: {error}"
+            f"{rule.label}: the scale {rule.scale} cannot be, with {scale.size} = {sizes[scale.size]}: {error}"
         ) from None
 
 
-def _parts(
+def _layout(
     instance: _Instance,
     leaf: Expression,
     params: Mapping[str, Expression],
     sizes: Mapping[str, int],
     fixed: Mapping[str, int],
-) -> Iterator[Part]:
-    """Where each parameter's elements are in a leaf; `fixed` are the places at which parameters are unstacked."""
-    stacked = _stacked(instance.rule)
+) -> LeafLayout:
+    """Where the elements of a leaf are in parameters; `fixed` are the places at which parameters are unstacked."""
+    stacked = instance.stacked
     sources: dict[frozenset[str], tuple[str, Component]] = {}
-    for pattern, said in params.items():
-        for component in components(said, sizes):
+    for pattern, axes in params.items():
+        for component in components(axes, sizes):
             sources[component.names.union(stacked)] = pattern, component
+    parts: list[Part] = []
     for target in components(leaf, sizes):
         if target.padding:
             continue
         pattern, source = sources[target.names.union(fixed)]
-        for values, name in sorted(instance.members[pattern].items(), key=lambda item: tuple(map(int, item[0]))):
-            at = {**fixed, **{key: int(value) for key, value in zip(stacked, values, strict=True)}}
-            found = part(name, source, target, sizes, at)
-            if 0 not in found.sizes:
-                yield found
+        for place, name in _in_order(instance.members[pattern]):
+            indices = {**fixed, **dict(zip(stacked, place, strict=True))}
+            parts.append(part(name, source, target, sizes, indices))
+    return LeafLayout(leaf.shape(sizes), tuple(one for one in parts if 0 not in one.sizes))
+
+
+def _in_order(members: Mapping[Values, str]) -> list[tuple[tuple[int, ...], str]]:
+    """Parameters by their stacked places as numbers, in order."""
+    return sorted((tuple(map(int, values)), name) for values, name in members.items())
 
 
 @dataclass(frozen=True)
@@ -425,17 +556,24 @@ class Said:
 
 def said_before(mapping: LeafMapping, done: Mapping[str, Any]) -> Said:
     """What was said to the mapping that made a checkpoint, if `mapping` undoes it; `done` is the record of that."""
-    rules, lengths, assumed, config = (done.get(name) for name in ("rules", "lengths", "assumed", "config"))
-    if not isinstance(rules, dict) or not isinstance(lengths, dict) or not all(map(is_length, lengths.values())):
+    rules, lengths = done.get("rules"), done.get("lengths")
+    if not isinstance(rules, dict) or not isinstance(lengths, dict):
+        return Said()
+    if not all(map(is_length, lengths.values())):
         return Said()
     if LeafMapping.from_dict(rules).inverse() != mapping:
         return Said()
+    assumed, config = done.get("assumed"), done.get("config")
     names = tuple(map(str, assumed)) if isinstance(assumed, list) else ()
     return Said(lengths, names, config if isinstance(config, dict) else {})
 
 
 def unclaimed(mapping: LeafMapping, names: Sequence[str]) -> list[str]:
     """The names that neither a rule nor a skip claims."""
-    found = [name_regex(pattern) for rule in mapping.rules for pattern in (*rule.params, *rule.tied)]
-    found += [re.compile(regex_of(skip.param)) for skip in mapping.skips]
-    return [name for name in names if not any(regex.fullmatch(name) for regex in found)]
+    regexes = [regex for rule in mapping.rules for regex in _param_regexes(rule)]
+    regexes += [re.compile(regex_of(skip.param)) for skip in mapping.skips]
+    return [name for name in names if not any(regex.fullmatch(name) for regex in regexes)]
+
+
+def _param_regexes(rule: Rule) -> list[re.Pattern[str]]:
+    return [name_regex(pattern) for pattern in (*rule.params, *rule.tied)]

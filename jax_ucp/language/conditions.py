@@ -128,16 +128,22 @@ def _check(node: ast.expr, text: str) -> None:
             for item in items:
                 _check_literal(item, text)
         case ast.Compare(left=left, ops=[op], comparators=[right]) if not isinstance(op, ast.Is | ast.IsNot):
-            if isinstance(op, ast.In | ast.NotIn):
-                raise SpecError(f"{text!r} is not a condition: what stands after `in` is a list of literals")
-            for side in (left, right):
-                _check_value(side, text)
-                if type(op) in _ORDERS and _is_literal(side) and not _is_number(_literal(side)):
-                    raise SpecError(f"{text!r} is not a condition: only numbers are less or greater")
+            _check_comparison(left, op, right, text)
         case _:
             _check_value(node, text)
             if _is_literal(node):
                 raise SpecError(f"{text!r} is not a condition: {_FORMS}")
+
+
+def _check_comparison(left: ast.expr, op: ast.cmpop, right: ast.expr, text: str) -> None:
+    if isinstance(op, ast.In | ast.NotIn):
+        raise SpecError(f"{text!r} is not a condition: what stands after `in` is a list of literals")
+    for side in (left, right):
+        _check_value(side, text)
+        if type(op) not in _ORDERS or not _is_literal(side):
+            continue
+        if not is_number(_literal(side)):
+            raise SpecError(f"{text!r} is not a condition: only numbers are less or greater")
 
 
 def _check_value(node: ast.expr, text: str) -> None:
@@ -159,9 +165,9 @@ def _check_literal(node: ast.expr, text: str) -> None:
 def _is_literal(node: ast.expr) -> bool:
     match node:
         case ast.Constant(value=value):
-            return isinstance(value, str) or _is_number(value)
+            return isinstance(value, str) or is_number(value)
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=value)):
-            return _is_number(value)
+            return is_number(value)
         case ast.Name(id=name):
             return name in _WORDS
     return False
@@ -220,7 +226,7 @@ def _compared(op: ast.cmpop, node: ast.expr, left: Any, right: Any) -> bool:
     if isinstance(op, ast.Eq | ast.NotEq):
         return _equal(left, right) == isinstance(op, ast.Eq)
     for value in (left, right):
-        if not _is_number(value):
+        if not is_number(value):
             raise Undecided(f"{_shown(value)} in `{ast.unparse(node)}`, which is not a number")
     return _ORDERS[type(op)](left, right)
 
@@ -253,12 +259,13 @@ def _found(key: str, config: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _equal(left: Any, right: Any) -> bool:
-    if _is_number(left) and _is_number(right):
+    if is_number(left) and is_number(right):
         return left == right
     return type(left) is type(right) and left == right
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether a value is a number, which true and false are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

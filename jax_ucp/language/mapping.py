@@ -16,9 +16,10 @@ skip:
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Collection, Sequence
 from collections.abc import Mapping as Dict
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from importlib import resources
 from os import PathLike
@@ -29,19 +30,29 @@ from jax_ucp.arguments import local_path
 from jax_ucp.errors import SpecError
 from jax_ucp.language.arithmetic import Expression as Size
 from jax_ucp.language.arithmetic import names_in
-from jax_ucp.language.conditions import check_condition, keys_in
-from jax_ucp.language.document import document, dumped, faults_of, fields
+from jax_ucp.language.conditions import check_condition, is_number, keys_in
+from jax_ucp.language.document import document, dumped, fields
 from jax_ucp.language.rules import regex_of
-from jax_ucp.layout.axes import REST, Expression, axis_sets, parse
+from jax_ucp.layout.axes import REST, Expression, axis_sets, is_padding, parse
 
 _MAPPINGS = resources.files("jax_ucp") / "mappings"
 _SECTIONS = {"sizes", "requires", "leaves", "skip"}
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
+# The fields of a rule that its YAML has only where they are not the default.
+_OPTIONS = ("tied", "optional", "cast", "scale", "add", "backwards", "when")
 # A power of a size: `head_dim ** -0.5`.
-POWER = re.compile(r"(?P<size>[A-Za-z_]\w*) \*\* (?P<power>-?\d+(\.\d+)?)")
+_POWER = re.compile(r"(?P<size>[A-Za-z_]\w*) \*\* (?P<power>-?\d+(\.\d+)?)")
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _PLACEHOLDER = re.compile(r"[A-Za-z_]\w*(\+\d+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Power:
+    """A power of a size, by which a rule scales."""
+
+    size: str
+    exponent: float
 
 
 @dataclass(frozen=True)
@@ -79,6 +90,35 @@ class Rule:
     def label(self) -> str:
         """What errors call it."""
         return f"{self.where}{': ' * bool(self.where)}the rule for {' and '.join(self.params)}"
+
+    @property
+    def factor(self) -> float | Power:
+        """What `scale` says."""
+        if not isinstance(self.scale, str):
+            return self.scale
+        size, exponent = self.scale.split(" ** ")
+        return Power(size, float(exponent))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every name of its own that may have a length: axes, placeholders, and the size that it scales by."""
+        names: set[str] = set()
+        for axes in (*self.params.values(), *self.tied.values(), *self.leaves.values()):
+            names |= expression(axes).names
+        for name in (*self.params, *self.leaves):
+            names.update(placeholders(name))
+        if isinstance(self.factor, Power):
+            names.add(self.factor.size)
+        return frozenset(names)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The item of a YAML file that says this rule."""
+        item: dict[str, Any] = {"param": dict(self.params), "leaf": dict(self.leaves)}
+        for option in _OPTIONS:
+            value = getattr(self, option)
+            if value != getattr(_PLAIN, option):
+                item[option] = dict(value) if option == "tied" else value
+        return item
 
     def inverse(self) -> Rule:
         """The rule from leaves to parameters. What was tied becomes one; a copy among the leaves becomes tied.
@@ -149,59 +189,35 @@ class Mapping:
     @classmethod
     def parse(cls, text: str, name: str = "mapping") -> Mapping:
         """The mapping that a text in YAML says; `name` is what errors call it."""
-        top, lines = document(text, name)
-        strays = [key for key in top if key not in _SECTIONS]
-        faults = [
-            f"{name}:{lines[key]}: {key!r} is no section; there are sizes, requires, leaves and skip" for key in strays
-        ]
-        sizes: Any = top.get("sizes") or {}
-        if not isinstance(sizes, dict):
-            faults.append(f"{name}:{lines['sizes']}: sizes should be a mapping of names to sizes")
-            sizes = {}
-        for size, expression in sizes.items():
-            if not isinstance(size, str) or not size.isidentifier():
-                faults.append(f"{name}:{lines['sizes']}: {size!r} is no name for a size")
-            faults += faults_of(lambda e=expression: names_in(e), f"{name}:{lines['sizes']}: sizes: {size}")
-        found: dict[str, list[Any]] = {"requires": [], "leaves": [], "skip": []}
-        for section, read in (("requires", _requirement), ("leaves", _rule), ("skip", _skip)):
-            items = top.get(section) or []
-            if not isinstance(items, list):
-                faults.append(f"{name}:{lines[section]}: {section} should be a list")
-                continue
-            for item, line in zip(items, lines.get((section,), ()), strict=False):
-                where = f"{name}:{line}"
-                faults += faults_of(lambda i=item, w=where, r=read, s=section: found[s].append(r(i, w)), where)
-        named = [requirement.name for requirement in found["requires"]]
-        faults += [
-            f"{name}: two requirements are named {twice!r}" for twice in {n for n in named if named.count(n) > 1}
-        ]
-        if faults:
-            raise SpecError("\n  ".join([f"{name} is no mapping:", *faults]))
-        return cls(tuple(found["leaves"]), tuple(found["skip"]), sizes, name, tuple(found["requires"]))
+        top = document(text, name)
+        top.refuse_other_sections(_SECTIONS, "there are sizes, requires, leaves and skip")
+        sizes = top.sizes()
+        requires = top.items("requires", _requirement)
+        rules = top.items("leaves", _rule)
+        skips = top.items("skip", _skip)
+        for twice, count in Counter(requirement.name for requirement in requires).items():
+            if count > 1:
+                top.faults.append(f"{name}: two requirements are named {twice!r}")
+        top.raise_faults(f"{name} is no mapping:")
+        return cls(tuple(rules), tuple(skips), sizes, name, tuple(requires))
 
     @property
     def names(self) -> frozenset[str]:
         """Every name that may have a length: axes, sizes, and what sizes are made of."""
-        axes = [text for rule in self.rules for side in (rule.params, rule.tied, rule.leaves) for text in side.values()]
-        stacked = [
-            key
-            for rule in self.rules
-            for side in (rule.params, rule.leaves)
-            for name in side
-            for key in placeholders(name)
-        ]
-        said = [name for size in self.sizes.values() for name in names_in(size)]
-        powers = [rule.scale.split(" ** ")[0] for rule in self.rules if isinstance(rule.scale, str)]
-        return frozenset().union(*(expression(text).names for text in axes), stacked, self.sizes, said, powers)
+        of_sizes = [names_in(size) for size in self.sizes.values()]
+        return frozenset(self.sizes).union(*(rule.names for rule in self.rules), *of_sizes)
 
     @property
     def config_keys(self) -> frozenset[str]:
         """The keys of the model's config that conditions and sizes name, without what is below them."""
-        conditions = [requirement.that for requirement in self.requires]
-        conditions += [rule.when for rule in self.rules if rule.when]
-        keys = [key for text in conditions for key in keys_in(text)]
-        sizes = [name for size in self.sizes.values() for name in names_in(size)]
-        return frozenset(key.partition(".")[0] for key in (*keys, *sizes))
+        keys: set[str] = set()
+        for requirement in self.requires:
+            keys.update(keys_in(requirement.that))
+        for rule in self.rules:
+            keys.update(keys_in(rule.when) if rule.when else ())
+        for size in self.sizes.values():
+            keys |= names_in(size)
+        return frozenset(key.partition(".")[0] for key in keys)
 
     def inverse(self) -> Mapping:
         """From the leaves to the parameters: what exports. Names in `skip` cannot come back."""
@@ -210,19 +226,13 @@ class Mapping:
 
     def to_dict(self) -> dict[str, Any]:
         """The content of a YAML file that says this mapping."""
-        leaves: list[dict[str, Any]] = []
-        for rule in self.rules:
-            item: dict[str, Any] = {"param": dict(rule.params), "leaf": dict(rule.leaves)}
-            item |= {"tied": dict(rule.tied)} if rule.tied else {}
-            for name in ("optional", "cast", "scale", "add", "backwards", "when"):
-                if getattr(rule, name) != getattr(_PLAIN, name):
-                    item[name] = getattr(rule, name)
-            leaves.append(item)
-        skips = [{"param": skip.param, "reason": skip.reason} for skip in self.skips]
-        sizes = {"sizes": dict(self.sizes)} if self.sizes else {}
-        requires = [{"name": one.name, "that": one.that, "reason": one.reason} for one in self.requires]
-        required = {"requires": requires} if requires else {}
-        return {**sizes, **required, "leaves": leaves, **({"skip": skips} if skips else {})}
+        content: dict[str, Any] = {
+            "sizes": dict(self.sizes),
+            "requires": [asdict(requirement) for requirement in self.requires],
+            "leaves": [rule.to_dict() for rule in self.rules],
+            "skip": [asdict(skip) for skip in self.skips],
+        }
+        return {section: items for section, items in content.items() if items or section == "leaves"}
 
 
 def shipped() -> list[str]:
@@ -263,21 +273,24 @@ def name_regex(name: str) -> re.Pattern[str]:
     return re.compile(text)
 
 
-def values_in(name: str, found: str) -> dict[str, str] | None:
-    """What the placeholders of `name` stand for in the name `found`; None where that is another name.
+def values_in(pattern: str, name: str) -> dict[str, str] | None:
+    """What the placeholders of `pattern` stand for in `name`; None where that is another name.
 
     >>> values_in("blocks.{layer+1}.w", "blocks.3.w")
     {'layer': '2'}
     """
-    hit = name_regex(name).fullmatch(found)
-    if hit is None:
+    match = name_regex(pattern).fullmatch(name)
+    if match is None:
         return None
-    values = hit.groupdict()
-    for key, _, offset in (said.partition("+") for said in _BRACES.findall(name)):
-        if offset and int(hit[key]) < int(offset):
+    values = match.groupdict()
+    for placeholder in _BRACES.findall(pattern):
+        key, _, offset = placeholder.partition("+")
+        if not offset:
+            continue
+        number = int(match[key]) - int(offset)
+        if number < 0:
             return None
-        if offset:
-            values[key] = str(int(hit[key]) - int(offset))
+        values[key] = str(number)
     return values
 
 
@@ -305,70 +318,105 @@ def expression(axes: str) -> Expression:
 
 def _keys(name: str, axes: str) -> list[frozenset[str]]:
     """The axes of each component, those in the name too; without padding."""
-    inside = frozenset(placeholders(name))
-    found = [axis_set | inside for axis_set in axis_sets(expression(axes))]
-    return [key for key in found if not any(axis.startswith("_") for axis in key)]
+    in_name = frozenset(placeholders(name))
+    keys = [axes_of_part | in_name for axes_of_part in axis_sets(expression(axes))]
+    return [key for key in keys if not any(map(is_padding, key))]
 
 
 def _check(rule: Rule) -> None:
-    """Raise SpecError where the two sides of a rule do not name the same axes."""
+    """Raise SpecError where a rule says what cannot be, or its two sides do not name the same axes."""
     if not rule.params or not rule.leaves:
         raise SpecError("a rule needs a parameter and a leaf")
-    sides = [(what, names) for what, names in (("param", rule.params), ("tied", rule.tied), ("leaf", rule.leaves))]
-    for what, names in sides:
-        for name, axes in names.items():
-            for key in placeholders(name):
-                if key in expression(axes).names:
-                    raise SpecError(f"{what} {name} has {key} in its name already, so it is no axis in `{axes}`")
-        if len({placeholders_set(name) for name in names}) > 1:
-            raise SpecError(f"the names {' and '.join(names)} should have the same placeholders")
-        if what == "leaf" and any("*" in name for name in names):
-            raise SpecError("a leaf has one name; write {name} for what differs, on both sides")
-        if what == "leaf" and (empty := [name for name in names if not all(name.split("/"))]):
-            raise SpecError(f"a leaf's name is keys with one slash between them, not {empty[0]!r}")
-    if rule.cast and rule.cast not in _DTYPES:
-        raise SpecError(f"cast is the name of a floating dtype, {', '.join(_DTYPES)}, not {rule.cast!r}")
-    if rule.scale == 0:
-        raise SpecError("scale should not be 0, which nothing could undo")
-    for name, number in (("scale", rule.scale), ("add", rule.add)):
-        power = name == "scale" and isinstance(number, str) and POWER.fullmatch(number)
-        if not power and (isinstance(number, bool) or not isinstance(number, int | float)):
-            raise SpecError(f"{name} should be a number{' or a power of a size' * (name == 'scale')}, not {number!r}")
+    _check_placeholders("param", rule.params)
+    _check_placeholders("tied", rule.tied)
+    _check_placeholders("leaf", rule.leaves)
+    _check_leaf_names(rule.leaves)
+    _check_value(rule)
     if rule.when != "":
         check_condition(rule.when)
     if rule.tied and len(rule.params) > 1:
         raise SpecError("what is tied is a copy of one parameter, but this rule has several")
-    have = [(name, key) for name, axes in rule.params.items() for key in _keys(name, axes)]
-    want = [(name, key) for name, axes in rule.leaves.items() for key in _keys(name, axes)]
-    for name, key in have:
-        if (others := [other for other, k in have if k == key]) != [name]:
+    _check_axes(rule)
+
+
+def _check_placeholders(side: str, names: Dict[str, str]) -> None:
+    """Raise SpecError where a name has an axis of its array in it, or names differ in their placeholders."""
+    for name, axes in names.items():
+        for key in placeholders(name):
+            if key in expression(axes).names:
+                raise SpecError(f"{side} {name} has {key} in its name already, so it is no axis in `{axes}`")
+    if len({frozenset(placeholders(name)) for name in names}) > 1:
+        raise SpecError(f"the names {' and '.join(names)} should have the same placeholders")
+
+
+def _check_leaf_names(names: Collection[str]) -> None:
+    if any("*" in name for name in names):
+        raise SpecError("a leaf has one name; write {name} for what differs, on both sides")
+    for name in names:
+        if not all(name.split("/")):
+            raise SpecError(f"a leaf's name is keys with one slash between them, not {name!r}")
+
+
+def _check_value(rule: Rule) -> None:
+    """Raise SpecError where a rule does with values what cannot be done, or undone."""
+    if rule.cast and rule.cast not in _DTYPES:
+        raise SpecError(f"cast is the name of a floating dtype, {', '.join(_DTYPES)}, not {rule.cast!r}")
+    if rule.scale == 0:
+        raise SpecError("scale should not be 0, which nothing could undo")
+    is_power = isinstance(rule.scale, str) and _POWER.fullmatch(rule.scale)
+    if not is_power and not is_number(rule.scale):
+        raise SpecError(f"scale should be a number or a power of a size, not {rule.scale!r}")
+    if not is_number(rule.add):
+        raise SpecError(f"add should be a number, not {rule.add!r}")
+
+
+def _check_axes(rule: Rule) -> None:
+    """Raise SpecError where parameters, leaves and what is tied do not name the same axes."""
+    of_params = _names_by_axes(rule.params)
+    of_leaves = _names_by_axes(rule.leaves)
+    for axes, names in of_params.items():
+        if len(names) > 1:
             raise SpecError(
-                f"the axes {_listed(key)} are named {len(others)} times, in {' and '.join(dict.fromkeys(others))}; "
+                f"the axes {_listed(axes)} are named {len(names)} times, in "
+                f"{' and '.join(dict.fromkeys(names))}; "
                 "parts that differ need axes of their own, and copies go under tied"
             )
-    for name, key in have:
-        if key not in {k for _, k in want}:
-            raise SpecError(f"{name} has the axes {_listed(key)}, but no leaf has just these: {_nearest(key, want)}")
-    for name, key in want:
-        if key not in {k for _, k in have}:
-            raise SpecError(f"{name} has the axes {_listed(key)}, but no param has just these: {_nearest(key, have)}")
-    for name, axes in rule.tied.items():
-        if set(_keys(name, axes)) != {key for _, key in have}:
+    _refuse_unmatched(of_params, of_leaves, "leaf")
+    _refuse_unmatched(of_leaves, of_params, "param")
+    for name, text in rule.tied.items():
+        if set(_keys(name, text)) != of_params.keys():
             raise SpecError(f"{name} is tied, so it should name the axes that {next(iter(rule.params))} names")
 
 
-def placeholders_set(name: str) -> frozenset[str]:
-    return frozenset(placeholders(name))
+# The axes of a component, and each name of one side of a rule that has it.
+_NamesByAxes = dict[frozenset[str], list[str]]
 
 
-def _nearest(key: frozenset[str], others: Sequence[tuple[str, frozenset[str]]]) -> str:
+def _names_by_axes(side: Dict[str, str]) -> _NamesByAxes:
+    names: _NamesByAxes = {}
+    for name, text in side.items():
+        for axes in _keys(name, text):
+            names.setdefault(axes, []).append(name)
+    return names
+
+
+def _refuse_unmatched(side: _NamesByAxes, other: _NamesByAxes, kind: str) -> None:
+    """Raise SpecError where the other side, each a `kind`, has no component of the same axes."""
+    for axes, names in side.items():
+        if axes not in other:
+            raise SpecError(
+                f"{names[0]} has the axes {_listed(axes)}, but no {kind} has just these: {_nearest(axes, other)}"
+            )
+
+
+def _nearest(axes: frozenset[str], others: _NamesByAxes) -> str:
     """The other side's component with the most axes in common, and what is too much and too little in it."""
     if not others:
         return "name them there, or begin a name with _ for padding"
-    name, near = min(others, key=lambda item: len(item[1] ^ key))
-    lacks = f"lacks {_listed(key - near)}" if key - near else ""
-    extra = f"has {_listed(near - key)} besides" if near - key else ""
-    return f"{name} {' and '.join(filter(None, (lacks, extra)))}"
+    near = min(others, key=lambda other: len(other ^ axes))
+    lacks = [f"lacks {_listed(axes - near)}"] if axes - near else []
+    extra = [f"has {_listed(near - axes)} besides"] if near - axes else []
+    return f"{others[near][0]} {' and '.join(lacks + extra)}"
 
 
 def _listed(axes: frozenset[str]) -> str:
@@ -385,26 +433,25 @@ def _requirement(item: object, where: str) -> Requirement:
 
 
 def _rule(item: object, where: str) -> Rule:
-    optional = {"axes", "tied", "optional", "when", "cast", "scale", "add", "backwards"}
-    said = fields(item, "a rule", {"param", "leaf"}, optional)
-    axes = said.get("axes", REST)
-    if isinstance(said["param"], dict) and "axes" in said:
+    content = fields(item, "a rule", {"param", "leaf"}, {"axes", *_OPTIONS})
+    axes = content.get("axes", REST)
+    if isinstance(content["param"], dict) and "axes" in content:
         raise SpecError("axes are for a param that is one name; here each has its own already")
-    params = _named(said["param"], axes, "param")
-    numbers = {name: said[name] for name in ("scale", "add") if name in said}
-    flags = {name: said[name] for name in ("optional", "backwards") if name in said}
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise SpecError(f"{name} is true or false, not {flag!r}")
+    params = _named(content["param"], axes, "param")
+    for flag in ("optional", "backwards"):
+        if not isinstance(content.get(flag, False), bool):
+            raise SpecError(f"{flag} is true or false, not {content[flag]!r}")
     return Rule(
         params,
-        _named(said["leaf"], axes if len(params) == 1 else None, "leaf"),
-        _named(said.get("tied", {}), axes, "tied"),
-        cast=str(said.get("cast", "")),
-        when=said.get("when", ""),
+        _named(content["leaf"], axes if len(params) == 1 else None, "leaf"),
+        _named(content.get("tied", {}), axes, "tied"),
+        optional=content.get("optional", False),
+        cast=str(content.get("cast", "")),
+        scale=content.get("scale", 1),
+        add=content.get("add", 0),
+        backwards=content.get("backwards", False),
+        when=content.get("when", ""),
         where=where,
-        **flags,
-        **numbers,
     )
 
 

@@ -22,13 +22,23 @@ def config_of(extras: Mapping[str, Any]) -> dict[str, Any]:
     Megatron's `num_query_groups` is 1 where there are no groups (`group_query_attention` of its
     arguments), so `query_groups` says how many there are: as many as heads then.
     """
-    said = [items[name] for items in extras.values() if isinstance(items, dict) for name in _NAMES if name in items]
-    records = [item.get("fields", item) for item in said if isinstance(item, dict)]
-    found = next((dict(record) for record in records if isinstance(record, dict) and record), {})
-    if "num_query_groups" in found and "num_attention_heads" in found:
-        grouped = found.get("group_query_attention", False)
-        found.setdefault("query_groups", found["num_query_groups" if grouped else "num_attention_heads"])
-    return found
+    config = next(filter(None, map(_config_in, extras.values())), {})
+    if "num_query_groups" in config and "num_attention_heads" in config:
+        grouped = config.get("group_query_attention", False)
+        config.setdefault("query_groups", config["num_query_groups" if grouped else "num_attention_heads"])
+    return config
+
+
+def _config_in(items: object) -> dict[str, Any]:
+    """What one item of the extras says of a model; empty where that is nothing."""
+    if not isinstance(items, dict):
+        return {}
+    for name in _NAMES:
+        record = items.get(name)
+        fields = record.get("fields", record) if isinstance(record, dict) else None
+        if isinstance(fields, dict) and fields:
+            return dict(fields)
+    return {}
 
 
 def numbers_of(config: Mapping[str, Any]) -> dict[str, int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax_ucp.errors import SpecError
 from jax_ucp.language.arithmetic import names_in, size_of
-from jax_ucp.language.document import document, dumped, faults_of, fields
+from jax_ucp.language.document import document, dumped, fields
 from jax_ucp.language.rules import Sentence, Spec, Written, regex_of
 from jax_ucp.layout.patterns import Averaged, Fused, Padded, Pattern, Replicated, Sharded, Unique
 
@@ -41,30 +41,15 @@ def parse(text: str, file: str = "spec") -> Spec:
     >>> parse("shards: [{param: '*.weight', pattern: {sharded: 0}}]").own[0].pattern
     Sharded(axes=(0,), grid=None)
     """
-    top, lines = document(text, file)
-    strays = [key for key in top if key not in _SECTIONS]
-    faults = [f"{file}:{lines[key]}: {key!r} is no section; a spec has extends, sizes and shards" for key in strays]
-    sizes = top.get("sizes") or {}
-    if not isinstance(sizes, dict):
-        faults.append(f"{file}:{lines['sizes']}: sizes should be a mapping of names to sizes")
-        sizes = {}
-    for name, expression in sizes.items():
-        if not isinstance(name, str) or not name.isidentifier():
-            faults.append(f"{file}:{lines['sizes']}: {name!r} is no name for a size")
-        faults += faults_of(lambda e=expression: names_in(e), f"{file}:{lines['sizes']}: sizes: {name}")
-    items = top.get("shards") or []
-    if not isinstance(items, list):
-        faults.append(f"{file}:{lines['shards']}: shards should be a list of rules")
-        items = []
-    own: list[Sentence] = []
-    for item, line in zip(items, lines.get(("shards",), ()), strict=False):
-        faults += faults_of(lambda i=item, n=line: own.append(_sentence(i, f"{file}:{n}")), f"{file}:{line}")
+    top = document(text, file)
+    top.refuse_other_sections(_SECTIONS, "a spec has extends, sizes and shards")
+    sizes = top.sizes()
+    own = top.items("shards", _sentence, "a list of rules")
     base = None
-    if "extends" in top:
-        faults += faults_of(lambda: built_in(str(top["extends"])), f"{file}:{lines['extends']}")
-        base = built_in(str(top["extends"])) if not faults else None
-    if faults:
-        raise SpecError("\n  ".join([f"{file} is not in the universal checkpoint language:", *faults]))
+    if "extends" in top.content:
+        name = str(top.content["extends"])
+        base = top.attempt(lambda: built_in(name), top.place("extends"))
+    top.raise_faults(f"{file} is not in the universal checkpoint language:")
     return Spec(tuple(own), sizes, base)
 
 
@@ -92,51 +77,76 @@ def pattern_of(node: object, size: Callable[[object], int]) -> Pattern:
         raise SpecError(f"a pattern is one of {', '.join(_PLAIN)}, sharded and fused, not {list(rest) or 'nothing'}")
     pattern = _kind(kinds[0], rest, size)
     for outer in padded if isinstance(padded, list) else [padded]:
-        said = fields(outer, "padded", {"axis", "to"}, {"from"})
-        full = size(said["from"]) if "from" in said else None
-        pattern = Padded(pattern, _axis(said["axis"]), size(said["to"]), full)
+        pattern = _padded(pattern, outer, size)
     return pattern
 
 
+def _padded(pattern: Pattern, node: object, size: Callable[[object], int]) -> Padded:
+    said = fields(node, "padded", {"axis", "to"}, {"from"})
+    full = size(said["from"]) if "from" in said else None
+    return Padded(pattern, _axis(said["axis"]), size(said["to"]), full)
+
+
 def _kind(kind: str, said: dict[Any, Any], size: Callable[[object], int]) -> Pattern:
-    if kind in _PLAIN:
-        fields(said, kind, {kind}, set())
-        if said[kind] not in (None, {}):
-            raise SpecError(f"{kind} says nothing more, but here {said[kind]!r}")
-        return _PLAIN[kind]
-    if kind == "sharded":
-        fields(said, kind, {kind}, {"grid"})
-        axes = said[kind] if isinstance(said[kind], list) else [said[kind]]
-        grid = tuple(size(n) for n in _list(said["grid"], "grid")) if "grid" in said else None
-        return Sharded(*map(_axis, axes), grid=grid)
-    fields(said, kind, {kind}, set())
-    inner = fields(said[kind], kind, {"axis", "parts"}, {"whole", "groups"})
+    match kind:
+        case "sharded":
+            return _sharded(said, size)
+        case "fused":
+            return _fused(said, size)
+        case _:
+            fields(said, kind, {kind}, set())
+            if said[kind] not in (None, {}):
+                raise SpecError(f"{kind} says nothing more, but here {said[kind]!r}")
+            return _PLAIN[kind]
+
+
+def _sharded(said: dict[Any, Any], size: Callable[[object], int]) -> Sharded:
+    fields(said, "sharded", {"sharded"}, {"grid"})
+    axes = said["sharded"]
+    grid = tuple(map(size, _list(said["grid"], "grid"))) if "grid" in said else None
+    return Sharded(*map(_axis, axes if isinstance(axes, list) else [axes]), grid=grid)
+
+
+def _fused(said: dict[Any, Any], size: Callable[[object], int]) -> Fused:
+    fields(said, "fused", {"fused"}, set())
+    inner = fields(said["fused"], "fused", {"axis", "parts"}, {"whole", "groups"})
     if not isinstance(inner["parts"], dict) or not inner["parts"]:
         raise SpecError(f"parts should be a mapping of names to sizes, not {inner['parts']!r}")
-    parts = {
-        str(name): tuple(size(n) for n in rows) if isinstance(rows, list) else size(rows)
-        for name, rows in inner["parts"].items()
-    }
+    parts: dict[str, int | tuple[int, ...]] = {}
+    for name, rows in inner["parts"].items():
+        parts[str(name)] = tuple(map(size, rows)) if isinstance(rows, list) else size(rows)
     whole = frozenset(map(str, _list(inner.get("whole", []), "whole")))
-    return Fused(_axis(inner["axis"]), parts, whole, size(inner["groups"]) if "groups" in inner else None)
+    groups = size(inner["groups"]) if "groups" in inner else None
+    return Fused(_axis(inner["axis"]), parts, whole, groups)
 
 
-def node_of(pattern: Pattern) -> object:
+def node_of(pattern: Pattern) -> str | dict[str, Any]:
     """What YAML says of a pattern; `pattern_of` gives the pattern again."""
     match pattern:
-        case Sharded(axes=axes, grid=grid):
-            return {"sharded": axes[0] if len(axes) == 1 else list(axes), **({"grid": list(grid)} if grid else {})}
-        case Fused(axis=axis, parts=parts, whole=whole, groups=groups):
-            rows = {name: list(n) if isinstance(n, tuple) else n for name, n in parts.items()}
-            kept = {"whole": sorted(whole)} if whole else {}
-            return {"fused": {"axis": axis, "parts": rows, **kept, **({"groups": groups} if groups else {})}}
-        case Padded(pattern=inner, axis=axis, size=size, padded=padded):
-            said = node_of(inner)
-            base: dict[str, Any] = dict(said) if isinstance(said, dict) else {str(said): {}}
-            outer = {"axis": axis, "to": size, **({} if padded is None else {"from": padded})}
-            return {**base, "padded": [*base.get("padded", []), outer]}
+        case Sharded():
+            axes = list(pattern.axes)
+            said = {"sharded": axes if len(axes) > 1 else axes[0]}
+            return {**said, "grid": list(pattern.grid)} if pattern.grid else said
+        case Fused():
+            return {"fused": _fused_node(pattern)}
+        case Padded(pattern=inner):
+            node = node_of(inner)
+            said = node if isinstance(node, dict) else {node: {}}
+            padded = {"axis": pattern.axis, "to": pattern.size, "from": pattern.padded}
+            return {**said, "padded": [*said.get("padded", []), _present(padded)]}
         case _:
             return next(word for word, plain in _PLAIN.items() if plain == pattern)
+
+
+def _fused_node(pattern: Fused) -> dict[str, Any]:
+    parts = {name: list(rows) if isinstance(rows, tuple) else rows for name, rows in pattern.parts.items()}
+    whole = sorted(pattern.whole) or None
+    return _present({"axis": pattern.axis, "parts": parts, "whole": whole, "groups": pattern.groups})
+
+
+def _present(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields that are not None."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _sentence(item: object, where: str) -> Sentence:

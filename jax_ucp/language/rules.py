@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -124,18 +124,25 @@ def layouts(
     for name, shards in params.items():
         if name not in claims:
             continue
-        sentence = claims[name]
         try:
-            pattern = sentence.pattern.bind(numbers) if isinstance(sentence.pattern, Written) else sentence.pattern
-            found[name] = pattern.join([shard.shape for shard in shards])
-            found[name].check()
+            found[name] = _layout(claims[name].pattern, numbers, shards)
         except (LayoutError, SpecError) as error:
-            held = ", ".join(f"{shard.where} {list(shard.shape)}" for shard in shards)
-            faults.append(f"{name}, by the rule {sentence}{_with(sentence, numbers)}: {error}\n    (shards: {held})")
+            rule = f"{claims[name]}{_with(claims[name], numbers)}"
+            listed = ", ".join(f"{shard.where} {list(shard.shape)}" for shard in shards)
+            faults.append(f"{name}, by the rule {rule}: {error}\n    (shards: {listed})")
     if faults:
         more = [f"... and {len(faults) - FAULTS_SHOWN} more"] if len(faults) > FAULTS_SHOWN else []
         raise LayoutError("\n  ".join(["the rules do not fit the shards:", *faults[:FAULTS_SHOWN], *more]))
     return found
+
+
+def _layout(pattern: Pattern | Written, numbers: Mapping[str, int], shards: Sequence[Shard]) -> ParamLayout:
+    """The layout of one parameter, proved."""
+    if isinstance(pattern, Written):
+        pattern = pattern.bind(numbers)
+    layout = pattern.join([shard.shape for shard in shards])
+    layout.check()
+    return layout
 
 
 def _claims(spec: Spec, names: Sequence[str], numbers: Mapping[str, int], faults: list[str]) -> dict[str, Sentence]:
@@ -143,30 +150,40 @@ def _claims(spec: Spec, names: Sequence[str], numbers: Mapping[str, int], faults
     claims: dict[str, Sentence] = {}
     layer: Spec | None = spec
     while layer is not None:
-        open_names = [name for name in names if name not in claims]
-        hits: dict[str, list[Sentence]] = {}
-        for sentence in layer.own:
-            try:
-                if not sentence.holds(numbers):
-                    continue
-            except SpecError as error:
-                faults.append(f"the rule {sentence}: when: {error}")
-                continue
-            regex = re.compile(regex_of(sentence.param))
-            claimed = [name for name in open_names if regex.fullmatch(name)]
-            if not claimed and layer is spec:
-                faults.append(f"the rule {sentence} claims no parameter")
-            for name in claimed:
-                hits.setdefault(name, []).append(sentence)
-        for name, sentences in hits.items():
+        unclaimed = [name for name in names if name not in claims]
+        own_claims = _own_claims(layer, unclaimed, numbers, faults, idle_is_fault=layer is spec)
+        for name, sentences in own_claims.items():
             if len(sentences) > 1:
                 faults.append(f"{name} is claimed by {len(sentences)} rules: {'; '.join(map(str, sentences))}")
             claims[name] = sentences[0]
         layer = layer.extends
-    for name in names:
-        if name not in claims:
-            faults.append(f"{name} is claimed by no rule; say in a spec how its shards form it")
+    unclaimed = [name for name in names if name not in claims]
+    faults += [f"{name} is claimed by no rule; say in a spec how its shards form it" for name in unclaimed]
     return claims
+
+
+def _own_claims(
+    spec: Spec, names: Sequence[str], numbers: Mapping[str, int], faults: list[str], idle_is_fault: bool
+) -> dict[str, list[Sentence]]:
+    """The rules of its own that claim each of the names."""
+    claims: dict[str, list[Sentence]] = {}
+    for sentence in _sentences_there(spec, numbers, faults):
+        claimed = list(filter(re.compile(regex_of(sentence.param)).fullmatch, names))
+        if idle_is_fault and not claimed:
+            faults.append(f"the rule {sentence} claims no parameter")
+        for name in claimed:
+            claims.setdefault(name, []).append(sentence)
+    return claims
+
+
+def _sentences_there(spec: Spec, numbers: Mapping[str, int], faults: list[str]) -> Iterator[Sentence]:
+    """The rules of its own that `when` lets be there; a `when` without a number is added to `faults`."""
+    for sentence in spec.own:
+        try:
+            if sentence.holds(numbers):
+                yield sentence
+        except SpecError as error:
+            faults.append(f"the rule {sentence}: when: {error}")
 
 
 def _bound(spec: Spec, given: Mapping[str, int]) -> dict[str, int]:

@@ -14,8 +14,10 @@ where its elements lie, as an affine map from the indices of the axes.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +28,13 @@ REST = "..."
 # What a person writes of an array is a line. Parts in products multiply: `(a + b) (c + d)` are four pieces, and of a
 # thousand nobody knows what they mean.
 MAX_LENGTH, MAX_DEPTH, MAX_COMPONENTS = 500, 16, 1024
+
+# What is wrong with a token where no axis can be of it.
+_FAULTS = {
+    REST: "`...` stands for whole axes, so it cannot be in parentheses",
+    "+": "parts side by side stand in parentheses: (q + k)",
+    ")": "a parenthesis is closed that was not opened",
+}
 
 _TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z_]\w*|\d+|[()+]|\S)")
 
@@ -109,9 +118,9 @@ def parse(text: str) -> Expression:
     if math.prod(map(_choices, dims)) > MAX_COMPONENTS:
         raise SpecError(f"in {text!r}: more than {MAX_COMPONENTS} choices of parts")
     for component in components(expression, _ONES):
-        names = [name for line in component.lines for name, _ in line.terms]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise SpecError(f"in {text!r}: {', '.join(twice)} is there twice; each axis of an array has its own name")
+        if component.repeated:
+            repeated = ", ".join(component.repeated)
+            raise SpecError(f"in {text!r}: {repeated} is there twice; each axis of an array has its own name")
     return expression
 
 
@@ -122,33 +131,29 @@ class _Reader:
         self.text, self.tokens, self.at = text, tokens, 0
 
     def items(self, depth: int) -> list[Node]:
-        found: list[Node] = []
+        nodes: list[Node] = []
         while self.at < len(self.tokens):
             token, place = self.tokens[self.at]
             if depth and token in (")", "+"):
                 break
             self.at += 1
-            if token == "(" and depth == MAX_DEPTH:
-                raise self.fault(f"parentheses are nested more than {MAX_DEPTH} deep", place)
-            elif token == "(":
-                found.append(self.group(depth, place))
-            elif token == REST and depth:
-                raise self.fault("`...` stands for whole axes, so it cannot be in parentheses", place)
-            elif token == "+":
-                raise self.fault("parts side by side stand in parentheses: (q + k)", place)
-            elif token == ")":
-                raise self.fault("a parenthesis is closed that was not opened", place)
-            elif token.isdigit() and token != "1":
-                raise self.fault(f"an axis of length {token} needs a name; give the name its length in sizes", place)
-            elif token == "1":
-                found.append(Product(()))
-            elif token == REST or token.isidentifier():
-                found.append(Axis(token))
-            else:
-                raise self.fault(f"{token!r} is no axis; there are names, 1, ..., parentheses and +", place)
-        return found
+            nodes.append(self.group(depth, place) if token == "(" else self.item(token, depth, place))
+        return nodes
+
+    def item(self, token: str, depth: int, place: int) -> Node:
+        """The node that a token is, which opens no parenthesis."""
+        if token == "1":
+            return Product(())
+        if token.isidentifier() or (token == REST and not depth):
+            return Axis(token)
+        if token.isdigit():
+            raise self.fault(f"an axis of length {token} needs a name; give the name its length in sizes", place)
+        fault = _FAULTS.get(token, f"{token!r} is no axis; there are names, 1, ..., parentheses and +")
+        raise self.fault(fault, place)
 
     def group(self, depth: int, opened: int) -> Node:
+        if depth == MAX_DEPTH:
+            raise self.fault(f"parentheses are nested more than {MAX_DEPTH} deep", opened)
         alternatives: list[Node] = []
         while True:
             inner = self.items(depth + 1)
@@ -202,9 +207,20 @@ class Component:
         return frozenset(name for line in self.lines for name, _ in line.terms)
 
     @property
+    def repeated(self) -> list[str]:
+        """The axes that it has several times."""
+        counts = Counter(name for line in self.lines for name, _ in line.terms)
+        return sorted(name for name, count in counts.items() if count > 1)
+
+    @property
     def padding(self) -> bool:
         """Whether nothing of another array is here."""
-        return any(name.startswith("_") for name in self.names)
+        return any(map(is_padding, self.names))
+
+
+def is_padding(axis: str) -> bool:
+    """Whether an axis is padding, which its name says."""
+    return axis.startswith("_")
 
 
 def components(expression: Expression, sizes: Mapping[str, int]) -> list[Component]:
@@ -215,10 +231,8 @@ def components(expression: Expression, sizes: Mapping[str, int]) -> list[Compone
     Line(offset=0, terms=(('a', 4), ('q', 1)))
     Line(offset=3, terms=(('a', 4), ('k', 1)))
     """
-    found: list[tuple[Line, ...]] = [()]
-    for dim in expression.dims:
-        found = [(*lines, line) for lines in found for line in _lines(dim, 1, sizes)]
-    return [Component(lines) for lines in found]
+    lines_of_dims = [_lines(dim, 1, sizes) for dim in expression.dims]
+    return [Component(lines) for lines in itertools.product(*lines_of_dims)]
 
 
 def _lines(node: Node, stride: int, sizes: Mapping[str, int]) -> list[Line]:
@@ -270,6 +284,18 @@ class Lengths:
         self.known[name] = Known(length, origin)
         self.sizes[name] = length
 
+    def unknown(self, dim: Node) -> list[str]:
+        """The axes of a node of which no length is known, each once."""
+        return list(dict.fromkeys(name for name in _names(dim) if name not in self.sizes))
+
+    def open_fault(self, claim: Claim, axis: int) -> str:
+        """That the shape of an array leaves lengths open."""
+        dim = claim.expression.dims[axis]
+        return (
+            f"{claim.name}: axis {axis} has length {claim.shape[axis]} and is `{dim}`, which leaves the length of "
+            f"{' and '.join(sorted(self.unknown(dim)))} open; give it in sizes"
+        )
+
 
 def infer(claims: Sequence[Claim], known: Mapping[str, Known]) -> Lengths:
     """The length of every axis: those given, and those that follow from the shapes, in whatever order.
@@ -277,60 +303,57 @@ def infer(claims: Sequence[Claim], known: Mapping[str, Known]) -> Lengths:
     An axis follows where it is the only unknown one of an array's axis. What does not fit, and what nothing
     says, is in the faults; nothing is guessed.
     """
-    found = Lengths(known)
-    rest: list[tuple[Claim, int]] = []
+    lengths = Lengths(known)
+    waiting: list[tuple[Claim, int]] = []
     for claim in claims:
-        if len(claim.expression.dims) != len(claim.shape):
-            count, have = len(claim.expression.dims), len(claim.shape)
-            found.faults.append(
-                f"{claim.name} has {have} axes, {list(claim.shape)}, but `{claim.expression}` names {count}"
-            )
-        else:
-            rest += [(claim, axis) for axis in range(len(claim.shape))]
+        count, ndim = len(claim.expression.dims), len(claim.shape)
+        if count == ndim:
+            waiting += [(claim, axis) for axis in range(ndim)]
+            continue
+        lengths.faults.append(
+            f"{claim.name} has {ndim} axes, {list(claim.shape)}, but `{claim.expression}` names {count}"
+        )
     progress = True
     while progress:
-        waiting = [item for item in rest if not _settle(*item, found)]
-        progress, rest = len(waiting) < len(rest), waiting
-    for claim, axis in rest:
-        dim = claim.expression.dims[axis]
-        unknown = sorted({name for name in _names(dim) if name not in found.known})
-        found.faults.append(
-            f"{claim.name}: axis {axis} has length {claim.shape[axis]} and is `{dim}`, which leaves the length of "
-            f"{' and '.join(unknown)} open; give it in sizes"
-        )
-    return found
+        left = [item for item in waiting if not _settle(*item, lengths)]
+        progress, waiting = len(left) < len(waiting), left
+    lengths.faults += itertools.starmap(lengths.open_fault, waiting)
+    return lengths
 
 
-def _settle(claim: Claim, axis: int, found: Lengths) -> bool:
+def _settle(claim: Claim, axis: int, lengths: Lengths) -> bool:
     """Whether one axis of an array has nothing left to say. A fault counts as said."""
-    dim, length, sizes = claim.expression.dims[axis], claim.shape[axis], found.sizes
-    unknown = list(dict.fromkeys(name for name in _names(dim) if name not in sizes))
+    dim, length = claim.expression.dims[axis], claim.shape[axis]
+    unknown = lengths.unknown(dim)
     if len(unknown) > 1:
         return False
-    if not unknown:
-        if _length(dim, sizes) != length:
-            found.faults.append(f"{claim.name}: {_told(dim, axis, length, found)}")
-        return True
-    # The length of a dim is linear in its one unknown: base + rate * unknown.
-    around = {name: sizes[name] for name in _names(dim) if name in sizes}
-    base = _length(dim, {**around, unknown[0]: 0})
-    rate = _length(dim, {**around, unknown[0]: 1}) - base
-    if rate == 0 or length < base or (length - base) % rate:
-        found.faults.append(
-            f"{claim.name}: {_told(dim, axis, length, found)}; no length of {unknown[0]} makes that fit"
-        )
-    else:
-        value = (length - base) // rate
-        found.learn(unknown[0], value, f"axis {axis} of {claim.name}, {list(claim.shape)}")
+    if unknown:
+        _solve(claim, axis, unknown[0], lengths)
+    elif _length(dim, lengths.sizes) != length:
+        lengths.faults.append(f"{claim.name}: {_contradiction(dim, axis, length, lengths)}")
     return True
 
 
-def _told(dim: Node, axis: int, length: int, found: Lengths) -> str:
+def _solve(claim: Claim, axis: int, name: str, lengths: Lengths) -> None:
+    """Learn the length of the one axis that is unknown of an array's axis, or add a fault where none fits."""
+    dim, length = claim.expression.dims[axis], claim.shape[axis]
+    sizes = {known: lengths.sizes[known] for known in _names(dim) if known != name}
+    # The length of a dim is linear in its one unknown: base + rate * unknown.
+    base = _length(dim, {**sizes, name: 0})
+    rate = _length(dim, {**sizes, name: 1}) - base
+    if rate == 0 or length < base or (length - base) % rate:
+        contradiction = _contradiction(dim, axis, length, lengths)
+        lengths.faults.append(f"{claim.name}: {contradiction}; no length of {name} makes that fit")
+        return
+    lengths.learn(name, (length - base) // rate, f"axis {axis} of {claim.name}, {list(claim.shape)}")
+
+
+def _contradiction(dim: Node, axis: int, length: int, lengths: Lengths) -> str:
     """What an expression says of an axis, with its lengths and where they come from."""
-    names = dict.fromkeys(name for name in _names(dim) if name in found.known)
-    said = ", ".join(f"{name} = {found.known[name].length} ({found.known[name].origin})" for name in names)
-    whole = f" = {_length(dim, found.sizes)}" if all(name in found.known for name in _names(dim)) else ""
-    return f"axis {axis} is `{dim}`{whole} with {said or 'no length known'}, but the array has {length} there"
+    known = {name: lengths.known[name] for name in _names(dim) if name in lengths.known}
+    origins = ", ".join(f"{name} = {one.length} ({one.origin})" for name, one in known.items())
+    whole = "" if lengths.unknown(dim) else f" = {_length(dim, lengths.sizes)}"
+    return f"axis {axis} is `{dim}`{whole} with {origins or 'no length known'}, but the array has {length} there"
 
 
 def _length(node: Node, sizes: Mapping[str, int]) -> int:

@@ -65,25 +65,54 @@ def chunk_shapes(
     """
     cell = tuple(shape) if cell is None else tuple(cell)
     free = [c == n for c, n in zip(cell, shape, strict=True)]
-    inner = [max(1, n) for n in cell]
-    total = math.prod(max(1, n) for n in shape) * itemsize
-    target = min(max_inner_bytes, max(SMALL_BYTES, total // CHUNKS_PER_ARRAY))
-    while math.prod(inner) * itemsize > target and any(n > 1 for n in inner):
-        parts = {i: _part(n, free[i]) for i, n in enumerate(inner) if n > 1}
-        many = {i: count for i, part in parts.items() if (count := inner[i] / part) > MOST_PARTS}
-        axis = min(parts, key=lambda i: (many.get(i, 0), shape[i] / inner[i], -inner[i]))
-        if axis in many and math.prod(inner) * itemsize <= max_inner_bytes:
-            break
-        inner[axis] = parts[axis]
+    inner = _inner_chunk(shape, cell, free, itemsize, max_inner_bytes)
     outer = list(inner)
     for axis in reversed(range(len(inner))):
         steps = -(-max(1, cell[axis]) // inner[axis])
-        fit = max(1, max_outer_bytes // (math.prod(outer) * itemsize))
-        # Equal shares, so that the last outer chunk reaches as little as possible past the array.
-        even = -(-steps // -(-steps // fit))
-        taken = even if free[axis] else max(d for d in _divisors(steps) if d <= fit)
-        outer[axis] = inner[axis] * taken
+        most = max(1, max_outer_bytes // (math.prod(outer) * itemsize))
+        outer[axis] = inner[axis] * (_even_share(steps, most) if free[axis] else _largest_divisor(steps, most))
     return Chunks(tuple(outer), tuple(inner))
+
+
+def _inner_chunk(
+    shape: Sequence[int], cell: Sequence[int], free: Sequence[bool], itemsize: int, max_bytes: int
+) -> list[int]:
+    """The shape of inner chunks; an axis that is `free` may have parts that do not divide it."""
+    total = math.prod(max(1, n) for n in shape) * itemsize
+    target = min(max_bytes, max(SMALL_BYTES, total // CHUNKS_PER_ARRAY))
+    inner = [max(1, n) for n in cell]
+    while math.prod(inner) * itemsize > target and math.prod(inner) > 1:
+        axis, length = _next_cut(shape, inner, free)
+        too_many = inner[axis] / length > MOST_PARTS
+        if too_many and math.prod(inner) * itemsize <= max_bytes:
+            break
+        inner[axis] = length
+    return inner
+
+
+def _next_cut(shape: Sequence[int], inner: Sequence[int], free: Sequence[bool]) -> tuple[int, int]:
+    """The axis on which inner chunks are cut next, and their length on it then.
+
+    It is the one with the fewest parts so far, and of those the longest; but an axis that can only be cut into
+    many parts at once comes last.
+    """
+    lengths = {axis: _part(n, free[axis]) for axis, n in enumerate(inner) if n > 1}
+
+    def cost(axis: int) -> tuple[float, float, int]:
+        parts = inner[axis] / lengths[axis]
+        return parts if parts > MOST_PARTS else 0, shape[axis] / inner[axis], -inner[axis]
+
+    axis = min(lengths, key=cost)
+    return axis, lengths[axis]
+
+
+def _even_share(steps: int, most: int) -> int:
+    """How many of `steps` a chunk has, at most `most`: equal shares, for the last one to reach little past the end."""
+    return -(-steps // -(-steps // most))
+
+
+def _largest_divisor(n: int, most: int) -> int:
+    return max(d for d in range(1, min(n, most) + 1) if n % d == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +139,7 @@ def writer_cells(shape: Sequence[int], itemsize: int, held: Sequence[Iterable[Bo
     for process, boxes in enumerate(held):
         for box in boxes:
             cell = list(box.shape)
-            place = tuple(a // max(1, c) for a, c in zip(box.start, cell, strict=True))
+            place = grid_place(box, [max(1, n) for n in cell])
             owners[place] = owners.get(place, frozenset()) | {process}
     for axis in reversed(range(len(cell))):
         while 0 < cell[axis] < shape[axis]:
@@ -133,7 +162,7 @@ def grid_boxes(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Box]:
     ['[0:2]', '[2:4]', '[4:5]']
     """
     for start in itertools.product(*(range(0, n, c) for n, c in zip(shape, chunk, strict=True))):
-        yield Box(start, tuple(min(a + c, n) for a, c, n in zip(start, chunk, shape, strict=True)))
+        yield _clipped(start, chunk, shape)
 
 
 def row_boxes(shape: Sequence[int], itemsize: int, max_bytes: int) -> Iterator[Box]:
@@ -188,11 +217,12 @@ def outer_boxes(shape: Sequence[int], chunk: Sequence[int], boxes: Sequence[Box]
     for box in boxes:
         sides = zip(box.start, box.stop, chunk, strict=True)
         places.update(itertools.product(*(range(a // n, -(-b // n)) for a, b, n in sides)))
-    found: list[Box] = []
-    for place in sorted(places):
-        start = tuple(p * n for p, n in zip(place, chunk, strict=True))
-        found.append(Box(start, tuple(min(a + n, m) for a, n, m in zip(start, chunk, shape, strict=True))))
-    return found
+    return [_clipped(tuple(p * n for p, n in zip(place, chunk, strict=True)), chunk, shape) for place in sorted(places)]
+
+
+def _clipped(start: Shape, chunk: Sequence[int], shape: Sequence[int]) -> Box:
+    """The chunk that begins at `start`, without what is past the end of the array."""
+    return Box(start, tuple(min(a + c, n) for a, c, n in zip(start, chunk, shape, strict=True)))
 
 
 def _part(length: int, ragged: bool) -> int:
@@ -204,7 +234,3 @@ def _part(length: int, ragged: bool) -> int:
 
 def _smallest_prime(n: int) -> int:
     return next((p for p in range(2, min(math.isqrt(n), LARGEST_DIVISOR) + 1) if n % p == 0), n)
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

@@ -46,13 +46,14 @@ class BoxIndex:
     def _node(self, members: list[int]) -> _Node:
         boxes = self._boxes
         if len(members) <= LEAF_BOXES:
-            return _Node(_hull([boxes[i] for i in members]), members=tuple(members))
+            return _Node(Box.around([boxes[i] for i in members]), members=tuple(members))
         starts = [boxes[i].start for i in members]
-        axis = max(range(len(starts[0])), key=lambda a: max(s[a] for s in starts) - min(s[a] for s in starts))
+        extents = [max(column) - min(column) for column in zip(*starts, strict=True)]
+        axis = extents.index(max(extents))
         members.sort(key=lambda i: boxes[i].start[axis])
         middle = len(members) // 2
         children = self._node(members[:middle]), self._node(members[middle:])
-        return _Node(_hull([child.bounds for child in children]), children)
+        return _Node(Box.around([child.bounds for child in children]), children)
 
 
 def _meet(a: Box, b: Box) -> bool:
@@ -60,12 +61,3 @@ def _meet(a: Box, b: Box) -> bool:
         if a_start >= b_stop or b_start >= a_stop:
             return False
     return True
-
-
-def _hull(boxes: Sequence[Box]) -> Box:
-    if len(boxes) == 1:
-        return boxes[0]
-    return Box(
-        tuple(map(min, zip(*(box.start for box in boxes), strict=True))),
-        tuple(map(max, zip(*(box.stop for box in boxes), strict=True))),
-    )

@@ -99,8 +99,9 @@ class ParamLayout:
         found: list[list[Fragment]] = []
         for i in sorted(index.meeting(box)):
             cut = [fragment.narrow(box) for fragment in self.replicas[boxes[i]]]
-            if held := [fragment for fragment in cut if fragment is not None]:  # of a box without elements none
-                found.append(held)
+            replicas = [fragment for fragment in cut if fragment is not None]
+            if replicas:  # a box without elements has none
+                found.append(replicas)
         return found
 
     def clip(self, shape: Sequence[int]) -> ParamLayout:
@@ -139,7 +140,7 @@ class ParamLayout:
                 yield f"{f.source} is not inside shard {f.shard} of shape {self.shards[f.shard]}"
             elif f.target.ndim != whole.ndim or not f.target.within(whole):
                 yield f"shard {f.shard} claims {f.target}, which is outside the array"
-            elif f.source.shape != f.target.shape and (f.source.ndim != 1 or f.source.size != f.target.size):
+            elif not _same_elements(f.source, f.target):
                 yield f"{f.source} of shard {f.shard} cannot be {f.target} of the array: the shapes differ"
 
     def _overlaps(self) -> Iterable[str]:
@@ -181,6 +182,12 @@ class ParamLayout:
                 absent = sorted(set(range(len(self.shards))) - {f.shard for f in fragments})
                 if absent:
                     yield f"the mean of {box} lacks shards {absent}"
+
+
+def _same_elements(source: Box, target: Box) -> bool:
+    """Whether a box of a shard can be a box of the parameter: of its shape, or a flat range of its size."""
+    is_flat_range = source.ndim == 1 and source.size == target.size
+    return source.shape == target.shape or is_flat_range
 
 
 def _contiguous_run(hit: Box, within: Box) -> Box:

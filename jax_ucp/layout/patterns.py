@@ -89,25 +89,30 @@ class Sharded:
         if max(self.axes) >= ndim:
             raise LayoutError(f"{self} does not fit shards of shape {shards[0]}: there is no axis {max(self.axes)}")
         places = list(itertools.product(*map(range, grid)))
-        sizes = [[0] * n for n in grid]
-        for place, shard in zip(places, shards, strict=True):
-            for k, axis in enumerate(self.axes):
-                sizes[k][place[k]] = shard[axis]
-        edges = [[0, *accumulate(row)] for row in sizes]
+        edges = self._edges(grid, places, shards)
         shape = list(shards[0])
         for k, axis in enumerate(self.axes):
             shape[axis] = edges[k][-1]
         fragments: list[Fragment] = []
         for rank, (place, shard) in enumerate(zip(places, shards, strict=True)):
-            start, stop = [0] * ndim, list(shape)
+            target = Box.whole(shape)
             for k, axis in enumerate(self.axes):
-                start[axis], stop[axis] = edges[k][place[k]], edges[k][place[k] + 1]
-            target = Box(tuple(start), tuple(stop))
+                target = _on_axis(target, axis, edges[k][place[k]], edges[k][place[k] + 1])
             if target.shape != shard:
                 raise LayoutError(f"{self}: shard {rank} has shape {shard} where its neighbours leave {target.shape}")
             if target.size:
                 fragments.append(Fragment(rank, Box.whole(shard), target))
         return ParamLayout(tuple(shape), tuple(shards), tuple(fragments))
+
+    def _edges(
+        self, grid: Sequence[int], places: Sequence[tuple[int, ...]], shards: Sequence[Shape]
+    ) -> list[list[int]]:
+        """For each of `axes` where the ranks' parts of it begin, and where the last one ends."""
+        sizes = [[0] * n for n in grid]
+        for place, shard in zip(places, shards, strict=True):
+            for k, axis in enumerate(self.axes):
+                sizes[k][place[k]] = shard[axis]
+        return [[0, *accumulate(row)] for row in sizes]
 
     def cut(self, shape: Shape, ranks: int) -> tuple[Shape, ...]:
         """Sizes as equal as possible, the larger ones first."""
@@ -164,8 +169,7 @@ class Fused:
         shape[self.axis] = sum(self._rows().values())
         fragments: list[Fragment] = []
         for rank, shard in enumerate(shards):
-            others = [n for axis, n in enumerate(shard) if axis != self.axis]
-            if others != [n for axis, n in enumerate(shape) if axis != self.axis]:
+            if _without(shard, self.axis) != _without(shards[0], self.axis):
                 raise LayoutError(f"{self}: shard {rank} has shape {shard}, shard 0 has {shards[0]}")
             need = sum(stop - start for start, stop in runs[rank])
             if need != shard[self.axis]:
@@ -175,13 +179,10 @@ class Fused:
                 )
             at = 0
             for start, stop in runs[rank]:
-                source, target = Box.whole(shard), Box.whole(shape)
-                rows = at, at + stop - start
-                at = rows[1]
-                if source.size and stop > start:
-                    fragments.append(
-                        Fragment(rank, _on_axis(source, self.axis, *rows), _on_axis(target, self.axis, start, stop))
-                    )
+                source = _on_axis(Box.whole(shard), self.axis, at, at + stop - start)
+                if source.size:
+                    fragments.append(Fragment(rank, source, _on_axis(Box.whole(shape), self.axis, start, stop)))
+                at += stop - start
         return ParamLayout(tuple(shape), tuple(shards), tuple(fragments))
 
     def cut(self, shape: Shape, ranks: int) -> tuple[Shape, ...]:
@@ -351,6 +352,10 @@ def _copies(shards: Sequence[Shape]) -> ParamLayout:
 
 def _share(size: int, ranks: int, rank: int) -> int:
     return size // ranks + (rank < size % ranks)
+
+
+def _without(shape: Shape, axis: int) -> Shape:
+    return (*shape[:axis], *shape[axis + 1 :])
 
 
 def _on_axis(box: Box, axis: int, start: int, stop: int) -> Box:

@@ -91,16 +91,20 @@ class Part:
 
     def inside(self, box: Box) -> Iterator[Box]:
         """The indices of the elements in a box of the target, as disjoint boxes."""
-        ranges: list[list[dict[int, tuple[int, int]]]] = []
-        for run, a, b in zip(self.target, box.start, box.stop, strict=True):
-            steps = [(self.sizes[axis], stride) for axis, stride in run.terms]
-            axes = [axis for axis, _ in run.terms]
-            found = _within(steps, a - run.offset, b - run.offset)
-            ranges.append([dict(zip(axes, spans, strict=True)) for spans in found])
-        for combination in itertools.product(*ranges):
-            spans = {axis: span for part in combination for axis, span in part.items()}
+        on_axes = [self._spans(run, a, b) for run, a, b in zip(self.target, box.start, box.stop, strict=True)]
+        for combination in itertools.product(*on_axes):
+            spans: dict[int, tuple[int, int]] = {}
+            for on_axis in combination:
+                spans |= on_axis
             pairs = [spans[axis] for axis in range(len(self.sizes))]
             yield Box(tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
+
+    def _spans(self, run: Run, start: int, stop: int) -> list[dict[int, tuple[int, int]]]:
+        """The indices whose elements are in a range of one axis of the target: boxes, as a span for each index."""
+        axes = [axis for axis, _ in run.terms]
+        steps = [(self.sizes[axis], stride) for axis, stride in run.terms]
+        boxes = _within(steps, start - run.offset, stop - run.offset)
+        return [dict(zip(axes, box, strict=True)) for box in boxes]
 
     def _cut(self, indices: Box, limit: int) -> Iterator[Box]:
         """Boxes of indices whose elements lie close enough in the source to be read at once, in rows of it."""

@@ -5,7 +5,7 @@ import pytest
 import jax_ucp as ucp
 from jax_ucp.errors import LayoutError, SpecError
 from jax_ucp.language.binding import bind
-from jax_ucp.language.mapping import Rule
+from jax_ucp.language.mapping import Mapping, Rule
 from jax_ucp.language.model_config import config_of, numbers_of
 
 FILE = """\
@@ -293,3 +293,18 @@ def test_what_is_known_of_a_model_comes_from_the_first_config_that_a_checkpoint_
     del extras["config.json"]
     assert config_of(extras) == {"kv_channels": 8}
     assert config_of({"a": {"args": None}, "b": {"config": {}}, "c": 1}) == {}
+
+
+def test_two_names_of_one_stacked_place_are_refused():
+    rule = Rule({"h.{layer+1}.w": "a"}, {"w": "layer a"})
+    with pytest.raises(LayoutError, match=r"h\.01\.w \[2\]: claimed by no rule"):
+        bind(Mapping([rule]), {"h.1.w": (2,), "h.01.w": (2,)}, {}, {})
+
+
+def test_stacked_placeholders_mean_the_same_in_whatever_order_names_have_them():
+    rule = Rule({"p.{layer}.{expert}": "q", "r.{expert}.{layer}": "k"}, {"w": "layer expert (q + k)"})
+    names = [f"{name}.{i}.{j}" for name in "pr" for i in range(2) for j in range(2)]
+    parts = bind(Mapping([rule]), dict.fromkeys(names, (2,)), {}, {}).leaves["w"].layout.parts
+    places = {part.array: tuple(run.offset for run in part.target[:2]) for part in parts}
+    assert places["p.0.1"] == places["r.1.0"] == (0, 1)
+    assert places["p.1.0"] == places["r.0.1"] == (1, 0)
