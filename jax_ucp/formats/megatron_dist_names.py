@@ -158,20 +158,25 @@ def flattened_runs(shape: Sequence[int], stored: Sequence[int], runs: Iterable[R
     >>> run.start, str(run.target)
     (0, '[3:4, 0:6]')
     """
+    local = _fragment_shape(shape, stored)
+    for run in runs:
+        first, last = run.target.start[-1], run.target.stop[-1]
+        start = run.start
+        for place in itertools.product(*map(range, run.target.start[:-1], run.target.stop[:-1])):
+            offset = [at * n for at, n in zip(place, local, strict=True)]
+            for box in range_boxes(local, first, last):
+                yield Run(run.key, start, box.shift(offset))
+                start += box.size
+
+
+def _fragment_shape(shape: Sequence[int], stored: Sequence[int]) -> list[int]:
     grid = tuple(stored[:-1])
     if len(grid) != len(shape) or any(g < 1 or n % g for n, g in zip(shape, grid, strict=True)):
         raise FormatError(f"shape {list(stored)} is no grid of flattened fragments of {list(shape)}")
     local = [n // g for n, g in zip(shape, grid, strict=True)]
     if math.prod(local) != stored[-1]:
         raise FormatError(f"fragments of {stored[-1]} elements do not form {list(shape)} on a grid of {list(grid)}")
-    for run in runs:
-        first, last = run.target.start[-1], run.target.stop[-1]
-        places = itertools.product(*map(range, run.target.start[:-1], run.target.stop[:-1]))
-        for i, place in enumerate(places):
-            start = run.start + i * (last - first)
-            for box in range_boxes(local, first, last):
-                yield Run(run.key, start, box.shift([at * n for at, n in zip(place, local, strict=True)]))
-                start += box.size
+    return local
 
 
 def check_stacks(key: str, shape: Sequence[int], counts: Mapping[str, int | None]) -> None:
