@@ -316,34 +316,34 @@ class _Reader:
             )
 
     def _parameter(self, name: str, states: Mapping[str, Consolidated]) -> None:
-        states = {state: self._unpadded(name, held) for state, held in states.items()}
+        unpadded = {state: self._unpadded(name, param) for state, param in states.items()}
+        weight, master = unpadded.pop("weight"), unpadded.pop("param", None)
         if name.endswith(BUFFERS):
-            self.found.parameter("buffer", name, states["weight"], "a buffer of the model")
-        elif "param" in states:
+            self.found.parameter("buffer", name, weight, "a buffer of the model")
+        elif master is not None:
             reason = f"the weight that the model computes with, a copy of the master of {name}; verify compares"
-            self.found.parameter("param", name, states["param"], f"the master of {name}")
-            self.found.twin("param", name, states["weight"], reason)
+            self.found.parameter("param", name, master, f"the master of {name}")
+            self.found.twin("param", name, weight, reason)
         else:
-            self.found.parameter("param", name, states["weight"], f"the parameter {name}")
-        for state, held in states.items():
-            if state not in ("weight", "param"):
-                self.found.parameter(state, name, held, f"{state} of {name}")
+            self.found.parameter("param", name, weight, f"the parameter {name}")
+        for state, param in unpadded.items():
+            self.found.parameter(state, name, param, f"{state} of {name}")
         if states.keys() != {"weight"}:
             self._step(name)
 
-    def _unpadded(self, name: str, held: Consolidated) -> Consolidated:
+    def _unpadded(self, name: str, param: Consolidated) -> Consolidated:
         vocab = self.options.sizes.get("vocab") if name in (EMBEDDING, TIED) else None
         if vocab is None:
-            return held
+            return param
         try:
-            return replace(held, layout=held.layout.clip((vocab, *held.layout.shape[1:])))
+            return replace(param, layout=param.layout.clip((vocab, *param.layout.shape[1:])))
         except LayoutError as error:
             raise LayoutError(f"{name}: {error}") from None
 
     def _copy_of_embedding(self, states: Mapping[str, Consolidated]) -> None:
         reason = f"the last pipeline stage's copy of {EMBEDDING}, compared with it by verify"
-        for state, held in states.items():
-            self.found.twin(state, EMBEDDING, self._unpadded(EMBEDDING, held), reason)
+        for state, param in states.items():
+            self.found.twin(state, EMBEDDING, self._unpadded(EMBEDDING, param), reason)
 
     def _step(self, name: str) -> None:
         step = one_step(self.files, name, self._steps_of(name))
@@ -394,28 +394,30 @@ class _Reader:
             if name != "optimizer":
                 self.found.extra(COMMON_FILE, name, value)
             elif self.options.weights_only:
-                self.found.skip(f"{COMMON_FILE}:optimizer", "param_groups", _LEFT)
-                for key in self.files.common.arrays():
-                    if key.startswith("optimizer/"):
-                        self.found.skip(f"{COMMON_FILE}:{key}", "", _LEFT)
+                self._leave_common_optimizer()
             else:
                 several = isinstance(value, dict) and 0 in value
                 for label, part in beside_tensors(optimizers(value) if several else value):
                     self.found.extra(COMMON_FILE, label, part)
 
+    def _leave_common_optimizer(self) -> None:
+        self.found.skip(f"{COMMON_FILE}:optimizer", "param_groups", _LEFT)
+        for key in self.files.common.arrays():
+            if key.startswith("optimizer/"):
+                self.found.skip(f"{COMMON_FILE}:{key}", "", _LEFT)
+
     def _other_files(self) -> None:
-        about = {CONFIG_FILE: "names the backend", METADATA_FILE: "says which chunk is where", COMMON_FILE: ""}
+        about = {CONFIG_FILE: "names the backend", METADATA_FILE: "says which chunk is where"}
+        accounted = {*self.files.files, *self.files.left, COMMON_FILE}
         for path in sorted(self.files.folder.iterdir()):
-            if path.name in self.files.files or path.name == COMMON_FILE:
-                continue
-            if path.name in self.files.left:
+            if path.name in accounted:
                 continue
             if path.name in about:
                 self.found.skip(path.name, "metadata", f"{about[path.name]}; the tree's names and shapes come from it")
-            else:
-                self.found.skip(path.name, f"{path.lstat().st_size} bytes", "nothing of the checkpoint lies in it")
-                if path.suffix == ".distcp":
-                    self.found.notes.append(f"{path.name} belongs to no tensor: it is left from another save")
+                continue
+            self.found.skip(path.name, f"{path.lstat().st_size} bytes", "nothing of the checkpoint lies in it")
+            if path.suffix == ".distcp":
+                self.found.notes.append(f"{path.name} belongs to no tensor: it is left from another save")
 
     def _notes(self) -> None:
         if EMBEDDING in self.states and "vocab" not in self.options.sizes:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from jax_ucp.errors import FormatError, LayoutError, UnsafePickle
-from jax_ucp.formats.dcp_metadata import METADATA_FILE, read_metadata
+from jax_ucp.formats.dcp_metadata import METADATA_FILE, DcpMetadata, read_metadata
 from jax_ucp.formats.dcp_source import DcpSource, chunk_key
 from jax_ucp.formats.megatron_dist_names import Run, is_optimizers
 from jax_ucp.formats.megatron_dist_zarr import ARRAY_FILE, ZarrChunks, zarr_array
@@ -156,8 +156,8 @@ def open_files(folder: Path, weights_only: bool = False) -> DistFiles:
 
 def _without_common(folder: Path) -> str:
     """What it means that there is no `common.pt`; from core 0.19 on its content is an object among the others."""
-    held = (folder / METADATA_FILE).read_bytes() if (folder / METADATA_FILE).is_file() else b""
-    if _COMMON_OBJECT in held:
+    metadata = folder / METADATA_FILE
+    if metadata.is_file() and _COMMON_OBJECT in metadata.read_bytes():
         return "megatron-core 0.19 and later keep what it holds in the object common_state, which is not read yet"
     return "it holds args, steps and param groups of all ranks"
 
@@ -180,25 +180,22 @@ def _check_objects(files: DistFiles) -> None:
     for key in files.objects:
         if match := _OBJECT.fullmatch(key):
             grids.setdefault((match[1], match[3]), set()).add(match[2])
-    for (name, grid), found in grids.items():
+    for (name, grid), places in grids.items():
         sizes = [int(n) for n in grid.split(".")]
-        if math.prod(sizes) <= len(found):
+        if math.prod(sizes) <= len(places):
             continue
         every = (".".join(map(str, place)) for place in itertools.product(*map(range, sizes)))
-        lost = next(place for place in every if place not in found)
+        lost = next(place for place in every if place not in places)
         raise FormatError(f"{files.folder}: {name}/shard_{lost}_{grid} is missing, though other shards of it are there")
 
 
 def _torch_dist(
     folder: Path, args: Args, common: TorchFile, tree: Mapping[str, Any], leave: Callable[[str], bool]
 ) -> DistFiles:
-    metadata = read_metadata(folder, lambda found: {fqn for fqn, _ in found.spans() if leave(fqn)})
+    metadata = read_metadata(folder, lambda every: set(filter(leave, (fqn for fqn, _ in every.spans()))))
     source = DcpSource(metadata)
     for fqn in itertools.filterfalse(leave, metadata.tensors):
-        try:
-            metadata.tensors[fqn].layout().check()
-        except LayoutError as error:
-            raise LayoutError(f"{folder / METADATA_FILE}: {fqn}: {error}") from None
+        _check_chunks(metadata, fqn)
     tensors: dict[str, Tensor] = {}
     for fqn, entry in metadata.tensors.items():
         runs = tuple(Run(chunk_key(fqn, chunk), 0, chunk.box) for chunk in entry.chunks)
@@ -215,6 +212,13 @@ def _torch_dist(
     return DistFiles(folder, args, common, tree, tensors, objects, source, sorted(used), left)
 
 
+def _check_chunks(metadata: DcpMetadata, fqn: str) -> None:
+    try:
+        metadata.tensors[fqn].layout().check()
+    except LayoutError as error:
+        raise LayoutError(f"{metadata.folder / METADATA_FILE}: {fqn}: {error}") from None
+
+
 def _zarr(
     folder: Path, args: Args, common: TorchFile, tree: Mapping[str, Any], leave: Callable[[str], bool]
 ) -> DistFiles:
@@ -222,7 +226,7 @@ def _zarr(
     left = list(filter(leave, names))
     names = list(itertools.filterfalse(leave, names))
     for name in names:
-        _check_chunks(folder / name)
+        _check_described(folder / name)
     arrays = {name: zarr_array(folder, name) for name in names if (folder / name / ARRAY_FILE).exists()}
     tensors = {name: Tensor(array.shape, array.dtype, array.runs()) for name, array in arrays.items()}
     objects: dict[str, StoredObject] = {}
@@ -233,7 +237,7 @@ def _zarr(
     return DistFiles(folder, args, common, tree, tensors, objects, ZarrChunks(folder, arrays), used, left)
 
 
-def _check_chunks(folder: Path) -> None:
+def _check_described(folder: Path) -> None:
     """Raise FormatError where a folder has chunks of a tensor that nothing describes."""
     path = folder / ARRAY_FILE
     if not path.exists() and any(_CHUNK.fullmatch(p.name) for p in folder.iterdir()):

@@ -108,16 +108,16 @@ def unstacked(key: str, shape: Sequence[int], runs: Iterable[Run]) -> dict[str, 
     A run that covers several layers or experts is cut: the block of one is a range of its elements.
     """
     depth = len(stacks_of(key))
-    found: dict[str, tuple[tuple[int, ...], list[Run]]] = {}
+    params: dict[str, tuple[tuple[int, ...], list[Run]]] = {}
     for place in itertools.product(*map(range, shape[:depth])):
-        found[name_of(key, place)] = tuple(shape[depth:]), []
+        params[name_of(key, place)] = tuple(shape[depth:]), []
     for run in runs:
         inner = Box(run.target.start[depth:], run.target.stop[depth:])
         leading = Box(run.target.start[:depth], run.target.stop[:depth])
         for i, place in enumerate(itertools.product(*map(range, leading.start, leading.stop))):
             if inner.size:
-                found[name_of(key, place)][1].append(Run(run.key, run.start + i * inner.size, inner))
-    return found
+                params[name_of(key, place)][1].append(Run(run.key, run.start + i * inner.size, inner))
+    return params
 
 
 def gate_and_up(keys: Iterable[str]) -> dict[str, tuple[str, str]]:
@@ -131,10 +131,12 @@ def gate_and_up(keys: Iterable[str]) -> dict[str, tuple[str, str]]:
     for key in keys:
         if match := _GATED.fullmatch(key):
             halves.setdefault(match[1], {})[match[2]] = key
-    for name, found in halves.items():
-        if len(found) != 2:
-            raise FormatError(f"{', '.join(found.values())} is half of {name}, of which the other half is missing")
-    return {name: (found["w"], found["v"]) for name, found in halves.items()}
+    for name, keys_by_half in halves.items():
+        if len(keys_by_half) != 2:
+            raise FormatError(
+                f"{', '.join(keys_by_half.values())} is half of {name}, of which the other half is missing"
+            )
+    return {name: (half["w"], half["v"]) for name, half in halves.items()}
 
 
 def stacked_halves(

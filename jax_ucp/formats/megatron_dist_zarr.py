@@ -32,13 +32,9 @@ ARRAY_FILE = ".zarray"
 MAX_ARRAY_BYTES = 1 << 20
 # With so many chunks missing nobody wants them named one by one.
 MAX_MISSING = 1 << 10
-_PLAIN = {
-    "zarr_format": 2,
-    "order": "C",
-    "compressor": None,
-    "filters": None,
-    "dimension_separator": ".",
-}
+# The settings with which Megatron writes; those that may be missing then have their defaults.
+_DEFAULTS = {"filters": None, "dimension_separator": "."}
+_SETTINGS = {"zarr_format": 2, "order": "C", "compressor": None, **_DEFAULTS}
 
 
 @dataclass(frozen=True)
@@ -56,12 +52,12 @@ class ZarrArray:
 
     def runs(self) -> tuple[Run, ...]:
         """Every chunk, under the name of its file."""
-        found: list[Run] = []
+        runs: list[Run] = []
         for place in itertools.product(*map(range, self.grid)):
             start = tuple(i * n for i, n in zip(place, self.chunk, strict=True))
             stop = tuple(a + n for a, n in zip(start, self.chunk, strict=True))
-            found.append(Run(f"{self.name}/{'.'.join(map(str, place)) or '0'}", 0, Box(start, stop)))
-        return tuple(found)
+            runs.append(Run(f"{self.name}/{'.'.join(map(str, place)) or '0'}", 0, Box(start, stop)))
+        return tuple(runs)
 
 
 class ZarrChunks:
@@ -107,8 +103,8 @@ def zarr_array(folder: Path, name: str) -> ZarrArray:
         metadata: Any = json.loads(noted(path).read_text(encoding="utf-8"))
         shape, chunk = tuple(metadata["shape"]), tuple(metadata["chunks"])
         dtype = np.dtype(ml_dtypes.bfloat16 if metadata["dtype"] == "bfloat16" else metadata["dtype"])
-        settings = {"filters": None, "dimension_separator": "."} | metadata
-        plain = [settings[key] for key in _PLAIN] == [*_PLAIN.values()]
+        settings = _DEFAULTS | metadata
+        plain = {key: settings[key] for key in _SETTINGS} == _SETTINGS
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(f"{path} does not describe an array of zarr v2 ({type(error).__name__}: {error})") from error
     if not plain or dtype.byteorder == ">" or dtype.hasobject:

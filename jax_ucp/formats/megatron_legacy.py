@@ -75,7 +75,7 @@ class _Reader:
         self.found.unknown |= {name for file in files.values() for name in file.unknown}
         self.optimizer = not options.weights_only and any(rank.tree.get("optimizer") is not None for rank in ranks)
         # (state, parameter) -> by tensor-parallel rank, the keys of every copy of that rank's shard.
-        self.held: dict[tuple[str, str], dict[int, list[str]]] = {}
+        self.keys: dict[tuple[str, str], dict[int, list[str]]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.values: dict[tuple[str, str], dict[str, Any]] = {}
 
@@ -156,24 +156,27 @@ class _Reader:
         if rest:
             raise FormatError(f"{rank.model.path}: args.num_experts is not divisible by the expert parallel degree")
         experts = range(rank.ep * each, (rank.ep + 1) * each)
-        found: list[Module] = []
+        modules: list[Module] = []
         for local, tensor in chunk.items():
-            where = f"{'model' if 'model' in rank.tree else f'model{c}'}/{local}"
+            label = f"{'model' if 'model' in rank.tree else f'model{c}'}/{local}"
             if local.endswith("._extra_state"):
-                reason = "what a module of TransformerEngine keeps beside its weights, such as fp8 scales"
-                if isinstance(tensor, StoredTensor):
-                    self.found.skip(rank.key(tensor), "", reason)
-                else:
-                    self.found.skip(f"{rank.name}:{where}", type(tensor).__name__, reason)
-            elif not isinstance(tensor, StoredTensor):
-                raise FormatError(f"{rank.model.path}: {where} is no tensor, but {what_is(tensor)}")
-            else:
-                try:
-                    parts = parts_of(local, tensor.shape, first_layer, experts, self.args.get("hidden_size", 0))
-                except FormatError as error:
-                    raise FormatError(f"{rank.model.path}: {error}") from None
-                found.append(Module(local, c, tensor, parts))
-        return found
+                self._skip_extra_state(rank, label, tensor)
+                continue
+            if not isinstance(tensor, StoredTensor):
+                raise FormatError(f"{rank.model.path}: {label} is no tensor, but {what_is(tensor)}")
+            try:
+                parts = parts_of(local, tensor.shape, first_layer, experts, self.args.get("hidden_size", 0))
+            except FormatError as error:
+                raise FormatError(f"{rank.model.path}: {error}") from None
+            modules.append(Module(local, c, tensor, parts))
+        return modules
+
+    def _skip_extra_state(self, rank: Rank, label: str, state: Any) -> None:
+        reason = "what a module of TransformerEngine keeps beside its weights, such as fp8 scales"
+        if isinstance(state, StoredTensor):
+            self.found.skip(rank.key(state), "", reason)
+        else:
+            self.found.skip(f"{rank.name}:{label}", type(state).__name__, reason)
 
     def _hold(self, rank: Rank, module: Module, held: Held) -> None:
         """Take up one state of a rank's tensor, as a shard of every parameter in it."""
@@ -190,21 +193,21 @@ class _Reader:
                 shape = part.shape[::-1] if part.transposed else part.shape
             if held.state == "weight":
                 self.shapes[key] = shape
-            self.held.setdefault((held.state, part.name), {}).setdefault(index, []).append(key)
+            self.keys.setdefault((held.state, part.name), {}).setdefault(index, []).append(key)
 
     def _layouts(self) -> dict[str, ParamLayout]:
         """The layout of every parameter over its tensor-parallel ranks, by the rules."""
         t = self.args.degree("tensor_model_parallel_size")
         etp = max(rank.etp for rank in self.ranks) + 1
         params: dict[str, list[Shard]] = {}
-        for state, name in self.held:
+        for state, name in self.keys:
             if state != "weight":
                 continue
-            shards = self.held[state, name]
+            shards = self.keys[state, name]
             count = etp if ".experts." in name else t
             if absent := sorted(set(range(count)) - set(shards)):
-                held = shards[min(shards)][0].partition(":")[0]
-                raise FormatError(f"{name} is in {held}, but not in the file of tensor-parallel rank {absent[0]}")
+                file = shards[min(shards)][0].partition(":")[0]
+                raise FormatError(f"{name} is in {file}, but not in the file of tensor-parallel rank {absent[0]}")
             params[name] = [Shard(self.shapes[shards[i][0]], shards[i][0]) for i in range(count)]
         spec = load(self.options.spec) if self.options.spec else Spec(extends=built_in("megatron"))
         try:
@@ -217,7 +220,7 @@ class _Reader:
         """The numbers that rules may name: those of args, under their own names and those of the built-in spec."""
         get = self.args.get
         heads, grouped = get("num_attention_heads"), get("group_query_attention", False)
-        said = {
+        lengths = {
             "heads": heads,
             # 1 without meaning where there are no groups.
             "query_groups": get("num_query_groups") if grouped else heads,
@@ -228,7 +231,7 @@ class _Reader:
             "swiglu": get("swiglu", False),
             "vocab": get("padded_vocab_size"),
         }
-        known = {**self.args.fields, **said, **self.options.sizes.of(spec.lengths, spec.switches)}
+        known = {**self.args.fields, **lengths, **self.options.sizes.of(spec.lengths, spec.switches)}
         return {name: int(n) for name, n in known.items() if isinstance(n, int)}
 
     def _parameters(self, layouts: Mapping[str, ParamLayout]) -> None:
@@ -245,10 +248,10 @@ class _Reader:
 
     def _states(self, name: str, layout: ParamLayout) -> None:
         if name.endswith(BUFFERS):
-            weights = _consolidated(layout, self.held["weight", name])
+            weights = _consolidated(layout, self.keys["weight", name])
             self.found.parameter("buffer", name, weights, "a buffer of the model")
             return
-        states = [state for state, n in self.held if n == name and state != "weight"]
+        states = [state for state, n in self.keys if n == name and state != "weight"]
         states.sort(key=lambda state: (state != "param", state == "step"))
         self._weight(name, layout, has_master="param" in states)
         for state in states:
@@ -257,7 +260,7 @@ class _Reader:
             self._value(state, name, self.values[state, name])
 
     def _weight(self, name: str, layout: ParamLayout, has_master: bool) -> None:
-        weights = self.held["weight", name]
+        weights = self.keys["weight", name]
         if has_master:
             reason = f"the weight that the model computes with, a copy of the master of {name}; verify compares"
             for copy in _copies(weights, len(layout.shards)):
@@ -268,7 +271,7 @@ class _Reader:
             raise FormatError(f"{self.folder}: no {OPTIM_FILE} holds the master of {name}")
 
     def _state(self, state: str, name: str, layout: ParamLayout) -> None:
-        keys = self.held[state, name]
+        keys = self.keys[state, name]
         if lost := sorted(set(range(len(layout.shards))) - set(keys)):
             raise FormatError(
                 f"{self.folder}: {state} of {name} is not in the files of tensor-parallel rank {lost[0]}, "
@@ -295,13 +298,13 @@ class _Reader:
 
     def _tied(self, layout: ParamLayout) -> None:
         """The last stage's copy of the word embedding, with optimizer states of its own."""
-        if ("weight", EMBEDDING) not in self.held:
+        if ("weight", EMBEDDING) not in self.keys:
             raise FormatError(f"{self.folder}: the output layer is tied to {EMBEDDING}, which is in no file")
         reason = f"the last pipeline stage's copy of {EMBEDDING}, compared with it by verify"
-        for state in [state for state, n in self.held if n == TIED]:
-            keys = self.held[state, TIED]
+        for state in [state for state, n in self.keys if n == TIED]:
+            keys = self.keys[state, TIED]
             main = "param" if state == "weight" else state
-            if main != "param" and (state, EMBEDDING) not in self.held:
+            if main != "param" and (state, EMBEDDING) not in self.keys:
                 raise FormatError(f"{self.folder}: the tied {TIED} has {state}, but {EMBEDDING} has not")
             one = Replicated().join([()] * len(layout.shards)) if state == "step" else layout
             for copy in _copies(keys, len(layout.shards)):
@@ -322,10 +325,7 @@ class _Reader:
         self.optimizer = False
         for key, info in self.found.stored.items():
             file, _, item = key.partition(":")
-            steps = item.split("/")
-            if not file.endswith(OPTIM_FILE) and (steps[0] != "optimizer" or "param_groups" in steps):
-                continue
-            if "state" in steps or "fp32_from_fp16_params" in steps or file.endswith(OPTIM_FILE):
+            if file.endswith(OPTIM_FILE) or _is_state(item.split("/")):
                 label = f"{file.removesuffix('.pt')}.{item}".replace("/", ".")
                 one = Consolidated(Unique().join([info.shape]), [key])
                 self.found.parameter("other", label, one, f"kept apart, because nothing says whose it is: {reason}")
@@ -351,7 +351,7 @@ class _Reader:
 
     def _notes(self) -> None:
         padded = self.args.get("padded_vocab_size")
-        if "vocab" not in self.options.sizes and ("weight", EMBEDDING) in self.held:
+        if "vocab" not in self.options.sizes and ("weight", EMBEDDING) in self.keys:
             self.found.notes.append(
                 f"Megatron does not record the true vocabulary: all {padded} padded rows of the embeddings are kept. "
                 "Say it with sizes={'vocab': ...} (--size vocab=...) and the others are left out"
@@ -367,6 +367,13 @@ class _Reader:
             self.found.notes.append("the checkpoint was saved without its optimizer")
         if self.args.absent:
             self.found.notes.append(f"args lack {', '.join(self.args.absent)}; Megatron's defaults were taken")
+
+
+def _is_state(path: Sequence[str]) -> bool:
+    """Whether what lies there in a model file is a state of the optimizer, or a master."""
+    if path[0] != "optimizer" or "param_groups" in path:
+        return False
+    return "state" in path or "fp32_from_fp16_params" in path
 
 
 def _core_chunk(rank: Rank, name: str) -> dict[str, Any]:
