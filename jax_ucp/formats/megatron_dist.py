@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,37 +113,7 @@ class _Reader:
         self.mixed = False
 
     def contents(self) -> Contents:
-        keys = {key: state_of(key) for key in self.files.tensors if not is_flat(key)}
-        weights = {model: self.files.tensors[key] for key, (state, model) in keys.items() if state == "weight"}
-        by_state: dict[str, dict[str, tuple[tuple[int, ...], Sequence[Run]]]] = {}
-        for key, (state, model) in keys.items():
-            tensor = self.files.tensors[key]
-            if state != "weight" and self.options.weights_only:
-                for run in tensor.runs:
-                    self.found.leave(run.key, "", _LEFT)
-                continue
-            if model not in weights:
-                raise FormatError(
-                    f"{self.files.folder}: {key} is a state of {model}, but the model has no such tensor: a part of "
-                    "the checkpoint is missing, or is of another run"
-                )
-            shape, runs = weights[model].shape, tensor.runs
-            if tensor.shape != shape:
-                runs = self._flattened(key, shape)
-            check_stacks(model, shape, {"layers": self._layers(model), "experts": self.args.get("num_experts")})
-            params = by_state.setdefault(state, {})
-            for name, held in unstacked(model, shape, runs).items():
-                if name in params:
-                    raise FormatError(f"{self.files.folder}: {state} of {name} is stored twice, in {key} too")
-                params[name] = held
-                if state == "weight":
-                    self.dtypes[name] = tensor.dtype.name
-        for state, params in by_state.items():
-            for name, (gate, up) in gate_and_up(params).items():
-                params[name] = stacked_halves(params.pop(gate), params.pop(up))
-                self.dtypes[name] = self.dtypes[gate]
-            for name, (shape, runs) in params.items():
-                self.states.setdefault(name, {})[state] = self._consolidated(shape, runs)
+        self._stored_states()
         shapes = {name: states["weight"].layout.shape for name, states in self.states.items()}
         check_args(self.files, shapes, self.dtypes)
         self._buffers()
@@ -157,6 +127,49 @@ class _Reader:
         if not self.options.weights_only and is_precision_aware(self.args):
             prove_precision_aware(contents)
         return contents
+
+    def _stored_states(self) -> None:
+        """States that are stored as tensors of the model's shapes, or as parts of such."""
+        keys = {key: state_of(key) for key in itertools.filterfalse(is_flat, self.files.tensors)}
+        weights = {key for key, (state, _) in keys.items() if state == "weight"}
+        by_state: dict[str, dict[str, tuple[tuple[int, ...], Sequence[Run]]]] = {}
+        for key, (state, model) in keys.items():
+            if state != "weight" and self.options.weights_only:
+                self._leave(key)
+                continue
+            if model not in weights:
+                raise FormatError(
+                    f"{self.files.folder}: {key} is a state of {model}, but the model has no such tensor: a part of "
+                    "the checkpoint is missing, or is of another run"
+                )
+            params = by_state.setdefault(state, {})
+            blocks = self._unstacked(key, model)
+            if twice := params.keys() & blocks.keys():
+                raise FormatError(f"{self.files.folder}: {state} of {min(twice)} is stored twice, in {key} too")
+            params |= blocks
+        for state, params in by_state.items():
+            self._add_state(state, params)
+
+    def _leave(self, key: str) -> None:
+        for run in self.files.tensors[key].runs:
+            self.found.leave(run.key, "", _LEFT)
+
+    def _unstacked(self, key: str, model: str) -> Mapping[str, tuple[tuple[int, ...], Sequence[Run]]]:
+        """The parameters in the tensor `key`, which is the model's tensor `model` or a state of it."""
+        tensor, shape = self.files.tensors[key], self.files.tensors[model].shape
+        runs = tensor.runs if tensor.shape == shape else self._flattened(key, shape)
+        check_stacks(model, shape, {"layers": self._layers(model), "experts": self.args.get("num_experts")})
+        params = unstacked(model, shape, runs)
+        if key == model:
+            self.dtypes |= dict.fromkeys(params, tensor.dtype.name)
+        return params
+
+    def _add_state(self, state: str, params: dict[str, tuple[tuple[int, ...], Sequence[Run]]]) -> None:
+        for name, (gate, up) in gate_and_up(params).items():
+            params[name] = stacked_halves(params.pop(gate), params.pop(up))
+            self.dtypes[name] = self.dtypes[gate]
+        for name, (shape, runs) in params.items():
+            self.states.setdefault(name, {})[state] = self._consolidated(shape, runs)
 
     def _flattened(self, key: str, shape: Sequence[int]) -> list[Run]:
         tensor = self.files.tensors[key]
@@ -191,34 +204,39 @@ class _Reader:
 
     def _read_buffers(self) -> None:
         """States that are in flat buffers, as slices that the tensor-parallel ranks had, and those as parameters."""
-        flat = [key for key in (*self.files.tensors, *self.files.objects) if is_flat(key)]
-        if self.options.weights_only or not flat:
-            for key in flat:
-                for run in self.files.tensors[key].runs if key in self.files.tensors else ():
-                    self.found.leave(run.key, "", _LEFT)
-            if not self.options.weights_only and any(is_fully_reshardable(key) for key in self.files.tensors):
-                self._prove_not_moved()
-            return
+        if self.options.weights_only:
+            for key in filter(is_flat, self.files.tensors):
+                self._leave(key)
+        elif any(map(is_flat, (*self.files.tensors, *self.files.objects))):
+            self._read_slices()
+            self._prove(self.states, not_of_weights)
+        elif any(map(is_fully_reshardable, self.files.tensors)):
+            self._prove_not_moved()
+
+    def _read_slices(self) -> None:
         stored = flats(self.files, self.inside)
-        for key, object_ in self.files.objects.items():
+        for key, stored_object in self.files.objects.items():
             if (about := group_object(key)) and about.what == "per_bucket_numel_unpadded":
-                check_numels(self.files, key, object_.open(), stored)
+                check_numels(self.files, key, stored_object.open(), stored)
         cuts = self._cuts()
-        held: dict[tuple[str, str], dict[int, str]] = {}
+        keys_by_state: dict[tuple[str, str], dict[int, str]] = {}
         for chain, plan in enumerate(self._plans(cuts)):
             for part in slices(self.files, chain, plan, stored, self._skip_gap):
                 self.found.slice(part.key, part.tensor, f"{part.state} of {part.name}, a part of a flat buffer")
-                held.setdefault((part.name, part.state), {})[part.rank] = part.key
+                keys_by_state.setdefault((part.name, part.state), {})[part.rank] = part.key
         for (chain, group, c, dtype), stray in stored.items():
             raise FormatError(
                 f"{self.files.folder}: {stray.where} (optimizer {chain}, group {group}, chunk {c}, {dtype}) belongs to "
                 "no rank that the args know"
             )
-        for (name, state), keys in held.items():
+        for (name, state), keys in keys_by_state.items():
             self.states.setdefault(name, {})[state] = Consolidated(cuts[name], [keys[r] for r in range(len(keys))])
-        names = [name for name, states in self.states.items() if "weight" in states]
-        why = precision_aware if is_precision_aware(self.args) else not_of_weights
-        prove_masters(self.files.folder, names, self.states, self.found.view, why)
+
+    def _prove(self, names: Iterable[str], why: Callable[[str], str]) -> None:
+        """Compare the masters of parameters with their weights; `why` says what is likely where they differ."""
+        weighted = [name for name in names if "weight" in self.states.get(name, {})]
+        why = precision_aware if is_precision_aware(self.args) else why
+        prove_masters(self.files.folder, weighted, self.states, self.found.view, why)
 
     def _skip_gap(self, key: str) -> None:
         self.found.skip(key, "", "a gap between tensors in a flat buffer, which holds what was in memory")
@@ -230,34 +248,31 @@ class _Reader:
             moved = {name: moved_by_padding(n) for buffer in buffers for name, n in buffer.moved}
         except (FormatError, LayoutError):  # modules of an order not known here: any of them may have been moved
             moved = dict.fromkeys(self.states, moved_by_padding(None))
-        names = [name for name in moved if "weight" in self.states.get(name, {})]
-        why = precision_aware if is_precision_aware(self.args) else moved.__getitem__
-        prove_masters(self.files.folder, names, self.states, self.found.view, why)
+        self._prove(moved, moved.__getitem__)
 
     def _cuts(self) -> dict[str, ParamLayout]:
         """How the tensor-parallel ranks held each parameter, and the last stage its copy of a tied embedding."""
-        found: dict[str, ParamLayout] = {}
+        cuts: dict[str, ParamLayout] = {}
         for name, states in self.states.items():
             if name.endswith(BUFFERS):
                 continue
             layout = states["weight"].layout
             ranks = expert_ranks(self.args) if is_expert(name) else self.args.degree("tensor_model_parallel_size")
             try:
-                found[name] = cut_of(layout.shape, [fragment.target for fragment in layout.fragments], ranks)
+                cuts[name] = cut_of(layout.shape, [fragment.target for fragment in layout.fragments], ranks)
             except LayoutError as error:
                 raise LayoutError(f"{name}: {error}") from None
         untied = self.args.get("untie_embeddings_and_output_weights", False)
-        if self.args.degree("pipeline_model_parallel_size") > 1 and not untied and EMBEDDING in found:
-            found[TIED] = found[EMBEDDING]
+        if self.args.degree("pipeline_model_parallel_size") > 1 and not untied and EMBEDDING in cuts:
+            cuts[TIED] = cuts[EMBEDDING]
             self.dtypes[TIED] = self.dtypes[EMBEDDING]
-        return found
+        return cuts
 
     def _plans(self, cuts: Mapping[str, ParamLayout]) -> list[Plan]:
         shapes = {name: layout.shards[0] for name, layout in cuts.items()}
         several = self.args.degree("expert_model_parallel_size") > 1
-        return [
-            plan_buffers(self.args, expert, shapes, self.dtypes) for expert in ((False, True) if several else (None,))
-        ]
+        optimizers_of = (False, True) if several else (None,)
+        return [plan_buffers(self.args, expert, shapes, self.dtypes) for expert in optimizers_of]
 
     def _steps(self) -> None:
         """How often each optimizer stepped: by `common.pt`, or by every model-parallel rank of its own."""
@@ -304,50 +319,55 @@ class _Reader:
             )
 
     def _parameter(self, name: str, states: Mapping[str, Consolidated]) -> None:
-        states = {state: self._unpadded(name, held) for state, held in states.items()}
+        unpadded = {state: self._unpadded(name, param) for state, param in states.items()}
+        weight, master = unpadded.pop("weight"), unpadded.pop("param", None)
         if name.endswith(BUFFERS):
-            self.found.parameter("buffer", name, states["weight"], "a buffer of the model")
-        elif "param" in states:
+            self.found.parameter("buffer", name, weight, "a buffer of the model")
+        elif master is not None:
             reason = f"the weight that the model computes with, a copy of the master of {name}; verify compares"
-            self.found.parameter("param", name, states["param"], f"the master of {name}")
-            self.found.twin("param", name, states["weight"], reason)
+            self.found.parameter("param", name, master, f"the master of {name}")
+            self.found.twin("param", name, weight, reason)
         else:
-            self.found.parameter("param", name, states["weight"], f"the parameter {name}")
-        for state, held in states.items():
-            if state not in ("weight", "param"):
-                self.found.parameter(state, name, held, f"{state} of {name}")
+            self.found.parameter("param", name, weight, f"the parameter {name}")
+        for state, param in unpadded.items():
+            self.found.parameter(state, name, param, f"{state} of {name}")
         if states.keys() != {"weight"}:
             self._step(name)
 
-    def _unpadded(self, name: str, held: Consolidated) -> Consolidated:
+    def _unpadded(self, name: str, param: Consolidated) -> Consolidated:
         vocab = self.options.sizes.get("vocab") if name in (EMBEDDING, TIED) else None
         if vocab is None:
-            return held
+            return param
         try:
-            return replace(held, layout=held.layout.clip((vocab, *held.layout.shape[1:])))
+            return replace(param, layout=param.layout.clip((vocab, *param.layout.shape[1:])))
         except LayoutError as error:
             raise LayoutError(f"{name}, with vocab={vocab!s:.40} in sizes: {error}") from None
 
     def _copy_of_embedding(self, states: Mapping[str, Consolidated]) -> None:
         reason = f"the last pipeline stage's copy of {EMBEDDING}, compared with it by verify"
-        for state, held in states.items():
-            self.found.twin(state, EMBEDDING, self._unpadded(EMBEDDING, held), reason)
+        for state, param in states.items():
+            self.found.twin(state, EMBEDDING, self._unpadded(EMBEDDING, param), reason)
 
     def _step(self, name: str) -> None:
-        own = self.steps.get(is_expert(name) and True in self.steps, [])
-        if self.mixed:  # Adam beside another optimizer: the step of one is not that of the other
-            own = [step for step in own if step.adam in (None, "exp_avg" in self.states[name])]
-        decays = len(self.states[name]["weight"].layout.shape) != 1 and not name.endswith(".bias")
-        # Where there is one group alone, it has what does not decay too.
-        step = one_step(self.files, name, [step for step in own if step.decays in (None, decays)] or own)
+        step = one_step(self.files, name, self._steps_of(name))
         if step is None:
             self.stepless.append(name)
         elif step.tensor is not None:
-            held = Consolidated(Unique().join([()]), [f"{COMMON_FILE}:{step.tensor.key}"])
-            self.found.parameter("step", name, held, "how often the optimizer stepped")
+            one = Consolidated(Unique().join([()]), [f"{COMMON_FILE}:{step.tensor.key}"])
+            self.found.parameter("step", name, one, "how often the optimizer stepped")
         else:
             array = np.asarray(step.value, np.int32 if isinstance(step.value, int) else np.float32)
             self.found.constant("step", name, array, step.where)
+
+    def _steps_of(self, name: str) -> list[Step]:
+        """The steps of the parameter groups that the parameter can be in."""
+        steps = self.steps.get(is_expert(name) and True in self.steps, [])
+        if self.mixed:  # Adam beside another optimizer: the step of one is not that of the other
+            adam = "exp_avg" in self.states[name]
+            steps = [step for step in steps if step.adam in (None, adam)]
+        decays = len(self.states[name]["weight"].layout.shape) != 1 and not name.endswith(".bias")
+        # Where there is one group alone, it has what does not decay too.
+        return [step for step in steps if step.decays in (None, decays)] or steps
 
     def _objects(self) -> None:
         for where in self.files.left:
@@ -377,28 +397,30 @@ class _Reader:
             if name != "optimizer":
                 self.found.extra(COMMON_FILE, name, value)
             elif self.options.weights_only:
-                self.found.skip(f"{COMMON_FILE}:optimizer", "param_groups", _LEFT)
-                for key in self.files.common.arrays():
-                    if key.startswith("optimizer/"):
-                        self.found.skip(f"{COMMON_FILE}:{key}", "", _LEFT)
+                self._leave_common_optimizer()
             else:
                 several = isinstance(value, dict) and 0 in value
                 for label, part in beside_tensors(optimizers(value) if several else value):
                     self.found.extra(COMMON_FILE, label, part)
 
+    def _leave_common_optimizer(self) -> None:
+        self.found.skip(f"{COMMON_FILE}:optimizer", "param_groups", _LEFT)
+        for key in self.files.common.arrays():
+            if key.startswith("optimizer/"):
+                self.found.skip(f"{COMMON_FILE}:{key}", "", _LEFT)
+
     def _other_files(self) -> None:
-        about = {CONFIG_FILE: "names the backend", METADATA_FILE: "says which chunk is where", COMMON_FILE: ""}
+        about = {CONFIG_FILE: "names the backend", METADATA_FILE: "says which chunk is where"}
+        accounted = {*self.files.files, *self.files.left, COMMON_FILE}
         for path in sorted(self.files.folder.iterdir()):
-            if path.name in self.files.files or path.name == COMMON_FILE:
-                continue
-            if path.name in self.files.left:
+            if path.name in accounted:
                 continue
             if path.name in about:
                 self.found.skip(path.name, "metadata", f"{about[path.name]}; the tree's names and shapes come from it")
-            else:
-                self.found.skip(path.name, f"{path.lstat().st_size} bytes", "nothing of the checkpoint lies in it")
-                if path.suffix == ".distcp":
-                    self.found.notes.append(f"{path.name} belongs to no tensor: it is left from another save")
+                continue
+            self.found.skip(path.name, f"{path.lstat().st_size} bytes", "nothing of the checkpoint lies in it")
+            if path.suffix == ".distcp":
+                self.found.notes.append(f"{path.name} belongs to no tensor: it is left from another save")
 
     def _notes(self) -> None:
         if EMBEDDING in self.states and "vocab" not in self.options.sizes:

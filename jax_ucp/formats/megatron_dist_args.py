@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,17 +24,18 @@ def check_args(files: DistFiles, shapes: Mapping[str, tuple[int, ...]], dtypes: 
 
     Raises FormatError, naming the file, at the first difference. A checkpoint without args says nothing.
     """
-    for what, said, found in _pairs(files, shapes, dtypes) if files.args.fields else ():
-        if said is not None and said != found:
+    if not files.args.fields:
+        return
+    pairs = itertools.chain(_model_pairs(files, shapes), _optimizer_pairs(files, dtypes))
+    for what, declared, stored in pairs:
+        if declared is not None and declared != stored:
             raise FormatError(
-                f"{files.common.path} tells of {what} {said}, but what is stored has {found}: that file or the others "
-                "are of another run, or it was changed"
+                f"{files.common.path} tells of {what} {declared}, but what is stored has {stored}: that file or the "
+                "others are of another run, or it was changed"
             )
 
 
-def _pairs(
-    files: DistFiles, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str]
-) -> Iterator[tuple[str, Any, Any]]:
+def _model_pairs(files: DistFiles, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Any, Any]]:
     args = files.args
     yield "num_layers", args.get("num_layers"), _count(_LAYER, shapes)
     yield "num_experts", args.get("num_experts") or 0, _count(_EXPERT, shapes)
@@ -44,11 +46,14 @@ def _pairs(
         if key.startswith("rng_state/") and len(grid := key.rpartition("_")[2].split(".")) > 1:
             yield "pipeline parallelism", str(args.degree("pipeline_model_parallel_size")), grid[0]
             yield "tensor parallelism", str(args.degree("tensor_model_parallel_size")), grid[1]
-    kinds = _sharding_types(files)
+
+
+def _optimizer_pairs(files: DistFiles, dtypes: Mapping[str, str]) -> Iterator[tuple[str, Any, Any]]:
+    args, kinds = files.args, _sharding_types(files)
     about = files.tree.get("content_metadata")
-    if kinds:
-        said = about.get("distrib_optim_sharding_type") if isinstance(about, dict) else None
-        yield "distrib_optim_sharding_type", said, " and ".join(kinds)
+    if kinds and isinstance(about, dict):
+        sharding_type = about.get("distrib_optim_sharding_type")
+        yield "distrib_optim_sharding_type", sharding_type, " and ".join(kinds)
     if kinds or any(state_of(key)[0] != "weight" for key in files.tensors):
         yield "use_distributed_optimizer", args.optional("use_distributed_optimizer"), bool(kinds)
         dtype = args.optional("params_dtype")
@@ -56,22 +61,25 @@ def _pairs(
             yield "params_dtype", dtype.name, dtypes[EMBEDDING]
 
 
-def _count(number: re.Pattern[str], names: Mapping[str, Any]) -> int | str:
+def _count(number: re.Pattern[str], names: Iterable[str]) -> int | str:
     """How many numbers there are in the names, or which, where they are not 0 to one less than that."""
-    found = sorted({int(match[1]) for name in names if (match := number.fullmatch(name))})
-    return len(found) if found == list(range(len(found))) else f"only {found}"
+    matches = filter(None, map(number.fullmatch, names))
+    numbers = sorted({int(match[1]) for match in matches})
+    return len(numbers) if numbers == list(range(len(numbers))) else f"only {numbers}"
 
 
 def _sharding_types(files: DistFiles) -> Sequence[str]:
     """The sharding types of a distributed optimizer, of those that the stored keys show."""
-    objects = [group_object(key) for key in files.objects]
-    found = {"dp_zero_gather_scatter"} if any(a and a.what == "param_state" for a in objects) else set[str]()
+    types: set[str] = set()
+    for about in map(group_object, files.objects):
+        if about and about.what == "param_state":
+            types.add("dp_zero_gather_scatter")
     for key, tensor in files.tensors.items():
         state, model = state_of(key)
         if is_flat(key):
-            found.add("dp_reshardable")
+            types.add("dp_reshardable")
         elif state != "weight" and tensor.shape != files.tensors[model].shape:
-            found.add("fully_sharded_model_space")
+            types.add("fully_sharded_model_space")
         elif is_fully_reshardable(key):
-            found.add("fully_reshardable")
-    return sorted(found)
+            types.add("fully_reshardable")
+    return sorted(types)

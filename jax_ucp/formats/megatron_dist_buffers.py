@@ -12,6 +12,7 @@ Facts: `megatron/core/optimizer/distrib_optimizer.py`, `megatron/core/parallel_s
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,13 +20,13 @@ from dataclasses import dataclass
 
 from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.formats.megatron_files import Args
-from jax_ucp.formats.megatron_optim import bucket_size
+from jax_ucp.formats.megatron_optim import bucket_limit
 from jax_ucp.formats.megatron_walk import EMBEDDING, TIED, Part, buffer_walk, is_expert, tails_before
 from jax_ucp.layout.box import Box, range_boxes
 from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(linear_fc[12])\.(weight|bias)")
+_EXPERT = re.compile(r"decoder\.layers\.(\d+)\.mlp\.experts\.(\d+)\.linear_fc([12])\.(weight|bias)")
 _KINDS = ("weight", "bias")
 _MODULES = (
     *("input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv"),
@@ -40,6 +41,14 @@ _UNEVEN = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
+# The places of modules in a model: what is outside of its layers, and the layers.
+_OUTER = {
+    "embedding.word_embeddings": 0,
+    "embedding.position_embeddings": 1,
+    "decoder.final_layernorm": 3,
+    "output_layer": 4,
+}
+_LAYERS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,25 +104,33 @@ def cut_of(shape: Shape, boxes: Sequence[Box], ranks: int) -> ParamLayout:
     (((4, 3), (4, 3)), ['[0:2, 0:3]', '[4:6, 0:3]'])
     """
     boxes = sorted(set(boxes))
-    if len(boxes) == 1 and boxes[0] == Box.whole(shape):
-        return ParamLayout(shape, (shape,) * ranks, tuple(Fragment(r, boxes[0], boxes[0]) for r in range(ranks)))
-    axes = [axis for axis in range(len(shape)) if any(box.shape[axis] != shape[axis] for box in boxes)]
-    parts, rest = divmod(len(boxes), ranks)
-    if len(axes) != 1 or rest or len({box.shape for box in boxes}) != 1:
+    whole = Box.whole(shape)
+    if boxes == [whole]:
+        fragments = [Fragment(rank, whole, whole) for rank in range(ranks)]
+        return ParamLayout(shape, (shape,) * ranks, tuple(fragments))
+    axis = _cut_axis(shape, boxes, ranks)
+    size = boxes[0].shape[axis]
+    local = (*shape[:axis], len(boxes) // ranks * size, *shape[axis + 1 :])
+    first = Box.whole(boxes[0].shape)
+    fragments = []
+    for i, box in enumerate(boxes):
+        part, rank = divmod(i, ranks)
+        by = [0] * len(shape)
+        by[axis] = part * size
+        fragments.append(Fragment(rank, first.shift(by), box))
+    return ParamLayout(shape, (local,) * ranks, tuple(fragments))
+
+
+def _cut_axis(shape: Shape, boxes: Sequence[Box], ranks: int) -> int:
+    """The axis on which the boxes lie side by side. Raises LayoutError where they are not equal parts of the ranks."""
+    cut_axes = {axis for box in boxes for axis, n in enumerate(box.shape) if n != shape[axis]}
+    sizes = {box.shape for box in boxes}
+    if len(cut_axes) != 1 or len(sizes) != 1 or len(boxes) % ranks:
         raise LayoutError(
             f"the model's tensor of shape {list(shape)} was written in {len(boxes)} chunks, which are no equal parts "
             f"of {ranks} tensor-parallel ranks: {', '.join(map(str, boxes[:4]))}"
         )
-    axis, size = axes[0], boxes[0].shape[axes[0]]
-    local = (*shape[:axis], parts * size, *shape[axis + 1 :])
-    fragments: list[Fragment] = []
-    for i, box in enumerate(boxes):
-        part, rank = divmod(i, ranks)
-        start = [0] * len(shape)
-        start[axis] = part * size
-        source = Box(tuple(start), tuple(a + n for a, n in zip(start, box.shape, strict=True)))
-        fragments.append(Fragment(rank, source, box))
-    return ParamLayout(shape, (local,) * ranks, tuple(fragments))
+    return min(cut_axes)
 
 
 def range_in(shape: Shape, transposed: bool, first: int, stop: int) -> Iterator[tuple[int, Box]]:
@@ -161,28 +178,44 @@ def stage_layers(args: Args) -> dict[tuple[int, int], range]:
     p = args.degree("pipeline_model_parallel_size")
     v = args.degree("virtual_pipeline_model_parallel_size")
     layers = args.get("num_layers")
-    if odd := [name for name in _UNEVEN if p > 1 and args.optional(name)]:
-        raise FormatError(
-            f"args.{odd[0]} is {args.fields[odd[0]]!r:.80}: how layers lie on stages then is not known here, nor what "
-            "lies in their buffers"
-        )
+    if p > 1:
+        _refuse_uneven(args)
     if not isinstance(layers, int):
         lost = "args.num_layers is missing" if args.fields else "common.pt has no args (other trainers write none)"
         raise FormatError(f"{lost}: which layers each pipeline stage has is not known, nor what lies in its buffers")
+    counts = _chunk_layers(args, layers, p, v)
+    by_chunk: dict[tuple[int, int], range] = {}
+    first = 0
+    for c in range(v):
+        for stage, count in enumerate(counts):
+            by_chunk[c, stage] = range(first, first + count)
+            first += count
+    return by_chunk
+
+
+def _refuse_uneven(args: Args) -> None:
+    for name in _UNEVEN:
+        if args.optional(name):
+            raise FormatError(
+                f"args.{name} is {args.fields[name]!r:.80}: how layers lie on stages then is not known here, nor what "
+                "lies in their buffers"
+            )
+
+
+def _chunk_layers(args: Args, layers: int, p: int, v: int) -> list[int]:
+    """The layers in one model chunk of each stage. All stages have the same number, unless args fix the ends'."""
     first, last = (args.optional(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
     ends = {0: first, p - 1: last} if p > 1 else {}
     fixed = {stage: n for stage, n in ends.items() if isinstance(n, int)}
-    free = [stage for stage in range(p) if stage not in fixed]
+    free = p - len(fixed)
     rest = layers - sum(fixed.values())
-    if any(n % v for n in fixed.values()) or (rest % (len(free) * v) if free else rest):
+    each, left = divmod(rest, free * v) if free else (0, rest)
+    if left or any(n % v for n in fixed.values()):
         raise FormatError(f"{layers} layers do not divide over {p} pipeline stages of {v} model chunks")
-    counts = [fixed[stage] // v if stage in fixed else rest // (len(free) * v) for stage in range(p)]
-    found, total = dict[tuple[int, int], range](), 0
-    for c in range(v):
-        for stage in range(p):
-            found[c, stage] = range(total, total + counts[stage])
-            total += counts[stage]
-    return found
+    counts = [each] * p
+    for stage, n in fixed.items():
+        counts[stage] = n // v
+    return counts
 
 
 def places(args: Args, expert: bool) -> list[Place]:
@@ -203,8 +236,8 @@ def stage_of(args: Args, expert: bool, group: int) -> int | None:
 
 def expert_ranks(args: Args) -> int:
     """The tensor-parallel ranks of an expert, which are those of the rest unless said otherwise."""
-    said = args.get("expert_tensor_parallel_size")
-    return args.degree("expert_tensor_parallel_size" if said is not None else "tensor_model_parallel_size")
+    own = args.get("expert_tensor_parallel_size") is not None
+    return args.degree("expert_tensor_parallel_size" if own else "tensor_model_parallel_size")
 
 
 def plan_buffers(args: Args, expert: bool | None, shapes: Mapping[str, Shape], dtypes: Mapping[str, str]) -> Plan:
@@ -214,33 +247,49 @@ def plan_buffers(args: Args, expert: bool | None, shapes: Mapping[str, Shape], d
     `dtypes` name those of the model's tensors. Raises FormatError where the order of modules is not known here.
     """
     stages = stage_layers(args)
-    p, v, e = (args.degree(f"{kind}_model_parallel_size") for kind in ("pipeline", "virtual_pipeline", "expert"))
-    tied = p > 1 and not args.get("untie_embeddings_and_output_weights", False)
-    dp = args.degree("data_parallel_size") * args.degree("context_parallel_size")
-    if expert:
-        dp = max(1, args.degree("world_size") // (e * expert_ranks(args) * p))
+    tied, dp = args.copies_embedding, _data_ranks(args, bool(expert))
     multiple = math.lcm(dp, 128, 1 << 16 if args.optional("ddp_pad_buckets_for_high_nccl_busbw") else 1)
+    ranks = places(args, bool(expert))
+    buffers: dict[tuple[int, int, int, str], Buffer] = {}
+    for pp, ep in sorted({(place.pp, place.ep) for place in ranks}):
+        chunks = _chunks_of(args, stages, pp, ep)
+        names_by_chunk = [list(filter(chunk.has, shapes)) for chunk in chunks]
+        numel = sum(math.prod(shapes[name]) for name in itertools.chain(*names_by_chunk))
+        for c, names in enumerate(names_by_chunk):
+            limit = bucket_limit(args, pp, c, dp, numel)
+            for dtype, own in _by_dtype(names, expert, dtypes):
+                modules = modules_of(args, {name: shapes[name] for name in own})
+                buffers[pp, ep, c, dtype] = _buffer(modules, tied, dp, limit, multiple)
+    return Plan(ranks, buffers)
+
+
+def _chunks_of(args: Args, stages: Mapping[tuple[int, int], range], pp: int, ep: int) -> list[_Chunk]:
+    """The model chunks of a rank, of which `stages` says the layers."""
+    e = args.degree("expert_model_parallel_size")
     each, rest = divmod(args.get("num_experts") or 0, e)
     if rest:
         raise FormatError(f"args.num_experts does not divide over {e} expert-parallel ranks")
-    buffers: dict[tuple[int, int, int, str], Buffer] = {}
-    ranks = places(args, bool(expert))
-    for pp, ep in sorted({(place.pp, place.ep) for place in ranks}):
-        own = range(ep * each, (ep + 1) * each)
-        held = [
-            [name for name in names if (number := _expert_of(name)) is None or number in own]
-            for names in (
-                _names_on(shapes, stages[c, pp], (pp, c) == (0, 0), (pp, c) == (p - 1, v - 1)) for c in range(v)
-            )
-        ]
-        numel = sum(math.prod(shapes[name]) for names in held for name in names)
-        for c, names in enumerate(held):
-            limit = bucket_size(args, dp, numel) if pp == c == 0 and args.get("overlap_grad_reduce") else None
-            mine = [name for name in names if expert is None or is_expert(name) == expert]
-            for dtype in sorted({dtypes[name] for name in mine}):
-                modules = modules_of(args, {n: shapes[n] for n in mine if dtypes[n] == dtype})
-                buffers[pp, ep, c, dtype] = _buffer(modules, tied, dp, limit, multiple)
-    return Plan(ranks, buffers)
+    experts = range(ep * each, (ep + 1) * each)
+    last_c, last_stage = max(stages)
+    return [_Chunk(stages[c, pp], experts, pp == c == 0, (c, pp) == (last_c, last_stage)) for c in range(last_c + 1)]
+
+
+def _data_ranks(args: Args, expert: bool) -> int:
+    """The ranks among which the optimizer's buffers are divided."""
+    if not expert:
+        return args.degree("data_parallel_size") * args.degree("context_parallel_size")
+    world = args.degree("world_size")
+    degrees = (args.degree(f"{kind}_model_parallel_size") for kind in ("pipeline", "expert"))
+    return max(1, world // (math.prod(degrees) * expert_ranks(args)))
+
+
+def _by_dtype(names: Iterable[str], expert: bool | None, dtypes: Mapping[str, str]) -> list[tuple[str, list[str]]]:
+    """The parameters that one optimizer has, by their dtypes, which each have a buffer."""
+    by_dtype: dict[str, list[str]] = {}
+    for name in names:
+        if expert is None or is_expert(name) == expert:
+            by_dtype.setdefault(dtypes[name], []).append(name)
+    return sorted(by_dtype.items())
 
 
 def _buffer(modules: Sequence[tuple[Part, ...]], tied: bool, dp: int, limit: int | None, multiple: int) -> Buffer:
@@ -261,61 +310,76 @@ def modules_of(args: Args, shapes: Mapping[str, Shape]) -> list[tuple[Part, ...]
     grouped = bool(args.get("moe_grouped_gemm", False))
     merged = grouped and (not te or bool(args.optional("moe_use_legacy_grouped_gemm")))
     names = sorted(shapes, key=lambda name: _module_order(name, _TE_MODULES if te else _MODULES, grouped))
-    modules: list[tuple[Part, ...]] = []
-    last = None
+    if not merged:
+        return [(Part(name, 0, shapes[name]),) for name in names]
+    return [_merged(list(same), shapes) for _, same in itertools.groupby(names, _merged_into)]
+
+
+def _merged_into(name: str) -> str | tuple[int, int]:
+    """The tensor of a GroupedMLP that has the parameter, by its layer and linear module; else its own name."""
+    expert = _expert_of(name)
+    if expert is None:
+        return name
+    if expert.kind != "weight":
+        raise FormatError(f"{name}: grouped experts with biases are not known here")
+    return expert.layer, expert.linear
+
+
+def _merged(names: Sequence[str], shapes: Mapping[str, Shape]) -> tuple[Part, ...]:
+    if _expert_of(names[0]) is None:
+        return (Part(names[0], 0, shapes[names[0]]),)
+    parts: list[Part] = []
+    start = 0
     for name in names:
-        layer = _LAYER.fullmatch(name)
-        expert = _EXPERT.fullmatch(layer[2]) if layer and merged else None
-        if layer is None or expert is None:
-            modules.append((Part(name, 0, shapes[name]),))
-            continue
-        if expert[3] != "weight":
-            raise FormatError(f"{name}: grouped experts with biases are not known here")
-        if last == (layer[1], expert[2]):
-            start = modules[-1][-1].start + math.prod(shapes[name])
-            modules[-1] = (*modules[-1], Part(name, start, shapes[name][::-1], transposed=True))
-        else:
-            modules.append((Part(name, 0, shapes[name][::-1], transposed=True),))
-        last = layer[1], expert[2]
-    return modules
+        parts.append(Part(name, start, shapes[name][::-1], transposed=True))
+        start += math.prod(shapes[name])
+    return tuple(parts)
 
 
 def _module_order(name: str, modules: Sequence[str], grouped: bool) -> tuple[int, ...]:
+    if expert := _expert_of(name):
+        kind = _KINDS.index(expert.kind)
+        within = (expert.linear, kind, expert.number) if grouped else (expert.number, expert.linear, kind)
+        return _LAYERS, expert.layer, modules.index("mlp.experts"), *within
     module, _, kind = name.rpartition(".")
-    outer = (
-        "embedding.word_embeddings",
-        "embedding.position_embeddings",
-        "",
-        "decoder.final_layernorm",
-        "output_layer",
+    layer = _LAYER.fullmatch(module)
+    if kind in _KINDS and module in _OUTER:
+        return _OUTER[module], _KINDS.index(kind)
+    if kind in _KINDS and layer and layer[2] in modules:
+        return _LAYERS, int(layer[1]), modules.index(layer[2]), _KINDS.index(kind)
+    raise FormatError(
+        f"where {name} lies in a flat buffer is not known here; save the optimizer with "
+        "--dist-ckpt-optim-fully-reshardable, or open the weights alone (weights_only)"
     )
-    if kind in _KINDS and module in outer:
-        return outer.index(module), _KINDS.index(kind)
-    layer = _LAYER.fullmatch(name)
-    if layer is not None and (expert := _EXPERT.fullmatch(layer[2])):
-        number, linear, part = int(expert[1]), int(expert[2][-1]), _KINDS.index(expert[3])
-        within = (linear, part, number) if grouped else (number, linear, part)
-        return 2, int(layer[1]), modules.index("mlp.experts"), *within
-    inner = layer[2].rpartition(".")[0] if layer is not None else ""
-    if layer is None or inner not in modules or kind not in _KINDS:
-        raise FormatError(
-            f"where {name} lies in a flat buffer is not known here; save the optimizer with "
-            "--dist-ckpt-optim-fully-reshardable, or open the weights alone (weights_only)"
-        )
-    return 2, int(layer[1]), modules.index(inner), _KINDS.index(kind)
 
 
-def _names_on(names: Iterable[str], layers: range, first: bool, last: bool) -> list[str]:
-    """The parameters of one model chunk: its layers, what is before them in the first, and behind them in the last."""
-    found: list[str] = []
-    for name in names:
-        layer = _LAYER.fullmatch(name)
-        if int(layer[1]) in layers if layer else (first if name.startswith("embedding.") else last):
-            found.append(name)
-    return found
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A model chunk of a rank: its layers, its experts in them, and whether it is the model's first or last."""
+
+    layers: range
+    experts: range
+    first: bool
+    last: bool
+
+    def has(self, name: str) -> bool:
+        if expert := _expert_of(name):
+            return expert.layer in self.layers and expert.number in self.experts
+        if layer := _LAYER.fullmatch(name):
+            return int(layer[1]) in self.layers
+        return self.first if name.startswith("embedding.") else self.last
 
 
-def _expert_of(name: str) -> int | None:
-    layer = _LAYER.fullmatch(name)
-    expert = _EXPERT.fullmatch(layer[2]) if layer else None
-    return int(expert[1]) if expert else None
+@dataclass(frozen=True, slots=True)
+class _Expert:
+    """A parameter of an expert, by its name."""
+
+    layer: int
+    number: int
+    linear: int
+    kind: str
+
+
+def _expert_of(name: str) -> _Expert | None:
+    match = _EXPERT.fullmatch(name)
+    return _Expert(int(match[1]), int(match[2]), int(match[3]), match[4]) if match else None

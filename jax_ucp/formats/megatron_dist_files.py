@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 
 from jax_ucp.errors import FormatError, LayoutError, UnsafePickle
-from jax_ucp.formats.dcp_metadata import METADATA_FILE, read_metadata
+from jax_ucp.formats.dcp_metadata import METADATA_FILE, DcpMetadata, read_metadata
 from jax_ucp.formats.dcp_source import DcpSource, chunk_key
 from jax_ucp.formats.megatron_dist_names import Run, is_optimizers
 from jax_ucp.formats.megatron_dist_zarr import ARRAY_FILE, ZarrChunks, zarr_array
-from jax_ucp.formats.megatron_files import Args, args_of, iteration_folder
+from jax_ucp.formats.megatron_files import Args, args_of, check_iteration, iteration_folder
 from jax_ucp.formats.safe_pickle import what_is
 from jax_ucp.formats.torch_file import TorchFile
 from jax_ucp.layout.box import Box
@@ -143,21 +143,21 @@ def open_files(folder: Path, weights_only: bool = False) -> DistFiles:
         raise FormatError(f"{common.path} should hold a dict, but holds {what_is(tree)}")
     # Other trainers on Megatron-Core, such as NeMo, save no args. Only flat buffers cannot be read without.
     args = Args(args_of(tree, common.path) if "args" in tree else {})
-    iteration = tree.get("iteration")
-    if folder.name.startswith("iter_") and isinstance(iteration, int) and folder.name != f"iter_{iteration:07d}":
-        raise FormatError(f"{common.path} is of iteration {iteration}, but its folder is {folder.name}")
-    readers = {"torch_dist": _torch_dist, "zarr": _zarr}
-    if backend in readers:
-        files = readers[backend](folder, args, common, tree, is_optimizers if weights_only else lambda key: False)
-        _check_objects(files)
-        return files
-    raise FormatError(f"{folder / CONFIG_FILE} names the backend {backend!r:.80}; only torch_dist and zarr are read")
+    check_iteration(common.path, folder, tree.get("iteration"))
+    read = {"torch_dist": _torch_dist, "zarr": _zarr}.get(backend)
+    if read is None:
+        raise FormatError(
+            f"{folder / CONFIG_FILE} names the backend {backend!r:.80}; only torch_dist and zarr are read"
+        )
+    files = read(folder, args, common, tree, is_optimizers if weights_only else lambda key: False)
+    _check_objects(files)
+    return files
 
 
 def _without_common(folder: Path) -> str:
     """What it means that there is no `common.pt`; from core 0.19 on its content is an object among the others."""
-    held = (folder / METADATA_FILE).read_bytes() if (folder / METADATA_FILE).is_file() else b""
-    if _COMMON_OBJECT in held:
+    metadata = folder / METADATA_FILE
+    if metadata.is_file() and _COMMON_OBJECT in metadata.read_bytes():
         return "megatron-core 0.19 and later keep what it holds in the object common_state, which is not read yet"
     return "it holds args, steps and param groups of all ranks"
 
@@ -180,58 +180,65 @@ def _check_objects(files: DistFiles) -> None:
     for key in files.objects:
         if match := _OBJECT.fullmatch(key):
             grids.setdefault((match[1], match[3]), set()).add(match[2])
-    for (name, grid), found in grids.items():
+    for (name, grid), places in grids.items():
         sizes = [int(n) for n in grid.split(".")]
-        if math.prod(sizes) <= len(found):
+        if math.prod(sizes) <= len(places):
             continue
         every = (".".join(map(str, place)) for place in itertools.product(*map(range, sizes)))
-        lost = next(place for place in every if place not in found)
+        lost = next(place for place in every if place not in places)
         raise FormatError(f"{files.folder}: {name}/shard_{lost}_{grid} is missing, though other shards of it are there")
 
 
 def _torch_dist(
     folder: Path, args: Args, common: TorchFile, tree: Mapping[str, Any], leave: Callable[[str], bool]
 ) -> DistFiles:
-    metadata = read_metadata(folder, lambda found: {fqn for fqn, _ in found.spans() if leave(fqn)})
-    left = [f"{span.file}:{fqn}" for fqn, spans in metadata.objects.items() for span in spans if leave(fqn)]
+    metadata = read_metadata(folder, lambda every: set(filter(leave, (fqn for fqn, _ in every.spans()))))
     source = DcpSource(metadata)
+    for fqn in itertools.filterfalse(leave, metadata.tensors):
+        _check_chunks(metadata, fqn)
     tensors: dict[str, Tensor] = {}
     for fqn, entry in metadata.tensors.items():
-        try:
-            if not leave(fqn):
-                entry.layout().check()
-        except LayoutError as error:
-            raise LayoutError(f"{folder / METADATA_FILE}: {fqn}: {error}") from None
         runs = tuple(Run(chunk_key(fqn, chunk), 0, chunk.box) for chunk in entry.chunks)
         tensors[fqn] = Tensor(entry.shape, entry.dtype, runs)
+    left = [f"{span.file}:{fqn}" for fqn in filter(leave, metadata.objects) for span in metadata.objects[fqn]]
     objects: dict[str, StoredObject] = {}
-    for fqn, spans in metadata.objects.items():
-        if leave(fqn):
-            continue
-        if len(spans) != 1:
-            raise FormatError(f"{folder / METADATA_FILE}: the object {fqn} is in {len(spans)} places")
-        objects[fqn] = StoredObject(spans[0].file, lambda fqn=fqn, span=spans[0]: source.object(fqn, span))
+    for fqn in itertools.filterfalse(leave, metadata.objects):
+        span, *others = metadata.objects[fqn]
+        if others:
+            raise FormatError(f"{folder / METADATA_FILE}: the object {fqn} is in {len(others) + 1} places")
+        objects[fqn] = StoredObject(span.file, partial(source.object, fqn, span))
 
     used = {span.file for _, span in metadata.spans()}
     return DistFiles(folder, args, common, tree, tensors, objects, source, sorted(used), left)
 
 
+def _check_chunks(metadata: DcpMetadata, fqn: str) -> None:
+    try:
+        metadata.tensors[fqn].layout().check()
+    except LayoutError as error:
+        raise LayoutError(f"{metadata.folder / METADATA_FILE}: {fqn}: {error}") from None
+
+
 def _zarr(
     folder: Path, args: Args, common: TorchFile, tree: Mapping[str, Any], leave: Callable[[str], bool]
 ) -> DistFiles:
-    every = sorted(path.name for path in folder.iterdir() if path.is_dir())
-    left = [name for name in every if leave(name)]
-    folders = [name for name in every if not leave(name)]
-    for name in folders:
-        if not (folder / name / ARRAY_FILE).exists() and any(
-            _CHUNK.fullmatch(p.name) for p in (folder / name).iterdir()
-        ):
-            raise FormatError(f"{folder / name / ARRAY_FILE} is missing, but there are chunks of the tensor")
-    arrays = {name: zarr_array(folder, name) for name in folders if (folder / name / ARRAY_FILE).exists()}
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    left = list(filter(leave, names))
+    names = list(itertools.filterfalse(leave, names))
+    for name in names:
+        _check_described(folder / name)
+    arrays = {name: zarr_array(folder, name) for name in names if (folder / name / ARRAY_FILE).exists()}
     tensors = {name: Tensor(array.shape, array.dtype, array.runs()) for name, array in arrays.items()}
     objects: dict[str, StoredObject] = {}
-    for name in folders:
+    for name in names:
         for path in map(noted, sorted((folder / name).glob("shard_*.pt"))):
-            objects[f"{name}/{path.stem}"] = StoredObject(f"{name}/{path.name}", lambda path=path: TorchFile(path))
+            objects[f"{name}/{path.stem}"] = StoredObject(f"{name}/{path.name}", partial(TorchFile, path))
     used = [*arrays, *{key.partition("/")[0] for key in objects}]
     return DistFiles(folder, args, common, tree, tensors, objects, ZarrChunks(folder, arrays), used, left)
+
+
+def _check_described(folder: Path) -> None:
+    """Raise FormatError where a folder has chunks of a tensor that nothing describes."""
+    path = folder / ARRAY_FILE
+    if not path.exists() and any(_CHUNK.fullmatch(p.name) for p in folder.iterdir()):
+        raise FormatError(f"{path} is missing, but there are chunks of the tensor")

@@ -12,15 +12,16 @@ from __future__ import annotations
 import bisect
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.megatron_dist_buffers import Buffer, Place, Plan, slice_of
-from jax_ucp.formats.megatron_dist_files import DistFiles
+from jax_ucp.formats.megatron_dist_files import DistFiles, Tensor
+from jax_ucp.formats.megatron_optim import stored_tensors
 from jax_ucp.formats.safe_pickle import what_is
-from jax_ucp.formats.torch_file import StoredTensor, TorchFile
+from jax_ucp.formats.torch_file import TorchFile
 from jax_ucp.storage.consolidated import Consolidated
 
 _KEY = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(.+)")
@@ -39,6 +40,10 @@ class Flat:
     coalesced: bool
     buckets: dict[int, int] = field(default_factory=dict)
     pieces: dict[str, list[tuple[int, int, str]]] = field(default_factory=dict)
+
+    @property
+    def bucket_sizes(self) -> list[int]:
+        return [self.buckets[k] for k in sorted(self.buckets)]
 
 
 @dataclass(frozen=True)
@@ -75,64 +80,78 @@ def param_state_sources(files: DistFiles) -> dict[str, TorchFile]:
 
 def flats(files: DistFiles, sources: Mapping[str, TorchFile]) -> dict[tuple[int, int, int, str], Flat]:
     """Every buffer that is stored, by (optimizer, group, model chunk, dtype)."""
-    found: dict[tuple[int, int, int, str], Flat] = {}
+    by_place: dict[tuple[int, int, int, str], Flat] = {}
     for prefix, file in sources.items():
         key = prefix.partition(":")[2].removesuffix(":")
-        _coalesced(key, prefix, _only(file.tree, key), found)
-    buckets: dict[tuple[int, int, int, str], dict[tuple[str, int], str]] = {}
+        by_place |= _coalesced(key, prefix, _only(file.tree, key))
+    buckets: dict[tuple[int, int, int, str], dict[str, dict[int, str]]] = {}
     for key in files.tensors:
         if match := _KEY.fullmatch(key):
             bucket = _BUCKET.fullmatch(match[3])
             if bucket is None:
                 raise FormatError(f"{files.folder}: the buffer {key} is of a kind not known here")
             place = int(match[1] or 0), int(match[2]), int(bucket[1]), bucket[2]
-            buckets.setdefault(place, {})[bucket[4], int(bucket[3])] = key
+            buckets.setdefault(place, {}).setdefault(bucket[4], {})[int(bucket[3])] = key
     for place, keys in buckets.items():
-        found[place] = _joined(files, keys)
-    return found
+        by_place[place] = _joined(files, keys)
+    return by_place
 
 
-def _joined(files: DistFiles, keys: Mapping[tuple[str, int], str]) -> Flat:
-    """Buckets, each a tensor, as one buffer."""
-    flat = Flat(min(keys.values()).rpartition(".bucket_idx_")[0], coalesced=False)
-    for (_, k), key in keys.items():
-        shape = files.tensors[key].shape
-        if len(shape) != 1 or flat.buckets.setdefault(k, shape[0]) != shape[0]:
-            raise FormatError(
-                f"{files.folder}: {key} has shape {list(shape)}, another state {flat.buckets[k]} elements"
-            )
+def _joined(files: DistFiles, keys: Mapping[str, Mapping[int, str]]) -> Flat:
+    """Buckets, each a tensor, as one buffer; `keys` by state, then number of the bucket."""
+    every = itertools.chain(*(by_bucket.values() for by_bucket in keys.values()))
+    flat = Flat(min(every).rpartition(".bucket_idx_")[0], coalesced=False)
+    for by_bucket in keys.values():
+        for k, key in by_bucket.items():
+            shape = files.tensors[key].shape
+            if len(shape) != 1 or flat.buckets.setdefault(k, shape[0]) != shape[0]:
+                raise FormatError(
+                    f"{files.folder}: {key} has shape {list(shape)}, another state {flat.buckets[k]} elements"
+                )
     if sorted(flat.buckets) != list(range(len(flat.buckets))):
         raise FormatError(f"{files.folder}: of {flat.where} there are only the buckets {sorted(flat.buckets)}")
-    firsts = [0, *itertools.accumulate(flat.buckets[k] for k in range(len(flat.buckets)))]
-    for state in {state for state, _ in keys}:
-        if lost := [k for k in flat.buckets if (state, k) not in keys]:
+    for state, by_bucket in keys.items():
+        if lost := sorted(flat.buckets.keys() - by_bucket.keys()):
             raise FormatError(f"{files.folder}: {flat.where}.bucket_idx_{lost[0]}.{state} is in no file")
-        pieces = flat.pieces[state] = []
-        for k in range(len(flat.buckets)):
-            for run in files.tensors[keys[state, k]].runs:
-                if run.target.size:
-                    pieces.append((firsts[k] + run.target.start[0], firsts[k] + run.target.stop[0], run.key))
-        pieces.sort()
+        flat.pieces[state] = _pieces([files.tensors[by_bucket[k]] for k in sorted(by_bucket)])
     return flat
 
 
-def _coalesced(key: str, prefix: str, state: Any, found: dict[tuple[int, int, int, str], Flat]) -> None:
+def _pieces(buckets: Sequence[Tensor]) -> list[tuple[int, int, str]]:
+    """The stored pieces of a buffer's buckets, by their first and last elements in the buffer."""
+    pieces: list[tuple[int, int, str]] = []
+    first = 0
+    for bucket in buckets:
+        for run in bucket.runs:
+            if run.target.size:
+                pieces.append((first + run.target.start[0], first + run.target.stop[0], run.key))
+        first += bucket.shape[0]
+    return sorted(pieces)
+
+
+def _coalesced(key: str, prefix: str, state: Any) -> dict[tuple[int, int, int, str], Flat]:
     """The buffers in one `param_state` object, which has the form of the legacy format's `distrib_optim.pt`."""
     about = group_object(key)
     if about is None or not isinstance(state, dict) or state.get("buckets_coalesced") is not True:
         raise FormatError(f"{key} has no coalesced buffers; those of before February 2024 are not read")
+    by_place: dict[tuple[int, int, int, str], Flat] = {}
     for c, buffers in state.items():
         for dtypes, buffer in buffers.items() if isinstance(buffers, dict) else ():
-            flat = found[about.chain, about.group, c, dtypes[0].name] = Flat(f"{key}, chunk {c}", coalesced=True)
-            tensors = {name: value for name, value in buffer.items() if isinstance(value, StoredTensor)}
-            lengths = {value.shape for value in tensors.values()} | {(buffer.get("numel_unpadded"),)}
-            if len(lengths) != 1 or len(next(iter(lengths))) != 1:
-                raise FormatError(
-                    f"{key}: the states and numel_unpadded of chunk {c} differ in size: {sorted(lengths)}"
-                )
-            for name, value in tensors.items():
-                flat.pieces[name] = [(0, value.shape[0], prefix + value.key)]
-                flat.buckets[0] = value.shape[0]
+            place = about.chain, about.group, c, dtypes[0].name
+            by_place[place] = _coalesced_buffer(key, c, prefix, buffer)
+    return by_place
+
+
+def _coalesced_buffer(key: str, c: int, prefix: str, buffer: Mapping[str, Any]) -> Flat:
+    tensors = stored_tensors(buffer)
+    lengths = {(buffer.get("numel_unpadded"),), *(tensor.shape for tensor in tensors.values())}
+    length, *others = lengths
+    if others or len(length) != 1:
+        raise FormatError(
+            f"{key}: the states and numel_unpadded of chunk {c} differ in size: {sorted(lengths, key=str)}"
+        )
+    pieces = {name: [(0, length[0], prefix + tensor.key)] for name, tensor in tensors.items()}
+    return Flat(f"{key}, chunk {c}", True, {0: length[0]} if tensors else {}, pieces)
 
 
 def slices(
@@ -147,30 +166,29 @@ def slices(
     `skip` hears of the pieces that hold nothing: tensors begin at multiples of 64 elements, and what was in memory
     between them is stored too. Raises FormatError where a buffer is missing, or its sizes are not those of the plan.
     """
-    for place in plan.places:
-        for (pp, ep, c, dtype), buffer in plan.buffers.items():
-            if (pp, ep) != (place.pp, place.ep):
-                continue
-            flat = stored.pop((chain, place.group, c, dtype), None)
-            if flat is None:
-                raise FormatError(
-                    f"{files.folder}: by the args there is a model-parallel rank {place.group}, but no buffer of its "
-                    f"{dtype} parameters in model chunk {c}"
-                )
-            _check_sizes(files, flat, buffer)
-            for key in _gaps(files, flat, buffer):
-                skip(key)
-            yield from _slices_of(place, buffer, flat)
+    for place, ((pp, ep, c, dtype), buffer) in itertools.product(plan.places, plan.buffers.items()):
+        if (pp, ep) != (place.pp, place.ep):
+            continue
+        flat = stored.pop((chain, place.group, c, dtype), None)
+        if flat is None:
+            raise FormatError(
+                f"{files.folder}: by the args there is a model-parallel rank {place.group}, but no buffer of its "
+                f"{dtype} parameters in model chunk {c}"
+            )
+        _check_sizes(files, flat, buffer)
+        for key in _gaps(files, flat, buffer):
+            skip(key)
+        yield from _slices_of(place, buffer, flat)
 
 
 def _slices_of(place: Place, buffer: Buffer, flat: Flat) -> Iterator[Slice]:
+    parts = [(unit.start, part) for unit in buffer.units for part in unit.parts]
     for state, pieces in flat.pieces.items():
         ranges = [(start, stop) for start, stop, _ in pieces]
-        for unit in buffer.units:
-            for part in unit.parts:
-                layout, used = slice_of(part, unit.start, ranges)
-                key = f"{state} of {part.name} in {flat.where}"
-                yield Slice(state, part.name, place.rank, key, Consolidated(layout, [pieces[i][2] for i in used]))
+        for start, part in parts:
+            layout, used = slice_of(part, start, ranges)
+            key = f"{state} of {part.name} in {flat.where}"
+            yield Slice(state, part.name, place.rank, key, Consolidated(layout, [pieces[i][2] for i in used]))
 
 
 def _gaps(files: DistFiles, flat: Flat, buffer: Buffer) -> Iterator[str]:
@@ -192,12 +210,11 @@ def _gaps(files: DistFiles, flat: Flat, buffer: Buffer) -> Iterator[str]:
 
 
 def _check_sizes(files: DistFiles, flat: Flat, buffer: Buffer) -> None:
-    stored = [flat.buckets[k] for k in sorted(flat.buckets)]
     want = [sum(buffer.buckets)] if flat.coalesced else list(buffer.buckets)
-    if stored != want:
+    if flat.bucket_sizes != want:
         raise FormatError(
-            f"{files.folder}: {flat.where} has buckets of {stored} elements, but {len(buffer.units)} tensors of the "
-            f"model take {want}; {_OTHER}"
+            f"{files.folder}: {flat.where} has buckets of {flat.bucket_sizes} elements, but {len(buffer.units)} "
+            f"tensors of the model take {want}; {_OTHER}"
         )
     if "param" not in flat.pieces:
         raise FormatError(f"{files.folder}: {flat.where} has no masters, only {sorted(flat.pieces)}")
@@ -208,15 +225,15 @@ def check_numels(
 ) -> None:
     """Compare `per_bucket_numel_unpadded` of a model-parallel rank with its buckets."""
     about = group_object(key)
-    said = _only(stored.tree, key)
-    if about is None or not isinstance(said, list):
-        raise FormatError(f"{files.folder}: {key} should be a list, but is {what_is(said)}")
-    for c, by_dtype in enumerate(said):
+    recorded = _only(stored.tree, key)
+    if about is None or not isinstance(recorded, list):
+        raise FormatError(f"{files.folder}: {key} should be a list, but is {what_is(recorded)}")
+    for c, by_dtype in enumerate(recorded):
         for dtypes, sizes in by_dtype.items():
             flat = flats.get((about.chain, about.group, c, dtypes[0].name))
-            found = [flat.buckets[k] for k in sorted(flat.buckets)] if flat else []
-            if found != sizes:
-                raise FormatError(f"{files.folder}: {key} says {sizes} elements, but the buckets have {found}")
+            buckets = flat.bucket_sizes if flat else []
+            if buckets != sizes:
+                raise FormatError(f"{files.folder}: {key} says {sizes} elements, but the buckets have {buckets}")
 
 
 def _only(tree: Any, key: str) -> Any:

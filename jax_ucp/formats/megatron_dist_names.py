@@ -108,16 +108,16 @@ def unstacked(key: str, shape: Sequence[int], runs: Iterable[Run]) -> dict[str, 
     A run that covers several layers or experts is cut: the block of one is a range of its elements.
     """
     depth = len(stacks_of(key))
-    found: dict[str, tuple[tuple[int, ...], list[Run]]] = {}
+    params: dict[str, tuple[tuple[int, ...], list[Run]]] = {}
     for place in itertools.product(*map(range, shape[:depth])):
-        found[name_of(key, place)] = tuple(shape[depth:]), []
+        params[name_of(key, place)] = tuple(shape[depth:]), []
     for run in runs:
         inner = Box(run.target.start[depth:], run.target.stop[depth:])
         leading = Box(run.target.start[:depth], run.target.stop[:depth])
         for i, place in enumerate(itertools.product(*map(range, leading.start, leading.stop))):
             if inner.size:
-                found[name_of(key, place)][1].append(Run(run.key, run.start + i * inner.size, inner))
-    return found
+                params[name_of(key, place)][1].append(Run(run.key, run.start + i * inner.size, inner))
+    return params
 
 
 def gate_and_up(keys: Iterable[str]) -> dict[str, tuple[str, str]]:
@@ -131,10 +131,12 @@ def gate_and_up(keys: Iterable[str]) -> dict[str, tuple[str, str]]:
     for key in keys:
         if match := _GATED.fullmatch(key):
             halves.setdefault(match[1], {})[match[2]] = key
-    for name, found in halves.items():
-        if len(found) != 2:
-            raise FormatError(f"{', '.join(found.values())} is half of {name}, of which the other half is missing")
-    return {name: (found["w"], found["v"]) for name, found in halves.items()}
+    for name, keys_by_half in halves.items():
+        if len(keys_by_half) != 2:
+            raise FormatError(
+                f"{', '.join(keys_by_half.values())} is half of {name}, of which the other half is missing"
+            )
+    return {name: (half["w"], half["v"]) for name, half in halves.items()}
 
 
 def stacked_halves(
@@ -158,20 +160,25 @@ def flattened_runs(shape: Sequence[int], stored: Sequence[int], runs: Iterable[R
     >>> run.start, str(run.target)
     (0, '[3:4, 0:6]')
     """
+    local = _fragment_shape(shape, stored)
+    for run in runs:
+        first, last = run.target.start[-1], run.target.stop[-1]
+        start = run.start
+        for place in itertools.product(*map(range, run.target.start[:-1], run.target.stop[:-1])):
+            offset = [at * n for at, n in zip(place, local, strict=True)]
+            for box in range_boxes(local, first, last):
+                yield Run(run.key, start, box.shift(offset))
+                start += box.size
+
+
+def _fragment_shape(shape: Sequence[int], stored: Sequence[int]) -> list[int]:
     grid = tuple(stored[:-1])
     if len(grid) != len(shape) or any(g < 1 or n % g for n, g in zip(shape, grid, strict=True)):
         raise FormatError(f"shape {list(stored)} is no grid of flattened fragments of {list(shape)}")
     local = [n // g for n, g in zip(shape, grid, strict=True)]
     if math.prod(local) != stored[-1]:
         raise FormatError(f"fragments of {stored[-1]} elements do not form {list(shape)} on a grid of {list(grid)}")
-    for run in runs:
-        first, last = run.target.start[-1], run.target.stop[-1]
-        places = itertools.product(*map(range, run.target.start[:-1], run.target.stop[:-1]))
-        for i, place in enumerate(places):
-            start = run.start + i * (last - first)
-            for box in range_boxes(local, first, last):
-                yield Run(run.key, start, box.shift([at * n for at, n in zip(place, local, strict=True)]))
-                start += box.size
+    return local
 
 
 def check_stacks(key: str, shape: Sequence[int], counts: Mapping[str, int | None]) -> None:

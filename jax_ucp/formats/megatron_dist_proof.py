@@ -18,6 +18,7 @@ from pathlib import Path
 
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.formats.megatron_files import Args
+from jax_ucp.layout.box import Box
 from jax_ucp.layout.samples import sample_boxes
 from jax_ucp.storage.consolidated import Consolidated, ConsolidatedView, same_bits
 from jax_ucp.storage.contents import Contents
@@ -36,18 +37,23 @@ def prove_masters(
 
     `why(name)` says what then is likely; `view` makes arrays of what the states are made of.
     """
-    twins = {name: held for name in names if {"param", "weight"} <= (held := states[name]).keys()}
-    masters = view({name: held["param"] for name, held in twins.items()})
-    weights = view({name: held["weight"] for name, held in twins.items()})
-    for name, held in twins.items():
-        for box in sample_boxes(*([f.target for f in held[state].layout.fragments] for state in ("weight", "param"))):
-            weight = weights.read(name, box)
-            if not same_bits(masters.read(name, box).astype(weight.dtype), weight):
+    both = [name for name in names if {"param", "weight"} <= states[name].keys()]
+    masters = {name: states[name]["param"] for name in both}
+    weights = {name: states[name]["weight"] for name in both}
+    read_master, read_weight = view(masters).read, view(weights).read
+    for name in both:
+        for box in sample_boxes(_boxes(weights[name]), _boxes(masters[name])):
+            weight = read_weight(name, box)
+            if not same_bits(read_master(name, box).astype(weight.dtype), weight):
                 raise CorruptData(
                     f"{folder}: {name}: the master of the optimizer, rounded to {weight.dtype}, is not the weight of "
-                    f"the model in {box} (the weight is {held['weight'].keys[0]}, the master "
-                    f"{held['param'].keys[0]}): {why(name)}. {_REMEDY}"
+                    f"the model in {box} (the weight is {weights[name].keys[0]}, the master "
+                    f"{masters[name].keys[0]}): {why(name)}. {_REMEDY}"
                 )
+
+
+def _boxes(param: Consolidated) -> list[Box]:
+    return [fragment.target for fragment in param.layout.fragments]
 
 
 def prove_precision_aware(contents: Contents) -> None:

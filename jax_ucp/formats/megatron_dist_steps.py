@@ -33,26 +33,29 @@ class Step:
 
 def common_steps(files: DistFiles) -> dict[bool, list[Step]]:
     """The steps in `common.pt`: those of experts, which have an optimizer of their own, under True."""
-    found: dict[bool, list[Step]] = {}
+    by_experts: dict[bool, list[Step]] = {}
     for i, part in enumerate(optimizers(files.tree.get("optimizer"))):
         inner = part.get("optimizer", part)
         if not isinstance(inner, dict):
             raise FormatError(f"{files.common.path}: optimizer {i} is {what_is(inner)}, not a dict")
-        state = inner.get("state")
-        steps = found.setdefault(_of_experts(inner, i), [])
-        tensor = state.get("common_step") if isinstance(state, dict) else None
+        steps = by_experts.setdefault(_of_experts(inner, i), [])
+        tensor = _as_dict(inner.get("state")).get("common_step")
         if isinstance(tensor, StoredTensor) and tensor.shape == ():
             value = files.common.read(tensor.key, Box((), ())).item()
             steps.append(Step(value, None, f"{COMMON_FILE}:{tensor.key}", tensor))
         steps += _of_groups(inner, f"{COMMON_FILE}:optimizer")
-    return found
+    return by_experts
+
+
+def _as_dict(tree: Any) -> dict[Any, Any]:
+    return tree if isinstance(tree, dict) else {}
 
 
 def group_steps(key: str, stored: StoredObject) -> list[Step]:
     """The steps in the param groups of one model-parallel rank's optimizer."""
     tree = stored.open().tree
     inner = tree[0] if isinstance(tree, list) and tree else None
-    return list(_of_groups(inner if isinstance(inner, dict) else {}, f"{stored.file}:{key}"))
+    return list(_of_groups(_as_dict(inner), f"{stored.file}:{key}"))
 
 
 def one_step(files: DistFiles, name: str, steps: Sequence[Step]) -> Step | None:
@@ -80,14 +83,14 @@ def optimizers(optimizer: Any) -> list[dict[Any, Any]]:
 
 def _of_experts(inner: dict[Any, Any], index: int) -> bool:
     """Whether the optimizer is that of experts: its groups say so, and in older releases it is the second one."""
-    groups = inner.get("param_groups")
-    said = [g["is_expert_parallel"] for g in groups or () if isinstance(g, dict) and "is_expert_parallel" in g]
-    return any(said) if said else bool(index)
+    groups = map(_as_dict, inner.get("param_groups") or ())
+    marks = [group["is_expert_parallel"] for group in groups if "is_expert_parallel" in group]
+    return any(marks) if marks else bool(index)
 
 
 def _of_groups(inner: dict[Any, Any], where: str) -> Iterator[Step]:
     groups = inner.get("param_groups")
-    for group in groups if isinstance(groups, list) else []:
-        step = group.get("step") if isinstance(group, dict) else None
+    for group in map(_as_dict, groups if isinstance(groups, list) else []):
+        step = group.get("step")
         if isinstance(step, int | float):
             yield Step(step, group.get("wd_mult", 1.0) != 0, where, adam="betas" in group)

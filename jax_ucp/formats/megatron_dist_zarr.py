@@ -32,6 +32,9 @@ ARRAY_FILE = ".zarray"
 MAX_ARRAY_BYTES = 1 << 20
 # With so many chunks missing nobody wants them named one by one.
 MAX_MISSING = 1 << 10
+# The settings with which Megatron writes; those that may be missing then have their defaults.
+_DEFAULTS = {"filters": None, "dimension_separator": "."}
+_SETTINGS = {"zarr_format": 2, "order": "C", "compressor": None, **_DEFAULTS}
 
 
 @dataclass(frozen=True)
@@ -49,12 +52,12 @@ class ZarrArray:
 
     def runs(self) -> tuple[Run, ...]:
         """Every chunk, under the name of its file."""
-        found: list[Run] = []
+        runs: list[Run] = []
         for place in itertools.product(*map(range, self.grid)):
             start = tuple(i * n for i, n in zip(place, self.chunk, strict=True))
             stop = tuple(a + n for a, n in zip(start, self.chunk, strict=True))
-            found.append(Run(f"{self.name}/{'.'.join(map(str, place)) or '0'}", 0, Box(start, stop)))
-        return tuple(found)
+            runs.append(Run(f"{self.name}/{'.'.join(map(str, place)) or '0'}", 0, Box(start, stop)))
+        return tuple(runs)
 
 
 class ZarrChunks:
@@ -97,19 +100,27 @@ def zarr_array(folder: Path, name: str) -> ZarrArray:
     if os.path.getsize(Directory(folder).file(f"{name}/{ARRAY_FILE}")) > MAX_ARRAY_BYTES:
         raise FormatError(f"{path} has more than {MAX_ARRAY_BYTES} bytes")
     try:
-        said: Any = json.loads(noted(path).read_text(encoding="utf-8"))
-        shape, chunk = (tuple(said[key]) for key in ("shape", "chunks"))
-        dtype = np.dtype(ml_dtypes.bfloat16) if said["dtype"] == "bfloat16" else np.dtype(said["dtype"])
-        plain = (said["zarr_format"], said["order"], said["compressor"], said.get("filters")) == (2, "C", None, None)
-        separator = said.get("dimension_separator", ".")
+        metadata: Any = json.loads(noted(path).read_text(encoding="utf-8"))
+        shape, chunk = tuple(metadata["shape"]), tuple(metadata["chunks"])
+        dtype = np.dtype(ml_dtypes.bfloat16 if metadata["dtype"] == "bfloat16" else metadata["dtype"])
+        settings = _DEFAULTS | metadata
+        plain = {key: settings[key] for key in _SETTINGS} == _SETTINGS
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(f"{path} does not describe an array of zarr v2 ({type(error).__name__}: {error})") from error
-    if not plain or separator != "." or dtype.byteorder == ">" or dtype.hasobject:
+    if not plain or dtype.byteorder == ">" or dtype.hasobject:
         raise FormatError(f"{path} describes an array that is compressed, or not as Megatron writes them")
-    fits = len(shape) == len(chunk) <= 32 and all(type(n) is int and n > 0 for n in (*shape, *chunk))
-    if not fits or any(n % c for n, c in zip(shape, chunk, strict=True)):
+    if not _tiles(chunk, shape):
         raise FormatError(f"{path}: chunks of shape {list(chunk)} do not tile {list(shape)}")
-    chunks, files = math.prod(n // c for n, c in zip(shape, chunk, strict=True)), len(os.listdir(path.parent))
+    array = ZarrArray(name, shape, chunk, dtype)
+    chunks, files = math.prod(array.grid), len(os.listdir(path.parent))
     if chunks > files + MAX_MISSING:
         raise FormatError(f"{path} describes {chunks} chunks, but there are {files} files beside it")
-    return ZarrArray(name, shape, chunk, dtype)
+    return array
+
+
+def _tiles(chunk: tuple[Any, ...], shape: tuple[Any, ...]) -> bool:
+    if len(shape) != len(chunk) or len(shape) > 32:
+        return False
+    if not all(type(n) is int and n > 0 for n in (*shape, *chunk)):
+        return False
+    return not any(n % c for n, c in zip(shape, chunk, strict=True))

@@ -24,6 +24,7 @@ _DEGREES = ("pipeline", "virtual_pipeline", "expert")
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MODEL_FILE, OPTIM_FILE = "model_optim_rng.pt", "distrib_optim.pt"
+_ITERATION = re.compile(r"[0-9]{1,19}")
 _FOLDER = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
 
 # Attributes that say how tensors are cut and which there are: files that differ in one are not of one checkpoint.
@@ -35,7 +36,6 @@ STRUCTURE = (
     *("moe_ffn_hidden_size", "padded_vocab_size", "untie_embeddings_and_output_weights"),
     *("use_distributed_optimizer", "overlap_grad_reduce", "ddp_bucket_size", "ddp_num_buckets"),
 )
-_OWN = ("rank", "local_rank")
 
 
 @dataclass
@@ -46,12 +46,14 @@ class Args:
     absent: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        said = [self.fields.get(f"{kind}_parallel_size") for kind in ("tensor_model", "expert_tensor")]
-        said = [max([1, *(n for n in said if isinstance(n, int))])]
-        said += [self.fields.get(f"{kind}_model_parallel_size") for kind in _DEGREES]
-        ranks = math.prod(n for n in said if isinstance(n, int) and n > 0)
+        tensor = max(self._size(f"{kind}_parallel_size") for kind in ("tensor_model", "expert_tensor"))
+        ranks = tensor * math.prod(self._size(f"{kind}_model_parallel_size") for kind in _DEGREES)
         if ranks > MAX_RANKS:
             raise FormatError(f"args say that the run had {ranks:.3g} model-parallel ranks: they are damaged")
+
+    def _size(self, name: str) -> int:
+        size = self.fields.get(name)
+        return max(1, size) if isinstance(size, int) else 1
 
     def get(self, name: str, default: Any = None) -> Any:
         """The argument, or `default` where the release that wrote it had no such one.
@@ -76,6 +78,12 @@ class Args:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise FormatError(f"args.{name} should be a number from 1, but is {value!r}")
         return value
+
+    @property
+    def copies_embedding(self) -> bool:
+        """Whether the last pipeline stage has a copy of the word embedding, to which its output layer is tied."""
+        several_stages = self.degree("pipeline_model_parallel_size") > 1
+        return several_stages and not self.get("untie_embeddings_and_output_weights", False)
 
 
 @dataclass(frozen=True)
@@ -104,18 +112,22 @@ def iteration_folder(path: Path) -> Path:
     tracker = path / TRACKER
     if not tracker.is_file():
         return path
-    said = tracker.read_text(errors="replace").strip()
-    if said != "release" and not (said.isascii() and said.isdigit() and len(said) < 20):
-        raise FormatError(f"{tracker} should name an iteration or say `release`, but says {said!r:.80}")
-    return path / (said if said == "release" else f"iter_{int(said):07d}")
+    text = tracker.read_text(errors="replace").strip()
+    if text == "release":
+        return path / text
+    if not _ITERATION.fullmatch(text):
+        raise FormatError(f"{tracker} should name an iteration or say `release`, but says {text!r:.80}")
+    return path / f"iter_{int(text):07d}"
 
 
 def is_checkpoint(path: Path) -> bool:
     """Whether the directory is a legacy checkpoint, or a save directory whose tracker names one, or nothing."""
     folder = iteration_folder(path)
-    if not folder.is_dir():
-        return True
-    return any(p.is_dir() and _FOLDER.fullmatch(p.name) for p in folder.iterdir())
+    return not folder.is_dir() or bool(_rank_folders(folder))
+
+
+def _rank_folders(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if p.is_dir() and _FOLDER.fullmatch(p.name))
 
 
 def places(args: Args) -> list[tuple[int, int, int, int]]:
@@ -140,29 +152,30 @@ def open_ranks(folder: Path, weights_only: bool = False) -> tuple[Args, list[Ran
 
     Raises FormatError, naming the file, where one is missing, is another rank's, or is of another run.
     """
-    found = sorted(p.name for p in folder.iterdir() if p.is_dir() and _FOLDER.fullmatch(p.name))
-    if not (present := [name for name in found if (folder / name / MODEL_FILE).is_file()]):
-        raise FormatError(f"{folder / found[0] / MODEL_FILE} is missing, as in all other folders mp_rank_* beside it")
-    first = _tree(TorchFile(folder / present[0] / MODEL_FILE))
-    args = Args(args_of(first, folder / present[0] / MODEL_FILE))
+    names = _rank_folders(folder)
+    first = next((name for name in names if (folder / name / MODEL_FILE).is_file()), None)
+    if first is None:
+        raise FormatError(f"{folder / names[0] / MODEL_FILE} is missing, as in all other folders mp_rank_* beside it")
+    path = folder / first / MODEL_FILE
+    args = Args(args_of(_tree(TorchFile(path)), path))
     p, e = args.degree("pipeline_model_parallel_size"), args.degree("expert_model_parallel_size")
     ranks: list[Rank] = []
     for tp, pp, ep, etp in places(args):
-        name = f"mp_rank_{tp:02d}{f'_{pp:03d}' if p > 1 else ''}{f'_{ep:03d}' if e > 1 else ''}"
+        name = f"mp_rank_{tp:02d}" + f"_{pp:03d}" * (p > 1) + f"_{ep:03d}" * (e > 1)
         path = folder / name / MODEL_FILE
         if not path.is_file():
             raise FormatError(
-                f"{path} is missing: by the args of {present[0]} the run had "
+                f"{path} is missing: by the args of {first} the run had "
                 f"{args.degree('tensor_model_parallel_size')} tensor, {p} pipeline and {e} expert parallel ranks"
             )
         model = TorchFile(path)
         optim_path = folder / name / OPTIM_FILE
         optim = TorchFile(optim_path) if optim_path.is_file() and not weights_only else None
         ranks.append(Rank(tp, pp, ep, etp, folder / name, model, optim, _tree(model)))
-    if strays := [name for name in found if name not in {rank.folder.name for rank in ranks}]:
+    if strays := sorted(set(names) - {rank.folder.name for rank in ranks}):
         raise FormatError(
             f"{folder / strays[0]} belongs to another run, or to an earlier save with other parallelism: the args of "
-            f"{present[0]} know no such rank. Move the folders of the other save away"
+            f"{first} know no such rank. Move the folders of the other save away"
         )
     _check_together(folder, args, ranks)
     return args, ranks
@@ -179,28 +192,44 @@ def _check_together(folder: Path, args: Args, ranks: Sequence[Rank]) -> None:
     world, p = args.get("world_size"), args.degree("pipeline_model_parallel_size")
     etp = max(rank.etp for rank in ranks) + 1
     for rank in ranks:
-        path, own = rank.model.path, args_of(rank.tree, rank.model.path)
-        if wrong := [name for name in STRUCTURE if repr(own.get(name)) != repr(args.fields.get(name))]:
-            said = ", ".join(f"{n} {own.get(n)} against {args.fields.get(n)}" for n in wrong)
-            raise FormatError(f"{path} is of another run than {first.name}: its args have {said}")
+        own = args_of(rank.tree, rank.model.path)
+        _check_structure(args, first, rank, own)
         _state(facts, rank, own)
-        version = rank.tree.get("checkpoint_version")
-        if not isinstance(version, int | float) or version < 2:
-            raise FormatError(
-                f"{path} has checkpoint_version {version!r}, where 2.0 or later is needed: before, the rows of query, "
-                "key and value lie in another order. Load and save it with a newer Megatron"
-            )
+        _check_version(rank)
         # Megatron's order of ranks; another one was asked for by use_tp_pp_dp_mapping.
-        if isinstance(world, int) and isinstance(own.get("rank"), int) and not own.get("use_tp_pp_dp_mapping"):
-            should = rank.pp * (world // p) + rank.ep * etp + rank.etp
-            if own["rank"] != should:
-                raise FormatError(
-                    f"{path} was written by rank {own['rank']} of {world}, but its place is that of rank {should}: "
-                    "it was renamed, or belongs to another run"
-                )
-    iteration = first.tree.get("iteration")
-    if folder.name.startswith("iter_") and isinstance(iteration, int) and folder.name != f"iter_{iteration:07d}":
-        raise FormatError(f"{first.model.path} is of iteration {iteration}, but its folder is {folder.name}")
+        if isinstance(world, int) and not own.get("use_tp_pp_dp_mapping"):
+            _check_number(rank, own.get("rank"), rank.pp * (world // p) + rank.ep * etp + rank.etp, world)
+    check_iteration(first.model.path, folder, first.tree.get("iteration"))
+
+
+def _check_structure(args: Args, first: Rank, rank: Rank, own: Mapping[str, Any]) -> None:
+    if unlike := [name for name in STRUCTURE if repr(own.get(name)) != repr(args.fields.get(name))]:
+        values = ", ".join(f"{n} {own.get(n)} against {args.fields.get(n)}" for n in unlike)
+        raise FormatError(f"{rank.model.path} is of another run than {first.name}: its args have {values}")
+
+
+def _check_version(rank: Rank) -> None:
+    version = rank.tree.get("checkpoint_version")
+    if not isinstance(version, int | float) or version < 2:
+        raise FormatError(
+            f"{rank.model.path} has checkpoint_version {version!r}, where 2.0 or later is needed: before, the rows of "
+            "query, key and value lie in another order. Load and save it with a newer Megatron"
+        )
+
+
+def _check_number(rank: Rank, number: Any, expected: int, world: int) -> None:
+    if isinstance(number, int) and number != expected:
+        raise FormatError(
+            f"{rank.model.path} was written by rank {number} of {world}, but its place is that of rank {expected}: "
+            "it was renamed, or belongs to another run"
+        )
+
+
+def check_iteration(file: Path, folder: Path, iteration: Any) -> None:
+    """Raise FormatError where the folder is that of another iteration than the file says."""
+    named = folder.name.startswith("iter_") and isinstance(iteration, int)
+    if named and folder.name != f"iter_{iteration:07d}":
+        raise FormatError(f"{file} is of iteration {iteration}, but its folder is {folder.name}")
 
 
 def _state(facts: Facts, rank: Rank, args: Mapping[str, Any]) -> None:
@@ -224,10 +253,15 @@ def _steps_and_rates(optimizer: Any) -> Iterator[tuple[str, Any]]:
     listed: list[Any] = groups if isinstance(groups, list) else []
     for i, group in enumerate(group for group in listed if isinstance(group, dict)):
         yield f"parameter group {i}", group
-        numbers: Sequence[Any] = group.get("params") or ()
-        own = [states.get(number) for number in numbers]
-        steps = [state["step"] for state in own if isinstance(state, dict) and "step" in state]
-        yield f"step of parameter group {i}", steps[0] if steps else None
+        yield f"step of parameter group {i}", _first_step(states, group.get("params") or ())
+
+
+def _first_step(states: Mapping[Any, Any], numbers: Sequence[Any]) -> Any:
+    for number in numbers:
+        state = states.get(number)
+        if isinstance(state, dict) and "step" in state:
+            return state["step"]
+    return None
 
 
 def _tree(file: TorchFile) -> dict[str, Any]:
@@ -239,6 +273,6 @@ def _tree(file: TorchFile) -> dict[str, Any]:
 def args_of(tree: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     args = tree.get("args")
     if not isinstance(args, Record) or args.type != "argparse.Namespace":
-        held = "no args" if args is None else f"{what_is(args)} for args, not an argparse.Namespace"
-        raise FormatError(f"{path} has {held}: nothing says how the ranks divide the model")
+        instead = "no args" if args is None else f"{what_is(args)} for args, not an argparse.Namespace"
+        raise FormatError(f"{path} has {instead}: nothing says how the ranks divide the model")
     return args.fields

@@ -10,6 +10,7 @@ Facts: `megatron/training/checkpointing.py`, `megatron/core/optimizer/*.py` of M
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from jax_ucp.formats.megatron_files import (
     open_ranks,
 )
 from jax_ucp.formats.megatron_optim import BUFFERS, Held, Module, beside_tensors, find_states, numbered_alone
-from jax_ucp.formats.megatron_walk import EMBEDDING, TIED, layer_of, parts_of
+from jax_ucp.formats.megatron_walk import EMBEDDING, TIED, is_expert, layer_of, parts_of
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.pairing import Undecided
 from jax_ucp.formats.safe_pickle import what_is
@@ -74,33 +75,29 @@ class _Reader:
         self.found.unknown |= {name for file in files.values() for name in file.unknown}
         self.optimizer = not options.weights_only and any(rank.tree.get("optimizer") is not None for rank in ranks)
         # (state, parameter) -> by tensor-parallel rank, the keys of every copy of that rank's shard.
-        self.held: dict[tuple[str, str], dict[int, list[str]]] = {}
+        self.keys: dict[tuple[str, str], dict[int, list[str]]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.values: dict[tuple[str, str], dict[str, Any]] = {}
 
     def contents(self) -> Contents:
         chunks = self._chunks()
         first_layers = self._first_layers(chunks)
-        found: list[tuple[Rank, Module, Held]] = []
-        undecided = ""
+        states: list[tuple[Rank, Module, Held]] = []
+        undecided: list[str] = []
         for rank in self.ranks:
             own = chunks[rank.folder.name]
-            modules = [self._modules(rank, c, own[c], first_layers[c, rank.pp]) for c in range(len(own))]
-            for module in (m for chunk in modules for m in chunk):
+            modules = [self._modules(rank, c, chunk, first_layers[c, rank.pp]) for c, chunk in enumerate(own)]
+            for module in itertools.chain(*modules):
                 self._hold(rank, module, Held("weight", rank.key(module.tensor), module.tensor.shape))
-            owned = [[m for m in chunk if not m.local.endswith(BUFFERS)] for chunk in modules]
-            if self.options.weights_only:
-                self._leave_optimizer(rank)
-            elif rank.tree.get("optimizer") is not None:
-                try:
-                    found += [(rank, module, held) for module, held in find_states(self.args, rank, owned)]
-                except Undecided as error:
-                    undecided = undecided or f"{rank.name}: {error}"
+            try:
+                states += self._optimizer_states(rank, modules)
+            except Undecided as error:
+                undecided.append(f"{rank.name}: {error}")
         if undecided:
-            self._keep_apart(undecided)
+            self._keep_apart(undecided[0])
         else:
-            for rank, module, held in found:
-                self._hold(rank, module, held)
+            for rank, module, state in states:
+                self._hold(rank, module, state)
         self._parameters(self._layouts())
         self._extras()
         self._notes()
@@ -109,23 +106,26 @@ class _Reader:
             prove_precision_aware(contents)
         return contents
 
+    def _optimizer_states(self, rank: Rank, modules: Sequence[Sequence[Module]]) -> list[tuple[Rank, Module, Held]]:
+        if self.options.weights_only:
+            self._leave_optimizer(rank)
+            return []
+        if rank.tree.get("optimizer") is None:
+            return []
+        trained = [[m for m in chunk if not m.local.endswith(BUFFERS)] for chunk in modules]
+        return [(rank, module, state) for module, state in find_states(self.args, rank, trained)]
+
     def _chunks(self) -> dict[str, list[dict[str, Any]]]:
         """The model chunks of every rank, by its folder: one, or as many as virtual pipeline stages."""
         v = self.args.degree("virtual_pipeline_model_parallel_size")
         names = ["model"] if v == 1 else [f"model{i}" for i in range(v)]
-        found: dict[str, list[dict[str, Any]]] = {}
+        chunks: dict[str, list[dict[str, Any]]] = {}
         for rank in self.ranks:
             have = [name for name in rank.tree if name.startswith("model")]
             if have != names:
                 raise FormatError(f"{rank.model.path} has {have}, where by its args there should be {names}")
-            for name in names:
-                if not isinstance(rank.tree[name], dict) or "language_model" in rank.tree[name]:
-                    raise FormatError(
-                        f"{rank.model.path}: {name} is not the flat state of a Megatron-Core model; those of "
-                        "--use-legacy-models are not read"
-                    )
-            found[rank.folder.name] = [rank.tree[name] for name in names]
-        return found
+            chunks[rank.folder.name] = [_core_chunk(rank, name) for name in names]
+        return chunks
 
     def _first_layers(self, chunks: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[tuple[int, int], int]:
         """The global number of the first layer of each (chunk, pipeline stage).
@@ -135,21 +135,20 @@ class _Reader:
         counts: dict[tuple[int, int], int] = {}
         for rank in self.ranks:
             for c, chunk in enumerate(chunks[rank.folder.name]):
-                numbers = {number for name in chunk if (number := layer_of(name)) is not None}
-                if numbers != set(range(len(numbers))):
-                    raise FormatError(f"{rank.model.path} has the layers {sorted(numbers)}; some are missing")
-                if counts.setdefault((c, rank.pp), len(numbers)) != len(numbers):
+                numbers = sorted({number for number in map(layer_of, chunk) if number is not None})
+                count = len(numbers)
+                if numbers != list(range(count)):
+                    raise FormatError(f"{rank.model.path} has the layers {numbers}; some are missing")
+                others = counts.setdefault((c, rank.pp), count)
+                if others != count:
                     raise FormatError(
-                        f"{rank.model.path} has {len(numbers)} layers, another rank of its pipeline stage "
-                        f"{counts[c, rank.pp]}"
+                        f"{rank.model.path} has {count} layers, another rank of its pipeline stage {others}"
                     )
-        firsts, total = dict[tuple[int, int], int](), 0
-        for place in sorted(counts):
-            firsts[place] = total
-            total += counts[place]
+        places = sorted(counts)
+        *firsts, total = itertools.accumulate([counts[place] for place in places], initial=0)
         if total != (want := self.args.get("num_layers", total)):
             raise FormatError(f"{self.folder} has {total} layers in all stages, but args.num_layers is {want}")
-        return firsts
+        return dict(zip(places, firsts, strict=True))
 
     def _modules(self, rank: Rank, c: int, chunk: Mapping[str, Any], first_layer: int) -> list[Module]:
         """The tensors of one chunk, in module order, with the parameters that are in them."""
@@ -157,56 +156,58 @@ class _Reader:
         if rest:
             raise FormatError(f"{rank.model.path}: args.num_experts is not divisible by the expert parallel degree")
         experts = range(rank.ep * each, (rank.ep + 1) * each)
-        found: list[Module] = []
+        modules: list[Module] = []
         for local, tensor in chunk.items():
-            where = f"{'model' if 'model' in rank.tree else f'model{c}'}/{local}"
+            label = f"{'model' if 'model' in rank.tree else f'model{c}'}/{local}"
             if local.endswith("._extra_state"):
-                reason = "what a module of TransformerEngine keeps beside its weights, such as fp8 scales"
-                if isinstance(tensor, StoredTensor):
-                    self.found.skip(rank.key(tensor), "", reason)
-                else:
-                    self.found.skip(f"{rank.name}:{where}", type(tensor).__name__, reason)
-            elif not isinstance(tensor, StoredTensor):
-                raise FormatError(f"{rank.model.path}: {where} is no tensor, but {what_is(tensor)}")
-            else:
-                try:
-                    parts = parts_of(local, tensor.shape, first_layer, experts, self.args.get("hidden_size", 0))
-                except FormatError as error:
-                    raise FormatError(f"{rank.model.path}: {error}") from None
-                found.append(Module(local, c, tensor, parts))
-        return found
+                self._skip_extra_state(rank, label, tensor)
+                continue
+            if not isinstance(tensor, StoredTensor):
+                raise FormatError(f"{rank.model.path}: {label} is no tensor, but {what_is(tensor)}")
+            try:
+                parts = parts_of(local, tensor.shape, first_layer, experts, self.args.get("hidden_size", 0))
+            except FormatError as error:
+                raise FormatError(f"{rank.model.path}: {error}") from None
+            modules.append(Module(local, c, tensor, parts))
+        return modules
+
+    def _skip_extra_state(self, rank: Rank, label: str, state: Any) -> None:
+        reason = "what a module of TransformerEngine keeps beside its weights, such as fp8 scales"
+        if isinstance(state, StoredTensor):
+            self.found.skip(rank.key(state), "", reason)
+        else:
+            self.found.skip(f"{rank.name}:{label}", type(state).__name__, reason)
 
     def _hold(self, rank: Rank, module: Module, held: Held) -> None:
         """Take up one state of a rank's tensor, as a shard of every parameter in it."""
         for part in module.parts:
-            index = rank.etp if ".experts." in part.name else rank.tp
+            index = rank.etp if is_expert(part.name) else rank.tp
             if held.value is not None:
                 self.values.setdefault((held.state, part.name), {})[rank.name] = held.value
                 continue
-            key = held.key
-            if held.shape == () or (not held.flat and len(module.parts) == 1 and not part.transposed):
-                shape = held.shape
-            else:
+            key, shape = held.key, held.shape
+            whole = len(module.parts) == 1 and not (held.flat or part.transposed)
+            if shape != () and not whole:
                 key = f"{held.key}@{part.name}"
                 self.found.cut(key, Cut(held.key, held.start + part.start, part.shape, part.transposed))
                 shape = part.shape[::-1] if part.transposed else part.shape
             if held.state == "weight":
                 self.shapes[key] = shape
-            self.held.setdefault((held.state, part.name), {}).setdefault(index, []).append(key)
+            self.keys.setdefault((held.state, part.name), {}).setdefault(index, []).append(key)
 
     def _layouts(self) -> dict[str, ParamLayout]:
         """The layout of every parameter over its tensor-parallel ranks, by the rules."""
         t = self.args.degree("tensor_model_parallel_size")
         etp = max(rank.etp for rank in self.ranks) + 1
         params: dict[str, list[Shard]] = {}
-        for state, name in self.held:
+        for state, name in self.keys:
             if state != "weight":
                 continue
-            shards = self.held[state, name]
+            shards = self.keys[state, name]
             count = etp if ".experts." in name else t
             if absent := sorted(set(range(count)) - set(shards)):
-                held = shards[min(shards)][0].partition(":")[0]
-                raise FormatError(f"{name} is in {held}, but not in the file of tensor-parallel rank {absent[0]}")
+                file = shards[min(shards)][0].partition(":")[0]
+                raise FormatError(f"{name} is in {file}, but not in the file of tensor-parallel rank {absent[0]}")
             params[name] = [Shard(self.shapes[shards[i][0]], shards[i][0]) for i in range(count)]
         spec = load(self.options.spec) if self.options.spec else Spec(extends=built_in("megatron"))
         try:
@@ -219,7 +220,7 @@ class _Reader:
         """The numbers that rules may name: those of args, under their own names and those of the built-in spec."""
         get = self.args.get
         heads, grouped = get("num_attention_heads"), get("group_query_attention", False)
-        said = {
+        lengths = {
             "heads": heads,
             # 1 without meaning where there are no groups.
             "query_groups": get("num_query_groups") if grouped else heads,
@@ -230,52 +231,58 @@ class _Reader:
             "swiglu": get("swiglu", False),
             "vocab": get("padded_vocab_size"),
         }
-        known = {**self.args.fields, **said, **self.options.sizes.of(spec.lengths, spec.switches)}
+        known = {**self.args.fields, **lengths, **self.options.sizes.of(spec.lengths, spec.switches)}
         return {name: int(n) for name, n in known.items() if isinstance(n, int)}
 
-    def _parameters(self, found: Mapping[str, ParamLayout]) -> None:
+    def _parameters(self, layouts: Mapping[str, ParamLayout]) -> None:
         """Every state of every parameter, and what is stored of it once more."""
-        tied = TIED in found and not self.args.get("untie_embeddings_and_output_weights", False)
+        tied = TIED in layouts and not self.args.get("untie_embeddings_and_output_weights", False)
         if tied:
             for state, name in [key for key in self.values if key[1] == TIED]:
                 self.values.setdefault((state, EMBEDDING), {}).update(self.values[state, name])
-        for name, layout in found.items():
+        for name, layout in layouts.items():
             if not tied or name != TIED:
                 self._states(name, layout)
         if tied:
-            self._tied(found[TIED])
+            self._tied(layouts[TIED])
 
     def _states(self, name: str, layout: ParamLayout) -> None:
-        weights = self.held["weight", name]
-        states = [state for state, n in self.held if n == name and state != "weight"]
-        states.sort(key=lambda state: (state != "param", state == "step"))
         if name.endswith(BUFFERS):
-            self.found.parameter("buffer", name, _consolidated(layout, weights), "a buffer of the model")
+            weights = _consolidated(layout, self.keys["weight", name])
+            self.found.parameter("buffer", name, weights, "a buffer of the model")
             return
-        if "param" in states:
-            for copy in _copies(weights, len(layout.shards)):
-                reason = f"the weight that the model computes with, a copy of the master of {name}; verify compares"
-                self.found.twin("param", name, Consolidated(layout, copy), reason)
-        else:
-            self.found.parameter("param", name, _consolidated(layout, weights), f"the parameter {name}")
-            if self.optimizer and self.args.get("use_distributed_optimizer"):
-                raise FormatError(f"{self.folder}: no {OPTIM_FILE} holds the master of {name}")
+        states = [state for state, n in self.keys if n == name and state != "weight"]
+        states.sort(key=lambda state: (state != "param", state == "step"))
+        self._weight(name, layout, has_master="param" in states)
         for state in states:
-            keys = self.held[state, name]
-            if lost := sorted(set(range(len(layout.shards))) - set(keys)):
-                raise FormatError(
-                    f"{self.folder}: {state} of {name} is not in the files of tensor-parallel rank {lost[0]}, "
-                    "but in those of others"
-                )
-            if state == "step":
-                flat = [key for _, copies in sorted(keys.items()) for key in copies]
-                one = Consolidated(Replicated().join([()] * len(flat)), flat)
-                self.found.parameter(state, name, one, "how often the optimizer stepped")
-            else:
-                self.found.parameter(state, name, _consolidated(layout, keys), f"{state} of {name}")
-        for state, n in self.values:
-            if n == name:
-                self._value(state, name, self.values[state, n])
+            self._state(state, name, layout)
+        for state in [state for state, n in self.values if n == name]:
+            self._value(state, name, self.values[state, name])
+
+    def _weight(self, name: str, layout: ParamLayout, has_master: bool) -> None:
+        weights = self.keys["weight", name]
+        if has_master:
+            reason = f"the weight that the model computes with, a copy of the master of {name}; verify compares"
+            for copy in _copies(weights, len(layout.shards)):
+                self.found.twin("param", name, Consolidated(layout, copy), reason)
+            return
+        self.found.parameter("param", name, _consolidated(layout, weights), f"the parameter {name}")
+        if self.optimizer and self.args.get("use_distributed_optimizer"):
+            raise FormatError(f"{self.folder}: no {OPTIM_FILE} holds the master of {name}")
+
+    def _state(self, state: str, name: str, layout: ParamLayout) -> None:
+        keys = self.keys[state, name]
+        if lost := sorted(set(range(len(layout.shards))) - set(keys)):
+            raise FormatError(
+                f"{self.folder}: {state} of {name} is not in the files of tensor-parallel rank {lost[0]}, "
+                "but in those of others"
+            )
+        if state == "step":
+            flat = [key for _, copies in sorted(keys.items()) for key in copies]
+            one = Consolidated(Replicated().join([()] * len(flat)), flat)
+            self.found.parameter(state, name, one, "how often the optimizer stepped")
+        else:
+            self.found.parameter(state, name, _consolidated(layout, keys), f"{state} of {name}")
 
     def _value(self, state: str, name: str, values: Mapping[str, Any]) -> None:
         """A number that each file has for a group of parameters: they must be equal."""
@@ -291,13 +298,13 @@ class _Reader:
 
     def _tied(self, layout: ParamLayout) -> None:
         """The last stage's copy of the word embedding, with optimizer states of its own."""
-        if ("weight", EMBEDDING) not in self.held:
+        if ("weight", EMBEDDING) not in self.keys:
             raise FormatError(f"{self.folder}: the output layer is tied to {EMBEDDING}, which is in no file")
         reason = f"the last pipeline stage's copy of {EMBEDDING}, compared with it by verify"
-        for state in [state for state, n in self.held if n == TIED]:
-            keys = self.held[state, TIED]
+        for state in [state for state, n in self.keys if n == TIED]:
+            keys = self.keys[state, TIED]
             main = "param" if state == "weight" else state
-            if main != "param" and (state, EMBEDDING) not in self.held:
+            if main != "param" and (state, EMBEDDING) not in self.keys:
                 raise FormatError(f"{self.folder}: the tied {TIED} has {state}, but {EMBEDDING} has not")
             one = Replicated().join([()] * len(layout.shards)) if state == "step" else layout
             for copy in _copies(keys, len(layout.shards)):
@@ -318,10 +325,7 @@ class _Reader:
         self.optimizer = False
         for key, info in self.found.stored.items():
             file, _, item = key.partition(":")
-            steps = item.split("/")
-            if not file.endswith(OPTIM_FILE) and (steps[0] != "optimizer" or "param_groups" in steps):
-                continue
-            if "state" in steps or "fp32_from_fp16_params" in steps or file.endswith(OPTIM_FILE):
+            if file.endswith(OPTIM_FILE) or _is_state(item.split("/")):
                 label = f"{file.removesuffix('.pt')}.{item}".replace("/", ".")
                 one = Consolidated(Unique().join([info.shape]), [key])
                 self.found.parameter("other", label, one, f"kept apart, because nothing says whose it is: {reason}")
@@ -347,7 +351,7 @@ class _Reader:
 
     def _notes(self) -> None:
         padded = self.args.get("padded_vocab_size")
-        if "vocab" not in self.options.sizes and ("weight", EMBEDDING) in self.held:
+        if "vocab" not in self.options.sizes and ("weight", EMBEDDING) in self.keys:
             self.found.notes.append(
                 f"Megatron does not record the true vocabulary: all {padded} padded rows of the embeddings are kept. "
                 "Say it with sizes={'vocab': ...} (--size vocab=...) and the others are left out"
@@ -365,11 +369,29 @@ class _Reader:
             self.found.notes.append(f"args lack {', '.join(self.args.absent)}; Megatron's defaults were taken")
 
 
-def _consolidated(layout: ParamLayout, held: Mapping[int, Sequence[str]]) -> Consolidated:
+def _is_state(path: Sequence[str]) -> bool:
+    """Whether what lies there in a model file is a state of the optimizer, or a master."""
+    if path[0] != "optimizer" or "param_groups" in path:
+        return False
+    return "state" in path or "fp32_from_fp16_params" in path
+
+
+def _core_chunk(rank: Rank, name: str) -> dict[str, Any]:
+    """A model chunk of the rank. Raises FormatError where it is not of Megatron-Core."""
+    chunk = rank.tree[name]
+    if not isinstance(chunk, dict) or "language_model" in chunk:
+        raise FormatError(
+            f"{rank.model.path}: {name} is not the flat state of a Megatron-Core model; those of "
+            "--use-legacy-models are not read"
+        )
+    return chunk
+
+
+def _consolidated(layout: ParamLayout, copies: Mapping[int, Sequence[str]]) -> Consolidated:
     """The parameter with every copy of its shards; the copies are replicas of one another."""
     keys, shards, fragments = list[str](), list[tuple[int, ...]](), []
     for i, shape in enumerate(layout.shards):
-        for key in held[i]:
+        for key in copies[i]:
             fragments += [replace(f, shard=len(keys)) for f in layout.fragments if f.shard == i]
             keys.append(key)
             shards.append(shape)

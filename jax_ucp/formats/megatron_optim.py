@@ -10,9 +10,11 @@ of Megatron-LM core_v0.16.1.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,6 +40,10 @@ class Module:
     tensor: StoredTensor
     parts: Sequence[Part]
 
+    @property
+    def numel(self) -> int:
+        return math.prod(self.tensor.shape)
+
 
 @dataclass(frozen=True, slots=True)
 class Held:
@@ -57,28 +63,45 @@ def find_states(args: Args, rank: Rank, chunks: Sequence[Sequence[Module]]) -> I
     Raises FormatError, naming the file, where sizes do not fit, and Undecided where groups can be filled in no way,
     or in several.
     """
-    optimizer = rank.tree["optimizer"]
-    parts = optimizer if isinstance(optimizer, list) else [optimizer]
+    parts = _parts(rank.tree["optimizer"])
     if not 1 <= len(parts) <= 2 or not all(isinstance(part, dict) for part in parts):
         raise FormatError(f"{rank.model.path}: {len(parts)} optimizers; we know one, or one more for experts")
     for i, part in enumerate(parts):
-        mine = [[m for m in chunk if len(parts) == 1 or is_expert(m.local) == bool(i)] for chunk in chunks]
         inner = part.get("optimizer", part)
-        groups = inner.get("param_groups")
-        if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-            raise FormatError(f"{rank.model.path}: the optimizer has no param_groups")
-        if len(parts) == 2 and any(group.get("is_expert_parallel", bool(i)) != bool(i) for group in groups):
-            raise FormatError(f"{rank.model.path}: the two optimizers are not that of the rest and that of the experts")
-        modules = [module for chunk in mine for module in chunk]
+        groups = _param_groups(rank, inner)
+        own = chunks
+        if len(parts) == 2:
+            own = _half(rank, groups, chunks, experts=bool(i))
         if "state" in inner:
-            yield from _numbered(rank, part, inner["state"], groups, modules)
+            yield from _numbered(rank, part, inner["state"], groups, list(itertools.chain(*own)))
         else:
-            steps = _flat_steps(rank, groups)
-            yield from ((module, Held("step", value=step)) for module in modules for step in steps)
-            yield from _flat(args, rank, i, len(parts), mine)
+            yield from _flat_steps(rank, groups, itertools.chain(*own))
+            yield from _flat(args, rank, _flat_part(rank, i, len(parts)), own)
 
 
-def _flat_steps(rank: Rank, groups: Sequence[Mapping[str, Any]]) -> set[int]:
+def _parts(optimizer: Any) -> list[Any]:
+    return optimizer if isinstance(optimizer, list) else [optimizer]
+
+
+def _param_groups(rank: Rank, inner: Mapping[str, Any]) -> list[dict[str, Any]]:
+    groups = inner.get("param_groups")
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise FormatError(f"{rank.model.path}: the optimizer has no param_groups")
+    return groups
+
+
+def _half(
+    rank: Rank, groups: Sequence[Mapping[str, Any]], chunks: Sequence[Sequence[Module]], experts: bool
+) -> list[list[Module]]:
+    """The modules of one of two optimizers, by chunk: those of experts, or the rest."""
+    if any(group.get("is_expert_parallel", experts) != experts for group in groups):
+        raise FormatError(f"{rank.model.path}: the two optimizers are not that of the rest and that of the experts")
+    return [[m for m in chunk if is_expert(m.local) == experts] for chunk in chunks]
+
+
+def _flat_steps(
+    rank: Rank, groups: Sequence[Mapping[str, Any]], modules: Iterable[Module]
+) -> Iterator[tuple[Module, Held]]:
     """How often the optimizer stepped: one number or none. Which parameters a group has, flat buffers do not depend on.
 
     Raises FormatError where groups differ: then nothing says which parameters stepped how often.
@@ -89,7 +112,8 @@ def _flat_steps(rank: Rank, groups: Sequence[Mapping[str, Any]]) -> set[int]:
             f"{rank.model.path}: the parameter groups of a distributed optimizer stepped {sorted(steps)} times, and "
             "which parameters they have is not stored; weights_only leaves the optimizer aside"
         )
-    return steps
+    for module, step in itertools.product(modules, steps):
+        yield module, Held("step", value=step)
 
 
 def _numbered(
@@ -103,55 +127,82 @@ def _numbered(
     if not state and "fp32_from_fp16_params" not in part:
         return  # never stepped
     members = _members(state, groups, part.get("fp32_from_fp16_params"), modules)
-    if strays := set(state) - {number for group in groups for number in group.get("params") or ()}:
+    if strays := set(state).difference(*_numbers(groups)):
         raise FormatError(f"{rank.model.path}: the optimizer has states of {sorted(strays)[:5]}, which no group holds")
-    for group, mine in zip(groups, members, strict=True):
-        for number, module in zip(group.get("params") or (), mine, strict=True):
-            if isinstance(group.get("step"), int):
-                yield module, Held("step", value=group["step"])
-            for name, value in (state.get(number) or {}).items():
-                if not isinstance(value, StoredTensor):
-                    if value is not None:
-                        yield module, Held(name, value=value)
-                elif value.shape == module.tensor.shape or (name == "step" and value.shape == ()):
-                    yield module, Held(name, rank.key(value), value.shape)
-                else:
-                    raise FormatError(
-                        f"{rank.model.path}: {name} of parameter {number} has shape {value.shape}, but {module.local}, "
-                        f"which is that parameter, has {module.tensor.shape}; such a state is not read, weights_only "
-                        "leaves the optimizer aside"
-                    )
+    for group, numbers, own in zip(groups, _numbers(groups), members, strict=True):
+        if isinstance(group.get("step"), int):
+            yield from ((module, Held("step", value=group["step"])) for module in own)
+        for number, module in zip(numbers, own, strict=True):
+            yield from _numbered_states(rank, module, number, state.get(number) or {})
     if "fp32_from_fp16_params" in part:
         yield from _masters(rank, part["fp32_from_fp16_params"], members)
+
+
+def _numbers(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """The numbers of the parameters of each group."""
+    return [list(group.get("params") or ()) for group in groups]
+
+
+def _numbered_states(
+    rank: Rank, module: Module, number: int, states: Mapping[str, Any]
+) -> Iterator[tuple[Module, Held]]:
+    shape = module.tensor.shape
+    for name, value in states.items():
+        if value is None:
+            continue
+        if not isinstance(value, StoredTensor):
+            yield module, Held(name, value=value)
+            continue
+        one_step = name == "step" and value.shape == ()
+        if value.shape != shape and not one_step:
+            raise FormatError(
+                f"{rank.model.path}: {name} of parameter {number} has shape {value.shape}, but {module.local}, "
+                f"which is that parameter, has {shape}; such a state is not read, weights_only leaves the optimizer "
+                "aside"
+            )
+        yield module, Held(name, rank.key(value), value.shape)
 
 
 def _members(
     state: Mapping[int, Any], groups: Sequence[Mapping[str, Any]], masters: Any, modules: Sequence[Module]
 ) -> list[list[Module]]:
     """The modules of each group, each in the order of the model. Raises Undecided."""
-    numbers = [list(group.get("params") or ()) for group in groups]
-    held = {number: _shapes(state.get(number) or {}) for some in numbers for number in some}
-    whole: dict[int, tuple[int, ...]] = {}
-    if isinstance(masters, list) and [len(some) for some in masters] == [*map(len, numbers)]:  # every weight has one
-        for some, tensors in zip(numbers, masters, strict=True):
-            whole |= {number: tensor.shape for number, tensor in zip(some, tensors, strict=True)}
-    if len(held) != len(modules):
-        raise Undecided(f"{len(held)} parameters have numbers, but the model has {len(modules)}: some may be frozen")
+    numbers = _numbers(groups)
+    state_shapes = {number: _shapes(state.get(number) or {}) for number in itertools.chain(*numbers)}
+    master_shapes = _master_shapes(numbers, masters)
+    if len(state_shapes) != len(modules):
+        raise Undecided(
+            f"{len(state_shapes)} parameters have numbers, but the model has {len(modules)}: some may be frozen"
+        )
 
     def fits(i: int, group: int, place: int) -> bool:
         number, shape = numbers[group][place], modules[i].tensor.shape
-        known = tells_shape(held[number])
-        return whole.get(number, shape) == shape and not (known and contradiction(held[number], shape))
+        states = state_shapes[number]
+        if master_shapes.get(number, shape) != shape:
+            return False
+        return not (tells_shape(states) and contradiction(states, shape))
 
     division = only_division(dict.fromkeys(range(len(modules)), 1), [*map(len, numbers)], fits)
-    found: list[list[Module]] = [[] for _ in groups]
+    members: list[list[Module]] = [[] for _ in groups]
     for i in sorted(division):
-        found[division[i][0]].append(modules[i])
-    return found
+        members[division[i][0]].append(modules[i])
+    return members
 
 
-def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: value.shape for name, value in state.items() if isinstance(value, StoredTensor)}
+def _master_shapes(numbers: Sequence[Sequence[int]], masters: Any) -> dict[int, tuple[int, ...]]:
+    """The shapes of masters by the parameters' numbers, where every parameter has a master, else none."""
+    if not isinstance(masters, list) or [*map(len, masters)] != [*map(len, numbers)]:
+        return {}
+    tensors = itertools.chain(*masters)
+    return {number: tensor.shape for number, tensor in zip(itertools.chain(*numbers), tensors, strict=True)}
+
+
+def stored_tensors(tree: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    return {name: value for name, value in tree.items() if isinstance(value, StoredTensor)}
+
+
+def _shapes(tree: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tensor.shape for name, tensor in stored_tensors(tree).items()}
 
 
 def _masters(rank: Rank, masters: Any, members: Sequence[Sequence[Module]]) -> Iterator[tuple[Module, Held]]:
@@ -173,79 +224,96 @@ def _masters(rank: Rank, masters: Any, members: Sequence[Sequence[Module]]) -> I
             yield module, Held("param", rank.key(tensor), tensor.shape)
 
 
-def _flat(
-    args: Args, rank: Rank, index: int, count: int, chunks: Sequence[Sequence[Module]]
-) -> Iterator[tuple[Module, Held]]:
-    """States in the flat buffers of a distributed optimizer: one per chunk and dtype."""
+def _flat_part(rank: Rank, index: int, count: int) -> Mapping[Any, Any] | None:
+    """What the rank's file has of one of its optimizers: by model chunk, then dtypes, flat buffers."""
     path = rank.folder / OPTIM_FILE
     if rank.optim is None:
         raise FormatError(f"{path} is missing: by {rank.name} it holds the state of a distributed optimizer")
-    tree = rank.optim.tree
-    parts = tree if isinstance(tree, list) else [tree]
+    parts = _parts(rank.optim.tree)
     if len(parts) != count:
         raise FormatError(f"{path} has the state of {len(parts)} optimizers, {rank.name} of {count}")
     part = parts[index]
-    if part is None and count == 2 and index == 0:
-        return  # another expert-parallel rank's file has it: only dense data-parallel rank 0 writes it
+    if part is None and (index, count) == (0, 2):
+        return None  # another expert-parallel rank's file has it: only dense data-parallel rank 0 writes it
     if not isinstance(part, dict) or part.get("buckets_coalesced") is not True:
         raise FormatError(
             f"{path}: the buffers are not coalesced, as before February 2024; load it with Megatron's "
             "--ckpt-convert-update-legacy-dist-opt-format and save it again"
         )
-    if strays := [key for key in part if key != "buckets_coalesced" and key not in range(len(chunks))]:
+    return {chunk: buffers for chunk, buffers in part.items() if chunk != "buckets_coalesced"}
+
+
+def _flat(
+    args: Args, rank: Rank, part: Mapping[Any, Any] | None, chunks: Sequence[Sequence[Module]]
+) -> Iterator[tuple[Module, Held]]:
+    """States in the flat buffers of a distributed optimizer: one per chunk and dtype."""
+    if part is None:
+        return
+    path = rank.folder / OPTIM_FILE
+    if strays := [key for key in part if key not in range(len(chunks))]:
         raise FormatError(f"{path}: buffers {strays} for {len(chunks)} model chunks")
+    numel = sum(module.numel for module in itertools.chain(*chunks))
     for c, modules in enumerate(chunks):
         buffers = part.get(c) or {}
         if not isinstance(buffers, dict):
             raise FormatError(f"{path}: buffer {c} should be a dict by dtype, but is {what_is(buffers)}")
-        covered: set[str] = set()
-        for (dtype, *_), buffer in buffers.items():
-            mine = [m for m in modules if m.tensor.dtype == dtype]
-            if covered & {m.local for m in mine}:
-                raise FormatError(f"{path}: several buffers for weights of {dtype}")
-            covered |= {m.local for m in mine}
-            yield from _buffer(args, rank, c, chunks, mine, buffer)
-        if lost := [m.local for m in modules if m.local not in covered]:
-            raise FormatError(f"{path}: no buffer holds {lost[0]}")
+        for buffer, own in _owners(path, buffers, modules):
+            yield from _buffer(args, rank, c, numel, own, buffer)
+
+
+def _owners(
+    path: Path, buffers: Mapping[Any, Any], modules: Sequence[Module]
+) -> Iterator[tuple[Mapping[str, Any], list[Module]]]:
+    """The buffers of a model chunk, each with the modules that are in it: those of its dtype."""
+    missing = dict.fromkeys(module.local for module in modules)
+    for (dtype, *_), buffer in buffers.items():
+        own = [module for module in modules if module.tensor.dtype == dtype]
+        if any(module.local not in missing for module in own):
+            raise FormatError(f"{path}: several buffers for weights of {dtype}")
+        for module in own:
+            del missing[module.local]
+        yield buffer, own
+    if missing:
+        raise FormatError(f"{path}: no buffer holds {next(iter(missing))}")
 
 
 def _buffer(
-    args: Args,
-    rank: Rank,
-    c: int,
-    chunks: Sequence[Sequence[Module]],
-    modules: Sequence[Module],
-    buffer: Mapping[str, Any],
+    args: Args, rank: Rank, c: int, numel: int, modules: Sequence[Module], buffer: Mapping[str, Any]
 ) -> Iterator[tuple[Module, Held]]:
     path = rank.folder / OPTIM_FILE
-    p = args.degree("pipeline_model_parallel_size")
-    tied = p > 1 and not args.get("untie_embeddings_and_output_weights", False)
+    tied = args.copies_embedding
     shared = [tied and m.local in (EMBEDDING, TIED) for m in modules]
     dp = args.degree("data_parallel_size") * args.degree("context_parallel_size")
-    numel = sum(math.prod(m.tensor.shape) for chunk in chunks for m in chunk)
-    limit = bucket_size(args, dp, numel) if rank.pp == 0 and c == 0 and args.get("overlap_grad_reduce") else None
-    starts, buckets = buffer_walk([math.prod(m.tensor.shape) for m in modules], shared, dp, limit)
-    length = sum(buckets)
-    states = {name: value for name, value in buffer.items() if isinstance(value, StoredTensor)}
+    limit = bucket_limit(args, rank.pp, c, dp, numel)
+    starts, buckets = buffer_walk([m.numel for m in modules], shared, dp, limit)
+    states = stored_tensors(buffer)
     if "param" not in states:
         raise FormatError(f"{path}: the buffer of chunk {c} has no masters, only {list(states)}")
-    lengths = {"numel_unpadded": (buffer.get("numel_unpadded"),), **{k: v.shape for k, v in states.items()}}
-    for what, found in lengths.items():
-        if found != (length,):
+    lengths = {"numel_unpadded": (buffer.get("numel_unpadded"),), **_shapes(buffer)}
+    for what, length in lengths.items():
+        if length != (sum(buckets),):
             raise FormatError(
-                f"{path}: {what} of chunk {c} is {list(found)}, but {len(modules)} parameters in "
-                f"{len(buckets)} buckets take {length}: some parameters were frozen, the buckets had another size than "
-                "args say, or the file belongs to another run or rank. weights_only leaves the optimizer aside"
+                f"{path}: {what} of chunk {c} is {list(length)}, but {len(modules)} parameters in "
+                f"{len(buckets)} buckets take {sum(buckets)}: some parameters were frozen, the buckets had another "
+                "size than args say, or the file belongs to another run or rank. weights_only leaves the optimizer "
+                "aside"
             )
     for state, tensor in states.items():
+        key = rank.key(tensor, OPTIM_FILE)
         for module, start in zip(modules, starts, strict=True):
-            yield module, Held(state, rank.key(tensor, OPTIM_FILE), module.tensor.shape, start, flat=True)
+            yield module, Held(state, key, module.tensor.shape, start, flat=True)
 
 
-def bucket_size(args: Args, dp: int, numel: int) -> int:
-    """Elements after which a bucket is closed, on the first pipeline stage; `numel` are those of all its parameters."""
-    if said := args.get("ddp_bucket_size"):
-        return int(said)
+def bucket_limit(args: Args, pp: int, chunk: int, dp: int, numel: int) -> int | None:
+    """Elements after which a bucket is closed; None where a buffer has one bucket.
+
+    Only the first chunk of the first pipeline stage has several, and only where gradients are reduced meanwhile.
+    `numel` are the elements of all parameters of the stage.
+    """
+    if pp or chunk or not args.get("overlap_grad_reduce"):
+        return None
+    if size := args.get("ddp_bucket_size"):
+        return int(size)
     if buckets := args.get("ddp_num_buckets"):
         return numel // int(buckets)
     return max(40_000_000, 1_000_000 * dp)
@@ -253,19 +321,23 @@ def bucket_size(args: Args, dp: int, numel: int) -> int:
 
 def numbered_alone(optimizer: Any) -> bool:
     """Whether an optimizer has states by number, and no masters beside them."""
-    parts = [part for part in (optimizer if isinstance(optimizer, list) else [optimizer]) if isinstance(part, dict)]
+    parts = [part for part in _parts(optimizer) if isinstance(part, dict)]
     return any(part.get("optimizer", part).get("state") and "fp32_from_fp16_params" not in part for part in parts)
 
 
 def beside_tensors(optimizer: Any) -> list[tuple[str, Any]]:
     """What an optimizer's state has beside masters and moments: hyper-parameters and the loss scaler."""
-    found: list[tuple[str, Any]] = []
-    parts = optimizer if isinstance(optimizer, list) else [optimizer]
-    for i, part in enumerate(parts):
-        at = f"optimizer/{i}" if isinstance(optimizer, list) else "optimizer"
-        inner = part.get("optimizer", part) if isinstance(part, dict) else {}
-        found += [(f"{at}/{name}", value) for name, value in inner.items() if name != "state"]
-        if inner is not part and isinstance(part, dict):
-            skipped = ("optimizer", "fp32_from_fp16_params")
-            found += [(f"{at}/{name}", value) for name, value in part.items() if name not in skipped]
-    return found
+    beside: list[tuple[str, Any]] = []
+    for i, part in enumerate(_parts(optimizer)):
+        if not isinstance(part, dict):
+            continue
+        label = f"optimizer/{i}" if isinstance(optimizer, list) else "optimizer"
+        inner = part.get("optimizer", part)
+        beside += _labelled(label, inner, without=("state",))
+        if inner is not part:
+            beside += _labelled(label, part, without=("optimizer", "fp32_from_fp16_params"))
+    return beside
+
+
+def _labelled(label: str, tree: Mapping[str, Any], without: Sequence[str]) -> list[tuple[str, Any]]:
+    return [(f"{label}/{name}", value) for name, value in tree.items() if name not in without]
