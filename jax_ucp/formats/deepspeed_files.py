@@ -24,7 +24,7 @@ from jax_ucp.formats.torch_file import StoredTensor, TorchFile
 from jax_ucp.layout.box import Box
 from jax_ucp.storage.consolidated import same_bits
 
-_OPTIM = re.compile(r"(?P<bf16>bf16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
+_OPTIM = re.compile(r"(?P<bf16>(?:bf16_)?)zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
 _LAYER = re.compile(r"layer_(?P<layer>\d+)-(model_(?P<tp>\d+)-)?model_states\.pt")
 _EXPERT = re.compile(r"(layer_(?P<layer>\d+)_)?expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
@@ -121,14 +121,16 @@ def _is_own(name: str) -> bool:
     return any(pattern.fullmatch(name) for pattern in (_OPTIM, _MODEL, _LAYER, _EXPERT, _EXPP))
 
 
-def _no_doubles(folder: Path, names: Iterable[str]) -> None:
-    """Raise FormatError where two names say the same, such as mp_rank_0 and mp_rank_00."""
+def _file_names(folder: Path) -> list[str]:
+    """The names of all files. Raises FormatError where two say the same, such as mp_rank_0 and mp_rank_00."""
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
     seen: dict[str, str] = {}
     for name in filter(_is_own, names):
         plain = re.sub(r"\d+", lambda digits: str(int(digits[0])), name)
         if plain in seen:
             raise FormatError(f"{folder} has {seen[plain]} and {name}, which are one rank's: remove the wrong one")
         seen[plain] = name
+    return names
 
 
 @dataclass(frozen=True)
@@ -149,8 +151,7 @@ class _Names:
 
 
 def _parse_names(folder: Path) -> _Names:
-    names = sorted(path.name for path in folder.iterdir() if path.is_file())
-    _no_doubles(folder, names)
+    names = _file_names(folder)
 
     def matches(pattern: re.Pattern[str]) -> list[re.Match[str]]:
         return list(filter(None, map(pattern.fullmatch, names)))
@@ -160,7 +161,7 @@ def _parse_names(folder: Path) -> _Names:
         folder,
         models={(_int(m["dp"]), int(m["mp"])): m[0] for m in matches(_MODEL)},
         optimizers={(int(m["dp"]), int(m["mp"])): m[0] for m in optimizers},
-        prefixes=frozenset(m["bf16"] or "" for m in optimizers),
+        prefixes=frozenset(m["bf16"] for m in optimizers),
         layers={(int(m["layer"]), int(m["tp"] or 0)): m[0] for m in matches(_LAYER)},
         experts={(int(m["layer"] or 0), int(m["expert"]), int(m["mp"])): m[0] for m in matches(_EXPERT)},
         expert_optimizers={(int(m["ep"]), int(m["mp"])): m[0] for m in matches(_EXPP)},
