@@ -246,13 +246,8 @@ class Slices:
     def _layout(self, state: str, name: str, stage: int, slices: StateSlices) -> tuple[ParamLayout, list[str]]:
         here = slices.on(stage)
         experts = {ep: slices.shapes[stage, ep, tp] for _, ep, tp in here if ep is not None}
-        if experts and self.files.tp > 1:
-            raise FormatError(
-                f"{self.files.folder}: {name} is cut over both expert- and tensor-parallel ranks, which is not read"
-            )
         if experts:
-            layout = moe.expert_layout(name, experts, self.files.models[stage][0])
-            return layout, [slices.keys[stage, ep, 0] for ep in sorted(experts)]
+            return self._expert_layout(name, stage, slices, experts)
         ranks = sorted(tp for _, _, tp in here)
         if ranks != list(range(self.files.tp)):
             raise FormatError(
@@ -262,6 +257,16 @@ class Slices:
         here.sort(key=lambda place: place[2])
         shapes = [slices.shapes[place] for place in here]
         return self._join(state, name, stage, shapes), [slices.keys[place] for place in here]
+
+    def _expert_layout(
+        self, name: str, stage: int, slices: StateSlices, shapes: Mapping[int, Shape]
+    ) -> tuple[ParamLayout, list[str]]:
+        if self.files.tp > 1:
+            raise FormatError(
+                f"{self.files.folder}: {name} is cut over both expert- and tensor-parallel ranks, which is not read"
+            )
+        layout = moe.expert_layout(name, shapes, self.files.models[stage][0])
+        return layout, [slices.keys[stage, ep, 0] for ep in sorted(shapes)]
 
     def _join(self, state: str, name: str, stage: int, shapes: Sequence[Shape]) -> ParamLayout:
         patterns = self.patterns[stage]

@@ -50,6 +50,10 @@ _ELEMENTWISE = frozenset(
 _QUANTIZED = re.compile(r"__bnb_optimizer_quant_state__|(qmap|absmax)\d")
 _PART_OF_QUANTIZED = re.compile(r"(state|max|new_max)\d|gnorm_vec|unorm_vec")
 
+# Why a state is left aside.
+_WRONG_LENGTH = "its length is not that of the partition"
+_NEITHER = "it is neither a flat tensor of the partition nor a number"
+
 
 def param_shapes(model: Stored, ranks: Sequence[Rank]) -> list[dict[str, Shape]]:
     """The parameters of each group, in the order in which they lie in its buffer, as the model states say."""
@@ -83,25 +87,32 @@ def group(
     flat = {"param": [rank.masters[index] for rank in ranks]}
     states = {} if weights_only else _states_by_name(index, ranks)
     aside = _apart(index, ranks, states)
-    states = {name: values for name, values in states.items() if name not in aside}
+    for name in aside:
+        del states[name]
     tensors = {name: values for name, values in states.items() if _are_flat(values)}
     if zero3:
         layouts, lengths = _zero3(index, shapes, ranks, flat["param"])
     else:
         layouts, lengths = _zero12(index, shapes, ranks, flat["param"], tensors, model)
+    _check_elementwise(index, ranks, tensors, lengths)
     scalars: dict[str, Sequence[Any]] = {}
     for name, values in states.items():
         if name in tensors and _fit(values, lengths):
             flat[name] = values
-        elif name in tensors and name in _ELEMENTWISE:
-            raise _misfit(index, ranks, name, values, lengths)
-        elif name in tensors:
-            aside[name] = values, "its length is not that of the partition"
         elif _are_numbers(values):
             scalars[name] = values
         else:
-            aside[name] = values, "it is neither a flat tensor of the partition nor a number"
+            aside[name] = values, _WRONG_LENGTH if name in tensors else _NEITHER
     return Group(ranks, shapes, layouts, flat, scalars, aside)
+
+
+def _check_elementwise(
+    index: int, ranks: Sequence[Rank], tensors: Mapping[str, Sequence[StoredTensor]], lengths: Sequence[set[int]]
+) -> None:
+    """Raise FormatError where a state that has an element for each of the parameter has another length."""
+    for name, values in tensors.items():
+        if name in _ELEMENTWISE and not _fit(values, lengths):
+            raise _misfit(index, ranks, name, values, lengths)
 
 
 def _fit(tensors: Sequence[StoredTensor], lengths: Sequence[set[int]]) -> bool:
