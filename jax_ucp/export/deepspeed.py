@@ -11,7 +11,7 @@ Facts: `ds_to_universal.py` (`merge_tp_slices`, `_save_optimizer_state`) and `un
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -67,31 +67,47 @@ def deepspeed_files(
     owned = _owned(found)
     groups = _groups(found, model, optimizer)
     frozen = {name: states["param"] for name, states in found.states.items() if name not in owned}
-    for group in groups:
-        own = {name: steps[name] for name in group["params"] if name in steps}
-        _one_step(own, "DeepSpeed loads no group whose parameters differ in their step", "Export to another format")
-    step = None
-    if stage == 3:
-        step = _one_step(steps, "ZeRO-3 has one step for all parameters", "Export for ZeRO-1 or 2")
+    step = _check_steps(groups, steps, stage)
     counted = model.get("global_steps")
     global_steps = counted if type(counted) is int else int(max(steps.values(), default=0))
     tag = f"global_step{global_steps}_universal"
-    info = _cutting(model)
-    patterns = NamePatterns(_patterns(info), "universal_checkpoint_info")
-    files: list[File] = []
-    for name, states in owned.items():
-        about = _how_to_cut(states["param"], info, patterns.matching(name))
-        for state, tensor in states.items():
-            if state == "step" and stage == 3:
-                continue  # in zero/optimizer_state.pt
-            atom = _number(steps[name]) if state == "step" else {"param": tensor, **about}
-            files.append(torch_file(f"{tag}/zero/{name}/{'fp32' if state == 'param' else state}.pt", atom))
+    files = list(_atoms(f"{tag}/zero", owned, steps, _cutting(model), stage))
     files.append(torch_file(f"{tag}/zero/optimizer_state.pt", _optimizer_state(optimizer, groups, step, stage)))
     prefix = "zero_pp_rank_0_" if stage == 3 else ""
     shapes = [{name: owned[name]["param"].shape for name in group["params"]} for group in groups]
     states = _model_states(model, shapes, frozen, found.buffers, global_steps, stage)
     files.append(torch_file(f"{tag}/{prefix}mp_rank_00_model_states.pt", states))
     return [*files, File.literal("latest_universal", tag.encode())]
+
+
+def _check_steps(groups: Sequence[Mapping[str, Any]], steps: Mapping[str, np.ndarray], stage: int) -> Any:
+    """The step of all parameters in ZeRO-3. Raises UnsupportedLeaf where those of a group, or in ZeRO-3 any, differ."""
+    for group in groups:
+        own = {name: steps[name] for name in group["params"] if name in steps}
+        _one_step(own, "DeepSpeed loads no group whose parameters differ in their step", "Export to another format")
+    if stage != 3:
+        return None
+    return _one_step(steps, "ZeRO-3 has one step for all parameters", "Export for ZeRO-1 or 2")
+
+
+def _atoms(
+    folder: str,
+    owned: Mapping[str, Mapping[str, Tensor]],
+    steps: Mapping[str, np.ndarray],
+    info: Mapping[str, Any],
+    stage: int,
+) -> Iterable[File]:
+    """A file for each state of each parameter; the step of ZeRO-3 is in zero/optimizer_state.pt."""
+    patterns = NamePatterns(_patterns(info), "universal_checkpoint_info")
+    for name, states in owned.items():
+        cut = _how_to_cut(states["param"], info, patterns.matching(name))
+        for state, tensor in states.items():
+            if state == "param":
+                yield torch_file(f"{folder}/{name}/fp32.pt", {"param": tensor, **cut})
+            elif state != "step":
+                yield torch_file(f"{folder}/{name}/{state}.pt", {"param": tensor, **cut})
+            elif stage != 3:
+                yield torch_file(f"{folder}/{name}/step.pt", _number(steps[name]))
 
 
 def _owned(found: Parameters) -> dict[str, Mapping[str, Tensor]]:
@@ -103,10 +119,10 @@ def _owned(found: Parameters) -> dict[str, Mapping[str, Tensor]]:
 
 def _groups(found: Parameters, model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The groups of the optimizer, by the order in which the loader takes them: that of a DeepSpeed source is kept."""
-    said = list(optimizer.get("param_groups", model.get("optimizer/param_groups")) or ())
-    while said and not said[-1].keys() - {"params"}:
-        said.pop()  # what an export wrote of groups that are not known
-    return torch_groups(found.groups, _owned(found), said)
+    groups = list(optimizer.get("param_groups", model.get("optimizer/param_groups")) or ())
+    while groups and not groups[-1].keys() - {"params"}:
+        groups.pop()  # what an export wrote of groups that are not known
+    return torch_groups(found.groups, _owned(found), groups)
 
 
 def notes(found: Parameters, extras: Extras) -> Iterable[str]:
@@ -172,18 +188,33 @@ def _zero(model: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _check(found: Parameters) -> None:
     problems: list[str] = []
-    for name, states in [*found.states.items(), *((name, {"buffer": t}) for name, t in found.buffers.items())]:
-        problems += [f"{s} of {name} has dtype {t.dtype}" for s, t in states.items() if not has_dtype(t.dtype)]
-        if "/" in name or name in ("", ".", "..", "optimizer_state.pt") or len(name.encode()) > 255 or "\0" in name:
-            problems.append(f"{name!r} is no name of a folder")
-        bad = [state for state in states if not re.fullmatch(r"\w+", state) or state == "fp32"]
-        problems += [f"{state!r} of {name} is no name of a state's file" for state in bad]
-        if "step" in states and states["step"].size != 1:
-            problems.append(f"step of {name} has shape {list(states['step'].shape)}, and is no number")
+    for name, states in found.states.items():
+        problems += _faults(name, states)
+    for name, tensor in found.buffers.items():
+        problems += _faults(name, {"buffer": tensor})
     if problems:
         raise UnsupportedLeaf(
             named(problems, "DeepSpeed's universal folder cannot hold", "Export with another dtype, or rename them.")
         )
+
+
+def _faults(name: str, states: Mapping[str, Tensor]) -> Iterable[str]:
+    """What of a parameter the folder cannot hold."""
+    for state, tensor in states.items():
+        if not has_dtype(tensor.dtype):
+            yield f"{state} of {name} has dtype {tensor.dtype}"
+    if not _names_a_folder(name):
+        yield f"{name!r} is no name of a folder"
+    for state in states:
+        if state == "fp32" or not re.fullmatch(r"\w+", state):
+            yield f"{state!r} of {name} is no name of a state's file"
+    if "step" in states and states["step"].size != 1:
+        yield f"step of {name} has shape {list(states['step'].shape)}, and is no number"
+
+
+def _names_a_folder(name: str) -> bool:
+    reserved = name in ("", ".", "..", "optimizer_state.pt")
+    return not reserved and "/" not in name and "\0" not in name and len(name.encode()) <= 255
 
 
 def _patterns(info: Mapping[str, Any]) -> Iterable[str]:
@@ -211,23 +242,26 @@ def _how_to_cut(tensor: Tensor, info: Mapping[str, Any], matching: frozenset[str
     def matches(key: str) -> bool:
         return not matching.isdisjoint(_list(info, key))
 
-    said: dict[str, Any] = {}
-    subs = info.get("parameter_with_sub_params") or ()
-    fused = [sub for sub in subs if not matching.isdisjoint(_sub_patterns(sub))]
-    replicated = matches("tp_replicated_parameter_patterns") or matches("parameter_to_average_patterns")
-    if replicated:
-        pass
-    elif matches("parameter_with_2_sub_params_cat_dim_0"):
-        said |= {"cat_dim": 0, "param_n_sub_params": 2}
-    elif fused:
-        said["sub_param_shape"] = _sub_param_shape(fused[0], tensor)
-    else:
-        said["cat_dim"] = 1 if matches("parameter_with_row_parallelism_patterns") else 0
+    cut = _cut(tensor, info, matching, matches)
     if matches("vocabulary_parameter_patterns"):
-        said["vocab_tensor"] = True
+        cut["vocab_tensor"] = True
     if matches("expert_parameter_patterns"):
-        said |= {"is_expert_param": True, "ep_num_experts": tensor.shape[0]}
-    return said
+        cut |= {"is_expert_param": True, "ep_num_experts": tensor.shape[0]}
+    return cut
+
+
+def _cut(
+    tensor: Tensor, info: Mapping[str, Any], matching: frozenset[str], matches: Callable[[str], bool]
+) -> dict[str, Any]:
+    """Along which axis or parts it is cut; nothing for a replica. `matches` is whether a list of the info has it."""
+    if matches("tp_replicated_parameter_patterns") or matches("parameter_to_average_patterns"):
+        return {}
+    if matches("parameter_with_2_sub_params_cat_dim_0"):
+        return {"cat_dim": 0, "param_n_sub_params": 2}
+    for sub in info.get("parameter_with_sub_params") or ():
+        if not matching.isdisjoint(_sub_patterns(sub)):
+            return {"sub_param_shape": _sub_param_shape(sub, tensor)}
+    return {"cat_dim": 1 if matches("parameter_with_row_parallelism_patterns") else 0}
 
 
 def _cutting(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -288,15 +322,19 @@ def _model_states(
     kept = {k: v for k, v in model.items() if k not in _OWN_MODEL_KEYS and not k.startswith("optimizer/")}
     if info := _cutting(model):
         kept["universal_checkpoint_info"] = info
-    fragments = {name: replace(tensor, flat=True) for name, tensor in frozen.items()} if stage == 3 else {}
+    module, frozen_shapes, fragments = {**frozen, **buffers}, None, None
+    if stage == 3:
+        module = dict(buffers)
+        frozen_shapes = {name: tensor.shape for name, tensor in frozen.items()}
+        fragments = {name: replace(tensor, flat=True) for name, tensor in frozen.items()}
     return {
-        "module": dict(buffers) if stage == 3 else {**frozen, **buffers},
+        "module": module,
         "buffer_names": list(buffers),
         "optimizer": None,
         "param_shapes": shapes,
-        "frozen_param_shapes": {name: tensor.shape for name, tensor in frozen.items()} if stage == 3 else None,
+        "frozen_param_shapes": frozen_shapes,
         "shared_params": {},
-        "frozen_param_fragments": fragments if stage == 3 else None,
+        "frozen_param_fragments": fragments,
         "lr_scheduler": None,
         "data_sampler": None,
         "random_ltd": None,

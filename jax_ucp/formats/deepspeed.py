@@ -14,7 +14,7 @@ from typing import Any
 from jax_ucp.errors import FormatError, NotACheckpoint
 from jax_ucp.formats import deepspeed_moe as moe
 from jax_ucp.formats.deepspeed_facts import check_facts
-from jax_ucp.formats.deepspeed_files import Files, Stored, is_checkpoint, open_files, tag_folder
+from jax_ucp.formats.deepspeed_files import Files, Rank, Stored, is_checkpoint, open_files, tag_folder
 from jax_ucp.formats.deepspeed_modules import (
     aliases,
     check_copies,
@@ -31,6 +31,7 @@ from jax_ucp.formats.opaque import closed_tensors, tensor_holders
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.safe_pickle import known
 from jax_ucp.formats.torch_file import StoredTensor
+from jax_ucp.layout.fragments import Shape
 from jax_ucp.layout.patterns import flat_layouts
 from jax_ucp.storage.contents import Contents
 
@@ -103,6 +104,19 @@ class Reader(Slices):
         for mp, ranks in enumerate(self.files.ranks):
             flat |= self.add_partitions(mp, ranks)
         self.check_mappings(flat)
+        self._copies()
+        numbered = not any(self.files.ranks) and not self.options.weights_only
+        if numbered:
+            add_numbered_states(self)
+        self.apply_spec()
+        self._check_patterns()
+        self.make_parameters()
+        self._extras()
+        self._unread()
+        return self.found.contents()
+
+    def _copies(self) -> None:
+        """What the module holds. Raises FormatError where that is not all of what the optimizer owns."""
         owned = [name for state, name in self.slices if state == "param"]
         check_layers(self.files, owned)
         check_experts(self.files)
@@ -113,38 +127,29 @@ class Reader(Slices):
         self._experts()
         if not self.files.zero3:
             check_copies(self.files, owned, self.copied)
-        if not any(self.files.ranks) and not self.options.weights_only:
-            add_numbered_states(self)
+
+    def _check_patterns(self) -> None:
         names = {name for _, name in self.slices}
-        names |= {str(n) for models in self.files.models for n in models[0].state.get("module") or ()}
-        self.apply_spec()
+        names |= self._names("module")
         for patterns in self.patterns:
             patterns.check_used(names)
-        self.make_parameters()
-        self._extras()
-        read = {file.name for file in self.files.all()}
-        for path in sorted(self.files.folder.iterdir()):
-            if path.name not in read:
-                self.found.skip(path.name, "folder" if path.is_dir() else "file", self._unread(path.name))
-        return self.found.contents()
 
     def _refuse_without_partitions(self) -> None:
-        first = self.files.models[0][0]
-        config = known(first.state.get("ds_config"))
-        stage = (config.get("zero_optimization") or {}).get("stage", 0) if isinstance(config, dict) else 0
-        lost = self.files.unusable or (f"{self.files.folder} has no *_optim_states.pt" if stage else "")
-        if self.files.zero3 or (stage and not self.options.weights_only):
-            remedy = "its weights are in no other file" if self.files.zero3 else "weights_only opens the module's"
+        files, first = self.files, self.files.models[0][0]
+        stage = _zero_stage(first, files.zero3)
+        lost = files.unusable or (f"{files.folder} has no *_optim_states.pt" if stage else "")
+        if files.zero3 or (stage and not self.options.weights_only):
+            remedy = "its weights are in no other file" if files.zero3 else "weights_only opens the module's"
             raise FormatError(
-                f"{self.files.folder} has no *_optim_states.pt, but {first.name} was written by "
-                f"ZeRO-{3 if self.files.zero3 else stage}: masters and optimizer state are missing; {remedy}"
+                f"{files.folder} has no *_optim_states.pt, but {first.name} was written by ZeRO-{stage}: masters and "
+                f"optimizer state are missing; {remedy}"
             )
-        if self.files.layers:
-            first_layer = min(layer.name for layer in self.files.layers.values())
-            why = f"without optimizer files ({lost})" if lost else "of ZeRO-0"
+        if files.layers:
+            first_layer = min(layer.name for layer in files.layers.values())
+            why, remedy = (f"without optimizer files ({lost})", "") if lost else ("of ZeRO-0", ". Save with ZeRO-1")
             raise FormatError(
-                f"{self.files.folder} has pipeline layers, as in {first_layer}, {why}: nothing else says which "
-                "parameters a pipeline stage has, nor the names of tied ones" + ("" if lost else ". Save with ZeRO-1")
+                f"{files.folder} has pipeline layers, as in {first_layer}, {why}: nothing else says which parameters a "
+                f"pipeline stage has, nor the names of tied ones{remedy}"
             )
         if lost:
             self.found.notes.append(
@@ -158,22 +163,25 @@ class Reader(Slices):
         for model in self.files.models[mp]:
             module = self._tensors(model, model.state.get("module") or {}, "module/")
             buffers = set(map(str, model.state.get("buffer_names") or ()))
-            shared = {
-                str(alias): str(owner)
-                for other in self.files.models
-                for alias, owner in (other[0].state.get("shared_params") or {}).items()
-            }
-            held = self._masters(mp)
-            shared |= moe.router_aliases(module, held, model)
-            alias = aliases(module, held - buffers, shared)
-            for name, tensor in sorted(module.items(), key=lambda item: item[0] in alias):  # owners first
-                key = model.key(tensor)
-                if self.files.zero3 and name not in buffers:
+            shared: dict[str, str] = {}
+            for first, *_ in self.files.models:
+                owners = first.state.get("shared_params") or {}
+                shared |= {str(alias): str(owner) for alias, owner in owners.items()}
+            owned = self._masters(mp)
+            shared |= moe.router_aliases(module, owned, model)
+            owner_of = aliases(module, owned - buffers, shared)
+            for name in sorted(module, key=owner_of.__contains__):  # owners first
+                key = model.key(module[name])
+                if name in buffers:
+                    self._buffer(mp, name, key, module[name])
+                elif self.files.zero3:
                     self.found.skip(key, "placeholder", "ZeRO-3 empties the module; the values are in the partitions")
-                elif name in buffers:
-                    self._buffer(mp, name, key, tensor)
                 else:
-                    self._module_tensor(mp, name, alias.get(name) or name, key, tensor)
+                    self._module_tensor(mp, name, owner_of.get(name, name), key, module[name])
+
+    def _names(self, key: str) -> set[str]:
+        """The names under a key of the model states, on all model-parallel ranks."""
+        return {str(name) for first, *_ in self.files.models for name in first.state.get(key) or ()}
 
     def _tensors(self, stored: Stored, values: Mapping[str, Any], prefix: str = "") -> dict[str, StoredTensor]:
         """The tensors among values, of which the others are extras. Raises FormatError for tensors that are hidden."""
@@ -188,47 +196,46 @@ class Reader(Slices):
         return {name for state, name in self.slices if state == "param" and self._held(mp, name)}
 
     def _held(self, mp: int, name: str) -> str | None:
-        found = self.slices.get(("param", name))
-        return found.keys.get(self.place(mp, None)) if found else None
+        """The key of the parameter's slice on this rank."""
+        slices = self.slices.get(("param", name))
+        return slices.keys.get(self.place(mp, None)) if slices else None
 
     def _buffer(self, mp: int, name: str, key: str, tensor: StoredTensor) -> None:
-        found = self.slices["buffer", name]
-        if self.place(mp, None) in found.keys:
+        if self.place(mp, None) in self.slices["buffer", name].keys:
             self.found.skip(key, "buffer", "the buffer of another data-parallel rank; that of rank 0 is used")
         else:
-            found.keys[self.place(mp, None)] = key
-            found.shapes[self.place(mp, None)] = tensor.shape
+            self._add_whole(mp, "buffer", name, key, tensor)
+
+    def _add_whole(self, mp: int, state: str, name: str, key: str, tensor: StoredTensor) -> None:
+        """Add a slice that is a stored tensor."""
+        place = self.place(mp, None)
+        self.slices[state, name].keys[place] = key
+        self.slices[state, name].shapes[place] = tensor.shape
 
     def _module_tensor(self, mp: int, name: str, owner: str, key: str, tensor: StoredTensor) -> None:
-        whole = self._held(mp, owner)
+        master = self._held(mp, owner)
         self.copied.add(owner)
-        if whole == key:
-            return
-        if whole is not None:
+        if master is None:
+            self._add_whole(mp, "param", name, key, tensor)
+        elif master != key:
             tied = "" if owner == name else f"tied to {owner}: "
             reason = f"{tied}a copy of {owner}'s master in {tensor.dtype}, compared with it by verify"
-            self.found.slice_twin(whole, key, reason)
-        else:
-            self.slices["param", name].keys[self.place(mp, None)] = key
-            self.slices["param", name].shapes[self.place(mp, None)] = tensor.shape
+            self.found.slice_twin(master, key, reason)
 
     def _frozen_fragments(self, mp: int) -> None:
         """Frozen parameters: whole beside the module at stage 2, and at stage 3 only here, cut over the ranks."""
         models = self.files.models[mp]
         shapes = models[0].state.get("frozen_param_shapes") or {}
-        for name, tensor in (models[0].state.get("frozen_param_fragments") or {}).items():
-            pieces: list[StoredTensor] = []
-            for model in models:
-                piece = (model.state.get("frozen_param_fragments") or {}).get(name)
+        for name, tensor in _frozen(models[0]).items():
+            pieces: list[Any] = [_frozen(model).get(name) for model in models]
+            for model, piece in zip(models, pieces, strict=True):
                 if not isinstance(piece, StoredTensor):
                     raise FormatError(
                         f"{model.file.path} has no fragment of the frozen {name}, but {models[0].name} has"
                     )
-                pieces.append(piece)
             keys = [model.key(piece) for model, piece in zip(models, pieces, strict=True)]
             if not self.files.zero3:
-                self.slices["param", name].keys[self.place(mp, None)] = keys[0]
-                self.slices["param", name].shapes[self.place(mp, None)] = tensor.shape
+                self._add_whole(mp, "param", name, keys[0], tensor)
                 continue
             shape = tuple(map(int, shapes[name]))
             layout = flat_layouts({name: shape}, [piece.shape[0] for piece in pieces])[name]
@@ -236,30 +243,37 @@ class Reader(Slices):
 
     def _layers(self) -> None:
         """Files of pipeline layers; which stage had one does not matter, for tied layers are in that of the lowest."""
+        buffers = self._names("buffer_names")
         for (layer, tp), stored in self.files.layers.items():
             tensors = self._tensors(stored, stored.state)
-            shapes = {n: t.shape for n, t in tensors.items()}
-            mine = {
-                name: (mp * self.files.tp + tp, found.shapes[mp, None, tp])
-                for (state, name), found in self.slices.items()
-                for mp in found.stages[:1]
-                if state == "param" and (mp, None, tp) in found.shapes
-            }
-            buffers = {str(n) for models in self.files.models for n in models[0].state.get("buffer_names") or ()}
-            for local, name in layer_names(layer, shapes, {n: shape for n, (_, shape) in mine.items()}).items():
+            ranks, owned = self._layer_owners(tp)
+            shapes = {name: tensor.shape for name, tensor in tensors.items()}
+            for local, name in layer_names(layer, shapes, owned).items():
                 key = stored.key(tensors[local])
                 if name is None:
-                    self.copied |= {other for other in mine if other.endswith(f".{local}")}
+                    self.copied.update(other for other in owned if other.endswith(f".{local}"))
                     self.found.skip(key, "copy", "tied: several tied parameters have its name and shape")
                 elif name in buffers:
                     self._buffer(tp, name, key, tensors[local])
-                elif name not in mine and any(self.files.ranks):
+                elif name in owned or not any(self.files.ranks):
+                    self._module_tensor(ranks.get(name, tp), name, name, key, tensors[local])
+                else:
                     raise FormatError(
                         f"{stored.file.path} has {local}, but by the optimizer and the model states there is no "
                         f"{name}: the file was renamed, or belongs to another run"
                     )
-                else:
-                    self._module_tensor(mine.get(name, (tp, ()))[0], name, name, key, tensors[local])
+
+    def _layer_owners(self, tp: int) -> tuple[dict[str, int], dict[str, Shape]]:
+        """The model-parallel rank of each parameter on its lowest stage, and its slice there, for one `tp` rank."""
+        ranks: dict[str, int] = {}
+        shapes: dict[str, Shape] = {}
+        parameters = {name: slices for (state, name), slices in self.slices.items() if state == "param"}
+        for name, slices in parameters.items():
+            stage, *_ = slices.stages or [None]
+            if stage is not None and (stage, None, tp) in slices.shapes:
+                ranks[name] = stage * self.files.tp + tp
+                shapes[name] = slices.shapes[stage, None, tp]
+        return ranks, shapes
 
     def _experts(self) -> None:
         """Files of single experts, by global number."""
@@ -281,41 +295,69 @@ class Reader(Slices):
 
     # The rest.
 
-    def _unread(self, name: str) -> str:
-        optimizer = self.options.weights_only and name.endswith("_optim_states.pt")
-        return ASIDE if optimizer else "not one that DeepSpeed's engine reads"
+    def _unread(self) -> None:
+        read = {file.name for file in self.files.all()}
+        for path in sorted(self.files.folder.iterdir()):
+            if path.name in read:
+                continue
+            aside = self.options.weights_only and path.name.endswith("_optim_states.pt")
+            reason = ASIDE if aside else "not one that DeepSpeed's engine reads"
+            self.found.skip(path.name, "folder" if path.is_dir() else "file", reason)
 
     def _extras(self) -> None:
         """Everything else, by file: schedulers, counters, client state, loss scaler, hyper-parameters."""
-        for model in [model for models in self.files.models for model in models]:
-            for name, value in model.state.items():
-                if name == "optimizer" and isinstance(value, dict):
-                    self._optimizer_extras(model, value)
-                elif name not in _DESCRIBED:
-                    self.found.extra(model.name, name, value)
-                elif name != "module":
-                    what = "says which tensor is which; its content is in the tree's names and shapes"
-                    self.found.skip(f"{model.name}:{name}", "layout", what)
+        for model in self.files.all_models:
+            self._model_extras(model)
         for stored in self.files.expert_optimizers.values():
             self._optimizer_extras(stored, stored.state.get("optimizer") or {})
-        for rank in [rank for ranks in self.files.ranks for rank in ranks]:
-            top = rank.file.tree if isinstance(rank.file.tree, dict) else {}
-            base = base_optimizer(rank)
-            groups = {"param_groups": base["param_groups"]} if isinstance(base, dict) and "param_groups" in base else {}
-            for name, value in {**top, **rank.state, **groups}.items():
-                if name in _LAYOUT:
-                    what = "says how partitions lie; consolidated parameters have no such thing"
-                    self.found.skip(f"{rank.name}:{name}", "layout", what)
-                elif name not in _PARTITIONS:
-                    self.found.extra(rank.name, name, value)
+        for rank in self.files.all_ranks:
+            self._rank_extras(rank)
+
+    def _model_extras(self, model: Stored) -> None:
+        for name, value in model.state.items():
+            if name == "optimizer" and isinstance(value, dict):
+                self._optimizer_extras(model, value)
+            elif name not in _DESCRIBED:
+                self.found.extra(model.name, name, value)
+            elif name != "module":
+                what = "says which tensor is which; its content is in the tree's names and shapes"
+                self.found.skip(f"{model.name}:{name}", "layout", what)
+
+    def _rank_extras(self, rank: Rank) -> None:
+        top = rank.file.tree if isinstance(rank.file.tree, dict) else {}
+        values = {**top, **rank.state}
+        base = base_optimizer(rank)
+        if isinstance(base, dict) and "param_groups" in base:
+            values["param_groups"] = base["param_groups"]
+        for name, value in values.items():
+            if name in _LAYOUT:
+                what = "says how partitions lie; consolidated parameters have no such thing"
+                self.found.skip(f"{rank.name}:{name}", "layout", what)
+            elif name not in _PARTITIONS:
+                self.found.extra(rank.name, name, value)
 
     def _optimizer_extras(self, stored: Stored, optimizer: Mapping[str, Any]) -> None:
         inner, masters = unwrapped(optimizer)
-        said = {**optimizer, **inner} if masters and isinstance(inner, dict) else optimizer
-        for name, value in said.items():
-            if name not in ("state", *((masters, "optimizer_state_dict") if masters else ())):
+        values = dict(optimizer)
+        if masters and isinstance(inner, dict):
+            values |= inner
+        tensors = {"state", masters, "optimizer_state_dict"} if masters else {"state"}
+        for name, value in values.items():
+            if name not in tensors:
                 self.found.extra(stored.name, f"optimizer/{name}", value)
         if self.options.weights_only:
             for key in self.found.stored:
                 if key.startswith(f"{stored.name}:optimizer/"):
                     self.found.leave(key, "state", ASIDE)
+
+
+def _frozen(model: Stored) -> Mapping[str, Any]:
+    return model.state.get("frozen_param_fragments") or {}
+
+
+def _zero_stage(model: Stored, zero3: bool) -> int:
+    """The stage that the files are of: with `zero3` that one, or what the run's configuration says, if it is there."""
+    if zero3:
+        return 3
+    config = known(model.state.get("ds_config"))
+    return (config.get("zero_optimization") or {}).get("stage", 0) if isinstance(config, dict) else 0

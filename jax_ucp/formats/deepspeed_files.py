@@ -24,7 +24,7 @@ from jax_ucp.formats.torch_file import StoredTensor, TorchFile
 from jax_ucp.layout.box import Box
 from jax_ucp.storage.consolidated import same_bits
 
-_OPTIM = re.compile(r"(?P<bf16>bf16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
+_OPTIM = re.compile(r"(?P<bf16>(?:bf16_)?)zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
 _LAYER = re.compile(r"layer_(?P<layer>\d+)-(model_(?P<tp>\d+)-)?model_states\.pt")
 _EXPERT = re.compile(r"(layer_(?P<layer>\d+)_)?expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
@@ -32,6 +32,12 @@ _EXPP = re.compile(r"expp_rank_(?P<ep>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"
 
 # What every file of one save says alike.
 _SAME = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
+
+# The masters, and the state of the optimizer that ZeRO wraps: those of ZeRO-1 and 2, and of ZeRO-3.
+_WRAPPERS = (
+    frozenset({"single_partition_of_fp32_groups", "base_optimizer_state"}),
+    frozenset({"fp32_flat_groups", "optimizer_state_dict"}),
+)
 
 
 @dataclass(frozen=True)
@@ -82,9 +88,17 @@ class Files:
     expert_optimizers: Mapping[tuple[int, int], Stored]
     unusable: str = ""
 
+    @property
+    def all_models(self) -> list[Stored]:
+        return list(itertools.chain(*self.models))
+
+    @property
+    def all_ranks(self) -> list[Rank]:
+        return list(itertools.chain(*self.ranks))
+
     def all(self) -> list[Stored]:
-        many = [*self.models, *self.ranks, self.layers.values(), self.experts.values(), self.expert_optimizers.values()]
-        return [file for files in many for file in files]
+        by_number = (self.layers, self.experts, self.expert_optimizers)
+        return [*self.all_models, *self.all_ranks, *itertools.chain(*(files.values() for files in by_number))]
 
 
 def tag_folder(path: Path, marker: str = "latest") -> Path | None:
@@ -100,20 +114,78 @@ def tag_folder(path: Path, marker: str = "latest") -> Path | None:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether the directory is DeepSpeed's: it has `latest`, or files named as DeepSpeed names them."""
-    if tag_folder(path) is not None:
-        return True
-    return any(p.fullmatch(file.name) for file in path.iterdir() for p in (_OPTIM, _MODEL, _LAYER, _EXPERT, _EXPP))
+    return tag_folder(path) is not None or any(_is_own(file.name) for file in path.iterdir())
 
 
-def _no_doubles(folder: Path, names: Sequence[str]) -> None:
-    """Raise FormatError where two names say the same, such as mp_rank_0 and mp_rank_00."""
+def _is_own(name: str) -> bool:
+    return any(pattern.fullmatch(name) for pattern in (_OPTIM, _MODEL, _LAYER, _EXPERT, _EXPP))
+
+
+def _file_names(folder: Path) -> list[str]:
+    """The names of all files. Raises FormatError where two say the same, such as mp_rank_0 and mp_rank_00."""
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
     seen: dict[str, str] = {}
-    for name in names:
-        if any(pattern.fullmatch(name) for pattern in (_OPTIM, _MODEL, _LAYER, _EXPERT, _EXPP)):
-            plain = re.sub(r"\d+", lambda digits: str(int(digits[0])), name)
-            if plain in seen:
-                raise FormatError(f"{folder} has {seen[plain]} and {name}, which are one rank's: remove the wrong one")
-            seen[plain] = name
+    for name in filter(_is_own, names):
+        plain = re.sub(r"\d+", lambda digits: str(int(digits[0])), name)
+        if plain in seen:
+            raise FormatError(f"{folder} has {seen[plain]} and {name}, which are one rank's: remove the wrong one")
+        seen[plain] = name
+    return names
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The names of the files of one tag, by the numbers in them.
+
+    `models` and `optimizers` are keyed (dp_rank, mp_rank), the rest as in `Files`. The dp_rank of model states is None
+    below ZeRO-3. `prefixes` are those of the optimizer files: "bf16_", or nothing.
+    """
+
+    folder: Path
+    models: Mapping[tuple[int | None, int], str]
+    optimizers: Mapping[tuple[int, int], str]
+    prefixes: frozenset[str]
+    layers: Mapping[tuple[int, int], str]
+    experts: Mapping[tuple[int, int, int], str]
+    expert_optimizers: Mapping[tuple[int, int], str]
+
+
+def _parse_names(folder: Path) -> _Names:
+    names = _file_names(folder)
+
+    def matches(pattern: re.Pattern[str]) -> list[re.Match[str]]:
+        return list(filter(None, map(pattern.fullmatch, names)))
+
+    optimizers = matches(_OPTIM)
+    return _Names(
+        folder,
+        models={(_int(m["dp"]), int(m["mp"])): m[0] for m in matches(_MODEL)},
+        optimizers={(int(m["dp"]), int(m["mp"])): m[0] for m in optimizers},
+        prefixes=frozenset(m["bf16"] for m in optimizers),
+        layers={(int(m["layer"]), int(m["tp"] or 0)): m[0] for m in matches(_LAYER)},
+        experts={(int(m["layer"] or 0), int(m["expert"]), int(m["mp"])): m[0] for m in matches(_EXPERT)},
+        expert_optimizers={(int(m["ep"]), int(m["mp"])): m[0] for m in matches(_EXPP)},
+    )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The degrees of the run, by the model states in the file `model`."""
+
+    model: str
+    pp: int
+    tp: int
+    world: int
+    zero3: bool
+
+    @property
+    def mp_world(self) -> int:
+        return self.pp * self.tp
+
+    @property
+    def model_ranks(self) -> Sequence[int | None]:
+        """The data-parallel ranks that have model states of their own; None is all of them."""
+        return range(self.world) if self.zero3 else (None,)
 
 
 def open_files(folder: Path, weights_only: bool = False) -> Files:
@@ -122,125 +194,155 @@ def open_files(folder: Path, weights_only: bool = False) -> Files:
     Raises FormatError, naming the file, where one is missing, or is of another run or step. With `weights_only` that of
     an optimizer file is not raised, unless it is ZeRO-3's, which keeps the weights nowhere else.
     """
-    names = sorted(path.name for path in folder.iterdir() if path.is_file())
-    _no_doubles(folder, names)
-    model = {(_int(m["dp"]), int(m["mp"])): name for name in names if (m := _MODEL.fullmatch(name))}
-    optim = {(int(m["dp"]), int(m["mp"])): name for name in names if (m := _OPTIM.fullmatch(name))}
-    _one_family(folder, model)
-    zero3 = any(dp is not None for dp, _ in model)
-    first = (0 if zero3 or (not model and _zero3(folder, optim)) else None), 0
-    if first not in model:
+    names = _parse_names(folder)
+    zero3 = _is_zero3(names)
+    first = (0 if zero3 else None), 0
+    if first not in names.models:
         raise FormatError(f"{folder}/{_model_name(*first)} is missing; without it nothing says what the buffers hold")
-    models = {at: open_stored(folder / name) for at, name in model.items()}
-    said = models[first].state
-    layers = {(int(m["layer"]), int(m["tp"] or 0)): name for name in names if (m := _LAYER.fullmatch(name))}
-    pp, tp = _degrees(said, len({mp for _, mp in model}), len({tp for _, tp in layers}) if layers else None)
-    world = _world(said, len({dp for dp, _ in optim}))
-    for mp in range(pp * tp):
-        for dp in range(world) if zero3 else (None,):
-            if (dp, mp) not in models:
-                ranks_said = f"{world} data-parallel ranks, " if zero3 else ""
-                raise FormatError(
-                    f"{folder}/{_model_name(dp, mp)} is missing: the run had {ranks_said}{pp} pipeline stages and "
-                    f"{tp} tensor-parallel ranks, by {models[first].name}"
-                )
-    facts = Facts(folder)
-    for (dp, mp), found in models.items():
-        if mp >= pp * tp or (dp or 0) >= world:
-            raise FormatError(
-                f"{folder} has {found.name}, but {models[first].name} was written by a run of {world} data-parallel "
-                f"times {pp * tp} model-parallel ranks; it belongs to another run, or to an earlier save on more ranks"
-            )
-        for key in _SAME:
-            facts.state(found.name, key, found.state.get(key))
-    experts = {(int(m["layer"] or 0), int(m["expert"]), int(m["mp"])): n for n in names if (m := _EXPERT.fullmatch(n))}
-    expp = {(int(m["ep"]), int(m["mp"])): name for name in names if (m := _EXPP.fullmatch(name))}
-    for ep, mp in sorted(expp) if not weights_only else ():
-        if ep and (ep - 1, mp) not in expp:
-            raise FormatError(
-                f"{folder}/expp_rank_{ep - 1}_mp_rank_{mp:02d}_optim_states.pt is missing, but {expp[ep, mp]} is there"
-            )
-    unusable = ""
-    try:
-        _one_save(folder, names)
-        ranks = _optimizers(folder, optim, world, pp * tp, models[first].name)
-    except (FormatError, OSError) as error:
-        if not zero3 and not weights_only and isinstance(error, FormatError):
-            raise type(error)(f"{error}. weights_only opens the module's weights, without the optimizer") from error
-        if zero3 or not weights_only:
-            raise
-        ranks, unusable = [[] for _ in range(pp * tp)], str(error)
+    models = {at: open_stored(folder / name) for at, name in names.models.items()}
+    run = _parse_run(names, models[first], zero3)
+    _check_complete(folder, models, run)
+    _check_same_run(folder, models, run)
+    experts = names.expert_optimizers if not weights_only else {}
+    _check_expert_optimizers(folder, experts)
+    ranks, unusable = _usable_optimizers(names, run, weights_only)
     return Files(
         folder,
-        pp,
-        tp,
+        run.pp,
+        run.tp,
         zero3,
-        [[models[dp, mp] for dp in (range(world) if zero3 else (None,))] for mp in range(pp * tp)],
+        [[models[dp, mp] for dp in run.model_ranks] for mp in range(run.mp_world)],
         ranks,
-        {at: open_stored(folder / layers[at]) for at in sorted(layers)},
-        {at: open_stored(folder / experts[at]) for at in sorted(experts)},
-        {at: open_stored(folder / expp[at]) for at in sorted(expp)} if not weights_only else {},
+        {at: open_stored(folder / name) for at, name in sorted(names.layers.items())},
+        {at: open_stored(folder / name) for at, name in sorted(names.experts.items())},
+        {at: open_stored(folder / name) for at, name in sorted(experts.items())},
         unusable,
     )
 
 
-def _one_save(folder: Path, names: Sequence[str]) -> None:
-    if len({bool(m["bf16"]) for name in names if (m := _OPTIM.fullmatch(name))}) > 1:
+def _is_zero3(names: _Names) -> bool:
+    """Whether the files are ZeRO-3's; without model states the optimizer files say it.
+
+    Raises FormatError where model states are of several stages.
+    """
+    if not names.models:
+        return any(_has_flat_groups(names.folder / name) for name in names.optimizers.values())
+    stages = {dp is not None for dp, _ in names.models}
+    if len(stages) > 1:
         raise FormatError(
-            f"{folder} has optimizer files with and without the prefix bf16_: two saves with different settings are in "
-            "one folder. Remove the files of the older one"
+            f"{names.folder} has model states of ZeRO-3 ({_model_name(0, 0)}) and of another stage "
+            f"({_model_name(None, 0)}): two saves with different settings are in one folder. "
+            "Remove the files of the older one"
         )
+    return stages.pop()
 
 
-def _one_family(folder: Path, model: Mapping[tuple[int | None, int], str]) -> None:
-    if len({dp is None for dp, _ in model}) > 1:
-        raise FormatError(
-            f"{folder} has model states of ZeRO-3 ({_model_name(0, 0)}) and of another stage ({_model_name(None, 0)}): "
-            "two saves with different settings are in one folder. Remove the files of the older one"
-        )
+def _has_flat_groups(path: Path) -> bool:
+    return "fp32_flat_groups" in open_stored(path).state.get("optimizer_state_dict", ())
 
 
-def _zero3(folder: Path, optim: Mapping[tuple[int, int], str]) -> bool:
-    """Whether the optimizer files are ZeRO-3's, which says how the model states that are missing were called."""
-    return any(
-        "fp32_flat_groups" in open_stored(folder / name).state.get("optimizer_state_dict", ())
-        for name in optim.values()
-    )
-
-
-def _degrees(said: Mapping[str, Any], found: int, layers_tp: int | None) -> tuple[int, int]:
-    """Pipeline stages and tensor-parallel ranks, as the file says, or older ones let it be seen from their number."""
-    degrees = known(said.get("checkpoint_parallel_dimensions"))
+def _parse_run(names: _Names, model: Stored, zero3: bool) -> _Run:
+    """The degrees that the model states say; those of older versions let them be seen from the number of files."""
+    state = model.state
+    data_ranks = {dp for dp, _ in names.optimizers}
+    world = _count(state, "dp_world_size", max(len(data_ranks), 1))
+    degrees = known(state.get("checkpoint_parallel_dimensions"))
     if isinstance(degrees, dict):
-        return int(degrees["pp_degree"]), int(degrees["tp_degree"])
-    ranks = known(said.get("mp_world_size"))
-    ranks = ranks if isinstance(ranks, int) and not isinstance(ranks, bool) else found
-    tp = layers_tp or ranks
-    return max(1, ranks // tp), tp
+        return _Run(model.name, int(degrees["pp_degree"]), int(degrees["tp_degree"]), world, zero3)
+    model_ranks = {mp for _, mp in names.models}
+    mp_world = _count(state, "mp_world_size", len(model_ranks))
+    layer_ranks = {tp for _, tp in names.layers}
+    tp = len(layer_ranks) or mp_world
+    return _Run(model.name, max(1, mp_world // tp), tp, world, zero3)
 
 
-def _optimizers(
-    folder: Path, optim: Mapping[tuple[int, int], str], world: int, mp_world: int, model: str
-) -> list[list[Rank]]:
-    if not optim:
-        return [[] for _ in range(mp_world)]
-    prefix = "bf16_" if next(iter(optim.values())).startswith("bf16_") else ""
-    for mp in range(mp_world):
-        for dp in range(world):
-            if (dp, mp) not in optim:
-                raise FormatError(
-                    f"{folder}/{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt is missing: the run had "
-                    f"{world} data-parallel ranks, and each holds a part of every parameter group"
-                )
-    for dp, mp in sorted(optim):
-        if dp >= world or mp >= mp_world:
+def _count(state: Mapping[str, Any], key: str, default: int) -> int:
+    value = known(state.get(key))
+    return value if type(value) is int else default
+
+
+def _check_complete(folder: Path, models: Mapping[tuple[int | None, int], Stored], run: _Run) -> None:
+    """Raise FormatError where the model states of a rank are missing."""
+    data_ranks = f"{run.world} data-parallel ranks, " if run.zero3 else ""
+    for mp, dp in itertools.product(range(run.mp_world), run.model_ranks):
+        if (dp, mp) not in models:
             raise FormatError(
-                f"{folder} has optimizer files of {len({d for d, _ in optim})} ranks, but {model} was written by "
-                f"{world}; {optim[dp, mp]} belongs to another run, or to an earlier save on more ranks"
+                f"{folder}/{_model_name(dp, mp)} is missing: the run had {data_ranks}{run.pp} pipeline stages and "
+                f"{run.tp} tensor-parallel ranks, by {run.model}"
             )
-    ranks = [[_open_rank(dp, folder / optim[dp, mp], world) for dp in range(world)] for mp in range(mp_world)]
+
+
+def _check_same_run(folder: Path, models: Mapping[tuple[int | None, int], Stored], run: _Run) -> None:
+    """Raise FormatError where model states are of another run or step."""
+    facts = Facts(folder)
+    for (dp, mp), model in models.items():
+        if mp >= run.mp_world or (dp or 0) >= run.world:
+            raise FormatError(
+                f"{folder} has {model.name}, but {run.model} was written by a run of {run.world} data-parallel "
+                f"times {run.mp_world} model-parallel ranks; it belongs to another run, or to an earlier save on "
+                "more ranks"
+            )
+        for key in _SAME:
+            facts.state(model.name, key, model.state.get(key))
+
+
+def _check_expert_optimizers(folder: Path, names: Mapping[tuple[int, int], str]) -> None:
+    """Raise FormatError where an expert-parallel rank before another has no optimizer file."""
+    for ep, mp in sorted(names):
+        if ep and (ep - 1, mp) not in names:
+            raise FormatError(
+                f"{folder}/expp_rank_{ep - 1}_mp_rank_{mp:02d}_optim_states.pt is missing, but {names[ep, mp]} is there"
+            )
+
+
+def _usable_optimizers(names: _Names, run: _Run, weights_only: bool) -> tuple[list[list[Rank]], str]:
+    """The optimizer files of each model-parallel rank; or with `weights_only` none, and why they are of no use."""
+    if run.zero3:  # the weights are nowhere else
+        return _optimizers(names, run), ""
+    try:
+        return _optimizers(names, run), ""
+    except (FormatError, OSError) as error:
+        if weights_only:
+            return [[] for _ in range(run.mp_world)], str(error)
+        if isinstance(error, FormatError):
+            raise type(error)(f"{error}. weights_only opens the module's weights, without the optimizer") from error
+        raise
+
+
+def _optimizers(names: _Names, run: _Run) -> list[list[Rank]]:
+    if not names.optimizers:
+        return [[] for _ in range(run.mp_world)]
+    if len(names.prefixes) > 1:
+        raise FormatError(
+            f"{names.folder} has optimizer files with and without the prefix bf16_: two saves with different settings "
+            "are in one folder. Remove the files of the older one"
+        )
+    _check_optimizer_names(names, run)
+
+    def open_rank(dp: int, mp: int) -> Rank:
+        return _open_rank(dp, names.folder / names.optimizers[dp, mp], run.world)
+
+    ranks = [[open_rank(dp, mp) for dp in range(run.world)] for mp in range(run.mp_world)]
     _refuse_copies(ranks)
     return ranks
+
+
+def _check_optimizer_names(names: _Names, run: _Run) -> None:
+    """Raise FormatError where the optimizer files are not one for each rank of the run."""
+    (prefix,) = names.prefixes
+    for mp, dp in itertools.product(range(run.mp_world), range(run.world)):
+        if (dp, mp) not in names.optimizers:
+            raise FormatError(
+                f"{names.folder}/{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt is missing: the run had "
+                f"{run.world} data-parallel ranks, and each holds a part of every parameter group"
+            )
+    for (dp, mp), name in sorted(names.optimizers.items()):
+        if dp >= run.world or mp >= run.mp_world:
+            data_ranks = {rank for rank, _ in names.optimizers}
+            raise FormatError(
+                f"{names.folder} has optimizer files of {len(data_ranks)} ranks, but {run.model} was written by "
+                f"{run.world}; {name} belongs to another run, or to an earlier save on more ranks"
+            )
 
 
 def _refuse_copies(ranks: Iterable[Sequence[Rank]]) -> None:
@@ -266,11 +368,6 @@ def _same_masters(rank: Rank, other: Rank) -> bool:
     return equal and any(np.any(array) for array in mine)
 
 
-def _world(said: Mapping[str, Any], found: int) -> int:
-    world = known(said.get("dp_world_size"))
-    return world if isinstance(world, int) and not isinstance(world, bool) else max(found, 1)
-
-
 def open_stored(path: Path) -> Stored:
     file = TorchFile(path)
     return Stored(file, expect_dict(file.tree, path, "the file"))
@@ -279,13 +376,7 @@ def open_stored(path: Path) -> Stored:
 def _open_rank(dp: int, path: Path, world: int) -> Rank:
     stored = open_stored(path)
     state = expect_dict(stored.state.get("optimizer_state_dict"), path, "optimizer_state_dict")
-    for masters, base in (
-        ("single_partition_of_fp32_groups", "base_optimizer_state"),
-        ("fp32_flat_groups", "optimizer_state_dict"),
-    ):
-        if masters in state and base in state:
-            break
-    else:
+    if not any(state.keys() >= wrapper for wrapper in _WRAPPERS):
         raise FormatError(
             f"{path} has neither the masters and base_optimizer_state of ZeRO-1 and 2 nor the fp32_flat_groups of "
             f"ZeRO-3, but {', '.join(map(str, state)) or 'nothing'}: another optimizer wrapper wrote it, which is not "
@@ -293,7 +384,8 @@ def _open_rank(dp: int, path: Path, world: int) -> Rank:
         )
     counts = state.get("partition_count")
     counts = counts if isinstance(counts, list) else [counts or world]
-    if any(not count or world % count for count in counts) or max(counts) != world:
+    divide_world = all(count and world % count == 0 for count in counts)
+    if not divide_world or max(counts) != world:
         raise FormatError(
             f"{path} is of {counts} ranks, by its partition_count for each group, but there are files of {world}: it "
             "is of another run or world size, or of a sharding over some of the ranks, which is not read"

@@ -7,8 +7,10 @@ Facts: `_save_checkpoint` and `_save_moe_checkpoint` in `runtime/engine.py`, `ru
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.deepspeed_files import Files, Stored
@@ -17,7 +19,7 @@ from jax_ucp.formats.torch_file import StoredTensor
 from jax_ucp.layout.fragments import Shape
 
 
-def aliases(tensors: Mapping[str, StoredTensor], owned: Iterable[str], said: Mapping[str, str]) -> dict[str, str]:
+def aliases(tensors: Mapping[str, StoredTensor], owned: Iterable[str], shared: Mapping[str, str]) -> dict[str, str]:
     """Names that mean the tensor of another name: `shared_params` says so, or both are one block of one storage.
 
     ZeRO-0 has no `shared_params`; neither has a pipeline.
@@ -27,9 +29,9 @@ def aliases(tensors: Mapping[str, StoredTensor], owned: Iterable[str], said: Map
     for name in sorted(tensors, key=lambda name: name not in owned):  # stable: owned names first
         if 0 not in tensors[name].shape:
             owners.setdefault(_region(tensors[name]), name)
-    found = {name: owners.get(_region(tensor), name) for name, tensor in tensors.items()}
-    found |= {name: said[name] for name in tensors if name in said}
-    return {name: owner for name, owner in found.items() if owner != name and name not in owned}
+    owner_of = {name: owners.get(_region(tensor), name) for name, tensor in tensors.items()}
+    owner_of |= {alias: owner for alias, owner in shared.items() if alias in tensors}
+    return {name: owner for name, owner in owner_of.items() if owner != name and name not in owned}
 
 
 def _region(tensor: StoredTensor) -> tuple[object, ...]:
@@ -45,32 +47,37 @@ def layer_names(layer: int, tensors: Mapping[str, Shape], owned: Mapping[str, Sh
     >>> layer_names(0, {"w": (4, 2), "b": (4,)}, {"tied_modules.embed.w": (4, 2), "3.w": (4, 2)})
     {'w': 'tied_modules.embed.w', 'b': 'tied_modules.embed.b'}
     """
-    keys: set[str] = set()
-    for name, shape in tensors.items():
-        if f"{layer}.{name}" not in owned:
-            keys |= {
-                m[1]
-                for other, found in owned.items()
-                if found == shape and (m := re.fullmatch(rf"tied_modules\.([^.]+)\.{re.escape(name)}", other))
-            }
+    names = {name: f"{layer}.{name}" for name in tensors}
+    tied = [name for name in tensors if names[name] not in owned]
+    keys = {key for name in tied for key in _tied_keys(name, tensors[name], owned)}
     if len(keys) > 1:
-        return {name: f"{layer}.{name}" if f"{layer}.{name}" in owned else None for name in tensors}
+        return {**names, **dict.fromkeys(tied)}
     prefix = f"tied_modules.{keys.pop()}" if keys else str(layer)
-    return {name: f"{layer}.{name}" if f"{layer}.{name}" in owned else f"{prefix}.{name}" for name in tensors}
+    return {**names, **{name: f"{prefix}.{name}" for name in tied}}
+
+
+def _tied_keys(name: str, shape: Shape, owned: Mapping[str, Shape]) -> Iterator[str]:
+    """The keys of the tied modules that have a parameter of that name and shape."""
+    tied = re.compile(rf"tied_modules\.([^.]+)\.{re.escape(name)}")
+    for other in owned:
+        match = tied.fullmatch(other)
+        if match and owned[other] == shape:
+            yield match[1]
 
 
 def check_layers(files: Files, owned: Iterable[str]) -> None:
     """Raise FormatError for a layer whose parameters the optimizer owns, but whose file is not there."""
     if files.pp == 1 and not files.layers:
         return
-    for layer in sorted({int(name.partition(".")[0]) for name in owned if name.partition(".")[0].isdigit()}):
-        for tp in range(files.tp):
-            if (layer, tp) not in files.layers:
-                model = f"model_{tp:02d}-" if files.tp > 1 else ""
-                raise FormatError(
-                    f"{files.folder}/layer_{layer:02d}-{model}model_states.pt is missing: the optimizer owns "
-                    f"parameters of layer {layer}"
-                )
+    prefixes = {name.partition(".")[0] for name in owned}
+    layers = sorted({int(prefix) for prefix in prefixes if prefix.isdigit()})
+    for layer, tp in itertools.product(layers, range(files.tp)):
+        if (layer, tp) not in files.layers:
+            model = f"model_{tp:02d}-" if files.tp > 1 else ""
+            raise FormatError(
+                f"{files.folder}/layer_{layer:02d}-{model}model_states.pt is missing: the optimizer owns "
+                f"parameters of layer {layer}"
+            )
 
 
 def check_copies(files: Files, owned: Iterable[str], copied: Collection[str]) -> None:
@@ -78,14 +85,19 @@ def check_copies(files: Files, owned: Iterable[str], copied: Collection[str]) ->
 
     Only ZeRO-3 saves modules without their parameters.
     """
-    if lost := [name for name in owned if name not in copied]:
-        gap = next(n for n in range(len(files.layers) + 1) if n not in {layer for layer, _ in files.layers})
-        what = f"layer_{gap:02d}-model_states.pt (or of another layer)" if files.layers else "*_model_states.pt"
-        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-        raise FormatError(
-            f"{files.folder}: the optimizer owns {lost[0]}{more}, but no file of the module has it: {what} is "
-            "missing, or was exchanged for another"
-        )
+    lost = [name for name in owned if name not in copied]
+    if not lost:
+        return
+    what = "*_model_states.pt"
+    if files.layers:
+        layers = {layer for layer, _ in files.layers}
+        gap = min(set(range(len(layers) + 1)) - layers)
+        what = f"layer_{gap:02d}-model_states.pt (or of another layer)"
+    more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+    raise FormatError(
+        f"{files.folder}: the optimizer owns {lost[0]}{more}, but no file of the module has it: {what} is "
+        "missing, or was exchanged for another"
+    )
 
 
 def check_expert(stored: Stored, expert: int, number: str) -> None:
@@ -100,16 +112,18 @@ def check_experts(files: Files) -> None:
     """Raise FormatError where the files of a layer's experts are not one for each expert."""
     numbers = known(files.models[0][0].state.get("num_experts")) if files.models else None
     counts: Sequence[int] = numbers if isinstance(numbers, list) else []
-    for layer, mp in sorted({(layer, mp) for layer, _, mp in files.experts}):
-        found = {expert for at, expert, rank in files.experts if (at, rank) == (layer, mp)}
-        want = counts[layer] if layer < len(counts) else len(found)
-        if missing := sorted(set(range(want)) - found):
+    experts: dict[tuple[int, int], set[int]] = defaultdict(set)
+    for layer, expert, mp in files.experts:
+        experts[layer, mp].add(expert)
+    for (layer, mp), stored in sorted(experts.items()):
+        want = counts[layer] if layer < len(counts) else len(stored)
+        if missing := sorted(set(range(want)) - stored):
             raise FormatError(
                 f"{files.folder}/layer_{layer}_expert_{missing[0]}_mp_rank_{mp:02d}_model_states.pt is missing: the "
                 f"layer has {want} experts"
             )
-        if len(found) > want:
+        if len(stored) > want:
             raise FormatError(
-                f"{files.folder} has layer_{layer}_expert_{max(found)}_mp_rank_{mp:02d}_model_states.pt, but the layer "
-                f"has {want} experts; it belongs to another run"
+                f"{files.folder} has layer_{layer}_expert_{max(stored)}_mp_rank_{mp:02d}_model_states.pt, but the "
+                f"layer has {want} experts; it belongs to another run"
             )

@@ -10,7 +10,7 @@ Facts: `_get_expert_ckpt_name` and `_save_moe_checkpoint` in `runtime/engine.py`
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from jax_ucp.errors import FormatError, LayoutError
@@ -55,30 +55,39 @@ def _expert_ranks(ranks: Sequence[Rank], share: int) -> list[range]:
 
 
 def _sub_group(rank: Rank, index: int) -> Mapping[str, Any] | None:
-    found = rank.state.get("ds_zero_partition_groups") or ()
-    return next((entry for entry in found if entry.get("sub_group") == index), None)
+    entries = rank.state.get("ds_zero_partition_groups") or ()
+    return next((entry for entry in entries if entry.get("sub_group") == index), None)
 
 
 def _zero3_teams(
     index: int, ranks: Sequence[Rank], metadata: Sequence[Any], models: Sequence[Stored]
 ) -> list[tuple[int | None, list[Rank]]]:
     """ZeRO-3 says of each sub-group and rank which ranks share it, and in what order."""
-    found: dict[int | None, tuple[list[Rank], str]] = {}
+    teams_by_ep: dict[int | None, list[int]] = {}
+    first_model: dict[int | None, str] = {}
     for dp, (rank, entry) in enumerate(zip(ranks, metadata, strict=True)):
-        team = list(entry["partition_ranks"])
-        if entry["partition_count"] != len(team) or team[entry["partition_rank"]] != dp or max(team) >= len(ranks):
-            raise FormatError(
-                f"{rank.file.path}: sub-group {index} says it is part {entry['partition_rank']} of the ranks {team}, "
-                f"but the file is that of rank {dp}: it was renamed, or belongs to another run"
-            )
+        team = _team(index, dp, rank, entry, len(ranks))
         ep = _ep_rank(models[dp]) if len(team) < len(ranks) else None
-        mine, first = found.setdefault(ep, ([ranks[r] for r in team], models[dp].name))
-        if mine != [ranks[r] for r in team]:
+        first = first_model.setdefault(ep, models[dp].name)
+        if teams_by_ep.setdefault(ep, team) != team:
             raise FormatError(
                 f"{rank.file.path}: sub-group {index} is shared by the ranks {team}, but {models[dp].name} says it is "
                 f"expert-parallel rank {ep}, as {first} does for other ranks; one of the files was renamed"
             )
-    return sorted(((ep, team) for ep, (team, _) in found.items()), key=lambda item: item[0] or 0)
+    by_ep = sorted(teams_by_ep.items(), key=lambda item: item[0] or 0)
+    return [(ep, [ranks[dp] for dp in team]) for ep, team in by_ep]
+
+
+def _team(index: int, dp: int, rank: Rank, entry: Mapping[str, Any], world: int) -> list[int]:
+    """The data-parallel ranks that share a sub-group. Raises FormatError where the file is not that of rank `dp`."""
+    team = list(entry["partition_ranks"])
+    counted = entry["partition_count"] == len(team) and max(team) < world
+    if not counted or team[entry["partition_rank"]] != dp:
+        raise FormatError(
+            f"{rank.file.path}: sub-group {index} says it is part {entry['partition_rank']} of the ranks {team}, "
+            f"but the file is that of rank {dp}: it was renamed, or belongs to another run"
+        )
+    return team
 
 
 def _ep_rank(model: Stored) -> int:
@@ -103,19 +112,22 @@ def expert_number(name: str) -> str | None:
 
 
 def is_fused(name: str, model: Stored) -> bool:
-    return any(layer.get("expert_key_prefix") == name.rpartition(".")[0] for layer in autoep_layers(model))
+    return _find_layer(name, model) is not None
 
 
 def router_aliases(names: Collection[str], owned: Collection[str], model: Stored) -> dict[str, str]:
     """Second names that AutoEP gives its routers, as the layer called them before, and their owned names."""
-    found: dict[str, str] = {}
+    owner_of: dict[str, str] = {}
     for layer in autoep_layers(model):
         path = f"{layer['module_path']}."
         for name in names:
-            inner = name.removeprefix(path).partition(".")[2] if name.startswith(path) and name not in owned else ""
-            if inner and f"{path}router.{inner}" in owned:
-                found[name] = f"{path}router.{inner}"
-    return found
+            if name in owned or not name.startswith(path):
+                continue
+            inner = name.removeprefix(path).partition(".")[2]
+            owner = f"{path}router.{inner}"
+            if inner and owner in owned:
+                owner_of[name] = owner
+    return owner_of
 
 
 def global_name(name: str, ep: int | None, shapes: Mapping[str, Shape]) -> str:
@@ -125,10 +137,16 @@ def global_name(name: str, ep: int | None, shapes: Mapping[str, Shape]) -> str:
     >>> global_name(prefix + "1.fc.bias", 2, {prefix + "0.fc.bias": (4,), prefix + "1.fc.bias": (4,)})
     'mlp.deepspeed_moe.experts.deepspeed_experts.5.fc.bias'
     """
-    if ep is None or not (match := _NATIVE.fullmatch(name)):
+    match = _NATIVE.fullmatch(name)
+    if ep is None or match is None:
         return name
-    local = {m[2] for other in shapes if (m := _NATIVE.fullmatch(other)) and m[1] == match[1]}
-    return f"{match[1]}{ep * len(local) + int(match[2])}{match[3]}"
+    return f"{match[1]}{ep * _count_experts(match[1], shapes) + int(match[2])}{match[3]}"
+
+
+def _count_experts(prefix: str, names: Iterable[str]) -> int:
+    """How many native experts of one layer there are among names."""
+    matches = filter(None, map(_NATIVE.fullmatch, names))
+    return len({int(match[2]) for match in matches if match[1] == prefix})
 
 
 def expert_layout(name: str, slices: Mapping[int, Shape], model: Stored) -> ParamLayout:
@@ -143,10 +161,10 @@ def expert_layout(name: str, slices: Mapping[int, Shape], model: Stored) -> Para
             f"{model.file.path}: {name} is cut over {layer['ep_size']} expert-parallel ranks, but there are files of "
             f"the ranks {sorted(slices)}"
         )
-    maps = (layer.get("affine_maps") or {}).get("params") or {}
-    if name in maps:
-        return affine_layout(maps[name], shapes, f"{model.file.path}: the affine map of {name}")
-    if (layer.get("expert_placement") or {}).get("ranks") is None:
+    affine_map = _entry(layer, "affine_maps", "params", name)
+    if affine_map is not None:
+        return affine_layout(affine_map, shapes, f"{model.file.path}: the affine map of {name}")
+    if _entry(layer, "expert_placement", "ranks") is None:
         try:
             return Sharded(0).join(shapes)
         except LayoutError as error:
@@ -162,7 +180,7 @@ def expert_layout(name: str, slices: Mapping[int, Shape], model: Stored) -> Para
 def placement(name: str, model: Stored) -> dict[int, list[int]]:
     """The global numbers of the experts that lie along the first axis on each expert-parallel rank."""
     layer = _layer_of(name, model)
-    ranks = (layer.get("expert_placement") or {}).get("ranks")
+    ranks = _entry(layer, "expert_placement", "ranks")
     if ranks is not None:
         return {int(entry["rank"]): list(map(int, entry["experts"])) for entry in ranks}
     local, ep_size = int(layer["num_local_experts"]), int(layer["ep_size"])
@@ -172,12 +190,26 @@ def placement(name: str, model: Stored) -> dict[int, list[int]]:
 
 
 def _layer_of(name: str, model: Stored) -> Mapping[str, Any]:
-    for layer in autoep_layers(model):
-        if layer.get("expert_key_prefix") == name.rpartition(".")[0]:
-            return layer
-    raise FormatError(
-        f"{model.file.path}: {name} is cut over expert-parallel ranks, but no layer of ds_autoep_layers has its prefix"
-    )
+    layer = _find_layer(name, model)
+    if layer is None:
+        raise FormatError(
+            f"{model.file.path}: {name} is cut over expert-parallel ranks, but no layer of ds_autoep_layers has its "
+            "prefix"
+        )
+    return layer
+
+
+def _find_layer(name: str, model: Stored) -> Mapping[str, Any] | None:
+    prefix = name.rpartition(".")[0]
+    return next((layer for layer in autoep_layers(model) if layer.get("expert_key_prefix") == prefix), None)
+
+
+def _entry(layer: Mapping[str, Any], *keys: str) -> Any:
+    """The value under keys, each in the dict of the one before; None where one of these is missing or empty."""
+    value: Any = layer
+    for key in keys:
+        value = (value or {}).get(key)
+    return value
 
 
 def _row(row: int, shape: Shape) -> Box:
@@ -186,7 +218,5 @@ def _row(row: int, shape: Shape) -> Box:
 
 def expert_rank(name: str, shapes: Mapping[str, Shape], ep: int) -> int | None:
     """The expert-parallel rank, of `ep`, that has a native expert by its global name; None for what is no expert."""
-    if not (match := _NATIVE.fullmatch(name)):
-        return None
-    experts = {int(m[2]) for other in shapes if (m := _NATIVE.fullmatch(other)) and m[1] == match[1]}
-    return int(match[2]) // (len(experts) // ep)
+    match = _NATIVE.fullmatch(name)
+    return int(match[2]) // (_count_experts(match[1], shapes) // ep) if match else None

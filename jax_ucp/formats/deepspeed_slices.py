@@ -49,6 +49,9 @@ class StateSlices:
     def stages(self) -> list[int]:
         return sorted({*self.values, *(stage for stage, _, _ in self.keys)})
 
+    def on(self, stage: int) -> list[Place]:
+        return [place for place in self.keys if place[0] == stage]
+
 
 class Slices:
     """The slices of one checkpoint, by state, name and place; methods add them, and then make parameters of them."""
@@ -81,9 +84,8 @@ class Slices:
         flat: dict[str, dict[str, tuple[int, int]]] = {rank.name: {} for rank in ranks}
         models = self.files.models[mp]
         groups = param_shapes(models[0], ranks) if ranks else []
-        for rank in ranks if self.options.weights_only else ():
-            for key in rank.file.arrays():  # those of the masters are mapped later
-                self.found.leave(f"{rank.name}:{key}", "state", ASIDE)
+        if self.options.weights_only:
+            self._leave(ranks)
         for model in models[1:]:
             if param_shapes(model, ()) != groups:
                 raise FormatError(
@@ -92,23 +94,30 @@ class Slices:
         for index, shapes in enumerate(groups):
             for ep, team in moe.teams(index, ranks, models):
                 part = group(index, shapes, team, self.files.zero3, models[0].name, self.options.weights_only)
-                hyper = param_group(team[0], index)
-                for name in part.layouts if not self.options.weights_only else ():
-                    self.found.hyperparameters(moe.global_name(name, ep, part.shapes), hyper)
-                self._flat_states(mp, ep, part, hyper)
-                self._values(mp, ep, index, part)
-                for name, layout in part.layouts.items():
-                    for fragment in layout.fragments:
-                        mine = flat[team[fragment.shard].name]
-                        start, numel = mine.get(name, (fragment.source.start[0], 0))
-                        mine[name] = start, numel + fragment.source.size
+                self._add_group(mp, ep, index, part)
+                _add_addresses(flat, part)
         return flat
+
+    def _leave(self, ranks: Sequence[Rank]) -> None:
+        """Say of all tensors that they are left aside; those of the masters are mapped later."""
+        for rank in ranks:
+            for key in rank.file.arrays():
+                self.found.leave(f"{rank.name}:{key}", "state", ASIDE)
+
+    def _add_group(self, mp: int, ep: int | None, index: int, part: Group) -> None:
+        hyper = param_group(part.ranks[0], index)
+        if not self.options.weights_only:
+            for name in part.layouts:
+                self.found.hyperparameters(moe.global_name(name, ep, part.shapes), hyper)
+        self._flat_states(mp, ep, part, hyper)
+        self._values(mp, ep, index, part)
 
     def _flat_states(self, mp: int, ep: int | None, part: Group, hyper: Mapping[str, Any]) -> None:
         for state, tensors in part.flat.items():
             keys = [rank.key(tensor) for rank, tensor in zip(part.ranks, tensors, strict=True)]
             # No Adam divides by a second moment without an eps.
-            if state == "exp_avg_sq" and "betas" in hyper and "eps" not in hyper:
+            unused = state == "exp_avg_sq" and "betas" in hyper and "eps" not in hyper
+            if unused:
                 for key in keys:
                     self.found.skip(key, "state", "Lion has one moment; CPULion writes a second one and never reads it")
                 continue
@@ -151,19 +160,19 @@ class Slices:
             if state != "step" and self._differ(part.ranks, values):
                 self._keep_aside(index, part, state, values, "each rank has its own, so that it is of its partition")
                 continue
-            for rank, value in zip(part.ranks, values, strict=True):
-                for local in part.shapes:
-                    name = moe.global_name(local, ep, part.shapes)
-                    self.slices[state, name].values[mp // self.files.tp].append((rank, value))
+            for local in part.shapes:
+                name = moe.global_name(local, ep, part.shapes)
+                self.slices[state, name].values[mp // self.files.tp] += zip(part.ranks, values, strict=True)
 
     def _differ(self, ranks: Sequence[Rank], values: Sequence[Any]) -> bool:
-        read = [
-            self.found.shards.read(rank.key(value), Box.whole(value.shape))
-            if isinstance(value, StoredTensor)
-            else value
-            for rank, value in zip(ranks, values, strict=True)
-        ]
-        return not all(same_bits(np.asarray(one), np.asarray(read[0])) for one in read)
+        first, *others = map(self._read, ranks, values)
+        return not all(same_bits(first, other) for other in others)
+
+    def _read(self, file: Stored, value: Any) -> np.ndarray:
+        """A number, or a stored tensor, as an array."""
+        if isinstance(value, StoredTensor):
+            value = self.found.shards.read(file.key(value), Box.whole(value.shape))
+        return np.asarray(value)
 
     def _keep_aside(self, index: int, part: Group, state: str, values: Sequence[Any], why: str) -> None:
         """Keep what an optimizer has of a group, but not of its parameters, as each rank has it."""
@@ -181,20 +190,15 @@ class Slices:
 
         Raises FormatError where a file's mappings are those of another rank: it was renamed.
         """
-        differ = []
-        for rank in [rank for ranks in self.files.ranks for rank in ranks]:
+        differ: list[str] = []
+        for rank in self.files.all_ranks:
             addresses = _addresses(rank.state.get("param_slice_mappings") or [])
             if addresses is None:
                 self.found.notes.append(
                     f"param_slice_mappings of {rank.name} were not compared: they are of a class that is not known here"
                 )
             elif addresses and addresses != flat[rank.name]:
-                if other := next((name for name, mine in flat.items() if mine == addresses), None):
-                    who = re.sub(r".*zero_pp_rank_(\d+)_mp_rank_(\d+)_.*", r"\1", other)
-                    raise FormatError(
-                        f"{rank.file.path} holds what rank {who} should hold ({other}), by its own "
-                        "param_slice_mappings: the file was renamed, or belongs to another run"
-                    )
+                _check_not_renamed(rank, addresses, flat)
                 differ.append(rank.name)
         if differ:
             self.found.notes.append(
@@ -204,83 +208,116 @@ class Slices:
 
     def apply_spec(self) -> None:
         """The user's rules, applied to every parameter, and to the buffers that they name."""
+        if not self.by_spec:
+            return
         params: dict[str, list[Shard]] = {}
-        for (state, name), found in self.slices.items():
-            here = [(found.stages[0], None, tp) for tp in range(self.files.tp)]
-            named = state == "param" or (state == "buffer" and self.by_spec and self.by_spec.says(name))
-            if named and all(place in found.keys for place in here):
-                params[name] = [Shard(found.shapes[place], found.keys[place]) for place in here]
-        if self.by_spec:
-            self.by_spec.bind(params)
+        for (state, name), slices in self.slices.items():
+            stage = slices.stages[0]
+            places = [(stage, None, tp) for tp in range(self.files.tp)]
+            named = state == "param" or (state == "buffer" and self.by_spec.says(name))
+            if named and slices.keys.keys() >= set(places):
+                params[name] = [Shard(slices.shapes[place], slices.keys[place]) for place in places]
+        self.by_spec.bind(params)
 
     def make_parameters(self) -> None:
-        copies = []
         for (state, name), slices in self.slices.items():
-            stage, *others = slices.stages
-            if others and not self.patterns[stage].stage_copy(name):
-                raise FormatError(
-                    f"{self.files.folder}: {name} is on the pipeline stages {slices.stages}, but is neither a tied "
-                    "module nor listed in pipeline_replicated_parameter_patterns"
-                )
-            copies += [name] if others and state == "param" else []
-            if slices.values:
-                self.value(state, name, slices.values[stage])
-            if slices.keys:
-                layout, keys = self._layout(state, name, stage, slices)
-                reason = f"{state} of {name}" if state != "param" else self.unowned
-                self.found.parameter(
-                    state, name, Consolidated(layout, keys), "a buffer" if state == "buffer" else reason
-                )
+            self._make_parameter(state, name, slices)
+        copies = [name for (state, name), slices in self.slices.items() if state == "param" and slices.stages[1:]]
         if copies:
             self.found.notes.append(
                 f"{', '.join(copies)}: on several pipeline stages, of which the first one's was taken "
                 "(what DeepSpeed ties stays in step there, the rest of the copies are stale)"
             )
 
+    def _make_parameter(self, state: str, name: str, slices: StateSlices) -> None:
+        stage, *others = slices.stages
+        if others and not self.patterns[stage].stage_copy(name):
+            raise FormatError(
+                f"{self.files.folder}: {name} is on the pipeline stages {slices.stages}, but is neither a tied "
+                "module nor listed in pipeline_replicated_parameter_patterns"
+            )
+        if slices.values:
+            self.value(state, name, slices.values[stage])
+        if slices.keys:
+            layout, keys = self._layout(state, name, stage, slices)
+            reason = {"param": self.unowned, "buffer": "a buffer"}.get(state, f"{state} of {name}")
+            self.found.parameter(state, name, Consolidated(layout, keys), reason)
+
     def _layout(self, state: str, name: str, stage: int, slices: StateSlices) -> tuple[ParamLayout, list[str]]:
-        here = {place[1:]: key for place, key in slices.keys.items() if place[0] == stage}
-        shapes = {at: slices.shapes[stage, *at] for at in here}
-        fused = {ep: shape for (ep, _), shape in shapes.items() if ep is not None}
-        if fused and self.files.tp > 1:
+        here = slices.on(stage)
+        experts = {ep: slices.shapes[stage, ep, tp] for _, ep, tp in here if ep is not None}
+        if experts:
+            return self._expert_layout(name, stage, slices, experts)
+        ranks = sorted(tp for _, _, tp in here)
+        if ranks != list(range(self.files.tp)):
+            raise FormatError(
+                f"{self.files.folder}: {state} of {name} is on the tensor-parallel ranks {ranks} of "
+                f"{self.files.tp}: the files of the others lack it, and are of another run, or were exchanged"
+            )
+        here.sort(key=lambda place: place[2])
+        shapes = [slices.shapes[place] for place in here]
+        return self._join(state, name, stage, shapes), [slices.keys[place] for place in here]
+
+    def _expert_layout(
+        self, name: str, stage: int, slices: StateSlices, shapes: Mapping[int, Shape]
+    ) -> tuple[ParamLayout, list[str]]:
+        if self.files.tp > 1:
             raise FormatError(
                 f"{self.files.folder}: {name} is cut over both expert- and tensor-parallel ranks, which is not read"
             )
-        if fused:
-            layout = moe.expert_layout(name, fused, self.files.models[stage][0])
-            return layout, [here[ep, 0] for ep in sorted(fused)]
-        order = [(None, tp) for tp in range(self.files.tp)]
-        if sorted(here) != order:
-            raise FormatError(
-                f"{self.files.folder}: {state} of {name} is on the tensor-parallel ranks "
-                f"{[tp for _, tp in sorted(here)]} of {self.files.tp}: the files of the others lack it, and are of "
-                "another run, or were exchanged"
-            )
+        layout = moe.expert_layout(name, shapes, self.files.models[stage][0])
+        return layout, [slices.keys[stage, ep, 0] for ep in sorted(shapes)]
+
+    def _join(self, state: str, name: str, stage: int, shapes: Sequence[Shape]) -> ParamLayout:
         patterns = self.patterns[stage]
-        cut = [shapes[at] for at in order]
         # DeepSpeed has no patterns for buffers: those that nothing names are taken for copies, and verify compares.
-        free = state == "buffer" and not patterns.says(name)
-        return (Replicated().join(cut) if free else patterns.layout(name, cut)), [here[at] for at in order]
+        if state == "buffer" and not patterns.says(name):
+            return Replicated().join(shapes)
+        return patterns.layout(name, shapes)
 
     def value(self, state: str, name: str, values: Sequence[tuple[Stored, Any]]) -> None:
         """A value that every rank has alike. Raises FormatError, naming the file, where one has another."""
-        first = values[0]
         if not all(isinstance(value, StoredTensor | bool | int | float) for _, value in values):
             for stored, value in values:
                 self.found.extra(stored.name, f"{state} of {name}", value)
-        elif isinstance(first[1], StoredTensor):
-            keys = tuple(stored.key(value) for stored, value in values)
-            if keys not in self.agreed:
-                read = [
-                    self.found.shards.read(key, Box.whole(v.shape)) for key, (_, v) in zip(keys, values, strict=True)
-                ]
-                self.agreed[keys] = _agreed(state, [stored for stored, _ in values], read)
-            layout = Replicated().join([value.shape for _, value in values])
-            self.found.parameter(state, name, Consolidated(layout, keys), f"{state} of every parameter of its group")
-        else:
-            # A Python int has no dtype; optax counts in int32.
-            read = [np.asarray(value, np.int32 if isinstance(value, int) else None) for _, value in values]
-            value = _agreed(state, [stored for stored, _ in values], read)
-            self.found.constant(state, name, value, f"{first[0].name}:optimizer_state_dict ({state})")
+            return
+        file, first = values[0]
+        if isinstance(first, StoredTensor):
+            self._stored_value(state, name, values)
+            return
+        # A Python int has no dtype; optax counts in int32.
+        numbers = [np.asarray(value, np.int32 if isinstance(value, int) else None) for _, value in values]
+        value = _agreed(state, [stored for stored, _ in values], numbers)
+        self.found.constant(state, name, value, f"{file.name}:optimizer_state_dict ({state})")
+
+    def _stored_value(self, state: str, name: str, values: Sequence[tuple[Stored, Any]]) -> None:
+        """A value that every rank has in a tensor. It is read once for all parameters that share the tensors."""
+        keys = tuple(stored.key(value) for stored, value in values)
+        if keys not in self.agreed:
+            arrays = [self._read(stored, value) for stored, value in values]
+            self.agreed[keys] = _agreed(state, [stored for stored, _ in values], arrays)
+        layout = Replicated().join([value.shape for _, value in values])
+        self.found.parameter(state, name, Consolidated(layout, keys), f"{state} of every parameter of its group")
+
+
+def _add_addresses(flat: Mapping[str, dict[str, tuple[int, int]]], part: Group) -> None:
+    """Add where the parameters of a group lie in each file's partition."""
+    for name, layout in part.layouts.items():
+        for fragment in layout.fragments:
+            addresses = flat[part.ranks[fragment.shard].name]
+            start, numel = addresses.get(name, (fragment.source.start[0], 0))
+            addresses[name] = start, numel + fragment.source.size
+
+
+def _check_not_renamed(rank: Rank, addresses: object, flat: Mapping[str, Mapping[str, tuple[int, int]]]) -> None:
+    """Raise FormatError where the addresses that a file says are those of another rank."""
+    for other, others_addresses in flat.items():
+        if others_addresses == addresses:
+            number = re.sub(r".*zero_pp_rank_(\d+)_mp_rank_(\d+)_.*", r"\1", other)
+            raise FormatError(
+                f"{rank.file.path} holds what rank {number} should hold ({other}), by its own "
+                "param_slice_mappings: the file was renamed, or belongs to another run"
+            )
 
 
 def _addresses(mappings: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, int]] | None:
@@ -293,7 +330,7 @@ def _addresses(mappings: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, in
 
 def _agreed(state: str, files: Sequence[Stored], values: Sequence[np.ndarray]) -> np.ndarray:
     for stored, value in zip(files, values, strict=True):
-        if not same_bits(np.asarray(value), np.asarray(values[0])):
+        if not same_bits(value, values[0]):
             why = "the files are not of one step"
             if state != "step":
                 why += ", or it is a number that each rank has for itself; weights_only leaves the optimizer aside"

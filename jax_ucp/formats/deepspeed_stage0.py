@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -64,48 +64,61 @@ class _Optimizer:
     def named(self) -> bool:
         return all("param_names" in group for group in self.groups)
 
-    def kinds(self) -> list[tuple[list[Mapping[str, Any]], dict[str, Shape]]]:
+    def kinds(self) -> list[_Kind]:
         """The groups of dense parameters and those of experts, each with the parameters that may be in them."""
-        found: list[tuple[list[Mapping[str, Any]], dict[str, Shape]]] = []
-        for experts in (False, True):
-            owner = self.ep if experts else None
-            rank_of = {name: moe.expert_rank(name, self.shapes, max(1, self.ranks)) for name in self.shapes}
-            mine = {name: shape for name, shape in self.shapes.items() if rank_of[name] == owner}
-            found.append(([group for group in self.groups if bool(group.get("moe")) == experts], mine))
-        return found
+        return [self._kind(experts=False), self._kind(experts=True)]
 
+    def _kind(self, experts: bool) -> _Kind:
+        owner = self.ep if experts else None
+        ranks = max(1, self.ranks)
+        owners = {name: moe.expert_rank(name, self.shapes, ranks) for name in self.shapes}
+        shapes = {name: shape for name, shape in self.shapes.items() if owners[name] == owner}
+        return [group for group in self.groups if _of_experts(group) == experts], shapes
+
+
+# Groups, and the parameters that may be in them.
+_Kind = tuple[list[Mapping[str, Any]], dict[str, Shape]]
 
 # Of a parameter its number, and the elements of that number's tensors that are its own.
-Held = dict[str, tuple[int, Box]]
+Places = dict[str, tuple[int, Box]]
 
 
 def add_numbered_states(reader: Slices) -> None:
     """Add optimizer states by number: dense ones are the same on all expert-parallel ranks, experts each one's own."""
     optimizers = [one for mp in range(len(reader.files.models)) for one in _optimizers(reader, mp)]
-    groups, notes = reader.options.optimizer_groups, reader.found.notes
-    if not optimizers:
-        return
+    groups = reader.options.optimizer_groups
     try:
-        held = [_held(reader, one, None if one.named else groups) for one in optimizers]
+        places = [_places(reader, one, groups) for one in optimizers]
     except Undecided as error:
-        if groups is not None:
-            where = optimizers[0].stored.file.path
-            raise FormatError(f"{where}: optimizer_groups does not fit: {error}") from None
-        if isinstance(error, Contradicted):
-            _refuse_masters(optimizers, error)
-        for one in optimizers:
-            _keep_apart(reader, one, str(error))
-        notes.append(_apart_note(reader, optimizers, str(error)))
+        _keep_undecided(reader, optimizers, error)
         return
-    for one, places in zip(optimizers, held, strict=True):
-        (_add_masters if one.masters else _add_states)(reader, one, places)
-    if all(one.named for one in optimizers):
-        return
+    for one, its_places in zip(optimizers, places, strict=True):
+        add = _add_masters if one.masters else _add_states
+        add(reader, one, its_places)
+    if not all(one.named for one in optimizers):
+        _note_pairing(reader, bool(optimizers[0].masters))
+
+
+def _note_pairing(reader: Slices, masters: bool) -> None:
+    """Say by what parameters without names were told apart."""
+    groups = reader.options.optimizer_groups
     if groups is not None:
         reader.found.said["optimizer_groups"] = groups
-        notes.append(word_note(groups))
+        reader.found.notes.append(word_note(groups))
     else:
-        notes.append(_BY_BITS if optimizers[0].masters else _BY_SHAPE)
+        reader.found.notes.append(_BY_BITS if masters else _BY_SHAPE)
+
+
+def _keep_undecided(reader: Slices, optimizers: Sequence[_Optimizer], error: Undecided) -> None:
+    """Keep all optimizers apart. Raises where the user's groups do not fit, or masters contradict the module."""
+    if reader.options.optimizer_groups is not None:
+        path = optimizers[0].stored.file.path
+        raise FormatError(f"{path}: optimizer_groups does not fit: {error}") from None
+    if isinstance(error, Contradicted):
+        _refuse_masters(optimizers, error)
+    for one in optimizers:
+        _keep_apart(reader, one, str(error))
+    reader.found.notes.append(_apart_note(reader, optimizers, str(error)))
 
 
 def _refuse_masters(optimizers: Sequence[_Optimizer], error: Contradicted) -> NoReturn:
@@ -120,54 +133,71 @@ def _refuse_masters(optimizers: Sequence[_Optimizer], error: Contradicted) -> No
 def _optimizers(reader: Slices, mp: int) -> list[_Optimizer]:
     """The optimizers of one model-parallel rank: that of its model states last, after those of experts."""
     expp = {ep: stored for (ep, rank), stored in reader.files.expert_optimizers.items() if rank == mp}
-    here = reader.place(mp, None)
-    shapes = {n: f.shapes[here] for (s, n), f in reader.slices.items() if s == "param" and here in f.shapes}
-    found: list[_Optimizer] = []
-    for ep, stored in [*sorted(expp.items()), (0, reader.files.models[mp][0])]:
-        if stored.state.get("optimizer") is None:
-            continue
-        where = str(stored.file.path)
-        inner, masters = unwrapped(stored.state["optimizer"])
-        states, groups = numbered(inner, where)
-        total = sum(moe.expert_number(name) is not None for name in shapes)
-        local = sum(len(group["params"]) for group in groups if group.get("moe"))
-        if local and total > len(expp) * local:
-            lost = f"expp_rank_{len(expp)}_mp_rank_{mp:02d}_optim_states.pt"
-            raise FormatError(
-                f"{reader.files.folder}/{lost} is missing: {len(expp)} ranks have {local} of {total} experts' states"
-            )
-        kept = stored.state["optimizer"][masters] if masters else []
-        several = kept if masters != "fp32_groups" else itertools.chain.from_iterable(kept)
-        numbers = [number for group in groups for number in group["params"]]
-        by_number = dict(zip(numbers, several, strict=True)) if masters else {}
-        flat = masters == "fp32_groups_flat"
-        found.append(_Optimizer(stored, mp, ep, len(expp), states, groups, shapes, by_number, flat))
-    return found
+    place = reader.place(mp, None)
+    slices = {name: slices for (state, name), slices in reader.slices.items() if state == "param"}
+    shapes = {name: own.shapes[place] for name, own in slices.items() if place in own.shapes}
+    files = [*sorted(expp.items()), (0, reader.files.models[mp][0])]
+    return [
+        _optimizer(reader, stored, mp, ep, len(expp), shapes)
+        for ep, stored in files
+        if stored.state.get("optimizer") is not None
+    ]
 
 
-def _held(reader: Slices, one: _Optimizer, groups: OptimizerGroups | None) -> Held:
-    """The place of each parameter that the optimizer has. Raises Undecided."""
+def _optimizer(reader: Slices, stored: Stored, mp: int, ep: int, ranks: int, shapes: Mapping[str, Shape]) -> _Optimizer:
+    optimizer = stored.state["optimizer"]
+    inner, masters = unwrapped(optimizer)
+    states, groups = numbered(inner, str(stored.file.path))
+    experts = list(filter(moe.is_native, shapes))
+    local = len(_numbers(filter(_of_experts, groups)))
+    if local and len(experts) > ranks * local:
+        lost = f"expp_rank_{ranks}_mp_rank_{mp:02d}_optim_states.pt"
+        raise FormatError(
+            f"{reader.files.folder}/{lost} is missing: {ranks} ranks have {local} of {len(experts)} experts' states"
+        )
+    by_number: dict[int, StoredTensor] = {}
+    if masters:
+        parts = optimizer[masters]
+        tensors = itertools.chain.from_iterable(parts) if masters == "fp32_groups" else parts
+        by_number = dict(zip(_numbers(groups), tensors, strict=True))
+    flat = masters == "fp32_groups_flat"
+    return _Optimizer(stored, mp, ep, ranks, states, groups, shapes, by_number, flat)
+
+
+def _of_experts(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("moe"))
+
+
+def _numbers(groups: Iterable[Mapping[str, Any]]) -> list[int]:
+    return [number for group in groups for number in group["params"]]
+
+
+def _places(reader: Slices, one: _Optimizer, groups: OptimizerGroups | None) -> Places:
+    """The place of each parameter that the optimizer has, by its own names before `groups`. Raises Undecided."""
+    groups = None if one.named else groups
     if not one.masters:
-        found = _pairs(one, groups)
-        return {name: (number, Box.whole(one.shapes[name])) for number, name in found.items()}
-    if any(moe.expert_number(name) is not None for name in one.shapes):
+        return _whole(one, _pairs(one, groups))
+    if any(map(moe.is_native, one.shapes)):
         raise Undecided("there are experts, whose masters are not told apart; ZeRO-1 stores them with names")
-    here = reader.place(one.mp, None)
-    keys = {name: reader.slices["param", name].keys[here] for name in one.shapes}
+    place = reader.place(one.mp, None)
+    keys = {name: reader.slices["param", name].keys[place] for name in one.shapes}
     copies = Copies(reader.found.shards, keys, one.shapes)
     if one.flat:
-        return _held_in_buffers(one, copies, groups)
-    found = _pairs_of_masters(one, copies, groups)
-    return {name: (number, Box.whole(one.shapes[name])) for number, name in found.items()}
+        return _places_in_buffers(one, copies, groups)
+    return _whole(one, _pairs_of_masters(one, copies, groups))
+
+
+def _whole(one: _Optimizer, names: Mapping[int, str]) -> Places:
+    return {name: (number, Box.whole(one.shapes[name])) for number, name in names.items()}
 
 
 def _pairs(one: _Optimizer, said: OptimizerGroups | None) -> dict[int, str]:
     """The parameter of each number, of an optimizer of torch's own."""
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     for i, (groups, shapes) in enumerate(one.kinds()):
-        lists = _lists(one, said, experts=bool(i)) if isinstance(said, tuple) else None
-        found |= names_of_numbers(shapes, one.states, groups, said if lists is None else lists)
-    return found
+        lists = _lists(one, said, experts=bool(i)) if isinstance(said, tuple) else said
+        names |= names_of_numbers(shapes, one.states, groups, lists)
+    return names
 
 
 def _lists(one: _Optimizer, said: Sequence[Sequence[str]], experts: bool) -> tuple[tuple[str, ...], ...]:
@@ -179,8 +209,8 @@ def _lists(one: _Optimizer, said: Sequence[Sequence[str]], experts: bool) -> tup
     for name in itertools.chain.from_iterable(said):
         if name not in one.shapes:
             raise Undecided(f"{name} is not a parameter here; the first are {', '.join([*one.shapes][:3])}")
-    listed = [tuple(name for name in names if name in own) for names in said]
-    return tuple(names for names, group in zip(listed, one.groups, strict=True) if bool(group.get("moe")) == experts)
+    listed = [tuple(filter(own.__contains__, names)) for names in said]
+    return tuple(itertools.compress(listed, [_of_experts(group) == experts for group in one.groups]))
 
 
 def names_of_numbers(
@@ -193,27 +223,36 @@ def names_of_numbers(
 
     Raises Undecided where names, shapes and what the user `said` leave no way, or several.
     """
-    held = {number: _shapes(states.get(number, {})) for group in groups for number in group["params"]}
+    state_shapes = {number: _shapes(states.get(number, {})) for number in _numbers(groups)}
     if all("param_names" in group for group in groups):
-        return _as_listed(shapes, held, groups, [group["param_names"] for group in groups])
+        return _as_listed(shapes, state_shapes, groups, [group["param_names"] for group in groups])
     if said == MODULE_ORDER:
-        numbers = [list(group["params"]) for group in groups]
-        division = only_division(
-            dict.fromkeys(shapes, 1),
-            [*map(len, numbers)],
-            lambda name, group, place: not contradiction(held[numbers[group][place]], shapes[name]),
+        return _in_module_order(
+            shapes, groups, lambda name, number: not contradiction(state_shapes[number], shapes[name])
         )
-        return {numbers[group][place]: name for name, (group, place) in division.items()}
     if said is not None:
-        return _as_listed(shapes, held, groups, said)
-    if len(held) != len(shapes):
-        raise Undecided(f"there are {len(held)} of them for {len(shapes)} parameters")
-    return only_pairing(candidates_by_shape(held, shapes))
+        return _as_listed(shapes, state_shapes, groups, said)
+    if len(state_shapes) != len(shapes):
+        raise Undecided(f"there are {len(state_shapes)} of them for {len(shapes)} parameters")
+    return only_pairing(candidates_by_shape(state_shapes, shapes))
+
+
+def _in_module_order(
+    names: Iterable[str], groups: Sequence[Mapping[str, Any]], fits: Callable[[str, int], bool]
+) -> dict[int, str]:
+    """The parameter of each number, where the groups have them in the order of `names`. Raises Undecided."""
+    numbers = [list(group["params"]) for group in groups]
+    division = only_division(
+        dict.fromkeys(names, 1),
+        [*map(len, numbers)],
+        lambda name, group, place: fits(name, numbers[group][place]),
+    )
+    return {numbers[group][place]: name for name, (group, place) in division.items()}
 
 
 def _as_listed(
     shapes: Mapping[str, Shape],
-    held: Mapping[int, Mapping[str, Shape]],
+    state_shapes: Mapping[int, Mapping[str, Shape]],
     groups: Sequence[Mapping[str, Any]],
     lists: Sequence[Sequence[str]],
 ) -> dict[int, str]:
@@ -226,8 +265,8 @@ def _as_listed(
         for number, name in zip(group["params"], names, strict=True):
             if name not in shapes:
                 raise Undecided(f"{name} is not a parameter of the module")
-            if state := contradiction(held[number], shapes[name]):
-                have = f"{list(held[number][state])}, but {name}, which should be it, has {list(shapes[name])}"
+            if state := contradiction(state_shapes[number], shapes[name]):
+                have = f"{list(state_shapes[number][state])}, but {name}, which should be it, has {list(shapes[name])}"
                 raise Undecided(f"{state} of number {number} has shape {have}")
             found[number] = name
     if len(set(found.values())) != len(found):
@@ -243,18 +282,18 @@ def _pairs_of_masters(one: _Optimizer, copies: Copies, said: OptimizerGroups | N
         return one.masters[number].shape == one.shapes[name] and copies.begins(name, keys[number], 0)
 
     if one.named or isinstance(said, tuple):
-        found = _pairs(one, said)
-        if wrong := [number for number, name in found.items() if not fits(name, number)]:
-            raise Undecided(f"the master of number {wrong[0]} is not that of {found[wrong[0]]}, by its shape or bits")
-        return found
+        names = _pairs(one, said)
+        for number, name in names.items():
+            if not fits(name, number):
+                raise Undecided(f"the master of number {number} is not that of {name}, by its shape or bits")
+        return names
     if said == MODULE_ORDER:
-        numbers = [list(group["params"]) for group in one.groups]
-        division = only_division(
-            dict.fromkeys(one.shapes, 1),
-            [*map(len, numbers)],
-            lambda name, group, place: fits(name, numbers[group][place]),
-        )
-        return {numbers[group][place]: name for name, (group, place) in division.items()}
+        return _in_module_order(one.shapes, one.groups, fits)
+    return _pairs_by_bits(one, copies, keys)
+
+
+def _pairs_by_bits(one: _Optimizer, copies: Copies, keys: Mapping[int, str]) -> dict[int, str]:
+    """The parameter of each number whose master, in the tensor `keys[number]`, has elements."""
     found: dict[int, str] = {}
     for number, master in one.masters.items():
         names = [name for name in copies.found_at(keys[number], 0) if one.shapes[name] == master.shape]
@@ -265,19 +304,19 @@ def _pairs_of_masters(one: _Optimizer, copies: Copies, said: OptimizerGroups | N
     return found
 
 
-def _held_in_buffers(one: _Optimizer, copies: Copies, said: OptimizerGroups | None) -> Held:
+def _places_in_buffers(one: _Optimizer, copies: Copies, said: OptimizerGroups | None) -> Places:
     """The place of each parameter in the flat buffers of masters, one for each group."""
     numbers = [*one.masters]
     keys = [one.stored.key(master) for master in one.masters.values()]
     lengths = [math.prod(master.shape) for master in one.masters.values()]
     sizes = copies.sizes
     if isinstance(said, tuple):
-        found = _listed_in_buffers(one, copies, keys, lengths, said)
+        starts = _listed_in_buffers(one, copies, keys, lengths, said)
     elif said == MODULE_ORDER:
-        found = only_division(sizes, lengths, lambda name, group, at: copies.begins(name, keys[group], at))
+        starts = only_division(sizes, lengths, lambda name, group, at: copies.begins(name, keys[group], at))
     else:
-        found = only_filling(sizes, lengths, lambda group, at: _candidates_at(copies, keys[group], at))
-    return {name: (numbers[group], Box((at,), (at + sizes[name],))) for name, (group, at) in found.items()}
+        starts = only_filling(sizes, lengths, lambda group, at: _candidates_at(copies, keys[group], at))
+    return {name: (numbers[group], Box((at,), (at + sizes[name],))) for name, (group, at) in starts.items()}
 
 
 def _one_of(names: Sequence[str]) -> str:
@@ -302,19 +341,20 @@ def _listed_in_buffers(
 ) -> dict[str, tuple[int, int]]:
     if len(lists) != len(lengths):
         raise Undecided(f"{len(lists)} lists for {len(lengths)} groups ({_sizes(one)})")
-    found: dict[str, tuple[int, int]] = {}
+    places: dict[str, tuple[int, int]] = {}
     for group, names in enumerate(lists):
         at = 0
         for name in names:
             if name not in one.shapes:
                 raise Undecided(f"{name} is not a parameter of the module")
-            if at + copies.sizes[name] > lengths[group] or not copies.begins(name, keys[group], at):
+            end = at + copies.sizes[name]
+            if end > lengths[group] or not copies.begins(name, keys[group], at):
                 raise Undecided(f"group {group} does not have the master of {name} at {at} of its {lengths[group]}")
-            found[name] = group, at
-            at += copies.sizes[name]
+            places[name] = group, at
+            at = end
         if at != lengths[group]:
             raise Undecided(f"group {group} has {lengths[group]} elements, the parameters listed for it {at}")
-    return found
+    return places
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, Shape]:
@@ -324,63 +364,72 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, Shape]:
 # What is told is added, and what is not is kept apart.
 
 
-def _add_states(reader: Slices, one: _Optimizer, held: Held) -> None:
-    here = reader.place(one.mp, None)
-    names = {number: name for name, (number, _) in held.items()}
-    for hyper in one.groups:
-        for number in hyper["params"]:
+def _add_states(reader: Slices, one: _Optimizer, places: Places) -> None:
+    names = {number: name for name, (number, _) in places.items()}
+    for group in one.groups:
+        for number in group["params"]:
             if number in names:
-                reader.found.hyperparameters(names[number], hyper)
+                reader.found.hyperparameters(names[number], group)
     for number, name in names.items():
         for state, value in one.states.get(number, {}).items():
-            found = reader.slices[state, name]
-            if not isinstance(value, StoredTensor) or value.shape != one.shapes[name]:
-                found.values[here[0]].append((one.stored, value))
-            elif here in found.keys:
-                reason = "the same state on another expert-parallel rank, compared by verify"
-                reader.found.slice_twin(found.keys[here], one.stored.key(value), reason)
-            else:
-                found.keys[here], found.shapes[here] = one.stored.key(value), value.shape
+            _add_state(reader, one, name, state, value)
 
 
-def _add_masters(reader: Slices, one: _Optimizer, held: Held) -> None:
+def _add_state(reader: Slices, one: _Optimizer, name: str, state: str, value: Any) -> None:
+    place = reader.place(one.mp, None)
+    slices = reader.slices[state, name]
+    if not _is_tensor(value, one.shapes[name]):
+        slices.values[place[0]].append((one.stored, value))
+    elif place in slices.keys:
+        reason = "the same state on another expert-parallel rank, compared by verify"
+        reader.found.slice_twin(slices.keys[place], one.stored.key(value), reason)
+    else:
+        slices.keys[place], slices.shapes[place] = one.stored.key(value), value.shape
+
+
+def _is_tensor(value: Any, shape: Shape) -> bool:
+    return isinstance(value, StoredTensor) and value.shape == shape
+
+
+def _add_masters(reader: Slices, one: _Optimizer, places: Places) -> None:
     """Masters and states of the optimizers that DeepSpeed wraps for half precision."""
-    here = reader.place(one.mp, None)
-    for name, (number, part) in held.items():
-        master = one.masters[number]
-        copy = reader.slices["param", name].keys.pop(here)
+    place = reader.place(one.mp, None)
+    for name, (number, part) in places.items():
+        master, shape = one.masters[number], one.shapes[name]
+        copy = reader.slices["param", name].keys.pop(place)
         for state, value in {**one.states.get(number, {}), "param": master}.items():
-            if isinstance(value, StoredTensor) and value.shape == master.shape:
-                fragment = Fragment(0, part, Box.whole(one.shapes[name]))
-                layout = ParamLayout(one.shapes[name], (value.shape,), (fragment,))
-                tensor = Consolidated(layout, [one.stored.key(value)])
-                reader.add(one.mp, None, state, name, one.shapes, tensor, f"{state} of {len(held)} parameters")
-            else:
-                reader.slices[state, name].values[here[0]].append((one.stored, value))
+            if not _is_tensor(value, master.shape):
+                reader.slices[state, name].values[place[0]].append((one.stored, value))
+                continue
+            layout = ParamLayout(shape, (value.shape,), (Fragment(0, part, Box.whole(shape)),))
+            tensor = Consolidated(layout, [one.stored.key(value)])
+            reader.add(one.mp, None, state, name, one.shapes, tensor, f"{state} of {len(places)} parameters")
         reason = f"a copy of {name}'s master, compared with it by verify"
-        reader.found.slice_twin(reader.slices["param", name].keys[here], copy, reason)
+        reader.found.slice_twin(reader.slices["param", name].keys[place], copy, reason)
         reader.found.hyperparameters(name, next(group for group in one.groups if number in group["params"]))
 
 
 def _keep_apart(reader: Slices, one: _Optimizer, reason: str) -> None:
     """Keep the optimizer's tensors under `other`, by their places in the file, and the rest as an extra."""
-    optimizer = one.stored.state["optimizer"]
-    inner, masters = unwrapped(optimizer)
-    at = "optimizer/optimizer_state_dict/state/" if masters else "optimizer/state/"
-    begins = tuple(f"{one.stored.name}:{prefix}" for prefix in (at, *([f"optimizer/{masters}/"] if masters else [])))
+    inner, masters = unwrapped(one.stored.state["optimizer"])
+    states = "optimizer/optimizer_state_dict/state" if masters else "optimizer/state"
+    items = (f"{states}/", f"optimizer/{masters}/") if masters else (f"{states}/",)
+    begins = tuple(f"{one.stored.name}:{item}" for item in items)
     for key, info in reader.found.stored.items():
         if key.startswith(begins):
             file, _, item = key.partition(":")
             label = f"{file.removesuffix('.pt')}.{item.replace('/', '.')}"
             why = f"kept apart, because nothing says which parameter it is of: {reason}"
             reader.found.parameter("other", label, Consolidated(Unique().join([info.shape]), [key]), why)
-    rest = {
-        number: kept
-        for number, some in inner["state"].items()
-        if (kept := {name: value for name, value in some.items() if not isinstance(value, StoredTensor)})
-    }
-    if rest:
-        reader.found.extra(one.stored.name, at.removesuffix("/"), rest)
+    values = {number: _values(state) for number, state in inner["state"].items()}
+    if any(values.values()):
+        kept = {number: state for number, state in values.items() if state}
+        reader.found.extra(one.stored.name, states, kept)
+
+
+def _values(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a state has beside tensors."""
+    return {name: value for name, value in state.items() if not isinstance(value, StoredTensor)}
 
 
 def _apart_note(reader: Slices, optimizers: Sequence[_Optimizer], reason: str) -> str:
@@ -393,26 +442,31 @@ def _apart_note(reader: Slices, optimizers: Sequence[_Optimizer], reason: str) -
 
 def _ordered(reader: Slices, optimizers: Sequence[_Optimizer]) -> bool:
     """Whether the order of the module would decide."""
+    if any(one.named for one in optimizers):
+        return False
     try:
         for one in optimizers:
-            _held(reader, one, MODULE_ORDER)
+            _places(reader, one, MODULE_ORDER)
     except Undecided:
         return False
-    return not any(one.named for one in optimizers)
+    return True
 
 
 def _sizes(one: _Optimizer) -> str:
     if one.flat:
-        return f"groups of {' + '.join(str(math.prod(master.shape)) for master in one.masters.values())} elements"
+        elements = [str(math.prod(master.shape)) for master in one.masters.values()]
+        return f"groups of {' + '.join(elements)} elements"
     experts = ", those of experts on each rank, with all ranks' experts in one list" if one.ranks else ""
-    return f"groups of {' + '.join(str(len(group['params'])) for group in one.groups)} parameters{experts}"
+    counts = [str(len(group["params"])) for group in one.groups]
+    return f"groups of {' + '.join(counts)} parameters{experts}"
 
 
 def unwrapped(optimizer: Any) -> tuple[Any, str]:
     """Torch's own optimizer, and the name of the masters beside it, if DeepSpeed has wrapped it for half precision."""
-    for masters in ("fp32_groups", "fp32_groups_flat"):
-        if isinstance(optimizer, dict) and masters in optimizer:
-            return optimizer.get("optimizer_state_dict"), masters
+    if isinstance(optimizer, dict):
+        for masters in ("fp32_groups", "fp32_groups_flat"):
+            if masters in optimizer:
+                return optimizer.get("optimizer_state_dict"), masters
     return optimizer, ""
 
 

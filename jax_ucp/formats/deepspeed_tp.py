@@ -11,8 +11,11 @@ Facts: `merge_tp_slices` in `checkpoint/ds_to_universal.py`, `checkpoint/affine.
 from __future__ import annotations
 
 import math
+import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,37 @@ _SPEC = "Say how slices form parameters in a spec (spec=, --spec)"
 _VERSION, _AFFINE_VERSION = 0.4, 1
 
 
+@dataclass(frozen=True)
+class _SubParams:
+    """Several arrays side by side in a parameter, along `axis`: of the lengths in `shape[axis]`, or so many equal ones.
+
+    A length of -1 on another axis is whatever it is.
+    """
+
+    patterns: Sequence[str]
+    shape: tuple[Any, ...]
+    axis: int
+
+    def check_shape(self, slice_shape: Shape, what: str) -> None:
+        """Raise FormatError unless slices of that shape can have the arrays; `what` begins the message."""
+        rank = len(slice_shape)
+        past_the_end = [length for length in self.shape[rank:] if length not in (-1, 1)]
+        if not 0 <= self.axis < rank or past_the_end:
+            raise FormatError(f"{what} do not fit its slices, which have shape {slice_shape}")
+        for axis, (want, length) in enumerate(zip(self.shape, slice_shape, strict=False)):
+            if axis != self.axis and want not in (-1, length):
+                raise FormatError(f"{what} have {want} on axis {axis}, but its slices have shape {slice_shape}")
+
+    def lengths(self, total: int, what: str) -> Sequence[int]:
+        """The lengths of the arrays, which are `total` together. Raises FormatError where they are not equal parts."""
+        lengths = self.shape[self.axis]
+        if not isinstance(lengths, int):
+            return lengths
+        if lengths < 1 or total % lengths:
+            raise FormatError(f"{what} are {lengths} equal parts of {total} rows")
+        return (total // lengths,) * lengths
+
+
 class TensorParallel:
     """How the slices of the `tp` ranks form parameters, by the info in the file `where`.
 
@@ -50,27 +84,35 @@ class TensorParallel:
         self.info: Mapping[str, Any] = info if isinstance(known(info), dict) else {}
         self.tp, self.where = tp, where
         self.sizes = sizes
-        self.maps: Mapping[str, Any] = (self.info.get("affine_map") or {}).get("params") or {}
-        self.sub_params = [_sub_param(entry) for entry in self.info.get("parameter_with_sub_params") or ()]
+        affine_map = self.info.get("affine_map") or {}
+        self.maps: Mapping[str, Any] = affine_map.get("params") or {}
+        self.sub_params = list(map(_sub_params, self.info.get("parameter_with_sub_params") or ()))
         self._lists = {key: pattern_list(self.info, key, where) for key in (*_LISTS, _PIPELINE)}
         self._unsupported: Mapping[str, Any] = dict(self.info.get("autotp_unsupported_parameter_patterns") or {})
-        in_subs = [pattern for patterns, _, _ in self.sub_params for pattern in patterns]
-        in_lists = [pattern for patterns in self._lists.values() for pattern in patterns]
-        self._patterns = NamePatterns([*in_lists, *in_subs, *self.maps, *self._unsupported], where)
-        version = self.info.get("universal_checkpoint_version", 0.0)
-        affine = (self.info.get("affine_map") or {}).get("version", _AFFINE_VERSION)
-        if version > _VERSION or affine > _AFFINE_VERSION:
-            raise FormatError(
-                f"{where}: universal_checkpoint_info has version {version} and affine maps of version {affine}; "
-                f"{_VERSION} and {_AFFINE_VERSION} are the newest known here. {_SPEC}"
-            )
-        self.widths_recorded = version >= 0.4
-        if tp > 1 and not (self.maps or self.sub_params or any(self.info.get(key) for key in _LISTS)):
+        listed = (*self._cutting(), self._lists[_PIPELINE], self.maps, self._unsupported)
+        self._patterns = NamePatterns(list(chain(*listed)), where)
+        self.widths_recorded = self._version(affine_map) >= 0.4
+        if tp > 1 and not any((self.maps, self.sub_params, *map(self._lists.get, _LISTS))):
             raise FormatError(
                 f"{where} was written by {tp} tensor-parallel ranks, but has no universal_checkpoint_info with "
                 f"patterns: nothing says how their slices form parameters. {_SPEC}, or save with that info in "
                 "client_state (Megatron-DeepSpeed's --universal-checkpoint does)."
             )
+
+    def _version(self, affine_map: Mapping[str, Any]) -> float:
+        """The version of the info. Raises FormatError where it, or that of affine maps, is newer than this reader."""
+        version = self.info.get("universal_checkpoint_version", 0.0)
+        affine = affine_map.get("version", _AFFINE_VERSION)
+        if version > _VERSION or affine > _AFFINE_VERSION:
+            raise FormatError(
+                f"{self.where}: universal_checkpoint_info has version {version} and affine maps of version {affine}; "
+                f"{_VERSION} and {_AFFINE_VERSION} are the newest known here. {_SPEC}"
+            )
+        return version
+
+    def _cutting(self) -> list[Sequence[str]]:
+        """The patterns of each list that says how parameters are cut."""
+        return [*map(self._lists.__getitem__, _LISTS), *(sub.patterns for sub in self.sub_params)]
 
     def layout(self, name: str, slices: Sequence[Shape]) -> ParamLayout:
         """The parameter that the slices form. Raises LayoutError, with the declaration, where they do not fit it."""
@@ -86,8 +128,7 @@ class TensorParallel:
 
     def says(self, name: str) -> bool:
         """Whether any list or map names the parameter."""
-        lists = [*(self._lists[key] for key in _LISTS), self.maps, *(p for p, _, _ in self.sub_params)]
-        return any(not self._patterns.matching(name).isdisjoint(patterns) for patterns in lists)
+        return not self._patterns.matching(name).isdisjoint(chain(*self._cutting(), self.maps))
 
     def stage_copy(self, name: str) -> bool:
         """Whether pipeline stages may hold copies of the parameter, of which the first is the one in use."""
@@ -98,15 +139,15 @@ class TensorParallel:
         names = list(names)
         if self.tp == 1:
             return
+        matching = {name: self._patterns.matching(name) for name in names}
         for pattern, why in self._unsupported.items():
-            if hit := next((name for name in names if pattern in self._patterns.matching(name)), None):
-                raise FormatError(
-                    f"{self.where}: DeepSpeed says that the slices of {hit} cannot be joined: {why}. {_SPEC}"
-                )
-        patterns = [p for key in _LISTS for p in self._lists[key]]
-        patterns += [p for patterns, _, _ in self.sub_params for p in patterns]
-        used = frozenset[str]().union(*map(self._patterns.matching, names))
-        if idle := [pattern for pattern in patterns if pattern not in used]:
+            for name in names:
+                if pattern in matching[name]:
+                    raise FormatError(
+                        f"{self.where}: DeepSpeed says that the slices of {name} cannot be joined: {why}. {_SPEC}"
+                    )
+        used = frozenset[str]().union(*matching.values())
+        if idle := [pattern for pattern in chain(*self._cutting()) if pattern not in used]:
             raise FormatError(
                 f"{self.where}: universal_checkpoint_info has patterns that match no parameter: {idle}. "
                 f"What they were meant for would be joined on its first axis. {_SPEC}"
@@ -114,57 +155,48 @@ class TensorParallel:
 
     def _pattern(self, name: str, slices: Sequence[Shape]) -> Pattern:
         listed = {key for key in _LISTS if self._hit(self._lists[key], name, key) is not None}
-        pattern: Pattern
-        if len(slices) == 1:
-            pattern = Unique()
-        elif _REPLICATED in listed:
-            pattern = Replicated()
-        elif _AVERAGED in listed:
-            pattern = Averaged()
-        elif _HALVES in listed:
-            halves = tuple(shape[0] // 2 for shape in slices)
-            pattern = Fused(0, {"first": halves, "second": halves})
-        elif (sub := self._sub_params(name, slices)) is not None:
-            pattern = sub
-        else:
-            pattern = Sharded(1 if _ROWS in listed else 0)
-        if _VOCABULARY in listed:
-            vocab = self.sizes.get("vocab", self.info.get("original_vocab_size"))
-            if not isinstance(vocab, int):
-                raise FormatError(
-                    f"{self.where} calls {name} a vocabulary, but has no original_vocab_size; give it: "
-                    'sizes={"vocab": N}, --size vocab=N'
-                )
-            pattern = Padded(pattern, axis=0, size=vocab)
-        return pattern
+        pattern = self._cut(name, slices, listed)
+        if _VOCABULARY not in listed:
+            return pattern
+        vocab = self.sizes.get("vocab", self.info.get("original_vocab_size"))
+        if not isinstance(vocab, int):
+            raise FormatError(
+                f"{self.where} calls {name} a vocabulary, but has no original_vocab_size; give it: "
+                'sizes={"vocab": N}, --size vocab=N'
+            )
+        return Padded(pattern, axis=0, size=vocab)
 
-    def _sub_params(self, name: str, slices: Sequence[Shape]) -> Pattern | None:
-        """Several arrays side by side, each cut by itself: their widths on each rank; before 0.4 even ones."""
+    def _cut(self, name: str, slices: Sequence[Shape], listed: Collection[str]) -> Pattern:
+        """How the parameter is cut, which is in the lists of these keys, in DeepSpeed's order of precedence."""
+        if len(slices) == 1:
+            return Unique()
+        if _REPLICATED in listed:
+            return Replicated()
+        if _AVERAGED in listed:
+            return Averaged()
+        if _HALVES in listed:
+            halves = tuple(shape[0] // 2 for shape in slices)
+            return Fused(0, {"first": halves, "second": halves})
         matching = self._patterns.matching(name)
-        hits = [(hit, *entry) for entry in self.sub_params for hit in entry[0] if hit in matching]
-        if not hits:
-            return None
-        hit, _, shape, axis = hits[0]
-        found, what = len(slices[0]), f"{self.where}: the sub-parameters {shape} of {name}"
-        if not 0 <= axis < found or any(n not in (-1, 1) for n in shape[found:]):
-            raise FormatError(f"{what} do not fit its slices, which have shape {slices[0]}")
-        for k, n in enumerate(shape[:found]):
-            if k != axis and n not in (-1, slices[0][k]):
-                raise FormatError(f"{what} have {n} on axis {k}, but its slices have shape {slices[0]}")
-        rows = sum(shard[axis] for shard in slices)
-        sizes = shape[axis]
-        if isinstance(sizes, int):
-            if sizes < 1 or rows % sizes:
-                raise FormatError(f"{what} are {sizes} equal parts of {rows} rows")
-            sizes = (rows // sizes,) * sizes
-        widths = (self.info.get("sub_param_shard_widths") or {}).get(hit) if self.widths_recorded else None
-        if self.widths_recorded and widths is None:
-            raise FormatError(f"{what} have no sub_param_shard_widths, which version {_VERSION} needs. {_SPEC}")
+        for sub in self.sub_params:
+            for pattern in sub.patterns:
+                if pattern in matching:
+                    return self._fused(name, slices, sub, pattern)
+        return Sharded(1 if _ROWS in listed else 0)
+
+    def _fused(self, name: str, slices: Sequence[Shape], sub: _SubParams, pattern: str) -> Pattern:
+        """Several arrays, each cut by itself: their widths on each rank; before 0.4 even ones."""
+        what = f"{self.where}: the sub-parameters {sub.shape} of {name}"
+        sub.check_shape(slices[0], what)
+        lengths = sub.lengths(sum(shape[sub.axis] for shape in slices), what)
+        if not self.widths_recorded:
+            return Fused(sub.axis, {str(number): length for number, length in enumerate(lengths)})
+        widths = (self.info.get("sub_param_shard_widths") or {}).get(pattern)
         if widths is None:
-            return Fused(axis, {str(k): n for k, n in enumerate(sizes)})
-        if [sum(row) for row in widths] != list(sizes):
+            raise FormatError(f"{what} have no sub_param_shard_widths, which version {_VERSION} needs. {_SPEC}")
+        if list(map(sum, widths)) != list(lengths):
             raise FormatError(f"{what} have the shard widths {widths}, which do not add up to them")
-        return Fused(axis, {str(k): tuple(row) for k, row in enumerate(widths)})
+        return Fused(sub.axis, {str(number): tuple(row) for number, row in enumerate(widths)})
 
     def _hit(self, patterns: Iterable[str], name: str, what: str) -> str | None:
         matching = self._patterns.matching(name)
@@ -191,12 +223,12 @@ class BySpec:
         self.layouts = layouts(self.spec, params, self.sizes)
 
     def layout(self, name: str, slices: Sequence[Shape]) -> ParamLayout:
-        found = self.layouts[name]
-        if found.shards != tuple(slices):
+        layout = self.layouts[name]
+        if layout.shards != tuple(slices):
             raise LayoutError(
-                f"{name}: a state has slices of shapes {list(slices)}, the parameter {list(found.shards)}"
+                f"{name}: a state has slices of shapes {list(slices)}, the parameter {list(layout.shards)}"
             )
-        return found
+        return layout
 
     def stage_copy(self, name: str) -> bool:
         return name.startswith("tied_modules.")
@@ -216,22 +248,25 @@ def affine_layout(entry: Mapping[str, Any], slices: Sequence[Shape], what: str) 
     if sorted(ranks) != list(range(len(slices))):
         raise FormatError(f"{what} is for the ranks {sorted(ranks)}, but there are {len(slices)} slices")
     fragments: list[Fragment] = []
-    for rank, found in enumerate(slices):
+    for rank, slice_shape in enumerate(slices):
         pieces = ranks[rank]["pieces"]
-        if tuple(ranks[rank]["shard_shape"]) != found or sum(math.prod(p["shape"]) for p in pieces) != math.prod(found):
+        elements = sum(math.prod(piece["shape"]) for piece in pieces)
+        if tuple(ranks[rank]["shard_shape"]) != slice_shape or elements != math.prod(slice_shape):
             raise FormatError(
                 f"{what} has a slice {ranks[rank]['shard_shape']} on rank {rank}, in {len(pieces)} pieces that should "
-                f"make it up, but the file has {found}"
+                f"make it up, but the file has {slice_shape}"
             )
-        for piece in pieces:
-            target, source = _box(piece["shape"], piece["source"], shape), _box(piece["shape"], piece["dest"], found)
-            if target is None or source is None or piece.get("scale", 1.0) != 1.0:
-                raise FormatError(
-                    f"{what} has a piece on rank {rank} that is no box, or is scaled: {dict(piece)}. {_SPEC}"
-                )
-            if target.size:
-                fragments.append(Fragment(rank, source, target))
-    return ParamLayout(shape, tuple(slices), tuple(fragments))
+        fragments += [_fragment(piece, rank, slice_shape, shape, what) for piece in pieces]
+    return ParamLayout(shape, tuple(slices), tuple(fragment for fragment in fragments if fragment.target.size))
+
+
+def _fragment(piece: Mapping[str, Any], rank: int, slice_shape: Shape, shape: Shape, what: str) -> Fragment:
+    """A piece of an affine map. Raises FormatError unless it is a block of both the slice and the parameter."""
+    target = _box(piece["shape"], piece["source"], shape)
+    source = _box(piece["shape"], piece["dest"], slice_shape)
+    if target is None or source is None or piece.get("scale", 1.0) != 1.0:
+        raise FormatError(f"{what} has a piece on rank {rank} that is no box, or is scaled: {dict(piece)}. {_SPEC}")
+    return Fragment(rank, source, target)
 
 
 def _box(shape: Sequence[int], at: Sequence[Any], whole: Shape) -> Box | None:
@@ -244,14 +279,16 @@ def _box(shape: Sequence[int], at: Sequence[Any], whole: Shape) -> Box | None:
         return None
     if 0 in shape:
         return Box((0,) * len(shape), tuple(map(int, shape)))
+    if not 0 <= offset < max(1, math.prod(whole)):
+        return None
     start = tuple(offset // step % n for step, n in zip(steps, whole, strict=True))
-    box = Box(start, tuple(a + int(n) for a, n in zip(start, shape, strict=True)))
-    return box if 0 <= offset < max(1, math.prod(whole)) and box.within(Box.whole(whole)) else None
+    box = Box(start, tuple(map(operator.add, start, map(int, shape))))
+    return box if box.within(Box.whole(whole)) else None
 
 
-def _sub_param(entry: Any) -> tuple[list[str], tuple[Any, ...], int]:
+def _sub_params(entry: Any) -> _SubParams:
     """The patterns, shape and axis of a `SubparamShape`, which is a dict, or an instance in a pickle."""
     fields: Any = entry.fields if isinstance(entry, Record) else entry
     shape = tuple(tuple(n) if isinstance(n, list | tuple) else n for n in fields["shape"])
     patterns = pattern_list({"patterns": fields["patterns"]}, "patterns", "parameter_with_sub_params")
-    return list(patterns), shape, int(fields["partition_dim"])
+    return _SubParams(patterns, shape, int(fields["partition_dim"]))

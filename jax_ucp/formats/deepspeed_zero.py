@@ -10,6 +10,7 @@ Facts: `runtime/zero/stage_1_and_2.py`, `runtime/zero/stage3.py` and `runtime/bf
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -49,15 +50,19 @@ _ELEMENTWISE = frozenset(
 _QUANTIZED = re.compile(r"__bnb_optimizer_quant_state__|(qmap|absmax)\d")
 _PART_OF_QUANTIZED = re.compile(r"(state|max|new_max)\d|gnorm_vec|unorm_vec")
 
+# Why a state is left aside.
+_WRONG_LENGTH = "its length is not that of the partition"
+_NEITHER = "it is neither a flat tensor of the partition nor a number"
+
 
 def param_shapes(model: Stored, ranks: Sequence[Rank]) -> list[dict[str, Shape]]:
     """The parameters of each group, in the order in which they lie in its buffer, as the model states say."""
-    said = known(model.state.get("param_shapes"))
-    if not isinstance(said, list):
+    shapes = known(model.state.get("param_shapes"))
+    if not isinstance(shapes, list):
         raise FormatError(
             f"{model.file.path} has no param_shapes, so that nothing says which parameters the flat buffers hold"
         )
-    groups = [{str(name): tuple(map(int, shape)) for name, shape in group.items()} for group in said]
+    groups = [{str(name): tuple(map(int, shape)) for name, shape in group.items()} for group in shapes]
     for rank in ranks:
         if len(rank.masters) != len(groups):
             raise FormatError(
@@ -80,24 +85,39 @@ def group(
     Raises FormatError, naming the file, where lengths are not those that `shapes` and the number of ranks give.
     """
     flat = {"param": [rank.masters[index] for rank in ranks]}
-    found = {} if weights_only else _states_by_name(index, ranks)
-    aside = _apart(index, ranks, found)
-    tensors = {name: values for name, values in found.items() if name not in aside and _are_flat(values)}
+    states = {} if weights_only else _states_by_name(index, ranks)
+    aside = _apart(index, ranks, states)
+    for name in aside:
+        del states[name]
+    tensors = {name: values for name, values in states.items() if _are_flat(values)}
     if zero3:
         layouts, lengths = _zero3(index, shapes, ranks, flat["param"])
     else:
         layouts, lengths = _zero12(index, shapes, ranks, flat["param"], tensors, model)
-    for name, values in tensors.items():
-        if all(value.shape[0] in fit for value, fit in zip(values, lengths, strict=True)):
+    _check_elementwise(index, ranks, tensors, lengths)
+    scalars: dict[str, Sequence[Any]] = {}
+    for name, values in states.items():
+        if name in tensors and _fit(values, lengths):
             flat[name] = values
-        elif name in _ELEMENTWISE:
-            raise _misfit(index, ranks, name, values, lengths)
+        elif _are_numbers(values):
+            scalars[name] = values
         else:
-            aside[name] = values, "its length is not that of the partition"
-    scalars = {n: values for n, values in found.items() if n not in aside and n not in flat and _are_numbers(values)}
-    for name in found.keys() - aside.keys() - flat.keys() - scalars.keys():
-        aside[name] = found[name], "it is neither a flat tensor of the partition nor a number"
+            aside[name] = values, _WRONG_LENGTH if name in tensors else _NEITHER
     return Group(ranks, shapes, layouts, flat, scalars, aside)
+
+
+def _check_elementwise(
+    index: int, ranks: Sequence[Rank], tensors: Mapping[str, Sequence[StoredTensor]], lengths: Sequence[set[int]]
+) -> None:
+    """Raise FormatError where a state that has an element for each of the parameter has another length."""
+    for name, values in tensors.items():
+        if name in _ELEMENTWISE and not _fit(values, lengths):
+            raise _misfit(index, ranks, name, values, lengths)
+
+
+def _fit(tensors: Sequence[StoredTensor], lengths: Sequence[set[int]]) -> bool:
+    """Whether the tensor of each rank has a length that it may have."""
+    return all(tensor.shape[0] in fit for tensor, fit in zip(tensors, lengths, strict=True))
 
 
 def _states_by_name(index: int, ranks: Sequence[Rank]) -> dict[str, list[Any]]:
@@ -136,13 +156,12 @@ def _zero12(
     """
     gaps = _gaps(index, shapes, ranks[0], model)
     total = sum(map(math.prod, shapes.values())) + sum(gaps.values())
-    held = {tensor.shape[0] for tensors in (masters, *states.values()) for tensor in tensors}
-    for length in sorted(held, reverse=True):
+    lengths_held = {tensor.shape[0] for tensor in itertools.chain(masters, *states.values())}
+    for length in sorted(lengths_held, reverse=True):
         real = [min(length, max(0, total - position * length)) for position in range(len(ranks))]
         lengths = [{n, length} for n in real]
         # The buffer is padded to a multiple of 2 * ranks (nccl_start_alignment_factor, stage_1_and_2.py).
-        fits = total <= length * len(ranks) < total + 2 * len(ranks)
-        if fits and all(master.shape[0] in fit for master, fit in zip(masters, lengths, strict=True)):
+        if total <= length * len(ranks) < total + 2 * len(ranks) and _fit(masters, lengths):
             return flat_layouts(shapes, [length] * len(ranks), gaps), lengths
     sizes = ", ".join(f"{master.shape[0]} in {rank.name}" for rank, master in zip(ranks, masters, strict=True))
     raise FormatError(
@@ -167,9 +186,8 @@ def _misfit(
     index: int, ranks: Sequence[Rank], state: str, tensors: Sequence[StoredTensor], lengths: Sequence[set[int]]
 ) -> FormatError:
     """The error for a state that has no element for each of the partition."""
-    rank, tensor, fit = next(
-        found for found in zip(ranks, tensors, lengths, strict=True) if found[1].shape[0] not in found[2]
-    )
+    misfits = (item for item in zip(ranks, tensors, lengths, strict=True) if item[1].shape[0] not in item[2])
+    rank, tensor, fit = next(misfits)
     sizes = " or, with its padding, ".join(map(str, sorted(fit)))
     remedy = "" if state == "param" else ". weights_only opens the parameters alone"
     return FormatError(
@@ -200,8 +218,8 @@ def base_optimizer(rank: Rank) -> Any:
 def param_group(rank: Rank, index: int) -> Mapping[str, Any]:
     """Hyper-parameters of the group, or of that of a ZeRO-3 sub-group; elastic checkpoints have none."""
     base = base_optimizer(rank)
-    found = base.get("param_groups") if isinstance(base, dict) else None
-    return next((g for g in found or () if index in g.get("params", ())), {})
+    groups = (base.get("param_groups") or ()) if isinstance(base, dict) else ()
+    return next((group for group in groups if index in group.get("params", ())), {})
 
 
 def _group_state(rank: Rank, index: int) -> dict[str, Any]:
@@ -214,16 +232,17 @@ def _group_state(rank: Rank, index: int) -> dict[str, Any]:
 
 
 def _apart(
-    index: int, ranks: Sequence[Rank], found: Mapping[str, Sequence[Any]]
+    index: int, ranks: Sequence[Rank], states: Mapping[str, Sequence[Any]]
 ) -> dict[str, tuple[Sequence[Any], str]]:
     """The states that are known to be no part of the partition, by name, each with the reason."""
-    quantized = any(_QUANTIZED.fullmatch(name) for name in found)
+    quantized = any(map(_QUANTIZED.fullmatch, states))
     partitioned = "single_partition_of_fp32_groups" in ranks[0].state
     muon = partitioned and any(param_group(rank, index).get("use_muon") for rank in ranks)
     aside: dict[str, tuple[Sequence[Any], str]] = {}
-    for name, values in found.items():
+    for name, values in states.items():
+        part_of_quantized = _QUANTIZED.fullmatch(name) or _PART_OF_QUANTIZED.fullmatch(name)
         if muon and not _are_numbers(values):
             aside[name] = values, "Muon keeps it for whole parameters, and how they lie in it is not read"
-        elif quantized and (_QUANTIZED.fullmatch(name) or _PART_OF_QUANTIZED.fullmatch(name)):
+        elif quantized and part_of_quantized:
             aside[name] = values, "it is of an 8-bit optimizer, and means something only with its other parts"
     return aside
