@@ -14,7 +14,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from jax_ucp.errors import TreeMismatch
+from jax_ucp.errors import TreeMismatch, fault_lines
 from jax_ucp.metadata import Leaf, Path, leaf_names
 from jax_ucp.optimizers.adam_rule import rule_faults
 from jax_ucp.optimizers.slots import COUNT, GIVEN, STEP, ZEROS, Slot, few, is_array, param_leaves, slots_of
@@ -22,7 +22,7 @@ from jax_ucp.optimizers.values import Values
 from jax_ucp.optimizers.weight_decay import decay_faults
 from jax_ucp.sharding.fit import Rule
 from jax_ucp.sharding.restore import dealt_out, plan_restore, run_restore, shared_plan
-from jax_ucp.sharding.trees import FAULTS_SHOWN, empty_kind, walk
+from jax_ucp.sharding.trees import empty_kind, walk
 from jax_ucp.storage.budget import DEFAULT_BUDGET
 from jax_ucp.storage.checks import Extent
 from jax_ucp.storage.contents import Contents
@@ -127,8 +127,7 @@ def plan_optimizer(
         filled.append(found)
         used |= {str(found.value.path[0])} if isinstance(found.value, Leaf) else set()
     if faults:
-        more = [f"... and {len(faults) - FAULTS_SHOWN} more"] if len(faults) > FAULTS_SHOWN else []
-        lines = "\n  ".join([*faults[:FAULTS_SHOWN], *more])
+        lines = fault_lines(faults)
         raise TreeMismatch(f"{contents.path} does not fill the optimizer's state, in {len(faults)} places:\n  {lines}")
     used |= {"param", *([STEP] if steps.asked else [])}
     left = {name: _LEFT.get(name, "no state of this optimizer takes it") for name in stored if name not in used}

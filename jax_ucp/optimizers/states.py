@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from jax_ucp.errors import TreeMismatch
+from jax_ucp.errors import TreeMismatch, fault_lines
 from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.samples import sample_boxes
@@ -23,7 +23,7 @@ from jax_ucp.metadata import Key, Leaf, Path, leaf_names, tree_of
 from jax_ucp.optimizers.adam_rule import rule_faults
 from jax_ucp.optimizers.slots import COUNT, GIVEN, STEP, ZEROS, Slot, few, is_array, param_leaves, slots_of
 from jax_ucp.optimizers.values import Values
-from jax_ucp.sharding.trees import FAULTS_SHOWN, Node, walk
+from jax_ucp.sharding.trees import Node, walk
 from jax_ucp.storage.checks import Check, Extent, passed_on
 from jax_ucp.storage.contents import Contents, Fate, Item, Piece
 
@@ -211,8 +211,7 @@ class _Run:
     def refuse(self, what: str) -> None:
         """Raises TreeMismatch with all faults there are."""
         if self.faults:
-            more = [f"... and {len(self.faults) - FAULTS_SHOWN} more"] if len(self.faults) > FAULTS_SHOWN else []
-            lines = "\n  ".join([*self.faults[:FAULTS_SHOWN], *more])
+            lines = fault_lines(self.faults)
             raise TreeMismatch(f"{self.contents.path}: {what}, in {len(self.faults)} places:\n  {lines}")
 
     def contents_with(self, named: Mapping[str, tuple[Path, Leaf]]) -> Contents:

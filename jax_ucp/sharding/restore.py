@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from jax.typing import DTypeLike
 
 from jax_ucp.arguments import switch, whole_number
-from jax_ucp.errors import TreeMismatch
+from jax_ucp.errors import FAULTS_SHOWN, TreeMismatch
 from jax_ucp.layout.blocks import SMALL_BYTES
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Leaf, tree_of
@@ -24,7 +24,7 @@ from jax_ucp.sharding.boxes import Device, device_boxes, process_hull
 from jax_ucp.sharding.fit import ON_DEVICES, Rule, check_rules, fit_leaf, idle_rules
 from jax_ucp.sharding.landing import Landing, Wanted, landing
 from jax_ucp.sharding.share import SharedRead, read_together, shared_read
-from jax_ucp.sharding.trees import FAULTS_SHOWN, Node, fill, key_dtype, kind_of, match, narrowed
+from jax_ucp.sharding.trees import Node, fill, key_dtype, kind_of, match, narrowed
 from jax_ucp.storage.budget import DEFAULT_BUDGET, run_bounded, threads
 from jax_ucp.storage.checks import Check, Extent, require
 from jax_ucp.storage.gather import BLOCK_BYTES
