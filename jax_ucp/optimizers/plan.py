@@ -114,22 +114,20 @@ def plan_optimizer(
     if check:
         faults += [f"{fault}; or check=False" for fault in rule_faults(tx, params)]
         faults += decay_faults(contents.groups, tx, params)
-    used: set[str] = set()
-    filled: list[Filled] = []
     given = _given(tx, params, [slot for slot in slots if slot.role == GIVEN])
     steps = _Steps(ProvedReads(contents), stored.get(STEP, {}), step)
+    filled: list[Filled] = []
     for slot in slots:
         try:
-            found = _fill(slot, stored, steps, given)
+            filled.append(_fill(slot, stored, steps, given))
         except TreeMismatch as fault:
             faults.append(f"{slot.label}: {fault}")
-            continue
-        filled.append(found)
-        used |= {str(found.value.path[0])} if isinstance(found.value, Leaf) else set()
     if faults:
         lines = fault_lines(faults)
         raise TreeMismatch(f"{contents.path} does not fill the optimizer's state, in {len(faults)} places:\n  {lines}")
-    used |= {"param", *([STEP] if steps.asked else [])}
+    used = {"param", *(str(one.value.path[0]) for one in filled if isinstance(one.value, Leaf))}
+    if steps.asked:
+        used.add(STEP)
     left = {name: _LEFT.get(name, "no state of this optimizer takes it") for name in stored if name not in used}
     return OptimizerPlan(contents, _placed(state, slots, params), filled, left, steps.common())
 
@@ -143,41 +141,47 @@ class _Steps:
 
     reads: ProvedReads
     stored: Mapping[str, Leaf]
-    said: int | None
+    given: int | None
     known: dict[str, int] = field(default_factory=dict[str, int])
     asked: bool = False
 
     def of(self, params: Sequence[str]) -> int:
         """The steps of these parameters, which must agree."""
         self.asked = True
-        found: dict[int, str] = {}
+        param_of: dict[int, str] = {}  # the first parameter with a number of steps
         for param in params:
-            found.setdefault(self._one(param), param)
-        if len(found) > 1:
-            told = ", ".join(f"{count} of {param}" for count, param in sorted(found.items())[:4])
-            raise TreeMismatch(f"one count stands for parameters whose steps differ: {told}; partition the optimizer")
-        if not found:
+            param_of.setdefault(self._one(param), param)
+        if len(param_of) > 1:
+            counts = ", ".join(f"{count} of {param}" for count, param in sorted(param_of.items())[:4])
+            raise TreeMismatch(f"one count stands for parameters whose steps differ: {counts}; partition the optimizer")
+        if not param_of:
             raise TreeMismatch("it counts the steps of no parameter")
-        return next(iter(found))
+        return next(iter(param_of))
 
     def common(self) -> int | None:
-        counts = {self._one(param) for param in self.stored}
-        return self.said if not counts else counts.pop() if len(counts) == 1 else None
+        """The steps that all parameters have done, if it is one number."""
+        if not self.stored:
+            return self.given
+        first, *others = {self._one(param) for param in self.stored}
+        return None if others else first
 
     def _one(self, param: str) -> int:
+        """The steps of a parameter as stored, or as given where none are stored; never two that differ."""
+        if param not in self.stored:
+            if self.given is None:
+                raise TreeMismatch(f"the checkpoint does not say the steps of {param}; give step=")
+            return self.given
         if param not in self.known:
-            if param not in self.stored:
-                if self.said is None:
-                    raise TreeMismatch(f"the checkpoint does not say the steps of {param}; give step=")
-                return self.said
-            leaf = self.stored[param]
-            value = float(np.asarray(self.reads.read(leaf)).reshape(()))
-            if value != int(value) or value < 0:
-                raise TreeMismatch(f"{leaf.label} is {value}, which is no number of steps")
-            self.known[param] = int(value)
-        if self.said is not None and self.said != self.known[param]:
-            raise TreeMismatch(f"step={self.said} was given, but {param} has done {self.known[param]}")
+            self.known[param] = self._stored_steps(self.stored[param])
+        if self.given not in (None, self.known[param]):
+            raise TreeMismatch(f"step={self.given} was given, but {param} has done {self.known[param]}")
         return self.known[param]
+
+    def _stored_steps(self, leaf: Leaf) -> int:
+        value = float(np.asarray(self.reads.read(leaf)).reshape(()))
+        if value != int(value) or value < 0:
+            raise TreeMismatch(f"{leaf.label} is {value}, which is no number of steps")
+        return int(value)
 
 
 def _states(contents: Contents) -> dict[str, dict[str, Leaf]]:
