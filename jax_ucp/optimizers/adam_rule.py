@@ -7,6 +7,7 @@ a word. What an optimizer sums is found by asking it for one update from chosen 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -31,27 +32,46 @@ def rule_faults(tx: optax.GradientTransformation, params: Any) -> Iterator[str]:
     probe = _Probe(tx, params)
     if not probe.keys:
         return
-    rest, once, twice = probe.after(1, 1, 0), probe.after(0, 0, _GRADIENT), probe.after(0, 0, 2 * _GRADIENT)
-    used = probe.after(0, 100, _GRADIENT)
-
-    def is_adam(key: tuple[str, str]) -> bool:
-        """Whether a moment fades, grows as the gradient or its square, and the first whatever the second is."""
-        role, _ = key
-        growth = 2 if role == "exp_avg" else 4
-        fades = rest[key] < 1
-        grows = 0.75 < twice[key] / (growth * once[key] or np.nan) < 1.33
-        if role == "exp_avg_sq" or not (fades and grows):
-            return fades and grows
-        return 0.75 < used[key] / once[key] < 1.33
-
-    others = [key for key in probe.keys if not is_adam(key)]
-    for role in ("exp_avg", "exp_avg_sq"):
-        names = [name for other, name in others if other == role]
+    answers = _Answers(
+        rest=probe.after(1, 1, 0),
+        once=probe.after(0, 0, _GRADIENT),
+        twice=probe.after(0, 0, 2 * _GRADIENT),
+        used=probe.after(0, 100, _GRADIENT),
+    )
+    others: dict[str, list[str]] = {"exp_avg": [], "exp_avg_sq": []}
+    for role, param in probe.keys:
+        if not answers.are_adams(role, param):
+            others[role].append(param)
+    for role, names in others.items():
         if names:
             yield (
                 f"{few(names)}: tx keeps in a ScaleByAdamState what is no {role} of Adam, as optax's adamax, yogi and "
                 "adopt do; give the optimizer that was trained with"
             )
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """Moments after an update: from ones without a gradient, from zeros with one, with its double, and from zeros
+    beside large second moments."""
+
+    rest: Moments
+    once: Moments
+    twice: Moments
+    used: Moments
+
+    def are_adams(self, role: str, param: str) -> bool:
+        """Whether a moment fades, grows as the gradient or its square, and the first whatever the second is."""
+        key = role, param
+        once = self.once[key] or np.nan
+        fades = self.rest[key] < 1
+        if role == "exp_avg_sq":
+            return fades and _is_about(self.twice[key] / once, 4)
+        return fades and _is_about(self.twice[key] / once, 2) and _is_about(self.used[key] / once, 1)
+
+
+def _is_about(ratio: float, wanted: float) -> bool:
+    return 0.75 < ratio / wanted < 1.33
 
 
 class _Probe:

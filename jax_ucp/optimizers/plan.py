@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -125,14 +125,19 @@ def plan_optimizer(
     if faults:
         lines = fault_lines(faults)
         raise TreeMismatch(f"{contents.path} does not fill the optimizer's state, in {len(faults)} places:\n  {lines}")
-    used = {"param", *(str(one.value.path[0]) for one in filled if isinstance(one.value, Leaf))}
-    if steps.asked:
-        used.add(STEP)
-    left = {name: _LEFT.get(name, "no state of this optimizer takes it") for name in stored if name not in used}
+    left = _left_states(stored, filled, steps.asked)
     return OptimizerPlan(contents, _placed(state, slots, params), filled, left, steps.common())
 
 
 _LEFT = {"max_exp_avg_sq": "torch keeps the maximum of uncorrected moments, which optax has no place for"}
+
+
+def _left_states(stored: Iterable[str], filled: Sequence[Filled], counts_steps: bool) -> dict[str, str]:
+    """The states of the checkpoint that no leaf takes, with the reason."""
+    used = {"param", *(str(one.value.path[0]) for one in filled if isinstance(one.value, Leaf))}
+    if counts_steps:
+        used.add(STEP)
+    return {name: _LEFT.get(name, "no state of this optimizer takes it") for name in stored if name not in used}
 
 
 @dataclass
@@ -186,13 +191,14 @@ class _Steps:
 
 def _states(contents: Contents) -> dict[str, dict[str, Leaf]]:
     """The arrays of the checkpoint by state and by parameter."""
-    found: dict[str, dict[str, Leaf]] = defaultdict(dict)
+    states: dict[str, dict[str, Leaf]] = defaultdict(dict)
     for leaf in contents.leaves:
         if len(leaf.path) > 1 and leaf.has_array:
-            found[str(leaf.path[0])]["/".join(map(str, leaf.path[1:]))] = leaf
-    if "param" not in found:
+            state, *parts = map(str, leaf.path)
+            states[state]["/".join(parts)] = leaf
+    if "param" not in states:
         raise TreeMismatch(f"{contents.path} has no parameters below `param`: it is no import of a torch trainer")
-    return dict(found)
+    return dict(states)
 
 
 def _fill(slot: Slot, stored: Mapping[str, Mapping[str, Leaf]], steps: _Steps, given: Mapping[Path, Any]) -> Filled:
@@ -205,16 +211,22 @@ def _fill(slot: Slot, stored: Mapping[str, Mapping[str, Leaf]], steps: _Steps, g
         return Filled(slot, "computed", "zeros: a checkpoint is saved between two updates", zeros)
     if slot.role == GIVEN:
         return Filled(slot, "initial", f"{given[slot.path]}, {GIVEN}", given[slot.path])
+    leaf = _moment(slot, stored)
+    return Filled(slot, "mapped", f"from {leaf.label}", leaf)
+
+
+def _moment(slot: Slot, stored: Mapping[str, Mapping[str, Leaf]]) -> Leaf:
+    """The stored moment that a leaf holds. Raises TreeMismatch where there is none."""
     if not slot.param:
         raise TreeMismatch(f"it is no {slot.role} of a parameter of the model")
     leaf = stored.get(slot.role, {}).get(slot.param)
-    if leaf is None:
-        own = ", ".join(state for state, leaves in stored.items() if slot.param in leaves) or "nothing of it"
-        why = "the trainer had another optimizer than tx, or its state was left out (see the notes)"
-        if slot.role in stored:
-            why = "a parameter that was not trained has none: mask it (optax.masked, optax.partition)"
-        raise TreeMismatch(f"the checkpoint has no {slot.role} of {slot.param}; it has {own}: {why}")
-    return Filled(slot, "mapped", f"from {leaf.label}", leaf)
+    if leaf is not None:
+        return leaf
+    own = ", ".join(state for state, leaves in stored.items() if slot.param in leaves) or "nothing of it"
+    why = "the trainer had another optimizer than tx, or its state was left out (see the notes)"
+    if slot.role in stored:
+        why = "a parameter that was not trained has none: mask it (optax.masked, optax.partition)"
+    raise TreeMismatch(f"the checkpoint has no {slot.role} of {slot.param}; it has {own}: {why}")
 
 
 def _held(one: Filled) -> str | np.ndarray:
