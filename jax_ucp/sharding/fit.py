@@ -89,8 +89,7 @@ def check_rules(rules: Sequence[Rule]) -> None:
 def idle_rules(rules: Sequence[Rule], leaves: Sequence[Leaf]) -> list[str]:
     """What to say of each rule that applies to no leaf."""
     labels = [leaf.label for leaf in leaves if leaf.has_array]
-    axes = itertools.chain.from_iterable(leaf.axes or () for leaf in leaves)
-    logical = set(itertools.chain.from_iterable(map(_names, axes)))
+    logical = _logical_names(leaves)
     idle: list[str] = []
     for name, spec in rules:
         is_on_labels = isinstance(spec, PartitionSpec)
@@ -99,6 +98,11 @@ def idle_rules(rules: Sequence[Rule], leaves: Sequence[Leaf]) -> list[str]:
         if not is_on_labels and name not in logical:
             idle.append(f"no leaf has the logical axis {name!r}; a rule on labels has a PartitionSpec")
     return idle
+
+
+def _logical_names(leaves: Sequence[Leaf]) -> set[str]:
+    axes = itertools.chain.from_iterable(leaf.axes or () for leaf in leaves)
+    return set(itertools.chain.from_iterable(map(_names, axes)))
 
 
 def _names(axes: Axes) -> tuple[str, ...]:

@@ -134,10 +134,11 @@ def _check_arguments(
         raise ValueError("rules say what lies on which axis of a mesh: give mesh= too")
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ValueError(f"mesh={mesh!r:.80} should be a jax.sharding.Mesh, whose devices are here")
-    if target is None and partial:
-        raise ValueError("partial=True leaves out what a target lacks, and there is no target")
-    if target is None and cast is True:
-        raise ValueError("cast=True converts to the dtypes of a target, and there is none; give a dtype")
+    if target is None:
+        if partial:
+            raise ValueError("partial=True leaves out what a target lacks, and there is no target")
+        if cast is True:
+            raise ValueError("cast=True converts to the dtypes of a target, and there is none; give a dtype")
     if not isinstance(cast, bool) and not _is_floating(cast):
         raise ValueError(f"cast={cast!r} would not keep floating arrays floating; give a floating dtype, or a target")
     check_rules(rules)

@@ -127,15 +127,19 @@ def match(
             pairs.append((node, leaf))
     extra = [] if partial else list(left.values())
     faults = [_missing(node, left.values()) for node in missing]
-    for node, leaf in pairs:
-        if difference := _difference(node, leaf, cast, narrow):
-            faults.append(f"{node.label}: {difference}")
+    faults += _differences(pairs, cast, narrow)
     faults += [f"{leaf.label}: in the checkpoint, but not in the target" for leaf in extra]
     if faults:
         lines = fault_lines(faults)
         hint = "\nTo leave out what the target lacks, restore with partial=True." if extra else ""
         raise TreeMismatch(f"the target does not fit the checkpoint in {len(faults)} leaves:\n  {lines}{hint}")
     return pairs
+
+
+def _differences(pairs: Sequence[tuple[Node, Leaf]], cast: bool, narrow: bool) -> Iterator[str]:
+    for node, leaf in pairs:
+        if difference := _difference(node, leaf, cast, narrow):
+            yield f"{node.label}: {difference}"
 
 
 def fill(target: Any, pairs: Sequence[tuple[Node, Any]]) -> Any:

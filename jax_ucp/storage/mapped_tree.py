@@ -138,17 +138,14 @@ class _Tree:
             self._leave_scaled(state, name, params)
             return None
         has_numbers = self._has_numbers(state, params)
-        dtypes = {leaves[param].dtype for param in params}
-        if len(dtypes) > 1:
-            listed = ", ".join(sorted(dtypes))
-            raise _Unmappable(f"{state}/{name}: its parameters differ in dtype, {listed}")
+        dtype = _common_dtype([leaves[param] for param in params], f"{state}/{name}")
         if has_numbers:
             return Formed(form, [leaves[param].name for param in params])
         first, *copies = (_renamed(layout, leaves) for layout in layouts)
         renamed = replace(form, layout=first, copies=tuple(copies))
         if state != "param":
             return Formed(replace(renamed, dtype=""))
-        self._note_cast(name, dtypes.pop(), form.dtype)
+        self._note_cast(name, dtype, form.dtype)
         return Formed(renamed)
 
     def _leave_scaled(self, state: str, name: str, params: Sequence[str]) -> None:
@@ -192,6 +189,13 @@ def _complete_layouts(form: LeafForm, params: Collection[str], label: str) -> li
     if len(lacking) > 3:
         names += f" and {len(lacking) - 3} more"
     raise _Unmappable(f"{label}: {next(iter(params))} has this state, but {names} not")
+
+
+def _common_dtype(leaves: Sequence[Leaf], label: str) -> str:
+    dtypes = {leaf.dtype for leaf in leaves}
+    if len(dtypes) > 1:
+        raise _Unmappable(f"{label}: its parameters differ in dtype, {', '.join(sorted(dtypes))}")
+    return dtypes.pop()
 
 
 def _renamed(layout: LeafLayout, leaves: Mapping[str, Leaf]) -> LeafLayout:
