@@ -21,6 +21,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class UCPError(Exception):
     """Anything jax_ucp refuses to do, with the reason and the remedy in its text."""
@@ -68,3 +70,20 @@ class SaveFailed(UCPError, RuntimeError):
 
 class UnsupportedLeaf(UCPError, TypeError):
     """A leaf of a tree to be saved is nothing we could restore as what it was."""
+
+
+FAULTS_SHOWN = 20
+
+
+def fault_lines(faults: Sequence[str], shown: int = FAULTS_SHOWN) -> str:
+    """The first `shown` faults, a line each with the indent that a message's later lines have.
+
+    >>> print("  " + fault_lines(["a is missing", "b is missing", "c is missing"], shown=2))
+      a is missing
+      b is missing
+      ... and 1 more
+    """
+    lines = list(faults[:shown])
+    if len(faults) > shown:
+        lines.append(f"... and {len(faults) - shown} more")
+    return "\n  ".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -64,12 +65,9 @@ def export(
     """
     options = {name: said.pop(name) for name in ("dtype", "max_shard_bytes", "zero_stage")}
     labels = {name: said.pop(name) for name in ("params", "opt_state", "step_dtype")}
-    optimizer, labels = said.pop("optimizer"), {name: label for name, label in labels.items() if label}
-    if labels and not optimizer:
-        raise click.UsageError(f"--{next(iter(labels)).replace('_', '-')} goes with --optimizer: give that too")
-    for name, only in (("max_shard_bytes", "safetensors"), ("zero_stage", "deepspeed")):
-        if options[name] is not None and format != only:
-            raise click.UsageError(f"--{name.removesuffix('_bytes').replace('_', '-')} is for --format {only}")
+    labels = {name: label for name, label in labels.items() if label}
+    optimizer = said.pop("optimizer")
+    _check_options(format, options, optimizer, labels)
     local_path(target)
     of_model = require_mapping(mapping, said.pop("config"), said.pop("assume"))
     rules = load_mapping(mapping)
@@ -89,6 +87,17 @@ def export(
         print_json(found)
     else:
         console.print(f"{target}: {found['tensors']} tensors, {size(found['bytes'])}, in {found['files']} files")
+
+
+def _check_options(
+    format: ExportFormat, options: Mapping[str, object], optimizer: str | None, labels: Mapping[str, str]
+) -> None:
+    """Raises UsageError for an option that does not go with the others."""
+    if labels and not optimizer:
+        raise click.UsageError(f"--{next(iter(labels)).replace('_', '-')} goes with --optimizer: give that too")
+    for name, only in (("max_shard_bytes", "safetensors"), ("zero_stage", "deepspeed")):
+        if options[name] is not None and format != only:
+            raise click.UsageError(f"--{name.removesuffix('_bytes').replace('_', '-')} is for --format {only}")
 
 
 def _optimizer(name: str) -> tuple[Any, ...]:

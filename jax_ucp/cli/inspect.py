@@ -27,47 +27,61 @@ def inspect(path: str, pattern: str | None, all_: bool, json_: bool, **source: A
     """What is in the checkpoint at PATH, where its bytes are, and what is not understood."""
     if all_ and pattern is not None:
         raise click.UsageError("--all prints the account, --leaf the leaves that match: give one of them")
-    found = report.inspection(open_checkpoint(path, **source))
+    inspection = report.inspection(open_checkpoint(path, **source))
     if pattern is not None:
-        leaves = [leaf for leaf in found["leaves"] if re.search(pattern, leaf["leaf"])]
-        if not leaves:
-            labels = [leaf["leaf"] for leaf in found["leaves"]]
-            few = difflib.get_close_matches(pattern, labels, n=3, cutoff=0.3) or labels[:3]
-            raise TreeMismatch(f"no leaf of {path} matches {pattern!r}; it has {len(labels)}, such as {', '.join(few)}")
-        found["leaves"] = leaves
+        inspection["leaves"] = _matching(pattern, inspection["leaves"], path)
     if json_:
-        print_json(found)
+        print_json(inspection)
         return
-    print_head(found)
+    print_head(inspection)
     if pattern is not None:
-        rows = [
-            (leaf["leaf"], piece["to"], piece["file"], piece["item"], piece["from"])
-            for leaf in found["leaves"]
-            for piece in leaf.get("stored", ())
-        ]
-        console.print(table(("leaf", "block", "file", "item", "block there"), rows))
+        console.print(_piece_table(inspection["leaves"]))
         return
-    console.print(_leaf_table(found))
-    print_account(found["account"], all_)
+    console.print(_leaf_table(inspection["leaves"]))
+    print_account(inspection["account"], all_)
     if all_:
-        console.print_json(json.dumps(found["extras"]), ensure_ascii=True)
+        console.print_json(json.dumps(inspection["extras"]), ensure_ascii=True)
 
 
-def _leaf_table(found: Report) -> Table:
-    """One line a parameter where the tree is {state: {parameter: array}}, one line a leaf elsewhere."""
-    leaves = [leaf for leaf in found["leaves"] if "shape" in leaf]
-    if {leaf["leaf"].count("/") for leaf in leaves} != {1} or not any(x["leaf"].startswith("param/") for x in leaves):
-        rows = [
-            (leaf["leaf"], leaf.get("dtype", leaf["kind"]), str(leaf.get("shape", "")), _spec(leaf), _files(leaf))
-            for leaf in found["leaves"]
-        ]
-        return table(("leaf", "dtype", "shape", "saved as", "stored in"), rows)
-    params: dict[str, list[Report]] = {}
+def _matching(pattern: str, leaves: list[Report], path: str) -> list[Report]:
+    """The leaves that match. Raises TreeMismatch where none does."""
+    matching = [leaf for leaf in leaves if re.search(pattern, leaf["leaf"])]
+    if not matching:
+        labels = [leaf["leaf"] for leaf in leaves]
+        few = difflib.get_close_matches(pattern, labels, n=3, cutoff=0.3) or labels[:3]
+        raise TreeMismatch(f"no leaf of {path} matches {pattern!r}; it has {len(labels)}, such as {', '.join(few)}")
+    return matching
+
+
+def _piece_table(leaves: list[Report]) -> Table:
+    """One line a piece: where the bytes of each block of a leaf are."""
+    rows: list[tuple[str, ...]] = []
     for leaf in leaves:
-        params.setdefault(leaf["leaf"].split("/")[1], []).append(leaf)
-    rows = []
-    for name, states in params.items():
-        kinds = [f"{x['leaf'].split('/')[0]} {x['dtype']}" for x in states]
+        pieces = leaf.get("stored", ())
+        rows += [(leaf["leaf"], piece["to"], piece["file"], piece["item"], piece["from"]) for piece in pieces]
+    return table(("leaf", "block", "file", "item", "block there"), rows)
+
+
+def _leaf_table(leaves: list[Report]) -> Table:
+    """One line a parameter where the tree is {state: {parameter: array}}, one line a leaf elsewhere."""
+    arrays = [leaf for leaf in leaves if "shape" in leaf]
+    paths = [leaf["leaf"].split("/") for leaf in arrays]
+    if all(len(parts) == 2 for parts in paths) and "param" in {state for state, *_ in paths}:
+        return _parameter_table(arrays)
+    rows = [
+        (leaf["leaf"], leaf.get("dtype", leaf["kind"]), str(leaf.get("shape", "")), _spec(leaf), _files(leaf))
+        for leaf in leaves
+    ]
+    return table(("leaf", "dtype", "shape", "saved as", "stored in"), rows)
+
+
+def _parameter_table(arrays: list[Report]) -> Table:
+    states_of: dict[str, list[Report]] = {}
+    for leaf in arrays:
+        states_of.setdefault(leaf["leaf"].split("/")[1], []).append(leaf)
+    rows: list[tuple[str, ...]] = []
+    for name, states in states_of.items():
+        kinds = [f"{leaf['leaf'].split('/')[0]} {leaf['dtype']}" for leaf in states]
         rows.append((name, str(states[0]["shape"]), ", ".join(kinds), _files(*states)))
     return table(("parameter", "shape", "states", "stored in"), rows)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import ml_dtypes
 import numpy as np
@@ -28,6 +28,8 @@ from jax_ucp.storage.copy import require_sound
 
 ExportFormat = Literal["safetensors", "dcp", "deepspeed"]
 EXPORT_FORMATS: Sequence[ExportFormat] = get_args(ExportFormat)
+
+Extras = Mapping[str, Mapping[str, Any]]  # by file and by name
 
 MAX_SHARD_BYTES = 50 * 10**9  # as `save_pretrained` of transformers 5
 
@@ -62,39 +64,74 @@ def plan_export(
     The arguments, and what is refused, are those of `Checkpoint.export`.
     """
     _check_arguments(format, max_shard_bytes, zero_stage, budget_bytes)
-    found = parameters(contents, _dtype(dtype))
-    if not found.model and format != "dcp":
+    params = parameters(contents, _dtype(dtype))
+    if not params.model and format != "dcp":
         raise TreeMismatch(f"{contents.path} has no parameters, and {format} has a place for nothing else")
     extras, unwritable = values(contents.extras)
-    everything = [(file, name) for file, named in extras.items() for name in named]
-    if found.groups and format != "safetensors":  # which have them, whatever they were called
-        everything = [(file, name) for file, name in everything if "param_groups" not in name]
-    notes = _cast_notes(contents, found, dtype)
     with _of_trainers(contents):
         match format:
             case "safetensors":
-                files = safetensors.safetensors_files(found, contents.extras, max_shard_bytes or MAX_SHARD_BYTES)
-                if found.moments:
-                    states = ", ".join(found.moments)
-                    notes.append(f"{states} are left out: safetensors is for weights, and its readers expect no more")
-                left = [place for place in everything if not safetensors.carries(*place)]
+                content = _as_safetensors(contents, params, extras, max_shard_bytes or MAX_SHARD_BYTES)
             case "dcp":
-                native = contents.source.get("format", contents.format) == "dcp"
-                objects = dcp.objects(extras, renamed="mapping" in contents.source) if native else {}
-                files = dcp.dcp_files(found, objects)
-                left = [] if native else everything
-                notes += untold(dcp.groups(found, objects), "their group in param_groups has no settings")
+                content = _as_dcp(contents, params, extras)
             case "deepspeed":
-                files = deepspeed.deepspeed_files(found, extras, _steps(contents, found), zero_stage)
-                notes += deepspeed.notes(found, extras)
-                left = [place for place in everything if not deepspeed.carries(*place)]
-    if found.other and format != "dcp":
-        notes.append(f"{len(found.other)} tensors beside the model are left out, the first {next(iter(found.other))}")
+                content = _as_deepspeed(contents, params, extras, zero_stage)
+    notes = [*_cast_notes(contents, params, dtype), *content.notes]
+    if params.other and format != "dcp":
+        first = next(iter(params.other))
+        notes.append(f"{len(params.other)} tensors beside the model are left out, the first {first}")
     notes += unwritable
-    if left:
-        file, name = left[0]
-        notes.append(f"{len(left)} extras are left out, which {format} has no place for; the first is {name} of {file}")
-    return ExportPlan(format, files, notes, budget_bytes, peak_bytes(files, contents.arrays, budget_bytes))
+    if content.left:
+        file, name = content.left[0]
+        notes.append(
+            f"{len(content.left)} extras are left out, which {format} has no place for; the first is {name} of {file}"
+        )
+    peak = peak_bytes(content.files, contents.arrays, budget_bytes)
+    return ExportPlan(format, content.files, notes, budget_bytes, peak)
+
+
+@dataclass(frozen=True)
+class _Content:
+    """The files of a format, what to say of them, and the extras without a place in them: (file, name)."""
+
+    files: Sequence[File]
+    notes: Sequence[str]
+    left: Sequence[tuple[str, str]]
+
+
+def _as_safetensors(contents: Contents, params: Parameters, extras: Extras, max_shard_bytes: int) -> _Content:
+    files = safetensors.safetensors_files(params, contents.extras, max_shard_bytes)
+    notes: list[str] = []
+    if params.moments:
+        states = ", ".join(params.moments)
+        notes.append(f"{states} are left out: safetensors is for weights, and its readers expect no more")
+    left = [place for place in _places(extras) if not safetensors.carries(*place)]
+    return _Content(files, notes, left)
+
+
+def _as_dcp(contents: Contents, params: Parameters, extras: Extras) -> _Content:
+    is_native = contents.source.get("format", contents.format) == "dcp"
+    objects = dcp.objects(extras, renamed="mapping" in contents.source) if is_native else {}
+    files = dcp.dcp_files(params, objects)
+    notes = untold(dcp.groups(params, objects), "their group in param_groups has no settings")
+    return _Content(files, list(notes), [] if is_native else _places_beside_groups(params, extras))
+
+
+def _as_deepspeed(contents: Contents, params: Parameters, extras: Extras, zero_stage: int | None) -> _Content:
+    files = deepspeed.deepspeed_files(params, extras, _steps(contents, params), zero_stage)
+    places = _places_beside_groups(params, extras)
+    left = [place for place in places if not deepspeed.carries(*place)]
+    return _Content(files, list(deepspeed.notes(params, extras)), left)
+
+
+def _places(extras: Extras) -> list[tuple[str, str]]:
+    return [(file, name) for file, named in extras.items() for name in named]
+
+
+def _places_beside_groups(params: Parameters, extras: Extras) -> list[tuple[str, str]]:
+    """The extras but the optimizer's groups, which the format has from `params`, whatever they were called."""
+    places = _places(extras)
+    return [(file, name) for file, name in places if not params.groups or "param_groups" not in name]
 
 
 @contextmanager
@@ -127,11 +164,11 @@ def run_export(
         require_written(folder, plan.files)
 
 
-def _cast_notes(contents: Contents, found: Parameters, dtype: str | None) -> list[str]:
+def _cast_notes(contents: Contents, params: Parameters, dtype: str | None) -> list[str]:
     if dtype is None:
         return []
     stored = contents.arrays.arrays()
-    if all(tensor.dtype == stored[tensor.key].dtype for tensor in found.model.values()):
+    if all(tensor.dtype == stored[tensor.key].dtype for tensor in params.model.values()):
         return [f"no parameter is cast: all floating ones have dtype {dtype} already"]
     return [f"floating parameters are cast to {dtype}; states keep their dtypes"]
 
@@ -166,7 +203,7 @@ def _dtype(name: str | None) -> np.dtype | None:
     return dtype
 
 
-def _steps(contents: Contents, found: Parameters) -> Mapping[str, np.ndarray]:
+def _steps(contents: Contents, params: Parameters) -> Mapping[str, np.ndarray]:
     """How many steps the optimizer took, by parameter."""
-    tensors = {name: states["step"] for name, states in found.states.items() if "step" in states}
+    tensors = {name: states["step"] for name, states in params.states.items() if "step" in states}
     return {name: np.asarray(contents.arrays.read(t.key, Box.whole(t.shape))) for name, t in tensors.items()}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_ucp.errors import CorruptData
+from jax_ucp.errors import CorruptData, fault_lines
 from jax_ucp.layout.blocks import OUTER_BYTES, SMALL_BYTES, grid_boxes, rows_of_chunks
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
@@ -125,18 +125,18 @@ def _create(path: Path, size: int) -> None:
 
 def require_written(folder: Path, files: Sequence[File]) -> None:
     """Raises CorruptData unless the folder has just these files, each with its bytes: nothing else writes there."""
-    wanted = {file.name: file.size for file in files}
-    found = {str(path.relative_to(folder)): path.lstat().st_size for path in folder.rglob("*") if not path.is_dir()}
-    faults = [f"{name} is missing" for name in wanted if name not in found]
-    faults += [f"{name} is no file of this export" for name in found if name not in wanted]
-    faults += [
-        f"{name} has {found[name]} bytes, not the {size} that were written"
-        for name, size in wanted.items()
-        if found.get(name, size) != size
-    ]
+    present = [path for path in folder.rglob("*") if not path.is_dir()]
+    sizes = {str(path.relative_to(folder)): path.lstat().st_size for path in present}
+    missing, resized = [], []
+    for file in files:
+        size = sizes.pop(file.name, None)
+        if size is None:
+            missing.append(f"{file.name} is missing")
+        elif size != file.size:
+            resized.append(f"{file.name} has {size} bytes, not the {file.size} that were written")
+    faults = [*missing, *(f"{name} is no file of this export" for name in sizes), *resized]
     if faults:
-        more = [f"... and {len(faults) - FAULTS_SHOWN} more"] if len(faults) > FAULTS_SHOWN else []
-        lines = "\n  ".join([*faults[:FAULTS_SHOWN], *more])
+        lines = fault_lines(faults, FAULTS_SHOWN)
         raise CorruptData(
             f"{folder} is not as this export wrote it:\n  {lines}\nSomething else deletes or writes files there: "
             "keep it away while an export is running, and export again."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from jax_ucp.storage.contents import Contents
 
 # The importers' words for tensors of a model that are no parameters, and for those that are no part of a model.
 BUFFER, OTHER = "buffer", "other"
+
+_PROBLEMS_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -33,19 +36,19 @@ class Parameters:
     @property
     def model(self) -> dict[str, Tensor]:
         """What a model's state dict has: parameters and buffers."""
-        return {**{name: states["param"] for name, states in self.states.items()}, **self.buffers}
+        return {name: states["param"] for name, states in self.states.items()} | dict(self.buffers)
 
     @property
     def trained(self) -> list[str]:
         """The parameters that the optimizer has: those with a state besides `param`, and those of a group."""
-        told = {name for group in self.groups for name in group.params}
-        return [name for name, states in self.states.items() if name in told or states.keys() - {"param"}]
+        grouped = {name for group in self.groups for name in group.params}
+        return [name for name, states in self.states.items() if name in grouped or states.keys() - {"param"}]
 
     @property
     def moments(self) -> list[str]:
         """The states that any parameter has, besides `param`, in the order in which they are met."""
-        found = (state for states in self.states.values() for state in states if state != "param")
-        return list(dict.fromkeys(found))
+        met = dict.fromkeys(itertools.chain.from_iterable(self.states.values()))
+        return [state for state in met if state != "param"]
 
 
 def parameters(contents: Contents, dtype: np.dtype | None = None) -> Parameters:
@@ -55,30 +58,44 @@ def parameters(contents: Contents, dtype: np.dtype | None = None) -> Parameters:
 
     Raises TreeMismatch, naming leaves, for any other tree, and for states of what is no parameter.
     """
-    strange = [leaf.label or "the tree itself" for leaf in contents.leaves if not _is_state(leaf)]
-    if strange or not contents.leaves:
-        what = f"{len(strange)} leaves lie elsewhere, the first {strange[0]}" if strange else "it has no leaves"
-        raise TreeMismatch(
-            f"{contents.path} is not a tree {{state: {{parameter: array}}}}, which is what can be exported: {what}. "
-            "Map the leaves of a model back to parameters first."
-        )
-    found: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    _check_tree(contents)
+    states: dict[str, dict[str, Tensor]] = defaultdict(dict)
     beside: dict[str, dict[str, Tensor]] = {BUFFER: {}, OTHER: {}}
     for leaf in contents.leaves:
         state, name = (str(key.name) for key in leaf.path)
+        tensor = _tensor(leaf, dtype if state == "param" else None)
         if state in beside:
-            beside[state][name] = _tensor(leaf, None)
+            beside[state][name] = tensor
         else:
-            found[name][state] = _tensor(leaf, dtype if state == "param" else None)
-    if twice := sorted(found.keys() & beside[BUFFER].keys()):
+            states[name][state] = tensor
+    if twice := sorted(states.keys() & beside[BUFFER].keys()):
         raise TreeMismatch(f"{contents.path} has {twice[0]} as a parameter and as a buffer; leave one out of the tree")
-    orphans = [f"{state} of {name}" for name, states in found.items() for state in states if "param" not in states]
+    _check_orphans(contents, states)
+    return Parameters(states, beside[BUFFER], beside[OTHER], list(_of(contents.groups, states)))
+
+
+def _check_tree(contents: Contents) -> None:
+    """Raises TreeMismatch for a tree other than `{state: {parameter: array}}`."""
+    strange = [leaf.label or "the tree itself" for leaf in contents.leaves if not _is_state(leaf)]
+    if contents.leaves and not strange:
+        return
+    what = "it has no leaves"
+    if strange:
+        what = f"{len(strange)} leaves lie elsewhere, the first {strange[0]}"
+    raise TreeMismatch(
+        f"{contents.path} is not a tree {{state: {{parameter: array}}}}, which is what can be exported: {what}. "
+        "Map the leaves of a model back to parameters first."
+    )
+
+
+def _check_orphans(contents: Contents, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Raises TreeMismatch for states without their parameter."""
+    orphans = [f"{state} of {name}" for name, tensors in states.items() if "param" not in tensors for state in tensors]
     if orphans:
         raise TreeMismatch(
             f"{contents.path} has states of what is no parameter ({len(orphans)}, the first {orphans[0]}); "
             "no format has a place for them. Leave them out of the tree."
         )
-    return Parameters(found, beside[BUFFER], beside[OTHER], list(_of(contents.groups, found)))
 
 
 def torch_groups(
@@ -90,24 +107,34 @@ def torch_groups(
     order: they come first, all of them. Parameters of which nothing is known are a last group, without settings.
     """
     left = list(_of(groups, trained))
-    found: list[dict[str, Any]] = []
-    for words in said:
-        mine = next((group for group in left if group.settings == plain_settings(words)), Group((), {}))
-        left = [group for group in left if group is not mine]
-        found.append({**words, "params": list(mine.params)})
+    unknown = dict.fromkeys(trained)
+    torch: list[dict[str, Any]] = []
+
+    def add(settings: Mapping[str, Any], names: Sequence[str]) -> None:
+        torch.append({**settings, "params": list(names)})
+        for name in names:
+            unknown.pop(name, None)
+
+    for settings in said:
+        plain = plain_settings(settings)
+        same = [i for i, group in enumerate(left) if group.settings == plain]
+        add(settings, left.pop(same[0]).params if same else ())
     for group in left:
-        # What torch's optimizers take of several numbers, such as betas, is a tuple.
-        settings = {key: tuple(value) if isinstance(value, list) else value for key, value in group.settings.items()}
-        found.append({**settings, "params": list(group.params)})
-    told = {name for group in found for name in group["params"]}
-    if rest := [name for name in trained if name not in told]:
-        found.append({"params": rest})
-    return found
+        add({key: _torch_value(value) for key, value in group.settings.items()}, group.params)
+    if unknown:
+        add({}, list(unknown))
+    return torch
+
+
+def _torch_value(value: Any) -> Any:
+    """A setting as torch's optimizers take it: several numbers, such as betas, as a tuple."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def untold(groups: Sequence[Mapping[str, Any]], instead: str) -> Iterator[str]:
     """A note on the parameters that `torch_groups` knew nothing of, and what becomes of them."""
-    names = [name for group in groups if group.keys() == {"params"} for name in group["params"]]
+    bare = [group["params"] for group in groups if group.keys() == {"params"}]
+    names = list(itertools.chain.from_iterable(bare))
     if names:
         yield f"nothing says what the optimizer was told for {len(names)} parameters, the first {names[0]}: {instead}"
 
@@ -125,7 +152,9 @@ def _is_state(leaf: Leaf) -> bool:
 
 def _tensor(leaf: Leaf, dtype: np.dtype | None) -> Tensor:
     stored = np.dtype(leaf.dtype)
-    return Tensor(leaf.name, leaf.shape, dtype if dtype is not None and is_floating(stored) else stored)
+    if dtype is None or not is_floating(stored):
+        dtype = stored
+    return Tensor(leaf.name, leaf.shape, dtype)
 
 
 def is_floating(dtype: np.dtype) -> bool:
@@ -135,5 +164,7 @@ def is_floating(dtype: np.dtype) -> bool:
 
 def named(problems: Sequence[str], what: str, remedy: str) -> str:
     """One report of problems that each name their parameter."""
-    lines = [*problems[:8], *([f"and {len(problems) - 8} more"] if len(problems) > 8 else [])]
-    return "\n  ".join([f"{what}:", *lines, remedy])
+    lines = [f"{what}:", *problems[:_PROBLEMS_SHOWN]]
+    if len(problems) > _PROBLEMS_SHOWN:
+        lines.append(f"and {len(problems) - _PROBLEMS_SHOWN} more")
+    return "\n  ".join([*lines, remedy])

@@ -24,27 +24,37 @@ def point_inside(at: Path, recognised: Callable[[Path], bool]) -> None:
         names = ", ".join(path.name for path in steps)
         raise NotACheckpoint(f"{at} holds the steps {names}: open one, {steps[-1]}")
     inside = [*_revisions(at), *(path for path in _children(at) if path.is_dir() and recognised(path))]
-    refusals: list[FormatError] = []
-    for path in _children(at):
-        if path.is_file() and is_torch_file(path):
-            try:
-                refuse_part(path)
-                inside.append(path)
-            except FormatError as error:
-                refusals.append(error)
+    wholes, refusals = _torch_files(at)
+    inside += wholes
     if inside:
         raise NotACheckpoint(f"{at} is no checkpoint itself, but holds {_listed(inside)}: open one, {inside[0]}")
     if refusals:
         raise refusals[0]
 
 
+def _torch_files(at: Path) -> tuple[list[Path], list[FormatError]]:
+    """Torch's files in a folder that are whole, and why each other one is not."""
+    wholes: list[Path] = []
+    refusals: list[FormatError] = []
+    for path in _children(at):
+        if not (path.is_file() and is_torch_file(path)):
+            continue
+        try:
+            refuse_part(path)
+            wholes.append(path)
+        except FormatError as error:
+            refusals.append(error)
+    return wholes, refusals
+
+
 def not_read(at: Path) -> str:
     """What a folder shows of why it cannot be read: a download under way, or another format; empty if nothing."""
     for path in _children(at):
-        if (will_be := finished_name(path.name)) is not None and holds_weights([will_be]):
+        name = finished_name(path.name)
+        if name is not None and holds_weights([name]):
             return f"{path.name} in it is a download that has not ended"
-        if (what := _FOREIGN.get(path.suffix)) is not None:
-            return f"{path.name} in it is {what}, which is not read here"
+        if path.suffix in _FOREIGN:
+            return f"{path.name} in it is {_FOREIGN[path.suffix]}, which is not read here"
     return ""
 
 

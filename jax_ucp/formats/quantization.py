@@ -124,8 +124,10 @@ def quantized_weights(contents: Contents, method: str) -> Iterator[QuantizedWeig
     """
     infos: dict[str, ArrayInfo] = {}
     labels: dict[str, str] = {}
+    is_imported = _imported(contents)
     for leaf in contents.leaves:
-        if leaf.has_array and not (_imported(contents) and leaf.path[0].name == STORED):
+        is_kept = is_imported and leaf.path[0].name == STORED
+        if leaf.has_array and not is_kept:
             name = leaf.label.replace("/", ".")
             infos[name], labels[name] = ArrayInfo(leaf.shape, np.dtype(leaf.dtype)), leaf.label
     claimed: set[str] = set()
@@ -163,14 +165,18 @@ def declared(extras: Mapping[str, Any]) -> str:
     for file, key in _DECLARED:
         config = extras.get(file, {}).get("config")
         for inner in (config, _item(config, "text_config")):
-            said = _item(inner, key) if key else inner
-            if isinstance(said, Mapping) and (method := _method(said, key or file)):
+            settings = _item(inner, key) if key else inner
+            method = _method(settings, key or file)
+            if method:
                 return method
     return ""
 
 
-def _method(said: Mapping[str, Any], otherwise: str) -> str:
-    names = [said[key] for key in _METHODS if key in said]
+def _method(settings: Any, otherwise: str) -> str:
+    """What the settings of a quantisation call it; empty if they are not settings."""
+    if not isinstance(settings, Mapping):
+        return ""
+    names = [settings[key] for key in _METHODS if key in settings]
     return str(names[0] or "") if names else otherwise
 
 
@@ -192,7 +198,8 @@ def _by_names(infos: Mapping[str, ArrayInfo]) -> Iterator[QuantizedWeight]:
 
 def _parts(scheme: Scheme, name: str, base: str, infos: Mapping[str, ArrayInfo]) -> dict[str, str] | None:
     """What is stored of the weight whose codes may be called `name`, if all it needs is there and fits."""
-    if not infos[name].dtype.name.startswith(scheme.dtypes):
+    codes = infos[name]
+    if not codes.dtype.name.startswith(scheme.dtypes):
         return None
     needed: dict[str, str] = {}
     for alternatives in scheme.needs:
@@ -201,13 +208,16 @@ def _parts(scheme: Scheme, name: str, base: str, infos: Mapping[str, ArrayInfo])
             return None
         needed[_role(suffix)] = base + suffix
     scales = infos[next(iter(needed.values()))]
-    if not scales.dtype.name.startswith(scheme.scales) or not scheme.fits(infos[name].shape, scales.shape):
-        return None
+    fits = scales.dtype.name.startswith(scheme.scales) and scheme.fits(codes.shape, scales.shape)
+    return {"codes": name} | _optional_parts(scheme, base, infos) | needed if fits else None
+
+
+def _optional_parts(scheme: Scheme, base: str, infos: Mapping[str, ArrayInfo]) -> dict[str, str]:
+    """What is stored of a weight beside its codes and what it needs, by role."""
     module = base if scheme.weight else base.rpartition(".")[0]
-    others = {_role(suffix): base + suffix for suffix in scheme.may}
-    others |= {role: f"{module}.{role}" for role in _OF_THE_MODULE}
-    there = {role: other for role, other in others.items() if other in infos}
-    return {"codes": name} | there | needed
+    names = {_role(suffix): base + suffix for suffix in scheme.may}
+    names |= {role: f"{module}.{role}" for role in _OF_THE_MODULE}
+    return {role: name for role, name in names.items() if name in infos}
 
 
 def _role(suffix: str) -> str:
@@ -226,17 +236,21 @@ def _unexplained(infos: Mapping[str, ArrayInfo], claimed: set[str], method: str)
 
     What else is of the same module goes with them, except a bias.
     """
-    modules: dict[str, list[str]] = defaultdict(list)
+    fault = f"the config declares {method}, and no scale that is known here lies beside it"
+    codes: dict[str, list[str]] = defaultdict(list)  # by module
+    others: dict[str, dict[str, str]] = defaultdict(dict)  # by module and role
     for name in infos:
-        if name not in claimed:
-            modules[name.rpartition(".")[0]].append(name)
-    for module, names in modules.items():
-        codes = [name for name in names if _may_be_codes(name, infos[name])]
-        others = [name for name in names if name not in codes and not name.endswith("bias")]
-        for name in codes:
-            parts = {"codes": name} | {other.removeprefix(f"{module}."): other for other in others}
-            fault = f"the config declares {method}, and no scale that is known here lies beside it"
-            yield QuantizedWeight(method, name, parts, fault)
+        if name in claimed:
+            continue
+        module = name.rpartition(".")[0]
+        of_module = codes[module]
+        if _may_be_codes(name, infos[name]):
+            of_module.append(name)
+        elif not name.endswith("bias"):
+            others[module][name.removeprefix(f"{module}.")] = name
+    for module, names in codes.items():
+        for name in names:
+            yield QuantizedWeight(method, name, {"codes": name} | others[module], fault)
 
 
 def _may_be_codes(name: str, info: ArrayInfo) -> bool:

@@ -6,7 +6,8 @@ a word. What an optimizer sums is found by asking it for one update from chosen 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -28,39 +29,20 @@ def rule_faults(tx: optax.GradientTransformation, params: Any) -> Iterator[str]:
 
     `params` is the tree of the model, of arrays or ShapeDtypeStructs.
     """
-    small = jax.tree.map(lambda p: jnp.zeros([min(size, 2) for size in p.shape], jnp.float32), params)
-    _, slots = slots_of(tx, small)
-    of_adam = [slot for slot in slots if slot.owner is optax.ScaleByAdamState and slot.param]
-    if not of_adam:
+    probe = _Probe(tx, params)
+    if not probe.keys:
         return
-    update = jax.jit(tx.update)
-
-    def after(first: float, second: float, gradient: float) -> Moments:
-        """The moments after one update from these, which an optimizer makes that gathers gradients first, too."""
-        state = tx.init(small)
-        values = [_started(slot, leaf, first, second) for slot, leaf in zip(slots, jax.tree.leaves(state), strict=True)]
-        state = jax.tree.unflatten(jax.tree.structure(state), values)
-        gradients = jax.tree.map(lambda p: jnp.full_like(p, gradient), small)
-        begun = found = _moments(slots, state)
-        for _ in range(TRIES):
-            _, state = update(gradients, state, small)
-            found = _moments(slots, state)
-            if found != begun:
-                break
-        return found
-
-    rest, once, twice = after(1, 1, 0), after(0, 0, _GRADIENT), after(0, 0, 2 * _GRADIENT)
-    used = after(0, 100, _GRADIENT)
-    other: dict[str, list[str]] = {"exp_avg": [], "exp_avg_sq": []}
-    for slot in of_adam:
-        key = (slot.role, slot.param)
-        grows = 2 if slot.role == "exp_avg" else 4
-        as_adam = rest[key] < 1 and 0.75 < twice[key] / (grows * once[key] or np.nan) < 1.33
-        if slot.role == "exp_avg":
-            as_adam = as_adam and 0.75 < used[key] / once[key] < 1.33
-        if not as_adam:
-            other[slot.role].append(slot.param)
-    for role, names in other.items():
+    answers = _Answers(
+        rest=probe.after(1, 1, 0),
+        once=probe.after(0, 0, _GRADIENT),
+        twice=probe.after(0, 0, 2 * _GRADIENT),
+        used=probe.after(0, 100, _GRADIENT),
+    )
+    others: dict[str, list[str]] = {"exp_avg": [], "exp_avg_sq": []}
+    for role, param in probe.keys:
+        if not answers.are_adams(role, param):
+            others[role].append(param)
+    for role, names in others.items():
         if names:
             yield (
                 f"{few(names)}: tx keeps in a ScaleByAdamState what is no {role} of Adam, as optax's adamax, yogi and "
@@ -68,15 +50,64 @@ def rule_faults(tx: optax.GradientTransformation, params: Any) -> Iterator[str]:
             )
 
 
+@dataclass(frozen=True)
+class _Answers:
+    """Moments after an update: from ones without a gradient, from zeros with one, with its double, and from zeros
+    beside large second moments."""
+
+    rest: Moments
+    once: Moments
+    twice: Moments
+    used: Moments
+
+    def are_adams(self, role: str, param: str) -> bool:
+        """Whether a moment fades, grows as the gradient or its square, and the first whatever the second is."""
+        key = role, param
+        once = self.once[key] or np.nan
+        fades = self.rest[key] < 1
+        if role == "exp_avg_sq":
+            return fades and _is_about(self.twice[key] / once, 4)
+        return fades and _is_about(self.twice[key] / once, 2) and _is_about(self.used[key] / once, 1)
+
+
+def _is_about(ratio: float, wanted: float) -> bool:
+    return 0.75 < ratio / wanted < 1.33
+
+
+class _Probe:
+    """An optimizer that is asked for updates of small arrays; `keys` are its moments of Adam's type."""
+
+    def __init__(self, tx: optax.GradientTransformation, params: Any):
+        self._tx, self._update = tx, jax.jit(tx.update)
+        self._params = jax.tree.map(lambda p: jnp.zeros([min(size, 2) for size in p.shape], jnp.float32), params)
+        _, self._slots = slots_of(tx, self._params)
+        self.keys = [(slot.role, slot.param) for slot in self._slots if _is_moment(slot)]
+
+    def after(self, first: float, second: float, gradient: float) -> Moments:
+        """The moments after one update from these, which an optimizer makes that gathers gradients first, too."""
+        state = self._tx.init(self._params)
+        leaves = zip(self._slots, jax.tree.leaves(state), strict=True)
+        values = [_started(slot, leaf, first, second) for slot, leaf in leaves]
+        state = jax.tree.unflatten(jax.tree.structure(state), values)
+        gradients = jax.tree.map(lambda p: jnp.full_like(p, gradient), self._params)
+        begun = moments = self._moments(state)
+        for _ in range(TRIES):
+            _, state = self._update(gradients, state, self._params)
+            moments = self._moments(state)
+            if moments != begun:
+                break
+        return moments
+
+    def _moments(self, state: Any) -> Moments:
+        leaves = zip(self._slots, jax.tree.leaves(state), strict=True)
+        return {(slot.role, slot.param): float(jnp.ravel(leaf)[0]) for slot, leaf in leaves if _is_moment(slot)}
+
+
+def _is_moment(slot: Slot) -> bool:
+    return slot.owner is optax.ScaleByAdamState and bool(slot.param)
+
+
 def _started(slot: Slot, leaf: jax.Array, first: float, second: float) -> jax.Array:
-    if slot.owner is not optax.ScaleByAdamState or not slot.param:
+    if not _is_moment(slot):
         return leaf
     return jnp.full_like(leaf, first if slot.role == "exp_avg" else second)
-
-
-def _moments(slots: Sequence[Slot], state: Any) -> Moments:
-    return {
-        (slot.role, slot.param): float(jnp.ravel(leaf)[0])
-        for slot, leaf in zip(slots, jax.tree.leaves(state), strict=True)
-        if slot.owner is optax.ScaleByAdamState and slot.param
-    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from jax_ucp.errors import TreeMismatch
+from jax_ucp.errors import TreeMismatch, fault_lines
 from jax_ucp.metadata import Leaf, Path, leaf_names
 from jax_ucp.optimizers.adam_rule import rule_faults
 from jax_ucp.optimizers.slots import COUNT, GIVEN, STEP, ZEROS, Slot, few, is_array, param_leaves, slots_of
@@ -22,7 +22,7 @@ from jax_ucp.optimizers.values import Values
 from jax_ucp.optimizers.weight_decay import decay_faults
 from jax_ucp.sharding.fit import Rule
 from jax_ucp.sharding.restore import dealt_out, plan_restore, run_restore, shared_plan
-from jax_ucp.sharding.trees import FAULTS_SHOWN, empty_kind, walk
+from jax_ucp.sharding.trees import empty_kind, walk
 from jax_ucp.storage.budget import DEFAULT_BUDGET
 from jax_ucp.storage.checks import Extent
 from jax_ucp.storage.contents import Contents
@@ -114,28 +114,30 @@ def plan_optimizer(
     if check:
         faults += [f"{fault}; or check=False" for fault in rule_faults(tx, params)]
         faults += decay_faults(contents.groups, tx, params)
-    used: set[str] = set()
-    filled: list[Filled] = []
     given = _given(tx, params, [slot for slot in slots if slot.role == GIVEN])
     steps = _Steps(ProvedReads(contents), stored.get(STEP, {}), step)
+    filled: list[Filled] = []
     for slot in slots:
         try:
-            found = _fill(slot, stored, steps, given)
+            filled.append(_fill(slot, stored, steps, given))
         except TreeMismatch as fault:
             faults.append(f"{slot.label}: {fault}")
-            continue
-        filled.append(found)
-        used |= {str(found.value.path[0])} if isinstance(found.value, Leaf) else set()
     if faults:
-        more = [f"... and {len(faults) - FAULTS_SHOWN} more"] if len(faults) > FAULTS_SHOWN else []
-        lines = "\n  ".join([*faults[:FAULTS_SHOWN], *more])
+        lines = fault_lines(faults)
         raise TreeMismatch(f"{contents.path} does not fill the optimizer's state, in {len(faults)} places:\n  {lines}")
-    used |= {"param", *([STEP] if steps.asked else [])}
-    left = {name: _LEFT.get(name, "no state of this optimizer takes it") for name in stored if name not in used}
+    left = _left_states(stored, filled, steps.asked)
     return OptimizerPlan(contents, _placed(state, slots, params), filled, left, steps.common())
 
 
 _LEFT = {"max_exp_avg_sq": "torch keeps the maximum of uncorrected moments, which optax has no place for"}
+
+
+def _left_states(stored: Iterable[str], filled: Sequence[Filled], counts_steps: bool) -> dict[str, str]:
+    """The states of the checkpoint that no leaf takes, with the reason."""
+    used = {"param", *(str(one.value.path[0]) for one in filled if isinstance(one.value, Leaf))}
+    if counts_steps:
+        used.add(STEP)
+    return {name: _LEFT.get(name, "no state of this optimizer takes it") for name in stored if name not in used}
 
 
 @dataclass
@@ -144,52 +146,59 @@ class _Steps:
 
     reads: ProvedReads
     stored: Mapping[str, Leaf]
-    said: int | None
+    given: int | None
     known: dict[str, int] = field(default_factory=dict[str, int])
     asked: bool = False
 
     def of(self, params: Sequence[str]) -> int:
         """The steps of these parameters, which must agree."""
         self.asked = True
-        found: dict[int, str] = {}
+        param_of: dict[int, str] = {}  # the first parameter with a number of steps
         for param in params:
-            found.setdefault(self._one(param), param)
-        if len(found) > 1:
-            told = ", ".join(f"{count} of {param}" for count, param in sorted(found.items())[:4])
-            raise TreeMismatch(f"one count stands for parameters whose steps differ: {told}; partition the optimizer")
-        if not found:
+            param_of.setdefault(self._one(param), param)
+        if len(param_of) > 1:
+            counts = ", ".join(f"{count} of {param}" for count, param in sorted(param_of.items())[:4])
+            raise TreeMismatch(f"one count stands for parameters whose steps differ: {counts}; partition the optimizer")
+        if not param_of:
             raise TreeMismatch("it counts the steps of no parameter")
-        return next(iter(found))
+        return next(iter(param_of))
 
     def common(self) -> int | None:
-        counts = {self._one(param) for param in self.stored}
-        return self.said if not counts else counts.pop() if len(counts) == 1 else None
+        """The steps that all parameters have done, if it is one number."""
+        if not self.stored:
+            return self.given
+        first, *others = {self._one(param) for param in self.stored}
+        return None if others else first
 
     def _one(self, param: str) -> int:
+        """The steps of a parameter as stored, or as given where none are stored; never two that differ."""
+        if param not in self.stored:
+            if self.given is None:
+                raise TreeMismatch(f"the checkpoint does not say the steps of {param}; give step=")
+            return self.given
         if param not in self.known:
-            if param not in self.stored:
-                if self.said is None:
-                    raise TreeMismatch(f"the checkpoint does not say the steps of {param}; give step=")
-                return self.said
-            leaf = self.stored[param]
-            value = float(np.asarray(self.reads.read(leaf)).reshape(()))
-            if value != int(value) or value < 0:
-                raise TreeMismatch(f"{leaf.label} is {value}, which is no number of steps")
-            self.known[param] = int(value)
-        if self.said is not None and self.said != self.known[param]:
-            raise TreeMismatch(f"step={self.said} was given, but {param} has done {self.known[param]}")
+            self.known[param] = self._stored_steps(self.stored[param])
+        if self.given not in (None, self.known[param]):
+            raise TreeMismatch(f"step={self.given} was given, but {param} has done {self.known[param]}")
         return self.known[param]
+
+    def _stored_steps(self, leaf: Leaf) -> int:
+        value = float(np.asarray(self.reads.read(leaf)).reshape(()))
+        if value != int(value) or value < 0:
+            raise TreeMismatch(f"{leaf.label} is {value}, which is no number of steps")
+        return int(value)
 
 
 def _states(contents: Contents) -> dict[str, dict[str, Leaf]]:
     """The arrays of the checkpoint by state and by parameter."""
-    found: dict[str, dict[str, Leaf]] = defaultdict(dict)
+    states: dict[str, dict[str, Leaf]] = defaultdict(dict)
     for leaf in contents.leaves:
         if len(leaf.path) > 1 and leaf.has_array:
-            found[str(leaf.path[0])]["/".join(map(str, leaf.path[1:]))] = leaf
-    if "param" not in found:
+            state, *parts = map(str, leaf.path)
+            states[state]["/".join(parts)] = leaf
+    if "param" not in states:
         raise TreeMismatch(f"{contents.path} has no parameters below `param`: it is no import of a torch trainer")
-    return dict(found)
+    return dict(states)
 
 
 def _fill(slot: Slot, stored: Mapping[str, Mapping[str, Leaf]], steps: _Steps, given: Mapping[Path, Any]) -> Filled:
@@ -202,16 +211,22 @@ def _fill(slot: Slot, stored: Mapping[str, Mapping[str, Leaf]], steps: _Steps, g
         return Filled(slot, "computed", "zeros: a checkpoint is saved between two updates", zeros)
     if slot.role == GIVEN:
         return Filled(slot, "initial", f"{given[slot.path]}, {GIVEN}", given[slot.path])
+    leaf = _moment(slot, stored)
+    return Filled(slot, "mapped", f"from {leaf.label}", leaf)
+
+
+def _moment(slot: Slot, stored: Mapping[str, Mapping[str, Leaf]]) -> Leaf:
+    """The stored moment that a leaf holds. Raises TreeMismatch where there is none."""
     if not slot.param:
         raise TreeMismatch(f"it is no {slot.role} of a parameter of the model")
     leaf = stored.get(slot.role, {}).get(slot.param)
-    if leaf is None:
-        own = ", ".join(state for state, leaves in stored.items() if slot.param in leaves) or "nothing of it"
-        why = "the trainer had another optimizer than tx, or its state was left out (see the notes)"
-        if slot.role in stored:
-            why = "a parameter that was not trained has none: mask it (optax.masked, optax.partition)"
-        raise TreeMismatch(f"the checkpoint has no {slot.role} of {slot.param}; it has {own}: {why}")
-    return Filled(slot, "mapped", f"from {leaf.label}", leaf)
+    if leaf is not None:
+        return leaf
+    own = ", ".join(state for state, leaves in stored.items() if slot.param in leaves) or "nothing of it"
+    why = "the trainer had another optimizer than tx, or its state was left out (see the notes)"
+    if slot.role in stored:
+        why = "a parameter that was not trained has none: mask it (optax.masked, optax.partition)"
+    raise TreeMismatch(f"the checkpoint has no {slot.role} of {slot.param}; it has {own}: {why}")
 
 
 def _held(one: Filled) -> str | np.ndarray:

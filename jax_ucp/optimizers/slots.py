@@ -72,7 +72,7 @@ def slots_of(tx: optax.GradientTransformation, params: Any) -> tuple[Any, list[S
     state = jax.eval_shape(tx.init, params)
     names = param_leaves(params).keys()
     slots = list(_visit(state, (), names))
-    return state, [replace(slot, covers=_covers(slot, slots, names)) if slot.role == COUNT else slot for slot in slots]
+    return state, [_with_covers(slot, slots, names) for slot in slots]
 
 
 def param_leaves(params: Any) -> dict[str, Any]:
@@ -102,18 +102,25 @@ def _visit(node: Any, path: Path, names: Collection[str]) -> Iterator[Slot]:
             f"{'/'.join(map(str, path))} is a {type(node).__name__}, and nothing says which state of torch it is; "
             f"known are {known}"
         )
-    for name, child in _children(node):
-        role = fields[str(name)] if fields else INNER
+    for key, child in _children(node):
+        role = fields[str(key)] if fields else INNER
         if role == INNER:
-            yield from _visit(child, (*path, name), names)
+            yield from _visit(child, (*path, key), names)
+        else:
+            yield from _field_slots(role, child, (*path, key), type(node), names)
+
+
+def _field_slots(role: str, field: Any, path: Path, owner: type, names: Collection[str]) -> Iterator[Slot]:
+    """The arrays in a field of a state, each of the parameter that its path below the field says, if any."""
+    for leaf in walk(field, path):
+        if not is_array(leaf.value):
             continue
-        for leaf in walk(child, (*path, name)):
-            if role == COUNT and is_array(leaf.value) and name_of(leaf.path).rpartition("/")[2] not in _COUNTS:
-                raise TreeMismatch(f"{leaf.label} is a state of a schedule of its own, and nothing says what it holds")
-            if is_array(leaf.value):
-                relative = name_of(leaf.path[len(path) + 1 :])
-                about = relative if role not in (COUNT, GIVEN) and relative in names else ""
-                yield Slot(leaf.path, role, leaf.value, type(node), about)
+        if role == COUNT and name_of(leaf.path).rpartition("/")[2] not in _COUNTS:
+            raise TreeMismatch(f"{leaf.label} is a state of a schedule of its own, and nothing says what it holds")
+        param = name_of(leaf.path[len(path) :])
+        if role in (COUNT, GIVEN) or param not in names:
+            param = ""
+        yield Slot(leaf.path, role, leaf.value, owner, param)
 
 
 def _children(node: Any) -> Iterator[tuple[Key, Any]]:
@@ -129,10 +136,15 @@ def _is_named(node: Any) -> bool:
     return isinstance(node, tuple) and hasattr(node, "_fields")
 
 
+def _with_covers(slot: Slot, slots: Sequence[Slot], names: Collection[str]) -> Slot:
+    return replace(slot, covers=_covers(slot, slots, names)) if slot.role == COUNT else slot
+
+
 def _covers(slot: Slot, slots: Sequence[Slot], names: Collection[str]) -> tuple[str, ...]:
     """Whose steps a count is: of the parameters with moments in its own state, else in the states around it."""
     for depth in range(len(slot.path) - 1, -1, -1):
-        found = {other.param for other in slots if other.param and other.path[:depth] == slot.path[:depth]}
-        if found:
-            return tuple(sorted(found))
+        around = slot.path[:depth]
+        params = {other.param for other in slots if other.param and other.path[:depth] == around}
+        if params:
+            return tuple(sorted(params))
     return tuple(sorted(names))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from jax_ucp.errors import TreeMismatch
+from jax_ucp.errors import TreeMismatch, fault_lines
 from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.samples import sample_boxes
@@ -23,9 +24,9 @@ from jax_ucp.metadata import Key, Leaf, Path, leaf_names, tree_of
 from jax_ucp.optimizers.adam_rule import rule_faults
 from jax_ucp.optimizers.slots import COUNT, GIVEN, STEP, ZEROS, Slot, few, is_array, param_leaves, slots_of
 from jax_ucp.optimizers.values import Values
-from jax_ucp.sharding.trees import FAULTS_SHOWN, Node, walk
+from jax_ucp.sharding.trees import Node, walk
 from jax_ucp.storage.checks import Check, Extent, passed_on
-from jax_ucp.storage.contents import Contents, Fate, Item, Piece
+from jax_ucp.storage.contents import Contents, Fate, Item
 
 # Torch's own optimizers count in tensors of float32; Lion is DeepSpeed's, and counts in ints.
 _STEP_DTYPES: Mapping[type, DTypeLike] = {optax.ScaleByLionState: np.int32}
@@ -81,6 +82,26 @@ class _Made:
     value: str | np.ndarray
 
 
+@dataclass(frozen=True)
+class _Count:
+    """A stored count of updates, among all slots of the optimizer's state."""
+
+    slot: Slot
+    leaf: Leaf
+    slots: Sequence[Slot]
+
+    @cached_property
+    def beside(self) -> list[str]:
+        """The parameters whose moments are in the same state."""
+        around = self.slot.path[:-1]
+        return [slot.param for slot in self.slots if slot.param and slot.path[: len(around)] == around]
+
+    @property
+    def of_steps(self) -> bool:
+        """Whether it counts the updates of moments, which torch keeps as the steps of their parameters."""
+        return self.slot.of_moments and bool(self.beside)
+
+
 class _Run:
     """The leaves of a training run, each of which is taken, kept as an extra, or left for a reason."""
 
@@ -95,27 +116,40 @@ class _Run:
 
     def parameters(self, label: str, model: Any) -> dict[str, tuple[Path, Leaf]]:
         """The parameters by name, with their paths below `label`: those of the model, or all that are there."""
-        below = {path: leaf for path, leaf in self._below(label).items() if path and _is_numeric(leaf)}
-        if all(len(path) > 1 and path[-1].name == "value" for path in below):  # the arrays of Flax's variables
-            below = {path[:-1]: leaf for path, leaf in below.items()}
-        found: dict[str, tuple[Path, Leaf]] = {}
-        for path, leaf in below.items():
-            name = "/".join(map(str, path))
-            if name in found:
-                self.faults.append(f"two parameters are called {name}")
-            found[name] = path, leaf
-        wanted = None if model is None else param_leaves(model)
-        for name, value in (wanted or {}).items():
-            if name not in found:
-                self.faults.append(f"{name}: a parameter of the model, but not at {label}")
-            elif found[name][1].shape != tuple(value.shape):
-                shape = found[name][1].shape
-                self.faults.append(f"{name} has shape {tuple(value.shape)} in the model, {shape} in the checkpoint")
-        named = found if wanted is None else {name: found[name] for name in wanted if name in found}
+        stored = self._stored_parameters(label)
+        named = stored if model is None else self._parameters_of(model, stored, label)
         if not named:
             raise TreeMismatch(f"{self.contents.path} has no parameters at {label}")
         for name, (_, leaf) in named.items():
             self._make("param", name, leaf, leaf.name)
+        return named
+
+    def _stored_parameters(self, label: str) -> dict[str, tuple[Path, Leaf]]:
+        """All arrays below `label` by name, with their paths."""
+        arrays = {path: leaf for path, leaf in self._below(label).items() if path and _is_numeric(leaf)}
+        if all(len(path) > 1 and path[-1].name == "value" for path in arrays):  # the arrays of Flax's variables
+            arrays = {path[:-1]: leaf for path, leaf in arrays.items()}
+        named: dict[str, tuple[Path, Leaf]] = {}
+        for path, leaf in arrays.items():
+            name = "/".join(map(str, path))
+            if name in named:
+                self.faults.append(f"two parameters are called {name}")
+            named[name] = path, leaf
+        return named
+
+    def _parameters_of(
+        self, model: Any, stored: Mapping[str, tuple[Path, Leaf]], label: str
+    ) -> dict[str, tuple[Path, Leaf]]:
+        """Those of the stored parameters that the model has, in its order."""
+        named: dict[str, tuple[Path, Leaf]] = {}
+        for name, value in param_leaves(model).items():
+            if name not in stored:
+                self.faults.append(f"{name}: a parameter of the model, but not at {label}")
+                continue
+            named[name] = stored[name]
+            shape = stored[name][1].shape
+            if shape != tuple(value.shape):
+                self.faults.append(f"{name} has shape {tuple(value.shape)} in the model, {shape} in the checkpoint")
         return named
 
     def wide(self, label: str) -> bool:
@@ -125,21 +159,18 @@ class _Run:
     def matched(self, label: str, state: Any) -> dict[Path, Leaf]:
         """The stored leaf of each array of the optimizer's state, by its path there."""
         left = {tuple(map(str, path)): leaf for path, leaf in self._below(label).items()}
-        found: dict[Path, Leaf] = {}
+        stored: dict[Path, Leaf] = {}
         # A state of Flax has no empty nodes; where there are some, all should be there.
-        structure = any(not leaf.has_array for leaf in left.values())
+        has_structure = any(not leaf.has_array for leaf in left.values())
         for node in walk(state):
             leaf = next((left.pop(names) for names in _names(node.path) if names in left), None)
-            where = f"{label}/{node.label}"
-            if leaf is None:
-                if is_array(node.value) or structure:
-                    self.faults.append(f"{where}: the optimizer has it, the checkpoint not")
-            elif fault := _difference(node, leaf):
-                self.faults.append(f"{where}: {fault}")
-            elif is_array(node.value):
-                found[node.path] = leaf
+            fault = _difference(node, leaf, has_structure)
+            if fault:
+                self.faults.append(f"{label}/{node.label}: {fault}")
+            elif leaf is not None and is_array(node.value):
+                stored[node.path] = leaf
         self.faults += [f"{leaf.label}: the checkpoint has it, the optimizer not" for leaf in left.values()]
-        return found
+        return stored
 
     def take(self, slot: Slot, leaf: Leaf, named: Mapping[str, object]) -> None:
         """A leaf of the optimizer's state that is no count."""
@@ -166,98 +197,101 @@ class _Run:
         self, slots: Sequence[Slot], stored: Mapping[Path, Leaf], step: int | None, step_dtype: DTypeLike | None
     ) -> None:
         """The steps of parameters, from the counts beside their moments; the other counts must agree with them."""
-        counts = {slot.path: self._number(stored[slot.path]) for slot in slots if slot.role == COUNT}
-        done: dict[str, tuple[int, str]] = {}
-        others: list[Slot] = []
-        for slot in (slot for slot in slots if slot.role == COUNT):
-            leaf, number = stored[slot.path], counts[slot.path]
-            beside = [s.param for s in slots if s.param and s.path[: len(slot.path) - 1] == slot.path[:-1]]
-            if not (slot.of_moments and beside):
-                others.append(slot)
+        counts = [_Count(slot, stored[slot.path], slots) for slot in slots if slot.role == COUNT]
+        numbers = {count.slot.path: self._number(count.leaf) for count in counts}
+        done: dict[str, tuple[int, str]] = {}  # by parameter: how many updates, and what says so
+        others: list[_Count] = []
+        for count in counts:
+            if not count.of_steps:
+                others.append(count)
                 continue
-            if step not in (None, number):
-                self.faults.append(f"{leaf.label} counts {number} updates, but step={step} was given")
-            value = np.asarray(number, step_dtype or _STEP_DTYPES.get(slot.owner, np.float32))
-            if int(value) != number:
-                self.faults.append(f"{leaf.label} is {number}, which {value.dtype} does not hold; give step_dtype=")
-            for param in beside:
-                done[param] = number, leaf.label
-                self.made[STEP].setdefault(param, _Made(leaf, value))
-            self.told[leaf.path] = "mapped", f"{STEP} of {few(beside)}"
+            number = numbers[count.slot.path]
+            self._take_steps(count, number, step, step_dtype)
+            done |= dict.fromkeys(count.beside, (number, count.leaf.label))
         if step is not None:
-            done = {param: (step, f"step={step}") for slot in others for param in slot.covers} | done
-        for slot in others:
-            self._compare(slot, stored[slot.path], counts[slot.path], done, step)
+            covered = itertools.chain.from_iterable(count.slot.covers for count in others)
+            done = dict.fromkeys(covered, (step, f"step={step}")) | done
+        for count in others:
+            number = numbers[count.slot.path]
+            self._compare(count, number, done, step)
             # Where no moments are counted, as in SGD, a schedule is held against the next.
-            done = {param: (counts[slot.path], stored[slot.path].label) for param in slot.covers} | done
+            done = dict.fromkeys(count.slot.covers, (number, count.leaf.label)) | done
 
-    def _compare(
-        self, slot: Slot, leaf: Leaf, number: int, done: Mapping[str, tuple[int, str]], step: int | None
-    ) -> None:
+    def _take_steps(self, count: _Count, number: int, step: int | None, step_dtype: DTypeLike | None) -> None:
+        """A count beside moments as the steps of their parameters."""
+        leaf = count.leaf
+        if step not in (None, number):
+            self.faults.append(f"{leaf.label} counts {number} updates, but step={step} was given")
+        value = np.asarray(number, step_dtype or _STEP_DTYPES.get(count.slot.owner, np.float32))
+        if int(value) != number:
+            self.faults.append(f"{leaf.label} is {number}, which {value.dtype} does not hold; give step_dtype=")
+        for param in count.beside:
+            self.made[STEP].setdefault(param, _Made(leaf, value))
+        self.told[leaf.path] = "mapped", f"{STEP} of {few(count.beside)}"
+
+    def _compare(self, count: _Count, number: int, done: Mapping[str, tuple[int, str]], step: int | None) -> None:
         """Keep a count as an extra, which should be that of the updates of all parameters it covers."""
+        leaf = count.leaf
         self._keep(leaf)
-        differ = {param: done[param] for param in slot.covers if param in done and done[param][0] != number}
+        known = {param: done[param] for param in count.slot.covers if param in done}
+        differ = [(param, updates, label) for param, (updates, label) in known.items() if updates != number]
         if not differ:
             return
-        param, (other, label) = next(iter(differ.items()))
+        param, updates, label = differ[0]
         if step is None:
             self.faults.append(
-                f"{leaf.label} counts {number}, but {label} has {other} updates of {param}. If they are to differ, as "
-                f"after a schedule was begun anew, give step={other}"
+                f"{leaf.label} counts {number}, but {label} has {updates} updates of {param}. If they are to differ, "
+                f"as after a schedule was begun anew, give step={updates}"
             )
         else:
-            self.notes.append(f"{leaf.label} counts {number}, where {label} has {other} updates: it is an extra only")
+            self.notes.append(f"{leaf.label} counts {number}, where {label} has {updates} updates: it is an extra only")
 
     def refuse(self, what: str) -> None:
         """Raises TreeMismatch with all faults there are."""
         if self.faults:
-            more = [f"... and {len(self.faults) - FAULTS_SHOWN} more"] if len(self.faults) > FAULTS_SHOWN else []
-            lines = "\n  ".join([*self.faults[:FAULTS_SHOWN], *more])
+            lines = fault_lines(self.faults)
             raise TreeMismatch(f"{self.contents.path}: {what}, in {len(self.faults)} places:\n  {lines}")
 
     def contents_with(self, named: Mapping[str, tuple[Path, Leaf]]) -> Contents:
         """The checkpoint of what was taken."""
-        made = {
-            (Key("dict", state), *named[name][0]): one
-            for state, some in self.made.items()
-            for name, one in some.items()
-        }
+        made: dict[Path, _Made] = {}
+        for state, arrays in self.made.items():
+            made |= {(Key("dict", state), *named[name][0]): array for name, array in arrays.items()}
         names = dict(zip(made, leaf_names(list(made)), strict=True))
-        view = Values(self.contents.arrays, {names[path]: one.value for path, one in made.items()})
+        view = Values(self.contents.arrays, {names[path]: array.value for path, array in made.items()})
         infos = view.arrays()
-        leaves = [Leaf(path, n, "array", infos[n].shape, infos[n].dtype.name) for path, n in names.items()]
-        stored = {names[path]: one.stored for path, one in made.items()}
+        stored = {names[path]: array.stored for path, array in made.items()}
         self._leave_the_rest()
-        bare = [
-            name for name in named if not any(name in some for state, some in self.made.items() if state != "param")
-        ]
+        self._note_stateless(named)
+        return replace(
+            self.contents,
+            leaves=[Leaf(path, n, "array", infos[n].shape, infos[n].dtype.name) for path, n in names.items()],
+            arrays=view,
+            account=list(self._account()),
+            extras={**self.contents.extras, **({EXTRAS: self.extras} if self.extras else {})},
+            notes=[*self.contents.notes, *self.notes],
+            checks=partial(self._checks, stored),
+            where=lambda leaf: self.contents.where(stored[leaf.name]),
+        )
+
+    def _note_stateless(self, named: Mapping[str, object]) -> None:
+        """Say of which parameters the optimizer has no state."""
+        states = [arrays for state, arrays in self.made.items() if state != "param"]
+        with_state = set(itertools.chain.from_iterable(states))
+        bare = [name for name in named if name not in with_state]
         if bare:
             self.notes.append(f"the optimizer has no state of {len(bare)} parameters, the first {bare[0]}")
 
-        def where(leaf: Leaf) -> Sequence[Piece]:
-            return self.contents.where(stored[leaf.name])
-
+    def _checks(self, stored: Mapping[str, Leaf], extent: Extent) -> Iterator[Check]:
+        """The proofs of the checkpoint, and that gradients which are left out are zeros."""
         users: dict[str, list[str]] = defaultdict(list)
         for name, leaf in stored.items():
             users[leaf.name].append(name)
-
-        def checks(extent: Extent) -> Iterator[Check]:
-            yield from passed_on(self.contents.checks(extent), users)
-            for leaf in self.zeros:
-                nbytes = self.contents.arrays.arrays()[leaf.name].nbytes
-                yield Check(leaf.label, frozenset(stored), nbytes, partial(self._not_zero, leaf, extent))
-
-        extras = {EXTRAS: self.extras} if self.extras else {}
-        return replace(
-            self.contents,
-            leaves=leaves,
-            arrays=view,
-            account=list(self._account()),
-            extras={**self.contents.extras, **extras},
-            notes=[*self.contents.notes, *self.notes],
-            checks=checks,
-            where=where,
-        )
+        yield from passed_on(self.contents.checks(extent), users)
+        infos = self.contents.arrays.arrays()
+        for leaf in self.zeros:
+            run = partial(self._not_zero, leaf, extent)
+            yield Check(leaf.label, frozenset(stored), infos[leaf.name].nbytes, run)
 
     def _below(self, label: str) -> dict[Path, Leaf]:
         """The leaves at a label and below it, by the rest of their paths."""
@@ -330,13 +364,16 @@ def _names(path: Path) -> Iterator[tuple[str, ...]]:
     yield names[:-1] if path and path[-1] == Key("attr", "value") else (*names, "value")
 
 
-def _difference(node: Node, leaf: Leaf) -> str | None:
+def _difference(node: Node, leaf: Leaf | None, has_structure: bool) -> str | None:
     """How a leaf of the optimizer's state and the stored one differ, if they do."""
+    if leaf is None:
+        is_needed = has_structure or is_array(node.value)
+        return "the optimizer has it, the checkpoint not" if is_needed else None
+    stored = f"{leaf.dtype} {leaf.shape}" if leaf.has_array else leaf.kind
     if not is_array(node.value):
-        return f"the optimizer has no array there, the checkpoint {leaf.dtype} {leaf.shape}" if leaf.has_array else None
-    want = f"{node.value.dtype} {tuple(node.value.shape)}"
-    have = f"{leaf.dtype} {leaf.shape}" if leaf.has_array else leaf.kind
-    return None if want == have else f"the optimizer has {want}, the checkpoint {have}"
+        return f"the optimizer has no array there, the checkpoint {stored}" if leaf.has_array else None
+    wanted = f"{node.value.dtype} {tuple(node.value.shape)}"
+    return None if wanted == stored else f"the optimizer has {wanted}, the checkpoint {stored}"
 
 
 def _json(value: Any) -> Any:

@@ -9,7 +9,7 @@ SGD, and Lion, move it in proportion to itself; torch's Adam adds decay to the g
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -30,22 +30,29 @@ def decay_faults(groups: Sequence[Group], tx: optax.GradientTransformation, para
 
     `params` is the tree of the model, of arrays or ShapeDtypeStructs, whose leaves are named as in `groups`.
     """
-    said = {name: group.settings for group in groups for name in group.params if "weight_decay" in group.settings}
-    decays = decays_of(tx, params) if said else {}
-    for name in (name for name in said if name in decays):
-        rate, decoupled = said[name]["weight_decay"], said[name].get("decoupled_weight_decay")
-        if bool(rate) != (decays[name] != "none"):
-            does = "does not decay it" if rate else f"decays it {decays[name]}"
-            yield (
-                f"{name}: the checkpoint's optimizer has weight_decay={rate} for it, and tx {does}; give tx the same "
-                "mask, or check=False"
-            )
-        elif rate and decoupled is not None and decoupled != (decays[name] == "in proportion"):
-            how = "in proportion (AdamW)" if decoupled else "through the gradient (Adam)"
-            yield (
-                f"{name}: the checkpoint's optimizer decays it {how}, tx {decays[name]}; optax.adamw is torch's "
-                "AdamW, chain(add_decayed_weights(...), adam(...)) its Adam; or check=False"
-            )
+    settings_of = {name: group.settings for group in groups for name in group.params}
+    settings_of = {name: settings for name, settings in settings_of.items() if "weight_decay" in settings}
+    decays = decays_of(tx, params) if settings_of else {}
+    for name, settings in settings_of.items():
+        if name not in decays:
+            continue
+        rate, decoupled = settings["weight_decay"], settings.get("decoupled_weight_decay")
+        if fault := _fault(rate, decoupled, decays[name]):
+            yield f"{name}: the checkpoint's optimizer {fault}"
+
+
+def _fault(rate: float, decoupled: bool | None, decay: Decay) -> str | None:
+    """How the decay of a parameter in the checkpoint and in `tx` differ, and the remedy."""
+    if bool(rate) != (decay != "none"):
+        does = "does not decay it" if rate else f"decays it {decay}"
+        return f"has weight_decay={rate} for it, and tx {does}; give tx the same mask, or check=False"
+    if not rate or decoupled is None or decoupled == (decay == "in proportion"):
+        return None
+    how = "in proportion (AdamW)" if decoupled else "through the gradient (Adam)"
+    return (
+        f"decays it {how}, tx {decay}; optax.adamw is torch's AdamW, chain(add_decayed_weights(...), adam(...)) "
+        "its Adam; or check=False"
+    )
 
 
 def decays_of(tx: optax.GradientTransformation, params: Any) -> dict[str, Decay]:
@@ -64,18 +71,26 @@ def decays_of(tx: optax.GradientTransformation, params: Any) -> dict[str, Decay]
         gradients = jax.tree.map(lambda p: jnp.full_like(p, gradient), weights)
         state = tx.init(weights)
         for _ in range(TRIES):
-            found, state = update(gradients, state, weights)
-            yield {
-                jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value"): np.asarray(leaf)
-                for path, leaf in jax.tree_util.tree_leaves_with_path(found)
-            }
+            deltas, state = update(gradients, state, weights)
+            yield {_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(deltas)}
 
-    moves = (any(leaf.any() for leaf in found.values()) for found in updates(1.0, 1.0))
-    first = next((i for i, moved in enumerate(moves) if moved), None)
+    first = _first_move(updates(1.0, 1.0))
     if first is None:
         return {}
     once, twice = (next(itertools.islice(updates(weight, 0.0), first, None)) for weight in (1.0, 2.0))
     return {name: _decay(once[name], twice[name]) for name in once}
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
+
+
+def _first_move(updates: Iterable[Mapping[str, np.ndarray]]) -> int | None:
+    """The number of the first update that changes anything."""
+    for i, update in enumerate(updates):
+        if any(leaf.any() for leaf in update.values()):
+            return i
+    return None
 
 
 def _decay(once: np.ndarray, twice: np.ndarray) -> Decay:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -41,25 +42,29 @@ def fit_spec(spec: Sequence[Axes], shape: Sequence[int], mesh: Mapping[str, int]
     notes: list[str] = []
     fitted: list[Axes] = []
     used: set[str] = set()
-    for i, axes in enumerate(spec):
-        n = shape[i] if i < len(shape) else 0
+    for i, (axes, n) in enumerate(zip(spec, shape, strict=False)):
         kept: list[str] = []
         for name in _names(axes):
-            parts = math.prod(mesh[a] for a in [*kept, name] if a in mesh)
-            if i >= len(shape):
-                notes.append(f"{name} is dropped: the array has only {len(shape)} axes")
-            elif name not in mesh:
-                notes.append(f"axis {i} of {n} is not cut over {name}: the mesh has no such axis")
-            elif name in used:
-                notes.append(f"axis {i} of {n} is not cut over {name}: another axis is")
-            elif n % parts:
-                notes.append(f"axis {i} of {n} is not cut over {name}: {n} does not divide by {parts}")
+            fault = _misfit(n, kept, name, mesh, used)
+            if fault:
+                notes.append(f"axis {i} of {n} is not cut over {name}: {fault}")
             else:
                 kept.append(name)
                 used.add(name)
-        if i < len(shape):
-            fitted.append(None if not kept else kept[0] if len(kept) == 1 else tuple(kept))
+        fitted.append(tuple(kept) if len(kept) > 1 else next(iter(kept), None))
+    for axes in spec[len(shape) :]:
+        notes += [f"{name} is dropped: the array has only {len(shape)} axes" for name in _names(axes)]
     return Fit(tuple(fitted), tuple(notes))
+
+
+def _misfit(n: int, kept: Sequence[str], name: str, mesh: Mapping[str, int], used: Collection[str]) -> str | None:
+    """Why an axis of `n` elements, cut over the mesh axes `kept`, cannot be cut over `name` too."""
+    if name not in mesh:
+        return "the mesh has no such axis"
+    if name in used:
+        return "another axis is"
+    parts = math.prod(mesh[axis] for axis in (*kept, name))
+    return f"{n} does not divide by {parts}" if n % parts else None
 
 
 def check_rules(rules: Sequence[Rule]) -> None:
@@ -83,15 +88,21 @@ def check_rules(rules: Sequence[Rule]) -> None:
 
 def idle_rules(rules: Sequence[Rule], leaves: Sequence[Leaf]) -> list[str]:
     """What to say of each rule that applies to no leaf."""
-    logical = {name for leaf in leaves for axes in leaf.axes or () for name in _names(axes)}
+    labels = [leaf.label for leaf in leaves if leaf.has_array]
+    logical = _logical_names(leaves)
     idle: list[str] = []
     for name, spec in rules:
-        if isinstance(spec, PartitionSpec):
-            if not any(re.search(name, leaf.label) for leaf in leaves if leaf.has_array):
-                idle.append(f"the rule {name!r} matches no leaf")
-        elif name not in logical:
+        is_on_labels = isinstance(spec, PartitionSpec)
+        if is_on_labels and not any(re.search(name, label) for label in labels):
+            idle.append(f"the rule {name!r} matches no leaf")
+        if not is_on_labels and name not in logical:
             idle.append(f"no leaf has the logical axis {name!r}; a rule on labels has a PartitionSpec")
     return idle
+
+
+def _logical_names(leaves: Sequence[Leaf]) -> set[str]:
+    axes = itertools.chain.from_iterable(leaf.axes or () for leaf in leaves)
+    return set(itertools.chain.from_iterable(map(_names, axes)))
 
 
 def _names(axes: Axes) -> tuple[str, ...]:
@@ -128,12 +139,14 @@ def _by_label(leaf: Leaf, rules: Sequence[Rule]) -> tuple[Axes, ...] | None:
 
 
 def _by_axes(leaf: Leaf, rules: Sequence[Rule]) -> tuple[Axes, ...] | None:
-    logical = [(name, axes) for name, axes in rules if not isinstance(axes, PartitionSpec)]
-    if not logical or leaf.axes is None:
+    mesh_axes: dict[str, tuple[str, ...]] = {}  # by the first rule on a logical axis
+    for name, axes in rules:
+        if not isinstance(axes, PartitionSpec):
+            mesh_axes.setdefault(name, _names(axes))
+    if not mesh_axes or leaf.axes is None:
         return None
     spec: list[Axes] = []
-    for names in leaf.axes:
-        found = [next((axes for name, axes in logical if name == want), None) for want in _names(names)]
-        flat = [a for axes in found for a in _names(axes)]
-        spec.append(tuple(flat) or None)
+    for axes in leaf.axes:
+        cut_over = itertools.chain.from_iterable(mesh_axes.get(name, ()) for name in _names(axes))
+        spec.append(tuple(cut_over) or None)
     return tuple(spec)

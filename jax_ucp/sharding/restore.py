@@ -16,15 +16,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from jax.typing import DTypeLike
 
 from jax_ucp.arguments import switch, whole_number
-from jax_ucp.errors import TreeMismatch
+from jax_ucp.errors import FAULTS_SHOWN, TreeMismatch
 from jax_ucp.layout.blocks import SMALL_BYTES
 from jax_ucp.layout.box import Box
-from jax_ucp.metadata import Leaf, tree_of
+from jax_ucp.metadata import Axes, Leaf, tree_of
 from jax_ucp.sharding.boxes import Device, device_boxes, process_hull
 from jax_ucp.sharding.fit import ON_DEVICES, Rule, check_rules, fit_leaf, idle_rules
 from jax_ucp.sharding.landing import Landing, Wanted, landing
-from jax_ucp.sharding.share import SharedRead, read_together, shared_read
-from jax_ucp.sharding.trees import FAULTS_SHOWN, Node, fill, key_dtype, kind_of, match, narrowed
+from jax_ucp.sharding.share import Read, SharedRead, read_together, shared_read
+from jax_ucp.sharding.trees import Node, fill, key_dtype, kind_of, match, narrowed
 from jax_ucp.storage.budget import DEFAULT_BUDGET, run_bounded, threads
 from jax_ucp.storage.checks import Check, Extent, require
 from jax_ucp.storage.gather import BLOCK_BYTES
@@ -68,10 +68,10 @@ class RestorePlan:
 
     def __getitem__(self, label: str) -> Placement:
         """The placement of the leaf with this label."""
-        found = [placement for placement in self.placements if placement.leaf.label == label]
-        if len(found) != 1:
-            raise KeyError(f"there are {len(found)} leaves {label!r}")
-        return found[0]
+        placements = [placement for placement in self.placements if placement.leaf.label == label]
+        if len(placements) != 1:
+            raise KeyError(f"there are {len(placements)} leaves {label!r}")
+        return placements[0]
 
     @property
     def read_bytes(self) -> int:
@@ -82,7 +82,8 @@ class RestorePlan:
     @property
     def notes(self) -> list[str]:
         """Every decision that departs from the sharding asked for, by leaf; and each rule that applies to none."""
-        return [f"{p.leaf.label}: {note}" for p in self.placements for note in p.notes] + list(self.idle_rules)
+        placed = [f"{p.leaf.label}: {note}" for p in self.placements for note in p.notes]
+        return [*placed, *self.idle_rules]
 
 
 def plan_restore(
@@ -107,33 +108,50 @@ def plan_restore(
     mesh, or arguments that cannot be meant.
     """
     partial, narrow_integers = switch("partial", partial), switch("narrow_integers", narrow_integers)
+    _check_arguments(target, mesh, rules, cast, partial)
+    idle = idle_rules(rules, leaves)
+    if target is None:
+        nodes = None
+        wishes = [_Wish(leaf, leaf.kind) for leaf in leaves]
+    else:
+        pairs = match(leaves, target, partial, bool(cast), narrow_integers)
+        nodes = [node for node, _ in pairs]
+        wishes = [_Wish(leaf, kind_of(node), node.value, node.axes) for node, leaf in pairs]
+    placements = [_place(wish, mesh, rules, cast) for wish in wishes]
+    if narrow_integers:
+        placements = [_narrowed(placement) for placement in placements]
+    _check_shardings(placements)
+    if nodes is not None:
+        _check_homes(placements)
+    return RestorePlan(placements, target, nodes or (), idle + _idle_mesh(placements, mesh))
+
+
+def _check_arguments(
+    target: Any, mesh: Mesh | None, rules: Sequence[Rule], cast: bool | DTypeLike, partial: bool
+) -> None:
+    """Raise ValueError for arguments that cannot be meant."""
     if rules and mesh is None:
         raise ValueError("rules say what lies on which axis of a mesh: give mesh= too")
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ValueError(f"mesh={mesh!r:.80} should be a jax.sharding.Mesh, whose devices are here")
-    if target is None and partial:
-        raise ValueError("partial=True leaves out what a target lacks, and there is no target")
-    if target is None and cast is True:
-        raise ValueError("cast=True converts to the dtypes of a target, and there is none; give a dtype")
+    if target is None:
+        if partial:
+            raise ValueError("partial=True leaves out what a target lacks, and there is no target")
+        if cast is True:
+            raise ValueError("cast=True converts to the dtypes of a target, and there is none; give a dtype")
     if not isinstance(cast, bool) and not _is_floating(cast):
         raise ValueError(f"cast={cast!r} would not keep floating arrays floating; give a floating dtype, or a target")
     check_rules(rules)
-    idle = idle_rules(rules, leaves)
-    if target is None:
-        placements = [_place(leaf, leaf.kind, None, mesh, rules, cast) for leaf in leaves]
-        placements = _narrowed(placements) if narrow_integers else placements
-        _check_shardings(placements)
-        return RestorePlan(placements, idle_rules=idle + _idle_mesh(placements, mesh))
-    pairs = match(leaves, target, partial, bool(cast), narrow_integers)
-    placements = [_place(leaf, kind_of(node), node.value, mesh, rules, cast, node.axes) for node, leaf in pairs]
-    placements = _narrowed(placements) if narrow_integers else placements
-    _check_shardings(placements)
-    if homeless := [p.leaf.label for p in placements if p.sharding is None and p.kind in ("jax", "prng_key")]:
+
+
+def _check_homes(placements: Sequence[Placement]) -> None:
+    """Raise TreeMismatch where leaves of a target should be on devices, and nothing says on which."""
+    homeless = [p.leaf.label for p in placements if p.kind in ("jax", "prng_key") and p.sharding is None]
+    if homeless:
         raise TreeMismatch(
             f"{len(homeless)} leaves of the target have no sharding on devices, the first {homeless[0]}: give mesh=, "
             "or put shardings on the target's ShapeDtypeStructs"
         )
-    return RestorePlan(placements, target, [node for node, _ in pairs], idle + _idle_mesh(placements, mesh))
 
 
 def _is_floating(dtype: DTypeLike) -> bool:
@@ -159,7 +177,9 @@ def shared_plan(plan: RestorePlan, arrays: Mapping[str, ArrayInfo]) -> RestorePl
     """
 
     def shared(p: Placement) -> Placement:
-        return replace(p, shared=shared_read(p.sharding, arrays[p.leaf.name], p.dtype)) if p.leaf.has_array else p
+        if not p.leaf.has_array:
+            return p
+        return replace(p, shared=shared_read(p.sharding, arrays[p.leaf.name], p.dtype))
 
     return replace(plan, placements=[shared(p) for p in plan.placements])
 
@@ -178,55 +198,80 @@ def run_restore(
     budget_bytes = whole_number("budget_bytes", budget_bytes)
     for note in plan.notes:
         log.info("%s", note)
-    values: list[Any] = [None] * len(plan.placements)
-    landings: dict[int, Landing] = {}
-    x64 = has_x64()
-
-    def read_whole(i: int, wanted: Wanted) -> None:
-        with jax.enable_x64(x64):
-            values[i] = wanted.array()
-
-    def read_block(i: int, block: Box) -> None:
-        with jax.enable_x64(x64):
-            landings[i].take(block)
-
-    def jobs() -> Iterator[tuple[int, Callable[[], object]]]:
-        # First, so that what is wrong is known before much is read.
-        yield from ((check.memory, partial(require, check)) for check in checks)
-        share = budget_bytes // threads()
-        block_bytes = min(BLOCK_BYTES, share)
-        for i, p in enumerate(plan.placements):
-            if not p.leaf.has_array or p.shared:
-                continue
-            wanted = _wanted(p, source)
-            if (nbytes := wanted.info.nbytes) <= SMALL_BYTES:
-                yield nbytes, partial(read_whole, i, wanted)
-                continue
-            # Writing into a device's memory takes a program for each shape, so only where the budget asks for it.
-            most = block_bytes if wanted.in_place else share
-            place = landing(wanted) if wanted.cost() > most else None
-            if place is None:
-                yield wanted.cost(), partial(read_whole, i, wanted)
-                continue
-            landings[i] = place
-            for block in wanted.blocks(block_bytes):
-                yield wanted.cost(block), partial(read_block, i, block)
-
-    alone = partial(run_bounded, jobs(), budget_bytes)
-    if shared := {i: p.shared for i, p in enumerate(plan.placements) if p.shared}:
-        pieces = {i: _wanted(plan.placements[i], source) for i in shared}
-        # A piece is held as it was read, and padded.
-        reads = [(w.key, shared[i], 2 * w.cost(), partial(w.read, list(w.boxes))) for i, w in pieces.items()]
-        for i, array in zip(shared, read_together(reads, alone, budget_bytes), strict=True):
-            values[i] = array
-    else:
-        alone()
-    for i, place in landings.items():
-        values[i] = jax.block_until_ready(place.array())
-    values = [_as_kind(p, value) for p, value in zip(plan.placements, values, strict=True)]
+    reading = _Reading(plan, source, budget_bytes)
+    reading.run(checks)
+    values = [_as_kind(p, value) for p, value in zip(plan.placements, reading.values(), strict=True)]
     if plan.target is not None:
         return fill(plan.target, list(zip(plan.nodes, values, strict=True)))
     return tree_of({p.leaf.path: value for p, value in zip(plan.placements, values, strict=True)})
+
+
+Job = tuple[int, Callable[[], object]]  # bytes in flight while it runs, and what it does
+
+
+class _Reading:
+    """The arrays of a plan while they are read."""
+
+    def __init__(self, plan: RestorePlan, source: ArraySource, budget_bytes: int):
+        self._plan, self._source, self._budget_bytes = plan, source, budget_bytes
+        self._arrays: dict[int, Any] = {}  # by the number of the placement
+        self._landings: dict[int, Landing] = {}  # of arrays that are read in blocks
+        self._x64 = has_x64()
+
+    def run(self, checks: Iterable[Check]) -> None:
+        """Run the checks, and read everything."""
+        alone = partial(run_bounded, self._jobs(checks), self._budget_bytes)
+        shared = {i: p.shared for i, p in enumerate(self._plan.placements) if p.shared}
+        if not shared:
+            alone()
+            return
+        reads: list[Read] = []
+        for i, pieces in shared.items():
+            wanted = _wanted(self._plan.placements[i], self._source)
+            # A piece is held as it was read, and padded.
+            read = partial(wanted.read, list(wanted.boxes))
+            reads.append((wanted.key, pieces, 2 * wanted.cost(), read))
+        self._arrays |= zip(shared, read_together(reads, alone, self._budget_bytes), strict=True)
+
+    def values(self) -> list[Any]:
+        """What was read, by placement; None for leaves that have no array."""
+        for i, place in self._landings.items():
+            self._arrays[i] = jax.block_until_ready(place.array())
+        return [self._arrays.get(i) for i in range(len(self._plan.placements))]
+
+    def _jobs(self, checks: Iterable[Check]) -> Iterator[Job]:
+        # First, so that what is wrong is known before much is read.
+        for check in checks:
+            yield check.memory, partial(require, check)
+        for i, placement in enumerate(self._plan.placements):
+            if placement.leaf.has_array and not placement.shared:
+                yield from self._jobs_of(i, _wanted(placement, self._source))
+
+    def _jobs_of(self, i: int, wanted: Wanted) -> Iterator[Job]:
+        """An array at once, or in blocks where it takes more than its share of the budget."""
+        nbytes = wanted.info.nbytes
+        if nbytes <= SMALL_BYTES:
+            yield nbytes, partial(self._read_whole, i, wanted)
+            return
+        share = self._budget_bytes // threads()
+        block_bytes = min(BLOCK_BYTES, share)
+        # Writing into a device's memory takes a program for each shape, so only where the budget asks for it.
+        whole_bytes = block_bytes if wanted.in_place else share
+        place = landing(wanted) if wanted.cost() > whole_bytes else None
+        if place is None:
+            yield wanted.cost(), partial(self._read_whole, i, wanted)
+            return
+        self._landings[i] = place
+        for block in wanted.blocks(block_bytes):
+            yield wanted.cost(block), partial(self._read_block, i, block)
+
+    def _read_whole(self, i: int, wanted: Wanted) -> None:
+        with jax.enable_x64(self._x64):
+            self._arrays[i] = wanted.array()
+
+    def _read_block(self, i: int, block: Box) -> None:
+        with jax.enable_x64(self._x64):
+            self._landings[i].take(block)
 
 
 def dealt_out(plan: RestorePlan, checks: Iterable[Check], extent: Extent) -> Iterable[Check]:
@@ -265,74 +310,95 @@ def abstract_leaf(leaf: Leaf) -> Any:
             return _as_kind(Placement(leaf, leaf.kind), None)
 
 
-def _place(
-    leaf: Leaf,
-    kind: str,
-    like: Any,
-    mesh: Mesh | None,
-    rules: Sequence[Rule],
-    cast: bool | DTypeLike,
-    axes: Any = None,
-) -> Placement:
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """A leaf, and what it should be: as `kind` says, like the target's `value`, which may have logical `axes`."""
+
+    leaf: Leaf
+    kind: str
+    value: Any = None
+    axes: tuple[Axes, ...] | None = None
+
+
+def _place(wish: _Wish, mesh: Mesh | None, rules: Sequence[Rule], cast: bool | DTypeLike) -> Placement:
+    leaf = wish.leaf
     if not leaf.has_array:
         return Placement(leaf, leaf.kind)
+    dtype = _dtype(leaf, wish.value, cast)
+    if wish.kind not in ON_DEVICES:
+        return Placement(leaf, wish.kind, dtype)
+    if mesh is None:
+        sharding, notes = _own_sharding(wish.value), ()
+    else:
+        sharding, notes = _sharding_on(mesh, wish, rules)
+    return Placement(leaf, wish.kind, dtype, sharding and _physical(sharding, leaf), notes)
+
+
+def _dtype(leaf: Leaf, value: Any, cast: bool | DTypeLike) -> np.dtype:
+    """What an array is read as: its own dtype, or that of the target's value, or of all floating arrays."""
+    stored = np.dtype(leaf.dtype)
     if leaf.kind == "prng_key":
         key_dtype(leaf)  # that there is one
-    dtype = np.dtype(leaf.dtype)
-    if leaf.kind != "prng_key" and hasattr(like, "dtype") and cast is True:
-        dtype = np.dtype(like.dtype)
-    elif leaf.kind in ("jax", "array", "numpy") and not isinstance(cast, bool) and jnp.issubdtype(dtype, jnp.floating):
-        dtype = np.dtype(cast)  # pyright: ignore[reportArgumentType]
-    if kind not in ON_DEVICES:
-        return Placement(leaf, kind, dtype)
-    sharding, notes = _sharding(leaf, like, mesh, rules, axes)
-    return Placement(leaf, kind, dtype, sharding and _physical(sharding, leaf), notes)
+        return stored
+    if isinstance(cast, bool):
+        return np.dtype(value.dtype) if cast and hasattr(value, "dtype") else stored
+    is_cast = leaf.kind in ("jax", "array", "numpy") and jnp.issubdtype(stored, jnp.floating)
+    return np.dtype(cast) if is_cast else stored  # pyright: ignore[reportArgumentType]
 
 
-def _sharding(
-    leaf: Leaf, like: Any, mesh: Mesh | None, rules: Sequence[Rule], axes: Any
-) -> tuple[Sharding | None, tuple[str, ...]]:
-    own = getattr(like, "sharding", None)
-    if isinstance(own, NamedSharding) and mesh is not None and dict(own.mesh.shape) == dict(mesh.shape):
+def _sharding_on(mesh: Mesh, wish: _Wish, rules: Sequence[Rule]) -> tuple[Sharding, tuple[str, ...]]:
+    """The sharding on a mesh, with notes: that of the target if it has one there, else a fitted one."""
+    own = getattr(wish.value, "sharding", None)
+    if isinstance(own, NamedSharding) and dict(own.mesh.shape) == dict(mesh.shape):
         return NamedSharding(mesh, own.spec, memory_kind=own.memory_kind), ()  # own.mesh may be abstract
-    if isinstance(own, NamedSharding) and mesh is None and not isinstance(own.mesh, Mesh):
-        return None, ()
-    if isinstance(own, Sharding) and mesh is None:
-        return own, ()
-    if mesh is None:
-        only = jax.devices()[0] if like is not None and len(jax.devices()) == 1 else None
-        return (SingleDeviceSharding(only) if only else None), ()
-    if axes is not None and leaf.axes is None:
-        leaf = Leaf(leaf.path, leaf.name, leaf.kind, leaf.shape, leaf.dtype, sharding=leaf.sharding, axes=axes)
+    leaf = wish.leaf
+    if wish.axes is not None and leaf.axes is None:
+        leaf = replace(leaf, axes=wish.axes)
     return fit_leaf(leaf, mesh, rules)
 
 
-def _narrowed(placements: Sequence[Placement]) -> list[Placement]:
+def _own_sharding(value: Any) -> Sharding | None:
+    """The sharding of a target's leaf where no mesh is given; where it has none, the device if there is only one."""
+    own = getattr(value, "sharding", None)
+    if isinstance(own, NamedSharding) and not isinstance(own.mesh, Mesh):
+        return None  # on an abstract mesh
+    if isinstance(own, Sharding):
+        return own
+    if value is None or len(jax.devices()) > 1:
+        return None
+    return SingleDeviceSharding(jax.devices()[0])
+
+
+def _narrowed(placement: Placement) -> Placement:
     """64-bit integers on devices as JAX has them without x64; a value that does not fit is refused when it is read."""
-    return [
-        replace(p, dtype=narrowed(p.dtype)) if p.sharding is not None and p.dtype is not None else p for p in placements
-    ]
+    if placement.sharding is None or placement.dtype is None:
+        return placement
+    return replace(placement, dtype=narrowed(placement.dtype))
 
 
 def _check_shardings(placements: Sequence[Placement]) -> None:
     """Raise TreeMismatch with every leaf that JAX cannot hold as it is, or not by the sharding of its target."""
-    faults = []
-    for p in placements:
-        if p.sharding is not None and p.dtype is not None:
-            have = jax.dtypes.canonicalize_dtype(p.dtype)
-            if have != p.dtype:
-                remedy = f"narrow_integers=True, which makes it {have} if every value fits"
-                if p.dtype.kind not in "iu":
-                    remedy = f"a target of {have} and cast=True, which rounds"
-                fault = f"JAX would make {have} of its {p.dtype}; set jax_enable_x64, or give {remedy}"
-                faults.append(f"{p.leaf.label}: {fault}")
-            try:
-                p.sharding.shard_shape(p.leaf.shape)
-            except ValueError as error:
-                faults.append(f"{p.leaf.label}: {error}")
+    faults = [f"{p.leaf.label}: {fault}" for p in placements for fault in _device_faults(p)]
     if faults:
         lines = "\n  ".join(faults[:FAULTS_SHOWN])
         raise TreeMismatch(f"{len(faults)} leaves cannot be put where they should go:\n  {lines}")
+
+
+def _device_faults(placement: Placement) -> Iterator[str]:
+    """Why an array cannot be on devices as it is, or not by its sharding."""
+    sharding, dtype = placement.sharding, placement.dtype
+    if sharding is None or dtype is None:
+        return
+    available = jax.dtypes.canonicalize_dtype(dtype)
+    if available != dtype:
+        remedy = f"a target of {available} and cast=True, which rounds"
+        if dtype.kind in "iu":
+            remedy = f"narrow_integers=True, which makes it {available} if every value fits"
+        yield f"JAX would make {available} of its {dtype}; set jax_enable_x64, or give {remedy}"
+    try:
+        sharding.shard_shape(placement.leaf.shape)
+    except ValueError as error:
+        yield str(error)
 
 
 def _physical(sharding: Sharding, leaf: Leaf) -> Sharding:

@@ -106,6 +106,10 @@ class SharedRead:
         return (*box[: self.cut.axis], self.cut.length, *box[self.cut.axis + 1 :])
 
 
+# The name of an array, how it is shared, its cost in bytes, and what reads the pieces of this process.
+Read = tuple[str, SharedRead, int, Callable[[], Sequence[np.ndarray]]]
+
+
 def shared_read(sharding: object, info: ArrayInfo, dtype: np.dtype | None) -> SharedRead | None:
     """How processes share the reading of an array that comes as `dtype`, where they can, and read less for it.
 
@@ -151,11 +155,7 @@ def best_cut(
     return best
 
 
-def read_together(
-    reads: Sequence[tuple[str, SharedRead, int, Callable[[], Sequence[np.ndarray]]]],
-    alone: Callable[[], None],
-    budget_bytes: int,
-) -> list[jax.Array]:
+def read_together(reads: Sequence[Read], alone: Callable[[], None], budget_bytes: int) -> list[jax.Array]:
     """The arrays of shared reads, in order, each given with its name, its cost in bytes and what reads its pieces.
 
     What this process reads for itself, `alone` reads after them. Every process must call this, with the same reads. One

@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
-from jax_ucp.errors import FormatError, TreeMismatch, UnsupportedLeaf
+from jax_ucp.errors import FormatError, TreeMismatch, UnsupportedLeaf, fault_lines
 from jax_ucp.metadata import MAX_TREE_DEPTH, Axes, Key, KeyKind, Leaf, LeafKind, Path
-
-FAULTS_SHOWN = 20
 
 Abstract = jax.ShapeDtypeStruct
 
 _NUMBER_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 _PYTHON_KINDS: dict[type, LeafKind] = {bool: "bool", int: "int", float: "float", complex: "complex", str: "str"}
+# By the kind of a Python number, the kinds of numpy scalars that may be given as one.
+_NUMPY_KINDS: dict[LeafKind, str] = {"bool": "b", "int": "iu", "float": "f", "complex": "c"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,27 +116,30 @@ def match(
 
     Raises TreeMismatch with every missing, extra, misshapen and mistyped leaf.
     """
-    stored = {tuple(map(str, leaf.path)): leaf for leaf in leaves}
+    left = {tuple(map(str, leaf.path)): leaf for leaf in leaves}
     pairs: list[tuple[Node, Leaf]] = []
     missing: list[Node] = []
-    faults: list[str] = []
     for node in walk(target):
-        leaf = stored.pop(tuple(map(str, node.path)), None)
+        leaf = left.pop(tuple(map(str, node.path)), None)
         if leaf is None:
             missing.append(node)
-            continue
-        pairs.append((node, leaf))
-        if fault := _difference(node, leaf, cast, narrow):
-            faults.append(f"{node.label}: {fault}")
-    extra = [] if partial else [leaf.label for leaf in stored.values()]
-    faults = [_missing(node, stored.values()) for node in missing] + faults
-    faults += [f"{label}: in the checkpoint, but not in the target" for label in extra]
+        else:
+            pairs.append((node, leaf))
+    extra = [] if partial else list(left.values())
+    faults = [_missing(node, left.values()) for node in missing]
+    faults += _differences(pairs, cast, narrow)
+    faults += [f"{leaf.label}: in the checkpoint, but not in the target" for leaf in extra]
     if faults:
-        more = [f"... and {len(faults) - FAULTS_SHOWN} more"] if len(faults) > FAULTS_SHOWN else []
+        lines = fault_lines(faults)
         hint = "\nTo leave out what the target lacks, restore with partial=True." if extra else ""
-        lines = "\n  ".join([*faults[:FAULTS_SHOWN], *more])
         raise TreeMismatch(f"the target does not fit the checkpoint in {len(faults)} leaves:\n  {lines}{hint}")
     return pairs
+
+
+def _differences(pairs: Sequence[tuple[Node, Leaf]], cast: bool, narrow: bool) -> Iterator[str]:
+    for node, leaf in pairs:
+        if difference := _difference(node, leaf, cast, narrow):
+            yield f"{node.label}: {difference}"
 
 
 def fill(target: Any, pairs: Sequence[tuple[Node, Any]]) -> Any:
@@ -186,31 +189,49 @@ def _logical_axes(node: Any) -> tuple[Axes, ...] | None:
 
 def _difference(node: Node, leaf: Leaf, cast: bool, narrow: bool) -> str | None:
     """How the leaf of the target and that of the checkpoint differ, if they do."""
-    want = kind_of(node)
-    if not leaf.has_array or want in ("str", "none", "empty"):
-        if want == "empty" and (leaf.kind == "empty" or (leaf.kind == "none" and empty_kind(node.value) == "attr")):
-            return None  # stock Orbax says None of a named tuple without fields, such as optax.EmptyState
-        return None if want == leaf.kind else f"the target has {_describe(node.value)}, the checkpoint {_stored(leaf)}"
-    if want in ("bool", "int", "float", "complex"):
-        numpy_kinds = {"bool": "b", "int": "iu", "float": "f", "complex": "c"}[want]
-        fits = leaf.kind == want or (leaf.kind == "numpy_scalar" and np.dtype(leaf.dtype).kind in numpy_kinds)
-        return None if fits else f"the target has {_describe(node.value)}, the checkpoint {_stored(leaf)}"
-    is_key = leaf.kind == "prng_key"
-    if (want == "prng_key") != is_key or (is_key and node.value.dtype != key_dtype(leaf)):
+    kind = kind_of(node)
+    if not _kinds_fit(node, kind, leaf):
         return f"the target has {_describe(node.value)}, the checkpoint {_stored(leaf)}"
-    shape = leaf.shape[:-1] if is_key else leaf.shape
-    if tuple(node.value.shape) != shape:
-        turned = " (the target may be transposed)" if tuple(node.value.shape) == shape[::-1] else ""
-        return f"the target has shape {tuple(node.value.shape)}, the checkpoint {shape}{turned}"
-    if cast and not is_key and not _castable(np.dtype(leaf.dtype), np.dtype(node.value.dtype)):
-        return f"{leaf.dtype} of the checkpoint cannot be cast to {node.value.dtype} of the target without loss"
-    if is_key or cast:
+    if not leaf.has_array or kind in _NUMPY_KINDS:
         return None
-    have, wanted = np.dtype(leaf.dtype), np.dtype(node.value.dtype).newbyteorder("=")
-    if wanted == have or (narrow and wanted == narrowed(have)):
+    stored_shape = leaf.shape[:-1] if kind == "prng_key" else leaf.shape
+    shape = tuple(node.value.shape)
+    if shape != stored_shape:
+        turned = " (the target may be transposed)" if shape == stored_shape[::-1] else ""
+        return f"the target has shape {shape}, the checkpoint {stored_shape}{turned}"
+    if kind == "prng_key":
         return None
-    option = "narrow_integers=True" if wanted == narrowed(have) else "cast=True"
-    return f"the target has dtype {node.value.dtype}, the checkpoint {leaf.dtype}; to convert, {option}"
+    return _dtype_difference(np.dtype(leaf.dtype), np.dtype(node.value.dtype), cast, narrow)
+
+
+def _kinds_fit(node: Node, kind: LeafKind, leaf: Leaf) -> bool:
+    """Whether a leaf of the checkpoint can be given as what the target has in its place, whatever its shape is."""
+    if kind == "empty":
+        # Stock Orbax says None of a named tuple without fields, such as optax.EmptyState.
+        is_orbax_none = leaf.kind == "none" and empty_kind(node.value) == "attr"
+        return leaf.kind == "empty" or is_orbax_none
+    if kind in ("str", "none") or not leaf.has_array:
+        return leaf.kind == kind
+    if numpy_kinds := _NUMPY_KINDS.get(kind):
+        is_scalar = leaf.kind == "numpy_scalar" and np.dtype(leaf.dtype).kind in numpy_kinds
+        return is_scalar or leaf.kind == kind
+    if kind == leaf.kind == "prng_key":
+        return node.value.dtype == key_dtype(leaf)
+    return "prng_key" not in (kind, leaf.kind)
+
+
+def _dtype_difference(stored: np.dtype, target: np.dtype, cast: bool, narrow: bool) -> str | None:
+    """Why an array cannot be given in the target's dtype, if it cannot."""
+    if cast:
+        if _castable(stored, target):
+            return None
+        return f"{stored} of the checkpoint cannot be cast to {target} of the target without loss"
+    native = target.newbyteorder("=")
+    is_narrowed = native == narrowed(stored)
+    if native == stored or (narrow and is_narrowed):
+        return None
+    option = "narrow_integers=True" if is_narrowed else "cast=True"
+    return f"the target has dtype {target}, the checkpoint {stored}; to convert, {option}"
 
 
 def _castable(have: np.dtype, want: np.dtype) -> bool:

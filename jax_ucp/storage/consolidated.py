@@ -55,25 +55,29 @@ class ConsolidatedView:
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
         """Read each box into its array: every shard is asked once for all that they want of it."""
         param = self._params[key]
-        wanted: dict[int, list[tuple[Box, np.ndarray]]] = defaultdict(list)
+        reads: dict[int, list[tuple[Box, np.ndarray]]] = defaultdict(list)
         for box, out in zip(boxes, outs, strict=True):
             for replicas in param.layout.narrow(box):
                 first, hit = replicas[0], _hit(replicas[0], box)
                 block = out if hit == box else out[(*hit.relative_to(box).index, ...)]
                 if param.layout.averaged:
                     block[...] = _mean([self._read(param, fragment, hit) for fragment in replicas])
-                elif not first.is_flat:
-                    wanted[first.shard].append((first.source, block))
-                elif first.target != hit:  # a flat shard gives whole rows, of which some elements are wanted
-                    block[...] = self._read(param, first, hit)
-                elif block.flags.c_contiguous:
-                    wanted[first.shard].append((first.source, block.reshape(-1)))
-                else:  # a run of a flat shard has gaps where it goes
-                    run = np.empty(first.source.shape, out.dtype)
-                    read_into(self._shards, param.keys[first.shard], [first.source], [run])
-                    block[...] = run.reshape(hit.shape)
-        for shard, parts in wanted.items():
-            read_into(self._shards, param.keys[shard], [part for part, _ in parts], [place for _, place in parts])
+                elif (place := _place(first, hit, block)) is not None:
+                    reads[first.shard].append((first.source, place))
+                else:
+                    self._copy(param, first, hit, block)
+        for shard, parts in reads.items():
+            sources, places = zip(*parts, strict=True)
+            read_into(self._shards, param.keys[shard], sources, places)
+
+    def _copy(self, param: Consolidated, fragment: Fragment, hit: Box, block: np.ndarray) -> None:
+        """Read what cannot be read into the block itself, and copy it there."""
+        if fragment.target != hit:
+            block[...] = self._read(param, fragment, hit)
+            return
+        run = np.empty(fragment.source.shape, block.dtype)
+        read_into(self._shards, param.keys[fragment.shard], [fragment.source], [run])
+        block[...] = run.reshape(hit.shape)
 
     def compare_replicas(self, key: str, box: Box) -> None:
         """Read every copy of the elements of `box`, and raise CorruptData where two differ in any bit."""
@@ -119,6 +123,15 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     unit = np.uint64 if a.nbytes % 8 == 0 else np.uint8
     first, second = (np.ascontiguousarray(x).reshape(-1).view(np.uint8).view(unit) for x in (a, b))
     return np.array_equal(first, second)
+
+
+def _place(fragment: Fragment, hit: Box, block: np.ndarray) -> np.ndarray | None:
+    """The memory that a fragment can be read into; None where it does not fill the block as it is stored."""
+    if not fragment.is_flat:
+        return block
+    # A flat shard gives whole rows, of which some elements may be wanted, and a run of it may have gaps where it goes.
+    fills_run = fragment.target == hit and block.flags.c_contiguous
+    return block.reshape(-1) if fills_run else None
 
 
 def _through(inner: Fragment, outer: Fragment) -> Iterator[Fragment]:

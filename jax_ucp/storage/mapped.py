@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -133,22 +134,22 @@ class MappedView:
 
     def _fill(self, layout: LeafLayout, index: BoxIndex, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
         """Read boxes of a layout into their arrays: of each array of the source, what they want of it together."""
-        wanted: dict[str, list[tuple[Box, np.ndarray]]] = {}
-        apart: dict[str, list[tuple[Part, Step, np.ndarray]]] = {}
+        in_place: dict[str, list[tuple[Box, np.ndarray]]] = defaultdict(list)
+        copied: dict[str, list[tuple[Part, Step, np.ndarray]]] = defaultdict(list)
         for box, out in zip(boxes, outs, strict=True):
             if layout.padding:
                 out[...] = np.zeros((), out.dtype)
-            for part in (layout.parts[i] for i in sorted(index.meeting(box))):
-                for step in part.steps(box, BLOCK_BYTES // out.itemsize):
-                    view = out[(*step.target.relative_to(box).index, ...)]
-                    place = _place(view, part, step)
-                    if place is not None:
-                        wanted.setdefault(part.array, []).append((step.source, place))
-                    else:
-                        apart.setdefault(part.array, []).append((part, step, view))
-        for array, found in wanted.items():
-            read_into(self._source, array, [source for source, _ in found], [place for _, place in found])
-        for array, steps in apart.items():
+            for part, step in _steps(layout, index, box, BLOCK_BYTES // out.itemsize):
+                view = out[(*step.target.relative_to(box).index, ...)]
+                place = _place(view, part, step)
+                if place is not None:
+                    in_place[part.array].append((step.source, place))
+                else:
+                    copied[part.array].append((part, step, view))
+        for array, reads in in_place.items():
+            sources, places = zip(*reads, strict=True)
+            read_into(self._source, array, sources, places)
+        for array, steps in copied.items():
             for (part, step, view), data in zip(steps, self._fetched(array, steps), strict=True):
                 _strided(view, part.target, step.indices)[...] = _strided(data, part.source, step.indices)
 
@@ -158,6 +159,14 @@ class MappedView:
         if self._infos[array].chunk is None:
             return (self._source.read(array, source) for source in sources)
         return read_boxes(self._source, array, sources)
+
+
+def _steps(layout: LeafLayout, index: BoxIndex, box: Box, max_size: int) -> Iterator[tuple[Part, Step]]:
+    """What to read for a box of a layout: the steps of each part that meets it, of about `max_size` elements."""
+    for i in sorted(index.meeting(box)):
+        part = layout.parts[i]
+        for step in part.steps(box, max_size):
+            yield part, step
 
 
 def _place(view: np.ndarray, part: Part, step: Step) -> np.ndarray | None:

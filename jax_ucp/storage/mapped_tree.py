@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from jax_ucp.errors import LayoutError, TreeMismatch
+from jax_ucp.errors import LayoutError, TreeMismatch, fault_lines
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.strided import LeafForm, LeafLayout, hull
 from jax_ucp.metadata import Group, Key, Leaf, groups_of, leaf_names
@@ -18,8 +19,6 @@ from jax_ucp.storage.checks import Check, Extent, passed_on
 from jax_ucp.storage.contents import Contents, Item, Piece
 from jax_ucp.storage.dtypes import holds_every
 from jax_ucp.storage.mapped import Formed, MappedView
-
-FAULTS_SHOWN = 20
 
 
 def states_of(contents: Contents) -> dict[str, dict[str, Leaf]]:
@@ -31,10 +30,11 @@ def states_of(contents: Contents) -> dict[str, dict[str, Leaf]]:
     for leaf in contents.leaves:
         if len(leaf.path) < 2 or not leaf.has_array:
             raise TreeMismatch(f"{contents.path}: {leaf.label} is no array of the state of a parameter")
-        name = "/".join(map(str, leaf.path[1:]))
-        if name in states[str(leaf.path[0])]:
+        state, *parts = map(str, leaf.path)
+        name = "/".join(parts)
+        if name in states[state]:
             raise TreeMismatch(f"{contents.path} has two arrays {leaf.label}")
-        states[str(leaf.path[0])][name] = leaf
+        states[state][name] = leaf
     if "param" not in states:
         other = f"; {len(states['other'])} are below `other`, and its notes say why" if "other" in states else ""
         raise TreeMismatch(f"{contents.path} has no parameters: a mapping wants them below `param`{other}")
@@ -88,12 +88,15 @@ def map_contents(
 
 def _users(formed: Mapping[str, Formed]) -> dict[str, set[str]]:
     """By the name of an array, the leaves that are made of it, or of a copy of which it is one."""
-    found: dict[str, set[str]] = defaultdict(set)
+    users: dict[str, set[str]] = defaultdict(set)
     for name, leaf in formed.items():
-        layouts = () if leaf.equal else (leaf.form.layout, *leaf.form.copies)
-        for array in (*leaf.equal, *(part.array for layout in layouts for part in layout.parts)):
-            found[array].add(name)
-    return found
+        for array in leaf.equal or leaf.form.params:
+            users[array].add(name)
+    return users
+
+
+class _Unmappable(Exception):
+    """A state of a leaf that has no place in the mapped checkpoint, in words."""
 
 
 class _Tree:
@@ -105,61 +108,94 @@ class _Tree:
         self.forms = forms
         self.notes: list[str] = []
         self.left: dict[str, str] = {}  # label of a state that is in no leaf -> why
-        self.faults: list[str] = []
 
     def leaves(self) -> tuple[dict[tuple[Key, ...], str], dict[str, Formed]]:
         """Paths with the names of their arrays, and how each array is formed."""
-        found: dict[tuple[Key, ...], Formed] = {}
-        for state in self.states:
-            for name, form in self.forms.items():
-                formed = self._formed(state, name, form)
-                if formed is not None:
-                    found[(Key("dict", state), *(Key("dict", part) for part in name.split("/")))] = formed
-        if self.faults:
-            more = [f"... and {len(self.faults) - FAULTS_SHOWN} more"] if len(self.faults) > FAULTS_SHOWN else []
-            lines = "\n  ".join(self.faults[:FAULTS_SHOWN] + more)
-            raise LayoutError(f"the states of {len(self.faults)} leaves cannot be mapped:\n  {lines}")
-        names = dict(zip(found, leaf_names(list(found)), strict=True))
-        return names, {names[path]: formed for path, formed in found.items()}
+        formed_at: dict[tuple[Key, ...], Formed] = {}
+        faults: list[str] = []
+        for state, name in itertools.product(self.states, self.forms):
+            try:
+                formed = self._formed(state, name)
+            except _Unmappable as fault:
+                faults.append(str(fault))
+                continue
+            if formed is not None:
+                formed_at[Key("dict", state), *(Key("dict", part) for part in name.split("/"))] = formed
+        if faults:
+            lines = fault_lines(faults)
+            raise LayoutError(f"the states of {len(faults)} leaves cannot be mapped:\n  {lines}")
+        names = dict(zip(formed_at, leaf_names(list(formed_at)), strict=True))
+        return names, {names[path]: formed for path, formed in formed_at.items()}
 
-    def _formed(self, state: str, name: str, form: LeafForm) -> Formed | None:
+    def _formed(self, state: str, name: str) -> Formed | None:
         """One state of a leaf; None where none of its parameters has it, or where it does not follow."""
-        params, there = self.states["param"], self.states[state]
-        have = [param for param in form.params if param in there]
-        if not have:
+        form, leaves = self.forms[name], self.states[state]
+        params = [param for param in form.params if param in leaves]
+        if not params:
             return None
-        # Of tied parameters an optimizer has but one, so the copies that a state has are those it is made of.
-        layouts = [layout for layout in (form.layout, *form.copies) if {p.array for p in layout.parts} <= set(have)]
-        if not layouts:
-            lacking = sorted({part.array for part in form.layout.parts} - set(have))
-            some = " and ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" if len(lacking) > 3 else "")
-            self.faults.append(f"{state}/{name}: {have[0]} has this state, but {some} not")
-            return None
+        layouts = _complete_layouts(form, params, f"{state}/{name}")
         if form.scaled and state != "param":
-            why = f"{name} is scaled: its {state} would be that of other values, and moments do not scale with them"
-            self.left |= {f"{state}/{param}": why for param in have}
-            self.notes.append(f"{state}/{name} is left out: {why}")
+            self._leave_scaled(state, name, params)
             return None
-        others = {p: there[p].shape for p in have if there[p].shape != params[p].shape}
-        if others and (len(others) < len(have) or any(shape != () for shape in others.values())):
-            p, shape = next((p, shape) for p, shape in others.items() if shape != () or len(others) < len(have))
-            self.faults.append(
-                f"{state} of {p} has shape {list(shape)}, the parameter {list(params[p].shape)}: only states of the "
-                "parameter's shape, and single numbers, have a place; open with weights_only=True to leave them"
-            )
-            return None
-        dtypes = {there[p].dtype for p in have}
-        if len(dtypes) > 1:
-            self.faults.append(f"{state}/{name}: its parameters differ in dtype, {', '.join(sorted(dtypes))}")
-            return None
-        if others:
-            return Formed(form, [there[p].name for p in have])
-        first, *copies = (_renamed(layout, there) for layout in layouts)
-        dtype = form.dtype if state == "param" else ""
-        if dtype and dtype != (stored := dtypes.pop()):
-            how = "exact" if holds_every(np.dtype(dtype), np.dtype(stored)) else "rounded"
-            self.notes.append(f"{name} is cast from {stored} to {dtype}: {how}")
-        return Formed(replace(form, layout=first, copies=tuple(copies), dtype=dtype))
+        has_numbers = self._has_numbers(state, params)
+        dtype = _common_dtype([leaves[param] for param in params], f"{state}/{name}")
+        if has_numbers:
+            return Formed(form, [leaves[param].name for param in params])
+        first, *copies = (_renamed(layout, leaves) for layout in layouts)
+        renamed = replace(form, layout=first, copies=tuple(copies))
+        if state != "param":
+            return Formed(replace(renamed, dtype=""))
+        self._note_cast(name, dtype, form.dtype)
+        return Formed(renamed)
+
+    def _leave_scaled(self, state: str, name: str, params: Sequence[str]) -> None:
+        """Leave out a state of a leaf whose values are scaled."""
+        why = f"{name} is scaled: its {state} would be that of other values, and moments do not scale with them"
+        self.left |= {f"{state}/{param}": why for param in params}
+        self.notes.append(f"{state}/{name} is left out: {why}")
+
+    def _has_numbers(self, state: str, params: Sequence[str]) -> bool:
+        """Whether a state of these parameters is a number of each, where it should have their shapes else."""
+        leaves, wanted = self.states[state], self.states["param"]
+        unlike = [param for param in params if leaves[param].shape != wanted[param].shape]
+        all_unlike = len(unlike) == len(params)
+        for param in unlike:
+            shape = leaves[param].shape
+            if shape != () or not all_unlike:
+                raise _Unmappable(
+                    f"{state} of {param} has shape {list(shape)}, the parameter {list(wanted[param].shape)}: only "
+                    "states of the parameter's shape, and single numbers, have a place; open with weights_only=True "
+                    "to leave them"
+                )
+        return all_unlike
+
+    def _note_cast(self, name: str, stored: str, dtype: str) -> None:
+        if dtype in ("", stored):
+            return
+        how = "exact" if holds_every(np.dtype(dtype), np.dtype(stored)) else "rounded"
+        self.notes.append(f"{name} is cast from {stored} to {dtype}: {how}")
+
+
+def _complete_layouts(form: LeafForm, params: Collection[str], label: str) -> list[LeafLayout]:
+    """The layouts of a leaf that are made of these parameters alone.
+
+    Of tied parameters an optimizer has but one, so not every copy has a state. Raises _Unmappable if none has.
+    """
+    layouts = [layout for layout in (form.layout, *form.copies) if all(part.array in params for part in layout.parts)]
+    if layouts:
+        return layouts
+    lacking = sorted({part.array for part in form.layout.parts}.difference(params))
+    names = " and ".join(lacking[:3])
+    if len(lacking) > 3:
+        names += f" and {len(lacking) - 3} more"
+    raise _Unmappable(f"{label}: {next(iter(params))} has this state, but {names} not")
+
+
+def _common_dtype(leaves: Sequence[Leaf], label: str) -> str:
+    dtypes = {leaf.dtype for leaf in leaves}
+    if len(dtypes) > 1:
+        raise _Unmappable(f"{label}: its parameters differ in dtype, {', '.join(sorted(dtypes))}")
+    return dtypes.pop()
 
 
 def _renamed(layout: LeafLayout, leaves: Mapping[str, Leaf]) -> LeafLayout:
@@ -179,22 +215,27 @@ def _pieces(contents: Contents, leaves: Mapping[str, Leaf], formed: Formed) -> I
             stored[part.array] = list(contents.where(leaves[part.array]))
         back = part.inverse(part.array)
         for piece in stored[part.array]:
-            steps = list(back.inside(piece.target))
-            if steps:
-                boxes = [hull(part.target, indices) for indices in steps]
-                start = tuple(map(min, zip(*(box.start for box in boxes), strict=True)))
-                stop = tuple(map(max, zip(*(box.stop for box in boxes), strict=True)))
-                yield replace(piece, target=Box(start, stop), rule=formed.form.rule)
+            filled = [hull(part.target, indices) for indices in back.inside(piece.target)]
+            if filled:
+                yield replace(piece, target=Box.around(filled), rule=formed.form.rule)
 
 
 def _groups(contents: Contents, forms: Mapping[str, LeafForm]) -> tuple[Group, ...]:
     """What the optimizer was told for each leaf: that in which the parameters that form it agree."""
-    said = {name: group.settings for group in contents.groups for name in group.params}
-    found: dict[str, dict[str, Any]] = {}
+    settings_of = {name: group.settings for group in contents.groups for name in group.params}
+    agreed: dict[str, dict[str, Any]] = {}
     for leaf, form in forms.items():
-        first, *others = [said[param] for param in form.params if param in said] or [{}]
-        found[leaf] = {key: v for key, v in first.items() if all(key in o and o[key] == v for o in others)}
-    return groups_of(found)
+        settings = [settings_of[param] for param in form.params if param in settings_of]
+        agreed[leaf] = _agreed(settings) if settings else {}
+    return groups_of(agreed)
+
+
+def _agreed(settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all of the settings have, with one value."""
+    agreed = dict(settings[0])
+    for other in settings[1:]:
+        agreed = {key: value for key, value in agreed.items() if key in other and other[key] == value}
+    return agreed
 
 
 def _account(contents: Contents, tree: _Tree, skipped: Mapping[str, str]) -> Iterator[Item]:
@@ -202,28 +243,42 @@ def _account(contents: Contents, tree: _Tree, skipped: Mapping[str, str]) -> Ite
 
     An item that holds nothing else is skipped itself; of others the parameter is an item of its own.
     """
-    left = dict(tree.left)
-    for state, there in tree.states.items():
-        left |= {f"{state}/{name}": reason for name, reason in skipped.items() if name in there}
-    kept: set[str] = set()
-    gone: dict[str, tuple[str, str]] = {}
-    for state, there in tree.states.items():
-        for name, leaf in there.items():
-            for piece in contents.where(leaf) if left else ():
-                if f"{state}/{name}" in left:
-                    gone[f"{piece.file}:{piece.item}"] = f"{state}/{name}", left[f"{state}/{name}"]
-                else:
-                    kept.add(f"{piece.file}:{piece.item}")
-    told: set[str] = set()
+    leaves = [(f"{state}/{name}", leaf) for state, named in tree.states.items() for name, leaf in named.items()]
+    left = tree.left | _left_parameters(tree, skipped)
+    label_of = _items_left(contents, leaves, left)
+    accounted: set[str] = set()
     for item in contents.account:
-        if item.where in gone and item.where not in kept:
-            label, reason = gone[item.where]
-            told.add(label)
-            yield replace(item, fate="skipped", reason=reason)
-        else:
+        label = label_of.get(item.where)
+        if label is None:
             yield item
+        else:
+            accounted.add(label)
+            yield replace(item, fate="skipped", reason=left[label])
+    leaf_of = dict(leaves)
     for label, reason in left.items():
-        if label not in told:
-            state, _, name = label.partition("/")
-            leaf = tree.states[state][name]
+        if label not in accounted:
+            leaf = leaf_of[label]
             yield Item(label, f"{leaf.dtype} {list(leaf.shape)}", "skipped", reason)
+
+
+def _left_parameters(tree: _Tree, skipped: Mapping[str, str]) -> dict[str, str]:
+    """Every state of the parameters that the mapping leaves out, by label, with the reason."""
+    left: dict[str, str] = {}
+    for state, leaves in tree.states.items():
+        left |= {f"{state}/{name}": why for name, why in skipped.items() if name in leaves}
+    return left
+
+
+def _items_left(contents: Contents, leaves: Sequence[tuple[str, Leaf]], left: Collection[str]) -> dict[str, str]:
+    """By its place, each stored item that holds nothing but states that are left out: the label of its last."""
+    if not left:
+        return {}
+    kept: set[str] = set()
+    label_of: dict[str, str] = {}
+    for label, leaf in leaves:
+        items = [f"{piece.file}:{piece.item}" for piece in contents.where(leaf)]
+        if label in left:
+            label_of |= dict.fromkeys(items, label)
+        else:
+            kept.update(items)
+    return {item: label for item, label in label_of.items() if item not in kept}
