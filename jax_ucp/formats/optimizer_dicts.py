@@ -56,6 +56,10 @@ class OptimizerDict:
             return [group.owners for group in self.groups]
         return [tuple(dict.fromkeys(owner for group in self.groups for owner in group.owners))]
 
+    def listed(self) -> list[Owner]:
+        """The owners of all groups in order."""
+        return [owner for owners in self.lists() for owner in owners]
+
 
 def optimizer_dicts(tensors: Mapping[str, Steps], objects: Mapping[Steps, Any]) -> dict[Steps, OptimizerDict]:
     """The optimizers by path; `tensors` have their paths by name, `objects` are what is no tensor, by path.

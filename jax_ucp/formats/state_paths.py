@@ -23,7 +23,7 @@ from typing import Any
 
 from jax_ucp.formats.optimizer_dicts import OptimizerDict, Steps, joined, optimizer_dicts
 from jax_ucp.formats.options import Options
-from jax_ucp.formats.state_pairing import Stored, pair_states, relative
+from jax_ucp.formats.state_pairing import Stored, names_by_dict, pair_states, relative
 
 MODEL_WORDS = ("model", "module", "state_dict", "model_state_dict", "model_state")
 _WORDS = frozenset(MODEL_WORDS)
@@ -117,9 +117,8 @@ def _dicts_by_name(paths: Iterable[Steps]) -> dict[str, set[Steps]]:
     """The dicts in which, at any depth, there is a tensor of a name."""
     found: dict[str, set[Steps]] = defaultdict(set)
     for path in paths:
-        for root in (path[:depth] for depth in range(len(path))):
-            if (inner := relative(path, root)) is not None:
-                found[joined(inner)].add(root)
+        for root, name in names_by_dict(path):
+            found[name].add(root)
     return found
 
 
