@@ -15,8 +15,12 @@ from jax_ucp.errors import FormatError
 from jax_ucp.formats import extras
 from jax_ucp.formats.extras import as_json
 from jax_ucp.formats.opaque import unknown_notes
-from jax_ucp.formats.options import NOTHING_TWICE
+from jax_ucp.formats.optimizer_dicts import Steps
+from jax_ucp.formats.options import NOTHING_TWICE, Options
+from jax_ucp.formats.pairing import Undecided
 from jax_ucp.formats.safe_pickle import walk
+from jax_ucp.formats.state_pairing import Stored
+from jax_ucp.formats.state_paths import Places, places
 from jax_ucp.formats.torch_names import StoredTensor
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout
@@ -149,6 +153,21 @@ class Import:
                     "different steps or runs, or of two optimizers that share the parameter. weights_only leaves the "
                     "optimizer aside"
                 )
+
+    def placed(self, tensors: Mapping[str, Stored], objects: Mapping[Steps, Any], options: Options) -> Places:
+        """The place of each tensor of nested dicts; what optimizers were told, and the user's word, are kept.
+
+        Raises FormatError where that word does not fit.
+        """
+        try:
+            result = places(tensors, objects, options)
+        except Undecided as error:
+            raise FormatError(f"{self.path}: optimizer_groups does not fit: {error}") from None
+        if result.used and options.optimizer_groups is not None:
+            self.said["optimizer_groups"] = options.optimizer_groups
+        for name, settings in result.settings:
+            self.hyperparameters(name, settings)
+        return result
 
     def skip(self, where: str, what: str, reason: str) -> None:
         """Something that is stored and has no place in the tree."""
