@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -48,36 +48,51 @@ def from_json(value: Any) -> Any:
     Raises UnsupportedLeaf for an object of a class that is not in `CLASSES`.
     """
     match value:
-        case {"!float": str(text)} if len(value) == 1:
-            return float(text)
         case {"!array": str(data), "dtype": str(name), "shape": list(shape)}:
             flat = np.frombuffer(base64.b64decode(data), _dtype(name))
             return flat.reshape(shape)
-        case {"!dtype": str(name)} if len(value) == 1:
-            return torch_dtype(_dtype(name))
         case {"!record": str(name), "args": list(args), "fields": dict(fields)}:
-            return _record(name, [from_json(item) for item in args], from_json(fields))
+            return _record(name, from_json(args), from_json(fields))
         case {"!opaque": str(name)}:
             raise UnsupportedLeaf(f"it has an object of {name}, and torch would run what makes one")
-        case {"!left_out": str(reason)} if len(value) == 1:
-            raise UnsupportedLeaf(f"it has a tensor that was not read: {reason}")
-        case {"!dict": list(pairs)} if len(value) == 1:
-            return {from_json(key): from_json(item) for key, item in pairs}
-        case {"!tuple": list(items)} if len(value) == 1:
-            return tuple(from_json(item) for item in items)
-        case {"!set": list(items)} if len(value) == 1:
-            return {from_json(item) for item in items}
-        case {"!bytes": str(data)} if len(value) == 1:
-            return base64.b64decode(data)
         case {"!complex": [real, imaginary]} if len(value) == 1:
             return complex(real, imaginary)
-        case {"!text": str(text)} if len(value) == 1:
-            return text
+        case dict() if len(value) == 1:
+            return _tagged(*next(iter(value.items())))
         case dict():
             return {key: from_json(item) for key, item in value.items()}
         case list():
-            return [from_json(item) for item in value]
+            return list(map(from_json, value))
     return value
+
+
+def _tagged(key: str, content: Any) -> Any:
+    """The value of a dict with one key, which may be a tag."""
+    kind, decode = _TAGS.get(key, (object, None))
+    if decode is None or not isinstance(content, kind):
+        return {key: from_json(content)}
+    return decode(content)
+
+
+def _left_out(reason: str) -> Any:
+    raise UnsupportedLeaf(f"it has a tensor that was not read: {reason}")
+
+
+def _dict(pairs: list[Any]) -> dict[Any, Any]:
+    return {from_json(key): from_json(item) for key, item in pairs}
+
+
+# By tag, the kind of content that it is for, and what makes the value of it.
+_TAGS: dict[str, tuple[type, Callable[[Any], Any]]] = {
+    "!float": (str, float),
+    "!text": (str, str),
+    "!bytes": (str, base64.b64decode),
+    "!dtype": (str, lambda name: torch_dtype(_dtype(name))),
+    "!left_out": (str, _left_out),
+    "!tuple": (list, lambda items: tuple(map(from_json, items))),
+    "!set": (list, lambda items: set(map(from_json, items))),
+    "!dict": (list, _dict),
+}
 
 
 def _record(name: str, args: list[Any], fields: dict[str, Any]) -> Any:

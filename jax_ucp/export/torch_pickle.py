@@ -6,10 +6,12 @@ tensors: `_rebuild_tensor_v2`, `_rebuild_tensor_v3` (`torch/_utils.py`) and `per
 
 from __future__ import annotations
 
+import math
 import pickle
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import singledispatch
 from typing import Any
 
 import numpy as np
@@ -81,77 +83,134 @@ def dumps(value: Any, storage: Storage = _none) -> bytes:
 
     `storage` is told of each tensor and gives the key of the storage that will hold it, whole and row-major.
     """
-    out = bytearray(b"\x80\x02")
-    _write(out, value, storage)
-    return bytes(out + pickle.STOP)
+    writer = _Writer(storage)
+    writer.write(value)
+    return bytes(writer.out + pickle.STOP)
 
 
-def _write(out: bytearray, value: Any, storage: Storage) -> None:
-    def sequence(items: Iterable[Any]) -> None:
-        for item in items:
-            _write(out, item, storage)
+class _Writer:
+    """The bytes of a pickle so far, and what gives the keys of storages."""
 
-    match value:
-        case None:
-            out += pickle.NONE
-        case bool():
-            out += pickle.NEWTRUE if value else pickle.NEWFALSE
-        case int() if -(1 << 31) <= value < 1 << 31:
-            out += pickle.BININT + struct.pack("<i", value)
-        case int():
-            data = pickle.encode_long(value)
-            out += pickle.LONG4 + struct.pack("<i", len(data)) + data
-        case float():
-            out += pickle.BINFLOAT + struct.pack(">d", value)
-        case str():
-            data = value.encode("utf-8", "surrogatepass")
-            out += pickle.BINUNICODE + struct.pack("<I", len(data)) + data
-        case bytes():
-            _write(out, Call(Global("_codecs", "encode"), (value.decode("latin1"), "latin1")), storage)
-        case tuple():
-            out += pickle.MARK
-            sequence(value)
-            out += pickle.TUPLE
-        case list():
-            out += pickle.EMPTY_LIST + pickle.MARK
-            sequence(value)
-            out += pickle.APPENDS
-        case dict():
-            out += pickle.EMPTY_DICT + pickle.MARK
-            sequence(part for item in value.items() for part in item)
-            out += pickle.SETITEMS
-        case set():
-            _write(out, Call(Global("builtins", "set"), (sorted(value, key=repr),)), storage)
-        case complex():
-            _write(out, Call(Global("builtins", "complex"), (value.real, value.imag)), storage)
-        case Global():
-            out += pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode()
-        case Call():
-            sequence((value.function, value.args))
-            out += pickle.REDUCE
-        case Instance():
-            sequence((value.of, ()))
-            out += pickle.NEWOBJ
-            _write(out, value.state, storage)
-            out += pickle.BUILD
-        case Tensor() | np.ndarray():
-            _tensor(out, value, storage)
-        case _:
-            raise TypeError(f"{type(value).__name__} has no pickle here")
+    def __init__(self, storage: Storage):
+        self.out = bytearray(b"\x80\x02")
+        self.storage = storage
+
+    def write(self, *values: Any) -> None:
+        for value in values:
+            _write(value, self)
 
 
-def _tensor(out: bytearray, tensor: Tensor | np.ndarray, storage: Storage) -> None:
-    flat = isinstance(tensor, Tensor) and tensor.flat
-    dtype, shape = torch_dtype(tensor.dtype), (tensor.size,) if flat else tuple(tensor.shape)
-    strides = tuple(int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape)))
-    typed = _STORAGES.get(tensor.dtype.name)
-    kind = Global("torch", f"{typed}Storage") if typed else Global("torch.storage", "UntypedStorage")
-    count = tensor.size if typed else tensor.nbytes
-    hooks = Call(Global("collections", "OrderedDict"))
-    _write(out, Global("torch._utils", f"_rebuild_tensor_v{2 if typed else 3}"), storage)
-    out += pickle.MARK
-    _write(out, ("storage", kind, storage(tensor), "cpu", count), storage)
-    out += pickle.BINPERSID
-    for item in (0, shape, strides, False, hooks) if typed else (0, shape, strides, False, hooks, dtype):
-        _write(out, item, storage)
-    out += pickle.TUPLE + pickle.REDUCE
+@singledispatch
+def _write(value: Any, to: _Writer) -> None:
+    """Append the opcodes that make a value. Raises TypeError for a class that has none."""
+    raise TypeError(f"{type(value).__name__} has no pickle here")
+
+
+@_write.register
+def _(value: None, to: _Writer) -> None:
+    to.out += pickle.NONE
+
+
+@_write.register
+def _(value: bool, to: _Writer) -> None:
+    to.out += pickle.NEWTRUE if value else pickle.NEWFALSE
+
+
+@_write.register
+def _(value: int, to: _Writer) -> None:
+    if -(1 << 31) <= value < 1 << 31:
+        to.out += pickle.BININT + struct.pack("<i", value)
+    else:
+        data = pickle.encode_long(value)
+        to.out += pickle.LONG4 + struct.pack("<i", len(data)) + data
+
+
+@_write.register
+def _(value: float, to: _Writer) -> None:
+    to.out += pickle.BINFLOAT + struct.pack(">d", value)
+
+
+@_write.register
+def _(value: complex, to: _Writer) -> None:
+    to.write(Call(Global("builtins", "complex"), (value.real, value.imag)))
+
+
+@_write.register
+def _(value: str, to: _Writer) -> None:
+    data = value.encode("utf-8", "surrogatepass")
+    to.out += pickle.BINUNICODE + struct.pack("<I", len(data)) + data
+
+
+@_write.register
+def _(value: bytes, to: _Writer) -> None:
+    to.write(Call(Global("_codecs", "encode"), (value.decode("latin1"), "latin1")))
+
+
+@_write.register
+def _(value: tuple, to: _Writer) -> None:
+    to.out += pickle.MARK
+    to.write(*value)
+    to.out += pickle.TUPLE
+
+
+@_write.register
+def _(value: list, to: _Writer) -> None:
+    to.out += pickle.EMPTY_LIST + pickle.MARK
+    to.write(*value)
+    to.out += pickle.APPENDS
+
+
+@_write.register
+def _(value: dict, to: _Writer) -> None:
+    to.out += pickle.EMPTY_DICT + pickle.MARK
+    for key, item in value.items():
+        to.write(key, item)
+    to.out += pickle.SETITEMS
+
+
+@_write.register
+def _(value: set, to: _Writer) -> None:
+    to.write(Call(Global("builtins", "set"), (sorted(value, key=repr),)))
+
+
+@_write.register
+def _(value: Global, to: _Writer) -> None:
+    to.out += pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode()
+
+
+@_write.register
+def _(value: Call, to: _Writer) -> None:
+    to.write(value.function, value.args)
+    to.out += pickle.REDUCE
+
+
+@_write.register
+def _(value: Instance, to: _Writer) -> None:
+    to.write(value.of, ())
+    to.out += pickle.NEWOBJ
+    to.write(value.state)
+    to.out += pickle.BUILD
+
+
+@_write.register(Tensor)
+@_write.register(np.ndarray)
+def _(value: Tensor | np.ndarray, to: _Writer) -> None:
+    """torch's call for a tensor of a typed storage, or of an untyped one, which takes the dtype too."""
+    flat = isinstance(value, Tensor) and value.flat
+    shape = (value.size,) if flat else tuple(value.shape)
+    strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    view = (0, shape, strides, False, Call(Global("collections", "OrderedDict")))
+    dtype = torch_dtype(value.dtype)
+    if typed := _STORAGES.get(value.dtype.name):
+        rebuild = Global("torch._utils", "_rebuild_tensor_v2")
+        kind, count = Global("torch", f"{typed}Storage"), value.size
+    else:
+        rebuild = Global("torch._utils", "_rebuild_tensor_v3")
+        kind, count = Global("torch.storage", "UntypedStorage"), value.nbytes
+        view += (dtype,)
+    to.write(rebuild)
+    to.out += pickle.MARK
+    to.write(("storage", kind, to.storage(value), "cpu", count))
+    to.out += pickle.BINPERSID
+    to.write(*view)
+    to.out += pickle.TUPLE + pickle.REDUCE

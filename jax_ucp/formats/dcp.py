@@ -30,9 +30,7 @@ from jax_ucp.formats.importing import Import
 from jax_ucp.formats.opaque import in_optimizer
 from jax_ucp.formats.optimizer_dicts import Steps, optimizer_paths
 from jax_ucp.formats.options import Options
-from jax_ucp.formats.pairing import Undecided
 from jax_ucp.formats.state_pairing import Stored, is_trainable
-from jax_ucp.formats.state_paths import places
 from jax_ucp.storage.contents import Contents
 
 
@@ -94,34 +92,16 @@ def _of_optimizers(metadata: DcpMetadata) -> frozenset[str]:
 
 
 def _tensors(found: Import, metadata: DcpMetadata, objects: Mapping[Steps, Any], options: Options) -> None:
-    paths = metadata.paths or {fqn: (fqn,) for fqn in (*metadata.tensors, *metadata.objects)}
-    # Planners of torch that store objects of the first rank only record the paths of all ranks' objects.
-    if lost := sorted((metadata.tensors.keys() | metadata.objects.keys()) - paths.keys()):
-        raise FormatError(
-            f"{found.path / metadata.files[0]}: {lost[0]!r} is not in planner_data, which has others; "
-            "the metadata is damaged, or of a planner not known here"
-        )
-    for fqn, path in paths.items():
-        if ".".join(map(str, path)) != fqn:
-            raise FormatError(
-                f"{found.path / metadata.files[0]}: planner_data says that {fqn!r} was at {path}, which has another "
-                "flattened name; the metadata is damaged, or of a planner not known here"
-            )
+    paths = _paths(metadata)
     # The paths are in the order of the state dict, the tensors in that of the ranks that wrote them.
     tensors = {fqn: metadata.tensors[fqn] for fqn in paths if fqn in metadata.tensors}
     stored = {fqn: Stored(paths[fqn], t.shape, is_trainable(t.dtype)) for fqn, t in tensors.items()}
-    try:
-        where = places(stored, objects, options)
-    except Undecided as error:
-        raise FormatError(f"{found.path}: optimizer_groups does not fit: {error}") from None
-    if where.used and options.optimizer_groups is not None:
-        found.said["optimizer_groups"] = options.optimizer_groups
-    for name, settings in where.settings:
-        found.hyperparameters(name, settings)
+    places = found.placed(stored, objects, options)
+    left = places.in_optimizers if options.weights_only else frozenset[str]()
     for fqn, tensor in metadata.tensors.items():
-        state, name = where.at[fqn]
+        state, name = places.at[fqn]
         param = consolidated(fqn, tensor)
-        if options.weights_only and fqn in where.in_optimizers:
+        if fqn in left:
             for key in param.keys:
                 found.leave(key, "", f"{state} of {name}: only weights were asked for")
         elif param.keys:
@@ -130,12 +110,32 @@ def _tensors(found: Import, metadata: DcpMetadata, objects: Mapping[Steps, Any],
             found.constant(
                 state, name, np.empty(_empty(found.path, fqn, tensor), tensor.dtype), f"{metadata.files[0]}:{fqn}"
             )
-    found.notes += where.notes
+    found.notes += places.notes
     if not metadata.paths:  # torch 1.13 saved flat dicts only, and flatten_state_dict=False takes a dict as it is
         found.notes.append(
             "no paths were recorded, so nothing tells weights from other tensors: all tensors of the flat state dict "
             "are under `param`, by the names it had"
         )
+
+
+def _paths(metadata: DcpMetadata) -> Mapping[str, Steps]:
+    """The path of everything that is stored. Raises FormatError where planner_data does not fit the names."""
+    if not metadata.paths:
+        return {fqn: (fqn,) for fqn in (*metadata.tensors, *metadata.objects)}
+    file = metadata.folder / metadata.files[0]
+    # Planners of torch that store objects of the first rank only record the paths of all ranks' objects.
+    if lost := sorted((metadata.tensors.keys() | metadata.objects.keys()) - metadata.paths.keys()):
+        raise FormatError(
+            f"{file}: {lost[0]!r} is not in planner_data, which has others; "
+            "the metadata is damaged, or of a planner not known here"
+        )
+    for fqn, path in metadata.paths.items():
+        if ".".join(map(str, path)) != fqn:
+            raise FormatError(
+                f"{file}: planner_data says that {fqn!r} was at {path}, which has another "
+                "flattened name; the metadata is damaged, or of a planner not known here"
+            )
+    return metadata.paths
 
 
 def _empty(folder: Path, fqn: str, tensor: TensorEntry) -> tuple[int, ...]:

@@ -40,6 +40,7 @@ MAX_RATIO = 1 << 15
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _RANK_DATA = re.compile(r"__(\d+)_\d+\.distcp$")
 _MAX_NDIM, _MAX_ELEMENTS = 32, 1 << 62
+_NOT_IN_NAMES = frozenset("/\\:\0")
 
 _CLASSES = (
     *(f"metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
@@ -201,9 +202,8 @@ class _Tables:
         if "planner_data" not in top:
             raise FormatError("the Metadata has no planner_data, which every version of it has")
         paths = known(top["planner_data"])
-        for fqn, steps in paths.items() if isinstance(paths, dict) else ():
-            if isinstance(steps, tuple) and steps and all(type(step) in (str, int) for step in steps):
-                self.paths[fqn] = steps
+        if isinstance(paths, dict):
+            self.paths |= {fqn: steps for fqn, steps in paths.items() if _is_path(steps)}
 
     def _tensor(self, fqn: str, entry: Mapping[str, Any]) -> list[tuple[Shape, Shape]]:
         """The chunks that are said to be of a tensor: (offsets, sizes), each once."""
@@ -262,6 +262,16 @@ def _spans(storage_data: Mapping[Any, Any]) -> dict[tuple[str, Shape | None], Sp
     return found
 
 
+def _is_path(steps: object) -> bool:
+    if not isinstance(steps, tuple) or not steps:
+        return False
+    return all(type(step) in (str, int) for step in steps)
+
+
+def _is_file_name(file: str) -> bool:
+    return file not in ("", ".", "..") and _NOT_IN_NAMES.isdisjoint(file)
+
+
 def _fields(value: Any, kind: str, what: str) -> Mapping[str, Any]:
     if not isinstance(value, Record) or not value.type.endswith(kind):
         raise FormatError(f"{what} should be a {kind}, but is {what_is(value)}")
@@ -307,7 +317,7 @@ def _span(value: Any) -> Span:
     fields = _fields(value, "_StorageInfo", "a value of storage_data")
     file, offset, length = (fields.get(key) for key in ("relative_path", "offset", "length"))
     transforms = fields.get("transform_descriptors") or ()
-    if not isinstance(file, str) or not file or file in (".", "..") or any(c in file for c in "/\\:\0"):
+    if not isinstance(file, str) or not _is_file_name(file):
         raise FormatError(f"storage_data names the file {file!r:.80}, which is no plain file name")
     if type(offset) is not int or type(length) is not int or offset < 0 or length <= 0:
         raise FormatError(f"storage_data has {length!r:.40} bytes from {offset!r:.40} of {file}, which cannot be")
@@ -334,22 +344,27 @@ def _check_spans(metadata: DcpMetadata, left: Collection[str]) -> None:
             raise FormatError(f"{path} is missing: {len(spans)} items lie in it, the first of {first}") from None
         if not stat.S_ISREG(about.st_mode):
             raise FormatError(f"{path}, in which {first} should lie, is not a file")
-        free, before = 0, ""
-        for span, fqn in sorted(spans, key=lambda item: item[0].offset):
-            end = span.offset + span.length
-            if end > about.st_size:
-                if why := stand_in(path):
-                    raise FormatError(f"{path}: {why}")
-                raise CorruptData(
-                    f"{path} has {about.st_size} bytes, but {fqn} should end at byte {end}: the file is truncated, "
-                    "or belongs to another save"
-                )
-            if span.offset < free:
-                raise FormatError(f"{path}: the bytes of {fqn}, from {span.offset}, overlap those of {before}")
-            free, before = end, fqn
+        _check_apart(path, about.st_size, spans)
     for fqn, tensor in metadata.tensors.items():
         for chunk in tensor.chunks if fqn not in left else ():
             _check_size(metadata.folder, fqn, tensor.dtype, chunk)
+
+
+def _check_apart(path: Path, size: int, spans: Sequence[tuple[Span, str]]) -> None:
+    """Raise where spans of a file run past its end, or share a byte."""
+    free, before = 0, ""
+    for span, fqn in sorted(spans, key=lambda item: item[0].offset):
+        end = span.offset + span.length
+        if end > size:
+            if why := stand_in(path):
+                raise FormatError(f"{path}: {why}")
+            raise CorruptData(
+                f"{path} has {size} bytes, but {fqn} should end at byte {end}: the file is truncated, "
+                "or belongs to another save"
+            )
+        if span.offset < free:
+            raise FormatError(f"{path}: the bytes of {fqn}, from {span.offset}, overlap those of {before}")
+        free, before = end, fqn
 
 
 def _check_size(folder: Path, fqn: str, dtype: np.dtype, chunk: Chunk) -> None:

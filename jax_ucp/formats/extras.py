@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable
+from functools import singledispatch
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -32,46 +34,111 @@ def as_json(value: Any, file: str, read: Callable[[str, Box], np.ndarray]) -> An
     mentioned has its name alone. A tensor that cannot be read is `!left_out`, the reason.
     """
 
-    def go(x: Any) -> Any:
-        match x:
-            case np.ndarray() | np.generic():  # before float, int and str, which some numpy scalars also are
-                return go(x.tolist()) if x.dtype.kind in "US" else _array(np.asarray(x))
-            case None | bool() | int() | str():
-                return x
-            case float():
-                return x if math.isfinite(x) else {"!float": repr(x)}
-            case StoredTensor():
-                return _array(read(f"{file}:{x.key}", Box.whole(x.shape)))
-            case np.dtype():
-                return {"!dtype": x.name}
-            case Record():
-                return {"!record": x.type, "args": go(list(x.args)), "fields": go(x.fields)}
-            case Refused() | Storage():
-                return {"!left_out": unreadable(x)}
-            case Opaque():
-                held = {"args": x.args, "state": x.state, "items": x.items, "entries": x.entries, "left_out": x.closed}
-                parts = {name: go(part) for name, part in held.items() if not _is_empty(part)}
-                return {"!opaque": x.type, "args": [], **parts}
-            case Unknown():
-                return {"!opaque": x.name}
-            case dict() if all(isinstance(key, str) for key in x):
-                return {key: go(item) for key, item in x.items()}
-            case dict():
-                return {"!dict": [[go(key), go(item)] for key, item in x.items()]}
-            case list():
-                return [go(item) for item in x]
-            case tuple():
-                return {"!tuple": [go(item) for item in x]}
-            case set() | frozenset():
-                return {"!set": [go(item) for item in sorted(x, key=repr)]}
-            case bytes() | bytearray():
-                return {"!bytes": base64.b64encode(bytes(x)).decode()}
-            case complex():
-                return {"!complex": [x.real, x.imag]}
-            case _:
-                return {"!text": str(x)}
+    def read_whole(tensor: StoredTensor) -> np.ndarray:
+        return read(f"{file}:{tensor.key}", Box.whole(tensor.shape))
 
-    return go(value)
+    return _json(value, read_whole)
+
+
+Read = Callable[[StoredTensor], np.ndarray]
+
+
+@singledispatch
+def _json(value: Any, read: Read) -> Any:
+    """`as_json`, by the class of the value."""
+    return {"!text": str(value)}
+
+
+@_json.register(NoneType)
+@_json.register(bool)
+@_json.register(int)
+@_json.register(str)
+def _(value: Any, read: Read) -> Any:
+    return value
+
+
+@_json.register
+def _(value: float, read: Read) -> Any:
+    return value if math.isfinite(value) else {"!float": repr(value)}
+
+
+@_json.register
+def _(value: complex, read: Read) -> Any:
+    return {"!complex": [value.real, value.imag]}
+
+
+@_json.register(bytes)
+@_json.register(bytearray)
+def _(value: bytes | bytearray, read: Read) -> Any:
+    return {"!bytes": base64.b64encode(bytes(value)).decode()}
+
+
+@_json.register
+def _(value: dict, read: Read) -> Any:
+    if all(isinstance(key, str) for key in value):
+        return {key: _json(item, read) for key, item in value.items()}
+    return {"!dict": [[_json(key, read), _json(item, read)] for key, item in value.items()]}
+
+
+@_json.register
+def _(value: list, read: Read) -> Any:
+    return [_json(item, read) for item in value]
+
+
+@_json.register
+def _(value: tuple, read: Read) -> Any:
+    return {"!tuple": [_json(item, read) for item in value]}
+
+
+@_json.register(set)
+@_json.register(frozenset)
+def _(value: set | frozenset, read: Read) -> Any:
+    return {"!set": [_json(item, read) for item in sorted(value, key=repr)]}
+
+
+@_json.register(np.ndarray)
+@_json.register(np.generic)
+@_json.register(np.str_)  # which is a str first, as np.bytes_ is bytes
+@_json.register(np.bytes_)
+def _(value: np.ndarray | np.generic, read: Read) -> Any:
+    if value.dtype.kind in "US":
+        return _json(value.tolist(), read)
+    return _array(np.asarray(value))
+
+
+@_json.register
+def _(value: np.dtype, read: Read) -> Any:
+    return {"!dtype": value.name}
+
+
+@_json.register
+def _(value: StoredTensor, read: Read) -> Any:
+    return _array(read(value))
+
+
+@_json.register(Refused)
+@_json.register(Storage)
+def _(value: Refused | Storage, read: Read) -> Any:
+    return {"!left_out": unreadable(value)}
+
+
+@_json.register
+def _(value: Record, read: Read) -> Any:
+    args = _json(list(value.args), read)
+    return {"!record": value.type, "args": args, "fields": _json(value.fields, read)}
+
+
+@_json.register
+def _(value: Opaque, read: Read) -> Any:
+    parts = {"args": value.args, "state": value.state, "items": value.items}
+    parts |= {"entries": value.entries, "left_out": value.closed}
+    kept = {name: _json(part, read) for name, part in parts.items() if not _is_empty(part)}
+    return {"!opaque": value.type, "args": [], **kept}
+
+
+@_json.register
+def _(value: Unknown, read: Read) -> Any:
+    return {"!opaque": value.name}
 
 
 def _is_empty(part: object) -> bool:

@@ -15,8 +15,12 @@ from jax_ucp.errors import FormatError
 from jax_ucp.formats import extras
 from jax_ucp.formats.extras import as_json
 from jax_ucp.formats.opaque import unknown_notes
-from jax_ucp.formats.options import NOTHING_TWICE
+from jax_ucp.formats.optimizer_dicts import Steps
+from jax_ucp.formats.options import NOTHING_TWICE, Options
+from jax_ucp.formats.pairing import Undecided
 from jax_ucp.formats.safe_pickle import walk
+from jax_ucp.formats.state_pairing import Stored
+from jax_ucp.formats.state_paths import Places, places
 from jax_ucp.formats.torch_names import StoredTensor
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout
@@ -155,6 +159,21 @@ class Import:
                     "optimizer aside"
                 )
 
+    def placed(self, tensors: Mapping[str, Stored], objects: Mapping[Steps, Any], options: Options) -> Places:
+        """The place of each tensor of nested dicts; what optimizers were told, and the user's word, are kept.
+
+        Raises FormatError where that word does not fit.
+        """
+        try:
+            result = places(tensors, objects, options)
+        except Undecided as error:
+            raise FormatError(f"{self.path}: optimizer_groups does not fit: {error}") from None
+        if result.used and options.optimizer_groups is not None:
+            self.said["optimizer_groups"] = options.optimizer_groups
+        for name, settings in result.settings:
+            self.hyperparameters(name, settings)
+        return result
+
     def skip(self, where: str, what: str, reason: str) -> None:
         """Something that is stored and has no place in the tree."""
         if where in self.stored:
@@ -170,50 +189,61 @@ class Import:
     def contents(self) -> Contents:
         """The checkpoint. Raises LayoutError where shards do not form a parameter."""
         self.notes += unknown_notes(self.unknown)
-        self._join_copies()
-        if self.believe != "copy":
-            self._refuse_false_masters()
-        if self.believe and (self._twins or any(_replicated(param) for param in self.params.values())):
-            self._believe()
-        elif self.believe:
-            self.notes.append(NOTHING_TWICE.format(self.believe))
+        self._settle_copies()
         paths = [*self.params, *self._constants]
         names = dict(zip(paths, leaf_names(paths), strict=True))
-        shards = WithCuts(self.shards, self._cuts) if self._cuts else self.shards
+        params = {names[path]: param for path, param in self.params.items()}
+        constants = {names[path]: value for path, (value, _) in self._constants.items()}
+        shards = self._with_cuts()
         slices = self._slice_view(shards)
-        view = ConsolidatedView(slices or shards, {names[path]: param for path, param in self.params.items()})
-        arrays = _WithConstants(view, {names[path]: value for path, (value, _) in self._constants.items()})
-        infos = arrays.arrays()
-
-        def where(leaf: Leaf) -> list[Piece]:
-            if leaf.path in self._constants:
-                file, _, item = self._constants[leaf.path][1].partition(":")
-                return [Piece(file, item, Box((), ()), Box((), ()))]
-            found: list[Piece] = []
-            for key, fragment in view.where(leaf.name):
-                file, _, item = self._stored(key).partition(":")
-                if key not in self._cuts:
-                    found.append(Piece(file, item, fragment.source, fragment.target))
-                    continue
-                to = [t - s for s, t in zip(fragment.source.start, fragment.target.start, strict=True)]
-                parts = self._cuts[key].pieces(fragment.source)
-                found += [Piece(file, item, part.source, part.target.shift(to)) for part in parts]
-            return found
-
+        view = ConsolidatedView(slices or shards, params)
+        arrays = _WithConstants(view, constants)
         return Contents(
             self.format,
             str(self.path),
-            [Leaf(path, name, "array", infos[name].shape, infos[name].dtype.name) for path, name in names.items()],
+            _leaves(names, arrays.arrays()),
             arrays,
             account=list(self._account()),
             extras=self.extras,
-            groups=groups_of({name: said for name, said in self._settings.items() if self._is_parameter(name)}),
+            groups=groups_of(dict(filter(self._is_of_parameter, self._settings.items()))),
             notes=self.notes,
             source={"format": self.format, "name": self.path.name, **self.said} if self.said else {},
             checks=lambda extent: self._checks(view, slices, shards, names, extent),
-            where=where,
+            where=lambda leaf: self._pieces(view, leaf),
             quantized=self.quantized,
         )
+
+    def _settle_copies(self) -> None:
+        """Decide which copies are compared: all of them, or, with `believe`, none."""
+        self._join_copies()
+        if self.believe != "copy":
+            self._refuse_false_masters()
+        if not self.believe:
+            return
+        if self._twins or any(map(_replicated, self.params.values())):
+            self._believe()
+        else:
+            self.notes.append(NOTHING_TWICE.format(self.believe))
+
+    def _with_cuts(self) -> ArraySource:
+        return WithCuts(self.shards, self._cuts) if self._cuts else self.shards
+
+    def _pieces(self, view: ConsolidatedView, leaf: Leaf) -> list[Piece]:
+        """Where in the files each part of a leaf is."""
+        if leaf.path in self._constants:
+            file, _, item = self._constants[leaf.path][1].partition(":")
+            return [Piece(file, item, Box((), ()), Box((), ()))]
+        pieces: list[Piece] = []
+        for key, fragment in view.where(leaf.name):
+            file, _, item = self._stored(key).partition(":")
+            if key not in self._cuts:
+                pieces.append(Piece(file, item, fragment.source, fragment.target))
+                continue
+            source, target = fragment.source.start, fragment.target.start
+            shift = [t - s for s, t in zip(source, target, strict=True)]
+            for part in self._cuts[key].pieces(fragment.source):
+                pieces.append(Piece(file, item, part.source, part.target.shift(shift)))
+        return pieces
 
     def _checks(
         self,
@@ -225,17 +255,15 @@ class Import:
     ) -> Iterator[Check]:
         """The proofs of all leaves, which `names` name in `view`, over slices and stored tensors."""
         resting = self._resting(names)
-        left = {key for key in self._left if self._fates[key][0] == "skipped"}
-        asked = (check for check in checks_of(self.shards, extent) if not check.leaves or not check.leaves <= left)
-        yield from passed_on(asked, resting)
-        for alike in self._alike().values() if not self.believe else ():
-            label, first = _label(alike[0]), names[alike[0]]
-            leaves = frozenset[str]().union(*(resting[names[path]] for path in alike))
-            run = partial(replicas_fault, view, first, self._stored, extent)
-            yield Check(label, leaves, 2 * view.arrays()[first].nbytes, run)
+        yield from passed_on(self._shard_checks(extent), resting)
+        if not self.believe:
+            yield from self._replica_checks(view, names, resting, extent)
         for twin in self._twins:
             label = _label(twin.of)
-            source, whole = (slices or shards, twin.of) if isinstance(twin.of, str) else (view, names[twin.of])
+            if isinstance(twin.of, str):
+                source, whole = slices or shards, twin.of
+            else:
+                source, whole = view, names[twin.of]
             copies = slices if slices and twin.key in self._slices else shards
             pair = Duplicate(label, source, whole, copies, twin.key, twin.at, self._stored, twin.stored)
             rest = resting[whole] if whole in resting else resting[self._stored(whole)]
@@ -245,13 +273,30 @@ class Import:
             of = Mean(_label(path), view, names[path], shards, keys)
             yield Check(of.label, resting[names[path]], of.nbytes(extent), partial(of.fault, extent))
 
-    def _alike(self) -> dict[tuple[object, ...], list[TreePath]]:
-        """Parameters that have replicas; together those that are of the same tensors, as the steps of a group are."""
-        found: dict[tuple[object, ...], list[TreePath]] = defaultdict(list)
+    def _shard_checks(self, extent: Extent) -> Iterator[Check]:
+        """The checks that the files have of themselves, but for tensors that were not asked for."""
+        left = {key for key in self._left if self._fates[key][0] == "skipped"}
+        for check in checks_of(self.shards, extent):
+            if not check.leaves or not check.leaves <= left:
+                yield check
+
+    def _replica_checks(
+        self,
+        view: ConsolidatedView,
+        names: Mapping[TreePath, str],
+        resting: Mapping[str, frozenset[str]],
+        extent: Extent,
+    ) -> Iterator[Check]:
+        """That replicas are equal: once for parameters of the same tensors, as the steps of a group are."""
+        paths_by_tensors: dict[tuple[object, ...], list[TreePath]] = defaultdict(list)
         for path, param in self.params.items():
             if _replicated(param):
-                found[(*param.keys, param.layout.fragments)].append(path)
-        return found
+                paths_by_tensors[(*param.keys, param.layout.fragments)].append(path)
+        for paths in paths_by_tensors.values():
+            first = names[paths[0]]
+            leaves = _union([resting[names[path]] for path in paths])
+            run = partial(replicas_fault, view, first, self._stored, extent)
+            yield Check(_label(paths[0]), leaves, 2 * view.arrays()[first].nbytes, run)
 
     def _resting(self, names: Mapping[TreePath, str]) -> dict[str, frozenset[str]]:
         """By the name of a leaf, slice or stored tensor, the leaves that rest on it.
@@ -262,13 +307,13 @@ class Import:
         for path, name in names.items():
             states[str(path[-1])].append(name)
         all_of = {parameter: frozenset(leaves) for parameter, leaves in states.items()}
-        found: dict[str, list[frozenset[str]]] = defaultdict(list)
+        resting: dict[str, list[frozenset[str]]] = defaultdict(list)
         for path, name in names.items():
-            rest = all_of[str(path[-1])] if str(path[0]) == "param" else frozenset([name])
-            found[name].append(rest | {name})
-            for key in self._keys_below(self.params[path].keys) if path in self.params else ():
-                found[key].append(rest)
-        return {key: some[0] if len(some) == 1 else frozenset().union(*some) for key, some in found.items()}
+            leaves = all_of[str(path[-1])] if str(path[0]) == "param" else frozenset([name])
+            keys = self.params[path].keys if path in self.params else ()
+            for key in (name, *self._keys_below(keys)):
+                resting[key].append(leaves)
+        return {key: _union(leaves) for key, leaves in resting.items()}
 
     def _keys_below(self, keys: Iterable[str]) -> Iterator[str]:
         """Keys, those that they are made of, and the stored tensors that these lie in."""
@@ -279,13 +324,14 @@ class Import:
             elif key in self._cuts:
                 yield self._cuts[key].key
 
-    def _is_parameter(self, name: str) -> bool:
-        return (Key("dict", "param"), Key("dict", name)) in self.params
+    def _is_of_parameter(self, settings: tuple[str, dict[str, Any]]) -> bool:
+        return (Key("dict", "param"), Key("dict", settings[0])) in self.params
 
     def view(self, params: Mapping[str, Consolidated]) -> ConsolidatedView:
         """Arrays made of what this import has heard of so far: all of slices, or none."""
-        shards = WithCuts(self.shards, self._cuts) if self._cuts else self.shards
-        slices = {key: self._slices[key] for param in params.values() for key in param.keys if key in self._slices}
+        keys = [key for param in params.values() for key in param.keys]
+        slices = {key: self._slices[key] for key in keys if key in self._slices}
+        shards = self._with_cuts()
         return ConsolidatedView(ConsolidatedView(shards, slices) if slices else shards, params)
 
     def _join_copies(self) -> None:
@@ -317,20 +363,23 @@ class Import:
         """Take the copies for the parameters, if they are believed; compare nothing."""
         note = f"what is stored twice was not compared: the {self.believe} is believed, as asked"
         if self.believe == "copy":
-            whole = {twin.of: twin.key for twin in reversed(self._twins) if not twin.at}
-            taken = 0
-            for path, param in self.params.items():
-                keys = [whole.get(key) for key in param.keys]
-                if (key := whole.get(path)) is not None:
-                    self._take(path, Consolidated(Unique().join([self._shape(key)]), [key]))
-                elif all(keys):
-                    self._take(path, Consolidated(param.layout, [key for key in keys if key]))
-                else:
-                    continue
-                taken += 1
-            note += f"; {taken} parameters are their copies, the others have none"
+            note += f"; {self._take_copies()} parameters are their copies, the others have none"
         self._twins = []
         self.notes.append(note)
+
+    def _take_copies(self) -> int:
+        """Put copies in the place of parameters that have one of all of them; returns how many."""
+        copy_of = {twin.of: twin.key for twin in reversed(self._twins) if not twin.at}
+        copies: dict[TreePath, Consolidated] = {}
+        for path, param in self.params.items():
+            if path in copy_of:
+                key = copy_of[path]
+                copies[path] = Consolidated(Unique().join([self._shape(key)]), [key])
+            elif all(key in copy_of for key in param.keys):
+                copies[path] = Consolidated(param.layout, [copy_of[key] for key in param.keys])
+        for path, copy in copies.items():
+            self._take(path, copy)
+        return len(copies)
 
     def _take(self, path: TreePath, copy: Consolidated) -> None:
         for key in self._stored_keys(self.params[path].keys):
@@ -354,12 +403,17 @@ class Import:
         if not self._slices:
             return None
         # A copy of a parameter that is itself in slices is one level above them.
-        above = {key: held for key, held in self._slices.items() if any(part in self._slices for part in held.keys)}
-        slices = {key: held for key, held in self._slices.items() if key not in above}
+        slices: dict[str, Consolidated] = {}
+        above: dict[str, Consolidated] = {}
+        for key, tensor in self._slices.items():
+            level = slices if self._slices.keys().isdisjoint(tensor.keys) else above
+            level[key] = tensor
         used = {key for param in self.params.values() for key in param.keys}
         used |= {twin.of for twin in self._twins if isinstance(twin.of, str)}
         view = ConsolidatedView(shards, {**slices, **_whole(shards, used - self._slices.keys())})
-        return ConsolidatedView(view, {**above, **_whole(view, view.arrays().keys())}) if above else view
+        if not above:
+            return view
+        return ConsolidatedView(view, {**above, **_whole(view, view.arrays().keys())})
 
     def _account(self) -> Iterator[Item]:
         for key, info in self.stored.items():
@@ -376,6 +430,18 @@ class _Twin:
     key: str
     stored: str
     at: tuple[int, ...] = ()
+
+
+def _leaves(names: Mapping[TreePath, str], infos: Mapping[str, ArrayInfo]) -> list[Leaf]:
+    leaves: list[Leaf] = []
+    for path, name in names.items():
+        info = infos[name]
+        leaves.append(Leaf(path, name, "array", info.shape, info.dtype.name))
+    return leaves
+
+
+def _union(sets: Sequence[frozenset[str]]) -> frozenset[str]:
+    return sets[0] if len(sets) == 1 else frozenset().union(*sets)
 
 
 def _whole(source: ArraySource, keys: Iterable[str]) -> dict[str, Consolidated]:

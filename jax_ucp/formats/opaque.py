@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from jax_ucp.formats.optimizer_dicts import Steps, head
+from jax_ucp.formats.optimizer_dicts import Steps, head, joined
 from jax_ucp.formats.safe_pickle import Opaque, children, walk
-from jax_ucp.formats.state_paths import MODEL_WORDS
+from jax_ucp.formats.state_paths import has_word
 from jax_ucp.formats.torch_names import StoredTensor
 
 NAMES_SHOWN = 8
@@ -33,8 +33,9 @@ class WeightsPlace:
         """Whether what lies at a path is certainly no weight: it is an optimizer's, or beside a model that is told."""
         if any(in_optimizer(path, optimizer) for optimizer in self.optimizers):
             return True
-        inside = self.model is not None and path[: len(self.model)] == self.model
-        return self.told and not inside and not _is_worded(path)
+        if not self.told or has_word(path):
+            return False
+        return self.model is None or path[: len(self.model)] != self.model
 
 
 def weights_place(
@@ -47,15 +48,18 @@ def weights_place(
     >>> place.is_aside(("ema",)), place.is_aside(("model", "v")), place.is_aside(("optim", "state", 0, "n"))
     (True, False, True)
     """
-    model: Steps | None = None
-    for label, (state, name) in at.items():
-        if state == "param":
-            path = paths[label]
-            model = next((path[:i] for i in range(len(path)) if ".".join(map(str, path[i:])) == name), None)
-            break
-    named = any(state not in ("param", "other") for state, _ in at.values())
+    weight = next((label for label, (state, _) in at.items() if state == "param"), None)
+    model = None if weight is None else _root_of(paths[weight], at[weight][1])
+    has_states = any(state not in ("param", "other") for state, _ in at.values())
+    told = has_states or (model is not None and has_word(model))
     optimizers = frozenset(_before_state(paths[label]) for label in in_optimizers)
-    return WeightsPlace(model, named or (model is not None and _is_worded(model)), optimizers)
+    return WeightsPlace(model, told, optimizers)
+
+
+def _root_of(path: Steps, name: str) -> Steps | None:
+    """The dict from which a path is called `name`."""
+    roots = (path[:depth] for depth in range(len(path)))
+    return next((root for root in roots if joined(path[len(root) :]) == name), None)
 
 
 def in_optimizer(path: Steps, optimizer: Steps) -> bool:
@@ -65,16 +69,13 @@ def in_optimizer(path: Steps, optimizer: Steps) -> bool:
 
 def _before_state(path: Steps) -> Steps:
     """The path of the optimizer's dict, of a path to a state in it."""
-    return path[: next((i for i in range(len(path)) if _is_state(path[i:])), len(path))]
+    roots = (path[:depth] for depth in range(len(path)))
+    return next((root for root in roots if _is_state(path[len(root) :])), path)
 
 
 def _is_state(path: Steps) -> bool:
     """Whether a path in an optimizer's dict leads to states or groups; a flattened key begins with such a word."""
     return bool(path) and head(path[0]) in ("state", "param_groups")
-
-
-def _is_worded(path: Steps) -> bool:
-    return any(step in MODEL_WORDS for step in path)
 
 
 def tensor_holders(node: object) -> Iterator[Opaque]:

@@ -9,14 +9,16 @@ owner's name. Where groups have `param_names`, numbers are those names.
 
 from __future__ import annotations
 
-import itertools
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 Steps = tuple[str | int, ...]
 Owner = int | str
+
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,10 @@ class OptimizerDict:
             return [group.owners for group in self.groups]
         return [tuple(dict.fromkeys(owner for group in self.groups for owner in group.owners))]
 
+    def listed(self) -> list[Owner]:
+        """The owners of all groups in order."""
+        return [owner for owners in self.lists() for owner in owners]
+
 
 def optimizer_dicts(tensors: Mapping[str, Steps], objects: Mapping[Steps, Any]) -> dict[Steps, OptimizerDict]:
     """The optimizers by path; `tensors` have their paths by name, `objects` are what is no tensor, by path.
@@ -63,22 +69,28 @@ def optimizer_dicts(tensors: Mapping[str, Steps], objects: Mapping[Steps, Any]) 
     ({'s': ((0, 'exp_avg'),)}, (0,))
     """
     with_state = dict.fromkeys(optimizer_paths([*tensors.values(), *objects]))
-    found = {path: OptimizerDict(path) for path in with_state}
+    optimizers = {path: OptimizerDict(path) for path in with_state}
     groups, flattened = _groups(objects), _flattened_groups(objects)
     for path in dict.fromkeys([*groups, *flattened]):
-        if not any(path[:i] in found for i in range(len(path) + 1)):
-            found[path] = OptimizerDict(path, has_state=False)
+        if _first_prefix(path, optimizers) is None and path not in optimizers:
+            optimizers[path] = OptimizerDict(path, has_state=False)
     names: dict[Steps, dict[int, str]] = {}
-    for path, optimizer in found.items():
+    for path, optimizer in optimizers.items():
         names[path] = _names_of_numbers(groups[path])
         optimizer.groups = [Group(_owners(group, names[path]), group) for group in groups[path]]
-        optimizer.groups += [Group((name,), said) for name, said in flattened[path].items()]
+        optimizer.groups += [Group((name,), group) for name, group in flattened[path].items()]
         optimizer.flattened = bool(flattened[path])
     for name, stored in tensors.items():
-        path = next((stored[:i] for i in range(len(stored)) if stored[:i] in with_state), None)
+        path = _first_prefix(stored, with_state)
         if path is not None and head(stored[len(path)]) == "state":
-            found[path].states[name] = _readings(stored[len(path) :], names[path])
-    return found
+            optimizers[path].states[name] = _readings(stored[len(path) :], names[path])
+    return optimizers
+
+
+def _first_prefix(path: Steps, dicts: Container[Steps]) -> Steps | None:
+    """The outermost of some dicts in which a path lies."""
+    prefixes = (path[:depth] for depth in range(len(path)))
+    return next((prefix for prefix in prefixes if prefix in dicts), None)
 
 
 def optimizer_paths(paths: Iterable[Steps]) -> list[Steps]:
@@ -87,12 +99,13 @@ def optimizer_paths(paths: Iterable[Steps]) -> list[Steps]:
     >>> optimizer_paths([("model", "w"), ("optim", "state", "w", "step"), ("optim", "param_groups", 0, "lr")])
     [('optim',)]
     """
-    keys: dict[Steps, set[str]] = defaultdict(set)
+    heads: dict[Steps, set[str]] = defaultdict(set)
     for path in paths:
-        for i, step in enumerate(path):
-            keys[path[:i]].add(head(step))
-    every = {path for path, found in keys.items() if {"state", "param_groups"} <= found}
-    return [path for path in keys if path in every and not any(path[:i] in every for i in range(len(path)))]
+        for depth, step in enumerate(path):
+            heads[path[:depth]].add(head(step))
+    optimizers = [path for path, keys in heads.items() if keys >= {"state", "param_groups"}]
+    every = frozenset(optimizers)
+    return [path for path in optimizers if _first_prefix(path, every) is None]
 
 
 def head(step: str | int) -> str:
@@ -120,29 +133,36 @@ def _flattened_groups(objects: Mapping[Steps, Any]) -> dict[Steps, dict[str, dic
     """What an optimizer was told for each parameter, by its path, where keys are flattened."""
     found: dict[Steps, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
     for path, value in objects.items():
-        last = path[-1] if path else None
-        if isinstance(last, str) and last.startswith("param_groups."):
-            name, _, key = last.removeprefix("param_groups.").rpartition(".")
-            found[path[:-1]][name][key] = value
+        match path:
+            case (*optimizer, str(key)) if key.startswith("param_groups."):
+                name, _, setting = key.removeprefix("param_groups.").rpartition(".")
+                found[tuple(optimizer)][name][setting] = value
     return found
 
 
 def _names_of_numbers(groups: Sequence[Mapping[str, Any]]) -> dict[int, str]:
     """The parameter of each number, where every group has as many names as numbers, and none twice."""
-    ids, called = ([group.get(key, []) for group in groups] for key in ("params", "param_names"))
-    if not all(isinstance(each, list) for each in ids + called) or [*map(len, ids)] != [*map(len, called)]:
-        return {}
-    numbers, names = [*itertools.chain(*ids)], [*itertools.chain(*called)]
-    if not all(type(number) is int for number in numbers) or not all(isinstance(name, str) for name in names):
-        return {}
-    distinct = len(set(numbers)) == len(set(names)) == len(names)
-    return dict(zip(numbers, names, strict=True)) if distinct else {}
+    name_of: dict[int, str] = {}
+    count = 0
+    for group in groups:
+        numbers, names = group.get("params", []), group.get("param_names", [])
+        if not _all_of(numbers, int) or not _all_of(names, str) or len(numbers) != len(names):
+            return {}
+        name_of |= zip(numbers, names, strict=True)
+        count += len(names)
+    distinct = len(name_of) == len(set(name_of.values())) == count
+    return name_of if distinct else {}
+
+
+def _all_of(items: Any, kind: type) -> bool:
+    """Whether this is a list of numbers, or of texts; a bool is not a number."""
+    return isinstance(items, list) and all(type(item) is kind for item in items)
 
 
 def _owners(group: Mapping[str, Any], names: Mapping[int, str]) -> tuple[Owner, ...]:
     """The parameters of a group: names, or numbers; none of a group that has something else."""
     params = group.get("params")
-    if not isinstance(params, list) or not all(isinstance(param, str) or type(param) is int for param in params):
+    if not isinstance(params, list) or not {*map(type, params)} <= {int, str}:
         return ()
     return tuple(_owner(param, names) for param in params)
 
@@ -155,7 +175,7 @@ def _owner(key: int | str, names: Mapping[int, str]) -> Owner:
 
 def number_of(step: Any) -> int | None:
     """The number that a key is: as it was pickled, or as a planner of DCP writes it in a path."""
-    if isinstance(step, str) and step.isascii() and step.isdecimal() and len(step) < 19 and str(int(step)) == step:
+    if isinstance(step, str) and _NUMBER.fullmatch(step):
         return int(step)
     return step if type(step) is int else None
 
@@ -163,9 +183,7 @@ def number_of(step: Any) -> int | None:
 def _readings(path: Steps, names: Mapping[int, str]) -> tuple[tuple[Owner, str], ...]:
     """What a state, whose path begins at `state`, can be: (owner, state). A number is no name, unless groups say so."""
     if path[0] == "state":
-        if len(path) < 3:
-            return ()
-        return ((_owner(path[1], names), joined(path[2:])),)
-    flat = joined(path).removeprefix("state.")
-    found = [(flat[:at], flat[at + 1 :]) for at in range(len(flat) - 1, -1, -1) if flat[at] == "."]
-    return tuple((owner, state) for owner, state in found if not owner.isdigit())
+        return ((_owner(path[1], names), joined(path[2:])),) if len(path) >= 3 else ()
+    parts = joined(path).removeprefix("state.").split(".")
+    splits = ((".".join(parts[:n]), ".".join(parts[n:])) for n in range(len(parts) - 1, 0, -1))
+    return tuple((owner, state) for owner, state in splits if not owner.isdigit())

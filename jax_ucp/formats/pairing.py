@@ -7,8 +7,10 @@ guess. A proof is that the shapes leave one arrangement. Anything else raises Un
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 from jax_ucp.layout.fragments import Shape
@@ -19,6 +21,8 @@ Name = TypeVar("Name", bound=Hashable)
 # More steps of a search than this, some seconds, and nothing is decided.
 MAX_STEPS = 1_000_000
 _TOO_MANY = "there are too many ways to try them all"
+_SEVERAL = "they fit the parameters in several ways"
+_NO_WAY = "they fit the parameters in no way"
 
 # States with an element for each element of the parameter: of `torch.optim`, and of the optimizers of DeepSpeed and
 # transformers.
@@ -102,33 +106,30 @@ def only_pairing(candidates: Mapping[Number, Collection[Name]]) -> dict[Number, 
     {1: 'a', 0: 'b'}
     """
     kinds: set[frozenset[Name]] = set()
-    for names in candidates.values():
-        kind = frozenset(names)
+    for kind in map(frozenset, candidates.values()):
         if len(kind) > 1 and kind in kinds:  # two numbers could be exchanged
-            raise Undecided("they fit the parameters in several ways")
+            raise Undecided(_SEVERAL)
         kinds.add(kind)
     left = {number: set(names) for number, names in candidates.items()}
-    wanted: dict[Name, set[Number]] = defaultdict(set)
+    numbers_of: dict[Name, set[Number]] = defaultdict(set)
     for number, names in left.items():
         for name in names:
-            wanted[name].add(number)
-    found: dict[Number, Name] = {}
+            numbers_of[name].add(number)
+    pairs: dict[Number, Name] = {}
     single = [number for number, names in left.items() if len(names) <= 1]
     while single:
         number = single.pop()
         if not left[number]:
-            raise Undecided("they fit the parameters in no way")
+            raise Undecided(_NO_WAY)
         (name,) = left.pop(number)
-        found[number] = name
-        for other in wanted.pop(name) - {number}:
+        pairs[number] = name
+        for other in numbers_of.pop(name) - {number}:
             left[other].discard(name)
-            if len(left[other]) == 1:
+            if len(left[other]) <= 1:
                 single.append(other)
-            elif not left[other]:
-                raise Undecided("they fit the parameters in no way")
     if left:
-        raise Undecided("they fit the parameters in several ways")
-    return found
+        raise Undecided(_SEVERAL)
+    return pairs
 
 
 def only_division(
@@ -150,11 +151,7 @@ def only_division(
         after: dict[tuple[int, ...], int] = {}
         came: dict[tuple[int, ...], tuple[tuple[int, ...], int | None]] = {}
         for at, count in ways.items():
-            moves: list[tuple[tuple[int, ...], int | None]] = [(at, None)]
-            for group, place in enumerate(at):
-                if place + size <= ends[group] and fits(name, group, place):
-                    moves.append(((*at[:group], place + size, *at[group + 1 :]), group))
-            for to, group in moves:
+            for to, group in _moves(at, size, ends, partial(fits, name)):
                 if sum(ends) - sum(to) <= left:
                     after[to] = min(2, after.get(to, 0) + count)
                     came[to] = at, group
@@ -164,8 +161,9 @@ def only_division(
         if tried > MAX_STEPS:
             raise Undecided(_TOO_MANY)
     end = tuple(ends)
-    if ways.get(end, 0) != 1:
-        raise Undecided(f"in the order of the model they fit it in {'several ways' if ways.get(end) else 'no way'}")
+    count = ways.get(end, 0)
+    if count != 1:
+        raise Undecided(f"in the order of the model they fit it in {'several ways' if count else 'no way'}")
     found: dict[Name, tuple[int, int]] = {}
     for name, came in zip(reversed(list(sizes)), reversed(steps), strict=True):
         at, group = came[end]
@@ -173,6 +171,16 @@ def only_division(
             found[name] = group, at[group]
         end = at
     return found
+
+
+def _moves(
+    at: tuple[int, ...], size: int, ends: Sequence[int], fits: Callable[[int, int], bool]
+) -> Iterator[tuple[tuple[int, ...], int | None]]:
+    """Where groups are full to after a name of this size, and which group it is in: none, or one that it fits."""
+    yield at, None
+    for group, place in enumerate(at):
+        if place + size <= ends[group] and fits(group, place):
+            yield (*at[:group], place + size, *at[group + 1 :]), group
 
 
 def only_filling(
@@ -186,43 +194,52 @@ def only_filling(
     >>> only_filling({"a": 2, "b": 3}, [5], lambda buffer, offset: {0: "b", 3: "a"}.get(offset, ""))
     {'b': (0, 0), 'a': (0, 3)}
     """
+    solutions = list(itertools.islice(_fillings(sizes, lengths, candidates), 2))
+    if not solutions:
+        raise Contradicted(_NO_WAY)
+    if len(solutions) > 1:
+        raise Undecided(_SEVERAL)
+    return solutions[0]
+
+
+def _fillings(
+    sizes: Mapping[Name, int], lengths: Sequence[int], candidates: Callable[[int, int], Collection[Name]]
+) -> Iterator[dict[Name, tuple[int, int]]]:
+    """All ways of `only_filling`, by trying. Raises Undecided after too many steps."""
     starts = [(buffer, 0) for buffer, length in enumerate(lengths) if length]
-    held: dict[Name, tuple[int, int]] = {}
-    solutions: list[dict[Name, tuple[int, int]]] = []
+    if not starts:
+        yield {}
+        return
+    places: dict[Name, tuple[int, int]] = {}
     steps = 0
 
-    def choices(at: tuple[int, int]) -> list[Name]:
-        fitting = (name for name in candidates(*at) if name not in held)
-        return [name for name in fitting if 0 < sizes[name] <= lengths[at[0]] - at[1]]
+    def choices(at: tuple[int, int]) -> tuple[tuple[int, int], list[Name]]:
+        room = lengths[at[0]] - at[1]
+        names = [name for name in candidates(*at) if name not in places]
+        return at, [name for name in names if 0 < sizes[name] <= room]
 
-    def after(name: Name) -> tuple[int, int] | None:
-        """Where the next name begins, behind this one or in the next buffer; None at the end."""
-        buffer, offset = held[name]
-        if offset + sizes[name] < lengths[buffer]:
-            return buffer, offset + sizes[name]
+    def after(at: tuple[int, int], size: int) -> tuple[int, int] | None:
+        """Where the next name begins, in this buffer or in the next one; None at the end."""
+        buffer, offset = at
+        if offset + size < lengths[buffer]:
+            return buffer, offset + size
         return next((start for start in starts if start[0] > buffer), None)
 
-    at = next(iter(starts), None)
-    open_choices = [(at, choices(at))] if at else []
-    while open_choices and len(solutions) < 2:
-        steps += 1 + len(held)
+    open_choices = [choices(starts[0])]
+    while open_choices:
+        steps += 1 + len(places)
         if steps > MAX_STEPS:
             raise Undecided(_TOO_MANY)
         at, names = open_choices[-1]
-        for name in [name for name, place in held.items() if place >= at]:  # a choice that was tried
-            del held[name]
+        while places and next(reversed(places.values())) >= at:  # of a choice that was tried
+            places.popitem()
         if not names:
             open_choices.pop()
             continue
         name = names.pop()
-        held[name] = at
-        following = after(name)
+        places[name] = at
+        following = after(at, sizes[name])
         if following is None:
-            solutions.append(dict(held))
+            yield dict(places)
         else:
-            open_choices.append((following, choices(following)))
-    if starts and not solutions:
-        raise Contradicted("they fit the parameters in no way")
-    if len(solutions) > 1:
-        raise Undecided("they fit the parameters in several ways")
-    return solutions[0] if solutions else {}
+            open_choices.append(choices(following))

@@ -12,8 +12,9 @@ All states of an optimizer are mapped, or none.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,56 +106,66 @@ class _Pairing:
         self.dicts: dict[Steps, dict[str, str]] = defaultdict(dict)
         self.roots: dict[Owner, list[Steps]] = defaultdict(list)  # of each name, the dicts that have it
         for name, stored in outside.items():
-            for root in (stored.path[:depth] for depth in range(len(stored.path))):
-                if (inner := relative(stored.path, root)) is not None:
-                    self.dicts[root][joined(inner)] = name
-                    self.roots[joined(inner)].append(root)
+            for root, inner in names_by_dict(stored.path):
+                self.dicts[root][inner] = name
+                self.roots[inner].append(root)
 
     # Names.
 
     def by_names(self) -> None:
         """Settle the optimizers whose states have names."""
-        for optimizer in self.optimizers.values():
-            if not optimizer.numbered:
-                owned, reason = self._named(optimizer)
-                if reason:
-                    self.apart[optimizer.path] = reason
-                else:
-                    self.owned[optimizer.path] = owned
+        for path, optimizer in self.optimizers.items():
+            if optimizer.numbered:
+                continue
+            try:
+                self.owned[path] = self._named(optimizer)
+            except Undecided as error:
+                self.apart[path] = str(error)
         self._drop_shared()
 
     def _drop_shared(self) -> None:
         """Keep apart optimizers that have the same state of the same parameter."""
-        owners: dict[tuple[str, str], set[Steps]] = defaultdict(set)
+        optimizers: dict[tuple[str, str], set[Steps]] = defaultdict(set)
         for path in self.owned:
             for place in self.places(path).values():
-                owners[place].add(path)
-        for path in {path for paths in owners.values() if len(paths) > 1 for path in paths}:
+                optimizers[place].add(path)
+        sharing = [paths for paths in optimizers.values() if len(paths) > 1]
+        for path in set[Steps]().union(*sharing):
             del self.owned[path]
             self.apart[path] = "another optimizer has states of the same parameters"
 
-    def _named(self, optimizer: OptimizerDict) -> tuple[dict[Owner, str], str]:
-        fitting = {root: owned for root in self._roots_of(optimizer) if (owned := self._in_dict(optimizer, root))}
-        others = [root for root in fitting if root != self.model and not self._same_tensors(fitting, root)]
+    def _named(self, optimizer: OptimizerDict) -> dict[Owner, str]:
+        """The tensors of the model that an optimizer with names is of. Raises Undecided."""
         if self.model is None:
-            return {}, self._no_model()
-        if self.model not in fitting:
-            self.elsewhere |= {optimizer.path} if others else set()
-            return {}, self._misfit(optimizer, self.model) + (f"; they fit {_names(others)}" if others else "")
-        if others:
-            return {}, (
+            raise Undecided(self._no_model())
+        fitting: dict[Steps, dict[Owner, str]] = {}
+        for root in self._roots_of(optimizer):
+            if owned := self._in_dict(optimizer, root):
+                fitting[root] = owned
+        owned = fitting.pop(self.model, {})
+        others = [root for root, names in fitting.items() if not self._same_tensors(names, owned)]
+        if owned and others:
+            raise Undecided(
                 f"their names and shapes fit {_names([self.model, *others])} alike, and nothing stored says whose "
                 "they are"
             )
-        return fitting[self.model], ""
+        if owned:
+            return owned
+        misfit = self._misfit(optimizer, self.model)
+        if not others:
+            raise Undecided(misfit)
+        self.elsewhere.add(optimizer.path)
+        raise Undecided(f"{misfit}; they fit {_names(others)}")
 
     def _no_model(self) -> str:
         return "nothing decides which dict is the model" if self.outside else "there are no weights in the file"
 
     def _roots_of(self, optimizer: OptimizerDict) -> list[Steps]:
         """The dicts that have what the first state names, or else what the first group names."""
-        owners = [owner for readings in [*optimizer.states.values()][:1] for owner, _ in readings]
-        owners = owners or [owner for group in optimizer.groups[:1] for owner in group.owners[:1]]
+        first_state = next(iter(optimizer.states.values()), ())
+        owners: Sequence[Owner] = [owner for owner, _ in first_state]
+        if not owners and optimizer.groups:
+            owners = optimizer.groups[0].owners[:1]
         return list(dict.fromkeys(root for owner in owners for root in self.roots[owner]))
 
     def _in_dict(self, optimizer: OptimizerDict, root: Steps) -> dict[Owner, str]:
@@ -162,50 +173,54 @@ class _Pairing:
         names = self.dicts[root]
         states = self._states(optimizer, names)
         listed = {owner for group in optimizer.groups for owner in group.owners}
-        owners = {owner for owner in listed if owner in names}
+        owners = listed & names.keys()
         if states.missing or not (states.shapes or owners == listed):
             return {}
-        if any(contradiction(shapes, self._shape(root, owner)) for owner, shapes in states.shapes.items()):
-            return {}
-        return {owner: names[str(owner)] for owner in [*states.shapes, *(owners - states.shapes.keys())]}
+        for owner, shapes in states.shapes.items():
+            if contradiction(shapes, self._shape(root, owner)):
+                return {}
+        with_state = [*states.shapes, *(owners - states.shapes.keys())]
+        return {owner: names[str(owner)] for owner in with_state}
 
-    def _same_tensors(self, fitting: Mapping[Steps, Mapping[Owner, str]], root: Steps) -> bool:
-        """Whether a dict holds the very tensors that the model holds under these names."""
-        mine = fitting.get(self.model, {}) if self.model is not None else {}
-        return bool(mine) and all(self._tie(mine.get(owner)) == self._tie(n) for owner, n in fitting[root].items())
+    def _same_tensors(self, tensors: Mapping[Any, str], others: Mapping[Any, str]) -> bool:
+        """Whether each of these tensors is the one that goes by the same key in `others`."""
+        return all(self._tie(tensor) == self._tie(others.get(key)) for key, tensor in tensors.items())
 
     def _misfit(self, optimizer: OptimizerDict, root: Steps) -> str:
         """Why an optimizer with names is not of this dict."""
         states = self._states(optimizer, self.dicts[root])
+        if states.missing and not any(optimizer.states[name] for name in states.missing):
+            return NUMBERS
         if states.missing:
-            if not any(optimizer.states[name] for name in states.missing):
-                return NUMBERS
             return f"{len(states.missing)} name no parameter of the model, the first {states.missing[0]}"
         for owner, shapes in states.shapes.items():
-            if state := contradiction(shapes, self._shape(root, owner)):
-                have = list(self._shape(root, owner))
-                return f"{state} of {owner} has shape {list(shapes[state])}, but {owner} of the model has {have}"
+            shape = self._shape(root, owner)
+            if state := contradiction(shapes, shape):
+                return f"{state} of {owner} has shape {list(shapes[state])}, but {owner} of the model has {list(shape)}"
         return "none names a parameter of the model"
 
     def _states(self, optimizer: OptimizerDict, names: Collection[Owner] = ()) -> _States:
         """The states by owner: a number, or one of `names`, of several that can be read the longest."""
-        found = _States()
+        states = _States()
         for name, readings in optimizer.states.items():
-            known = [reading for reading in readings if isinstance(reading[0], int) or reading[0] in names]
-            if not known:
-                found.missing.append(name)
-                continue
-            owner, state = known[0]
-            found.shapes[owner][state] = self.tensors[name].shape
-            found.places[name] = owner, state
-        return found
+            for owner, state in readings:
+                if isinstance(owner, int) or owner in names:
+                    states.shapes[owner][state] = self.tensors[name].shape
+                    states.places[name] = owner, state
+                    break
+            else:
+                states.missing.append(name)
+        return states
 
     def _shape(self, root: Steps, owner: Owner) -> Shape:
         return self.outside[self.dicts[root][str(owner)]].shape
 
     def _tie(self, name: str | None) -> Hashable:
+        """What is equal of two names of one tensor."""
         stored = self.outside.get(name) if name is not None else None
-        return name if stored is None or stored.tie is None else ("tie", stored.tie)
+        if stored is None or stored.tie is None:
+            return name
+        return "tie", stored.tie
 
     # Numbers.
 
@@ -215,15 +230,8 @@ class _Pairing:
     def by_proof(self) -> None:
         """Settle the optimizers with numbers by shapes, if those leave one arrangement of all tensors there are."""
         optimizers = self.numbered()
-        members = self._members(optimizers)
-        taken = {self._tie(name) for owned in self.owned.values() for name in owned.values()}
-        free = [name for name in self._distinct(self.outside) if self._tie(name) not in taken]
         try:
-            if self.model is None:
-                raise Undecided(self._no_model())
-            if len(members) != len(free):
-                raise Undecided(f"there are {len(members)} of them for {len(free)} tensors")
-            pairs = only_pairing(candidates_by_shape(members, self._shapes(free)))
+            pairs = self._proved(optimizers)
         except Undecided as error:
             self.apart |= {optimizer.path: f"{NUMBERS} ({error})" for optimizer in optimizers}
             return
@@ -233,31 +241,49 @@ class _Pairing:
         for optimizer in optimizers:
             self._settle(optimizer, owned[optimizer.path])
 
+    def _proved(self, optimizers: Sequence[OptimizerDict]) -> dict[Member, str]:
+        """The tensor of each numbered parameter, by shapes, of those that no optimizer has. Raises Undecided."""
+        members = self._members(optimizers)
+        ties = {self._tie(name) for owned in self.owned.values() for name in owned.values()}
+        free = self._not_tied(ties)
+        if self.model is None:
+            raise Undecided(self._no_model())
+        if len(members) != len(free):
+            raise Undecided(f"there are {len(members)} of them for {len(free)} tensors")
+        return only_pairing(candidates_by_shape(members, self._shapes(free)))
+
     def _settle(self, optimizer: OptimizerDict, owned: dict[Owner, str]) -> None:
-        if stray := [name for name in owned.values() if name not in self.weights]:
+        stray = next((name for name in owned.values() if name not in self.weights), None)
+        if stray is not None:
             self.elsewhere.add(optimizer.path)
-            self.apart[optimizer.path] = f"they are of {stray[0]}, which is not a parameter of the model"
+            self.apart[optimizer.path] = f"they are of {stray}, which is not a parameter of the model"
         else:
             self.owned[optimizer.path] = owned
             self.apart.pop(optimizer.path, None)
 
     def _members(self, optimizers: Sequence[OptimizerDict]) -> dict[Member, dict[str, Shape]]:
-        """The numbered parameters, in the order of the groups, and the shapes of their states. Raises Undecided."""
-        found: dict[Member, dict[str, Shape]] = {}
+        """The numbered parameters, in the order of the groups, and the shapes of their states."""
+        members: dict[Member, dict[str, Shape]] = {}
         for optimizer in optimizers:
-            listed = [owner for owners in optimizer.lists() for owner in owners]
+            listed = optimizer.listed()
             states = self._states(optimizer, listed).shapes
-            found |= {(optimizer.path, owner): states.get(owner, {}) for owner in [*listed, *states]}
-        return found
+            for owner in (*listed, *states):
+                members[optimizer.path, owner] = states.get(owner, {})
+        return members
 
-    def _distinct(self, names: Mapping[str, Stored]) -> list[str]:
+    def _distinct(self) -> list[str]:
         """Tensors that an optimizer could own, each once; of tied ones that of the model, the first of those."""
+        trainable = [name for name, stored in self.outside.items() if stored.trainable]
+        trainable.sort(key=lambda name: name not in self.weights)
         first: dict[Hashable, str] = {}
-        for name in sorted(names, key=lambda name: name not in self.weights):
-            if names[name].trainable:
-                first.setdefault(self._tie(name), name)
+        for name in trainable:
+            first.setdefault(self._tie(name), name)
         kept = set(first.values())
-        return [name for name in names if name in kept]
+        return [name for name in self.outside if name in kept]
+
+    def _not_tied(self, ties: Container[Hashable]) -> list[str]:
+        """Tensors that an optimizer could own, without those of these ties."""
+        return [name for name in self._distinct() if self._tie(name) not in ties]
 
     def _shapes(self, names: Sequence[str]) -> dict[str, Shape]:
         return {name: self.outside[name].shape for name in names}
@@ -271,38 +297,39 @@ class _Pairing:
         if not optimizers and self.apart:
             raise Undecided(f"no optimizer goes by numbers, and of one with names {next(iter(self.apart.values()))}")
         members = self._members(optimizers)
-        lists = [(optimizer, owners) for optimizer in optimizers for owners in optimizer.lists()]
         self._check_listed(optimizers)
         self._exclude_others(members)
+        groups: list[list[Member]] = []
+        for optimizer in optimizers:
+            groups += ([(optimizer.path, owner) for owner in owners] for owners in optimizer.lists())
 
         def fits(name: str, group: int, place: int) -> bool:
-            optimizer, owners = lists[group]
-            return not contradiction(members[optimizer.path, owners[place]], self.outside[name].shape)
+            return not contradiction(members[groups[group][place]], self.outside[name].shape)
 
-        params = [name for name in self._distinct(self.outside) if name in self.weights]
-        division = only_division(dict.fromkeys(params, 1), [len(owners) for _, owners in lists], fits)
+        params = [name for name in self._distinct() if name in self.weights]
+        division = only_division(dict.fromkeys(params, 1), [*map(len, groups)], fits)
         for optimizer in optimizers:
             self.owned[optimizer.path] = {}
             self.apart.pop(optimizer.path, None)
         for name, (group, place) in division.items():
-            optimizer, owners = lists[group]
-            self.owned[optimizer.path][owners[place]] = name
+            path, owner = groups[group][place]
+            self.owned[path][owner] = name
 
     def _check_listed(self, optimizers: Sequence[OptimizerDict]) -> None:
         for optimizer in optimizers:
-            listed = {owner for owners in optimizer.lists() for owner in owners}
+            listed = set(optimizer.listed())
             states = self._states(optimizer, listed)
-            if strays := [*states.missing, *sorted(map(str, states.shapes.keys() - listed))]:
+            strays = [*states.missing, *sorted(map(str, states.shapes.keys() - listed))]
+            if strays:
                 raise Undecided(f"{optimizer.where} has states of what no group of it lists, the first {strays[0]}")
 
     def _exclude_others(self, members: Members) -> None:
         """Raise Undecided if an optimizer could be that of tensors outside the model."""
-        taken = {self._tie(name) for name in self.weights}
-        others = [name for name in self._distinct(self.outside) if self._tie(name) not in taken]
-        sizes = Counter(path for path, _ in members)
+        others = self._not_tied({self._tie(name) for name in self.weights})
+        counts = Counter(path for path, _ in members)
         candidates = candidates_by_shape(members, self._shapes(others))
         unfit = {path for (path, _), names in candidates.items() if not names}
-        for path, count in sizes.items():
+        for path, count in counts.items():
             if count <= len(others) and path not in unfit:
                 raise Undecided(
                     f"{self.optimizers[path].where} could be the optimizer of other tensors than the model's, such as "
@@ -312,17 +339,18 @@ class _Pairing:
     def by_lists(self, groups: Sequence[Sequence[str]]) -> None:
         """Settle the optimizers that names in the file do not settle: `groups` are theirs, in order."""
         optimizers = self.open_optimizers()
-        if optimizers and self.model is None:
+        if not optimizers:
+            return
+        if self.model is None:
             raise Undecided(self._no_model())
-        lists = [owners for optimizer in optimizers for owners in optimizer.lists()]
-        if optimizers and len(lists) != len(groups):
+        if sum(len(optimizer.lists()) for optimizer in optimizers) != len(groups):
             raise Undecided(f"{len(groups)} lists for the groups of {sizes_of(optimizers)}")
         self._check_listed(optimizers)
-        rest = list(groups)
+        rest = iter(groups)
         for optimizer in optimizers:
-            mine, rest = rest[: len(optimizer.lists())], rest[len(optimizer.lists()) :]
-            if any(mine):
-                self._settle(optimizer, self._listed(optimizer, mine))
+            lists = list(itertools.islice(rest, len(optimizer.lists())))
+            if any(lists):
+                self._settle(optimizer, self._listed(optimizer, lists))
             else:
                 self.apart[optimizer.path] = "optimizer_groups has no names for them"
 
@@ -332,72 +360,80 @@ class _Pairing:
 
     def _listed(self, optimizer: OptimizerDict, lists: Sequence[Sequence[str]]) -> dict[Owner, str]:
         """The tensor of each owner, by the names that the user gave."""
-        states = self._states(optimizer, [owner for owners in optimizer.lists() for owner in owners]).shapes
+        states = self._states(optimizer, optimizer.listed()).shapes
         tensors = self._tensors_of([name for names in lists for name in names])
-        found: dict[Owner, str] = {}
+        owned: dict[Owner, str] = {}
         for i, (owners, names) in enumerate(zip(optimizer.lists(), lists, strict=True)):
             if len(owners) != len(names):
                 raise Undecided(f"group {i} of {optimizer.where} has {len(owners)} parameters, but {len(names)} names")
             for owner, name in zip(owners, names, strict=True):
-                if isinstance(owner, str) and not _agree(owner, name):
-                    raise Undecided(f"{name} is said to be what {optimizer.where} itself calls {owner}")
-                shape = self.outside[tensors[name]].shape
-                if state := contradiction(states.get(owner, {}), shape):
-                    raise Undecided(
-                        f"{state} of {owner} in {optimizer.where} has shape {list(states[owner][state])}, but {name}, "
-                        f"which is said to be it, has {list(shape)}"
-                    )
-                found[owner] = tensors[name]
-        ties = [self._tie(tensor) for tensor in found.values()]
-        if len(set(ties)) != len(ties):
+                owned[owner] = tensors[name]
+                self._check_word(optimizer, owner, name, states.get(owner, {}), tensors[name])
+        ties = set(map(self._tie, owned.values()))
+        if len(ties) != len(owned):
             raise Undecided(f"two names for {optimizer.where} are one tensor")
-        return found
+        return owned
+
+    def _check_word(
+        self, optimizer: OptimizerDict, owner: Owner, name: str, shapes: Mapping[str, Shape], tensor: str
+    ) -> None:
+        """Raise Undecided where an owner cannot be what the user calls `name`, by its name and its states' shapes."""
+        if isinstance(owner, str) and not _agree(owner, name):
+            raise Undecided(f"{name} is said to be what {optimizer.where} itself calls {owner}")
+        shape = self.outside[tensor].shape
+        if state := contradiction(shapes, shape):
+            raise Undecided(
+                f"{state} of {owner} in {optimizer.where} has shape {list(shapes[state])}, but {name}, "
+                f"which is said to be it, has {list(shape)}"
+            )
 
     def _tensors_of(self, names: Sequence[str]) -> dict[str, str]:
         """The tensors of names: all of them from the top of the file, or all in the model."""
-        mine = self.dicts[self.model] if self.model is not None else {}
-        readings: list[dict[str, str]] = []
-        if all(name in mine for name in names):
-            readings.append({name: mine[name] for name in names})
-        if all(name in self.outside for name in names):
-            readings.append({name: name for name in names})
-        if not readings:
-            unknown = [name for name in names if name not in mine]
-            lost = next((name for name in unknown if name not in self.outside), unknown[0])
-            raise Undecided(f"{lost} is not a parameter of the model, which has {', '.join([*mine][:3])}, ...")
-        if len(readings) > 1 and any(self._tie(readings[0][n]) != self._tie(readings[1][n]) for n in names):
-            raise Undecided(f"{names[0]} can be read from the top of the file, and in the model")
-        rivals = [] if len(readings) > 1 or readings[0] == {n: n for n in names} else self._rivals(names)
-        if rivals and self.model is not None:
-            dicts = _names([self.model, *rivals])
-            raise Undecided(f"{dicts} have these names; say which is meant: {joined((*self.model, names[0]))}")
-        return readings[0]
+        in_model = self.dicts[self.model] if self.model is not None else {}
+        in_file = {name: name for name in names if name in self.outside}
+        tensors = {name: in_model[name] for name in names if name in in_model}
+        wanted = set(names)
+        if tensors.keys() == wanted == in_file.keys():
+            if not self._same_tensors(tensors, in_file):
+                raise Undecided(f"{names[0]} can be read from the top of the file, and in the model")
+            return tensors
+        if in_file.keys() == wanted:
+            return in_file
+        if self.model is not None and tensors.keys() == wanted:
+            self._refuse_rivals(self.model, tensors)
+            return tensors
+        unknown = [name for name in names if name not in in_model]
+        lost = next((name for name in unknown if name not in self.outside), unknown[0])
+        raise Undecided(f"{lost} is not a parameter of the model, which has {', '.join([*in_model][:3])}, ...")
 
-    def _rivals(self, names: Sequence[str]) -> list[Steps]:
-        """The dicts beside the model that have all these names for other tensors."""
-        mine = self.dicts[self.model] if self.model is not None else {}
-        found = [root for root, inside in self.dicts.items() if root != self.model and all(n in inside for n in names)]
-        return [r for r in found if any(self._tie(self.dicts[r][n]) != self._tie(mine.get(n)) for n in names)]
+    def _refuse_rivals(self, model: Steps, tensors: Mapping[str, str]) -> None:
+        """Raise Undecided where dicts beside the model have all these names for other tensors."""
+        rivals: list[Steps] = []
+        for root, names in self.dicts.items():
+            if tensors.keys() <= names.keys() and not self._same_tensors(tensors, names):
+                rivals.append(root)
+        if rivals:
+            example = joined((*model, next(iter(tensors))))
+            raise Undecided(f"{_names([model, *rivals])} have these names; say which is meant: {example}")
 
     # The result.
 
     def pairs(self, groups: OptimizerGroups | None) -> Pairs:
         """What was settled; `groups` are what the user said, if it was needed."""
         self._drop_shared()
-        found = Pairs(used=groups is not None)
+        pairs = Pairs(settings=list(self._settings()), used=groups is not None)
         for path in self.owned:
-            found.at |= self.places(path)
+            pairs.at |= self.places(path)
         for path, reason in self.apart.items():
             optimizer = self.optimizers[path]
             if optimizer.states:
                 count = f"{len(optimizer.states)} optimizer states in {optimizer.where}"
-                found.notes.append(f"{count} are kept under `other`: {reason}")
-        found.settings = list(self._settings())
-        if found.notes and groups is None and self.model is not None:
-            found.notes += self._remedy()
+                pairs.notes.append(f"{count} are kept under `other`: {reason}")
         if groups is not None:
-            found.notes.append(word_note(groups))
-        return found
+            pairs.notes.append(word_note(groups))
+        elif pairs.notes and self.model is not None:
+            pairs.notes += self._remedy()
+        return pairs
 
     def places(self, path: Steps) -> dict[str, tuple[str, str]]:
         """(state, parameter) of each state of an optimizer that is settled."""
@@ -407,23 +443,25 @@ class _Pairing:
 
     def _settings(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """What mapped optimizers were told; of a parameter that two of them list, nothing."""
-        told: dict[str, dict[Steps, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
-        for path in self.owned:
+        settings: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+        optimizers: dict[str, set[Steps]] = defaultdict(set)
+        for path, owned in self.owned.items():
             for group in self.optimizers[path].groups:
-                for owner in group.owners:
-                    if owner in self.owned[path]:
-                        told[self.weights[self.owned[path][owner]]][path].append(group.settings)
-        for name, by_optimizer in told.items():
-            if len(by_optimizer) == 1:
-                for some in by_optimizer.values():
-                    yield from ((name, settings) for settings in some)
+                for owner in filter(owned.__contains__, group.owners):
+                    name = self.weights[owned[owner]]
+                    settings[name].append(group.settings)
+                    optimizers[name].add(path)
+        for name, of_parameter in settings.items():
+            if len(optimizers[name]) == 1:
+                yield from ((name, some) for some in of_parameter)
 
     def _remedy(self) -> Iterator[str]:
         """What to say so that states that are apart are mapped."""
         optimizers = self.open_optimizers()
-        if not any(self._members([optimizer]) for optimizer in optimizers if optimizer.path not in self.elsewhere):
-            return
-        yield remedy(f"{sizes_of(optimizers)}; an empty list leaves a group apart", self._example(), self._ordered())
+        of_model = [optimizer for optimizer in optimizers if optimizer.path not in self.elsewhere]
+        if self._members(of_model):
+            sizes = f"{sizes_of(optimizers)}; an empty list leaves a group apart"
+            yield remedy(sizes, self._example(), self._ordered())
 
     def _ordered(self) -> bool:
         """Whether the order of the model would decide."""
@@ -458,9 +496,21 @@ def relative(path: Steps, root: Steps) -> Steps | None:
     return path[len(root) :] if inside else None
 
 
+def names_by_dict(path: Steps) -> Iterator[tuple[Steps, str]]:
+    """The dicts in which a path lies, the outermost first, and the name that it has from there."""
+    for depth in range(len(path)):
+        root = path[:depth]
+        if (inner := relative(path, root)) is not None:
+            yield root, joined(inner)
+
+
 def sizes_of(optimizers: Sequence[OptimizerDict]) -> str:
     """How many parameters each group of the optimizers has."""
-    return ", ".join(f"{o.where} has {' + '.join(str(len(owners)) for owners in o.lists())}" for o in optimizers)
+    return ", ".join(f"{o.where} has {_sizes(o)}" for o in optimizers)
+
+
+def _sizes(optimizer: OptimizerDict) -> str:
+    return " + ".join(str(len(owners)) for owners in optimizer.lists())
 
 
 def _names(roots: Sequence[Steps]) -> str:

@@ -16,16 +16,17 @@ A path is the keys that lead to something stored. The rules, in order:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from jax_ucp.formats.optimizer_dicts import OptimizerDict, Steps, joined, optimizer_dicts
 from jax_ucp.formats.options import Options
-from jax_ucp.formats.state_pairing import Stored, pair_states, relative
+from jax_ucp.formats.state_pairing import Stored, names_by_dict, pair_states, relative
 
 MODEL_WORDS = ("model", "module", "state_dict", "model_state_dict", "model_state")
+_WORDS = frozenset(MODEL_WORDS)
 
 _NOTHING_SAID = Options()
 
@@ -60,43 +61,64 @@ def places(
     found = Places()
     optimizers = optimizer_dicts({name: stored.path for name, stored in tensors.items()}, objects)
     with_state = {path for path, optimizer in optimizers.items() if optimizer.has_state}
-    outside: dict[str, Stored] = {}
-    for name, stored in tensors.items():
-        if any(stored.path[:i] in with_state for i in range(len(stored.path))):
-            found.in_optimizers.add(name)
-        else:
-            outside[name] = stored
-    paths = [stored.path for stored in outside.values()]
-    dicts = _dicts_by_name(paths)
-    model = _model(paths, dicts, optimizers.values(), found.notes)
-    weights: dict[str, str] = {}
-    for name, stored in outside.items():
-        if model is not None and (inner := relative(stored.path, model)) is not None:
-            weights[name] = joined(inner)
-    if model is not None and (others := _copies(model, weights.values(), dicts)):
-        found.notes.append(
-            f"{joined(model) or 'the outermost dict'} is taken for the model; {', '.join(others)} with the same names "
-            "is kept under `other`"
-        )
-    if outside and not weights and not found.notes:
-        found.notes.append("nothing says which tensors are the model's weights; all are kept under `other`")
+    found.in_optimizers = {name for name in tensors if _lies_in(tensors[name].path, with_state)}
+    outside = {name: tensors[name] for name in tensors if name not in found.in_optimizers}
+    dicts = _dicts_by_name(stored.path for stored in outside.values())
+    roots = _models([stored.path for stored in outside.values()], dicts, optimizers.values())
+    model = roots[0] if len(roots) == 1 else None
+    weights = _inside(model, outside)
+    found.notes = _doubts(roots, weights, dicts) if outside else []
     groups = None if options.weights_only else options.optimizer_groups
     pairs = pair_states(tensors, [*optimizers.values()], outside, model, weights, groups)
-    for name in tensors:
-        found.at[name] = pairs.at.get(name) or (("param", weights[name]) if name in weights else ("other", name))
+    found.at = {name: ("other", name) for name in tensors}
+    found.at |= {name: ("param", weight) for name, weight in weights.items()}
+    found.at |= pairs.at
     if not options.weights_only:
         found.notes += pairs.notes
         found.settings, found.used = pairs.settings, pairs.used
     return found
 
 
+def _lies_in(path: Steps, dicts: Container[Steps]) -> bool:
+    return any(path[:depth] in dicts for depth in range(len(path)))
+
+
+def _inside(model: Steps | None, tensors: Mapping[str, Stored]) -> dict[str, str]:
+    """The tensors that lie in the dict `model`, with their names from there."""
+    names: dict[str, str] = {}
+    if model is None:
+        return names
+    for name, stored in tensors.items():
+        if (path := relative(stored.path, model)) is not None:
+            names[name] = joined(path)
+    return names
+
+
+def _doubts(models: Sequence[Steps], weights: Mapping[str, str], dicts: Mapping[str, set[Steps]]) -> list[str]:
+    """Notes on what could be the model too, or that nothing could be."""
+    if len(models) > 1:
+        choice = _listed(models)
+        return [f"several dicts could be the model, so all tensors are kept under `other`: {choice}"]
+    copies = _copies(models[0], weights.values(), dicts) if models else []
+    if copies:
+        return [
+            f"{_listed(models)} is taken for the model; {', '.join(copies)} with the same names is kept under `other`"
+        ]
+    if not weights:
+        return ["nothing says which tensors are the model's weights; all are kept under `other`"]
+    return []
+
+
+def _listed(dicts: Iterable[Steps]) -> str:
+    return ", ".join(sorted(joined(path) or "the outermost dict" for path in dicts))
+
+
 def _dicts_by_name(paths: Iterable[Steps]) -> dict[str, set[Steps]]:
     """The dicts in which, at any depth, there is a tensor of a name."""
     found: dict[str, set[Steps]] = defaultdict(set)
     for path in paths:
-        for root in (path[:depth] for depth in range(len(path))):
-            if (inner := relative(path, root)) is not None:
-                found[joined(inner)].add(root)
+        for root, name in names_by_dict(path):
+            found[name].add(root)
     return found
 
 
@@ -106,32 +128,43 @@ def _copies(model: Steps, names: Collection[str], dicts: Mapping[str, set[Steps]
     return sorted(joined(root) for root, n in count.items() if n == len(names) and root != model)
 
 
-def _model(
+def _models(
     paths: Collection[Steps],
-    by_name: Mapping[str, set[Steps]],
+    dicts: Mapping[str, set[Steps]],
     optimizers: Iterable[OptimizerDict],
-    notes: list[str],
-) -> Steps | None:
-    """The path of the dict that is the model, if that can be said; `paths` are those of tensors in no optimizer."""
-    inside = {root for roots in by_name.values() for root in roots}
+) -> list[Steps]:
+    """The paths of the dicts that could be the model; `paths` are those of tensors in no optimizer."""
+    return _named_by_states(dicts, optimizers) or _worded(dicts) or _only_dict(paths, dicts)
+
+
+def _named_by_states(dicts: Mapping[str, set[Steps]], optimizers: Iterable[OptimizerDict]) -> list[Steps]:
+    """The dicts in which most states name a parameter; of several, those under a usual word."""
     hits: Counter[Steps] = Counter()
-    for readings in (readings for optimizer in optimizers for readings in optimizer.states.values()):
-        hits.update({root for owner, _ in readings if isinstance(owner, str) for root in by_name.get(owner, ())})
-    roots = [root for root, count in hits.items() if count == max(hits.values())]
-    if len(roots) > 1:
-        roots = [root for root in roots if _worded(root)] or roots
-    if not roots:
-        roots = [root for root in inside if root and root[-1] in MODEL_WORDS and not _worded(root[:-1])]
-    if not roots and () in inside:
-        roots = [()]
-    if not roots and all(isinstance(path[-1], str) for path in paths):
-        dicts = {path[:-1] for path in paths}
-        roots = [*dicts] if len(dicts) == 1 else []
-    if len(roots) > 1:
-        choice = ", ".join(sorted(joined(root) or "the outermost dict" for root in roots))
-        notes.append(f"several dicts could be the model, so all tensors are kept under `other`: {choice}")
-    return roots[0] if len(roots) == 1 else None
+    for optimizer in optimizers:
+        for readings in optimizer.states.values():
+            names = [owner for owner, _ in readings if isinstance(owner, str)]
+            hits.update(set[Steps]().union(*(dicts.get(name, ()) for name in names)))
+    most = max(hits.values(), default=0)
+    roots = [root for root, count in hits.items() if count == most]
+    return [root for root in roots if has_word(root)] or roots
 
 
-def _worded(root: Steps) -> bool:
-    return any(step in MODEL_WORDS for step in root)
+def _worded(dicts: Mapping[str, set[Steps]]) -> list[Steps]:
+    """The dicts under a usual word, in no other such dict."""
+    roots = set[Steps]().union(*dicts.values())
+    worded = [root for root in roots if root and root[-1] in MODEL_WORDS]
+    return [root for root in worded if not has_word(root[:-1])]
+
+
+def _only_dict(paths: Collection[Steps], dicts: Mapping[str, set[Steps]]) -> list[Steps]:
+    """The outermost dict, if tensors lie in it; else the one dict in which all tensors lie."""
+    if any(() in roots for roots in dicts.values()):
+        return [()]
+    parents = {path[:-1] for path in paths}
+    by_name = all(isinstance(path[-1], str) for path in paths)
+    return [*parents] if by_name and len(parents) == 1 else []
+
+
+def has_word(path: Steps) -> bool:
+    """Whether a path leads through a dict under a usual word for a model."""
+    return not _WORDS.isdisjoint(path)

@@ -131,24 +131,42 @@ def _rebuild_tensor_v3(args: tuple) -> object:
 
 def _view(storage: Storage, dtype: object, offset: Any, shape: tuple, strides: tuple, metadata: list) -> object:
     """The tensor, once its last element is known to lie in the storage. Offset and strides count elements."""
-    numbers = (offset, *shape, *strides)
-    if len(metadata) > 1 or len(shape) != len(strides) or not all(type(n) is int and n >= 0 for n in numbers):
+    if len(metadata) > 1 or len(shape) != len(strides):
+        return NotImplemented
+    if not all(map(_is_size, (offset, *shape, *strides))):
         return NotImplemented
     if storage.refusal:
         return Refused(storage.refusal)
-    if metadata and metadata[0]:
+    if any(metadata):
         return Refused(_metadata_refusal(metadata[0]))
+    if isinstance(dtype, Name):
+        return Refused(f"{dtype} has no numpy equivalent")
     if not isinstance(dtype, np.dtype):
-        return Refused(f"{dtype} has no numpy equivalent") if isinstance(dtype, Name) else NotImplemented
-    if len(shape) > _MAX_NDIM or max(math.prod(max(n, 1) for n in shape), *numbers) * dtype.itemsize > _MAX_BYTES:
-        return Refused("its shape or strides are beyond any array")
-    nbytes, have = math.prod(shape) * dtype.itemsize, storage.nbytes // dtype.itemsize
-    last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-    if nbytes and last >= have:
-        return Refused(f"its view reaches element {last} of storage {storage.key!r}, which has {have}")
+        return NotImplemented
+    view = StoredTensor("", shape, dtype, storage.key, offset, strides)
+    refusal = _view_refusal(view, storage)
+    return Refused(refusal) if refusal else view
+
+
+def _is_size(number: object) -> bool:
+    return type(number) is int and number >= 0
+
+
+def _view_refusal(view: StoredTensor, storage: Storage) -> str:
+    """Why a view cannot be of its storage; nothing if it can."""
+    itemsize, beyond = view.dtype.itemsize, "its shape or strides are beyond any array"
+    if len(view.shape) > _MAX_NDIM:
+        return beyond
+    size = math.prod(max(n, 1) for n in view.shape)
+    if max(size, view.offset, *view.strides) * itemsize > _MAX_BYTES:
+        return beyond
+    nbytes, stored = math.prod(view.shape) * itemsize, storage.nbytes // itemsize
+    last = view.offset + sum((n - 1) * stride for n, stride in zip(view.shape, view.strides, strict=True))
+    if nbytes and last >= stored:
+        return f"its view reaches element {last} of storage {storage.key!r}, which has {stored}"
     if nbytes > max(MAX_VIEW_RATIO * storage.nbytes, FREE_VIEW_BYTES):
-        return Refused(f"it repeats {storage.nbytes} stored bytes to {nbytes}; save a contiguous copy instead")
-    return StoredTensor("", shape, dtype, storage.key, offset, strides)
+        return f"it repeats {storage.nbytes} stored bytes to {nbytes}; save a contiguous copy instead"
+    return ""
 
 
 def not_a_storage(persistent_id: object) -> FormatError:
@@ -207,13 +225,15 @@ def _rebuild_from_type_v2(args: tuple) -> object:
 
 def _with_state(tensor: object, state: object) -> object:
     """State is None, the attributes, or a pair of attributes and slots (`_set_obj_state`, torch/_utils.py)."""
+    parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
     attributes: dict[str, object] = {}
-    for part in state if isinstance(state, tuple) and len(state) == 2 else (state,):
-        if isinstance(part, dict):
-            attributes |= part
-        elif part is not None:
+    for part in parts:
+        if not isinstance(part, dict | None):
             return NotImplemented
-    return replace(tensor, attributes=attributes) if isinstance(tensor, StoredTensor) and attributes else tensor
+        attributes |= part or {}
+    if isinstance(tensor, StoredTensor) and attributes:
+        return replace(tensor, attributes=attributes)
+    return tensor
 
 
 def _rebuild_device_tensor(args: tuple) -> object:

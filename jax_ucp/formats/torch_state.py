@@ -18,10 +18,8 @@ from jax_ucp.formats.importing import Import
 from jax_ucp.formats.opaque import WeightsPlace, closed_tensors, tensor_holders, weights_place
 from jax_ucp.formats.optimizer_dicts import Steps
 from jax_ucp.formats.options import Options
-from jax_ucp.formats.pairing import Undecided
 from jax_ucp.formats.safe_pickle import Name, walk
 from jax_ucp.formats.state_pairing import Stored, is_trainable
-from jax_ucp.formats.state_paths import places
 from jax_ucp.formats.torch_file import TorchFile, cannot_be_read, is_torch_file
 from jax_ucp.formats.torch_names import StoredTensor, unreadable
 from jax_ucp.formats.weight_files import finish, index_save, keep_index, refuse_part, refuse_stand_in, tensors_of
@@ -99,23 +97,17 @@ def _tensors(found: Import, files: Mapping[str, TorchFile], options: Options) ->
                 found.extra(name, f"attributes of {label}", node.attributes)
     values = {path: node for path, (_, node) in objects.items()}
     tensors = {label: _stored(paths[label], key, tensor) for label, (key, tensor) in stored.items()}
-    try:
-        where = places(tensors, values, options)
-    except Undecided as error:
-        raise FormatError(f"{found.path}: optimizer_groups does not fit: {error}") from None
-    _check_aside(found, objects, weights_place(paths, where.at, where.in_optimizers))
-    if where.used and options.optimizer_groups is not None:
-        found.said["optimizer_groups"] = options.optimizer_groups
-    for name, settings in where.settings:
-        found.hyperparameters(name, settings)
+    places = found.placed(tensors, values, options)
+    _check_aside(found, objects, weights_place(paths, places.at, places.in_optimizers))
+    left = places.in_optimizers if options.weights_only else frozenset[str]()
     for label, (key, tensor) in stored.items():
-        state, name = where.at[label]
-        if options.weights_only and label in where.in_optimizers:
+        state, name = places.at[label]
+        if label in left:
             found.leave(key, "", f"{state} of {name}: only weights were asked for")
         else:
             reason = f"{state} of {name}" if state != "other" else "a tensor beside the model"
             found.parameter(state, name, Consolidated(Unique().join([tensor.shape]), [key]), reason)
-    found.notes += where.notes
+    found.notes += places.notes
 
 
 def _check_aside(found: Import, objects: Mapping[Steps, tuple[TorchFile, object]], where: WeightsPlace) -> None:
@@ -124,14 +116,15 @@ def _check_aside(found: Import, objects: Mapping[Steps, tuple[TorchFile, object]
     for path, (file, node) in objects.items():
         label = ".".join(map(str, path)) or BARE
         reason = next(filter(None, (unreadable(inner) for _, inner in walk(node))), "")
-        if not where.is_aside(path):
-            if reason:
-                needed.setdefault(file.path, {})[label] = reason
-            for holder in tensor_holders(node) if not reason else ():
-                raise FormatError(closed_tensors(holder))
-        elif reason:
+        aside = where.is_aside(path)
+        if reason and aside:
             found.skip(f"{file.path.name}:{label}", "tensor", reason)
             found.notes.append(f"{label} of {file.path.name} was left out: {reason}")
+        elif reason:
+            needed.setdefault(file.path, {})[label] = reason
+        elif not aside:
+            for holder in tensor_holders(node):
+                raise FormatError(closed_tensors(holder))
     for path, reasons in needed.items():
         raise FormatError(f"{path}: {cannot_be_read(reasons)}")
 
@@ -174,9 +167,10 @@ def _rest(node: object) -> object:
     entries = _entries(node)
     if entries is None:
         return _GONE if isinstance(node, StoredTensor) else node
-    rest = [(step, _rest(value)) for step, value in entries]
-    if rest and all(value is _GONE for _, value in rest):
+    rest = {step: _rest(value) for step, value in entries}
+    kept = {step: value for step, value in rest.items() if value is not _GONE}
+    if rest and not kept:
         return _GONE
     if isinstance(node, dict):
-        return {step: value for step, value in rest if value is not _GONE}
-    return [value for _, value in rest] if isinstance(node, list) else tuple(value for _, value in rest)
+        return kept
+    return list(rest.values()) if isinstance(node, list) else tuple(rest.values())
