@@ -1,4 +1,6 @@
-"""`python -m benchmarks NAME`: measures, prints Markdown tables, and leaves them as JSON and Markdown."""
+"""`python -m benchmarks NAME`: measures, prints Markdown tables, and leaves them as JSON and
+Markdown.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,15 @@ BENCHMARKS = {
 @click.command()
 @click.argument("name", type=click.Choice(list(BENCHMARKS)))
 @click.option("--work", type=click.Path(path_type=Path), help="Folder for checkpoints and results.")
-@click.option("--runs", default=5, show_default=True, help="Runs of each contestant, after one that warms.")
+@click.option(
+    "--runs", default=5, show_default=True, help="Runs of each contestant, after one that warms."
+)
 @click.option("--mib", default=1024, show_default=True, help="Size of the large state.")
 @click.option("--torch-python", help="A Python with torch: without it, PyTorch's rows are absent.")
 def main(name: str, work: Path | None, runs: int, mib: int, torch_python: str | None) -> None:
     """Measure one thing, beside every peer and the physical limit."""
-    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=16")  # before JAX is imported
+    # before JAX is imported
+    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=16")
     from benchmarks.race import Options, write
 
     with tempfile.TemporaryDirectory() as temporary:

@@ -18,20 +18,26 @@ EVERY_S = 0.02
 
 @dataclass(frozen=True)
 class ChildSample(Sample):
-    """Also the most memory at once, a page that several processes map counted once, mapped files included; and the
-    most disk in the folder written, beyond what was left there."""
+    """Also the most memory at once, a page that several processes map counted once, mapped files
+    included; and the most disk in the folder written, beyond what was left there."""
 
     memory_mib: float
     spare_disk_mib: float
 
 
 def run_child(command: Sequence[str], writes: Path | None = None, **env: str) -> ChildSample:
-    """Run a command that makes the folder `writes`. Raises RuntimeError, with what it printed, if it fails."""
+    """Run a command that makes the folder `writes`. Raises RuntimeError, with what it printed,
+    if it fails.
+    """
     if writes:
         shutil.rmtree(writes, ignore_errors=True)
     before, begun = os.times(), time.perf_counter()
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **env}
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **env},
     )
     watch = _Watch(process.pid, writes)
     watch.start()
@@ -40,13 +46,17 @@ def run_child(command: Sequence[str], writes: Path | None = None, **env: str) ->
     watch.stop()
     if process.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{printed[-2000:]}")
-    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    cpu = (
+        after.children_user + after.children_system - before.children_user - before.children_system
+    )
     left = folder_bytes(writes) if writes else 0
     return ChildSample(wall, cpu, watch.memory / (1 << 20), max(0, watch.disk - left) / (1 << 20))
 
 
 class _Watch(threading.Thread):
-    """The most memory that a process and its descendants have at once, and the most bytes in a folder."""
+    """The most memory that a process and its descendants have at once, and the most bytes in a
+    folder.
+    """
 
     def __init__(self, pid: int, folder: Path | None):
         super().__init__(daemon=True)

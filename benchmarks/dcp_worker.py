@@ -1,9 +1,11 @@
-"""Train one step of a large model with FSDP2 on CPU and save it by PyTorch's distributed checkpoint; needs torch.
+"""Train one step of a large model with FSDP2 on CPU and save it by PyTorch's distributed
+checkpoint; needs torch.
 
     python dcp_worker.py save FOLDER LAYERS HIDDEN RANKS
     python dcp_worker.py load FOLDER RANKS
 
-`load` reads every tensor into DTensors that are cut over the ranks, made by the metadata: no model, no optimizer.
+`load` reads every tensor into DTensors that are cut over the ranks, made by the metadata: no model,
+no optimizer.
 """
 
 import os
@@ -23,7 +25,9 @@ def save(folder: str, ranks: int, layers: int, hidden: int) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     blocks = [
         torch.nn.Sequential(
-            torch.nn.LayerNorm(hidden), torch.nn.Linear(hidden, 4 * hidden), torch.nn.Linear(4 * hidden, hidden)
+            torch.nn.LayerNorm(hidden),
+            torch.nn.Linear(hidden, 4 * hidden),
+            torch.nn.Linear(4 * hidden, hidden),
         )
         for _ in range(layers)
     ]
@@ -42,9 +46,13 @@ def load(folder: str, ranks: int) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     state = {
-        name: empty(*about.size, dtype=about.properties.dtype, device_mesh=mesh, placements=[Shard(0)])
-        if len(about.size)
-        else torch.empty((), dtype=about.properties.dtype)
+        name: (
+            empty(
+                *about.size, dtype=about.properties.dtype, device_mesh=mesh, placements=[Shard(0)]
+            )
+            if len(about.size)
+            else torch.empty((), dtype=about.properties.dtype)
+        )
         for name, about in stored.items()
         if isinstance(about, TensorStorageMetadata)
     }

@@ -1,4 +1,5 @@
-"""Train one step of a large model with DeepSpeed on CPU and save it; needs torch and deepspeed, not jax_ucp.
+"""Train one step of a large model with DeepSpeed on CPU and save it; needs torch and deepspeed, not
+jax_ucp.
 
 python deepspeed_checkpoint.py FOLDER STAGE LAYERS HIDDEN RANKS
 """
@@ -54,8 +55,11 @@ def save(rank: int, folder: str, stage: int, layers: int, hidden: int, ranks: in
     loss = engine(torch.randn(1, hidden, dtype=torch.bfloat16))
     engine.backward(loss)
     engine.step()
-    # ds_to_universal asks for it; for a model without pipeline and tensor parallelism it says nothing more.
-    engine.save_checkpoint(folder, client_state={"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}})
+    # ds_to_universal asks for it; for a model without pipeline and tensor parallelism it says
+    # nothing more.
+    engine.save_checkpoint(
+        folder, client_state={"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""A gibibyte of 64 arrays: saved from 8 devices, restored onto the same, transposed, onto fewer and onto more."""
+"""A gibibyte of 64 arrays: saved from 8 devices, restored onto the same, transposed, onto fewer
+and onto more.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from benchmarks.torch_peer import group
 
 ARRAYS = 64
 ROWS, COLUMNS = PartitionSpec("x", None), PartitionSpec(None, "x")
-# What is restored onto: how many devices and the spec; and of torch's ranks, which are processes, how many.
+# What is restored onto: how many devices and the spec; and of torch's ranks, which are processes,
+# how many.
 TARGETS = {
     "same": (8, ROWS, 2, 0),
     "transposed": (8, COLUMNS, 2, 1),
@@ -34,7 +37,9 @@ SAVED_BY = 2
 
 def run(options: Options) -> Iterator[Table]:
     side = math.isqrt(options.mib * (1 << 20) // ARRAYS // 4) // 16 * 16
-    yield from compete("arrays", {f"w{i:05}": (side, side) for i in range(ARRAYS)}, TARGETS, options)
+    yield from compete(
+        "arrays", {f"w{i:05}": (side, side) for i in range(ARRAYS)}, TARGETS, options
+    )
     yield _reshaped(options)
 
 
@@ -51,23 +56,39 @@ def compete(
     rng = np.random.default_rng(0)
     rows = _sharding(8, ROWS)
     tree = {
-        name: ready(jax.device_put(rng.standard_normal(shape, np.float32), rows if len(shape) > 1 else _flat(rows)))
+        name: ready(
+            jax.device_put(
+                rng.standard_normal(shape, np.float32), rows if len(shape) > 1 else _flat(rows)
+            )
+        )
         for name, shape in shapes.items()
     }
     paths = {peer.name: options.work / f"peer_{i}" for i, peer in enumerate(peers())}
     flat, data = options.work / "flat", np.ones(nbytes, np.uint8)
     with ExitStack() as stack:
         groups: dict[int, Group] = {}
-        for ranks in sorted({SAVED_BY, *(t[2] for t in targets.values())} if options.torch_python else ()):
-            groups[ranks] = stack.enter_context(group(str(options.torch_python), ranks, options.work))
-        request = {"count": len(shapes), "shape": list(next(iter(shapes.values()))), "path": str(options.work / "dcp")}
+        for ranks in sorted(
+            {SAVED_BY, *(t[2] for t in targets.values())} if options.torch_python else ()
+        ):
+            groups[ranks] = stack.enter_context(
+                group(str(options.torch_python), ranks, options.work)
+            )
+        request = {
+            "count": len(shapes),
+            "shape": list(next(iter(shapes.values()))),
+            "path": str(options.work / "dcp"),
+        }
 
         def torch_save(threads: int) -> Contestant:
             ask = groups[SAVED_BY].ask
             call = {**request, "do": "save", "axis": 0, "threads": threads}
-            return Contestant(f"PyTorch DCP, {SAVED_BY} processes, {threads} threads each", lambda _: ask(**call))
+            return Contestant(
+                f"PyTorch DCP, {SAVED_BY} processes, {threads} threads each", lambda _: ask(**call)
+            )
 
-        contestants = [Contestant("limit: one copy of the bytes, synced", lambda _: copy_out(data, flat))]
+        contestants = [
+            Contestant("limit: one copy of the bytes, synced", lambda _: copy_out(data, flat))
+        ]
         for peer in peers():
             contestants.append(
                 Contestant(
@@ -79,28 +100,39 @@ def compete(
         contestants += [torch_save(threads) for threads in (1, 2) if groups]
         yield compared(f"Save: {title}", race(contestants, options.runs), OURS)
         yield compared(f"Blocked by an asynchronous save: {title}", _blocked(tree, options), OURS)
-        yield Table(f"On disk: {title}", {name: _on_disk(path, nbytes) for name, path in paths.items()})
+        yield Table(
+            f"On disk: {title}", {name: _on_disk(path, nbytes) for name, path in paths.items()}
+        )
 
         write_flat(flat, nbytes)
         for name, (devices, spec, ranks, axis) in targets.items():
             sharding = _sharding(devices, spec)
             target = {
-                key: jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding if len(shape) > 1 else _flat(sharding))
+                key: jax.ShapeDtypeStruct(
+                    shape, np.float32, sharding=sharding if len(shape) > 1 else _flat(sharding)
+                )
                 for key, shape in shapes.items()
             }
             contestants = [Contestant("limit: one copy of the bytes", lambda _: copy_in(flat))]
             for peer in peers():
                 contestants.append(
-                    Contestant(peer.name, lambda _, peer=peer, to=target: ready(peer.restore(paths[peer.name], to)))
+                    Contestant(
+                        peer.name,
+                        lambda _, peer=peer, to=target: ready(peer.restore(paths[peer.name], to)),
+                    )
                 )
             if groups:
                 call = {**request, "do": "load", "axis": axis}
                 ask = groups[ranks].ask
                 contestants.append(
-                    Contestant(f"PyTorch DCP, {ranks} processes", lambda _, ask=ask, call=call: ask(**call))
+                    Contestant(
+                        f"PyTorch DCP, {ranks} processes", lambda _, ask=ask, call=call: ask(**call)
+                    )
                 )
             samples = race(contestants, options.runs)
-            yield compared(f"Restore onto {name}, {devices} devices by {spec}: {title}", samples, OURS)
+            yield compared(
+                f"Restore onto {name}, {devices} devices by {spec}: {title}", samples, OURS
+            )
 
 
 def _reshaped(options: Options) -> Table:
@@ -112,7 +144,11 @@ def _reshaped(options: Options) -> Table:
         return ucp.open(source).save(path, mesh={"x": 8}, rules=[("", COLUMNS)])
 
     contestants = [
-        Contestant("limit: cp -r, synced", lambda _: subprocess.run(copy, check=True), lambda: fresh(target)),
+        Contestant(
+            "limit: cp -r, synced",
+            lambda _: subprocess.run(copy, check=True),
+            lambda: fresh(target),
+        ),
         Contestant(OURS, reshape, lambda: fresh(target)),
     ]
     samples = race(contestants, options.runs)
@@ -134,11 +170,15 @@ def _blocked(tree: Mapping[str, jax.Array], options: Options) -> dict[str, list[
         return run
 
     def copy_alone(_: Path) -> object:
-        return [np.asarray(shard.data) for array in tree.values() for shard in array.addressable_shards]
+        return [
+            np.asarray(shard.data) for array in tree.values() for shard in array.addressable_shards
+        ]
 
     path = options.work / "async"
     contestants = [Contestant("limit: device to host, which on CPU is no copy", copy_alone)]
-    contestants += [Contestant(p.name, begun(p.begin), lambda: fresh(path)) for p in peers() if p.begin]
+    contestants += [
+        Contestant(p.name, begun(p.begin), lambda: fresh(path)) for p in peers() if p.begin
+    ]
     samples = race(contestants, options.runs)
     fresh(path)
     return samples
@@ -163,4 +203,8 @@ def _on_disk(path: Path, nbytes: int) -> dict[str, object]:
     files = [file.stat() for file in path.rglob("*") if file.is_file()]
     size = sum(file.st_size for file in files)
     blocks = 512 * sum(entry.lstat().st_blocks for entry in path.rglob("*"))
-    return {"files": len(files), "bytes / data": round(size / nbytes, 3), "blocks / data": round(blocks / nbytes, 2)}
+    return {
+        "files": len(files),
+        "bytes / data": round(size / nbytes, 3),
+        "blocks / data": round(blocks / nbytes, 2),
+    }

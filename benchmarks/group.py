@@ -23,14 +23,21 @@ class GroupSample(Sample):
 
 
 class Group:
-    """A process for each command, which answers every line of its stdin with `{"wall_s": ..., "cpu_s": ...}`."""
+    """A process for each command, which answers every line of its stdin with `{"wall_s": ...,
+    "cpu_s": ...}`.
+    """
 
     def __init__(self, commands: Sequence[Sequence[str]]):
         pipe = subprocess.PIPE
-        self._ranks = [subprocess.Popen(line, stdin=pipe, stdout=pipe, text=True, cwd=ROOT) for line in commands]
+        self._ranks = [
+            subprocess.Popen(line, stdin=pipe, stdout=pipe, text=True, cwd=ROOT)
+            for line in commands
+        ]
 
     def ask(self, **what: Any) -> GroupSample:
-        """Let every process do something, and wait for all. Raises RuntimeError if one ends instead."""
+        """Let every process do something, and wait for all. Raises RuntimeError if one ends
+        instead.
+        """
         for rank in self._ranks:
             print(json.dumps(what), file=rank.stdin, flush=True)
         lines = [rank.stdout.readline() for rank in self._ranks]
@@ -43,7 +50,12 @@ class Group:
     def __enter__(self) -> Group:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         for rank in self._ranks:
             if kind:
                 rank.kill()

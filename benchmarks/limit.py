@@ -1,4 +1,6 @@
-"""The physical limit: the same bytes copied once, with all cores, from the page cache or to the disk."""
+"""The physical limit: the same bytes copied once, with all cores, from the page cache or to the
+disk.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def copy_in(file: Path) -> np.ndarray:
     with file.open("rb", buffering=0) as source, ThreadPoolExecutor(os.cpu_count()) as pool:
         handle = source.fileno()
         starts = range(0, len(out), PART)
-        for _ in pool.map(lambda at: os.preadv(handle, [memoryview(out)[at : at + PART]], at), starts):
+        for _ in pool.map(
+            lambda at: os.preadv(handle, [memoryview(out)[at : at + PART]], at), starts
+        ):
             pass
     return out
 
@@ -36,6 +40,8 @@ def copy_out(data: np.ndarray, file: Path) -> None:
     view = memoryview(data)
     with file.open("wb", buffering=0) as target, ThreadPoolExecutor(os.cpu_count()) as pool:
         handle = target.fileno()
-        for _ in pool.map(lambda at: os.pwrite(handle, view[at : at + PART], at), range(0, len(data), PART)):
+        for _ in pool.map(
+            lambda at: os.pwrite(handle, view[at : at + PART], at), range(0, len(data), PART)
+        ):
             pass
         os.fsync(handle)

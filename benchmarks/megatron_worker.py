@@ -3,9 +3,10 @@
     python megatron_checkpoint.py save FOLDER COMMON_PT DTYPE LAYERS HIDDEN RANKS
     python megatron_checkpoint.py load ITERATION_FOLDER LAYERS HIDDEN
 
-`save` writes a GPT and Adam's moments as Megatron names and cuts them, tensor parallel over RANKS; the rest of the
-checkpoint (args, scheduler) is COMMON_PT's, with the sizes changed. DTYPE is fp32, or bf16: then there are fp32 masters
-too. `load` reads every tensor of an fp32 checkpoint whole into one process.
+`save` writes a GPT and Adam's moments as Megatron names and cuts them, tensor parallel over RANKS;
+the rest of the checkpoint (args, scheduler) is COMMON_PT's, with the sizes changed. DTYPE is fp32,
+or bf16: then there are fp32 masters too. `load` reads every tensor of an fp32 checkpoint whole into
+one process.
 """
 
 import copy
@@ -24,8 +25,12 @@ def sharded_tensors(
     layers: int, hidden: int, rank: int, ranks: int, new: Callable, bf16: bool = False
 ) -> Iterator[tuple[str, ShardedTensor]]:
     h, f = hidden, 4 * hidden
-    yield from states("embedding.word_embeddings.weight", (VOCAB, h), 0, None, rank, ranks, new, bf16)
-    yield from states("embedding.position_embeddings.weight", (POSITIONS, h), None, None, rank, ranks, new, bf16)
+    yield from states(
+        "embedding.word_embeddings.weight", (VOCAB, h), 0, None, rank, ranks, new, bf16
+    )
+    yield from states(
+        "embedding.position_embeddings.weight", (POSITIONS, h), None, None, rank, ranks, new, bf16
+    )
     for layer in ((i, layers) for i in range(layers)):
         for name, shape, axis in [
             ("self_attention.linear_qkv.layer_norm_weight", (h,), None),
@@ -56,7 +61,8 @@ def states(
     new: Callable[[list[int]], torch.Tensor],
     bf16: bool,
 ) -> Iterator[tuple[str, ShardedTensor]]:
-    """A parameter and its two moments, cut over the ranks on `axis`; layers are stacked on an axis before the rest.
+    """A parameter and its two moments, cut over the ranks on `axis`; layers are stacked on an axis
+    before the rest.
 
     A weight in bf16 has a master, of which it is a copy.
     """
@@ -64,7 +70,10 @@ def states(
     offsets = [(0, *layer)] if layer else []
     if axis is not None:
         offsets.append((axis + len(offsets), rank, ranks))
-    held = {"": new(local), **{f"optimizer.state.{moment}.": new(local) for moment in ("exp_avg", "exp_avg_sq")}}
+    held = {
+        "": new(local),
+        **{f"optimizer.state.{moment}.": new(local) for moment in ("exp_avg", "exp_avg_sq")},
+    }
     if bf16:
         held |= {"optimizer.state.fp32_param.": held[""], "": held[""].bfloat16()}
     for prefix, data in held.items():
@@ -86,7 +95,9 @@ def start(rank: int, ranks: int) -> None:
     torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks)
 
 
-def save(rank: int, folder: str, common_path: str, dtype: str, layers: int, hidden: int, ranks: int) -> None:
+def save(
+    rank: int, folder: str, common_path: str, dtype: str, layers: int, hidden: int, ranks: int
+) -> None:
     start(rank, ranks)
     common = torch.load(common_path, weights_only=False)
     args = common["args"] = copy.copy(common["args"])
@@ -109,7 +120,9 @@ if __name__ == "__main__":
     command, folder, *rest = sys.argv[1:]
     if command == "save":
         common_path, dtype, *numbers = rest
-        torch.multiprocessing.spawn(save, (folder, common_path, dtype, *map(int, numbers)), nprocs=int(numbers[-1]))
+        torch.multiprocessing.spawn(
+            save, (folder, common_path, dtype, *map(int, numbers)), nprocs=int(numbers[-1])
+        )
     else:
         start(0, 1)
         layers, hidden = map(int, rest)

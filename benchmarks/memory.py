@@ -1,6 +1,8 @@
-"""Peak memory of a restore beyond the arrays that it gives, and of a save beyond the state that it saves, by budget.
+"""Peak memory of a restore beyond the arrays that it gives, and of a save beyond the state that it
+saves, by budget.
 
-Every row is a process of its own, and its peak is the kernel's own count. The promise is the budget and 64 MiB.
+Every row is a process of its own, and its peak is the kernel's own count. The promise is the budget
+and 64 MiB.
 """
 
 from __future__ import annotations
@@ -42,11 +44,27 @@ def _compete(what: str, shape: tuple[int, int], count: int, options: Options) ->
     for onto in ("rows", "columns", "one device"):
         for budget in BUDGETS_MIB:
             found = _child(**common, do="restore", peer=OURS, budget=budget << 20, onto=onto)
-            rows[f"restore onto {onto}, budget {budget} MiB"] = _row(found["peak_mib"] - mib, budget)
+            rows[f"restore onto {onto}, budget {budget} MiB"] = _row(
+                found["peak_mib"] - mib, budget
+            )
     for budget in BUDGETS_MIB:
-        found = _child(**common | {"dtype": "bfloat16"}, do="restore", peer=OURS, budget=budget << 20, onto="columns")
-        rows[f"restore onto columns as bfloat16, budget {budget} MiB"] = _row(found["peak_mib"] - mib / 2, budget)
-    again = _child(**common | {"times": REPEATS}, do="restore", peer=OURS, budget=BUDGETS_MIB[0] << 20, onto="columns")
+        found = _child(
+            **common | {"dtype": "bfloat16"},
+            do="restore",
+            peer=OURS,
+            budget=budget << 20,
+            onto="columns",
+        )
+        rows[f"restore onto columns as bfloat16, budget {budget} MiB"] = _row(
+            found["peak_mib"] - mib / 2, budget
+        )
+    again = _child(
+        **common | {"times": REPEATS},
+        do="restore",
+        peer=OURS,
+        budget=BUDGETS_MIB[0] << 20,
+        onto="columns",
+    )
     kept = again["left_mib"]
     for peer in PEERS:
         found = _child(**common, do="save", peer=peer, budget=None)
@@ -54,7 +72,9 @@ def _compete(what: str, shape: tuple[int, int], count: int, options: Options) ->
         found = _child(**common, do="restore", peer=peer, budget=None, onto="columns")
         rows[f"{peer}, restore onto columns"] = _row(found["peak_mib"] - mib)
     fresh(path)
-    note = f"Resident after each of {REPEATS} restores, arrays released, MiB above the start: {kept}."
+    note = (
+        f"Resident after each of {REPEATS} restores, arrays released, MiB above the start: {kept}."
+    )
     return Table(f"Memory beyond the state: {what}, {mib:,.0f} MiB", rows, [note])
 
 
@@ -66,7 +86,9 @@ def _row(beyond: float, budget: int | None = None) -> dict[str, object]:
 def _child(**request: Any) -> dict[str, Any]:
     """What `memory_worker` prints. Raises RuntimeError, with all that it said, if it fails."""
     command = [sys.executable, "-m", "benchmarks.memory_worker", json.dumps(request)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=False
+    )
     if done.returncode:
         raise RuntimeError(f"{request} failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,5 @@
-"""What one save or one restore takes of memory, in a process that has done nothing else; printed as JSON.
+"""What one save or one restore takes of memory, in a process that has done nothing else; printed as
+JSON.
 
 python -m benchmarks.memory_worker REQUEST
 """
@@ -17,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.peers import OURS, fresh, peers, ready
 from jax_ucp import open as ucp_open
+from jax_ucp.files.directory import Directory
 from jax_ucp.sharding.save import commit_snapshot, describe, take_snapshot, write_snapshot
-from jax_ucp.storage.directory import Directory
 
 WARM_SHAPE = (1024, 512)
 SMALL_BUDGET = 1 << 20
@@ -27,7 +28,8 @@ SMALL_BUDGET = 1 << 20
 def main(request: dict[str, Any]) -> None:
     path, shape, count = Path(request["path"]), tuple(request["shape"]), request["count"]
     small = fresh(path.with_name("warm"))
-    _save(OURS, small, _state(WARM_SHAPE, 2), None)  # what a first time costs is no part of what is measured
+    # what a first time costs is no part of what is measured
+    _save(OURS, small, _state(WARM_SHAPE, 2), None)
     _restore(OURS, small, _target(WARM_SHAPE, 2, "columns"), SMALL_BUDGET)
     if request["do"] == "save":
         state = _state(shape, count)
@@ -41,7 +43,9 @@ def main(request: dict[str, Any]) -> None:
 
 
 def _measure(do: Any, times: int = 1) -> None:
-    """Print the most that was resident, above what was before; and what is left each time that the result is gone."""
+    """Print the most that was resident, above what was before; and what is left each time that
+    the result is gone.
+    """
     gc.collect()
     before = _kib("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew. Source: proc(5)
@@ -83,19 +87,30 @@ def _state(shape: tuple[int, ...], count: int) -> dict[str, jax.Array]:
     sharding = _sharding("rows")
 
     def block(index: tuple[slice, ...]) -> np.ndarray:
-        return rng.standard_normal([len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True)], np.float32)
+        return rng.standard_normal(
+            [len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True)], np.float32
+        )
 
-    return {f"w{i:03}": ready(jax.make_array_from_callback(shape, sharding, block)) for i in range(count)}
+    return {
+        f"w{i:03}": ready(jax.make_array_from_callback(shape, sharding, block))
+        for i in range(count)
+    }
 
 
-def _target(shape: tuple[int, ...], count: int, onto: str, dtype: str = "float32") -> dict[str, jax.ShapeDtypeStruct]:
+def _target(
+    shape: tuple[int, ...], count: int, onto: str, dtype: str = "float32"
+) -> dict[str, jax.ShapeDtypeStruct]:
     like = jax.ShapeDtypeStruct(shape, dtype, sharding=_sharding(onto))
     return {f"w{i:03}": like for i in range(count)}
 
 
 def _sharding(name: str) -> NamedSharding:
     devices = jax.devices()[: 1 if name == "one device" else 8]
-    spec = {"rows": PartitionSpec("x", None), "columns": PartitionSpec(None, "x"), "one device": PartitionSpec()}
+    spec = {
+        "rows": PartitionSpec("x", None),
+        "columns": PartitionSpec(None, "x"),
+        "one device": PartitionSpec(),
+    }
     return NamedSharding(Mesh(np.array(devices), ("x",)), spec[name])
 
 

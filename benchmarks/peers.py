@@ -1,4 +1,6 @@
-"""Everything a user could take instead, each in its default and in its best configuration, behind one small shape."""
+"""Everything a user could take instead, each in its default and in its best configuration,
+behind one small shape.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ Begin = Callable[[Path, Tree], Callable[[], object]]
 
 @dataclass(frozen=True)
 class Peer:
-    """A way to save a flat tree of arrays to a path, and to restore it onto the shardings of a target.
+    """A way to save a flat tree of arrays to a path, and to restore it onto the shardings of a
+    target.
 
     `begin` is its asynchronous save, where it has one: it gives what waits for the end.
     """
@@ -79,7 +82,9 @@ def _orbax_v0(name: str, **options: Any) -> Peer:
             checkpointer.save(path, args=ocp.args.PyTreeSave(dict(tree)))
 
     def restore(path: Path, target: Tree) -> Any:
-        args = ocp.args.PyTreeRestore(dict(target), ocp.checkpoint_utils.construct_restore_args(dict(target)))
+        args = ocp.args.PyTreeRestore(
+            dict(target), ocp.checkpoint_utils.construct_restore_args(dict(target))
+        )
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as checkpointer:
             return checkpointer.restore(path, args=args)
 
@@ -117,7 +122,9 @@ def _load_safetensors(path: Path, target: Tree) -> Any:
 
     arrays = load_file(path / "model.safetensors")
     names = list(target)
-    placed = jax.device_put([arrays[name] for name in names], [target[name].sharding for name in names])
+    placed = jax.device_put(
+        [arrays[name] for name in names], [target[name].sharding for name in names]
+    )
     return dict(zip(names, placed, strict=True))
 
 

@@ -1,4 +1,6 @@
-"""A trillion parameters with optimizer, planned from 4,096 to 16,384 devices and back, on one core."""
+"""A trillion parameters with optimizer, planned from 4,096 to 16,384 devices and back, on one
+core.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ MESHES = {
 
 
 def parameters() -> Iterator[tuple[tuple[int, ...], tuple[Axes, ...]]]:
-    """Shape and wanted spec of every parameter of a mixture of experts, each expert's matrices for themselves."""
+    """Shape and wanted spec of every parameter of a mixture of experts, each expert's matrices
+    for themselves.
+    """
     yield (VOCAB, EMBED), ("model", "fsdp")
     for _ in range(LAYERS):
         yield (EMBED,), (None,)
@@ -42,7 +46,9 @@ def run(options: Options) -> Iterator[Table]:
         for shape, spec in parameters():
             parts = fit_spec(spec, shape, MESHES[source].sizes).spec
             chunks = planned_chunks(shape, ITEMSIZE, parts, MESHES[source])
-            arrays += [Stored(shape, ITEMSIZE, chunks, fit_spec(spec, shape, MESHES[target].sizes).spec)] * STATES
+            arrays += [
+                Stored(shape, ITEMSIZE, chunks, fit_spec(spec, shape, MESHES[target].sizes).spec)
+            ] * STATES
             elements += math.prod(shape)
         reads = planned_reads(arrays, MESHES[target])
         rows[f"{source:,} to {target:,} devices"] = {

@@ -1,8 +1,10 @@
-"""One of several processes of JAX that share eight devices: `python -m benchmarks.process_worker RANK PROCESSES PORT`.
+"""One of several processes of JAX that share eight devices: `python -m benchmarks.process_worker
+RANK PROCESSES PORT`.
 
-A request in JSON per line of stdin: `{"do": "save" | "restore", "peer": ..., "path": ..., "axis": 0 | 1, "side": ...}`.
-An answer has seconds of wall clock and of CPU, the bytes that the process read of files, and those that its devices
-need. What a peer restores for the first time is compared with what was saved.
+A request in JSON per line of stdin: `{"do": "save" | "restore", "peer": ..., "path": ..., "axis": 0
+| 1, "side": ...}`. An answer has seconds of wall clock and of CPU, the bytes that the process read
+of files, and those that its devices need. What a peer restores for the first time is compared with
+what was saved.
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ PEERS = {peer.name: peer for peer in peers()}
 
 def target(side: int, axis: int) -> dict[str, jax.ShapeDtypeStruct]:
     sharding = NamedSharding(MESH, PartitionSpec("x") if axis == 0 else PartitionSpec(None, "x"))
-    return {f"w{i:05}": jax.ShapeDtypeStruct((side, side), np.float32, sharding=sharding) for i in range(ARRAYS)}
+    return {
+        f"w{i:05}": jax.ShapeDtypeStruct((side, side), np.float32, sharding=sharding)
+        for i in range(ARRAYS)
+    }
 
 
 def values(name: str, side: int) -> np.ndarray:
@@ -56,7 +61,9 @@ def made(side: int) -> Tree:
 
 def bytes_read() -> int:
     """Bytes that this process has asked of files so far, whoever in it asked."""
-    (line,) = [line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("rchar:")]
+    (line,) = [
+        line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("rchar:")
+    ]
     return int(line.split()[1])
 
 
@@ -86,7 +93,11 @@ for line in sys.stdin:
     wall, cpu, read = time.perf_counter() - begun, time.process_time() - cpu, bytes_read() - read
     boxes = [box for array in wanted.values() for box in device_boxes(array.sharding, array.shape)]
     needed = 4 * sum(box.size for box in boxes)
-    print(json.dumps({"wall_s": wall, "cpu_s": cpu, "read": read, "needed": needed}), file=answers, flush=True)
+    print(
+        json.dumps({"wall_s": wall, "cpu_s": cpu, "read": read, "needed": needed}),
+        file=answers,
+        flush=True,
+    )
     if got is not None and (peer.name, request["axis"]) not in checked:
         check(got)
         checked.add((peer.name, request["axis"]))

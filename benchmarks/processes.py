@@ -1,4 +1,6 @@
-"""One state in one, two and four processes that share eight devices: saved by rows, restored by rows and by columns."""
+"""One state in one, two and four processes that share eight devices: saved by rows, restored by
+rows and by columns.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from benchmarks.race import Contestant, Options, Table, compared, race
 
 ARRAYS = 64
 PROCESSES = (1, 2, 4)
-PEERS = (OURS, "Orbax v0, default", "Orbax v0, no compression", "Orbax v0, no compression, no OCDBT")
+PEERS = (
+    OURS,
+    "Orbax v0, default",
+    "Orbax v0, no compression",
+    "Orbax v0, no compression, no OCDBT",
+)
 
 
 def run(options: Options) -> Iterator[Table]:
@@ -34,17 +41,27 @@ def run(options: Options) -> Iterator[Table]:
                 return group.ask(do=do, peer=peer, path=str(paths[peer]), axis=axis, side=side)
 
             of = f"in {count} process{'es' * (count > 1)}: {title}"
-            contestants = [Contestant("limit: one copy of the bytes, synced", lambda _: copy_out(data, flat))]
+            contestants = [
+                Contestant("limit: one copy of the bytes, synced", lambda _: copy_out(data, flat))
+            ]
             for peer in PEERS:
                 contestants.append(
-                    Contestant(peer, lambda _, peer=peer: asked(peer, "save", 0), lambda peer=peer: fresh(paths[peer]))
+                    Contestant(
+                        peer,
+                        lambda _, peer=peer: asked(peer, "save", 0),
+                        lambda peer=peer: fresh(paths[peer]),
+                    )
                 )
             yield compared(f"Save {of}", race(contestants, options.runs), OURS)
             write_flat(flat, nbytes)
             for axis, onto in enumerate(("the same devices", "the same devices, transposed")):
                 contestants = [Contestant("limit: one copy of the bytes", lambda _: copy_in(flat))]
                 for peer in PEERS:
-                    contestants.append(Contestant(peer, lambda _, peer=peer, axis=axis: asked(peer, "restore", axis)))
+                    contestants.append(
+                        Contestant(
+                            peer, lambda _, peer=peer, axis=axis: asked(peer, "restore", axis)
+                        )
+                    )
                 samples = race(contestants, options.runs)
                 table = compared(f"Restore onto {onto}, {of}", samples, OURS)
                 rows = {who: {**row, **_reads(samples[who])} for who, row in table.rows.items()}
@@ -62,5 +79,12 @@ def _commands(count: int) -> list[list[str]]:
 def _reads(samples: Sequence[object]) -> dict[str, str]:
     """Bytes read over bytes needed of each process, the medians of its runs."""
     answers = [sample.answers for sample in samples if isinstance(sample, GroupSample)]
-    ratios = [statistics.median(each["read"] / each["needed"] for each in rank) for rank in zip(*answers, strict=True)]
-    return {"read / needed, by process": ", ".join(f"{ratio:.3f}" for ratio in ratios)} if ratios else {}
+    ratios = [
+        statistics.median(each["read"] / each["needed"] for each in rank)
+        for rank in zip(*answers, strict=True)
+    ]
+    return (
+        {"read / needed, by process": ", ".join(f"{ratio:.3f}" for ratio in ratios)}
+        if ratios
+        else {}
+    )

@@ -1,4 +1,6 @@
-"""Contestants in turn, in one process, and what they took: medians, ratios, JSON and a Markdown table."""
+"""Contestants in turn, in one process, and what they took: medians, ratios, JSON and a Markdown
+table.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _libc = ctypes.CDLL(None)
 
 @dataclass(frozen=True)
 class Options:
-    """What every benchmark is told: where it may write, how often each contestant runs, and who the peers are."""
+    """What every benchmark is told: where it may write, how often each contestant runs, and who
+    the peers are.
+    """
 
     work: Path
     runs: int = 5
@@ -42,8 +46,8 @@ class Sample:
 class Contestant:
     """One way to do the thing measured.
 
-    `run` is timed, unless it returns the Sample that another process took; `prepare` is called before every run,
-    and its result given to `run`; it is not timed.
+    `run` is timed, unless it returns the Sample that another process took; `prepare` is called
+    before every run, and its result given to `run`; it is not timed.
     """
 
     name: str
@@ -53,7 +57,9 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Table:
-    """What a benchmark found. A row is a contestant's figures by column; `notes` say what a reader must know."""
+    """What a benchmark found. A row is a contestant's figures by column; `notes` say what a
+    reader must know.
+    """
 
     title: str
     rows: Mapping[str, Mapping[str, object]]
@@ -62,7 +68,9 @@ class Table:
 
 
 def race(contestants: Sequence[Contestant], runs: int) -> dict[str, list[Sample]]:
-    """Every contestant once, and again, so that what else the machine does falls on all. The first round warms."""
+    """Every contestant once, and again, so that what else the machine does falls on all. The
+    first round warms.
+    """
     found: dict[str, list[Sample]] = {contestant.name: [] for contestant in contestants}
     for turn in range(runs + 1):
         for contestant in contestants:
@@ -79,14 +87,18 @@ def race(contestants: Sequence[Contestant], runs: int) -> dict[str, list[Sample]
 
 
 def _settle() -> None:
-    """Nothing that a contestant left, memory freed but kept or files not yet on the disk, burdens the next."""
+    """Nothing that a contestant left, memory freed but kept or files not yet on the disk,
+    burdens the next.
+    """
     gc.collect()
     if hasattr(_libc, "malloc_trim"):
         _libc.malloc_trim(0)
     os.sync()
 
 
-def compared(title: str, samples: Mapping[str, Sequence[Sample]], ours: str, notes: Sequence[str] = ()) -> Table:
+def compared(
+    title: str, samples: Mapping[str, Sequence[Sample]], ours: str, notes: Sequence[str] = ()
+) -> Table:
     """The medians of a race; each contestant's time over ours, in wall clock and in CPU."""
     medians = {
         name: (statistics.median(s.wall_s for s in some), statistics.median(s.cpu_s for s in some))
@@ -107,7 +119,11 @@ def compared(title: str, samples: Mapping[str, Sequence[Sample]], ours: str, not
 
 def write(name: str, tables: Sequence[Table], options: Options) -> str:
     """Write `name.json` and `name.md` to the folder of work; the Markdown."""
-    about = {**machine(), "runs": options.runs, "warm": "page cache warm: the first round is not counted"}
+    about = {
+        **machine(),
+        "runs": options.runs,
+        "warm": "page cache warm: the first round is not counted",
+    }
     content = {"about": about, "tables": [asdict(table) for table in tables]}
     options.work.mkdir(parents=True, exist_ok=True)
     (options.work / f"{name}.json").write_text(json.dumps(content, indent=1))
@@ -142,7 +158,14 @@ def _sentence(about: Mapping[str, Any]) -> str:
 
 def _markdown(table: Table) -> str:
     columns = list(dict.fromkeys(column for row in table.rows.values() for column in row))
-    lines = [f"**{table.title}**", "", "| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    lines = [
+        f"**{table.title}**",
+        "",
+        "| | " + " | ".join(columns) + " |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
     for name, row in table.rows.items():
-        lines.append(f"| {name} | " + " | ".join(str(row.get(column, "")) for column in columns) + " |")
+        lines.append(
+            f"| {name} | " + " | ".join(str(row.get(column, "")) for column in columns) + " |"
+        )
     return "\n".join([*lines, *(f"\n{note}" for note in table.notes)])

@@ -11,4 +11,9 @@ ARRAYS = 10_000
 
 
 def run(options: Options) -> Iterator[Table]:
-    return compete("arrays of 1 KB", {f"w{i:05}": (256,) for i in range(ARRAYS)}, {"same": TARGETS["same"]}, options)
+    return compete(
+        "arrays of 1 KB",
+        {f"w{i:05}": (256,) for i in range(ARRAYS)},
+        {"same": TARGETS["same"]},
+        options,
+    )

@@ -1,4 +1,6 @@
-"""PyTorch's distributed checkpoint, in processes of a Python that has torch; rows of it are absent without one."""
+"""PyTorch's distributed checkpoint, in processes of a Python that has torch; rows of it are
+absent without one.
+"""
 
 from __future__ import annotations
 

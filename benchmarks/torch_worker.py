@@ -1,4 +1,5 @@
-"""One rank of a torch process group: `torch_worker.py RANK RANKS FILE`; a request in JSON per line of stdin.
+"""One rank of a torch process group: `torch_worker.py RANK RANKS FILE`; a request in JSON per line
+of stdin.
 
 `{"do": "save" | "load", "path": ..., "count": ..., "shape": [...], "axis": 0 | 1, "threads": 1}`
 """
@@ -26,7 +27,10 @@ state: dict[str, DTensor] = {}
 def tensors(count: int, shape: list[int], axis: int, make) -> dict[str, DTensor]:
     local = list(shape)
     local[axis] //= ranks
-    return {f"w{i:05}": DTensor.from_local(make(local), mesh, [Shard(axis)], run_check=False) for i in range(count)}
+    return {
+        f"w{i:05}": DTensor.from_local(make(local), mesh, [Shard(axis)], run_check=False)
+        for i in range(count)
+    }
 
 
 for line in sys.stdin:

@@ -1,22 +1,24 @@
 """Elastic training: the same run, whatever mesh it continues on.
 
-A small transformer learns the characters of `data/lighthouse_log.txt`. The run starts on 8 devices, a mesh of
-(data 4, model 2), and is killed three times with SIGKILL, each time just after a save has begun. It continues on
-(2, 2), then on (8, 1), then on 2 devices, every time from the newest save that was finished, and does again what
-was lost. The same training is also done without any interruption, once on each of these four meshes.
+A small transformer learns the characters of `data/lighthouse_log.txt`. The run starts on 8 devices,
+a mesh of (data 4, model 2), and is killed three times with SIGKILL, each time just after a save has
+begun. It continues on (2, 2), then on (8, 1), then on 2 devices, every time from the newest save
+that was finished, and does again what was lost. The same training is also done without any
+interruption, once on each of these four meshes.
 
-A mesh decides the order in which numbers are added, so even uninterrupted runs differ in the last bits, and
-training makes the difference grow. How far they part is measured here: the largest difference between any two of
-them at any step is the spread. At every step the interrupted run has to be within one spread of an uninterrupted one.
+A mesh decides the order in which numbers are added, so even uninterrupted runs differ in the last
+bits, and training makes the difference grow. How far they part is measured here: the largest
+difference between any two of them at any step is the spread. At every step the interrupted run has
+to be within one spread of an uninterrupted one.
 
-`--negative-control` sets AdamW's moments to zero after every restore. The check must then fail, and does, with some
-hundred thousand spreads. By eye one would have let it pass: its loss falls faster.
+`--negative-control` sets AdamW's moments to zero after every restore. The check must then fail, and
+does, with some hundred thousand spreads. By eye one would have let it pass: its loss falls faster.
 
     python examples/elastic_training.py
     python examples/elastic_training.py --negative-control
 
-The devices are virtual ones of the CPU. Every run is a process of its own (this file with `--worker`): a process
-has one number of devices for life, and SIGKILL leaves it no time to tidy up.
+The devices are virtual ones of the CPU. Every run is a process of its own (this file with
+`--worker`): a process has one number of devices for life, and SIGKILL leaves it no time to tidy up.
 """
 
 import argparse
@@ -47,10 +49,13 @@ HIDDEN, HEADS, LAYERS, SEQUENCE, BATCH = 64, 4, 2, 64, 16
 MeshShape = tuple[int, int]  # devices along "data", devices along "model"
 
 
-# The model. Each kernel says which of its dimensions lies on the mesh axis "model"; AdamW's moments take that over.
+# The model. Each kernel says which of its dimensions lies on the mesh axis "model"; AdamW's moments
+# take that over.
 
 
-def linear(inputs: int, outputs: int, spec: tuple[str | None, str | None], rngs: nnx.Rngs) -> nnx.Linear:
+def linear(
+    inputs: int, outputs: int, spec: tuple[str | None, str | None], rngs: nnx.Rngs
+) -> nnx.Linear:
     init = nnx.with_partitioning(nnx.initializers.lecun_normal(), spec)
     return nnx.Linear(inputs, outputs, use_bias=False, kernel_init=init, rngs=rngs)
 
@@ -68,7 +73,10 @@ class Attention(nnx.Module):
 
 class Block(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
-        self.attention_norm, self.mlp_norm = nnx.RMSNorm(HIDDEN, rngs=rngs), nnx.RMSNorm(HIDDEN, rngs=rngs)
+        self.attention_norm, self.mlp_norm = (
+            nnx.RMSNorm(HIDDEN, rngs=rngs),
+            nnx.RMSNorm(HIDDEN, rngs=rngs),
+        )
         self.attention = Attention(rngs)
         self.up = linear(HIDDEN, 4 * HIDDEN, (None, "model"), rngs)
         self.down = linear(4 * HIDDEN, HIDDEN, ("model", None), rngs)
@@ -93,17 +101,23 @@ class Transformer(nnx.Module):
         return self.tokens.attend(self.norm(x))
 
 
-# A worker: one process, one mesh. It continues from the newest save it finds and prints "step loss" for every step.
+# A worker: one process, one mesh. It continues from the newest save it finds and prints "step loss"
+# for every step.
 
 
 def batch_of(step: int, text: np.ndarray) -> np.ndarray:
-    """Token rows of shape (BATCH, SEQUENCE + 1): a function of the step alone, whoever computes it and when."""
+    """Token rows of shape (BATCH, SEQUENCE + 1): a function of the step alone, whoever computes
+    it and when.
+    """
     starts = np.random.default_rng((SEED, step)).integers(0, len(text) - SEQUENCE, BATCH)
     return np.stack([text[start : start + SEQUENCE + 1] for start in starts])
 
 
 def without_moments(opt_state: Any) -> Any:
-    mu, nu = (jax.tree.map(jnp.zeros_like, optax.tree_utils.tree_get(opt_state, name)) for name in ("mu", "nu"))
+    mu, nu = (
+        jax.tree.map(jnp.zeros_like, optax.tree_utils.tree_get(opt_state, name))
+        for name in ("mu", "nu")
+    )
     return optax.tree_utils.tree_set(opt_state, mu=mu, nu=nu)
 
 
@@ -112,12 +126,18 @@ def train(mesh_shape: MeshShape, steps: int, directory: Path, zero_moments: bool
     mesh = jax.make_mesh(mesh_shape, ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
     jax.set_mesh(mesh)  # Flax wants a mesh in sight where a module names an axis
     characters, text = np.unique(np.frombuffer(TEXT.read_bytes(), np.uint8), return_inverse=True)
-    optimizer = optax.adamw(optax.warmup_cosine_decay_schedule(0, 3e-3, warmup_steps=30, decay_steps=200))
+    optimizer = optax.adamw(
+        optax.warmup_cosine_decay_schedule(0, 3e-3, warmup_steps=30, decay_steps=200)
+    )
     graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(len(characters), nnx.Rngs(SEED))))
 
     def fresh_state() -> dict[str, Any]:
         params = nnx.state(Transformer(len(characters), nnx.Rngs(SEED)), nnx.Param)
-        return {"params": params, "opt_state": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
+        return {
+            "params": params,
+            "opt_state": optimizer.init(params),
+            "step": jnp.zeros((), jnp.int32),
+        }
 
     def train_step(state: dict[str, Any], batch: jax.Array) -> tuple[dict[str, Any], jax.Array]:
         def loss_of(params: nnx.State) -> jax.Array:
@@ -135,24 +155,29 @@ def train(mesh_shape: MeshShape, steps: int, directory: Path, zero_moments: bool
         max_to_keep=2,
         cleanup_tmp_directories=True,  # of saves that a kill cut short
     )
-    with ocp.CheckpointManager(directory, item_handlers=ucp.CheckpointHandler(), options=options) as manager:
+    with ocp.CheckpointManager(
+        directory, item_handlers=ucp.CheckpointHandler(), options=options
+    ) as manager:
         latest = manager.latest_step()
         if latest is None:
-            state = jax.jit(fresh_state, out_shardings=nnx.get_named_sharding(abstract_state, mesh))()
+            state = jax.jit(
+                fresh_state, out_shardings=nnx.get_named_sharding(abstract_state, mesh)
+            )()
         else:
             state = manager.restore(latest, args=ucp.args.Restore(abstract_state, mesh=mesh))
             if zero_moments:
                 state["opt_state"] = without_moments(state["opt_state"])
 
-        # We ask for the state to leave a step sharded as it came in. Left to itself, XLA forgets axes of size 1,
-        # and a save made on (8, 1) would no longer know what lies on "model".
+        # We ask for the state to leave a step sharded as it came in. Left to itself, XLA forgets
+        # axes of size 1, and a save made on (8, 1) would no longer know what lies on "model".
         shardings = jax.tree.map(lambda x: x.sharding, state)
         step_fn = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
         for step in range(int(state["step"]) + 1, steps + 1):
             batch = jax.device_put(batch_of(step, text), NamedSharding(mesh, PartitionSpec("data")))
             state, loss = step_fn(state, batch)
             print(step, float(loss), flush=True)
-            manager.save(step, args=ucp.args.Save(state))  # in the background, where `save_interval_steps` says so
+            # in the background, where `save_interval_steps` says so
+            manager.save(step, args=ucp.args.Save(state))
 
 
 # The orchestrator: starts the workers, kills them, and compares what they printed.
@@ -160,15 +185,18 @@ def train(mesh_shape: MeshShape, steps: int, directory: Path, zero_moments: bool
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A stretch of training on one mesh; `kill_at` is the step whose loss is the worker's death sentence."""
+    """A stretch of training on one mesh; `kill_at` is the step whose loss is the worker's death
+    sentence.
+    """
 
     mesh: MeshShape
     kill_at: int | None = None
 
 
 def interrupted_runs(steps: int) -> list[Run]:
-    """Four runs that share `steps`. The first three die one step after every second save was begun, so that
-    this save may be unfinished, while the one before it is finished: Orbax writes one save at a time.
+    """Four runs that share `steps`. The first three die one step after every second save was begun,
+    so that this save may be unfinished, while the one before it is finished: Orbax writes one save
+    at a time.
     """
     first, second, third = (quarter * steps // 4 + 1 for quarter in (1, 2, 3))
     return [Run((4, 2), first), Run((2, 2), second), Run((8, 1), third), Run((2, 1))]
@@ -182,27 +210,45 @@ def losses_of(run: Run, directory: Path, options: Sequence[str]) -> dict[int, fl
         "JAX_COMPILATION_CACHE_DIR": str(directory.parent / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    command = [sys.executable, __file__, "--worker", *map(str, run.mesh), "--directory", str(directory), *options]
+    command = [
+        sys.executable,
+        __file__,
+        "--worker",
+        *map(str, run.mesh),
+        "--directory",
+        str(directory),
+        *options,
+    ]
     losses = {}
-    with subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.PIPE, text=True) as worker:
+    with subprocess.Popen(
+        command, env=os.environ | environment, stdout=subprocess.PIPE, text=True
+    ) as worker:
         for line in worker.stdout or ():
             step, loss = line.split()
             losses[int(step)] = float(loss)
             if int(step) == run.kill_at:
                 worker.kill()
     if worker.returncode != (0 if run.kill_at is None else -signal.SIGKILL):
-        raise RuntimeError(f"the worker on mesh {run.mesh} ended by itself with exit code {worker.returncode}")
-    fate = "finished" if run.kill_at is None else "killed"
-    print(f"  mesh {run.mesh}: steps {min(losses)} to {max(losses)}, {fate}", flush=True)
+        raise RuntimeError(
+            f"the worker on mesh {run.mesh} ended by itself with exit code {worker.returncode}"
+        )
+    status = "finished" if run.kill_at is None else "killed"
+    print(f"  mesh {run.mesh}: steps {min(losses)} to {max(losses)}, {status}", flush=True)
     return losses
 
 
 def verdict(
-    interrupted: Mapping[int, tuple[MeshShape, float]], uninterrupted: Mapping[MeshShape, Mapping[int, float]]
+    interrupted: Mapping[int, tuple[MeshShape, float]],
+    uninterrupted: Mapping[MeshShape, Mapping[int, float]],
 ) -> bool:
-    """Print both curves side by side; whether they part by no more than uninterrupted runs do among themselves."""
+    """Print both curves side by side; whether they part by no more than uninterrupted runs do
+    among themselves.
+    """
     reference = uninterrupted[4, 2]
-    print(f"\n{'step':>4}  {'mesh':>6}  {'interrupted':>11}  {'uninterrupted':>13}  {'difference':>10}")
+    print(
+        f"\n{'step':>4}  {'mesh':>6}  {'interrupted':>11}  {'uninterrupted':>13} "
+        f" {'difference':>10}"
+    )
     for step, (mesh, loss) in sorted(interrupted.items()):
         difference = loss - reference[step]
         print(f"{step:4}  {mesh}  {loss:11.6f}  {reference[step]:13.6f}  {difference:10.1e}")
@@ -216,14 +262,22 @@ def verdict(
     same = bool(largest <= spread)
     print(f"\nspread of the uninterrupted runs:                      {spread:.2e}")
     print(f"largest distance of the interrupted run from them all: {largest:.2e}")
-    print("The runs agree." if same else "The runs part: the state was not restored as it was saved.")
+    print(
+        "The runs agree." if same else "The runs part: the state was not restored as it was saved."
+    )
     return same
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=96, help="a multiple of 8; a save after every eighth of them")
-    parser.add_argument("--negative-control", action="store_true", help="zero the moments after every restore")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=96, help="a multiple of 8; a save after every eighth of them"
+    )
+    parser.add_argument(
+        "--negative-control", action="store_true", help="zero the moments after every restore"
+    )
     parser.add_argument("--worker", type=int, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -235,7 +289,11 @@ def main() -> int:
         return 0
 
     runs = interrupted_runs(given.steps)
-    options = ["--steps", str(given.steps), *(["--negative-control"] if given.negative_control else [])]
+    options = [
+        "--steps",
+        str(given.steps),
+        *(["--negative-control"] if given.negative_control else []),
+    ]
     with tempfile.TemporaryDirectory() as name:
         temporary = Path(name)
         print("interrupted:")
@@ -243,11 +301,14 @@ def main() -> int:
         for run in runs:
             losses = losses_of(run, temporary / "interrupted", options)
             if interrupted and min(losses) == 1:
-                raise RuntimeError(f"the worker on mesh {run.mesh} began anew instead of continuing")
+                raise RuntimeError(
+                    f"the worker on mesh {run.mesh} began anew instead of continuing"
+                )
             interrupted |= {step: (run.mesh, loss) for step, loss in losses.items()}
         print("uninterrupted:")
         uninterrupted = {
-            run.mesh: losses_of(Run(run.mesh), temporary / f"run{i}", options) for i, run in enumerate(runs)
+            run.mesh: losses_of(Run(run.mesh), temporary / f"run{i}", options)
+            for i, run in enumerate(runs)
         }
     return 0 if verdict(interrupted, uninterrupted) else 1
 

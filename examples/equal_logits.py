@@ -3,14 +3,15 @@
     pip install --no-deps google-tunix==0.1.7 jaxtyping wadler-lindig
     python examples/equal_logits.py tunix [--trees DIRECTORY]
 
-    pip install transformers==4.55.4                      # versions from 5 on have no Flax models; torch is not needed
+    pip install transformers==4.55.4      # from 5 on it has no Flax models; torch is not needed
     python examples/equal_logits.py flax [--trees DIRECTORY]
 
-Each checkpoint is opened from its safetensors shards, mapped by the mapping of its family that comes with the package,
-restored onto a mesh of eight devices, and run. Two things that tunix 0.1.7 has fixed are set as the checkpoint has
-them, and so vouched for: the theta by which Llama and Qwen3 rotate, and whether Qwen3-MoE scales its routing weights to
-one. As negative controls the heads of one layer are exchanged, and where something was set tunix is run as it is.
-`--trees` writes the models' trees, which the tests know.
+Each checkpoint is opened from its safetensors shards, mapped by the mapping of its family that
+comes with the package, restored onto a mesh of eight devices, and run. Two things that tunix 0.1.7
+has fixed are set as the checkpoint has them, and so vouched for: the theta by which Llama and Qwen3
+rotate, and whether Qwen3-MoE scales its routing weights to one. As negative controls the heads of
+one layer are exchanged, and where something was set tunix is run as it is. `--trees` writes the
+models' trees, which the tests know.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
-from jax_ucp.language.binding import outcomes
+from jax_ucp.mapping.binding import outcomes
 
 DATA = Path(__file__).parent.parent / "tests" / "data" / "torch"
 TOLERANCE = 1e-5
@@ -49,14 +50,19 @@ CASES = {
     },
     "flax": {"hf_gpt2": ("FlaxGPT2LMHeadModule", "hf-gpt2-to-flax")},
 }
-RULES = [(r"(_proj|einsum|c_\w+)/(w|kernel)$", P("data", None, "model")), (r"embedding$", P(None, "model"))]
+RULES = [
+    (r"(_proj|einsum|c_\w+)/(w|kernel)$", P("data", None, "model")),
+    (r"embedding$", P(None, "model")),
+]
 
 Params = Any
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model without its parameters: their tree, what makes logits of them, what exchanges the heads of a layer."""
+    """A model without its parameters: their tree, what makes logits of them, what exchanges the
+    heads of a layer.
+    """
 
     tree: Params
     logits: Callable[[Params, np.ndarray], jax.Array]
@@ -71,7 +77,11 @@ def main(package: str, trees: Path | None) -> int:
     for case, (name, mapping) in CASES[package].items():
         checkpoint = ucp.open(DATA / case / "ckpt")
         config = checkpoint.config
-        vouched = [one.requirement.name for one in outcomes(ucp.Mapping.load(mapping), config) if one.state == "unmet"]
+        vouched = [
+            one.requirement.name
+            for one in outcomes(ucp.Mapping.load(mapping), config)
+            if one.state == "unmet"
+        ]
         model = tunix(name, config, vouched) if package == "tunix" else flax(name, config)
         if trees:
             write_tree(trees / f"{mapping.removeprefix('hf-')}.json", {"param": model.tree})
@@ -79,16 +89,22 @@ def main(package: str, trees: Path | None) -> int:
         params = mapped.restore({"param": model.tree}, mesh=mesh, rules=RULES)["param"]
         with np.load(DATA / case / "truth.npz") as truth:
             tokens, want = truth["io::tokens"], truth["io::logits"]
-        logits = jax.jit(model.logits)  # eager operations on eight devices of two cores can wait for each other
+        # eager operations on eight devices of two cores can wait for each other
+        logits = jax.jit(model.logits)
         right = np.abs(logits(params, tokens) - want).max() / np.abs(want).max()
         for missed in vouched:
-            as_it_is = jax.jit(tunix(name, config, [one for one in vouched if one != missed]).logits)
+            as_it_is = jax.jit(
+                tunix(name, config, [one for one in vouched if one != missed]).logits
+            )
             off = np.abs(as_it_is(params, tokens) - want).max() / np.abs(want).max()
             print(f"{case}: without {missed} set they differ by {off:.1e}")
             failed += int(off < 10 * TOLERANCE)
         model.exchange(params)
         wrong = np.abs(logits(params, tokens) - want).max() / np.abs(want).max()
-        print(f"{case}: logits differ by {right:.1e} of their scale; with the heads exchanged by {wrong:.1e}")
+        print(
+            f"{case}: logits differ by {right:.1e} of their scale; with the heads exchanged by"
+            f" {wrong:.1e}"
+        )
         failed += int(right > TOLERANCE or wrong < 100 * TOLERANCE)
     print("The logits agree." if not failed else f"{failed} of {len(CASES[package])} fail.")
     return min(failed, 1)
@@ -97,12 +113,16 @@ def main(package: str, trees: Path | None) -> int:
 def tunix(name: str, config: Mapping[str, Any], changed: Sequence[str]) -> Model:
     family, _, kind = name.partition(".")
     module = tunix_module(family, config, changed)
-    model = nnx.eval_shape(lambda: getattr(module, kind)(model_config(module, config), rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(
+        lambda: getattr(module, kind)(model_config(module, config), rngs=nnx.Rngs(0))
+    )
     graph, state = nnx.split(model)
 
     def logits(params: Params, tokens: np.ndarray) -> jax.Array:
         batch, length = tokens.shape
-        causal = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (batch, length, length))
+        causal = jnp.broadcast_to(
+            jnp.tril(jnp.ones((length, length), bool)), (batch, length, length)
+        )
         found, _ = nnx.merge(graph, params)(tokens, positions(tokens), None, causal)
         return found
 
@@ -127,7 +147,11 @@ def flax(name: str, config: Mapping[str, Any]) -> Model:
         out["kernel"] = jnp.roll(out["kernel"], config["n_embd"] // config["n_head"], axis=1)
 
     tree = jax.eval_shape(lambda: apply(module.init, jax.random.key(0), np.ones((1, 2), np.int32)))
-    return Model(tree["params"], lambda params, tokens: apply(module.apply, {"params": params}, tokens)[0], exchange)
+    return Model(
+        tree["params"],
+        lambda params, tokens: apply(module.apply, {"params": params}, tokens)[0],
+        exchange,
+    )
 
 
 def positions(tokens: np.ndarray) -> jax.Array:
@@ -150,7 +174,9 @@ def tunix_module(family: str, config: Mapping[str, Any], changed: Sequence[str])
     module: Any = importlib.import_module(f"tunix.models.{family}.model")
     module = importlib.reload(module)  # each case sets it its own way
     if "rope_theta" in changed:
-        module.apply_rope = functools.partial(module.apply_rope, rope_theta=config["rope_parameters"]["rope_theta"])
+        module.apply_rope = functools.partial(
+            module.apply_rope, rope_theta=config["rope_parameters"]["rope_theta"]
+        )
     if "norm_topk_prob" in changed:
         module.jnp = Unscaled()
     return module
@@ -188,7 +214,9 @@ def model_config(module: Any, config: Mapping[str, Any]) -> Any:
         "final_logit_softcap": None,
         "use_post_attn_norm": False,
         "use_post_ffw_norm": False,
-        "attention_types": (module.AttentionType.GLOBAL,) * layers if hasattr(module, "AttentionType") else (),
+        "attention_types": (
+            (module.AttentionType.GLOBAL,) * layers if hasattr(module, "AttentionType") else ()
+        ),
     }
     known = module.ModelConfig.__dataclass_fields__
     return module.ModelConfig(**{name: value for name, value in said.items() if name in known})

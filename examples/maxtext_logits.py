@@ -1,17 +1,18 @@
-"""Every mapping to MaxText on real models: the logits of MaxText's own code beside those of transformers.
+"""Every mapping to MaxText on real models: the logits of MaxText's own code beside those of
+transformers.
 
-    pip install torch transformers safetensors            # any environment; tiny models with random weights
+    pip install torch transformers safetensors     # any environment; tiny random models
     python examples/maxtext_logits.py write MODELS
 
     pip install --no-deps maxtext==0.2.5                  # Python 3.12 or newer, beside jax_ucp
-    pip install jax==0.11.1 flax omegaconf pydantic aqtp qwix tokamax pathwaysutils transformers grain drjax jinja2 \
-        packaging pillow tiktoken sentencepiece sympy
+    pip install jax==0.11.1 flax omegaconf pydantic aqtp qwix tokamax pathwaysutils \
+        transformers grain drjax jinja2 packaging pillow tiktoken sentencepiece sympy
     python examples/maxtext_logits.py run MODELS [--record DIRECTORY]
 
-`run` applies every mapping whose rules fit a model's names, whether its requirements hold or not, restores the tree,
-and runs MaxText with the settings that the model's config asks for. Where the requirements hold, the logits must be
-those of transformers; where only they are in the way, the table shows what they keep out. `--record` writes MaxText's
-logits, and the models, for the tests.
+`run` applies every mapping whose rules fit a model's names, whether its requirements hold or not,
+restores the tree, and runs MaxText with the settings that the model's config asks for. Where the
+requirements hold, the logits must be those of transformers; where only they are in the way, the
+table shows what they keep out. `--record` writes MaxText's logits, and the models, for the tests.
 """
 
 import argparse
@@ -43,8 +44,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {}),
     "llama3": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
     "llama31": ("Llama", {"rope_parameters": {**LLAMA3, "factor": 8.0}}),
-    "llama32_tied": ("Llama", {"rope_parameters": {**LLAMA3, "factor": 32.0}, "tie_word_embeddings": True}),
-    "llama_linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama32_tied": (
+        "Llama",
+        {"rope_parameters": {**LLAMA3, "factor": 32.0}, "tie_word_embeddings": True},
+    ),
+    "llama_linear": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    ),
     "llama_gelu": ("Llama", {"hidden_act": "gelu"}),
     "llama_tied": ("Llama", {"tie_word_embeddings": True}),
     "mistral": ("Mistral", {"sliding_window": None}),
@@ -56,10 +63,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": True}),
     "qwen3_moe_unscaled": ("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": False}),
 }
-BLOCKS = {"llama": "llama2", "mistral": "mistral", "mixtral": "mixtral", "qwen2": "qwen2", "qwen3": "qwen3"}
+BLOCKS = {
+    "llama": "llama2",
+    "mistral": "mistral",
+    "mixtral": "mixtral",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+}
 BLOCKS |= {"qwen3_moe": "qwen3_moe"}
-# What tests have: a model for each mapping that they do not have anyway, and the mappings to record.
-RECORDED = ("llama2", "llama31", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe_unscaled")
+# What tests have: a model for each mapping that they do not have anyway, and the mappings to
+# record.
+RECORDED = (
+    "llama2",
+    "llama31",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_moe_unscaled",
+)
 
 
 def write(folder: Path) -> None:
@@ -74,22 +97,30 @@ def write(folder: Path) -> None:
         with torch.no_grad():
             for weight in model.parameters():
                 weight.mul_(4) if weight.dim() > 1 else weight.add_(torch.randn_like(weight) * 0.1)
-            if config.tie_word_embeddings:  # MaxText rounds a tied embedding to bfloat16 where it makes logits of it
+            # MaxText rounds a tied embedding to bfloat16 where it makes logits of it
+            if config.tie_word_embeddings:
                 model.model.embed_tokens.weight.copy_(model.model.embed_tokens.weight.bfloat16())
         model.save_pretrained(folder / name)
-        tokens = torch.randint(0, config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(5))
+        tokens = torch.randint(
+            0, config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(5)
+        )
         with torch.no_grad():
             logits = model(input_ids=tokens, use_cache=False).logits
         np.savez(folder / name / "logits.npz", tokens=tokens.numpy(), transformers=logits.numpy())
-        print(f"{name}: written with transformers {transformers.__version__}, torch {torch.__version__}")
+        print(
+            f"{name}: written with transformers {transformers.__version__}, torch"
+            f" {torch.__version__}"
+        )
 
 
 def run(folder: Path, record: Path | None) -> int:
-    """A line for each model and each mapping whose rules fit its names; 1 where one that should agree does not."""
+    """A line for each model and each mapping whose rules fit its names; 1 where one that should
+    agree does not.
+    """
     import jax_ucp as ucp
     from jax_ucp.errors import LayoutError
-    from jax_ucp.language.binding import outcomes
-    from jax_ucp.language.mapping import shipped
+    from jax_ucp.mapping.binding import outcomes
+    from jax_ucp.mapping.rules import shipped
 
     failed = 0
     for name in MODELS:
@@ -99,7 +130,9 @@ def run(folder: Path, record: Path | None) -> int:
             found = dict(stored)
         for mapping in (one for one in shipped() if one.endswith("-to-maxtext")):
             rules = ucp.Mapping.load(mapping)
-            unmet = [one.requirement.name for one in outcomes(rules, config) if one.state == "unmet"]
+            unmet = [
+                one.requirement.name for one in outcomes(rules, config) if one.state == "unmet"
+            ]
             try:
                 tree = checkpoint.map(rules, assume=unmet).restore()["param"]["params"]
             except LayoutError:
@@ -110,7 +143,11 @@ def run(folder: Path, record: Path | None) -> int:
             error = np.abs(logits - want).max() / np.abs(want).max()
             same = (logits.argmax(-1) == want.argmax(-1)).mean()
             said = f"refused: {', '.join(unmet)}" if unmet else "accepted"
-            print(f"{name:20} {mapping:24} {error:.1e} of their scale, argmax equal in {same:4.0%}  {said}", flush=True)
+            print(
+                f"{name:20} {mapping:24} {error:.1e} of their scale, argmax equal in {same:4.0%} "
+                f" {said}",
+                flush=True,
+            )
             failed += bool(not unmet and error > TOLERANCE)
         if record and name in RECORDED:
             (record / name / "ckpt").mkdir(parents=True, exist_ok=True)
@@ -132,7 +169,9 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
         "base_emb_dim": config["hidden_size"],
         "base_num_query_heads": config["num_attention_heads"],
         "base_num_kv_heads": config["num_key_value_heads"],
-        "head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        "head_dim": (
+            config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        ),
         "base_mlp_dim": mlp,
         "base_moe_mlp_dim": mlp,
         "base_num_decoder_layers": config["num_hidden_layers"],
@@ -150,7 +189,11 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
         said["rope_linear_scaling_factor"] = rope["factor"]
     if experts:
         said |= {"num_experts": experts, "num_experts_per_tok": config["num_experts_per_tok"]}
-        said |= {"norm_topk_prob": config.get("norm_topk_prob", False), "sparse_matmul": False, "megablox": False}
+        said |= {
+            "norm_topk_prob": config.get("norm_topk_prob", False),
+            "sparse_matmul": False,
+            "megablox": False,
+        }
     return said
 
 
@@ -190,7 +233,9 @@ def maxtext_logits(said: Mapping[str, Any], tree: Any, tokens: np.ndarray) -> np
         graph, params, others = nnx.split(model, nnx.Param, ...)
         wanted: dict[Any, Any] = dict(nnx.to_flat_state(params))
         given = flat(tree)
-        if {path: leaf.shape for path, leaf in wanted.items()} != {path: leaf.shape for path, leaf in given.items()}:
+        if {path: leaf.shape for path, leaf in wanted.items()} != {
+            path: leaf.shape for path, leaf in given.items()
+        }:
             sys.exit(f"MaxText has {sorted(wanted)}, the mapping gives {sorted(given)}")
         filled = [(path, leaf.replace(jnp.asarray(given[path]))) for path, leaf in wanted.items()]
         model = nnx.merge(graph, nnx.from_flat_state(filled), others)
@@ -204,7 +249,9 @@ def flat(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> dict[tuple[str
     """The arrays of nested dicts by their paths."""
     found: dict[tuple[str, ...], np.ndarray] = {}
     for name, value in tree.items():
-        found |= flat(value, (*above, name)) if isinstance(value, Mapping) else {(*above, name): value}
+        found |= (
+            flat(value, (*above, name)) if isinstance(value, Mapping) else {(*above, name): value}
+        )
     return found
 
 

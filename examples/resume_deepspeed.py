@@ -1,13 +1,16 @@
-"""Training that DeepSpeed began goes on in JAX: its checkpoint, mapped to a Flax model and an optax state, sharded.
+"""Training that DeepSpeed began goes on in JAX: its checkpoint, mapped to a Flax model and an optax
+state, sharded.
 
     python examples/resume_deepspeed.py [CASE [module-order]]
 
-The checkpoint is opened from the files of its ranks and mapped to the reference transformer of `models/`. Parameters,
-moments, step and schedule are restored onto eight devices, and the next steps are taken on the batches that the live
-run saw. Their losses are printed beside those of torch going on from the same state in fp32, and of the live run.
+The checkpoint is opened from the files of its ranks and mapped to the reference transformer of
+`models/`. Parameters, moments, step and schedule are restored onto eight devices, and the next
+steps are taken on the batches that the live run saw. Their losses are printed beside those of torch
+going on from the same state in fp32, and of the live run.
 
-ZeRO-0 in fp32 stores no names of the parameters that moments belong to. That its optimizer groups are in the order of
-the module is what the second argument says, for z0_fp32_dp2 and moe_ep2_dp2_z0_fp32.
+ZeRO-0 in fp32 stores no names of the parameters that moments belong to. That its optimizer groups
+are in the order of the module is what the second argument says, for z0_fp32_dp2 and
+moe_ep2_dp2_z0_fp32.
 """
 
 from __future__ import annotations
@@ -43,7 +46,9 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Run:
-    """A training run at the end of a step: what goes into the next one. `balance` weighs the experts' balance loss."""
+    """A training run at the end of a step: what goes into the next one. `balance` weighs the
+    experts' balance loss.
+    """
 
     graph: Any
     tx: optax.GradientTransformation
@@ -74,7 +79,9 @@ def main(case: str, groups: str | None = None) -> int:
 
 
 def resumed(mapped: ucp.Checkpoint, about: Mapping[str, Any], mesh: Mesh) -> tuple[Run, str]:
-    """The run as the mapped checkpoint left it, in fp32 on the mesh, and where each leaf of its optimizer is from."""
+    """The run as the mapped checkpoint left it, in fp32 on the mesh, and where each leaf of its
+    optimizer is from.
+    """
     config = config_of(about["model"])
     graph, variables = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
     target = sharded(nnx.to_pure_dict(variables), mesh)
@@ -87,20 +94,31 @@ def resumed(mapped: ucp.Checkpoint, about: Mapping[str, Any], mesh: Mesh) -> tup
 
 
 def schedule_of(checkpoint: ucp.Checkpoint) -> tuple[int | None, optax.Schedule]:
-    """DeepSpeed's linear WarmupLR as a schedule of optax, and the steps done where no state says them.
+    """DeepSpeed's linear WarmupLR as a schedule of optax, and the steps done where no state says
+    them.
 
-    DeepSpeed 0.19 (`runtime/lr_schedules.py`): the rate of an update is that of the iterations before it, from
-    `last_batch_iteration`, which leaves out updates that were skipped before it first moved, as the step does.
+    DeepSpeed 0.19 (`runtime/lr_schedules.py`): the rate of an update is that of the iterations
+    before it, from `last_batch_iteration`, which leaves out updates that were skipped before it
+    first moved, as the step does.
     """
-    files = [item for item in checkpoint.extras.values() if isinstance(item, dict) and item.get("lr_scheduler")]
-    said, iteration = files[0]["ds_config"]["scheduler"], files[0]["lr_scheduler"]["last_batch_iteration"]
+    files = [
+        item
+        for item in checkpoint.extras.values()
+        if isinstance(item, dict) and item.get("lr_scheduler")
+    ]
+    said, iteration = (
+        files[0]["ds_config"]["scheduler"],
+        files[0]["lr_scheduler"]["last_batch_iteration"],
+    )
     assert said["type"] == "WarmupLR"
     params = said["params"]
     assert params["warmup_type"] == "linear"
     steps = [name for name in checkpoint.params if "step" in checkpoint.params[name].states]
     done = int(checkpoint.params[steps[0]].read("step")) if steps else None
     ahead = iteration - (iteration + 1 if done is None else done)
-    warmup = optax.linear_schedule(params["warmup_min_lr"], params["warmup_max_lr"], params["warmup_num_steps"])
+    warmup = optax.linear_schedule(
+        params["warmup_min_lr"], params["warmup_max_lr"], params["warmup_num_steps"]
+    )
     return (iteration + 1 if done is None else None), lambda count: warmup(count + ahead)
 
 
@@ -147,13 +165,17 @@ def trained_in(checkpoint: ucp.Checkpoint) -> set[str]:
     return {name for name, param in checkpoint.params.items() if moments & set(param.states)}
 
 
-def optimizer_of(about: Mapping[str, Any], rate: optax.Schedule, trained: set[str]) -> optax.GradientTransformation:
+def optimizer_of(
+    about: Mapping[str, Any], rate: optax.Schedule, trained: set[str]
+) -> optax.GradientTransformation:
     """What the run did with gradients: clip them, decay matrices, leave what is frozen."""
     said = about["optimizer"]
     b1, b2 = said.get("betas", (0, 0))
     match said["type"]:
         case "AdamW":
-            core = optax.adamw(rate, b1, b2, said["eps"], weight_decay=said["weight_decay"], mask=decayed)
+            core = optax.adamw(
+                rate, b1, b2, said["eps"], weight_decay=said["weight_decay"], mask=decayed
+            )
         case "Lion":
             core = optax.lion(rate, b1, b2, weight_decay=said["weight_decay"], mask=decayed)
         case _:
@@ -162,14 +184,18 @@ def optimizer_of(about: Mapping[str, Any], rate: optax.Schedule, trained: set[st
     clipped = optax.chain(optax.clip_by_global_norm(about["gradient_clipping"] or np.inf), core)
 
     def labels(params: Tree) -> Tree:
-        return jax.tree.map_with_path(lambda path, _: "trained" if name_of(path) in trained else "frozen", params)
+        return jax.tree.map_with_path(
+            lambda path, _: "trained" if name_of(path) in trained else "frozen", params
+        )
 
     return optax.partition({"trained": clipped, "frozen": optax.set_to_zero()}, labels)
 
 
 def decayed(params: Tree) -> Tree:
     """Which parameters have weight decay: those with more than one axis in torch."""
-    return jax.tree.map_with_path(lambda path, _: name_of(path).endswith(("kernel", "embedding")), params)
+    return jax.tree.map_with_path(
+        lambda path, _: name_of(path).endswith(("kernel", "embedding")), params
+    )
 
 
 def sharded(params: Tree, mesh: Mesh) -> Tree:
@@ -192,20 +218,31 @@ def batches_of(tokens: np.ndarray, about: Mapping[str, Any]) -> np.ndarray:
 
 
 def next_losses(run: Run, batches: np.ndarray) -> list[float]:
-    """The loss of each further step: the mean over micro batches, of the parameters before the update."""
+    """The loss of each further step: the mean over micro batches, of the parameters before the
+    update.
+    """
     params, opt_state, losses = run.params, run.opt_state, []
     for batch in batches:
-        params, opt_state, loss = train_step(run.graph, run.tx, run.balance, params, opt_state, jnp.asarray(batch))
+        params, opt_state, loss = train_step(
+            run.graph, run.tx, run.balance, params, opt_state, jnp.asarray(batch)
+        )
         losses.append(float(loss))
     return losses
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "tx", "balance"))
 def train_step(
-    graph: Any, tx: optax.GradientTransformation, balance: float, params: Tree, opt_state: Tree, batch: jax.Array
+    graph: Any,
+    tx: optax.GradientTransformation,
+    balance: float,
+    params: Tree,
+    opt_state: Tree,
+    batch: jax.Array,
 ) -> tuple[Tree, Tree, jax.Array]:
     def loss_of(params: Tree) -> jax.Array:
-        return jax.vmap(lambda rows: next_token_loss(nnx.merge(graph, params), rows, balance))(batch).mean()
+        return jax.vmap(lambda rows: next_token_loss(nnx.merge(graph, params), rows, balance))(
+            batch
+        ).mean()
 
     loss, gradients = jax.value_and_grad(loss_of)(params)
     updates, opt_state = tx.update(gradients, opt_state, params)

@@ -1,7 +1,8 @@
-"""Universal Checkpointing for JAX: whatever wrote a checkpoint, every parameter in it can be read as one whole
-array, any box at a time, by any mesh.
+"""Universal Checkpointing for JAX: whatever wrote a checkpoint, every parameter in it can be read
+as one whole array, any box at a time, by any mesh.
 
-Names are imported when they are first used, so that looking into a checkpoint does not wait for JAX or Orbax.
+Names are imported when they are first used, so that looking into a checkpoint does not wait for JAX
+or Orbax.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from jax_ucp.visible import VisibleLogs
+from jax_ucp.text import VisibleLogs
 
 if TYPE_CHECKING:
     from jax_ucp import args as args
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
     from jax_ucp.checkpoint import Checkpoint as Checkpoint
     from jax_ucp.checkpoint import open as open
     from jax_ucp.handler import CheckpointHandler as CheckpointHandler
-    from jax_ucp.language.mapping import Mapping as Mapping
     from jax_ucp.layout import patterns as patterns
+    from jax_ucp.mapping.rules import Mapping as Mapping
 
 __version__ = "0.1.0"
 
@@ -28,7 +29,7 @@ logging.getLogger("jax_ucp").addFilter(VisibleLogs())
 _HOMES = {
     "Checkpoint": "jax_ucp.checkpoint",
     "CheckpointHandler": "jax_ucp.handler",
-    "Mapping": "jax_ucp.language.mapping",
+    "Mapping": "jax_ucp.mapping.rules",
     "args": "jax_ucp.args",
     "errors": "jax_ucp.errors",
     "open": "jax_ucp.checkpoint",

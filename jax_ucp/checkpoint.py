@@ -17,23 +17,23 @@ import numpy as np
 
 from jax_ucp.arguments import local_path, switch
 from jax_ucp.errors import UnsupportedLeaf
-from jax_ucp.export import ExportFormat, ExportPlan, plan_export, run_export
-from jax_ucp.formats import open_contents
+from jax_ucp.formats.exporting import ExportFormat, ExportPlan, plan_export, run_export
 from jax_ucp.formats.options import Options, Sizes, require_used
-from jax_ucp.language import mapping as mappings
-from jax_ucp.language.binding import bind, said_before
-from jax_ucp.language.model_config import config_of, given_config, joined
+from jax_ucp.formats.registry import open_contents
+from jax_ucp.inspection.parameters import Parameter, Parameters, table
 from jax_ucp.layout.box import Box
+from jax_ucp.mapping import rules as mappings
+from jax_ucp.mapping.binding import bind, said_before
+from jax_ucp.mapping.mapped_tree import map_contents, states_of
+from jax_ucp.mapping.model_config import config_of, given_config, joined
 from jax_ucp.metadata import Group, Leaf, tree_of
-from jax_ucp.parameters import Parameter, Parameters, table
-from jax_ucp.storage.budget import DEFAULT_BUDGET
-from jax_ucp.storage.checks import Extent
-from jax_ucp.storage.contents import Contents, Item, Piece, require_values, require_weights
-from jax_ucp.storage.copy import Block, CopyPlan, copy, plan_copy, require_target
-from jax_ucp.storage.mapped_tree import map_contents, states_of
-from jax_ucp.storage.proved import ProvedReads
-from jax_ucp.storage.source import ArrayInfo
-from jax_ucp.visible import visible
+from jax_ucp.sources.budget import DEFAULT_BUDGET
+from jax_ucp.sources.checks import Extent
+from jax_ucp.sources.contents import Contents, Item, Piece, require_values, require_weights
+from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.sources.proved import ProvedReads
+from jax_ucp.text import visible
+from jax_ucp.universal.copy import Block, CopyPlan, copy, plan_copy, require_target
 
 if TYPE_CHECKING:
     import optax
@@ -54,41 +54,47 @@ def open(
     sizes: Mapping[str, int] | None = None,
     spec: str | os.PathLike[str] | None = None,
     weights_only: bool = False,
-    believe: Literal["master", "copy"] | None = None,
+    on_conflict: Literal["master", "copy"] | None = None,
     dequantize: Literal[False] | None = None,
     optimizer_groups: Literal["module-order"] | Sequence[Sequence[str]] | None = None,
 ) -> Checkpoint:
     """The checkpoint at `path`, whichever of the known formats it has. Reads metadata only.
 
-    What a checkpoint does not say is said by name: `sizes={"vocab": 50257}` (Megatron does not record the true
-    vocabulary; unsaid, the padded rows stay). `spec` is a file in the universal checkpoint language that says how
-    shards form parameters, for sources that do not. `weights_only` leaves the optimizer aside. Where a source stores
-    something twice and differently, `save` refuses it; `believe` says what to take instead: the `master` (and the
+    What a checkpoint does not say is said by name: `sizes={"vocab": 50257}` (Megatron does not
+    record the true vocabulary; unsaid, the padded rows stay). `spec` is a file in the universal
+    checkpoint language that says how shards form parameters, for sources that do not.
+    `weights_only` leaves the optimizer aside. Where a source stores something twice and
+    differently, `save` refuses it; `on_conflict` says what to take instead: the `master` (and the
     first of several replicas), or the `copy` that the model computed with, in its dtype.
 
-    What is given is used, or refused: a name in `sizes` that the checkpoint has no use for, a `spec` where it says
-    itself how shards form parameters. Where nothing is stored twice, a note says that `believe` changed nothing.
+    What is given is used, or refused: a name in `sizes` that the checkpoint has no use for, a
+    `spec` where it says itself how shards form parameters. Where nothing is stored twice, a note
+    says that `on_conflict` changed nothing.
 
-    Weights that are stored quantised, as codes and scales, are named in the notes and refused wherever weights are
-    asked for. `dequantize=False` gives the parts as they are stored, under the state `stored` in place of `param`, to
-    be read, restored or saved.
+    Weights that are stored quantised, as codes and scales, are named in the notes and refused
+    wherever weights are asked for. `dequantize=False` gives the parts as they are stored, under the
+    state `stored` in place of `param`, to be read, restored or saved.
 
-    `optimizer_groups` says which parameters an optimizer has whose states go by numbers: `"module-order"`, if every
-    group lists its parameters in the order of the model, or the names of each group in order. Unsaid, such states are
-    kept under `other`, unless shapes or masters prove whose they are. What was said is in `source` and `notes`.
+    `optimizer_groups` says which parameters an optimizer has whose states go by numbers:
+    `"module-order"`, if every group lists its parameters in the order of the model, or the names of
+    each group in order. Unsaid, such states are kept under `other`, unless shapes or masters prove
+    whose they are. What was said is in `source` and `notes`.
 
-    Raises NotACheckpoint where there is none, FormatError where a file is not what it should be, or does not fit what
-    was said, SpecError for `sizes` and a `spec` that are not used and `optimizer_groups` that cannot be meant,
-    UnsupportedPath for a URL, and ValueError for another `dequantize`.
+    Raises NotACheckpoint where there is none, FormatError where a file is not what it should be, or
+    does not fit what was said, SpecError for `sizes` and a `spec` that are not used and
+    `optimizer_groups` that cannot be meant, UnsupportedPath for a URL, and ValueError for another
+    `dequantize`.
     """
-    options = Options.of(sizes, spec, weights_only, believe, dequantize, optimizer_groups)
+    options = Options.of(sizes, spec, weights_only, on_conflict, dequantize, optimizer_groups)
     contents = open_contents(path, options)
     require_used(options.sizes, contents.path)
     return Checkpoint(contents)
 
 
 class Checkpoint:
-    """An opened checkpoint. Nothing but metadata has been read; the files must stay where they are."""
+    """An opened checkpoint. Nothing but metadata has been read; the files must stay where they
+    are.
+    """
 
     def __init__(self, contents: Contents):
         self._contents = contents
@@ -96,19 +102,23 @@ class Checkpoint:
 
     @classmethod
     def of(cls, tree: Any) -> Checkpoint:
-        """A pytree in memory as a checkpoint: to be exported, mapped or saved without having been saved before.
+        """A pytree in memory as a checkpoint: to be exported, mapped or saved without having been
+        saved before.
 
-        The arrays are copied to host memory. Raises UnsupportedLeaf for a leaf that could not be saved, and where
-        there are several processes, none of which has it all.
+        The arrays are copied to host memory. Raises UnsupportedLeaf for a leaf that could not be
+        saved, and where there are several processes, none of which has it all.
         """
         import jax
 
         from jax_ucp.sharding.save import describe, take_snapshot
 
         if jax.process_count() > 1:
-            raise UnsupportedLeaf("the tree is in the memory of several processes; save it, and open what was saved")
+            raise UnsupportedLeaf(
+                "the tree is in the memory of several processes; save it, and open what was saved"
+            )
         snapshot = take_snapshot(describe(tree))
-        taken = {"format": "memory", "taken": time.time_ns()}  # no stopped copy of another tree is taken up for this
+        # no stopped copy of another tree is taken up for this
+        taken = {"format": "memory", "taken": time.time_ns()}
         return cls(Contents("memory", "a tree in memory", snapshot.leaves, snapshot, source=taken))
 
     @property
@@ -118,7 +128,9 @@ class Checkpoint:
 
     @property
     def path(self) -> str:
-        """Where it is: of a DeepSpeed save directory the folder that `latest` names, of a step its item."""
+        """Where it is: of a DeepSpeed save directory the folder that `latest` names, of a step
+        its item.
+        """
         return self._contents.path
 
     @property
@@ -127,18 +139,22 @@ class Checkpoint:
         return self._contents.leaves
 
     @property
-    def account(self) -> Sequence[Item]:
+    def inventory(self) -> Sequence[Item]:
         """Everything that is stored, each mapped, kept as an extra, or skipped for a reason."""
-        return self._contents.account
+        return self._contents.inventory
 
     @property
     def extras(self) -> Mapping[str, Any]:
-        """What is no array of the tree: schedulers, loss scalers, random states, client state; as JSON values."""
+        """What is no array of the tree: schedulers, loss scalers, random states, client state;
+        as JSON values.
+        """
         return self._contents.extras
 
     @property
     def groups(self) -> Sequence[Group]:
-        """What the trainer's optimizer was told for each parameter, such as weight_decay, where files name them."""
+        """What the trainer's optimizer was told for each parameter, such as weight_decay, where
+        files name them.
+        """
         return self._contents.groups
 
     @property
@@ -148,17 +164,24 @@ class Checkpoint:
 
     @property
     def source(self) -> Mapping[str, Any]:
-        """What a universal checkpoint was imported from, and what the user said of it (`optimizer_groups`)."""
+        """What a universal checkpoint was imported from, and what the user said of it
+        (`optimizer_groups`).
+        """
         return self._contents.source
 
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        return sum(ArrayInfo(leaf.shape, np.dtype(leaf.dtype)).nbytes for leaf in self.leaves if leaf.has_array)
+        return sum(
+            ArrayInfo(leaf.shape, np.dtype(leaf.dtype)).nbytes
+            for leaf in self.leaves
+            if leaf.has_array
+        )
 
     @property
     def params(self) -> Parameters:
-        """The parameters by name, of a tree `{state: {parameter: array}}`; empty for any other tree.
+        """The parameters by name, of a tree `{state: {parameter: array}}`; empty for any other
+        tree.
 
         Where the tree is deeper, as after `map`, a name has slashes.
         """
@@ -174,16 +197,19 @@ class Checkpoint:
         return Parameters(named)
 
     def where(self, leaf: str | Leaf) -> Sequence[Piece]:
-        """Which files hold the bytes of a leaf, or of that with a label (`param/layers.0.mlp.weight`)."""
+        """Which files hold the bytes of a leaf, or of that with a label
+        (`param/layers.0.mlp.weight`).
+        """
         return self._contents.where(self._leaf(leaf) if isinstance(leaf, str) else leaf)
 
     def read(self, label: str, box: Box | None = None) -> np.ndarray:
         """The array of a leaf, or one box of it.
 
-        Before the first read of a leaf a sample of what is stored twice of it is compared, as `restore` does.
+        Before the first read of a leaf a sample of what is stored twice of it is compared, as
+        `restore` does.
 
-        Raises CorruptData where it differs, or where bytes are not what was written, and QuantizedWeights for a part of
-        a quantised weight.
+        Raises CorruptData where it differs, or where bytes are not what was written, and
+        QuantizedWeights for a part of a quantised weight.
         """
         leaf = self._leaf(label)
         require_values(self._contents, [leaf])
@@ -193,18 +219,25 @@ class Checkpoint:
         found = [leaf for leaf in self.leaves if leaf.label == label and leaf.has_array]
         if len(found) != 1:
             paths = " and ".join(repr([key.name for key in leaf.path]) for leaf in found)
-            raise KeyError(f"{self.path} has {len(found)} arrays {label!r}" + (f", at {paths}" if found else ""))
+            raise KeyError(
+                f"{self.path} has {len(found)} arrays {label!r}"
+                + (f", at {paths}" if found else "")
+            )
         return found[0]
 
     def abstract(self) -> Any:
-        """The tree with a `jax.ShapeDtypeStruct` for every array: what `restore` takes as a target."""
+        """The tree with a `jax.ShapeDtypeStruct` for every array: what `restore` takes as a
+        target.
+        """
         from jax_ucp.sharding.restore import abstract_leaf
 
         return tree_of({leaf.path: abstract_leaf(leaf) for leaf in self.leaves})
 
     @property
     def config(self) -> dict[str, Any]:
-        """What the checkpoint says of its model: Hugging Face's config.json, or Megatron's arguments, or nothing."""
+        """What the checkpoint says of its model: Hugging Face's config.json, or Megatron's
+        arguments, or nothing.
+        """
         return config_of(self.extras)
 
     def map(
@@ -217,15 +250,16 @@ class Checkpoint:
     ) -> Checkpoint:
         """The checkpoint with the leaves of a model in place of its parameters. Reads nothing.
 
-        Every state of a parameter is mapped as the parameter is: leaves are at `(state, *name between slashes)`. What
-        the mapping requires of the model's config must hold.
+        Every state of a parameter is mapped as the parameter is: leaves are at `(state, *name
+        between slashes)`. What the mapping requires of the model's config must hold.
 
         Args:
             mapping: a mapping, its file, or the name of one that comes with the package.
             sizes: lengths by name; others are taken from the model's config, and from the shapes.
-            config: the model's config, for a checkpoint that has none: a dict, such as `config` of another
-                checkpoint, or a JSON file.
-            assume: names of requirements that the user vouches for. They are noted, and remembered with the mapping.
+            config: the model's config, for a checkpoint that has none: a dict, such as `config` of
+                another checkpoint, or a JSON file.
+            assume: names of requirements that the user vouches for. They are noted, and remembered
+                with the mapping.
 
         Returns:
             The mapped checkpoint.
@@ -247,10 +281,20 @@ class Checkpoint:
         known = joined(self.config, given, rules.config_keys)
         bound = bind(rules, shapes, before.lengths | dict(Sizes(sizes or {})), known, assumed)
         of = dict(self.source) or {"format": self.format, "name": Path(self.path).name}
-        about: dict[str, Any] = {"name": rules.name, "lengths": bound.sizes, "rules": rules.to_dict()}
+        about: dict[str, Any] = {
+            "name": rules.name,
+            "lengths": bound.sizes,
+            "rules": rules.to_dict(),
+        }
         about |= {"assumed": assumed} if assumed else {}
-        about |= {"config": {key: given[key] for key in rules.config_keys & given.keys()}} if given else {}
-        leaves = map_contents(self._contents, bound.leaves, bound.skipped, bound.notes, {**of, "mapping": about})
+        about |= (
+            {"config": {key: given[key] for key in rules.config_keys & given.keys()}}
+            if given
+            else {}
+        )
+        leaves = map_contents(
+            self._contents, bound.leaves, bound.skipped, bound.notes, {**of, "mapping": about}
+        )
         return Checkpoint(leaves)
 
     def plan(
@@ -264,13 +308,25 @@ class Checkpoint:
         share_reads: bool = False,
         narrow_integers: bool = False,
     ) -> RestorePlan:
-        """What `restore` with the same arguments would do: a placement for each leaf, and what was given up."""
+        """What `restore` with the same arguments would do: a placement for each leaf, and what
+        was given up.
+        """
         from jax_ucp.sharding.restore import plan_restore, shared_plan
 
-        said = {"mesh": mesh, "rules": rules, "cast": cast, "partial": partial, "narrow_integers": narrow_integers}
+        said = {
+            "mesh": mesh,
+            "rules": rules,
+            "cast": cast,
+            "partial": partial,
+            "narrow_integers": narrow_integers,
+        }
         plan = plan_restore(self.leaves, target, **said)
         require_values(self._contents, [placement.leaf for placement in plan.placements])
-        return shared_plan(plan, self._contents.arrays.arrays()) if switch("share_reads", share_reads) else plan
+        return (
+            shared_plan(plan, self._contents.arrays.arrays())
+            if switch("share_reads", share_reads)
+            else plan
+        )
 
     def restore(
         self,
@@ -287,46 +343,65 @@ class Checkpoint:
     ) -> Any:
         """The tree, in the form of `target` and on its shardings, or on `mesh`, or as numpy arrays.
 
-        `rules` are pairs: (regular expression on a leaf's label, PartitionSpec), or (logical axis name, mesh
-        axes). `cast=True` converts to the target's dtypes, a dtype all floating arrays to that. With
-        `partial`, leaves that the target lacks are left out. `budget_bytes` bounds what is in flight.
-        JAX has no 64-bit integers unless jax_enable_x64 is set. Without, a leaf of them that goes on devices is
-        refused, or with `narrow_integers` comes as 32-bit ones, if every value fits.
+        `rules` are pairs: (regular expression on a leaf's label, PartitionSpec), or (logical axis
+        name, mesh axes). `cast=True` converts to the target's dtypes, a dtype all floating arrays
+        to that. With `partial`, leaves that the target lacks are left out. `budget_bytes` bounds
+        what is in flight. JAX has no 64-bit integers unless jax_enable_x64 is set. Without, a leaf
+        of them that goes on devices is refused, or with `narrow_integers` comes as 32-bit ones, if
+        every value fits.
 
-        What the source stores twice of the leaves that are asked for is compared: with `verify="sample"` a few
-        kilobytes of each array, in every file that holds a part of it, which finds files that were exchanged, or are of
-        another step, rank or run; with `verify="full"` all of it, and every checksum of what is read.
+        What the source stores twice of the leaves that are asked for is compared: with
+        `verify="sample"` a few kilobytes of each array, in every file that holds a part of it,
+        which finds files that were exchanged, or are of another step, rank or run; with
+        `verify="full"` all of it, and every checksum of what is read.
 
-        With `share_reads`, of what several processes hold each reads a part, and their devices exchange the parts: each
-        stored byte is read about once over all of them. That is for storage slower than the interconnect. All processes
-        must then make this call, with the same arguments; where they share anything, an error in one is raised in all,
-        in the others with its words. In one process it changes nothing.
+        With `share_reads`, of what several processes hold each reads a part, and their devices
+        exchange the parts: each stored byte is read about once over all of them. That is for
+        storage slower than the interconnect. All processes must then make this call, with the same
+        arguments; where they share anything, an error in one is raised in all, in the others with
+        its words. In one process it changes nothing.
 
-        Raises TreeMismatch with everything in which target and checkpoint differ, CorruptData where bytes
-        are not what was written, or a file is no longer the one that was opened, QuantizedWeights where what is asked
-        for is stored as codes.
+        Raises TreeMismatch with everything in which target and checkpoint differ, CorruptData where
+        bytes are not what was written, or a file is no longer the one that was opened,
+        QuantizedWeights where what is asked for is stored as codes.
         """
         from jax_ucp.sharding.restore import dealt_out, run_restore
 
-        said = {"mesh": mesh, "rules": rules, "cast": cast, "partial": partial, "narrow_integers": narrow_integers}
+        said = {
+            "mesh": mesh,
+            "rules": rules,
+            "cast": cast,
+            "partial": partial,
+            "narrow_integers": narrow_integers,
+        }
         plan = self.plan(target, share_reads=share_reads, **said)
         proofs = self._contents.proofs({p.leaf.name for p in plan.placements}, verify)
-        restored = run_restore(plan, self._contents.arrays, budget_bytes, dealt_out(plan, proofs, verify))
+        restored = run_restore(
+            plan, self._contents.arrays, budget_bytes, dealt_out(plan, proofs, verify)
+        )
         self._contents.files.require_unchanged()
         return restored
 
     def plan_optimizer(
-        self, tx: optax.GradientTransformation, params: Any, *, step: int | None = None, check: bool = True
+        self,
+        tx: optax.GradientTransformation,
+        params: Any,
+        *,
+        step: int | None = None,
+        check: bool = True,
     ) -> OptimizerPlan:
-        """How the optax state `tx.init(params)` is filled from the optimizer of the trainer that wrote the checkpoint.
+        """How the optax state `tx.init(params)` is filled from the optimizer of the trainer that
+        wrote the checkpoint.
 
-        `params` is the tree of the model, of arrays or ShapeDtypeStructs, whose leaves are those below `param` here:
-        after `map`, as a rule. `step` is the number of updates done, for a checkpoint that does not say it (torch's SGD
-        counts none). With `check`, `tx` is asked whether what has the type of Adam's moments is summed as Adam does,
-        and whether it decays the weights that `groups` say were decayed. `plan.restore()` gives the state.
+        `params` is the tree of the model, of arrays or ShapeDtypeStructs, whose leaves are those
+        below `param` here: after `map`, as a rule. `step` is the number of updates done, for a
+        checkpoint that does not say it (torch's SGD counts none). With `check`, `tx` is asked
+        whether what has the type of Adam's moments is summed as Adam does, and whether it decays
+        the weights that `groups` say were decayed. `plan.restore()` gives the state.
 
-        Raises TreeMismatch with everything that has no source: a state of a type that is not known, a parameter without
-        the moment, steps that differ or are not there; and with everything that `tx` does otherwise.
+        Raises TreeMismatch with everything that has no source: a state of a type that is not known,
+        a parameter without the moment, steps that differ or are not there; and with everything that
+        `tx` does otherwise.
         """
         from jax_ucp.optimizers import plan_optimizer
 
@@ -343,20 +418,24 @@ class Checkpoint:
         step: int | None = None,
         step_dtype: DTypeLike | None = None,
     ) -> Checkpoint:
-        """The checkpoint of a JAX training run as a torch trainer would have it: the way back of `plan_optimizer`.
+        """The checkpoint of a JAX training run as a torch trainer would have it: the way back of
+        `plan_optimizer`.
 
-        The state of the optax optimizer `tx`, which is at the label `opt_state`, becomes `exp_avg`, `exp_avg_sq`,
-        `step`, `momentum_buffer` of the parameters at `params`, found by type. The result has the tree
-        `{state: {parameter: array}}`, to be mapped by the inverse of a mapping, and exported. Only single numbers are
-        read: schedules' counts and hyperparameters are extras. Of anything else its account says why it is left.
+        The state of the optax optimizer `tx`, which is at the label `opt_state`, becomes `exp_avg`,
+        `exp_avg_sq`, `step`, `momentum_buffer` of the parameters at `params`, found by type. The
+        result has the tree `{state: {parameter: array}}`, to be mapped by the inverse of a mapping,
+        and exported. Only single numbers are read: schedules' counts and hyperparameters are
+        extras. Of anything else its inventory says why it is left.
 
-        `model` is the tree that `tx.init` was given, of arrays or ShapeDtypeStructs; without it nested dicts and lists
-        of what is stored, which will do unless a mask of `tx` is a tree of another kind. `step_dtype` is that of
-        `step`, int32 for an optimizer of DeepSpeed that counts in ints; unsaid, float32, and int32 for Lion. `step` is
-        the number of updates done, for a run in which schedules count otherwise.
+        `model` is the tree that `tx.init` was given, of arrays or ShapeDtypeStructs; without it
+        nested dicts and lists of what is stored, which will do unless a mask of `tx` is a tree of
+        another kind. `step_dtype` is that of `step`, int32 for an optimizer of DeepSpeed that
+        counts in ints; unsaid, float32, and int32 for Lion. `step` is the number of updates done,
+        for a run in which schedules count otherwise.
 
-        Raises TreeMismatch with everything that is not of this optimizer, that torch has no equal of, or that
-        counts otherwise: a type of state that is not known, gradients being gathered, a leaf too many or too few.
+        Raises TreeMismatch with everything that is not of this optimizer, that torch has no equal
+        of, or that counts otherwise: a type of state that is not known, gradients being gathered, a
+        leaf too many or too few.
         """
         from jax_ucp.optimizers import torch_states
 
@@ -364,11 +443,17 @@ class Checkpoint:
         return Checkpoint(torch_states(self._contents, tx, model, **said))
 
     def plan_reads(
-        self, mesh: Mesh | AbstractMesh | Mapping[str, int], *, rules: Sequence[Rule] = (), hosts: int = 1
+        self,
+        mesh: Mesh | AbstractMesh | Mapping[str, int],
+        *,
+        rules: Sequence[Rule] = (),
+        hosts: int = 1,
     ) -> HostReads:
-        """What each of `hosts` processes would read in `restore(mesh=mesh, rules=rules)`, if each has a chunk once.
+        """What each of `hosts` processes would read in `restore(mesh=mesh, rules=rules)`, if each
+        has a chunk once.
 
-        `mesh` may be axis sizes by name: no devices are needed. Its devices are shared out evenly and in order.
+        `mesh` may be axis sizes by name: no devices are needed. Its devices are shared out evenly
+        and in order.
 
         Raises ValueError where they cannot be.
         """
@@ -388,11 +473,11 @@ class Checkpoint:
     ) -> CopyPlan:
         """What `save` with the same arguments would write, and the memory it would take.
 
-        Its `notes` say what the mesh does not have of saved specs and rules. With `path`, what `save` refuses to write
-        to is refused here.
+        Its `notes` say what the mesh does not have of saved specs and rules. With `path`, what
+        `save` refuses to write to is refused here.
 
-        Raises ValueError for a rule, or a mesh and hosts, that cannot be meant, QuantizedWeights where weights are
-        stored as codes, and for `path` what `save` raises.
+        Raises ValueError for a rule, or a mesh and hosts, that cannot be meant, QuantizedWeights
+        where weights are stored as codes, and for `path` what `save` raises.
         """
         if path is not None:
             require_target(self._contents, local_path(path))
@@ -415,27 +500,29 @@ class Checkpoint:
         rules: Sequence[Rule] = (),
         hosts: int = 1,
         budget_bytes: int = DEFAULT_BUDGET,
-        done: Callable[[Block], None] = lambda block: None,
+        progress: Callable[[Block], None] = lambda block: None,
     ) -> Checkpoint:
         """Write the checkpoint to `path` in the universal format, and open it there.
 
-        With `mesh`, or the sizes of its axes by name, chunks are those that a save from it would write, its arrays
-        placed by their saved specs and `rules`, its devices shared out evenly to `hosts`: a restore onto it then reads
-        the bytes it needs and no others. Any other mesh reads the checkpoint too. What the mesh does not have of a
-        spec is logged, and in the `notes` of `plan_save`.
+        With `mesh`, or the sizes of its axes by name, chunks are those that a save from it would
+        write, its arrays placed by their saved specs and `rules`, its devices shared out evenly to
+        `hosts`: a restore onto it then reads the bytes it needs and no others. Any other mesh reads
+        the checkpoint too. What the mesh does not have of a spec is logged, and in the `notes` of
+        `plan_save`.
 
-        At most about `budget_bytes` of blocks are in memory at once; `done` hears of each block on disk. What
-        is stored twice is compared first. Stopped at any moment it leaves no checkpoint at `path`, and the
-        same call takes up where it was stopped.
+        At most about `budget_bytes` of blocks are in memory at once; `progress` hears of each block
+        on disk. What is stored twice is compared first. Stopped at any moment it leaves no
+        checkpoint at `path`, and the same call takes up where it was stopped.
 
-        Raises FileExistsError if `path` is in use, UnsupportedPath if it is a URL, CorruptData if the source
-        contradicts itself or changes meanwhile, and QuantizedWeights where weights are stored as codes.
+        Raises FileExistsError if `path` is in use, UnsupportedPath if it is a URL, CorruptData if
+        the source contradicts itself or changes meanwhile, and QuantizedWeights where weights are
+        stored as codes.
         """
         target = local_path(path)
         plan = self.plan_save(budget_bytes, mesh=mesh, rules=rules, hosts=hosts)
         for note in plan.notes:
             log.info("%s", note)
-        copy(self._contents, plan, target, done)
+        copy(self._contents, plan, target, progress)
         return open(path)
 
     def plan_export(
@@ -447,7 +534,9 @@ class Checkpoint:
         zero_stage: int | None = None,
         budget_bytes: int = DEFAULT_BUDGET,
     ) -> ExportPlan:
-        """What `export` with the same arguments would write, and in its `notes` what would be left out."""
+        """What `export` with the same arguments would write, and in its `notes` what would be
+        left out.
+        """
         require_weights(self._contents)
         said = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "zero_stage": zero_stage}
         return plan_export(self._contents, format, **said, budget_bytes=budget_bytes)
@@ -461,29 +550,33 @@ class Checkpoint:
         max_shard_bytes: int | None = None,
         zero_stage: int | None = None,
         budget_bytes: int = DEFAULT_BUDGET,
-        done: Callable[[int], None] = lambda nbytes: None,
+        progress: Callable[[int], None] = lambda nbytes: None,
     ) -> Checkpoint:
-        """Write the parameters, and where the format has a place for them their states, to the new folder `path`.
+        """Write the parameters, and where the format has a place for them their states, to the new
+        folder `path`.
 
-        `format` is `safetensors` (weights, as transformers loads them), `dcp` (`torch.distributed.checkpoint`) or
-        `deepspeed` (its universal folder). `dtype` casts floating parameters, rounding to the nearest; unsaid, every
-        bit stays. `max_shard_bytes` is for safetensors, unsaid 50 GB. `zero_stage` is that of the DeepSpeed run to be
-        resumed, unsaid that of the source. What is stored twice is compared first. `done` hears of bytes written.
-        Stopped at any moment, nothing is at `path`.
+        `format` is `safetensors` (weights, as transformers loads them), `dcp`
+        (`torch.distributed.checkpoint`) or `deepspeed` (its universal folder). `dtype` casts
+        floating parameters, rounding to the nearest; unsaid, every bit stays. `max_shard_bytes` is
+        for safetensors, unsaid 50 GB. `zero_stage` is that of the DeepSpeed run to be resumed,
+        unsaid that of the source. What is stored twice is compared first. `progress` hears of bytes
+        written. Stopped at any moment, nothing is at `path`.
 
-        Raises TreeMismatch if the tree is not `{state: {parameter: array}}`, UnsupportedLeaf with every parameter
-        that the format cannot hold, FileExistsError if `path` is in use, UnsupportedPath if it is a URL, ValueError for
-        an argument that is for another format, CorruptData if the source contradicts itself or changes meanwhile,
-        QuantizedWeights where weights are stored as codes.
+        Raises TreeMismatch if the tree is not `{state: {parameter: array}}`, UnsupportedLeaf with
+        every parameter that the format cannot hold, FileExistsError if `path` is in use,
+        UnsupportedPath if it is a URL, ValueError for an argument that is for another format,
+        CorruptData if the source contradicts itself or changes meanwhile, QuantizedWeights where
+        weights are stored as codes.
         """
         target = local_path(path)
         said = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "zero_stage": zero_stage}
         plan = self.plan_export(format, **said, budget_bytes=budget_bytes)
-        run_export(self._contents, plan, target, done)
+        run_export(self._contents, plan, target, progress)
         return open(path)
 
     def verify(self) -> Iterator[tuple[str, str | None]]:
-        """Read everything that has a checksum or a twin: (what was looked at, what is wrong with it or None).
+        """Read everything that has a checksum or a duplicate: (what was looked at, what is wrong
+        with it or None).
 
         A file that is no longer the one that was opened is wrong too.
         """
@@ -493,8 +586,13 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         arrays = sum(leaf.has_array for leaf in self.leaves)
-        return f"<{self.format} checkpoint {visible(self.path)}: {arrays} arrays, {self.nbytes:,} bytes>"
+        return (
+            f"<{self.format} checkpoint {visible(self.path)}: {arrays} arrays, {self.nbytes:,}"
+            " bytes>"
+        )
 
     def _repr_html_(self) -> str:
-        rows = [(leaf.label, leaf.dtype or leaf.kind, str(list(leaf.shape))) for leaf in self.leaves]
+        rows = [
+            (leaf.label, leaf.dtype or leaf.kind, str(list(leaf.shape))) for leaf in self.leaves
+        ]
         return table(repr(self), ("leaf", "dtype", "shape"), rows)

@@ -2,21 +2,23 @@
 
     UCPError
     ├── LayoutError          shards do not fit the pattern or the geometry declared for them
-    ├── SpecError            a spec is not in the universal checkpoint language, or a size in it has no number;
-    │                        or what else is said of a checkpoint cannot be meant
+    ├── SpecError            a spec is not in the universal checkpoint language, or has a
+    │                        size without a number; or an option cannot be meant
     ├── FormatError          a file is not what its name or its checkpoint says it is
-    │   ├── UnsafePickle     a torch file asks for what no data needs: a name that runs something, an opcode, a size
-    │   └── CorruptData      bytes differ from their checksum, their twin or their recorded size
+    │   ├── UnsafePickle     a torch file asks for what no data needs: a name that runs
+    │   │                    something, an opcode, a size
+    │   └── CorruptData      bytes differ from their checksum, duplicate or recorded size
     ├── NotACheckpoint       nothing at the path is a checkpoint we know, or it was never finished
     ├── QuantizedWeights     weights are stored as codes and scales, and were asked for as weights
     ├── TreeMismatch         a target tree and a checkpoint do not have the same leaves
-    ├── UnsupportedPath      a path is a URL, or would be taken for another path than the one that is meant
-    ├── SaveFailed           another process could not do its part of a save, so there is no checkpoint
+    ├── UnsupportedPath      a path is a URL, or would be taken for another path
+    ├── SaveFailed           another process could not do its part of a save
     └── UnsupportedLeaf      a leaf of a tree to be saved is nothing we could restore as what it was
 
-`LayoutError`, `SpecError`, `FormatError`, `QuantizedWeights`, `TreeMismatch` and `UnsupportedPath` are also
-`ValueError`, `NotACheckpoint` is also `FileNotFoundError`, `SaveFailed` also `RuntimeError` and `UnsupportedLeaf` also
-`TypeError`, so that code which knows nothing of us catches them where it would expect to.
+`LayoutError`, `SpecError`, `FormatError`, `QuantizedWeights`, `TreeMismatch` and `UnsupportedPath`
+are also `ValueError`, `NotACheckpoint` is also `FileNotFoundError`, `SaveFailed` also
+`RuntimeError` and `UnsupportedLeaf` also `TypeError`, so that code which knows nothing of us
+catches them where it would expect to.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class LayoutError(UCPError, ValueError):
 
 
 class SpecError(UCPError, ValueError):
-    """A text is not in the universal checkpoint language, or a size in it has no number; or an option is not one."""
+    """A text is not in the universal checkpoint language, or a size in it has no number; or an
+    option is not one.
+    """
 
 
 class FormatError(UCPError, ValueError):
@@ -45,7 +49,7 @@ class UnsafePickle(FormatError):
 
 
 class CorruptData(FormatError):
-    """Bytes differ from their checksum, from their twin, or from their recorded size."""
+    """Bytes differ from their checksum, from their duplicate, or from their recorded size."""
 
 
 class NotACheckpoint(UCPError, FileNotFoundError):
@@ -53,7 +57,9 @@ class NotACheckpoint(UCPError, FileNotFoundError):
 
 
 class QuantizedWeights(UCPError, ValueError):
-    """Weights are stored as codes that mean something only with their scales, and were asked for as weights."""
+    """Weights are stored as codes that mean something only with their scales, and were asked for
+    as weights.
+    """
 
 
 class TreeMismatch(UCPError, ValueError):
@@ -65,7 +71,9 @@ class UnsupportedPath(UCPError, ValueError):
 
 
 class SaveFailed(UCPError, RuntimeError):
-    """A process could not do its part of a save, and this is another one, which did; there is no checkpoint."""
+    """A process could not do its part of a save, and this is another one, which did; there is no
+    checkpoint.
+    """
 
 
 class UnsupportedLeaf(UCPError, TypeError):

@@ -1,7 +1,8 @@
 """Orbax: our format behind `CheckpointManager`. The only file that imports orbax.
 
-A whole handler (`AsyncCheckpointHandler`), so that nothing lies between the tree and the store; what it
-writes says that stock Orbax's PyTree handler wrote it, so stock reads it where jax_ucp is not installed.
+A whole handler (`AsyncCheckpointHandler`), so that nothing lies between the tree and the store;
+what it writes says that stock Orbax's PyTree handler wrote it, so stock reads it where jax_ucp is
+not installed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from jax_ucp.arguments import whole_number
 from jax_ucp.checkpoint import open
+from jax_ucp.files.directory import Directory
 from jax_ucp.sharding.fit import Rule
 from jax_ucp.sharding.restore import has_x64
 from jax_ucp.sharding.save import (
@@ -33,29 +35,29 @@ from jax_ucp.sharding.save import (
     write_snapshot,
 )
 from jax_ucp.sharding.shared_save import SharedSave, attempt
-from jax_ucp.storage.budget import DEFAULT_BUDGET
-from jax_ucp.storage.checks import Extent
-from jax_ucp.storage.directory import Directory
+from jax_ucp.sources.budget import DEFAULT_BUDGET
+from jax_ucp.sources.checks import Extent
 
-# What the step's metadata names as the handler of an item: `CheckpointManager.restore(step)` without arguments
-# looks it up. Source: `_src/handlers/pytree_checkpoint_handler.py`, `handler_type_registry.py` (0.12.8).
+# What the step's metadata names as the handler of an item: `CheckpointManager.restore(step)`
+# without arguments looks it up. Source: `_src/handlers/pytree_checkpoint_handler.py`,
+# `handler_type_registry.py` (0.12.8).
 STOCK_TYPESTR = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 
 
 class CheckpointHandler(ocp.AsyncCheckpointHandler):
     """Saves and restores pytrees for `CheckpointManager`, in the universal format.
 
-    `async_save` returns when this process's part of the tree is in host memory; the rest happens in the
-    background. A save of which any process cannot do its part, or would save another tree or step than the others,
-    raises in all of them, and is no checkpoint.
-    `restore` also reads what stock Orbax wrote. `budget_bytes` bounds what is in flight in either direction,
-    where the arguments of a save or a restore do not.
+    `async_save` returns when this process's part of the tree is in host memory; the rest happens in
+    the background. A save of which any process cannot do its part, or would save another tree or
+    step than the others, raises in all of them, and is no checkpoint. `restore` also reads what
+    stock Orbax wrote. `budget_bytes` bounds what is in flight in either direction, where the
+    arguments of a save or a restore do not.
     """
 
     def __init__(self, budget_bytes: int = DEFAULT_BUDGET):
         self._budget_bytes = whole_number("budget_bytes", budget_bytes)
-        # Orbax keeps one class per name in its registry, and asks the instance for the name that goes on
-        # disk: the class has its own, and every instance says it is stock.
+        # Orbax keeps one class per name in its registry, and asks the instance for the name that
+        # goes on disk: the class has its own, and every instance says it is stock.
         self.typestr = lambda: STOCK_TYPESTR
 
     @classmethod
@@ -64,7 +66,11 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
 
     async def async_save(self, directory: os.PathLike[str], args: Save) -> list[Any]:
         begun = _begin(directory, args, self._budget_bytes)
-        return [CommitFutureAwaitingContractedSignals(asyncio.to_thread(begun.finish), name="jax_ucp_write")]
+        return [
+            CommitFutureAwaitingContractedSignals(
+                asyncio.to_thread(begun.finish), name="jax_ucp_write"
+            )
+        ]
 
     def save(self, directory: os.PathLike[str], args: Save) -> None:
         _begin(directory, args, self._budget_bytes).finish()
@@ -81,12 +87,14 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(CheckpointHandler, for_save=True)
 @dataclass
 class Save(ocp.args.CheckpointArgs):
-    """A pytree to save: arrays of any sharding, numbers, strings, None, in any registered containers.
+    """A pytree to save: arrays of any sharding, numbers, strings, None, in any registered
+    containers.
 
     `budget_bytes` bounds what is in flight while it is written; None leaves it to the handler.
 
-    Raises UnsupportedLeaf for a leaf that could not be restored as what it was. Among several processes the save does,
-    in the process that has the leaf; the others, which would wait for that one, raise SaveFailed with its words.
+    Raises UnsupportedLeaf for a leaf that could not be restored as what it was. Among several
+    processes the save does, in the process that has the leaf; the others, which would wait for that
+    one, raise SaveFailed with its words.
     """
 
     item: Any
@@ -94,7 +102,8 @@ class Save(ocp.args.CheckpointArgs):
     described: Callable[[], Description] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        # Here, and not in the handler: what cannot be saved is refused before Orbax has begun anything.
+        # Here, and not in the handler: what cannot be saved is refused before Orbax has begun
+        # anything.
         self.described = attempt(self._describe)
 
     def _describe(self) -> Description:
@@ -106,7 +115,9 @@ class Save(ocp.args.CheckpointArgs):
 @ocp.args.register_with_handler(CheckpointHandler, for_restore=True)
 @dataclass
 class Restore(ocp.args.CheckpointArgs):
-    """What to restore, and where to; the arguments of `Checkpoint.restore`. `budget_bytes` of None is the handler's."""
+    """What to restore, and where to; the arguments of `Checkpoint.restore`. `budget_bytes` of
+    None is the handler's.
+    """
 
     item: Any = None
     mesh: Mesh | None = None
@@ -156,13 +167,17 @@ def _restore(directory: os.PathLike[str], args: Restore, budget_bytes: int) -> A
 
 
 class CheckpointableHandler(v1.CheckpointableHandler[Save, Restore]):
-    """The same for Orbax v1: `v1.save_checkpointables(path, {"model": ucp.args.Save(tree)})`, sync and async, and
-    `v1.load_checkpointables(path, {"model": ucp.args.Restore(mesh=mesh)})["model"]`, which is the tree.
+    """The same for Orbax v1: `v1.save_checkpointables(path, {"model": ucp.args.Save(tree)})`, sync
+    and async, and `v1.load_checkpointables(path, {"model": ucp.args.Restore(mesh=mesh)})["model"]`,
+    which is the tree.
 
-    It is registered for `Save` and `Restore` under every name but `state` and `pytree`, which v1 keeps for its own.
+    It is registered for `Save` and `Restore` under every name but `state` and `pytree`, which v1
+    keeps for its own.
     """
 
-    async def save(self, directory: v1.path.PathAwaitingCreation, checkpointable: Save) -> Awaitable[None]:
+    async def save(
+        self, directory: v1.path.PathAwaitingCreation, checkpointable: Save
+    ) -> Awaitable[None]:
         return self._finish(directory, _begin(directory.path, checkpointable, DEFAULT_BUDGET))
 
     async def _finish(self, directory: v1.path.PathAwaitingCreation, begun: _Begun) -> None:
@@ -170,7 +185,9 @@ class CheckpointableHandler(v1.CheckpointableHandler[Save, Restore]):
             await directory.await_creation()
         await asyncio.to_thread(begun.finish)
 
-    async def load(self, directory: os.PathLike[str], abstract_checkpointable: Restore | None = None) -> Awaitable[Any]:
+    async def load(
+        self, directory: os.PathLike[str], abstract_checkpointable: Restore | None = None
+    ) -> Awaitable[Any]:
         x64 = has_x64()
         args = abstract_checkpointable or Restore()
 

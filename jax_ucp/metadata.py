@@ -1,4 +1,5 @@
-"""What a checkpoint says about itself: the leaves of its tree, and the file `ucp.json` that holds them.
+"""What a checkpoint says about itself: the leaves of its tree, and the file `ucp.json` that holds
+them.
 
 `docs/format.md` states the format as numbered invariants; the functions here are what checks them.
 """
@@ -24,8 +25,19 @@ from jax_ucp.layout.fragments import Shape
 VERSION: Literal[1] = 1
 
 # Names that a leaf's directory may not have, because the format or stock Orbax uses them.
-RESERVED = frozenset({"_METADATA", "_sharding", "_strings.json", "array_metadatas", "manifest.ocdbt", "d", "ucp.json"})
-_WRITTEN = frozenset(name.lower() for name in RESERVED - {"d"})  # beside the leaves, by us; `d` is of stock Orbax alone
+RESERVED = frozenset(
+    {
+        "_METADATA",
+        "_sharding",
+        "_strings.json",
+        "array_metadatas",
+        "manifest.ocdbt",
+        "d",
+        "ucp.json",
+    }
+)
+# beside the leaves, by us; `d` is of stock Orbax alone
+_WRITTEN = frozenset(name.lower() for name in RESERVED - {"d"})
 
 # Unicode's default ignorable code points that count as printable (DerivedCoreProperties.txt).
 _IGNORABLE = re.compile(
@@ -33,7 +45,8 @@ _IGNORABLE = re.compile(
 )
 _TRAILING = re.compile(r"[. ]+(?=/|$)")
 
-# An axis has at most so many elements, and an array so many bytes: TensorStore's indices end there, numpy's above.
+# An axis has at most so many elements, and an array so many bytes: TensorStore's indices end there,
+# numpy's above.
 MAX_LENGTH = MAX_ARRAY_BYTES = (1 << 62) - 2
 
 # zarr v3 in TensorStore, and numpy before 2, have no array of more axes.
@@ -42,12 +55,24 @@ MAX_AXES = 32
 # Trees are walked recursively, by us and by JAX; Python ends a recursion of some 1,000 calls.
 MAX_TREE_DEPTH = 256
 
-# Values in `extras` and `source` are walked recursively too. Pickles may be 100 deep, a level of which becomes three.
+# Values in `extras` and `source` are walked recursively too. Pickles may be 100 deep, a level of
+# which becomes three.
 MAX_VALUE_DEPTH = 320
 
 KeyKind = Literal["dict", "list", "tuple", "attr"]
 LeafKind = Literal[
-    "array", "jax", "numpy", "numpy_scalar", "prng_key", "bool", "int", "float", "complex", "str", "none", "empty"
+    "array",
+    "jax",
+    "numpy",
+    "numpy_scalar",
+    "prng_key",
+    "bool",
+    "int",
+    "float",
+    "complex",
+    "str",
+    "none",
+    "empty",
 ]
 Axes = str | tuple[str, ...] | None
 
@@ -68,7 +93,9 @@ Path = tuple[Key, ...]
 
 @dataclass(frozen=True, slots=True)
 class SavedSharding:
-    """The NamedSharding a leaf was saved with: names and sizes of the mesh axes, and the PartitionSpec."""
+    """The NamedSharding a leaf was saved with: names and sizes of the mesh axes, and the
+    PartitionSpec.
+    """
 
     axis_names: tuple[str, ...]
     axis_sizes: tuple[int, ...]
@@ -80,12 +107,12 @@ class SavedSharding:
 class Leaf:
     """One leaf of a checkpoint's tree.
 
-    `kind` says what it was, for it to come back as that; an `array` comes from a format that does not know of
-    JAX, and goes on a mesh if there is one. `name` is its key in the source that holds its bytes, unique in
-    the checkpoint, and the directory of its array in a universal checkpoint. `shape` and `dtype` are those
-    of the stored array; a PRNG key is stored as its key data. A leaf without an array (`str`, `none`,
-    `empty`) has its `value` here: the string, or which kind of node was empty. `axes` are its logical axis
-    names, where the model gave any.
+    `kind` says what it was, for it to come back as that; an `array` comes from a format that does
+    not know of JAX, and goes on a mesh if there is one. `name` is its key in the source that holds
+    its bytes, unique in the checkpoint, and the directory of its array in a universal checkpoint.
+    `shape` and `dtype` are those of the stored array; a PRNG key is stored as its key data. A leaf
+    without an array (`str`, `none`, `empty`) has its `value` here: the string, or which kind of
+    node was empty. `axes` are its logical axis names, where the model gave any.
     """
 
     path: Path
@@ -110,7 +137,8 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Parameters that a trainer's optimizer treated alike, and how: torch's `param_groups`, lr, betas, weight_decay.
+    """Parameters that a trainer's optimizer treated alike, and how: torch's `param_groups`, lr,
+    betas, weight_decay.
 
     `params` are named as below `param`; of the settings those that are tensors are left out.
     """
@@ -124,12 +152,13 @@ _Lengths = Annotated[tuple[_Length, ...], msgspec.Meta(max_length=MAX_AXES)]
 
 
 class StoredArray(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How the array of one leaf lies on disk: its chunks, and a digest of each outer chunk in row-major order.
+    """How the array of one leaf lies on disk: its chunks, and a digest of each outer chunk in
+    row-major order.
 
-    A digest is the xxh3_64 of the chunk's elements inside the array, row-major and little-endian, in hex.
-    `places` has for each outer chunk of a packed array the number of its pack and the offset in it; a chunk of any
-    other array is a file. `crcs` has the crc32c of each inner chunk, four little-endian bytes, in row-major order of
-    the array's grid of inner chunks; or nothing.
+    A digest is the xxh3_64 of the chunk's elements inside the array, row-major and little-endian,
+    in hex. `places` has for each outer chunk of a packed array the number of its pack and the
+    offset in it; a chunk of any other array is a file. `crcs` has the crc32c of each inner chunk,
+    four little-endian bytes, in row-major order of the array's grid of inner chunks; or nothing.
     """
 
     outer: _Lengths
@@ -143,8 +172,8 @@ class StoredArray(msgspec.Struct, frozen=True, omit_defaults=True):
 class Metadata:
     """What `ucp.json` says.
 
-    `files` maps every other file that is not array data to the digest of its bytes; `source` says what
-    the checkpoint was imported from.
+    `files` maps every other file that is not array data to the digest of its bytes; `source` says
+    what the checkpoint was imported from.
     """
 
     leaves: tuple[Leaf, ...]
@@ -156,7 +185,9 @@ class Metadata:
 
 
 class _FileLeaf(msgspec.Struct, omit_defaults=True):
-    """A leaf in `ucp.json`: a key that is a string of a dict is that string, `sharding` a place in `shardings`."""
+    """A leaf in `ucp.json`: a key that is a string of a dict is that string, `sharding` a place
+    in `shardings`.
+    """
 
     path: Annotated[tuple[str | Key, ...], msgspec.Meta(max_length=MAX_TREE_DEPTH)]
     name: str
@@ -170,7 +201,8 @@ class _FileLeaf(msgspec.Struct, omit_defaults=True):
 
 
 class _File(msgspec.Struct):
-    """The content of `ucp.json`. What thousands of leaves have in common, their sharding, is there once.
+    """The content of `ucp.json`. What thousands of leaves have in common, their sharding, is there
+    once.
 
     `digest` is that of the file with `digest` left empty.
     """
@@ -199,14 +231,35 @@ def encode(metadata: Metadata) -> bytes:
     shardings: dict[SavedSharding | None, int | None] = {None: None}
     leaves: list[_FileLeaf] = []
     for leaf in metadata.leaves:
-        path = tuple(key.name if key.kind == "dict" and isinstance(key.name, str) else key for key in leaf.path)
+        path = tuple(
+            key.name if key.kind == "dict" and isinstance(key.name, str) else key
+            for key in leaf.path
+        )
         place = shardings.setdefault(leaf.sharding, len(shardings) - 1)
         leaves.append(
-            _FileLeaf(path, leaf.name, leaf.kind, leaf.shape, leaf.dtype, leaf.value, leaf.key_impl, place, leaf.axes)
+            _FileLeaf(
+                path,
+                leaf.name,
+                leaf.kind,
+                leaf.shape,
+                leaf.dtype,
+                leaf.value,
+                leaf.key_impl,
+                place,
+                leaf.axes,
+            )
         )
     distinct = [sharding for sharding in shardings if sharding is not None]
     bare = msgspec.json.encode(
-        _File(leaves, distinct, metadata.arrays, metadata.files, metadata.source, metadata.extras, metadata.groups)
+        _File(
+            leaves,
+            distinct,
+            metadata.arrays,
+            metadata.files,
+            metadata.source,
+            metadata.extras,
+            metadata.groups,
+        )
     )
     return bare.removesuffix(_seal("")) + _seal(digest(bare))
 
@@ -214,33 +267,56 @@ def encode(metadata: Metadata) -> bytes:
 def decode(data: bytes, where: str) -> Metadata:
     """The metadata in the bytes of a `ucp.json`.
 
-    Raises CorruptData if the bytes are not those that were written; FormatError if a newer version of the format
-    wrote them, or if they say what no writer of this version says.
+    Raises CorruptData if the bytes are not those that were written; FormatError if a newer version
+    of the format wrote them, or if they say what no writer of this version says.
     """
     try:
         seal = msgspec.json.decode(data, type=_Seal)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptData(f"{where} is damaged ({error}); restore it from a copy of the checkpoint") from None
+        raise CorruptData(
+            f"{where} is damaged ({error}); restore it from a copy of the checkpoint"
+        ) from None
     if seal.version > VERSION:
-        raise FormatError(f"{where} has format version {seal.version}; this jax_ucp reads up to {VERSION}. Upgrade it.")
-    # Of the bytes, not of what they mean: a key that a flipped bit turned into another would just be ignored.
+        raise FormatError(
+            f"{where} has format version {seal.version}; this jax_ucp reads up to {VERSION}."
+            " Upgrade it."
+        )
+    # Of the bytes, not of what they mean: a key that a flipped bit turned into another would just
+    # be ignored.
     recorded = _seal(seal.digest)
-    if not data.endswith(recorded) or digest(data.removesuffix(recorded) + _seal("")) != seal.digest:
+    if (
+        not data.endswith(recorded)
+        or digest(data.removesuffix(recorded) + _seal("")) != seal.digest
+    ):
         raise CorruptData(f"{where} is damaged: its content does not have the digest it records")
     try:
         file = msgspec.json.decode(data, type=_File)
         leaves = tuple(_leaf(leaf, file.shardings) for leaf in file.leaves)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(f"{where} says what jax_ucp does not write, though its digest is right: {error}") from None
+        raise FormatError(
+            f"{where} says what jax_ucp does not write, though its digest is right: {error}"
+        ) from None
     return Metadata(leaves, file.arrays, file.files, file.source, file.extras, file.groups)
 
 
 def _leaf(leaf: _FileLeaf, shardings: Sequence[SavedSharding]) -> Leaf:
     path = tuple(Key("dict", key) if isinstance(key, str) else key for key in leaf.path)
     if leaf.sharding is not None and leaf.sharding >= len(shardings):
-        raise msgspec.ValidationError(f"{leaf.name!r:.80} has sharding {leaf.sharding} of {len(shardings)}")
+        raise msgspec.ValidationError(
+            f"{leaf.name!r:.80} has sharding {leaf.sharding} of {len(shardings)}"
+        )
     sharding = None if leaf.sharding is None else shardings[leaf.sharding]
-    return Leaf(path, leaf.name, leaf.kind, leaf.shape, leaf.dtype, leaf.value, leaf.key_impl, sharding, leaf.axes)
+    return Leaf(
+        path,
+        leaf.name,
+        leaf.kind,
+        leaf.shape,
+        leaf.dtype,
+        leaf.value,
+        leaf.key_impl,
+        sharding,
+        leaf.axes,
+    )
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -249,7 +325,9 @@ def digest(data: bytes | memoryview) -> str:
 
 
 def groups_of(settings: Mapping[str, Mapping[str, Any]]) -> tuple[Group, ...]:
-    """Parameters with the same settings together, in the order in which they come; those without any are left out."""
+    """Parameters with the same settings together, in the order in which they come; those without
+    any are left out.
+    """
     alike: dict[str, list[str]] = defaultdict(list)
     for name, said in settings.items():
         if said:
@@ -258,24 +336,35 @@ def groups_of(settings: Mapping[str, Mapping[str, Any]]) -> tuple[Group, ...]:
 
 
 def plain_settings(said: Mapping[str, Any]) -> dict[str, Any]:
-    """What a `Group` keeps of a group of torch's: settings that JSON has, with tuples as lists, and no parameters."""
+    """What a `Group` keeps of a group of torch's: settings that JSON has, with tuples as lists,
+    and no parameters.
+    """
 
     def plain(value: Any) -> bool:
         if isinstance(value, list | tuple):
             return all(map(plain, value))
-        return value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and isfinite(value))
+        return (
+            value is None
+            or isinstance(value, bool | int | str)
+            or (isinstance(value, float) and isfinite(value))
+        )
 
-    kept = {key: value for key, value in said.items() if key not in ("params", "param_names") and plain(value)}
+    kept = {
+        key: value
+        for key, value in said.items()
+        if key not in ("params", "param_names") and plain(value)
+    }
     return {key: list(value) if isinstance(value, tuple) else value for key, value in kept.items()}
 
 
 def leaf_names(paths: Sequence[Path]) -> list[str]:
-    """A directory name for each path: what stock Orbax would use, keys joined by '.', where that is safe.
+    """A directory name for each path: what stock Orbax would use, keys joined by '.', where that is
+    safe.
 
     Where two leaves would get one name, or one a name inside another's directory, all of them get
-    escaped names instead. We read them through `ucp.json`; stock Orbax, which would return one leaf for
-    the other without a word, then finds no array and says so. Names are one too if some file system takes
-    them for one: `W` and `w`, or an accent written in two ways.
+    escaped names instead. We read them through `ucp.json`; stock Orbax, which would return one leaf
+    for the other without a word, then finds no array and says so. Names are one too if some file
+    system takes them for one: `W` and `w`, or an accent written in two ways.
 
     >>> a, b, c = Key("dict", "a"), Key("dict", "b"), Key("dict", "a.b")
     >>> leaf_names([(a, b), (b,)])
@@ -287,7 +376,9 @@ def leaf_names(paths: Sequence[Path]) -> list[str]:
     """
     plain = [".".join(map(str, path)) for path in paths]
     unsafe = _unsafe_names(plain)
-    names = [_escaped(path) if name in unsafe else name for name, path in zip(plain, paths, strict=True)]
+    names = [
+        _escaped(path) if name in unsafe else name for name, path in zip(plain, paths, strict=True)
+    ]
     counts = Counter(map(folded_name, names))
     repeated = {folded for folded, count in counts.items() if count > 1}
     return [
@@ -297,7 +388,9 @@ def leaf_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _unsafe_names(names: Sequence[str]) -> set[str]:
-    """The names that no directory should have: not plain, of several leaves, or with a leaf above or below them."""
+    """The names that no directory should have: not plain, of several leaves, or with a leaf
+    above or below them.
+    """
     folded = {name: folded_name(name) for name in names}
     counts = Counter(folded[name] for name in names)
     parents = {name[:at] for name in counts for at in _slashes(name)}
@@ -313,8 +406,9 @@ def _unsafe_names(names: Sequence[str]) -> set[str]:
 def folded_name(name: str) -> str:
     """What all names have in common that some file system takes for this one.
 
-    APFS, NTFS, exFAT, SMB and ext4's `casefold` do not tell upper from lower case, APFS and ZFS not how an accent is
-    written; ext4 overlooks what Unicode calls ignorable, and exFAT dots and spaces at the end.
+    APFS, NTFS, exFAT, SMB and ext4's `casefold` do not tell upper from lower case, APFS and ZFS not
+    how an accent is written; ext4 overlooks what Unicode calls ignorable, and exFAT dots and spaces
+    at the end.
 
     >>> folded_name("Ä/W") == folded_name("a\u0308/w")
     True
@@ -330,7 +424,8 @@ def folded_name(name: str) -> str:
 def tree_fault(paths: Iterable[Path]) -> str | None:
     """Why paths are not those of the leaves of one tree; None if they are.
 
-    A leaf has nothing below it, a list or a tuple all its items, and no two keys of a node differ in type alone.
+    A leaf has nothing below it, a list or a tuple all its items, and no two keys of a node differ
+    in type alone.
 
     >>> tree_fault([(Key("dict", "a"),), (Key("dict", "a"), Key("list", 0))])
     "'a' is a leaf, but has something below it"
@@ -352,7 +447,9 @@ def tree_fault(paths: Iterable[Path]) -> str | None:
                 node[key] = {}
                 nodes.append((path[: depth + 1], node[key]))
             node = node[key]
-    return next((fault for path, node in nodes if (fault := _node_fault(path, node, path in seen))), None)
+    return next(
+        (fault for path, node in nodes if (fault := _node_fault(path, node, path in seen))), None
+    )
 
 
 def _node_fault(path: Path, keys: Mapping[Key, Any], leaf: bool) -> str | None:
@@ -367,7 +464,10 @@ def _node_fault(path: Path, keys: Mapping[Key, Any], leaf: bool) -> str | None:
     if len({str(name) for name in names}) < len(names):
         return f"{_named(path)} has keys that differ in type alone"
     if kinds <= {"list", "tuple"} and (lacking := set(range(len(names))) - names):
-        return f"{_named(path)} is a {kinds.pop()} of {len(names)} items, of which {min(lacking)} is missing"
+        return (
+            f"{_named(path)} is a {kinds.pop()} of {len(names)} items, of which {min(lacking)} is"
+            " missing"
+        )
     return None
 
 
@@ -377,7 +477,9 @@ def _named(path: Path) -> str:
 
 
 def unspeakable_paths(paths: Iterable[Path]) -> list[list[str]]:
-    """Groups of different paths that stock metadata cannot tell apart, such as dict keys 0 and "0"."""
+    """Groups of different paths that stock metadata cannot tell apart, such as dict keys 0 and
+    "0".
+    """
     same: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for path in paths:
         same[tuple(map(str, path))].append(" / ".join(repr(key.name) for key in path))
@@ -385,7 +487,8 @@ def unspeakable_paths(paths: Iterable[Path]) -> list[list[str]]:
 
 
 def tree_of(leaves: Mapping[Path, Any]) -> Any:
-    """Nested dicts, lists and tuples with the given leaves; other nodes come as dicts of their fields.
+    """Nested dicts, lists and tuples with the given leaves; other nodes come as dicts of their
+    fields.
 
     >>> tree_of({(Key("dict", "a"), Key("tuple", 0)): 1, (Key("dict", "a"), Key("tuple", 1)): 2})
     {'a': (1, 2)}
@@ -425,7 +528,8 @@ def _is_plain(name: str) -> bool:
 def is_leaf_name(name: str) -> bool:
     """Whether a name can be that of a directory in the checkpoint, and is no file's there.
 
-    `leaf_names` gives fewer: none that only another file system would merge. What was written here may have those.
+    `leaf_names` gives fewer: none that only another file system would merge. What was written here
+    may have those.
     """
     parts = name.split("/")
     return (
@@ -437,7 +541,9 @@ def is_leaf_name(name: str) -> bool:
 
 
 def _is_taken(name: str, reserved: frozenset[str]) -> bool:
-    """Whether a file or a directory of the name belongs to the format, to stock Orbax or to TensorStore."""
+    """Whether a file or a directory of the name belongs to the format, to stock Orbax or to
+    TensorStore.
+    """
     parts = name.split("/")
     return (
         parts[0] in reserved

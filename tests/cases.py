@@ -1,4 +1,6 @@
-"""Every checkpoint in tests/data that has a truth, whichever library wrote it, read in every way and compared."""
+"""Every checkpoint in tests/data that has a truth, whichever library wrote it, read in every way
+and compared.
+"""
 
 import json
 from collections.abc import Mapping
@@ -15,9 +17,9 @@ import jax_ucp as ucp
 import megatron_cases
 import torch_cases
 from jax_ucp.errors import UCPError
-from jax_ucp.formats.torch_file import TorchFile
+from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.layout.box import Box
-from jax_ucp.storage.consolidated import same_bits
+from jax_ucp.sources.consolidated import same_bits
 
 DATA = Path(__file__).parent / "data"
 RULES = [(r"(weight|w[123])$", P("data", "model"))]
@@ -50,7 +52,9 @@ class Case:
         got = np.asarray(got)
         if label.startswith("step/"):
             return float(got) == float(want)
-        return same_bits(got.astype(np.float32) if self.family.startswith("deepspeed") else got, want)
+        return same_bits(
+            got.astype(np.float32) if self.family.startswith("deepspeed") else got, want
+        )
 
     def open(self, **options) -> ucp.Checkpoint:
         if not options.get("weights_only"):
@@ -61,10 +65,24 @@ class Case:
 
 
 def every() -> list[Case]:
-    """The cases whose state is known; of `torchsave_exotic` nothing is, of `gpt_neox` the logits alone."""
-    cases = [Case(folder.parent.name, folder.name) for folder in sorted(DATA.glob("*/*")) if folder.is_dir()]
-    cases = [case for case in cases if case.family in ("deepspeed", "deepspeed_universal", "megatron", "torch")]
-    return [case for case in cases if case.family != "torch" or any("io::" not in key for key in case.about["dtypes"])]
+    """The cases whose state is known; of `torchsave_exotic` nothing is, of `gpt_neox` the logits
+    alone.
+    """
+    cases = [
+        Case(folder.parent.name, folder.name)
+        for folder in sorted(DATA.glob("*/*"))
+        if folder.is_dir()
+    ]
+    cases = [
+        case
+        for case in cases
+        if case.family in ("deepspeed", "deepspeed_universal", "megatron", "torch")
+    ]
+    return [
+        case
+        for case in cases
+        if case.family != "torch" or any("io::" not in key for key in case.about["dtypes"])
+    ]
 
 
 @dataclass(frozen=True)
@@ -82,7 +100,9 @@ WAYS = ("read", "restored", "converted")
 
 
 def outcome(case: Case, mesh: Mesh, folder: Path) -> Outcome:
-    """Open the case, read it, restore it on the mesh, convert it to `folder` and restore that too."""
+    """Open the case, read it, restore it on the mesh, convert it to `folder` and restore that
+    too.
+    """
     if case.about.get("kind", "").startswith("torch_save"):
         return _files(case)
     found = {}
@@ -94,24 +114,37 @@ def outcome(case: Case, mesh: Mesh, folder: Path) -> Outcome:
     with jax.enable_x64(True):
         found["restored"] = _flat(checkpoint.restore(mesh=mesh, rules=RULES))
         found["converted"] = _flat(converted.restore(mesh=mesh, rules=RULES))
-    found["read"] = {leaf.label: checkpoint.read(leaf.label) for leaf in checkpoint.leaves if leaf.has_array}
+    found["read"] = {
+        leaf.label: checkpoint.read(leaf.label) for leaf in checkpoint.leaves if leaf.has_array
+    }
     # What a trainer keeps beside the model is in no truth: torchtitan's own step.
-    assert all(label in want or label.startswith("other/") for label in found["read"]), set(found["read"]) - set(want)
+    assert all(label in want or label.startswith("other/") for label in found["read"]), set(
+        found["read"]
+    ) - set(want)
     same = {
-        way: sum(label in found[way] and case.equal(found[way][label], want[label], label) for label in want)
+        way: sum(
+            label in found[way] and case.equal(found[way][label], want[label], label)
+            for label in want
+        )
         for way in WAYS
     }
-    places = [item.where for item in checkpoint.account]
-    told = len(set(places)) == len(places) and all(item.reason != "not understood" for item in checkpoint.account)
+    places = [item.where for item in checkpoint.inventory]
+    told = len(set(places)) == len(places) and all(
+        item.reason != "not understood" for item in checkpoint.inventory
+    )
     return Outcome(checkpoint.format, len(want), same, told)
 
 
 def _flat(tree: Mapping) -> dict[str, np.ndarray]:
-    return {f"{state}/{name}": array for state, arrays in tree.items() for name, array in arrays.items()}
+    return {
+        f"{state}/{name}": array for state, arrays in tree.items() for name, array in arrays.items()
+    }
 
 
 def _files(case: Case) -> Outcome:
-    """Files of torch.save, each by itself: `truth` has their tensors as `file:key`. A refused file has none."""
+    """Files of torch.save, each by itself: `truth` has their tensors as `file:key`. A refused
+    file has none.
+    """
     tensors, refused = {}, ""
     for path in sorted(case.path.glob("*.pt")):
         try:
@@ -119,9 +152,14 @@ def _files(case: Case) -> Outcome:
         except UCPError as error:
             refused = f"{path.name}: {str(error).partition(': ')[2]}"
             continue
-        tensors |= {f"{path.name}:{key}": file.read(key, Box.whole(i.shape)) for key, i in file.arrays().items()}
+        tensors |= {
+            f"{path.name}:{key}": file.read(key, Box.whole(i.shape))
+            for key, i in file.arrays().items()
+        }
     same = sum(
-        same_bits(array, want) for label, want in case.truth().items() if (array := tensors.get(label)) is not None
+        same_bits(array, want)
+        for label, want in case.truth().items()
+        if (array := tensors.get(label)) is not None
     )
     return Outcome("torch.save files", len(tensors), {"read": same}, True, refused)
 

@@ -13,7 +13,9 @@ MODULE = "torch.distributed.checkpoint"
 
 
 class Writer:
-    """Appends items to files, and keeps the tables of `.metadata`, which a test may change before it is written."""
+    """Appends items to files, and keeps the tables of `.metadata`, which a test may change
+    before it is written.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -23,17 +25,28 @@ class Writer:
         folder.mkdir(parents=True, exist_ok=True)
 
     def tensor(self, fqn: str, whole: np.ndarray, chunks: Iterable[tuple[str, Box]]) -> None:
-        """Each chunk is a box of `whole` that goes to a file. Of several at one offset one at most has elements."""
+        """Each chunk is a box of `whole` that goes to a file. Of several at one offset one at
+        most has elements.
+        """
         chunks = list(chunks)
         self.declare(fqn, whole.dtype, whole.shape, [box for _, box in chunks])
-        stored = {box.start: (file, box) for file, box in sorted(chunks, key=lambda chunk: chunk[1].size)}
+        stored = {
+            box.start: (file, box) for file, box in sorted(chunks, key=lambda chunk: chunk[1].size)
+        }
         for file, box in stored.values():
             self.item(fqn, file, box.start, np.asarray(whole[box.index]))
 
-    def declare(self, fqn: str, dtype: np.dtype, shape: Sequence[int], boxes: Iterable[Box]) -> None:
-        properties = Instance(f"{MODULE}.metadata.TensorProperties", (dtype, None, False, None, False))
+    def declare(
+        self, fqn: str, dtype: np.dtype, shape: Sequence[int], boxes: Iterable[Box]
+    ) -> None:
+        properties = Instance(
+            f"{MODULE}.metadata.TensorProperties", (dtype, None, False, None, False)
+        )
         chunks = [
-            Instance(f"{MODULE}.metadata.ChunkStorageMetadata", {"offsets": Size(box.start), "sizes": Size(box.shape)})
+            Instance(
+                f"{MODULE}.metadata.ChunkStorageMetadata",
+                {"offsets": Size(box.start), "sizes": Size(box.shape)},
+            )
             for box in dict.fromkeys(boxes)
         ]
         state = {"properties": properties, "size": Size(shape), "chunks": chunks}
@@ -47,7 +60,9 @@ class Writer:
             stream.write(data)
         self.place(fqn, offset, file, at, len(data))
 
-    def place(self, fqn: str, offset: Sequence[int] | None, file: str, at: int, length: int) -> None:
+    def place(
+        self, fqn: str, offset: Sequence[int] | None, file: str, at: int, length: int
+    ) -> None:
         where = {"fqn": fqn, "offset": None if offset is None else Size(offset), "index": None}
         index = Instance(f"{MODULE}.metadata.MetadataIndex", where)
         info = {"relative_path": file, "offset": at, "length": length}

@@ -1,7 +1,9 @@
-"""A decoder in numpy that runs MaxText's scanned trees as MaxText's own model does: what the mappings are checked by.
+"""A decoder in numpy that runs MaxText's scanned trees as MaxText's own model does: what the
+mappings are checked by.
 
-It is written from the code of maxtext 0.2.5, with the settings that a config of transformers asks for, and compared
-with the logits that MaxText itself gave, of right trees and of wrong ones (`tests/data/maxtext`).
+It is written from the code of maxtext 0.2.5, with the settings that a config of transformers asks
+for, and compared with the logits that MaxText itself gave, of right trees and of wrong ones
+(`tests/data/maxtext`).
 """
 
 from collections.abc import Mapping
@@ -10,7 +12,8 @@ from typing import Any
 import numpy as np
 
 Tree = Mapping[str, Any]
-# Families whose query kernel holds the attention's 1/sqrt(head_dim); the others multiply the query by it.
+# Families whose query kernel holds the attention's 1/sqrt(head_dim); the others multiply the query
+# by it.
 FOLDED = ("llama", "mistral", "mixtral")
 
 
@@ -42,7 +45,10 @@ def norm(x: np.ndarray, scale: np.ndarray, config: Mapping[str, Any]) -> np.ndar
 
 
 def attention(p: Tree, config: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
-    q, k, v = (np.einsum("bte,ehd->bthd", x, p[n]["kernel"]) + p[n].get("bias", 0) for n in ("query", "key", "value"))
+    q, k, v = (
+        np.einsum("bte,ehd->bthd", x, p[n]["kernel"]) + p[n].get("bias", 0)
+        for n in ("query", "key", "value")
+    )
     if "query_norm" in p:
         q, k = norm(q, p["query_norm"]["scale"], config), norm(k, p["key_norm"]["scale"], config)
     rope = config["rope_parameters"]
@@ -52,7 +58,9 @@ def attention(p: Tree, config: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
     q, k = rotated(q, rates, neighbours), rotated(k, rates, neighbours)
     group = q.shape[2] // k.shape[2]
     folded = config["model_type"] in FOLDED
-    scores = np.einsum("bthd,bshd->bhts", q, k.repeat(group, axis=2)) * (1 if folded else q.shape[-1] ** -0.5)
+    scores = np.einsum("bthd,bshd->bhts", q, k.repeat(group, axis=2)) * (
+        1 if folded else q.shape[-1] ** -0.5
+    )
     scores = np.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -np.inf)
     out = np.einsum("bhts,bshd->bthd", softmax(scores), v.repeat(group, axis=2))
     return np.einsum("bthd,hde->bte", out, p["out"]["kernel"])
@@ -86,7 +94,9 @@ def experts(p: Tree, config: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
     chosen = np.argsort(-scores, -1)[..., : config["num_experts_per_tok"]]
     kept = np.zeros_like(scores)
     np.put_along_axis(kept, chosen, softmax(np.take_along_axis(scores, chosen, -1)), -1)
-    out = np.stack([mlp(x, p["wi_0"][e], p["wi_1"][e], p["wo"][e]) for e in range(kept.shape[-1])], -1)
+    out = np.stack(
+        [mlp(x, p["wi_0"][e], p["wi_1"][e], p["wo"][e]) for e in range(kept.shape[-1])], -1
+    )
     return np.einsum("btde,bte->btd", out, kept)
 
 

@@ -1,4 +1,6 @@
-"""Print docs/formats.md from a run over every case: `python tests/formats_table.py > docs/formats.md`."""
+"""Print docs/formats.md from a run over every case: `python tests/formats_table.py >
+docs/formats.md`.
+"""
 
 import os
 import tempfile
@@ -14,7 +16,7 @@ from cases import Case, Outcome, every, mesh_4_2, outcome
 from deepspeed_cases import word
 from folder_cases import CASES, RIGHT
 from jax_ucp.errors import UCPError
-from jax_ucp.formats.quantization import SCHEMES
+from jax_ucp.formats.huggingface.quantization import SCHEMES
 
 PAGE = Path(__file__).parent.parent / "docs" / "formats.md"
 
@@ -83,7 +85,12 @@ def line(case: Case, found: Outcome) -> str:
     if said := word(case.path):
         cells[2] += f"; with `optimizer_groups={said['optimizer_groups']!r}`"
     if found.equal is None:
-        reason = found.refusal.partition("\n")[0].replace(str(case.path), "").replace("|", "\\|").strip("/: ")
+        reason = (
+            found.refusal.partition("\n")[0]
+            .replace(str(case.path), "")
+            .replace("|", "\\|")
+            .strip("/: ")
+        )
         return "| " + " | ".join([*cells, f"refused: {reason:.200}", "", "", ""]) + " |"
     same = [_all(found.equal.get(way), found.arrays) for way in ("read", "restored", "converted")]
     return "| " + " | ".join([*cells, *same, "yes" if found.accounted else "no"]) + " |"
@@ -99,7 +106,9 @@ def _features(case: Case) -> str:
     if text := about.get("about") or about.get("description"):
         return str(text).partition(" {")[0].replace("|", "/")
     degrees = [
-        f"{name} {n}" for name, n in about["parallel"].items() if name != "world" and isinstance(n, int) and n > 1
+        f"{name} {n}"
+        for name, n in about["parallel"].items()
+        if name != "world" and isinstance(n, int) and n > 1
     ]
     optimizer = about["optimizer"]
     said = [about["ckpt_format"], *(degrees or ["one rank"]), *dict.fromkeys(optimizer["classes"])]
@@ -134,9 +143,12 @@ def text() -> str:
 def page() -> str:
     mesh = mesh_4_2()
     head = (
-        "| case | format | what it shows | arrays | equal when read | restored | converted, restored | accounted for |"
+        "| case | format | what it shows | arrays | equal when read | restored | converted,"
+        " restored | accounted for |"
     )
-    return text().replace("{table}", "\n".join([head, "|---" * 8 + "|", *(row(case, mesh) for case in every())]))
+    return text().replace(
+        "{table}", "\n".join([head, "|---" * 8 + "|", *(row(case, mesh) for case in every())])
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Hostile checkpoints by the thousand: `python tests/fuzz.py 100000`; one again: `python tests/fuzz.py --only 17`.
+"""Hostile checkpoints by the thousand: `python tests/fuzz.py 100000`; one again: `python
+tests/fuzz.py --only 17`.
 
-Every input is read whole or refused with an error of ours, in bounded time and memory, and nothing in it is called:
-the process notes every import, execution of code, start of a program, write to a file that is not the target of a
-conversion, and call of a trap that the inputs name. Input number i is made from i alone.
+Every input is read whole or refused with an error of ours, in bounded time and memory, and nothing
+in it is called: the process notes every import, execution of code, start of a program, write to a
+file that is not the target of a conversion, and call of a trap that the inputs name. Input number i
+is made from i alone.
 """
 
 from __future__ import annotations
@@ -39,19 +41,19 @@ import fuzz_inputs as inputs
 import jax_ucp as ucp
 from jax_ucp.cli.main import main as jax_ucp_command
 from jax_ucp.errors import FormatError, UCPError
-from jax_ucp.formats import safe_pickle
-from jax_ucp.formats.dcp_metadata import read_metadata
-from jax_ucp.formats.extras import as_json
-from jax_ucp.formats.safetensors import SafetensorsFile
-from jax_ucp.formats.torch_file import TorchFile
-from jax_ucp.formats.torch_names import NAMES, Storage, StorageClass
-from jax_ucp.formats.zip_members import member_bytes, zip_members
-from jax_ucp.language.mapping import Mapping, shipped
-from jax_ucp.language.notation import built_in, parse, to_yaml
+from jax_ucp.formats.dcp.metadata import read_metadata
+from jax_ucp.formats.json_values import as_json
+from jax_ucp.formats.safetensors.reader import SafetensorsFile
+from jax_ucp.formats.torch_save import unpickle as safe_pickle
+from jax_ucp.formats.torch_save.file import TorchFile
+from jax_ucp.formats.torch_save.tensor_names import NAMES, Storage, StorageClass
+from jax_ucp.formats.torch_save.zip_members import member_bytes, zip_members
 from jax_ucp.layout.box import Box
-from jax_ucp.storage import packs
-from jax_ucp.storage.checks import verdicts
-from jax_ucp.storage.ocdbt import MANIFEST_FILE, Range, manifest_bytes, node_bytes
+from jax_ucp.mapping.rules import Mapping, shipped
+from jax_ucp.shard_spec.notation import built_in, parse, to_yaml
+from jax_ucp.sources.checks import verdicts
+from jax_ucp.universal import packs
+from jax_ucp.universal.ocdbt import MANIFEST_FILE, Range, manifest_bytes, node_bytes
 
 DATA = Path(__file__).parent / "data"
 ROOT = Path(ucp.__file__).parent
@@ -65,7 +67,11 @@ CASES = (
     "deepspeed/z3_fp16_dp2_subgroups",
     "deepspeed/tp2_dp1_z1_fp32_gqa",
 )
-CASES += ("deepspeed/autoep2_dp4_z3_fp32", "deepspeed/moe_ep2_dp2_z0_fp32", "deepspeed/tp2_pp2_dp1_z1_bf16")
+CASES += (
+    "deepspeed/autoep2_dp4_z3_fp32",
+    "deepspeed/moe_ep2_dp2_z0_fp32",
+    "deepspeed/tp2_pp2_dp1_z1_bf16",
+)
 CASES += ("deepspeed_universal/tp2_dp1_z1_fp32_gqa", "torch/hf_llama")
 CASES += ("megatron/legacy_pp2_dp2_distopt_buckets_fp32", "megatron/legacy_ep2_moe_grouped_bf16")
 CASES += ("megatron/old0153_tp2_zarr_fp32", "megatron/dist_tp2_dp2_distopt_fully_reshardable_bf16")
@@ -75,14 +81,39 @@ STATES = ("param", "exp_avg")
 # The files of a stock checkpoint that are JSON, by how their names end.
 JSON_FILES = ("_METADATA", "_sharding", "_strings.json", "process_0", ".zarray", "zarr.json")
 
-FORBIDDEN = {"import", "exec", "pickle.find_class", "marshal.loads", "code.__new__", "function.__new__"}
-FORBIDDEN |= {"os.system", "os.exec", "os.fork", "os.posix_spawn", "os.remove", "os.rename", "os.mkdir", "os.putenv"}
-FORBIDDEN |= {"subprocess.Popen", "socket.__new__", "socket.connect", "ctypes.dlopen", "shutil.rmtree", "os.chmod"}
+FORBIDDEN = {
+    "import",
+    "exec",
+    "pickle.find_class",
+    "marshal.loads",
+    "code.__new__",
+    "function.__new__",
+}
+FORBIDDEN |= {
+    "os.system",
+    "os.exec",
+    "os.fork",
+    "os.posix_spawn",
+    "os.remove",
+    "os.rename",
+    "os.mkdir",
+    "os.putenv",
+}
+FORBIDDEN |= {
+    "subprocess.Popen",
+    "socket.__new__",
+    "socket.connect",
+    "ctypes.dlopen",
+    "shutil.rmtree",
+    "os.chmod",
+}
 FORBIDDEN |= {"os.rmdir", "os.truncate", "os.link", "os.symlink"}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 Read = Callable[[], object]
-ONE_DEVICE = jax.sharding.NamedSharding(jax.make_mesh((1,), ("data",)), jax.sharding.PartitionSpec())
+ONE_DEVICE = jax.sharding.NamedSharding(
+    jax.make_mesh((1,), ("data",)), jax.sharding.PartitionSpec()
+)
 
 
 class Guard:
@@ -105,7 +136,9 @@ class Guard:
         where = args[0] if args else ""
         if not self.watching or isinstance(where, int) or str(where).startswith(self.target):
             return  # an int is a file that is open already
-        writes = event == "open" and (set(str(args[1] or "")) & set("wax+") or int(args[2] or 0) & WRITING)
+        writes = event == "open" and (
+            set(str(args[1] or "")) & set("wax+") or int(args[2] or 0) & WRITING
+        )
         if event in FORBIDDEN or writes:
             self.seen.append(f"{event} {args[:2]!r:.200}")
 
@@ -147,7 +180,9 @@ def read_folder(path: Path, **options: Any) -> None:
 
 
 def read_ours(path: Path, target: Path) -> None:
-    """All that is done with a checkpoint that has a tree: it is read, planned, restored, exported, and copied."""
+    """All that is done with a checkpoint that has a tree: it is read, planned, restored,
+    exported, and copied.
+    """
     checkpoint = ucp.open(path)
     read_folder(path)
     checkpoint.plan_save(1 << 16)
@@ -164,11 +199,15 @@ def read_ours(path: Path, target: Path) -> None:
 
 def renaming_nothing(checkpoint: ucp.Checkpoint) -> Mapping:
     """The mapping in which each parameter is a leaf of its own name."""
-    return Mapping.from_dict({"leaves": [{"param": name, "leaf": name} for name in checkpoint.params]})
+    return Mapping.from_dict(
+        {"leaves": [{"param": name, "leaf": name} for name in checkpoint.params]}
+    )
 
 
 def run_command(path: Path, target: Path, command: str) -> None:
-    """A command, which ends with a message for a person: no traceback, and nothing that a terminal obeys."""
+    """A command, which ends with a message for a person: no traceback, and nothing that a
+    terminal obeys.
+    """
     more = {"convert": [str(target)], "inspect": ["--all"]}.get(command, [])
     result = CliRunner().invoke(jax_ucp_command, [command, str(path), *more])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
@@ -190,22 +229,40 @@ def replaced(path: Path, data: bytes) -> Iterator[None]:
 
 
 class Targets:
-    """What is fuzzed. Each method makes an input from a generator, and gives what reads it; files lie in `work`."""
+    """What is fuzzed. Each method makes an input from a generator, and gives what reads it;
+    files lie in `work`.
+    """
 
     def __init__(self, work: Path):
         self.work = work
-        self.pickles_of_torch = [raw for path in sorted(DATA.glob("torch/torchsave*/*.pt")) for raw in _data_pkl(path)]
-        self.legacy_files = [path.read_bytes() for path in sorted(DATA.glob("torch/torchsave_legacy/*.pt"))]
+        self.pickles_of_torch = [
+            raw for path in sorted(DATA.glob("torch/torchsave*/*.pt")) for raw in _data_pkl(path)
+        ]
+        self.legacy_files = [
+            path.read_bytes() for path in sorted(DATA.glob("torch/torchsave_legacy/*.pt"))
+        ]
         self.folders = [self._copied(DATA / case) for case in CASES]
         self.dcp = work / "dcp"
         self.dcp_items = self._dcp()
         self.folders.append(self.dcp)
         self.target = work / "target"
-        self.ours = [self._ours("plain", 1000), self._ours("packed", 2), self._imported(), *self._models()]
+        self.ours = [
+            self._ours("plain", 1000),
+            self._ours("packed", 2),
+            self._imported(),
+            *self._models(),
+        ]
         self.stock = [self._copied(DATA / case) for case in STOCK_CASES]
-        self.databases = [_entries(folder) for folder in self.stock if (folder / MANIFEST_FILE).exists()]
-        self.texts = [(Mapping.parse, (ROOT / "mappings" / f"{name}.yaml").read_text()) for name in shipped()]
-        self.texts += [(parse, to_yaml(built_in("megatron"))), (parse, "extends: megatron\nsizes: {heads: 4}\n")]
+        self.databases = [
+            _entries(folder) for folder in self.stock if (folder / MANIFEST_FILE).exists()
+        ]
+        self.texts = [
+            (Mapping.parse, (ROOT / "mappings" / f"{name}.yaml").read_text()) for name in shipped()
+        ]
+        self.texts += [
+            (parse, to_yaml(built_in("megatron"))),
+            (parse, "extends: megatron\nsizes: {heads: 4}\n"),
+        ]
 
     def _copied(self, case: Path) -> Path:
         folder = self.work / case.parent.name / case.name
@@ -213,7 +270,9 @@ class Targets:
         return folder / "ckpt" if (folder / "ckpt").is_dir() else folder
 
     def _dcp(self) -> dict[str, tuple[str, int, int]]:
-        """A DCP checkpoint of a tensor in two chunks and an object; where each of its items lies."""
+        """A DCP checkpoint of a tensor in two chunks and an object; where each of its items
+        lies.
+        """
         self.dcp.mkdir()
         items: dict[str, tuple[str, int, int]] = {}
         file = b""
@@ -222,18 +281,27 @@ class Targets:
             ("w1", inputs.tensor("0", (3, 3)), [("archive/data/0", bytes(36))]),
             ("epoch", {"epoch": 3}, []),
         ):
-            item = inputs.zip_file(Random(0), [("archive/data.pkl", inputs.pickled(tree)), *members], lies=0)
+            item = inputs.zip_file(
+                Random(0), [("archive/data.pkl", inputs.pickled(tree)), *members], lies=0
+            )
             items[name] = "__0_0.distcp", len(file), len(item)
             file += item
         (self.dcp / "__0_0.distcp").write_bytes(file)
-        (self.dcp / ".metadata").write_bytes(inputs.pickled(inputs.dcp_metadata(items, (5, 3), (2, 3))))
+        (self.dcp / ".metadata").write_bytes(
+            inputs.pickled(inputs.dcp_metadata(items, (5, 3), (2, 3)))
+        )
         return items
 
     def _ours(self, name: str, pack_from: int) -> Path:
-        """A universal checkpoint with leaves of every kind; its small arrays in a pack, if there are so many."""
+        """A universal checkpoint with leaves of every kind; its small arrays in a pack, if there
+        are so many.
+        """
         param = {"w": np.arange(24, dtype=np.float32).reshape(6, 4), "b": np.ones(3, np.int8)}
         tree: dict[str, Any] = {"param": param, "exp_avg": {"w": np.zeros((6, 4), np.float32)}}
-        tree["other"] = [jax.device_put(np.arange(4.0, dtype=np.float32), ONE_DEVICE), {"step": 3, "rate": 0.5}]
+        tree["other"] = [
+            jax.device_put(np.arange(4.0, dtype=np.float32), ONE_DEVICE),
+            {"step": 3, "rate": 0.5},
+        ]
         tree["other"] += [np.float32(1), True, 1j, "text", None, {}, (), jax.random.key(1)]
         usual, packs.PACK_FROM = packs.PACK_FROM, pack_from
         ucp.CheckpointHandler().save(self.work / name, ucp.args.Save(tree))
@@ -241,20 +309,28 @@ class Targets:
         return self.work / name
 
     def _imported(self) -> Path:
-        """A universal checkpoint with extras, groups and a source, and one that a mapping has made."""
+        """A universal checkpoint with extras, groups and a source, and one that a mapping has
+        made.
+        """
         checkpoint = ucp.open(DATA / "deepspeed/tp2_dp1_z1_fp32_gqa")
         return Path(checkpoint.map(renaming_nothing(checkpoint)).save(self.work / "imported").path)
 
     def _models(self) -> Iterator[Path]:
-        """Universal checkpoints of parameters and moments only, which can be mapped and exported."""
+        """Universal checkpoints of parameters and moments only, which can be mapped and
+        exported.
+        """
         for name in ("plain", "packed"):
             tree = ucp.open(self.work / name).restore()
-            ucp.CheckpointHandler().save(self.work / f"{name}_model", ucp.args.Save({k: tree[k] for k in STATES}))
+            ucp.CheckpointHandler().save(
+                self.work / f"{name}_model", ucp.args.Save({k: tree[k] for k in STATES})
+            )
             yield self.work / f"{name}_model"
 
     @contextmanager
     def universal(self, rng: Random) -> Iterator[Read]:
-        """A universal checkpoint whose `ucp.json` says something else, under the right digest; or another file does."""
+        """A universal checkpoint whose `ucp.json` says something else, under the right digest;
+        or another file does.
+        """
         folder = rng.choice(self.ours)
         path = folder / "ucp.json"
         if rng.random() < 0.85:
@@ -267,14 +343,18 @@ class Targets:
 
     @contextmanager
     def orbax(self, rng: Random) -> Iterator[Read]:
-        """A checkpoint of stock Orbax, of which one file says something else, or the database has other entries."""
+        """A checkpoint of stock Orbax, of which one file says something else, or the database
+        has other entries.
+        """
         folder = rng.choice(self.stock)
         if rng.random() < 0.3:
             folder = self.work / "orbax_db"
             self._database(rng, folder)
             yield self._done(rng, folder)
             return
-        path = rng.choice(sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size))
+        path = rng.choice(
+            sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+        )
         if path.name.endswith(JSON_FILES):
             data = inputs.spoilt_json(rng, path.read_bytes())
         else:
@@ -357,14 +437,25 @@ class Targets:
         if way < 0.05:
             data = inputs.noise(rng, rng.choice(self.legacy_files))
         else:
-            tree = {"w": inputs.tensor("0", (2, 3)), "b": inputs.tensor("1", (4,), "torch.ByteStorage")}
+            tree = {
+                "w": inputs.tensor("0", (2, 3)),
+                "b": inputs.tensor("1", (4,), "torch.ByteStorage"),
+            }
             data = inputs.pickled(inputs.spoilt(rng, tree) if way < 0.4 else tree)
             data = inputs.bomb(rng, BOMB_BYTES) if way > 0.998 else data
-            members = [("archive/data.pkl", data), ("archive/data/0", bytes(range(24))), ("archive/data/1", b"abcd")]
+            members = [
+                ("archive/data.pkl", data),
+                ("archive/data/0", bytes(range(24))),
+                ("archive/data/1", b"abcd"),
+            ]
             members += [("archive/byteorder", b"little")]
             if rng.random() < 0.1:
-                members += [rng.choice([*members, ("other/data.pkl", data), ("archive/data/\ud800", b"")])]
-            data = inputs.zip_file(rng, members, lies=rng.choice([0, 1, 1, 1, 2, 3]) if way > 0.2 else 0)
+                members += [
+                    rng.choice([*members, ("other/data.pkl", data), ("archive/data/\ud800", b"")])
+                ]
+            data = inputs.zip_file(
+                rng, members, lies=rng.choice([0, 1, 1, 1, 2, 3]) if way > 0.2 else 0
+            )
             data = inputs.noise(rng, data) if rng.random() < 0.1 else data
         path = self.work / "x.pt"
         path.write_bytes(data)
@@ -381,7 +472,9 @@ class Targets:
         folder.mkdir(exist_ok=True)
         (folder / "model.safetensors").write_bytes(inputs.safetensors_file(rng))
         (folder / "model.safetensors.index.json").write_bytes(inputs.safetensors_index(rng))
-        (folder / "config.json").write_bytes(inputs.weights_config(rng) if rng.random() < 0.3 else b"{}")
+        (folder / "config.json").write_bytes(
+            inputs.weights_config(rng) if rng.random() < 0.3 else b"{}"
+        )
         yield lambda: read_folder(folder, dequantize=False)
 
     @contextmanager
@@ -395,7 +488,11 @@ class Targets:
         if rng.random() < 0.3:
             data = inputs.mutated_pickle(rng, data)
         with replaced(self.dcp / ".metadata", data):
-            yield (lambda: read_folder(self.dcp)) if rng.random() < 0.5 else (lambda: read_metadata(self.dcp))
+            yield (
+                (lambda: read_folder(self.dcp))
+                if rng.random() < 0.5
+                else (lambda: read_metadata(self.dcp))
+            )
 
     @contextmanager
     def checkpoints(self, rng: Random) -> Iterator[Read]:
@@ -427,7 +524,10 @@ def _data_pkl(path: Path) -> Iterator[bytes]:
 
 
 def _members(data: bytes) -> list[tuple[str, bytes]]:
-    return [(name, member_bytes(memoryview(data), at)) for name, at in zip_members(memoryview(data)).items()]
+    return [
+        (name, member_bytes(memoryview(data), at))
+        for name, at in zip_members(memoryview(data)).items()
+    ]
 
 
 def _with_another_pickle(rng: Random, data: bytes) -> bytes:
@@ -435,7 +535,9 @@ def _with_another_pickle(rng: Random, data: bytes) -> bytes:
     members = _members(data)
     (pickle,) = (raw for name, raw in members if name.endswith("/data.pkl"))
     other = inputs.mutated_pickle(rng, pickle)
-    return inputs.zip_file(rng, [(n, other if raw is pickle else raw) for n, raw in members], lies=0)
+    return inputs.zip_file(
+        rng, [(n, other if raw is pickle else raw) for n, raw in members], lies=0
+    )
 
 
 # How many of a hundred inputs each target gets.
@@ -444,7 +546,8 @@ SHARES |= {"universal": 14, "orbax": 12, "yaml_texts": 6}
 
 
 def run(numbers: range, work: Path, family: str | None = None) -> int:
-    """Fuzz with these inputs, print what happened, and return how many were neither read nor refused properly.
+    """Fuzz with these inputs, print what happened, and return how many were neither read nor
+    refused properly.
 
     All are of one family, if it is given.
     """
@@ -453,7 +556,8 @@ def run(numbers: range, work: Path, family: str | None = None) -> int:
     names = [name for name, share in SHARES.items() for _ in range(share) if family in (None, name)]
     outcomes: dict[str, Counter[str]] = defaultdict(Counter)
     slowest, faults = (0.0, 0), 0
-    unicodedata.normalize("NFKC", "")  # which Python imports when it first meets a name that is not ASCII
+    # which Python imports when it first meets a name that is not ASCII
+    unicodedata.normalize("NFKC", "")
     for folder in targets.folders:  # what is imported when a format is first used is imported now
         read_folder(folder)
     for folder in (*targets.ours, *targets.stock):
@@ -479,14 +583,20 @@ def run(numbers: range, work: Path, family: str | None = None) -> int:
                     raise
                 outcome, faults = "FAULT", faults + 1
                 if faults <= 20:
-                    print(f"input {number} ({name}):\n{''.join(traceback.format_exception(error, limit=-8))}")
+                    print(
+                        f"input {number}"
+                        f" ({name}):\n{''.join(traceback.format_exception(error, limit=-8))}"
+                    )
             slowest = max(slowest, (time.process_time() - begin, number))
         outcomes[name][outcome] += 1
         while guard.seen:
             print(f"input {number} ({name}): {guard.seen.pop()}")
             faults += 1
     for name in dict.fromkeys(names):
-        print(f"{name:12} {sum(outcomes[name].values()):>7} inputs", dict(sorted(outcomes[name].items())))
+        print(
+            f"{name:12} {sum(outcomes[name].values()):>7} inputs",
+            dict(sorted(outcomes[name].items())),
+        )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     worst = f"slowest {slowest[0]:.2f} s of processor time (input {slowest[1]}), peak {peak} MiB"
     print(f"{len(numbers)} inputs, {faults} faults; {worst}")
@@ -499,7 +609,8 @@ M_ARENA_MAX = -8  # malloc.h
 def limit_memory(nbytes: int) -> None:
     """Let the process have `nbytes` of address space more than it has now.
 
-    What is reserved for threads and not used, stacks of 8 MiB and heaps of 64 MiB, would count as well.
+    What is reserved for threads and not used, stacks of 8 MiB and heaps of 64 MiB, would count as
+    well.
     """
     threading.stack_size(1 << 20)
     ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)

@@ -1,7 +1,9 @@
-"""Hostile inputs, each made from a random generator alone: pickles, zip files, headers, tables of contents.
+"""Hostile inputs, each made from a random generator alone: pickles, zip files, headers, tables of
+contents.
 
-They keep the structure of what they imitate. Noise is refused at the first byte; what finds faults is a file that is
-right but for one thing: an opcode, a field of a zip header, a value in a JSON text.
+They keep the structure of what they imitate. Noise is refused at the first byte; what finds faults
+is a file that is right but for one thing: an opcode, a field of a zip header, a value in a JSON
+text.
 """
 
 from __future__ import annotations
@@ -21,14 +23,45 @@ import google_crc32c
 import xxhash
 import yaml
 
-from jax_ucp.formats.torch_names import NAMES
+from jax_ucp.formats.torch_save.tensor_names import NAMES
 
 # A name that must never be called; `fuzz.py` puts a module there that takes note if it is.
 TRAP = "ucp_trap.spring"
-DANGEROUS = (TRAP, "os.system", "builtins.eval", "builtins.exec", "__builtin__.eval", "builtins.__import__", "io.open")
-DANGEROUS += ("subprocess.Popen", "importlib.import_module", "pickle.loads", "operator.attrgetter", "numpy.load")
+DANGEROUS = (
+    TRAP,
+    "os.system",
+    "builtins.eval",
+    "builtins.exec",
+    "__builtin__.eval",
+    "builtins.__import__",
+    "io.open",
+)
+DANGEROUS += (
+    "subprocess.Popen",
+    "importlib.import_module",
+    "pickle.loads",
+    "operator.attrgetter",
+    "numpy.load",
+)
 
-NUMBERS = (0, 1, -1, 2, 7, 127, 128, 255, 256, 65_535, 65_536, 1 << 20, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32)
+NUMBERS = (
+    0,
+    1,
+    -1,
+    2,
+    7,
+    127,
+    128,
+    255,
+    256,
+    65_535,
+    65_536,
+    1 << 20,
+    (1 << 31) - 1,
+    1 << 31,
+    (1 << 32) - 1,
+    1 << 32,
+)
 NUMBERS += (
     1 << 53,
     (1 << 62) - 1,
@@ -41,8 +74,33 @@ NUMBERS += (
     -(1 << 63),
     1 << 4000,
 )
-TEXTS = ("", ".", "..", "../x", "/etc/passwd", "\0", "a\0b", "a/b", "x" * 3000, "\ud800", "é", "0", "weight", "torch")
-TEXTS += ("a/../../x", "a//b", "./a", "a\\..\\x", "%2e%2e", "ucp.json", "_METADATA", "zarr.json", "ucp.pack_0")
+TEXTS = (
+    "",
+    ".",
+    "..",
+    "../x",
+    "/etc/passwd",
+    "\0",
+    "a\0b",
+    "a/b",
+    "x" * 3000,
+    "\ud800",
+    "é",
+    "0",
+    "weight",
+    "torch",
+)
+TEXTS += (
+    "a/../../x",
+    "a//b",
+    "./a",
+    "a\\..\\x",
+    "%2e%2e",
+    "ucp.json",
+    "_METADATA",
+    "zarr.json",
+    "ucp.pack_0",
+)
 TEXTS += (
     r"(\w|.)+!",
     "(a*)*b",
@@ -67,7 +125,9 @@ class Global:
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """An instance of a class, or with `call` what a function returns; `state` is left out where it is None."""
+    """An instance of a class, or with `call` what a function returns; `state` is left out where
+    it is None.
+    """
 
     dotted: str
     state: Any = None
@@ -125,7 +185,12 @@ def tensor(key: str, shape: tuple[int, ...], kind: str = "torch.FloatStorage") -
         numel *= n
     stored = Persistent(("storage", Global(kind), key, "cpu", numel))
     hooks = Made("collections.OrderedDict", call=True)
-    return Made("torch._utils._rebuild_tensor_v2", None, (stored, 0, shape, tuple(strides[::-1]), False, hooks), True)
+    return Made(
+        "torch._utils._rebuild_tensor_v2",
+        None,
+        (stored, 0, shape, tuple(strides[::-1]), False, hooks),
+        True,
+    )
 
 
 def spoilt(rng: Random, value: Any) -> Any:
@@ -136,7 +201,9 @@ def spoilt(rng: Random, value: Any) -> Any:
             return Made(rng.choice([*DANGEROUS, *NAMES]), value.state, args, value.call)
         if args and (value.state is None or what < 0.3):
             args = spoilt(rng, args)
-            return Made(value.dotted, value.state, args if isinstance(args, tuple) else (args,), value.call)
+            return Made(
+                value.dotted, value.state, args if isinstance(args, tuple) else (args,), value.call
+            )
         return Made(value.dotted, spoilt(rng, value.state), args, value.call)
     if isinstance(value, Persistent):
         changed = spoilt(rng, value.id)
@@ -144,7 +211,9 @@ def spoilt(rng: Random, value: Any) -> Any:
     if isinstance(value, Global):
         return Global(rng.choice([*DANGEROUS, *NAMES, "torch.Nothing"]))
     if isinstance(value, dict | Pairs):
-        return _spoilt_pairs(rng, list(value.items() if isinstance(value, dict) else value.items), type(value))
+        return _spoilt_pairs(
+            rng, list(value.items() if isinstance(value, dict) else value.items), type(value)
+        )
     if isinstance(value, list | tuple) and value and rng.random() < 0.8:
         items = list(value)
         at = rng.randrange(len(items))
@@ -179,7 +248,20 @@ def _another(rng: Random, value: Any) -> Any:
     deep: Any = []
     for _ in range(rng.choice([1, 3, 150])):
         deep = [deep]
-    kinds = [None, True, 0.5, float("nan"), float("inf"), -1, "text", [], {}, [value], [value] * 300, deep]
+    kinds = [
+        None,
+        True,
+        0.5,
+        float("nan"),
+        float("inf"),
+        -1,
+        "text",
+        [],
+        {},
+        [value],
+        [value] * 300,
+        deep,
+    ]
     return rng.choice(kinds)
 
 
@@ -207,7 +289,11 @@ def mutated_pickle(rng: Random, data: bytes) -> bytes:
 def _other_argument(rng: Random, code: bytes) -> bytes:
     """An opcode of the same kind with another argument, or a value of another kind."""
     if rng.random() < 0.3:
-        return _opcodes(rng.choice([None, True, 0.5, float("nan"), "text", b"raw", (), [], {}, [1], {"a": 1}, ("x",)]))
+        return _opcodes(
+            rng.choice(
+                [None, True, 0.5, float("nan"), "text", b"raw", (), [], {}, [1], {"a": 1}, ("x",)]
+            )
+        )
     if code[:1] in (b"K", b"M", b"J", b"\x8a"):
         return _opcodes(rng.choice(NUMBERS))
     if code[:1] in (b"X", b"\x8c"):
@@ -221,9 +307,20 @@ def _other_argument(rng: Random, code: bytes) -> bytes:
 
 
 # Every way there is to call something.
-CALLS = [_opcodes(Made(TRAP, None, ("x",), True)), _opcodes(Made(TRAP)), _opcodes(Made(TRAP, {"a": 1}, (), True))]
-CALLS += [b"\x8c\x08ucp_trap\x8c\x06spring\x93)R", b"(iucp_trap\nspring\n", b"(cucp_trap\nspring\no"]
-CALLS += [b"cucp_trap\nspring\n)}\x92", b"c__builtin__\ngetattr\ncucp_trap\nspring\nX\x08\0\0\0__call__\x86R)R"]
+CALLS = [
+    _opcodes(Made(TRAP, None, ("x",), True)),
+    _opcodes(Made(TRAP)),
+    _opcodes(Made(TRAP, {"a": 1}, (), True)),
+]
+CALLS += [
+    b"\x8c\x08ucp_trap\x8c\x06spring\x93)R",
+    b"(iucp_trap\nspring\n",
+    b"(cucp_trap\nspring\no",
+]
+CALLS += [
+    b"cucp_trap\nspring\n)}\x92",
+    b"c__builtin__\ngetattr\ncucp_trap\nspring\nX\x08\0\0\0__call__\x86R)R",
+]
 CALLS += [b"ccollections\ndefaultdict\ncucp_trap\nspring\n\x85R"]
 
 _ALL = [op for op in pickletools.opcodes if op.name != "STOP"]
@@ -231,14 +328,18 @@ _WIDTHS = {"uint1": 1, "uint2": 2, "int4": 4, "uint4": 4, "uint8": 8, "float8": 
 
 
 def opcode(rng: Random) -> bytes:
-    """Any opcode of any protocol with some argument, those that make objects and calls more often."""
+    """Any opcode of any protocol with some argument, those that make objects and calls more
+    often.
+    """
     often = rng.random()
     if often < 0.05:
         return rng.choice(CALLS)
     if often < 0.25:
         return _opcodes(Global(rng.choice([*DANGEROUS, *NAMES])))
     if often < 0.5:
-        return rng.choice([b"R", b"\x81", b"b", b"o", b"\x93", b"Q", b"\x92", b")", b"\x85", b"\x86", b"(", b"t"])
+        return rng.choice(
+            [b"R", b"\x81", b"b", b"o", b"\x93", b"Q", b"\x92", b")", b"\x85", b"\x86", b"(", b"t"]
+        )
     if often < 0.6:
         return _opcodes(rng.choice([*NUMBERS, *TEXTS, *DANGEROUS]))
     op = rng.choice(_ALL)
@@ -260,19 +361,52 @@ def program(rng: Random) -> bytes:
     body, depth = b"", 0
     for _ in range(rng.randrange(1, 60)):
         while depth < 2:
-            body, depth = body + _opcodes(rng.choice([1, "a", None, 0.5, (), [], {}, "os", "system"])), depth + 1
+            body, depth = (
+                body + _opcodes(rng.choice([1, "a", None, 0.5, (), [], {}, "os", "system"])),
+                depth + 1,
+            )
         code = opcode(rng)
         body += code
-        depth += {b"R": -1, b"\x81": -1, b"b": -1, b"\x93": -1, b"\x86": -1, b"s": -2, b"a": -1}.get(code[:1], 1)
+        depth += {
+            b"R": -1,
+            b"\x81": -1,
+            b"b": -1,
+            b"\x93": -1,
+            b"\x86": -1,
+            b"s": -2,
+            b"a": -1,
+        }.get(code[:1], 1)
     return b"\x80" + bytes([rng.choice([2, 2, 3, 4, 5])]) + body + b"."
 
 
 def bomb(rng: Random, nbytes: int) -> bytes:
     """A cheap opcode, or a few, repeated: what costs most for each byte of the file."""
-    singles = (b"N", b"]", b"}", b"\x8f", b")", b"N\x94", b"]\x94", b"\x8f\x94", b"K\x00", b"N\x85", b"C\x00", b"h\x00")
-    unit = rng.choice([*singles, b"h\x00h\x00\x86", bytes(rng.choices(b"N]})(\x8f\x94\x85\x86\x87at", k=4))])
+    singles = (
+        b"N",
+        b"]",
+        b"}",
+        b"\x8f",
+        b")",
+        b"N\x94",
+        b"]\x94",
+        b"\x8f\x94",
+        b"K\x00",
+        b"N\x85",
+        b"C\x00",
+        b"h\x00",
+    )
+    unit = rng.choice(
+        [*singles, b"h\x00h\x00\x86", bytes(rng.choices(b"N]})(\x8f\x94\x85\x86\x87at", k=4))]
+    )
     start, end = rng.choice(
-        [(b"](", b"e"), (b"(", b"t"), (b"}(", b"u"), (b"\x8f(", b"\x90"), (b"(", b"\x91"), (b"", b"")]
+        [
+            (b"](", b"e"),
+            (b"(", b"t"),
+            (b"}(", b"u"),
+            (b"\x8f(", b"\x90"),
+            (b"(", b"\x91"),
+            (b"", b""),
+        ]
     )
     return b"\x80\x04]q\x00" + start + unit * (nbytes // len(unit)) + end + b"\x86."
 
@@ -297,16 +431,41 @@ def zip_file(rng: Random, members: Sequence[tuple[str, bytes]], lies: int) -> by
         if wide:
             extra, sizes = struct.pack("<2H2Q", 1, 16, len(data), len(raw)), [0xFFFFFFFF] * 2
         title = name.encode("utf-8", "surrogatepass")
-        records += [(_LOCAL, [0x04034B50, 45, 0, method, 0, 0, crc, *sizes, len(title), len(extra)])]
+        records += [
+            (_LOCAL, [0x04034B50, 45, 0, method, 0, 0, crc, *sizes, len(title), len(extra)])
+        ]
         records += [title + extra, raw]
         more = extra[:2] + b"\x18\0" + extra[4:] + struct.pack("<Q", at) if wide else b""
         where = 0xFFFFFFFF if wide else at
         central += [
-            (_CENTRAL, [0x02014B50, 45, 45, 0, method, 0, 0, crc, *sizes, len(title), len(more), 0, 0, 0, 0, where])
+            (
+                _CENTRAL,
+                [
+                    0x02014B50,
+                    45,
+                    45,
+                    0,
+                    method,
+                    0,
+                    0,
+                    crc,
+                    *sizes,
+                    len(title),
+                    len(more),
+                    0,
+                    0,
+                    0,
+                    0,
+                    where,
+                ],
+            )
         ]
         central += [title + more]
         at += struct.calcsize(_LOCAL) + len(title) + len(extra) + len(raw)
-    length, count = sum(len(r) if isinstance(r, bytes) else struct.calcsize(r[0]) for r in central), len(members)
+    length, count = (
+        sum(len(r) if isinstance(r, bytes) else struct.calcsize(r[0]) for r in central),
+        len(members),
+    )
     records += central
     if wide:
         records += [
@@ -319,9 +478,9 @@ def zip_file(rng: Random, members: Sequence[tuple[str, bytes]], lies: int) -> by
         form, fields = rng.choice(headers)
         field = rng.randrange(len(fields))
         bits = _BITS["".join(int(n or 1) * c for n, c in _codes(form))[field]]
-        fields[field] = rng.choice([fields[field] + 1, fields[field] - 1, rng.randrange(at + length + 1), *NUMBERS]) % (
-            1 << bits
-        )
+        fields[field] = rng.choice(
+            [fields[field] + 1, fields[field] - 1, rng.randrange(at + length + 1), *NUMBERS]
+        ) % (1 << bits)
     return b"".join(r if isinstance(r, bytes) else struct.pack(r[0], *r[1]) for r in records)
 
 
@@ -361,7 +520,9 @@ def noise(rng: Random, data: bytes) -> bytes:
 
 
 def safetensors_file(rng: Random) -> bytes:
-    """Two tensors and metadata, of which the header may lie, be no JSON, or have another length than it says."""
+    """Two tensors and metadata, of which the header may lie, be no JSON, or have another length
+    than it says.
+    """
     header: Any = {
         "__metadata__": {"format": "pt"},
         "a.weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
@@ -385,13 +546,20 @@ def safetensors_file(rng: Random) -> bytes:
                 noise(rng, text),
             ]
         )
-    length = len(text) if rng.random() < 0.9 else rng.choice([len(text) + 1, len(text) - 1, *NUMBERS]) % (1 << 64)
+    length = (
+        len(text)
+        if rng.random() < 0.9
+        else rng.choice([len(text) + 1, len(text) - 1, *NUMBERS]) % (1 << 64)
+    )
     data = bytes(range(34)) if rng.random() < 0.9 else rng.randbytes(rng.choice([0, 33, 35]))
     return length.to_bytes(8, "little") + text + data
 
 
 def safetensors_index(rng: Random) -> bytes:
-    index = {"metadata": {"total_size": 34}, "weight_map": {"a.weight": "model.safetensors", "b": "model.safetensors"}}
+    index = {
+        "metadata": {"total_size": 34},
+        "weight_map": {"a.weight": "model.safetensors", "b": "model.safetensors"},
+    }
     text = json.dumps(spoilt(rng, index) if rng.random() < 0.8 else index).encode()
     return text if rng.random() < 0.9 else noise(rng, text)
 
@@ -411,15 +579,22 @@ def weights_config(rng: Random) -> bytes:
 DCP = "torch.distributed.checkpoint."
 
 
-def dcp_metadata(files: dict[str, tuple[str, int, int]], shape: tuple[int, int], rows: Sequence[int]) -> Made:
-    """The table of contents of a tensor `w`, cut into blocks of rows, and an object; `files` has what lies where."""
+def dcp_metadata(
+    files: dict[str, tuple[str, int, int]], shape: tuple[int, int], rows: Sequence[int]
+) -> Made:
+    """The table of contents of a tensor `w`, cut into blocks of rows, and an object; `files` has
+    what lies where.
+    """
     starts = [sum(rows[:i]) for i in range(len(rows))]
 
     def sized(*n: int) -> Made:
         return Made("torch.Size", None, (n,), True)
 
     chunks = [
-        Made(f"{DCP}metadata.ChunkStorageMetadata", {"offsets": sized(a, 0), "sizes": sized(n, shape[1])})
+        Made(
+            f"{DCP}metadata.ChunkStorageMetadata",
+            {"offsets": sized(a, 0), "sizes": sized(n, shape[1])},
+        )
         for a, n in zip(starts, rows, strict=True)
     ]
     properties = (
@@ -431,14 +606,19 @@ def dcp_metadata(files: dict[str, tuple[str, int, int]], shape: tuple[int, int],
     )
     about = Made(
         f"{DCP}metadata.TensorStorageMetadata",
-        {"properties": Made(f"{DCP}metadata.TensorProperties", properties), "size": sized(*shape), "chunks": chunks},
+        {
+            "properties": Made(f"{DCP}metadata.TensorProperties", properties),
+            "size": sized(*shape),
+            "chunks": chunks,
+        },
     )
 
     def entry(name: str, offset: Any, index: Any) -> tuple[Made, Made]:
         file, start, length = files[name if index is None else f"{name}{index}"]
         said = {"fqn": name, "offset": offset, "index": index}
         return Made(f"{DCP}metadata.MetadataIndex", said), Made(
-            f"{DCP}filesystem._StorageInfo", {"relative_path": file, "offset": start, "length": length}
+            f"{DCP}filesystem._StorageInfo",
+            {"relative_path": file, "offset": start, "length": length},
         )
 
     storage = [entry("w", sized(a, 0), i) for i, a in enumerate(starts)]
@@ -446,7 +626,10 @@ def dcp_metadata(files: dict[str, tuple[str, int, int]], shape: tuple[int, int],
     return Made(
         f"{DCP}metadata.Metadata",
         {
-            "state_dict_metadata": {"w": about, "epoch": Made(f"{DCP}metadata.BytesStorageMetadata", {})},
+            "state_dict_metadata": {
+                "w": about,
+                "epoch": Made(f"{DCP}metadata.BytesStorageMetadata", {}),
+            },
             "planner_data": {"w": ("w",), "epoch": ("epoch",)},
             "storage_data": Pairs(storage),
             "storage_meta": None,
@@ -464,7 +647,16 @@ def spoilt_json(rng: Random, data: bytes) -> bytes:
         return noise(rng, data)
     if way < 0.12:
         return rng.choice(
-            [b"[" * 50_000, b'{"a":' * 20_000, b"[" * 900 + b"]" * 900, b"", b"null", b"[]", b"\xff", b"1e999"]
+            [
+                b"[" * 50_000,
+                b'{"a":' * 20_000,
+                b"[" * 900 + b"]" * 900,
+                b"",
+                b"null",
+                b"[]",
+                b"\xff",
+                b"1e999",
+            ]
         )
     try:
         value = json.loads(data)
@@ -473,14 +665,24 @@ def spoilt_json(rng: Random, data: bytes) -> bytes:
     for _ in range(rng.choice([1, 1, 1, 1, 2, 4])):
         value = _spoilt_inside(rng, value)
     # What is not JSON is, to a reader of JSON, noise: most inputs should get further.
-    return json.dumps(value, ensure_ascii=rng.random() < 0.5, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    return json.dumps(value, ensure_ascii=rng.random() < 0.5, separators=(",", ":")).encode(
+        "utf-8", "surrogatepass"
+    )
 
 
 def _spoilt_inside(rng: Random, value: Any) -> Any:
-    """The value with one thing changed, in any place alike; also inside a text that is JSON, as in `_sharding`."""
+    """The value with one thing changed, in any place alike; also inside a text that is JSON, as
+    in `_sharding`.
+    """
     if _is_json(value):
         return spoilt_json(rng, value.encode()).decode("utf-8", "replace")
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     weights = {key: _nodes(item) for key, item in items}
     if not weights or rng.random() < 1 / (1 + sum(weights.values())):
         return spoilt(rng, value)
@@ -505,11 +707,17 @@ def _is_json(value: Any) -> bool:
 def sealed(data: bytes) -> bytes:
     """A `ucp.json` with the digest of what it says, as whoever writes one can give it."""
     bare = re.sub(rb'"digest":"[^"]*"}$', b'"digest":""}', data)
-    return bare.removesuffix(b'"}') + xxhash.xxh3_64_hexdigest(bare).encode() + b'"}' if bare.endswith(b'""}') else data
+    return (
+        bare.removesuffix(b'"}') + xxhash.xxh3_64_hexdigest(bare).encode() + b'"}'
+        if bare.endswith(b'""}')
+        else data
+    )
 
 
 def spoilt_node(rng: Random, data: bytes) -> bytes:
-    """A manifest or a node of an OCDBT database, in which bytes differ and the checksum is right all the same."""
+    """A manifest or a node of an OCDBT database, in which bytes differ and the checksum is right
+    all the same.
+    """
     out = bytearray(noise(rng, data))
     if rng.random() < 0.8 and len(out) > 20:
         out[4:12] = len(out).to_bytes(8, "little")
@@ -527,14 +735,21 @@ def spoilt_yaml(rng: Random, text: str) -> str:
         return noise(rng, text.encode()).decode("utf-8", "replace")
     if way < 0.25:
         return rng.choice(
-            [_aliases(rng.randrange(1, 12)), "a: " + "[" * 5000, "- " * 5000, "a: 1" + ":1" * 5000, "? " * 900]
+            [
+                _aliases(rng.randrange(1, 12)),
+                "a: " + "[" * 5000,
+                "- " * 5000,
+                "a: 1" + ":1" * 5000,
+                "? " * 900,
+            ]
         )
     value = yaml.safe_load(text)
     for _ in range(rng.choice([1, 1, 2, 4])):
         value = spoilt(rng, value)
     try:
         return yaml.safe_dump(value, sort_keys=False, allow_unicode=rng.random() < 0.5)
-    except (yaml.YAMLError, RecursionError, ValueError):  # a number with more digits than Python prints
+    # a number with more digits than Python prints
+    except (yaml.YAMLError, RecursionError, ValueError):
         return text
 
 

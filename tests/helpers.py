@@ -11,9 +11,9 @@ from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout
 from jax_ucp.metadata import Key, Leaf, leaf_names
-from jax_ucp.storage.consolidated import same_bits
-from jax_ucp.storage.contents import Contents
-from jax_ucp.storage.source import ArrayInfo
+from jax_ucp.sources.consolidated import same_bits
+from jax_ucp.sources.contents import Contents
+from jax_ucp.sources.protocol import ArrayInfo
 
 
 class MemoryStore:
@@ -57,20 +57,31 @@ def boxes_in(draw: st.DrawFn, shape: Sequence[int]) -> Box:
 
 def contents_of(tree: Mapping[str, Mapping[str, np.ndarray]], **more: Any) -> Contents:
     """Arrays by state and name as an opened checkpoint."""
-    paths = [(Key("dict", state), Key("dict", name)) for state, arrays in tree.items() for name in arrays]
+    paths = [
+        (Key("dict", state), Key("dict", name)) for state, arrays in tree.items() for name in arrays
+    ]
     names = leaf_names(paths)
     data = dict(zip(names, (a for arrays in tree.values() for a in arrays.values()), strict=True))
-    leaves = [Leaf(p, n, "array", data[n].shape, data[n].dtype.name) for p, n in zip(paths, names, strict=True)]
+    leaves = [
+        Leaf(p, n, "array", data[n].shape, data[n].dtype.name)
+        for p, n in zip(paths, names, strict=True)
+    ]
     return Contents("memory", "nowhere", leaves, MemoryStore(data), **more)
 
 
-def memory(tree: Mapping[str, Mapping[str, np.ndarray]], extras: Mapping[str, Any] | None = None) -> Checkpoint:
+def memory(
+    tree: Mapping[str, Mapping[str, np.ndarray]], extras: Mapping[str, Any] | None = None
+) -> Checkpoint:
     """A checkpoint in memory, of arrays by state and parameter."""
     return Checkpoint(contents_of(tree, extras=extras or {}))
 
 
-def differences(source: Checkpoint, target: Checkpoint, states: Collection[str] | None = None) -> list[str]:
-    """The labels of leaves that only one of them has, or of which a bit differs; `states` are those that count."""
+def differences(
+    source: Checkpoint, target: Checkpoint, states: Collection[str] | None = None
+) -> list[str]:
+    """The labels of leaves that only one of them has, or of which a bit differs; `states` are
+    those that count.
+    """
     want = {leaf.label for leaf in source.leaves if states is None or str(leaf.path[0]) in states}
     found = {leaf.label for leaf in target.leaves}
     same = (label for label in want & found if same_bits(source.read(label), target.read(label)))
@@ -79,7 +90,11 @@ def differences(source: Checkpoint, target: Checkpoint, states: Collection[str] 
 
 @st.composite
 def grids(draw: st.DrawFn, shape: Sequence[int]) -> list[Box]:
-    """The boxes of a grid that cuts an array of `shape` anywhere; equal cuts make chunks without elements."""
+    """The boxes of a grid that cuts an array of `shape` anywhere; equal cuts make chunks without
+    elements.
+    """
     cuts = [sorted([0, n, *draw(st.lists(st.integers(0, n), max_size=3))]) for n in shape]
     spans = [list(itertools.pairwise(axis)) for axis in cuts]
-    return [Box(tuple(a for a, _ in box), tuple(b for _, b in box)) for box in itertools.product(*spans)]
+    return [
+        Box(tuple(a for a, _ in box), tuple(b for _, b in box)) for box in itertools.product(*spans)
+    ]

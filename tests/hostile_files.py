@@ -1,4 +1,6 @@
-"""Checkpoints that say what no writer says, and a limit on the memory that reading them may take."""
+"""Checkpoints that say what no writer says, and a limit on the memory that reading them may
+take.
+"""
 
 import contextlib
 import json
@@ -26,7 +28,9 @@ def saved(path: Path, tree: Any) -> Path:
 
 
 def resealed(path: Path, change: Callable[[Any], Any]) -> Path:
-    """The universal checkpoint, with what `change` makes of its `ucp.json`, under the digest that is right for it."""
+    """The universal checkpoint, with what `change` makes of its `ucp.json`, under the digest
+    that is right for it.
+    """
     file = path / "ucp.json"
     content = json.loads(file.read_bytes())
     content = change(content) or content
@@ -64,7 +68,9 @@ def changed_json(file: Path, change: Callable[[Any], Any]) -> None:
 
 
 def plain_stock(path: Path, arrays: Mapping[str, dict[str, Any]], **about: Any) -> Path:
-    """A checkpoint as stock Orbax v0 writes it without OCDBT; of each array the metadata of zarr v2, and no chunk."""
+    """A checkpoint as stock Orbax v0 writes it without OCDBT; of each array the metadata of zarr
+    v2, and no chunk.
+    """
     path.mkdir(parents=True)
     entries = {
         str((name,)): {
@@ -73,7 +79,13 @@ def plain_stock(path: Path, arrays: Mapping[str, dict[str, Any]], **about: Any) 
         }
         for name in arrays
     }
-    content = {"tree_metadata": entries, "use_ocdbt": False, "use_zarr3": False, "custom_metadata": None, **about}
+    content = {
+        "tree_metadata": entries,
+        "use_ocdbt": False,
+        "use_zarr3": False,
+        "custom_metadata": None,
+        **about,
+    }
     (path / "_METADATA").write_text(json.dumps(content))
     for name, metadata in arrays.items():
         usual = {
@@ -91,19 +103,35 @@ def plain_stock(path: Path, arrays: Mapping[str, dict[str, Any]], **about: Any) 
 
 def write_zarr(folder: Path, data: np.ndarray, **metadata: Any) -> None:
     """An array of zarr v2."""
-    spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{folder}/"}, "create": True, "open": True}
-    about = {"shape": list(data.shape), "dtype": data.dtype.str, "chunks": list(data.shape), **metadata}
+    spec = {
+        "driver": "zarr",
+        "kvstore": {"driver": "file", "path": f"{folder}/"},
+        "create": True,
+        "open": True,
+    }
+    about = {
+        "shape": list(data.shape),
+        "dtype": data.dtype.str,
+        "chunks": list(data.shape),
+        **metadata,
+    }
     ts.open({**spec, "metadata": about}).result().write(data).result()
 
 
 def tree_of_files(path: Path) -> dict[str, bytes]:
     """Every file below a directory, with its bytes."""
-    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+    return {
+        str(file.relative_to(path)): file.read_bytes()
+        for file in sorted(path.rglob("*"))
+        if file.is_file()
+    }
 
 
 @contextlib.contextmanager
 def little_memory(nbytes: int = MEMORY_BYTES) -> Iterator[None]:
-    """At most so many bytes more than the process has now: what asks for others gets a MemoryError."""
+    """At most so many bytes more than the process has now: what asks for others gets a
+    MemoryError.
+    """
     if sys.platform != "linux":
         yield
         return

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_ucp.storage.consolidated import same_bits
+from jax_ucp.sources.consolidated import same_bits
 
 DATA = Path(__file__).parent / "data" / "megatron"
 EVERY = sorted(path.name for path in DATA.iterdir())
@@ -37,7 +37,9 @@ def equal(got: np.ndarray, want: np.ndarray, label: str) -> bool:
 
 
 def flat(tree: dict) -> dict[str, np.ndarray]:
-    return {f"{state}/{name}": array for state, arrays in tree.items() for name, array in arrays.items()}
+    return {
+        f"{state}/{name}": array for state, arrays in tree.items() for name, array in arrays.items()
+    }
 
 
 def swap(folder: Path, a: str, b: str) -> None:

@@ -1,10 +1,12 @@
-"""Whether torch reads from exports what went into them. Run by hand: torch is no dependency of the tests.
+"""Whether torch reads from exports what went into them. Run by hand: torch is no dependency of the
+tests.
 
     python tests/read_with_torch.py write FOLDER     where jax_ucp is installed
     python tests/read_with_torch.py read FOLDER      where torch and safetensors are; says how many tensors are equal
 
-`write` exports some cases in every format, with the bytes of each array beside them. `read` also loads the DCP exports
-of torch's own optimizers into one, told other things and with its groups in another order.
+`write` exports some cases in every format, with the bytes of each array beside them. `read` also
+loads the DCP exports of torch's own optimizers into one, told other things and with its groups in
+another order.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ from typing import Any
 
 import numpy as np
 
-CASES = ["z1_fp16_dp2", "z2_bf16_dp2_bf16master", "z3_bf16_dp2_frozen_tied", "tp2_dp1_z1_fp32_gqa", "z1_fp32_dp2_lion"]
+CASES = [
+    "z1_fp16_dp2",
+    "z2_bf16_dp2_bf16master",
+    "z3_bf16_dp2_frozen_tied",
+    "tp2_dp1_z1_fp32_gqa",
+    "z1_fp32_dp2_lion",
+]
 DATA = Path(__file__).parent / "data" / "deepspeed"
 
 
@@ -29,8 +37,14 @@ def write(folder: Path) -> None:
         checkpoint.export(folder / case / "safetensors", "safetensors", max_shard_bytes=10_000)
         for format in ("dcp", "deepspeed"):
             checkpoint.export(folder / case / format, format)
-        raw = {leaf.label: np.frombuffer(checkpoint.read(leaf.label).tobytes(), np.uint8) for leaf in checkpoint.leaves}
-        np.savez(folder / case / "truth.npz", **{label.replace("/", "|"): data for label, data in raw.items()})
+        raw = {
+            leaf.label: np.frombuffer(checkpoint.read(leaf.label).tobytes(), np.uint8)
+            for leaf in checkpoint.leaves
+        }
+        np.savez(
+            folder / case / "truth.npz",
+            **{label.replace("/", "|"): data for label, data in raw.items()},
+        )
         about = {leaf.label: [leaf.dtype, list(leaf.shape)] for leaf in checkpoint.leaves}
         (folder / case / "truth.json").write_text(json.dumps(about))
         told = {name: group.settings for group in checkpoint.groups for name in group.params}
@@ -64,14 +78,23 @@ def read_dcp(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def load_optimizer(folder: Path) -> dict[str, dict[str, Any]]:
-    """What AdamW has been told for each parameter after `load` and `set_optimizer_state_dict`, made otherwise."""
+    """What AdamW has been told for each parameter after `load` and `set_optimizer_state_dict`,
+    made otherwise.
+    """
     import torch
     from torch.distributed import checkpoint
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
 
     model = torch.nn.Module()
     entries = checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata
-    trained = {name.split(".", 2)[2].rpartition(".")[0] for name in entries if name.startswith("optimizer.state.")}
+    trained = {
+        name.split(".", 2)[2].rpartition(".")[0]
+        for name in entries
+        if name.startswith("optimizer.state.")
+    }
     for name in trained:
         *path, last = name.split(".")
         module = model
@@ -79,9 +102,13 @@ def load_optimizer(folder: Path) -> dict[str, dict[str, Any]]:
             if part not in module._modules:
                 module.add_module(part, torch.nn.Module())
             module = module.get_submodule(part)
-        module.register_parameter(last, torch.nn.Parameter(torch.zeros(entries[f"model.{name}"].size)))
+        module.register_parameter(
+            last, torch.nn.Parameter(torch.zeros(entries[f"model.{name}"].size))
+        )
     named = dict(model.named_parameters())
-    groups = [{"params": [p for p in named.values() if (p.ndim > 1) == many]} for many in (False, True)]
+    groups = [
+        {"params": [p for p in named.values() if (p.ndim > 1) == many]} for many in (False, True)
+    ]
     optimizer = torch.optim.AdamW(groups, lr=7.0, betas=(0.1, 0.2), weight_decay=0.7)
     state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
     checkpoint.load(state, checkpoint_id=folder)
@@ -89,17 +116,25 @@ def load_optimizer(folder: Path) -> dict[str, dict[str, Any]]:
     for name in named:
         named[name].grad = torch.zeros_like(named[name])
     optimizer.step()
-    found = {id(p): {k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups for p in g["params"]}
+    found = {
+        id(p): {k: v for k, v in g.items() if k != "params"}
+        for g in optimizer.param_groups
+        for p in g["params"]
+    }
     return {name: json.loads(json.dumps(found[id(param)])) for name, param in named.items()}
 
 
 def read_deepspeed(folder: Path) -> Iterator[tuple[str, Any]]:
-    """The atoms, as tensors without any class of DeepSpeed in them: `torch.load` with `weights_only`."""
+    """The atoms, as tensors without any class of DeepSpeed in them: `torch.load` with
+    `weights_only`.
+    """
     import torch
 
     tag = (folder / "latest_universal").read_text()
     for file in sorted((folder / tag / "zero").glob("*/*.pt")):
-        with torch.serialization.safe_globals([stand_in("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")]):
+        with torch.serialization.safe_globals(
+            [stand_in("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")]
+        ):
             atom = torch.load(file, weights_only=True)
         state = "param" if file.stem == "fp32" else file.stem
         yield f"{state}/{file.parent.name}", atom["param"] if isinstance(atom, dict) else atom
@@ -128,7 +163,11 @@ def read(folder: Path) -> None:
                 dtype, shape = about[label]
                 if isinstance(tensor, int):  # the step of DeepSpeed's own optimizers
                     tensor = torch.tensor(tensor, dtype=getattr(torch, dtype))
-                assert (str(tensor.dtype), list(tensor.shape)) == (f"torch.{dtype}", shape), (case, format, label)
+                assert (str(tensor.dtype), list(tensor.shape)) == (f"torch.{dtype}", shape), (
+                    case,
+                    format,
+                    label,
+                )
                 raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
                 assert np.array_equal(raw, truth[label.replace("/", "|")]), (case, format, label)
                 equal += 1

@@ -1,8 +1,10 @@
-"""Checkpoints as dicts of files, and what the same run would have written at another step or with another seed.
+"""Checkpoints as dicts of files, and what the same run would have written at another step or with
+another seed.
 
-A sibling is made from a real checkpoint by changing numbers in place: every float through one function of its own bits,
-so that what is stored twice, at whatever precision, still agrees; step counters and learning rates in tensors and in
-pickles; and the CRCs of what was changed. No trainer is needed, and every file keeps its length and its names.
+A sibling is made from a real checkpoint by changing numbers in place: every float through one
+function of its own bits, so that what is stored twice, at whatever precision, still agrees; step
+counters and learning rates in tensors and in pickles; and the CRCs of what was changed. No trainer
+is needed, and every file keeps its length and its names.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ import ml_dtypes
 import numpy as np
 
 from jax_ucp.errors import FormatError
-from jax_ucp.formats.dcp_metadata import read_metadata
-from jax_ucp.formats.safe_pickle import walk
-from jax_ucp.formats.torch_file import StoredTensor, TorchFile
+from jax_ucp.formats.dcp.metadata import read_metadata
+from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
+from jax_ucp.formats.torch_save.unpickle import walk
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,11 @@ Folder = Mapping[str, Entry]
 
 def read_folder(path: Path) -> dict[str, bytes]:
     """The files of a folder, by their path in it."""
-    return {p.relative_to(path).as_posix(): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
+    return {
+        p.relative_to(path).as_posix(): p.read_bytes()
+        for p in sorted(path.rglob("*"))
+        if p.is_file()
+    }
 
 
 def write_folder(folder: Folder, path: Path) -> Path:
@@ -70,7 +76,9 @@ def write_folder(folder: Folder, path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Stored:
-    """The bytes `start` to `stop` of `file` are elements of `dtype`; `label` says what its file calls them."""
+    """The bytes `start` to `stop` of `file` are elements of `dtype`; `label` says what its file
+    calls them.
+    """
 
     file: str
     label: str
@@ -84,7 +92,9 @@ class Stored:
 
 @dataclass(frozen=True)
 class Archive:
-    """A zip file of torch.save that is the bytes `start` to `stop` of `file`; `name` is what DCP calls it, or empty."""
+    """A zip file of torch.save that is the bytes `start` to `stop` of `file`; `name` is what DCP
+    calls it, or empty.
+    """
 
     file: str
     start: int
@@ -96,7 +106,9 @@ def archives(folder: Mapping[str, bytes]) -> list[Archive]:
     """Every file of torch.save, and every item of DCP."""
     found = [Archive(name, 0, len(data)) for name, data in folder.items() if data[:4] == b"PK\3\4"]
     tables = {name for name in folder if PurePosixPath(name).name == ".metadata"}
-    tables |= {name for name in folder if re.fullmatch(r"__\d+\.metadata", PurePosixPath(name).name)}
+    tables |= {
+        name for name in folder if re.fullmatch(r"__\d+\.metadata", PurePosixPath(name).name)
+    }
     parents = {PurePosixPath(name).parent.as_posix() for name in tables}
     inner = [item for parent in sorted(parents) for item in _dcp_items(folder, parent)]
     return [one for one in found if not one.file.endswith(".distcp")] + inner
@@ -105,9 +117,17 @@ def archives(folder: Mapping[str, bytes]) -> list[Archive]:
 def _dcp_items(folder: Mapping[str, bytes], parent: str) -> Iterator[Archive]:
     prefix = "" if parent == "." else f"{parent}/"
     with tempfile.TemporaryDirectory() as work:
-        below = {name.removeprefix(prefix): data for name, data in folder.items() if name.startswith(prefix)}
+        below = {
+            name.removeprefix(prefix): data
+            for name, data in folder.items()
+            if name.startswith(prefix)
+        }
         metadata = read_metadata(write_folder(below, Path(work)))
-    spans = {(span.file, span.offset, span.length): name for name, span in metadata.spans() if not span.transforms}
+    spans = {
+        (span.file, span.offset, span.length): name
+        for name, span in metadata.spans()
+        if not span.transforms
+    }
     for (file, offset, length), name in spans.items():
         if folder[prefix + file][offset : offset + 4] == b"PK\3\4":
             yield Archive(prefix + file, offset, offset + length, name)
@@ -128,14 +148,18 @@ def stored_tensors(folder: Mapping[str, bytes]) -> list[Stored]:
 
 def _in_archive(folder: Mapping[str, bytes], archive: Archive) -> Iterator[Stored]:
     data = folder[archive.file][archive.start : archive.stop]
-    members = {PurePosixPath(name).name: at for name, at in _members(data).items() if "/data/" in name}
+    members = {
+        PurePosixPath(name).name: at for name, at in _members(data).items() if "/data/" in name
+    }
     seen: set[str] = set()
     for labels, node in walk(TorchFile(archive.file, data=data).tree):
         if isinstance(node, StoredTensor) and node.storage in members and node.storage not in seen:
             seen.add(node.storage)
             start, stop = members[node.storage]
             label = "/".join([archive.name, *labels]).strip("/")
-            yield Stored(archive.file, label, node.dtype, archive.start + start, archive.start + stop)
+            yield Stored(
+                archive.file, label, node.dtype, archive.start + start, archive.start + stop
+            )
 
 
 def _members(data: bytes) -> dict[str, tuple[int, int]]:
@@ -151,7 +175,13 @@ def _begin(data: bytes, info: zipfile.ZipInfo) -> int:
     return info.header_offset + 30 + name + extra
 
 
-_SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64"}
+_SAFETENSORS = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+}
 _SAFETENSORS |= {"I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"}
 
 
@@ -182,7 +212,9 @@ def dtype_of(name: str) -> np.dtype:
 
 @dataclass(frozen=True)
 class Change:
-    """`salt` chooses which weights differ most; `steps` is added to every counter, and `rate` multiplies every lr."""
+    """`salt` chooses which weights differ most; `steps` is added to every counter, and `rate`
+    multiplies every lr.
+    """
 
     salt: int
     steps: int = 0
@@ -192,8 +224,23 @@ class Change:
 STEP_LATER = Change(salt=1, steps=1, rate=0.97)
 OTHER_RUN = Change(salt=2)
 
-_COUNTERS = {"global_steps", "iteration", "step", "last_batch_iteration", "last_epoch", "_step_count", "num_steps"}
-_COUNTERS |= {"global_samples", "micro_steps", "cur_iter", "consumed_train_samples", "global_step", "steps"}
+_COUNTERS = {
+    "global_steps",
+    "iteration",
+    "step",
+    "last_batch_iteration",
+    "last_epoch",
+    "_step_count",
+    "num_steps",
+}
+_COUNTERS |= {
+    "global_samples",
+    "micro_steps",
+    "cur_iter",
+    "consumed_train_samples",
+    "global_step",
+    "steps",
+}
 
 
 def sibling(folder: Mapping[str, bytes], change: Change) -> dict[str, bytes]:
@@ -202,9 +249,13 @@ def sibling(folder: Mapping[str, bytes], change: Change) -> dict[str, bytes]:
     tensors = stored_tensors(folder)
     half = _half_precision(tensors)
     for tensor in tensors:
-        out[tensor.file][tensor.start : tensor.stop] = _changed(tensor, tensor.read(folder), change, half).tobytes()
+        out[tensor.file][tensor.start : tensor.stop] = _changed(
+            tensor, tensor.read(folder), change, half
+        ).tobytes()
     for archive in archives(folder):
-        data = _with_numbers(bytes(out[archive.file][archive.start : archive.stop]), archive, change)
+        data = _with_numbers(
+            bytes(out[archive.file][archive.start : archive.stop]), archive, change
+        )
         out[archive.file][archive.start : archive.stop] = resummed(data)
     return {name: bytes(data) for name, data in out.items()}
 
@@ -226,9 +277,11 @@ def _changed(tensor: Stored, values: np.ndarray, change: Change, half: np.dtype)
 
 
 def other_values(values: np.ndarray, salt: int, half: np.dtype) -> np.ndarray:
-    """A quarter of the values doubled, chosen by what they are in half precision; in fp32 the others' last bit flipped.
+    """A quarter of the values doubled, chosen by what they are in half precision; in fp32 the
+    others' last bit flipped.
 
-    It is a function of each value alone and goes with rounding: rounded, the result is that of the rounded value.
+    It is a function of each value alone and goes with rounding: rounded, the result is that of the
+    rounded value.
 
     >>> half, x = np.dtype(np.float16), np.linspace(-1, 1, 9, dtype=np.float32)
     >>> bool(all(other_values(x, 1, half).astype(half) == other_values(x.astype(half), 1, half)))
@@ -237,7 +290,9 @@ def other_values(values: np.ndarray, salt: int, half: np.dtype) -> np.ndarray:
     with np.errstate(over="ignore"):  # what pads a buffer may be anything
         rounded, twice = values.astype(half), values + values
     bits = rounded.view(f"u{half.itemsize}").astype(np.uint64)
-    chosen = ((bits + np.uint64(salt)) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)) % np.uint64(4) == 0
+    chosen = (
+        (bits + np.uint64(salt)) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)
+    ) % np.uint64(4) == 0
     size = np.abs(rounded.astype(np.float32))
     plain = (size > np.float32(1e-3 if half == np.float16 else 1e-30)) & (size < np.float32(1e4))
     out = np.where(chosen & plain, twice, values).astype(values.dtype)
@@ -245,9 +300,19 @@ def other_values(values: np.ndarray, salt: int, half: np.dtype) -> np.ndarray:
         return out
     flipped = (values.view(np.uint32) ^ 1).view(np.float32)
     with np.errstate(over="ignore"):
-        kept = (values != 0) & np.isfinite(values) & ~(chosen & plain) & (flipped.astype(half) == rounded)
-    # In fp32 alone every bit counts as the value's own, so that the flip says nothing of the choice.
-    return np.where(kept, flipped, out) if half != np.float32 else np.where(kept & (values != 1), flipped, out)
+        kept = (
+            (values != 0)
+            & np.isfinite(values)
+            & ~(chosen & plain)
+            & (flipped.astype(half) == rounded)
+        )
+    # In fp32 alone every bit counts as the value's own, so that the flip says nothing of the
+    # choice.
+    return (
+        np.where(kept, flipped, out)
+        if half != np.float32
+        else np.where(kept & (values != 1), flipped, out)
+    )
 
 
 def _with_numbers(data: bytes, archive: Archive, change: Change) -> bytes:
@@ -278,7 +343,9 @@ _FORMS: dict[str, Callable[[int | float], bytes]] = {
 
 
 def with_other_numbers(data: bytes, wanted: Mapping[tuple[str, int | float], int | float]) -> bytes:
-    """A pickle in which numbers that follow a key are others; the key may be empty for a pickle of one number."""
+    """A pickle in which numbers that follow a key are others; the key may be empty for a pickle
+    of one number.
+    """
     out, memo, last = bytearray(data), {}, ""
     for op, argument, at in pickletools.genops(data):
         assert at is not None

@@ -1,8 +1,10 @@
-"""What no reader can see: changes after which the files are those that an honest run could have written.
+"""What no reader can see: changes after which the files are those that an honest run could have
+written.
 
-An entry looks at the files before and after, without the reader that is tried, and says whether the change is of its
-kind. A wrong result counts as invisible only if an entry proves it so; the proof fails where anything that the files
-store contradicts anything else that they store: a second copy, a rounded copy, a checksum, a name, a counter.
+An entry looks at the files before and after, without the reader that is tried, and says whether the
+change is of its kind. A wrong result counts as invisible only if an entry proves it so; the proof
+fails where anything that the files store contradicts anything else that they store: a second copy,
+a rounded copy, a checksum, a name, a counter.
 """
 
 from __future__ import annotations
@@ -20,23 +22,27 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jax_ucp.formats.safe_pickle import walk
-from jax_ucp.formats.torch_file import StoredTensor, TorchFile
+from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
+from jax_ucp.formats.torch_save.unpickle import walk
 from temptation_folders import Stored, archives, resummed, stored_tensors
 from temptation_subjects import Subject
 
 Files = Mapping[str, bytes]
 _UNREADABLE = (ValueError, KeyError, TypeError, OSError, zipfile.BadZipFile)
 
-# Files that say nothing of the arrays: without them, or with those of another save, a checkpoint is what it is.
-_BESIDE = re.compile(r"latest\w*|latest_checkpointed_iteration\.txt|commit_success\.txt|_CHECKPOINT_METADATA|_sharding")
+# Files that say nothing of the arrays: without them, or with those of another save, a checkpoint is
+# what it is.
+_BESIDE = re.compile(
+    r"latest\w*|latest_checkpointed_iteration\.txt|commit_success\.txt|_CHECKPOINT_METADATA|_sharding"
+)
 
 
 @dataclass(frozen=True)
 class Case:
     """A change of files, or what was said, and what came of it.
 
-    Tensors whose label matches `aside` were not asked for, and `extras` are those of the valid checkpoint.
+    Tensors whose label matches `aside` were not asked for, and `extras` are those of the valid
+    checkpoint.
     """
 
     subject: Subject
@@ -79,7 +85,8 @@ def another_whole(case: Case) -> bool:
         if case.after == other:
             return True
         mine, theirs = (
-            {n: d for n, d in f.items() if not _BESIDE.fullmatch(PurePosixPath(n).name)} for f in (case.after, other)
+            {n: d for n, d in f.items() if not _BESIDE.fullmatch(PurePosixPath(n).name)}
+            for f in (case.after, other)
         )
         if mine and {n: d for n, d in theirs.items() if n in case.before} == mine:
             return True
@@ -90,8 +97,11 @@ def another_whole(case: Case) -> bool:
 
 
 def values_stored_once(case: Case) -> bool:
-    """Only elements of tensors, and numbers in pickles, differ, and nothing that is stored contradicts them."""
-    with contextlib.suppress(*_UNREADABLE):  # what does not parse any more is a change of more than values
+    """Only elements of tensors, and numbers in pickles, differ, and nothing that is stored
+    contradicts them.
+    """
+    # what does not parse any more is a change of more than values
+    with contextlib.suppress(*_UNREADABLE):
         return _values_stored_once(case)
     return False
 
@@ -122,8 +132,9 @@ def _bytes(t: Stored, files: Files) -> bytes:
 def _steps_mixed(case: Case) -> bool:
     """Whether parameters are of different steps that were of one.
 
-    An optimizer of torch, as DCP stores it, counts for each parameter the steps in which that had a gradient: there
-    different steps are what a model has of which not every part is used in every step.
+    An optimizer of torch, as DCP stores it, counts for each parameter the steps in which that had a
+    gradient: there different steps are what a model has of which not every part is used in every
+    step.
     """
     if case.subject.format == "dcp":
         return False
@@ -135,7 +146,9 @@ def _steps_mixed(case: Case) -> bool:
 
 
 def _same_but_for_values(case: Case, name: str, tensors: list[Stored]) -> bool:
-    """Whether a file says the same of its tensors, has right CRCs, and differs in nothing that is neither."""
+    """Whether a file says the same of its tensors, has right CRCs, and differs in nothing that
+    is neither.
+    """
     inner = [a for a in archives(case.before) if a.file == name]
     if len(inner) != len([a for a in archives(case.after) if a.file == name]):
         return False
@@ -169,7 +182,9 @@ def _said(name: str, data: bytes) -> tuple[str, list[Any]]:
     tree = []
     for labels, node in walk(TorchFile(name, data=data).tree):
         if isinstance(node, StoredTensor):
-            tree.append((labels, node.shape, str(node.dtype), node.storage, node.offset, node.strides))
+            tree.append(
+                (labels, node.shape, str(node.dtype), node.storage, node.offset, node.strides)
+            )
         elif isinstance(node, str | bool | bytes | type(None)):
             tree.append((labels, node))
         else:
@@ -197,10 +212,11 @@ def _numbers(name: str, files: Files) -> dict[tuple[str, ...], float]:
 
 
 def _called(path: tuple[str, ...]) -> str:
-    """What two files mean alike. A trainer's counters are one thing: all of them are of one training.
+    """What two files mean alike. A trainer's counters are one thing: all of them are of one
+    training.
 
-    The optimizer's own step is another: it counts anew where a run is taken up without its states. So is what a group
-    of parameters was told, of which every group has its own.
+    The optimizer's own step is another: it counts anew where a run is taken up without its states.
+    So is what a group of parameters was told, of which every group has its own.
     """
     if "param_groups" in path:
         return ".".join(path[path.index("param_groups") :])
@@ -208,9 +224,11 @@ def _called(path: tuple[str, ...]) -> str:
 
 
 def _numbers_contradict(case: Case) -> bool:
-    """Whether a number that is other now is told, as it was, by a file that did not change, or by a folder's name.
+    """Whether a number that is other now is told, as it was, by a file that did not change, or by a
+    folder's name.
 
-    Megatron names the folder of an iteration; what DeepSpeed's is called is for the user's program to say.
+    Megatron names the folder of an iteration; what DeepSpeed's is called is for the user's program
+    to say.
     """
     kept: set[tuple[str, float]] = set()
     lost: set[tuple[str, float]] = set()
@@ -235,9 +253,13 @@ _HALVES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 
 
 def _contradicted(t: Stored, tensors: list[Stored], case: Case) -> bool:
-    """Whether elements of a tensor are stored a second time, as they are or rounded, and differ there now."""
+    """Whether elements of a tensor are stored a second time, as they are or rounded, and differ
+    there now.
+    """
     values, now = t.read(case.before), t.read(case.after)
-    starts = np.linspace(0, max(0, len(values) - WINDOW), 12, dtype=int) if len(values) >= WINDOW else []
+    starts = (
+        np.linspace(0, max(0, len(values) - WINDOW), 12, dtype=int) if len(values) >= WINDOW else []
+    )
     for start in dict.fromkeys(starts):
         window, after = values[start : start + WINDOW], now[start : start + WINDOW]
         if window.tobytes() == after.tobytes():
@@ -252,7 +274,9 @@ def _contradicted(t: Stored, tensors: list[Stored], case: Case) -> bool:
 
 
 def _copies(window: np.ndarray, other: Stored, files: Files) -> Iterator[int]:
-    """Where another tensor has these elements, or what they are when rounded, or what rounds to them."""
+    """Where another tensor has these elements, or what they are when rounded, or what rounds to
+    them.
+    """
     if window.dtype not in (np.dtype(np.float32), *_HALVES):
         return  # random states are alike on all ranks by chance
     values = other.read(files)
@@ -278,7 +302,9 @@ def _copies(window: np.ndarray, other: Stored, files: Files) -> Iterator[int]:
 
 
 def no_checksum(case: Case) -> bool:
-    """Values of leaves differ that come from one file, of a kind that has no checksum, and from nowhere else."""
+    """Values of leaves differ that come from one file, of a kind that has no checksum, and from
+    nowhere else.
+    """
     if len(case.changed) != 1 or set(case.before) != set(case.after):
         return False
     (name,) = case.changed
@@ -311,7 +337,9 @@ def _summed(name: str, files: Files) -> bool:
 
 
 def stock_chunks(case: Case) -> bool:
-    """Chunks of stock Orbax are other chunks, and what it stores of its arrays beside them still holds."""
+    """Chunks of stock Orbax are other chunks, and what it stores of its arrays beside them still
+    holds.
+    """
     if not case.subject.format.startswith("orbax") or set(case.before) != set(case.after):
         return False
     changed = [n for n in case.changed if not _BESIDE.fullmatch(PurePosixPath(n).name)]
@@ -333,10 +361,18 @@ def _is_chunk(name: str) -> bool:
 
 
 def a_name(case: Case) -> bool:
-    """One tensor has another name, in a file without a checksum, and no other file has the name that it had."""
+    """One tensor has another name, in a file without a checksum, and no other file has the name
+    that it had.
+    """
     gone = [name for name in case.want if name not in case.found]
     new = [name for name in case.found if name not in case.want]
-    if len(case.changed) != 1 or not gone or len(gone) != len(new) or len(gone) > 4 or case.different:
+    if (
+        len(case.changed) != 1
+        or not gone
+        or len(gone) != len(new)
+        or len(gone) > 4
+        or case.different
+    ):
         return False
     (name,) = case.changed
     if _summed(name, case.before) and not name.endswith(".metadata"):
@@ -350,16 +386,27 @@ def a_name(case: Case) -> bool:
 
 
 def a_setting(case: Case) -> bool:
-    """Every array is right; what differs is in a text, or a header, that has no checksum and is stored once."""
+    """Every array is right; what differs is in a text, or a header, that has no checksum and is
+    stored once.
+    """
     if case.different or set(case.found) != set(case.want) or not case.changed:
         return False
     texts = (".json", ".safetensors", ".txt", "")
-    return all(PurePosixPath(n).suffix in texts and not _summed(n, case.before) for n in case.changed)
+    return all(
+        PurePosixPath(n).suffix in texts and not _summed(n, case.before) for n in case.changed
+    )
 
 
 def settings_of_another(case: Case) -> bool:
-    """Every array is right; what differs are settings in whole files of another, which no other file tells."""
-    if case.different or set(case.found) != set(case.want) or not case.changed or set(case.before) != set(case.after):
+    """Every array is right; what differs are settings in whole files of another, which no other
+    file tells.
+    """
+    if (
+        case.different
+        or set(case.found) != set(case.want)
+        or not case.changed
+        or set(case.before) != set(case.after)
+    ):
         return False
     with contextlib.suppress(*_UNREADABLE):
         tensors = stored_tensors(case.before)
@@ -367,7 +414,11 @@ def settings_of_another(case: Case) -> bool:
         touched = [t for t in tensors if t.file in case.changed and not _unchanged(t, case, there)]
         others = [t for t in tensors if t.file not in case.changed]
         copied = any(_stored_among(t, others, case) for t in touched)
-        return not copied and all(_whole_file(case, name) for name in case.changed) and not _numbers_contradict(case)
+        return (
+            not copied
+            and all(_whole_file(case, name) for name in case.changed)
+            and not _numbers_contradict(case)
+        )
     return False
 
 
@@ -389,13 +440,17 @@ def _whole_file(case: Case, name: str) -> bool:
 
 def padded_alike(case: Case) -> bool:
     """The vocabulary that was said has as many padded rows as the true one, which no file tells."""
-    wrong, right = (options.get("sizes", {}).get("vocab") for options in (case.said, case.subject.options))
+    wrong, right = (
+        options.get("sizes", {}).get("vocab") for options in (case.said, case.subject.options)
+    )
     multiples = list(_values_of("make_vocab_size_divisible_by", case.extras))
     degrees = list(_values_of("tensor_model_parallel_size", case.extras))
     if type(wrong) is not int or type(right) is not int or not multiples or not degrees:
         return False
     multiple = multiples[0] * degrees[0]
-    return -(-wrong // multiple) == -(-right // multiple) and all(_rows_alike(case, n) for n in case.different)
+    return -(-wrong // multiple) == -(-right // multiple) and all(
+        _rows_alike(case, n) for n in case.different
+    )
 
 
 def _rows_alike(case: Case, name: str) -> bool:
@@ -417,35 +472,44 @@ def _values_of(key: str, tree: Any) -> Iterator[int]:
 
 INVISIBLE: dict[str, Undecidable] = {
     "another whole checkpoint": Undecidable(
-        "Every file that says anything of the arrays is of one other step or run: a valid checkpoint, only not the one "
-        "that was meant. With weights_only that is so where the model's files are.",
+        "Every file that says anything of the arrays is of one other step or run: a valid"
+        " checkpoint, only not the one that was meant. With weights_only that is so where the"
+        " model's files are.",
         another_whole,
     ),
     "values stored once": Undecidable(
-        "Only values of tensors, and numbers that no other file tells, differ; none is stored a second time, and each "
-        "file's checksums are its own: a run that had these values would have written these files.",
+        "Only values of tensors, and numbers that no other file tells, differ; none is stored a"
+        " second time, and each file's checksums are its own: a run that had these values would"
+        " have written these files.",
         values_stored_once,
     ),
     "a format without checksums": Undecidable(
-        "Bytes of a safetensors file, or of torch.save's format before 1.6, in values that no other file has.",
+        "Bytes of a safetensors file, or of torch.save's format before 1.6, in values that no other"
+        " file has.",
         no_checksum,
     ),
     "stock Orbax's chunks": Undecidable(
-        "Stock Orbax stores neither checksums nor duplicates of chunks; shapes are as before.", stock_chunks
+        "Stock Orbax stores neither checksums nor duplicates of chunks; shapes are as before.",
+        stock_chunks,
     ),
     "a name without a checksum": Undecidable(
-        "A tensor's name is other in a header or table that has no checksum, and no other file has the name.", a_name
+        "A tensor's name is other in a header or table that has no checksum, and no other file has"
+        " the name.",
+        a_name,
     ),
     "a setting without a checksum": Undecidable(
-        "Something beside the arrays, in config.json or a header, which has no checksum and is stored once.", a_setting
+        "Something beside the arrays, in config.json or a header, which has no checksum and is"
+        " stored once.",
+        a_setting,
     ),
     "a vocabulary within the padding": Undecidable(
-        "sizes={'vocab': n} is the user's word: Megatron stores padded rows and not how many tokens there are. A "
-        "number that would be padded alike cannot be told from the true one.",
+        "sizes={'vocab': n} is the user's word: Megatron stores padded rows and not how many tokens"
+        " there are. A number that would be padded alike cannot be told from the true one.",
         padded_alike,
     ),
     "settings of another": Undecidable(
-        "Files that hold no array, only what the trainer was told, are of another checkpoint; nothing else tells it.",
+        "Files that hold no array, only what the trainer was told, are of another checkpoint;"
+        " nothing else tells it.",
         settings_of_another,
     ),
 }

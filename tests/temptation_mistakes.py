@@ -1,7 +1,8 @@
-"""What people do to checkpoints and say of them by mistake: one function for each kind, which yields its attempts.
+"""What people do to checkpoints and say of them by mistake: one function for each kind, which
+yields its attempts.
 
-An attempt is a folder as the mistake leaves it, or options as the mistake has them, and what a true message about it
-must contain: one of the things that it is about by name, and a word of the cause.
+An attempt is a folder as the mistake leaves it, or options as the mistake has them, and what a true
+message about it must contain: one of the things that it is about by name, and a word of the cause.
 """
 
 from __future__ import annotations
@@ -28,41 +29,74 @@ from temptation_subjects import Subject
 PER_ROLE = 2
 
 # What a message may name for a file that is not there.
-_ABSENT = ("rank", "layer", "state", "hole", "no such folder", ".metadata", "is in no file", "PyTree item")
+_ABSENT = (
+    "rank",
+    "layer",
+    "state",
+    "hole",
+    "no such folder",
+    ".metadata",
+    "is in no file",
+    "PyTree item",
+)
 
 # Words of causes. A message has one of them beside a name; paths in it do not count.
 DAMAGED = "|".join(
     (
-        r"cut|truncat|short|end|incomplete|damage|corrupt|bytes|zip|crc|checksum|digest|header|not a|is no |json|empty",
-        r"differ|not as|decod|pickle|no magic|size|chunk|unfinished|lacks|missing|not what|should|says|fail",
+        (
+            r"cut|truncat|short|end|incomplete|damage|corrupt|bytes|zip|crc|checksum|digest|header|not"
+            r" a|is no |json|empty"
+        ),
+        (
+            r"differ|not as|decod|pickle|no magic|size|chunk|unfinished|lacks|missing|not"
+            r" what|should|says|fail"
+        ),
         r"unknown",
     )
 )
 MISSING = "|".join(
     (
-        r"missing|not there|does not exist|lacks|no file|is in no|without|incomplete|absent|hole|not found|only|needs",
-        r"no such|nothing|should name|neither|is no |no checkpoint|finished|not a checkpoint|cannot be read|not_found",
+        (
+            r"missing|not there|does not exist|lacks|no file|is in"
+            r" no|without|incomplete|absent|hole|not found|only|needs"
+        ),
+        (
+            r"no such|nothing|should name|neither|is no |no checkpoint|finished|not a"
+            r" checkpoint|cannot be read|not_found"
+        ),
         r"should (have|hold|be)|cover|there (is|are)|names|not in|\bno \S|never",
     )
 )
 FOLDER = rf"folder|director|not a file|{MISSING}"
 FOREIGN = "|".join(
     (
-        r"another|other|differ|not the|not of one|twice|disagree|exchange|rank|step|run|iteration|master|copy|replica",
-        r"two|both|family|prefix|not_found|data_loss|expected|but |does not|do not|checksum|crc|digest|not what",
+        (
+            r"another|other|differ|not the|not of"
+            r" one|twice|disagree|exchange|rank|step|run|iteration|master|copy|replica"
+        ),
+        (
+            r"two|both|family|prefix|not_found|data_loss|expected|but |does not|do"
+            r" not|checksum|crc|digest|not what"
+        ),
         r"missing|lacks|hole|overlap",
     )
 )
 POINTER = r"lfs|pointer|text"
 WEB = "|".join(
     (
-        r"html|web page|text|not a |is no |\bno zip|neither|begins|damage|header|not what|bytes|should|says|digest",
+        (
+            r"html|web page|text|not a |is no |\bno zip|neither|begins|damage|header|not"
+            r" what|bytes|should|says|digest"
+        ),
         r"is not json|not as expected|error parsing|server answered",
     )
 )
 TEXT = "|".join(
     (
-        r"json|utf|text|encod|decod|name|byte order|line|not a|is no |should|does not|damage|checksum|crc|zip|header",
+        (
+            r"json|utf|text|encod|decod|name|byte order|line|not a|is no |should|does"
+            r" not|damage|checksum|crc|zip|header"
+        ),
         r"bytes",
     )
 )
@@ -72,11 +106,12 @@ TEXT = "|".join(
 class Attempt:
     """One mistake made once.
 
-    `folder` gives the files as it leaves them. `opened` gives what is opened from the path of that folder; unsaid, what
-    is opened rightly. `options` are those of `open` beside the right ones. `act` does something else than restoring.
-    `named` and `cause`: a refusal has one of these names and a match of this expression. `also` are checkpoints whose
-    truth is right too. `noticed`: where it is not refused, notes, warnings or the log must have a match of it.
-    `small`: so few bytes are other that a sample may miss them. `beside` are files outside of the checkpoint.
+    `folder` gives the files as it leaves them. `opened` gives what is opened from the path of that
+    folder; unsaid, what is opened rightly. `options` are those of `open` beside the right ones.
+    `act` does something else than restoring. `named` and `cause`: a refusal has one of these names
+    and a match of this expression. `also` are checkpoints whose truth is right too. `noticed`:
+    where it is not refused, notes, warnings or the log must have a match of it. `small`: so few
+    bytes are other that a sample may miss them. `beside` are files outside of the checkpoint.
     """
 
     what: str
@@ -123,7 +158,11 @@ def by_role(names: Sequence[str]) -> dict[str, list[str]]:
 
 def chosen(subject: Subject, rng: Random, per_role: int = PER_ROLE) -> list[str]:
     """Some files of each role."""
-    return [n for names in by_role(list(subject.folder)).values() for n in rng.sample(names, min(per_role, len(names)))]
+    return [
+        n
+        for names in by_role(list(subject.folder)).values()
+        for n in rng.sample(names, min(per_role, len(names)))
+    ]
 
 
 # Files that tell of others.
@@ -133,7 +172,9 @@ _TABLE = re.compile(
 
 
 def names_of(*files: str) -> tuple[str, ...]:
-    """How a message may name files: by path, name, or what is stored in the folder that they are in."""
+    """How a message may name files: by path, name, or what is stored in the folder that they are
+    in.
+    """
     found: set[str] = set()
     for file in files:
         path = PurePosixPath(file)
@@ -141,7 +182,9 @@ def names_of(*files: str) -> tuple[str, ...]:
             return ("",)  # what is wrong with a table shows in what it tells of
         found |= {file, path.name, path.stem}
         for parent in path.parts[:-1]:
-            if len(parent) > 1 and not re.fullmatch(r"iter_\d+|global_step\d+.*|default|state|zero|ckpt", parent):
+            if len(parent) > 1 and not re.fullmatch(
+                r"iter_\d+|global_step\d+.*|default|state|zero|ckpt", parent
+            ):
                 found |= {parent, parent.replace(".", "/"), parent.partition(".")[2] or parent}
     return tuple(sorted(name for name in found if len(name) > 1))
 
@@ -196,7 +239,12 @@ def file_missing(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     for names in by_role(list(subject.folder)).values():
         if len(names) > 1:
             gone = dict.fromkeys(names)
-            yield Attempt(f"all {role(names[0])} are missing", put(gone), (*names_of(*names), *_ABSENT), MISSING)
+            yield Attempt(
+                f"all {role(names[0])} are missing",
+                put(gone),
+                (*names_of(*names), *_ABSENT),
+                MISSING,
+            )
 
 
 @mistake
@@ -204,7 +252,12 @@ def folder_missing(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     put = replacing(subject)
     for folder in some_folders(subject, "folder missing"):
         gone = {name: None for name in subject.folder if name.startswith(f"{folder}/")}
-        yield Attempt(f"{folder}/ is missing", put(gone), (*names_of(f"{folder}/x"), folder, *_ABSENT), MISSING)
+        yield Attempt(
+            f"{folder}/ is missing",
+            put(gone),
+            (*names_of(f"{folder}/x"), folder, *_ABSENT),
+            MISSING,
+        )
 
 
 def some_folders(subject: Subject, what: str) -> list[str]:
@@ -214,14 +267,23 @@ def some_folders(subject: Subject, what: str) -> list[str]:
     found: dict[tuple[int, str], list[str]] = defaultdict(list)
     for folder in sorted(folders):
         found[folder.count("/"), re.sub(r"\d+", "#", PurePosixPath(folder).name)[:6]].append(folder)
-    return [folder for names in found.values() for folder in rng.sample(names, min(2, len(names)))][:12]
+    return [folder for names in found.values() for folder in rng.sample(names, min(2, len(names)))][
+        :12
+    ]
 
 
 @mistake
 def file_truncated(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     put = replacing(subject)
     for name, data, rng in each_file(subject, "truncated"):
-        lengths = {1, len(data) // 4, len(data) // 2, len(data) * 9 // 10, len(data) - 1, len(data) // 512 * 512}
+        lengths = {
+            1,
+            len(data) // 4,
+            len(data) // 2,
+            len(data) * 9 // 10,
+            len(data) - 1,
+            len(data) // 512 * 512,
+        }
         for length in sorted(
             rng.sample(sorted(n for n in lengths if 0 < n < len(data)), min(3, len(lengths) - 1))
             if len(data) > 2
@@ -229,7 +291,10 @@ def file_truncated(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
         ):
             cut = data[:length]
             yield Attempt(
-                f"{name} has its first {length} of {len(data)} bytes", put({name: cut}), names_of(name), DAMAGED
+                f"{name} has its first {length} of {len(data)} bytes",
+                put({name: cut}),
+                names_of(name),
+                DAMAGED,
             )
 
 
@@ -251,14 +316,23 @@ def half_downloaded(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]
         for share in (0.1, 0.5, 0.9):
             keep = int(len(data) * share)
             zeros = data[:keep] + bytes(len(data) - keep)
-            yield Attempt(f"{name} is zeros after byte {keep}", put({name: zeros}), names_of(name), DAMAGED)
+            yield Attempt(
+                f"{name} is zeros after byte {keep}", put({name: zeros}), names_of(name), DAMAGED
+            )
         start = rng.randrange(len(data) // 2)
         stop = min(len(data), start + max(64, len(data) // 4))
         hole = data[:start] + bytes(stop - start) + data[stop:]
-        yield Attempt(f"{name} has zeros at {start}:{stop}", put({name: hole}), names_of(name), DAMAGED)
+        yield Attempt(
+            f"{name} has zeros at {start}:{stop}", put({name: hole}), names_of(name), DAMAGED
+        )
         for end in (".part", ".crdownload", ".incomplete"):
             other = {name: None, name + end: data[: len(data) // 2]}
-            yield Attempt(f"{name} is half, as {end}", put(other), (*names_of(name), *_ABSENT), f"{MISSING}|{DAMAGED}")
+            yield Attempt(
+                f"{name} is half, as {end}",
+                put(other),
+                (*names_of(name), *_ABSENT),
+                f"{MISSING}|{DAMAGED}",
+            )
 
 
 @mistake
@@ -267,7 +341,10 @@ def bytes_appended(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     for name, data, _rng in each_file(subject, "appended"):
         for what, more in (("zeros", bytes(512)), ("itself once more", data), ("a newline", b"\n")):
             yield Attempt(
-                f"{name} ends with {what}", put({name: data + more}), names_of(name), DAMAGED + "|extra|after"
+                f"{name} ends with {what}",
+                put({name: data + more}),
+                names_of(name),
+                DAMAGED + "|extra|after",
             )
 
 
@@ -279,21 +356,35 @@ def bit_flipped(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
             bit = rng.randrange(8)
             flipped = data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
             what = f"bit {bit} of byte {at} of {name} is flipped"
-            yield Attempt(what, put({name: flipped}), names_of(name), f"{DAMAGED}|{FOREIGN}|{MISSING}", small=True)
+            yield Attempt(
+                what,
+                put({name: flipped}),
+                names_of(name),
+                f"{DAMAGED}|{FOREIGN}|{MISSING}",
+                small=True,
+            )
 
 
 def places_in(name: str, data: bytes, rng: Random) -> list[int]:
     """Bytes of the header, of the data, and of what comes at the end."""
-    found = [at for at in (0, len(data) - 1) if data] + [rng.randrange(len(data)) for _ in range(3) if data]
+    found = [at for at in (0, len(data) - 1) if data] + [
+        rng.randrange(len(data)) for _ in range(3) if data
+    ]
     if name.endswith(".safetensors"):
         length = int.from_bytes(data[:8], "little")
-        found += [rng.randrange(8 + length), rng.randrange(8, 8 + length), rng.randrange(8 + length, len(data))]
+        found += [
+            rng.randrange(8 + length),
+            rng.randrange(8, 8 + length),
+            rng.randrange(8 + length, len(data)),
+        ]
     elif data[:4] == b"PK\3\4" and not name.endswith(".distcp"):
         with zipfile.ZipFile(BytesIO(data)) as file:
             infos = file.infolist()
         for info in (infos[0], rng.choice(infos)):
             if info.file_size:
-                found.append(info.header_offset + 30 + rng.randrange(len(info.filename) + info.file_size))
+                found.append(
+                    info.header_offset + 30 + rng.randrange(len(info.filename) + info.file_size)
+                )
     return sorted(set(found))
 
 
@@ -302,10 +393,19 @@ def text_mangled(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     """As a transfer in text mode, an editor, or a version control that changes ends of lines."""
     put = replacing(subject)
     for name, data, _rng in each_file(subject, "text"):
-        ways = {"CRLF for LF": data.replace(b"\n", b"\r\n"), "LF for CRLF": data.replace(b"\r\n", b"\n")}
+        ways = {
+            "CRLF for LF": data.replace(b"\n", b"\r\n"),
+            "LF for CRLF": data.replace(b"\r\n", b"\n"),
+        }
         if is_text(data):
-            ways |= {"a byte order mark": b"\xef\xbb\xbf" + data, "UTF-16": data.decode().encode("utf-16")}
-            ways |= {"CRLF at its end": data.rstrip() + b"\r\n", "spaces around it": b"  " + data.rstrip() + b"  \n"}
+            ways |= {
+                "a byte order mark": b"\xef\xbb\xbf" + data,
+                "UTF-16": data.decode().encode("utf-16"),
+            }
+            ways |= {
+                "CRLF at its end": data.rstrip() + b"\r\n",
+                "spaces around it": b"  " + data.rstrip() + b"  \n",
+            }
             ways |= {"upper case": data.upper(), "quotes around it": b'"' + data.strip() + b'"\n'}
         else:
             ways |= {
@@ -314,7 +414,9 @@ def text_mangled(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
             }
         for how, other in ways.items():
             if other != data:
-                yield Attempt(f"{name} with {how}", put({name: other}), names_of(name), TEXT + "|" + DAMAGED)
+                yield Attempt(
+                    f"{name} with {how}", put({name: other}), names_of(name), TEXT + "|" + DAMAGED
+                )
 
 
 _LARGE = (".safetensors", ".pt", ".bin", ".distcp")  # what a hub keeps in git-lfs
@@ -326,19 +428,31 @@ def another_thing_in_its_place(subject: Subject, _: Sequence[Subject]) -> Iterat
     put = replacing(subject)
     for name, data, rng in each_file(subject, "things"):
         lfs = _LFS % (rng.randbytes(32).hex().encode(), len(data))
-        page = b"<!DOCTYPE html>\n<html><head><title>404 Not Found</title></head><body>Not found.</body></html>\n"
+        page = (
+            b"<!DOCTYPE html>\n<html><head><title>404 Not Found</title></head><body>Not"
+            b" found.</body></html>\n"
+        )
         denied = b'{"error":"Repository not found"}'
         named = names_of(name)
         if not is_text(data):
             kept_so = PurePosixPath(name).suffix in _LARGE or name.endswith(".metadata")
-            yield Attempt(f"{name} is a git-lfs pointer", put({name: lfs}), named, POINTER if kept_so else DAMAGED)
+            yield Attempt(
+                f"{name} is a git-lfs pointer",
+                put({name: lfs}),
+                named,
+                POINTER if kept_so else DAMAGED,
+            )
         yield Attempt(f"{name} is a web page", put({name: page}), named, WEB)
-        yield Attempt(f"{name} is an error in JSON", put({name: denied}), named, WEB + "|lacks|no |should")
+        yield Attempt(
+            f"{name} is an error in JSON", put({name: denied}), named, WEB + "|lacks|no |should"
+        )
         inner = {name: None, f"{name}/{PurePosixPath(name).name}": data}
         yield Attempt(f"{name} is a folder that has it", put(inner), named, FOLDER)
         yield Attempt(f"{name} is an empty folder", put({name: EmptyFolder()}), named, FOLDER)
         broken = Link(f"../nowhere/{PurePosixPath(name).name}")
-        yield Attempt(f"{name} is a broken link", put({name: broken}), (*named, "rank"), r"link|" + MISSING)
+        yield Attempt(
+            f"{name} is a broken link", put({name: broken}), (*named, "rank"), r"link|" + MISSING
+        )
 
 
 @mistake
@@ -362,7 +476,12 @@ def file_renamed(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
             new = path.with_name(other).as_posix()
             if new != name and new not in subject.folder:
                 named = (*names_of(name, new), *_ABSENT)
-                yield Attempt(f"{name} is called {other}", put({name: None, new: data}), named, MISSING + "|" + FOREIGN)
+                yield Attempt(
+                    f"{name} is called {other}",
+                    put({name: None, new: data}),
+                    named,
+                    MISSING + "|" + FOREIGN,
+                )
 
 
 @mistake
@@ -401,7 +520,10 @@ def folders_nested_or_flattened(subject: Subject, _: Sequence[Subject]) -> Itera
     tops = {PurePosixPath(name).parts[0] for name in subject.folder if "/" in name}
     deeper = renaming(subject, "checkpoint/{}".format)
     yield Attempt(
-        "all of it lies one folder deeper", deeper, ("checkpoint", "does not exist"), MISSING + r"|known|open "
+        "all of it lies one folder deeper",
+        deeper,
+        ("checkpoint", "does not exist"),
+        MISSING + r"|known|open ",
     )
     for top in sorted(tops)[:2]:
         flat = renaming(subject, partial(_below, folder=top))
@@ -419,15 +541,28 @@ def file_twice(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     put = replacing(subject)
     for name, data, _rng in each_file(subject, "twice"):
         path = PurePosixPath(name)
-        others = [f"{path.stem} (1){path.suffix}", f"{path.name}.bak", f"{path.stem} copy{path.suffix}"]
+        others = [
+            f"{path.stem} (1){path.suffix}",
+            f"{path.name}.bak",
+            f"{path.stem} copy{path.suffix}",
+        ]
         for number in re.finditer(r"\d+", path.name):
             most = max(_numbers(subject.folder, name, number.start()))
-            others.append(path.name[: number.start()] + str(most + 1).zfill(len(number[0])) + path.name[number.end() :])
+            others.append(
+                path.name[: number.start()]
+                + str(most + 1).zfill(len(number[0]))
+                + path.name[number.end() :]
+            )
         for other in others:
             new = path.with_name(other).as_posix()
             if new not in subject.folder:
                 named = names_of(name, new)
-                yield Attempt(f"{name} is there as {other} too", put({new: data}), named, FOREIGN + "|" + MISSING)
+                yield Attempt(
+                    f"{name} is there as {other} too",
+                    put({new: data}),
+                    named,
+                    FOREIGN + "|" + MISSING,
+                )
 
 
 def _numbers(folder: Mapping[str, bytes], name: str, at: int) -> list[int]:
@@ -435,7 +570,9 @@ def _numbers(folder: Mapping[str, bytes], name: str, at: int) -> list[int]:
     path = PurePosixPath(name)
     before, rest = path.name[:at], re.sub(r"^\d+", "", path.name[at:])
     same = re.compile(re.escape(before) + r"(\d+)" + re.sub(r"\\?\d+", r"\\d+", re.escape(rest)))
-    return [int(m[1]) for other in folder if (m := same.fullmatch(PurePosixPath(other).name))] or [0]
+    return [int(m[1]) for other in folder if (m := same.fullmatch(PurePosixPath(other).name))] or [
+        0
+    ]
 
 
 _CLUTTER: dict[str, bytes] = {
@@ -452,7 +589,8 @@ _CLUTTER: dict[str, bytes] = {
 def clutter_beside(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     put = replacing(subject)
     folders = sorted(
-        {PurePosixPath(name).parent.as_posix() for name in subject.folder}, key=lambda f: (f.count("/"), f)
+        {PurePosixPath(name).parent.as_posix() for name in subject.folder},
+        key=lambda f: (f.count("/"), f),
     )
     for folder in dict.fromkeys([folders[0], folders[-1]]):
         prefix = "" if folder == "." else f"{folder}/"
@@ -463,7 +601,10 @@ def clutter_beside(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
         other = path.with_name(f"._{path.name}").as_posix()
         double = b"\0\5\26\7\0\2\0\0Mac OS X        " + bytes(100)
         yield Attempt(
-            f"{other} of macOS is there", put({other: double}), (f"._{path.name}",), r"mac|apple|resource|hidden|copy"
+            f"{other} of macOS is there",
+            put({other: double}),
+            (f"._{path.name}",),
+            r"mac|apple|resource|hidden|copy",
         )
 
 
@@ -490,7 +631,12 @@ def files_of_others_beside(subject: Subject, others: Sequence[Subject]) -> Itera
         ("checkpoint.pt", some),
     ):
         if prefix + name not in subject.folder:
-            yield Attempt(f"{prefix}{name} of something else is there", put({prefix + name: data}), (name,), r".")
+            yield Attempt(
+                f"{prefix}{name} of something else is there",
+                put({prefix + name: data}),
+                (name,),
+                r".",
+            )
     for name in rng.sample(pool, min(6, len(pool))):
         owner = next(other for other in others if name in other.folder)
         if name not in subject.folder:
@@ -504,7 +650,9 @@ def files_of_others_beside(subject: Subject, others: Sequence[Subject]) -> Itera
 
 
 def _small_safetensors() -> bytes:
-    header = json.dumps({"lora.weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}).encode()
+    header = json.dumps(
+        {"lora.weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}
+    ).encode()
     return len(header).to_bytes(8, "little") + header + np.arange(4, dtype=np.float32).tobytes()
 
 
@@ -516,12 +664,24 @@ def files_exchanged(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]
     put = replacing(subject)
     rng = rng_of(subject, "exchanged")
     for names in by_role(list(subject.folder)).values():
-        pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :] if subject.folder[a] != subject.folder[b]]
-        alike = [pair for pair in pairs if len(subject.folder[pair[0]]) == len(subject.folder[pair[1]])]
-        for a, b in dict.fromkeys([*rng.sample(pairs, min(3, len(pairs))), *rng.sample(alike, min(3, len(alike)))]):
+        pairs = [
+            (a, b)
+            for i, a in enumerate(names)
+            for b in names[i + 1 :]
+            if subject.folder[a] != subject.folder[b]
+        ]
+        alike = [
+            pair for pair in pairs if len(subject.folder[pair[0]]) == len(subject.folder[pair[1]])
+        ]
+        for a, b in dict.fromkeys(
+            [*rng.sample(pairs, min(3, len(pairs))), *rng.sample(alike, min(3, len(alike)))]
+        ):
             both = {a: subject.folder[b], b: subject.folder[a]}
             yield Attempt(
-                f"{a} and {b} are exchanged", put(both), (*names_of(a, b), "exchanged"), FOREIGN + "|" + DAMAGED
+                f"{a} and {b} are exchanged",
+                put(both),
+                (*names_of(a, b), "exchanged"),
+                FOREIGN + "|" + DAMAGED,
             )
 
 
@@ -531,8 +691,12 @@ def file_of_another_rank(subject: Subject, _: Sequence[Subject]) -> Iterator[Att
     rng = rng_of(subject, "other rank")
     for names in by_role(list(subject.folder)).values():
         pairs = [(a, b) for a in names for b in names if subject.folder[a] != subject.folder[b]]
-        alike = [pair for pair in pairs if len(subject.folder[pair[0]]) == len(subject.folder[pair[1]])]
-        for a, b in dict.fromkeys([*rng.sample(pairs, min(3, len(pairs))), *rng.sample(alike, min(3, len(alike)))]):
+        alike = [
+            pair for pair in pairs if len(subject.folder[pair[0]]) == len(subject.folder[pair[1]])
+        ]
+        for a, b in dict.fromkeys(
+            [*rng.sample(pairs, min(3, len(pairs))), *rng.sample(alike, min(3, len(alike)))]
+        ):
             yield Attempt(
                 f"{a} is a copy of {b}",
                 put({a: subject.folder[b]}),
@@ -547,9 +711,15 @@ def folders_exchanged(subject: Subject, _: Sequence[Subject]) -> Iterator[Attemp
     found: dict[tuple[str, ...], list[str]] = defaultdict(list)
     folders = {p.as_posix() for name in subject.folder for p in PurePosixPath(name).parents} - {"."}
     for folder in sorted(folders):
-        inner = tuple(sorted(n.removeprefix(f"{folder}/") for n in subject.folder if n.startswith(f"{folder}/")))
+        inner = tuple(
+            sorted(
+                n.removeprefix(f"{folder}/") for n in subject.folder if n.startswith(f"{folder}/")
+            )
+        )
         found[PurePosixPath(folder).parent.as_posix(), *inner].append(folder)
-    pairs = [(a, b) for names in found.values() for i, a in enumerate(names) for b in names[i + 1 :]]
+    pairs = [
+        (a, b) for names in found.values() for i, a in enumerate(names) for b in names[i + 1 :]
+    ]
     for a, b in rng.sample(pairs, min(8, len(pairs))):
         swap = renaming(subject, partial(_swapped, a=a, b=b))
         named = (*names_of(f"{a}/x", f"{b}/x"), a, b)
@@ -576,39 +746,66 @@ def _of_sibling(subject: Subject, which: str) -> Iterator[Attempt]:
     other = subject.siblings.get(which)
     if other is None:
         return
-    differing = [name for name in subject.folder if name in other and other[name] != subject.folder[name]]
+    differing = [
+        name for name in subject.folder if name in other and other[name] != subject.folder[name]
+    ]
     for names in by_role(differing).values():
         for name in rng.sample(names, min(PER_ROLE, len(names))):
             yield Attempt(
-                f"{name} is of another {which}", put({name: other[name]}), names_of(*differing), FOREIGN + "|" + DAMAGED
+                f"{name} is of another {which}",
+                put({name: other[name]}),
+                names_of(*differing),
+                FOREIGN + "|" + DAMAGED,
             )
         whole = {name: other[name] for name in names}
         if 1 < len(names) < len(differing):
             yield Attempt(
-                f"all {role(names[0])} are of another {which}", put(whole), names_of(*names), FOREIGN + "|" + DAMAGED
+                f"all {role(names[0])} are of another {which}",
+                put(whole),
+                names_of(*names),
+                FOREIGN + "|" + DAMAGED,
             )
         if len(names) > 1:  # another rank's file of the other step or run
             a, b = rng.sample(names, 2)
             yield Attempt(
-                f"{a} is {b} of another {which}", put({a: other[b]}), names_of(*differing), FOREIGN + "|" + DAMAGED
+                f"{a} is {b} of another {which}",
+                put({a: other[b]}),
+                names_of(*differing),
+                FOREIGN + "|" + DAMAGED,
             )
-    for folder in {PurePosixPath(name).parent.as_posix() for name in differing if name.count("/") > 1}:
+    for folder in {
+        PurePosixPath(name).parent.as_posix() for name in differing if name.count("/") > 1
+    }:
         inside = {name: other[name] for name in differing if name.startswith(f"{folder}/")}
         if 1 < len(inside) < len(differing) and rng.random() < 0.3:
-            yield Attempt(f"{folder}/ is of another {which}", put(inside), names_of(*inside), FOREIGN + "|" + DAMAGED)
+            yield Attempt(
+                f"{folder}/ is of another {which}",
+                put(inside),
+                names_of(*inside),
+                FOREIGN + "|" + DAMAGED,
+            )
 
 
 @mistake
 def interrupted_copy_over_another_step(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
-    """Some files are of one step, and the rest of another, as when a copy over an older checkpoint is stopped."""
+    """Some files are of one step, and the rest of another, as when a copy over an older
+    checkpoint is stopped.
+    """
     put = replacing(subject)
     for which, other in subject.siblings.items():
         rng = rng_of(subject, f"interrupted {which}")
-        differing = [name for name in sorted(subject.folder) if name in other and other[name] != subject.folder[name]]
+        differing = [
+            name
+            for name in sorted(subject.folder)
+            if name in other and other[name] != subject.folder[name]
+        ]
         for _ in range(3 if len(differing) > 1 else 0):
             some = rng.sample(differing, rng.randrange(1, len(differing)))
             mixed = {name: other[name] for name in some}
-            what = f"{len(some)} of {len(differing)} files are of another {which}: {', '.join(some)[:200]}"
+            what = (
+                f"{len(some)} of {len(differing)} files are of another {which}:"
+                f" {', '.join(some)[:200]}"
+            )
             yield Attempt(what, put(mixed), names_of(*differing), FOREIGN + "|" + DAMAGED)
 
 
@@ -622,15 +819,24 @@ def whole_checkpoint_of_another(subject: Subject, _: Sequence[Subject]) -> Itera
 
 @mistake
 def file_of_another_model(subject: Subject, others: Sequence[Subject]) -> Iterator[Attempt]:
-    """Other sizes, another number of ranks, another optimizer: a file of the same name from another checkpoint."""
+    """Other sizes, another number of ranks, another optimizer: a file of the same name from
+    another checkpoint.
+    """
     put = replacing(subject)
     rng = rng_of(subject, "other model")
     for name in chosen(subject, rng):
-        donors = [other for other in others if other.folder.get(name, subject.folder[name]) != subject.folder[name]]
+        donors = [
+            other
+            for other in others
+            if other.folder.get(name, subject.folder[name]) != subject.folder[name]
+        ]
         for donor in rng.sample(donors, min(3, len(donors))):
             what = f"{name} is that of {donor.name}"
             yield Attempt(
-                what, put({name: donor.folder[name]}), names_of(name), FOREIGN + "|" + MISSING + "|" + DAMAGED
+                what,
+                put({name: donor.folder[name]}),
+                names_of(name),
+                FOREIGN + "|" + MISSING + "|" + DAMAGED,
             )
 
 
@@ -644,12 +850,16 @@ def two_checkpoints_in_one_folder(subject: Subject, others: Sequence[Subject]) -
             made = partial(_merged, under, over)
             named = (*names_of(*sorted({**under, **over})), "prefix")
             what = f"merged with {donor.name}; of what both have, that of {whose}"
-            yield Attempt(what, made, named, FOREIGN + "|" + MISSING + "|" + DAMAGED, also=(donor.name,))
+            yield Attempt(
+                what, made, named, FOREIGN + "|" + MISSING + "|" + DAMAGED, also=(donor.name,)
+            )
 
 
 @mistake
 def stale_pointer(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
-    """`latest` and its like: of another step, of none, missing, or with two steps to choose from."""
+    """`latest` and its like: of another step, of none, missing, or with two steps to choose
+    from.
+    """
     put = replacing(subject)
     for pointer in ("latest", "latest_universal", "latest_checkpointed_iteration.txt"):
         if pointer not in subject.folder:
@@ -670,13 +880,24 @@ def stale_pointer(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
         ]
         for text in dict.fromkeys(wrong):
             named = (pointer, text or pointer, "known here")
-            yield Attempt(f"{pointer} says {text!r}", put({pointer: text.encode()}), named, MISSING + "|" + FOREIGN)
+            yield Attempt(
+                f"{pointer} says {text!r}",
+                put({pointer: text.encode()}),
+                named,
+                MISSING + "|" + FOREIGN,
+            )
         if "step" not in subject.siblings:
             continue
         other = subject.as_saved("step")
         later = {name: data for name, data in other.items() if name != pointer}
         now = other[pointer].decode()
-        yield Attempt(f"a later step is there, and {pointer} says {said}", put(later), (pointer,), ".", also=())
+        yield Attempt(
+            f"a later step is there, and {pointer} says {said}",
+            put(later),
+            (pointer,),
+            ".",
+            also=(),
+        )
         yield Attempt(
             f"a later step is there, and {pointer} says {now}",
             put({**later, pointer: now.encode()}),
@@ -694,7 +915,9 @@ def stale_pointer(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
 
 @mistake
 def stale_index(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
-    """The index of a sharded model: of another save, without a tensor, with one too many, or naming other files."""
+    """The index of a sharded model: of another save, without a tensor, with one too many, or
+    naming other files.
+    """
     put = replacing(subject)
     for name in subject.folder:
         if not name.endswith(".index.json"):
@@ -708,7 +931,9 @@ def stale_index(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
             f"lacks {key}": {k: f for k, f in where.items() if k != key},
             "names a tensor too many": where | {"model.layers.99.weight": files[0]},
             f"calls {key} otherwise": {("x." + k if k == key else k): f for k, f in where.items()},
-            "names files of another number": {k: re.sub(r"-of-\d+", "-of-00009", f) for k, f in where.items()},
+            "names files of another number": {
+                k: re.sub(r"-of-\d+", "-of-00009", f) for k, f in where.items()
+            },
             "names files below another folder": {k: f"old/{f}" for k, f in where.items()},
             "lacks a whole file": {k: f for k, f in where.items() if f != files[-1]},
             "is empty": {},
@@ -720,6 +945,10 @@ def stale_index(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
         named = (*names_of(name, *files), key, "layers.99")
         for how, other in ways.items():
             data = json.dumps({**index, "weight_map": other}).encode()
-            yield Attempt(f"{name} {how}", put({name: data}), named, FOREIGN + "|" + MISSING + "|index")
+            yield Attempt(
+                f"{name} {how}", put({name: data}), named, FOREIGN + "|" + MISSING + "|index"
+            )
         total = json.dumps({**index, "metadata": {"total_size": 12}}).encode()
-        yield Attempt(f"{name} has another total_size", put({name: total}), named, "total_size|" + FOREIGN)
+        yield Attempt(
+            f"{name} has another total_size", put({name: total}), named, "total_size|" + FOREIGN
+        )

@@ -2,7 +2,8 @@
 
 The table that it adds to is that of `temptation_mistakes`.
 
-What is said has an effect, or is refused by name, or a note, a warning or the log tells that it had none.
+What is said has an effect, or is refused by name, or a note, a warning or the log tells that it had
+none.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from temptation_mistakes import Attempt, Beside, each_file, mistake, same_folder
 from temptation_subjects import Subject, mesh
 
 
-def _said(subject: Subject, what: str, options: Mapping[str, Any], named: Sequence[str], noticed: str = "") -> Attempt:
+def _said(
+    subject: Subject, what: str, options: Mapping[str, Any], named: Sequence[str], noticed: str = ""
+) -> Attempt:
     return Attempt(what, same_folder(subject), tuple(named), r".", options=options, noticed=noticed)
 
 
@@ -36,30 +39,71 @@ def sizes_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
         both = {"vocab": vocab, **sizes}
         if "sizes" in subject.options:
             yield _said(subject, f"sizes={both}", {"sizes": both}, (name,), re.escape(name))
-    for value in (0, -1, float(vocab), float(vocab) + 0.5, str(vocab), [vocab], 10**6, 10**30, np.nan):
-        yield _said(subject, f"vocab is {value!r}", {"sizes": {"vocab": value}}, ("vocab",), "vocab")
+    for value in (
+        0,
+        -1,
+        float(vocab),
+        float(vocab) + 0.5,
+        str(vocab),
+        [vocab],
+        10**6,
+        10**30,
+        np.nan,
+    ):
+        yield _said(
+            subject, f"vocab is {value!r}", {"sizes": {"vocab": value}}, ("vocab",), "vocab"
+        )
     for value in ("vocab=101", [("vocab", vocab)], vocab, {1: 2}):
         yield _said(subject, f"sizes={value!r}", {"sizes": value}, ("size", "vocab"), "sizes|vocab")
     if "sizes" in subject.options:
-        yield _said(subject, f"vocab is one row too few: {vocab - 1}", {"sizes": {"vocab": vocab - 1}}, ("vocab",))
-        yield _said(subject, f"vocab is one row too many: {vocab + 1}", {"sizes": {"vocab": vocab + 1}}, ("vocab",))
+        yield _said(
+            subject,
+            f"vocab is one row too few: {vocab - 1}",
+            {"sizes": {"vocab": vocab - 1}},
+            ("vocab",),
+        )
+        yield _said(
+            subject,
+            f"vocab is one row too many: {vocab + 1}",
+            {"sizes": {"vocab": vocab + 1}},
+            ("vocab",),
+        )
 
 
 @mistake
 def believe_said(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     for value in ("masters", "Master", "", True, 1, "copies"):
-        yield _said(subject, f"believe={value!r}", {"believe": value}, ("believe", "master"), "believe")
-    yield _said(subject, "believe='master' where nothing differs", {"believe": "master"}, ("believe", "master"))
+        yield _said(
+            subject,
+            f"on_conflict={value!r}",
+            {"on_conflict": value},
+            ("on_conflict", "master"),
+            "on_conflict",
+        )
+    yield _said(
+        subject,
+        "on_conflict='master' where nothing differs",
+        {"on_conflict": "master"},
+        ("on_conflict", "master"),
+    )
 
 
 @mistake
 def weights_only_said(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     for value in ("no", "false", "False", 2):
-        yield _said(subject, f"weights_only={value!r}", {"weights_only": value}, ("weights_only",), "weights_only")
+        yield _said(
+            subject,
+            f"weights_only={value!r}",
+            {"weights_only": value},
+            ("weights_only",),
+            "weights_only",
+        )
 
 
 _SPECS = {
-    "of another model": "rules:\n  - match: 'transformer\\.h\\.(\\d+)\\.attn'\n    name: x\n    pattern: whole\n",
+    "of another model": (
+        "rules:\n  - match: 'transformer\\.h\\.(\\d+)\\.attn'\n    name: x\n    pattern: whole\n"
+    ),
     "empty": "",
     "a list": "- a\n- b\n",
     "not YAML": "{a: [\n",
@@ -75,7 +119,13 @@ def spec_said(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
         options = {"spec": Beside("spec.yaml")}
         beside = {"spec.yaml": text.encode()}
         yield Attempt(
-            f"spec is {what}", same_folder(subject), named, r".", options=options, noticed=r"\bspec\b", beside=beside
+            f"spec is {what}",
+            same_folder(subject),
+            named,
+            r".",
+            options=options,
+            noticed=r"\bspec\b",
+            beside=beside,
         )
     for value in ("nowhere.yaml", "/", "/dev/null"):
         yield _said(subject, f"spec={value!r}", {"spec": value}, (*named, str(value)), r"\bspec\b")
@@ -93,7 +143,16 @@ def option_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]
     ):
         (name,) = options
         yield _said(subject, f"open({name}={options[name]!r})", options, (name,), name)
-    for name in ("size", "weight_only", "beleive", "specs", "vocab", "mesh", "optimizer_group", "dequantise"):
+    for name in (
+        "size",
+        "weight_only",
+        "beleive",
+        "specs",
+        "vocab",
+        "mesh",
+        "optimizer_group",
+        "dequantise",
+    ):
         yield _said(subject, f"open({name}=...)", {name: 1}, (name,))
 
 
@@ -109,8 +168,16 @@ def restore_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt
     P1, P9 = P("data"), P(*[None] * 9, "data")
     ways: dict[str, tuple[Callable[[ucp.Checkpoint, Path], Any], tuple[str, ...], str]] = {
         "rules without a mesh": (act(rules=[("weight$", P1)]), ("rules", "mesh"), ""),
-        "a rule that no leaf has": (act(mesh=mesh(), rules=[("kernal_$", P1)]), ("kernal",), "kernal"),
-        "a rule for an axis that the mesh has not": (act(mesh=mesh(), rules=[("e", P("modle"))]), ("modle",), "modle"),
+        "a rule that no leaf has": (
+            act(mesh=mesh(), rules=[("kernal_$", P1)]),
+            ("kernal",),
+            "kernal",
+        ),
+        "a rule for an axis that the mesh has not": (
+            act(mesh=mesh(), rules=[("e", P("modle"))]),
+            ("modle",),
+            "modle",
+        ),
         "a rule with too many axes": (
             act(mesh=mesh(), rules=[("e", P9)]),
             ("rule", "axes", "dimension", "'e'"),
@@ -118,8 +185,16 @@ def restore_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt
         ),
         "a rule that is no expression": (act(mesh=mesh(), rules=[("(", P1)]), ("(", "rule"), ""),
         "rules as a dict": (act(mesh=mesh(), rules={"weight$": P1}), ("rules", "pair"), ""),
-        "one rule in place of a list": (act(mesh=mesh(), rules=("weight$", P1)), ("rules", "pair"), ""),
-        "a rule with a string for a spec": (act(mesh=mesh(), rules=[("e", "data")]), ("rule", "PartitionSpec"), "rule"),
+        "one rule in place of a list": (
+            act(mesh=mesh(), rules=("weight$", P1)),
+            ("rules", "pair"),
+            "",
+        ),
+        "a rule with a string for a spec": (
+            act(mesh=mesh(), rules=[("e", "data")]),
+            ("rule", "PartitionSpec"),
+            "rule",
+        ),
         "a mesh of names and sizes": (act(mesh={"data": 4}), ("mesh",), ""),
         "the name of a mesh": (act(mesh="data=4"), ("mesh",), ""),
         "cast to no dtype": (act(cast="bfloat61"), ("cast", "bfloat61"), ""),
@@ -135,14 +210,18 @@ def restore_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt
         "narrow_integers misspelt": (act(narrow_integer=True), ("narrow_integer",), ""),
     }
     for what, (way, named, noticed) in ways.items():
-        yield Attempt(f"restore with {what}", same_folder(subject), named, r".", act=way, noticed=noticed)
+        yield Attempt(
+            f"restore with {what}", same_folder(subject), named, r".", act=way, noticed=noticed
+        )
 
 
 @mistake
 def target_of_another_model(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     """Targets that are not the tree of the checkpoint, in one leaf or in all."""
 
-    def changed(change: Callable[[list[Any], Random], object]) -> Callable[[ucp.Checkpoint, Path], Any]:
+    def changed(
+        change: Callable[[list[Any], Random], object],
+    ) -> Callable[[ucp.Checkpoint, Path], Any]:
         def act(checkpoint: ucp.Checkpoint, _: Path) -> Any:
             leaves, tree = jax.tree_util.tree_flatten(checkpoint.abstract())
             arrays = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
@@ -171,7 +250,8 @@ def target_of_another_model(subject: Subject, _: Sequence[Subject]) -> Iterator[
         for i, leaf in enumerate(leaves):
             if len(getattr(leaf, "shape", ())) > 1:
                 leaves[i] = jax.ShapeDtypeStruct(
-                    (*leaf.shape[:-2], leaf.shape[-1], leaf.shape[-2], 1)[: len(leaf.shape) + 1], leaf.dtype
+                    (*leaf.shape[:-2], leaf.shape[-1], leaf.shape[-2], 1)[: len(leaf.shape) + 1],
+                    leaf.dtype,
                 )
 
     def other_type(leaves: list[Any], rng: Random) -> None:
@@ -180,7 +260,9 @@ def target_of_another_model(subject: Subject, _: Sequence[Subject]) -> Iterator[
 
     def doubles(leaves: list[Any], rng: Random) -> None:
         leaf = leaves[i := one(leaves, rng)]
-        leaves[i] = jax.ShapeDtypeStruct(leaf.shape, np.float16 if leaf.dtype != np.float16 else np.float32)
+        leaves[i] = jax.ShapeDtypeStruct(
+            leaf.shape, np.float16 if leaf.dtype != np.float16 else np.float32
+        )
 
     def number(leaves: list[Any], rng: Random) -> None:
         leaves[one(leaves, rng)] = 3
@@ -199,7 +281,11 @@ def target_of_another_model(subject: Subject, _: Sequence[Subject]) -> Iterator[
     named = ("target", "checkpoint", "shape", "dtype", "leaf")
     for what, change in ways.items():
         yield Attempt(
-            f"the target has {what}", same_folder(subject), named, r"target|shape|dtype|array", act=changed(change)
+            f"the target has {what}",
+            same_folder(subject),
+            named,
+            r"target|shape|dtype|array",
+            act=changed(change),
         )
 
     def renamed(checkpoint: ucp.Checkpoint, _: Path) -> Any:
@@ -212,7 +298,9 @@ def target_of_another_model(subject: Subject, _: Sequence[Subject]) -> Iterator[
         return checkpoint.restore({"model": checkpoint.abstract()}, mesh=mesh())
 
     def partly(checkpoint: ucp.Checkpoint, _: Path) -> Any:
-        return checkpoint.restore(_with_another_key(checkpoint.abstract()), mesh=mesh(), partial=True)
+        return checkpoint.restore(
+            _with_another_key(checkpoint.abstract()), mesh=mesh(), partial=True
+        )
 
     for what, act in {
         "a leaf renamed": renamed,
@@ -221,7 +309,11 @@ def target_of_another_model(subject: Subject, _: Sequence[Subject]) -> Iterator[
         "a leaf renamed, in part": partly,
     }.items():
         yield Attempt(
-            f"the target has {what}", same_folder(subject), ("x_misspelt", *named), r"target|checkpoint", act=act
+            f"the target has {what}",
+            same_folder(subject),
+            ("x_misspelt", *named),
+            r"target|checkpoint",
+            act=act,
         )
 
 
@@ -241,11 +333,21 @@ def _without_a_key(tree: Any) -> Any:
     if isinstance(tree, dict) and tree:
         key = sorted(tree, key=str)[0]
         inner = _without_a_key(tree[key])
-        return {**tree, key: inner} if inner is not tree[key] else {k: v for k, v in tree.items() if k != key}
+        return (
+            {**tree, key: inner}
+            if inner is not tree[key]
+            else {k: v for k, v in tree.items() if k != key}
+        )
     return tree
 
 
-_MAPPINGS = ("hf-llama-to-tunix", "hf-gpt2-to-flax", "hf-qwen2-to-tunix", "hf-qwen3-to-maxtext", "hf-gemma-to-tunix")
+_MAPPINGS = (
+    "hf-llama-to-tunix",
+    "hf-gpt2-to-flax",
+    "hf-qwen2-to-tunix",
+    "hf-qwen3-to-maxtext",
+    "hf-gemma-to-tunix",
+)
 _MAPPINGS += (
     "hf-mixtral-to-maxtext",
     "hf-qwen3-moe-to-tunix",
@@ -265,7 +367,9 @@ def mapping_of_another_model(subject: Subject, _: Sequence[Subject]) -> Iterator
     family = subject.name.split("/")[-1]
     for name in _MAPPINGS:
         own = re.match(r"hf-([\w-]+?)-to", name)
-        fits = (own and family.startswith(f"hf_{own[1].replace('-', '_')}")) or name.split("-")[0] in subject.name
+        fits = (own and family.startswith(f"hf_{own[1].replace('-', '_')}")) or name.split("-")[
+            0
+        ] in subject.name
         if not fits:
             act = partial(_mapped, name)
             named = (name, "mapping", "rule", "param", "not there")
@@ -291,7 +395,10 @@ def path_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     plain: dict[str, tuple[Callable[[Path], str], str]] = {
         "with a slash at its end": (lambda root: at(root) + "/", r"."),
         "with two slashes": (lambda root: at(root).replace("/", "//", 2), r"."),
-        "of the folder above": (lambda root: str((root / entry).parent), r"open|known|step|holds|no checkpoint|item"),
+        "of the folder above": (
+            lambda root: str((root / entry).parent),
+            r"open|known|step|holds|no checkpoint|item",
+        ),
         "of a name that is not there": (lambda root: at(root) + "x", r"exist"),
         "with a space at its end": (lambda root: at(root) + " ", r"exist"),
         "in upper case": (lambda root: at(root).upper(), r"exist"),
@@ -303,7 +410,15 @@ def path_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     }
     for what, (opened, cause) in plain.items():
         yield Attempt(f"a path {what}", same_folder(subject), ("",), cause, opened=opened)
-    for scheme in ("s3://bucket", "gs://bucket", "hf://org/model", "https://host", "file://", "S3://bucket", "az://c"):
+    for scheme in (
+        "s3://bucket",
+        "gs://bucket",
+        "hf://org/model",
+        "https://host",
+        "file://",
+        "S3://bucket",
+        "az://c",
+    ):
         opened = partial(_with_scheme, scheme, entry)
         yield Attempt(
             f"a URL of {scheme}",
@@ -318,7 +433,8 @@ def path_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
 def part_of_it_opened(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     """A folder or a rank's file inside of it."""
     for folder in some_folders(subject, "part"):
-        if folder != subject.entry and f"{folder}/_METADATA" not in subject.folder:  # which is an item by itself
+        # which is an item by itself
+        if folder != subject.entry and f"{folder}/_METADATA" not in subject.folder:
             opened = partial(_inside, folder)
             yield Attempt(
                 f"{folder}/ is opened",
@@ -344,7 +460,9 @@ def part_of_it_opened(subject: Subject, _: Sequence[Subject]) -> Iterator[Attemp
 
 @mistake
 def saved_to_a_wrong_place(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
-    """Where a conversion must not go; what it says, or that it is there, and nothing else is left behind."""
+    """Where a conversion must not go; what it says, or that it is there, and nothing else is
+    left behind.
+    """
 
     def to(target: Callable[[Path], str], **said: Any) -> Callable[[ucp.Checkpoint, Path], Any]:
         return lambda checkpoint, work: checkpoint.save(target(work), **said).restore()
@@ -354,7 +472,10 @@ def saved_to_a_wrong_place(subject: Subject, _: Sequence[Subject]) -> Iterator[A
         "a bucket": (to(lambda work: "gs://bucket/x"), ("gs://",)),
         "a URL": (to(lambda work: "s3://bucket/x"), ("s3://",)),
         "a URL of files": (to(lambda work: f"file://{work}/out"), ("file://", "URL")),
-        "the source": (to(lambda work: str(work / "source" / subject.entry)), ("exist", "in use", "source")),
+        "the source": (
+            to(lambda work: str(work / "source" / subject.entry)),
+            ("exist", "in use", "source"),
+        ),
         "inside the source": (
             to(lambda work: str(work / "source" / folder / "converted")),
             ("source", "inside", "exist"),
@@ -367,11 +488,16 @@ def saved_to_a_wrong_place(subject: Subject, _: Sequence[Subject]) -> Iterator[A
         "more hosts than devices": (to(_out, mesh={"data": 2}, hosts=3), ("hosts", "devices")),
         "no budget": (to(_out, budget_bytes=0), ("budget",)),
         "rules without a mesh": (to(_out, rules=[("e", P("data"))]), ("mesh",)),
-        "a rule that no leaf has": (to(_out, mesh={"data": 2}, rules=[("kernal_", P("data"))]), ("kernal_",)),
+        "a rule that no leaf has": (
+            to(_out, mesh={"data": 2}, rules=[("kernal_", P("data"))]),
+            ("kernal_",),
+        ),
     }
     for what, (act, named) in ways.items():
         noticed = "kernal_" if "no leaf" in what else ""
-        yield Attempt(f"save with {what}", same_folder(subject), named, r".", act=act, noticed=noticed)
+        yield Attempt(
+            f"save with {what}", same_folder(subject), named, r".", act=act, noticed=noticed
+        )
 
 
 def _out(work: Path) -> str:

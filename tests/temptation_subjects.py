@@ -1,4 +1,6 @@
-"""The valid checkpoints that mistakes are made with: of every format, with their truth and their siblings."""
+"""The valid checkpoints that mistakes are made with: of every format, with their truth and their
+siblings.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,18 @@ from orbax.checkpoint import v1
 import jax_ucp as ucp
 import torch_writer
 from cases import DATA, Case, every
-from jax_ucp.formats.safetensors import SafetensorsFile
+from jax_ucp.formats.safetensors.reader import SafetensorsFile
 from jax_ucp.layout.box import Box
 from temptation_folders import OTHER_RUN, STEP_LATER, Change, read_folder, sibling
 
-FORMATS = ("universal", "orbax-v0", "orbax-v1", "deepspeed", "deepspeed-universal", "megatron-legacy")
+FORMATS = (
+    "universal",
+    "orbax-v0",
+    "orbax-v1",
+    "deepspeed",
+    "deepspeed-universal",
+    "megatron-legacy",
+)
 FORMATS += ("megatron-dist", "dcp", "dcp-hf", "safetensors", "torch.save")
 
 # Of each folder the files that the test data keep beside the checkpoint.
@@ -36,7 +45,8 @@ _OURS = {"truth.npz", "case.json", "plain.pt"}
 
 @dataclass
 class Subject:
-    """A valid checkpoint: `folder` has its files, and `entry` of it is what is opened, with `options`.
+    """A valid checkpoint: `folder` has its files, and `entry` of it is what is opened, with
+    `options`.
 
     `siblings` are the same checkpoint of another step and of another run, under the same names.
     """
@@ -59,7 +69,11 @@ class Subject:
     def as_saved(self, which: str) -> dict[str, bytes]:
         """A sibling with the names that its own step gives to folders."""
         folder = self.siblings[which]
-        return {_next_step(n): _pointing(n, data) for n, data in folder.items()} if which == "step" else folder
+        return (
+            {_next_step(n): _pointing(n, data) for n, data in folder.items()}
+            if which == "step"
+            else folder
+        )
 
 
 def _next_step(text: str) -> str:
@@ -79,11 +93,20 @@ _CHANGES: dict[str, Change] = {"step": STEP_LATER, "run": OTHER_RUN}
 def subjects(formats: tuple[str, ...] = FORMATS, real: Path | None = None) -> list[Subject]:
     """Every valid checkpoint of these formats.
 
-    `real` is a folder of siblings that a trainer wrote: `real/step/CASE/ckpt` and `real/run/CASE/ckpt`. With it only
-    checkpoints that have such siblings are given.
+    `real` is a folder of siblings that a trainer wrote: `real/step/CASE/ckpt` and
+    `real/run/CASE/ckpt`. With it only checkpoints that have such siblings are given.
     """
-    found = [_recorded(case) for case in every() if not case.about.get("kind", "").startswith("torch_save")]
-    makers = {"universal": _universal, "orbax-v0": _orbax_v0, "orbax-v1": _orbax_v1, "torch.save": _torch_saved}
+    found = [
+        _recorded(case)
+        for case in every()
+        if not case.about.get("kind", "").startswith("torch_save")
+    ]
+    makers = {
+        "universal": _universal,
+        "orbax-v0": _orbax_v0,
+        "orbax-v1": _orbax_v1,
+        "torch.save": _torch_saved,
+    }
     for format, make in makers.items():
         found += make() if format in formats else []
     if real:
@@ -109,11 +132,16 @@ _UNNAMED_GROUPS = ("z0_fp32_dp2", "moe_ep2_dp2_z0_fp32")
 
 
 def _recorded(case: Case) -> Subject:
-    folder = {name: data for name, data in read_folder(case.path).items() if Path(name).name not in _OURS}
+    folder = {
+        name: data for name, data in read_folder(case.path).items() if Path(name).name not in _OURS
+    }
     options: dict[str, Any] = {}
     if case.family == "megatron":
         options["sizes"] = {"vocab": case.about["model"]["vocab_size"]}
-    if case.name in _UNNAMED_GROUPS and "optimizer_groups" in inspect.signature(ucp.open).parameters:
+    if (
+        case.name in _UNNAMED_GROUPS
+        and "optimizer_groups" in inspect.signature(ucp.open).parameters
+    ):
         options["optimizer_groups"] = "module-order"
     name = f"{case.family}/{case.name}"
     return Subject(name, _format(case), folder, "", options, case.truth(), case.equal)
@@ -148,7 +176,10 @@ def run_state(which: str, strings: bool = True) -> dict[str, Any]:
         "layers": [{"kernel": array((16, 24), jnp.bfloat16, P("data", "model"))} for _ in range(2)],
         "scale": array((16,), jnp.float32, P()),
     }
-    moments = {"mu": array((32, 16), jnp.float32, P("data")), "nu": array((16, 24), jnp.float32, P(None, "model"))}
+    moments = {
+        "mu": array((32, 16), jnp.float32, P("data")),
+        "nu": array((16, 24), jnp.float32, P(None, "model")),
+    }
     count = jax.device_put(np.int32(7 + later), NamedSharding(mesh(), P()))
     return {"params": params, "opt_state": [moments, {"count": count}], "step": 7 + later} | (
         {"run": "a name", "ids": np.arange(5, dtype=np.int64) + later} if strings else {}
@@ -172,7 +203,9 @@ def _written(save: Callable[[str, Path], object]) -> Callable[[str], dict[str, b
     return made
 
 
-def _of_jax(name: str, format: str, save: Callable[[str, Path], object], entry: str = "", **more: Any) -> Subject:
+def _of_jax(
+    name: str, format: str, save: Callable[[str, Path], object], entry: str = "", **more: Any
+) -> Subject:
     made = _written(save)
     return Subject(f"{format}/{name}", format, made("base"), entry, made=made, **more)
 
@@ -237,9 +270,14 @@ def _orbax_v1() -> list[Subject]:
         v1.save_pytree(path, run_state(which, strings=False))
 
     def checkpointables(which: str, path: Path) -> None:
-        v1.save_checkpointables(path, {"state": run_state(which, strings=False), "config": {"layers": 2}})
+        v1.save_checkpointables(
+            path, {"state": run_state(which, strings=False), "config": {"layers": 2}}
+        )
 
-    return [_of_jax("pytree", "orbax-v1", pytree), _of_jax("checkpointables", "orbax-v1", checkpointables, "state")]
+    return [
+        _of_jax("pytree", "orbax-v1", pytree),
+        _of_jax("checkpointables", "orbax-v1", checkpointables, "state"),
+    ]
 
 
 def _keep(path: Path, inner: str) -> None:
@@ -259,10 +297,19 @@ def _write(folder: Mapping[str, bytes], path: Path) -> None:
 
 
 def _torch_saved() -> list[Subject]:
-    single = [path for case in ("torchsave", "torchsave_legacy") for path in sorted(DATA.glob(f"torch/{case}/*.pt"))]
+    single = [
+        path
+        for case in ("torchsave", "torchsave_legacy")
+        for path in sorted(DATA.glob(f"torch/{case}/*.pt"))
+    ]
     single.append(DATA / "torch/torchsave_variants/plain.pt")
     found = [
-        Subject(f"torch.save/{path.parent.name}/{path.name}", "torch.save", {path.name: path.read_bytes()}, path.name)
+        Subject(
+            f"torch.save/{path.parent.name}/{path.name}",
+            "torch.save",
+            {path.name: path.read_bytes()},
+            path.name,
+        )
         for path in single
     ]
     return [*found, _bin_folder("hf_llama", 1), _bin_folder("hf_llama", 3)]
@@ -273,19 +320,26 @@ def _bin_folder(case: str, shards: int) -> Subject:
     arrays: dict[str, np.ndarray] = {}
     for path in sorted(DATA.glob(f"torch/{case}/ckpt/*.safetensors")):
         file = SafetensorsFile(path)
-        arrays |= {key: np.array(file.read(key, Box.whole(info.shape))) for key, info in file.arrays().items()}
+        arrays |= {
+            key: np.array(file.read(key, Box.whole(info.shape)))
+            for key, info in file.arrays().items()
+        }
     names = sorted(arrays)
     parts = [names[i::shards] for i in range(shards)]
     files = [
-        f"pytorch_model-{i + 1:05}-of-{shards:05}.bin" if shards > 1 else "pytorch_model.bin" for i in range(shards)
+        f"pytorch_model-{i + 1:05}-of-{shards:05}.bin" if shards > 1 else "pytorch_model.bin"
+        for i in range(shards)
     ]
     folder = {
-        file: torch_writer.saved({name: arrays[name] for name in part}) for file, part in zip(files, parts, strict=True)
+        file: torch_writer.saved({name: arrays[name] for name in part})
+        for file, part in zip(files, parts, strict=True)
     }
     if shards > 1:
         index = {name: file for file, part in zip(files, parts, strict=True) for name in part}
         total = sum(array.nbytes for array in arrays.values())
-        folder["pytorch_model.bin.index.json"] = _json({"metadata": {"total_size": total}, "weight_map": index})
+        folder["pytorch_model.bin.index.json"] = _json(
+            {"metadata": {"total_size": total}, "weight_map": index}
+        )
     folder["config.json"] = (DATA / f"torch/{case}/ckpt/config.json").read_bytes()
     truth = {f"param/{name}": array for name, array in arrays.items()}
     same = lambda got, want, label: got.dtype == want.dtype and got.tobytes() == want.tobytes()  # noqa: E731

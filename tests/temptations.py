@@ -1,11 +1,13 @@
-"""Every mistake of `temptation_mistakes` with every checkpoint of `temptation_subjects`, by the thousand.
+"""Every mistake of `temptation_mistakes` with every checkpoint of `temptation_subjects`, by the
+thousand.
 
     python tests/temptations.py --count 3000            the first 3,000 attempts, spread over formats and mistakes
     python tests/temptations.py --format dcp --all      every attempt with one format
     python tests/temptations.py --only 17 --keep DIR    one again; the folder as the mistake leaves it is kept
 
-Each attempt is opened, restored, converted and restored from that. What comes out is the truth, with everything that is
-stored accounted for, or a refusal whose message names the cause. Attempt number i is the same in every run.
+Each attempt is opened, restored, converted and restored from that. What comes out is the truth,
+with everything that is stored accounted for, or a refusal whose message names the cause. Attempt
+number i is the same in every run.
 """
 
 from __future__ import annotations
@@ -45,7 +47,6 @@ from jax_ucp.errors import UCPError
 from temptation_folders import Folder, write_folder
 from temptation_invisible import INVISIBLE, Case, another_whole
 from temptation_mistakes import MISTAKES, Attempt, Beside
-from temptation_options import path_misspelt  # noqa: F401 - the module adds its mistakes to the table
 from temptation_subjects import FORMATS, Subject, mesh, scratch, subjects
 
 SECONDS = 60
@@ -74,18 +75,28 @@ def leaves_of(tree: Any) -> dict[str, Any]:
 
 
 def result_of(checkpoint: ucp.Checkpoint, tree: Any) -> Result:
-    items = frozenset((item.where, item.fate) for item in checkpoint.account)
-    told = "\n".join([*checkpoint.notes, *(f"{item.where} {item.reason}" for item in checkpoint.account)])
-    read = frozenset(item.where.partition(":")[0] for item in checkpoint.account if not _left_aside(item))
-    return Result(leaves_of(tree), dict(checkpoint.extras), repr(checkpoint.groups), items, told, read)
+    items = frozenset((item.where, item.status) for item in checkpoint.inventory)
+    told = "\n".join(
+        [*checkpoint.notes, *(f"{item.where} {item.reason}" for item in checkpoint.inventory)]
+    )
+    read = frozenset(
+        item.where.partition(":")[0] for item in checkpoint.inventory if not _left_aside(item)
+    )
+    return Result(
+        leaves_of(tree), dict(checkpoint.extras), repr(checkpoint.groups), items, told, read
+    )
 
 
 def _left_aside(item: Any) -> bool:
-    return item.fate == "skipped" and bool(re.search("weights_only|asked for|says how", item.reason))
+    return item.status == "skipped" and bool(
+        re.search("weights_only|asked for|says how", item.reason)
+    )
 
 
 def same_value(got: Any, want: Any) -> bool:
-    """The same bits of the same type and shape; where an array is, on a device or not, is no matter."""
+    """The same bits of the same type and shape; where an array is, on a device or not, is no
+    matter.
+    """
     if not hasattr(want, "shape") or not hasattr(got, "shape"):
         return type(got) is type(want) and got == want
     got, want = np.asarray(got), np.asarray(want)
@@ -95,7 +106,9 @@ def same_value(got: Any, want: Any) -> bool:
 def differences(got: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
     found = [f"{name} is not there" for name in want if name not in got]
     found += [f"{name} should not be there" for name in got if name not in want]
-    return found + [f"{name} is other" for name in want if name in got and not same_value(got[name], want[name])]
+    return found + [
+        f"{name} is other" for name in want if name in got and not same_value(got[name], want[name])
+    ]
 
 
 def check(subject: Subject, tree: Mapping[str, Mapping[str, Any]]) -> None:
@@ -152,7 +165,9 @@ class Heard(logging.Handler):
 
 
 class Late(Exception):
-    """An attempt takes too long. It is no OSError, as a TimeoutError is, which would look like one of a file."""
+    """An attempt takes too long. It is no OSError, as a TimeoutError is, which would look like
+    one of a file.
+    """
 
 
 @contextlib.contextmanager
@@ -245,14 +260,26 @@ class Campaign:
         for path in left:
             _remove(path)
         if left:
-            return Outcome("wrong", f"left behind in the working directory: {[p.name for p in left]}; {outcome.text}")
+            return Outcome(
+                "wrong",
+                f"left behind in the working directory: {[p.name for p in left]}; {outcome.text}",
+            )
         return outcome
 
     def judged(
-        self, subject: Subject, attempt: Attempt, way: Way, folder: Folder, root: Path, warned: list[Any]
+        self,
+        subject: Subject,
+        attempt: Attempt,
+        way: Way,
+        folder: Folder,
+        root: Path,
+        warned: list[Any],
     ) -> Outcome:
         options = {**subject.options, **attempt.options}
-        options = {name: self.work / value if isinstance(value, Beside) else value for name, value in options.items()}
+        options = {
+            name: self.work / value if isinstance(value, Beside) else value
+            for name, value in options.items()
+        }
         if way.weights_only:
             options["weights_only"] = True
         at = attempt.opened(root) if attempt.opened else root / subject.entry
@@ -271,14 +298,22 @@ class Campaign:
                 outcomes[-1] = self.in_full(subject, attempt, way, folder, checkpoint, outcomes[-1])
         except Exception as error:
             outcomes.append(self.refusal(subject, attempt, error, "restore"))
-        outcomes.append(self.converted(subject, attempt, way, folder, checkpoint, at, options, warned))
+        outcomes.append(
+            self.converted(subject, attempt, way, folder, checkpoint, at, options, warned)
+        )
         worst = max(outcomes, key=lambda outcome: OUTCOMES.index(outcome.kind))
         if worst.kind in FAULTS and outcomes[0].kind != outcomes[1].kind:
             return Outcome(worst.kind, " || ".join(f"{one.kind}: {one.text}" for one in outcomes))
         return worst
 
     def in_full(
-        self, subject: Subject, attempt: Attempt, way: Way, folder: Folder, checkpoint: Any, wrong: Outcome
+        self,
+        subject: Subject,
+        attempt: Attempt,
+        way: Way,
+        folder: Folder,
+        checkpoint: Any,
+        wrong: Outcome,
     ) -> Outcome:
         """What a restore says of few bytes that are other if it is asked to compare everything."""
         try:
@@ -316,7 +351,13 @@ class Campaign:
         return self.compared(subject, attempt, way, folder, found, "convert", warned)
 
     def acted(
-        self, subject: Subject, attempt: Attempt, way: Way, folder: Folder, checkpoint: Any, warned: list[Any]
+        self,
+        subject: Subject,
+        attempt: Attempt,
+        way: Way,
+        folder: Folder,
+        checkpoint: Any,
+        warned: list[Any],
     ) -> Outcome:
         assert attempt.act is not None
         try:
@@ -326,7 +367,14 @@ class Campaign:
         return self.compared(subject, attempt, way, folder, found, "restore", warned)
 
     def compared(
-        self, subject: Subject, attempt: Attempt, way: Way, folder: Folder, found: Result, what: str, warned: list[Any]
+        self,
+        subject: Subject,
+        attempt: Attempt,
+        way: Way,
+        folder: Folder,
+        found: Result,
+        what: str,
+        warned: list[Any],
     ) -> Outcome:
         """Whether a result is the truth, and all that is stored is accounted for."""
         want = self.as_noted(self.truth(subject, weights_only=way.weights_only), found)
@@ -341,7 +389,11 @@ class Campaign:
                 return Outcome("invisible", "another whole checkpoint")
             want = truth
         faults = differences(found.leaves, want.leaves)
-        kinds = [f"{len(faults)} of {len(want.leaves)} leaves, the first: {faults[0]}"] if faults else []
+        kinds = (
+            [f"{len(faults)} of {len(want.leaves)} leaves, the first: {faults[0]}"]
+            if faults
+            else []
+        )
         if not attempt.options and not attempt.opened:
             kinds += [f"extra {k}" for k in _different_extras(found.extras, want.extras, folder)]
             kinds += ["groups"] * (found.groups != want.groups)
@@ -352,8 +404,10 @@ class Campaign:
         if attempt.noticed:
             said = "\n".join([*self.notes, *self.heard.lines, *(str(w.message) for w in warned)])
             if not re.search(attempt.noticed, said, re.IGNORECASE):
-                return Outcome("wrong", f"{what}: what was said had no effect, and nothing tells so")
-        # A conversion has an account of its own.
+                return Outcome(
+                    "wrong", f"{what}: what was said had no effect, and nothing tells so"
+                )
+        # A conversion has an inventory of its own.
         if (
             attempt.act is None
             and what.startswith("restore")
@@ -363,28 +417,56 @@ class Campaign:
         return Outcome("right")
 
     def as_noted(self, truth: Result, found: Result) -> Result:
-        """A truth without the extras of the optimizer's files, where a note says that these cannot be read."""
+        """A truth without the extras of the optimizer's files, where a note says that these
+        cannot be read.
+        """
         if not any("no second copy proves them" in note for note in self.notes):
             return truth
-        extras = {name: e for name, e in truth.extras.items() if name in found.extras or "optim" not in name}
+        extras = {
+            name: e
+            for name, e in truth.extras.items()
+            if name in found.extras or "optim" not in name
+        }
         return replace(truth, extras=extras)
 
     @staticmethod
     def is_truth(found: Result, truth: Result, folder: Folder) -> bool:
-        return not differences(found.leaves, truth.leaves) and not _different_extras(found.extras, truth.extras, folder)
+        return not differences(found.leaves, truth.leaves) and not _different_extras(
+            found.extras, truth.extras, folder
+        )
 
     def invisible(
-        self, subject: Subject, attempt: Attempt, way: Way, folder: Folder, found: Result, want: Result
+        self,
+        subject: Subject,
+        attempt: Attempt,
+        way: Way,
+        folder: Folder,
+        found: Result,
+        want: Result,
     ) -> str:
-        """The entry of INVISIBLE that proves that what is wrong could not be seen, or an empty string."""
+        """The entry of INVISIBLE that proves that what is wrong could not be seen, or an empty
+        string.
+        """
         if any(not isinstance(entry, bytes) for entry in folder.values()):
             return ""  # a link or a folder where a file should be
         before, after = subject.folder, _files(folder)
         if way.weights_only:  # nothing else was read
             tables = {name for name in before if not _holds_data(name)}
-            of_weights = [n for n in before if n in tables or any(n == r or n.endswith(f"/{r}") for r in want.read)]
+            of_weights = [
+                n
+                for n in before
+                if n in tables or any(n == r or n.endswith(f"/{r}") for r in want.read)
+            ]
             before, after = ({n: f[n] for n in of_weights if n in f} for f in (before, after))
-        case = Case(subject, before, after, found.leaves, want.leaves, said=attempt.options, extras=want.extras)
+        case = Case(
+            subject,
+            before,
+            after,
+            found.leaves,
+            want.leaves,
+            said=attempt.options,
+            extras=want.extras,
+        )
         if way.weights_only and subject.format in ("dcp", "megatron-dist"):
             case = replace(case, aside=r"optimizer|chained_")
         return next((name for name, entry in INVISIBLE.items() if entry.proves(case)), "")
@@ -395,14 +477,22 @@ class Campaign:
         return self.truth(subject, which, way.weights_only)
 
     def unaccounted(
-        self, subject: Subject, attempt: Attempt, way: Way, folder: Folder, found: Result, want: Result
+        self,
+        subject: Subject,
+        attempt: Attempt,
+        way: Way,
+        folder: Folder,
+        found: Result,
+        want: Result,
     ) -> str:
-        """What the account does not have of what it has of the valid checkpoint, and of the files that came to it."""
+        """What the inventory does not have of what it has of the valid checkpoint, and of the
+        files that came to it.
+        """
         if attempt.options or attempt.opened or attempt.also or subject.entry in subject.folder:
             return ""
         gone = sorted(want.items - found.items)
         if gone and all(folder.get(name) == data for name, data in subject.folder.items()):
-            return f"the account has no more {gone[0]}, and {len(gone) - 1} others"
+            return f"the inventory has no more {gone[0]}, and {len(gone) - 1} others"
         new = [name for name in folder if name not in subject.folder and _holds_data(name)]
         for name in new:
             path = PurePosixPath(name)
@@ -415,11 +505,17 @@ class Campaign:
     def refusal(self, subject: Subject, attempt: Attempt, error: Exception, what: str) -> Outcome:
         """Whether the message of an error names the cause."""
         text = "\n".join([str(error), *getattr(error, "__notes__", [])])
-        ours = isinstance(error, UCPError | FileExistsError | NotADirectoryError | IsADirectoryError)
-        if not ours and not ((attempt.act or attempt.options) and isinstance(error, TypeError | ValueError | OSError)):
+        ours = isinstance(
+            error, UCPError | FileExistsError | NotADirectoryError | IsADirectoryError
+        )
+        if not ours and not (
+            (attempt.act or attempt.options) and isinstance(error, TypeError | ValueError | OSError)
+        ):
             last = traceback.extract_tb(error.__traceback__)[-1]
             return Outcome(
-                "unnamed", f"{what}: raw {type(error).__name__} at {Path(last.filename).name}:{last.lineno}: {text}"
+                "unnamed",
+                f"{what}: raw {type(error).__name__} at {Path(last.filename).name}:{last.lineno}:"
+                f" {text}",
             )
         plain = text.replace(str(self.work), "WORK")
         named = any(name.lower() in plain.lower() for name in attempt.named)
@@ -430,11 +526,15 @@ class Campaign:
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:
-    """Options of `open` as the command line has them. Raises KeyError for one that no subject has."""
+    """Options of `open` as the command line has them. Raises KeyError for one that no subject
+    has.
+    """
     found: list[str] = []
     for name, value in options.items():
         found += {
-            "sizes": lambda sizes: [f for of in sizes.items() for f in ("--size", "{}={}".format(*of))],
+            "sizes": lambda sizes: [
+                f for of in sizes.items() for f in ("--size", "{}={}".format(*of))
+            ],
             "weights_only": lambda said: ["--weights-only"] * said,
             "optimizer_groups": lambda how: ["--optimizer-groups", how],
         }[name](value)
@@ -449,7 +549,9 @@ def _files(folder: Folder) -> dict[str, bytes]:
     return {name: entry for name, entry in folder.items() if isinstance(entry, bytes)}
 
 
-def _different_extras(found: Mapping[str, Any], want: Mapping[str, Any], folder: Folder) -> list[str]:
+def _different_extras(
+    found: Mapping[str, Any], want: Mapping[str, Any], folder: Folder
+) -> list[str]:
     """Extras that are other; those of files that are not there any more are not looked for."""
     there = [name for name in want if any(n.endswith(name) or f"{name}/" in n for n in folder)]
     return [
@@ -464,7 +566,10 @@ def _different_extras(found: Mapping[str, Any], want: Mapping[str, Any], folder:
 def _holds_data(name: str) -> bool:
     path = PurePosixPath(name)
     tables = (".zarray", "zarr.json")
-    data = path.suffix in (".pt", ".bin", ".pth", ".ckpt", ".safetensors", ".distcp") or path.name in tables
+    data = (
+        path.suffix in (".pt", ".bin", ".pth", ".ckpt", ".safetensors", ".distcp")
+        or path.name in tables
+    )
     return data and not path.name.startswith("._")
 
 
@@ -486,13 +591,17 @@ class Trial:
 
 
 def trials(found: Sequence[Subject], only: Sequence[str] = ()) -> list[Trial]:
-    """Every attempt, in an order in which any first part of it is spread over formats and mistakes."""
+    """Every attempt, in an order in which any first part of it is spread over formats and
+    mistakes.
+    """
     groups: dict[tuple[str, str], list[Trial]] = defaultdict(list)
     for subject in found:
         others = [other for other in found if other.format == subject.format]
         for name, make in MISTAKES.items():
             if not only or name in only:
-                groups[subject.format, name] += [Trial(subject, name, attempt) for attempt in make(subject, others)]
+                groups[subject.format, name] += [
+                    Trial(subject, name, attempt) for attempt in make(subject, others)
+                ]
     for key, group in groups.items():
         Random(f"order {key}").shuffle(group)
     rounds = max((len(group) for group in groups.values()), default=0)
@@ -533,7 +642,9 @@ class Table:
 
 
 def _row(name: str, counts: Counter[str], width: int) -> str:
-    return f"{name:{width}} {sum(counts.values()):>7}" + "".join(f"{counts[kind]:>12}" for kind in OUTCOMES)
+    return f"{name:{width}} {sum(counts.values()):>7}" + "".join(
+        f"{counts[kind]:>12}" for kind in OUTCOMES
+    )
 
 
 def run(
@@ -563,7 +674,11 @@ def run(
                 "mistake": trial.mistake,
                 "what": trial.attempt.what,
             }
-            about |= {"kind": outcome.kind, "text": outcome.text, "seconds": round(time.monotonic() - begin, 2)}
+            about |= {
+                "kind": outcome.kind,
+                "text": outcome.text,
+                "seconds": round(time.monotonic() - begin, 2),
+            }
             print(json.dumps(about), file=log, flush=True)
         if outcome.kind in FAULTS and not log:
             print(f"{number} {trial.subject.name}, {trial.mistake}, {trial.attempt.what}")
@@ -574,16 +689,26 @@ def run(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--start", type=int, default=0, help="number of the first attempt")
     parser.add_argument("--all", action="store_true", help="every attempt there is")
     parser.add_argument("--only", type=int, help="number of the one attempt to make")
     parser.add_argument("--format", choices=FORMATS, action="append")
-    parser.add_argument("--mistake", action="append", default=[], help="one of: " + ", ".join(MISTAKES))
-    parser.add_argument("--siblings", type=Path, help="a folder of siblings that a trainer wrote: step/CASE, run/CASE")
+    parser.add_argument(
+        "--mistake", action="append", default=[], help="one of: " + ", ".join(MISTAKES)
+    )
+    parser.add_argument(
+        "--siblings",
+        type=Path,
+        help="a folder of siblings that a trainer wrote: step/CASE, run/CASE",
+    )
     parser.add_argument("--keep", type=Path, help="with --only: where the folder is kept")
-    parser.add_argument("--log", type=argparse.FileType("w"), help="a file for a line of JSON about each")
+    parser.add_argument(
+        "--log", type=argparse.FileType("w"), help="a file for a line of JSON about each"
+    )
     said = parser.parse_args(arguments)
     logging.getLogger("absl").setLevel(logging.ERROR)
     found = subjects(tuple(said.format or FORMATS), said.siblings and said.siblings.absolute())

@@ -1,4 +1,6 @@
-"""A state of Adam's type that an optimizer updates otherwise is refused, both ways; what is Adam's is not."""
+"""A state of Adam's type that an optimizer updates otherwise is refused, both ways; what is
+Adam's is not.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +23,15 @@ ADAMS = {
     "warm-up, mask": optax.adamw(RATE, weight_decay=0.1, mask={"w": True, "b": False}),
     "moments in bfloat16": optax.adamw(1e-3, mu_dtype=jnp.bfloat16),
     "moments in float16": optax.adamw(1e-3, mu_dtype=jnp.float16),
-    "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adaptive_grad_clip(0.01), optax.adam(1e-3)),
+    "clipped": optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adaptive_grad_clip(0.01), optax.adam(1e-3)
+    ),
     "decay through the gradient": optax.chain(optax.add_decayed_weights(0.1), optax.adam(1e-3)),
     "gathered": optax.MultiSteps(optax.adam(1e-3), 4),
     "injected": optax.inject_hyperparams(optax.adamw)(RATE),
-    "frozen": optax.partition({"a": optax.adamw(1e-3), "f": optax.set_to_zero()}, {"w": "a", "b": "f"}),
+    "frozen": optax.partition(
+        {"a": optax.adamw(1e-3), "f": optax.set_to_zero()}, {"w": "a", "b": "f"}
+    ),
     "lamb": optax.lamb(1e-3),
     "lion": optax.lion(1e-3),
 }
@@ -34,7 +40,11 @@ OTHERS = {
     "adamaxw": (optax.adamaxw(RATE), "exp_avg_sq", "b and 1 more"),
     "yogi": (optax.yogi(1e-3), "exp_avg_sq", "b and 1 more"),
     "adopt": (optax.contrib.adopt(1e-3), "exp_avg", "b and 1 more"),
-    "adopt, not clipped": (optax.contrib.adopt(1e-3, use_clipping=False), "exp_avg", "b and 1 more"),
+    "adopt, not clipped": (
+        optax.contrib.adopt(1e-3, use_clipping=False),
+        "exp_avg",
+        "b and 1 more",
+    ),
     "one of two": (
         optax.partition({"a": optax.adamw(1e-3), "y": optax.yogi(1e-3)}, {"w": "a", "b": "y"}),
         "exp_avg_sq",
@@ -70,7 +80,9 @@ def test_adams_moments_do_not_load_into_yogi_unless_they_are_meant_to():
 def test_nor_do_yogis_go_to_torch_as_adams():
     params = {"w": jnp.ones((3, 2))}
     checkpoint = Checkpoint.of({"params": params, "opt_state": optax.yogi(1e-3).init(params)})
-    with pytest.raises(TreeMismatch, match="w: tx keeps in a ScaleByAdamState what is no exp_avg_sq of Adam"):
+    with pytest.raises(
+        TreeMismatch, match="w: tx keeps in a ScaleByAdamState what is no exp_avg_sq of Adam"
+    ):
         checkpoint.torch_states(optax.yogi(1e-3))
     checkpoint = Checkpoint.of({"params": params, "opt_state": optax.adam(1e-3).init(params)})
     assert set(checkpoint.torch_states(optax.adam(1e-3)).params["w"].states) == {*MOMENTS, "step"}

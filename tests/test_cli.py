@@ -53,9 +53,14 @@ def test_inspect_lists_every_parameter_in_full_and_the_account(converted):
     assert "skipped" in text
     assert "compared with it by verify" in text
     found = run_json("inspect", CASE)
-    assert {item["fate"] for item in found["account"]} == {"mapped", "extra", "skipped"}
-    assert found["items"]["mapped"] == sum(item["fate"] == "mapped" for item in found["account"])
-    assert run_json("inspect", converted)["source"] == {"format": "deepspeed", "name": "global_step5"}
+    assert {item["status"] for item in found["inventory"]} == {"mapped", "extra", "skipped"}
+    assert found["items"]["mapped"] == sum(
+        item["status"] == "mapped" for item in found["inventory"]
+    )
+    assert run_json("inspect", converted)["source"] == {
+        "format": "deepspeed",
+        "name": "global_step5",
+    }
     assert "lr_scheduler" in run("inspect", CASE, "--all")
 
 
@@ -71,17 +76,21 @@ def test_plan_moves_nothing_and_says_what_would_be_moved(tmp_path):
     assert not (tmp_path / "out").exists()
     assert found["write_bytes"] == found["bytes"] == ucp.open(CASE).nbytes
     assert found["peak_bytes_in_flight"] <= 64 << 10
-    assert all(item["fate"] != "mapped" for item in found["not_mapped"])
+    assert all(item["status"] != "mapped" for item in found["not_mapped"])
 
 
 def test_the_copy_that_is_believed_is_the_parameter():
-    found = run_json("inspect", CASE, "--believe", "copy")
-    assert {leaf["dtype"] for leaf in found["leaves"] if leaf["leaf"].startswith("param/")} == {"bfloat16"}
-    assert "the copy is believed, as asked" in found["notes"][0]
+    found = run_json("inspect", CASE, "--on-conflict", "copy")
+    assert {leaf["dtype"] for leaf in found["leaves"] if leaf["leaf"].startswith("param/")} == {
+        "bfloat16"
+    }
+    assert "the copy is taken, as asked" in found["notes"][0]
 
 
 def test_plan_shows_a_mesh_without_having_its_devices():
-    found = run_json("plan", CASE, "--mesh", "data=64,model=4", "--rule", r"h_to_4h\.weight$=data,model")["restore"]
+    found = run_json(
+        "plan", CASE, "--mesh", "data=64,model=4", "--rule", r"h_to_4h\.weight$=data,model"
+    )["restore"]
     assert found["devices"] == 256
     (leaf,) = [x for x in found["leaves"] if x["leaf"] == "param/layers.0.mlp.dense_h_to_4h.weight"]
     assert leaf["spec"] == [None, "model"]
@@ -94,7 +103,9 @@ def test_a_conversion_for_a_mesh_is_read_there_without_a_byte_in_vain(tmp_path):
     want = np.random.default_rng(0).normal(size=(2048, 512)).astype(np.float32)
     entry = {"dtype": "F32", "shape": want.shape, "data_offsets": [0, want.nbytes]}
     header = json.dumps({"kernel": entry}).encode()
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + want.tobytes())
+    (tmp_path / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + want.tobytes()
+    )
     mesh = ("--mesh", "data=2,model=32", "--rule", "kernel$=data,model", "--hosts", 32)
     run("convert", tmp_path / "model.safetensors", tmp_path / "any")
     text = run("convert", tmp_path / "any", tmp_path / "cut", *mesh, "--rule", "nothing=data")
@@ -135,7 +146,9 @@ def test_a_damaged_checkpoint_fails_verification_with_the_file(converted, tmp_pa
         (("plan", __file__), "is no checkpoint of a format known here"),
     ],
 )
-def test_a_path_that_is_nothing_is_refused_without_a_traceback(command, message, tmp_path, monkeypatch):
+def test_a_path_that_is_nothing_is_refused_without_a_traceback(
+    command, message, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     assert message in run(*command, code=1)
 
@@ -147,11 +160,14 @@ def test_a_path_that_is_nothing_is_refused_without_a_traceback(command, message,
         (("plan", CASE, "--mesh", "data:4"), "is no mesh"),
         (("plan", CASE, "--rule", "kernel"), "is no rule"),
         (("plan", CASE, "--hosts", "2"), "give --mesh too"),
-        (("plan", CASE, "--mesh", "data=4", "--hosts", "3"), "4 devices cannot be shared out evenly to 3 hosts"),
+        (
+            ("plan", CASE, "--mesh", "data=4", "--hosts", "3"),
+            "4 devices cannot be shared out evenly to 3 hosts",
+        ),
         (("convert", CASE, "out", "--rule", "kernel=data"), "give --mesh too"),
         (("plan", CASE, "--rule", "(=data"), "is no regular expression"),
         (("convert", CASE), "Missing argument 'TARGET'"),
-        (("verify", CASE, "--believe", "me"), "'me' is not one of 'master', 'copy'"),
+        (("verify", CASE, "--on-conflict", "me"), "'me' is not one of 'master', 'copy'"),
     ],
 )
 def test_a_wrong_command_line_exits_with_2_and_says_what_is_right(options, message):

@@ -68,7 +68,8 @@ def test_what_differs_from_a_model_is_told_with_the_axes_that_would_fit(folder):
     assert "lm_head/kernel [32, 64]: in the target, but no rule forms it" in found["faults"]
     assert "lm_head/w [32, 64]: formed, but not in the target" in found["faults"]
     turned = (
-        "layers/0/attn/q_proj/w: the rule gives [32, 4, 8], the target has [4, 8, 32]; `heads head_dim embed` would fit"
+        "layers/0/attn/q_proj/w: the rule gives [32, 4, 8], the target has [4, 8, 32]; `heads"
+        " head_dim embed` would fit"
     )
     assert turned in found["faults"]
 
@@ -78,9 +79,15 @@ def test_what_no_rule_claims_gets_a_name_with_as_many_elements(folder):
     assert any("lm_heads.weight finds no parameter" in fault for fault in found["faults"])
     assert any("lm_head.weight [64, 32]: claimed by no rule" in fault for fault in found["faults"])
     (suggestion,) = found["suggestions"]
-    assert suggestion == "lm_head.weight [64, 32] -> perhaps lm_head/kernel [32, 64], which has as many elements"
+    assert (
+        suggestion
+        == "lm_head.weight [64, 32] -> perhaps lm_head/kernel [32, 64], which has as many elements"
+    )
     text = run("map", LLAMA, *MINE, code=1)
-    assert "lm_head.weight [64, 32] -> perhaps the rule for lm_heads.weight, which finds nothing, is meant" in text
+    assert (
+        "lm_head.weight [64, 32] -> perhaps the rule for lm_heads.weight, which finds nothing, is"
+        " meant" in text
+    )
 
 
 def test_what_is_skipped_is_shown_with_its_reason(folder):
@@ -91,12 +98,16 @@ def test_what_is_skipped_is_shown_with_its_reason(folder):
     ((where, reason),) = run_json("map", LLAMA, "--mapping", "tied.yaml", *ASSUMED)["skipped"]
     assert where.endswith(":lm_head.weight")
     assert reason == "the head is tied"
-    assert "lm_head.weight: the head is tied" in run("map", LLAMA, "--mapping", "tied.yaml", *ASSUMED)
+    assert "lm_head.weight: the head is tied" in run(
+        "map", LLAMA, "--mapping", "tied.yaml", *ASSUMED
+    )
 
 
 def test_layers_that_no_rule_claims_are_one_suggestion(folder):
     rules = ucp.Mapping.load("hf-llama2-to-maxtext").to_dict()
-    rules["leaves"] = [rule for rule in rules["leaves"] if not any("up_proj" in name for name in rule["param"])]
+    rules["leaves"] = [
+        rule for rule in rules["leaves"] if not any("up_proj" in name for name in rule["param"])
+    ]
     Path("partial.yaml").write_text(json.dumps(rules))
     ucp.open(LLAMA).map("hf-llama2-to-maxtext").save("whole")
     found = run_json("map", LLAMA, "--mapping", "partial.yaml", "--target", "whole", code=1)
@@ -128,8 +139,12 @@ def test_a_target_that_is_none_is_refused_without_a_traceback(target, message, f
 
 
 def test_a_mapping_is_asked_for_and_refused_by_name():
-    assert "give --mapping: a file, or one of deepspeed-gpt-to-reference, hf-" in run("map", LLAMA, code=2)
-    assert "nothing is no mapping that can be read" in run("inspect", LLAMA, "--mapping", "nothing", code=1)
+    assert "give --mapping: a file, or one of deepspeed-gpt-to-reference, hf-" in run(
+        "map", LLAMA, code=2
+    )
+    assert "nothing is no mapping that can be read" in run(
+        "inspect", LLAMA, "--mapping", "nothing", code=1
+    )
 
 
 def test_the_other_commands_see_the_leaves(tmp_path):
@@ -143,8 +158,13 @@ def test_the_other_commands_see_the_leaves(tmp_path):
     assert "moments are left out" in run("plan", LLAMA, *options, "--mesh", "data=2")
     assert "0 faults" in run("verify", LLAMA, *options)
     run("convert", LLAMA, tmp_path / "out", *options)
-    np.testing.assert_array_equal(ucp.open(tmp_path / "out").read(label), ucp.open(LLAMA).map(options[1]).read(label))
-    assert run_json("inspect", tmp_path / "out")["source"]["mapping"]["name"] == "hf-llama2-to-maxtext.yaml"
+    np.testing.assert_array_equal(
+        ucp.open(tmp_path / "out").read(label), ucp.open(LLAMA).map(options[1]).read(label)
+    )
+    assert (
+        run_json("inspect", tmp_path / "out")["source"]["mapping"]["name"]
+        == "hf-llama2-to-maxtext.yaml"
+    )
 
 
 def test_a_length_is_given_by_name():

@@ -28,5 +28,7 @@ def test_forgetting_the_moments_of_adam_on_restore_makes_the_runs_part():
     assert run.returncode == 1, run.stdout + run.stderr
     assert len(TABLE_ROW.findall(run.stdout)) == STEPS
     assert "The runs part" in run.stdout
-    spread, largest = (float(re.search(rf"{name}.*: +(\S+)", run.stdout)[1]) for name in ("spread of", "largest"))
+    spread, largest = (
+        float(re.search(rf"{name}.*: +(\S+)", run.stdout)[1]) for name in ("spread of", "largest")
+    )
     assert largest > 1000 * spread

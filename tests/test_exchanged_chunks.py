@@ -1,4 +1,6 @@
-"""A chunk in the place of another, valid by itself: no value of it is handed out, whoever asks and however little."""
+"""A chunk in the place of another, valid by itself: no value of it is handed out, whoever asks
+and however little.
+"""
 
 import base64
 import json
@@ -25,12 +27,15 @@ from hostile_files import resealed, without_crcs
 from jax_ucp.errors import CorruptData
 from jax_ucp.layout.blocks import Chunks
 from jax_ucp.layout.box import Box
-from jax_ucp.storage import shard_file
-from jax_ucp.storage.packs import PACK_FROM
-from jax_ucp.storage.shard_file import CRC_BYTES, chunk_bytes
-from jax_ucp.storage.zarr import ZarrStore, open_store
+from jax_ucp.universal import shard_codec as shard_file
+from jax_ucp.universal.packs import PACK_FROM
+from jax_ucp.universal.shard_codec import CRC_BYTES, chunk_bytes
+from jax_ucp.universal.store import ZarrStore, open_store
 
-MESHES = [Mesh(np.array(jax.devices()[: a * b]).reshape(a, b), ("x", "y")) for a, b in ((4, 2), (1, 8), (2, 3), (1, 1))]
+MESHES = [
+    Mesh(np.array(jax.devices()[: a * b]).reshape(a, b), ("x", "y"))
+    for a, b in ((4, 2), (1, 8), (2, 3), (1, 1))
+]
 ROWS = NamedSharding(MESHES[0], P("x"))
 INNER = "wide"  # the array of which each file has several inner chunks
 
@@ -87,7 +92,9 @@ def changed(file: Path, data: bytes) -> Iterator[None]:
 
 def by_v1(item: Path, mesh: Mesh) -> Any:
     try:
-        return v1.load_checkpointables(item.parent, {"default": ucp.args.Restore(mesh=mesh)})["default"]
+        return v1.load_checkpointables(item.parent, {"default": ucp.args.Restore(mesh=mesh)})[
+            "default"
+        ]
     except Exception as error:  # v1 raises one of its own from that of any handler
         raise (error.__cause__ or error) from None
 
@@ -133,14 +140,19 @@ def test_a_chunk_file_that_is_another_of_its_size_is_refused_by_every_reader(run
 def test_the_metadata_of_another_step_or_run_are_refused_by_every_reader(runs, item, reader):
     for other in (runs[0] / "2", runs[1] / "1"):
         data = (other / "default" / "ucp.json").read_bytes()
-        with changed(item / "ucp.json", data), pytest.raises(CorruptData, match="another array, step or run"):
+        with (
+            changed(item / "ucp.json", data),
+            pytest.raises(CorruptData, match="another array, step or run"),
+        ):
             READERS[reader](item, MESHES[0])
     READERS[reader](item, MESHES[0])
 
 
 def test_what_is_not_of_the_exchanged_file_is_still_read(runs, item):
     want = tree(1, 0)
-    with changed(item / "b.0" / "c.0.0", (runs[1] / "1" / "default" / "b.0" / "c.0.0").read_bytes()):
+    with changed(
+        item / "b.0" / "c.0.0", (runs[1] / "1" / "default" / "b.0" / "c.0.0").read_bytes()
+    ):
         checkpoint = ucp.open(item)
         np.testing.assert_array_equal(checkpoint.read("b/1"), want["b"][1])
         with pytest.raises(CorruptData, match=r"b\.0: "):
@@ -150,21 +162,37 @@ def test_what_is_not_of_the_exchanged_file_is_still_read(runs, item):
 @settings(max_examples=60)
 @given(st.data())
 def test_an_inner_chunk_in_the_place_of_another_is_refused_where_any_of_it_is_read(item, data):
-    """By its bytes, or by an index that leads to the other; what is read of the others is what was saved."""
+    """By its bytes, or by an index that leads to the other; what is read of the others is what
+    was saved.
+    """
     metadata, store = open_store(item)
     stored = metadata.arrays[INNER]
     grid = tuple(o // i for o, i in zip(stored.outer, stored.inner, strict=True))
-    count, nbytes = int(np.prod(grid)), chunk_bytes(Chunks(stored.outer, stored.inner), np.dtype(np.float32))
+    count, nbytes = (
+        int(np.prod(grid)),
+        chunk_bytes(Chunks(stored.outer, stored.inner), np.dtype(np.float32)),
+    )
     assert count > 3
-    file = data.draw(st.sampled_from(chunk_files(item)).filter(lambda path: path.parent.name == INNER), label="file")
-    one, other = data.draw(st.lists(st.integers(0, count - 1), min_size=2, max_size=2, unique=True), label="inner")
+    file = data.draw(
+        st.sampled_from(chunk_files(item)).filter(lambda path: path.parent.name == INNER),
+        label="file",
+    )
+    one, other = data.draw(
+        st.lists(st.integers(0, count - 1), min_size=2, max_size=2, unique=True), label="inner"
+    )
     raw = bytearray(file.read_bytes())
     if data.draw(st.booleans(), label="by its bytes"):
         raw[one * nbytes : (one + 1) * nbytes] = raw[other * nbytes : (other + 1) * nbytes]
     else:
-        index = np.frombuffer(raw[-16 * count - CRC_BYTES : -CRC_BYTES], np.uint64).reshape(count, 2).copy()
+        index = (
+            np.frombuffer(raw[-16 * count - CRC_BYTES : -CRC_BYTES], np.uint64)
+            .reshape(count, 2)
+            .copy()
+        )
         index[one] = index[other]
-        raw[-16 * count - CRC_BYTES :] = index.tobytes() + google_crc32c.value(index.tobytes()).to_bytes(4, "little")
+        raw[-16 * count - CRC_BYTES :] = index.tobytes() + google_crc32c.value(
+            index.tobytes()
+        ).to_bytes(4, "little")
     outer = [int(part) for part in file.name.split(".")[1:]]
     place = [o * g + p for o, g, p in zip(outer, grid, np.unravel_index(one, grid), strict=True)]
     start = [p * n for p, n in zip(place, stored.inner, strict=True)]
@@ -177,13 +205,20 @@ def test_an_inner_chunk_in_the_place_of_another_is_refused_where_any_of_it_is_re
             with pytest.raises(CorruptData, match=r"inner chunk .* another array, step or run"):
                 store.read(INNER, box)
         else:
-            np.testing.assert_array_equal(store.read(INNER, box), np.asarray(tree(1, 0)[INNER])[box.index])
+            np.testing.assert_array_equal(
+                store.read(INNER, box), np.asarray(tree(1, 0)[INNER])[box.index]
+            )
 
 
 @pytest.mark.parametrize("other", [1, PACK_FROM - 1])
 def test_a_chunk_of_a_pack_in_the_place_of_another_is_refused(tmp_path, other):
     with ocp.CheckpointManager(tmp_path, item_handlers=ucp.CheckpointHandler()) as manager:
-        manager.save(1, args=ucp.args.Save({f"w{i:04}": np.arange(i, i + 5, dtype=np.int32) for i in range(PACK_FROM)}))
+        manager.save(
+            1,
+            args=ucp.args.Save(
+                {f"w{i:04}": np.arange(i, i + 5, dtype=np.int32) for i in range(PACK_FROM)}
+            ),
+        )
     item = tmp_path / "1" / "default"
     (pack,) = item.glob("ucp.pack_*")
     data, nbytes = pack.read_bytes(), pack.stat().st_size // PACK_FROM
@@ -211,7 +246,10 @@ def chunk_of_zeros(item: Path, name: str) -> bytes:
     (leaf,) = (leaf for leaf in metadata.leaves if leaf.name == name)
     chunks = Chunks(metadata.arrays[name].outer, metadata.arrays[name].inner)
     inside = tuple(min(n, o) for n, o in zip(leaf.shape, chunks.outer, strict=True))
-    return b"".join(bytes(part) for part in shard_file.shard_parts(np.zeros(inside, leaf.dtype), chunks, bytearray()))
+    return b"".join(
+        bytes(part)
+        for part in shard_file.shard_parts(np.zeros(inside, leaf.dtype), chunks, bytearray())
+    )
 
 
 def test_a_copy_is_bound_also_if_it_was_taken_up(item, tmp_path):
@@ -225,10 +263,14 @@ def test_a_copy_is_bound_also_if_it_was_taken_up(item, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        source.save(tmp_path / "taken up", done=stop, budget_bytes=1 << 20)
+        source.save(tmp_path / "taken up", progress=stop, budget_bytes=1 << 20)
     with pytest.MonkeyPatch.context() as patch:
         held = []
-        patch.setattr(ZarrStore, "holds", lambda *args, holds=ZarrStore.holds: held.append(args) or holds(*args))
+        patch.setattr(
+            ZarrStore,
+            "holds",
+            lambda *args, holds=ZarrStore.holds: held.append(args) or holds(*args),
+        )
         result = source.save(tmp_path / "taken up", budget_bytes=1 << 20)
     assert held
     assert [fault for _, fault in result.verify() if fault] == []
@@ -236,7 +278,9 @@ def test_a_copy_is_bound_also_if_it_was_taken_up(item, tmp_path):
 
 
 def test_the_crcs_are_those_of_the_files_in_row_major_order(item, tmp_path):
-    """As `docs/format.md` has it, computed here from the elements: a chunk at an edge has zeros past the array."""
+    """As `docs/format.md` has it, computed here from the elements: a chunk at an edge has zeros
+    past the array.
+    """
     want = tree(1, 0)
     copy = Path(ucp.open(item).save(tmp_path / "copy", budget_bytes=1 << 20).path)
     assert len(chunk_files(copy)) > len(chunk_files(item))
@@ -245,12 +289,19 @@ def test_the_crcs_are_those_of_the_files_in_row_major_order(item, tmp_path):
 
 
 def require_crcs(content: Any, want: Any) -> None:
-    for name, array in {"a": want["a"], "edge": want["edge"], "b.1": want["b"][1], "step": np.int64(1)}.items():
+    for name, array in {
+        "a": want["a"],
+        "edge": want["edge"],
+        "b.1": want["b"][1],
+        "step": np.int64(1),
+    }.items():
         array, inner = np.asarray(array), content["arrays"][name]["inner"]
         grid = [-(-n // c) for n, c in zip(array.shape, inner, strict=True)]
         padded = np.zeros([n * c for n, c in zip(grid, inner, strict=True)], array.dtype)
         padded[tuple(map(slice, array.shape))] = array
-        found = np.frombuffer(base64.b64decode(content["arrays"][name]["crcs"]), "<u4").reshape(grid)
+        found = np.frombuffer(base64.b64decode(content["arrays"][name]["crcs"]), "<u4").reshape(
+            grid
+        )
         for place in np.ndindex(*grid):
             part = padded[tuple(slice(p * c, p * c + c) for p, c in zip(place, inner, strict=True))]
             assert google_crc32c.value(part.tobytes()) == found[place], (name, place)

@@ -1,4 +1,6 @@
-"""Exports: every format gives back, bit for bit, what went in; and the files are what their own readers expect."""
+"""Exports: every format gives back, bit for bit, what went in; and the files are what their own
+readers expect.
+"""
 
 import io
 import json
@@ -18,23 +20,43 @@ from deepspeed_cases import word
 from helpers import MemoryStore, differences, memory
 from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.export.files import Tensor, row_major_boxes
-from jax_ucp.export.torch_zip import TorchZip
-from jax_ucp.formats.extras import as_json
-from jax_ucp.formats.torch_file import Record, StoredTensor, TorchFile
+from jax_ucp.formats.json_values import as_json
+from jax_ucp.formats.torch_save.file import Record, StoredTensor, TorchFile
+from jax_ucp.formats.torch_save.zip_writer import TorchZip
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Key, Leaf
-from jax_ucp.storage.checks import verdicts
-from jax_ucp.storage.contents import Contents
+from jax_ucp.sources.checks import verdicts
+from jax_ucp.sources.contents import Contents
 
 DATA = Path(__file__).parent / "data"
-DTYPES = [np.float32, ml_dtypes.bfloat16, np.float16, np.float64, np.int8, np.uint8, np.int64, np.bool_, np.uint32]
+DTYPES = [
+    np.float32,
+    ml_dtypes.bfloat16,
+    np.float16,
+    np.float64,
+    np.int8,
+    np.uint8,
+    np.int64,
+    np.bool_,
+    np.uint32,
+]
 DTYPES += [np.complex64, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu]
 
-# One case for each way in which a source differs: masters, ZeRO stage, optimizer, frozen, tied, parallel, experts.
+# One case for each way in which a source differs: masters, ZeRO stage, optimizer, frozen, tied,
+# parallel, experts.
 CASES = [
-    *(f"deepspeed/{case}" for case in ("z0_fp32_dp2", "z1_fp16_dp2", "z1_fp32_dp2_sgd", "z2_bf16_dp2_bf16master")),
-    *(f"deepspeed/{case}" for case in ("z2_bf16_dp2_frozen_tied", "z2_fp32_dp2_offload", "z3_bf16_dp2_frozen_tied")),
-    *(f"deepspeed/{case}" for case in ("tp2_dp1_z1_fp32_gqa", "autotp2_dp2_z3_bf16", "autoep2_dp4_z3_fp32")),
+    *(
+        f"deepspeed/{case}"
+        for case in ("z0_fp32_dp2", "z1_fp16_dp2", "z1_fp32_dp2_sgd", "z2_bf16_dp2_bf16master")
+    ),
+    *(
+        f"deepspeed/{case}"
+        for case in ("z2_bf16_dp2_frozen_tied", "z2_fp32_dp2_offload", "z3_bf16_dp2_frozen_tied")
+    ),
+    *(
+        f"deepspeed/{case}"
+        for case in ("tp2_dp1_z1_fp32_gqa", "autotp2_dp2_z3_bf16", "autoep2_dp4_z3_fp32")
+    ),
     "deepspeed/moe_ep2_dp2_z1_bf16",
 ]
 WEIGHTS = ["torch/hf_llama_bf16_tied/ckpt", "torch/hf_gpt2/ckpt"]
@@ -47,7 +69,9 @@ def converted(tmp_path_factory):
 
     def get(case: str) -> Checkpoint:
         if case not in made:
-            made[case] = ucp.open(DATA / case, **word(case)).save(tmp_path_factory.mktemp("universal") / "out")
+            made[case] = ucp.open(DATA / case, **word(case)).save(
+                tmp_path_factory.mktemp("universal") / "out"
+            )
         return made[case]
 
     return get
@@ -55,12 +79,14 @@ def converted(tmp_path_factory):
 
 @pytest.mark.parametrize("format", ["dcp", "deepspeed"])
 @pytest.mark.parametrize("case", CASES)
-def test_an_export_of_a_converted_checkpoint_holds_every_bit_of_the_original(case, format, converted, tmp_path):
+def test_an_export_of_a_converted_checkpoint_holds_every_bit_of_the_original(
+    case, format, converted, tmp_path
+):
     exported = converted(case).export(tmp_path / "out", format)
     assert exported.format == format
     assert differences(ucp.open(DATA / case, **word(case)), exported) == []
     assert [fault for _, fault in exported.verify() if fault] == []
-    assert [item for item in exported.account if item.reason == "not understood"] == []
+    assert [item for item in exported.inventory if item.reason == "not understood"] == []
 
 
 @pytest.mark.parametrize("case", [*WEIGHTS, *CASES[:3]])
@@ -69,7 +95,9 @@ def test_safetensors_hold_every_bit_of_the_weights(case, converted, tmp_path):
     assert differences(ucp.open(DATA / case, **word(case)), exported, {"param"}) == []
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
-    assert files == [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)]
+    assert files == [
+        f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)
+    ]
     assert len(files) > 2
     assert index["metadata"]["total_size"] == exported.nbytes
     assert index["weight_map"].keys() == exported.params.keys()
@@ -78,7 +106,10 @@ def test_safetensors_hold_every_bit_of_the_weights(case, converted, tmp_path):
 def test_the_config_of_a_model_comes_back_with_its_weights(converted, tmp_path):
     case = WEIGHTS[0]
     converted(case).export(tmp_path / "out", "safetensors")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config == json.loads((DATA / case / "config.json").read_text())
     head = (tmp_path / "out" / "model.safetensors").read_bytes()
@@ -146,11 +177,17 @@ def with_objects(objects: dict[str, object]) -> Checkpoint:
 
 
 def test_the_objects_of_a_dcp_checkpoint_come_back_under_their_names(tmp_path):
-    objects = {"optimizer.param_groups.0.lr": 0.1, "optimizer.param_groups.0.params": ["w"], "scheduler.last": 7}
+    objects = {
+        "optimizer.param_groups.0.lr": 0.1,
+        "optimizer.param_groups.0.params": ["w"],
+        "scheduler.last": 7,
+    }
     objects["rng"] = {"!array": "AAECAw==", "dtype": "uint8", "shape": [4]}
     exported = with_objects(objects).export(tmp_path / "out", "dcp")
     assert exported.extras == {"__0_0.distcp": objects}
-    assert any("left out" in note for note in with_objects(objects).plan_export("safetensors").notes)
+    assert any(
+        "left out" in note for note in with_objects(objects).plan_export("safetensors").notes
+    )
 
 
 def test_groups_that_had_numbers_list_names_as_the_states_do(tmp_path):
@@ -158,15 +195,22 @@ def test_groups_that_had_numbers_list_names_as_the_states_do(tmp_path):
     exported = source.export(tmp_path / "out", "dcp")
     assert differences(source, exported) == []
     assert exported.groups == source.groups
-    numbers, names = ({k: v for f in c.extras.values() for k, v in f.items()} for c in (source, exported))
-    for i, (had, have) in enumerate((([0, 1], ["1.weight", "1.bias"]), ([2, 3], ["0.weight", "0.bias"]))):
+    numbers, names = (
+        {k: v for f in c.extras.values() for k, v in f.items()} for c in (source, exported)
+    )
+    for i, (had, have) in enumerate(
+        (([0, 1], ["1.weight", "1.bias"]), ([2, 3], ["0.weight", "0.bias"]))
+    ):
         key = f"optimizer.param_groups.{i}.params"
         assert (numbers.pop(key), names.pop(key)) == (had, have)
     assert names == numbers
 
 
 def test_states_that_stay_by_number_keep_the_numbers_of_their_groups(tmp_path):
-    objects = {"optimizer.param_groups.0.params": [0], "optimizer.param_groups.0.param_names": ["w"]}
+    objects = {
+        "optimizer.param_groups.0.params": [0],
+        "optimizer.param_groups.0.param_names": ["w"],
+    }
     exported = with_objects(objects).export(tmp_path / "out", "dcp")
     assert exported.extras == {"__0_0.distcp": objects}
 
@@ -176,7 +220,9 @@ def test_tensors_beside_a_model_stay_beside_it(tmp_path):
     assert differences(source, source.export(tmp_path / "out", "dcp")) == []
 
 
-SCALARS = st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats() | st.text(max_size=5)
+SCALARS = (
+    st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats() | st.text(max_size=5)
+)
 SCALARS |= st.binary(max_size=5) | st.complex_numbers(allow_nan=False, allow_infinity=False)
 VALUES = st.recursive(
     SCALARS,
@@ -200,8 +246,9 @@ def test_extras_are_pickled_as_what_they_were(tmp_path_factory, values):
 
 @st.composite
 def trees(draw: st.DrawFn, alike: bool = False) -> dict[str, dict[str, np.ndarray]]:
-    """Parameters of any dtype and shape, scalars and empty ones too, some with moments and a step; `alike`, all with
-    the same. A number is no name: in an optimizer's state it is a place in a list."""
+    """Parameters of any dtype and shape, scalars and empty ones too, some with moments and a
+    step; `alike`, all with the same. A number is no name: in an optimizer's state it is a place
+    in a list."""
     names = st.text("ab.7_é ", min_size=1, max_size=8).filter(lambda name: not name.isdigit())
     names = draw(st.lists(names, min_size=1, max_size=5, unique=True))
     states = st.sampled_from([[], ["exp_avg", "step"], ["momentum_buffer"]])
@@ -216,7 +263,9 @@ def trees(draw: st.DrawFn, alike: bool = False) -> dict[str, dict[str, np.ndarra
             if state == "step":
                 tree.setdefault(state, {})[name] = np.array(draw(steps), np.float32)
                 continue
-            raw = draw(st.binary(min_size=int(np.prod(shape)) * np.dtype(dtype).itemsize, max_size=None))
+            raw = draw(
+                st.binary(min_size=int(np.prod(shape)) * np.dtype(dtype).itemsize, max_size=None)
+            )
             raw = bytes(b & 1 for b in raw) if dtype is np.bool_ else raw
             count = int(np.prod(shape))
             tree.setdefault(state, {})[name] = np.frombuffer(raw, dtype, count).reshape(shape)
@@ -227,7 +276,11 @@ def trees(draw: st.DrawFn, alike: bool = False) -> dict[str, dict[str, np.ndarra
 @given(trees(), st.sampled_from(["safetensors", "dcp"]))
 def test_a_tree_of_any_dtypes_and_shapes_comes_back_as_it_was(tmp_path_factory, tree, format):
     names = {f"model.{name}" for name in tree["param"]}
-    assume(not any(f"optimizer.state.{name}.{state}" in names for state in tree for name in tree[state]))
+    assume(
+        not any(
+            f"optimizer.state.{name}.{state}" in names for state in tree for name in tree[state]
+        )
+    )
     source = memory(tree)
     exported = source.export(tmp_path_factory.mktemp("law") / "out", format)
     assert differences(source, exported, {"param"} if format == "safetensors" else None) == []
@@ -249,11 +302,17 @@ def test_a_universal_folder_of_any_dtypes_and_shapes_comes_back_as_it_was(tmp_pa
     st.none() | st.integers(1, 4),
 )
 def test_blocks_follow_one_another_in_the_bytes_of_the_array(shape, itemsize, max_bytes, chunk):
-    boxes = list(row_major_boxes(shape, None if chunk is None else (chunk,) * len(shape), itemsize, max_bytes))
+    boxes = list(
+        row_major_boxes(
+            shape, None if chunk is None else (chunk,) * len(shape), itemsize, max_bytes
+        )
+    )
     flat = np.arange(int(np.prod(shape))).reshape(shape)
     read = [flat[box.index].reshape(-1) for box in boxes]
     assert np.concatenate([np.empty(0, int), *read]).tolist() == list(range(flat.size))
-    assert all(box.size * itemsize <= max_bytes or box.size == 1 for box in boxes) or chunk is not None
+    assert (
+        all(box.size * itemsize <= max_bytes or box.size == 1 for box in boxes) or chunk is not None
+    )
 
 
 def test_blocks_are_made_of_whole_stored_chunks_where_they_can_be():
@@ -263,7 +322,12 @@ def test_blocks_are_made_of_whole_stored_chunks_where_they_can_be():
 
 def test_a_zip_of_torch_is_one_to_any_reader(tmp_path):
     array = np.arange(5, dtype=np.float32)
-    made = TorchZip({"w": Tensor("w", (5,), array.dtype), "n": [1, -(1 << 40), 2.5, None, True, "é", b"\x00\xff"]})
+    made = TorchZip(
+        {
+            "w": Tensor("w", (5,), array.dtype),
+            "n": [1, -(1 << 40), 2.5, None, True, "é", b"\x00\xff"],
+        }
+    )
     data = bytearray(made.size)
     ((at, tensor),) = made.tensors
     assert at % 64 == 0
@@ -276,7 +340,8 @@ def test_a_zip_of_torch_is_one_to_any_reader(tmp_path):
     with zipfile.ZipFile(tmp_path / "w.pt") as file:
         assert file.testzip() is None
         assert file.read("archive/data/0") == array.tobytes()
-        pickletools.dis(file.read("archive/data.pkl"), out=io.StringIO())  # raises if it is no pickle
+        # raises if it is no pickle
+        pickletools.dis(file.read("archive/data.pkl"), out=io.StringIO())
     read = TorchFile(tmp_path / "w.pt")
     np.testing.assert_array_equal(read.read("w", Box((0,), (5,))), array)
     assert read.tree["n"] == [1, -(1 << 40), 2.5, None, True, "é", b"\x00\xff"]

@@ -20,10 +20,10 @@ from helpers import MemoryStore, memory
 from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.cli.main import main
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint, TreeMismatch, UnsupportedLeaf
-from jax_ucp.export.commit import new_folder
+from jax_ucp.export.atomic_folder import new_folder
 from jax_ucp.metadata import Key, Leaf
-from jax_ucp.storage.contents import Contents
-from jax_ucp.storage.source import ArrayInfo
+from jax_ucp.sources.contents import Contents
+from jax_ucp.sources.protocol import ArrayInfo
 from test_export import DATA
 
 WORKERS = Path(__file__).parent / "workers"
@@ -36,7 +36,9 @@ def weights(**arrays: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
 
 
 def contents_of(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()
+    }
 
 
 W = np.arange(12, dtype=np.float32).reshape(4, 3)
@@ -53,28 +55,61 @@ INT4 = np.ones(3, ml_dtypes.int4)
             r"a has dtype int4\n.*b has dtype int4\n.*dtype",
         ),
         ("safetensors", weights(__metadata__=W), UnsupportedLeaf, "__metadata__ has a name"),
-        ("safetensors", weights(c=W.astype(np.complex128)), UnsupportedLeaf, "c has dtype complex128"),
+        (
+            "safetensors",
+            weights(c=W.astype(np.complex128)),
+            UnsupportedLeaf,
+            "c has dtype complex128",
+        ),
         ("dcp", weights(a=INT4), UnsupportedLeaf, r"model\.a has dtype int4"),
         (
             "dcp",
             {"param": {"w": W, "w.b": W}, "b.c": {"w": W}, "c": {"w.b": W}},
             TreeMismatch,
-            r"optimizer\.state\.w\.b\.c: optimizer / state / w / b\.c, optimizer / state / w\.b / c",
+            (
+                r"optimizer\.state\.w\.b\.c: optimizer / state / w / b\.c, optimizer / state /"
+                r" w\.b / c"
+            ),
         ),
-        ("dcp", {"param": {"w": W}, "other": {"model.w": W}}, TreeMismatch, r"model\.w: model / w, model / w"),
+        (
+            "dcp",
+            {"param": {"w": W}, "other": {"model.w": W}},
+            TreeMismatch,
+            r"model\.w: model / w, model / w",
+        ),
         ("deepspeed", weights(a=INT4), UnsupportedLeaf, "param of a has dtype int4"),
-        ("deepspeed", weights(**{"a/b": W, "..": W}), UnsupportedLeaf, r"'a/b' is no name of a folder\n.*'\.\.' is no"),
+        (
+            "deepspeed",
+            weights(**{"a/b": W, "..": W}),
+            UnsupportedLeaf,
+            r"'a/b' is no name of a folder\n.*'\.\.' is no",
+        ),
         ("deepspeed", weights(**{"n" * 300: W}), UnsupportedLeaf, "is no name of a folder"),
-        ("deepspeed", {"param": {"w": W}, "fp32": {"w": W}}, UnsupportedLeaf, "'fp32' of w is no name of a state"),
+        (
+            "deepspeed",
+            {"param": {"w": W}, "fp32": {"w": W}},
+            UnsupportedLeaf,
+            "'fp32' of w is no name of a state",
+        ),
         (
             "deepspeed",
             {"param": {"w": W}, "step": {"w": W}},
             UnsupportedLeaf,
             "step of w has shape .4, 3., and is no num",
         ),
-        ("dcp", {"param": {"w": W}, "buffer": {"w": W}}, TreeMismatch, "w as a parameter and as a buffer"),
+        (
+            "dcp",
+            {"param": {"w": W}, "buffer": {"w": W}},
+            TreeMismatch,
+            "w as a parameter and as a buffer",
+        ),
         ("safetensors", {"other": {"w": W}}, TreeMismatch, "has no parameters"),
-        ("dcp", {"exp_avg": {"w": W}}, TreeMismatch, "states of what is no parameter .*exp_avg of w"),
+        (
+            "dcp",
+            {"exp_avg": {"w": W}},
+            TreeMismatch,
+            "states of what is no parameter .*exp_avg of w",
+        ),
     ],
 )
 def test_what_a_format_cannot_hold_is_named_with_the_remedy_before_anything_is_written(
@@ -86,17 +121,25 @@ def test_what_a_format_cannot_hold_is_named_with_the_remedy_before_anything_is_w
 
 
 def test_a_tree_that_is_not_of_parameters_is_refused(tmp_path):
-    leaf = Leaf((Key("dict", "layers"), Key("list", 0), Key("dict", "w")), "w", "array", (4, 3), "float32")
+    leaf = Leaf(
+        (Key("dict", "layers"), Key("list", 0), Key("dict", "w")), "w", "array", (4, 3), "float32"
+    )
     checkpoint = Checkpoint(Contents("memory", "in memory", [leaf], MemoryStore({"w": W})))
     with pytest.raises(TreeMismatch, match=r"the first layers/0/w\. Map the leaves"):
         checkpoint.export(tmp_path / "out", "dcp")
 
 
 def test_an_extra_that_would_run_code_is_left_out_and_named(tmp_path):
-    extras = {"mp_rank_00_model_states.pt": {"x": [{"!record": "os.system", "args": ["true"], "fields": {}}], "y": 1}}
+    extras = {
+        "mp_rank_00_model_states.pt": {
+            "x": [{"!record": "os.system", "args": ["true"], "fields": {}}],
+            "y": 1,
+        }
+    }
     source = memory(weights(w=W), extras)
     assert any(
-        note.startswith("x of mp_rank_00") and "os.system" in note for note in source.plan_export("deepspeed").notes
+        note.startswith("x of mp_rank_00") and "os.system" in note
+        for note in source.plan_export("deepspeed").notes
     )
     source.export(tmp_path / "out", "deepspeed")
     kept = ucp.open(tmp_path / "out").extras["mp_rank_00_model_states.pt"]
@@ -123,7 +166,10 @@ def test_what_is_left_out_is_said():
     assert [note.partition(":")[0] for note in source.plan_export("safetensors").notes] == [
         "exp_avg, step are left out",
         "1 tensors beside the model are left out, the first rope",
-        "2 extras are left out, which safetensors has no place for; the first is lr_scheduler of a.pt",
+        (
+            "2 extras are left out, which safetensors has no place for; the first is lr_scheduler"
+            " of a.pt"
+        ),
     ]
     notes = "\n".join(source.plan_export("deepspeed").notes)
     assert "load_lr_scheduler_states=False" in notes
@@ -132,7 +178,9 @@ def test_what_is_left_out_is_said():
     assert "round_robin" not in notes
     config = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
     source = memory({"param": {"w": W}}, {"mp_rank_00_model_states.pt": {"ds_config": config}})
-    assert "trained with round_robin_gradients: turn it off" in "\n".join(source.plan_export("deepspeed").notes)
+    assert "trained with round_robin_gradients: turn it off" in "\n".join(
+        source.plan_export("deepspeed").notes
+    )
 
 
 class Counted(MemoryStore):
@@ -161,13 +209,18 @@ class Counted(MemoryStore):
 def test_no_more_than_the_budget_is_in_memory_whatever_the_size_of_the_checkpoint(format, tmp_path):
     shape = 1500, 700
     arrays = {f"param/{i}": np.full(shape, i, np.float32) for i in range(8)}
-    leaves = [Leaf((Key("dict", "param"), Key("dict", n[6:])), n, "array", shape, "float32") for n in arrays]
+    leaves = [
+        Leaf((Key("dict", "param"), Key("dict", n[6:])), n, "array", shape, "float32")
+        for n in arrays
+    ]
     store, budget = Counted(arrays), 4 << 20
     checkpoint = Checkpoint(Contents("memory", "in memory", leaves, store))
     assert checkpoint.nbytes > 8 * budget
     assert checkpoint.plan_export(format, budget_bytes=budget).peak_bytes <= budget
     written: list[int] = []
-    exported = checkpoint.export(tmp_path / "out", format, budget_bytes=budget, done=written.append)
+    exported = checkpoint.export(
+        tmp_path / "out", format, budget_bytes=budget, progress=written.append
+    )
     assert sum(written) == checkpoint.nbytes
     assert 0 < store.worst <= budget
     for name, array in arrays.items():
@@ -198,9 +251,14 @@ class Inflated(MemoryStore):
 @pytest.mark.parametrize(("budget", "at_once"), [(1 << 20, False), (64 << 20, True)])
 def test_what_is_read_around_a_block_counts_too(budget, at_once, tmp_path):
     arrays = {f"param/{i}": np.full((500, 500), i, np.float32) for i in range(4)}
-    leaves = [Leaf((Key("dict", "param"), Key("dict", n[6:])), n, "array", (500, 500), "float32") for n in arrays]
+    leaves = [
+        Leaf((Key("dict", "param"), Key("dict", n[6:])), n, "array", (500, 500), "float32")
+        for n in arrays
+    ]
     store = Inflated(arrays)
-    Checkpoint(Contents("memory", "in memory", leaves, store)).export(tmp_path / "out", "dcp", budget_bytes=budget)
+    Checkpoint(Contents("memory", "in memory", leaves, store)).export(
+        tmp_path / "out", "dcp", budget_bytes=budget
+    )
     assert (store.worst > 1) == at_once
 
 
@@ -248,7 +306,10 @@ class Failing(MemoryStore):
 
 @pytest.mark.parametrize("format", ["safetensors", "dcp", "deepspeed"])
 def test_an_export_that_fails_leaves_nothing(format, tmp_path):
-    leaves = [Leaf((Key("dict", "param"), Key("dict", n)), f"param/{n}", "array", (4, 3), "float32") for n in "ab"]
+    leaves = [
+        Leaf((Key("dict", "param"), Key("dict", n)), f"param/{n}", "array", (4, 3), "float32")
+        for n in "ab"
+    ]
     store = Failing({"param/a": W, "param/b": W})
     with pytest.raises(CorruptData, match="the disk is gone"):
         Checkpoint(Contents("memory", "in memory", leaves, store)).export(tmp_path / "out", format)
@@ -257,13 +318,23 @@ def test_an_export_that_fails_leaves_nothing(format, tmp_path):
 
 @pytest.mark.parametrize("format", ["safetensors", "dcp", "deepspeed"])
 def test_an_export_killed_at_any_moment_is_whole_or_not_there(format, tmp_path):
-    """Real SIGKILLs, before each file or folder that the export makes, opens to write, renames or removes."""
+    """Real SIGKILLs, before each file or folder that the export makes, opens to write, renames
+    or removes.
+    """
     source = tmp_path / "source"
     memory({"param": {"a": W, "b": W + 1}, "exp_avg": {"a": W, "b": W}}).export(source, "dcp")
-    order = {"job": f"export {format}", "root": str(tmp_path), "source": str(source), "times": 0, "seed": 0}
+    order = {
+        "job": f"export {format}",
+        "root": str(tmp_path),
+        "source": str(source),
+        "times": 0,
+        "seed": 0,
+    }
     one_thread = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, str(WORKERS / "killed.py"), json.dumps(order)]
-    done = subprocess.run(command, env=one_thread, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=one_thread, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     kills = [(Path(kill["root"]), kill["last"]) for kill in json.loads(done.stdout)]
     whole = contents_of(tmp_path / "whole0" / "out")
@@ -272,9 +343,12 @@ def test_an_export_killed_at_any_moment_is_whole_or_not_there(format, tmp_path):
         there = (root / "out").exists()
         outcomes.add(there)
         if there:
-            assert contents_of(root) == {f"out/{name}": data for name, data in whole.items()}, moment
+            assert contents_of(root) == {f"out/{name}": data for name, data in whole.items()}, (
+                moment
+            )
             continue
-        for folder in filter(Path.is_dir, root.rglob("*")):  # what is left beside it opens only if all of it is there
+        # what is left beside it opens only if all of it is there
+        for folder in filter(Path.is_dir, root.rglob("*")):
             try:
                 left = ucp.open(folder)
             except (NotACheckpoint, FormatError):
@@ -290,13 +364,25 @@ def test_an_export_killed_at_any_moment_is_whole_or_not_there(format, tmp_path):
 
 def test_the_command_says_what_it_wrote_and_what_it_left_out(tmp_path):
     run = CliRunner().invoke(
-        main, ["export", str(CASE), str(tmp_path / "out"), "--format", "safetensors", "--dtype", "bfloat16", "--json"]
+        main,
+        [
+            "export",
+            str(CASE),
+            str(tmp_path / "out"),
+            "--format",
+            "safetensors",
+            "--dtype",
+            "bfloat16",
+            "--json",
+        ],
     )
     assert run.exit_code == 0, run.output
     found = json.loads(run.stdout)
     assert (found["tensors"], found["files"], found["format"]) == (30, 1, "safetensors")
     assert "note: exp_avg, exp_avg_sq, step are left out" in run.stderr
     assert {leaf.dtype for leaf in ucp.open(tmp_path / "out").leaves} == {"bfloat16"}
-    again = CliRunner().invoke(main, ["export", str(CASE), str(tmp_path / "out"), "--format", "dcp"])
+    again = CliRunner().invoke(
+        main, ["export", str(CASE), str(tmp_path / "out"), "--format", "dcp"]
+    )
     assert again.exit_code == 1
     assert "is in use" in again.stderr

@@ -1,4 +1,6 @@
-"""Torch's `param_groups` in exports: what an optimizer was told for each parameter is there when they are opened."""
+"""Torch's `param_groups` in exports: what an optimizer was told for each parameter is there when
+they are opened.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,17 +15,26 @@ import jax_ucp as ucp
 from deepspeed_cases import word
 from helpers import contents_of
 from jax_ucp.errors import UnsupportedLeaf
-from jax_ucp.export import plan_export, run_export
-from jax_ucp.formats.torch_file import TorchFile
+from jax_ucp.formats.exporting import plan_export, run_export
+from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.metadata import Group, groups_of
 
 DATA = Path(__file__).parent / "data"
 NAMES = ("a.weight", "a.bias", "norm", "head")
 
-# One source for each way in which groups are stored: by place, by name, by number with names, as ZeRO-0 and ZeRO-3 do.
+# One source for each way in which groups are stored: by place, by name, by number with names, as
+# ZeRO-0 and ZeRO-3 do.
 CASES = ["deepspeed/z0_fp32_dp2", "deepspeed/z1_fp32_dp2_sgd", "deepspeed/z3_fp16_dp2_subgroups"]
-CASES += ["deepspeed/moe_ep2_dp2_z1_bf16", "deepspeed/z2_bf16_dp2_frozen_tied", "torch/dcp_named_optimizer/ckpt"]
-CASES += ["torch/fsdp2_dp4_uneven/ckpt", "torch/titan_flat/ckpt", "deepspeed_universal/z3_bf16_dp2_frozen_tied"]
+CASES += [
+    "deepspeed/moe_ep2_dp2_z1_bf16",
+    "deepspeed/z2_bf16_dp2_frozen_tied",
+    "torch/dcp_named_optimizer/ckpt",
+]
+CASES += [
+    "torch/fsdp2_dp4_uneven/ckpt",
+    "torch/titan_flat/ckpt",
+    "deepspeed_universal/z3_bf16_dp2_frozen_tied",
+]
 TARGETS = [("dcp", None), ("deepspeed", 1), ("deepspeed", 3)]
 
 
@@ -48,7 +59,10 @@ SETTINGS = st.dictionaries(
 def told(said: dict[str, dict], moments: bool = True) -> ucp.Checkpoint:
     """A checkpoint of four parameters, of which `said` says what the optimizer was told."""
     states = ("param", "exp_avg") if moments else ("param",)
-    tree = {state: {name: np.full((2, 3), i, np.float32) for i, name in enumerate(NAMES)} for state in states}
+    tree = {
+        state: {name: np.full((2, 3), i, np.float32) for i, name in enumerate(NAMES)}
+        for state in states
+    }
     return ucp.Checkpoint(replace(contents_of(tree), groups=groups_of(said)))
 
 
@@ -56,31 +70,46 @@ def told(said: dict[str, dict], moments: bool = True) -> ucp.Checkpoint:
 @given(st.dictionaries(st.sampled_from(NAMES), SETTINGS), st.booleans(), st.sampled_from(TARGETS))
 def test_any_settings_of_any_parameters_come_back(tmp_path_factory, said, moments, target):
     source = told(said, moments)
-    exported = source.export(tmp_path_factory.mktemp("law") / "out", target[0], zero_stage=target[1])
+    exported = source.export(
+        tmp_path_factory.mktemp("law") / "out", target[0], zero_stage=target[1]
+    )
     assert list(exported.groups) == list(source.groups)
 
 
-@pytest.mark.parametrize(("format", "instead"), [("dcp", "has no settings"), ("deepspeed", "own groups stay")])
+@pytest.mark.parametrize(
+    ("format", "instead"), [("dcp", "has no settings"), ("deepspeed", "own groups stay")]
+)
 def test_what_nothing_says_is_not_invented(format, instead, tmp_path):
     some = told({"norm": {"lr": 0.1}})
-    (note,) = [note for note in some.plan_export(format).notes if note.startswith("nothing says what")]
+    (note,) = [
+        note for note in some.plan_export(format).notes if note.startswith("nothing says what")
+    ]
     assert "told for 3 parameters, the first a.weight" in note
     assert instead in note
     assert list(some.export(tmp_path / "some", format).groups) == [Group(("norm",), {"lr": 0.1})]
     assert list(told({}).export(tmp_path / "none", format).groups) == []
     every = told({name: {"lr": 0.1} for name in NAMES})
-    assert not [note for note in every.plan_export(format).notes if note.startswith("nothing says what")]
+    assert not [
+        note for note in every.plan_export(format).notes if note.startswith("nothing says what")
+    ]
 
 
 def test_groups_follow_a_mapping_to_its_names(tmp_path):
     source = ucp.open(DATA / "torch" / "fsdp2_dp4_uneven" / "ckpt")
-    renamed = ucp.Mapping.from_dict({"leaves": [{"param": name, "leaf": f"my.{name}"} for name in source.params]})
+    renamed = ucp.Mapping.from_dict(
+        {"leaves": [{"param": name, "leaf": f"my.{name}"} for name in source.params]}
+    )
     exported = source.map(renamed).export(tmp_path / "out", "dcp")
-    want = [Group(tuple(f"my.{name}" for name in group.params), group.settings) for group in source.groups]
+    want = [
+        Group(tuple(f"my.{name}" for name in group.params), group.settings)
+        for group in source.groups
+    ]
     assert list(exported.groups) == want
     objects = {name: value for some in exported.extras.values() for name, value in some.items()}
     lists = [value for name, value in objects.items() if name.endswith(".params")]
-    assert sorted(name for some in lists for name in some) == sorted(name for group in want for name in group.params)
+    assert sorted(name for some in lists for name in some) == sorted(
+        name for group in want for name in group.params
+    )
 
 
 def test_a_run_of_jax_keeps_the_groups_of_its_parameters():
@@ -99,12 +128,22 @@ def optimizer_state(folder: Path) -> dict:
     return tree
 
 
-def test_deepspeed_is_given_the_groups_of_its_source_in_their_order_and_more_than_a_run_has(tmp_path):
-    """Two groups alike are one to us; to the loader, which goes by order, the third of the run is the third here."""
-    words = [{"lr": 0.1, "betas": {"!tuple": [0.9, 0.95]}}, {"lr": 0.1, "betas": {"!tuple": [0.9, 0.95]}}, {"lr": 0.3}]
+def test_deepspeed_is_given_the_groups_of_its_source_in_their_order_and_more_than_a_run_has(
+    tmp_path,
+):
+    """Two groups alike are one to us; to the loader, which goes by order, the third of the run
+    is the third here.
+    """
+    words = [
+        {"lr": 0.1, "betas": {"!tuple": [0.9, 0.95]}},
+        {"lr": 0.1, "betas": {"!tuple": [0.9, 0.95]}},
+        {"lr": 0.3},
+    ]
     extras = {"bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt": {"param_groups": words}}
     alike = {"lr": 0.1, "betas": [0.9, 0.95]}
-    checkpoint = told({"a.weight": alike, "a.bias": alike, "norm": {"lr": 0.3}, "head": {"lr": 0.3}})
+    checkpoint = told(
+        {"a.weight": alike, "a.bias": alike, "norm": {"lr": 0.3}, "head": {"lr": 0.3}}
+    )
     contents = replace(checkpoint._contents, extras=extras)
     run_export(contents, plan_export(contents, "deepspeed", zero_stage=1), tmp_path / "out")
     groups = optimizer_state(tmp_path / "out")["param_groups"]
@@ -119,7 +158,9 @@ def test_zero_3_which_takes_the_first_group_for_all_is_given_what_all_agree_on(t
     told({name: {"lr": 0.1, "weight_decay": rate} for name, rate in decay.items()}).export(
         tmp_path / "out", "deepspeed", zero_stage=3
     )
-    assert optimizer_state(tmp_path / "out")["optimizer_state_dict"]["param_groups"] == [{"lr": 0.1, "params": []}]
+    assert optimizer_state(tmp_path / "out")["optimizer_state_dict"]["param_groups"] == [
+        {"lr": 0.1, "params": []}
+    ]
 
 
 def test_groups_that_are_written_are_not_said_to_be_left_out():
@@ -133,22 +174,31 @@ def test_groups_that_are_written_are_not_said_to_be_left_out():
 def test_deepspeed_users_are_told_that_the_order_counts():
     source = ucp.open(DATA / "torch" / "fsdp2_tp_2x2" / "ckpt")
     notes = "\n".join(source.plan_export("deepspeed").notes)
-    assert f"those of the run must begin with {', '.join(group.params[0] for group in source.groups)}" in notes
+    assert (
+        f"those of the run must begin with {', '.join(group.params[0] for group in source.groups)}"
+        in notes
+    )
     own = ucp.open(DATA / "deepspeed" / "z1_fp32_dp4").plan_export("deepspeed").notes
     assert "must begin with" not in "\n".join(own)
 
 
 def test_no_group_is_written_for_deepspeed_whose_parameters_differ_in_their_step(tmp_path):
-    """Its loader asserts that they do not (`load_hp_checkpoint_state_from_checkpoint_dir`, DeepSpeed 0.19.8)."""
+    """Its loader asserts that they do not (`load_hp_checkpoint_state_from_checkpoint_dir`,
+    DeepSpeed 0.19.8).
+    """
     ones = {name: np.ones(3, np.float32) for name in NAMES}
     steps = {name: np.array(5 + (name == "norm"), np.float32) for name in NAMES}
     contents = contents_of({"param": ones, "exp_avg": ones, "step": steps})
-    apart = ucp.Checkpoint(replace(contents, groups=groups_of({n: {"lr": float(n == "norm")} for n in NAMES})))
+    apart = ucp.Checkpoint(
+        replace(contents, groups=groups_of({n: {"lr": float(n == "norm")} for n in NAMES}))
+    )
     both = r".* 5\.0 of head, 6\.0 of norm\. Export"
     with pytest.raises(UnsupportedLeaf, match=f"ZeRO-3 has one step{both} for ZeRO-1 or 2"):
         apart.plan_export("deepspeed", zero_stage=3)
     assert float(apart.export(tmp_path / "apart", "deepspeed", zero_stage=2).read("step/norm")) == 6
-    together = ucp.Checkpoint(replace(contents, groups=groups_of({name: {"lr": 0.1} for name in NAMES})))
+    together = ucp.Checkpoint(
+        replace(contents, groups=groups_of({name: {"lr": 0.1} for name in NAMES}))
+    )
     for stage in (1, 2, 3):
         with pytest.raises(UnsupportedLeaf, match=f"no group whose parameters{both} to another"):
             together.plan_export("deepspeed", zero_stage=stage)

@@ -1,4 +1,6 @@
-"""From torch to optax and back: every parameter and every state of the optimizer, bit for bit, and by name."""
+"""From torch to optax and back: every parameter and every state of the optimizer, bit for bit,
+and by name.
+"""
 
 import json
 import re
@@ -23,16 +25,25 @@ FORMATS = ["dcp", "deepspeed"]
 
 
 def account_is_whole(stored: ucp.Checkpoint, back: ucp.Checkpoint) -> bool:
-    """Whether each stored leaf is in the account once, and those that are mapped are what the result is made of."""
-    told = [item.where for item in back.account if item.where != "ucp.json"]
+    """Whether each stored leaf is in the inventory once, and those that are mapped are what the
+    result is made of.
+    """
+    told = [item.where for item in back.inventory if item.where != "ucp.json"]
     arrays = [leaf.name for leaf in stored.leaves if leaf.has_array]
-    mapped = {item.where for item in back.account if item.fate == "mapped"}
+    mapped = {item.where for item in back.inventory if item.status == "mapped"}
     used = {piece.file.partition("/")[0] for leaf in back.leaves for piece in back.where(leaf)}
     return sorted(told) == sorted(arrays) and mapped == used
 
 
-# Precisions, optimizers, tensor parallelism with grouped heads, a gated MLP, and experts beside dense MLPs.
-CASES = ["z1_fp32_dp4", "z2_bf16_dp2_bf16master", "z1_fp32_dp2_sgd", "z1_fp32_dp2_lion", "tp2_dp1_z1_fp32_gqa"]
+# Precisions, optimizers, tensor parallelism with grouped heads, a gated MLP, and experts beside
+# dense MLPs.
+CASES = [
+    "z1_fp32_dp4",
+    "z2_bf16_dp2_bf16master",
+    "z1_fp32_dp2_sgd",
+    "z1_fp32_dp2_lion",
+    "tp2_dp1_z1_fp32_gqa",
+]
 CASES += ["tp2_dp2_z1_bf16_swiglu", "moe_ep2_dp2_z1_bf16"]
 
 
@@ -67,7 +78,11 @@ def test_a_run_of_fsdp_comes_back_out_of_jax_by_its_own_names(case, wrap, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("case", "counts"), [("legacy_ep2_moe_seq_distopt_fp32", np.int32), ("dist_tp2_gqa_swiglu_qknorm_fp32", np.float32)]
+    ("case", "counts"),
+    [
+        ("legacy_ep2_moe_seq_distopt_fp32", np.int32),
+        ("dist_tp2_gqa_swiglu_qknorm_fp32", np.float32),
+    ],
 )
 def test_a_run_of_megatron_comes_back_out_of_jax(case, counts, tmp_path):
     source = ucp.open(DATA / "megatron" / case / "ckpt")
@@ -111,7 +126,9 @@ leaves:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A directory of the user's own, with a training run, the function that made its optimizer, and a mapping."""
+    """A directory of the user's own, with a training run, the function that made its optimizer,
+    and a mapping.
+    """
     monkeypatch.chdir(tmp_path)
     name = f"train_{tmp_path.name.replace('-', '_')}"
     Path(f"{name}.py").write_text(PROGRAM)
@@ -141,7 +158,9 @@ def test_one_command_exports_a_run(function, folder):
 )
 def test_an_optimizer_that_is_none_is_refused_without_a_traceback(optimizer, message, folder):
     options = ("--format", "dcp", "--optimizer", optimizer.replace("MODULE", folder))
-    assert message.replace("MODULE", folder) in run("export", "run/7/default", "out", *options, code=1)
+    assert message.replace("MODULE", folder) in run(
+        "export", "run/7/default", "out", *options, code=1
+    )
     assert not Path("out").exists()
 
 
@@ -155,7 +174,9 @@ def test_what_is_told_of_a_run_is_printed_and_labels_are_given_by_name(folder):
     printed = run("export", "other/7/default", "out", *options, "--optimizer", f"{folder}:tx")
     assert "note: 1 arrays that are no parameters are left out, the first ema" in printed
     assert ucp.open("out").read("step/dense.weight").dtype == np.int32
-    assert "--params goes with --optimizer" in run("export", "other/7/default", "x", *options, code=2)
+    assert "--params goes with --optimizer" in run(
+        "export", "other/7/default", "x", *options, code=2
+    )
 
 
 PAGE = (DATA.parent.parent / "docs" / "export.md").read_text()

@@ -1,4 +1,5 @@
-"""A damaged checkpoint is an error, an unfinished one is none at all, and neither is ever other data.
+"""A damaged checkpoint is an error, an unfinished one is none at all, and neither is ever other
+data.
 
 The negative controls are here too: what the comparisons would say of data that are wrong and valid.
 """
@@ -69,7 +70,10 @@ def comparable(leaf: Any) -> Any:
 
 def differences(found: Any, want: Any) -> list[str]:
     """Where two trees differ, in any node or any bit; host and device arrays are the same."""
-    pairs = [jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is None) for tree in (found, want)]
+    pairs = [
+        jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is None)
+        for tree in (found, want)
+    ]
     (found_leaves, found_tree), (want_leaves, want_tree) = pairs
     if found_tree != want_tree:
         return [f"{found_tree} is not {want_tree}"]
@@ -90,8 +94,8 @@ def array_of(item: Path, file: Path) -> str:
 
 
 def part_of_shard(data: bytes, at: int) -> str:
-    """Which part of a file the byte at an offset belongs to: a zarr v3 shard with its index and the crc32c of that at
-    the end, or one chunk with its crc32c."""
+    """Which part of a file the byte at an offset belongs to: a zarr v3 shard with its index and
+    the crc32c of that at the end, or one chunk with its crc32c."""
     after_index = len(data) - 4
     for chunks in range(1, len(data)):
         begin = after_index - 16 * chunks
@@ -131,7 +135,9 @@ def faults_of(item: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> tuple[Path, Any]:
-    """A checkpoint whose arrays have one chunk or several, inner and outer, and files of 25 bytes to 3 MiB."""
+    """A checkpoint whose arrays have one chunk or several, inner and outer, and files of 25
+    bytes to 3 MiB.
+    """
     rng = np.random.default_rng(0)
     mesh = jax.make_mesh((4, 2), ("data", "model"))
 
@@ -143,7 +149,9 @@ def saved(tmp_path_factory) -> tuple[Path, Any]:
         "embedding": put(rng.standard_normal((768, 1024), np.float32)),
         "bfloat16": put(rng.standard_normal((1030, 1001), np.float32).astype(ml_dtypes.bfloat16)),
         "int8": rng.integers(-128, 128, (1500, 1000), np.int8),
-        "layers": [{"scale": put(rng.standard_normal((3, 5, 7), np.float32)), "on": np.array([True])}],
+        "layers": [
+            {"scale": put(rng.standard_normal((3, 5, 7), np.float32)), "on": np.array([True])}
+        ],
         "rng": jax.random.key(1),
         "name": "adam",
         "step": 7,
@@ -165,8 +173,8 @@ def small(tmp_path_factory) -> tuple[Path, Any]:
 
 
 def test_any_flipped_bit_of_array_data_is_an_error_to_us_and_to_stock_orbax(saved, stock):
-    """Files are drawn alike, large or small, and every other time the place is at the end, so that checksums and
-    indices are hit as well as data."""
+    """Files are drawn alike, large or small, and every other time the place is at the end, so
+    that checksums and indices are hit as well as data."""
     item, tree = saved
     files, draw = data_files(item), random.Random(0)
     by_us, by_stock, parts = 0, 0, Counter()
@@ -200,10 +208,14 @@ def test_without_checksums_a_flipped_bit_is_other_data_and_the_comparison_sees_i
 
 
 def test_valid_chunks_of_other_data_are_seen_by_the_comparison_and_by_verify(small, tmp_path):
-    """One sign of one zero: a file that TensorStore wrote, with good checksums, of data that were not saved."""
+    """One sign of one zero: a file that TensorStore wrote, with good checksums, of data that
+    were not saved.
+    """
     item, tree = small
     copy = shutil.copytree(item, tmp_path / "copy")
-    ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{copy}/zeros/"}}).result()[1] = -0.0
+    ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{copy}/zeros/"}}).result()[
+        1
+    ] = -0.0
     with pytest.raises(CorruptData, match=r"zeros/c\.0: .* another array, step or run"):
         ucp.open(copy).restore()
     assert [fault.partition(":")[0] for fault in faults_of(copy)] == [f"{copy}/zeros"]
@@ -249,7 +261,8 @@ def test_a_flipped_bit_in_any_other_file_is_found_by_opening_or_by_verify(small)
     item, tree = small
     draw = random.Random(1)
     others = sorted({path for path in item.rglob("*") if path.is_file()} - set(data_files(item)))
-    others = [path for path in others if path.name != "commit_success.txt"]  # of Orbax, which reads none on a disk
+    # of Orbax, which reads none on a disk
+    others = [path for path in others if path.name != "commit_success.txt"]
     assert {path.name for path in others} == {
         *(
             "ucp.json",
@@ -304,9 +317,15 @@ def test_a_data_file_that_is_too_short_or_too_long_is_an_error(small):
     for file in data_files(item):
         data = file.read_bytes()
         for length in range(len(data)):
-            with changed(file, data[:length]), pytest.raises(CorruptData, match=f"{array_of(item, file)}: "):
+            with (
+                changed(file, data[:length]),
+                pytest.raises(CorruptData, match=f"{array_of(item, file)}: "),
+            ):
                 ucp.open(item).restore()
-        with changed(file, data + b"\0"), pytest.raises(CorruptData, match=f"{array_of(item, file)}: "):
+        with (
+            changed(file, data + b"\0"),
+            pytest.raises(CorruptData, match=f"{array_of(item, file)}: "),
+        ):
             ucp.open(item).restore()
 
 
@@ -324,7 +343,10 @@ def test_swapped_data_files_are_found_by_every_read(saved, small):
             faults = faults_of(item)
         assert len(faults) == 2
         for file in (one, other):
-            assert any(f"{item / array_of(item, item / file)}: {item / file}: the data of" in fault for fault in faults)
+            assert any(
+                f"{item / array_of(item, item / file)}: {item / file}: the data of" in fault
+                for fault in faults
+            )
         assert faults_of(item) == []
 
 
@@ -333,12 +355,18 @@ def trees() -> Mapping[int, Any]:
     return {step: tree_of_step(step) for step in STEPS}
 
 
-def killed(job: str, root: Path, source: Path | str = "", times: int = KILLS) -> list[tuple[Path, str]]:
-    """Kills at that many random times, and one at each moment of the last commit: where, and the moment before."""
+def killed(
+    job: str, root: Path, source: Path | str = "", times: int = KILLS
+) -> list[tuple[Path, str]]:
+    """Kills at that many random times, and one at each moment of the last commit: where, and the
+    moment before.
+    """
     order = {"job": job, "root": str(root), "source": str(source), "times": times, "seed": 0}
     one_thread = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, str(WORKERS / "killed.py"), json.dumps(order)]
-    done = subprocess.run(command, env=one_thread, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=one_thread, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     return [(Path(kill["root"]), kill["last"]) for kill in json.loads(done.stdout)]
 
@@ -350,10 +378,12 @@ def opened_below(root: Path) -> Iterator[tuple[Path, Any]]:
             yield Path(directory), ucp.open(directory).restore()
 
 
-def test_a_save_killed_at_any_moment_leaves_whole_steps_and_nothing_else_that_opens(tmp_path, trees):
+def test_a_save_killed_at_any_moment_leaves_whole_steps_and_nothing_else_that_opens(
+    tmp_path, trees
+):
     """Real SIGKILLs, at 50 times drawn uniformly over the duration of two asynchronous saves with
-    `CheckpointManager`, and at each step of the second commit: before and after each file of it that we write,
-    and before each file that Orbax writes, renames or removes.
+    `CheckpointManager`, and at each step of the second commit: before and after each file of it
+    that we write, and before each file that Orbax writes, renames or removes.
     """
     kills = killed("save", tmp_path)
     outcomes = Counter()
@@ -371,15 +401,24 @@ def test_a_save_killed_at_any_moment_leaves_whole_steps_and_nothing_else_that_op
             manager.save(9, args=ucp.args.Save(trees[1]))
             manager.wait_until_finished()
             for step in manager.all_steps():
-                assert differences(manager.restore(step), trees[1 if step == 9 else step]) == [], (moment, step)
+                assert differences(manager.restore(step), trees[1 if step == 9 else step]) == [], (
+                    moment,
+                    step,
+                )
         outcomes[len(steps)] += 1
         shutil.rmtree(root)
     assert len(kills) > KILLS
-    assert set(outcomes) == {0, 1, 2}, f"{outcomes} whole steps: no kill before, between or after the commits"
+    assert set(outcomes) == {
+        0,
+        1,
+        2,
+    }, f"{outcomes} whole steps: no kill before, between or after the commits"
 
 
 def file_bytes(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -387,13 +426,15 @@ def source(tmp_path_factory, trees) -> Path:
     """A checkpoint of stock Orbax, with its arrays in many blocks of a convert."""
     path = tmp_path_factory.mktemp("stock") / "saved"
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, {key: value for key, value in trees[1].items() if key != "name"})  # it takes no strings
+        # it takes no strings
+        checkpointer.save(path, {key: value for key, value in trees[1].items() if key != "name"})
     return path
 
 
 def test_a_convert_killed_at_any_moment_is_completed_by_the_same_convert(tmp_path, source):
-    """Real SIGKILLs, at 50 times drawn uniformly over the duration of `jax-ucp convert`, and at each step from
-    the last block to the end: before and after each file we write, and before each that is opened or removed.
+    """Real SIGKILLs, at 50 times drawn uniformly over the duration of `jax-ucp convert`, and at
+    each step from the last block to the end: before and after each file we write, and before each
+    that is opened or removed.
     """
     kills = killed("convert", tmp_path, source)
     want = ucp.open(source).restore()
@@ -422,8 +463,9 @@ def test_a_convert_killed_at_any_moment_is_completed_by_the_same_convert(tmp_pat
 def test_what_a_kill_in_the_commit_leaves_is_refused_or_whole_to_stock_orbax_and_to_us(
     job, tmp_path, trees, source, stock
 ):
-    """Kills at each moment of the commit, when all arrays are on disk. Stock Orbax reads the directory from the
-    moment its own last file is there, which is just before ours: all that it then reads is right.
+    """Kills at each moment of the commit, when all arrays are on disk. Stock Orbax reads the
+    directory from the moment its own last file is there, which is just before ours: all that it
+    then reads is right.
     """
     want = digests(trees[STEPS[-1]] if job == "save" else ucp.open(source).restore())
     answers = Counter()

@@ -7,7 +7,10 @@ import pytest
 from cases import Case, every, mesh_4_2
 from formats_table import PAGE, row, text
 
-LINES = {found[1]: found[0] for found in re.finditer(r"^\| `(\S+/\S+)` \|.*$", PAGE.read_text(), re.MULTILINE)}
+LINES = {
+    found[1]: found[0]
+    for found in re.finditer(r"^\| `(\S+/\S+)` \|.*$", PAGE.read_text(), re.MULTILINE)
+}
 
 
 def test_every_case_has_its_line_and_no_other():

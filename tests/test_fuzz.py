@@ -1,4 +1,6 @@
-"""Hostile checkpoints are read or refused, call nothing, and cost little; and what watches over that can see it."""
+"""Hostile checkpoints are read or refused, call nothing, and cost little; and what watches over
+that can see it.
+"""
 
 import subprocess
 import sys
@@ -11,12 +13,17 @@ INPUTS = 2500
 
 
 def fuzz(*arguments: object, load: str = "") -> tuple[int, str]:
-    """Run the fuzzer in a process of its own; `load` is what takes the place of `safe_pickle.load` once it watches."""
+    """Run the fuzzer in a process of its own; `load` is what takes the place of
+    `safe_pickle.load` once it watches.
+    """
     program = f"import sys; sys.path.insert(0, {str(TESTS)!r})\nimport fuzz, pickle\n"
     if load:
         program += f"limit = fuzz.limit_memory\nfuzz.CASES, fuzz.SECONDS = (), 2\n{UNPICKLER}"
         program += f"def load(data, *more):\n    return {load}\n"
-        program += "def late(nbytes):\n    limit(nbytes)\n    fuzz.safe_pickle.load = load\nfuzz.limit_memory = late\n"
+        program += (
+            "def late(nbytes):\n    limit(nbytes)\n    fuzz.safe_pickle.load ="
+            " load\nfuzz.limit_memory = late\n"
+        )
     program += "sys.exit(fuzz.main(sys.argv[1:]))"
     command = [sys.executable, "-c", program, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -38,7 +45,8 @@ def test_hostile_inputs_are_read_or_refused_and_nothing_in_them_is_called():
     code, said = fuzz(INPUTS)
     assert code == 0, said
     assert f"{INPUTS} inputs, 0 faults" in said
-    for line in said.splitlines()[:-1]:  # each target both reads and refuses: neither all noise nor all harmless
+    # each target both reads and refuses: neither all noise nor all harmless
+    for line in said.splitlines()[:-1]:
         assert "'read'" in line, line
         assert "'refused'" in line, line
 

@@ -1,4 +1,6 @@
-"""Beside Orbax: it reads what we write, without us; we read what it writes; and its manager drives us."""
+"""Beside Orbax: it reads what we write, without us; we read what it writes; and its manager
+drives us.
+"""
 
 import shutil
 import subprocess
@@ -18,7 +20,7 @@ from orbax.checkpoint import v1
 import jax_ucp as ucp
 from hostile_files import resealed, without_crcs
 from jax_ucp.errors import CorruptData
-from jax_ucp.storage.consolidated import same_bits
+from jax_ucp.sources.consolidated import same_bits
 
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 OTHER = Mesh(np.array(jax.devices()[:6]).reshape(2, 3), ("data", "model"))
@@ -26,18 +28,27 @@ OTHER = Mesh(np.array(jax.devices()[:6]).reshape(2, 3), ("data", "model"))
 NUMBERS = "params", "opt", "step"  # StandardCheckpointer takes no strings
 
 stock_warns = pytest.mark.filterwarnings(
-    "ignore:Sharding info not provided when restoring:UserWarning", "ignore:`StandardCheckpoint.*:DeprecationWarning"
+    "ignore:Sharding info not provided when restoring:UserWarning",
+    "ignore:`StandardCheckpoint.*:DeprecationWarning",
 )
 
 
 def tree() -> dict:
     rng = np.random.default_rng(0)
     params = {
-        "w": jax.device_put(rng.normal(size=(8, 6)).astype(np.float32), NamedSharding(MESH, P("data", "model"))),
+        "w": jax.device_put(
+            rng.normal(size=(8, 6)).astype(np.float32), NamedSharding(MESH, P("data", "model"))
+        ),
         "b": jax.device_put(rng.normal(size=6).astype(jnp.bfloat16), NamedSharding(MESH, P())),
         "layers": [jnp.arange(3.0), jnp.arange(4, dtype=jnp.int32)],
     }
-    return {"params": params, "opt": optax.adam(1e-3).init(params), "step": 3, "name": "run", "none": None}
+    return {
+        "params": params,
+        "opt": optax.adam(1e-3).init(params),
+        "step": 3,
+        "name": "run",
+        "none": None,
+    }
 
 
 def check(got, want=None) -> None:
@@ -154,12 +165,16 @@ def test_the_manager_keeps_the_last_steps_beside_items_of_other_kinds(tmp_path, 
     with ocp.CheckpointManager(tmp_path, item_handlers=handlers, options=options) as manager:
         for step in range(4):
             state = {"w": jnp.full(4, step, jnp.float32)}
-            args = ocp.args.Composite(state=ucp.args.Save(state), config=ocp.args.JsonSave({"step": step}))
+            args = ocp.args.Composite(
+                state=ucp.args.Save(state), config=ocp.args.JsonSave({"step": step})
+            )
             assert manager.save(step, args=args)
         manager.wait_until_finished()
         assert manager.all_steps() == [2, 3]
         target = {"w": jax.ShapeDtypeStruct((4,), jnp.float32)}
-        args = ocp.args.Composite(state=ucp.args.Restore(target, mesh=MESH), config=ocp.args.JsonRestore())
+        args = ocp.args.Composite(
+            state=ucp.args.Restore(target, mesh=MESH), config=ocp.args.JsonRestore()
+        )
         got = manager.restore(3, args=args)
         assert got["config"] == {"step": 3}
         np.testing.assert_array_equal(got["state"]["w"], np.full(4, 3, np.float32))
@@ -192,14 +207,23 @@ def test_a_checkpoint_of_ours_without_its_ucp_json_is_not_taken_for_one_of_orbax
     shutil.copytree(ours / "5", tmp_path / "5")
     (tmp_path / "5" / "default" / "ucp.json").unlink()
     for path in (tmp_path / "5", tmp_path / "5" / "default"):
-        with pytest.raises(ucp.errors.NotACheckpoint, match=r"a universal checkpoint without its ucp\.json"):
+        with pytest.raises(
+            ucp.errors.NotACheckpoint, match=r"a universal checkpoint without its ucp\.json"
+        ):
             ucp.open(path)
 
 
 def test_a_manager_compares_all_that_is_restored_where_it_is_told_to(tmp_path):
-    """The digests of whole chunks, also where it is not recorded of the inner ones what they were."""
+    """The digests of whole chunks, also where it is not recorded of the inner ones what they
+    were.
+    """
     with ocp.CheckpointManager(tmp_path, item_handlers=ucp.CheckpointHandler()) as manager:
-        manager.save(0, args=ucp.args.Save({name: np.full((64, 64), i, np.float32) for i, name in enumerate("ab")}))
+        manager.save(
+            0,
+            args=ucp.args.Save(
+                {name: np.full((64, 64), i, np.float32) for i, name in enumerate("ab")}
+            ),
+        )
         manager.wait_until_finished()
         a, b = (next(tmp_path.glob(f"0/**/{name}/c*")) for name in "ab")
         resealed(a.parents[1], without_crcs)

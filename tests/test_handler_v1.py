@@ -1,4 +1,6 @@
-"""Orbax v1 drives us, sync and async, beside items of its own; stock v1 and v0 read what it then wrote."""
+"""Orbax v1 drives us, sync and async, beside items of its own; stock v1 and v0 read what it then
+wrote.
+"""
 
 import threading
 import time
@@ -15,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1
 
 import jax_ucp as ucp
-from jax_ucp.storage.zarr import ZarrStore
+from jax_ucp.universal.store import ZarrStore
 from test_handler import MESH, OTHER, abstract, check, stock_warns, tree
 
 ARGS = ucp.args
@@ -32,12 +34,16 @@ def save(path, asynchronous: bool) -> None:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_what_v1_saves_it_loads_on_another_mesh_beside_items_of_its_own(tmp_path, asynchronous):
     save(tmp_path / "step", asynchronous)
-    found = v1.load_checkpointables(tmp_path / "step", {"model": ARGS.Restore(mesh=OTHER), "config": None})
+    found = v1.load_checkpointables(
+        tmp_path / "step", {"model": ARGS.Restore(mesh=OTHER), "config": None}
+    )
     check(found["model"])
     assert found["model"]["params"]["w"].sharding == NamedSharding(OTHER, P("data", "model"))
     target = abstract(MESH, P("data"))
     found = v1.load_checkpointables(tmp_path / "step", {"model": ARGS.Restore(target)})
-    assert found["model"]["params"]["w"].sharding.is_equivalent_to(NamedSharding(MESH, P("data")), 2)
+    assert found["model"]["params"]["w"].sharding.is_equivalent_to(
+        NamedSharding(MESH, P("data")), 2
+    )
     assert [fault for _, fault in ucp.open(tmp_path / "step" / "model").verify() if fault] == []
 
 
@@ -46,7 +52,9 @@ def test_an_async_save_of_v1_has_its_own_copy_of_the_data(tmp_path):
     x = jax.device_put(np.zeros((64, 64), np.float32), NamedSharding(MESH, P("data", "model")))
     saves = []
     for i in range(3):
-        saves.append(v1.save_checkpointables_async(tmp_path / str(i), {"model": ARGS.Save({"x": x})}))
+        saves.append(
+            v1.save_checkpointables_async(tmp_path / str(i), {"model": ARGS.Save({"x": x})})
+        )
         x = step(x)
     for i, each in enumerate(saves):
         each.result()
@@ -64,7 +72,11 @@ def test_stock_handlers_of_v0_and_v1_read_the_item(tmp_path):
 def test_the_metadata_of_an_item_is_a_target_for_it(tmp_path):
     save(tmp_path / "step", False)
     found = v1.checkpointables_metadata(tmp_path / "step").metadata["model"]
-    check(v1.load_checkpointables(tmp_path / "step", {"model": ARGS.Restore(found.item, mesh=MESH)})["model"])
+    check(
+        v1.load_checkpointables(tmp_path / "step", {"model": ARGS.Restore(found.item, mesh=MESH)})[
+            "model"
+        ]
+    )
 
 
 def test_64_bits_asked_for_in_the_callers_thread_alone_are_loaded(tmp_path):
@@ -104,12 +116,23 @@ def in_flight(monkeypatch) -> Counter:
 
 
 @pytest.mark.parametrize(("budget_bytes", "at_once"), [(None, 2), (1, 1)])
-def test_a_budget_bounds_what_a_save_and_a_load_have_in_flight(tmp_path, in_flight, budget_bytes, at_once):
+def test_a_budget_bounds_what_a_save_and_a_load_have_in_flight(
+    tmp_path, in_flight, budget_bytes, at_once
+):
     want = {f"w{i}": jnp.full((800, 1000), i, jnp.float32) for i in range(6)}
-    v1.save_checkpointables(tmp_path / "step", {"model": ARGS.Save(want, budget_bytes=budget_bytes)})
-    found = v1.load_checkpointables(tmp_path / "step", {"model": ARGS.Restore(budget_bytes=budget_bytes)})
+    v1.save_checkpointables(
+        tmp_path / "step", {"model": ARGS.Save(want, budget_bytes=budget_bytes)}
+    )
+    found = v1.load_checkpointables(
+        tmp_path / "step", {"model": ARGS.Restore(budget_bytes=budget_bytes)}
+    )
     check(found["model"], want)
-    with ocp.CheckpointManager(tmp_path / "v0", item_handlers=ucp.CheckpointHandler(budget_bytes=1 << 40)) as manager:
+    with ocp.CheckpointManager(
+        tmp_path / "v0", item_handlers=ucp.CheckpointHandler(budget_bytes=1 << 40)
+    ) as manager:
         manager.save(0, args=ARGS.Save(want, budget_bytes=budget_bytes))
         check(manager.restore(0, args=ARGS.Restore(budget_bytes=budget_bytes)), want)
-    assert {name: min(most, 2) for name, most in in_flight.items()} == {"write": at_once, "read_into": at_once}
+    assert {name: min(most, 2) for name, most in in_flight.items()} == {
+        "write": at_once,
+        "read_into": at_once,
+    }

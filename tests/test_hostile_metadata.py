@@ -1,4 +1,6 @@
-"""Metadata of ours and of stock Orbax that no writer writes: an error of ours each, whatever is then asked for."""
+"""Metadata of ours and of stock Orbax that no writer writes: an error of ours each, whatever is
+then asked for.
+"""
 
 import copy
 import json
@@ -79,14 +81,21 @@ OURS: dict[str, Callable[[dict], Any]] = {
     "no array of a leaf": lambda content: content["arrays"].pop("a") and None,
     "an array of no leaf": lambda content: content["arrays"].update(z=content["arrays"]["a"]),
     "a leaf twice": lambda content: content["leaves"].append(content["leaves"][0]),
-    "two leaves of one array": lambda content: content["leaves"].append({**content["leaves"][0], "path": ["z"]}),
-    "a leaf below a leaf": lambda content: content["leaves"].append({"path": ["a", "b"], "name": "x", "kind": "none"}),
+    "two leaves of one array": (
+        lambda content: content["leaves"].append({**content["leaves"][0], "path": ["z"]})
+    ),
+    "a leaf below a leaf": (
+        lambda content: content["leaves"].append({"path": ["a", "b"], "name": "x", "kind": "none"})
+    ),
     "a list without its first item": lambda content: content["leaves"].remove(leaf(content, "b.0")),
     "a list with a name": at("b.1", path=["b", {"kind": "list", "name": "x"}]),
     "a list and a dict": at("b.1", path=["b", "x"]),
     "a list with a negative place": at("b.1", path=["b", {"kind": "list", "name": -1}]),
-    "keys that differ in type": lambda content: content["leaves"].extend(
-        {"path": [key], "name": f"x{key}", "kind": "none"} for key in ("0", {"kind": "dict", "name": 0})
+    "keys that differ in type": (
+        lambda content: content["leaves"].extend(
+            {"path": [key], "name": f"x{key}", "kind": "none"}
+            for key in ("0", {"kind": "dict", "name": 0})
+        )
     ),
     "a sharding that is not there": at("a", sharding=3),
     "a sharding before the first": at("a", sharding=-1),
@@ -143,7 +152,9 @@ def test_ours_is_refused_where_it_says_what_no_writer_says(ours, change):
 
 
 def entry(content: dict[str, Any], name: str) -> dict[str, Any]:
-    return next(e for e in content["tree_metadata"].values() if e["key_metadata"][-1]["key"] == name)
+    return next(
+        e for e in content["tree_metadata"].values() if e["key_metadata"][-1]["key"] == name
+    )
 
 
 def stock_entry(name: str, **changes: Any) -> Callable[[dict], None]:
@@ -157,19 +168,45 @@ STOCK: dict[str, tuple[str, Callable[[dict], Any]]] = {
     "a flag that is a text": ("_METADATA", top(use_ocdbt="no")),
     "metadata of users that are a list": ("_METADATA", top(custom_metadata=[1])),
     "nothing but a list": ("_METADATA", lambda content: [content]),
-    "a key that is a number": ("_METADATA", stock_entry("rate", key_metadata=[{"key": 1, "key_type": 2}])),
-    "a key of no type": ("_METADATA", stock_entry("rate", key_metadata=[{"key": "rate", "key_type": 9}])),
-    "a place that is a name": ("_METADATA", stock_entry("rate", key_metadata=[{"key": "x", "key_type": 1}])),
-    "a place before the first": ("_METADATA", stock_entry("rate", key_metadata=[{"key": "-1", "key_type": 1}])),
-    "a place of other digits": ("_METADATA", stock_entry("rate", key_metadata=[{"key": "²", "key_type": 1}])),
+    "a key that is a number": (
+        "_METADATA",
+        stock_entry("rate", key_metadata=[{"key": 1, "key_type": 2}]),
+    ),
+    "a key of no type": (
+        "_METADATA",
+        stock_entry("rate", key_metadata=[{"key": "rate", "key_type": 9}]),
+    ),
+    "a place that is a name": (
+        "_METADATA",
+        stock_entry("rate", key_metadata=[{"key": "x", "key_type": 1}]),
+    ),
+    "a place before the first": (
+        "_METADATA",
+        stock_entry("rate", key_metadata=[{"key": "-1", "key_type": 1}]),
+    ),
+    "a place of other digits": (
+        "_METADATA",
+        stock_entry("rate", key_metadata=[{"key": "²", "key_type": 1}]),
+    ),
     "keys that are a text": ("_METADATA", stock_entry("rate", key_metadata="rate")),
     "a leaf below a leaf": (
         "_METADATA",
-        stock_entry("rate", key_metadata=[{"key": "step", "key_type": 2}, {"key": "x", "key_type": 2}]),
+        stock_entry(
+            "rate", key_metadata=[{"key": "step", "key_type": 2}, {"key": "x", "key_type": 2}]
+        ),
     ),
-    "a leaf of no type": ("_METADATA", stock_entry("rate", value_metadata={"value_type": "pickle"})),
-    "a leaf that is a text and is none": ("_METADATA", stock_entry("rate", value_metadata={"value_type": "string"})),
-    "a number that is an array": ("_METADATA", stock_entry("kernel", value_metadata={"value_type": "scalar"})),
+    "a leaf of no type": (
+        "_METADATA",
+        stock_entry("rate", value_metadata={"value_type": "pickle"}),
+    ),
+    "a leaf that is a text and is none": (
+        "_METADATA",
+        stock_entry("rate", value_metadata={"value_type": "string"}),
+    ),
+    "a number that is an array": (
+        "_METADATA",
+        stock_entry("kernel", value_metadata={"value_type": "scalar"}),
+    ),
     "a list without its second item": (
         "_METADATA",
         lambda content: content["tree_metadata"].pop("('opt', '1', 'zeros')") and None,
@@ -179,17 +216,29 @@ STOCK: dict[str, tuple[str, Callable[[dict], Any]]] = {
     "a name of a sharding that is no base64": ("_sharding", lambda content: {"é": "{}"}),
     "a sharding that is a list": ("_sharding", lambda content: {"cmF0ZQ==": []}),
     "a sharding that is no JSON": ("_sharding", lambda content: {"cmF0ZQ==": "{"}),
-    "a sharding without a mesh": ("_sharding", lambda content: {"cmF0ZQ==": '{"sharding_type": "NamedSharding"}'}),
+    "a sharding without a mesh": (
+        "_sharding",
+        lambda content: {"cmF0ZQ==": '{"sharding_type": "NamedSharding"}'},
+    ),
     "a mesh of texts": (
         "_sharding",
-        lambda content: {k: v.replace('{\\"id\\": 0}', '"x"').replace('{"id": 0}', '"x"') for k, v in content.items()},
+        lambda content: {
+            k: v.replace('{\\"id\\": 0}', '"x"').replace('{"id": 0}', '"x"')
+            for k, v in content.items()
+        },
     ),
     "a mesh of many devices": (
         "_sharding",
-        lambda content: {k: v.replace('"shape": [2]', '"shape": [4611686018427387904]') for k, v in content.items()},
+        lambda content: {
+            k: v.replace('"shape": [2]', '"shape": [4611686018427387904]')
+            for k, v in content.items()
+        },
     ),
     "kinds of keys that are numbers": ("array_metadatas/process_0", lambda content: [1]),
-    "arrays that are a text": ("array_metadatas/process_0", lambda content: {"array_metadatas": "x"}),
+    "arrays that are a text": (
+        "array_metadatas/process_0",
+        lambda content: {"array_metadatas": "x"},
+    ),
     "an array of a dtype of objects": ("rate/.zarray", top(dtype="|O")),
     "an array of another rank": ("rate/.zarray", top(shape=[3], chunks=[3, 3])),
     "an array that is negative": ("rate/.zarray", top(shape=[-3], chunks=[3])),
@@ -211,10 +260,14 @@ def test_stock_s_is_refused_where_it_says_what_no_writer_says(tmp_path, file, ch
 @pytest.mark.parametrize("name", ["ocdbt", "plain", "zarr3/state"])
 def test_what_stock_wrote_is_read(tmp_path, name):
     tree = ucp.open(stock(tmp_path / "c", name)).restore()
-    np.testing.assert_array_equal(tree["params"]["kernel"], np.arange(24, dtype=np.float32).reshape(6, 4))
+    np.testing.assert_array_equal(
+        tree["params"]["kernel"], np.arange(24, dtype=np.float32).reshape(6, 4)
+    )
     np.testing.assert_array_equal(tree["opt"][0], np.arange(3, dtype=np.int8))
     assert (tree["opt"][2], tree["opt"][3], tree["note"]) == (None, {}, "a text")
-    assert jax.random.key_data(tree["rng"]).tolist() == jax.random.key_data(jax.random.key(3)).tolist()
+    assert (
+        jax.random.key_data(tree["rng"]).tolist() == jax.random.key_data(jax.random.key(3)).tolist()
+    )
 
 
 def test_paths_of_one_tree_have_no_fault():
@@ -241,7 +294,11 @@ def test_a_target_says_which_key_a_leaf_is_not(ours):
 
 
 @pytest.mark.parametrize(
-    "value", [{"!array": "A", "dtype": "float32", "shape": [1]}, {"!array": "AAAA", "dtype": "O", "shape": [1]}]
+    "value",
+    [
+        {"!array": "A", "dtype": "float32", "shape": [1]},
+        {"!array": "AAAA", "dtype": "O", "shape": [1]},
+    ],
 )
 def test_an_extra_that_is_no_value_is_left_out_of_an_export_with_its_reason(tmp_path, value):
     path = ucp.Checkpoint.of({"param": {"w": np.ones(2, np.float32)}}).save(tmp_path / "c").path

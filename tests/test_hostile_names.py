@@ -1,4 +1,6 @@
-"""No name in a checkpoint, and no link, leads out of it: neither what is read nor what is written."""
+"""No name in a checkpoint, and no link, leads out of it: neither what is read nor what is
+written.
+"""
 
 import os
 import shutil
@@ -15,9 +17,9 @@ from dcp_writer import Writer
 from hostile_files import changed_json, renamed, resealed, saved, stock, tree_of_files
 from jax_ucp.cli.main import main
 from jax_ucp.errors import FormatError, UCPError
+from jax_ucp.files.directory import Directory, name_fault
 from jax_ucp.layout.box import Box
-from jax_ucp.storage.directory import Directory, name_fault
-from jax_ucp.storage.ocdbt import MANIFEST_FILE, Range, manifest_bytes, node_bytes
+from jax_ucp.universal.ocdbt import MANIFEST_FILE, Range, manifest_bytes, node_bytes
 
 OUTSIDE = [
     "../victim/a",
@@ -50,7 +52,11 @@ def victim(tmp_path: Path) -> Path:
 
 
 @given(
-    st.lists(st.sampled_from(["a", "..", ".", "", "a b", "é", "~", "...", "c.0.0", "\\", "\0", "\ud800", "x" * 256]))
+    st.lists(
+        st.sampled_from(
+            ["a", "..", ".", "", "a b", "é", "~", "...", "c.0.0", "\\", "\0", "\ud800", "x" * 256]
+        )
+    )
 )
 def test_a_name_leads_down_or_is_refused(parts):
     """What is joined to the path of a directory stays below it, whatever the parts are."""
@@ -59,7 +65,10 @@ def test_a_name_leads_down_or_is_refused(parts):
         assert os.path.normpath(f"/root/{name}") == f"/root/{name}"
         assert name
     else:
-        assert any(part in ("", ".", "..", "\\", "\0", "\ud800", "x" * 256) for part in parts) or not parts
+        assert (
+            any(part in ("", ".", "..", "\\", "\0", "\ud800", "x" * 256) for part in parts)
+            or not parts
+        )
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
@@ -80,7 +89,9 @@ def test_a_side_file_of_ours_with_such_a_name_is_refused(tmp_path, victim, name)
 
 @pytest.mark.parametrize("linked", ["a", "a/c.0", "_METADATA", "a/zarr.json"])
 def test_a_link_out_of_a_checkpoint_of_ours_is_refused(tmp_path, victim, linked):
-    """The link leads to bytes that would be right: what would be read is another's, and not damaged."""
+    """The link leads to bytes that would be right: what would be read is another's, and not
+    damaged.
+    """
     hostile = saved(tmp_path / "hostile", {"a": np.arange(2, dtype=np.float32)})
     path = hostile / linked
     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -90,7 +101,9 @@ def test_a_link_out_of_a_checkpoint_of_ours_is_refused(tmp_path, victim, linked)
 
 
 def test_links_inside_a_checkpoint_and_into_a_hub_s_blobs_are_followed(tmp_path):
-    """A Hugging Face cache has nothing but links, from each snapshot to the blobs beside the snapshots."""
+    """A Hugging Face cache has nothing but links, from each snapshot to the blobs beside the
+    snapshots.
+    """
     tree = {"a": np.arange(6, dtype=np.float32), "b": np.ones(2, np.int8)}
     snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / ("0" * 40) / "step"
     saved(snapshot, tree)
@@ -106,10 +119,16 @@ def test_links_inside_a_checkpoint_and_into_a_hub_s_blobs_are_followed(tmp_path)
         ucp.open(snapshot)
 
 
-@pytest.mark.parametrize("name", ["../victim/a", "..", "a/../../victim/a", "d", "ucp.json", "ucp-ledger.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["../victim/a", "..", "a/../../victim/a", "d", "ucp.json", "ucp-ledger.jsonl"]
+)
 @pytest.mark.parametrize("ocdbt", [True, False])
-def test_a_conversion_of_stock_s_checkpoint_writes_into_its_target_only(tmp_path, victim, name, ocdbt):
-    """In an OCDBT database any name is a key; on disk it would be another checkpoint's file, or one of our own."""
+def test_a_conversion_of_stock_s_checkpoint_writes_into_its_target_only(
+    tmp_path, victim, name, ocdbt
+):
+    """In an OCDBT database any name is a key; on disk it would be another checkpoint's file, or
+    one of our own.
+    """
     before = tree_of_files(victim)
     hostile = tmp_path / "hostile"
     stock(hostile, "plain")
@@ -125,21 +144,30 @@ def test_a_conversion_of_stock_s_checkpoint_writes_into_its_target_only(tmp_path
         (hostile / MANIFEST_FILE).write_bytes(manifest_bytes(Range("node", 0, len(node)), entries))
     result = CliRunner().invoke(main, ["convert", str(hostile), str(tmp_path / "out")])
     assert tree_of_files(victim) == before
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "out") == ["hostile", "victim"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "out") == [
+        "hostile",
+        "victim",
+    ]
     assert result.exit_code == 0 if ocdbt else isinstance(result.exception, SystemExit)
     if ocdbt:
         copy = ucp.open(tmp_path / "out")
         assert [fault for _, fault in copy.verify() if fault] == []
-        np.testing.assert_array_equal(copy.restore()[name], np.arange(24, dtype=np.float32).reshape(6, 4))
+        np.testing.assert_array_equal(
+            copy.restore()[name], np.arange(24, dtype=np.float32).reshape(6, 4)
+        )
 
 
 def _one_leaf(content: dict, name: str, ocdbt: bool) -> None:
-    (entry,) = (e for e in content["tree_metadata"].values() if e["key_metadata"][-1]["key"] == "kernel")
+    (entry,) = (
+        e for e in content["tree_metadata"].values() if e["key_metadata"][-1]["key"] == "kernel"
+    )
     entry["key_metadata"] = [{"key": name, "key_type": 2}]
     content |= {"tree_metadata": {str((name,)): entry}, "use_ocdbt": ocdbt}
 
 
-@pytest.mark.parametrize("linked", ["params.kernel", "params.kernel/0.0", "_sharding", "array_metadatas"])
+@pytest.mark.parametrize(
+    "linked", ["params.kernel", "params.kernel/0.0", "_sharding", "array_metadatas"]
+)
 def test_a_link_out_of_stock_s_checkpoint_is_refused(tmp_path, linked):
     hostile = stock(tmp_path / "hostile")
     shutil.move(hostile / linked, tmp_path / "elsewhere")
@@ -148,7 +176,9 @@ def test_a_link_out_of_stock_s_checkpoint_is_refused(tmp_path, linked):
         ucp.open(hostile)
 
 
-@pytest.mark.parametrize("file", ["../victim/a/c.0", "/etc/hostname", "x/../../victim/a/c.0", "link/a/c.0"])
+@pytest.mark.parametrize(
+    "file", ["../victim/a/c.0", "/etc/hostname", "x/../../victim/a/c.0", "link/a/c.0"]
+)
 def test_a_database_whose_values_lie_outside_is_refused(tmp_path, victim, file):
     hostile = stock(tmp_path / "hostile", "ocdbt")
     shutil.rmtree(hostile / "d")
@@ -198,8 +228,13 @@ def test_two_leaves_of_stock_that_share_one_array_are_refused(tmp_path):
     hostile = stock(tmp_path / "hostile")
 
     def change(content: dict) -> None:
-        (entry,) = (e for e in content["tree_metadata"].values() if e["key_metadata"][-1]["key"] == "kernel")
-        content["tree_metadata"]["again"] = {**entry, "key_metadata": [{"key": "params.kernel", "key_type": 2}]}
+        (entry,) = (
+            e for e in content["tree_metadata"].values() if e["key_metadata"][-1]["key"] == "kernel"
+        )
+        content["tree_metadata"]["again"] = {
+            **entry,
+            "key_metadata": [{"key": "params.kernel", "key_type": 2}],
+        }
 
     changed_json(hostile / "_METADATA", change)
     with pytest.raises(FormatError, match=r"params\.kernel is the name of two leaves"):
@@ -210,6 +245,8 @@ def test_two_leaves_of_stock_that_share_one_array_are_refused(tmp_path):
 def test_an_export_makes_no_folder_of_such_a_name(tmp_path, victim, name):
     before = tree_of_files(victim)
     with pytest.raises(UCPError, match="is no name of a folder"):
-        ucp.Checkpoint.of({"param": {name: np.ones(2, np.float32)}}).export(tmp_path / "out", "deepspeed")
+        ucp.Checkpoint.of({"param": {name: np.ones(2, np.float32)}}).export(
+            tmp_path / "out", "deepspeed"
+        )
     assert tree_of_files(victim) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["victim"]

@@ -1,4 +1,6 @@
-"""A small file that says it is large is refused, or costs what its bytes cost: no loop and no memory by its word."""
+"""A small file that says it is large is refused, or costs what its bytes cost: no loop and no
+memory by its word.
+"""
 
 import json
 import math
@@ -15,16 +17,24 @@ from click.testing import CliRunner
 import jax_ucp as ucp
 from dcp_writer import Writer
 from helpers import MemoryStore, contents_of
-from hostile_files import changed_json, little_memory, plain_stock, resealed, saved, stock, write_zarr
+from hostile_files import (
+    changed_json,
+    little_memory,
+    plain_stock,
+    resealed,
+    saved,
+    stock,
+    write_zarr,
+)
 from jax_ucp.cli.main import main
 from jax_ucp.errors import FormatError, UCPError
-from jax_ucp.formats.megatron_files import Args
-from jax_ucp.formats.safetensors_parts import unproved
+from jax_ucp.formats.megatron.files import Args
+from jax_ucp.formats.safetensors.parts import unproved
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Key, Leaf, SavedSharding
-from jax_ucp.storage import orbax_tree
-from jax_ucp.storage.copy import plan_copy
-from jax_ucp.storage.source import ArrayInfo
+from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.universal import orbax_tree
+from jax_ucp.universal.copy import plan_copy
 
 pytestmark = pytest.mark.timeout(60)  # what has no bound runs for hours
 
@@ -39,7 +49,9 @@ def all_of_it(path: Path) -> None:
             checkpoint.read(leaf.label)
 
 
-def claim(path: Path, shape: list[int], outer: list[int], inner: list[int], digests: int = 1) -> Path:
+def claim(
+    path: Path, shape: list[int], outer: list[int], inner: list[int], digests: int = 1
+) -> Path:
     """A universal checkpoint of six numbers that says it has others."""
 
     def change(content: dict) -> None:
@@ -58,7 +70,8 @@ def claim(path: Path, shape: list[int], outer: list[int], inner: list[int], dige
         ([2**32, 2**32], [2**32, 2**32], [2**32, 2**32]),  # more bytes than any number in C
         ([2**31, 2**31], [2**31, 2**31], [2**31, 2**31]),
         ([2**62, 1], [1, 1], [1, 1]),
-        ([0, 2**61 - 1], [1, 2**61 - 1], [1, 2**61 - 1]),  # none at all, of a length that only itself divides
+        # none at all, of a length that only itself divides
+        ([0, 2**61 - 1], [1, 2**61 - 1], [1, 2**61 - 1]),
         ([2, 3], [2**61, 3], [2**61, 3]),  # a chunk that reaches far past the array
         ([2, 3], [2**40, 3], [1, 3]),
         ([2, 3], [2, 3], [2, 0]),
@@ -76,7 +89,9 @@ def test_ours_says_that_a_packed_array_is_elsewhere(tmp_path):
     """Packs, and places in them, that no file has."""
     for number, offset in ((0, 2**62), (2**61, 0), (0, 2**40)):
         path = saved(tmp_path / f"{number}-{offset}", {"a": np.arange(6, dtype=np.float32)})
-        resealed(path, lambda content, at=(number, offset): content["arrays"]["a"].update(places=[at]))
+        resealed(
+            path, lambda content, at=(number, offset): content["arrays"]["a"].update(places=[at])
+        )
         (path / "ucp.pack_0").write_bytes(bytes(28))
         with pytest.raises(UCPError):
             all_of_it(path)
@@ -128,21 +143,29 @@ def test_a_chunk_that_inflates_to_more_than_its_size_takes_no_memory_for_it(tmp_
         "id": compressor,
         **({"cname": "lz4", "clevel": 5, "shuffle": 1} if compressor == "blosc" else {"level": 1}),
     }
-    path = plain_stock(tmp_path / "c", {"a": {"shape": [6], "chunks": [6], "dtype": "|u1", "compressor": config}})
+    path = plain_stock(
+        tmp_path / "c", {"a": {"shape": [6], "chunks": [6], "dtype": "|u1", "compressor": config}}
+    )
     write_zarr(tmp_path / "big", bomb, compressor=config)
     shutil.copy(tmp_path / "big" / "0", path / "a" / "0")
     with little_memory(256 << 20), pytest.raises(UCPError):
         ucp.open(path).read("a")
 
 
-def test_every_stored_chunk_is_decoded_once_in_a_conversion_however_small_the_budget(tmp_path, monkeypatch):
-    """A device's shard is one chunk to stock; blocks are smaller, and none is of two chunks where chunks fit."""
+def test_every_stored_chunk_is_decoded_once_in_a_conversion_however_small_the_budget(
+    tmp_path, monkeypatch
+):
+    """A device's shard is one chunk to stock; blocks are smaller, and none is of two chunks
+    where chunks fit.
+    """
     data = np.arange(4 << 20, dtype=np.float32).reshape(2048, 2048)
     path = plain_stock(tmp_path / "c", {"a": {"shape": [2048, 2048], "chunks": [2048, 1024]}})
     write_zarr(path / "a", data, chunks=[2048, 1024])
     opened: list[object] = []
     open_array = ts.open
-    monkeypatch.setattr(ts, "open", lambda *args, **more: opened.append(more) or open_array(*args, **more))
+    monkeypatch.setattr(
+        ts, "open", lambda *args, **more: opened.append(more) or open_array(*args, **more)
+    )
     copy = ucp.open(path).save(tmp_path / "out", budget_bytes=1 << 20)
     assert len(opened) == 1 + 2  # once as it is, and once with a cache for each chunk
     np.testing.assert_array_equal(copy.restore()["a"], data)
@@ -160,12 +183,18 @@ class Chunked(MemoryStore):
 
 
 def test_a_plan_counts_the_stored_chunk_that_a_block_is_a_part_of():
-    """Decoded, and before that as it is stored. Blocks of one chunk follow one another, and none is of two."""
+    """Decoded, and before that as it is stored. Blocks of one chunk follow one another, and none
+    is of two.
+    """
     contents = contents_of({"param": {"a": np.zeros((4096, 4096), np.float32)}})
-    chunked = Chunked({leaf.name: np.zeros(leaf.shape, leaf.dtype) for leaf in contents.leaves}, (4096, 2048))
+    chunked = Chunked(
+        {leaf.name: np.zeros(leaf.shape, leaf.dtype) for leaf in contents.leaves}, (4096, 2048)
+    )
     plan = plan_copy(replace(contents, arrays=chunked), budget_bytes=1 << 20)
     assert plan.peak_bytes >= 2 * 4096 * 2048 * 4
-    columns = [(block.box.start[1] // 2048, (block.box.stop[1] - 1) // 2048) for block in plan.blocks]
+    columns = [
+        (block.box.start[1] // 2048, (block.box.stop[1] - 1) // 2048) for block in plan.blocks
+    ]
     assert columns == sorted(columns)
     assert all(first == last for first, last in columns)
 
@@ -202,12 +231,19 @@ def megatron_zarr(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind", ["tensor_model", "pipeline_model", "virtual_pipeline_model", "expert_model", "expert_tensor"]
+    "kind",
+    ["tensor_model", "pipeline_model", "virtual_pipeline_model", "expert_model", "expert_tensor"],
 )
 def test_megatron_s_args_say_more_ranks_than_any_run_has(kind):
     with pytest.raises(FormatError, match="model-parallel ranks"):
         Args({f"{kind}_parallel_size": 10**12})
-    Args({"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 64, "expert_model_parallel_size": 128})
+    Args(
+        {
+            "tensor_model_parallel_size": 8,
+            "pipeline_model_parallel_size": 64,
+            "expert_model_parallel_size": 128,
+        }
+    )
 
 
 def test_a_file_name_may_have_any_number_in_it():
@@ -218,7 +254,9 @@ def test_a_file_name_may_have_any_number_in_it():
 
 
 def test_the_command_line_says_that_there_is_not_enough_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("jax_ucp.cli.inspect.open_checkpoint", lambda *args, **more: bytearray(1 << 62))
+    monkeypatch.setattr(
+        "jax_ucp.cli.inspect.open_checkpoint", lambda *args, **more: bytearray(1 << 62)
+    )
     result = CliRunner().invoke(main, ["inspect", str(stock(tmp_path / "c"))])
     assert result.exit_code == 1
     assert result.output.startswith("Error: there is not enough memory")
@@ -227,7 +265,13 @@ def test_the_command_line_says_that_there_is_not_enough_memory(tmp_path, monkeyp
 def test_json_of_any_depth_is_refused(tmp_path):
     for i, deep in enumerate((b"[" * 10**6, b'{"a":' * 10**5, b"[" * 900 + b"]" * 900)):
         path = stock(tmp_path / f"stock{i}")
-        for file in ("_METADATA", "_sharding", "_strings.json", "array_metadatas/process_0", "rate/.zarray"):
+        for file in (
+            "_METADATA",
+            "_sharding",
+            "_strings.json",
+            "array_metadatas/process_0",
+            "rate/.zarray",
+        ):
             before = (path / file).read_bytes()
             (path / file).write_bytes(deep)
             with pytest.raises(UCPError):
@@ -257,7 +301,10 @@ def test_a_tree_that_is_too_deep_is_refused_where_it_is_saved_and_where_it_is_op
         ucp.open(path)
     hostile = stock(tmp_path / "stock")
     keys = [{"key": "a", "key_type": 2}] * 300
-    changed_json(hostile / "_METADATA", lambda c: next(iter(c["tree_metadata"].values())).update(key_metadata=keys))
+    changed_json(
+        hostile / "_METADATA",
+        lambda c: next(iter(c["tree_metadata"].values())).update(key_metadata=keys),
+    )
     with pytest.raises(FormatError, match="length <= 256"):
         ucp.open(hostile)
     tree: object = np.ones(2, np.float32)
@@ -268,9 +315,13 @@ def test_a_tree_that_is_too_deep_is_refused_where_it_is_saved_and_where_it_is_op
 
 
 def test_a_stored_chunk_of_a_prime_length_makes_no_chunks_of_single_elements():
-    """A chunk that 100,003 rows were saved in cannot be cut evenly: the copy's chunks do not follow it."""
+    """A chunk that 100,003 rows were saved in cannot be cut evenly: the copy's chunks do not
+    follow it.
+    """
     contents = contents_of({"param": {"a": np.zeros((200_006, 3), np.float32)}})
-    chunked = Chunked({leaf.name: np.zeros(leaf.shape, leaf.dtype) for leaf in contents.leaves}, (100_003, 3))
+    chunked = Chunked(
+        {leaf.name: np.zeros(leaf.shape, leaf.dtype) for leaf in contents.leaves}, (100_003, 3)
+    )
     (chunks,) = plan_copy(replace(contents, arrays=chunked), budget_bytes=1 << 20).chunks.values()
     assert math.prod(chunks.inner) > 1000
 
@@ -278,7 +329,10 @@ def test_a_stored_chunk_of_a_prime_length_makes_no_chunks_of_single_elements():
 def test_the_devices_of_a_mesh_are_not_listed_for_leaves_without_end(monkeypatch):
     """Stock takes the devices that it has where none are listed."""
     sharding = SavedSharding(("x",), (4,), ("x",), (3, 2, 1, 0))
-    leaves = [Leaf((Key("dict", f"a{i}"),), f"a{i}", "jax", (4,), "float32", sharding=sharding) for i in range(3)]
+    leaves = [
+        Leaf((Key("dict", f"a{i}"),), f"a{i}", "jax", (4,), "float32", sharding=sharding)
+        for i in range(3)
+    ]
     outer = {leaf.name: (4,) for leaf in leaves}
     for most, listed in ((12, True), (11, False)):
         monkeypatch.setattr(orbax_tree, "MAX_DEVICES_LISTED", most)

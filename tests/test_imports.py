@@ -14,61 +14,36 @@ import jax_ucp
 
 PACKAGE = Path(jax_ucp.__file__).parent
 
-# What each room may import of the package, besides itself. `checkpoint` is the user's door over formats and sharding.
-BELOW = {
-    "errors": set(),
-    "visible": set(),
-    "arguments": {"errors"},
-    "name_patterns": {"errors"},
-    "layout": {"errors"},
-    "metadata": {"layout", "errors"},
-    "language": {"metadata", "layout", "arguments", "errors"},
-    "storage": {"metadata", "layout", "arguments", "errors"},
-    "formats": {"language", "storage", "name_patterns", "metadata", "layout", "arguments", "errors"},
-    "sharding": {"storage", "metadata", "layout", "arguments", "errors"},
-    "export": {"storage", "name_patterns", "metadata", "layout", "arguments", "errors"},
-    "optimizers": {"sharding", "storage", "metadata", "layout", "arguments", "errors"},
-    "parameters": {"storage", "metadata", "layout", "errors", "visible"},
-    "checkpoint": {
-        "export",
-        "parameters",
-        "formats",
-        "optimizers",
-        "sharding",
-        "storage",
-        "language",
-        "metadata",
-        "layout",
-        "arguments",
-        "errors",
-        "visible",
-    },
-    "handler": {"checkpoint", "sharding", "storage", "metadata", "layout", "arguments", "errors"},
-    "args": {"handler"},
-    "cli": {
-        "checkpoint",
-        "export",
-        "formats",
-        "sharding",
-        "storage",
-        "language",
-        "metadata",
-        "layout",
-        "arguments",
-        "errors",
-        "visible",
-        "",
-    },
-    "__main__": {"cli"},
+# The rooms from the bottom up: each may import those above it in this list, besides itself.
+ROOMS = (
+    *("errors", "text", "arguments", "name_patterns", "layout", "metadata", "files", "sources"),
+    *("shard_spec", "mapping", "universal", "export", "formats", "sharding", "optimizers"),
+    *("inspection", "checkpoint", "handler", "args", "", "cli", "__main__"),
+)
+BESIDE = {
+    "formats": {"sharding"},
+    "sharding": {"formats"},
+    "optimizers": {"formats"},
+    "handler": {"formats"},
 }
-OUTSIDE = {"layout": {"jax", "tensorstore", "numpy"}, "errors": {"jax", "tensorstore", "numpy"}, "formats": {"jax"}}
-OUTSIDE |= {"arguments": {"jax", "tensorstore", "numpy"}}
-OUTSIDE |= {"language": {"jax", "tensorstore", "numpy"}}
-OUTSIDE |= {"export": {"jax", "tensorstore"}, "storage": {"jax"}, "metadata": {"jax", "tensorstore"}}
+BELOW = {room: {*ROOMS[: ROOMS.index(room)]} - BESIDE.get(room, set()) for room in ROOMS}
+# What rooms do without: integers need no arrays, and nothing but what runs on devices needs JAX.
+OUTSIDE = {
+    room: {"jax", "tensorstore", "numpy"}
+    for room in ("layout", "errors", "arguments", "shard_spec")
+}
+OUTSIDE |= {
+    "mapping": {"jax", "tensorstore"},
+    "metadata": {"jax", "tensorstore"},
+    "export": {"jax", "tensorstore"},
+}
+OUTSIDE |= {room: {"jax"} for room in ("files", "sources", "universal", "formats")}
 
 
 def imports(source: str) -> Iterator[str]:
-    """The modules that a source file imports, inside functions too; but not for type checkers alone."""
+    """The modules that a source file imports, inside functions too; but not for type checkers
+    alone.
+    """
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -90,14 +65,24 @@ def upward(files: Mapping[str, str]) -> list[str]:
             inner = rest.partition(".")[0]
             if top == "jax_ucp" and inner != room and inner not in BELOW[room]:
                 wrong.append(f"{name} imports {module}")
-            if top == "torch" or (top == "orbax" and room != "handler") or top in OUTSIDE.get(room, ()):
+            if (
+                top == "torch"
+                or (top == "orbax" and room != "handler")
+                or top in OUTSIDE.get(room, ())
+            ):
                 wrong.append(f"{name} imports {module}")
     return wrong
 
 
 def package() -> dict[str, str]:
-    paths = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in PACKAGE.rglob("*.py")}
-    return {name.replace("/", "."): path.read_text() for name, path in paths.items() if name != "__init__"}
+    paths = {
+        path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in PACKAGE.rglob("*.py")
+    }
+    return {
+        name.replace("/", "."): path.read_text()
+        for name, path in paths.items()
+        if name != "__init__"
+    }
 
 
 def test_imports_point_one_way():
@@ -108,11 +93,11 @@ def test_imports_point_one_way():
     ("module", "line"),
     [
         ("layout.box", "import jax.numpy"),
-        ("layout.box", "from jax_ucp.storage.source import ArrayInfo"),
-        ("formats.orbax", "def f():\n    from jax_ucp.sharding.boxes import device_boxes"),
-        ("sharding.fit", "from jax_ucp.formats.extras import as_json"),
-        ("storage.zarr", "import orbax.checkpoint"),
-        ("formats.torch_file", "import torch"),
+        ("layout.box", "from jax_ucp.sources.protocol import ArrayInfo"),
+        ("formats.orbax.reader", "def f():\n    from jax_ucp.sharding.boxes import device_boxes"),
+        ("sharding.fit", "from jax_ucp.formats.json_values import as_json"),
+        ("universal.store", "import orbax.checkpoint"),
+        ("formats.torch_save.file", "import torch"),
     ],
 )
 def test_an_import_that_points_the_other_way_is_seen(module, line):
@@ -122,8 +107,13 @@ def test_an_import_that_points_the_other_way_is_seen(module, line):
 
 def loaded_after(program: str) -> set[str]:
     """The top-level modules in a fresh interpreter after it has run a program."""
-    program = textwrap.dedent(program) + "\nimport sys; print(*{name.partition('.')[0] for name in sys.modules})"
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    program = (
+        textwrap.dedent(program)
+        + "\nimport sys; print(*{name.partition('.')[0] for name in sys.modules})"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
+    )
     return set(out.stdout.splitlines()[-1].split())
 
 
@@ -150,13 +140,14 @@ def test_looking_for_modules_sees_one_that_is_there():
     assert "numpy" in loaded_after("import jax_ucp.layout.patterns, numpy")
 
 
-# One checkpoint of each format, opened, read, converted and verified in a process whose torch fails to import.
+# One checkpoint of each format, opened, read, converted and verified in a process whose torch fails
+# to import.
 WITHOUT_TORCH = """
 import sys
 from pathlib import Path
 import numpy as np
 import jax_ucp as ucp
-from jax_ucp.formats.torch_file import TorchFile
+from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.layout.box import Box
 
 path, target = map(Path, sys.argv[1:])
@@ -174,10 +165,14 @@ else:
 DATA = Path(__file__).parent / "data"
 
 
-def without_torch(path: Path, tmp_path: Path, *absent: str, first: str = "") -> subprocess.CompletedProcess[str]:
+def without_torch(
+    path: Path, tmp_path: Path, *absent: str, first: str = ""
+) -> subprocess.CompletedProcess[str]:
     for name in ("torch", *absent):
         (tmp_path / "stub" / name).mkdir(parents=True, exist_ok=True)
-        (tmp_path / "stub" / name / "__init__.py").write_text(f"raise ImportError('{name} is not to be imported')")
+        (tmp_path / "stub" / name / "__init__.py").write_text(
+            f"raise ImportError('{name} is not to be imported')"
+        )
     paths = os.pathsep.join([str(tmp_path / "stub"), str(PACKAGE.parent)])
     command = [sys.executable, "-c", first + WITHOUT_TORCH, str(path), str(tmp_path / "out")]
     environment = {**os.environ, "PYTHONPATH": paths}

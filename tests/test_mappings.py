@@ -1,9 +1,11 @@
-"""The mappings that come with the package, on checkpoints that the real libraries wrote; and mapped checkpoints whole.
+"""The mappings that come with the package, on checkpoints that the real libraries wrote; and mapped
+checkpoints whole.
 
 `tests/data/trees` has the trees of models of google-tunix and of Flax in transformers 4, written by
-`examples/equal_logits.py`, which also runs those models; that needs these packages, so here names and shapes are
-compared. MaxText's trees are run by a decoder written from its code, which is compared with the logits that MaxText
-itself gave: `examples/maxtext_logits.py` wrote `tests/data/maxtext`.
+`examples/equal_logits.py`, which also runs those models; that needs these packages, so here names
+and shapes are compared. MaxText's trees are run by a decoder written from its code, which is
+compared with the logits that MaxText itself gave: `examples/maxtext_logits.py` wrote
+`tests/data/maxtext`.
 """
 
 import json
@@ -20,9 +22,9 @@ import jax_ucp as ucp
 from deepspeed_cases import DATA as DEEPSPEED
 from deepspeed_cases import equal, truth
 from jax_ucp.errors import FormatError
-from jax_ucp.language.binding import outcomes
-from jax_ucp.language.mapping import shipped
-from jax_ucp.storage.consolidated import same_bits
+from jax_ucp.mapping.binding import outcomes
+from jax_ucp.mapping.rules import shipped
+from jax_ucp.sources.consolidated import same_bits
 
 DATA = Path(__file__).parent / "data"
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
@@ -64,7 +66,11 @@ def config_of(checkpoint):
 
 
 def unmet(mapping, config):
-    return [one.requirement.name for one in outcomes(ucp.Mapping.load(mapping), config) if one.state == "unmet"]
+    return [
+        one.requirement.name
+        for one in outcomes(ucp.Mapping.load(mapping), config)
+        if one.state == "unmet"
+    ]
 
 
 def off(got, want):
@@ -72,12 +78,15 @@ def off(got, want):
 
 
 def test_every_mapping_of_the_package_is_tried():
-    elsewhere = {"deepspeed-gpt-to-reference", "megatron-gpt-to-reference"}  # test_reference_transformer.py
+    # test_reference_transformer.py
+    elsewhere = {"deepspeed-gpt-to-reference", "megatron-gpt-to-reference"}
     assert {mapping for _, mapping, _ in CASES} == set(shipped()) - elsewhere
 
 
 @pytest.mark.parametrize(("case", "mapping", "lacks"), CASES)
-def test_there_and_back_every_parameter_has_the_same_bits_but_for_rounded_scales(case, mapping, lacks):
+def test_there_and_back_every_parameter_has_the_same_bits_but_for_rounded_scales(
+    case, mapping, lacks
+):
     checkpoint = hugging_face(case)
     assert sorted(unmet(mapping, config_of(checkpoint))) == lacks
     rules = ucp.Mapping.load(mapping)
@@ -102,10 +111,15 @@ def test_the_leaves_are_those_of_models_that_others_wrote(case, mapping, lacks):
     assert {leaf.label: (leaf.shape, leaf.dtype) for leaf in leaves} == want
 
 
-@pytest.mark.parametrize(("case", "mapping"), [c for c in ACCEPTED if "maxtext" in c[1] and "bf16" not in c[0]])
+@pytest.mark.parametrize(
+    ("case", "mapping"), [c for c in ACCEPTED if "maxtext" in c[1] and "bf16" not in c[0]]
+)
 def test_the_trees_of_maxtext_give_the_recorded_logits_sharded_over_eight_devices(case, mapping):
     checkpoint = hugging_face(case)
-    rules = [(r"(kernel|wi_0|wi_1|wo|embedding)$", P("model", None, "data")), (r"scale$", P("data"))]
+    rules = [
+        (r"(kernel|wi_0|wi_1|wo|embedding)$", P("model", None, "data")),
+        (r"scale$", P("data")),
+    ]
     tree = checkpoint.map(mapping).restore(mesh=MESH, rules=rules)["param"]
     assert {d for leaf in jax.tree.leaves(tree) for d in leaf.devices()} == set(jax.devices())
     recorded = DATA / case / ("truth.npz" if case.startswith("torch") else "logits.npz")
@@ -160,7 +174,10 @@ leaves:
 - {param: "layers.{layer}.{norm}_layernorm.{kind}", axes: embed, leaf: {"norms/{norm}/{kind}": layer embed}}
 - {param: "final_layernorm.{kind}", leaf: "norm/{kind}", optional: true}
 """
-RULES = [(r"(kernel|up/\d|down/\d|embed)$", P("data", "model")), (r"layers/o$", P(None, "model", "data"))]
+RULES = [
+    (r"(kernel|up/\d|down/\d|embed)$", P("data", "model")),
+    (r"layers/o$", P(None, "model", "data")),
+]
 
 
 def deepspeed(case):
@@ -208,7 +225,8 @@ def test_leaves_are_restored_onto_a_mesh_straight_from_the_shards(case):
 
 
 @pytest.mark.parametrize(
-    "case", ["legacy_ep2_moe_grouped_bf16", "legacy_tp2_dp2_distopt_bf16", "legacy_tp1_pp2_vpp2_fp32"]
+    "case",
+    ["legacy_ep2_moe_grouped_bf16", "legacy_tp2_dp2_distopt_bf16", "legacy_tp1_pp2_vpp2_fp32"],
 )
 def test_megatrons_groups_and_experts_are_stacked_and_come_back(case):
     checkpoint = ucp.open(DATA / "megatron" / case / "ckpt")
@@ -222,7 +240,9 @@ def test_megatrons_groups_and_experts_are_stacked_and_come_back(case):
     fused = checkpoint.read("exp_avg/decoder.layers.1.self_attention.linear_qkv.weight")
     k = mapped.read("exp_avg/layers/attn/k/kernel")[1]
     embed, groups, dim = k.shape
-    np.testing.assert_array_equal(k, fused.reshape(groups, -1, dim, embed)[:, -2].transpose(2, 0, 1))
+    np.testing.assert_array_equal(
+        k, fused.reshape(groups, -1, dim, embed)[:, -2].transpose(2, 0, 1)
+    )
 
 
 def test_a_mapped_checkpoint_is_saved_and_goes_back_without_being_told_more(tmp_path):
@@ -239,31 +259,42 @@ def test_a_mapped_checkpoint_is_saved_and_goes_back_without_being_told_more(tmp_
 
 def test_a_conversion_is_not_taken_up_with_another_mapping(tmp_path):
     checkpoint, mapping = deepspeed("z1_fp32_dp4")
-    swapped = STACKED.replace("HEADS", "4").replace("layers/q/kernel", "layers/x").replace("layers/k/", "layers/q/")
+    swapped = (
+        STACKED.replace("HEADS", "4")
+        .replace("layers/q/kernel", "layers/x")
+        .replace("layers/k/", "layers/q/")
+    )
     swapped = ucp.Mapping.parse(swapped.replace("layers/x", "layers/k/kernel"))
 
     def stop(block):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        checkpoint.map(mapping).save(tmp_path / "out", done=stop)
+        checkpoint.map(mapping).save(tmp_path / "out", progress=stop)
     with pytest.raises(FormatError, match="another"):
         checkpoint.map(swapped).save(tmp_path / "out")
     saved = checkpoint.map(mapping).save(tmp_path / "out")
-    assert same_bits(saved.read("param/layers/q/kernel"), checkpoint.map(mapping).read("param/layers/q/kernel"))
+    assert same_bits(
+        saved.read("param/layers/q/kernel"), checkpoint.map(mapping).read("param/layers/q/kernel")
+    )
 
 
 def test_what_a_mapping_skips_is_in_the_account_with_its_reason():
     checkpoint, mapping = deepspeed("tp2_dp2_z1_fp32")
     rules = mapping.to_dict()
-    rules["leaves"] = [rule for rule in rules["leaves"] if "final_layernorm.{kind}" not in rule["param"]]
+    rules["leaves"] = [
+        rule for rule in rules["leaves"] if "final_layernorm.{kind}" not in rule["param"]
+    ]
     rules["skip"] = [{"param": "final_layernorm.*", "reason": "the model has none"}]
     mapped = checkpoint.map(ucp.Mapping.from_dict(rules))
-    skipped = [item for item in mapped.account if item.reason == "the model has none"]
-    assert {item.fate for item in skipped} == {"skipped"}
-    assert {item.where for item in skipped} >= {"param/final_layernorm.weight", "exp_avg/final_layernorm.bias"}
-    same = [(item.where, item.fate) for item in mapped.account if item not in skipped]
-    assert set(same) <= {(item.where, item.fate) for item in checkpoint.account}
+    skipped = [item for item in mapped.inventory if item.reason == "the model has none"]
+    assert {item.status for item in skipped} == {"skipped"}
+    assert {item.where for item in skipped} >= {
+        "param/final_layernorm.weight",
+        "exp_avg/final_layernorm.bias",
+    }
+    same = [(item.where, item.status) for item in mapped.inventory if item not in skipped]
+    assert set(same) <= {(item.where, item.status) for item in checkpoint.inventory}
 
 
 def test_a_stored_item_that_held_nothing_else_is_skipped_itself():
@@ -272,8 +303,14 @@ def test_a_stored_item_that_held_nothing_else_is_skipped_itself():
     rules["leaves"] = [rule for rule in rules["leaves"] if "lm_head.weight" not in rule["param"]]
     rules["skip"] = [{"param": "lm_head.weight", "reason": "tied"}]
     mapped = checkpoint.map(ucp.Mapping.from_dict(rules), assume=["rope_theta"])
-    changed = [(a.where, b.fate, b.reason) for a, b in zip(checkpoint.account, mapped.account, strict=True) if a != b]
-    assert [(where.partition(":")[2], *rest) for where, *rest in changed] == [("lm_head.weight", "skipped", "tied")]
+    changed = [
+        (a.where, b.status, b.reason)
+        for a, b in zip(checkpoint.inventory, mapped.inventory, strict=True)
+        if a != b
+    ]
+    assert [(where.partition(":")[2], *rest) for where, *rest in changed] == [
+        ("lm_head.weight", "skipped", "tied")
+    ]
 
 
 def test_a_leaf_tells_which_files_hold_it():
@@ -284,7 +321,9 @@ def test_a_leaf_tells_which_files_hold_it():
     assert [(piece.item, str(piece.target)) for piece in pieces] == [
         (f"model.layers.{i}.mlp.gate_proj.weight", f"[0:32, {i}:{i + 1}, 0:48]") for i in range(2)
     ]
-    assert {piece.rule.partition(" -> ")[2] for piece in pieces} == {f"{label.removeprefix('param/')}: embed layer mlp"}
+    assert {piece.rule.partition(" -> ")[2] for piece in pieces} == {
+        f"{label.removeprefix('param/')}: embed layer mlp"
+    }
     flat, mapping = deepspeed("z1_fp32_dp4")
     whole = flat.map(mapping)
     for leaf in whole.leaves:

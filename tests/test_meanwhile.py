@@ -1,4 +1,6 @@
-"""What others do to the files of a save, a conversion, an export or a restore while it is running is not overlooked."""
+"""What others do to the files of a save, a conversion, an export or a restore while it is
+running is not overlooked.
+"""
 
 import json
 import os
@@ -21,13 +23,13 @@ from jax.sharding import PartitionSpec as P
 import cases
 import jax_ucp as ucp
 from helpers import memory
-from jax_ucp import export
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
+from jax_ucp.files import directory as directories
+from jax_ucp.files.directory import Directory
+from jax_ucp.formats import exporting as export
 from jax_ucp.sharding import restore as restoring
-from jax_ucp.storage import directory as directories
-from jax_ucp.storage.directory import Directory
-from jax_ucp.storage.ledger import LEDGER_FILE
-from jax_ucp.storage.zarr import Commit, open_store
+from jax_ucp.universal.ledger import LEDGER_FILE
+from jax_ucp.universal.store import Commit, open_store
 
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 EXPORTS = ("safetensors", "dcp", "deepspeed")
@@ -35,7 +37,9 @@ EXPORTS = ("safetensors", "dcp", "deepspeed")
 
 def tree(seed: int, packed: bool = False) -> dict:
     rng = np.random.default_rng(seed)
-    kernel = jax.device_put(rng.random((64, 32), np.float32), NamedSharding(MESH, P("data", "model")))
+    kernel = jax.device_put(
+        rng.random((64, 32), np.float32), NamedSharding(MESH, P("data", "model"))
+    )
     small = {f"s{i:04}": rng.random(3, np.float32) for i in range(1000 if packed else 2)}
     return {"kernel": kernel, "small": small, "name": f"run {seed}"}
 
@@ -86,7 +90,9 @@ def after(call: Callable, do: Callable[[], object]) -> Callable:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("what", [*UNDER_A_SAVE, *UNDER_A_PACKED_SAVE])
-def test_what_disappears_under_a_save_ends_it_and_the_step_before_stays(tmp_path, monkeypatch, what, asynchronous):
+def test_what_disappears_under_a_save_ends_it_and_the_step_before_stays(
+    tmp_path, monkeypatch, what, asynchronous
+):
     packed = what in UNDER_A_PACKED_SAVE
     name, happens = (UNDER_A_SAVE | UNDER_A_PACKED_SAVE)[what]
     options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=asynchronous)
@@ -96,7 +102,9 @@ def test_what_disappears_under_a_save_ends_it_and_the_step_before_stays(tmp_path
         happens(Path(store.directory.path, name))
         return write(commit, store)
 
-    with ocp.CheckpointManager(tmp_path, item_handlers=ucp.CheckpointHandler(), options=options) as manager:
+    with ocp.CheckpointManager(
+        tmp_path, item_handlers=ucp.CheckpointHandler(), options=options
+    ) as manager:
 
         def save(step: int) -> None:
             manager.save(step, args=ucp.args.Save(tree(step, packed)))
@@ -109,7 +117,9 @@ def test_what_disappears_under_a_save_ends_it_and_the_step_before_stays(tmp_path
         save(1)
         with monkeypatch.context() as patched:
             patched.setattr(Commit, "write", meanwhile)
-            with pytest.raises(CorruptData, match=r"(?s)Something else deletes or writes files there") as error:
+            with pytest.raises(
+                CorruptData, match=r"(?s)Something else deletes or writes files there"
+            ) as error:
                 save(2)
         assert name.partition("/c.")[0].lstrip(".") in str(error.value)
         is_there(1)
@@ -118,7 +128,9 @@ def test_what_disappears_under_a_save_ends_it_and_the_step_before_stays(tmp_path
 
 
 @pytest.mark.parametrize("happens", [remove, cut, lengthen])
-def test_what_disappears_under_a_conversion_ends_it_and_the_same_call_completes_it(tmp_path, happens):
+def test_what_disappears_under_a_conversion_ends_it_and_the_same_call_completes_it(
+    tmp_path, happens
+):
     source = memory({"param": {"a": np.arange(6.0), "b": np.ones((3, 4), np.float32)}})
 
     def meanwhile(block):
@@ -126,7 +138,7 @@ def test_what_disappears_under_a_conversion_ends_it_and_the_same_call_completes_
             happens(tmp_path / "out" / "param.a" / "c.0")
 
     with pytest.raises(CorruptData, match=r"(?s)has lost what was just written.*param\.a.*c\.0"):
-        source.save(tmp_path / "out", done=meanwhile)
+        source.save(tmp_path / "out", progress=meanwhile)
     with pytest.raises(NotACheckpoint, match="unfinished conversion"):
         ucp.open(tmp_path / "out")
     result = source.save(tmp_path / "out")
@@ -140,7 +152,9 @@ def add(path: Path) -> None:
 
 @pytest.mark.parametrize("happens", [remove, cut, lengthen, add])
 @pytest.mark.parametrize("format", EXPORTS)
-def test_what_happens_to_the_files_of_an_export_ends_it_and_nothing_is_there(tmp_path, monkeypatch, format, happens):
+def test_what_happens_to_the_files_of_an_export_ends_it_and_nothing_is_there(
+    tmp_path, monkeypatch, format, happens
+):
     source = memory({"param": {"a": np.arange(6.0), "b": np.ones((3, 4), np.float32)}})
 
     def meanwhile():
@@ -148,10 +162,14 @@ def test_what_happens_to_the_files_of_an_export_ends_it_and_nothing_is_there(tmp
 
     with monkeypatch.context() as patched:
         patched.setattr(export, "write_files", after(export.write_files, meanwhile))
-        with pytest.raises(CorruptData, match=r"(?s)is not as this export wrote it.*Something else"):
+        with pytest.raises(
+            CorruptData, match=r"(?s)is not as this export wrote it.*Something else"
+        ):
             source.export(tmp_path / "out", format)
     assert list(tmp_path.iterdir()) == []
-    np.testing.assert_array_equal(source.export(tmp_path / "out", format).read("param/a"), np.arange(6.0))
+    np.testing.assert_array_equal(
+        source.export(tmp_path / "out", format).read("param/a"), np.arange(6.0)
+    )
 
 
 # Sources that change.
@@ -169,18 +187,25 @@ def write_universal(path: Path, arrays: dict) -> None:
 WRITERS: dict[str, Callable[[Path, dict], object]] = {
     "universal": write_universal,
     "orbax": write_orbax,
-    **{name: lambda path, arrays, name=name: ucp.Checkpoint.of(arrays).export(path, name) for name in EXPORTS},
+    **{
+        name: lambda path, arrays, name=name: ucp.Checkpoint.of(arrays).export(path, name)
+        for name in EXPORTS
+    },
 }
 SHARDED = {"safetensors": {"max_shard_bytes": 1 << 16}}
 
 
 @pytest.fixture(params=WRITERS)
 def versions(request, tmp_path) -> tuple[Path, Callable[[], object]]:
-    """A checkpoint, and what another program does: it writes the next step over it, with the same names and sizes."""
+    """A checkpoint, and what another program does: it writes the next step over it, with the
+    same names and sizes.
+    """
     for seed in (1, 2):
         arrays = {f"w{i}": np.full((128, 128), seed, np.float32) for i in range(8)}
         WRITERS[request.param](tmp_path / f"v{seed}", {"param": arrays})
-    return tmp_path / "v1", lambda: shutil.copytree(tmp_path / "v2", tmp_path / "v1", dirs_exist_ok=True)
+    return tmp_path / "v1", lambda: shutil.copytree(
+        tmp_path / "v2", tmp_path / "v1", dirs_exist_ok=True
+    )
 
 
 def once(do: Callable[[], object]) -> Callable[[object], None]:
@@ -198,7 +223,7 @@ CHANGED = (
 def test_a_source_that_is_written_over_during_a_conversion_is_not_converted(versions, tmp_path):
     source, overwrite = versions
     with pytest.raises(CorruptData, match=CHANGED):
-        ucp.open(source).save(tmp_path / "out", budget_bytes=1 << 16, done=once(overwrite))
+        ucp.open(source).save(tmp_path / "out", budget_bytes=1 << 16, progress=once(overwrite))
     with pytest.raises(NotACheckpoint, match="unfinished conversion"):
         ucp.open(tmp_path / "out")
     with pytest.raises(FormatError, match="of files that were replaced since"):
@@ -209,21 +234,28 @@ def test_a_source_that_is_written_over_during_a_conversion_is_not_converted(vers
 def test_a_source_that_is_written_over_during_an_export_is_not_exported(versions, tmp_path, format):
     source, overwrite = versions
     with pytest.raises(CorruptData, match=CHANGED):
-        ucp.open(source).export(tmp_path / "out", format, done=once(overwrite))
+        ucp.open(source).export(tmp_path / "out", format, progress=once(overwrite))
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("change", ["overwrite", "remove", "replace", "touch"])
 def test_what_a_restore_read_of_files_that_changed_is_not_handed_out(versions, monkeypatch, change):
     source, overwrite = versions
-    file = max((path for path in source.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    file = max(
+        (path for path in source.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
+    )
 
     def replace():
         """The same bytes, time and size: another file all the same."""
         shutil.copy2(file, source.parent / "copy")
         os.replace(source.parent / "copy", file)
 
-    do = {"overwrite": overwrite, "remove": file.unlink, "replace": replace, "touch": lambda: os.utime(file)}[change]
+    do = {
+        "overwrite": overwrite,
+        "remove": file.unlink,
+        "replace": replace,
+        "touch": lambda: os.utime(file),
+    }[change]
     checkpoint = ucp.open(source)
     monkeypatch.setattr(restoring, "run_restore", after(restoring.run_restore, do))
     with pytest.raises(CorruptData, match=CHANGED):
@@ -233,7 +265,9 @@ def test_what_a_restore_read_of_files_that_changed_is_not_handed_out(versions, m
 def test_an_optimizer_state_of_files_that_changed_is_not_handed_out(tmp_path, monkeypatch):
     from jax_ucp.optimizers import plan as planning
 
-    moments = {name: {"w": np.ones((4, 3), np.float32)} for name in ("param", "exp_avg", "exp_avg_sq")}
+    moments = {
+        name: {"w": np.ones((4, 3), np.float32)} for name in ("param", "exp_avg", "exp_avg_sq")
+    }
     memory({**moments, "step": {"w": np.float32([5]).reshape(())}}).export(tmp_path / "v1", "dcp")
     params = {"w": jax.device_put(moments["param"]["w"], NamedSharding(MESH, P()))}
     plan = ucp.open(tmp_path / "v1").plan_optimizer(optax.adam(1e-3), params)
@@ -264,8 +298,10 @@ def test_what_lies_beside_a_source_may_change(tmp_path):
         (tmp_path / "run" / "log.txt").write_text("step 6")
 
     source = ucp.open(tmp_path / "run")
-    result = source.save(tmp_path / "out", done=once(lambda: train(None)))
-    assert result.leaves == ucp.open(tmp_path / "run" / "global_step5").save(tmp_path / "again").leaves
+    result = source.save(tmp_path / "out", progress=once(lambda: train(None)))
+    assert (
+        result.leaves == ucp.open(tmp_path / "run" / "global_step5").save(tmp_path / "again").leaves
+    )
 
 
 opened: set[str] = set()
@@ -314,13 +350,18 @@ def stopped(source: ucp.Checkpoint, target: Path, after_blocks: int) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        source.save(target, done=stop)
+        source.save(target, progress=stop)
 
 
 @pytest.fixture
 def half(tmp_path) -> tuple[ucp.Checkpoint, Path]:
-    """A conversion that was stopped with all its blocks on disk and in the ledger, but for the last."""
-    arrays = {name: np.random.default_rng(list(name.encode())).random((40, 50), np.float32) for name in "abcd"}
+    """A conversion that was stopped with all its blocks on disk and in the ledger, but for the
+    last.
+    """
+    arrays = {
+        name: np.random.default_rng(list(name.encode())).random((40, 50), np.float32)
+        for name in "abcd"
+    }
     memory({"param": arrays}).export(tmp_path / "source", "safetensors")
     stopped(ucp.open(tmp_path / "source"), tmp_path / "out", 4)
     assert len((tmp_path / "out" / LEDGER_FILE).read_bytes().splitlines()) == 5
@@ -337,12 +378,17 @@ def exchange(out: Path) -> None:
 
 def relabel(out: Path, what: str) -> None:
     lines = [json.loads(line) for line in (out / LEDGER_FILE).read_text().splitlines()]
-    lines[1]["written"][what], lines[2]["written"][what] = lines[2]["written"][what], lines[1]["written"][what]
+    lines[1]["written"][what], lines[2]["written"][what] = (
+        lines[2]["written"][what],
+        lines[1]["written"][what],
+    )
     (out / LEDGER_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def without_crcs(out: Path) -> None:
-    (out / LEDGER_FILE).write_bytes(re.sub(rb'"crcs":"[^"]*"', b'"crcs":""', (out / LEDGER_FILE).read_bytes()))
+    (out / LEDGER_FILE).write_bytes(
+        re.sub(rb'"crcs":"[^"]*"', b'"crcs":""', (out / LEDGER_FILE).read_bytes())
+    )
 
 
 @pytest.mark.parametrize(
@@ -357,7 +403,16 @@ def without_crcs(out: Path) -> None:
         lambda out: lengthen(out / "param.d" / "c.0.0"),
         lambda out: remove(out / "param.a"),
     ],
-    ids=["exchanged", "other digests", "other crcs", "no crcs", "deleted", "cut short", "too long", "folder deleted"],
+    ids=[
+        "exchanged",
+        "other digests",
+        "other crcs",
+        "no crcs",
+        "deleted",
+        "cut short",
+        "too long",
+        "folder deleted",
+    ],
 )
 def test_a_block_that_is_not_as_the_ledger_has_it_is_written_again(half, happens):
     source, out = half
@@ -371,7 +426,17 @@ def test_a_block_that_is_not_as_the_ledger_has_it_is_written_again(half, happens
 
 @pytest.mark.parametrize(
     "line",
-    [b"{}", b"[]", b'"x"', b"null", b"", b"\xff", b'{"key": "a"}', b'{"key": 1, "box": 2, "written": 3}', b"[" * 9999],
+    [
+        b"{}",
+        b"[]",
+        b'"x"',
+        b"null",
+        b"",
+        b"\xff",
+        b'{"key": "a"}',
+        b'{"key": 1, "box": 2, "written": 3}',
+        b"[" * 9999,
+    ],
     ids=lambda line: line[:20].decode(errors="replace"),
 )
 @pytest.mark.parametrize("place", [0, 1, -1])
@@ -399,18 +464,30 @@ def test_a_ledger_that_is_a_link_is_not_written_through(half, tmp_path):
 
 def test_leaves_whose_names_a_file_system_takes_for_one_are_both_there(tmp_path, monkeypatch):
     file = Directory.file
-    monkeypatch.setattr(Directory, "file", lambda self, name: file(self, unicodedata.normalize("NFC", name).lower()))
-    want = {"W": np.ones(4), "w": np.zeros(4), "\xe9": np.full(4, 2.0), "e\u0301": np.full(4, 3.0), "plain": np.ones(2)}
+    monkeypatch.setattr(
+        Directory, "file", lambda self, name: file(self, unicodedata.normalize("NFC", name).lower())
+    )
+    want = {
+        "W": np.ones(4),
+        "w": np.zeros(4),
+        "\xe9": np.full(4, 2.0),
+        "e\u0301": np.full(4, 3.0),
+        "plain": np.ones(2),
+    }
     ocp.Checkpointer(ucp.CheckpointHandler()).save(tmp_path / "saved", args=ucp.args.Save(want))
     copied = ucp.open(tmp_path / "saved").save(tmp_path / "copied")
     for checkpoint in (ucp.open(tmp_path / "saved"), copied):
         assert [fault for _, fault in checkpoint.verify() if fault] == []
         found = checkpoint.restore()
-        assert {name: array.tolist() for name, array in found.items()} == {n: a.tolist() for n, a in want.items()}
+        assert {name: array.tolist() for name, array in found.items()} == {
+            n: a.tolist() for n, a in want.items()
+        }
 
 
 class OtherLibc:
-    """A disk that failed once, of which another program was told: handles that were open then hear of it, no others."""
+    """A disk that failed once, of which another program was told: handles that were open then
+    hear of it, no others.
+    """
 
     def __init__(self):
         self.failed_at = 0
@@ -429,12 +506,17 @@ def save(source: ucp.Checkpoint, target: Path) -> None:
 JOBS: dict[str, Callable[[ucp.Checkpoint, Path], object]] = {
     "save": save,
     "convert": lambda source, target: source.save(target),
-    **{f"export {name}": lambda source, target, name=name: source.export(target, name) for name in EXPORTS},
+    **{
+        f"export {name}": lambda source, target, name=name: source.export(target, name)
+        for name in EXPORTS
+    },
 }
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_an_error_of_the_disk_that_another_program_was_told_first_ends_a_save(tmp_path, monkeypatch, job):
+def test_an_error_of_the_disk_that_another_program_was_told_first_ends_a_save(
+    tmp_path, monkeypatch, job
+):
     disk, clock = OtherLibc(), iter(range(1, 1 << 30))
     source = memory({"param": {"a": np.arange(6.0)}})
     born.clear()

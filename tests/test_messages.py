@@ -1,7 +1,7 @@
 """What a refusal says is true of the situation that reached it, and the remedy that it names works.
 
-Each situation is a checkpoint with one thing wrong. The message names what is wrong and where, and, where it names a
-remedy, following it gives the arrays of the whole checkpoint, or of its weights.
+Each situation is a checkpoint with one thing wrong. The message names what is wrong and where, and,
+where it names a remedy, following it gives the arrays of the whole checkpoint, or of its weights.
 """
 
 import json
@@ -22,7 +22,7 @@ import jax_ucp as ucp
 from dcp_writer import Writer
 from jax_ucp.errors import UCPError
 from jax_ucp.layout.box import Box
-from jax_ucp.storage.consolidated import same_bits
+from jax_ucp.sources.consolidated import same_bits
 from torch_writer import Instance, edit, rewrite, save
 
 DATA = Path(__file__).parent / "data"
@@ -35,7 +35,11 @@ def copied(case: str, folder: Path) -> Path:
     """The folder of one save of a case, copied."""
     source = DATA / case / "ckpt" if (DATA / case / "ckpt").is_dir() else DATA / case
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("truth.npz", "case.json"))
-    inner = [path for path in folder.iterdir() if path.is_dir() and path.name.startswith(("global_step", "iter_"))]
+    inner = [
+        path
+        for path in folder.iterdir()
+        if path.is_dir() and path.name.startswith(("global_step", "iter_"))
+    ]
     return inner[0] if inner else folder
 
 
@@ -44,20 +48,29 @@ def arrays(checkpoint: ucp.Checkpoint) -> Arrays:
 
 
 def same(found: Arrays, want: Arrays) -> bool:
-    return found.keys() == want.keys() and all(same_bits(found[label], array) for label, array in want.items())
+    return found.keys() == want.keys() and all(
+        same_bits(found[label], array) for label, array in want.items()
+    )
 
 
 def rounded(found: Arrays, want: Arrays) -> bool:
     """Whether the weights are those wanted, in the dtype in which they are."""
-    alike = {label: array.astype(found[label].dtype) for label, array in want.items() if label in found}
-    return same(found, alike) and {label for label in want if label.startswith(("param/", "buffer/"))} == found.keys()
+    alike = {
+        label: array.astype(found[label].dtype) for label, array in want.items() if label in found
+    }
+    return (
+        same(found, alike)
+        and {label for label in want if label.startswith(("param/", "buffer/"))} == found.keys()
+    )
 
 
 @dataclass
 class Situation:
-    """`spoil` does what is wrong to a copy of `case` (or makes one) and may return what to open instead of it.
+    """`spoil` does what is wrong to a copy of `case` (or makes one) and may return what to open
+    instead of it.
 
-    `said` are patterns that the message has, in this order. `remedy` follows it, given the folder and the error.
+    `said` are patterns that the message has, in this order. `remedy` follows it, given the folder
+    and the error.
     """
 
     case: str
@@ -156,7 +169,9 @@ def rules_of(case: str) -> str:
         "row": {"sharded": 1},
     }
     params = json.loads((DATA / case / "case.json").read_text())["parameters"]
-    return json.dumps({"shards": [{"param": p["name"], "pattern": kinds[p["layout"]["kind"]]} for p in params]})
+    return json.dumps(
+        {"shards": [{"param": p["name"], "pattern": kinds[p["layout"]["kind"]]} for p in params]}
+    )
 
 
 def by_spec(folder: Path, _: str) -> Arrays:
@@ -178,7 +193,9 @@ def renamed_in(folder: Path, pattern: str, old: str, new: str) -> None:
     """A text of the pickles of files is another."""
     texts = [b"X" + len(text).to_bytes(4, "little") + text.encode() for text in (old, new)]
     for path in folder.glob(pattern):
-        rewrite(path, lambda name, data: data.replace(*texts) if name.endswith("data.pkl") else data)
+        rewrite(
+            path, lambda name, data: data.replace(*texts) if name.endswith("data.pkl") else data
+        )
 
 
 def from_core_019(folder: Path) -> None:
@@ -197,7 +214,11 @@ def with_a_module_of_its_own(folder: Path) -> None:
 
 def by_a_rule_more(folder: Path, _: str) -> Arrays:
     spec = folder / "mine.yaml"
-    spec.write_text(yaml.safe_dump({"extends": "megatron", "shards": [{"param": OWN, "pattern": {"sharded": 0}}]}))
+    spec.write_text(
+        yaml.safe_dump(
+            {"extends": "megatron", "shards": [{"param": OWN, "pattern": {"sharded": 0}}]}
+        )
+    )
     found = arrays(ucp.open(folder, spec=spec))
     return {label.replace(OWN, PLAIN): array for label, array in found.items()}
 
@@ -205,7 +226,9 @@ def by_a_rule_more(folder: Path, _: str) -> Arrays:
 def without_a_moment(folder: Path) -> None:
     """One tensor of the optimizer has another name in the table of contents."""
     path = folder / ".metadata"
-    old, new = (f"state.{state}.decoder.final_layernorm".encode() for state in ("exp_avg", "exp_zzz"))
+    old, new = (
+        f"state.{state}.decoder.final_layernorm".encode() for state in ("exp_avg", "exp_zzz")
+    )
     path.write_bytes(path.read_bytes().replace(old, new))
 
 
@@ -241,7 +264,10 @@ OPTIM, MODEL = "*_optim_states.pt", "*model_states.pt"
 Z1, Z3 = "deepspeed/z1_bf16_dp2", "deepspeed/z3_fp16_dp2_subgroups"
 DP4, TP2 = "deepspeed/z1_fp32_dp4", "deepspeed/tp2_dp2_z1_fp32"
 UNIVERSAL = "deepspeed_universal/tp2_dp1_z1_fp32_gqa"
-LEGACY, RESHARDABLE = "megatron/legacy_tp2_pp1_bf16", "megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16"
+LEGACY, RESHARDABLE = (
+    "megatron/legacy_tp2_pp1_bf16",
+    "megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16",
+)
 ALONE = r"weights_only opens"
 
 SITUATIONS = {
@@ -261,41 +287,64 @@ SITUATIONS = {
     "DCP whose hidden file was not copied": Situation(
         "",
         not_copied,
-        [r"no \.metadata: the save never ended", r"was not copied with the others, for its name begins with a dot"],
+        [
+            r"no \.metadata: the save never ended",
+            r"was not copied with the others, for its name begins with a dot",
+        ],
     ),
     "DCP of links": Situation(
         "",
         of_links("__0_0.distcp"),
-        [r"__0_0\.distcp is a link to .*, outside the checkpoint", r"copy the checkpoint with the files themselves"],
+        [
+            r"__0_0\.distcp is a link to .*, outside the checkpoint",
+            r"copy the checkpoint with the files themselves",
+        ],
         with_the_files_themselves,
     ),
     "DCP whose table of contents is a link": Situation(
         "",
         of_links(".metadata"),
-        [r"\.metadata is a link to .*, outside the checkpoint", r"copy the checkpoint with the files themselves"],
+        [
+            r"\.metadata is a link to .*, outside the checkpoint",
+            r"copy the checkpoint with the files themselves",
+        ],
         with_the_files_themselves,
     ),
     "Megatron-core 0.19 without common.pt": Situation(
         "megatron/dist_tp1_pp1_fp32",
         from_core_019,
-        [r"common\.pt is missing: megatron-core 0\.19 and later keep what it holds in the object common_state"],
+        [
+            r"common\.pt is missing: megatron-core 0\.19 and later keep what it holds in the object"
+            r" common_state"
+        ],
     ),
     # Files too many, too few, or of another save.
     "a model file of ZeRO-3 is missing": Situation(
         Z3,
         delete("zero_pp_rank_1_mp_rank_00_model_states.pt"),
-        [r"rank_1_mp_rank_00_model_states\.pt is missing: the run had 2 data-parallel ranks, 1 pipeline stages"],
+        [
+            r"rank_1_mp_rank_00_model_states\.pt is missing: the run had 2 data-parallel ranks, 1"
+            r" pipeline stages"
+        ],
     ),
     "an optimizer file of an earlier save on more ranks": Situation(
         DP4,
-        copy_as("zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_4_mp_rank_00_optim_states.pt"),
-        [r"zero_pp_rank_4_mp_rank_00_optim_states\.pt belongs to another run, or to an earlier save on more ranks"],
+        copy_as(
+            "zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_4_mp_rank_00_optim_states.pt"
+        ),
+        [
+            r"zero_pp_rank_4_mp_rank_00_optim_states\.pt belongs to another run, or to an earlier"
+            r" save on more ranks"
+        ],
         without("zero_pp_rank_4_*"),
     ),
     "a model file of an earlier save on more ranks": Situation(
         TP2,
         copy_as("mp_rank_00_model_states.pt", "mp_rank_02_model_states.pt"),
-        [r"mp_rank_02_model_states\.pt", r"belongs to another run, or to an earlier save on more ranks"],
+        [
+            r"mp_rank_02_model_states\.pt",
+            r"belongs to another run, or to an earlier save on more ranks",
+        ],
         without("mp_rank_02_*"),
     ),
     "optimizer files of two saves": Situation(
@@ -304,13 +353,22 @@ SITUATIONS = {
             "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
             "zero_pp_rank_0_mp_rank_00_optim_states.pt",
         ),
-        [r"with and without the prefix bf16_: two saves with different settings are in one folder\. Remove", ALONE],
+        [
+            (
+                r"with and without the prefix bf16_: two saves with different settings are in one"
+                r" folder\. Remove"
+            ),
+            ALONE,
+        ],
         without("zero_pp_rank_0_*"),
     ),
     "a rank of Megatron too many": Situation(
         LEGACY,
         copy_as("mp_rank_01", "mp_rank_02"),
-        [r"mp_rank_02 belongs to another run, or to an earlier save with other parallelism", "Move the folders"],
+        [
+            r"mp_rank_02 belongs to another run, or to an earlier save with other parallelism",
+            "Move the folders",
+        ],
         without("mp_rank_02"),
     ),
     "an optimizer file is missing": Situation(
@@ -321,27 +379,47 @@ SITUATIONS = {
         True,
     ),
     "all optimizer files are missing": Situation(
-        Z1, delete(OPTIM), [r"no \*_optim_states\.pt, but .* written by ZeRO-1", ALONE], weights_only, True
+        Z1,
+        delete(OPTIM),
+        [r"no \*_optim_states\.pt, but .* written by ZeRO-1", ALONE],
+        weights_only,
+        True,
     ),
     "all optimizer files of ZeRO-3 are missing": Situation(
         Z3,
         delete(OPTIM),
-        [r"written by ZeRO-3: masters and optimizer state are missing; its weights are in no other file"],
+        [
+            r"written by ZeRO-3: masters and optimizer state are missing; its weights are in no"
+            r" other file"
+        ],
     ),
     "a universal folder without its optimizer file": Situation(
-        UNIVERSAL, delete("zero/optimizer_state.pt"), [r"optimizer_state\.pt is missing", ALONE], weights_only, True
+        UNIVERSAL,
+        delete("zero/optimizer_state.pt"),
+        [r"optimizer_state\.pt is missing", ALONE],
+        weights_only,
+        True,
     ),
     "a universal folder without a moment": Situation(
         UNIVERSAL,
         delete("zero/embed.word_embeddings.weight/exp_avg.pt"),
-        [r"word_embeddings\.weight/exp_avg\.pt is missing: other parameters of the group have that state", ALONE],
+        [
+            (
+                r"word_embeddings\.weight/exp_avg\.pt is missing: other parameters of the group"
+                r" have that state"
+            ),
+            ALONE,
+        ],
         weights_only,
         True,
     ),
     "a universal folder made inside its source": Situation(
         UNIVERSAL,
         made_in_its_source,
-        [r"both atoms \(zero/\) and \*_optim_states\.pt", r"Move zero/, or the optimizer files, to another one"],
+        [
+            r"both atoms \(zero/\) and \*_optim_states\.pt",
+            r"Move zero/, or the optimizer files, to another one",
+        ],
         without(OPTIM),
     ),
     # Optimizers.
@@ -349,7 +427,9 @@ SITUATIONS = {
         Z1,
         change(
             "*rank_1_*optim_states.pt",
-            lambda tree: tree.__setitem__("optimizer_state_dict", {"zen_partition": 1, "onebit_groups": []}),
+            lambda tree: tree.__setitem__(
+                "optimizer_state_dict", {"zen_partition": 1, "onebit_groups": []}
+            ),
         ),
         [
             r"optim_states\.pt has neither the masters",
@@ -362,21 +442,35 @@ SITUATIONS = {
     "a sharding over some of the ranks": Situation(
         DP4,
         change(OPTIM, shared_by_some),
-        [r"of \[2, 2\] ranks, by its partition_count", r"a sharding over some of the ranks, which is not read", ALONE],
+        [
+            r"of \[2, 2\] ranks, by its partition_count",
+            r"a sharding over some of the ranks, which is not read",
+            ALONE,
+        ],
         weights_only,
         True,
     ),
     "a rank without a state that others have": Situation(
         Z1,
         change("*rank_1_*optim_states.pt", lambda tree: base(tree)["state"][0].pop("exp_avg_sq")),
-        [r"rank_1_.*: group 0 has the optimizer states \['step', 'exp_avg'\]", r"saved before the first step", ALONE],
+        [
+            r"rank_1_.*: group 0 has the optimizer states \['step', 'exp_avg'\]",
+            r"saved before the first step",
+            ALONE,
+        ],
         weights_only,
         True,
     ),
     "a moment that was cut": Situation(
         Z1,
         change("*rank_1_*optim_states.pt", sliced),
-        [r"rank_1_.*: exp_avg of group 0 has \d+ elements, where .* the partition of rank 1 of 2 has \d+", ALONE],
+        [
+            (
+                r"rank_1_.*: exp_avg of group 0 has \d+ elements, where .* the partition of rank 1"
+                r" of 2 has \d+"
+            ),
+            ALONE,
+        ],
         weights_only,
         True,
     ),
@@ -384,9 +478,14 @@ SITUATIONS = {
         Z1,
         change(
             "*rank_1_*optim_states.pt",
-            lambda tree: tree["optimizer_state_dict"]["single_partition_of_fp32_groups"].__setitem__(0, np.zeros(8)),
+            lambda tree: tree["optimizer_state_dict"][
+                "single_partition_of_fp32_groups"
+            ].__setitem__(0, np.zeros(8)),
         ),
-        [r"group 0 has \d+ elements by mp_rank_00_model_states\.pt, but the masters .* 8 in bf16_zero_pp_rank_1"],
+        [
+            r"group 0 has \d+ elements by mp_rank_00_model_states\.pt, but the masters .* 8 in"
+            r" bf16_zero_pp_rank_1"
+        ],
         weights_only,
         True,
     ),
@@ -396,14 +495,21 @@ SITUATIONS = {
             "*rank_1_*optim_states.pt",
             lambda tree: tree["optimizer_state_dict"]["single_partition_of_fp32_groups"].pop(),
         ),
-        [r"rank_1_.* has 1 parameter groups, but .* describes 2; .* of an earlier save with other groups"],
+        [
+            r"rank_1_.* has 1 parameter groups, but .* describes 2; .* of an earlier save with"
+            r" other groups"
+        ],
         weights_only,
         True,
     ),
     "Megatron's flat buffers without args": Situation(
         RESHARDABLE,
         change("common.pt", lambda tree: tree.pop("args")),
-        [r"common\.pt has no args \(other trainers write none\)", r"nor what lies in its buffers", ALONE],
+        [
+            r"common\.pt has no args \(other trainers write none\)",
+            r"nor what lies in its buffers",
+            ALONE,
+        ],
         weights_only,
         True,
     ),
@@ -411,7 +517,10 @@ SITUATIONS = {
         "unknown/te_muon",
         without_a_moment,
         [
-            r"exp_avg of decoder\.final_layernorm\.weight is in no file, though 6 parameters that share states with it",
+            (
+                r"exp_avg of decoder\.final_layernorm\.weight is in no file, though 6 parameters"
+                r" that share states with it"
+            ),
             ALONE,
         ],
         weights_only,
@@ -421,7 +530,10 @@ SITUATIONS = {
     "a newer universal_checkpoint_info": Situation(
         TP2,
         change("mp_rank_*_model_states.pt", set_info(universal_checkpoint_version=0.9)),
-        [r"universal_checkpoint_info has version 0\.9", r"Say how slices form parameters in a spec \(spec=, --spec\)"],
+        [
+            r"universal_checkpoint_info has version 0\.9",
+            r"Say how slices form parameters in a spec \(spec=, --spec\)",
+        ],
         by_spec,
     ),
     "a pattern that meets no parameter": Situation(
@@ -435,7 +547,10 @@ SITUATIONS = {
     ),
     "parameters that DeepSpeed cannot join": Situation(
         TP2,
-        change("mp_rank_*_model_states.pt", set_info(autotp_unsupported_parameter_patterns={"layers": "a bug"})),
+        change(
+            "mp_rank_*_model_states.pt",
+            set_info(autotp_unsupported_parameter_patterns={"layers": "a bug"}),
+        ),
         [
             r"DeepSpeed says that the slices of layers\..* cannot be joined: a bug",
             r"Say how slices form parameters in a spec",
@@ -444,14 +559,20 @@ SITUATIONS = {
     ),
     "a vocabulary without its size": Situation(
         TP2,
-        change("mp_rank_*_model_states.pt", lambda tree: tree["universal_checkpoint_info"].pop("original_vocab_size")),
+        change(
+            "mp_rank_*_model_states.pt",
+            lambda tree: tree["universal_checkpoint_info"].pop("original_vocab_size"),
+        ),
         [r'has no original_vocab_size; give it: sizes=\{"vocab": N\}, --size vocab=N'],
         lambda folder, _: arrays(ucp.open(folder, sizes={"vocab": 101})),
     ),
     "a vocabulary of more rows than there are": Situation(
         TP2,
         change("mp_rank_*_model_states.pt", set_info(original_vocab_size=1000)),
-        [r"mp_rank_00_model_states\.pt: .*word_embeddings\.weight by its universal_checkpoint_info: the shards hold"],
+        [
+            r"mp_rank_00_model_states\.pt: .*word_embeddings\.weight by its"
+            r" universal_checkpoint_info: the shards hold"
+        ],
         lambda folder, _: arrays(ucp.open(folder, sizes={"vocab": 101})),
     ),
     # Megatron's files.
@@ -459,9 +580,14 @@ SITUATIONS = {
         LEGACY,
         change(
             "mp_rank_*/model_optim_rng.pt",
-            lambda tree: tree.__setitem__("args", Instance("mylib.Config", dict(tree["args"].state))),
+            lambda tree: tree.__setitem__(
+                "args", Instance("mylib.Config", dict(tree["args"].state))
+            ),
         ),
-        [r"model_optim_rng\.pt has an object of mylib\.Config, which .* for args, not an argparse\.Namespace"],
+        [
+            r"model_optim_rng\.pt has an object of mylib\.Config, which .* for args, not an"
+            r" argparse\.Namespace"
+        ],
     ),
     "a save before checkpoint_version 2": Situation(
         LEGACY,
@@ -494,7 +620,10 @@ SITUATIONS = {
     "common.pt of another run": Situation(
         "megatron/dist_tp1_pp1_fp32",
         change("common.pt", lambda tree: tree["args"].state.update(num_layers=3)),
-        [r"axis 0 should count the 3 layers that args in common\.pt tell of: that file or the others are of"],
+        [
+            r"axis 0 should count the 3 layers that args in common\.pt tell of: that file or the"
+            r" others are of"
+        ],
     ),
 }
 
@@ -516,7 +645,9 @@ def test_a_refusal_says_what_is_wrong_and_its_remedy_works(name, tmp_path):
     assert re.search("[\\s\\S]*".join(situation.said), message), message
     assert str(tmp_path) in message
     if situation.remedy is None:
-        assert not re.search(r"weights_only|spec=|sizes=|open /", message), "a remedy that is not followed"
+        assert not re.search(r"weights_only|spec=|sizes=|open /", message), (
+            "a remedy that is not followed"
+        )
         return
     found = situation.remedy(folder, message)
     assert found
@@ -531,7 +662,9 @@ def test_files_that_say_the_same_in_instances_are_of_one_run(tmp_path):
     def as_instances(tree: Any) -> None:
         kind = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
         info = tree["universal_checkpoint_info"]
-        info["parameter_with_sub_params"] = [Instance(kind, said) for said in info["parameter_with_sub_params"]]
+        info["parameter_with_sub_params"] = [
+            Instance(kind, said) for said in info["parameter_with_sub_params"]
+        ]
 
     change("mp_rank_*_model_states.pt", as_instances)(folder)
     assert same(arrays(ucp.open(folder)), whole)
@@ -543,7 +676,8 @@ def test_a_mapping_says_where_the_arrays_are_that_it_misses(tmp_path):
     checkpoint = ucp.open(tmp_path / "run.pt")
     assert any("kept under `other`" in note for note in checkpoint.notes)
     with pytest.raises(
-        UCPError, match=r"no parameters: a mapping wants them below `param`; 2 are below `other`, and its"
+        UCPError,
+        match=r"no parameters: a mapping wants them below `param`; 2 are below `other`, and its",
     ):
         checkpoint.map("hf-llama-to-tunix")
 
@@ -551,7 +685,10 @@ def test_a_mapping_says_where_the_arrays_are_that_it_misses(tmp_path):
 def test_a_float_of_64_bits_is_rounded_by_the_remedy_that_its_refusal_names(tmp_path):
     save({"w": np.full(2, 1 / 3)}, tmp_path / "run.pt")
     checkpoint = ucp.open(tmp_path / "run.pt")
-    said = r"w: JAX would make float32 of its float64; set jax_enable_x64, or give a target of float32 and cast=True"
+    said = (
+        r"w: JAX would make float32 of its float64; set jax_enable_x64, or give a target of float32"
+        r" and cast=True"
+    )
     with pytest.raises(UCPError, match=said):
         checkpoint.restore(mesh=MESH)
     target = {"param": {"w": jax.ShapeDtypeStruct((2,), np.float32)}}

@@ -1,4 +1,6 @@
-"""`ucp.json` gives back every leaf that it was given, and says once what many leaves have in common."""
+"""`ucp.json` gives back every leaf that it was given, and says once what many leaves have in
+common.
+"""
 
 from dataclasses import replace
 
@@ -6,7 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_ucp.metadata import Key, Leaf, Metadata, SavedSharding, StoredArray, decode, encode, folded_name, leaf_names
+from jax_ucp.metadata import (
+    Key,
+    Leaf,
+    Metadata,
+    SavedSharding,
+    StoredArray,
+    decode,
+    encode,
+    folded_name,
+    leaf_names,
+)
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
 PLACES = st.integers(0, 1 << 50)
@@ -32,7 +44,11 @@ LEAVES = st.builds(
     st.none() | AXES,
 )
 STORED = st.builds(
-    StoredArray, SHAPES, SHAPES, st.just(("0123456789abcdef",)), st.lists(st.tuples(PLACES, PLACES)).map(tuple)
+    StoredArray,
+    SHAPES,
+    SHAPES,
+    st.just(("0123456789abcdef",)),
+    st.lists(st.tuples(PLACES, PLACES)).map(tuple),
 )
 
 
@@ -52,7 +68,9 @@ def test_a_mesh_of_many_devices_is_there_once_for_all_leaves():
 
 # Letters whose case or whose spelling differs between names that some file systems take for one.
 ALIKE = st.text(
-    st.sampled_from("aA.%/ 1iI\u0131\u0130\xdf\u017fKk\xe9\u212a\u0301e\ufe0f\xc5\u212b\uff05"), min_size=1, max_size=4
+    st.sampled_from("aA.%/ 1iI\u0131\u0130\xdf\u017fKk\xe9\u212a\u0301e\ufe0f\xc5\u212b\uff05"),
+    min_size=1,
+    max_size=4,
 )
 
 
@@ -82,6 +100,8 @@ def test_names_that_a_file_system_would_merge_are_both_escaped_and_others_keep_t
     assert [leaf_names([(Key("dict", name),)]) for name in (one, other)] == [[one], [other]]
 
 
-@pytest.mark.parametrize("name", ["_metadata", "UCP.json", "Manifest.OCDBT", "_Sharding", "Ucp.pack_0"])
+@pytest.mark.parametrize(
+    "name", ["_metadata", "UCP.json", "Manifest.OCDBT", "_Sharding", "Ucp.pack_0"]
+)
 def test_a_leaf_does_not_take_the_name_of_a_file_of_ours_in_other_letters(name):
     assert leaf_names([(Key("dict", name),)]) == ["%" + name.replace(".", "%2E")]

@@ -1,4 +1,6 @@
-"""Patterns that come out of files match what Python's `re.match` matches, in bounded time, or are refused."""
+"""Patterns that come out of files match what Python's `re.match` matches, in bounded time, or
+are refused.
+"""
 
 import re
 import shutil
@@ -13,14 +15,41 @@ import jax_ucp as ucp
 import torch_writer
 from jax_ucp import name_patterns
 from jax_ucp.errors import FormatError
-from jax_ucp.formats.deepspeed_tp import TensorParallel
+from jax_ucp.formats.deepspeed.tensor_parallel import TensorParallel
 from jax_ucp.name_patterns import MAX_TRIES, NamePatterns
 
 pytestmark = pytest.mark.timeout(60)
 
 CASE = Path(__file__).parent / "data" / "deepspeed" / "tp2_dp1_z1_bf16"
-SLOW = [r"(\w|.)+!", r"(a*)*b", r"(a|aa)+$", r"(.*)*x", r"((a+)+)+!", r"(.*a){20}!", r"\w*\w*\w*\w*\w*\w*\w*!"]
-PIECES = ["a", "b", ".", r"\.", r"\d", r"\w+", "(", ")", "|", "*", "+", "?", "{2}", "{,2}", "{02}", "{1,}", "^", "$"]
+SLOW = [
+    r"(\w|.)+!",
+    r"(a*)*b",
+    r"(a|aa)+$",
+    r"(.*)*x",
+    r"((a+)+)+!",
+    r"(.*a){20}!",
+    r"\w*\w*\w*\w*\w*\w*\w*!",
+]
+PIECES = [
+    "a",
+    "b",
+    ".",
+    r"\.",
+    r"\d",
+    r"\w+",
+    "(",
+    ")",
+    "|",
+    "*",
+    "+",
+    "?",
+    "{2}",
+    "{,2}",
+    "{02}",
+    "{1,}",
+    "^",
+    "$",
+]
 PIECES += [
     "[ab]",
     "[^a]",
@@ -67,9 +96,12 @@ def test_a_pattern_takes_no_longer_for_every_letter(pattern):
 
 
 @pytest.mark.parametrize(
-    "pattern", ["(?=a)", r"(a)\1", "a{,3}", "a{1001}", "[[:alpha:]]", "((a{90}){90}){90}", "a" * 1001]
+    "pattern",
+    ["(?=a)", r"(a)\1", "a{,3}", "a{1001}", "[[:alpha:]]", "((a{90}){90}){90}", "a" * 1001],
 )
-@pytest.mark.parametrize("place", ["tp_replicated_parameter_patterns", "parameter_with_row_parallelism_patterns"])
+@pytest.mark.parametrize(
+    "place", ["tp_replicated_parameter_patterns", "parameter_with_row_parallelism_patterns"]
+)
 def test_a_pattern_that_cannot_be_matched_so_is_refused_with_the_way_out(pattern, place):
     with pytest.raises(FormatError, match=r"f has (the|a) pattern"):
         TensorParallel({place: [pattern]}, 2, "f", {})
@@ -104,7 +136,8 @@ def test_a_checkpoint_with_a_slow_pattern_is_opened_or_refused_and_exported(tmp_
     shutil.copytree(CASE, tmp_path / "c")
     for file in (tmp_path / "c").rglob("mp_rank_*_model_states.pt"):
         torch_writer.rewrite(
-            file, lambda name, data: _with_pattern(data, pattern) if name.endswith("data.pkl") else data
+            file,
+            lambda name, data: _with_pattern(data, pattern) if name.endswith("data.pkl") else data,
         )
     with pytest.raises(FormatError, match="patterns that match no parameter"):
         ucp.open(tmp_path / "c")
@@ -121,4 +154,6 @@ def _with_pattern(pickled: bytes, pattern: str) -> bytes:
     start = pickled.index(b"X", at)
     length = int.from_bytes(pickled[start + 1 : start + 5], "little")
     new = pattern.encode()
-    return pickled[: start + 1] + len(new).to_bytes(4, "little") + new + pickled[start + 5 + length :]
+    return (
+        pickled[: start + 1] + len(new).to_bytes(4, "little") + new + pickled[start + 5 + length :]
+    )

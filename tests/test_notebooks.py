@@ -1,6 +1,7 @@
 """The notebooks, run in a fresh kernel as a reader would run them.
 
-After a change that shows in a notebook: `jupyter execute --inplace notebooks/*.ipynb`, and look at the figures.
+After a change that shows in a notebook: `jupyter execute --inplace notebooks/*.ipynb`, and look at
+the figures.
 """
 
 from base64 import b64decode
@@ -19,7 +20,9 @@ each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path
 
 
 def figures(notebook: nbformat.NotebookNode) -> dict[int, list[bytes]]:
-    """The PNG images that each code cell shows, by the cell's position; cells without any are left out."""
+    """The PNG images that each code cell shows, by the cell's position; cells without any are
+    left out.
+    """
     found = {}
     for i, cell in enumerate(notebook.cells):
         data = [output.data for output in cell.get("outputs", ()) if "data" in output]
@@ -49,7 +52,9 @@ def test_a_notebook_runs_to_its_end_and_draws_every_figure_that_it_was_committed
     for image in (image for images in drawn.values() for image in images):
         assert image.startswith(PNG)
         assert len(image) > 10_000, "a figure of a few kilobytes is an empty one"
-    noise = [o for cell in notebook.cells for o in cell.get("outputs", ()) if o.get("name") == "stderr"]
+    noise = [
+        o for cell in notebook.cells for o in cell.get("outputs", ()) if o.get("name") == "stderr"
+    ]
     assert not noise, "the cells should warn of nothing"
 
 

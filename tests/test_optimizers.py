@@ -1,4 +1,6 @@
-"""States of torch's optimizers, taken on in optax: the updates that follow are the ones torch would have made."""
+"""States of torch's optimizers, taken on in optax: the updates that follow are the ones torch
+would have made.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,7 +28,8 @@ def gradients(step: int) -> dict[str, np.ndarray]:
     return {name: rng.standard_normal(shape, np.float32) for name, shape in SHAPES.items()}
 
 
-# The algorithms as the documentation of torch.optim writes them; `t` is the number of this update, from one.
+# The algorithms as the documentation of torch.optim writes them; `t` is the number of this update,
+# from one.
 def adamw(states: States, t: int) -> None:
     for name, g in gradients(t).items():
         p, m, v = (states[key][name] for key in ("param", "exp_avg", "exp_avg_sq"))
@@ -71,7 +74,10 @@ def lion(states: States, t: int) -> None:
 ADAMW = optax.adamw(LR, B1, B2, EPS, weight_decay=DECAY)
 OPTIMIZERS: dict[str, tuple[Callable[[States, int], None], optax.GradientTransformation]] = {
     "adamw": (adamw, ADAMW),
-    "adam, decay in the gradient": (adam, optax.chain(optax.add_decayed_weights(DECAY), optax.adam(LR, B1, B2, EPS))),
+    "adam, decay in the gradient": (
+        adam,
+        optax.chain(optax.add_decayed_weights(DECAY), optax.adam(LR, B1, B2, EPS)),
+    ),
     "sgd": (sgd, optax.sgd(LR, B1)),
     "sgd, nesterov": (sgd_nesterov, optax.sgd(LR, B1, nesterov=True)),
     "lion": (lion, optax.lion(LR, B1, B2, weight_decay=DECAY)),
@@ -82,20 +88,27 @@ OPTIMIZERS: dict[str, tuple[Callable[[States, int], None], optax.GradientTransfo
     ),
     "an injected schedule": (
         adamw,
-        optax.inject_hyperparams(optax.adamw)(lambda _: LR, b1=B1, b2=B2, eps=EPS, weight_decay=DECAY),
+        optax.inject_hyperparams(optax.adamw)(
+            lambda _: LR, b1=B1, b2=B2, eps=EPS, weight_decay=DECAY
+        ),
     ),
     "several steps gathered": (adamw, optax.MultiSteps(ADAMW, 1).gradient_transformation()),
     "masks that leave all": (
         adamw,
         optax.chain(
-            optax.masked(ADAMW, {"dense": {"kernel": True, "bias": False}, "norm": {"scale": False}}),
-            optax.masked(ADAMW, {"dense": {"kernel": False, "bias": True}, "norm": {"scale": True}}),
+            optax.masked(
+                ADAMW, {"dense": {"kernel": True, "bias": False}, "norm": {"scale": False}}
+            ),
+            optax.masked(
+                ADAMW, {"dense": {"kernel": False, "bias": True}, "norm": {"scale": True}}
+            ),
         ),
     ),
     "partitions": (
         adamw,
         optax.partition(
-            {"a": ADAMW, "b": optax.chain(ADAMW)}, {"dense": {"kernel": "a", "bias": "b"}, "norm": {"scale": "b"}}
+            {"a": ADAMW, "b": optax.chain(ADAMW)},
+            {"dense": {"kernel": "a", "bias": "b"}, "norm": {"scale": "b"}},
         ),
     ),
 }
@@ -103,8 +116,12 @@ OPTIMIZERS: dict[str, tuple[Callable[[States, int], None], optax.GradientTransfo
 
 def trained(update: Callable[[States, int], None], steps: int) -> States:
     rng = np.random.default_rng(99)
-    states = {key: {name: np.zeros(s, np.float32) for name, s in SHAPES.items()} for key in KEYS[update]}
-    states["param"] = {name: rng.standard_normal(shape, np.float32) for name, shape in SHAPES.items()}
+    states = {
+        key: {name: np.zeros(s, np.float32) for name, s in SHAPES.items()} for key in KEYS[update]
+    }
+    states["param"] = {
+        name: rng.standard_normal(shape, np.float32) for name, shape in SHAPES.items()
+    }
     if "step" in states:
         states["step"] = {name: np.zeros((), np.float32) for name in SHAPES}
     for t in range(1, steps + 1):
@@ -136,11 +153,17 @@ def continued(
 ) -> dict[str, np.ndarray]:
     """The parameters after the updates `steps`, in optax, from the states as a checkpoint."""
     params = nested({name: jnp.asarray(p) for name, p in states["param"].items()})
-    opt_state = checkpoint_of(states).plan_optimizer(tx, jax.eval_shape(lambda: params), step=step).restore()
+    opt_state = (
+        checkpoint_of(states)
+        .plan_optimizer(tx, jax.eval_shape(lambda: params), step=step)
+        .restore()
+    )
     for t in steps:
         updates, opt_state = tx.update(nested(gradients(t)), opt_state, params)
         params = optax.apply_updates(params, updates)
-    return {name: np.asarray(params[name.partition("/")[0]][name.partition("/")[2]]) for name in SHAPES}
+    return {
+        name: np.asarray(params[name.partition("/")[0]][name.partition("/")[2]]) for name in SHAPES
+    }
 
 
 def distance(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> float:
@@ -172,19 +195,25 @@ def test_a_wrong_state_would_be_seen(wrong):
 
 def test_every_leaf_says_where_it_comes_from():
     tx = optax.chain(
-        optax.inject_hyperparams(optax.adamw)(LR), optax.MultiSteps(optax.sgd(LR), 2).gradient_transformation()
+        optax.inject_hyperparams(optax.adamw)(LR),
+        optax.MultiSteps(optax.sgd(LR), 2).gradient_transformation(),
     )
     states = {**trained(adamw, 3), "max_exp_avg_sq": trained(adamw, 3)["exp_avg_sq"]}
     params = nested(states["param"])
     plan = checkpoint_of(states).plan_optimizer(tx, params)
-    told = {one.slot.label: (one.fate, one.reason) for one in plan.filled}
+    told = {one.slot.label: (one.status, one.reason) for one in plan.filled}
     assert told["0/inner_state/0/mu/dense/kernel"] == ("mapped", "from exp_avg/dense/kernel")
     assert told["0/count"] == ("computed", "3 steps of dense/bias and 2 more")
     assert told["0/hyperparams/learning_rate"][0] == "initial"
-    assert told["1/acc_grads/norm/scale"] == ("computed", "zeros: a checkpoint is saved between two updates")
+    assert told["1/acc_grads/norm/scale"] == (
+        "computed",
+        "zeros: a checkpoint is saved between two updates",
+    )
     assert len(told) == len(jax.tree.leaves(jax.eval_shape(tx.init, params)))
     assert plan.left == {
-        "max_exp_avg_sq": "torch keeps the maximum of uncorrected moments, which optax has no place for"
+        "max_exp_avg_sq": (
+            "torch keeps the maximum of uncorrected moments, which optax has no place for"
+        )
     }
     assert "max_exp_avg_sq of the checkpoint: left" in plan.report()
     restored = plan.restore()
@@ -218,12 +247,17 @@ def test_flax_variables_are_seen_through():
             self.dense = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
 
     states = trained(adamw, 3)
-    states = {key: {n: a for n, a in some.items() if n.startswith("dense")} for key, some in states.items()}
+    states = {
+        key: {n: a for n, a in some.items() if n.startswith("dense")}
+        for key, some in states.items()
+    }
     model = Model()
     optimizer = nnx.Optimizer(model, ADAMW, wrt=nnx.Param)
     plan = checkpoint_of(states).plan_optimizer(ADAMW, nnx.state(model, nnx.Param))
     optimizer.opt_state = nnx.data(plan.restore())
-    np.testing.assert_array_equal(optimizer.opt_state[0].mu["dense"]["kernel"][...], states["exp_avg"]["dense/kernel"])
+    np.testing.assert_array_equal(
+        optimizer.opt_state[0].mu["dense"]["kernel"][...], states["exp_avg"]["dense/kernel"]
+    )
     assert plan.step == 3
 
 
@@ -240,8 +274,16 @@ def test_what_cannot_be_filled_is_said_all_at_once():
 @pytest.mark.parametrize(
     ("tx", "change", "message"),
     [
-        (optax.amsgrad(LR), {}, "is a ScaleByAmsgradState, and nothing says which state of torch it is"),
-        (ADAMW, {"step": {"dense/bias": np.float32(2)}}, "steps differ: 2 of dense/bias, 3 of dense/kernel"),
+        (
+            optax.amsgrad(LR),
+            {},
+            "is a ScaleByAmsgradState, and nothing says which state of torch it is",
+        ),
+        (
+            ADAMW,
+            {"step": {"dense/bias": np.float32(2)}},
+            "steps differ: 2 of dense/bias, 3 of dense/kernel",
+        ),
         (ADAMW, {"step": {"dense/bias": np.float32(2.5)}}, "2.5, which is no number of steps"),
         (optax.sgd(LR, B1), {}, "has no momentum_buffer of dense/kernel"),
         (
@@ -263,7 +305,9 @@ def test_a_sum_that_is_not_that_of_optax_is_refused():
     states = trained(sgd, 3)
     extras = {"optim.pt": {"param_groups": [{"lr": LR, "dampening": 0.1}]}}
     with pytest.raises(TreeMismatch, match=r"dampening=0.1: torch's momentum is another sum"):
-        checkpoint_of(states, extras=extras).plan_optimizer(optax.sgd(LR, B1), nested(states["param"]), step=3)
+        checkpoint_of(states, extras=extras).plan_optimizer(
+            optax.sgd(LR, B1), nested(states["param"]), step=3
+        )
 
 
 def test_a_step_that_is_given_must_be_that_of_the_checkpoint():

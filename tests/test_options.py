@@ -1,4 +1,6 @@
-"""Every option and every path that is given is used, or refused, or a note says that it changed nothing."""
+"""Every option and every path that is given is used, or refused, or a note says that it changed
+nothing.
+"""
 
 import inspect
 import json
@@ -24,8 +26,8 @@ from helpers import memory
 from jax_ucp.arguments import local_path
 from jax_ucp.cli.main import main
 from jax_ucp.errors import SpecError, UnsupportedPath
-from jax_ucp.language.notation import parse
-from jax_ucp.storage.directory import Directory
+from jax_ucp.files.directory import Directory
+from jax_ucp.shard_spec.notation import parse
 
 DATA = Path(__file__).parent / "data"
 DEEPSPEED = DATA / "deepspeed" / "tp2_dp2_z1_fp32"
@@ -46,14 +48,18 @@ def run(*args: object) -> tuple[int, str]:
 
 @pytest.fixture
 def tree() -> ucp.Checkpoint:
-    moments = {name: {"w": np.ones((8, 4), np.float32)} for name in ("param", "exp_avg", "exp_avg_sq")}
+    moments = {
+        name: {"w": np.ones((8, 4), np.float32)} for name in ("param", "exp_avg", "exp_avg_sq")
+    }
     return memory({**moments, "step": {"w": np.float32([3]).reshape(())}})
 
 
 @pytest.fixture(scope="module")
 def universal(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("universal") / "saved"
-    ocp.Checkpointer(ucp.CheckpointHandler()).save(path, args=ucp.args.Save({"w": np.ones((8, 4)), "step": 3}))
+    ocp.Checkpointer(ucp.CheckpointHandler()).save(
+        path, args=ucp.args.Save({"w": np.ones((8, 4)), "step": 3})
+    )
     return path
 
 
@@ -91,7 +97,15 @@ COMMANDS: dict[str, Callable[[str], tuple]] = {
     "convert --mesh to": lambda url: ("convert", DEEPSPEED, url, "--mesh", "x=2"),
     "export": lambda url: ("export", url, "out", "--format", "dcp"),
     "export to": lambda url: ("export", DEEPSPEED, url, "--format", "dcp"),
-    "export --optimizer": lambda url: ("export", DEEPSPEED, "out", "--format", "dcp", "--optimizer", url),
+    "export --optimizer": lambda url: (
+        "export",
+        DEEPSPEED,
+        "out",
+        "--format",
+        "dcp",
+        "--optimizer",
+        url,
+    ),
     "verify": lambda url: ("verify", url),
     "map": lambda url: ("map", url, "--mapping", "hf-gpt2-to-flax"),
     "--mapping": lambda url: ("map", SAFETENSORS, "--mapping", url),
@@ -104,9 +118,13 @@ COMMANDS: dict[str, Callable[[str], tuple]] = {
 @pytest.mark.parametrize("kind", [str, Path])
 @pytest.mark.parametrize("url", URLS)
 @pytest.mark.parametrize("door", DOORS)
-def test_a_url_is_refused_at_every_door_and_nothing_is_written(door, url, kind, tmp_path, monkeypatch):
+def test_a_url_is_refused_at_every_door_and_nothing_is_written(
+    door, url, kind, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UnsupportedPath, match=r"is a URL; this version reads and writes local files only") as error:
+    with pytest.raises(
+        UnsupportedPath, match=r"is a URL; this version reads and writes local files only"
+    ) as error:
         DOORS[door](kind(url))
     if kind is str:  # a Path has lost a slash, and with it who the host is
         assert URLS[url] in str(error.value)
@@ -142,7 +160,9 @@ def test_the_remedies_for_paths_are_accepted(tmp_path, monkeypatch, tree):
         remedy = str(error.value).rpartition("rite ")[2]
         np.testing.assert_array_equal(tree.save(remedy).read("param/w"), tree.read("param/w"))
     # A folder that is really called so is given by its absolute path.
-    np.testing.assert_array_equal(tree.save(tmp_path / "s3:" / "x").read("param/w"), tree.read("param/w"))
+    np.testing.assert_array_equal(
+        tree.save(tmp_path / "s3:" / "x").read("param/w"), tree.read("param/w")
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a b", "home", "s3:"]
 
 
@@ -231,16 +251,23 @@ shards:
 def test_a_switch_of_a_spec_may_be_off(tmp_path):
     """`when` asks whether something is there: 0 is an answer."""
     parameters = json.loads((DEEPSPEED / "case.json").read_text())["parameters"]
-    kinds = {"vocab": {"sharded": 0, "padded": {"axis": 0, "to": "vocab"}}, "replicated": "replicated"}
+    kinds = {
+        "vocab": {"sharded": 0, "padded": {"axis": 0, "to": "vocab"}},
+        "replicated": "replicated",
+    }
     kinds |= {"column": {"sharded": 0}, "row": {"sharded": 1}}
-    rules = [{"param": p["name"], "pattern": kinds[p["layout"]["kind"]], "when": "not gated"} for p in parameters]
+    rules = [
+        {"param": p["name"], "pattern": kinds[p["layout"]["kind"]], "when": "not gated"}
+        for p in parameters
+    ]
     (tmp_path / "mine.yaml").write_text(json.dumps({"shards": rules}))
     checkpoint = ucp.open(DEEPSPEED, spec=tmp_path / "mine.yaml", sizes={"vocab": 101, "gated": 0})
     assert len(checkpoint.params) == len(parameters)
 
 
 @pytest.mark.parametrize(
-    "said", ["vocab=0", "vocab=-1", "vocab=101.0", "vocab=\xb2", "vocab=", "=3", "vocab=" + "9" * 30]
+    "said",
+    ["vocab=0", "vocab=-1", "vocab=101.0", "vocab=\xb2", "vocab=", "=3", "vocab=" + "9" * 30],
 )
 def test_the_command_refuses_what_is_no_size(said):
     code, text = run("inspect", MEGATRON, "--size", said)
@@ -265,7 +292,9 @@ def test_a_size_may_be_for_the_mapping_or_for_the_checkpoint_or_for_neither():
 # A spec where none is used, copies where there are none.
 
 
-@pytest.mark.parametrize("path", [SAFETENSORS, DCP, TORCH, MEGATRON_DIST], ids=lambda path: path.parent.name)
+@pytest.mark.parametrize(
+    "path", [SAFETENSORS, DCP, TORCH, MEGATRON_DIST], ids=lambda path: path.parent.name
+)
 def test_a_spec_is_refused_where_the_checkpoint_says_itself_how_it_is_stored(path, tmp_path):
     (tmp_path / "mine.yaml").write_text("shards: [{param: '*', pattern: replicated}]")
     with pytest.raises(SpecError, match=r"has no use for the spec .*mine\.yaml: open it without"):
@@ -278,19 +307,21 @@ def test_a_spec_is_refused_for_a_universal_checkpoint_and_a_step_of_orbax(univer
         ucp.open(universal, spec=tmp_path / "mine.yaml")
 
 
-@pytest.mark.parametrize("path", [SAFETENSORS, DCP, TORCH, DATA / "deepspeed" / "z0_fp32_dp2"], ids=lambda p: p.name)
-@pytest.mark.parametrize("believe", ["master", "copy"])
-def test_a_note_says_where_there_is_nothing_to_believe(path, believe):
-    plain, told = ucp.open(path), ucp.open(path, believe=believe)
+@pytest.mark.parametrize(
+    "path", [SAFETENSORS, DCP, TORCH, DATA / "deepspeed" / "z0_fp32_dp2"], ids=lambda p: p.name
+)
+@pytest.mark.parametrize("on_conflict", ["master", "copy"])
+def test_a_note_says_where_there_is_nothing_to_believe(path, on_conflict):
+    plain, told = ucp.open(path), ucp.open(path, on_conflict=on_conflict)
     assert [note for note in told.notes if note not in plain.notes] == [
-        f"nothing is stored twice here, so that believe={believe!r} changes nothing"
+        f"nothing is stored twice here, so that on_conflict={on_conflict!r} changes nothing"
     ]
     assert told.leaves == plain.leaves
 
 
 def test_what_is_believed_is_one_of_two():
-    with pytest.raises(ValueError, match="believe='both' should be 'master' or 'copy'"):
-        ucp.open(SAFETENSORS, believe="both")
+    with pytest.raises(ValueError, match="on_conflict='both' should be 'master' or 'copy'"):
+        ucp.open(SAFETENSORS, on_conflict="both")
 
 
 # Switches.
@@ -299,7 +330,9 @@ def test_what_is_believed_is_one_of_two():
 @pytest.mark.parametrize("value", ["no", "False", 0, 2, None])
 @pytest.mark.parametrize("name", ["weights_only", "partial", "share_reads", "narrow_integers"])
 def test_a_switch_that_is_neither_true_nor_false_is_refused(name, value):
-    call = partial(ucp.open, SAFETENSORS) if name == "weights_only" else ucp.open(SAFETENSORS).restore
+    call = (
+        partial(ucp.open, SAFETENSORS) if name == "weights_only" else ucp.open(SAFETENSORS).restore
+    )
     with pytest.raises(ValueError, match=f"{name}={value!r} should be True or False"):
         call(**{name: value})
 
@@ -313,9 +346,11 @@ BUDGETED: dict[str, Callable[[ucp.Checkpoint, Any, Path], object]] = {
     "plan_save": lambda tree, n, out: tree.plan_save(n),
     "export": lambda tree, n, out: tree.export(out, "dcp", budget_bytes=n),
     "plan_export": lambda tree, n, out: tree.plan_export("dcp", budget_bytes=n),
-    "plan_optimizer": lambda tree, n, out: tree.plan_optimizer(
-        optax.adam(1e-3), {"w": jax.ShapeDtypeStruct((8, 4), np.float32)}
-    ).restore(mesh=MESH, budget_bytes=n),
+    "plan_optimizer": (
+        lambda tree, n, out: tree.plan_optimizer(
+            optax.adam(1e-3), {"w": jax.ShapeDtypeStruct((8, 4), np.float32)}
+        ).restore(mesh=MESH, budget_bytes=n)
+    ),
     "handler": lambda tree, n, out: ucp.CheckpointHandler(n),
 }
 
@@ -411,7 +446,11 @@ def test_what_a_restore_does_not_use_of_rules_and_mesh_is_in_its_notes(universal
         ("dcp", {"max_shard_bytes": 10}, "max_shard_bytes is for safetensors"),
         ("deepspeed", {"max_shard_bytes": 10}, "max_shard_bytes is for safetensors"),
         ("safetensors", {"max_shard_bytes": 0}, "max_shard_bytes=0 should be a whole number"),
-        ("safetensors", {"max_shard_bytes": 1e9}, "max_shard_bytes=1000000000.0 should be a whole number"),
+        (
+            "safetensors",
+            {"max_shard_bytes": 1e9},
+            "max_shard_bytes=1000000000.0 should be a whole number",
+        ),
         ("safetensors", {"zero_stage": 1}, "zero_stage is for deepspeed"),
         ("dcp", {"zero_stage": 1}, "zero_stage is for deepspeed"),
         ("deepspeed", {"zero_stage": 0}, "zero_stage=0 should be a whole number"),
@@ -422,7 +461,9 @@ def test_what_a_restore_does_not_use_of_rules_and_mesh_is_in_its_notes(universal
     ],
     ids=str,
 )
-def test_arguments_of_an_export_that_are_not_for_it_are_refused(format, options, words, tree, tmp_path):
+def test_arguments_of_an_export_that_are_not_for_it_are_refused(
+    format, options, words, tree, tmp_path
+):
     with pytest.raises((ValueError, TypeError), match=words):
         tree.plan_export(format, **options)
     with pytest.raises((ValueError, TypeError), match=words):
@@ -431,7 +472,11 @@ def test_arguments_of_an_export_that_are_not_for_it_are_refused(format, options,
 
 
 def test_a_note_says_whether_a_dtype_casts_anything(tree):
-    assert tree.plan_export("dcp", dtype="bfloat16").notes[0].startswith("floating parameters are cast to bfloat16")
+    assert (
+        tree.plan_export("dcp", dtype="bfloat16")
+        .notes[0]
+        .startswith("floating parameters are cast to bfloat16")
+    )
     assert tree.plan_export("dcp", dtype="float32").notes[0].startswith("no parameter is cast")
 
 
@@ -446,10 +491,18 @@ def test_a_step_that_is_not_the_one_stored_is_refused(step, tree):
 
 TO_DCP = ("export", SAFETENSORS, "out", "--format", "dcp")
 WRONG: list[tuple[tuple[object, ...], int, str]] = [
-    (("inspect", SAFETENSORS, "--leaf", "nothing"), 1, "no leaf of .* matches 'nothing'; it has 21, such as param/"),
+    (
+        ("inspect", SAFETENSORS, "--leaf", "nothing"),
+        1,
+        "no leaf of .* matches 'nothing'; it has 21, such as param/",
+    ),
     (("inspect", SAFETENSORS, "--leaf", "q_proj", "--all"), 2, "give one of them"),
     (("inspect", SAFETENSORS, "--leaf", "(("), 2, "is no regular expression"),
-    (("inspect", DEEPSPEED, "--spec", "/nothing.yaml"), 1, "/nothing.yaml cannot be read as a spec"),
+    (
+        ("inspect", DEEPSPEED, "--spec", "/nothing.yaml"),
+        1,
+        "/nothing.yaml cannot be read as a spec",
+    ),
     (("inspect", SAFETENSORS, "--spec", "/nothing.yaml"), 1, "has no use for the spec"),
     (("plan", SAFETENSORS, "--hosts", 2), 2, "give --mesh too"),
     (("plan", SAFETENSORS, "--rule", "weight=x"), 2, "give --mesh too"),
@@ -468,10 +521,26 @@ WRONG: list[tuple[tuple[object, ...], int, str]] = [
         2,
         "--max-shard is for --format safetensors",
     ),
-    (("export", SAFETENSORS, "out", "--format", "dcp", "--zero-stage", 1), 2, "--zero-stage is for --format deepspeed"),
-    (("export", SAFETENSORS, "out", "--format", "deepspeed", "--zero-stage", 4), 2, "not in the range"),
-    (("export", SAFETENSORS, "out", "--format", "dcp", "--params", "x"), 2, "--params goes with --optimizer"),
-    (("export", SAFETENSORS, "out", "--format", "dcp", "--opt-state", "x"), 2, "--opt-state goes with --optimizer"),
+    (
+        ("export", SAFETENSORS, "out", "--format", "dcp", "--zero-stage", 1),
+        2,
+        "--zero-stage is for --format deepspeed",
+    ),
+    (
+        ("export", SAFETENSORS, "out", "--format", "deepspeed", "--zero-stage", 4),
+        2,
+        "not in the range",
+    ),
+    (
+        ("export", SAFETENSORS, "out", "--format", "dcp", "--params", "x"),
+        2,
+        "--params goes with --optimizer",
+    ),
+    (
+        ("export", SAFETENSORS, "out", "--format", "dcp", "--opt-state", "x"),
+        2,
+        "--opt-state goes with --optimizer",
+    ),
     (
         ("export", SAFETENSORS, "out", "--format", "dcp", "--step-dtype", "int32"),
         2,
@@ -483,9 +552,13 @@ WRONG: list[tuple[tuple[object, ...], int, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("command", "code", "words"), WRONG, ids=lambda x: " ".join(map(str, x[2:])) if type(x) is tuple else ""
+    ("command", "code", "words"),
+    WRONG,
+    ids=lambda x: " ".join(map(str, x[2:])) if type(x) is tuple else "",
 )
-def test_options_of_a_command_that_are_not_used_are_refused(command, code, words, tmp_path, monkeypatch):
+def test_options_of_a_command_that_are_not_used_are_refused(
+    command, code, words, tmp_path, monkeypatch
+):
 
     monkeypatch.chdir(tmp_path)
     found, text = run(*command)
@@ -512,7 +585,7 @@ TABLE: dict[str, dict[str, str]] = {
         "sizes": "refused",
         "spec": "refused",
         "weights_only": "harmless: there is no optimizer to leave aside",
-        "believe": "noted",
+        "on_conflict": "noted",
         "dequantize": "harmless: weights that are not quantised come as they are",
         "optimizer_groups": "refused",
     },
@@ -528,7 +601,9 @@ TABLE: dict[str, dict[str, str]] = {
         "rules": "noted",
         "cast": "refused",
         "partial": "refused",
-        "share_reads": "harmless: in one process, or where no array is held by several, each reads its own",
+        "share_reads": (
+            "harmless: in one process, or where no array is held by several, each reads its own"
+        ),
         "narrow_integers": "harmless: integers that JAX has as they are stay so",
     },
     "Checkpoint.restore": {
@@ -537,12 +612,19 @@ TABLE: dict[str, dict[str, str]] = {
         "rules": "noted",
         "cast": "refused",
         "partial": "refused",
-        "share_reads": "harmless: in one process, or where no array is held by several, each reads its own",
+        "share_reads": (
+            "harmless: in one process, or where no array is held by several, each reads its own"
+        ),
         "narrow_integers": "harmless: integers that JAX has as they are stay so",
         "verify": "harmless: nothing is stored twice there, nor has a checksum",
         "budget_bytes": "used",
     },
-    "Checkpoint.plan_optimizer": {"tx": "used", "params": "used", "step": "refused", "check": "used"},
+    "Checkpoint.plan_optimizer": {
+        "tx": "used",
+        "params": "used",
+        "step": "refused",
+        "check": "used",
+    },
     "Checkpoint.torch_states": {
         "tx": "used",
         "model": "used",
@@ -565,7 +647,7 @@ TABLE: dict[str, dict[str, str]] = {
         "rules": "refused",
         "hosts": "refused",
         "budget_bytes": "used",
-        "done": "used",
+        "progress": "used",
     },
     "Checkpoint.plan_export": {
         "format": "used",
@@ -581,7 +663,7 @@ TABLE: dict[str, dict[str, str]] = {
         "max_shard_bytes": "refused",
         "zero_stage": "refused",
         "budget_bytes": "used",
-        "done": "used",
+        "progress": "used",
     },
     "args.Save": {"item": "used", "budget_bytes": "used"},
     "args.Restore": {
@@ -590,25 +672,61 @@ TABLE: dict[str, dict[str, str]] = {
         "rules": "noted",
         "cast": "refused",
         "partial": "refused",
-        "share_reads": "harmless: in one process, or where no array is held by several, each reads its own",
+        "share_reads": (
+            "harmless: in one process, or where no array is held by several, each reads its own"
+        ),
         "verify": "harmless: nothing is stored twice there, nor has a checksum",
         "budget_bytes": "used",
         "narrow_integers": "harmless: integers that JAX has as they are stay so",
     },
     "CheckpointHandler": {"budget_bytes": "used"},
 }
-SOURCE = {"mapping": "used", "sizes": "refused", "spec": "refused", "weights_only": "harmless", "believe": "noted"}
-SOURCE |= {"no_dequantize": "harmless", "optimizer_groups": "refused", "config": "refused", "assume": "refused"}
+SOURCE = {
+    "mapping": "used",
+    "sizes": "refused",
+    "spec": "refused",
+    "weights_only": "harmless",
+    "on_conflict": "noted",
+}
+SOURCE |= {
+    "no_dequantize": "harmless",
+    "optimizer_groups": "refused",
+    "config": "refused",
+    "assume": "refused",
+}
 ON_A_MESH = {"mesh": "used", "rules": "refused", "hosts": "refused"}
 COMMAND_TABLE: dict[str, dict[str, str]] = {
     "inspect": {"path": "used", "pattern": "refused", "all_": "refused", "json_": "used", **SOURCE},
-    "plan": {"source": "used", "target": "used", "budget": "used", "json_": "used", **SOURCE, **ON_A_MESH},
-    "convert": {"source": "used", "target": "used", "budget": "used", "json_": "used", **SOURCE, **ON_A_MESH},
+    "plan": {
+        "source": "used",
+        "target": "used",
+        "budget": "used",
+        "json_": "used",
+        **SOURCE,
+        **ON_A_MESH,
+    },
+    "convert": {
+        "source": "used",
+        "target": "used",
+        "budget": "used",
+        "json_": "used",
+        **SOURCE,
+        **ON_A_MESH,
+    },
     "verify": {"path": "used", "json_": "used", **SOURCE},
     "map": {"source": "used", "target": "used", "json_": "used", **SOURCE, "mapping": "refused"},
     "export": {
-        **{"source": "used", "target": "used", "format": "used", "dtype": "noted", "json_": "used", "budget": "used"},
-        **dict.fromkeys(("max_shard_bytes", "zero_stage", "params", "opt_state", "step_dtype"), "refused"),
+        **{
+            "source": "used",
+            "target": "used",
+            "format": "used",
+            "dtype": "noted",
+            "json_": "used",
+            "budget": "used",
+        },
+        **dict.fromkeys(
+            ("max_shard_bytes", "zero_stage", "params", "opt_state", "step_dtype"), "refused"
+        ),
         **{"optimizer": "used", **SOURCE},
     },
 }
@@ -624,7 +742,9 @@ def test_what_becomes_of_every_option_is_decided(door):
 
 
 def test_what_becomes_of_every_option_of_every_command_is_decided():
-    found = {name: {option.name for option in command.params} for name, command in main.commands.items()}
+    found = {
+        name: {option.name for option in command.params} for name, command in main.commands.items()
+    }
     assert found == {name: set(options) for name, options in COMMAND_TABLE.items()}
 
 

@@ -1,4 +1,6 @@
-"""Real processes, joined by jax.distributed over loopback: what some save others restore, and how much they read."""
+"""Real processes, joined by jax.distributed over loopback: what some save others restore, and
+how much they read.
+"""
 
 import json
 import math
@@ -17,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
 from jax_ucp.sharding.fit import fit_spec
-from jax_ucp.storage.zarr import ZarrStore, open_store
+from jax_ucp.universal.store import ZarrStore, open_store
 from torch_writer import change
 from workers.shared_arrays import KEYS, bits_by_name
 
@@ -32,7 +34,11 @@ def run(processes: int, what: str, directory: Path) -> list[dict]:
         port = free.getsockname()[1]
     command = [sys.executable, str(WORKER), str(port), str(processes)]
     workers = [
-        subprocess.Popen([*command, str(rank), what, str(directory)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        subprocess.Popen(
+            [*command, str(rank), what, str(directory)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         for rank in range(processes)
     ]
     try:
@@ -70,10 +76,14 @@ def test_every_chunk_was_written_by_one_process_and_all_by_several(saved, count,
     packs = sorted(item.glob("ucp.pack_*"))
     assert len(packs) == count
     files = [*packs, *(file for file in item.rglob("c*") if (file.parent / "zarr.json").is_file())]
-    assert checkpoint.nbytes <= sum(file.stat().st_size for file in files) <= checkpoint.nbytes * 1.02
+    assert (
+        checkpoint.nbytes <= sum(file.stat().st_size for file in files) <= checkpoint.nbytes * 1.02
+    )
 
 
-def test_tensorstore_reads_an_array_whose_chunks_are_in_the_packs_of_several_processes(packed_by_four):
+def test_tensorstore_reads_an_array_whose_chunks_are_in_the_packs_of_several_processes(
+    packed_by_four,
+):
     item = packed_by_four / "0" / "default"
     checkpoint = ucp.open(item)
     assert len({piece.file for piece in checkpoint.where("small0007")}) == 4
@@ -82,7 +92,9 @@ def test_tensorstore_reads_an_array_whose_chunks_are_in_the_packs_of_several_pro
     np.testing.assert_array_equal(found, checkpoint.read("small0007"))
 
 
-@pytest.mark.parametrize(("saved", "processes"), [("packed_by_four", 3), ("saved_by_four", 2), ("packed_by_four", 1)])
+@pytest.mark.parametrize(
+    ("saved", "processes"), [("packed_by_four", 3), ("saved_by_four", 2), ("packed_by_four", 1)]
+)
 def test_fewer_processes_restore_what_four_saved(saved, processes, request):
     said = run(processes, "restore", request.getfixturevalue(saved))
     assert [each["rank"] for each in said] == list(range(processes))
@@ -91,8 +103,9 @@ def test_fewer_processes_restore_what_four_saved(saved, processes, request):
 def test_a_transposed_restore_in_four_processes_reads_each_byte_once_in_all(saved_by_four):
     said = run(4, "restore", saved_by_four)
     read, needed = sum(each["read"] for each in said), sum(each["needed"] for each in said)
-    # `needed` counts each distinct box once for each process that holds it: columns of one array, rows of another,
-    # and a replica of a third in each process. Beside the data a read fetches the index of each file it opens.
+    # `needed` counts each distinct box once for each process that holds it: columns of one array,
+    # rows of another, and a replica of a third in each process. Beside the data a read fetches the
+    # index of each file it opens.
     assert needed <= read <= needed * 1.02, (read, needed)
 
 
@@ -103,7 +116,9 @@ def saved_by_two_of_v1(tmp_path_factory) -> Path:
     return directory
 
 
-def test_what_two_processes_save_by_v1_at_once_and_in_the_background_is_sound_and_the_same(saved_by_two_of_v1):
+def test_what_two_processes_save_by_v1_at_once_and_in_the_background_is_sound_and_the_same(
+    saved_by_two_of_v1,
+):
     steps = [ucp.open(saved_by_two_of_v1 / step / "model") for step in ("sync", "async")]
     for step in steps:
         assert [fault for _, fault in step.verify() if fault] == []
@@ -142,48 +157,76 @@ def test_processes_read_what_the_plan_says_and_of_a_checkpoint_cut_for_their_mes
     for pair in said[0]["read"]:
         cut, onto = pair.split(" onto ")
         checkpoint = ucp.open(cut_for_meshes / cut)
-        plan = checkpoint.plan_reads({"x": 2 * processes}, rules=[("", AXES[onto])], hosts=processes)
-        # Beside chunks there are their checksums and indices: less than any chunk is, so none was read in vain.
+        plan = checkpoint.plan_reads(
+            {"x": 2 * processes}, rules=[("", AXES[onto])], hosts=processes
+        )
+        # Beside chunks there are their checksums and indices: less than any chunk is, so none was
+        # read in vain.
         _, store = open_store(cut_for_meshes / cut)
-        beside = [each["read"][pair] - read for each, read in zip(said, plan.read.tolist(), strict=True)]
+        beside = [
+            each["read"][pair] - read for each, read in zip(said, plan.read.tolist(), strict=True)
+        ]
         assert all(0 < more < CHECKS for more in beside), (pair, beside)
-        assert (plan.read <= plan.needed + one_chunk_at_each_edge(store, AXES[onto], processes)).all()
+        assert (
+            plan.read <= plan.needed + one_chunk_at_each_edge(store, AXES[onto], processes)
+        ).all()
         amplified[pair] = plan.amplification
     assert amplified["rows onto rows"] == amplified["columns onto columns"] == 1.0
-    assert max(amplified.values()) == amplified["rows in three onto rows"] > (1.0 if processes > 1 else 0)
+    assert (
+        max(amplified.values())
+        == amplified["rows in three onto rows"]
+        > (1.0 if processes > 1 else 0)
+    )
 
 
 def one_chunk_at_each_edge(store: ZarrStore, spec: P, processes: int) -> int:
-    """Bytes that a process can at most have to read beyond its two boxes of each array, whichever way they lie."""
+    """Bytes that a process can at most have to read beyond its two boxes of each array,
+    whichever way they lie.
+    """
     total = 0
     for name, info in store.arrays().items():
-        fit = fit_spec(spec, info.shape, {"x": 2 * processes}).spec if name.startswith(("big", "odd")) else ()
-        parts = [2 * processes if axis < len(fit) and fit[axis] else 1 for axis in range(len(info.shape))]
+        fit = (
+            fit_spec(spec, info.shape, {"x": 2 * processes}).spec
+            if name.startswith(("big", "odd"))
+            else ()
+        )
+        parts = [
+            2 * processes if axis < len(fit) and fit[axis] else 1 for axis in range(len(info.shape))
+        ]
         box = [n // p for n, p in zip(info.shape, parts, strict=True)]
-        most = [min(n, b + 2 * (c - 1)) for n, b, c in zip(info.shape, box, info.chunk or info.shape, strict=True)]
+        most = [
+            min(n, b + 2 * (c - 1))
+            for n, b, c in zip(info.shape, box, info.chunk or info.shape, strict=True)
+        ]
         total += 2 * (math.prod(most) - math.prod(box)) * info.dtype.itemsize
     return total
 
 
-def test_processes_without_devices_of_a_mesh_take_part_in_a_restore_onto_it_and_read_nothing(saved_by_four):
+def test_processes_without_devices_of_a_mesh_take_part_in_a_restore_onto_it_and_read_nothing(
+    saved_by_four,
+):
     first, second = run(2, "first", saved_by_four / "0" / "default")
     assert first["read"] > 4 * 1536 * 768
     assert second["read"] < 200  # the values of the host program
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-def test_processes_that_share_reads_read_a_replicated_array_once_over_all_of_them(saved_by_four, processes):
+def test_processes_that_share_reads_read_a_replicated_array_once_over_all_of_them(
+    saved_by_four, processes
+):
     said = run(processes, "share_reads", saved_by_four)
     nbytes = 4 * 1536 * 768
     alone, together = (sum(each[way] for each in said) for way in ("alone", "together"))
     assert sum(each["planned"] for each in said) == nbytes
-    # Beside the data there are the checksums, the index that each fetches of each file, and small values.
+    # Beside the data there are the checksums, the index that each fetches of each file, and small
+    # values.
     assert processes * nbytes < alone < processes * (nbytes + CHECKS)
     assert nbytes < together < nbytes + processes * CHECKS
     assert max(each["together"] for each in said) < nbytes / processes + CHECKS
 
 
-# How many of the arrays several processes hold: of 2 by D devices, two to a process, copies may be within one.
+# How many of the arrays several processes hold: of 2 by D devices, two to a process, copies may be
+# within one.
 SHARED = {2: 4 + 5, 4: 6 + 5}
 
 
@@ -206,13 +249,19 @@ def test_processes_share_the_reads_of_another_format():
     assert [each["compared"] for each in said] == [len(leaves)] * 2
     assert sum(each["alone"] for each in said) == 2 * sum(nbytes)
     assert sum(each["together"] for each in said) == sum(nbytes) + single
-    moments = sum(leaf.path[0].name.startswith("exp_avg") and math.prod(leaf.shape) > 1 for leaf in leaves)
+    moments = sum(
+        leaf.path[0].name.startswith("exp_avg") and math.prod(leaf.shape) > 1 for leaf in leaves
+    )
     assert [each["moments"] for each in said] == [[moments]] * 2
 
 
 def test_processes_that_share_reads_prove_them_too(tmp_path):
     """A sample each for itself, all of it together; and what one finds, all raise."""
-    for name, elements in (("sound", []), ("sampled", range(101 * 16)), ("unsampled", range(400, 401))):
+    for name, elements in (
+        ("sound", []),
+        ("sampled", range(101 * 16)),
+        ("unsampled", range(400, 401)),
+    ):
         shutil.copytree(DATA / "deepspeed" / "z1_bf16_dp2", tmp_path / name)
 
         def other(array: np.ndarray, elements: Iterable[int] = elements) -> None:
@@ -226,8 +275,13 @@ def test_processes_that_share_reads_prove_them_too(tmp_path):
         for what in ("sound, sample", "sound, full", "unsampled, sample"):
             assert each[what] == "restored", (what, each[what])
         for what in ("sampled, sample", "sampled, full", "unsampled, full"):
-            assert "copy at mp_rank_00_model_states.pt:module/embed.word_embeddings.weight" in each[what], what
-    assert sum("It says" in each["unsampled, full"] for each in said) == 1, "one of them compared it"
+            assert (
+                "copy at mp_rank_00_model_states.pt:module/embed.word_embeddings.weight"
+                in each[what]
+            ), what
+    assert sum("It says" in each["unsampled, full"] for each in said) == 1, (
+        "one of them compared it"
+    )
     assert not any("It says" in each["sampled, sample"] for each in said), "both compared a sample"
 
 
@@ -242,7 +296,8 @@ def damage(item: Path, at: float) -> None:
 def test_what_one_process_cannot_read_all_raise_and_none_waits(saved_by_four, tmp_path):
     for copy in ("sound", "shared", "own", "missing"):
         shutil.copytree(saved_by_four / "0" / "default", tmp_path / copy)
-    damage(tmp_path / "shared" / "big_replicated", 3 / 8)  # row 576 of 1536: of the part of process 1
+    # row 576 of 1536: of the part of process 1
+    damage(tmp_path / "shared" / "big_replicated", 3 / 8)
     last = max((tmp_path / "own" / "big").glob("c*"))  # by rows: of process 3
     last.write_bytes(last.read_bytes()[:-100] + bytes(100))
     said = run(4, "share_faults", tmp_path)
@@ -254,7 +309,10 @@ def test_what_one_process_cannot_read_all_raise_and_none_waits(saved_by_four, tm
     ]:
         for rank, each in enumerate(said):
             kind, text, seconds = each[case]
-            told = f"process {faulty} could not read its part, and nothing is restored. It says: {raised}: "
+            told = (
+                f"process {faulty} could not read its part, and nothing is restored. It says:"
+                f" {raised}: "
+            )
             assert text.startswith(told) == (rank != faulty), (case, rank, text)
             assert words in text, (case, rank, text)
             assert kind == (raised if rank == faulty else "CorruptData"), (case, rank, kind)

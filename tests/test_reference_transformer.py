@@ -1,7 +1,8 @@
-"""What other trainers wrote is the same model in JAX: the same logits, and the same losses when training goes on.
+"""What other trainers wrote is the same model in JAX: the same logits, and the same losses when
+training goes on.
 
-The model is the reference transformer of `examples/models`; training goes on as `examples/resume_deepspeed.py`
-does it.
+The model is the reference transformer of `examples/models`; training goes on as
+`examples/resume_deepspeed.py` does it.
 """
 
 import dataclasses
@@ -22,7 +23,8 @@ import resume_deepspeed as resume
 from models.transformer import Config, Transformer
 
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
-# A case of each kind of partition, dtype, optimizer and model; `exclude_frozen` alone lacks what a run would need.
+# A case of each kind of partition, dtype, optimizer and model; `exclude_frozen` alone lacks what a
+# run would need.
 DEEPSPEED = [
     "z1_bf16_dp2",
     "z1_fp16_dp2",
@@ -40,9 +42,15 @@ DEEPSPEED = [
 
 
 def megatron_config(model):
-    gated, rotary, bias = model["activation"] == "swiglu", model["position_embedding_type"] == "rope", "add_bias_linear"
+    gated, rotary, bias = (
+        model["activation"] == "swiglu",
+        model["position_embedding_type"] == "rope",
+        "add_bias_linear",
+    )
     every = model["moe_layer_freq"]
-    chosen = every if isinstance(every, list) else [i % every == 0 for i in range(model["num_layers"])]
+    chosen = (
+        every if isinstance(every, list) else [i % every == 0 for i in range(model["num_layers"])]
+    )
     return Config(
         vocab=model["vocab_size"],
         embed=model["hidden_size"],
@@ -72,13 +80,20 @@ def megatron_config(model):
 @pytest.mark.parametrize("case", megatron_cases.EVERY)
 def test_a_megatron_checkpoint_gives_the_logits_of_its_weights_and_other_heads_do_not(case):
     about = megatron_cases.about(case)["model"]
-    refused = case == megatron_cases.CORRUPTED  # its optimizer; it is fp32, so that its weights are the masters
+    # its optimizer; it is fp32, so that its weights are the masters
+    refused = case == megatron_cases.CORRUPTED
     checkpoint = ucp.open(
-        megatron_cases.DATA / case / "ckpt", sizes={"vocab": about["vocab_size"]}, weights_only=refused
+        megatron_cases.DATA / case / "ckpt",
+        sizes={"vocab": about["vocab_size"]},
+        weights_only=refused,
     )
-    graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(megatron_config(about), rngs=nnx.Rngs(0))))
+    graph, state = nnx.split(
+        nnx.eval_shape(lambda: Transformer(megatron_config(about), rngs=nnx.Rngs(0)))
+    )
     target = {"param": resume.sharded(nnx.to_pure_dict(state), MESH)}
-    params = checkpoint.map("megatron-gpt-to-reference").restore(target, partial=True, cast=True)["param"]
+    params = checkpoint.map("megatron-gpt-to-reference").restore(target, partial=True, cast=True)[
+        "param"
+    ]
     with np.load(megatron_cases.DATA / case / "truth.npz") as truth:
         tokens, want = jnp.asarray(truth["tokens"]), truth["logits_ref"]
     logits = jax.jit(lambda params: nnx.merge(graph, params)(tokens)[0])
@@ -89,14 +104,22 @@ def test_a_megatron_checkpoint_gives_the_logits_of_its_weights_and_other_heads_d
 
 
 def mapping_of(about):
-    """The shipped mapping, with the names that pipelines and models of transformers' style have instead."""
+    """The shipped mapping, with the names that pipelines and models of transformers' style have
+    instead.
+    """
     if about["model"]["kind"] == "hf":
-        return ucp.Mapping.load(deepspeed_cases.DATA.parent / "mappings" / "hf-style-to-reference.yaml")
+        return ucp.Mapping.load(
+            deepspeed_cases.DATA.parent / "mappings" / "hf-style-to-reference.yaml"
+        )
     rules = ucp.Mapping.load(resume.MAPPING)
     if about["parallel"]["pp"] == 1:
         return rules
     last, tied = about["model"]["layers"] + 1, about["model"]["tied"]
-    names = {"layers.{layer}.": "{layer+1}.", "final_layernorm.": f"{last}.", '"head.': f'"{last + 1}.'}
+    names = {
+        "layers.{layer}.": "{layer+1}.",
+        "final_layernorm.": f"{last}.",
+        '"head.': f'"{last + 1}.',
+    }
     text = json.dumps(rules.to_dict())
     for old, new in (names | {'"embed.': '"tied_modules.embed.' if tied else '"0.'}).items():
         text = text.replace(old, new)
@@ -114,7 +137,9 @@ def restored(case):
 
 
 def gap(case, change=lambda run: run):
-    """How far the next losses are from torch's from the same state in fp32, of their size; and the losses."""
+    """How far the next losses are from torch's from the same state in fp32, of their size; and
+    the losses.
+    """
     run, batches, about, live = restored(case)
     losses = np.array(resume.next_losses(change(run), batches))
     return np.abs(losses / about["dense_continuation"].get("losses_fp32", live) - 1).max(), losses
@@ -141,14 +166,18 @@ def test_the_schedule_that_the_checkpoint_says_is_that_of_the_live_run(case):
 def changed(tree, end, change):
     """The tree with one thing done to each leaf whose name ends so."""
     return jax.tree.map_with_path(
-        lambda path, x: change(x) if jax.tree_util.keystr(path, simple=True, separator="/").endswith(end) else x, tree
+        lambda path, x: (
+            change(x) if jax.tree_util.keystr(path, simple=True, separator="/").endswith(end) else x
+        ),
+        tree,
     )
 
 
 def without(moment):
     def change(run):
         opt_state = jax.tree.map_with_path(
-            lambda path, x: jnp.zeros_like(x) if f".{moment}[" in jax.tree_util.keystr(path) else x, run.opt_state
+            lambda path, x: jnp.zeros_like(x) if f".{moment}[" in jax.tree_util.keystr(path) else x,
+            run.opt_state,
         )
         return dataclasses.replace(run, opt_state=opt_state)
 
@@ -156,7 +185,9 @@ def without(moment):
 
 
 def one_step_off(run):
-    return dataclasses.replace(run, opt_state=changed(run.opt_state, "count", lambda count: count + 1))
+    return dataclasses.replace(
+        run, opt_state=changed(run.opt_state, "count", lambda count: count + 1)
+    )
 
 
 def q_and_k_swapped(run):
@@ -167,9 +198,13 @@ def q_and_k_swapped(run):
 
 
 def experts_exchanged(run):
-    return dataclasses.replace(run, params=changed(run.params, "layers/1/mlp/up/kernel", lambda x: x[::-1]))
+    return dataclasses.replace(
+        run, params=changed(run.params, "layers/1/mlp/up/kernel", lambda x: x[::-1])
+    )
 
 
-@pytest.mark.parametrize("change", [without("mu"), without("nu"), one_step_off, q_and_k_swapped, experts_exchanged])
+@pytest.mark.parametrize(
+    "change", [without("mu"), without("nu"), one_step_off, q_and_k_swapped, experts_exchanged]
+)
 def test_a_state_that_is_not_the_right_one_gives_other_losses(change):
     assert gap("moe_ep2_dp2_z0_fp32", change)[0] > 1e-5

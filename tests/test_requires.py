@@ -1,7 +1,7 @@
 """A mapping is refused for a model whose arithmetic it does not fit, whatever names and shapes say.
 
-Every model here has the names and shapes that the mapping asks for. What the config says differs, as it does in models
-that people have: other rotations, activations, windows, routers, families.
+Every model here has the names and shapes that the mapping asks for. What the config says differs,
+as it does in models that people have: other rotations, activations, windows, routers, families.
 """
 
 import json
@@ -13,7 +13,7 @@ import pytest
 
 import jax_ucp as ucp
 from jax_ucp.errors import FormatError, LayoutError, SpecError
-from jax_ucp.language.mapping import shipped
+from jax_ucp.mapping.rules import shipped
 from test_cli import run, run_json
 
 DATA = Path(__file__).parent / "data"
@@ -34,13 +34,32 @@ def rope(kind, **more):
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
 
 
-# A case, a mapping, what the config has instead (None: it lacks the key), the requirement, and what the message says.
+# A case, a mapping, what the config has instead (None: it lacks the key), the requirement, and what
+# the message says.
 REFUSED = [
     ("torch/hf_llama", "hf-llama-to-maxtext", {}, "rope", 'rope_parameters.rope_type = "default"'),
     ("maxtext/llama31", "hf-llama2-to-maxtext", {}, "rope", 'rope_parameters.rope_type = "llama3"'),
-    ("maxtext/llama31", "hf-llama-to-maxtext", {"rope_parameters": {"factor": 32.0}}, "rope", "factor = 32.0"),
-    ("torch/hf_llama", "hf-llama2-to-maxtext", rope("linear", factor=4.0), "rope", 'rope_type = "linear"'),
-    ("torch/hf_llama", "hf-llama2-to-maxtext", rope("yarn", factor=4.0), "rope", 'rope_type = "yarn"'),
+    (
+        "maxtext/llama31",
+        "hf-llama-to-maxtext",
+        {"rope_parameters": {"factor": 32.0}},
+        "rope",
+        "factor = 32.0",
+    ),
+    (
+        "torch/hf_llama",
+        "hf-llama2-to-maxtext",
+        rope("linear", factor=4.0),
+        "rope",
+        'rope_type = "linear"',
+    ),
+    (
+        "torch/hf_llama",
+        "hf-llama2-to-maxtext",
+        rope("yarn", factor=4.0),
+        "rope",
+        'rope_type = "yarn"',
+    ),
     (
         "torch/hf_llama",
         "hf-llama2-to-maxtext",
@@ -48,45 +67,170 @@ REFUSED = [
         "rope",
         'rope_scaling.type = "linear"',
     ),
-    ("torch/hf_llama", "hf-llama-to-tunix", {}, "rope_theta", "rope_parameters.rope_theta = 10000.0"),
-    ("torch/hf_llama", "hf-llama-to-tunix", rope("dynamic", factor=2.0), "rope", 'rope_type = "dynamic"'),
-    ("torch/hf_llama", "hf-llama2-to-maxtext", {"hidden_act": "gelu"}, "activation", 'hidden_act = "gelu"'),
-    ("torch/hf_llama", "hf-llama2-to-maxtext", {"model_type": "granite"}, "family", 'model_type = "granite"'),
+    (
+        "torch/hf_llama",
+        "hf-llama-to-tunix",
+        {},
+        "rope_theta",
+        "rope_parameters.rope_theta = 10000.0",
+    ),
+    (
+        "torch/hf_llama",
+        "hf-llama-to-tunix",
+        rope("dynamic", factor=2.0),
+        "rope",
+        'rope_type = "dynamic"',
+    ),
+    (
+        "torch/hf_llama",
+        "hf-llama2-to-maxtext",
+        {"hidden_act": "gelu"},
+        "activation",
+        'hidden_act = "gelu"',
+    ),
+    (
+        "torch/hf_llama",
+        "hf-llama2-to-maxtext",
+        {"model_type": "granite"},
+        "family",
+        'model_type = "granite"',
+    ),
     ("torch/hf_llama", "hf-llama2-to-maxtext", {"model_type": None}, "family", "no model_type"),
     ("torch/hf_gemma", "hf-llama-to-tunix", {}, "family", 'model_type = "gemma"'),
     ("torch/hf_gemma", "hf-llama2-to-maxtext", {}, "family", 'model_type = "gemma"'),
-    ("torch/hf_gemma", "hf-gemma-to-tunix", {"hidden_act": "relu"}, "activation", 'hidden_act = "relu"'),
-    ("torch/hf_gemma", "hf-gemma-to-tunix", {"hidden_activation": "gelu"}, "activation", 'hidden_activation = "gelu"'),
+    (
+        "torch/hf_gemma",
+        "hf-gemma-to-tunix",
+        {"hidden_act": "relu"},
+        "activation",
+        'hidden_act = "relu"',
+    ),
+    (
+        "torch/hf_gemma",
+        "hf-gemma-to-tunix",
+        {"hidden_activation": "gelu"},
+        "activation",
+        'hidden_activation = "gelu"',
+    ),
     ("torch/hf_gemma", "hf-gemma-to-tunix", {"rms_norm_eps": 1e-5}, "eps", "rms_norm_eps = 1e-05"),
-    ("torch/hf_gemma", "hf-gemma-to-tunix", {"tie_word_embeddings": False}, "tied", "tie_word_embeddings = false"),
-    ("torch/hf_gemma", "hf-gemma-to-tunix", {"rope_theta": 1e6, "rope_parameters": None}, "rope_theta", "1000000.0"),
-    ("torch/hf_gemma", "hf-gemma-to-tunix", {"use_bidirectional_attention": True}, "causal", "attention = true"),
-    ("torch/hf_qwen2", "hf-qwen2-to-maxtext", rope("yarn", factor=4.0), "rope", 'rope_type = "yarn"'),
-    ("torch/hf_qwen2", "hf-qwen2-to-tunix", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window", "= 8"),
-    ("torch/hf_qwen3", "hf-qwen3-to-maxtext", {"attention_bias": True}, "bias", "attention_bias = true"),
-    ("torch/hf_qwen3", "hf-qwen3-to-tunix", {"attention_bias": True}, "bias", "attention_bias = true"),
-    ("torch/hf_qwen3_moe", "hf-qwen3-moe-to-maxtext", {}, "norm_topk_prob", "norm_topk_prob = false"),
-    ("torch/hf_qwen3_moe", "hf-qwen3-moe-to-tunix", {"norm_topk_prob": None}, "norm_topk_prob", "no norm_topk_prob"),
-    ("torch/hf_mixtral", "hf-mixtral-to-maxtext", {"sliding_window": 8}, "sliding_window", "sliding_window = 8"),
-    ("maxtext/mistral", "hf-mistral-to-maxtext", {"sliding_window": 32}, "sliding_window", "sliding_window = 32"),
-    ("torch/hf_gpt2", "hf-gpt2-to-flax", {"scale_attn_weights": False}, "scaling", "scale_attn_weights = false"),
-    ("torch/hf_gpt2", "hf-gpt2-to-flax", {"scale_attn_by_inverse_layer_idx": True}, "scaling", "layer_idx = true"),
+    (
+        "torch/hf_gemma",
+        "hf-gemma-to-tunix",
+        {"tie_word_embeddings": False},
+        "tied",
+        "tie_word_embeddings = false",
+    ),
+    (
+        "torch/hf_gemma",
+        "hf-gemma-to-tunix",
+        {"rope_theta": 1e6, "rope_parameters": None},
+        "rope_theta",
+        "1000000.0",
+    ),
+    (
+        "torch/hf_gemma",
+        "hf-gemma-to-tunix",
+        {"use_bidirectional_attention": True},
+        "causal",
+        "attention = true",
+    ),
+    (
+        "torch/hf_qwen2",
+        "hf-qwen2-to-maxtext",
+        rope("yarn", factor=4.0),
+        "rope",
+        'rope_type = "yarn"',
+    ),
+    (
+        "torch/hf_qwen2",
+        "hf-qwen2-to-tunix",
+        {"use_sliding_window": True, "sliding_window": 8},
+        "sliding_window",
+        "= 8",
+    ),
+    (
+        "torch/hf_qwen3",
+        "hf-qwen3-to-maxtext",
+        {"attention_bias": True},
+        "bias",
+        "attention_bias = true",
+    ),
+    (
+        "torch/hf_qwen3",
+        "hf-qwen3-to-tunix",
+        {"attention_bias": True},
+        "bias",
+        "attention_bias = true",
+    ),
+    (
+        "torch/hf_qwen3_moe",
+        "hf-qwen3-moe-to-maxtext",
+        {},
+        "norm_topk_prob",
+        "norm_topk_prob = false",
+    ),
+    (
+        "torch/hf_qwen3_moe",
+        "hf-qwen3-moe-to-tunix",
+        {"norm_topk_prob": None},
+        "norm_topk_prob",
+        "no norm_topk_prob",
+    ),
+    (
+        "torch/hf_mixtral",
+        "hf-mixtral-to-maxtext",
+        {"sliding_window": 8},
+        "sliding_window",
+        "sliding_window = 8",
+    ),
+    (
+        "maxtext/mistral",
+        "hf-mistral-to-maxtext",
+        {"sliding_window": 32},
+        "sliding_window",
+        "sliding_window = 32",
+    ),
+    (
+        "torch/hf_gpt2",
+        "hf-gpt2-to-flax",
+        {"scale_attn_weights": False},
+        "scaling",
+        "scale_attn_weights = false",
+    ),
+    (
+        "torch/hf_gpt2",
+        "hf-gpt2-to-flax",
+        {"scale_attn_by_inverse_layer_idx": True},
+        "scaling",
+        "layer_idx = true",
+    ),
 ]
 # What is said in other words, or does not matter, is accepted.
 ACCEPTED = [
     ("maxtext/llama31", "hf-llama-to-maxtext", LLAMA31_V4),
-    ("torch/hf_llama", "hf-llama2-to-maxtext", {"rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": None}),
-    ("torch/hf_llama", "hf-llama2-to-maxtext", {"hidden_act": "swish", "attention_bias": None, "mlp_bias": None}),
+    (
+        "torch/hf_llama",
+        "hf-llama2-to-maxtext",
+        {"rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": None},
+    ),
+    (
+        "torch/hf_llama",
+        "hf-llama2-to-maxtext",
+        {"hidden_act": "swish", "attention_bias": None, "mlp_bias": None},
+    ),
     ("torch/hf_llama", "hf-llama-to-tunix", {"rope_parameters": None, "rope_theta": 1000000}),
     ("torch/hf_gemma", "hf-gemma-to-tunix", {"hidden_act": "gelu", "tie_word_embeddings": None}),
     ("torch/hf_qwen2", "hf-qwen2-to-tunix", {"use_sliding_window": False, "sliding_window": 8}),
-    ("torch/hf_mixtral", "hf-mixtral-to-maxtext", {"sliding_window": 64}),  # as long as its positions
+    # as long as its positions
+    ("torch/hf_mixtral", "hf-mixtral-to-maxtext", {"sliding_window": 64}),
     ("torch/hf_mixtral", "hf-mixtral-to-maxtext", {"sliding_window": None}),
 ]
 
 
 def model(folder, case, changes, without=()):
-    """The checkpoint of a case with another config: None takes a key away, a dict changes what is in one."""
+    """The checkpoint of a case with another config: None takes a key away, a dict changes what
+    is in one.
+    """
     shutil.copytree(DATA / case / "ckpt", folder)
     config = json.loads((folder / "config.json").read_text())
     for key, value in changes.items():
@@ -103,11 +247,15 @@ def model(folder, case, changes, without=()):
 
 
 @pytest.mark.parametrize(("case", "mapping", "changes", "name", "said"), REFUSED)
-def test_a_mapping_is_refused_where_the_model_has_another_arithmetic(case, mapping, changes, name, said, tmp_path):
+def test_a_mapping_is_refused_where_the_model_has_another_arithmetic(
+    case, mapping, changes, name, said, tmp_path
+):
     checkpoint = ucp.open(model(tmp_path / "model", case, changes))
     with pytest.raises(LayoutError) as error:
         checkpoint.map(mapping)
-    lines = [line for line in str(error.value).split("\n  ") if line.startswith(f"requires {name}: ")]
+    lines = [
+        line for line in str(error.value).split("\n  ") if line.startswith(f"requires {name}: ")
+    ]
     assert len(lines) == 1
     assert "` is needed, and the config has " in lines[0]
     assert said in lines[0]
@@ -132,7 +280,9 @@ def test_a_config_that_says_the_same_otherwise_is_accepted(case, mapping, change
     ],
 )
 def test_megatrons_arguments_say_what_the_reference_transformer_does_not_do(changes, name):
-    checkpoint = ucp.open(DATA / "megatron" / "dist_tp2_gqa_swiglu_qknorm_fp32" / "ckpt", sizes={"vocab": 100})
+    checkpoint = ucp.open(
+        DATA / "megatron" / "dist_tp2_gqa_swiglu_qknorm_fp32" / "ckpt", sizes={"vocab": 100}
+    )
     assert checkpoint.map("megatron-gpt-to-reference").leaves
     checkpoint.extras["common.pt"]["args"]["fields"].update(changes)
     with pytest.raises(LayoutError, match=f"requires {name}: .*{next(iter(changes))}"):
@@ -181,14 +331,19 @@ WITHOUT = ["config.json"]
 
 def test_a_checkpoint_without_its_config_is_refused_until_that_is_given(tmp_path):
     checkpoint = ucp.open(model(tmp_path / "model", "torch/hf_llama", {}, WITHOUT))
-    with pytest.raises(LayoutError, match=r"requires family, rope, activation, bias, but the checkpoint does not have"):
+    with pytest.raises(
+        LayoutError,
+        match=r"requires family, rope, activation, bias, but the checkpoint does not have",
+    ):
         checkpoint.map("hf-llama2-to-maxtext", sizes={"heads": 4, "kv_heads": 2})
     assert checkpoint.config == {}
     path = DATA / "torch" / "hf_llama" / "ckpt" / "config.json"
     want = ucp.open(path.parent).map("hf-llama2-to-maxtext")
     for config in (path, str(path), json.loads(path.read_text()), ucp.open(path.parent).config):
         got = checkpoint.map("hf-llama2-to-maxtext", config=config)
-        assert {leaf.label: leaf.shape for leaf in got.leaves} == {leaf.label: leaf.shape for leaf in want.leaves}
+        assert {leaf.label: leaf.shape for leaf in got.leaves} == {
+            leaf.label: leaf.shape for leaf in want.leaves
+        }
     with pytest.raises(LayoutError, match="requires rope: "):
         checkpoint.map("hf-llama-to-maxtext", config=path)
 
@@ -203,14 +358,19 @@ def test_a_given_config_is_remembered_so_that_the_way_back_needs_none(tmp_path):
     assert about["config"]["rope_parameters"] == config["rope_parameters"]
     assert "eos_token_id" not in about["config"]
     back = saved.map(ucp.Mapping.load("hf-llama-to-tunix").inverse())
-    assert any(note.startswith("on the user's word, against the requirement rope_theta: ") for note in back.notes)
+    assert any(
+        note.startswith("on the user's word, against the requirement rope_theta: ")
+        for note in back.notes
+    )
     for name, param in checkpoint.params.items():
         np.testing.assert_array_equal(back.params[name].read(), param.read())
 
 
 def test_a_given_config_that_contradicts_the_stored_one_is_refused():
     checkpoint = ucp.open(DATA / "torch" / "hf_llama" / "ckpt")
-    with pytest.raises(LayoutError, match=r"the given config has num_attention_heads = 8, the checkpoint's own 4"):
+    with pytest.raises(
+        LayoutError, match=r"the given config has num_attention_heads = 8, the checkpoint's own 4"
+    ):
         checkpoint.map("hf-llama2-to-maxtext", config={"num_attention_heads": 8})
     checkpoint.map("hf-llama2-to-maxtext", config={"num_attention_heads": 4, "eos_token_id": 7})
 
@@ -238,7 +398,9 @@ def test_what_the_user_vouches_for_is_noted_and_must_be_a_requirement():
     (note,) = [note for note in mapped.notes if note not in checkpoint.notes]
     assert note.startswith("on the user's word, against the requirement rope_theta: ")
     assert "rope_parameters.rope_theta = 10000.0" in note
-    with pytest.raises(LayoutError, match=r"theta in assume: the requirements of .* are family, rope, rope_theta, "):
+    with pytest.raises(
+        LayoutError, match=r"theta in assume: the requirements of .* are family, rope, rope_theta, "
+    ):
         checkpoint.map("hf-llama-to-tunix", assume=["theta"])
     with pytest.raises(TypeError, match="a list of names of requirements"):
         checkpoint.map("hf-llama-to-tunix", assume="rope_theta")
@@ -252,7 +414,9 @@ def test_an_untied_model_without_its_head_is_refused(tmp_path):
 
 
 def test_a_head_that_is_stored_beside_its_tied_embedding_becomes_no_leaf_and_is_compared(tmp_path):
-    checkpoint = ucp.open(model(tmp_path / "model", "torch/hf_llama", {"tie_word_embeddings": True}))
+    checkpoint = ucp.open(
+        model(tmp_path / "model", "torch/hf_llama", {"tie_word_embeddings": True})
+    )
     mapped = checkpoint.map("hf-llama2-to-maxtext")
     assert not [leaf.label for leaf in mapped.leaves if "logits_dense" in leaf.label]
     faults = [label for label, fault in mapped.verify() if fault]
@@ -263,7 +427,13 @@ def test_the_command_line_shows_what_became_of_each_requirement(tmp_path):
     case = DATA / "torch" / "hf_llama" / "ckpt"
     found = run_json("map", case, "--mapping", "hf-llama-to-tunix", code=1)
     states = {one["name"]: one["state"] for one in found["requires"]}
-    assert states == {"family": "met", "rope": "met", "rope_theta": "unmet", "activation": "met", "bias": "met"}
+    assert states == {
+        "family": "met",
+        "rope": "met",
+        "rope_theta": "unmet",
+        "activation": "met",
+        "bias": "met",
+    }
     assert len(found["faults"]) == 1
     text = run("map", case, "--mapping", "hf-llama-to-tunix", code=1)
     assert "requires rope_theta: unmet\n" in text
@@ -292,10 +462,17 @@ def test_config_and_assume_go_with_a_mapping(tmp_path):
     case = DATA / "torch" / "hf_llama" / "ckpt"
     for more in (("--assume", "rope"), ("--config", "config.json")):
         assert "go with --mapping" in run("inspect", case, *more, code=2)
-        assert "go with --mapping" in run("export", case, tmp_path / "x", "--format", "safetensors", *more, code=2)
+        assert "go with --mapping" in run(
+            "export", case, tmp_path / "x", "--format", "safetensors", *more, code=2
+        )
     text = run("map", case, "--mapping", "hf-llama2-to-maxtext", "--assume", "none", code=1)
-    assert "none in assume: the requirements of hf-llama2-to-maxtext.yaml are family, rope, activation, bias" in text
-    missing = run("map", case, "--mapping", "hf-llama2-to-maxtext", "--config", tmp_path / "no.json", code=1)
+    assert (
+        "none in assume: the requirements of hf-llama2-to-maxtext.yaml are family, rope,"
+        " activation, bias" in text
+    )
+    missing = run(
+        "map", case, "--mapping", "hf-llama2-to-maxtext", "--config", tmp_path / "no.json", code=1
+    )
     assert "no.json cannot be read as a model's config" in missing
 
 
@@ -309,7 +486,10 @@ def test_config_and_assume_go_with_a_mapping(tmp_path):
         ("[{name: a, that: b == 1, reason: 3}]", "the reason of a requirement is a text, not 3"),
         ("[{name: a, that: true, reason: r}]", "a condition is a text, not True"),
         ("[{name: a, that: b = 1, reason: r}]", "'b = 1' is not a condition"),
-        ("[{name: a, that: b, reason: r}, {name: a, that: c, reason: r}]", "two requirements are named 'a'"),
+        (
+            "[{name: a, that: b, reason: r}, {name: a, that: c, reason: r}]",
+            "two requirements are named 'a'",
+        ),
     ],
 )
 def test_requirements_that_are_none_are_refused_when_the_mapping_is_read(requires, fault):

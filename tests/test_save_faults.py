@@ -1,4 +1,6 @@
-"""Two real processes save, and something fails in one of them: both end with an error, and both go on."""
+"""Two real processes save, and something fails in one of them: both end with an error, and both
+go on.
+"""
 
 import json
 import re
@@ -28,15 +30,21 @@ FAULTS = {
 DISAGREEMENTS = {
     "process 1 has another tree": "  process 1 has more, process 0 has not",
     "process 0 has another tree": "  process 0 has more, process 1 has not",
-    "process 1 has another shape": r"  process 1 has host as numpy int8 \[4\], .*, process 0 as numpy int8 \[3\], .*",
-    "process 1 has another sharding": r"  process 1 has w as .* as \(\) on .*, process 0 as .* as \('x',\) on .*",
+    "process 1 has another shape": (
+        r"  process 1 has host as numpy int8 \[4\], .*, process 0 as numpy int8 \[3\], .*"
+    ),
+    "process 1 has another sharding": (
+        r"  process 1 has w as .* as \(\) on .*, process 0 as .* as \('x',\) on .*"
+    ),
 }
 ELSEWHERE = "process 1 is at another step"
 
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory) -> list[dict]:
-    """What each process met, by the way of saving and the fault. Those that wait for one another for long are ended."""
+    """What each process met, by the way of saving and the fault. Those that wait for one another
+    for long are ended.
+    """
     root = tmp_path_factory.mktemp("saves")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -70,7 +78,9 @@ def test_a_fault_in_one_process_ends_the_save_in_all_by_its_name_and_words(said,
 
 @pytest.mark.parametrize("fault", DISAGREEMENTS)
 @pytest.mark.parametrize("way", WAYS)
-def test_processes_that_would_not_save_the_same_write_nothing_and_both_say_where_they_differ(said, way, fault):
+def test_processes_that_would_not_save_the_same_write_nothing_and_both_say_where_they_differ(
+    said, way, fault
+):
     for each in said:
         kind, title, words = each[f"{way}, {fault}"]["error"]
         assert kind == "SaveFailed"

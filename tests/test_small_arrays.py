@@ -1,4 +1,6 @@
-"""A thousand small arrays and more: in a few files, as safe as in files of their own, and stock Orbax reads them."""
+"""A thousand small arrays and more: in a few files, as safe as in files of their own, and stock
+Orbax reads them.
+"""
 
 import random
 import shutil
@@ -19,19 +21,21 @@ from orbax.checkpoint import v1
 
 import jax_ucp as ucp
 from jax_ucp.errors import CorruptData, NotACheckpoint
+from jax_ucp.files.directory import Directory
 from jax_ucp.layout.blocks import Chunks
-from jax_ucp.storage import packs
-from jax_ucp.storage.consolidated import same_bits
-from jax_ucp.storage.directory import Directory
-from jax_ucp.storage.packs import PACK_FROM
-from jax_ucp.storage.source import ArrayInfo
+from jax_ucp.sources.consolidated import same_bits
+from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.universal import packs
+from jax_ucp.universal.packs import PACK_FROM
 
 MESH = jax.make_mesh((4, 2), ("data", "model"))
 DTYPES = [np.dtype(t) for t in (np.float32, ml_dtypes.bfloat16, np.int8, bool, np.complex64)]
 SHAPES = [(), (6,), (2, 3), (0, 4), (8, 16)]
 FLIPS = 60
 
-stock_warns = pytest.mark.filterwarnings("ignore:Sharding info not provided when restoring:UserWarning")
+stock_warns = pytest.mark.filterwarnings(
+    "ignore:Sharding info not provided when restoring:UserWarning"
+)
 
 
 def tree() -> dict[str, Any]:
@@ -41,7 +45,9 @@ def tree() -> dict[str, Any]:
     def small(i: int) -> jax.Array:
         shape, dtype = SHAPES[i % len(SHAPES)], DTYPES[i // len(SHAPES) % len(DTYPES)]
         values = rng.standard_normal(shape) * 8
-        return jax.device_put(np.asarray(values).astype(dtype), rows if shape == (8, 16) else replicated)
+        return jax.device_put(
+            np.asarray(values).astype(dtype), rows if shape == (8, 16) else replicated
+        )
 
     large = rng.standard_normal((512, 256), np.float32)
     return {
@@ -96,7 +102,9 @@ def test_they_are_restored_as_they_were_and_take_few_files(saved):
     check(got, want)
     assert got["layers"][4]["scale"].sharding == want["layers"][4]["scale"].sharding
     assert faults_of(item) == []
-    beside_large = [path for path in item.rglob("*") if path.is_file() and path.parent.name != "large"]
+    beside_large = [
+        path for path in item.rglob("*") if path.is_file() and path.parent.name != "large"
+    ]
     assert len(beside_large) < 12, beside_large
     (piece,) = checkpoint.where("layers/7/scale")
     assert (item / piece.file).is_file()
@@ -110,7 +118,9 @@ def test_stock_orbax_reads_them(saved):
     with ocp.CheckpointManager(item.parents[1]) as manager:
         check(manager.restore(1), want)
     check(v1.load(item.parent), want)
-    target = jax.tree.map(lambda x: ocp.utils.to_shape_dtype_struct(x) if isinstance(x, jax.Array) else x, want)
+    target = jax.tree.map(
+        lambda x: ocp.utils.to_shape_dtype_struct(x) if isinstance(x, jax.Array) else x, want
+    )
     args = ocp.args.PyTreeRestore(target, ocp.checkpoint_utils.construct_restore_args(target))
     got = ocp.PyTreeCheckpointer().restore(item, args=args)
     check(got, want)
@@ -198,7 +208,10 @@ def test_swapped_chunks_of_a_pack_are_found_by_verify(numbers, tmp_path):
     data = pack.read_bytes()
     stored = len(data) // len(want)
     pack.write_bytes(data[stored : 2 * stored] + data[:stored] + data[2 * stored :])
-    assert [fault.partition(": ")[0] for fault in faults_of(copy)] == [f"{copy}/w0000", f"{copy}/w0001"]
+    assert [fault.partition(": ")[0] for fault in faults_of(copy)] == [
+        f"{copy}/w0000",
+        f"{copy}/w0001",
+    ]
 
 
 def stopped_when_none_is_left(do: Callable[..., None], left: Iterator[int]) -> Callable[..., None]:
@@ -211,14 +224,16 @@ def stopped_when_none_is_left(do: Callable[..., None], left: Iterator[int]) -> C
 
 
 def test_a_save_that_stops_at_any_file_leaves_no_checkpoint(tmp_path, monkeypatch):
-    """Before each file that is written and each that is removed: nothing opens until `ucp.json` is there, and stock
-    Orbax finds either nothing or everything."""
+    """Before each file that is written and each that is removed: nothing opens until `ucp.json`
+    is there, and stock Orbax finds either nothing or everything."""
     want = {f"w{i}": np.float32(i) for i in range(PACK_FROM)}
     reached = Counter()
     for stop in range(20):
         left = iter(range(stop))
         for what in ("put", "delete"):
-            monkeypatch.setattr(Directory, what, stopped_when_none_is_left(getattr(Directory, what), left))
+            monkeypatch.setattr(
+                Directory, what, stopped_when_none_is_left(getattr(Directory, what), left)
+            )
         item = tmp_path / str(stop)
         try:
             ucp.CheckpointHandler().save(item, ucp.args.Save(want))
@@ -237,4 +252,6 @@ def test_a_save_that_stops_at_any_file_leaves_no_checkpoint(tmp_path, monkeypatc
         reached[name] += 1
         if not name:
             break
-    assert {"ucp.pack_0", "ucp.index", "manifest.ocdbt", "_METADATA", "ucp.json", ""} <= set(reached), reached
+    assert {"ucp.pack_0", "ucp.index", "manifest.ocdbt", "_METADATA", "ucp.json", ""} <= set(
+        reached
+    ), reached

@@ -1,4 +1,6 @@
-"""Mistakes that people make give the truth or a refusal that names the cause; and the campaign that says so can see."""
+"""Mistakes that people make give the truth or a refusal that names the cause; and the campaign
+that says so can see.
+"""
 
 import json
 import os
@@ -15,7 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jax_ucp as ucp
-from temptation_folders import OTHER_RUN, STEP_LATER, other_values, read_folder, resummed, sibling, write_folder
+from temptation_folders import (
+    OTHER_RUN,
+    STEP_LATER,
+    other_values,
+    read_folder,
+    resummed,
+    sibling,
+    write_folder,
+)
 from temptation_invisible import INVISIBLE, Case
 from temptation_mistakes import MISTAKES
 from temptation_subjects import FORMATS, subjects
@@ -29,10 +39,18 @@ ATTEMPTS = 420  # each mistake with a checkpoint of each format at least once
 def campaign(*arguments: object, broken: str = "") -> tuple[int, str]:
     """Run the campaign in a process of its own; `broken` is done to the package before."""
     program = f"import sys, os; sys.path.insert(0, {str(TESTS)!r})\n"
-    program += "import numpy as np, jax_ucp as ucp, temptations\nfrom jax_ucp.errors import FormatError\n"
-    program += f"plain_open, Checkpoint = ucp.open, ucp.Checkpoint\nplain = Checkpoint.restore\n{broken}\n"
+    program += (
+        "import numpy as np, jax_ucp as ucp, temptations\nfrom jax_ucp.errors import FormatError\n"
+    )
+    program += (
+        f"plain_open, Checkpoint = ucp.open, ucp.Checkpoint\nplain = Checkpoint.restore\n{broken}\n"
+    )
     program += "sys.exit(temptations.main(sys.argv[1:]))"
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_PLATFORMS": "cpu",
+    }
     command = [sys.executable, "-W", "ignore", "-c", program, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
     return done.returncode, done.stdout + done.stderr
@@ -43,50 +61,75 @@ def test_mistakes_give_the_truth_or_a_refusal_that_names_the_cause():
     assert code == 0, said
 
 
-# What would be a fault, each seen by its kind. Harmless mistakes with one format are made, so that nothing else is one.
+# What would be a fault, each seen by its kind. Harmless mistakes with one format are made, so that
+# nothing else is one.
 BROKEN = {
     "a bit of a leaf": (
-        "def restore(self, *a, **k):\n    tree = plain(self, *a, **k)\n    if 'source' in self.path:\n        "
-        "tree['param'][next(iter(tree['param']))] = np.zeros(3)\n    return tree\nCheckpoint.restore = restore",
+        (
+            "def restore(self, *a, **k):\n    tree = plain(self, *a, **k)\n    if 'source' in"
+            " self.path:\n        tree['param'][next(iter(tree['param']))] = np.zeros(3)\n   "
+            " return tree\nCheckpoint.restore = restore"
+        ),
         "is other",
     ),
     "a leaf that is not there": (
-        "def restore(self, *a, **k):\n    tree = plain(self, *a, **k)\n    if 'source' in self.path:\n        "
-        "tree['param'].popitem()\n    return tree\nCheckpoint.restore = restore",
+        (
+            "def restore(self, *a, **k):\n    tree = plain(self, *a, **k)\n    if 'source' in"
+            " self.path:\n        tree['param'].popitem()\n    return tree\nCheckpoint.restore ="
+            " restore"
+        ),
         "is not there",
     ),
     "an extra that is not there": (
-        "Checkpoint.extras = property(lambda self: {} if self.format == 'safetensors' and 'valid' not in self.path "
-        "else self._contents.extras)",
+        (
+            "Checkpoint.extras = property(lambda self: {} if self.format == 'safetensors' and"
+            " 'valid' not in self.path else self._contents.extras)"
+        ),
         "restore: extra ",
     ),
-    "an account that is empty": (
-        "Checkpoint.account = property(lambda self: () if 'source' in self.path else self._contents.account)",
-        "the account has no more",
+    "an inventory that is empty": (
+        (
+            "Checkpoint.inventory = property(lambda self: () if 'source' in self.path else"
+            " self._contents.inventory)"
+        ),
+        "the inventory has no more",
     ),
     "a message that says nothing": (
-        "def restore(self, *a, **k):\n    if 'source' in self.path:\n        raise FormatError('an error')\n"
-        "    return plain(self, *a, **k)\nCheckpoint.restore = restore",
+        (
+            "def restore(self, *a, **k):\n    if 'source' in self.path:\n        raise"
+            " FormatError('an error')\n    return plain(self, *a, **k)\nCheckpoint.restore ="
+            " restore"
+        ),
         "unnamed: restore: FormatError: an error",
     ),
     "an error that is not ours": (
-        "def restore(self, *a, **k):\n    if 'source' in self.path:\n        raise KeyError('README.md')\n"
-        "    return plain(self, *a, **k)\nCheckpoint.restore = restore",
+        (
+            "def restore(self, *a, **k):\n    if 'source' in self.path:\n        raise"
+            " KeyError('README.md')\n    return plain(self, *a, **k)\nCheckpoint.restore = restore"
+        ),
         "raw KeyError",
     ),
     "a valid checkpoint that is not read as it is": (
-        "def restore(self, *a, **k):\n    tree = plain(self, *a, **k)\n    for name in tree['param']:\n        "
-        "tree['param'][name] = np.zeros(3)\n    return tree\nCheckpoint.restore = restore",
+        (
+            "def restore(self, *a, **k):\n    tree = plain(self, *a, **k)\n    for name in"
+            " tree['param']:\n        tree['param'][name] = np.zeros(3)\n    return"
+            " tree\nCheckpoint.restore = restore"
+        ),
         "AssertionError",
     ),
     "a file left behind": (
-        "def restore(self, *a, **k):\n    if 'source' in self.path:\n        open('behind', 'w').close()\n"
-        "    return plain(self, *a, **k)\nCheckpoint.restore = restore",
+        (
+            "def restore(self, *a, **k):\n    if 'source' in self.path:\n        open('behind',"
+            " 'w').close()\n    return plain(self, *a, **k)\nCheckpoint.restore = restore"
+        ),
         "left behind",
     ),
     "a source that is gone": (
-        "import shutil\ndef restore(self, *a, **k):\n    tree = plain(self, *a, **k)\n    if 'source' in self.path:\n"
-        "        shutil.rmtree(self.path)\n    return tree\nCheckpoint.restore = restore",
+        (
+            "import shutil\ndef restore(self, *a, **k):\n    tree = plain(self, *a, **k)\n    if"
+            " 'source' in self.path:\n        shutil.rmtree(self.path)\n    return"
+            " tree\nCheckpoint.restore = restore"
+        ),
         "the source is gone",
     ),
 }
@@ -107,14 +150,20 @@ def test_nothing_is_seen_where_nothing_is_broken():
 
 
 def test_every_mistake_is_made_with_some_format_and_every_format_meets_mistakes():
-    made = {(trial.subject.format, trial.mistake) for trial in trials(subjects(("deepspeed-universal", "safetensors")))}
+    made = {
+        (trial.subject.format, trial.mistake)
+        for trial in trials(subjects(("deepspeed-universal", "safetensors")))
+    }
     assert {mistake for _, mistake in made} == set(MISTAKES)
     assert {subject.format for subject in subjects()} == set(FORMATS)
 
 
 def test_attempts_are_the_same_in_every_run():
     first, second = (
-        [(trial.subject.name, trial.mistake, trial.attempt.what) for trial in trials(subjects(("dcp", "safetensors")))]
+        [
+            (trial.subject.name, trial.mistake, trial.attempt.what)
+            for trial in trials(subjects(("dcp", "safetensors")))
+        ]
         for _ in range(2)
     )
     assert first == second
@@ -131,7 +180,9 @@ def test_other_values_go_with_rounding(values, salt, half):
     plain = np.array(values, np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         rounded = plain.astype(half)
-        assert same_or_nan(other_values(plain, salt, half).astype(half), other_values(rounded, salt, half))
+        assert same_or_nan(
+            other_values(plain, salt, half).astype(half), other_values(rounded, salt, half)
+        )
 
 
 def same_or_nan(a: np.ndarray, b: np.ndarray) -> bool:
@@ -152,7 +203,11 @@ def same_or_nan(a: np.ndarray, b: np.ndarray) -> bool:
 )
 def test_a_sibling_is_a_whole_checkpoint_with_other_values(case, change, tmp_path):
     path = TESTS / "data" / case
-    folder = {name: data for name, data in read_folder(path).items() if name not in ("truth.npz", "case.json")}
+    folder = {
+        name: data
+        for name, data in read_folder(path).items()
+        if name not in ("truth.npz", "case.json")
+    }
     other = sibling(folder, change)
     assert set(other) == set(folder)
     assert all(len(other[name]) == len(folder[name]) for name in folder)
@@ -162,10 +217,16 @@ def test_a_sibling_is_a_whole_checkpoint_with_other_values(case, change, tmp_pat
     found, plain = ucp.open(write_folder(other, tmp_path)), ucp.open(path)
     assert [fault for _, fault in found.verify() if fault] == []
     labels = [leaf.label for leaf in plain.leaves if leaf.has_array]
-    alike = [label for label in labels if found.read(label).tobytes() == plain.read(label).tobytes()]
+    alike = [
+        label for label in labels if found.read(label).tobytes() == plain.read(label).tobytes()
+    ]
     wanted = 0 if change.steps else sum(label.startswith("step/") for label in labels)
     assert len(alike) <= wanted + 0.15 * len(labels)
-    steps = {label: (int(found.read(label)), int(plain.read(label))) for label in labels if label.startswith("step/")}
+    steps = {
+        label: (int(found.read(label)), int(plain.read(label)))
+        for label in labels
+        if label.startswith("step/")
+    }
     assert all(other == one + change.steps for other, one in steps.values())
 
 
@@ -188,19 +249,29 @@ def test_values_that_are_stored_once_are_invisible():
 
 @pytest.mark.parametrize("cast", [np.float32, np.float16])
 def test_values_whose_copy_did_not_change_are_not(cast):
-    before, after = ({"a.pt": saved({"w": x}), "b.pt": saved({"v": X.astype(cast)})} for x in (X, Y))
+    before, after = (
+        {"a.pt": saved({"w": x}), "b.pt": saved({"v": X.astype(cast)})} for x in (X, Y)
+    )
     assert invisible(before, after, {"w": Y}, {"w": X}) == set()
 
 
 def test_values_whose_copy_changed_alike_are():
-    before, after = ({"a.pt": saved({"w": x}), "b.pt": saved({"v": x.astype(np.float16)})} for x in (X, Y))
+    before, after = (
+        {"a.pt": saved({"w": x}), "b.pt": saved({"v": x.astype(np.float16)})} for x in (X, Y)
+    )
     assert "values stored once" in invisible(before, after, {"w": Y}, {"w": X})
 
 
 def test_a_counter_that_another_file_tells_is_not_invisible():
-    before, after = ({"a.pt": saved({"w": x, "step": n}), "b.pt": saved({"step": 5})} for x, n in ((X, 5), (Y, 6)))
+    before, after = (
+        {"a.pt": saved({"w": x, "step": n}), "b.pt": saved({"step": 5})}
+        for x, n in ((X, 5), (Y, 6))
+    )
     assert invisible(before, after, {"w": Y}, {"w": X}) == set()
-    before, after = ({"a.pt": saved({"w": x, "step": n}), "b.pt": saved({"step": 2})} for x, n in ((X, 5), (Y, 6)))
+    before, after = (
+        {"a.pt": saved({"w": x, "step": n}), "b.pt": saved({"step": 2})}
+        for x, n in ((X, 5), (Y, 6))
+    )
     assert "values stored once" in invisible(before, after, {"w": Y}, {"w": X})
 
 
@@ -213,7 +284,9 @@ def test_a_wrong_checksum_a_wrong_root_and_another_shape_are_not_invisible():
     found.view(np.uint8)[0] ^= 1
     assert resummed(flipped) != flipped
     assert invisible(before, {"a.pt": flipped}, {"w": found}, {"w": X}) == set()
-    assert "values stored once" in invisible(before, {"a.pt": resummed(flipped)}, {"w": found}, {"w": X})
+    assert "values stored once" in invisible(
+        before, {"a.pt": resummed(flipped)}, {"w": found}, {"w": X}
+    )
     renamed = resummed(flipped).replace(b"archive/", b"archivX/")
     assert invisible(before, {"a.pt": renamed}, {"w": found}, {"w": X}) == set()
     assert invisible(before, {"a.pt": saved({"w": Y[:60]})}, {"w": Y[:60]}, {"w": X}) == set()

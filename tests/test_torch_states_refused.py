@@ -1,4 +1,6 @@
-"""What would give torch another optimizer than the one that trained is refused, with the label that is wrong."""
+"""What would give torch another optimizer than the one that trained is refused, with the label
+that is wrong.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -16,30 +18,73 @@ OTHERS = {
     "with one more": optax.chain(optax.clip_by_global_norm(1.0), ADAMW, optax.clip(1.0)),
     "without the schedule": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
     "of another kind": optax.chain(optax.clip_by_global_norm(1.0), optax.lion(SCHEDULE)),
-    "of the same moments under other names": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(SCHEDULE, 0.9)),
-    "of another dtype": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(SCHEDULE, mu_dtype=jnp.bfloat16)),
-    "of some parameters": optax.chain(optax.clip_by_global_norm(1.0), optax.masked(ADAMW, of_matrices)),
+    "of the same moments under other names": optax.chain(
+        optax.clip_by_global_norm(1.0), optax.sgd(SCHEDULE, 0.9)
+    ),
+    "of another dtype": optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(SCHEDULE, mu_dtype=jnp.bfloat16)
+    ),
+    "of some parameters": optax.chain(
+        optax.clip_by_global_norm(1.0), optax.masked(ADAMW, of_matrices)
+    ),
 }
 
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_the_state_of_another_optimizer_is_refused(other):
     checkpoint = ucp.Checkpoint.of(tree_of(trained("adam"), WRAPPED["chain"](ADAMW)))
-    with pytest.raises(TreeMismatch, match="the state of this optimizer is not what is at opt_state"):
+    with pytest.raises(
+        TreeMismatch, match="the state of this optimizer is not what is at opt_state"
+    ):
         checkpoint.torch_states(OTHERS[other])
 
 
 COUNTED = "opt_state/1/0/count"
 WRONG = [
-    ("chain", "opt_state/1/0/nu/dense/bias", lambda _: None, "dense/bias: the optimizer has it, the checkpoint not"),
-    ("chain", "opt_state/1/0/mu/embed", np.transpose, r"has float32 \(6, 4\), the checkpoint float32 \(4, 6\)"),
-    ("chain", "params/dense/bias", lambda _: None, "mu/dense/bias: the checkpoint has it, the optimizer not"),
-    ("chain", COUNTED, lambda n: n + 1, f"opt_state/1/2/count counts 5, but {COUNTED} has 6 updates of dense/bias"),
-    ("chain", "opt_state/1/2/count", lambda n: n - 5, rf"counts 0, but {COUNTED} has 5 .* give step=5"),
+    (
+        "chain",
+        "opt_state/1/0/nu/dense/bias",
+        lambda _: None,
+        "dense/bias: the optimizer has it, the checkpoint not",
+    ),
+    (
+        "chain",
+        "opt_state/1/0/mu/embed",
+        np.transpose,
+        r"has float32 \(6, 4\), the checkpoint float32 \(4, 6\)",
+    ),
+    (
+        "chain",
+        "params/dense/bias",
+        lambda _: None,
+        "mu/dense/bias: the checkpoint has it, the optimizer not",
+    ),
+    (
+        "chain",
+        COUNTED,
+        lambda n: n + 1,
+        f"opt_state/1/2/count counts 5, but {COUNTED} has 6 updates of dense/bias",
+    ),
+    (
+        "chain",
+        "opt_state/1/2/count",
+        lambda n: n - 5,
+        rf"counts 0, but {COUNTED} has 5 .* give step=5",
+    ),
     ("inject_hyperparams", "opt_state/count", lambda n: n + 1, "opt_state/count counts 6"),
     ("MultiSteps", "opt_state/gradient_step", lambda n: n + 1, "opt_state/gradient_step counts 6"),
-    ("MultiSteps", "opt_state/mini_step", lambda n: n + 3, "mini_step is 3: gradients are being gathered"),
-    ("bare", "opt_state/0/count", lambda n: n + (1 << 24), "16777221, which float32 does not hold; give step_dtype="),
+    (
+        "MultiSteps",
+        "opt_state/mini_step",
+        lambda n: n + 3,
+        "mini_step is 3: gradients are being gathered",
+    ),
+    (
+        "bare",
+        "opt_state/0/count",
+        lambda n: n + (1 << 24),
+        "16777221, which float32 does not hold; give step_dtype=",
+    ),
 ]
 
 
@@ -63,15 +108,21 @@ def test_schedules_of_sgd_that_differ_are_refused_too():
 
 def test_gradients_where_none_are_being_gathered_stop_an_export(tmp_path):
     tx = WRAPPED["MultiSteps"](ADAMW)
-    back = changed(tree_of(trained("adam"), tx), "opt_state/acc_grads/dense/bias", lambda a: a + 1).torch_states(tx)
-    with pytest.raises(CorruptData, match=r"acc_grads/dense/bias: .* has gradients, though none are being gathered"):
+    back = changed(
+        tree_of(trained("adam"), tx), "opt_state/acc_grads/dense/bias", lambda a: a + 1
+    ).torch_states(tx)
+    with pytest.raises(
+        CorruptData, match=r"acc_grads/dense/bias: .* has gradients, though none are being gathered"
+    ):
         back.save(tmp_path / "out")
 
 
 def test_several_optimizers_in_one_tree_are_refused():
     tx = optax.GradientTransformation(jax.vmap(ADAMW.init), jax.vmap(ADAMW.update))
     params = {"w": jnp.ones((3, 2))}
-    with pytest.raises(TreeMismatch, match=r"opt_state/0/count has shape \(3,\): it is not one number"):
+    with pytest.raises(
+        TreeMismatch, match=r"opt_state/0/count has shape \(3,\): it is not one number"
+    ):
         ucp.Checkpoint.of({"params": params, "opt_state": tx.init(params)}).torch_states(tx)
 
 
@@ -92,7 +143,9 @@ def test_moments_of_one_parameter_in_two_states_are_refused():
     tx = optax.chain(ADAMW, optax.scale_by_adam())
     tree = tree_of(trained("adam"), ADAMW)
     twice = ucp.Checkpoint.of(tree | {"opt_state": tx.init(tree["params"])})
-    with pytest.raises(TreeMismatch, match="0/0/mu/embed and opt_state/1/mu/embed are both exp_avg of embed"):
+    with pytest.raises(
+        TreeMismatch, match="0/0/mu/embed and opt_state/1/mu/embed are both exp_avg of embed"
+    ):
         twice.torch_states(tx)
 
 

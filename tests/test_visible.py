@@ -1,4 +1,6 @@
-"""What is printed of names and paths of others: text, never an order to the terminal, and no markup."""
+"""What is printed of names and paths of others: text, never an order to the terminal, and no
+markup.
+"""
 
 import json
 import logging
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 import jax_ucp as ucp
 from hostile_files import saved
 from jax_ucp.cli.main import main
-from jax_ucp.visible import visible, visible_lines
+from jax_ucp.text import visible, visible_lines
 
 HOSTILE = [
     "w\x1b[31mred",
@@ -110,7 +112,8 @@ def test_extras_are_shown_as_they_are(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "args", [["x\x1b[31m"], ["inspect", "c", "--believe", "s\x1b[31m"], ["map", "c", "--x\x1b[31m"]]
+    "args",
+    [["x\x1b[31m"], ["inspect", "c", "--on-conflict", "s\x1b[31m"], ["map", "c", "--x\x1b[31m"]],
 )
 def test_a_wrong_command_line_is_shown_as_it_is(args):
     code, _ = run(*args)
@@ -122,6 +125,10 @@ def test_logs_and_representations_are_shown_as_they_are(tmp_path, caplog):
         logging.getLogger("jax_ucp").info("%s", "leaf w\x1b[31m\nERROR forged")
     assert caplog.messages == ["leaf w\\x1b[31m\n  ERROR forged"]
     checkpoint = ucp.open(safetensors(tmp_path / "c\u202e", "w\x1b[31m<script>"))
-    for shown in (repr(checkpoint), repr(checkpoint.params["w\x1b[31m<script>"]), checkpoint._repr_html_()):
+    for shown in (
+        repr(checkpoint),
+        repr(checkpoint.params["w\x1b[31m<script>"]),
+        checkpoint._repr_html_(),
+    ):
         assert shown.isprintable()
     assert "<script>" not in checkpoint._repr_html_()

@@ -1,4 +1,6 @@
-"""What a trainer's optimizer was told for each parameter, and whether an optax optimizer decays the same weights."""
+"""What a trainer's optimizer was told for each parameter, and whether an optax optimizer decays
+the same weights.
+"""
 
 import json
 from dataclasses import replace
@@ -19,7 +21,14 @@ from jax_ucp.optimizers.weight_decay import decays_of
 # Elastic files keep no groups. The optimizer of `fsdp1_sharded` had one group.
 DEEPSPEED = sorted({path.name for path in deepspeed_cases.DATA.iterdir()} - {"z1_fp32_dp2_elastic"})
 UNIVERSAL = deepspeed_cases.DATA.parent / "deepspeed_universal"
-DCP = ["fsdp2_dp4_uneven", "fsdp2_tp_2x2", "fsdp2_dp2_bf16_flatopt", "hsdp_2x2", "titan_flat", "titan_prefixed"]
+DCP = [
+    "fsdp2_dp4_uneven",
+    "fsdp2_tp_2x2",
+    "fsdp2_dp2_bf16_flatopt",
+    "hsdp_2x2",
+    "titan_flat",
+    "titan_prefixed",
+]
 PARAMS = {"w": jnp.ones((3, 2)), "b": jnp.ones(3)}
 WEIGHTS = {"w": True, "b": False}
 TRAINED = {"exp_avg", "momentum_buffer"}
@@ -27,7 +36,9 @@ TRAINED = {"exp_avg", "momentum_buffer"}
 
 def matrices_decay(checkpoint, rate):
     said = {name: group.settings for group in checkpoint.groups for name in group.params}
-    trained = {name: param for name, param in checkpoint.params.items() if TRAINED & set(param.states)}
+    trained = {
+        name: param for name, param in checkpoint.params.items() if TRAINED & set(param.states)
+    }
     assert said.keys() == trained.keys()
     for name, param in trained.items():
         assert said[name]["weight_decay"] == (rate if len(param.shape) > 1 else 0.0), name
@@ -57,10 +68,19 @@ def test_a_conversion_and_a_mapping_keep_them(tmp_path):
     checkpoint.save(tmp_path / "universal")
     assert list(ucp.open(tmp_path / "universal").groups) == list(checkpoint.groups)
 
-    said = {"a.0": {"lr": 1, "weight_decay": 0.1}, "a.1": {"lr": 1, "weight_decay": 0.0}, "b": {"lr": 2}}
-    contents = replace(contents_of({"param": {n: np.zeros(2) for n in said}}), groups=groups_of(said))
+    said = {
+        "a.0": {"lr": 1, "weight_decay": 0.1},
+        "a.1": {"lr": 1, "weight_decay": 0.0},
+        "b": {"lr": 2},
+    }
+    contents = replace(
+        contents_of({"param": {n: np.zeros(2) for n in said}}), groups=groups_of(said)
+    )
     rules = {
-        "leaves": [{"param": "a.{layer}", "axes": "n", "leaf": {"stacked": "layer n"}}, {"param": "b", "leaf": "c/d"}]
+        "leaves": [
+            {"param": "a.{layer}", "axes": "n", "leaf": {"stacked": "layer n"}},
+            {"param": "b", "leaf": "c/d"},
+        ]
     }
     mapped = ucp.Checkpoint(contents).map(ucp.Mapping.from_dict(rules))
     assert list(mapped.groups) == [Group(("stacked",), {"lr": 1}), Group(("c/d",), {"lr": 2})]
@@ -72,18 +92,34 @@ def test_a_conversion_and_a_mapping_keep_them(tmp_path):
         (optax.adamw(1e-3, mask=WEIGHTS), "in proportion", "none"),
         (optax.adamw(optax.linear_schedule(0, 1, 10)), "in proportion", "in proportion"),
         (optax.adam(1e-3), "none", "none"),
-        (optax.chain(optax.add_decayed_weights(0.1, WEIGHTS), optax.adam(1e-3)), "through the gradient", "none"),
-        (optax.chain(optax.clip_by_global_norm(1.0), optax.lion(1e-3, mask=WEIGHTS)), "in proportion", "none"),
-        (optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1, 0.9)), "in proportion", "in proportion"),
-        (optax.MultiSteps(optax.adamw(1e-3, mask=WEIGHTS), 4), "in proportion", "none"),
-        (optax.inject_hyperparams(optax.adamw)(1e-3, mask=WEIGHTS), "in proportion", "none"),
         (
-            optax.adamw(1e-3, mask=lambda tree: {k: p.ndim > 1 and p.size > 1 for k, p in tree.items()}),
+            optax.chain(optax.add_decayed_weights(0.1, WEIGHTS), optax.adam(1e-3)),
+            "through the gradient",
+            "none",
+        ),
+        (
+            optax.chain(optax.clip_by_global_norm(1.0), optax.lion(1e-3, mask=WEIGHTS)),
             "in proportion",
             "none",
         ),
         (
-            optax.partition({"on": optax.adamw(1e-3), "off": optax.set_to_zero()}, {"w": "on", "b": "off"}),
+            optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1, 0.9)),
+            "in proportion",
+            "in proportion",
+        ),
+        (optax.MultiSteps(optax.adamw(1e-3, mask=WEIGHTS), 4), "in proportion", "none"),
+        (optax.inject_hyperparams(optax.adamw)(1e-3, mask=WEIGHTS), "in proportion", "none"),
+        (
+            optax.adamw(
+                1e-3, mask=lambda tree: {k: p.ndim > 1 and p.size > 1 for k, p in tree.items()}
+            ),
+            "in proportion",
+            "none",
+        ),
+        (
+            optax.partition(
+                {"on": optax.adamw(1e-3), "off": optax.set_to_zero()}, {"w": "on", "b": "off"}
+            ),
             "in proportion",
             "none",
         ),
@@ -102,22 +138,35 @@ def test_an_optimizer_that_moves_nothing_says_nothing():
     [
         (
             optax.adamw(1e-3),
-            "b: the checkpoint's optimizer has weight_decay=0.0 for it, and tx decays it in proportion",
+            (
+                "b: the checkpoint's optimizer has weight_decay=0.0 for it, and tx decays it in"
+                " proportion"
+            ),
         ),
-        (optax.adam(1e-3), "w: the checkpoint's optimizer has weight_decay=0.1 for it, and tx does not decay it"),
+        (
+            optax.adam(1e-3),
+            "w: the checkpoint's optimizer has weight_decay=0.1 for it, and tx does not decay it",
+        ),
         (
             optax.chain(optax.add_decayed_weights(0.1, WEIGHTS), optax.adam(1e-3)),
-            r"w: the checkpoint's optimizer decays it in proportion \(AdamW\), tx through the gradient",
+            (
+                r"w: the checkpoint's optimizer decays it in proportion \(AdamW\), tx through the"
+                r" gradient"
+            ),
         ),
     ],
 )
 def test_another_decay_is_refused_unless_it_is_meant(tx, message):
     names = {"w": (3, 2), "b": (3,)}
     tree = {
-        state: {n: np.zeros(s, np.float32) for n, s in names.items()} for state in ("param", "exp_avg", "exp_avg_sq")
+        state: {n: np.zeros(s, np.float32) for n, s in names.items()}
+        for state in ("param", "exp_avg", "exp_avg_sq")
     }
     tree["step"] = {n: np.float32(2) for n in names}
-    groups = [Group((n,), {"weight_decay": d, "decoupled_weight_decay": True}) for n, d in (("w", 0.1), ("b", 0.0))]
+    groups = [
+        Group((n,), {"weight_decay": d, "decoupled_weight_decay": True})
+        for n, d in (("w", 0.1), ("b", 0.0))
+    ]
     checkpoint = ucp.Checkpoint(replace(contents_of(tree), groups=groups))
     checkpoint.plan_optimizer(optax.adamw(1e-3, mask=WEIGHTS), PARAMS)
     with pytest.raises(TreeMismatch, match=message):

@@ -1,4 +1,6 @@
-"""The cases of data/torch, the live state of each, and what is asked of every checkpoint that opens."""
+"""The cases of data/torch, the live state of each, and what is asked of every checkpoint that
+opens.
+"""
 
 import json
 import re
@@ -13,12 +15,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
-from jax_ucp.storage.consolidated import same_bits
+from jax_ucp.sources.consolidated import same_bits
 
 DATA = Path(__file__).parent / "data" / "torch"
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 RULES = [(r"weight$|wte", P("data", "model"))]
-# Their state dicts had no paths: torch 1.13 took flat ones only, and flatten_state_dict=False leaves them as they are.
+# Their state dicts had no paths: torch 1.13 took flat ones only, and flatten_state_dict=False
+# leaves them as they are.
 FLAT = ("old_v1131", "dcp_noflatten")
 
 
@@ -31,7 +34,8 @@ def live(case: str) -> dict[str, np.ndarray]:
     dtypes = about(case)["dtypes"]
     with np.load(DATA / case / "truth.npz") as arrays:
         return {
-            key: arrays[key].view(getattr(ml_dtypes, dtype, None) or np.dtype(dtype)) for key, dtype in dtypes.items()
+            key: arrays[key].view(getattr(ml_dtypes, dtype, None) or np.dtype(dtype))
+            for key, dtype in dtypes.items()
         }
 
 
@@ -44,21 +48,30 @@ def truth(case: str) -> dict[str, np.ndarray]:
     if said["kind"] in ("hf", "dcp_hf"):
         found = {f"param/{name}": arrays[key] for key, name in names.items()}
         # Experts, which the live model holds fused.
-        return found | {f"param/{name}": _expert(name, arrays) for name in said.get("only_in_file", ())}
+        return found | {
+            f"param/{name}": _expert(name, arrays) for name in said.get("only_in_file", ())
+        }
     found = {}
     for key, array in arrays.items():
         state, _, name = key.partition("::")
         if case in FLAT or state == "tensor":
             state, name = "param" if case in FLAT else "other", names[key]
         found[f"{'param' if state == 'model' else state}/{name}"] = array
-    if case.startswith("titan"):  # the trainer's own count, which is in no optimizer and so not in the truth
+    # the trainer's own count, which is in no optimizer and so not in the truth
+    if case.startswith("titan"):
         found["other/train_state.step"] = np.asarray(said["steps"], np.int32)
     return found
 
 
 def _expert(name: str, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    """What a file calls `layers.0.block_sparse_moe.experts.1.w2.weight`, or a gate that memory has by another name."""
-    if not (found := re.fullmatch(r"(.*)\.(?:block_sparse_moe|mlp)\.experts\.(\d+)\.(\w+)\.weight", name)):
+    """What a file calls `layers.0.block_sparse_moe.experts.1.w2.weight`, or a gate that memory
+    has by another name.
+    """
+    if not (
+        found := re.fullmatch(
+            r"(.*)\.(?:block_sparse_moe|mlp)\.experts\.(\d+)\.(\w+)\.weight", name
+        )
+    ):
         return arrays[f"model::{name.replace('block_sparse_moe', 'mlp')}"]
     layer, i, part = found[1], int(found[2]), found[3]
     if part in ("w2", "down_proj"):
@@ -67,8 +80,12 @@ def _expert(name: str, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     return gate if part in ("w1", "gate_proj") else up
 
 
-def assert_equal_however_read(checkpoint: ucp.Checkpoint, want: Mapping[str, np.ndarray], folder: Path) -> None:
-    """Its leaves are just those wanted, bit for bit: as read, as restored on a mesh, and as converted and restored."""
+def assert_equal_however_read(
+    checkpoint: ucp.Checkpoint, want: Mapping[str, np.ndarray], folder: Path
+) -> None:
+    """Its leaves are just those wanted, bit for bit: as read, as restored on a mesh, and as
+    converted and restored.
+    """
     assert {leaf.label for leaf in checkpoint.leaves} == set(want)
     converted = checkpoint.save(folder / "converted")
     with jax.enable_x64(True):
@@ -84,11 +101,13 @@ def assert_equal_however_read(checkpoint: ucp.Checkpoint, want: Mapping[str, np.
 
 
 def assert_accounted_for(checkpoint: ucp.Checkpoint) -> None:
-    """Every stored thing is in the account once, with a reason."""
-    assert len({item.where for item in checkpoint.account}) == len(checkpoint.account)
-    assert all(item.reason and item.reason != "not understood" for item in checkpoint.account)
+    """Every stored thing is in the inventory once, with a reason."""
+    assert len({item.where for item in checkpoint.inventory}) == len(checkpoint.inventory)
+    assert all(item.reason and item.reason != "not understood" for item in checkpoint.inventory)
     json.dumps(checkpoint.extras)
 
 
 def _flat(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    return {f"{state}/{name}": array for state, arrays in tree.items() for name, array in arrays.items()}
+    return {
+        f"{state}/{name}": array for state, arrays in tree.items() for name, array in arrays.items()
+    }

@@ -10,11 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.formats.safe_pickle import Record, walk
-from jax_ucp.formats.torch_file import StoredTensor, TorchFile
+from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
+from jax_ucp.formats.torch_save.unpickle import Record, walk
 from jax_ucp.layout.box import Box
 
-KINDS = {"float32": "FloatStorage", "bfloat16": "BFloat16Storage", "float16": "HalfStorage", "uint8": "ByteStorage"}
+KINDS = {
+    "float32": "FloatStorage",
+    "bfloat16": "BFloat16Storage",
+    "float16": "HalfStorage",
+    "uint8": "ByteStorage",
+}
 KINDS |= {"float64": "DoubleStorage", "int64": "LongStorage", "bool": "BoolStorage"}
 KINDS |= {"int8": "CharStorage", "int16": "ShortStorage", "int32": "IntStorage"}
 
@@ -43,7 +48,9 @@ class Size(tuple):
 
 
 class Storage:
-    """`view` is a part of it, (first element, elements), as storages that were views had before torch 0.4."""
+    """`view` is a part of it, (first element, elements), as storages that were views had before
+    torch 0.4.
+    """
 
     def __init__(self, key: str, array: np.ndarray, view: tuple[int, int] | None = None):
         self.key, self.array, self.view = key, array, view
@@ -53,7 +60,12 @@ class Tensor:
     """A strided view of a storage; an array is pickled as one with a storage of its own."""
 
     def __init__(self, storage: Storage, offset: int, shape: Sequence[int], strides: Sequence[int]):
-        self.storage, self.offset, self.shape, self.strides = storage, offset, tuple(shape), tuple(strides)
+        self.storage, self.offset, self.shape, self.strides = (
+            storage,
+            offset,
+            tuple(shape),
+            tuple(strides),
+        )
 
 
 class Pickler(pickle._Pickler):
@@ -132,7 +144,9 @@ def rewrite(path: Path, members: Callable[[str, bytes], bytes]) -> None:
 
 def change(path: Path, values: Mapping[str, Callable[[np.ndarray], None]]) -> None:
     """Change the storages of tensors, by key, in place of what they were."""
-    tensors = {node.key: node for _, node in walk(TorchFile(path).tree) if isinstance(node, StoredTensor)}
+    tensors = {
+        node.key: node for _, node in walk(TorchFile(path).tree) if isinstance(node, StoredTensor)
+    }
     by_storage = {tensors[key].storage: (tensors[key].dtype, what) for key, what in values.items()}
 
     def changed(name: str, data: bytes) -> bytes:
@@ -148,7 +162,8 @@ def change(path: Path, values: Mapping[str, Callable[[np.ndarray], None]]) -> No
 
 
 def edit(path: Path, change: Callable[[Any], None]) -> None:
-    """The file with another object, which `change` changes in place: its tensors are arrays, its records instances.
+    """The file with another object, which `change` changes in place: its tensors are arrays, its
+    records instances.
 
     Arrays of numpy's, which random states have, become lists.
     """
@@ -173,11 +188,19 @@ def edit(path: Path, change: Callable[[Any], None]) -> None:
     save(tree, path)
 
 
-def legacy(tree: Any, protocol: int = 2, magic: int = MAGIC, version: int = 1001, keys: Any = None) -> bytes:
-    """The format before torch 1.6: pickles, one after another, and storages; `keys` in place of the right list."""
+def legacy(
+    tree: Any, protocol: int = 2, magic: int = MAGIC, version: int = 1001, keys: Any = None
+) -> bytes:
+    """The format before torch 1.6: pickles, one after another, and storages; `keys` in place of
+    the right list.
+    """
     pickler = Pickler(data := io.BytesIO(), protocol, legacy=True)
     pickler.dump(tree)
-    about = {"protocol_version": 1001, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4}}
+    about = {
+        "protocol_version": 1001,
+        "little_endian": True,
+        "type_sizes": {"short": 2, "int": 4, "long": 4},
+    }
     head = b"".join(pickle.dumps(value, protocol) for value in (magic, version, about))
     listed = sorted(pickler.storages) if keys is None else keys
     body = b"".join(

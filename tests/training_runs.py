@@ -1,4 +1,6 @@
-"""Training runs of JAX that went on from a checkpoint of torch, in whatever is put around an optimizer of optax."""
+"""Training runs of JAX that went on from a checkpoint of torch, in whatever is put around an
+optimizer of optax.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -43,13 +45,16 @@ WRAPPED: dict[str, Callable[[Transformation], Transformation]] = {
         {"a": core, "b": optax.chain(optax.clip(1.0), core)},
         lambda tree: jax.tree.map(lambda leaf: "a" if len(leaf.shape) > 1 else "b", tree),
     ),
-    "inject_hyperparams": lambda core: optax.inject_hyperparams(lambda rate: optax.chain(core, optax.scale(rate)))(0.5),
+    "inject_hyperparams": lambda core: optax.inject_hyperparams(
+        lambda rate: optax.chain(core, optax.scale(rate))
+    )(0.5),
     "an injected schedule": lambda core: optax.inject_hyperparams(
         lambda rate: optax.chain(core, optax.scale_by_learning_rate(rate))
     )(SCHEDULE),
     "MultiSteps": lambda core: optax.MultiSteps(core, 4).gradient_transformation(),
     "all at once": lambda core: optax.chain(
-        optax.clip(1.0), optax.MultiSteps(halves(optax.chain(core), of_matrices), 2).gradient_transformation()
+        optax.clip(1.0),
+        optax.MultiSteps(halves(optax.chain(core), of_matrices), 2).gradient_transformation(),
     ),
 }
 CORES = {
@@ -69,8 +74,12 @@ def saved(tree: Any, path: Path, stock: bool = False) -> ucp.Checkpoint:
     return ucp.open(path / "7" / "default")
 
 
-def run_of(checkpoint: ucp.Checkpoint, tx: Transformation, mesh: Mesh | None = None, **said: Any) -> dict[str, Any]:
-    """What a training loop in JAX holds that went on from a checkpoint of torch: parameters, optax state and step."""
+def run_of(
+    checkpoint: ucp.Checkpoint, tx: Transformation, mesh: Mesh | None = None, **said: Any
+) -> dict[str, Any]:
+    """What a training loop in JAX holds that went on from a checkpoint of torch: parameters,
+    optax state and step.
+    """
     params = checkpoint.abstract()["param"]
     plan = checkpoint.plan_optimizer(tx, params, check=False, **said)  # which no state shows
     restored = checkpoint.restore(mesh=mesh)["param"]
@@ -81,14 +90,20 @@ SHAPES = {"embed": (6, 4), "dense/kernel": (4, 3), "dense/bias": (3,), "norm/sca
 
 
 def trained(core: str, dtype: Any = np.float32) -> ucp.Checkpoint:
-    """What torch's optimizer keeps of some parameters after five steps; every element is another number."""
+    """What torch's optimizer keeps of some parameters after five steps; every element is another
+    number.
+    """
     rng = np.random.default_rng(5)
     tree: dict[str, dict[str, np.ndarray]] = {
-        state: {name: np.asarray(rng.standard_normal(shape), dtype) for name, shape in SHAPES.items()}
+        state: {
+            name: np.asarray(rng.standard_normal(shape), dtype) for name, shape in SHAPES.items()
+        }
         for state in ("param", *CORES[core][1])
     }
     if "step" in tree:
-        tree["step"] = dict.fromkeys(SHAPES, np.asarray(5, np.int32 if core == "lion" else np.float32))
+        tree["step"] = dict.fromkeys(
+            SHAPES, np.asarray(5, np.int32 if core == "lion" else np.float32)
+        )
     return ucp.Checkpoint(contents_of(tree))
 
 
@@ -106,19 +121,29 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 def tree_of(source: ucp.Checkpoint, tx: Transformation) -> dict[str, Any]:
     """The training loop's tree that went on from a checkpoint of `trained`."""
     params = nested({name: jnp.asarray(param.read()) for name, param in source.params.items()})
-    return {"params": params, "opt_state": source.plan_optimizer(tx, params, step=5).restore(), "step": 5}
+    return {
+        "params": params,
+        "opt_state": source.plan_optimizer(tx, params, step=5).restore(),
+        "step": 5,
+    }
 
 
 def changed(tree: dict[str, Any], label: str, change: Callable[[Any], Any]) -> ucp.Checkpoint:
-    """A checkpoint of the tree in which one leaf is another; where `change` gives None, it is not there."""
+    """A checkpoint of the tree in which one leaf is another; where `change` gives None, it is
+    not there.
+    """
     found = ucp.Checkpoint.of(tree)._contents
     (leaf,) = [leaf for leaf in found.leaves if leaf.label == label]
     arrays = {
-        one.name: np.array(found.arrays.read(one.name, Box.whole(one.shape))) for one in found.leaves if one.has_array
+        one.name: np.array(found.arrays.read(one.name, Box.whole(one.shape)))
+        for one in found.leaves
+        if one.has_array
     }
     value = change(arrays[leaf.name])
     leaves = [one for one in found.leaves if one is not leaf]
     if value is not None:
         arrays[leaf.name] = np.asarray(value)
-        leaves.append(replace(leaf, shape=arrays[leaf.name].shape, dtype=arrays[leaf.name].dtype.name))
+        leaves.append(
+            replace(leaf, shape=arrays[leaf.name].shape, dtype=arrays[leaf.name].dtype.name)
+        )
     return ucp.Checkpoint(replace(found, leaves=leaves, arrays=MemoryStore(arrays)))

@@ -1,8 +1,10 @@
-"""Write tests/data/pairings/torch_*: what torch saves of runs whose optimizers are built as real scripts build them.
+"""Write tests/data/pairings/torch_*: what torch saves of runs whose optimizers are built as real
+scripts build them.
 
     python tests/write_pairing_cases.py        (needs torch; the tests do not)
 
-Beside each file lie the live state by parameter (`truth.npz`), and the names that each group was given (`case.json`).
+Beside each file lie the live state by parameter (`truth.npz`), and the names that each group was
+given (`case.json`).
 """
 
 import json
@@ -18,7 +20,9 @@ Names = list[list[str]]
 
 
 class Blocks(nn.Module):
-    """Twelve equal layers, so that `layers.10` comes before `layers.2` when names are sorted; norms; a tied head."""
+    """Twelve equal layers, so that `layers.10` comes before `layers.2` when names are sorted;
+    norms; a tied head.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +40,9 @@ class Blocks(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """Batch norms, whose buffers have the shapes of their weights; a part that is frozen, and one that is not used."""
+    """Batch norms, whose buffers have the shapes of their weights; a part that is frozen, and
+    one that is not used.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +90,12 @@ def trained(kind: type[nn.Module], grouping: Callable[[nn.Module], Names], make:
     model = kind()
     names = grouping(model)
     params = dict(model.named_parameters())
-    optimizer = make([{"params": [params[n] for n in group], "lr": 0.01 * (i + 1)} for i, group in enumerate(names)])
+    optimizer = make(
+        [
+            {"params": [params[n] for n in group], "lr": 0.01 * (i + 1)}
+            for i, group in enumerate(names)
+        ]
+    )
     for _, batch in zip(range(3), batches(kind), strict=False):
         optimizer.zero_grad()
         model(batch).square().mean().backward()
@@ -92,7 +103,13 @@ def trained(kind: type[nn.Module], grouping: Callable[[nn.Module], Names], make:
     return model, optimizer, names
 
 
-def write(name: str, tree: Mapping[str, object], model: nn.Module, optimizer: torch.optim.Optimizer, names: Names):
+def write(
+    name: str,
+    tree: Mapping[str, object],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    names: Names,
+):
     folder = DATA / f"torch_{name}"
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(tree, folder / "ckpt.pt")
@@ -116,7 +133,13 @@ def main() -> None:
         ("buffers", Convolutions, in_order, adam),
     ):
         model, optimizer, names = trained(kind, grouping, make)
-        write(name, {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, model, optimizer, names)
+        write(
+            name,
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+            model,
+            optimizer,
+            names,
+        )
     model, first, names = trained(Blocks, in_order, adam)
     critic, second, _ = trained(Blocks, in_order, adam)
     tree = {"model": model.state_dict(), "critic": critic.state_dict()}

@@ -1,9 +1,10 @@
-"""A decoder-only transformer in Flax NNX, written for reading: GPT-2's kind, Llama's kind, and what lies between.
+"""A decoder-only transformer in Flax NNX, written for reading: GPT-2's kind, Llama's kind, and what
+lies between.
 
-What differs between the families is in `Config`. Parameters have the shapes of the arithmetic: queries are
-`[embed, heads, head_dim]`, not `[embed, heads * head_dim]`, and experts are stacked. Axes in einsums:
-b batch, t and s positions, e embed, h heads, g groups of heads that share a key, d head_dim, p gate and up, m mlp,
-x experts.
+What differs between the families is in `Config`. Parameters have the shapes of the arithmetic:
+queries are `[embed, heads, head_dim]`, not `[embed, heads * head_dim]`, and experts are stacked.
+Axes in einsums: b batch, t and s positions, e embed, h heads, g groups of heads that share a key, d
+head_dim, p gate and up, m mlp, x experts.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from flax import nnx
 class Config:
     """The numbers of a model, and which of the known variants of each part it has.
 
-    `positions` is the length of the table of learned positions, or None; `rope_theta` the base of the rotation, or
-    None. `parts` is 2 where the MLP is gated. `moe_layers` are those with experts instead of one MLP: `per_token` of
-    them answer for each token, weighted by their probabilities, which with `renormalized` are scaled to a sum of one.
+    `positions` is the length of the table of learned positions, or None; `rope_theta` the base of
+    the rotation, or None. `parts` is 2 where the MLP is gated. `moe_layers` are those with experts
+    instead of one MLP: `per_token` of them answer for each token, weighted by their probabilities,
+    which with `renormalized` are scaled to a sum of one.
     """
 
     vocab: int
@@ -74,7 +76,9 @@ class Table(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """LayerNorm or RMSNorm over the last axis; with `gain`, times a number for all features together."""
+    """LayerNorm or RMSNorm over the last axis; with `gain`, times a number for all features
+    together.
+    """
 
     def __init__(self, size: int, config: Config, gain: bool = False):
         self.eps, self.centred = config.eps, config.norm == "layer"
@@ -100,10 +104,18 @@ class Attention(nnx.Module):
         embed, size = config.embed, config.head_dim
 
         def project(heads: int) -> Linear:
-            return Linear((embed, heads, size), (heads, size) if config.qkv_bias else None, rngs=rngs)
+            return Linear(
+                (embed, heads, size), (heads, size) if config.qkv_bias else None, rngs=rngs
+            )
 
-        self.q, self.k, self.v = project(config.heads), project(config.kv_heads), project(config.kv_heads)
-        self.out = Linear((config.heads, size, embed), (embed,) if config.out_bias else None, rngs=rngs)
+        self.q, self.k, self.v = (
+            project(config.heads),
+            project(config.kv_heads),
+            project(config.kv_heads),
+        )
+        self.out = Linear(
+            (config.heads, size, embed), (embed,) if config.out_bias else None, rngs=rngs
+        )
         if config.qk_norm:
             self.q_norm, self.k_norm = Norm(size, config), Norm(size, config)
 
@@ -123,11 +135,15 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """One hidden layer. Gated (`parts` 2), the first half of `up` says how much of the second passes."""
+    """One hidden layer. Gated (`parts` 2), the first half of `up` says how much of the second
+    passes.
+    """
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         self.activation = config.activation
-        up, down = ((config.parts, config.mlp), (config.embed,)) if config.mlp_bias else (None, None)
+        up, down = (
+            ((config.parts, config.mlp), (config.embed,)) if config.mlp_bias else (None, None)
+        )
         self.up = Linear((config.embed, config.parts, config.mlp), up, rngs=rngs)
         self.down = Linear((config.mlp, config.embed), down, rngs=rngs)
 
@@ -136,10 +152,11 @@ class MLP(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """A mixture of MLPs. Every expert computes every token, and most answers count nothing: plain, not fast.
+    """A mixture of MLPs. Every expert computes every token, and most answers count nothing: plain,
+    not fast.
 
-    The second result is the balance loss of top-1 routing: experts times the sum, over experts, of the share of
-    tokens that chose it and its mean probability. It is 1 where all are used alike.
+    The second result is the balance loss of top-1 routing: experts times the sum, over experts, of
+    the share of tokens that chose it and its mean probability. It is 1 where all are used alike.
     """
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
@@ -179,14 +196,18 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Tokens `[batch, length]` to logits `[batch, length, vocab]`, and the balance loss of its experts."""
+    """Tokens `[batch, length]` to logits `[batch, length, vocab]`, and the balance loss of its
+    experts.
+    """
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         self.config = config
         self.embed = Table(config.vocab, config.embed, rngs=rngs)
         if config.positions is not None:
             self.positions = Table(config.positions, config.embed, rngs=rngs)
-        self.layers = nnx.List([Block(config, i in config.moe_layers, rngs=rngs) for i in range(config.layers)])
+        self.layers = nnx.List(
+            [Block(config, i in config.moe_layers, rngs=rngs) for i in range(config.layers)]
+        )
         self.final_norm = Norm(config.embed, config, gain=config.final_gain)
         if not config.tied:
             self.head = Linear((config.embed, config.vocab), None, rngs=rngs)
@@ -202,23 +223,33 @@ class Transformer(nnx.Module):
             x, more = layer(x)
             balance = balance + more
         x = self.final_norm(x)
-        logits = x @ self.embed.embedding[...].T if self.config.tied else self.head("bte,ev->btv", x)
+        logits = (
+            x @ self.embed.embedding[...].T if self.config.tied else self.head("bte,ev->btv", x)
+        )
         return logits + self.head_bias[...] if self.config.head_bias else logits, balance
 
 
 def activate(hidden: jax.Array, activation: str) -> jax.Array:
     """The hidden layer `[..., parts, mlp]` as `[..., mlp]`."""
-    function = {"gelu": lambda x: jax.nn.gelu(x, approximate=False), "gelu_tanh": jax.nn.gelu, "silu": jax.nn.silu}
+    function = {
+        "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+        "gelu_tanh": jax.nn.gelu,
+        "silu": jax.nn.silu,
+    }
     first = function[activation](hidden[..., 0, :])
     return first * hidden[..., 1, :] if hidden.shape[-2] == 2 else first
 
 
 def rotate(x: jax.Array, theta: float) -> jax.Array:
-    """Rotary positions on `[batch, length, heads, head_dim]`: feature i and the one half a head on form a plane."""
+    """Rotary positions on `[batch, length, heads, head_dim]`: feature i and the one half a head
+    on form a plane.
+    """
     half = x.shape[-1] // 2
     angle = jnp.arange(x.shape[1])[:, None, None] * theta ** (-jnp.arange(half) / half)
     a, b = x[..., :half], x[..., half:]
-    return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)], axis=-1)
+    return jnp.concatenate(
+        [a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)], axis=-1
+    )
 
 
 def next_token_loss(model: Transformer, tokens: jax.Array, balance: float = 0.0) -> jax.Array:

@@ -6,10 +6,26 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jax_ucp.cli import report
-from jax_ucp.cli.options import as_json, budget, mesh_arguments, mesh_options, open_checkpoint, source_options
-from jax_ucp.cli.output import console, print_account, print_head, print_json, progress, size, table, to_stderr
-from jax_ucp.cli.report import Report
+from jax_ucp.cli.options import (
+    as_json,
+    budget,
+    mesh_arguments,
+    mesh_options,
+    open_checkpoint,
+    source_options,
+)
+from jax_ucp.cli.output import (
+    console,
+    print_head,
+    print_inventory,
+    print_json,
+    progress,
+    size,
+    table,
+    to_stderr,
+)
+from jax_ucp.inspection import report
+from jax_ucp.inspection.report import Report
 
 if TYPE_CHECKING:
     from jax_ucp.sharding.fit import Rule
@@ -36,13 +52,16 @@ def plan(
 ) -> None:
     """What converting SOURCE to TARGET would do, or restoring it on a mesh. Moves no data.
 
-    With --mesh and TARGET, the chunks are those of `convert --mesh`; what hosts read, they read of SOURCE.
+    With --mesh and TARGET, the chunks are those of `convert --mesh`; what hosts read, they read of
+    SOURCE.
     """
     checkpoint = open_checkpoint(source, **said)
     found = report.copy_plan(
         checkpoint,
         target,
-        checkpoint.plan_save(budget, path=target, **mesh_arguments(mesh if target is not None else None, rules)),
+        checkpoint.plan_save(
+            budget, path=target, **mesh_arguments(mesh if target is not None else None, rules)
+        ),
     )
     if mesh:
         found["restore"] = report.mesh_plan(checkpoint, mesh, rules)
@@ -51,18 +70,28 @@ def plan(
         return
     print_head(found)
     console.print(
-        f"to read {size(found['read_bytes'])}, to write {size(found['write_bytes'])} in {found['blocks']} blocks "
-        f"of at most {size(found['largest_block_bytes'])}; at most {size(found['peak_bytes_in_flight'])} in flight"
+        f"to read {size(found['read_bytes'])}, to write {size(found['write_bytes'])} in"
+        f" {found['blocks']} blocks of at most {size(found['largest_block_bytes'])}; at most"
+        f" {size(found['peak_bytes_in_flight'])} in flight"
     )
     if mesh:
         _print_mesh_plan(found["restore"])
     else:
         rows = [
-            (a["leaf"], a["dtype"], str(a["shape"]), str(a["pieces"]), str(a["outer_chunk"]), str(a["inner_chunk"]))
+            (
+                a["leaf"],
+                a["dtype"],
+                str(a["shape"]),
+                str(a["pieces"]),
+                str(a["outer_chunk"]),
+                str(a["inner_chunk"]),
+            )
             for a in found["leaves"]
         ]
-        console.print(table(("leaf", "dtype", "shape", "pieces", "outer chunk", "inner chunk"), rows))
-    print_account(found["not_mapped"], True)
+        console.print(
+            table(("leaf", "dtype", "shape", "pieces", "outer chunk", "inner chunk"), rows)
+        )
+    print_inventory(found["not_mapped"], True)
 
 
 @click.command()
@@ -73,45 +102,67 @@ def plan(
 @budget
 @as_json
 def convert(
-    source: str, target: str, mesh: HostMesh | None, rules: tuple[Rule, ...], budget: int, json_: bool, **said: Any
+    source: str,
+    target: str,
+    mesh: HostMesh | None,
+    rules: tuple[Rule, ...],
+    budget: int,
+    json_: bool,
+    **said: Any,
 ) -> None:
     """Write the checkpoint at SOURCE to TARGET in the universal format.
 
-    With --mesh it is cut as a save from that mesh cuts it: a restore there reads what it needs and nothing beside it,
-    and one elsewhere reads it too.
+    With --mesh it is cut as a save from that mesh cuts it: a restore there reads what it needs and
+    nothing beside it, and one elsewhere reads it too.
 
-    What SOURCE stores twice is compared first. Stopped at any moment, nothing at TARGET looks like a checkpoint; the
-    same command takes up where it was stopped.
+    What SOURCE stores twice is compared first. Stopped at any moment, nothing at TARGET looks like
+    a checkpoint; the same command takes up where it was stopped.
     """
     checkpoint = open_checkpoint(source, **said)
     for note in (*checkpoint.notes, *(report.mesh_notes(checkpoint, mesh, rules) if mesh else ())):
         to_stderr.print(f"note: {note}")
     with progress("converting", checkpoint.nbytes) as advance:
         result = checkpoint.save(
-            target, **mesh_arguments(mesh, rules), budget_bytes=budget, done=lambda block: advance(block.nbytes)
+            target,
+            **mesh_arguments(mesh, rules),
+            budget_bytes=budget,
+            progress=lambda block: advance(block.nbytes),
         )
     found = report.inspection(result)
     if json_:
         kept = {key: found[key] for key in ("path", "format", "bytes", "arrays", "items", "source")}
         print_json({**kept, "notes": list(checkpoint.notes)})
     else:
-        console.print(f"{target}: {found['arrays']} arrays, {size(found['bytes'])}, {len(found['extras'])} extras")
+        console.print(
+            f"{target}: {found['arrays']} arrays, {size(found['bytes'])}, {len(found['extras'])}"
+            " extras"
+        )
 
 
 def _print_mesh_plan(found: Report) -> None:
     mesh = ", ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
-    console.print(f"on a mesh of {mesh}: {size(found['device_bytes'])} on each of {found['devices']} devices")
+    console.print(
+        f"on a mesh of {mesh}: {size(found['device_bytes'])} on each of {found['devices']} devices"
+    )
     for note in found["notes"]:
         console.print(f"note: {note}")
     hosts = found["hosts"]
     rows = [
-        (str(i), size(h["read_bytes"]), size(h["needed_bytes"]), f"{h['amplification']:.3f}", str(h["files"]))
+        (
+            str(i),
+            size(h["read_bytes"]),
+            size(h["needed_bytes"]),
+            f"{h['amplification']:.3f}",
+            str(h["files"]),
+        )
         for i, h in enumerate(hosts[:HOSTS_SHOWN])
     ]
     console.print(table(("host", "to read", "needed", "read / needed", "files"), rows))
     if len(hosts) > HOSTS_SHOWN:
         console.print(f"and {len(hosts) - HOSTS_SHOWN} hosts more, which --json lists")
-    console.print(f"all hosts: read / needed {found['amplification']:.3f}, most / mean {found['balance']:.3f}")
+    console.print(
+        f"all hosts: read / needed {found['amplification']:.3f}, most / mean {found['balance']:.3f}"
+    )
     rows = [
         (
             leaf["leaf"],

@@ -8,7 +8,6 @@ from typing import Any
 import click
 
 from jax_ucp.arguments import local_path
-from jax_ucp.cli import report
 from jax_ucp.cli.mapping import imported
 from jax_ucp.cli.options import (
     Size,
@@ -22,14 +21,18 @@ from jax_ucp.cli.options import (
 )
 from jax_ucp.cli.output import console, print_json, progress, size, to_stderr
 from jax_ucp.errors import TreeMismatch
-from jax_ucp.export import EXPORT_FORMATS, ExportFormat
+from jax_ucp.formats.exporting import EXPORT_FORMATS, ExportFormat
+from jax_ucp.inspection import report
 
 
 @click.command()
 @click.argument("source")
 @click.argument("target")
 @click.option("--format", type=click.Choice(EXPORT_FORMATS), required=True, help="What to write.")
-@click.option("--dtype", help="Cast floating parameters, such as float32 masters to bfloat16; unsaid, no bit changes.")
+@click.option(
+    "--dtype",
+    help="Cast floating parameters, such as float32 masters to bfloat16; unsaid, no bit changes.",
+)
 @click.option(
     "--max-shard",
     "max_shard_bytes",
@@ -41,9 +44,16 @@ from jax_ucp.export import EXPORT_FORMATS, ExportFormat
     type=click.IntRange(1, 3),
     help="ZeRO stage of the DeepSpeed run that will resume; unsaid, that of SOURCE.",
 )
-@click.option("--optimizer", help="module:function, which returns the optax optimizer of the run that wrote SOURCE.")
-@click.option("--params", help="With --optimizer: the label of the parameters in SOURCE; unsaid, params.")
-@click.option("--opt-state", help="With --optimizer: the label of the optimizer's state; unsaid, opt_state.")
+@click.option(
+    "--optimizer",
+    help="module:function, which returns the optax optimizer of the run that wrote SOURCE.",
+)
+@click.option(
+    "--params", help="With --optimizer: the label of the parameters in SOURCE; unsaid, params."
+)
+@click.option(
+    "--opt-state", help="With --optimizer: the label of the optimizer's state; unsaid, opt_state."
+)
 @click.option(
     "--step-dtype",
     type=click.Choice(["float32", "int32", "int64"]),
@@ -53,15 +63,22 @@ from jax_ucp.export import EXPORT_FORMATS, ExportFormat
 @budget
 @as_json
 def export(
-    source: str, target: str, format: ExportFormat, mapping: str | None, budget: int, json_: bool, **said: Any
+    source: str,
+    target: str,
+    format: ExportFormat,
+    mapping: str | None,
+    budget: int,
+    json_: bool,
+    **said: Any,
 ) -> None:
     """Write the checkpoint at SOURCE to the new folder TARGET in a format that torch's world reads.
 
-    safetensors: weights, as transformers loads them. dcp: weights and optimizer, for torch.distributed.checkpoint.
-    deepspeed: a universal folder, for a run with load_universal. --mapping names the one by which SOURCE has
-    the leaves of a model: it is undone. --optimizer names a function that returns the optax optimizer of a training
-    run in JAX, or it and the abstract tree of the model: its state becomes those of torch's. What SOURCE stores twice
-    is compared first. Stopped at any moment, nothing is at TARGET.
+    safetensors: weights, as transformers loads them. dcp: weights and optimizer, for
+    torch.distributed.checkpoint. deepspeed: a universal folder, for a run with load_universal.
+    --mapping names the one by which SOURCE has the leaves of a model: it is undone. --optimizer
+    names a function that returns the optax optimizer of a training run in JAX, or it and the
+    abstract tree of the model: its state becomes those of torch's. What SOURCE stores twice is
+    compared first. Stopped at any moment, nothing is at TARGET.
     """
     options = {name: said.pop(name) for name in ("dtype", "max_shard_bytes", "zero_stage")}
     labels = {name: said.pop(name) for name in ("params", "opt_state", "step_dtype")}
@@ -81,23 +98,33 @@ def export(
     for note in (*checkpoint.notes, *planned.notes):
         to_stderr.print(f"note: {note}")
     with progress("exporting", planned.write_bytes) as advance:
-        checkpoint.export(target, format, **options, budget_bytes=budget, done=advance)
+        checkpoint.export(target, format, **options, budget_bytes=budget, progress=advance)
     found = report.export_plan(planned, target)
     if json_:
         print_json(found)
     else:
-        console.print(f"{target}: {found['tensors']} tensors, {size(found['bytes'])}, in {found['files']} files")
+        console.print(
+            f"{target}: {found['tensors']} tensors, {size(found['bytes'])}, in {found['files']}"
+            " files"
+        )
 
 
 def _check_options(
-    format: ExportFormat, options: Mapping[str, object], optimizer: str | None, labels: Mapping[str, str]
+    format: ExportFormat,
+    options: Mapping[str, object],
+    optimizer: str | None,
+    labels: Mapping[str, str],
 ) -> None:
     """Raises UsageError for an option that does not go with the others."""
     if labels and not optimizer:
-        raise click.UsageError(f"--{next(iter(labels)).replace('_', '-')} goes with --optimizer: give that too")
+        raise click.UsageError(
+            f"--{next(iter(labels)).replace('_', '-')} goes with --optimizer: give that too"
+        )
     for name, only in (("max_shard_bytes", "safetensors"), ("zero_stage", "deepspeed")):
         if options[name] is not None and format != only:
-            raise click.UsageError(f"--{name.removesuffix('_bytes').replace('_', '-')} is for --format {only}")
+            raise click.UsageError(
+                f"--{name.removesuffix('_bytes').replace('_', '-')} is for --format {only}"
+            )
 
 
 def _optimizer(name: str) -> tuple[Any, ...]:

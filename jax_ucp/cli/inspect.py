@@ -10,23 +10,29 @@ from typing import Any
 import click
 from rich.table import Table
 
-from jax_ucp.cli import report
 from jax_ucp.cli.options import Regex, as_json, open_checkpoint, source_options
-from jax_ucp.cli.output import console, print_account, print_head, print_json, table
-from jax_ucp.cli.report import Report
+from jax_ucp.cli.output import console, print_head, print_inventory, print_json, table
 from jax_ucp.errors import TreeMismatch
+from jax_ucp.inspection import report
+from jax_ucp.inspection.report import Report
 
 
 @click.command()
 @click.argument("path")
-@click.option("--leaf", "pattern", type=Regex(), help="Show where every byte of the leaves that match lies.")
-@click.option("--all", "all_", is_flag=True, help="Print every item of the account, and every extra.")
+@click.option(
+    "--leaf", "pattern", type=Regex(), help="Show where every byte of the leaves that match lies."
+)
+@click.option(
+    "--all", "all_", is_flag=True, help="Print every item of the inventory, and every extra."
+)
 @source_options
 @as_json
 def inspect(path: str, pattern: str | None, all_: bool, json_: bool, **source: Any) -> None:
     """What is in the checkpoint at PATH, where its bytes are, and what is not understood."""
     if all_ and pattern is not None:
-        raise click.UsageError("--all prints the account, --leaf the leaves that match: give one of them")
+        raise click.UsageError(
+            "--all prints the inventory, --leaf the leaves that match: give one of them"
+        )
     inspection = report.inspection(open_checkpoint(path, **source))
     if pattern is not None:
         inspection["leaves"] = _matching(pattern, inspection["leaves"], path)
@@ -38,7 +44,7 @@ def inspect(path: str, pattern: str | None, all_: bool, json_: bool, **source: A
         console.print(_piece_table(inspection["leaves"]))
         return
     console.print(_leaf_table(inspection["leaves"]))
-    print_account(inspection["account"], all_)
+    print_inventory(inspection["inventory"], all_)
     if all_:
         console.print_json(json.dumps(inspection["extras"]), ensure_ascii=True)
 
@@ -49,7 +55,9 @@ def _matching(pattern: str, leaves: list[Report], path: str) -> list[Report]:
     if not matching:
         labels = [leaf["leaf"] for leaf in leaves]
         few = difflib.get_close_matches(pattern, labels, n=3, cutoff=0.3) or labels[:3]
-        raise TreeMismatch(f"no leaf of {path} matches {pattern!r}; it has {len(labels)}, such as {', '.join(few)}")
+        raise TreeMismatch(
+            f"no leaf of {path} matches {pattern!r}; it has {len(labels)}, such as {', '.join(few)}"
+        )
     return matching
 
 
@@ -58,18 +66,29 @@ def _piece_table(leaves: list[Report]) -> Table:
     rows: list[tuple[str, ...]] = []
     for leaf in leaves:
         pieces = leaf.get("stored", ())
-        rows += [(leaf["leaf"], piece["to"], piece["file"], piece["item"], piece["from"]) for piece in pieces]
+        rows += [
+            (leaf["leaf"], piece["to"], piece["file"], piece["item"], piece["from"])
+            for piece in pieces
+        ]
     return table(("leaf", "block", "file", "item", "block there"), rows)
 
 
 def _leaf_table(leaves: list[Report]) -> Table:
-    """One line a parameter where the tree is {state: {parameter: array}}, one line a leaf elsewhere."""
+    """One line a parameter where the tree is {state: {parameter: array}}, one line a leaf
+    elsewhere.
+    """
     arrays = [leaf for leaf in leaves if "shape" in leaf]
     paths = [leaf["leaf"].split("/") for leaf in arrays]
     if all(len(parts) == 2 for parts in paths) and "param" in {state for state, *_ in paths}:
         return _parameter_table(arrays)
     rows = [
-        (leaf["leaf"], leaf.get("dtype", leaf["kind"]), str(leaf.get("shape", "")), _spec(leaf), _files(leaf))
+        (
+            leaf["leaf"],
+            leaf.get("dtype", leaf["kind"]),
+            str(leaf.get("shape", "")),
+            _spec(leaf),
+            _files(leaf),
+        )
         for leaf in leaves
     ]
     return table(("leaf", "dtype", "shape", "saved as", "stored in"), rows)

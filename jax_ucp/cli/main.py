@@ -1,7 +1,7 @@
 """`jax-ucp`: look into any checkpoint, map it to a model, plan, convert, verify, export.
 
-Exit codes: 0, all is well; 1, the checkpoint is refused or has faults, with the reason on stderr; 2, the
-command line is wrong.
+Exit codes: 0, all is well; 1, the checkpoint is refused or has faults, with the reason on stderr;
+2, the command line is wrong.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax_ucp.cli.inspect import inspect
 from jax_ucp.cli.map import map_
 from jax_ucp.cli.verify import verify
 from jax_ucp.errors import UCPError
-from jax_ucp.visible import visible_lines
+from jax_ucp.text import visible_lines
 
 
 class _Refusals(click.Group):
@@ -35,7 +35,9 @@ class _Refusals(click.Group):
         except (UCPError, OSError) as error:
             raise click.ClickException(visible_lines(str(error))) from None
         except MemoryError as error:
-            raise click.ClickException(f"there is not enough memory: {visible_lines(str(error))}") from None
+            raise click.ClickException(
+                f"there is not enough memory: {visible_lines(str(error))}"
+            ) from None
 
 
 def _visible(error: click.UsageError) -> click.UsageError:
@@ -48,7 +50,9 @@ def _visible(error: click.UsageError) -> click.UsageError:
 @click.group(cls=_Refusals, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(jax_ucp.__version__, prog_name="jax-ucp")
 def main() -> None:
-    """Universal checkpoints for JAX: look into any checkpoint, map it, plan, convert, verify, export."""
+    """Universal checkpoints for JAX: look into any checkpoint, map it, plan, convert, verify,
+    export.
+    """
 
 
 for command in (inspect, plan, map_, convert, export, verify):

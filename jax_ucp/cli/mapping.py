@@ -1,4 +1,6 @@
-"""A mapping held against a checkpoint and a model: what fits, what does not, and which names could be meant."""
+"""A mapping held against a checkpoint and a model: what fits, what does not, and which names
+could be meant.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ from typing import Any
 import jax_ucp
 from jax_ucp.arguments import local_path
 from jax_ucp.checkpoint import Checkpoint
-from jax_ucp.cli.report import Report
 from jax_ucp.errors import LayoutError, NotACheckpoint, TreeMismatch
-from jax_ucp.language.binding import outcomes, unclaimed
-from jax_ucp.language.mapping import Mapping as LeafMapping
-from jax_ucp.language.mapping import expression, name_regex
-from jax_ucp.language.model_config import given_config, joined
+from jax_ucp.inspection.report import Report
 from jax_ucp.layout.axes import Expression
+from jax_ucp.mapping.binding import outcomes, unclaimed
+from jax_ucp.mapping.model_config import given_config, joined
+from jax_ucp.mapping.rules import Mapping as LeafMapping
+from jax_ucp.mapping.rules import expression, name_regex
 
 Shapes = dict[str, tuple[int, ...]]
 Families = dict[str, list[tuple[int, ...]]]
@@ -44,8 +46,9 @@ NEAR = 0.3
 def target_shapes(target: str) -> Shapes:
     """The parameters of a model, by their names with slashes.
 
-    `target` is `module:function`, which returns a tree of arrays or `ShapeDtypeStruct`s; what `inspect --json`
-    printed of a checkpoint; or a checkpoint. Of a tree with `param` at the top, that part is meant.
+    `target` is `module:function`, which returns a tree of arrays or `ShapeDtypeStruct`s; what
+    `inspect --json` printed of a checkpoint; or a checkpoint. Of a tree with `param` at the top,
+    that part is meant.
 
     Raises TreeMismatch where it is none of these.
     """
@@ -72,7 +75,8 @@ def _inspected_shapes(path: Path, target: str) -> Shapes:
 def imported(target: str, what: str) -> Any:
     """What the function `module:function` returns, of which `what` is expected.
 
-    Raises NotACheckpoint where it is no name of a function, TreeMismatch where the function cannot be called.
+    Raises NotACheckpoint where it is no name of a function, TreeMismatch where the function cannot
+    be called.
     """
     local_path(target)
     module, colon, function = target.partition(":")
@@ -90,16 +94,23 @@ def imported(target: str, what: str) -> Any:
 def _imported_shapes(target: str) -> Shapes:
     """The shapes of the tree that a function returns."""
     tree = imported(target, "tree")
-    from jax_ucp.sharding.trees import walk  # brings in jax, which the module of the user's has brought in already
+    from jax_ucp.sharding.trees import (
+        walk,  # brings in jax, which the module of the user's has brought in already
+    )
 
     # The array of a Flax variable is its attribute `value`, which is no part of its name.
-    return {node.label.removesuffix("/value"): tuple(node.value.shape) for node in walk(tree) if _is_array(node.value)}
+    return {
+        node.label.removesuffix("/value"): tuple(node.value.shape)
+        for node in walk(tree)
+        if _is_array(node.value)
+    }
 
 
 def mapping_report(
     checkpoint: Checkpoint, mapping: LeafMapping, arguments: Mapping[str, Any], target: str | None
 ) -> Report:
-    """Each leaf beside the parameters that form it and the target's leaf of its name; what is wrong, and suggestions.
+    """Each leaf beside the parameters that form it and the target's leaf of its name; what is
+    wrong, and suggestions.
 
     `arguments` are those of `Checkpoint.map`.
     """
@@ -120,10 +131,12 @@ def mapping_report(
     return report
 
 
-def _mapped_report(checkpoint: Checkpoint, mapped: Checkpoint, mapping: LeafMapping, wanted: Shapes | None) -> Report:
+def _mapped_report(
+    checkpoint: Checkpoint, mapped: Checkpoint, mapping: LeafMapping, wanted: Shapes | None
+) -> Report:
     """The leaves of a mapped checkpoint, what it leaves out, and how it differs from a target."""
-    before = set(checkpoint.account)
-    skipped = [item for item in mapped.account if item not in before]
+    before = set(checkpoint.inventory)
+    skipped = [item for item in mapped.inventory if item not in before]
     return {
         "leaves": [_row(mapped, name, wanted) for name in mapped.params],
         "skipped": [[item.where, item.reason] for item in skipped],
@@ -136,12 +149,19 @@ def _shapes(checkpoint: Checkpoint) -> Shapes:
     return {name: param.shape for name, param in checkpoint.params.items()}
 
 
-def _requirements(checkpoint: Checkpoint, mapping: LeafMapping, arguments: Mapping[str, Any]) -> list[Report]:
+def _requirements(
+    checkpoint: Checkpoint, mapping: LeafMapping, arguments: Mapping[str, Any]
+) -> list[Report]:
     """What became of each requirement: met, unmet, or assumed."""
     given = given_config(arguments["config"] or {})
     config = joined(checkpoint.config, given, mapping.config_keys)
     return [
-        {"name": one.requirement.name, "that": one.requirement.that, "state": one.state, "found": one.found}
+        {
+            "name": one.requirement.name,
+            "that": one.requirement.that,
+            "state": one.state,
+            "found": one.found,
+        }
         for one in outcomes(mapping, config, arguments["assume"])
     ]
 
@@ -171,18 +191,29 @@ def _differences(mapping: LeafMapping, shapes: Shapes, wanted: Shapes) -> list[s
     ]
 
 
-def _shape_faults(mapping: LeafMapping, names: Sequence[str], shapes: Shapes, wanted: Shapes) -> Iterator[str]:
-    """A fault for each leaf whose shape is not the target's, with the order of axes that would fit."""
+def _shape_faults(
+    mapping: LeafMapping, names: Sequence[str], shapes: Shapes, wanted: Shapes
+) -> Iterator[str]:
+    """A fault for each leaf whose shape is not the target's, with the order of axes that would
+    fit.
+    """
     for name in names:
         if shapes[name] == wanted[name]:
             continue
         order = _order(mapping, name, shapes[name], wanted[name])
         hint = f"; `{order}` would fit" if order else ""
-        yield f"{name}: the rule gives {list(shapes[name])}, the target has {list(wanted[name])}{hint}"
+        yield (
+            f"{name}: the rule gives {list(shapes[name])}, the target has"
+            f" {list(wanted[name])}{hint}"
+        )
 
 
-def _order(mapping: LeafMapping, leaf: str, shape: Sequence[int], wanted: Sequence[int]) -> str | None:
-    """The axes of a leaf in the order in which they have the shape that is wanted, if there is just one."""
+def _order(
+    mapping: LeafMapping, leaf: str, shape: Sequence[int], wanted: Sequence[int]
+) -> str | None:
+    """The axes of a leaf in the order in which they have the shape that is wanted, if there is
+    just one.
+    """
     axes = _leaf_axes(mapping, leaf)
     if axes.rest or len(axes.dims) != len(wanted) or len(axes.dims) > MOST_PERMUTED:
         return None
@@ -194,27 +225,43 @@ def _order(mapping: LeafMapping, leaf: str, shape: Sequence[int], wanted: Sequen
 def _leaf_axes(mapping: LeafMapping, leaf: str) -> Expression:
     """What the first rule that forms a leaf says of its axes."""
     patterns = [item for rule in mapping.rules for item in rule.leaves.items()]
-    return next(expression(axes) for pattern, axes in patterns if name_regex(pattern).fullmatch(leaf))
+    return next(
+        expression(axes) for pattern, axes in patterns if name_regex(pattern).fullmatch(leaf)
+    )
 
 
 def _unformed(targets: Shapes, mapping: LeafMapping) -> Shapes:
     """The leaves of the target that no rule forms."""
     regexes = [name_regex(pattern) for rule in mapping.rules for pattern in rule.leaves]
-    return {name: shape for name, shape in targets.items() if not any(regex.fullmatch(name) for regex in regexes)}
+    return {
+        name: shape
+        for name, shape in targets.items()
+        if not any(regex.fullmatch(name) for regex in regexes)
+    }
 
 
 def _suggestions(params: Shapes, missing: Shapes, mapping: LeafMapping) -> list[str]:
-    """For what no rule claims, the leaf that could be meant; without a target, the rule that finds nothing."""
+    """For what no rule claims, the leaf that could be meant; without a target, the rule that
+    finds nothing.
+    """
     unused = [pattern for rule in mapping.rules for pattern in _unused(rule.params, params)]
     families = _families({name: params[name] for name in unclaimed(mapping, list(params))})
     meant = _likely_leaves(families, missing)
     suggestions: list[str] = []
     for family, shapes in families.items():
-        what = f"{family} ({len(shapes)} of {list(shapes[0])})" if len(shapes) > 1 else f"{family} {list(shapes[0])}"
+        what = (
+            f"{family} ({len(shapes)} of {list(shapes[0])})"
+            if len(shapes) > 1
+            else f"{family} {list(shapes[0])}"
+        )
         if name := meant.get(family):
-            suggestions.append(f"{what} -> perhaps {name} {list(missing[name])}, which has as many elements")
+            suggestions.append(
+                f"{what} -> perhaps {name} {list(missing[name])}, which has as many elements"
+            )
         elif near := difflib.get_close_matches(family, unused, n=1, cutoff=NEAR):
-            suggestions.append(f"{what} -> perhaps the rule for {near[0]}, which finds nothing, is meant for it")
+            suggestions.append(
+                f"{what} -> perhaps the rule for {near[0]}, which finds nothing, is meant for it"
+            )
     return suggestions
 
 
@@ -239,18 +286,23 @@ def _likely_leaves(families: Families, missing: Shapes) -> dict[str, str]:
     return meant
 
 
-def _likeness(family: str, shapes: Sequence[tuple[int, ...]], name: str, shape: tuple[int, ...]) -> float:
+def _likeness(
+    family: str, shapes: Sequence[tuple[int, ...]], name: str, shape: tuple[int, ...]
+) -> float:
     """How much alike two names are, from 0 to 1; what torch calls weight has other names in JAX."""
     role = "kernel" if len(shapes[0]) > 1 else "scale"
     words = re.sub(r"\W+", " ", re.sub(r"\bweight$", role, family)), re.sub(r"\W+", " ", name)
-    # Some parameters of one family may be wanted layer by layer, but a leaf that holds all of them is the likelier.
+    # Some parameters of one family may be wanted layer by layer, but a leaf that holds all of them
+    # is the likelier.
     stacked = [len(shapes)] if len(shapes) > 1 else []
     holds_all = sorted(shape) == sorted((*shapes[0], *stacked))
     return min(1, difflib.SequenceMatcher(None, *words).ratio() + WHOLE_BONUS * holds_all)
 
 
 def _families(shapes: Shapes) -> Families:
-    """Names that differ in numbers alone, with the first number between dots as `{layer}`, are one."""
+    """Names that differ in numbers alone, with the first number between dots as `{layer}`, are
+    one.
+    """
     families: Families = {}
     for name, shape in shapes.items():
         families.setdefault(re.sub(r"(?<![^./])\d+(?![^./])", "{n}", name), []).append(shape)

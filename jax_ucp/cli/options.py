@@ -1,4 +1,6 @@
-"""What several commands take: how a checkpoint is opened, a mesh and what lies on it, a budget, JSON."""
+"""What several commands take: how a checkpoint is opened, a mesh and what lies on it, a budget,
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ import click
 import msgspec
 
 import jax_ucp
-from jax_ucp.formats import open_contents
 from jax_ucp.formats.options import Options, require_used
-from jax_ucp.storage.budget import DEFAULT_BUDGET
+from jax_ucp.formats.registry import open_contents
+from jax_ucp.sources.budget import DEFAULT_BUDGET
 
 if TYPE_CHECKING:
     from jax_ucp.sharding.fit import Rule
@@ -31,7 +33,9 @@ class Size(click.ParamType):
     def convert(self, value: Any, param: Any, ctx: Any) -> int:
         if isinstance(value, int):
             return value
-        found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]?)(?:i?B)?", value.strip(), re.IGNORECASE)
+        found = re.fullmatch(
+            r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]?)(?:i?B)?", value.strip(), re.IGNORECASE
+        )
         nbytes = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
         if nbytes < 1:
             self.fail(f"{value!r} is no size; write 512MiB or 2G", param, ctx)
@@ -81,7 +85,9 @@ class Regex(click.ParamType):
 
 
 class _RuleType(click.ParamType):
-    """A rule: a regular expression on labels, and the mesh axis of each dimension: kernel$=data,None."""
+    """A rule: a regular expression on labels, and the mesh axis of each dimension:
+    kernel$=data,None.
+    """
 
     name = "regex=axis,..."
 
@@ -107,14 +113,22 @@ class _OptimizerGroups(click.ParamType):
         try:
             return msgspec.json.decode(Path(value).read_bytes(), type=list[list[str]])
         except OSError as error:
-            self.fail(f"{value!r} is neither module-order nor a file that can be read ({error.strerror})", param, ctx)
+            self.fail(
+                f"{value!r} is neither module-order nor a file that can be read ({error.strerror})",
+                param,
+                ctx,
+            )
         except (ValueError, msgspec.MsgspecError) as error:
             self.fail(f"{value!r} is no JSON file of lists of names: {error}", param, ctx)
 
 
 as_json = click.option("--json", "json_", is_flag=True, help="Print JSON for machines.")
 budget = click.option(
-    "--budget", type=Size(), default=DEFAULT_BUDGET, show_default="1GiB", help="Memory for blocks in flight."
+    "--budget",
+    type=Size(),
+    default=DEFAULT_BUDGET,
+    show_default="1GiB",
+    help="Memory for blocks in flight.",
 )
 
 
@@ -122,22 +136,45 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """What a user says of a checkpoint that it does not say itself."""
     for option in (
         click.option(
-            "--believe", type=click.Choice(["master", "copy"]), help="What to take where something is stored twice."
+            "--on-conflict",
+            type=click.Choice(["master", "copy"]),
+            help="What to take where something is stored twice.",
         ),
-        click.option("--no-dequantize", is_flag=True, help="Keep quantised weights as the parts that are stored."),
+        click.option(
+            "--no-dequantize",
+            is_flag=True,
+            help="Keep quantised weights as the parts that are stored.",
+        ),
         click.option(
             "--optimizer-groups",
             type=_OptimizerGroups(),
-            help="Which parameters optimizer states that go by numbers belong to: module-order, or lists of names.",
+            help=(
+                "Which parameters optimizer states that go by numbers belong to: module-order, or"
+                " lists of names."
+            ),
         ),
         click.option("--weights-only", is_flag=True, help="Leave the optimizer aside."),
         click.option("--spec", help="A file that says how shards form parameters."),
-        click.option("--size", "sizes", type=_NamedSize(), multiple=True, help="A length by name; may be repeated."),
         click.option(
-            "--assume", multiple=True, help="With --mapping: a requirement of it to vouch for; may be repeated."
+            "--size",
+            "sizes",
+            type=_NamedSize(),
+            multiple=True,
+            help="A length by name; may be repeated.",
         ),
-        click.option("--config", help="With --mapping: the model's config.json, where the checkpoint has none."),
-        click.option("--mapping", help="See it as the leaves of a model: a mapping file, or one of the package."),
+        click.option(
+            "--assume",
+            multiple=True,
+            help="With --mapping: a requirement of it to vouch for; may be repeated.",
+        ),
+        click.option(
+            "--config",
+            help="With --mapping: the model's config.json, where the checkpoint has none.",
+        ),
+        click.option(
+            "--mapping",
+            help="See it as the leaves of a model: a mapping file, or one of the package.",
+        ),
     ):
         command = option(command)
     return command
@@ -175,7 +212,9 @@ def load_mapping(mapping: str | None) -> jax_ucp.Mapping | None:
 def require_mapping(
     mapping: str | None, config: str | None, assume: tuple[str, ...]
 ) -> tuple[str | None, tuple[str, ...]]:
-    """`config` and `assume` as they are. Raises UsageError where they are given without a mapping."""
+    """`config` and `assume` as they are. Raises UsageError where they are given without a
+    mapping.
+    """
     if mapping is None and (config is not None or assume):
         raise click.UsageError("--config and --assume go with --mapping: give that too")
     return config, assume
@@ -191,20 +230,31 @@ def _once(sizes: tuple[tuple[str, int], ...]) -> dict[str, int]:
 
 
 def map_arguments(
-    mapping: jax_ucp.Mapping, sizes: tuple[tuple[str, int], ...], config: str | None, assume: tuple[str, ...]
+    mapping: jax_ucp.Mapping,
+    sizes: tuple[tuple[str, int], ...],
+    config: str | None,
+    assume: tuple[str, ...],
 ) -> dict[str, Any]:
-    """The arguments of `Checkpoint.map`. Lengths that the mapping has no name for are for opening the checkpoint."""
+    """The arguments of `Checkpoint.map`. Lengths that the mapping has no name for are for
+    opening the checkpoint.
+    """
     lengths = {name: n for name, n in sizes if name in mapping.names}
     return {"sizes": lengths, "config": config, "assume": assume}
 
 
 def mesh_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """A mesh, and what lies on it; the command gets them as one HostMesh, or None, and the rules."""
+    """A mesh, and what lies on it; the command gets them as one HostMesh, or None, and the
+    rules.
+    """
 
     @functools.wraps(command)
-    def with_mesh(*args: Any, mesh: dict[str, int] | None, rules: tuple[Rule, ...], hosts: int, **more: Any) -> None:
+    def with_mesh(
+        *args: Any, mesh: dict[str, int] | None, rules: tuple[Rule, ...], hosts: int, **more: Any
+    ) -> None:
         if mesh is None and (rules or hosts != 1):
-            raise click.UsageError("--rule and --hosts say what lies where on a mesh: give --mesh too")
+            raise click.UsageError(
+                "--rule and --hosts say what lies where on a mesh: give --mesh too"
+            )
         if mesh is None:
             command(*args, mesh=None, rules=(), **more)
             return
@@ -217,9 +267,25 @@ def mesh_options(command: Callable[..., Any]) -> Callable[..., Any]:
         command(*args, mesh=found, rules=rules, **more)
 
     for option in (
-        click.option("--hosts", type=click.IntRange(1), default=1, show_default=True, help="Processes of --mesh."),
-        click.option("--rule", "rules", type=_RuleType(), multiple=True, help="A rule for --mesh; may be repeated."),
-        click.option("--mesh", type=_MeshSizes(), help="The mesh to restore on; its devices need not be here."),
+        click.option(
+            "--hosts",
+            type=click.IntRange(1),
+            default=1,
+            show_default=True,
+            help="Processes of --mesh.",
+        ),
+        click.option(
+            "--rule",
+            "rules",
+            type=_RuleType(),
+            multiple=True,
+            help="A rule for --mesh; may be repeated.",
+        ),
+        click.option(
+            "--mesh",
+            type=_MeshSizes(),
+            help="The mesh to restore on; its devices need not be here.",
+        ),
     ):
         with_mesh = option(with_mesh)
     return with_mesh

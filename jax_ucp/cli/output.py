@@ -1,6 +1,7 @@
 """What several commands print, on stdout for its reader, notes and progress on stderr.
 
-All text goes through `Screen.print` or `table`: names, paths and messages are others', and none of them is obeyed.
+All text goes through `Screen.print` or `table`: names, paths and messages are others', and none of
+them is obeyed.
 """
 
 from __future__ import annotations
@@ -13,19 +14,30 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
-from jax_ucp.cli.report import Report
-from jax_ucp.visible import visible, visible_lines
+from jax_ucp.inspection.report import Report
+from jax_ucp.text import visible, visible_lines
 
 
 class Screen(Console):
-    """A console to which text is text: nothing in it is rich's markup, an emoji's name, or for the terminal to obey."""
+    """A console to which text is text: nothing in it is rich's markup, an emoji's name, or for
+    the terminal to obey.
+    """
 
     def print(self, *objects: Any, **options: Any) -> None:
-        super().print(*(Text(visible_lines(o)) if isinstance(o, str) else o for o in objects), **options)
+        super().print(
+            *(Text(visible_lines(o)) if isinstance(o, str) else o for o in objects), **options
+        )
 
 
 # Where the output is read by a program, lines are as long as they need to be.
@@ -38,18 +50,20 @@ def print_json(found: Report) -> None:
 
 
 def print_head(found: Report) -> None:
-    items = ", ".join(f"{n} {fate}" for fate, n in found["items"].items())
-    console.print(f"{found['path']}: {found['format']}, {found['arrays']} arrays, {size(found['bytes'])}")
+    items = ", ".join(f"{n} {status}" for status, n in found["items"].items())
+    console.print(
+        f"{found['path']}: {found['format']}, {found['arrays']} arrays, {size(found['bytes'])}"
+    )
     console.print(f"stored items: {items}")
     for note in found["notes"]:
         console.print(f"note: {note}")
 
 
-def print_account(items: list[Report], all_: bool) -> None:
-    shown = [item for item in items if all_ or item["fate"] == "skipped"]
+def print_inventory(items: list[Report], all_: bool) -> None:
+    shown = [item for item in items if all_ or item["status"] == "skipped"]
     if shown:
-        rows = [(item["fate"], item["where"], item["what"], item["reason"]) for item in shown]
-        console.print(table(("fate", "item", "what", "why"), rows))
+        rows = [(item["status"], item["where"], item["what"], item["reason"]) for item in shown]
+        console.print(table(("status", "item", "what", "why"), rows))
 
 
 def table(heads: tuple[str, ...], rows: list[Any]) -> Table:
@@ -71,7 +85,14 @@ def size(nbytes: int) -> str:
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar on a terminal; nothing where stderr is a file or a pipe."""
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn()
-    with Progress(*columns, TimeRemainingColumn(), console=to_stderr, disable=not to_stderr.is_terminal) as bar:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(True),
+        TransferSpeedColumn(),
+    )
+    with Progress(
+        *columns, TimeRemainingColumn(), console=to_stderr, disable=not to_stderr.is_terminal
+    ) as bar:
         task = bar.add_task(what, total=total)
         yield lambda nbytes: bar.advance(task, nbytes)

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from jax_ucp.cli.options import as_json, open_checkpoint, source_options
 from jax_ucp.cli.output import console, print_json, to_stderr
-from jax_ucp.visible import visible_lines
+from jax_ucp.text import visible_lines
 
 
 @click.command()
@@ -18,7 +18,7 @@ from jax_ucp.visible import visible_lines
 @source_options
 @as_json
 def verify(path: str, json_: bool, **said: Any) -> None:
-    """Read every byte of the checkpoint at PATH that has a checksum or a twin, and compare."""
+    """Read every byte of the checkpoint at PATH that has a checksum or a duplicate, and compare."""
     checkpoint = open_checkpoint(path, **said)
     looked, faults = 0, []
     for _, fault in checkpoint.verify():

@@ -1,7 +1,8 @@
 """Files to be written, decided byte by byte before any byte moves, and the writing of them.
 
-A file is literal bytes and arrays of the checkpoint, each at its offset. Arrays are written block by block within a
-budget; what depends on their bytes, such as the CRCs in a zip directory, comes after them.
+A file is literal bytes and arrays of the checkpoint, each at its offset. Arrays are written block
+by block within a budget; what depends on their bytes, such as the CRCs in a zip directory, comes
+after them.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from jax_ucp.errors import CorruptData, fault_lines
 from jax_ucp.layout.blocks import OUTER_BYTES, SMALL_BYTES, grid_boxes, rows_of_chunks
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
-from jax_ucp.storage.budget import run_bounded, threads
-from jax_ucp.storage.copy import COPIES_IN_FLIGHT, block_cost
-from jax_ucp.storage.source import ArrayInfo, ArraySource
+from jax_ucp.sources.budget import run_bounded, threads
+from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+from jax_ucp.universal.copy import COPIES_IN_FLIGHT, block_cost
 
 Bytes = tuple[int, bytes]
 
@@ -29,7 +30,8 @@ FAULTS_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """An array as a target stores it: `key` names it in the source, `dtype` is what its elements are cast to.
+    """An array as a target stores it: `key` names it in the source, `dtype` is what its elements
+    are cast to.
 
     `flat` is for targets that store it with one axis; `shape` is that of the array all the same.
     """
@@ -50,10 +52,11 @@ class Tensor:
 
 @dataclass(frozen=True)
 class File:
-    """A file: `tensors` and `literals` at their offsets; `tail` makes the rest of the CRC-32 of each tensor.
+    """A file: `tensors` and `literals` at their offsets; `tail` makes the rest of the CRC-32 of
+    each tensor.
 
-    Literals and tail are written when the tensors of all files are, so that what was begun and not completed has
-    no header, or no directory, and is not taken for a file of its format.
+    Literals and tail are written when the tensors of all files are, so that what was begun and not
+    completed has no header, or no directory, and is not taken for a file of its format.
     """
 
     name: str
@@ -81,9 +84,10 @@ def write_files(
     files: Sequence[File],
     source: ArraySource,
     budget_bytes: int,
-    done: Callable[[int], None] = lambda nbytes: None,
+    progress: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
-    """Write `files` into `folder`, durably; the last one is completed last. `done` hears of bytes of tensors.
+    """Write `files` into `folder`, durably; the last one is completed last. `progress` hears of
+    bytes of tensors.
 
     At most about `budget_bytes` of blocks are in memory at once.
     """
@@ -97,14 +101,17 @@ def write_files(
                 yield job.cost, lambda f=f, t=t, at=offset, job=job: write(f, t, at, job)
 
     def write(f: int, t: int, at: int, job: _Job) -> None:
-        crcs[f, t] = _write_tensor(folder / files[f].name, at, job, source, done)
+        crcs[f, t] = _write_tensor(folder / files[f].name, at, job, source, progress)
 
     for file in files:
         _create(folder / file.name, file.size)
     run_bounded(jobs(), budget_bytes)
     for f, file in enumerate(files):
         with open(folder / file.name, "r+b") as out:
-            for at, data in [*file.literals, *file.tail([crcs[f, t] for t in range(len(file.tensors))])]:
+            for at, data in [
+                *file.literals,
+                *file.tail([crcs[f, t] for t in range(len(file.tensors))]),
+            ]:
                 out.seek(at)
                 out.write(data)
             out.flush()
@@ -118,13 +125,16 @@ def _create(path: Path, size: int) -> None:
             out.truncate(size)
     except FileExistsError:
         raise FileExistsError(
-            f"{path} is there already, though nothing was: the file system takes the names of two files for one, as "
-            "where upper and lower case are the same, or something else writes there. Export to another place"
+            f"{path} is there already, though nothing was: the file system takes the names of two"
+            " files for one, as where upper and lower case are the same, or something else writes"
+            " there. Export to another place"
         ) from None
 
 
 def require_written(folder: Path, files: Sequence[File]) -> None:
-    """Raises CorruptData unless the folder has just these files, each with its bytes: nothing else writes there."""
+    """Raises CorruptData unless the folder has just these files, each with its bytes: nothing
+    else writes there.
+    """
     present = [path for path in folder.rglob("*") if not path.is_dir()]
     sizes = {str(path.relative_to(folder)): path.lstat().st_size for path in present}
     missing, resized = [], []
@@ -138,15 +148,18 @@ def require_written(folder: Path, files: Sequence[File]) -> None:
     if faults:
         lines = fault_lines(faults, FAULTS_SHOWN)
         raise CorruptData(
-            f"{folder} is not as this export wrote it:\n  {lines}\nSomething else deletes or writes files there: "
-            "keep it away while an export is running, and export again."
+            f"{folder} is not as this export wrote it:\n  {lines}\nSomething else deletes or writes"
+            " files there: keep it away while an export is running, and export again."
         )
 
 
 def peak_bytes(files: Sequence[File], source: ArraySource, budget_bytes: int) -> int:
     """The most memory that blocks in flight can take."""
     infos = source.arrays()
-    costs = sorted((_job(t, infos[t.key], budget_bytes).cost for f in files for _, t in f.tensors), reverse=True)
+    costs = sorted(
+        (_job(t, infos[t.key], budget_bytes).cost for f in files for _, t in f.tensors),
+        reverse=True,
+    )
     return min(sum(costs[: threads()]), max(budget_bytes, *costs[:1], 0))
 
 
@@ -154,11 +167,16 @@ def _job(tensor: Tensor, info: ArrayInfo, budget_bytes: int) -> _Job:
     size = max(info.dtype.itemsize, tensor.dtype.itemsize)
     max_bytes = max(SMALL_BYTES, min(OUTER_BYTES, budget_bytes // (COPIES_IN_FLIGHT * threads())))
     boxes = list(row_major_boxes(tensor.shape, info.chunk, size, max_bytes))
-    return _Job(tensor, boxes, max((block_cost(box, info.chunk or (), size) for box in boxes), default=0))
+    return _Job(
+        tensor, boxes, max((block_cost(box, info.chunk or (), size) for box in boxes), default=0)
+    )
 
 
-def row_major_boxes(shape: Shape, chunk: Shape | None, itemsize: int, max_bytes: int) -> Iterator[Box]:
-    """Blocks that follow one another in the row-major order of the array, each of at most `max_bytes`.
+def row_major_boxes(
+    shape: Shape, chunk: Shape | None, itemsize: int, max_bytes: int
+) -> Iterator[Box]:
+    """Blocks that follow one another in the row-major order of the array, each of at most
+    `max_bytes`.
 
     Where they can be, they are made of whole stored chunks, so that no chunk is read twice.
 
@@ -174,20 +192,26 @@ def row_major_boxes(shape: Shape, chunk: Shape | None, itemsize: int, max_bytes:
 
 
 def _follow(shape: Shape, block: Shape) -> bool:
-    """Whether blocks of a grid are runs of elements: one axis is cut, those before it to 1, those after it not."""
+    """Whether blocks of a grid are runs of elements: one axis is cut, those before it to 1,
+    those after it not.
+    """
     cut = [axis for axis, (n, b) in enumerate(zip(shape, block, strict=True)) if b < n]
     return not cut or all(b == 1 for b in block[: cut[-1]])
 
 
-def _write_tensor(path: Path, at: int, job: _Job, source: ArraySource, done: Callable[[int], None]) -> int:
+def _write_tensor(
+    path: Path, at: int, job: _Job, source: ArraySource, progress: Callable[[int], None]
+) -> int:
     crc = 0
     with open(path, "r+b", buffering=0) as out:
         out.seek(at)
         for box in job.boxes:
-            data = np.ascontiguousarray(source.read(job.tensor.key, box).astype(job.tensor.dtype, copy=False))
+            data = np.ascontiguousarray(
+                source.read(job.tensor.key, box).astype(job.tensor.dtype, copy=False)
+            )
             raw = data.reshape(-1).view(np.uint8).data
             crc = zlib.crc32(raw, crc)
             while raw:
                 raw = raw[out.write(raw) :]
-            done(data.nbytes)
+            progress(data.nbytes)
     return crc

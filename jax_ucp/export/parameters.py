@@ -1,4 +1,6 @@
-"""What a target is made of: parameters by name, each with its states, and what stands beside them."""
+"""What a target is made of: parameters by name, each with its states, and what stands beside
+them.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,10 @@ import numpy as np
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.export.files import Tensor
 from jax_ucp.metadata import Group, Leaf, plain_settings
-from jax_ucp.storage.contents import Contents
+from jax_ucp.sources.contents import Contents
 
-# The importers' words for tensors of a model that are no parameters, and for those that are no part of a model.
+# The importers' words for tensors of a model that are no parameters, and for those that are no part
+# of a model.
 BUFFER, OTHER = "buffer", "other"
 
 _PROBLEMS_SHOWN = 8
@@ -23,7 +26,8 @@ _PROBLEMS_SHOWN = 8
 
 @dataclass(frozen=True)
 class Parameters:
-    """`states[name][state]` for every parameter, `param` among the states; `other` are tensors beside the model.
+    """`states[name][state]` for every parameter, `param` among the states; `other` are tensors
+    beside the model.
 
     `groups` say what the optimizer was told for parameters, as far as that is known.
     """
@@ -40,13 +44,21 @@ class Parameters:
 
     @property
     def trained(self) -> list[str]:
-        """The parameters that the optimizer has: those with a state besides `param`, and those of a group."""
+        """The parameters that the optimizer has: those with a state besides `param`, and those
+        of a group.
+        """
         grouped = {name for group in self.groups for name in group.params}
-        return [name for name, states in self.states.items() if name in grouped or states.keys() - {"param"}]
+        return [
+            name
+            for name, states in self.states.items()
+            if name in grouped or states.keys() - {"param"}
+        ]
 
     @property
     def moments(self) -> list[str]:
-        """The states that any parameter has, besides `param`, in the order in which they are met."""
+        """The states that any parameter has, besides `param`, in the order in which they are
+        met.
+        """
         met = dict.fromkeys(itertools.chain.from_iterable(self.states.values()))
         return [state for state in met if state != "param"]
 
@@ -69,7 +81,10 @@ def parameters(contents: Contents, dtype: np.dtype | None = None) -> Parameters:
         else:
             states[name][state] = tensor
     if twice := sorted(states.keys() & beside[BUFFER].keys()):
-        raise TreeMismatch(f"{contents.path} has {twice[0]} as a parameter and as a buffer; leave one out of the tree")
+        raise TreeMismatch(
+            f"{contents.path} has {twice[0]} as a parameter and as a buffer; leave one out of the"
+            " tree"
+        )
     _check_orphans(contents, states)
     return Parameters(states, beside[BUFFER], beside[OTHER], list(_of(contents.groups, states)))
 
@@ -83,28 +98,35 @@ def _check_tree(contents: Contents) -> None:
     if strange:
         what = f"{len(strange)} leaves lie elsewhere, the first {strange[0]}"
     raise TreeMismatch(
-        f"{contents.path} is not a tree {{state: {{parameter: array}}}}, which is what can be exported: {what}. "
-        "Map the leaves of a model back to parameters first."
+        f"{contents.path} is not a tree {{state: {{parameter: array}}}}, which is what can be"
+        f" exported: {what}. Map the leaves of a model back to parameters first."
     )
 
 
 def _check_orphans(contents: Contents, states: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Raises TreeMismatch for states without their parameter."""
-    orphans = [f"{state} of {name}" for name, tensors in states.items() if "param" not in tensors for state in tensors]
+    orphans = [
+        f"{state} of {name}"
+        for name, tensors in states.items()
+        if "param" not in tensors
+        for state in tensors
+    ]
     if orphans:
         raise TreeMismatch(
-            f"{contents.path} has states of what is no parameter ({len(orphans)}, the first {orphans[0]}); "
-            "no format has a place for them. Leave them out of the tree."
+            f"{contents.path} has states of what is no parameter ({len(orphans)}, the first"
+            f" {orphans[0]}); no format has a place for them. Leave them out of the tree."
         )
 
 
 def torch_groups(
     groups: Iterable[Group], trained: Collection[str], said: Iterable[Mapping[str, Any]] = ()
 ) -> list[dict[str, Any]]:
-    """Torch's `param_groups` of the parameters `trained`: settings, and in `params` the parameters' names.
+    """Torch's `param_groups` of the parameters `trained`: settings, and in `params` the parameters'
+    names.
 
-    `said` are groups in the source's own words, which have settings that a `Group` leaves out, such as tensors, and an
-    order: they come first, all of them. Parameters of which nothing is known are a last group, without settings.
+    `said` are groups in the source's own words, which have settings that a `Group` leaves out, such
+    as tensors, and an order: they come first, all of them. Parameters of which nothing is known are
+    a last group, without settings.
     """
     left = list(_of(groups, trained))
     unknown = dict.fromkeys(trained)
@@ -136,7 +158,10 @@ def untold(groups: Sequence[Mapping[str, Any]], instead: str) -> Iterator[str]:
     bare = [group["params"] for group in groups if group.keys() == {"params"}]
     names = list(itertools.chain.from_iterable(bare))
     if names:
-        yield f"nothing says what the optimizer was told for {len(names)} parameters, the first {names[0]}: {instead}"
+        yield (
+            f"nothing says what the optimizer was told for {len(names)} parameters, the first"
+            f" {names[0]}: {instead}"
+        )
 
 
 def _of(groups: Iterable[Group], names: Collection[str]) -> Iterator[Group]:
@@ -147,7 +172,11 @@ def _of(groups: Iterable[Group], names: Collection[str]) -> Iterator[Group]:
 
 
 def _is_state(leaf: Leaf) -> bool:
-    return leaf.has_array and len(leaf.path) == 2 and all(isinstance(key.name, str) for key in leaf.path)
+    return (
+        leaf.has_array
+        and len(leaf.path) == 2
+        and all(isinstance(key.name, str) for key in leaf.path)
+    )
 
 
 def _tensor(leaf: Leaf, dtype: np.dtype | None) -> Tensor:

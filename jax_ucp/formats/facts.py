@@ -1,9 +1,11 @@
-"""What the files of a checkpoint say of the step that they are of. All files of one save say the same.
+"""What the files of a checkpoint say of the step that they are of. All files of one save say the
+same.
 
-Each rank writes for itself how far the training has come: counters, learning rates, schedulers, loss scalers, the
-steps of its optimizer. Where two files differ in that, they are of two steps, or of two runs, however well the rest
-of them fits. What ranks rightly have for themselves (random states, places in the data, groups of parameters that
-only some pipeline stages have) is no such fact, and nobody states it here.
+Each rank writes for itself how far the training has come: counters, learning rates, schedulers,
+loss scalers, the steps of its optimizer. Where two files differ in that, they are of two steps, or
+of two runs, however well the rest of them fits. What ranks rightly have for themselves (random
+states, places in the data, groups of parameters that only some pipeline stages have) is no such
+fact, and nobody states it here.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from jax_ucp.errors import FormatError
-from jax_ucp.formats.safe_pickle import Record
-from jax_ucp.formats.torch_file import StoredTensor, TorchFile
+from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
+from jax_ucp.formats.torch_save.unpickle import Record
 from jax_ucp.layout.box import Box
-from jax_ucp.storage.consolidated import same_bits
+from jax_ucp.sources.consolidated import same_bits
 
 # Of more elements than this a tensor is data, not a fact.
 _FEW = 16
@@ -26,7 +28,15 @@ _SHOWN = 80
 # What describes parameters, which are each rank's own.
 _PARAMETERS = ("params", "param_names")
 # How trainers call what all ranks count alike, and what follows from such counts.
-COUNTS = ("iteration", "global_step", "global_steps", "last_epoch", "_step_count", "last_batch_iteration", "num_steps")
+COUNTS = (
+    "iteration",
+    "global_step",
+    "global_steps",
+    "last_epoch",
+    "_step_count",
+    "last_batch_iteration",
+    "num_steps",
+)
 RATES = ("lr", "_last_lr", "last_lr")
 
 
@@ -38,15 +48,17 @@ class Facts:
         self._known: dict[tuple[Hashable, str], tuple[str, Any]] = {}
 
     def state(self, file: str, what: str, value: Any, among: Hashable = None) -> None:
-        """`file` says that `what` is `value`; so must all others do that state it `among` the same ranks.
+        """`file` says that `what` is `value`; so must all others do that state it `among` the same
+        ranks.
 
         Raises FormatError, naming both files and both values, where one has said otherwise.
         """
         first, known = self._known.setdefault((among, what), (file, value))
         if not _alike(known, value):
             raise FormatError(
-                f"{self.folder / file}: {what} is {value!s:.{_SHOWN}}, but {known!s:.{_SHOWN}} in {first}; "
-                "the files are not of one step of one run. Put the files of one save in their places"
+                f"{self.folder / file}: {what} is {value!s:.{_SHOWN}}, but {known!s:.{_SHOWN}} in"
+                f" {first}; the files are not of one step of one run. Put the files of one save in"
+                " their places"
             )
 
     def state_all(
@@ -58,16 +70,21 @@ class Facts:
         among: Hashable = None,
         only: Collection[str] = (),
     ) -> None:
-        """Every number, text and small tensor in a value that `file`, called `name`, has for `what`.
+        """Every number, text and small tensor in a value that `file`, called `name`, has for
+        `what`.
 
         With `only`, those that are called so.
         """
-        for path, value in _facts(tree, what, lambda tensor: file.read(tensor.key, Box.whole(tensor.shape))):
+        for path, value in _facts(
+            tree, what, lambda tensor: file.read(tensor.key, Box.whole(tensor.shape))
+        ):
             if not only or path.partition("[")[0].rpartition(".")[2] in only:
                 self.state(name, path, value, among)
 
 
-def _facts(tree: Any, what: str, read: Callable[[StoredTensor], np.ndarray]) -> Iterator[tuple[str, Any]]:
+def _facts(
+    tree: Any, what: str, read: Callable[[StoredTensor], np.ndarray]
+) -> Iterator[tuple[str, Any]]:
     match tree:
         case Record():
             yield from _facts(dict(tree.fields), what, read)

@@ -15,21 +15,27 @@ from jax_ucp.errors import SpecError
 MODULE_ORDER: Final = "module-order"
 OptimizerGroups = Literal["module-order"] | tuple[tuple[str, ...], ...]
 
-NOTHING_TWICE = "nothing is stored twice here, so that believe={!r} changes nothing"
+NOTHING_TWICE = "nothing is stored twice here, so that on_conflict={!r} changes nothing"
 
 
 class Sizes(Mapping[str, int]):
-    """Lengths by name, which remember the names they were asked for: the others mean nothing to the checkpoint.
+    """Lengths by name, which remember the names they were asked for: the others mean nothing to the
+    checkpoint.
 
-    Raises SpecError for a length that is no whole number from 1. A name that says whether something is there, as
-    `when` in a spec has it, may be 0.
+    Raises SpecError for a length that is no whole number from 1. A name that says whether something
+    is there, as `when` in a spec has it, may be 0.
     """
 
     def __init__(self, given: Mapping[str, int]):
         if not isinstance(given, Mapping):
-            raise SpecError(f"sizes={given!r:.80} should be lengths by name, such as {{'vocab': 50257}}")
+            raise SpecError(
+                f"sizes={given!r:.80} should be lengths by name, such as {{'vocab': 50257}}"
+            )
         if strange := [name for name in given if not isinstance(name, str)]:
-            raise SpecError(f"sizes has the name {strange[0]!r:.80}, which is no string: names are such as 'vocab'")
+            raise SpecError(
+                f"sizes has the name {strange[0]!r:.80}, which is no string: names are such as"
+                " 'vocab'"
+            )
         self.asked: set[str] = set()
         self._given = {name: _whole(name, n, least=0) for name, n in given.items()}
 
@@ -59,18 +65,19 @@ class Sizes(Mapping[str, int]):
 
 @dataclass(frozen=True)
 class Options:
-    """`sizes` are lengths by name (`vocab`); `spec` is a file in the universal checkpoint language that says how
-    shards form parameters; `weights_only` leaves the optimizer aside. `believe` says which of two stored copies is
-    right where they differ, `master` or `copy`: then they are not compared. The master is also the first of several
-    replicas; a copy is what the model computed with, in its dtype. `dequantize=False` keeps quantised weights as the
-    parts that are stored; None refuses to hand them out. `optimizer_groups` says which parameters each group of an
+    """`sizes` are lengths by name (`vocab`); `spec` is a file in the universal checkpoint language
+    that says how shards form parameters; `weights_only` leaves the optimizer aside. `on_conflict`
+    says which of two stored copies is right where they differ, `master` or `copy`: then they are
+    not compared. The master is also the first of several replicas; a copy is what the model
+    computed with, in its dtype. `dequantize=False` keeps quantised weights as the parts that are
+    stored; None refuses to hand them out. `optimizer_groups` says which parameters each group of an
     optimizer has, where states go by numbers.
     """
 
     sizes: Sizes = field(default_factory=lambda: Sizes({}))
     spec: Path | None = None
     weights_only: bool = False
-    believe: Literal["master", "copy"] | None = None
+    on_conflict: Literal["master", "copy"] | None = None
     dequantize: Literal[False] | None = None
     optimizer_groups: OptimizerGroups | None = None
 
@@ -80,7 +87,7 @@ class Options:
         sizes: Mapping[str, int] | None = None,
         spec: str | os.PathLike[str] | None = None,
         weights_only: bool = False,
-        believe: Literal["master", "copy"] | None = None,
+        on_conflict: Literal["master", "copy"] | None = None,
         dequantize: Literal[False] | None = None,
         optimizer_groups: str | Sequence[Sequence[str]] | None = None,
     ) -> Options:
@@ -88,15 +95,23 @@ class Options:
 
         Raises SpecError, UnsupportedPath or ValueError for what cannot be meant.
         """
-        if believe not in (None, "master", "copy"):
-            raise ValueError(f"believe={believe!r} should be 'master' or 'copy'")
+        if on_conflict not in (None, "master", "copy"):
+            raise ValueError(f"on_conflict={on_conflict!r} should be 'master' or 'copy'")
         if dequantize is not None and dequantize is not False:
             raise ValueError(
-                f"dequantize={dequantize!r}: quantised weights are refused (None) or kept as parts (False)"
+                f"dequantize={dequantize!r}: quantised weights are refused (None) or kept as parts"
+                " (False)"
             )
         file = None if spec is None else local_path(spec)
         groups = checked_groups(optimizer_groups)
-        return cls(Sizes(sizes or {}), file, switch("weights_only", weights_only), believe, dequantize, groups)
+        return cls(
+            Sizes(sizes or {}),
+            file,
+            switch("weights_only", weights_only),
+            on_conflict,
+            dequantize,
+            groups,
+        )
 
 
 def _whole(name: str, n: object, least: int = 1) -> int:
@@ -115,7 +130,9 @@ def require_used(sizes: Sizes, path: str, elsewhere: Collection[str] = ()) -> No
     if not strays:
         return
     known = sorted({*sizes.asked, *elsewhere})
-    takes = f"the names it takes are {', '.join(known)}" if known else "it records all lengths itself"
+    takes = (
+        f"the names it takes are {', '.join(known)}" if known else "it records all lengths itself"
+    )
     near = difflib.get_close_matches(strays[0], known, n=1)
     hint = f"; perhaps {near[0]} is meant" if near else ""
     raise SpecError(f"{path} has no use for {', '.join(strays)} in sizes: {takes}{hint}")
@@ -135,40 +152,54 @@ def checked_groups(value: str | Sequence[Sequence[str]] | None) -> OptimizerGrou
         return MODULE_ORDER
     if isinstance(value, str) or not _is_lists_of_names(value):
         raise SpecError(
-            f"optimizer_groups={_short(value)}: say {MODULE_ORDER!r}, or a list for each group with the names of its "
-            "parameters in order"
+            f"optimizer_groups={_short(value)}: say {MODULE_ORDER!r}, or a list for each group with"
+            " the names of its parameters in order"
         )
     seen: set[str] = set()
     for name in (name for group in value for name in group):
         if name in seen:
-            raise SpecError(f"optimizer_groups says {_short(name)} twice; an optimizer has a parameter once")
+            raise SpecError(
+                f"optimizer_groups says {_short(name)} twice; an optimizer has a parameter once"
+            )
         seen.add(name)
     return tuple(tuple(group) for group in value)
 
 
 def word_note(groups: OptimizerGroups) -> str:
     """What a checkpoint says of states that were given to parameters by the user's word."""
-    how = "every group in the order of the model" if groups == MODULE_ORDER else "the names of each group"
-    return f"optimizer states were given to parameters as optimizer_groups says, {how}: nothing in the files proves it"
+    how = (
+        "every group in the order of the model"
+        if groups == MODULE_ORDER
+        else "the names of each group"
+    )
+    return (
+        f"optimizer states were given to parameters as optimizer_groups says, {how}: nothing in the"
+        " files proves it"
+    )
 
 
 def remedy(sizes: str, example: str, ordered: bool) -> str:
-    """How the user says whose states are; `sizes` of the groups, a name as lists have it, whether the order decides."""
+    """How the user says whose states are; `sizes` of the groups, a name as lists have it,
+    whether the order decides.
+    """
     order = (
-        f"optimizer_groups={MODULE_ORDER!r} (--optimizer-groups {MODULE_ORDER}) if every group lists its parameters in "
-        "the order of the model, as an optimizer made of model.parameters() does; else "
+        f"optimizer_groups={MODULE_ORDER!r} (--optimizer-groups {MODULE_ORDER}) if every group"
+        " lists its parameters in the order of the model, as an optimizer made of"
+        " model.parameters() does; else "
     )
     return (
-        f"to map them, say which parameters the optimizer was given: {order if ordered else ''}"
-        "optimizer_groups=[[...], ...] (--optimizer-groups FILE.json), for each group the names of its parameters in "
-        f"its order, such as {example!r} (in torch, names are those of model.named_parameters()): {sizes}"
+        "to map them, say which parameters the optimizer was given:"
+        f" {order if ordered else ''}optimizer_groups=[[...], ...] (--optimizer-groups FILE.json),"
+        f" for each group the names of its parameters in its order, such as {example!r} (in torch,"
+        f" names are those of model.named_parameters()): {sizes}"
     )
 
 
 def _is_lists_of_names(value: Any) -> bool:
     groups = list(value) if isinstance(value, list | tuple) else [None]
     return bool(groups) and all(
-        isinstance(group, list | tuple) and all(isinstance(name, str) for name in group) for group in groups
+        isinstance(group, list | tuple) and all(isinstance(name, str) for name in group)
+        for group in groups
     )
 
 

@@ -1,8 +1,10 @@
-"""Which parameter a numbered optimizer state belongs to: proved by shapes, or said by the user. Integers only.
+"""Which parameter a numbered optimizer state belongs to: proved by shapes, or said by the user.
+Integers only.
 
-`torch.optim` numbers parameters in the order in which a script lists them, and `state_dict` keeps the numbers. Scripts
-list them in the module's order, sorted by name, reversed, split by weight decay, or layer by layer, so an order is a
-guess. A proof is that the shapes leave one arrangement. Anything else raises Undecided: the states stay apart.
+`torch.optim` numbers parameters in the order in which a script lists them, and `state_dict` keeps
+the numbers. Scripts list them in the module's order, sorted by name, reversed, split by weight
+decay, or layer by layer, so an order is a guess. A proof is that the shapes leave one arrangement.
+Anything else raises Undecided: the states stay apart.
 """
 
 from __future__ import annotations
@@ -24,14 +26,24 @@ _TOO_MANY = "there are too many ways to try them all"
 _SEVERAL = "they fit the parameters in several ways"
 _NO_WAY = "they fit the parameters in no way"
 
-# States with an element for each element of the parameter: of `torch.optim`, and of the optimizers of DeepSpeed and
-# transformers.
+# States with an element for each element of the parameter: of `torch.optim`, and of the optimizers
+# of DeepSpeed and transformers.
 _ELEMENTWISE = (
-    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"),
+    *(
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "exp_inf",
+        "momentum_buffer",
+        "square_avg",
+        "grad_avg",
+        "acc_delta",
+    ),
     *("sum", "prev", "step_size", "ax", "variance"),
 )
-# The shape of a state by its name, from that of the parameter. Adafactor factors a matrix: transformers'
-# `optimization.py` names the factors exp_avg_sq_row and exp_avg_sq_col, torch's `_adafactor.py` row_var and col_var.
+# The shape of a state by its name, from that of the parameter. Adafactor factors a matrix:
+# transformers' `optimization.py` names the factors exp_avg_sq_row and exp_avg_sq_col, torch's
+# `_adafactor.py` row_var and col_var.
 _SHAPES: Mapping[str, Callable[[Shape], Shape]] = {
     **dict.fromkeys(_ELEMENTWISE, lambda shape: shape),
     "exp_avg_sq_row": lambda shape: shape[:-1],
@@ -42,15 +54,20 @@ _SHAPES: Mapping[str, Callable[[Shape], Shape]] = {
 
 
 class Undecided(ValueError):
-    """Nothing says which parameter each state belongs to; the text is a clause about "their" shapes or numbers."""
+    """Nothing says which parameter each state belongs to; the text is a clause about "their"
+    shapes or numbers.
+    """
 
 
 class Contradicted(Undecided):
-    """What tells more than shapes, the bits of masters, allows no way: they are not of these parameters."""
+    """What tells more than shapes, the bits of masters, allows no way: they are not of these
+    parameters.
+    """
 
 
 def contradiction(states: Mapping[str, Shape], shape: Shape) -> str | None:
-    """The first state that a parameter of this shape cannot have; states of unknown names can have any shape.
+    """The first state that a parameter of this shape cannot have; states of unknown names can have
+    any shape.
 
     >>> contradiction({"step": (), "exp_avg": (2, 3)}, (3, 2))
     'exp_avg'
@@ -64,9 +81,11 @@ def contradiction(states: Mapping[str, Shape], shape: Shape) -> str | None:
 
 
 def tells_shape(states: Mapping[str, Shape]) -> bool:
-    """Whether the states fix the shape of their parameter: one does, and all others with axes are known by name.
+    """Whether the states fix the shape of their parameter: one does, and all others with axes are
+    known by name.
 
-    An optimizer that is not known may keep a smaller `exp_avg` beside its own states (GaLore's has a low rank).
+    An optimizer that is not known may keep a smaller `exp_avg` beside its own states (GaLore's has
+    a low rank).
     """
     with_axes = {name for name, shape in states.items() if shape}
     return not with_axes - _SHAPES.keys() and not _SHAPES.keys().isdisjoint(states)
@@ -75,7 +94,8 @@ def tells_shape(states: Mapping[str, Shape]) -> bool:
 def candidates_by_shape(
     members: Mapping[Number, Mapping[str, Shape]], shapes: Mapping[Name, Shape]
 ) -> dict[Number, Sequence[Name]]:
-    """The names that each number could have, by the shapes of its states; those without states could have any.
+    """The names that each number could have, by the shapes of its states; those without states
+    could have any.
 
     >>> candidates_by_shape({0: {"exp_avg": (2,)}, 1: {}, 2: {"z": (2,)}}, {"a": (2,), "b": (3,)})
     {0: ['a'], 2: ['a', 'b']}
@@ -90,7 +110,9 @@ def candidates_by_shape(
         if kind not in by_kind:
             fitting = every
             if tells_shape(states):
-                fitting = [name for name, shape in shapes.items() if not contradiction(states, shape)]
+                fitting = [
+                    name for name, shape in shapes.items() if not contradiction(states, shape)
+                ]
             by_kind[kind] = fitting
         found[number] = by_kind[kind]
     return found
@@ -99,8 +121,9 @@ def candidates_by_shape(
 def only_pairing(candidates: Mapping[Number, Collection[Name]]) -> dict[Number, Name]:
     """A name of its own for each number, from its candidates, where only one choice is possible.
 
-    If there is only one choice, some number has one candidate left: otherwise one could go from any number to another
-    candidate, from there to the number that has it, and so on, until a free name or a cycle gives a second choice.
+    If there is only one choice, some number has one candidate left: otherwise one could go from any
+    number to another candidate, from there to the number that has it, and so on, until a free name
+    or a cycle gives a second choice.
 
     >>> only_pairing({0: ["a", "b"], 1: ["a"]})
     {1: 'a', 0: 'b'}
@@ -135,12 +158,15 @@ def only_pairing(candidates: Mapping[Number, Collection[Name]]) -> dict[Number, 
 def only_division(
     sizes: Mapping[Name, int], ends: Sequence[int], fits: Callable[[Name, int, int], bool]
 ) -> dict[Name, tuple[int, int]]:
-    """(group, place) of each name that is in a group, where names in order fill all groups in one way only.
+    """(group, place) of each name that is in a group, where names in order fill all groups in one
+    way only.
 
-    A name of size n is in no group, or takes the next n places of one if it `fits(name, group, place)`; `ends` are the
-    groups' sizes. The order of the names is taken for granted: callers have the user's word for it.
+    A name of size n is in no group, or takes the next n places of one if it `fits(name, group,
+    place)`; `ends` are the groups' sizes. The order of the names is taken for granted: callers have
+    the user's word for it.
 
-    >>> only_division({"w": 1, "b": 1, "v": 1}, [2, 1], lambda name, group, place: (name == "b") == (group == 1))
+    >>> only_division({"w": 1, "b": 1, "v": 1}, [2, 1], lambda name, group,
+    ...     place: (name == "b") == (group == 1))
     {'v': (0, 1), 'b': (1, 0), 'w': (0, 0)}
     """
     left, tried = sum(sizes.values()), 0
@@ -163,7 +189,9 @@ def only_division(
     end = tuple(ends)
     count = ways.get(end, 0)
     if count != 1:
-        raise Undecided(f"in the order of the model they fit it in {'several ways' if count else 'no way'}")
+        raise Undecided(
+            f"in the order of the model they fit it in {'several ways' if count else 'no way'}"
+        )
     found: dict[Name, tuple[int, int]] = {}
     for name, came in zip(reversed(list(sizes)), reversed(steps), strict=True):
         at, group = came[end]
@@ -176,7 +204,9 @@ def only_division(
 def _moves(
     at: tuple[int, ...], size: int, ends: Sequence[int], fits: Callable[[int, int], bool]
 ) -> Iterator[tuple[tuple[int, ...], int | None]]:
-    """Where groups are full to after a name of this size, and which group it is in: none, or one that it fits."""
+    """Where groups are full to after a name of this size, and which group it is in: none, or one
+    that it fits.
+    """
     yield at, None
     for group, place in enumerate(at):
         if place + size <= ends[group] and fits(group, place):
@@ -184,12 +214,15 @@ def _moves(
 
 
 def only_filling(
-    sizes: Mapping[Name, int], lengths: Sequence[int], candidates: Callable[[int, int], Collection[Name]]
+    sizes: Mapping[Name, int],
+    lengths: Sequence[int],
+    candidates: Callable[[int, int], Collection[Name]],
 ) -> dict[Name, tuple[int, int]]:
-    """(buffer, offset) of each name that is in one, where names in some order fill all buffers in one way only.
+    """(buffer, offset) of each name that is in one, where names in some order fill all buffers in
+    one way only.
 
-    `candidates(buffer, offset)` are names that may begin there; `lengths` are the buffers' sizes. Names of size 0
-    leave no trace and are in none. Raises Contradicted where there is no way.
+    `candidates(buffer, offset)` are names that may begin there; `lengths` are the buffers' sizes.
+    Names of size 0 leave no trace and are in none. Raises Contradicted where there is no way.
 
     >>> only_filling({"a": 2, "b": 3}, [5], lambda buffer, offset: {0: "b", 3: "a"}.get(offset, ""))
     {'b': (0, 0), 'a': (0, 3)}
@@ -203,7 +236,9 @@ def only_filling(
 
 
 def _fillings(
-    sizes: Mapping[Name, int], lengths: Sequence[int], candidates: Callable[[int, int], Collection[Name]]
+    sizes: Mapping[Name, int],
+    lengths: Sequence[int],
+    candidates: Callable[[int, int], Collection[Name]],
 ) -> Iterator[dict[Name, tuple[int, int]]]:
     """All ways of `only_filling`, by trying. Raises Undecided after too many steps."""
     starts = [(buffer, 0) for buffer, length in enumerate(lengths) if length]

@@ -1,4 +1,6 @@
-"""Zstandard, by whichever library is there: Python's own (3.14 and later) or the package zstandard."""
+"""Zstandard, by whichever library is there: Python's own (3.14 and later) or the package
+zstandard.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,11 @@ PIECE_BYTES = 4 << 20
 
 
 def inflate(data: bytes, max_bytes: int) -> bytes:
-    """What the frame that `data` is inflates to. Raises CorruptData beyond `max_bytes`, or if it is no frame.
+    """What the frame that `data` is inflates to. Raises CorruptData beyond `max_bytes`, or if it is
+    no frame.
 
-    However large `max_bytes` is, the memory taken is that of what is there. Raises FormatError where neither library
-    is installed.
+    However large `max_bytes` is, the memory taken is that of what is there. Raises FormatError
+    where neither library is installed.
     """
     library = _library()
     try:
@@ -26,7 +29,9 @@ def inflate(data: bytes, max_bytes: int) -> bytes:
     except library.ZstdError as error:
         raise CorruptData(f"it cannot be inflated: {error}") from error
     if len(found) > max_bytes:
-        raise CorruptData(f"it inflates to more than the {max_bytes} bytes that its tensor can need")
+        raise CorruptData(
+            f"it inflates to more than the {max_bytes} bytes that its tensor can need"
+        )
     return found
 
 

@@ -2,14 +2,15 @@
 
     (group (q + k + v) head_dim) embed
 
-One item for each axis of the array. A name is an axis of that length. A product in parentheses is one axis on
-which the inner ones are nested, the last running fastest. A sum in parentheses is parts side by side. `1` is an
-axis of length one, and `...` stands for all axes that are not spelled out. Two arrays that name the same axes
-hold the same elements, each where its own expression puts them. A name that begins with `_` is padding.
+One item for each axis of the array. A name is an axis of that length. A product in parentheses is
+one axis on which the inner ones are nested, the last running fastest. A sum in parentheses is parts
+side by side. `1` is an axis of length one, and `...` stands for all axes that are not spelled out.
+Two arrays that name the same axes hold the same elements, each where its own expression puts them.
+A name that begins with `_` is padding.
 
-Three stages, each with errors of its own: `parse` turns text into an `Expression`, and knows no shapes;
-`infer` finds the lengths of axes from shapes, and knows no data; `components` gives for each choice of parts
-where its elements lie, as an affine map from the indices of the axes.
+Three stages, each with errors of its own: `parse` turns text into an `Expression`, and knows no
+shapes; `infer` finds the lengths of axes from shapes, and knows no data; `components` gives for
+each choice of parts where its elements lie, as an affine map from the indices of the axes.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from jax_ucp.errors import LayoutError, SpecError
 
 REST = "..."
 
-# What a person writes of an array is a line. Parts in products multiply: `(a + b) (c + d)` are four pieces, and of a
-# thousand nobody knows what they mean.
+# What a person writes of an array is a line. Parts in products multiply: `(a + b) (c + d)` are four
+# pieces, and of a thousand nobody knows what they mean.
 MAX_LENGTH, MAX_DEPTH, MAX_COMPONENTS = 500, 16, 1024
 
 # What is wrong with a token where no axis can be of it.
@@ -102,13 +103,16 @@ class Expression:
 
 
 def parse(text: str) -> Expression:
-    """The expression that a text says. Raises SpecError, with the place, where it is not in the notation.
+    """The expression that a text says. Raises SpecError, with the place, where it is not in the
+    notation.
 
     >>> parse("(group (q + k + v) head_dim) embed").dims[1]
     Axis(name='embed')
     """
     if len(text) > MAX_LENGTH:
-        raise SpecError(f"axes of {len(text)} characters, {text[:40]!r}...; {MAX_LENGTH} are the most")
+        raise SpecError(
+            f"axes of {len(text)} characters, {text[:40]!r}...; {MAX_LENGTH} are the most"
+        )
     tokens = [(match.group(1), match.start(1)) for match in _TOKEN.finditer(text)]
     reader = _Reader(text, tokens)
     dims = reader.items(depth=0)
@@ -120,7 +124,9 @@ def parse(text: str) -> Expression:
     for component in components(expression, _ONES):
         if component.repeated:
             repeated = ", ".join(component.repeated)
-            raise SpecError(f"in {text!r}: {repeated} is there twice; each axis of an array has its own name")
+            raise SpecError(
+                f"in {text!r}: {repeated} is there twice; each axis of an array has its own name"
+            )
     return expression
 
 
@@ -137,7 +143,9 @@ class _Reader:
             if depth and token in (")", "+"):
                 break
             self.at += 1
-            nodes.append(self.group(depth, place) if token == "(" else self.item(token, depth, place))
+            nodes.append(
+                self.group(depth, place) if token == "(" else self.item(token, depth, place)
+            )
         return nodes
 
     def item(self, token: str, depth: int, place: int) -> Node:
@@ -147,8 +155,12 @@ class _Reader:
         if token.isidentifier() or (token == REST and not depth):
             return Axis(token)
         if token.isdigit():
-            raise self.fault(f"an axis of length {token} needs a name; give the name its length in sizes", place)
-        fault = _FAULTS.get(token, f"{token!r} is no axis; there are names, 1, ..., parentheses and +")
+            raise self.fault(
+                f"an axis of length {token} needs a name; give the name its length in sizes", place
+            )
+        fault = _FAULTS.get(
+            token, f"{token!r} is no axis; there are names, 1, ..., parentheses and +"
+        )
         raise self.fault(fault, place)
 
     def group(self, depth: int, opened: int) -> Node:
@@ -158,7 +170,9 @@ class _Reader:
         while True:
             inner = self.items(depth + 1)
             if not inner:
-                raise self.fault("there is nothing to the left of this, where an axis should be", self.place())
+                raise self.fault(
+                    "there is nothing to the left of this, where an axis should be", self.place()
+                )
             alternatives.append(inner[0] if len(inner) == 1 else Product(tuple(inner)))
             if self.at == len(self.tokens):
                 raise self.fault("this parenthesis is never closed", opened)
@@ -187,7 +201,8 @@ def _choices(node: Node) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Where elements lie on one axis of an array: at `offset`, plus index times stride of each axis in `terms`.
+    """Where elements lie on one axis of an array: at `offset`, plus index times stride of each axis
+    in `terms`.
 
     `terms` come outermost first: what follows a term never reaches over one stride of it.
     """
@@ -243,14 +258,19 @@ def _lines(node: Node, stride: int, sizes: Mapping[str, int]) -> list[Line]:
             found = [Line(0)]
             for part in reversed(parts):
                 inner = _lines(part, stride, sizes)
-                found = [Line(a.offset + b.offset, (*a.terms, *b.terms)) for a in inner for b in found]
+                found = [
+                    Line(a.offset + b.offset, (*a.terms, *b.terms)) for a in inner for b in found
+                ]
                 stride *= _length(part, sizes)
             return found
         case Sum(parts=parts):
             found: list[Line] = []
             before = 0
             for part in parts:
-                found += [Line(line.offset + before * stride, line.terms) for line in _lines(part, stride, sizes)]
+                found += [
+                    Line(line.offset + before * stride, line.terms)
+                    for line in _lines(part, stride, sizes)
+                ]
                 before += _length(part, sizes)
             return found
 
@@ -292,16 +312,17 @@ class Lengths:
         """That the shape of an array leaves lengths open."""
         dim = claim.expression.dims[axis]
         return (
-            f"{claim.name}: axis {axis} has length {claim.shape[axis]} and is `{dim}`, which leaves the length of "
-            f"{' and '.join(sorted(self.unknown(dim)))} open; give it in sizes"
+            f"{claim.name}: axis {axis} has length {claim.shape[axis]} and is `{dim}`, which leaves"
+            f" the length of {' and '.join(sorted(self.unknown(dim)))} open; give it in sizes"
         )
 
 
 def infer(claims: Sequence[Claim], known: Mapping[str, Known]) -> Lengths:
-    """The length of every axis: those given, and those that follow from the shapes, in whatever order.
+    """The length of every axis: those given, and those that follow from the shapes, in whatever
+    order.
 
-    An axis follows where it is the only unknown one of an array's axis. What does not fit, and what nothing
-    says, is in the faults; nothing is guessed.
+    An axis follows where it is the only unknown one of an array's axis. What does not fit, and what
+    nothing says, is in the faults; nothing is guessed.
     """
     lengths = Lengths(known)
     waiting: list[tuple[Claim, int]] = []
@@ -311,7 +332,8 @@ def infer(claims: Sequence[Claim], known: Mapping[str, Known]) -> Lengths:
             waiting += [(claim, axis) for axis in range(ndim)]
             continue
         lengths.faults.append(
-            f"{claim.name} has {ndim} axes, {list(claim.shape)}, but `{claim.expression}` names {count}"
+            f"{claim.name} has {ndim} axes, {list(claim.shape)}, but `{claim.expression}` names"
+            f" {count}"
         )
     progress = True
     while progress:
@@ -335,7 +357,9 @@ def _settle(claim: Claim, axis: int, lengths: Lengths) -> bool:
 
 
 def _solve(claim: Claim, axis: int, name: str, lengths: Lengths) -> None:
-    """Learn the length of the one axis that is unknown of an array's axis, or add a fault where none fits."""
+    """Learn the length of the one axis that is unknown of an array's axis, or add a fault where
+    none fits.
+    """
     dim, length = claim.expression.dims[axis], claim.shape[axis]
     sizes = {known: lengths.sizes[known] for known in _names(dim) if known != name}
     # The length of a dim is linear in its one unknown: base + rate * unknown.
@@ -345,7 +369,9 @@ def _solve(claim: Claim, axis: int, name: str, lengths: Lengths) -> None:
         contradiction = _contradiction(dim, axis, length, lengths)
         lengths.faults.append(f"{claim.name}: {contradiction}; no length of {name} makes that fit")
         return
-    lengths.learn(name, (length - base) // rate, f"axis {axis} of {claim.name}, {list(claim.shape)}")
+    lengths.learn(
+        name, (length - base) // rate, f"axis {axis} of {claim.name}, {list(claim.shape)}"
+    )
 
 
 def _contradiction(dim: Node, axis: int, length: int, lengths: Lengths) -> str:
@@ -353,7 +379,10 @@ def _contradiction(dim: Node, axis: int, length: int, lengths: Lengths) -> str:
     known = {name: lengths.known[name] for name in _names(dim) if name in lengths.known}
     origins = ", ".join(f"{name} = {one.length} ({one.origin})" for name, one in known.items())
     whole = "" if lengths.unknown(dim) else f" = {_length(dim, lengths.sizes)}"
-    return f"axis {axis} is `{dim}`{whole} with {origins or 'no length known'}, but the array has {length} there"
+    return (
+        f"axis {axis} is `{dim}`{whole} with {origins or 'no length known'}, but the array has"
+        f" {length} there"
+    )
 
 
 def _length(node: Node, sizes: Mapping[str, int]) -> int:

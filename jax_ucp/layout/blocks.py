@@ -15,14 +15,16 @@ INNER_BYTES = 1 << 20
 OUTER_BYTES = 64 << 20
 CHUNKS_PER_ARRAY = 64
 
-# From this length on, an axis may be cut into halves that do not divide it: what is stored past the array's end is
-# less than 1 % of it.
+# From this length on, an axis may be cut into halves that do not divide it: what is stored past the
+# array's end is less than 1 % of it.
 RAGGED_LENGTH = 128
 
-# A length whose smallest divisor is larger is taken for a prime: to look for it would take longer than to copy.
+# A length whose smallest divisor is larger is taken for a prime: to look for it would take longer
+# than to copy.
 LARGEST_DIVISOR = 1 << 16
 
-# A length that is cut into more parts at once, because no smaller number divides it, would make chunks far too small.
+# A length that is cut into more parts at once, because no smaller number divides it, would make
+# chunks far too small.
 MOST_PARTS = 7
 
 
@@ -30,8 +32,8 @@ MOST_PARTS = 7
 class Chunks:
     """The two levels of chunks of a stored array.
 
-    `outer` is what one writer writes at once, a file; `inner`, which divides it, is what a reader fetches
-    and decodes. Outer chunks at the high edge of the array may reach past it.
+    `outer` is what one writer writes at once, a file; `inner`, which divides it, is what a reader
+    fetches and decodes. Outer chunks at the high edge of the array may reach past it.
     """
 
     outer: Shape
@@ -45,14 +47,15 @@ def chunk_shapes(
     max_inner_bytes: int = INNER_BYTES,
     max_outer_bytes: int = OUTER_BYTES,
 ) -> Chunks:
-    """Chunks for an array of `shape`: inner ones that cut every axis alike, outer ones of whole rows if they can be.
+    """Chunks for an array of `shape`: inner ones that cut every axis alike, outer ones of whole
+    rows if they can be.
 
-    A later mesh may cut any axis, into some power of two parts. So inner chunks halve the axis that has the
-    fewest parts so far, until they have about 1/64 of the array, but at least 64 KiB and at most
-    `max_inner_bytes`; a length that only a large prime divides is the last to be cut. Outer chunks hold whole rows,
-    because neighbours on disk are then neighbours in the flat partitions that imports read from. No chunk crosses an
-    edge between `cell`s, the equal blocks that different writers hold; `cell` divides `shape`, and is all of it where
-    there is one writer.
+    A later mesh may cut any axis, into some power of two parts. So inner chunks halve the axis that
+    has the fewest parts so far, until they have about 1/64 of the array, but at least 64 KiB and at
+    most `max_inner_bytes`; a length that only a large prime divides is the last to be cut. Outer
+    chunks hold whole rows, because neighbours on disk are then neighbours in the flat partitions
+    that imports read from. No chunk crosses an edge between `cell`s, the equal blocks that
+    different writers hold; `cell` divides `shape`, and is all of it where there is one writer.
 
     The limits hold unless a cell has a length without a small enough divisor.
 
@@ -70,7 +73,9 @@ def chunk_shapes(
     for axis in reversed(range(len(inner))):
         steps = -(-max(1, cell[axis]) // inner[axis])
         most = max(1, max_outer_bytes // (math.prod(outer) * itemsize))
-        outer[axis] = inner[axis] * (_even_share(steps, most) if free[axis] else _largest_divisor(steps, most))
+        outer[axis] = inner[axis] * (
+            _even_share(steps, most) if free[axis] else _largest_divisor(steps, most)
+        )
     return Chunks(tuple(outer), tuple(inner))
 
 
@@ -93,8 +98,8 @@ def _inner_chunk(
 def _next_cut(shape: Sequence[int], inner: Sequence[int], free: Sequence[bool]) -> tuple[int, int]:
     """The axis on which inner chunks are cut next, and their length on it then.
 
-    It is the one with the fewest parts so far, and of those the longest; but an axis that can only be cut into
-    many parts at once comes last.
+    It is the one with the fewest parts so far, and of those the longest; but an axis that can only
+    be cut into many parts at once comes last.
     """
     lengths = {axis: _part(n, free[axis]) for axis, n in enumerate(inner) if n > 1}
 
@@ -107,7 +112,9 @@ def _next_cut(shape: Sequence[int], inner: Sequence[int], free: Sequence[bool]) 
 
 
 def _even_share(steps: int, most: int) -> int:
-    """How many of `steps` a chunk has, at most `most`: equal shares, for the last one to reach little past the end."""
+    """How many of `steps` a chunk has, at most `most`: equal shares, for the last one to reach
+    little past the end.
+    """
     return -(-steps // -(-steps // most))
 
 
@@ -117,18 +124,22 @@ def _largest_divisor(n: int, most: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """Equal blocks of an array: their shape, and which processes hold all of each, by its place in the grid."""
+    """Equal blocks of an array: their shape, and which processes hold all of each, by its place
+    in the grid.
+    """
 
     shape: Shape
     owners: dict[Shape, frozenset[int]]
 
 
-def writer_cells(shape: Sequence[int], itemsize: int, held: Sequence[Iterable[Box]], small: int = INNER_BYTES) -> Cells:
+def writer_cells(
+    shape: Sequence[int], itemsize: int, held: Sequence[Iterable[Box]], small: int = INNER_BYTES
+) -> Cells:
     """The largest blocks of an array that a process can write without gathering much.
 
-    `held[p]` are the blocks that process p holds. They come from a sharding, so all blocks have one shape.
-    Neighbouring blocks of one process are joined while the result has at most `small` bytes: a small
-    array becomes a single chunk, a large one keeps a block per device.
+    `held[p]` are the blocks that process p holds. They come from a sharding, so all blocks have one
+    shape. Neighbouring blocks of one process are joined while the result has at most `small` bytes:
+    a small array becomes a single chunk, a large one keeps a block per device.
 
     >>> halves = [Box((i * 4,), (i * 4 + 4,)) for i in range(2)]
     >>> writer_cells((8,), 4, [halves]).shape, writer_cells((8,), 4, [halves[:1], halves[1:]]).shape
@@ -166,7 +177,8 @@ def grid_boxes(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Box]:
 
 
 def row_boxes(shape: Sequence[int], itemsize: int, max_bytes: int) -> Iterator[Box]:
-    """Blocks of whole rows that together hold the array once, each of at most `max_bytes` where a row allows it.
+    """Blocks of whole rows that together hold the array once, each of at most `max_bytes` where a
+    row allows it.
 
     >>> [str(box) for box in row_boxes((10, 256), itemsize=4, max_bytes=4096)]
     ['[0:4, 0:256]', '[4:8, 0:256]', '[8:10, 0:256]']
@@ -179,8 +191,11 @@ def row_boxes(shape: Sequence[int], itemsize: int, max_bytes: int) -> Iterator[B
         yield from grid_boxes(shape, (rows, *shape[1:]))
 
 
-def rows_of_chunks(shape: Sequence[int], chunk: Sequence[int], itemsize: int, max_bytes: int) -> Shape:
-    """The largest block of whole chunks, the last axes filled first, of at most `max_bytes`; at least one chunk.
+def rows_of_chunks(
+    shape: Sequence[int], chunk: Sequence[int], itemsize: int, max_bytes: int
+) -> Shape:
+    """The largest block of whole chunks, the last axes filled first, of at most `max_bytes`; at
+    least one chunk.
 
     >>> rows_of_chunks((4096, 4096), (512, 512), itemsize=4, max_bytes=16 << 20)
     (1024, 4096)
@@ -208,7 +223,8 @@ def grid_place(box: Box, chunk: Sequence[int]) -> Shape:
 
 
 def outer_boxes(shape: Sequence[int], chunk: Sequence[int], boxes: Sequence[Box]) -> list[Box]:
-    """The blocks of a regular grid of `chunk`, clipped to `shape`, that share an element with one of the boxes.
+    """The blocks of a regular grid of `chunk`, clipped to `shape`, that share an element with one
+    of the boxes.
 
     >>> [str(box) for box in outer_boxes((9, 4), (4, 2), [Box((0, 2), (5, 3))])]
     ['[0:4, 2:4]', '[4:8, 2:4]']
@@ -217,7 +233,10 @@ def outer_boxes(shape: Sequence[int], chunk: Sequence[int], boxes: Sequence[Box]
     for box in boxes:
         sides = zip(box.start, box.stop, chunk, strict=True)
         places.update(itertools.product(*(range(a // n, -(-b // n)) for a, b, n in sides)))
-    return [_clipped(tuple(p * n for p, n in zip(place, chunk, strict=True)), chunk, shape) for place in sorted(places)]
+    return [
+        _clipped(tuple(p * n for p, n in zip(place, chunk, strict=True)), chunk, shape)
+        for place in sorted(places)
+    ]
 
 
 def _clipped(start: Shape, chunk: Sequence[int], shape: Sequence[int]) -> Box:

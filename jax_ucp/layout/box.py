@@ -34,7 +34,9 @@ class Box:
         '[0:3, 0:6]'
         """
         starts, stops = zip(*((box.start, box.stop) for box in boxes), strict=True)
-        return cls(tuple(map(min, zip(*starts, strict=True))), tuple(map(max, zip(*stops, strict=True))))
+        return cls(
+            tuple(map(min, zip(*starts, strict=True))), tuple(map(max, zip(*stops, strict=True)))
+        )
 
     @property
     def ndim(self) -> int:
@@ -100,7 +102,8 @@ class Box:
 
 
 def range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The elements `start <= i < stop` of an array of `shape`, counted in row-major order, as boxes.
+    """The elements `start <= i < stop` of an array of `shape`, counted in row-major order, as
+    boxes.
 
     Boxes come in that same order and hold contiguous elements: at most `2 * ndim - 1` of them.
     A flat ZeRO partition is such a range of every parameter it touches.
@@ -109,7 +112,9 @@ def range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     ['[0:1, 2:3]', '[1:3, 0:3]', '[3:4, 0:1]']
     """
     if not 0 <= start <= stop <= math.prod(shape):
-        raise ValueError(f"range [{start}, {stop}) does not lie in an array of {math.prod(shape)} elements")
+        raise ValueError(
+            f"range [{start}, {stop}) does not lie in an array of {math.prod(shape)} elements"
+        )
     if start == stop:
         return []
     if len(shape) <= 1:

@@ -1,4 +1,6 @@
-"""How the shards of a parameter lie in it: what is true of them, whatever pattern people call it."""
+"""How the shards of a parameter lie in it: what is true of them, whatever pattern people call
+it.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ FAULTS_SHOWN = 8
 class Fragment:
     """A block of a shard and the same block in the parameter.
 
-    Both boxes hold the same elements in the same row-major order. Their shapes are equal, or the shard
-    is flat: then `source` is a range of its one axis.
+    Both boxes hold the same elements in the same row-major order. Their shapes are equal, or the
+    shard is flat: then `source` is a range of its one axis.
     """
 
     shard: int
@@ -36,9 +38,11 @@ class Fragment:
         return len(self.source.start) != len(self.target.start)
 
     def narrow(self, box: Box) -> Fragment | None:
-        """The smallest fragment of this one that holds its elements in `box`; None if it has none there.
+        """The smallest fragment of this one that holds its elements in `box`; None if it has none
+        there.
 
-        Of a flat shard that is one contiguous range: whole rows, of which `box` may want only a part.
+        Of a flat shard that is one contiguous range: whole rows, of which `box` may want only a
+        part.
         """
         hit = self.target.intersect(box)
         if hit is None:
@@ -48,18 +52,24 @@ class Fragment:
         return Fragment(self.shard, self._source(hit), hit)
 
     def pieces(self, box: Box) -> list[Fragment]:
-        """Fragments that hold exactly the elements of this one in `box`: of a flat shard, one for each run of it."""
+        """Fragments that hold exactly the elements of this one in `box`: of a flat shard, one
+        for each run of it.
+        """
         hit = self.target.intersect(box)
         if hit is None or not self.is_flat:
             return [] if hit is None else [Fragment(self.shard, self._source(hit), hit)]
         return [Fragment(self.shard, self._source(run), run) for run in _runs(hit, self.target)]
 
     def _source(self, hit: Box) -> Box:
-        """Where a part of the target lies in the shard; of a flat shard, a part that is one run of it."""
+        """Where a part of the target lies in the shard; of a flat shard, a part that is one run
+        of it.
+        """
         if not self.is_flat:
             by = [s - t for s, t in zip(self.source.start, self.target.start, strict=True)]
             return hit.shift(by) if any(by) else hit
-        offset = self.source.start[0] + _row_major(hit.relative_to(self.target).start, self.target.shape)
+        offset = self.source.start[0] + _row_major(
+            hit.relative_to(self.target).start, self.target.shape
+        )
         return Box((offset,), (offset + hit.size,))
 
 
@@ -79,7 +89,9 @@ class ParamLayout:
 
     @cached_property
     def replicas(self) -> dict[Box, list[Fragment]]:
-        """Each distinct block of the parameter -> every fragment that holds it, in order of the shards."""
+        """Each distinct block of the parameter -> every fragment that holds it, in order of the
+        shards.
+        """
         found: dict[Box, list[Fragment]] = defaultdict(list)
         for fragment in self.fragments:
             found[fragment.target].append(fragment)
@@ -91,7 +103,9 @@ class ParamLayout:
         return boxes, BoxIndex(boxes)
 
     def narrow(self, box: Box) -> list[list[Fragment]]:
-        """The fragments that hold the elements of `box`, cut to it: one list of replicas per block."""
+        """The fragments that hold the elements of `box`, cut to it: one list of replicas per
+        block.
+        """
         if len(self.fragments) == 1:
             only = self.fragments[0].narrow(box)
             return [] if only is None else [[only]]
@@ -105,43 +119,65 @@ class ParamLayout:
         return found
 
     def clip(self, shape: Sequence[int]) -> ParamLayout:
-        """The layout of the leading `shape` elements; what lies past them becomes padding of the shards."""
-        if len(shape) != len(self.shape) or any(n > have for n, have in zip(shape, self.shape, strict=True)):
-            raise LayoutError(f"the shards hold {self.shape}, which has no leading part of shape {tuple(shape)}")
+        """The layout of the leading `shape` elements; what lies past them becomes padding of the
+        shards.
+        """
+        if len(shape) != len(self.shape) or any(
+            n > have for n, have in zip(shape, self.shape, strict=True)
+        ):
+            raise LayoutError(
+                f"the shards hold {self.shape}, which has no leading part of shape {tuple(shape)}"
+            )
         inside = Box.whole(shape)
         cut = [fragment.narrow(inside) for fragment in self.fragments]
         kept = tuple(fragment for fragment in cut if fragment is not None)
         if any(not fragment.target.within(inside) for fragment in kept):
             raise LayoutError(
-                f"flat shards of {self.shape} cannot be clipped to {tuple(shape)}: clip the view over them"
+                f"flat shards of {self.shape} cannot be clipped to {tuple(shape)}: clip the view"
+                " over them"
             )
         return replace(self, shape=tuple(shape), fragments=kept)
 
     def check(self) -> None:
-        """Prove that the fragments hold every element once, up to replicas, and no shard element twice.
+        """Prove that the fragments hold every element once, up to replicas, and no shard element
+        twice.
 
         Raises LayoutError with every hole, overlap and double claim.
         """
         faults = list(self._stray_fragments())
         if not faults:
             overlaps = list(self._overlaps())
-            faults = [*overlaps, *self._holes(bool(overlaps)), *self._double_claims(), *self._missing_replicas()]
+            faults = [
+                *overlaps,
+                *self._holes(bool(overlaps)),
+                *self._double_claims(),
+                *self._missing_replicas(),
+            ]
         if faults:
-            more = [f"... and {len(faults) - FAULTS_SHOWN} more"] if len(faults) > FAULTS_SHOWN else []
+            more = (
+                [f"... and {len(faults) - FAULTS_SHOWN} more"] if len(faults) > FAULTS_SHOWN else []
+            )
             lines = "\n  ".join([*faults[:FAULTS_SHOWN], *more])
-            raise LayoutError(f"{len(self.shards)} shards do not form one array of shape {self.shape}:\n  {lines}")
+            raise LayoutError(
+                f"{len(self.shards)} shards do not form one array of shape {self.shape}:\n  {lines}"
+            )
 
     def _stray_fragments(self) -> Iterable[str]:
         whole = Box.whole(self.shape)
         for f in self.fragments:
             if not 0 <= f.shard < len(self.shards):
                 yield f"there is no shard {f.shard}"
-            elif f.source.ndim != len(self.shards[f.shard]) or not f.source.within(Box.whole(self.shards[f.shard])):
+            elif f.source.ndim != len(self.shards[f.shard]) or not f.source.within(
+                Box.whole(self.shards[f.shard])
+            ):
                 yield f"{f.source} is not inside shard {f.shard} of shape {self.shards[f.shard]}"
             elif f.target.ndim != whole.ndim or not f.target.within(whole):
                 yield f"shard {f.shard} claims {f.target}, which is outside the array"
             elif not _same_elements(f.source, f.target):
-                yield f"{f.source} of shard {f.shard} cannot be {f.target} of the array: the shapes differ"
+                yield (
+                    f"{f.source} of shard {f.shard} cannot be {f.target} of the array: the shapes"
+                    " differ"
+                )
 
     def _overlaps(self) -> Iterable[str]:
         boxes, index = self._blocks
@@ -172,8 +208,9 @@ class ParamLayout:
                 for j in index.meeting(fragment.source):
                     if i < j:
                         yield (
-                            f"double claim: {fragment.source} and {fragments[j].source} of shard {shard} share "
-                            f"elements, for {fragment.target} and {fragments[j].target}"
+                            f"double claim: {fragment.source} and {fragments[j].source} of shard"
+                            f" {shard} share elements, for {fragment.target} and"
+                            f" {fragments[j].target}"
                         )
 
     def _missing_replicas(self) -> Iterable[str]:
@@ -185,13 +222,17 @@ class ParamLayout:
 
 
 def _same_elements(source: Box, target: Box) -> bool:
-    """Whether a box of a shard can be a box of the parameter: of its shape, or a flat range of its size."""
+    """Whether a box of a shard can be a box of the parameter: of its shape, or a flat range of
+    its size.
+    """
     is_flat_range = source.ndim == 1 and source.size == target.size
     return source.shape == target.shape or is_flat_range
 
 
 def _contiguous_run(hit: Box, within: Box) -> Box:
-    """The smallest block of `within` that holds `hit` and is one run of its elements in row-major order."""
+    """The smallest block of `within` that holds `hit` and is one run of its elements in
+    row-major order.
+    """
     start, stop = list(within.start), list(within.stop)
     for axis in range(hit.ndim):
         start[axis], stop[axis] = hit.start[axis], hit.stop[axis]
@@ -204,7 +245,9 @@ def _runs(hit: Box, within: Box) -> Iterable[Box]:
     """The elements of `hit` as the runs in which `within` has them in row-major order."""
     full = [a == b for a, b in zip(hit.shape, within.shape, strict=True)]
     axis = max((axis for axis, whole in enumerate(full) if not whole), default=0)
-    for place in itertools.product(*(range(a, b) for a, b in list(zip(hit.start, hit.stop, strict=True))[:axis])):
+    for place in itertools.product(
+        *(range(a, b) for a, b in list(zip(hit.start, hit.stop, strict=True))[:axis])
+    ):
         yield Box((*place, *hit.start[axis:]), (*(i + 1 for i in place), *hit.stop[axis:]))
 
 

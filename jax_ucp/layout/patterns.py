@@ -1,8 +1,8 @@
 """What people say about a parameter's shards; each pattern lowers to a `ParamLayout`.
 
 A closed family: every pattern is a special case of one geometry, so a new one is a small class with
-two methods of integer arithmetic. `join` goes from the shapes of the shards found to the layout of the
-parameter; `cut` from the shape of a parameter to the shapes its shards would have.
+two methods of integer arithmetic. `join` goes from the shapes of the shards found to the layout of
+the parameter; `cut` from the shape of a parameter to the shapes its shards would have.
 
 The UCP paper (arXiv 2406.18820, section 5.3.1) calls these Unique, Replicate, Partial (`Averaged`),
 Shard-V and Shard-H (`Sharded` on one axis), Shard-Hy (`Sharded` on several) and Shard-NC (`Fused`).
@@ -28,7 +28,9 @@ class Unique:
 
     def join(self, shards: Sequence[Shape]) -> ParamLayout:
         if len(shards) != 1:
-            raise LayoutError(f"Unique needs 1 shard, found {len(shards)}; declare Replicated if all are copies")
+            raise LayoutError(
+                f"Unique needs 1 shard, found {len(shards)}; declare Replicated if all are copies"
+            )
         return _copies(shards)
 
     def cut(self, shape: Shape, ranks: int) -> tuple[Shape, ...]:
@@ -79,7 +81,9 @@ class Sharded:
         if len(set(axes)) != len(axes) or not axes:
             raise LayoutError(f"Sharded needs one or several different axes, not {axes}")
         if (grid is None and len(axes) > 1) or (grid is not None and len(grid) != len(axes)):
-            raise LayoutError(f"Sharded on axes {axes} needs a grid of {len(axes)} sizes, not {grid}")
+            raise LayoutError(
+                f"Sharded on axes {axes} needs a grid of {len(axes)} sizes, not {grid}"
+            )
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "grid", grid)
 
@@ -87,7 +91,10 @@ class Sharded:
         grid = self._grid(len(shards))
         ndim = len(shards[0])
         if max(self.axes) >= ndim:
-            raise LayoutError(f"{self} does not fit shards of shape {shards[0]}: there is no axis {max(self.axes)}")
+            raise LayoutError(
+                f"{self} does not fit shards of shape {shards[0]}: there is no axis"
+                f" {max(self.axes)}"
+            )
         places = list(itertools.product(*map(range, grid)))
         edges = self._edges(grid, places, shards)
         shape = list(shards[0])
@@ -99,7 +106,10 @@ class Sharded:
             for k, axis in enumerate(self.axes):
                 target = _on_axis(target, axis, edges[k][place[k]], edges[k][place[k] + 1])
             if target.shape != shard:
-                raise LayoutError(f"{self}: shard {rank} has shape {shard} where its neighbours leave {target.shape}")
+                raise LayoutError(
+                    f"{self}: shard {rank} has shape {shard} where its neighbours leave"
+                    f" {target.shape}"
+                )
             if target.size:
                 fragments.append(Fragment(rank, Box.whole(shard), target))
         return ParamLayout(tuple(shape), tuple(shards), tuple(fragments))
@@ -134,7 +144,8 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Fused:
-    """Several arrays (`parts`) lie side by side along `axis` of the parameter, and each is cut by itself.
+    """Several arrays (`parts`) lie side by side along `axis` of the parameter, and each is cut by
+    itself.
 
     `parts` maps a name to the part's rows in the whole parameter, or to its rows on each rank where
     those differ. Each shard holds its share of every part, in order:
@@ -143,7 +154,8 @@ class Fused:
 
     A part named in `whole` is not cut: every rank holds all of it (k and v, when there are fewer KV
     heads than ranks). With `groups`, what is cut is Megatron's order, per query group q..q k v, in
-    contiguous ranges that may end inside a group; the parameter still has all q, then all k, then all v:
+    contiguous ranges that may end inside a group; the parameter still has all q, then all k, then
+    all v:
 
         # groups=2: q q k v q q k v      three ranks: q q k | v q | q k v
 
@@ -159,9 +171,16 @@ class Fused:
     def __post_init__(self):
         object.__setattr__(self, "whole", frozenset(self.whole))
         if stray := self.whole - set(self.parts):
-            raise LayoutError(f"Fused: whole names {sorted(stray)}, but the parts are {list(self.parts)}")
-        if self.groups is not None and (self.whole or any(not isinstance(n, int) for n in self.parts.values())):
-            raise LayoutError("Fused: parts that are whole, or have a size per rank, cannot be interleaved by groups")
+            raise LayoutError(
+                f"Fused: whole names {sorted(stray)}, but the parts are {list(self.parts)}"
+            )
+        if self.groups is not None and (
+            self.whole or any(not isinstance(n, int) for n in self.parts.values())
+        ):
+            raise LayoutError(
+                "Fused: parts that are whole, or have a size per rank, cannot be interleaved by"
+                " groups"
+            )
 
     def join(self, shards: Sequence[Shape]) -> ParamLayout:
         runs = [list(self._runs(rank, len(shards), shards)) for rank in range(len(shards))]
@@ -170,25 +189,32 @@ class Fused:
         fragments: list[Fragment] = []
         for rank, shard in enumerate(shards):
             if _without(shard, self.axis) != _without(shards[0], self.axis):
-                raise LayoutError(f"{self}: shard {rank} has shape {shard}, shard 0 has {shards[0]}")
+                raise LayoutError(
+                    f"{self}: shard {rank} has shape {shard}, shard 0 has {shards[0]}"
+                )
             need = sum(stop - start for start, stop in runs[rank])
             if need != shard[self.axis]:
                 raise LayoutError(
-                    f"{self} over {len(shards)} shards needs {need} rows on axis {self.axis} of shard {rank}, "
-                    f"which has shape {shard}. If a part is not cut on this axis, name it in `whole`."
+                    f"{self} over {len(shards)} shards needs {need} rows on axis {self.axis} of"
+                    f" shard {rank}, which has shape {shard}. If a part is not cut on this axis,"
+                    " name it in `whole`."
                 )
             at = 0
             for start, stop in runs[rank]:
                 source = _on_axis(Box.whole(shard), self.axis, at, at + stop - start)
                 if source.size:
-                    fragments.append(Fragment(rank, source, _on_axis(Box.whole(shape), self.axis, start, stop)))
+                    fragments.append(
+                        Fragment(rank, source, _on_axis(Box.whole(shape), self.axis, start, stop))
+                    )
                 at += stop - start
         return ParamLayout(tuple(shape), tuple(shards), tuple(fragments))
 
     def cut(self, shape: Shape, ranks: int) -> tuple[Shape, ...]:
         total = sum(self._rows().values())
         if shape[self.axis] != total:
-            raise LayoutError(f"{self}: the parts have {total} rows, but axis {self.axis} of {shape} has not")
+            raise LayoutError(
+                f"{self}: the parts have {total} rows, but axis {self.axis} of {shape} has not"
+            )
         if self.groups is not None:
             return Sharded(self.axis).cut(shape, ranks)
         shards: list[Shape] = []
@@ -219,11 +245,13 @@ class Fused:
             if size % ranks:
                 raise LayoutError(
                     f"{self}: {size} rows of {name} cannot be cut evenly over {ranks} ranks; "
-                    f"give its rows on each rank, or name it in `whole`"
+                    "give its rows on each rank, or name it in `whole`"
                 )
             return first + rank * size // ranks, first + (rank + 1) * size // ranks
         if len(size) != ranks:
-            raise LayoutError(f"{self}: {name} has rows for {len(size)} ranks, but there are {ranks} shards")
+            raise LayoutError(
+                f"{self}: {name} has rows for {len(size)} ranks, but there are {ranks} shards"
+            )
         return first + sum(size[:rank]), first + sum(size[: rank + 1])
 
     def _interleaved(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -249,8 +277,9 @@ class Fused:
 class Padded:
     """The shards form, by `pattern`, an array that is longer on `axis` than the parameter.
 
-    The parameter is the leading `size` rows; the rest, up to `padded`, belongs to no element (the rows
-    that Megatron adds to a vocabulary so that it divides). `padded` may be left out to join, not to cut.
+    The parameter is the leading `size` rows; the rest, up to `padded`, belongs to no element (the
+    rows that Megatron adds to a vocabulary so that it divides). `padded` may be left out to join,
+    not to cut.
 
     >>> Padded(Sharded(0), axis=0, size=101, padded=112).join([(56, 16), (56, 16)]).shape
     (101, 16)
@@ -264,12 +293,17 @@ class Padded:
     def join(self, shards: Sequence[Shape]) -> ParamLayout:
         layout = self.pattern.join(shards)
         if self.padded not in (None, layout.shape[self.axis]):
-            raise LayoutError(f"{self}: the shards have {layout.shape[self.axis]} rows on axis {self.axis}")
+            raise LayoutError(
+                f"{self}: the shards have {layout.shape[self.axis]} rows on axis {self.axis}"
+            )
         return layout.clip((*layout.shape[: self.axis], self.size, *layout.shape[self.axis + 1 :]))
 
     def cut(self, shape: Shape, ranks: int) -> tuple[Shape, ...]:
         if self.padded is None or shape[self.axis] != self.size:
-            raise LayoutError(f"{self}: cannot cut {shape}; it needs {self.size} rows and a `padded` to pad them to")
+            raise LayoutError(
+                f"{self}: cannot cut {shape}; it needs {self.size} rows and a `padded` to pad"
+                " them to"
+            )
         return self.pattern.cut((*shape[: self.axis], self.padded, *shape[self.axis + 1 :]), ranks)
 
 
@@ -282,11 +316,16 @@ def flat_layouts(
     """The layouts of parameters that lie one after another in a flat buffer cut into `partitions`.
 
     `partitions` are lengths in elements, one per rank; `gaps[name]` elements of padding follow that
-    parameter, and what the last one leaves of the buffer is padding too. A ZeRO-1/2 group is such a buffer.
+    parameter, and what the last one leaves of the buffer is padding too. A ZeRO-1/2 group is such a
+    buffer.
 
     >>> layouts = flat_layouts({"w": (5, 7), "b": (7,)}, [24, 24])
-    >>> [(f.shard, str(f.source), str(f.target)) for f in layouts["w"].fragments]
-    [(0, '[0:21]', '[0:3, 0:7]'), (0, '[21:24]', '[3:4, 0:3]'), (1, '[0:4]', '[3:4, 3:7]'), (1, '[4:11]', '[4:5, 0:7]')]
+    >>> for f in layouts["w"].fragments:
+    ...     print(f.shard, f.source, f.target)
+    0 [0:21] [0:3, 0:7]
+    0 [21:24] [3:4, 0:3]
+    1 [0:4] [3:4, 3:7]
+    1 [4:11] [4:5, 0:7]
     """
     edges = [0, *accumulate(partitions)]
     shards = tuple((n,) for n in partitions)
@@ -296,8 +335,8 @@ def flat_layouts(
         first, end = at, at + math.prod(shape)
         if end > edges[-1]:
             raise LayoutError(
-                f"{name}: ends at element {end} of the flat buffer, but the {len(partitions)} partitions hold "
-                f"{edges[-1]}; a partition is missing, or belongs to another run"
+                f"{name}: ends at element {end} of the flat buffer, but the {len(partitions)}"
+                f" partitions hold {edges[-1]}; a partition is missing, or belongs to another run"
             )
         fragments: list[Fragment] = []
         rank = max(0, bisect_right(edges, at) - 1)
@@ -314,12 +353,15 @@ def flat_layouts(
 
 
 def partitioned_layouts(shapes: Mapping[str, Shape], ranks: int) -> dict[str, ParamLayout]:
-    """The layouts of parameters of which each is cut into `ranks` equal flat pieces, padded at the end.
+    """The layouts of parameters of which each is cut into `ranks` equal flat pieces, padded at the
+    end.
 
-    Every rank's shard has its piece of each parameter, one after another. A ZeRO-3 sub-group is such a set of shards.
+    Every rank's shard has its piece of each parameter, one after another. A ZeRO-3 sub-group is
+    such a set of shards.
 
     >>> layouts = partitioned_layouts({"w": (5, 7), "b": (1,)}, 3)
-    >>> layouts["w"].shards, [(f.shard, str(f.source), str(f.target)) for f in layouts["b"].fragments]
+    >>> layouts["w"].shards, [(f.shard, str(f.source),
+    ...     str(f.target)) for f in layouts["b"].fragments]
     (((13,), (13,), (13,)), [(0, '[12:13]', '[0:1]')])
     """
     pieces = {name: -(-math.prod(shape) // ranks) for name, shape in shapes.items()}
@@ -342,7 +384,9 @@ def partitioned_layouts(shapes: Mapping[str, Shape], ranks: int) -> dict[str, Pa
 def _copies(shards: Sequence[Shape]) -> ParamLayout:
     for rank, shard in enumerate(shards):
         if shard != shards[0]:
-            raise LayoutError(f"shard {rank} has shape {shard}, but its replica, shard 0, has {shards[0]}")
+            raise LayoutError(
+                f"shard {rank} has shape {shard}, but its replica, shard 0, has {shards[0]}"
+            )
     if not shards:
         raise LayoutError("there are no shards")
     whole = Box.whole(shards[0])
@@ -359,4 +403,7 @@ def _without(shape: Shape, axis: int) -> Shape:
 
 
 def _on_axis(box: Box, axis: int, start: int, stop: int) -> Box:
-    return Box((*box.start[:axis], start, *box.start[axis + 1 :]), (*box.stop[:axis], stop, *box.stop[axis + 1 :]))
+    return Box(
+        (*box.start[:axis], start, *box.start[axis + 1 :]),
+        (*box.stop[:axis], stop, *box.stop[axis + 1 :]),
+    )

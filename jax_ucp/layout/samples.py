@@ -1,4 +1,6 @@
-"""Which elements of two copies are compared where comparing all of them would cost too much. Integers only."""
+"""Which elements of two copies are compared where comparing all of them would cost too much.
+Integers only.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from collections.abc import Sequence
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.box_index import BoxIndex
 
-# An array in one piece has so many runs, one in many pieces a run in each of them; a run has at most so many elements.
+# An array in one piece has so many runs, one in many pieces a run in each of them; a run has at
+# most so many elements.
 RUNS = 3
 RUN_ELEMENTS = 256
 # A block of no more is a run by itself: one read of all of it costs less than several of its parts.
@@ -18,10 +21,11 @@ SMALL_BLOCK = 1024
 def sample_boxes(*tilings: Sequence[Box]) -> list[Box]:
     """Runs of elements of an array, at least one inside each block of each tiling.
 
-    A tiling is the blocks in which one copy of the array is stored, so that no file of either copy is without a run.
-    Every run is a box of at most `RUN_ELEMENTS` elements that lie one after the other in its block, or a small block
-    itself. The last elements of every block of the first tiling are among them: what was shifted or cut short shows
-    there, even in an array of ones. Blocks without elements have no run.
+    A tiling is the blocks in which one copy of the array is stored, so that no file of either copy
+    is without a run. Every run is a box of at most `RUN_ELEMENTS` elements that lie one after the
+    other in its block, or a small block itself. The last elements of every block of the first
+    tiling are among them: what was shifted or cut short shows there, even in an array of ones.
+    Blocks without elements have no run.
 
     >>> [str(box) for box in sample_boxes([Box((0, 0), (1000, 64))])]
     ['[0:4, 0:64]', '[499:503, 0:64]', '[996:1000, 0:64]']
@@ -49,11 +53,15 @@ def _sample_boxes(tilings: tuple[tuple[Box, ...], ...]) -> tuple[Box, ...]:
 def _without_a_run(blocks: list[Box], runs: Sequence[Box]) -> list[Box]:
     """The blocks inside of which none of the runs lies."""
     index = BoxIndex(runs)
-    return [block for block in blocks if not any(runs[i].within(block) for i in index.meeting(block))]
+    return [
+        block for block in blocks if not any(runs[i].within(block) for i in index.meeting(block))
+    ]
 
 
 def _runs(block: Box, count: int) -> list[Box]:
-    """So many runs of a block, evenly spread: the first and the last elements are among them, or the last alone."""
+    """So many runs of a block, evenly spread: the first and the last elements are among them, or
+    the last alone.
+    """
     if block.size <= SMALL_BLOCK:
         return [block]
     last = block.size - 1
@@ -62,7 +70,8 @@ def _runs(block: Box, count: int) -> list[Box]:
 
 
 def _run_around(block: Box, place: int) -> Box:
-    """At most `RUN_ELEMENTS` elements, one after the other in the block, around the one at `place` in row-major order.
+    """At most `RUN_ELEMENTS` elements, one after the other in the block, around the one at `place`
+    in row-major order.
 
     It has whole rows where a row is shorter than that: then its axes after `axis` are whole.
     """

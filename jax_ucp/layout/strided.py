@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from jax_ucp.layout.axes import Component, Line
 from jax_ucp.layout.box import Box
 
-# A read fetches the smallest box around what it wants, as long as that is at most so many times as large;
-# what lies wider apart is fetched in several reads.
+# A read fetches the smallest box around what it wants, as long as that is at most so many times as
+# large; what lies wider apart is fetched in several reads.
 MOST_READ = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Where indices lie on one axis of an array: `offset + sum(stride * index[axis])`, outermost first."""
+    """Where indices lie on one axis of an array: `offset + sum(stride * index[axis])`, outermost
+    first.
+    """
 
     offset: int
     terms: tuple[tuple[int, int], ...] = ()
@@ -42,14 +44,18 @@ def hull(place: Place, box: Box) -> Box:
 
 
 def strides(place: Place, ndim: int) -> tuple[tuple[int, int], ...]:
-    """For each of `ndim` indices the axis of the array on which it runs, and its stride there in elements."""
+    """For each of `ndim` indices the axis of the array on which it runs, and its stride there in
+    elements.
+    """
     found = {axis: (dim, stride) for dim, run in enumerate(place) for axis, stride in run.terms}
     return tuple(found[axis] for axis in range(ndim))
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Elements to move: a box of indices, and the smallest boxes of the source and of the target around them."""
+    """Elements to move: a box of indices, and the smallest boxes of the source and of the target
+    around them.
+    """
 
     indices: Box
     source: Box
@@ -60,8 +66,8 @@ class Step:
 class Part:
     """Elements that array `array` of a source has in common with a target.
 
-    They have indices in the box of `sizes`; `source` and `target` say for every axis of the two arrays where
-    the element of an index lies. Both maps are one to one.
+    They have indices in the box of `sizes`; `source` and `target` say for every axis of the two
+    arrays where the element of an index lies. Both maps are one to one.
     """
 
     array: str
@@ -70,8 +76,9 @@ class Part:
     target: Place
 
     def steps(self, box: Box, limit: int) -> Iterator[Step]:
-        """How the elements in a box of the target are fetched: no read is more than `MOST_READ` times what is wanted
-        of it, nor, as far as whole rows of the source allow, more than `limit` elements.
+        """How the elements in a box of the target are fetched: no read is more than `MOST_READ`
+        times what is wanted of it, nor, as far as whole rows of the source allow, more than `limit`
+        elements.
         """
         for indices in self.inside(box):
             for piece in self._cut(indices, limit):
@@ -82,16 +89,23 @@ class Part:
         return Part(array, self.sizes, self.target, self.source)
 
     def chunk(self, source: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the smallest box of the target around what a chunk of that shape at the source's start holds."""
+        """The shape of the smallest box of the target around what a chunk of that shape at the
+        source's start holds.
+        """
         extents = {
-            axis: -(-n // stride) for n, run in zip(source, self.source, strict=True) for axis, stride in run.terms
+            axis: -(-n // stride)
+            for n, run in zip(source, self.source, strict=True)
+            for axis, stride in run.terms
         }
         stop = tuple(max(1, min(size, extents[axis])) for axis, size in enumerate(self.sizes))
         return hull(self.target, Box((0,) * len(stop), stop)).shape
 
     def inside(self, box: Box) -> Iterator[Box]:
         """The indices of the elements in a box of the target, as disjoint boxes."""
-        on_axes = [self._spans(run, a, b) for run, a, b in zip(self.target, box.start, box.stop, strict=True)]
+        on_axes = [
+            self._spans(run, a, b)
+            for run, a, b in zip(self.target, box.start, box.stop, strict=True)
+        ]
         for combination in itertools.product(*on_axes):
             spans: dict[int, tuple[int, int]] = {}
             for on_axis in combination:
@@ -100,14 +114,18 @@ class Part:
             yield Box(tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
 
     def _spans(self, run: Run, start: int, stop: int) -> list[dict[int, tuple[int, int]]]:
-        """The indices whose elements are in a range of one axis of the target: boxes, as a span for each index."""
+        """The indices whose elements are in a range of one axis of the target: boxes, as a span
+        for each index.
+        """
         axes = [axis for axis, _ in run.terms]
         steps = [(self.sizes[axis], stride) for axis, stride in run.terms]
         boxes = _within(steps, start - run.offset, stop - run.offset)
         return [dict(zip(axes, box, strict=True)) for box in boxes]
 
     def _cut(self, indices: Box, limit: int) -> Iterator[Box]:
-        """Boxes of indices whose elements lie close enough in the source to be read at once, in rows of it."""
+        """Boxes of indices whose elements lie close enough in the source to be read at once, in
+        rows of it.
+        """
         around = hull(self.source, indices).size
         if around > MOST_READ * indices.size:
             axis, step = self._widest(indices), 1
@@ -122,12 +140,20 @@ class Part:
             yield from self._cut(Box(tuple(start), tuple(stop)), limit)
 
     def _outermost(self, indices: Box) -> int | None:
-        """The axis that runs slowest on the first axis of the source, if it has more than one index there."""
-        axes = [axis for axis, _ in self.source[0].terms if indices.shape[axis] > 1] if self.source else []
+        """The axis that runs slowest on the first axis of the source, if it has more than one
+        index there.
+        """
+        axes = (
+            [axis for axis, _ in self.source[0].terms if indices.shape[axis] > 1]
+            if self.source
+            else []
+        )
         return axes[0] if axes else None
 
     def _widest(self, indices: Box) -> int:
-        """The axis with the widest gaps between its elements in the source, for what lies between."""
+        """The axis with the widest gaps between its elements in the source, for what lies
+        between.
+        """
         gaps: dict[int, float] = {}
         for run in self.source:
             reach = 1
@@ -139,8 +165,11 @@ class Part:
         return max(gaps, key=gaps.__getitem__)
 
 
-def _within(steps: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """The indices of nested axes, as (size, stride) outermost first, whose place is in `start <= place < stop`.
+def _within(
+    steps: Sequence[tuple[int, int]], start: int, stop: int
+) -> Iterator[tuple[tuple[int, int], ...]]:
+    """The indices of nested axes, as (size, stride) outermost first, whose place is in `start <=
+    place < stop`.
 
     They come as boxes, at most `2 * len(steps) - 1` of them.
     """
@@ -167,10 +196,17 @@ def _at(
         yield ((index, index + 1), *spans)
 
 
-def part(array: str, source: Component, target: Component, sizes: Mapping[str, int], fixed: Mapping[str, int]) -> Part:
+def part(
+    array: str,
+    source: Component,
+    target: Component,
+    sizes: Mapping[str, int],
+    fixed: Mapping[str, int],
+) -> Part:
     """The elements that two components with the same axes have in common.
 
-    `fixed` are indices of axes of which only one is meant: the layer, where each layer is an array of its own.
+    `fixed` are indices of axes of which only one is meant: the layer, where each layer is an array
+    of its own.
     """
     names = [name for line in target.lines for name, _ in line.terms if name not in fixed]
     order = {name: i for i, name in enumerate(names)}
@@ -184,12 +220,17 @@ def part(array: str, source: Component, target: Component, sizes: Mapping[str, i
 
 def _run(line: Line, order: Mapping[str, int], fixed: Mapping[str, int]) -> Run:
     at = sum(stride * fixed[name] for name, stride in line.terms if name in fixed)
-    return Run(line.offset + at, tuple((order[name], stride) for name, stride in line.terms if name in order))
+    return Run(
+        line.offset + at,
+        tuple((order[name], stride) for name, stride in line.terms if name in order),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class LeafLayout:
-    """A target array of `shape`, made of parts of source arrays. What no part has is padding: zeros."""
+    """A target array of `shape`, made of parts of source arrays. What no part has is padding:
+    zeros.
+    """
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
@@ -204,9 +245,9 @@ class LeafLayout:
 class LeafForm:
     """How parameters form a leaf: the parts of its layout are named by parameter.
 
-    `copies` are layouts that give the same leaf from other parameters, which are tied to the first. The value is
-    `x * scale + add`, or with `backwards` `(x - add) / scale`, and then cast to `dtype` if there is one. `rule`
-    is what people wrote.
+    `copies` are layouts that give the same leaf from other parameters, which are tied to the first.
+    The value is `x * scale + add`, or with `backwards` `(x - add) / scale`, and then cast to
+    `dtype` if there is one. `rule` is what people wrote.
     """
 
     layout: LeafLayout

@@ -1,22 +1,27 @@
 """The states of torch's optimizers as those of optax, found by their types, and back.
 
-An optax state is a tree of named tuples. Each type that is known here says of each of its fields what it holds: a
-moment of every parameter, the number of steps, zeros, or what the optimizer was made with. A type that is not known is
-refused: what it holds would be a guess. Positions do not count, so that `chain`, `masked`, `partition`,
-`inject_hyperparams` and `MultiSteps` may be nested in any way.
+An optax state is a tree of named tuples. Each type that is known here says of each of its fields
+what it holds: a moment of every parameter, the number of steps, zeros, or what the optimizer was
+made with. A type that is not known is refused: what it holds would be a guess. Positions do not
+count, so that `chain`, `masked`, `partition`, `inject_hyperparams` and `MultiSteps` may be nested
+in any way.
 
-Facts, by torch 2.13 (`torch/optim/adam.py`, `sgd.py`) and optax 0.2.8 (`optax/_src/transform.py`, `_accumulation.py`):
+Facts, by torch 2.13 (`torch/optim/adam.py`, `sgd.py`) and optax 0.2.8 (`optax/_src/transform.py`,
+`_accumulation.py`):
 
-- Adam, AdamW: `exp_avg`, `exp_avg_sq` are optax's `mu`, `nu`: both keep b * m + (1 - b) * g uncorrected. `step` is
-  optax's `count`: both count the updates done, and correct the bias of an update by that number and one. Torch adds
-  eps to the corrected root, which is optax's `eps`, not `eps_root`. Weight decay has no state in either; that of
-  torch's Adam is a term of the gradient, `chain(add_decayed_weights(...), scale_by_adam(...), ...)`.
-- SGD: `momentum_buffer` is optax's `trace`: both are decay * t + g, with or without Nesterov. With dampening torch's
-  is another sum, which is refused.
-- Lion (DeepSpeed's, `deepspeed/ops/lion`): `exp_avg` is optax's `mu`; its `count` is not used in an update.
-- AMSGrad: torch keeps the maximum of the second moments as they are, optax of the corrected ones. Refused.
-- A schedule of optax is asked for the count of updates done, which is torch's `last_epoch` of a scheduler that is
-  stepped with the optimizer.
+- Adam, AdamW: `exp_avg`, `exp_avg_sq` are optax's `mu`, `nu`: both keep b * m + (1 - b) * g
+  uncorrected. `step` is optax's `count`: both count the updates done, and correct the bias of an
+  update by that number and one. Torch adds eps to the corrected root, which is optax's `eps`, not
+  `eps_root`. Weight decay has no state in either; that of torch's Adam is a term of the gradient,
+  `chain(add_decayed_weights(...), scale_by_adam(...), ...)`.
+- SGD: `momentum_buffer` is optax's `trace`: both are decay * t + g, with or without Nesterov. With
+  dampening torch's is another sum, which is refused.
+- Lion (DeepSpeed's, `deepspeed/ops/lion`): `exp_avg` is optax's `mu`; its `count` is not used in an
+  update.
+- AMSGrad: torch keeps the maximum of the second moments as they are, optax of the corrected ones.
+  Refused.
+- A schedule of optax is asked for the count of updates done, which is torch's `last_epoch` of a
+  scheduler that is stepped with the optimizer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Whether what optax keeps in a ScaleByAdamState are Adam's moments.
 
-Adamax, Yogi and ADOPT keep other sums in a state of the same type, so that a checkpoint of Adam loads into them without
-a word. What an optimizer sums is found by asking it for one update from chosen moments.
+Adamax, Yogi and ADOPT keep other sums in a state of the same type, so that a checkpoint of Adam
+loads into them without a word. What an optimizer sums is found by asking it for one update from
+chosen moments.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ def rule_faults(tx: optax.GradientTransformation, params: Any) -> Iterator[str]:
     for role, names in others.items():
         if names:
             yield (
-                f"{few(names)}: tx keeps in a ScaleByAdamState what is no {role} of Adam, as optax's adamax, yogi and "
-                "adopt do; give the optimizer that was trained with"
+                f"{few(names)}: tx keeps in a ScaleByAdamState what is no {role} of Adam, as"
+                " optax's adamax, yogi and adopt do; give the optimizer that was trained with"
             )
 
 
 @dataclass(frozen=True)
 class _Answers:
-    """Moments after an update: from ones without a gradient, from zeros with one, with its double, and from zeros
-    beside large second moments."""
+    """Moments after an update: from ones without a gradient, from zeros with one, with its
+    double, and from zeros beside large second moments."""
 
     rest: Moments
     once: Moments
@@ -61,13 +62,17 @@ class _Answers:
     used: Moments
 
     def are_adams(self, role: str, param: str) -> bool:
-        """Whether a moment fades, grows as the gradient or its square, and the first whatever the second is."""
+        """Whether a moment fades, grows as the gradient or its square, and the first whatever
+        the second is.
+        """
         key = role, param
         once = self.once[key] or np.nan
         fades = self.rest[key] < 1
         if role == "exp_avg_sq":
             return fades and _is_about(self.twice[key] / once, 4)
-        return fades and _is_about(self.twice[key] / once, 2) and _is_about(self.used[key] / once, 1)
+        return (
+            fades and _is_about(self.twice[key] / once, 2) and _is_about(self.used[key] / once, 1)
+        )
 
 
 def _is_about(ratio: float, wanted: float) -> bool:
@@ -75,16 +80,22 @@ def _is_about(ratio: float, wanted: float) -> bool:
 
 
 class _Probe:
-    """An optimizer that is asked for updates of small arrays; `keys` are its moments of Adam's type."""
+    """An optimizer that is asked for updates of small arrays; `keys` are its moments of Adam's
+    type.
+    """
 
     def __init__(self, tx: optax.GradientTransformation, params: Any):
         self._tx, self._update = tx, jax.jit(tx.update)
-        self._params = jax.tree.map(lambda p: jnp.zeros([min(size, 2) for size in p.shape], jnp.float32), params)
+        self._params = jax.tree.map(
+            lambda p: jnp.zeros([min(size, 2) for size in p.shape], jnp.float32), params
+        )
         _, self._slots = slots_of(tx, self._params)
         self.keys = [(slot.role, slot.param) for slot in self._slots if _is_moment(slot)]
 
     def after(self, first: float, second: float, gradient: float) -> Moments:
-        """The moments after one update from these, which an optimizer makes that gathers gradients first, too."""
+        """The moments after one update from these, which an optimizer makes that gathers
+        gradients first, too.
+        """
         state = self._tx.init(self._params)
         leaves = zip(self._slots, jax.tree.leaves(state), strict=True)
         values = [_started(slot, leaf, first, second) for slot, leaf in leaves]
@@ -100,7 +111,11 @@ class _Probe:
 
     def _moments(self, state: Any) -> Moments:
         leaves = zip(self._slots, jax.tree.leaves(state), strict=True)
-        return {(slot.role, slot.param): float(jnp.ravel(leaf)[0]) for slot, leaf in leaves if _is_moment(slot)}
+        return {
+            (slot.role, slot.param): float(jnp.ravel(leaf)[0])
+            for slot, leaf in leaves
+            if _is_moment(slot)
+        }
 
 
 def _is_moment(slot: Slot) -> bool:

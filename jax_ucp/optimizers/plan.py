@@ -17,39 +17,51 @@ from jax.typing import DTypeLike
 from jax_ucp.errors import TreeMismatch, fault_lines
 from jax_ucp.metadata import Leaf, Path, leaf_names
 from jax_ucp.optimizers.adam_rule import rule_faults
-from jax_ucp.optimizers.slots import COUNT, GIVEN, STEP, ZEROS, Slot, few, is_array, param_leaves, slots_of
+from jax_ucp.optimizers.slots import (
+    COUNT,
+    GIVEN,
+    STEP,
+    ZEROS,
+    Slot,
+    few,
+    is_array,
+    param_leaves,
+    slots_of,
+)
 from jax_ucp.optimizers.values import Values
 from jax_ucp.optimizers.weight_decay import decay_faults
 from jax_ucp.sharding.fit import Rule
 from jax_ucp.sharding.restore import dealt_out, plan_restore, run_restore, shared_plan
 from jax_ucp.sharding.trees import empty_kind, walk
-from jax_ucp.storage.budget import DEFAULT_BUDGET
-from jax_ucp.storage.checks import Extent
-from jax_ucp.storage.contents import Contents
-from jax_ucp.storage.proved import ProvedReads
+from jax_ucp.sources.budget import DEFAULT_BUDGET
+from jax_ucp.sources.checks import Extent
+from jax_ucp.sources.contents import Contents
+from jax_ucp.sources.proved import ProvedReads
 
-Fate = Literal["mapped", "computed", "initial"]
+Status = Literal["mapped", "computed", "initial"]
 
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """Where the value of a leaf of an optax state comes from: a leaf of the checkpoint, or a constant."""
+    """Where the value of a leaf of an optax state comes from: a leaf of the checkpoint, or a
+    constant.
+    """
 
     slot: Slot
-    fate: Fate
+    status: Status
     reason: str
     value: Leaf | np.ndarray
 
     def __str__(self) -> str:
-        return f"{self.slot.label}: {self.fate}, {self.reason}"
+        return f"{self.slot.label}: {self.status}, {self.reason}"
 
 
 @dataclass(frozen=True)
 class OptimizerPlan:
     """An optax state out of a checkpoint, decided before any moment is read.
 
-    `filled` has every leaf; `left` has what the checkpoint holds for optimizers and no leaf takes, with the reason;
-    `step` is the number of updates done, where all parameters agree on it.
+    `filled` has every leaf; `left` has what the checkpoint holds for optimizers and no leaf takes,
+    with the reason; `step` is the number of updates done, where all parameters agree on it.
     """
 
     contents: Contents
@@ -73,25 +85,32 @@ class OptimizerPlan:
         verify: Extent = "sample",
         budget_bytes: int = DEFAULT_BUDGET,
     ) -> Any:
-        """The optax state. A moment lies as its parameter does, if the parameters of the plan had shardings.
+        """The optax state. A moment lies as its parameter does, if the parameters of the plan had
+        shardings.
 
-        Else it is placed on `mesh`, by `rules` on labels such as `0/mu/layers/kernel`, or on the one device that
-        `tx.init` would take. `cast=True` converts to the dtypes of the state. `share_reads` and `verify` are
-        those of `Checkpoint.restore`.
+        Else it is placed on `mesh`, by `rules` on labels such as `0/mu/layers/kernel`, or on the
+        one device that `tx.init` would take. `cast=True` converts to the dtypes of the state.
+        `share_reads` and `verify` are those of `Checkpoint.restore`.
 
-        Raises TreeMismatch where dtypes differ, or leaves have no place, CorruptData where bytes are not what was
-        written, or a file is no longer the one that was opened.
+        Raises TreeMismatch where dtypes differ, or leaves have no place, CorruptData where bytes
+        are not what was written, or a file is no longer the one that was opened.
         """
         names = leaf_names([one.slot.path for one in self.filled])
         named = dict(zip(names, map(_held, self.filled), strict=True))
         source = Values(self.contents.arrays, named)
         state = self.state if mesh else jax.tree.map(_on_a_device, self.state)
-        leaves = [Leaf(n.path, "", "empty", value=empty_kind(n.value)) for n in walk(state) if not is_array(n.value)]
+        leaves = [
+            Leaf(n.path, "", "empty", value=empty_kind(n.value))
+            for n in walk(state)
+            if not is_array(n.value)
+        ]
         for (name, info), one in zip(source.arrays().items(), self.filled, strict=True):
             leaves.append(Leaf(one.slot.path, name, "array", info.shape, info.dtype.name))
         plan = plan_restore(leaves, state, mesh=mesh, rules=rules, cast=cast)
         plan = shared_plan(plan, source.arrays()) if share_reads else plan
-        proofs = self.contents.proofs({one.value.name for one in self.filled if isinstance(one.value, Leaf)}, verify)
+        proofs = self.contents.proofs(
+            {one.value.name for one in self.filled if isinstance(one.value, Leaf)}, verify
+        )
         restored = run_restore(plan, source, budget_bytes, dealt_out(plan, proofs, verify))
         self.contents.files.require_unchanged()
         return restored
@@ -124,20 +143,31 @@ def plan_optimizer(
             faults.append(f"{slot.label}: {fault}")
     if faults:
         lines = fault_lines(faults)
-        raise TreeMismatch(f"{contents.path} does not fill the optimizer's state, in {len(faults)} places:\n  {lines}")
+        raise TreeMismatch(
+            f"{contents.path} does not fill the optimizer's state, in {len(faults)} places:\n "
+            f" {lines}"
+        )
     left = _left_states(stored, filled, steps.asked)
     return OptimizerPlan(contents, _placed(state, slots, params), filled, left, steps.common())
 
 
-_LEFT = {"max_exp_avg_sq": "torch keeps the maximum of uncorrected moments, which optax has no place for"}
+_LEFT = {
+    "max_exp_avg_sq": "torch keeps the maximum of uncorrected moments, which optax has no place for"
+}
 
 
-def _left_states(stored: Iterable[str], filled: Sequence[Filled], counts_steps: bool) -> dict[str, str]:
+def _left_states(
+    stored: Iterable[str], filled: Sequence[Filled], counts_steps: bool
+) -> dict[str, str]:
     """The states of the checkpoint that no leaf takes, with the reason."""
     used = {"param", *(str(one.value.path[0]) for one in filled if isinstance(one.value, Leaf))}
     if counts_steps:
         used.add(STEP)
-    return {name: _LEFT.get(name, "no state of this optimizer takes it") for name in stored if name not in used}
+    return {
+        name: _LEFT.get(name, "no state of this optimizer takes it")
+        for name in stored
+        if name not in used
+    }
 
 
 @dataclass
@@ -157,8 +187,13 @@ class _Steps:
         for param in params:
             param_of.setdefault(self._one(param), param)
         if len(param_of) > 1:
-            counts = ", ".join(f"{count} of {param}" for count, param in sorted(param_of.items())[:4])
-            raise TreeMismatch(f"one count stands for parameters whose steps differ: {counts}; partition the optimizer")
+            counts = ", ".join(
+                f"{count} of {param}" for count, param in sorted(param_of.items())[:4]
+            )
+            raise TreeMismatch(
+                f"one count stands for parameters whose steps differ: {counts}; partition the"
+                " optimizer"
+            )
         if not param_of:
             raise TreeMismatch("it counts the steps of no parameter")
         return next(iter(param_of))
@@ -171,7 +206,9 @@ class _Steps:
         return None if others else first
 
     def _one(self, param: str) -> int:
-        """The steps of a parameter as stored, or as given where none are stored; never two that differ."""
+        """The steps of a parameter as stored, or as given where none are stored; never two that
+        differ.
+        """
         if param not in self.stored:
             if self.given is None:
                 raise TreeMismatch(f"the checkpoint does not say the steps of {param}; give step=")
@@ -179,7 +216,9 @@ class _Steps:
         if param not in self.known:
             self.known[param] = self._stored_steps(self.stored[param])
         if self.given not in (None, self.known[param]):
-            raise TreeMismatch(f"step={self.given} was given, but {param} has done {self.known[param]}")
+            raise TreeMismatch(
+                f"step={self.given} was given, but {param} has done {self.known[param]}"
+            )
         return self.known[param]
 
     def _stored_steps(self, leaf: Leaf) -> int:
@@ -197,15 +236,24 @@ def _states(contents: Contents) -> dict[str, dict[str, Leaf]]:
             state, *parts = map(str, leaf.path)
             states[state]["/".join(parts)] = leaf
     if "param" not in states:
-        raise TreeMismatch(f"{contents.path} has no parameters below `param`: it is no import of a torch trainer")
+        raise TreeMismatch(
+            f"{contents.path} has no parameters below `param`: it is no import of a torch trainer"
+        )
     return dict(states)
 
 
-def _fill(slot: Slot, stored: Mapping[str, Mapping[str, Leaf]], steps: _Steps, given: Mapping[Path, Any]) -> Filled:
+def _fill(
+    slot: Slot, stored: Mapping[str, Mapping[str, Leaf]], steps: _Steps, given: Mapping[Path, Any]
+) -> Filled:
     """Where the value of a leaf comes from. Raises TreeMismatch where it comes from nowhere."""
     if slot.role == COUNT:
         count = steps.of(slot.covers)
-        return Filled(slot, "computed", f"{count} steps of {few(slot.covers)}", np.asarray(count, slot.value.dtype))
+        return Filled(
+            slot,
+            "computed",
+            f"{count} steps of {few(slot.covers)}",
+            np.asarray(count, slot.value.dtype),
+        )
     if slot.role == ZEROS:
         zeros = np.broadcast_to(np.zeros((), slot.value.dtype), slot.value.shape)
         return Filled(slot, "computed", "zeros: a checkpoint is saved between two updates", zeros)
@@ -222,7 +270,10 @@ def _moment(slot: Slot, stored: Mapping[str, Mapping[str, Leaf]]) -> Leaf:
     leaf = stored.get(slot.role, {}).get(slot.param)
     if leaf is not None:
         return leaf
-    own = ", ".join(state for state, leaves in stored.items() if slot.param in leaves) or "nothing of it"
+    own = (
+        ", ".join(state for state, leaves in stored.items() if slot.param in leaves)
+        or "nothing of it"
+    )
     why = "the trainer had another optimizer than tx, or its state was left out (see the notes)"
     if slot.role in stored:
         why = "a parameter that was not trained has none: mask it (optax.masked, optax.partition)"
@@ -240,16 +291,25 @@ def _unlike(params: Any, stored: Mapping[str, Leaf]) -> Iterator[str]:
         if leaf is None:
             yield f"{name}: a parameter of the model, but not of the checkpoint; map it first"
         elif leaf.shape != tuple(value.shape):
-            yield f"{name} has shape {tuple(value.shape)} in the model, {leaf.shape} in the checkpoint"
+            yield (
+                f"{name} has shape {tuple(value.shape)} in the model, {leaf.shape} in the"
+                " checkpoint"
+            )
 
 
 def _refusals(extras: Any) -> Iterator[str]:
     """What the parameter groups of the checkpoint say that optax has no equal of."""
     for key, value in _pairs(extras):
         if key == "dampening" and value:
-            yield f"the checkpoint was trained with dampening={value}: torch's momentum is another sum than optax's"
+            yield (
+                f"the checkpoint was trained with dampening={value}: torch's momentum is another"
+                " sum than optax's"
+            )
         elif key == "maximize" and value is True:
-            yield "the checkpoint was trained with maximize=True: its moments are those of the negated gradient"
+            yield (
+                "the checkpoint was trained with maximize=True: its moments are those of the"
+                " negated gradient"
+            )
 
 
 def _pairs(tree: Any) -> Iterator[tuple[str, Any]]:
@@ -262,8 +322,12 @@ def _pairs(tree: Any) -> Iterator[tuple[str, Any]]:
             yield from _pairs(value)
 
 
-def _given(tx: optax.GradientTransformation, params: Any, slots: Sequence[Slot]) -> dict[Path, np.ndarray]:
-    """What `tx.init` gives for leaves that do not depend on the parameters, such as hyperparameters."""
+def _given(
+    tx: optax.GradientTransformation, params: Any, slots: Sequence[Slot]
+) -> dict[Path, np.ndarray]:
+    """What `tx.init` gives for leaves that do not depend on the parameters, such as
+    hyperparameters.
+    """
     if not slots:
         return {}
     wanted = {slot.path for slot in slots}
@@ -277,13 +341,19 @@ def _given(tx: optax.GradientTransformation, params: Any, slots: Sequence[Slot])
 
 
 def _placed(state: Any, slots: Sequence[Slot], params: Any) -> Any:
-    """The abstract state with the shardings of the parameters; what is of no parameter is on all their devices."""
-    shardings = {name: getattr(value, "sharding", None) for name, value in param_leaves(params).items()}
+    """The abstract state with the shardings of the parameters; what is of no parameter is on all
+    their devices.
+    """
+    shardings = {
+        name: getattr(value, "sharding", None) for name, value in param_leaves(params).items()
+    }
     there = [sharding for sharding in shardings.values() if sharding is not None]
     named = [sharding for sharding in there if isinstance(sharding, NamedSharding)]
     everywhere = NamedSharding(named[0].mesh, PartitionSpec()) if named else next(iter(there), None)
     placed = [
-        jax.ShapeDtypeStruct(slot.value.shape, slot.value.dtype, sharding=shardings.get(slot.param, everywhere))
+        jax.ShapeDtypeStruct(
+            slot.value.shape, slot.value.dtype, sharding=shardings.get(slot.param, everywhere)
+        )
         for slot in slots
     ]
     return jax.tree.unflatten(jax.tree.structure(state), placed)

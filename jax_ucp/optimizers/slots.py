@@ -29,20 +29,27 @@ FIELDS: dict[type, dict[str, str]] = {
     },
     # A trainer saves between two updates, so that no gradients are being gathered.
     optax.MultiStepsState: {
-        **{"mini_step": ZEROS, "gradient_step": COUNT, "inner_opt_state": INNER, "acc_grads": ZEROS},
+        **{
+            "mini_step": ZEROS,
+            "gradient_step": COUNT,
+            "inner_opt_state": INNER,
+            "acc_grads": ZEROS,
+        },
         **{"skip_state": INNER},
     },
     optax.MaskedState: {"inner_state": INNER},
     optax.PartitionState: {"inner_states": INNER},
 }
 
-# Names of the fields that count; those of schedules inside inject_hyperparams are called as the others are.
+# Names of the fields that count; those of schedules inside inject_hyperparams are called as the
+# others are.
 _COUNTS = ("count", "gradient_step")
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A leaf of an optax state: what it holds, of which parameter, or of which parameters the steps count.
+    """A leaf of an optax state: what it holds, of which parameter, or of which parameters the steps
+    count.
 
     `owner` is the type of the state that has it in one of its fields.
     """
@@ -60,7 +67,9 @@ class Slot:
 
     @property
     def of_moments(self) -> bool:
-        """Whether the state that has it has moments too: its count is then that of their updates."""
+        """Whether the state that has it has moments too: its count is then that of their
+        updates.
+        """
         return any(role not in (COUNT, ZEROS, GIVEN, INNER) for role in FIELDS[self.owner].values())
 
 
@@ -81,7 +90,9 @@ def param_leaves(params: Any) -> dict[str, Any]:
 
 
 def name_of(path: Path) -> str:
-    """The parameter that a path says; Flax keeps an array in the attribute `value` of a variable."""
+    """The parameter that a path says; Flax keeps an array in the attribute `value` of a
+    variable.
+    """
     keys = path[:-1] if path and path[-1] == Key("attr", "value") else path
     return "/".join(map(str, keys))
 
@@ -99,8 +110,8 @@ def _visit(node: Any, path: Path, names: Collection[str]) -> Iterator[Slot]:
     if fields is None and _is_named(node) and jax.tree.leaves(node):
         known = ", ".join(sorted(kind.__name__ for kind in FIELDS))
         raise TreeMismatch(
-            f"{'/'.join(map(str, path))} is a {type(node).__name__}, and nothing says which state of torch it is; "
-            f"known are {known}"
+            f"{'/'.join(map(str, path))} is a {type(node).__name__}, and nothing says which state"
+            f" of torch it is; known are {known}"
         )
     for key, child in _children(node):
         role = fields[str(key)] if fields else INNER
@@ -110,13 +121,19 @@ def _visit(node: Any, path: Path, names: Collection[str]) -> Iterator[Slot]:
             yield from _field_slots(role, child, (*path, key), type(node), names)
 
 
-def _field_slots(role: str, field: Any, path: Path, owner: type, names: Collection[str]) -> Iterator[Slot]:
-    """The arrays in a field of a state, each of the parameter that its path below the field says, if any."""
+def _field_slots(
+    role: str, field: Any, path: Path, owner: type, names: Collection[str]
+) -> Iterator[Slot]:
+    """The arrays in a field of a state, each of the parameter that its path below the field
+    says, if any.
+    """
     for leaf in walk(field, path):
         if not is_array(leaf.value):
             continue
         if role == COUNT and name_of(leaf.path).rpartition("/")[2] not in _COUNTS:
-            raise TreeMismatch(f"{leaf.label} is a state of a schedule of its own, and nothing says what it holds")
+            raise TreeMismatch(
+                f"{leaf.label} is a state of a schedule of its own, and nothing says what it holds"
+            )
         param = name_of(leaf.path[len(path) :])
         if role in (COUNT, GIVEN) or param not in names:
             param = ""
@@ -129,7 +146,10 @@ def _children(node: Any) -> Iterator[tuple[Key, Any]]:
     elif _is_named(node):
         yield from ((Key("attr", key), getattr(node, key)) for key in type(node)._fields)
     elif isinstance(node, tuple | list):
-        yield from ((Key("list" if isinstance(node, list) else "tuple", i), child) for i, child in enumerate(node))
+        yield from (
+            (Key("list" if isinstance(node, list) else "tuple", i), child)
+            for i, child in enumerate(node)
+        )
 
 
 def _is_named(node: Any) -> bool:
@@ -141,7 +161,9 @@ def _with_covers(slot: Slot, slots: Sequence[Slot], names: Collection[str]) -> S
 
 
 def _covers(slot: Slot, slots: Sequence[Slot], names: Collection[str]) -> tuple[str, ...]:
-    """Whose steps a count is: of the parameters with moments in its own state, else in the states around it."""
+    """Whose steps a count is: of the parameters with moments in its own state, else in the
+    states around it.
+    """
     for depth in range(len(slot.path) - 1, -1, -1):
         around = slot.path[:depth]
         params = {other.param for other in slots if other.param and other.path[:depth] == around}

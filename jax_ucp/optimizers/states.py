@@ -1,4 +1,6 @@
-"""The optax state in a checkpoint of a JAX run as the states of torch's optimizers, each beside its parameter."""
+"""The optax state in a checkpoint of a JAX run as the states of torch's optimizers, each beside
+its parameter.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,21 @@ from jax_ucp.layout.box import Box
 from jax_ucp.layout.samples import sample_boxes
 from jax_ucp.metadata import Key, Leaf, Path, leaf_names, tree_of
 from jax_ucp.optimizers.adam_rule import rule_faults
-from jax_ucp.optimizers.slots import COUNT, GIVEN, STEP, ZEROS, Slot, few, is_array, param_leaves, slots_of
+from jax_ucp.optimizers.slots import (
+    COUNT,
+    GIVEN,
+    STEP,
+    ZEROS,
+    Slot,
+    few,
+    is_array,
+    param_leaves,
+    slots_of,
+)
 from jax_ucp.optimizers.values import Values
 from jax_ucp.sharding.trees import Node, walk
-from jax_ucp.storage.checks import Check, Extent, passed_on
-from jax_ucp.storage.contents import Contents, Fate, Item
+from jax_ucp.sources.checks import Check, Extent, passed_on
+from jax_ucp.sources.contents import Contents, Item, Status
 
 # Torch's own optimizers count in tensors of float32; Lion is DeepSpeed's, and counts in ints.
 _STEP_DTYPES: Mapping[type, DTypeLike] = {optax.ScaleByLionState: np.int32}
@@ -47,14 +59,17 @@ def torch_states(
     step: int | None = None,
     step_dtype: DTypeLike | None = None,
 ) -> Contents:
-    """The checkpoint of a JAX run as a tree `{state: {parameter: array}}`, which is that of an import.
+    """The checkpoint of a JAX run as a tree `{state: {parameter: array}}`, which is that of an
+    import.
 
-    The arguments, and what is refused, are those of `Checkpoint.torch_states`. Parameters and moments are the stored
-    arrays under other names; single numbers are read here, a few bytes each.
+    The arguments, and what is refused, are those of `Checkpoint.torch_states`. Parameters and
+    moments are the stored arrays under other names; single numbers are read here, a few bytes each.
     """
     run = _Run(contents)
     named = run.parameters(params, model)
-    tree = tree_of({path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in named.values()})
+    tree = tree_of(
+        {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in named.values()}
+    )
     with jax.enable_x64(run.wide(opt_state)):
         state, slots = slots_of(tx, tree if model is None else model)
         unlike = list(rule_faults(tx, tree if model is None else model))
@@ -70,7 +85,10 @@ def torch_states(
         "opt_state": opt_state,
         "step_dtype": None if step_dtype is None else str(np.dtype(step_dtype)),
     }
-    of = dict(contents.source) or {"format": contents.format, "name": os.path.basename(contents.path)}
+    of = dict(contents.source) or {
+        "format": contents.format,
+        "name": os.path.basename(contents.path),
+    }
     return replace(run.contents_with(named), source={**of, "torch_states": made})
 
 
@@ -94,28 +112,37 @@ class _Count:
     def beside(self) -> list[str]:
         """The parameters whose moments are in the same state."""
         around = self.slot.path[:-1]
-        return [slot.param for slot in self.slots if slot.param and slot.path[: len(around)] == around]
+        return [
+            slot.param for slot in self.slots if slot.param and slot.path[: len(around)] == around
+        ]
 
     @property
     def of_steps(self) -> bool:
-        """Whether it counts the updates of moments, which torch keeps as the steps of their parameters."""
+        """Whether it counts the updates of moments, which torch keeps as the steps of their
+        parameters.
+        """
         return self.slot.of_moments and bool(self.beside)
 
 
 class _Run:
-    """The leaves of a training run, each of which is taken, kept as an extra, or left for a reason."""
+    """The leaves of a training run, each of which is taken, kept as an extra, or left for a
+    reason.
+    """
 
     def __init__(self, contents: Contents):
         self.contents = contents
-        self.told: dict[Path, tuple[Fate, str]] = {}
-        self.made: dict[str, dict[str, _Made]] = defaultdict(dict)  # state -> name of a parameter -> array
+        self.told: dict[Path, tuple[Status, str]] = {}
+        # state -> name of a parameter -> array
+        self.made: dict[str, dict[str, _Made]] = defaultdict(dict)
         self.extras: dict[str, Any] = {}
         self.notes: list[str] = []
         self.zeros: list[Leaf] = []
         self.faults: list[str] = []
 
     def parameters(self, label: str, model: Any) -> dict[str, tuple[Path, Leaf]]:
-        """The parameters by name, with their paths below `label`: those of the model, or all that are there."""
+        """The parameters by name, with their paths below `label`: those of the model, or all
+        that are there.
+        """
         stored = self._stored_parameters(label)
         named = stored if model is None else self._parameters_of(model, stored, label)
         if not named:
@@ -126,8 +153,11 @@ class _Run:
 
     def _stored_parameters(self, label: str) -> dict[str, tuple[Path, Leaf]]:
         """All arrays below `label` by name, with their paths."""
-        arrays = {path: leaf for path, leaf in self._below(label).items() if path and _is_numeric(leaf)}
-        if all(len(path) > 1 and path[-1].name == "value" for path in arrays):  # the arrays of Flax's variables
+        arrays = {
+            path: leaf for path, leaf in self._below(label).items() if path and _is_numeric(leaf)
+        }
+        # the arrays of Flax's variables
+        if all(len(path) > 1 and path[-1].name == "value" for path in arrays):
             arrays = {path[:-1]: leaf for path, leaf in arrays.items()}
         named: dict[str, tuple[Path, Leaf]] = {}
         for path, leaf in arrays.items():
@@ -149,7 +179,9 @@ class _Run:
             named[name] = stored[name]
             shape = stored[name][1].shape
             if shape != tuple(value.shape):
-                self.faults.append(f"{name} has shape {tuple(value.shape)} in the model, {shape} in the checkpoint")
+                self.faults.append(
+                    f"{name} has shape {tuple(value.shape)} in the model, {shape} in the checkpoint"
+                )
         return named
 
     def wide(self, label: str) -> bool:
@@ -169,7 +201,9 @@ class _Run:
                 self.faults.append(f"{label}/{node.label}: {fault}")
             elif leaf is not None and is_array(node.value):
                 stored[node.path] = leaf
-        self.faults += [f"{leaf.label}: the checkpoint has it, the optimizer not" for leaf in left.values()]
+        self.faults += [
+            f"{leaf.label}: the checkpoint has it, the optimizer not" for leaf in left.values()
+        ]
         return stored
 
     def take(self, slot: Slot, leaf: Leaf, named: Mapping[str, object]) -> None:
@@ -182,8 +216,8 @@ class _Run:
                 self.zeros.append(leaf)
             elif number := self._number(leaf):
                 self.faults.append(
-                    f"{leaf.label} is {number}: gradients are being gathered, which torch keeps in no state. Save "
-                    "after an update, when it is 0"
+                    f"{leaf.label} is {number}: gradients are being gathered, which torch keeps in"
+                    " no state. Save after an update, when it is 0"
                 )
         elif slot.param not in named:
             self.faults.append(f"{leaf.label} is no {slot.role} of a parameter")
@@ -194,9 +228,15 @@ class _Run:
             self._make(slot.role, slot.param, leaf, leaf.name)
 
     def count(
-        self, slots: Sequence[Slot], stored: Mapping[Path, Leaf], step: int | None, step_dtype: DTypeLike | None
+        self,
+        slots: Sequence[Slot],
+        stored: Mapping[Path, Leaf],
+        step: int | None,
+        step_dtype: DTypeLike | None,
     ) -> None:
-        """The steps of parameters, from the counts beside their moments; the other counts must agree with them."""
+        """The steps of parameters, from the counts beside their moments; the other counts must
+        agree with them.
+        """
         counts = [_Count(slot, stored[slot.path], slots) for slot in slots if slot.role == COUNT]
         numbers = {count.slot.path: self._number(count.leaf) for count in counts}
         done: dict[str, tuple[int, str]] = {}  # by parameter: how many updates, and what says so
@@ -217,40 +257,57 @@ class _Run:
             # Where no moments are counted, as in SGD, a schedule is held against the next.
             done = dict.fromkeys(count.slot.covers, (number, count.leaf.label)) | done
 
-    def _take_steps(self, count: _Count, number: int, step: int | None, step_dtype: DTypeLike | None) -> None:
+    def _take_steps(
+        self, count: _Count, number: int, step: int | None, step_dtype: DTypeLike | None
+    ) -> None:
         """A count beside moments as the steps of their parameters."""
         leaf = count.leaf
         if step not in (None, number):
             self.faults.append(f"{leaf.label} counts {number} updates, but step={step} was given")
         value = np.asarray(number, step_dtype or _STEP_DTYPES.get(count.slot.owner, np.float32))
         if int(value) != number:
-            self.faults.append(f"{leaf.label} is {number}, which {value.dtype} does not hold; give step_dtype=")
+            self.faults.append(
+                f"{leaf.label} is {number}, which {value.dtype} does not hold; give step_dtype="
+            )
         for param in count.beside:
             self.made[STEP].setdefault(param, _Made(leaf, value))
         self.told[leaf.path] = "mapped", f"{STEP} of {few(count.beside)}"
 
-    def _compare(self, count: _Count, number: int, done: Mapping[str, tuple[int, str]], step: int | None) -> None:
-        """Keep a count as an extra, which should be that of the updates of all parameters it covers."""
+    def _compare(
+        self, count: _Count, number: int, done: Mapping[str, tuple[int, str]], step: int | None
+    ) -> None:
+        """Keep a count as an extra, which should be that of the updates of all parameters it
+        covers.
+        """
         leaf = count.leaf
         self._keep(leaf)
         known = {param: done[param] for param in count.slot.covers if param in done}
-        differ = [(param, updates, label) for param, (updates, label) in known.items() if updates != number]
+        differ = [
+            (param, updates, label)
+            for param, (updates, label) in known.items()
+            if updates != number
+        ]
         if not differ:
             return
         param, updates, label = differ[0]
         if step is None:
             self.faults.append(
-                f"{leaf.label} counts {number}, but {label} has {updates} updates of {param}. If they are to differ, "
-                f"as after a schedule was begun anew, give step={updates}"
+                f"{leaf.label} counts {number}, but {label} has {updates} updates of {param}. If"
+                f" they are to differ, as after a schedule was begun anew, give step={updates}"
             )
         else:
-            self.notes.append(f"{leaf.label} counts {number}, where {label} has {updates} updates: it is an extra only")
+            self.notes.append(
+                f"{leaf.label} counts {number}, where {label} has {updates} updates: it is an extra"
+                " only"
+            )
 
     def refuse(self, what: str) -> None:
         """Raises TreeMismatch with all faults there are."""
         if self.faults:
             lines = fault_lines(self.faults)
-            raise TreeMismatch(f"{self.contents.path}: {what}, in {len(self.faults)} places:\n  {lines}")
+            raise TreeMismatch(
+                f"{self.contents.path}: {what}, in {len(self.faults)} places:\n  {lines}"
+            )
 
     def contents_with(self, named: Mapping[str, tuple[Path, Leaf]]) -> Contents:
         """The checkpoint of what was taken."""
@@ -258,16 +315,21 @@ class _Run:
         for state, arrays in self.made.items():
             made |= {(Key("dict", state), *named[name][0]): array for name, array in arrays.items()}
         names = dict(zip(made, leaf_names(list(made)), strict=True))
-        view = Values(self.contents.arrays, {names[path]: array.value for path, array in made.items()})
+        view = Values(
+            self.contents.arrays, {names[path]: array.value for path, array in made.items()}
+        )
         infos = view.arrays()
         stored = {names[path]: array.stored for path, array in made.items()}
         self._leave_the_rest()
         self._note_stateless(named)
         return replace(
             self.contents,
-            leaves=[Leaf(path, n, "array", infos[n].shape, infos[n].dtype.name) for path, n in names.items()],
+            leaves=[
+                Leaf(path, n, "array", infos[n].shape, infos[n].dtype.name)
+                for path, n in names.items()
+            ],
             arrays=view,
-            account=list(self._account()),
+            inventory=list(self._inventory()),
             extras={**self.contents.extras, **({EXTRAS: self.extras} if self.extras else {})},
             notes=[*self.contents.notes, *self.notes],
             checks=partial(self._checks, stored),
@@ -280,7 +342,9 @@ class _Run:
         with_state = set(itertools.chain.from_iterable(states))
         bare = [name for name in named if name not in with_state]
         if bare:
-            self.notes.append(f"the optimizer has no state of {len(bare)} parameters, the first {bare[0]}")
+            self.notes.append(
+                f"the optimizer has no state of {len(bare)} parameters, the first {bare[0]}"
+            )
 
     def _checks(self, stored: Mapping[str, Leaf], extent: Extent) -> Iterator[Check]:
         """The proofs of the checkpoint, and that gradients which are left out are zeros."""
@@ -301,8 +365,12 @@ class _Run:
                 if "/".join(map(str, leaf.path[:depth])) == label:
                     found[leaf.path[depth:]] = leaf
         if not found:
-            top = ", ".join(dict.fromkeys(str(leaf.path[0]) for leaf in self.contents.leaves if leaf.path))
-            raise TreeMismatch(f"{self.contents.path} has nothing at {label}; it has {top or 'one leaf'}")
+            top = ", ".join(
+                dict.fromkeys(str(leaf.path[0]) for leaf in self.contents.leaves if leaf.path)
+            )
+            raise TreeMismatch(
+                f"{self.contents.path} has nothing at {label}; it has {top or 'one leaf'}"
+            )
         return found
 
     def _make(self, state: str, name: str, leaf: Leaf, value: str | np.ndarray) -> None:
@@ -326,23 +394,32 @@ class _Run:
                 self.told[leaf.path] = "skipped", "no parameter, and no state of the optimizer"
                 left.append(leaf)
         if left:
-            self.notes.append(f"{len(left)} arrays that are no parameters are left out, the first {left[0].label}")
+            self.notes.append(
+                f"{len(left)} arrays that are no parameters are left out, the first {left[0].label}"
+            )
 
-    def _account(self) -> Iterator[Item]:
-        """The account of the checkpoint with what became of each leaf."""
-        stored = {item.reason: item for item in self.contents.account if item.fate == "mapped"}
+    def _inventory(self) -> Iterator[Item]:
+        """The inventory of the checkpoint with what became of each leaf."""
+        stored = {item.reason: item for item in self.contents.inventory if item.status == "mapped"}
         for leaf in self.contents.leaves:
-            fate, reason = self.told[leaf.path]
-            bare = Item(leaf.label, f"{leaf.dtype} {list(leaf.shape)}" if leaf.has_array else leaf.kind, fate, reason)
-            yield replace(stored.get(leaf.label, bare), fate=fate, reason=reason)
-        yield from (item for item in self.contents.account if item.fate != "mapped")
+            status, reason = self.told[leaf.path]
+            bare = Item(
+                leaf.label,
+                f"{leaf.dtype} {list(leaf.shape)}" if leaf.has_array else leaf.kind,
+                status,
+                reason,
+            )
+            yield replace(stored.get(leaf.label, bare), status=status, reason=reason)
+        yield from (item for item in self.contents.inventory if item.status != "mapped")
 
     def _read(self, leaf: Leaf) -> np.ndarray:
         return np.asarray(self.contents.arrays.read(leaf.name, Box.whole(leaf.shape)))
 
     def _number(self, leaf: Leaf) -> int:
         if leaf.shape:
-            raise TreeMismatch(f"{leaf.label} has shape {leaf.shape}: it is not one number, as of one optimizer")
+            raise TreeMismatch(
+                f"{leaf.label} has shape {leaf.shape}: it is not one number, as of one optimizer"
+            )
         return int(self._read(leaf))
 
     def _not_zero(self, leaf: Leaf, extent: Extent) -> str | None:
@@ -358,7 +435,9 @@ def _is_numeric(leaf: Leaf) -> bool:
 
 
 def _names(path: Path) -> Iterator[tuple[str, ...]]:
-    """How a leaf of an optimizer's state may be called: Flax keeps arrays in the attribute `value` of variables."""
+    """How a leaf of an optimizer's state may be called: Flax keeps arrays in the attribute
+    `value` of variables.
+    """
     names = tuple(map(str, path))
     yield names
     yield names[:-1] if path and path[-1] == Key("attr", "value") else (*names, "value")
@@ -371,7 +450,9 @@ def _difference(node: Node, leaf: Leaf | None, has_structure: bool) -> str | Non
         return "the optimizer has it, the checkpoint not" if is_needed else None
     stored = f"{leaf.dtype} {leaf.shape}" if leaf.has_array else leaf.kind
     if not is_array(node.value):
-        return f"the optimizer has no array there, the checkpoint {stored}" if leaf.has_array else None
+        return (
+            f"the optimizer has no array there, the checkpoint {stored}" if leaf.has_array else None
+        )
     wanted = f"{node.value.dtype} {tuple(node.value.shape)}"
     return None if wanted == stored else f"the optimizer has {wanted}, the checkpoint {stored}"
 
@@ -382,4 +463,6 @@ def _json(value: Any) -> Any:
         return [_json(item) for item in value]
     if isinstance(value, complex):
         return {"!complex": [value.real, value.imag]}
-    return {"!float": repr(value)} if isinstance(value, float) and not math.isfinite(value) else value
+    return (
+        {"!float": repr(value)} if isinstance(value, float) and not math.isfinite(value) else value
+    )

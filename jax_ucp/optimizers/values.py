@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jax_ucp.layout.box import Box
-from jax_ucp.storage.gather import read_into
-from jax_ucp.storage.source import ArrayInfo, ArraySource
+from jax_ucp.sources.gather import read_into
+from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 
 
 class Values:

@@ -27,7 +27,9 @@ def index_box(index: Sequence[slice], shape: Sequence[int]) -> Box:
 
 @functools.lru_cache(maxsize=1024)
 def device_boxes(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[Box, list[Device]]:
-    """The distinct boxes this process needs, each with its devices that hold it: replicas share one read."""
+    """The distinct boxes this process needs, each with its devices that hold it: replicas share
+    one read.
+    """
     found: defaultdict[Box, list[Device]] = defaultdict(list)
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         found[index_box(index or (), shape)].append(device)
@@ -41,7 +43,9 @@ def process_hull(sharding: Sharding, shape: tuple[int, ...]) -> Box:
 
 
 @functools.lru_cache(maxsize=1024)
-def process_boxes(sharding: Sharding, shape: tuple[int, ...], processes: int) -> Sequence[frozenset[Box]]:
+def process_boxes(
+    sharding: Sharding, shape: tuple[int, ...], processes: int
+) -> Sequence[frozenset[Box]]:
     """The distinct boxes that each process holds, by process."""
     held: list[set[Box]] = [set() for _ in range(processes)]
     for device, index in sharding.devices_indices_map(shape).items():
@@ -51,7 +55,9 @@ def process_boxes(sharding: Sharding, shape: tuple[int, ...], processes: int) ->
 
 @functools.lru_cache(maxsize=1024)
 def saved_sharding(sharding: Sharding) -> SavedSharding | None:
-    """What is worth saving of a sharding: mesh axes and spec of a NamedSharding; nothing of any other."""
+    """What is worth saving of a sharding: mesh axes and spec of a NamedSharding; nothing of any
+    other.
+    """
     if not isinstance(sharding, NamedSharding):
         return None
     mesh = sharding.mesh

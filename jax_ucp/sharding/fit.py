@@ -28,7 +28,8 @@ class Fit:
 
 
 def fit_spec(spec: Sequence[Axes], shape: Sequence[int], mesh: Mapping[str, int]) -> Fit:
-    """The spec on a mesh of named axis sizes: axes that are gone, used twice, or do not divide are dropped.
+    """The spec on a mesh of named axis sizes: axes that are gone, used twice, or do not divide are
+    dropped.
 
     Of several axes on one dimension the last are dropped first, since those before it still divide.
 
@@ -53,11 +54,15 @@ def fit_spec(spec: Sequence[Axes], shape: Sequence[int], mesh: Mapping[str, int]
                 used.add(name)
         fitted.append(tuple(kept) if len(kept) > 1 else next(iter(kept), None))
     for axes in spec[len(shape) :]:
-        notes += [f"{name} is dropped: the array has only {len(shape)} axes" for name in _names(axes)]
+        notes += [
+            f"{name} is dropped: the array has only {len(shape)} axes" for name in _names(axes)
+        ]
     return Fit(tuple(fitted), tuple(notes))
 
 
-def _misfit(n: int, kept: Sequence[str], name: str, mesh: Mapping[str, int], used: Collection[str]) -> str | None:
+def _misfit(
+    n: int, kept: Sequence[str], name: str, mesh: Mapping[str, int], used: Collection[str]
+) -> str | None:
     """Why an axis of `n` elements, cut over the mesh axes `kept`, cannot be cut over `name` too."""
     if name not in mesh:
         return "the mesh has no such axis"
@@ -77,8 +82,8 @@ def check_rules(rules: Sequence[Rule]) -> None:
                 pattern = ""
             case _:
                 raise ValueError(
-                    f"the rule {rule!r:.120} is no pair of a regular expression and a PartitionSpec, or of a logical "
-                    "axis and mesh axes"
+                    f"the rule {rule!r:.120} is no pair of a regular expression and a"
+                    " PartitionSpec, or of a logical axis and mesh axes"
                 )
         try:
             re.compile(pattern)
@@ -86,7 +91,7 @@ def check_rules(rules: Sequence[Rule]) -> None:
             raise ValueError(f"the rule {pattern!r} is no regular expression: {error}") from None
 
 
-def idle_rules(rules: Sequence[Rule], leaves: Sequence[Leaf]) -> list[str]:
+def unused_rules(rules: Sequence[Rule], leaves: Sequence[Leaf]) -> list[str]:
     """What to say of each rule that applies to no leaf."""
     labels = [leaf.label for leaf in leaves if leaf.has_array]
     logical = _logical_names(leaves)
@@ -96,7 +101,9 @@ def idle_rules(rules: Sequence[Rule], leaves: Sequence[Leaf]) -> list[str]:
         if is_on_labels and not any(re.search(name, label) for label in labels):
             idle.append(f"the rule {name!r} matches no leaf")
         if not is_on_labels and name not in logical:
-            idle.append(f"no leaf has the logical axis {name!r}; a rule on labels has a PartitionSpec")
+            idle.append(
+                f"no leaf has the logical axis {name!r}; a rule on labels has a PartitionSpec"
+            )
     return idle
 
 
@@ -110,8 +117,8 @@ def _names(axes: Axes) -> tuple[str, ...]:
 
 
 def wanted_spec(leaf: Leaf, rules: Sequence[Rule] = ()) -> tuple[Axes, ...]:
-    """The spec asked for: by the first rule on the leaf's label, else by rules on its logical axes, else the
-    spec it was saved with; replicated where there is none of these.
+    """The spec asked for: by the first rule on the leaf's label, else by rules on its logical axes,
+    else the spec it was saved with; replicated where there is none of these.
     """
     for spec in (_by_label(leaf, rules), _by_axes(leaf, rules)):
         if spec is not None:
@@ -125,7 +132,9 @@ def fit_axes(leaf: Leaf, mesh: Mapping[str, int], rules: Sequence[Rule] = ()) ->
     return fit_spec(wanted_spec(leaf, rules), shape, mesh)
 
 
-def fit_leaf(leaf: Leaf, mesh: Mesh, rules: Sequence[Rule] = ()) -> tuple[NamedSharding, tuple[str, ...]]:
+def fit_leaf(
+    leaf: Leaf, mesh: Mesh, rules: Sequence[Rule] = ()
+) -> tuple[NamedSharding, tuple[str, ...]]:
     """The sharding of a leaf on `mesh`, and notes of what had to be given up."""
     fit = fit_axes(leaf, dict(mesh.shape), rules)
     return NamedSharding(mesh, PartitionSpec(*fit.spec)), fit.notes

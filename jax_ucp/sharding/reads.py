@@ -1,4 +1,6 @@
-"""What each host of a mesh would read of a checkpoint, counted and not done: integers, no devices, any size of mesh."""
+"""What each host of a mesh would read of a checkpoint, counted and not done: integers, no
+devices, any size of mesh.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from jax_ucp.layout.blocks import Chunks, chunk_shapes, writer_cells
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.metadata import Axes, Leaf
-from jax_ucp.sharding.fit import ON_DEVICES, Fit, Rule, check_rules, fit_axes, idle_rules
-from jax_ucp.storage.contents import Contents
+from jax_ucp.sharding.fit import ON_DEVICES, Fit, Rule, check_rules, fit_axes, unused_rules
+from jax_ucp.sources.contents import Contents
 
 MAX_DEVICES = 1 << 24  # a plan takes memory for each
 
@@ -25,7 +27,8 @@ MAX_DEVICES = 1 << 24  # a plan takes memory for each
 class HostMesh:
     """A mesh that need not be there: its axes in order, and by how many hosts its devices are held.
 
-    Devices are in row-major order of the axes, and each host has as many as any other, the first ones first.
+    Devices are in row-major order of the axes, and each host has as many as any other, the first
+    ones first.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -39,8 +42,12 @@ class HostMesh:
         """
         sizes = mesh.shape if isinstance(mesh, Mesh | AbstractMesh) else mesh
         if not isinstance(sizes, Mapping):
-            raise ValueError(f"mesh={mesh!r:.80} should be a mesh of JAX, or the sizes of its axes by name")
-        axes = tuple((str(name), whole_number(f"the mesh axis {name}", size)) for name, size in sizes.items())
+            raise ValueError(
+                f"mesh={mesh!r:.80} should be a mesh of JAX, or the sizes of its axes by name"
+            )
+        axes = tuple(
+            (str(name), whole_number(f"the mesh axis {name}", size)) for name, size in sizes.items()
+        )
         devices = math.prod(size for _, size in axes)
         if devices > MAX_DEVICES:
             raise ValueError(f"a mesh of {devices} devices; at most {MAX_DEVICES} are planned for")
@@ -63,10 +70,11 @@ class HostMesh:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How an array lies on disk, and the spec that it is read onto, which fits the mesh as `fit_spec` makes it.
+    """How an array lies on disk, and the spec that it is read onto, which fits the mesh as
+    `fit_spec` makes it.
 
-    An element costs the reading of its inner chunk. Outer chunks are files, unless `pieces` say which blocks of the
-    array lie in which files.
+    An element costs the reading of its inner chunk. Outer chunks are files, unless `pieces` say
+    which blocks of the array lie in which files.
     """
 
     shape: Shape
@@ -78,11 +86,12 @@ class Stored:
 
 @dataclass(frozen=True)
 class HostReads:
-    """By host: bytes of the distinct boxes it needs, bytes of the chunks that hold them, each once, and files opened.
+    """By host: bytes of the distinct boxes it needs, bytes of the chunks that hold them, each once,
+    and files opened.
 
-    Checksums and indices, less than 0.1 % of chunks of 64 KiB, are not counted. Of an array that is not stored in
-    chunks the bytes wanted are counted; files that are mapped are read by the system in whole pages. `notes` say what
-    the mesh does not have of saved specs and rules.
+    Checksums and indices, less than 0.1 % of chunks of 64 KiB, are not counted. Of an array that is
+    not stored in chunks the bytes wanted are counted; files that are mapped are read by the system
+    in whole pages. `notes` say what the mesh does not have of saved specs and rules.
     """
 
     needed: np.ndarray
@@ -127,7 +136,8 @@ def planned_reads(arrays: Iterable[Stored], mesh: HostMesh) -> HostReads:
 def checkpoint_reads(contents: Contents, mesh: HostMesh, rules: Sequence[Rule] = ()) -> HostReads:
     """The reads of a restore of any checkpoint onto a mesh, by its saved specs and the rules.
 
-    Of replicas the one that is read, the first, is counted. Raises ValueError for a rule that cannot be meant.
+    Of replicas the one that is read, the first, is counted. Raises ValueError for a rule that
+    cannot be meant.
     """
     check_rules(rules)
     infos = contents.arrays.arrays()
@@ -136,8 +146,11 @@ def checkpoint_reads(contents: Contents, mesh: HostMesh, rules: Sequence[Rule] =
         info, pieces = infos[leaf.name], contents.where(leaf)
         spec = planned_fit(leaf, mesh, rules).spec
         inner = info.chunk or (1,) * len(leaf.shape)
-        if pieces and not any(piece.item for piece in pieces):  # files of a grid, of which the first is whole
-            return Stored(leaf.shape, info.dtype.itemsize, Chunks(pieces[0].target.shape, inner), spec)
+        # files of a grid, of which the first is whole
+        if pieces and not any(piece.item for piece in pieces):
+            return Stored(
+                leaf.shape, info.dtype.itemsize, Chunks(pieces[0].target.shape, inner), spec
+            )
         first = {piece.target: piece.file for piece in reversed(pieces)}
         files = tuple((file, box) for box, file in first.items())
         return Stored(leaf.shape, info.dtype.itemsize, Chunks(leaf.shape, inner), spec, files)
@@ -147,24 +160,36 @@ def checkpoint_reads(contents: Contents, mesh: HostMesh, rules: Sequence[Rule] =
 
 
 def planned_fit(leaf: Leaf, mesh: HostMesh, rules: Sequence[Rule] = ()) -> Fit:
-    """The spec of a leaf in a restore without target. A value of the host program is whole in every process."""
+    """The spec of a leaf in a restore without target. A value of the host program is whole in
+    every process.
+    """
     return fit_axes(leaf, mesh.sizes, rules) if leaf.kind in ON_DEVICES else Fit(())
 
 
 def fit_notes(leaves: Sequence[Leaf], mesh: HostMesh, rules: Sequence[Rule] = ()) -> list[str]:
     """Each way in which a leaf is not placed as asked for, and each rule that applies to none."""
-    notes = [f"{leaf.label}: {n}" for leaf in leaves if leaf.has_array for n in planned_fit(leaf, mesh, rules).notes]
-    return notes + idle_rules(rules, leaves)
+    notes = [
+        f"{leaf.label}: {n}"
+        for leaf in leaves
+        if leaf.has_array
+        for n in planned_fit(leaf, mesh, rules).notes
+    ]
+    return notes + unused_rules(rules, leaves)
 
 
-def mesh_cells(leaves: Iterable[Leaf], mesh: HostMesh, rules: Sequence[Rule] = ()) -> dict[str, Shape]:
-    """By name of an array, the block that one host writes in a save from the mesh, which no chunk crosses.
+def mesh_cells(
+    leaves: Iterable[Leaf], mesh: HostMesh, rules: Sequence[Rule] = ()
+) -> dict[str, Shape]:
+    """By name of an array, the block that one host writes in a save from the mesh, which no chunk
+    crosses.
 
     Raises ValueError for a rule that cannot be meant.
     """
     check_rules(rules)
     return {
-        leaf.name: planned_cell(leaf.shape, np.dtype(leaf.dtype).itemsize, planned_fit(leaf, mesh, rules).spec, mesh)
+        leaf.name: planned_cell(
+            leaf.shape, np.dtype(leaf.dtype).itemsize, planned_fit(leaf, mesh, rules).spec, mesh
+        )
         for leaf in leaves
         if leaf.has_array
     }
@@ -172,11 +197,15 @@ def mesh_cells(leaves: Iterable[Leaf], mesh: HostMesh, rules: Sequence[Rule] = (
 
 @functools.lru_cache(maxsize=1024)
 def planned_cell(shape: Shape, itemsize: int, spec: tuple[Axes, ...], mesh: HostMesh) -> Shape:
-    """The block of an array that one host writes in a save from the mesh, as `writer_cells` has it."""
+    """The block of an array that one host writes in a save from the mesh, as `writer_cells` has
+    it.
+    """
     corners = np.concatenate(_bounds(shape, spec, mesh), axis=1).tolist()
     boxes = [Box(tuple(row[: len(shape)]), tuple(row[len(shape) :])) for row in corners]
     step = mesh.devices_per_host
-    return writer_cells(shape, itemsize, [set(boxes[at : at + step]) for at in range(0, len(boxes), step)]).shape
+    return writer_cells(
+        shape, itemsize, [set(boxes[at : at + step]) for at in range(0, len(boxes), step)]
+    ).shape
 
 
 @functools.lru_cache(maxsize=1024)
@@ -186,8 +215,12 @@ def planned_chunks(shape: Shape, itemsize: int, spec: tuple[Axes, ...], mesh: Ho
 
 
 @functools.lru_cache(maxsize=1024)
-def _reads(shape: Shape, itemsize: int, chunks: Chunks, spec: tuple[Axes, ...], mesh: HostMesh) -> np.ndarray:
-    """Rows needed, read and outer chunks, by host, of one array: many arrays of a model are alike."""
+def _reads(
+    shape: Shape, itemsize: int, chunks: Chunks, spec: tuple[Axes, ...], mesh: HostMesh
+) -> np.ndarray:
+    """Rows needed, read and outer chunks, by host, of one array: many arrays of a model are
+    alike.
+    """
     start, stop = _bounds(shape, spec, mesh)
     inner, outer = np.maximum(chunks.inner, 1), np.maximum(chunks.outer, 1)
     return np.array(
@@ -221,18 +254,24 @@ def _touched(mesh: HostMesh, start: np.ndarray, stop: np.ndarray, unit: np.ndarr
 
 
 def touched_units(
-    groups: Sequence[np.ndarray], start: np.ndarray, stop: np.ndarray, unit: Sequence[int] | np.ndarray
+    groups: Sequence[np.ndarray],
+    start: np.ndarray,
+    stop: np.ndarray,
+    unit: Sequence[int] | np.ndarray,
 ) -> np.ndarray:
     """By group, how many blocks of a grid of `unit` its boxes touch, each block once.
 
-    A group is the numbers of its boxes, at least one; `start` and `stop` are by box and axis, and no box is empty.
+    A group is the numbers of its boxes, at least one; `start` and `stop` are by box and axis, and
+    no box is empty.
     """
     first, last = start // unit, -(-stop // unit)
     found = np.empty(len(groups), np.int64)
     known: dict[bytes, int] = {}  # groups whose boxes lie alike, but elsewhere, touch as many
     for i, here in enumerate(groups):
         origin = first[here].min(axis=0)
-        boxes = np.unique(np.concatenate([first[here] - origin, last[here] - origin], axis=1), axis=0)
+        boxes = np.unique(
+            np.concatenate([first[here] - origin, last[here] - origin], axis=1), axis=0
+        )
         key = boxes.tobytes()
         if key not in known:
             known[key] = _union(boxes)
@@ -263,4 +302,6 @@ def _opened(array: Stored, mesh: HostMesh) -> np.ndarray:
     low = np.array([box.start for _, box in array.pieces], np.int64)
     high = np.array([box.stop for _, box in array.pieces], np.int64)
     meets = np.all((start < high) & (stop > low), axis=2)
-    return np.array([meets[devices].any(axis=0) for devices in np.split(of_device.ravel(), mesh.hosts)])
+    return np.array(
+        [meets[devices].any(axis=0) for devices in np.split(of_device.ravel(), mesh.hosts)]
+    )

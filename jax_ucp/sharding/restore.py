@@ -1,4 +1,6 @@
-"""Leaves of any source onto any mesh: a placement for each leaf first, then one read for each distinct box."""
+"""Leaves of any source onto any mesh: a placement for each leaf first, then one read for each
+distinct box.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,14 @@ from jax_ucp.layout.blocks import SMALL_BYTES
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Axes, Leaf, tree_of
 from jax_ucp.sharding.boxes import Device, device_boxes, process_hull
-from jax_ucp.sharding.fit import ON_DEVICES, Rule, check_rules, fit_leaf, idle_rules
-from jax_ucp.sharding.landing import Landing, Wanted, landing
+from jax_ucp.sharding.fit import ON_DEVICES, Rule, check_rules, fit_leaf, unused_rules
+from jax_ucp.sharding.output_buffers import OutputBuffer, ReadRequest, landing
 from jax_ucp.sharding.share import Read, SharedRead, read_together, shared_read
 from jax_ucp.sharding.trees import Node, fill, key_dtype, kind_of, match, narrowed
-from jax_ucp.storage.budget import DEFAULT_BUDGET, run_bounded, threads
-from jax_ucp.storage.checks import Check, Extent, require
-from jax_ucp.storage.gather import BLOCK_BYTES
-from jax_ucp.storage.source import ArrayInfo, ArraySource
+from jax_ucp.sources.budget import DEFAULT_BUDGET, run_bounded, threads
+from jax_ucp.sources.checks import Check, Extent, require
+from jax_ucp.sources.gather import BLOCK_BYTES
+from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 
 log = logging.getLogger("jax_ucp")
 
@@ -37,8 +39,9 @@ log = logging.getLogger("jax_ucp")
 class Placement:
     """Where a leaf goes and as what: on devices by `sharding`, or on the host as `kind` says.
 
-    `dtype` is that of the result. `notes` tell each way in which the sharding is not the one asked for. `shared` says
-    which pieces this process reads of an array whose reading it shares with others.
+    `dtype` is that of the result. `notes` tell each way in which the sharding is not the one asked
+    for. `shared` says which pieces this process reads of an array whose reading it shares with
+    others.
     """
 
     leaf: Leaf
@@ -49,7 +52,9 @@ class Placement:
     shared: SharedRead | None = None
 
     def boxes(self) -> Mapping[Box, Sequence[Device]]:
-        """The distinct boxes of the stored array that this process reads, each with the devices that get it."""
+        """The distinct boxes of the stored array that this process reads, each with the devices
+        that get it.
+        """
         if self.shared is not None:
             return self.shared.boxes()
         if self.sharding is None:
@@ -64,7 +69,7 @@ class RestorePlan:
     placements: Sequence[Placement]
     target: Any = None
     nodes: Sequence[Node] = ()
-    idle_rules: Sequence[str] = ()
+    unused_rules: Sequence[str] = ()
 
     def __getitem__(self, label: str) -> Placement:
         """The placement of the leaf with this label."""
@@ -75,15 +80,19 @@ class RestorePlan:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes this process reads: every distinct box once, and its own pieces of those whose reading is shared."""
+        """Bytes this process reads: every distinct box once, and its own pieces of those whose
+        reading is shared.
+        """
         arrays = [p for p in self.placements if p.leaf.has_array]
         return sum(box.size * np.dtype(p.leaf.dtype).itemsize for p in arrays for box in p.boxes())
 
     @property
     def notes(self) -> list[str]:
-        """Every decision that departs from the sharding asked for, by leaf; and each rule that applies to none."""
+        """Every decision that departs from the sharding asked for, by leaf; and each rule that
+        applies to none.
+        """
         placed = [f"{p.leaf.label}: {note}" for p in self.placements for note in p.notes]
-        return [*placed, *self.idle_rules]
+        return [*placed, *self.unused_rules]
 
 
 def plan_restore(
@@ -98,18 +107,22 @@ def plan_restore(
 ) -> RestorePlan:
     """Match the target, if there is one, and give every leaf its sharding.
 
-    Without `mesh` each target leaf has its own sharding. On `mesh` it has its own if that is on this mesh,
-    else that of the first rule on its label, or of rules on its logical axes, or the PartitionSpec it was
-    saved with, each refitted. Without target, what was saved as numpy comes as numpy; without target and mesh
-    everything does. `cast=True` converts to the target's dtypes, a dtype all floating arrays to that. With
-    `narrow_integers`, 64-bit integers that go on devices are 32-bit ones where JAX has no others.
+    Without `mesh` each target leaf has its own sharding. On `mesh` it has its own if that is on
+    this mesh, else that of the first rule on its label, or of rules on its logical axes, or the
+    PartitionSpec it was saved with, each refitted. Without target, what was saved as numpy comes as
+    numpy; without target and mesh everything does. `cast=True` converts to the target's dtypes, a
+    dtype all floating arrays to that. With `narrow_integers`, 64-bit integers that go on devices
+    are 32-bit ones where JAX has no others.
 
-    Raises TreeMismatch with everything in which target and checkpoint differ, ValueError for rules without a
-    mesh, or arguments that cannot be meant.
+    Raises TreeMismatch with everything in which target and checkpoint differ, ValueError for rules
+    without a mesh, or arguments that cannot be meant.
     """
-    partial, narrow_integers = switch("partial", partial), switch("narrow_integers", narrow_integers)
+    partial, narrow_integers = (
+        switch("partial", partial),
+        switch("narrow_integers", narrow_integers),
+    )
     _check_arguments(target, mesh, rules, cast, partial)
-    idle = idle_rules(rules, leaves)
+    idle = unused_rules(rules, leaves)
     if target is None:
         nodes = None
         wishes = [_Wish(leaf, leaf.kind) for leaf in leaves]
@@ -123,7 +136,7 @@ def plan_restore(
     _check_shardings(placements)
     if nodes is not None:
         _check_homes(placements)
-    return RestorePlan(placements, target, nodes or (), idle + _idle_mesh(placements, mesh))
+    return RestorePlan(placements, target, nodes or (), idle + _unused_axes(placements, mesh))
 
 
 def _check_arguments(
@@ -138,19 +151,28 @@ def _check_arguments(
         if partial:
             raise ValueError("partial=True leaves out what a target lacks, and there is no target")
         if cast is True:
-            raise ValueError("cast=True converts to the dtypes of a target, and there is none; give a dtype")
+            raise ValueError(
+                "cast=True converts to the dtypes of a target, and there is none; give a dtype"
+            )
     if not isinstance(cast, bool) and not _is_floating(cast):
-        raise ValueError(f"cast={cast!r} would not keep floating arrays floating; give a floating dtype, or a target")
+        raise ValueError(
+            f"cast={cast!r} would not keep floating arrays floating; give a floating dtype, or a"
+            " target"
+        )
     check_rules(rules)
 
 
 def _check_homes(placements: Sequence[Placement]) -> None:
-    """Raise TreeMismatch where leaves of a target should be on devices, and nothing says on which."""
-    homeless = [p.leaf.label for p in placements if p.kind in ("jax", "prng_key") and p.sharding is None]
+    """Raise TreeMismatch where leaves of a target should be on devices, and nothing says on
+    which.
+    """
+    homeless = [
+        p.leaf.label for p in placements if p.kind in ("jax", "prng_key") and p.sharding is None
+    ]
     if homeless:
         raise TreeMismatch(
-            f"{len(homeless)} leaves of the target have no sharding on devices, the first {homeless[0]}: give mesh=, "
-            "or put shardings on the target's ShapeDtypeStructs"
+            f"{len(homeless)} leaves of the target have no sharding on devices, the first"
+            f" {homeless[0]}: give mesh=, or put shardings on the target's ShapeDtypeStructs"
         )
 
 
@@ -163,15 +185,18 @@ def _is_floating(dtype: DTypeLike) -> bool:
         return False
 
 
-def _idle_mesh(placements: Sequence[Placement], mesh: Mesh | None) -> list[str]:
+def _unused_axes(placements: Sequence[Placement], mesh: Mesh | None) -> list[str]:
     """What to say of a mesh on which nothing is put."""
     if mesh is None or not placements or any(p.sharding is not None for p in placements):
         return []
-    return ["nothing goes on the mesh: all leaves are values of the host program, and come back as such"]
+    return [
+        "nothing goes on the mesh: all leaves are values of the host program, and come back as such"
+    ]
 
 
 def shared_plan(plan: RestorePlan, arrays: Mapping[str, ArrayInfo]) -> RestorePlan:
-    """The plan in which of a leaf that several processes hold each reads a part, where all then read less.
+    """The plan in which of a leaf that several processes hold each reads a part, where all then
+    read less.
 
     `arrays` are those of the source. In one process it is the plan that it was.
     """
@@ -185,13 +210,18 @@ def shared_plan(plan: RestorePlan, arrays: Mapping[str, ArrayInfo]) -> RestorePl
 
 
 def run_restore(
-    plan: RestorePlan, source: ArraySource, budget_bytes: int = DEFAULT_BUDGET, checks: Iterable[Check] = ()
+    plan: RestorePlan,
+    source: ArraySource,
+    budget_bytes: int = DEFAULT_BUDGET,
+    checks: Iterable[Check] = (),
 ) -> Any:
-    """Read every box that this process needs, once, and return the tree. `checks` are those that must pass for it.
+    """Read every box that this process needs, once, and return the tree. `checks` are those that
+    must pass for it.
 
-    At most `budget_bytes` are in flight beside the arrays themselves, or one stored chunk where that is larger: an
-    array that takes more goes in blocks. No stored chunk is read twice. The pieces of an array whose reading is shared
-    go at once. An error of one process that shares reads is raised in all.
+    At most `budget_bytes` are in flight beside the arrays themselves, or one stored chunk where
+    that is larger: an array that takes more goes in blocks. No stored chunk is read twice. The
+    pieces of an array whose reading is shared go at once. An error of one process that shares reads
+    is raised in all.
 
     Raises CorruptData where a check finds a fault.
     """
@@ -200,7 +230,9 @@ def run_restore(
         log.info("%s", note)
     reading = _Reading(plan, source, budget_bytes)
     reading.run(checks)
-    values = [_as_kind(p, value) for p, value in zip(plan.placements, reading.values(), strict=True)]
+    values = [
+        _as_kind(p, value) for p, value in zip(plan.placements, reading.values(), strict=True)
+    ]
     if plan.target is not None:
         return fill(plan.target, list(zip(plan.nodes, values, strict=True)))
     return tree_of({p.leaf.path: value for p, value in zip(plan.placements, values, strict=True)})
@@ -215,7 +247,7 @@ class _Reading:
     def __init__(self, plan: RestorePlan, source: ArraySource, budget_bytes: int):
         self._plan, self._source, self._budget_bytes = plan, source, budget_bytes
         self._arrays: dict[int, Any] = {}  # by the number of the placement
-        self._landings: dict[int, Landing] = {}  # of arrays that are read in blocks
+        self._landings: dict[int, OutputBuffer] = {}  # of arrays that are read in blocks
         self._x64 = has_x64()
 
     def run(self, checks: Iterable[Check]) -> None:
@@ -247,7 +279,7 @@ class _Reading:
             if placement.leaf.has_array and not placement.shared:
                 yield from self._jobs_of(i, _wanted(placement, self._source))
 
-    def _jobs_of(self, i: int, wanted: Wanted) -> Iterator[Job]:
+    def _jobs_of(self, i: int, wanted: ReadRequest) -> Iterator[Job]:
         """An array at once, or in blocks where it takes more than its share of the budget."""
         nbytes = wanted.info.nbytes
         if nbytes <= SMALL_BYTES:
@@ -255,7 +287,8 @@ class _Reading:
             return
         share = self._budget_bytes // threads()
         block_bytes = min(BLOCK_BYTES, share)
-        # Writing into a device's memory takes a program for each shape, so only where the budget asks for it.
+        # Writing into a device's memory takes a program for each shape, so only where the budget
+        # asks for it.
         whole_bytes = block_bytes if wanted.in_place else share
         place = landing(wanted) if wanted.cost() > whole_bytes else None
         if place is None:
@@ -265,7 +298,7 @@ class _Reading:
         for block in wanted.blocks(block_bytes):
             yield wanted.cost(block), partial(self._read_block, i, block)
 
-    def _read_whole(self, i: int, wanted: Wanted) -> None:
+    def _read_whole(self, i: int, wanted: ReadRequest) -> None:
         with jax.enable_x64(self._x64):
             self._arrays[i] = wanted.array()
 
@@ -275,30 +308,43 @@ class _Reading:
 
 
 def dealt_out(plan: RestorePlan, checks: Iterable[Check], extent: Extent) -> Iterable[Check]:
-    """The checks that this process runs: of those in full each one a part, if they hear of one another's errors.
+    """The checks that this process runs: of those in full each one a part, if they hear of one
+    another's errors.
 
-    Samples are compared by all: they cost little, and hosts may have copies of the files of their own.
+    Samples are compared by all: they cost little, and hosts may have copies of the files of their
+    own.
     """
     if extent == "full" and any(p.shared for p in plan.placements):
         return itertools.islice(checks, jax.process_index(), None, jax.process_count())
     return checks
 
 
-def _wanted(p: Placement, source: ArraySource) -> Wanted:
-    """What this process reads of a leaf; of a small one a single box, which costs less than several."""
+def _wanted(p: Placement, source: ArraySource) -> ReadRequest:
+    """What this process reads of a leaf; of a small one a single box, which costs less than
+    several.
+    """
     boxes = p.boxes()
-    if boxes and p.sharding is not None and not p.shared and source.arrays()[p.leaf.name].nbytes <= SMALL_BYTES:
+    if (
+        boxes
+        and p.sharding is not None
+        and not p.shared
+        and source.arrays()[p.leaf.name].nbytes <= SMALL_BYTES
+    ):
         boxes = {process_hull(p.sharding, p.leaf.shape): []}
-    return Wanted(source, p.leaf.name, boxes, p.dtype or np.dtype(p.leaf.dtype), p.sharding)
+    return ReadRequest(source, p.leaf.name, boxes, p.dtype or np.dtype(p.leaf.dtype), p.sharding)
 
 
 def has_x64() -> bool:
-    """Whether this thread has 64-bit types: `with jax.enable_x64(True):` is of one, and arrays are made in others."""
+    """Whether this thread has 64-bit types: `with jax.enable_x64(True):` is of one, and arrays
+    are made in others.
+    """
     return jax.dtypes.canonicalize_dtype(np.int64) == np.int64
 
 
 def abstract_leaf(leaf: Leaf) -> Any:
-    """What stands for a leaf in a target tree: a `jax.ShapeDtypeStruct` for an array, a value for anything else."""
+    """What stands for a leaf in a target tree: a `jax.ShapeDtypeStruct` for an array, a value
+    for anything else.
+    """
     match leaf.kind:
         case "jax" | "array" | "numpy" | "numpy_scalar":
             return jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype))
@@ -312,7 +358,9 @@ def abstract_leaf(leaf: Leaf) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """A leaf, and what it should be: as `kind` says, like the target's `value`, which may have logical `axes`."""
+    """A leaf, and what it should be: as `kind` says, like the target's `value`, which may have
+    logical `axes`.
+    """
 
     leaf: Leaf
     kind: str
@@ -320,7 +368,9 @@ class _Wish:
     axes: tuple[Axes, ...] | None = None
 
 
-def _place(wish: _Wish, mesh: Mesh | None, rules: Sequence[Rule], cast: bool | DTypeLike) -> Placement:
+def _place(
+    wish: _Wish, mesh: Mesh | None, rules: Sequence[Rule], cast: bool | DTypeLike
+) -> Placement:
     leaf = wish.leaf
     if not leaf.has_array:
         return Placement(leaf, leaf.kind)
@@ -335,7 +385,9 @@ def _place(wish: _Wish, mesh: Mesh | None, rules: Sequence[Rule], cast: bool | D
 
 
 def _dtype(leaf: Leaf, value: Any, cast: bool | DTypeLike) -> np.dtype:
-    """What an array is read as: its own dtype, or that of the target's value, or of all floating arrays."""
+    """What an array is read as: its own dtype, or that of the target's value, or of all floating
+    arrays.
+    """
     stored = np.dtype(leaf.dtype)
     if leaf.kind == "prng_key":
         key_dtype(leaf)  # that there is one
@@ -346,11 +398,16 @@ def _dtype(leaf: Leaf, value: Any, cast: bool | DTypeLike) -> np.dtype:
     return np.dtype(cast) if is_cast else stored  # pyright: ignore[reportArgumentType]
 
 
-def _sharding_on(mesh: Mesh, wish: _Wish, rules: Sequence[Rule]) -> tuple[Sharding, tuple[str, ...]]:
-    """The sharding on a mesh, with notes: that of the target if it has one there, else a fitted one."""
+def _sharding_on(
+    mesh: Mesh, wish: _Wish, rules: Sequence[Rule]
+) -> tuple[Sharding, tuple[str, ...]]:
+    """The sharding on a mesh, with notes: that of the target if it has one there, else a fitted
+    one.
+    """
     own = getattr(wish.value, "sharding", None)
     if isinstance(own, NamedSharding) and dict(own.mesh.shape) == dict(mesh.shape):
-        return NamedSharding(mesh, own.spec, memory_kind=own.memory_kind), ()  # own.mesh may be abstract
+        # own.mesh may be abstract
+        return NamedSharding(mesh, own.spec, memory_kind=own.memory_kind), ()
     leaf = wish.leaf
     if wish.axes is not None and leaf.axes is None:
         leaf = replace(leaf, axes=wish.axes)
@@ -358,7 +415,9 @@ def _sharding_on(mesh: Mesh, wish: _Wish, rules: Sequence[Rule]) -> tuple[Shardi
 
 
 def _own_sharding(value: Any) -> Sharding | None:
-    """The sharding of a target's leaf where no mesh is given; where it has none, the device if there is only one."""
+    """The sharding of a target's leaf where no mesh is given; where it has none, the device if
+    there is only one.
+    """
     own = getattr(value, "sharding", None)
     if isinstance(own, NamedSharding) and not isinstance(own.mesh, Mesh):
         return None  # on an abstract mesh
@@ -370,14 +429,18 @@ def _own_sharding(value: Any) -> Sharding | None:
 
 
 def _narrowed(placement: Placement) -> Placement:
-    """64-bit integers on devices as JAX has them without x64; a value that does not fit is refused when it is read."""
+    """64-bit integers on devices as JAX has them without x64; a value that does not fit is
+    refused when it is read.
+    """
     if placement.sharding is None or placement.dtype is None:
         return placement
     return replace(placement, dtype=narrowed(placement.dtype))
 
 
 def _check_shardings(placements: Sequence[Placement]) -> None:
-    """Raise TreeMismatch with every leaf that JAX cannot hold as it is, or not by the sharding of its target."""
+    """Raise TreeMismatch with every leaf that JAX cannot hold as it is, or not by the sharding
+    of its target.
+    """
     faults = [f"{p.leaf.label}: {fault}" for p in placements for fault in _device_faults(p)]
     if faults:
         lines = "\n  ".join(faults[:FAULTS_SHOWN])

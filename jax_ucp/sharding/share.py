@@ -1,7 +1,8 @@
-"""Reads shared by processes: of what several of them hold each reads a part, and the parts go over the interconnect.
+"""Reads shared by processes: of what several of them hold each reads a part, and the parts go over
+the interconnect.
 
-Integers say how boxes are cut into pieces, one for each device that holds a copy; the pieces are read as boxes are; an
-all-gather joins them.
+Integers say how boxes are cut into pieces, one for each device that holds a copy; the pieces are
+read as boxes are; an all-gather joins them.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.sharding.boxes import Device, index_box
 from jax_ucp.sharding.reads import touched_units
-from jax_ucp.storage.budget import in_order
-from jax_ucp.storage.source import ArrayInfo
+from jax_ucp.sources.budget import in_order
+from jax_ucp.sources.protocol import ArrayInfo
 
 WORDS_BYTES = 1024  # of what a process has to say to the others
 
@@ -37,8 +38,8 @@ WORDS_BYTES = 1024  # of what a process has to say to the others
 class Cut:
     """Pieces of `length` elements of one axis, the last ones short or empty.
 
-    Of each box the i-th piece is read by the i-th device that holds the box, counted in row-major order of the mesh
-    axes `names`, over which the sharding has copies.
+    Of each box the i-th piece is read by the i-th device that holds the box, counted in row-major
+    order of the mesh axes `names`, over which the sharding has copies.
     """
 
     axis: int
@@ -71,7 +72,9 @@ class SharedRead:
         return {piece: [device] for device, piece in _own_pieces(self).items() if piece.size}
 
     def padded(self, data: Mapping[Box, np.ndarray] | None) -> list[np.ndarray]:
-        """What the devices of this process bring: the bits of their pieces, all of one shape; without data zeros."""
+        """What the devices of this process bring: the bits of their pieces, all of one shape;
+        without data zeros.
+        """
         shape, bits = self._piece_shape(), np.dtype(f"u{self.dtype.itemsize}")
         parts: list[np.ndarray] = []
         for piece in _own_pieces(self).values():
@@ -86,36 +89,51 @@ class SharedRead:
     def gathered(self, parts: Sequence[np.ndarray]) -> jax.Array:
         """The array, from what the devices of this process bring.
 
-        Every process that has devices of the mesh must call this, all for the same arrays in the same order.
+        Every process that has devices of the mesh must call this, all for the same arrays in the
+        same order.
         """
         mesh, axis = _mesh(self.sharding), self.cut.axis
         if not parts:
-            return jax.make_array_from_single_device_arrays(self.shape, self.sharding, [], dtype=self.dtype)
+            return jax.make_array_from_single_device_arrays(
+                self.shape, self.sharding, [], dtype=self.dtype
+            )
         n = self.sharding.shard_shape(self.shape)[axis]
         copies = math.prod(mesh.shape[name] for name in self.cut.names)
-        shape = (*self.shape[:axis], self.shape[axis] // n * copies * self.cut.length, *self.shape[axis + 1 :])
+        shape = (
+            *self.shape[:axis],
+            self.shape[axis] // n * copies * self.cut.length,
+            *self.shape[axis + 1 :],
+        )
         inner = _with_names(self.sharding, self.cut)
         arrays = jax.device_put(list(parts), list(_own_pieces(self)))
         pieces = jax.make_array_from_single_device_arrays(shape, inner, arrays)
         # The caller may have set another mesh, and NaNs are not his program's.
         with jax.set_mesh(mesh), jax.debug_nans(False), jax.debug_infs(False):
-            return jax.block_until_ready(_gather(inner, self.sharding, self.cut, n, self.dtype)(pieces))
+            return jax.block_until_ready(
+                _gather(inner, self.sharding, self.cut, n, self.dtype)(pieces)
+            )
 
     def _piece_shape(self) -> Shape:
         box = self.sharding.shard_shape(self.shape)
         return (*box[: self.cut.axis], self.cut.length, *box[self.cut.axis + 1 :])
 
 
-# The name of an array, how it is shared, its cost in bytes, and what reads the pieces of this process.
+# The name of an array, how it is shared, its cost in bytes, and what reads the pieces of this
+# process.
 Read = tuple[str, SharedRead, int, Callable[[], Sequence[np.ndarray]]]
 
 
 def shared_read(sharding: object, info: ArrayInfo, dtype: np.dtype | None) -> SharedRead | None:
-    """How processes share the reading of an array that comes as `dtype`, where they can, and read less for it.
+    """How processes share the reading of an array that comes as `dtype`, where they can, and read
+    less for it.
 
     Small arrays are not shared: a collective costs more.
     """
-    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh) or not _has_bits(dtype):
+    if (
+        not isinstance(sharding, NamedSharding)
+        or not isinstance(sharding.mesh, Mesh)
+        or not _has_bits(dtype)
+    ):
         return None
     if sharding.spec.unreduced or sharding.spec.reduced or info.nbytes <= SMALL_BYTES:
         return None
@@ -127,18 +145,21 @@ def shared_read(sharding: object, info: ArrayInfo, dtype: np.dtype | None) -> Sh
 def best_cut(
     start: np.ndarray, stop: np.ndarray, places: np.ndarray, owners: np.ndarray, unit: Sequence[int]
 ) -> tuple[int, int] | None:
-    """The axis and the length of the pieces with which all processes together read least of an array.
+    """The axis and the length of the pieces with which all processes together read least of an
+    array.
 
-    None where they read no less than each all its boxes. `start` and `stop` are the boxes of the devices, by device and
-    axis, all of one shape; `places` their numbers among those that hold the same box, `owners` their processes; `unit`
-    is the shape of a chunk.
+    None where they read no less than each all its boxes. `start` and `stop` are the boxes of the
+    devices, by device and axis, all of one shape; `places` their numbers among those that hold the
+    same box, `owners` their processes; `unit` is the shape of a chunk.
 
-    Chunks are read whole, once by every process that wants some of them. An axis is cut evenly, or at multiples of the
-    chunk's length, but not if the pieces, padded to one length, would then be twice the box. Of cuts that cost the same
-    it is the first axis's: its pieces are the longest runs of bytes.
+    Chunks are read whole, once by every process that wants some of them. An axis is cut evenly, or
+    at multiples of the chunk's length, but not if the pieces, padded to one length, would then be
+    twice the box. Of cuts that cost the same it is the first axis's: its pieces are the longest
+    runs of bytes.
 
     >>> zeros, places, owners = np.zeros((4, 1), int), np.arange(4), np.array([0, 0, 1, 1])
-    >>> best_cut(zeros, zeros + 10, places, owners, (1,)), best_cut(zeros, zeros + 10, places, owners, (4,))
+    >>> best_cut(zeros, zeros + 10, places, owners, (1,)), best_cut(zeros, zeros + 10, places,
+    ...     owners, (4,))
     ((0, 3), (0, 4))
     """
     copies = int(places.max()) + 1
@@ -155,13 +176,17 @@ def best_cut(
     return best
 
 
-def read_together(reads: Sequence[Read], alone: Callable[[], None], budget_bytes: int) -> list[jax.Array]:
-    """The arrays of shared reads, in order, each given with its name, its cost in bytes and what reads its pieces.
+def read_together(
+    reads: Sequence[Read], alone: Callable[[], None], budget_bytes: int
+) -> list[jax.Array]:
+    """The arrays of shared reads, in order, each given with its name, its cost in bytes and what
+    reads its pieces.
 
-    What this process reads for itself, `alone` reads after them. Every process must call this, with the same reads. One
-    that fails to read goes on with zeros, so that none waits for it for ever; in the end all hear of it, and raise: it
-    its own error, the others that error's class of ours, or else CorruptData, with its words. Raises TreeMismatch
-    before anything is read if the processes would not read the same.
+    What this process reads for itself, `alone` reads after them. Every process must call this, with
+    the same reads. One that fails to read goes on with zeros, so that none waits for it for ever;
+    in the end all hear of it, and raise: it its own error, the others that error's class of ours,
+    or else CorruptData, with its words. Raises TreeMismatch before anything is read if the
+    processes would not read the same.
     """
     _check_alike([(name, shared) for name, shared, _, _ in reads])
     faults: list[Exception] = []
@@ -175,7 +200,8 @@ def read_together(reads: Sequence[Read], alone: Callable[[], None], budget_bytes
         return shared.padded(None)
 
     jobs = ((cost, partial(parts, shared, read)) for _, shared, cost, read in reads)
-    # Closed here, whatever happens: its threads must not be waited for by the garbage collector, in any thread.
+    # Closed here, whatever happens: its threads must not be waited for by the garbage collector, in
+    # any thread.
     with contextlib.closing(in_order(jobs, budget_bytes)) as results:
         # Without a name for what was read: that would keep it while the next is waited for.
         arrays = [shared.gathered(next(results)) for _, shared, _, _ in reads]
@@ -189,12 +215,16 @@ def read_together(reads: Sequence[Read], alone: Callable[[], None], budget_bytes
 
 
 def _has_bits(dtype: np.dtype | None) -> bool:
-    """Whether elements can be gathered as unsigned integers: nothing on the way then rounds, or changes a NaN."""
+    """Whether elements can be gathered as unsigned integers: nothing on the way then rounds, or
+    changes a NaN.
+    """
     if dtype is None or jnp.issubdtype(dtype, jnp.complexfloating):
         return False
     if dtype == np.bool_:
         return True
-    return (jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo)(dtype).bits == 8 * dtype.itemsize
+    return (jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo)(
+        dtype
+    ).bits == 8 * dtype.itemsize
 
 
 @functools.lru_cache(maxsize=16)
@@ -214,7 +244,9 @@ def _names(axes: object) -> tuple[str, ...]:
 def _free_names(sharding: NamedSharding) -> tuple[str, ...]:
     """The mesh axes over which an array has copies."""
     used = {name for axes in sharding.spec for name in _names(axes)}
-    return tuple(name for name, size in sharding.mesh.shape.items() if size > 1 and name not in used)
+    return tuple(
+        name for name, size in sharding.mesh.shape.items() if size > 1 and name not in used
+    )
 
 
 def _with_names(sharding: NamedSharding, cut: Cut) -> NamedSharding:
@@ -226,9 +258,13 @@ def _with_names(sharding: NamedSharding, cut: Cut) -> NamedSharding:
 
 @functools.lru_cache(maxsize=16)
 def _places(mesh: Mesh, names: tuple[str, ...]) -> Mapping[Device, int]:
-    """The number of each device of a mesh, in its order, among those that differ from it only on the axes `names`."""
+    """The number of each device of a mesh, in its order, among those that differ from it only on
+    the axes `names`.
+    """
     at = dict(zip(mesh.axis_names, np.indices(mesh.devices.shape), strict=True))
-    places = np.ravel_multi_index([at[name] for name in names], [mesh.shape[name] for name in names])
+    places = np.ravel_multi_index(
+        [at[name] for name in names], [mesh.shape[name] for name in names]
+    )
     return dict(zip(mesh.devices.flat, places.ravel().tolist(), strict=True))
 
 
@@ -237,11 +273,15 @@ def _own_pieces(shared: SharedRead) -> Mapping[Device, Box]:
     """The piece of each device that this process has; it may be empty."""
     places = _places(_mesh(shared.sharding), shared.cut.names)
     indices = shared.sharding.addressable_devices_indices_map(shared.shape)
-    return {d: shared.cut.piece(index_box(i or (), shared.shape), places[d]) for d, i in indices.items()}
+    return {
+        d: shared.cut.piece(index_box(i or (), shared.shape), places[d]) for d, i in indices.items()
+    }
 
 
 @functools.lru_cache(maxsize=1024)
-def _best_cut(sharding: NamedSharding, info: ArrayInfo, owners: tuple[int, ...]) -> tuple[int, int] | None:
+def _best_cut(
+    sharding: NamedSharding, info: ArrayInfo, owners: tuple[int, ...]
+) -> tuple[int, int] | None:
     places = _places(_mesh(sharding), _free_names(sharding))
     indices = sharding.devices_indices_map(info.shape)
     boxes = [index_box(indices[device] or (), info.shape) for device in places]
@@ -250,8 +290,12 @@ def _best_cut(sharding: NamedSharding, info: ArrayInfo, owners: tuple[int, ...])
     return best_cut(start, stop, np.array(list(places.values())), np.array(owners), unit)
 
 
-def _units_read(start: np.ndarray, stop: np.ndarray, owners: np.ndarray, unit: Sequence[int]) -> int:
-    """How many chunks are read for the boxes of devices, by each process that has the devices once."""
+def _units_read(
+    start: np.ndarray, stop: np.ndarray, owners: np.ndarray, unit: Sequence[int]
+) -> int:
+    """How many chunks are read for the boxes of devices, by each process that has the devices
+    once.
+    """
     some = np.flatnonzero((start < stop).all(axis=1))
     groups = [some[owners[some] == owner] for owner in np.unique(owners[some])]
     return int(touched_units(groups, start, stop, unit).sum())
@@ -269,31 +313,41 @@ def _gather(
         return bits.astype(dtype) if dtype == np.bool_ else lax.bitcast_convert_type(bits, dtype)
 
     # That an all-gather is the same on all its devices is what this check cannot see.
-    mapped = jax.shard_map(join, mesh=outer.mesh, in_specs=inner.spec, out_specs=outer.spec, check_vma=False)
+    mapped = jax.shard_map(
+        join, mesh=outer.mesh, in_specs=inner.spec, out_specs=outer.spec, check_vma=False
+    )
     return jax.jit(mapped, out_shardings=outer)
 
 
 def _check_alike(reads: Sequence[tuple[str, SharedRead]]) -> None:
     """Raise TreeMismatch in all processes if they are not about to run the same collectives."""
-    plan = [(name, r.shape, r.dtype.name, r.cut, r.sharding.spec, dict(r.sharding.mesh.shape)) for name, r in reads]
+    plan = [
+        (name, r.shape, r.dtype.name, r.cut, r.sharding.spec, dict(r.sharding.mesh.shape))
+        for name, r in reads
+    ]
     mine = hashlib.sha256(repr(plan).encode(errors="replace")).hexdigest().encode()
     if others := [process for process, theirs in enumerate(_exchanged(mine)) if theirs != mine]:
         raise TreeMismatch(
-            f"processes {others[:4]} and this one would share other reads: all must restore the same checkpoint, "
-            "to the same target, with the same arguments"
+            f"processes {others[:4]} and this one would share other reads: all must restore the"
+            " same checkpoint, to the same target, with the same arguments"
         )
 
 
 def _tell(fault: Exception | None) -> None:
     """Raise the fault, and in processes that have none that of the first that has."""
-    said = _exchanged(b"" if fault is None else f"{type(fault).__name__}: {fault}".encode(errors="replace"))
+    said = _exchanged(
+        b"" if fault is None else f"{type(fault).__name__}: {fault}".encode(errors="replace")
+    )
     if fault is not None:
         raise fault
     for process, words in enumerate(said):
         if words:
             text = words.decode(errors="replace")
             kind = getattr(errors, text.partition(": ")[0], CorruptData)
-            raise kind(f"process {process} could not read its part, and nothing is restored. It says: {text}")
+            raise kind(
+                f"process {process} could not read its part, and nothing is restored. It says:"
+                f" {text}"
+            )
 
 
 def _exchanged(words: bytes) -> list[bytes]:

@@ -1,8 +1,8 @@
-"""One save by several processes: each learns whether all have the same to save and did their part, and if not, in
-whose and in what words.
+"""One save by several processes: each learns whether all have the same to save and did their part,
+and if not, in whose and in what words.
 
-The words go through JAX's coordination service, to which `jax.distributed.initialize` joins every process. Any thread
-may use it, which is not so of collectives, and it works when the disk does not.
+The words go through JAX's coordination service, to which `jax.distributed.initialize` joins every
+process. Any thread may use it, which is not so of collectives, and it works when the disk does not.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 import jax
 import msgspec
-from jax._src import distributed  # the service has no public client (jax 0.10); Orbax takes it from here too
+from jax._src import (
+    distributed,  # the service has no public client (jax 0.10); Orbax takes it from here too
+)
 
 from jax_ucp.errors import SaveFailed
 from jax_ucp.metadata import digest
 
 T = TypeVar("T")
 
-# How much longer than this process another may take over its part: what Orbax gives a whole save by default.
+# How much longer than this process another may take over its part: what Orbax gives a whole save by
+# default.
 PATIENCE_S = 1200
 
 # After so long without a word of a process it is asked whether it is saving something else.
@@ -36,8 +39,8 @@ DIFFERENCES_SHOWN = 4
 
 _COMPARE = "compare"
 
-# Of this process: which save to each directory the next one is, as process 0 counts them; the keys of all that were
-# begun, and of the last few, which the others are told.
+# Of this process: which save to each directory the next one is, as process 0 counts them; the keys
+# of all that were begun, and of the last few, which the others are told.
 _next: defaultdict[str, int] = defaultdict(int)
 _keys: set[str] = set()
 _recent: deque[str] = deque(maxlen=8)
@@ -62,8 +65,8 @@ class _Word(msgspec.Struct, omit_defaults=True):
 def attempt(do: Callable[[], T]) -> Callable[[], T]:
     """Do what cannot wait for `SharedSave.run`, which asks for the result.
 
-    An error of one process among several is raised there: Orbax goes on from here with collectives, in which the
-    others would wait for it.
+    An error of one process among several is raised there: Orbax goes on from here with collectives,
+    in which the others would wait for it.
     """
     try:
         result = do()
@@ -75,7 +78,9 @@ def attempt(do: Callable[[], T]) -> Callable[[], T]:
 
 
 class SharedSave:
-    """A save to a directory, which has the same path in all processes. Each of them makes one of these for it."""
+    """A save to a directory, which has the same path in all processes. Each of them makes one of
+    these for it.
+    """
 
     def __init__(self, directory: str):
         self._directory = directory
@@ -87,19 +92,30 @@ class SharedSave:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """What is raised here ends the save in all processes, when they come to the end of their own parts."""
+        """What is raised here ends the save in all processes, when they come to the end of their
+        own parts.
+        """
         try:
             yield
         except BaseException as error:
             self._say(_Word(fault=f"process {self._process}: {type(error).__name__}: {error}"))
-            error.add_note(f"the save to {self._directory} was not done: process {self._process} could not do its part")
+            error.add_note(
+                f"the save to {self._directory} was not done: process {self._process} could not do"
+                " its part"
+            )
             raise
 
-    def run(self, content: Callable[[], Content], write: Callable[[], object], commit: Callable[[], object]) -> None:
-        """Write this process's part if all have the same content; when all did, commit in process 0; then return.
+    def run(
+        self,
+        content: Callable[[], Content],
+        write: Callable[[], object],
+        commit: Callable[[], object],
+    ) -> None:
+        """Write this process's part if all have the same content; when all did, commit in process
+        0; then return.
 
-        Raises SaveFailed in every process where not all have the same content, in which case nothing is written, or
-        where another's part was not done. Nothing is committed then.
+        Raises SaveFailed in every process where not all have the same content, in which case
+        nothing is written, or where another's part was not done. Nothing is committed then.
         """
         if self._others:
             self._agree(content)
@@ -117,7 +133,8 @@ class SharedSave:
 
     def _begin(self) -> None:
         """Find out which save to the directory this is, and tell the others that it is begun."""
-        # A directory may be saved to again, after a save that failed: also after one in which this process had no part.
+        # A directory may be saved to again, after a save that failed: also after one in which this
+        # process had no part.
         self._key = f"jax_ucp/{self._directory}/{_next[self._directory]}"
         while self._process and (verdict := _try_get(self._verdict_place("content"))):
             if self._process not in _word(verdict).absent:
@@ -128,7 +145,9 @@ class SharedSave:
             self._joined()
         _keys.add(self._key)
         _recent.append(self._key)
-        _client().key_value_set(_recent_place(self._process), "\n".join(_recent), allow_overwrite=True)
+        _client().key_value_set(
+            _recent_place(self._process), "\n".join(_recent), allow_overwrite=True
+        )
 
     def _joined(self) -> None:
         """The next save to the directory is another one than this."""
@@ -145,7 +164,9 @@ class SharedSave:
             if all(word == own for word in words.values()):
                 return ""
             packed = zlib.compress(encoded, 1)
-            _client().key_value_set_bytes(self._content_place, packed if len(packed) <= MAX_CONTENT_BYTES else b"")
+            _client().key_value_set_bytes(
+                self._content_place, packed if len(packed) <= MAX_CONTENT_BYTES else b""
+            )
             return _COMPARE
 
         if self._conclude(own, same) != _COMPARE:
@@ -156,10 +177,14 @@ class SharedSave:
         words = self._conclude(found, lambda words: "\n  ".join(filter(None, words.values())))
         if self._process == 0:
             _client().key_value_delete(self._content_place)
-        raise SaveFailed(f"the save to {self._directory} was not done, for not all would save the same:\n  {words}")
+        raise SaveFailed(
+            f"the save to {self._directory} was not done, for not all would save the same:\n "
+            f" {words}"
+        )
 
     def _conclude(self, text: str, decide: Callable[[Mapping[int, str]], str]) -> str:
-        """Say that this process came so far, with a text; what process 0 decides by the texts of all others.
+        """Say that this process came so far, with a text; what process 0 decides by the texts of
+        all others.
 
         Raises SaveFailed if another process did not come so far.
         """
@@ -168,7 +193,11 @@ class SharedSave:
                 words = self._hear_all()
                 faults = [word.fault for word in words.values() if word.fault]
                 absent = tuple(process for process, word in words.items() if process in word.absent)
-                decided = "" if faults else decide({process: word.text for process, word in words.items()})
+                decided = (
+                    ""
+                    if faults
+                    else decide({process: word.text for process, word in words.items()})
+                )
                 verdict = _Word(decided, "\n  ".join(faults), absent)
             self._say(verdict)
             if self._others:
@@ -186,7 +215,10 @@ class SharedSave:
             return ""
         packed = _client().blocking_key_value_get_bytes(self._content_place, PATIENCE_S * 1000)
         if not packed:
-            return f"process {self._process} would save another tree than process 0, of {len(mine)} leaves"
+            return (
+                f"process {self._process} would save another tree than process 0, of {len(mine)}"
+                " leaves"
+            )
         theirs = msgspec.json.decode(zlib.decompress(packed), type=list[tuple[str, str, str]])
         return differences(mine, theirs, self._process)
 
@@ -198,7 +230,9 @@ class SharedSave:
                 self._joined()
 
     def _hear_all(self) -> dict[int, _Word]:
-        """What the others said. Once one is known to be busy with another save, those are not waited for."""
+        """What the others said. Once one is known to be busy with another save, those are not
+        waited for.
+        """
         words: dict[int, _Word] = {}
         for process in self._others:
             if any(word.absent for word in words.values()):
@@ -219,16 +253,23 @@ class SharedSave:
                     return elsewhere
                 waited = round(time.monotonic() - begin)
                 if "DEADLINE_EXCEEDED" not in str(error) or waited > PATIENCE_S:
-                    return _Word(fault=f"process {process} did not say within {waited} s that it was done: {error}")
+                    return _Word(
+                        fault=(
+                            f"process {process} did not say within {waited} s that it was done:"
+                            f" {error}"
+                        )
+                    )
             else:
                 if process == 0:
                     self._joined()
                 return _word(said)
 
     def _busy_elsewhere(self, process: int) -> _Word | None:
-        """What to say of a process that is busy with another save; to process 0 a word is taken back then.
+        """What to say of a process that is busy with another save; to process 0 a word is taken
+        back then.
 
-        Process 0 tells that it began before it hears anybody: what was gone by then, it has not heard.
+        Process 0 tells that it began before it hears anybody: what was gone by then, it has not
+        heard.
         """
         elsewhere = self._elsewhere(process)
         if elsewhere is None or process:
@@ -250,7 +291,9 @@ class SharedSave:
         return _Word(fault=fault, absent=(process,))
 
     def _place(self, process: int) -> str:
-        return f"{self._key}/{self._stage}/{process}" if process else self._verdict_place(self._stage)
+        return (
+            f"{self._key}/{self._stage}/{process}" if process else self._verdict_place(self._stage)
+        )
 
     def _verdict_place(self, stage: Stage) -> str:
         return f"{self._key}/verdict/{stage}"
@@ -261,19 +304,27 @@ class SharedSave:
 
 
 def differences(mine: Content, theirs: Content, process: int) -> str:
-    """In which leaves the content of a process is not that of process 0, in words; nothing where it is.
+    """In which leaves the content of a process is not that of process 0, in words; nothing where it
+    is.
 
-    >>> differences([("w", "w", "float32 [2]"), ("b", "b", "int8 []")], [("w", "w", "float32 [3]")], 1)
+    >>> differences([("w", "w", "float32 [2]"), ("b", "b", "int8 []")], [("w", "w", "float32 [3]")],
+    ...     1)
     'process 1 has w as float32 [2], process 0 as float32 [3]; process 1 has b, process 0 has not'
     """
-    here, there = ({(name, label): what for name, label, what in content} for content in (mine, theirs))
+    here, there = (
+        {(name, label): what for name, label, what in content} for content in (mine, theirs)
+    )
     found = [
         f"process {process} has {key[1]} as {what}, process 0 as {there[key]}"
         for key, what in here.items()
         if key in there and there[key] != what
     ]
-    found += [f"process {process} has {key[1]}, process 0 has not" for key in here if key not in there]
-    found += [f"process 0 has {key[1]}, process {process} has not" for key in there if key not in here]
+    found += [
+        f"process {process} has {key[1]}, process 0 has not" for key in here if key not in there
+    ]
+    found += [
+        f"process 0 has {key[1]}, process {process} has not" for key in there if key not in here
+    ]
     if not found and list(mine) != list(theirs):
         found = [f"process {process} has the leaves in another order than process 0"]
     more = [f"and {len(found) - DIFFERENCES_SHOWN} more"] if len(found) > DIFFERENCES_SHOWN else []
@@ -305,5 +356,7 @@ def _try_get(place: str) -> str:
 def _client() -> Any:
     client = distributed.global_state.client
     if client is None:
-        raise SaveFailed("several processes can save together only after jax.distributed.initialize()")
+        raise SaveFailed(
+            "several processes can save together only after jax.distributed.initialize()"
+        )
     return client

@@ -18,14 +18,22 @@ from jax_ucp.metadata import MAX_TREE_DEPTH, Axes, Key, KeyKind, Leaf, LeafKind,
 Abstract = jax.ShapeDtypeStruct
 
 _NUMBER_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
-_PYTHON_KINDS: dict[type, LeafKind] = {bool: "bool", int: "int", float: "float", complex: "complex", str: "str"}
+_PYTHON_KINDS: dict[type, LeafKind] = {
+    bool: "bool",
+    int: "int",
+    float: "float",
+    complex: "complex",
+    str: "str",
+}
 # By the kind of a Python number, the kinds of numpy scalars that may be given as one.
 _NUMPY_KINDS: dict[LeafKind, str] = {"bool": "b", "int": "iu", "float": "f", "complex": "c"}
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A leaf of a pytree as it is in memory: None and containers without children count as leaves."""
+    """A leaf of a pytree as it is in memory: None and containers without children count as
+    leaves.
+    """
 
     path: Path
     value: Any
@@ -37,14 +45,20 @@ class Node:
 
 
 def walk(tree: Any, path: Path = (), axes: tuple[Axes, ...] | None = None) -> Iterator[Node]:
-    """Every leaf of a pytree, depth first: those of `jax.tree.leaves`, and between them None and empty nodes.
+    """Every leaf of a pytree, depth first: those of `jax.tree.leaves`, and between them None and
+    empty nodes.
 
-    Raises UnsupportedLeaf for a dict key that is neither a string nor an integer, and for a tree that is too deep.
+    Raises UnsupportedLeaf for a dict key that is neither a string nor an integer, and for a tree
+    that is too deep.
     """
     if len(path) > MAX_TREE_DEPTH:
-        raise UnsupportedLeaf(f"a tree of more than {MAX_TREE_DEPTH} levels cannot be saved, such as at {path[0]}/...")
+        raise UnsupportedLeaf(
+            f"a tree of more than {MAX_TREE_DEPTH} levels cannot be saved, such as at {path[0]}/..."
+        )
     try:
-        children, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
+        children, _ = jax.tree_util.tree_flatten_with_path(
+            tree, is_leaf=lambda node: node is not tree
+        )
     except ValueError as error:
         raise UnsupportedLeaf(f"{_label(path)} has keys that JAX cannot sort: {error}") from None
     if len(children) == 1 and children[0][0] == ():
@@ -67,7 +81,8 @@ def kind_of(node: Node) -> LeafKind:
         return "none"
     if isinstance(value, jax.Array | Abstract):
         return "prng_key" if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else "jax"
-    if type(value) in (np.ndarray, np.memmap):  # other subclasses, such as masked arrays, are more than their data
+    # other subclasses, such as masked arrays, are more than their data
+    if type(value) in (np.ndarray, np.memmap):
         return "numpy"
     if isinstance(value, np.generic):
         return "numpy_scalar"
@@ -76,8 +91,8 @@ def kind_of(node: Node) -> LeafKind:
     if not jax.tree_util.all_leaves([value]):
         return "empty"
     raise UnsupportedLeaf(
-        f"{node.label} is a {type(value).__module__}.{type(value).__qualname__}, which is no array, "
-        "number, string or None. Leave it out of the tree, or save it beside the checkpoint."
+        f"{node.label} is a {type(value).__module__}.{type(value).__qualname__}, which is no array,"
+        " number, string or None. Leave it out of the tree, or save it beside the checkpoint."
     )
 
 
@@ -87,16 +102,21 @@ def empty_kind(value: Any) -> KeyKind:
 
 
 def key_dtype(leaf: Leaf) -> Any:
-    """The dtype of the PRNG key that a leaf is. Raises FormatError where this JAX cannot make one of its data."""
+    """The dtype of the PRNG key that a leaf is. Raises FormatError where this JAX cannot make
+    one of its data.
+    """
     try:
         key = jax.random.key(0, impl=leaf.key_impl)
     except ValueError:
         raise FormatError(
-            f"{leaf.label} is a PRNG key of {leaf.key_impl!r:.80}, an implementation that this JAX does not have"
+            f"{leaf.label} is a PRNG key of {leaf.key_impl!r:.80}, an implementation that this JAX"
+            " does not have"
         ) from None
     data = jax.eval_shape(jax.random.key_data, key).shape
     if leaf.shape[-len(data) :] != data:
-        raise FormatError(f"{leaf.label} is a PRNG key of {leaf.key_impl}, but its data have shape {leaf.shape}")
+        raise FormatError(
+            f"{leaf.label} is a PRNG key of {leaf.key_impl}, but its data have shape {leaf.shape}"
+        )
     return key.dtype
 
 
@@ -106,13 +126,17 @@ def narrowed(dtype: np.dtype) -> np.dtype:
 
 
 def match(
-    leaves: Sequence[Leaf], target: Any, partial: bool = False, cast: bool = False, narrow: bool = False
+    leaves: Sequence[Leaf],
+    target: Any,
+    partial: bool = False,
+    cast: bool = False,
+    narrow: bool = False,
 ) -> list[tuple[Node, Leaf]]:
     """Each leaf of the target tree, in order, with the leaf of the checkpoint that fills it.
 
-    Paths match by their names, so that a dict may stand for a dataclass. With `partial`, leaves of the
-    checkpoint that the target lacks are left where they are; with `cast`, dtypes may differ, and with `narrow` the
-    target may have what JAX makes of 64-bit integers.
+    Paths match by their names, so that a dict may stand for a dataclass. With `partial`, leaves of
+    the checkpoint that the target lacks are left where they are; with `cast`, dtypes may differ,
+    and with `narrow` the target may have what JAX makes of 64-bit integers.
 
     Raises TreeMismatch with every missing, extra, misshapen and mistyped leaf.
     """
@@ -132,7 +156,9 @@ def match(
     if faults:
         lines = fault_lines(faults)
         hint = "\nTo leave out what the target lacks, restore with partial=True." if extra else ""
-        raise TreeMismatch(f"the target does not fit the checkpoint in {len(faults)} leaves:\n  {lines}{hint}")
+        raise TreeMismatch(
+            f"the target does not fit the checkpoint in {len(faults)} leaves:\n  {lines}{hint}"
+        )
     return pairs
 
 
@@ -153,7 +179,9 @@ def _label(path: Path) -> str:
 
 
 def _is_structure(node: Node) -> bool:
-    """Whether the leaf is part of the tree's structure to JAX: None, or a container without children."""
+    """Whether the leaf is part of the tree's structure to JAX: None, or a container without
+    children.
+    """
     return not jax.tree_util.all_leaves([node.value])
 
 
@@ -169,14 +197,16 @@ def _key(key: Any, parent: Any, path: Path) -> Key:
         case FlattenedIndexKey(key=idx):
             return Key("attr", idx)
         case _:
-            raise UnsupportedLeaf(f"{_label(path)} has the key {key}; a checkpoint's keys are strings and integers")
+            raise UnsupportedLeaf(
+                f"{_label(path)} has the key {key}; a checkpoint's keys are strings and integers"
+            )
 
 
 def _logical_axes(node: Any) -> tuple[Axes, ...] | None:
     """The logical axis names that a Flax box carries for the array in it.
 
-    Source: flax 0.12 `nnx/variablelib.py` (metadata `out_sharding`, before 0.12 `sharding_names`) and
-    `core/meta.py` (`Partitioned.names`).
+    Source: flax 0.12 `nnx/variablelib.py` (metadata `out_sharding`, before 0.12 `sharding_names`)
+    and `core/meta.py` (`Partitioned.names`).
     """
     names = None
     if hasattr(node, "get_metadata"):
@@ -205,7 +235,9 @@ def _difference(node: Node, leaf: Leaf, cast: bool, narrow: bool) -> str | None:
 
 
 def _kinds_fit(node: Node, kind: LeafKind, leaf: Leaf) -> bool:
-    """Whether a leaf of the checkpoint can be given as what the target has in its place, whatever its shape is."""
+    """Whether a leaf of the checkpoint can be given as what the target has in its place,
+    whatever its shape is.
+    """
     if kind == "empty":
         # Stock Orbax says None of a named tuple without fields, such as optax.EmptyState.
         is_orbax_none = leaf.kind == "none" and empty_kind(node.value) == "attr"
@@ -235,8 +267,13 @@ def _dtype_difference(stored: np.dtype, target: np.dtype, cast: bool, narrow: bo
 
 
 def _castable(have: np.dtype, want: np.dtype) -> bool:
-    """Whether a cast keeps the kind of number: floating stays floating, integers stay integers or become floating."""
-    kinds = [next(i for i, kind in enumerate(_NUMBER_KINDS) if jnp.issubdtype(dtype, kind)) for dtype in (have, want)]
+    """Whether a cast keeps the kind of number: floating stays floating, integers stay integers
+    or become floating.
+    """
+    kinds = [
+        next(i for i, kind in enumerate(_NUMBER_KINDS) if jnp.issubdtype(dtype, kind))
+        for dtype in (have, want)
+    ]
     return kinds[0] <= kinds[1] and (kinds[0] > 0 or kinds[1] == 0)
 
 

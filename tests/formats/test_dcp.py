@@ -1,4 +1,6 @@
-"""Checkpoints that PyTorch's DCP wrote, against the state taken from the live processes before the save."""
+"""Checkpoints that PyTorch's DCP wrote, against the state taken from the live processes before
+the save.
+"""
 
 import shutil
 
@@ -7,7 +9,7 @@ import pytest
 
 import jax_ucp as ucp
 from jax_ucp.errors import FormatError
-from jax_ucp.formats.dcp_metadata import metadata_files, read_metadata
+from jax_ucp.formats.dcp.metadata import metadata_files, read_metadata
 from torch_cases import DATA, FLAT, about, assert_accounted_for, assert_equal_however_read, truth
 
 CASES = sorted(path.parent.name for path in DATA.glob("*/ckpt") if metadata_files(path))
@@ -25,7 +27,7 @@ def test_everything_equals_the_live_state_however_it_is_read(case, tmp_path):
 def test_every_item_and_every_file_is_in_the_account(case):
     folder = DATA / case / "ckpt"
     checkpoint = ucp.open(folder)
-    places = {item.where for item in checkpoint.account}
+    places = {item.where for item in checkpoint.inventory}
     metadata = read_metadata(folder)
     for fqn, span in metadata.spans():
         assert {f"{span.file}:{fqn}", f"{span.file}:{fqn}@{span.offset}"} & places, fqn
@@ -40,13 +42,19 @@ def test_objects_are_extras_with_their_values():
         for name, value in about(case).get("objects", {}).items():
             if case != "dcp_objects":
                 assert kept[name] == value, name
-    kept = {name: v for file in ucp.open(DATA / "dcp_objects" / "ckpt").extras.values() for name, v in file.items()}
+    kept = {
+        name: v
+        for file in ucp.open(DATA / "dcp_objects" / "ckpt").extras.values()
+        for name, v in file.items()
+    }
     plain = about("dcp_objects")["objects"]
     special = {
         "o.big_int": 2**80,
         "o.bytes": {"!bytes": "AAH/"},
         "o.dtype": {"!dtype": "bfloat16"},
-        "o.nested.tup": {"!tuple": [{"!array": "AAAAAAAAAAAAAAAA", "dtype": "float32", "shape": [3]}, 4]},
+        "o.nested.tup": {
+            "!tuple": [{"!array": "AAAAAAAAAAAAAAAA", "dtype": "float32", "shape": [3]}, 4]
+        },
         "o.size": {"!tuple": [1, 2]},
     }
     assert kept == {**plain, **special}
@@ -57,8 +65,15 @@ def test_weights_alone_leave_the_optimizer_aside_with_a_reason():
     assert {leaf.label for leaf in checkpoint.leaves} == {
         label for label in truth("fsdp2_dp2_amsgrad") if label.startswith("param/")
     }
-    skipped = [item for item in checkpoint.account if "only weights were asked for" in item.reason]
-    assert {item.reason.partition(" of ")[0] for item in skipped} == {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"}
+    skipped = [
+        item for item in checkpoint.inventory if "only weights were asked for" in item.reason
+    ]
+    assert {item.reason.partition(" of ")[0] for item in skipped} == {
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "step",
+    }
     assert_accounted_for(checkpoint)
 
 
@@ -73,7 +88,8 @@ def test_a_slice_of_a_parameter_opens_only_the_items_that_hold_it(tmp_path):
     (damaged / second.file).write_bytes(b"\0" * (damaged / second.file).stat().st_size)
     param = ucp.open(damaged).params["output.weight"]
     np.testing.assert_array_equal(
-        param.read(box=first.target), truth("dcp_file_per_item")["param/output.weight"][first.target.index]
+        param.read(box=first.target),
+        truth("dcp_file_per_item")["param/output.weight"][first.target.index],
     )
     with pytest.raises(FormatError, match=second.file):
         param.read(box=second.target)

@@ -1,4 +1,6 @@
-"""DCP checkpoints cut in every way that can be, read back equal; and damaged ones, refused with the file's name."""
+"""DCP checkpoints cut in every way that can be, read back equal; and damaged ones, refused with
+the file's name.
+"""
 
 import gc
 import os
@@ -16,9 +18,9 @@ import jax_ucp as ucp
 from dcp_writer import Writer
 from helpers import boxes_in, grids
 from jax_ucp.errors import CorruptData, FormatError, LayoutError, NotACheckpoint, UCPError
-from jax_ucp.formats import extras
+from jax_ucp.formats import json_values as extras
 from jax_ucp.layout.box import Box
-from jax_ucp.storage.consolidated import same_bits
+from jax_ucp.sources.consolidated import same_bits
 from torch_cases import DATA
 from torch_writer import Instance
 
@@ -33,8 +35,11 @@ def chunkings(draw: st.DrawFn) -> dict[str, tuple[np.ndarray, list[tuple[str, Bo
         shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
         bits = np.random.default_rng(draw(st.integers(0, 99))).integers(0, 2, (*shape, 8), np.uint8)
         whole = np.packbits(bits, -1)[..., 0].astype(draw(st.sampled_from(DTYPES)))
-        boxes = dict.fromkeys(sorted(draw(grids(shape)), key=lambda box: (-box.size, -sum(box.shape))))
-        first = {box.start: box for box in reversed(boxes)}  # one item lies at one offset: the largest
+        boxes = dict.fromkeys(
+            sorted(draw(grids(shape)), key=lambda box: (-box.size, -sum(box.shape)))
+        )
+        # one item lies at one offset: the largest
+        first = {box.start: box for box in reversed(boxes)}
         boxes = [box for box in boxes if first[box.start].size or first[box.start] == box]
         files = st.sampled_from(("__0_0.distcp", "__1_0.distcp", "__1_1.distcp"))
         found[f"w.{i}"] = whole, [(draw(files), box) for box in draw(st.permutations(boxes))]
@@ -66,10 +71,21 @@ def test_the_tables_of_several_ranks_are_one_and_their_replicas_are_compared(ten
         for fqn, (whole, chunks) in tensors.items():
             owners = [data.draw(st.sets(st.integers(0, 2), min_size=1)) for _ in chunks]
             for rank, writer in enumerate(ranks):
-                own = [(f"__{rank}_0.distcp", box) for (_, box), by in zip(chunks, owners, strict=True) if rank in by]
-                if own := {box.start: (file, box) for file, box in sorted(own, key=lambda one: sum(one[1].shape))}:
+                own = [
+                    (f"__{rank}_0.distcp", box)
+                    for (_, box), by in zip(chunks, owners, strict=True)
+                    if rank in by
+                ]
+                if own := {
+                    box.start: (file, box)
+                    for file, box in sorted(own, key=lambda one: sum(one[1].shape))
+                }:
                     writer.tensor(fqn, whole, own.values())
-            twice += [(fqn, box) for (_, box), by in zip(chunks, owners, strict=True) if box.size and len(by) > 1]
+            twice += [
+                (fqn, box)
+                for (_, box), by in zip(chunks, owners, strict=True)
+                if box.size and len(by) > 1
+            ]
         for rank, writer in enumerate(ranks):
             writer.finish(f"__{rank}.metadata")
         checkpoint = ucp.open(folder)
@@ -81,11 +97,17 @@ def test_the_tables_of_several_ranks_are_one_and_their_replicas_are_compared(ten
             whole = np.array(tensors[fqn][0])
             whole[box.index] = whole[box.index] == 0  # 0 becomes 1, and anything else 0
             change_replica(checkpoint, fqn, box, np.asarray(whole[box.index]), other)
-            faults = [fault for what, fault in ucp.open(folder).verify() if fault and what == f"param/{fqn}"]
+            faults = [
+                fault
+                for what, fault in ucp.open(folder).verify()
+                if fault and what == f"param/{fqn}"
+            ]
             assert "which should be replicas" in faults[0]
 
 
-def change_replica(checkpoint: ucp.Checkpoint, fqn: str, box: Box, value: np.ndarray, scratch: Writer) -> None:
+def change_replica(
+    checkpoint: ucp.Checkpoint, fqn: str, box: Box, value: np.ndarray, scratch: Writer
+) -> None:
     """Write `value` in place of one copy of `box`, as an item that is whole in itself."""
     piece = next(piece for piece in checkpoint.where(f"param/{fqn}") if piece.target == box)
     start = int(piece.item.rpartition("@")[2])
@@ -114,8 +136,15 @@ def faults_of(folder: Path) -> list[str]:
         return [str(error)]
 
 
-# In dcp_no_collectives both ranks wrote items of equal sizes in equal order: nothing tells two such files apart.
-SHARDED = ("fsdp2_dp4_uneven", "fsdp2_tp_2x2", "dcp_zstd", "dcp_no_collectives", "dcp_file_per_item")
+# In dcp_no_collectives both ranks wrote items of equal sizes in equal order: nothing tells two such
+# files apart.
+SHARDED = (
+    "fsdp2_dp4_uneven",
+    "fsdp2_tp_2x2",
+    "dcp_zstd",
+    "dcp_no_collectives",
+    "dcp_file_per_item",
+)
 
 
 @pytest.mark.parametrize("case", SHARDED)
@@ -127,7 +156,9 @@ def test_a_file_that_is_missing_or_cut_short_is_named(copy_of, case):
         with pytest.raises(FormatError, match=rf"{path.name} is missing: \d+ items lie in it"):
             ucp.open(folder)
         path.write_bytes(data[:-1])
-        with pytest.raises(CorruptData, match=rf"{path.name} has {len(data) - 1} bytes, .* truncated"):
+        with pytest.raises(
+            CorruptData, match=rf"{path.name} has {len(data) - 1} bytes, .* truncated"
+        ):
             ucp.open(folder)
         path.write_bytes(data)
     assert faults_of(folder) == []
@@ -161,7 +192,9 @@ def test_bytes_and_files_of_no_item_are_noted(copy_of):
         "__1_0.distcp has 5 bytes that are no item of this checkpoint",
         "__4_0.distcp belongs to no tensor of this checkpoint: it is left from another save",
     ]
-    assert {"__1_0.distcp", "__4_0.distcp"} <= {item.where for item in checkpoint.account if item.fate == "skipped"}
+    assert {"__1_0.distcp", "__4_0.distcp"} <= {
+        item.where for item in checkpoint.inventory if item.status == "skipped"
+    }
 
 
 def test_metadata_that_is_missing_is_named(copy_of):
@@ -181,22 +214,30 @@ def test_metadata_that_is_missing_is_named(copy_of):
 def test_the_metadata_of_a_rank_of_another_run_is_refused(copy_of):
     folder = copy_of("dcp_no_collectives")
     writer = Writer(folder.parent / "other")
-    writer.tensor("output.weight", np.zeros((2, 2), np.float32), [("__1_0.distcp", Box((0, 0), (2, 2)))])
+    writer.tensor(
+        "output.weight", np.zeros((2, 2), np.float32), [("__1_0.distcp", Box((0, 0), (2, 2)))]
+    )
     shutil.copy(writer.finish("__1.metadata") / "__1.metadata", folder)
     with pytest.raises(
-        FormatError, match=r"__1\.metadata: output\.weight is .* files of different saves are in the folder"
+        FormatError,
+        match=r"__1\.metadata: output\.weight is .* files of different saves are in the folder",
     ):
         ucp.open(folder)
 
 
 def contents(folder: Path) -> dict[str, tuple]:
     checkpoint = ucp.open(folder)
-    return {leaf.label: (leaf.shape, leaf.dtype, checkpoint.read(leaf.label).tobytes()) for leaf in checkpoint.leaves}
+    return {
+        leaf.label: (leaf.shape, leaf.dtype, checkpoint.read(leaf.label).tobytes())
+        for leaf in checkpoint.leaves
+    }
 
 
 @pytest.mark.parametrize("case", ["old_v260", "dcp_objects", "dcp_no_collectives", "dcp_noflatten"])
 def test_a_bit_of_the_metadata_is_refused_harmless_or_part_of_a_name(case):
-    """Names are what nothing else says: where they are written once, a changed one is another name of the same."""
+    """Names are what nothing else says: where they are written once, a changed one is another
+    name of the same.
+    """
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(shutil.copytree(DATA / case / "ckpt", Path(parent) / "c"))
@@ -210,7 +251,8 @@ def test_a_bit_of_the_metadata_is_refused_harmless_or_part_of_a_name(case):
                 refused += 1
             elif (found := contents(folder)) != want:
                 assert set(found.values()) == set(want.values())
-                assert case in ("dcp_no_collectives", "dcp_noflatten")  # one step of a path: one string, written once
+                # one step of a path: one string, written once
+                assert case in ("dcp_no_collectives", "dcp_noflatten")
         assert refused > 240
 
 
@@ -229,34 +271,50 @@ def test_chunks_that_overlap_or_leave_a_hole_are_shown(writer):
     wide = Box((0, 2), (4, 6))
     writer.declare("w", WHOLE.dtype, WHOLE.shape, [LEFT, wide])
     writer.item("w", "__1_0.distcp", wide.start, WHOLE[wide.index])
-    with pytest.raises(FormatError, match=r"storage_data has bytes of 'w' at \(0, 3\), where it has no chunk"):
+    with pytest.raises(
+        FormatError, match=r"storage_data has bytes of 'w' at \(0, 3\), where it has no chunk"
+    ):
         ucp.open(writer.finish())
-    writer.storage = {index: info for index, info in writer.storage.items() if index.state["offset"] != (0, 3)}
+    writer.storage = {
+        index: info for index, info in writer.storage.items() if index.state["offset"] != (0, 3)
+    }
     with pytest.raises(LayoutError, match=r"(?s)c: param.w: .*overlap: .*"):
         ucp.open(writer.finish())
     narrow = Box((0, 3), (4, 5))
     writer.declare("w", WHOLE.dtype, WHOLE.shape, [LEFT, narrow])
-    writer.storage = {index: info for index, info in writer.storage.items() if index.state["offset"] == (0, 0)}
+    writer.storage = {
+        index: info for index, info in writer.storage.items() if index.state["offset"] == (0, 0)
+    }
     writer.item("w", "__1_0.distcp", narrow.start, WHOLE[narrow.index])
     with pytest.raises(LayoutError, match=r"(?s)c: param.w: .*hole: .*"):
         ucp.open(writer.finish())
 
 
 def test_a_chunk_that_no_file_holds_is_refused(writer):
-    writer.storage = {index: info for index, info in writer.storage.items() if index.state["offset"] == (0, 0)}
-    with pytest.raises(FormatError, match=r"\.metadata: w: the chunk \[4, 3\] at \[0, 3\] is in no file"):
+    writer.storage = {
+        index: info for index, info in writer.storage.items() if index.state["offset"] == (0, 0)
+    }
+    with pytest.raises(
+        FormatError, match=r"\.metadata: w: the chunk \[4, 3\] at \[0, 3\] is in no file"
+    ):
         ucp.open(writer.finish())
 
 
 def test_items_that_share_bytes_are_refused(writer):
     writer.declare("v", WHOLE.dtype, (4, 3), [Box((0, 0), (4, 3))])
     writer.place("v", (0, 0), "__0_0.distcp", 8, 100)
-    with pytest.raises(FormatError, match=r"__0_0\.distcp: the bytes of v, from 8, overlap those of w"):
+    with pytest.raises(
+        FormatError, match=r"__0_0\.distcp: the bytes of v, from 8, overlap those of w"
+    ):
         ucp.open(writer.finish())
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [((4, 3), np.int64), ((4, 3), np.float16), ((3, 4), np.float32)])
-def test_an_item_that_is_not_the_chunk_declared_is_found_by_a_read_and_by_verify(writer, shape, dtype):
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((4, 3), np.int64), ((4, 3), np.float16), ((3, 4), np.float32)]
+)
+def test_an_item_that_is_not_the_chunk_declared_is_found_by_a_read_and_by_verify(
+    writer, shape, dtype
+):
     writer.declare("v", np.dtype(np.float32), (4, 3), [Box((0, 0), (4, 3))])
     writer.item("v", "__1_0.distcp", (0, 0), np.zeros(shape, dtype))
     checkpoint = ucp.open(writer.finish())
@@ -267,7 +325,9 @@ def test_an_item_that_is_not_the_chunk_declared_is_found_by_a_read_and_by_verify
 
 @given(st.permutations(range(20)), st.sets(st.integers(0, 19), max_size=3), st.booleans())
 @settings(max_examples=20)
-def test_a_damaged_item_is_refused_when_it_is_read_and_those_beside_it_are_read(order, damaged, header):
+def test_a_damaged_item_is_refused_when_it_is_read_and_those_beside_it_are_read(
+    order, damaged, header
+):
     with tempfile.TemporaryDirectory() as folder:
         writer = Writer(Path(folder))
         arrays = {i: np.full((3, 4 + i % 2), i, np.float32) for i in range(20)}
@@ -302,7 +362,9 @@ def test_items_that_are_opened_together_hold_no_descriptor(writer):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize("name", ["../x", "a/b", "/etc/passwd", "a\\b", "C:x", "", ".", "..", "a\0b"])
+@pytest.mark.parametrize(
+    "name", ["../x", "a/b", "/etc/passwd", "a\\b", "C:x", "", ".", "..", "a\0b"]
+)
 def test_a_file_name_that_leads_elsewhere_is_refused(writer, name):
     writer.declare("v", np.dtype(np.uint8), (1,), [Box((0,), (1,))])
     writer.place("v", (0,), name, 0, 1)
@@ -322,7 +384,11 @@ def test_links_are_refused(writer, name):
 @pytest.mark.parametrize(
     ("shape", "boxes", "message"),
     [
-        ((0, 6), [Box((0, 0), (0, 5))], r"w has shape \[0, 6\], but its chunks end elsewhere on axis 1"),
+        (
+            (0, 6),
+            [Box((0, 0), (0, 5))],
+            r"w has shape \[0, 6\], but its chunks end elsewhere on axis 1",
+        ),
         ((4, 6), [], r"w has shape \[4, 6\], but by the metadata no chunk of it is in any file"),
         ((4,), [Box((0, 0), (4, 6))], r"w has shape \[4\], but a chunk of \[4, 6\] at \[0, 0\]"),
         ((-1,), [], r"w: \(-1,\) is no shape"),
@@ -350,7 +416,11 @@ def test_objects_that_ask_for_code_or_are_made_of_data_are_left_out_and_noted(wr
     assert "run was left out" in hook
     assert "os.system" in hook
     assert "buffer in __1_0.distcp was left out: an object with 400 bytes of tensors" in data
-    reasons = {item.where.partition("@")[0]: item.fate for item in checkpoint.account if "distcp:" in item.where}
+    reasons = {
+        item.where.partition("@")[0]: item.status
+        for item in checkpoint.inventory
+        if "distcp:" in item.where
+    }
     assert reasons["__0_0.distcp:run"] == reasons["__1_0.distcp:buffer"] == "skipped"
 
 
@@ -389,5 +459,7 @@ def test_a_file_that_stands_for_another_says_what_it_is(tmp_path, name, content,
 
 
 def test_one_ranks_items_are_refused_by_themselves():
-    with pytest.raises(FormatError, match=r"__0_0\.distcp holds one rank's items .*: open its folder"):
+    with pytest.raises(
+        FormatError, match=r"__0_0\.distcp holds one rank's items .*: open its folder"
+    ):
         ucp.open(DATA / "old_v1131" / "ckpt" / "__0_0.distcp")

@@ -1,4 +1,6 @@
-"""Real DeepSpeed checkpoints, against the state that was taken from the live processes before the save."""
+"""Real DeepSpeed checkpoints, against the state that was taken from the live processes before
+the save.
+"""
 
 import json
 import re
@@ -15,10 +17,10 @@ from jax.sharding import PartitionSpec as P
 import jax_ucp as ucp
 from deepspeed_cases import DATA, NUMBERED, equal, truth, word
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
-from jax_ucp.formats.deepspeed_files import _open_rank, _refuse_copies
-from jax_ucp.formats.torch_file import TorchFile
+from jax_ucp.formats.deepspeed.files import _open_rank, _refuse_copies
+from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.layout.box import Box
-from jax_ucp.storage.consolidated import same_bits
+from jax_ucp.sources.consolidated import same_bits
 from torch_writer import change, save
 
 CASES = sorted(path.name for path in DATA.iterdir())
@@ -27,7 +29,9 @@ RULES = [(r"\.weight$", P("data", "model"))]
 
 
 def flat(tree: dict) -> dict[str, np.ndarray]:
-    return {f"{state}/{name}": array for state, arrays in tree.items() for name, array in arrays.items()}
+    return {
+        f"{state}/{name}": array for state, arrays in tree.items() for name, array in arrays.items()
+    }
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -45,20 +49,26 @@ def test_every_parameter_and_moment_equals_the_live_state_however_it_is_read(cas
     assert [fault for _, fault in converted.verify() if fault] == []
 
 
-@pytest.mark.parametrize(("case", "options"), [*((c, word(c)) for c in CASES), *((c, {}) for c in NUMBERED)])
+@pytest.mark.parametrize(
+    ("case", "options"), [*((c, word(c)) for c in CASES), *((c, {}) for c in NUMBERED)]
+)
 def test_everything_stored_is_accounted_for_once_with_a_reason(case, options):
     checkpoint = ucp.open(DATA / case, **options)
-    account = {item.where: item for item in checkpoint.account}
-    assert len(account) == len(checkpoint.account)
-    assert all(item.reason for item in checkpoint.account)
+    inventory = {item.where: item for item in checkpoint.inventory}
+    assert len(inventory) == len(checkpoint.inventory)
+    assert all(item.reason for item in checkpoint.inventory)
     for path in Path(checkpoint.path).glob("*.pt"):
         file = TorchFile(path)
         for key in file.arrays():
-            assert f"{path.name}:{key}" in account
+            assert f"{path.name}:{key}" in inventory
         assert isinstance(file.tree, dict)
         for key, value in file.tree.items():
-            covered = [where for where in account if where.startswith(f"{path.name}:{key}")]
-            nested = [w for w in account if w.startswith(f"{path.name}:")] if key == "optimizer_state_dict" else []
+            covered = [where for where in inventory if where.startswith(f"{path.name}:{key}")]
+            nested = (
+                [w for w in inventory if w.startswith(f"{path.name}:")]
+                if key == "optimizer_state_dict"
+                else []
+            )
             assert covered or nested or value in ({}, None), f"{path.name}: {key}"
 
 
@@ -87,17 +97,25 @@ def test_where_names_the_file_item_and_block_of_every_byte():
     param = ucp.open(DATA / "z2_bf16_dp3").params["layers.0.self_attention.query_key_value.weight"]
     pieces = param.where()
     assert len({piece.file for piece in pieces}) == 2
-    assert sum(piece.target.size for piece in pieces) == sum(piece.source.size for piece in pieces) == 48 * 16
+    assert (
+        sum(piece.target.size for piece in pieces)
+        == sum(piece.source.size for piece in pieces)
+        == 48 * 16
+    )
     for piece in pieces:
-        stored = TorchFile(DATA / "z2_bf16_dp3" / "global_step5" / piece.file).read(piece.item, piece.source)
-        np.testing.assert_array_equal(stored.reshape(piece.target.shape), param.read()[piece.target.index])
+        stored = TorchFile(DATA / "z2_bf16_dp3" / "global_step5" / piece.file).read(
+            piece.item, piece.source
+        )
+        np.testing.assert_array_equal(
+            stored.reshape(piece.target.shape), param.read()[piece.target.index]
+        )
 
 
 def test_the_second_moment_that_lion_never_reads_is_left_out_with_its_reason():
     checkpoint = ucp.open(DATA / "z1_fp32_dp2_lion")
-    left = [item for item in checkpoint.account if item.where.endswith("/exp_avg_sq")]
+    left = [item for item in checkpoint.inventory if item.where.endswith("/exp_avg_sq")]
     assert len(left) == 4
-    assert all(item.fate == "skipped" and "Lion has one moment" in item.reason for item in left)
+    assert all(item.status == "skipped" and "Lion has one moment" in item.reason for item in left)
     assert "exp_avg_sq" not in {leaf.label.partition("/")[0] for leaf in checkpoint.leaves}
 
 
@@ -122,7 +140,9 @@ RANK_1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 def test_a_missing_rank_is_named_even_where_it_is_the_last(copy_of):
     folder = copy_of("z1_bf16_dp2")
     (folder / RANK_1).unlink()
-    with pytest.raises(FormatError, match=rf"{RANK_1} is missing: the run had 2 data-parallel ranks"):
+    with pytest.raises(
+        FormatError, match=rf"{RANK_1} is missing: the run had 2 data-parallel ranks"
+    ):
         ucp.open(folder)
 
 
@@ -148,11 +168,15 @@ def test_two_ranks_exchanged_are_refused(copy_of):
     (folder / RANK_1).rename(folder / "x")
     zero.rename(folder / RANK_1)
     (folder / "x").rename(zero)
-    with pytest.raises(FormatError, match=r"rank_0_mp_rank_00_optim_states\.pt holds what rank 1 should hold"):
+    with pytest.raises(
+        FormatError, match=r"rank_0_mp_rank_00_optim_states\.pt holds what rank 1 should hold"
+    ):
         ucp.open(folder)
 
 
-@pytest.mark.parametrize("case", ["z3_bf16_dp2", "z3_fp16_dp2_subgroups", "tp2_dp2_z3_bf16", "z1_fp32_dp4"])
+@pytest.mark.parametrize(
+    "case", ["z3_bf16_dp2", "z3_fp16_dp2_subgroups", "tp2_dp2_z3_bf16", "z1_fp32_dp4"]
+)
 def test_a_file_that_is_a_copy_of_another_ranks_is_refused(copy_of, case):
     """ZeRO-3 stores nothing twice, and its files do not say whose they are."""
     folder = copy_of(case)
@@ -160,7 +184,9 @@ def test_a_file_that_is_a_copy_of_another_ranks_is_refused(copy_of, case):
     for mine, others in ((first, second), (second, first)):
         data = mine.read_bytes()
         shutil.copy(others, mine)
-        with pytest.raises(FormatError, match=r"holds the same masters as .*one is a copy|holds what rank"):
+        with pytest.raises(
+            FormatError, match=r"holds the same masters as .*one is a copy|holds what rank"
+        ):
             ucp.open(folder)
         mine.write_bytes(data)
     ucp.open(folder)
@@ -172,7 +198,10 @@ def test_ranks_that_have_padding_alone_may_be_alike(tmp_path, value):
     for dp in range(2):
         path = tmp_path / f"zero_pp_rank_{dp}_mp_rank_00_optim_states.pt"
         masters = np.full(8, value, np.float32)
-        save({"optimizer_state_dict": {"fp32_flat_groups": [masters], "optimizer_state_dict": {}}}, path)
+        save(
+            {"optimizer_state_dict": {"fp32_flat_groups": [masters], "optimizer_state_dict": {}}},
+            path,
+        )
         ranks.append(_open_rank(dp, path, 2))
     with pytest.raises(FormatError, match="one is a copy") if value else nullcontext():
         _refuse_copies([ranks])
@@ -181,14 +210,18 @@ def test_ranks_that_have_padding_alone_may_be_alike(tmp_path, value):
 def test_a_rank_of_another_world_size_is_refused(copy_of):
     folder = copy_of("z1_bf16_dp2")
     shutil.copy(DATA / "z1_bf16_dp4_tinygroup" / "global_step5" / RANK_1, folder / RANK_1)
-    with pytest.raises(FormatError, match=rf"{RANK_1} is of \[4, 4, 4\] ranks, by its partition_count"):
+    with pytest.raises(
+        FormatError, match=rf"{RANK_1} is of \[4, 4, 4\] ranks, by its partition_count"
+    ):
         ucp.open(folder)
 
 
 def test_a_rank_too_many_is_refused(copy_of):
     folder = copy_of("z1_bf16_dp2")
     shutil.copy(folder / RANK_1, folder / RANK_1.replace("rank_1", "rank_2"))
-    with pytest.raises(FormatError, match=r"files of 3 ranks, but mp_rank_00_model_states\.pt was written by 2"):
+    with pytest.raises(
+        FormatError, match=r"files of 3 ranks, but mp_rank_00_model_states\.pt was written by 2"
+    ):
         ucp.open(folder)
 
 
@@ -208,12 +241,16 @@ def test_a_rank_of_another_step_is_refused(copy_of):
     data = path.read_bytes()
     assert data.count(step.tobytes()) >= 1
     path.write_bytes(data.replace(np.float32(5).tobytes(), np.float32(4).tobytes()))
-    with pytest.raises(FormatError, match=rf"{RANK_1}: step of group \d is 4.0, but 5.0 in .*not of one step"):
+    with pytest.raises(
+        FormatError, match=rf"{RANK_1}: step of group \d is 4.0, but 5.0 in .*not of one step"
+    ):
         ucp.open(folder)
 
 
 @pytest.mark.parametrize("where", ["single_partition_of_fp32_groups/0", "module"])
-def test_a_master_that_is_not_its_low_precision_copy_is_refused_by_verify_and_convert(copy_of, tmp_path, where):
+def test_a_master_that_is_not_its_low_precision_copy_is_refused_by_verify_and_convert(
+    copy_of, tmp_path, where
+):
     folder = copy_of("z1_bf16_dp2")
     path = folder / ("mp_rank_00_model_states.pt" if where == "module" else RANK_1)
     file = TorchFile(path)
@@ -232,7 +269,8 @@ def test_a_master_that_is_not_its_low_precision_copy_is_refused_by_verify_and_co
     assert re.search(rf"{path.name}: the bytes of storage \d+ do not have the CRC", crc)
     assert len(differ) >= 1
     both = (
-        r"the master at bf16_zero_.* is .* in \[\d.*\], rounded to bfloat16 not what the copy at mp_rank_00_model.* has"
+        r"the master at bf16_zero_.* is .* in \[\d.*\], rounded to bfloat16 not what the copy at"
+        r" mp_rank_00_model.* has"
     )
     assert all(re.search(both, fault) for fault in differ)
     with pytest.raises(CorruptData, match="contradicts itself in"):
@@ -249,17 +287,21 @@ def test_a_flipped_bit_in_a_moment_is_refused_too_though_nothing_is_stored_twice
     changed = bytearray(data)
     changed[data.index(old) + 100] ^= 1
     (folder / RANK_1).write_bytes(bytes(changed))
-    with pytest.raises(CorruptData, match=rf"{RANK_1}: the bytes of storage \d+ do not have the CRC"):
+    with pytest.raises(
+        CorruptData, match=rf"{RANK_1}: the bytes of storage \d+ do not have the CRC"
+    ):
         ucp.open(folder).save(tmp_path / "out")
 
 
 def test_two_files_of_one_rank_are_refused_and_a_stray_one_is_accounted_for(copy_of):
     folder = copy_of("z1_bf16_dp2")
     (folder / "notes.txt").write_text("mine")
-    (stray,) = [item for item in ucp.open(folder).account if item.where == "notes.txt"]
-    assert stray.fate == "skipped"
+    (stray,) = [item for item in ucp.open(folder).inventory if item.where == "notes.txt"]
+    assert stray.status == "skipped"
     shutil.copy(folder / RANK_1, folder / RANK_1.replace("rank_1", "rank_01"))
-    with pytest.raises(FormatError, match=r"rank_01_mp.* and bf16_zero_pp_rank_1_mp.*, which are one rank's"):
+    with pytest.raises(
+        FormatError, match=r"rank_01_mp.* and bf16_zero_pp_rank_1_mp.*, which are one rank's"
+    ):
         ucp.open(folder)
 
 
@@ -290,7 +332,10 @@ def in_two_minds(copy_of) -> Path:
 
 def test_where_copies_differ_both_places_are_named_and_nothing_is_converted(in_two_minds, tmp_path):
     (fault,) = [fault for _, fault in ucp.open(in_two_minds).verify() if fault]
-    place = r"embed\.word.* master at bf16_zero_pp_rank_0.*:.* in \[0, 3\].* copy at mp_rank_00_model_states"
+    place = (
+        r"embed\.word.* master at bf16_zero_pp_rank_0.*:.* in \[0, 3\].* copy at"
+        r" mp_rank_00_model_states"
+    )
     assert re.search(place, fault)
     with pytest.raises(CorruptData, match=r"embed\.word_embeddings"):
         ucp.open(in_two_minds).save(tmp_path / "out")
@@ -299,9 +344,11 @@ def test_where_copies_differ_both_places_are_named_and_nothing_is_converted(in_t
 def test_the_user_may_say_which_copy_to_believe(in_two_minds, tmp_path):
     want = truth("z1_bf16_dp2")
     module = TorchFile(in_two_minds / COPY)
-    master = ucp.open(in_two_minds, believe="master").save(tmp_path / "master")
-    copy = ucp.open(in_two_minds, believe="copy").save(tmp_path / "copy")
-    assert {leaf.label for leaf in master.leaves} == {leaf.label for leaf in copy.leaves} == set(want)
+    master = ucp.open(in_two_minds, on_conflict="master").save(tmp_path / "master")
+    copy = ucp.open(in_two_minds, on_conflict="copy").save(tmp_path / "copy")
+    assert (
+        {leaf.label for leaf in master.leaves} == {leaf.label for leaf in copy.leaves} == set(want)
+    )
     for label, array in want.items():
         assert equal(master.read(label), array, label)
         state, _, name = label.partition("/")
@@ -311,16 +358,21 @@ def test_the_user_may_say_which_copy_to_believe(in_two_minds, tmp_path):
         else:
             assert equal(copy.read(label), array, label)
     assert not same_bits(
-        copy.read("param/head.weight").astype(np.float32), want["param/head.weight"].astype(np.float32)
+        copy.read("param/head.weight").astype(np.float32),
+        want["param/head.weight"].astype(np.float32),
     )
 
 
-@pytest.mark.parametrize("believe", ["master", "copy"])
-def test_what_is_believed_is_noted_and_accounted_for(in_two_minds, believe):
-    checkpoint = ucp.open(in_two_minds, believe=believe)
+@pytest.mark.parametrize("on_conflict", ["master", "copy"])
+def test_what_is_believed_is_noted_and_accounted_for(in_two_minds, on_conflict):
+    checkpoint = ucp.open(in_two_minds, on_conflict=on_conflict)
     (note,) = checkpoint.notes
-    assert f"the {believe} is believed" in note
-    fates = {item.where: item.fate for item in checkpoint.account}
-    assert fates[f"{COPY}:module/embed.word_embeddings.weight"] == ("mapped" if believe == "copy" else "skipped")
-    (master,) = {w for w in fates if RANK_1 in w and w.endswith("single_partition_of_fp32_groups/0")}
-    assert fates[master] == ("skipped" if believe == "copy" else "mapped")
+    assert f"the {on_conflict} is taken" in note
+    statuses = {item.where: item.status for item in checkpoint.inventory}
+    assert statuses[f"{COPY}:module/embed.word_embeddings.weight"] == (
+        "mapped" if on_conflict == "copy" else "skipped"
+    )
+    (master,) = {
+        w for w in statuses if RANK_1 in w and w.endswith("single_partition_of_fp32_groups/0")
+    }
+    assert statuses[master] == ("skipped" if on_conflict == "copy" else "mapped")

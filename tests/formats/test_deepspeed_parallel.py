@@ -1,4 +1,6 @@
-"""DeepSpeed checkpoints of several model-parallel ranks, of ZeRO-3 and ZeRO-0, and of experts, where they are wrong."""
+"""DeepSpeed checkpoints of several model-parallel ranks, of ZeRO-3 and ZeRO-0, and of experts,
+where they are wrong.
+"""
 
 import json
 import shutil
@@ -14,13 +16,13 @@ from hypothesis import strategies as st
 import jax_ucp as ucp
 from deepspeed_cases import DATA, equal, truth
 from jax_ucp.errors import FormatError, LayoutError
-from jax_ucp.formats.deepspeed_modules import layer_names
-from jax_ucp.formats.deepspeed_moe import global_name
-from jax_ucp.formats.deepspeed_tp import TensorParallel, affine_layout
-from jax_ucp.formats.torch_file import TorchFile
+from jax_ucp.formats.deepspeed.modules import layer_names
+from jax_ucp.formats.deepspeed.moe import global_name
+from jax_ucp.formats.deepspeed.tensor_parallel import TensorParallel, affine_layout
+from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.patterns import partitioned_layouts
-from jax_ucp.storage.consolidated import same_bits
+from jax_ucp.sources.consolidated import same_bits
 from torch_writer import rewrite, save
 
 UNIVERSAL = DATA.parent / "deepspeed_universal"
@@ -69,7 +71,11 @@ def test_a_missing_file_is_named(copy_of, case, name):
     [
         ("z3_bf16_dp2", "z3_bf16_dp3_offload", "zero_pp_rank_1_mp_rank_00_model_states.pt"),
         ("tp2_dp2_z1_fp32", "tp2_dp1_z1_fp32_gqa", "mp_rank_01_model_states.pt"),
-        ("z3_fp16_dp2_subgroups", "autoep2_dp4_z3_fp32", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        (
+            "z3_fp16_dp2_subgroups",
+            "autoep2_dp4_z3_fp32",
+            "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        ),
     ],
 )
 def test_a_file_of_another_run_is_named(copy_of, case, theirs, name):
@@ -87,8 +93,16 @@ def test_a_file_of_another_run_is_named(copy_of, case, theirs, name):
             "zero_pp_rank_1_mp_rank_00_optim_states.pt",
             "zero_pp_rank_3_mp_rank_00_optim_states.pt",
         ),
-        ("pp2_dp2_z1_fp32", "zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_0_mp_rank_01_optim_states.pt"),
-        ("tp2_dp2_z1_fp32", "zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        (
+            "pp2_dp2_z1_fp32",
+            "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+            "zero_pp_rank_0_mp_rank_01_optim_states.pt",
+        ),
+        (
+            "tp2_dp2_z1_fp32",
+            "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+            "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        ),
     ],
 )
 def test_files_of_two_ranks_exchanged_are_refused(copy_of, case, a, b):
@@ -101,7 +115,11 @@ def test_files_of_two_ranks_exchanged_are_refused(copy_of, case, a, b):
 @pytest.mark.parametrize(
     ("case", "a", "b"),
     [
-        ("tp2_dp2_z1_fp32", "zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_0_mp_rank_01_optim_states.pt"),
+        (
+            "tp2_dp2_z1_fp32",
+            "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+            "zero_pp_rank_0_mp_rank_01_optim_states.pt",
+        ),
         ("pp2_dp1_z1_fp16_untied", "layer_01-model_states.pt", "layer_02-model_states.pt"),
         (
             "moe_ep2_dp2_z1_bf16",
@@ -129,8 +147,14 @@ def test_families_of_two_stages_in_one_folder_are_refused(copy_of):
 
 @pytest.mark.parametrize(
     "folder",
-    [DATA / case for case in ("tp2_dp2_z3_bf16", "tp2_dp2_z1_fp32", "z3_bf16_dp3_offload", "pp2_dp2_z1_fp32")]
-    + [UNIVERSAL / case for case in ("tp2_dp1_z1_fp32_gqa", "z3_bf16_dp2_frozen_tied", "autoep2_dp4_z3_fp32")],
+    [
+        DATA / case
+        for case in ("tp2_dp2_z3_bf16", "tp2_dp2_z1_fp32", "z3_bf16_dp3_offload", "pp2_dp2_z1_fp32")
+    ]
+    + [
+        UNIVERSAL / case
+        for case in ("tp2_dp1_z1_fp32_gqa", "z3_bf16_dp2_frozen_tied", "autoep2_dp4_z3_fp32")
+    ],
     ids=lambda folder: folder.parent.name + "-" + folder.name,
 )
 def test_where_goes_through_slices_to_the_bytes_in_the_files(folder):
@@ -154,15 +178,18 @@ def test_weights_alone_need_no_names_of_optimizer_states(copy_of):
     assert len(tree.leaves) == 31
     whole = ucp.open(DATA / "tp2_dp2_z3_bf16", weights_only=True)
     assert {leaf.label.partition("/")[0] for leaf in whole.leaves} == {"param"}
-    assert all(item.reason != "not understood" for item in whole.account)
+    assert all(item.reason != "not understood" for item in whole.inventory)
 
 
-def test_optimizer_files_that_should_be_there_are_missed_unless_weights_are_all_that_is_asked_for(copy_of):
+def test_optimizer_files_that_should_be_there_are_missed_unless_weights_are_all_that_is_asked_for(
+    copy_of,
+):
     folder = copy_of("z1_fp32_dp4")
     for path in folder.glob("*_optim_states.pt"):
         path.unlink()
     with pytest.raises(
-        FormatError, match=r"no \*_optim_states\.pt, but mp_rank_00_model_states\.pt was written by ZeRO-1"
+        FormatError,
+        match=r"no \*_optim_states\.pt, but mp_rank_00_model_states\.pt was written by ZeRO-1",
     ):
         ucp.open(folder)
     assert len(ucp.open(folder, weights_only=True).leaves) == 31
@@ -170,11 +197,16 @@ def test_optimizer_files_that_should_be_there_are_missed_unless_weights_are_all_
 
 @given(st.data(), st.booleans())
 def test_masters_of_zero_0_in_half_precision_go_to_their_parameters(tmp_path_factory, data, fused):
-    shapes = data.draw(st.lists(st.sampled_from([(3,), (2, 3), (1,), (5, 2)]), min_size=1, max_size=6))
+    shapes = data.draw(
+        st.lists(st.sampled_from([(3,), (2, 3), (1,), (5, 2)]), min_size=1, max_size=6)
+    )
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
-    owner = [data.draw(st.sampled_from([None, 0, 1])) for _ in shapes]  # of each parameter its group; None is frozen
+    # of each parameter its group; None is frozen
+    owner = [data.draw(st.sampled_from([None, 0, 1])) for _ in shapes]
     masters = {f"p{i}": rng.normal(size=shape).astype(np.float32) for i, shape in enumerate(shapes)}
-    moments = {name: rng.normal(size=array.shape).astype(np.float32) for name, array in masters.items()}
+    moments = {
+        name: rng.normal(size=array.shape).astype(np.float32) for name, array in masters.items()
+    }
     module = {name: array.astype(ml_dtypes.bfloat16) for name, array in masters.items()}
     members = [[name for name, at in zip(masters, owner, strict=True) if at == g] for g in (0, 1)]
     members = [some for some in members if some]
@@ -186,14 +218,27 @@ def test_masters_of_zero_0_in_half_precision_go_to_their_parameters(tmp_path_fac
             groups.append({"lr": 0.1 * g, "params": [g]})
         else:
             numbers = range(len(states), len(states) + len(some))
-            states |= {number: {"step": 3, "exp_avg": moments[n]} for number, n in zip(numbers, some, strict=True)}
+            states |= {
+                number: {"step": 3, "exp_avg": moments[n]}
+                for number, n in zip(numbers, some, strict=True)
+            }
             kept.append([masters[n] for n in some])
             groups.append({"lr": 0.1 * g, "params": [*numbers]})
     inner = {"state": states, "param_groups": groups}
-    optimizer = {"optimizer_state_dict": inner, "fp32_groups_flat" if fused else "fp32_groups": kept, "clip_grad": 1.0}
+    optimizer = {
+        "optimizer_state_dict": inner,
+        "fp32_groups_flat" if fused else "fp32_groups": kept,
+        "clip_grad": 1.0,
+    }
     folder = tmp_path_factory.mktemp("z0") / "global_step3"
     folder.mkdir()
-    about = {"ds_config": {}, "ds_version": "0.19.8", "dp_world_size": 1, "mp_world_size": 1, "buffer_names": []}
+    about = {
+        "ds_config": {},
+        "ds_version": "0.19.8",
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "buffer_names": [],
+    }
     save({"module": module, "optimizer": optimizer, **about}, folder / "mp_rank_00_model_states.pt")
     checkpoint = ucp.open(folder)
     told = {name: group.settings["lr"] for group in checkpoint.groups for name in group.params}
@@ -201,12 +246,14 @@ def test_masters_of_zero_0_in_half_precision_go_to_their_parameters(tmp_path_fac
     for name in masters:
         trained = name in told
         assert same_bits(checkpoint.read(f"param/{name}"), (masters if trained else module)[name])
-        assert set(checkpoint.params[name].states) == ({"param", "exp_avg", "step"} if trained else {"param"})
+        assert set(checkpoint.params[name].states) == (
+            {"param", "exp_avg", "step"} if trained else {"param"}
+        )
         if trained:
             assert same_bits(checkpoint.read(f"exp_avg/{name}"), moments[name])
             assert checkpoint.read(f"step/{name}") == 3
     assert [fault for _, fault in checkpoint.verify() if fault] == []
-    assert all(item.reason != "not understood" for item in checkpoint.account)
+    assert all(item.reason != "not understood" for item in checkpoint.inventory)
     assert "step" not in json.dumps(checkpoint.extras)
 
 
@@ -217,7 +264,9 @@ INFO = {
     "tp_replicated_parameter_patterns": [r"norm\."],
     "parameter_with_row_parallelism_patterns": [r".*\.down"],
     "parameter_with_2_sub_params_cat_dim_0": [r".*\.gate_up"],
-    "parameter_with_sub_params": [{"patterns": [r".*\.qkv"], "shape": ((8, 2, 2), -1), "partition_dim": 0}],
+    "parameter_with_sub_params": [
+        {"patterns": [r".*\.qkv"], "shape": ((8, 2, 2), -1), "partition_dim": 0}
+    ],
     "sub_param_shard_widths": {r".*\.qkv": [[4, 4], [2, 0], [0, 2]]},
 }
 
@@ -249,8 +298,17 @@ def test_before_version_0_4_sub_params_are_counted_or_measured_and_cut_evenly():
     for sizes in (3, (4, 4, 4)):
         entry = [{"patterns": ["qkv"], "shape": (sizes, -1), "partition_dim": 0}]
         layout = info(**old, parameter_with_sub_params=entry).layout("qkv", [(6, 3), (6, 3)])
-        assert [str(f.target) for f in layout.fragments if f.shard == 0] == ["[0:2, 0:3]", "[4:6, 0:3]", "[8:10, 0:3]"]
-    uneven = info(**old, parameter_with_sub_params=[{"patterns": ["qkv"], "shape": ((3, 3), -1), "partition_dim": 0}])
+        assert [str(f.target) for f in layout.fragments if f.shard == 0] == [
+            "[0:2, 0:3]",
+            "[4:6, 0:3]",
+            "[8:10, 0:3]",
+        ]
+    uneven = info(
+        **old,
+        parameter_with_sub_params=[
+            {"patterns": ["qkv"], "shape": ((3, 3), -1), "partition_dim": 0}
+        ],
+    )
     with pytest.raises(LayoutError, match="cannot be cut evenly"):
         uneven.layout("qkv", [(3, 3), (3, 3)])
 
@@ -269,17 +327,28 @@ def test_versions_newer_than_known_are_refused(change, message):
 
 @pytest.mark.parametrize("said", [None, {}, {"universal_checkpoint_version": 0.4}])
 def test_tensor_parallel_slices_that_nothing_describes_are_refused(said):
-    with pytest.raises(FormatError, match=r"file\.pt was written by 2 tensor-parallel ranks, but has no universal"):
+    with pytest.raises(
+        FormatError, match=r"file\.pt was written by 2 tensor-parallel ranks, but has no universal"
+    ):
         TensorParallel(said, 2, "file.pt", {})
     assert TensorParallel(said, 1, "file.pt", {}).layout("w", [(2, 2)]).shape == (2, 2)
 
 
 def test_patterns_that_hit_twice_or_never_are_refused():
-    with pytest.raises(FormatError, match=r"norm\.weight matches several patterns of tp_replicated"):
-        info(tp_replicated_parameter_patterns=["norm", "norm.weight"]).layout("norm.weight", [(3,), (3,)])
+    with pytest.raises(
+        FormatError, match=r"norm\.weight matches several patterns of tp_replicated"
+    ):
+        info(tp_replicated_parameter_patterns=["norm", "norm.weight"]).layout(
+            "norm.weight", [(3,), (3,)]
+        )
     with pytest.raises(FormatError, match=r"patterns that match no parameter: \['normm'\]"):
-        TensorParallel({"tp_replicated_parameter_patterns": ["normm"]}, 2, "f", {}).check_used(["norm.weight"])
-    unsupported = {"autotp_unsupported_parameter_patterns": {"^w$": "a reason"}, "affine_map": {"params": {"x": {}}}}
+        TensorParallel({"tp_replicated_parameter_patterns": ["normm"]}, 2, "f", {}).check_used(
+            ["norm.weight"]
+        )
+    unsupported = {
+        "autotp_unsupported_parameter_patterns": {"^w$": "a reason"},
+        "affine_map": {"params": {"x": {}}},
+    }
     with pytest.raises(FormatError, match="the slices of w cannot be joined: a reason"):
         TensorParallel(unsupported, 2, "f", {}).check_used(["w"])
 
@@ -307,7 +376,13 @@ def test_an_affine_map_of_boxes_is_a_layout():
 
 @pytest.mark.parametrize(
     "change",
-    [{"scale": 0.5}, {"source": [0, [1, 4]]}, {"source": [0, [8, 1]]}, {"source": [3, [4, 1]]}, {"dest": [0, [1, 2]]}],
+    [
+        {"scale": 0.5},
+        {"source": [0, [1, 4]]},
+        {"source": [0, [8, 1]]},
+        {"source": [3, [4, 1]]},
+        {"dest": [0, [1, 2]]},
+    ],
 )
 def test_an_affine_piece_that_is_no_box_is_refused(change):
     with pytest.raises(FormatError, match="no box, or is scaled"):
@@ -324,12 +399,17 @@ def test_an_affine_map_of_another_world_is_refused():
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 def test_pieces_of_each_parameter_put_in_order_are_the_parameter(ranks):
     shapes = {"a": (3, 5), "b": (1,), "c": (), "d": (2, 3, 4), "e": (7,)}
-    whole = {name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + 100 for name, shape in shapes.items()}
+    whole = {
+        name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + 100
+        for name, shape in shapes.items()
+    }
     buffers: list[np.ndarray] = [np.zeros(0, np.float32)] * ranks
     for array in whole.values():
         piece = -(-array.size // ranks)
         padded = np.concatenate([array.ravel(), np.zeros(piece * ranks - array.size, np.float32)])
-        buffers = [np.concatenate([b, padded[r * piece : (r + 1) * piece]]) for r, b in enumerate(buffers)]
+        buffers = [
+            np.concatenate([b, padded[r * piece : (r + 1) * piece]]) for r, b in enumerate(buffers)
+        ]
     for name, layout in partitioned_layouts(shapes, ranks).items():
         layout.check()
         got = np.full(shapes[name], np.nan, np.float32)
@@ -359,16 +439,28 @@ def test_a_box_of_a_row_parallel_parameter_reads_the_same_as_the_whole():
 
 # Tensor parallelism of which the files say nothing: the user's spec does.
 
-WITHOUT_INFO = ["tp2_dp2_z1_fp32", "tp2_dp1_z1_fp32_gqa", "tp2_dp2_z1_bf16_swiglu", "autotp2_dp2_z3_bf16"]
+WITHOUT_INFO = [
+    "tp2_dp2_z1_fp32",
+    "tp2_dp1_z1_fp32_gqa",
+    "tp2_dp2_z1_bf16_swiglu",
+    "autotp2_dp2_z3_bf16",
+]
 WITHOUT_INFO += ["tp2_pp2_dp1_z1_bf16"]
 
 
 @pytest.fixture(params=WITHOUT_INFO)
 def without_info(request, copy_of) -> Path:
-    """A checkpoint as a trainer leaves it that puts no universal_checkpoint_info into the client state."""
+    """A checkpoint as a trainer leaves it that puts no universal_checkpoint_info into the client
+    state.
+    """
     folder = copy_of(request.param)
     for path in folder.glob("*mp_rank_*_model_states.pt"):
-        rewrite(path, lambda name, data: data.replace(b"universal_checkpoint_info", b"what_the_trainer_did_said"))
+        rewrite(
+            path,
+            lambda name, data: data.replace(
+                b"universal_checkpoint_info", b"what_the_trainer_did_said"
+            ),
+        )
     return folder
 
 
@@ -389,9 +481,13 @@ def rules_of(case: str) -> list[dict]:
     return rules
 
 
-def test_slices_that_only_a_spec_describes_are_refused_without_and_right_with_it(without_info, tmp_path):
+def test_slices_that_only_a_spec_describes_are_refused_without_and_right_with_it(
+    without_info, tmp_path
+):
     case, spec = without_info.parent.name, tmp_path / "mine.yaml"
-    with pytest.raises(FormatError, match=r"has no universal_checkpoint_info.*Say how .* in a spec \(spec=, --spec"):
+    with pytest.raises(
+        FormatError, match=r"has no universal_checkpoint_info.*Say how .* in a spec \(spec=, --spec"
+    ):
         ucp.open(without_info)
     spec.write_text(yaml.safe_dump({"shards": rules_of(case)}))
     sizes = {"vocab": 101} if "to: vocab" in spec.read_text() else {}
@@ -418,8 +514,16 @@ shards:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("*.{linear}.bias", "*.dense.bias", r"query_key_value\.bias is claimed by no rule[\s\S]*dense_4h_to_h\.bias"),
-        ("*.dense.weight", "*.dens.weight", r"mine\.yaml:9: '\*\.dens\.weight' claims no parameter"),
+        (
+            "*.{linear}.bias",
+            "*.dense.bias",
+            r"query_key_value\.bias is claimed by no rule[\s\S]*dense_4h_to_h\.bias",
+        ),
+        (
+            "*.dense.weight",
+            "*.dens.weight",
+            r"mine\.yaml:9: '\*\.dens\.weight' claims no parameter",
+        ),
         ("*.dense.weight", "*.weight", r"dense_4h_to_h\.weight is claimed by 2 rules"),
         ("{sharded: 1}", "{sharded: 2}", r"dense\.weight.*[\s\S]*mp_rank_01"),
         ("to: vocab", "to: words", "'words' has no number"),
@@ -434,6 +538,10 @@ def test_a_spec_for_deepspeed_is_strict(tmp_path, old, new, message):
 def test_a_universal_folder_takes_a_spec_too(tmp_path):
     case = "tp2_dp1_z1_fp32_gqa"
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"shards": rules_of(case)}))
-    checkpoint = ucp.open(DATA.parent / "deepspeed_universal" / case, spec=tmp_path / "mine.yaml", sizes={"vocab": 101})
+    checkpoint = ucp.open(
+        DATA.parent / "deepspeed_universal" / case,
+        spec=tmp_path / "mine.yaml",
+        sizes={"vocab": 101},
+    )
     assert {leaf.label for leaf in checkpoint.leaves} == set(truth(case))
     assert [fault for _, fault in checkpoint.verify() if fault] == []

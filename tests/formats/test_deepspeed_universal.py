@@ -1,4 +1,6 @@
-"""DeepSpeed's universal folders, against the state that was taken from the live processes before the save."""
+"""DeepSpeed's universal folders, against the state that was taken from the live processes before
+the save.
+"""
 
 import re
 import shutil
@@ -29,14 +31,16 @@ def test_every_atom_equals_the_live_state(case, tmp_path):
 
 @pytest.mark.parametrize("case", CASES)
 def test_everything_in_the_folder_is_accounted_for_with_a_reason(case):
-    account = ucp.open(DATA / case).account
-    assert len({item.where for item in account}) == len(account)
-    assert all(item.reason and item.reason != "not understood" for item in account)
+    inventory = ucp.open(DATA / case).inventory
+    assert len({item.where for item in inventory}) == len(inventory)
+    assert all(item.reason and item.reason != "not understood" for item in inventory)
 
 
 def test_universal_and_native_give_the_same_tree():
     native, atoms = ucp.open(DATA.parent / "deepspeed" / CASES[0]), ucp.open(DATA / CASES[0])
-    assert {leaf.label: leaf.shape for leaf in native.leaves} == {leaf.label: leaf.shape for leaf in atoms.leaves}
+    assert {leaf.label: leaf.shape for leaf in native.leaves} == {
+        leaf.label: leaf.shape for leaf in atoms.leaves
+    }
 
 
 @pytest.fixture
@@ -47,13 +51,20 @@ def folder(tmp_path) -> Path:
 
 def test_a_missing_atom_is_named(folder):
     (folder / "zero" / "embed.position_embeddings.weight" / "fp32.pt").unlink()
-    with pytest.raises(FormatError, match=r"embed\.position_embeddings\.weight/fp32\.pt is missing"):
+    with pytest.raises(
+        FormatError, match=r"embed\.position_embeddings\.weight/fp32\.pt is missing"
+    ):
         ucp.open(folder)
 
 
 def test_an_atom_of_another_shape_is_named(folder):
-    shutil.copy(folder / "zero" / "final_layernorm.gain" / "fp32.pt", folder / "zero" / "final_layernorm.bias")
-    with pytest.raises(FormatError, match=r"final_layernorm\.bias/fp32\.pt has shape \(1,\).*has \(16,\)"):
+    shutil.copy(
+        folder / "zero" / "final_layernorm.gain" / "fp32.pt",
+        folder / "zero" / "final_layernorm.bias",
+    )
+    with pytest.raises(
+        FormatError, match=r"final_layernorm\.bias/fp32\.pt has shape \(1,\).*has \(16,\)"
+    ):
         ucp.open(folder)
 
 
@@ -74,7 +85,8 @@ def test_atoms_exchanged_between_parameters_of_one_shape_fail_verify(folder):
     faults = [fault for _, fault in ucp.open(folder).verify() if fault]
     assert len(faults) == 2
     assert all(
-        re.search(r"at zero/final_layernorm\.\w+/fp32\.pt:.*copy at mp_rank_00.*final_layernorm", f) for f in faults
+        re.search(r"at zero/final_layernorm\.\w+/fp32\.pt:.*copy at mp_rank_00.*final_layernorm", f)
+        for f in faults
     )
 
 
@@ -103,7 +115,9 @@ def zero3(request, tmp_path) -> Path:
 
 @pytest.mark.parametrize("state", ["fp32", "exp_avg", "exp_avg_sq"])
 def test_every_atom_of_zero3_is_compared_with_what_rank_0_left_of_it(zero3, state):
-    shapes = {len(path.read_bytes()): path.parent for path in sorted(zero3.glob(f"zero/*/{state}.pt"))}
+    shapes = {
+        len(path.read_bytes()): path.parent for path in sorted(zero3.glob(f"zero/*/{state}.pt"))
+    }
     for folder in shapes.values():
         whole = (folder / f"{state}.pt").read_bytes()
         (folder / f"{state}.pt").write_bytes(doubled(whole))
@@ -118,14 +132,18 @@ def doubled(data: bytes) -> bytes:
     """A file of torch.save whose tensor has other values."""
     (tensor,) = stored_tensors({"f.pt": data})
     values = tensor.read({"f.pt": data})
-    return resummed(data[: tensor.start] + (values * 2 + 1).astype(values.dtype).tobytes() + data[tensor.stop :])
+    return resummed(
+        data[: tensor.start] + (values * 2 + 1).astype(values.dtype).tobytes() + data[tensor.stop :]
+    )
 
 
 def test_the_state_of_rank_0_of_another_run_is_refused(zero3):
     has_experts = (zero3 / "zero" / "lm_head.weight").is_dir()
     other = "z3_bf16_dp2_frozen_tied" if has_experts else "autoep2_dp4_z3_fp32"
     shutil.copy(DATA / other / "global_step5_universal/zero/optimizer_state.pt", zero3 / "zero")
-    with pytest.raises(FormatError, match=r"optimizer_state\.pt.*(has \d parameter groups|of another run)"):
+    with pytest.raises(
+        FormatError, match=r"optimizer_state\.pt.*(has \d parameter groups|of another run)"
+    ):
         ucp.open(zero3)
 
 
@@ -137,7 +155,9 @@ def test_a_moment_that_all_parameters_lack_is_named(case, state, tmp_path):
         path.unlink()
     with pytest.raises(FormatError, match=rf"{state}\b.*\.pt is missing"):
         ucp.open(tmp_path / "u")
-    assert {leaf.label.split("/")[0] for leaf in ucp.open(tmp_path / "u", weights_only=True).leaves} == {"param"}
+    assert {
+        leaf.label.split("/")[0] for leaf in ucp.open(tmp_path / "u", weights_only=True).leaves
+    } == {"param"}
 
 
 def test_an_atom_of_the_other_form_is_of_another_checkpoint(folder):
@@ -151,13 +171,18 @@ def test_an_atom_of_the_other_form_is_of_another_checkpoint(folder):
 def test_what_is_no_file_of_torch_in_an_atoms_place_says_what_it_is(folder):
     path = folder / "zero" / "final_layernorm.bias" / "exp_avg.pt"
     data = path.read_bytes()
-    for content, what in ((b"version https://git-lfs.github.com/spec/v1\n", "git-lfs"), (b"<html>", "web page")):
+    for content, what in (
+        (b"version https://git-lfs.github.com/spec/v1\n", "git-lfs"),
+        (b"<html>", "web page"),
+    ):
         path.write_bytes(content)
         with pytest.raises(FormatError, match=rf"exp_avg\.pt: it is a.*{what}"):
             ucp.open(folder)
     path.unlink()
     path.symlink_to("nowhere")
-    with pytest.raises(FormatError, match=r"exp_avg\.pt: it is a link to nowhere, which does not exist"):
+    with pytest.raises(
+        FormatError, match=r"exp_avg\.pt: it is a link to nowhere, which does not exist"
+    ):
         ucp.open(folder)
     path.unlink()
     path.mkdir()
@@ -169,12 +194,24 @@ def test_what_is_no_file_of_torch_in_an_atoms_place_says_what_it_is(folder):
 
 
 def test_what_lies_beside_is_accounted_for_at_every_level_and_weights_are_noted(folder):
-    for name in ("model.safetensors", "zero/notes.txt", "zero/final_layernorm.bias/._fp32.pt", "copy (1).pt"):
+    for name in (
+        "model.safetensors",
+        "zero/notes.txt",
+        "zero/final_layernorm.bias/._fp32.pt",
+        "copy (1).pt",
+    ):
         (folder / name).write_bytes(b"\0\5\x16\7")
     for path in (folder, folder.parent):
         checkpoint = ucp.open(path)
-        skipped = {item.where for item in checkpoint.account if item.reason.startswith("lies beside")}
-        assert skipped == {"model.safetensors", "zero/notes.txt", "zero/final_layernorm.bias/._fp32.pt", "copy (1).pt"}
+        skipped = {
+            item.where for item in checkpoint.inventory if item.reason.startswith("lies beside")
+        }
+        assert skipped == {
+            "model.safetensors",
+            "zero/notes.txt",
+            "zero/final_layernorm.bias/._fp32.pt",
+            "copy (1).pt",
+        }
         assert "not read: model.safetensors: weights beside the checkpoint" in checkpoint.notes
 
 

@@ -1,5 +1,5 @@
-"""What files say of the step they are of: any two of one save that differ in it are refused, with both files and both
-values; what ranks rightly have for themselves is not.
+"""What files say of the step they are of: any two of one save that differ in it are refused, with
+both files and both values; what ranks rightly have for themselves is not.
 """
 
 import io
@@ -18,9 +18,9 @@ import pytest
 import jax_ucp as ucp
 from dcp_writer import Writer
 from jax_ucp.errors import FormatError
-from jax_ucp.formats.dcp_metadata import read_metadata
+from jax_ucp.formats.dcp.metadata import read_metadata
 from jax_ucp.formats.facts import Facts
-from jax_ucp.formats.torch_file import TorchFile
+from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.layout.box import Box
 from torch_writer import change, rewrite, save
 
@@ -70,22 +70,67 @@ def less(found: bytes) -> bytes:
 
 DIFFERING = [
     # ZeRO-3 with a plain optimizer has nothing else that tells of its step.
-    ("deepspeed/z3_bf16_dp2", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "lr", r"lr is 0\.0012"),
-    ("deepspeed/z1_fp32_dp2_sgd", "zero_pp_rank_1_mp_rank_00_optim_states.pt", "lr", r"param_groups\[0\]\.lr is"),
+    (
+        "deepspeed/z3_bf16_dp2",
+        "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        "lr",
+        r"lr is 0\.0012",
+    ),
+    (
+        "deepspeed/z1_fp32_dp2_sgd",
+        "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        "lr",
+        r"param_groups\[0\]\.lr is",
+    ),
     (
         "deepspeed/z3_fp16_dp2_subgroups",
         "zero_pp_rank_1_mp_rank_00_optim_states.pt",
         "cur_iter",
         "cur_iter is 4, but 5",
     ),
-    ("deepspeed/z1_fp16_dp2", "zero_pp_rank_1_mp_rank_00_optim_states.pt", "last_overflow_iter", "iter is 1, but 2"),
+    (
+        "deepspeed/z1_fp16_dp2",
+        "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        "last_overflow_iter",
+        "iter is 1, but 2",
+    ),
     ("deepspeed/z2_bf16_dp3", "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt", "lr", r"lr is"),
-    ("deepspeed/tp2_dp2_z1_fp32", "mp_rank_01_model_states.pt", "last_batch_iteration", "iteration is 3, but 4"),
-    ("deepspeed/tp2_dp2_z3_bf16", "zero_pp_rank_1_mp_rank_01_model_states.pt", "global_steps", "steps is 4, but 5"),
-    ("deepspeed/moe_ep2_dp2_z0_fp32", "expp_rank_1_mp_rank_00_optim_states.pt", "lr", r"param_groups\[0\]\.lr is"),
-    ("megatron/legacy_tp2_dp2_distopt_bf16", "mp_rank_01/model_optim_rng.pt", "max_lr", r"group 0 of .*lr is 0\.0075"),
-    ("megatron/legacy_tp2_fp16_scaler", "mp_rank_01/model_optim_rng.pt", "growth_tracker", "tracker is 2, but 3"),
-    ("megatron/legacy_tp1_pp2_vpp2_fp32", "mp_rank_00_001/model_optim_rng.pt", "num_steps", "num_steps is 11, but 12"),
+    (
+        "deepspeed/tp2_dp2_z1_fp32",
+        "mp_rank_01_model_states.pt",
+        "last_batch_iteration",
+        "iteration is 3, but 4",
+    ),
+    (
+        "deepspeed/tp2_dp2_z3_bf16",
+        "zero_pp_rank_1_mp_rank_01_model_states.pt",
+        "global_steps",
+        "steps is 4, but 5",
+    ),
+    (
+        "deepspeed/moe_ep2_dp2_z0_fp32",
+        "expp_rank_1_mp_rank_00_optim_states.pt",
+        "lr",
+        r"param_groups\[0\]\.lr is",
+    ),
+    (
+        "megatron/legacy_tp2_dp2_distopt_bf16",
+        "mp_rank_01/model_optim_rng.pt",
+        "max_lr",
+        r"group 0 of .*lr is 0\.0075",
+    ),
+    (
+        "megatron/legacy_tp2_fp16_scaler",
+        "mp_rank_01/model_optim_rng.pt",
+        "growth_tracker",
+        "tracker is 2, but 3",
+    ),
+    (
+        "megatron/legacy_tp1_pp2_vpp2_fp32",
+        "mp_rank_00_001/model_optim_rng.pt",
+        "num_steps",
+        "num_steps is 11, but 12",
+    ),
 ]
 
 
@@ -97,7 +142,9 @@ def test_what_one_file_says_of_its_step_all_say(copy_of, case, name, what, words
     with pytest.raises(FormatError, match=words) as caught:
         ucp.open(folder)
     assert str(path) in str(caught.value)
-    assert re.search(r", but \S+ in (?!.*[ _]0*1[_/])\S+\.pt; the files are not of one step", str(caught.value))
+    assert re.search(
+        r", but \S+ in (?!.*[ _]0*1[_/])\S+\.pt; the files are not of one step", str(caught.value)
+    )
 
 
 def test_a_learning_rate_of_one_stage_alone_is_its_own(copy_of):
@@ -113,8 +160,15 @@ def test_a_learning_rate_of_one_stage_alone_is_its_own(copy_of):
 def test_what_a_rank_has_for_itself_is_no_fact(copy_of):
     """Random states, names of parameters, what a scheduler knows of the rank's own loss."""
     folder = copy_of("megatron/legacy_tp2_dp2_distopt_bf16")
-    (key,) = {key for key in TorchFile(one(folder, "mp_rank_01/model_optim_rng.pt")).arrays() if "torch_rng" in key}
-    change(one(folder, "mp_rank_01/model_optim_rng.pt"), {key: lambda array: np.add(array, 1, out=array)})
+    (key,) = {
+        key
+        for key in TorchFile(one(folder, "mp_rank_01/model_optim_rng.pt")).arrays()
+        if "torch_rng" in key
+    }
+    change(
+        one(folder, "mp_rank_01/model_optim_rng.pt"),
+        {key: lambda array: np.add(array, 1, out=array)},
+    )
     ucp.open(folder).restore()
 
 
@@ -156,12 +210,16 @@ def test_values_agree_if_they_are_one_number(tmp_path, first, second, agree):
     if agree:
         facts.state("b.pt", "it", second)
     else:
-        with pytest.raises(FormatError, match=r"b\.pt: it is .*, but .* in a\.pt; the files are not of one step"):
+        with pytest.raises(
+            FormatError, match=r"b\.pt: it is .*, but .* in a\.pt; the files are not of one step"
+        ):
             facts.state("b.pt", "it", second)
 
 
 def patched(path: Path, offset: int, length: int, old: bytes, new: bytes) -> None:
-    """Other bytes in the pickle of a torch file that lies inside another, and the CRC that goes with them."""
+    """Other bytes in the pickle of a torch file that lies inside another, and the CRC that goes
+    with them.
+    """
     data = path.read_bytes()
     item = data[offset : offset + length]
     with zipfile.ZipFile(io.BytesIO(item)) as file:
@@ -176,10 +234,14 @@ def patched(path: Path, offset: int, length: int, old: bytes, new: bytes) -> Non
 
 def test_the_groups_of_the_ranks_of_one_stage_are_alike_in_torch_dist(copy_of):
     folder = copy_of("megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16") / "iter_0000003"
-    (span,) = read_metadata(folder).objects["optimizer.distributed.dp_group_idx_1.optimizer/shard_0_1"]
+    (span,) = read_metadata(folder).objects[
+        "optimizer.distributed.dp_group_idx_1.optimizer/shard_0_1"
+    ]
     old, new = (struct.pack(">d", 0.009990034048535828 * scale) for scale in (1, 0.75))
     patched(folder / span.file, span.offset, span.length, old, new)
-    with pytest.raises(FormatError, match=r"__1_0\.distcp:.*lr is 0\.0074.*, but 0\.00999.* in __0_0\.distcp"):
+    with pytest.raises(
+        FormatError, match=r"__1_0\.distcp:.*lr is 0\.0074.*, but 0\.00999.* in __0_0\.distcp"
+    ):
         ucp.open(folder)
 
 
@@ -193,8 +255,12 @@ def ranks_without_collectives(folder: Path, name: str, values: tuple[object, obj
 
 
 def test_objects_that_every_rank_wrote_say_the_same_of_their_step(tmp_path):
-    folder = ranks_without_collectives(tmp_path, "lr_scheduler", ({"last_epoch": 3}, {"last_epoch": 4}))
-    with pytest.raises(FormatError, match=r"__1_0\.distcp: lr_scheduler\.last_epoch is 4, but 3 in __0_0\.distcp"):
+    folder = ranks_without_collectives(
+        tmp_path, "lr_scheduler", ({"last_epoch": 3}, {"last_epoch": 4})
+    )
+    with pytest.raises(
+        FormatError, match=r"__1_0\.distcp: lr_scheduler\.last_epoch is 4, but 3 in __0_0\.distcp"
+    ):
         ucp.open(folder)
 
 
@@ -203,7 +269,9 @@ def test_objects_that_every_rank_wrote_say_the_same_of_their_step(tmp_path):
     [("dataloader", ({"iteration": 3}, {"iteration": 4})), ("rng", ({"seed": 3}, {"seed": 4}))],
 )
 def test_places_in_the_data_are_the_ranks_own(tmp_path, name, values):
-    assert ucp.open(ranks_without_collectives(tmp_path, name, values)).restore()["param"].keys() == {"w"}
+    assert ucp.open(ranks_without_collectives(tmp_path, name, values)).restore()[
+        "param"
+    ].keys() == {"w"}
 
 
 def test_atoms_of_one_group_are_of_one_step(copy_of):
@@ -223,5 +291,8 @@ def test_headers_of_safetensors_say_one_step(tmp_path):
         (tmp_path / f"part_{i}.safetensors").write_bytes(data)
     index = {"weight_map": {f"w{i}": f"part_{i}.safetensors" for i in range(2)}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(FormatError, match=r"part_1\.safetensors: global_step is 200, but 100 in part_0\.safetensors"):
+    with pytest.raises(
+        FormatError,
+        match=r"part_1\.safetensors: global_step is 200, but 100 in part_0\.safetensors",
+    ):
         ucp.open(tmp_path)

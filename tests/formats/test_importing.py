@@ -1,4 +1,6 @@
-"""What every importer shares: nothing is put in one place twice, and files of one checkpoint agree."""
+"""What every importer shares: nothing is put in one place twice, and files of one checkpoint
+agree.
+"""
 
 import itertools
 
@@ -7,9 +9,9 @@ import pytest
 
 from helpers import contents_of
 from jax_ucp.errors import FormatError
-from jax_ucp.formats.importing import Import
+from jax_ucp.formats.assemble import Import
 from jax_ucp.layout.patterns import Unique
-from jax_ucp.storage.consolidated import Consolidated
+from jax_ucp.sources.consolidated import Consolidated
 
 
 @pytest.fixture

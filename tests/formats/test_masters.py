@@ -1,5 +1,5 @@
-"""What is called a master need not be one: a remainder, an integer, fewer digits than the weight has. Such optimizer
-state is refused with the reason, and the weights open without it.
+"""What is called a master need not be one: a remainder, an integer, fewer digits than the weight
+has. Such optimizer state is refused with the reason, and the weights open without it.
 """
 
 import re
@@ -13,11 +13,11 @@ import pytest
 import jax_ucp as ucp
 from helpers import MemoryStore
 from jax_ucp.errors import CorruptData, FormatError
-from jax_ucp.formats.importing import Import
-from jax_ucp.formats.torch_file import TorchFile
+from jax_ucp.formats.assemble import Import
+from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.patterns import Unique
-from jax_ucp.storage.consolidated import Consolidated, same_bits
+from jax_ucp.sources.consolidated import Consolidated, same_bits
 from torch_writer import change, rewrite
 
 DATA = Path(__file__).parent.parent / "data"
@@ -26,8 +26,12 @@ PRECISION_AWARE = ("te_pa_default_fr", "te_pa_default_dpr", "te_pa_fp16_dpr")
 
 @pytest.mark.parametrize("case", PRECISION_AWARE)
 def test_what_a_precision_aware_optimizer_stores_is_no_master(case):
-    """In flat buffers remainders are int16, put together they are widened to fp32; masters may be fp16 too."""
-    with pytest.raises(FormatError, match=r"use_precision_aware_optimizer.*low 16 bits.*weights_only"):
+    """In flat buffers remainders are int16, put together they are widened to fp32; masters may
+    be fp16 too.
+    """
+    with pytest.raises(
+        FormatError, match=r"use_precision_aware_optimizer.*low 16 bits.*weights_only"
+    ):
         ucp.open(DATA / "masters" / case / "ckpt")
 
 
@@ -46,7 +50,9 @@ def test_the_weights_of_such_a_run_are_right(case):
 
 @pytest.fixture
 def with_remainders(tmp_path: Path) -> Path:
-    """A legacy checkpoint whose masters are what TransformerEngine keeps of them: the 16 bits that bf16 lacks."""
+    """A legacy checkpoint whose masters are what TransformerEngine keeps of them: the 16 bits
+    that bf16 lacks.
+    """
     folder = tmp_path / "case"
     shutil.copytree(DATA / "megatron/legacy_tp2_dp2_distopt_bf16/ckpt", folder)
 
@@ -67,7 +73,9 @@ def test_remainders_are_named_where_the_args_tell_of_them(with_remainders):
 
     for path in with_remainders.rglob("model_optim_rng.pt"):
         rewrite(path, told)
-    with pytest.raises(FormatError, match=r"use_precision_aware_optimizer.*low 16 bits.*weights_only"):
+    with pytest.raises(
+        FormatError, match=r"use_precision_aware_optimizer.*low 16 bits.*weights_only"
+    ):
         ucp.open(with_remainders)
     assert ucp.open(with_remainders, weights_only=True).restore()["param"]
 
@@ -77,20 +85,42 @@ def test_remainders_are_named_where_no_args_tell_of_them(with_remainders):
         ucp.open(with_remainders).restore()
 
 
-def found(master: np.dtype, copy: np.dtype, folder: Path, believe: str | None = None) -> Import:
+def found(master: np.dtype, copy: np.dtype, folder: Path, on_conflict: str | None = None) -> Import:
     """A parameter of four numbers, with a master and a copy of these dtypes."""
     values = np.array([0, 1, 2, 4])
     stored = MemoryStore({"optim:master": values.astype(master), "model:copy": values.astype(copy)})
-    found = Import("test", folder, stored, believe)
-    found.parameter("param", "w", Consolidated(Unique().join([(4,)]), ["optim:master"]), "the master")
-    found.twin("param", "w", "model:copy", "its copy")
+    found = Import("test", folder, stored, on_conflict)
+    found.parameter(
+        "param", "w", Consolidated(Unique().join([(4,)]), ["optim:master"]), "the master"
+    )
+    found.duplicate("param", "w", "model:copy", "its copy")
     return found
 
 
-MASTERS = [("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "bfloat16"), ("float64", "float32")]
-MASTERS += [("bfloat16", "float8_e4m3fn"), ("float16", "float8_e5m2"), ("int32", "int32"), ("int64", "int32")]
-NO_MASTERS = [("int16", "bfloat16"), ("uint16", "float16"), ("int32", "float32"), ("float16", "bfloat16")]
-NO_MASTERS += [("bfloat16", "float16"), ("bfloat16", "float32"), ("float16", "float32"), ("float8_e4m3fn", "bfloat16")]
+MASTERS = [
+    ("float32", "bfloat16"),
+    ("float32", "float16"),
+    ("bfloat16", "bfloat16"),
+    ("float64", "float32"),
+]
+MASTERS += [
+    ("bfloat16", "float8_e4m3fn"),
+    ("float16", "float8_e5m2"),
+    ("int32", "int32"),
+    ("int64", "int32"),
+]
+NO_MASTERS = [
+    ("int16", "bfloat16"),
+    ("uint16", "float16"),
+    ("int32", "float32"),
+    ("float16", "bfloat16"),
+]
+NO_MASTERS += [
+    ("bfloat16", "float16"),
+    ("bfloat16", "float32"),
+    ("float16", "float32"),
+    ("float8_e4m3fn", "bfloat16"),
+]
 NO_MASTERS += [("uint8", "float8_e5m2"), ("bool", "float32")]
 
 
@@ -108,9 +138,12 @@ def test_a_master_that_holds_every_value_of_its_copy_is_one(tmp_path, master, co
 
 @pytest.mark.parametrize(("master", "copy"), NO_MASTERS)
 def test_an_integer_or_what_is_narrower_than_its_copy_is_no_master(tmp_path, master, copy):
-    words = rf"param/w at optim:master has dtype {master}, which cannot be a master of the {copy} at model:copy"
-    for believe in (None, "master"):
+    words = (
+        rf"param/w at optim:master has dtype {master}, which cannot be a master of the {copy} at"
+        r" model:copy"
+    )
+    for on_conflict in (None, "master"):
         with pytest.raises(FormatError, match=words):
-            found(dtype(master), dtype(copy), tmp_path, believe).contents()
+            found(dtype(master), dtype(copy), tmp_path, on_conflict).contents()
     (leaf,) = found(dtype(master), dtype(copy), tmp_path, "copy").contents().leaves
     assert leaf.dtype == copy

@@ -1,4 +1,6 @@
-"""Real checkpoints of Megatron, of every format, against the state of the live processes before the save."""
+"""Real checkpoints of Megatron, of every format, against the state of the live processes before
+the save.
+"""
 
 import jax
 import numpy as np
@@ -8,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
 from jax_ucp.layout.box import Box
-from jax_ucp.storage.consolidated import same_bits
+from jax_ucp.sources.consolidated import same_bits
 from megatron_cases import CORRUPTED, DATA, EVERY, about, equal, flat, truth
 
 CASES = [case for case in EVERY if case != CORRUPTED]
@@ -28,7 +30,9 @@ def test_every_parameter_and_moment_equals_the_live_state_however_it_is_read(cas
         assert equal(checkpoint.read(label), array, label), label
         assert equal(straight[label], array, label), label
         assert equal(kept[label], array, label), label
-    assert straight["param/decoder.layers.0.self_attention.linear_qkv.weight"].sharding.spec == P("data", "model")
+    assert straight["param/decoder.layers.0.self_attention.linear_qkv.weight"].sharding.spec == P(
+        "data", "model"
+    )
     assert converted.extras == checkpoint.extras
 
 
@@ -36,7 +40,9 @@ def test_every_parameter_and_moment_equals_the_live_state_however_it_is_read(cas
 def test_any_box_equals_that_of_the_whole(case):
     checkpoint, want = ucp.open(DATA / case / "ckpt", sizes={"vocab": 101}), truth(case)
     for label, array in want.items():
-        box = Box(tuple(n // 3 for n in array.shape), tuple(n // 3 + (n + 1) // 2 for n in array.shape))
+        box = Box(
+            tuple(n // 3 for n in array.shape), tuple(n // 3 + (n + 1) // 2 for n in array.shape)
+        )
         assert equal(checkpoint.read(label, box), array[box.index], label), label
 
 
@@ -47,7 +53,10 @@ def test_without_a_vocabulary_the_padded_rows_stay_and_a_note_says_so(case):
     assert all("Megatron's own order" in other for other in others)
     padded = about(case)["model"]["padded_vocab_size"]
     assert f"all {padded} padded rows" in note
-    for label in ("param/embedding.word_embeddings.weight", "exp_avg/embedding.word_embeddings.weight"):
+    for label in (
+        "param/embedding.word_embeddings.weight",
+        "exp_avg/embedding.word_embeddings.weight",
+    ):
         array = checkpoint.read(label)
         assert array.shape[0] == padded
         assert same_bits(array[:101], want[label])
@@ -55,15 +64,22 @@ def test_without_a_vocabulary_the_padded_rows_stay_and_a_note_says_so(case):
 
 @pytest.mark.parametrize("case", EVERY)
 def test_weights_alone_are_the_models_weights_and_nothing_of_the_optimizer(case):
-    checkpoint, want = ucp.open(DATA / case / "ckpt", sizes={"vocab": 101}, weights_only=True), truth(case)
-    assert {leaf.label for leaf in checkpoint.leaves} == {label for label in want if label.startswith("param/")}
+    checkpoint, want = (
+        ucp.open(DATA / case / "ckpt", sizes={"vocab": 101}, weights_only=True),
+        truth(case),
+    )
+    assert {leaf.label for leaf in checkpoint.leaves} == {
+        label for label in want if label.startswith("param/")
+    }
     for param in checkpoint.params.values():
         assert same_bits(param.read(), want[f"param/{param.name}"].astype(param.dtype)), param.name
     assert [fault for _, fault in checkpoint.verify() if fault] == []
-    assert all(item.reason != "not understood" for item in checkpoint.account)
+    assert all(item.reason != "not understood" for item in checkpoint.inventory)
 
 
-@pytest.mark.parametrize("case", ["dist_tp1_pp1_fp32", "old0153_tp2_zarr_fp32", "legacy_tp1_pp1_fp32"])
+@pytest.mark.parametrize(
+    "case", ["dist_tp1_pp1_fp32", "old0153_tp2_zarr_fp32", "legacy_tp1_pp1_fp32"]
+)
 def test_the_save_directory_and_the_iteration_folder_are_the_same_checkpoint(case):
     root = DATA / case / "ckpt"
     assert ucp.open(root).path == ucp.open(root / "iter_0000003").path

@@ -1,4 +1,6 @@
-"""Real torch_dist and zarr checkpoints of Megatron, against the state taken from the live processes before the save."""
+"""Real torch_dist and zarr checkpoints of Megatron, against the state taken from the live
+processes before the save.
+"""
 
 import json
 import re
@@ -14,18 +16,23 @@ from hypothesis import strategies as st
 import jax_ucp as ucp
 import megatron_cases
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint, UCPError
-from jax_ucp.formats.dcp_metadata import read_metadata
-from jax_ucp.formats.dcp_source import DcpSource
+from jax_ucp.formats.dcp.metadata import read_metadata
+from jax_ucp.formats.dcp.source import DcpSource
 from jax_ucp.layout.box import Box
-from jax_ucp.storage.consolidated import same_bits
+from jax_ucp.sources.consolidated import same_bits
 from megatron_cases import CORRUPTED, DATA, STATES, equal, swap, truth
 from torch_writer import save
 
 EVERY = [case for case in megatron_cases.EVERY if not case.startswith("legacy_")]
 CASES = [case for case in EVERY if case != CORRUPTED]
 CHUNKED = [case for case in CASES if "zarr" not in case]
-# Runs of the same sizes, ranks and steps: common.pt of one says of every parameter what that of another says.
-ALIKE = ("dist_tp2_gqa_swiglu_qknorm_fp32", "dist_tp2_singleton_swiglu_fp32", "old0153_tp2_zarr_fp32")
+# Runs of the same sizes, ranks and steps: common.pt of one says of every parameter what that of
+# another says.
+ALIKE = (
+    "dist_tp2_gqa_swiglu_qknorm_fp32",
+    "dist_tp2_singleton_swiglu_fp32",
+    "old0153_tp2_zarr_fp32",
+)
 
 
 def folder_of(case: str) -> Path:
@@ -34,7 +41,9 @@ def folder_of(case: str) -> Path:
 
 def differences(checkpoint: ucp.Checkpoint, want: dict[str, np.ndarray]) -> list[str]:
     labels = {leaf.label for leaf in checkpoint.leaves}
-    return sorted(labels ^ set(want)) or [x for x in want if not equal(checkpoint.read(x), want[x], x)]
+    return sorted(labels ^ set(want)) or [
+        x for x in want if not equal(checkpoint.read(x), want[x], x)
+    ]
 
 
 def open_verified(folder: Path) -> ucp.Checkpoint:
@@ -79,17 +88,19 @@ def test_everything_stored_is_accounted_for_once_with_a_reason(case, weights_onl
     if case == CORRUPTED and not weights_only:
         return
     checkpoint = ucp.open(DATA / case / "ckpt", weights_only=weights_only)
-    account = {item.where: item for item in checkpoint.account}
-    assert len(account) == len(checkpoint.account)
-    assert all(item.reason and item.reason != "not understood" for item in checkpoint.account)
+    inventory = {item.where: item for item in checkpoint.inventory}
+    assert len(inventory) == len(checkpoint.inventory)
+    assert all(item.reason and item.reason != "not understood" for item in checkpoint.inventory)
     folder = Path(checkpoint.path)
     for path in folder.iterdir():
-        assert [where for where in account if where.startswith(path.name)], path.name
+        assert [where for where in inventory if where.startswith(path.name)], path.name
     if case in CHUNKED:
         metadata = read_metadata(folder)
         objects = {f"{span.file}:{fqn}" for fqn, (span,) in metadata.objects.items()}
-        assert objects <= {where for where in account} | {where.rpartition(":")[0] for where in account}
-        assert set(DcpSource(metadata).arrays()) <= set(account)
+        assert objects <= {where for where in inventory} | {
+            where.rpartition(":")[0] for where in inventory
+        }
+        assert set(DcpSource(metadata).arrays()) <= set(inventory)
 
 
 def test_extras_keep_what_the_run_put_beside_the_model():
@@ -108,7 +119,13 @@ def test_extras_keep_what_the_run_put_beside_the_model():
 def test_state_that_the_writer_moved_is_refused_and_its_weights_are_right():
     with pytest.raises(CorruptData) as caught:
         ucp.open(DATA / CORRUPTED / "ckpt")
-    for part in ("embedding.word_embeddings.weight", "in [0:8, 0:32]", "behind 64 elements", "5077", "weights_only"):
+    for part in (
+        "embedding.word_embeddings.weight",
+        "in [0:8, 0:32]",
+        "behind 64 elements",
+        "5077",
+        "weights_only",
+    ):
         assert part in str(caught.value)
 
 
@@ -117,7 +134,9 @@ def test_a_checkpoint_without_args_opens_as_far_as_it_says_itself_what_it_is(meg
         folder = megatron_copy(case)
         save({"iteration": 3, "optimizer": {"param_groups": [{"step": 3}]}}, folder / "common.pt")
         if "distopt" in case:
-            with pytest.raises(FormatError, match=r"common\.pt has no args .*weights_only opens the weights alone"):
+            with pytest.raises(
+                FormatError, match=r"common\.pt has no args .*weights_only opens the weights alone"
+            ):
                 ucp.open(folder)
         else:
             checkpoint = open_verified(folder)
@@ -128,7 +147,9 @@ def test_a_checkpoint_without_args_opens_as_far_as_it_says_itself_what_it_is(meg
 @pytest.mark.parametrize("case", CASES)
 def test_a_file_that_is_missing_or_truncated_is_named(megatron_copy, case):
     folder = megatron_copy(case)
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "metadata.json")
+    files = sorted(
+        path for path in folder.rglob("*") if path.is_file() and path.name != "metadata.json"
+    )
     for path in files if case in CHUNKED else files[::9]:
         whole = path.read_bytes()
         path.write_bytes(whole[: len(whole) * 2 // 3])
@@ -152,8 +173,12 @@ def test_exchanged_files_are_refused_by_name(megatron_copy, case):
 
 def test_a_chunk_of_another_size_in_a_zarr_checkpoint_is_refused(megatron_copy):
     folder = megatron_copy("old0153_tp2_zarr_fp32")
-    swap(folder, "embedding.word_embeddings.weight/0.0", "decoder.layers.mlp.linear_fc1.weight/0.0.0")
-    with pytest.raises(CorruptData, match=r"fc1\.weight/0\.0\.0 has 7168 bytes, but a chunk of float32 .* 1536"):
+    swap(
+        folder, "embedding.word_embeddings.weight/0.0", "decoder.layers.mlp.linear_fc1.weight/0.0.0"
+    )
+    with pytest.raises(
+        CorruptData, match=r"fc1\.weight/0\.0\.0 has 7168 bytes, but a chunk of float32 .* 1536"
+    ):
         ucp.open(folder)
 
 
@@ -184,7 +209,9 @@ def test_common_of_another_iteration_is_refused(megatron_copy):
     for case in ("dist_tp1_pp1_fp32", "old0153_tp2_zarr_fp32"):
         folder = megatron_copy(case)
         moved = folder.rename(folder.with_name("iter_0000004"))
-        with pytest.raises(FormatError, match=r"common\.pt is of iteration 3, but its folder is iter_0000004"):
+        with pytest.raises(
+            FormatError, match=r"common\.pt is of iteration 3, but its folder is iter_0000004"
+        ):
             ucp.open(moved)
         with pytest.raises(NotACheckpoint, match="no such folder"):
             ucp.open(folder.parent)
@@ -205,11 +232,17 @@ def test_a_flipped_bit_of_the_metadata_is_refused_or_changes_nothing(tmp_path, c
 
 
 @pytest.mark.parametrize("case", CHUNKED)  # a chunk of zarr v2 has no checksum
-def test_a_flipped_bit_in_a_weight_is_found_before_anything_is_converted(megatron_copy, case, tmp_path):
+def test_a_flipped_bit_in_a_weight_is_found_before_anything_is_converted(
+    megatron_copy, case, tmp_path
+):
     folder = megatron_copy(case)
-    (piece, *_) = ucp.open(folder, weights_only=True).where("param/decoder.layers.1.self_attention.linear_qkv.weight")
+    piece, *_ = ucp.open(folder, weights_only=True).where(
+        "param/decoder.layers.1.self_attention.linear_qkv.weight"
+    )
     path = folder / piece.file
-    weight = ucp.open(folder, weights_only=True).read("param/decoder.layers.1.self_attention.linear_qkv.weight")
+    weight = ucp.open(folder, weights_only=True).read(
+        "param/decoder.layers.1.self_attention.linear_qkv.weight"
+    )
     stored = weight[piece.target.index].tobytes()
     data = bytearray(path.read_bytes())
     data[data.index(stored) + 1] ^= 0x40
@@ -219,7 +252,9 @@ def test_a_flipped_bit_in_a_weight_is_found_before_anything_is_converted(megatro
 
 
 def test_state_of_a_writer_that_does_not_move_it_is_read(megatron_copy):
-    """The corrupted case with masters and moments put right: what a writer without the defect would have stored."""
+    """The corrupted case with masters and moments put right: what a writer without the defect
+    would have stored.
+    """
     folder, name = megatron_copy(CORRUPTED), "embedding.word_embeddings.weight"
     padding = ucp.open(folder, weights_only=True).read(f"param/{name}")[101:].tobytes()
     source = DcpSource(read_metadata(folder))
@@ -227,5 +262,9 @@ def test_state_of_a_writer_that_does_not_move_it_is_read(megatron_copy):
         (key,) = [key for key in source.arrays() if f":optimizer.state.{state}.{name}@" in key]
         stored = source.read(key, Box.whole(source.arrays()[key].shape)).tobytes()
         path = folder / key.partition(":")[0]
-        path.write_bytes(path.read_bytes().replace(stored, truth(CORRUPTED)[f"{state}/{name}"].tobytes() + padding))
+        path.write_bytes(
+            path.read_bytes().replace(
+                stored, truth(CORRUPTED)[f"{state}/{name}"].tobytes() + padding
+            )
+        )
     assert differences(ucp.open(folder, sizes={"vocab": 101}), truth(CORRUPTED)) == []

@@ -1,7 +1,7 @@
 """Any model under any parallelism, laid out as Megatron lays it out, is read again as it was.
 
-Buffers are written here by the description of the format and with numpy alone; `test_megatron_dist` has what Megatron
-itself wrote.
+Buffers are written here by the description of the format and with numpy alone; `test_megatron_dist`
+has what Megatron itself wrote.
 """
 
 import argparse
@@ -18,17 +18,17 @@ from hypothesis import strategies as st
 
 from helpers import MemoryStore, cut_by, numbered
 from jax_ucp.errors import CorruptData, FormatError, LayoutError
-from jax_ucp.formats.megatron_dist import read_files
-from jax_ucp.formats.megatron_dist_buffers import cut_of, slice_of, stage_layers
-from jax_ucp.formats.megatron_dist_files import DistFiles, StoredObject, Tensor
-from jax_ucp.formats.megatron_dist_names import Run, flattened_runs, unstacked
-from jax_ucp.formats.megatron_files import Args
-from jax_ucp.formats.megatron_walk import Part
+from jax_ucp.formats.megatron.dist import read_files
+from jax_ucp.formats.megatron.dist_buffers import cut_of, slice_of, stage_layers
+from jax_ucp.formats.megatron.dist_files import DistFiles, StoredObject, Tensor
+from jax_ucp.formats.megatron.dist_names import Run, flattened_runs, unstacked
+from jax_ucp.formats.megatron.files import Args
+from jax_ucp.formats.megatron.walk import Part
 from jax_ucp.formats.options import Options
-from jax_ucp.formats.torch_file import TorchFile
+from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.patterns import Fused, Replicated, Sharded
-from jax_ucp.storage.consolidated import Consolidated, ConsolidatedView, same_bits
+from jax_ucp.sources.consolidated import Consolidated, ConsolidatedView, same_bits
 from torch_writer import save
 
 HIDDEN, HEADS, HEAD_DIM, FFN, VOCAB, EXPERTS, LAYERS = 12, 4, 3, 20, 40, 4, 4
@@ -46,7 +46,9 @@ def ranges(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
 
 @given(st.data(), st.booleans())
 def test_a_part_of_a_buffer_that_is_cut_anywhere_is_joined_again(data, transposed):
-    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=2 if transposed else 1, max_size=2)))
+    shape = tuple(
+        data.draw(st.lists(st.integers(1, 6), min_size=2 if transposed else 1, max_size=2))
+    )
     before, at, after = (data.draw(st.integers(0, 9)) for _ in range(3))
     memory = numbered(shape)
     buffer = np.full(before + at + memory.size + after, -1)
@@ -88,7 +90,9 @@ def test_flattened_fragments_that_are_cut_anywhere_are_joined_again(data, axes):
     shape = tuple(g * n for g, n in axes)
     whole, runs, store = numbered(shape), [], {}
     for i, place in enumerate(itertools.product(*map(range, grid))):
-        block = whole[tuple(slice(at * n, (at + 1) * n) for at, n in zip(place, local, strict=True))].ravel()
+        block = whole[
+            tuple(slice(at * n, (at + 1) * n) for at, n in zip(place, local, strict=True))
+        ].ravel()
         for a, b in data.draw(ranges(block.size)):
             target = Box((*place, a), (*(at + 1 for at in place), b))
             store[f"{i}.{a}"] = block[a:b]
@@ -96,24 +100,35 @@ def test_flattened_fragments_that_are_cut_anywhere_are_joined_again(data, axes):
     out = np.full(shape, -1)
     for run in flattened_runs(shape, (*grid, math.prod(local)), runs):
         assert (out[run.target.index] == -1).all()
-        out[run.target.index] = store[run.key][run.start : run.start + run.target.size].reshape(run.target.shape)
+        out[run.target.index] = store[run.key][run.start : run.start + run.target.size].reshape(
+            run.target.shape
+        )
     np.testing.assert_array_equal(out, whole)
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 def test_a_chunk_of_several_layers_and_experts_is_those_of_each(layers, experts, rows, step):
-    key, whole = "decoder.layers.mlp.experts.experts.linear_fc1.weight", numbered((layers, experts, rows, 2))
-    blocks = [Box((i, 0, 0, 0), (min(i + step, layers), experts, rows, 2)) for i in range(0, layers, step)]
+    key, whole = (
+        "decoder.layers.mlp.experts.experts.linear_fc1.weight",
+        numbered((layers, experts, rows, 2)),
+    )
+    blocks = [
+        Box((i, 0, 0, 0), (min(i + step, layers), experts, rows, 2)) for i in range(0, layers, step)
+    ]
     runs = [Run(str(box.start[0]), 0, box) for box in blocks]
     found = unstacked(key, whole.shape, runs)
     assert len(found) == layers * experts
     for i, e in itertools.product(range(layers), range(experts)):
         shape, (run,) = found[f"decoder.layers.{i}.mlp.experts.{e}.linear_fc1.weight"]
         stored = whole[i - i % step : i - i % step + step].ravel()
-        np.testing.assert_array_equal(stored[run.start : run.start + run.target.size].reshape(shape), whole[i, e])
+        np.testing.assert_array_equal(
+            stored[run.start : run.start + run.target.size].reshape(shape), whole[i, e]
+        )
 
 
-@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 9), st.integers(1, 9))
+@given(
+    st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 9), st.integers(1, 9)
+)
 def test_stages_hold_every_layer_once_in_order_of_chunk_then_stage(p, v, each, first, last):
     degrees = {"pipeline_model_parallel_size": p, "virtual_pipeline_model_parallel_size": v}
     even = stage_layers(Args({**degrees, "num_layers": p * v * each}))
@@ -126,13 +141,24 @@ def test_stages_hold_every_layer_once_in_order_of_chunk_then_stage(p, v, each, f
         assert [len(layers) for layers in found.values()] == [first, *[each] * (p - 2), last]
     if p > 1:
         with pytest.raises(FormatError, match="pipeline_model_parallel_layout"):
-            stage_layers(Args({**degrees, "num_layers": 8, "pipeline_model_parallel_layout": "Et*3|(tt|)*29,m|L"}))
+            stage_layers(
+                Args(
+                    {
+                        **degrees,
+                        "num_layers": 8,
+                        "pipeline_model_parallel_layout": "Et*3|(tt|)*29,m|L",
+                    }
+                )
+            )
 
 
 def model(gated: bool, moe: bool, tied: bool) -> dict[str, tuple[int, ...]]:
     """Names and shapes in module order."""
     rows = (2 if gated else 1) * FFN
-    shapes = {"embedding.word_embeddings.weight": (VOCAB, HIDDEN), "embedding.position_embeddings.weight": (7, HIDDEN)}
+    shapes = {
+        "embedding.word_embeddings.weight": (VOCAB, HIDDEN),
+        "embedding.position_embeddings.weight": (7, HIDDEN),
+    }
     for i in range(LAYERS):
         layer = f"decoder.layers.{i}."
         shapes[layer + "input_layernorm.weight"] = (HIDDEN,)
@@ -156,7 +182,9 @@ def shard(name: str, whole: np.ndarray, ranks: int, gated: bool) -> list[list[np
     if "linear_fc1" in name and gated:
         gate, up = (np.split(half, ranks) for half in np.split(whole, 2))
         return [[gate[r], up[r]] for r in range(ranks)]
-    if any(word in name for word in ("linear_fc1", "linear_qkv", "word_embeddings", "output_layer")):
+    if any(
+        word in name for word in ("linear_fc1", "linear_qkv", "word_embeddings", "output_layer")
+    ):
         return [[piece] for piece in np.split(whole, ranks)]
     return [[whole]] * ranks
 
@@ -189,7 +217,9 @@ class Writer:
         self.folder, self.kind, self.gated = folder, kind, gated
         self.t, self.p, self.v, self.e, self.etp = t, p, v, e, etp
         rng, shapes = np.random.default_rng(0), model(gated, moe, tied)
-        self.whole = {s: {n: rng.normal(size=x).astype(np.float32) for n, x in shapes.items()} for s in STATES}
+        self.whole = {
+            s: {n: rng.normal(size=x).astype(np.float32) for n, x in shapes.items()} for s in STATES
+        }
         d = 2 * e
         self.args = {
             "tensor_model_parallel_size": t, "pipeline_model_parallel_size": p, "expert_model_parallel_size": e,
@@ -214,21 +244,37 @@ class Writer:
             )
             for group, (pp, ep, rank) in enumerate(ranks):
                 place = argparse.Namespace(pp=pp, ep=ep, rank=rank)
-                self._rank(f"{prefix}optimizer.distributed.dp_group_idx_{group}", place, expert, buckets, grouped, tied)
+                self._rank(
+                    f"{prefix}optimizer.distributed.dp_group_idx_{group}",
+                    place,
+                    expert,
+                    buckets,
+                    grouped,
+                    tied,
+                )
 
     def _weight(self, name: str, array: np.ndarray) -> None:
         runs, ranks = [], self.etp if ".experts." in name else self.t
-        pieces = {id(piece): piece for rank in shard(name, array, ranks, self.gated) for piece in rank}
+        pieces = {
+            id(piece): piece for rank in shard(name, array, ranks, self.gated) for piece in rank
+        }
         for i, piece in enumerate(pieces.values()):
-            start = (piece.__array_interface__["data"][0] - array.__array_interface__["data"][0]) // 2
+            start = (
+                piece.__array_interface__["data"][0] - array.__array_interface__["data"][0]
+            ) // 2
             corner = np.unravel_index(start, array.shape)
-            box = Box(tuple(map(int, corner)), tuple(int(a) + n for a, n in zip(corner, piece.shape, strict=True)))
+            box = Box(
+                tuple(map(int, corner)),
+                tuple(int(a) + n for a, n in zip(corner, piece.shape, strict=True)),
+            )
             self.arrays[f"f:{name}@{i}"] = piece
             runs.append(Run(f"f:{name}@{i}", 0, box))
         self.tensors[name] = Tensor(array.shape, array.dtype, tuple(runs))
 
     def _modules(self, state: str, place, c: int, expert: bool | None, grouped: bool, tied: bool):
-        """What the rank has in one chunk, in module order: whether it is a shared embedding, and its memory."""
+        """What the rank has in one chunk, in module order: whether it is a shared embedding, and
+        its memory.
+        """
         per, found = LAYERS // (self.p * self.v), []
         for name, array in self.whole[state].items():
             words = name.split(".")
@@ -241,7 +287,9 @@ class Writer:
                 where = layer // per == c * self.p + place.pp
             if not where or (expert is not None and is_expert != expert):
                 continue
-            if is_expert and int(words[5]) // (EXPERTS // self.e) != (place.ep if self.e > 1 else 0):
+            if is_expert and int(words[5]) // (EXPERTS // self.e) != (
+                place.ep if self.e > 1 else 0
+            ):
                 continue
             pieces = shard(name, array, ranks, self.gated)[place.rank]
             local = np.concatenate(pieces) if len(pieces) > 1 else pieces[0]
@@ -251,13 +299,21 @@ class Writer:
             if group is not None and (group in [g for g, *_ in found]):
                 next(memory for g, _, memory in found if g == group).append(local)
             else:
-                found.append((group, tied and self.p > 1 and name == "embedding.word_embeddings.weight", [local]))
+                found.append(
+                    (
+                        group,
+                        tied and self.p > 1 and name == "embedding.word_embeddings.weight",
+                        [local],
+                    )
+                )
         if tied and self.p > 1 and (place.pp, c) == (self.p - 1, self.v - 1) and not expert:
             copy = self.whole[state]["embedding.word_embeddings.weight"]
             found.append((None, True, [np.split(copy, self.t)[place.rank]]))
         return [(shared, memory) for _, shared, memory in found]
 
-    def _rank(self, at: str, place, expert: bool | None, limit: int | None, grouped: bool, tied: bool) -> None:
+    def _rank(
+        self, at: str, place, expert: bool | None, limit: int | None, grouped: bool, tied: bool
+    ) -> None:
         sizes: list[dict] = []
         param_state: dict = {"buckets_coalesced": True}
         for c in range(self.v):
@@ -272,7 +328,10 @@ class Writer:
                 for k, bucket in enumerate(buckets_of(modules, own)):
                     end = max(start + flat.size for start, flat in bucket)
                     data, runs = np.full(end, np.nan, np.float32), list[Run]()
-                    key = f"{at}.gbuf_idx_{c}.dtype_(torch.bfloat16, torch.float32).bucket_idx_{k}.{state}"
+                    key = (
+                        f"{at}.gbuf_idx_{c}.dtype_(torch.bfloat16,"
+                        f" torch.float32).bucket_idx_{k}.{state}"
+                    )
                     shard_size = -(-end // 128) * 64  # two data-parallel ranks
                     edges = {0, end, *(n for n in (shard_size,) if n < end)}
                     for start, flat in bucket:
@@ -291,8 +350,13 @@ class Writer:
                 sizes[c][dtypes] = [flat.size for flat in flats]
                 buffer[state] = np.concatenate(flats)
             if buffer:
-                param_state[c] = {(BF16, np.dtype(np.float32)): {**buffer, "numel_unpadded": buffer["param"].size}}
-        self._object(f"{at}.optimizer", [{"param_groups": [{"wd_mult": 1.0, "step": 5}, {"wd_mult": 0.0, "step": 5}]}])
+                param_state[c] = {
+                    (BF16, np.dtype(np.float32)): {**buffer, "numel_unpadded": buffer["param"].size}
+                }
+        self._object(
+            f"{at}.optimizer",
+            [{"param_groups": [{"wd_mult": 1.0, "step": 5}, {"wd_mult": 0.0, "step": 5}]}],
+        )
         if self.kind == "dp_reshardable":
             self._object(f"{at}.per_bucket_numel_unpadded", [sizes])
         else:
@@ -321,7 +385,9 @@ class Writer:
      (2, 2, 1, 2, 2, {"moe": True, "buckets": 900}), (2, 2, 1, 4, 1, {"moe": True, "gated": False}),
      (1, 1, 1, 2, 1, {"moe": True, "grouped": True}), (2, 2, 1, 2, 2, {"moe": True, "grouped": True})],
 )  # fmt: skip
-def test_flat_buffers_of_any_parallelism_are_read_as_they_were(tmp_path, kind, t, p, v, e, etp, how):
+def test_flat_buffers_of_any_parallelism_are_read_as_they_were(
+    tmp_path, kind, t, p, v, e, etp, how
+):
     writer = Writer(tmp_path, t, p, v, e, etp, kind, **how)
     contents = read_files(writer.files(), Options())
     names = {leaf.label: leaf.name for leaf in contents.leaves}
@@ -332,7 +398,7 @@ def test_flat_buffers_of_any_parallelism_are_read_as_they_were(tmp_path, kind, t
             assert same_bits(np.ascontiguousarray(got), array), f"{state}/{name}"
             assert contents.arrays.read(names[f"step/{name}"], Box((), ())) == 5
     assert [fault for _, fault in contents.verify() if fault] == []
-    assert all(item.reason != "not understood" for item in contents.account)
+    assert all(item.reason != "not understood" for item in contents.inventory)
 
 
 SIZES, CROSSES = (
@@ -353,7 +419,9 @@ SIZES, CROSSES = (
      ("dp_zero", {"untie_embeddings_and_output_weights": False}, SIZES),
      ("dp_zero", {"pipeline_model_parallel_size": 4}, "no buffer of its|" + SIZES)],
 )  # fmt: skip
-def test_args_by_which_the_buffers_would_hold_other_parameters_are_refused(tmp_path, kind, change, message):
+def test_args_by_which_the_buffers_would_hold_other_parameters_are_refused(
+    tmp_path, kind, change, message
+):
     writer = Writer(tmp_path, 2, 2, 1, 2, 2, kind, moe=True, buckets=900)
     read_files(writer.files(), Options())
     writer.args.update(change)
@@ -367,7 +435,11 @@ def test_an_order_that_fits_in_every_size_is_refused_by_the_masters(tmp_path, mo
     read_files(writer.files(), Options())
     writer.args["transformer_impl"] = "transformer_engine"
     with pytest.raises(
-        CorruptData, match=r"(?s)input_layernorm\.weight: the master .* is not the weight .* modules in another order"
+        CorruptData,
+        match=(
+            r"(?s)input_layernorm\.weight: the master .* is not the weight .* modules in another"
+            r" order"
+        ),
     ):
         read_files(writer.files(), Options())
     read_files(writer.files(), Options(weights_only=True))
@@ -375,7 +447,7 @@ def test_an_order_that_fits_in_every_size_is_refused_by_the_masters(tmp_path, mo
 
 def test_buffers_of_more_ranks_than_the_args_know_are_refused(tmp_path):
     writer = Writer(tmp_path, 1, 1, 1, 1, 1, "dp_zero")
-    (key, *_) = [key for key in writer.objects if "param_state" in key]
+    key, *_ = [key for key in writer.objects if "param_state" in key]
     writer.objects[key.replace("group_idx_0", "group_idx_1")] = writer.objects[key]
     with pytest.raises(FormatError, match=r"group 1, chunk 0, bfloat16\) belongs to no rank"):
         read_files(writer.files(), Options())

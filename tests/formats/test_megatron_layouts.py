@@ -1,7 +1,8 @@
-"""Every combination of parallelism cuts a model into Megatron's files, and reading them gives the model again.
+"""Every combination of parallelism cuts a model into Megatron's files, and reading them gives the
+model again.
 
-The files are written here, by the description of the format and with numpy alone; `test_megatron_legacy` has those
-that Megatron itself wrote.
+The files are written here, by the description of the format and with numpy alone;
+`test_megatron_legacy` has those that Megatron itself wrote.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import pytest
 
 import jax_ucp as ucp
 from jax_ucp.errors import FormatError
-from jax_ucp.storage.consolidated import same_bits
+from jax_ucp.sources.consolidated import same_bits
 from torch_writer import save
 
 HIDDEN, HEADS, GROUPS, HEAD_DIM, FFN, VOCAB, EXPERTS, LAYERS = 12, 4, 4, 3, 16, 40, 4, 4
@@ -30,7 +31,10 @@ def model(gated: bool, experts: int, tied: bool) -> dict[str, tuple[int, ...]]:
         shapes[layer + "input_layernorm.weight"] = (HIDDEN,)
         shapes[layer + "self_attention.linear_proj.weight"] = (HIDDEN, HEADS * HEAD_DIM)
         shapes[layer + "self_attention.linear_proj.bias"] = (HIDDEN,)
-        shapes[layer + "self_attention.linear_qkv.weight"] = ((HEADS + 2 * GROUPS) * HEAD_DIM, HIDDEN)
+        shapes[layer + "self_attention.linear_qkv.weight"] = (
+            (HEADS + 2 * GROUPS) * HEAD_DIM,
+            HIDDEN,
+        )
         shapes[layer + "pre_mlp_layernorm.weight"] = (HIDDEN,)
         if experts:
             shapes[layer + "mlp.router.weight"] = (experts, HIDDEN)
@@ -47,16 +51,33 @@ def shard(name: str, whole: np.ndarray, rank: int, ranks: int, gated: bool) -> n
         return np.split(whole, ranks, 1)[rank]
     if "linear_fc1" in name and gated:
         return np.concatenate([np.split(half, ranks)[rank] for half in np.split(whole, 2)])
-    if any(word in name for word in ("linear_fc1", "linear_qkv", "word_embeddings", "output_layer")):
+    if any(
+        word in name for word in ("linear_fc1", "linear_qkv", "word_embeddings", "output_layer")
+    ):
         return np.split(whole, ranks)[rank]
     return whole
 
 
-def write(folder: Path, kind: str, t: int, p: int, v: int, e: int, etp: int, *, gated: bool, moe: bool, tied: bool):
+def write(
+    folder: Path,
+    kind: str,
+    t: int,
+    p: int,
+    v: int,
+    e: int,
+    etp: int,
+    *,
+    gated: bool,
+    moe: bool,
+    tied: bool,
+):
     """The files of a run, and its parameters and moments."""
     rng, shapes = np.random.default_rng(0), model(gated, EXPERTS if moe else 0, tied)
     states = ("param", "exp_avg", "exp_avg_sq")
-    whole = {state: {n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()} for state in states}
+    whole = {
+        state: {n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()}
+        for state in states
+    }
     d = 2 * e
     common = {
         "tensor_model_parallel_size": t, "pipeline_model_parallel_size": p, "expert_model_parallel_size": e,
@@ -79,7 +100,10 @@ def write(folder: Path, kind: str, t: int, p: int, v: int, e: int, etp: int, *, 
                     words = name.split(".")
                     if words[0] == "embedding" and (pp, c) != (0, 0):
                         continue
-                    if (words[0] == "output_layer" or "final" in name) and (pp, c) != (p - 1, v - 1):
+                    if (words[0] == "output_layer" or "final" in name) and (pp, c) != (
+                        p - 1,
+                        v - 1,
+                    ):
                         continue
                     if words[1] == "layers":
                         if not first <= int(words[2]) < first + per_chunk:
@@ -110,7 +134,10 @@ def write(folder: Path, kind: str, t: int, p: int, v: int, e: int, etp: int, *, 
                 parts.append(part)
                 buffers.append(buffer)
             tree["optimizer"] = parts if e > 1 else parts[0]
-            at = folder / f"mp_rank_{tp:02d}{f'_{pp:03d}' if p > 1 else ''}{f'_{ep:03d}' if e > 1 else ''}"
+            at = (
+                folder
+                / f"mp_rank_{tp:02d}{f'_{pp:03d}' if p > 1 else ''}{f'_{ep:03d}' if e > 1 else ''}"
+            )
             save(tree, at / "model_optim_rng.pt")
             if kind == "flat":
                 if e > 1 and r // t:
@@ -128,7 +155,9 @@ def optimizer(kind: str, held: dict, expert: bool | None, low: np.dtype) -> tupl
         plain[held["param"][c][n].ndim == 1 or n.endswith(".bias")].append((c, n))
     ids, groups, state, masters = 0, [], {}, []
     for bare, members in plain.items():
-        groups.append({"wd_mult": 0.0 if bare else 1.0, "params": list(range(ids, ids + len(members)))})
+        groups.append(
+            {"wd_mult": 0.0 if bare else 1.0, "params": list(range(ids, ids + len(members)))}
+        )
         masters.append([held["param"][c][n] for c, n in members])
         for c, n in members:
             moments = {s: held[s][c][n] for s in ("exp_avg", "exp_avg_sq")}
@@ -139,7 +168,10 @@ def optimizer(kind: str, held: dict, expert: bool | None, low: np.dtype) -> tupl
     if kind == "fp32":
         return {"state": state, "param_groups": groups}, {}
     if kind == "bf16":
-        return {"optimizer": {"state": state, "param_groups": groups}, "fp32_from_fp16_params": masters}, {}
+        return {
+            "optimizer": {"state": state, "param_groups": groups},
+            "fp32_from_fp16_params": masters,
+        }, {}
     groups = [{"wd_mult": group["wd_mult"], "step": 5} for group in groups]
     buffers: dict = {"buckets_coalesced": True}
     for c in range(len(held["param"])):
@@ -175,7 +207,9 @@ def test_a_model_cut_for_any_parallelism_is_read_as_it_was(tmp_path, kind, t, p,
 
 
 def regrouped(monkeypatch, split) -> None:
-    """Let the optimizer have a group for each value of `split(name)`; in each, parameters are in the model's order."""
+    """Let the optimizer have a group for each value of `split(name)`; in each, parameters are in
+    the model's order.
+    """
 
     def other(kind: str, held: dict, expert: bool | None, low: np.dtype) -> tuple[dict, dict]:
         names = [(c, n) for c in range(len(held["param"])) for n in held["param"][c]]
@@ -185,7 +219,9 @@ def regrouped(monkeypatch, split) -> None:
         groups.pop("frozen", None)
         state, told, ids = {}, [], 0
         for members in groups.values():
-            told.append({"wd_mult": 1.0, "lr_mult": 1.0, "params": list(range(ids, ids + len(members)))})
+            told.append(
+                {"wd_mult": 1.0, "lr_mult": 1.0, "params": list(range(ids, ids + len(members)))}
+            )
             for c, n in members:
                 moments = {s: held[s][c][n] for s in ("exp_avg", "exp_avg_sq")}
                 state[ids] = {"step": np.float32(5).reshape(()), **moments}
@@ -193,7 +229,10 @@ def regrouped(monkeypatch, split) -> None:
         masters = [[held["param"][c][n] for c, n in members] for members in groups.values()]
         if kind == "fp32":
             return {"state": state, "param_groups": told}, {}
-        return {"optimizer": {"state": state, "param_groups": told}, "fp32_from_fp16_params": masters}, {}
+        return {
+            "optimizer": {"state": state, "param_groups": told},
+            "fp32_from_fp16_params": masters,
+        }, {}
 
     monkeypatch.setitem(globals(), "optimizer", other)
 
@@ -215,12 +254,21 @@ def test_groups_that_shapes_tell_apart_are_read_whatever_they_are_for(tmp_path, 
 @pytest.mark.parametrize(
     ("split", "why"),
     [
-        (lambda n: n.partition(".mlp")[0].partition(".self")[0], "several ways"),  # a rate for each layer
-        (lambda n: 2 if "input_layernorm" in n else n.endswith(("norm.weight", "bias")), "several ways"),
-        (lambda n: "frozen" if "layers.0" in n else n.endswith("norm.weight"), "some may be frozen"),
+        # a rate for each layer
+        (lambda n: n.partition(".mlp")[0].partition(".self")[0], "several ways"),
+        (
+            lambda n: 2 if "input_layernorm" in n else n.endswith(("norm.weight", "bias")),
+            "several ways",
+        ),
+        (
+            lambda n: "frozen" if "layers.0" in n else n.endswith("norm.weight"),
+            "some may be frozen",
+        ),
     ],
 )
-def test_groups_that_shapes_do_not_tell_keep_their_states_apart(tmp_path, monkeypatch, kind, split, why):
+def test_groups_that_shapes_do_not_tell_keep_their_states_apart(
+    tmp_path, monkeypatch, kind, split, why
+):
     regrouped(monkeypatch, split)
     whole = write(tmp_path / "iter_0000007", kind, 2, 1, 1, 1, 2, gated=True, moe=False, tied=False)
     checkpoint = ucp.open(tmp_path / "iter_0000007")
@@ -229,8 +277,10 @@ def test_groups_that_shapes_do_not_tell_keep_their_states_apart(tmp_path, monkey
         weight = array if kind == "fp32" else array.astype(BF16)
         assert same_bits(checkpoint.read(f"param/{name}"), weight), name
     assert any("kept under `other`" in note and why in note for note in checkpoint.notes)
-    assert all(item.reason != "not understood" for item in checkpoint.account)
-    moments = [checkpoint.read(leaf.label) for leaf in checkpoint.leaves if leaf.label.endswith("exp_avg")]
+    assert all(item.reason != "not understood" for item in checkpoint.inventory)
+    moments = [
+        checkpoint.read(leaf.label) for leaf in checkpoint.leaves if leaf.label.endswith("exp_avg")
+    ]
     assert sum(map(np.size, moments)) > 0
 
 
@@ -257,9 +307,14 @@ def test_flat_buffers_do_not_depend_on_groups_but_steps_do(tmp_path, monkeypatch
         return found, buffers
 
     monkeypatch.setitem(globals(), "optimizer", third)
-    whole = write(tmp_path / "iter_0000007", "flat", 2, 1, 1, 1, 2, gated=True, moe=False, tied=False)
+    whole = write(
+        tmp_path / "iter_0000007", "flat", 2, 1, 1, 1, 2, gated=True, moe=False, tied=False
+    )
     if not read:
-        with pytest.raises(FormatError, match=r"stepped \[4, 5\] times, and which parameters they have is not stored"):
+        with pytest.raises(
+            FormatError,
+            match=r"stepped \[4, 5\] times, and which parameters they have is not stored",
+        ):
             ucp.open(tmp_path / "iter_0000007")
         return
     checkpoint = ucp.open(tmp_path / "iter_0000007")

@@ -1,4 +1,6 @@
-"""Real legacy checkpoints of Megatron, against the state that was taken from the live processes before the save."""
+"""Real legacy checkpoints of Megatron, against the state that was taken from the live processes
+before the save.
+"""
 
 import json
 import shutil
@@ -12,11 +14,11 @@ from hypothesis import strategies as st
 
 import jax_ucp as ucp
 from jax_ucp.errors import CorruptData, FormatError, LayoutError, NotACheckpoint
-from jax_ucp.formats.megatron_files import Args, places
-from jax_ucp.formats.megatron_walk import buffer_walk, parts_of
-from jax_ucp.formats.torch_file import TorchFile
+from jax_ucp.formats.megatron.files import Args, places
+from jax_ucp.formats.megatron.walk import buffer_walk, parts_of
+from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.layout.box import Box
-from jax_ucp.storage.consolidated import same_bits
+from jax_ucp.sources.consolidated import same_bits
 from megatron_cases import DATA, EVERY, swap, truth
 
 CASES = [case for case in EVERY if case.startswith("legacy_")]
@@ -39,15 +41,17 @@ def test_where_says_which_stored_elements_a_parameter_is_made_of(case):
 @pytest.mark.parametrize("case", CASES)
 def test_everything_stored_is_accounted_for_once_with_a_reason(case):
     checkpoint = ucp.open(DATA / case / "ckpt")
-    account = {item.where: item for item in checkpoint.account}
-    assert len(account) == len(checkpoint.account)
-    assert all(item.reason and item.reason != "not understood" for item in checkpoint.account)
+    inventory = {item.where: item for item in checkpoint.inventory}
+    assert len(inventory) == len(checkpoint.inventory)
+    assert all(item.reason and item.reason != "not understood" for item in checkpoint.inventory)
     folder = Path(checkpoint.path)
     for path in folder.glob("*/*.pt"):
         file, name = TorchFile(path), path.relative_to(folder).as_posix()
-        assert {f"{name}:{key}" for key in file.arrays()} <= set(account)
+        assert {f"{name}:{key}" for key in file.arrays()} <= set(inventory)
         for key in file.tree if isinstance(file.tree, dict) and "args" in file.tree else ():
-            assert [where for where in account if where.startswith(f"{name}:{key}")], f"{name}: {key}"
+            assert [where for where in inventory if where.startswith(f"{name}:{key}")], (
+                f"{name}: {key}"
+            )
 
 
 def test_extras_keep_what_the_run_put_beside_the_model():
@@ -63,7 +67,12 @@ def test_extras_keep_what_the_run_put_beside_the_model():
     json.dumps(extras)
 
 
-MANY = ["legacy_tp2_pp1_bf16", "legacy_tp1_pp2_vpp2_fp32", "legacy_ep2_moe_grouped_bf16", "legacy_tp2_dp2_distopt_bf16"]
+MANY = [
+    "legacy_tp2_pp1_bf16",
+    "legacy_tp1_pp2_vpp2_fp32",
+    "legacy_ep2_moe_grouped_bf16",
+    "legacy_tp2_dp2_distopt_bf16",
+]
 MANY += ["legacy_pp2_dp2_distopt_buckets_fp32", "legacy_ep2_moe_seq_distopt_fp32"]
 
 
@@ -87,7 +96,9 @@ def test_exchanged_ranks_are_refused_by_name(megatron_copy, case):
 
 
 @pytest.mark.parametrize("case", [case for case in MANY if "distopt" in case])
-def test_exchanged_optimizer_files_are_refused_or_found_by_their_twins(megatron_copy, case, tmp_path):
+def test_exchanged_optimizer_files_are_refused_or_found_by_their_twins(
+    megatron_copy, case, tmp_path
+):
     folder = megatron_copy(case)
     a, b = sorted(path.name for path in folder.iterdir())
     swap(folder, f"{a}/distrib_optim.pt", f"{b}/distrib_optim.pt")
@@ -114,11 +125,18 @@ def test_a_distributed_optimizers_file_that_is_missing_is_named(megatron_copy):
 
 
 def test_files_of_another_run_are_refused(megatron_copy):
-    folder, other = megatron_copy("legacy_tp2_pp1_bf16"), megatron_copy("legacy_tp2_dp2_distopt_bf16")
+    folder, other = (
+        megatron_copy("legacy_tp2_pp1_bf16"),
+        megatron_copy("legacy_tp2_dp2_distopt_bf16"),
+    )
     shutil.copytree(other / "mp_rank_01", folder / "mp_rank_01", dirs_exist_ok=True)
-    with pytest.raises(FormatError, match=r"mp_rank_01/model_optim_rng\.pt is of another run .*use_distributed"):
+    with pytest.raises(
+        FormatError, match=r"mp_rank_01/model_optim_rng\.pt is of another run .*use_distributed"
+    ):
         ucp.open(folder)
-    shutil.copytree(DATA / "legacy_tp2_pp1_bf16" / "ckpt" / "iter_0000003", folder, dirs_exist_ok=True)
+    shutil.copytree(
+        DATA / "legacy_tp2_pp1_bf16" / "ckpt" / "iter_0000003", folder, dirs_exist_ok=True
+    )
     shutil.copytree(folder / "mp_rank_01", folder / "mp_rank_02")
     with pytest.raises(FormatError, match="mp_rank_02 belongs to another run"):
         ucp.open(folder)
@@ -130,7 +148,9 @@ def test_a_flipped_bit_in_a_weight_is_found_before_anything_is_converted(megatro
     key = "optimizer/optimizer/state/0/exp_avg"
     assert key in TorchFile(path).arrays()
     file = TorchFile(path)
-    stored = file.read("model/decoder.layers.0.mlp.linear_fc1.weight", Box((0, 0), (12, 32))).tobytes()
+    stored = file.read(
+        "model/decoder.layers.0.mlp.linear_fc1.weight", Box((0, 0), (12, 32))
+    ).tobytes()
     data = bytearray(path.read_bytes())
     data[data.index(stored) + 1] ^= 0x40
     path.write_bytes(data)
@@ -151,13 +171,18 @@ def test_a_folder_of_another_iteration_is_refused(megatron_copy):
 
 
 def test_a_users_spec_overrides_one_rule_of_the_built_in_one(tmp_path):
-    root, name = DATA / "legacy_tp2_dp2_distopt_bf16" / "ckpt", "decoder.layers.{layer}.mlp.linear_fc1.weight"
+    root, name = (
+        DATA / "legacy_tp2_dp2_distopt_bf16" / "ckpt",
+        "decoder.layers.{layer}.mlp.linear_fc1.weight",
+    )
     spec = tmp_path / "mine.yaml"
     spec.write_text(f"extends: megatron\nshards: [{{param: '{name}', pattern: {{sharded: 0}}}}]")
     mine, theirs = ucp.open(root, spec=spec), ucp.open(root)
     label = "param/decoder.layers.0.mlp.linear_fc1.weight"
     gate_up = theirs.read(label).reshape(2, 2, 12, 32)
-    np.testing.assert_array_equal(mine.read(label).reshape(2, 2, 12, 32), gate_up.transpose(1, 0, 2, 3))
+    np.testing.assert_array_equal(
+        mine.read(label).reshape(2, 2, 12, 32), gate_up.transpose(1, 0, 2, 3)
+    )
     qkv = "param/decoder.layers.0.self_attention.linear_qkv.weight"
     np.testing.assert_array_equal(mine.read(qkv), theirs.read(qkv))
 
@@ -187,8 +212,14 @@ def test_sizes_that_contradict_the_shards_are_refused():
         ucp.open(root, sizes={"ffn": 50})
 
 
-@given(st.lists(st.tuples(st.integers(1, 500), st.booleans()), max_size=12), st.integers(1, 6), st.integers(1, 900))
-def test_a_walk_places_every_tensor_once_inside_its_bucket_whatever_the_bucket_size(tensors, dp, limit):
+@given(
+    st.lists(st.tuples(st.integers(1, 500), st.booleans()), max_size=12),
+    st.integers(1, 6),
+    st.integers(1, 900),
+)
+def test_a_walk_places_every_tensor_once_inside_its_bucket_whatever_the_bucket_size(
+    tensors, dp, limit
+):
     sizes, shared = [n for n, _ in tensors], [s for _, s in tensors]
     for bucket_size in (None, limit):
         starts, buckets = buffer_walk(sizes, shared, dp, bucket_size)
@@ -219,12 +250,18 @@ def test_the_walk_gives_the_buckets_of_the_worked_example():
 )
 def test_ranks_that_write_files_are_the_first_of_each_pipeline_stage(t, p, e, etp, want):
     degrees = {"tensor": t, "pipeline": p, "expert": e}
-    args = {f"{kind}_model_parallel_size": n for kind, n in degrees.items()} | {"expert_tensor_parallel_size": etp}
+    args = {f"{kind}_model_parallel_size": n for kind, n in degrees.items()} | {
+        "expert_tensor_parallel_size": etp
+    }
     assert places(Args(args)) == want
 
 
 def test_expert_parallelism_that_loses_dense_shards_is_refused():
-    degrees = {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    degrees = {
+        "tensor_model_parallel_size": 4,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    }
     with pytest.raises(FormatError, match="does not keep every rank's tensors"):
         places(Args(degrees))
 
@@ -234,5 +271,7 @@ def test_norms_that_transformer_engine_fuses_get_the_names_of_the_local_spec():
         ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
         ("mlp.linear_fc1.layer_norm_bias", "pre_mlp_layernorm.bias"),
     ]:
-        (part,) = parts_of(f"decoder.layers.1.{fused}", (8,), first_layer=4, experts=range(0), hidden=8)
+        (part,) = parts_of(
+            f"decoder.layers.1.{fused}", (8,), first_layer=4, experts=range(0), hidden=8
+        )
         assert part.name == f"decoder.layers.5.{plain}"

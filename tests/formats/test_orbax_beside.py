@@ -1,4 +1,6 @@
-"""What lies in the folder of a checkpoint that Orbax or we wrote and is no part of it; arrays of other leaves."""
+"""What lies in the folder of a checkpoint that Orbax or we wrote and is no part of it; arrays of
+other leaves.
+"""
 
 import shutil
 from pathlib import Path
@@ -10,18 +12,30 @@ import pytest
 import jax_ucp as ucp
 from jax_ucp.errors import FormatError, NotACheckpoint
 
-TREE = {"a": np.arange(12, dtype=np.float32).reshape(3, 4), "b": np.arange(5, dtype=np.int64), "c": 3}
-FOREIGN = {"model-00001-of-00002.safetensors": True, "pytorch_model.bin": True, "rng_state.pth": True}
+TREE = {
+    "a": np.arange(12, dtype=np.float32).reshape(3, 4),
+    "b": np.arange(5, dtype=np.int64),
+    "c": 3,
+}
+FOREIGN = {
+    "model-00001-of-00002.safetensors": True,
+    "pytorch_model.bin": True,
+    "rng_state.pth": True,
+}
 FOREIGN |= {"optimizer.pt": True, "checkpoint.pt": True, "notes.txt": False, ".DS_Store": False}
 
 
 def stock(path: Path, ocdbt: bool, zarr3: bool) -> None:
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt, use_zarr3=zarr3)) as checkpointer:
+    with ocp.Checkpointer(
+        ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt, use_zarr3=zarr3)
+    ) as checkpointer:
         checkpointer.save(path, args=ocp.args.PyTreeSave(TREE))
 
 
 WRITERS = {
-    f"ocdbt {o} zarr3 {z}": lambda path, o=o, z=z: stock(path, o, z) for o in (False, True) for z in (False, True)
+    f"ocdbt {o} zarr3 {z}": lambda path, o=o, z=z: stock(path, o, z)
+    for o in (False, True)
+    for z in (False, True)
 }
 WRITERS["universal"] = lambda path: ucp.Checkpoint.of(TREE).save(path)
 
@@ -29,7 +43,7 @@ WRITERS["universal"] = lambda path: ucp.Checkpoint.of(TREE).save(path)
 @pytest.mark.parametrize("writer", WRITERS)
 def test_nothing_lies_beside_what_is_as_it_was_saved(writer, tmp_path):
     WRITERS[writer](tmp_path / "c")
-    assert [item for item in ucp.open(tmp_path / "c").account if item.fate == "skipped"] == []
+    assert [item for item in ucp.open(tmp_path / "c").inventory if item.status == "skipped"] == []
 
 
 @pytest.mark.parametrize("writer", WRITERS)
@@ -39,7 +53,7 @@ def test_everything_beside_is_in_the_account_and_what_may_be_of_the_run_is_noted
         (tmp_path / "c" / name).write_bytes(b"other")
     (tmp_path / "c" / "another").mkdir()
     checkpoint = ucp.open(tmp_path / "c")
-    skipped = {item.where: item.what for item in checkpoint.account if item.fate == "skipped"}
+    skipped = {item.where: item.what for item in checkpoint.inventory if item.status == "skipped"}
     assert skipped == dict.fromkeys(FOREIGN, "file") | {"another": "folder"}
     told = "\n".join(note for note in checkpoint.notes if note.startswith("not read"))
     assert {name: name in told for name in FOREIGN} == FOREIGN
@@ -51,14 +65,18 @@ def test_an_array_of_two_versions_of_zarr_is_refused(tmp_path):
     shutil.copy(tmp_path / "False" / "a" / ".zarray", tmp_path / "True" / "a")
     shutil.copy(tmp_path / "True" / "b" / "zarr.json", tmp_path / "False" / "b")
     for zarr3, name in ((True, "a"), (False, "b")):
-        with pytest.raises(FormatError, match=rf"/{name} has \.zarray and zarr\.json.* is the one of v{2 + zarr3}"):
+        with pytest.raises(
+            FormatError, match=rf"/{name} has \.zarray and zarr\.json.* is the one of v{2 + zarr3}"
+        ):
             ucp.open(tmp_path / f"{zarr3}")
 
 
 def test_an_array_that_is_smaller_than_what_a_device_wrote_of_it_is_another(tmp_path):
     import jax.numpy as jnp
 
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=False)) as checkpointer:
+    with ocp.Checkpointer(
+        ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=False)
+    ) as checkpointer:
         tree = {"w": jnp.ones((3, 4)), "v": jnp.ones(2), "s": jnp.float32(1)}
         checkpointer.save(tmp_path / "c", args=ocp.args.PyTreeSave(tree))
     assert ucp.open(tmp_path / "c").restore()["w"].shape == (3, 4)
@@ -66,19 +84,25 @@ def test_an_array_that_is_smaller_than_what_a_device_wrote_of_it_is_another(tmp_
         folder = Path(shutil.copytree(tmp_path / "c", tmp_path / name))
         shutil.rmtree(folder / name)
         shutil.copytree(tmp_path / "c" / other, folder / name)
-        with pytest.raises(FormatError, match=rf"/{name} has shape .* but by _METADATA a device wrote"):
+        with pytest.raises(
+            FormatError, match=rf"/{name} has shape .* but by _METADATA a device wrote"
+        ):
             ucp.open(folder)
 
 
 def test_a_step_names_what_lies_beside_its_item_and_one_without_an_item_says_so(tmp_path):
-    with ocp.CheckpointManager(tmp_path / "m", item_handlers=ocp.StandardCheckpointHandler()) as manager:
+    with ocp.CheckpointManager(
+        tmp_path / "m", item_handlers=ocp.StandardCheckpointHandler()
+    ) as manager:
         manager.save(7, args=ocp.args.StandardSave(TREE))
         manager.wait_until_finished()
     step = tmp_path / "m" / "7"
     (step / "pytorch_model.bin").write_bytes(b"other")
     checkpoint = ucp.open(step)
     assert "not read: pytorch_model.bin: weights beside the checkpoint" in checkpoint.notes
-    assert [item.where for item in checkpoint.account if item.fate == "skipped"] == ["pytorch_model.bin"]
+    assert [item.where for item in checkpoint.inventory if item.status == "skipped"] == [
+        "pytorch_model.bin"
+    ]
     shutil.rmtree(step / "default")
     with pytest.raises(NotACheckpoint, match="is a step without a PyTree item"):
         ucp.open(step)

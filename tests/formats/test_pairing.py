@@ -1,4 +1,6 @@
-"""Which parameter a numbered state belongs to: what is decided is what every way of counting leaves."""
+"""Which parameter a numbered state belongs to: what is decided is what every way of counting
+leaves.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -43,7 +45,8 @@ def test_a_pairing_is_found_just_where_there_is_one(candidates):
         assert found == every[0]
     else:
         assert isinstance(found, str)
-        assert "several" in found or not every  # with no way at all, a number may still have several candidates
+        # with no way at all, a number may still have several candidates
+        assert "several" in found or not every
 
 
 def divisions(sizes: dict[str, int], ends: list[int], fits) -> Iterator[dict[str, tuple[int, int]]]:
@@ -132,7 +135,17 @@ def test_the_users_word_is_an_order_or_lists_of_names():
     assert checked_groups(None) is None
     assert checked_groups("module-order") == MODULE_ORDER
     assert checked_groups([["a"], ("b", "c"), []]) == (("a",), ("b", "c"), ())
-    for wrong in ("module_order", "", [], ["a"], [["a"], "bc"], [[1]], {"a": ["b"]}, [["a"], None], 3):
+    for wrong in (
+        "module_order",
+        "",
+        [],
+        ["a"],
+        [["a"], "bc"],
+        [[1]],
+        {"a": ["b"]},
+        [["a"], None],
+        3,
+    ):
         with pytest.raises(SpecError, match=r"say 'module-order', or a list for each group"):
             checked_groups(wrong)  # pyright: ignore[reportArgumentType]
     with pytest.raises(SpecError, match="says 'a' twice"):

@@ -1,4 +1,6 @@
-"""Optimizers whose states go by numbers, grouped as scripts group them: paired with the truth, or kept apart."""
+"""Optimizers whose states go by numbers, grouped as scripts group them: paired with the truth,
+or kept apart.
+"""
 
 import json
 import re
@@ -20,13 +22,16 @@ from dcp_writer import Writer
 from jax_ucp.cli.main import main
 from jax_ucp.errors import FormatError
 from jax_ucp.layout.box import Box
-from jax_ucp.storage.consolidated import same_bits
+from jax_ucp.sources.consolidated import same_bits
 from torch_cases import assert_accounted_for
 from torch_writer import Storage, Tensor, save
 
 DATA = Path(__file__).parents[1] / "data" / "pairings"
 DEEPSPEED = deepspeed_cases.DATA
-NAMES = ["embed.weight", *(f"layers.{i}.{kind}" for i in (0, 1, 2, 10) for kind in ("weight", "bias"))]
+NAMES = [
+    "embed.weight",
+    *(f"layers.{i}.{kind}" for i in (0, 1, 2, 10) for kind in ("weight", "bias")),
+]
 NAMES += ["norm.weight", "norm.bias", "head.weight"]
 SHAPES = [(2,), (3,), (2, 3), (3, 2), (3, 3), ()]
 ORDERS = {"module": lambda names: names, "sorted": sorted, "reversed": lambda names: names[::-1]}
@@ -34,7 +39,9 @@ ORDERS = {"module": lambda names: names, "sorted": sorted, "reversed": lambda na
 
 @dataclass
 class Run:
-    """A training run of a random model: its weights, what its optimizer has, and whose each state is."""
+    """A training run of a random model: its weights, what its optimizer has, and whose each
+    state is.
+    """
 
     model: dict[str, np.ndarray]
     groups: list[list[str]]
@@ -43,7 +50,9 @@ class Run:
     numbers: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.numbers = {name: i for i, name in enumerate(name for group in self.groups for name in group)}
+        self.numbers = {
+            name: i for i, name in enumerate(name for group in self.groups for name in group)
+        }
 
     def optimizer(self, named: bool = False) -> dict[str, Any]:
         """As torch saves it."""
@@ -71,17 +80,29 @@ def states_of(kind: str, shape: tuple[int, ...], i: int) -> dict[str, np.ndarray
         return {"step": np.full((), number), "z": np.full(shape or (1,), number)}
     if kind == "adafactor" and len(shape) > 1:
         row, column = shape[:-1], shape[:-2] + shape[-1:]
-        return {"exp_avg_sq_row": np.full(row, number), "exp_avg_sq_col": np.full(column, number + 0.5)}
+        return {
+            "exp_avg_sq_row": np.full(row, number),
+            "exp_avg_sq_col": np.full(column, number + 0.5),
+        }
     if kind == "adafactor":
         return {"exp_avg_sq": np.full(shape, number)}
-    return {"step": np.full((), number), "exp_avg": np.full(shape, number), "exp_avg_sq": np.full(shape, number / 4)}
+    return {
+        "step": np.full((), number),
+        "exp_avg": np.full(shape, number),
+        "exp_avg_sq": np.full(shape, number / 4),
+    }
 
 
 @st.composite
 def runs(draw, kinds=("adam", "sgd", "adafactor", "unknown"), buffers: bool = True) -> Run:
-    """Frozen parameters and buffers are in no group; parameters that were never stepped have no state."""
+    """Frozen parameters and buffers are in no group; parameters that were never stepped have no
+    state.
+    """
     names = [name for name in NAMES if draw(st.booleans())] or ["embed.weight"]
-    model = {name: np.full(draw(st.sampled_from(SHAPES)), 100 + i, np.float32) for i, name in enumerate(names)}
+    model = {
+        name: np.full(draw(st.sampled_from(SHAPES)), 100 + i, np.float32)
+        for i, name in enumerate(names)
+    }
     owned = [name for name in names if draw(st.integers(0, 5))] or names[:1]
     stepped = [name for name in owned if draw(st.integers(0, 7))]
     order = draw(st.sampled_from([*ORDERS, "any"]))
@@ -90,7 +111,10 @@ def runs(draw, kinds=("adam", "sgd", "adafactor", "unknown"), buffers: bool = Tr
         case "one":
             groups = [list(listed)]
         case "decay":
-            groups = [[n for n in listed if model[n].ndim > 1], [n for n in listed if model[n].ndim <= 1]]
+            groups = [
+                [n for n in listed if model[n].ndim > 1],
+                [n for n in listed if model[n].ndim <= 1],
+            ]
         case "layers":
             by_layer: dict[str, list[str]] = {}
             for name in listed:
@@ -105,13 +129,16 @@ def runs(draw, kinds=("adam", "sgd", "adafactor", "unknown"), buffers: bool = Tr
     return Run(model, groups, states, ordered)
 
 
-def assert_true(checkpoint: ucp.Checkpoint, truth: dict[str, np.ndarray], whole: bool = False) -> None:
+def assert_true(
+    checkpoint: ucp.Checkpoint, truth: dict[str, np.ndarray], whole: bool = False
+) -> None:
     """Everything but `other` is the truth; with `whole`, everything of the truth is there."""
     found = {leaf.label: checkpoint.read(leaf.label) for leaf in checkpoint.leaves}
     wrong = [
         label
         for label, array in found.items()
-        if not label.startswith("other/") and not (label in truth and equal(array, truth[label], label))
+        if not label.startswith("other/")
+        and not (label in truth and equal(array, truth[label], label))
     ]
     assert wrong == []
     if whole:
@@ -140,7 +167,9 @@ def or_refusal(open_with, **said) -> ucp.Checkpoint | str:
 
 
 def follow(open_with, run: Run, lists: list[list[str]]) -> None:
-    """Open without a word, and with those that are true: no pair is wrong, and lists of names always pair."""
+    """Open without a word, and with those that are true: no pair is wrong, and lists of names
+    always pair.
+    """
     truth = run.truth()
     checkpoint = open_with()
     assert_true(checkpoint, truth)
@@ -161,7 +190,11 @@ def follow(open_with, run: Run, lists: list[list[str]]) -> None:
         assert_told(ordered, run)
     else:  # a word that is not true still has to fit the shapes
         for param in ordered.params.values():
-            moments = [leaf for state, leaf in param.states.items() if state in ("exp_avg", "momentum_buffer")]
+            moments = [
+                leaf
+                for state, leaf in param.states.items()
+                if state in ("exp_avg", "momentum_buffer")
+            ]
             assert all(leaf.shape == param.shape for leaf in moments)
 
 
@@ -182,13 +215,28 @@ def test_a_file_of_torch_pairs_the_truth_or_nothing(tmp_path_factory, run, tied)
 
 
 @settings(max_examples=100)
-@given(runs(), runs(), st.sampled_from(["copy", "other"]), st.booleans(), st.booleans(), st.booleans())
-def test_of_two_models_in_a_file_none_gets_the_others_states(tmp_path_factory, run, second, what, named, both, mine):
-    """A generator and a critic, a teacher and a student, an average: either optimizer may be there, or both."""
+@given(
+    runs(), runs(), st.sampled_from(["copy", "other"]), st.booleans(), st.booleans(), st.booleans()
+)
+def test_of_two_models_in_a_file_none_gets_the_others_states(
+    tmp_path_factory, run, second, what, named, both, mine
+):
+    """A generator and a critic, a teacher and a student, an average: either optimizer may be
+    there, or both.
+    """
     path = tmp_path_factory.mktemp("law") / "run.pt"
-    base = run if what == "copy" else second  # of the same class, or of another, with values of its own
-    states = {name: {state: np.asarray(v + 50) for state, v in some.items()} for name, some in base.states.items()}
-    second = Run({name: np.asarray(v + 500) for name, v in base.model.items()}, base.groups, states, base.ordered)
+    # of the same class, or of another, with values of its own
+    base = run if what == "copy" else second
+    states = {
+        name: {state: np.asarray(v + 50) for state, v in some.items()}
+        for name, some in base.states.items()
+    }
+    second = Run(
+        {name: np.asarray(v + 500) for name, v in base.model.items()},
+        base.groups,
+        states,
+        base.ordered,
+    )
     tree: dict[str, Any] = {"model": run.model, "critic": second.model}
     if mine or both:
         tree["optimizer"] = run.optimizer(named)
@@ -210,14 +258,16 @@ def test_of_two_models_in_a_file_none_gets_the_others_states(tmp_path_factory, r
         lists += [[] for _ in second.groups] if both and second.states else []
         found = or_refusal(lambda **said: ucp.open(path, **said), optimizer_groups=lists)
         if isinstance(found, str):
-            assert named, found  # then names settle it already, or one of the two that the lists are for
+            # then names settle it already, or one of the two that the lists are for
+            assert named, found
         else:
             assert_true(found, truth, whole=True)
 
 
 def is_model(checkpoint: ucp.Checkpoint, run: Run) -> bool:
     return all(
-        leaf.label[6:] in run.model and same_bits(checkpoint.read(leaf.label), run.model[leaf.label[6:]])
+        leaf.label[6:] in run.model
+        and same_bits(checkpoint.read(leaf.label), run.model[leaf.label[6:]])
         for leaf in checkpoint.leaves
         if leaf.label.startswith("param/")
     )
@@ -226,8 +276,17 @@ def is_model(checkpoint: ucp.Checkpoint, run: Run) -> bool:
 def zero0(folder: Path, module: dict[str, np.ndarray], optimizer: dict[str, Any]) -> Path:
     """A checkpoint of DeepSpeed without ZeRO, of one rank."""
     (folder / "global_step3").mkdir()
-    about = {"ds_config": {}, "ds_version": "0.19.8", "dp_world_size": 1, "mp_world_size": 1, "buffer_names": []}
-    save({"module": module, "optimizer": optimizer, **about}, folder / "global_step3" / "mp_rank_00_model_states.pt")
+    about = {
+        "ds_config": {},
+        "ds_version": "0.19.8",
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "buffer_names": [],
+    }
+    save(
+        {"module": module, "optimizer": optimizer, **about},
+        folder / "global_step3" / "mp_rank_00_model_states.pt",
+    )
     return folder / "global_step3"
 
 
@@ -241,10 +300,16 @@ def test_zero_0_pairs_the_truth_or_nothing(tmp_path_factory, run):
 @settings(max_examples=120)
 @given(runs(kinds=("adam",)), st.booleans(), st.data())
 def test_zero_0_in_half_precision_pairs_by_bits_or_not_at_all(tmp_path_factory, run, fused, data):
-    """Masters that are alike when rounded, as those of norms that hardly moved from one, tell nothing."""
-    spread = data.draw(st.sampled_from([0.0, 1e-6, 1.0]))  # all alike, alike when rounded, or different
+    """Masters that are alike when rounded, as those of norms that hardly moved from one, tell
+    nothing.
+    """
+    # all alike, alike when rounded, or different
+    spread = data.draw(st.sampled_from([0.0, 1e-6, 1.0]))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
-    masters = {n: np.asarray(1 + spread * rng.normal(size=a.shape), np.float32) for n, a in run.model.items()}
+    masters = {
+        n: np.asarray(1 + spread * rng.normal(size=a.shape), np.float32)
+        for n, a in run.model.items()
+    }
     module = {name: array.astype(ml_dtypes.bfloat16) for name, array in masters.items()}
     groups = [group for group in run.groups if group]
     owned = [name for group in groups for name in group]
@@ -258,16 +323,27 @@ def test_zero_0_in_half_precision_pairs_by_bits_or_not_at_all(tmp_path_factory, 
     else:
         kept = [[masters[n] for n in group] for group in groups]
         states = {run.numbers[name]: moments[name] for name in owned}
-        told = [{"lr": 0.5**g, "params": [run.numbers[n] for n in group]} for g, group in enumerate(groups)]
+        told = [
+            {"lr": 0.5**g, "params": [run.numbers[n] for n in group]}
+            for g, group in enumerate(groups)
+        ]
     inner = {"state": states, "param_groups": told}
-    optimizer = {"optimizer_state_dict": inner, "fp32_groups_flat" if fused else "fp32_groups": kept, "clip_grad": 1.0}
+    optimizer = {
+        "optimizer_state_dict": inner,
+        "fp32_groups_flat" if fused else "fp32_groups": kept,
+        "clip_grad": 1.0,
+    }
     folder = zero0(tmp_path_factory.mktemp("law"), module, optimizer)
-    paired = {f"param/{name}": masters[name] if name in owned else array for name, array in module.items()}
+    paired = {
+        f"param/{name}": masters[name] if name in owned else array for name, array in module.items()
+    }
     for name, some in moments.items():
         paired |= {f"exp_avg/{name}": some["exp_avg"], f"step/{name}": np.asarray(3, np.int32)}
     checkpoint = ucp.open(folder)
     apart = any(leaf.label.startswith("other/") for leaf in checkpoint.leaves)
-    assert_true(checkpoint, {f"param/{name}": array for name, array in module.items()} if apart else paired)
+    assert_true(
+        checkpoint, {f"param/{name}": array for name, array in module.items()} if apart else paired
+    )
     assert apart == any("are kept under `other`" in note for note in checkpoint.notes)
     if spread == 1.0 and all(array.size > 3 for array in masters.values()):
         assert not apart
@@ -309,7 +385,9 @@ def put(writer: Writer, path: tuple[str, ...], array: np.ndarray) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_masters_that_begin_alike_are_told_by_all_of_their_bits(tmp_path, fused):
-    """Rows of zeros for padding at the head of each matrix; and a vector that is the beginning of another."""
+    """Rows of zeros for padding at the head of each matrix; and a vector that is the beginning
+    of another.
+    """
     masters = {f"p{i}": np.zeros((50, 3), np.float32) for i in range(4)}
     for i, array in enumerate(masters.values()):
         array[-1] = i + 1
@@ -332,10 +410,17 @@ def test_masters_that_begin_alike_are_told_by_all_of_their_bits(tmp_path, fused)
 
 
 @pytest.mark.parametrize("deepspeed", [False, True])
-def test_a_shape_that_fits_is_no_proof_where_the_optimizer_has_fewer_parameters(tmp_path, deepspeed):
-    """The centers of a loss, with an optimizer of their own and the shape of the model's last weight."""
+def test_a_shape_that_fits_is_no_proof_where_the_optimizer_has_fewer_parameters(
+    tmp_path, deepspeed
+):
+    """The centers of a loss, with an optimizer of their own and the shape of the model's last
+    weight.
+    """
     model = {"body": np.ones((2, 3), np.float32), "last": np.ones((4, 2), np.float32)}
-    optimizer = {"state": {0: {"momentum_buffer": np.ones((4, 2), np.float32)}}, "param_groups": [{"params": [0]}]}
+    optimizer = {
+        "state": {0: {"momentum_buffer": np.ones((4, 2), np.float32)}},
+        "param_groups": [{"params": [0]}],
+    }
     if deepspeed:
         checkpoint = ucp.open(zero0(tmp_path, model, optimizer))
     else:
@@ -350,7 +435,10 @@ def test_a_tied_weight_is_one_parameter_under_two_names(tmp_path):
     both = [Tensor(Storage("tied", array.reshape(-1)), 0, (2, 3), (3, 1)) for _ in range(2)]
     states = {0: {"exp_avg": array + 1}, 1: {"exp_avg": np.ones(4, np.float32)}}
     tree = {"model": OrderedDict(embed=both[0], bias=np.zeros(4, np.float32), head=both[1])}
-    save({**tree, "optimizer": {"state": states, "param_groups": [{"params": [0, 1]}]}}, tmp_path / "run.pt")
+    save(
+        {**tree, "optimizer": {"state": states, "param_groups": [{"params": [0, 1]}]}},
+        tmp_path / "run.pt",
+    )
     proved = ucp.open(tmp_path / "run.pt")
     assert {leaf.label for leaf in proved.leaves if leaf.label.startswith("exp_avg/")} == {
         "exp_avg/embed",
@@ -360,7 +448,10 @@ def test_a_tied_weight_is_one_parameter_under_two_names(tmp_path):
     said = ucp.open(tmp_path / "run.pt", optimizer_groups=[["head", "bias"]])
     assert same_bits(said.read("exp_avg/head"), array + 1)
     del states[1]
-    save({**tree, "optimizer": {"state": states, "param_groups": [{"params": [0, 1]}]}}, tmp_path / "run.pt")
+    save(
+        {**tree, "optimizer": {"state": states, "param_groups": [{"params": [0, 1]}]}},
+        tmp_path / "run.pt",
+    )
     with pytest.raises(FormatError, match="two names for optimizer are one tensor"):
         ucp.open(tmp_path / "run.pt", optimizer_groups=[["head", "embed"]])
 
@@ -397,7 +488,10 @@ def test_the_order_of_the_module_is_right_where_it_is_true_and_refused_where_sha
         ("torch_reversed", "in the order of the model they fit it in no way"),
         ("torch_buffers", "in the order of the model they fit it in several ways"),
         ("torch_by_module", "in the order of the model they fit it in several ways"),
-        ("torch_two_models", "optimizer could be the optimizer of other tensors than the model's, such as critic"),
+        (
+            "torch_two_models",
+            "optimizer could be the optimizer of other tensors than the model's, such as critic",
+        ),
     ):
         with pytest.raises(FormatError, match=f"optimizer_groups does not fit: {why}"):
             ucp.open(DATA / case / "ckpt.pt", optimizer_groups="module-order")
@@ -410,10 +504,22 @@ def test_the_order_of_the_module_is_right_where_it_is_true_and_refused_where_sha
         ("ts_gan_model_disc", "30 optimizer states in disc_optimizer .* fit disc and model alike"),
         ("ts_teacher_student", "30 optimizer states in optimizer .* fit model and student alike"),
         ("ts_ema", "30 optimizer states in optimizer .* fit model and model_ema alike"),
-        ("ts_gan_shapes", r"exp_avg of 0\.weight has shape \[6, 8\], but .* has \[16, 8\]; they fit disc"),
-        ("ts_fairseq", r"30 optimizer states in last_optimizer_state .* \(there are 10 of them for 12 tensors\)"),
+        (
+            "ts_gan_shapes",
+            r"exp_avg of 0\.weight has shape \[6, 8\], but .* has \[16, 8\]; they fit disc",
+        ),
+        (
+            "ts_fairseq",
+            (
+                r"30 optimizer states in last_optimizer_state .* \(there are 10 of them for 12"
+                r" tensors\)"
+            ),
+        ),
         ("dcp_raw_numbered", "27 optimizer states in optimizer .* they go by numbers"),
-        ("dcp_actor_critic", "4 optimizer states in critic_optim .*nothing decides which dict is the model"),
+        (
+            "dcp_actor_critic",
+            "4 optimizer states in critic_optim .*nothing decides which dict is the model",
+        ),
     ],
 )
 def test_of_real_files_that_leave_it_open_the_states_stay_apart(case, why):
@@ -430,7 +536,9 @@ def test_an_average_beside_the_model_is_excluded_by_full_names():
     names = [label[8:] for label in truth_of("ts_ema") if label.startswith("exp_avg/")]
     checkpoint = ucp.open(path, optimizer_groups=[[f"model.{name}" for name in names]])
     assert_true(checkpoint, truth_of("ts_ema"), whole=True)
-    with pytest.raises(FormatError, match="model and model_ema have these names; say which is meant: model"):
+    with pytest.raises(
+        FormatError, match="model and model_ema have these names; say which is meant: model"
+    ):
         ucp.open(path, optimizer_groups=[names])
     with pytest.raises(FormatError, match="no optimizer goes by numbers"):
         ucp.open(path, optimizer_groups="module-order")
@@ -451,12 +559,16 @@ def test_a_reversed_optimizer_of_zero_0_is_not_taken_for_one_in_order():
 
 
 def decay_lists(case: str) -> list[list[str]]:
-    """The groups of a run of DeepSpeed: with weight decay and without, and those of experts behind."""
+    """The groups of a run of DeepSpeed: with weight decay and without, and those of experts
+    behind.
+    """
     about = json.loads((DEEPSPEED / case / "case.json").read_text())["parameters"]
     found = []
     for experts in (False, True):
         some = [param for param in about if ("deepspeed_moe.experts" in param["name"]) == experts]
-        found += [[param["name"] for param in some if param["decay"] == decay] for decay in (True, False)]
+        found += [
+            [param["name"] for param in some if param["decay"] == decay] for decay in (True, False)
+        ]
     return [names for names in found if names]
 
 
@@ -473,14 +585,26 @@ def test_lists_of_names_pair_what_deepspeed_numbers_experts_of_all_ranks_in_one_
 @pytest.mark.parametrize(
     ("case", "change", "why"),
     [
-        ("z0_fp32_dp2", lambda lists: lists[:1], r"1 lists for 2 groups \(groups of 11 \+ 20 parameters\)"),
+        (
+            "z0_fp32_dp2",
+            lambda lists: lists[:1],
+            r"1 lists for 2 groups \(groups of 11 \+ 20 parameters\)",
+        ),
         (
             "z0_fp32_dp2",
             lambda lists: [lists[0], lists[1][1:]],
             "the group from number 11 on has 20 parameters, but 19 names",
         ),
-        ("z0_fp32_dp2", lambda lists: [lists[0], ["lost", *lists[1][1:]]], "lost is not a parameter here"),
-        ("z0_fp32_dp2", lambda lists: [lists[0][::-1], lists[1]], r"exp_avg of number 1 has shape \[8, 16\]"),
+        (
+            "z0_fp32_dp2",
+            lambda lists: [lists[0], ["lost", *lists[1][1:]]],
+            "lost is not a parameter here",
+        ),
+        (
+            "z0_fp32_dp2",
+            lambda lists: [lists[0][::-1], lists[1]],
+            r"exp_avg of number 1 has shape \[8, 16\]",
+        ),
         (
             "moe_ep2_dp2_z0_fp32",
             lambda lists: [*lists[:3], lists[3][1:]],
@@ -511,7 +635,10 @@ def test_lists_for_a_buffer_of_masters_that_do_not_fit_say_where(tmp_path, lists
     masters = {"a": np.full(2, 1, np.float32), "b": np.full(3, 2, np.float32)}
     module = {name: array.astype(ml_dtypes.bfloat16) for name, array in masters.items()}
     inner = {"state": {0: {"exp_avg": np.zeros(5, np.float32)}}, "param_groups": [{"params": [0]}]}
-    optimizer = {"optimizer_state_dict": inner, "fp32_groups_flat": [np.concatenate([*masters.values()])]}
+    optimizer = {
+        "optimizer_state_dict": inner,
+        "fp32_groups_flat": [np.concatenate([*masters.values()])],
+    }
     folder = zero0(tmp_path, module, optimizer)
     with pytest.raises(FormatError, match=f"optimizer_groups does not fit: {why}"):
         ucp.open(folder, optimizer_groups=lists)
@@ -521,12 +648,14 @@ def test_lists_for_a_buffer_of_masters_that_do_not_fit_say_where(tmp_path, lists
 def test_zero_2_keeps_aside_what_a_rank_computes_of_its_own_partition():
     checkpoint = ucp.open(DATA / "ds_z2_adafactor" / "ckpt")
     assert_true(checkpoint, truth_of("ds_z2_adafactor"), whole=True)
-    assert {item.fate for item in checkpoint.account if item.where.endswith("RMS")} == {"extra"}
+    assert {item.status for item in checkpoint.inventory if item.where.endswith("RMS")} == {"extra"}
     assert [fault for _, fault in checkpoint.verify() if fault] == []
 
 
 def test_norms_that_are_all_ones_in_16_bits_are_not_told_by_the_order_of_the_module(tmp_path):
-    """An optimizer of sorted names: layers.10 before layers.2. Their masters differ, and their weights do not."""
+    """An optimizer of sorted names: layers.10 before layers.2. Their masters differ, and their
+    weights do not.
+    """
     names = [f"layers.{i}.norm.weight" for i in range(12)]
     masters = {name: np.full(4, 1 + 1e-6 * i, np.float32) for i, name in enumerate(names)}
     module = {name: array.astype(ml_dtypes.bfloat16) for name, array in masters.items()}
@@ -537,7 +666,9 @@ def test_norms_that_are_all_ones_in_16_bits_are_not_told_by_the_order_of_the_mod
     folder = zero0(tmp_path, module, {"optimizer_state_dict": inner, "fp32_groups_flat": kept})
     checkpoint = ucp.open(folder)
     assert_true(checkpoint, {f"param/{name}": array for name, array in module.items()})
-    assert any("the parameters are the module's 16-bit weights" in note for note in checkpoint.notes)
+    assert any(
+        "the parameters are the module's 16-bit weights" in note for note in checkpoint.notes
+    )
     said = ucp.open(folder, optimizer_groups=[order])
     for i, name in enumerate(names):
         assert same_bits(said.read(f"param/{name}"), masters[name])
@@ -546,11 +677,17 @@ def test_norms_that_are_all_ones_in_16_bits_are_not_told_by_the_order_of_the_mod
 
 @pytest.mark.parametrize("momentum", [False, True])
 def test_two_optimizers_of_one_file_are_not_of_different_runs(tmp_path, momentum):
-    """A second one, of a second phase or of another model that is not in the file, was told other rates."""
+    """A second one, of a second phase or of another model that is not in the file, was told
+    other rates.
+    """
     model = {"a": np.ones(2, np.float32), "b": np.zeros(3, np.float32)}
     optimizers = {}
     for name, rate in (("first", 0.5), ("second", 0.25)):
-        states = {i: states_of("sgd", array.shape, i) for i, array in enumerate(model.values()) if momentum}
+        states = {
+            i: states_of("sgd", array.shape, i)
+            for i, array in enumerate(model.values())
+            if momentum
+        }
         groups = [{"lr": rate, "params": [0, 1], "param_names": ["a", "b"]}]
         optimizers[name] = {"state": states, "param_groups": groups}
     save({"model": model, **optimizers}, tmp_path / "run.pt")
@@ -558,7 +695,9 @@ def test_two_optimizers_of_one_file_are_not_of_different_runs(tmp_path, momentum
     assert_true(checkpoint, {f"param/{name}": array for name, array in model.items()})
     assert not checkpoint.groups
     if momentum:
-        assert all("another optimizer has states of the same" in note for note in checkpoint.notes[:2])
+        assert all(
+            "another optimizer has states of the same" in note for note in checkpoint.notes[:2]
+        )
         said = ucp.open(tmp_path / "run.pt", optimizer_groups=[[], ["a", "b"]])
         assert [group.settings for group in said.groups] == [{"lr": 0.25}]
         assert same_bits(said.read("momentum_buffer/b"), np.full(3, 2, np.float32))
@@ -585,7 +724,7 @@ def test_what_was_said_is_kept_in_the_result_and_is_part_of_what_a_conversion_is
         raise Killed
 
     with pytest.raises(Killed):
-        said.save(stopped, done=kill)
+        said.save(stopped, progress=kill)
     with pytest.raises(FormatError, match="belongs to a conversion of another source"):
         other.save(stopped)
     assert said.save(stopped).source["optimizer_groups"] == "module-order"
@@ -594,17 +733,31 @@ def test_what_was_said_is_kept_in_the_result_and_is_part_of_what_a_conversion_is
 @pytest.mark.parametrize(
     ("case", "options", "why"),
     [
-        ("deepspeed/z1_bf16_dp2", {}, "no optimizer here has states whose parameters are not known"),
-        ("deepspeed/z0_fp32_dp2", {"weights_only": True}, "weights_only leaves the optimizer aside"),
+        (
+            "deepspeed/z1_bf16_dp2",
+            {},
+            "no optimizer here has states whose parameters are not known",
+        ),
+        (
+            "deepspeed/z0_fp32_dp2",
+            {"weights_only": True},
+            "weights_only leaves the optimizer aside",
+        ),
         ("torch/dcp_named_optimizer/ckpt", {}, "no optimizer here"),
         ("torch/hf_llama/ckpt", {}, "no optimizer here"),
         ("megatron/legacy_tp1_pp1_fp32/ckpt", {}, "no optimizer here"),
-        ("pairings/torch_plain/ckpt.pt", {"weights_only": True}, "weights_only leaves the optimizer aside"),
+        (
+            "pairings/torch_plain/ckpt.pt",
+            {"weights_only": True},
+            "weights_only leaves the optimizer aside",
+        ),
     ],
 )
 def test_a_word_that_would_change_nothing_is_refused(case, options, why):
     for word in ("module-order", [["a"]]):
-        with pytest.raises(FormatError, match=f"optimizer_groups would change nothing, because {why}"):
+        with pytest.raises(
+            FormatError, match=f"optimizer_groups would change nothing, because {why}"
+        ):
             ucp.open(DATA.parent / case, optimizer_groups=word, **options)
 
 
@@ -620,9 +773,18 @@ def test_a_universal_checkpoint_needs_no_word(tmp_path):
     [
         (lambda names: [names[:-1]], r"group 0 .*has 27 parameters, but 26 names"),
         (lambda names: [names, []], r"2 lists for the groups of optimizer has 27"),
-        (lambda names: [["model.nothing", *names[1:]]], r"model\.nothing is not a parameter of the model"),
-        (lambda names: [[*names[1:], names[0]]], r"exp_avg of 0 in optimizer has shape \[6, 4\], but layers\.0\."),
-        (lambda names: [[*names[:-1], "head.weight"]], r"has shape|two names for optimizer are one tensor"),
+        (
+            lambda names: [["model.nothing", *names[1:]]],
+            r"model\.nothing is not a parameter of the model",
+        ),
+        (
+            lambda names: [[*names[1:], names[0]]],
+            r"exp_avg of 0 in optimizer has shape \[6, 4\], but layers\.0\.",
+        ),
+        (
+            lambda names: [[*names[:-1], "head.weight"]],
+            r"has shape|two names for optimizer are one tensor",
+        ),
     ],
 )
 def test_lists_that_do_not_fit_say_where(change, why):
@@ -633,11 +795,17 @@ def test_lists_that_do_not_fit_say_where(change, why):
 
 def test_the_command_line_takes_an_order_or_a_file_of_lists(tmp_path):
     path, groups = str(DATA / "torch_sorted" / "ckpt.pt"), tmp_path / "groups.json"
-    groups.write_text(json.dumps(json.loads((DATA / "torch_sorted" / "case.json").read_text())["groups"]))
-    run = CliRunner().invoke(main, ["convert", path, str(tmp_path / "out"), "--optimizer-groups", str(groups)])
+    groups.write_text(
+        json.dumps(json.loads((DATA / "torch_sorted" / "case.json").read_text())["groups"])
+    )
+    run = CliRunner().invoke(
+        main, ["convert", path, str(tmp_path / "out"), "--optimizer-groups", str(groups)]
+    )
     assert run.exit_code == 0, run.output
     assert_true(ucp.open(tmp_path / "out"), truth_of("torch_sorted"), whole=True)
-    run = CliRunner().invoke(main, ["inspect", path, "--json", "--optimizer-groups", "module-order"])
+    run = CliRunner().invoke(
+        main, ["inspect", path, "--json", "--optimizer-groups", "module-order"]
+    )
     assert run.exit_code == 0, run.output
     for word, why in (
         ("modul-order", "neither module-order nor a file that can be read"),

@@ -1,5 +1,6 @@
-"""`restore` hands out nothing that a sample of what is stored twice contradicts, and with `verify="full"` nothing that
-`verify` refuses: for each format, files of other ranks and steps, and flipped bytes.
+"""`restore` hands out nothing that a sample of what is stored twice contradicts, and with
+`verify="full"` nothing that `verify` refuses: for each format, files of other ranks and steps, and
+flipped bytes.
 """
 
 import re
@@ -16,8 +17,8 @@ import jax_ucp as ucp
 from dcp_writer import Writer
 from hostile_files import resealed, without_crcs
 from jax_ucp.errors import CorruptData, UCPError
-from jax_ucp.formats.dcp_metadata import read_metadata
-from jax_ucp.formats.torch_file import TorchFile
+from jax_ucp.formats.dcp.metadata import read_metadata
+from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.samples import RUN_ELEMENTS, RUNS
 from torch_writer import change
@@ -52,18 +53,27 @@ def refusal(folder: Path, **options) -> str:
 
 
 def next_step(array: np.ndarray) -> None:
-    """What an optimizer makes of masters and moments in a step: each element a little other than it was."""
+    """What an optimizer makes of masters and moments in a step: each element a little other than
+    it was.
+    """
     array[...] = (array.astype(np.float64) * 1.01 + 1e-3).astype(array.dtype)
 
 
 def of_another_step(path: Path) -> None:
-    """The file as its rank wrote it a step later: every fp32 array another one nearby, with CRCs to match."""
+    """The file as its rank wrote it a step later: every fp32 array another one nearby, with CRCs
+    to match.
+    """
     found = TorchFile(path).arrays()
-    change(path, {key: next_step for key, info in found.items() if info.shape and info.dtype == np.float32})
+    change(
+        path,
+        {key: next_step for key, info in found.items() if info.shape and info.dtype == np.float32},
+    )
 
 
 def flip(path: Path, key: str, element: int, item: tuple[int, int] = (0, 0)) -> None:
-    """Flip a bit of one element of a stored tensor, -1 the last; its CRC stays. `item` is where its own file lies."""
+    """Flip a bit of one element of a stored tensor, -1 the last; its CRC stays. `item` is where
+    its own file lies.
+    """
     offset, length = item
     file = TorchFile(path, offset=offset, length=length or None)
     tensor = file._tensors[key]
@@ -140,7 +150,9 @@ def test_optimizer_files_of_all_ranks_of_another_step_are_refused(copy_of):
 
 
 def replicas(folder: Path, *values: np.ndarray) -> Path:
-    """What ranks write by DCP without collectives: each all that it has, so that there are copies."""
+    """What ranks write by DCP without collectives: each all that it has, so that there are
+    copies.
+    """
     for rank, whole in enumerate(values):
         writer = Writer(folder)
         writer.tensor("w", whole, [(f"__{rank}_0.distcp", Box.whole(whole.shape))])
@@ -150,17 +162,23 @@ def replicas(folder: Path, *values: np.ndarray) -> Path:
 
 def test_a_replica_of_another_step_is_refused(tmp_path):
     whole = np.arange(5000, dtype=np.float32)
-    assert re.search(r"__0_0\.distcp:w@0 and __1_0\.distcp:w@0", refusal(replicas(tmp_path, whole, whole * 1.01)))
+    assert re.search(
+        r"__0_0\.distcp:w@0 and __1_0\.distcp:w@0", refusal(replicas(tmp_path, whole, whole * 1.01))
+    )
 
 
 # Flipped bytes.
 
 
 def flipped(copy_of: Callable[[str], Path], kind: str, element: int) -> tuple[Path, str]:
-    """A checkpoint with one bit flipped in something that it stores twice, and the name of the file."""
+    """A checkpoint with one bit flipped in something that it stores twice, and the name of the
+    file.
+    """
     if kind == "torch_dist":
         folder = copy_of("megatron/dist_tp2_pp1_bf16") / "iter_0000003"
-        return folder, flip_item(folder, "optimizer.state.fp32_param.embedding.word_embeddings.weight", element)
+        return folder, flip_item(
+            folder, "optimizer.state.fp32_param.embedding.word_embeddings.weight", element
+        )
     if kind == "dcp":
         folder = copy_of("torch/dcp_no_collectives")
         for path in folder.iterdir():
@@ -172,8 +190,16 @@ def flipped(copy_of: Callable[[str], Path], kind: str, element: int) -> tuple[Pa
         "zero-0": ("deepspeed/z0_bf16_dp1", Z1_COPY, f"module/{EMBEDDING}"),
         "zero-1": ("deepspeed/z1_bf16_dp2", Z1_COPY, f"module/{EMBEDDING}"),
         "zero-2": ("deepspeed/z2_bf16_dp3", Z1_COPY, f"module/{EMBEDDING}"),
-        "universal folder": ("deepspeed_universal/tp2_dp1_z1_fp32_gqa", f"{EMBEDDING}/fp32.pt", "param"),
-        "legacy": ("megatron/legacy_tp2_dp2_distopt_bf16", "mp_rank_00/model_optim_rng.pt", embedding),
+        "universal folder": (
+            "deepspeed_universal/tp2_dp1_z1_fp32_gqa",
+            f"{EMBEDDING}/fp32.pt",
+            "param",
+        ),
+        "legacy": (
+            "megatron/legacy_tp2_dp2_distopt_bf16",
+            "mp_rank_00/model_optim_rng.pt",
+            embedding,
+        ),
     }[kind]
     folder = copy_of(case)
     flip(one(folder, name), key, element)
@@ -191,10 +217,14 @@ def test_a_flipped_bit_in_a_sampled_element_is_refused(copy_of, kind):
 
 @pytest.mark.parametrize("case", ["deepspeed/z0_bf16_dp1", "deepspeed/z0_fp16_dp2_frozen"])
 def test_a_weight_that_begins_as_no_master_does_is_not_taken_in_place_of_one(copy_of, case):
-    """By these elements masters of ZeRO-0 are told; without them the flipped weight would be the parameter."""
+    """By these elements masters of ZeRO-0 are told; without them the flipped weight would be the
+    parameter.
+    """
     folder = copy_of(case)
     flip(one(folder, Z1_COPY), f"module/{EMBEDDING}", 3)
-    with pytest.raises(CorruptData, match=rf"the masters in {Z1_COPY}, rounded, are not the weights of the module"):
+    with pytest.raises(
+        CorruptData, match=rf"the masters in {Z1_COPY}, rounded, are not the weights of the module"
+    ):
         ucp.open(folder)
     assert ucp.open(folder, weights_only=True).restore()["param"].keys()
 
@@ -202,7 +232,10 @@ def test_a_weight_that_begins_as_no_master_does_is_not_taken_in_place_of_one(cop
 def test_a_tied_weight_is_compared_with_the_master_of_its_other_name(copy_of):
     folder = copy_of("deepspeed/z0_bf16_dp1")
     flip(one(folder, Z1_COPY), "module/head.weight", -1)
-    assert re.search(rf"master at {Z1_COPY}:.*fp32_groups.*copy at {Z1_COPY}:module/head\.weight", refusal(folder))
+    assert re.search(
+        rf"master at {Z1_COPY}:.*fp32_groups.*copy at {Z1_COPY}:module/head\.weight",
+        refusal(folder),
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -224,16 +257,27 @@ def test_a_flipped_bit_outside_of_the_sample_is_refused_in_full(copy_of, kind):
 def test_a_flipped_bit_of_a_moment_is_refused_in_full_by_its_checksum(copy_of, case, name):
     folder = copy_of(case)
     path = one(folder, name)
-    key = next(key for key, info in TorchFile(path).arrays().items() if "avg" in key or info.shape[:1] == (101,))
+    key = next(
+        key
+        for key, info in TorchFile(path).arrays().items()
+        if "avg" in key or info.shape[:1] == (101,)
+    )
     flip(path, key, 7)
-    assert re.search(rf"{path.name}: the bytes of storage \w+ do not have the CRC", refusal(folder, verify="full"))
+    assert re.search(
+        rf"{path.name}: the bytes of storage \w+ do not have the CRC",
+        refusal(folder, verify="full"),
+    )
 
 
 @pytest.mark.parametrize("name", ["wte.weight", "w"])
 def test_items_of_dcp_are_summed_in_full(tmp_path, name):
     writer = Writer(tmp_path)
     whole = np.arange(4096, dtype=np.float32).reshape(64, 64)
-    writer.tensor(name, whole, [("__0_0.distcp", Box((0, 0), (32, 64))), ("__1_0.distcp", Box((32, 0), (64, 64)))])
+    writer.tensor(
+        name,
+        whole,
+        [("__0_0.distcp", Box((0, 0), (32, 64))), ("__1_0.distcp", Box((32, 0), (64, 64)))],
+    )
     writer.finish()
     flip_item(tmp_path, name, 5, chunk=1)
     ucp.open(tmp_path).restore()
@@ -242,7 +286,9 @@ def test_items_of_dcp_are_summed_in_full(tmp_path, name):
 
 def test_an_exchanged_chunk_of_a_universal_checkpoint_is_refused(tmp_path):
     path = tmp_path / "universal"
-    ucp.Checkpoint.of({name: np.full((64, 64), i, np.float32) for i, name in enumerate("ab")}).save(path)
+    ucp.Checkpoint.of({name: np.full((64, 64), i, np.float32) for i, name in enumerate("ab")}).save(
+        path
+    )
     chunk = next(path.glob("a/c*")).name
     (path / "a" / chunk).write_bytes((path / "b" / chunk).read_bytes())
     ucp.open(path).restore({"b": np.zeros((64, 64), np.float32)}, partial=True, verify="full")
@@ -251,7 +297,9 @@ def test_an_exchanged_chunk_of_a_universal_checkpoint_is_refused(tmp_path):
             ucp.open(path).restore(verify=verify)
     resealed(path, without_crcs)
     ucp.open(path).restore()
-    with pytest.raises(CorruptData, match=r"a: the data of .* are not those that were saved \(digest"):
+    with pytest.raises(
+        CorruptData, match=r"a: the data of .* are not those that were saved \(digest"
+    ):
         ucp.open(path).restore(verify="full")
 
 
@@ -264,9 +312,16 @@ def test_a_single_number_is_summed_in_a_sample_too(copy_of):
 
 
 def test_what_is_sound_is_restored_alike_with_either_extent():
-    for name in ("deepspeed/z1_bf16_dp2", "deepspeed/moe_ep2_dp2_z1_bf16", "megatron/legacy_tp2_dp2_distopt_bf16/ckpt"):
+    for name in (
+        "deepspeed/z1_bf16_dp2",
+        "deepspeed/moe_ep2_dp2_z1_bf16",
+        "megatron/legacy_tp2_dp2_distopt_bf16/ckpt",
+    ):
         checkpoint = ucp.open(DATA / name)
-        sampled, full = jax.tree.leaves(checkpoint.restore()), jax.tree.leaves(checkpoint.restore(verify="full"))
+        sampled, full = (
+            jax.tree.leaves(checkpoint.restore()),
+            jax.tree.leaves(checkpoint.restore(verify="full")),
+        )
         assert len(sampled) == len(checkpoint.leaves)
         assert all(a.tobytes() == b.tobytes() for a, b in zip(sampled, full, strict=True))
 
@@ -293,13 +348,25 @@ def doors() -> Iterator[tuple[str, Callable[[ucp.Checkpoint], object]]]:
     yield "read a moment", lambda c: c.read(f"exp_avg/{EMBEDDING}", Box((0, 0), (1, 1)))
     yield "parameter", lambda c: c.params[EMBEDDING].read()
     yield "restore", lambda c: c.restore()
-    yield "restore a parameter", lambda c: c.restore({"param": {EMBEDDING: like}}, partial=True, mesh=MESH)
-    yield "restore a moment", lambda c: c.restore({"exp_avg": {EMBEDDING: like}}, partial=True, mesh=MESH)
+    yield (
+        "restore a parameter",
+        lambda c: c.restore({"param": {EMBEDDING: like}}, partial=True, mesh=MESH),
+    )
+    yield (
+        "restore a moment",
+        lambda c: c.restore({"exp_avg": {EMBEDDING: like}}, partial=True, mesh=MESH),
+    )
     yield "shared", lambda c: c.restore(mesh=MESH, share_reads=True)
     yield "in full", lambda c: c.restore(verify="full")
-    yield "mapped", lambda c: c.map(mapping()).restore({"exp_avg": {"embed": like}}, partial=True, mesh=MESH)
+    yield (
+        "mapped",
+        lambda c: c.map(mapping()).restore({"exp_avg": {"embed": like}}, partial=True, mesh=MESH),
+    )
     yield "mapped and read", lambda c: c.map(mapping()).read("param/embed")
-    yield "optimizer", lambda c: c.map(mapping()).plan_optimizer(ADAM, {"embed": like}, check=False).restore()
+    yield (
+        "optimizer",
+        lambda c: c.map(mapping()).plan_optimizer(ADAM, {"embed": like}, check=False).restore(),
+    )
 
 
 ADAM = optax.adam(1e-3)
@@ -316,13 +383,17 @@ def mapping() -> ucp.Mapping:
 @pytest.mark.parametrize(("door", "use"), list(doors()), ids=[name for name, _ in doors()])
 def test_no_door_hands_out_what_a_sample_contradicts(in_two_minds, door, use):
     for _ in range(2):  # nor the second time
-        with pytest.raises(CorruptData, match=rf"master at {Z1.format(0)}.*copy at {Z1_COPY}:module/{EMBEDDING}"):
+        with pytest.raises(
+            CorruptData, match=rf"master at {Z1.format(0)}.*copy at {Z1_COPY}:module/{EMBEDDING}"
+        ):
             use(in_two_minds)
 
 
 def test_what_does_not_rest_on_it_is_handed_out(in_two_minds):
     like = jax.ShapeDtypeStruct((16,), np.float32)
-    in_two_minds.restore({"param": {"final_layernorm.weight": like}}, partial=True, mesh=MESH, verify="full")
+    in_two_minds.restore(
+        {"param": {"final_layernorm.weight": like}}, partial=True, mesh=MESH, verify="full"
+    )
     assert in_two_minds.read("param/final_layernorm.weight").shape == (16,)
     assert in_two_minds.params["final_layernorm.weight"].read("exp_avg").shape == (16,)
 
@@ -338,8 +409,8 @@ def test_a_leaf_is_proved_once_and_then_read(monkeypatch):
 
 
 def test_who_says_whom_to_believe_gets_it_without_a_comparison(in_two_minds):
-    for believe in ("master", "copy"):
-        ucp.open(in_two_minds.path, believe=believe).restore(verify="sample")
+    for on_conflict in ("master", "copy"):
+        ucp.open(in_two_minds.path, on_conflict=on_conflict).restore(verify="sample")
 
 
 def test_arrays_that_a_mapping_says_are_tied_are_compared(tmp_path):
@@ -359,6 +430,8 @@ def test_a_sample_is_a_few_kilobytes_of_each_array():
         "megatron/legacy_tp2_dp2_distopt_bf16/ckpt",
     ):
         contents = ucp.open(DATA / name)._contents
-        sampled, full = (sum(check.nbytes for check in contents.checks(extent)) for extent in ("sample", "full"))
+        sampled, full = (
+            sum(check.nbytes for check in contents.checks(extent)) for extent in ("sample", "full")
+        )
         assert 0 < sampled <= len(contents.leaves) * 8 * RUNS * RUN_ELEMENTS
         assert sampled < full

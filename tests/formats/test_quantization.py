@@ -1,4 +1,6 @@
-"""Weights that mean something only with other tensors: recognised in any format, refused, kept on request."""
+"""Weights that mean something only with other tensors: recognised in any format, refused, kept
+on request.
+"""
 
 import json
 import shutil
@@ -20,9 +22,9 @@ from dcp_writer import Writer
 from folder_cases import CASES
 from jax_ucp.cli.main import main
 from jax_ucp.errors import QuantizedWeights
-from jax_ucp.formats.quantization import declared, settle
+from jax_ucp.formats.huggingface.quantization import declared, settle
 from jax_ucp.layout.box import Box
-from jax_ucp.storage.consolidated import same_bits
+from jax_ucp.sources.consolidated import same_bits
 from torch_writer import save as torch_save
 
 F8, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
@@ -33,11 +35,20 @@ NAMES = {
     "float16": "F16",
     "float32": "F32",
 }
-NAMES |= {"int8": "I8", "uint8": "U8", "int16": "I16", "int32": "I32", "uint32": "U32", "int64": "I64"}
+NAMES |= {
+    "int8": "I8",
+    "uint8": "U8",
+    "int16": "I16",
+    "int32": "I32",
+    "uint32": "U32",
+    "int64": "I64",
+}
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray], **dtypes: str) -> None:
-    """A file of safetensors; `dtypes` are those in the header where they are not those of the arrays."""
+    """A file of safetensors; `dtypes` are those in the header where they are not those of the
+    arrays.
+    """
     header, data = {}, b""
     for name, array in arrays.items():
         end = len(data) + array.nbytes
@@ -58,14 +69,30 @@ def of(dtype: object, *shape: int) -> np.ndarray:
 
 # By scheme: the tensors of one weight, and how it is called.
 SCHEMES: dict[str, tuple[str, dict[str, np.ndarray]]] = {
-    "block scales": ("m.weight", {"m.weight": of(F8, 4, 8), "m.weight_scale_inv": of(np.float32, 1, 1)}),
-    "block scales of experts": ("e.up", {"e.up": of(F8, 2, 4, 8), "e.up_scale_inv": of(np.float32, 2, 1, 1)}),
-    "cast without its scales": ("m.weight", {"m.weight": of(BF16, 4, 8), "m.weight_scale_inv": of(np.float32, 1, 1)}),
+    "block scales": (
+        "m.weight",
+        {"m.weight": of(F8, 4, 8), "m.weight_scale_inv": of(np.float32, 1, 1)},
+    ),
+    "block scales of experts": (
+        "e.up",
+        {"e.up": of(F8, 2, 4, 8), "e.up_scale_inv": of(np.float32, 2, 1, 1)},
+    ),
+    "cast without its scales": (
+        "m.weight",
+        {"m.weight": of(BF16, 4, 8), "m.weight_scale_inv": of(np.float32, 1, 1)},
+    ),
     "scales": (
         "m.weight",
-        {"m.weight": of(F8, 4, 8), "m.weight_scale": of(np.float32, 4, 1), "m.input_scale": of(np.float32)},
+        {
+            "m.weight": of(F8, 4, 8),
+            "m.weight_scale": of(np.float32, 4, 1),
+            "m.input_scale": of(np.float32),
+        },
     ),
-    "int8 with scales": ("m.weight", {"m.weight": of(np.int8, 4, 8), "m.weight_scale": of(np.float16, 4, 1)}),
+    "int8 with scales": (
+        "m.weight",
+        {"m.weight": of(np.int8, 4, 8), "m.weight_scale": of(np.float16, 4, 1)},
+    ),
     "NVFP4": (
         "m.weight",
         {
@@ -75,7 +102,10 @@ SCHEMES: dict[str, tuple[str, dict[str, np.ndarray]]] = {
             "m.input_scale": of(np.float32),
         },
     ),
-    "a scale beside": ("m.weight", {"m.weight": of(F8, 4, 8), "m.scale": of(ml_dtypes.float8_e8m0fnu, 1, 1)}),
+    "a scale beside": (
+        "m.weight",
+        {"m.weight": of(F8, 4, 8), "m.scale": of(ml_dtypes.float8_e8m0fnu, 1, 1)},
+    ),
     "compressed-tensors, packed": (
         "m.weight",
         {
@@ -96,12 +126,23 @@ SCHEMES: dict[str, tuple[str, dict[str, np.ndarray]]] = {
     ),
     "AWQ": (
         "m.weight",
-        {"m.qweight": of(np.int32, 16, 1), "m.qzeros": of(np.int32, 1, 1), "m.scales": of(np.float16, 1, 8)},
+        {
+            "m.qweight": of(np.int32, 16, 1),
+            "m.qzeros": of(np.int32, 1, 1),
+            "m.scales": of(np.float16, 1, 8),
+        },
     ),
-    "MXFP4": ("e.up", {"e.up_blocks": of(np.uint8, 2, 4, 3, 16), "e.up_scales": of(np.uint8, 2, 4, 3)}),
+    "MXFP4": (
+        "e.up",
+        {"e.up_blocks": of(np.uint8, 2, 4, 3, 16), "e.up_scales": of(np.uint8, 2, 4, 3)},
+    ),
     "bitsandbytes int8": (
         "m.weight",
-        {"m.weight": of(np.int8, 4, 8), "m.SCB": of(np.float32, 4), "m.weight_format": of(np.uint8)},
+        {
+            "m.weight": of(np.int8, 4, 8),
+            "m.SCB": of(np.float32, 4),
+            "m.weight_format": of(np.uint8),
+        },
     ),
     "bitsandbytes nf4": (
         "m.weight",
@@ -116,16 +157,29 @@ SCHEMES: dict[str, tuple[str, dict[str, np.ndarray]]] = {
     ),
     "bitsandbytes nf4 in bfloat16": (
         "m.weight",
-        {"m.weight": of(BF16, 8, 1), "m.weight.absmax": of(np.float32, 1), "m.weight.quant_map": of(np.float32, 16)},
+        {
+            "m.weight": of(BF16, 8, 1),
+            "m.weight.absmax": of(np.float32, 1),
+            "m.weight.quant_map": of(np.float32, 16),
+        },
     ),
     "MLX": (
         "m.weight",
         {"m.weight": of(np.uint32, 4, 2), "m.scales": of(BF16, 4, 1), "m.biases": of(BF16, 4, 1)},
     ),
     "EETQ": ("m.weight", {"m.weight": of(np.int8, 8, 4), "m.weight_scales": of(np.float16, 4)}),
-    "quanto": ("m.weight", {"m.weight._data": of(np.int8, 4, 8), "m.weight._scale": of(np.float32, 4, 1)}),
-    "HQQ": ("m.weight", {"m.W_q": of(np.uint8, 4, 8), "m.scale": of(np.float16, 8), "m.zero": of(np.float16, 8)}),
-    "torchao": ("m.weight", {"m._weight_qdata": of(F8, 4, 8), "m._weight_scale": of(np.float32, 4, 1)}),
+    "quanto": (
+        "m.weight",
+        {"m.weight._data": of(np.int8, 4, 8), "m.weight._scale": of(np.float32, 4, 1)},
+    ),
+    "HQQ": (
+        "m.weight",
+        {"m.W_q": of(np.uint8, 4, 8), "m.scale": of(np.float16, 8), "m.zero": of(np.float16, 8)},
+    ),
+    "torchao": (
+        "m.weight",
+        {"m._weight_qdata": of(F8, 4, 8), "m._weight_scale": of(np.float32, 4, 1)},
+    ),
     "torchao int4": (
         "m.weight",
         {"m._weight_qdata": of(np.int32, 4, 1), "m._weight_scale_and_zero": of(BF16, 1, 4, 2)},
@@ -148,8 +202,12 @@ def refusals(checkpoint: ucp.Checkpoint, out: Path) -> list:
     ]
 
 
-def assert_refused_and_kept(path: Path, weight: str, parts: Mapping[str, np.ndarray], out: Path) -> None:
-    """At `path` the parts are refused as weights, by the name of the weight and of each part, and kept on request."""
+def assert_refused_and_kept(
+    path: Path, weight: str, parts: Mapping[str, np.ndarray], out: Path
+) -> None:
+    """At `path` the parts are refused as weights, by the name of the weight and of each part,
+    and kept on request.
+    """
     checkpoint = ucp.open(path)
     for door in refusals(checkpoint, out):
         with pytest.raises(QuantizedWeights, match=f"param/{weight} .*dequantize=False") as refused:
@@ -173,8 +231,13 @@ def assert_refused_and_kept(path: Path, weight: str, parts: Mapping[str, np.ndar
             assert same_bits(tree["param"][name], array)
         assert again.source["dequantize"] is False
         assert not [fault for _, fault in again.verify() if fault]
-        for door in (lambda c=again: c.map("hf-llama-to-tunix"), lambda c=again: c.export(out / "no", "safetensors")):
-            with pytest.raises(QuantizedWeights, match="are parts of quantised weights, kept as they are stored"):
+        for door in (
+            lambda c=again: c.map("hf-llama-to-tunix"),
+            lambda c=again: c.export(out / "no", "safetensors"),
+        ):
+            with pytest.raises(
+                QuantizedWeights, match="are parts of quantised weights, kept as they are stored"
+            ):
                 door()
     assert not (out / "no").exists()
 
@@ -218,43 +281,77 @@ def test_the_same_tensors_are_recognised_in_other_formats(scheme, form, tmp_path
     weight, parts = SCHEMES[scheme]
     (tmp_path / "out").mkdir()
     (tmp_path / "c").mkdir()
-    assert_refused_and_kept(form(tmp_path / "c", {**parts, **PLAIN}), weight, parts, tmp_path / "out")
+    assert_refused_and_kept(
+        form(tmp_path / "c", {**parts, **PLAIN}), weight, parts, tmp_path / "out"
+    )
 
 
 @pytest.fixture
 def tree() -> dict:
     weights = {name: jax.numpy.asarray(array) for name, array in SCHEMES["block scales"][1].items()}
-    return {"param": {"m": {name.partition(".")[2]: array for name, array in weights.items()}, "b": np.ones(3)}}
+    return {
+        "param": {
+            "m": {name.partition(".")[2]: array for name, array in weights.items()},
+            "b": np.ones(3),
+        }
+    }
 
 
-def test_the_tree_of_a_jax_program_is_refused_by_open_and_comes_back_to_that_program(tree, tmp_path):
+def test_the_tree_of_a_jax_program_is_refused_by_open_and_comes_back_to_that_program(
+    tree, tmp_path
+):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "orbax", tree)
     with ocp.CheckpointManager(tmp_path / "ours", item_handlers=ucp.CheckpointHandler()) as manager:
         manager.save(1, args=ucp.args.Save(tree))
         manager.wait_until_finished()
         back = manager.restore(1, args=ucp.args.Restore(tree))
-        assert same_bits(np.asarray(back["param"]["m"]["weight"]), np.asarray(tree["param"]["m"]["weight"]))
+        assert same_bits(
+            np.asarray(back["param"]["m"]["weight"]), np.asarray(tree["param"]["m"]["weight"])
+        )
     for path in (tmp_path / "orbax", tmp_path / "ours" / "1" / "default"):
         checkpoint = ucp.open(path)
         with pytest.raises(
-            QuantizedWeights, match=r"param/m/weight .fp8 with block scales: param/m/weight, param/m/weight_sc"
+            QuantizedWeights,
+            match=r"param/m/weight .fp8 with block scales: param/m/weight, param/m/weight_sc",
         ):
             checkpoint.restore(cast=BF16)
         with pytest.raises(QuantizedWeights):
             checkpoint.save(tmp_path / "no")
         kept = ucp.open(path, dequantize=False)
-        assert {leaf.label for leaf in kept.leaves} == {"param/m/weight", "param/m/weight_scale_inv", "param/b"}
-        assert same_bits(np.asarray(kept.restore()["param"]["m"]["weight"]), np.asarray(tree["param"]["m"]["weight"]))
+        assert {leaf.label for leaf in kept.leaves} == {
+            "param/m/weight",
+            "param/m/weight_scale_inv",
+            "param/b",
+        }
+        assert same_bits(
+            np.asarray(kept.restore()["param"]["m"]["weight"]),
+            np.asarray(tree["param"]["m"]["weight"]),
+        )
 
 
 # What is no quantised weight.
 
-WORDS = ("weight", "scale", "scales", "weight_scale", "weight_scales", "blocks", "biases", "kernel", "zero", "qweight")
+WORDS = (
+    "weight",
+    "scale",
+    "scales",
+    "weight_scale",
+    "weight_scales",
+    "blocks",
+    "biases",
+    "kernel",
+    "zero",
+    "qweight",
+)
 FLOATS = (np.float32, np.float16, BF16, np.float64)
 
 
-@given(st.dictionaries(st.tuples(st.sampled_from(["m", "n"]), st.sampled_from(WORDS)), st.sampled_from(FLOATS)))
+@given(
+    st.dictionaries(
+        st.tuples(st.sampled_from(["m", "n"]), st.sampled_from(WORDS)), st.sampled_from(FLOATS)
+    )
+)
 def test_ordinary_floats_are_weights_whatever_they_are_called(tmp_path_factory, names):
     arrays = {".".join(name): of(dtype, 4, 8) for name, dtype in names.items()}
     checkpoint = ucp.Checkpoint(settle(ucp.Checkpoint.of({"param": arrays})._contents, None))
@@ -263,26 +360,49 @@ def test_ordinary_floats_are_weights_whatever_they_are_called(tmp_path_factory, 
 
 
 def test_fp8_without_scales_and_integers_beside_floats_are_what_they_are(tmp_path):
-    arrays = {"a.weight": of(F8, 4, 8), "b.weight": of(np.int8, 3), "b.scale_factor": of(np.float32, 3), **PLAIN}
-    arrays |= {"e.blocks": of(np.uint8, 4, 16), "e.scales": of(np.uint8, 3), "f.blocks": of(np.uint8, 2)}
-    arrays |= {"g.weight": of(np.uint32, 4, 2), "g.scales": of(np.float32, 3, 1), "h.scales": of(np.float32, 4)}
+    arrays = {
+        "a.weight": of(F8, 4, 8),
+        "b.weight": of(np.int8, 3),
+        "b.scale_factor": of(np.float32, 3),
+        **PLAIN,
+    }
+    arrays |= {
+        "e.blocks": of(np.uint8, 4, 16),
+        "e.scales": of(np.uint8, 3),
+        "f.blocks": of(np.uint8, 2),
+    }
+    arrays |= {
+        "g.weight": of(np.uint32, 4, 2),
+        "g.scales": of(np.float32, 3, 1),
+        "h.scales": of(np.float32, 4),
+    }
     write(tmp_path / "model.safetensors", arrays)
     checkpoint = ucp.open(tmp_path)
     assert checkpoint.notes == []
-    assert all(same_bits(array, arrays[name]) for name, array in checkpoint.restore()["param"].items())
+    assert all(
+        same_bits(array, arrays[name]) for name, array in checkpoint.restore()["param"].items()
+    )
 
 
 def test_scales_of_a_cache_beside_ordinary_weights_are_named_and_not_refused(tmp_path):
-    write(tmp_path / "model.safetensors", {"attn.k_proj.weight": of(BF16, 4, 8), "attn.k_scale": of(np.float32)})
+    write(
+        tmp_path / "model.safetensors",
+        {"attn.k_proj.weight": of(BF16, 4, 8), "attn.k_scale": of(np.float32)},
+    )
     checkpoint = ucp.open(tmp_path)
-    assert "1 tensors, the first param/attn.k_scale, are named as scales of a quantised cache" in checkpoint.notes[0]
+    assert (
+        "1 tensors, the first param/attn.k_scale, are named as scales of a quantised cache"
+        in checkpoint.notes[0]
+    )
     assert set(checkpoint.restore()["param"]) == {"attn.k_proj.weight", "attn.k_scale"}
 
 
 # What a config says.
 
 CONFIGS = {
-    "config.json": {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+    "config.json": {
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    },
     "config.json of a part": {"text_config": {"quantization_config": {"quant_method": "fp8"}}},
     "config.json of MLX": {"quantization": {"group_size": 64, "bits": 4}},
     "hf_quant_config.json": {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}},
@@ -292,11 +412,19 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_codes_whose_scale_is_missing_are_named_where_a_config_says_that_there_is_one(tmp_path, config):
-    write(tmp_path / "model.safetensors", {"m.weight": of(F8, 4, 8), "m.codebook": of(np.float16, 3), **PLAIN})
+def test_codes_whose_scale_is_missing_are_named_where_a_config_says_that_there_is_one(
+    tmp_path, config
+):
+    write(
+        tmp_path / "model.safetensors",
+        {"m.weight": of(F8, 4, 8), "m.codebook": of(np.float16, 3), **PLAIN},
+    )
     assert ucp.open(tmp_path).restore()["param"].keys() == {"m.weight", "m.codebook", *PLAIN}
     (tmp_path / config.partition(" ")[0]).write_text(json.dumps(CONFIGS[config]))
-    with pytest.raises(QuantizedWeights, match=r"param/m\.weight .*the config declares .*, and no scale that is known"):
+    with pytest.raises(
+        QuantizedWeights,
+        match=r"param/m\.weight .*the config declares .*, and no scale that is known",
+    ):
         ucp.open(tmp_path).restore()
     kept = ucp.open(tmp_path, dequantize=False).restore()
     assert kept["stored"].keys() == {"m.weight", "m.codebook"}
@@ -305,7 +433,11 @@ def test_codes_whose_scale_is_missing_are_named_where_a_config_says_that_there_i
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_config_of_weights_that_are_not_quantised_is_noted_and_refuses_nothing(tmp_path, config):
-    arrays = {"m.weight": of(BF16, 4, 8), "attn.bias": of(np.uint8, 4, 4), "position_ids": of(np.int64, 4)}
+    arrays = {
+        "m.weight": of(BF16, 4, 8),
+        "attn.bias": of(np.uint8, 4, 4),
+        "position_ids": of(np.int64, 4),
+    }
     write(tmp_path / "model.safetensors", arrays)
     (tmp_path / config.partition(" ")[0]).write_text(json.dumps(CONFIGS[config]))
     checkpoint = ucp.open(tmp_path)
@@ -317,14 +449,23 @@ def test_a_config_that_quantises_a_cache_alone_declares_nothing_of_weights():
     kv_only = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
     assert declared({"hf_quant_config.json": {"config": kv_only}}) == ""
     for odd in (None, [], "x", {"quantization": []}, {"quantization": "int4"}):
-        assert declared({"hf_quant_config.json": {"config": odd}, "config.json": {"config": odd}}) == ""
+        assert (
+            declared({"hf_quant_config.json": {"config": odd}, "config.json": {"config": odd}})
+            == ""
+        )
 
 
 def test_a_scheme_that_is_not_known_is_refused_by_what_its_config_declares(tmp_path):
-    arrays = {"m.codes": of(np.int16, 4, 2, 1), "m.codebooks": of(np.float16, 1, 8, 1, 2), "m.scales": of(BF16, 4, 1)}
+    arrays = {
+        "m.codes": of(np.int16, 4, 2, 1),
+        "m.codebooks": of(np.float16, 1, 8, 1, 2),
+        "m.scales": of(BF16, 4, 1),
+    }
     write(tmp_path / "model.safetensors", arrays)
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "aqlm"}}')
-    with pytest.raises(QuantizedWeights, match=r"param/m\.codes \(aqlm: param/m\.codes, .*param/m\.codebooks"):
+    with pytest.raises(
+        QuantizedWeights, match=r"param/m\.codes \(aqlm: param/m\.codes, .*param/m\.codebooks"
+    ):
         ucp.open(tmp_path).restore()
 
 
@@ -332,18 +473,31 @@ def test_a_scheme_that_is_not_known_is_refused_by_what_its_config_declares(tmp_p
 
 
 def test_what_numpy_has_no_whole_bytes_of_is_kept_as_bytes(tmp_path):
-    arrays = {"m.weight": of(np.uint8, 4, 8), "m.weight_scale": of(F8, 4, 1), "n.weight": of(np.uint8, 6)}
-    write(tmp_path / "model.safetensors", {**arrays, "ok": of(np.float32, 2)}, **{"m.weight": "F4", "n.weight": "F4"})
+    arrays = {
+        "m.weight": of(np.uint8, 4, 8),
+        "m.weight_scale": of(F8, 4, 1),
+        "n.weight": of(np.uint8, 6),
+    }
+    write(
+        tmp_path / "model.safetensors",
+        {**arrays, "ok": of(np.float32, 2)},
+        **{"m.weight": "F4", "n.weight": "F4"},
+    )
     checkpoint = ucp.open(tmp_path)
     with pytest.raises(
         QuantizedWeights,
-        match=r"2 weights.*m\.weight \(fp8, int8 or NVFP4 with scales: .*n\.weight \(F4, several to a byte",
+        match=(
+            r"2 weights.*m\.weight \(fp8, int8 or NVFP4 with scales: .*n\.weight \(F4, several to a"
+            r" byte"
+        ),
     ):
         checkpoint.restore()
     kept = ucp.open(tmp_path, dequantize=False).restore()
     assert all(same_bits(kept["stored"][name], array) for name, array in arrays.items())
     assert kept["param"].keys() == {"ok"}
-    assert ucp.open(CASES / "quant_fp4" / "ckpt", dequantize=False).restore()["stored"]["w"].shape == (4, 8)
+    assert ucp.open(CASES / "quant_fp4" / "ckpt", dequantize=False).restore()["stored"][
+        "w"
+    ].shape == (4, 8)
 
 
 # Only what is asked for is refused, and the command line says the same.
@@ -365,7 +519,10 @@ def test_the_weights_that_are_not_quantised_are_restored_by_themselves(tmp_path)
 def test_commands_refuse_with_the_reason_and_keep_parts_on_request(tmp_path):
     source = str(shutil.copytree(CASES / "quant_fp8block" / "ckpt", tmp_path / "c"))
     commands = (["convert", source, str(tmp_path / "out")], ["plan", source])
-    for command in (*commands, ["export", source, str(tmp_path / "out"), "--format", "safetensors"]):
+    for command in (
+        *commands,
+        ["export", source, str(tmp_path / "out"), "--format", "safetensors"],
+    ):
         result = CliRunner().invoke(main, command)
         assert (result.exit_code, result.exception.__class__) == (1, SystemExit)
         assert "3 weights are quantised: param/w.weight" in result.stderr
@@ -376,7 +533,9 @@ def test_commands_refuse_with_the_reason_and_keep_parts_on_request(tmp_path):
         result = CliRunner().invoke(main, [*command, "--no-dequantize"])
         assert result.exit_code == 0, result.output
         assert "3 quantised weights are kept as the parts that are stored" in result.output
-    assert {leaf.label for leaf in ucp.open(tmp_path / "out").leaves if leaf.label.startswith("param/")} == {
+    assert {
+        leaf.label for leaf in ucp.open(tmp_path / "out").leaves if leaf.label.startswith("param/")
+    } == {
         "param/b",
         "param/e8m0",
         "param/i8",

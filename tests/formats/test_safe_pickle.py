@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_ucp.errors import FormatError, UnsafePickle
-from jax_ucp.formats import safe_pickle
-from jax_ucp.formats.pickle_names import NAMES
-from jax_ucp.formats.safe_pickle import MAX_DEPTH, Name, Opaque, Record, walk
+from jax_ucp.formats.torch_save import unpickle as safe_pickle
+from jax_ucp.formats.torch_save.pickle_names import NAMES
+from jax_ucp.formats.torch_save.unpickle import MAX_DEPTH, Name, Opaque, Record, walk
 
 
 def load(data: bytes) -> Any:
@@ -37,7 +37,10 @@ SCALARS = (
     | st.complex_numbers(allow_nan=False)
 )
 DATA = st.recursive(
-    SCALARS | st.frozensets(SCALARS, max_size=3) | st.sets(SCALARS, max_size=3) | st.builds(bytearray, st.binary()),
+    SCALARS
+    | st.frozensets(SCALARS, max_size=3)
+    | st.sets(SCALARS, max_size=3)
+    | st.builds(bytearray, st.binary()),
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.lists(inner, max_size=4).map(tuple)
@@ -54,7 +57,9 @@ def test_plain_data_comes_back_as_python_pickled_it(data, protocol):
     assert repr(type(loaded)) == repr(type(data))
 
 
-@given(st.binary(max_size=200) | st.binary(max_size=200).map(lambda tail: b"\x80\x02" + tail + b"."))
+@given(
+    st.binary(max_size=200) | st.binary(max_size=200).map(lambda tail: b"\x80\x02" + tail + b".")
+)
 def test_random_bytes_are_refused_or_read_but_raise_nothing_else(data):
     with contextlib.suppress(FormatError):
         load(data)
@@ -101,7 +106,9 @@ def test_the_array_of_a_random_state_is_the_same_object_wherever_it_is_held():
     assert loaded[0] is loaded[1]
 
 
-@pytest.mark.parametrize("array", [np.array(["a", "bcd"]), np.array([b"a", b"bcd"]), np.array("é")], ids=repr)
+@pytest.mark.parametrize(
+    "array", [np.array(["a", "bcd"]), np.array([b"a", b"bcd"]), np.array("é")], ids=repr
+)
 def test_arrays_of_text_are_text(array):
     loaded = load(pickle.dumps([array, array], 2))
     assert loaded[0] is loaded[1]
@@ -157,9 +164,13 @@ def test_slots_are_fields_too():
 
 
 def test_an_enum_is_a_record_by_value_and_by_name():
-    """Python 3.11.0 to 3.11.3 pickle an enum as getattr(class, name), all others as class(value)."""
+    """Python 3.11.0 to 3.11.3 pickle an enum as getattr(class, name), all others as
+    class(value).
+    """
     by_value = load(b"\x80\x02cmegatron.core.enums\nModelType\nK\x01\x85R.")
-    by_name = load(b"\x80\x02c__builtin__\ngetattr\ncmegatron.core.enums\nModelType\nX\x01\x00\x00\x00A\x86R.")
+    by_name = load(
+        b"\x80\x02c__builtin__\ngetattr\ncmegatron.core.enums\nModelType\nX\x01\x00\x00\x00A\x86R."
+    )
     assert (by_value.type, by_value.args) == ("megatron.core.enums.ModelType", (1,))
     assert (by_name.type, by_name.args) == ("megatron.core.enums.ModelType", ("A",))
 
@@ -187,7 +198,10 @@ RUN = text("touch /tmp/jax_ucp_was_here")
 HOSTILE = {
     "a call of os.system": (b"cos\nsystem\n" + RUN + b"\x85R.", "'os.system'"),
     "a call of builtins.eval": (b"c__builtin__\neval\n" + RUN + b"\x85R.", "'__builtin__.eval'"),
-    "the same by STACK_GLOBAL": (text("os") + text("system") + b"\x93" + RUN + b"\x85R.", "'os.system'"),
+    "the same by STACK_GLOBAL": (
+        text("os") + text("system") + b"\x93" + RUN + b"\x85R.",
+        "'os.system'",
+    ),
     "a dotted name under a known module": (
         text("argparse") + text("Namespace.__init__.__globals__") + b"\x93.",
         "'argparse.Namespace.__init__.__globals__'",
@@ -214,7 +228,10 @@ HOSTILE = {
     "REDUCE without a tuple": (b"cargparse\nNamespace\n]R.", "calls 'argparse.Namespace'"),
     "REDUCE on a mentioned class": (b"cnumpy\nndarray\n)R.", "calls 'numpy.ndarray'"),
     "BUILD on a dict": (b"}}b.", "gives a state to a dict"),
-    "BUILD on a constructor": (b"cargparse\nNamespace\n}b.", "gives a state to the name argparse.Namespace"),
+    "BUILD on a constructor": (
+        b"cargparse\nNamespace\n}b.",
+        "gives a state to the name argparse.Namespace",
+    ),
     "BUILD twice": (b"cargparse\nNamespace\n)\x81}b}b.", "gives a state to a Record"),
     "EXT1": (b"\x82\x01.", "opcode EXT1"),
     "EXT4": (b"\x84\x01\x00\x00\x00.", "opcode EXT4"),
@@ -227,12 +244,23 @@ HOSTILE = {
         "fills a ndarray",
     ),
     "a list as a dict key": (b"}]K\x01s.", "a list inside a dict key"),
-    "a dict key that hashes 2**60 parts": (b"})" + b"q\x00h\x00\x86" * 60 + b"K\x01s.", "64 or more parts"),
-    "a set element that hashes 2**60 parts": (b"\x8f()" + b"q\x00h\x00\x86" * 60 + b"\x90.", "64 or more parts"),
+    "a dict key that hashes 2**60 parts": (
+        b"})" + b"q\x00h\x00\x86" * 60 + b"K\x01s.",
+        "64 or more parts",
+    ),
+    "a set element that hashes 2**60 parts": (
+        b"\x8f()" + b"q\x00h\x00\x86" * 60 + b"\x90.",
+        "64 or more parts",
+    ),
     "a frozenset of lists": (b"(]\x91.", "a list inside a dict key or set"),
-    "a frozenset that hashes 2**60 parts": (b"()" + b"q\x00h\x00\x86" * 60 + b"\x91.", "64 or more parts"),
+    "a frozenset that hashes 2**60 parts": (
+        b"()" + b"q\x00h\x00\x86" * 60 + b"\x91.",
+        "64 or more parts",
+    ),
     "a numpy scalar of two": (
-        b"cnumpy._core.multiarray\nscalar\ncnumpy\ndtype\n" + text("f4") + b"\x89\x88\x87RC\x08abcdefgh\x86R.",
+        b"cnumpy._core.multiarray\nscalar\ncnumpy\ndtype\n"
+        + text("f4")
+        + b"\x89\x88\x87RC\x08abcdefgh\x86R.",
         "scalar with arguments it does not take",
     ),
     "a list that contains itself": (b"]q\x00h\x00a.", "contains itself"),
@@ -243,9 +271,15 @@ HOSTILE = {
     ),
     "lists nested 200,000 deep": (b"]" * 200_000 + b"a" * 199_999 + b".", "nested"),
     "tuples nested 200,000 deep": (b")" + b"\x85" * 200_000 + b".", "nested"),
-    "tuples that share their way to 2**60 nodes": (b"]" + b"q\x00h\x00\x86" * 60 + b".", "counting shared ones"),
+    "tuples that share their way to 2**60 nodes": (
+        b"]" + b"q\x00h\x00\x86" * 60 + b".",
+        "counting shared ones",
+    ),
     "a flood of marks": (b"(" * 1_000_000 + b".", "open marks"),
-    "an integer of a megabyte": (b"\x8b\x40\x42\x0f\x00" + b"\x01" * 1_000_000 + b".", "integer of"),
+    "an integer of a megabyte": (
+        b"\x8b\x40\x42\x0f\x00" + b"\x01" * 1_000_000 + b".",
+        "integer of",
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""Weights that transformers wrote, against the live model; and files that break a rule of the format."""
+"""Weights that transformers wrote, against the live model; and files that break a rule of the
+format.
+"""
 
 import json
 import shutil
@@ -12,9 +14,9 @@ from hypothesis import strategies as st
 import jax_ucp as ucp
 from helpers import grids
 from jax_ucp.errors import FormatError, LayoutError, UCPError
-from jax_ucp.formats.safetensors import SafetensorsFile
+from jax_ucp.formats.safetensors.reader import SafetensorsFile
 from jax_ucp.layout.box import Box
-from jax_ucp.storage.consolidated import same_bits
+from jax_ucp.sources.consolidated import same_bits
 from torch_cases import DATA, assert_accounted_for, assert_equal_however_read, truth
 
 CASES = sorted(path.name for pattern in ("hf_*", "dcp_hf_*") for path in DATA.glob(pattern))
@@ -33,9 +35,16 @@ def test_every_weight_equals_the_live_model_however_it_is_read(case, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["dcp_hf_consolidated", "dcp_hf_consolidated_mapped"])
-def test_the_parts_beside_a_consolidated_checkpoint_are_set_aside_and_open_by_themselves(case, tmp_path):
-    (aside,) = [item for item in ucp.open(DATA / case / "ckpt").account if item.where == "sharded"]
-    assert (aside.fate, aside.reason.partition(",")[0]) == ("skipped", "parts of the same tensors")
+def test_the_parts_beside_a_consolidated_checkpoint_are_set_aside_and_open_by_themselves(
+    case, tmp_path
+):
+    (aside,) = [
+        item for item in ucp.open(DATA / case / "ckpt").inventory if item.where == "sharded"
+    ]
+    assert (aside.status, aside.reason.partition(",")[0]) == (
+        "skipped",
+        "parts of the same tensors",
+    )
     assert_equal_however_read(ucp.open(DATA / case / "ckpt" / "sharded"), truth(case), tmp_path)
 
 
@@ -48,7 +57,8 @@ def test_an_index_and_a_folder_without_one_open_too_and_a_part_alone_is_refused(
     assert {leaf.label for leaf in ucp.open(tmp_path / "c").leaves} == labels
     first, second, *_ = sorted((tmp_path / "c").glob("*.safetensors"))
     with pytest.raises(
-        FormatError, match=rf"{first.name} is one of \d+ parts of a model, all beside it: open its folder"
+        FormatError,
+        match=rf"{first.name} is one of \d+ parts of a model, all beside it: open its folder",
     ):
         ucp.open(first)
     shutil.copy(second, first)
@@ -69,7 +79,11 @@ def entry(begin: int, end: int, shape: list[int], dtype: str = "U8") -> dict:
 @pytest.mark.parametrize(
     ("header", "data", "message"),
     [
-        ({"a": entry(0, 4, [4]), "b": entry(5, 8, [3])}, b"x" * 8, "b begins at byte 5 of the data, but 4"),
+        (
+            {"a": entry(0, 4, [4]), "b": entry(5, 8, [3])},
+            b"x" * 8,
+            "b begins at byte 5 of the data, but 4",
+        ),
         ({"a": entry(0, 4, [4]), "b": entry(3, 8, [5])}, b"x" * 8, "b begins at byte 3"),
         ({"a": entry(0, 4, [3])}, b"x" * 4, "a of U8 .* which is not its size"),
         ({"a": entry(0, 4, [4])}, b"x" * 3, "has .* bytes, but its header describes"),
@@ -107,7 +121,9 @@ def test_a_missing_file_and_one_of_another_checkpoint_are_named(tmp_path):
     with pytest.raises(FormatError, match=r"is stored twice|not of one checkpoint"):
         ucp.open(tmp_path / "c")
     first.unlink()
-    with pytest.raises(FormatError, match=f"{INDEX} is of .* files, of which 1 are not beside it: '{first.name}'"):
+    with pytest.raises(
+        FormatError, match=f"{INDEX} is of .* files, of which 1 are not beside it: '{first.name}'"
+    ):
         ucp.open(tmp_path / "c")
     first.write_bytes(kept)
     assert ucp.open(tmp_path / "c").leaves
@@ -140,7 +156,11 @@ def parts(path: Path, **tensors: tuple[list[int], np.ndarray]) -> None:
         header[name] = entry(len(data), len(data) + array.size, list(array.shape))
         data += array.tobytes()
     said = {name: {"saved_offsets": start} for name, (start, _) in tensors.items()}
-    write(path, {"__metadata__": {"DCP_SHARDING_INFO": json.dumps(said), "format": "pt"}, **header}, data)
+    write(
+        path,
+        {"__metadata__": {"DCP_SHARDING_INFO": json.dumps(said), "format": "pt"}, **header},
+        data,
+    )
 
 
 @given(st.data())
@@ -150,7 +170,10 @@ def test_parts_cut_anywhere_among_any_ranks_are_the_tensor(tmp_path_factory, dat
     whole = np.arange(np.prod(shape, dtype=int), dtype=np.uint8).reshape(shape)
     boxes = dict.fromkeys(data.draw(grids(shape)))
     for i, box in enumerate(data.draw(st.permutations(list(boxes)))):
-        parts(folder / f"shard-{i + 1:05}-model-00001-of-00001.safetensors", w=(list(box.start), whole[box.index]))
+        parts(
+            folder / f"shard-{i + 1:05}-model-00001-of-00001.safetensors",
+            w=(list(box.start), whole[box.index]),
+        )
     checkpoint = ucp.open(folder)
     assert same_bits(checkpoint.read("param/w"), whole)
     assert checkpoint.params["w"].shape == shape
@@ -168,7 +191,9 @@ def test_a_missing_part_in_the_middle_is_a_hole_and_one_rank_alone_is_no_checkpo
     second.unlink()
     with pytest.raises(LayoutError, match=r"(?s)/c: param.*hole"):
         ucp.open(sharded)
-    with pytest.raises(FormatError, match=f"{first.name} holds one rank's parts of tensors .*: open its folder"):
+    with pytest.raises(
+        FormatError, match=f"{first.name} holds one rank's parts of tensors .*: open its folder"
+    ):
         ucp.open(first)
     second.write_bytes(kept[:-1])
     with pytest.raises(FormatError, match=f"{second.name} has {len(kept) - 1} bytes"):
@@ -179,10 +204,14 @@ def test_files_of_a_save_by_more_ranks_or_of_another_run_do_not_fit(sharded):
     last = sorted(sharded.iterdir())[-1]
     again = sharded / "shard-00005-model-00001-of-00001.safetensors"
     shutil.copy(last, again)
-    with pytest.raises(FormatError, match=f"is stored twice: .* is in {last.name}:.* and in {again.name}:"):
+    with pytest.raises(
+        FormatError, match=f"is stored twice: .* is in {last.name}:.* and in {again.name}:"
+    ):
         ucp.open(sharded)
     again.unlink()
-    shutil.copy(DATA / "dcp_hf_sharded_2d" / "ckpt" / "shard-00004-model-00001-of-00002.safetensors", last)
+    shutil.copy(
+        DATA / "dcp_hf_sharded_2d" / "ckpt" / "shard-00004-model-00001-of-00002.safetensors", last
+    )
     with pytest.raises(UCPError, match=r"overlap|hole|number of axes"):
         ucp.open(sharded)
 
@@ -196,12 +225,13 @@ def test_a_part_said_to_begin_elsewhere_is_refused(tmp_path_factory, data):
     end = 8 + int.from_bytes(whole[:8], "little")
     header = json.loads(whole[8:end])
     said = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
-    start = said[data.draw(st.sampled_from([name for name, one in said.items() if one["saved_offsets"]]))][
-        "saved_offsets"
-    ]
+    start = said[
+        data.draw(st.sampled_from([name for name, one in said.items() if one["saved_offsets"]]))
+    ]["saved_offsets"]
     axis = data.draw(st.integers(0, len(start) - 1))
     start[axis] = data.draw(
-        st.integers(-1, 40).filter(lambda n: n != start[axis]) | st.sampled_from([None, "0", 1 << 70])
+        st.integers(-1, 40).filter(lambda n: n != start[axis])
+        | st.sampled_from([None, "0", 1 << 70])
     )
     header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(said)
     write(path, header, whole[end:])
@@ -212,7 +242,9 @@ def test_a_part_said_to_begin_elsewhere_is_refused(tmp_path_factory, data):
 NEGATIVE = '{"w": {"saved_offsets": [-1, 0]}}'
 
 
-@pytest.mark.parametrize("said", ["[", "[]", "{}", '{"w": 1}', '{"w": {}}', '{"w": {"saved_offsets": [0]}}', NEGATIVE])
+@pytest.mark.parametrize(
+    "said", ["[", "[]", "{}", '{"w": 1}', '{"w": {}}', '{"w": {"saved_offsets": [0]}}', NEGATIVE]
+)
 def test_a_mark_that_does_not_say_where_parts_begin_is_refused(tmp_path, said):
     path = tmp_path / "model-00001-of-00001.safetensors"
     write(path, {"__metadata__": {"DCP_SHARDING_INFO": said}, "w": entry(0, 4, [2, 2])}, b"1234")
@@ -226,7 +258,9 @@ def test_a_rank_without_a_file_is_noted(tmp_path):
         parts(tmp_path / name, w=([0, column], np.zeros((2, 1), np.uint8)))
     (note,) = ucp.open(tmp_path).notes
     assert "3 ranks wrote parts" in note
-    assert note.endswith("only if those ranks had nothing to write: shard-00002-model-00001-of-00001")
+    assert note.endswith(
+        "only if those ranks had nothing to write: shard-00002-model-00001-of-00001"
+    )
 
 
 def test_a_file_that_names_count_and_no_rank_has_is_missing(tmp_path):
@@ -248,6 +282,8 @@ def test_other_files_of_the_folder_are_accounted_for_and_other_weights_noted(tmp
     write(folder / "old.safetensors", {"w": entry(0, 4, [4])}, b"1234")
     (folder / "tokenizer.json").write_text("{}")
     checkpoint = ucp.open(folder)
-    assert checkpoint.notes == [f"not read: old.safetensors: weights under another name; {INDEX} is read"]
-    assert {"old.safetensors", "tokenizer.json"} <= {item.where for item in checkpoint.account}
+    assert checkpoint.notes == [
+        f"not read: old.safetensors: weights under another name; {INDEX} is read"
+    ]
+    assert {"old.safetensors", "tokenizer.json"} <= {item.where for item in checkpoint.inventory}
     assert_accounted_for(checkpoint)

@@ -1,4 +1,6 @@
-"""Which tensor of a trainer's state dict is a weight, and which a state of which weight: laws over any names."""
+"""Which tensor of a trainer's state dict is a weight, and which a state of which weight: laws
+over any names.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,12 +11,13 @@ from hypothesis import strategies as st
 
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.pairing import Undecided
-from jax_ucp.formats.state_pairing import Stored
-from jax_ucp.formats.state_paths import Places, places
+from jax_ucp.formats.torch_save.state_pairing import Stored
+from jax_ucp.formats.torch_save.state_paths import Places, places
 
 PARTS = st.sampled_from(("a", "b", "state", "model", "0", "layers", "weight"))
 NAMES = st.lists(PARTS, min_size=1, max_size=3).map(".".join)
-# A parameter's name is not a number alone: those are the ids that an optimizer's own state_dict() has.
+# A parameter's name is not a number alone: those are the ids that an optimizer's own state_dict()
+# has.
 PARAMS = st.sets(NAMES.filter(lambda name: not name.isdigit()), min_size=1, max_size=6)
 GROUPS = {(optimizer, "param_groups", 0, "lr"): 0.1 for optimizer in ("optim", "first", "second")}
 STATES = st.sets(st.sampled_from(("exp_avg", "exp_avg_sq", "step")), min_size=1)
@@ -24,20 +27,32 @@ def joined(*path: object) -> str:
     return ".".join(map(str, path))
 
 
-def placed(paths: Iterable[tuple[str | int, ...]], objects: Mapping[Any, Any] = {}, **options: Any) -> Places:
+def placed(
+    paths: Iterable[tuple[str | int, ...]], objects: Mapping[Any, Any] = {}, **options: Any
+) -> Places:
     """The places of tensors that all have one shape, by their paths."""
     return places({joined(*path): Stored(path) for path in paths}, objects, Options(**options))
 
 
 @given(PARAMS, STATES, st.booleans(), st.sampled_from(("model", "state_dict", "net", "")))
-def test_every_state_goes_to_its_parameter_however_the_trainer_nests_them(params, states, flat, model):
+def test_every_state_goes_to_its_parameter_however_the_trainer_nests_them(
+    params, states, flat, model
+):
     root = (model,) if model else ()
     want = {(*root, param): ("param", param) for param in params}
     for param in params:
         for state in states:
-            path = ("optim", joined("state", param, state)) if flat else ("optim", "state", param, state)
+            path = (
+                ("optim", joined("state", param, state))
+                if flat
+                else ("optim", "state", param, state)
+            )
             want[path] = state, param
-    group = ("optim", joined("param_groups", min(params), "lr")) if flat else ("optim", "param_groups", 0, "lr")
+    group = (
+        ("optim", joined("param_groups", min(params), "lr"))
+        if flat
+        else ("optim", "param_groups", 0, "lr")
+    )
     want[group] = "other", joined(*group)
     found = placed(want)
     assert found.at == {joined(*path): place for path, place in want.items()}
@@ -46,9 +61,14 @@ def test_every_state_goes_to_its_parameter_however_the_trainer_nests_them(params
 
 @given(PARAMS, STATES, st.booleans(), st.booleans())
 def test_a_copy_of_the_model_leaves_open_whose_states_they_are(params, states, flat, numbered):
-    """An average of the weights, a teacher, a second model of the same class: names and shapes fit both."""
+    """An average of the weights, a teacher, a second model of the same class: names and shapes
+    fit both.
+    """
     paths = [("model", param) for param in params] + [("ema", param) for param in params]
-    want = {path: ("param", path[1]) if path[0] == "model" else ("other", joined(*path)) for path in paths}
+    want = {
+        path: ("param", path[1]) if path[0] == "model" else ("other", joined(*path))
+        for path in paths
+    }
     order = sorted(params)
     objects = {("optim", "param_groups", 0, "params"): [*range(len(order))] if numbered else order}
     mine = {}
@@ -63,21 +83,36 @@ def test_a_copy_of_the_model_leaves_open_whose_states_they_are(params, states, f
     assert apart.at == {joined(*path): place for path, place in want.items()} | {
         joined(*path): ("other", joined(*path)) for path in mine
     }
-    assert f"{joined('model', next(p for p in params if ('model', p) == paths[0]))!r}" in apart.notes[-1]
+    assert (
+        f"{joined('model', next(p for p in params if ('model', p) == paths[0]))!r}"
+        in apart.notes[-1]
+    )
     assert "module-order" not in apart.notes[-1]
-    said = placed([*paths, *mine], objects, optimizer_groups=(tuple(joined("model", param) for param in order),))
+    said = placed(
+        [*paths, *mine],
+        objects,
+        optimizer_groups=(tuple(joined("model", param) for param in order),),
+    )
     assert said.at == {joined(*path): place for path, place in (want | mine).items()}
     assert said.used
-    with pytest.raises(Undecided, match=r"ema and model have these names; say which is meant: model\."):
+    with pytest.raises(
+        Undecided, match=r"ema and model have these names; say which is meant: model\."
+    ):
         placed([*paths, *mine], objects, optimizer_groups=(tuple(order),))
 
 
 @given(PARAMS, STATES, st.booleans())
-def test_a_state_that_names_no_parameter_keeps_its_optimizer_whole_and_says_so(params, states, flat):
+def test_a_state_that_names_no_parameter_keeps_its_optimizer_whole_and_says_so(
+    params, states, flat
+):
     want = {("model", param): ("param", param) for param in params}
     for param in {*params, "gone"}:
         for state in states:
-            path = ("optim", joined("state", param, state)) if flat else ("optim", "state", param, state)
+            path = (
+                ("optim", joined("state", param, state))
+                if flat
+                else ("optim", "state", param, state)
+            )
             want[path] = "other", joined(*path)
     found = placed(want, {("optim", "param_groups", 0, "lr"): 0.1})
     assert found.at == {joined(*path): place for path, place in want.items()}
@@ -86,7 +121,12 @@ def test_a_state_that_names_no_parameter_keeps_its_optimizer_whole_and_says_so(p
 
 
 def test_numbers_are_ids_and_no_names_even_of_a_model_whose_names_are_numbers():
-    paths = [("model", "0"), ("model", "1"), ("optim", "state", "0", "step"), ("optim", "state", "1", "step")]
+    paths = [
+        ("model", "0"),
+        ("model", "1"),
+        ("optim", "state", "0", "step"),
+        ("optim", "state", "1", "step"),
+    ]
     found = placed(paths, GROUPS)
     assert found.at == {
         "model.0": ("param", "0"),
@@ -98,7 +138,9 @@ def test_numbers_are_ids_and_no_names_even_of_a_model_whose_names_are_numbers():
 
 
 @given(PARAMS, st.data(), st.booleans(), st.booleans())
-def test_numbers_are_those_that_the_groups_give_names_however_lists_and_keys_are_kept(params, data, text, items):
+def test_numbers_are_those_that_the_groups_give_names_however_lists_and_keys_are_kept(
+    params, data, text, items
+):
     order = data.draw(st.permutations(sorted(params)))
     numbers = data.draw(st.permutations(range(len(order))))
     cut = data.draw(st.integers(0, len(order)))
@@ -106,7 +148,9 @@ def test_numbers_are_those_that_the_groups_give_names_however_lists_and_keys_are
     for group, part in enumerate((slice(cut), slice(cut, None))):
         for key, values in (("params", numbers[part]), ("param_names", order[part])):
             path = ("optim", "param_groups", group, key)
-            objects |= {(*path, i): value for i, value in enumerate(values)} if items else {path: values}
+            objects |= (
+                {(*path, i): value for i, value in enumerate(values)} if items else {path: values}
+            )
     want = {("model", name): ("param", name) for name in params}
     for number, name in zip(numbers, order, strict=True):
         want["optim", "state", str(number) if text else number, "step"] = "step", name
@@ -117,12 +161,17 @@ def test_numbers_are_those_that_the_groups_give_names_however_lists_and_keys_are
 
 def test_two_optimizers_of_one_model_share_it_but_not_a_state():
     paths = {("model", name): ("param", name) for name in "ab"}
-    paths |= {("first", "state", "a", "step"): ("step", "a"), ("second", "state", "b", "step"): ("step", "b")}
+    paths |= {
+        ("first", "state", "a", "step"): ("step", "a"),
+        ("second", "state", "b", "step"): ("step", "b"),
+    }
     assert placed(paths, GROUPS).at == {joined(*p): place for p, place in paths.items()}
     again = ("second", "state", "a", "step")
     found = placed([*paths, again], GROUPS)
     assert {found.at[joined(*p)][0] for p in [*paths, again] if "state" in p} == {"other"}
-    assert all("another optimizer has states of the same parameters" in note for note in found.notes)
+    assert all(
+        "another optimizer has states of the same parameters" in note for note in found.notes
+    )
 
 
 def test_two_dicts_of_which_nothing_says_which_is_the_model_are_both_kept_aside():
@@ -142,7 +191,10 @@ def test_no_tensors_have_no_places():
 
 
 def test_a_word_does_not_give_one_parameter_the_states_of_two_optimizers():
-    objects = {("second", "param_groups", 0, "params"): [0], ("first", "param_groups", 0, "params"): ["w"]}
+    objects = {
+        ("second", "param_groups", 0, "params"): [0],
+        ("first", "param_groups", 0, "params"): ["w"],
+    }
     paths = [("model", "w"), ("first", "state", "w", "step"), ("second", "state", 0, "step")]
     for word in ("module-order", (("w",),)):
         found = placed(paths, objects, optimizer_groups=word)
@@ -159,9 +211,16 @@ def test_groups_beside_an_optimizer_do_not_hide_its_states():
 
 
 @given(PARAMS, st.booleans())
-def test_an_optimizer_that_keeps_nothing_says_what_it_was_told_of_the_one_model_that_it_names(params, copy):
-    """SGD without momentum; of a copy of the model it says nothing, for nothing says whose it is."""
-    objects = {("optim", "param_groups", 0, "lr"): 0.1, ("optim", "param_groups", 0, "params"): sorted(params)}
+def test_an_optimizer_that_keeps_nothing_says_what_it_was_told_of_the_one_model_that_it_names(
+    params, copy
+):
+    """SGD without momentum; of a copy of the model it says nothing, for nothing says whose it
+    is.
+    """
+    objects = {
+        ("optim", "param_groups", 0, "lr"): 0.1,
+        ("optim", "param_groups", 0, "params"): sorted(params),
+    }
     paths = [("model", param) for param in params] + [("ema", param) for param in params if copy]
     found = placed(paths, objects)
     told = {name: settings["lr"] for name, settings in found.settings}

@@ -1,4 +1,6 @@
-"""Real files of torch.save give torch's own values; damaged and hostile ones give our errors and nothing else."""
+"""Real files of torch.save give torch's own values; damaged and hostile ones give our errors and
+nothing else.
+"""
 
 import gc
 import json
@@ -20,11 +22,11 @@ from hypothesis import strategies as st
 import torch_writer
 from helpers import boxes_in
 from jax_ucp.errors import CorruptData, FormatError
-from jax_ucp.formats.safe_pickle import Record, walk
-from jax_ucp.formats.torch_file import StoredTensor, TorchFile
+from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
+from jax_ucp.formats.torch_save.unpickle import Record, walk
 from jax_ucp.layout.box import Box
-from jax_ucp.storage.consolidated import same_bits
-from jax_ucp.storage.source import ArrayInfo
+from jax_ucp.sources.consolidated import same_bits
+from jax_ucp.sources.protocol import ArrayInfo
 
 DATA = Path(__file__).parent.parent / "data" / "torch"
 CASES = ("torchsave", "torchsave_variants", "torchsave_legacy")
@@ -58,12 +60,25 @@ def call(dotted: str, *args: bytes) -> bytes:
     return name(dotted) + b"(" + b"".join(args) + b"tR"
 
 
-def storage(key: str = "0", numel: int = 6, kind: str = "torch.FloatStorage", location: str = "cpu") -> bytes:
-    return b"(" + plain("storage") + name(kind) + plain(key) + plain(location) + plain(numel) + b"tQ"
+def storage(
+    key: str = "0", numel: int = 6, kind: str = "torch.FloatStorage", location: str = "cpu"
+) -> bytes:
+    return (
+        b"(" + plain("storage") + name(kind) + plain(key) + plain(location) + plain(numel) + b"tQ"
+    )
 
 
-def tensor(stored: bytes = storage(), offset: object = 0, shape=(2, 3), strides=(3, 1), *more: bytes) -> bytes:
-    args = (stored, plain(offset), plain(shape), plain(strides), plain(False), call("collections.OrderedDict"))
+def tensor(
+    stored: bytes = storage(), offset: object = 0, shape=(2, 3), strides=(3, 1), *more: bytes
+) -> bytes:
+    args = (
+        stored,
+        plain(offset),
+        plain(shape),
+        plain(strides),
+        plain(False),
+        call("collections.OrderedDict"),
+    )
     return call("torch._utils._rebuild_tensor_v2", *args, *more)
 
 
@@ -131,17 +146,23 @@ def test_empty_boxes_and_boxes_outside_are_told_apart():
     ("kind", "dtype"),
     [
         *(("Float", np.float32), ("Short", np.int16), ("Byte", np.uint8)),
-        *(("ComplexFloat", np.complex64), ("ComplexDouble", np.complex128), ("BFloat16", ml_dtypes.bfloat16)),
+        *(
+            ("ComplexFloat", np.complex64),
+            ("ComplexDouble", np.complex128),
+            ("BFloat16", ml_dtypes.bfloat16),
+        ),
     ],
 )
 def test_a_big_endian_file_has_the_same_values(save, kind, dtype):
-    values = (np.arange(6) * 300 + 1j * np.arange(6) if np.dtype(dtype).kind == "c" else np.arange(6) * 40).astype(
-        dtype
-    )
+    values = (
+        np.arange(6) * 300 + 1j * np.arange(6) if np.dtype(dtype).kind == "c" else np.arange(6) * 40
+    ).astype(dtype)
     parts = 2 if values.dtype.kind == "c" else 1
     size = values.dtype.itemsize // parts
     swapped = values.view(f"u{size}").byteswap().tobytes()
-    path = save(mapping(w=tensor(storage(kind=f"torch.{kind}Storage"))), {"0": swapped}, byteorder=b"big")
+    path = save(
+        mapping(w=tensor(storage(kind=f"torch.{kind}Storage"))), {"0": swapped}, byteorder=b"big"
+    )
     want = values.reshape(2, 3)
     assert same_bits(whole(TorchFile(path), "w"), want)
     assert same_bits(TorchFile(path).read("w", Box((0, 1), (2, 3))), want[:, 1:])
@@ -149,8 +170,23 @@ def test_a_big_endian_file_has_the_same_values(save, kind, dtype):
 
 def test_everything_that_is_no_tensor_is_plain_data():
     file = TorchFile(DATA / "torchsave" / "trainer.pt")
-    values = [value for _, value in walk(file.tree) if not isinstance(value, StoredTensor | np.dtype)]
-    plain_types = {dict, list, tuple, set, str, int, float, bool, type(None), bytes, bytearray, complex}
+    values = [
+        value for _, value in walk(file.tree) if not isinstance(value, StoredTensor | np.dtype)
+    ]
+    plain_types = {
+        dict,
+        list,
+        tuple,
+        set,
+        str,
+        int,
+        float,
+        bool,
+        type(None),
+        bytes,
+        bytearray,
+        complex,
+    }
     assert {type(value) for value in values} <= plain_types
     assert set(node(file)) >= {"model", "optimizer", "nested", "rng"}
 
@@ -248,8 +284,12 @@ def test_attributes_of_a_tensor_are_kept_with_it():
 def test_a_tensor_in_the_attributes_of_another_has_a_key(save):
     state = mapping(main=tensor())
     kind = name("torch._utils._rebuild_tensor_v2") + name("torch.nn.parameter.Parameter")
-    inner = b"(" + storage() + plain(0) + plain((6,)) + plain((1,)) + plain(True) + plain(None) + b"t"
-    file = TorchFile(save(mapping(w=call("torch._tensor._rebuild_from_type_v2", kind, inner, state))))
+    inner = (
+        b"(" + storage() + plain(0) + plain((6,)) + plain((1,)) + plain(True) + plain(None) + b"t"
+    )
+    file = TorchFile(
+        save(mapping(w=call("torch._tensor._rebuild_from_type_v2", kind, inner, state)))
+    )
     assert set(file.arrays()) == {"w", "w/main"}
     np.testing.assert_array_equal(whole(file, "w"), SIX, strict=True)
 
@@ -288,7 +328,9 @@ def test_dtypes_devices_and_sizes_are_plain_values(save):
 def test_the_oldest_rebuild_and_storages_of_other_devices_are_read(save):
     stored = storage(kind="torch.cuda.FloatStorage", location="cuda:1")
     body = call("torch._utils._rebuild_tensor", stored, plain(1), plain((2, 2)), plain((2, 1)))
-    np.testing.assert_array_equal(whole(TorchFile(save(body)), ""), SIX[1:5].reshape(2, 2), strict=True)
+    np.testing.assert_array_equal(
+        whole(TorchFile(save(body)), ""), SIX[1:5].reshape(2, 2), strict=True
+    )
 
 
 def test_zip64_sizes_and_offsets_are_read(save, monkeypatch):
@@ -309,7 +351,10 @@ EXOTIC = {
     "sparse_coo.pt": (FormatError, r"'s': it is sparse"),
     "sparse_csr.pt": (FormatError, r"'s': it is sparse"),
     "storage.pt": (FormatError, r"'s': a bare storage[\s\S]*'ts': a bare storage"),
-    "subclass.pt": (FormatError, r"'t': it is a __main__\.SubT, a kind of tensor that is not known here"),
+    "subclass.pt": (
+        FormatError,
+        r"'t': it is a __main__\.SubT, a kind of tensor that is not known here",
+    ),
 }
 
 
@@ -395,7 +440,8 @@ def test_torchscript_and_zips_of_something_else_are_named(save, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"x", b"PK", b"\x00" * 1000, b"PK\5\6" + b"\x00" * 18, b"PK\5\6" + b"\xff" * 18]
+    "content",
+    [b"", b"x", b"PK", b"\x00" * 1000, b"PK\5\6" + b"\x00" * 18, b"PK\5\6" + b"\xff" * 18],
 )
 def test_files_that_are_no_zip_are_refused(tmp_path, content):
     path = tmp_path / "some.pt"
@@ -434,7 +480,9 @@ def test_a_file_cut_at_any_byte_is_refused(tmp_path, case):
 
 
 def test_a_file_that_lost_bytes_in_the_middle_is_refused_or_the_same(tmp_path):
-    """Cut out whole members and parts of them: what remains has a directory, and it no longer fits."""
+    """Cut out whole members and parts of them: what remains has a directory, and it no longer
+    fits.
+    """
     content = (DATA / "torchsave" / "list.pt").read_bytes()
     path = tmp_path / "cut.pt"
     for start in range(0, len(content) - 64, 64):
@@ -475,7 +523,9 @@ def test_flipped_bytes_give_our_errors_or_a_readable_file(tmp_path, data):
 @given(st.data())
 def test_flipped_bytes_of_the_pickle_give_our_errors_or_a_readable_file(save, data):
     """The same where no CRC stands between the damage and the interpreter."""
-    with zipfile.ZipFile(DATA / "torchsave" / data.draw(st.sampled_from(["dtypes.pt", "parameters.pt"]))) as file:
+    with zipfile.ZipFile(
+        DATA / "torchsave" / data.draw(st.sampled_from(["dtypes.pt", "parameters.pt"]))
+    ) as file:
         members = {member.partition("/")[2]: file.read(member) for member in file.namelist()}
     body = bytearray(members.pop("data.pkl"))
     for _ in range(data.draw(st.integers(1, 3))):
@@ -491,7 +541,8 @@ def test_a_damaged_pickle_is_found_by_its_crc(save):
         TorchFile(path)
 
 
-# Zip files that two readers could see differently. Offsets are those of APPNOTE.TXT 4.3.7 and 4.3.12.
+# Zip files that two readers could see differently. Offsets are those of APPNOTE.TXT 4.3.7 and
+# 4.3.12.
 
 
 def central(content: bytes, member: bytes) -> int:
@@ -512,25 +563,70 @@ DAMAGES: dict[str, tuple[Callable[[bytes], int], int, bytes, str]] = {
     "encrypted in the directory": (lambda c: central(c, STORAGE), 8, b"\x01\x00", "encrypted"),
     "encrypted in the local header": (lambda c: local(c, STORAGE), 6, b"\x01\x00", "disagree"),
     "patched": (lambda c: central(c, STORAGE), 8, b"\x20\x00", "encrypted"),
-    "another method in the directory": (lambda c: central(c, STORAGE), 10, b"\x0c\x00", "method 12"),
+    "another method in the directory": (
+        lambda c: central(c, STORAGE),
+        10,
+        b"\x0c\x00",
+        "method 12",
+    ),
     "deflated in the local header": (lambda c: local(c, STORAGE), 8, b"\x08\x00", "disagree"),
     "deflated in both": (lambda c: central(c, STORAGE), 10, b"\x08\x00", "disagree"),
     "another CRC": (lambda c: central(c, STORAGE), 16, b"abcd", "disagree"),
-    "a smaller stored size": (lambda c: central(c, STORAGE), 20, b"\x10\x00\x00\x00", "16 bytes stored for 24"),
-    "other sizes in the directory": (lambda c: central(c, STORAGE), 20, b"\x10\x00\x00\x00" * 2, "disagree"),
-    "other sizes in the local header": (lambda c: local(c, STORAGE), 18, b"\x10\x00\x00\x00" * 2, "disagree"),
-    "a size beyond the file": (lambda c: central(c, STORAGE), 20, b"\xfe\xff\xff\xff" * 2, "runs past"),
-    "a zip64 size that is not there": (lambda c: central(c, STORAGE), 20, b"\xff\xff\xff\xff" * 2, "zip64"),
+    "a smaller stored size": (
+        lambda c: central(c, STORAGE),
+        20,
+        b"\x10\x00\x00\x00",
+        "16 bytes stored for 24",
+    ),
+    "other sizes in the directory": (
+        lambda c: central(c, STORAGE),
+        20,
+        b"\x10\x00\x00\x00" * 2,
+        "disagree",
+    ),
+    "other sizes in the local header": (
+        lambda c: local(c, STORAGE),
+        18,
+        b"\x10\x00\x00\x00" * 2,
+        "disagree",
+    ),
+    "a size beyond the file": (
+        lambda c: central(c, STORAGE),
+        20,
+        b"\xfe\xff\xff\xff" * 2,
+        "runs past",
+    ),
+    "a zip64 size that is not there": (
+        lambda c: central(c, STORAGE),
+        20,
+        b"\xff\xff\xff\xff" * 2,
+        "zip64",
+    ),
     "another disk": (lambda c: central(c, STORAGE), 34, b"\x01\x00", "another disk"),
-    "the header of another member": (lambda c: central(c, STORAGE), 42, b"\x00\x00\x00\x00", "disagree"),
+    "the header of another member": (
+        lambda c: central(c, STORAGE),
+        42,
+        b"\x00\x00\x00\x00",
+        "disagree",
+    ),
     "no header": (lambda c: central(c, STORAGE), 42, b"\x01\x00\x00\x00", "no local header"),
-    "another name in the local header": (lambda c: local(c, STORAGE), 30, b"hand/data/1", "disagree"),
+    "another name in the local header": (
+        lambda c: local(c, STORAGE),
+        30,
+        b"hand/data/1",
+        "disagree",
+    ),
     "a longer local name": (lambda c: local(c, STORAGE), 26, b"\xff\xff", "runs past"),
     "several disks": (lambda c: len(c) - 22, 4, b"\x01\x00", "several disks"),
     "entries on another disk": (lambda c: len(c) - 22, 8, b"\x01\x00", "several disks"),
     "an absurd count": (lambda c: len(c) - 22, 8, b"\x00\x80" * 2, "claims 32768 entries"),
     "one entry less": (lambda c: len(c) - 22, 8, b"\x01\x00" * 2, "more than the 1 entries"),
-    "a directory elsewhere": (lambda c: len(c) - 22, 16, b"\x00\x00\x00\x00", "does not end at its end record"),
+    "a directory elsewhere": (
+        lambda c: len(c) - 22,
+        16,
+        b"\x00\x00\x00\x00",
+        "does not end at its end record",
+    ),
 }
 
 
@@ -550,7 +646,9 @@ def rebuilt(content: bytes, entries: list[bytes]) -> bytes:
     """The same members under another directory."""
     start = struct.unpack_from("<L", content, len(content) - 6)[0]
     directory = b"".join(entries)
-    counts = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, len(entries), len(entries), len(directory), start, 0)
+    counts = struct.pack(
+        "<4s4H2LH", b"PK\5\6", 0, 0, len(entries), len(entries), len(directory), start, 0
+    )
     return content[:start] + directory + counts
 
 
@@ -599,9 +697,16 @@ def test_a_deflated_member_inflates_to_just_its_declared_size(save):
     path = Path(str(file.filename))
     content = path.read_bytes()
     assert TorchFile(path).arrays()
-    for size, why in ((5, "does not inflate"), (7, "does not inflate"), (2**29, "more than the 16 allowed")):
+    for size, why in (
+        (5, "does not inflate"),
+        (7, "does not inflate"),
+        (2**29, "more than the 16 allowed"),
+    ):
         changed = bytearray(content)
-        for at, offset in ((central(content, b"hand/byteorder"), 24), (local(content, b"hand/byteorder"), 22)):
+        for at, offset in (
+            (central(content, b"hand/byteorder"), 24),
+            (local(content, b"hand/byteorder"), 22),
+        ):
             changed[at + offset : at + offset + 4] = size.to_bytes(4, "little")
         path.write_bytes(changed)
         with pytest.raises(FormatError, match=why):
@@ -617,7 +722,10 @@ def test_a_deflate_bomb_is_refused_by_its_claim(tmp_path):
             file.writestr("hand/data/0", bytes(24 << 20), zipfile.ZIP_DEFLATED)
             file.writestr("hand/data.pkl", b"\x80\x02" + tensor(storage(numel=numel)) + b".")
         content = bytearray(path.read_bytes())
-        for at, offset in ((central(bytes(content), STORAGE), 24), (local(bytes(content), STORAGE), 22)):
+        for at, offset in (
+            (central(bytes(content), STORAGE), 24),
+            (local(bytes(content), STORAGE), 22),
+        ):
             content[at + offset : at + offset + 4] = (4 * numel).to_bytes(4, "little")
         path.write_bytes(content)
         return path

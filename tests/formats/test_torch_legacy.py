@@ -1,4 +1,6 @@
-"""The format of torch.save before torch 1.6: real files are in test_torch_file, here are others and damaged ones."""
+"""The format of torch.save before torch 1.6: real files are in test_torch_file, here are others
+and damaged ones.
+"""
 
 import pickle
 import tempfile
@@ -12,10 +14,10 @@ from hypothesis import strategies as st
 
 from helpers import boxes_in
 from jax_ucp.errors import CorruptData, FormatError, UCPError
-from jax_ucp.formats import torch_legacy
-from jax_ucp.formats.torch_file import TorchFile, is_torch_file
+from jax_ucp.formats.torch_save import legacy as torch_legacy
+from jax_ucp.formats.torch_save.file import TorchFile, is_torch_file
 from jax_ucp.layout.box import Box
-from jax_ucp.storage.consolidated import same_bits
+from jax_ucp.sources.consolidated import same_bits
 from torch_cases import DATA
 from torch_writer import Global, Storage, Tensor, legacy
 
@@ -27,7 +29,9 @@ ARRAYS = st.builds(
 )
 TREES = st.recursive(
     ARRAYS | st.integers() | st.text(max_size=3) | st.none(),
-    lambda inner: st.dictionaries(st.sampled_from("abcd"), inner, max_size=4) | st.lists(inner, max_size=3),
+    lambda inner: (
+        st.dictionaries(st.sampled_from("abcd"), inner, max_size=4) | st.lists(inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -75,7 +79,9 @@ def test_a_view_of_a_storage_is_that_part_of_it(data):
     tree = {"part": Tensor(part, 0, (2, 2), (2, 1)), "all": Tensor(all_of_it, 0, (4, 6), (6, 1))}
     with tempfile.TemporaryDirectory() as folder:
         file = TorchFile(write(Path(folder), legacy(tree)))
-        np.testing.assert_array_equal(file.read("part", Box.whole((2, 2))).ravel(), WHOLE[first : first + 4])
+        np.testing.assert_array_equal(
+            file.read("part", Box.whole((2, 2))).ravel(), WHOLE[first : first + 4]
+        )
         box = data.draw(boxes_in((4, 6)))
         np.testing.assert_array_equal(file.read("all", box), WHOLE.reshape(4, 6)[box.index])
 
@@ -93,7 +99,9 @@ def test_a_file_cut_at_any_byte_or_longer_is_refused(tmp_path, name):
     for end in range(40, len(data), 9):
         with pytest.raises(FormatError, match=r"old\.pt: "):
             TorchFile(write(tmp_path, data[:end]))
-    with pytest.raises(CorruptData, match=r"old\.pt: storage '\d+' runs past the end of the file: it is truncated"):
+    with pytest.raises(
+        CorruptData, match=r"old\.pt: storage '\d+' runs past the end of the file: it is truncated"
+    ):
         TorchFile(write(tmp_path, data[:-1]))
     with pytest.raises(CorruptData, match=r"old\.pt: 1 bytes follow the last storage"):
         TorchFile(write(tmp_path, data + b"x"))
@@ -130,9 +138,15 @@ def tensor(view: tuple | None = None, numel: int = 4) -> Tensor:
         (legacy(tensor((-1, 5))), "is no part of storage '7'"),
         (legacy(tensor((0, 3))), "its view reaches element 3 of storage '7\\[0:3\\]', which has 3"),
         (legacy(tensor(numel=25)), "its view reaches element 24 of storage '7', which has 24"),
-        (legacy([tensor(), Tensor(Storage("7", WHOLE[:6]), 0, (1,), (1,))]), "24 elements of .* and 6 of .* at once"),
+        (
+            legacy([tensor(), Tensor(Storage("7", WHOLE[:6]), 0, (1,), (1,))]),
+            "24 elements of .* and 6 of .* at once",
+        ),
         (legacy(Global("os", "system")), "asks for 'os.system'"),
-        (legacy([tensor()]).replace(b"FloatStorage", b"QInt8Storage"), "has no numpy dtype, so where"),
+        (
+            legacy([tensor()]).replace(b"FloatStorage", b"QInt8Storage"),
+            "has no numpy dtype, so where",
+        ),
     ],
 )
 def test_what_the_format_does_not_have_is_refused(tmp_path, data, message):
@@ -144,7 +158,9 @@ def test_numbers_of_elements_are_believed_only_if_the_file_has_them(tmp_path):
     data = legacy(tensor())
     at = len(data) - 24 * 4 - 8
     for said in (0, 23, 25, 1 << 62, (1 << 64) - 1):
-        with pytest.raises(CorruptData, match="storage '7' should be 24 elements, but the file says"):
+        with pytest.raises(
+            CorruptData, match="storage '7' should be 24 elements, but the file says"
+        ):
             TorchFile(write(tmp_path, data[:at] + said.to_bytes(8, "little") + data[at + 8 :]))
 
 
@@ -152,7 +168,9 @@ def test_a_pickle_cannot_take_more_memory_than_pickles_may(tmp_path, monkeypatch
     """A file of gigabytes may hold a text as long as itself; it is refused before it is copied."""
     monkeypatch.setattr(torch_legacy, "MAX_PICKLE_BYTES", 1 << 16)
     head = legacy({})[: -len(pickle.dumps({}, 2) + pickle.dumps([], 2))]
-    path = write(tmp_path, head + b"\x80\x04\x8e" + (1 << 24).to_bytes(8, "little") + bytes(1 << 24) + b".")
+    path = write(
+        tmp_path, head + b"\x80\x04\x8e" + (1 << 24).to_bytes(8, "little") + bytes(1 << 24) + b"."
+    )
     tracemalloc.start()
     try:
         with pytest.raises(FormatError, match="ends inside"):

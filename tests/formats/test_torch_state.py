@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import jax_ucp as ucp
 from jax_ucp.errors import FormatError, NotACheckpoint
-from jax_ucp.formats import extras
-from jax_ucp.storage.consolidated import same_bits
+from jax_ucp.formats import json_values as extras
+from jax_ucp.sources.consolidated import same_bits
 from torch_cases import DATA, about, assert_accounted_for, assert_equal_however_read, live
 from torch_writer import Instance, save
 
@@ -24,7 +24,9 @@ REFUSED += ("sparse_csr.pt", "storage.pt", "subclass.pt", "whole_module.pt")
 
 
 def truth(file: Path) -> dict[str, np.ndarray]:
-    """The live tensors under our labels: of a flat dict, or of the one called `model`, they are weights."""
+    """The live tensors under our labels: of a flat dict, or of the one called `model`, they are
+    weights.
+    """
     case, found = file.parent.name, {}
     arrays, paths = live(case), about(case)["paths"]
     for key, (name, path) in paths.items():
@@ -50,12 +52,17 @@ def test_every_tensor_equals_the_live_one_however_it_is_read(file, tmp_path):
 def test_a_file_with_more_than_plain_tensors_is_refused_with_the_reason(name):
     with pytest.raises(
         FormatError,
-        match=rf"{name}: (tensors that cannot be read:\n  '.*': .*|what it holds is an object of torch\.nn\.)",
+        match=(
+            rf"{name}: (tensors that cannot be read:\n  '.*': .*|what it holds is an object of"
+            r" torch\.nn\.)"
+        ),
     ):
         ucp.open(DATA / "torchsave_exotic" / name)
 
 
-@pytest.mark.parametrize("name", sorted({path.name for path in (DATA / "torchsave_exotic").glob("*.pt")} - {*REFUSED}))
+@pytest.mark.parametrize(
+    "name", sorted({path.name for path in (DATA / "torchsave_exotic").glob("*.pt")} - {*REFUSED})
+)
 def test_counters_namespaces_and_numpy_beside_tensors_are_extras(name, tmp_path):
     checkpoint = ucp.open(DATA / "torchsave_exotic" / name)
     assert_equal_however_read(checkpoint, truth(DATA / "torchsave_exotic" / name), tmp_path)
@@ -66,37 +73,51 @@ def test_what_a_trainer_saved_beside_the_model_is_kept():
     checkpoint = ucp.open(DATA / "torchsave" / "trainer.pt")
     apart, remedy = checkpoint.notes
     assert apart.startswith(
-        "36 optimizer states in optimizer are kept under `other`: they go by numbers, and nothing stored says which "
-        "parameter has which number (there are 12 of them for"
+        "36 optimizer states in optimizer are kept under `other`: they go by numbers, and nothing"
+        " stored says which parameter has which number (there are 12 of them for"
     )
     assert "optimizer has 9 + 3" in remedy
     kept = checkpoint.extras["trainer.pt"]
     assert kept["epoch"] == 4
-    assert [group["params"] for group in kept["optimizer"]["param_groups"]] == [[*range(9)], [9, 10, 11]]
-    assert {leaf.label for leaf in ucp.open(DATA / "torchsave" / "trainer.pt", weights_only=True).leaves} == {
-        label for label in truth(DATA / "torchsave" / "trainer.pt") if "optimizer" not in label
-    }
+    assert [group["params"] for group in kept["optimizer"]["param_groups"]] == [
+        [*range(9)],
+        [9, 10, 11],
+    ]
+    assert {
+        leaf.label for leaf in ucp.open(DATA / "torchsave" / "trainer.pt", weights_only=True).leaves
+    } == {label for label in truth(DATA / "torchsave" / "trainer.pt") if "optimizer" not in label}
     kept = ucp.open(DATA / "torchsave_exotic" / "tensor_with_attr.pt").extras["tensor_with_attr.pt"]
     assert [*kept] == ["attributes of t"]
 
 
-NAMES = st.lists(st.sampled_from(["a", "b.weight", "b.bias", "c.0.weight", "0"]), min_size=1, unique=True)
+NAMES = st.lists(
+    st.sampled_from(["a", "b.weight", "b.bias", "c.0.weight", "0"]), min_size=1, unique=True
+)
 
 
 @given(NAMES, st.data())
-def test_states_by_number_go_to_their_parameters_only_if_the_groups_have_names(tmp_path_factory, names, data):
+def test_states_by_number_go_to_their_parameters_only_if_the_groups_have_names(
+    tmp_path_factory, names, data
+):
     numbers = data.draw(st.permutations(range(len(names))))
     cut = data.draw(st.integers(0, len(names)))
     named = data.draw(st.booleans())
     groups = [{"lr": 0.1, "params": numbers[:cut]}, {"lr": 0.2, "params": numbers[cut:]}]
     if named:
         groups[0]["param_names"], groups[1]["param_names"] = names[:cut], names[cut:]
-    model = {name: np.full(i + 1, i, np.float32) for i, name in enumerate(data.draw(st.permutations(names)))}
-    state = {n: {"exp_avg": model[name] + 1, "row": [model[name] + 2]} for n, name in zip(numbers, names, strict=True)}
+    model = {
+        name: np.full(i + 1, i, np.float32)
+        for i, name in enumerate(data.draw(st.permutations(names)))
+    }
+    state = {
+        n: {"exp_avg": model[name] + 1, "row": [model[name] + 2]}
+        for n, name in zip(numbers, names, strict=True)
+    }
     path = tmp_path_factory.mktemp("t") / "run.pt"
     save({"model": model, "optim": {"state": state, "param_groups": groups}}, path)
     checkpoint = ucp.open(path)
-    trusted = named or len(names) == 1  # `row` is no state of which the shape is known; of one there is one pairing
+    # `row` is no state of which the shape is known; of one there is one pairing
+    trusted = named or len(names) == 1
     for number, name in zip(numbers, names, strict=True):
         assert same_bits(checkpoint.read(f"param/{name}"), model[name])
         for label, add in (("exp_avg", 1), ("row.0", 2)):
@@ -118,9 +139,13 @@ def test_names_that_do_not_fit_the_numbers_of_their_group_are_not_used(tmp_path)
         [{"params": [0, 0, 1], "param_names": ["a", "b", "c"]}],
         [{"params": [0, 1], "param_names": ["a", "b"]}, {"params": [2]}],
     ):
-        save({"model": model, "optim": {"state": state, "param_groups": groups}}, tmp_path / "run.pt")
+        save(
+            {"model": model, "optim": {"state": state, "param_groups": groups}}, tmp_path / "run.pt"
+        )
         labels = {leaf.label for leaf in ucp.open(tmp_path / "run.pt").leaves}
-        assert {label for label in labels if "step" in label} == {f"other/optim.state.{n}.step" for n in range(3)}
+        assert {label for label in labels if "step" in label} == {
+            f"other/optim.state.{n}.step" for n in range(3)
+        }
 
 
 @pytest.fixture
@@ -150,7 +175,10 @@ def test_the_files_of_an_index_are_one_checkpoint(folder, tmp_path):
     alone = ucp.open(folder / "pytorch_model.bin.index.json")
     assert {leaf.label for leaf in alone.leaves} == set(want)
     save({"w": np.zeros(2, np.float32)}, folder / "pytorch_model.bin")
-    two = r"two saves of one model, pytorch_model\.bin and {}, and they differ: param/.* is in only one of them"
+    two = (
+        r"two saves of one model, pytorch_model\.bin and {}, and they differ: param/.* is in only"
+        r" one of them"
+    )
     with pytest.raises(FormatError, match=two.format(r"pytorch_model\.bin\.index\.json")):
         ucp.open(folder)
     (folder / "pytorch_model.bin.index.json").unlink()
@@ -171,7 +199,9 @@ def test_a_file_missing_or_of_another_checkpoint_is_named(folder):
     with pytest.raises(FormatError, match=r"layer\.2\.weight.* would be two tensors"):
         ucp.open(folder)
     save({"layer.3.weight": np.zeros(2, np.float32)}, first)
-    with pytest.raises(FormatError, match=rf"layer\.1\.weight of {first.name} is in the index, but not in the file"):
+    with pytest.raises(
+        FormatError, match=rf"layer\.1\.weight of {first.name} is in the index, but not in the file"
+    ):
         ucp.open(folder)
     first.unlink()
     with pytest.raises(FormatError, match=f"of which 1 are not beside it: '{first.name}'"):
@@ -218,7 +248,9 @@ def test_content_decides_and_not_the_name(tmp_path):
 )
 def test_what_one_rank_wrote_of_a_checkpoint_is_none(tmp_path, name, tree):
     save({"w": np.zeros(2, np.float32), **tree}, tmp_path / name)
-    with pytest.raises(FormatError, match=rf"{name} is what one rank wrote of a checkpoint: open /"):
+    with pytest.raises(
+        FormatError, match=rf"{name} is what one rank wrote of a checkpoint: open /"
+    ):
         ucp.open(tmp_path / name)
 
 
@@ -231,7 +263,11 @@ def test_two_tensors_of_one_name_are_refused(tmp_path):
 def test_an_object_made_of_data_is_left_out_and_noted(tmp_path, monkeypatch):
     held = Instance("argparse.Namespace", {"buffer": np.zeros(100, np.float32)})
     save(
-        {"w": np.ones(2, np.float32), "run": held, "small": Instance("argparse.Namespace", {"lr": 1})},
+        {
+            "w": np.ones(2, np.float32),
+            "run": held,
+            "small": Instance("argparse.Namespace", {"lr": 1}),
+        },
         tmp_path / "x.pt",
     )
     assert ucp.open(tmp_path / "x.pt").extras["x.pt"]["run"]["fields"]["buffer"]["shape"] == [100]
@@ -240,6 +276,7 @@ def test_an_object_made_of_data_is_left_out_and_noted(tmp_path, monkeypatch):
     checkpoint = ucp.open(tmp_path / "x.pt")
     assert [*checkpoint.extras["x.pt"]] == ["small"]
     assert checkpoint.notes == [
-        "run in x.pt was left out: an object with 400 bytes of tensors inside, which is data and no setting"
+        "run in x.pt was left out: an object with 400 bytes of tensors inside, which is data and no"
+        " setting"
     ]
     assert_accounted_for(checkpoint)

@@ -1,7 +1,8 @@
-"""Objects of classes that nobody here knows: kept closed beside the weights, refused by name where they decide.
+"""Objects of classes that nobody here knows: kept closed beside the weights, refused by name where
+they decide.
 
-`tests/data/unknown` has real checkpoints with such classes, and with optimizers whose states are not understood, and
-what the live processes had.
+`tests/data/unknown` has real checkpoints with such classes, and with optimizers whose states are
+not understood, and what the live processes had.
 """
 
 import builtins
@@ -23,14 +24,14 @@ from jax.sharding import Mesh
 import jax_ucp as ucp
 from dcp_writer import Writer
 from jax_ucp.errors import FormatError, TreeMismatch, UnsafePickle
-from jax_ucp.export.extras import values
-from jax_ucp.formats import safe_pickle
-from jax_ucp.formats.extras import as_json
-from jax_ucp.formats.pickle_names import NAMES
-from jax_ucp.formats.safe_pickle import MAX_DEPTH, Opaque, Unknown, walk
+from jax_ucp.formats.json_values import as_json
+from jax_ucp.formats.torch_save import unpickle as safe_pickle
+from jax_ucp.formats.torch_save.from_json import values
+from jax_ucp.formats.torch_save.pickle_names import NAMES
+from jax_ucp.formats.torch_save.unpickle import MAX_DEPTH, Opaque, Unknown, walk
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import MAX_VALUE_DEPTH
-from jax_ucp.storage.consolidated import same_bits
+from jax_ucp.sources.consolidated import same_bits
 from torch_writer import Global, Instance, edit, rewrite, save
 
 CASES = Path(__file__).parent.parent / "data" / "unknown"
@@ -40,7 +41,8 @@ STATES = {"w": "param", "m": "exp_avg", "v": "exp_avg_sq"}
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.text() | st.binary()
 VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
 )
 
 
@@ -70,12 +72,25 @@ def truth(case: str) -> dict[str, np.ndarray]:
 # What the files hold that our labels lack: Muon counts no steps, and 8-bit states are no elements.
 ABSENT = {"ds_z1_muon": {"step/a.weight", "step/b.weight", "step/m.weight"}}
 NOTES = {
-    "ds_z1_muon": r"momentum_buffer of group 0 \(m\.weight and 2 more\) is no state .*: Muon keeps it for whole",
-    "ds_z2_adafactor": r"RMS of group 0 \(a\.weight and 5 more\) is no state .*: each rank has its own",
+    "ds_z1_muon": (
+        r"momentum_buffer of group 0 \(m\.weight and 2 more\) is no state .*: Muon keeps it for"
+        r" whole"
+    ),
+    "ds_z2_adafactor": (
+        r"RMS of group 0 \(a\.weight and 5 more\) is no state .*: each rank has its own"
+    ),
     "ds_z2_bnb8": r"__bnb_optimizer_quant_state__ of group 0 .* of an 8-bit optimizer",
-    "te_muon": r"nothing says how often the optimizer of .* and 7 more stepped; plan_optimizer needs step=",
-    "te_offload_fr": r"classes that are not known here: torch\.optim\.adamw\.AdamW, transformer_engine\..*FusedAdam\.",
-    "v18_tp2_dpr": r"classes that are not known here: megatron\.core\.transformer\.enums\.InferenceCudaGraphScope\.",
+    "te_muon": (
+        r"nothing says how often the optimizer of .* and 7 more stepped; plan_optimizer needs step="
+    ),
+    "te_offload_fr": (
+        r"classes that are not known here: torch\.optim\.adamw\.AdamW,"
+        r" transformer_engine\..*FusedAdam\."
+    ),
+    "v18_tp2_dpr": (
+        r"classes that are not known here:"
+        r" megatron\.core\.transformer\.enums\.InferenceCudaGraphScope\."
+    ),
 }
 
 
@@ -89,13 +104,15 @@ def test_a_class_or_state_that_is_not_known_stops_nothing_that_is_proved(case, t
     for label in want.keys() & labels:
         assert same_bits(checkpoint.read(label).astype(want[label].dtype), want[label]), label
     assert any(re.search(NOTES[case], note) for note in source.notes)
-    assert {"not understood"}.isdisjoint(item.reason for item in source.account)
+    assert {"not understood"}.isdisjoint(item.reason for item in source.inventory)
     json.dumps(checkpoint.extras)
 
 
 @pytest.mark.parametrize("case", NOTES)
 def test_weights_alone_are_the_same_weights(case):
-    checkpoint = ucp.open(CASES / case / "ckpt", weights_only=True, sizes={"vocab": 101} if "ds_" not in case else {})
+    checkpoint = ucp.open(
+        CASES / case / "ckpt", weights_only=True, sizes={"vocab": 101} if "ds_" not in case else {}
+    )
     params = {label: array for label, array in truth(case).items() if label.startswith("param/")}
     assert {leaf.label for leaf in checkpoint.leaves} == params.keys()
     for label, array in params.items():
@@ -106,16 +123,24 @@ def test_weights_alone_are_the_same_weights(case):
 def test_an_optimizer_that_is_not_known_cannot_be_planned():
     optax = pytest.importorskip("optax")
     checkpoint = ucp.open(CASES / "ds_z2_adafactor" / "ckpt")
-    params = {leaf.path[1].name: np.zeros(leaf.shape, np.float32) for leaf in checkpoint.leaves if leaf.label[0] == "p"}
+    params = {
+        leaf.path[1].name: np.zeros(leaf.shape, np.float32)
+        for leaf in checkpoint.leaves
+        if leaf.label[0] == "p"
+    }
     with pytest.raises(
-        TreeMismatch, match=r"no exp_avg of a\.bias; it has param, exp_avg_sq, step: .* another optimizer"
+        TreeMismatch,
+        match=r"no exp_avg of a\.bias; it has param, exp_avg_sq, step: .* another optimizer",
     ):
         checkpoint.plan_optimizer(optax.adam(1e-3), params)
 
 
 def renamed(path: Path, old: str, new: str) -> None:
     """Another name of a class in the pickle of a torch file, or of a table of contents."""
-    lines = [f"c{'.'.join(name.split('.')[:-1])}\n{name.rpartition('.')[2]}\n".encode() for name in (old, new)]
+    lines = [
+        f"c{'.'.join(name.split('.')[:-1])}\n{name.rpartition('.')[2]}\n".encode()
+        for name in (old, new)
+    ]
     if path.suffix != ".pt":
         data = path.read_bytes()
         assert lines[0] in data
@@ -158,7 +183,9 @@ MOVED = {
 def copied(case: str, folder: Path) -> Path:
     source = CASES.parent / case
     source = source / "ckpt" if (source / "ckpt").is_dir() else source
-    return Path(shutil.copytree(source, folder, ignore=shutil.ignore_patterns("truth.npz", "case.json")))
+    return Path(
+        shutil.copytree(source, folder, ignore=shutil.ignore_patterns("truth.npz", "case.json"))
+    )
 
 
 @pytest.mark.parametrize("case", MOVED)
@@ -186,17 +213,24 @@ def opened(tree: Any, folder: Path, **options: Any) -> ucp.Checkpoint:
 
 
 def test_what_is_beside_the_weights_is_an_extra_that_decides_nothing(tmp_path):
-    checkpoint = opened({"model": WEIGHTS, **TRAINER, "cls": Global("mylib.config", "Config")}, tmp_path)
+    checkpoint = opened(
+        {"model": WEIGHTS, **TRAINER, "cls": Global("mylib.config", "Config")}, tmp_path
+    )
     assert {leaf.label for leaf in checkpoint.leaves} == {"param/a", "param/b"}
     config = {"!opaque": "mylib.config.Config", "args": [], "state": {"lr": 0.5, "layers": [1, 2]}}
     want = {"run.pt": {"epoch": 3, "config": config, "cls": {"!opaque": "mylib.config.Config"}}}
     assert checkpoint.extras == want
     (note,) = checkpoint.notes
-    assert note.startswith("the files name classes that are not known here: mylib.config.Config. Nothing was imported")
+    assert note.startswith(
+        "the files name classes that are not known here: mylib.config.Config. Nothing was imported"
+    )
     assert checkpoint.save(tmp_path / "copy").extras == want
     written, notes = values(checkpoint.extras)
     assert written == {"run.pt": {"epoch": 3}}
-    assert all("has an object of mylib.config.Config, and torch would run what makes one" in note for note in notes)
+    assert all(
+        "has an object of mylib.config.Config, and torch would run what makes one" in note
+        for note in notes
+    )
 
 
 def test_an_object_with_tensors_beside_a_model_that_is_told_is_kept_and_counted(tmp_path):
@@ -205,21 +239,32 @@ def test_an_object_with_tensors_beside_a_model_that_is_told_is_kept_and_counted(
     assert {leaf.label for leaf in checkpoint.leaves} == {"param/a", "param/b"}
     kept = checkpoint.extras["run.pt"]["callbacks"]["ema"]
     assert kept["state"]["shadow"]["shape"] == [2, 3]
-    assert all(item.fate in ("mapped", "extra") for item in checkpoint.account)
+    assert all(item.status in ("mapped", "extra") for item in checkpoint.inventory)
 
 
 def test_a_tensor_that_cannot_be_read_beside_the_weights_is_left_out_and_noted(tmp_path):
     body = b"ctorch._utils\n_rebuild_sparse_tensor\n)R"
     path = tmp_path / "run.pt"
     save({"model": WEIGHTS, "mask": "here"}, path)
-    rewrite(path, lambda name, data: data.replace(b"X\x04\x00\x00\x00here", body) if name.endswith(".pkl") else data)
+    rewrite(
+        path,
+        lambda name, data: (
+            data.replace(b"X\x04\x00\x00\x00here", body) if name.endswith(".pkl") else data
+        ),
+    )
     checkpoint = ucp.open(path)
     assert {leaf.label for leaf in checkpoint.leaves} == {"param/a", "param/b"}
-    assert checkpoint.notes == ["mask of run.pt was left out: it is sparse; save tensor.to_dense() instead"]
-    assert checkpoint.extras["run.pt"]["mask"] == {"!left_out": "it is sparse; save tensor.to_dense() instead"}
+    assert checkpoint.notes == [
+        "mask of run.pt was left out: it is sparse; save tensor.to_dense() instead"
+    ]
+    assert checkpoint.extras["run.pt"]["mask"] == {
+        "!left_out": "it is sparse; save tensor.to_dense() instead"
+    }
 
 
-MODULE = Instance("torch.nn.modules.container.Sequential", {"training": True, "_parameters": dict(WEIGHTS)})
+MODULE = Instance(
+    "torch.nn.modules.container.Sequential", {"training": True, "_parameters": dict(WEIGHTS)}
+)
 HIDDEN = {
     "the model itself": {"model": MODULE, "epoch": 3},
     "the whole file": MODULE,
@@ -237,31 +282,48 @@ def test_weights_inside_an_object_are_refused_by_its_class(case, tmp_path):
     path = tmp_path / "run.pt"
     save(HIDDEN[case], path)
     itself = b"ctorch.nn\nSequential\n)\x81q\xc8}" + text("w") + b"h\xc8sb"
-    rewrite(path, lambda name, data: data.replace(text("itself"), itself) if name.endswith(".pkl") else data)
-    with pytest.raises(FormatError, match=r"run\.pt: .*torch\.nn\.(modules\.container\.)?Sequential.*state_dict\(\)"):
+    rewrite(
+        path,
+        lambda name, data: data.replace(text("itself"), itself) if name.endswith(".pkl") else data,
+    )
+    with pytest.raises(
+        FormatError,
+        match=r"run\.pt: .*torch\.nn\.(modules\.container\.)?Sequential.*state_dict\(\)",
+    ):
         ucp.open(path)
 
 
 def test_the_remedy_for_weights_inside_an_object_opens_them(tmp_path):
     checkpoint = opened({"model": dict(MODULE.state["_parameters"]), "epoch": 3}, tmp_path)
-    assert all(same_bits(checkpoint.read(f"param/{name}"), array) for name, array in WEIGHTS.items())
+    assert all(
+        same_bits(checkpoint.read(f"param/{name}"), array) for name, array in WEIGHTS.items()
+    )
 
 
 DECIDES = {
     "a dtype": (
-        b"ctorch._utils\n_rebuild_tensor_v3\n((X\x07\x00\x00\x00storagectorch.storage\nUntypedStorage\nX\x01\x00\x00\x000"
-        b"X\x03\x00\x00\x00cpuK\x18tQK\x00(K\x06t(K\x01t\x89Nctorch\nfloat9000\ntR",
+        (
+            b"ctorch._utils\n_rebuild_tensor_v3\n((X\x07\x00\x00\x00storagectorch.storage\nUntypedStorage\nX\x01\x00\x00\x000"
+            b"X\x03\x00\x00\x00cpuK\x18tQK\x00(K\x06t(K\x01t\x89Nctorch\nfloat9000\ntR"
+        ),
         r"torch\.float9000 has no numpy equivalent",
     ),
     "a storage": (
-        b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nNineStorage\nX\x01\x00\x00\x000"
-        b"X\x03\x00\x00\x00cpuK\x06tQK\x00(K\x06t(K\x01t\x89NtR",
+        (
+            b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nNineStorage\nX\x01\x00\x00\x000"
+            b"X\x03\x00\x00\x00cpuK\x06tQK\x00(K\x06t(K\x01t\x89NtR"
+        ),
         r"a storage of torch\.NineStorage, a kind that is not known here",
     ),
     "a shape": (
-        b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000"
-        b"X\x03\x00\x00\x00cpuK\x06tQK\x00cmylib\nShape\n)R(K\x01t\x89NtR",
-        r"_rebuild_tensor_v2 with arguments it does not take: .*an object of mylib\.Shape, which is not known here",
+        (
+            b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000"
+            b"X\x03\x00\x00\x00cpuK\x06tQK\x00cmylib\nShape\n)R(K\x01t\x89NtR"
+        ),
+        (
+            r"_rebuild_tensor_v2 with arguments it does not take: .*an object of mylib\.Shape,"
+            r" which is not known here"
+        ),
     ),
     "what makes a tensor": (
         b"cmylib\n_rebuild\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x06tQtR",
@@ -300,9 +362,15 @@ def test_an_argument_that_decides_must_be_a_plain_value(case, tmp_path):
     folder = copied(name, tmp_path / "c")
     (path,) = folder.rglob("common.pt" if "dist" in name else "model_optim_rng.pt")
     old = re.compile(re.escape(text(argument)) + rb"(q.|r....)(K.|N)", re.DOTALL)
-    rewrite(path, lambda _, data: old.sub(lambda m: text(argument) + m[1] + b"cmylib\nDegree\nK\x01\x85R", data))
+    rewrite(
+        path,
+        lambda _, data: old.sub(
+            lambda m: text(argument) + m[1] + b"cmylib\nDegree\nK\x01\x85R", data
+        ),
+    )
     with pytest.raises(
-        FormatError, match=rf"{path.name}: args/{argument} is an object of mylib\.Degree, .* plain value"
+        FormatError,
+        match=rf"{path.name}: args/{argument} is an object of mylib\.Degree, .* plain value",
     ):
         ucp.open(folder)
 
@@ -314,10 +382,20 @@ def test_a_table_of_contents_needs_classes_that_are_known(tmp_path):
     folder = writer.finish()
     checkpoint = ucp.open(folder)
     assert checkpoint.extras["__0_0.distcp"]["lr"]["kind"]["!opaque"] == "mylib.Kind"
-    for name in ("TensorStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "BytesStorageMetadata"):
+    for name in (
+        "TensorStorageMetadata",
+        "ChunkStorageMetadata",
+        "MetadataIndex",
+        "BytesStorageMetadata",
+    ):
         copy = Path(shutil.copytree(folder, tmp_path / name))
-        renamed(copy / ".metadata", f"torch.distributed.checkpoint.metadata.{name}", f"mylib.{name}")
-        with pytest.raises(FormatError, match=rf"\.metadata: .* an object of mylib\.{name}, which is not known here"):
+        renamed(
+            copy / ".metadata", f"torch.distributed.checkpoint.metadata.{name}", f"mylib.{name}"
+        )
+        with pytest.raises(
+            FormatError,
+            match=rf"\.metadata: .* an object of mylib\.{name}, which is not known here",
+        ):
             ucp.open(copy)
 
 
@@ -327,13 +405,17 @@ def test_what_a_table_of_contents_has_beside_the_tensors_may_be_of_any_class(tmp
     arrays = {leaf.label: before.read(leaf.label).copy() for leaf in before.leaves}
     data = (folder / ".metadata").read_bytes()
     assert data.count(b"\x8c\x0bStorageMeta\x94") == 1
-    (folder / ".metadata").write_bytes(data.replace(b"\x8c\x0bStorageMeta\x94", b"\x8c\x0bStorageNext\x94"))
+    (folder / ".metadata").write_bytes(
+        data.replace(b"\x8c\x0bStorageMeta\x94", b"\x8c\x0bStorageNext\x94")
+    )
     after = ucp.open(folder)
     assert {leaf.label for leaf in after.leaves} == arrays.keys()
     assert all(same_bits(after.read(label), array) for label, array in arrays.items())
 
 
-@pytest.mark.parametrize("key", ["dp_world_size", "num_experts", "param_shapes", "buffer_names", "module"])
+@pytest.mark.parametrize(
+    "key", ["dp_world_size", "num_experts", "param_shapes", "buffer_names", "module"]
+)
 def test_a_value_of_deepspeeds_that_decides_must_be_a_plain_one(key, tmp_path):
     folder = copied("deepspeed/moe_ep2_dp2_z1_bf16", tmp_path / "c")
     edit(
@@ -341,18 +423,28 @@ def test_a_value_of_deepspeeds_that_decides_must_be_a_plain_one(key, tmp_path):
         lambda tree: tree.update({key: Instance("mylib.Kind", {})}),
     )
     with pytest.raises(
-        FormatError, match=rf"mp_rank_00_model_states\.pt: {key} is an object of mylib\.Kind, which is not known"
+        FormatError,
+        match=(
+            rf"mp_rank_00_model_states\.pt: {key} is an object of mylib\.Kind, which is not known"
+        ),
     ):
         ucp.open(folder)
 
 
 # The pickles themselves.
 
-MADE = ("mylib.config.Config", "transformers.training_args.TrainingArguments", "__main__.Args", "datetime.datetime")
+MADE = (
+    "mylib.config.Config",
+    "transformers.training_args.TrainingArguments",
+    "__main__.Args",
+    "datetime.datetime",
+)
 
 
 class Reduced:
-    """What a class makes of arguments, with items and entries, as of a list or dict that it is too."""
+    """What a class makes of arguments, with items and entries, as of a list or dict that it is
+    too.
+    """
 
     def __init__(self, args: tuple, state: Any, items: list, entries: dict):
         self.parts = args, state, items, entries
@@ -374,7 +466,13 @@ class Pickler(pickle._Pickler):
             return NotImplemented
         args, state, items, entries = obj.parts
         kind = Global(*self.name.rsplit(".", 1))
-        return kind, args, state, iter(items) if items else None, iter(entries.items()) if entries else None
+        return (
+            kind,
+            args,
+            state,
+            iter(items) if items else None,
+            iter(entries.items()) if entries else None,
+        )
 
 
 @given(
@@ -385,7 +483,9 @@ class Pickler(pickle._Pickler):
     st.lists(VALUES, max_size=3),
     st.dictionaries(st.text(), VALUES, max_size=3),
 )
-def test_an_object_of_any_class_keeps_what_it_was_made_from(name, protocol, args, state, items, entries):
+def test_an_object_of_any_class_keeps_what_it_was_made_from(
+    name, protocol, args, state, items, entries
+):
     Pickler(file := io.BytesIO(), protocol, name).dump([Reduced(args, state, items, entries), 7])
     made, seven = load(file.getvalue())
     assert seven == 7
@@ -396,12 +496,26 @@ def test_an_object_of_any_class_keeps_what_it_was_made_from(name, protocol, args
 
 @pytest.mark.parametrize(
     "use",
-    [bool, len, iter, int, float, lambda x: x["a"], lambda x: 1 in x, lambda x: x.fields, lambda x: [][x], np.asarray],
+    [
+        bool,
+        len,
+        iter,
+        int,
+        float,
+        lambda x: x["a"],
+        lambda x: 1 in x,
+        lambda x: x.fields,
+        lambda x: [][x],
+        np.asarray,
+    ],
     ids=["bool", "len", "iter", "int", "float", "[]", "in", "attribute", "index", "array"],
 )
 def test_what_is_closed_cannot_be_used_as_a_value(use):
     made = Opaque("a.B", where="x.pt: args/n")
-    with pytest.raises(FormatError, match=r"x\.pt: args/n is an object of a\.B, which is not known here.* plain value"):
+    with pytest.raises(
+        FormatError,
+        match=r"x\.pt: args/n is an object of a\.B, which is not known here.* plain value",
+    ):
         use(made)
 
 
@@ -422,8 +536,23 @@ RUNS = (
     "builtins.exec",
     "__builtin__.exec",
 )
-RUNS += ("builtins.__import__", "builtins.open", "io.open", "_io.open", "importlib.import_module", "runpy.run_path")
-RUNS += ("pickle.loads", "_pickle.loads", "marshal.loads", "shutil.rmtree", "socket.socket", "ctypes.CDLL", "sys.exit")
+RUNS += (
+    "builtins.__import__",
+    "builtins.open",
+    "io.open",
+    "_io.open",
+    "importlib.import_module",
+    "runpy.run_path",
+)
+RUNS += (
+    "pickle.loads",
+    "_pickle.loads",
+    "marshal.loads",
+    "shutil.rmtree",
+    "socket.socket",
+    "ctypes.CDLL",
+    "sys.exit",
+)
 RUNS += ("webbrowser.open", "code.interact", "pty.spawn", "commands.getoutput", "cPickle.loads")
 RUNS += ("types.FunctionType.__call__", "a.b\\n", "a..b", "1a.b", f"{'a' * 300}.b")
 
@@ -431,7 +560,9 @@ RUNS += ("types.FunctionType.__call__", "a.b\\n", "a..b", "1a.b", f"{'a' * 300}.
 @pytest.mark.parametrize("name", RUNS)
 def test_names_that_no_data_needs_are_refused_as_attacks(name):
     module, _, attribute = name.rpartition(".") if "__call__" not in name else name.partition(".")
-    with pytest.raises(UnsafePickle, match=r"asks for .*, which no checkpoint needs.* Nothing was imported or run"):
+    with pytest.raises(
+        UnsafePickle, match=r"asks for .*, which no checkpoint needs.* Nothing was imported or run"
+    ):
         load(b"\x80\x04" + text(module) + text(attribute) + b"\x93" + text("x") + b"\x85R.")
 
 
@@ -506,7 +637,11 @@ def _items(value: Any) -> list[Any]:
 
 def test_objects_that_share_exponentially_are_closed_in_time():
     shared = b"]" + b"q\x00h\x00\x86" * 60
-    made = load(b"\x80\x02](" + b"".join(THING + b"h\x00b" for _ in range(500)).replace(b"h\x00", shared, 1) + b"e.")
+    made = load(
+        b"\x80\x02]("
+        + b"".join(THING + b"h\x00b" for _ in range(500)).replace(b"h\x00", shared, 1)
+        + b"e."
+    )
     assert all(one.closed for one in made)
 
 
@@ -525,21 +660,30 @@ def test_a_state_cannot_be_given_twice():
 def test_a_mesh_does_not_need_64_bits_for_a_counter_that_fits(tmp_path):
     steps = np.array([0, 2**31 - 1, -(2**31)])
     checkpoint = opened({"w": np.ones((2, 2), np.float32), "steps": steps}, tmp_path)
-    with pytest.raises(TreeMismatch, match=r"param/steps: JAX would make int32 of its int64; .* narrow_integers=True"):
+    with pytest.raises(
+        TreeMismatch,
+        match=r"param/steps: JAX would make int32 of its int64; .* narrow_integers=True",
+    ):
         checkpoint.restore(mesh=MESH)
     restored = checkpoint.restore(mesh=MESH, narrow_integers=True)["param"]
     assert same_bits(np.asarray(restored["steps"]), steps.astype(np.int32))
     assert restored["w"].dtype == np.float32
-    target = {"param": {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in restored.items()}}
+    target = {
+        "param": {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in restored.items()}
+    }
     with pytest.raises(
-        TreeMismatch, match=r"steps: the target has dtype int32, .* int64; to convert, narrow_integers=True"
+        TreeMismatch,
+        match=r"steps: the target has dtype int32, .* int64; to convert, narrow_integers=True",
     ):
         checkpoint.restore(target, mesh=MESH)
     again = checkpoint.restore(target, mesh=MESH, narrow_integers=True)["param"]
     assert same_bits(np.asarray(again["steps"]), steps.astype(np.int32))
-    assert checkpoint.restore(narrow_integers=True)["param"]["steps"].dtype == np.int64  # numpy has them
+    # numpy has them
+    assert checkpoint.restore(narrow_integers=True)["param"]["steps"].dtype == np.int64
     with jax.enable_x64(True):
-        assert checkpoint.restore(mesh=MESH, narrow_integers=True)["param"]["steps"].dtype == np.int64
+        assert (
+            checkpoint.restore(mesh=MESH, narrow_integers=True)["param"]["steps"].dtype == np.int64
+        )
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=4))
@@ -551,5 +695,7 @@ def test_integers_are_narrowed_exactly_or_not_at_all(tmp_path_factory, values):
         assert got.dtype == np.int32
         assert got.tolist() == values
     else:
-        with pytest.raises(TreeMismatch, match=r"n: values of int64 do not fit int32: -?\d+ would become"):
+        with pytest.raises(
+            TreeMismatch, match=r"n: values of int64 do not fit int32: -?\d+ would become"
+        ):
             checkpoint.restore(mesh=MESH, narrow_integers=True)

@@ -1,4 +1,6 @@
-"""Folders of weights: what transformers would load, or a refusal that names the cause; and nothing in silence."""
+"""Folders of weights: what transformers would load, or a refusal that names the cause; and
+nothing in silence.
+"""
 
 import json
 import re
@@ -69,13 +71,19 @@ def write(path: Path, arrays: dict[str, np.ndarray]) -> None:
     header, data = {}, b""
     for name, array in arrays.items():
         end = len(data) + array.nbytes
-        header[name] = {"dtype": dtypes[array.dtype.name], "shape": array.shape, "data_offsets": [len(data), end]}
+        header[name] = {
+            "dtype": dtypes[array.dtype.name],
+            "shape": array.shape,
+            "data_offsets": [len(data), end],
+        }
         data += array.tobytes()
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
-def parts(folder: Path, arrays: dict[str, np.ndarray], of: int, index: bool, like: str = "model", **how) -> list[Path]:
+def parts(
+    folder: Path, arrays: dict[str, np.ndarray], of: int, index: bool, like: str = "model", **how
+) -> list[Path]:
     """The arrays in so many numbered files, and an index that names them."""
     suffix, save = how.get("suffix", "safetensors"), how.get("save", write)
     files = [folder / f"{like}-{n:05}-of-{of:05}.{suffix}" for n in range(1, of + 1)]
@@ -93,7 +101,9 @@ def write_torch(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 @dataclass(frozen=True)
 class Folder:
-    """What a folder holds: versions of a model as one file, as numbered files of which some are gone, and as .bin."""
+    """What a folder holds: versions of a model as one file, as numbered files of which some are
+    gone, and as .bin.
+    """
 
     single: int | None
     numbered: int | None
@@ -113,14 +123,20 @@ class Folder:
         if self.torch is not None:
             write_torch(at / "pytorch_model.bin", tensors(self.torch))
         for name in self.extra:
-            (at / name).write_bytes(b"{}" if name.endswith(".json") else b"\0\5\x16\7 something else")
+            (at / name).write_bytes(
+                b"{}" if name.endswith(".json") else b"\0\5\x16\7 something else"
+            )
 
     def right(self) -> int | str:
-        """The version that transformers would load, or else the parts; or the cause of a refusal, as it is named."""
+        """The version that transformers would load, or else the parts; or the cause of a
+        refusal, as it is named.
+        """
         whole = self.numbered is not None and not self.gone
         if self.single is not None:
             return (
-                f"{INDEX if self.indexed else 'model-00001'}" if whole and self.numbered != self.single else self.single
+                f"{INDEX if self.indexed else 'model-00001'}"
+                if whole and self.numbered != self.single
+                else self.single
             )
         if self.numbered is not None and self.indexed:
             return self.numbered if whole else f"model-{min(self.gone) + 1:05}-of"
@@ -131,7 +147,12 @@ class Folder:
         return self.numbered if whole else f"model-{min(self.gone) + 1:05}-of"
 
 
-EXTRA = ("tokenizer.json", "._model-00001-of-00002.safetensors", "._model.safetensors", "model.safetensors.part")
+EXTRA = (
+    "tokenizer.json",
+    "._model-00001-of-00002.safetensors",
+    "._model.safetensors",
+    "model.safetensors.part",
+)
 EXTRA += (
     "optimizer.pt",
     "generation_config.json",
@@ -147,11 +168,15 @@ def folders(draw) -> Folder:
     of = draw(st.integers(1, 3))
     gone = draw(st.frozensets(st.integers(0, of - 1)))
     extra = tuple(draw(st.lists(st.sampled_from(EXTRA), unique=True)))
-    return Folder(draw(VERSIONS), draw(VERSIONS), of, draw(st.booleans()), gone, draw(VERSIONS), extra)
+    return Folder(
+        draw(VERSIONS), draw(VERSIONS), of, draw(st.booleans()), gone, draw(VERSIONS), extra
+    )
 
 
 @given(folders())
-def test_any_folder_is_what_transformers_would_load_or_is_refused_by_the_name_of_a_file(tmp_path_factory, folder):
+def test_any_folder_is_what_transformers_would_load_or_is_refused_by_the_name_of_a_file(
+    tmp_path_factory, folder
+):
     at = tmp_path_factory.mktemp("f")
     folder.make(at)
     right = folder.right()
@@ -160,17 +185,24 @@ def test_any_folder_is_what_transformers_would_load_or_is_refused_by_the_name_of
             ucp.open(at)
         return
     checkpoint = ucp.open(at)
-    assert_is_the_truth(checkpoint, {f"param/{name}": array for name, array in tensors(right).items()})
+    assert_is_the_truth(
+        checkpoint, {f"param/{name}": array for name, array in tensors(right).items()}
+    )
     assert_accounted_for(checkpoint)
     told = "\n".join(checkpoint.notes)
     for file in at.iterdir():
         belongs = file.name.startswith(("model", "pytorch_model", "optimizer"))
-        read = any(item.where.startswith(f"{file.name}:") or item.what == "index" for item in checkpoint.account)
+        read = any(
+            item.where.startswith(f"{file.name}:") or item.what == "index"
+            for item in checkpoint.inventory
+        )
         assert not belongs or read or file.name in told or "..." in told, file.name
 
 
 @given(st.integers(1, 4), st.data())
-def test_one_of_several_parts_is_refused_by_itself_whatever_else_is_there(tmp_path_factory, of, data):
+def test_one_of_several_parts_is_refused_by_itself_whatever_else_is_there(
+    tmp_path_factory, of, data
+):
     at = tmp_path_factory.mktemp("f")
     files = parts(at, tensors(0), of, index=data.draw(st.booleans()))
     for file in data.draw(st.sets(st.sampled_from(files), max_size=of - 1)):
@@ -180,7 +212,9 @@ def test_one_of_several_parts_is_refused_by_itself_whatever_else_is_there(tmp_pa
             assert len(ucp.open(file).leaves) == len(NAMES)
         else:
             absent = [other.name for other in files if not other.exists()]
-            cause = rf"one of {of} parts of a model, " + (f".*{absent[0]}" if absent else "all beside it")
+            cause = rf"one of {of} parts of a model, " + (
+                f".*{absent[0]}" if absent else "all beside it"
+            )
             with pytest.raises(FormatError, match=cause):
                 ucp.open(file)
 
@@ -199,7 +233,10 @@ def test_files_of_torch_that_are_parts_are_refused_too(tmp_path):
             ucp.open(path)
     part = tmp_path / "hf_model-00003-of-00004.pt"
     write_torch(part, tensors(0))
-    with pytest.raises(FormatError, match="one of 4 parts of a model, of which 3 are missing: hf_model-00001-of-00004"):
+    with pytest.raises(
+        FormatError,
+        match="one of 4 parts of a model, of which 3 are missing: hf_model-00001-of-00004",
+    ):
         ucp.open(part)
 
 
@@ -208,7 +245,9 @@ def test_files_of_torch_that_are_parts_are_refused_too(tmp_path):
 )
 def test_an_index_that_names_no_file_of_the_folder_is_refused(tmp_path, name):
     write(tmp_path / "model-00001-of-00001.safetensors", tensors(0))
-    (tmp_path.parent / "x.safetensors").write_bytes((tmp_path / "model-00001-of-00001.safetensors").read_bytes())
+    (tmp_path.parent / "x.safetensors").write_bytes(
+        (tmp_path / "model-00001-of-00001.safetensors").read_bytes()
+    )
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(NAMES, name)}))
     for path in (tmp_path, tmp_path / INDEX):
         with pytest.raises(FormatError, match="is of 1 files, of which 1 are not beside it"):
@@ -220,14 +259,20 @@ def test_an_index_that_lacks_files_is_not_outvoted_by_parts_that_it_does_not_nam
     parts(tmp_path, tensors(1), 3, index=False)
     for file in gone:
         file.unlink()
-    with pytest.raises(FormatError, match=rf"{INDEX} is of 2 files, of which 2 are not beside it: '{gone[0].name}'"):
+    with pytest.raises(
+        FormatError, match=rf"{INDEX} is of 2 files, of which 2 are not beside it: '{gone[0].name}'"
+    ):
         ucp.open(tmp_path)
 
 
 @given(st.integers(2, 4), st.booleans(), st.data())
-def test_an_index_that_names_some_parts_of_those_that_their_names_count_is_refused(tmp_path_factory, of, torch, data):
+def test_an_index_that_names_some_parts_of_those_that_their_names_count_is_refused(
+    tmp_path_factory, of, torch, data
+):
     at = tmp_path_factory.mktemp("f")
-    suffix, like, save = ("bin", "pytorch_model", write_torch) if torch else ("safetensors", "model", write)
+    suffix, like, save = (
+        ("bin", "pytorch_model", write_torch) if torch else ("safetensors", "model", write)
+    )
     arrays = {f"{name} {i}": array for i in range(2) for name, array in tensors(0).items()}
     files = parts(at, arrays, of, True, like, suffix=suffix, save=save)
     unnamed = data.draw(st.sets(st.sampled_from(files), min_size=1, max_size=of - 1))
@@ -238,10 +283,14 @@ def test_an_index_that_names_some_parts_of_those_that_their_names_count_is_refus
     for file in data.draw(st.sets(st.sampled_from(sorted(unnamed)))):
         file.unlink()
     for path in (at, index):
-        with pytest.raises(FormatError, match=f"{index.name} names .* files, and not '{min(unnamed).name}'"):
+        with pytest.raises(
+            FormatError, match=f"{index.name} names .* files, and not '{min(unnamed).name}'"
+        ):
             ucp.open(path)
     save(at / f"{like}.{suffix}", tensors(1))  # the whole model, beside an index that was cut
-    assert_is_the_truth(ucp.open(at), {f"param/{name}": array for name, array in tensors(1).items()})
+    assert_is_the_truth(
+        ucp.open(at), {f"param/{name}": array for name, array in tensors(1).items()}
+    )
 
 
 def test_parts_that_are_numbered_from_0_to_their_number_are_whole(tmp_path):
@@ -269,7 +318,9 @@ def test_a_file_that_an_index_names_among_others_is_refused_by_itself(tmp_path):
     index = {"weight_map": {"a": "first.safetensors", "b": "second.safetensors"}}
     (tmp_path / INDEX).write_text(json.dumps(index))
     assert {leaf.label for leaf in ucp.open(tmp_path).leaves} == {"param/a", "param/b"}
-    with pytest.raises(FormatError, match=f"one of the 2 files of a model that {INDEX} names: open that"):
+    with pytest.raises(
+        FormatError, match=f"one of the 2 files of a model that {INDEX} names: open that"
+    ):
         ucp.open(tmp_path / "first.safetensors")
 
 
@@ -331,13 +382,17 @@ def test_a_download_that_has_not_ended_is_named(tmp_path, suffix):
     files = parts(tmp_path, tensors(0), 2, index=True)
     unfinished = files[1].with_name(files[1].name + suffix)
     files[1].rename(unfinished)
-    with pytest.raises(FormatError, match=re.escape(f"{unfinished.name} is a download that has not ended")):
+    with pytest.raises(
+        FormatError, match=re.escape(f"{unfinished.name} is a download that has not ended")
+    ):
         ucp.open(tmp_path)
     for file in tmp_path.iterdir():
         if file != unfinished:
             file.unlink()
     unfinished.rename(tmp_path / f"model.safetensors{suffix}")
-    with pytest.raises(NotACheckpoint, match=rf"model\.safetensors{suffix} in it is a download that has not ended"):
+    with pytest.raises(
+        NotACheckpoint, match=rf"model\.safetensors{suffix} in it is a download that has not ended"
+    ):
         ucp.open(tmp_path)
 
 
@@ -345,7 +400,9 @@ def test_a_file_of_its_full_size_whose_download_goes_on_is_refused(tmp_path):
     write(tmp_path / "model.safetensors", tensors(0))
     (tmp_path / "model.safetensors.aria2").write_bytes(b"\0\1")
     for path in (tmp_path, tmp_path / "model.safetensors"):
-        with pytest.raises(FormatError, match=r"its download has not ended: model\.safetensors\.aria2"):
+        with pytest.raises(
+            FormatError, match=r"its download has not ended: model\.safetensors\.aria2"
+        ):
             ucp.open(path)
 
 
@@ -357,13 +414,17 @@ def test_the_hubs_downloads_into_a_folder_and_into_its_cache_explain_what_is_mis
     kept = local / ".cache" / "huggingface" / "download"
     kept.mkdir(parents=True)
     (kept / f"{files[0].name}.0123abcd.incomplete").write_bytes(b"")
-    with pytest.raises(FormatError, match=rf"\.cache/huggingface/download/{files[0].name}.*has not ended"):
+    with pytest.raises(
+        FormatError, match=rf"\.cache/huggingface/download/{files[0].name}.*has not ended"
+    ):
         ucp.open(local)
     snapshot = tmp_path / "models--o--n" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     parts(snapshot, tensors(0), 2, index=True)[1].unlink()
     (snapshot / files[1].name).symlink_to("../../blobs/0123")
-    with pytest.raises(FormatError, match=r"is a link to \.\./\.\./blobs/0123, which does not exist"):
+    with pytest.raises(
+        FormatError, match=r"is a link to \.\./\.\./blobs/0123, which does not exist"
+    ):
         ucp.open(snapshot)
     alone = tmp_path / "alone"
     alone.mkdir()
@@ -385,7 +446,9 @@ def test_links_into_a_cache_are_followed_and_the_revision_of_main_is_the_one_to_
     (tmp_path / "models--o--n" / "refs" / "main").write_text("def")
     with pytest.raises(NotACheckpoint, match=r"open one, .*/snapshots/def"):
         ucp.open(tmp_path / "models--o--n")
-    assert ucp.open(tmp_path / "models--o--n" / "snapshots" / "def").read("param/a.weight")[0, 0] == 10
+    assert (
+        ucp.open(tmp_path / "models--o--n" / "snapshots" / "def").read("param/a.weight")[0, 0] == 10
+    )
 
 
 # Two saves in a folder.
@@ -436,7 +499,8 @@ def test_parts_that_ranks_left_in_sharded_are_compared_with_what_was_made_of_the
     data[-1] ^= 1
     whole.write_bytes(data)
     with pytest.raises(
-        FormatError, match=r"two saves, model\.safetensors\.index\.json and the ranks' parts in sharded/"
+        FormatError,
+        match=r"two saves, model\.safetensors\.index\.json and the ranks' parts in sharded/",
     ):
         ucp.open(folder)
     assert ucp.open(folder / INDEX).leaves  # one of the two that the message says to open
@@ -462,10 +526,13 @@ def test_models_whose_names_do_not_say_which_is_meant_are_refused(tmp_path):
     assert [leaf.label for leaf in ucp.open(tmp_path).leaves] == ["param/actor.w"]
     write(tmp_path / "critic.safetensors", {"critic.w": np.zeros(2, np.float32)})
     with pytest.raises(
-        FormatError, match=r"weights of 2 models.*: actor\.safetensors, critic\.safetensors\. Open the one"
+        FormatError,
+        match=r"weights of 2 models.*: actor\.safetensors, critic\.safetensors\. Open the one",
     ):
         ucp.open(tmp_path)
-    assert [leaf.label for leaf in ucp.open(tmp_path / "critic.safetensors").leaves] == ["param/critic.w"]
+    assert [leaf.label for leaf in ucp.open(tmp_path / "critic.safetensors").leaves] == [
+        "param/critic.w"
+    ]
 
 
 def test_the_file_that_the_config_names_for_transformers_is_read(tmp_path):
@@ -475,10 +542,13 @@ def test_the_file_that_the_config_names_for_transformers_is_read(tmp_path):
     checkpoint = ucp.open(tmp_path)
     assert_is_the_truth(checkpoint, {f"param/{name}": array for name, array in tensors(1).items()})
     assert checkpoint.notes == [
-        "not read: model.safetensors: other.safetensors is read, which transformers and diffusers take first"
+        "not read: model.safetensors: other.safetensors is read, which transformers and diffusers"
+        " take first"
     ]
     (tmp_path / "config.json").write_text('{"transformers_weights": "gone.safetensors"}')
-    with pytest.raises(FormatError, match=r"config\.json names 'gone\.safetensors' in transformers_weights"):
+    with pytest.raises(
+        FormatError, match=r"config\.json names 'gone\.safetensors' in transformers_weights"
+    ):
         ucp.open(tmp_path)
 
 
@@ -508,7 +578,9 @@ def test_commands_print_what_was_left_aside(trainer, tmp_path, command, as_json)
         "plan": [],
         "export": [str(tmp_path / "out"), "--format", "safetensors"],
     }
-    result = CliRunner().invoke(main, [command, str(trainer), *more[command], *(["--json"] if as_json else [])])
+    result = CliRunner().invoke(
+        main, [command, str(trainer), *more[command], *(["--json"] if as_json else [])]
+    )
     assert result.exit_code == 0, result.output
     assert OPTIMIZER in (result.output if command == "plan" else result.stderr)
     assert "the state of the trainer" in result.output + result.stderr
@@ -564,16 +636,22 @@ def test_folders_with_weights_of_their_own_and_other_formats_are_noted(tmp_path)
     with pytest.raises(NotACheckpoint, match=r"holds 2_Dense: open one, .*/2_Dense"):
         ucp.open(tmp_path)
     shutil.rmtree(tmp_path / "2_Dense")
-    with pytest.raises(NotACheckpoint, match=r"tf_model\.h5 in it is Keras's HDF5, which is not read here"):
+    with pytest.raises(
+        NotACheckpoint, match=r"tf_model\.h5 in it is Keras's HDF5, which is not read here"
+    ):
         ucp.open(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["config.json", INDEX, "model-00001-of-00002.safetensors", "quantize_config.json"])
+@pytest.mark.parametrize(
+    "name", ["config.json", INDEX, "model-00001-of-00002.safetensors", "quantize_config.json"]
+)
 def test_what_should_be_a_file_and_is_a_folder_or_leads_nowhere_is_refused(tmp_path, name):
     parts(tmp_path, tensors(0), 2, index=True)
     (tmp_path / name).unlink(missing_ok=True)
     (tmp_path / name).symlink_to("../blobs/x")
-    with pytest.raises(FormatError, match=rf"{name}: it is a link to \.\./blobs/x, which does not exist"):
+    with pytest.raises(
+        FormatError, match=rf"{name}: it is a link to \.\./blobs/x, which does not exist"
+    ):
         ucp.open(tmp_path)
     (tmp_path / name).unlink()
     (tmp_path / name).mkdir()

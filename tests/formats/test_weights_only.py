@@ -1,4 +1,6 @@
-"""`weights_only` neither reads nor needs what it leaves out: optimizer files that are damaged, missing or another's."""
+"""`weights_only` neither reads nor needs what it leaves out: optimizer files that are damaged,
+missing or another's.
+"""
 
 import re
 import shutil
@@ -11,10 +13,10 @@ import pytest
 import jax_ucp as ucp
 from dcp_writer import Writer
 from jax_ucp.errors import UCPError
-from jax_ucp.formats.dcp_metadata import read_metadata
-from jax_ucp.formats.torch_file import TorchFile
+from jax_ucp.formats.dcp.metadata import read_metadata
+from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.layout.box import Box
-from jax_ucp.storage.consolidated import same_bits
+from jax_ucp.sources.consolidated import same_bits
 from torch_writer import save
 
 DATA = Path(__file__).parent.parent / "data"
@@ -23,7 +25,9 @@ WEIGHTS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(2, np
 
 def copied(case: str, folder: Path) -> Path:
     source = DATA / case / "ckpt" if (DATA / case / "ckpt").is_dir() else DATA / case
-    return Path(shutil.copytree(source, folder, ignore=shutil.ignore_patterns("truth.npz", "case.json")))
+    return Path(
+        shutil.copytree(source, folder, ignore=shutil.ignore_patterns("truth.npz", "case.json"))
+    )
 
 
 def arrays(checkpoint: ucp.Checkpoint) -> dict[str, np.ndarray]:
@@ -51,7 +55,8 @@ def flipped(path: Path) -> None:
 
 DAMAGE: dict[str, Callable[[Path], None]] = {"missing": Path.unlink, "cut": cut, "empty": emptied}
 
-# Files of the optimizer alone, and whether the weights without them are the module's own, rounded ones.
+# Files of the optimizer alone, and whether the weights without them are the module's own, rounded
+# ones.
 ALONE = {
     "megatron/legacy_tp2_dp2_distopt_bf16": r"distrib_optim\.pt",
     "megatron/legacy_ep2_moe_seq_distopt_fp32": r"distrib_optim\.pt",
@@ -78,13 +83,19 @@ def test_files_of_the_optimizer_alone_need_not_be_there(case, damage, tmp_path):
         ucp.open(folder).save(tmp_path / "whole")
 
 
-MASTERS = ("deepspeed/z1_bf16_dp2", "deepspeed/z2_fp32_dp3_roundrobin", "deepspeed/tp2_dp2_z1_bf16_swiglu")
+MASTERS = (
+    "deepspeed/z1_bf16_dp2",
+    "deepspeed/z2_fp32_dp3_roundrobin",
+    "deepspeed/tp2_dp2_z1_bf16_swiglu",
+)
 MASTERS += ("deepspeed/moe_ep2_dp2_z1_bf16",)
 
 
 def of_another_size(path: Path) -> None:
     """As of a run whose parameters were others."""
-    tree = {"optimizer_state_dict": {"base_optimizer_state": {"state": {}}, "partition_count": [2, 2]}}
+    tree = {
+        "optimizer_state_dict": {"base_optimizer_state": {"state": {}}, "partition_count": [2, 2]}
+    }
     tree["optimizer_state_dict"]["single_partition_of_fp32_groups"] = [np.zeros(8, np.float32)] * 2
     save(tree, path)
 
@@ -96,14 +107,18 @@ def test_weights_are_the_modules_own_where_the_masters_cannot_be_read(case, dama
     want = arrays(ucp.open(folder, weights_only=True))
     (path,) = folder.rglob("*zero_pp_rank_1_mp_rank_00_optim_states.pt")
     (DAMAGE | {"of another size": of_another_size})[damage](path)
-    with pytest.raises(UCPError, match=re.escape(path.name) if damage != "of another size" else "group"):
+    with pytest.raises(
+        UCPError, match=re.escape(path.name) if damage != "of another size" else "group"
+    ):
         ucp.open(folder)
     checkpoint = ucp.open(folder, weights_only=True)
     found = arrays(checkpoint)
     assert found.keys() == want.keys()
     for label, array in want.items():
         assert same_bits(array.astype(found[label].dtype), found[label]), label
-    (note,) = [note for note in checkpoint.notes if "their masters were left aside, because" in note]
+    (note,) = [
+        note for note in checkpoint.notes if "their masters were left aside, because" in note
+    ]
     assert "the weights are the module's own" in note
     assert path.name in note or damage == "of another size"
 
@@ -118,7 +133,10 @@ def test_zero_3_keeps_the_weights_in_these_files_and_says_so(tmp_path):
 
 @pytest.mark.parametrize(
     ("case", "file"),
-    [("deepspeed/z0_fp32_dp2", "mp_rank_00_model_states.pt"), ("deepspeed/z1_bf16_dp2", "*rank_1_mp_rank_00_optim*")],
+    [
+        ("deepspeed/z0_fp32_dp2", "mp_rank_00_model_states.pt"),
+        ("deepspeed/z1_bf16_dp2", "*rank_1_mp_rank_00_optim*"),
+    ],
 )
 def test_a_state_that_is_left_aside_is_not_verified(case, file, tmp_path):
     folder = copied(case, tmp_path / "c")
@@ -134,7 +152,9 @@ def test_a_state_that_is_left_aside_is_not_verified(case, file, tmp_path):
 def test_the_optimizer_of_a_trainers_file_is_not_verified(tmp_path):
     states = {0: {"exp_avg": WEIGHTS["a"] + 7}, 1: {"exp_avg": WEIGHTS["b"] + 7}}
     groups = [{"params": [0, 1], "param_names": ["a", "b"]}]
-    save({"model": WEIGHTS, "optim": {"state": states, "param_groups": groups}}, tmp_path / "run.pt")
+    save(
+        {"model": WEIGHTS, "optim": {"state": states, "param_groups": groups}}, tmp_path / "run.pt"
+    )
     flipped(tmp_path / "run.pt")
     found = arrays(ucp.open(tmp_path / "run.pt", weights_only=True).save(tmp_path / "copy"))
     assert found.keys() == {"param/a", "param/b"}
@@ -146,9 +166,14 @@ def test_the_optimizer_of_a_trainers_file_is_not_verified(tmp_path):
 def dcp(folder: Path) -> Path:
     writer = Writer(folder)
     for name, array in WEIGHTS.items():
-        for fqn, file, value in ((f"model.{name}", 0, array), (f"optim.state.{name}.exp_avg", 1, array + 1)):
+        for fqn, file, value in (
+            (f"model.{name}", 0, array),
+            (f"optim.state.{name}.exp_avg", 1, array + 1),
+        ):
             writer.tensor(fqn, value, [(f"__{file}_0.distcp", Box.whole(value.shape))])
-            writer.paths[fqn] = ("model", name) if file == 0 else ("optim", "state", name, "exp_avg")
+            writer.paths[fqn] = (
+                ("model", name) if file == 0 else ("optim", "state", name, "exp_avg")
+            )
     writer.object("optim.param_groups", "__1_0.distcp", [{"lr": 0.1}])
     writer.paths["optim.param_groups"] = ("optim", "param_groups")
     return writer.finish()

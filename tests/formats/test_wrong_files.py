@@ -1,7 +1,8 @@
-"""Files of a checkpoint that are missing, exchanged, cut short, damaged, of another step or of another run.
+"""Files of a checkpoint that are missing, exchanged, cut short, damaged, of another step or of
+another run.
 
-Each is refused by name, or found by `verify` (and so by a conversion), or provably changes nothing. Where nothing in
-the files tells, UNTOLD says so, and docs/formats.md too.
+Each is refused by name, or found by `verify` (and so by a conversion), or provably changes nothing.
+Where nothing in the files tells, UNTOLD says so, and docs/formats.md too.
 """
 
 import re
@@ -17,28 +18,44 @@ import pytest
 import jax_ucp as ucp
 from deepspeed_cases import word
 from jax_ucp.errors import UCPError
-from jax_ucp.formats.torch_file import TorchFile
+from jax_ucp.formats.torch_save.file import TorchFile
 from torch_writer import change, rewrite
 
 DATA = Path(__file__).parent.parent / "data"
-CASES = ("deepspeed/z1_bf16_dp2", "deepspeed/z2_fp32_dp3_roundrobin", "deepspeed/z3_fp16_dp2_subgroups")
+CASES = (
+    "deepspeed/z1_bf16_dp2",
+    "deepspeed/z2_fp32_dp3_roundrobin",
+    "deepspeed/z3_fp16_dp2_subgroups",
+)
 CASES += ("deepspeed/z0_fp32_dp2", "deepspeed/tp2_dp2_z1_bf16_swiglu", "deepspeed/pp2_dp2_z1_fp32")
-CASES += ("deepspeed/moe_ep2_dp2_z1_bf16", "deepspeed/moe_ep2_dp2_z0_fp32", "deepspeed/autoep2_dp4_z3_fp32")
+CASES += (
+    "deepspeed/moe_ep2_dp2_z1_bf16",
+    "deepspeed/moe_ep2_dp2_z0_fp32",
+    "deepspeed/autoep2_dp4_z3_fp32",
+)
 CASES += ("deepspeed_universal/tp2_dp1_z1_fp32_gqa", "megatron/legacy_tp2_dp2_distopt_bf16")
 CASES += ("megatron/legacy_tp1_pp2_vpp2_fp32", "megatron/legacy_ep2_moe_seq_distopt_fp32")
 
-# What no file tells. ZeRO-3 stores no second copy, and its ranks' files do not say whose they are unless there are
-# experts. ZeRO-0 has everything once, in one file or in that of an expert. An atom's name is that of its folder.
+# What no file tells. ZeRO-3 stores no second copy, and its ranks' files do not say whose they are
+# unless there are experts. ZeRO-0 has everything once, in one file or in that of an expert. An
+# atom's name is that of its folder.
 ONLY_COPY = r"zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt"
 UNTOLD = {
     ("exchanged", "deepspeed/z3_fp16_dp2_subgroups"): ONLY_COPY,
     ("of another run", "deepspeed/z3_fp16_dp2_subgroups"): ONLY_COPY,
     ("of another run", "deepspeed/autoep2_dp4_z3_fp32"): ONLY_COPY,
     ("of another run", "deepspeed/z0_fp32_dp2"): "mp_rank_00_model_states.pt",
-    ("of another run", "deepspeed/moe_ep2_dp2_z0_fp32"): r"layer_0_expert_\d_mp_rank_00_model_states\.pt",
-    # Moments, and what the tensor-parallel ranks of Megatron-DeepSpeed average, have no copy in the module.
+    (
+        "of another run",
+        "deepspeed/moe_ep2_dp2_z0_fp32",
+    ): r"layer_0_expert_\d_mp_rank_00_model_states\.pt",
+    # Moments, and what the tensor-parallel ranks of Megatron-DeepSpeed average, have no copy in the
+    # module.
     ("exchanged", "deepspeed_universal/tp2_dp1_z1_fp32_gqa"): r"exp_avg(_sq)?\.pt|.*norm.*fp32\.pt",
-    ("of another run", "deepspeed_universal/tp2_dp1_z1_fp32_gqa"): r"exp_avg(_sq)?\.pt|.*(norm|dense).*fp32\.pt",
+    (
+        "of another run",
+        "deepspeed_universal/tp2_dp1_z1_fp32_gqa",
+    ): r"exp_avg(_sq)?\.pt|.*(norm|dense).*fp32\.pt",
 }
 
 
@@ -64,7 +81,9 @@ class Case:
         return {label: (array.shape, array.dtype, array.tobytes()) for label, array in read.items()}
 
     def verdict(self) -> tuple[str, str]:
-        """What the checkpoint now is: refused (why), contradicting itself (where), the same, or another."""
+        """What the checkpoint now is: refused (why), contradicting itself (where), the same, or
+        another.
+        """
         try:
             checkpoint = ucp.open(self.folder, **self.word)
             if faults := [fault for _, fault in checkpoint.verify() if fault]:
@@ -80,7 +99,9 @@ class Case:
         if verdict in ("refused", "contradicts itself"):
             # One of them, by its name, or by its kind where the missing one cannot be known.
             known = [part for name in names for part in (name, re.sub(r"\d+", "*", name, count=1))]
-            assert any(name in why for name in known), f"{what} {names}: {verdict}, but not by name: {why}"
+            assert any(name in why for name in known), (
+                f"{what} {names}: {verdict}, but not by name: {why}"
+            )
         elif verdict == "another":
             untold = UNTOLD.get((what, self.name), "nothing")
             for path in paths:
@@ -109,7 +130,9 @@ def test_a_file_cut_short_is_named(case):
     for path in case.files(8):
         data = path.read_bytes()
         for kept in (0, len(data) // 3, len(data) - 1):
-            for _ in changed(path, lambda path, kept=kept, data=data: path.write_bytes(data[:kept])):
+            for _ in changed(
+                path, lambda path, kept=kept, data=data: path.write_bytes(data[:kept])
+            ):
                 assert case.verdict()[0] == "refused"
                 case.check("cut short", [path])
 
@@ -130,12 +153,16 @@ def test_two_files_exchanged_are_seen(case):
 
 
 def other_values(path: Path) -> None:
-    """Make every number of the file another one nearby, with CRCs to match: what the same rank of another run wrote."""
+    """Make every number of the file another one nearby, with CRCs to match: what the same rank
+    of another run wrote.
+    """
 
     def change(name: str, data: bytes) -> bytes:
         if "/data/" not in name or len(data) < 16:
             return data
-        return (np.frombuffer(data[: len(data) // 2 * 2], np.uint16) ^ 0x40).tobytes() + data[len(data) // 2 * 2 :]
+        return (np.frombuffer(data[: len(data) // 2 * 2], np.uint16) ^ 0x40).tobytes() + data[
+            len(data) // 2 * 2 :
+        ]
 
     rewrite(path, change)
 
@@ -182,17 +209,24 @@ def test_a_rank_of_another_step_is_refused(name, file, tmp_path):
     (path,) = case.folder.rglob(file)
     step_before(path)
     verdict, why = case.verdict()
-    assert verdict == ("contradicts itself" if "vpp2" in name else "refused")  # there each rank has steps of its own
+    # there each rank has steps of its own
+    assert verdict == ("contradicts itself" if "vpp2" in name else "refused")
     assert re.search(r"step|iteration", why)
     assert Path(file).name in why
 
 
 def test_a_bit_of_metadata_that_changed_is_seen(case):
-    """Bits of the pickle and of the zip's headers; CRCs and twofold headers cover what a reader needs."""
+    """Bits of the pickle and of the zip's headers; CRCs and twofold headers cover what a reader
+    needs.
+    """
     rng = Random(1)
     for path in rng.sample(case.files(), min(3, len(case.files()))):
         data = path.read_bytes()
-        stored = {at for m in TorchFile(path)._storages.values() for at in range(m.offset, m.offset + m.size)}
+        stored = {
+            at
+            for m in TorchFile(path)._storages.values()
+            for at in range(m.offset, m.offset + m.size)
+        }
         outside = [at for at in range(len(data)) if at not in stored]
         for at in rng.sample(outside, 8):
             flipped = data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]

@@ -19,7 +19,9 @@ def peak_of(call) -> int:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("size", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES + 5])
+@pytest.mark.parametrize(
+    "size", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES + 5]
+)
 def test_a_frame_inflates_to_what_was_deflated_and_to_no_byte_more_than_is_allowed(size):
     data = bytes(range(251)) * (size // 251 + 1)
     frame = zstandard.compress(data[:size])

@@ -1,4 +1,6 @@
-"""Conditions on a model's config: what they mean, what is none, and that nothing but a comparison comes of them."""
+"""Conditions on a model's config: what they mean, what is none, and that nothing but a
+comparison comes of them.
+"""
 
 import json
 
@@ -7,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_ucp.errors import SpecError
-from jax_ucp.language.conditions import Undecided, check_condition, holds, keys_in, unmet
+from jax_ucp.mapping.conditions import Undecided, check_condition, holds, keys_in, unmet
 
 CONFIG = {
     "act": "silu",
@@ -66,7 +68,10 @@ def test_a_condition_is_true_or_false_of_a_config(text, truth):
         ("window >= 3", "null in `window >= 3`, which is not a number"),
         ("tied < 2", "true in `tied < 2`, which is not a number"),
         ("layers", "layers = 3, which is neither true nor false"),
-        ("not rope", 'rope = {"type": "llama3", "factor": 8.0, "inner": {"deep": -1}}, which is neither'),
+        (
+            "not rope",
+            'rope = {"type": "llama3", "factor": 8.0, "inner": {"deep": -1}}, which is neither',
+        ),
     ],
 )
 def test_what_a_config_does_not_decide_is_not_met(text, has):
@@ -142,14 +147,24 @@ def test_values_of_a_config_are_shown_short_and_without_control_characters():
     assert "act = {1, 2}" not in unmet("act == 1", {"act": {1, 2}})  # no JSON: its repr as a text
 
 
-VALUES = st.none() | st.booleans() | st.integers(-5, 5) | st.floats(allow_nan=False) | st.text("ab", max_size=2)
+VALUES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-5, 5)
+    | st.floats(allow_nan=False)
+    | st.text("ab", max_size=2)
+)
 
 
 @given(VALUES, VALUES)
 def test_a_literal_equals_what_json_gives_for_it_and_nothing_else(value, other):
     config = json.loads(json.dumps({"a": value}))
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    same = value == other if number and not isinstance(other, bool) else type(value) is type(other) and value == other
+    same = (
+        value == other
+        if number and not isinstance(other, bool)
+        else type(value) is type(other) and value == other
+    )
     text = f"a == {json.dumps(other)}"
     if other in (float("inf"), float("-inf")):
         return

@@ -3,19 +3,21 @@
 import pytest
 
 from jax_ucp.errors import LayoutError, SpecError
-from jax_ucp.language.binding import Said, bind, said_before
-from jax_ucp.language.document import document
-from jax_ucp.language.mapping import Mapping
-from jax_ucp.language.model_config import config_of, numbers_of
-from jax_ucp.language.notation import parse, to_yaml
 from jax_ucp.layout import axes
+from jax_ucp.mapping.binding import Said, bind, said_before
+from jax_ucp.mapping.model_config import config_of, numbers_of
+from jax_ucp.mapping.rules import Mapping
+from jax_ucp.shard_spec.document import document
+from jax_ucp.shard_spec.notation import parse, to_yaml
 
 pytestmark = pytest.mark.timeout(60)
 
 
 def aliases(levels: int) -> str:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
-    return "\n".join(lines + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, levels)])
+    return "\n".join(
+        lines + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, levels)]
+    )
 
 
 BOMBS = {
@@ -62,7 +64,13 @@ def test_an_error_quotes_little_of_what_it_refuses():
 
 
 @pytest.mark.parametrize(
-    "text", ["(" * 5000, "(" * 100 + "a" + ")" * 100, " ".join(f"(a{i} + b{i})" for i in range(40)), "a " * 400]
+    "text",
+    [
+        "(" * 5000,
+        "(" * 100 + "a" + ")" * 100,
+        " ".join(f"(a{i} + b{i})" for i in range(40)),
+        "a " * 400,
+    ],
 )
 def test_axes_of_any_depth_and_any_number_of_parts_are_refused(text):
     with pytest.raises(SpecError):
@@ -93,7 +101,8 @@ def test_a_number_of_a_config_that_is_no_length_is_none(value):
 
 
 @pytest.mark.parametrize(
-    "done", [{"rules": [], "lengths": {}}, {"rules": {}, "lengths": []}, {"rules": 1}, {"lengths": 1}]
+    "done",
+    [{"rules": [], "lengths": {}}, {"rules": {}, "lengths": []}, {"rules": 1}, {"lengths": 1}],
 )
 def test_a_source_that_says_no_mapping_is_not_undone(done):
     assert said_before(Mapping(()), done) == Said()
@@ -101,7 +110,9 @@ def test_a_source_that_says_no_mapping_is_not_undone(done):
 
 @pytest.mark.parametrize("power", ["999999999", "-9.5"])
 def test_a_power_that_is_no_number_is_refused(power):
-    scaled = Mapping.from_dict({"leaves": [{"param": "w", "axes": "a", "leaf": "v", "scale": f"zero ** {power}"}]})
+    scaled = Mapping.from_dict(
+        {"leaves": [{"param": "w", "axes": "a", "leaf": "v", "scale": f"zero ** {power}"}]}
+    )
     length = 0 if power.startswith("-") else 10
     with pytest.raises(LayoutError, match="the scale zero"):
         bind(scaled, {"w": (4,)}, {"zero": length}, {})

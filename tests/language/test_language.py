@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_ucp.errors import LayoutError, SpecError
-from jax_ucp.language.arithmetic import names_in, size_of
-from jax_ucp.language.notation import built_in, load, node_of, parse, pattern_of, to_yaml
-from jax_ucp.language.rules import Sentence, Shard, Spec, layouts
 from jax_ucp.layout.patterns import Averaged, Fused, Padded, Pattern, Replicated, Sharded, Unique
+from jax_ucp.shard_spec.arithmetic import names_in, size_of
+from jax_ucp.shard_spec.notation import built_in, load, node_of, parse, pattern_of, to_yaml
+from jax_ucp.shard_spec.rules import Sentence, Shard, Spec, layouts
 
 EVERY_PATTERN = """
 shards:
@@ -47,15 +47,25 @@ axes = st.integers(0, 3)
 simple = st.one_of(
     st.sampled_from([Unique(), Replicated(), Averaged()]),
     axes.map(Sharded),
-    st.builds(lambda pair, grid: Sharded(*pair, grid=grid), st.sampled_from([(0, 1), (2, 0)]), st.tuples(sizes, sizes)),
+    st.builds(
+        lambda pair, grid: Sharded(*pair, grid=grid),
+        st.sampled_from([(0, 1), (2, 0)]),
+        st.tuples(sizes, sizes),
+    ),
     st.builds(
         Fused,
         axes,
-        st.dictionaries(st.sampled_from("qkvgu"), sizes | st.lists(sizes, min_size=1).map(tuple), min_size=1),
+        st.dictionaries(
+            st.sampled_from("qkvgu"), sizes | st.lists(sizes, min_size=1).map(tuple), min_size=1
+        ),
     ),
-    st.builds(Fused, axes, st.dictionaries(st.sampled_from("qkv"), sizes, min_size=1), groups=sizes),
+    st.builds(
+        Fused, axes, st.dictionaries(st.sampled_from("qkv"), sizes, min_size=1), groups=sizes
+    ),
 )
-any_pattern = st.recursive(simple, lambda inner: st.builds(Padded, inner, axes, sizes, st.none() | sizes), max_leaves=3)
+any_pattern = st.recursive(
+    simple, lambda inner: st.builds(Padded, inner, axes, sizes, st.none() | sizes), max_leaves=3
+)
 
 
 @given(st.lists(any_pattern, max_size=4))
@@ -121,11 +131,17 @@ def test_a_size_that_is_no_number_of_rows_is_refused(text, message):
     ("text", "message"),
     [
         ("shards: [{param: a, pattern: shraded}]", "spec.yaml:1: 'shraded' is no pattern"),
-        ("shards:\n- {param: a, pattern: {sharded: -1}}", "spec.yaml:2: an axis is a number from 0"),
+        (
+            "shards:\n- {param: a, pattern: {sharded: -1}}",
+            "spec.yaml:2: an axis is a number from 0",
+        ),
         ("shards:\n- {param: a, pattern: {sharded: [0, 1]}}", "spec.yaml:2: .*needs a grid"),
         ("shards:\n- {param: a, pattern: {sharded: 0, fused: {}}}", "a pattern is one of"),
         ("shards:\n- {param: a, pattern: {fused: {axis: 0, parts: {q: 'x+'}}}}", "is no size"),
-        ("shards:\n- {param: a, pattern: {fused: {axis: 0, parts: {q: 1}, whole: [k]}}}", "whole names"),
+        (
+            "shards:\n- {param: a, pattern: {fused: {axis: 0, parts: {q: 1}, whole: [k]}}}",
+            "whole names",
+        ),
         ("shards:\n- {param: a, pattern: {fused: {axis: 0, part: {q: 1}}}}", "lacks parts"),
         ("shards:\n- {param: a, pattern: {fused: {axis: 0, parts: 3}}}", "mapping of names"),
         ("shards:\n- {param: a, pattern: {sharded: 0, padded: {axis: 0}}}", "padded lacks to"),
@@ -192,7 +208,10 @@ def test_names_in_sizes_come_from_the_checkpoint_the_spec_and_the_spec_it_extend
         "extends: megatron\nsizes: {ffn: 2 * width}\n"
         "shards: [{param: extra, pattern: {fused: {axis: 0, parts: {a: qkv_rows}}}}]"
     )
-    params = {"extra": shards((16, 4), (16, 4)), "decoder.layers.0.mlp.linear_fc2.weight": shards((3, 4), (3, 4))}
+    params = {
+        "extra": shards((16, 4), (16, 4)),
+        "decoder.layers.0.mlp.linear_fc2.weight": shards((3, 4), (3, 4)),
+    }
     given = {"heads": 2, "query_groups": 1, "head_dim": 8, "width": 4, "ffn": 99, "swiglu": 0}
     found = layouts(spec, params, given)
     assert found["decoder.layers.0.mlp.linear_fc2.weight"].shape == (3, 8)
@@ -201,7 +220,9 @@ def test_names_in_sizes_come_from_the_checkpoint_the_spec_and_the_spec_it_extend
 def test_a_rule_of_ones_own_wins_over_that_of_the_spec_it_extends():
     name = "decoder.final_layernorm.weight"
     given = {"swiglu": 1}
-    assert layouts(Spec(extends=built_in("megatron")), {name: shards((4,), (4,))}, given)[name].shape == (4,)
+    assert layouts(Spec(extends=built_in("megatron")), {name: shards((4,), (4,))}, given)[
+        name
+    ].shape == (4,)
     own = parse(f"extends: megatron\nshards: [{{param: {name}, pattern: {{sharded: 0}}}}]")
     assert layouts(own, {name: shards((4,), (4,))}, given)[name].shape == (8,)
 
@@ -213,11 +234,15 @@ def test_a_rule_is_there_only_when_its_size_says_so(swiglu):
     spec = Spec(extends=built_in("megatron"))
     found = layouts(spec, {name: shards((rows, 4), (rows, 4))}, {"swiglu": swiglu, "ffn": 6})[name]
     assert found.shape == (2 * rows, 4)
-    assert [f.target.start[0] for f in found.fragments if f.shard == 0] == ([0, 6] if swiglu else [0])
+    assert [f.target.start[0] for f in found.fragments if f.shard == 0] == (
+        [0, 6] if swiglu else [0]
+    )
 
 
 def test_a_placeholder_is_one_part_of_a_name_and_a_star_is_any_text():
-    spec = parse("shards: [{param: 'a.{layer}.w', pattern: unique}, {param: 'b.*', pattern: unique}]")
+    spec = parse(
+        "shards: [{param: 'a.{layer}.w', pattern: unique}, {param: 'b.*', pattern: unique}]"
+    )
     params = {"a.3.w": shards((1,)), "b.3.4.w": shards((1,))}
     assert set(layouts(spec, params)) == set(params)
     with pytest.raises(LayoutError, match=r"a\.3\.4\.w is claimed by no rule"):

@@ -1,12 +1,14 @@
-"""Mapping files: what is one, and everything in which one may differ from a checkpoint, told in one report."""
+"""Mapping files: what is one, and everything in which one may differ from a checkpoint, told in
+one report.
+"""
 
 import pytest
 
 import jax_ucp as ucp
 from jax_ucp.errors import LayoutError, SpecError
-from jax_ucp.language.binding import bind
-from jax_ucp.language.mapping import Mapping, Rule
-from jax_ucp.language.model_config import config_of, numbers_of
+from jax_ucp.mapping.binding import bind
+from jax_ucp.mapping.model_config import config_of, numbers_of
+from jax_ucp.mapping.rules import Mapping, Rule
 
 FILE = """\
 sizes: {heads: num_attention_heads, gate: 1, up: 1}
@@ -93,11 +95,23 @@ def test_backwards_the_shapes_come_out_again():
             "leaves:\n- {param: a, axes: x, leaf: {b: x z}}",
             ["a has the axes x, but no leaf has just these: b has z besides"],
         ),
-        ("leaves:\n- {param: a, axes: (q + k), leaf: {b: q}}", ["a has the axes k, but no leaf has just these"]),
-        ("leaves:\n- {param: 'a.{i}', axes: x, leaf: {b: x}}", ["a.{i} has the axes i, x, but no leaf"]),
+        (
+            "leaves:\n- {param: a, axes: (q + k), leaf: {b: q}}",
+            ["a has the axes k, but no leaf has just these"],
+        ),
+        (
+            "leaves:\n- {param: 'a.{i}', axes: x, leaf: {b: x}}",
+            ["a.{i} has the axes i, x, but no leaf"],
+        ),
         ("leaves:\n- {param: 'a.{i}', axes: i x, leaf: b}", ["a.{i} has i in its name already"]),
-        ("leaves:\n- {param: {a: x, b: x}, leaf: {c: x}}", ["the axes x are named 2 times, in a and b"]),
-        ("leaves:\n- {param: {'a.{i}': x, b: y}, leaf: {c: x}}", ["should have the same placeholders"]),
+        (
+            "leaves:\n- {param: {a: x, b: x}, leaf: {c: x}}",
+            ["the axes x are named 2 times, in a and b"],
+        ),
+        (
+            "leaves:\n- {param: {'a.{i}': x, b: y}, leaf: {c: x}}",
+            ["should have the same placeholders"],
+        ),
         ("leaves:\n- {param: 'a.{0}', leaf: b}", ["{0} in 'a.{0}' is no placeholder"]),
         ("leaves:\n- {param: 'a.{x', leaf: b}", ["a brace in 'a.{x' is not closed"]),
         ("leaves:\n- {param: a, leaf: 'b.*'}", ["a leaf has one name"]),
@@ -107,7 +121,10 @@ def test_backwards_the_shapes_come_out_again():
         ("leaves:\n- {param: a, leaf: b, add: one}", ["add should be a number, not 'one'"]),
         ("leaves:\n- {param: a, leaf: b, optional: 1}", ["optional is true or false, not 1"]),
         ("leaves:\n- {param: a, leaf: b, cast: int8}", ["cast is the name of a floating dtype"]),
-        ("leaves:\n- {param: {a: x, b: y}, leaf: {c: (x + y)}, tied: {d: x}}", ["what is tied is a copy of one"]),
+        (
+            "leaves:\n- {param: {a: x, b: y}, leaf: {c: (x + y)}, tied: {d: x}}",
+            ["what is tied is a copy of one"],
+        ),
         (
             "leaves:\n- {param: a, axes: x y, leaf: b, tied: {c: x}}",
             ["c is tied, so it should name the axes that a names"],
@@ -115,8 +132,14 @@ def test_backwards_the_shapes_come_out_again():
         ("skip:\n- {param: a}", ["my.yaml:2: what is skipped lacks reason"]),
         ("skip:\n- {param: 'a{x', reason: r}", ["a brace in 'a{x' is not closed"]),
         ("skip:\n- {param: a, reason: ''}", ["has a param, which is a name, and a reason"]),
-        ("leaves:\n- {param: a.{i}, leaf: b}", ["my.yaml is not YAML", "quote a name that has braces"]),
-        ("leaves:\n- {param: a, axes: '(x', leaf: b}\n- {param: c}", ["my.yaml:2: in '(x'", "my.yaml:3: a rule lacks"]),
+        (
+            "leaves:\n- {param: a.{i}, leaf: b}",
+            ["my.yaml is not YAML", "quote a name that has braces"],
+        ),
+        (
+            "leaves:\n- {param: a, axes: '(x', leaf: b}\n- {param: c}",
+            ["my.yaml:2: in '(x'", "my.yaml:3: a rule lacks"],
+        ),
     ],
 )
 def test_what_is_no_mapping_is_refused_with_every_fault_and_its_line(text, faults):
@@ -127,52 +150,75 @@ def test_what_is_no_mapping_is_refused_with_every_fault_and_its_line(text, fault
 
 
 def test_a_file_that_is_not_there_is_refused_with_the_names_that_are():
-    with pytest.raises(SpecError, match=r"nothing is no mapping that can be read .* the package has .*hf-llama"):
+    with pytest.raises(
+        SpecError, match=r"nothing is no mapping that can be read .* the package has .*hf-llama"
+    ):
         ucp.Mapping.load("nothing")
 
 
 def faults_of(text=FILE, shapes=None, sizes=None, config=None):
     with pytest.raises(LayoutError) as error:
-        bind(mapping(text), {**SHAPES, **(shapes or {})}, sizes or {}, CONFIG if config is None else config)
+        bind(
+            mapping(text),
+            {**SHAPES, **(shapes or {})},
+            sizes or {},
+            CONFIG if config is None else config,
+        )
     title, *lines = str(error.value).split("\n  ")
     assert title == f"my.yaml does not fit the checkpoint in {len(lines)} places:"
     return lines
 
 
 def test_everything_that_is_wrong_is_in_one_report():
-    text = FILE.replace("(heads head_dim) embed\n", "embed\n").replace("layer embed heads head_dim", "layer embed")
+    text = FILE.replace("(heads head_dim) embed\n", "embed\n").replace(
+        "layer embed heads head_dim", "layer embed"
+    )
     text += "- {param: embed.*, reason: not wanted}\n"
     lines = faults_of(text, {"stray.weight": (3,), "h.0.gate": (13, 8), "h.2.up": (12, 8)})
     said = "\n".join(lines)
     assert "stray.weight [3]: claimed by no rule; map it, or skip it with a reason" in said
-    assert "embed.weight [10, 8]: claimed 2 times, skip 'embed.*'; my.yaml:3: the rule for embed.weight" in said
-    assert "h.2.gate is not there, but my.yaml:9: the rule for h.{layer}.gate and h.{layer}.up needs it" in said
+    assert (
+        "embed.weight [10, 8]: claimed 2 times, skip 'embed.*'; my.yaml:3: the rule for"
+        " embed.weight" in said
+    )
+    assert (
+        "h.2.gate is not there, but my.yaml:9: the rule for h.{layer}.gate and h.{layer}.up"
+        " needs it" in said
+    )
     assert "h.0.q.weight (and 1 more) has 2 axes, [8, 8], but `embed` names 1" in said
     assert "h.0.gate: axis 0 is `(gate mlp)`" in said or "h.1.gate: axis 0 is `(gate mlp)`" in said
     assert len(lines) == 7
 
 
 def test_a_size_that_does_not_divide_is_told_with_where_it_comes_from():
-    (line, *_) = faults_of(config={"num_attention_heads": 3})
+    line, *_ = faults_of(config={"num_attention_heads": 3})
     assert "axis 0 is `(heads head_dim)` with heads = 3 (num_attention_heads of the config)" in line
     assert "the array has 8 there; no length of head_dim makes that fit" in line
 
 
 def test_a_length_that_follows_from_nothing_is_asked_for():
     (line,) = faults_of(config={})
-    assert "is `(heads head_dim)`, which leaves the length of head_dim and heads open; give it in sizes" in line
+    assert (
+        "is `(heads head_dim)`, which leaves the length of head_dim and heads open; give it in"
+        " sizes" in line
+    )
     assert bind(mapping(), SHAPES, {"head_dim": 2}, {}).sizes["heads"] == 4
     assert bind(mapping(), SHAPES, {"num_attention_heads": 4}, {}).sizes["head_dim"] == 2
     assert bind(mapping(), SHAPES, {"heads": 8}, CONFIG).sizes["head_dim"] == 1
 
 
 def test_a_size_that_nothing_has_a_name_for_is_refused():
-    assert faults_of(sizes={"haeds": 4})[0] == "haeds in sizes: no rule and no size of my.yaml has that name"
+    assert (
+        faults_of(sizes={"haeds": 4})[0]
+        == "haeds in sizes: no rule and no size of my.yaml has that name"
+    )
     bind(mapping(), SHAPES, {"layer": 2, "gate": 1, "num_attention_heads": 2, "vocab": 10}, {})
 
 
 def test_a_quotient_in_sizes_must_be_whole():
-    text = FILE.replace("heads: num_attention_heads", "heads: num_attention_heads, half: heads // 2")
+    text = FILE.replace(
+        "heads: num_attention_heads", "heads: num_attention_heads, half: heads // 2"
+    )
     assert faults_of(text, config={"num_attention_heads": 1})[0].startswith(
         "my.yaml: sizes: half: in the size 'heads //"
     )
@@ -183,7 +229,10 @@ def test_a_quotient_in_sizes_must_be_whole():
     [
         ({"h.3.q.weight": (8, 8)}, "h.2.q.weight is not there"),
         ({"h.999999999.q.weight": (8, 8)}, "and 999999994 more of h.{layer}.q.weight"),
-        ({f"h.{'9' * 5000}.q.weight": (8, 8)}, "stacks {layer} of h.{layer}.q.weight, but finds 999"),
+        (
+            {f"h.{'9' * 5000}.q.weight": (8, 8)},
+            "stacks {layer} of h.{layer}.q.weight, but finds 999",
+        ),
         ({"h.x.q.weight": (8, 8)}, "stacks {layer} of h.{layer}.q.weight, but finds x there"),
         ({"h.01.q.weight": (8, 8)}, "stacks {layer} of h.{layer}.q.weight, but finds 01 there"),
         ({"h.2.q.weight": (8, 8)}, "the number of {layer}"),  # gate and up have two layers
@@ -194,12 +243,19 @@ def test_stacking_needs_every_number_from_zero(names, fault):
 
 
 def test_copies_of_layers_are_all_there_or_none():
-    text = "leaves:\n- {param: 'h.{layer}.a', tied: {'h.{layer}.b': x}, axes: x, leaf: {w: layer x}}"
+    text = (
+        "leaves:\n- {param: 'h.{layer}.a', tied: {'h.{layer}.b': x}, axes: x, leaf: {w: layer x}}"
+    )
     shapes = {f"h.{i}.{kind}": (2,) for i in range(3) for kind in "ab"}
     assert len(bind(mapping(text), shapes, {}, {}).leaves["w"].copies) == 1
     for gone in ("h.1.a", "h.1.b"):
         with pytest.raises(LayoutError, match=f"{gone} is not there"):
-            bind(mapping(text), {name: shape for name, shape in shapes.items() if name != gone}, {}, {})
+            bind(
+                mapping(text),
+                {name: shape for name, shape in shapes.items() if name != gone},
+                {},
+                {},
+            )
 
 
 def test_stacks_of_several_levels_must_be_full():
@@ -207,7 +263,11 @@ def test_stacks_of_several_levels_must_be_full():
     shapes = {f"h.{i}.e.{j}.w": (2,) for i in range(3) for j in range(4) if (i, j) != (1, 2)}
     with pytest.raises(LayoutError, match=r"h\.1\.e\.2\.w is not there"):
         bind(mapping(text), shapes, {}, {})
-    assert bind(mapping(text), shapes | {"h.1.e.2.w": (2,)}, {}, {}).leaves["w"].layout.shape == (3, 4, 2)
+    assert bind(mapping(text), shapes | {"h.1.e.2.w": (2,)}, {}, {}).leaves["w"].layout.shape == (
+        3,
+        4,
+        2,
+    )
 
 
 def test_what_is_skipped_is_named_as_in_a_spec():
@@ -224,7 +284,9 @@ def test_leaves_of_one_name_go_back_by_the_number_of_their_axes():
 - {param: "{layer}.expert.{expert}", axes: up embed, leaf: {"layers/{layer}/w": expert embed up}, optional: true}
 """
     shapes = {"0.dense": (4, 3), **{f"1.expert.{i}": (4, 3) for i in range(2)}}
-    there = {name: form.layout.shape for name, form in bind(mapping(text), shapes, {}, {}).leaves.items()}
+    there = {
+        name: form.layout.shape for name, form in bind(mapping(text), shapes, {}, {}).leaves.items()
+    }
     assert there == {"layers/0/w": (3, 4), "layers/1/w": (2, 3, 4)}
     back = bind(mapping(text).inverse(), there, {}, {}).leaves
     assert {name: form.layout.shape for name, form in back.items()} == shapes
@@ -248,7 +310,10 @@ def test_a_leaf_is_formed_once_and_has_no_leaf_above_it():
 
 
 def test_layers_may_be_counted_from_one():
-    text = "leaves:\n- {param: '{layer+1}.w', axes: a, leaf: {w: layer a}}\n- {param: '{i+1}.b', leaf: 'b/{i}'}"
+    text = (
+        "leaves:\n- {param: '{layer+1}.w', axes: a, leaf: {w: layer a}}\n- {param: '{i+1}.b', leaf:"
+        " 'b/{i}'}"
+    )
     shapes = {f"{i}.{kind}": (2,) for i in (1, 2) for kind in "wb"}
     bound = bind(mapping(text), shapes, {}, {})
     assert bound.leaves.keys() == {"w", "b/0", "b/1"}
@@ -262,23 +327,33 @@ def test_layers_may_be_counted_from_one():
 def test_the_rest_of_the_axes_may_differ_from_parameter_to_parameter():
     text = "leaves:\n- {param: '{name}.weight', leaf: 'm/{name}'}"
     bound = bind(mapping(text), {"a.weight": (2, 3), "b.weight": (4,), "c.weight": ()}, {}, {})
-    assert {name: form.layout.shape for name, form in bound.leaves.items()} == {"m/a": (2, 3), "m/b": (4,), "m/c": ()}
+    assert {name: form.layout.shape for name, form in bound.leaves.items()} == {
+        "m/a": (2, 3),
+        "m/b": (4,),
+        "m/c": (),
+    }
 
 
 def test_what_is_more_than_moving_elements_is_noted():
-    text = "leaves:\n- {param: e, axes: (vocab + _rest) d, leaf: {e: (vocab + _more) d, f: d (vocab + _more)}}"
+    text = (
+        "leaves:\n- {param: e, axes: (vocab + _rest) d, leaf: {e: (vocab + _more) d, f: d (vocab +"
+        " _more)}}"
+    )
     notes = bind(mapping(text), {"e": (12, 2)}, {"vocab": 10, "_more": 6}, {}).notes
     assert "my.yaml:2: the rule for e: _rest of e is dropped; going back gives zeros there" in notes
     assert "my.yaml:2: the rule for e: 12 elements of e are padding, zeros" in notes
     assert (
-        "my.yaml:2: the rule for e: one parameter becomes several leaves, which are independent from then on" in notes
+        "my.yaml:2: the rule for e: one parameter becomes several leaves, which are independent"
+        " from then on" in notes
     )
 
 
 @pytest.mark.parametrize(("grouped", "groups"), [(True, 2), (False, 8)])
 def test_megatron_has_as_many_query_groups_as_heads_where_it_has_none(grouped, groups):
     args = {"num_attention_heads": 8, "num_query_groups": 2, "group_query_attention": grouped}
-    numbers = config_of({"model_optim_rng.pt": {"args": {"!record": "argparse.Namespace", "fields": args}}})
+    numbers = config_of(
+        {"model_optim_rng.pt": {"args": {"!record": "argparse.Namespace", "fields": args}}}
+    )
     assert numbers["query_groups"] == groups
 
 
@@ -286,7 +361,9 @@ def test_what_is_known_of_a_model_comes_from_the_first_config_that_a_checkpoint_
     extras = {
         "model.index.json": {"total_size": 12},
         "config.json": {"config": {"n_head": 3, "tie": True, "eps": 1e-5, "head_dim": None}},
-        "mp_rank_00/model_optim_rng.pt": {"args": {"!record": "argparse.Namespace", "fields": {"kv_channels": 8}}},
+        "mp_rank_00/model_optim_rng.pt": {
+            "args": {"!record": "argparse.Namespace", "fields": {"kv_channels": 8}}
+        },
     }
     assert config_of(extras) == {"n_head": 3, "tie": True, "eps": 1e-5, "head_dim": None}
     assert numbers_of(config_of(extras)) == {"n_head": 3}
@@ -302,7 +379,9 @@ def test_two_names_of_one_stacked_place_are_refused():
 
 
 def test_stacked_placeholders_mean_the_same_in_whatever_order_names_have_them():
-    rule = Rule({"p.{layer}.{expert}": "q", "r.{expert}.{layer}": "k"}, {"w": "layer expert (q + k)"})
+    rule = Rule(
+        {"p.{layer}.{expert}": "q", "r.{expert}.{layer}": "k"}, {"w": "layer expert (q + k)"}
+    )
     names = [f"{name}.{i}.{j}" for name in "pr" for i in range(2) for j in range(2)]
     parts = bind(Mapping([rule]), dict.fromkeys(names, (2,)), {}, {}).leaves["w"].layout.parts
     places = {part.array: tuple(run.offset for run in part.target[:2]) for part in parts}

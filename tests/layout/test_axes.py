@@ -1,4 +1,6 @@
-"""The axes notation: text, lengths, and index maps that are numpy's reshape, transpose and concatenate."""
+"""The axes notation: text, lengths, and index maps that are numpy's reshape, transpose and
+concatenate.
+"""
 
 import itertools
 import math
@@ -43,7 +45,9 @@ def test_one_name_may_be_in_several_parts_of_a_sum():
 
 ATOMS = st.recursive(
     st.just(None),
-    lambda inner: st.tuples(st.sampled_from([Product, Sum]), st.lists(inner, min_size=1, max_size=3)),
+    lambda inner: st.tuples(
+        st.sampled_from([Product, Sum]), st.lists(inner, min_size=1, max_size=3)
+    ),
     max_leaves=5,
 )
 
@@ -78,7 +82,9 @@ def test_a_sum_in_a_product_is_a_reshape_and_a_concatenation():
     for component, want in zip(found, (q, k), strict=True):
         own = {"q", "k"} & component.names
         target = components(parse(f"group {own.pop()} head_dim embed"), sizes)[0]
-        np.testing.assert_array_equal(moved(part("w", component, target, sizes, {}), fused, want.shape), want)
+        np.testing.assert_array_equal(
+            moved(part("w", component, target, sizes, {}), fused, want.shape), want
+        )
 
 
 def moved(of, source, shape, box=None, limit=1 << 20):
@@ -98,14 +104,19 @@ def moved(of, source, shape, box=None, limit=1 << 20):
 
 @st.composite
 def rearrangements(draw):
-    """Axes with lengths, nested on the axes of two arrays in two ways: what reshape and transpose can do."""
+    """Axes with lengths, nested on the axes of two arrays in two ways: what reshape and
+    transpose can do.
+    """
     count = draw(st.integers(1, 4))
     sizes = {f"a{i}": draw(st.integers(1, 4)) for i in range(count)}
 
     def grouped(names):
         cuts = sorted(draw(st.lists(st.integers(0, count), max_size=3)))
         groups = [names[a:b] for a, b in itertools.pairwise([0, *cuts, count])]
-        return " ".join(f"({' '.join(g)})" if len(g) > 1 else "".join(g) or "1" for g in groups), groups
+        return (
+            " ".join(f"({' '.join(g)})" if len(g) > 1 else "".join(g) or "1" for g in groups),
+            groups,
+        )
 
     names = list(sizes)
     source, source_groups = grouped(names)
@@ -124,7 +135,11 @@ def test_any_box_of_a_rearrangement_is_that_of_reshape_and_transpose(case, data)
     sizes, (source, source_groups), (target, order, target_groups) = case
     array = numbered(shape_of(source_groups, sizes))
     shape = shape_of(target_groups, sizes)
-    want = array.reshape([*sizes.values()]).transpose([list(sizes).index(name) for name in order]).reshape(shape)
+    want = (
+        array.reshape([*sizes.values()])
+        .transpose([list(sizes).index(name) for name in order])
+        .reshape(shape)
+    )
     (a,), (b,) = components(parse(source), sizes), components(parse(target), sizes)
     assert parse(target).shape(sizes) == shape
     forth = part("w", a, b, sizes, {})
@@ -163,7 +178,9 @@ def test_parts_of_a_sum_are_read_out_of_the_whole_and_joined_to_it(data):
         inner = data.draw(boxes_in(shape))
         np.testing.assert_array_equal(moved(out, whole, shape, inner), piece[inner.index])
         steps = list(out.steps(inner, 1 << 20))
-        assert sum(step.source.size for step in steps) <= MOST_READ * sum(step.indices.size for step in steps)
+        assert sum(step.source.size for step in steps) <= MOST_READ * sum(
+            step.indices.size for step in steps
+        )
     np.testing.assert_array_equal(rebuilt, whole[box.index])
 
 
@@ -173,7 +190,13 @@ def test_far_parts_are_read_one_by_one_and_near_ones_together():
     for component, own, reads in ((q, "q", 1), (k, "k", 4)):
         (alone,) = components(parse(f"group {own} d e"), sizes)
         assert (
-            len(list(part("w", component, alone, sizes, {}).steps(Box.whole(alone_shape(own, sizes)), 1 << 20)))
+            len(
+                list(
+                    part("w", component, alone, sizes, {}).steps(
+                        Box.whole(alone_shape(own, sizes)), 1 << 20
+                    )
+                )
+            )
             == reads
         )
 
@@ -204,7 +227,8 @@ def test_lengths_follow_from_shapes_in_any_order():
 
 def test_a_part_of_a_sum_follows_from_the_others():
     found = infer(
-        [claim("qkv", "(group (q + k + v) d)", (48,))], {"group": one(2), "k": one(1), "v": one(1), "d": one(4)}
+        [claim("qkv", "(group (q + k + v) d)", (48,))],
+        {"group": one(2), "k": one(1), "v": one(1), "d": one(4)},
     )
     assert found.sizes["q"] == 4
 
@@ -217,10 +241,22 @@ def one(length):
     ("claims", "known", "fault"),
     [
         ([claim("w", "a b", (2, 3, 4))], {}, r"w has 3 axes, \[2, 3, 4\], but `a b` names 2"),
-        ([claim("w", "(a b)", (12,))], {}, r"w: axis 0 has length 12 .* leaves the length of a and b open"),
-        ([claim("w", "(a b)", (12,))], {"a": one(5)}, r"axis 0 is `\(a b\)` with a = 5 \(given\), but .* has 12 there"),
+        (
+            [claim("w", "(a b)", (12,))],
+            {},
+            r"w: axis 0 has length 12 .* leaves the length of a and b open",
+        ),
+        (
+            [claim("w", "(a b)", (12,))],
+            {"a": one(5)},
+            r"axis 0 is `\(a b\)` with a = 5 \(given\), but .* has 12 there",
+        ),
         ([claim("w", "(a + b)", (3,))], {"a": one(5)}, r"no length of b makes that fit"),
-        ([claim("w", "a", (3,)), claim("v", "a", (4,))], {}, r"v: axis 0 is `a` = 3 with a = 3 \(axis 0 of w, \[3\]\)"),
+        (
+            [claim("w", "a", (3,)), claim("v", "a", (4,))],
+            {},
+            r"v: axis 0 is `a` = 3 with a = 3 \(axis 0 of w, \[3\]\)",
+        ),
     ],
 )
 def test_lengths_that_do_not_fit_are_told_with_where_they_come_from(claims, known, fault):

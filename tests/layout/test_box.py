@@ -23,11 +23,17 @@ def test_intersection_and_difference_are_those_of_the_sets_of_elements(case):
     parts = list(a.minus(b))
     assert len(parts) <= 2 * len(shape)
     assert sum(part.size for part in parts) == len(elements(a, shape) - elements(b, shape))
-    assert set().union(*(elements(part, shape) for part in parts)) == elements(a, shape) - elements(b, shape)
+    assert set().union(*(elements(part, shape) for part in parts)) == elements(a, shape) - elements(
+        b, shape
+    )
     assert a.within(b) == (elements(a, shape) <= elements(b, shape))
 
 
-@given(shapes.flatmap(lambda s: st.tuples(st.just(s), st.tuples(*[st.integers(0, int(np.prod(s)))] * 2))))
+@given(
+    shapes.flatmap(
+        lambda s: st.tuples(st.just(s), st.tuples(*[st.integers(0, int(np.prod(s)))] * 2))
+    )
+)
 def test_a_flat_range_is_few_boxes_in_row_major_order(case):
     shape, (start, stop) = case[0], sorted(case[1])
     array = numbered(shape)
@@ -47,10 +53,14 @@ def test_the_index_finds_what_looking_at_every_box_finds(data):
     shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple))
     boxes = data.draw(st.lists(boxes_in(shape), max_size=60))
     box = data.draw(boxes_in(shape))
-    assert sorted(BoxIndex(boxes).meeting(box)) == [i for i, other in enumerate(boxes) if other.intersect(box)]
+    assert sorted(BoxIndex(boxes).meeting(box)) == [
+        i for i, other in enumerate(boxes) if other.intersect(box)
+    ]
 
 
-@pytest.mark.parametrize(("shape", "tile"), [((100_000,), (1,)), ((320, 320), (1, 1)), ((50, 50, 40), (1, 1, 1))])
+@pytest.mark.parametrize(
+    ("shape", "tile"), [((100_000,), (1,)), ((320, 320), (1, 1)), ((50, 50, 40), (1, 1, 1))]
+)
 def test_finding_a_box_among_a_hundred_thousand_looks_at_few_of_them(shape, tile, monkeypatch):
     from jax_ucp.layout import blocks, box_index
 
@@ -60,5 +70,6 @@ def test_finding_a_box_among_a_hundred_thousand_looks_at_few_of_them(shape, tile
     monkeypatch.setattr(box_index, "_meet", lambda a, b: looks.append(1) or meet(a, b))
     for first in (0, len(tiles) // 2, len(tiles) - 1):
         assert list(index.meeting(tiles[first])) == [first]
-    # One hit is one path of about log2(100,000 / 8) = 14 nodes, two looks each, and a leaf of 8 boxes.
+    # One hit is one path of about log2(100,000 / 8) = 14 nodes, two looks each, and a leaf of 8
+    # boxes.
     assert len(looks) <= 3 * (2 * 14 + 8 + 2)

@@ -17,7 +17,7 @@ from jax_ucp.layout.patterns import (
     Unique,
     flat_layouts,
 )
-from jax_ucp.storage.consolidated import Consolidated, ConsolidatedView
+from jax_ucp.sources.consolidated import Consolidated, ConsolidatedView
 
 
 @st.composite
@@ -26,7 +26,9 @@ def patterns(draw: st.DrawFn) -> tuple[Pattern, tuple[int, ...], int]:
     shape = draw(st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple))
     ranks = draw(st.integers(1, 5))
     axis = draw(st.integers(0, len(shape) - 1))
-    kind = draw(st.sampled_from(["unique", "copies", "sharded", "grid", "fused", "groups", "padded"]))
+    kind = draw(
+        st.sampled_from(["unique", "copies", "sharded", "grid", "fused", "groups", "padded"])
+    )
     if kind == "unique":
         return Unique(), shape, 1
     if kind == "copies":
@@ -44,14 +46,26 @@ def patterns(draw: st.DrawFn) -> tuple[Pattern, tuple[int, ...], int]:
                 parts[name] = draw(st.integers(1, 3)) * ranks
                 whole |= {name} if draw(st.booleans()) else set()
         rows = sum(n if isinstance(n, int) else sum(n) for n in parts.values())
-        return Fused(axis, parts, frozenset(whole)), (*shape[:axis], rows, *shape[axis + 1 :]), ranks
+        return (
+            Fused(axis, parts, frozenset(whole)),
+            (*shape[:axis], rows, *shape[axis + 1 :]),
+            ranks,
+        )
     if kind == "groups":
         groups = draw(st.integers(1, 4))
         parts = {name: groups * draw(st.integers(1, 3)) for name in "qkv"}
-        return Fused(axis, parts, groups=groups), (*shape[:axis], sum(parts.values()), *shape[axis + 1 :]), ranks
+        return (
+            Fused(axis, parts, groups=groups),
+            (*shape[:axis], sum(parts.values()), *shape[axis + 1 :]),
+            ranks,
+        )
     inner = draw(st.sampled_from([Sharded(axis), Replicated()]))
     padded = shape[axis] + draw(st.integers(0, 9))
-    return (Padded(inner, axis, shape[axis], padded) if kind == "padded" else Sharded(axis)), shape, ranks
+    return (
+        (Padded(inner, axis, shape[axis], padded) if kind == "padded" else Sharded(axis)),
+        shape,
+        ranks,
+    )
 
 
 def by_hand(pattern: Pattern, whole: np.ndarray, ranks: int) -> list[np.ndarray]:
@@ -66,10 +80,14 @@ def by_hand(pattern: Pattern, whole: np.ndarray, ranks: int) -> list[np.ndarray]
             return shards
         case Fused(axis=axis, parts=parts, whole=kept, groups=groups):
             rows = {name: n if isinstance(n, int) else sum(n) for name, n in parts.items()}
-            split = dict(zip(rows, np.split(whole, np.cumsum(list(rows.values()))[:-1], axis), strict=True))
+            split = dict(
+                zip(rows, np.split(whole, np.cumsum(list(rows.values()))[:-1], axis), strict=True)
+            )
             if groups:
                 pieces = {name: np.split(part, groups, axis) for name, part in split.items()}
-                stream = np.concatenate([pieces[name][g] for g in range(groups) for name in rows], axis)
+                stream = np.concatenate(
+                    [pieces[name][g] for g in range(groups) for name in rows], axis
+                )
                 return np.array_split(stream, ranks, axis)
             shards = []
             for rank in range(ranks):
@@ -115,21 +133,35 @@ def test_reading_a_box_equals_slicing_the_whole(case, data):
 
 
 @given(st.lists(patterns(), min_size=1, max_size=3), st.data())
-def test_flat_partitions_of_tensor_parallel_shards_read_as_the_original_through_two_views(cases, data):
+def test_flat_partitions_of_tensor_parallel_shards_read_as_the_original_through_two_views(
+    cases, data
+):
     ranks = min(ranks for _, _, ranks in cases)
-    params = {f"p{i}": (pattern, shape) for i, (pattern, shape, n) in enumerate(cases) if n == ranks}
-    whole = {name: numbered(shape) + 1000 * i for i, (name, (_, shape)) in enumerate(params.items())}
+    params = {
+        f"p{i}": (pattern, shape) for i, (pattern, shape, n) in enumerate(cases) if n == ranks
+    }
+    whole = {
+        name: numbered(shape) + 1000 * i for i, (name, (_, shape)) in enumerate(params.items())
+    }
     dp = data.draw(st.integers(1, 4))
     gaps = {name: data.draw(st.integers(0, 3)) for name in params}
     partitions, zero_views = {}, {}
     for tp in range(ranks):
-        shards = {name: by_hand(pattern, whole[name], ranks)[tp] for name, (pattern, _) in params.items()}
-        flat = np.concatenate([np.append(s.ravel(), np.full(gaps[name], -1)) for name, s in shards.items()])
+        shards = {
+            name: by_hand(pattern, whole[name], ranks)[tp] for name, (pattern, _) in params.items()
+        }
+        flat = np.concatenate(
+            [np.append(s.ravel(), np.full(gaps[name], -1)) for name, s in shards.items()]
+        )
         flat = np.append(flat, np.full(-len(flat) % (2 * dp), -1))
         keys = [f"tp{tp}/dp{r}" for r in range(dp)]
         partitions |= dict(zip(keys, np.split(flat, dp), strict=True))
-        layouts = flat_layouts({name: s.shape for name, s in shards.items()}, [len(flat) // dp] * dp, gaps)
-        zero_views |= {f"{name}/tp{tp}": Consolidated(layout, keys) for name, layout in layouts.items()}
+        layouts = flat_layouts(
+            {name: s.shape for name, s in shards.items()}, [len(flat) // dp] * dp, gaps
+        )
+        zero_views |= {
+            f"{name}/tp{tp}": Consolidated(layout, keys) for name, layout in layouts.items()
+        }
     inner = ConsolidatedView(MemoryStore(partitions), zero_views)
     outer = {}
     for name, (pattern, shape) in params.items():
@@ -185,7 +217,9 @@ def test_check_accepts_exactly_what_counting_every_element_accepts(case, data):
 
 def test_check_names_every_fault_at_once():
     half = Box((0, 0), (2, 4))
-    layout = ParamLayout((4, 4), ((2, 4), (2, 4)), (Fragment(0, half, half), Fragment(1, half, Box((1, 0), (3, 4)))))
+    layout = ParamLayout(
+        (4, 4), ((2, 4), (2, 4)), (Fragment(0, half, half), Fragment(1, half, Box((1, 0), (3, 4))))
+    )
     with pytest.raises(LayoutError) as error:
         layout.check()
     assert "overlap: [0:2, 0:4] of shard 0 and [1:3, 0:4] of shard 1" in str(error.value)
@@ -196,13 +230,29 @@ def test_check_names_every_fault_at_once():
     ("pattern", "shards", "message"),
     [
         (Unique(), [(2,), (2,)], "Unique needs 1 shard, found 2"),
-        (Replicated(), [(2,), (3,)], r"shard 1 has shape \(3,\), but its replica, shard 0, has \(2,\)"),
-        (Sharded(0), [(2, 4), (2, 5)], r"shard 1 has shape \(2, 5\) where its neighbours leave \(2, 4\)"),
+        (
+            Replicated(),
+            [(2,), (3,)],
+            r"shard 1 has shape \(3,\), but its replica, shard 0, has \(2,\)",
+        ),
+        (
+            Sharded(0),
+            [(2, 4), (2, 5)],
+            r"shard 1 has shape \(2, 5\) where its neighbours leave \(2, 4\)",
+        ),
         (Sharded(2), [(2, 4)], "there is no axis 2"),
         (Sharded(0, 1, grid=(2, 2)), [(2, 4)], "needs 4 shards, found 1"),
-        (Fused(0, {"q": 4, "k": 2}), [(3, 8), (2, 8)], r"needs 3 rows on axis 0 of shard 1.*\(2, 8\).*whole"),
+        (
+            Fused(0, {"q": 4, "k": 2}),
+            [(3, 8), (2, 8)],
+            r"needs 3 rows on axis 0 of shard 1.*\(2, 8\).*whole",
+        ),
         (Fused(0, {"q": 4, "k": 1}), [(3, 8)] * 2, "1 rows of k cannot be cut evenly over 2 ranks"),
-        (Padded(Sharded(0), 0, 101), [(50, 2), (50, 2)], r"the shards hold \(100, 2\), .*\(101, 2\)"),
+        (
+            Padded(Sharded(0), 0, 101),
+            [(50, 2), (50, 2)],
+            r"the shards hold \(100, 2\), .*\(101, 2\)",
+        ),
         (Padded(Sharded(0), 0, 9, 12), [(5, 2), (5, 2)], "the shards have 10 rows"),
     ],
 )
@@ -226,7 +276,9 @@ def test_replicas_that_differ_in_one_bit_are_both_named():
     from jax_ucp.errors import CorruptData
 
     store = MemoryStore({"r0": np.array([0.0, 1.0]), "r1": np.array([-0.0, 1.0])})
-    view = ConsolidatedView(store, {"w": Consolidated(Replicated().join([(2,), (2,)]), ["r0", "r1"])})
+    view = ConsolidatedView(
+        store, {"w": Consolidated(Replicated().join([(2,), (2,)]), ["r0", "r1"])}
+    )
     view.compare_replicas("w", Box((1,), (2,)))
     with pytest.raises(CorruptData, match=r"w: \[0:2\] differs between r0 and r1"):
         view.compare_replicas("w", Box((0,), (2,)))

@@ -36,7 +36,9 @@ def test_every_block_of_every_tiling_has_a_run_inside(case):
     runs = sample_boxes(*every)
     for blocks in every:
         for block in blocks:
-            assert not block.size or any(run.within(block) for run in runs), f"{block} is not met by {runs}"
+            assert not block.size or any(run.within(block) for run in runs), (
+                f"{block} is not met by {runs}"
+            )
 
 
 @given(tilings())
@@ -69,7 +71,9 @@ def test_the_last_elements_of_the_blocks_of_the_first_tiling_are_among_them(case
 def test_an_array_in_one_piece_has_runs_at_its_ends_and_between(rows, columns):
     block = Box.whole((rows, columns))
     runs = sample_boxes([block])
-    starts = [int(positions(Box(run.start, tuple(a + 1 for a in run.start)), block)[0]) for run in runs]
+    starts = [
+        int(positions(Box(run.start, tuple(a + 1 for a in run.start)), block)[0]) for run in runs
+    ]
     assert starts[0] == 0
     assert starts == sorted(set(starts))
     covered = sum(run.size for run in runs)

@@ -1,4 +1,6 @@
-"""Whatever the budget: the same arrays, each stored chunk read once, and no more in flight than was said."""
+"""Whatever the budget: the same arrays, each stored chunk read once, and no more in flight than
+was said.
+"""
 
 import math
 import tracemalloc
@@ -18,14 +20,18 @@ from helpers import MemoryStore, contents_of, grids
 from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.sharding.boxes import device_boxes
-from jax_ucp.sharding.landing import Wanted, landing
-from jax_ucp.storage.consolidated import same_bits
-from jax_ucp.storage.gather import blocks_of
-from jax_ucp.storage.source import ArrayInfo
+from jax_ucp.sharding.output_buffers import ReadRequest, landing
+from jax_ucp.sources.consolidated import same_bits
+from jax_ucp.sources.gather import blocks_of
+from jax_ucp.sources.protocol import ArrayInfo
 from workers.reads import bytes_read
 
 BITS = np.random.default_rng(0).integers(0, 1 << 32, (1536, 768), np.uint32)
-WANT = {"w": BITS.view(np.float32), "half": BITS[:768].view(ml_dtypes.bfloat16), "count": BITS.astype(np.int32)}
+WANT = {
+    "w": BITS.view(np.float32),
+    "half": BITS[:768].view(ml_dtypes.bfloat16),
+    "count": BITS.astype(np.int32),
+}
 SPECS = [P("x"), P(None, "x"), P()]
 
 
@@ -33,7 +39,9 @@ SPECS = [P("x"), P(None, "x"), P()]
 def saved(tmp_path_factory) -> str:
     path = str(tmp_path_factory.mktemp("budget") / "step")
     mesh = Mesh(np.array(jax.devices()), ("x",))
-    tree = {name: jax.device_put(array, NamedSharding(mesh, P("x"))) for name, array in WANT.items()}
+    tree = {
+        name: jax.device_put(array, NamedSharding(mesh, P("x"))) for name, array in WANT.items()
+    }
     ocp.Checkpointer(ucp.CheckpointHandler()).save(path, args=ucp.args.Save(tree))
     return path
 
@@ -42,7 +50,9 @@ def saved(tmp_path_factory) -> str:
 def devices_are(request, monkeypatch) -> str:
     """With `accelerator` the CPU devices are taken for devices with a memory of their own."""
     if request.param == "accelerator":
-        monkeypatch.setattr(Wanted, "in_place", property(lambda wanted: wanted.sharding is None))
+        monkeypatch.setattr(
+            ReadRequest, "in_place", property(lambda wanted: wanted.sharding is None)
+        )
     return request.param
 
 
@@ -71,7 +81,9 @@ def test_any_budget_casts_alike(saved, budget, kind):
     dtypes = {"w": ml_dtypes.bfloat16, "half": np.float32, "count": np.int32}
     shapes = {name: (array.shape, dtypes[name]) for name, array in WANT.items()}
     if kind == "mesh":
-        target = {name: jax.ShapeDtypeStruct(*about, sharding=sharding) for name, about in shapes.items()}
+        target = {
+            name: jax.ShapeDtypeStruct(*about, sharding=sharding) for name, about in shapes.items()
+        }
     else:
         target = {name: np.empty(*about) for name, about in shapes.items()}
     got = ucp.open(saved).restore(target, cast=True, budget_bytes=budget)
@@ -94,7 +106,9 @@ def test_64_bits_land_in_blocks_too():
     want = np.random.default_rng(1).integers(-(1 << 62), 1 << 62, (512, 96))
     with jax.enable_x64(True):
         mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
-        got = Checkpoint(contents_of({"param": {"w": want}})).restore(mesh=mesh, budget_bytes=1 << 16)
+        got = Checkpoint(contents_of({"param": {"w": want}})).restore(
+            mesh=mesh, budget_bytes=1 << 16
+        )
     assert same_bits(np.asarray(got["param"]["w"]), want)
 
 
@@ -104,12 +118,17 @@ def test_blocks_hold_the_boxes_cut_no_chunk_and_are_apart(data):
     chunk = data.draw(st.none() | st.tuples(*(st.integers(1, n) for n in shape)))
     some = [box for box in data.draw(grids(shape)) if box.size]
     boxes = data.draw(st.lists(st.sampled_from(some), min_size=1, unique=True))
-    info, most = ArrayInfo(shape, np.dtype(np.int16), chunk), data.draw(st.integers(1, 2 * math.prod(shape)))
+    info, most = (
+        ArrayInfo(shape, np.dtype(np.int16), chunk),
+        data.draw(st.integers(1, 2 * math.prod(shape))),
+    )
     seen = np.zeros(np.multiply(shape, 2), np.int64)  # blocks may reach past the array
     for block in blocks_of(info, boxes, most):
         seen[block.index] += 1
         assert any(box.intersect(block) for box in boxes)
-        assert block.size * info.dtype.itemsize <= max(most, info.dtype.itemsize * math.prod(chunk or ()))
+        assert block.size * info.dtype.itemsize <= max(
+            most, info.dtype.itemsize * math.prod(chunk or ())
+        )
         assert all(a % n == 0 for a, n in zip(block.start, chunk or (1,) * len(shape), strict=True))
     assert seen.max() == 1
     assert all(seen[box.index].all() for box in boxes)
@@ -117,11 +136,13 @@ def test_blocks_hold_the_boxes_cut_no_chunk_and_are_apart(data):
 
 @pytest.mark.usefixtures("devices_are")
 def test_a_process_without_devices_of_the_mesh_takes_nothing_whatever_the_budget(saved):
-    """It has no boxes, and what a stored chunk would cost is none of its business, however small the budget."""
+    """It has no boxes, and what a stored chunk would cost is none of its business, however small
+    the budget.
+    """
     found = ucp.open(saved)._contents
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
     for leaf in found.leaves:
-        assert Wanted(found.arrays, leaf.name, {}, np.dtype(leaf.dtype), sharding).cost() == 0
+        assert ReadRequest(found.arrays, leaf.name, {}, np.dtype(leaf.dtype), sharding).cost() == 0
 
 
 class Copies(MemoryStore):
@@ -136,9 +157,14 @@ class Copies(MemoryStore):
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_a_block_takes_no_more_memory_than_it_costs(spec, dtype):
     array = np.random.default_rng(2).normal(size=(1920, 132)).astype(np.float32)
-    sharding, store = NamedSharding(Mesh(np.array(jax.devices()[:3]), ("x",)), spec), Copies({"w": array})
+    sharding, store = (
+        NamedSharding(Mesh(np.array(jax.devices()[:3]), ("x",)), spec),
+        Copies({"w": array}),
+    )
     with jax.enable_x64(True):
-        wanted = Wanted(store, "w", device_boxes(sharding, array.shape), np.dtype(dtype), sharding)
+        wanted = ReadRequest(
+            store, "w", device_boxes(sharding, array.shape), np.dtype(dtype), sharding
+        )
         place = landing(wanted)
         assert place is not None
         for block in wanted.blocks(200_000):

@@ -1,4 +1,6 @@
-"""A checkpoint cut for a mesh holds the same bits in the chunks that a save from the mesh writes, and no others."""
+"""A checkpoint cut for a mesh holds the same bits in the chunks that a save from the mesh
+writes, and no others.
+"""
 
 import logging
 from pathlib import Path
@@ -16,16 +18,24 @@ from helpers import contents_of
 from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.sharding.fit import fit_spec
 from jax_ucp.sharding.save import describe, take_snapshot
-from jax_ucp.storage.consolidated import same_bits
+from jax_ucp.sources.consolidated import same_bits
 
-SPECS = [P(), P("data"), P(None, "model"), P("data", "model"), P(("model", "data")), P("model", "data")]
+SPECS = [
+    P(),
+    P("data"),
+    P(None, "model"),
+    P("data", "model"),
+    P(("model", "data")),
+    P("model", "data"),
+]
 MESHES = [({"data": 4, "model": 2}, 1), ({"data": 2, "model": 16}, 8), ({"x": 3, "model": 4}, 12)]
 RULES = [(r"w$", P("data", "model")), (r"bits$", P("model", "x")), (r"b$", P("model"))]
 
 
 def arrays() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
-    bits = rng.integers(0, 1 << 32, (384, 960), np.uint32)  # NaNs of every payload, both zeros, denormal numbers
+    # NaNs of every payload, both zeros, denormal numbers
+    bits = rng.integers(0, 1 << 32, (384, 960), np.uint32)
     return {
         "w": rng.normal(size=(1024, 1536)).astype(np.float32),
         "bits": bits.view(np.float32),
@@ -45,7 +55,9 @@ def universal(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("mesh", "hosts"), MESHES)
-def test_it_has_the_same_bits_and_its_mesh_reads_each_byte_that_it_needs_and_no_other(universal, tmp_path, mesh, hosts):
+def test_it_has_the_same_bits_and_its_mesh_reads_each_byte_that_it_needs_and_no_other(
+    universal, tmp_path, mesh, hosts
+):
     cut = universal.save(tmp_path / "cut", mesh=mesh, rules=RULES, hosts=hosts)
     assert cut.leaves == universal.leaves
     for name, want in arrays().items():
@@ -54,12 +66,16 @@ def test_it_has_the_same_bits_and_its_mesh_reads_each_byte_that_it_needs_and_no_
     assert cut.plan_reads(mesh, rules=RULES, hosts=hosts).amplification == 1.0
 
 
-def test_cut_again_it_has_the_same_files_and_cut_for_no_mesh_those_that_it_was_made_of(universal, tmp_path):
+def test_cut_again_it_has_the_same_files_and_cut_for_no_mesh_those_that_it_was_made_of(
+    universal, tmp_path
+):
     (mesh, hosts), (other, others) = MESHES[:2]
     first = universal.save(tmp_path / "first", mesh=mesh, rules=RULES, hosts=hosts)
     second = universal.save(tmp_path / "second", mesh=other, rules=RULES, hosts=others)
     assert files(second) != files(first)
-    assert files(second.save(tmp_path / "again", mesh=mesh, rules=RULES, hosts=hosts)) == files(first)
+    assert files(second.save(tmp_path / "again", mesh=mesh, rules=RULES, hosts=hosts)) == files(
+        first
+    )
     assert files(second.save(tmp_path / "back")) == files(universal)
 
 
@@ -76,12 +92,16 @@ def test_its_chunks_are_those_of_a_save_from_the_mesh(data):
     mesh = Mesh(np.array(jax.devices()).reshape(sizes), ("data", "model"))
     tree, rules = {}, []
     for name in "abc":
-        shape = tuple(data.draw(st.integers(1, 700)) * data.draw(st.sampled_from([1, 4, 8])) for _ in range(2))
+        shape = tuple(
+            data.draw(st.integers(1, 700)) * data.draw(st.sampled_from([1, 4, 8])) for _ in range(2)
+        )
         spec = fit_spec(data.draw(st.sampled_from(SPECS)), shape, dict(mesh.shape)).spec
         dtype = data.draw(st.sampled_from([np.int8, np.float32]))
         tree[name] = jax.device_put(np.zeros(shape, dtype), NamedSharding(mesh, P(*spec)))
         rules.append((f"{name}$", P(*spec)))
-    checkpoint = Checkpoint(contents_of({"param": {name: np.asarray(array) for name, array in tree.items()}}))
+    checkpoint = Checkpoint(
+        contents_of({"param": {name: np.asarray(array) for name, array in tree.items()}})
+    )
     live = take_snapshot(describe({"param": tree})).chunks
     for given_mesh in (mesh, mesh.abstract_mesh, dict(mesh.shape)):
         assert checkpoint.plan_save(4 << 30, mesh=given_mesh, rules=rules).chunks == live
@@ -96,7 +116,10 @@ def test_the_budget_holds_for_any_mesh(universal, budget):
 
 
 def test_what_a_mesh_does_not_have_of_a_spec_is_told(universal, tmp_path, caplog):
-    asked = {"mesh": {"data": 5, "model": 2}, "rules": [(r"w$", P("data", "model")), (r"nothing$", P("model"))]}
+    asked = {
+        "mesh": {"data": 5, "model": 2},
+        "rules": [(r"w$", P("data", "model")), (r"nothing$", P("model"))],
+    }
     notes = universal.plan_save(**asked).notes
     assert [note.partition(":")[0] for note in notes][:1] == ["param/w"]
     assert len(notes) == 2

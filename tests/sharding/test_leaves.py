@@ -1,4 +1,6 @@
-"""What can be a leaf, what it comes back as, and what is said where target and checkpoint differ."""
+"""What can be a leaf, what it comes back as, and what is said where target and checkpoint
+differ.
+"""
 
 import enum
 from collections import OrderedDict
@@ -23,7 +25,7 @@ import jax_ucp as ucp
 from jax_ucp.errors import TreeMismatch, UnsupportedLeaf
 from jax_ucp.metadata import Key, leaf_names
 from jax_ucp.sharding.fit import fit_spec
-from jax_ucp.storage.consolidated import same_bits
+from jax_ucp.sources.consolidated import same_bits
 
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 
@@ -55,8 +57,21 @@ def same(a: Any, b: Any) -> bool:
 
 DTYPES = [
     *(np.bool_, np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64),
-    *(np.float16, np.float32, np.float64, np.complex64, np.complex128, ml_dtypes.bfloat16, ml_dtypes.int4),
-    *(ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu, ml_dtypes.float4_e2m1fn),
+    *(
+        np.float16,
+        np.float32,
+        np.float64,
+        np.complex64,
+        np.complex128,
+        ml_dtypes.bfloat16,
+        ml_dtypes.int4,
+    ),
+    *(
+        ml_dtypes.float8_e4m3fn,
+        ml_dtypes.float8_e5m2,
+        ml_dtypes.float8_e8m0fnu,
+        ml_dtypes.float4_e2m1fn,
+    ),
 ]
 
 
@@ -69,7 +84,9 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path, dtype, shape):
     tree = {"numpy": array}
     if np.dtype(dtype).itemsize < 8:  # the others need jax_enable_x64
         tree["jax"] = jnp.asarray(array)
-    got = save(tmp_path / "c", tree).restore(dict.fromkeys(tree, array) | {k: v for k, v in tree.items()})
+    got = save(tmp_path / "c", tree).restore(
+        dict.fromkeys(tree, array) | {k: v for k, v in tree.items()}
+    )
     for name, value in tree.items():
         assert same(value, got[name]), name
 
@@ -87,7 +104,9 @@ VALUES = {
     "np_bool": np.bool_(True),
     "array": np.arange(6, dtype=np.int16).reshape(2, 3),
     "device": jnp.arange(4.0),
-    "sharded": jax.device_put(np.arange(16.0, dtype=np.float32).reshape(8, 2), NamedSharding(MESH, P("data", "model"))),
+    "sharded": jax.device_put(
+        np.arange(16.0, dtype=np.float32).reshape(8, 2), NamedSharding(MESH, P("data", "model"))
+    ),
     "key": jax.random.key(7),
     "rbg": jax.random.key(7, impl="rbg"),
     "keys": jax.random.split(jax.random.key(1), 4),
@@ -96,7 +115,11 @@ VALUES = {
     "point": Point(np.zeros(2), None),
     "train": Train(3, {"w": jnp.ones(2)}),
     "adam": optax.chain(optax.clip(1.0), optax.adamw(1e-3)).init({"w": jnp.ones(3, jnp.bfloat16)}),
-    "masked": optax.masked(optax.adam(1e-3), {"w": True, "b": False}).init({"w": jnp.ones(2), "b": jnp.ones(1)}),
+    "masked": (
+        optax.masked(optax.adam(1e-3), {"w": True, "b": False}).init(
+            {"w": jnp.ones(2), "b": jnp.ones(1)}
+        )
+    ),
     "dotted": {"a": {"b": np.float32(1)}, "a.b": np.float32(2), "a/b": {"c": np.ones(1)}, "": 3},
     "numbers": {0: np.ones(1), 10: np.ones(2)},
 }
@@ -105,13 +128,30 @@ VALUES = {
 def test_every_kind_of_leaf_comes_back_as_what_it_was(tmp_path):
     got = save(tmp_path / "c", VALUES).restore(VALUES)
     assert jax.tree.structure(got) == jax.tree.structure(VALUES)
-    for (path, want), value in zip(jax.tree.leaves_with_path(VALUES), jax.tree.leaves(got), strict=True):
+    for (path, want), value in zip(
+        jax.tree.leaves_with_path(VALUES), jax.tree.leaves(got), strict=True
+    ):
         assert same(want, value), jax.tree_util.keystr(path)
 
 
-def test_without_a_target_the_containers_of_python_come_back_and_others_as_dicts_of_their_fields(tmp_path):
+def test_without_a_target_the_containers_of_python_come_back_and_others_as_dicts_of_their_fields(
+    tmp_path,
+):
     got = save(tmp_path / "c", VALUES).restore()
-    for name in ("int", "big", "float", "nan", "complex", "true", "text", "none", "scalar", "array", "list", "tuple"):
+    for name in (
+        "int",
+        "big",
+        "float",
+        "nan",
+        "complex",
+        "true",
+        "text",
+        "none",
+        "scalar",
+        "array",
+        "list",
+        "tuple",
+    ):
         assert jax.tree.structure(got[name]) == jax.tree.structure(VALUES[name]), name
         assert all(map(same, jax.tree.leaves(VALUES[name]), jax.tree.leaves(got[name]))), name
     assert list(got["point"]) == ["x", "y"]
@@ -134,7 +174,9 @@ def test_an_nnx_state_comes_back_as_one_with_keys_and_counts(tmp_path):
     want, other = state(0), state(1)
     got = save(tmp_path / "c", want).restore(other)
     assert isinstance(got, nnx.State)
-    leaves = list(zip(jax.tree.leaves(want), jax.tree.leaves(got), jax.tree.leaves(other), strict=True))
+    leaves = list(
+        zip(jax.tree.leaves(want), jax.tree.leaves(got), jax.tree.leaves(other), strict=True)
+    )
     assert all(same(a, b) for a, b, _ in leaves)
     assert not all(same(a, c) for a, _, c in leaves)
 
@@ -149,7 +191,12 @@ def test_a_mesh_in_scope_does_not_disturb_a_restore(tmp_path):
 
 
 def test_names_that_stock_would_confuse_are_not_confused(tmp_path):
-    tree = {"a": {"b": np.zeros(2)}, "a.b": np.ones(2), "c": np.full(2, 2.0), "c/d": np.full(2, 3.0)}
+    tree = {
+        "a": {"b": np.zeros(2)},
+        "a.b": np.ones(2),
+        "c": np.full(2, 2.0),
+        "c/d": np.full(2, 3.0),
+    }
     checkpoint = save(tmp_path / "c", tree)
     got = checkpoint.restore()
     assert same(got["a"]["b"], tree["a"]["b"])
@@ -174,7 +221,12 @@ def test_leaf_names_are_unique_and_plain_wherever_they_can_be():
 keys = st.text(alphabet="a0#%./~i", max_size=4)
 
 
-@given(st.lists(st.lists(st.one_of(keys, st.integers(0, 12)), min_size=1, max_size=3).map(tuple), unique=True))
+@given(
+    st.lists(
+        st.lists(st.one_of(keys, st.integers(0, 12)), min_size=1, max_size=3).map(tuple),
+        unique=True,
+    )
+)
 def test_no_two_paths_get_one_name(paths):
     names = leaf_names([tuple(Key("dict", name) for name in path) for path in paths])
     assert len(set(names)) == len(names)
@@ -207,18 +259,25 @@ def test_arrays_and_keys_go_to_the_kind_of_memory_that_the_target_has(tmp_path, 
 
 
 def test_a_target_on_the_same_axes_of_another_kind_keeps_its_spec(tmp_path):
-    checkpoint = save(tmp_path / "c", {"w": jax.device_put(np.ones((8, 8)), NamedSharding(MESH, P("data", "model")))})
+    checkpoint = save(
+        tmp_path / "c",
+        {"w": jax.device_put(np.ones((8, 8)), NamedSharding(MESH, P("data", "model")))},
+    )
     explicit = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     abstract = NamedSharding(explicit.abstract_mesh, P("model", "data"))
     target = {"w": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=abstract)}
-    assert checkpoint.restore(target, mesh=explicit)["w"].sharding == NamedSharding(explicit, P("model", "data"))
+    assert checkpoint.restore(target, mesh=explicit)["w"].sharding == NamedSharding(
+        explicit, P("model", "data")
+    )
     with pytest.raises(TreeMismatch, match="no sharding on devices, the first w: give mesh="):
         checkpoint.restore(target)
 
 
 def test_rules_that_do_nothing_are_reported_and_those_that_cannot_be_meant_are_refused(tmp_path):
     checkpoint = save(tmp_path / "c", {"w": jnp.ones((8, 8))})
-    plan = checkpoint.plan(mesh=MESH, rules=[("^v", P("data")), ("embed", "model"), ("w", P("data"))])
+    plan = checkpoint.plan(
+        mesh=MESH, rules=[("^v", P("data")), ("embed", "model"), ("w", P("data"))]
+    )
     assert plan.notes == [
         "the rule '^v' matches no leaf",
         "no leaf has the logical axis 'embed'; a rule on labels has a PartitionSpec",
@@ -289,7 +348,13 @@ def test_what_cannot_be_restored_as_what_it_was_is_refused_with_the_reason(tree,
 
 
 def test_everything_in_which_target_and_checkpoint_differ_is_in_one_error(tmp_path):
-    tree = {"w": np.zeros((2, 3), np.float32), "b": np.zeros(3, np.float32), "n": 1, "s": "x", "old_scale": np.ones(2)}
+    tree = {
+        "w": np.zeros((2, 3), np.float32),
+        "b": np.zeros(3, np.float32),
+        "n": 1,
+        "s": "x",
+        "old_scale": np.ones(2),
+    }
     target = {
         "w": np.zeros((3, 2), np.float32),
         "b": np.zeros(3, np.float16),
@@ -301,11 +366,16 @@ def test_everything_in_which_target_and_checkpoint_differ_is_in_one_error(tmp_pa
         save(tmp_path / "c", tree).restore(target)
     text = str(error.value)
     assert "does not fit the checkpoint in 6 leaves" in text
-    assert "w: the target has shape (3, 2), the checkpoint (2, 3) (the target may be transposed)" in text
+    assert (
+        "w: the target has shape (3, 2), the checkpoint (2, 3) (the target may be transposed)"
+        in text
+    )
     assert "b: the target has dtype float16, the checkpoint float32; to convert, cast=True" in text
     assert "n: the target has None, the checkpoint an int" in text
     assert "s: the target has an array of float64 (2,), the checkpoint a str" in text
-    assert "old_scales: in the target, but not in the checkpoint; the checkpoint has old_scale" in text
+    assert (
+        "old_scales: in the target, but not in the checkpoint; the checkpoint has old_scale" in text
+    )
     assert "old_scale: in the checkpoint, but not in the target" in text
     assert "partial=True" in text
 
@@ -320,19 +390,31 @@ def test_a_partial_restore_leaves_out_only_what_the_target_lacks(tmp_path):
 def test_a_target_without_shardings_needs_a_mesh(tmp_path):
     checkpoint = save(tmp_path / "c", {"w": jnp.ones(4)})
     target = {"w": jax.ShapeDtypeStruct((4,), np.float32)}
-    with pytest.raises(TreeMismatch, match="the target have no sharding on devices, the first w: give mesh="):
+    with pytest.raises(
+        TreeMismatch, match="the target have no sharding on devices, the first w: give mesh="
+    ):
         checkpoint.restore(target)
     assert same(np.asarray(checkpoint.restore(target, mesh=MESH)["w"]), np.ones(4, np.float32))
 
 
 def test_what_jax_would_truncate_is_refused_unless_it_is_asked_for(tmp_path):
     checkpoint = save(tmp_path / "c", {"n": np.arange(3), "f": np.ones(2)})
-    target = {"n": jax.ShapeDtypeStruct((3,), np.int64), "f": jax.ShapeDtypeStruct((2,), np.float64)}
-    with pytest.raises(TreeMismatch, match="n: JAX would make int32 of its int64; set jax_enable_x64, or give"):
+    target = {
+        "n": jax.ShapeDtypeStruct((3,), np.int64),
+        "f": jax.ShapeDtypeStruct((2,), np.float64),
+    }
+    with pytest.raises(
+        TreeMismatch, match="n: JAX would make int32 of its int64; set jax_enable_x64, or give"
+    ):
         checkpoint.restore(target, mesh=MESH)
     assert same(checkpoint.restore(mesh=MESH)["n"], np.arange(3))
-    target = {"n": jax.ShapeDtypeStruct((3,), np.int32), "f": jax.ShapeDtypeStruct((2,), np.float32)}
-    assert same(checkpoint.restore(target, mesh=MESH, cast=True)["n"].addressable_data(0), jnp.arange(3))
+    target = {
+        "n": jax.ShapeDtypeStruct((3,), np.int32),
+        "f": jax.ShapeDtypeStruct((2,), np.float32),
+    }
+    assert same(
+        checkpoint.restore(target, mesh=MESH, cast=True)["n"].addressable_data(0), jnp.arange(3)
+    )
 
 
 @pytest.mark.parametrize("budget_bytes", [1, 100_000, 1 << 30])
@@ -346,7 +428,11 @@ def test_64_bits_asked_for_in_the_callers_thread_alone_are_restored(tmp_path, bu
 
 
 def test_casting_happens_only_where_it_is_asked_for(tmp_path):
-    tree = {"w": np.linspace(0, 1, 5, dtype=np.float32), "n": np.arange(3), "key": jax.random.key(0)}
+    tree = {
+        "w": np.linspace(0, 1, 5, dtype=np.float32),
+        "n": np.arange(3),
+        "key": jax.random.key(0),
+    }
     checkpoint = save(tmp_path / "c", tree)
     half = checkpoint.restore(cast=jnp.bfloat16)
     assert same(half["w"], tree["w"].astype(jnp.bfloat16))

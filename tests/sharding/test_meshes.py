@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ucp as ucp
 from jax_ucp.sharding.boxes import index_box
 from jax_ucp.sharding.fit import fit_spec
-from jax_ucp.storage.consolidated import same_bits
+from jax_ucp.sources.consolidated import same_bits
 from workers.reads import bytes_read
 
 MESHES = {
@@ -58,7 +58,9 @@ def saved(tmp_path_factory) -> dict[str, str]:
 
 def check_shards(array: jax.Array, want: np.ndarray, label: str) -> None:
     for shard in array.addressable_shards:
-        assert same_bits(np.asarray(shard.data), want[index_box(shard.index, want.shape).index]), label
+        assert same_bits(np.asarray(shard.data), want[index_box(shard.index, want.shape).index]), (
+            label
+        )
 
 
 @pytest.mark.parametrize("target", MESHES)
@@ -71,11 +73,17 @@ def test_every_spec_on_every_mesh_restores_as_every_spec_on_every_other(saved, s
         for label, want in WANT.items():
             check_shards(got[label], want, f"{label} as {spec}")
             fitted = fit_spec(tuple(spec), want.shape, MESHES[target])
-            assert got[label].sharding.is_equivalent_to(NamedSharding(mesh, P(*fitted.spec)), want.ndim)
+            assert got[label].sharding.is_equivalent_to(
+                NamedSharding(mesh, P(*fitted.spec)), want.ndim
+            )
 
 
-@pytest.mark.parametrize(("source", "target"), list(itertools.product(["4x2", "2x2x2"], ["8", "2x4", "3"])))
-def test_without_rules_each_array_keeps_the_spec_it_was_saved_with_as_far_as_the_mesh_allows(saved, source, target):
+@pytest.mark.parametrize(
+    ("source", "target"), list(itertools.product(["4x2", "2x2x2"], ["8", "2x4", "3"]))
+)
+def test_without_rules_each_array_keeps_the_spec_it_was_saved_with_as_far_as_the_mesh_allows(
+    saved, source, target
+):
     checkpoint, mesh = ucp.open(saved[source]), mesh_of(MESHES[target])
     plan = checkpoint.plan(mesh=mesh)
     got = checkpoint.restore(mesh=mesh)
@@ -104,5 +112,6 @@ def test_a_transposed_restore_reads_each_byte_once(tmp_path):
     with bytes_read() as read:
         got = checkpoint.restore(mesh=mesh, rules=[("w", P(None, "a"))])
     check_shards(got["w"], array, "w")
-    # Beside the data: the index of each of 8 files, and a crc32c of 4 bytes with each of 64 inner chunks of each.
+    # Beside the data: the index of each of 8 files, and a crc32c of 4 bytes with each of 64 inner
+    # chunks of each.
     assert array.nbytes <= read() <= array.nbytes * 1.001

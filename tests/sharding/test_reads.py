@@ -1,4 +1,6 @@
-"""What a plan says that hosts read is what a restore's boxes and chunks come to, counted one by one."""
+"""What a plan says that hosts read is what a restore's boxes and chunks come to, counted one by
+one.
+"""
 
 import math
 from pathlib import Path
@@ -24,7 +26,10 @@ DATA = Path(__file__).parents[1] / "data" / "torch"
 
 def boxes_of_hosts(shape, spec, hosts: int) -> list[set[Box]]:
     indices = NamedSharding(MESH, PartitionSpec(*spec)).devices_indices_map(shape)
-    return [{index_box(indices[d], shape) for d in devices} for devices in np.split(MESH.devices.ravel(), hosts)]
+    return [
+        {index_box(indices[d], shape) for d in devices}
+        for devices in np.split(MESH.devices.ravel(), hosts)
+    ]
 
 
 @settings(deadline=None, max_examples=40)
@@ -38,7 +43,11 @@ def test_a_plan_counts_what_the_boxes_of_each_host_touch(data):
     found = planned_reads([Stored(shape, 2, chunks, spec)] * 3, HostMesh.of(MESH, hosts))
     for host, boxes in enumerate(boxes_of_hosts(shape, spec, hosts)):
         inner_ones, outer_ones = (
-            [chunk for chunk in grid_boxes(shape, unit) if any(chunk.intersect(box) for box in boxes)]
+            [
+                chunk
+                for chunk in grid_boxes(shape, unit)
+                if any(chunk.intersect(box) for box in boxes)
+            ]
             for unit in (chunks.inner, chunks.outer)
         )
         assert found.needed[host] == 3 * 2 * sum(box.size for box in boxes)
@@ -48,18 +57,31 @@ def test_a_plan_counts_what_the_boxes_of_each_host_touch(data):
 
 @settings(deadline=None, max_examples=40)
 @given(st.data())
-def test_a_file_that_holds_pieces_of_several_arrays_is_opened_once_by_each_host_that_needs_one(data):
+def test_a_file_that_holds_pieces_of_several_arrays_is_opened_once_by_each_host_that_needs_one(
+    data,
+):
     pieces = [
         tuple((data.draw(st.sampled_from("abc")), box) for box in grid_boxes((8, 8), cut))
-        for cut in data.draw(st.lists(st.tuples(st.integers(1, 8), st.integers(1, 8)), min_size=1, max_size=3))
+        for cut in data.draw(
+            st.lists(st.tuples(st.integers(1, 8), st.integers(1, 8)), min_size=1, max_size=3)
+        )
     ]
     spec, hosts = data.draw(st.sampled_from(SPECS)), data.draw(st.sampled_from([1, 2, 4]))
     arrays = [Stored((8, 8), 4, Chunks((8, 8), (1, 1)), spec, each) for each in pieces]
     found = planned_reads(arrays, HostMesh.of(MESH, hosts))
     for host, boxes in enumerate(boxes_of_hosts((8, 8), spec, hosts)):
-        names = {name for each in pieces for name, piece in each if any(piece.intersect(box) for box in boxes)}
+        names = {
+            name
+            for each in pieces
+            for name, piece in each
+            if any(piece.intersect(box) for box in boxes)
+        }
         assert found.files[host] == len(names)
-        assert found.read[host] == found.needed[host] == 4 * len(pieces) * sum(box.size for box in boxes)
+        assert (
+            found.read[host]
+            == found.needed[host]
+            == 4 * len(pieces) * sum(box.size for box in boxes)
+        )
 
 
 @pytest.mark.parametrize("case", ["dcp_hf_sharded_2d", "dcp_threads2"])
@@ -71,7 +93,11 @@ def test_of_an_imported_checkpoint_each_host_opens_the_files_whose_pieces_its_bo
         spec = fit_spec(("a",), leaf.shape, dict(MESH.shape)).spec
         for host, boxes in enumerate(boxes_of_hosts(leaf.shape, spec, 4)):
             needed[host] += sum(box.size for box in boxes) * np.dtype(leaf.dtype).itemsize
-            met = [piece for piece in checkpoint.where(leaf) if any(box.intersect(piece.target) for box in boxes)]
+            met = [
+                piece
+                for piece in checkpoint.where(leaf)
+                if any(box.intersect(piece.target) for box in boxes)
+            ]
             files[host] |= {next(p.file for p in met if p.target == piece.target) for piece in met}
     assert found.files.tolist() == [len(each) for each in files]
     assert len(set(found.files.tolist())) > 1

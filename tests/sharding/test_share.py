@@ -1,4 +1,6 @@
-"""Reads shared by processes: the pieces of every box are the box, and joined they are the original bits."""
+"""Reads shared by processes: the pieces of every box are the box, and joined they are the
+original bits.
+"""
 
 import itertools
 import math
@@ -25,14 +27,23 @@ from jax_ucp.sharding.boxes import index_box
 from jax_ucp.sharding.fit import fit_spec
 from jax_ucp.sharding.restore import Placement, RestorePlan, dealt_out
 from jax_ucp.sharding.share import Cut, SharedRead, best_cut, shared_read
-from jax_ucp.storage.budget import in_order
-from jax_ucp.storage.checks import Check
-from jax_ucp.storage.consolidated import same_bits
-from jax_ucp.storage.source import ArrayInfo
+from jax_ucp.sources.budget import in_order
+from jax_ucp.sources.checks import Check
+from jax_ucp.sources.consolidated import same_bits
+from jax_ucp.sources.protocol import ArrayInfo
 
 SIZES = [{"a": 8}, {"a": 4, "b": 2}, {"a": 2, "b": 2, "c": 2}, {"a": 1, "b": 4}, {"a": 2, "b": 3}]
 SPECS = [(), ("a",), (None, "a"), ("b",), (None, "b"), (("b", "a"),), ("b", "c"), (None, None, "a")]
-DTYPES = [np.float32, ml_dtypes.bfloat16, np.bool_, np.int8, np.float16, ml_dtypes.float8_e4m3fn, np.float64, np.uint16]
+DTYPES = [
+    np.float32,
+    ml_dtypes.bfloat16,
+    np.bool_,
+    np.int8,
+    np.float16,
+    ml_dtypes.float8_e4m3fn,
+    np.float64,
+    np.uint16,
+]
 
 
 def mesh_of(sizes: dict[str, int], **more) -> Mesh:
@@ -43,7 +54,9 @@ def mesh_of(sizes: dict[str, int], **more) -> Mesh:
 @st.composite
 def shardings(draw: st.DrawFn, shape: tuple[int, ...]) -> NamedSharding:
     sizes = draw(st.sampled_from(SIZES))
-    return NamedSharding(mesh_of(sizes), P(*fit_spec(draw(st.sampled_from(SPECS)), shape, sizes).spec))
+    return NamedSharding(
+        mesh_of(sizes), P(*fit_spec(draw(st.sampled_from(SPECS)), shape, sizes).spec)
+    )
 
 
 shapes = st.lists(st.integers(1, 17), min_size=1, max_size=3).map(tuple)
@@ -55,19 +68,27 @@ def boxes_of(sharding: NamedSharding, shape: tuple[int, ...]) -> list[Box]:
 
 
 def free_names(sharding: NamedSharding) -> tuple[str, ...]:
-    used = {name for axes in sharding.spec for name in (axes if isinstance(axes, tuple) else (axes,))}
+    used = {
+        name for axes in sharding.spec for name in (axes if isinstance(axes, tuple) else (axes,))
+    }
     return tuple(name for name in sharding.mesh.axis_names if name not in used)
 
 
 @st.composite
 def reads(draw: st.DrawFn, dtype=np.uint8) -> SharedRead:
-    """Any array by any sharding, cut anywhere into as many pieces as there are copies, or more than are needed."""
+    """Any array by any sharding, cut anywhere into as many pieces as there are copies, or more
+    than are needed.
+    """
     shape = draw(shapes)
     sharding = draw(shardings(shape).filter(free_names))
     axis = draw(st.integers(0, len(shape) - 1))
     names = free_names(sharding)
-    even = -(-sharding.shard_shape(shape)[axis] // math.prod(sharding.mesh.shape[name] for name in names))
-    return SharedRead(shape, np.dtype(dtype), sharding, Cut(axis, draw(st.integers(even, even + 2)), names))
+    even = -(
+        -sharding.shard_shape(shape)[axis] // math.prod(sharding.mesh.shape[name] for name in names)
+    )
+    return SharedRead(
+        shape, np.dtype(dtype), sharding, Cut(axis, draw(st.integers(even, even + 2)), names)
+    )
 
 
 def parts_of(shared: SharedRead, array: np.ndarray) -> list[np.ndarray]:
@@ -75,13 +96,19 @@ def parts_of(shared: SharedRead, array: np.ndarray) -> list[np.ndarray]:
 
 
 def bits(shape: tuple[int, ...], dtype) -> np.ndarray:
-    """An array with every bit pattern that a random generator gives: negative zeros and NaNs with a payload too."""
+    """An array with every bit pattern that a random generator gives: negative zeros and NaNs
+    with a payload too.
+    """
     dtype = np.dtype(dtype)
     rng = np.random.default_rng(math.prod(shape))
     if dtype == np.bool_:
         return rng.integers(0, 2, shape).astype(np.bool_)
     array = rng.integers(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), np.uint8).view(dtype)
-    special = np.array([-0.0, np.nan, -np.nan, np.inf]).astype(dtype) if dtype.kind in "fV" else array.flat[:1]
+    special = (
+        np.array([-0.0, np.nan, -np.nan, np.inf]).astype(dtype)
+        if dtype.kind in "fV"
+        else array.flat[:1]
+    )
     array.flat[: special.size] = special[: array.size]
     return array
 
@@ -128,15 +155,21 @@ def test_another_mesh_may_be_set_and_the_kind_of_memory_stays(kind, axis_type):
 
 
 def elements_read(boxes: Iterable[tuple[int, Box]], info: ArrayInfo) -> int:
-    """Elements of the chunks that the boxes of each owner meet, each chunk once for an owner; counted one by one."""
+    """Elements of the chunks that the boxes of each owner meet, each chunk once for an owner;
+    counted one by one.
+    """
     unit = info.chunk or (1,) * len(info.shape)
     grid = list(grid_boxes(info.shape, unit))
-    return math.prod(unit) * len({(owner, c) for owner, box in boxes for c in grid if box.intersect(c)})
+    return math.prod(unit) * len(
+        {(owner, c) for owner, box in boxes for c in grid if box.intersect(c)}
+    )
 
 
 @st.composite
 def placed_arrays(draw: st.DrawFn) -> tuple[NamedSharding, ArrayInfo, tuple[int, ...]]:
-    """An array in chunks, the sharding it is restored by, and the process of each device of the mesh."""
+    """An array in chunks, the sharding it is restored by, and the process of each device of the
+    mesh.
+    """
     shape = tuple(draw(st.lists(st.integers(1, 20), min_size=1, max_size=2)))
     sharding = draw(shardings(shape))
     whole = [sharding.shard_shape(shape), tuple(-(-n // 2) for n in shape)]
@@ -162,9 +195,13 @@ def test_the_best_cut_reads_least_of_all_and_nothing_twice_where_chunks_allow_it
     copies, names = places.max() + 1, free_names(sharding)
     costs = {}
     for axis, n in enumerate(boxes[0].shape):
-        for length in {-(-n // copies), -(-n // copies // unit[axis]) * unit[axis]} if names else ():
+        for length in (
+            {-(-n // copies), -(-n // copies // unit[axis]) * unit[axis]} if names else ()
+        ):
             if length * copies < 2 * n:
-                pieces = SharedRead(info.shape, info.dtype, sharding, Cut(axis, length, names)).boxes()
+                pieces = SharedRead(
+                    info.shape, info.dtype, sharding, Cut(axis, length, names)
+                ).boxes()
                 read = ((owner[device], piece) for piece, (device,) in pieces.items())
                 costs[axis, length] = elements_read(read, info)
     alone = elements_read(zip(owners, boxes, strict=True), info)
@@ -183,7 +220,8 @@ def test_the_best_cut_reads_least_of_all_and_nothing_twice_where_chunks_allow_it
 
 def test_a_process_whose_pieces_are_empty_reads_nothing():
     zeros, each = np.zeros((4, 1), int), np.arange(4)
-    assert best_cut(zeros, zeros + 9, each, each, (10,)) == (0, 3)  # three read the one chunk, and not four
+    # three read the one chunk, and not four
+    assert best_cut(zeros, zeros + 9, each, each, (10,)) == (0, 3)
     assert best_cut(zeros, zeros + 8, each, each, (10,)) is None
 
 
@@ -203,18 +241,25 @@ def test_arrays_that_are_small_or_held_once_or_not_whole_bytes_are_not_shared(mo
     assert cut(P(("a", "b")), (1024, 64)) is None
     assert cut(P(), (SMALL_BYTES // 4,)) is None
     assert cut(P(), (3, 3, 99999)) == Cut(2, 12500, ("a", "b"))
-    assert cut(P(), (1030, 64), (103, 64)) == Cut(0, 206, ("a", "b"))  # at chunks: two for each of five devices
+    # at chunks: two for each of five devices
+    assert cut(P(), (1030, 64), (103, 64)) == Cut(0, 206, ("a", "b"))
     assert cut(P(), (1024, 64), (1024, 64)) is None  # each would read all
     for name in ("float32", "bool", "bfloat16", "int8", "uint64", "float8_e8m0fnu"):
         assert shared_read(everywhere, large, np.dtype(name)) is not None, name
     for name in ("complex64", "complex128", "int4", "uint2", "float4_e2m1fn"):
         assert shared_read(everywhere, large, np.dtype(name)) is None, name
-    for other in (None, SingleDeviceSharding(jax.devices()[0]), NamedSharding(mesh.abstract_mesh, P())):
+    for other in (
+        None,
+        SingleDeviceSharding(jax.devices()[0]),
+        NamedSharding(mesh.abstract_mesh, P()),
+    ):
         assert shared_read(other, large, float32) is None
 
 
 def test_in_one_process_the_plan_is_what_it_was():
-    tree = {"w": jax.device_put(np.ones((1024, 64), np.float32), NamedSharding(mesh_of({"a": 8}), P()))}
+    tree = {
+        "w": jax.device_put(np.ones((1024, 64), np.float32), NamedSharding(mesh_of({"a": 8}), P()))
+    }
     checkpoint = ucp.Checkpoint.of(tree)
     assert checkpoint.plan(tree, share_reads=True) == checkpoint.plan(tree)
 
@@ -247,14 +292,19 @@ def test_while_a_result_is_used_the_next_is_worked_at():
 
 
 @given(st.integers(0, 20), st.integers(1, 5), st.sampled_from(["sample", "full"]), st.booleans())
-def test_proofs_in_full_are_dealt_out_to_the_processes_that_share_and_samples_are_not(count, processes, extent, shares):
+def test_proofs_in_full_are_dealt_out_to_the_processes_that_share_and_samples_are_not(
+    count, processes, extent, shares
+):
     checks = [Check(str(i), frozenset(), 0, lambda: None) for i in range(count)]
     sharding = NamedSharding(mesh_of({"a": 8}), P())
     shared = SharedRead((8,), np.dtype(np.uint8), sharding, Cut(0, 1, ("a",))) if shares else None
     plan = RestorePlan([Placement(Leaf((), "w", "array", (8,), "uint8"), "jax", shared=shared)])
     run: list[str] = []
     for process in range(processes):
-        with patch("jax.process_index", lambda p=process: p), patch("jax.process_count", lambda: processes):
+        with (
+            patch("jax.process_index", lambda p=process: p),
+            patch("jax.process_count", lambda: processes),
+        ):
             run += [check.label for check in dealt_out(plan, checks, extent)]
     once = extent == "full" and shares
     assert sorted(run) == sorted([check.label for check in checks] * (1 if once else processes))

@@ -1,4 +1,6 @@
-"""What a process copies of a tree when it saves: what it writes, and no part that it does not need for that."""
+"""What a process copies of a tree when it saves: what it writes, and no part that it does not
+need for that.
+"""
 
 import gc
 
@@ -13,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from helpers import boxes_in, numbered
 from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.sharding.save import Snapshot, _to_host, describe
-from jax_ucp.storage.source import ArrayInfo
+from jax_ucp.sources.protocol import ArrayInfo
 
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
 SHAPE = (8, 12)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from helpers import MemoryStore, numbered
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.patterns import Sharded, flat_layouts
-from jax_ucp.storage.consolidated import Consolidated, ConsolidatedView
+from jax_ucp.sources.consolidated import Consolidated, ConsolidatedView
 
 
 @given(
@@ -23,13 +23,17 @@ def test_where_goes_through_a_flat_shard_that_is_made_of_shards(shape, before, c
     buffer = np.concatenate([np.full(before, -1, np.int32), want.ravel()])
     edges = [0, *sorted({cut for cut in cuts if 0 < cut < len(buffer)}), len(buffer)]
     stored = {f"s{i}": buffer[a:b] for i, (a, b) in enumerate(itertools.pairwise(edges))}
-    whole = flat_layouts({"buffer": buffer.shape}, [len(piece) for piece in stored.values()])["buffer"]
+    whole = flat_layouts({"buffer": buffer.shape}, [len(piece) for piece in stored.values()])[
+        "buffer"
+    ]
     inner = ConsolidatedView(MemoryStore(stored), {"buffer": Consolidated(whole, [*stored])})
     layout = flat_layouts({"before": (before,), "w": shape}, [len(buffer)])["w"]
     view = ConsolidatedView(inner, {"w": Consolidated(layout, ["buffer"])})
     got = np.full(shape, -1, np.int32)
     for key, fragment in view.where("w"):
-        got[fragment.target.index] = stored[key][fragment.source.index].reshape(fragment.target.shape)
+        got[fragment.target.index] = stored[key][fragment.source.index].reshape(
+            fragment.target.shape
+        )
     np.testing.assert_array_equal(got, want)
 
 
@@ -37,7 +41,8 @@ def test_where_goes_through_a_flat_shard_that_is_made_of_shards(shape, before, c
 def test_any_box_may_be_empty(row, column, width):
     whole = numbered((6, 4))
     view = ConsolidatedView(
-        MemoryStore({"0": whole[:3], "1": whole[3:]}), {"w": Consolidated(Sharded(0).join([(3, 4)] * 2), ["0", "1"])}
+        MemoryStore({"0": whole[:3], "1": whole[3:]}),
+        {"w": Consolidated(Sharded(0).join([(3, 4)] * 2), ["0", "1"])},
     )
     box = Box((row, column), (row, min(4, column + width)))
     np.testing.assert_array_equal(view.read("w", box), whole[box.index])

@@ -19,18 +19,18 @@ import jax_ucp as ucp
 import torch_writer
 from helpers import MemoryStore, numbered
 from jax_ucp.errors import FormatError, NotACheckpoint
+from jax_ucp.files.directory import Directory
+from jax_ucp.files.source_files import SourceFiles
 from jax_ucp.layout.blocks import Chunks, chunk_shapes, grid_boxes, whole_chunks, writer_cells
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Key, Leaf
-from jax_ucp.storage.budget import run_bounded, threads
-from jax_ucp.storage.contents import Contents, Item
-from jax_ucp.storage.copy import copy, plan_copy
-from jax_ucp.storage.directory import Directory
-from jax_ucp.storage.gather import read_boxes
-from jax_ucp.storage.ledger import LEDGER_FILE
-from jax_ucp.storage.source import ArrayInfo
-from jax_ucp.storage.source_files import SourceFiles
-from jax_ucp.storage.zarr import ZarrStore
+from jax_ucp.sources.budget import run_bounded, threads
+from jax_ucp.sources.contents import Contents, Item
+from jax_ucp.sources.gather import read_boxes
+from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.universal.copy import copy, plan_copy
+from jax_ucp.universal.ledger import LEDGER_FILE
+from jax_ucp.universal.store import ZarrStore
 
 
 class ChunkedStore(MemoryStore):
@@ -81,7 +81,9 @@ def test_boxes_read_together_equal_slices_and_no_chunk_is_read_twice(data):
     shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple))
     chunk = tuple(data.draw(st.integers(1, n)) for n in shape)
     cuts = [sorted({0, n, *data.draw(st.lists(st.integers(0, n), max_size=2))}) for n in shape]
-    grid = np.stack(np.meshgrid(*[range(len(c) - 1) for c in cuts], indexing="ij"), -1).reshape(-1, len(shape))
+    grid = np.stack(np.meshgrid(*[range(len(c) - 1) for c in cuts], indexing="ij"), -1).reshape(
+        -1, len(shape)
+    )
     boxes = [
         Box(
             tuple(c[i] for c, i in zip(cuts, place, strict=True)),
@@ -89,7 +91,11 @@ def test_boxes_read_together_equal_slices_and_no_chunk_is_read_twice(data):
         )
         for place in grid.tolist()
     ]
-    wanted = data.draw(st.lists(st.sampled_from(boxes), min_size=2, unique=True)) if len(boxes) > 1 else boxes
+    wanted = (
+        data.draw(st.lists(st.sampled_from(boxes), min_size=2, unique=True))
+        if len(boxes) > 1
+        else boxes
+    )
     store = ChunkedStore({"w": numbered(shape)}, chunk)
     for box, got in zip(wanted, read_boxes(store, "w", wanted), strict=True):
         np.testing.assert_array_equal(got, store.data["w"][box.index])
@@ -121,14 +127,20 @@ def test_chunks_nest_tile_and_respect_the_cells_of_their_writers(shape, itemsize
     assert np.prod(whole.inner) * itemsize <= max(limit, itemsize)
 
 
-SMOOTH = [math.prod(factors) for factors in itertools.product((1, 2, 4, 8, 16), (1, 3, 9), (1, 5), (1, 7, 49))]
+SMOOTH = [
+    math.prod(factors)
+    for factors in itertools.product((1, 2, 4, 8, 16), (1, 3, 9), (1, 5), (1, 7, 49))
+]
 
 
 @given(
-    st.lists(st.integers(1, 1000), min_size=1, max_size=2) | st.lists(st.sampled_from(SMOOTH), min_size=1, max_size=3)
+    st.lists(st.integers(1, 1000), min_size=1, max_size=2)
+    | st.lists(st.sampled_from(SMOOTH), min_size=1, max_size=3)
 )
 def test_chunks_are_not_far_smaller_than_wanted(shape):
-    """Of a mebibyte at most, or where no prime above 7 divides a length: else one may have to be cut to pieces."""
+    """Of a mebibyte at most, or where no prime above 7 divides a length: else one may have to be
+    cut to pieces.
+    """
     chunks, total = chunk_shapes(shape, 1), math.prod(shape)
     assert math.prod(chunks.inner) * 8 > min(total, 1 << 20, max(64 << 10, total // 64))
 
@@ -140,19 +152,28 @@ def test_a_small_array_is_one_chunk_and_a_row_sharded_one_can_be_cut_eightfold_o
     assert writer_cells((1536, 512), 4, rows).shape == (192, 512)
     assert chunk_shapes((1536, 512), 4, (192, 512)) == Chunks((192, 512), (192, 64))
     assert chunk_shapes((100, 100), 4) == Chunks((100, 100), (100, 100))
-    assert writer_cells((512,), 4, [[Box((i * 64,), (i * 64 + 64,)) for i in range(8)]]).shape == (512,)
+    assert writer_cells((512,), 4, [[Box((i * 64,), (i * 64 + 64,)) for i in range(8)]]).shape == (
+        512,
+    )
 
 
 def test_a_part_of_a_chunk_is_not_written(tmp_path):
-    store = ZarrStore(Directory(tmp_path), {"w": ArrayInfo((4, 4), np.dtype("f4"))}, {"w": Chunks((2, 4), (2, 2))})
+    store = ZarrStore(
+        Directory(tmp_path), {"w": ArrayInfo((4, 4), np.dtype("f4"))}, {"w": Chunks((2, 4), (2, 2))}
+    )
     with pytest.raises(ValueError, match=r"w: \[0:2, 0:2\] is not a chunk of \(2, 4\)"):
         store.write("w", Box((0, 0), (2, 2)), np.zeros((2, 2), np.float32))
 
 
 def contents(path: Path, rows: int = 64) -> Contents:
     """A checkpoint of two arrays in memory, said to lie at `path`."""
-    arrays = MemoryStore({"a": numbered((rows, 32), np.float32), "b": numbered((rows,), np.float32)})
-    leaves = [Leaf((Key("dict", name),), name, "array", a.shape, "float32") for name, a in arrays.data.items()]
+    arrays = MemoryStore(
+        {"a": numbered((rows, 32), np.float32), "b": numbered((rows,), np.float32)}
+    )
+    leaves = [
+        Leaf((Key("dict", name),), name, "array", a.shape, "float32")
+        for name, a in arrays.data.items()
+    ]
     files = SourceFiles()
     files.note(path)
     return Contents("memory", str(path), leaves, arrays, files=files)
@@ -184,16 +205,22 @@ def test_a_copy_that_was_stopped_is_taken_up_where_it_was(tmp_path):
 
 
 @pytest.mark.parametrize("writes", [3, 12, 30])
-def test_a_copy_that_lost_its_power_is_taken_up_from_what_was_on_the_disk(tmp_path, monkeypatch, writes):
-    """Only what was there at the last sync survives; of all else the names, and every line of the ledger."""
+def test_a_copy_that_lost_its_power_is_taken_up_from_what_was_on_the_disk(
+    tmp_path, monkeypatch, writes
+):
+    """Only what was there at the last sync survives; of all else the names, and every line of
+    the ledger.
+    """
     (tmp_path / "source").write_text("the source")
     source = contents(tmp_path / "source", rows=16384)
     plan = plan_copy(source, budget_bytes=8192)
-    monkeypatch.setattr("jax_ucp.storage.copy.GROUP_BYTES", 4 * plan.blocks[0].nbytes)
+    monkeypatch.setattr("jax_ucp.universal.copy.GROUP_BYTES", 4 * plan.blocks[0].nbytes)
     survives, put, sync, counted = {}, Directory.put, Directory.sync, itertools.count()
 
     def synced(directory):
-        survives.update({name: Path(directory.file(name)).read_bytes() for name in directory.files()})
+        survives.update(
+            {name: Path(directory.file(name)).read_bytes() for name in directory.files()}
+        )
         sync(directory)
 
     def until_the_power_goes(directory, name, parts, durable):
@@ -212,7 +239,8 @@ def test_a_copy_that_lost_its_power_is_taken_up_from_what_was_on_the_disk(tmp_pa
     before = len(source.arrays.reads)
     kept = sum(name.startswith(("a/c/", "b/c/")) for name in survives)
     copy(source, plan, tmp_path / "out")
-    # What had come to the disk is not read again, but for the blocks of a group that were not all there.
+    # What had come to the disk is not read again, but for the blocks of a group that were not all
+    # there.
     assert len(source.arrays.reads) - before <= len(plan.blocks) - kept + 4 + threads()
     result = ucp.open(tmp_path / "out")
     assert [fault for _, fault in result.verify() if fault] == []
@@ -221,10 +249,14 @@ def test_a_copy_that_lost_its_power_is_taken_up_from_what_was_on_the_disk(tmp_pa
 
 
 def test_an_unfinished_copy_of_another_reading_of_the_same_source_is_not_taken_up(tmp_path):
-    """Of what is stored twice, one copy is believed or the other: the files are the same, the elements are not."""
+    """Of what is stored twice, one copy is taken or the other: the files are the same, the
+    elements are not.
+    """
     (tmp_path / "source").write_text("the source")
-    master = replace(contents(tmp_path / "source"), account=[Item("source:a", "", "mapped", "the master")])
-    believed = replace(master, account=[Item("source:a", "", "skipped", "not believed")])
+    master = replace(
+        contents(tmp_path / "source"), inventory=[Item("source:a", "", "mapped", "the master")]
+    )
+    taken = replace(master, inventory=[Item("source:a", "", "skipped", "not taken")])
 
     def stop(block):
         raise KeyboardInterrupt
@@ -232,7 +264,7 @@ def test_an_unfinished_copy_of_another_reading_of_the_same_source_is_not_taken_u
     with pytest.raises(KeyboardInterrupt):
         copy(master, plan_copy(master, 8192), tmp_path / "out", stop)
     with pytest.raises(FormatError, match="belongs to a conversion of another source"):
-        copy(believed, plan_copy(believed, 8192), tmp_path / "out")
+        copy(taken, plan_copy(taken, 8192), tmp_path / "out")
     copy(master, plan_copy(master, 8192), tmp_path / "out")
 
 
@@ -302,7 +334,10 @@ def universal(path: Path, data: np.ndarray) -> None:
     leaves = [Leaf((Key("dict", n),), n, "array", data[0].shape, "float32") for n in "abc"]
     path.with_suffix(".source").write_text("the source")
     source = Contents(
-        "memory", str(path.with_suffix(".source")), leaves, MemoryStore(dict(zip("abc", data, strict=True)))
+        "memory",
+        str(path.with_suffix(".source")),
+        leaves,
+        MemoryStore(dict(zip("abc", data, strict=True))),
     )
     copy(source, plan_copy(source), path)
 
@@ -311,19 +346,38 @@ def deepspeed(path: Path, data: np.ndarray) -> None:
     flat = data.reshape(-1)
     module = {name: part.astype(ml_dtypes.bfloat16) for name, part in zip("abc", data, strict=True)}
     shapes = {name: part.shape for name, part in module.items()}
-    torch_writer.save({"module": module, "param_shapes": [shapes]}, path / "mp_rank_00_model_states.pt")
-    state = {"base_optimizer_state": {"state": {}}, "single_partition_of_fp32_groups": [flat], "zero_stage": 1}
-    torch_writer.save({"optimizer_state_dict": state}, path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    torch_writer.save(
+        {"module": module, "param_shapes": [shapes]}, path / "mp_rank_00_model_states.pt"
+    )
+    state = {
+        "base_optimizer_state": {"state": {}},
+        "single_partition_of_fp32_groups": [flat],
+        "zero_stage": 1,
+    }
+    torch_writer.save(
+        {"optimizer_state_dict": state}, path / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    )
 
 
 @pytest.mark.parametrize("write", [universal, deepspeed])
-def test_the_budget_bounds_the_memory_of_a_conversion_whatever_the_size_of_the_checkpoint(tmp_path, write):
+def test_the_budget_bounds_the_memory_of_a_conversion_whatever_the_size_of_the_checkpoint(
+    tmp_path, write
+):
     data = np.random.default_rng(0).random(size=(3, 1024, 32768), dtype=np.float32)
     write(tmp_path / "big", data)
 
     def peak(budget: int) -> int:
-        command = [sys.executable, "-c", MEASURE, str(tmp_path / "big"), str(tmp_path / f"out{budget}"), str(budget)]
-        return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout)
+        command = [
+            sys.executable,
+            "-c",
+            MEASURE,
+            str(tmp_path / "big"),
+            str(tmp_path / f"out{budget}"),
+            str(budget),
+        ]
+        return int(
+            subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+        )
 
     small = 16 << 20
     constant = 128 << 20  # what the libraries and the allocator keep beside the blocks in flight

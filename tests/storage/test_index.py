@@ -1,4 +1,6 @@
-"""What stock Orbax and TensorStore read of an array's shape is under a checksum: a flipped bit is an error to them."""
+"""What stock Orbax and TensorStore read of an array's shape is under a checksum: a flipped bit
+is an error to them.
+"""
 
 import json
 import random
@@ -10,7 +12,7 @@ import pytest
 import tensorstore as ts
 
 import jax_ucp as ucp
-from jax_ucp.storage import packs
+from jax_ucp.universal import packs
 
 TREE = {
     "w": np.arange(99 * 9, dtype=np.float32).reshape(99, 9),
@@ -21,13 +23,18 @@ SAMPLE = 3000
 
 
 def read_as_stock(item: Path, name: str) -> np.ndarray:
-    """The array as TensorStore has it, in the way in which `_METADATA` tells stock Orbax to look for it."""
+    """The array as TensorStore has it, in the way in which `_METADATA` tells stock Orbax to look
+    for it.
+    """
     if json.loads((item / "_METADATA").read_bytes())["use_ocdbt"]:
         kvstore: Any = {"driver": "ocdbt", "base": f"file://{item}/", "path": f"{name}/"}
     else:
         kvstore = f"file://{item}/{name}/"
     return np.asarray(
-        ts.open({"driver": "zarr3", "kvstore": kvstore, "fill_missing_data_reads": False}).result().read().result()
+        ts.open({"driver": "zarr3", "kvstore": kvstore, "fill_missing_data_reads": False})
+        .result()
+        .read()
+        .result()
     )
 
 
@@ -54,7 +61,12 @@ def test_no_flipped_bit_makes_another_array_of_it(item, file):
 def test_stock_reads_every_array_by_the_index_and_zarr_s_readers_by_its_directory(item):
     for name, want in TREE.items():
         np.testing.assert_array_equal(read_as_stock(item, name), want)
-        plain = ts.open({"driver": "zarr3", "kvstore": f"file://{item}/{name}/"}).result().read().result()
+        plain = (
+            ts.open({"driver": "zarr3", "kvstore": f"file://{item}/{name}/"})
+            .result()
+            .read()
+            .result()
+        )
         np.testing.assert_array_equal(np.asarray(plain), want)
 
 

@@ -1,4 +1,6 @@
-"""Leaves read through a mapping are what numpy makes of the parameters, whichever box is read, and back."""
+"""Leaves read through a mapping are what numpy makes of the parameters, whichever box is read,
+and back.
+"""
 
 from dataclasses import replace
 
@@ -11,14 +13,14 @@ from hypothesis import strategies as st
 from helpers import MemoryStore, boxes_in, contents_of, grids, numbered
 from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.errors import CorruptData, LayoutError, TreeMismatch
-from jax_ucp.language.binding import bind
-from jax_ucp.language.mapping import Mapping
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.patterns import Sharded
-from jax_ucp.storage.consolidated import Consolidated, ConsolidatedView, same_bits
-from jax_ucp.storage.gather import read_boxes, read_into
-from jax_ucp.storage.mapped_tree import map_contents
-from jax_ucp.storage.source import ArrayInfo
+from jax_ucp.mapping.binding import bind
+from jax_ucp.mapping.mapped_tree import map_contents
+from jax_ucp.mapping.rules import Mapping
+from jax_ucp.sources.consolidated import Consolidated, ConsolidatedView, same_bits
+from jax_ucp.sources.gather import read_boxes, read_into
+from jax_ucp.sources.protocol import ArrayInfo
 
 
 def rng(shape, seed=0):
@@ -34,7 +36,11 @@ PARAMS = {
     **{f"h.{i}.qkv": rng((GROUPS * 4 * DIM, EMBED), i) for i in range(LAYERS)},
     **{f"h.{i}.c_attn": rng((EMBED, 3 * HEADS * DIM), i) for i in range(LAYERS)},
     **{f"h.{i}.{n}": rng((MLP, EMBED), 9 * i + ord(n)) for i in range(LAYERS) for n in "gu"},
-    **{f"h.{i}.e.{j}.w": rng((MLP, EMBED), 9 * i + j) for i in range(LAYERS) for j in range(EXPERTS)},
+    **{
+        f"h.{i}.e.{j}.w": rng((MLP, EMBED), 9 * i + j)
+        for i in range(LAYERS)
+        for j in range(EXPERTS)
+    },
     "stacked": rng((LAYERS, EMBED, MLP)),
     "conv": rng((EMBED, 1, MLP)),
 }
@@ -74,7 +80,9 @@ def want():
         return np.stack([p[name.format(i)] for i in range(LAYERS)], axis)
 
     split = {i: p[f"h.{i}.qkv"].reshape(GROUPS, 4, DIM, EMBED) for i in range(LAYERS)}
-    three = np.stack(np.split(stack("h.{}.c_attn"), 3, axis=2)).reshape(3, LAYERS, EMBED, HEADS, DIM)
+    three = np.stack(np.split(stack("h.{}.c_attn"), 3, axis=2)).reshape(
+        3, LAYERS, EMBED, HEADS, DIM
+    )
     wi = np.concatenate([stack("h.{}.g"), stack("h.{}.u")], axis=1)
     experts = np.stack([stack(f"h.{{}}.e.{j}.w") for j in range(EXPERTS)])
     return {
@@ -82,7 +90,10 @@ def want():
         "position/embedding": p["wpe"],
         "norm/scale": p["norm"],
         "q": stack("h.{}.q").reshape(LAYERS, HEADS, DIM, EMBED).transpose(0, 3, 1, 2),
-        **{f"h/{i}/q": split[i][:, :2].transpose(3, 0, 1, 2).reshape(EMBED, 2 * GROUPS, DIM) for i in split},
+        **{
+            f"h/{i}/q": split[i][:, :2].transpose(3, 0, 1, 2).reshape(EMBED, 2 * GROUPS, DIM)
+            for i in split
+        },
         **{f"h/{i}/k": split[i][:, 2].transpose(2, 0, 1) for i in split},
         **{f"h/{i}/v": split[i][:, 3] for i in split},
         "three/q": three[0].transpose(1, 0, 2, 3),
@@ -105,7 +116,9 @@ def mapped(tree, mapping=MAPPING, **more):
 
 def test_every_leaf_is_what_numpy_makes_of_the_parameters():
     checkpoint = mapped({"param": PARAMS})
-    assert {leaf.label: leaf.shape for leaf in checkpoint.leaves} == {f"param/{k}": a.shape for k, a in WANT.items()}
+    assert {leaf.label: leaf.shape for leaf in checkpoint.leaves} == {
+        f"param/{k}": a.shape for k, a in WANT.items()
+    }
     for name, array in WANT.items():
         np.testing.assert_array_equal(checkpoint.read(f"param/{name}"), array)
 
@@ -113,19 +126,28 @@ def test_every_leaf_is_what_numpy_makes_of_the_parameters():
 @given(st.sampled_from(sorted(WANT)), st.data())
 def test_reading_any_box_is_slicing_the_whole(name, data):
     box = data.draw(boxes_in(WANT[name].shape))
-    np.testing.assert_array_equal(mapped({"param": PARAMS}).read(f"param/{name}", box), WANT[name][box.index])
+    np.testing.assert_array_equal(
+        mapped({"param": PARAMS}).read(f"param/{name}", box), WANT[name][box.index]
+    )
 
 
 def test_there_and_back_is_the_identity_for_every_state():
-    tree = {state: {n: a + k for n, a in PARAMS.items()} for k, state in enumerate(("param", "exp_avg", "exp_avg_sq"))}
+    tree = {
+        state: {n: a + k for n, a in PARAMS.items()}
+        for k, state in enumerate(("param", "exp_avg", "exp_avg_sq"))
+    }
     tree["step"] = {n: np.asarray(7, np.float32) for n in PARAMS}
     forth = mapped(tree)
     for name, array in WANT.items():
         whole = np.pad(np.ones_like(array[:, :11]), ((0, 0), (0, 5))) if name == "embed" else 1
-        np.testing.assert_array_equal(forth.read(f"exp_avg/{name}"), (array + whole).astype(np.float32))
+        np.testing.assert_array_equal(
+            forth.read(f"exp_avg/{name}"), (array + whole).astype(np.float32)
+        )
         assert forth.read(f"step/{name}") == 7
     back = forth.map(MAPPING.inverse())
-    assert sorted(leaf.label for leaf in back.leaves) == sorted(f"{s}/{n}" for s in tree for n in PARAMS)
+    assert sorted(leaf.label for leaf in back.leaves) == sorted(
+        f"{s}/{n}" for s in tree for n in PARAMS
+    )
     for state, arrays in tree.items():
         for name, array in arrays.items():
             np.testing.assert_array_equal(back.read(f"{state}/{name}"), array)
@@ -151,34 +173,49 @@ def test_what_is_stored_in_chunks_gives_the_same_leaves(name, data):
     box = data.draw(boxes_in(WANT[name].shape))
     contents = contents_of({"param": PARAMS})
     checkpoint = Checkpoint(replace(contents, arrays=Chunked(contents.arrays.data)))
-    np.testing.assert_array_equal(checkpoint.map(MAPPING).read(f"param/{name}", box), WANT[name][box.index])
+    np.testing.assert_array_equal(
+        checkpoint.map(MAPPING).read(f"param/{name}", box), WANT[name][box.index]
+    )
 
 
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.complex128])
+@pytest.mark.parametrize(
+    "dtype", [np.float32, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.complex128]
+)
 @given(st.sampled_from(sorted(WANT)), st.sampled_from([MemoryStore, Chunked]), st.data())
 def test_boxes_read_into_places_of_any_strides_are_slices_of_the_whole(dtype, name, store, data):
     boxes = [box for box in data.draw(grids(WANT[name].shape)) if box.size]
     order = data.draw(st.permutations(range(WANT[name].ndim)))
     contents = contents_of({"param": {n: a.astype(dtype) for n, a in PARAMS.items()}})
-    view = Checkpoint(replace(contents, arrays=store(contents.arrays.data))).map(MAPPING)._contents.arrays
+    view = (
+        Checkpoint(replace(contents, arrays=store(contents.arrays.data)))
+        .map(MAPPING)
+        ._contents.arrays
+    )
     places = [np.ones([*(box.shape[i] for i in order), 2], dtype) for box in boxes]
     outs = [place[..., 0].transpose(np.argsort(order)) for place in places]
     read_into(view, f"param.{name.replace('/', '.')}", boxes, outs)
     for box, out, place in zip(boxes, outs, places, strict=True):
-        assert same_bits(np.ascontiguousarray(out), np.ascontiguousarray(WANT[name].astype(dtype)[box.index]))
+        assert same_bits(
+            np.ascontiguousarray(out), np.ascontiguousarray(WANT[name].astype(dtype)[box.index])
+        )
         assert (place[..., 1] == np.ones((), dtype)).all()
 
 
 def test_boxes_that_share_stored_chunks_are_read_chunk_by_chunk():
     contents = contents_of({"param": {f"{i}.w": rng((8, 32), i) for i in range(2)}})
     store = Chunked(contents.arrays.data)
-    rules = Mapping.parse("sizes: {dim: 2}\nleaves:\n- {param: '{i}.w', axes: (h dim) e, leaf: {w: i e h dim}}")
+    rules = Mapping.parse(
+        "sizes: {dim: 2}\nleaves:\n- {param: '{i}.w', axes: (h dim) e, leaf: {w: i e h dim}}"
+    )
     view = map_contents(replace(contents, arrays=store), *bound(rules, contents)).arrays
-    boxes = [Box((0, e, 0, 0), (2, e + 1, 4, 2)) for e in range(32)]  # each is half of a column of chunks
+    # each is half of a column of chunks
+    boxes = [Box((0, e, 0, 0), (2, e + 1, 4, 2)) for e in range(32)]
     got = read_boxes(view, "param.w", boxes)
     assert all(box.start[1] % 2 == box.stop[1] % 2 == 0 for _, box in store.reads)
     assert sum(box.size for _, box in store.reads) == 2 * 8 * 32
-    whole = np.stack([a.reshape(4, 2, 32).transpose(2, 0, 1) for a in contents.arrays.data.values()])
+    whole = np.stack(
+        [a.reshape(4, 2, 32).transpose(2, 0, 1) for a in contents.arrays.data.values()]
+    )
     for box, data in zip(boxes, got, strict=True):
         np.testing.assert_array_equal(data, whole[box.index])
 
@@ -196,8 +233,14 @@ def test_a_device_slice_is_read_straight_out_of_the_shards():
     view = ConsolidatedView(shards, {contents.leaves[0].name: whole})
     rule = {"param": "h.{i}.q", "axes": "(heads dim) embed", "leaf": {"q": "i embed heads dim"}}
     rules = Mapping.from_dict({"sizes": {"dim": DIM}, "leaves": [rule]})
-    got = Checkpoint(replace(contents, arrays=view)).map(rules).read("param/q", Box((0, 1, 2, 0), (1, 3, 4, 3)))
-    np.testing.assert_array_equal(got[0], PARAMS["h.0.q"].reshape(4, 3, EMBED).transpose(2, 0, 1)[1:3, 2:4])
+    got = (
+        Checkpoint(replace(contents, arrays=view))
+        .map(rules)
+        .read("param/q", Box((0, 1, 2, 0), (1, 3, 4, 3)))
+    )
+    np.testing.assert_array_equal(
+        got[0], PARAMS["h.0.q"].reshape(4, 3, EMBED).transpose(2, 0, 1)[1:3, 2:4]
+    )
     assert shards.reads == [("rank1", Box((0, 1), (6, 3)))]
 
 
@@ -214,7 +257,9 @@ def test_a_step_that_differs_between_the_parameters_of_a_leaf_is_refused():
     assert [what for what, _ in faults] == ["step/wi"]
 
 
-TIED = Mapping.parse("leaves:\n- {param: a, axes: x y, tied: {b: y x}, leaf: {w: y x}, cast: float16}")
+TIED = Mapping.parse(
+    "leaves:\n- {param: a, axes: x y, tied: {b: y x}, leaf: {w: y x}, cast: float16}"
+)
 
 
 def test_what_is_tied_is_compared_and_either_copy_is_enough():
@@ -239,7 +284,9 @@ def test_the_moments_of_what_is_tied_are_those_of_the_copy_that_has_them():
         assert [what for what, fault in checkpoint.verify() if not fault] == ["param/w"]
 
 
-@pytest.mark.parametrize(("stored", "how"), [("float32", "rounded"), ("bfloat16", "rounded"), ("float8_e5m2", "exact")])
+@pytest.mark.parametrize(
+    ("stored", "how"), [("float32", "rounded"), ("bfloat16", "rounded"), ("float8_e5m2", "exact")]
+)
 def test_a_cast_says_whether_it_is_exact(stored, how):
     array = rng((2, 3)).astype(getattr(ml_dtypes, stored, None) or stored)
     checkpoint = mapped({"param": {"a": array}}, TIED)
@@ -261,7 +308,10 @@ def test_a_leaf_with_a_copy_is_compared_on_the_way_back():
 
 def test_a_cast_is_of_the_parameter_alone():
     checkpoint = mapped({"param": {"a": rng((2, 3))}, "exp_avg": {"a": rng((2, 3))}}, TIED)
-    assert {leaf.label: leaf.dtype for leaf in checkpoint.leaves} == {"param/w": "float16", "exp_avg/w": "float32"}
+    assert {leaf.label: leaf.dtype for leaf in checkpoint.leaves} == {
+        "param/w": "float16",
+        "exp_avg/w": "float32",
+    }
 
 
 SCALED = Mapping.parse("leaves:\n- {param: a, leaf: b, scale: 2, add: 1}\n- {param: c, leaf: d}")
@@ -273,8 +323,8 @@ def test_a_scaled_parameter_leaves_its_moments_out_and_says_why():
     np.testing.assert_array_equal(checkpoint.read("param/b"), tree["param"]["a"] * 2 + 1)
     assert [leaf.label for leaf in checkpoint.leaves] == ["param/b", "param/d", "exp_avg/d"]
     assert any("exp_avg/b is left out: b is scaled" in note for note in checkpoint.notes)
-    (item,) = checkpoint.account
-    assert (item.where, item.fate) == ("exp_avg/a", "skipped")
+    (item,) = checkpoint.inventory
+    assert (item.where, item.status) == ("exp_avg/a", "skipped")
     back = mapped({"param": tree["param"]}, SCALED).map(SCALED.inverse())
     np.testing.assert_allclose(back.read("param/a"), tree["param"]["a"], atol=1e-6)
     np.testing.assert_array_equal(back.read("param/a"), (tree["param"]["a"] * 2 + 1 - 1) / 2)
@@ -297,9 +347,15 @@ PLAIN = Mapping.parse("leaves:\n- {param: '{n}.w', axes: x, leaf: {w: n x}}")
             {"param": {"0.w": rng((3,)), "1.w": rng((3,))}, "m": {"0.w": rng((3,))}},
             r"m/w: 0\.w has this state, but 1\.w not",
         ),
-        ({"param": {"0.w": rng((3,))}, "row": {"0.w": rng((2,))}}, r"row of 0\.w has shape \[2\], the parameter \[3\]"),
         (
-            {"param": {"0.w": rng((3,)), "1.w": rng((3,))}, "m": {"0.w": rng((3,)), "1.w": rng(())}},
+            {"param": {"0.w": rng((3,))}, "row": {"0.w": rng((2,))}},
+            r"row of 0\.w has shape \[2\], the parameter \[3\]",
+        ),
+        (
+            {
+                "param": {"0.w": rng((3,)), "1.w": rng((3,))},
+                "m": {"0.w": rng((3,)), "1.w": rng(())},
+            },
             r"m of 1\.w has shape \[\], the parameter \[3\]",
         ),
         (
@@ -329,15 +385,19 @@ def test_only_the_mapping_that_undoes_another_knows_its_lengths():
 
 def test_an_empty_part_is_nothing():
     rules = Mapping.parse("leaves:\n- {param: {a: x, b: y}, leaf: {w: (x + y)}}")
-    np.testing.assert_array_equal(mapped({"param": {"a": rng((0,)), "b": rng((3,))}}, rules).read("param/w"), rng((3,)))
+    np.testing.assert_array_equal(
+        mapped({"param": {"a": rng((0,)), "b": rng((3,))}}, rules).read("param/w"), rng((3,))
+    )
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16", "float64", "bool", "int4", "complex128", "complex64"])
+@pytest.mark.parametrize(
+    "dtype", ["float8_e4m3fn", "bfloat16", "float64", "bool", "int4", "complex128", "complex64"]
+)
 def test_every_dtype_is_moved_bit_for_bit(dtype):
     array = (rng((4, 6)) * 8).astype(getattr(ml_dtypes, dtype, None) or dtype)
-    got = mapped({"param": {"a": array}}, Mapping.parse("leaves:\n- {param: a, axes: x y, leaf: {b: y x}}")).read(
-        "param/b"
-    )
+    got = mapped(
+        {"param": {"a": array}}, Mapping.parse("leaves:\n- {param: a, axes: x y, leaf: {b: y x}}")
+    ).read("param/b")
     assert same_bits(got, np.ascontiguousarray(array.T))
 
 

@@ -1,4 +1,6 @@
-"""The index we write is what TensorStore reads: every key has the bytes of its range, and no flipped bit passes."""
+"""The index we write is what TensorStore reads: every key has the bytes of its range, and no
+flipped bit passes.
+"""
 
 import random
 
@@ -7,7 +9,7 @@ import tensorstore as ts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jax_ucp.storage.ocdbt import MANIFEST_FILE, Range, manifest_bytes, node_bytes
+from jax_ucp.universal.ocdbt import MANIFEST_FILE, Range, manifest_bytes, node_bytes
 
 KEYS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
 FILES = {"data": bytes(range(256)) * 2, "deep/er/é": b"0123456789" * 30}
@@ -29,7 +31,9 @@ def write(root, entries, before: bytes = b"123") -> None:
         (root / name).write_bytes(data)
     node = node_bytes(entries)
     (root / "index").write_bytes(before + node)
-    (root / MANIFEST_FILE).write_bytes(manifest_bytes(Range("index", len(before), len(node)), entries))
+    (root / MANIFEST_FILE).write_bytes(
+        manifest_bytes(Range("index", len(before), len(node)), entries)
+    )
 
 
 def read(root) -> dict[bytes, bytes]:
@@ -37,23 +41,32 @@ def read(root) -> dict[bytes, bytes]:
     return {key: store[key] for key in store.list().result()}
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50
+)
 @given(st.dictionaries(KEYS, ranges(), min_size=1, max_size=40))
 def test_tensorstore_reads_the_bytes_of_every_range(tmp_path_factory, entries):
     root = tmp_path_factory.mktemp("ocdbt")
     write(root, entries)
-    want = {key.encode(): FILES[at.file][at.offset : at.offset + at.nbytes] for key, at in entries.items()}
+    want = {
+        key.encode(): FILES[at.file][at.offset : at.offset + at.nbytes]
+        for key, at in entries.items()
+    }
     assert read(root) == want
 
 
 def test_more_entries_than_fit_the_usual_node_are_read(tmp_path):
     count = 300_000
-    entries = {f"layers.{i}.attention.output.kernel/c.0": Range("data", i % 256, 8) for i in range(count)}
+    entries = {
+        f"layers.{i}.attention.output.kernel/c.0": Range("data", i % 256, 8) for i in range(count)
+    }
     write(tmp_path, entries)
     assert (tmp_path / "index").stat().st_size > 8 << 20
     store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{tmp_path}/"}).result()
     for i in random.Random(0).sample(range(count), 100):
-        assert store[f"layers.{i}.attention.output.kernel/c.0"] == bytes(FILES["data"][i % 256 : i % 256 + 8])
+        assert store[f"layers.{i}.attention.output.kernel/c.0"] == bytes(
+            FILES["data"][i % 256 : i % 256 + 8]
+        )
 
 
 def test_no_flipped_bit_of_manifest_or_node_passes(tmp_path):
@@ -63,7 +76,9 @@ def test_no_flipped_bit_of_manifest_or_node_passes(tmp_path):
     for name in ("index", MANIFEST_FILE):
         data = (tmp_path / name).read_bytes()
         for at in range(len(data)):
-            (tmp_path / name).write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
+            (tmp_path / name).write_bytes(
+                data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :]
+            )
             with pytest.raises(ValueError, match=r"Error|error"):
                 read(tmp_path)
         (tmp_path / name).write_bytes(data)

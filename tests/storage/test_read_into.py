@@ -1,4 +1,6 @@
-"""What is read straight into its place equals what is read as a whole, through every view, and is read once."""
+"""What is read straight into its place equals what is read as a whole, through every view, and
+is read once.
+"""
 
 import itertools
 import math
@@ -15,12 +17,12 @@ import jax_ucp as ucp
 import torch_writer
 from helpers import MemoryStore, boxes_in, numbered
 from jax_ucp.errors import CorruptData, FormatError, LayoutError
-from jax_ucp.formats.torch_file import TorchFile
+from jax_ucp.files import pread
+from jax_ucp.files.pread import pread_into
+from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.layout.box import Box
-from jax_ucp.storage import pread
-from jax_ucp.storage.cuts import Cut, WithCuts
-from jax_ucp.storage.gather import ALIGNMENT, read_boxes, read_into
-from jax_ucp.storage.pread import pread_into
+from jax_ucp.sources.cuts import Cut, WithCuts
+from jax_ucp.sources.gather import ALIGNMENT, read_boxes, read_into
 
 DATA = Path(__file__).parent.parent / "data"
 CASES = [
@@ -70,7 +72,9 @@ def test_boxes_read_into_their_places_are_those_of_the_whole(case):
 @given(st.data())
 def test_a_tensor_of_any_strides_reads_into_any_place(tmp_path_factory, data):
     shape = data.draw(st.lists(st.integers(1, 5), max_size=3).map(tuple))
-    dtype = data.draw(st.sampled_from([np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.bool_)]))
+    dtype = data.draw(
+        st.sampled_from([np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.bool_)])
+    )
     order = data.draw(st.permutations(range(len(shape))))
     array = numbered(shape, np.int32).astype(dtype).transpose(order)
     path = tmp_path_factory.mktemp("strided") / "file.pt"
@@ -83,7 +87,11 @@ def test_a_tensor_of_any_strides_reads_into_any_place(tmp_path_factory, data):
     np.testing.assert_array_equal(room[..., 0], array[box.index])
 
 
-@given(st.integers(1, 6), st.lists(st.integers(1, 9), min_size=2, max_size=6), st.sampled_from([1, 16, 64]))
+@given(
+    st.integers(1, 6),
+    st.lists(st.integers(1, 9), min_size=2, max_size=6),
+    st.sampled_from([1, 16, 64]),
+)
 def test_slabs_of_rows_are_one_read_where_each_stays_aligned(columns, rows, width):
     store = MemoryStore({"w": numbered((sum(rows), columns * width), np.int8)})
     edges = [0, *np.cumsum(rows).tolist()]
@@ -124,7 +132,12 @@ def test_a_cut_of_a_tensor_is_the_run_of_its_elements_wherever_it_is_read_to_als
     shape = data.draw(st.just(stored[depth:]) | st.tuples(st.integers(1, stored[-1])))
     size = math.prod(shape)
     start = data.draw(st.integers(0, math.prod(stored) - size))
-    cut = Cut("w", start - start % size if data.draw(st.booleans()) else start, shape, data.draw(st.booleans()))
+    cut = Cut(
+        "w",
+        start - start % size if data.draw(st.booleans()) else start,
+        shape,
+        data.draw(st.booleans()),
+    )
     store = MemoryStore({"w": numbered(stored)})
     view = WithCuts(store, {"cut": cut})
     want = store.data["w"].ravel()[cut.start : cut.start + size].reshape(shape)
@@ -142,7 +155,9 @@ def test_a_cut_of_a_tensor_is_the_run_of_its_elements_wherever_it_is_read_to_als
 def test_columns_of_a_layer_of_several_are_read_and_nothing_beside_them():
     store = MemoryStore({"w": numbered((3, 4, 8))})
     view = WithCuts(store, {"layer": Cut("w", 32, (4, 8))})
-    np.testing.assert_array_equal(view.read("layer", Box((1, 2), (3, 5))), store.data["w"][1, 1:3, 2:5])
+    np.testing.assert_array_equal(
+        view.read("layer", Box((1, 2), (3, 5))), store.data["w"][1, 1:3, 2:5]
+    )
     assert store.reads == [("w", Box((1, 1, 2), (2, 3, 5)))]
 
 
@@ -155,7 +170,9 @@ def test_a_cut_that_reaches_past_its_tensor_is_refused():
 @given(st.data())
 def test_a_run_of_a_file_fills_a_place_with_gaps_in_row_major_order(tmp_path_factory, data):
     shape = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=4).map(tuple))
-    dtype = data.draw(st.sampled_from([np.dtype(np.int16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.int64)]))
+    dtype = data.draw(
+        st.sampled_from([np.dtype(np.int16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.int64)])
+    )
     file = tmp_path_factory.mktemp("run") / "file"
     want = numbered(shape, np.int16).astype(dtype)
     file.write_bytes(b"before" + want.tobytes())
@@ -172,7 +189,9 @@ def test_a_run_of_a_file_fills_a_place_with_gaps_in_row_major_order(tmp_path_fac
 def test_reads_that_return_less_than_was_asked_for_are_gone_on_with(tmp_path, monkeypatch):
     path, preadv = tmp_path / "file", os.preadv
     path.write_bytes(bytes(range(200)))
-    monkeypatch.setattr(os, "preadv", lambda handle, rooms, offset: preadv(handle, [rooms[0][:7]], offset))
+    monkeypatch.setattr(
+        os, "preadv", lambda handle, rooms, offset: preadv(handle, [rooms[0][:7]], offset)
+    )
     out = np.empty((5, 9), np.uint16)
     with path.open("rb") as file:
         pread_into(file.fileno(), 30, out)

@@ -1,4 +1,6 @@
-"""Files of outer chunks: what we write is what TensorStore writes, byte for byte, and is read back box by box."""
+"""Files of outer chunks: what we write is what TensorStore writes, byte for byte, and is read
+back box by box.
+"""
 
 import json
 from pathlib import Path
@@ -11,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers import boxes_in
+from jax_ucp.files.directory import Directory
 from jax_ucp.layout.blocks import Chunks, chunk_shapes, grid_boxes
 from jax_ucp.layout.box import Box
-from jax_ucp.storage import shard_file
-from jax_ucp.storage.directory import Directory
-from jax_ucp.storage.source import ArrayInfo
-from jax_ucp.storage.zarr import ZarrStore, zarr_metadata
+from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.universal import shard_codec as shard_file
+from jax_ucp.universal.store import ZarrStore, zarr_metadata
 
 DTYPES = [
     *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
@@ -49,7 +51,11 @@ def stored_by_tensorstore(root: Path, array: np.ndarray, chunks: Chunks) -> None
 
 
 def data_files(root: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file() and p.name != "zarr.json"}
+    return {
+        str(p.relative_to(root)): p.read_bytes()
+        for p in root.rglob("*")
+        if p.is_file() and p.name != "zarr.json"
+    }
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -61,7 +67,9 @@ def test_every_dtype_is_written_as_tensorstore_writes_it(tmp_path, dtype):
         stored_by_us(ours, array, chunks)
         stored_by_tensorstore(theirs, array, chunks)
         assert data_files(ours) == data_files(theirs)
-        assert json.loads((ours / "w/zarr.json").read_bytes()) == json.loads((theirs / "w/zarr.json").read_bytes())
+        assert json.loads((ours / "w/zarr.json").read_bytes()) == json.loads(
+            (theirs / "w/zarr.json").read_bytes()
+        )
         same = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{ours}/w/"}}
         read = ts.open(same, open=True).result()
         assert np.asarray(read.read().result()).tobytes() == array.tobytes()
@@ -79,7 +87,11 @@ def test_any_boxes_of_any_chunks_are_read_back(tmp_path_factory, data):
     outs = [np.full(box.shape, -1, np.int32) for box in boxes]
     # Larger files are not read whole, and their index may be longer than an inner chunk.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_file, "WHOLE_BYTES", data.draw(st.sampled_from([0, shard_file.WHOLE_BYTES]), label="whole"))
+        patch.setattr(
+            shard_file,
+            "WHOLE_BYTES",
+            data.draw(st.sampled_from([0, shard_file.WHOLE_BYTES]), label="whole"),
+        )
         store.read_into("w", boxes, outs)
     for box, out in zip(boxes, outs, strict=True):
         np.testing.assert_array_equal(out, array[box.index])

@@ -1,7 +1,8 @@
-"""One of several processes: `distributed.py PORT PROCESSES RANK FUNCTION DIRECTORY`; prints what the function returns.
+"""One of several processes: `distributed.py PORT PROCESSES RANK FUNCTION DIRECTORY`; prints what
+the function returns.
 
-Each process has 2 virtual CPU devices. What is saved is a function of names alone, so that every process can check
-its own part of what it restores.
+Each process has 2 virtual CPU devices. What is saved is a function of names alone, so that every
+process can check its own part of what it restores.
 """
 
 import json
@@ -35,8 +36,8 @@ from jax_ucp.errors import CorruptData
 from jax_ucp.sharding import restore as restoring
 from jax_ucp.sharding import share
 from jax_ucp.sharding.boxes import device_boxes
-from jax_ucp.storage.consolidated import same_bits
-from jax_ucp.storage.zarr import ZarrStore
+from jax_ucp.sources.consolidated import same_bits
+from jax_ucp.universal.store import ZarrStore
 
 sys.path[:0] = [os.path.dirname(os.path.abspath(__file__)), str(Path(__file__).parents[1])]
 from reads import bytes_read
@@ -62,7 +63,9 @@ def spec(name: str, columns: bool) -> P:
 
 def placed(name: str, columns: bool) -> jax.Array:
     array = want(name)
-    return jax.make_array_from_callback(array.shape, NamedSharding(MESH, spec(name, columns)), lambda i: array[i])
+    return jax.make_array_from_callback(
+        array.shape, NamedSharding(MESH, spec(name, columns)), lambda i: array[i]
+    )
 
 
 NAMES = ["big", "big_replicated", "odd"]
@@ -92,16 +95,22 @@ def restore() -> dict:
         read = count()
         check(got)
         check(manager.restore(0, args=ucp.args.Restore(mesh=MESH)))
-    needed = 4 * sum(box.size for array in got.values() for box in device_boxes(array.sharding, array.shape))
+    needed = 4 * sum(
+        box.size for array in got.values() for box in device_boxes(array.sharding, array.shape)
+    )
     return {"read": read, "needed": needed}
 
 
 def save_v1() -> dict:
-    """A step saved at once, and one in the background while its arrays are deleted. The last process writes late."""
+    """A step saved at once, and one in the background while its arrays are deleted. The last
+    process writes late.
+    """
     if rank == processes - 1:
         write = handler.write_snapshot
         handler.write_snapshot = lambda *args: (time.sleep(0.5), write(*args))
-    v1.save_checkpointables(f"{directory}/sync", {"model": ucp.args.Save(tree()), "config": {"layers": 2}})
+    v1.save_checkpointables(
+        f"{directory}/sync", {"model": ucp.args.Save(tree()), "config": {"layers": 2}}
+    )
     state = tree()
     saving = v1.save_checkpointables_async(f"{directory}/async", {"model": ucp.args.Save(state)})
     for name in NAMES:
@@ -118,14 +127,18 @@ def restore_v1() -> dict:
         assert found["host"].tolist() == [0, 1, 2], found["host"]
         sharding = NamedSharding(MESH, P(None, "x"))
         target = {"big": jax.ShapeDtypeStruct(BIG, np.float32, sharding=sharding)}
-        found = v1.load_checkpointables(f"{directory}/{step}", {"model": ucp.args.Restore(target, partial=True)})
+        found = v1.load_checkpointables(
+            f"{directory}/{step}", {"model": ucp.args.Restore(target, partial=True)}
+        )
         assert found["model"]["big"].sharding == sharding
         check(found["model"])
     return {}
 
 
 def count() -> dict:
-    """Bytes read to restore each checkpoint of the directory with all its arrays by rows, and by columns."""
+    """Bytes read to restore each checkpoint of the directory with all its arrays by rows, and by
+    columns.
+    """
     read = {}
     for path in sorted(Path(directory).iterdir()):
         for axes in (("x",), (None, "x")):
@@ -137,7 +150,9 @@ def count() -> dict:
 
 
 def first() -> dict:
-    """A restore onto the devices of process 0 alone, in which the others take part and read nothing."""
+    """A restore onto the devices of process 0 alone, in which the others take part and read
+    nothing.
+    """
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
     with bytes_read() as count:
         got = ucp.open(directory).restore(mesh=mesh, rules=[("", P("x"))])
@@ -146,13 +161,19 @@ def first() -> dict:
 
 
 def share_reads() -> dict:
-    """Bytes read of a replicated array by each for itself and together, behind Orbax's manager; and as planned."""
-    target = {"big_replicated": jax.ShapeDtypeStruct(BIG, np.float32, sharding=NamedSharding(MESH, P()))}
+    """Bytes read of a replicated array by each for itself and together, behind Orbax's manager;
+    and as planned.
+    """
+    target = {
+        "big_replicated": jax.ShapeDtypeStruct(BIG, np.float32, sharding=NamedSharding(MESH, P()))
+    }
     said = {}
     with ocp.CheckpointManager(directory, item_handlers=ucp.CheckpointHandler()) as manager:
         for together in (False, True):
             with bytes_read() as count:
-                got = manager.restore(0, args=ucp.args.Restore(target, partial=True, share_reads=together))
+                got = manager.restore(
+                    0, args=ucp.args.Restore(target, partial=True, share_reads=together)
+                )
             said["together" if together else "alone"] = count()
             check(got)
             assert got["big_replicated"].sharding == target["big_replicated"].sharding
@@ -168,20 +189,31 @@ def share_reads() -> dict:
 
 
 def share_bits() -> dict:
-    """Arrays of many dtypes, most of whose lengths divide by nothing, by specs that leave copies: each bit as it was.
+    """Arrays of many dtypes, most of whose lengths divide by nothing, by specs that leave copies:
+    each bit as it was.
 
     Cast too, and with a budget in which each array goes alone. Returns how many arrays were shared.
     """
     devices, shared = np.array(jax.devices()), 0
-    checkpoint, rules = ucp.open(directory), [(f"^{name}$", P(*spec)) for name, (_, _, spec) in ARRAYS.items()]
-    for mesh in (Mesh(devices.reshape(2, -1), ("a", "b")), Mesh(devices.reshape(-1, 2), ("b", "a"))):
+    checkpoint, rules = (
+        ucp.open(directory),
+        [(f"^{name}$", P(*spec)) for name, (_, _, spec) in ARRAYS.items()],
+    )
+    for mesh in (
+        Mesh(devices.reshape(2, -1), ("a", "b")),
+        Mesh(devices.reshape(-1, 2), ("b", "a")),
+    ):
         for cast, budget in ((False, 1), (np.dtype("bfloat16"), 1 << 30)):
             options = {"mesh": mesh, "rules": rules, "cast": cast, "share_reads": True}
             plan = checkpoint.plan(**options)
             shared += sum(placement.shared is not None for placement in plan.placements)
             got = checkpoint.restore(**options, budget_bytes=budget)
             for name, array in bits_by_name().items():
-                truth = array.astype(cast) if cast and jax.numpy.issubdtype(array.dtype, np.floating) else array
+                truth = (
+                    array.astype(cast)
+                    if cast and jax.numpy.issubdtype(array.dtype, np.floating)
+                    else array
+                )
                 found = jax.random.key_data(got[name]) if name == KEYS else got[name]
                 assert found.sharding.is_equivalent_to(plan[name].sharding, array.ndim), name
                 for shard in found.addressable_shards:
@@ -190,7 +222,9 @@ def share_bits() -> dict:
 
 
 def share_deepspeed() -> dict:
-    """A checkpoint of DeepSpeed, all of whose arrays are small, with their reads shared, against its truth."""
+    """A checkpoint of DeepSpeed, all of whose arrays are small, with their reads shared, against
+    its truth.
+    """
     share.SMALL_BYTES = 0
     mesh, case = Mesh(np.array(jax.devices()).reshape(2, -1), ("a", "b")), Path(directory).name
     checkpoint, truth = ucp.open(directory), deepspeed_cases.truth(case)
@@ -200,10 +234,14 @@ def share_deepspeed() -> dict:
         state, _, name = label.partition("/")
         for shard in got[state][name].addressable_shards:
             assert deepspeed_cases.equal(shard.data, array[shard.index], label), label
-    alone, together = (checkpoint.plan(**options, share_reads=shared).read_bytes for shared in (False, True))
+    alone, together = (
+        checkpoint.plan(**options, share_reads=shared).read_bytes for shared in (False, True)
+    )
     plan, counted = checkpoint.plan_optimizer(optax.adam(1e-3), got["param"], check=False), []
     read_together = restoring.read_together
-    restoring.read_together = lambda reads, *more: counted.append(len(reads)) or read_together(reads, *more)
+    restoring.read_together = lambda reads, *more: (
+        counted.append(len(reads)) or read_together(reads, *more)
+    )
     states = [jax.tree.leaves(plan.restore(share_reads=shared)) for shared in (False, True)]
     for a, b in zip(*states, strict=True):
         assert a.sharding == b.sharding
@@ -229,12 +267,19 @@ def share_proofs() -> dict:
 def share_faults() -> dict:
     """What each process raises, and after how many seconds, where only one of them cannot read."""
     shardings = {name: NamedSharding(MESH, spec(name, columns=False)) for name in NAMES[:2]}
-    target = {name: jax.ShapeDtypeStruct(BIG, np.float32, sharding=sharding) for name, sharding in shardings.items()}
-    other = target | {"big": jax.ShapeDtypeStruct(BIG, np.float32, sharding=NamedSharding(MESH, P()))}
+    target = {
+        name: jax.ShapeDtypeStruct(BIG, np.float32, sharding=sharding)
+        for name, sharding in shardings.items()
+    }
+    other = target | {
+        "big": jax.ShapeDtypeStruct(BIG, np.float32, sharding=NamedSharding(MESH, P()))
+    }
     read_into, said = ZarrStore.read_into, {}
 
     def attempt(name: str, target: dict = target) -> None:
-        checkpoint = ucp.open(f"{directory}/{name}" if Path(directory, name).is_dir() else f"{directory}/sound")
+        checkpoint = ucp.open(
+            f"{directory}/{name}" if Path(directory, name).is_dir() else f"{directory}/sound"
+        )
         multihost_utils.sync_global_devices(name)
         if name == "missing" and rank == 3:
             sorted(Path(directory, name, "big").glob("c*"))[-1].unlink()

@@ -1,7 +1,9 @@
-"""One of two processes: `failing_save.py PORT RANK DIRECTORY`; prints what the saves said in which something fails.
+"""One of two processes: `failing_save.py PORT RANK DIRECTORY`; prints what the saves said in which
+something fails.
 
-Every way to save meets every fault, and goes on: the same step without it, then the next. Of each there
-is the error in this process, what looked like a checkpoint after it, and what is wrong with those that were saved then.
+Every way to save meets every fault, and goes on: the same step without it, then the next. Of each
+there is the error in this process, what looked like a checkpoint after it, and what is wrong with
+those that were saved then.
 """
 
 import contextlib
@@ -33,17 +35,20 @@ from orbax.checkpoint import v1
 
 import jax_ucp as ucp
 from jax_ucp import handler
+from jax_ucp.files.directory import Directory
 from jax_ucp.sharding import shared_save
-from jax_ucp.storage.directory import Directory
 
 MESH = Mesh(np.array(jax.devices()), ("x",))
 WANT = np.arange(64 * 1024, dtype=np.float32).reshape(64, 1024)
 TREE = {
-    "w": jax.make_array_from_callback(WANT.shape, NamedSharding(MESH, P("x")), lambda index: WANT[index]),
+    "w": jax.make_array_from_callback(
+        WANT.shape, NamedSharding(MESH, P("x")), lambda index: WANT[index]
+    ),
     "host": np.zeros(3, np.int8),
 }
 STEP = 3
-SAVED = {"tree": TREE, "beyond": 0}  # what is saved, and at how many steps beyond the one that is meant
+# what is saved, and at how many steps beyond the one that is meant
+SAVED = {"tree": TREE, "beyond": 0}
 
 shared_save.LOOK_AROUND_S = 1
 
@@ -60,18 +65,24 @@ def by_v0(asynchronous: bool, path: Path, step: int) -> None:
 
 
 def by_checkpointer(path: Path, step: int) -> None:
-    ocp.Checkpointer(ucp.CheckpointHandler()).save(path / str(step) / "default", args=ucp.args.Save(SAVED["tree"]))
+    ocp.Checkpointer(ucp.CheckpointHandler()).save(
+        path / str(step) / "default", args=ucp.args.Save(SAVED["tree"])
+    )
 
 
 def by_v1(asynchronous: bool, path: Path, step: int) -> None:
     if asynchronous:
-        v1.save_checkpointables_async(path / str(step), {"default": ucp.args.Save(SAVED["tree"])}).result()
+        v1.save_checkpointables_async(
+            path / str(step), {"default": ucp.args.Save(SAVED["tree"])}
+        ).result()
     else:
         v1.save_checkpointables(path / str(step), {"default": ucp.args.Save(SAVED["tree"])})
 
 
 def replicated() -> jax.Array:
-    return jax.make_array_from_callback(WANT.shape, NamedSharding(MESH, P()), lambda index: WANT[index])
+    return jax.make_array_from_callback(
+        WANT.shape, NamedSharding(MESH, P()), lambda index: WANT[index]
+    )
 
 
 Way = Callable[[Path, int], None]
@@ -97,12 +108,18 @@ FAULTS = {
     "process 1 has a full disk": (1, patch.object(Directory, "put", full_disk)),
     "process 0 has a full disk": (0, patch.object(Directory, "put", full_disk)),
     "process 0 cannot commit": (0, patch.object(handler, "commit_snapshot", full_disk)),
-    "process 1 has no memory for a copy": (1, patch.object(handler, "take_snapshot", out_of_memory)),
+    "process 1 has no memory for a copy": (
+        1,
+        patch.object(handler, "take_snapshot", out_of_memory),
+    ),
     "process 1 has what cannot be saved": (1, patch.dict(SAVED, tree={**TREE, "bad": object()})),
     "process 0 has what cannot be saved": (0, patch.dict(SAVED, tree={**TREE, "bad": object()})),
     "process 1 has another tree": (1, patch.dict(SAVED, tree={**TREE, "more": 5})),
     "process 0 has another tree": (0, patch.dict(SAVED, tree={**TREE, "more": 5})),
-    "process 1 has another shape": (1, patch.dict(SAVED, tree={**TREE, "host": np.zeros(4, np.int8)})),
+    "process 1 has another shape": (
+        1,
+        patch.dict(SAVED, tree={**TREE, "host": np.zeros(4, np.int8)}),
+    ),
     "process 1 has another sharding": (1, patch.dict(SAVED, tree={**TREE, "w": replicated()})),
     "process 1 is at another step": (1, patch.dict(SAVED, beyond=5)),
 }
@@ -114,14 +131,22 @@ def met(save: Way, path: Path, process: int, fault: contextlib.AbstractContextMa
         with fault if rank == process else contextlib.nullcontext():
             save(path, STEP + SAVED["beyond"])
     except Exception as raised:
-        error = [type(raised).__name__, *str(raised).splitlines(), *getattr(raised, "__notes__", [])]
+        error = [
+            type(raised).__name__,
+            *str(raised).splitlines(),
+            *getattr(raised, "__notes__", []),
+        ]
     sync_global_devices("failed")
     whole = [str(found) for found in [*path.rglob("ucp.json"), *path.glob("?/default")]]
     sync_global_devices("looked")
     for step in (STEP, STEP + 1):
         save(path, step)
     saved = [ucp.open(path / str(step) / "default") for step in (STEP, STEP + 1)]
-    return {"error": error, "whole": whole, "wrong": [f for each in saved for _, f in each.verify() if f]}
+    return {
+        "error": error,
+        "whole": whole,
+        "wrong": [f for each in saved for _, f in each.verify() if f],
+    }
 
 
 said = {}

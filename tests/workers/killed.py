@@ -1,9 +1,11 @@
-"""Saves, converts and exports that SIGKILL ends: `python killed.py ARGUMENTS`, those of `main` in JSON.
+"""Saves, converts and exports that SIGKILL ends: `python killed.py ARGUMENTS`, those of `main` in
+JSON.
 
 It prints what `main` returns.
 
-A process that has imported everything and started nothing forks one child for each kill. That is sound as long
-as it has a single thread, which it checks: JAX's backend and TensorStore's threads begin in the children.
+A process that has imported everything and started nothing forks one child for each kill. That is
+sound as long as it has a single thread, which it checks: JAX's backend and TensorStore's threads
+begin in the children.
 """
 
 from __future__ import annotations
@@ -27,13 +29,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_ucp as ucp
 from jax_ucp.cli.main import main as jax_ucp_command
-from jax_ucp.export import EXPORT_FORMATS
-from jax_ucp.storage.directory import Directory
-from jax_ucp.storage.ledger import Ledger
-from jax_ucp.storage.zarr import ZarrStore
+from jax_ucp.files.directory import Directory
+from jax_ucp.formats.exporting import EXPORT_FORMATS
+from jax_ucp.universal.ledger import Ledger
+from jax_ucp.universal.store import ZarrStore
 
 STEPS = (1, 2)
-BUDGET = 1 << 20  # of the converts, in bytes: small, so that there are many blocks to be stopped between
+# of the converts, in bytes: small, so that there are many blocks to be stopped between
+BUDGET = 1 << 20
 
 _SYSTEM_CALLS = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate"}
 _METHODS = (
@@ -54,7 +57,9 @@ def tree_of_step(step: int) -> Any:
     return {
         "params": {
             "kernel": put(rng.standard_normal((1024, 512), np.float32), "data", "model"),
-            "embedding": put(rng.standard_normal((100, 36), np.float32).astype(ml_dtypes.bfloat16), None, "model"),
+            "embedding": put(
+                rng.standard_normal((100, 36), np.float32).astype(ml_dtypes.bfloat16), None, "model"
+            ),
             "table": rng.integers(-128, 128, (90, 70), np.int8),
         },
         "opt": (put(rng.standard_normal((8, 3), np.float32)), [np.arange(step, step + 5)], None),
@@ -91,14 +96,17 @@ def exporting(root: str, source: str, format: str) -> Callable[[], None]:
 
 
 JOBS = {"save": saving, "convert": converting}
-JOBS |= {f"export {format}": functools.partial(exporting, format=format) for format in EXPORT_FORMATS}
+JOBS |= {
+    f"export {format}": functools.partial(exporting, format=format) for format in EXPORT_FORMATS
+}
 
 
 class Moments:
-    """Says and counts what happens to the files below `root`, and ends the process by SIGKILL at one count.
+    """Says and counts what happens to the files below `root`, and ends the process by SIGKILL at
+    one count.
 
-    A moment is just before Python makes, opens to write, renames or removes a file, and just before and after a
-    call of our store.
+    A moment is just before Python makes, opens to write, renames or removes a file, and just before
+    and after a call of our store.
     """
 
     def __init__(self, root: str, say: Callable[[str], object], stop_at: int):
@@ -107,7 +115,9 @@ class Moments:
     def watch(self) -> None:
         for owner, names in _METHODS:
             for name in names:
-                setattr(owner, name, self._announced(getattr(owner, name), f"{owner.__name__}.{name}"))
+                setattr(
+                    owner, name, self._announced(getattr(owner, name), f"{owner.__name__}.{name}")
+                )
         sys.addaudithook(self._audit)
 
     def passed(self, what: str) -> None:
@@ -182,14 +192,17 @@ def _be_child(job: str, root: str, source: str, stop_at: int, says: int, lifelin
 
 
 def main(job: str, root: str, source: str, times: int, seed: int) -> list[dict[str, str]]:
-    """Let the job run whole three times, then kill it: at `times` times, and at each moment of its last commit.
+    """Let the job run whole three times, then kill it: at `times` times, and at each moment of its
+    last commit.
 
-    The times are drawn uniformly from the median duration. Returns where each killed job wrote, and the last
-    moment that it passed.
+    The times are drawn uniformly from the median duration. Returns where each killed job wrote, and
+    the last moment that it passed.
     """
     tasks = Path("/proc/self/task")
     if tasks.exists() and len(list(tasks.iterdir())) != 1:
-        raise RuntimeError("this process has threads already, and would fork into an undefined state")
+        raise RuntimeError(
+            "this process has threads already, and would fork into an undefined state"
+        )
     draw = random.Random(seed)
     durations, passed = [], []
     for i in range(3):
@@ -216,8 +229,14 @@ def main(job: str, root: str, source: str, times: int, seed: int) -> list[dict[s
 
 
 def _commit(passed: list[str]) -> int:
-    """The number of the moment at which the last commit begins: all arrays are on disk. An export is all commit."""
-    commits = (1 + i for i, what in enumerate(passed) if what.startswith("before Directory.write ucp.process_"))
+    """The number of the moment at which the last commit begins: all arrays are on disk. An
+    export is all commit.
+    """
+    commits = (
+        1 + i
+        for i, what in enumerate(passed)
+        if what.startswith("before Directory.write ucp.process_")
+    )
     return max(commits, default=1)
 
 

@@ -1,4 +1,6 @@
-"""Arrays whose reading processes share: what a test saves, and the processes that it starts compare with."""
+"""Arrays whose reading processes share: what a test saves, and the processes that it starts
+compare with.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ import ml_dtypes
 import numpy as np
 
 KEYS = "keys"
-# By name: shape, dtype, and the PartitionSpec to restore to, over the axes of a mesh of 2 by any number of devices.
+# By name: shape, dtype, and the PartitionSpec to restore to, over the axes of a mesh of 2 by any
+# number of devices.
 ARRAYS = {
     "nothing cut": ((331, 257), np.float32, ()),
     "columns cut": ((509, 262), ml_dtypes.bfloat16, (None, "a")),
@@ -29,7 +32,9 @@ def _bits(name: str) -> np.ndarray:
     rng = np.random.default_rng(list(name.encode()))
     if dtype is np.bool_:
         return rng.integers(0, 2, shape).astype(np.bool_)
-    array = rng.integers(0, 256, (*shape[:-1], shape[-1] * np.dtype(dtype).itemsize), np.uint8).view(dtype)
+    array = rng.integers(
+        0, 256, (*shape[:-1], shape[-1] * np.dtype(dtype).itemsize), np.uint8
+    ).view(dtype)
     if dtype not in (np.int8, np.uint32):
         array[..., :4] = np.array([-0.0, np.inf, np.nan, -np.nan], dtype)
     return array

@@ -1,7 +1,9 @@
-"""Stock Orbax, in a process that knows nothing of jax_ucp: restores each path on stdin, answers in JSON on stdout.
+"""Stock Orbax, in a process that knows nothing of jax_ucp: restores each path on stdin, answers in
+JSON on stdout.
 
-An answer is {"arrays": {name: sha256 of its bytes}} or {"error": messages of the error and of its causes}. It is a
-process also because stock Orbax, when one read fails, abandons the others, which complain later wherever they are.
+An answer is {"arrays": {name: sha256 of its bytes}} or {"error": messages of the error and of its
+causes}. It is a process also because stock Orbax, when one read fails, abandons the others, which
+complain later wherever they are.
 """
 
 from __future__ import annotations
@@ -19,9 +21,12 @@ import orbax.checkpoint as ocp
 def digests(tree: Any) -> dict[str, str]:
     """The sha256 of every array of a tree, by its name: keys joined by dots."""
     return {
-        jax.tree_util.keystr(path, simple=True, separator="."): hashlib.sha256(np.asarray(leaf).tobytes()).hexdigest()
+        jax.tree_util.keystr(path, simple=True, separator="."): (
+            hashlib.sha256(np.asarray(leaf).tobytes()).hexdigest()
+        )
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        if isinstance(leaf, np.ndarray | jax.Array) and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        if isinstance(leaf, np.ndarray | jax.Array)
+        and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     }
 
 

@@ -1,0 +1,66 @@
+"""Bytes of a file straight into memory that is there already: no page of the file is mapped on the
+way.
+
+A mapped page that the disk cannot give ends the process (SIGBUS); a read raises an error.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+
+from jax_ucp.errors import CorruptData
+from jax_ucp.layout.blocks import grid_boxes, rows_of_chunks
+
+# What goes to places with gaps is read into so much memory first, which stays in a core's cache,
+# and then put there.
+SCATTERED_BYTES = 512 << 10
+
+
+def pread_into(handle: int, offset: int, out: np.ndarray) -> None:
+    """Fill `out`, whose elements may have gaps between them, with the bytes of the file from
+    `offset` on.
+
+    They are the elements in row-major order. Raises CorruptData where the file ends before.
+    """
+    if out.flags.c_contiguous:
+        _fill(handle, offset, out)
+        return
+    room = np.empty(min(SCATTERED_BYTES, out.nbytes), np.uint8)
+    # The last axes are filled first: each block is a run of the elements in row-major order.
+    for block in grid_boxes(
+        out.shape, rows_of_chunks(out.shape, (1,) * out.ndim, out.itemsize, len(room))
+    ):
+        data = room[: block.size * out.itemsize]
+        _fill(handle, offset, data)
+        out[block.index] = data.view(out.dtype).reshape(block.shape)
+        offset += len(data)
+
+
+def _fill(handle: int, offset: int, out: np.ndarray) -> None:
+    room = out.reshape(-1).view(np.uint8).data
+    while room:
+        count = os.preadv(handle, [room], offset)  # at most 2 GiB at a time
+        if not count:
+            raise CorruptData(f"the file ends at byte {offset}, {len(room)} bytes too soon")
+        room, offset = room[count:], offset + count
+
+
+def run_start(
+    start: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...]
+) -> int | None:
+    """The first of the elements of a box at `start`, if they lie one after the other in row-major
+    order; else None.
+
+    `strides` are those of the whole tensor, in elements.
+
+    >>> run_start((1, 0), (2, 4), strides=(4, 1)), run_start((1, 0), (2, 3), strides=(4, 1))
+    (4, None)
+    """
+    expected = 1
+    for n, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if n != 1 and stride != expected:
+            return None
+        expected *= n
+    return sum(a * stride for a, stride in zip(start, strides, strict=True))

@@ -1,0 +1,574 @@
+"""What every importer does with what it found: consolidate it, compare what is stored twice,
+account for the rest.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jax_ucp.errors import FormatError
+from jax_ucp.formats import json_values as extras
+from jax_ucp.formats.json_values import as_json
+from jax_ucp.formats.options import NOTHING_TWICE, Options
+from jax_ucp.formats.pairing import Undecided
+from jax_ucp.formats.torch_save.opaque import unknown_notes
+from jax_ucp.formats.torch_save.optimizer_dicts import Steps
+from jax_ucp.formats.torch_save.state_pairing import Stored
+from jax_ucp.formats.torch_save.state_paths import Places, places
+from jax_ucp.formats.torch_save.tensor_names import StoredTensor
+from jax_ucp.formats.torch_save.unpickle import walk
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.layout.patterns import Unique
+from jax_ucp.metadata import Key, Leaf, groups_of, leaf_names, plain_settings
+from jax_ucp.metadata import Path as TreePath
+from jax_ucp.sources.checks import Check, Extent, checks_of, passed_on
+from jax_ucp.sources.consolidated import Consolidated, ConsolidatedView
+from jax_ucp.sources.contents import Contents, Item, Piece, QuantizedWeight, Status
+from jax_ucp.sources.cuts import Cut, WithCuts
+from jax_ucp.sources.dtypes import holds_every
+from jax_ucp.sources.duplicates import Duplicate, Mean, replicas_fault
+from jax_ucp.sources.gather import read_into
+from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+
+
+class Import:
+    """A checkpoint on its way to being `Contents`; an opener tells it what each stored thing is.
+
+    `shards` has the stored tensors, named `file:item`. The tree is `{state: {parameter: array}}`. A
+    tensor of which the opener says nothing is accounted for as not understood. With `on_conflict`,
+    what is stored twice is not compared: the `master` is the parameter, or the `copy` where there
+    is one of all of it. `unknown` are names of classes in the files that nobody here knows,
+    `quantized` the weights that the opener knows to be codes.
+    """
+
+    def __init__(
+        self, format: str, path: Path, shards: ArraySource, on_conflict: str | None = None
+    ):
+        self.format, self.path, self.shards, self.on_conflict = format, path, shards, on_conflict
+        self.stored = shards.arrays()
+        self.params: dict[TreePath, Consolidated] = {}
+        self.extras: dict[str, dict[str, Any]] = {}
+        self.notes: list[str] = []
+        self.quantized: list[QuantizedWeight] = []
+        # what the user said that is part of the result, for its `source`
+        self.said: dict[str, Any] = {}
+        self._constants: dict[TreePath, tuple[np.ndarray, str]] = {}
+        self._cuts: dict[str, Cut] = {}
+        self._slices: dict[str, Consolidated] = {}
+        self._duplicates: list[_StoredTwice] = []
+        self._means: list[tuple[TreePath, Sequence[str]]] = []
+        self._statuses: dict[str, tuple[Status, str]] = {}
+        self._items: list[Item] = []
+        self._settings: dict[str, dict[str, Any]] = defaultdict(dict)
+        self.unknown: set[str] = set()
+        self._left: set[str] = set()
+
+    def parameter(self, state: str, name: str, param: Consolidated, reason: str) -> None:
+        """One state of a parameter, made of stored tensors. Raises FormatError if it is there
+        already.
+        """
+        self.params[self._new(state, name)] = param
+        self._mapped(param.keys, reason)
+
+    def cut(self, key: str, cut: Cut) -> None:
+        """A tensor called `key` that lies inside a stored one; parameters, slices and duplicates
+        may be made of it.
+        """
+        self._cuts[key] = cut
+
+    def slice(self, key: str, tensor: Consolidated, reason: str) -> None:
+        """A tensor that one rank had in memory, made of stored ones; parameters are made of it
+        by `key`.
+        """
+        self._slices[key] = tensor
+        self._mapped(tensor.keys, reason)
+
+    def _mapped(self, keys: Iterable[str], reason: str) -> None:
+        for key in keys:
+            if key not in self._slices:
+                self._statuses[self._stored(key)] = "mapped", reason
+
+    def _stored(self, key: str) -> str:
+        return self._cuts[key].key if key in self._cuts else key
+
+    def constant(self, state: str, name: str, value: np.ndarray, where: str) -> None:
+        """One state of a parameter that is no tensor in the file; `where` is `file:item`. Raises
+        as `parameter`.
+        """
+        self._constants[self._new(state, name)] = value, where
+
+    def _new(self, state: str, name: str) -> TreePath:
+        path = Key("dict", state), Key("dict", name)
+        if path in self.params or path in self._constants:
+            where = self.params[path].keys[0] if path in self.params else self._constants[path][1]
+            raise FormatError(f"{self.path}: {state} of {name} is stored twice, in {where} too")
+        return path
+
+    def duplicate(self, state: str, name: str, duplicate: str | Consolidated, reason: str) -> None:
+        """Stored tensors that must be a state of a parameter, rounded to their dtype; `verify`
+        compares them.
+
+        One tensor that is the whole of it is named by its key.
+        """
+        key = duplicate if isinstance(duplicate, str) else f"copy {len(self._duplicates)} of {name}"
+        if isinstance(duplicate, Consolidated):
+            self._slices[key] = duplicate
+        stored = list(self._stored_keys([key]))
+        self._duplicates.append(
+            _StoredTwice(
+                (Key("dict", state), Key("dict", name)), key, ", ".join(dict.fromkeys(stored))
+            )
+        )
+        for name_in_file in stored:
+            self._statuses.setdefault(name_in_file, ("skipped", reason))
+
+    def slice_duplicate(self, whole: str, key: str, reason: str, at: Sequence[int] = ()) -> None:
+        """A stored tensor that must be the slice `whole`, or what it has at the leading indices
+        `at`, rounded.
+        """
+        self._duplicates.append(_StoredTwice(whole, key, key, tuple(at)))
+        self._statuses[key] = "skipped", reason
+
+    def mean(self, state: str, name: str, keys: Sequence[str]) -> None:
+        """Stored tensors of which a state of a parameter is the mean, before they were rounded;
+        `verify` looks.
+        """
+        self._means.append(((Key("dict", state), Key("dict", name)), keys))
+
+    def extra(self, file: str, name: str, value: Any, source: ArraySource | None = None) -> None:
+        """Something beside the arrays, kept as JSON, with the tensors in it: those of `source`, if
+        it has its own.
+
+        What holds more of them than a setting does is left out, with a note.
+        """
+        if (held := extras.tensor_bytes(value)) > extras.MAX_EXTRA_BYTES:
+            self._leave_out(
+                file,
+                name,
+                value,
+                f"an object with {held} bytes of tensors inside, which is data and no setting",
+            )
+            return
+
+        def read(key: str, box: Box) -> np.ndarray:
+            if source is not None:
+                return source.read(key.removeprefix(f"{file}:"), box)
+            self._statuses[key] = "extra", f"in the extra {name}"
+            return self.shards.read(key, box)
+
+        self.extras.setdefault(file, {})[name] = as_json(value, file, read)
+        if f"{file}:{name}" not in self._statuses:
+            self._items.append(
+                Item(f"{file}:{name}", type(value).__name__, "extra", "kept as JSON")
+            )
+
+    def _leave_out(self, file: str, name: str, value: Any, reason: str) -> None:
+        self.skip(f"{file}:{name}", type(value).__name__, reason)
+        for key in [
+            f"{file}:{node.key}" for _, node in walk(value) if isinstance(node, StoredTensor)
+        ]:
+            if key in self.stored:
+                self._statuses.setdefault(key, ("skipped", reason))
+        self.notes.append(f"{name} in {file} was left out: {reason}")
+
+    def hyperparameters(self, name: str, settings: Mapping[str, Any]) -> None:
+        """What the trainer's optimizer was told for a parameter. Raises FormatError where two
+        files differ in it.
+        """
+        known = self._settings[name]
+        for key, value in plain_settings(settings).items():
+            if known.setdefault(key, value) != value:
+                raise FormatError(
+                    f"{self.path}: for {name} some param_groups have {key}={known[key]}, others"
+                    f" {value}: they are of different steps or runs, or of two optimizers that"
+                    " share the parameter. weights_only leaves the optimizer aside"
+                )
+
+    def placed(
+        self, tensors: Mapping[str, Stored], objects: Mapping[Steps, Any], options: Options
+    ) -> Places:
+        """The place of each tensor of nested dicts; what optimizers were told, and the user's word,
+        are kept.
+
+        Raises FormatError where that word does not fit.
+        """
+        try:
+            result = places(tensors, objects, options)
+        except Undecided as error:
+            raise FormatError(f"{self.path}: optimizer_groups does not fit: {error}") from None
+        if result.used and options.optimizer_groups is not None:
+            self.said["optimizer_groups"] = options.optimizer_groups
+        for name, settings in result.settings:
+            self.hyperparameters(name, settings)
+        return result
+
+    def skip(self, where: str, what: str, reason: str) -> None:
+        """Something that is stored and has no place in the tree."""
+        if where in self.stored:
+            self._statuses[where] = "skipped", reason
+        else:
+            self._items.append(Item(where, what, "skipped", reason))
+
+    def leave(self, where: str, what: str, reason: str) -> None:
+        """Something that was not asked for, and so is not read, not even to verify it."""
+        self.skip(where, what, reason)
+        self._left.add(where)
+
+    def contents(self) -> Contents:
+        """The checkpoint. Raises LayoutError where shards do not form a parameter."""
+        self.notes += unknown_notes(self.unknown)
+        self._settle_copies()
+        paths = [*self.params, *self._constants]
+        names = dict(zip(paths, leaf_names(paths), strict=True))
+        params = {names[path]: param for path, param in self.params.items()}
+        constants = {names[path]: value for path, (value, _) in self._constants.items()}
+        shards = self._with_cuts()
+        slices = self._slice_view(shards)
+        view = ConsolidatedView(slices or shards, params)
+        arrays = _WithConstants(view, constants)
+        return Contents(
+            self.format,
+            str(self.path),
+            _leaves(names, arrays.arrays()),
+            arrays,
+            inventory=list(self._inventory()),
+            extras=self.extras,
+            groups=groups_of(dict(filter(self._is_of_parameter, self._settings.items()))),
+            notes=self.notes,
+            source=(
+                {"format": self.format, "name": self.path.name, **self.said} if self.said else {}
+            ),
+            checks=lambda extent: self._checks(view, slices, shards, names, extent),
+            where=lambda leaf: self._pieces(view, leaf),
+            quantized=self.quantized,
+        )
+
+    def _settle_copies(self) -> None:
+        """Decide which copies are compared: all of them, or, with `on_conflict`, none."""
+        self._join_copies()
+        if self.on_conflict != "copy":
+            self._refuse_false_masters()
+        if not self.on_conflict:
+            return
+        if self._duplicates or any(map(_replicated, self.params.values())):
+            self._settle_conflicts()
+        else:
+            self.notes.append(NOTHING_TWICE.format(self.on_conflict))
+
+    def _with_cuts(self) -> ArraySource:
+        return WithCuts(self.shards, self._cuts) if self._cuts else self.shards
+
+    def _pieces(self, view: ConsolidatedView, leaf: Leaf) -> list[Piece]:
+        """Where in the files each part of a leaf is."""
+        if leaf.path in self._constants:
+            file, _, item = self._constants[leaf.path][1].partition(":")
+            return [Piece(file, item, Box((), ()), Box((), ()))]
+        pieces: list[Piece] = []
+        for key, fragment in view.where(leaf.name):
+            file, _, item = self._stored(key).partition(":")
+            if key not in self._cuts:
+                pieces.append(Piece(file, item, fragment.source, fragment.target))
+                continue
+            source, target = fragment.source.start, fragment.target.start
+            shift = [t - s for s, t in zip(source, target, strict=True)]
+            for part in self._cuts[key].pieces(fragment.source):
+                pieces.append(Piece(file, item, part.source, part.target.shift(shift)))
+        return pieces
+
+    def _checks(
+        self,
+        view: ConsolidatedView,
+        slices: ConsolidatedView | None,
+        shards: ArraySource,
+        names: Mapping[TreePath, str],
+        extent: Extent,
+    ) -> Iterator[Check]:
+        """The proofs of all leaves, which `names` name in `view`, over slices and stored
+        tensors.
+        """
+        resting = self._resting(names)
+        yield from passed_on(self._shard_checks(extent), resting)
+        if not self.on_conflict:
+            yield from self._replica_checks(view, names, resting, extent)
+        for duplicate in self._duplicates:
+            label = _label(duplicate.of)
+            if isinstance(duplicate.of, str):
+                source, whole = slices or shards, duplicate.of
+            else:
+                source, whole = view, names[duplicate.of]
+            copies = slices if slices and duplicate.key in self._slices else shards
+            pair = Duplicate(
+                label,
+                source,
+                whole,
+                copies,
+                duplicate.key,
+                duplicate.at,
+                self._stored,
+                duplicate.stored,
+            )
+            rest = resting[whole] if whole in resting else resting[self._stored(whole)]
+            yield Check(label, rest, pair.nbytes(extent), partial(pair.fault, extent))
+
+        for path, keys in self._means if not self.on_conflict else ():
+            of = Mean(_label(path), view, names[path], shards, keys)
+            yield Check(
+                of.label, resting[names[path]], of.nbytes(extent), partial(of.fault, extent)
+            )
+
+    def _shard_checks(self, extent: Extent) -> Iterator[Check]:
+        """The checks that the files have of themselves, but for tensors that were not asked for."""
+        left = {key for key in self._left if self._statuses[key][0] == "skipped"}
+        for check in checks_of(self.shards, extent):
+            if not check.leaves or not check.leaves <= left:
+                yield check
+
+    def _replica_checks(
+        self,
+        view: ConsolidatedView,
+        names: Mapping[TreePath, str],
+        resting: Mapping[str, frozenset[str]],
+        extent: Extent,
+    ) -> Iterator[Check]:
+        """That replicas are equal: once for parameters of the same tensors, as the steps of a
+        group are.
+        """
+        paths_by_tensors: dict[tuple[object, ...], list[TreePath]] = defaultdict(list)
+        for path, param in self.params.items():
+            if _replicated(param):
+                paths_by_tensors[(*param.keys, param.layout.fragments)].append(path)
+        for paths in paths_by_tensors.values():
+            first = names[paths[0]]
+            leaves = _union([resting[names[path]] for path in paths])
+            run = partial(replicas_fault, view, first, self._stored, extent)
+            yield Check(_label(paths[0]), leaves, 2 * view.arrays()[first].nbytes, run)
+
+    def _resting(self, names: Mapping[TreePath, str]) -> dict[str, frozenset[str]]:
+        """By the name of a leaf, slice or stored tensor, the leaves that rest on it.
+
+        The states of a parameter rest on the parameter too: they were stored with it, and most have
+        no copy.
+        """
+        states: dict[str, list[str]] = defaultdict(list)
+        for path, name in names.items():
+            states[str(path[-1])].append(name)
+        all_of = {parameter: frozenset(leaves) for parameter, leaves in states.items()}
+        resting: dict[str, list[frozenset[str]]] = defaultdict(list)
+        for path, name in names.items():
+            leaves = all_of[str(path[-1])] if str(path[0]) == "param" else frozenset([name])
+            keys = self.params[path].keys if path in self.params else ()
+            for key in (name, *self._keys_below(keys)):
+                resting[key].append(leaves)
+        return {key: _union(leaves) for key, leaves in resting.items()}
+
+    def _keys_below(self, keys: Iterable[str]) -> Iterator[str]:
+        """Keys, those that they are made of, and the stored tensors that these lie in."""
+        for key in keys:
+            yield key
+            if key in self._slices:
+                yield from self._keys_below(self._slices[key].keys)
+            elif key in self._cuts:
+                yield self._cuts[key].key
+
+    def _is_of_parameter(self, settings: tuple[str, dict[str, Any]]) -> bool:
+        return (Key("dict", "param"), Key("dict", settings[0])) in self.params
+
+    def view(self, params: Mapping[str, Consolidated]) -> ConsolidatedView:
+        """Arrays made of what this import has heard of so far: all of slices, or none."""
+        keys = [key for param in params.values() for key in param.keys]
+        slices = {key: self._slices[key] for key in keys if key in self._slices}
+        shards = self._with_cuts()
+        return ConsolidatedView(ConsolidatedView(shards, slices) if slices else shards, params)
+
+    def _join_copies(self) -> None:
+        """A copy of a copy, as ZeRO-0's module has of a tied weight whose other name has the
+        master, is one of both.
+        """
+        wholes = {duplicate.key: duplicate.of for duplicate in self._duplicates if not duplicate.at}
+
+        def first(whole: str | TreePath) -> str | TreePath:
+            while isinstance(whole, str) and whole in wholes:
+                whole = wholes[whole]
+            return whole
+
+        self._duplicates = [
+            replace(duplicate, of=first(duplicate.of)) for duplicate in self._duplicates
+        ]
+
+    def _refuse_false_masters(self) -> None:
+        """A master has more digits than its copy, or as many: an integer, or what is narrower,
+        is none.
+        """
+        for duplicate in self._duplicates:
+            whole = (
+                duplicate.of if isinstance(duplicate.of, str) else self.params[duplicate.of].keys[0]
+            )
+            master, copy = (next(self._stored_keys([key])) for key in (whole, duplicate.key))
+            dtype, narrow = self.stored[master].dtype, self.stored[copy].dtype
+            if not holds_every(dtype, narrow):
+                raise FormatError(
+                    f"{self.path}: {_label(duplicate.of)} at {master} has dtype {dtype}, which"
+                    f" cannot be a master of the {narrow} at {copy}. TransformerEngine's"
+                    " precision-aware optimizer keeps the low 16 bits of each master in its place,"
+                    " or masters of less precision; they are not put together here. Open with"
+                    " weights_only for the weights of the model"
+                )
+
+    def _settle_conflicts(self) -> None:
+        """Take the copies for the parameters, if they are taken; compare nothing."""
+        note = f"what is stored twice was not compared: the {self.on_conflict} is taken, as asked"
+        if self.on_conflict == "copy":
+            note += f"; {self._take_copies()} parameters are their copies, the others have none"
+        self._duplicates = []
+        self.notes.append(note)
+
+    def _take_copies(self) -> int:
+        """Put copies in the place of parameters that have one of all of them; returns how many."""
+        copy_of = {
+            duplicate.of: duplicate.key
+            for duplicate in reversed(self._duplicates)
+            if not duplicate.at
+        }
+        copies: dict[TreePath, Consolidated] = {}
+        for path, param in self.params.items():
+            if path in copy_of:
+                key = copy_of[path]
+                copies[path] = Consolidated(Unique().join([self._shape(key)]), [key])
+            elif all(key in copy_of for key in param.keys):
+                copies[path] = Consolidated(param.layout, [copy_of[key] for key in param.keys])
+        for path, copy in copies.items():
+            self._take(path, copy)
+        return len(copies)
+
+    def _take(self, path: TreePath, copy: Consolidated) -> None:
+        for key in self._stored_keys(self.params[path].keys):
+            self._statuses[key] = (
+                "skipped",
+                "a master that is not taken: its copy is taken, as asked",
+            )
+        self.params[path] = copy
+        for key in self._stored_keys(copy.keys):
+            self._statuses[key] = "mapped", f"the copy of {path[-1]}, which is taken, as asked"
+
+    def _stored_keys(self, keys: Iterable[str]) -> Iterator[str]:
+        for key in keys:
+            if key in self._slices:
+                yield from self._stored_keys(self._slices[key].keys)
+            else:
+                yield self._stored(key)
+
+    def _shape(self, key: str) -> tuple[int, ...]:
+        return self._slices[key].layout.shape if key in self._slices else self.stored[key].shape
+
+    def _slice_view(self, shards: ArraySource) -> ConsolidatedView | None:
+        """The slices, and stored tensors that are whole slices; None where parameters are made
+        of nothing but those.
+        """
+        if not self._slices:
+            return None
+        # A copy of a parameter that is itself in slices is one level above them.
+        slices: dict[str, Consolidated] = {}
+        above: dict[str, Consolidated] = {}
+        for key, tensor in self._slices.items():
+            level = slices if self._slices.keys().isdisjoint(tensor.keys) else above
+            level[key] = tensor
+        used = {key for param in self.params.values() for key in param.keys}
+        used |= {duplicate.of for duplicate in self._duplicates if isinstance(duplicate.of, str)}
+        view = ConsolidatedView(shards, {**slices, **_whole(shards, used - self._slices.keys())})
+        if not above:
+            return view
+        return ConsolidatedView(view, {**above, **_whole(view, view.arrays().keys())})
+
+    def _inventory(self) -> Iterator[Item]:
+        for key, info in self.stored.items():
+            status, reason = self._statuses.get(key, ("skipped", "not understood"))
+            yield Item(key, f"{info.dtype} {list(info.shape)}", status, reason)
+        yield from self._items
+
+
+@dataclass(frozen=True)
+class _StoredTwice:
+    """A second copy: `key` is what the parameter or slice `of` has at the leading indices `at`;
+    `stored` says where.
+    """
+
+    of: TreePath | str
+    key: str
+    stored: str
+    at: tuple[int, ...] = ()
+
+
+def _leaves(names: Mapping[TreePath, str], infos: Mapping[str, ArrayInfo]) -> list[Leaf]:
+    leaves: list[Leaf] = []
+    for path, name in names.items():
+        info = infos[name]
+        leaves.append(Leaf(path, name, "array", info.shape, info.dtype.name))
+    return leaves
+
+
+def _union(sets: Sequence[frozenset[str]]) -> frozenset[str]:
+    return sets[0] if len(sets) == 1 else frozenset().union(*sets)
+
+
+def _whole(source: ArraySource, keys: Iterable[str]) -> dict[str, Consolidated]:
+    """Arrays of a source as they are."""
+    infos = source.arrays()
+    return {key: Consolidated(Unique().join([infos[key].shape]), [key]) for key in keys}
+
+
+def touched(layout: ParamLayout, keys: Sequence[str]) -> Consolidated:
+    """The parameter with only those shards that hold a part of it."""
+    used = sorted({fragment.shard for fragment in layout.fragments}) or [0]
+    place = {shard: i for i, shard in enumerate(used)}
+    fragments = tuple(replace(f, shard=place[f.shard]) for f in layout.fragments)
+    shards = tuple(layout.shards[i] for i in used)
+    return Consolidated(
+        replace(layout, shards=shards, fragments=fragments), [keys[i] for i in used]
+    )
+
+
+class _WithConstants:
+    """A source with some more arrays that are in memory."""
+
+    def __init__(self, source: ArraySource, constants: Mapping[str, np.ndarray]):
+        self._source, self._constants = source, constants
+        self._arrays = {
+            **source.arrays(),
+            **{key: ArrayInfo(a.shape, a.dtype) for key, a in constants.items()},
+        }
+
+    def arrays(self) -> Mapping[str, ArrayInfo]:
+        return self._arrays
+
+    def read(self, key: str, box: Box) -> np.ndarray:
+        if key in self._constants:
+            return self._constants[key][box.index].copy()
+        return self._source.read(key, box)
+
+    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+        if key not in self._constants:
+            read_into(self._source, key, boxes, outs)
+            return
+        for box, out in zip(boxes, outs, strict=True):
+            out[...] = self._constants[key][box.index]
+
+
+def _label(path: str | Iterable[Key]) -> str:
+    return path if isinstance(path, str) else "/".join(map(str, path))
+
+
+def _replicated(param: Consolidated) -> bool:
+    layout = param.layout
+    return (
+        len(layout.fragments) > 1
+        and len(layout.replicas) < len(layout.fragments)
+        and not layout.averaged
+    )

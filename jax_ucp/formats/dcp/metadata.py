@@ -1,0 +1,440 @@
+"""What `.metadata` says: the table of contents of PyTorch's distributed checkpoints (DCP).
+
+`.metadata` is a pickle of `torch.distributed.checkpoint.metadata.Metadata`. It has each tensor's
+shape, dtype and chunks, and for each chunk, found by the tensor's name and the chunk's offsets, the
+bytes of a file that hold it. With `use_collectives=False` every rank writes `__<rank>.metadata`
+instead, which describes what that rank wrote; together they say the same, and a tensor that every
+rank had is stored once per rank: as replicas.
+
+Facts: `torch/distributed/checkpoint/metadata.py`, `filesystem.py` and `default_planner.py` of torch
+2.13; torch 1.13 has the same classes in `torch.distributed._shard.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import stat
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.files.directory import Directory
+from jax_ucp.files.source_files import noted
+from jax_ucp.formats.huggingface.stand_ins import stand_in
+from jax_ucp.formats.torch_save import unpickle as safe_pickle
+from jax_ucp.formats.torch_save.tensor_names import NAMES as TORCH_NAMES
+from jax_ucp.formats.torch_save.unpickle import Name, Record, inert, known, table, what_is
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
+
+METADATA_FILE = ".metadata"
+MAX_METADATA_BYTES = 1 << 28
+# Of what was put through zstd, a byte may hold so many: a block has 4 at least, and inflates to 128
+# KiB at most.
+MAX_RATIO = 1 << 15
+_RANK_METADATA = re.compile(r"__(\d+)\.metadata")
+_RANK_DATA = re.compile(r"__(\d+)_\d+\.distcp$")
+_MAX_NDIM, _MAX_ELEMENTS = 32, 1 << 62
+_NOT_IN_NAMES = frozenset("/\\:\0")
+
+_CLASSES = (
+    *(
+        f"metadata.{name}"
+        for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")
+    ),
+    *(f"metadata.{kind}StorageMetadata" for kind in ("Tensor", "Bytes", "Chunk")),
+    "metadata._MEM_FORMAT_ENCODING",
+    "filesystem._StorageInfo",
+    *(f"planner.{name}" for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
+)
+_NAMES: dict[str, object] = {
+    **TORCH_NAMES,
+    **table(
+        *(inert(f"torch.distributed.checkpoint.{name}") for name in _CLASSES),
+        *(inert(f"torch.distributed._shard.checkpoint.{name}") for name in _CLASSES),
+        inert("torch.distributed._shard.sharded_tensor.metadata.TensorProperties"),
+        inert("torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING"),
+        # Megatron-LM core 0.15 writes subclasses that add nothing a reader needs.
+        inert("megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"),
+        inert("megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan"),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The bytes of one item: `length` of them from `offset` of `file`, put through `transforms`
+    when written.
+    """
+
+    file: str
+    offset: int
+    length: int
+    transforms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A block of a tensor, and where it is stored."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    span: Span
+
+    @property
+    def box(self) -> Box:
+        return Box(
+            self.offsets, tuple(a + n for a, n in zip(self.offsets, self.sizes, strict=True))
+        )
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor of the checkpoint and its chunks, of which equal boxes are replicas."""
+
+    shape: Shape
+    dtype: np.dtype
+    chunks: tuple[Chunk, ...]
+
+    def layout(self) -> ParamLayout:
+        """Where the chunks lie. A rank that had nothing of the tensor wrote a chunk of no
+        elements.
+        """
+        fragments = [
+            Fragment(i, Box.whole(c.sizes), c.box) for i, c in enumerate(self.chunks) if c.box.size
+        ]
+        return ParamLayout(
+            self.shape, tuple(chunk.sizes for chunk in self.chunks), tuple(fragments)
+        )
+
+
+@dataclass(frozen=True)
+class DcpMetadata:
+    """Everything that a DCP checkpoint says it holds.
+
+    `tensors` and `objects` go by flattened name (fqn). `paths[fqn]` is the path in the nested state
+    dict that was saved, where the planner recorded it; names contain dots, so only the path tells
+    where a key ends. `files` are those of the metadata itself.
+    """
+
+    folder: Path
+    files: tuple[str, ...]
+    tensors: Mapping[str, TensorEntry]
+    objects: Mapping[str, tuple[Span, ...]]
+    paths: Mapping[str, tuple[str | int, ...]]
+
+    def spans(self) -> Iterable[tuple[str, Span]]:
+        """Every item that is stored, with the name of what it holds."""
+        for fqn, tensor in self.tensors.items():
+            yield from ((fqn, chunk.span) for chunk in tensor.chunks)
+        for fqn, spans in self.objects.items():
+            yield from ((fqn, span) for span in spans)
+
+
+def metadata_files(folder: Path) -> list[Path]:
+    """`.metadata`, or without it one `__<rank>.metadata` per rank, in order."""
+    if (folder / METADATA_FILE).is_file():
+        return [folder / METADATA_FILE]
+    ranks = {
+        int(m[1]): path for path in folder.iterdir() if (m := _RANK_METADATA.fullmatch(path.name))
+    }
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+def read_metadata(
+    folder: Path, leave: Callable[[DcpMetadata], Collection[str]] | None = None
+) -> DcpMetadata:
+    """The table of contents of the checkpoint in `folder`, every span of it proved to lie in a file
+    that is there.
+
+    `leave` says of which items that need not be so, because nobody will read them.
+
+    Raises FormatError, naming the file and the tensor, for metadata that contradicts itself or the
+    files.
+    """
+    files = metadata_files(folder)
+    if not files:
+        raise FormatError(f"{folder} has neither {METADATA_FILE} nor __<rank>.metadata")
+    if files[0].name != METADATA_FILE:
+        names = {path.name for path in files}
+        wrote = {
+            f"__{m[1]}.metadata" for path in folder.iterdir() if (m := _RANK_DATA.match(path.name))
+        }
+        wanted = wrote | {f"__{rank}.metadata" for rank in range(len(files))}
+        if absent := sorted(wanted - names):
+            raise FormatError(
+                f"{folder}/{absent[0]} is missing: {files[-1].name} is there, and each rank"
+                " wrote one"
+            )
+    found = _Tables(folder)
+    for path in files:
+        try:
+            found.add(path)
+        except FormatError as error:
+            if why := stand_in(path):
+                raise FormatError(f"{path}: {why}") from error
+            raise type(error)(f"{path}: {error}") from error
+    try:
+        metadata = found.metadata(tuple(path.name for path in files))
+    except FormatError as error:
+        raise type(error)(f"{files[0] if len(files) == 1 else folder}: {error}") from error
+    _check_spans(metadata, leave(metadata) if leave else ())
+    return metadata
+
+
+class _Tables:
+    """The tables of one or several metadata files, merged."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.tensors: dict[str, tuple[Shape, np.dtype]] = {}
+        self.declared: dict[str, set[tuple[Shape, Shape]]] = defaultdict(set)
+        self.chunks: dict[str, dict[Chunk, None]] = defaultdict(dict)
+        self.objects: dict[str, dict[Span, None]] = defaultdict(dict)
+        self.paths: dict[str, tuple[str | int, ...]] = {}
+
+    def add(self, path: Path) -> None:
+        nbytes = os.path.getsize(Directory(self.folder).file(path.name))
+        if nbytes > MAX_METADATA_BYTES:
+            raise FormatError(
+                f"it has {nbytes} bytes, which is too large: {MAX_METADATA_BYTES} are the most"
+            )
+        top = _fields(safe_pickle.load(noted(path).read_bytes(), _NAMES), "Metadata", "the file")
+        spans = _spans(_dict(top.get("storage_data"), "storage_data"))
+        used: set[tuple[str, Shape | None]] = set()
+        for fqn, entry in _dict(top.get("state_dict_metadata"), "state_dict_metadata").items():
+            if not isinstance(fqn, str):
+                raise FormatError(f"state_dict_metadata has the key {fqn!r:.80}, which is no name")
+            if isinstance(entry, Record) and entry.type.endswith(".BytesStorageMetadata"):
+                if (fqn, None) not in spans:
+                    raise FormatError(f"the object {fqn} is in no file by storage_data")
+                self.objects[fqn][spans[fqn, None]] = None
+                used.add((fqn, None))
+            else:
+                declared = self._tensor(fqn, _fields(entry, "TensorStorageMetadata", fqn))
+                self.declared[fqn].update(declared)
+                self.chunks[fqn].update(dict.fromkeys(_stored(fqn, declared, spans)))
+                used.update((fqn, offsets) for offsets, _ in declared)
+        if both := self.objects.keys() & self.tensors.keys():
+            raise FormatError(f"{min(both)!r} is a tensor and an object at once")
+        for fqn, offset in spans.keys() - used:
+            raise FormatError(
+                f"storage_data has bytes of {fqn!r:.200} at {offset}, where it has no chunk"
+            )
+        # Some are None (torch 1.13, flatten_state_dict=False), or a planner's own kind of data.
+        if "planner_data" not in top:
+            raise FormatError("the Metadata has no planner_data, which every version of it has")
+        paths = known(top["planner_data"])
+        if isinstance(paths, dict):
+            self.paths |= {fqn: steps for fqn, steps in paths.items() if _is_path(steps)}
+
+    def _tensor(self, fqn: str, entry: Mapping[str, Any]) -> list[tuple[Shape, Shape]]:
+        """The chunks that are said to be of a tensor: (offsets, sizes), each once."""
+        shape, dtype = _shape(entry.get("size"), fqn), _dtype(entry.get("properties"), fqn)
+        if self.tensors.setdefault(fqn, (shape, dtype)) != (shape, dtype):
+            raise FormatError(
+                f"{fqn} is {dtype} {list(shape)} here, but {self.tensors[fqn][1]}"
+                f" {list(self.tensors[fqn][0])} by the metadata of an earlier rank; files of"
+                " different saves are in the folder, or one is damaged"
+            )
+        chunks = entry.get("chunks")
+        if not isinstance(chunks, list):
+            raise FormatError(f"{fqn}: its chunks should be a list, but are {what_is(chunks)}")
+        found: dict[tuple[Shape, Shape], None] = {}
+        for chunk in chunks:
+            fields = _fields(chunk, "ChunkStorageMetadata", fqn)
+            offsets, sizes = _shape(fields.get("offsets"), fqn), _shape(fields.get("sizes"), fqn)
+            if not len(offsets) == len(sizes) == len(shape):
+                raise FormatError(
+                    f"{fqn} has shape {list(shape)}, but a chunk of {list(sizes)} at"
+                    f" {list(offsets)}"
+                )
+            found[offsets, sizes] = None
+        return list(found)
+
+    def metadata(self, files: tuple[str, ...]) -> DcpMetadata:
+        for fqn, (shape, _) in self.tensors.items():
+            # A tensor with elements is proved to be tiled; of one without, only this says that its
+            # shape is right.
+            for axis, n in enumerate(shape if self.declared[fqn] and 0 in shape else ()):
+                if n and n != max(
+                    offsets[axis] + sizes[axis] for offsets, sizes in self.declared[fqn]
+                ):
+                    raise FormatError(
+                        f"{fqn} has shape {list(shape)}, but its chunks end elsewhere on axis"
+                        f" {axis}"
+                    )
+        tensors = {
+            fqn: TensorEntry(*about, tuple(self.chunks[fqn])) for fqn, about in self.tensors.items()
+        }
+        objects = {fqn: tuple(spans) for fqn, spans in self.objects.items()}
+        return DcpMetadata(self.folder, files, tensors, objects, self.paths)
+
+
+def _stored(
+    fqn: str,
+    declared: Sequence[tuple[Shape, Shape]],
+    spans: Mapping[tuple[str, Shape | None], Span],
+) -> Iterable[Chunk]:
+    """The chunks of a tensor with their bytes. One without elements may share its offsets with
+    another.
+    """
+    taken = {offsets for offsets, sizes in declared if 0 not in sizes}
+    for offsets, sizes in declared:
+        if 0 in sizes and (offsets in taken or (fqn, offsets) not in spans):
+            continue
+        if (fqn, offsets) not in spans:
+            raise FormatError(
+                f"{fqn}: the chunk {list(sizes)} at {list(offsets)} is in no file by storage_data; "
+                "the metadata of a rank is missing, or damaged"
+            )
+        yield Chunk(offsets, sizes, spans[fqn, offsets])
+
+
+def _spans(storage_data: Mapping[Any, Any]) -> dict[tuple[str, Shape | None], Span]:
+    """Where the items are: of an object, or of the chunk of a tensor at an offset."""
+    found: dict[tuple[str, Shape | None], Span] = {}
+    for index, info in storage_data.items():
+        key, span = _index(index), _span(info)
+        if found.setdefault(key, span) != span:
+            raise FormatError(
+                f"{key[0]} at {key[1]} is said to be in two places: {found[key]} and {span}"
+            )
+    return found
+
+
+def _is_path(steps: object) -> bool:
+    if not isinstance(steps, tuple) or not steps:
+        return False
+    return all(type(step) in (str, int) for step in steps)
+
+
+def _is_file_name(file: str) -> bool:
+    return file not in ("", ".", "..") and _NOT_IN_NAMES.isdisjoint(file)
+
+
+def _fields(value: Any, kind: str, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, Record) or not value.type.endswith(kind):
+        raise FormatError(f"{what} should be a {kind}, but is {what_is(value)}")
+    return value.fields
+
+
+def _dict(value: Any, what: str) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise FormatError(f"{what} should be a dict, but is {what_is(value)}")
+    return value
+
+
+def _shape(value: Any, fqn: str) -> Shape:
+    fits = (
+        isinstance(value, tuple)
+        and len(value) <= _MAX_NDIM
+        and all(type(n) is int and n >= 0 for n in value)
+    )
+    size = 1
+    for n in value if fits else ():
+        size *= max(n, 1)
+    if not fits or size > _MAX_ELEMENTS:
+        raise FormatError(f"{fqn}: {value!r:.80} is no shape or position in a tensor")
+    return value
+
+
+def _dtype(properties: Any, fqn: str) -> np.dtype:
+    """The dtype is the first of the tuple that is the properties' state; what follows differs
+    between versions.
+    """
+    state = properties.state if isinstance(properties, Record) else None
+    dtype = state[0] if isinstance(state, tuple) and state else None
+    if isinstance(dtype, np.dtype):
+        return dtype
+    if isinstance(dtype, Name):
+        raise FormatError(f"{fqn} has dtype {dtype}, which has no numpy equivalent")
+    raise FormatError(f"{fqn}: its properties do not begin with a dtype")
+
+
+def _index(value: Any) -> tuple[str, Shape | None]:
+    fields = _fields(value, "MetadataIndex", "a key of storage_data")
+    fqn, offset = fields.get("fqn"), fields.get("offset")
+    if not isinstance(fqn, str):
+        raise FormatError("a key of storage_data has no name")
+    return fqn, None if offset is None else _shape(offset, fqn)
+
+
+def _span(value: Any) -> Span:
+    fields = _fields(value, "_StorageInfo", "a value of storage_data")
+    file, offset, length = (fields.get(key) for key in ("relative_path", "offset", "length"))
+    transforms = fields.get("transform_descriptors") or ()
+    if not isinstance(file, str) or not _is_file_name(file):
+        raise FormatError(f"storage_data names the file {file!r:.80}, which is no plain file name")
+    if type(offset) is not int or type(length) is not int or offset < 0 or length <= 0:
+        raise FormatError(
+            f"storage_data has {length!r:.40} bytes from {offset!r:.40} of {file}, which cannot be"
+        )
+    if not isinstance(transforms, list | tuple) or not all(isinstance(t, str) for t in transforms):
+        raise FormatError(f"storage_data has the transforms {transforms!r:.80} for {file}")
+    return Span(file, offset, length, tuple(transforms))
+
+
+def _check_spans(metadata: DcpMetadata, left: Collection[str]) -> None:
+    """Every span lies in a regular file beside the metadata, no two share a byte, and each chunk
+    fits its span.
+
+    Items that are `left` may lie anywhere.
+    """
+    folder = Directory(metadata.folder)
+    by_file: dict[str, list[tuple[Span, str]]] = defaultdict(list)
+    for fqn, span in metadata.spans():
+        if fqn not in left:
+            by_file[span.file].append((span, fqn))
+    for name, spans in by_file.items():
+        path, first = metadata.folder / name, spans[0][1]
+        try:
+            about = os.stat(noted(folder.file(name)))
+        except OSError:
+            raise FormatError(
+                f"{path} is missing: {len(spans)} items lie in it, the first of {first}"
+            ) from None
+        if not stat.S_ISREG(about.st_mode):
+            raise FormatError(f"{path}, in which {first} should lie, is not a file")
+        _check_apart(path, about.st_size, spans)
+    for fqn, tensor in metadata.tensors.items():
+        for chunk in tensor.chunks if fqn not in left else ():
+            _check_size(metadata.folder, fqn, tensor.dtype, chunk)
+
+
+def _check_apart(path: Path, size: int, spans: Sequence[tuple[Span, str]]) -> None:
+    """Raise where spans of a file run past its end, or share a byte."""
+    free, before = 0, ""
+    for span, fqn in sorted(spans, key=lambda item: item[0].offset):
+        end = span.offset + span.length
+        if end > size:
+            if why := stand_in(path):
+                raise FormatError(f"{path}: {why}")
+            raise CorruptData(
+                f"{path} has {size} bytes, but {fqn} should end at byte {end}: the file is"
+                " truncated, or belongs to another save"
+            )
+        if span.offset < free:
+            raise FormatError(
+                f"{path}: the bytes of {fqn}, from {span.offset}, overlap those of {before}"
+            )
+        free, before = end, fqn
+
+
+def _check_size(folder: Path, fqn: str, dtype: np.dtype, chunk: Chunk) -> None:
+    """Raise CorruptData where the bytes of a chunk cannot hold its elements: nothing is
+    allocated for such a one.
+    """
+    nbytes = math.prod(chunk.sizes) * dtype.itemsize
+    if nbytes > chunk.span.length * (MAX_RATIO if chunk.span.transforms else 1):
+        raise CorruptData(
+            f"{folder / METADATA_FILE}: {fqn} has a chunk of {dtype} {list(chunk.sizes)}, {nbytes}"
+            f" bytes, but the item of it in {chunk.span.file} has {chunk.span.length}"
+        )

@@ -1,0 +1,236 @@
+"""PyTorch's distributed checkpoints (DCP), as FSDP, FSDP2, HSDP, tensor parallelism and torchtitan
+write them.
+
+Every chunk says which block of its tensor it is, so that nothing about the parallelism has to be
+known. Which tensor is a weight and which a state of it follows from the paths that the planner
+recorded; `state_paths` has the rules. Objects that are no tensors, such as param_groups, schedulers
+and data loaders, are extras.
+
+An item is opened when it is first read, `verify` opens them all: each must have the dtype and sizes
+of its chunk and the CRC of its bytes. What no reader can prove: an item does not say its name, its
+rank or its save (the `save_id` of the metadata is in no item), so a file in which all items have
+the same lengths and shapes, of another rank or another step, is taken for the right one. A name
+that the metadata has in one place only may be changed there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint, UnsafePickle
+from jax_ucp.formats import json_values as extras
+from jax_ucp.formats.assemble import Import
+from jax_ucp.formats.dcp.metadata import (
+    DcpMetadata,
+    Span,
+    TensorEntry,
+    metadata_files,
+    read_metadata,
+)
+from jax_ucp.formats.dcp.source import DcpSource, consolidated
+from jax_ucp.formats.facts import COUNTS, RATES, Facts
+from jax_ucp.formats.json_values import tensor_bytes
+from jax_ucp.formats.options import Options
+from jax_ucp.formats.torch_save.opaque import in_optimizer
+from jax_ucp.formats.torch_save.optimizer_dicts import Steps, optimizer_paths
+from jax_ucp.formats.torch_save.state_pairing import Stored, is_trainable
+from jax_ucp.sources.contents import Contents
+
+
+def recognise(path: Path) -> bool:
+    return path.is_dir() and (bool(metadata_files(path)) or any(path.glob("__*.distcp")))
+
+
+def open_dcp(path: Path, options: Options) -> Contents:
+    """The checkpoint in a folder with `.metadata`, or with one `__<rank>.metadata` per rank.
+
+    Raises FormatError, naming the file and the tensor, where metadata and files do not fit
+    together, and NotACheckpoint where there is no metadata: it is written last.
+    """
+    if not metadata_files(path):
+        raise NotACheckpoint(
+            f"{path} has .distcp files but no .metadata: the save never ended, for that file is"
+            " written last, or it was not copied with the others, for its name begins with a dot"
+        )
+    metadata = read_metadata(path, _of_optimizers if options.weights_only else None)
+    left = _of_optimizers(metadata) if options.weights_only else frozenset[str]()
+    source = DcpSource(metadata)
+    found = Import("dcp", path, source, options.on_conflict)
+    objects = {
+        metadata.paths.get(fqn, (fqn,)): _object(found, fqn, span, source, fqn in left)
+        for fqn, spans in metadata.objects.items()
+        for span in spans
+    }
+    _check_facts(metadata, source, left)
+    _tensors(found, metadata, objects, options)
+    _other_files(found, metadata)
+    try:
+        return found.contents()
+    except LayoutError as error:
+        raise LayoutError(f"{path}: {error}") from None
+
+
+def _check_facts(metadata: DcpMetadata, source: DcpSource, left: Collection[str]) -> None:
+    """Raise FormatError where ranks that each wrote an object of one name say in it that they are
+    of other steps.
+
+    Places in the data are each rank's own. Objects that are `left` are not read.
+    """
+    facts = Facts(metadata.folder)
+    for fqn, spans in metadata.objects.items():
+        if len(spans) == 1 or "data" in fqn or fqn in left:
+            continue
+        for span in spans:
+            try:
+                file = source.object(fqn, span)
+            except UnsafePickle:
+                continue  # which is left out, and says so
+            facts.state_all(file, span.file, fqn, file.tree, only=(*COUNTS, *RATES))
+
+
+def _of_optimizers(metadata: DcpMetadata) -> frozenset[str]:
+    """The names of what lies in optimizers' dicts."""
+    paths = {fqn: metadata.paths.get(fqn, (fqn,)) for fqn in (*metadata.tensors, *metadata.objects)}
+    roots = optimizer_paths(paths.values())
+    return frozenset(
+        fqn for fqn, path in paths.items() if any(in_optimizer(path, root) for root in roots)
+    )
+
+
+def _tensors(
+    found: Import, metadata: DcpMetadata, objects: Mapping[Steps, Any], options: Options
+) -> None:
+    paths = _paths(metadata)
+    # The paths are in the order of the state dict, the tensors in that of the ranks that wrote
+    # them.
+    tensors = {fqn: metadata.tensors[fqn] for fqn in paths if fqn in metadata.tensors}
+    stored = {fqn: Stored(paths[fqn], t.shape, is_trainable(t.dtype)) for fqn, t in tensors.items()}
+    places = found.placed(stored, objects, options)
+    left = places.in_optimizers if options.weights_only else frozenset[str]()
+    for fqn, tensor in metadata.tensors.items():
+        state, name = places.at[fqn]
+        param = consolidated(fqn, tensor)
+        if fqn in left:
+            for key in param.keys:
+                found.leave(key, "", f"{state} of {name}: only weights were asked for")
+        elif param.keys:
+            found.parameter(state, name, param, _reason(tensor, state, name))
+        else:  # a tensor without elements, of which no rank wrote a chunk
+            found.constant(
+                state,
+                name,
+                np.empty(_empty(found.path, fqn, tensor), tensor.dtype),
+                f"{metadata.files[0]}:{fqn}",
+            )
+    found.notes += places.notes
+    # torch 1.13 saved flat dicts only, and flatten_state_dict=False takes a dict as it is
+    if not metadata.paths:
+        found.notes.append(
+            "no paths were recorded, so nothing tells weights from other tensors: all tensors of"
+            " the flat state dict are under `param`, by the names it had"
+        )
+
+
+def _paths(metadata: DcpMetadata) -> Mapping[str, Steps]:
+    """The path of everything that is stored. Raises FormatError where planner_data does not fit
+    the names.
+    """
+    if not metadata.paths:
+        return {fqn: (fqn,) for fqn in (*metadata.tensors, *metadata.objects)}
+    file = metadata.folder / metadata.files[0]
+    # Planners of torch that store objects of the first rank only record the paths of all ranks'
+    # objects.
+    if lost := sorted((metadata.tensors.keys() | metadata.objects.keys()) - metadata.paths.keys()):
+        raise FormatError(
+            f"{file}: {lost[0]!r} is not in planner_data, which has others; "
+            "the metadata is damaged, or of a planner not known here"
+        )
+    for fqn, path in metadata.paths.items():
+        if ".".join(map(str, path)) != fqn:
+            raise FormatError(
+                f"{file}: planner_data says that {fqn!r} was at {path}, which has another "
+                "flattened name; the metadata is damaged, or of a planner not known here"
+            )
+    return metadata.paths
+
+
+def _empty(folder: Path, fqn: str, tensor: TensorEntry) -> tuple[int, ...]:
+    if math.prod(tensor.shape):
+        raise FormatError(
+            f"{folder}: {fqn} has shape {list(tensor.shape)}, but by the metadata no chunk of it is"
+            " in any file: that of a rank is missing, or it is damaged"
+        )
+    return tensor.shape
+
+
+def _reason(tensor: TensorEntry, state: str, name: str) -> str:
+    what = f"{state} of {name}" if state != "other" else "a tensor beside the model"
+    return what if len(tensor.chunks) == 1 else f"{what}, one of {len(tensor.chunks)} chunks"
+
+
+def _object(found: Import, fqn: str, span: Span, source: DcpSource, left: bool) -> Any:
+    """An object, kept as an extra; None of one that asks for code or is made of data, or that is
+    `left` and damaged.
+    """
+    where = f"{span.file}:{fqn}"
+    try:
+        file = source.object(fqn, span)
+    except (FormatError, OSError) as error:
+        if left:
+            found.skip(
+                where,
+                "object",
+                f"only weights were asked for; it could not be read either: {error}",
+            )
+            return None
+        if not isinstance(error, UnsafePickle):
+            raise
+        found.skip(where, "object", f"not read, because it asks for more than data: {error}")
+        found.notes.append(f"the object {fqn} was left out: {error}")
+        return None
+    if (held := tensor_bytes(file.tree)) > extras.MAX_EXTRA_BYTES:
+        reason = f"an object with {held} bytes of tensors inside, which is data and no setting"
+        found.skip(where, "object", reason)
+        found.notes.append(
+            f"{fqn} in {span.file} was left out: {reason}; save it with flatten_state_dict=True"
+        )
+        return None
+    found.unknown |= file.unknown
+    found.extra(span.file, fqn, file.tree, file)
+    return file.tree
+
+
+def _other_files(found: Import, metadata: DcpMetadata) -> None:
+    used: Counter[str] = Counter()
+    for _, span in metadata.spans():
+        used[span.file] += span.length
+    for path in sorted(found.path.iterdir()):
+        if path.name in metadata.files:
+            found.skip(
+                path.name,
+                "metadata",
+                "says which chunk is where; its content is in the tree's names and shapes",
+            )
+        elif path.name not in used:
+            size = path.lstat().st_size
+            found.skip(path.name, f"{size} bytes", f"no item of {metadata.files[0]} lies in it")
+            if size and path.suffix == ".distcp":
+                found.notes.append(
+                    f"{path.name} belongs to no tensor of this checkpoint: it is left from another"
+                    " save"
+                )
+        elif rest := path.stat().st_size - used[path.name]:
+            # A replica that another rank wrote too, or a file of another save: the table of
+            # contents cannot tell.
+            found.skip(
+                path.name,
+                f"{rest} bytes",
+                f"bytes between or after the items that {metadata.files[0]} names",
+            )
+            found.notes.append(f"{path.name} has {rest} bytes that are no item of this checkpoint")

@@ -1,0 +1,199 @@
+"""The items of a DCP checkpoint as arrays: each chunk is a torch.save file of one tensor inside
+a `.distcp` file.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+
+from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.formats.dcp.metadata import Chunk, DcpMetadata, Span, TensorEntry
+from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
+from jax_ucp.formats.torch_save.unpickle import what_is
+from jax_ucp.formats.zstd import inflate
+from jax_ucp.layout.box import Box
+from jax_ucp.sources.checks import SAMPLE_BYTES, Check, Extent
+from jax_ucp.sources.consolidated import Consolidated
+from jax_ucp.sources.protocol import ArrayInfo
+
+ZSTD = "stream.zstd/1"
+KEPT_FILES = 1024
+OPENED_TOGETHER = 16
+KEPT_BYTES = 1 << 28
+MAX_OBJECT_BYTES = 1 << 28
+# What a torch.save file of one tensor has besides its elements: a few members, aligned to 64 bytes
+# or to a page.
+_OVERHEAD = 1 << 20
+
+
+class DcpSource:
+    """An ArraySource of the chunks of a DCP checkpoint: `file:fqn@byte`, read from the items' own
+    mappings.
+
+    An item is opened when it is first read, and must hold one tensor of the dtype and sizes of its
+    chunk. Items do not say their own names: of two files in which all items have equal sizes,
+    nothing tells that they were exchanged. A compressed item is inflated whole.
+    """
+
+    def __init__(self, metadata: DcpMetadata):
+        self.folder = metadata.folder
+        self._tensors = metadata.tensors
+        self._paths = {
+            name: metadata.folder / name for name in {span.file for _, span in metadata.spans()}
+        }
+        self._chunks: dict[str, tuple[TensorEntry, Chunk]] = {
+            chunk_key(fqn, chunk): (tensor, chunk)
+            for fqn, tensor in metadata.tensors.items()
+            for chunk in tensor.chunks
+        }
+        self._next = _following(chunk.span for _, chunk in self._chunks.values())
+        self._files: OrderedDict[Span, TorchFile] = OrderedDict()
+        self._alike: dict[Hashable, StoredTensor] = {}
+        self._inflated = 0
+        self._lock = Lock()
+
+    def arrays(self) -> Mapping[str, ArrayInfo]:
+        return {
+            key: ArrayInfo(
+                chunk.sizes, tensor.dtype, chunk.sizes if chunk.span.transforms else None
+            )
+            for key, (tensor, chunk) in self._chunks.items()
+        }
+
+    def read(self, key: str, box: Box) -> np.ndarray:
+        """The elements of `box` of chunk `key`. Raises FormatError if its item is not the tensor
+        declared.
+        """
+        file, stored = self._checked(key)
+        return file.read(stored.key, box)
+
+    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+        file, stored = self._checked(key)
+        file.read_into(stored.key, boxes, outs)
+
+    def checks(self, extent: Extent) -> Iterator[Check]:
+        """For each tensor, whether its items are the tensor declared, and their bytes have the
+        CRC that they record.
+        """
+        for fqn, tensor in self._tensors.items():
+            nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
+            if extent == "full" or nbytes <= SAMPLE_BYTES:
+                keys = [chunk_key(fqn, chunk) for chunk in tensor.chunks]
+                yield Check(fqn, frozenset(keys), nbytes, partial(self._first_fault, keys))
+
+    def _first_fault(self, keys: Sequence[str]) -> str | None:
+        return next((fault for key in keys if (fault := self._fault(key))), None)
+
+    def _fault(self, key: str) -> str | None:
+        try:
+            file, stored = self._checked(key)
+            return file.fault(stored.storage)
+        except FormatError as error:
+            return str(error)
+
+    def _checked(self, key: str) -> tuple[TorchFile, StoredTensor]:
+        tensor, chunk = self._chunks[key]
+        file = self._open(
+            chunk.span, Box.whole(chunk.sizes).size * tensor.dtype.itemsize + _OVERHEAD, key
+        )
+        stored = file.tree
+        if not isinstance(stored, StoredTensor):
+            raise FormatError(f"{self.folder}/{key} should be a tensor, but is {what_is(stored)}")
+        if (stored.shape, stored.dtype) != (chunk.sizes, tensor.dtype):
+            raise CorruptData(
+                f"{self.folder}/{key} should be {tensor.dtype} {list(chunk.sizes)}, but is"
+                f" {stored.dtype} {list(stored.shape)}: the file belongs to another save, or the"
+                " metadata is damaged"
+            )
+        return file, stored
+
+    def object(self, fqn: str, span: Span) -> TorchFile:
+        """The torch.save file of an object that is no tensor; `span` is where it lies."""
+        return self._open(span, MAX_OBJECT_BYTES, f"{span.file}:{fqn}@{span.offset}")
+
+    def _open(self, span: Span, max_bytes: int, key: str) -> TorchFile:
+        with self._lock:
+            file = self._files.get(span)
+            if file is None:
+                try:
+                    file = self._opened(span, max_bytes)
+                except FormatError as error:
+                    raise type(error)(f"{error} (while reading {key})") from error
+                self._keep(span, file)
+                if not span.transforms:
+                    self._open_following(span, file)
+            return file
+
+    def _open_following(self, span: Span, file: TorchFile) -> None:
+        """Open items that follow in the file too. One by one, between reads of megabytes, each
+        takes twice as long.
+        """
+        mapping = file.mapping()  # one for all of them, while it is held here
+        for _ in range(OPENED_TOGETHER - 1):
+            after = self._next.get(span)
+            if after is None or after in self._files:
+                break
+            try:
+                self._keep(after, self._opened(after, 0, file))
+            except FormatError:  # which is raised when it is read itself
+                break
+            span = after
+        del mapping
+
+    def _keep(self, span: Span, file: TorchFile) -> None:
+        self._inflated += file.held_bytes
+        self._files[span] = file
+        while len(self._files) > KEPT_FILES or (
+            self._inflated > KEPT_BYTES and len(self._files) > 1
+        ):
+            self._inflated -= self._files.popitem(last=False)[1].held_bytes
+
+    def _opened(self, span: Span, max_bytes: int, beside: TorchFile | None = None) -> TorchFile:
+        path = self._paths[span.file]
+        if not span.transforms:
+            return TorchFile(
+                path, offset=span.offset, length=span.length, beside=beside, alike=self._alike
+            )
+        if span.transforms != (ZSTD,):
+            raise FormatError(
+                f"{path}: an item was written through {list(span.transforms)}; only {ZSTD!r} is"
+                " read"
+            )
+        return TorchFile(path, data=_inflated(path, span, max_bytes), alike=self._alike)
+
+
+def _following(spans: Iterable[Span]) -> dict[Span, Span]:
+    """Of each item the one that follows in its file, where neither is compressed."""
+    inside = sorted(
+        (span for span in spans if not span.transforms), key=lambda span: (span.file, span.offset)
+    )
+    return {span: after for span, after in itertools.pairwise(inside) if span.file == after.file}
+
+
+def _inflated(path: Path, span: Span, max_bytes: int) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(span.offset)
+        data = file.read(span.length)
+    try:
+        return inflate(data, max_bytes)
+    except FormatError as error:
+        raise type(error)(
+            f"{path}: the item of {span.length} bytes at {span.offset}: {error}"
+        ) from error
+
+
+def chunk_key(fqn: str, chunk: Chunk) -> str:
+    return f"{chunk.span.file}:{fqn}@{chunk.span.offset}"
+
+
+def consolidated(fqn: str, tensor: TensorEntry) -> Consolidated:
+    """A tensor of the checkpoint as a parameter over a DcpSource."""
+    return Consolidated(tensor.layout(), [chunk_key(fqn, chunk) for chunk in tensor.chunks])

@@ -1,0 +1,220 @@
+"""PyTorch's distributed checkpoints (DCP), as one process writes them: `.metadata` and
+`__0_0.distcp`.
+
+The state dict is `{"model": {name: tensor}, "optimizer": {"state": {name: {state: tensor}},
+"param_groups": ...}}`, what `get_model_state_dict` and `get_optimizer_state_dict` give, so that
+`torch.distributed.checkpoint.load` fills it on any number of ranks. Each tensor is one chunk; a
+load onto shards reads the parts it needs.
+
+Facts: `metadata.py`, `filesystem.py`, `default_planner.py` in `torch/distributed/checkpoint` of
+torch 2.13.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax_ucp.errors import TreeMismatch, UnsupportedLeaf
+from jax_ucp.export.files import Bytes, File, Tensor
+from jax_ucp.export.parameters import Parameters, named, torch_groups
+from jax_ucp.formats.torch_save.pickle_writer import (
+    Call,
+    Global,
+    Instance,
+    dumps,
+    has_dtype,
+    torch_dtype,
+)
+from jax_ucp.formats.torch_save.zip_writer import ALIGNMENT, TorchZip
+
+METADATA_FILE, DATA_FILE = ".metadata", "__0_0.distcp"
+MODEL, OPTIMIZER = "model", "optimizer"
+
+_DCP = "torch.distributed.checkpoint"
+_GROUP = re.compile(rf"{OPTIMIZER}\.param_groups\.(\d+)\.([^.]+)")
+_STRIDED = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+_CONTIGUOUS = Call(Global(f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"), (0,))
+
+Steps = tuple[str | int, ...]
+
+
+def dcp_files(found: Parameters, objects: dict[Steps, Any]) -> list[File]:
+    """The files of a checkpoint with parameters, buffers, optimizer states, other tensors, and
+    `objects` by path.
+
+    Of a source that was DCP `objects` have the groups of its optimizer, as it had them; else they
+    are made here.
+
+    Raises UnsupportedLeaf for dtypes that torch lacks, TreeMismatch where two tensors would have
+    one name.
+    """
+    items: list[tuple[Steps, Any]] = [
+        ((MODEL, name), tensor) for name, tensor in found.model.items()
+    ]
+    for name, states in found.states.items():
+        items += [
+            ((OPTIMIZER, "state", name, state), t)
+            for state, t in states.items()
+            if state != "param"
+        ]
+    items += [(_steps(name), tensor) for name, tensor in found.other.items()]
+    items += (objects | _named_groups(objects, found.trained)).items()
+    for number, group in enumerate(groups(found, objects)):
+        items += [((OPTIMIZER, "param_groups", number, key), value) for key, value in group.items()]
+    _check(items)
+    return _files(dict(items))
+
+
+def groups(found: Parameters, objects: Mapping[Steps, Any]) -> list[dict[str, Any]]:
+    """The groups that `objects` do not have. States that are in no group are no optimizer's to a
+    reader.
+    """
+    return [] if any(map(_of_groups, objects)) else torch_groups(found.groups, found.trained)
+
+
+def _of_groups(path: Steps) -> bool:
+    """Whether an object is of the optimizer's groups, nested or flattened
+    (`param_groups.<name>.lr`).
+    """
+    return (
+        path[0] == OPTIMIZER and len(path) > 1 and str(path[1]).partition(".")[0] == "param_groups"
+    )
+
+
+def _named_groups(objects: Mapping[Steps, Any], trained: Sequence[str]) -> dict[Steps, list[str]]:
+    """The names that take the place of numbers in groups that have both, as the states here go
+    by name.
+    """
+    found = {
+        (*path[:-1], "params"): names
+        for path, names in objects.items()
+        if path[:2] == (OPTIMIZER, "param_groups")
+        and path[-1] == "param_names"
+        and isinstance(names, list)
+    }
+    named = {name for names in found.values() for name in names if isinstance(name, str)}
+    return found if named & {*trained} else {}
+
+
+def objects(extras: Mapping[str, Mapping[str, Any]], renamed: bool) -> dict[Steps, Any]:
+    """The objects of a DCP checkpoint, from its extras by file and name, by path.
+
+    Where the parameters have been `renamed` since, without the groups of its optimizer, which have
+    the old names.
+    """
+    found: dict[Steps, Any] = {}
+    for file in extras.values():
+        for name, value in file.items():
+            group = _GROUP.fullmatch(name)
+            found[
+                (OPTIMIZER, "param_groups", int(group[1]), group[2]) if group else _steps(name)
+            ] = value
+    return {path: value for path, value in found.items() if not (renamed and _of_groups(path))}
+
+
+def _check(items: Sequence[tuple[Steps, Any]]) -> None:
+    tensors = [(path, value) for path, value in items if isinstance(value, Tensor)]
+    problems = [
+        f"{_name(path)} has dtype {t.dtype}" for path, t in tensors if not has_dtype(t.dtype)
+    ]
+    if problems:
+        raise UnsupportedLeaf(
+            named(problems, "torch has no such dtypes", "Export with another dtype.")
+        )
+    names: dict[str, Steps] = {}
+    for path, _ in items:
+        if _name(path) in names:
+            problems.append(
+                f"{_name(path)}: {' / '.join(map(str, names[_name(path)]))},"
+                f" {' / '.join(map(str, path))}"
+            )
+        names[_name(path)] = path
+    if problems:
+        raise TreeMismatch(
+            named(problems, "DCP joins keys by dots, which gives one name twice", "Rename them.")
+        )
+
+
+def _files(tree: Mapping[Steps, Any]) -> list[File]:
+    zips: list[tuple[int, TorchZip]] = []
+    entries: dict[str, Any] = {}
+    storage: dict[Any, Any] = {}
+    at = 0
+    for path, value in tree.items():
+        made = TorchZip(value)
+        zips.append((at, made))
+        name = _name(path)
+        entries[name] = (
+            _tensor_entry(value) if isinstance(value, Tensor) else _instance("BytesStorageMetadata")
+        )
+        offset = _size([0] * len(value.shape)) if isinstance(value, Tensor) else None
+        index = _instance("MetadataIndex", fqn=name, offset=offset, index=None)
+        info = {"relative_path": DATA_FILE, "offset": at, "length": made.size}
+        storage[index] = Instance(Global(f"{_DCP}.filesystem", "_StorageInfo"), info)
+        at += made.size + -made.size % ALIGNMENT
+    metadata = _instance(
+        "Metadata",
+        state_dict_metadata=entries,
+        planner_data={_name(path): path for path in tree},
+        storage_data=storage,
+        storage_meta=_instance(
+            "StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[]
+        ),
+        version="1.0.0",
+    )
+    return [_data(zips, at), File.literal(METADATA_FILE, dumps(metadata))]
+
+
+def _data(zips: Sequence[tuple[int, TorchZip]], size: int) -> File:
+    """The file in which the items lie."""
+
+    def tail(crcs: Sequence[int]) -> list[Bytes]:
+        left, parts = iter(crcs), []
+        for at, made in zips:
+            parts += [
+                (at + offset, data)
+                for offset, data in made.tail([next(left) for _ in made.tensors])
+            ]
+        return parts
+
+    return File(
+        DATA_FILE,
+        size,
+        [(at + offset, t) for at, made in zips for offset, t in made.tensors],
+        tail=tail,
+    )
+
+
+def _tensor_entry(tensor: Tensor) -> Instance:
+    properties = (torch_dtype(tensor.dtype), _STRIDED, False, _CONTIGUOUS, False)
+    chunk = _instance(
+        "ChunkStorageMetadata", offsets=_size([0] * len(tensor.shape)), sizes=_size(tensor.shape)
+    )
+    return _instance(
+        "TensorStorageMetadata",
+        properties=Instance(Global(f"{_DCP}.metadata", "TensorProperties"), properties),
+        size=_size(tensor.shape),
+        chunks=[chunk],
+    )
+
+
+def _instance(kind: str, **fields: Any) -> Instance:
+    return Instance(Global(f"{_DCP}.metadata", kind), fields)
+
+
+def _size(shape: Sequence[int]) -> Call:
+    return Call(Global("torch", "Size"), (tuple(shape),))
+
+
+def _steps(name: str) -> Steps:
+    """A path for what came with a name only. `load` goes by names; the outermost key is the part
+    before a dot.
+    """
+    outer, dot, rest = name.partition(".")
+    return (outer, rest) if dot else (name,)
+
+
+def _name(path: Steps) -> str:
+    return ".".join(map(str, path))

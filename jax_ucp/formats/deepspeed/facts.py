@@ -1,0 +1,79 @@
+"""What every file of a DeepSpeed checkpoint says of the step that it is of.
+
+Counters, loss scaler and overflow are reduced over all ranks. Groups of parameters are those of a
+pipeline stage: its data- and tensor-parallel ranks have them alike.
+
+Facts: `_save_checkpoint` in `runtime/engine.py`, `state_dict` in `runtime/zero/stage_1_and_2.py`,
+`stage3.py` and `runtime/bf16_optimizer.py` of DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax_ucp.formats.deepspeed.files import Files, Rank, Stored
+from jax_ucp.formats.deepspeed.zero import base_optimizer
+from jax_ucp.formats.facts import COUNTS, RATES, Facts
+
+
+def check_facts(files: Files, weights_only: bool = False) -> None:
+    """Raise FormatError, naming two files and what they say, where files are not of one step.
+
+    With `weights_only` nothing is compared that no weight rests on.
+    """
+    facts = Facts(files.folder)
+    for mp, models in enumerate(files.models):
+        for model in models:
+            _of_model(facts, model, mp // files.tp, weights_only)
+    for mp, ranks in enumerate(files.ranks):
+        for rank in ranks:
+            _of_optimizer(facts, rank, mp // files.tp)
+    if weights_only:
+        return
+    for (_, mp), stored in files.expert_optimizers.items():
+        facts.state_all(
+            stored.file,
+            stored.name,
+            "optimizer",
+            _rates(stored.state.get("optimizer")),
+            mp // files.tp,
+        )
+
+
+def _of_model(facts: Facts, model: Stored, stage: int, weights_only: bool) -> None:
+    # The rest of a scheduler's state may be of each rank's own losses.
+    scheduler = model.state.get("lr_scheduler")
+    facts.state_all(model.file, model.name, "lr_scheduler", scheduler, only=COUNTS)
+    facts.state_all(model.file, model.name, "lr_scheduler", scheduler, stage, only=RATES)
+    facts.state_all(model.file, model.name, "iteration", model.state.get("iteration"))
+    if not weights_only:
+        facts.state_all(
+            model.file, model.name, "optimizer", _rates(model.state.get("optimizer")), stage
+        )
+
+
+def _of_optimizer(facts: Facts, rank: Rank, stage: int) -> None:
+    for name in ("loss_scaler", "overflow"):
+        facts.state_all(rank.file, rank.name, name, rank.state.get(name))
+    base = base_optimizer(rank)
+    if isinstance(base, list):  # an elastic checkpoint, which has no groups
+        states = dict(enumerate(base))
+    else:
+        facts.state_all(rank.file, rank.name, "optimizer", _rates(base), stage)
+        states = base.get("state") if isinstance(base, dict) else None
+    for index, state in states.items() if isinstance(states, dict) else ():
+        if isinstance(state, dict):
+            facts.state_all(
+                rank.file, rank.name, f"step of group {index}", state.get("step"), stage
+            )
+
+
+def _rates(optimizer: Any) -> Mapping[str, Any]:
+    """The groups of an optimizer of torch, or of one that DeepSpeed wrapped; without their
+    parameters.
+    """
+    inner = (
+        optimizer.get("optimizer_state_dict", optimizer) if isinstance(optimizer, dict) else None
+    )
+    return {"param_groups": inner.get("param_groups")} if isinstance(inner, dict) else {}

@@ -1,0 +1,452 @@
+"""The files of a DeepSpeed checkpoint: which must be there, and whether they belong together.
+
+Facts: file names in `runtime/engine.py` (`_get_zero_ckpt_name`, `_get_ckpt_name`,
+`_get_expert_ckpt_name`) and `runtime/pipe/module.py` (`ckpt_layer_path`) of DeepSpeed 0.19.8.
+Model-parallel ranks are numbered stage by stage: `mp_rank = stage * tp + tp_rank`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jax_ucp.errors import FormatError
+from jax_ucp.formats.facts import Facts
+from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
+from jax_ucp.formats.torch_save.unpickle import known, what_is
+from jax_ucp.layout.box import Box
+from jax_ucp.sources.consolidated import same_bits
+
+_OPTIM = re.compile(
+    r"(?P<bf16>(?:bf16_)?)zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"
+)
+_MODEL = re.compile(r"(zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
+_LAYER = re.compile(r"layer_(?P<layer>\d+)-(model_(?P<tp>\d+)-)?model_states\.pt")
+_EXPERT = re.compile(
+    r"(layer_(?P<layer>\d+)_)?expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt"
+)
+_EXPP = re.compile(r"expp_rank_(?P<ep>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
+
+# What every file of one save says alike.
+_SAME = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
+
+# The masters, and the state of the optimizer that ZeRO wraps: those of ZeRO-1 and 2, and of ZeRO-3.
+_WRAPPERS = (
+    frozenset({"single_partition_of_fp32_groups", "base_optimizer_state"}),
+    frozenset({"fp32_flat_groups", "optimizer_state_dict"}),
+)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A file of the checkpoint, and the dict in it that matters."""
+
+    file: TorchFile
+    state: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.file.path.name
+
+    def key(self, tensor: StoredTensor) -> str:
+        return f"{self.name}:{tensor.key}"
+
+
+@dataclass(frozen=True)
+class Rank(Stored):
+    """The optimizer file of one data-parallel rank."""
+
+    dp: int
+
+    @property
+    def masters(self) -> Sequence[StoredTensor]:
+        """The flat partitions of the parameters, one for each group, or under ZeRO-3 for each
+        sub-group.
+        """
+        return self.state.get("single_partition_of_fp32_groups", self.state.get("fp32_flat_groups"))  # type: ignore
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of one tag, by position.
+
+    `models[mp_rank]` has one file of model states, or under ZeRO-3 one for each data-parallel rank;
+    `ranks[mp_rank]` one optimizer file for each data-parallel rank, or none (ZeRO-0). `layers` is
+    keyed (layer, tp_rank), `experts` (layer, expert, mp_rank), `expert_optimizers` (ep_rank,
+    mp_rank). `unusable` says why optimizer files that should be there are not, where only weights
+    were asked for.
+    """
+
+    folder: Path
+    pp: int
+    tp: int
+    zero3: bool
+    models: Sequence[Sequence[Stored]]
+    ranks: Sequence[Sequence[Rank]]
+    layers: Mapping[tuple[int, int], Stored]
+    experts: Mapping[tuple[int, int, int], Stored]
+    expert_optimizers: Mapping[tuple[int, int], Stored]
+    unusable: str = ""
+
+    @property
+    def all_models(self) -> list[Stored]:
+        return list(itertools.chain(*self.models))
+
+    @property
+    def all_ranks(self) -> list[Rank]:
+        return list(itertools.chain(*self.ranks))
+
+    def all(self) -> list[Stored]:
+        by_number = (self.layers, self.experts, self.expert_optimizers)
+        return [
+            *self.all_models,
+            *self.all_ranks,
+            *itertools.chain(*(files.values() for files in by_number)),
+        ]
+
+
+def tag_folder(path: Path, marker: str = "latest") -> Path | None:
+    """The folder that `latest` names, if `path` is a save directory."""
+    latest = path / marker
+    if not latest.is_file():
+        return None
+    tag = latest.read_text(errors="replace").strip()
+    if not tag or "/" in tag or "\0" in tag or tag in (".", "..") or len(os.fsencode(tag)) > 255:
+        raise FormatError(f"{latest} should name a folder beside it, but says {tag!r:.80}")
+    return path / tag
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether the directory is DeepSpeed's: it has `latest`, or files named as DeepSpeed names
+    them.
+    """
+    return tag_folder(path) is not None or any(_is_own(file.name) for file in path.iterdir())
+
+
+def _is_own(name: str) -> bool:
+    return any(pattern.fullmatch(name) for pattern in (_OPTIM, _MODEL, _LAYER, _EXPERT, _EXPP))
+
+
+def _file_names(folder: Path) -> list[str]:
+    """The names of all files. Raises FormatError where two say the same, such as mp_rank_0 and
+    mp_rank_00.
+    """
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    seen: dict[str, str] = {}
+    for name in filter(_is_own, names):
+        plain = re.sub(r"\d+", lambda digits: str(int(digits[0])), name)
+        if plain in seen:
+            raise FormatError(
+                f"{folder} has {seen[plain]} and {name}, which are one rank's: remove the wrong one"
+            )
+        seen[plain] = name
+    return names
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The names of the files of one tag, by the numbers in them.
+
+    `models` and `optimizers` are keyed (dp_rank, mp_rank), the rest as in `Files`. The dp_rank of
+    model states is None below ZeRO-3. `prefixes` are those of the optimizer files: "bf16_", or
+    nothing.
+    """
+
+    folder: Path
+    models: Mapping[tuple[int | None, int], str]
+    optimizers: Mapping[tuple[int, int], str]
+    prefixes: frozenset[str]
+    layers: Mapping[tuple[int, int], str]
+    experts: Mapping[tuple[int, int, int], str]
+    expert_optimizers: Mapping[tuple[int, int], str]
+
+
+def _parse_names(folder: Path) -> _Names:
+    names = _file_names(folder)
+
+    def matches(pattern: re.Pattern[str]) -> list[re.Match[str]]:
+        return list(filter(None, map(pattern.fullmatch, names)))
+
+    optimizers = matches(_OPTIM)
+    return _Names(
+        folder,
+        models={(_int(m["dp"]), int(m["mp"])): m[0] for m in matches(_MODEL)},
+        optimizers={(int(m["dp"]), int(m["mp"])): m[0] for m in optimizers},
+        prefixes=frozenset(m["bf16"] for m in optimizers),
+        layers={(int(m["layer"]), int(m["tp"] or 0)): m[0] for m in matches(_LAYER)},
+        experts={
+            (int(m["layer"] or 0), int(m["expert"]), int(m["mp"])): m[0] for m in matches(_EXPERT)
+        },
+        expert_optimizers={(int(m["ep"]), int(m["mp"])): m[0] for m in matches(_EXPP)},
+    )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The degrees of the run, by the model states in the file `model`."""
+
+    model: str
+    pp: int
+    tp: int
+    world: int
+    zero3: bool
+
+    @property
+    def mp_world(self) -> int:
+        return self.pp * self.tp
+
+    @property
+    def model_ranks(self) -> Sequence[int | None]:
+        """The data-parallel ranks that have model states of their own; None is all of them."""
+        return range(self.world) if self.zero3 else (None,)
+
+
+def open_files(folder: Path, weights_only: bool = False) -> Files:
+    """The files of one tag; with `weights_only` those of the optimizer only for the masters in
+    them.
+
+    Raises FormatError, naming the file, where one is missing, or is of another run or step. With
+    `weights_only` that of an optimizer file is not raised, unless it is ZeRO-3's, which keeps the
+    weights nowhere else.
+    """
+    names = _parse_names(folder)
+    zero3 = _is_zero3(names)
+    first = (0 if zero3 else None), 0
+    if first not in names.models:
+        raise FormatError(
+            f"{folder}/{_model_name(*first)} is missing; without it nothing says what the buffers"
+            " hold"
+        )
+    models = {at: open_stored(folder / name) for at, name in names.models.items()}
+    run = _parse_run(names, models[first], zero3)
+    _check_complete(folder, models, run)
+    _check_same_run(folder, models, run)
+    experts = names.expert_optimizers if not weights_only else {}
+    _check_expert_optimizers(folder, experts)
+    ranks, unusable = _usable_optimizers(names, run, weights_only)
+    return Files(
+        folder,
+        run.pp,
+        run.tp,
+        zero3,
+        [[models[dp, mp] for dp in run.model_ranks] for mp in range(run.mp_world)],
+        ranks,
+        {at: open_stored(folder / name) for at, name in sorted(names.layers.items())},
+        {at: open_stored(folder / name) for at, name in sorted(names.experts.items())},
+        {at: open_stored(folder / name) for at, name in sorted(experts.items())},
+        unusable,
+    )
+
+
+def _is_zero3(names: _Names) -> bool:
+    """Whether the files are ZeRO-3's; without model states the optimizer files say it.
+
+    Raises FormatError where model states are of several stages.
+    """
+    if not names.models:
+        return any(_has_flat_groups(names.folder / name) for name in names.optimizers.values())
+    stages = {dp is not None for dp, _ in names.models}
+    if len(stages) > 1:
+        raise FormatError(
+            f"{names.folder} has model states of ZeRO-3 ({_model_name(0, 0)}) and of another stage "
+            f"({_model_name(None, 0)}): two saves with different settings are in one folder. "
+            "Remove the files of the older one"
+        )
+    return stages.pop()
+
+
+def _has_flat_groups(path: Path) -> bool:
+    return "fp32_flat_groups" in open_stored(path).state.get("optimizer_state_dict", ())
+
+
+def _parse_run(names: _Names, model: Stored, zero3: bool) -> _Run:
+    """The degrees that the model states say; those of older versions let them be seen from the
+    number of files.
+    """
+    state = model.state
+    data_ranks = {dp for dp, _ in names.optimizers}
+    world = _count(state, "dp_world_size", max(len(data_ranks), 1))
+    degrees = known(state.get("checkpoint_parallel_dimensions"))
+    if isinstance(degrees, dict):
+        return _Run(model.name, int(degrees["pp_degree"]), int(degrees["tp_degree"]), world, zero3)
+    model_ranks = {mp for _, mp in names.models}
+    mp_world = _count(state, "mp_world_size", len(model_ranks))
+    layer_ranks = {tp for _, tp in names.layers}
+    tp = len(layer_ranks) or mp_world
+    return _Run(model.name, max(1, mp_world // tp), tp, world, zero3)
+
+
+def _count(state: Mapping[str, Any], key: str, default: int) -> int:
+    value = known(state.get(key))
+    return value if type(value) is int else default
+
+
+def _check_complete(
+    folder: Path, models: Mapping[tuple[int | None, int], Stored], run: _Run
+) -> None:
+    """Raise FormatError where the model states of a rank are missing."""
+    data_ranks = f"{run.world} data-parallel ranks, " if run.zero3 else ""
+    for mp, dp in itertools.product(range(run.mp_world), run.model_ranks):
+        if (dp, mp) not in models:
+            raise FormatError(
+                f"{folder}/{_model_name(dp, mp)} is missing: the run had {data_ranks}{run.pp}"
+                f" pipeline stages and {run.tp} tensor-parallel ranks, by {run.model}"
+            )
+
+
+def _check_same_run(
+    folder: Path, models: Mapping[tuple[int | None, int], Stored], run: _Run
+) -> None:
+    """Raise FormatError where model states are of another run or step."""
+    facts = Facts(folder)
+    for (dp, mp), model in models.items():
+        if mp >= run.mp_world or (dp or 0) >= run.world:
+            raise FormatError(
+                f"{folder} has {model.name}, but {run.model} was written by a run of {run.world}"
+                f" data-parallel times {run.mp_world} model-parallel ranks; it belongs to another"
+                " run, or to an earlier save on more ranks"
+            )
+        for key in _SAME:
+            facts.state(model.name, key, model.state.get(key))
+
+
+def _check_expert_optimizers(folder: Path, names: Mapping[tuple[int, int], str]) -> None:
+    """Raise FormatError where an expert-parallel rank before another has no optimizer file."""
+    for ep, mp in sorted(names):
+        if ep and (ep - 1, mp) not in names:
+            raise FormatError(
+                f"{folder}/expp_rank_{ep - 1}_mp_rank_{mp:02d}_optim_states.pt is missing, but"
+                f" {names[ep, mp]} is there"
+            )
+
+
+def _usable_optimizers(
+    names: _Names, run: _Run, weights_only: bool
+) -> tuple[list[list[Rank]], str]:
+    """The optimizer files of each model-parallel rank; or with `weights_only` none, and why they
+    are of no use.
+    """
+    if run.zero3:  # the weights are nowhere else
+        return _optimizers(names, run), ""
+    try:
+        return _optimizers(names, run), ""
+    except (FormatError, OSError) as error:
+        if weights_only:
+            return [[] for _ in range(run.mp_world)], str(error)
+        if isinstance(error, FormatError):
+            raise type(error)(
+                f"{error}. weights_only opens the module's weights, without the optimizer"
+            ) from error
+        raise
+
+
+def _optimizers(names: _Names, run: _Run) -> list[list[Rank]]:
+    if not names.optimizers:
+        return [[] for _ in range(run.mp_world)]
+    if len(names.prefixes) > 1:
+        raise FormatError(
+            f"{names.folder} has optimizer files with and without the prefix bf16_: two saves with"
+            " different settings are in one folder. Remove the files of the older one"
+        )
+    _check_optimizer_names(names, run)
+
+    def open_rank(dp: int, mp: int) -> Rank:
+        return _open_rank(dp, names.folder / names.optimizers[dp, mp], run.world)
+
+    ranks = [[open_rank(dp, mp) for dp in range(run.world)] for mp in range(run.mp_world)]
+    _refuse_copies(ranks)
+    return ranks
+
+
+def _check_optimizer_names(names: _Names, run: _Run) -> None:
+    """Raise FormatError where the optimizer files are not one for each rank of the run."""
+    (prefix,) = names.prefixes
+    for mp, dp in itertools.product(range(run.mp_world), range(run.world)):
+        if (dp, mp) not in names.optimizers:
+            raise FormatError(
+                f"{names.folder}/{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt is"
+                f" missing: the run had {run.world} data-parallel ranks, and each holds a part of"
+                " every parameter group"
+            )
+    for (dp, mp), name in sorted(names.optimizers.items()):
+        if dp >= run.world or mp >= run.mp_world:
+            data_ranks = {rank for rank, _ in names.optimizers}
+            raise FormatError(
+                f"{names.folder} has optimizer files of {len(data_ranks)} ranks, but {run.model}"
+                f" was written by {run.world}; {name} belongs to another run, or to an earlier save"
+                " on more ranks"
+            )
+
+
+def _refuse_copies(ranks: Iterable[Sequence[Rank]]) -> None:
+    """Raise FormatError where a rank's file is a copy of another's: no two ranks have the same part
+    of the masters.
+
+    Checksums tell which two to compare. Parts of padding alone are zeros in several files.
+    """
+    first_with: dict[tuple[tuple[int, int], ...], Rank] = {}
+    for rank in itertools.chain(*ranks):
+        checksums = rank.file.checksums()
+        other = first_with.setdefault(checksums, rank)
+        if checksums and other is not rank and _same_masters(rank, other):
+            raise FormatError(
+                f"{rank.file.path} holds the same masters as {other.name}, bit for bit, though each"
+                " rank has a part of its own: one is a copy under the wrong name. Put that rank's"
+                " own file in its place"
+            )
+
+
+def _same_masters(rank: Rank, other: Rank) -> bool:
+    """Whether two files have equal masters, which are not all zero."""
+    mine, others = (
+        [file.file.read(m.key, Box.whole(m.shape)) for m in file.masters] for file in (rank, other)
+    )
+    equal = len(mine) == len(others) and all(map(same_bits, mine, others))
+    return equal and any(np.any(array) for array in mine)
+
+
+def open_stored(path: Path) -> Stored:
+    file = TorchFile(path)
+    return Stored(file, expect_dict(file.tree, path, "the file"))
+
+
+def _open_rank(dp: int, path: Path, world: int) -> Rank:
+    stored = open_stored(path)
+    state = expect_dict(stored.state.get("optimizer_state_dict"), path, "optimizer_state_dict")
+    if not any(state.keys() >= wrapper for wrapper in _WRAPPERS):
+        raise FormatError(
+            f"{path} has neither the masters and base_optimizer_state of ZeRO-1 and 2 nor the"
+            f" fp32_flat_groups of ZeRO-3, but {', '.join(map(str, state)) or 'nothing'}: another"
+            " optimizer wrapper wrote it, which is not read, or it is no optimizer file"
+        )
+    counts = state.get("partition_count")
+    counts = counts if isinstance(counts, list) else [counts or world]
+    divide_world = all(count and world % count == 0 for count in counts)
+    if not divide_world or max(counts) != world:
+        raise FormatError(
+            f"{path} is of {counts} ranks, by its partition_count for each group, but there are"
+            f" files of {world}: it is of another run or world size, or of a sharding over some of"
+            " the ranks, which is not read"
+        )
+    return Rank(stored.file, state, dp)
+
+
+def _model_name(dp: int | None, mp: int) -> str:
+    return f"{'' if dp is None else f'zero_pp_rank_{dp}_'}mp_rank_{mp:02d}_model_states.pt"
+
+
+def _int(digits: str | None) -> int | None:
+    return None if digits is None else int(digits)
+
+
+def expect_dict(value: Any, path: Path, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise FormatError(f"{path}: {what} should be a dict, but is {what_is(value)}")
+    return value

@@ -1,0 +1,350 @@
+"""Tensor parallelism as DeepSpeed writes it down: `universal_checkpoint_info` says how slices form
+parameters.
+
+Its patterns match a name with `re.match`, so a prefix is enough; RE2 matches them, as
+`name_patterns` says. A parameter that no list names is cut on its first axis: that is DeepSpeed's
+rule, and the only way it has to say "column parallel". A list that says nothing, or a pattern that
+meets no name, is therefore refused: what it was meant for would be joined wrongly, without a word.
+A spec in the universal checkpoint language takes the place of all of it.
+
+Facts: `merge_tp_slices` in `checkpoint/ds_to_universal.py`, `checkpoint/affine.py`; DeepSpeed
+0.19.8.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from jax_ucp.errors import FormatError, LayoutError
+from jax_ucp.formats.options import Sizes
+from jax_ucp.formats.torch_save.unpickle import Record, known
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
+from jax_ucp.layout.patterns import Averaged, Fused, Padded, Pattern, Replicated, Sharded, Unique
+from jax_ucp.name_patterns import NamePatterns, pattern_list
+from jax_ucp.shard_spec.notation import load
+from jax_ucp.shard_spec.rules import Shard, layouts, regex_of
+
+_REPLICATED = "tp_replicated_parameter_patterns"
+_AVERAGED = "parameter_to_average_patterns"
+_ROWS = "parameter_with_row_parallelism_patterns"
+_HALVES = "parameter_with_2_sub_params_cat_dim_0"
+_VOCABULARY = "vocabulary_parameter_patterns"
+_PIPELINE = "pipeline_replicated_parameter_patterns"
+_LISTS = (_REPLICATED, _AVERAGED, _ROWS, _HALVES, _VOCABULARY)
+
+_SPEC = "Say how slices form parameters in a spec (spec=, --spec)"
+
+# What this reader knows; newer versions may say things it would overlook.
+_VERSION, _AFFINE_VERSION = 0.4, 1
+
+
+@dataclass(frozen=True)
+class _SubParams:
+    """Several arrays side by side in a parameter, along `axis`: of the lengths in `shape[axis]`, or
+    so many equal ones.
+
+    A length of -1 on another axis is whatever it is.
+    """
+
+    patterns: Sequence[str]
+    shape: tuple[Any, ...]
+    axis: int
+
+    def check_shape(self, slice_shape: Shape, what: str) -> None:
+        """Raise FormatError unless slices of that shape can have the arrays; `what` begins the
+        message.
+        """
+        rank = len(slice_shape)
+        past_the_end = [length for length in self.shape[rank:] if length not in (-1, 1)]
+        if not 0 <= self.axis < rank or past_the_end:
+            raise FormatError(f"{what} do not fit its slices, which have shape {slice_shape}")
+        for axis, (want, length) in enumerate(zip(self.shape, slice_shape, strict=False)):
+            if axis != self.axis and want not in (-1, length):
+                raise FormatError(
+                    f"{what} have {want} on axis {axis}, but its slices have shape {slice_shape}"
+                )
+
+    def lengths(self, total: int, what: str) -> Sequence[int]:
+        """The lengths of the arrays, which are `total` together. Raises FormatError where they
+        are not equal parts.
+        """
+        lengths = self.shape[self.axis]
+        if not isinstance(lengths, int):
+            return lengths
+        if lengths < 1 or total % lengths:
+            raise FormatError(f"{what} are {lengths} equal parts of {total} rows")
+        return (total // lengths,) * lengths
+
+
+class TensorParallel:
+    """How the slices of the `tp` ranks form parameters, by the info in the file `where`.
+
+    Raises FormatError where the info is missing and needed, says nothing, or is of a newer version.
+    """
+
+    def __init__(self, info: Any, tp: int, where: str, sizes: Mapping[str, int]):
+        self.info: Mapping[str, Any] = info if isinstance(known(info), dict) else {}
+        self.tp, self.where = tp, where
+        self.sizes = sizes
+        affine_map = self.info.get("affine_map") or {}
+        self.maps: Mapping[str, Any] = affine_map.get("params") or {}
+        self.sub_params = list(map(_sub_params, self.info.get("parameter_with_sub_params") or ()))
+        self._lists = {key: pattern_list(self.info, key, where) for key in (*_LISTS, _PIPELINE)}
+        self._unsupported: Mapping[str, Any] = dict(
+            self.info.get("autotp_unsupported_parameter_patterns") or {}
+        )
+        listed = (*self._cutting(), self._lists[_PIPELINE], self.maps, self._unsupported)
+        self._patterns = NamePatterns(list(chain(*listed)), where)
+        self.widths_recorded = self._version(affine_map) >= 0.4
+        if tp > 1 and not any((self.maps, self.sub_params, *map(self._lists.get, _LISTS))):
+            raise FormatError(
+                f"{where} was written by {tp} tensor-parallel ranks, but has no"
+                " universal_checkpoint_info with patterns: nothing says how their slices form"
+                f" parameters. {_SPEC}, or save with that info in client_state"
+                " (Megatron-DeepSpeed's --universal-checkpoint does)."
+            )
+
+    def _version(self, affine_map: Mapping[str, Any]) -> float:
+        """The version of the info. Raises FormatError where it, or that of affine maps, is newer
+        than this reader.
+        """
+        version = self.info.get("universal_checkpoint_version", 0.0)
+        affine = affine_map.get("version", _AFFINE_VERSION)
+        if version > _VERSION or affine > _AFFINE_VERSION:
+            raise FormatError(
+                f"{self.where}: universal_checkpoint_info has version {version} and affine maps of"
+                f" version {affine}; {_VERSION} and {_AFFINE_VERSION} are the newest known here."
+                f" {_SPEC}"
+            )
+        return version
+
+    def _cutting(self) -> list[Sequence[str]]:
+        """The patterns of each list that says how parameters are cut."""
+        return [*map(self._lists.__getitem__, _LISTS), *(sub.patterns for sub in self.sub_params)]
+
+    def layout(self, name: str, slices: Sequence[Shape]) -> ParamLayout:
+        """The parameter that the slices form. Raises LayoutError, with the declaration, where
+        they do not fit it.
+        """
+        if (affine := self._hit(self.maps, name, "affine_map")) is not None:
+            return affine_layout(
+                self.maps[affine], slices, f"{self.where}: the affine map of {name}"
+            )
+        pattern = self._pattern(name, slices)
+        try:
+            return pattern.join(slices)
+        except LayoutError as error:
+            vocab = f" with vocab={pattern.size!s:.40}" if isinstance(pattern, Padded) else ""
+            what = f"{self.where}: {name} by its universal_checkpoint_info{vocab}"
+            raise LayoutError(f"{what}: {error}. {_SPEC}") from error
+
+    def says(self, name: str) -> bool:
+        """Whether any list or map names the parameter."""
+        return not self._patterns.matching(name).isdisjoint(chain(*self._cutting(), self.maps))
+
+    def stage_copy(self, name: str) -> bool:
+        """Whether pipeline stages may hold copies of the parameter, of which the first is the
+        one in use.
+        """
+        return (
+            name.startswith("tied_modules.")
+            or self._hit(self._lists[_PIPELINE], name, _PIPELINE) is not None
+        )
+
+    def check_used(self, names: Iterable[str]) -> None:
+        """Raise FormatError for patterns that match no name, and for parameters that DeepSpeed
+        says it cannot join.
+        """
+        names = list(names)
+        if self.tp == 1:
+            return
+        matching = {name: self._patterns.matching(name) for name in names}
+        for pattern, why in self._unsupported.items():
+            for name in names:
+                if pattern in matching[name]:
+                    raise FormatError(
+                        f"{self.where}: DeepSpeed says that the slices of {name} cannot be joined:"
+                        f" {why}. {_SPEC}"
+                    )
+        used = frozenset[str]().union(*matching.values())
+        if idle := [pattern for pattern in chain(*self._cutting()) if pattern not in used]:
+            raise FormatError(
+                f"{self.where}: universal_checkpoint_info has patterns that match no parameter:"
+                f" {idle}. What they were meant for would be joined on its first axis. {_SPEC}"
+            )
+
+    def _pattern(self, name: str, slices: Sequence[Shape]) -> Pattern:
+        listed = {key for key in _LISTS if self._hit(self._lists[key], name, key) is not None}
+        pattern = self._cut(name, slices, listed)
+        if _VOCABULARY not in listed:
+            return pattern
+        vocab = self.sizes.get("vocab", self.info.get("original_vocab_size"))
+        if not isinstance(vocab, int):
+            raise FormatError(
+                f"{self.where} calls {name} a vocabulary, but has no original_vocab_size; give it: "
+                'sizes={"vocab": N}, --size vocab=N'
+            )
+        return Padded(pattern, axis=0, size=vocab)
+
+    def _cut(self, name: str, slices: Sequence[Shape], listed: Collection[str]) -> Pattern:
+        """How the parameter is cut, which is in the lists of these keys, in DeepSpeed's order of
+        precedence.
+        """
+        if len(slices) == 1:
+            return Unique()
+        if _REPLICATED in listed:
+            return Replicated()
+        if _AVERAGED in listed:
+            return Averaged()
+        if _HALVES in listed:
+            halves = tuple(shape[0] // 2 for shape in slices)
+            return Fused(0, {"first": halves, "second": halves})
+        matching = self._patterns.matching(name)
+        for sub in self.sub_params:
+            for pattern in sub.patterns:
+                if pattern in matching:
+                    return self._fused(name, slices, sub, pattern)
+        return Sharded(1 if _ROWS in listed else 0)
+
+    def _fused(self, name: str, slices: Sequence[Shape], sub: _SubParams, pattern: str) -> Pattern:
+        """Several arrays, each cut by itself: their widths on each rank; before 0.4 even ones."""
+        what = f"{self.where}: the sub-parameters {sub.shape} of {name}"
+        sub.check_shape(slices[0], what)
+        lengths = sub.lengths(sum(shape[sub.axis] for shape in slices), what)
+        if not self.widths_recorded:
+            return Fused(sub.axis, {str(number): length for number, length in enumerate(lengths)})
+        widths = (self.info.get("sub_param_shard_widths") or {}).get(pattern)
+        if widths is None:
+            raise FormatError(
+                f"{what} have no sub_param_shard_widths, which version {_VERSION} needs. {_SPEC}"
+            )
+        if list(map(sum, widths)) != list(lengths):
+            raise FormatError(f"{what} have the shard widths {widths}, which do not add up to them")
+        return Fused(sub.axis, {str(number): tuple(row) for number, row in enumerate(widths)})
+
+    def _hit(self, patterns: Iterable[str], name: str, what: str) -> str | None:
+        matching = self._patterns.matching(name)
+        hits = [pattern for pattern in patterns if pattern in matching]
+        if len(hits) > 1:
+            raise FormatError(
+                f"{self.where}: {name} matches several patterns of {what}: {hits}. {_SPEC}"
+            )
+        return hits[0] if hits else None
+
+
+class BySpec:
+    """How slices form parameters, by a spec of the user's: all of them, whatever the files say."""
+
+    def __init__(self, spec: Path, sizes: Sizes):
+        self.spec = load(spec)
+        self.sizes = sizes.of(self.spec.lengths, self.spec.switches)
+        self.layouts: Mapping[str, ParamLayout] = {}
+
+    def says(self, name: str) -> bool:
+        """Whether a rule of the spec itself claims the parameter."""
+        return any(re.fullmatch(regex_of(sentence.param), name) for sentence in self.spec.own)
+
+    def bind(self, params: Mapping[str, Sequence[Shard]]) -> None:
+        """Apply the rules to all parameters. Raises LayoutError with everything that does not
+        fit.
+        """
+        self.layouts = layouts(self.spec, params, self.sizes)
+
+    def layout(self, name: str, slices: Sequence[Shape]) -> ParamLayout:
+        layout = self.layouts[name]
+        if layout.shards != tuple(slices):
+            raise LayoutError(
+                f"{name}: a state has slices of shapes {list(slices)}, the parameter"
+                f" {list(layout.shards)}"
+            )
+        return layout
+
+    def stage_copy(self, name: str) -> bool:
+        return name.startswith("tied_modules.")
+
+    def check_used(self, names: Iterable[str]) -> None:
+        """Nothing: `bind` has refused rules without a parameter."""
+
+
+def affine_layout(entry: Mapping[str, Any], slices: Sequence[Shape], what: str) -> ParamLayout:
+    """The parameter that slices form by an affine map of DeepSpeed, where all its pieces are boxes
+    on both sides.
+
+    A piece is (shape, source in the parameter, dest in the slice), both ends an offset and strides
+    in elements. Raises FormatError where a piece is no box (a transposition, a stride over rows),
+    or is scaled.
+    """
+    shape = tuple(map(int, entry["logical_shape"]))
+    ranks = {int(rank): value for rank, value in entry["ranks"].items()}
+    if sorted(ranks) != list(range(len(slices))):
+        raise FormatError(
+            f"{what} is for the ranks {sorted(ranks)}, but there are {len(slices)} slices"
+        )
+    fragments: list[Fragment] = []
+    for rank, slice_shape in enumerate(slices):
+        pieces = ranks[rank]["pieces"]
+        elements = sum(math.prod(piece["shape"]) for piece in pieces)
+        if tuple(ranks[rank]["shard_shape"]) != slice_shape or elements != math.prod(slice_shape):
+            raise FormatError(
+                f"{what} has a slice {ranks[rank]['shard_shape']} on rank {rank}, in {len(pieces)}"
+                f" pieces that should make it up, but the file has {slice_shape}"
+            )
+        fragments += [_fragment(piece, rank, slice_shape, shape, what) for piece in pieces]
+    return ParamLayout(
+        shape, tuple(slices), tuple(fragment for fragment in fragments if fragment.target.size)
+    )
+
+
+def _fragment(
+    piece: Mapping[str, Any], rank: int, slice_shape: Shape, shape: Shape, what: str
+) -> Fragment:
+    """A piece of an affine map. Raises FormatError unless it is a block of both the slice and
+    the parameter.
+    """
+    target = _box(piece["shape"], piece["source"], shape)
+    source = _box(piece["shape"], piece["dest"], slice_shape)
+    if target is None or source is None or piece.get("scale", 1.0) != 1.0:
+        raise FormatError(
+            f"{what} has a piece on rank {rank} that is no box, or is scaled: {dict(piece)}."
+            f" {_SPEC}"
+        )
+    return Fragment(rank, source, target)
+
+
+def _box(shape: Sequence[int], at: Sequence[Any], whole: Shape) -> Box | None:
+    """The block of an array of shape `whole` at `at`, an offset and strides; None if that is no
+    block.
+    """
+    offset, strides = at
+    if not len(shape) == len(strides) == len(whole):
+        return None
+    steps = [math.prod(whole[axis + 1 :]) for axis in range(len(whole))]
+    if any(n > 1 and stride != step for n, stride, step in zip(shape, strides, steps, strict=True)):
+        return None
+    if 0 in shape:
+        return Box((0,) * len(shape), tuple(map(int, shape)))
+    if not 0 <= offset < max(1, math.prod(whole)):
+        return None
+    start = tuple(offset // step % n for step, n in zip(steps, whole, strict=True))
+    box = Box(start, tuple(map(operator.add, start, map(int, shape))))
+    return box if box.within(Box.whole(whole)) else None
+
+
+def _sub_params(entry: Any) -> _SubParams:
+    """The patterns, shape and axis of a `SubparamShape`, which is a dict, or an instance in a
+    pickle.
+    """
+    fields: Any = entry.fields if isinstance(entry, Record) else entry
+    shape = tuple(tuple(n) if isinstance(n, list | tuple) else n for n in fields["shape"])
+    patterns = pattern_list(
+        {"patterns": fields["patterns"]}, "patterns", "parameter_with_sub_params"
+    )
+    return _SubParams(patterns, shape, int(fields["partition_dim"]))

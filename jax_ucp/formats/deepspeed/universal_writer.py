@@ -1,0 +1,424 @@
+"""DeepSpeed's universal folder, as `ds_to_universal` writes it, for a run with `load_universal` to
+resume from.
+
+The folder is that of one process: whoever loads it cuts parameters for its own ranks. What a run
+with tensor parallelism must know for that is in each atom, and comes from the
+`universal_checkpoint_info` of the source.
+
+Facts: `ds_to_universal.py` (`merge_tp_slices`, `_save_optimizer_state`) and
+`universal_checkpoint.py` (`load_hp_checkpoint_state`) in `checkpoint/`, `base_optimizer.py`,
+`zero/stage3.py` and `engine.py` (`_load_checkpoint`) in `runtime/` of DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from jax_ucp.errors import FormatError, UnsupportedLeaf
+from jax_ucp.export.files import File, Tensor
+from jax_ucp.export.parameters import Parameters, is_floating, named, torch_groups, untold
+from jax_ucp.formats.torch_save.pickle_writer import Call, Global, Instance, has_dtype
+from jax_ucp.formats.torch_save.zip_writer import torch_file
+from jax_ucp.layout.fragments import Shape
+from jax_ucp.metadata import plain_settings
+from jax_ucp.name_patterns import NamePatterns, pattern_list
+
+# The version whose format this is; the loader refuses folders that name none.
+DS_VERSION = "0.19.8"
+
+# The loader walks the groups of the run and those of the folder side by side and stops, without a
+# word, at the end of the shorter list. We write more groups than any run has, so that all
+# parameters are loaded; those that are not known have no settings, and the run's own stay.
+GROUPS = 256
+
+_MODEL = re.compile(r"(zero_pp_rank_0_)?mp_rank_00_model_states\.pt")
+_OPTIMIZER = re.compile(
+    r"zero/optimizer_state\.pt|(bf16_)?zero_pp_rank_0_mp_rank_00_optim_states\.pt"
+)
+# What one process, which cuts nothing, says otherwise than the ranks that wrote the source; and the
+# converter's own.
+_OWN_MODEL_KEYS = ("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "optimizer")
+_OPTIMIZER_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "ds_version")
+_MADE_ANEW = ("zero_stage", "ds_config", "partition_count", "group_paddings")
+
+# The lists of patterns in `universal_checkpoint_info` that say how a parameter is cut.
+_LISTS = (
+    "tp_replicated_parameter_patterns",
+    "parameter_to_average_patterns",
+    "vocabulary_parameter_patterns",
+)
+_LISTS += ("parameter_with_2_sub_params_cat_dim_0", "parameter_with_row_parallelism_patterns")
+_LISTS += ("expert_parameter_patterns",)
+
+Extras = Mapping[str, Mapping[str, Any]]
+
+
+def deepspeed_files(
+    found: Parameters, extras: Extras, steps: Mapping[str, np.ndarray], zero_stage: int | None
+) -> list[File]:
+    """The files of a save directory: `latest_universal`, and the folder that it names.
+
+    Parameters with a state besides `param` are the optimizer's (all of them, where none has any)
+    and become atoms; the others, and buffers, go into the module. `steps` has the step of each
+    parameter that has one. `zero_stage` is that of the run to be resumed; None is that of the
+    source, or 1.
+
+    Raises UnsupportedLeaf, naming every parameter, for dtypes torch lacks and for names that are no
+    folder's, and where parameters that the loader takes for one group, or in ZeRO-3 any, differ in
+    their step.
+    """
+    _check(found)
+    model, optimizer = _rank_0(extras, _MODEL), _rank_0(extras, _OPTIMIZER)
+    stage = zero_stage if zero_stage is not None else max(1, int(_zero(model).get("stage", 1)))
+    owned = _owned(found)
+    groups = _groups(found, model, optimizer)
+    frozen = {name: states["param"] for name, states in found.states.items() if name not in owned}
+    step = _check_steps(groups, steps, stage)
+    counted = model.get("global_steps")
+    global_steps = counted if type(counted) is int else int(max(steps.values(), default=0))
+    tag = f"global_step{global_steps}_universal"
+    files = list(_atoms(f"{tag}/zero", owned, steps, _cutting(model), stage))
+    files.append(
+        torch_file(
+            f"{tag}/zero/optimizer_state.pt", _optimizer_state(optimizer, groups, step, stage)
+        )
+    )
+    prefix = "zero_pp_rank_0_" if stage == 3 else ""
+    shapes = [{name: owned[name]["param"].shape for name in group["params"]} for group in groups]
+    states = _model_states(model, shapes, frozen, found.buffers, global_steps, stage)
+    files.append(torch_file(f"{tag}/{prefix}mp_rank_00_model_states.pt", states))
+    return [*files, File.literal("latest_universal", tag.encode())]
+
+
+def _check_steps(
+    groups: Sequence[Mapping[str, Any]], steps: Mapping[str, np.ndarray], stage: int
+) -> Any:
+    """The step of all parameters in ZeRO-3. Raises UnsupportedLeaf where those of a group, or in
+    ZeRO-3 any, differ.
+    """
+    for group in groups:
+        own = {name: steps[name] for name in group["params"] if name in steps}
+        _one_step(
+            own,
+            "DeepSpeed loads no group whose parameters differ in their step",
+            "Export to another format",
+        )
+    if stage != 3:
+        return None
+    return _one_step(steps, "ZeRO-3 has one step for all parameters", "Export for ZeRO-1 or 2")
+
+
+def _atoms(
+    folder: str,
+    owned: Mapping[str, Mapping[str, Tensor]],
+    steps: Mapping[str, np.ndarray],
+    info: Mapping[str, Any],
+    stage: int,
+) -> Iterable[File]:
+    """A file for each state of each parameter; the step of ZeRO-3 is in zero/optimizer_state.pt."""
+    patterns = NamePatterns(_patterns(info), "universal_checkpoint_info")
+    for name, states in owned.items():
+        cut = _how_to_cut(states["param"], info, patterns.matching(name))
+        for state, tensor in states.items():
+            if state == "param":
+                yield torch_file(f"{folder}/{name}/fp32.pt", {"param": tensor, **cut})
+            elif state != "step":
+                yield torch_file(f"{folder}/{name}/{state}.pt", {"param": tensor, **cut})
+            elif stage != 3:
+                yield torch_file(f"{folder}/{name}/step.pt", _number(steps[name]))
+
+
+def _owned(found: Parameters) -> dict[str, Mapping[str, Tensor]]:
+    """The parameters that the optimizer has states of; without any states, all that it could
+    have.
+    """
+    if found.moments:
+        return {name: states for name, states in found.states.items() if len(states) > 1}
+    return {n: states for n, states in found.states.items() if is_floating(states["param"].dtype)}
+
+
+def _groups(
+    found: Parameters, model: Mapping[str, Any], optimizer: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The groups of the optimizer, by the order in which the loader takes them: that of a
+    DeepSpeed source is kept.
+    """
+    groups = list(optimizer.get("param_groups", model.get("optimizer/param_groups")) or ())
+    while groups and not groups[-1].keys() - {"params"}:
+        groups.pop()  # what an export wrote of groups that are not known
+    return torch_groups(found.groups, _owned(found), groups)
+
+
+def notes(found: Parameters, extras: Extras) -> Iterable[str]:
+    """What whoever resumes from the folder should know."""
+    model, optimizer = _rank_0(extras, _MODEL), _rank_0(extras, _OPTIMIZER)
+    if not found.moments:
+        yield "there are no optimizer states: the run starts with those that its optimizer makes"
+    if frozen := sorted(found.states.keys() - _owned(found).keys()):
+        yield (
+            f"{len(frozen)} parameters have no optimizer states, the first {frozen[0]}; they are in"
+            " the model states, of which load_universal reads no weights: load them yourself"
+        )
+    groups = _groups(found, model, optimizer)
+    yield from untold(groups, "the settings of the run's own groups stay")
+    if found.groups and "param_groups" not in optimizer and "optimizer/param_groups" not in model:
+        firsts = ", ".join(group["params"][0] for group in groups)
+        yield (
+            "DeepSpeed gives settings to groups in their order; those of the run must begin with"
+            f" {firsts}"
+        )
+    if "lr_scheduler" not in model:
+        yield (
+            "there is no state of a learning rate scheduler: load with"
+            " load_lr_scheduler_states=False"
+        )
+    if _zero(model).get("round_robin_gradients"):
+        yield (
+            "the source was trained with round_robin_gradients: turn it off in the run that"
+            " resumes, for with it DeepSpeed puts what it loads in the wrong places, without a word"
+        )
+    if not model.get("universal_checkpoint_info"):
+        yield (
+            "nothing says how tensor parallelism cuts parameters: with more than one such rank"
+            " DeepSpeed would cut all of them along axis 0, right or wrong"
+        )
+
+
+def carries(file: str, name: str) -> bool:
+    """Whether an extra is written, or made anew."""
+    if _MODEL.fullmatch(file):
+        return not name.startswith("optimizer/") or name == "optimizer/param_groups"
+    return bool(_OPTIMIZER.fullmatch(file)) and name in (
+        *_OPTIMIZER_KEYS,
+        *_MADE_ANEW,
+        "param_groups",
+    )
+
+
+def _one_step(steps: Mapping[str, np.ndarray], why: str, remedy: str) -> Any:
+    """The step that all of these parameters have. Raises UnsupportedLeaf, which says `why` there
+    must be one.
+    """
+    different = {step.item(): name for name, step in steps.items()}
+    if len(different) > 1:
+        raise UnsupportedLeaf(
+            f"{why}, but here are"
+            f" {', '.join(f'{step} of {name}' for step, name in different.items())}. {remedy}."
+        )
+    return next(map(_number, steps.values()), None)
+
+
+def _number(step: np.ndarray) -> Any:
+    """A step as the optimizers keep it: counted by torch's in a tensor, by DeepSpeed's in an
+    int.
+    """
+    return int(step) if step.dtype.kind in "iu" else step
+
+
+def _rank_0(extras: Extras, pattern: re.Pattern[str]) -> Mapping[str, Any]:
+    return next((values for file, values in extras.items() if pattern.fullmatch(file)), {})
+
+
+def _zero(model: Mapping[str, Any]) -> Mapping[str, Any]:
+    config = model.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    return zero if isinstance(zero, dict) else {}
+
+
+def _check(found: Parameters) -> None:
+    problems: list[str] = []
+    for name, states in found.states.items():
+        problems += _faults(name, states)
+    for name, tensor in found.buffers.items():
+        problems += _faults(name, {"buffer": tensor})
+    if problems:
+        raise UnsupportedLeaf(
+            named(
+                problems,
+                "DeepSpeed's universal folder cannot hold",
+                "Export with another dtype, or rename them.",
+            )
+        )
+
+
+def _faults(name: str, states: Mapping[str, Tensor]) -> Iterable[str]:
+    """What of a parameter the folder cannot hold."""
+    for state, tensor in states.items():
+        if not has_dtype(tensor.dtype):
+            yield f"{state} of {name} has dtype {tensor.dtype}"
+    if not _names_a_folder(name):
+        yield f"{name!r} is no name of a folder"
+    for state in states:
+        if state == "fp32" or not re.fullmatch(r"\w+", state):
+            yield f"{state!r} of {name} is no name of a state's file"
+    if "step" in states and states["step"].size != 1:
+        yield f"step of {name} has shape {list(states['step'].shape)}, and is no number"
+
+
+def _names_a_folder(name: str) -> bool:
+    reserved = name in ("", ".", "..", "optimizer_state.pt")
+    return not reserved and "/" not in name and "\0" not in name and len(name.encode()) <= 255
+
+
+def _patterns(info: Mapping[str, Any]) -> Iterable[str]:
+    """All patterns by which the info names parameters."""
+    for key in _LISTS:
+        yield from _list(info, key)
+    for sub in info.get("parameter_with_sub_params") or ():
+        yield from _sub_patterns(sub)
+
+
+def _list(said: Mapping[str, Any], key: str) -> Sequence[str]:
+    return pattern_list(said, key, "universal_checkpoint_info")
+
+
+def _sub_patterns(sub: Any) -> Sequence[str]:
+    return _list({"patterns": _attributes(sub)["patterns"]}, "patterns")
+
+
+def _how_to_cut(
+    tensor: Tensor, info: Mapping[str, Any], matching: frozenset[str]
+) -> dict[str, Any]:
+    """What an atom says to ranks that hold slices of it; the order of precedence is that of the
+    converter.
+
+    `matching` are the patterns of the info that match its name.
+    """
+
+    def matches(key: str) -> bool:
+        return not matching.isdisjoint(_list(info, key))
+
+    cut = _cut(tensor, info, matching, matches)
+    if matches("vocabulary_parameter_patterns"):
+        cut["vocab_tensor"] = True
+    if matches("expert_parameter_patterns"):
+        cut |= {"is_expert_param": True, "ep_num_experts": tensor.shape[0]}
+    return cut
+
+
+def _cut(
+    tensor: Tensor,
+    info: Mapping[str, Any],
+    matching: frozenset[str],
+    matches: Callable[[str], bool],
+) -> dict[str, Any]:
+    """Along which axis or parts it is cut; nothing for a replica. `matches` is whether a list of
+    the info has it.
+    """
+    if matches("tp_replicated_parameter_patterns") or matches("parameter_to_average_patterns"):
+        return {}
+    if matches("parameter_with_2_sub_params_cat_dim_0"):
+        return {"cat_dim": 0, "param_n_sub_params": 2}
+    for sub in info.get("parameter_with_sub_params") or ():
+        if not matching.isdisjoint(_sub_patterns(sub)):
+            return {"sub_param_shape": _sub_param_shape(sub, tensor)}
+    return {"cat_dim": 1 if matches("parameter_with_row_parallelism_patterns") else 0}
+
+
+def _cutting(model: Mapping[str, Any]) -> dict[str, Any]:
+    """`universal_checkpoint_info` without what is only about the ranks that wrote the source."""
+    info = model.get("universal_checkpoint_info") or {}
+    return {
+        key: value
+        for key, value in info.items()
+        if key not in ("affine_map", "sub_param_shard_widths")
+    }
+
+
+def _sub_param_shape(sub: Any, tensor: Tensor) -> Instance:
+    """The widths of the parts as a tuple; a number of equal parts is how versions before 0.4
+    said it.
+    """
+    said = _attributes(sub)
+    shape, axis = list(said["shape"]), said["partition_dim"]
+    if isinstance(shape[axis], int):
+        if shape[axis] < 1 or tensor.shape[axis] % shape[axis]:
+            raise FormatError(
+                f"universal_checkpoint_info has {shape[axis]} equal parts of {tensor.shape[axis]}"
+                " rows"
+            )
+        shape[axis] = (tensor.shape[axis] // shape[axis],) * shape[axis]
+    fields = {"patterns": list(said["patterns"]), "shape": tuple(shape), "partition_dim": axis}
+    return Instance(Global("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"), fields)
+
+
+def _attributes(sub: Any) -> Mapping[str, Any]:
+    return sub.state if isinstance(sub, Instance) else sub
+
+
+def _optimizer_state(
+    optimizer: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], step: Any, stage: int
+) -> dict[str, Any]:
+    state = {key: optimizer[key] for key in _OPTIMIZER_KEYS if key in optimizer}
+    state.setdefault("ds_version", DS_VERSION)
+    state["zero_stage"] = Call(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), (stage,))
+    state["param_groups"] = [{**group, "params": [number]} for number, group in enumerate(groups)]
+    state["param_groups"] += [{"params": []} for _ in range(GROUPS - len(groups))]
+    if stage == 3:
+        counted = {} if step is None else {"step": step}
+        # The loader of ZeRO-3 gives all groups of the run the settings of the first one here.
+        alike = {**_common(groups), "params": []}
+        numbers = range(max(1, len(groups)))
+        state["optimizer_state_dict"] = {
+            "state": dict.fromkeys(numbers, counted),
+            "param_groups": [alike],
+        }
+    return state
+
+
+def _common(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The settings in which all groups agree."""
+    if len(groups) < 2:
+        return dict(*groups)
+    first, *others = map(plain_settings, groups)
+    return {
+        k: groups[0][k]
+        for k in first
+        if all(k in other and other[k] == first[k] for other in others)
+    }
+
+
+def _model_states(
+    model: Mapping[str, Any],
+    shapes: Sequence[Mapping[str, Shape]],
+    frozen: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    global_steps: int,
+    stage: int,
+) -> dict[str, Any]:
+    kept = {
+        k: v
+        for k, v in model.items()
+        if k not in _OWN_MODEL_KEYS and not k.startswith("optimizer/")
+    }
+    if info := _cutting(model):
+        kept["universal_checkpoint_info"] = info
+    module, frozen_shapes, fragments = {**frozen, **buffers}, None, None
+    if stage == 3:
+        module = dict(buffers)
+        frozen_shapes = {name: tensor.shape for name, tensor in frozen.items()}
+        fragments = {name: replace(tensor, flat=True) for name, tensor in frozen.items()}
+    return {
+        "module": module,
+        "buffer_names": list(buffers),
+        "optimizer": None,
+        "param_shapes": shapes,
+        "frozen_param_shapes": frozen_shapes,
+        "shared_params": {},
+        "frozen_param_fragments": fragments,
+        "lr_scheduler": None,
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": 0,
+        "global_steps": global_steps,
+        **kept,
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "ds_version": DS_VERSION,
+    }

@@ -1,0 +1,299 @@
+"""ZeRO's flat buffers: which parameters lie where in the partitions of one model-parallel rank.
+
+ZeRO-1/2 and BF16_Optimizer: one buffer for each parameter group, cut into equal partitions. The
+order is that of `param_shapes` in the model states; `param_slice_mappings` is not used, because
+DeepSpeed 0.19.8 writes it wrong under `round_robin_gradients`. Where padding lies is computed from
+lengths, because `group_paddings` is not the same thing in every optimizer wrapper. ZeRO-3: each
+parameter is cut by itself, and a sub-group is one rank's pieces of several.
+
+Facts: `runtime/zero/stage_1_and_2.py`, `runtime/zero/stage3.py` and `runtime/bf16_optimizer.py` of
+DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax_ucp.errors import FormatError
+from jax_ucp.formats.deepspeed.files import Rank, Stored, expect_dict
+from jax_ucp.formats.torch_save.file import StoredTensor
+from jax_ucp.formats.torch_save.unpickle import known
+from jax_ucp.layout.fragments import ParamLayout, Shape
+from jax_ucp.layout.patterns import flat_layouts, partitioned_layouts
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that lie in one set of partitions, held by `ranks`, in that order.
+
+    What the ranks hold for the group, by name: flat tensors of the partition's length in `flat`,
+    values for the whole group in `scalars`, and in `aside` what belongs to no element of a
+    parameter, with the reason. `layouts` say where each parameter lies in a flat tensor.
+    """
+
+    ranks: Sequence[Rank]
+    shapes: Mapping[str, Shape]
+    layouts: Mapping[str, ParamLayout]
+    flat: Mapping[str, Sequence[StoredTensor]]
+    scalars: Mapping[str, Sequence[Any]]
+    aside: Mapping[str, tuple[Sequence[Any], str]]
+
+
+# States of torch's optimizers that have an element for each of the parameter: of another length
+# they are wrong.
+_ELEMENTWISE = frozenset(
+    {
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "exp_inf",
+        "momentum_buffer",
+        "square_avg",
+        "grad_avg",
+        "sum",
+    }
+)
+# What bitsandbytes keeps beside the quantised elements, and those
+# (`bitsandbytes/optim/optimizer.py` of 0.49).
+_QUANTIZED = re.compile(r"__bnb_optimizer_quant_state__|(qmap|absmax)\d")
+_PART_OF_QUANTIZED = re.compile(r"(state|max|new_max)\d|gnorm_vec|unorm_vec")
+
+# Why a state is left aside.
+_WRONG_LENGTH = "its length is not that of the partition"
+_NEITHER = "it is neither a flat tensor of the partition nor a number"
+
+
+def param_shapes(model: Stored, ranks: Sequence[Rank]) -> list[dict[str, Shape]]:
+    """The parameters of each group, in the order in which they lie in its buffer, as the model
+    states say.
+    """
+    shapes = known(model.state.get("param_shapes"))
+    if not isinstance(shapes, list):
+        raise FormatError(
+            f"{model.file.path} has no param_shapes, so that nothing says which parameters the flat"
+            " buffers hold"
+        )
+    groups = [
+        {str(name): tuple(map(int, shape)) for name, shape in group.items()} for group in shapes
+    ]
+    for rank in ranks:
+        if len(rank.masters) != len(groups):
+            raise FormatError(
+                f"{rank.file.path} has {len(rank.masters)} parameter groups, but {model.name}"
+                f" describes {len(groups)}; one of the files is of another run, or of an earlier"
+                " save with other groups"
+            )
+    return groups
+
+
+def group(
+    index: int,
+    shapes: Mapping[str, Shape],
+    ranks: Sequence[Rank],
+    zero3: bool,
+    model: str,
+    weights_only: bool = False,
+) -> Group:
+    """One group of parameters, and where `ranks`, which share it, hold its states; with
+    `weights_only` its masters.
+
+    Raises FormatError, naming the file, where lengths are not those that `shapes` and the number of
+    ranks give.
+    """
+    flat = {"param": [rank.masters[index] for rank in ranks]}
+    states = {} if weights_only else _states_by_name(index, ranks)
+    aside = _apart(index, ranks, states)
+    for name in aside:
+        del states[name]
+    tensors = {name: values for name, values in states.items() if _are_flat(values)}
+    if zero3:
+        layouts, lengths = _zero3(index, shapes, ranks, flat["param"])
+    else:
+        layouts, lengths = _zero12(index, shapes, ranks, flat["param"], tensors, model)
+    _check_elementwise(index, ranks, tensors, lengths)
+    scalars: dict[str, Sequence[Any]] = {}
+    for name, values in states.items():
+        if name in tensors and _fit(values, lengths):
+            flat[name] = values
+        elif _are_numbers(values):
+            scalars[name] = values
+        else:
+            aside[name] = values, _WRONG_LENGTH if name in tensors else _NEITHER
+    return Group(ranks, shapes, layouts, flat, scalars, aside)
+
+
+def _check_elementwise(
+    index: int,
+    ranks: Sequence[Rank],
+    tensors: Mapping[str, Sequence[StoredTensor]],
+    lengths: Sequence[set[int]],
+) -> None:
+    """Raise FormatError where a state that has an element for each of the parameter has another
+    length.
+    """
+    for name, values in tensors.items():
+        if name in _ELEMENTWISE and not _fit(values, lengths):
+            raise _misfit(index, ranks, name, values, lengths)
+
+
+def _fit(tensors: Sequence[StoredTensor], lengths: Sequence[set[int]]) -> bool:
+    """Whether the tensor of each rank has a length that it may have."""
+    return all(tensor.shape[0] in fit for tensor, fit in zip(tensors, lengths, strict=True))
+
+
+def _states_by_name(index: int, ranks: Sequence[Rank]) -> dict[str, list[Any]]:
+    states = [_group_state(rank, index) for rank in ranks]
+    names = list(states[0])
+    for rank, state in zip(ranks, states, strict=True):
+        if state.keys() != states[0].keys():
+            raise FormatError(
+                f"{rank.file.path}: group {index} has the optimizer states {list(state)}, but"
+                f" {ranks[0].name} has {names}: one of the files was exchanged, is of another run,"
+                " or was saved before the first step. weights_only opens the parameters alone"
+            )
+    return {name: [state[name] for state in states] for name in names}
+
+
+def _are_flat(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, StoredTensor) and len(value.shape) == 1 for value in values)
+
+
+def _are_numbers(values: Sequence[Any]) -> bool:
+    return all(
+        v.shape == () if isinstance(v, StoredTensor) else isinstance(v, bool | int | float)
+        for v in values
+    )
+
+
+def _zero12(
+    index: int,
+    shapes: Mapping[str, Shape],
+    ranks: Sequence[Rank],
+    masters: Sequence[StoredTensor],
+    states: Mapping[str, Sequence[StoredTensor]],
+    model: str,
+) -> tuple[dict[str, ParamLayout], list[set[int]]]:
+    """The layouts, and for each rank the lengths that a tensor of its partition may have.
+
+    Masters, and in elastic checkpoints moments too, are stored without the padding at the end. A
+    state that is no part of the partition may be longer.
+    """
+    gaps = _gaps(index, shapes, ranks[0], model)
+    total = sum(map(math.prod, shapes.values())) + sum(gaps.values())
+    lengths_held = {tensor.shape[0] for tensor in itertools.chain(masters, *states.values())}
+    for length in sorted(lengths_held, reverse=True):
+        real = [min(length, max(0, total - position * length)) for position in range(len(ranks))]
+        lengths = [{n, length} for n in real]
+        # The buffer is padded to a multiple of 2 * ranks (nccl_start_alignment_factor,
+        # stage_1_and_2.py).
+        if total <= length * len(ranks) < total + 2 * len(ranks) and _fit(masters, lengths):
+            return flat_layouts(shapes, [length] * len(ranks), gaps), lengths
+    sizes = ", ".join(
+        f"{master.shape[0]} in {rank.name}" for rank, master in zip(ranks, masters, strict=True)
+    )
+    raise FormatError(
+        f"{ranks[0].file.path.parent}: group {index} has {total} elements by {model}, but the"
+        f" masters in the partitions of {len(ranks)} ranks have {sizes}. A file of another rank,"
+        " run, stage or world size is among them, or one was cut"
+    )
+
+
+def _zero3(
+    index: int, shapes: Mapping[str, Shape], ranks: Sequence[Rank], masters: Sequence[StoredTensor]
+) -> tuple[dict[str, ParamLayout], list[set[int]]]:
+    """As `_zero12`; every rank has a part of the same length of each parameter."""
+    length = sum(-(-math.prod(shape) // len(ranks)) for shape in shapes.values())
+    lengths = [{length}] * len(ranks)
+    if any(master.shape[0] != length for master in masters):
+        raise _misfit(index, ranks, "param", masters, lengths)
+    return partitioned_layouts(shapes, len(ranks)), lengths
+
+
+def _misfit(
+    index: int,
+    ranks: Sequence[Rank],
+    state: str,
+    tensors: Sequence[StoredTensor],
+    lengths: Sequence[set[int]],
+) -> FormatError:
+    """The error for a state that has no element for each of the partition."""
+    misfits = (
+        item
+        for item in zip(ranks, tensors, lengths, strict=True)
+        if item[1].shape[0] not in item[2]
+    )
+    rank, tensor, fit = next(misfits)
+    sizes = " or, with its padding, ".join(map(str, sorted(fit)))
+    remedy = "" if state == "param" else ". weights_only opens the parameters alone"
+    return FormatError(
+        f"{rank.file.path}: {state} of group {index} has {tensor.shape[0]} elements, where by"
+        f" param_shapes the partition of rank {rank.dp} of {len(ranks)} has {sizes}. The file is of"
+        f" another rank, run or world size, or was cut{remedy}"
+    )
+
+
+def _gaps(index: int, shapes: Mapping[str, Shape], rank: Rank, model: str) -> dict[str, int]:
+    """Elements of padding after each parameter, under `parameter_alignment`."""
+    paddings = rank.state.get("param_alignment_paddings")
+    if not paddings or not paddings[index]:
+        return {}
+    if len(paddings[index]) != len(shapes):
+        raise FormatError(
+            f"{rank.file.path} has param_alignment_paddings for {len(paddings[index])} parameters"
+            f" of group {index}, which has {len(shapes)} by {model}: one of the files was renamed,"
+            " or belongs to another run"
+        )
+    return dict(zip(shapes, map(int, paddings[index]), strict=True))
+
+
+def base_optimizer(rank: Rank) -> Any:
+    """The state of the optimizer that ZeRO wraps."""
+    return rank.state.get("base_optimizer_state", rank.state.get("optimizer_state_dict"))
+
+
+def param_group(rank: Rank, index: int) -> Mapping[str, Any]:
+    """Hyper-parameters of the group, or of that of a ZeRO-3 sub-group; elastic checkpoints have
+    none.
+    """
+    base = base_optimizer(rank)
+    groups = (base.get("param_groups") or ()) if isinstance(base, dict) else ()
+    return next((group for group in groups if index in group.get("params", ())), {})
+
+
+def _group_state(rank: Rank, index: int) -> dict[str, Any]:
+    """The optimizer's state of one group, by name; elastic checkpoints have a list where others
+    have a dict.
+    """
+    base = base_optimizer(rank)
+    if isinstance(base, list):
+        return dict(base[index])
+    state = expect_dict(base, rank.file.path, "the base optimizer's state").get("state") or {}
+    return dict(state.get(index) or {})
+
+
+def _apart(
+    index: int, ranks: Sequence[Rank], states: Mapping[str, Sequence[Any]]
+) -> dict[str, tuple[Sequence[Any], str]]:
+    """The states that are known to be no part of the partition, by name, each with the reason."""
+    quantized = any(map(_QUANTIZED.fullmatch, states))
+    partitioned = "single_partition_of_fp32_groups" in ranks[0].state
+    muon = partitioned and any(param_group(rank, index).get("use_muon") for rank in ranks)
+    aside: dict[str, tuple[Sequence[Any], str]] = {}
+    for name, values in states.items():
+        part_of_quantized = _QUANTIZED.fullmatch(name) or _PART_OF_QUANTIZED.fullmatch(name)
+        if muon and not _are_numbers(values):
+            aside[name] = (
+                values,
+                "Muon keeps it for whole parameters, and how they lie in it is not read",
+            )
+        elif quantized and part_of_quantized:
+            aside[name] = (
+                values,
+                "it is of an 8-bit optimizer, and means something only with its other parts",
+            )
+    return aside

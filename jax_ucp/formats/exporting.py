@@ -1,0 +1,250 @@
+"""Checkpoints into the formats that torch's world reads: decided file by file, then written within
+a budget.
+
+To add a format, write a module with a function that makes `File`s of `Parameters`, and a branch in
+`plan_export`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import ml_dtypes
+import numpy as np
+
+from jax_ucp.arguments import whole_number
+from jax_ucp.errors import FormatError, TreeMismatch, UCPError, UnsupportedLeaf
+from jax_ucp.export.atomic_folder import check_free, new_folder
+from jax_ucp.export.files import File, peak_bytes, require_written, write_files
+from jax_ucp.export.parameters import Parameters, is_floating, parameters, untold
+from jax_ucp.formats.dcp import writer as dcp
+from jax_ucp.formats.deepspeed import universal_writer as deepspeed
+from jax_ucp.formats.safetensors import writer as safetensors
+from jax_ucp.formats.torch_save.from_json import values
+from jax_ucp.layout.box import Box
+from jax_ucp.sources.budget import DEFAULT_BUDGET
+from jax_ucp.sources.contents import Contents
+from jax_ucp.universal.copy import require_sound
+
+ExportFormat = Literal["safetensors", "dcp", "deepspeed"]
+EXPORT_FORMATS: Sequence[ExportFormat] = get_args(ExportFormat)
+
+Extras = Mapping[str, Mapping[str, Any]]  # by file and by name
+
+MAX_SHARD_BYTES = 50 * 10**9  # as `save_pretrained` of transformers 5
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What an export will write, decided before any byte moves. `notes` say what is left out,
+    cast, or not known.
+    """
+
+    format: ExportFormat
+    files: Sequence[File]
+    notes: Sequence[str]
+    budget_bytes: int
+    peak_bytes: int
+
+    @property
+    def write_bytes(self) -> int:
+        """Bytes of tensors; headers and settings come on top."""
+        return sum(tensor.nbytes for file in self.files for _, tensor in file.tensors)
+
+
+def plan_export(
+    contents: Contents,
+    format: ExportFormat,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int | None = None,
+    zero_stage: int | None = None,
+    budget_bytes: int = DEFAULT_BUDGET,
+) -> ExportPlan:
+    """The files of a checkpoint in another format. Reads metadata, and for DeepSpeed the steps of
+    the optimizer.
+
+    The arguments, and what is refused, are those of `Checkpoint.export`.
+    """
+    _check_arguments(format, max_shard_bytes, zero_stage, budget_bytes)
+    params = parameters(contents, _dtype(dtype))
+    if not params.model and format != "dcp":
+        raise TreeMismatch(
+            f"{contents.path} has no parameters, and {format} has a place for nothing else"
+        )
+    extras, unwritable = values(contents.extras)
+    with _of_trainers(contents):
+        match format:
+            case "safetensors":
+                content = _as_safetensors(
+                    contents, params, extras, max_shard_bytes or MAX_SHARD_BYTES
+                )
+            case "dcp":
+                content = _as_dcp(contents, params, extras)
+            case "deepspeed":
+                content = _as_deepspeed(contents, params, extras, zero_stage)
+    notes = [*_cast_notes(contents, params, dtype), *content.notes]
+    if params.other and format != "dcp":
+        first = next(iter(params.other))
+        notes.append(
+            f"{len(params.other)} tensors beside the model are left out, the first {first}"
+        )
+    notes += unwritable
+    if content.left:
+        file, name = content.left[0]
+        notes.append(
+            f"{len(content.left)} extras are left out, which {format} has no place for; the first"
+            f" is {name} of {file}"
+        )
+    peak = peak_bytes(content.files, contents.arrays, budget_bytes)
+    return ExportPlan(format, content.files, notes, budget_bytes, peak)
+
+
+@dataclass(frozen=True)
+class _Content:
+    """The files of a format, what to say of them, and the extras without a place in them: (file,
+    name).
+    """
+
+    files: Sequence[File]
+    notes: Sequence[str]
+    left: Sequence[tuple[str, str]]
+
+
+def _as_safetensors(
+    contents: Contents, params: Parameters, extras: Extras, max_shard_bytes: int
+) -> _Content:
+    files = safetensors.safetensors_files(params, contents.extras, max_shard_bytes)
+    notes: list[str] = []
+    if params.moments:
+        states = ", ".join(params.moments)
+        notes.append(
+            f"{states} are left out: safetensors is for weights, and its readers expect no more"
+        )
+    left = [place for place in _places(extras) if not safetensors.carries(*place)]
+    return _Content(files, notes, left)
+
+
+def _as_dcp(contents: Contents, params: Parameters, extras: Extras) -> _Content:
+    is_native = contents.source.get("format", contents.format) == "dcp"
+    objects = dcp.objects(extras, renamed="mapping" in contents.source) if is_native else {}
+    files = dcp.dcp_files(params, objects)
+    notes = untold(dcp.groups(params, objects), "their group in param_groups has no settings")
+    return _Content(files, list(notes), [] if is_native else _places_beside_groups(params, extras))
+
+
+def _as_deepspeed(
+    contents: Contents, params: Parameters, extras: Extras, zero_stage: int | None
+) -> _Content:
+    files = deepspeed.deepspeed_files(params, extras, _steps(contents, params), zero_stage)
+    places = _places_beside_groups(params, extras)
+    left = [place for place in places if not deepspeed.carries(*place)]
+    return _Content(files, list(deepspeed.notes(params, extras)), left)
+
+
+def _places(extras: Extras) -> list[tuple[str, str]]:
+    return [(file, name) for file, named in extras.items() for name in named]
+
+
+def _places_beside_groups(params: Parameters, extras: Extras) -> list[tuple[str, str]]:
+    """The extras but the optimizer's groups, which the format has from `params`, whatever they
+    were called.
+    """
+    places = _places(extras)
+    return [
+        (file, name) for file, name in places if not params.groups or "param_groups" not in name
+    ]
+
+
+@contextmanager
+def _of_trainers(contents: Contents) -> Iterator[None]:
+    """Raises FormatError where extras are not what a trainer's files say: a part is not there,
+    or of another type.
+    """
+    try:
+        yield
+    except UCPError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise FormatError(
+            f"{contents.path} has extras that are not as its trainer writes them ({what})"
+        ) from error
+
+
+def run_export(
+    contents: Contents,
+    plan: ExportPlan,
+    target: Path,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> None:
+    """Write the planned files to the new folder `target`; `progress` hears of bytes on their way to
+    disk.
+
+    What the source stores twice is compared first, and its files are looked at again before the
+    end. The folder is there whole at the end, and not before.
+    """
+    if target.resolve().is_relative_to(Path(contents.path).resolve()):
+        raise FileExistsError(f"{target} lies in the source, {contents.path}; give another path")
+    check_free(target)
+    require_sound(contents)
+    with new_folder(target) as folder:
+        write_files(folder, plan.files, contents.arrays, plan.budget_bytes, progress)
+        contents.files.require_unchanged()
+        require_written(folder, plan.files)
+
+
+def _cast_notes(contents: Contents, params: Parameters, dtype: str | None) -> list[str]:
+    if dtype is None:
+        return []
+    stored = contents.arrays.arrays()
+    if all(tensor.dtype == stored[tensor.key].dtype for tensor in params.model.values()):
+        return [f"no parameter is cast: all floating ones have dtype {dtype} already"]
+    return [f"floating parameters are cast to {dtype}; states keep their dtypes"]
+
+
+def _check_arguments(
+    format: ExportFormat, max_shard_bytes: int | None, zero_stage: int | None, budget_bytes: int
+) -> None:
+    """Raise ValueError for an argument that cannot be meant, or that is for another format."""
+    if format not in EXPORT_FORMATS:
+        raise ValueError(
+            f"format={format!r} is not one that is written: {', '.join(EXPORT_FORMATS)}"
+        )
+    whole_number("budget_bytes", budget_bytes)
+    if max_shard_bytes is not None:
+        whole_number("max_shard_bytes", max_shard_bytes)
+        if format != "safetensors":
+            raise ValueError(
+                f"max_shard_bytes is for safetensors: files of {format} are not cut by size"
+            )
+    if zero_stage is not None:
+        if whole_number("zero_stage", zero_stage) > 3:
+            raise ValueError(f"zero_stage={zero_stage} is no stage of ZeRO: give 1, 2 or 3")
+        if format != "deepspeed":
+            raise ValueError(f"zero_stage is for deepspeed: {format} does not know it")
+
+
+def _dtype(name: str | None) -> np.dtype | None:
+    if name is None:
+        return None
+    try:
+        dtype = np.dtype(getattr(ml_dtypes, name, name))
+    except TypeError:
+        dtype = np.dtype(bool)
+    if not is_floating(dtype):
+        raise UnsupportedLeaf(f"{name!r} is no floating dtype; write float32 or bfloat16")
+    return dtype
+
+
+def _steps(contents: Contents, params: Parameters) -> Mapping[str, np.ndarray]:
+    """How many steps the optimizer took, by parameter."""
+    tensors = {name: states["step"] for name, states in params.states.items() if "step" in states}
+    return {
+        name: np.asarray(contents.arrays.read(t.key, Box.whole(t.shape)))
+        for name, t in tensors.items()
+    }

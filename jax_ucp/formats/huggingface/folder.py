@@ -1,0 +1,398 @@
+"""Folders of weights: safetensors, or files of torch.save named as weights, and what lies beside
+them.
+
+`weight_names` decides what is read. Nothing else in the folder is silent: what an index or a name
+says is missing is an error, what belongs to the same run is named in a note, and another save of
+the same weights is compared with what is read: a little of every tensor when the folder is opened,
+all of it by `verify` and in a conversion.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jax_ucp.errors import FormatError, UCPError
+from jax_ucp.formats.assemble import Import
+from jax_ucp.formats.huggingface.stand_ins import finished_name, why_missing
+from jax_ucp.formats.huggingface.weight_files import (
+    CONFIG,
+    CONFIGS,
+    finish,
+    keep_configs,
+    keep_index,
+    read_index,
+    read_json,
+    refuse_rank,
+    require_all,
+    tensors_of,
+)
+from jax_ucp.formats.huggingface.weight_names import (
+    Choice,
+    Save,
+    choose,
+    holds_weights,
+    model_of,
+    model_of_index,
+    saves_of,
+    which,
+)
+from jax_ucp.formats.options import Options
+from jax_ucp.formats.safetensors import reader as safetensors
+from jax_ucp.formats.torch_save import reader as torch_state
+from jax_ucp.layout.blocks import row_boxes
+from jax_ucp.layout.box import Box
+from jax_ucp.metadata import Leaf
+from jax_ucp.sources.checks import Check, Extent
+from jax_ucp.sources.consolidated import same_bits
+from jax_ucp.sources.contents import Contents, Item
+
+# Where torch DCP leaves the ranks' parts of what it consolidated
+# (`torch/distributed/checkpoint/_hf_utils.py`).
+SHARDED = "sharded"
+
+# of an array, by its shape and the bytes of an element
+Boxes = Callable[[tuple[int, ...], int], Iterable[Box]]
+
+SAMPLE_BYTES = 4096
+COMPARE_BYTES = 2 << 20
+_NAMES_SHOWN = 6
+
+# What trainers of transformers, accelerate and peft save beside weights (`trainer.py`,
+# `checkpointing.py`, `utils/fsdp_utils.py`), by name: what it is called in a note.
+_OPTIMIZER, _SHARDS = "the states of the optimizer", "sharded states of the run"
+_TRAINER = "the state of the trainer"
+_ADAPTER = "an adapter, which changes the weights and is not applied"
+_BESIDE = (
+    (re.compile(r"optim(izer)?(_\d+)?(\.(pt|pth|bin|ckpt))?"), _OPTIMIZER),
+    (re.compile(r"global_step\d+|latest|(pytorch_model_fsdp|mp_rank)_\d+.*"), _SHARDS),
+    (
+        re.compile(
+            r"(scheduler|scaler|sampler|dl_state_dict|rng_state|random_states|training_args|trainer_state"
+            r"|custom_checkpoint|meta)(_\d+)*\.(pt|pth|bin|pkl|json)"
+        ),
+        _TRAINER,
+    ),
+    (re.compile(r"adapter_model\..*"), _ADAPTER),
+    (
+        re.compile(r".*\.(h5|msgpack|gguf|npz|onnx|pth|pt|ckpt|mlmodel|tflite|nemo)"),
+        "may hold weights, too",
+    ),
+)
+
+
+def recognise(path: Path) -> bool:
+    return path.is_dir() and holds_weights(_files(path))
+
+
+def open_weight_folder(path: Path, options: Options) -> Contents:
+    """The weights in a folder, by the index or the names of its files.
+
+    Raises FormatError, naming files, where some are missing, where several models or saves could be
+    meant, and where two saves of one model differ; and as `open_safetensors` and `open_torch`.
+    """
+    _refuse_no_files(path)
+    names = _files(path)
+    indexes = {name: read_index(path / name)[1] for name in names if _is_index(path / name)}
+    saves = saves_of({name for name in names if (path / name).is_file()}, indexes)
+    if not saves:
+        raise FormatError(f"{path / names[0]}: {why_missing(path, names[0])}")
+    choice = choose(str(path), saves, _named_by_config(path))
+    require_all(path, choice.save)
+    found = _read(path, choice.save, options)
+    keep_configs(found, path)
+    _inventory(found, choice, options)
+    contents = finish(found)
+    if choice.same is not None:
+        contents = _compared(path, contents, choice.save, choice.same, options)
+    return _with_parts(path, contents, choice.save, options)
+
+
+def _refuse_no_files(path: Path) -> None:
+    """Raises FormatError where something is called as weights, an index or a config, and is no
+    file.
+    """
+    for entry in sorted(path.iterdir()):
+        called_so = entry.name in CONFIGS or holds_weights([entry.name])
+        if called_so and not entry.is_file():
+            why = why_missing(path, entry.name) or "it is a folder, where a file should be"
+            raise FormatError(f"{entry}: {why}")
+
+
+def notes_beside(path: Path, of_torch: bool) -> Iterator[str]:
+    """What a checkpoint of another format has beside it: weights, and a trainer's state. Lists the
+    folder once.
+
+    Beside those that are not `of_torch`, and have no files that are called so, also what else
+    torch's users save.
+    """
+    with os.scandir(path) as entries:
+        names = sorted(entry.name for entry in entries if not entry.is_dir())
+    noted: dict[str, list[str]] = {"weights beside the checkpoint": [], _TRAINER: []}
+    for name in names:
+        if holds_weights([name]):
+            noted["weights beside the checkpoint"].append(name)
+        elif (what := _what_is(name)) == _TRAINER or (what not in ("", _SHARDS) and not of_torch):
+            noted.setdefault(what, []).append(name)
+    for reason, of_it in noted.items():
+        yield from _notes(reason, of_it)
+
+
+def _notes(reason: str, names: Sequence[str]) -> Iterator[str]:
+    """One note on what was not read for a reason."""
+    if names:
+        more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+        yield f"not read: {', '.join(names[:_NAMES_SHOWN])}{more}: {reason}"
+
+
+def _files(path: Path) -> list[str]:
+    """The names of files, and of links that lead nowhere, which are called as weights or an
+    index of them first.
+    """
+    names = sorted(entry.name for entry in path.iterdir() if entry.is_file() or entry.is_symlink())
+    return sorted(names, key=lambda name: not holds_weights([name]))
+
+
+def _is_index(path: Path) -> bool:
+    return model_of_index(path.name) is not None and path.is_file()
+
+
+def _named_by_config(path: Path) -> str:
+    """The file or the index that a config names for transformers to load; empty if it names
+    none.
+    """
+    config = read_json(path / CONFIG) if (path / CONFIG).is_file() else None
+    named = config.get("transformers_weights") if isinstance(config, dict) else None
+    return named if isinstance(named, str) else ""
+
+
+def _read(path: Path, save: Save, options: Options) -> Import:
+    if save.model.kind == "safetensors":
+        found = safetensors.read_weights(path, path, save.files)
+    else:
+        if len(save.files) == 1:
+            refuse_rank(path / save.files[0])
+        found = torch_state.read_weights(path, path, save.files, options)
+    if save.index:
+        keep_index(found, path / save.index, read_index(path / save.index)[0], tensors_of(found))
+    return found
+
+
+# What lies beside.
+
+
+def _inventory(found: Import, choice: Choice, options: Options) -> None:
+    """Account for everything else in the folder; what belongs to the same run or may be meant is
+    noted.
+    """
+    used = (
+        choice.save.all_files
+        | (choice.same.all_files if choice.same else set())
+        | {*CONFIGS, SHARDED}
+    )
+    noted: dict[str, list[str]] = defaultdict(list)
+    for entry in sorted(found.path.iterdir()):
+        if entry.name in used:
+            continue
+        reason, is_noted = _beside(entry, choice, options)
+        found.skip(entry.name, "folder" if entry.is_dir() else "file", reason)
+        if is_noted:
+            noted[reason].append(entry.name)
+    if "adapter_config.json" in found.extras and choice.save.model.stem != "adapter_model":
+        noted[_ADAPTER].append("adapter_config.json")
+    for reason, names in noted.items():
+        found.notes += _notes(reason, names)
+    if choice.save.model.stem == "adapter_model":
+        found.notes.append(_about_adapter(found.extras))
+
+
+def _beside(entry: Path, choice: Choice, options: Options) -> tuple[str, bool]:
+    """Why something in the folder is not read, and whether that is worth a note."""
+    name = entry.name
+    if name.startswith("."):
+        return "hidden: no part of the checkpoint", False
+    if name in choice.left:
+        return choice.left[name], True
+    if model_of(name) or model_of_index(name):
+        return f"{choice.save.name} does not name it", True
+    if (will_be := finished_name(name)) is not None:
+        return f"a download of {will_be} that has not ended", True
+    if what := _what_is(name):
+        wanted = not (options.weights_only and what in (_OPTIMIZER, _TRAINER))
+        return f"{what}; open it by its path" if what in (_OPTIMIZER, _SHARDS) else what, wanted
+    if entry.is_dir() and holds_weights(_files(entry)):
+        return "a folder with weights of its own", True
+    return "lies beside the weights; not read", False
+
+
+def _what_is(name: str) -> str:
+    """What a trainer saves under a name; empty where that is nothing known."""
+    return next((what for pattern, what in _BESIDE if pattern.fullmatch(name)), "")
+
+
+def _about_adapter(extras: Mapping[str, Any]) -> str:
+    config = extras.get("adapter_config.json", {}).get("config")
+    base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    model = str(base) if base else "which its config does not name"
+    return (
+        "these are the weights of an adapter, which mean something only with the model that it"
+        f" changes, {model}"
+    )
+
+
+# What is stored twice.
+
+
+def _compared(path: Path, contents: Contents, save: Save, same: Save, options: Options) -> Contents:
+    """The checkpoint, whose weights are those of another save too. Raises FormatError where they
+    differ.
+    """
+    other = finish(_read(path, same, options))
+    if difference := _other_structure(contents, other) or _other_values(contents, other):
+        raise FormatError(
+            f"{path} holds two saves of one model, {save.name} and {same.name}, and they differ:"
+            f" {difference}. {which(str(path), [save, same])}"
+        )
+    note = (
+        f"{same.name} holds the same weights as {save.name}, which is read: a sample of each tensor"
+        " was compared"
+    )
+    reason = f"of {same.name}, which holds the same weights; compared"
+    inventory = [
+        *contents.inventory,
+        *(replace(item, status="skipped", reason=reason) for item in other.inventory),
+    ]
+    return _with_copy(
+        replace(contents, inventory=inventory, notes=[*contents.notes, note]), same.name, other
+    )
+
+
+def _with_parts(path: Path, contents: Contents, save: Save, options: Options) -> Contents:
+    """The checkpoint that torch DCP consolidated, compared with the ranks' parts of it, where they
+    were kept.
+
+    Raises FormatError where they differ. Parts that are not all there do not make the checkpoint
+    less.
+    """
+    parts = path / SHARDED
+    if not parts.is_dir():
+        return contents
+    compared, fault = contents, "it holds no weights"
+    if recognise(parts):
+        try:
+            other = open_weight_folder(parts, options)
+            fault = _other_structure(contents, other)
+            compared = _with_copy(contents, SHARDED, other)
+        except (UCPError, OSError) as error:
+            other, fault = None, str(error)
+        if other is not None and (difference := _other_values(contents, other)):
+            raise FormatError(
+                f"{path} holds two saves, {save.name} and the ranks' parts in {SHARDED}/, and they"
+                f" differ: {difference}. Open the one that is meant: {path}/{save.name} or {parts}"
+            )
+    reason = "parts of the same tensors, as each rank wrote them; compared, and it opens by itself"
+    if fault:
+        reason = (
+            f"{SHARDED}/ should hold the ranks' parts of the same tensors, and does not: {fault}"
+        )
+    inventory = [*compared.inventory, Item(SHARDED, "folder", "skipped", reason)]
+    return replace(
+        compared, inventory=inventory, notes=[*compared.notes, *([reason] if fault else [])]
+    )
+
+
+def _with_copy(contents: Contents, name: str, copy: Contents) -> Contents:
+    """The checkpoint, whose `verify` compares all of a copy of it."""
+
+    def checks(extent: Extent) -> Iterator[Check]:
+        yield from contents.checks(extent)
+        yield from copy.checks(extent)
+        boxes = _corners if extent == "sample" else _all_boxes
+        for leaf, other in _pairs(contents, copy):
+            run = partial(_fault_of_copy, contents, copy, leaf, other, boxes, name)
+            nbytes = contents.arrays.arrays()[leaf.name].nbytes
+            compared = min(nbytes, 2 * SAMPLE_BYTES) if extent == "sample" else nbytes
+            yield Check(leaf.label, frozenset([leaf.name]), 2 * compared, run)
+
+    return replace(contents, checks=checks)
+
+
+def _fault_of_copy(
+    contents: Contents, copy: Contents, a: Leaf, b: Leaf, boxes: Boxes, name: str
+) -> str | None:
+    difference = _difference(contents, copy, a, b, boxes)
+    return difference and f"{difference} (the copy is in {name})"
+
+
+def _other_structure(contents: Contents, copy: Contents) -> str | None:
+    """What differs between two checkpoints in names, shapes or dtypes."""
+    a, b = (
+        {leaf.label: f"{leaf.dtype} {list(leaf.shape)}" for leaf in c.leaves}
+        for c in (contents, copy)
+    )
+    for label in sorted(a.keys() ^ b.keys()):
+        return f"{label} is in only one of them"
+    return next(
+        (
+            f"{label} is {a[label]} in one, {b[label]} in the other"
+            for label in a
+            if a[label] != b[label]
+        ),
+        None,
+    )
+
+
+def _other_values(contents: Contents, copy: Contents) -> str | None:
+    """What differs between two checkpoints in a sample of the elements of each array that both
+    have.
+    """
+    differences = (_difference(contents, copy, *pair, _corners) for pair in _pairs(contents, copy))
+    return next(filter(None, differences), None)
+
+
+def _pairs(contents: Contents, copy: Contents) -> Iterator[tuple[Leaf, Leaf]]:
+    of_copy = {(leaf.label, leaf.shape, leaf.dtype): leaf for leaf in copy.leaves}
+    for leaf in contents.leaves:
+        if (other := of_copy.get((leaf.label, leaf.shape, leaf.dtype))) is not None:
+            yield leaf, other
+
+
+def _difference(contents: Contents, copy: Contents, a: Leaf, b: Leaf, boxes: Boxes) -> str | None:
+    for box in boxes(a.shape, np.dtype(a.dtype).itemsize):
+        if not same_bits(contents.arrays.read(a.name, box), copy.arrays.read(b.name, box)):
+            return f"{a.label} has other values in {box}, in {_stored_in(contents, a, box)}"
+    return None
+
+
+def _stored_in(contents: Contents, leaf: Leaf, box: Box) -> str:
+    """The files that hold a box of a leaf."""
+    return ", ".join(
+        sorted({piece.file for piece in contents.where(leaf) if piece.target.intersect(box)})
+    )
+
+
+def _all_boxes(shape: tuple[int, ...], itemsize: int) -> Iterable[Box]:
+    return row_boxes(shape, itemsize, COMPARE_BYTES)
+
+
+def _corners(shape: tuple[int, ...], itemsize: int) -> list[Box]:
+    """The first and the last block of an array, of about `SAMPLE_BYTES`.
+
+    >>> [str(box) for box in _corners((1000, 1024), 4)]
+    ['[0:1, 0:1024]', '[999:1000, 0:1024]']
+    """
+    lengths: list[int] = []
+    room = max(1, SAMPLE_BYTES // itemsize)
+    for n in reversed(shape):
+        lengths.insert(0, min(n, room))
+        room = max(1, room // max(1, n))
+    last = tuple(n - length for n, length in zip(shape, lengths, strict=True))
+    return list(dict.fromkeys([Box((0,) * len(shape), tuple(lengths)), Box(last, shape)]))

@@ -1,0 +1,100 @@
+"""What to open instead of a folder that is no checkpoint, or why nothing in it can be opened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from jax_ucp.errors import FormatError, NotACheckpoint
+from jax_ucp.formats.huggingface.stand_ins import finished_name
+from jax_ucp.formats.huggingface.weight_files import refuse_part
+from jax_ucp.formats.huggingface.weight_names import holds_weights
+from jax_ucp.formats.orbax.reader import is_step
+from jax_ucp.formats.torch_save.file import is_torch_file
+
+_SHOWN = 6
+_FOREIGN = {
+    ".gguf": "GGUF",
+    ".h5": "Keras's HDF5",
+    ".msgpack": "Flax's msgpack",
+    ".npz": "numpy's npz",
+}
+_FOREIGN |= {".nemo": "NeMo's archive", ".onnx": "ONNX"}
+
+
+def point_inside(at: Path, recognised: Callable[[Path], bool]) -> None:
+    """Raises NotACheckpoint, naming what to open, where a folder holds checkpoints, FormatError
+    where parts of one.
+    """
+    steps = [path for path in _children(at) if is_step(path)]
+    if steps:
+        names = ", ".join(path.name for path in steps)
+        raise NotACheckpoint(f"{at} holds the steps {names}: open one, {steps[-1]}")
+    inside = [
+        *_revisions(at),
+        *(path for path in _children(at) if path.is_dir() and recognised(path)),
+    ]
+    wholes, refusals = _torch_files(at)
+    inside += wholes
+    if inside:
+        raise NotACheckpoint(
+            f"{at} is no checkpoint itself, but holds {_listed(inside)}: open one, {inside[0]}"
+        )
+    if refusals:
+        raise refusals[0]
+
+
+def _torch_files(at: Path) -> tuple[list[Path], list[FormatError]]:
+    """Torch's files in a folder that are whole, and why each other one is not."""
+    wholes: list[Path] = []
+    refusals: list[FormatError] = []
+    for path in _children(at):
+        if not (path.is_file() and is_torch_file(path)):
+            continue
+        try:
+            refuse_part(path)
+            wholes.append(path)
+        except FormatError as error:
+            refusals.append(error)
+    return wholes, refusals
+
+
+def not_read(at: Path) -> str:
+    """What a folder shows of why it cannot be read: a download under way, or another format;
+    empty if nothing.
+    """
+    for path in _children(at):
+        name = finished_name(path.name)
+        if name is not None and holds_weights([name]):
+            return f"{path.name} in it is a download that has not ended"
+        if path.suffix in _FOREIGN:
+            return f"{path.name} in it is {_FOREIGN[path.suffix]}, which is not read here"
+    return ""
+
+
+def _revisions(at: Path) -> Iterator[Path]:
+    """The revisions that huggingface_hub's cache of a model holds: that of `main`, if it is
+    there.
+    """
+    snapshots, main = at / "snapshots", at / "refs" / "main"
+    if not snapshots.is_dir():
+        return
+    revisions = [path for path in _children(snapshots) if path.is_dir()]
+    named = main.read_text(errors="replace").strip() if main.is_file() else ""
+    yield from [path for path in revisions if path.name == named] or revisions
+
+
+def _children(at: Path) -> list[Path]:
+    return sorted((path for path in at.iterdir() if not path.name.startswith(".")), key=_natural)
+
+
+def _natural(path: Path) -> tuple[str, int, str]:
+    """Names that end in numbers are in the order of these."""
+    stem = path.name.rstrip("0123456789")
+    number = path.name[len(stem) :]
+    return stem, int(number) if number else -1, path.name
+
+
+def _listed(paths: Sequence[Path]) -> str:
+    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+    return ", ".join(path.name for path in paths[:_SHOWN]) + more

@@ -1,0 +1,414 @@
+"""Quantised weights, recognised in any format: tensors that mean something only together with
+others.
+
+A table has the schemes, each a few names beside one another and their dtypes: which tensor holds
+the codes, which others they need, what the weight is called that they stand for. A model's config,
+where one is stored, says more: with a quantisation declared there, a tensor of codes that no scheme
+explains is not taken for a weight either.
+
+Names are compared as labels whose parts are joined by dots, so that it does not matter which format
+holds them.
+
+Sources: `quantizers/` and `integrations/` of transformers 4.57 (fp8, mxfp4, gptq, awq, eetq, hqq,
+quanto), bitsandbytes 0.48 `functional.py` (QuantState.as_dict), compressed-tensors 0.12
+`compressors/`, TensorRT Model Optimizer `export/` (NVFP4), torchao 0.14 `prototype/safetensors`,
+MLX `nn/layers/quantized.py`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from jax_ucp.layout.box import Box
+from jax_ucp.metadata import Key, Leaf, leaf_names
+from jax_ucp.sources.contents import STORED, Contents, Item, Piece, QuantizedWeight
+from jax_ucp.sources.gather import read_into
+from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+
+# Dtypes, by how their names begin: codes of a few bits, codes packed into wider integers, numbers.
+_FEW_BITS = ("float8_", "float6_", "float4_", "int8", "uint8", "int4", "uint4", "int2", "uint2")
+_PACKED = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64")
+_FLOATING = ("float", "bfloat")
+_SCALES = (*_FLOATING, "uint8")  # 8 bits hold an exponent (E8M0), or are quantised themselves
+_ANY = ("",)
+
+# Of the module whose weight is quantised. They are about activations and caches, and mean nothing
+# without it.
+_OF_THE_MODULE = (
+    "activation_scale",
+    "input_global_scale",
+    "input_scale",
+    "input_scale_ub",
+    "input_zero_point",
+)
+_OF_THE_MODULE += ("k_scale", "output_scale", "pre_quant_scale", "v_scale")
+
+# Scales of a cache of keys and values that is quantised when the model runs; the weights need not
+# be.
+_CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale")
+
+# Integers that models have beside weights.
+_NO_CODES = ("bias", "mask", "_ids", "_index", "_indices", "num_batches_tracked")
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How one method names what it stores of a weight.
+
+    The codes are called `base + codes`, the weight `base + weight`. Each of `needs` is one part
+    without which there is no weight, under any of the names (`base + name`) given for it; `may` are
+    others. `dtypes` are those of the codes, `scales` those of the first part needed, by how their
+    names begin. `fits(codes, scales)` compares shapes, where other tensors may have the same names.
+    """
+
+    name: str
+    codes: str
+    weight: str
+    needs: tuple[tuple[str, ...], ...]
+    may: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = _FEW_BITS
+    scales: tuple[str, ...] = _SCALES
+    fits: Callable[[tuple[int, ...], tuple[int, ...]], bool] = lambda codes, scales: True
+
+
+def _a_scale_for_each_row(codes: tuple[int, ...], scales: tuple[int, ...]) -> bool:
+    return codes[:-1] == scales
+
+
+def _scales_for_each_row(codes: tuple[int, ...], scales: tuple[int, ...]) -> bool:
+    return len(codes) > 1 and codes[:-1] == scales[:-1]
+
+
+_NF4 = (
+    ".nested_absmax",
+    ".nested_quant_map",
+    ".quant_state.bitsandbytes__nf4",
+    ".quant_state.bitsandbytes__fp4",
+)
+_SCALED = "fp8, int8 or NVFP4 with scales"
+_MORE = ("_scale_2", "_global_scale", "_zero_point", "_g_idx", "_shape")
+
+# The first that finds its tensors has them.
+SCHEMES = (
+    # Codes may have any dtype (`bnb_4bit_quant_storage`).
+    Scheme("bitsandbytes 4-bit", "", "", ((".absmax",), (".quant_map",)), _NF4, _ANY),
+    Scheme("bitsandbytes int8", ".weight", ".weight", ((".SCB",),), (".weight_format",), ("int8",)),
+    # Codes in 16 bits are those that somebody cast without their scales.
+    Scheme("fp8 with block scales", "", "", (("_scale_inv",),), (), (*_FEW_BITS, *_FLOATING)),
+    Scheme("compressed-tensors, packed", "_packed", "", (("_scale",),), _MORE, _PACKED),
+    Scheme(_SCALED, "", "", (("_scale", "_scales"),), _MORE),
+    Scheme(_SCALED, ".weight", ".weight", ((".scale",),), (".zero_point",)),
+    Scheme(
+        "GPTQ or AWQ",
+        ".qweight",
+        ".weight",
+        ((".scales",),),
+        (".qzeros", ".g_idx", ".scaled_zeros"),
+        _PACKED,
+    ),
+    Scheme("MXFP4", "_blocks", "", (("_scales",),), (), ("uint8",), fits=_a_scale_for_each_row),
+    Scheme("MXFP4", ".blocks", "", ((".scales",),), (), ("uint8",), fits=_a_scale_for_each_row),
+    Scheme(
+        "MLX",
+        ".weight",
+        ".weight",
+        ((".scales",),),
+        (".biases",),
+        ("uint32",),
+        fits=_scales_for_each_row,
+    ),
+    Scheme("quanto", "._data", "", (("._scale",),), ("._shift",), _ANY),
+    Scheme("HQQ", ".W_q", ".weight", ((".scale", ".meta.scale"),), (".zero", ".meta.zero"), _ANY),
+    Scheme(
+        "torchao",
+        "_qdata",
+        "",
+        (("_scale", "_scale_and_zero"),),
+        ("_zero_point", "_act_pre_scale"),
+        _ANY,
+    ),
+)
+
+
+def settle(contents: Contents, dequantize: Literal[False] | None) -> Contents:
+    """The checkpoint, in which quantised weights are marked, or with `dequantize=False` kept as
+    parts.
+
+    Marked, they are not handed out. Kept, what was imported as a parameter is under the state
+    `stored`; the tree of a JAX program stays as that program saved it.
+    """
+    method = declared(contents.extras)
+    found = [*quantized_weights(contents, method)]
+    if not found:
+        return replace(contents, notes=[*contents.notes, *_notes_without(contents, method)])
+    named = replace(contents, inventory=_inventory(contents, found), quantized=found)
+    if dequantize is None:
+        note = (
+            f"{len(found)} weights are quantised, the first {found[0]}: they are refused as"
+            " weights. dequantize=False (--no-dequantize) gives their parts as they are stored"
+        )
+        return replace(named, notes=[*contents.notes, note])
+    return _kept(named)
+
+
+def quantized_weights(contents: Contents, method: str) -> Iterator[QuantizedWeight]:
+    """Every weight of a checkpoint that is stored as codes, with its parts; parts that are kept as
+    such are none.
+
+    `method` is what a config declares. `contents.quantized` are those that an importer knows of
+    already, by a dtype that has no whole bytes.
+    """
+    infos: dict[str, ArrayInfo] = {}
+    labels: dict[str, str] = {}
+    is_imported = _imported(contents)
+    for leaf in contents.leaves:
+        is_kept = is_imported and leaf.path[0].name == STORED
+        if leaf.has_array and not is_kept:
+            name = leaf.label.replace("/", ".")
+            infos[name], labels[name] = ArrayInfo(leaf.shape, np.dtype(leaf.dtype)), leaf.label
+    claimed: set[str] = set()
+    for weight in _by_names(infos):
+        claimed |= set(weight.parts.values())
+        yield _labelled(weight, labels)
+    for weight in contents.quantized:
+        name = weight.name.replace("/", ".")
+        if name not in claimed:
+            claimed.add(name)
+            yield weight
+    for weight in _unexplained(infos, claimed, method) if method else ():
+        yield _labelled(weight, labels)
+
+
+# Where a quantisation is declared: the file, and the key in it.
+_DECLARED = (
+    ("config.json", "quantization_config"),
+    ("config.json", "compression_config"),
+    ("config.json", "quantization"),
+    ("hf_quant_config.json", "quantization"),
+    ("quantize_config.json", ""),
+    ("quant_config.json", ""),
+    ("params.json", "quantization"),
+)
+_METHODS = ("quant_method", "quant_algo", "qformat_weight", "format", "mode")
+
+
+def declared(extras: Mapping[str, Any]) -> str:
+    """The quantisation that a config among the extras declares; empty if none does.
+
+    >>> declared({"config.json": {"config": {"quantization_config": {"quant_method": "fp8"}}}})
+    'fp8'
+    """
+    for file, key in _DECLARED:
+        config = extras.get(file, {}).get("config")
+        for inner in (config, _item(config, "text_config")):
+            settings = _item(inner, key) if key else inner
+            method = _method(settings, key or file)
+            if method:
+                return method
+    return ""
+
+
+def _method(settings: Any, otherwise: str) -> str:
+    """What the settings of a quantisation call it; empty if they are not settings."""
+    if not isinstance(settings, Mapping):
+        return ""
+    names = [settings[key] for key in _METHODS if key in settings]
+    return str(names[0] or "") if names else otherwise
+
+
+def _item(value: Any, key: str) -> Any:
+    return value.get(key) if isinstance(value, Mapping) else None
+
+
+def _by_names(infos: Mapping[str, ArrayInfo]) -> Iterator[QuantizedWeight]:
+    claimed: set[str] = set()
+    for scheme in SCHEMES:
+        for name in infos:
+            if name in claimed or not name.endswith(scheme.codes):
+                continue
+            base = name.removesuffix(scheme.codes)
+            if (parts := _parts(scheme, name, base, infos)) is not None:
+                claimed |= set(parts.values())
+                yield QuantizedWeight(scheme.name, _weight_name(scheme, base), parts)
+
+
+def _parts(
+    scheme: Scheme, name: str, base: str, infos: Mapping[str, ArrayInfo]
+) -> dict[str, str] | None:
+    """What is stored of the weight whose codes may be called `name`, if all it needs is there
+    and fits.
+    """
+    codes = infos[name]
+    if not codes.dtype.name.startswith(scheme.dtypes):
+        return None
+    needed: dict[str, str] = {}
+    for alternatives in scheme.needs:
+        suffix = next((suffix for suffix in alternatives if base + suffix in infos), None)
+        if suffix is None:
+            return None
+        needed[_role(suffix)] = base + suffix
+    scales = infos[next(iter(needed.values()))]
+    fits = scales.dtype.name.startswith(scheme.scales) and scheme.fits(codes.shape, scales.shape)
+    return {"codes": name} | _optional_parts(scheme, base, infos) | needed if fits else None
+
+
+def _optional_parts(scheme: Scheme, base: str, infos: Mapping[str, ArrayInfo]) -> dict[str, str]:
+    """What is stored of a weight beside its codes and what it needs, by role."""
+    module = base if scheme.weight else base.rpartition(".")[0]
+    names = {_role(suffix): base + suffix for suffix in scheme.may}
+    names |= {role: f"{module}.{role}" for role in _OF_THE_MODULE}
+    return {role: name for role, name in names.items() if name in infos}
+
+
+def _role(suffix: str) -> str:
+    return suffix.lstrip("._")
+
+
+def _weight_name(scheme: Scheme, base: str) -> str:
+    if scheme.name != "torchao":
+        return base + scheme.weight
+    module, _, name = base.rpartition(".")  # `layer._weight_qdata` has the codes of `layer.weight`
+    return f"{module}.{name.removeprefix('_')}"
+
+
+def _unexplained(
+    infos: Mapping[str, ArrayInfo], claimed: set[str], method: str
+) -> Iterator[QuantizedWeight]:
+    """Codes of which no scheme has the scales, where a config declares that weights are quantised.
+
+    What else is of the same module goes with them, except a bias.
+    """
+    fault = f"the config declares {method}, and no scale that is known here lies beside it"
+    codes: dict[str, list[str]] = defaultdict(list)  # by module
+    others: dict[str, dict[str, str]] = defaultdict(dict)  # by module and role
+    for name in infos:
+        if name in claimed:
+            continue
+        module = name.rpartition(".")[0]
+        of_module = codes[module]
+        if _may_be_codes(name, infos[name]):
+            of_module.append(name)
+        elif not name.endswith("bias"):
+            others[module][name.removeprefix(f"{module}.")] = name
+    for module, names in codes.items():
+        for name in names:
+            yield QuantizedWeight(method, name, {"codes": name} | others[module], fault)
+
+
+def _may_be_codes(name: str, info: ArrayInfo) -> bool:
+    few_bits = info.dtype.name.startswith((*_FEW_BITS, *_PACKED)) and info.dtype.itemsize < 8
+    return few_bits and bool(info.shape) and not name.endswith(_NO_CODES)
+
+
+def _labelled(weight: QuantizedWeight, labels: Mapping[str, str]) -> QuantizedWeight:
+    """With the labels of leaves for names; the weight, which may be no leaf, is called as its
+    codes are.
+    """
+    parts = {role: labels[name] for role, name in weight.parts.items()}
+    depth = parts["codes"].count("/")
+    steps = weight.name.split(".")
+    made = "/".join([*steps[:depth], ".".join(steps[depth:])])
+    return replace(weight, name=labels.get(weight.name, made), parts=parts)
+
+
+def _imported(contents: Contents) -> bool:
+    """Whether an importer made the tree; otherwise a JAX program did, which knows what its
+    leaves are.
+    """
+    return contents.source.get("format", contents.format) not in ("universal", "orbax", "memory")
+
+
+def _notes_without(contents: Contents, method: str) -> Iterator[str]:
+    """What else is said of quantisation where no weight is quantised."""
+    if method and contents.source.get("dequantize") is not False:
+        yield (
+            f"the config declares weights quantised with {method}, but none is stored so: they are"
+            " taken as they are"
+        )
+    scales = [
+        leaf.label
+        for leaf in contents.leaves
+        if leaf.label.replace("/", ".").endswith(_CACHE_SCALES)
+    ]
+    if scales:
+        yield (
+            f"{len(scales)} tensors, the first {scales[0]}, are named as scales of a quantised"
+            " cache of keys and values: they say nothing of weights"
+        )
+
+
+def _inventory(contents: Contents, found: Sequence[QuantizedWeight]) -> Sequence[Item]:
+    """The inventory, in which what is stored of quantised weights is called what it is."""
+    reasons: dict[str, str] = {}
+    leaves = {leaf.label: leaf for leaf in contents.leaves}
+    for weight in found:
+        for role, label in weight.parts.items():
+            reason = f"{role} of the quantised weight {weight.name} ({weight.scheme})"
+            reasons |= {
+                f"{p.file}:{p.item}": reason for p in contents.where(leaves[label]) if p.item
+            }
+    return [
+        replace(item, reason=reasons.get(item.where, item.reason)) for item in contents.inventory
+    ]
+
+
+def _kept(contents: Contents) -> Contents:
+    """The checkpoint with the parts of quantised weights as they are: in an imported tree under
+    `stored`.
+    """
+    note = (
+        f"{len(contents.quantized)} quantised weights are kept as the parts that are stored, as"
+        " asked"
+    )
+    kept = replace(contents, quantized=(), notes=[*contents.notes, note])
+    if not _imported(contents):
+        return kept
+    parts = {label for weight in contents.quantized for label in weight.parts.values()}
+    paths = [_stored_path(leaf) if leaf.label in parts else leaf.path for leaf in contents.leaves]
+    names = leaf_names(paths)
+    before = dict(zip(names, contents.leaves, strict=True))
+    leaves = [
+        replace(leaf, path=path, name=name)
+        for path, (name, leaf) in zip(paths, before.items(), strict=True)
+    ]
+    arrays = _Renamed(
+        contents.arrays, {name: leaf.name for name, leaf in before.items() if leaf.has_array}
+    )
+    source = dict(contents.source) or {
+        "format": contents.format,
+        "name": contents.path.rpartition("/")[2],
+    }
+
+    def where(leaf: Leaf) -> Sequence[Piece]:
+        return contents.where(before[leaf.name])
+
+    return replace(
+        kept, leaves=leaves, arrays=arrays, where=where, source={**source, "dequantize": False}
+    )
+
+
+def _stored_path(leaf: Leaf) -> tuple[Key, ...]:
+    return (Key("dict", STORED), *leaf.path[1:]) if leaf.path[0].name == "param" else leaf.path
+
+
+class _Renamed:
+    """A source whose arrays have other names: `names` has the source's name of each."""
+
+    def __init__(self, source: ArraySource, names: Mapping[str, str]):
+        self._source, self._names = source, names
+        infos = source.arrays()
+        self._arrays = {name: infos[inner] for name, inner in names.items()}
+
+    def arrays(self) -> Mapping[str, ArrayInfo]:
+        return self._arrays
+
+    def read(self, key: str, box: Box) -> np.ndarray:
+        return self._source.read(self._names[key], box)
+
+    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+        read_into(self._source, self._names[key], boxes, outs)

@@ -1,0 +1,263 @@
+"""What files of weights have in common, whatever their format: an index, configs, and what lies
+beside them.
+
+Facts: `transformers` writes `<name>.index.json` with a `weight_map` of names to files, and
+`config.json`. Files of a quantisation beside it are those of Model Optimizer, AutoGPTQ and AutoAWQ.
+Mistral's `params.json` and Llama's have the sizes of the model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jax_ucp.errors import FormatError, LayoutError
+from jax_ucp.files.source_files import noted
+from jax_ucp.formats.assemble import Import
+from jax_ucp.formats.huggingface.stand_ins import stand_in, why_missing
+from jax_ucp.formats.huggingface.weight_names import (
+    Save,
+    is_ranks_part,
+    model_of_index,
+    numbered,
+    unnamed_parts,
+)
+from jax_ucp.sources.contents import Contents
+
+_SHOWN = 4
+_MAX_NAME = 200  # bytes: with the suffix of a download it is still one that file systems take
+
+CONFIG = "config.json"
+CONFIGS = (
+    CONFIG,
+    "hf_quant_config.json",
+    "quantize_config.json",
+    "quant_config.json",
+    "adapter_config.json",
+)
+CONFIGS += ("params.json",)
+
+# What names of files say of themselves: one part of several, or what one rank wrote. The number is
+# the second group.
+_NUMBERED_PART = re.compile(r".*-(?P<part>\d+)-of-(?P<parts>\d+)(?:\.\w+)*")
+_WORLD = re.compile(r".*world_size_(?P<world>\d+)_rank_\d+.*")
+_RANKS = (
+    re.compile(r"(.*(?<![a-z])rank[_-]?)(\d+)(.*)"),
+    re.compile(r"(.*(?<![a-z])shard[_-]?)(\d+)(.*)"),
+    re.compile(r"(consolidated\.)(\d+)(\.pth)"),
+)
+_CHECKLIST = "checklist.chk"  # of Llama's originals: a line for each file
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(noted(path).read_bytes().decode())
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is not JSON: {stand_in(path) or error}") from None
+
+
+def read_index(path: Path) -> tuple[Mapping[str, Any], list[str]]:
+    """An index, and the files that it names. Raises FormatError where it is none."""
+    index = read_json(path)
+    weights = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights.values()):
+        raise FormatError(f"{path} has no weight_map of names to files")
+    return index, sorted(set(weights.values()))
+
+
+def index_save(path: Path) -> tuple[Mapping[str, Any], list[str]]:
+    """An index and the files that it names: all of a model, and beside it. Raises FormatError
+    where one is not.
+    """
+    index, names = read_index(path)
+    beside = {file.name for file in path.parent.iterdir() if file.is_file()}
+    require_files(path, path.parent, [name for name in names if name not in beside], len(names))
+    _require_named(path, names, unnamed_parts(names))
+    return index, names
+
+
+def require_all(folder: Path, save: Save) -> None:
+    """Raises FormatError, naming what is missing and why, where files of a save are not there."""
+    by = folder / save.index if save.index else folder / save.files[0]
+    require_files(by, folder, save.missing, len(save.files) + len(save.missing))
+    _require_named(by, save.files, save.unnamed)
+
+
+def _require_named(index: Path, names: Sequence[str], unnamed: Sequence[str]) -> None:
+    """Raises FormatError if an index names some parts of a model and not all that are counted in
+    their names.
+    """
+    if not unnamed:
+        return
+    shown = ", ".join(f"{name!r:.200}" for name in unnamed[:_SHOWN])
+    more = f" and {len(unnamed) - _SHOWN} more" if len(unnamed) > _SHOWN else ""
+    raise FormatError(
+        f"{index} names {len(names)} files, and not {shown}{more}, which numbers in their names"
+        " count too: it is of another save, or was cut. The model is not whole without them. Put"
+        " the index of this save in its place; where all parts are there they open without an"
+        " index, too"
+    )
+
+
+def require_files(by: Path, folder: Path, missing: Sequence[str], of: int) -> None:
+    """Raises FormatError if files are missing of those that `by` says there are, in its content
+    or in its name.
+    """
+    if not missing:
+        return
+    shown = missing[:_SHOWN]
+    reasons = dict.fromkeys(
+        reason for name in shown if _is_plain(name) and (reason := why_missing(folder, name))
+    )
+    more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+    names = ", ".join(f"{name!r:.200}" for name in shown)
+    why = f" ({'; '.join(list(reasons)[:2])})" if reasons else ""
+    raise FormatError(
+        f"{by} is of {of} files, of which {len(missing)} are not beside it: {names}{more}{why}. The"
+        " model is not whole without them"
+    )
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a name that an index gives can be that of a file in the same folder."""
+    try:
+        fits = len(name.encode()) <= _MAX_NAME
+    except UnicodeEncodeError:
+        return False
+    return fits and "\0" not in name and name == Path(name).name
+
+
+def keep_index(
+    found: Import, path: Path, index: Mapping[str, Any], there: Iterable[tuple[str, str]]
+) -> None:
+    """Account for an index; `there` are the tensors of its files: (file, name). Raises
+    FormatError if it has others.
+    """
+    said = {(name, key) for key, name in index["weight_map"].items()}
+    for name, key in sorted(said ^ set(there)):
+        where = (
+            "in the index, but not in the file"
+            if (name, key) in said
+            else "in the file, but not so in the index"
+        )
+        raise FormatError(
+            f"{found.path}: {key} of {name} is {where}; the files are not of one checkpoint"
+        )
+    found.skip(path.name, "index", "says which file has which tensor; compared with the files")
+    for key, value in (index.get("metadata") or {}).items():
+        found.extra(path.name, key, value)
+
+
+def tensors_of(found: Import) -> list[tuple[str, str]]:
+    """Every tensor that the files have: (file, name)."""
+    return [(name, key) for name, _, key in (stored.partition(":") for stored in found.stored)]
+
+
+def finish(found: Import) -> Contents:
+    """The checkpoint. Raises LayoutError, naming it, where parts of a tensor overlap or leave a
+    hole.
+    """
+    try:
+        return found.contents()
+    except LayoutError as error:
+        raise LayoutError(f"{found.path}: {error}") from None
+
+
+def keep_configs(found: Import, folder: Path) -> None:
+    """What configs say, as extras: of the model, of its quantisation, of an adapter."""
+    for name in CONFIGS:
+        if (folder / name).is_file():
+            found.extra(name, "config", read_json(folder / name))
+
+
+def refuse_stand_in(path: Path) -> None:
+    """Raises FormatError, with the remedy, for a file that only stands for the one meant."""
+    if why := stand_in(path):
+        raise FormatError(f"{path}: {why}")
+
+
+def refuse_part(path: Path) -> None:
+    """Raises FormatError for a file that is one of several, by its name or by an index beside
+    it.
+    """
+    if path.suffix == ".distcp":
+        raise FormatError(
+            f"{path} holds one rank's items of a checkpoint (torch DCP): open its folder"
+        )
+    if is_ranks_part(path.name):
+        raise FormatError(f"{path} holds one rank's parts of tensors (torch DCP): open its folder")
+    whole = _NUMBERED_PART.fullmatch(path.name)
+    if whole and int(whole["parts"]) > 1:
+        first = 0 if int(whole["part"]) == 0 else 1
+        others = [
+            numbered(path.name, n) for n in range(first, first + min(int(whole["parts"]), 1000))
+        ]
+        absent = [name for name in others if not (path.parent / name).is_file()]
+        where = (
+            f"of which {len(absent)} are missing: {', '.join(absent[:_SHOWN])}"
+            if absent
+            else "all beside it"
+        )
+        raise FormatError(
+            f"{path} is one of {int(whole['parts'])} parts of a model, {where}: open its folder"
+        )
+    for index, files in _indexes_beside(path):
+        if path.name in files and len(files) > 1:
+            raise FormatError(
+                f"{path} is one of the {len(files)} files of a model that {index} names: open that"
+            )
+    refuse_rank(path)
+
+
+def _indexes_beside(path: Path) -> Iterator[tuple[str, list[str]]]:
+    for index in sorted(
+        file for file in path.parent.iterdir() if model_of_index(file.name) and file.is_file()
+    ):
+        try:
+            yield index.name, read_index(index)[1]
+        except FormatError:
+            continue  # it is not what was asked for
+
+
+def refuse_rank(path: Path) -> None:
+    """Raises FormatError for a file that is named after a rank, where other ranks have files
+    too.
+    """
+    world = _WORLD.fullmatch(path.name)
+    if world and int(world["world"]) > 1:
+        raise FormatError(
+            f"{path} is what one of {int(world['world'])} ranks wrote, and nothing stored says how"
+            " their tensors form those of the model: save it as one checkpoint with the library"
+            " that wrote it"
+        )
+    names = [file.name for file in path.parent.iterdir() if file.name != path.name] + _checklist(
+        path.parent
+    )
+    for pattern in _RANKS:
+        mine = pattern.fullmatch(path.name)
+        others = sorted(
+            {name for name in names if mine and _differs_in_number(pattern, mine, name)}
+        )
+        if others:
+            raise FormatError(
+                f"{path} is named after a rank, and there are others: {', '.join(others[:_SHOWN])}."
+                " Nothing stored says whether each has a part of the model, and of which axes."
+                " Convert them with the library that wrote them (Llama's originals with"
+                " convert_llama_weights_to_hf.py of transformers); if each has all of the model,"
+                " open a copy in a folder of its own"
+            )
+
+
+def _differs_in_number(pattern: re.Pattern[str], mine: re.Match[str], name: str) -> bool:
+    other = pattern.fullmatch(name)
+    return other is not None and (other[1], other[3]) == (mine[1], mine[3]) and other[2] != mine[2]
+
+
+def _checklist(folder: Path) -> list[str]:
+    """The files that Llama's list of checksums names, each behind its sum."""
+    path = folder / _CHECKLIST
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    return [line.split()[-1].lstrip("*") for line in lines if line.strip()]

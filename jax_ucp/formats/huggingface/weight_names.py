@@ -1,0 +1,352 @@
+"""Which files of a folder are one model's weights, decided by names and indexes alone.
+
+Facts: transformers 4.57 (`modeling_utils.py`, `_get_resolved_checkpoint_files`) takes of a folder
+the file that `transformers_weights` of the config names, else the first that is there of
+`model.safetensors`, its index, `pytorch_model.bin`, its index. diffusers (`model_loading_utils.py`)
+calls them `diffusion_pytorch_model`, and both put a variant such as `fp16` between dots. accelerate
+(`checkpointing.py`) numbers further models `model_1`, `pytorch_model_1`. One part of several is
+called `<name>-00001-of-00002`; torch DCP calls a rank's `shard-00001-model-00001-of-00002`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from jax_ucp.errors import FormatError
+
+Kind = Literal["safetensors", "torch"]
+
+_SUFFIXES: Mapping[str, Kind] = {".safetensors": "safetensors", ".bin": "torch"}
+# Of files of torch.save a name must say that they are weights: optimizers and schedulers have the
+# same suffix.
+_TORCH_STEMS = re.compile(r"(diffusion_)?pytorch_model\w*|adapter_model")
+_PART = re.compile(r"(?P<stem>.+)-(?P<part>\d+)-of-(?P<parts>\d+)")
+# older diffusers have the variant last
+_NUMBERED = re.compile(rf"{_PART.pattern}(?:\.(?P<variant>\w+))?")
+_RANKS_PART = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
+_VARIANT = re.compile(r"(?P<stem>model|pytorch_model|diffusion_pytorch_model)\.(?P<variant>\w+)")
+_INDEX = re.compile(
+    r"(?P<name>.+(?P<suffix>\.safetensors|\.bin))\.index(?:\.(?P<variant>\w+))?\.json"
+)
+MAX_PARTS = 100_000  # a name that counts more is no part of several
+RANKS_PARTS = "shard"  # the stem of what the ranks wrote, all of which is one model
+
+# The models that are looked for, in this order; only where none of them is there, other names are
+# looked at.
+_KNOWN: Sequence[tuple[Kind, str]] = (
+    ("safetensors", "model"),
+    ("torch", "pytorch_model"),
+    ("safetensors", "diffusion_pytorch_model"),
+    ("torch", "diffusion_pytorch_model"),
+)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Model:
+    """What files are the weights of: their format, the name that they share, and the variant,
+    such as `fp16`.
+    """
+
+    kind: Kind
+    stem: str
+    variant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """The files of one save of a model. `index` names them, if one does; `missing` are those that
+    are not there.
+
+    Parts that are `numbered`, with no index, are a save by their names alone; transformers would
+    not load them. `unnamed` are parts that numbers in names count and the index does not name,
+    whether they are there or not.
+    """
+
+    model: Model
+    files: tuple[str, ...]
+    index: str = ""
+    missing: tuple[str, ...] = ()
+    numbered: bool = False
+    unnamed: tuple[str, ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        return not self.missing and not self.unnamed
+
+    @property
+    def name(self) -> str:
+        """The file to open in order to open this save, or the first and the last of its files."""
+        if self.index or len(self.files) == 1:
+            return self.index or self.files[0]
+        return f"{self.files[0]} to {self.files[-1]}"
+
+    @property
+    def all_files(self) -> set[str]:
+        return {*self.files, self.index} - {""}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The save that is read; it may lack files, which is for the reader to refuse.
+
+    `same` is another save of the same model, to be compared. `left` are files that are not read,
+    with the reason.
+    """
+
+    save: Save
+    same: Save | None = None
+    left: Mapping[str, str] = field(default_factory=dict)
+
+
+def model_of(name: str) -> tuple[Model, int, int] | None:
+    """The model of which a file has weights, by its name, and which part of how many it is; None of
+    another file.
+
+    >>> model_of("model.fp16-00001-of-00002.safetensors")
+    (Model(kind='safetensors', stem='model', variant='fp16'), 1, 2)
+    >>> model_of("model.safetensors")[1:]
+    (0, 0)
+    >>> model_of("optimizer.bin")
+    """
+    stem, dot, suffix = name.rpartition(".")
+    kind = _SUFFIXES.get(dot + suffix)
+    if kind is None or not stem or name.startswith("."):
+        return None
+    if is_ranks_part(name):
+        return Model(kind, RANKS_PARTS), 0, 0
+    part, parts, variant = 0, 0, ""
+    if (found := _NUMBERED.fullmatch(stem)) and int(found["parts"]) <= MAX_PARTS:
+        part, parts = int(found["part"]), int(found["parts"])
+        stem, variant = found["stem"], found["variant"] or ""
+    if found := _VARIANT.fullmatch(stem):
+        stem, variant = found["stem"], found["variant"]
+    if kind == "torch" and not _TORCH_STEMS.fullmatch(stem):
+        return None
+    return Model(kind, stem, variant), part, parts
+
+
+def is_ranks_part(name: str) -> bool:
+    """Whether a file has one rank's parts of tensors, as torch DCP names it."""
+    return bool(_RANKS_PART.fullmatch(name))
+
+
+def model_of_index(name: str) -> Model | None:
+    """The model whose files an index names, by the name of the index; None of another file.
+
+    >>> model_of_index("model.safetensors.index.fp16.json")
+    Model(kind='safetensors', stem='model', variant='fp16')
+    """
+    found = _INDEX.fullmatch(name)
+    of = model_of(found["name"]) if found else None
+    return replace(of[0], variant=found["variant"] or of[0].variant) if found and of else None
+
+
+def holds_weights(names: Iterable[str]) -> bool:
+    """Whether any of the files of a folder is called as weights are, or as an index of them."""
+    return any(model_of(name) or model_of_index(name) for name in names)
+
+
+def saves_of(
+    names: Collection[str], indexes: Mapping[str, Sequence[str]]
+) -> dict[Model, list[Save]]:
+    """Every save in a folder with these files, by model: a whole file, then what an index names,
+    then numbered parts.
+
+    `indexes` has the files that each index names. What an index names is no save of its own.
+    """
+    singles: list[Save] = []
+    series: dict[tuple[Model, int], dict[int, str]] = defaultdict(dict)
+    ranks: dict[Model, list[str]] = defaultdict(list)
+    named = {name for files in indexes.values() for name in files}
+    for name in sorted(set(names) - named):
+        if (of := model_of(name)) is None:
+            continue
+        model, part, parts = of
+        if model.stem == RANKS_PARTS:
+            ranks[model].append(name)
+        elif parts:
+            series[model, parts][part] = name
+        else:
+            singles.append(Save(model, (name,)))
+    indexed = [_indexed(index, files, names) for index, files in sorted(indexes.items())]
+    numbered = [_series(model, parts, by_number) for (model, parts), by_number in series.items()]
+    by_rank = [Save(model, tuple(files)) for model, files in ranks.items()]
+    found: dict[Model, list[Save]] = defaultdict(list)
+    for save in (*singles, *indexed, *numbered, *by_rank):
+        found[save.model].append(save)
+    return dict(found)
+
+
+def _indexed(index: str, files: Sequence[str], names: Collection[str]) -> Save:
+    model = model_of_index(index)
+    if model is None:
+        raise ValueError(f"{index} is no name of an index")
+    there = tuple(name for name in files if name in names)
+    missing = tuple(name for name in files if name not in names)
+    return Save(model, there, index, missing, unnamed=tuple(unnamed_parts(files)))
+
+
+def unnamed_parts(names: Iterable[str]) -> list[str]:
+    """The parts that are not among these files, of those that numbers in their names count.
+
+    >>> unnamed_parts(["model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors",
+    ...     "mtp.safetensors"])
+    ['model-00002-of-00003.safetensors']
+    """
+    series: dict[tuple[Model, int], dict[int, str]] = defaultdict(dict)
+    for name in names:
+        model, part, parts = model_of(name) or (None, 0, 0)
+        if model is not None and parts:
+            series[model, parts][part] = name
+    return [
+        name
+        for (_, parts), by_number in sorted(series.items())
+        for name in _others(parts, by_number)
+    ]
+
+
+def _others(parts: int, by_number: Mapping[int, str]) -> tuple[str, ...]:
+    """Files that are numbered from 1 to `parts`, or from 0, and are not among those that are
+    given.
+    """
+    first = min(by_number)
+    numbers = range(parts) if first == 0 else range(1, parts + 1)
+    return tuple(numbered(by_number[first], n) for n in numbers if n not in by_number)
+
+
+def _series(model: Model, parts: int, by_number: Mapping[int, str]) -> Save:
+    files = tuple(by_number[n] for n in sorted(by_number))
+    return Save(model, files, missing=_others(parts, by_number), numbered=True)
+
+
+def numbered(name: str, number: int) -> str:
+    """The name of another part of the same save.
+
+    >>> numbered("model-00001-of-00002.safetensors", 2)
+    'model-00002-of-00002.safetensors'
+    """
+    found = _PART.match(name)
+    if found is None:
+        return name
+    start, stop = found.span("part")
+    return f"{name[:start]}{number:0{stop - start}}{name[stop:]}"
+
+
+def choose(folder: str, saves: Mapping[Model, Sequence[Save]], named: str = "") -> Choice:
+    """The save that is the checkpoint of a folder: what transformers would load, where it would
+    load anything.
+
+    `named` is the file or index that the config names. Where no save of a model is whole, one that
+    is not is chosen.
+
+    Raises FormatError, naming files, where several models, or several saves of one, could be meant.
+    """
+    chosen, same = _named_by_config(folder, saves, named) if named else _found(folder, saves)
+    read = chosen.all_files | (same.all_files if same else set())
+    others = [
+        save for of_model in saves.values() for save in of_model if save not in (chosen, same)
+    ]
+    left = {
+        name: _why_left(save, chosen)
+        for save in others
+        for name in save.all_files
+        if name not in read
+    }
+    return Choice(chosen, same, left)
+
+
+def _named_by_config(
+    folder: str, saves: Mapping[Model, Sequence[Save]], named: str
+) -> tuple[Save, None]:
+    for save in (save for of_model in saves.values() for save in of_model):
+        if save.name == named:
+            return save, None
+    raise FormatError(
+        f"{folder}: config.json names {named!r} in transformers_weights, which is no save in the"
+        " folder"
+    )
+
+
+def _found(folder: str, saves: Mapping[Model, Sequence[Save]]) -> tuple[Save, Save | None]:
+    known = [Model(kind, stem) for kind, stem in _KNOWN if Model(kind, stem) in saves]
+    if len({model.stem.startswith("diffusion") for model in known}) > 1:
+        raise _several(folder, [saves[model][0] for model in known])
+    if not known:
+        if len(saves) > 1:
+            raise _several(folder, [of_model[0] for of_model in saves.values()])
+        (of_model,) = saves.values()
+        return _of_one_model(folder, of_model)
+    by_name = [model for model in known if not all(save.numbered for save in saves[model])]
+    whole = [model for model in known if any(save.whole for save in saves[model])]
+    return _of_one_model(folder, saves[(by_name or whole or known)[0]])
+
+
+def _several(folder: str, saves: Sequence[Save]) -> FormatError:
+    names = ", ".join(save.name for save in saves)
+    return FormatError(
+        f"{folder} holds the weights of {len(saves)} models, or of one in files that nothing says"
+        f" belong together: {names}. Open the one that is meant, or put an index"
+        " (model.safetensors.index.json) beside the files of one"
+    )
+
+
+def _of_one_model(folder: str, saves: Sequence[Save]) -> tuple[Save, Save | None]:
+    """The one save that is whole, or two of which the first is to be compared with the second, or
+    one that is not.
+
+    Where an index lacks files, numbered parts beside it are no save that anybody would load.
+    """
+    lacking = [save for save in saves if not save.whole]
+    stale = next((save for save in lacking if save.index), None)
+    whole = [save for save in saves if save.whole and not (stale and save.numbered)]
+    match whole:
+        case []:
+            return stale or lacking[0], None
+        case [save]:
+            return save, None
+        case [save, same]:
+            return save, same
+        case _:
+            names = " and ".join(save.name for save in whole)
+            raise FormatError(
+                f"{folder} holds {len(whole)} saves of one model, {names}. {which(folder, whole)}"
+            )
+
+
+def which(folder: str, saves: Sequence[Save]) -> str:
+    """The remedy where several saves could be meant."""
+    paths = [f"{folder}/{save.name}" for save in saves if not save.numbered]
+    return (
+        f"Nothing says which is the newer: open the one that is meant ({', '.join(paths)}), or move"
+        " the other away"
+    )
+
+
+def _why_left(save: Save, chosen: Save) -> str:
+    model = save.model
+    if save.missing and (model.kind, model.stem) in _KNOWN:
+        return (
+            f"belongs to a save of which {len(save.missing)} files are missing; {chosen.name} is"
+            " read"
+        )
+    if save.unnamed and (model.kind, model.stem) in _KNOWN:
+        return (
+            f"belongs to a save whose index does not name {save.unnamed[0]}; {chosen.name} is read"
+        )
+    if model == chosen.model:
+        return f"another save of the model; {chosen.name} is read"
+    if model.stem == "adapter_model":
+        return "an adapter, which changes the weights; it is not applied"
+    if (model.kind, model.stem) == (chosen.model.kind, chosen.model.stem):
+        return (
+            f"the variant {model.variant or 'without a name'} of the weights; {chosen.name} is read"
+        )
+    if model.stem.removeprefix(f"{chosen.model.stem}_").isdigit():
+        return f"another model of the same save, as accelerate numbers them; {chosen.name} is read"
+    if (model.kind, model.stem) in _KNOWN:
+        return f"{chosen.name} is read, which transformers and diffusers take first"
+    return f"weights under another name; {chosen.name} is read"

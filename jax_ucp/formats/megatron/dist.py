@@ -1,0 +1,544 @@
+"""Megatron-Core's distributed checkpoints (`--ckpt-format torch_dist`, and zarr before core 0.16),
+any optimizer.
+
+A tensor of the model is stored whole, whatever the parallelism was, with layers and experts on
+leading axes; masters and moments are stored in the same way or in one that `megatron_dist_names`
+undoes. Weights beside masters are duplicates. The vocabulary is padded; `sizes` says its true size.
+
+Of two files whose items have equal sizes nothing in a checkpoint says that they were exchanged.
+Where there are masters beside weights, `verify` finds it.
+
+Facts: `megatron/core/dist_checkpointing/`, `megatron/core/optimizer/` and
+`megatron/training/checkpointing.py` of Megatron-LM core_v0.16.1.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint, UnsafePickle
+from jax_ucp.formats.assemble import Import
+from jax_ucp.formats.dcp.metadata import METADATA_FILE
+from jax_ucp.formats.facts import Facts
+from jax_ucp.formats.megatron.dist_args import check_args
+from jax_ucp.formats.megatron.dist_buffers import Plan, cut_of, expert_ranks, plan_buffers, stage_of
+from jax_ucp.formats.megatron.dist_files import (
+    COMMON_FILE,
+    CONFIG_FILE,
+    Beside,
+    DistFiles,
+    is_checkpoint,
+    open_files,
+)
+from jax_ucp.formats.megatron.dist_flat import (
+    check_numels,
+    flats,
+    group_object,
+    param_state_sources,
+    slices,
+)
+from jax_ucp.formats.megatron.dist_names import (
+    Run,
+    check_stacks,
+    flattened_runs,
+    gate_and_up,
+    is_flat,
+    is_fully_reshardable,
+    stacked_halves,
+    state_of,
+    unstacked,
+)
+from jax_ucp.formats.megatron.dist_proof import (
+    is_precision_aware,
+    moved_by_padding,
+    not_of_weights,
+    precision_aware,
+    prove_masters,
+    prove_precision_aware,
+)
+from jax_ucp.formats.megatron.dist_steps import (
+    Step,
+    common_steps,
+    group_steps,
+    one_step,
+    optimizers,
+)
+from jax_ucp.formats.megatron.files import iteration_folder
+from jax_ucp.formats.megatron.legacy_optimizer import BUFFERS, beside_tensors
+from jax_ucp.formats.megatron.walk import EMBEDDING, TIED, is_expert
+from jax_ucp.formats.options import Options
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.fragments import Fragment, ParamLayout
+from jax_ucp.layout.patterns import Unique
+from jax_ucp.sources.consolidated import Consolidated
+from jax_ucp.sources.contents import Contents
+from jax_ucp.sources.cuts import Cut
+
+_LEFT = "of the optimizer, which was to be left aside (weights_only)"
+
+
+def recognise(path: Path) -> bool:
+    return path.is_dir() and is_checkpoint(path)
+
+
+def open_megatron_dist(path: Path, options: Options) -> Contents:
+    """The checkpoint in a save directory (with its tracker file), or in the folder of one
+    iteration.
+
+    Raises FormatError, naming file and tensor, where files are missing, damaged or of another run,
+    and LayoutError where chunks do not form a tensor.
+    """
+    folder = iteration_folder(path)
+    if not folder.is_dir():
+        raise NotACheckpoint(
+            f"{path} names {folder.name}, but there is no such folder in it, while files of one"
+            " iteration lie beside the name: move them into a folder that is called so, or open"
+            " them without the file that names it"
+        )
+    return read_files(open_files(folder, options.weights_only), options)
+
+
+def read_files(files: DistFiles, options: Options) -> Contents:
+    """The checkpoint that the files form."""
+    try:
+        contents = _Reader(files, options).contents()
+    except (FormatError, LayoutError) as error:
+        if str(files.folder) in str(error):
+            raise
+        raise type(error)(f"{files.folder}: {error}") from error
+    return replace(
+        contents,
+        checks=lambda extent: itertools.chain(contents.checks(extent), files.object_checks(extent)),
+    )
+
+
+class _Reader:
+    """Puts one checkpoint together; each method settles one kind of stored thing."""
+
+    def __init__(self, files: DistFiles, options: Options):
+        self.files, self.args, self.options = files, files.args, options
+        # dp_zero_gather_scatter has its tensors in objects.
+        self.inside = {} if options.weights_only else param_state_sources(files)
+        sources = {"": files.source, f"{COMMON_FILE}:": files.common, **self.inside}
+        self.found = Import("megatron", files.folder, Beside(sources), options.on_conflict)
+        self.found.unknown |= files.common.unknown
+        # parameter -> state -> how it is stored; `weight` is what the model computes with. The
+        # vocabulary is padded.
+        self.states: dict[str, dict[str, Consolidated]] = {}
+        self.dtypes: dict[str, str] = {}
+        self.steps: dict[bool, list[Step]] = {}
+        self.stepless: list[str] = []
+        self.mixed = False
+
+    def contents(self) -> Contents:
+        self._stored_states()
+        shapes = {name: states["weight"].layout.shape for name, states in self.states.items()}
+        check_args(self.files, shapes, self.dtypes)
+        self._buffers()
+        self._steps()
+        self._parameters()
+        self._objects()
+        self._common()
+        self._other_files()
+        self._notes()
+        contents = self.found.contents()
+        if not self.options.weights_only and is_precision_aware(self.args):
+            prove_precision_aware(contents)
+        return contents
+
+    def _stored_states(self) -> None:
+        """States that are stored as tensors of the model's shapes, or as parts of such."""
+        keys = {key: state_of(key) for key in itertools.filterfalse(is_flat, self.files.tensors)}
+        weights = {key for key, (state, _) in keys.items() if state == "weight"}
+        by_state: dict[str, dict[str, tuple[tuple[int, ...], Sequence[Run]]]] = {}
+        for key, (state, model) in keys.items():
+            if state != "weight" and self.options.weights_only:
+                self._leave(key)
+                continue
+            if model not in weights:
+                raise FormatError(
+                    f"{self.files.folder}: {key} is a state of {model}, but the model has no such"
+                    " tensor: a part of the checkpoint is missing, or is of another run"
+                )
+            params = by_state.setdefault(state, {})
+            blocks = self._unstacked(key, model)
+            if twice := params.keys() & blocks.keys():
+                raise FormatError(
+                    f"{self.files.folder}: {state} of {min(twice)} is stored twice, in {key} too"
+                )
+            params |= blocks
+        for state, params in by_state.items():
+            self._add_state(state, params)
+
+    def _leave(self, key: str) -> None:
+        for run in self.files.tensors[key].runs:
+            self.found.leave(run.key, "", _LEFT)
+
+    def _unstacked(
+        self, key: str, model: str
+    ) -> Mapping[str, tuple[tuple[int, ...], Sequence[Run]]]:
+        """The parameters in the tensor `key`, which is the model's tensor `model` or a state of
+        it.
+        """
+        tensor, shape = self.files.tensors[key], self.files.tensors[model].shape
+        runs = tensor.runs if tensor.shape == shape else self._flattened(key, shape)
+        check_stacks(
+            model, shape, {"layers": self._layers(model), "experts": self.args.get("num_experts")}
+        )
+        params = unstacked(model, shape, runs)
+        if key == model:
+            self.dtypes |= dict.fromkeys(params, tensor.dtype.name)
+        return params
+
+    def _add_state(
+        self, state: str, params: dict[str, tuple[tuple[int, ...], Sequence[Run]]]
+    ) -> None:
+        for name, (gate, up) in gate_and_up(params).items():
+            params[name] = stacked_halves(params.pop(gate), params.pop(up))
+            self.dtypes[name] = self.dtypes[gate]
+        for name, (shape, runs) in params.items():
+            self.states.setdefault(name, {})[state] = self._consolidated(shape, runs)
+
+    def _flattened(self, key: str, shape: Sequence[int]) -> list[Run]:
+        tensor = self.files.tensors[key]
+        try:
+            return list(flattened_runs(shape, tensor.shape, tensor.runs))
+        except FormatError as error:
+            raise FormatError(f"{self.files.folder}: {key}: {error}") from None
+
+    def _layers(self, model: str) -> int | None:
+        return self.args.get("num_layers") if model.startswith("decoder.") else None
+
+    def _consolidated(self, shape: tuple[int, ...], runs: Sequence[Run]) -> Consolidated:
+        """The runs as shards of the parameter: each is a stored chunk as it is, or lies inside
+        one.
+        """
+        keys: list[str] = []
+        for run in runs:
+            key = run.key
+            if run.start or self.found.stored[key].shape != run.target.shape:
+                key = f"{run.key}[{run.start}:{run.start + run.target.size}]"
+                self.found.cut(key, Cut(run.key, run.start, run.target.shape))
+            keys.append(key)
+        fragments = [
+            Fragment(i, Box.whole(run.target.shape), run.target) for i, run in enumerate(runs)
+        ]
+        return Consolidated(
+            ParamLayout(shape, tuple(run.target.shape for run in runs), tuple(fragments)), keys
+        )
+
+    def _buffers(self) -> None:
+        """States that are in flat buffers. An error names the remedy: the weights are not in
+        them.
+        """
+        try:
+            self._read_buffers()
+        except (FormatError, LayoutError) as error:
+            if "weights_only" in str(error):
+                raise
+            raise type(error)(f"{error}. weights_only opens the weights alone") from error
+
+    def _read_buffers(self) -> None:
+        """States that are in flat buffers, as slices that the tensor-parallel ranks had, and
+        those as parameters.
+        """
+        if self.options.weights_only:
+            for key in filter(is_flat, self.files.tensors):
+                self._leave(key)
+        elif any(map(is_flat, (*self.files.tensors, *self.files.objects))):
+            self._read_slices()
+            self._prove(self.states, not_of_weights)
+        elif any(map(is_fully_reshardable, self.files.tensors)):
+            self._prove_not_moved()
+
+    def _read_slices(self) -> None:
+        stored = flats(self.files, self.inside)
+        for key, stored_object in self.files.objects.items():
+            if (about := group_object(key)) and about.what == "per_bucket_numel_unpadded":
+                check_numels(self.files, key, stored_object.open(), stored)
+        cuts = self._cuts()
+        keys_by_state: dict[tuple[str, str], dict[int, str]] = {}
+        for chain, plan in enumerate(self._plans(cuts)):
+            for part in slices(self.files, chain, plan, stored, self._skip_gap):
+                self.found.slice(
+                    part.key, part.tensor, f"{part.state} of {part.name}, a part of a flat buffer"
+                )
+                keys_by_state.setdefault((part.name, part.state), {})[part.rank] = part.key
+        for (chain, group, c, dtype), stray in stored.items():
+            raise FormatError(
+                f"{self.files.folder}: {stray.where} (optimizer {chain}, group {group}, chunk {c},"
+                f" {dtype}) belongs to no rank that the args know"
+            )
+        for (name, state), keys in keys_by_state.items():
+            self.states.setdefault(name, {})[state] = Consolidated(
+                cuts[name], [keys[r] for r in range(len(keys))]
+            )
+
+    def _prove(self, names: Iterable[str], why: Callable[[str], str]) -> None:
+        """Compare the masters of parameters with their weights; `why` says what is likely where
+        they differ.
+        """
+        weighted = [name for name in names if "weight" in self.states.get(name, {})]
+        why = precision_aware if is_precision_aware(self.args) else why
+        prove_masters(self.files.folder, weighted, self.states, self.found.view, why)
+
+    def _skip_gap(self, key: str) -> None:
+        self.found.skip(
+            key, "", "a gap between tensors in a flat buffer, which holds what was in memory"
+        )
+
+    def _prove_not_moved(self) -> None:
+        """Refuse what `fully_reshardable` moved; see `megatron_dist_proof`."""
+        try:
+            buffers = [
+                buffer for plan in self._plans(self._cuts()) for buffer in plan.buffers.values()
+            ]
+            moved = {name: moved_by_padding(n) for buffer in buffers for name, n in buffer.moved}
+        # modules of an order not known here: any of them may have been moved
+        except (FormatError, LayoutError):
+            moved = dict.fromkeys(self.states, moved_by_padding(None))
+        self._prove(moved, moved.__getitem__)
+
+    def _cuts(self) -> dict[str, ParamLayout]:
+        """How the tensor-parallel ranks held each parameter, and the last stage its copy of a
+        tied embedding.
+        """
+        cuts: dict[str, ParamLayout] = {}
+        for name, states in self.states.items():
+            if name.endswith(BUFFERS):
+                continue
+            layout = states["weight"].layout
+            ranks = (
+                expert_ranks(self.args)
+                if is_expert(name)
+                else self.args.degree("tensor_model_parallel_size")
+            )
+            try:
+                cuts[name] = cut_of(
+                    layout.shape, [fragment.target for fragment in layout.fragments], ranks
+                )
+            except LayoutError as error:
+                raise LayoutError(f"{name}: {error}") from None
+        untied = self.args.get("untie_embeddings_and_output_weights", False)
+        if (
+            self.args.degree("pipeline_model_parallel_size") > 1
+            and not untied
+            and EMBEDDING in cuts
+        ):
+            cuts[TIED] = cuts[EMBEDDING]
+            self.dtypes[TIED] = self.dtypes[EMBEDDING]
+        return cuts
+
+    def _plans(self, cuts: Mapping[str, ParamLayout]) -> list[Plan]:
+        shapes = {name: layout.shards[0] for name, layout in cuts.items()}
+        several = self.args.degree("expert_model_parallel_size") > 1
+        optimizers_of = (False, True) if several else (None,)
+        return [plan_buffers(self.args, expert, shapes, self.dtypes) for expert in optimizers_of]
+
+    def _steps(self) -> None:
+        """How often each optimizer stepped: by `common.pt`, or by every model-parallel rank of
+        its own.
+        """
+        if self.options.weights_only:
+            return
+        self.steps = common_steps(self.files)
+        facts = Facts(self.files.folder)
+        for key, stored in self.files.objects.items():
+            if (about := group_object(key)) and about.what == "optimizer":
+                self.steps.setdefault(bool(about.chain), []).extend(group_steps(key, stored))
+                stage = stage_of(self.args, bool(about.chain), about.group)
+                file = stored.open()
+                facts.state_all(
+                    file, f"{stored.file}:{key}", "optimizer", file.tree, (about.chain, stage)
+                )
+
+    def _parameters(self) -> None:
+        for expert in (False, True):
+            mine = {
+                name: states for name, states in self.states.items() if is_expert(name) == expert
+            }
+            kept = {name: frozenset(states) - {"weight", "param"} for name, states in mine.items()}
+            self.mixed = len({*kept.values()} - {frozenset[str]()}) > 1
+            for name, states in mine.items():
+                self._check_states(name, kept)
+                if "weight" in states:
+                    self._parameter(name, states)
+                else:
+                    self._copy_of_embedding(states)
+
+    def _check_states(self, name: str, kept: Mapping[str, frozenset[str]]) -> None:
+        """Raise FormatError where a parameter has not the states of most that share one with it.
+
+        Those of one optimizer have the same states; those of another, such as Muon beside Adam,
+        share none with them. What has no state was frozen, or is of plain SGD.
+        """
+        alike = Counter(states for states in kept.values() if states & kept[name])
+        usual = alike.most_common(1)[0][0] if alike else frozenset()
+        if lost := usual - kept[name]:
+            raise FormatError(
+                f"{self.files.folder}: {min(lost)} of {name} is in no file, though {alike[usual]}"
+                " parameters that share states with it have it: a part of the optimizer is"
+                " missing. weights_only opens the weights alone"
+            )
+        if more := kept[name] - usual:
+            raise FormatError(
+                f"{self.files.folder}: {min(more)} is there of {name}, but not of {alike[usual]}"
+                " parameters that share states with it: a part of the optimizer is missing."
+                " weights_only opens the weights alone"
+            )
+
+    def _parameter(self, name: str, states: Mapping[str, Consolidated]) -> None:
+        unpadded = {state: self._unpadded(name, param) for state, param in states.items()}
+        weight, master = unpadded.pop("weight"), unpadded.pop("param", None)
+        if name.endswith(BUFFERS):
+            self.found.parameter("buffer", name, weight, "a buffer of the model")
+        elif master is not None:
+            reason = (
+                f"the weight that the model computes with, a copy of the master of {name}; verify"
+                " compares"
+            )
+            self.found.parameter("param", name, master, f"the master of {name}")
+            self.found.duplicate("param", name, weight, reason)
+        else:
+            self.found.parameter("param", name, weight, f"the parameter {name}")
+        for state, param in unpadded.items():
+            self.found.parameter(state, name, param, f"{state} of {name}")
+        if states.keys() != {"weight"}:
+            self._step(name)
+
+    def _unpadded(self, name: str, param: Consolidated) -> Consolidated:
+        vocab = self.options.sizes.get("vocab") if name in (EMBEDDING, TIED) else None
+        if vocab is None:
+            return param
+        try:
+            return replace(param, layout=param.layout.clip((vocab, *param.layout.shape[1:])))
+        except LayoutError as error:
+            raise LayoutError(f"{name}, with vocab={vocab!s:.40} in sizes: {error}") from None
+
+    def _copy_of_embedding(self, states: Mapping[str, Consolidated]) -> None:
+        reason = f"the last pipeline stage's copy of {EMBEDDING}, compared with it by verify"
+        for state, param in states.items():
+            self.found.duplicate(state, EMBEDDING, self._unpadded(EMBEDDING, param), reason)
+
+    def _step(self, name: str) -> None:
+        step = one_step(self.files, name, self._steps_of(name))
+        if step is None:
+            self.stepless.append(name)
+        elif step.tensor is not None:
+            one = Consolidated(Unique().join([()]), [f"{COMMON_FILE}:{step.tensor.key}"])
+            self.found.parameter("step", name, one, "how often the optimizer stepped")
+        else:
+            array = np.asarray(step.value, np.int32 if isinstance(step.value, int) else np.float32)
+            self.found.constant("step", name, array, step.where)
+
+    def _steps_of(self, name: str) -> list[Step]:
+        """The steps of the parameter groups that the parameter can be in."""
+        steps = self.steps.get(is_expert(name) and True in self.steps, [])
+        if self.mixed:  # Adam beside another optimizer: the step of one is not that of the other
+            adam = "exp_avg" in self.states[name]
+            steps = [step for step in steps if step.adam in (None, adam)]
+        decays = len(self.states[name]["weight"].layout.shape) != 1 and not name.endswith(".bias")
+        # Where there is one group alone, it has what does not decay too.
+        return [step for step in steps if step.decays in (None, decays)] or steps
+
+    def _objects(self) -> None:
+        for where in self.files.left:
+            self.found.skip(where, "object", _LEFT)
+        for key, stored in self.files.objects.items():
+            where = f"{stored.file}:{key}"
+            if "._extra_state/" in key:
+                self.found.skip(
+                    where, "object", "what a module of TransformerEngine keeps beside its weights"
+                )
+            elif (about := group_object(key)) and about.what != "optimizer":
+                self.found.skip(
+                    where, "object", "says how the flat buffers lie; parameters have no such thing"
+                )
+            else:
+                self._extra(key, stored.file, where)
+
+    def _extra(self, key: str, file: str, where: str) -> None:
+        try:
+            opened = self.files.objects[key].open()
+        except UnsafePickle as error:
+            self.found.skip(
+                where, "object", f"not read, because it asks for more than data: {error}"
+            )
+            self.found.notes.append(f"the object {key} was left out: {error}")
+            return
+        tree = opened.tree
+        self.found.unknown |= opened.unknown
+        self.found.extra(
+            file, key, tree[0] if isinstance(tree, list) and len(tree) == 1 else tree, opened
+        )
+
+    def _common(self) -> None:
+        for name, value in self.files.tree.items():
+            if name != "optimizer":
+                self.found.extra(COMMON_FILE, name, value)
+            elif self.options.weights_only:
+                self._leave_common_optimizer()
+            else:
+                several = isinstance(value, dict) and 0 in value
+                for label, part in beside_tensors(optimizers(value) if several else value):
+                    self.found.extra(COMMON_FILE, label, part)
+
+    def _leave_common_optimizer(self) -> None:
+        self.found.skip(f"{COMMON_FILE}:optimizer", "param_groups", _LEFT)
+        for key in self.files.common.arrays():
+            if key.startswith("optimizer/"):
+                self.found.skip(f"{COMMON_FILE}:{key}", "", _LEFT)
+
+    def _other_files(self) -> None:
+        about = {CONFIG_FILE: "names the backend", METADATA_FILE: "says which chunk is where"}
+        accounted = {*self.files.files, *self.files.left, COMMON_FILE}
+        for path in sorted(self.files.folder.iterdir()):
+            if path.name in accounted:
+                continue
+            if path.name in about:
+                self.found.skip(
+                    path.name,
+                    "metadata",
+                    f"{about[path.name]}; the tree's names and shapes come from it",
+                )
+                continue
+            self.found.skip(
+                path.name, f"{path.lstat().st_size} bytes", "nothing of the checkpoint lies in it"
+            )
+            if path.suffix == ".distcp":
+                self.found.notes.append(
+                    f"{path.name} belongs to no tensor: it is left from another save"
+                )
+
+    def _notes(self) -> None:
+        if EMBEDDING in self.states and "vocab" not in self.options.sizes:
+            rows = self.states[EMBEDDING]["weight"].layout.shape[0]
+            self.found.notes.append(
+                f"Megatron does not record the true vocabulary: all {rows} padded rows of the"
+                " embeddings are kept. Say it with sizes={'vocab': ...} (--size vocab=...) and"
+                " the others are left out"
+            )
+        if self.options.weights_only:
+            self.found.notes.append("weights alone: of a 16-bit run these are not the fp32 masters")
+        elif all(states.keys() == {"weight"} for states in self.states.values()):
+            self.found.notes.append("the checkpoint was saved without its optimizer")
+        if self.stepless:
+            more = f" and {len(self.stepless) - 1} more" if len(self.stepless) > 1 else ""
+            self.found.notes.append(
+                f"nothing says how often the optimizer of {self.stepless[0]}{more} stepped;"
+                " plan_optimizer needs step= where it counts"
+            )
+        if not self.args.fields:
+            self.found.notes.append(
+                "common.pt has no args: nothing was compared with what the run says of its model"
+            )
+        elif self.args.absent:
+            self.found.notes.append(
+                f"args lack {', '.join(self.args.absent)}; Megatron's defaults were taken"
+            )

@@ -1,0 +1,291 @@
+"""The files of a torch_dist checkpoint: tensors in chunks, objects, and `common.pt` with what all
+ranks have alike.
+
+`metadata.json` names the backend that wrote the tensors: `torch_dist` is PyTorch's distributed
+checkpoint, `zarr` (up to core 0.15) has a folder for each tensor.
+
+Facts: `megatron/core/dist_checkpointing/` of Megatron-LM core_v0.16.1.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jax_ucp.errors import FormatError, LayoutError, UnsafePickle
+from jax_ucp.files.source_files import noted
+from jax_ucp.formats.dcp.metadata import METADATA_FILE, DcpMetadata, read_metadata
+from jax_ucp.formats.dcp.source import DcpSource, chunk_key
+from jax_ucp.formats.megatron.dist_names import Run, is_optimizers
+from jax_ucp.formats.megatron.dist_zarr import ARRAY_FILE, ZarrChunks, zarr_array
+from jax_ucp.formats.megatron.files import Args, args_of, check_iteration, iteration_folder
+from jax_ucp.formats.torch_save.file import TorchFile
+from jax_ucp.formats.torch_save.unpickle import what_is
+from jax_ucp.layout.box import Box
+from jax_ucp.sources.checks import Check, Extent, checks_of, prefixed, verdicts
+from jax_ucp.sources.gather import read_into
+from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+
+CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
+MAX_CONFIG_BYTES = 1 << 20
+_COMMON_OBJECT = b"common_state/shard_0_1"
+_CHUNK = re.compile(r"\d+(\.\d+)*")
+_OBJECT = re.compile(r"(.+)/shard_([\d.]+)_(\d+(?:\.\d+)*)")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor that all ranks wrote together, and the runs that it is made of."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """Something that is no tensor: `file` holds it; a list of one item where the backend is
+    torch_dist.
+    """
+
+    file: str
+    open: Callable[[], TorchFile]
+
+
+@dataclass(frozen=True)
+class DistFiles:
+    """Everything that is stored. `source` has the chunks of the tensors.
+
+    `left` says where what is the optimizer's is, where only weights were asked for: objects, and
+    folders of zarr.
+    """
+
+    folder: Path
+    args: Args
+    common: TorchFile
+    tree: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    objects: Mapping[str, StoredObject]
+    source: ArraySource
+    files: Sequence[str]
+    left: Sequence[str] = ()
+
+    def object_checks(self, extent: Extent) -> Iterator[Check]:
+        """For each object, whether its bytes have the CRC recorded, where one is. No leaf rests
+        on them.
+        """
+        for key, stored in self.objects.items() if extent == "full" else ():
+            yield Check(key, frozenset(), 0, partial(_fault, stored))
+
+
+def _fault(stored: StoredObject) -> str | None:
+    try:
+        return next((fault for _, fault in verdicts(stored.open().checks("full")) if fault), None)
+    except UnsafePickle:
+        return None  # which is skipped, and says so
+    except FormatError as error:
+        return str(error)
+
+
+class Beside:
+    """Several sources as one: array `key` of a source is `prefix + key`."""
+
+    def __init__(self, sources: Mapping[str, ArraySource]):
+        self._sources = sources
+        self._arrays: dict[str, ArrayInfo] = {}
+        self._places: dict[str, tuple[ArraySource, str]] = {}
+        for prefix, source in sources.items():
+            for key, info in source.arrays().items():
+                self._arrays[prefix + key] = info
+                self._places[prefix + key] = source, key
+
+    def arrays(self) -> Mapping[str, ArrayInfo]:
+        return self._arrays
+
+    def read(self, key: str, box: Box) -> np.ndarray:
+        source, inner = self._places[key]
+        return source.read(inner, box)
+
+    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+        source, inner = self._places[key]
+        read_into(source, inner, boxes, outs)
+
+    def checks(self, extent: Extent) -> Iterator[Check]:
+        """What every source can prove of its arrays."""
+        for prefix, source in self._sources.items():
+            yield from prefixed(checks_of(source, extent), prefix)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether the directory, or the iteration that its tracker file names, is a checkpoint of
+    torch_dist or zarr.
+    """
+    folder = iteration_folder(path)
+    if not folder.is_dir():  # which is refused, unless it is the legacy format's
+        folder = path
+    return _backend(folder) is not None or all(
+        (folder / name).is_file() for name in (COMMON_FILE, METADATA_FILE)
+    )
+
+
+def open_files(folder: Path, weights_only: bool = False) -> DistFiles:
+    """The checkpoint of one iteration; with `weights_only` nothing of the optimizer is opened, nor
+    need it be there.
+
+    Raises FormatError, naming the file, where one is missing or of another save.
+    """
+    backend = _backend(folder)
+    if backend is None:
+        raise FormatError(f"{folder / CONFIG_FILE} is missing, or names no backend")
+    if not (folder / COMMON_FILE).is_file():
+        raise FormatError(f"{folder / COMMON_FILE} is missing: {_without_common(folder)}")
+    common = TorchFile(folder / COMMON_FILE)
+    tree = common.tree
+    if not isinstance(tree, dict):
+        raise FormatError(f"{common.path} should hold a dict, but holds {what_is(tree)}")
+    # Other trainers on Megatron-Core, such as NeMo, save no args. Only flat buffers cannot be read
+    # without.
+    args = Args(args_of(tree, common.path) if "args" in tree else {})
+    check_iteration(common.path, folder, tree.get("iteration"))
+    read = {"torch_dist": _torch_dist, "zarr": _zarr}.get(backend)
+    if read is None:
+        raise FormatError(
+            f"{folder / CONFIG_FILE} names the backend {backend!r:.80}; only torch_dist and zarr"
+            " are read"
+        )
+    files = read(folder, args, common, tree, is_optimizers if weights_only else lambda key: False)
+    _check_objects(files)
+    return files
+
+
+def _without_common(folder: Path) -> str:
+    """What it means that there is no `common.pt`; from core 0.19 on its content is an object
+    among the others.
+    """
+    metadata = folder / METADATA_FILE
+    if metadata.is_file() and _COMMON_OBJECT in metadata.read_bytes():
+        return (
+            "megatron-core 0.19 and later keep what it holds in the object common_state, which is"
+            " not read yet"
+        )
+    return "it holds args, steps and param groups of all ranks"
+
+
+def _backend(folder: Path) -> str | None:
+    path = folder / CONFIG_FILE
+    if not path.is_file() or path.stat().st_size > MAX_CONFIG_BYTES:
+        return None
+    try:
+        config = json.loads(noted(path).read_text(errors="replace"))
+    except (ValueError, RecursionError):
+        return None
+    backend = config.get("sharded_backend") if isinstance(config, dict) else None
+    return backend if isinstance(backend, str) else None
+
+
+def _check_objects(files: DistFiles) -> None:
+    """Of every object each shard is there: `<name>/shard_<place>_<grid>` says how many there
+    are.
+    """
+    grids: dict[tuple[str, str], set[str]] = {}
+    for key in files.objects:
+        if match := _OBJECT.fullmatch(key):
+            grids.setdefault((match[1], match[3]), set()).add(match[2])
+    for (name, grid), places in grids.items():
+        sizes = [int(n) for n in grid.split(".")]
+        if math.prod(sizes) <= len(places):
+            continue
+        every = (".".join(map(str, place)) for place in itertools.product(*map(range, sizes)))
+        lost = next(place for place in every if place not in places)
+        raise FormatError(
+            f"{files.folder}: {name}/shard_{lost}_{grid} is missing, though other shards of it are"
+            " there"
+        )
+
+
+def _torch_dist(
+    folder: Path,
+    args: Args,
+    common: TorchFile,
+    tree: Mapping[str, Any],
+    leave: Callable[[str], bool],
+) -> DistFiles:
+    metadata = read_metadata(
+        folder, lambda every: set(filter(leave, (fqn for fqn, _ in every.spans())))
+    )
+    source = DcpSource(metadata)
+    for fqn in itertools.filterfalse(leave, metadata.tensors):
+        _check_chunks(metadata, fqn)
+    tensors: dict[str, Tensor] = {}
+    for fqn, entry in metadata.tensors.items():
+        runs = tuple(Run(chunk_key(fqn, chunk), 0, chunk.box) for chunk in entry.chunks)
+        tensors[fqn] = Tensor(entry.shape, entry.dtype, runs)
+    left = [
+        f"{span.file}:{fqn}"
+        for fqn in filter(leave, metadata.objects)
+        for span in metadata.objects[fqn]
+    ]
+    objects: dict[str, StoredObject] = {}
+    for fqn in itertools.filterfalse(leave, metadata.objects):
+        span, *others = metadata.objects[fqn]
+        if others:
+            raise FormatError(
+                f"{folder / METADATA_FILE}: the object {fqn} is in {len(others) + 1} places"
+            )
+        objects[fqn] = StoredObject(span.file, partial(source.object, fqn, span))
+
+    used = {span.file for _, span in metadata.spans()}
+    return DistFiles(folder, args, common, tree, tensors, objects, source, sorted(used), left)
+
+
+def _check_chunks(metadata: DcpMetadata, fqn: str) -> None:
+    try:
+        metadata.tensors[fqn].layout().check()
+    except LayoutError as error:
+        raise LayoutError(f"{metadata.folder / METADATA_FILE}: {fqn}: {error}") from None
+
+
+def _zarr(
+    folder: Path,
+    args: Args,
+    common: TorchFile,
+    tree: Mapping[str, Any],
+    leave: Callable[[str], bool],
+) -> DistFiles:
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    left = list(filter(leave, names))
+    names = list(itertools.filterfalse(leave, names))
+    for name in names:
+        _check_described(folder / name)
+    arrays = {
+        name: zarr_array(folder, name) for name in names if (folder / name / ARRAY_FILE).exists()
+    }
+    tensors = {
+        name: Tensor(array.shape, array.dtype, array.runs()) for name, array in arrays.items()
+    }
+    objects: dict[str, StoredObject] = {}
+    for name in names:
+        for path in map(noted, sorted((folder / name).glob("shard_*.pt"))):
+            objects[f"{name}/{path.stem}"] = StoredObject(
+                f"{name}/{path.name}", partial(TorchFile, path)
+            )
+    used = [*arrays, *{key.partition("/")[0] for key in objects}]
+    return DistFiles(
+        folder, args, common, tree, tensors, objects, ZarrChunks(folder, arrays), used, left
+    )
+
+
+def _check_described(folder: Path) -> None:
+    """Raise FormatError where a folder has chunks of a tensor that nothing describes."""
+    path = folder / ARRAY_FILE
+    if not path.exists() and any(_CHUNK.fullmatch(p.name) for p in folder.iterdir()):
+        raise FormatError(f"{path} is missing, but there are chunks of the tensor")

@@ -1,0 +1,287 @@
+"""The flat buffers of a torch_dist checkpoint as states of parameters: what `dp_reshardable` and
+`dp_zero_gather_scatter` store, cut by `megatron_dist_buffers`.
+
+Megatron reads them only with the tensor and pipeline parallelism that wrote them. Here sizes are
+compared with those recorded; `megatron_dist_proof` compares masters with weights.
+
+Facts: `megatron/core/optimizer/distrib_optimizer.py` of Megatron-LM core_v0.16.1.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax_ucp.errors import FormatError
+from jax_ucp.formats.megatron.dist_buffers import Buffer, Place, Plan, slice_of
+from jax_ucp.formats.megatron.dist_files import DistFiles, Tensor
+from jax_ucp.formats.megatron.legacy_optimizer import stored_tensors
+from jax_ucp.formats.torch_save.file import TorchFile
+from jax_ucp.formats.torch_save.unpickle import what_is
+from jax_ucp.sources.consolidated import Consolidated
+
+_KEY = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(.+)")
+_BUCKET = re.compile(
+    r"gbuf_idx_(\d+)\.dtype_\(torch\.(\w+), torch\.\w+\)\.bucket_idx_(\d+)\.([^.]+)"
+)
+_OTHER = (
+    "some parameters were frozen, buckets had another size than args say, the buffers belong to"
+    " another run, or the modules lie in another order than the one known here"
+)
+
+
+@dataclass
+class Flat:
+    """One buffer of one model-parallel rank, coalesced: its buckets' sizes, and by state the
+    pieces it is stored in.
+    """
+
+    where: str
+    coalesced: bool
+    buckets: dict[int, int] = field(default_factory=dict)
+    pieces: dict[str, list[tuple[int, int, str]]] = field(default_factory=dict)
+
+    @property
+    def bucket_sizes(self) -> list[int]:
+        return [self.buckets[k] for k in sorted(self.buckets)]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A state of a parameter as one tensor-parallel rank had it: `key` is what to call it,
+    `layout` over `keys`.
+    """
+
+    state: str
+    name: str
+    rank: int
+    key: str
+    tensor: Consolidated
+
+
+@dataclass(frozen=True)
+class GroupObject:
+    """An object of one model-parallel rank: `optimizer` has its param groups, `per_bucket_numel`
+    sizes.
+    """
+
+    chain: int
+    group: int
+    what: str
+
+
+def group_object(key: str) -> GroupObject | None:
+    match = _KEY.fullmatch(key)
+    return (
+        GroupObject(int(match[1] or 0), int(match[2]), match[3].partition("/")[0])
+        if match
+        else None
+    )
+
+
+def param_state_sources(files: DistFiles) -> dict[str, TorchFile]:
+    """The files of `param_state` objects, in which `dp_zero_gather_scatter` has tensors, by
+    prefix of their keys.
+    """
+    about = {key: group_object(key) for key in files.objects}
+    mine = {
+        key: files.objects[key]
+        for key, what in about.items()
+        if what and what.what == "param_state"
+    }
+    return {f"{stored.file}:{key}:": stored.open() for key, stored in mine.items()}
+
+
+def flats(
+    files: DistFiles, sources: Mapping[str, TorchFile]
+) -> dict[tuple[int, int, int, str], Flat]:
+    """Every buffer that is stored, by (optimizer, group, model chunk, dtype)."""
+    by_place: dict[tuple[int, int, int, str], Flat] = {}
+    for prefix, file in sources.items():
+        key = prefix.partition(":")[2].removesuffix(":")
+        by_place |= _coalesced(key, prefix, _only(file.tree, key))
+    buckets: dict[tuple[int, int, int, str], dict[str, dict[int, str]]] = {}
+    for key in files.tensors:
+        if match := _KEY.fullmatch(key):
+            bucket = _BUCKET.fullmatch(match[3])
+            if bucket is None:
+                raise FormatError(f"{files.folder}: the buffer {key} is of a kind not known here")
+            place = int(match[1] or 0), int(match[2]), int(bucket[1]), bucket[2]
+            buckets.setdefault(place, {}).setdefault(bucket[4], {})[int(bucket[3])] = key
+    for place, keys in buckets.items():
+        by_place[place] = _joined(files, keys)
+    return by_place
+
+
+def _joined(files: DistFiles, keys: Mapping[str, Mapping[int, str]]) -> Flat:
+    """Buckets, each a tensor, as one buffer; `keys` by state, then number of the bucket."""
+    every = itertools.chain(*(by_bucket.values() for by_bucket in keys.values()))
+    flat = Flat(min(every).rpartition(".bucket_idx_")[0], coalesced=False)
+    for by_bucket in keys.values():
+        for k, key in by_bucket.items():
+            shape = files.tensors[key].shape
+            if len(shape) != 1 or flat.buckets.setdefault(k, shape[0]) != shape[0]:
+                raise FormatError(
+                    f"{files.folder}: {key} has shape {list(shape)}, another state"
+                    f" {flat.buckets[k]} elements"
+                )
+    if sorted(flat.buckets) != list(range(len(flat.buckets))):
+        raise FormatError(
+            f"{files.folder}: of {flat.where} there are only the buckets {sorted(flat.buckets)}"
+        )
+    for state, by_bucket in keys.items():
+        if lost := sorted(flat.buckets.keys() - by_bucket.keys()):
+            raise FormatError(
+                f"{files.folder}: {flat.where}.bucket_idx_{lost[0]}.{state} is in no file"
+            )
+        flat.pieces[state] = _pieces([files.tensors[by_bucket[k]] for k in sorted(by_bucket)])
+    return flat
+
+
+def _pieces(buckets: Sequence[Tensor]) -> list[tuple[int, int, str]]:
+    """The stored pieces of a buffer's buckets, by their first and last elements in the buffer."""
+    pieces: list[tuple[int, int, str]] = []
+    first = 0
+    for bucket in buckets:
+        for run in bucket.runs:
+            if run.target.size:
+                pieces.append((first + run.target.start[0], first + run.target.stop[0], run.key))
+        first += bucket.shape[0]
+    return sorted(pieces)
+
+
+def _coalesced(key: str, prefix: str, state: Any) -> dict[tuple[int, int, int, str], Flat]:
+    """The buffers in one `param_state` object, which has the form of the legacy format's
+    `distrib_optim.pt`.
+    """
+    about = group_object(key)
+    if about is None or not isinstance(state, dict) or state.get("buckets_coalesced") is not True:
+        raise FormatError(
+            f"{key} has no coalesced buffers; those of before February 2024 are not read"
+        )
+    by_place: dict[tuple[int, int, int, str], Flat] = {}
+    for c, buffers in state.items():
+        for dtypes, buffer in buffers.items() if isinstance(buffers, dict) else ():
+            place = about.chain, about.group, c, dtypes[0].name
+            by_place[place] = _coalesced_buffer(key, c, prefix, buffer)
+    return by_place
+
+
+def _coalesced_buffer(key: str, c: int, prefix: str, buffer: Mapping[str, Any]) -> Flat:
+    tensors = stored_tensors(buffer)
+    lengths = {(buffer.get("numel_unpadded"),), *(tensor.shape for tensor in tensors.values())}
+    length, *others = lengths
+    if others or len(length) != 1:
+        raise FormatError(
+            f"{key}: the states and numel_unpadded of chunk {c} differ in size:"
+            f" {sorted(lengths, key=str)}"
+        )
+    pieces = {name: [(0, length[0], prefix + tensor.key)] for name, tensor in tensors.items()}
+    return Flat(f"{key}, chunk {c}", True, {0: length[0]} if tensors else {}, pieces)
+
+
+def slices(
+    files: DistFiles,
+    chain: int,
+    plan: Plan,
+    stored: dict[tuple[int, int, int, str], Flat],
+    skip: Callable[[str], None],
+) -> Iterator[Slice]:
+    """Every state that the buffers of one optimizer hold; what is used is taken out of `stored`.
+
+    `skip` hears of the pieces that hold nothing: tensors begin at multiples of 64 elements, and
+    what was in memory between them is stored too. Raises FormatError where a buffer is missing, or
+    its sizes are not those of the plan.
+    """
+    for place, ((pp, ep, c, dtype), buffer) in itertools.product(plan.places, plan.buffers.items()):
+        if (pp, ep) != (place.pp, place.ep):
+            continue
+        flat = stored.pop((chain, place.group, c, dtype), None)
+        if flat is None:
+            raise FormatError(
+                f"{files.folder}: by the args there is a model-parallel rank {place.group}, but no"
+                f" buffer of its {dtype} parameters in model chunk {c}"
+            )
+        _check_sizes(files, flat, buffer)
+        for key in _gaps(files, flat, buffer):
+            skip(key)
+        yield from _slices_of(place, buffer, flat)
+
+
+def _slices_of(place: Place, buffer: Buffer, flat: Flat) -> Iterator[Slice]:
+    parts = [(unit.start, part) for unit in buffer.units for part in unit.parts]
+    for state, pieces in flat.pieces.items():
+        ranges = [(start, stop) for start, stop, _ in pieces]
+        for start, part in parts:
+            layout, used = slice_of(part, start, ranges)
+            key = f"{state} of {part.name} in {flat.where}"
+            yield Slice(
+                state,
+                part.name,
+                place.rank,
+                key,
+                Consolidated(layout, [pieces[i][2] for i in used]),
+            )
+
+
+def _gaps(files: DistFiles, flat: Flat, buffer: Buffer) -> Iterator[str]:
+    """The pieces between tensors. Every rank wrote its piece of each tensor by itself: none lies
+    in two of them.
+    """
+    if flat.coalesced:
+        return
+    units = sorted(
+        (unit.start, unit.start + unit.numel, unit.parts[0].name) for unit in buffer.units
+    )
+    for pieces in flat.pieces.values():
+        for start, stop, key in pieces:
+            at = bisect.bisect_right(units, stop - 1, key=lambda unit: unit[0]) - 1
+            first, end, name = units[at] if at >= 0 else (0, 0, "")
+            if end <= start:
+                yield key
+            elif not first <= start < stop <= end:
+                raise FormatError(
+                    f"{files.folder}: {key} is the elements {start} to {stop} of {flat.where},"
+                    f" where {name} should be {first} to {end}; {_OTHER}"
+                )
+
+
+def _check_sizes(files: DistFiles, flat: Flat, buffer: Buffer) -> None:
+    want = [sum(buffer.buckets)] if flat.coalesced else list(buffer.buckets)
+    if flat.bucket_sizes != want:
+        raise FormatError(
+            f"{files.folder}: {flat.where} has buckets of {flat.bucket_sizes} elements, but"
+            f" {len(buffer.units)} tensors of the model take {want}; {_OTHER}"
+        )
+    if "param" not in flat.pieces:
+        raise FormatError(
+            f"{files.folder}: {flat.where} has no masters, only {sorted(flat.pieces)}"
+        )
+
+
+def check_numels(
+    files: DistFiles, key: str, stored: TorchFile, flats: Mapping[tuple[int, int, int, str], Flat]
+) -> None:
+    """Compare `per_bucket_numel_unpadded` of a model-parallel rank with its buckets."""
+    about = group_object(key)
+    recorded = _only(stored.tree, key)
+    if about is None or not isinstance(recorded, list):
+        raise FormatError(f"{files.folder}: {key} should be a list, but is {what_is(recorded)}")
+    for c, by_dtype in enumerate(recorded):
+        for dtypes, sizes in by_dtype.items():
+            flat = flats.get((about.chain, about.group, c, dtypes[0].name))
+            buckets = flat.bucket_sizes if flat else []
+            if buckets != sizes:
+                raise FormatError(
+                    f"{files.folder}: {key} says {sizes} elements, but the buckets have {buckets}"
+                )
+
+
+def _only(tree: Any, key: str) -> Any:
+    if not isinstance(tree, list) or len(tree) != 1:
+        raise FormatError(f"{key} should be a list of one item, but is {what_is(tree)}")
+    return tree[0]

@@ -1,0 +1,223 @@
+"""Where the elements of a torch_dist checkpoint's tensors go: from its keys to parameters. Integers
+and names only.
+
+torch_dist stacks layers and experts on leading axes of one tensor; here every layer and expert has
+its own name, that of Megatron's local layer spec with global numbers, as in the legacy format.
+
+Facts: `sharded_state_dict` in `megatron/core/transformer/transformer_block.py`, `mlp.py` and
+`moe/experts.py`, and `megatron/core/dist_checkpointing/mapping.py` of Megatron-LM core_v0.16.1;
+flattened ranges by core_v0.15.3.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from jax_ucp.errors import FormatError
+from jax_ucp.formats.megatron.walk import local_norm
+from jax_ucp.layout.box import Box, range_boxes
+
+_STACKED = re.compile(r"((?:.+\.)?layers)\.(?!\d+\.)(.+)")
+_EXPERTS = re.compile(r"(.*mlp\.experts\.)experts\.(?!\d+\.)(.+)")
+_ONE_EXPERT = re.compile(r"(.*mlp\.experts\.)experts\.(\d+\..+)")
+_GATED = re.compile(r"(.*\.(?:weight|bias))_([wv])")
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
+_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
+_FLAT = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
+# Float16OptimizerWithFloat16Params has its masters as fp32_param, the distributed optimizer as
+# param.
+_MASTERS = ("param", "fp32_param")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Block `target` of a tensor is the elements of stored array `key` from `start` on, both in
+    row-major order.
+    """
+
+    key: str
+    start: int
+    target: Box
+
+
+def state_of(key: str) -> tuple[str, str]:
+    """The state that a tensor holds, and the key of the model's tensor it is a state of; `weight`
+    is that itself.
+
+    >>> state_of("optimizer.state.fp32_param.decoder.final_layernorm.weight")
+    ('param', 'decoder.final_layernorm.weight')
+    >>> state_of("decoder.final_layernorm.weight")
+    ('weight', 'decoder.final_layernorm.weight')
+    """
+    match = _STATE.fullmatch(key)
+    if match is None:
+        return "weight", key
+    return "param" if match[1] in _MASTERS else match[1], match[2]
+
+
+def is_flat(key: str) -> bool:
+    """Whether a key belongs to the flat buffers of a distributed optimizer, which know no
+    parameters.
+    """
+    return bool(_FLAT.match(key))
+
+
+def is_optimizers(key: str) -> bool:
+    """Whether a key belongs to the optimizer, and not to the model.
+
+    >>> is_optimizers("chained_0.optimizer.distributed.dp_group_idx_0.per_bucket_numel/shard_0_1")
+    True
+    """
+    return bool(_OPTIMIZER.match(key))
+
+
+def is_fully_reshardable(key: str) -> bool:
+    """Whether a key is that of a master which a distributed optimizer put together from its
+    buckets.
+    """
+    match = _STATE.fullmatch(key)
+    return match is not None and match[1] == "param"
+
+
+def stacks_of(key: str) -> list[str]:
+    """What the leading axes of a tensor count: `layers`, `experts`, both in this order, or nothing.
+
+    >>> stacks_of("decoder.layers.mlp.experts.experts.linear_fc1.weight")
+    ['layers', 'experts']
+    """
+    return ["layers"] * bool(_STACKED.fullmatch(key)) + ["experts"] * bool(_EXPERTS.fullmatch(key))
+
+
+def name_of(key: str, place: Sequence[int]) -> str:
+    """The parameter at the leading indices `place` of the tensor `key`.
+
+    >>> name_of("decoder.layers.mlp.experts.experts.linear_fc1.weight", (3, 1))
+    'decoder.layers.3.mlp.experts.1.linear_fc1.weight'
+    >>> name_of("decoder.layers.self_attention.linear_qkv.layer_norm_weight", (0,))
+    'decoder.layers.0.input_layernorm.weight'
+    """
+    numbers = iter(place)
+    if match := _STACKED.fullmatch(key):
+        key = f"{match[1]}.{next(numbers)}.{match[2]}"
+    if match := _EXPERTS.fullmatch(key):
+        key = f"{match[1]}{next(numbers)}.{match[2]}"
+    elif match := _ONE_EXPERT.fullmatch(key):
+        key = match[1] + match[2]
+    prefix, layers, inner = key.rpartition("layers.")
+    number, _, module = inner.partition(".")
+    return f"{prefix}{layers}{number}.{local_norm(module)}" if layers else key
+
+
+def unstacked(
+    key: str, shape: Sequence[int], runs: Iterable[Run]
+) -> dict[str, tuple[tuple[int, ...], list[Run]]]:
+    """The parameters in a tensor, each with its shape and the runs that it is made of.
+
+    A run that covers several layers or experts is cut: the block of one is a range of its elements.
+    """
+    depth = len(stacks_of(key))
+    params: dict[str, tuple[tuple[int, ...], list[Run]]] = {}
+    for place in itertools.product(*map(range, shape[:depth])):
+        params[name_of(key, place)] = tuple(shape[depth:]), []
+    for run in runs:
+        inner = Box(run.target.start[depth:], run.target.stop[depth:])
+        leading = Box(run.target.start[:depth], run.target.stop[:depth])
+        for i, place in enumerate(itertools.product(*map(range, leading.start, leading.stop))):
+            if inner.size:
+                params[name_of(key, place)][1].append(
+                    Run(run.key, run.start + i * inner.size, inner)
+                )
+    return params
+
+
+def gate_and_up(keys: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Parameters whose halves are two tensors, by name: the keys of gate and up, as
+    singleton_local_shards has them.
+
+    >>> gate_and_up(["decoder.layers.0.mlp.linear_fc1.weight_w",
+    ...     "decoder.layers.0.mlp.linear_fc1.weight_v"])
+    {'decoder.layers.0.mlp.linear_fc1.weight': ('decoder.layers.0.mlp.linear_fc1.weight_w', \
+'decoder.layers.0.mlp.linear_fc1.weight_v')}
+    """
+    halves: dict[str, dict[str, str]] = {}
+    for key in keys:
+        if match := _GATED.fullmatch(key):
+            halves.setdefault(match[1], {})[match[2]] = key
+    for name, keys_by_half in halves.items():
+        if len(keys_by_half) != 2:
+            raise FormatError(
+                f"{', '.join(keys_by_half.values())} is half of {name}, of which the other half is"
+                " missing"
+            )
+    return {name: (half["w"], half["v"]) for name, half in halves.items()}
+
+
+def stacked_halves(
+    gate: tuple[Sequence[int], Sequence[Run]], up: tuple[Sequence[int], Sequence[Run]]
+) -> tuple[tuple[int, ...], list[Run]]:
+    """Gate and up as one parameter: the rows of the gate, then those of up."""
+    (shape, runs), (other, more) = gate, up
+    if tuple(shape) != tuple(other):
+        raise FormatError(f"gate has shape {list(shape)}, but up {list(other)}")
+    by = (shape[0], *(0,) * (len(shape) - 1))
+    return (2 * shape[0], *shape[1:]), [
+        *runs,
+        *(Run(r.key, r.start, r.target.shift(by)) for r in more),
+    ]
+
+
+def flattened_runs(
+    shape: Sequence[int], stored: Sequence[int], runs: Iterable[Run]
+) -> Iterator[Run]:
+    """The runs of a state that is stored as `[fragments on each axis ..., elements of one
+    fragment]`, flattened.
+
+    That is how `fully_sharded_model_space` keeps what a data-parallel boundary cuts anywhere: the
+    tensor of `shape` is a grid of fragments, each of which is stored as its elements in row-major
+    order.
+
+    >>> [run] = flattened_runs((4, 6), (2, 1, 12), [Run("k", 0, Box((1, 0, 6), (2, 1, 12)))])
+    >>> run.start, str(run.target)
+    (0, '[3:4, 0:6]')
+    """
+    local = _fragment_shape(shape, stored)
+    for run in runs:
+        first, last = run.target.start[-1], run.target.stop[-1]
+        start = run.start
+        for place in itertools.product(*map(range, run.target.start[:-1], run.target.stop[:-1])):
+            offset = [at * n for at, n in zip(place, local, strict=True)]
+            for box in range_boxes(local, first, last):
+                yield Run(run.key, start, box.shift(offset))
+                start += box.size
+
+
+def _fragment_shape(shape: Sequence[int], stored: Sequence[int]) -> list[int]:
+    grid = tuple(stored[:-1])
+    if len(grid) != len(shape) or any(g < 1 or n % g for n, g in zip(shape, grid, strict=True)):
+        raise FormatError(
+            f"shape {list(stored)} is no grid of flattened fragments of {list(shape)}"
+        )
+    local = [n // g for n, g in zip(shape, grid, strict=True)]
+    if math.prod(local) != stored[-1]:
+        raise FormatError(
+            f"fragments of {stored[-1]} elements do not form {list(shape)} on a grid of"
+            f" {list(grid)}"
+        )
+    return local
+
+
+def check_stacks(key: str, shape: Sequence[int], counts: Mapping[str, int | None]) -> None:
+    """Refuse a tensor whose leading axes do not count what `counts` says there is; None says
+    nothing.
+    """
+    for axis, what in enumerate(stacks_of(key)):
+        if counts.get(what) not in (None, shape[axis] if axis < len(shape) else 0):
+            raise FormatError(
+                f"{key} has shape {list(shape)}, but axis {axis} should count the {counts[what]}"
+                f" {what} that args in common.pt tell of: that file or the others are of another"
+                " run, or the metadata is damaged"
+            )

@@ -1,0 +1,141 @@
+"""The zarr backend of Megatron-Core up to 0.15: a folder for each tensor, with `.zarray` and a file
+for each chunk.
+
+It is zarr v2 as `zarr.open(..., compressor=None, fill_value=None)` writes it: chunks are the shards
+of the ranks, uncompressed and in C order, and there is one for every place. bfloat16 has the dtype
+`bfloat16`, unknown to zarr v2. Objects are `<name>/shard_*.pt`, files of torch.save.
+
+Facts: `megatron/core/dist_checkpointing/strategies/zarr.py` of Megatron-LM core_v0.15.3.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.files.directory import Directory
+from jax_ucp.files.source_files import noted
+from jax_ucp.formats.megatron.dist_names import Run
+from jax_ucp.layout.box import Box
+from jax_ucp.sources.protocol import ArrayInfo
+
+ARRAY_FILE = ".zarray"
+MAX_ARRAY_BYTES = 1 << 20
+# With so many chunks missing nobody wants them named one by one.
+MAX_MISSING = 1 << 10
+# The settings with which Megatron writes; those that may be missing then have their defaults.
+_DEFAULTS = {"filters": None, "dimension_separator": "."}
+_SETTINGS = {"zarr_format": 2, "order": "C", "compressor": None, **_DEFAULTS}
+
+
+@dataclass(frozen=True)
+class ZarrArray:
+    """A tensor by its `.zarray`: `grid` chunks of shape `chunk` on each axis."""
+
+    name: str
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        return tuple(n // c for n, c in zip(self.shape, self.chunk, strict=True))
+
+    def runs(self) -> tuple[Run, ...]:
+        """Every chunk, under the name of its file."""
+        runs: list[Run] = []
+        for place in itertools.product(*map(range, self.grid)):
+            start = tuple(i * n for i, n in zip(place, self.chunk, strict=True))
+            stop = tuple(a + n for a, n in zip(start, self.chunk, strict=True))
+            runs.append(Run(f"{self.name}/{'.'.join(map(str, place)) or '0'}", 0, Box(start, stop)))
+        return tuple(runs)
+
+
+class ZarrChunks:
+    """An ArraySource of chunk files, mapped when they are read."""
+
+    def __init__(self, folder: Path, arrays: Mapping[str, ZarrArray]):
+        """Raises FormatError, naming the file, where a chunk is missing or has another size."""
+        self.folder = folder
+        self._arrays = {
+            run.key: ArrayInfo(array.chunk, array.dtype)
+            for array in arrays.values()
+            for run in array.runs()
+        }
+        for name in arrays:
+            for path in sorted((folder / name).iterdir()):
+                if path.name != ARRAY_FILE and f"{name}/{path.name}" not in self._arrays:
+                    raise FormatError(
+                        f"{path} is no chunk of {name} by its {ARRAY_FILE}, which is damaged or"
+                        " another's"
+                    )
+        for key, info in self._arrays.items():
+            path = folder / key
+            if not path.is_file():
+                raise FormatError(f"{path} is missing: it is a chunk of {path.parent.name}")
+            if (size := os.path.getsize(noted(path))) != info.nbytes:
+                raise CorruptData(
+                    f"{path} has {size} bytes, but a chunk of {info.dtype} {list(info.shape)}"
+                    f" {info.nbytes}"
+                )
+
+    def arrays(self) -> Mapping[str, ArrayInfo]:
+        return self._arrays
+
+    def read(self, key: str, box: Box) -> np.ndarray:
+        info = self._arrays[key]
+        if box.size == 0:
+            return np.empty(box.shape, info.dtype)
+        return np.asarray(
+            np.memmap(self.folder / key, info.dtype, "r", shape=info.shape)[box.index]
+        )
+
+
+def zarr_array(folder: Path, name: str) -> ZarrArray:
+    """The tensor in the folder `name`. Raises FormatError for what Megatron does not write."""
+    path = folder / name / ARRAY_FILE
+    if os.path.getsize(Directory(folder).file(f"{name}/{ARRAY_FILE}")) > MAX_ARRAY_BYTES:
+        raise FormatError(f"{path} has more than {MAX_ARRAY_BYTES} bytes")
+    try:
+        metadata: Any = json.loads(noted(path).read_text(encoding="utf-8"))
+        shape, chunk = tuple(metadata["shape"]), tuple(metadata["chunks"])
+        dtype = np.dtype(
+            ml_dtypes.bfloat16 if metadata["dtype"] == "bfloat16" else metadata["dtype"]
+        )
+        settings = _DEFAULTS | metadata
+        plain = {key: settings[key] for key in _SETTINGS} == _SETTINGS
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise FormatError(
+            f"{path} does not describe an array of zarr v2 ({type(error).__name__}: {error})"
+        ) from error
+    if not plain or dtype.byteorder == ">" or dtype.hasobject:
+        raise FormatError(
+            f"{path} describes an array that is compressed, or not as Megatron writes them"
+        )
+    if not _tiles(chunk, shape):
+        raise FormatError(f"{path}: chunks of shape {list(chunk)} do not tile {list(shape)}")
+    array = ZarrArray(name, shape, chunk, dtype)
+    chunks, files = math.prod(array.grid), len(os.listdir(path.parent))
+    if chunks > files + MAX_MISSING:
+        raise FormatError(
+            f"{path} describes {chunks} chunks, but there are {files} files beside it"
+        )
+    return array
+
+
+def _tiles(chunk: tuple[Any, ...], shape: tuple[Any, ...]) -> bool:
+    if len(shape) != len(chunk) or len(shape) > 32:
+        return False
+    if not all(type(n) is int and n > 0 for n in (*shape, *chunk)):
+        return False
+    return not any(n % c for n, c in zip(shape, chunk, strict=True))

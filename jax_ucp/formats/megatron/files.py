@@ -1,0 +1,338 @@
+"""The files of a legacy Megatron checkpoint: which ranks wrote one, and whether they belong
+together.
+
+Facts: `megatron/training/checkpointing.py` (file names) and `megatron/core/parallel_state.py`
+(order of ranks) of Megatron-LM core_v0.16.1.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jax_ucp.errors import FormatError
+from jax_ucp.formats.facts import Facts
+from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
+from jax_ucp.formats.torch_save.unpickle import Record, known, what_is
+
+# No run has so many model-parallel ranks, times the chunks of each: what lies where is listed for
+# all of them.
+MAX_RANKS = 1 << 20
+_DEGREES = ("pipeline", "virtual_pipeline", "expert")
+
+TRACKER = "latest_checkpointed_iteration.txt"
+MODEL_FILE, OPTIM_FILE = "model_optim_rng.pt", "distrib_optim.pt"
+_ITERATION = re.compile(r"[0-9]{1,19}")
+_FOLDER = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
+
+# Attributes that say how tensors are cut and which there are: files that differ in one are not of
+# one checkpoint.
+STRUCTURE = (
+    *(
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+    ),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size", "context_parallel_size"),
+    *(
+        "data_parallel_size",
+        "world_size",
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+    ),
+    *(
+        "group_query_attention",
+        "num_query_groups",
+        "kv_channels",
+        "swiglu",
+        "num_experts",
+        "moe_layer_freq",
+    ),
+    *("moe_ffn_hidden_size", "padded_vocab_size", "untie_embeddings_and_output_weights"),
+    *("use_distributed_optimizer", "overlap_grad_reduce", "ddp_bucket_size", "ddp_num_buckets"),
+)
+
+
+@dataclass
+class Args:
+    """The run's own arguments; `absent` has those that were asked for and not there."""
+
+    fields: Mapping[str, Any]
+    absent: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        tensor = max(
+            self._size(f"{kind}_parallel_size") for kind in ("tensor_model", "expert_tensor")
+        )
+        ranks = tensor * math.prod(self._size(f"{kind}_model_parallel_size") for kind in _DEGREES)
+        if ranks > MAX_RANKS:
+            raise FormatError(
+                f"args say that the run had {ranks:.3g} model-parallel ranks: they are damaged"
+            )
+
+    def _size(self, name: str) -> int:
+        size = self.fields.get(name)
+        return max(1, size) if isinstance(size, int) else 1
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The argument, or `default` where the release that wrote it had no such one.
+
+        Raises FormatError where it is an object of a class that is not known here.
+        """
+        if name not in self.fields:
+            if name not in self.absent:
+                self.absent.append(name)
+            return default
+        return known(self.fields[name])
+
+    def optional(self, name: str) -> Any:
+        """The argument, or None; that it is not there needs no note."""
+        return known(self.fields.get(name))
+
+    def degree(self, name: str) -> int:
+        """A parallel degree: 1 where it is None or not there."""
+        value = self.get(name)
+        if value is None:
+            return 1
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise FormatError(f"args.{name} should be a number from 1, but is {value!r}")
+        return value
+
+    @property
+    def copies_embedding(self) -> bool:
+        """Whether the last pipeline stage has a copy of the word embedding, to which its output
+        layer is tied.
+        """
+        several_stages = self.degree("pipeline_model_parallel_size") > 1
+        return several_stages and not self.get("untie_embeddings_and_output_weights", False)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The files of one model-parallel rank: its place in each kind of parallelism, and what they
+    hold.
+    """
+
+    tp: int
+    pp: int
+    ep: int
+    etp: int
+    folder: Path
+    model: TorchFile
+    optim: TorchFile | None
+    tree: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.folder.name}/{MODEL_FILE}"
+
+    def key(self, tensor: StoredTensor, file: str = MODEL_FILE) -> str:
+        return f"{self.folder.name}/{file}:{tensor.key}"
+
+
+def iteration_folder(path: Path) -> Path:
+    """The folder of the iteration that the tracker file names, or the path itself where there is
+    none.
+    """
+    tracker = path / TRACKER
+    if not tracker.is_file():
+        return path
+    text = tracker.read_text(errors="replace").strip()
+    if text == "release":
+        return path / text
+    if not _ITERATION.fullmatch(text):
+        raise FormatError(
+            f"{tracker} should name an iteration or say `release`, but says {text!r:.80}"
+        )
+    return path / f"iter_{int(text):07d}"
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether the directory is a legacy checkpoint, or a save directory whose tracker names one,
+    or nothing.
+    """
+    folder = iteration_folder(path)
+    return not folder.is_dir() or bool(_rank_folders(folder))
+
+
+def _rank_folders(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if p.is_dir() and _FOLDER.fullmatch(p.name))
+
+
+def places(args: Args) -> list[tuple[int, int, int, int]]:
+    """(tp, pp, ep, etp) of every rank that writes files, in the order of ranks.
+
+    They are the ranks whose expert-data-parallel rank is 0: of each pipeline stage the first ep *
+    etp. With etp unlike tp not every pair of tp and ep is among them.
+    """
+    t, p, e = (
+        args.degree(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")
+    )
+    etp = args.get("expert_tensor_parallel_size")
+    etp = args.degree("expert_tensor_parallel_size") if etp is not None else t
+    if etp > t or not {r % t for r in range(e * etp)} == set(range(t)):
+        raise FormatError(
+            f"with tensor parallelism {t}, expert parallelism {e} and expert tensor parallelism"
+            f" {etp} Megatron's legacy format does not keep every rank's tensors; save with"
+            " --ckpt-format torch_dist"
+        )
+    return [(r % t, pp, r // etp % e, r % etp) for pp in range(p) for r in range(e * etp)]
+
+
+def open_ranks(folder: Path, weights_only: bool = False) -> tuple[Args, list[Rank]]:
+    """The args of the run, and the files of every rank that must have some; with `weights_only` not
+    the optimizer's.
+
+    Raises FormatError, naming the file, where one is missing, is another rank's, or is of another
+    run.
+    """
+    names = _rank_folders(folder)
+    first = next((name for name in names if (folder / name / MODEL_FILE).is_file()), None)
+    if first is None:
+        raise FormatError(
+            f"{folder / names[0] / MODEL_FILE} is missing, as in all other folders mp_rank_*"
+            " beside it"
+        )
+    path = folder / first / MODEL_FILE
+    args = Args(args_of(_tree(TorchFile(path)), path))
+    p, e = args.degree("pipeline_model_parallel_size"), args.degree("expert_model_parallel_size")
+    ranks: list[Rank] = []
+    for tp, pp, ep, etp in places(args):
+        name = f"mp_rank_{tp:02d}" + f"_{pp:03d}" * (p > 1) + f"_{ep:03d}" * (e > 1)
+        path = folder / name / MODEL_FILE
+        if not path.is_file():
+            raise FormatError(
+                f"{path} is missing: by the args of {first} the run had"
+                f" {args.degree('tensor_model_parallel_size')} tensor, {p} pipeline and {e} expert"
+                " parallel ranks"
+            )
+        model = TorchFile(path)
+        optim_path = folder / name / OPTIM_FILE
+        optim = TorchFile(optim_path) if optim_path.is_file() and not weights_only else None
+        ranks.append(Rank(tp, pp, ep, etp, folder / name, model, optim, _tree(model)))
+    if strays := sorted(set(names) - {rank.folder.name for rank in ranks}):
+        raise FormatError(
+            f"{folder / strays[0]} belongs to another run, or to an earlier save with other"
+            f" parallelism: the args of {first} know no such rank. Move the folders of the other"
+            " save away"
+        )
+    _check_together(folder, args, ranks)
+    return args, ranks
+
+
+def differing(args: Args, other: Mapping[str, Any]) -> dict[str, Any]:
+    """What another file's args say otherwise."""
+    names = sorted({*args.fields, *other})
+    return {n: other.get(n) for n in names if repr(args.fields.get(n)) != repr(other.get(n))}
+
+
+def _check_together(folder: Path, args: Args, ranks: Sequence[Rank]) -> None:
+    first, facts = ranks[0], Facts(folder)
+    world, p = args.get("world_size"), args.degree("pipeline_model_parallel_size")
+    etp = max(rank.etp for rank in ranks) + 1
+    for rank in ranks:
+        own = args_of(rank.tree, rank.model.path)
+        _check_structure(args, first, rank, own)
+        _state(facts, rank, own)
+        _check_version(rank)
+        # Megatron's order of ranks; another one was asked for by use_tp_pp_dp_mapping.
+        if isinstance(world, int) and not own.get("use_tp_pp_dp_mapping"):
+            _check_number(
+                rank, own.get("rank"), rank.pp * (world // p) + rank.ep * etp + rank.etp, world
+            )
+    check_iteration(first.model.path, folder, first.tree.get("iteration"))
+
+
+def _check_structure(args: Args, first: Rank, rank: Rank, own: Mapping[str, Any]) -> None:
+    if unlike := [name for name in STRUCTURE if repr(own.get(name)) != repr(args.fields.get(name))]:
+        values = ", ".join(f"{n} {own.get(n)} against {args.fields.get(n)}" for n in unlike)
+        raise FormatError(
+            f"{rank.model.path} is of another run than {first.name}: its args have {values}"
+        )
+
+
+def _check_version(rank: Rank) -> None:
+    version = rank.tree.get("checkpoint_version")
+    if not isinstance(version, int | float) or version < 2:
+        raise FormatError(
+            f"{rank.model.path} has checkpoint_version {version!r}, where 2.0 or later is needed:"
+            " before, the rows of query, key and value lie in another order. Load and save it with"
+            " a newer Megatron"
+        )
+
+
+def _check_number(rank: Rank, number: Any, expected: int, world: int) -> None:
+    if isinstance(number, int) and number != expected:
+        raise FormatError(
+            f"{rank.model.path} was written by rank {number} of {world}, but its place is that of"
+            f" rank {expected}: it was renamed, or belongs to another run"
+        )
+
+
+def check_iteration(file: Path, folder: Path, iteration: Any) -> None:
+    """Raise FormatError where the folder is that of another iteration than the file says."""
+    named = folder.name.startswith("iter_") and isinstance(iteration, int)
+    if named and folder.name != f"iter_{iteration:07d}":
+        raise FormatError(f"{file} is of iteration {iteration}, but its folder is {folder.name}")
+
+
+def _state(facts: Facts, rank: Rank, args: Mapping[str, Any]) -> None:
+    """What a rank says of the step it is of; groups of parameters are those of its pipeline
+    stage.
+    """
+    for name in ("iteration", "opt_param_scheduler", "checkpoint_version"):
+        facts.state_all(rank.model, rank.name, name, rank.tree.get(name))
+    for name in ("consumed_train_samples", "skipped_train_samples"):
+        facts.state(rank.name, f"args.{name}", args.get(name))
+    optimizer = rank.tree.get("optimizer")
+    for i, part in enumerate(optimizer if isinstance(optimizer, list) else [optimizer]):
+        if isinstance(part, dict):
+            facts.state_all(
+                rank.model, rank.name, f"grad_scaler of optimizer {i}", part.get("grad_scaler")
+            )
+            for what, value in _steps_and_rates(part.get("optimizer", part)):
+                facts.state_all(rank.model, rank.name, f"{what} of optimizer {i}", value, rank.pp)
+
+
+def _steps_and_rates(optimizer: Any) -> Iterator[tuple[str, Any]]:
+    """The settings of the groups, learning rates among them, and the step of one parameter of
+    each.
+    """
+    inner: Mapping[str, Any] = optimizer if isinstance(optimizer, dict) else {}
+    groups, states = inner.get("param_groups"), inner.get("state") or {}
+    listed: list[Any] = groups if isinstance(groups, list) else []
+    for i, group in enumerate(group for group in listed if isinstance(group, dict)):
+        yield f"parameter group {i}", group
+        yield f"step of parameter group {i}", _first_step(states, group.get("params") or ())
+
+
+def _first_step(states: Mapping[Any, Any], numbers: Sequence[Any]) -> Any:
+    for number in numbers:
+        state = states.get(number)
+        if isinstance(state, dict) and "step" in state:
+            return state["step"]
+    return None
+
+
+def _tree(file: TorchFile) -> dict[str, Any]:
+    if not isinstance(file.tree, dict):
+        raise FormatError(
+            f"{file.path}: the file should hold a dict, but holds {what_is(file.tree)}"
+        )
+    return file.tree
+
+
+def args_of(tree: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    args = tree.get("args")
+    if not isinstance(args, Record) or args.type != "argparse.Namespace":
+        instead = (
+            "no args" if args is None else f"{what_is(args)} for args, not an argparse.Namespace"
+        )
+        raise FormatError(f"{path} has {instead}: nothing says how the ranks divide the model")
+    return args.fields

@@ -1,0 +1,479 @@
+"""Megatron's legacy checkpoints (`--ckpt-format torch`): a file per model-parallel rank, any
+optimizer.
+
+Each rank's tensors get their global names, masters and moments are found beside them, or in flat
+buffers by walking those, and the rules of the language (`language/specs/megatron.yaml`, or the
+user's spec) say how the tensor-parallel ranks' shards form parameters. Copies under expert
+parallelism are replicas; 16-bit weights and the second copy of a tied embedding are duplicates of
+the masters.
+
+Facts: `megatron/training/checkpointing.py`, `megatron/core/optimizer/*.py` of Megatron-LM
+core_v0.16.1.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint
+from jax_ucp.formats.assemble import Import
+from jax_ucp.formats.megatron.dist_proof import is_precision_aware, prove_precision_aware
+from jax_ucp.formats.megatron.files import (
+    OPTIM_FILE,
+    Args,
+    Rank,
+    differing,
+    is_checkpoint,
+    iteration_folder,
+    open_ranks,
+)
+from jax_ucp.formats.megatron.legacy_optimizer import (
+    BUFFERS,
+    Held,
+    Module,
+    beside_tensors,
+    find_states,
+    numbered_alone,
+)
+from jax_ucp.formats.megatron.walk import EMBEDDING, TIED, is_expert, layer_of, parts_of
+from jax_ucp.formats.options import Options
+from jax_ucp.formats.pairing import Undecided
+from jax_ucp.formats.torch_save.file import StoredTensor
+from jax_ucp.formats.torch_save.unpickle import what_is
+from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.layout.patterns import Replicated, Unique
+from jax_ucp.shard_spec.notation import built_in, load
+from jax_ucp.shard_spec.rules import Shard, Spec, layouts
+from jax_ucp.sources.consolidated import Consolidated
+from jax_ucp.sources.contents import Contents
+from jax_ucp.sources.cuts import Cut
+from jax_ucp.sources.joined import Joined
+
+
+def recognise(path: Path) -> bool:
+    return path.is_dir() and is_checkpoint(path)
+
+
+def open_megatron_legacy(path: Path, options: Options) -> Contents:
+    """The checkpoint in a save directory (with its tracker file), or in the folder of one
+    iteration.
+
+    Raises FormatError, naming the file, for ranks that are missing or of another run, and
+    LayoutError where the rules do not fit the shards.
+    """
+    folder = iteration_folder(path)
+    if not folder.is_dir():
+        raise NotACheckpoint(f"{path} names {folder.name}, but there is no such folder in it")
+    args, ranks = open_ranks(folder, options.weights_only)
+    return _Reader(folder, args, ranks, options).contents()
+
+
+class _Reader:
+    """Puts the pieces of one checkpoint together; each method settles one kind of stored thing."""
+
+    def __init__(self, folder: Path, args: Args, ranks: Sequence[Rank], options: Options):
+        self.folder, self.args, self.ranks, self.options = folder, args, ranks, options
+        files = {rank.name: rank.model for rank in ranks}
+        files |= {f"{rank.folder.name}/{OPTIM_FILE}": rank.optim for rank in ranks if rank.optim}
+        self.files = Joined(files)
+        self.found = Import("megatron", folder, self.files, options.on_conflict)
+        self.found.unknown |= {name for file in files.values() for name in file.unknown}
+        self.optimizer = not options.weights_only and any(
+            rank.tree.get("optimizer") is not None for rank in ranks
+        )
+        # (state, parameter) -> by tensor-parallel rank, the keys of every copy of that rank's
+        # shard.
+        self.keys: dict[tuple[str, str], dict[int, list[str]]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.values: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def contents(self) -> Contents:
+        chunks = self._chunks()
+        first_layers = self._first_layers(chunks)
+        states: list[tuple[Rank, Module, Held]] = []
+        undecided: list[str] = []
+        for rank in self.ranks:
+            own = chunks[rank.folder.name]
+            modules = [
+                self._modules(rank, c, chunk, first_layers[c, rank.pp])
+                for c, chunk in enumerate(own)
+            ]
+            for module in itertools.chain(*modules):
+                self._hold(
+                    rank, module, Held("weight", rank.key(module.tensor), module.tensor.shape)
+                )
+            try:
+                states += self._optimizer_states(rank, modules)
+            except Undecided as error:
+                undecided.append(f"{rank.name}: {error}")
+        if undecided:
+            self._keep_apart(undecided[0])
+        else:
+            for rank, module, state in states:
+                self._hold(rank, module, state)
+        self._parameters(self._layouts())
+        self._extras()
+        self._notes()
+        contents = self.found.contents()
+        if self.optimizer and is_precision_aware(self.args):
+            prove_precision_aware(contents)
+        return contents
+
+    def _optimizer_states(
+        self, rank: Rank, modules: Sequence[Sequence[Module]]
+    ) -> list[tuple[Rank, Module, Held]]:
+        if self.options.weights_only:
+            self._leave_optimizer(rank)
+            return []
+        if rank.tree.get("optimizer") is None:
+            return []
+        trained = [[m for m in chunk if not m.local.endswith(BUFFERS)] for chunk in modules]
+        return [(rank, module, state) for module, state in find_states(self.args, rank, trained)]
+
+    def _chunks(self) -> dict[str, list[dict[str, Any]]]:
+        """The model chunks of every rank, by its folder: one, or as many as virtual pipeline
+        stages.
+        """
+        v = self.args.degree("virtual_pipeline_model_parallel_size")
+        names = ["model"] if v == 1 else [f"model{i}" for i in range(v)]
+        chunks: dict[str, list[dict[str, Any]]] = {}
+        for rank in self.ranks:
+            have = [name for name in rank.tree if name.startswith("model")]
+            if have != names:
+                raise FormatError(
+                    f"{rank.model.path} has {have}, where by its args there should be {names}"
+                )
+            chunks[rank.folder.name] = [_core_chunk(rank, name) for name in names]
+        return chunks
+
+    def _first_layers(
+        self, chunks: Mapping[str, Sequence[Mapping[str, Any]]]
+    ) -> dict[tuple[int, int], int]:
+        """The global number of the first layer of each (chunk, pipeline stage).
+
+        Layers are in order of chunk, then stage, however many each has
+        (`get_transformer_layer_offset`).
+        """
+        counts: dict[tuple[int, int], int] = {}
+        for rank in self.ranks:
+            for c, chunk in enumerate(chunks[rank.folder.name]):
+                numbers = sorted({number for number in map(layer_of, chunk) if number is not None})
+                count = len(numbers)
+                if numbers != list(range(count)):
+                    raise FormatError(
+                        f"{rank.model.path} has the layers {numbers}; some are missing"
+                    )
+                others = counts.setdefault((c, rank.pp), count)
+                if others != count:
+                    raise FormatError(
+                        f"{rank.model.path} has {count} layers, another rank of its pipeline stage"
+                        f" {others}"
+                    )
+        places = sorted(counts)
+        *firsts, total = itertools.accumulate([counts[place] for place in places], initial=0)
+        if total != (want := self.args.get("num_layers", total)):
+            raise FormatError(
+                f"{self.folder} has {total} layers in all stages, but args.num_layers is {want}"
+            )
+        return dict(zip(places, firsts, strict=True))
+
+    def _modules(
+        self, rank: Rank, c: int, chunk: Mapping[str, Any], first_layer: int
+    ) -> list[Module]:
+        """The tensors of one chunk, in module order, with the parameters that are in them."""
+        each, rest = divmod(
+            self.args.get("num_experts") or 0, self.args.degree("expert_model_parallel_size")
+        )
+        if rest:
+            raise FormatError(
+                f"{rank.model.path}: args.num_experts is not divisible by the expert parallel"
+                " degree"
+            )
+        experts = range(rank.ep * each, (rank.ep + 1) * each)
+        modules: list[Module] = []
+        for local, tensor in chunk.items():
+            label = f"{'model' if 'model' in rank.tree else f'model{c}'}/{local}"
+            if local.endswith("._extra_state"):
+                self._skip_extra_state(rank, label, tensor)
+                continue
+            if not isinstance(tensor, StoredTensor):
+                raise FormatError(f"{rank.model.path}: {label} is no tensor, but {what_is(tensor)}")
+            try:
+                parts = parts_of(
+                    local, tensor.shape, first_layer, experts, self.args.get("hidden_size", 0)
+                )
+            except FormatError as error:
+                raise FormatError(f"{rank.model.path}: {error}") from None
+            modules.append(Module(local, c, tensor, parts))
+        return modules
+
+    def _skip_extra_state(self, rank: Rank, label: str, state: Any) -> None:
+        reason = "what a module of TransformerEngine keeps beside its weights, such as fp8 scales"
+        if isinstance(state, StoredTensor):
+            self.found.skip(rank.key(state), "", reason)
+        else:
+            self.found.skip(f"{rank.name}:{label}", type(state).__name__, reason)
+
+    def _hold(self, rank: Rank, module: Module, held: Held) -> None:
+        """Take up one state of a rank's tensor, as a shard of every parameter in it."""
+        for part in module.parts:
+            index = rank.etp if is_expert(part.name) else rank.tp
+            if held.value is not None:
+                self.values.setdefault((held.state, part.name), {})[rank.name] = held.value
+                continue
+            key, shape = held.key, held.shape
+            whole = len(module.parts) == 1 and not (held.flat or part.transposed)
+            if shape != () and not whole:
+                key = f"{held.key}@{part.name}"
+                self.found.cut(
+                    key, Cut(held.key, held.start + part.start, part.shape, part.transposed)
+                )
+                shape = part.shape[::-1] if part.transposed else part.shape
+            if held.state == "weight":
+                self.shapes[key] = shape
+            self.keys.setdefault((held.state, part.name), {}).setdefault(index, []).append(key)
+
+    def _layouts(self) -> dict[str, ParamLayout]:
+        """The layout of every parameter over its tensor-parallel ranks, by the rules."""
+        t = self.args.degree("tensor_model_parallel_size")
+        etp = max(rank.etp for rank in self.ranks) + 1
+        params: dict[str, list[Shard]] = {}
+        for state, name in self.keys:
+            if state != "weight":
+                continue
+            shards = self.keys[state, name]
+            count = etp if ".experts." in name else t
+            if absent := sorted(set(range(count)) - set(shards)):
+                file = shards[min(shards)][0].partition(":")[0]
+                raise FormatError(
+                    f"{name} is in {file}, but not in the file of tensor-parallel rank {absent[0]}"
+                )
+            params[name] = [Shard(self.shapes[shards[i][0]], shards[i][0]) for i in range(count)]
+        spec = load(self.options.spec) if self.options.spec else Spec(extends=built_in("megatron"))
+        try:
+            return layouts(spec, params, self._sizes(spec))
+        except LayoutError as error:
+            remedy = (
+                ""
+                if self.options.spec
+                else "\nA spec (spec=, --spec) with `extends: megatron` adds to the rules"
+            )
+            raise LayoutError(f"{self.folder}: {error}{remedy}") from error
+
+    def _sizes(self, spec: Spec) -> dict[str, int]:
+        """The numbers that rules may name: those of args, under their own names and those of the
+        built-in spec.
+        """
+        get = self.args.get
+        heads, grouped = get("num_attention_heads"), get("group_query_attention", False)
+        lengths = {
+            "heads": heads,
+            # 1 without meaning where there are no groups.
+            "query_groups": get("num_query_groups") if grouped else heads,
+            "head_dim": get("kv_channels") or (get("hidden_size", 0) // heads if heads else None),
+            "ffn": get("ffn_hidden_size"),
+            "expert_ffn": get("moe_ffn_hidden_size") or get("ffn_hidden_size"),
+            "padded_vocab": get("padded_vocab_size"),
+            "swiglu": get("swiglu", False),
+            "vocab": get("padded_vocab_size"),
+        }
+        known = {
+            **self.args.fields,
+            **lengths,
+            **self.options.sizes.of(spec.lengths, spec.switches),
+        }
+        return {name: int(n) for name, n in known.items() if isinstance(n, int)}
+
+    def _parameters(self, layouts: Mapping[str, ParamLayout]) -> None:
+        """Every state of every parameter, and what is stored of it once more."""
+        tied = TIED in layouts and not self.args.get("untie_embeddings_and_output_weights", False)
+        if tied:
+            for state, name in [key for key in self.values if key[1] == TIED]:
+                self.values.setdefault((state, EMBEDDING), {}).update(self.values[state, name])
+        for name, layout in layouts.items():
+            if not tied or name != TIED:
+                self._states(name, layout)
+        if tied:
+            self._tied(layouts[TIED])
+
+    def _states(self, name: str, layout: ParamLayout) -> None:
+        if name.endswith(BUFFERS):
+            weights = _consolidated(layout, self.keys["weight", name])
+            self.found.parameter("buffer", name, weights, "a buffer of the model")
+            return
+        states = [state for state, n in self.keys if n == name and state != "weight"]
+        states.sort(key=lambda state: (state != "param", state == "step"))
+        self._weight(name, layout, has_master="param" in states)
+        for state in states:
+            self._state(state, name, layout)
+        for state in [state for state, n in self.values if n == name]:
+            self._value(state, name, self.values[state, name])
+
+    def _weight(self, name: str, layout: ParamLayout, has_master: bool) -> None:
+        weights = self.keys["weight", name]
+        if has_master:
+            reason = (
+                f"the weight that the model computes with, a copy of the master of {name}; verify"
+                " compares"
+            )
+            for copy in _copies(weights, len(layout.shards)):
+                self.found.duplicate("param", name, Consolidated(layout, copy), reason)
+            return
+        self.found.parameter("param", name, _consolidated(layout, weights), f"the parameter {name}")
+        if self.optimizer and self.args.get("use_distributed_optimizer"):
+            raise FormatError(f"{self.folder}: no {OPTIM_FILE} holds the master of {name}")
+
+    def _state(self, state: str, name: str, layout: ParamLayout) -> None:
+        keys = self.keys[state, name]
+        if lost := sorted(set(range(len(layout.shards))) - set(keys)):
+            raise FormatError(
+                f"{self.folder}: {state} of {name} is not in the files of tensor-parallel rank"
+                f" {lost[0]}, but in those of others"
+            )
+        if state == "step":
+            flat = [key for _, copies in sorted(keys.items()) for key in copies]
+            one = Consolidated(Replicated().join([()] * len(flat)), flat)
+            self.found.parameter(state, name, one, "how often the optimizer stepped")
+        else:
+            self.found.parameter(state, name, _consolidated(layout, keys), f"{state} of {name}")
+
+    def _value(self, state: str, name: str, values: Mapping[str, Any]) -> None:
+        """A number that each file has for a group of parameters: they must be equal."""
+        (first, value), *_ = values.items()
+        for file, other in values.items():
+            if other != value:
+                raise FormatError(
+                    f"{self.folder / file}: {state} is {other}, but {value} in {first}: one of the"
+                    " files is of another step or run"
+                )
+        array = np.asarray(value, np.int32 if isinstance(value, int) else None)
+        self.found.constant(state, name, array, f"{first}:optimizer ({state})")
+
+    def _tied(self, layout: ParamLayout) -> None:
+        """The last stage's copy of the word embedding, with optimizer states of its own."""
+        if ("weight", EMBEDDING) not in self.keys:
+            raise FormatError(
+                f"{self.folder}: the output layer is tied to {EMBEDDING}, which is in no file"
+            )
+        reason = f"the last pipeline stage's copy of {EMBEDDING}, compared with it by verify"
+        for state in [state for state, n in self.keys if n == TIED]:
+            keys = self.keys[state, TIED]
+            main = "param" if state == "weight" else state
+            if main != "param" and (state, EMBEDDING) not in self.keys:
+                raise FormatError(
+                    f"{self.folder}: the tied {TIED} has {state}, but {EMBEDDING} has not"
+                )
+            one = Replicated().join([()] * len(layout.shards)) if state == "step" else layout
+            for copy in _copies(keys, len(layout.shards)):
+                self.found.duplicate(main, EMBEDDING, Consolidated(one, copy), reason)
+
+    def _leave_optimizer(self, rank: Rank) -> None:
+        reason = "of the optimizer, which was to be left aside (weights_only)"
+        for key in rank.model.arrays():
+            if key.startswith("optimizer/"):
+                self.found.leave(f"{rank.name}:{key}", "", reason)
+        if (rank.folder / OPTIM_FILE).is_file():
+            self.found.skip(f"{rank.folder.name}/{OPTIM_FILE}", "file", reason)
+        if "optimizer" in rank.tree:
+            self.found.skip(f"{rank.name}:optimizer", "param_groups", reason)
+
+    def _keep_apart(self, reason: str) -> None:
+        """Keep the optimizer's tensors under `other`, by their places in the files."""
+        self.optimizer = False
+        for key, info in self.found.stored.items():
+            file, _, item = key.partition(":")
+            if file.endswith(OPTIM_FILE) or _is_state(item.split("/")):
+                label = f"{file.removesuffix('.pt')}.{item}".replace("/", ".")
+                one = Consolidated(Unique().join([info.shape]), [key])
+                self.found.parameter(
+                    "other", label, one, f"kept apart, because nothing says whose it is: {reason}"
+                )
+        self.found.notes.append(
+            "the optimizer's masters and states are kept under `other`, because which parameters"
+            f" its groups have is not stored, and their shapes do not tell ({reason}); the"
+            " parameters are the model's weights"
+        )
+
+    def _extras(self) -> None:
+        """Everything else, by file. Of the args of later ranks only what differs from the first
+        rank's.
+        """
+        for rank in self.ranks:
+            for name, value in rank.tree.items():
+                if name == "args" and rank is not self.ranks[0]:
+                    self.found.extra(rank.name, name, differing(self.args, value.fields))
+                elif name == "optimizer":
+                    for label, part in (
+                        beside_tensors(value) if not self.options.weights_only else ()
+                    ):
+                        self.found.extra(rank.name, label, part)
+                elif not name.startswith("model"):
+                    self.found.extra(rank.name, name, value)
+            if rank.optim is not None:
+                what = "says how the flat buffers lie; parameters have no such thing"
+                self.found.skip(f"{rank.folder.name}/{OPTIM_FILE}:buffers", "layout", what)
+
+    def _notes(self) -> None:
+        padded = self.args.get("padded_vocab_size")
+        if "vocab" not in self.options.sizes and ("weight", EMBEDDING) in self.keys:
+            self.found.notes.append(
+                f"Megatron does not record the true vocabulary: all {padded} padded rows of the"
+                " embeddings are kept. Say it with sizes={'vocab': ...} (--size vocab=...) and"
+                " the others are left out"
+            )
+        if self.optimizer and any(numbered_alone(rank.tree["optimizer"]) for rank in self.ranks):
+            self.found.notes.append(
+                "optimizer states go by numbers, in Megatron's own order, which is that of the"
+                " model's keys; no master in the files proves it"
+            )
+        if self.options.weights_only:
+            self.found.notes.append("weights alone: of a 16-bit run these are not the fp32 masters")
+        elif all(rank.tree.get("optimizer") is None for rank in self.ranks):
+            self.found.notes.append("the checkpoint was saved without its optimizer")
+        if self.args.absent:
+            self.found.notes.append(
+                f"args lack {', '.join(self.args.absent)}; Megatron's defaults were taken"
+            )
+
+
+def _is_state(path: Sequence[str]) -> bool:
+    """Whether what lies there in a model file is a state of the optimizer, or a master."""
+    if path[0] != "optimizer" or "param_groups" in path:
+        return False
+    return "state" in path or "fp32_from_fp16_params" in path
+
+
+def _core_chunk(rank: Rank, name: str) -> dict[str, Any]:
+    """A model chunk of the rank. Raises FormatError where it is not of Megatron-Core."""
+    chunk = rank.tree[name]
+    if not isinstance(chunk, dict) or "language_model" in chunk:
+        raise FormatError(
+            f"{rank.model.path}: {name} is not the flat state of a Megatron-Core model; those of "
+            "--use-legacy-models are not read"
+        )
+    return chunk
+
+
+def _consolidated(layout: ParamLayout, copies: Mapping[int, Sequence[str]]) -> Consolidated:
+    """The parameter with every copy of its shards; the copies are replicas of one another."""
+    keys, shards, fragments = list[str](), list[tuple[int, ...]](), []
+    for i, shape in enumerate(layout.shards):
+        for key in copies[i]:
+            fragments += [replace(f, shard=len(keys)) for f in layout.fragments if f.shard == i]
+            keys.append(key)
+            shards.append(shape)
+    return Consolidated(replace(layout, shards=tuple(shards), fragments=tuple(fragments)), keys)
+
+
+def _copies(held: Mapping[int, Sequence[str]], shards: int) -> list[list[str]]:
+    """All shards, as many times as the rank with most copies has some; every copy is in one of
+    them.
+    """
+    most = max(len(keys) for keys in held.values())
+    return [[held[i][min(j, len(held[i]) - 1)] for i in range(shards)] for j in range(most)]

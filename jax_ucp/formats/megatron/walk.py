@@ -1,0 +1,167 @@
+"""Where Megatron puts a rank's tensors: their global names, and their places in flat buffers.
+Integers only.
+
+Facts: `megatron/core/distributed/param_and_grad_buffer.py` (buffers),
+`distributed_data_parallel.py` (bucket size) and `megatron/core/transformer/moe/experts.py` (grouped
+experts) of Megatron-LM core_v0.16.1.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jax_ucp.errors import FormatError
+
+TIED, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+_NUMBERED_EXPERT = re.compile(r"mlp\.experts\.linear_fc[12]\.(?:weight|bias)\d+")
+_GROUPED = {"mlp.experts.weight1": "linear_fc1.weight", "mlp.experts.weight2": "linear_fc2.weight"}
+# TransformerEngine fuses a norm with the linear layer that follows it; these are the names of the
+# local spec.
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A parameter inside a rank's tensor: `shape` elements from `start` on; `transposed`, if its
+    axes are swapped.
+    """
+
+    name: str
+    start: int
+    shape: tuple[int, ...]
+    transposed: bool = False
+
+
+def layer_of(local: str) -> int | None:
+    """The number of the layer, counted within its model chunk, or None for what is in none."""
+    match = _LAYER.fullmatch(local)
+    return int(match[1]) if match else None
+
+
+def local_norm(inner: str) -> str:
+    """The name of a layer's tensor in the local spec, which has norms of their own.
+
+    >>> local_norm("mlp.linear_fc1.layer_norm_bias")
+    'pre_mlp_layernorm.bias'
+    """
+    for fused, norm in _FUSED_NORMS.items():
+        if inner.startswith(fused):
+            return norm + inner.removeprefix(fused)
+    return inner
+
+
+def is_expert(local: str) -> bool:
+    return ".experts." in local
+
+
+def parts_of(
+    local: str, shape: tuple[int, ...], first_layer: int, experts: range, hidden: int
+) -> list[Part]:
+    """The parameters a tensor of the model holds, by their global names: one, but for grouped
+    experts.
+
+    `experts` are the global numbers of the rank's experts. Grouped ones lie in memory as (experts,
+    hidden, rows) and (experts, columns, hidden), whatever the recorded shape; as parameters they
+    are (rows, hidden) and (hidden, columns), as those of separate experts.
+
+    >>> parts_of("decoder.layers.1.mlp.router.weight", (4, 8), first_layer=2, experts=range(0),
+    ...     hidden=8)
+    [Part(name='decoder.layers.3.mlp.router.weight', start=0, shape=(4, 8), transposed=False)]
+    >>> weight = "decoder.layers.0.mlp.experts.weight2"
+    >>> [part.name for part in parts_of(weight, (12, 8), 0, range(2, 3), 8)]
+    ['decoder.layers.0.mlp.experts.2.linear_fc2.weight']
+    """
+    match = _LAYER.fullmatch(local)
+    if match is None:
+        return [Part(local, 0, shape)]
+    prefix, inner = f"decoder.layers.{first_layer + int(match[1])}.", local_norm(match[2])
+    if expert := _LOCAL_EXPERT.fullmatch(inner):
+        if int(expert[1]) >= len(experts):
+            raise FormatError(f"{local}: the rank should have {len(experts)} experts")
+        return [Part(f"{prefix}mlp.experts.{experts[int(expert[1])]}.{expert[2]}", 0, shape)]
+    if _NUMBERED_EXPERT.fullmatch(inner):
+        raise FormatError(
+            f"{local} has the number of an expert on its rank, as TransformerEngine's grouped"
+            " experts have in the legacy format; which expert of the model that is, is not read"
+            " here. Save with --ckpt-format torch_dist"
+        )
+    if inner not in _GROUPED:
+        return [Part(prefix + inner, 0, shape)]
+    numel, count = math.prod(shape), len(experts)
+    if not count or numel % (count * hidden):
+        raise FormatError(
+            f"{local} of shape {shape} does not divide into {count} experts of hidden size {hidden}"
+        )
+    each = numel // count
+    memory = (hidden, each // hidden) if inner.endswith("weight1") else (each // hidden, hidden)
+    return [
+        Part(f"{prefix}mlp.experts.{expert}.{_GROUPED[inner]}", i * each, memory, transposed=True)
+        for i, expert in enumerate(experts)
+    ]
+
+
+def buffer_walk(
+    sizes: Sequence[int], shared: Sequence[bool], dp: int, bucket_size: int | None
+) -> tuple[list[int], list[int]]:
+    """Offsets of tensors in a coalesced buffer, and the sizes of its buckets without their tails.
+
+    `sizes` are elements in module order, `shared` marks a tied embedding with several pipeline
+    stages, which has a bucket to itself. The buffer is filled from the last tensor to the first,
+    each at a multiple of 64.
+
+    >>> buffer_walk([100, 32], [False, False], dp=2, bucket_size=None)
+    ([64, 0], [164])
+    >>> buffer_walk([100, 32], [False, False], dp=2, bucket_size=32)
+    ([32, 0], [32, 100])
+    """
+    offsets, buckets = [0] * len(sizes), list[int]()
+    start = bucket_start = 0
+    multiple = math.lcm(dp, 128)
+
+    def close(end: int) -> int:
+        buckets.append(end - bucket_start)
+        return _round_up(end, multiple)
+
+    empty = True
+    for i in reversed(range(len(sizes))):
+        start = _round_up(start, 64)
+        if shared[i] and not empty:
+            start = bucket_start = close(start)
+            empty = True
+        offsets[i] = sum(buckets) + start - bucket_start
+        start, empty = start + sizes[i], False
+        if shared[i] or (bucket_size is not None and start - bucket_start >= bucket_size):
+            start = bucket_start = close(start)
+            empty = True
+    if not empty:
+        close(start)
+    return offsets, buckets
+
+
+def tails_before(offsets: Sequence[int], buckets: Sequence[int], multiple: int) -> list[int]:
+    """For tensors at `offsets` of a coalesced buffer: the padding that followed the buckets before
+    theirs, in elements.
+
+    In memory every bucket is padded to a `multiple`; a coalesced buffer leaves that out. A writer
+    that takes one for the other moves a tensor by this many elements.
+
+    >>> tails_before([0, 100], [100, 32], multiple=128)
+    [0, 28]
+    """
+    ends = list(itertools.accumulate(buckets))
+    padding = [0, *itertools.accumulate(_round_up(n, multiple) - n for n in buckets)]
+    return [padding[bisect.bisect_right(ends, offset)] for offset in offsets]
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

@@ -1,0 +1,125 @@
+"""Parts of tensors in safetensors files, as the Hugging Face storage of PyTorch DCP writes them,
+one set per rank.
+
+`DCP_SHARDING_INFO` in a header's `__metadata__` has the offsets at which each tensor of the file
+begins in the whole one (`torch/distributed/checkpoint/hf_storage.py` and `filesystem.py` of torch
+2.13). Neither the shape of the whole nor the number of ranks is recorded: a tensor ends where its
+last part does, as it does for torch. So a file that is missing is seen by the hole it leaves, but
+that of the last rank is not, and a note says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jax_ucp.errors import FormatError
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.fragments import Fragment, ParamLayout
+from jax_ucp.sources.consolidated import Consolidated
+from jax_ucp.sources.protocol import ArrayInfo
+
+MARK = "DCP_SHARDING_INFO"
+WHOLE_FILE = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
+_SHARD_FILE = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
+_MAX_OFFSET = 1 << 62
+_ABSENT_SHOWN = 4
+
+
+def boxes(
+    path: Path, metadata: Mapping[str, str], arrays: Mapping[str, ArrayInfo]
+) -> dict[str, Box]:
+    """Which block of its tensor each array of a file is; without a mark, all of it."""
+    if MARK not in metadata:
+        return {name: Box.whole(info.shape) for name, info in arrays.items()}
+    try:
+        said: Any = json.loads(metadata[MARK])
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path}: {MARK} is not JSON: {error}") from None
+    if not isinstance(said, dict) or said.keys() != arrays.keys():
+        raise FormatError(f"{path}: {MARK} does not name just the tensors of the file")
+    found: dict[str, Box] = {}
+    for name, info in arrays.items():
+        start = _start(said[name], len(info.shape))
+        if start is None:
+            raise FormatError(
+                f"{path}: {name} of shape {list(info.shape)} should have offsets, but has"
+                f" {said[name]!r:.80}"
+            )
+        found[name] = Box(start, tuple(a + n for a, n in zip(start, info.shape, strict=True)))
+    return found
+
+
+def _start(said: Any, ndim: int) -> tuple[int, ...] | None:
+    match said:
+        case {"saved_offsets": list(start)} if len(start) == ndim:
+            return (
+                tuple(start)
+                if all(type(n) is int and 0 <= n < _MAX_OFFSET for n in start)
+                else None
+            )
+    return None
+
+
+def joined(name: str, parts: Sequence[tuple[str, Box]]) -> Consolidated:
+    """The tensor whose parts are stored under the keys given. It ends where the last of them
+    does.
+    """
+    if len({box.ndim for _, box in parts}) > 1:
+        raise FormatError(
+            f"{name} has another number of axes in {parts[0][0]} than in others of {len(parts)}"
+            " files"
+        )
+    first: dict[Box, str] = {}
+    for key, box in parts:
+        if box.size and first.setdefault(box, key) != key:
+            raise FormatError(
+                f"{name} is stored twice: {box} of it is in {first[box]} and in {key}"
+            )
+    shape = tuple(max(ends) for ends in zip(*(box.stop for _, box in parts), strict=True))
+    fragments = [
+        Fragment(i, Box.whole(box.shape), box) for i, (_, box) in enumerate(parts) if box.size
+    ]
+    return Consolidated(
+        ParamLayout(shape, tuple(box.shape for _, box in parts), tuple(fragments)),
+        [k for k, _ in parts],
+    )
+
+
+def unproved(files: Collection[str]) -> str | None:
+    """What cannot be proved of a checkpoint in which ranks wrote these files; None if no rank wrote
+    parts.
+
+    Raises FormatError where their names count a file that no rank has.
+    """
+    shards = {
+        (int(m[1]), int(m[2])): int(m[3]) for file in files if (m := _SHARD_FILE.fullmatch(file))
+    }
+    if not shards:
+        return None
+    ranks, parts = max(rank for rank, _ in shards), max(shards.values())
+    of_any_rank = {part for _, part in shards}
+    if (
+        gone := next((part for part in range(1, parts + 1) if part not in of_any_rank), None)
+    ) is not None:
+        raise FormatError(
+            f"{next(iter(files))} says by its name that ranks have {parts} files, but none has one"
+            f" called model-{gone:05}-of-{parts:05}: the model is not whole without it"
+        )
+    every = ((rank, part) for rank in range(1, ranks + 1) for part in range(1, parts + 1))
+    absent = itertools.islice((each for each in every if each not in shards), _ABSENT_SHOWN)
+    names = ", ".join(f"shard-{rank:05}-model-{part:05}-of-{parts:05}" for rank, part in absent)
+    return (
+        f"{ranks} ranks wrote parts of tensors, but neither how many there were nor the shapes of"
+        " the tensors are recorded: compare the shapes with the model's, a missing last rank shows"
+        " nowhere else"
+        + (
+            f". Not there, which is right only if those ranks had nothing to write: {names}"
+            if names
+            else ""
+        )
+    )

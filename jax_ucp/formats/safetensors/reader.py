@@ -1,0 +1,273 @@
+"""safetensors: one file, or the files that an index names; whole tensors, or parts. `weight_folder`
+has folders.
+
+Facts: the format's README and `Metadata::validate` (`safetensors/src/tensor.rs`) of safetensors
+0.8. The header is read here, because the package reads no fp8 through numpy.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import ml_dtypes
+import numpy as np
+
+from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.files.source_files import noted
+from jax_ucp.formats.assemble import Import
+from jax_ucp.formats.facts import COUNTS, Facts
+from jax_ucp.formats.huggingface.weight_files import (
+    finish,
+    index_save,
+    keep_configs,
+    keep_index,
+    refuse_part,
+    refuse_stand_in,
+    tensors_of,
+)
+from jax_ucp.formats.huggingface.weight_names import model_of_index
+from jax_ucp.formats.options import Options
+from jax_ucp.formats.safetensors.parts import MARK, WHOLE_FILE, boxes, joined, unproved
+from jax_ucp.layout.box import Box
+from jax_ucp.sources.contents import Contents, QuantizedWeight
+from jax_ucp.sources.joined import Joined
+from jax_ucp.sources.protocol import ArrayInfo
+
+SUFFIX = ".safetensors"
+MAX_HEADER_BYTES = 100_000_000
+
+_DTYPES: dict[str, type] = {
+    **{
+        "F64": np.float64,
+        "F32": np.float32,
+        "F16": np.float16,
+        "BF16": ml_dtypes.bfloat16,
+        "C64": np.complex64,
+    },
+    **{"I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "BOOL": np.bool_},
+    **{"U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8},
+    **{
+        "F8_E4M3": ml_dtypes.float8_e4m3fn,
+        "F8_E5M2": ml_dtypes.float8_e5m2,
+        "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    },
+    **{"F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz, "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz},
+}
+_PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+
+
+def recognise(path: Path) -> bool:
+    index = model_of_index(path.name)
+    return path.is_file() and (
+        path.name.endswith(SUFFIX) or (index is not None and index.kind == "safetensors")
+    )
+
+
+def open_safetensors(path: Path, options: Options) -> Contents:
+    """The weights in a file, or in the files that an index names; all of them are under `param`.
+
+    Raises FormatError, naming the file, where a header breaks a rule of the format, where index and
+    files disagree, and for a file that is a part of a model; LayoutError where parts of a tensor
+    overlap or leave a hole.
+    """
+    if path.name.endswith(SUFFIX):
+        refuse_part(path)
+        found = read_weights(path, path.parent, [path.name])
+    else:
+        index, names = index_save(path)
+        found = read_weights(path, path.parent, names)
+        keep_index(found, path, index, tensors_of(found))
+    keep_configs(found, path.parent)
+    return finish(found)
+
+
+def read_weights(path: Path, folder: Path, names: Sequence[str]) -> Import:
+    """The tensors of files in a folder, as the weights of the checkpoint at `path`; what their
+    headers say, as extras.
+
+    Raises as `open_safetensors`.
+    """
+    for name in names:
+        refuse_stand_in(folder / name)
+    files = {name: SafetensorsFile(folder / name) for name in names}
+    found = Import("safetensors", path, Joined(files))
+    facts = Facts(folder)
+    parts: dict[str, list[tuple[str, Box]]] = defaultdict(list)
+    for name, file in files.items():
+        if path.is_file() and MARK in file.metadata and not WHOLE_FILE.fullmatch(name):
+            raise FormatError(
+                f"{path} holds one rank's parts of tensors (torch DCP): open its folder"
+            )
+        if MARK in file.metadata and file.packed:
+            raise FormatError(
+                f"{folder / name} has parts of tensors of {', '.join({*file.packed.values()})}"
+            )
+        for key, box in boxes(file.path, file.metadata, file.arrays()).items():
+            parts[key].append((f"{name}:{key}", box))
+        for key in file.metadata.keys() & {*COUNTS}:
+            facts.state(name, key, file.metadata[key])
+        _keep_header(found, name, file)
+    for key, where in parts.items():
+        reason = f"the parameter {key}" + (f", one of {len(where)} parts" if len(where) > 1 else "")
+        found.parameter("param", key, joined(key, where), reason)
+    if note := unproved(files):
+        found.notes.append(note)
+    return found
+
+
+def _keep_header(found: Import, name: str, file: SafetensorsFile) -> None:
+    for key, value in file.metadata.items():
+        if key == MARK:
+            found.skip(
+                f"{name}:{key}",
+                "metadata",
+                "says which part is where; its content is in the tree's shapes",
+            )
+        else:
+            found.extra(name, key, value)
+    for key, dtype in file.packed.items():
+        label = f"param/{key}"
+        found.quantized.append(
+            QuantizedWeight(f"{dtype}, several to a byte", label, {"codes": label})
+        )
+
+
+class SafetensorsFile:
+    """One file, as an ArraySource of its tensors. Opening reads the header; reading maps the
+    tensor's bytes.
+
+    Tensors of less than 8 bits an element are arrays of the bytes that are stored; `packed` has
+    their dtypes by name.
+    """
+
+    def __init__(self, path: Path):
+        self.path = noted(path)
+        with path.open("rb") as file:
+            self._identity = _identity(file)
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(head, "little") if len(head := file.read(8)) == 8 else -1
+            if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+                said = f"its first 8 bytes say that the header has {length} bytes, of {size} in all"
+                raise FormatError(f"{path}: {said}: it is cut short, or no safetensors")
+            header = _header(path, file.read(length))
+        self.metadata: dict[str, str] = header.pop("__metadata__", {})
+        if not isinstance(self.metadata, dict) or not all(
+            isinstance(v, str) for v in self.metadata.values()
+        ):
+            raise FormatError(f"{path}: __metadata__ should map strings to strings")
+        self._begin = 8 + length
+        self._arrays: dict[str, ArrayInfo] = {}
+        self.packed: dict[str, str] = {}
+        self._offsets: dict[str, int] = {}
+        at = 0
+        for name, (info, begin, end) in sorted(
+            ((name, _entry(path, name, entry)) for name, entry in header.items()),
+            key=lambda item: item[1][1:],
+        ):
+            if begin != at:
+                raise FormatError(
+                    f"{path}: {name} begins at byte {begin} of the data, but {at} is the next one"
+                    " free"
+                )
+            self._arrays[name], self._offsets[name], at = info, begin, end
+            if header[name]["dtype"] in _PACKED_BITS:
+                self.packed[name] = header[name]["dtype"]
+        if self._begin + at != size:
+            short = (
+                ": it is cut short, its download or its save has not ended"
+                if self._begin + at > size
+                else ""
+            )
+            raise CorruptData(
+                f"{path} has {size} bytes, but its header describes {self._begin + at}{short}"
+            )
+
+    def arrays(self) -> Mapping[str, ArrayInfo]:
+        return self._arrays
+
+    def read(self, key: str, box: Box) -> np.ndarray:
+        info = self._arrays[key]
+        if box.size == 0:
+            return np.empty(box.shape, info.dtype)
+        with self.path.open("rb") as file:
+            if _identity(file) != self._identity:
+                raise CorruptData(f"{self.path} has changed since it was opened; open it again")
+            mapped = np.memmap(
+                file, np.uint8, "r", self._begin + self._offsets[key], (info.nbytes,)
+            )
+        array = mapped.view(np.ndarray).view(info.dtype).reshape(info.shape)[(*box.index, ...)]
+        return array if array.flags.aligned else array.copy()
+
+
+def _identity(file: IO[bytes]) -> tuple[int, ...]:
+    stat = os.fstat(file.fileno())
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _header(path: Path, data: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a name occurs twice")
+        return found
+
+    try:
+        header = json.loads(data.decode(), object_pairs_hook=unique) if data[:1] == b"{" else None
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path}: the header is not as the format has it: {error}") from None
+    if not isinstance(header, dict):
+        raise FormatError(f"{path}: the header is no JSON object")
+    return header
+
+
+def _entry(path: Path, name: str, entry: Any) -> tuple[ArrayInfo, int, int]:
+    """Shape and dtype of a tensor, and the first and last byte of it in the data."""
+    match entry:
+        case {
+            "dtype": str(dtype),
+            "shape": list(shape),
+            "data_offsets": [int(begin), int(end)],
+        } if len(entry) == 3:
+            pass
+        case _:
+            raise FormatError(
+                f"{path}: {name} should have dtype, shape and data_offsets, but has {entry!r:.80}"
+            )
+    if dtype not in _DTYPES and dtype not in _PACKED_BITS:
+        raise FormatError(
+            f"{path}: {name} has dtype {dtype}, which numpy and ml_dtypes do not have"
+        )
+    # numpy makes no array without elements whose other axes are beyond any array.
+    if (
+        not all(type(n) is int and 0 <= n < 1 << 40 for n in shape)
+        or math.prod(n or 1 for n in shape) > 1 << 58
+    ):
+        raise FormatError(f"{path}: {name} has shape {shape!r:.80}")
+    info = (
+        _packed(shape, dtype)
+        if dtype in _PACKED_BITS
+        else ArrayInfo(tuple(shape), np.dtype(_DTYPES[dtype]))
+    )
+    if info is None or end - begin != info.nbytes or begin < 0:
+        raise FormatError(
+            f"{path}: {name} of {dtype} {shape} lies at bytes {begin} to {end}, which is not its"
+            " size"
+        )
+    return info, begin, end
+
+
+def _packed(shape: Sequence[int], dtype: str) -> ArrayInfo | None:
+    """The bytes of a tensor of less than 8 bits an element, in rows where each has whole bytes;
+    None if it has not.
+    """
+    bits = _PACKED_BITS[dtype]
+    if shape and shape[-1] * bits % 8 == 0:
+        return ArrayInfo((*shape[:-1], shape[-1] * bits // 8), np.dtype(np.uint8))
+    whole = math.prod(shape) * bits
+    return None if whole % 8 else ArrayInfo((whole // 8,), np.dtype(np.uint8))

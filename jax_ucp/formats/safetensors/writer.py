@@ -1,0 +1,120 @@
+"""Hugging Face safetensors: weights in one file, or in shards with an index, as `save_pretrained`
+writes them.
+
+Facts: the format's README and `serialize` (`safetensors/src/tensor.rs`) of safetensors 0.8, which
+pads the header with spaces to 8 bytes and orders tensors by falling alignment of their dtype, then
+by name; shards and index are those of `split_torch_state_dict_into_shards` (huggingface_hub
+`serialization/_torch.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from jax_ucp.errors import UnsupportedLeaf
+from jax_ucp.export.files import File, Tensor
+from jax_ucp.export.parameters import Parameters, named
+
+INDEX = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000  # what readers of the format accept
+
+_DTYPES = {
+    **{
+        "float64": "F64",
+        "float32": "F32",
+        "float16": "F16",
+        "bfloat16": "BF16",
+        "complex64": "C64",
+    },
+    **{"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "bool": "BOOL"},
+    **{"uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8"},
+    **{"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0"},
+    **{"float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ"},
+}
+
+
+def safetensors_files(
+    found: Parameters, extras: Mapping[str, Mapping[str, object]], max_shard_bytes: int
+) -> list[File]:
+    """The files of a model: shards of at most `max_shard_bytes` of tensors, the index if there are
+    several, the config.
+
+    A tensor larger than that is a shard of its own. Tensors beside the model (`other`) and states
+    of the optimizer are no part of it.
+
+    Raises UnsupportedLeaf, naming every parameter, for dtypes and names that the format does not
+    have.
+    """
+    tensors = found.model
+    problems = [
+        f"{name} has dtype {t.dtype}" for name, t in tensors.items() if t.dtype.name not in _DTYPES
+    ]
+    problems += [
+        f"{name} has a name that the header keeps for itself"
+        for name in tensors
+        if name == "__metadata__"
+    ]
+    if problems:
+        raise UnsupportedLeaf(
+            named(problems, "safetensors cannot hold", "Export with a dtype, or to another format.")
+        )
+    files: list[File] = []
+    config = extras.get("config.json", {}).get("config")
+    if isinstance(config, dict):
+        files.append(File.literal("config.json", json.dumps(config, indent=2).encode() + b"\n"))
+    shards = _shards(tensors, max_shard_bytes)
+    if len(shards) == 1:
+        return [*files, _file("model.safetensors", shards[0])]
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        files.append(_file(name, shard))
+        weight_map |= dict.fromkeys(shard, name)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return [*files, File.literal(INDEX, json.dumps(index, indent=2).encode() + b"\n")]
+
+
+def carries(file: str, name: str) -> bool:
+    """Whether an extra is written, or made anew."""
+    return file == "config.json" or name in ("format", "total_size", "total_parameters")
+
+
+def _shards(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:
+    """Tensors in their order, as many to a shard as fit; at least one."""
+    shards: list[dict[str, Tensor]] = [{}]
+    room = max_bytes
+    for name, tensor in tensors.items():
+        if tensor.nbytes > room and shards[-1]:
+            shards.append({})
+            room = max_bytes
+        shards[-1][name] = tensor
+        room -= tensor.nbytes
+    return shards
+
+
+def _file(name: str, tensors: Mapping[str, Tensor]) -> File:
+    order = sorted(tensors, key=lambda key: (-tensors[key].dtype.itemsize, key))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    places: list[tuple[int, Tensor]] = []
+    at = 0
+    for key in order:
+        tensor = tensors[key]
+        end = at + tensor.nbytes
+        header[key] = {
+            "dtype": _DTYPES[tensor.dtype.name],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, end],
+        }
+        places.append((at, tensor))
+        at = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise UnsupportedLeaf(
+            f"{name} would have a header of {len(text)} bytes; make shards smaller"
+        )
+    begin = 8 + len(text)
+    literals = [(0, len(text).to_bytes(8, "little") + text)]
+    return File(name, begin + at, [(begin + offset, tensor) for offset, tensor in places], literals)

@@ -1,0 +1,474 @@
+"""Files of torch.save, read lazily, without torch and without running what they pickle.
+
+Since torch 1.6 a file is a zip with one root folder: `data.pkl`, the pickled object with a
+persistent id for each storage, and `data/<key>`, the bytes of each storage, stored as they are
+(`torch/serialization.py`, `_save`). Opening parses the zip directory and `data.pkl`; arrays are
+views of the memory-mapped file, so bytes are read when they are looked at. The CRC that the zip
+directory has of each storage is therefore not compared by `read`, but by `checks`. `torch_legacy`
+has the format before, which has no CRC.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+import weakref
+import zlib
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.files.pread import pread_into, run_start
+from jax_ucp.files.source_files import noted
+from jax_ucp.formats.huggingface.stand_ins import stand_in, why_missing
+from jax_ucp.formats.torch_save import legacy as torch_legacy
+from jax_ucp.formats.torch_save import unpickle as safe_pickle
+from jax_ucp.formats.torch_save.tensor_names import (
+    NAMES,
+    Storage,
+    StorageClass,
+    StoredTensor,
+    not_a_storage,
+    unreadable,
+)
+from jax_ucp.formats.torch_save.unpickle import Opaque, Record, Unknown
+from jax_ucp.formats.torch_save.zip_members import Member, member_bytes, zip_members
+from jax_ucp.layout.box import Box
+from jax_ucp.sources.checks import SAMPLE_BYTES, Check, Extent
+from jax_ucp.sources.protocol import ArrayInfo
+
+__all__ = ["Record", "StoredTensor", "TorchFile", "is_torch_file"]
+
+MAX_PICKLE_BYTES = 1 << 28
+# torch never deflates; another tool may have rewritten the file
+MAX_INFLATED_PICKLE_BYTES = 1 << 25
+MAX_PATH = 1024
+# How files of torch.save are named as a rule; a name alone makes none.
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+RELEASED_BYTES = 1 << 20
+ALIKE_BYTES, ALIKE_KEPT = 1 << 10, 1 << 10
+VERIFY_BYTES = 1 << 20  # so little stays in a core's cache until it is summed
+
+
+def is_torch_file(path: Path) -> bool:
+    """Whether it is a file of torch.save by its content, or is named as one and begins as one,
+    and is damaged.
+    """
+    with path.open("rb") as file:
+        head = file.read(torch_legacy.HEAD_BYTES)
+        if torch_legacy.is_legacy(head) or head[:4] != b"PK\3\4":
+            return torch_legacy.is_legacy(head)
+        with (
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping,
+            memoryview(mapping) as data,
+        ):
+            try:
+                return any(name.endswith("/data.pkl") for name in zip_members(data))
+            except FormatError:
+                return path.suffix in SUFFIXES
+
+
+class TorchFile:
+    """The object of a torch.save file, and an ArraySource of its tensors.
+
+    In `tree` a tensor or Parameter is a StoredTensor; OrderedDict, defaultdict and Counter are
+    dict; torch.Size is tuple; a dtype is the np.dtype; a device, layout or path is str; an instance
+    of an allow-listed class is a Record, that of any other an Opaque; a class or constant only
+    mentioned, or a dtype numpy lacks, is a Name. A plain recursive walk ends. `unknown` are the
+    names, of classes and functions, that are in no list.
+
+    Views are read-only and keep the file mapped; a TorchFile of which no view is alive holds no
+    file descriptor. `offset` and `length` select a file that lies inside another, as the objects in
+    DCP's `.distcp` files do. `data` are its bytes where they had to be inflated; `path` then only
+    names them. `beside` lies inside the same other file, whose mapping they share. `alike` keeps
+    tensors that are all of a file, by what they were made from, for the many files of one tensor
+    that have the same pickle. A tensor that cannot be read refuses the file, unless it is
+    `lenient`: then it stays in the tree, and `unreadable` of it says why.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        *,
+        offset: int = 0,
+        length: int | None = None,
+        data: bytes | None = None,
+        beside: TorchFile | None = None,
+        alike: dict[Hashable, StoredTensor] | None = None,
+        lenient: bool = False,
+    ):
+        self.path = noted(path if isinstance(path, Path) else Path(path))
+        self._data = data
+        self._span = slice(offset, None if length is None else offset + length)
+        self._first: tuple[int, ...] | None = beside._first if beside else None
+        self._mapping: weakref.ref[mmap.mmap] | None = beside._mapping if beside else None
+        with self._naming_file(), self._saying_what_stands_there():
+            mapping = self.mapping()
+            start, stop, _ = self._span.indices(len(mapping))
+            self._swapped = False
+            if torch_legacy.is_legacy(mapping[start : min(stop, start + torch_legacy.HEAD_BYTES)]):
+                self.tree, self._storages = torch_legacy.load(mapping, start, stop)
+            else:
+                self._storages, pickled, stored, self._swapped = _zip_contents(
+                    memoryview(mapping)[self._span]
+                )
+                self.tree = self._loaded(pickled, stored, {} if alike is None else alike)
+            self._tensors, self.unknown, refused = _tensors_by_key(self.tree, self.path)
+            if refused and not lenient:
+                raise cannot_be_read(refused)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes it keeps in memory; none of a file that is mapped."""
+        return len(self._data or b"")
+
+    def arrays(self) -> Mapping[str, ArrayInfo]:
+        return {key: ArrayInfo(tensor.shape, tensor.dtype) for key, tensor in self._tensors.items()}
+
+    def read(self, key: str, box: Box) -> np.ndarray:
+        """The elements of `box` of tensor `key`: a read-only view of the mapped file.
+
+        A copy only where the file was rewritten by another zip tool, deflated, big-endian or not
+        aligned to the dtype.
+        """
+        tensor = self._tensors[key]
+        if len(box.start) != len(tensor.shape) or not box.within(Box.whole(tensor.shape)):
+            raise ValueError(
+                f"{self.path}: box {box} does not lie in {key!r} of shape {tensor.shape}"
+            )
+        if box.size == 0:
+            array = np.empty(box.shape, tensor.dtype)
+        else:
+            with self._naming_file():
+                array = self._view(tensor, box)
+            if not array.flags.aligned:
+                array = array.copy()
+        array.flags.writeable = False
+        return array
+
+    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+        """Read each box into its array: straight from the file what lies there in one run, as
+        `read` what does not.
+        """
+        tensor = self._tensors[key]
+        member = self._storages[tensor.storage]
+        plain = self._data is None and not member.deflated and not self._swapped
+        runs: list[tuple[int, np.ndarray]] = []
+        whole = Box.whole(tensor.shape)
+        for box, out in zip(boxes, outs, strict=True):
+            shape = box.shape
+            fits = (
+                plain
+                and out.size
+                and (out.shape, out.dtype) == (shape, tensor.dtype)
+                and box.within(whole)
+            )
+            run = run_start(box.start, shape, tensor.strides) if fits else None
+            if run is None:
+                out[...] = self.read(key, box)
+            else:
+                at = (
+                    self._span.start + member.offset + (tensor.offset + run) * tensor.dtype.itemsize
+                )
+                runs.append((at, out))
+        if runs:
+            with self._naming_file(), self._opened() as file:
+                for at, out in runs:
+                    pread_into(file, at, out)
+
+    def checks(self, extent: Extent) -> Iterator[Check]:
+        """For each storage that has a CRC in the zip directory, whether its bytes have that."""
+        tensors: dict[str, list[str]] = {}
+        for key, tensor in self._tensors.items():
+            tensors.setdefault(tensor.storage, []).append(key)
+        for key, member in self._storages.items():
+            if _summed(member) and (extent == "full" or member.size <= SAMPLE_BYTES):
+                label = f"{self.path.name}: storage {key}"
+                yield Check(
+                    label, frozenset(tensors.get(key, ())), member.size, partial(self.fault, key)
+                )
+
+    def checksums(self) -> tuple[tuple[int, int], ...]:
+        """The size and the CRC of every storage in order, as the zip directory has them; ()
+        where one has no CRC.
+        """
+        members = list(self._storages.values())
+        return (
+            tuple((member.size, member.crc) for member in members)
+            if all(m.crc for m in members)
+            else ()
+        )
+
+    def fault(self, storage: str) -> str | None:
+        """What is wrong with the bytes of a storage, by the CRC of the zip directory, if that
+        has one.
+        """
+        member, crc = self._storages[storage], 0
+        if not _summed(member):
+            return None
+        for part in self._parts(member):
+            crc = zlib.crc32(part.data, crc)
+        if crc == member.crc:
+            return None
+        return (
+            f"{self.path}: the bytes of storage {storage} do not have the CRC that the file records"
+            " for them"
+        )
+
+    def _parts(self, member: Member) -> Iterator[np.ndarray]:
+        """The bytes of a member, in parts that are valid until the next is asked for."""
+        begin = self._span.start + member.offset
+        if self._data is not None:
+            yield np.frombuffer(self._data, np.uint8, member.size, begin)
+            return
+        room = np.empty(min(VERIFY_BYTES, member.size), np.uint8)
+        with self._naming_file(), self._opened() as file:
+            for at in range(0, member.size, VERIFY_BYTES):
+                part = room[: member.size - at]
+                pread_into(file, begin + at, part)
+                yield part
+
+    def _view(self, tensor: StoredTensor, box: Box) -> np.ndarray:
+        member, mapping = self._storages[tensor.storage], self.mapping()
+        file = memoryview(mapping)[self._span]
+        buffer, start = (
+            (member_bytes(file, member), 0) if member.deflated else (file, member.offset)
+        )
+        itemsize = tensor.dtype.itemsize
+        first = tensor.offset + sum(
+            a * stride for a, stride in zip(box.start, tensor.strides, strict=True)
+        )
+        strides = tuple(stride * itemsize for stride in tensor.strides)
+        if self._swapped:
+            return _swapped(tensor.dtype, box.shape, buffer, start + first * itemsize, strides)
+        array = np.ndarray(box.shape, tensor.dtype, buffer, start + first * itemsize, strides)
+        if not member.deflated:
+            extent = (
+                sum((n - 1) * stride for n, stride in zip(box.shape, strides, strict=True))
+                + itemsize
+            )
+            _release_with(array, mapping, self._span.start + start + first * itemsize, extent)
+        return array
+
+    def _loaded(self, pickled: bytes, stored: int, alike: dict[Hashable, StoredTensor]) -> object:
+        """The object of data.pkl: it depends on the bytes, on what the file spends on them, and
+        on storages' sizes.
+        """
+        if len(pickled) > ALIKE_BYTES:
+            return safe_pickle.load(pickled, NAMES, self._storage, stored)
+        made_from = (
+            pickled,
+            stored,
+            tuple((key, member.size) for key, member in self._storages.items()),
+        )
+        if (tree := alike.get(made_from)) is None:
+            tree = safe_pickle.load(pickled, NAMES, self._storage, stored)
+            if isinstance(tree, StoredTensor) and len(alike) < ALIKE_KEPT:
+                alike[made_from] = tree
+        return tree
+
+    def _storage(self, persistent_id: object) -> Storage:
+        """The storage that a persistent id names: ('storage', class, key, location, number of
+        elements).
+        """
+        match persistent_id:
+            case ("storage", StorageClass() as kind, str(key), str(location), int(numel)):
+                pass
+            case _:
+                raise not_a_storage(persistent_id)
+        if location == "meta":
+            return Storage(
+                key, kind, refusal="it is on the meta device, so the file holds no data for it"
+            )
+        if kind.dtype is None:
+            return Storage(key, kind, refusal=f"its {kind} has no numpy dtype")
+        if key not in self._storages:
+            raise CorruptData(
+                f"data.pkl refers to storage {key[:80]!r}, which the file does not hold"
+            )
+        if self._storages[key].size != numel * kind.dtype.itemsize:
+            raise CorruptData(
+                f"storage {key!r} should be {numel} elements of {kind}, but has"
+                f" {self._storages[key].size} bytes"
+            )
+        return Storage(key, kind, self._storages[key].size)
+
+    def mapping(self) -> mmap.mmap | bytes:
+        """The file, mapped once for as long as any view lives; it must not change in between."""
+        if self._data is not None:
+            return self._data
+        mapping = self._mapping() if self._mapping else None
+        if mapping is None:
+            with self._opened() as file:
+                about = os.fstat(file)
+                if not stat.S_ISREG(about.st_mode):
+                    raise FormatError(
+                        "it is a folder or a device, where a file of torch.save should be"
+                    )
+                if about.st_size == 0:
+                    raise FormatError("the file is empty")
+                mapping = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
+            self._mapping = weakref.ref(mapping)
+        return mapping
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        """A descriptor of the file. Raises CorruptData where it is not the one that was opened
+        first.
+        """
+        handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            found = _identity(os.fstat(handle))
+            if self._first not in (None, found):
+                raise CorruptData("the file has changed since it was opened; open it again")
+            self._first = found
+            yield handle
+        finally:
+            os.close(handle)
+
+    @contextmanager
+    def _saying_what_stands_there(self) -> Iterator[None]:
+        """Errors of a file that only stands for another, or of a link that leads nowhere, say
+        so.
+        """
+        try:
+            yield
+        except FileNotFoundError as error:
+            if why := why_missing(self.path.parent, self.path.name):
+                raise FormatError(why) from error
+            raise
+        except FormatError as error:
+            why = stand_in(self.path) if self._data is None and self.path.is_file() else None
+            if not why:
+                raise
+            raise FormatError(why) from error
+
+    @contextmanager
+    def _naming_file(self) -> Iterator[None]:
+        try:
+            yield
+        except FormatError as error:
+            raise type(error)(f"{self.path}: {error}") from error
+
+
+def _summed(member: Member) -> bool:
+    """Whether it has a CRC that no read compares: what is deflated is compared whenever it is
+    inflated.
+    """
+    return bool(member.crc) and not member.deflated
+
+
+def _release_with(array: np.ndarray, mapping: mmap.mmap | bytes, start: int, extent: int) -> None:
+    """Give the pages under a large view back when it dies: a file read block by block does not pile
+    up in memory.
+
+    They stay in the system's cache, and another view of them that still lives finds them there.
+    """
+    if extent >= RELEASED_BYTES:
+        weakref.finalize(array, _release, mapping, start, extent).atexit = False
+
+
+def _release(mapping: mmap.mmap | bytes, start: int, extent: int) -> None:
+    if isinstance(mapping, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        page = start // mmap.PAGESIZE * mmap.PAGESIZE
+        mapping.madvise(mmap.MADV_DONTNEED, page, start + extent - page)
+
+
+def _identity(stat: os.stat_result) -> tuple[int, ...]:
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _zip_contents(file: memoryview) -> tuple[dict[str, Member], bytes, int, bool]:
+    """The members that hold storages, by storage key; the bytes of data.pkl, and how many the file
+    spends on them; whether storages are big-endian.
+    """
+    members = zip_members(file)
+    roots = [name.partition("/")[0] for name in members if name.partition("/")[2] == "data.pkl"]
+    if len(roots) != 1:
+        raise FormatError(
+            f"a zip file with {len(roots)} members <root>/data.pkl; a file of torch.save has one"
+        )
+    root = roots[0]
+    if f"{root}/constants.pkl" in members:
+        raise FormatError(
+            "a TorchScript archive (constants.pkl), which holds code; save its state_dict() instead"
+        )
+    order = (
+        member_bytes(file, members[f"{root}/byteorder"], 16)
+        if f"{root}/byteorder" in members
+        else b"little"
+    )
+    if order not in (b"little", b"big"):
+        raise FormatError(f"byte order {order!r} is neither little nor big")
+    prefix = f"{root}/data/"
+    storages = {
+        name.removeprefix(prefix): member
+        for name, member in members.items()
+        if name.startswith(prefix)
+    }
+    pickled = members[f"{root}/data.pkl"]
+    most = MAX_INFLATED_PICKLE_BYTES if pickled.deflated else MAX_PICKLE_BYTES
+    return storages, member_bytes(file, pickled, most), pickled.stored_size, order == b"big"
+
+
+def _swapped(
+    dtype: np.dtype,
+    shape: tuple[int, ...],
+    buffer: memoryview | bytes,
+    offset: int,
+    strides: tuple[int, ...],
+) -> np.ndarray:
+    """A copy, in this machine's order, of a big-endian view. The halves of a complex number are
+    swapped one by one.
+    """
+    parts = 2 if dtype.kind == "c" else 1
+    size = dtype.itemsize // parts
+    whole = np.ndarray((*shape, parts), f">u{size}", buffer, offset, (*strides, size))
+    return whole.astype(f"<u{size}").view(dtype)[..., 0]
+
+
+def cannot_be_read(reasons: Mapping[str, str]) -> FormatError:
+    """The error for tensors that cannot be read, by where they lie."""
+    lines = [f"{at!r}: {reason}" for at, reason in reasons.items()]
+    more = f"\n  and {len(lines) - 10} more" if len(lines) > 10 else ""
+    return FormatError("tensors that cannot be read:\n  " + "\n  ".join(lines[:10]) + more)
+
+
+def _tensors_by_key(
+    tree: object, file: Path
+) -> tuple[dict[str, StoredTensor], frozenset[str], dict[str, str]]:
+    """Every tensor of the tree by its key, which is set here, where the path to it is known;
+    unknown names; and why other tensors cannot be read, by path.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    keyed: set[StoredTensor] = set()
+    refused: dict[str, str] = {}
+    repeats: dict[str, int] = {}
+    unknown: set[str] = set()
+    for labels, node in safe_pickle.walk(tree):
+        if isinstance(node, StoredTensor) and node not in keyed:
+            path = key = _path(labels)
+            while key in tensors:
+                repeats[path] = repeats.get(path, 1) + 1
+                key = f"{path}#{repeats[path]}"
+            object.__setattr__(node, "key", key)
+            keyed.add(node)
+            tensors[key] = node
+        elif (reason := unreadable(node)) and _path(labels[:-1]) not in refused:
+            refused[_path(labels)] = reason
+        if isinstance(node, Opaque):
+            unknown.add(node.type)
+            node.where = node.where or f"{file}: {_path(labels) or 'what it holds'}"
+        elif isinstance(node, Unknown):
+            unknown.add(node.name)
+    return tensors, frozenset(unknown), refused
+
+
+def _path(labels: tuple[str, ...]) -> str:
+    path = "/".join(labels)
+    return path if len(path) <= MAX_PATH else "..." + path[3 - MAX_PATH :]

@@ -1,0 +1,114 @@
+"""What the importers keep beside the arrays, as JSON, turned back into what torch pickles."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jax_ucp.errors import UnsupportedLeaf
+from jax_ucp.formats.torch_save.pickle_writer import Call, Global, Instance, torch_dtype
+
+# The classes that may be named in a file that torch will run: what trainers' own settings are made
+# of. The names come from a checkpoint, and a pickle calls what it names.
+CLASSES = frozenset(
+    (
+        "argparse.Namespace",
+        "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+    )
+)
+
+
+def values(extras: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Extras by file and name as `from_json` makes them, and a note on each that cannot be
+    written.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    notes: list[str] = []
+    for file, named in extras.items():
+        found[file] = {}
+        for name, value in named.items():
+            try:
+                found[file][name] = from_json(value)
+            except UnsupportedLeaf as error:
+                notes.append(f"{name} of {file} is left out: {error}")
+            except (ValueError, TypeError, ArithmeticError) as error:
+                notes.append(
+                    f"{name} of {file} is left out: it is not what an import makes of a value"
+                    f" ({error})"
+                )
+    return found, notes
+
+
+def from_json(value: Any) -> Any:
+    """The value that `formats.extras.as_json` made JSON of, for `torch_pickle`: a class is a name,
+    not the class.
+
+    A tensor and a numpy array are one in JSON; both come back as an array, which is written as a
+    tensor. Raises UnsupportedLeaf for an object of a class that is not in `CLASSES`.
+    """
+    match value:
+        case {"!array": str(data), "dtype": str(name), "shape": list(shape)}:
+            flat = np.frombuffer(base64.b64decode(data), _dtype(name))
+            return flat.reshape(shape)
+        case {"!record": str(name), "args": list(args), "fields": dict(fields)}:
+            return _record(name, from_json(args), from_json(fields))
+        case {"!opaque": str(name)}:
+            raise UnsupportedLeaf(f"it has an object of {name}, and torch would run what makes one")
+        case {"!complex": [real, imaginary]} if len(value) == 1:
+            return complex(real, imaginary)
+        case dict() if len(value) == 1:
+            return _tagged(*next(iter(value.items())))
+        case dict():
+            return {key: from_json(item) for key, item in value.items()}
+        case list():
+            return list(map(from_json, value))
+    return value
+
+
+def _tagged(key: str, content: Any) -> Any:
+    """The value of a dict with one key, which may be a tag."""
+    kind, decode = _TAGS.get(key, (object, None))
+    if decode is None or not isinstance(content, kind):
+        return {key: from_json(content)}
+    return decode(content)
+
+
+def _left_out(reason: str) -> Any:
+    raise UnsupportedLeaf(f"it has a tensor that was not read: {reason}")
+
+
+def _dict(pairs: list[Any]) -> dict[Any, Any]:
+    return {from_json(key): from_json(item) for key, item in pairs}
+
+
+# By tag, the kind of content that it is for, and what makes the value of it.
+_TAGS: dict[str, tuple[type, Callable[[Any], Any]]] = {
+    "!float": (str, float),
+    "!text": (str, str),
+    "!bytes": (str, base64.b64decode),
+    "!dtype": (str, lambda name: torch_dtype(_dtype(name))),
+    "!left_out": (str, _left_out),
+    "!tuple": (list, lambda items: tuple(map(from_json, items))),
+    "!set": (list, lambda items: set(map(from_json, items))),
+    "!dict": (list, _dict),
+}
+
+
+def _record(name: str, args: list[Any], fields: dict[str, Any]) -> Any:
+    if name not in CLASSES:
+        raise UnsupportedLeaf(f"it has an object of {name}, and torch would run what makes one")
+    module, _, kind = name.rpartition(".")
+    return (
+        Call(Global(module, kind), tuple(args)) if args else Instance(Global(module, kind), fields)
+    )
+
+
+def _dtype(name: str) -> np.dtype:
+    return np.dtype(getattr(ml_dtypes, name, name))

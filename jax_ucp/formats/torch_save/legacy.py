@@ -1,0 +1,136 @@
+"""Files of torch.save before torch 1.6, which later versions still write if they are asked to.
+
+A file is five pickles, one after another: a magic number, the protocol's version, sizes of C types,
+the object, and the list of storage keys. Then come the storages in the order of that list: the
+number of elements, 8 bytes, and the elements, little-endian on every machine (`_legacy_save` and
+`_legacy_load` in `torch/serialization.py`; `writeFileRaw` in `torch/csrc/serialization.cpp`). A
+persistent id has one field more than in the zip format: None, or which part of its storage a view
+is, as torch wrote for storages that were views until 0.4.
+"""
+
+from __future__ import annotations
+
+from mmap import mmap
+from typing import Any
+
+from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.formats.torch_save import unpickle as safe_pickle
+from jax_ucp.formats.torch_save.tensor_names import NAMES, Storage, StorageClass, not_a_storage
+from jax_ucp.formats.torch_save.zip_members import Member
+
+MAX_PICKLE_BYTES = 1 << 28
+_MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
+# How the pickle of the magic number begins, at protocol 2 to 5: the protocol, perhaps a frame, and
+# the number.
+_NUMBER = b"\x8a\x0a" + _MAGIC.to_bytes(10, "little") + b"."
+HEAD_BYTES = 2 + 9 + len(_NUMBER)
+
+
+def is_legacy(head: bytes) -> bool:
+    """Whether a file that begins with `head`, of at least HEAD_BYTES, is one of these."""
+    body = head[11:] if head[2:3] == b"\x95" else head[2:]
+    return head[:1] == b"\x80" and body.startswith(_NUMBER)
+
+
+def load(data: bytes | mmap, start: int, stop: int) -> tuple[object, dict[str, Member]]:
+    """The object of the file that is bytes `start` to `stop` of `data`, and where its storages lie
+    in the file.
+
+    Raises FormatError where the file is not as torch writes it, CorruptData where storages do not
+    fill it exactly.
+    """
+    at = start
+    for want, what in ((_MAGIC, "magic number"), (_PROTOCOL, "protocol")):
+        found, at = _pickle(data, at, stop)
+        if found != want:
+            raise FormatError(f"its {what} is {found!r:.40}, not {want}")
+    _, at = _pickle(data, at, stop)  # the sizes of C types: no storage depends on them
+    storages = _Storages()
+    end = min(stop, at + MAX_PICKLE_BYTES)
+    tree, at = safe_pickle.load_first(data, at, end, NAMES, storages.named)
+    keys, at = _pickle(data, at, stop)
+    return tree, storages.members(keys, data, at - start, start, stop)
+
+
+def _pickle(data: bytes | mmap, at: int, stop: int) -> tuple[object, int]:
+    return safe_pickle.load_first(data, at, min(stop, at + MAX_PICKLE_BYTES), {})
+
+
+class _Storages:
+    """The storages that the object's persistent ids name, before it is known where they are."""
+
+    def __init__(self):
+        self.roots: dict[str, tuple[StorageClass, int]] = {}
+        self.views: dict[str, tuple[str, int, int]] = {}
+
+    def named(self, persistent_id: object) -> Storage:
+        """The storage of a persistent id: ('storage', class, root key, location, number of
+        elements, view).
+        """
+        match persistent_id:
+            case ("storage", StorageClass() as kind, str(root), str(), int(numel), view):
+                pass
+            case _:
+                raise not_a_storage(persistent_id)
+        if kind.dtype is None:
+            raise FormatError(
+                f"a {kind} has no numpy dtype, so where the storages after it begin cannot be said;"
+                " save the file again with torch 1.6 or later"
+            )
+        size = numel * kind.dtype.itemsize
+        known, known_numel = self.roots.setdefault(root, (kind, numel))
+        assert known.dtype is not None, "of the storages that come here"
+        if numel < 0 or known_numel * known.dtype.itemsize != size:
+            raise CorruptData(
+                f"storage {root[:80]!r} has {known_numel} elements of {known} and {numel} of {kind}"
+                " at once"
+            )
+        if view is None:
+            return Storage(root, kind, size)
+        match view:
+            case (str(), int(offset), int(length)) if (
+                min(offset, length) >= 0 and offset + length <= numel
+            ):
+                pass
+            case _:
+                raise FormatError(
+                    f"{view!r:.80} is no part of storage {root[:80]!r} of {numel} elements"
+                )
+        key = f"{root}[{offset}:{offset + length}]"
+        first, length = offset * kind.dtype.itemsize, length * kind.dtype.itemsize
+        if self.views.setdefault(key, (root, first, length)) != (root, first, length):
+            raise CorruptData(f"{key[:80]!r} is said to have two dtypes")
+        return Storage(key, kind, length)
+
+    def members(
+        self, keys: Any, data: bytes | mmap, at: int, start: int, stop: int
+    ) -> dict[str, Member]:
+        """Where each storage lies, as a member of a zip file would; `at` counts from `start`."""
+        if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+            raise FormatError("the list of storages is no list of keys")
+        if len(set(keys)) != len(keys) or set(keys) != self.roots.keys():
+            raise CorruptData("the list of storages does not name just those that the object has")
+        found: dict[str, Member] = {}
+        for key in keys:
+            kind, numel = self.roots[key]
+            assert kind.dtype is not None
+            head = data[start + at : min(start + at + 8, stop)]
+            if len(head) < 8 or int.from_bytes(head, "little", signed=True) != numel:
+                raise CorruptData(
+                    f"storage {key[:80]!r} should be {numel} elements, but the file says"
+                    f" {head.hex() or 'no'}"
+                )
+            size = numel * kind.dtype.itemsize
+            found[key] = Member(key, at + 8, size, size, 0, False)
+            at += 8 + size
+            if start + at > stop:
+                raise CorruptData(
+                    f"storage {key[:80]!r} runs past the end of the file: it is truncated"
+                )
+        if start + at != stop:
+            raise CorruptData(f"{stop - start - at} bytes follow the last storage")
+        for key, (root, first, length) in self.views.items():
+            if key in self.roots:
+                raise FormatError(f"storage {key[:80]!r} and a view of {root[:80]!r} have one name")
+            found[key] = Member(key, found[root].offset + first, length, length, 0, False)
+        return found

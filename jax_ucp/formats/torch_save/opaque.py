@@ -1,0 +1,120 @@
+"""Objects of classes that are not known here: they may lie beside the weights, and decide nothing.
+
+The pickle interpreter makes an `Opaque` of each, without importing or calling anything. It is kept
+as JSON where it is an extra. Where it holds tensors, only its class knows what they are: then it
+must not be taken for the model, nor may another dict be taken for the model because this one cannot
+be looked into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from jax_ucp.formats.torch_save.optimizer_dicts import Steps, head, joined
+from jax_ucp.formats.torch_save.state_paths import has_word
+from jax_ucp.formats.torch_save.tensor_names import StoredTensor
+from jax_ucp.formats.torch_save.unpickle import Opaque, children, walk
+
+NAMES_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class WeightsPlace:
+    """Where in a trainer's nested dicts the weights are: in the dict at `model`, if there is one,
+    and in no optimizer.
+
+    It is `told` where a usual word for a model says so, or an optimizer that names the parameters.
+    """
+
+    model: Steps | None
+    told: bool
+    optimizers: frozenset[Steps]
+
+    def is_aside(self, path: Steps) -> bool:
+        """Whether what lies at a path is certainly no weight: it is an optimizer's, or beside a
+        model that is told.
+        """
+        if any(in_optimizer(path, optimizer) for optimizer in self.optimizers):
+            return True
+        if not self.told or has_word(path):
+            return False
+        return self.model is None or path[: len(self.model)] != self.model
+
+
+def weights_place(
+    paths: Mapping[str, Steps], at: Mapping[str, tuple[str, str]], in_optimizers: Collection[str]
+) -> WeightsPlace:
+    """Where the weights are, by the path of every tensor, its (state, parameter), and which are an
+    optimizer's.
+
+    >>> paths = {"model.w": ("model", "w"), "optim.state.0.m": ("optim", "state", 0, "m")}
+    >>> place = weights_place(paths, {"model.w": ("param", "w"), "optim.state.0.m": ("other", "")},
+    ...     {"optim.state.0.m"})
+    >>> place.is_aside(("ema",)), place.is_aside(("model", "v")), place.is_aside(("optim", "state",
+    ...     0, "n"))
+    (True, False, True)
+    """
+    weight = next((label for label, (state, _) in at.items() if state == "param"), None)
+    model = None if weight is None else _root_of(paths[weight], at[weight][1])
+    has_states = any(state not in ("param", "other") for state, _ in at.values())
+    told = has_states or (model is not None and has_word(model))
+    optimizers = frozenset(_before_state(paths[label]) for label in in_optimizers)
+    return WeightsPlace(model, told, optimizers)
+
+
+def _root_of(path: Steps, name: str) -> Steps | None:
+    """The dict from which a path is called `name`."""
+    roots = (path[:depth] for depth in range(len(path)))
+    return next((root for root in roots if joined(path[len(root) :]) == name), None)
+
+
+def in_optimizer(path: Steps, optimizer: Steps) -> bool:
+    """Whether a path leads to states or groups of the optimizer's dict at another path."""
+    return path[: len(optimizer)] == optimizer and _is_state(path[len(optimizer) :])
+
+
+def _before_state(path: Steps) -> Steps:
+    """The path of the optimizer's dict, of a path to a state in it."""
+    roots = (path[:depth] for depth in range(len(path)))
+    return next((root for root in roots if _is_state(path[len(root) :])), path)
+
+
+def _is_state(path: Steps) -> bool:
+    """Whether a path in an optimizer's dict leads to states or groups; a flattened key begins
+    with such a word.
+    """
+    return bool(path) and head(path[0]) in ("state", "param_groups")
+
+
+def tensor_holders(node: object) -> Iterator[Opaque]:
+    """The outermost objects of unknown classes in a tree that hold tensors, or may hold some."""
+    if isinstance(node, Opaque):
+        if node.closed or any(isinstance(inner, StoredTensor) for _, inner in walk(node)):
+            yield node
+        return
+    for _, child in children(node):
+        yield from tensor_holders(child)
+
+
+def closed_tensors(holder: Opaque) -> str:
+    """Why a tensor inside an object of an unknown class cannot be used, and what to do."""
+    return (
+        f"{holder.where} is an object of {holder.type}, which is not known here, and holds tensors"
+        " that only its class can tell apart. Save its state_dict(), or its tensors in a dict,"
+        " instead of the object"
+    )
+
+
+def unknown_notes(names: Collection[str]) -> list[str]:
+    """A note on the classes and functions that files name and nobody here knows; none if there
+    are none.
+    """
+    if not names:
+        return []
+    shown = ", ".join(sorted(names)[:NAMES_SHOWN])
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return [
+        f"the files name classes that are not known here: {shown}{more}. Nothing was imported;"
+        " their objects are kept closed, as extras, and decide nothing"
+    ]

@@ -1,0 +1,210 @@
+"""The optimizers in a trainer's nested state dict: their states by number or by name, and their
+groups.
+
+An optimizer is a dict with the keys `state` and `param_groups`, as
+`torch.optim.Optimizer.state_dict` makes it. A state of it lies at `state`, its owner, the state's
+name. The owner is a number in the optimizer's list of parameters, or a parameter's name. Or path
+and name are one flattened key, `state.layers.0.weight.exp_avg` (`flatten_optimizer_state_dict` of
+`torch.distributed.checkpoint.state_dict`), in which every dot may be the end of the owner's name.
+Where groups have `param_names`, numbers are those names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Steps = tuple[str | int, ...]
+Owner = int | str
+
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What an optimizer was told for some of its parameters, which are in its order."""
+
+    owners: tuple[Owner, ...]
+    settings: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class OptimizerDict:
+    """An optimizer at a path. Of a state's name in the file, `states` has every reading of it:
+    (owner, state).
+
+    Without `state`, a dict has an optimizer's groups alone: what it was told, of one that keeps
+    nothing.
+    """
+
+    path: Steps
+    states: dict[str, tuple[tuple[Owner, str], ...]] = field(default_factory=dict)
+    groups: list[Group] = field(default_factory=list)
+    flattened: bool = False
+    has_state: bool = True
+
+    @property
+    def numbered(self) -> bool:
+        return any(
+            isinstance(owner, int) for readings in self.states.values() for owner, _ in readings
+        )
+
+    @property
+    def where(self) -> str:
+        return joined(self.path) or "the outermost dict"
+
+    def lists(self) -> list[tuple[Owner, ...]]:
+        """The owners of each group in order; of a flattened optimizer, which has no lists, all
+        in one group.
+        """
+        if not self.flattened:
+            return [group.owners for group in self.groups]
+        return [tuple(dict.fromkeys(owner for group in self.groups for owner in group.owners))]
+
+    def listed(self) -> list[Owner]:
+        """The owners of all groups in order."""
+        return [owner for owners in self.lists() for owner in owners]
+
+
+def optimizer_dicts(
+    tensors: Mapping[str, Steps], objects: Mapping[Steps, Any]
+) -> dict[Steps, OptimizerDict]:
+    """The optimizers by path; `tensors` have their paths by name, `objects` are what is no tensor,
+    by path.
+
+    >>> optimizer = optimizer_dicts({"s": ("o", "state", 0, "exp_avg")},
+    ...     {("o", "param_groups", 0, "params"): [0]})
+    >>> optimizer["o",].states, optimizer["o",].groups[0].owners
+    ({'s': ((0, 'exp_avg'),)}, (0,))
+    """
+    with_state = dict.fromkeys(optimizer_paths([*tensors.values(), *objects]))
+    optimizers = {path: OptimizerDict(path) for path in with_state}
+    groups, flattened = _groups(objects), _flattened_groups(objects)
+    for path in dict.fromkeys([*groups, *flattened]):
+        if _first_prefix(path, optimizers) is None and path not in optimizers:
+            optimizers[path] = OptimizerDict(path, has_state=False)
+    names: dict[Steps, dict[int, str]] = {}
+    for path, optimizer in optimizers.items():
+        names[path] = _names_of_numbers(groups[path])
+        optimizer.groups = [Group(_owners(group, names[path]), group) for group in groups[path]]
+        optimizer.groups += [Group((name,), group) for name, group in flattened[path].items()]
+        optimizer.flattened = bool(flattened[path])
+    for name, stored in tensors.items():
+        path = _first_prefix(stored, with_state)
+        if path is not None and head(stored[len(path)]) == "state":
+            optimizers[path].states[name] = _readings(stored[len(path) :], names[path])
+    return optimizers
+
+
+def _first_prefix(path: Steps, dicts: Container[Steps]) -> Steps | None:
+    """The outermost of some dicts in which a path lies."""
+    prefixes = (path[:depth] for depth in range(len(path)))
+    return next((prefix for prefix in prefixes if prefix in dicts), None)
+
+
+def optimizer_paths(paths: Iterable[Steps]) -> list[Steps]:
+    """The outermost dicts with the keys `state` and `param_groups`, or keys that begin with them,
+    of paths to values.
+
+    >>> optimizer_paths([("model", "w"), ("optim", "state", "w", "step"),
+    ...     ("optim", "param_groups", 0, "lr")])
+    [('optim',)]
+    """
+    heads: dict[Steps, set[str]] = defaultdict(set)
+    for path in paths:
+        for depth, step in enumerate(path):
+            heads[path[:depth]].add(head(step))
+    optimizers = [path for path, keys in heads.items() if keys >= {"state", "param_groups"}]
+    every = frozenset(optimizers)
+    return [path for path in optimizers if _first_prefix(path, every) is None]
+
+
+def head(step: str | int) -> str:
+    """A key, or the first part of one that is flattened."""
+    return str(step).partition(".")[0]
+
+
+def joined(path: Iterable[str | int]) -> str:
+    return ".".join(map(str, path))
+
+
+def _groups(objects: Mapping[Steps, Any]) -> dict[Steps, list[dict[str, Any]]]:
+    """The `param_groups` of each optimizer, of the objects that lie in them, by path."""
+    found: dict[Steps, dict[int, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
+    for path, value in objects.items():
+        match path:
+            case (*optimizer, "param_groups", int(number), str(key)):
+                found[tuple(optimizer)][number][key] = value
+            # an item of a list, which come in order
+            case (*optimizer, "param_groups", int(number), str(key), int()):
+                found[tuple(optimizer)][number].setdefault(key, []).append(value)
+    return defaultdict(
+        list, {path: [groups[i] for i in sorted(groups)] for path, groups in found.items()}
+    )
+
+
+def _flattened_groups(objects: Mapping[Steps, Any]) -> dict[Steps, dict[str, dict[str, Any]]]:
+    """What an optimizer was told for each parameter, by its path, where keys are flattened."""
+    found: dict[Steps, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
+    for path, value in objects.items():
+        match path:
+            case (*optimizer, str(key)) if key.startswith("param_groups."):
+                name, _, setting = key.removeprefix("param_groups.").rpartition(".")
+                found[tuple(optimizer)][name][setting] = value
+    return found
+
+
+def _names_of_numbers(groups: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+    """The parameter of each number, where every group has as many names as numbers, and none
+    twice.
+    """
+    name_of: dict[int, str] = {}
+    count = 0
+    for group in groups:
+        numbers, names = group.get("params", []), group.get("param_names", [])
+        if not _all_of(numbers, int) or not _all_of(names, str) or len(numbers) != len(names):
+            return {}
+        name_of |= zip(numbers, names, strict=True)
+        count += len(names)
+    distinct = len(name_of) == len(set(name_of.values())) == count
+    return name_of if distinct else {}
+
+
+def _all_of(items: Any, kind: type) -> bool:
+    """Whether this is a list of numbers, or of texts; a bool is not a number."""
+    return isinstance(items, list) and all(type(item) is kind for item in items)
+
+
+def _owners(group: Mapping[str, Any], names: Mapping[int, str]) -> tuple[Owner, ...]:
+    """The parameters of a group: names, or numbers; none of a group that has something else."""
+    params = group.get("params")
+    if not isinstance(params, list) or not {*map(type, params)} <= {int, str}:
+        return ()
+    return tuple(_owner(param, names) for param in params)
+
+
+def _owner(key: int | str, names: Mapping[int, str]) -> Owner:
+    """What a key means: a name, or a number that has none."""
+    number = number_of(key)
+    return str(key) if number is None else names.get(number, number)
+
+
+def number_of(step: Any) -> int | None:
+    """The number that a key is: as it was pickled, or as a planner of DCP writes it in a path."""
+    if isinstance(step, str) and _NUMBER.fullmatch(step):
+        return int(step)
+    return step if type(step) is int else None
+
+
+def _readings(path: Steps, names: Mapping[int, str]) -> tuple[tuple[Owner, str], ...]:
+    """What a state, whose path begins at `state`, can be: (owner, state). A number is no name,
+    unless groups say so.
+    """
+    if path[0] == "state":
+        return ((_owner(path[1], names), joined(path[2:])),) if len(path) >= 3 else ()
+    parts = joined(path).removeprefix("state.").split(".")
+    splits = ((".".join(parts[:n]), ".".join(parts[n:])) for n in range(len(parts) - 1, 0, -1))
+    return tuple((owner, state) for owner, state in splits if not owner.isdigit())

@@ -1,0 +1,603 @@
+"""Which weights the optimizers of a nested state dict belong to: by names in the file, by proof, or
+by the user's word.
+
+- Names: every state names a tensor of one dict, with a shape that fits. Where they fit two dicts (a
+  copy of the model, another model of the same classes), nothing says whose optimizer it is.
+- Proof: the numbered optimizers have as many parameters as there are tensors that could be one, and
+  shapes leave one arrangement.
+- The user's word, `optimizer_groups`: every group is in the order of the model, or the names of
+  each group. Shapes are compared, and a second dict that fits as well must be excluded by full
+  names.
+
+All states of an optimizer are mapped, or none.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Collection, Container, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jax_ucp.formats.options import MODULE_ORDER, OptimizerGroups, remedy, word_note
+from jax_ucp.formats.pairing import (
+    Undecided,
+    candidates_by_shape,
+    contradiction,
+    only_division,
+    only_pairing,
+)
+from jax_ucp.formats.torch_save.optimizer_dicts import OptimizerDict, Owner, Steps, joined
+from jax_ucp.layout.fragments import Shape
+
+NUMBERS = "they go by numbers, and nothing stored says which parameter has which number"
+Member = tuple[Steps, Owner]  # a parameter of an optimizer
+Members = Mapping[Member, Mapping[str, Shape]]  # the shapes of its states
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of a nested state dict. `trainable`: an optimizer could own it, as its dtype is
+    floating or complex.
+
+    Tensors with an equal `tie` are one under several names.
+    """
+
+    path: Steps
+    shape: Shape = ()
+    trainable: bool = True
+    tie: Hashable = None
+
+
+def is_trainable(dtype: np.dtype) -> bool:
+    """Whether torch can have gradients of a tensor of this dtype: real or complex, of any
+    precision.
+    """
+    return dtype.kind not in "biu"
+
+
+@dataclass
+class Pairs:
+    """The place (state, parameter) of each state that is mapped, and what optimizers were told for
+    parameters.
+
+    `used`: there was an optimizer for which the user's word was needed.
+    """
+
+    at: dict[str, tuple[str, str]] = field(default_factory=dict)
+    settings: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    used: bool = False
+
+
+def pair_states(
+    tensors: Mapping[str, Stored],
+    optimizers: Sequence[OptimizerDict],
+    outside: Mapping[str, Stored],
+    model: Steps | None,
+    weights: Mapping[str, str],
+    groups: OptimizerGroups | None,
+) -> Pairs:
+    """The pairs of all optimizers. `outside` are the tensors in none; `weights` are those of the
+    dict `model`, with the names of parameters.
+
+    Raises Undecided where `groups`, the user's word, does not fit or leaves several ways.
+    """
+    pairing = _Pairing(tensors, optimizers, outside, model, weights)
+    pairing.by_names()
+    used = bool(pairing.open_optimizers())
+    if groups is None:
+        pairing.by_proof()
+    elif groups == MODULE_ORDER:
+        pairing.in_order(pairing.numbered())
+    else:
+        pairing.by_lists(groups)
+    return pairing.pairs(groups if used else None)
+
+
+class _Pairing:
+    """The optimizers of one file; each method settles some of them: `owned` or `apart` has every
+    one in the end.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Stored],
+        optimizers: Sequence[OptimizerDict],
+        outside: Mapping[str, Stored],
+        model: Steps | None,
+        weights: Mapping[str, str],
+    ):
+        self.tensors, self.outside, self.model, self.weights = tensors, outside, model, weights
+        self.optimizers = {optimizer.path: optimizer for optimizer in optimizers}
+        self.owned: dict[Steps, dict[Owner, str]] = {}
+        self.apart: dict[Steps, str] = {}
+        self.elsewhere: set[Steps] = set()  # those that are of tensors outside the model
+        # Of each dict that holds tensors, at any depth, the tensor of each name from there.
+        self.dicts: dict[Steps, dict[str, str]] = defaultdict(dict)
+        # of each name, the dicts that have it
+        self.roots: dict[Owner, list[Steps]] = defaultdict(list)
+        for name, stored in outside.items():
+            for root, inner in names_by_dict(stored.path):
+                self.dicts[root][inner] = name
+                self.roots[inner].append(root)
+
+    # Names.
+
+    def by_names(self) -> None:
+        """Settle the optimizers whose states have names."""
+        for path, optimizer in self.optimizers.items():
+            if optimizer.numbered:
+                continue
+            try:
+                self.owned[path] = self._named(optimizer)
+            except Undecided as error:
+                self.apart[path] = str(error)
+        self._drop_shared()
+
+    def _drop_shared(self) -> None:
+        """Keep apart optimizers that have the same state of the same parameter."""
+        optimizers: dict[tuple[str, str], set[Steps]] = defaultdict(set)
+        for path in self.owned:
+            for place in self.places(path).values():
+                optimizers[place].add(path)
+        sharing = [paths for paths in optimizers.values() if len(paths) > 1]
+        for path in set[Steps]().union(*sharing):
+            del self.owned[path]
+            self.apart[path] = "another optimizer has states of the same parameters"
+
+    def _named(self, optimizer: OptimizerDict) -> dict[Owner, str]:
+        """The tensors of the model that an optimizer with names is of. Raises Undecided."""
+        if self.model is None:
+            raise Undecided(self._no_model())
+        fitting: dict[Steps, dict[Owner, str]] = {}
+        for root in self._roots_of(optimizer):
+            if owned := self._in_dict(optimizer, root):
+                fitting[root] = owned
+        owned = fitting.pop(self.model, {})
+        others = [root for root, names in fitting.items() if not self._same_tensors(names, owned)]
+        if owned and others:
+            raise Undecided(
+                f"their names and shapes fit {_names([self.model, *others])} alike, and nothing"
+                " stored says whose they are"
+            )
+        if owned:
+            return owned
+        misfit = self._misfit(optimizer, self.model)
+        if not others:
+            raise Undecided(misfit)
+        self.elsewhere.add(optimizer.path)
+        raise Undecided(f"{misfit}; they fit {_names(others)}")
+
+    def _no_model(self) -> str:
+        return (
+            "nothing decides which dict is the model"
+            if self.outside
+            else "there are no weights in the file"
+        )
+
+    def _roots_of(self, optimizer: OptimizerDict) -> list[Steps]:
+        """The dicts that have what the first state names, or else what the first group names."""
+        first_state = next(iter(optimizer.states.values()), ())
+        owners: Sequence[Owner] = [owner for owner, _ in first_state]
+        if not owners and optimizer.groups:
+            owners = optimizer.groups[0].owners[:1]
+        return list(dict.fromkeys(root for owner in owners for root in self.roots[owner]))
+
+    def _in_dict(self, optimizer: OptimizerDict, root: Steps) -> dict[Owner, str]:
+        """The tensor of the dict that each owner of the optimizer names; empty if one names
+        none, or does not fit.
+        """
+        names = self.dicts[root]
+        states = self._states(optimizer, names)
+        listed = {owner for group in optimizer.groups for owner in group.owners}
+        owners = listed & names.keys()
+        if states.missing or not (states.shapes or owners == listed):
+            return {}
+        for owner, shapes in states.shapes.items():
+            if contradiction(shapes, self._shape(root, owner)):
+                return {}
+        with_state = [*states.shapes, *(owners - states.shapes.keys())]
+        return {owner: names[str(owner)] for owner in with_state}
+
+    def _same_tensors(self, tensors: Mapping[Any, str], others: Mapping[Any, str]) -> bool:
+        """Whether each of these tensors is the one that goes by the same key in `others`."""
+        return all(
+            self._tie(tensor) == self._tie(others.get(key)) for key, tensor in tensors.items()
+        )
+
+    def _misfit(self, optimizer: OptimizerDict, root: Steps) -> str:
+        """Why an optimizer with names is not of this dict."""
+        states = self._states(optimizer, self.dicts[root])
+        if states.missing and not any(optimizer.states[name] for name in states.missing):
+            return NUMBERS
+        if states.missing:
+            return (
+                f"{len(states.missing)} name no parameter of the model, the first"
+                f" {states.missing[0]}"
+            )
+        for owner, shapes in states.shapes.items():
+            shape = self._shape(root, owner)
+            if state := contradiction(shapes, shape):
+                return (
+                    f"{state} of {owner} has shape {list(shapes[state])}, but {owner} of the model"
+                    f" has {list(shape)}"
+                )
+        return "none names a parameter of the model"
+
+    def _states(self, optimizer: OptimizerDict, names: Collection[Owner] = ()) -> _States:
+        """The states by owner: a number, or one of `names`, of several that can be read the
+        longest.
+        """
+        states = _States()
+        for name, readings in optimizer.states.items():
+            for owner, state in readings:
+                if isinstance(owner, int) or owner in names:
+                    states.shapes[owner][state] = self.tensors[name].shape
+                    states.places[name] = owner, state
+                    break
+            else:
+                states.missing.append(name)
+        return states
+
+    def _shape(self, root: Steps, owner: Owner) -> Shape:
+        return self.outside[self.dicts[root][str(owner)]].shape
+
+    def _tie(self, name: str | None) -> Hashable:
+        """What is equal of two names of one tensor."""
+        stored = self.outside.get(name) if name is not None else None
+        if stored is None or stored.tie is None:
+            return name
+        return "tie", stored.tie
+
+    # Numbers.
+
+    def numbered(self) -> list[OptimizerDict]:
+        return [optimizer for optimizer in self.optimizers.values() if optimizer.numbered]
+
+    def by_proof(self) -> None:
+        """Settle the optimizers with numbers by shapes, if those leave one arrangement of all
+        tensors there are.
+        """
+        optimizers = self.numbered()
+        try:
+            pairs = self._proved(optimizers)
+        except Undecided as error:
+            self.apart |= {optimizer.path: f"{NUMBERS} ({error})" for optimizer in optimizers}
+            return
+        owned: dict[Steps, dict[Owner, str]] = defaultdict(dict)
+        for (path, owner), name in pairs.items():
+            owned[path][owner] = name
+        for optimizer in optimizers:
+            self._settle(optimizer, owned[optimizer.path])
+
+    def _proved(self, optimizers: Sequence[OptimizerDict]) -> dict[Member, str]:
+        """The tensor of each numbered parameter, by shapes, of those that no optimizer has.
+        Raises Undecided.
+        """
+        members = self._members(optimizers)
+        ties = {self._tie(name) for owned in self.owned.values() for name in owned.values()}
+        free = self._not_tied(ties)
+        if self.model is None:
+            raise Undecided(self._no_model())
+        if len(members) != len(free):
+            raise Undecided(f"there are {len(members)} of them for {len(free)} tensors")
+        return only_pairing(candidates_by_shape(members, self._shapes(free)))
+
+    def _settle(self, optimizer: OptimizerDict, owned: dict[Owner, str]) -> None:
+        stray = next((name for name in owned.values() if name not in self.weights), None)
+        if stray is not None:
+            self.elsewhere.add(optimizer.path)
+            self.apart[optimizer.path] = (
+                f"they are of {stray}, which is not a parameter of the model"
+            )
+        else:
+            self.owned[optimizer.path] = owned
+            self.apart.pop(optimizer.path, None)
+
+    def _members(self, optimizers: Sequence[OptimizerDict]) -> dict[Member, dict[str, Shape]]:
+        """The numbered parameters, in the order of the groups, and the shapes of their states."""
+        members: dict[Member, dict[str, Shape]] = {}
+        for optimizer in optimizers:
+            listed = optimizer.listed()
+            states = self._states(optimizer, listed).shapes
+            for owner in (*listed, *states):
+                members[optimizer.path, owner] = states.get(owner, {})
+        return members
+
+    def _distinct(self) -> list[str]:
+        """Tensors that an optimizer could own, each once; of tied ones that of the model, the
+        first of those.
+        """
+        trainable = [name for name, stored in self.outside.items() if stored.trainable]
+        trainable.sort(key=lambda name: name not in self.weights)
+        first: dict[Hashable, str] = {}
+        for name in trainable:
+            first.setdefault(self._tie(name), name)
+        kept = set(first.values())
+        return [name for name in self.outside if name in kept]
+
+    def _not_tied(self, ties: Container[Hashable]) -> list[str]:
+        """Tensors that an optimizer could own, without those of these ties."""
+        return [name for name in self._distinct() if self._tie(name) not in ties]
+
+    def _shapes(self, names: Sequence[str]) -> dict[str, Shape]:
+        return {name: self.outside[name].shape for name in names}
+
+    # The user's word.
+
+    def in_order(self, optimizers: Sequence[OptimizerDict]) -> None:
+        """Settle the optimizers with numbers: every group lists its parameters in the order of
+        the model.
+        """
+        if self.model is None:
+            raise Undecided(self._no_model())
+        if not optimizers and self.apart:
+            raise Undecided(
+                "no optimizer goes by numbers, and of one with names"
+                f" {next(iter(self.apart.values()))}"
+            )
+        members = self._members(optimizers)
+        self._check_listed(optimizers)
+        self._exclude_others(members)
+        groups: list[list[Member]] = []
+        for optimizer in optimizers:
+            groups += (
+                [(optimizer.path, owner) for owner in owners] for owners in optimizer.lists()
+            )
+
+        def fits(name: str, group: int, place: int) -> bool:
+            return not contradiction(members[groups[group][place]], self.outside[name].shape)
+
+        params = [name for name in self._distinct() if name in self.weights]
+        division = only_division(dict.fromkeys(params, 1), [*map(len, groups)], fits)
+        for optimizer in optimizers:
+            self.owned[optimizer.path] = {}
+            self.apart.pop(optimizer.path, None)
+        for name, (group, place) in division.items():
+            path, owner = groups[group][place]
+            self.owned[path][owner] = name
+
+    def _check_listed(self, optimizers: Sequence[OptimizerDict]) -> None:
+        for optimizer in optimizers:
+            listed = set(optimizer.listed())
+            states = self._states(optimizer, listed)
+            strays = [*states.missing, *sorted(map(str, states.shapes.keys() - listed))]
+            if strays:
+                raise Undecided(
+                    f"{optimizer.where} has states of what no group of it lists, the first"
+                    f" {strays[0]}"
+                )
+
+    def _exclude_others(self, members: Members) -> None:
+        """Raise Undecided if an optimizer could be that of tensors outside the model."""
+        others = self._not_tied({self._tie(name) for name in self.weights})
+        counts = Counter(path for path, _ in members)
+        candidates = candidates_by_shape(members, self._shapes(others))
+        unfit = {path for (path, _), names in candidates.items() if not names}
+        for path, count in counts.items():
+            if count <= len(others) and path not in unfit:
+                raise Undecided(
+                    f"{self.optimizers[path].where} could be the optimizer of other tensors than"
+                    f" the model's, such as {others[0]}; say it with lists of full names"
+                )
+
+    def by_lists(self, groups: Sequence[Sequence[str]]) -> None:
+        """Settle the optimizers that names in the file do not settle: `groups` are theirs, in
+        order.
+        """
+        optimizers = self.open_optimizers()
+        if not optimizers:
+            return
+        if self.model is None:
+            raise Undecided(self._no_model())
+        if sum(len(optimizer.lists()) for optimizer in optimizers) != len(groups):
+            raise Undecided(f"{len(groups)} lists for the groups of {sizes_of(optimizers)}")
+        self._check_listed(optimizers)
+        rest = iter(groups)
+        for optimizer in optimizers:
+            lists = list(itertools.islice(rest, len(optimizer.lists())))
+            if any(lists):
+                self._settle(optimizer, self._listed(optimizer, lists))
+            else:
+                self.apart[optimizer.path] = "optimizer_groups has no names for them"
+
+    def open_optimizers(self) -> list[OptimizerDict]:
+        """The optimizers for which there is something to say: those with numbers, and those that
+        names leave apart.
+        """
+        return [o for o in self.optimizers.values() if o.states and o.path not in self.owned]
+
+    def _listed(self, optimizer: OptimizerDict, lists: Sequence[Sequence[str]]) -> dict[Owner, str]:
+        """The tensor of each owner, by the names that the user gave."""
+        states = self._states(optimizer, optimizer.listed()).shapes
+        tensors = self._tensors_of([name for names in lists for name in names])
+        owned: dict[Owner, str] = {}
+        for i, (owners, names) in enumerate(zip(optimizer.lists(), lists, strict=True)):
+            if len(owners) != len(names):
+                raise Undecided(
+                    f"group {i} of {optimizer.where} has {len(owners)} parameters, but {len(names)}"
+                    " names"
+                )
+            for owner, name in zip(owners, names, strict=True):
+                owned[owner] = tensors[name]
+                self._check_word(optimizer, owner, name, states.get(owner, {}), tensors[name])
+        ties = set(map(self._tie, owned.values()))
+        if len(ties) != len(owned):
+            raise Undecided(f"two names for {optimizer.where} are one tensor")
+        return owned
+
+    def _check_word(
+        self,
+        optimizer: OptimizerDict,
+        owner: Owner,
+        name: str,
+        shapes: Mapping[str, Shape],
+        tensor: str,
+    ) -> None:
+        """Raise Undecided where an owner cannot be what the user calls `name`, by its name and
+        its states' shapes.
+        """
+        if isinstance(owner, str) and not _agree(owner, name):
+            raise Undecided(f"{name} is said to be what {optimizer.where} itself calls {owner}")
+        shape = self.outside[tensor].shape
+        if state := contradiction(shapes, shape):
+            raise Undecided(
+                f"{state} of {owner} in {optimizer.where} has shape {list(shapes[state])}, but"
+                f" {name}, which is said to be it, has {list(shape)}"
+            )
+
+    def _tensors_of(self, names: Sequence[str]) -> dict[str, str]:
+        """The tensors of names: all of them from the top of the file, or all in the model."""
+        in_model = self.dicts[self.model] if self.model is not None else {}
+        in_file = {name: name for name in names if name in self.outside}
+        tensors = {name: in_model[name] for name in names if name in in_model}
+        wanted = set(names)
+        if tensors.keys() == wanted == in_file.keys():
+            if not self._same_tensors(tensors, in_file):
+                raise Undecided(
+                    f"{names[0]} can be read from the top of the file, and in the model"
+                )
+            return tensors
+        if in_file.keys() == wanted:
+            return in_file
+        if self.model is not None and tensors.keys() == wanted:
+            self._refuse_rivals(self.model, tensors)
+            return tensors
+        unknown = [name for name in names if name not in in_model]
+        lost = next((name for name in unknown if name not in self.outside), unknown[0])
+        raise Undecided(
+            f"{lost} is not a parameter of the model, which has {', '.join([*in_model][:3])}, ..."
+        )
+
+    def _refuse_rivals(self, model: Steps, tensors: Mapping[str, str]) -> None:
+        """Raise Undecided where dicts beside the model have all these names for other tensors."""
+        rivals: list[Steps] = []
+        for root, names in self.dicts.items():
+            if tensors.keys() <= names.keys() and not self._same_tensors(tensors, names):
+                rivals.append(root)
+        if rivals:
+            example = joined((*model, next(iter(tensors))))
+            raise Undecided(
+                f"{_names([model, *rivals])} have these names; say which is meant: {example}"
+            )
+
+    # The result.
+
+    def pairs(self, groups: OptimizerGroups | None) -> Pairs:
+        """What was settled; `groups` are what the user said, if it was needed."""
+        self._drop_shared()
+        pairs = Pairs(settings=list(self._settings()), used=groups is not None)
+        for path in self.owned:
+            pairs.at |= self.places(path)
+        for path, reason in self.apart.items():
+            optimizer = self.optimizers[path]
+            if optimizer.states:
+                count = f"{len(optimizer.states)} optimizer states in {optimizer.where}"
+                pairs.notes.append(f"{count} are kept under `other`: {reason}")
+        if groups is not None:
+            pairs.notes.append(word_note(groups))
+        elif pairs.notes and self.model is not None:
+            pairs.notes += self._remedy()
+        return pairs
+
+    def places(self, path: Steps) -> dict[str, tuple[str, str]]:
+        """(state, parameter) of each state of an optimizer that is settled."""
+        owned = self.owned[path]
+        places = self._states(self.optimizers[path], owned.keys()).places
+        return {
+            name: (state, self.weights[owned[owner]]) for name, (owner, state) in places.items()
+        }
+
+    def _settings(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """What mapped optimizers were told; of a parameter that two of them list, nothing."""
+        settings: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+        optimizers: dict[str, set[Steps]] = defaultdict(set)
+        for path, owned in self.owned.items():
+            for group in self.optimizers[path].groups:
+                for owner in filter(owned.__contains__, group.owners):
+                    name = self.weights[owned[owner]]
+                    settings[name].append(group.settings)
+                    optimizers[name].add(path)
+        for name, of_parameter in settings.items():
+            if len(optimizers[name]) == 1:
+                yield from ((name, some) for some in of_parameter)
+
+    def _remedy(self) -> Iterator[str]:
+        """What to say so that states that are apart are mapped."""
+        optimizers = self.open_optimizers()
+        of_model = [optimizer for optimizer in optimizers if optimizer.path not in self.elsewhere]
+        if self._members(of_model):
+            sizes = f"{sizes_of(optimizers)}; an empty list leaves a group apart"
+            yield remedy(sizes, self._example(), self._ordered())
+
+    def _ordered(self) -> bool:
+        """Whether the order of the model would decide."""
+        trial = _Pairing(
+            self.tensors, [*self.optimizers.values()], self.outside, self.model, self.weights
+        )
+        if any(not optimizer.numbered for optimizer in self.open_optimizers()):
+            return False
+        try:
+            trial.in_order(trial.numbered())
+        except Undecided:
+            return False
+        return True
+
+    def _example(self) -> str:
+        """A name as a list must have it: a full one if a dict beside the model has it too."""
+        tensor, name = next(iter(self.weights.items()), ("", ""))
+        others = [
+            root for root, names in self.dicts.items() if root != self.model and name in names
+        ]
+        return tensor if others else name
+
+
+@dataclass
+class _States:
+    """Of an optimizer the shapes of states by owner, the place of each state, and states that
+    name no parameter.
+    """
+
+    shapes: dict[Owner, dict[str, Shape]] = field(default_factory=lambda: defaultdict(dict))
+    places: dict[str, tuple[Owner, str]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+
+
+def relative(path: Steps, root: Steps) -> Steps | None:
+    """The path from the dict `root`, if it lies there; in the outermost dict only what lies in
+    it directly does.
+    """
+    inside = path[: len(root)] == root if root else len(path) == 1 and isinstance(path[0], str)
+    return path[len(root) :] if inside else None
+
+
+def names_by_dict(path: Steps) -> Iterator[tuple[Steps, str]]:
+    """The dicts in which a path lies, the outermost first, and the name that it has from there."""
+    for depth in range(len(path)):
+        root = path[:depth]
+        if (inner := relative(path, root)) is not None:
+            yield root, joined(inner)
+
+
+def sizes_of(optimizers: Sequence[OptimizerDict]) -> str:
+    """How many parameters each group of the optimizers has."""
+    return ", ".join(f"{o.where} has {_sizes(o)}" for o in optimizers)
+
+
+def _sizes(optimizer: OptimizerDict) -> str:
+    return " + ".join(str(len(owners)) for owners in optimizer.lists())
+
+
+def _names(roots: Sequence[Steps]) -> str:
+    return " and ".join(sorted(joined(root) or "the outermost dict" for root in roots))
+
+
+def _agree(a: str, b: str) -> bool:
+    """Whether two names can be of one parameter: one ends with the other, as with the prefix of
+    a wrapper.
+    """
+    return a == b or a.endswith(f".{b}") or b.endswith(f".{a}")

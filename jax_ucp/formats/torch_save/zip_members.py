@@ -1,0 +1,269 @@
+"""Where the members of a zip file lie, checked so strictly that two readers cannot see two
+different files.
+
+`torch.save` writes zip files with miniz (`caffe2/serialize/inline_container.cc`, `miniz.c`):
+members stored, sizes and CRC in the central directory only (flag bit 3), zip64 where a number needs
+it. Python's `zipfile` forgives more than a checkpoint needs (overlaps, bytes before the archive,
+headers that disagree) and does not tell where a stored member's bytes begin, so we parse the
+directory ourselves, out of any buffer.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import NamedTuple
+
+from jax_ucp.errors import CorruptData, FormatError
+
+# signature, disk, directory's disk, entries here, entries, size, offset, comment
+_END = struct.Struct("<4s4H2LH")
+# ... record size, versions, disks, entries here, entries, size, offset
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR64 = struct.Struct("<4sLQL")  # signature, disk, offset of the zip64 end record, disks
+_CENTRAL = struct.Struct("<4s4H2H3L5H2L")
+_LOCAL = struct.Struct("<4s3H2H3L2H")
+_MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
+
+_STORED, _DEFLATED = 0, 8
+_SIZES_FOLLOW = 0x0008  # flag bit 3: sizes and CRC of the local header may be zero
+# deflate level, utf-8 names; all others encrypt or patch
+_KNOWN_FLAGS = _SIZES_FOLLOW | 0x0006 | 0x0800
+
+# Deflate cannot do better than 1032:1. One member is inflated at a time, and only when it is read.
+_MAX_RATIO = 1032
+_MAX_INFLATED = 1 << 30
+
+
+class Member(NamedTuple):
+    """One file of the archive: `stored_size` bytes from `offset`, `size` bytes once inflated."""
+
+    name: str
+    offset: int
+    size: int
+    stored_size: int
+    crc: int  # of the inflated bytes; 0 where torch was told not to compute it
+    deflated: bool
+
+
+class _Entry(NamedTuple):
+    """What the central directory says of a member."""
+
+    name: bytes
+    flags: int
+    method: int
+    crc: int
+    stored_size: int
+    size: int
+    header: int
+
+
+def zip_members(file: memoryview) -> dict[str, Member]:
+    """Every member by name, in the order of the directory, of a zip file that is the whole of
+    `file`.
+
+    Refused: a directory or a member that does not lie in the file, overlaps another or is named
+    twice, encryption, other methods than stored and deflated, several disks, a local header that
+    disagrees with the directory.
+    """
+    start, entries = _directory(file)
+    members: dict[str, Member] = {}
+    spans = []
+    for entry in entries:
+        member = _member(file, entry)
+        if member.name in members:
+            raise FormatError(f"zip member {member.name!r} occurs twice")
+        members[member.name] = member
+        spans.append((entry.header, member.offset + member.stored_size, member.name))
+    free = 0
+    for begin, end, name in sorted(spans):
+        if begin < free or end > start:
+            raise FormatError(
+                f"zip member {name!r} overlaps another or runs past byte {start}, where members end"
+            )
+        free = end
+    return members
+
+
+def member_bytes(file: memoryview, member: Member, max_bytes: int = _MAX_INFLATED) -> bytes:
+    """A copy of the member's bytes, inflated if need be, its CRC verified where the file has
+    one.
+    """
+    if member.size > max_bytes:
+        raise FormatError(
+            f"zip member {member.name!r} has {member.size} bytes, more than the {max_bytes} allowed"
+        )
+    raw = file[member.offset : member.offset + member.stored_size]
+    data = _inflate(raw, member) if member.deflated else bytes(raw)
+    if member.crc and zlib.crc32(data) != member.crc:
+        raise CorruptData(
+            f"the bytes of zip member {member.name!r} differ from their CRC: the file is damaged"
+        )
+    return data
+
+
+def _inflate(raw: memoryview, member: Member) -> bytes:
+    if member.size > _MAX_RATIO * member.stored_size:
+        raise FormatError(
+            f"zip member {member.name!r} would inflate {member.stored_size} bytes to {member.size}"
+        )
+    inflater = zlib.decompressobj(wbits=-15)
+    try:
+        data = inflater.decompress(raw, member.size + 1)
+    except zlib.error as error:
+        raise CorruptData(f"zip member {member.name!r} cannot be inflated: {error}") from error
+    if len(data) != member.size or not inflater.eof or inflater.unused_data:
+        raise CorruptData(
+            f"zip member {member.name!r} does not inflate to the {member.size} bytes it claims"
+        )
+    return data
+
+
+def _directory(file: memoryview) -> tuple[int, list[_Entry]]:
+    """Where the central directory starts, and its entries. Comments, which torch never writes,
+    are refused.
+    """
+    end = len(file) - _END.size
+    if end < 0 or file[end : end + 4] != b"PK\5\6":
+        raise FormatError(
+            "no zip end record at the end: the file is truncated, or no zip file of torch.save"
+        )
+    *numbers, comment = _END.unpack_from(file, end)[1:]
+    limit, (disk, start_disk, here, count, size, start) = _end64(file, end, numbers)
+    if disk or start_disk or here != count or comment:
+        raise FormatError(
+            "the zip end record speaks of several disks or of a comment: no file of torch.save"
+        )
+    if start + size != limit:
+        raise FormatError(
+            f"the zip directory, {size} bytes from {start}, does not end at its end record, {limit}"
+        )
+    if count * _CENTRAL.size > size:
+        raise FormatError(f"the zip directory claims {count} entries in {size} bytes")
+    entries, at = [], start
+    for _ in range(count):
+        entry, at = _entry(file, at, limit)
+        entries.append(entry)
+    if at != limit:
+        raise FormatError(f"the zip directory holds more than the {count} entries it claims")
+    return start, entries
+
+
+def _end64(file: memoryview, end: int, numbers: list[int]) -> tuple[int, list[int]]:
+    """Where the end records begin, and the numbers of the zip64 one, which torch always writes, if
+    there is one.
+
+    The numbers are this disk, the directory's disk, entries here, entries, size and offset of the
+    directory; those in the plain end record at `end` are the same or, where they do not fit, all
+    ones.
+    """
+    at = end - _LOCATOR64.size
+    if at < 0 or file[at : at + 4] != b"PK\6\7":
+        return end, numbers
+    _, disk, record, disks = _LOCATOR64.unpack_from(file, at)
+    if disk or disks > 1 or record + _END64.size > at or file[record : record + 4] != b"PK\6\6":
+        raise FormatError(f"no zip64 end record at byte {record}, where its locator points")
+    _, length, _, _, *wide = _END64.unpack_from(file, record)
+    if record + 12 + length != at:
+        raise FormatError(
+            f"the zip64 end record at byte {record} does not end at its locator, byte {at}"
+        )
+    full = (_MAX16, _MAX16, _MAX16, _MAX16, _MAX32, _MAX32)
+    if any(n not in (w, most) for n, w, most in zip(numbers, wide, full, strict=True)):
+        raise FormatError("the two end records of the zip file disagree")
+    return record, wide
+
+
+def _entry(file: memoryview, at: int, limit: int) -> tuple[_Entry, int]:
+    """The directory entry at byte `at`, and where the next one starts."""
+    if at + _CENTRAL.size > limit or file[at : at + 4] != b"PK\1\2":
+        raise FormatError(f"no zip directory entry at byte {at}")
+    fields = _CENTRAL.unpack_from(file, at)
+    flags, method, crc, stored_size, size = fields[3], fields[4], *fields[7:10]
+    name_length, extra_length, comment_length, disk, _, _, header = fields[10:]
+    extra_at = at + _CENTRAL.size + name_length
+    stop = extra_at + extra_length + comment_length
+    if stop > limit:
+        raise FormatError(f"the zip directory entry at byte {at} runs past the directory")
+    name = bytes(file[at + _CENTRAL.size : extra_at])
+    if _MAX32 in (size, stored_size, header):
+        wide = _zip64(file[extra_at : extra_at + extra_length])
+        size, stored_size, header = (
+            _widen(number, wide, name) for number in (size, stored_size, header)
+        )
+    if flags & ~_KNOWN_FLAGS or disk:
+        raise FormatError(
+            f"zip member {_text(name)!r} is encrypted or on another disk (flags {flags:#x})"
+        )
+    if method not in (_STORED, _DEFLATED) or (method == _STORED and size != stored_size):
+        raise FormatError(
+            f"zip member {_text(name)!r}: method {method}, {stored_size} bytes stored for {size}"
+        )
+    return _Entry(name, flags, method, crc, stored_size, size, header), stop
+
+
+def _member(file: memoryview, entry: _Entry) -> Member:
+    """The member of a directory entry, once its local header is found to agree.
+
+    Lengths of name and extra field come from the local header: torch pads the extra field to align
+    the bytes.
+    """
+    name, at = _text(entry.name), entry.header
+    if at + _LOCAL.size > len(file) or file[at : at + 4] != b"PK\3\4":
+        raise FormatError(f"zip member {name!r} has no local header at byte {at}")
+    _, _, flags, method, _, _, crc, stored_size, size, name_length, extra_length = (
+        _LOCAL.unpack_from(file, at)
+    )
+    name_at = at + _LOCAL.size
+    extra_at = name_at + name_length
+    offset = extra_at + extra_length
+    if offset + entry.stored_size > len(file):
+        raise FormatError(
+            f"zip member {name!r} runs past the end of the file: it is truncated or damaged"
+        )
+    if _MAX32 in (size, stored_size):
+        wide = _zip64(file[extra_at:offset])
+        size, stored_size = (_widen(number, wide, entry.name) for number in (size, stored_size))
+    here, there = (crc, stored_size, size), (entry.crc, entry.stored_size, entry.size)
+    agree = here == there or (
+        flags & _SIZES_FOLLOW and all([a in (0, b) for a, b in zip(here, there, strict=True)])
+    )
+    if not agree or (bytes(file[name_at:extra_at]), flags, method) != (
+        entry.name,
+        entry.flags,
+        entry.method,
+    ):
+        raise FormatError(f"zip member {name!r}: its local header and the zip directory disagree")
+    return Member(name, offset, entry.size, entry.stored_size, entry.crc, entry.method == _DEFLATED)
+
+
+def _zip64(extra: memoryview) -> list[int]:
+    """The 64-bit numbers of the zip64 field (id 1) of an extra field, in reverse; none without one.
+
+    torch's padding field ("FB") and others are skipped; bytes too short for a field end the search.
+    """
+    while len(extra) >= 4:
+        field, length = struct.unpack_from("<2H", extra)
+        if field == 1:
+            body = extra[4 : 4 + length]
+            return [
+                int.from_bytes(body[i : i + 8], "little") for i in range(0, len(body) // 8 * 8, 8)
+            ][::-1]
+        extra = extra[4 + length :]
+    return []
+
+
+def _widen(number: int, wide: list[int], name: bytes) -> int:
+    """`number`, or the next zip64 number where it is the 32-bit mark that stands for one."""
+    if number != _MAX32:
+        return number
+    if not wide:
+        raise FormatError(f"zip member {_text(name)!r} lacks its zip64 sizes")
+    return wide.pop()
+
+
+def _text(name: bytes) -> str:
+    try:
+        return name.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FormatError(f"zip member {name[:80]!r}: the name is not utf-8") from error

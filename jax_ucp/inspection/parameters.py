@@ -1,0 +1,79 @@
+"""The parameters of an opened checkpoint, one by one; notebooks show them as tables."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jax_ucp.layout.box import Box
+from jax_ucp.metadata import Leaf
+from jax_ucp.sources.contents import Contents, Piece, require_values
+from jax_ucp.sources.proved import ProvedReads
+from jax_ucp.text import visible
+
+
+@dataclass(frozen=True, repr=False)
+class Parameter:
+    """One parameter of an imported checkpoint: its states (`param`, `exp_avg`, ...), and where
+    their bytes are.
+    """
+
+    name: str
+    states: Mapping[str, Leaf]
+    contents: Contents
+    reads: ProvedReads
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.states["param"].shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.states["param"].dtype)
+
+    def where(self, state: str = "param") -> Sequence[Piece]:
+        """The pieces that one of its states is made of."""
+        return self.contents.where(self.states[state])
+
+    def read(self, state: str = "param", box: Box | None = None) -> np.ndarray:
+        """One of its states, or one box of it, proved by a sample as `Checkpoint.read` does."""
+        leaf = self.states[state]
+        require_values(self.contents, [leaf])
+        return self.reads.read(leaf, box)
+
+    def __repr__(self) -> str:
+        return f"<{visible(self.name)}: {self.dtype} {list(self.shape)}, {', '.join(self.states)}>"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (state, leaf.dtype, str(list(leaf.shape)), str(piece.target), str(piece))
+            for state, leaf in self.states.items()
+            for piece in self.contents.where(leaf)
+        ]
+        return table(self.name, ("state", "dtype", "shape", "block", "is stored in"), rows)
+
+
+class Parameters(dict[str, Parameter]):
+    """Parameters by name, in the checkpoint's order."""
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (p.name, str(p.dtype), str(list(p.shape)), ", ".join(p.states)) for p in self.values()
+        ]
+        return table(f"{len(rows)} parameters", ("parameter", "dtype", "shape", "states"), rows)
+
+
+def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The HTML of a table, with its title above it."""
+
+    def cells(tag: str, values: Sequence[str]) -> str:
+        return "".join(
+            f"<{tag} style='text-align:left'>{html.escape(visible(value))}</{tag}>"
+            for value in values
+        )
+
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    return f"<b>{html.escape(visible(title))}</b><table><tr>{cells('th', heads)}</tr>{body}</table>"

@@ -1,0 +1,180 @@
+"""What the commands say, as JSON values: `--json` prints them, and the tables are made of them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jax_ucp.formats.exporting import ExportPlan
+from jax_ucp.metadata import Axes, Leaf
+
+if TYPE_CHECKING:
+    from jax_ucp.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from jax_ucp.sharding.fit import Rule
+    from jax_ucp.sharding.reads import HostMesh
+    from jax_ucp.universal.copy import CopyPlan
+
+Report = dict[str, Any]
+
+
+def inspection(checkpoint: Checkpoint) -> Report:
+    """What is in a checkpoint: leaves with their sharding and where their bytes are, and the
+    inventory.
+    """
+    return {
+        **_head(checkpoint),
+        "leaves": [_leaf(checkpoint, leaf) for leaf in checkpoint.leaves],
+        "inventory": [
+            {"where": item.where, "what": item.what, "status": item.status, "reason": item.reason}
+            for item in checkpoint.inventory
+        ],
+        "extras": dict(checkpoint.extras),
+        "source": dict(checkpoint.source),
+    }
+
+
+def copy_plan(checkpoint: Checkpoint, target: str | None, plan: CopyPlan) -> Report:
+    """What a conversion by the plan would read, write and hold in memory."""
+    largest = max((block.nbytes for block in plan.blocks), default=0)
+    return {
+        **_head(checkpoint),
+        "target": target,
+        "read_bytes": checkpoint.nbytes,
+        "write_bytes": plan.write_bytes,
+        "blocks": len(plan.blocks),
+        "largest_block_bytes": largest,
+        "budget_bytes": plan.budget_bytes,
+        "peak_bytes_in_flight": plan.peak_bytes,
+        "leaves": [
+            {
+                "leaf": leaf.label,
+                "shape": list(leaf.shape),
+                "dtype": leaf.dtype,
+                "pieces": len(checkpoint.where(leaf)),
+                "outer_chunk": list(plan.chunks[leaf.name].outer),
+                "inner_chunk": list(plan.chunks[leaf.name].inner),
+            }
+            for leaf in checkpoint.leaves
+            if leaf.has_array
+        ],
+        "not_mapped": [
+            {"where": item.where, "what": item.what, "status": item.status, "reason": item.reason}
+            for item in checkpoint.inventory
+            if item.status != "mapped"
+        ],
+    }
+
+
+def export_plan(plan: ExportPlan, target: str) -> Report:
+    """What an export writes."""
+    return {
+        "path": target,
+        "format": plan.format,
+        "files": len(plan.files),
+        "tensors": sum(len(file.tensors) for file in plan.files),
+        "bytes": plan.write_bytes,
+        "budget_bytes": plan.budget_bytes,
+        "peak_bytes_in_flight": plan.peak_bytes,
+        "notes": list(plan.notes),
+    }
+
+
+def mesh_plan(checkpoint: Checkpoint, mesh: HostMesh, rules: Sequence[Rule]) -> Report:
+    """Where every leaf would go on a mesh, and what each of its hosts would read; needs no
+    devices.
+    """
+    from jax_ucp.sharding.fit import unused_rules  # brings in jax, which nothing else here needs
+    from jax_ucp.sharding.reads import planned_fit
+
+    leaves = []
+    for leaf in checkpoint.leaves:
+        if leaf.has_array:
+            fit = planned_fit(leaf, mesh, rules)
+            parts = [_parts(axes, mesh.sizes) for axes in fit.spec] + [1] * (
+                len(leaf.shape) - len(fit.spec)
+            )
+            local = [n // p for n, p in zip(leaf.shape, parts, strict=True)]
+            nbytes = math.prod(local) * np.dtype(leaf.dtype).itemsize
+            leaves.append(
+                {
+                    "leaf": leaf.label,
+                    "shape": list(leaf.shape),
+                    "spec": [list(axes) if isinstance(axes, tuple) else axes for axes in fit.spec],
+                    "device_shape": local,
+                    "device_bytes": nbytes,
+                    "notes": list(fit.notes),
+                }
+            )
+    reads = checkpoint.plan_reads(mesh.sizes, rules=rules, hosts=mesh.hosts)
+    return {
+        "mesh": mesh.sizes,
+        "devices": mesh.devices,
+        "device_bytes": sum(leaf["device_bytes"] for leaf in leaves),
+        "hosts": [
+            {
+                "read_bytes": read,
+                "needed_bytes": needed,
+                "files": files,
+                "amplification": read / max(1, needed),
+            }
+            for read, needed, files in zip(
+                reads.read.tolist(), reads.needed.tolist(), reads.files.tolist(), strict=True
+            )
+        ],
+        "amplification": reads.amplification,
+        "balance": reads.balance,
+        "leaves": leaves,
+        "notes": unused_rules(rules, checkpoint.leaves),
+    }
+
+
+def mesh_notes(checkpoint: Checkpoint, mesh: HostMesh, rules: Sequence[Rule]) -> list[str]:
+    """What a mesh does not have of the placement asked for."""
+    from jax_ucp.sharding.reads import fit_notes  # brings in jax, which nothing else here needs
+
+    return fit_notes(checkpoint.leaves, mesh, rules)
+
+
+def _head(checkpoint: Checkpoint) -> Report:
+    statuses = Counter(item.status for item in checkpoint.inventory)
+    return {
+        "path": checkpoint.path,
+        "format": checkpoint.format,
+        "bytes": checkpoint.nbytes,
+        "arrays": sum(leaf.has_array for leaf in checkpoint.leaves),
+        "items": {status: statuses[status] for status in ("mapped", "extra", "skipped")},
+        "notes": list(checkpoint.notes),
+    }
+
+
+def _leaf(checkpoint: Checkpoint, leaf: Leaf) -> Report:
+    found: Report = {"leaf": leaf.label, "kind": leaf.kind}
+    if not leaf.has_array:
+        return found | {"value": leaf.value}
+    found |= {"shape": list(leaf.shape), "dtype": leaf.dtype}
+    if leaf.sharding:
+        found["mesh"] = dict(zip(leaf.sharding.axis_names, leaf.sharding.axis_sizes, strict=True))
+        found["spec"] = [
+            list(axes) if isinstance(axes, tuple) else axes for axes in leaf.sharding.spec
+        ]
+    found["stored"] = [
+        {
+            "file": p.file,
+            "item": p.item,
+            "from": str(p.source),
+            "to": str(p.target),
+            **({"rule": p.rule} if p.rule else {}),
+        }
+        for p in checkpoint.where(leaf)
+    ]
+    return found
+
+
+def _parts(axes: Axes, mesh: Mapping[str, int]) -> int:
+    return math.prod(mesh[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))

@@ -1,0 +1,681 @@
+"""A mapping applied to names and shapes: which parameters each leaf is made of, and where their
+elements go.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from jax_ucp.errors import LayoutError, SpecError
+from jax_ucp.layout.axes import (
+    Axis,
+    Claim,
+    Component,
+    Expression,
+    Known,
+    components,
+    infer,
+    is_padding,
+)
+from jax_ucp.layout.fragments import Shape
+from jax_ucp.layout.strided import LeafForm, LeafLayout, Part, part
+from jax_ucp.mapping.conditions import Undecided, holds, keys_in, unmet, values_of
+from jax_ucp.mapping.model_config import is_length, numbers_of
+from jax_ucp.mapping.rules import Mapping as LeafMapping
+from jax_ucp.mapping.rules import (
+    Power,
+    Requirement,
+    Rule,
+    expression,
+    filled,
+    name_regex,
+    placeholders,
+    shipped,
+    values_in,
+)
+from jax_ucp.shard_spec.arithmetic import names_in, size_of
+from jax_ucp.shard_spec.rules import regex_of
+
+FAULTS_SHOWN = 40
+MISSING_SHOWN = 3
+_NUMBER = re.compile(r"0|[1-9]\d{0,8}")
+_NO_CONFIG = "the checkpoint does not have its model's config"
+
+Values = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A mapping with the parameters of one checkpoint.
+
+    `leaves` says how each leaf is formed, `skipped` why a parameter is in none, `sizes` the length
+    of every axis that has a name. `notes` tell what is more than moving elements: padding, casts,
+    scaling, copies, and requirements that a user vouches for.
+    """
+
+    leaves: dict[str, LeafForm]
+    skipped: dict[str, str]
+    sizes: dict[str, int]
+    notes: list[str]
+
+
+@dataclass
+class _Instance:
+    """A rule with the parameters that it claims, of one value for each placeholder that leaves have
+    too.
+
+    `shared` are those values. `members` has for each name with placeholders the parameter of each
+    stacked place.
+    """
+
+    rule: Rule
+    shared: dict[str, str]
+    members: dict[str, dict[Values, str]] = field(default_factory=dict[str, dict[Values, str]])
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters that it claims; one that two names with placeholders stand for comes
+        twice.
+        """
+        return [name for members in self.members.values() for name in members.values()]
+
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        """The placeholders of parameters that are axes of the leaves."""
+        return _stacked(self.rule)
+
+    @property
+    def places(self) -> list[range]:
+        """The numbers of each stacked placeholder, from 0 to the largest that a parameter has."""
+        values = [values for members in self.members.values() for values in members]
+        numbers = (map(int, column) for column in zip(*values, strict=True))
+        return [range(max(column) + 1) for column in numbers]
+
+    def axes(self, pattern: str) -> str:
+        """What the rule says of the axes of a parameter."""
+        return self.rule.params[pattern] if pattern in self.rule.params else self.rule.tied[pattern]
+
+    def spread(self, axes: str, rest: int) -> Expression:
+        """The expression with names for the `rest` axes that `...` stands for."""
+        # Two parameters of one rule may have other lengths there, so the names are of this instance
+        # alone.
+        at = f" of {self.rule.label}" + (f" for {self.shared}" if self.shared else "")
+        return expression(axes).spread([f"...{i}{at}" for i in range(rest)])
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a requirement: met, assumed on the user's word, or unmet; and what the
+    config has there.
+    """
+
+    requirement: Requirement
+    state: Literal["met", "assumed", "unmet"]
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.requirement.name}: {self.found}; {self.requirement.reason}"
+
+
+def outcomes(
+    mapping: LeafMapping, config: Mapping[str, Any], assumed: Collection[str] = ()
+) -> list[Outcome]:
+    """What becomes of every requirement of a mapping. Without a config none is met: it is not one
+    of defaults.
+
+    Raises LayoutError where what is assumed is none of them.
+    """
+    names = [requirement.name for requirement in mapping.requires]
+    if strays := sorted(set(assumed) - set(names)):
+        has = ", ".join(names) or "none"
+        raise LayoutError(
+            f"{', '.join(strays)} in assume: the requirements of {mapping.name} are {has}"
+        )
+    return [_outcome(requirement, config, assumed) for requirement in mapping.requires]
+
+
+def _outcome(
+    requirement: Requirement, config: Mapping[str, Any], assumed: Collection[str]
+) -> Outcome:
+    fault = unmet(requirement.that, config) if config else _NO_CONFIG
+    if not fault:
+        return Outcome(requirement, "met", values_of(keys_in(requirement.that), config))
+    return Outcome(requirement, "assumed" if requirement.name in assumed else "unmet", fault)
+
+
+def bind(
+    mapping: LeafMapping,
+    shapes: Mapping[str, Shape],
+    given: Mapping[str, int],
+    config: Mapping[str, Any],
+    assumed: Collection[str] = (),
+) -> Bound:
+    """How the parameters of these shapes form leaves.
+
+    `given` are lengths by name, `config` is what the model's config says, `assumed` are the names
+    of requirements that the user vouches for.
+
+    Raises LayoutError with everything that is wrong: requirements that the config does not meet,
+    names that no rule claims or several do, rules that find nothing, layers that are missing,
+    lengths that contradict one another or do not divide, leaves formed twice.
+    """
+    checked = outcomes(mapping, config, assumed)
+    faults = _unmet_faults(
+        mapping, shapes, config, [one for one in checked if one.state == "unmet"]
+    )
+    if strays := sorted(given.keys() - mapping.names):
+        faults.append(
+            f"{', '.join(strays)} in sizes: no rule and no size of {mapping.name} has that name"
+        )
+    mapping, undecided = _with_rules_that_hold(mapping, config)
+    if undecided:  # which is said already where no config is there to decide
+        raise _refusal(mapping, faults if faults and not config else [*faults, *undecided])
+    bound = _bound(mapping, shapes, given, numbers_of(config), faults)
+    vouched = [
+        f"on the user's word, against the requirement {one}"
+        for one in checked
+        if one.state == "assumed"
+    ]
+    return replace(bound, notes=[*vouched, *bound.notes])
+
+
+def _unmet_faults(
+    mapping: LeafMapping,
+    shapes: Mapping[str, Shape],
+    config: Mapping[str, Any],
+    lacking: Sequence[Outcome],
+) -> list[str]:
+    """A fault for each requirement that is not met, the last with what to do about them."""
+    if not lacking:
+        return []
+    vouch = "to vouch for a requirement, name it in assume= (--assume)"
+    if not config:
+        names = ", ".join(one.requirement.name for one in lacking)
+        return [f"requires {names}, but {_NO_CONFIG}: give it, config= (--config); {vouch}"]
+    fitting = ", ".join(_fitting(mapping, shapes, config))
+    remedy = f"{fitting} fits this model; {vouch}" if fitting else vouch
+    *faults, last = [f"requires {one}" for one in lacking]
+    return [*faults, f"{last}; {remedy}"]
+
+
+def _fitting(
+    mapping: LeafMapping, shapes: Mapping[str, Shape], config: Mapping[str, Any]
+) -> Iterator[str]:
+    """The mappings of the package to the same target, one way or the other, that fit."""
+    target = mapping.name.removesuffix(".yaml").rpartition("-to-")[2]
+    names = [name for name in shipped() if name.endswith(f"-to-{target}")]
+    for name in names:
+        one = LeafMapping.load(name)
+        for way in (one, one.inverse()) if one.requires else ():
+            with suppress(LayoutError):
+                if all(outcome.state == "met" for outcome in outcomes(way, config)):
+                    bind(way, shapes, {}, config)
+                    yield name
+
+
+def _with_rules_that_hold(
+    mapping: LeafMapping, config: Mapping[str, Any]
+) -> tuple[LeafMapping, list[str]]:
+    """The mapping without rules whose `when` does not hold, and a fault for each that the config
+    leaves open.
+    """
+    rules: list[Rule] = []
+    faults: list[str] = []
+    for rule in mapping.rules:
+        if rule.when and not config:
+            faults.append(f"{rule.label} is there when `{rule.when}`, but {_NO_CONFIG}")
+            continue
+        try:
+            if not rule.when or holds(rule.when, config):
+                rules.append(rule)
+        except Undecided as error:
+            faults.append(f"{rule.label} is there when `{rule.when}`, but the config has {error}")
+    return replace(mapping, rules=tuple(rules)), faults
+
+
+def _refusal(mapping: LeafMapping, faults: Sequence[str]) -> LayoutError:
+    distinct = list(dict.fromkeys(faults))
+    more = [f"... and {len(distinct) - FAULTS_SHOWN} more"] if len(distinct) > FAULTS_SHOWN else []
+    title = f"{mapping.name} does not fit the checkpoint in {len(distinct)} places:"
+    return LayoutError("\n  ".join([title, *distinct[:FAULTS_SHOWN], *more]))
+
+
+def _bound(
+    mapping: LeafMapping,
+    shapes: Mapping[str, Shape],
+    given: Mapping[str, int],
+    config: Mapping[str, int],
+    faults: list[str],
+) -> Bound:
+    """How parameters form leaves by the rules that are there. Raises LayoutError with `faults`
+    and all others.
+    """
+    skipped, instances = _claimed(mapping, shapes, faults)
+    claims = [claim for instance in instances for claim in _shape_claims(instance, shapes, faults)]
+    lengths = infer(claims, _known(mapping, given, config, faults))
+    faults += lengths.faults
+    faults += _scale_faults(mapping, instances, lengths.known)
+    notes = _independent_copies(instances)
+    leaves = {} if faults else _leaves(instances, shapes, lengths.sizes, faults, notes)
+    faults += _nested_leaves(leaves)
+    if faults:
+        raise _refusal(mapping, faults)
+    sizes = {name: n for name, n in lengths.sizes.items() if name.isidentifier()}
+    return Bound(leaves, skipped, sizes, list(dict.fromkeys(notes)))
+
+
+def _scale_faults(
+    mapping: LeafMapping, instances: Sequence[_Instance], known: Mapping[str, Known]
+) -> Iterator[str]:
+    scales = [instance.rule.factor for instance in instances]
+    for size in sorted({scale.size for scale in scales if isinstance(scale, Power)}):
+        if size not in known:
+            yield (
+                f"{mapping.name} scales by a power of {size}, which has no length; give it in sizes"
+            )
+
+
+def _independent_copies(instances: Sequence[_Instance]) -> list[str]:
+    """A note for each rule that gives several leaves the same elements."""
+    rules = {id(instance.rule): instance.rule for instance in instances}
+    labels = [rule.label for rule in rules.values() if rule.inverse().tied]
+    return [
+        f"{label}: one parameter becomes several leaves, which are independent from then on"
+        for label in labels
+    ]
+
+
+def _nested_leaves(names: Collection[str]) -> Iterator[str]:
+    """A fault for each leaf with a leaf above it."""
+    for name in names:
+        *above, _ = itertools.accumulate(name.split("/"), "{}/{}".format)
+        for leaf in above:
+            if leaf in names:
+                yield f"{leaf} is a leaf, so {name} cannot be below it"
+
+
+def _claimed(
+    mapping: LeafMapping, shapes: Mapping[str, Shape], faults: list[str]
+) -> tuple[dict[str, str], list[_Instance]]:
+    """What becomes of every name: skipped with the reason, or a member of an instance of a rule."""
+    claims: dict[str, list[str]] = {name: [] for name in shapes}
+    skipped: dict[str, str] = {}
+    for skip in mapping.skips:
+        for name in filter(re.compile(regex_of(skip.param)).fullmatch, shapes):
+            skipped[name] = skip.reason
+            claims[name].append(f"skip {skip.param!r}")
+    instances: list[_Instance] = []
+    contested = _claimed_twice(mapping, shapes)
+    for rule in mapping.rules:
+        of_rule = _instances(rule, shapes, contested)
+        if not of_rule and not rule.optional:
+            faults.append(f"{rule.label} finds no parameter")
+        for name in itertools.chain.from_iterable(instance.names for instance in of_rule):
+            claims[name].append(rule.label)
+        instances += of_rule
+    faults += _claim_faults(claims, shapes)
+    return skipped, instances
+
+
+def _instances(
+    rule: Rule, shapes: Mapping[str, Shape], contested: Collection[str]
+) -> list[_Instance]:
+    """The parameters that a rule claims, by the values of the placeholders that leaves have too."""
+    instances: dict[Values, _Instance] = {}
+    shared, stacked = _shared(rule), _stacked(rule)
+    for pattern in (*rule.params, *rule.tied):
+        for name, shape in shapes.items():
+            values = values_in(pattern, name)
+            if values is None:
+                continue
+            if rule.optional and name in contested and not _fits(rule, pattern, shape):
+                continue
+            of_leaf = {key: values[key] for key in shared}
+            instance = instances.setdefault(tuple(of_leaf.values()), _Instance(rule, of_leaf))
+            members = instance.members.setdefault(pattern, {})
+            # Of two names that mean one place, 3 and 03, the second stays without a claim.
+            members.setdefault(tuple(values[key] for key in stacked), name)
+    return list(instances.values())
+
+
+def _claim_faults(
+    claims: Mapping[str, Sequence[str]], shapes: Mapping[str, Shape]
+) -> Iterator[str]:
+    """A fault for names that not just one rule or skip claims.
+
+    Layers share what is wrong with them, so names that differ in numbers alone are told once.
+    """
+    alike: dict[tuple[str, Shape, tuple[str, ...]], list[str]] = defaultdict(list)
+    for name, claimants in claims.items():
+        if len(claimants) != 1:
+            alike[re.sub(r"\d+", "#", name), shapes[name], tuple(claimants)].append(name)
+    for (_, shape, claimants), names in alike.items():
+        fault = f"claimed {len(claimants)} times, {'; '.join(claimants)}"
+        if not claimants:
+            fault = "claimed by no rule; map it, or skip it with a reason"
+        others = f" and {len(names) - 1} more of other numbers" if len(names) > 1 else ""
+        yield f"{names[0]} {list(shape)}{others}: {fault}"
+
+
+def _claimed_twice(mapping: LeafMapping, shapes: Mapping[str, Shape]) -> set[str]:
+    """The names that several rules match, such as those that the inverse gives the leaves of a
+    dense and a sparse MLP: an optional rule then means the arrays that have as many axes as it
+    names."""
+    seen: Counter[str] = Counter()
+    for rule in mapping.rules:
+        regexes = _param_regexes(rule)
+        seen.update(name for name in shapes if any(regex.fullmatch(name) for regex in regexes))
+    return {name for name, count in seen.items() if count > 1}
+
+
+def _fits(rule: Rule, pattern: str, shape: Shape) -> bool:
+    said = expression({**rule.params, **rule.tied}[pattern])
+    return len(shape) >= len(said.dims) - 1 if said.rest else len(shape) == len(said.dims)
+
+
+def _shared(rule: Rule) -> tuple[str, ...]:
+    """The placeholders that are in the names of both sides."""
+    of_leaves = placeholders(next(iter(rule.leaves)))
+    return tuple(key for key in placeholders(next(iter(rule.params))) if key in of_leaves)
+
+
+def _stacked(rule: Rule) -> tuple[str, ...]:
+    """The placeholders of the parameters that are axes of the leaves."""
+    of_leaves = placeholders(next(iter(rule.leaves)))
+    return tuple(key for key in placeholders(next(iter(rule.params))) if key not in of_leaves)
+
+
+def _shape_claims(
+    instance: _Instance, shapes: Mapping[str, Shape], faults: list[str]
+) -> list[Claim]:
+    """What a rule says of the shapes of the parameters it found, and of how many of them there
+    are.
+    """
+    if strays := list(_stray_numbers(instance)):
+        faults.append(strays[0])
+        return []
+    faults += _missing_members(instance)
+    return [*_count_claims(instance), *_member_claims(instance, shapes)]
+
+
+def _stray_numbers(instance: _Instance) -> Iterator[str]:
+    """Faults: stacked placeholders that stand for something else than a number."""
+    for i, key in enumerate(instance.stacked):
+        for pattern, names in instance.members.items():
+            numbers = {values[i] for values in names}
+            strays = sorted(number for number in numbers if not _NUMBER.fullmatch(number))
+            if strays:
+                yield (
+                    f"{instance.rule.label} stacks {{{key}}} of {pattern}, but finds"
+                    f" {', '.join(strays)} there"
+                )
+
+
+def _count_claims(instance: _Instance) -> Iterator[Claim]:
+    """The length of each stacked axis, which is the number of parameters."""
+    for i, key in enumerate(instance.stacked):
+        for pattern, names in instance.members.items():
+            label = f"the number of {{{key}}} in {filled(pattern, instance.shared)}"
+            count = max(int(values[i]) for values in names) + 1
+            yield Claim(label, Expression((Axis(key),)), (count,))
+
+
+def _missing_members(instance: _Instance) -> Iterator[str]:
+    """Faults: parameters that a rule needs beside those that it found."""
+    rule, places = instance.rule, instance.places
+    count = math.prod(map(len, places))
+    for pattern in (*rule.params, *filter(instance.members.__contains__, rule.tied)):
+        members = instance.members.get(pattern, {})
+        if rule.tied and not members:
+            continue  # one of the tied copies stands for it
+        missing = count - len(members)
+        absent = (place for place in _places(places) if place not in members)
+        for values in itertools.islice(absent, min(missing, MISSING_SHOWN)):
+            name = filled(
+                pattern, instance.shared | dict(zip(instance.stacked, values, strict=True))
+            )
+            yield f"{name} is not there, but {rule.label} needs it beside {instance.names[0]}"
+        if missing > MISSING_SHOWN:
+            yield f"... and {missing - MISSING_SHOWN} more of {pattern}"
+
+
+def _member_claims(instance: _Instance, shapes: Mapping[str, Shape]) -> Iterator[Claim]:
+    """The shapes of parameters; those of one name that have the same are one claim."""
+    for pattern, members in instance.members.items():
+        alike: dict[Shape, list[str]] = defaultdict(list)
+        for name in members.values():
+            alike[shapes[name]].append(name)
+        axes = instance.axes(pattern)
+        for shape, names in alike.items():
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            yield Claim(names[0] + more, instance.spread(axes, _rest(axes, shape)), shape)
+
+
+def _rest(axes: str, shape: Shape) -> int:
+    """How many axes of an array `...` stands for."""
+    said = expression(axes)
+    return len(shape) - len(said.dims) + 1 if said.rest else 0
+
+
+def _places(ranges: Sequence[range]) -> Iterator[Values]:
+    """Every combination of numbers, one at a time: a name with a stray number must not make a
+    list of all below it.
+    """
+    if not ranges:
+        yield ()
+        return
+    for number in ranges[0]:
+        for rest in _places(ranges[1:]):
+            yield (str(number), *rest)
+
+
+def _known(
+    mapping: LeafMapping, given: Mapping[str, int], config: Mapping[str, int], faults: list[str]
+) -> dict[str, Known]:
+    """The lengths that need no shapes: those given, and the mapping's sizes as far as the config
+    has their names.
+    """
+    known = {name: Known(n, "given in sizes") for name, n in given.items()}
+    numbers = {**config, **given}
+    waiting = {name: size for name, size in mapping.sizes.items() if name not in given}
+    while ready := [name for name, size in waiting.items() if names_in(size) <= numbers.keys()]:
+        for name in ready:
+            size = waiting.pop(name)
+            origin = f"{size} of the config" if isinstance(size, str) else "in the mapping"
+            try:
+                numbers[name] = size_of(size, numbers)
+                known[name] = Known(numbers[name], origin)
+            except SpecError as error:
+                faults.append(f"{mapping.name}: sizes: {name}: {error}")
+    return known
+
+
+def _leaves(
+    instances: Sequence[_Instance],
+    shapes: Mapping[str, Shape],
+    sizes: Mapping[str, int],
+    faults: list[str],
+    notes: list[str],
+) -> dict[str, LeafForm]:
+    """How each leaf is formed, by name; what is wrong is added to `faults`, what is to be told
+    to `notes`.
+    """
+    leaves: dict[str, LeafForm] = {}
+    for instance in instances:
+        for name, form in _formed(instance, shapes, sizes, faults, notes):
+            if name in leaves:
+                faults.append(
+                    f"the leaf {name} is formed twice, by {leaves[name].rule} and by {form.rule}"
+                )
+            leaves[name] = form
+    return leaves
+
+
+def _formed(
+    instance: _Instance,
+    shapes: Mapping[str, Shape],
+    sizes: Mapping[str, int],
+    faults: list[str],
+    notes: list[str],
+) -> Iterator[tuple[str, LeafForm]]:
+    """The leaves of one instance of a rule."""
+    rule = instance.rule
+    rest = _rest(instance.axes(next(iter(instance.members))), shapes[instance.names[0]])
+    params = {
+        pattern: instance.spread(instance.axes(pattern), rest) for pattern in instance.members
+    }
+    first, *copies = _copies(rule, params)
+    scale = _scale(rule, sizes)
+    if (scale, rule.add) != (1, 0):
+        notes.append(_scaled_note(rule, scale))
+    for pattern, axes in rule.leaves.items():
+        leaf = instance.spread(axes, rest)
+        for name, fixed in _leaf_places(pattern, instance.shared, sizes):
+            layout = _layout(instance, leaf, first, sizes, fixed)
+            if not layout.parts:
+                faults.append(
+                    f"{rule.label}: the leaf {name} of shape {list(layout.shape)} has no elements"
+                )
+                continue
+            tied = tuple(_layout(instance, leaf, copy, sizes, fixed) for copy in copies)
+            yield (
+                name,
+                LeafForm(layout, str(rule), tied, rule.cast, scale, rule.add, rule.backwards),
+            )
+            if layout.padding:
+                notes.append(
+                    f"{rule.label}: {layout.padding} elements of {pattern} are padding, zeros"
+                )
+    notes += _dropped_padding(rule, params, sizes)
+
+
+def _copies(rule: Rule, params: Mapping[str, Expression]) -> list[dict[str, Expression]]:
+    """The parameters that hold the elements of a rule's leaves: those of the rule, and each that
+    is tied to them.
+    """
+    own = {pattern: axes for pattern, axes in params.items() if pattern in rule.params}
+    tied = [{pattern: axes} for pattern, axes in params.items() if pattern in rule.tied]
+    return [own, *tied] if own else tied
+
+
+def _scaled_note(rule: Rule, scale: float) -> str:
+    change = f"(x - {rule.add}) / {scale}" if rule.backwards else f"x * {scale} + {rule.add}"
+    return (
+        f"{rule.label}: parameters x become {change}, rounded to their dtype; their moments are"
+        " left out"
+    )
+
+
+def _leaf_places(
+    pattern: str, shared: Mapping[str, str], sizes: Mapping[str, int]
+) -> Iterator[tuple[str, dict[str, int]]]:
+    """The leaves of a name with placeholders, each with its place on the axes that have a leaf
+    for each index.
+    """
+    unstacked = [key for key in placeholders(pattern) if key not in shared]
+    for place in itertools.product(*(range(sizes[key]) for key in unstacked)):
+        fixed = dict(zip(unstacked, place, strict=True))
+        numbers = {key: str(i) for key, i in fixed.items()}
+        yield filled(pattern, {**shared, **numbers}), fixed
+
+
+def _dropped_padding(
+    rule: Rule, params: Mapping[str, Expression], sizes: Mapping[str, int]
+) -> Iterator[str]:
+    """A note for each parameter that has padding, which no leaf has."""
+    for pattern, axes in params.items():
+        padding = [component for component in components(axes, sizes) if component.padding]
+        if padding:
+            every = frozenset[str]().union(*(component.names for component in padding))
+            names = " and ".join(sorted(filter(is_padding, every)))
+            yield f"{rule.label}: {names} of {pattern} is dropped; going back gives zeros there"
+
+
+def _scale(rule: Rule, sizes: Mapping[str, int]) -> float:
+    """The number by which a rule scales."""
+    scale = rule.factor
+    if not isinstance(scale, Power):
+        return scale
+    try:
+        return float(sizes[scale.size]) ** scale.exponent
+    except ArithmeticError as error:
+        raise LayoutError(
+            f"{rule.label}: the scale {rule.scale} cannot be, with {scale.size} ="
+            f" {sizes[scale.size]}: {error}"
+        ) from None
+
+
+def _layout(
+    instance: _Instance,
+    leaf: Expression,
+    params: Mapping[str, Expression],
+    sizes: Mapping[str, int],
+    fixed: Mapping[str, int],
+) -> LeafLayout:
+    """Where the elements of a leaf are in parameters; `fixed` are the places at which parameters
+    are unstacked.
+    """
+    stacked = instance.stacked
+    sources: dict[frozenset[str], tuple[str, Component]] = {}
+    for pattern, axes in params.items():
+        for component in components(axes, sizes):
+            sources[component.names.union(stacked)] = pattern, component
+    parts: list[Part] = []
+    for target in components(leaf, sizes):
+        if target.padding:
+            continue
+        pattern, source = sources[target.names.union(fixed)]
+        for place, name in _in_order(instance.members[pattern]):
+            indices = {**fixed, **dict(zip(stacked, place, strict=True))}
+            parts.append(part(name, source, target, sizes, indices))
+    return LeafLayout(leaf.shape(sizes), tuple(one for one in parts if 0 not in one.sizes))
+
+
+def _in_order(members: Mapping[Values, str]) -> list[tuple[tuple[int, ...], str]]:
+    """Parameters by their stacked places as numbers, in order."""
+    return sorted((tuple(map(int, values)), name) for values, name in members.items())
+
+
+@dataclass(frozen=True)
+class Said:
+    """What was said beside a checkpoint when it was mapped: lengths, requirements vouched for, a
+    model's config.
+    """
+
+    lengths: dict[str, int] = field(default_factory=dict[str, int])
+    assumed: tuple[str, ...] = ()
+    config: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+def said_before(mapping: LeafMapping, done: Mapping[str, Any]) -> Said:
+    """What was said to the mapping that made a checkpoint, if `mapping` undoes it; `done` is the
+    record of that.
+    """
+    rules, lengths = done.get("rules"), done.get("lengths")
+    if not isinstance(rules, dict) or not isinstance(lengths, dict):
+        return Said()
+    if not all(map(is_length, lengths.values())):
+        return Said()
+    if LeafMapping.from_dict(rules).inverse() != mapping:
+        return Said()
+    assumed, config = done.get("assumed"), done.get("config")
+    names = tuple(map(str, assumed)) if isinstance(assumed, list) else ()
+    return Said(lengths, names, config if isinstance(config, dict) else {})
+
+
+def unclaimed(mapping: LeafMapping, names: Sequence[str]) -> list[str]:
+    """The names that neither a rule nor a skip claims."""
+    regexes = [regex for rule in mapping.rules for regex in _param_regexes(rule)]
+    regexes += [re.compile(regex_of(skip.param)) for skip in mapping.skips]
+    return [name for name in names if not any(regex.fullmatch(name) for regex in regexes)]
+
+
+def _param_regexes(rule: Rule) -> list[re.Pattern[str]]:
+    return [name_regex(pattern) for pattern in (*rule.params, *rule.tied)]

@@ -1,0 +1,336 @@
+"""A checkpoint's tree `{state: {parameter: array}}` with the leaves of a model in place of the
+parameters.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from jax_ucp.errors import LayoutError, TreeMismatch, fault_lines
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.strided import LeafForm, LeafLayout, hull
+from jax_ucp.metadata import Group, Key, Leaf, groups_of, leaf_names
+from jax_ucp.sources.checks import Check, Extent, passed_on
+from jax_ucp.sources.contents import Contents, Item, Piece
+from jax_ucp.sources.dtypes import holds_every
+from jax_ucp.sources.mapped import Formed, MappedView
+
+
+def states_of(contents: Contents) -> dict[str, dict[str, Leaf]]:
+    """The leaves by state and by the parameter's name: what is below `param`, `exp_avg` and so on.
+
+    Raises TreeMismatch where the tree is no `{state: {parameter: array}}`.
+    """
+    states: dict[str, dict[str, Leaf]] = defaultdict(dict)
+    for leaf in contents.leaves:
+        if len(leaf.path) < 2 or not leaf.has_array:
+            raise TreeMismatch(
+                f"{contents.path}: {leaf.label} is no array of the state of a parameter"
+            )
+        state, *parts = map(str, leaf.path)
+        name = "/".join(parts)
+        if name in states[state]:
+            raise TreeMismatch(f"{contents.path} has two arrays {leaf.label}")
+        states[state][name] = leaf
+    if "param" not in states:
+        other = (
+            f"; {len(states['other'])} are below `other`, and its notes say why"
+            if "other" in states
+            else ""
+        )
+        raise TreeMismatch(
+            f"{contents.path} has no parameters: a mapping wants them below `param`{other}"
+        )
+    return dict(states)
+
+
+def map_contents(
+    contents: Contents,
+    forms: Mapping[str, LeafForm],
+    skipped: Mapping[str, str],
+    notes: list[str],
+    source: Mapping[str, Any],
+) -> Contents:
+    """The checkpoint with the leaves that `forms` says, at `(state, *parts of the name between
+    slashes)`.
+
+    A state that has the parameter's shape is mapped as the parameter is. One that is a number, such
+    as Adam's step, is that of every parameter that forms the leaf, and they must agree. `skipped`
+    names parameters that are left out, with the reason. `source` is what the result says of where
+    it comes from.
+
+    Raises LayoutError with every state that has another shape, or that only some of a leaf's
+    parameters have.
+    """
+    tree = _Tree(contents, forms)
+    leaves, formed = tree.leaves()
+    view = MappedView(contents.arrays, formed)
+    infos = view.arrays()
+    made = [
+        Leaf(path, name, "array", infos[name].shape, infos[name].dtype.name)
+        for path, name in leaves.items()
+    ]
+    labels = {leaf.name: leaf.label for leaf in made}
+
+    def checks(extent: Extent) -> Iterator[Check]:
+        yield from passed_on(contents.checks(extent), _users(formed))
+        for name in formed:
+            if view.has_copies(name):
+                nbytes = 2 * infos[name].nbytes
+                yield Check(
+                    labels[name],
+                    frozenset([name]),
+                    nbytes,
+                    partial(view.compare_copies, name, extent),
+                )
+
+    def where(leaf: Leaf) -> list[Piece]:
+        return list(_pieces(contents, tree.by_name, formed[leaf.name]))
+
+    return replace(
+        contents,
+        leaves=made,
+        arrays=view,
+        inventory=list(_inventory(contents, tree, skipped)),
+        groups=_groups(contents, forms),
+        notes=[*contents.notes, *notes, *tree.notes],
+        source=source,
+        checks=checks,
+        where=where,
+    )
+
+
+def _users(formed: Mapping[str, Formed]) -> dict[str, set[str]]:
+    """By the name of an array, the leaves that are made of it, or of a copy of which it is one."""
+    users: dict[str, set[str]] = defaultdict(set)
+    for name, leaf in formed.items():
+        for array in leaf.equal or leaf.form.params:
+            users[array].add(name)
+    return users
+
+
+class _Unmappable(Exception):
+    """A state of a leaf that has no place in the mapped checkpoint, in words."""
+
+
+class _Tree:
+    """The leaves of a mapped checkpoint, and what is said of those that are left out."""
+
+    def __init__(self, contents: Contents, forms: Mapping[str, LeafForm]):
+        self.states = states_of(contents)
+        self.by_name = {leaf.name: leaf for leaf in contents.leaves}
+        self.forms = forms
+        self.notes: list[str] = []
+        self.left: dict[str, str] = {}  # label of a state that is in no leaf -> why
+
+    def leaves(self) -> tuple[dict[tuple[Key, ...], str], dict[str, Formed]]:
+        """Paths with the names of their arrays, and how each array is formed."""
+        formed_at: dict[tuple[Key, ...], Formed] = {}
+        faults: list[str] = []
+        for state, name in itertools.product(self.states, self.forms):
+            try:
+                formed = self._formed(state, name)
+            except _Unmappable as fault:
+                faults.append(str(fault))
+                continue
+            if formed is not None:
+                formed_at[Key("dict", state), *(Key("dict", part) for part in name.split("/"))] = (
+                    formed
+                )
+        if faults:
+            lines = fault_lines(faults)
+            raise LayoutError(f"the states of {len(faults)} leaves cannot be mapped:\n  {lines}")
+        names = dict(zip(formed_at, leaf_names(list(formed_at)), strict=True))
+        return names, {names[path]: formed for path, formed in formed_at.items()}
+
+    def _formed(self, state: str, name: str) -> Formed | None:
+        """One state of a leaf; None where none of its parameters has it, or where it does not
+        follow.
+        """
+        form, leaves = self.forms[name], self.states[state]
+        params = [param for param in form.params if param in leaves]
+        if not params:
+            return None
+        layouts = _complete_layouts(form, params, f"{state}/{name}")
+        if form.scaled and state != "param":
+            self._leave_scaled(state, name, params)
+            return None
+        has_numbers = self._has_numbers(state, params)
+        dtype = _common_dtype([leaves[param] for param in params], f"{state}/{name}")
+        if has_numbers:
+            return Formed(form, [leaves[param].name for param in params])
+        first, *copies = (_renamed(layout, leaves) for layout in layouts)
+        renamed = replace(form, layout=first, copies=tuple(copies))
+        if state != "param":
+            return Formed(replace(renamed, dtype=""))
+        self._note_cast(name, dtype, form.dtype)
+        return Formed(renamed)
+
+    def _leave_scaled(self, state: str, name: str, params: Sequence[str]) -> None:
+        """Leave out a state of a leaf whose values are scaled."""
+        why = (
+            f"{name} is scaled: its {state} would be that of other values, and moments do not scale"
+            " with them"
+        )
+        self.left |= {f"{state}/{param}": why for param in params}
+        self.notes.append(f"{state}/{name} is left out: {why}")
+
+    def _has_numbers(self, state: str, params: Sequence[str]) -> bool:
+        """Whether a state of these parameters is a number of each, where it should have their
+        shapes else.
+        """
+        leaves, wanted = self.states[state], self.states["param"]
+        unlike = [param for param in params if leaves[param].shape != wanted[param].shape]
+        all_unlike = len(unlike) == len(params)
+        for param in unlike:
+            shape = leaves[param].shape
+            if shape != () or not all_unlike:
+                raise _Unmappable(
+                    f"{state} of {param} has shape {list(shape)}, the parameter"
+                    f" {list(wanted[param].shape)}: only states of the parameter's shape, and"
+                    " single numbers, have a place; open with weights_only=True to leave them"
+                )
+        return all_unlike
+
+    def _note_cast(self, name: str, stored: str, dtype: str) -> None:
+        if dtype in ("", stored):
+            return
+        how = "exact" if holds_every(np.dtype(dtype), np.dtype(stored)) else "rounded"
+        self.notes.append(f"{name} is cast from {stored} to {dtype}: {how}")
+
+
+def _complete_layouts(form: LeafForm, params: Collection[str], label: str) -> list[LeafLayout]:
+    """The layouts of a leaf that are made of these parameters alone.
+
+    Of tied parameters an optimizer has but one, so not every copy has a state. Raises _Unmappable
+    if none has.
+    """
+    layouts = [
+        layout
+        for layout in (form.layout, *form.copies)
+        if all(part.array in params for part in layout.parts)
+    ]
+    if layouts:
+        return layouts
+    lacking = sorted({part.array for part in form.layout.parts}.difference(params))
+    names = " and ".join(lacking[:3])
+    if len(lacking) > 3:
+        names += f" and {len(lacking) - 3} more"
+    raise _Unmappable(f"{label}: {next(iter(params))} has this state, but {names} not")
+
+
+def _common_dtype(leaves: Sequence[Leaf], label: str) -> str:
+    dtypes = {leaf.dtype for leaf in leaves}
+    if len(dtypes) > 1:
+        raise _Unmappable(f"{label}: its parameters differ in dtype, {', '.join(sorted(dtypes))}")
+    return dtypes.pop()
+
+
+def _renamed(layout: LeafLayout, leaves: Mapping[str, Leaf]) -> LeafLayout:
+    """The layout with the names of arrays in place of those of parameters."""
+    return replace(
+        layout, parts=tuple(replace(part, array=leaves[part.array].name) for part in layout.parts)
+    )
+
+
+def _pieces(contents: Contents, leaves: Mapping[str, Leaf], formed: Formed) -> Iterator[Piece]:
+    """Where the bytes of a leaf are: for each piece of its parameters the block of the leaf that
+    it fills.
+    """
+    if formed.equal:
+        for name in formed.equal:
+            yield from contents.where(leaves[name])
+        return
+    stored: dict[str, list[Piece]] = {}
+    for part in formed.form.layout.parts:
+        if part.array not in stored:
+            stored[part.array] = list(contents.where(leaves[part.array]))
+        back = part.inverse(part.array)
+        for piece in stored[part.array]:
+            filled = [hull(part.target, indices) for indices in back.inside(piece.target)]
+            if filled:
+                yield replace(piece, target=Box.around(filled), rule=formed.form.rule)
+
+
+def _groups(contents: Contents, forms: Mapping[str, LeafForm]) -> tuple[Group, ...]:
+    """What the optimizer was told for each leaf: that in which the parameters that form it
+    agree.
+    """
+    settings_of = {name: group.settings for group in contents.groups for name in group.params}
+    agreed: dict[str, dict[str, Any]] = {}
+    for leaf, form in forms.items():
+        settings = [settings_of[param] for param in form.params if param in settings_of]
+        agreed[leaf] = _agreed(settings) if settings else {}
+    return groups_of(agreed)
+
+
+def _agreed(settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all of the settings have, with one value."""
+    agreed = dict(settings[0])
+    for other in settings[1:]:
+        agreed = {
+            key: value for key, value in agreed.items() if key in other and other[key] == value
+        }
+    return agreed
+
+
+def _inventory(contents: Contents, tree: _Tree, skipped: Mapping[str, str]) -> Iterator[Item]:
+    """The inventory of the checkpoint, in which parameters that the mapping leaves out are skipped.
+
+    An item that holds nothing else is skipped itself; of others the parameter is an item of its
+    own.
+    """
+    leaves = [
+        (f"{state}/{name}", leaf)
+        for state, named in tree.states.items()
+        for name, leaf in named.items()
+    ]
+    left = tree.left | _left_parameters(tree, skipped)
+    label_of = _items_left(contents, leaves, left)
+    accounted: set[str] = set()
+    for item in contents.inventory:
+        label = label_of.get(item.where)
+        if label is None:
+            yield item
+        else:
+            accounted.add(label)
+            yield replace(item, status="skipped", reason=left[label])
+    leaf_of = dict(leaves)
+    for label, reason in left.items():
+        if label not in accounted:
+            leaf = leaf_of[label]
+            yield Item(label, f"{leaf.dtype} {list(leaf.shape)}", "skipped", reason)
+
+
+def _left_parameters(tree: _Tree, skipped: Mapping[str, str]) -> dict[str, str]:
+    """Every state of the parameters that the mapping leaves out, by label, with the reason."""
+    left: dict[str, str] = {}
+    for state, leaves in tree.states.items():
+        left |= {f"{state}/{name}": why for name, why in skipped.items() if name in leaves}
+    return left
+
+
+def _items_left(
+    contents: Contents, leaves: Sequence[tuple[str, Leaf]], left: Collection[str]
+) -> dict[str, str]:
+    """By its place, each stored item that holds nothing but states that are left out: the label
+    of its last.
+    """
+    if not left:
+        return {}
+    kept: set[str] = set()
+    label_of: dict[str, str] = {}
+    for label, leaf in leaves:
+        items = [f"{piece.file}:{piece.item}" for piece in contents.where(leaf)]
+        if label in left:
+            label_of |= dict.fromkeys(items, label)
+        else:
+            kept.update(items)
+    return {item: label for item, label in label_of.items() if item not in kept}

@@ -1,0 +1,96 @@
+"""What is known of a checkpoint's model: Hugging Face's config.json, Megatron's arguments, or a
+given config.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from jax_ucp.arguments import local_path
+from jax_ucp.errors import FormatError, LayoutError
+from jax_ucp.shard_spec.arithmetic import MAX_SIZE
+
+_MAX_BYTES = 16 << 20
+_NAMES = ("config", "args")
+
+
+def config_of(extras: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint's extras say of its model, in the first item that has a config or
+    arguments.
+
+    Several are not joined: what one leaves out has its model's default, and not what another says.
+    Megatron's `num_query_groups` is 1 where there are no groups (`group_query_attention` of its
+    arguments), so `query_groups` says how many there are: as many as heads then.
+    """
+    config = next(filter(None, map(_config_in, extras.values())), {})
+    if "num_query_groups" in config and "num_attention_heads" in config:
+        grouped = config.get("group_query_attention", False)
+        config.setdefault(
+            "query_groups", config["num_query_groups" if grouped else "num_attention_heads"]
+        )
+    return config
+
+
+def _config_in(items: object) -> dict[str, Any]:
+    """What one item of the extras says of a model; empty where that is nothing."""
+    if not isinstance(items, dict):
+        return {}
+    for name in _NAMES:
+        record = items.get(name)
+        fields = record.get("fields", record) if isinstance(record, dict) else None
+        if isinstance(fields, dict) and fields:
+            return dict(fields)
+    return {}
+
+
+def numbers_of(config: Mapping[str, Any]) -> dict[str, int]:
+    """The numbers of a config that are lengths, which sizes may use."""
+    return {key: value for key, value in config.items() if is_length(value)}
+
+
+def is_length(value: object) -> bool:
+    """Whether a value of a config can be a length; others, such as -1 for what is not set, are
+    none.
+    """
+    return type(value) is int and 0 <= value <= MAX_SIZE
+
+
+def given_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
+    """A config that a user gives: a dict, or a JSON file with one. Raises FormatError where a
+    file is none.
+    """
+    if isinstance(config, Mapping):
+        return dict(config)
+    path = local_path(config)
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_BYTES + 1)
+        content = json.loads(text) if len(text) <= _MAX_BYTES else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise FormatError(f"{path} cannot be read as a model's config: {error}") from None
+    if not isinstance(content, dict):
+        raise FormatError(
+            f"{path} is not a model's config, a JSON object of at most {_MAX_BYTES >> 20} MiB"
+        )
+    return content
+
+
+def joined(
+    stored: Mapping[str, Any], given: Mapping[str, Any], used: frozenset[str]
+) -> dict[str, Any]:
+    """The config of a checkpoint with what a user gave. Raises LayoutError where they differ in
+    a key that is used.
+    """
+    differ = [
+        key for key in sorted(used & stored.keys() & given.keys()) if stored[key] != given[key]
+    ]
+    if differ:
+        key = differ[0]
+        raise LayoutError(
+            f"the given config has {key} = {given[key]!r:.60}, the checkpoint's own"
+            f" {stored[key]!r:.60}: config= is for what a checkpoint does not say of its model"
+        )
+    return {**given, **stored}

@@ -1,0 +1,520 @@
+"""How parameters form the leaves of a model: rules in YAML or in Python, and the same rules
+backwards.
+
+sizes: {heads: num_attention_heads}        # lengths by name, from the model's config; others follow
+from shapes requires:                                  # what must hold of the config for the leaves
+to mean what they meant
+- {name: activation, that: hidden_act == "silu", reason: the model has no other}
+leaves:
+- param: model.layers.{layer}.self_attn.q_proj.weight axes: (heads head_dim) embed leaf:
+  {layers/attn/q/kernel: layer embed heads head_dim}      # no {layer} in the name: an axis of it
+- param: {mlp.gate.weight: gate embed, mlp.up.weight: up embed}
+  leaf: {mlp/wi: embed (gate + up)}
+skip:
+- {param: "*.rotary_emb.inv_freq", reason: computed from the config}
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Sequence
+from collections.abc import Mapping as Dict
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from importlib import resources
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from jax_ucp.arguments import local_path
+from jax_ucp.errors import SpecError
+from jax_ucp.layout.axes import REST, Expression, axis_sets, is_padding, parse
+from jax_ucp.mapping.conditions import check_condition, is_number, keys_in
+from jax_ucp.shard_spec.arithmetic import Expression as Size
+from jax_ucp.shard_spec.arithmetic import names_in
+from jax_ucp.shard_spec.document import document, dumped, fields
+from jax_ucp.shard_spec.rules import regex_of
+
+_MAPPINGS = resources.files("jax_ucp.mapping") / "models"
+_SECTIONS = {"sizes", "requires", "leaves", "skip"}
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+# The fields of a rule that its YAML has only where they are not the default.
+_OPTIONS = ("tied", "optional", "cast", "scale", "add", "backwards", "when")
+# A power of a size: `head_dim ** -0.5`.
+_POWER = re.compile(r"(?P<size>[A-Za-z_]\w*) \*\* (?P<power>-?\d+(\.\d+)?)")
+
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_PLACEHOLDER = re.compile(r"[A-Za-z_]\w*(\+\d+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Power:
+    """A power of a size, by which a rule scales."""
+
+    size: str
+    exponent: float
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Parameters and the leaves that have the same elements; in both, axes by name of the array.
+
+    `{layer}` in a name is one part of it, `{layer+1}` the same number counted from one. Where it is
+    in the names of one side only, the other side has an axis of that name: layers are stacked.
+    Parameters in `tied` are further copies of the one in `params`. `cast` is the dtype of the
+    leaf's parameter (its other states keep theirs). A parameter becomes `x * scale + add`, or with
+    `backwards` `(x - add) / scale`; `scale` may be a power of a size, `head_dim ** -0.5`. An
+    `optional` rule may find no parameter. A rule with `when`, a condition on the model's config, is
+    there only where that holds.
+    """
+
+    params: Dict[str, str]
+    leaves: Dict[str, str]
+    tied: Dict[str, str] = field(default_factory=dict[str, str])
+    optional: bool = False
+    cast: str = ""
+    scale: float | str = 1
+    add: float = 0
+    backwards: bool = False
+    when: str = ""
+    where: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def __str__(self) -> str:
+        said = " and ".join(f"{name}: {axes}" for name, axes in self.params.items())
+        made = " and ".join(f"{name}: {axes}" for name, axes in self.leaves.items())
+        return f"{said} -> {made}"
+
+    @property
+    def label(self) -> str:
+        """What errors call it."""
+        return f"{self.where}{': ' * bool(self.where)}the rule for {' and '.join(self.params)}"
+
+    @property
+    def factor(self) -> float | Power:
+        """What `scale` says."""
+        if not isinstance(self.scale, str):
+            return self.scale
+        size, exponent = self.scale.split(" ** ")
+        return Power(size, float(exponent))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every name of its own that may have a length: axes, placeholders, and the size that it
+        scales by.
+        """
+        names: set[str] = set()
+        for axes in (*self.params.values(), *self.tied.values(), *self.leaves.values()):
+            names |= expression(axes).names
+        for name in (*self.params, *self.leaves):
+            names.update(placeholders(name))
+        if isinstance(self.factor, Power):
+            names.add(self.factor.size)
+        return frozenset(names)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The item of a YAML file that says this rule."""
+        item: dict[str, Any] = {"param": dict(self.params), "leaf": dict(self.leaves)}
+        for option in _OPTIONS:
+            value = getattr(self, option)
+            if value != getattr(_PLAIN, option):
+                item[option] = dict(value) if option == "tied" else value
+        return item
+
+    def inverse(self) -> Rule:
+        """The rule from leaves to parameters. What was tied becomes one; a copy among the leaves
+        becomes tied.
+
+        A cast is not undone: the parameter has the leaf's dtype.
+        """
+        seen: set[frozenset[str]] = set()
+        params: dict[str, str] = {}
+        tied: dict[str, str] = {}
+        for name, axes in self.leaves.items():
+            new = set(_keys(name, axes)) - seen
+            (params if new else tied)[name] = axes
+            seen |= new
+        turned = self.backwards ^ ((self.scale, self.add) != (1, 0))
+        return replace(
+            self, params=params, leaves=self.params, tied=tied, cast="", backwards=turned
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """A condition `that` on the model's config, without which the leaves would mean something else,
+    and the reason.
+
+    `name` is what a user calls it who vouches for it instead: `map(..., assume=["rope"])`.
+    """
+
+    name: str
+    that: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """Parameters that are not wanted, with the reason. In `param`, `*` is any text, `{layer}`
+    one part of the name.
+    """
+
+    param: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """Rules that turn the parameters of a checkpoint into the leaves of a model, all of them
+    both ways.
+    """
+
+    rules: Sequence[Rule]
+    skips: Sequence[Skip] = ()
+    sizes: Dict[str, Size] = field(default_factory=dict[str, Size])
+    name: str = field(default="mapping", compare=False)
+    requires: Sequence[Requirement] = ()
+
+    @classmethod
+    def load(cls, source: str | PathLike[str]) -> Mapping:
+        """The mapping in a YAML file, or one that comes with the package, by its name.
+
+        Raises SpecError, with every fault and its line, where a file is no mapping.
+        """
+        path = local_path(source)
+        if not path.is_file() and str(source) in shipped():
+            return cls.parse(
+                (_MAPPINGS / f"{source}.yaml").read_text(encoding="utf-8"), f"{source}.yaml"
+            )
+        try:
+            return cls.parse(path.read_text(encoding="utf-8"), str(path))
+        except (OSError, UnicodeDecodeError) as error:
+            known = ", ".join(shipped())
+            raise SpecError(
+                f"{source} is no mapping that can be read ({error}); the package has {known}"
+            ) from error
+
+    @classmethod
+    def from_dict(cls, content: Dict[str, Any], name: str = "mapping") -> Mapping:
+        """The mapping that the content of a YAML file says."""
+        return cls.parse(dumped(content), name)
+
+    @classmethod
+    def parse(cls, text: str, name: str = "mapping") -> Mapping:
+        """The mapping that a text in YAML says; `name` is what errors call it."""
+        top = document(text, name)
+        top.refuse_other_sections(_SECTIONS, "there are sizes, requires, leaves and skip")
+        sizes = top.sizes()
+        requires = top.items("requires", _requirement)
+        rules = top.items("leaves", _rule)
+        skips = top.items("skip", _skip)
+        for twice, count in Counter(requirement.name for requirement in requires).items():
+            if count > 1:
+                top.faults.append(f"{name}: two requirements are named {twice!r}")
+        top.raise_faults(f"{name} is no mapping:")
+        return cls(tuple(rules), tuple(skips), sizes, name, tuple(requires))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every name that may have a length: axes, sizes, and what sizes are made of."""
+        of_sizes = [names_in(size) for size in self.sizes.values()]
+        return frozenset(self.sizes).union(*(rule.names for rule in self.rules), *of_sizes)
+
+    @property
+    def config_keys(self) -> frozenset[str]:
+        """The keys of the model's config that conditions and sizes name, without what is below
+        them.
+        """
+        keys: set[str] = set()
+        for requirement in self.requires:
+            keys.update(keys_in(requirement.that))
+        for rule in self.rules:
+            keys.update(keys_in(rule.when) if rule.when else ())
+        for size in self.sizes.values():
+            keys |= names_in(size)
+        return frozenset(key.partition(".")[0] for key in keys)
+
+    def inverse(self) -> Mapping:
+        """From the leaves to the parameters: what exports. Names in `skip` cannot come back."""
+        rules = tuple(rule.inverse() for rule in self.rules)
+        return Mapping(rules, (), self.sizes, f"the inverse of {self.name}", self.requires)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of a YAML file that says this mapping."""
+        content: dict[str, Any] = {
+            "sizes": dict(self.sizes),
+            "requires": [asdict(requirement) for requirement in self.requires],
+            "leaves": [rule.to_dict() for rule in self.rules],
+            "skip": [asdict(skip) for skip in self.skips],
+        }
+        return {
+            section: items for section, items in content.items() if items or section == "leaves"
+        }
+
+
+def shipped() -> list[str]:
+    """The names of the mappings that come with the package."""
+    return sorted(
+        Path(entry.name).stem for entry in _MAPPINGS.iterdir() if entry.name.endswith(".yaml")
+    )
+
+
+@lru_cache(maxsize=4096)
+def placeholders(name: str) -> tuple[str, ...]:
+    """The placeholders in a name, each once. Raises SpecError where one is no name in braces.
+
+    >>> placeholders("blocks.{layer+1}.experts.{expert}.w")
+    ('layer', 'expert')
+    """
+    for said in _BRACES.findall(name):
+        if not _PLACEHOLDER.fullmatch(said):
+            raise SpecError(
+                f"{{{said}}} in {name!r} is no placeholder; write a name in braces, or {{name+1}}"
+            )
+    if re.search(r"[{}]", _BRACES.sub("", name)):
+        raise SpecError(f"a brace in {name!r} is not closed, or was never opened")
+    return tuple(dict.fromkeys(said.partition("+")[0] for said in _BRACES.findall(name)))
+
+
+@lru_cache(maxsize=4096)
+def name_regex(name: str) -> re.Pattern[str]:
+    """The names that a name with placeholders stands for; the placeholders are groups.
+
+    >>> name_regex("h.{layer}.mlp").fullmatch("h.11.mlp")["layer"]
+    '11'
+    """
+    text, seen = "", set[str]()
+    for i, part in enumerate(_BRACES.split(name)):
+        if i % 2 == 0:
+            text += re.escape(part)
+            continue
+        key, _, offset = part.partition("+")
+        text += (
+            f"(?P={key})" if key in seen else f"(?P<{key}>{'[0-9]{1,9}' if offset else '[^./]+'})"
+        )
+        seen.add(key)
+    return re.compile(text)
+
+
+def values_in(pattern: str, name: str) -> dict[str, str] | None:
+    """What the placeholders of `pattern` stand for in `name`; None where that is another name.
+
+    >>> values_in("blocks.{layer+1}.w", "blocks.3.w")
+    {'layer': '2'}
+    """
+    match = name_regex(pattern).fullmatch(name)
+    if match is None:
+        return None
+    values = match.groupdict()
+    for placeholder in _BRACES.findall(pattern):
+        key, _, offset = placeholder.partition("+")
+        if not offset:
+            continue
+        number = int(match[key]) - int(offset)
+        if number < 0:
+            return None
+        values[key] = str(number)
+    return values
+
+
+def filled(name: str, values: Dict[str, str]) -> str:
+    """A name with its placeholders replaced, as far as there are values for them.
+
+    >>> filled("blocks.{layer+1}.w", {"layer": "2"})
+    'blocks.3.w'
+    """
+
+    def replaced(hit: re.Match[str]) -> str:
+        key, _, offset = hit[1].partition("+")
+        if key not in values:
+            return hit[0]
+        return str(int(values[key]) + int(offset)) if offset else values[key]
+
+    return _BRACES.sub(replaced, name)
+
+
+@lru_cache(maxsize=4096)
+def expression(axes: str) -> Expression:
+    """The expression that a text says, parsed once."""
+    return parse(axes)
+
+
+def _keys(name: str, axes: str) -> list[frozenset[str]]:
+    """The axes of each component, those in the name too; without padding."""
+    in_name = frozenset(placeholders(name))
+    keys = [axes_of_part | in_name for axes_of_part in axis_sets(expression(axes))]
+    return [key for key in keys if not any(map(is_padding, key))]
+
+
+def _check(rule: Rule) -> None:
+    """Raise SpecError where a rule says what cannot be, or its two sides do not name the same
+    axes.
+    """
+    if not rule.params or not rule.leaves:
+        raise SpecError("a rule needs a parameter and a leaf")
+    _check_placeholders("param", rule.params)
+    _check_placeholders("tied", rule.tied)
+    _check_placeholders("leaf", rule.leaves)
+    _check_leaf_names(rule.leaves)
+    _check_value(rule)
+    if rule.when != "":
+        check_condition(rule.when)
+    if rule.tied and len(rule.params) > 1:
+        raise SpecError("what is tied is a copy of one parameter, but this rule has several")
+    _check_axes(rule)
+
+
+def _check_placeholders(side: str, names: Dict[str, str]) -> None:
+    """Raise SpecError where a name has an axis of its array in it, or names differ in their
+    placeholders.
+    """
+    for name, axes in names.items():
+        for key in placeholders(name):
+            if key in expression(axes).names:
+                raise SpecError(
+                    f"{side} {name} has {key} in its name already, so it is no axis in `{axes}`"
+                )
+    if len({frozenset(placeholders(name)) for name in names}) > 1:
+        raise SpecError(f"the names {' and '.join(names)} should have the same placeholders")
+
+
+def _check_leaf_names(names: Collection[str]) -> None:
+    if any("*" in name for name in names):
+        raise SpecError("a leaf has one name; write {name} for what differs, on both sides")
+    for name in names:
+        if not all(name.split("/")):
+            raise SpecError(f"a leaf's name is keys with one slash between them, not {name!r}")
+
+
+def _check_value(rule: Rule) -> None:
+    """Raise SpecError where a rule does with values what cannot be done, or undone."""
+    if rule.cast and rule.cast not in _DTYPES:
+        raise SpecError(
+            f"cast is the name of a floating dtype, {', '.join(_DTYPES)}, not {rule.cast!r}"
+        )
+    if rule.scale == 0:
+        raise SpecError("scale should not be 0, which nothing could undo")
+    is_power = isinstance(rule.scale, str) and _POWER.fullmatch(rule.scale)
+    if not is_power and not is_number(rule.scale):
+        raise SpecError(f"scale should be a number or a power of a size, not {rule.scale!r}")
+    if not is_number(rule.add):
+        raise SpecError(f"add should be a number, not {rule.add!r}")
+
+
+def _check_axes(rule: Rule) -> None:
+    """Raise SpecError where parameters, leaves and what is tied do not name the same axes."""
+    of_params = _names_by_axes(rule.params)
+    of_leaves = _names_by_axes(rule.leaves)
+    for axes, names in of_params.items():
+        if len(names) > 1:
+            raise SpecError(
+                f"the axes {_listed(axes)} are named {len(names)} times, in "
+                f"{' and '.join(dict.fromkeys(names))}; "
+                "parts that differ need axes of their own, and copies go under tied"
+            )
+    _refuse_unmatched(of_params, of_leaves, "leaf")
+    _refuse_unmatched(of_leaves, of_params, "param")
+    for name, text in rule.tied.items():
+        if set(_keys(name, text)) != of_params.keys():
+            raise SpecError(
+                f"{name} is tied, so it should name the axes that {next(iter(rule.params))} names"
+            )
+
+
+# The axes of a component, and each name of one side of a rule that has it.
+_NamesByAxes = dict[frozenset[str], list[str]]
+
+
+def _names_by_axes(side: Dict[str, str]) -> _NamesByAxes:
+    names: _NamesByAxes = {}
+    for name, text in side.items():
+        for axes in _keys(name, text):
+            names.setdefault(axes, []).append(name)
+    return names
+
+
+def _refuse_unmatched(side: _NamesByAxes, other: _NamesByAxes, kind: str) -> None:
+    """Raise SpecError where the other side, each a `kind`, has no component of the same axes."""
+    for axes, names in side.items():
+        if axes not in other:
+            raise SpecError(
+                f"{names[0]} has the axes {_listed(axes)}, but no {kind} has just these:"
+                f" {_nearest(axes, other)}"
+            )
+
+
+def _nearest(axes: frozenset[str], others: _NamesByAxes) -> str:
+    """The other side's component with the most axes in common, and what is too much and too
+    little in it.
+    """
+    if not others:
+        return "name them there, or begin a name with _ for padding"
+    near = min(others, key=lambda other: len(other ^ axes))
+    lacks = [f"lacks {_listed(axes - near)}"] if axes - near else []
+    extra = [f"has {_listed(near - axes)} besides"] if near - axes else []
+    return f"{others[near][0]} {' and '.join(lacks + extra)}"
+
+
+def _listed(axes: frozenset[str]) -> str:
+    return ", ".join(sorted(axes)) or "of a scalar"
+
+
+def _requirement(item: object, where: str) -> Requirement:
+    said = fields(item, "a requirement", {"name", "that", "reason"}, set())
+    for key in ("name", "reason"):
+        if not isinstance(said[key], str) or not said[key].strip():
+            raise SpecError(f"the {key} of a requirement is a text, not {said[key]!r}")
+    check_condition(said["that"])
+    return Requirement(said["name"], said["that"], said["reason"])
+
+
+def _rule(item: object, where: str) -> Rule:
+    content = fields(item, "a rule", {"param", "leaf"}, {"axes", *_OPTIONS})
+    axes = content.get("axes", REST)
+    if isinstance(content["param"], dict) and "axes" in content:
+        raise SpecError("axes are for a param that is one name; here each has its own already")
+    params = _named(content["param"], axes, "param")
+    for flag in ("optional", "backwards"):
+        if not isinstance(content.get(flag, False), bool):
+            raise SpecError(f"{flag} is true or false, not {content[flag]!r}")
+    return Rule(
+        params,
+        _named(content["leaf"], axes if len(params) == 1 else None, "leaf"),
+        _named(content.get("tied", {}), axes, "tied"),
+        optional=content.get("optional", False),
+        cast=str(content.get("cast", "")),
+        scale=content.get("scale", 1),
+        add=content.get("add", 0),
+        backwards=content.get("backwards", False),
+        when=content.get("when", ""),
+        where=where,
+    )
+
+
+def _skip(item: object, where: str) -> Skip:
+    said = fields(item, "what is skipped", {"param", "reason"}, set())
+    if (
+        not isinstance(said["param"], str)
+        or not isinstance(said["reason"], str)
+        or not said["reason"].strip()
+    ):
+        raise SpecError("what is skipped has a param, which is a name, and a reason")
+    regex_of(said["param"])
+    return Skip(said["param"], said["reason"])
+
+
+def _named(node: object, axes: object, what: str) -> dict[str, str]:
+    """Names with their axes; a name alone has those of the rule."""
+    if isinstance(node, str) and isinstance(axes, str | int):
+        return {node: str(axes)}
+    if isinstance(node, dict) and all(
+        isinstance(k, str) and isinstance(v, str | int) for k, v in node.items()
+    ):
+        return {name: str(text) for name, text in node.items()}
+    raise SpecError(f"{what} should be a name, or a mapping of names to axes, not {node!r}")
+
+
+_PLAIN = Rule({"param": REST}, {"leaf": REST})

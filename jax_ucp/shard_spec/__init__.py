@@ -1,0 +1,18 @@
+"""The universal checkpoint language: how shards form a parameter, said in YAML or in Python.
+
+    extends: megatron                          # rules of a spec of the package, for all that is not
+        said here
+    sizes: {kv_rows: query_groups * head_dim}  # names for numbers, from those the checkpoint gives
+    shards:
+    - param: "*.linear_qkv.weight"             # `*` is any text, `{layer}` one part of the name
+      between dots pattern: {fused: {axis: 0, parts: {q: heads * head_dim, k: kv_rows, v: kv_rows}}}
+    - param: "*word_embeddings.weight"
+      pattern: {sharded: 0, padded: {axis: 0, to: vocab, from: padded_vocab}}
+    - param: "*.linear_fc1.weight"
+      when: not swiglu
+      pattern: {sharded: 0}
+
+Three stages, each with errors of its own: text becomes a `Spec` (`notation`), sizes make its
+sentences patterns (`rules`), and the shapes of shards make those layouts (`layouts`, in `rules`
+too).
+"""

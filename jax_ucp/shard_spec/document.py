@@ -1,0 +1,226 @@
+"""YAML documents with the line of everything in them, for errors that say where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import yaml
+
+from jax_ucp.errors import LayoutError, SpecError
+from jax_ucp.shard_spec.arithmetic import MAX_SIZE, names_in
+
+T = TypeVar("T")
+
+# The mappings that come with the package have some 5,000 characters, with a rule for each tensor a
+# large model's would have 200,000. PyYAML reads a million in some ten seconds.
+MAX_TEXT = 1_000_000
+# PyYAML reads a number with colons, to the base of 60, in time that grows with the square of its
+# length.
+MAX_SCALAR = 10_000
+# Sections, lists of rules, rules, patterns in patterns: some ten levels.
+MAX_DEPTH = 32
+
+
+@dataclass
+class Document:
+    """The sections of a YAML file, and the line of each; what is wrong with them gathers in
+    `faults`.
+
+    `item_lines` has the line of each item of a section that is a list.
+    """
+
+    file: str
+    content: dict[Any, Any]
+    lines: Mapping[str, int]
+    item_lines: Mapping[str, Sequence[int]]
+    faults: list[str] = field(default_factory=list[str])
+
+    def refuse_other_sections(self, known: Collection[str], hint: str) -> None:
+        """Add a fault for each section that is not `known`."""
+        for key in self.content:
+            if key not in known:
+                self.faults.append(f"{self.place(key)}: {key!r} is no section; {hint}")
+
+    def place(self, section: str) -> str:
+        """The file and the line of a section, as errors have them."""
+        return f"{self.file}:{self.lines[section]}"
+
+    def attempt(self, read: Callable[[], T], place: str) -> T | None:
+        """What `read` returns; None, and a fault of that place, if it refuses."""
+        try:
+            return read()
+        except (SpecError, LayoutError) as error:
+            self.faults.append(f"{place}: {error}")
+            return None
+
+    def sizes(self) -> dict[str, Any]:
+        """The section `sizes`: names with numbers or expressions of names."""
+        sizes: Any = self.content.get("sizes") or {}
+        if not isinstance(sizes, dict):
+            self.faults.append(
+                f"{self.place('sizes')}: sizes should be a mapping of names to sizes"
+            )
+            return {}
+        for name, expression in sizes.items():
+            place = self.place("sizes")
+            if not isinstance(name, str) or not name.isidentifier():
+                self.faults.append(f"{place}: {name!r} is no name for a size")
+            self.attempt(lambda e=expression: names_in(e), f"{place}: sizes: {name}")
+        return sizes
+
+    def items(
+        self, section: str, read: Callable[[object, str], T], kind: str = "a list"
+    ) -> list[T]:
+        """The items of a section that is a list, each read with its place; without those that
+        have faults.
+        """
+        items = self.content.get(section) or []
+        if not isinstance(items, list):
+            self.faults.append(f"{self.place(section)}: {section} should be {kind}")
+            return []
+        values: list[T] = []
+        for item, line in zip(items, self.item_lines.get(section, ()), strict=False):
+            place = f"{self.file}:{line}"
+            value = self.attempt(lambda i=item, p=place: read(i, p), place)
+            if value is not None:
+                values.append(value)
+        return values
+
+    def raise_faults(self, title: str) -> None:
+        """Raise SpecError with every fault, if there are any."""
+        if self.faults:
+            raise SpecError("\n  ".join([title, *self.faults]))
+
+
+def document(text: str, file: str) -> Document:
+    """The sections of a text in YAML; `file` is what errors call it.
+
+    Raises:
+        SpecError: The text is not YAML, a key is there twice, or it has more than a person would
+            write: aliases, which may stand for any number of copies, deep nesting, a very long
+            text.
+    """
+    try:
+        _refuse_bombs(text, file)
+        loader = yaml.SafeLoader(text)
+        try:
+            return _loaded(loader, file)
+        finally:
+            loader.dispose()
+    except SpecError:
+        raise
+    except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
+        raise SpecError(f"{file} is not YAML: {error}{_quote_hint(error)}") from error
+
+
+def _quote_hint(error: Exception) -> str:
+    if "{" not in str(error):
+        return ""
+    return "; quote a name that has braces itself, if it begins with one or stands between some"
+
+
+def _refuse_bombs(text: str, file: str) -> None:
+    """Raise SpecError for what takes more time than its length allows; nothing is composed yet."""
+    if len(text) > MAX_TEXT:
+        raise SpecError(f"{file} has {len(text)} characters; {MAX_TEXT} are the most")
+    depth = 0
+    for event in yaml.parse(text, yaml.SafeLoader):
+        line = event.start_mark.line + 1 if event.start_mark else 1
+        if isinstance(event, yaml.AliasEvent):
+            raise SpecError(
+                f"{file}:{line}: *{event.anchor} is an alias, which this language does not have:"
+                " write it out"
+            )
+        if isinstance(event, yaml.ScalarEvent) and len(event.value) > MAX_SCALAR:
+            raise SpecError(
+                f"{file}:{line}: a text of {len(event.value)} characters; {MAX_SCALAR} are the most"
+            )
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+            event, yaml.CollectionEndEvent
+        )
+        if depth > MAX_DEPTH:
+            raise SpecError(f"{file}:{line}: nested more than {MAX_DEPTH} deep")
+
+
+def _loaded(loader: yaml.SafeLoader, file: str) -> Document:
+    root = loader.get_single_node()
+    if not isinstance(root, yaml.MappingNode):
+        raise SpecError(f"{file} should be a mapping of sections")
+    _refuse_repeats(root, file)
+    sections = {
+        key.value: (key, value) for key, value in root.value if isinstance(key, yaml.ScalarNode)
+    }
+    lines = {name: _line(key) for name, (key, _) in sections.items()}
+    item_lines = {name: _item_lines(node) for name, (_, node) in sections.items()}
+    content = _content(loader, root, file)
+    if strays := [key for key in content if key not in lines]:
+        raise SpecError(f"{file} has the section {strays[0]!r:.80}; a section has a name")
+    return Document(file, content, lines, item_lines)
+
+
+def _content(loader: yaml.SafeLoader, root: yaml.MappingNode, file: str) -> dict[Any, Any]:
+    content: Any = loader.construct_document(root)
+    if not isinstance(content, dict) or _has_huge_numbers(content):
+        raise SpecError(f"{file} should be a mapping of sections, with no number beyond {MAX_SIZE}")
+    return content
+
+
+def _item_lines(node: yaml.Node) -> list[int]:
+    """The line of each item of a list; of anything else there are none."""
+    return [_line(item) for item in node.value] if isinstance(node, yaml.SequenceNode) else []
+
+
+def _line(node: yaml.Node) -> int:
+    return node.start_mark.line + 1
+
+
+def _has_huge_numbers(value: object) -> bool:
+    """Whether a number has too many digits even to be printed in an error."""
+    if isinstance(value, dict):
+        return any(_has_huge_numbers(item) for pair in value.items() for item in pair)
+    if isinstance(value, list | tuple | set):
+        return any(map(_has_huge_numbers, value))
+    return isinstance(value, int) and abs(value) > MAX_SIZE
+
+
+def _refuse_repeats(node: yaml.Node, file: str) -> None:
+    """YAML keeps the last of two equal keys; here that would lose a rule without a word."""
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            if str(key.value) in seen:
+                raise SpecError(
+                    f"{file}:{key.start_mark.line + 1}: {key.value!r:.80} is there twice"
+                )
+            seen.add(str(key.value))
+            _refuse_repeats(value, file)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _refuse_repeats(item, file)
+
+
+def dumped(content: Mapping[str, Any]) -> str:
+    """The YAML of a content, without aliases."""
+    return yaml.dump(dict(content), Dumper=_Dumper, sort_keys=False)
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def fields(node: object, what: str, needed: set[str], allowed: set[str]) -> dict[str, Any]:
+    if not isinstance(node, dict):
+        raise SpecError(
+            f"{what} should be a mapping with {', '.join(sorted(needed))}, not {node!r:.80}"
+        )
+    if missing := needed - set(node):
+        raise SpecError(f"{what} lacks {', '.join(sorted(missing))}")
+    if stray := [key for key in node if key not in needed | allowed]:
+        raise SpecError(
+            f"{what} has no field {', '.join(f'{key!r:.80}' for key in stray)}; it has"
+            f" {sorted(needed | allowed)}"
+        )
+    return node

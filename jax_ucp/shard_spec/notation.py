@@ -1,0 +1,205 @@
+"""YAML <-> sentences and patterns. Errors here are about what is written, and name the file and
+the line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from jax_ucp.errors import SpecError
+from jax_ucp.layout.patterns import Averaged, Fused, Padded, Pattern, Replicated, Sharded, Unique
+from jax_ucp.shard_spec.arithmetic import names_in, size_of
+from jax_ucp.shard_spec.document import document, dumped, fields
+from jax_ucp.shard_spec.rules import Sentence, Spec, Written, regex_of
+
+_PLAIN: dict[str, Pattern] = {
+    "replicated": Replicated(),
+    "averaged": Averaged(),
+    "unique": Unique(),
+}
+_SECTIONS = {"extends", "sizes", "shards"}
+_SPECS = resources.files("jax_ucp.shard_spec") / "specs"
+
+
+def load(path: Path) -> Spec:
+    """The spec in a file. Raises SpecError, with every fault of notation and its line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path} cannot be read as a spec: {error}") from error
+    return parse(text, str(path))
+
+
+def built_in(name: str) -> Spec:
+    """A spec that comes with the package, such as `megatron`."""
+    known = sorted(
+        Path(entry.name).stem for entry in _SPECS.iterdir() if entry.name.endswith(".yaml")
+    )
+    if name not in known:
+        raise SpecError(f"there is no spec {name!r} in the package; there are {', '.join(known)}")
+    return parse((_SPECS / f"{name}.yaml").read_text(encoding="utf-8"), f"{name}.yaml")
+
+
+def parse(text: str, file: str = "spec") -> Spec:
+    """The spec that a text says; `file` is what errors call it.
+
+    >>> parse("shards: [{param: '*.weight', pattern: {sharded: 0}}]").own[0].pattern
+    Sharded(axes=(0,), grid=None)
+    """
+    top = document(text, file)
+    top.refuse_other_sections(_SECTIONS, "a spec has extends, sizes and shards")
+    sizes = top.sizes()
+    own = top.items("shards", _sentence, "a list of rules")
+    base = None
+    if "extends" in top.content:
+        name = str(top.content["extends"])
+        base = top.attempt(lambda: built_in(name), top.place("extends"))
+    top.raise_faults(f"{file} is not in the universal checkpoint language:")
+    return Spec(tuple(own), sizes, base)
+
+
+def to_yaml(spec: Spec) -> str:
+    """The text of the rules and sizes that a spec itself has, without those of the spec it
+    extends.
+    """
+    items = []
+    for sentence in spec.own:
+        said = (
+            sentence.pattern.node
+            if isinstance(sentence.pattern, Written)
+            else node_of(sentence.pattern)
+        )
+        when = {"when": sentence.when} if sentence.when else {}
+        items.append({"param": sentence.param, **when, "pattern": said})
+    sizes = {"sizes": dict(spec.sizes)} if spec.sizes else {}
+    return dumped({**sizes, "shards": items})
+
+
+def pattern_of(node: object, size: Callable[[object], int]) -> Pattern:
+    """The pattern that a piece of YAML says; `size` turns its sizes into numbers."""
+    if isinstance(node, str) and node in _PLAIN:
+        return _PLAIN[node]
+    if not isinstance(node, dict):
+        raise SpecError(f"{node!r} is no pattern; there are {', '.join(_PLAIN)}, sharded and fused")
+    rest: dict[Any, Any] = dict(node)
+    padded = rest.pop("padded", [])
+    kinds = [kind for kind in ("sharded", "fused", *_PLAIN) if kind in rest]
+    if len(kinds) != 1:
+        raise SpecError(
+            f"a pattern is one of {', '.join(_PLAIN)}, sharded and fused, not"
+            f" {list(rest) or 'nothing'}"
+        )
+    pattern = _kind(kinds[0], rest, size)
+    for outer in padded if isinstance(padded, list) else [padded]:
+        pattern = _padded(pattern, outer, size)
+    return pattern
+
+
+def _padded(pattern: Pattern, node: object, size: Callable[[object], int]) -> Padded:
+    said = fields(node, "padded", {"axis", "to"}, {"from"})
+    full = size(said["from"]) if "from" in said else None
+    return Padded(pattern, _axis(said["axis"]), size(said["to"]), full)
+
+
+def _kind(kind: str, said: dict[Any, Any], size: Callable[[object], int]) -> Pattern:
+    match kind:
+        case "sharded":
+            return _sharded(said, size)
+        case "fused":
+            return _fused(said, size)
+        case _:
+            fields(said, kind, {kind}, set())
+            if said[kind] not in (None, {}):
+                raise SpecError(f"{kind} says nothing more, but here {said[kind]!r}")
+            return _PLAIN[kind]
+
+
+def _sharded(said: dict[Any, Any], size: Callable[[object], int]) -> Sharded:
+    fields(said, "sharded", {"sharded"}, {"grid"})
+    axes = said["sharded"]
+    grid = tuple(map(size, _list(said["grid"], "grid"))) if "grid" in said else None
+    return Sharded(*map(_axis, axes if isinstance(axes, list) else [axes]), grid=grid)
+
+
+def _fused(said: dict[Any, Any], size: Callable[[object], int]) -> Fused:
+    fields(said, "fused", {"fused"}, set())
+    inner = fields(said["fused"], "fused", {"axis", "parts"}, {"whole", "groups"})
+    if not isinstance(inner["parts"], dict) or not inner["parts"]:
+        raise SpecError(f"parts should be a mapping of names to sizes, not {inner['parts']!r}")
+    parts: dict[str, int | tuple[int, ...]] = {}
+    for name, rows in inner["parts"].items():
+        parts[str(name)] = tuple(map(size, rows)) if isinstance(rows, list) else size(rows)
+    whole = frozenset(map(str, _list(inner.get("whole", []), "whole")))
+    groups = size(inner["groups"]) if "groups" in inner else None
+    return Fused(_axis(inner["axis"]), parts, whole, groups)
+
+
+def node_of(pattern: Pattern) -> str | dict[str, Any]:
+    """What YAML says of a pattern; `pattern_of` gives the pattern again."""
+    match pattern:
+        case Sharded():
+            axes = list(pattern.axes)
+            said = {"sharded": axes if len(axes) > 1 else axes[0]}
+            return {**said, "grid": list(pattern.grid)} if pattern.grid else said
+        case Fused():
+            return {"fused": _fused_node(pattern)}
+        case Padded(pattern=inner):
+            node = node_of(inner)
+            said = node if isinstance(node, dict) else {node: {}}
+            padded = {"axis": pattern.axis, "to": pattern.size, "from": pattern.padded}
+            return {**said, "padded": [*said.get("padded", []), _present(padded)]}
+        case _:
+            return next(word for word, plain in _PLAIN.items() if plain == pattern)
+
+
+def _fused_node(pattern: Fused) -> dict[str, Any]:
+    parts = {
+        name: list(rows) if isinstance(rows, tuple) else rows
+        for name, rows in pattern.parts.items()
+    }
+    whole = sorted(pattern.whole) or None
+    return _present(
+        {"axis": pattern.axis, "parts": parts, "whole": whole, "groups": pattern.groups}
+    )
+
+
+def _present(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields that are not None."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _sentence(item: object, where: str) -> Sentence:
+    said = fields(item, "a rule", {"param", "pattern"}, {"when"})
+    if not isinstance(said["param"], str):
+        raise SpecError(f"param should be a name, not {said['param']!r}")
+    regex_of(said["param"])
+    when = str(said.get("when", ""))
+    if "when" in said and not (when.removeprefix("not ").strip().isidentifier()):
+        raise SpecError(f"when should be a name, or `not` and a name; it is {when!r}")
+    names: set[str] = set()
+
+    def one(expression: object) -> int:
+        names.update(names_in(expression))
+        return 1
+
+    # reading it with every size 1 shows whether the notation is right
+    pattern_of(said["pattern"], one)
+    fixed = (
+        None if names else pattern_of(said["pattern"], lambda expression: size_of(expression, {}))
+    )
+    return Sentence(said["param"], fixed or Written(said["pattern"], pattern_of), when, where)
+
+
+def _axis(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise SpecError(f"an axis is a number from 0, not {value!r}")
+    return value
+
+
+def _list(value: object, what: str) -> Sequence[Any]:
+    if not isinstance(value, list):
+        raise SpecError(f"{what} should be a list, not {value!r}")
+    return value

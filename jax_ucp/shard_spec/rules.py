@@ -1,0 +1,262 @@
+"""Sentences applied to names and shapes: which rule claims which parameter, and where its
+elements lie.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from jax_ucp.errors import LayoutError, SpecError
+from jax_ucp.layout.fragments import ParamLayout, Shape
+from jax_ucp.layout.patterns import Pattern
+from jax_ucp.shard_spec.arithmetic import Expression, names_in, size_of
+
+FAULTS_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A pattern whose sizes are names: it becomes a Pattern once those have numbers."""
+
+    node: object
+    read: Callable[[object, Callable[[object], int]], Pattern] = field(repr=False)
+
+    def bind(self, sizes: Mapping[str, int]) -> Pattern:
+        return self.read(self.node, lambda expression: size_of(expression, sizes))
+
+    def names(self) -> set[str]:
+        """The names that its sizes are made of."""
+        found: set[str] = set()
+
+        def one(expression: object) -> int:
+            found.update(names_in(expression))
+            return 1
+
+        self.read(self.node, one)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Sentence:
+    """One rule: the parameters it claims, and the pattern of their shards.
+
+    In `param`, `*` is any text and `{layer}` a part of the name without dots. With `when`, a name
+    or `not` and a name, the rule is there only if that size is not zero, or zero. `where` is the
+    file and line it came from.
+    """
+
+    param: str
+    pattern: Pattern | Written
+    when: str = ""
+    where: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.where}{': ' * bool(self.where)}{self.param!r}"
+
+    @property
+    def switch(self) -> str:
+        """The name in `when`; empty where there is none."""
+        return self.when.removeprefix("not ").strip()
+
+    def holds(self, sizes: Mapping[str, int]) -> bool:
+        """Whether `when` lets the rule be there. Raises SpecError where its name has no size."""
+        name = self.switch
+        return not name or bool(size_of(name, sizes)) != self.when.startswith("not ")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Rules of its own, and the spec it extends: that one claims only what no rule of its own does.
+
+    A rule of its own must claim something. Of a spec that is extended any rule may be idle: it is
+    written for a family of models, not for one.
+    """
+
+    own: tuple[Sentence, ...] = ()
+    sizes: Mapping[str, Expression] = field(default_factory=dict)
+    extends: Spec | None = None
+
+    @property
+    def lengths(self) -> set[str]:
+        """The names that a length may be given for: patterns and sizes are made of them, and no
+        size says them.
+        """
+        sizes = {**(self.extends.sizes if self.extends else {}), **self.sizes}
+        written = [
+            sentence.pattern
+            for sentence in self._sentences()
+            if isinstance(sentence.pattern, Written)
+        ]
+        names = set().union(
+            *(pattern.names() for pattern in written), *map(names_in, sizes.values())
+        )
+        return {name for name in names if name not in sizes or name in names_in(sizes[name])}
+
+    @property
+    def switches(self) -> set[str]:
+        """The names that say whether a rule is there."""
+        return {sentence.switch for sentence in self._sentences() if sentence.switch}
+
+    def _sentences(self) -> tuple[Sentence, ...]:
+        return (*self.own, *(self.extends._sentences() if self.extends else ()))
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A stored tensor as the language sees it: its shape, and the file (and place in it) for
+    errors.
+    """
+
+    shape: Shape
+    where: str
+
+
+def _with(sentence: Sentence, numbers: Mapping[str, int]) -> str:
+    """The sizes that a rule took its lengths from, for a message."""
+    names = sorted(sentence.pattern.names()) if isinstance(sentence.pattern, Written) else []
+    said = [f"{name}={numbers[name]!s:.40}" for name in names if name in numbers]
+    return f" with the sizes {', '.join(said)}" if said else ""
+
+
+def layouts(
+    spec: Spec, params: Mapping[str, Sequence[Shard]], sizes: Mapping[str, int] | None = None
+) -> dict[str, ParamLayout]:
+    """The layout of every parameter over its shards, in order of rank; each is proved by `check`.
+
+    Raises LayoutError with everything that is wrong: names that no rule or several claim, rules
+    that claim nothing, sizes without a number, and patterns that the shapes contradict.
+    """
+    faults: list[str] = []
+    numbers = _bound(spec, sizes or {})
+    claims = _claims(spec, list(params), numbers, faults)
+    found: dict[str, ParamLayout] = {}
+    for name, shards in params.items():
+        if name not in claims:
+            continue
+        try:
+            found[name] = _layout(claims[name].pattern, numbers, shards)
+        except (LayoutError, SpecError) as error:
+            rule = f"{claims[name]}{_with(claims[name], numbers)}"
+            listed = ", ".join(f"{shard.where} {list(shard.shape)}" for shard in shards)
+            faults.append(f"{name}, by the rule {rule}: {error}\n    (shards: {listed})")
+    if faults:
+        more = [f"... and {len(faults) - FAULTS_SHOWN} more"] if len(faults) > FAULTS_SHOWN else []
+        raise LayoutError(
+            "\n  ".join(["the rules do not fit the shards:", *faults[:FAULTS_SHOWN], *more])
+        )
+    return found
+
+
+def _layout(
+    pattern: Pattern | Written, numbers: Mapping[str, int], shards: Sequence[Shard]
+) -> ParamLayout:
+    """The layout of one parameter, proved."""
+    if isinstance(pattern, Written):
+        pattern = pattern.bind(numbers)
+    layout = pattern.join([shard.shape for shard in shards])
+    layout.check()
+    return layout
+
+
+def _claims(
+    spec: Spec, names: Sequence[str], numbers: Mapping[str, int], faults: list[str]
+) -> dict[str, Sentence]:
+    """The one rule for each name; what is wrong is added to `faults`."""
+    claims: dict[str, Sentence] = {}
+    layer: Spec | None = spec
+    while layer is not None:
+        unclaimed = [name for name in names if name not in claims]
+        own_claims = _own_claims(layer, unclaimed, numbers, faults, idle_is_fault=layer is spec)
+        for name, sentences in own_claims.items():
+            if len(sentences) > 1:
+                faults.append(
+                    f"{name} is claimed by {len(sentences)} rules: {'; '.join(map(str, sentences))}"
+                )
+            claims[name] = sentences[0]
+        layer = layer.extends
+    unclaimed = [name for name in names if name not in claims]
+    faults += [
+        f"{name} is claimed by no rule; say in a spec how its shards form it" for name in unclaimed
+    ]
+    return claims
+
+
+def _own_claims(
+    spec: Spec,
+    names: Sequence[str],
+    numbers: Mapping[str, int],
+    faults: list[str],
+    idle_is_fault: bool,
+) -> dict[str, list[Sentence]]:
+    """The rules of its own that claim each of the names."""
+    claims: dict[str, list[Sentence]] = {}
+    for sentence in _sentences_there(spec, numbers, faults):
+        claimed = list(filter(re.compile(regex_of(sentence.param)).fullmatch, names))
+        if idle_is_fault and not claimed:
+            faults.append(f"the rule {sentence} claims no parameter")
+        for name in claimed:
+            claims.setdefault(name, []).append(sentence)
+    return claims
+
+
+def _sentences_there(
+    spec: Spec, numbers: Mapping[str, int], faults: list[str]
+) -> Iterator[Sentence]:
+    """The rules of its own that `when` lets be there; a `when` without a number is added to
+    `faults`.
+    """
+    for sentence in spec.own:
+        try:
+            if sentence.holds(numbers):
+                yield sentence
+        except SpecError as error:
+            faults.append(f"the rule {sentence}: when: {error}")
+
+
+def _bound(spec: Spec, given: Mapping[str, int]) -> dict[str, int]:
+    """The numbers that rules may use: those given, and the spec's sizes, which win over those of
+    what it extends.
+
+    A size that needs a name without a number has none either, which is an error only where a rule
+    uses it.
+    """
+    waiting: dict[str, Expression] = {**(spec.extends.sizes if spec.extends else {}), **spec.sizes}
+    numbers = {name: number for name, number in given.items() if name not in waiting}
+    while waiting:
+        done: dict[str, int] = {}
+        for name, expression in waiting.items():
+            own = {name: given[name]} if name in given else {}
+            with suppress(SpecError):
+                done[name] = size_of(expression, {**numbers, **own})
+        if not done:
+            break
+        numbers |= done
+        waiting = {name: expression for name, expression in waiting.items() if name not in done}
+    return numbers
+
+
+@lru_cache(maxsize=4096)
+def regex_of(param: str) -> str:
+    """The regular expression of names that `param` claims. Raises SpecError where a placeholder is
+    none.
+
+    >>> bool(re.fullmatch(regex_of("*.{layer}.mlp.weight"), "model.layers.3.mlp.weight"))
+    True
+    """
+    text = ""
+    for part in re.split(r"(\*|\{[^{}]*\})", param):
+        if part == "*":
+            text += ".*"
+        elif part.startswith("{") and part.endswith("}"):
+            if not part[1:-1].isidentifier():
+                raise SpecError(f"{part} in {param!r} is no placeholder; write a name in braces")
+            text += r"[^.]+"
+        elif "{" in part or "}" in part:
+            raise SpecError(f"a brace in {param!r} is not closed, or was never opened")
+        else:
+            text += re.escape(part)
+    return text

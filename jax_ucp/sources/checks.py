@@ -1,0 +1,74 @@
+"""What can be proved of a checkpoint by reading it: pieces of work, on a sample or on all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from jax_ucp.errors import CorruptData
+from jax_ucp.sources.budget import in_threads
+from jax_ucp.sources.protocol import ArraySource
+
+# A sample is a few kilobytes of each thing that is stored twice. A checksum needs all that it sums,
+# so a sample has only those of single numbers, such as steps.
+Extent = Literal["sample", "full"]
+SAMPLE_BYTES = 64
+
+# What a check reads at once of each of two copies, where it reads more.
+CHECK_BYTES = 2 << 20
+
+
+@dataclass(frozen=True)
+class Check:
+    """Something that is stored twice, or has a checksum, and what compares it.
+
+    `label` says what is looked at, `leaves` name the leaves that rest on it, `nbytes` is about what
+    `run` reads. It returns what is wrong, or None.
+    """
+
+    label: str
+    leaves: frozenset[str]
+    nbytes: int
+    run: Callable[[], str | None]
+
+    @property
+    def memory(self) -> int:
+        """About how many bytes a run holds at once: of two copies, and of one of them rounded."""
+        return min(self.nbytes, 4 * CHECK_BYTES)
+
+
+def checks_of(source: ArraySource, extent: Extent) -> Iterable[Check]:
+    """What a source can prove of its own arrays, if it has checksums or copies of them."""
+    checks: Callable[[Extent], Iterable[Check]] | None = getattr(source, "checks", None)
+    return checks(extent) if checks else ()
+
+
+def passed_on(checks: Iterable[Check], users: Mapping[str, Collection[str]]) -> Iterator[Check]:
+    """The checks of a source as those of a view; `users` are by array the leaves made of it."""
+    for check in checks:
+        yield replace(
+            check, leaves=frozenset(leaf for name in check.leaves for leaf in users.get(name, ()))
+        )
+
+
+def require(check: Check) -> None:
+    """Raises CorruptData if the check finds a fault."""
+    if fault := check.run():
+        raise CorruptData(
+            f"{fault.removesuffix('.')}. `verify` (jax-ucp verify) lists every such place"
+        )
+
+
+def prefixed(checks: Iterable[Check], prefix: str) -> Iterator[Check]:
+    """The checks of a source whose arrays have a prefix to their names elsewhere."""
+    for check in checks:
+        yield replace(check, leaves=frozenset(prefix + name for name in check.leaves))
+
+
+def verdicts(checks: Iterable[Check]) -> Iterator[tuple[str, str | None]]:
+    """What each check looks at, and what is wrong with it or None; several run at once."""
+    checks = list(checks)
+    yield from zip(
+        (check.label for check in checks), in_threads(check.run for check in checks), strict=True
+    )

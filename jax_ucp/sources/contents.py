@@ -1,0 +1,157 @@
+"""What an opened checkpoint is, whoever wrote it: leaves, where their bytes are, and an
+inventory of the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from jax_ucp.errors import QuantizedWeights
+from jax_ucp.files.source_files import SourceFiles
+from jax_ucp.layout.box import Box
+from jax_ucp.metadata import Group, Leaf
+from jax_ucp.sources.checks import Check, Extent, verdicts
+from jax_ucp.sources.protocol import ArraySource
+
+Status = Literal["mapped", "extra", "skipped"]
+
+# the state of the parts of quantised weights, where the user asked for them as they are stored
+STORED = "stored"
+_NAMED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One thing that a checkpoint stores, and what becomes of it.
+
+    `where` is the file and the place in it; `reason` says what it became, or why it was left.
+    """
+
+    where: str
+    what: str
+    status: Status
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a leaf, and where it is stored: block `target` of the leaf is block `source` of
+    `item` in `file`.
+
+    Both blocks hold the same elements in row-major order; `source` has one axis where the item is
+    flat. A file that is one block of the leaf, a chunk, has no items. Where a mapping forms the
+    leaf, its `rule` says in which order: then `target` is the smallest block of the leaf around the
+    elements.
+    """
+
+    file: str
+    item: str
+    source: Box
+    target: Box
+    rule: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}{':' * bool(self.item)}{self.item}{self.source}"
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A weight that is stored as several tensors, none of which is its value.
+
+    `name` is the label that the weight would have, `parts` are labels of leaves by what they are of
+    it: `codes`, which stand for the numbers, and such as `scale_inv` and `qzeros`, named as the
+    format names them. `fault` says what is missing, if something is.
+    """
+
+    scheme: str
+    name: str
+    parts: Mapping[str, str]
+    fault: str = ""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} ({self.scheme}:"
+            f" {', '.join(self.parts.values())}{'; ' * bool(self.fault)}{self.fault})"
+        )
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A checkpoint of any format, opened: nothing but metadata has been read.
+
+    `leaves` name arrays of `arrays`. `inventory` has every stored item once. `groups` say what the
+    optimizer of a trainer was told for each parameter, where the checkpoint names them. `source`
+    says what a universal checkpoint was imported from. `checks(extent)` are the proofs that its
+    files allow, of a sample or of all that they hold, each with the leaves that rest on it.
+    `where(leaf)` says which files hold the leaf's bytes. `files` are those it is read from; who
+    relies on what was read asks them at the end whether they are as they were. `quantized` are the
+    weights that are not stored as what they are; `require_values` refuses to hand them out.
+    """
+
+    format: str
+    path: str
+    leaves: Sequence[Leaf]
+    arrays: ArraySource
+    inventory: Sequence[Item] = ()
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    groups: Sequence[Group] = ()
+    notes: Sequence[str] = ()
+    source: Mapping[str, Any] = field(default_factory=dict)
+    checks: Callable[[Extent], Iterable[Check]] = lambda extent: ()
+    where: Callable[[Leaf], Sequence[Piece]] = lambda leaf: ()
+    files: SourceFiles = field(default_factory=SourceFiles)
+    quantized: Sequence[QuantizedWeight] = ()
+
+    def proofs(self, leaves: Collection[str], extent: Extent) -> Iterator[Check]:
+        """The checks on which any of the leaves with these names rests. Raises ValueError for
+        another extent.
+        """
+        if extent not in get_args(Extent):
+            raise ValueError(f'verify={extent!r} is neither "sample" nor "full"')
+        return (check for check in self.checks(extent) if not check.leaves.isdisjoint(leaves))
+
+    def verify(self) -> Iterator[tuple[str, str | None]]:
+        """Compare all that is stored twice or has a checksum: (what was looked at, what is wrong
+        with it or None).
+        """
+        return verdicts(self.checks("full"))
+
+
+def require_values(contents: Contents, leaves: Iterable[Leaf]) -> None:
+    """Raises QuantizedWeights where one of the leaves is a part of a quantised weight, and so no
+    weight by itself.
+    """
+    if not contents.quantized:
+        return
+    asked = {leaf.label for leaf in leaves}
+    if met := [
+        weight for weight in contents.quantized if not asked.isdisjoint(weight.parts.values())
+    ]:
+        raise QuantizedWeights(
+            f"{contents.path}: {_named(met)}. What is stored of one means something only together,"
+            " and is not read as weights here. Take a copy that the library which wrote it has"
+            " dequantised, or open with dequantize=False (--no-dequantize): then the parts come as"
+            f" they are stored, under `{STORED}`"
+        )
+
+
+def require_weights(contents: Contents) -> None:
+    """Raises QuantizedWeights where any weight is quantised, also where its parts are kept under
+    `stored`.
+    """
+    require_values(contents, contents.leaves)
+    kept = [leaf for leaf in contents.leaves if leaf.path and leaf.path[0].name == STORED]
+    if kept and "dequantize" in contents.source:
+        raise QuantizedWeights(
+            f"{contents.path}: {len(kept)} tensors, the first {kept[0].label}, are parts of"
+            " quantised weights, kept as they are stored. There are no weights that could be"
+            " mapped or exported; restore, read and save keep the parts. Take a copy that the"
+            " library which wrote it has dequantised"
+        )
+
+
+def _named(weights: Sequence[QuantizedWeight]) -> str:
+    more = f" and {len(weights) - _NAMED} more" if len(weights) > _NAMED else ""
+    return f"{len(weights)} weights are quantised: " + ", ".join(map(str, weights[:_NAMED])) + more

@@ -1,0 +1,24 @@
+"""What one dtype can hold of another."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+
+def holds_every(wide: np.dtype, narrow: np.dtype) -> bool:
+    """Whether every number of the dtype `narrow` is one of the dtype `wide`.
+
+    >>> bfloat16, float16, int16 = (np.dtype(name) for name in ("bfloat16", "float16", "int16"))
+    >>> [holds_every(wide, bfloat16) for wide in (np.dtype("float32"), bfloat16, float16, int16)]
+    [True, True, False, False]
+    """
+    if np.can_cast(narrow, wide, "safe"):
+        return True
+    try:  # numpy does not know of every pair of 8-bit and 16-bit floats
+        a, b = ml_dtypes.finfo(narrow), ml_dtypes.finfo(wide)
+    except ValueError:
+        return False
+    return bool(
+        a.nmant <= b.nmant and a.maxexp <= b.maxexp and a.minexp - a.nmant >= b.minexp - b.nmant
+    )

@@ -1,0 +1,233 @@
+"""Parameters seen as the leaves of a model that names and shapes them otherwise."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from jax_ucp.errors import CorruptData
+from jax_ucp.layout.blocks import row_boxes
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.box_index import BoxIndex
+from jax_ucp.layout.samples import sample_boxes
+from jax_ucp.layout.strided import LeafForm, LeafLayout, Part, Place, Step, hull, strides
+from jax_ucp.sources.checks import Extent
+from jax_ucp.sources.consolidated import same_bits
+from jax_ucp.sources.gather import BLOCK_BYTES, read_and_copy, read_boxes, read_into
+from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+
+COMPARE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Formed:
+    """A leaf made of arrays of a source: the parts of `form` name them. Where `equal` is given,
+    the leaf is any of these arrays, which hold the same bits."""
+
+    form: LeafForm
+    equal: Sequence[str] = ()
+
+    @cached_property
+    def hulls(self) -> list[Box]:
+        """Of each part the smallest block of the leaf around it."""
+        return [hull(part.target, Box.whole(part.sizes)) for part in self.form.layout.parts]
+
+    @cached_property
+    def index(self) -> BoxIndex:
+        return BoxIndex(self.hulls)
+
+
+class MappedView:
+    """An `ArraySource` of leaves over an `ArraySource` of parameters.
+
+    A box of a leaf is read straight out of the boxes of the parameters that hold it: at most
+    `layout.strided.MOST_READ` times the elements that are wanted, in as few reads as that allows.
+    """
+
+    def __init__(self, source: ArraySource, leaves: Mapping[str, Formed]):
+        self._source, self._leaves = source, leaves
+        self._infos = source.arrays()
+        self._arrays = {name: self._info(formed) for name, formed in leaves.items()}
+
+    def arrays(self) -> Mapping[str, ArrayInfo]:
+        return self._arrays
+
+    def read(self, key: str, box: Box) -> np.ndarray:
+        """The elements of `box`. Raises CorruptData where arrays that should be equal are not."""
+        formed = self._leaves[key]
+        if formed.equal:
+            return self._agreed(key, formed.equal, box)
+        form = formed.form
+        data = self._gather(form.layout, formed.index, box)
+        if form.scaled:
+            data = _scaled(data, form)
+        return data.astype(form.dtype) if form.dtype and data.dtype != form.dtype else data
+
+    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+        """Read each box into its array. What is no more than moved goes there from where it is
+        stored.
+        """
+        formed = self._leaves[key]
+        if (
+            formed.equal
+            or formed.form.scaled
+            or self._arrays[key].dtype != self._stored(formed).dtype
+        ):
+            read_and_copy(self, key, boxes, outs)
+        else:
+            self._fill(formed.form.layout, formed.index, boxes, outs)
+
+    def compare_copies(self, key: str, extent: Extent) -> str | None:
+        """What differs between the copies of which a leaf is one, if anything does."""
+        formed = self._leaves[key]
+        info = self._arrays[key]
+        if formed.equal:
+            try:
+                self._agreed(key, formed.equal, Box.whole(info.shape))
+            except CorruptData as error:
+                return str(error)
+        first = formed.form.layout
+        for copy in formed.form.copies:
+            other = Formed(replace(formed.form, layout=copy))
+            every = row_boxes(info.shape, info.dtype.itemsize, COMPARE_BYTES)
+            for box in every if extent == "full" else sample_boxes(formed.hulls, other.hulls):
+                if not same_bits(
+                    self._gather(first, formed.index, box), self._gather(copy, other.index, box)
+                ):
+                    names = " and ".join(
+                        sorted({part.array for part in (*first.parts, *copy.parts)})
+                    )
+                    return f"{key}: {box} differs between {names}, which the mapping says are tied"
+        return None
+
+    def has_copies(self, key: str) -> bool:
+        formed = self._leaves[key]
+        return len(formed.equal) > 1 or bool(formed.form.copies)
+
+    def _info(self, formed: Formed) -> ArrayInfo:
+        if formed.equal:
+            return self._infos[formed.equal[0]]
+        layout = formed.form.layout
+        found = self._stored(formed)
+        chunk = None if found.chunk is None else layout.parts[0].chunk(found.chunk)
+        return ArrayInfo(layout.shape, np.dtype(formed.form.dtype or found.dtype), chunk)
+
+    def _stored(self, formed: Formed) -> ArrayInfo:
+        return self._infos[formed.form.layout.parts[0].array]
+
+    def _agreed(self, key: str, arrays: Sequence[str], box: Box) -> np.ndarray:
+        first = self._source.read(arrays[0], box)
+        for other in arrays[1:]:
+            data = self._source.read(other, box)
+            if not same_bits(first, data):
+                raise CorruptData(
+                    f"{key}: {arrays[0]} is {first}, but {other} is {data}; the parameters that"
+                    " form one leaf need one value of this state"
+                )
+        return first
+
+    def _gather(self, layout: LeafLayout, index: BoxIndex, box: Box) -> np.ndarray:
+        parts = [layout.parts[i] for i in sorted(index.meeting(box))]
+        dtype = self._infos[layout.parts[0].array].dtype
+        if len(parts) == 1 and _in_order(parts[0]):
+            steps = list(parts[0].steps(box, box.size))
+            if [step.target for step in steps] == [box]:
+                return self._source.read(parts[0].array, steps[0].source)
+        out = np.empty(box.shape, dtype)
+        self._fill(layout, index, [box], [out])
+        return out
+
+    def _fill(
+        self, layout: LeafLayout, index: BoxIndex, boxes: Sequence[Box], outs: Sequence[np.ndarray]
+    ) -> None:
+        """Read boxes of a layout into their arrays: of each array of the source, what they want
+        of it together.
+        """
+        in_place: dict[str, list[tuple[Box, np.ndarray]]] = defaultdict(list)
+        copied: dict[str, list[tuple[Part, Step, np.ndarray]]] = defaultdict(list)
+        for box, out in zip(boxes, outs, strict=True):
+            if layout.padding:
+                out[...] = np.zeros((), out.dtype)
+            for part, step in _steps(layout, index, box, BLOCK_BYTES // out.itemsize):
+                view = out[(*step.target.relative_to(box).index, ...)]
+                place = _place(view, part, step)
+                if place is not None:
+                    in_place[part.array].append((step.source, place))
+                else:
+                    copied[part.array].append((part, step, view))
+        for array, reads in in_place.items():
+            sources, places = zip(*reads, strict=True)
+            read_into(self._source, array, sources, places)
+        for array, steps in copied.items():
+            for (part, step, view), data in zip(steps, self._fetched(array, steps), strict=True):
+                _strided(view, part.target, step.indices)[...] = _strided(
+                    data, part.source, step.indices
+                )
+
+    def _fetched(
+        self, array: str, steps: Sequence[tuple[Part, Step, np.ndarray]]
+    ) -> Iterable[np.ndarray]:
+        """What each step reads; several boxes of an array in chunks are read together."""
+        sources = [step.source for _, step, _ in steps]
+        if self._infos[array].chunk is None:
+            return (self._source.read(array, source) for source in sources)
+        return read_boxes(self._source, array, sources)
+
+
+def _steps(
+    layout: LeafLayout, index: BoxIndex, box: Box, max_size: int
+) -> Iterator[tuple[Part, Step]]:
+    """What to read for a box of a layout: the steps of each part that meets it, of about
+    `max_size` elements.
+    """
+    for i in sorted(index.meeting(box)):
+        part = layout.parts[i]
+        for step in part.steps(box, max_size):
+            yield part, step
+
+
+def _place(view: np.ndarray, part: Part, step: Step) -> np.ndarray | None:
+    """The elements of a step where they go, as an array of the box that they are read from; None if
+    there is none.
+
+    That is where all of that box is wanted, and lies so regularly in the target that numpy can give
+    it that shape.
+    """
+    axes = [axis for run in part.source for axis, _ in run.terms]
+    try:  # numpy refuses another number of elements, and a shape that would take a copy
+        bits = np.reshape(
+            _strided(view, part.target, step.indices).transpose(axes), step.source.shape, copy=False
+        )
+    except ValueError:
+        return None
+    return bits.view(view.dtype)
+
+
+def _in_order(part: Part) -> bool:
+    """Whether the elements have the same axes in source and target."""
+    terms = [run.terms for run in part.target]
+    return terms == [run.terms for run in part.source] and all(
+        len(t) <= 1 and all(s == 1 for _, s in t) for t in terms
+    )
+
+
+def _strided(array: np.ndarray, place: Place, indices: Box) -> np.ndarray:
+    """The bits of an array that is the hull of the indices' elements, as just these, with an
+    axis for each index.
+    """
+    # numpy makes no strided views of the 8-bit floats of ml_dtypes; complex128 it does.
+    array = array if array.dtype.itemsize > 8 else array.view(f"u{array.dtype.itemsize}")
+    steps = [array.strides[dim] * stride for dim, stride in strides(place, indices.ndim)]
+    return as_strided(array, indices.shape, steps)
+
+
+def _scaled(data: np.ndarray, form: LeafForm) -> np.ndarray:
+    """In the precision of the data, or in fp32 where that is less, rounded once."""
+    wide = data.astype(np.promote_types(data.dtype, np.float32))
+    scale, add = wide.dtype.type(form.scale), wide.dtype.type(form.add)
+    return ((wide - add) / scale if form.backwards else wide * scale + add).astype(data.dtype)

@@ -1,0 +1,49 @@
+"""Text that came from outside, as it may be printed.
+
+Names, paths and messages of others may hold what a terminal obeys: escape sequences that change its
+title, its colours or the clipboard, and characters that turn the direction of writing round, so
+that a name reads as another.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+
+# What `str.isprintable` calls unprintable: control and format characters (bidirectional ones among
+# them), surrogates, separators other than a space, and code points that mean nothing.
+_RUNS = re.compile(r"[^\x20-\x7e]+")
+
+
+def visible(text: str) -> str:
+    r"""The text on one line, with what is not printable as Python writes it in a string.
+
+    >>> print(visible("w\x1b[31m\u202e é\n"))
+    w\x1b[31m\u202e é\n
+    """
+    return _RUNS.sub(lambda run: "".join(map(_shown, run[0])), text)
+
+
+def visible_lines(text: str) -> str:
+    r"""A message that may have several lines. All but the first are indented: no name can pass for
+    a line of ours.
+
+    >>> print(visible_lines("2 faults:\n  a\n0 faults"))
+    2 faults:
+      a
+      0 faults
+    """
+    first, *others = map(visible, text.split("\n"))
+    return "\n".join([first, *(line if line.startswith("  ") else f"  {line}" for line in others)])
+
+
+class VisibleLogs(logging.Filter):
+    """Makes what a logger says visible."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = visible_lines(record.getMessage()), None
+        return True
+
+
+def _shown(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode()

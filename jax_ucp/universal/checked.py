@@ -1,0 +1,181 @@
+"""What files say of leaves and arrays, proved before anything is opened, allocated or written by
+it.
+
+The digest of `ucp.json` shows that nobody changed it by accident. It is no signature: whoever
+writes a file can make one that has the right digest and says anything.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+import ml_dtypes
+import numpy as np
+import tensorstore as ts
+
+from jax_ucp.errors import FormatError
+from jax_ucp.metadata import (
+    MAX_ARRAY_BYTES,
+    MAX_VALUE_DEPTH,
+    Leaf,
+    Metadata,
+    SavedSharding,
+    StoredArray,
+    is_leaf_name,
+    tree_fault,
+)
+from jax_ucp.universal.shard_codec import CRC_BYTES
+
+# No mesh has so many devices.
+MAX_DEVICES = 1 << 20
+
+# What numpy says of the dtypes in which a number of the host program is stored, by the kind of its
+# leaf.
+_NUMBERS = {"bool": "b", "int": "iu", "float": "f", "complex": "c", "numpy_scalar": "biufcV"}
+
+
+def check_metadata(metadata: Metadata, where: str) -> None:
+    """Raise FormatError with the first thing in `ucp.json`, the file `where`, that no writer says.
+
+    What passes is as large as the file is: each outer chunk has a digest of its own in it.
+    """
+    for fault in _faults(metadata):
+        raise FormatError(
+            f"{where} says what jax_ucp does not write, though its digest is right: {fault}"
+        )
+
+
+def _faults(metadata: Metadata) -> Iterator[str]:
+    if fault := tree_fault(leaf.path for leaf in metadata.leaves):
+        yield fault
+    if not _is_shallow(
+        [metadata.source, metadata.extras, [group.settings for group in metadata.groups]]
+    ):
+        yield (
+            f"there are values in source, extras or groups nested more than {MAX_VALUE_DEPTH} deep"
+        )
+    if stray := [file for file, items in metadata.extras.items() if not isinstance(items, dict)]:
+        yield f"the extras of {stray[0]!r:.200} have no names"
+    names = [leaf.name for leaf in metadata.leaves if leaf.has_array]
+    yield from name_faults(names)
+    if stray := metadata.arrays.keys() ^ set(names):
+        yield f"the array {min(stray)!r:.200} has no leaf, or the leaf no array"
+    for leaf in metadata.leaves:
+        if fault := leaf_fault(leaf):
+            yield f"{leaf.name!r:.200} is {fault}"
+        elif leaf.has_array and (fault := array_fault(leaf, metadata.arrays[leaf.name])):
+            yield f"{leaf.name!r:.200} {fault}"
+
+
+def _is_shallow(value: object) -> bool:
+    """Whether a JSON value can be walked recursively."""
+    level: list[object] = [value]
+    for _ in range(MAX_VALUE_DEPTH):
+        items = [
+            item.values() if isinstance(item, dict) else item
+            for item in level
+            if isinstance(item, dict | list)
+        ]
+        level = [child for children in items for child in children]
+        if not level:
+            return True
+    return False
+
+
+def name_faults(names: Sequence[str]) -> Iterator[str]:
+    """What is wrong with the names of arrays: each is a directory of its own, inside the
+    checkpoint.
+    """
+    above = {name[: slash.start()] for name in names for slash in re.finditer("/", name)}
+    seen: set[str] = set()
+    for name in names:
+        if not is_leaf_name(name):
+            yield f"{name!r:.200} is no name of a leaf's directory inside the checkpoint"
+        if name in seen or name in above:
+            yield (
+                f"{name!r:.200} is the name of two leaves, or has the directory of another in"
+                " its own"
+            )
+        seen.add(name)
+
+
+def leaf_fault(leaf: Leaf) -> str | None:
+    """What a leaf is that no writer makes, by what it says itself; None if it can be."""
+    if leaf.has_array and not is_dtype(leaf.dtype):
+        return f"an array of {leaf.dtype!r:.40}, which is no dtype of zarr v3"
+    if leaf.kind == "str" and leaf.value is None:
+        return "a string without its text"
+    if leaf.kind == "empty" and leaf.value not in ("dict", "list", "tuple", "attr"):
+        return f"an empty {leaf.value!r:.40}, which is no kind of node"
+    if leaf.kind in _NUMBERS and (
+        leaf.shape or np.dtype(leaf.dtype).kind not in _NUMBERS[leaf.kind]
+    ):
+        return f"a number ({leaf.kind}) with shape {leaf.shape} and dtype {leaf.dtype}"
+    if leaf.kind == "prng_key" and not (leaf.key_impl and leaf.shape and leaf.dtype == "uint32"):
+        return f"a PRNG key of {leaf.key_impl!r:.40} with shape {leaf.shape} and dtype {leaf.dtype}"
+    return sharding_fault(leaf.sharding) if leaf.sharding else None
+
+
+def sharding_fault(sharding: SavedSharding) -> str | None:
+    """What a leaf says of its mesh that cannot be; None if it can."""
+    sizes = sharding.axis_sizes
+    if len(sizes) != len(sharding.axis_names) or min(sizes, default=1) < 1:
+        return f"on a mesh of the axes {sharding.axis_names!r:.80} with the sizes {sizes!r:.80}"
+    devices = math.prod(sizes)
+    if devices > MAX_DEVICES or len(sharding.device_ids) not in (0, devices):
+        return f"on a mesh of {devices} devices, of which {len(sharding.device_ids)} are listed"
+    return None
+
+
+def array_fault(leaf: Leaf, stored: StoredArray) -> str | None:
+    """What is wrong with the chunks of an array; None if they are those of its shape."""
+    if not len(stored.outer) == len(stored.inner) == len(leaf.shape):
+        return f"has shape {leaf.shape}, but chunks of {stored.outer} and {stored.inner}"
+    if 0 in stored.inner or any(o % i for o, i in zip(stored.outer, stored.inner, strict=True)):
+        return (
+            f"has outer chunks of {stored.outer}, which inner ones of {stored.inner} do not divide"
+        )
+    if 0 in stored.outer or math.prod(stored.outer) > MAX_ARRAY_BYTES:
+        return f"has outer chunks of {stored.outer}"
+    count = math.prod(-(-n // c) for n, c in zip(leaf.shape, stored.outer, strict=True))
+    if len(stored.digests) != count:
+        return f"has {count} outer chunks, but {len(stored.digests)} digests"
+    if stored.places and (len(stored.places) != count or stored.outer != stored.inner):
+        return (
+            f"is packed, but has places for {len(stored.places)} of {count} chunks, or inner ones"
+        )
+    inner = math.prod(-(-n // c) for n, c in zip(leaf.shape, stored.inner, strict=True))
+    if stored.crcs and len(stored.crcs) != inner * CRC_BYTES:
+        return f"has {inner} inner chunks, but {len(stored.crcs)} bytes of crc32c"
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def is_dtype(name: str) -> bool:
+    """Whether it is the name of a data type that numpy and TensorStore's zarr v3 driver have."""
+    if not re.fullmatch(r"[a-z][a-z0-9_]{1,30}", name):
+        return False
+    try:
+        dtype = np.dtype(getattr(ml_dtypes, name, name))
+    except TypeError:
+        return False
+    return dtype.name == name and storable(dtype)
+
+
+@functools.cache
+def storable(dtype: np.dtype) -> bool:
+    """Whether TensorStore's zarr v3 driver has the data type."""
+    try:
+        ts.Spec(
+            {
+                "driver": "zarr3",
+                "kvstore": "memory://",
+                "metadata": {"shape": [1], "data_type": dtype.name},
+            }
+        )
+    except ValueError:
+        return False
+    return True

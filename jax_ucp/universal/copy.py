@@ -1,0 +1,313 @@
+"""From any source into the universal format: block by block, within a budget of bytes, taken up
+where it stopped.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from jax_ucp.arguments import whole_number
+from jax_ucp.errors import CorruptData
+from jax_ucp.files.directory import Directory
+from jax_ucp.layout.blocks import (
+    INNER_BYTES,
+    OUTER_BYTES,
+    SMALL_BYTES,
+    Chunks,
+    chunk_shapes,
+    grid_boxes,
+    grid_place,
+    whole_chunks,
+)
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.fragments import Shape
+from jax_ucp.metadata import Metadata, digest
+from jax_ucp.sources.budget import DEFAULT_BUDGET, HELD_BYTES, run_bounded, threads
+from jax_ucp.sources.contents import Contents
+from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.universal.ledger import Ledger
+from jax_ucp.universal.orbax_tree import orbax_files
+from jax_ucp.universal.packs import is_indexed
+from jax_ucp.universal.store import (
+    METADATA_FILE,
+    Commit,
+    Written,
+    ZarrStore,
+    require_storable,
+    write_part,
+)
+
+# A block in flight is held as read, and as TensorStore encodes it. Beside that there is what was
+# read around it: the rows that a flat shard gives whole, or the chunks that it lies in.
+COPIES_IN_FLIGHT = 3
+
+# Chunks of chunks have lengths that divide them. So long a part may be left whole.
+LARGEST_PART = 512
+
+# Blocks are waited for together: the disk writes so many bytes while the next ones are read. A
+# conversion that is killed writes at most about so many again.
+GROUP_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One read and one write: `box` of array `key`, `nbytes` of data, `cost` bytes of memory
+    while it is in flight.
+    """
+
+    key: str
+    box: Box
+    nbytes: int
+    cost: int
+
+
+@dataclass(frozen=True)
+class CopyPlan:
+    """What a copy will do, decided before any byte moves: one block for each outer chunk of each
+    array.
+
+    `notes` say what the mesh that the chunks are cut for does not have of what was asked for.
+    """
+
+    arrays: Mapping[str, ArrayInfo]
+    chunks: Mapping[str, Chunks]
+    blocks: Sequence[Block]
+    budget_bytes: int
+    notes: Sequence[str] = ()
+
+    @property
+    def write_bytes(self) -> int:
+        return sum(block.nbytes for block in self.blocks)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that blocks in flight can take: the budget, unless all there is takes
+        less.
+        """
+        costs = sorted((block.cost for block in self.blocks), reverse=True)
+        return min(sum(costs[: threads()]), max(self.budget_bytes, *costs[:1], 0))
+
+
+def plan_copy(
+    contents: Contents, budget_bytes: int = DEFAULT_BUDGET, cells: Mapping[str, Shape] | None = None
+) -> CopyPlan:
+    """Chunks small enough that `threads()` blocks fit the budget together, and the blocks in their
+    order.
+
+    Chunks are not made smaller than 64 KiB for that; with a very small budget blocks go one at a
+    time. `cells` are, by name of an array, equal blocks that no chunk is to cross.
+
+    Raises UnsupportedLeaf for a dtype that the universal format does not have, ValueError for a
+    budget that is none.
+    """
+    budget_bytes = whole_number("budget_bytes", budget_bytes)
+    outer = max(SMALL_BYTES, min(OUTER_BYTES, budget_bytes // (COPIES_IN_FLIGHT * threads())))
+    stored = contents.arrays.arrays()
+    arrays: dict[str, ArrayInfo] = {}
+    chunks: dict[str, Chunks] = {}
+    blocks: list[Block] = []
+    for leaf in contents.leaves:
+        if leaf.has_array:
+            info = arrays[leaf.name] = ArrayInfo(leaf.shape, np.dtype(leaf.dtype))
+            require_storable(leaf.label, info.dtype)
+            size, chunk = info.dtype.itemsize, stored[leaf.name].chunk or ()
+            cell = (cells or {}).get(leaf.name, _cell(info, chunk, outer))
+            chunks[leaf.name] = chunk_shapes(leaf.shape, size, cell, min(INNER_BYTES, outer), outer)
+            boxes = grid_boxes(leaf.shape, chunks[leaf.name].outer)
+            # Those of one stored chunk follow one another, so that it is decoded once for all of
+            # them.
+            for box in sorted(boxes, key=lambda box: grid_place(box, chunk)) if chunk else boxes:
+                blocks.append(Block(leaf.name, box, box.size * size, block_cost(box, chunk, size)))
+    return CopyPlan(arrays, chunks, blocks, budget_bytes)
+
+
+def block_cost(box: Box, chunk: Shape, itemsize: int) -> int:
+    """Bytes of memory while a block is read and written: as read, as encoded, and the stored chunks
+    that it lies in.
+
+    Large chunks of which it is a part are held decoded, and before that there is beside them what
+    they are made from.
+    """
+    around = whole_chunks(box, chunk).size if chunk else box.size
+    cost = (2 * box.size + around) * itemsize
+    held = around * itemsize >= HELD_BYTES
+    return cost + (around - box.size) * itemsize if held else cost
+
+
+def _cell(info: ArrayInfo, chunk: Shape, max_bytes: int) -> Shape | None:
+    """A stored chunk that is larger than a block may be, if such chunks divide the array: no block
+    is of two.
+
+    None also where a chunk has a length that only large numbers divide: what is cut in it would be
+    too small.
+    """
+    if not chunk or math.prod(chunk) * info.dtype.itemsize <= max_bytes:
+        return None
+    fits = all(
+        n == c or (n % c == 0 and _rough_part(c) <= LARGEST_PART)
+        for n, c in zip(info.shape, chunk, strict=True)
+    )
+    return chunk if fits else None
+
+
+def _rough_part(length: int) -> int:
+    """What is left of a length when it is divided by numbers up to 7, as often as they divide it.
+
+    >>> _rough_part(2048), _rough_part(50257 * 8)
+    (1, 50257)
+    """
+    for divisor in (2, 3, 5, 7):
+        while length % divisor == 0:
+            length //= divisor
+    return length
+
+
+def copy(
+    contents: Contents,
+    plan: CopyPlan,
+    target: Path,
+    progress: Callable[[Block], None] = lambda block: None,
+) -> Metadata:
+    """Write the checkpoint to `target` by the plan; `progress` hears of each block that is on disk.
+
+    What the source stores twice is compared first, and its files are looked at again before the
+    commit. Stopped at any moment, it leaves no checkpoint at `target`; the same call takes up where
+    it was stopped.
+
+    Raises FileExistsError if `target` is a checkpoint already, CorruptData if the source
+    contradicts itself or changed meanwhile, FormatError if `target` holds another unfinished copy.
+    """
+    require_target(contents, target)
+    require_sound(contents)
+    store = ZarrStore(Directory(target), plan.arrays, plan.chunks)
+    ledger = Ledger(target, _identity(contents, plan))
+    try:
+        if (target / METADATA_FILE).exists() and not ledger.resumed:
+            ledger.remove()  # another copy was completed here a moment ago
+            raise FileExistsError(f"{target} is a checkpoint already; give another path")
+        _copy_blocks(contents, plan, store, ledger, progress)
+        contents.files.require_unchanged()
+        write_part(store, 0)
+        outer = {name: chunks.outer for name, chunks in plan.chunks.items()}
+        files = orbax_files(contents.leaves, outer, ocdbt=is_indexed(plan.arrays, plan.chunks))
+        source = contents.source or {"format": contents.format, "name": Path(contents.path).name}
+        commit = Commit(
+            contents.leaves,
+            files=files,
+            source=source,
+            extras=contents.extras,
+            groups=contents.groups,
+        )
+        metadata = commit.write(store)
+        ledger.remove()
+    finally:
+        ledger.close()
+    return metadata
+
+
+def require_target(contents: Contents, target: Path) -> None:
+    """Raises FileExistsError where a copy cannot be written to `target`, or taken up there."""
+    # A copy stopped after its commit, while it cleared away, still has its ledger: it is taken up
+    # like any other.
+    if (target / METADATA_FILE).exists() and not Ledger.begun(target):
+        raise FileExistsError(f"{target} is a checkpoint already; give another path")
+    if target.resolve().is_relative_to(Path(contents.path).resolve()):
+        raise FileExistsError(f"{target} lies in the source, {contents.path}; give another path")
+    if target.exists() and not target.is_dir():
+        raise FileExistsError(f"{target} is a file; give a path where a directory can be made")
+    if target.is_dir() and any(target.iterdir()) and not Ledger.begun(target):
+        raise FileExistsError(
+            f"{target} has files in it that are no unfinished copy; give another path"
+        )
+
+
+def require_sound(contents: Contents) -> None:
+    """Raises CorruptData where something that the checkpoint stores twice, or has a checksum of,
+    differs.
+    """
+    if faults := [fault for _, fault in contents.verify() if fault]:
+        raise CorruptData(
+            "\n  ".join(
+                [f"{contents.path} contradicts itself in {len(faults)} places:", *faults[:8]]
+            )
+        )
+
+
+def _copy_blocks(
+    contents: Contents,
+    plan: CopyPlan,
+    store: ZarrStore,
+    ledger: Ledger,
+    progress: Callable[[Block], None],
+) -> None:
+    """Write the blocks that the ledger does not have yet, and those that are not on disk as it
+    has them.
+    """
+    _take_up(plan, store, ledger, progress)
+    left = [block for block in plan.blocks if str(block.box) not in store.written[block.key]]
+    written: list[Block] = []
+    lock = threading.Lock()
+
+    def move(block: Block) -> None:
+        store.write(block.key, block.box, contents.arrays.read(block.key, block.box), durable=False)
+        with lock:
+            written.append(block)
+            group = written[:] if sum(block.nbytes for block in written) >= GROUP_BYTES else []
+            del written[: len(group)]
+        settle(group)
+
+    def settle(group: Sequence[Block]) -> None:
+        """Wait for the disk, and only then say in the ledger that the blocks are there."""
+        if group:
+            store.directory.sync()
+        for block in group:
+            ledger.note(block.key, block.box, store.written[block.key][str(block.box)])
+        for block in group:
+            progress(block)
+
+    run_bounded(((0, lambda key=key: store.create(key)) for key in plan.arrays), plan.budget_bytes)
+    run_bounded(
+        ((block.cost, lambda block=block: move(block)) for block in left), plan.budget_bytes
+    )
+    settle(written)
+
+
+def _take_up(
+    plan: CopyPlan, store: ZarrStore, ledger: Ledger, progress: Callable[[Block], None]
+) -> None:
+    """Note what was written of the blocks that a stopped copy left on disk as its ledger has them.
+
+    What was written is read again for that: a ledger says what a block was, and files are changed
+    by others too.
+    """
+
+    def look(block: Block, written: Written) -> None:
+        if store.holds(block.key, block.box, written):
+            store.written[block.key][str(block.box)] = written
+            progress(block)
+
+    noted = [(block, ledger.done.get((block.key, str(block.box)))) for block in plan.blocks]
+    known = [(block, written) for block, written in noted if written is not None]
+    run_bounded(
+        ((block.cost, partial(look, block, written)) for block, written in known), plan.budget_bytes
+    )
+
+
+def _identity(contents: Contents, plan: CopyPlan) -> str:
+    """What a ledger must agree with: the source's files as they were opened, what became of each
+    item, and the blocks.
+
+    One source has several readings: of what is stored twice, one copy is taken or the other.
+    """
+    files = contents.files.identities()
+    items = sorted((item.where, item.status, item.reason) for item in contents.inventory)
+    dtypes = [(leaf.name, leaf.dtype) for leaf in contents.leaves]
+    told = (contents.format, contents.source, files, sorted(plan.chunks.items()), items, dtypes)
+    return digest(repr(told).encode())

@@ -1,0 +1,360 @@
+"""The small files by which stock Orbax knows the tree of a PyTree checkpoint: written here, and
+read here.
+
+Facts: `_src/metadata/tree.py`, `_src/metadata/empty_values.py`, `_src/metadata/sharding.py` and
+`_src/handlers/base_pytree_checkpoint_handler.py` of orbax-checkpoint 0.12.8. Nothing of Orbax is
+imported.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+import numpy as np
+
+from jax_ucp.errors import FormatError, NotACheckpoint
+from jax_ucp.files.directory import Directory
+from jax_ucp.metadata import (
+    MAX_TREE_DEPTH,
+    VERSION,
+    Axes,
+    Key,
+    KeyKind,
+    Leaf,
+    LeafKind,
+    SavedSharding,
+    leaf_names,
+    tree_fault,
+)
+from jax_ucp.universal.checked import sharding_fault
+
+T = TypeVar("T")
+
+TREE_FILE = "_METADATA"
+SHARDING_FILE = "_sharding"
+STRINGS_FILE = "_strings.json"
+
+# In `custom_metadata`, which stock Orbax leaves to its users: this tree belongs to a universal
+# checkpoint.
+MARK = "jax_ucp"
+
+# With more devices than that, of all leaves together, stock is told none, and takes those that it
+# has, in their order: it wants them listed for each leaf anew, some ten bytes each, and a thousand
+# leaves may share one mesh.
+MAX_DEVICES_LISTED = 1 << 24
+
+_SEQUENCE, _DICT = 1, 2
+_VALUE_TYPES: dict[LeafKind, str] = {
+    "jax": "jax.Array",
+    "prng_key": "jax.Array",
+    "array": "np.ndarray",
+    "numpy": "np.ndarray",
+    "numpy_scalar": "scalar",
+    "bool": "scalar",
+    "int": "scalar",
+    "float": "scalar",
+    "complex": "scalar",
+    "str": "string",
+    "none": "None",
+}
+# What stock writes for a node without children: a named tuple, such as optax.EmptyState, comes back
+# as None.
+_EMPTY_TYPES: dict[KeyKind, str] = {
+    "dict": "Dict",
+    "list": "List",
+    "tuple": "Tuple",
+    "attr": "None",
+}
+_NOT_STORED = {"None", "Dict", "List", "Tuple", "NamedTuple"}
+
+
+def orbax_files(
+    leaves: Sequence[Leaf], arrays: Mapping[str, tuple[int, ...]], ocdbt: bool = False
+) -> dict[str, bytes]:
+    """The files, by name and in the order to write them in, that let stock Orbax read the leaves.
+
+    `arrays` has the outer chunk of each array; with `ocdbt`, stock looks for them in an OCDBT
+    database.
+    """
+    tree, shardings, strings, keys = {}, {}, {}, []
+    devices = sum(len(leaf.sharding.device_ids) for leaf in leaves if leaf.sharding)
+    for leaf in leaves:
+        value_type = _EMPTY_TYPES[leaf.value] if leaf.kind == "empty" else _VALUE_TYPES[leaf.kind]
+        value: dict[str, Any] = {
+            "value_type": value_type,
+            "skip_deserialize": value_type in _NOT_STORED,
+        }
+        name = ".".join(map(str, leaf.path))
+        if value_type == "jax.Array":
+            value["write_shape"] = arrays[leaf.name]
+            shardings[base64.b64encode(name.encode()).decode()] = _sharding_json(
+                leaf.sharding, devices <= MAX_DEVICES_LISTED
+            )
+            if leaf.kind == "prng_key":
+                shapes = {"write_shape": arrays[leaf.name], "chunk_shape": arrays[leaf.name]}
+                ext = {"ext_metadata": {"random_key_impl": leaf.key_impl}}
+                keys.append({"array_metadata": {"param_name": name, **shapes, **ext}})
+        elif value_type == "string":
+            strings[name] = leaf.value
+        tree[str(tuple(map(str, leaf.path)))] = {
+            "key_metadata": [{"key": str(key), "key_type": _key_type(key)} for key in leaf.path],
+            "value_metadata": value,
+        }
+    about = {"use_ocdbt": ocdbt, "use_zarr3": True, "store_array_data_equal_to_fill_value": True}
+    files: dict[str, Any] = {SHARDING_FILE: shardings}
+    if keys:  # all that stock reads of the others is in their `zarr.json`
+        files["array_metadatas/process_0"] = {"array_metadatas": keys}
+    if strings:
+        files[STRINGS_FILE] = strings
+    # Last, because stock Orbax takes the directory for a checkpoint when this file is there.
+    files[TREE_FILE] = {"tree_metadata": tree, **about, "custom_metadata": {MARK: VERSION}}
+    return {name: _compact(content).encode() for name, content in files.items()}
+
+
+class _KeyEntry(msgspec.Struct):
+    key: str
+    key_type: Literal[1, 2]
+
+
+class _ValueEntry(msgspec.Struct):
+    value_type: str
+    write_shape: tuple[int, ...] | None = None
+
+
+class _Entry(msgspec.Struct):
+    key_metadata: Annotated[tuple[_KeyEntry, ...], msgspec.Meta(max_length=MAX_TREE_DEPTH)]
+    value_metadata: _ValueEntry
+
+
+class _TreeFile(msgspec.Struct):
+    """What is read of `_METADATA`; older versions do not say the last two."""
+
+    tree_metadata: dict[str, _Entry]
+    use_ocdbt: bool
+    custom_metadata: dict[str, Any] | None = None
+    use_zarr3: bool | None = None
+    store_array_data_equal_to_fill_value: bool | None = None
+
+
+class _ShardingKind(msgspec.Struct):
+    sharding_type: str = ""
+
+
+class _DeviceMesh(msgspec.Struct):
+    mesh: list[Any]
+
+
+class _Sharding(msgspec.Struct):
+    """A NamedSharding in `_sharding`; its devices, which older versions lack, are in lists as
+    deep as it has axes.
+    """
+
+    axis_names: tuple[str, ...]
+    shape: tuple[int, ...]
+    partition_spec: tuple[Axes, ...]
+    device_mesh: _DeviceMesh | None = None
+
+
+class _Device(msgspec.Struct):
+    id: int
+
+
+class _KeyArray(msgspec.Struct):
+    param_name: str
+    ext_metadata: dict[str, Any] | None = None
+
+
+class _ArrayEntry(msgspec.Struct):
+    array_metadata: _KeyArray
+
+
+class _ArrayMetadatas(msgspec.Struct):
+    array_metadatas: list[_ArrayEntry]
+
+
+@dataclass(frozen=True, slots=True)
+class OrbaxTree:
+    """What a stock PyTree checkpoint says of its tree and of the way its arrays are stored.
+
+    The leaves have no shape or dtype yet: those are with the arrays. `stored` has the name that
+    stock gave each array, by the name of its leaf here, which is safe for a directory; stock's need
+    not be. `written` is the shape of what a device wrote of an array, where it says so.
+    """
+
+    leaves: tuple[Leaf, ...]
+    stored: Mapping[str, str]
+    written: Mapping[str, tuple[int, ...]]
+    ocdbt: bool
+    zarr3: bool
+    all_chunks_stored: bool
+
+
+def read_orbax_tree(directory: Directory) -> OrbaxTree:
+    """The tree of the stock PyTree checkpoint in `directory`.
+
+    Raises FormatError where a file says something stock Orbax 0.12 does not, or two leaves have one
+    name, as stock gives to `{"a": {"b": x}}` and `{"a.b": y}`, of which it keeps one array;
+    NotACheckpoint where it belongs to a universal checkpoint without its `ucp.json`, which stock
+    would read half of.
+    """
+    content = _json(directory, TREE_FILE, _TreeFile)
+    if MARK in (content.custom_metadata or {}):
+        raise NotACheckpoint(
+            f"{directory} is a universal checkpoint without its ucp.json: it was never finished, or"
+            " the file is lost. If a conversion was stopped here, run it again."
+        )
+    shardings = _shardings(directory)
+    strings = _json(directory, STRINGS_FILE, dict[str, str], {})
+    impls: dict[str, str] = {}
+    for name in directory.files():
+        if name.startswith("array_metadatas/") and not name.startswith("array_metadatas/."):
+            for entry in _json(directory, name, _ArrayMetadatas).array_metadatas:
+                impl = (entry.array_metadata.ext_metadata or {}).get("random_key_impl", "")
+                impls[entry.array_metadata.param_name] = impl if isinstance(impl, str) else ""
+    entries = list(content.tree_metadata.values())
+    paths = [tuple(_key(directory, key) for key in entry.key_metadata) for entry in entries]
+    if fault := tree_fault(paths):
+        raise FormatError(f"{directory}/{TREE_FILE} is no tree: {fault}")
+    leaves: list[Leaf] = []
+    stored: dict[str, str] = {}
+    written: dict[str, tuple[int, ...]] = {}
+    stored_names: set[str] = set()
+    for entry, path, name in zip(entries, paths, leaf_names(paths), strict=True):
+        stock_name = ".".join(key.key for key in entry.key_metadata)
+        impl = impls.get(stock_name, "")
+        where = f"{directory}/{TREE_FILE}: {stock_name}"
+        kind, value = _kind(entry.value_metadata.value_type, impl, where)
+        if kind == "str":
+            if stock_name not in strings:
+                raise FormatError(
+                    f"{directory}/{STRINGS_FILE} has no value for {stock_name}, which {TREE_FILE}"
+                    " says is a string"
+                )
+            value = strings[stock_name]
+        leaf = Leaf(
+            path, name, kind, value=value, key_impl=impl, sharding=shardings.get(stock_name)
+        )
+        if kind not in ("none", "empty"):
+            if stock_name in stored_names:
+                raise FormatError(
+                    f"{where} is the name of two leaves: Orbax wrote both to one place and kept the"
+                    " last"
+                )
+            stored_names.add(stock_name)
+        if leaf.has_array:
+            stored[name] = stock_name
+            if entry.value_metadata.write_shape is not None:
+                written[name] = entry.value_metadata.write_shape
+        leaves.append(leaf)
+    # Where not even zeros are left out, a chunk that is not there is a loss and not a default.
+    complete = bool(content.store_array_data_equal_to_fill_value)
+    return OrbaxTree(
+        tuple(leaves), stored, written, content.use_ocdbt, bool(content.use_zarr3), complete
+    )
+
+
+def _key_type(key: Key) -> int:
+    by_position = key.kind in ("list", "tuple") or (
+        key.kind == "attr" and isinstance(key.name, int)
+    )
+    return _SEQUENCE if by_position else _DICT
+
+
+def _key(directory: Directory, entry: _KeyEntry) -> Key:
+    if entry.key_type != _SEQUENCE:
+        return Key("dict", entry.key)
+    if not re.fullmatch("[0-9]{1,9}", entry.key):
+        raise FormatError(f"{directory}/{TREE_FILE} has {entry.key!r:.80} for a place in a list")
+    return Key("list", int(entry.key))
+
+
+def _kind(value_type: str, impl: str, where: str) -> tuple[LeafKind, Any]:
+    match value_type:
+        case "jax.Array":
+            return ("prng_key" if impl else "jax"), None
+        case "np.ndarray":
+            return "numpy", None
+        case "scalar":
+            return "numpy_scalar", None
+        case "string":
+            return "str", None
+        case "None":
+            return "none", None
+        case "Dict" | "List" | "Tuple":
+            return "empty", value_type.lower()
+        case "NamedTuple":
+            return "empty", "attr"
+        case _:
+            raise FormatError(
+                f"{where} has value type {value_type!r}, which stock Orbax 0.12 does not write"
+            )
+
+
+@functools.lru_cache(maxsize=1024)
+def _sharding_json(sharding: SavedSharding | None, with_devices: bool) -> str:
+    if sharding is None:
+        return _compact({"sharding_type": "SingleDeviceSharding", "device_str": "cpu:0"})
+    about: dict[str, Any] = {
+        "sharding_type": "NamedSharding",
+        "shape": sharding.axis_sizes,
+        "axis_names": sharding.axis_names,
+        "axis_types": ["AxisType.Auto"] * len(sharding.axis_names),
+        "partition_spec": sharding.spec,
+    }
+    if with_devices and sharding.device_ids:
+        mesh = np.array([{"id": i} for i in sharding.device_ids], dtype=object).reshape(
+            sharding.axis_sizes
+        )
+        about["device_mesh"] = {"mesh": mesh.tolist()}
+    return _compact(about)
+
+
+def _compact(content: Any) -> str:
+    return json.dumps(content, separators=(",", ":"))
+
+
+def _shardings(directory: Directory) -> dict[str, SavedSharding]:
+    """The NamedShardings of leaves, by stock's names of them."""
+    found: dict[str, SavedSharding] = {}
+    for key, text in _json(directory, SHARDING_FILE, dict[str, str], {}).items():
+        try:
+            name = base64.b64decode(key, validate=True).decode()
+            if msgspec.json.decode(text, type=_ShardingKind).sharding_type == "NamedSharding":
+                found[name] = _saved_sharding(msgspec.json.decode(text, type=_Sharding))
+        except (ValueError, RecursionError) as error:
+            raise FormatError(
+                f"{directory}/{SHARDING_FILE} is damaged at {key!r:.80}: {error}"
+            ) from None
+    return found
+
+
+def _saved_sharding(said: _Sharding) -> SavedSharding:
+    """Raises ValueError where it is of no mesh."""
+    devices: list[Any] = said.device_mesh.mesh if said.device_mesh else []
+    for _ in said.shape[1:]:
+        devices = [device for row in devices if isinstance(row, list) for device in row]
+    ids = tuple(device.id for device in msgspec.convert(devices, list[_Device]))
+    sharding = SavedSharding(said.axis_names, said.shape, said.partition_spec, ids)
+    if fault := sharding_fault(sharding):
+        raise ValueError(f"a sharding {fault}")
+    return sharding
+
+
+def _json(directory: Directory, name: str, kind: type[T], default: T | None = None) -> T:
+    """What a file says, which is of a kind; `default` if it is not there."""
+    data = directory.read(name)
+    if data is None:
+        if default is None:
+            raise FormatError(f"{directory}/{name} is missing; a PyTree checkpoint of Orbax has it")
+        return default
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"{directory}/{name} is damaged: {error}") from None

@@ -1,0 +1,72 @@
+"""Thousands of small arrays in a few files: their chunks one after the other; and an index of where
+every array is.
+
+A file and a directory for each small array would cost more than its bytes. We find a packed chunk
+by `ucp.json`; stock Orbax and TensorStore find everything, packed or not, by the index, which is an
+OCDBT database. Every `zarr.json` is in its one node, under the checksum of that: a flipped bit in a
+shape, which no chunk contradicts, is an error to them too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from jax_ucp.layout.blocks import SMALL_BYTES, Chunks
+from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.universal.ocdbt import (
+    MANIFEST_FILE,
+    MAX_ENTRIES,
+    Range,
+    Value,
+    manifest_bytes,
+    node_bytes,
+)
+from jax_ucp.universal.shard_codec import has_index
+
+INDEX_FILE = "ucp.index"
+
+# With fewer small arrays than that, files of their own cost little, and any zarr reader finds them.
+PACK_FROM = 1000
+
+
+def is_indexed(arrays: Mapping[str, ArrayInfo], chunks: Mapping[str, Chunks]) -> bool:
+    """Whether there is an index: not where it would have no entry, or more than it can."""
+    entries = len(arrays) + sum(
+        math.prod(-(-n // c) for n, c in zip(info.shape, chunks[key].outer, strict=True))
+        for key, info in arrays.items()
+    )
+    return 0 < entries <= MAX_ENTRIES
+
+
+def packed_arrays(arrays: Mapping[str, ArrayInfo], chunks: Mapping[str, Chunks]) -> frozenset[str]:
+    """Which arrays are packed: those of at most 64 KiB where there are a thousand of them, and
+    an index; else none.
+    """
+    small = [
+        key
+        for key, info in arrays.items()
+        if info.nbytes <= SMALL_BYTES and not has_index(chunks[key])
+    ]
+    return (
+        frozenset(small) if len(small) >= PACK_FROM and is_indexed(arrays, chunks) else frozenset()
+    )
+
+
+def pack_name(number: int) -> str:
+    """The file of a pack."""
+    return f"ucp.pack_{number}"
+
+
+def index_files(zarr_jsons: Mapping[str, bytes], chunks: Mapping[str, Range]) -> dict[str, bytes]:
+    """The index and its manifest, by name and in the order to write them in.
+
+    `zarr_jsons` are by array. `chunks` says where each outer chunk is, by its key.
+    """
+    entries: dict[str, Value] = {f"{key}/zarr.json": text for key, text in zarr_jsons.items()}
+    entries |= chunks
+    node = node_bytes(entries)
+    return {
+        INDEX_FILE: node,
+        MANIFEST_FILE: manifest_bytes(Range(INDEX_FILE, 0, len(node)), entries),
+    }

@@ -1,0 +1,108 @@
+"""Our own format: a directory with `ucp.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jax_ucp.errors import CorruptData
+from jax_ucp.layout.blocks import grid_boxes, grid_place
+from jax_ucp.layout.box import Box
+from jax_ucp.metadata import Leaf, Metadata
+from jax_ucp.sources.beside import MARKERS, items_beside
+from jax_ucp.sources.checks import Check, Extent
+from jax_ucp.sources.contents import Contents, Item, Piece
+from jax_ucp.universal.packs import pack_name
+from jax_ucp.universal.store import (
+    METADATA_FILE,
+    ZarrStore,
+    chunk_name,
+    missing_files,
+    open_store,
+    verify_files,
+)
+
+if TYPE_CHECKING:
+    from jax_ucp.formats.options import Options
+
+
+def recognise(path: Path) -> bool:
+    return (path / METADATA_FILE).is_file()
+
+
+def open_universal(path: Path, options: Options) -> Contents:
+    """The universal checkpoint at `path`. Raises CorruptData if one of its files is not there,
+    or has another size.
+    """
+    metadata, store = open_store(path)
+    if missing := missing_files(metadata, store):
+        raise CorruptData(
+            f"{len(missing)} files of the checkpoint are missing or have another size; the first:"
+            f" {missing[0]}. Restore them from a copy, or use another checkpoint."
+        )
+
+    def where(leaf: Leaf) -> list[Piece]:
+        if not leaf.has_array:
+            return []
+        outer = metadata.arrays[leaf.name].outer
+        pieces = []
+        for box in grid_boxes(leaf.shape, outer):
+            name = f"{leaf.name}/{chunk_name(grid_place(box, outer))}"
+            file, offset = store.find(name)
+            item = "" if offset is None else name
+            pieces.append(Piece(file, item, box.relative_to(Box(box.start, box.start)), box))
+        return pieces
+
+    def checks(extent: Extent) -> Iterator[Check]:
+        # every read compares the crc32c of what it reads; digests are of whole chunks
+        if extent == "sample":
+            return
+        every = frozenset(leaf.name for leaf in metadata.leaves if leaf.has_array)
+        yield Check(
+            f"{len(metadata.files) + 1} files of metadata",
+            every,
+            0,
+            partial(_fault, metadata, store),
+        )
+        for leaf in metadata.leaves:
+            if leaf.has_array:
+                yield from store.checks(leaf.name, leaf.label, metadata.arrays[leaf.name])
+
+    inventory = [
+        Item(leaf.name if leaf.has_array else METADATA_FILE, _what(leaf), "mapped", leaf.label)
+        for leaf in metadata.leaves
+    ]
+    inventory += [
+        Item(METADATA_FILE, name, "extra", "carried over from the source")
+        for name in metadata.extras
+    ]
+    inventory += items_beside(path, _names(metadata, store))
+    return Contents(
+        "universal",
+        str(path),
+        metadata.leaves,
+        store,
+        inventory,
+        metadata.extras,
+        metadata.groups,
+        source=metadata.source,
+        checks=checks,
+        where=where,
+    )
+
+
+def _names(metadata: Metadata, store: ZarrStore) -> set[str]:
+    """What a checkpoint's own folder has in it."""
+    files = {METADATA_FILE, *metadata.files, *metadata.arrays}
+    files |= {pack_name(number) for number, _ in store.places.values()}
+    return {name.partition("/")[0] for name in files} | MARKERS
+
+
+def _fault(metadata: Metadata, store: ZarrStore) -> str | None:
+    return "; ".join(verify_files(metadata, store)) or None
+
+
+def _what(leaf: Leaf) -> str:
+    return f"{leaf.dtype} {list(leaf.shape)}" if leaf.has_array else leaf.kind

@@ -1,0 +1,286 @@
+"""One outer chunk as a file: zarr v3's `sharding_indexed`, its inner chunks with a crc32c each, its
+index at the end.
+
+An outer chunk of one inner chunk has no index: it is the chunk and its crc32c.
+
+What is written is byte for byte what TensorStore writes, and any zarr v3 reader reads it. We encode
+and decode it here because a chunk then goes from the file to where it is wanted in one copy,
+checked on the way. Facts: zarr-specs, `docs/v3/codecs/sharding-indexed` and
+`docs/v3/codecs/crc32c`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import google_crc32c
+import numpy as np
+
+from jax_ucp.errors import CorruptData
+from jax_ucp.layout.blocks import Chunks
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.fragments import Shape
+
+CRC_BYTES = 4
+CRC = np.dtype("<u4")
+_ENTRY = np.dtype([("offset", "<u8"), ("nbytes", "<u8")])
+_NOT_STORED = (1 << 64) - 1
+_EXCHANGED = (
+    "they are whole, but do not have the crc32c that ucp.json records for this place. They, or"
+    " ucp.json, are of another array, step or run, or were written over since the checkpoint was"
+    " opened"
+)
+
+# A file of at most so many bytes is read whole, its index with it.
+WHOLE_BYTES = 128 << 10
+
+
+def has_index(chunks: Chunks) -> bool:
+    """Whether outer chunks are shards of several inner chunks."""
+    return chunks.inner != chunks.outer
+
+
+def shard_parts(data: np.ndarray, chunks: Chunks, crcs: bytearray) -> Iterator[memoryview | bytes]:
+    """The bytes of the file of an outer chunk, in parts that are valid until the next is asked for.
+
+    `data` is the outer chunk as far as it lies in the array; what its last inner chunks have beyond
+    that is zero. `crcs` gets the crc32c of each inner chunk, in row-major order.
+    """
+    if not has_index(chunks) and data.shape == chunks.inner:
+        whole = np.asarray(data, order="C")
+        yield whole.reshape(-1).view(np.uint8).data
+        crcs += _crc(whole)
+        yield bytes(crcs)
+        return
+    index = (
+        np.full(_inner_grid(chunks), _NOT_STORED, np.uint64)
+        .repeat(2)
+        .view(_ENTRY)
+        .reshape(_inner_grid(chunks))
+    )
+    part = np.zeros(math.prod(chunks.inner) * data.dtype.itemsize + CRC_BYTES, np.uint8)
+    room = part[:-CRC_BYTES].view(data.dtype).reshape(chunks.inner)
+    at = 0
+    for place in itertools.product(*map(range, index.shape)):
+        start = [p * n for p, n in zip(place, chunks.inner, strict=True)]
+        stop = [min(a + n, m) for a, n, m in zip(start, chunks.inner, data.shape, strict=True)]
+        shape = [b - a for a, b in zip(start, stop, strict=True)]
+        if any(n <= 0 for n in shape):
+            continue  # it lies past the array
+        if shape != list(chunks.inner):
+            room[...] = 0
+        room[tuple(map(slice, shape))] = data[tuple(map(slice, start, stop))]
+        part[-CRC_BYTES:] = np.frombuffer(crc := _crc(room), np.uint8)
+        crcs += crc
+        index[place] = (at, len(part))
+        at += len(part)
+        yield part.data
+    if has_index(chunks):
+        yield index.tobytes()
+        yield _crc(index)
+
+
+def chunk_bytes(chunks: Chunks, dtype: np.dtype) -> int:
+    """How many bytes an inner chunk takes on disk, with its crc32c."""
+    return math.prod(chunks.inner) * dtype.itemsize + CRC_BYTES
+
+
+def shard_bytes(box: Box, chunks: Chunks, dtype: np.dtype) -> int:
+    """How many bytes the file of an outer chunk has, of which `box` is what lies in the array.
+
+    >>> shard_bytes(Box((0,), (5,)), Chunks((8,), (2,)),
+    ...     np.dtype("u1"))  # 3 of 4 inner chunks, and the index
+    86
+    """
+    stored = math.prod(-(-n // c) for n, c in zip(box.shape, chunks.inner, strict=True))
+    index = math.prod(_inner_grid(chunks)) * _ENTRY.itemsize + CRC_BYTES if has_index(chunks) else 0
+    return stored * chunk_bytes(chunks, dtype) + index
+
+
+def read_shard(
+    file: str,
+    box: Box,
+    chunks: Chunks,
+    dtype: np.dtype,
+    wanted: Sequence[tuple[Box, np.ndarray]],
+    crcs: np.ndarray | None,
+    offset: int | None = None,
+) -> None:
+    """Copy from the file of the outer chunk at `box` into each wanted array, which has the elements
+    of its box.
+
+    A wanted box need not lie in the chunk; what of it does is copied. Each inner chunk that holds a
+    wanted element is read once, and no other. An outer chunk without index may be a part of a
+    larger file, from `offset` on. `crcs` has the crc32c that each inner chunk in `box` was saved
+    with, by its place, as `CRC`; None if that was not recorded.
+
+    Raises CorruptData where a checksum does not match, or the file is missing or has another size.
+    """
+    try:
+        handle = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise CorruptData(f"{file} is missing") from None
+    try:
+        # Before anything is made for its inner chunks: with all of them there, there are no more
+        # than bytes.
+        part = _part_of_file(
+            file, os.fstat(handle).st_size, shard_bytes(box, chunks, dtype), offset
+        )
+        _decode(
+            _Reader(file, handle, *part),
+            box,
+            chunks,
+            dtype,
+            _wanted_chunks(box, chunks, wanted),
+            crcs,
+        )
+    finally:
+        os.close(handle)
+
+
+def _part_of_file(file: str, size: int, nbytes: int, offset: int | None) -> tuple[int, int]:
+    """Where in the file the outer chunk lies: its first byte, and how many there are."""
+    if offset is None and size != nbytes:
+        raise CorruptData(f"{file} has {size} bytes, but its chunk takes {nbytes}")
+    if offset is not None and offset + nbytes > size:
+        raise CorruptData(
+            f"{file} is too short: it has {size} bytes, and a chunk in it ends at byte"
+            f" {offset + nbytes}"
+        )
+    return offset or 0, nbytes
+
+
+def _wanted_chunks(
+    box: Box, chunks: Chunks, wanted: Sequence[tuple[Box, np.ndarray]]
+) -> dict[Shape, list[tuple[Box, np.ndarray]]]:
+    """The inner chunks that hold a wanted element, by their places, each with those that want
+    some of it.
+    """
+    places: dict[Shape, list[tuple[Box, np.ndarray]]] = defaultdict(list)
+    for want, out in wanted:
+        hit = want.intersect(box)
+        if hit is not None:
+            first = [
+                (a - o) // n for a, o, n in zip(hit.start, box.start, chunks.inner, strict=True)
+            ]
+            last = [
+                (b - o - 1) // n for b, o, n in zip(hit.stop, box.start, chunks.inner, strict=True)
+            ]
+            for place in itertools.product(
+                *(range(a, b + 1) for a, b in zip(first, last, strict=True))
+            ):
+                places[place].append((want, out))
+    return places
+
+
+def _decode(
+    reader: _Reader,
+    box: Box,
+    chunks: Chunks,
+    dtype: np.dtype,
+    places: dict[Shape, list[tuple[Box, np.ndarray]]],
+    crcs: np.ndarray | None,
+) -> None:
+    nbytes = chunk_bytes(chunks, dtype)
+    entries = _entries(reader, chunks)
+    for place, takers in sorted(places.items()):
+        offset, length = entries[place].tolist()
+        if length != nbytes:
+            raise CorruptData(f"{reader.file}: inner chunk {place} is not stored as {nbytes} bytes")
+        saved_with = None if crcs is None else crcs[place].tobytes()
+        raw = reader.checked(offset, offset + nbytes, f"inner chunk {place}", saved_with)
+        inner = raw.view(dtype).reshape(chunks.inner)
+        start = tuple(o + p * n for o, p, n in zip(box.start, place, chunks.inner, strict=True))
+        stop = tuple(a + n for a, n in zip(start, chunks.inner, strict=True))
+        for want, out in takers:
+            here = [
+                slice(max(a, w), min(b, v))
+                for a, b, w, v in zip(start, stop, want.start, want.stop, strict=True)
+            ]
+            source = inner[
+                tuple(slice(s.start - a, s.stop - a) for s, a in zip(here, start, strict=True))
+            ]
+            out[
+                tuple(slice(s.start - w, s.stop - w) for s, w in zip(here, want.start, strict=True))
+            ] = source
+
+
+def _entries(reader: _Reader, chunks: Chunks) -> np.ndarray:
+    """Offset and length in the file of each inner chunk, on the last axis."""
+    grid = _inner_grid(chunks)
+    if not has_index(chunks):
+        return np.array([0, reader.size], np.uint64).reshape(*grid, 2)
+    index = reader.checked(
+        reader.size - math.prod(grid) * _ENTRY.itemsize - CRC_BYTES, reader.size, "the index"
+    )
+    # the next range may be read into the same memory
+    return index.view(np.uint64).reshape(*grid, 2).copy()
+
+
+class _Reader:
+    """Ranges of a part of a file, each with its crc32c behind it, in memory that the next range
+    overwrites.
+
+    The file is read and not mapped: a disk that fails is then an error, and not the end of the
+    process.
+    """
+
+    def __init__(self, file: str, handle: int, offset: int, size: int):
+        self.file = file
+        self.size = size
+        self._handle = handle
+        self._offset = offset
+        self._whole = (
+            np.frombuffer(os.pread(handle, size, offset), np.uint8) if size <= WHOLE_BYTES else None
+        )
+        self._room = np.empty(0, np.uint8)
+
+    def checked(
+        self, begin: int, end: int, what: str, saved_with: bytes | None = None
+    ) -> np.ndarray:
+        """The bytes of a range without the crc32c at its end, which matches, and is the one
+        given.
+        """
+        if not 0 <= begin < end - CRC_BYTES or end > self.size:
+            raise CorruptData(f"{self.file} is too short for {what}")
+        if self._whole is not None:
+            if len(self._whole) < end:
+                raise CorruptData(f"{self.file} is too short for {what}")
+            data = self._whole[begin:end]
+        else:
+            if len(self._room) < end - begin:
+                self._room = np.empty(end - begin, np.uint8)
+            data = self._room[: end - begin]
+            if os.preadv(self._handle, [data.data], self._offset + begin) != len(data):
+                raise CorruptData(f"{self.file} is too short for {what}")
+        crc = _crc(data[:-CRC_BYTES])
+        if crc != data[-CRC_BYTES:].tobytes():
+            raise CorruptData(
+                f"{self.file} is damaged: {what} does not have the crc32c that is stored with it"
+            )
+        if saved_with not in (None, crc):
+            raise CorruptData(
+                f"{self.file}: the data of {what} are not those that were saved: {_EXCHANGED}"
+            )
+        return data[:-CRC_BYTES]
+
+
+def read_unit(chunks: Chunks, itemsize: int) -> Shape:
+    """The block that is read whole where any element of it is: an inner chunk, or all of a small
+    file.
+    """
+    count = math.prod(_inner_grid(chunks))
+    nbytes = count * (math.prod(chunks.inner) * itemsize + CRC_BYTES + _ENTRY.itemsize) + CRC_BYTES
+    return chunks.outer if nbytes <= WHOLE_BYTES else chunks.inner
+
+
+def _inner_grid(chunks: Chunks) -> Shape:
+    return tuple(o // i for o, i in zip(chunks.outer, chunks.inner, strict=True))
+
+
+def _crc(data: np.ndarray) -> bytes:
+    return google_crc32c.value(data).to_bytes(CRC_BYTES, "little")

@@ -1,0 +1,556 @@
+"""The universal store: one zarr v3 array per leaf, and `ucp.json`, which is written last.
+
+Each outer chunk has one writer, and is one file; or of a small array among thousands, a part of
+one. Inner chunks carry a crc32c, so that a flipped bit is an error to every reader.
+`docs/format.md` states the format; this file writes, reads and proves it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+
+from jax_ucp.errors import CorruptData, NotACheckpoint, UnsupportedLeaf
+from jax_ucp.files.directory import Directory
+from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place, outer_boxes, rows_of_chunks
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.fragments import Shape
+from jax_ucp.metadata import Group, Leaf, Metadata, StoredArray, decode, digest, encode
+from jax_ucp.sources.checks import Check
+from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.universal.checked import check_metadata, storable
+from jax_ucp.universal.ocdbt import Range
+from jax_ucp.universal.packs import index_files, is_indexed, pack_name
+from jax_ucp.universal.shard_codec import (
+    CRC,
+    chunk_bytes,
+    has_index,
+    read_shard,
+    read_unit,
+    shard_bytes,
+    shard_parts,
+)
+
+METADATA_FILE = "ucp.json"
+VERIFY_BYTES = 16 << 20
+FAULTS_SHOWN = 8
+
+Place = tuple[int, int]  # number of a pack, offset in it
+
+
+class Written(msgspec.Struct, frozen=True):
+    """An outer chunk on disk: the digest of its elements, and the crc32c of each inner chunk, if
+    they are recorded.
+    """
+
+    digest: str
+    crcs: bytes
+
+
+_BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
+
+
+class ZarrStore:
+    """Arrays of known shape, dtype and chunks in a directory, written one outer chunk at a time.
+
+    Every chunk must be there to be read: a missing file is an error, not zeros. `places` says where
+    packed chunks are, by their keys: the number of the pack, and the offset in it. `crcs` are those
+    recorded of an array's inner chunks, with which every read compares; `written` is what this
+    process wrote, by array and box.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        arrays: Mapping[str, ArrayInfo],
+        chunks: Mapping[str, Chunks],
+        places: Mapping[str, Place] | None = None,
+        crcs: Mapping[str, bytes] | None = None,
+    ):
+        self.directory = directory
+        self.chunks = chunks
+        self.places = dict(places or {})
+        self.written: dict[str, dict[str, Written]] = {key: {} for key in arrays}
+        self._crcs = crcs or {}
+        units = {key: read_unit(chunks[key], info.dtype.itemsize) for key, info in arrays.items()}
+        self._arrays = {key: replace(info, chunk=units[key]) for key, info in arrays.items()}
+
+    def arrays(self) -> Mapping[str, ArrayInfo]:
+        return self._arrays
+
+    def create(self, key: str) -> None:
+        """Write the array's `zarr.json`. One process does this, once; it is durable after
+        `directory.sync`.
+        """
+        self.directory.put(
+            f"{key}/zarr.json", [zarr_json(self._arrays[key], self.chunks[key])], durable=False
+        )
+
+    def write(self, key: str, box: Box, data: np.ndarray, durable: bool = True) -> None:
+        """Write one outer chunk, whole, and note what it is. If not durable now, it is after
+        `directory.sync`.
+        """
+        if box.size:
+            name, data = self._chunk(key, box, data)
+            crcs = bytearray()
+            self.directory.put(name, shard_parts(data, self.chunks[key], crcs), durable)
+            self.written[key][str(box)] = Written(_digest([data]), bytes(crcs))
+
+    def write_pack(self, number: int, blocks: Iterable[tuple[str, Box, np.ndarray]]) -> None:
+        """Write outer chunks without index, each whole, to one file. It is durable after
+        `directory.sync`.
+        """
+
+        def parts() -> Iterator[memoryview | bytes]:
+            end = 0
+            for key, box, block in blocks:
+                name, data = self._chunk(key, box, block)
+                self.places[name] = number, end
+                crcs = bytearray()
+                for part in shard_parts(data, self.chunks[key], crcs):
+                    end += len(part)
+                    yield part
+                self.written[key][str(box)] = Written(_digest([data]), bytes(crcs))
+
+        self.directory.put(pack_name(number), parts(), durable=False)
+
+    def _chunk(self, key: str, box: Box, data: np.ndarray) -> tuple[str, np.ndarray]:
+        """The key of the outer chunk that a box is, and its elements as they are stored."""
+        outer, shape = self.chunks[key].outer, self._arrays[key].shape
+        place = grid_place(box, outer)
+        start = tuple(p * c for p, c in zip(place, outer, strict=True))
+        if box != Box(
+            start, tuple(min(a + c, n) for a, c, n in zip(start, outer, shape, strict=True))
+        ):
+            raise ValueError(
+                f"{key}: {box} is not a chunk of {outer} in {shape}; a part of a chunk has no one"
+                " writer"
+            )
+        return f"{key}/{chunk_name(place)}", np.asarray(data, dtype=self._arrays[key].dtype)
+
+    def read(self, key: str, box: Box) -> np.ndarray:
+        if not box.within(Box.whole(self._arrays[key].shape)):
+            raise IndexError(f"{key}: {box} is not in an array of shape {self._arrays[key].shape}")
+        out = np.empty(box.shape, self._arrays[key].dtype)
+        self.read_into(key, [box], [out])
+        return out
+
+    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+        """Read several boxes, each into its array. Every inner chunk that they meet is read once
+        for all of them.
+        """
+        outer = self.chunks[key].outer
+        wanted = [(box, out) for box, out in zip(boxes, outs, strict=True) if box.size]
+        for chunk in outer_boxes(self._arrays[key].shape, outer, [box for box, _ in wanted]):
+            self._read_chunk(key, chunk, wanted, self._recorded(key, chunk))
+
+    def _read_chunk(
+        self, key: str, box: Box, wanted: Sequence[tuple[Box, np.ndarray]], crcs: bytes
+    ) -> None:
+        """Copy from an outer chunk into each wanted array, comparing with the crc32c of its
+        inner chunks, if any.
+        """
+        chunks = self.chunks[key]
+        file, offset = self.find(f"{key}/{chunk_name(grid_place(box, chunks.outer))}")
+        grid = np.frombuffer(crcs, CRC).reshape(_inner_grid(box.shape, chunks)) if crcs else None
+        try:
+            read_shard(
+                self.directory.file(file),
+                box,
+                chunks,
+                self._arrays[key].dtype,
+                wanted,
+                grid,
+                offset,
+            )
+        except CorruptData as error:
+            raise CorruptData(
+                f"{self.directory}/{key}: {error}. Restore this file from a copy, or use another"
+                " checkpoint."
+            ) from None
+
+    def _recorded(self, key: str, box: Box) -> bytes:
+        """The crc32c of each inner chunk of an outer one; nothing if they were not recorded."""
+        crcs, shape, chunks = self._crcs.get(key, b""), self._arrays[key].shape, self.chunks[key]
+        if not crcs or box.shape == shape:
+            return crcs
+        return (
+            np.frombuffer(crcs, CRC)
+            .reshape(_inner_grid(shape, chunks))[_inner_places(box, chunks)]
+            .tobytes()
+        )
+
+    def find(self, name: str) -> tuple[str, int | None]:
+        """The file of the outer chunk with a key, and where in it, if it has others too."""
+        if name not in self.places:
+            return name, None
+        number, offset = self.places[name]
+        return pack_name(number), offset
+
+    def holds(self, key: str, box: Box, written: Written) -> bool:
+        """Whether an outer chunk is on disk as it was written. Reads it."""
+        return _is_whole(written, box, self.chunks[key]) and self._fault(key, box, written) is None
+
+    def checks(self, key: str, label: str, stored: StoredArray) -> Iterator[Check]:
+        """For each outer chunk of an array, whether its elements have the digest recorded."""
+        itemsize = self._arrays[key].dtype.itemsize
+        for box, want in zip(
+            grid_boxes(self._arrays[key].shape, stored.outer), stored.digests, strict=True
+        ):
+            run = partial(self._fault, key, box, Written(want, self._recorded(key, box)))
+            yield Check(f"{label} {box}", frozenset([key]), box.size * itemsize, run)
+
+    def _fault(self, key: str, box: Box, want: Written) -> str | None:
+        try:
+            found = _digest(self._parts(key, box, want.crcs))
+        except CorruptData as error:
+            return str(error)
+        if found == want.digest:
+            return None
+        return (
+            f"{self.directory}/{key}: the data of {box} are not those that were saved (digest"
+            f" {found})"
+        )
+
+    def _parts(self, key: str, box: Box, crcs: bytes) -> Iterator[np.ndarray]:
+        """The elements of an outer chunk, in blocks of whole rows, each of few inner chunks."""
+        info = self._arrays[key]
+        step = rows_of_chunks(box.shape, self.chunks[key].inner, info.dtype.itemsize, VERIFY_BYTES)
+        for part in grid_boxes(
+            box.shape, (*step[:1], *map(max, zip(box.shape[1:], step[1:], strict=True)))
+        ):
+            out = np.empty(part.shape, info.dtype)
+            self._read_chunk(key, box, [(part.shift(box.start), out)], crcs)
+            yield out
+
+
+def zarr_metadata(info: ArrayInfo, chunks: Chunks) -> dict[str, Any]:
+    """The zarr v3 metadata of an array in a universal checkpoint."""
+    data_bytes = _BYTES if info.dtype.itemsize > 1 else {"name": "bytes"}  # one byte has no order
+    codecs = [data_bytes, {"name": "crc32c"}]
+    if has_index(chunks):
+        index = {"index_codecs": [_BYTES, {"name": "crc32c"}]}  # at the end, the default
+        inner = {"chunk_shape": chunks.inner, "codecs": codecs}
+        codecs = [{"name": "sharding_indexed", "configuration": inner | index}]
+    return {
+        "shape": info.shape,
+        "data_type": info.dtype.name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunks.outer}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "codecs": codecs,
+    }
+
+
+@functools.lru_cache(maxsize=1024)
+def zarr_json(info: ArrayInfo, chunks: Chunks) -> bytes:
+    """The content of the `zarr.json` of an array."""
+    fill = {"b": False, "c": [0.0, 0.0]}.get(info.dtype.kind, 0)
+    about = {"zarr_format": 3, "node_type": "array", "fill_value": fill}
+    return msgspec.json.encode(zarr_metadata(info, chunks) | about)
+
+
+def require_storable(label: str, dtype: np.dtype) -> None:
+    if not storable(dtype):
+        raise UnsupportedLeaf(
+            f"{label} has dtype {dtype}, which zarr v3 as TensorStore writes it does not have"
+        )
+
+
+def write_part(store: ZarrStore, process: int) -> None:
+    """Make durable what this process wrote, and leave word of it for the process that commits."""
+    store.directory.sync()
+    store.directory.write(
+        _part_name(process), msgspec.json.encode(_Part(store.written, store.places))
+    )
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What makes a directory of arrays a checkpoint: written by one process when all have
+    written their parts.
+    """
+
+    leaves: Sequence[Leaf]
+    processes: int = 1
+    packed: frozenset[str] = frozenset()
+    files: Mapping[str, bytes] | None = None
+    source: Mapping[str, Any] | None = None
+    extras: Mapping[str, Any] | None = None
+    groups: Sequence[Group] = ()
+
+    def write(self, store: ZarrStore) -> Metadata:
+        """Write the side files, then `ucp.json`.
+
+        Raises CorruptData if a chunk was written by nobody, or any file is no longer as it was
+        written: something else deletes or writes here too. Then there is no `ucp.json`.
+        """
+        directory, written = store.directory, {key: {} for key in store.arrays()}
+        for process in range(self.processes):
+            part = _read_part(directory, process)
+            store.places.update(part.places)
+            for key, found in part.written.items():
+                written[key] |= found
+        arrays, digests_of_files = {}, {}
+        zarr_jsons = {
+            key: zarr_json(info, store.chunks[key]) for key, info in store.arrays().items()
+        }
+        for key, info in store.arrays().items():
+            chunks = store.chunks[key]
+            boxes = {str(box): box for box in grid_boxes(info.shape, chunks.outer)}
+            if missing := [
+                name
+                for name, box in boxes.items()
+                if not _is_whole(written[key].get(name), box, chunks)
+            ]:
+                raise CorruptData(
+                    f"{directory}/{key}: {missing[:4]} and others of {len(boxes)} chunks were not"
+                    " written"
+                )
+            names = _chunk_keys(key, info.shape, chunks.outer)
+            places = tuple(store.places[name] for name in names if name in store.places)
+            digests = tuple(written[key][box].digest for box in boxes)
+            crcs = _joined_crcs(
+                info.shape, chunks, [(box, written[key][name].crcs) for name, box in boxes.items()]
+            )
+            arrays[key] = StoredArray(chunks.outer, chunks.inner, digests, places, crcs)
+            if key not in self.packed:
+                digests_of_files[f"{key}/zarr.json"] = digest(zarr_jsons[key])
+        index = (
+            index_files(zarr_jsons, _ranges(store))
+            if is_indexed(store.arrays(), store.chunks)
+            else {}
+        )
+        for name, data in (index | dict(self.files or {})).items():
+            directory.write(name, data)
+            digests_of_files[name] = digest(data)
+        leaves, source, extras = (
+            tuple(self.leaves),
+            dict(self.source or {}),
+            dict(self.extras or {}),
+        )
+        metadata = Metadata(leaves, arrays, digests_of_files, source, extras, tuple(self.groups))
+        if faults := verify_files(metadata, store):
+            raise CorruptData(_not_kept(directory, faults, self.processes))
+        directory.write(METADATA_FILE, encode(metadata))
+        for process in range(self.processes):
+            directory.delete(_part_name(process))
+        return metadata
+
+
+def open_store(path: str | os.PathLike[str]) -> tuple[Metadata, ZarrStore]:
+    """The metadata and the arrays of the universal checkpoint at `path`.
+
+    Raises NotACheckpoint if it was never committed, CorruptData if `ucp.json` is damaged,
+    FormatError if it says what no writer does. Reads no array data.
+    """
+    directory = Directory(path)
+    data = directory.read(METADATA_FILE)
+    if data is None:
+        raise NotACheckpoint(
+            f"{directory} has no {METADATA_FILE}: it is no universal checkpoint, or was never"
+            " finished"
+        )
+    metadata = decode(data, f"{directory}/{METADATA_FILE}")
+    check_metadata(metadata, f"{directory}/{METADATA_FILE}")
+    arrays, chunks, places, crcs = {}, {}, {}, {}
+    for leaf in metadata.leaves:
+        if leaf.has_array:
+            stored = metadata.arrays[leaf.name]
+            arrays[leaf.name] = ArrayInfo(leaf.shape, np.dtype(leaf.dtype))
+            chunks[leaf.name] = Chunks(stored.outer, stored.inner)
+            crcs[leaf.name] = stored.crcs
+            if stored.places:
+                places.update(
+                    zip(
+                        _chunk_keys(leaf.name, leaf.shape, stored.outer), stored.places, strict=True
+                    )
+                )
+    return metadata, ZarrStore(directory, arrays, chunks, places, crcs)
+
+
+def missing_files(metadata: Metadata, store: ZarrStore) -> list[str]:
+    """What files of a checkpoint are missing, or have another number of bytes than their chunk
+    takes.
+    """
+    directory = store.directory
+    beside = [
+        *metadata.files,
+        *(pack_name(number) for number in sorted({n for n, _ in store.places.values()})),
+    ]
+    faults = [f"{directory}/{name} is missing" for name in beside if not directory.has(name)]
+    for key, stored in metadata.arrays.items():
+        faults += _missing_chunks(store, key) if not stored.places else []
+    return faults
+
+
+def _missing_chunks(store: ZarrStore, key: str) -> Iterator[str]:
+    info, chunks = store.arrays()[key], store.chunks[key]
+    for box in grid_boxes(info.shape, chunks.outer):
+        name, nbytes = (
+            chunk_name(grid_place(box, chunks.outer)),
+            shard_bytes(box, chunks, info.dtype),
+        )
+        found = store.directory.size(f"{key}/{name}")
+        if found is None:
+            yield f"{store.directory}/{key}/{name} is missing"
+        elif found != nbytes:
+            yield f"{store.directory}/{key}: {name} has {found} bytes, but its chunk takes {nbytes}"
+
+
+def verify_files(metadata: Metadata, store: ZarrStore) -> list[str]:
+    """What is wrong with the files beside the array data, or with the set of files, by their
+    digests.
+    """
+    faults = missing_files(metadata, store)
+    for name, want in metadata.files.items():
+        data = store.directory.read(name)
+        if data is not None and digest(data) != want:
+            faults.append(
+                f"{store.directory}/{name} is damaged: its content does not have the digest"
+                " recorded"
+            )
+    return faults + _pack_faults(store)
+
+
+def chunk_name(place: Sequence[int]) -> str:
+    """The file of an outer chunk inside its array's directory: zarr v3's default key encoding,
+    separator `.`.
+    """
+    return ".".join(["c", *map(str, place)])
+
+
+def _chunk_keys(key: str, shape: Shape, outer: Shape) -> Iterator[str]:
+    """The keys of the outer chunks of an array, in row-major order."""
+    for place in itertools.product(*(range(-(-n // c)) for n, c in zip(shape, outer, strict=True))):
+        yield f"{key}/{chunk_name(place)}"
+
+
+def _inner_grid(shape: Shape, chunks: Chunks) -> Shape:
+    """How many inner chunks there are along each axis of an array, or of an outer chunk as far
+    as it lies in it.
+    """
+    return tuple(-(-n // c) for n, c in zip(shape, chunks.inner, strict=True))
+
+
+def _is_whole(written: Written | None, box: Box, chunks: Chunks) -> bool:
+    """Whether it is known of an outer chunk what was written, with the crc32c of each inner one."""
+    return (
+        written is not None
+        and len(written.crcs) == math.prod(_inner_grid(box.shape, chunks)) * CRC.itemsize
+    )
+
+
+def _inner_places(box: Box, chunks: Chunks) -> tuple[slice, ...]:
+    """Where in the grid of an array's inner chunks those of an outer one are."""
+    return tuple(
+        slice(a // c, -(-b // c)) for a, b, c in zip(box.start, box.stop, chunks.inner, strict=True)
+    )
+
+
+def _joined_crcs(shape: Shape, chunks: Chunks, parts: Sequence[tuple[Box, bytes]]) -> bytes:
+    """The crc32c of each inner chunk of an array, from those of each outer one."""
+    if len(parts) == 1:
+        return parts[0][1]
+    grid = np.zeros(_inner_grid(shape, chunks), CRC)
+    for box, crcs in parts:
+        grid[_inner_places(box, chunks)] = np.frombuffer(crcs, CRC).reshape(
+            _inner_grid(box.shape, chunks)
+        )
+    return grid.tobytes()
+
+
+def _pack_faults(store: ZarrStore) -> list[str]:
+    """What packs end elsewhere than their last chunk does."""
+    ends: dict[str, int] = {}
+    for key, info in store.arrays().items() if store.places else []:
+        nbytes = chunk_bytes(store.chunks[key], info.dtype)
+        for name in _chunk_keys(key, info.shape, store.chunks[key].outer):
+            if name in store.places:
+                number, offset = store.places[name]
+                ends[pack_name(number)] = max(ends.get(pack_name(number), 0), offset + nbytes)
+    return [
+        f"{store.directory}/{name} is damaged: it has {size} bytes, its chunks end at {end}"
+        for name, end in ends.items()
+        if (size := store.directory.size(name)) not in (None, end)
+    ]
+
+
+def _ranges(store: ZarrStore) -> dict[str, Range]:
+    """Where each outer chunk is, by its key."""
+    found: dict[str, Range] = {}
+    for key, info in store.arrays().items():
+        chunks = store.chunks[key]
+        for box in grid_boxes(info.shape, chunks.outer):
+            name = f"{key}/{chunk_name(grid_place(box, chunks.outer))}"
+            file, offset = store.find(name)
+            found[name] = Range(file, offset or 0, shard_bytes(box, chunks, info.dtype))
+    return found
+
+
+def _digest(parts: Iterable[np.ndarray]) -> str:
+    """The xxh3_64 of elements in row-major order, little-endian, given in parts."""
+    hasher = xxhash.xxh3_64()
+    for part in parts:
+        part = np.asarray(part, order="C")
+        if part.dtype.byteorder == ">":
+            part = part.astype(part.dtype.newbyteorder("<"))
+        hasher.update(part.reshape(-1).view(np.uint8).data)
+    return hasher.hexdigest()
+
+
+def _part_name(process: int | str) -> str:
+    return f"ucp.process_{process}.json"
+
+
+class _Part(msgspec.Struct):
+    """What a process wrote: of each array its chunks by box, and the places of packed chunks by
+    key.
+    """
+
+    written: dict[str, dict[str, Written]]
+    places: dict[str, Place]
+
+
+def _read_part(directory: Directory, process: int) -> _Part:
+    data = directory.read(_part_name(process))
+    if data is None:
+        raise CorruptData(
+            f"{directory}/{_part_name(process)} is missing, which process {process} wrote last."
+            f" {_WHO_ELSE}" + (f" {_SHARED_STORAGE}" if process else "")
+        )
+    try:
+        return msgspec.json.decode(data, type=_Part)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CorruptData(
+            f"{directory}/{_part_name(process)}, which process {process} wrote last, is damaged"
+            f" ({error}). {_WHO_ELSE}"
+        ) from None
+
+
+_WHO_ELSE = (
+    "Something else deletes or writes files there, such as the clean-up of another"
+    " CheckpointManager on the same directory: keep it away while a save is running, and save"
+    " again."
+)
+_SHARED_STORAGE = "Or the directory is not on storage that all processes share."
+
+
+def _not_kept(directory: Directory, faults: Sequence[str], processes: int) -> str:
+    """What to say of files that were written, and are not as they were written."""
+    more = [f"... and {len(faults) - FAULTS_SHOWN} more"] if len(faults) > FAULTS_SHOWN else []
+    lines = "\n  ".join([*faults[:FAULTS_SHOWN], *more])
+    shared = f" {_SHARED_STORAGE}" if processes > 1 else ""
+    return (
+        f"{directory} has lost what was just written to it, and is no checkpoint:\n "
+        f" {lines}\n{_WHO_ELSE}{shared}"
+    )
