@@ -16,7 +16,7 @@ from jax_ucp.errors import FormatError, LayoutError, SpecError
 from jax_ucp.mapping.rules import shipped
 from test_cli import run, run_json
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parent.parent / "data"
 LLAMA31_V4 = {
     "rope_parameters": None,
     "rope_theta": 500000.0,
