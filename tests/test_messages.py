@@ -571,7 +571,7 @@ SITUATIONS = {
         change("mp_rank_*_model_states.pt", set_info(original_vocab_size=1000)),
         [
             r"mp_rank_00_model_states\.pt: .*word_embeddings\.weight by its"
-            r" universal_checkpoint_info: the shards hold"
+            r" universal_checkpoint_info with vocab=1000: the shards hold"
         ],
         lambda folder, _: arrays(ucp.open(folder, sizes={"vocab": 101})),
     ),

@@ -319,7 +319,8 @@ class Import:
             yield Check(label, rest, pair.nbytes(extent), partial(pair.fault, extent))
 
         for path, keys in self._means if not self.on_conflict else ():
-            of = Mean(_label(path), view, names[path], shards, keys)
+            stored = ", ".join(dict.fromkeys(self._stored_keys(self.params[path].keys)))
+            of = Mean(_label(path), view, names[path], shards, keys, stored)
             yield Check(
                 of.label, resting[names[path]], of.nbytes(extent), partial(of.fault, extent)
             )

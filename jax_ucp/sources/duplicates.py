@@ -128,6 +128,7 @@ class Mean:
     whole: str
     source: ArraySource
     copies: Sequence[str]
+    stored: str  # where the mean is stored
 
     def nbytes(self, extent: Extent) -> int:
         """About how many bytes `fault` reads."""
@@ -167,9 +168,9 @@ class Mean:
         first = int(np.argmax(over | under))
         index = _place_of(first, boxes)
         return (
-            f"{self.label} is {mean[first]} in {list(index)}, not between {least[first]} and"
-            f" {largest[first]}, of which it should be the mean, at {', '.join(self.copies)};"
-            f" {_CAUSE}"
+            f"{self.label} at {self.stored} is {mean[first]} in {list(index)}, not between"
+            f" {least[first]} and {largest[first]}, of which it should be the mean, at"
+            f" {', '.join(self.copies)}; {_CAUSE}"
         )
 
 
