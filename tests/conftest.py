@@ -1,8 +1,10 @@
 import os
+from pathlib import Path
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import pytest
 from hypothesis import settings
 
 # Programs that tests start in processes of their own, and one that needs torch to write cases anew.
@@ -10,3 +12,23 @@ collect_ignore = ["workers", "write_pairing_cases.py"]
 
 settings.register_profile("default", deadline=None, max_examples=100)
 settings.load_profile("default")
+
+TESTS = Path(__file__).parent
+
+# Integers, texts and small files in memory: under a minute in all.
+FAST = ("layout", "shard_spec", "mapping", "sources", "universal")
+FAST += ("test_adam_rule.py", "test_metadata.py", "test_name_patterns.py", "test_visible.py")
+# Campaigns: kills, faults, hostile inputs, mistakes, and training that is resumed.
+SLOW = ("test_faults.py", "test_fuzz.py", "test_memory.py", "test_reference_transformer.py")
+SLOW += ("test_temptations.py",)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put each test in its lane, by the file that it is in."""
+    for item in items:
+        path = item.path
+        place = path.relative_to(TESTS).parts[0] if path.is_relative_to(TESTS) else ""
+        if place in SLOW:
+            item.add_marker(pytest.mark.slow)
+        elif place in FAST:
+            item.add_marker(pytest.mark.fast)
