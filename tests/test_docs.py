@@ -59,5 +59,7 @@ def test_what_a_page_names_is_there(page):
     text = (ROOT / page).read_text()
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
         assert (ROOT / page).parent.joinpath(link).exists(), link
+    for number, link in re.findall(r"\[(\d{3})\]\(([^)#]+)\)", text):
+        assert Path(link).name.startswith(number), link
     for name in re.findall(rf"`((?:{'|'.join(ROOMS)})\.[\w.]+)`", text):
         assert is_there(name), name
