@@ -192,19 +192,25 @@ def test_a_file_that_is_a_copy_of_another_ranks_is_refused(copy_of, case):
     ucp.open(folder)
 
 
-@pytest.mark.parametrize("value", [0, 1])
-def test_ranks_that_have_padding_alone_may_be_alike(tmp_path, value):
+@pytest.mark.parametrize("masters", [np.zeros(8), np.ones(8), np.arange(8)])
+def test_ranks_whose_parts_are_of_one_value_may_be_alike(tmp_path, masters):
     ranks = []
     for dp in range(2):
         path = tmp_path / f"zero_pp_rank_{dp}_mp_rank_00_optim_states.pt"
-        masters = np.full(8, value, np.float32)
-        save(
-            {"optimizer_state_dict": {"fp32_flat_groups": [masters], "optimizer_state_dict": {}}},
-            path,
-        )
+        flat = {"fp32_flat_groups": [masters.astype(np.float32)], "optimizer_state_dict": {}}
+        save({"optimizer_state_dict": flat}, path)
         ranks.append(_open_rank(dp, path, 2))
-    with pytest.raises(FormatError, match="one is a copy") if value else nullcontext():
-        _refuse_copies([ranks])
+    with pytest.raises(FormatError, match="one is a copy") if masters[-1] > 1 else nullcontext():
+        _refuse_copies([(rank, rank.masters) for rank in ranks], "masters")
+
+
+def test_model_states_that_are_a_copy_of_another_ranks_are_refused(copy_of):
+    """Under ZeRO-3 each rank's have its part of the frozen parameters, which are nowhere else."""
+    folder = copy_of("z3_bf16_dp2_frozen_tied")
+    first, second = sorted(folder.glob("zero_pp_rank_*_model_states.pt"))
+    shutil.copy(first, second)
+    with pytest.raises(FormatError, match="holds the same fragments of frozen parameters as"):
+        ucp.open(folder)
 
 
 def test_a_rank_of_another_world_size_is_refused(copy_of):

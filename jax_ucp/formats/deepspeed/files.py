@@ -228,6 +228,9 @@ def open_files(folder: Path, weights_only: bool = False) -> Files:
     run = _parse_run(names, models[first], zero3)
     _check_complete(folder, models, run)
     _check_same_run(folder, models, run)
+    if zero3:
+        fragments = ((model, _frozen_fragments(model)) for model in models.values())
+        _refuse_copies(fragments, "fragments of frozen parameters")
     experts = names.expert_optimizers if not weights_only else {}
     _check_expert_optimizers(folder, experts)
     ranks, unusable = _usable_optimizers(names, run, weights_only)
@@ -361,7 +364,7 @@ def _optimizers(names: _Names, run: _Run) -> list[list[Rank]]:
         return _open_rank(dp, names.folder / names.optimizers[dp, mp], run.world)
 
     ranks = [[open_rank(dp, mp) for dp in range(run.world)] for mp in range(run.mp_world)]
-    _refuse_copies(ranks)
+    _refuse_copies(((rank, rank.masters) for rank in itertools.chain(*ranks)), "masters")
     return ranks
 
 
@@ -385,31 +388,39 @@ def _check_optimizer_names(names: _Names, run: _Run) -> None:
             )
 
 
-def _refuse_copies(ranks: Iterable[Sequence[Rank]]) -> None:
+def _refuse_copies(parts: Iterable[tuple[Stored, Sequence[StoredTensor]]], what: str) -> None:
     """Raise FormatError where a rank's file is a copy of another's: no two ranks have the same part
-    of the masters.
+    of the `what`, whose tensors come with each file.
 
     Checksums tell which two to compare. Parts of padding alone are zeros in several files.
     """
-    first_with: dict[tuple[tuple[int, int], ...], Rank] = {}
-    for rank in itertools.chain(*ranks):
-        checksums = rank.file.checksums()
-        other = first_with.setdefault(checksums, rank)
-        if checksums and other is not rank and _same_masters(rank, other):
+    first_with: dict[tuple[tuple[int, int], ...], tuple[Stored, Sequence[StoredTensor]]] = {}
+    for stored, tensors in parts:
+        checksums = stored.file.checksums()
+        other, others = first_with.setdefault(checksums, (stored, tensors))
+        if checksums and other is not stored and _is_copy(stored, tensors, other, others):
             raise FormatError(
-                f"{rank.file.path} holds the same masters as {other.name}, bit for bit, though each"
-                " rank has a part of its own: one is a copy under the wrong name. Put that rank's"
-                " own file in its place"
+                f"{stored.file.path} holds the same {what} as {other.name}, bit for bit, though"
+                " each rank has a part of its own: one is a copy under the wrong name. Put that"
+                " rank's own file in its place"
             )
 
 
-def _same_masters(rank: Rank, other: Rank) -> bool:
-    """Whether two files have equal masters, which are not all zero."""
-    mine, others = (
-        [file.file.read(m.key, Box.whole(m.shape)) for m in file.masters] for file in (rank, other)
-    )
-    equal = len(mine) == len(others) and all(map(same_bits, mine, others))
-    return equal and any(np.any(array) for array in mine)
+def _frozen_fragments(model: Stored) -> list[StoredTensor]:
+    """What a rank's model states have of frozen parameters: under ZeRO-3 its part of each."""
+    fragments = known(model.state.get("frozen_param_fragments"))
+    values = fragments.values() if isinstance(fragments, dict) else ()
+    return [value for value in values if isinstance(value, StoredTensor)]
+
+
+def _is_copy(
+    stored: Stored, tensors: Sequence[StoredTensor], other: Stored, others: Sequence[StoredTensor]
+) -> bool:
+    """Whether two files have equal tensors, but for those of one value, which ranks may share."""
+    mine = [stored.file.read(tensor.key, Box.whole(tensor.shape)) for tensor in tensors]
+    theirs = [other.file.read(tensor.key, Box.whole(tensor.shape)) for tensor in others]
+    equal = len(mine) == len(theirs) and all(map(same_bits, mine, theirs))
+    return equal and any(np.any(array != array.flat[0]) for array in mine if array.size)
 
 
 def open_stored(path: Path) -> Stored:

@@ -194,15 +194,12 @@ class TorchFile:
                 )
 
     def checksums(self) -> tuple[tuple[int, int], ...]:
-        """The size and the CRC of every storage in order, as the zip directory has them; ()
-        where one has no CRC.
+        """The size and the CRC of every storage in order, as the zip directory has them; () where
+        one with bytes has no CRC.
         """
         members = list(self._storages.values())
-        return (
-            tuple((member.size, member.crc) for member in members)
-            if all(m.crc for m in members)
-            else ()
-        )
+        summed = all(member.crc for member in members if member.size)
+        return tuple((member.size, member.crc) for member in members) if summed else ()
 
     def fault(self, storage: str) -> str | None:
         """What is wrong with the bytes of a storage, by the CRC of the zip directory, if that
