@@ -12,7 +12,7 @@ import pytest
 
 import jax_ucp as ucp
 from dcp_writer import Writer
-from jax_ucp.errors import UCPError
+from jax_ucp.errors import FormatError, UCPError
 from jax_ucp.formats.dcp.metadata import read_metadata
 from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.layout.box import Box
@@ -121,6 +121,19 @@ def test_weights_are_the_modules_own_where_the_masters_cannot_be_read(case, dama
     ]
     assert "the weights are the module's own" in note
     assert path.name in note or damage == "of another size"
+
+
+def test_optimizer_files_of_more_ranks_do_not_change_the_weights(tmp_path):
+    """Its masters of experts have names that the module's tensors have not."""
+    folder = copied("deepspeed/autoep2_dp2_z1_bf16", tmp_path / "c")
+    want = arrays(ucp.open(folder, weights_only=True))
+    (first, *_) = sorted(folder.rglob("*zero_pp_rank_1_mp_rank_00_optim_states.pt"))
+    shutil.copy(first, first.with_name(first.name.replace("mp_rank_00", "mp_rank_01")))
+    got = arrays(ucp.open(folder, weights_only=True))
+    assert got.keys() == want.keys()
+    assert all(same_bits(got[label], want[label]) for label in want)
+    with pytest.raises(FormatError, match="belongs to another run"):
+        ucp.open(folder)
 
 
 def test_zero_3_keeps_the_weights_in_these_files_and_says_so(tmp_path):

@@ -337,9 +337,9 @@ def _usable_optimizers(
     are of no use.
     """
     if run.zero3:  # the weights are nowhere else
-        return _optimizers(names, run), ""
+        return _optimizers(names, run, weights_only), ""
     try:
-        return _optimizers(names, run), ""
+        return _optimizers(names, run, weights_only), ""
     except (FormatError, OSError) as error:
         if weights_only:
             return [[] for _ in range(run.mp_world)], str(error)
@@ -350,7 +350,7 @@ def _usable_optimizers(
         raise
 
 
-def _optimizers(names: _Names, run: _Run) -> list[list[Rank]]:
+def _optimizers(names: _Names, run: _Run, weights_only: bool) -> list[list[Rank]]:
     if not names.optimizers:
         return [[] for _ in range(run.mp_world)]
     if len(names.prefixes) > 1:
@@ -358,7 +358,7 @@ def _optimizers(names: _Names, run: _Run) -> list[list[Rank]]:
             f"{names.folder} has optimizer files with and without the prefix bf16_: two saves with"
             " different settings are in one folder. Remove the files of the older one"
         )
-    _check_optimizer_names(names, run)
+    _check_optimizer_names(names, run, weights_only)
 
     def open_rank(dp: int, mp: int) -> Rank:
         return _open_rank(dp, names.folder / names.optimizers[dp, mp], run.world)
@@ -368,8 +368,11 @@ def _optimizers(names: _Names, run: _Run) -> list[list[Rank]]:
     return ranks
 
 
-def _check_optimizer_names(names: _Names, run: _Run) -> None:
-    """Raise FormatError where the optimizer files are not one for each rank of the run."""
+def _check_optimizer_names(names: _Names, run: _Run, weights_only: bool) -> None:
+    """Raise FormatError where the optimizer files are not one for each rank of the run.
+
+    With `weights_only` there may be more: they are left aside like all of the optimizer.
+    """
     (prefix,) = names.prefixes
     for mp, dp in itertools.product(range(run.mp_world), range(run.world)):
         if (dp, mp) not in names.optimizers:
@@ -378,6 +381,8 @@ def _check_optimizer_names(names: _Names, run: _Run) -> None:
                 f" missing: the run had {run.world} data-parallel ranks, and each holds a part of"
                 " every parameter group"
             )
+    if weights_only:
+        return
     for (dp, mp), name in sorted(names.optimizers.items()):
         if dp >= run.world or mp >= run.mp_world:
             data_ranks = {rank for rank, _ in names.optimizers}
