@@ -68,7 +68,7 @@ def open_universal(path: Path, options: Options) -> Contents:
         )
         for leaf in metadata.leaves:
             if leaf.has_array:
-                yield from store.checks(leaf.name, leaf.label, metadata.arrays[leaf.name])
+                yield from store.digest_checks(leaf.name, leaf.label, metadata.arrays[leaf.name])
 
     inventory = [
         Item(leaf.name if leaf.has_array else METADATA_FILE, _what(leaf), "mapped", leaf.label)

@@ -27,7 +27,7 @@ from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.metadata import Group, Leaf, Metadata, StoredArray, decode, digest, encode
 from jax_ucp.sources.checks import Check
-from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 from jax_ucp.universal.checked import check_metadata, storable
 from jax_ucp.universal.ocdbt import Range
 from jax_ucp.universal.packs import index_files, is_indexed, pack_name
@@ -60,7 +60,7 @@ class Written(msgspec.Struct, frozen=True):
 _BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
 
 
-class ZarrStore:
+class ZarrStore(ArraySource):
     """Arrays of known shape, dtype and chunks in a directory, written one outer chunk at a time.
 
     Every chunk must be there to be read: a missing file is an error, not zeros. `places` says where
@@ -201,7 +201,7 @@ class ZarrStore:
         """Whether an outer chunk is on disk as it was written. Reads it."""
         return _is_whole(written, box, self.chunks[key]) and self._fault(key, box, written) is None
 
-    def checks(self, key: str, label: str, stored: StoredArray) -> Iterator[Check]:
+    def digest_checks(self, key: str, label: str, stored: StoredArray) -> Iterator[Check]:
         """For each outer chunk of an array, whether its elements have the digest recorded."""
         itemsize = self._arrays[key].dtype.itemsize
         for box, want in zip(
