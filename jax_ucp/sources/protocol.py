@@ -91,8 +91,7 @@ class ArraySource(Protocol):
                 out[...] = self.read(key, box)
             return
         for block in info.blocks(boxes, BLOCK_BYTES):
-            parts = [(i, hit) for i, box in enumerate(boxes) if (hit := box.intersect(block))]
-            for sharing in _sharing(parts, info.chunk):
+            for sharing in _sharing(boxes, block, info.chunk):
                 around = Box.around(hit for _, hit in sharing)
                 data = self.read(key, around)
                 for i, hit in sharing:
@@ -104,13 +103,16 @@ class ArraySource(Protocol):
 
 
 def _sharing(
-    hits: Sequence[tuple[int, Box]], chunk: Sequence[int]
+    boxes: Sequence[Box], block: Box, chunk: Sequence[int]
 ) -> Iterable[list[tuple[int, Box]]]:
-    """The hits in groups that have no chunk in common: what lies between two groups need not be
-    read.
+    """What a block has of each box, by the box's place, in groups that have no chunk in common.
+
+    What lies between two groups need not be read.
     """
     groups: dict[Box, list[tuple[int, Box]]] = {}
-    for i, hit in hits:
+    for i, box in enumerate(boxes):
+        if (hit := box.intersect(block)) is None:
+            continue
         around, group = whole_chunks(hit, chunk), [(i, hit)]
         while meeting := [other for other in groups if other.intersect(around)]:
             around = Box.around([around, *meeting])
