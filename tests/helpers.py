@@ -13,10 +13,10 @@ from jax_ucp.layout.fragments import ParamLayout
 from jax_ucp.metadata import Key, Leaf, leaf_names
 from jax_ucp.sources.consolidated import same_bits
 from jax_ucp.sources.contents import Contents
-from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 
 
-class MemoryStore:
+class MemoryStore(ArraySource):
     """Arrays in a dict; a source and a store whose contents a test can look at."""
 
     def __init__(self, data: Mapping[str, np.ndarray]):

@@ -29,13 +29,13 @@ from jax_ucp.layout.fragments import ParamLayout
 from jax_ucp.layout.patterns import Unique
 from jax_ucp.metadata import Key, Leaf, groups_of, leaf_names, plain_settings
 from jax_ucp.metadata import Path as TreePath
-from jax_ucp.sources.checks import Check, Extent, checks_of, passed_on
+from jax_ucp.sources.checks import Check, Extent, passed_on
+from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.consolidated import Consolidated, ConsolidatedView
 from jax_ucp.sources.contents import Contents, Item, Piece, QuantizedWeight, Status
 from jax_ucp.sources.cuts import Cut, WithCuts
 from jax_ucp.sources.dtypes import holds_every
 from jax_ucp.sources.duplicates import Duplicate, Mean, replicas_fault
-from jax_ucp.sources.gather import read_into
 from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 
 
@@ -233,7 +233,7 @@ class Import:
         shards = self._with_cuts()
         slices = self._slice_view(shards)
         view = ConsolidatedView(slices or shards, params)
-        arrays = _WithConstants(view, constants)
+        arrays = Combined.named(view, {**{name: name for name in params}, **constants})
         return Contents(
             self.format,
             str(self.path),
@@ -328,7 +328,7 @@ class Import:
     def _shard_checks(self, extent: Extent) -> Iterator[Check]:
         """The checks that the files have of themselves, but for tensors that were not asked for."""
         left = {key for key in self._left if self._statuses[key][0] == "skipped"}
-        for check in checks_of(self.shards, extent):
+        for check in self.shards.checks(extent):
             if not check.leaves or not check.leaves <= left:
                 yield check
 
@@ -534,32 +534,6 @@ def touched(layout: ParamLayout, keys: Sequence[str]) -> Consolidated:
     return Consolidated(
         replace(layout, shards=shards, fragments=fragments), [keys[i] for i in used]
     )
-
-
-class _WithConstants:
-    """A source with some more arrays that are in memory."""
-
-    def __init__(self, source: ArraySource, constants: Mapping[str, np.ndarray]):
-        self._source, self._constants = source, constants
-        self._arrays = {
-            **source.arrays(),
-            **{key: ArrayInfo(a.shape, a.dtype) for key, a in constants.items()},
-        }
-
-    def arrays(self) -> Mapping[str, ArrayInfo]:
-        return self._arrays
-
-    def read(self, key: str, box: Box) -> np.ndarray:
-        if key in self._constants:
-            return self._constants[key][box.index].copy()
-        return self._source.read(key, box)
-
-    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
-        if key not in self._constants:
-            read_into(self._source, key, boxes, outs)
-            return
-        for box, out in zip(boxes, outs, strict=True):
-            out[...] = self._constants[key][box.index]
 
 
 def _label(path: str | Iterable[Key]) -> str:

@@ -28,13 +28,13 @@ from jax_ucp.optimizers.slots import (
     param_leaves,
     slots_of,
 )
-from jax_ucp.optimizers.values import Values
 from jax_ucp.optimizers.weight_decay import decay_faults
 from jax_ucp.sharding.fit import Rule
 from jax_ucp.sharding.restore import dealt_out, plan_restore, run_restore, shared_plan
 from jax_ucp.sharding.trees import empty_kind, walk
 from jax_ucp.sources.budget import DEFAULT_BUDGET
 from jax_ucp.sources.checks import Extent
+from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.contents import Contents
 from jax_ucp.sources.proved import ProvedReads
 
@@ -97,7 +97,7 @@ class OptimizerPlan:
         """
         names = leaf_names([one.slot.path for one in self.filled])
         named = dict(zip(names, map(_held, self.filled), strict=True))
-        source = Values(self.contents.arrays, named)
+        source = Combined.named(self.contents.arrays, named)
         state = self.state if mesh else jax.tree.map(_on_a_device, self.state)
         leaves = [
             Leaf(n.path, "", "empty", value=empty_kind(n.value))

@@ -35,9 +35,9 @@ from jax_ucp.optimizers.slots import (
     param_leaves,
     slots_of,
 )
-from jax_ucp.optimizers.values import Values
 from jax_ucp.sharding.trees import Node, walk
 from jax_ucp.sources.checks import Check, Extent, passed_on
+from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.contents import Contents, Item, Status
 
 # Torch's own optimizers count in tensors of float32; Lion is DeepSpeed's, and counts in ints.
@@ -315,7 +315,7 @@ class _Run:
         for state, arrays in self.made.items():
             made |= {(Key("dict", state), *named[name][0]): array for name, array in arrays.items()}
         names = dict(zip(made, leaf_names(list(made)), strict=True))
-        view = Values(
+        view = Combined.named(
             self.contents.arrays, {names[path]: array.value for path, array in made.items()}
         )
         infos = view.arrays()

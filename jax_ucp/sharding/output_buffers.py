@@ -17,7 +17,7 @@ from jax.sharding import Sharding
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.layout.box import Box
 from jax_ucp.sharding.boxes import Device, index_box
-from jax_ucp.sources.gather import aligned_arrays, blocks_of, read_boxes, read_into
+from jax_ucp.sources.gather import aligned_arrays, read_boxes
 from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 
 
@@ -99,8 +99,8 @@ class ReadRequest:
         """Blocks that meet all of the boxes, and cut no stored chunk; each costs at most
         `max_bytes`, or one chunk.
         """
-        return blocks_of(
-            self.info, list(self.boxes), max_bytes // self._held * self.info.dtype.itemsize
+        return self.info.blocks(
+            list(self.boxes), max_bytes // self._held * self.info.dtype.itemsize
         )
 
     def cost(self, block: Box | None = None) -> int:
@@ -164,7 +164,7 @@ class HostLanding:
         hits = [hit for _, hit in parts]
         places = [self._outs[box][hit.relative_to(box).index] for box, hit in parts]
         if wanted.info.dtype == wanted.dtype:
-            read_into(wanted.source, wanted.key, hits, places)
+            wanted.source.read_into(wanted.key, hits, places)
             return
         for place, data in zip(places, wanted.read(hits), strict=True):
             place[...] = data

@@ -29,8 +29,7 @@ from jax_ucp.sharding.share import Read, SharedRead, read_together, shared_read
 from jax_ucp.sharding.trees import Node, fill, key_dtype, kind_of, match, narrowed
 from jax_ucp.sources.budget import DEFAULT_BUDGET, run_bounded, threads
 from jax_ucp.sources.checks import Check, Extent, require
-from jax_ucp.sources.gather import BLOCK_BYTES
-from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+from jax_ucp.sources.protocol import BLOCK_BYTES, ArrayInfo, ArraySource
 
 log = logging.getLogger("jax_ucp")
 

@@ -24,14 +24,14 @@ from jax_ucp.metadata import Leaf, Metadata, SavedSharding, digest, leaf_names, 
 from jax_ucp.sharding.boxes import Device, device_boxes, process_boxes, saved_sharding
 from jax_ucp.sharding.trees import Node, empty_kind, kind_of, walk
 from jax_ucp.sources.budget import DEFAULT_BUDGET, run_bounded
-from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 from jax_ucp.universal.orbax_tree import orbax_files
 from jax_ucp.universal.packs import is_indexed, packed_arrays
 from jax_ucp.universal.store import METADATA_FILE, Commit, ZarrStore, require_storable, write_part
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class Snapshot(ArraySource):
     """A tree taken to host memory by this process, ready to be written.
 
     `leaves` and `chunks` are the same on all processes; `blocks` are the outer chunks this process

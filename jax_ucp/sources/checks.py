@@ -8,7 +8,6 @@ from typing import Literal
 
 from jax_ucp.errors import CorruptData
 from jax_ucp.sources.budget import in_threads
-from jax_ucp.sources.protocol import ArraySource
 
 # A sample is a few kilobytes of each thing that is stored twice. A checksum needs all that it sums,
 # so a sample has only those of single numbers, such as steps.
@@ -38,12 +37,6 @@ class Check:
         return min(self.nbytes, 4 * CHECK_BYTES)
 
 
-def checks_of(source: ArraySource, extent: Extent) -> Iterable[Check]:
-    """What a source can prove of its own arrays, if it has checksums or copies of them."""
-    checks: Callable[[Extent], Iterable[Check]] | None = getattr(source, "checks", None)
-    return checks(extent) if checks else ()
-
-
 def passed_on(checks: Iterable[Check], users: Mapping[str, Collection[str]]) -> Iterator[Check]:
     """The checks of a source as those of a view; `users` are by array the leaves made of it."""
     for check in checks:
@@ -58,12 +51,6 @@ def require(check: Check) -> None:
         raise CorruptData(
             f"{fault.removesuffix('.')}. `verify` (jax-ucp verify) lists every such place"
         )
-
-
-def prefixed(checks: Iterable[Check], prefix: str) -> Iterator[Check]:
-    """The checks of a source whose arrays have a prefix to their names elsewhere."""
-    for check in checks:
-        yield replace(check, leaves=frozenset(prefix + name for name in check.leaves))
 
 
 def verdicts(checks: Iterable[Check]) -> Iterator[tuple[str, str | None]]:

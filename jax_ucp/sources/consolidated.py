@@ -11,7 +11,6 @@ import numpy as np
 from jax_ucp.errors import CorruptData, LayoutError
 from jax_ucp.layout.box import Box, range_boxes
 from jax_ucp.layout.fragments import Fragment, ParamLayout
-from jax_ucp.sources.gather import read_into
 from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 
 
@@ -25,7 +24,7 @@ class Consolidated:
     keys: Sequence[str]
 
 
-class ConsolidatedView:
+class ConsolidatedView(ArraySource):
     """An `ArraySource` of whole parameters over an `ArraySource` of their shards.
 
     Views nest: ZeRO partitions are tensor-parallel shards to a first view, and those parameters to
@@ -70,7 +69,7 @@ class ConsolidatedView:
                     self._copy(param, first, hit, block)
         for shard, parts in reads.items():
             sources, places = zip(*parts, strict=True)
-            read_into(self._shards, param.keys[shard], sources, places)
+            self._shards.read_into(param.keys[shard], sources, places)
 
     def _copy(self, param: Consolidated, fragment: Fragment, hit: Box, block: np.ndarray) -> None:
         """Read what cannot be read into the block itself, and copy it there."""
@@ -78,7 +77,7 @@ class ConsolidatedView:
             block[...] = self._read(param, fragment, hit)
             return
         run = np.empty(fragment.source.shape, block.dtype)
-        read_into(self._shards, param.keys[fragment.shard], [fragment.source], [run])
+        self._shards.read_into(param.keys[fragment.shard], [fragment.source], [run])
         block[...] = run.reshape(hit.shape)
 
     def compare_replicas(self, key: str, box: Box) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 from jax_ucp.layout.box import Box, range_boxes
 from jax_ucp.layout.fragments import Fragment, ParamLayout
 from jax_ucp.sources.consolidated import Consolidated, ConsolidatedView
-from jax_ucp.sources.gather import read_into
 from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 
 
@@ -75,7 +74,7 @@ def _lines(box: Box, axis: int = 0) -> Iterator[Box]:
         yield from _lines(part, axis + 1)
 
 
-class WithCuts:
+class WithCuts(ArraySource):
     """A source with some more arrays that are cuts of its own."""
 
     def __init__(self, source: ArraySource, cuts: Mapping[str, Cut]):
@@ -116,17 +115,16 @@ class WithCuts:
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
         cut = self._cuts.get(key)
         if cut is None:
-            read_into(self._source, key, boxes, outs)
+            self._source.read_into(key, boxes, outs)
             return
         if cut.transposed:
             boxes = [Box(box.start[::-1], box.stop[::-1]) for box in boxes]
             outs = [out.T for out in outs]
         if (place := self._places[key]) is None:
-            read_into(self._view, key, boxes, outs)
+            self._view.read_into(key, boxes, outs)
         else:
             one = (np.newaxis,) * len(place)
-            read_into(
-                self._source,
+            self._source.read_into(
                 cut.key,
                 [_at(place, box) for box in boxes],
                 [out[*one, ...] for out in outs],
@@ -162,7 +160,7 @@ def _at(place: tuple[int, ...], box: Box) -> Box:
     return Box((*place, *box.start), (*(i + 1 for i in place), *box.stop))
 
 
-class _Flat:
+class _Flat(ArraySource):
     """Arrays of a source as their elements in row-major order."""
 
     def __init__(self, source: ArraySource, keys: set[str]):
@@ -192,4 +190,4 @@ class _Flat:
                 parts.append(part)
                 places.append(out[at : at + part.size].reshape(part.shape))
                 at += part.size
-        read_into(self._source, key, parts, places)
+        self._source.read_into(key, parts, places)

@@ -16,7 +16,6 @@ from jax_ucp.layout.box import Box
 from jax_ucp.layout.samples import RUN_ELEMENTS, RUNS, SMALL_BLOCK, sample_boxes
 from jax_ucp.sources.checks import CHECK_BYTES, Extent
 from jax_ucp.sources.consolidated import ConsolidatedView, same_bits
-from jax_ucp.sources.gather import read_into
 from jax_ucp.sources.protocol import ArraySource
 
 # What a sum of some numbers in fp32, divided by how many they are, may differ from their mean, as a
@@ -185,7 +184,7 @@ def _elements(source: ArraySource, key: str, boxes: Sequence[Box]) -> np.ndarray
         found[a:b].reshape(box.shape)
         for box, (a, b) in zip(boxes, itertools.pairwise(ends), strict=True)
     ]
-    read_into(source, key, boxes, outs)
+    source.read_into(key, boxes, outs)
     return found
 
 

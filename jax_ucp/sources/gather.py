@@ -1,20 +1,17 @@
-"""Several boxes of one array at a time, so that no stored chunk is read twice for them."""
+"""Boxes of an array in aligned memory."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import numpy as np
 
-from jax_ucp.layout.blocks import grid_boxes, rows_of_chunks, whole_chunks
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+from jax_ucp.sources.protocol import ArraySource
 
-BLOCK_BYTES = 32 << 20
 ALIGNMENT = 64
 
 # From so many bytes on, memory is mapped for itself; and from so many, in huge pages.
@@ -31,29 +28,11 @@ def read_boxes(source: ArraySource, key: str, boxes: Sequence[Box]) -> list[np.n
     dtype = source.arrays()[key].dtype
     if (whole := _joined(boxes, ALIGNMENT // dtype.itemsize)) is not None:
         (out,) = aligned_arrays([whole.shape], dtype)
-        read_into(source, key, [whole], [out])
+        source.read_into(key, [whole], [out])
         return [out[box.start[0] - whole.start[0] : box.stop[0] - whole.start[0]] for box in boxes]
     outs = aligned_arrays([box.shape for box in boxes], dtype)
-    read_into(source, key, boxes, outs)
+    source.read_into(key, boxes, outs)
     return outs
-
-
-def read_into(
-    source: ArraySource, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]
-) -> None:
-    """Read each box into its array, by the source's own `read_into` if it has one."""
-    (getattr(source, "read_into", None) or partial(read_and_copy, source))(key, boxes, outs)
-
-
-def read_and_copy(
-    source: ArraySource, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]
-) -> None:
-    """The same by what `read` gives, for which every chunk is read once."""
-    if source.arrays()[key].chunk is None or (len(boxes) == 1 and outs[0].nbytes <= BLOCK_BYTES):
-        for box, out in zip(boxes, outs, strict=True):
-            out[...] = source.read(key, box)
-    else:
-        _read_blocks(source, key, boxes, outs)
 
 
 def _joined(boxes: Sequence[Box], multiple: int) -> Box | None:
@@ -107,52 +86,3 @@ def _room(nbytes: int) -> np.ndarray:
     if nbytes >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, np.uint8)
-
-
-def blocks_of(info: ArrayInfo, boxes: Sequence[Box], max_bytes: int) -> Iterator[Box]:
-    """Blocks of whole chunks, each of at most `max_bytes` or one chunk, that meet the boxes and
-    together hold them.
-
-    At the high edge of the array they may reach past it.
-    """
-    chunk = info.chunk or (1,) * len(info.shape)
-    around = whole_chunks(Box.around(boxes), chunk)
-    for block in grid_boxes(
-        around.shape, rows_of_chunks(around.shape, chunk, info.dtype.itemsize, max_bytes)
-    ):
-        block = block.shift(around.start)
-        if any(box.intersect(block) for box in boxes):
-            yield block
-
-
-def _read_blocks(
-    source: ArraySource, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]
-) -> None:
-    """Read blocks of whole chunks, and share them out."""
-    info = source.arrays()[key]
-    assert info.chunk is not None
-    for block in blocks_of(info, boxes, BLOCK_BYTES):
-        hits = [
-            (i, hit) for i, box in enumerate(boxes) if (hit := box.intersect(block)) is not None
-        ]
-        for sharing in _sharing(hits, info.chunk):
-            around = Box.around(hit for _, hit in sharing)
-            data = source.read(key, around)
-            for i, hit in sharing:
-                outs[i][hit.relative_to(boxes[i]).index] = data[hit.relative_to(around).index]
-
-
-def _sharing(
-    hits: Sequence[tuple[int, Box]], chunk: Sequence[int]
-) -> Iterable[list[tuple[int, Box]]]:
-    """The hits in groups that have no chunk in common: what lies between two groups need not be
-    read.
-    """
-    groups: dict[Box, list[tuple[int, Box]]] = {}
-    for i, hit in hits:
-        around, group = whole_chunks(hit, chunk), [(i, hit)]
-        while meeting := [other for other in groups if other.intersect(around)]:
-            around = Box.around([around, *meeting])
-            group += [member for other in meeting for member in groups.pop(other)]
-        groups[around] = group
-    return groups.values()

@@ -18,8 +18,8 @@ from jax_ucp.layout.samples import sample_boxes
 from jax_ucp.layout.strided import LeafForm, LeafLayout, Part, Place, Step, hull, strides
 from jax_ucp.sources.checks import Extent
 from jax_ucp.sources.consolidated import same_bits
-from jax_ucp.sources.gather import BLOCK_BYTES, read_and_copy, read_boxes, read_into
-from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+from jax_ucp.sources.gather import read_boxes
+from jax_ucp.sources.protocol import BLOCK_BYTES, ArrayInfo, ArraySource
 
 COMPARE_BYTES = 16 << 20
 
@@ -42,7 +42,7 @@ class Formed:
         return BoxIndex(self.hulls)
 
 
-class MappedView:
+class MappedView(ArraySource):
     """An `ArraySource` of leaves over an `ArraySource` of parameters.
 
     A box of a leaf is read straight out of the boxes of the parameters that hold it: at most
@@ -78,7 +78,7 @@ class MappedView:
             or formed.form.scaled
             or self._arrays[key].dtype != self._stored(formed).dtype
         ):
-            read_and_copy(self, key, boxes, outs)
+            super().read_into(key, boxes, outs)
         else:
             self._fill(formed.form.layout, formed.index, boxes, outs)
 
@@ -162,7 +162,7 @@ class MappedView:
                     copied[part.array].append((part, step, view))
         for array, reads in in_place.items():
             sources, places = zip(*reads, strict=True)
-            read_into(self._source, array, sources, places)
+            self._source.read_into(array, sources, places)
         for array, steps in copied.items():
             for (part, step, view), data in zip(steps, self._fetched(array, steps), strict=True):
                 _strided(view, part.target, step.indices)[...] = _strided(

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from jax_ucp.errors import FormatError
+from jax_ucp.layout.blocks import grid_boxes, rows_of_chunks, whole_chunks
 from jax_ucp.layout.box import Box
 from jax_ucp.metadata import MAX_ARRAY_BYTES, MAX_AXES
+from jax_ucp.sources.checks import Check, Extent
+
+BLOCK_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +44,32 @@ class ArrayInfo:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def blocks(self, boxes: Sequence[Box], max_bytes: int) -> Iterator[Box]:
+        """Blocks of whole chunks, each of at most `max_bytes` or one chunk, that meet the boxes
+        and together hold them.
+
+        At the high edge of the array they may reach past it.
+        """
+        chunk = self.chunk or (1,) * len(self.shape)
+        around = whole_chunks(Box.around(boxes), chunk)
+        step = rows_of_chunks(around.shape, chunk, self.dtype.itemsize, max_bytes)
+        for block in grid_boxes(around.shape, step):
+            block = block.shift(around.start)
+            if any(box.intersect(block) for box in boxes):
+                yield block
+
 
 class ArraySource(Protocol):
-    """Named arrays, readable one box at a time.
-
-    A source may also have `read_into(key, boxes, outs)`, which reads several boxes straight into
-    arrays of their shapes, and what is stored once for all of them. Callers use `gather.read_into`,
-    which does without it too.
+    """Named arrays, readable by box. A class that is one says so, and inherits what it does not
+    do in a way of its own.
     """
 
+    @abstractmethod
     def arrays(self) -> Mapping[str, ArrayInfo]:
         """Name -> shape and dtype of every array. Costs no reading."""
         ...
 
+    @abstractmethod
     def read(self, key: str, box: Box) -> np.ndarray:
         """The elements of `box` of array `key`, in the shape of the box.
 
@@ -60,3 +78,44 @@ class ArraySource(Protocol):
         it.
         """
         ...
+
+    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+        """Read each box into its array, of any strides; what is stored once, once for all of them.
+
+        Without a way of its own a source copies what `read` gives, for which every chunk is read
+        once: the columns that eight devices want of one chunk cost one read of it, not eight.
+        """
+        info = self.arrays()[key]
+        if info.chunk is None or (len(boxes) == 1 and outs[0].nbytes <= BLOCK_BYTES):
+            for box, out in zip(boxes, outs, strict=True):
+                out[...] = self.read(key, box)
+            return
+        for block in info.blocks(boxes, BLOCK_BYTES):
+            for sharing in _sharing(boxes, block, info.chunk):
+                around = Box.around(hit for _, hit in sharing)
+                data = self.read(key, around)
+                for i, hit in sharing:
+                    outs[i][hit.relative_to(boxes[i]).index] = data[hit.relative_to(around).index]
+
+    def checks(self, extent: Extent) -> Iterable[Check]:
+        """What a source can prove of its own arrays, by checksums or copies of them."""
+        return ()
+
+
+def _sharing(
+    boxes: Sequence[Box], block: Box, chunk: Sequence[int]
+) -> Iterable[list[tuple[int, Box]]]:
+    """What a block has of each box, by the box's place, in groups that have no chunk in common.
+
+    What lies between two groups need not be read.
+    """
+    groups: dict[Box, list[tuple[int, Box]]] = {}
+    for i, box in enumerate(boxes):
+        if (hit := box.intersect(block)) is None:
+            continue
+        around, group = whole_chunks(hit, chunk), [(i, hit)]
+        while meeting := [other for other in groups if other.intersect(around)]:
+            around = Box.around([around, *meeting])
+            group += [member for other in meeting for member in groups.pop(other)]
+        groups[around] = group
+    return groups.values()

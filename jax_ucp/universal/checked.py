@@ -51,14 +51,7 @@ def check_metadata(metadata: Metadata, where: str) -> None:
 def _faults(metadata: Metadata) -> Iterator[str]:
     if fault := tree_fault(leaf.path for leaf in metadata.leaves):
         yield fault
-    if not _is_shallow(
-        [metadata.source, metadata.extras, [group.settings for group in metadata.groups]]
-    ):
-        yield (
-            f"there are values in source, extras or groups nested more than {MAX_VALUE_DEPTH} deep"
-        )
-    if stray := [file for file, items in metadata.extras.items() if not isinstance(items, dict)]:
-        yield f"the extras of {stray[0]!r:.200} have no names"
+    yield from _value_faults(metadata)
     names = [leaf.name for leaf in metadata.leaves if leaf.has_array]
     yield from name_faults(names)
     if stray := metadata.arrays.keys() ^ set(names):
@@ -68,6 +61,17 @@ def _faults(metadata: Metadata) -> Iterator[str]:
             yield f"{leaf.name!r:.200} is {fault}"
         elif leaf.has_array and (fault := array_fault(leaf, metadata.arrays[leaf.name])):
             yield f"{leaf.name!r:.200} {fault}"
+
+
+def _value_faults(metadata: Metadata) -> Iterator[str]:
+    """What is wrong with the values that are carried along."""
+    settings = [group.settings for group in metadata.groups]
+    if not _is_shallow([metadata.source, metadata.extras, settings]):
+        yield (
+            f"there are values in source, extras or groups nested more than {MAX_VALUE_DEPTH} deep"
+        )
+    if stray := [file for file, items in metadata.extras.items() if not isinstance(items, dict)]:
+        yield f"the extras of {stray[0]!r:.200} have no names"
 
 
 def _is_shallow(value: object) -> bool:
@@ -106,17 +110,24 @@ def leaf_fault(leaf: Leaf) -> str | None:
     """What a leaf is that no writer makes, by what it says itself; None if it can be."""
     if leaf.has_array and not is_dtype(leaf.dtype):
         return f"an array of {leaf.dtype!r:.40}, which is no dtype of zarr v3"
-    if leaf.kind == "str" and leaf.value is None:
-        return "a string without its text"
-    if leaf.kind == "empty" and leaf.value not in ("dict", "list", "tuple", "attr"):
-        return f"an empty {leaf.value!r:.40}, which is no kind of node"
-    if leaf.kind in _NUMBERS and (
-        leaf.shape or np.dtype(leaf.dtype).kind not in _NUMBERS[leaf.kind]
-    ):
-        return f"a number ({leaf.kind}) with shape {leaf.shape} and dtype {leaf.dtype}"
-    if leaf.kind == "prng_key" and not (leaf.key_impl and leaf.shape and leaf.dtype == "uint32"):
-        return f"a PRNG key of {leaf.key_impl!r:.40} with shape {leaf.shape} and dtype {leaf.dtype}"
+    about = f"with shape {leaf.shape} and dtype {leaf.dtype}"
+    match leaf.kind:
+        case "str" if leaf.value is None:
+            return "a string without its text"
+        case "empty" if leaf.value not in ("dict", "list", "tuple", "attr"):
+            return f"an empty {leaf.value!r:.40}, which is no kind of node"
+        case "prng_key" if not (leaf.key_impl and leaf.shape and leaf.dtype == "uint32"):
+            return f"a PRNG key of {leaf.key_impl!r:.40} {about}"
+        case kind if _is_no_number(leaf):
+            return f"a number ({kind}) {about}"
     return sharding_fault(leaf.sharding) if leaf.sharding else None
+
+
+def _is_no_number(leaf: Leaf) -> bool:
+    """Whether a leaf should be one number, and is not."""
+    if leaf.kind not in _NUMBERS:
+        return False
+    return bool(leaf.shape) or np.dtype(leaf.dtype).kind not in _NUMBERS[leaf.kind]
 
 
 def sharding_fault(sharding: SavedSharding) -> str | None:
@@ -132,25 +143,32 @@ def sharding_fault(sharding: SavedSharding) -> str | None:
 
 def array_fault(leaf: Leaf, stored: StoredArray) -> str | None:
     """What is wrong with the chunks of an array; None if they are those of its shape."""
-    if not len(stored.outer) == len(stored.inner) == len(leaf.shape):
-        return f"has shape {leaf.shape}, but chunks of {stored.outer} and {stored.inner}"
-    if 0 in stored.inner or any(o % i for o, i in zip(stored.outer, stored.inner, strict=True)):
+    outer, inner = stored.outer, stored.inner
+    if not len(outer) == len(inner) == len(leaf.shape):
+        return f"has shape {leaf.shape}, but chunks of {outer} and {inner}"
+    if 0 in inner or any(o % i for o, i in zip(outer, inner, strict=True)):
+        return f"has outer chunks of {outer}, which inner ones of {inner} do not divide"
+    if 0 in outer or math.prod(outer) > MAX_ARRAY_BYTES:
+        return f"has outer chunks of {outer}"
+    return _count_fault(stored, _count(leaf.shape, outer), _count(leaf.shape, inner))
+
+
+def _count_fault(stored: StoredArray, outer: int, inner: int) -> str | None:
+    """What is not said of each of so many outer and inner chunks."""
+    if len(stored.digests) != outer:
+        return f"has {outer} outer chunks, but {len(stored.digests)} digests"
+    if stored.places and (len(stored.places) != outer or stored.outer != stored.inner):
         return (
-            f"has outer chunks of {stored.outer}, which inner ones of {stored.inner} do not divide"
+            f"is packed, but has places for {len(stored.places)} of {outer} chunks, or inner ones"
         )
-    if 0 in stored.outer or math.prod(stored.outer) > MAX_ARRAY_BYTES:
-        return f"has outer chunks of {stored.outer}"
-    count = math.prod(-(-n // c) for n, c in zip(leaf.shape, stored.outer, strict=True))
-    if len(stored.digests) != count:
-        return f"has {count} outer chunks, but {len(stored.digests)} digests"
-    if stored.places and (len(stored.places) != count or stored.outer != stored.inner):
-        return (
-            f"is packed, but has places for {len(stored.places)} of {count} chunks, or inner ones"
-        )
-    inner = math.prod(-(-n // c) for n, c in zip(leaf.shape, stored.inner, strict=True))
     if stored.crcs and len(stored.crcs) != inner * CRC_BYTES:
         return f"has {inner} inner chunks, but {len(stored.crcs)} bytes of crc32c"
     return None
+
+
+def _count(shape: Sequence[int], chunk: Sequence[int]) -> int:
+    """How many chunks an array has."""
+    return math.prod(-(-n // c) for n, c in zip(shape, chunk, strict=True))
 
 
 @functools.lru_cache(maxsize=256)

@@ -10,7 +10,7 @@ of which 0 is a single file (`tensorstore/kvstore/ocdbt/format/config_codec.cc`)
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import google_crc32c
@@ -40,25 +40,12 @@ def node_bytes(entries: Mapping[str, Value]) -> bytes:
     """The B+tree node, a leaf, that has the value of each key or says where it is: of one key,
     to MAX_ENTRIES.
     """
-    names = sorted((key.encode(), value) for key, value in entries.items())
-    keys, values = [key for key, _ in names], [value for _, value in names]
-    ranges = [value for value in values if isinstance(value, Range)]
-    files = {file: i for i, file in enumerate(sorted({at.file for at in ranges}))}
-    shared = [_shared(*pair) for pair in itertools.pairwise(keys)]
-    suffixes = [key[n:] for key, n in zip(keys, [0, *shared], strict=True)]
-    body = [
-        b"\x00",  # its height
-        _file_table(list(files)),
-        _varints([len(keys), *shared]),
-        _varints(map(len, suffixes)),
-        *suffixes,
-        _varints(map(_nbytes, values)),
-        bytes(isinstance(value, Range) for value in values),  # 0 is inline, 1 is out of line
-        _varints(files[at.file] for at in ranges),
-        _varints(at.offset for at in ranges),
-        *(value for value in values if isinstance(value, bytes)),
-    ]
-    return _sealed(_NODE_MAGIC, b"".join(body))
+    pairs = sorted((key.encode(), value) for key, value in entries.items())
+    keys, values = [key for key, _ in pairs], [value for _, value in pairs]
+    files = sorted({value.file for value in values if isinstance(value, Range)})
+    height = b"\x00"
+    body = height + _file_table(files) + _key_table(keys) + _value_table(values, files)
+    return _sealed(_NODE_MAGIC, body)
 
 
 def manifest_bytes(node: Range, entries: Mapping[str, Value]) -> bytes:
@@ -75,6 +62,29 @@ def manifest_bytes(node: Range, entries: Mapping[str, Value]) -> bytes:
     return _sealed(_MANIFEST_MAGIC, config + _file_table([node.file]) + version + b"\x00")
 
 
+def _key_table(keys: Sequence[bytes]) -> bytes:
+    """The keys, each without what it shares with the one before."""
+    shared = [_shared(*pair) for pair in itertools.pairwise(keys)]
+    suffixes = [key[n:] for key, n in zip(keys, [0, *shared], strict=True)]
+    return b"".join([_varints([len(keys), *shared]), _varints(map(len, suffixes)), *suffixes])
+
+
+def _value_table(values: Sequence[Value], files: Sequence[str]) -> bytes:
+    """What the values are: where in the files they lie, or their bytes."""
+    place = {file: i for i, file in enumerate(files)}
+    ranges = [value for value in values if isinstance(value, Range)]
+    inline = [value for value in values if isinstance(value, bytes)]
+    return b"".join(
+        [
+            _varints(map(_nbytes, values)),
+            bytes(isinstance(value, Range) for value in values),  # 0 is inline, 1 is out of line
+            _varints(place[at.file] for at in ranges),
+            _varints(at.offset for at in ranges),
+            *inline,
+        ]
+    )
+
+
 def _nbytes(value: Value) -> int:
     return value.nbytes if isinstance(value, Range) else len(value)
 
@@ -86,7 +96,7 @@ def _shared(a: bytes, b: bytes) -> int:
     )
 
 
-def _file_table(files: list[str]) -> bytes:
+def _file_table(files: Sequence[str]) -> bytes:
     paths = [file.encode() for file in files]
     no_prefixes, no_bases = bytes(max(0, len(paths) - 1)), bytes(len(paths))
     return b"".join(

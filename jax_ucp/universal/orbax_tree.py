@@ -33,6 +33,7 @@ from jax_ucp.metadata import (
     leaf_names,
     tree_fault,
 )
+from jax_ucp.metadata import Path as TreePath
 from jax_ucp.universal.checked import sharding_fault
 
 T = TypeVar("T")
@@ -83,39 +84,68 @@ def orbax_files(
     `arrays` has the outer chunk of each array; with `ocdbt`, stock looks for them in an OCDBT
     database.
     """
-    tree, shardings, strings, keys = {}, {}, {}, []
-    devices = sum(len(leaf.sharding.device_ids) for leaf in leaves if leaf.sharding)
-    for leaf in leaves:
-        value_type = _EMPTY_TYPES[leaf.value] if leaf.kind == "empty" else _VALUE_TYPES[leaf.kind]
-        value: dict[str, Any] = {
-            "value_type": value_type,
-            "skip_deserialize": value_type in _NOT_STORED,
-        }
-        name = ".".join(map(str, leaf.path))
-        if value_type == "jax.Array":
-            value["write_shape"] = arrays[leaf.name]
-            shardings[base64.b64encode(name.encode()).decode()] = _sharding_json(
-                leaf.sharding, devices <= MAX_DEVICES_LISTED
-            )
-            if leaf.kind == "prng_key":
-                shapes = {"write_shape": arrays[leaf.name], "chunk_shape": arrays[leaf.name]}
-                ext = {"ext_metadata": {"random_key_impl": leaf.key_impl}}
-                keys.append({"array_metadata": {"param_name": name, **shapes, **ext}})
-        elif value_type == "string":
-            strings[name] = leaf.value
-        tree[str(tuple(map(str, leaf.path)))] = {
-            "key_metadata": [{"key": str(key), "key_type": _key_type(key)} for key in leaf.path],
-            "value_metadata": value,
-        }
-    about = {"use_ocdbt": ocdbt, "use_zarr3": True, "store_array_data_equal_to_fill_value": True}
-    files: dict[str, Any] = {SHARDING_FILE: shardings}
-    if keys:  # all that stock reads of the others is in their `zarr.json`
+    named = [(".".join(map(str, leaf.path)), leaf) for leaf in leaves]
+    # all that stock reads of other arrays is in their `zarr.json`
+    keys = [_key_entry(name, leaf, arrays) for name, leaf in named if leaf.kind == "prng_key"]
+    strings = {name: leaf.value for name, leaf in named if leaf.kind == "str"}
+    files: dict[str, Any] = {SHARDING_FILE: _sharding_table(named)}
+    if keys:
         files["array_metadatas/process_0"] = {"array_metadatas": keys}
     if strings:
         files[STRINGS_FILE] = strings
     # Last, because stock Orbax takes the directory for a checkpoint when this file is there.
-    files[TREE_FILE] = {"tree_metadata": tree, **about, "custom_metadata": {MARK: VERSION}}
+    files[TREE_FILE] = {
+        "tree_metadata": {
+            str(tuple(map(str, leaf.path))): _tree_entry(leaf, arrays) for leaf in leaves
+        },
+        "use_ocdbt": ocdbt,
+        "use_zarr3": True,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": {MARK: VERSION},
+    }
     return {name: _compact(content).encode() for name, content in files.items()}
+
+
+def _sharding_table(named: Sequence[tuple[str, Leaf]]) -> dict[str, str]:
+    """How each JAX array lies on devices, by stock's name of it."""
+    devices = sum(len(leaf.sharding.device_ids) for _, leaf in named if leaf.sharding)
+    return {
+        base64.b64encode(name.encode()).decode(): _sharding_json(
+            leaf.sharding, devices <= MAX_DEVICES_LISTED
+        )
+        for name, leaf in named
+        if _value_type(leaf) == "jax.Array"
+    }
+
+
+def _value_type(leaf: Leaf) -> str:
+    return _EMPTY_TYPES[leaf.value] if leaf.kind == "empty" else _VALUE_TYPES[leaf.kind]
+
+
+def _tree_entry(leaf: Leaf, arrays: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """What the tree file says of a leaf."""
+    value_type = _value_type(leaf)
+    value: dict[str, Any] = {
+        "value_type": value_type,
+        "skip_deserialize": value_type in _NOT_STORED,
+    }
+    if value_type == "jax.Array":
+        value["write_shape"] = arrays[leaf.name]
+    keys = [{"key": str(key), "key_type": _key_type(key)} for key in leaf.path]
+    return {"key_metadata": keys, "value_metadata": value}
+
+
+def _key_entry(name: str, leaf: Leaf, arrays: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """What is said of an array of PRNG keys, which stock calls `name`."""
+    chunk = arrays[leaf.name]
+    return {
+        "array_metadata": {
+            "param_name": name,
+            "write_shape": chunk,
+            "chunk_shape": chunk,
+            "ext_metadata": {"random_key_impl": leaf.key_impl},
+        }
+    }
 
 
 class _KeyEntry(msgspec.Struct):
@@ -210,14 +240,12 @@ def read_orbax_tree(directory: Directory) -> OrbaxTree:
             f"{directory} is a universal checkpoint without its ucp.json: it was never finished, or"
             " the file is lost. If a conversion was stopped here, run it again."
         )
-    shardings = _shardings(directory)
-    strings = _json(directory, STRINGS_FILE, dict[str, str], {})
-    impls: dict[str, str] = {}
-    for name in directory.files():
-        if name.startswith("array_metadatas/") and not name.startswith("array_metadatas/."):
-            for entry in _json(directory, name, _ArrayMetadatas).array_metadatas:
-                impl = (entry.array_metadata.ext_metadata or {}).get("random_key_impl", "")
-                impls[entry.array_metadata.param_name] = impl if isinstance(impl, str) else ""
+    told = _Told(
+        directory,
+        _shardings(directory),
+        _json(directory, STRINGS_FILE, dict[str, str], {}),
+        _key_impls(directory),
+    )
     entries = list(content.tree_metadata.values())
     paths = [tuple(_key(directory, key) for key in entry.key_metadata) for entry in entries]
     if fault := tree_fault(paths):
@@ -225,39 +253,78 @@ def read_orbax_tree(directory: Directory) -> OrbaxTree:
     leaves: list[Leaf] = []
     stored: dict[str, str] = {}
     written: dict[str, tuple[int, ...]] = {}
-    stored_names: set[str] = set()
     for entry, path, name in zip(entries, paths, leaf_names(paths), strict=True):
-        stock_name = ".".join(key.key for key in entry.key_metadata)
-        impl = impls.get(stock_name, "")
-        where = f"{directory}/{TREE_FILE}: {stock_name}"
-        kind, value = _kind(entry.value_metadata.value_type, impl, where)
-        if kind == "str":
-            if stock_name not in strings:
-                raise FormatError(
-                    f"{directory}/{STRINGS_FILE} has no value for {stock_name}, which {TREE_FILE}"
-                    " says is a string"
-                )
-            value = strings[stock_name]
-        leaf = Leaf(
-            path, name, kind, value=value, key_impl=impl, sharding=shardings.get(stock_name)
-        )
-        if kind not in ("none", "empty"):
-            if stock_name in stored_names:
-                raise FormatError(
-                    f"{where} is the name of two leaves: Orbax wrote both to one place and kept the"
-                    " last"
-                )
-            stored_names.add(stock_name)
+        stock_name = _stock_name(entry)
+        leaf = told.leaf(path, name, stock_name, entry.value_metadata.value_type)
+        leaves.append(leaf)
         if leaf.has_array:
             stored[name] = stock_name
             if entry.value_metadata.write_shape is not None:
                 written[name] = entry.value_metadata.write_shape
-        leaves.append(leaf)
+    _require_own_places(directory, entries, leaves)
     # Where not even zeros are left out, a chunk that is not there is a loss and not a default.
     complete = bool(content.store_array_data_equal_to_fill_value)
     return OrbaxTree(
         tuple(leaves), stored, written, content.use_ocdbt, bool(content.use_zarr3), complete
     )
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What the files beside the tree say of leaves, by stock's names of them."""
+
+    directory: Directory
+    shardings: Mapping[str, SavedSharding]
+    strings: Mapping[str, str]
+    key_impls: Mapping[str, str]
+
+    def leaf(self, path: TreePath, name: str, stock_name: str, value_type: str) -> Leaf:
+        """A leaf of the tree. Raises FormatError for a type that stock does not write, and for a
+        string without its text.
+        """
+        impl = self.key_impls.get(stock_name, "")
+        kind, value = _kind(value_type, impl, f"{self.directory}/{TREE_FILE}: {stock_name}")
+        if kind == "str":
+            if stock_name not in self.strings:
+                raise FormatError(
+                    f"{self.directory}/{STRINGS_FILE} has no value for {stock_name}, which"
+                    f" {TREE_FILE} says is a string"
+                )
+            value = self.strings[stock_name]
+        sharding = self.shardings.get(stock_name)
+        return Leaf(path, name, kind, value=value, key_impl=impl, sharding=sharding)
+
+
+def _key_impls(directory: Directory) -> dict[str, str]:
+    """Of what kind the arrays of PRNG keys are, by stock's names of them; "" of other arrays."""
+    impls: dict[str, str] = {}
+    for name in directory.files():
+        if name.startswith("array_metadatas/") and not name.startswith("array_metadatas/."):
+            for entry in _json(directory, name, _ArrayMetadatas).array_metadatas:
+                impl = (entry.array_metadata.ext_metadata or {}).get("random_key_impl", "")
+                impls[entry.array_metadata.param_name] = impl if isinstance(impl, str) else ""
+    return impls
+
+
+def _require_own_places(
+    directory: Directory, entries: Sequence[_Entry], leaves: Sequence[Leaf]
+) -> None:
+    """Raises FormatError where two leaves with a value have one name."""
+    seen: set[str] = set()
+    for entry, leaf in zip(entries, leaves, strict=True):
+        if leaf.kind in ("none", "empty"):
+            continue
+        name = _stock_name(entry)
+        if name in seen:
+            raise FormatError(
+                f"{directory}/{TREE_FILE}: {name} is the name of two leaves: Orbax wrote both to"
+                " one place and kept the last"
+            )
+        seen.add(name)
+
+
+def _stock_name(entry: _Entry) -> str:
+    return ".".join(key.key for key in entry.key_metadata)
 
 
 def _key_type(key: Key) -> int:

@@ -43,33 +43,50 @@ def open_universal(path: Path, options: Options) -> Contents:
             f" {missing[0]}. Restore them from a copy, or use another checkpoint."
         )
 
-    def where(leaf: Leaf) -> list[Piece]:
-        if not leaf.has_array:
-            return []
-        outer = metadata.arrays[leaf.name].outer
-        pieces = []
-        for box in grid_boxes(leaf.shape, outer):
-            name = f"{leaf.name}/{chunk_name(grid_place(box, outer))}"
-            file, offset = store.find(name)
-            item = "" if offset is None else name
-            pieces.append(Piece(file, item, box.relative_to(Box(box.start, box.start)), box))
-        return pieces
+    return Contents(
+        "universal",
+        str(path),
+        metadata.leaves,
+        store,
+        _inventory(path, metadata, store),
+        metadata.extras,
+        metadata.groups,
+        source=metadata.source,
+        checks=partial(_checks, metadata, store),
+        where=partial(_pieces, metadata, store),
+    )
 
-    def checks(extent: Extent) -> Iterator[Check]:
-        # every read compares the crc32c of what it reads; digests are of whole chunks
-        if extent == "sample":
-            return
-        every = frozenset(leaf.name for leaf in metadata.leaves if leaf.has_array)
-        yield Check(
-            f"{len(metadata.files) + 1} files of metadata",
-            every,
-            0,
-            partial(_fault, metadata, store),
-        )
-        for leaf in metadata.leaves:
-            if leaf.has_array:
-                yield from store.checks(leaf.name, leaf.label, metadata.arrays[leaf.name])
 
+def _checks(metadata: Metadata, store: ZarrStore, extent: Extent) -> Iterator[Check]:
+    # every read compares the crc32c of what it reads; digests are of whole chunks
+    if extent == "sample":
+        return
+    every = [leaf for leaf in metadata.leaves if leaf.has_array]
+    yield Check(
+        f"{len(metadata.files) + 1} files of metadata",
+        frozenset(leaf.name for leaf in every),
+        0,
+        partial(_fault, metadata, store),
+    )
+    for leaf in every:
+        yield from store.digest_checks(leaf.name, leaf.label, metadata.arrays[leaf.name])
+
+
+def _pieces(metadata: Metadata, store: ZarrStore, leaf: Leaf) -> list[Piece]:
+    """Where in the files each part of a leaf is."""
+    if not leaf.has_array:
+        return []
+    outer = metadata.arrays[leaf.name].outer
+    pieces: list[Piece] = []
+    for box in grid_boxes(leaf.shape, outer):
+        name = f"{leaf.name}/{chunk_name(grid_place(box, outer))}"
+        file, offset = store.find(name)
+        item = "" if offset is None else name
+        pieces.append(Piece(file, item, box.relative_to(Box(box.start, box.start)), box))
+    return pieces
+
+
+def _inventory(path: Path, metadata: Metadata, store: ZarrStore) -> list[Item]:
     inventory = [
         Item(leaf.name if leaf.has_array else METADATA_FILE, _what(leaf), "mapped", leaf.label)
         for leaf in metadata.leaves
@@ -78,19 +95,7 @@ def open_universal(path: Path, options: Options) -> Contents:
         Item(METADATA_FILE, name, "extra", "carried over from the source")
         for name in metadata.extras
     ]
-    inventory += items_beside(path, _names(metadata, store))
-    return Contents(
-        "universal",
-        str(path),
-        metadata.leaves,
-        store,
-        inventory,
-        metadata.extras,
-        metadata.groups,
-        source=metadata.source,
-        checks=checks,
-        where=where,
-    )
+    return inventory + items_beside(path, _names(metadata, store))
 
 
 def _names(metadata: Metadata, store: ZarrStore) -> set[str]:

@@ -21,7 +21,7 @@ import google_crc32c
 import numpy as np
 
 from jax_ucp.errors import CorruptData
-from jax_ucp.layout.blocks import Chunks
+from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 
@@ -65,18 +65,13 @@ def shard_parts(data: np.ndarray, chunks: Chunks, crcs: bytearray) -> Iterator[m
     part = np.zeros(math.prod(chunks.inner) * data.dtype.itemsize + CRC_BYTES, np.uint8)
     room = part[:-CRC_BYTES].view(data.dtype).reshape(chunks.inner)
     at = 0
-    for place in itertools.product(*map(range, index.shape)):
-        start = [p * n for p, n in zip(place, chunks.inner, strict=True)]
-        stop = [min(a + n, m) for a, n, m in zip(start, chunks.inner, data.shape, strict=True)]
-        shape = [b - a for a, b in zip(start, stop, strict=True)]
-        if any(n <= 0 for n in shape):
-            continue  # it lies past the array
-        if shape != list(chunks.inner):
+    for box in grid_boxes(data.shape, chunks.inner):
+        if box.shape != chunks.inner:
             room[...] = 0
-        room[tuple(map(slice, shape))] = data[tuple(map(slice, start, stop))]
+        room[tuple(map(slice, box.shape))] = data[box.index]
         part[-CRC_BYTES:] = np.frombuffer(crc := _crc(room), np.uint8)
         crcs += crc
-        index[place] = (at, len(part))
+        index[grid_place(box, chunks.inner)] = (at, len(part))
         at += len(part)
         yield part.data
     if has_index(chunks):

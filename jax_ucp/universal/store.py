@@ -12,7 +12,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.metadata import Group, Leaf, Metadata, StoredArray, decode, digest, encode
 from jax_ucp.sources.checks import Check
-from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 from jax_ucp.universal.checked import check_metadata, storable
 from jax_ucp.universal.ocdbt import Range
 from jax_ucp.universal.packs import index_files, is_indexed, pack_name
@@ -60,7 +60,7 @@ class Written(msgspec.Struct, frozen=True):
 _BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
 
 
-class ZarrStore:
+class ZarrStore(ArraySource):
     """Arrays of known shape, dtype and chunks in a directory, written one outer chunk at a time.
 
     Every chunk must be there to be read: a missing file is an error, not zeros. `places` says where
@@ -201,7 +201,7 @@ class ZarrStore:
         """Whether an outer chunk is on disk as it was written. Reads it."""
         return _is_whole(written, box, self.chunks[key]) and self._fault(key, box, written) is None
 
-    def checks(self, key: str, label: str, stored: StoredArray) -> Iterator[Check]:
+    def digest_checks(self, key: str, label: str, stored: StoredArray) -> Iterator[Check]:
         """For each outer chunk of an array, whether its elements have the digest recorded."""
         itemsize = self._arrays[key].dtype.itemsize
         for box, want in zip(
@@ -283,9 +283,9 @@ class Commit:
     leaves: Sequence[Leaf]
     processes: int = 1
     packed: frozenset[str] = frozenset()
-    files: Mapping[str, bytes] | None = None
-    source: Mapping[str, Any] | None = None
-    extras: Mapping[str, Any] | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    source: Mapping[str, Any] = field(default_factory=dict)
+    extras: Mapping[str, Any] = field(default_factory=dict)
     groups: Sequence[Group] = ()
 
     def write(self, store: ZarrStore) -> Metadata:
@@ -294,57 +294,73 @@ class Commit:
         Raises CorruptData if a chunk was written by nobody, or any file is no longer as it was
         written: something else deletes or writes here too. Then there is no `ucp.json`.
         """
-        directory, written = store.directory, {key: {} for key in store.arrays()}
-        for process in range(self.processes):
-            part = _read_part(directory, process)
-            store.places.update(part.places)
-            for key, found in part.written.items():
-                written[key] |= found
-        arrays, digests_of_files = {}, {}
+        directory = store.directory
+        written = _gathered(store, self.processes)
+        arrays = {key: _stored_array(store, key, written[key]) for key in store.arrays()}
         zarr_jsons = {
             key: zarr_json(info, store.chunks[key]) for key, info in store.arrays().items()
         }
-        for key, info in store.arrays().items():
-            chunks = store.chunks[key]
-            boxes = {str(box): box for box in grid_boxes(info.shape, chunks.outer)}
-            if missing := [
-                name
-                for name, box in boxes.items()
-                if not _is_whole(written[key].get(name), box, chunks)
-            ]:
-                raise CorruptData(
-                    f"{directory}/{key}: {missing[:4]} and others of {len(boxes)} chunks were not"
-                    " written"
-                )
-            names = _chunk_keys(key, info.shape, chunks.outer)
-            places = tuple(store.places[name] for name in names if name in store.places)
-            digests = tuple(written[key][box].digest for box in boxes)
-            crcs = _joined_crcs(
-                info.shape, chunks, [(box, written[key][name].crcs) for name, box in boxes.items()]
-            )
-            arrays[key] = StoredArray(chunks.outer, chunks.inner, digests, places, crcs)
-            if key not in self.packed:
-                digests_of_files[f"{key}/zarr.json"] = digest(zarr_jsons[key])
-        index = (
-            index_files(zarr_jsons, _ranges(store))
-            if is_indexed(store.arrays(), store.chunks)
-            else {}
-        )
-        for name, data in (index | dict(self.files or {})).items():
+        digests = {
+            f"{key}/zarr.json": digest(data)
+            for key, data in zarr_jsons.items()
+            if key not in self.packed
+        }
+        for name, data in (_index(store, zarr_jsons) | dict(self.files)).items():
             directory.write(name, data)
-            digests_of_files[name] = digest(data)
-        leaves, source, extras = (
+            digests[name] = digest(data)
+        metadata = Metadata(
             tuple(self.leaves),
-            dict(self.source or {}),
-            dict(self.extras or {}),
+            arrays,
+            digests,
+            dict(self.source),
+            dict(self.extras),
+            tuple(self.groups),
         )
-        metadata = Metadata(leaves, arrays, digests_of_files, source, extras, tuple(self.groups))
         if faults := verify_files(metadata, store):
             raise CorruptData(_not_kept(directory, faults, self.processes))
         directory.write(METADATA_FILE, encode(metadata))
         for process in range(self.processes):
             directory.delete(_part_name(process))
         return metadata
+
+
+def _gathered(store: ZarrStore, processes: int) -> Mapping[str, Mapping[str, Written]]:
+    """What all processes wrote, by array and box; the store then has the places of all of them."""
+    written: dict[str, dict[str, Written]] = {key: {} for key in store.arrays()}
+    for process in range(processes):
+        part = _read_part(store.directory, process)
+        store.places.update(part.places)
+        for key, found in part.written.items():
+            written[key] |= found
+    return written
+
+
+def _index(store: ZarrStore, zarr_jsons: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The files by which stock Orbax finds every array; none where an index cannot have them."""
+    if not is_indexed(store.arrays(), store.chunks):
+        return {}
+    return index_files(zarr_jsons, _ranges(store))
+
+
+def _stored_array(store: ZarrStore, key: str, written: Mapping[str, Written]) -> StoredArray:
+    """What there is to say of an array. Raises CorruptData if a chunk of it was not written."""
+    shape, chunks = store.arrays()[key].shape, store.chunks[key]
+    boxes = {str(box): box for box in grid_boxes(shape, chunks.outer)}
+    if missing := [
+        name for name, box in boxes.items() if not _is_whole(written.get(name), box, chunks)
+    ]:
+        raise CorruptData(
+            f"{store.directory}/{key}: {missing[:4]} and others of {len(boxes)} chunks were not"
+            " written"
+        )
+    names = _chunk_keys(key, shape, chunks.outer)
+    return StoredArray(
+        chunks.outer,
+        chunks.inner,
+        tuple(written[name].digest for name in boxes),
+        tuple(store.places[name] for name in names if name in store.places),
+        _joined_crcs(shape, chunks, [(box, written[name].crcs) for name, box in boxes.items()]),
+    )
 
 
 def open_store(path: str | os.PathLike[str]) -> tuple[Metadata, ZarrStore]:

@@ -22,7 +22,6 @@ from jax_ucp.errors import TreeMismatch
 from jax_ucp.sharding.boxes import device_boxes
 from jax_ucp.sharding.output_buffers import ReadRequest, landing
 from jax_ucp.sources.consolidated import same_bits
-from jax_ucp.sources.gather import blocks_of
 from jax_ucp.sources.protocol import ArrayInfo
 from workers.reads import bytes_read
 
@@ -123,7 +122,7 @@ def test_blocks_hold_the_boxes_cut_no_chunk_and_are_apart(data):
         data.draw(st.integers(1, 2 * math.prod(shape))),
     )
     seen = np.zeros(np.multiply(shape, 2), np.int64)  # blocks may reach past the array
-    for block in blocks_of(info, boxes, most):
+    for block in info.blocks(boxes, most):
         seen[block.index] += 1
         assert any(box.intersect(block) for box in boxes)
         assert block.size * info.dtype.itemsize <= max(

@@ -19,7 +19,7 @@ from jax_ucp.mapping.binding import bind
 from jax_ucp.mapping.mapped_tree import map_contents
 from jax_ucp.mapping.rules import Mapping
 from jax_ucp.sources.consolidated import Consolidated, ConsolidatedView, same_bits
-from jax_ucp.sources.gather import read_boxes, read_into
+from jax_ucp.sources.gather import read_boxes
 from jax_ucp.sources.protocol import ArrayInfo
 
 
@@ -193,7 +193,7 @@ def test_boxes_read_into_places_of_any_strides_are_slices_of_the_whole(dtype, na
     )
     places = [np.ones([*(box.shape[i] for i in order), 2], dtype) for box in boxes]
     outs = [place[..., 0].transpose(np.argsort(order)) for place in places]
-    read_into(view, f"param.{name.replace('/', '.')}", boxes, outs)
+    view.read_into(f"param.{name.replace('/', '.')}", boxes, outs)
     for box, out, place in zip(boxes, outs, places, strict=True):
         assert same_bits(
             np.ascontiguousarray(out), np.ascontiguousarray(WANT[name].astype(dtype)[box.index])

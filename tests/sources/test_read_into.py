@@ -22,7 +22,7 @@ from jax_ucp.files.pread import pread_into
 from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.cuts import Cut, WithCuts
-from jax_ucp.sources.gather import ALIGNMENT, read_boxes, read_into
+from jax_ucp.sources.gather import ALIGNMENT, read_boxes
 
 DATA = Path(__file__).parent.parent / "data"
 CASES = [
@@ -64,7 +64,7 @@ def test_boxes_read_into_their_places_are_those_of_the_whole(case):
         # A place with gaps, and one that is not in row-major order.
         wide = np.zeros((*leaf.shape, 2), want.dtype)
         turned = np.zeros(leaf.shape[::-1], want.dtype)
-        read_into(source, leaf.name, [whole, whole], [wide[..., 0], turned.T])
+        source.read_into(leaf.name, [whole, whole], [wide[..., 0], turned.T])
         assert wide[..., 0].tobytes() == turned.T.tobytes() == want.tobytes(), leaf.label
         assert not wide[..., 1].any()
 
@@ -145,7 +145,7 @@ def test_a_cut_of_a_tensor_is_the_run_of_its_elements_wherever_it_is_read_to_als
     box = data.draw(boxes_in(want.shape))
     np.testing.assert_array_equal(view.read("cut", box), want[box.index])
     wide = np.zeros((*box.shape, 2), want.dtype)
-    read_into(view, "cut", [box], [wide[..., 0]])
+    view.read_into("cut", [box], [wide[..., 0]])
     np.testing.assert_array_equal(wide[..., 0], want[box.index])
     assert not wide[..., 1].any()
     (got,) = read_boxes(view, "cut", [Box.whole(want.shape)])

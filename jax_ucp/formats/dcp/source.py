@@ -22,7 +22,7 @@ from jax_ucp.formats.zstd import inflate
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.checks import SAMPLE_BYTES, Check, Extent
 from jax_ucp.sources.consolidated import Consolidated
-from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 
 ZSTD = "stream.zstd/1"
 KEPT_FILES = 1024
@@ -34,7 +34,7 @@ MAX_OBJECT_BYTES = 1 << 28
 _OVERHEAD = 1 << 20
 
 
-class DcpSource:
+class DcpSource(ArraySource):
     """An ArraySource of the chunks of a DCP checkpoint: `file:fqn@byte`, read from the items' own
     mappings.
 

@@ -29,8 +29,8 @@ from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout, Shape
 from jax_ucp.layout.patterns import Replicated
 from jax_ucp.shard_spec.rules import Shard
+from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.consolidated import Consolidated, same_bits
-from jax_ucp.sources.joined import Joined
 
 ASIDE = "left aside, as weights_only asks"
 FROZEN = "a parameter that the optimizer does not own (frozen)"
@@ -65,7 +65,9 @@ class Slices:
 
     def __init__(self, files: Files, options: Options, more: Mapping[str, TorchFile] | None = None):
         self.files, self.options = files, options
-        stored = Joined({**{file.name: file.file for file in files.all()}, **(more or {})})
+        stored = Combined.of_files(
+            {**{file.name: file.file for file in files.all()}, **(more or {})}
+        )
         self.found = Import("deepspeed", files.folder, stored, options.on_conflict)
         self.found.unknown |= {name for file in files.all() for name in file.file.unknown}
         self.slices: dict[tuple[str, str], StateSlices] = defaultdict(StateSlices)

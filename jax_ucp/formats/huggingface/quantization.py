@@ -24,11 +24,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jax_ucp.layout.box import Box
 from jax_ucp.metadata import Key, Leaf, leaf_names
+from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.contents import STORED, Contents, Item, Piece, QuantizedWeight
-from jax_ucp.sources.gather import read_into
-from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+from jax_ucp.sources.protocol import ArrayInfo
 
 # Dtypes, by how their names begin: codes of a few bits, codes packed into wider integers, numbers.
 _FEW_BITS = ("float8_", "float6_", "float4_", "int8", "uint8", "int4", "uint4", "int2", "uint2")
@@ -376,7 +375,7 @@ def _kept(contents: Contents) -> Contents:
         replace(leaf, path=path, name=name)
         for path, (name, leaf) in zip(paths, before.items(), strict=True)
     ]
-    arrays = _Renamed(
+    arrays = Combined.named(
         contents.arrays, {name: leaf.name for name, leaf in before.items() if leaf.has_array}
     )
     source = dict(contents.source) or {
@@ -394,21 +393,3 @@ def _kept(contents: Contents) -> Contents:
 
 def _stored_path(leaf: Leaf) -> tuple[Key, ...]:
     return (Key("dict", STORED), *leaf.path[1:]) if leaf.path[0].name == "param" else leaf.path
-
-
-class _Renamed:
-    """A source whose arrays have other names: `names` has the source's name of each."""
-
-    def __init__(self, source: ArraySource, names: Mapping[str, str]):
-        self._source, self._names = source, names
-        infos = source.arrays()
-        self._arrays = {name: infos[inner] for name, inner in names.items()}
-
-    def arrays(self) -> Mapping[str, ArrayInfo]:
-        return self._arrays
-
-    def read(self, key: str, box: Box) -> np.ndarray:
-        return self._source.read(self._names[key], box)
-
-    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
-        read_into(self._source, self._names[key], boxes, outs)

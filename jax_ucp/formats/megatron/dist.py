@@ -31,7 +31,6 @@ from jax_ucp.formats.megatron.dist_buffers import Plan, cut_of, expert_ranks, pl
 from jax_ucp.formats.megatron.dist_files import (
     COMMON_FILE,
     CONFIG_FILE,
-    Beside,
     DistFiles,
     is_checkpoint,
     open_files,
@@ -76,6 +75,7 @@ from jax_ucp.formats.options import Options
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout
 from jax_ucp.layout.patterns import Unique
+from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.consolidated import Consolidated
 from jax_ucp.sources.contents import Contents
 from jax_ucp.sources.cuts import Cut
@@ -126,7 +126,9 @@ class _Reader:
         # dp_zero_gather_scatter has its tensors in objects.
         self.inside = {} if options.weights_only else param_state_sources(files)
         sources = {"": files.source, f"{COMMON_FILE}:": files.common, **self.inside}
-        self.found = Import("megatron", files.folder, Beside(sources), options.on_conflict)
+        self.found = Import(
+            "megatron", files.folder, Combined.prefixed(sources), options.on_conflict
+        )
         self.found.unknown |= files.common.unknown
         # parameter -> state -> how it is stored; `weight` is what the model computes with. The
         # vocabulary is padded.

@@ -30,10 +30,8 @@ from jax_ucp.formats.megatron.dist_zarr import ARRAY_FILE, ZarrChunks, zarr_arra
 from jax_ucp.formats.megatron.files import Args, args_of, check_iteration, iteration_folder
 from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.formats.torch_save.unpickle import what_is
-from jax_ucp.layout.box import Box
-from jax_ucp.sources.checks import Check, Extent, checks_of, prefixed, verdicts
-from jax_ucp.sources.gather import read_into
-from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+from jax_ucp.sources.checks import Check, Extent, verdicts
+from jax_ucp.sources.protocol import ArraySource
 
 CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
 MAX_CONFIG_BYTES = 1 << 20
@@ -94,35 +92,6 @@ def _fault(stored: StoredObject) -> str | None:
         return None  # which is skipped, and says so
     except FormatError as error:
         return str(error)
-
-
-class Beside:
-    """Several sources as one: array `key` of a source is `prefix + key`."""
-
-    def __init__(self, sources: Mapping[str, ArraySource]):
-        self._sources = sources
-        self._arrays: dict[str, ArrayInfo] = {}
-        self._places: dict[str, tuple[ArraySource, str]] = {}
-        for prefix, source in sources.items():
-            for key, info in source.arrays().items():
-                self._arrays[prefix + key] = info
-                self._places[prefix + key] = source, key
-
-    def arrays(self) -> Mapping[str, ArrayInfo]:
-        return self._arrays
-
-    def read(self, key: str, box: Box) -> np.ndarray:
-        source, inner = self._places[key]
-        return source.read(inner, box)
-
-    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
-        source, inner = self._places[key]
-        read_into(source, inner, boxes, outs)
-
-    def checks(self, extent: Extent) -> Iterator[Check]:
-        """What every source can prove of its arrays."""
-        for prefix, source in self._sources.items():
-            yield from prefixed(checks_of(source, extent), prefix)
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -27,7 +27,7 @@ from jax_ucp.files.directory import Directory
 from jax_ucp.files.source_files import noted
 from jax_ucp.formats.megatron.dist_names import Run
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 
 ARRAY_FILE = ".zarray"
 MAX_ARRAY_BYTES = 1 << 20
@@ -61,7 +61,7 @@ class ZarrArray:
         return tuple(runs)
 
 
-class ZarrChunks:
+class ZarrChunks(ArraySource):
     """An ArraySource of chunk files, mapped when they are read."""
 
     def __init__(self, folder: Path, arrays: Mapping[str, ZarrArray]):

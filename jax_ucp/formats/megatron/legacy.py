@@ -50,10 +50,10 @@ from jax_ucp.layout.fragments import ParamLayout
 from jax_ucp.layout.patterns import Replicated, Unique
 from jax_ucp.shard_spec.notation import built_in, load
 from jax_ucp.shard_spec.rules import Shard, Spec, layouts
+from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.consolidated import Consolidated
 from jax_ucp.sources.contents import Contents
 from jax_ucp.sources.cuts import Cut
-from jax_ucp.sources.joined import Joined
 
 
 def recognise(path: Path) -> bool:
@@ -81,7 +81,7 @@ class _Reader:
         self.folder, self.args, self.ranks, self.options = folder, args, ranks, options
         files = {rank.name: rank.model for rank in ranks}
         files |= {f"{rank.folder.name}/{OPTIM_FILE}": rank.optim for rank in ranks if rank.optim}
-        self.files = Joined(files)
+        self.files = Combined.of_files(files)
         self.found = Import("megatron", folder, self.files, options.on_conflict)
         self.found.unknown |= {name for file in files.values() for name in file.unknown}
         self.optimizer = not options.weights_only and any(

@@ -26,7 +26,7 @@ from jax_ucp.metadata import Leaf
 from jax_ucp.sources.beside import MARKERS, items_beside
 from jax_ucp.sources.budget import HELD_BYTES
 from jax_ucp.sources.contents import Contents, Item, Piece
-from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 from jax_ucp.universal.checked import is_dtype, leaf_fault
 from jax_ucp.universal.orbax_tree import (
     SHARDING_FILE,
@@ -150,7 +150,7 @@ def is_step(path: Path) -> bool:
     return (path / STEP_FILE).is_file() and not (path / TREE_FILE).is_file()
 
 
-class _Arrays:
+class _Arrays(ArraySource):
     """The arrays of a stock checkpoint, by the names of their leaves.
 
     Stock's chunks are as large as what a device held. One that is read in several blocks stays

@@ -35,9 +35,9 @@ from jax_ucp.formats.huggingface.weight_names import model_of_index
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.safetensors.parts import MARK, WHOLE_FILE, boxes, joined, unproved
 from jax_ucp.layout.box import Box
+from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.contents import Contents, QuantizedWeight
-from jax_ucp.sources.joined import Joined
-from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 
 SUFFIX = ".safetensors"
 MAX_HEADER_BYTES = 100_000_000
@@ -96,7 +96,7 @@ def read_weights(path: Path, folder: Path, names: Sequence[str]) -> Import:
     for name in names:
         refuse_stand_in(folder / name)
     files = {name: SafetensorsFile(folder / name) for name in names}
-    found = Import("safetensors", path, Joined(files))
+    found = Import("safetensors", path, Combined.of_files(files))
     facts = Facts(folder)
     parts: dict[str, list[tuple[str, Box]]] = defaultdict(list)
     for name, file in files.items():
@@ -138,7 +138,7 @@ def _keep_header(found: Import, name: str, file: SafetensorsFile) -> None:
         )
 
 
-class SafetensorsFile:
+class SafetensorsFile(ArraySource):
     """One file, as an ArraySource of its tensors. Opening reads the header; reading maps the
     tensor's bytes.
 

@@ -40,7 +40,7 @@ from jax_ucp.formats.torch_save.unpickle import Opaque, Record, Unknown
 from jax_ucp.formats.torch_save.zip_members import Member, member_bytes, zip_members
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.checks import SAMPLE_BYTES, Check, Extent
-from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 
 __all__ = ["Record", "StoredTensor", "TorchFile", "is_torch_file"]
 
@@ -73,7 +73,7 @@ def is_torch_file(path: Path) -> bool:
                 return path.suffix in SUFFIXES
 
 
-class TorchFile:
+class TorchFile(ArraySource):
     """The object of a torch.save file, and an ArraySource of its tensors.
 
     In `tree` a tensor or Parameter is a StoredTensor; OrderedDict, defaultdict and Counter are

@@ -38,9 +38,9 @@ from jax_ucp.formats.torch_save.state_pairing import Stored, is_trainable
 from jax_ucp.formats.torch_save.tensor_names import StoredTensor, unreadable
 from jax_ucp.formats.torch_save.unpickle import Name, walk
 from jax_ucp.layout.patterns import Unique
+from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.consolidated import Consolidated
 from jax_ucp.sources.contents import Contents
-from jax_ucp.sources.joined import Joined
 
 INDEX_SUFFIX = ".bin.index.json"  # what `transformers` calls the index of several files
 BARE = "tensor"  # what a tensor is called that is all its file holds
@@ -81,7 +81,7 @@ def read_weights(path: Path, folder: Path, names: Sequence[str], options: Option
     for name in names:
         refuse_stand_in(folder / name)
     files = {name: TorchFile(folder / name, lenient=True) for name in names}
-    found = Import("torch", path, Joined(files))
+    found = Import("torch", path, Combined.of_files(files))
     for name, file in files.items():
         if _RANK_FILE.search(name) or (isinstance(file.tree, dict) and "ds_version" in file.tree):
             raise FormatError(
