@@ -132,7 +132,8 @@ def check_experts(files: Files) -> None:
         if missing := sorted(set(range(want)) - stored):
             raise FormatError(
                 f"{files.folder}/layer_{layer}_expert_{missing[0]}_mp_rank_{mp:02d}_model_states.pt"
-                f" is missing: the layer has {want} experts"
+                f" is missing: the layer has {want} experts, and files of {sorted(stored)} are"
+                " there; one that is too many belongs to another run"
             )
         if len(stored) > want:
             raise FormatError(
