@@ -236,15 +236,18 @@ class _Universal(Reader):
         want = None if fused else self.patterns[stage].layout(name, shapes).shape
         for state, file in self.atoms[name].items():
             label = "param" if state == "fp32" else state
-            value = self._value_of(f"zero/{name}/{state}.pt", file)
-            is_array = isinstance(value, StoredTensor) and (value.shape or label == "param")
-            if is_array:
-                layout = _layout_of(file, name, value, want)
-                self._map(label, name, layout, f"zero/{name}/{state}.pt:{value.key}")
-            elif label == "param" or value is None:
-                raise FormatError(f"{file.path} holds no tensor of {name}")
-            else:
-                self.value(label, name, [(_Atom(file, {}), value)])
+            self._atom(label, name, f"zero/{name}/{state}.pt", file, want)
+
+    def _atom(self, label: str, name: str, at: str, file: TorchFile, want: Shape | None) -> None:
+        """Map one state of a parameter, which has the shape `want` if that is known."""
+        value = self._value_of(at, file)
+        if isinstance(value, StoredTensor) and (value.shape or label == "param"):
+            layout = _layout_of(file, name, value, want)
+            self._map(label, name, layout, f"{at}:{value.key}")
+        elif label == "param" or value is None:
+            raise FormatError(f"{file.path} holds no tensor of {name}")
+        else:
+            self.value(label, name, [(_Atom(file, {}), value)])
 
     def _value_of(self, at: str, file: TorchFile) -> Any:
         """What an atom holds of its state. A dict has it beside what says how to cut it."""

@@ -130,15 +130,24 @@ def model_of(name: str) -> tuple[Model, int, int] | None:
         return None
     if is_ranks_part(name):
         return Model(kind, RANKS_PARTS), 0, 0
-    part, parts, variant = 0, 0, ""
-    if (found := _NUMBERED.fullmatch(stem)) and int(found["parts"]) <= MAX_PARTS:
-        part, parts = int(found["part"]), int(found["parts"])
-        stem, variant = found["stem"], found["variant"] or ""
+    stem, variant, part, parts = _numbers(stem)
     if found := _VARIANT.fullmatch(stem):
         stem, variant = found["stem"], found["variant"]
     if kind == "torch" and not _TORCH_STEMS.fullmatch(stem):
         return None
     return Model(kind, stem, variant), part, parts
+
+
+def _numbers(stem: str) -> tuple[str, str, int, int]:
+    """A stem without the numbers of a part, the variant after them, and the numbers: 0 of none.
+
+    >>> _numbers("model-00001-of-00002.fp16")
+    ('model', 'fp16', 1, 2)
+    """
+    found = _NUMBERED.fullmatch(stem)
+    if found is None or int(found["parts"]) > MAX_PARTS:
+        return stem, "", 0, 0
+    return found["stem"], found["variant"] or "", int(found["part"]), int(found["parts"])
 
 
 def is_ranks_part(name: str) -> bool:
@@ -335,11 +344,15 @@ def _of_one_model(folder: str, saves: Sequence[Save]) -> tuple[Save, Save | None
     if not whole:
         return stale or saves[0], None
     if len(whole) > 2:
-        names = " and ".join(save.name for save in whole)
-        raise FormatError(
-            f"{folder} holds {len(whole)} saves of one model, {names}. {which(folder, whole)}"
-        )
+        raise _several_saves(folder, whole)
     return whole[0], whole[1] if len(whole) == 2 else None
+
+
+def _several_saves(folder: str, saves: Sequence[Save]) -> FormatError:
+    names = " and ".join(save.name for save in saves)
+    return FormatError(
+        f"{folder} holds {len(saves)} saves of one model, {names}. {which(folder, saves)}"
+    )
 
 
 def which(folder: str, saves: Sequence[Save]) -> str:
@@ -353,15 +366,11 @@ def which(folder: str, saves: Sequence[Save]) -> str:
 
 def _why_left(save: Save, chosen: Save) -> str:
     model = save.model
-    if save.missing and model.is_known:
-        return (
-            f"belongs to a save of which {len(save.missing)} files are missing; {chosen.name} is"
-            " read"
-        )
-    if save.unnamed and model.is_known:
-        return (
-            f"belongs to a save whose index does not name {save.unnamed[0]}; {chosen.name} is read"
-        )
+    if model.is_known and not save.whole:
+        lacks = f"of which {len(save.missing)} files are missing"
+        if not save.missing:
+            lacks = f"whose index does not name {save.unnamed[0]}"
+        return f"belongs to a save {lacks}; {chosen.name} is read"
     if model == chosen.model:
         return f"another save of the model; {chosen.name} is read"
     if model.stem == "adapter_model":

@@ -30,7 +30,7 @@ from jax_ucp.formats.pairing import (
     only_division,
     only_pairing,
 )
-from jax_ucp.formats.torch_save.optimizer_dicts import OptimizerDict, Owner, Steps, joined
+from jax_ucp.formats.torch_save.optimizer_dicts import OptimizerDict, Owner, Steps, joined, prefixes
 from jax_ucp.layout.fragments import Shape
 
 NUMBERS = "they go by numbers, and nothing stored says which parameter has which number"
@@ -585,8 +585,7 @@ def relative(path: Steps, root: Steps) -> Steps | None:
 
 def names_by_dict(path: Steps) -> Iterator[tuple[Steps, str]]:
     """The dicts in which a path lies, the outermost first, and the name that it has from there."""
-    for depth in range(len(path)):
-        root = path[:depth]
+    for root in prefixes(path):
         if (inner := relative(path, root)) is not None:
             yield root, joined(inner)
 

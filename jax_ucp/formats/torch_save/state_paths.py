@@ -18,7 +18,7 @@ A path is the keys that lead to something stored. The rules, in order:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -30,6 +30,7 @@ from jax_ucp.formats.torch_save.optimizer_dicts import (
     Steps,
     joined,
     optimizer_dicts,
+    prefixes,
 )
 from jax_ucp.formats.torch_save.state_pairing import Stored, names_by_dict, pair_states, relative
 
@@ -91,11 +92,7 @@ def _in_optimizers(
 ) -> set[str]:
     """The tensors that lie in the dict of an optimizer that has states."""
     dicts = {path for path, optimizer in optimizers.items() if optimizer.has_state}
-    return {name for name, stored in tensors.items() if _lies_in(stored.path, dicts)}
-
-
-def _lies_in(path: Steps, dicts: Container[Steps]) -> bool:
-    return any(path[:depth] in dicts for depth in range(len(path)))
+    return {name for name, stored in tensors.items() if not dicts.isdisjoint(prefixes(stored.path))}
 
 
 def _weights(
@@ -158,8 +155,8 @@ def _dicts_by_name(paths: Iterable[Steps]) -> dict[str, set[Steps]]:
 
 def _copies(model: Steps, names: Collection[str], dicts: Mapping[str, set[Steps]]) -> list[str]:
     """The dicts beside the model that have every name of it."""
-    count = Counter(root for name in names for root in dicts[name])
-    return sorted(joined(root) for root, n in count.items() if n == len(names) and root != model)
+    roots = set[Steps].intersection(*(dicts[name] for name in names)) if names else set[Steps]()
+    return sorted(joined(root) for root in roots - {model})
 
 
 def _models(
