@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
-from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.errors import CorruptData, FormatError, SpecError
 from jax_ucp.formats import registry
 
 PAGE = Path(__file__).parent.parent / "docs" / "adding-a-format.md"
@@ -61,3 +61,10 @@ def test_a_missing_file_of_the_toy_format_is_named(toy):
     (toy / "rank1" / "embed.npy").unlink()
     with pytest.raises(FormatError, match=r"rank1/embed\.npy is missing"):
         ucp.open(toy)
+
+
+def test_a_spec_is_refused_where_the_toy_format_has_no_use_for_it(toy, tmp_path):
+    exec(program(), {})
+    (tmp_path / "spec.yaml").write_text("{}")
+    with pytest.raises(SpecError, match="is a toy checkpoint, which has no use for the spec"):
+        ucp.open(toy, spec=tmp_path / "spec.yaml")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.errors import TreeMismatch
+from jax_ucp.errors import TreeMismatch, fault_lines
 from jax_ucp.export.files import Tensor
 from jax_ucp.metadata import Group, Leaf, plain_settings
 from jax_ucp.sources.contents import Contents
@@ -193,7 +193,5 @@ def is_floating(dtype: np.dtype) -> bool:
 
 def named(problems: Sequence[str], what: str, remedy: str) -> str:
     """One report of problems that each name their parameter."""
-    lines = [f"{what}:", *problems[:_PROBLEMS_SHOWN]]
-    if len(problems) > _PROBLEMS_SHOWN:
-        lines.append(f"and {len(problems) - _PROBLEMS_SHOWN} more")
-    return "\n  ".join([*lines, remedy])
+    lines = fault_lines(problems, _PROBLEMS_SHOWN)
+    return f"{what}:\n  {lines}\n  {remedy}"

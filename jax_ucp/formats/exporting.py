@@ -1,8 +1,8 @@
 """Checkpoints into the formats that torch's world reads: decided file by file, then written within
 a budget.
 
-To add a format, write a module with a function that makes `File`s of `Parameters`, and a branch in
-`plan_export`.
+To add a format, write a module with a function that makes `File`s of `Parameters`, and add its
+`_Writer` here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -31,8 +31,6 @@ from jax_ucp.sources.contents import Contents
 from jax_ucp.universal.copy import require_sound
 
 ExportFormat = Literal["safetensors", "dcp", "deepspeed"]
-EXPORT_FORMATS: Sequence[ExportFormat] = get_args(ExportFormat)
-
 Extras = Mapping[str, Mapping[str, Any]]  # by file and by name
 
 MAX_SHARD_BYTES = 50 * 10**9  # as `save_pretrained` of transformers 5
@@ -71,24 +69,18 @@ def plan_export(
     The arguments, and what is refused, are those of `Checkpoint.export`.
     """
     _check_arguments(format, max_shard_bytes, zero_stage, budget_bytes)
+    writer = _WRITERS[format]
     params = parameters(contents, _dtype(dtype))
-    if not params.model and format != "dcp":
+    if not params.model and not writer.stores_other:
         raise TreeMismatch(
             f"{contents.path} has no parameters, and {format} has a place for nothing else"
         )
     extras, unwritable = values(contents.extras)
+    request = _Request(contents, params, extras, max_shard_bytes, zero_stage)
     with _of_trainers(contents):
-        match format:
-            case "safetensors":
-                content = _as_safetensors(
-                    contents, params, extras, max_shard_bytes or MAX_SHARD_BYTES
-                )
-            case "dcp":
-                content = _as_dcp(contents, params, extras)
-            case "deepspeed":
-                content = _as_deepspeed(contents, params, extras, zero_stage)
+        content = writer.content(request)
     notes = [*_cast_notes(contents, params, dtype), *content.notes]
-    if params.other and format != "dcp":
+    if params.other and not writer.stores_other:
         first = next(iter(params.other))
         notes.append(
             f"{len(params.other)} tensors beside the model are left out, the first {first}"
@@ -115,35 +107,69 @@ class _Content:
     left: Sequence[tuple[str, str]]
 
 
-def _as_safetensors(
-    contents: Contents, params: Parameters, extras: Extras, max_shard_bytes: int
-) -> _Content:
-    files = safetensors.safetensors_files(params, contents.extras, max_shard_bytes)
+@dataclass(frozen=True)
+class _Request:
+    """What is to be written, and what the user said of how."""
+
+    contents: Contents
+    params: Parameters
+    extras: Extras
+    max_shard_bytes: int | None
+    zero_stage: int | None
+
+
+def _as_safetensors(request: _Request) -> _Content:
+    params = request.params
+    max_shard_bytes = request.max_shard_bytes or MAX_SHARD_BYTES
+    files = safetensors.safetensors_files(params, request.contents.extras, max_shard_bytes)
     notes: list[str] = []
     if params.moments:
         states = ", ".join(params.moments)
         notes.append(
             f"{states} are left out: safetensors is for weights, and its readers expect no more"
         )
-    left = [place for place in _places(extras) if not safetensors.carries(*place)]
+    left = [place for place in _places(request.extras) if not safetensors.carries(*place)]
     return _Content(files, notes, left)
 
 
-def _as_dcp(contents: Contents, params: Parameters, extras: Extras) -> _Content:
-    is_native = contents.source.get("format", contents.format) == "dcp"
-    objects = dcp.objects(extras, renamed="mapping" in contents.source) if is_native else {}
+def _as_dcp(request: _Request) -> _Content:
+    params, extras, source = request.params, request.extras, request.contents.source
+    is_native = source.get("format", request.contents.format) == "dcp"
+    objects = dcp.objects(extras, renamed="mapping" in source) if is_native else {}
     files = dcp.dcp_files(params, objects)
     notes = untold(dcp.groups(params, objects), "their group in param_groups has no settings")
-    return _Content(files, list(notes), [] if is_native else _places_beside_groups(params, extras))
+    left = [] if is_native else _places_beside_groups(params, extras)
+    return _Content(files, list(notes), left)
 
 
-def _as_deepspeed(
-    contents: Contents, params: Parameters, extras: Extras, zero_stage: int | None
-) -> _Content:
-    files = deepspeed.deepspeed_files(params, extras, _steps(contents, params), zero_stage)
+def _as_deepspeed(request: _Request) -> _Content:
+    params, extras = request.params, request.extras
+    steps = _steps(request.contents, params)
+    files = deepspeed.deepspeed_files(params, extras, steps, request.zero_stage)
     places = _places_beside_groups(params, extras)
     left = [place for place in places if not deepspeed.carries(*place)]
     return _Content(files, list(deepspeed.notes(params, extras)), left)
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """What decides the files of a format, and what of a checkpoint and of the arguments it takes.
+
+    A format that `stores_other` has a place for tensors that are no part of a model.
+    """
+
+    content: Callable[[_Request], _Content]
+    stores_other: bool = False
+    takes_max_shard_bytes: bool = False
+    takes_zero_stage: bool = False
+
+
+_WRITERS: Mapping[ExportFormat, _Writer] = {
+    "safetensors": _Writer(_as_safetensors, takes_max_shard_bytes=True),
+    "dcp": _Writer(_as_dcp, stores_other=True),
+    "deepspeed": _Writer(_as_deepspeed, takes_zero_stage=True),
+}
+EXPORT_FORMATS: Sequence[ExportFormat] = tuple(_WRITERS)
 
 
 def _places(extras: Extras) -> list[tuple[str, str]]:
@@ -218,14 +244,14 @@ def _check_arguments(
     whole_number("budget_bytes", budget_bytes)
     if max_shard_bytes is not None:
         whole_number("max_shard_bytes", max_shard_bytes)
-        if format != "safetensors":
+        if not _WRITERS[format].takes_max_shard_bytes:
             raise ValueError(
                 f"max_shard_bytes is for safetensors: files of {format} are not cut by size"
             )
     if zero_stage is not None:
         if whole_number("zero_stage", zero_stage) > 3:
             raise ValueError(f"zero_stage={zero_stage} is no stage of ZeRO: give 1, 2 or 3")
-        if format != "deepspeed":
+        if not _WRITERS[format].takes_zero_stage:
             raise ValueError(f"zero_stage is for deepspeed: {format} does not know it")
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from jax_ucp.layout.fragments import Shape
 
@@ -128,16 +128,9 @@ def only_pairing(candidates: Mapping[Number, Collection[Name]]) -> dict[Number, 
     >>> only_pairing({0: ["a", "b"], 1: ["a"]})
     {1: 'a', 0: 'b'}
     """
-    kinds: set[frozenset[Name]] = set()
-    for kind in map(frozenset, candidates.values()):
-        if len(kind) > 1 and kind in kinds:  # two numbers could be exchanged
-            raise Undecided(_SEVERAL)
-        kinds.add(kind)
+    _refuse_exchangeable(candidates.values())
     left = {number: set(names) for number, names in candidates.items()}
-    numbers_of: dict[Name, set[Number]] = defaultdict(set)
-    for number, names in left.items():
-        for name in names:
-            numbers_of[name].add(number)
+    numbers_of = _numbers_by_name(left)
     pairs: dict[Number, Name] = {}
     single = [number for number, names in left.items() if len(names) <= 1]
     while single:
@@ -153,6 +146,23 @@ def only_pairing(candidates: Mapping[Number, Collection[Name]]) -> dict[Number, 
     if left:
         raise Undecided(_SEVERAL)
     return pairs
+
+
+def _refuse_exchangeable(candidates: Iterable[Collection[Name]]) -> None:
+    """Raise Undecided where two numbers have the same names to choose from."""
+    kinds: set[frozenset[Name]] = set()
+    for kind in map(frozenset, candidates):
+        if len(kind) > 1 and kind in kinds:
+            raise Undecided(_SEVERAL)
+        kinds.add(kind)
+
+
+def _numbers_by_name(candidates: Mapping[Number, Collection[Name]]) -> dict[Name, set[Number]]:
+    numbers: dict[Name, set[Number]] = defaultdict(set)
+    for number, names in candidates.items():
+        for name in names:
+            numbers[name].add(number)
+    return numbers
 
 
 def only_division(
@@ -227,7 +237,7 @@ def only_filling(
     >>> only_filling({"a": 2, "b": 3}, [5], lambda buffer, offset: {0: "b", 3: "a"}.get(offset, ""))
     {'b': (0, 0), 'a': (0, 3)}
     """
-    solutions = list(itertools.islice(_fillings(sizes, lengths, candidates), 2))
+    solutions = list(itertools.islice(_Fillings(sizes, lengths, candidates).ways(), 2))
     if not solutions:
         raise Contradicted(_NO_WAY)
     if len(solutions) > 1:
@@ -235,46 +245,61 @@ def only_filling(
     return solutions[0]
 
 
-def _fillings(
-    sizes: Mapping[Name, int],
-    lengths: Sequence[int],
-    candidates: Callable[[int, int], Collection[Name]],
-) -> Iterator[dict[Name, tuple[int, int]]]:
-    """All ways of `only_filling`, by trying. Raises Undecided after too many steps."""
-    starts = [(buffer, 0) for buffer, length in enumerate(lengths) if length]
-    if not starts:
-        yield {}
-        return
-    places: dict[Name, tuple[int, int]] = {}
-    steps = 0
+class _Fillings(Generic[Name]):
+    """A search through all ways of `only_filling`, by trying.
 
-    def choices(at: tuple[int, int]) -> tuple[tuple[int, int], list[Name]]:
-        room = lengths[at[0]] - at[1]
-        names = [name for name in candidates(*at) if name not in places]
-        return at, [name for name in names if 0 < sizes[name] <= room]
+    `places` are the names placed so far, each at (buffer, offset), in the order of the places.
+    """
 
-    def after(at: tuple[int, int], size: int) -> tuple[int, int] | None:
+    def __init__(
+        self,
+        sizes: Mapping[Name, int],
+        lengths: Sequence[int],
+        candidates: Callable[[int, int], Collection[Name]],
+    ):
+        self.sizes, self.lengths, self.candidates = sizes, lengths, candidates
+        self.starts = [(buffer, 0) for buffer, length in enumerate(lengths) if length]
+        self.places: dict[Name, tuple[int, int]] = {}
+
+    def ways(self) -> Iterator[dict[Name, tuple[int, int]]]:
+        """Each way once. Raises Undecided after too many steps."""
+        if not self.starts:
+            yield {}
+            return
+        steps = 0
+        open_choices = [self._choices(self.starts[0])]
+        while open_choices:
+            steps += 1 + len(self.places)
+            if steps > MAX_STEPS:
+                raise Undecided(_TOO_MANY)
+            at, names = open_choices[-1]
+            self._undo(at)
+            if not names:
+                open_choices.pop()
+                continue
+            name = names.pop()
+            self.places[name] = at
+            following = self._after(at, self.sizes[name])
+            if following is None:
+                yield dict(self.places)
+            else:
+                open_choices.append(self._choices(following))
+
+    def _choices(self, at: tuple[int, int]) -> tuple[tuple[int, int], list[Name]]:
+        """The names that can be at a place, which are not placed already and fit its buffer."""
+        buffer, offset = at
+        room = self.lengths[buffer] - offset
+        free = [name for name in self.candidates(buffer, offset) if name not in self.places]
+        return at, [name for name in free if 0 < self.sizes[name] <= room]
+
+    def _after(self, at: tuple[int, int], size: int) -> tuple[int, int] | None:
         """Where the next name begins, in this buffer or in the next one; None at the end."""
         buffer, offset = at
-        if offset + size < lengths[buffer]:
+        if offset + size < self.lengths[buffer]:
             return buffer, offset + size
-        return next((start for start in starts if start[0] > buffer), None)
+        return next((start for start in self.starts if start[0] > buffer), None)
 
-    open_choices = [choices(starts[0])]
-    while open_choices:
-        steps += 1 + len(places)
-        if steps > MAX_STEPS:
-            raise Undecided(_TOO_MANY)
-        at, names = open_choices[-1]
-        while places and next(reversed(places.values())) >= at:  # of a choice that was tried
-            places.popitem()
-        if not names:
-            open_choices.pop()
-            continue
-        name = names.pop()
-        places[name] = at
-        following = after(at, sizes[name])
-        if following is None:
-            yield dict(places)
-        else:
-            open_choices.append(choices(following))
+    def _undo(self, at: tuple[int, int]) -> None:
+        """Forget the choice that was tried at a place, and all after it."""
+        while self.places and next(reversed(self.places.values())) >= at:
+            self.places.popitem()

@@ -1,13 +1,13 @@
 """Other people's checkpoints, and ours: one table from what marks a format to what opens it.
 
-To add a format, write a module with `recognise(path)` and an opener, and add one line here.
+To add a format, write a module with `recognise(path)` and an opener, and add its `Format` here.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jax_ucp.arguments import local_path
@@ -34,6 +34,30 @@ from jax_ucp.universal.ledger import Ledger
 Opener = Callable[[Path, Options], Contents]
 
 
+@dataclass(frozen=True)
+class Format:
+    """What a checkpoint of one format is recognised by, and what opens it.
+
+    Attributes:
+        recognise: Whether a path has the format's marker. Reads names only.
+        label: What messages call it, with the marker in parentheses.
+        open: Reads the metadata.
+        takes_spec: Shards need the user's word on how they form parameters.
+        stores_once: No array is stored twice. Others say themselves where nothing is.
+        from_torch: Its own files may be torch's, so those beside it are not noted one by one.
+        notes_siblings: `open` notes itself what weights lie beside. For others `open_contents`
+            looks in the folder that is opened, and in the one that it names.
+    """
+
+    recognise: Callable[[Path], bool]
+    label: str
+    open: Opener
+    takes_spec: bool = False
+    stores_once: bool = False
+    from_torch: bool = False
+    notes_siblings: bool = False
+
+
 def _open_step(path: Path, options: Options) -> Contents:
     """The one PyTree item of a step. Raises NotACheckpoint, naming the items, where there is not
     just one.
@@ -56,64 +80,84 @@ def _open_step(path: Path, options: Options) -> Contents:
     )
 
 
-# What marks the format, what it is called, what opens it. The first that recognises the path has
-# it.
-FORMATS: tuple[tuple[Callable[[Path], bool], str, Opener], ...] = (
-    (universal.recognise, "a universal checkpoint (ucp.json)", universal.open_universal),
-    (orbax.recognise, "a PyTree item of Orbax (_METADATA)", orbax.open_orbax),
-    (orbax.is_step, "a step of Orbax (_CHECKPOINT_METADATA)", _open_step),
-    (
+# The first that recognises a path has it.
+FORMATS: tuple[Format, ...] = (
+    Format(
+        universal.recognise,
+        "a universal checkpoint (ucp.json)",
+        universal.open_universal,
+        stores_once=True,
+    ),
+    Format(
+        orbax.recognise,
+        "a PyTree item of Orbax (_METADATA)",
+        orbax.open_orbax,
+        stores_once=True,
+    ),
+    Format(
+        orbax.is_step,
+        "a step of Orbax (_CHECKPOINT_METADATA)",
+        _open_step,
+        takes_spec=True,
+        notes_siblings=True,
+    ),
+    Format(
         deepspeed_universal.recognise,
         "DeepSpeed's universal folder (zero/)",
         deepspeed_universal.open_deepspeed_universal,
+        takes_spec=True,
+        from_torch=True,
     ),
-    (deepspeed.recognise, "DeepSpeed (latest, or *_optim_states.pt)", deepspeed.open_deepspeed),
-    (
+    Format(
+        deepspeed.recognise,
+        "DeepSpeed (latest, or *_optim_states.pt)",
+        deepspeed.open_deepspeed,
+        takes_spec=True,
+        from_torch=True,
+    ),
+    Format(
         megatron_dist.recognise,
         "Megatron (metadata.json and common.pt)",
         megatron_dist.open_megatron_dist,
+        from_torch=True,
     ),
-    (dcp.recognise, "PyTorch's distributed checkpoint (.metadata)", dcp.open_dcp),
-    (
+    Format(
+        dcp.recognise,
+        "PyTorch's distributed checkpoint (.metadata)",
+        dcp.open_dcp,
+        from_torch=True,
+    ),
+    Format(
         megatron_legacy.recognise,
         "Megatron (mp_rank_*/model_optim_rng.pt)",
         megatron_legacy.open_megatron_legacy,
+        takes_spec=True,
+        from_torch=True,
     ),
-    (
+    Format(
         weight_folder.recognise,
         "a folder with *.safetensors or pytorch_model.bin",
         weight_folder.open_weight_folder,
+        stores_once=True,
+        from_torch=True,
+        notes_siblings=True,
     ),
-    (safetensors.recognise, "safetensors (a file or an index)", safetensors.open_safetensors),
-    (torch_state.recognise, "torch.save (a file, or an index of several)", torch_state.open_torch),
-)
-
-
-# Formats that say themselves what else lies in their folder, and files. Others may have weights
-# beside them that a trainer exported, in the folder that is opened or in the one that it names.
-_NOTE_THEMSELVES = (
-    _open_step,
-    weight_folder.open_weight_folder,
-    safetensors.open_safetensors,
-    torch_state.open_torch,
-)
-
-# Which of them take a spec: the others record themselves how their shards form parameters, or have
-# none.
-_TAKE_SPEC = (
-    deepspeed_universal.open_deepspeed_universal,
-    deepspeed.open_deepspeed,
-    megatron_legacy.open_megatron_legacy,
-    _open_step,
-)
-
-# Which of them store an array once only. Others say themselves where nothing is stored twice.
-_STORE_ONCE = (
-    universal.open_universal,
-    orbax.open_orbax,
-    weight_folder.open_weight_folder,
-    safetensors.open_safetensors,
-    torch_state.open_torch,
+    Format(
+        safetensors.recognise,
+        "safetensors (a file or an index)",
+        safetensors.open_safetensors,
+        stores_once=True,
+        from_torch=True,
+        notes_siblings=True,
+    ),
+    Format(
+        torch_state.recognise,
+        "torch.save (a file, or an index of several)",
+        torch_state.open_torch,
+        stores_once=True,
+        from_torch=True,
+        notes_siblings=True,
+    ),
 )
 
 
@@ -125,6 +169,42 @@ def open_contents(path: str | os.PathLike[str], options: Options) -> Contents:
     format has no use for.
     """
     at = local_path(path)
+    _require_finished(path, at)
+    format = _format_of(at)
+    if format is None:
+        raise _not_recognised(path, at)
+    if options.spec and not format.takes_spec:
+        what = format.label.partition(" (")[0]
+        raise SpecError(
+            f"{path} is {what}, which has no use for the spec {options.spec}: open it without"
+        )
+    try:
+        return _open_as(format, at, options)
+    except UCPError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        # An entry that is missing, or of another type than the format's writers give it.
+        what = f"{type(error).__name__}: {error}"
+        raise FormatError(
+            f"{path} looks like {format.label}, but its metadata are not as expected ({what})"
+        ) from error
+
+
+def _format_of(at: Path) -> Format | None:
+    return next((format for format in FORMATS if format.recognise(at)), None)
+
+
+def _open_as(format: Format, at: Path, options: Options) -> Contents:
+    with opening() as files:
+        contents = format.open(at, options)
+        _require_use(contents, options)
+        noted = _with_notes(contents, at, format, options)
+        settled = settle(noted, options.dequantize)
+    return replace(settled, files=files)
+
+
+def _require_finished(path: str | os.PathLike[str], at: Path) -> None:
+    """Raise NotACheckpoint where nothing is at the path, or a conversion that has not finished."""
     if not at.exists():
         link = f": it is a link to {at.readlink()}, which is not there" if at.is_symlink() else ""
         raise NotACheckpoint(f"{path} does not exist{link}")
@@ -132,53 +212,32 @@ def open_contents(path: str | os.PathLike[str], options: Options) -> Contents:
         raise NotACheckpoint(
             f"{path} is an unfinished conversion: run the same convert again to complete it"
         )
-    for recognise, name, opener in FORMATS:
-        if recognise(at):
-            if options.spec and opener not in _TAKE_SPEC:
-                what = name.partition(" (")[0]
-                raise SpecError(
-                    f"{path} is {what}, which has no use for the spec {options.spec}: open it"
-                    " without"
-                )
-            try:
-                with opening() as files:
-                    contents = opener(at, options)
-                    _require_use(contents, options)
-                    contents = settle(
-                        _with_notes(contents, at, opener, options), options.dequantize
-                    )
-                return replace(contents, files=files)
-            except UCPError:
-                raise
-            except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-                # An entry that is missing, or of another type than the format's writers give it.
-                what = f"{type(error).__name__}: {error}"
-                raise FormatError(
-                    f"{path} looks like {name}, but its metadata are not as expected ({what})"
-                ) from error
+
+
+def _not_recognised(path: str | os.PathLike[str], at: Path) -> NotACheckpoint:
+    """The error for a path that no format recognises, with what is known of what is there."""
     if at.is_file() and (why := stand_in(at)):
-        raise NotACheckpoint(f"{path} is no checkpoint: {why}")
+        return NotACheckpoint(f"{path} is no checkpoint: {why}")
+    known = "\n  ".join(format.label for format in FORMATS)
+    message = f"{path} is no checkpoint of a format known here:\n  {known}"
     if at.is_dir():
-        point_inside(at, _recognised)
-    known = "\n  ".join(name for _, name, _ in FORMATS)
-    why = f"\n{why}" if at.is_dir() and (why := not_read(at)) else ""
-    raise NotACheckpoint(f"{path} is no checkpoint of a format known here:\n  {known}{why}")
+        point_inside(at, lambda inside: _format_of(inside) is not None)
+        if why := not_read(at):
+            message += f"\n{why}"
+    return NotACheckpoint(message)
 
 
-def _recognised(path: Path) -> bool:
-    return any(recognise(path) for recognise, _, _ in FORMATS)
-
-
-def _with_notes(contents: Contents, at: Path, opener: Opener, options: Options) -> Contents:
+def _with_notes(contents: Contents, at: Path, format: Format, options: Options) -> Contents:
     """The contents, with notes on weights that a trainer left beside, and where there is nothing
     to `on_conflict`.
     """
-    folders = dict.fromkeys([at, Path(contents.path)]) if opener not in _NOTE_THEMSELVES else ()
-    of_torch = opener not in (universal.open_universal, orbax.open_orbax)
-    notes = [note for folder in folders for note in weight_folder.notes_beside(folder, of_torch)]
-    if options.on_conflict and opener in _STORE_ONCE:
+    notes = list(contents.notes)
+    if not format.notes_siblings:
+        for folder in dict.fromkeys([at, Path(contents.path)]):
+            notes += weight_folder.notes_beside(folder, format.from_torch)
+    if options.on_conflict and format.stores_once:
         notes.append(NOTHING_TWICE.format(options.on_conflict))
-    return replace(contents, notes=[*contents.notes, *notes]) if notes else contents
+    return replace(contents, notes=notes)
 
 
 def _require_use(contents: Contents, options: Options) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import jax_ucp as ucp
 from jax_ucp.errors import CorruptData, FormatError, LayoutError, NotACheckpoint
-from jax_ucp.formats.megatron.files import Args, places
+from jax_ucp.formats.megatron.files import Args, writing_ranks
 from jax_ucp.formats.megatron.walk import buffer_walk, parts_of
 from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.layout.box import Box
@@ -253,7 +253,7 @@ def test_ranks_that_write_files_are_the_first_of_each_pipeline_stage(t, p, e, et
     args = {f"{kind}_model_parallel_size": n for kind, n in degrees.items()} | {
         "expert_tensor_parallel_size": etp
     }
-    assert places(Args(args)) == want
+    assert writing_ranks(Args(args)) == want
 
 
 def test_expert_parallelism_that_loses_dense_shards_is_refused():
@@ -263,7 +263,7 @@ def test_expert_parallelism_that_loses_dense_shards_is_refused():
         "expert_tensor_parallel_size": 1,
     }
     with pytest.raises(FormatError, match="does not keep every rank's tensors"):
-        places(Args(degrees))
+        writing_ranks(Args(degrees))
 
 
 def test_norms_that_transformer_engine_fuses_get_the_names_of_the_local_spec():

@@ -162,31 +162,38 @@ def read_metadata(
     files = metadata_files(folder)
     if not files:
         raise FormatError(f"{folder} has neither {METADATA_FILE} nor __<rank>.metadata")
-    if files[0].name != METADATA_FILE:
-        names = {path.name for path in files}
-        wrote = {
-            f"__{m[1]}.metadata" for path in folder.iterdir() if (m := _RANK_DATA.match(path.name))
-        }
-        wanted = wrote | {f"__{rank}.metadata" for rank in range(len(files))}
-        if absent := sorted(wanted - names):
-            raise FormatError(
-                f"{folder}/{absent[0]} is missing: {files[-1].name} is there, and each rank"
-                " wrote one"
-            )
-    found = _Tables(folder)
+    _require_ranks(folder, [path.name for path in files])
+    tables = _Tables(folder)
     for path in files:
-        try:
-            found.add(path)
-        except FormatError as error:
-            if why := stand_in(path):
-                raise FormatError(f"{path}: {why}") from error
-            raise type(error)(f"{path}: {error}") from error
+        _add(tables, path)
     try:
-        metadata = found.metadata(tuple(path.name for path in files))
+        metadata = tables.metadata(tuple(path.name for path in files))
     except FormatError as error:
         raise type(error)(f"{files[0] if len(files) == 1 else folder}: {error}") from error
     _check_spans(metadata, leave(metadata) if leave else ())
     return metadata
+
+
+def _require_ranks(folder: Path, names: Sequence[str]) -> None:
+    """Raise FormatError where ranks wrote metadata, and that of one is missing."""
+    if METADATA_FILE in names:
+        return
+    data = filter(None, (_RANK_DATA.match(path.name) for path in folder.iterdir()))
+    wrote = {f"__{match[1]}.metadata" for match in data}
+    wanted = wrote | {f"__{rank}.metadata" for rank in range(len(names))}
+    if absent := sorted(wanted - set(names)):
+        raise FormatError(
+            f"{folder}/{absent[0]} is missing: {names[-1]} is there, and each rank wrote one"
+        )
+
+
+def _add(tables: _Tables, path: Path) -> None:
+    try:
+        tables.add(path)
+    except FormatError as error:
+        if why := stand_in(path):
+            raise FormatError(f"{path}: {why}") from error
+        raise type(error)(f"{path}: {error}") from error
 
 
 class _Tables:
@@ -201,27 +208,13 @@ class _Tables:
         self.paths: dict[str, tuple[str | int, ...]] = {}
 
     def add(self, path: Path) -> None:
-        nbytes = os.path.getsize(Directory(self.folder).file(path.name))
-        if nbytes > MAX_METADATA_BYTES:
-            raise FormatError(
-                f"it has {nbytes} bytes, which is too large: {MAX_METADATA_BYTES} are the most"
-            )
-        top = _fields(safe_pickle.load(noted(path).read_bytes(), _NAMES), "Metadata", "the file")
+        top = _fields(_load(self.folder, path), "Metadata", "the file")
         spans = _spans(_dict(top.get("storage_data"), "storage_data"))
         used: set[tuple[str, Shape | None]] = set()
         for fqn, entry in _dict(top.get("state_dict_metadata"), "state_dict_metadata").items():
             if not isinstance(fqn, str):
                 raise FormatError(f"state_dict_metadata has the key {fqn!r:.80}, which is no name")
-            if isinstance(entry, Record) and entry.type.endswith(".BytesStorageMetadata"):
-                if (fqn, None) not in spans:
-                    raise FormatError(f"the object {fqn} is in no file by storage_data")
-                self.objects[fqn][spans[fqn, None]] = None
-                used.add((fqn, None))
-            else:
-                declared = self._tensor(fqn, _fields(entry, "TensorStorageMetadata", fqn))
-                self.declared[fqn].update(declared)
-                self.chunks[fqn].update(dict.fromkeys(_stored(fqn, declared, spans)))
-                used.update((fqn, offsets) for offsets, _ in declared)
+            used |= self._add_entry(fqn, entry, spans)
         if both := self.objects.keys() & self.tensors.keys():
             raise FormatError(f"{min(both)!r} is a tensor and an object at once")
         for fqn, offset in spans.keys() - used:
@@ -234,6 +227,20 @@ class _Tables:
         paths = known(top["planner_data"])
         if isinstance(paths, dict):
             self.paths |= {fqn: steps for fqn, steps in paths.items() if _is_path(steps)}
+
+    def _add_entry(
+        self, fqn: str, entry: Any, spans: Mapping[tuple[str, Shape | None], Span]
+    ) -> set[tuple[str, Shape | None]]:
+        """Add a tensor or an object; returns the items that are bytes of it."""
+        if isinstance(entry, Record) and entry.type.endswith(".BytesStorageMetadata"):
+            if (fqn, None) not in spans:
+                raise FormatError(f"the object {fqn} is in no file by storage_data")
+            self.objects[fqn][spans[fqn, None]] = None
+            return {(fqn, None)}
+        declared = self._tensor(fqn, _fields(entry, "TensorStorageMetadata", fqn))
+        self.declared[fqn].update(declared)
+        self.chunks[fqn].update(dict.fromkeys(_stored(fqn, declared, spans)))
+        return {(fqn, offsets) for offsets, _ in declared}
 
     def _tensor(self, fqn: str, entry: Mapping[str, Any]) -> list[tuple[Shape, Shape]]:
         """The chunks that are said to be of a tensor: (offsets, sizes), each once."""
@@ -276,6 +283,15 @@ class _Tables:
         }
         objects = {fqn: tuple(spans) for fqn, spans in self.objects.items()}
         return DcpMetadata(self.folder, files, tensors, objects, self.paths)
+
+
+def _load(folder: Path, path: Path) -> Any:
+    nbytes = os.path.getsize(Directory(folder).file(path.name))
+    if nbytes > MAX_METADATA_BYTES:
+        raise FormatError(
+            f"it has {nbytes} bytes, which is too large: {MAX_METADATA_BYTES} are the most"
+        )
+    return safe_pickle.load(noted(path).read_bytes(), _NAMES)
 
 
 def _stored(
@@ -369,17 +385,22 @@ def _index(value: Any) -> tuple[str, Shape | None]:
 
 def _span(value: Any) -> Span:
     fields = _fields(value, "_StorageInfo", "a value of storage_data")
-    file, offset, length = (fields.get(key) for key in ("relative_path", "offset", "length"))
-    transforms = fields.get("transform_descriptors") or ()
+    file, transforms = fields.get("relative_path"), fields.get("transform_descriptors") or ()
     if not isinstance(file, str) or not _is_file_name(file):
         raise FormatError(f"storage_data names the file {file!r:.80}, which is no plain file name")
-    if type(offset) is not int or type(length) is not int or offset < 0 or length <= 0:
-        raise FormatError(
-            f"storage_data has {length!r:.40} bytes from {offset!r:.40} of {file}, which cannot be"
-        )
+    offset, length = _extent(file, fields.get("offset"), fields.get("length"))
     if not isinstance(transforms, list | tuple) or not all(isinstance(t, str) for t in transforms):
         raise FormatError(f"storage_data has the transforms {transforms!r:.80} for {file}")
     return Span(file, offset, length, tuple(transforms))
+
+
+def _extent(file: str, offset: Any, length: Any) -> tuple[int, int]:
+    """Which bytes of a file an item is: the first, and how many, which are some."""
+    if type(offset) is int and type(length) is int and offset >= 0 and length > 0:
+        return offset, length
+    raise FormatError(
+        f"storage_data has {length!r:.40} bytes from {offset!r:.40} of {file}, which cannot be"
+    )
 
 
 def _check_spans(metadata: DcpMetadata, left: Collection[str]) -> None:

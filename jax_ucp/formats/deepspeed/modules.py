@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.deepspeed.files import Files, Stored
+from jax_ucp.formats.listing import listed
 from jax_ucp.formats.torch_save.file import StoredTensor
 from jax_ucp.formats.torch_save.unpickle import known
 from jax_ucp.layout.fragments import Shape
@@ -104,9 +105,8 @@ def check_copies(files: Files, owned: Iterable[str], copied: Collection[str]) ->
         layers = {layer for layer, _ in files.layers}
         gap = min(set(range(len(layers) + 1)) - layers)
         what = f"layer_{gap:02d}-model_states.pt (or of another layer)"
-    more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
     raise FormatError(
-        f"{files.folder}: the optimizer owns {lost[0]}{more}, but no file of the module has it:"
+        f"{files.folder}: the optimizer owns {listed(lost, 1)}, but no file of the module has it:"
         f" {what} is missing, or was exchanged for another"
     )
 

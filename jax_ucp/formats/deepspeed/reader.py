@@ -159,31 +159,32 @@ class Reader(Slices):
         stage = _zero_stage(first, files.zero3)
         lost = files.unusable or (f"{files.folder} has no *_optim_states.pt" if stage else "")
         if files.zero3 or (stage and not self.options.weights_only):
-            remedy = (
-                "its weights are in no other file"
-                if files.zero3
-                else "weights_only opens the module's"
-            )
+            remedy = "weights_only opens the module's"
+            if files.zero3:
+                remedy = "its weights are in no other file"
             raise FormatError(
                 f"{files.folder} has no *_optim_states.pt, but {first.name} was written by"
                 f" ZeRO-{stage}: masters and optimizer state are missing; {remedy}"
             )
         if files.layers:
-            first_layer = min(layer.name for layer in files.layers.values())
-            why, remedy = (
-                (f"without optimizer files ({lost})", "")
-                if lost
-                else ("of ZeRO-0", ". Save with ZeRO-1")
-            )
-            raise FormatError(
-                f"{files.folder} has pipeline layers, as in {first_layer}, {why}: nothing else says"
-                f" which parameters a pipeline stage has, nor the names of tied ones{remedy}"
-            )
+            raise self._unnamed_layers(lost)
         if lost:
             self.found.notes.append(
                 "the weights are the module's own, as the model computes with them, and no second"
                 f" copy proves them: their masters were left aside, because {lost}"
             )
+
+    def _unnamed_layers(self, lost: str) -> FormatError:
+        """The error for layers of a pipeline without optimizer files, which `lost` says why."""
+        files = self.files
+        first_layer = min(layer.name for layer in files.layers.values())
+        why, remedy = "of ZeRO-0", ". Save with ZeRO-1"
+        if lost:
+            why, remedy = f"without optimizer files ({lost})", ""
+        return FormatError(
+            f"{files.folder} has pipeline layers, as in {first_layer}, {why}: nothing else says"
+            f" which parameters a pipeline stage has, nor the names of tied ones{remedy}"
+        )
 
     # What the module holds.
 

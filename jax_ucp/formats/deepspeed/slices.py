@@ -22,6 +22,7 @@ from jax_ucp.formats.deepspeed import moe
 from jax_ucp.formats.deepspeed.files import Files, Rank, Stored
 from jax_ucp.formats.deepspeed.tensor_parallel import BySpec, TensorParallel
 from jax_ucp.formats.deepspeed.zero import Group, group, param_group, param_shapes
+from jax_ucp.formats.listing import listed
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
 from jax_ucp.formats.torch_save.unpickle import Opaque
@@ -222,8 +223,7 @@ class Slices:
         """Keep what an optimizer has of a group, but not of its parameters, as each rank has it."""
         for rank, value in zip(part.ranks, values, strict=True):
             self.found.extra(rank.name, f"{state} of group {index}", value)
-        first, *others = part.shapes
-        names = f"{first} and {len(others)} more" if others else first
+        names = listed([*part.shapes], 1)
         self.found.notes.append(
             f"the optimizer's {state} of group {index} ({names}) is no state of a parameter here,"
             f" but an extra of each rank's file: {why}"

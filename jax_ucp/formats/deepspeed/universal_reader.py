@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,34 +73,43 @@ class _Universal(Reader):
                 " folder. Move zero/, or the optimizer files, to another one"
             )
         check_facts(files, options.weights_only)
-        paths = sorted(
-            path for path in (folder / "zero").glob("*/*.pt") if not path.name.startswith(".")
-        )
         self.atoms: dict[str, dict[str, TorchFile]] = defaultdict(dict)
-        for path in paths:
-            if path.stem == "fp32" or not options.weights_only:
-                self.atoms[path.parent.name][path.stem] = TorchFile(path)
-        optimizer = folder / _OPTIMIZER
-        if not optimizer.is_file() and not options.weights_only:
-            raise FormatError(
-                f"{optimizer} is missing: it holds what the optimizer has beside the atoms."
-                " weights_only opens the parameters without it"
-            )
-        self.optimizer = (
-            open_stored(optimizer) if optimizer.is_file() and not options.weights_only else None
-        )
-        self.left = (
-            [path for path in (*paths, optimizer) if path.is_file()] if options.weights_only else []
-        )
+        self.optimizer: Stored | None = None
+        self.left: list[Path] = []
+        atoms = sorted((folder / "zero").glob("*/*.pt"))
+        paths = [path for path in atoms if not path.name.startswith(".")]
+        self._open_atoms(paths, options.weights_only)
+        self._open_optimizer(folder / _OPTIMIZER, options.weights_only)
         more = {
-            f"zero/{file.path.parent.name}/{file.path.name}": file
-            for a in self.atoms.values()
-            for file in a.values()
+            f"zero/{name}/{state}.pt": file
+            for name, states in self.atoms.items()
+            for state, file in states.items()
         }
-        more |= {_OPTIMIZER: self.optimizer.file} if self.optimizer else {}
+        if self.optimizer:
+            more[_OPTIMIZER] = self.optimizer.file
         super().__init__(files, options, more)
         self.copies: dict[str, dict[tuple[int, int], tuple[str, Shape]]] = defaultdict(dict)
         self.keys: dict[tuple[str, str], str] = {}  # of the atoms' tensors, by state and parameter
+
+    def _open_atoms(self, paths: Sequence[Path], weights_only: bool) -> None:
+        """Open the atoms; of the optimizer's states those that are to be read."""
+        for path in paths:
+            if path.stem == "fp32" or not weights_only:
+                self.atoms[path.parent.name][path.stem] = TorchFile(path)
+        if weights_only:
+            self.left += filter(Path.is_file, paths)
+
+    def _open_optimizer(self, path: Path, weights_only: bool) -> None:
+        """Open what the optimizer has beside the atoms, if it is to be read."""
+        if weights_only:
+            self.left += [path] if path.is_file() else []
+            return
+        if not path.is_file():
+            raise FormatError(
+                f"{path} is missing: it holds what the optimizer has beside the atoms."
+                " weights_only opens the parameters without it"
+            )
+        self.optimizer = open_stored(path)
 
     def contents(self) -> Contents:
         self.owned = self._owned()
@@ -117,7 +126,7 @@ class _Universal(Reader):
             )
         self._check_forms()
         for name, (stage, shapes) in self.owned.items():
-            self._atom(name, stage, shapes)
+            self._atoms(name, stage, shapes)
         self._compare_rank_0()
         for mp in range(len(self.files.models)):
             self._frozen_fragments(mp)
@@ -216,7 +225,8 @@ class _Universal(Reader):
                         what, among = f"step of group {index}", (mp // self.files.tp, index)
                         facts.state_all(file, f"zero/{name}/step.pt", what, file.tree, among)
 
-    def _atom(self, name: str, stage: int, shapes: list[Shape]) -> None:
+    def _atoms(self, name: str, stage: int, shapes: list[Shape]) -> None:
+        """Map the states of a parameter that have files."""
         if "fp32" not in self.atoms.get(name, ()):
             raise FormatError(
                 f"{self.files.folder / 'zero' / name / 'fp32.pt'} is missing, but param_shapes has"
@@ -225,36 +235,29 @@ class _Universal(Reader):
         fused = any(moe.is_fused(name, model) for model in self.files.models[stage])
         want = None if fused else self.patterns[stage].layout(name, shapes).shape
         for state, file in self.atoms[name].items():
-            at = f"zero/{name}/{state}.pt"
-            label, tensor = ("param" if state == "fp32" else state), file.tree
-            if isinstance(tensor, dict):
-                tensor = tensor.get("param")
-                for key in set(file.tree if isinstance(file.tree, dict) else ()) - {"param"}:
-                    self.found.skip(
-                        f"{at}:{key}", "layout", "says how to cut the parameter; it is whole here"
-                    )
-            if (
-                isinstance(tensor, StoredTensor)
-                and (tensor.shape or label == "param")
-                and (want is None or tensor.shape == want)
-            ):
-                self._map(label, name, Unique().join([tensor.shape]), f"{at}:{tensor.key}")
-            elif isinstance(tensor, StoredTensor) and want and tensor.shape == (math.prod(want),):
-                self._map(
-                    label,
-                    name,
-                    flat_layouts({name: want}, tensor.shape)[name],
-                    f"{at}:{tensor.key}",
-                )
-            elif isinstance(tensor, StoredTensor) and tensor.shape:
-                raise FormatError(
-                    f"{file.path} has shape {tensor.shape}, but by the model states {name} has"
-                    f" {want}"
-                )
-            elif label == "param" or tensor is None:
-                raise FormatError(f"{file.path} holds no tensor of {name}")
-            else:
-                self.value(label, name, [(_Atom(file, {}), tensor)])
+            label = "param" if state == "fp32" else state
+            self._atom(label, name, f"zero/{name}/{state}.pt", file, want)
+
+    def _atom(self, label: str, name: str, at: str, file: TorchFile, want: Shape | None) -> None:
+        """Map one state of a parameter, which has the shape `want` if that is known."""
+        value = self._value_of(at, file)
+        if isinstance(value, StoredTensor) and (value.shape or label == "param"):
+            layout = _layout_of(file, name, value, want)
+            self._map(label, name, layout, f"{at}:{value.key}")
+        elif label == "param" or value is None:
+            raise FormatError(f"{file.path} holds no tensor of {name}")
+        else:
+            self.value(label, name, [(_Atom(file, {}), value)])
+
+    def _value_of(self, at: str, file: TorchFile) -> Any:
+        """What an atom holds of its state. A dict has it beside what says how to cut it."""
+        if not isinstance(file.tree, dict):
+            return file.tree
+        for key in file.tree.keys() - {"param"}:
+            self.found.skip(
+                f"{at}:{key}", "layout", "says how to cut the parameter; it is whole here"
+            )
+        return file.tree.get("param")
 
     def _map(self, label: str, name: str, layout: ParamLayout, key: str) -> None:
         self.found.parameter(label, name, Consolidated(layout, [key]), f"{label} of {name}")
@@ -278,14 +281,10 @@ class _Universal(Reader):
                 f" model states have {len(groups)}: one of the files is of another run"
             )
         for index, (shapes, master) in enumerate(zip(groups, masters, strict=True)):
-            state = states.get(index) or {}
-            flat = {
-                name: value
-                for name, value in state.items()
-                if isinstance(value, StoredTensor) and value.shape
-            }
-            for label, tensor in ({"param": master} | flat).items():
-                self._compare_partition(index, shapes, label, tensor)
+            self._compare_partition(index, shapes, "param", master)
+            for label, value in (states.get(index) or {}).items():
+                if isinstance(value, StoredTensor) and value.shape:
+                    self._compare_partition(index, shapes, label, value)
 
     def _compare_partition(
         self, index: int, shapes: Mapping[str, Shape], label: str, tensor: StoredTensor
@@ -302,17 +301,11 @@ class _Universal(Reader):
         start, stored = 0, f"{_OPTIMIZER}:{tensor.key}"
         for name, numel in pieces.items():
             if (key := self.keys.get((label, name))) is None:
-                atom = (
-                    self.files.folder
-                    / "zero"
-                    / name
-                    / f"{'fp32' if label == 'param' else label}.pt"
-                )
+                file = "fp32.pt" if label == "param" else f"{label}.pt"
+                atom = self.files.folder / "zero" / name / file
                 raise FormatError(f"{atom} is missing: rank 0's part of it is in {_OPTIMIZER}")
-            whole, copy = (
-                f"the first {numel} elements of {label} of {name}",
-                f"{stored}, from {start}",
-            )
+            whole = f"the first {numel} elements of {label} of {name}"
+            copy = f"{stored}, from {start}"
             self.found.cut(whole, Cut(key, 0, (numel,)))
             self.found.cut(copy, Cut(stored, start, (numel,)))
             self.found.slice_duplicate(whole, copy, "")
@@ -409,9 +402,12 @@ class _Universal(Reader):
         if self.optimizer is None or self.options.weights_only:
             return
         for hyper in self.optimizer.state.get("param_groups") or ():
+            numbers = hyper.get("params", ())
             for models in self.files.models:
                 for index, shapes in enumerate(param_shapes(models[0], ())):
-                    for name in shapes if index in hyper.get("params", ()) else ():
+                    if index not in numbers:
+                        continue
+                    for name in shapes:
                         self.found.hyperparameters(name, hyper)
 
     def _inventory(self) -> None:
@@ -451,6 +447,19 @@ class _Universal(Reader):
         for name, value in self.optimizer.state.items():
             if name not in ("optimizer_state_dict", "fp32_flat_groups"):
                 self.found.extra(_OPTIMIZER, name, value)
+
+
+def _layout_of(file: TorchFile, name: str, tensor: StoredTensor, want: Shape | None) -> ParamLayout:
+    """How an atom forms its parameter: as it is, or flat. `want` is None of a fused parameter,
+    whose shape the model states do not say.
+    """
+    if want is None or tensor.shape == want:
+        return Unique().join([tensor.shape])
+    if want and tensor.shape == (math.prod(want),):
+        return flat_layouts({name: want}, tensor.shape)[name]
+    raise FormatError(
+        f"{file.path} has shape {tensor.shape}, but by the model states {name} has {want}"
+    )
 
 
 class _Atom(Stored):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,26 +105,40 @@ def group(
     Raises FormatError, naming the file, where lengths are not those that `shapes` and the number of
     ranks give.
     """
-    flat = {"param": [rank.masters[index] for rank in ranks]}
+    masters = [rank.masters[index] for rank in ranks]
     states = {} if weights_only else _states_by_name(index, ranks)
     aside = _apart(index, ranks, states)
     for name in aside:
         del states[name]
     tensors = {name: values for name, values in states.items() if _are_flat(values)}
     if zero3:
-        layouts, lengths = _zero3(index, shapes, ranks, flat["param"])
+        layouts, lengths = _zero3(index, shapes, ranks, masters)
     else:
-        layouts, lengths = _zero12(index, shapes, ranks, flat["param"], tensors, model)
+        layouts, lengths = _zero12(index, shapes, ranks, masters, tensors, model)
     _check_elementwise(index, ranks, tensors, lengths)
+    partitioned = {name: values for name, values in tensors.items() if _fit(values, lengths)}
+    others = {name: values for name, values in states.items() if name not in partitioned}
+    scalars, unmapped = _scalars_and_others(others, tensors)
+    flat = {"param": masters, **partitioned}
+    return Group(ranks, shapes, layouts, flat, scalars, aside | unmapped)
+
+
+def _scalars_and_others(
+    states: Mapping[str, Sequence[Any]], tensors: Collection[str]
+) -> tuple[dict[str, Sequence[Any]], dict[str, tuple[Sequence[Any], str]]]:
+    """Of states that are not partitioned the numbers, and what is none, with the reason; `tensors`
+    are those that are flat.
+    """
     scalars: dict[str, Sequence[Any]] = {}
+    others: dict[str, tuple[Sequence[Any], str]] = {}
     for name, values in states.items():
-        if name in tensors and _fit(values, lengths):
-            flat[name] = values
-        elif _are_numbers(values):
+        if _are_numbers(values):
             scalars[name] = values
+        elif name in tensors:
+            others[name] = values, _WRONG_LENGTH
         else:
-            aside[name] = values, _WRONG_LENGTH if name in tensors else _NEITHER
-    return Group(ranks, shapes, layouts, flat, scalars, aside)
+            others[name] = values, _NEITHER
+    return scalars, others
 
 
 def _check_elementwise(

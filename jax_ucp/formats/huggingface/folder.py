@@ -45,6 +45,7 @@ from jax_ucp.formats.huggingface.weight_names import (
     saves_of,
     which,
 )
+from jax_ucp.formats.listing import listed
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.safetensors import reader as safetensors
 from jax_ucp.formats.torch_save import reader as torch_state
@@ -149,8 +150,7 @@ def notes_beside(path: Path, of_torch: bool) -> Iterator[str]:
 def _notes(reason: str, names: Sequence[str]) -> Iterator[str]:
     """One note on what was not read for a reason."""
     if names:
-        more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-        yield f"not read: {', '.join(names[:_NAMES_SHOWN])}{more}: {reason}"
+        yield f"not read: {listed(names, _NAMES_SHOWN)}: {reason}"
 
 
 def _files(path: Path) -> list[str]:

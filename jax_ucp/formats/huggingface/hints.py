@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jax_ucp.errors import FormatError, NotACheckpoint
 from jax_ucp.formats.huggingface.stand_ins import finished_name
 from jax_ucp.formats.huggingface.weight_files import refuse_part
 from jax_ucp.formats.huggingface.weight_names import holds_weights
+from jax_ucp.formats.listing import listed
 from jax_ucp.formats.orbax.reader import is_step
 from jax_ucp.formats.torch_save.file import is_torch_file
 
@@ -26,19 +27,16 @@ def point_inside(at: Path, recognised: Callable[[Path], bool]) -> None:
     """Raises NotACheckpoint, naming what to open, where a folder holds checkpoints, FormatError
     where parts of one.
     """
-    steps = [path for path in _children(at) if is_step(path)]
-    if steps:
+    if steps := list(filter(is_step, _children(at))):
         names = ", ".join(path.name for path in steps)
         raise NotACheckpoint(f"{at} holds the steps {names}: open one, {steps[-1]}")
-    inside = [
-        *_revisions(at),
-        *(path for path in _children(at) if path.is_dir() and recognised(path)),
-    ]
+    folders = filter(Path.is_dir, _children(at))
     wholes, refusals = _torch_files(at)
-    inside += wholes
+    inside = [*_revisions(at), *filter(recognised, folders), *wholes]
     if inside:
+        names = listed([path.name for path in inside], _SHOWN)
         raise NotACheckpoint(
-            f"{at} is no checkpoint itself, but holds {_listed(inside)}: open one, {inside[0]}"
+            f"{at} is no checkpoint itself, but holds {names}: open one, {inside[0]}"
         )
     if refusals:
         raise refusals[0]
@@ -93,8 +91,3 @@ def _natural(path: Path) -> tuple[str, int, str]:
     stem = path.name.rstrip("0123456789")
     number = path.name[len(stem) :]
     return stem, int(number) if number else -1, path.name
-
-
-def _listed(paths: Sequence[Path]) -> str:
-    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
-    return ", ".join(path.name for path in paths[:_SHOWN]) + more

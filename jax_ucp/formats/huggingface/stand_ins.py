@@ -76,7 +76,9 @@ def stand_in(path: Path) -> str | None:
     for begin, what, remedy in _HEADS:
         if head.startswith(begin) or text.startswith(begin.lower()):
             return f"it is {what}: {remedy}"
-    return "it is empty: its download or its save has not ended" if not head else None
+    if not head:
+        return "it is empty: its download or its save has not ended"
+    return None
 
 
 def finished_name(name: str) -> str | None:
@@ -85,7 +87,10 @@ def finished_name(name: str) -> str | None:
     >>> finished_name("model.safetensors.part")
     'model.safetensors'
     """
-    return next((name.removesuffix(suffix) for suffix in UNFINISHED if name.endswith(suffix)), None)
+    for suffix in UNFINISHED:
+        if name.endswith(suffix):
+            return name.removesuffix(suffix)
+    return None
 
 
 def why_missing(folder: Path, name: str) -> str:
@@ -106,7 +111,9 @@ def _downloads(folder: Path, name: str) -> Iterator[Path]:
 
     Releases of the hub since 0.27 call those by a hash of the name.
     """
-    yield from (Path(name + suffix) for suffix in UNFINISHED if (folder / (name + suffix)).exists())
+    for suffix in UNFINISHED:
+        if (folder / f"{name}{suffix}").exists():
+            yield Path(f"{name}{suffix}")
     kept = folder / _HUB_DOWNLOADS
     if kept.is_dir():
         unfinished = sorted(path for path in kept.iterdir() if path.name.endswith(".incomplete"))

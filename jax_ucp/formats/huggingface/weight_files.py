@@ -25,6 +25,7 @@ from jax_ucp.formats.huggingface.weight_names import (
     numbered,
     unnamed_parts,
 )
+from jax_ucp.formats.listing import listed
 from jax_ucp.sources.contents import Contents
 
 _SHOWN = 4
@@ -92,10 +93,9 @@ def _require_named(index: Path, names: Sequence[str], unnamed: Sequence[str]) ->
     """
     if not unnamed:
         return
-    shown = ", ".join(f"{name!r:.200}" for name in unnamed[:_SHOWN])
-    more = f" and {len(unnamed) - _SHOWN} more" if len(unnamed) > _SHOWN else ""
+    shown = listed([f"{name!r:.200}" for name in unnamed], _SHOWN)
     raise FormatError(
-        f"{index} names {len(names)} files, and not {shown}{more}, which numbers in their names"
+        f"{index} names {len(names)} files, and not {shown}, which numbers in their names"
         " count too: it is of another save, or was cut. The model is not whole without them. Put"
         " the index of this save in its place; where all parts are there they open without an"
         " index, too"
@@ -108,15 +108,12 @@ def require_files(by: Path, folder: Path, missing: Sequence[str], of: int) -> No
     """
     if not missing:
         return
-    shown = missing[:_SHOWN]
-    reasons = dict.fromkeys(
-        reason for name in shown if _is_plain(name) and (reason := why_missing(folder, name))
-    )
-    more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-    names = ", ".join(f"{name!r:.200}" for name in shown)
+    plain = filter(_is_plain, missing[:_SHOWN])
+    reasons = dict.fromkeys(reason for name in plain if (reason := why_missing(folder, name)))
+    names = listed([f"{name!r:.200}" for name in missing], _SHOWN)
     why = f" ({'; '.join(list(reasons)[:2])})" if reasons else ""
     raise FormatError(
-        f"{by} is of {of} files, of which {len(missing)} are not beside it: {names}{more}{why}. The"
+        f"{by} is of {of} files, of which {len(missing)} are not beside it: {names}{why}. The"
         " model is not whole without them"
     )
 
@@ -189,27 +186,26 @@ def refuse_part(path: Path) -> None:
         )
     if is_ranks_part(path.name):
         raise FormatError(f"{path} holds one rank's parts of tensors (torch DCP): open its folder")
-    whole = _NUMBERED_PART.fullmatch(path.name)
-    if whole and int(whole["parts"]) > 1:
-        first = 0 if int(whole["part"]) == 0 else 1
-        others = [
-            numbered(path.name, n) for n in range(first, first + min(int(whole["parts"]), 1000))
-        ]
-        absent = [name for name in others if not (path.parent / name).is_file()]
-        where = (
-            f"of which {len(absent)} are missing: {', '.join(absent[:_SHOWN])}"
-            if absent
-            else "all beside it"
-        )
-        raise FormatError(
-            f"{path} is one of {int(whole['parts'])} parts of a model, {where}: open its folder"
-        )
+    numbers = _NUMBERED_PART.fullmatch(path.name)
+    if numbers and int(numbers["parts"]) > 1:
+        raise _one_part(path, int(numbers["part"]), int(numbers["parts"]))
     for index, files in _indexes_beside(path):
         if path.name in files and len(files) > 1:
             raise FormatError(
                 f"{path} is one of the {len(files)} files of a model that {index} names: open that"
             )
     refuse_rank(path)
+
+
+def _one_part(path: Path, part: int, parts: int) -> FormatError:
+    """The error for a file that is one of several by its name; it looks for the others."""
+    first = 0 if part == 0 else 1
+    others = [numbered(path.name, n) for n in range(first, first + min(parts, 1000))]
+    absent = [name for name in others if not (path.parent / name).is_file()]
+    where = "all beside it"
+    if absent:
+        where = f"of which {len(absent)} are missing: {', '.join(absent[:_SHOWN])}"
+    return FormatError(f"{path} is one of {parts} parts of a model, {where}: open its folder")
 
 
 def _indexes_beside(path: Path) -> Iterator[tuple[str, list[str]]]:

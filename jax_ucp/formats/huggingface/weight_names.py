@@ -10,6 +10,7 @@ called `<name>-00001-of-00002`; torch DCP calls a rank's `shard-00001-model-0000
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -35,15 +36,6 @@ _INDEX = re.compile(
 MAX_PARTS = 100_000  # a name that counts more is no part of several
 RANKS_PARTS = "shard"  # the stem of what the ranks wrote, all of which is one model
 
-# The models that are looked for, in this order; only where none of them is there, other names are
-# looked at.
-_KNOWN: Sequence[tuple[Kind, str]] = (
-    ("safetensors", "model"),
-    ("torch", "pytorch_model"),
-    ("safetensors", "diffusion_pytorch_model"),
-    ("torch", "diffusion_pytorch_model"),
-)
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class Model:
@@ -54,6 +46,21 @@ class Model:
     kind: Kind
     stem: str
     variant: str = ""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is one that readers look for, or a variant of one."""
+        return replace(self, variant="") in _KNOWN
+
+
+# The models that are looked for, in this order; only where none of them is there, other names are
+# looked at.
+_KNOWN = (
+    Model("safetensors", "model"),
+    Model("torch", "pytorch_model"),
+    Model("safetensors", "diffusion_pytorch_model"),
+    Model("torch", "diffusion_pytorch_model"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +83,11 @@ class Save:
     @property
     def whole(self) -> bool:
         return not self.missing and not self.unnamed
+
+    @property
+    def is_stale_index(self) -> bool:
+        """Whether an index names files that are not there, or not all that names count."""
+        return bool(self.index) and not self.whole
 
     @property
     def name(self) -> str:
@@ -118,15 +130,24 @@ def model_of(name: str) -> tuple[Model, int, int] | None:
         return None
     if is_ranks_part(name):
         return Model(kind, RANKS_PARTS), 0, 0
-    part, parts, variant = 0, 0, ""
-    if (found := _NUMBERED.fullmatch(stem)) and int(found["parts"]) <= MAX_PARTS:
-        part, parts = int(found["part"]), int(found["parts"])
-        stem, variant = found["stem"], found["variant"] or ""
+    stem, variant, part, parts = _numbers(stem)
     if found := _VARIANT.fullmatch(stem):
         stem, variant = found["stem"], found["variant"]
     if kind == "torch" and not _TORCH_STEMS.fullmatch(stem):
         return None
     return Model(kind, stem, variant), part, parts
+
+
+def _numbers(stem: str) -> tuple[str, str, int, int]:
+    """A stem without the numbers of a part, the variant after them, and the numbers: 0 of none.
+
+    >>> _numbers("model-00001-of-00002.fp16")
+    ('model', 'fp16', 1, 2)
+    """
+    found = _NUMBERED.fullmatch(stem)
+    if found is None or int(found["parts"]) > MAX_PARTS:
+        return stem, "", 0, 0
+    return found["stem"], found["variant"] or "", int(found["part"]), int(found["parts"])
 
 
 def is_ranks_part(name: str) -> bool:
@@ -173,8 +194,8 @@ def saves_of(
         else:
             singles.append(Save(model, (name,)))
     indexed = [_indexed(index, files, names) for index, files in sorted(indexes.items())]
-    numbered = [_series(model, parts, by_number) for (model, parts), by_number in series.items()]
-    by_rank = [Save(model, tuple(files)) for model, files in ranks.items()]
+    numbered = itertools.starmap(_series, series.items())
+    by_rank = itertools.starmap(_of_ranks, ranks.items())
     found: dict[Model, list[Save]] = defaultdict(list)
     for save in (*singles, *indexed, *numbered, *by_rank):
         found[save.model].append(save)
@@ -218,7 +239,12 @@ def _others(parts: int, by_number: Mapping[int, str]) -> tuple[str, ...]:
     return tuple(numbered(by_number[first], n) for n in numbers if n not in by_number)
 
 
-def _series(model: Model, parts: int, by_number: Mapping[int, str]) -> Save:
+def _of_ranks(model: Model, files: Sequence[str]) -> Save:
+    return Save(model, tuple(files))
+
+
+def _series(of: tuple[Model, int], by_number: Mapping[int, str]) -> Save:
+    model, parts = of
     files = tuple(by_number[n] for n in sorted(by_number))
     return Save(model, files, missing=_others(parts, by_number), numbered=True)
 
@@ -272,17 +298,28 @@ def _named_by_config(
 
 
 def _found(folder: str, saves: Mapping[Model, Sequence[Save]]) -> tuple[Save, Save | None]:
-    known = [Model(kind, stem) for kind, stem in _KNOWN if Model(kind, stem) in saves]
-    if len({model.stem.startswith("diffusion") for model in known}) > 1:
-        raise _several(folder, [saves[model][0] for model in known])
+    known = [model for model in _KNOWN if model in saves]
     if not known:
         if len(saves) > 1:
             raise _several(folder, [of_model[0] for of_model in saves.values()])
         (of_model,) = saves.values()
         return _of_one_model(folder, of_model)
-    by_name = [model for model in known if not all(save.numbered for save in saves[model])]
-    whole = [model for model in known if any(save.whole for save in saves[model])]
-    return _of_one_model(folder, saves[(by_name or whole or known)[0]])
+    if len({model.stem.startswith("diffusion") for model in known}) > 1:
+        raise _several(folder, [saves[model][0] for model in known])
+    return _of_one_model(folder, saves[_first_loaded(known, saves)])
+
+
+def _first_loaded(known: Sequence[Model], saves: Mapping[Model, Sequence[Save]]) -> Model:
+    """The first model that transformers would load; if it would load none, the first that is
+    whole, or the first.
+    """
+    for model in known:
+        if not all(save.numbered for save in saves[model]):
+            return model
+    for model in known:
+        if any(save.whole for save in saves[model]):
+            return model
+    return known[0]
 
 
 def _several(folder: str, saves: Sequence[Save]) -> FormatError:
@@ -300,21 +337,22 @@ def _of_one_model(folder: str, saves: Sequence[Save]) -> tuple[Save, Save | None
 
     Where an index lacks files, numbered parts beside it are no save that anybody would load.
     """
-    lacking = [save for save in saves if not save.whole]
-    stale = next((save for save in lacking if save.index), None)
-    whole = [save for save in saves if save.whole and not (stale and save.numbered)]
-    match whole:
-        case []:
-            return stale or lacking[0], None
-        case [save]:
-            return save, None
-        case [save, same]:
-            return save, same
-        case _:
-            names = " and ".join(save.name for save in whole)
-            raise FormatError(
-                f"{folder} holds {len(whole)} saves of one model, {names}. {which(folder, whole)}"
-            )
+    stale = next((save for save in saves if save.is_stale_index), None)
+    whole = [save for save in saves if save.whole]
+    if stale:
+        whole = [save for save in whole if not save.numbered]
+    if not whole:
+        return stale or saves[0], None
+    if len(whole) > 2:
+        raise _several_saves(folder, whole)
+    return whole[0], whole[1] if len(whole) == 2 else None
+
+
+def _several_saves(folder: str, saves: Sequence[Save]) -> FormatError:
+    names = " and ".join(save.name for save in saves)
+    return FormatError(
+        f"{folder} holds {len(saves)} saves of one model, {names}. {which(folder, saves)}"
+    )
 
 
 def which(folder: str, saves: Sequence[Save]) -> str:
@@ -328,15 +366,11 @@ def which(folder: str, saves: Sequence[Save]) -> str:
 
 def _why_left(save: Save, chosen: Save) -> str:
     model = save.model
-    if save.missing and (model.kind, model.stem) in _KNOWN:
-        return (
-            f"belongs to a save of which {len(save.missing)} files are missing; {chosen.name} is"
-            " read"
-        )
-    if save.unnamed and (model.kind, model.stem) in _KNOWN:
-        return (
-            f"belongs to a save whose index does not name {save.unnamed[0]}; {chosen.name} is read"
-        )
+    if model.is_known and not save.whole:
+        lacks = f"of which {len(save.missing)} files are missing"
+        if not save.missing:
+            lacks = f"whose index does not name {save.unnamed[0]}"
+        return f"belongs to a save {lacks}; {chosen.name} is read"
     if model == chosen.model:
         return f"another save of the model; {chosen.name} is read"
     if model.stem == "adapter_model":
@@ -347,6 +381,6 @@ def _why_left(save: Save, chosen: Save) -> str:
         )
     if model.stem.removeprefix(f"{chosen.model.stem}_").isdigit():
         return f"another model of the same save, as accelerate numbers them; {chosen.name} is read"
-    if (model.kind, model.stem) in _KNOWN:
+    if model.is_known:
         return f"{chosen.name} is read, which transformers and diffusers take first"
     return f"weights under another name; {chosen.name} is read"

@@ -26,8 +26,10 @@ from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint, UnsafePickl
 from jax_ucp.formats.assemble import Import
 from jax_ucp.formats.dcp.metadata import METADATA_FILE
 from jax_ucp.formats.facts import Facts
+from jax_ucp.formats.listing import listed
+from jax_ucp.formats.megatron import notes
 from jax_ucp.formats.megatron.dist_args import check_args
-from jax_ucp.formats.megatron.dist_buffers import Plan, cut_of, expert_ranks, plan_buffers, stage_of
+from jax_ucp.formats.megatron.dist_buffers import Plan, cut_of, plan_buffers, stage_of
 from jax_ucp.formats.megatron.dist_files import (
     COMMON_FILE,
     CONFIG_FILE,
@@ -79,8 +81,6 @@ from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.consolidated import Consolidated
 from jax_ucp.sources.contents import Contents
 from jax_ucp.sources.cuts import Cut
-
-_LEFT = "of the optimizer, which was to be left aside (weights_only)"
 
 
 def recognise(path: Path) -> bool:
@@ -180,7 +180,7 @@ class _Reader:
 
     def _leave(self, key: str) -> None:
         for run in self.files.tensors[key].runs:
-            self.found.leave(run.key, "", _LEFT)
+            self.found.leave(run.key, "", notes.LEFT)
 
     def _unstacked(
         self, key: str, model: str
@@ -317,7 +317,7 @@ class _Reader:
                 continue
             layout = states["weight"].layout
             ranks = (
-                expert_ranks(self.args)
+                self.args.expert_ranks
                 if is_expert(name)
                 else self.args.degree("tensor_model_parallel_size")
             )
@@ -399,12 +399,9 @@ class _Reader:
         unpadded = {state: self._unpadded(name, param) for state, param in states.items()}
         weight, master = unpadded.pop("weight"), unpadded.pop("param", None)
         if name.endswith(BUFFERS):
-            self.found.parameter("buffer", name, weight, "a buffer of the model")
+            self.found.parameter("buffer", name, weight, notes.BUFFER)
         elif master is not None:
-            reason = (
-                f"the weight that the model computes with, a copy of the master of {name}; verify"
-                " compares"
-            )
+            reason = notes.copy_of_master(name)
             self.found.parameter("param", name, master, f"the master of {name}")
             self.found.duplicate("param", name, weight, reason)
         else:
@@ -424,9 +421,10 @@ class _Reader:
             raise LayoutError(f"{name}, with vocab={vocab!s:.40} in sizes: {error}") from None
 
     def _copy_of_embedding(self, states: Mapping[str, Consolidated]) -> None:
-        reason = f"the last pipeline stage's copy of {EMBEDDING}, compared with it by verify"
         for state, param in states.items():
-            self.found.duplicate(state, EMBEDDING, self._unpadded(EMBEDDING, param), reason)
+            self.found.duplicate(
+                state, EMBEDDING, self._unpadded(EMBEDDING, param), notes.COPY_OF_EMBEDDING
+            )
 
     def _step(self, name: str) -> None:
         step = one_step(self.files, name, self._steps_of(name))
@@ -434,7 +432,7 @@ class _Reader:
             self.stepless.append(name)
         elif step.tensor is not None:
             one = Consolidated(Unique().join([()]), [f"{COMMON_FILE}:{step.tensor.key}"])
-            self.found.parameter("step", name, one, "how often the optimizer stepped")
+            self.found.parameter("step", name, one, notes.STEP)
         else:
             array = np.asarray(step.value, np.int32 if isinstance(step.value, int) else np.float32)
             self.found.constant("step", name, array, step.where)
@@ -451,17 +449,13 @@ class _Reader:
 
     def _objects(self) -> None:
         for where in self.files.left:
-            self.found.skip(where, "object", _LEFT)
+            self.found.skip(where, "object", notes.LEFT)
         for key, stored in self.files.objects.items():
             where = f"{stored.file}:{key}"
             if "._extra_state/" in key:
-                self.found.skip(
-                    where, "object", "what a module of TransformerEngine keeps beside its weights"
-                )
+                self.found.skip(where, "object", notes.TRANSFORMER_ENGINE)
             elif (about := group_object(key)) and about.what != "optimizer":
-                self.found.skip(
-                    where, "object", "says how the flat buffers lie; parameters have no such thing"
-                )
+                self.found.skip(where, "object", notes.LAYOUT)
             else:
                 self._extra(key, stored.file, where)
 
@@ -492,10 +486,10 @@ class _Reader:
                     self.found.extra(COMMON_FILE, label, part)
 
     def _leave_common_optimizer(self) -> None:
-        self.found.skip(f"{COMMON_FILE}:optimizer", "param_groups", _LEFT)
+        self.found.skip(f"{COMMON_FILE}:optimizer", "param_groups", notes.LEFT)
         for key in self.files.common.arrays():
             if key.startswith("optimizer/"):
-                self.found.skip(f"{COMMON_FILE}:{key}", "", _LEFT)
+                self.found.skip(f"{COMMON_FILE}:{key}", "", notes.LEFT)
 
     def _other_files(self) -> None:
         about = {CONFIG_FILE: "names the backend", METADATA_FILE: "says which chunk is where"}
@@ -521,19 +515,14 @@ class _Reader:
     def _notes(self) -> None:
         if EMBEDDING in self.states and "vocab" not in self.options.sizes:
             rows = self.states[EMBEDDING]["weight"].layout.shape[0]
-            self.found.notes.append(
-                f"Megatron does not record the true vocabulary: all {rows} padded rows of the"
-                " embeddings are kept. Say it with sizes={'vocab': ...} (--size vocab=...) and"
-                " the others are left out"
-            )
+            self.found.notes.append(notes.padded_vocabulary(rows))
         if self.options.weights_only:
-            self.found.notes.append("weights alone: of a 16-bit run these are not the fp32 masters")
+            self.found.notes.append(notes.WEIGHTS_ALONE)
         elif all(states.keys() == {"weight"} for states in self.states.values()):
-            self.found.notes.append("the checkpoint was saved without its optimizer")
+            self.found.notes.append(notes.WITHOUT_OPTIMIZER)
         if self.stepless:
-            more = f" and {len(self.stepless) - 1} more" if len(self.stepless) > 1 else ""
             self.found.notes.append(
-                f"nothing says how often the optimizer of {self.stepless[0]}{more} stepped;"
+                f"nothing says how often the optimizer of {listed(self.stepless, 1)} stepped;"
                 " plan_optimizer needs step= where it counts"
             )
         if not self.args.fields:
@@ -541,6 +530,4 @@ class _Reader:
                 "common.pt has no args: nothing was compared with what the run says of its model"
             )
         elif self.args.absent:
-            self.found.notes.append(
-                f"args lack {', '.join(self.args.absent)}; Megatron's defaults were taken"
-            )
+            self.found.notes.append(notes.defaults_taken(self.args.absent))

@@ -13,9 +13,8 @@ from jax_ucp.errors import FormatError
 from jax_ucp.formats.megatron.dist_files import DistFiles
 from jax_ucp.formats.megatron.dist_flat import group_object
 from jax_ucp.formats.megatron.dist_names import is_flat, is_fully_reshardable, state_of
-from jax_ucp.formats.megatron.walk import EMBEDDING
+from jax_ucp.formats.megatron.walk import EMBEDDING, layer_of
 
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\..+")
 _EXPERT = re.compile(r".+\.experts\.(\d+)\..+")
 
 
@@ -43,8 +42,8 @@ def _model_pairs(
     files: DistFiles, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Any, Any]]:
     args = files.args
-    yield "num_layers", args.get("num_layers"), _count(_LAYER, shapes)
-    yield "num_experts", args.get("num_experts") or 0, _count(_EXPERT, shapes)
+    yield "num_layers", args.get("num_layers"), _count(map(layer_of, shapes))
+    yield "num_experts", args.get("num_experts") or 0, _count(map(_expert_of, shapes))
     if EMBEDDING in shapes:
         yield "padded_vocab_size", args.get("padded_vocab_size"), shapes[EMBEDDING][0]
         yield "hidden_size", args.get("hidden_size"), shapes[EMBEDDING][1]
@@ -67,12 +66,14 @@ def _optimizer_pairs(files: DistFiles, dtypes: Mapping[str, str]) -> Iterator[tu
             yield "params_dtype", dtype.name, dtypes[EMBEDDING]
 
 
-def _count(number: re.Pattern[str], names: Iterable[str]) -> int | str:
-    """How many numbers there are in the names, or which, where they are not 0 to one less than
-    that.
-    """
-    matches = filter(None, map(number.fullmatch, names))
-    numbers = sorted({int(match[1]) for match in matches})
+def _expert_of(name: str) -> int | None:
+    match = _EXPERT.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def _count(found: Iterable[int | None]) -> int | str:
+    """How many numbers there are, or which, where they are not 0 to one less than that."""
+    numbers = sorted({number for number in found if number is not None})
     return len(numbers) if numbers == list(range(len(numbers))) else f"only {numbers}"
 
 

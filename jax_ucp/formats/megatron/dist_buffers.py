@@ -29,13 +29,14 @@ from jax_ucp.formats.megatron.walk import (
     TIED,
     Part,
     buffer_walk,
+    in_layer,
     is_expert,
+    layer_of,
     tails_before,
 )
 from jax_ucp.layout.box import Box, range_boxes
 from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
 
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"decoder\.layers\.(\d+)\.mlp\.experts\.(\d+)\.linear_fc([12])\.(weight|bias)")
 _KINDS = ("weight", "bias")
 _MODULES = (
@@ -257,7 +258,7 @@ def _chunk_layers(args: Args, layers: int, p: int, v: int) -> list[int]:
     return counts
 
 
-def places(args: Args, expert: bool) -> list[Place]:
+def model_parallel_ranks(args: Args, expert: bool) -> list[Place]:
     """The model-parallel ranks, by the numbers of their groups: tp, then ep for experts, then
     pp.
     """
@@ -266,7 +267,7 @@ def places(args: Args, expert: bool) -> list[Place]:
     if not expert:
         return [Place(rank + t * pp, pp, rank) for pp in range(p) for rank in range(t)]
     e = args.degree("expert_model_parallel_size")
-    etp = expert_ranks(args)
+    etp = args.expert_ranks
     return [
         Place(r + etp * (ep + e * pp), pp, r, ep)
         for pp in range(p)
@@ -279,13 +280,9 @@ def stage_of(args: Args, expert: bool, group: int) -> int | None:
     """The pipeline stage of the model-parallel rank with this number; None where the args know
     no such rank.
     """
-    return next((place.pp for place in places(args, expert) if place.group == group), None)
-
-
-def expert_ranks(args: Args) -> int:
-    """The tensor-parallel ranks of an expert, which are those of the rest unless said otherwise."""
-    own = args.get("expert_tensor_parallel_size") is not None
-    return args.degree("expert_tensor_parallel_size" if own else "tensor_model_parallel_size")
+    return next(
+        (place.pp for place in model_parallel_ranks(args, expert) if place.group == group), None
+    )
 
 
 def plan_buffers(
@@ -303,7 +300,7 @@ def plan_buffers(
     multiple = math.lcm(
         dp, 128, 1 << 16 if args.optional("ddp_pad_buckets_for_high_nccl_busbw") else 1
     )
-    ranks = places(args, bool(expert))
+    ranks = model_parallel_ranks(args, bool(expert))
     buffers: dict[tuple[int, int, int, str], Buffer] = {}
     for pp, ep in sorted({(place.pp, place.ep) for place in ranks}):
         chunks = _chunks_of(args, stages, pp, ep)
@@ -339,7 +336,7 @@ def _data_ranks(args: Args, expert: bool) -> int:
         return args.degree("data_parallel_size") * args.degree("context_parallel_size")
     world = args.degree("world_size")
     degrees = (args.degree(f"{kind}_model_parallel_size") for kind in ("pipeline", "expert"))
-    return max(1, world // (math.prod(degrees) * expert_ranks(args)))
+    return max(1, world // (math.prod(degrees) * args.expert_ranks))
 
 
 def _by_dtype(
@@ -418,11 +415,11 @@ def _module_order(name: str, modules: Sequence[str], grouped: bool) -> tuple[int
         )
         return _LAYERS, expert.layer, modules.index("mlp.experts"), *within
     module, _, kind = name.rpartition(".")
-    layer = _LAYER.fullmatch(module)
+    layer = in_layer(module)
     if kind in _KINDS and module in _OUTER:
         return _OUTER[module], _KINDS.index(kind)
-    if kind in _KINDS and layer and layer[2] in modules:
-        return _LAYERS, int(layer[1]), modules.index(layer[2]), _KINDS.index(kind)
+    if kind in _KINDS and layer and layer[1] in modules:
+        return _LAYERS, layer[0], modules.index(layer[1]), _KINDS.index(kind)
     raise FormatError(
         f"where {name} lies in a flat buffer is not known here; save the optimizer with "
         "--dist-ckpt-optim-fully-reshardable, or open the weights alone (weights_only)"
@@ -443,8 +440,8 @@ class _Chunk:
     def has(self, name: str) -> bool:
         if expert := _expert_of(name):
             return expert.layer in self.layers and expert.number in self.experts
-        if layer := _LAYER.fullmatch(name):
-            return int(layer[1]) in self.layers
+        if (layer := layer_of(name)) is not None:
+            return layer in self.layers
         return self.first if name.startswith("embedding.") else self.last
 
 

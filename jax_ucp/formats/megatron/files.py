@@ -105,6 +105,14 @@ class Args:
         return value
 
     @property
+    def expert_ranks(self) -> int:
+        """The tensor-parallel ranks of an expert, which are those of the rest unless said
+        otherwise.
+        """
+        own = self.get("expert_tensor_parallel_size") is not None
+        return self.degree("expert_tensor_parallel_size" if own else "tensor_model_parallel_size")
+
+    @property
     def copies_embedding(self) -> bool:
         """Whether the last pipeline stage has a copy of the word embedding, to which its output
         layer is tied.
@@ -165,7 +173,7 @@ def _rank_folders(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir() if p.is_dir() and _FOLDER.fullmatch(p.name))
 
 
-def places(args: Args) -> list[tuple[int, int, int, int]]:
+def writing_ranks(args: Args) -> list[tuple[int, int, int, int]]:
     """(tp, pp, ep, etp) of every rank that writes files, in the order of ranks.
 
     They are the ranks whose expert-data-parallel rank is 0: of each pipeline stage the first ep *
@@ -174,8 +182,7 @@ def places(args: Args) -> list[tuple[int, int, int, int]]:
     t, p, e = (
         args.degree(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")
     )
-    etp = args.get("expert_tensor_parallel_size")
-    etp = args.degree("expert_tensor_parallel_size") if etp is not None else t
+    etp = args.expert_ranks
     if etp > t or not {r % t for r in range(e * etp)} == set(range(t)):
         raise FormatError(
             f"with tensor parallelism {t}, expert parallelism {e} and expert tensor parallelism"
@@ -203,7 +210,7 @@ def open_ranks(folder: Path, weights_only: bool = False) -> tuple[Args, list[Ran
     args = Args(args_of(_tree(TorchFile(path)), path))
     p, e = args.degree("pipeline_model_parallel_size"), args.degree("expert_model_parallel_size")
     ranks: list[Rank] = []
-    for tp, pp, ep, etp in places(args):
+    for tp, pp, ep, etp in writing_ranks(args):
         name = f"mp_rank_{tp:02d}" + f"_{pp:03d}" * (p > 1) + f"_{ep:03d}" * (e > 1)
         path = folder / name / MODEL_FILE
         if not path.is_file():

@@ -23,6 +23,7 @@ import numpy as np
 
 from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint
 from jax_ucp.formats.assemble import Import
+from jax_ucp.formats.megatron import notes
 from jax_ucp.formats.megatron.dist_proof import is_precision_aware, prove_precision_aware
 from jax_ucp.formats.megatron.files import (
     OPTIM_FILE,
@@ -214,7 +215,7 @@ class _Reader:
         return modules
 
     def _skip_extra_state(self, rank: Rank, label: str, state: Any) -> None:
-        reason = "what a module of TransformerEngine keeps beside its weights, such as fp8 scales"
+        reason = f"{notes.TRANSFORMER_ENGINE}, such as fp8 scales"
         if isinstance(state, StoredTensor):
             self.found.skip(rank.key(state), "", reason)
         else:
@@ -305,7 +306,7 @@ class _Reader:
     def _states(self, name: str, layout: ParamLayout) -> None:
         if name.endswith(BUFFERS):
             weights = _consolidated(layout, self.keys["weight", name])
-            self.found.parameter("buffer", name, weights, "a buffer of the model")
+            self.found.parameter("buffer", name, weights, notes.BUFFER)
             return
         states = [state for state, n in self.keys if n == name and state != "weight"]
         states.sort(key=lambda state: (state != "param", state == "step"))
@@ -318,10 +319,7 @@ class _Reader:
     def _weight(self, name: str, layout: ParamLayout, has_master: bool) -> None:
         weights = self.keys["weight", name]
         if has_master:
-            reason = (
-                f"the weight that the model computes with, a copy of the master of {name}; verify"
-                " compares"
-            )
+            reason = notes.copy_of_master(name)
             for copy in _copies(weights, len(layout.shards)):
                 self.found.duplicate("param", name, Consolidated(layout, copy), reason)
             return
@@ -339,7 +337,7 @@ class _Reader:
         if state == "step":
             flat = [key for _, copies in sorted(keys.items()) for key in copies]
             one = Consolidated(Replicated().join([()] * len(flat)), flat)
-            self.found.parameter(state, name, one, "how often the optimizer stepped")
+            self.found.parameter(state, name, one, notes.STEP)
         else:
             self.found.parameter(state, name, _consolidated(layout, keys), f"{state} of {name}")
 
@@ -361,7 +359,6 @@ class _Reader:
             raise FormatError(
                 f"{self.folder}: the output layer is tied to {EMBEDDING}, which is in no file"
             )
-        reason = f"the last pipeline stage's copy of {EMBEDDING}, compared with it by verify"
         for state in [state for state, n in self.keys if n == TIED]:
             keys = self.keys[state, TIED]
             main = "param" if state == "weight" else state
@@ -371,17 +368,18 @@ class _Reader:
                 )
             one = Replicated().join([()] * len(layout.shards)) if state == "step" else layout
             for copy in _copies(keys, len(layout.shards)):
-                self.found.duplicate(main, EMBEDDING, Consolidated(one, copy), reason)
+                self.found.duplicate(
+                    main, EMBEDDING, Consolidated(one, copy), notes.COPY_OF_EMBEDDING
+                )
 
     def _leave_optimizer(self, rank: Rank) -> None:
-        reason = "of the optimizer, which was to be left aside (weights_only)"
         for key in rank.model.arrays():
             if key.startswith("optimizer/"):
-                self.found.leave(f"{rank.name}:{key}", "", reason)
+                self.found.leave(f"{rank.name}:{key}", "", notes.LEFT)
         if (rank.folder / OPTIM_FILE).is_file():
-            self.found.skip(f"{rank.folder.name}/{OPTIM_FILE}", "file", reason)
+            self.found.skip(f"{rank.folder.name}/{OPTIM_FILE}", "file", notes.LEFT)
         if "optimizer" in rank.tree:
-            self.found.skip(f"{rank.name}:optimizer", "param_groups", reason)
+            self.found.skip(f"{rank.name}:optimizer", "param_groups", notes.LEFT)
 
     def _keep_apart(self, reason: str) -> None:
         """Keep the optimizer's tensors under `other`, by their places in the files."""
@@ -416,30 +414,24 @@ class _Reader:
                 elif not name.startswith("model"):
                     self.found.extra(rank.name, name, value)
             if rank.optim is not None:
-                what = "says how the flat buffers lie; parameters have no such thing"
-                self.found.skip(f"{rank.folder.name}/{OPTIM_FILE}:buffers", "layout", what)
+                where = f"{rank.folder.name}/{OPTIM_FILE}:buffers"
+                self.found.skip(where, "layout", notes.LAYOUT)
 
     def _notes(self) -> None:
         padded = self.args.get("padded_vocab_size")
         if "vocab" not in self.options.sizes and ("weight", EMBEDDING) in self.keys:
-            self.found.notes.append(
-                f"Megatron does not record the true vocabulary: all {padded} padded rows of the"
-                " embeddings are kept. Say it with sizes={'vocab': ...} (--size vocab=...) and"
-                " the others are left out"
-            )
+            self.found.notes.append(notes.padded_vocabulary(padded))
         if self.optimizer and any(numbered_alone(rank.tree["optimizer"]) for rank in self.ranks):
             self.found.notes.append(
                 "optimizer states go by numbers, in Megatron's own order, which is that of the"
                 " model's keys; no master in the files proves it"
             )
         if self.options.weights_only:
-            self.found.notes.append("weights alone: of a 16-bit run these are not the fp32 masters")
+            self.found.notes.append(notes.WEIGHTS_ALONE)
         elif all(rank.tree.get("optimizer") is None for rank in self.ranks):
-            self.found.notes.append("the checkpoint was saved without its optimizer")
+            self.found.notes.append(notes.WITHOUT_OPTIMIZER)
         if self.args.absent:
-            self.found.notes.append(
-                f"args lack {', '.join(self.args.absent)}; Megatron's defaults were taken"
-            )
+            self.found.notes.append(notes.defaults_taken(self.args.absent))
 
 
 def _is_state(path: Sequence[str]) -> bool:

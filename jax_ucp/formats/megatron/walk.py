@@ -42,10 +42,20 @@ class Part:
     transposed: bool = False
 
 
-def layer_of(local: str) -> int | None:
-    """The number of the layer, counted within its model chunk, or None for what is in none."""
-    match = _LAYER.fullmatch(local)
-    return int(match[1]) if match else None
+def in_layer(name: str) -> tuple[int, str] | None:
+    """The number of the layer and the name inside it, or None for what is in none.
+
+    >>> in_layer("decoder.layers.3.mlp.linear_fc1.weight")
+    (3, 'mlp.linear_fc1.weight')
+    """
+    match = _LAYER.fullmatch(name)
+    return (int(match[1]), match[2]) if match else None
+
+
+def layer_of(name: str) -> int | None:
+    """The number of the layer, counted as the name counts: in a rank's file within its chunk."""
+    place = in_layer(name)
+    return place[0] if place else None
 
 
 def local_norm(inner: str) -> str:
@@ -81,10 +91,11 @@ def parts_of(
     >>> [part.name for part in parts_of(weight, (12, 8), 0, range(2, 3), 8)]
     ['decoder.layers.0.mlp.experts.2.linear_fc2.weight']
     """
-    match = _LAYER.fullmatch(local)
-    if match is None:
+    place = in_layer(local)
+    if place is None:
         return [Part(local, 0, shape)]
-    prefix, inner = f"decoder.layers.{first_layer + int(match[1])}.", local_norm(match[2])
+    layer, name = place
+    prefix, inner = f"decoder.layers.{first_layer + layer}.", local_norm(name)
     if expert := _LOCAL_EXPERT.fullmatch(inner):
         if int(expert[1]) >= len(experts):
             raise FormatError(f"{local}: the rank should have {len(experts)} experts")

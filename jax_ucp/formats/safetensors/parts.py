@@ -74,12 +74,7 @@ def joined(name: str, parts: Sequence[tuple[str, Box]]) -> Consolidated:
             f"{name} has another number of axes in {parts[0][0]} than in others of {len(parts)}"
             " files"
         )
-    first: dict[Box, str] = {}
-    for key, box in parts:
-        if box.size and first.setdefault(box, key) != key:
-            raise FormatError(
-                f"{name} is stored twice: {box} of it is in {first[box]} and in {key}"
-            )
+    _refuse_twice(name, parts)
     shape = tuple(max(ends) for ends in zip(*(box.stop for _, box in parts), strict=True))
     fragments = [
         Fragment(i, Box.whole(box.shape), box) for i, (_, box) in enumerate(parts) if box.size
@@ -90,36 +85,51 @@ def joined(name: str, parts: Sequence[tuple[str, Box]]) -> Consolidated:
     )
 
 
+def _refuse_twice(name: str, parts: Sequence[tuple[str, Box]]) -> None:
+    """Raise FormatError where the same block of a tensor is stored under two keys."""
+    first: dict[Box, str] = {}
+    for key, box in parts:
+        if box.size and first.setdefault(box, key) != key:
+            raise FormatError(
+                f"{name} is stored twice: {box} of it is in {first[box]} and in {key}"
+            )
+
+
 def unproved(files: Collection[str]) -> str | None:
     """What cannot be proved of a checkpoint in which ranks wrote these files; None if no rank wrote
     parts.
 
     Raises FormatError where their names count a file that no rank has.
     """
-    shards = {
-        (int(m[1]), int(m[2])): int(m[3]) for file in files if (m := _SHARD_FILE.fullmatch(file))
-    }
-    if not shards:
+    names = list(filter(None, map(_SHARD_FILE.fullmatch, files)))
+    if not names:
         return None
-    ranks, parts = max(rank for rank, _ in shards), max(shards.values())
-    of_any_rank = {part for _, part in shards}
-    if (
-        gone := next((part for part in range(1, parts + 1) if part not in of_any_rank), None)
-    ) is not None:
-        raise FormatError(
-            f"{next(iter(files))} says by its name that ranks have {parts} files, but none has one"
-            f" called model-{gone:05}-of-{parts:05}: the model is not whole without it"
-        )
-    every = ((rank, part) for rank in range(1, ranks + 1) for part in range(1, parts + 1))
-    absent = itertools.islice((each for each in every if each not in shards), _ABSENT_SHOWN)
-    names = ", ".join(f"shard-{rank:05}-model-{part:05}-of-{parts:05}" for rank, part in absent)
+    shards = {(int(name[1]), int(name[2])) for name in names}
+    ranks = max(rank for rank, _ in shards)
+    parts = max(int(name[3]) for name in names)
+    _require_parts(next(iter(files)), parts, {part for _, part in shards})
+    absent = _absent(ranks, parts, shards)
+    gaps = f". Not there, which is right only if those ranks had nothing to write: {absent}"
     return (
         f"{ranks} ranks wrote parts of tensors, but neither how many there were nor the shapes of"
         " the tensors are recorded: compare the shapes with the model's, a missing last rank shows"
-        " nowhere else"
-        + (
-            f". Not there, which is right only if those ranks had nothing to write: {names}"
-            if names
-            else ""
-        )
+        f" nowhere else{gaps if absent else ''}"
     )
+
+
+def _require_parts(file: str, parts: int, there: Collection[int]) -> None:
+    """Raise FormatError where no rank has a file of some number, of those that `file` counts."""
+    for part in range(1, parts + 1):
+        if part not in there:
+            raise FormatError(
+                f"{file} says by its name that ranks have {parts} files, but none has one called"
+                f" model-{part:05}-of-{parts:05}: the model is not whole without it"
+            )
+
+
+def _absent(ranks: int, parts: int, shards: Collection[tuple[int, int]]) -> str:
+    """The first files that some ranks have and others have not."""
+    every = ((rank, part) for rank in range(1, ranks + 1) for part in range(1, parts + 1))
+    absent = itertools.filterfalse(shards.__contains__, every)
+    first = itertools.islice(absent, _ABSENT_SHOWN)
+    return ", ".join(f"shard-{rank:05}-model-{part:05}-of-{parts:05}" for rank, part in first)

@@ -100,25 +100,28 @@ def read_weights(path: Path, folder: Path, names: Sequence[str]) -> Import:
     facts = Facts(folder)
     parts: dict[str, list[tuple[str, Box]]] = defaultdict(list)
     for name, file in files.items():
-        if path.is_file() and MARK in file.metadata and not WHOLE_FILE.fullmatch(name):
-            raise FormatError(
-                f"{path} holds one rank's parts of tensors (torch DCP): open its folder"
-            )
-        if MARK in file.metadata and file.packed:
-            raise FormatError(
-                f"{folder / name} has parts of tensors of {', '.join({*file.packed.values()})}"
-            )
+        if MARK in file.metadata:
+            _check_parts(path, name, file)
         for key, box in boxes(file.path, file.metadata, file.arrays()).items():
             parts[key].append((f"{name}:{key}", box))
         for key in file.metadata.keys() & {*COUNTS}:
             facts.state(name, key, file.metadata[key])
         _keep_header(found, name, file)
     for key, where in parts.items():
-        reason = f"the parameter {key}" + (f", one of {len(where)} parts" if len(where) > 1 else "")
-        found.parameter("param", key, joined(key, where), reason)
+        several = f", one of {len(where)} parts" if len(where) > 1 else ""
+        found.parameter("param", key, joined(key, where), f"the parameter {key}{several}")
     if note := unproved(files):
         found.notes.append(note)
     return found
+
+
+def _check_parts(path: Path, name: str, file: SafetensorsFile) -> None:
+    """Raise FormatError for a file with parts of tensors that is opened alone, or is packed."""
+    if path.is_file() and not WHOLE_FILE.fullmatch(name):
+        raise FormatError(f"{path} holds one rank's parts of tensors (torch DCP): open its folder")
+    if file.packed:
+        dtypes = ", ".join({*file.packed.values()})
+        raise FormatError(f"{file.path} has parts of tensors of {dtypes}")
 
 
 def _keep_header(found: Import, name: str, file: SafetensorsFile) -> None:
@@ -243,23 +246,31 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[ArrayInfo, int, int]:
         raise FormatError(
             f"{path}: {name} has dtype {dtype}, which numpy and ml_dtypes do not have"
         )
-    # numpy makes no array without elements whose other axes are beyond any array.
-    if (
-        not all(type(n) is int and 0 <= n < 1 << 40 for n in shape)
-        or math.prod(n or 1 for n in shape) > 1 << 58
-    ):
+    if not _is_shape(shape):
         raise FormatError(f"{path}: {name} has shape {shape!r:.80}")
-    info = (
-        _packed(shape, dtype)
-        if dtype in _PACKED_BITS
-        else ArrayInfo(tuple(shape), np.dtype(_DTYPES[dtype]))
-    )
+    info = _info(shape, dtype)
     if info is None or end - begin != info.nbytes or begin < 0:
         raise FormatError(
             f"{path}: {name} of {dtype} {shape} lies at bytes {begin} to {end}, which is not its"
             " size"
         )
     return info, begin, end
+
+
+def _is_shape(shape: Sequence[Any]) -> bool:
+    """Whether these are the sizes of an array that there can be. numpy makes none without elements
+    whose other axes are beyond any array.
+    """
+    if not all(type(n) is int and 0 <= n < 1 << 40 for n in shape):
+        return False
+    return math.prod(n or 1 for n in shape) <= 1 << 58
+
+
+def _info(shape: Sequence[int], dtype: str) -> ArrayInfo | None:
+    """The array of a tensor; None if its elements are less than a byte, and fill no whole ones."""
+    if dtype in _PACKED_BITS:
+        return _packed(shape, dtype)
+    return ArrayInfo(tuple(shape), np.dtype(_DTYPES[dtype]))
 
 
 def _packed(shape: Sequence[int], dtype: str) -> ArrayInfo | None:

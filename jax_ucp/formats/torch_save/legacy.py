@@ -79,14 +79,17 @@ class _Storages:
             )
         size = numel * kind.dtype.itemsize
         known, known_numel = self.roots.setdefault(root, (kind, numel))
-        assert known.dtype is not None, "of the storages that come here"
-        if numel < 0 or known_numel * known.dtype.itemsize != size:
+        if numel < 0 or known_numel * _itemsize(known) != size:
             raise CorruptData(
                 f"storage {root[:80]!r} has {known_numel} elements of {known} and {numel} of {kind}"
                 " at once"
             )
         if view is None:
             return Storage(root, kind, size)
+        return self._view(root, kind, numel, view)
+
+    def _view(self, root: str, kind: StorageClass, numel: int, view: object) -> Storage:
+        """The storage that is a part of another: (key, first element, number of elements)."""
         match view:
             case (str(), int(offset), int(length)) if (
                 min(offset, length) >= 0 and offset + length <= numel
@@ -97,30 +100,20 @@ class _Storages:
                     f"{view!r:.80} is no part of storage {root[:80]!r} of {numel} elements"
                 )
         key = f"{root}[{offset}:{offset + length}]"
-        first, length = offset * kind.dtype.itemsize, length * kind.dtype.itemsize
-        if self.views.setdefault(key, (root, first, length)) != (root, first, length):
+        part = root, offset * _itemsize(kind), length * _itemsize(kind)
+        if self.views.setdefault(key, part) != part:
             raise CorruptData(f"{key[:80]!r} is said to have two dtypes")
-        return Storage(key, kind, length)
+        return Storage(key, kind, part[2])
 
     def members(
         self, keys: Any, data: bytes | mmap, at: int, start: int, stop: int
     ) -> dict[str, Member]:
         """Where each storage lies, as a member of a zip file would; `at` counts from `start`."""
-        if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-            raise FormatError("the list of storages is no list of keys")
-        if len(set(keys)) != len(keys) or set(keys) != self.roots.keys():
-            raise CorruptData("the list of storages does not name just those that the object has")
         found: dict[str, Member] = {}
-        for key in keys:
+        for key in self._checked(keys):
             kind, numel = self.roots[key]
-            assert kind.dtype is not None
-            head = data[start + at : min(start + at + 8, stop)]
-            if len(head) < 8 or int.from_bytes(head, "little", signed=True) != numel:
-                raise CorruptData(
-                    f"storage {key[:80]!r} should be {numel} elements, but the file says"
-                    f" {head.hex() or 'no'}"
-                )
-            size = numel * kind.dtype.itemsize
+            size = numel * _itemsize(kind)
+            _check_length(data[start + at : min(start + at + 8, stop)], key, numel)
             found[key] = Member(key, at + 8, size, size, 0, False)
             at += 8 + size
             if start + at > stop:
@@ -134,3 +127,25 @@ class _Storages:
                 raise FormatError(f"storage {key[:80]!r} and a view of {root[:80]!r} have one name")
             found[key] = Member(key, found[root].offset + first, length, length, 0, False)
         return found
+
+    def _checked(self, keys: Any) -> list[str]:
+        """The file's list of storages, which must name each one of the object once."""
+        if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+            raise FormatError("the list of storages is no list of keys")
+        if len(set(keys)) != len(keys) or set(keys) != self.roots.keys():
+            raise CorruptData("the list of storages does not name just those that the object has")
+        return keys
+
+
+def _check_length(head: bytes, key: str, numel: int) -> None:
+    """Raise CorruptData where the 8 bytes before a storage do not say its number of elements."""
+    if len(head) < 8 or int.from_bytes(head, "little", signed=True) != numel:
+        raise CorruptData(
+            f"storage {key[:80]!r} should be {numel} elements, but the file says"
+            f" {head.hex() or 'no'}"
+        )
+
+
+def _itemsize(kind: StorageClass) -> int:
+    assert kind.dtype is not None, "`named` refuses storages without a dtype"
+    return kind.dtype.itemsize

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from jax_ucp.formats.torch_save.optimizer_dicts import Steps, head, joined
+from jax_ucp.formats.listing import listed
+from jax_ucp.formats.torch_save.optimizer_dicts import Steps, head, joined, prefixes
 from jax_ucp.formats.torch_save.state_paths import has_word
 from jax_ucp.formats.torch_save.tensor_names import StoredTensor
 from jax_ucp.formats.torch_save.unpickle import Opaque, children, walk
@@ -65,8 +66,10 @@ def weights_place(
 
 def _root_of(path: Steps, name: str) -> Steps | None:
     """The dict from which a path is called `name`."""
-    roots = (path[:depth] for depth in range(len(path)))
-    return next((root for root in roots if joined(path[len(root) :]) == name), None)
+    for root in prefixes(path):
+        if joined(path[len(root) :]) == name:
+            return root
+    return None
 
 
 def in_optimizer(path: Steps, optimizer: Steps) -> bool:
@@ -76,8 +79,10 @@ def in_optimizer(path: Steps, optimizer: Steps) -> bool:
 
 def _before_state(path: Steps) -> Steps:
     """The path of the optimizer's dict, of a path to a state in it."""
-    roots = (path[:depth] for depth in range(len(path)))
-    return next((root for root in roots if _is_state(path[len(root) :])), path)
+    for root in prefixes(path):
+        if _is_state(path[len(root) :]):
+            return root
+    return path
 
 
 def _is_state(path: Steps) -> bool:
@@ -112,9 +117,8 @@ def unknown_notes(names: Collection[str]) -> list[str]:
     """
     if not names:
         return []
-    shown = ", ".join(sorted(names)[:NAMES_SHOWN])
-    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    shown = listed(sorted(names), NAMES_SHOWN)
     return [
-        f"the files name classes that are not known here: {shown}{more}. Nothing was imported;"
+        f"the files name classes that are not known here: {shown}. Nothing was imported;"
         " their objects are kept closed, as extras, and decide nothing"
     ]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,11 +86,9 @@ def optimizer_dicts(
     for path in dict.fromkeys([*groups, *flattened]):
         if _first_prefix(path, optimizers) is None and path not in optimizers:
             optimizers[path] = OptimizerDict(path, has_state=False)
-    names: dict[Steps, dict[int, str]] = {}
+    names = {path: _names_of_numbers(groups[path]) for path in optimizers}
     for path, optimizer in optimizers.items():
-        names[path] = _names_of_numbers(groups[path])
-        optimizer.groups = [Group(_owners(group, names[path]), group) for group in groups[path]]
-        optimizer.groups += [Group((name,), group) for name, group in flattened[path].items()]
+        optimizer.groups = _told(groups[path], flattened[path], names[path])
         optimizer.flattened = bool(flattened[path])
     for name, stored in tensors.items():
         path = _first_prefix(stored, with_state)
@@ -99,10 +97,26 @@ def optimizer_dicts(
     return optimizers
 
 
+def _told(
+    groups: Sequence[Mapping[str, Any]],
+    flattened: Mapping[str, Mapping[str, Any]],
+    names: Mapping[int, str],
+) -> list[Group]:
+    """The groups of an optimizer; `flattened` are settings by the one parameter that they are
+    for.
+    """
+    listed = [Group(_owners(group, names), group) for group in groups]
+    return listed + [Group((name,), settings) for name, settings in flattened.items()]
+
+
+def prefixes(path: Steps) -> Iterator[Steps]:
+    """The dicts in which a path lies, the outermost first."""
+    return (path[:depth] for depth in range(len(path)))
+
+
 def _first_prefix(path: Steps, dicts: Container[Steps]) -> Steps | None:
     """The outermost of some dicts in which a path lies."""
-    prefixes = (path[:depth] for depth in range(len(path)))
-    return next((prefix for prefix in prefixes if prefix in dicts), None)
+    return next(filter(dicts.__contains__, prefixes(path)), None)
 
 
 def optimizer_paths(paths: Iterable[Steps]) -> list[Steps]:
@@ -115,8 +129,8 @@ def optimizer_paths(paths: Iterable[Steps]) -> list[Steps]:
     """
     heads: dict[Steps, set[str]] = defaultdict(set)
     for path in paths:
-        for depth, step in enumerate(path):
-            heads[path[:depth]].add(head(step))
+        for prefix, step in zip(prefixes(path), path, strict=True):
+            heads[prefix].add(head(step))
     optimizers = [path for path, keys in heads.items() if keys >= {"state", "param_groups"}]
     every = frozenset(optimizers)
     return [path for path in optimizers if _first_prefix(path, every) is None]

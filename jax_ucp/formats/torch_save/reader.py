@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from jax_ucp.errors import FormatError
@@ -100,37 +101,58 @@ def _whole(path: Path) -> Path:
     return path.parent.parent if path.parent.name.startswith("mp_rank_") else path.parent
 
 
-def _tensors(found: Import, files: Mapping[str, TorchFile], options: Options) -> None:
-    stored: dict[str, tuple[str, StoredTensor]] = {}
-    paths: dict[str, Steps] = {}
-    objects: dict[Steps, tuple[TorchFile, object]] = {}
-    for name, file in files.items():
+@dataclass
+class _Tree:
+    """What the nested dicts and lists of the files hold, by path: `stored` are tensors with their
+    keys, by the path joined by dots, which `paths` have.
+    """
+
+    stored: dict[str, tuple[str, StoredTensor]] = field(default_factory=dict)
+    paths: dict[str, Steps] = field(default_factory=dict)
+    objects: dict[Steps, tuple[TorchFile, object]] = field(default_factory=dict)
+
+    def add(self, found: Import, name: str, file: TorchFile) -> None:
         for path, node in _leaves(file.tree, ()):
             if not isinstance(node, StoredTensor):
-                objects[path] = file, node
+                self.objects[path] = file, node
                 continue
-            label = ".".join(map(str, path)) or BARE
-            if label in stored:
+            label = _label(path)
+            if label in self.stored:
                 raise FormatError(
                     f"{file.path}: {label!r} would be two tensors, of which one is"
-                    f" {stored[label][0]}"
+                    f" {self.stored[label][0]}"
                 )
-            stored[label] = f"{name}:{node.key}", node
-            paths[label] = path or (0,)
+            self.stored[label] = f"{name}:{node.key}", node
+            self.paths[label] = path or (0,)
             if node.attributes:
                 found.extra(name, f"attributes of {label}", node.attributes)
-    values = {path: node for path, (_, node) in objects.items()}
-    tensors = {label: _stored(paths[label], key, tensor) for label, (key, tensor) in stored.items()}
+
+
+def _label(path: Steps) -> str:
+    return ".".join(map(str, path)) or BARE
+
+
+def _tensors(found: Import, files: Mapping[str, TorchFile], options: Options) -> None:
+    tree = _Tree()
+    for name, file in files.items():
+        tree.add(found, name, file)
+    values = {path: node for path, (_, node) in tree.objects.items()}
+    tensors = {
+        label: _stored(tree.paths[label], key, tensor)
+        for label, (key, tensor) in tree.stored.items()
+    }
     places = found.placed(tensors, values, options)
-    _check_aside(found, objects, weights_place(paths, places.at, places.in_optimizers))
+    aside = weights_place(tree.paths, places.at, places.in_optimizers)
+    _check_aside(found, tree.objects, aside)
     left = places.in_optimizers if options.weights_only else frozenset[str]()
-    for label, (key, tensor) in stored.items():
+    for label, (key, tensor) in tree.stored.items():
         state, name = places.at[label]
+        what = f"{state} of {name}"
         if label in left:
-            found.leave(key, "", f"{state} of {name}: only weights were asked for")
-        else:
-            reason = f"{state} of {name}" if state != "other" else "a tensor beside the model"
-            found.parameter(state, name, Consolidated(Unique().join([tensor.shape]), [key]), reason)
+            found.leave(key, "", f"{what}: only weights were asked for")
+            continue
+        reason = what if state != "other" else "a tensor beside the model"
+        found.parameter(state, name, Consolidated(Unique().join([tensor.shape]), [key]), reason)
     found.notes += places.notes
 
 
@@ -142,7 +164,7 @@ def _check_aside(
     """
     needed: dict[Path, dict[str, str]] = {}
     for path, (file, node) in objects.items():
-        label = ".".join(map(str, path)) or BARE
+        label = _label(path)
         reason = next(filter(None, (unreadable(inner) for _, inner in walk(node))), "")
         aside = where.is_aside(path)
         if reason and aside:

@@ -30,7 +30,7 @@ from jax_ucp.formats.pairing import (
     only_division,
     only_pairing,
 )
-from jax_ucp.formats.torch_save.optimizer_dicts import OptimizerDict, Owner, Steps, joined
+from jax_ucp.formats.torch_save.optimizer_dicts import OptimizerDict, Owner, Steps, joined, prefixes
 from jax_ucp.layout.fragments import Shape
 
 NUMBERS = "they go by numbers, and nothing stored says which parameter has which number"
@@ -345,9 +345,7 @@ class _Pairing:
         self._exclude_others(members)
         groups: list[list[Member]] = []
         for optimizer in optimizers:
-            groups += (
-                [(optimizer.path, owner) for owner in owners] for owners in optimizer.lists()
-            )
+            groups += _groups_of(optimizer)
 
         def fits(name: str, group: int, place: int) -> bool:
             return not contradiction(members[groups[group][place]], self.outside[name].shape)
@@ -452,10 +450,10 @@ class _Pairing:
 
     def _tensors_of(self, names: Sequence[str]) -> dict[str, str]:
         """The tensors of names: all of them from the top of the file, or all in the model."""
-        in_model = self.dicts[self.model] if self.model is not None else {}
-        in_file = {name: name for name in names if name in self.outside}
-        tensors = {name: in_model[name] for name in names if name in in_model}
         wanted = set(names)
+        in_model = self.dicts[self.model] if self.model is not None else {}
+        in_file = {name: name for name in self.outside.keys() & wanted}
+        tensors = {name: in_model[name] for name in in_model.keys() & wanted}
         if tensors.keys() == wanted == in_file.keys():
             if not self._same_tensors(tensors, in_file):
                 raise Undecided(
@@ -464,14 +462,18 @@ class _Pairing:
             return tensors
         if in_file.keys() == wanted:
             return in_file
-        if self.model is not None and tensors.keys() == wanted:
-            self._refuse_rivals(self.model, tensors)
-            return tensors
+        if self.model is None or tensors.keys() != wanted:
+            raise self._no_parameter(names, in_model)
+        tensors = {name: in_model[name] for name in names}
+        self._refuse_rivals(self.model, tensors)
+        return tensors
+
+    def _no_parameter(self, names: Sequence[str], in_model: Mapping[str, str]) -> Undecided:
+        """The error for a name that the model has not: one that nothing has, if there is one."""
         unknown = [name for name in names if name not in in_model]
         lost = next((name for name in unknown if name not in self.outside), unknown[0])
-        raise Undecided(
-            f"{lost} is not a parameter of the model, which has {', '.join([*in_model][:3])}, ..."
-        )
+        first = ", ".join([*in_model][:3])
+        return Undecided(f"{lost} is not a parameter of the model, which has {first}, ...")
 
     def _refuse_rivals(self, model: Steps, tensors: Mapping[str, str]) -> None:
         """Raise Undecided where dicts beside the model have all these names for other tensors."""
@@ -556,6 +558,12 @@ class _Pairing:
         return tensor if others else name
 
 
+def _groups_of(optimizer: OptimizerDict) -> Iterator[list[Member]]:
+    """The parameters of each group of an optimizer."""
+    for owners in optimizer.lists():
+        yield [(optimizer.path, owner) for owner in owners]
+
+
 @dataclass
 class _States:
     """Of an optimizer the shapes of states by owner, the place of each state, and states that
@@ -577,8 +585,7 @@ def relative(path: Steps, root: Steps) -> Steps | None:
 
 def names_by_dict(path: Steps) -> Iterator[tuple[Steps, str]]:
     """The dicts in which a path lies, the outermost first, and the name that it has from there."""
-    for depth in range(len(path)):
-        root = path[:depth]
+    for root in prefixes(path):
         if (inner := relative(path, root)) is not None:
             yield root, joined(inner)
 

@@ -18,13 +18,20 @@ A path is the keys that lead to something stored. The rules, in order:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from jax_ucp.formats.options import Options
-from jax_ucp.formats.torch_save.optimizer_dicts import OptimizerDict, Steps, joined, optimizer_dicts
+from jax_ucp.formats.torch_save.optimizer_dicts import (
+    OptimizerDict,
+    Owner,
+    Steps,
+    joined,
+    optimizer_dicts,
+    prefixes,
+)
 from jax_ucp.formats.torch_save.state_pairing import Stored, names_by_dict, pair_states, relative
 
 MODEL_WORDS = ("model", "module", "state_dict", "model_state_dict", "model_state")
@@ -66,14 +73,9 @@ def places(
     """
     found = Places()
     optimizers = optimizer_dicts({name: stored.path for name, stored in tensors.items()}, objects)
-    with_state = {path for path, optimizer in optimizers.items() if optimizer.has_state}
-    found.in_optimizers = {name for name in tensors if _lies_in(tensors[name].path, with_state)}
+    found.in_optimizers = _in_optimizers(tensors, optimizers)
     outside = {name: tensors[name] for name in tensors if name not in found.in_optimizers}
-    dicts = _dicts_by_name(stored.path for stored in outside.values())
-    roots = _models([stored.path for stored in outside.values()], dicts, optimizers.values())
-    model = roots[0] if len(roots) == 1 else None
-    weights = _inside(model, outside)
-    found.notes = _doubts(roots, weights, dicts) if outside else []
+    model, weights, found.notes = _weights(outside, optimizers.values())
     groups = None if options.weights_only else options.optimizer_groups
     pairs = pair_states(tensors, [*optimizers.values()], outside, model, weights, groups)
     found.at = {name: ("other", name) for name in tensors}
@@ -85,8 +87,26 @@ def places(
     return found
 
 
-def _lies_in(path: Steps, dicts: Container[Steps]) -> bool:
-    return any(path[:depth] in dicts for depth in range(len(path)))
+def _in_optimizers(
+    tensors: Mapping[str, Stored], optimizers: Mapping[Steps, OptimizerDict]
+) -> set[str]:
+    """The tensors that lie in the dict of an optimizer that has states."""
+    dicts = {path for path, optimizer in optimizers.items() if optimizer.has_state}
+    return {name for name, stored in tensors.items() if not dicts.isdisjoint(prefixes(stored.path))}
+
+
+def _weights(
+    outside: Mapping[str, Stored], optimizers: Iterable[OptimizerDict]
+) -> tuple[Steps | None, dict[str, str], list[str]]:
+    """The model's dict, its tensors with their names from there, and notes where that is in doubt;
+    `outside` are the tensors in no optimizer.
+    """
+    paths = [stored.path for stored in outside.values()]
+    dicts = _dicts_by_name(paths)
+    roots = _models(paths, dicts, optimizers)
+    model = roots[0] if len(roots) == 1 else None
+    weights = _inside(model, outside)
+    return model, weights, _doubts(roots, weights, dicts) if outside else []
 
 
 def _inside(model: Steps | None, tensors: Mapping[str, Stored]) -> dict[str, str]:
@@ -135,8 +155,8 @@ def _dicts_by_name(paths: Iterable[Steps]) -> dict[str, set[Steps]]:
 
 def _copies(model: Steps, names: Collection[str], dicts: Mapping[str, set[Steps]]) -> list[str]:
     """The dicts beside the model that have every name of it."""
-    count = Counter(root for name in names for root in dicts[name])
-    return sorted(joined(root) for root, n in count.items() if n == len(names) and root != model)
+    roots = set[Steps].intersection(*(dicts[name] for name in names)) if names else set[Steps]()
+    return sorted(joined(root) for root in roots - {model})
 
 
 def _models(
@@ -157,11 +177,16 @@ def _named_by_states(
     hits: Counter[Steps] = Counter()
     for optimizer in optimizers:
         for readings in optimizer.states.values():
-            names = [owner for owner, _ in readings if isinstance(owner, str)]
-            hits.update(set[Steps]().union(*(dicts.get(name, ()) for name in names)))
+            hits.update(_dicts_with(dicts, (owner for owner, _ in readings)))
     most = max(hits.values(), default=0)
     roots = [root for root, count in hits.items() if count == most]
     return [root for root in roots if has_word(root)] or roots
+
+
+def _dicts_with(dicts: Mapping[str, set[Steps]], owners: Iterable[Owner]) -> set[Steps]:
+    """The dicts that have a tensor of one of these names; a number is no name."""
+    names = [owner for owner in owners if isinstance(owner, str)]
+    return set[Steps]().union(*(dicts.get(name, ()) for name in names))
 
 
 def _worded(dicts: Mapping[str, set[Steps]]) -> list[Steps]:

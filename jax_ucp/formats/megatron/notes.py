@@ -1,0 +1,36 @@
+"""What both readers of Megatron's checkpoints say of what they found: reasons and notes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax_ucp.formats.megatron.walk import EMBEDDING
+
+LEFT = "of the optimizer, which was to be left aside (weights_only)"
+LAYOUT = "says how the flat buffers lie; parameters have no such thing"
+BUFFER = "a buffer of the model"
+STEP = "how often the optimizer stepped"
+TRANSFORMER_ENGINE = "what a module of TransformerEngine keeps beside its weights"
+COPY_OF_EMBEDDING = f"the last pipeline stage's copy of {EMBEDDING}, compared with it by verify"
+
+WEIGHTS_ALONE = "weights alone: of a 16-bit run these are not the fp32 masters"
+WITHOUT_OPTIMIZER = "the checkpoint was saved without its optimizer"
+
+
+def copy_of_master(name: str) -> str:
+    return (
+        f"the weight that the model computes with, a copy of the master of {name}; verify compares"
+    )
+
+
+def padded_vocabulary(rows: Any) -> str:
+    return (
+        f"Megatron does not record the true vocabulary: all {rows} padded rows of the embeddings"
+        " are kept. Say it with sizes={'vocab': ...} (--size vocab=...) and the others are left"
+        " out"
+    )
+
+
+def defaults_taken(absent: Sequence[str]) -> str:
+    return f"args lack {', '.join(absent)}; Megatron's defaults were taken"
