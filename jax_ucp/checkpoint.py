@@ -5,11 +5,14 @@ This file is above `formats` and `sharding`, which do not know one another.
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +23,7 @@ from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.formats.exporting import ExportFormat, ExportPlan, plan_export, run_export
 from jax_ucp.formats.options import Options, Sizes, require_used
 from jax_ucp.formats.registry import open_contents
+from jax_ucp.inspection.lazy_array import LazyArray
 from jax_ucp.inspection.parameters import Parameter, Parameters, table
 from jax_ucp.layout.box import Box
 from jax_ucp.mapping import rules as mappings
@@ -178,7 +182,7 @@ class Checkpoint:
             if leaf.has_array
         )
 
-    @property
+    @cached_property
     def params(self) -> Parameters:
         """The parameters by name, of a tree `{state: {parameter: array}}`; empty for any other
         tree.
@@ -211,19 +215,45 @@ class Checkpoint:
         Raises CorruptData where it differs, or where bytes are not what was written, and
         QuantizedWeights for a part of a quantised weight.
         """
-        leaf = self._leaf(label)
+        return self._read(self._leaf(label), box)
+
+    def __getitem__(self, label: str) -> LazyArray:
+        """The array of the leaf with a label, such as `param/layers.0.mlp.weight`, to be read where
+        it is indexed: `checkpoint["param/w"][:10]`.
+
+        Raises KeyError where no array has that label, or several have it.
+        """
+        return LazyArray(self._leaf(label), self._read)
+
+    def __contains__(self, label: object) -> bool:
+        return label in self._leaf_of
+
+    def __iter__(self) -> Iterator[str]:
+        """The labels that one array has."""
+        return iter(self._leaf_of)
+
+    def _read(self, leaf: Leaf, box: Box | None) -> np.ndarray:
         require_values(self._contents, [leaf])
         return self._reads.read(leaf, box)
 
     def _leaf(self, label: str) -> Leaf:
+        if label in self._leaf_of:
+            return self._leaf_of[label]
         found = [leaf for leaf in self.leaves if leaf.label == label and leaf.has_array]
-        if len(found) != 1:
+        message = f"{self.path} has {len(found)} arrays {label!r}"
+        if found:
             paths = " and ".join(repr([key.name for key in leaf.path]) for leaf in found)
-            raise KeyError(
-                f"{self.path} has {len(found)} arrays {label!r}"
-                + (f", at {paths}" if found else "")
-            )
-        return found[0]
+            raise KeyError(f"{message}, at {paths}")
+        near = difflib.get_close_matches(str(label), self._leaf_of, n=3)
+        hint = f"; perhaps {' or '.join(map(repr, near))} is meant" if near else ""
+        raise KeyError(message + hint)
+
+    @cached_property
+    def _leaf_of(self) -> dict[str, Leaf]:
+        """The arrays by label, without those that share theirs."""
+        arrays = [leaf for leaf in self.leaves if leaf.has_array]
+        counts = Counter(leaf.label for leaf in arrays)
+        return {leaf.label: leaf for leaf in arrays if counts[leaf.label] == 1}
 
     def abstract(self) -> Any:
         """The tree with a `jax.ShapeDtypeStruct` for every array: what `restore` takes as a
