@@ -8,10 +8,7 @@ or Orbax.
 from __future__ import annotations
 
 import importlib
-import logging
 from typing import TYPE_CHECKING, Any
-
-from jax_ucp.text import VisibleLogs
 
 if TYPE_CHECKING:
     from jax_ucp import args as args
@@ -23,8 +20,6 @@ if TYPE_CHECKING:
     from jax_ucp.mapping.rules import Mapping as Mapping
 
 __version__ = "0.1.0"
-
-logging.getLogger("jax_ucp").addFilter(VisibleLogs())
 
 _HOMES = {
     "Checkpoint": "jax_ucp.checkpoint",

@@ -6,7 +6,6 @@ This file is above `formats` and `sharding`, which do not know one another.
 from __future__ import annotations
 
 import difflib
-import logging
 import os
 import time
 from collections import Counter
@@ -48,8 +47,6 @@ if TYPE_CHECKING:
     from jax_ucp.sharding.fit import Rule
     from jax_ucp.sharding.reads import HostReads
     from jax_ucp.sharding.restore import RestorePlan
-
-log = logging.getLogger("jax_ucp")
 
 
 def open(
@@ -374,7 +371,8 @@ class Checkpoint:
         """The tree, in the form of `target` and on its shardings, or on `mesh`, or as numpy arrays.
 
         `rules` are pairs: (regular expression on a leaf's label, PartitionSpec), or (logical axis
-        name, mesh axes). `cast=True` converts to the target's dtypes, a dtype all floating arrays
+        name, mesh axes). What had to be given up of a sharding is a ShardingWarning, and in the
+        `notes` of `plan`. `cast=True` converts to the target's dtypes, a dtype all floating arrays
         to that. With `partial`, leaves that the target lacks are left out. `budget_bytes` bounds
         what is in flight. JAX has no 64-bit integers unless jax_enable_x64 is set. Without, a leaf
         of them that goes on devices is refused, or with `narrow_integers` comes as 32-bit ones, if
@@ -537,8 +535,8 @@ class Checkpoint:
         With `mesh`, or the sizes of its axes by name, chunks are those that a save from it would
         write, its arrays placed by their saved specs and `rules`, its devices shared out evenly to
         `hosts`: a restore onto it then reads the bytes it needs and no others. Any other mesh reads
-        the checkpoint too. What the mesh does not have of a spec is logged, and in the `notes` of
-        `plan_save`.
+        the checkpoint too. What the mesh does not have of a spec is a ShardingWarning, and in the
+        `notes` of `plan_save`.
 
         At most about `budget_bytes` of blocks are in memory at once; `progress` hears of each block
         on disk. What is stored twice is compared first. Stopped at any moment it leaves no
@@ -550,8 +548,10 @@ class Checkpoint:
         """
         target = local_path(path)
         plan = self.plan_save(budget_bytes, mesh=mesh, rules=rules, hosts=hosts)
-        for note in plan.notes:
-            log.info("%s", note)
+        if plan.notes:
+            from jax_ucp.sharding.fit import warn_given_up
+
+            warn_given_up(plan.notes, stacklevel=2)
         copy(self._contents, plan, target, progress)
         return open(path)
 
