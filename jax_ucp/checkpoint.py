@@ -30,6 +30,7 @@ from jax_ucp.mapping.binding import bind, said_before
 from jax_ucp.mapping.mapped_tree import map_contents, states_of
 from jax_ucp.mapping.model_config import config_of, given_config, joined
 from jax_ucp.metadata import Group, Leaf, tree_of
+from jax_ucp.shard_spec.rules import Spec
 from jax_ucp.sources.budget import DEFAULT_BUDGET
 from jax_ucp.sources.checks import Extent
 from jax_ucp.sources.contents import Contents, Item, Piece, require_values, require_weights
@@ -53,7 +54,7 @@ def open(
     path: str | os.PathLike[str],
     *,
     sizes: Mapping[str, int] | None = None,
-    spec: str | os.PathLike[str] | None = None,
+    spec: str | os.PathLike[str] | Spec | None = None,
     weights_only: bool = False,
     on_conflict: Literal["master", "copy"] | None = None,
     dequantize: Literal[False] | None = None,
@@ -62,8 +63,9 @@ def open(
     """The checkpoint at `path`, whichever of the known formats it has. Reads metadata only.
 
     What a checkpoint does not say is said by name: `sizes={"vocab": 50257}` (Megatron does not
-    record the true vocabulary; unsaid, the padded rows stay). `spec` is a file in the universal
-    checkpoint language that says how shards form parameters, for sources that do not.
+    record the true vocabulary; unsaid, the padded rows stay). `spec` says how shards form
+    parameters, for sources that do not: a file in the universal checkpoint language, or a
+    `jax_ucp.Spec`.
     `weights_only` leaves the optimizer aside. Where a source stores something twice and
     differently, `save` refuses it; `on_conflict` says what to take instead: the `master` (and the
     first of several replicas), or the `copy` that the model computed with, in its dtype.

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -38,6 +39,15 @@ OUTSIDE |= {
     "export": {"jax", "tensorstore"},
 }
 OUTSIDE |= {room: {"jax"} for room in ("files", "sources", "universal", "formats")}
+
+
+def test_every_public_name_is_there_and_what_the_readme_names_is_public():
+    assert all(getattr(jax_ucp, name) is not None for name in jax_ucp.__all__)
+    assert {*jax_ucp.__all__} <= {*dir(jax_ucp)}
+    readme = (PACKAGE.parent / "README.md").read_text()
+    named = re.findall(r"\bucp\.(?!json\b)(\w+)", readme) + re.findall(r"\bjax_ucp\.(\w+)", readme)
+    assert named
+    assert {*named} <= {*jax_ucp.__all__, "__version__"}
 
 
 def imports(source: str) -> Iterator[str]:

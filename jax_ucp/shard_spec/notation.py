@@ -24,13 +24,17 @@ _SECTIONS = {"extends", "sizes", "shards"}
 _SPECS = resources.files("jax_ucp.shard_spec") / "specs"
 
 
-def load(path: Path) -> Spec:
-    """The spec in a file. Raises SpecError, with every fault of notation and its line."""
+def load(given: Path | Spec) -> Spec:
+    """The spec in a file, or the one that is given. Raises SpecError, with every fault of notation
+    and its line.
+    """
+    if isinstance(given, Spec):
+        return given
     try:
-        text = path.read_text(encoding="utf-8")
+        text = given.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path} cannot be read as a spec: {error}") from error
-    return parse(text, str(path))
+        raise SpecError(f"{given} cannot be read as a spec: {error}") from error
+    return parse(text, str(given))
 
 
 def built_in(name: str) -> Spec:
