@@ -29,14 +29,15 @@ from jax_ucp.mapping import rules as mappings
 from jax_ucp.mapping.binding import bind, said_before
 from jax_ucp.mapping.mapped_tree import map_contents, states_of
 from jax_ucp.mapping.model_config import config_of, given_config, joined
-from jax_ucp.metadata import Group, Leaf, tree_of
 from jax_ucp.shard_spec.rules import Spec
 from jax_ucp.sources.budget import DEFAULT_BUDGET
 from jax_ucp.sources.checks import Extent
 from jax_ucp.sources.contents import Contents, Item, Piece, require_values, require_weights
+from jax_ucp.sources.optimizer_groups import Group
 from jax_ucp.sources.protocol import ArrayInfo
 from jax_ucp.sources.proved import ProvedReads
 from jax_ucp.text import visible
+from jax_ucp.tree import Leaf, tree_of
 from jax_ucp.universal.copy import Block, CopyPlan, copy, plan_copy, require_target
 
 if TYPE_CHECKING:

@@ -15,12 +15,12 @@ from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.errors import ShardingWarning
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout
-from jax_ucp.metadata import Key, Leaf, leaf_names
 from jax_ucp.sharding.fit import Rule
 from jax_ucp.sources.consolidated import same_bits
 from jax_ucp.sources.contents import Contents
 from jax_ucp.sources.protocol import ArrayInfo
 from jax_ucp.text import visible_lines
+from jax_ucp.tree import Key, Leaf, leaf_names
 
 
 class MemoryStore:

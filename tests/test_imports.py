@@ -17,7 +17,7 @@ PACKAGE = Path(jax_ucp.__file__).parent
 
 # The rooms from the bottom up: each may import those above it in this list, besides itself.
 ROOMS = (
-    *("errors", "text", "arguments", "name_patterns", "layout", "metadata", "files", "sources"),
+    *("errors", "text", "arguments", "name_patterns", "layout", "tree", "files", "sources"),
     *("shard_spec", "mapping", "universal", "export", "formats", "sharding", "optimizers"),
     *("inspection", "checkpoint", "handler", "args", "", "cli", "__main__"),
 )
@@ -35,7 +35,7 @@ OUTSIDE = {
 }
 OUTSIDE |= {
     "mapping": {"jax", "tensorstore"},
-    "metadata": {"jax", "tensorstore"},
+    "tree": {"jax", "tensorstore"},
     "export": {"jax", "tensorstore"},
 }
 OUTSIDE |= {room: {"jax"} for room in ("files", "sources", "universal", "formats")}

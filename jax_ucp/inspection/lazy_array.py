@@ -10,8 +10,8 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from jax_ucp.layout.box import Box
-from jax_ucp.metadata import Leaf
 from jax_ucp.text import visible
+from jax_ucp.tree import Leaf
 
 Index = SupportsIndex | slice | EllipsisType
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_ucp.errors import ShardingWarning, fault_lines
-from jax_ucp.metadata import Axes, Leaf
 from jax_ucp.text import visible_lines
+from jax_ucp.tree import Axes, Leaf
 
 # (regular expression on the leaf's label, PartitionSpec), or (logical axis name, mesh axes).
 Rule = tuple[str, PartitionSpec | Axes]

@@ -16,7 +16,6 @@ from jax_ucp.arguments import whole_number
 from jax_ucp.layout.blocks import Chunks, chunk_shapes, writer_cells
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
-from jax_ucp.metadata import Axes, Leaf
 from jax_ucp.sharding.fit import (
     ON_DEVICES,
     Fit,
@@ -27,6 +26,7 @@ from jax_ucp.sharding.fit import (
     unused_rules,
 )
 from jax_ucp.sources.contents import Contents
+from jax_ucp.tree import Axes, Leaf
 
 MAX_DEVICES = 1 << 24  # a plan takes memory for each
 

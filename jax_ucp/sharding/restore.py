@@ -20,7 +20,6 @@ from jax_ucp.arguments import switch, whole_number
 from jax_ucp.errors import FAULTS_SHOWN, TreeMismatch
 from jax_ucp.layout.blocks import SMALL_BYTES
 from jax_ucp.layout.box import Box
-from jax_ucp.metadata import Axes, Leaf, tree_of
 from jax_ucp.sharding.boxes import Device, device_boxes, process_hull
 from jax_ucp.sharding.fit import (
     ON_DEVICES,
@@ -38,6 +37,7 @@ from jax_ucp.sources.budget import DEFAULT_BUDGET, run_bounded, threads
 from jax_ucp.sources.checks import Check, Extent, require
 from jax_ucp.sources.gather import BLOCK_BYTES
 from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+from jax_ucp.tree import Axes, Leaf, tree_of
 
 
 @dataclass(frozen=True, slots=True)

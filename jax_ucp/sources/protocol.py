@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_ucp.errors import FormatError
 from jax_ucp.layout.box import Box
-from jax_ucp.metadata import MAX_ARRAY_BYTES, MAX_AXES
+from jax_ucp.tree import MAX_ARRAY_BYTES, MAX_AXES
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,9 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
 from jax_ucp.errors import ShardingWarning, TreeMismatch, UnsupportedLeaf
-from jax_ucp.metadata import Key, leaf_names
 from jax_ucp.sharding.fit import fit_spec
 from jax_ucp.sources.consolidated import same_bits
+from jax_ucp.tree import Key, leaf_names
 
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 
