@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator
 
 from benchmarks.race import Options, Table
-from jax_ucp.metadata import Axes
 from jax_ucp.sharding.fit import fit_spec
 from jax_ucp.sharding.reads import HostMesh, Stored, planned_chunks, planned_reads
+from jax_ucp.tree import Axes
 
 STATES, ITEMSIZE = 3, 4  # the parameter and Adam's two moments, in fp32
 LAYERS, EXPERTS, EMBED, HIDDEN, HEADS, VOCAB = 96, 384, 6144, 1536, 8192, 131_072

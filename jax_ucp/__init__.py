@@ -8,10 +8,7 @@ or Orbax.
 from __future__ import annotations
 
 import importlib
-import logging
 from typing import TYPE_CHECKING, Any
-
-from jax_ucp.text import VisibleLogs
 
 if TYPE_CHECKING:
     from jax_ucp import args as args
@@ -21,22 +18,31 @@ if TYPE_CHECKING:
     from jax_ucp.handler import CheckpointHandler as CheckpointHandler
     from jax_ucp.layout import patterns as patterns
     from jax_ucp.mapping.rules import Mapping as Mapping
+    from jax_ucp.shard_spec.rules import Spec as Spec
 
 __version__ = "0.1.0"
-
-logging.getLogger("jax_ucp").addFilter(VisibleLogs())
 
 _HOMES = {
     "Checkpoint": "jax_ucp.checkpoint",
     "CheckpointHandler": "jax_ucp.handler",
     "Mapping": "jax_ucp.mapping.rules",
+    "Spec": "jax_ucp.shard_spec.rules",
     "args": "jax_ucp.args",
     "errors": "jax_ucp.errors",
     "open": "jax_ucp.checkpoint",
     "patterns": "jax_ucp.layout.patterns",
 }
 
-__all__ = ["Checkpoint", "CheckpointHandler", "Mapping", "args", "errors", "open", "patterns"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointHandler",
+    "Mapping",
+    "Spec",
+    "args",
+    "errors",
+    "open",
+    "patterns",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -5,11 +5,13 @@ This file is above `formats` and `sharding`, which do not know one another.
 
 from __future__ import annotations
 
-import logging
+import difflib
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,19 +22,22 @@ from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.formats.exporting import ExportFormat, ExportPlan, plan_export, run_export
 from jax_ucp.formats.options import Options, Sizes, require_used
 from jax_ucp.formats.registry import open_contents
+from jax_ucp.inspection.lazy_array import LazyArray
 from jax_ucp.inspection.parameters import Parameter, Parameters, table
 from jax_ucp.layout.box import Box
 from jax_ucp.mapping import rules as mappings
 from jax_ucp.mapping.binding import bind, said_before
 from jax_ucp.mapping.mapped_tree import map_contents, states_of
 from jax_ucp.mapping.model_config import config_of, given_config, joined
-from jax_ucp.metadata import Group, Leaf, tree_of
+from jax_ucp.shard_spec.rules import Spec
 from jax_ucp.sources.budget import DEFAULT_BUDGET
 from jax_ucp.sources.checks import Extent
 from jax_ucp.sources.contents import Contents, Item, Piece, require_values, require_weights
+from jax_ucp.sources.optimizer_groups import Group
 from jax_ucp.sources.protocol import ArrayInfo
 from jax_ucp.sources.proved import ProvedReads
 from jax_ucp.text import visible
+from jax_ucp.tree import Leaf, tree_of
 from jax_ucp.universal.copy import Block, CopyPlan, copy, plan_copy, require_target
 
 if TYPE_CHECKING:
@@ -45,14 +50,12 @@ if TYPE_CHECKING:
     from jax_ucp.sharding.reads import HostReads
     from jax_ucp.sharding.restore import RestorePlan
 
-log = logging.getLogger("jax_ucp")
-
 
 def open(
     path: str | os.PathLike[str],
     *,
     sizes: Mapping[str, int] | None = None,
-    spec: str | os.PathLike[str] | None = None,
+    spec: str | os.PathLike[str] | Spec | None = None,
     weights_only: bool = False,
     on_conflict: Literal["master", "copy"] | None = None,
     dequantize: Literal[False] | None = None,
@@ -61,8 +64,9 @@ def open(
     """The checkpoint at `path`, whichever of the known formats it has. Reads metadata only.
 
     What a checkpoint does not say is said by name: `sizes={"vocab": 50257}` (Megatron does not
-    record the true vocabulary; unsaid, the padded rows stay). `spec` is a file in the universal
-    checkpoint language that says how shards form parameters, for sources that do not.
+    record the true vocabulary; unsaid, the padded rows stay). `spec` says how shards form
+    parameters, for sources that do not: a file in the universal checkpoint language, or a
+    `jax_ucp.Spec`.
     `weights_only` leaves the optimizer aside. Where a source stores something twice and
     differently, `save` refuses it; `on_conflict` says what to take instead: the `master` (and the
     first of several replicas), or the `copy` that the model computed with, in its dtype.
@@ -178,7 +182,7 @@ class Checkpoint:
             if leaf.has_array
         )
 
-    @property
+    @cached_property
     def params(self) -> Parameters:
         """The parameters by name, of a tree `{state: {parameter: array}}`; empty for any other
         tree.
@@ -211,19 +215,45 @@ class Checkpoint:
         Raises CorruptData where it differs, or where bytes are not what was written, and
         QuantizedWeights for a part of a quantised weight.
         """
-        leaf = self._leaf(label)
+        return self._read(self._leaf(label), box)
+
+    def __getitem__(self, label: str) -> LazyArray:
+        """The array of the leaf with a label, such as `param/layers.0.mlp.weight`, to be read where
+        it is indexed: `checkpoint["param/w"][:10]`.
+
+        Raises KeyError where no array has that label, or several have it.
+        """
+        return LazyArray(self._leaf(label), self._read)
+
+    def __contains__(self, label: object) -> bool:
+        return label in self._leaf_of
+
+    def __iter__(self) -> Iterator[str]:
+        """The labels that one array has."""
+        return iter(self._leaf_of)
+
+    def _read(self, leaf: Leaf, box: Box | None) -> np.ndarray:
         require_values(self._contents, [leaf])
         return self._reads.read(leaf, box)
 
     def _leaf(self, label: str) -> Leaf:
+        if label in self._leaf_of:
+            return self._leaf_of[label]
         found = [leaf for leaf in self.leaves if leaf.label == label and leaf.has_array]
-        if len(found) != 1:
+        message = f"{self.path} has {len(found)} arrays {label!r}"
+        if found:
             paths = " and ".join(repr([key.name for key in leaf.path]) for leaf in found)
-            raise KeyError(
-                f"{self.path} has {len(found)} arrays {label!r}"
-                + (f", at {paths}" if found else "")
-            )
-        return found[0]
+            raise KeyError(f"{message}, at {paths}")
+        near = difflib.get_close_matches(str(label), self._leaf_of, n=3)
+        hint = f"; perhaps {' or '.join(map(repr, near))} is meant" if near else ""
+        raise KeyError(message + hint)
+
+    @cached_property
+    def _leaf_of(self) -> dict[str, Leaf]:
+        """The arrays by label, without those that share theirs."""
+        arrays = [leaf for leaf in self.leaves if leaf.has_array]
+        counts = Counter(leaf.label for leaf in arrays)
+        return {leaf.label: leaf for leaf in arrays if counts[leaf.label] == 1}
 
     def abstract(self) -> Any:
         """The tree with a `jax.ShapeDtypeStruct` for every array: what `restore` takes as a
@@ -344,7 +374,8 @@ class Checkpoint:
         """The tree, in the form of `target` and on its shardings, or on `mesh`, or as numpy arrays.
 
         `rules` are pairs: (regular expression on a leaf's label, PartitionSpec), or (logical axis
-        name, mesh axes). `cast=True` converts to the target's dtypes, a dtype all floating arrays
+        name, mesh axes). What had to be given up of a sharding is a ShardingWarning, and in the
+        `notes` of `plan`. `cast=True` converts to the target's dtypes, a dtype all floating arrays
         to that. With `partial`, leaves that the target lacks are left out. `budget_bytes` bounds
         what is in flight. JAX has no 64-bit integers unless jax_enable_x64 is set. Without, a leaf
         of them that goes on devices is refused, or with `narrow_integers` comes as 32-bit ones, if
@@ -507,8 +538,8 @@ class Checkpoint:
         With `mesh`, or the sizes of its axes by name, chunks are those that a save from it would
         write, its arrays placed by their saved specs and `rules`, its devices shared out evenly to
         `hosts`: a restore onto it then reads the bytes it needs and no others. Any other mesh reads
-        the checkpoint too. What the mesh does not have of a spec is logged, and in the `notes` of
-        `plan_save`.
+        the checkpoint too. What the mesh does not have of a spec is a ShardingWarning, and in the
+        `notes` of `plan_save`.
 
         At most about `budget_bytes` of blocks are in memory at once; `progress` hears of each block
         on disk. What is stored twice is compared first. Stopped at any moment it leaves no
@@ -520,8 +551,10 @@ class Checkpoint:
         """
         target = local_path(path)
         plan = self.plan_save(budget_bytes, mesh=mesh, rules=rules, hosts=hosts)
-        for note in plan.notes:
-            log.info("%s", note)
+        if plan.notes:
+            from jax_ucp.sharding.fit import warn_given_up
+
+            warn_given_up(plan.notes, stacklevel=2)
         copy(self._contents, plan, target, progress)
         return open(path)
 

@@ -15,6 +15,8 @@
     ├── SaveFailed           another process could not do its part of a save
     └── UnsupportedLeaf      a leaf of a tree to be saved is nothing we could restore as what it was
 
+One warning, which is no error: `ShardingWarning`, where leaves are placed otherwise than asked for.
+
 `LayoutError`, `SpecError`, `FormatError`, `QuantizedWeights`, `TreeMismatch` and `UnsupportedPath`
 are also `ValueError`, `NotACheckpoint` is also `FileNotFoundError`, `SaveFailed` also
 `RuntimeError` and `UnsupportedLeaf` also `TypeError`, so that code which knows nothing of us
@@ -78,6 +80,10 @@ class SaveFailed(UCPError, RuntimeError):
 
 class UnsupportedLeaf(UCPError, TypeError):
     """A leaf of a tree to be saved is nothing we could restore as what it was."""
+
+
+class ShardingWarning(UserWarning):
+    """Leaves are not placed on a mesh as their saved specs or the rules ask for."""
 
 
 FAULTS_SHOWN = 20

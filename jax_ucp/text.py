@@ -7,7 +7,6 @@ that a name reads as another.
 
 from __future__ import annotations
 
-import logging
 import re
 
 # What `str.isprintable` calls unprintable: control and format characters (bidirectional ones among
@@ -35,14 +34,6 @@ def visible_lines(text: str) -> str:
     """
     first, *others = map(visible, text.split("\n"))
     return "\n".join([first, *(line if line.startswith("  ") else f"  {line}" for line in others)])
-
-
-class VisibleLogs(logging.Filter):
-    """Makes what a logger says visible."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.msg, record.args = visible_lines(record.getMessage()), None
-        return True
 
 
 def _shown(character: str) -> str:

@@ -16,6 +16,7 @@ import deepspeed_cases
 import jax_ucp as ucp
 import megatron_cases
 import torch_cases
+from helpers import restored_on
 from jax_ucp.errors import UCPError
 from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.layout.box import Box
@@ -112,8 +113,8 @@ def outcome(case: Case, mesh: Mesh, folder: Path) -> Outcome:
     except UCPError as error:
         return Outcome(case.family, refusal=str(error))
     with jax.enable_x64(True):
-        found["restored"] = _flat(checkpoint.restore(mesh=mesh, rules=RULES))
-        found["converted"] = _flat(converted.restore(mesh=mesh, rules=RULES))
+        found["restored"] = _flat(restored_on(mesh, checkpoint, RULES))
+        found["converted"] = _flat(restored_on(mesh, converted, RULES))
     found["read"] = {
         leaf.label: checkpoint.read(leaf.label) for leaf in checkpoint.leaves if leaf.has_array
     }

@@ -50,10 +50,11 @@ from jax_ucp.formats.torch_save.tensor_names import NAMES, Storage, StorageClass
 from jax_ucp.formats.torch_save.zip_members import member_bytes, zip_members
 from jax_ucp.layout.box import Box
 from jax_ucp.mapping.rules import Mapping, shipped
-from jax_ucp.shard_spec.notation import built_in, parse, to_yaml
+from jax_ucp.shard_spec.notation import built_in, parse
 from jax_ucp.sources.checks import verdicts
 from jax_ucp.universal import packs
 from jax_ucp.universal.ocdbt import MANIFEST_FILE, Range, manifest_bytes, node_bytes
+from spec_writer import to_yaml
 
 DATA = Path(__file__).parent / "data"
 ROOT = Path(ucp.__file__).parent
@@ -257,7 +258,8 @@ class Targets:
             _entries(folder) for folder in self.stock if (folder / MANIFEST_FILE).exists()
         ]
         self.texts = [
-            (Mapping.parse, (ROOT / "mappings" / f"{name}.yaml").read_text()) for name in shipped()
+            (Mapping.parse, (ROOT / "mapping" / "models" / f"{name}.yaml").read_text())
+            for name in shipped()
         ]
         self.texts += [
             (parse, to_yaml(built_in("megatron"))),

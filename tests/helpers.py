@@ -1,19 +1,26 @@
 """What several tests need: arrays in memory, and parameters cut by patterns."""
 
+import contextlib
 import itertools
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
+from jax.sharding import Mesh
 
 from jax_ucp.checkpoint import Checkpoint
+from jax_ucp.errors import ShardingWarning
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout
-from jax_ucp.metadata import Key, Leaf, leaf_names
+from jax_ucp.sharding.fit import Rule
 from jax_ucp.sources.consolidated import same_bits
 from jax_ucp.sources.contents import Contents
 from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+from jax_ucp.text import visible_lines
+from jax_ucp.tree import Key, Leaf, leaf_names
 
 
 class MemoryStore(ArraySource):
@@ -74,6 +81,21 @@ def memory(
 ) -> Checkpoint:
     """A checkpoint in memory, of arrays by state and parameter."""
     return Checkpoint(contents_of(tree, extras=extras or {}))
+
+
+def restored_on(mesh: Mesh, checkpoint: Checkpoint, rules: Sequence[Rule] = ()) -> Any:
+    """The checkpoint on a mesh; it is warned of what the plan gives up, and of nothing else."""
+    with warned_of(checkpoint.plan(mesh=mesh, rules=rules).notes):
+        return checkpoint.restore(mesh=mesh, rules=rules)
+
+
+def warned_of(notes: Sequence[str]) -> Any:
+    """Expects a ShardingWarning where there are notes; where there are none it would be an
+    error.
+    """
+    if not notes:
+        return contextlib.nullcontext()
+    return pytest.warns(ShardingWarning, match=re.escape(visible_lines(notes[0])))
 
 
 def differences(

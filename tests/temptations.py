@@ -150,20 +150,6 @@ def _rules(checkpoint: ucp.Checkpoint) -> Sequence[Any]:
     return RULES if any(re.search(RULES[0][0], leaf.label) for leaf in checkpoint.leaves) else ()
 
 
-class Heard(logging.Handler):
-    """What the package logs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        logging.getLogger("jax_ucp").addHandler(self)
-        logging.getLogger("jax_ucp").setLevel(logging.INFO)
-        logging.getLogger("jax_ucp").propagate = False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 class Late(Exception):
     """An attempt takes too long. It is no OSError, as a TimeoutError is, which would look like
     one of a file.
@@ -200,7 +186,6 @@ class Campaign:
     def __init__(self, work: Path, found: Sequence[Subject], keep: Path | None = None):
         self.work, self.keep = work, keep
         self.subjects = {subject.name: subject for subject in found}
-        self.heard = Heard()
         self.notes: list[str] = []
         self.truths: dict[tuple[str, str, bool], Result] = {}
         self.refused_as_they_are: dict[str, str] = {}
@@ -245,7 +230,6 @@ class Campaign:
         before = sorted(p.name for p in (self.work / "cwd").iterdir())
         with self.placed(folder) as root, warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            self.heard.lines.clear()
             if self.keep:
                 shutil.copytree(root, self.keep, symlinks=True)
             try:
@@ -402,7 +386,7 @@ class Campaign:
                 return Outcome("invisible", name)
             return Outcome("wrong", f"{what}: {'; '.join(kinds[:4])}")
         if attempt.noticed:
-            said = "\n".join([*self.notes, *self.heard.lines, *(str(w.message) for w in warned)])
+            said = "\n".join([*self.notes, *(str(w.message) for w in warned)])
             if not re.search(attempt.noticed, said, re.IGNORECASE):
                 return Outcome(
                     "wrong", f"{what}: what was said had no effect, and nothing tells so"

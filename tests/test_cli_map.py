@@ -41,7 +41,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name = f"model_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(MODEL)
-    text = (Path(ucp.__file__).parent / "mappings" / "hf-llama-to-tunix.yaml").read_text()
+    text = (Path(ucp.__file__).parent / "mapping" / "models" / "hf-llama-to-tunix.yaml").read_text()
     (tmp_path / "mine.yaml").write_text(text.replace("lm_head.weight", "lm_heads.weight"))
     return name
 

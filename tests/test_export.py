@@ -24,9 +24,9 @@ from jax_ucp.formats.json_values import as_json
 from jax_ucp.formats.torch_save.file import Record, StoredTensor, TorchFile
 from jax_ucp.formats.torch_save.zip_writer import TorchZip
 from jax_ucp.layout.box import Box
-from jax_ucp.metadata import Key, Leaf
 from jax_ucp.sources.checks import verdicts
 from jax_ucp.sources.contents import Contents
+from jax_ucp.tree import Key, Leaf
 
 DATA = Path(__file__).parent / "data"
 DTYPES = [

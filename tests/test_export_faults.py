@@ -21,9 +21,9 @@ from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.cli.main import main
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint, TreeMismatch, UnsupportedLeaf
 from jax_ucp.export.atomic_folder import new_folder
-from jax_ucp.metadata import Key, Leaf
 from jax_ucp.sources.contents import Contents
 from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.tree import Key, Leaf
 from test_export import DATA
 
 WORKERS = Path(__file__).parent / "workers"

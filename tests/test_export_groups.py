@@ -17,7 +17,7 @@ from helpers import contents_of
 from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.formats.exporting import plan_export, run_export
 from jax_ucp.formats.torch_save.file import TorchFile
-from jax_ucp.metadata import Group, groups_of
+from jax_ucp.sources.optimizer_groups import Group, groups_of
 
 DATA = Path(__file__).parent / "data"
 NAMES = ("a.weight", "a.bias", "norm", "head")

@@ -26,8 +26,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_ucp as ucp
 from hostile_files import resealed, without_crcs
-from jax_ucp import metadata
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
+from jax_ucp.universal import metadata
 from workers.killed import BUDGET, STEPS, tree_of_step
 from workers.stock import digests
 

@@ -15,7 +15,7 @@ import pytest
 import jax_ucp as ucp
 from hostile_files import changed_json, resealed, stock
 from jax_ucp.errors import TreeMismatch, UCPError
-from jax_ucp.metadata import Key, tree_fault
+from jax_ucp.tree import Key, tree_fault
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -31,8 +31,8 @@ from jax_ucp.errors import FormatError, UCPError
 from jax_ucp.formats.megatron.files import Args
 from jax_ucp.formats.safetensors.parts import unproved
 from jax_ucp.layout.box import Box
-from jax_ucp.metadata import Key, Leaf, SavedSharding
 from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.tree import Key, Leaf, SavedSharding
 from jax_ucp.universal import orbax_tree
 from jax_ucp.universal.copy import plan_copy
 

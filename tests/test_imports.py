@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -16,7 +17,7 @@ PACKAGE = Path(jax_ucp.__file__).parent
 
 # The rooms from the bottom up: each may import those above it in this list, besides itself.
 ROOMS = (
-    *("errors", "text", "arguments", "name_patterns", "layout", "metadata", "files", "sources"),
+    *("errors", "text", "arguments", "name_patterns", "layout", "tree", "files", "sources"),
     *("shard_spec", "mapping", "universal", "export", "formats", "sharding", "optimizers"),
     *("inspection", "checkpoint", "handler", "args", "", "cli", "__main__"),
 )
@@ -34,10 +35,19 @@ OUTSIDE = {
 }
 OUTSIDE |= {
     "mapping": {"jax", "tensorstore"},
-    "metadata": {"jax", "tensorstore"},
+    "tree": {"jax", "tensorstore"},
     "export": {"jax", "tensorstore"},
 }
 OUTSIDE |= {room: {"jax"} for room in ("files", "sources", "universal", "formats")}
+
+
+def test_every_public_name_is_there_and_what_the_readme_names_is_public():
+    assert all(getattr(jax_ucp, name) is not None for name in jax_ucp.__all__)
+    assert {*jax_ucp.__all__} <= {*dir(jax_ucp)}
+    readme = (PACKAGE.parent / "README.md").read_text()
+    named = re.findall(r"\bucp\.(?!json\b)(\w+)", readme) + re.findall(r"\bjax_ucp\.(\w+)", readme)
+    assert named
+    assert {*named} <= {*jax_ucp.__all__, "__version__"}
 
 
 def imports(source: str) -> Iterator[str]:

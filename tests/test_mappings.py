@@ -21,6 +21,7 @@ import decoder
 import jax_ucp as ucp
 from deepspeed_cases import DATA as DEEPSPEED
 from deepspeed_cases import equal, truth
+from helpers import restored_on
 from jax_ucp.errors import FormatError
 from jax_ucp.mapping.binding import outcomes
 from jax_ucp.mapping.rules import shipped
@@ -120,7 +121,7 @@ def test_the_trees_of_maxtext_give_the_recorded_logits_sharded_over_eight_device
         (r"(kernel|wi_0|wi_1|wo|embedding)$", P("model", None, "data")),
         (r"scale$", P("data")),
     ]
-    tree = checkpoint.map(mapping).restore(mesh=MESH, rules=rules)["param"]
+    tree = restored_on(MESH, checkpoint.map(mapping), rules)["param"]
     assert {d for leaf in jax.tree.leaves(tree) for d in leaf.devices()} == set(jax.devices())
     recorded = DATA / case / ("truth.npz" if case.startswith("torch") else "logits.npz")
     names = ("io::tokens", "io::logits") if case.startswith("torch") else ("tokens", "transformers")
@@ -209,7 +210,7 @@ def test_parameters_and_moments_go_to_the_leaves_and_back(case):
 def test_leaves_are_restored_onto_a_mesh_straight_from_the_shards(case):
     checkpoint, mapping = deepspeed(case)
     mapped = checkpoint.map(mapping)
-    tree = mapped.restore(mesh=MESH, rules=RULES)
+    tree = restored_on(MESH, mapped, RULES)
     kernel = tree["exp_avg"]["layers"]["q"]["kernel"]
     assert len({str(shard.index) for shard in kernel.addressable_shards}) > 1
     number = 2 if case.startswith("pp") else "layers.1"

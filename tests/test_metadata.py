@@ -8,17 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_ucp.metadata import (
-    Key,
-    Leaf,
-    Metadata,
-    SavedSharding,
-    StoredArray,
-    decode,
-    encode,
-    folded_name,
-    leaf_names,
-)
+from jax_ucp.tree import Key, Leaf, SavedSharding, folded_name, leaf_names
+from jax_ucp.universal.metadata import Metadata, StoredArray, decode, encode
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
 PLACES = st.integers(0, 1 << 50)

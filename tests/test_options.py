@@ -28,6 +28,7 @@ from jax_ucp.cli.main import main
 from jax_ucp.errors import SpecError, UnsupportedPath
 from jax_ucp.files.directory import Directory
 from jax_ucp.shard_spec.notation import parse
+from jax_ucp.sources.consolidated import same_bits
 
 DATA = Path(__file__).parent / "data"
 DEEPSPEED = DATA / "deepspeed" / "tp2_dp2_z1_fp32"
@@ -263,6 +264,31 @@ def test_a_switch_of_a_spec_may_be_off(tmp_path):
     (tmp_path / "mine.yaml").write_text(json.dumps({"shards": rules}))
     checkpoint = ucp.open(DEEPSPEED, spec=tmp_path / "mine.yaml", sizes={"vocab": 101, "gated": 0})
     assert len(checkpoint.params) == len(parameters)
+
+
+def test_a_spec_may_be_a_python_object():
+    patterns = ucp.patterns
+    parameters = json.loads((DEEPSPEED / "case.json").read_text())["parameters"]
+    column = patterns.Sharded(0)
+    kinds = {
+        "vocab": patterns.Padded(column, 0, 101),
+        "replicated": patterns.Replicated(),
+        "column": column,
+        "row": patterns.Sharded(1),
+    }
+    spec = ucp.Spec.of({p["name"]: kinds[p["layout"]["kind"]] for p in parameters})
+    want = ucp.open(DEEPSPEED, sizes={"vocab": 101})
+    got = ucp.open(DEEPSPEED, spec=spec)
+    assert got.leaves == want.leaves
+    assert all(same_bits(got.read(label), want.read(label)) for label in want)
+    with pytest.raises(SpecError, match=r"has no use for the spec of \d+ rules: open it without"):
+        ucp.open(SAFETENSORS, spec=spec)
+
+
+@pytest.mark.parametrize("rules", [{"*.weight": "sharded"}, {"{": ucp.patterns.Unique()}])
+def test_a_spec_of_what_is_no_rule_is_refused(rules):
+    with pytest.raises(SpecError, match=r"is no pattern; those are in jax_ucp\.patterns|a brace"):
+        ucp.Spec.of(rules)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ markup.
 """
 
 import json
-import logging
 import struct
 import unicodedata
 from pathlib import Path
@@ -17,6 +16,8 @@ from hypothesis import strategies as st
 import jax_ucp as ucp
 from hostile_files import saved
 from jax_ucp.cli.main import main
+from jax_ucp.errors import ShardingWarning
+from jax_ucp.sharding.fit import warn_given_up
 from jax_ucp.text import visible, visible_lines
 
 HOSTILE = [
@@ -120,10 +121,10 @@ def test_a_wrong_command_line_is_shown_as_it_is(args):
     assert code == 2
 
 
-def test_logs_and_representations_are_shown_as_they_are(tmp_path, caplog):
-    with caplog.at_level(logging.INFO, "jax_ucp"):
-        logging.getLogger("jax_ucp").info("%s", "leaf w\x1b[31m\nERROR forged")
-    assert caplog.messages == ["leaf w\\x1b[31m\n  ERROR forged"]
+def test_warnings_and_representations_are_shown_as_they_are(tmp_path):
+    with pytest.warns(ShardingWarning) as warned:
+        warn_given_up(["leaf w\x1b[31m\nERROR forged"], stacklevel=1)
+    assert str(warned[0].message).splitlines()[1:] == ["  leaf w\\x1b[31m", "  ERROR forged"]
     checkpoint = ucp.open(safetensors(tmp_path / "c\u202e", "w\x1b[31m<script>"))
     for shown in (
         repr(checkpoint),

@@ -15,8 +15,8 @@ import jax_ucp as ucp
 import torch_cases
 from helpers import contents_of
 from jax_ucp.errors import TreeMismatch
-from jax_ucp.metadata import Group, groups_of
 from jax_ucp.optimizers.weight_decay import decays_of
+from jax_ucp.sources.optimizer_groups import Group, groups_of
 
 # Elastic files keep no groups. The optimizer of `fsdp1_sharded` had one group.
 DEEPSPEED = sorted({path.name for path in deepspeed_cases.DATA.iterdir()} - {"z1_fp32_dp2_elastic"})

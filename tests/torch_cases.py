@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
+from helpers import restored_on
 from jax_ucp.sources.consolidated import same_bits
 
 DATA = Path(__file__).parent / "data" / "torch"
@@ -89,8 +90,8 @@ def assert_equal_however_read(
     assert {leaf.label for leaf in checkpoint.leaves} == set(want)
     converted = checkpoint.save(folder / "converted")
     with jax.enable_x64(True):
-        straight = _flat(checkpoint.restore(mesh=MESH, rules=RULES))
-        kept = _flat(converted.restore(mesh=MESH, rules=RULES))
+        straight = _flat(restored_on(MESH, checkpoint, RULES))
+        kept = _flat(restored_on(MESH, converted, RULES))
     for label, array in want.items():
         assert same_bits(checkpoint.read(label), array), label
         assert same_bits(np.asarray(straight[label]), array), label

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -24,6 +25,7 @@ from jax_ucp.cli.output import (
     table,
     to_stderr,
 )
+from jax_ucp.errors import ShardingWarning
 from jax_ucp.inspection import report
 from jax_ucp.inspection.report import Report
 
@@ -121,7 +123,8 @@ def convert(
     checkpoint = open_checkpoint(source, **said)
     for note in (*checkpoint.notes, *(report.mesh_notes(checkpoint, mesh, rules) if mesh else ())):
         to_stderr.print(f"note: {note}")
-    with progress("converting", checkpoint.nbytes) as advance:
+    with progress("converting", checkpoint.nbytes) as advance, warnings.catch_warnings():
+        warnings.simplefilter("ignore", ShardingWarning)  # what it says are the notes above
         result = checkpoint.save(
             target,
             **mesh_arguments(mesh, rules),

@@ -14,8 +14,9 @@ import numpy as np
 
 from jax_ucp.errors import TreeMismatch, fault_lines
 from jax_ucp.export.files import Tensor
-from jax_ucp.metadata import Group, Leaf, plain_settings
 from jax_ucp.sources.contents import Contents
+from jax_ucp.sources.optimizer_groups import Group, plain_settings
+from jax_ucp.tree import Leaf
 
 # The importers' words for tensors of a model that are no parameters, and for those that are no part
 # of a model.

@@ -27,8 +27,6 @@ from jax_ucp.formats.torch_save.unpickle import walk
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout
 from jax_ucp.layout.patterns import Unique
-from jax_ucp.metadata import Key, Leaf, groups_of, leaf_names, plain_settings
-from jax_ucp.metadata import Path as TreePath
 from jax_ucp.sources.checks import Check, Extent, passed_on
 from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.consolidated import Consolidated, ConsolidatedView
@@ -36,7 +34,10 @@ from jax_ucp.sources.contents import Contents, Item, Piece, QuantizedWeight, Sta
 from jax_ucp.sources.cuts import Cut, WithCuts
 from jax_ucp.sources.dtypes import holds_every
 from jax_ucp.sources.duplicates import Duplicate, Mean, replicas_fault
+from jax_ucp.sources.optimizer_groups import groups_of, plain_settings
 from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+from jax_ucp.tree import Key, Leaf, leaf_names
+from jax_ucp.tree import Path as TreePath
 
 
 class Import:

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 
 from jax_ucp.arguments import local_path, switch, whole_number
 from jax_ucp.errors import SpecError
+from jax_ucp.shard_spec.rules import Spec
 
 MODULE_ORDER: Final = "module-order"
 OptimizerGroups = Literal["module-order"] | tuple[tuple[str, ...], ...]
@@ -65,17 +66,19 @@ class Sizes(Mapping[str, int]):
 
 @dataclass(frozen=True)
 class Options:
-    """`sizes` are lengths by name (`vocab`); `spec` is a file in the universal checkpoint language
-    that says how shards form parameters; `weights_only` leaves the optimizer aside. `on_conflict`
-    says which of two stored copies is right where they differ, `master` or `copy`: then they are
-    not compared. The master is also the first of several replicas; a copy is what the model
-    computed with, in its dtype. `dequantize=False` keeps quantised weights as the parts that are
-    stored; None refuses to hand them out. `optimizer_groups` says which parameters each group of an
-    optimizer has, where states go by numbers.
+    """What the user says of a checkpoint.
+
+    `sizes` are lengths by name (`vocab`); `spec` is one in the universal checkpoint language, or
+    its file: it says how shards form parameters; `weights_only` leaves the optimizer aside.
+    `on_conflict` says which of two stored copies is right where they differ, `master` or `copy`:
+    then they are not compared. The master is also the first of several replicas; a copy is what
+    the model computed with, in its dtype. `dequantize=False` keeps quantised weights as the parts
+    that are stored; None refuses to hand them out. `optimizer_groups` says which parameters each
+    group of an optimizer has, where states go by numbers.
     """
 
     sizes: Sizes = field(default_factory=lambda: Sizes({}))
-    spec: Path | None = None
+    spec: Path | Spec | None = None
     weights_only: bool = False
     on_conflict: Literal["master", "copy"] | None = None
     dequantize: Literal[False] | None = None
@@ -85,7 +88,7 @@ class Options:
     def of(
         cls,
         sizes: Mapping[str, int] | None = None,
-        spec: str | os.PathLike[str] | None = None,
+        spec: str | os.PathLike[str] | Spec | None = None,
         weights_only: bool = False,
         on_conflict: Literal["master", "copy"] | None = None,
         dequantize: Literal[False] | None = None,
@@ -102,11 +105,11 @@ class Options:
                 f"dequantize={dequantize!r}: quantised weights are refused (None) or kept as parts"
                 " (False)"
             )
-        file = None if spec is None else local_path(spec)
+        rules = spec if spec is None or isinstance(spec, Spec) else local_path(spec)
         groups = checked_groups(optimizer_groups)
         return cls(
             Sizes(sizes or {}),
-            file,
+            rules,
             switch("weights_only", weights_only),
             on_conflict,
             dequantize,

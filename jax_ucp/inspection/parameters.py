@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from jax_ucp.layout.box import Box
-from jax_ucp.metadata import Leaf
 from jax_ucp.sources.contents import Contents, Piece, require_values
 from jax_ucp.sources.proved import ProvedReads
 from jax_ucp.text import visible
+from jax_ucp.tree import Leaf
 
 
 @dataclass(frozen=True, repr=False)

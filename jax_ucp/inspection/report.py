@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jax_ucp.formats.exporting import ExportPlan
-from jax_ucp.metadata import Axes, Leaf
+from jax_ucp.tree import Axes, Leaf
 
 if TYPE_CHECKING:
     from jax_ucp.checkpoint import Checkpoint

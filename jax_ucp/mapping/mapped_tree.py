@@ -16,11 +16,12 @@ import numpy as np
 from jax_ucp.errors import LayoutError, TreeMismatch, fault_lines
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.strided import LeafForm, LeafLayout, hull
-from jax_ucp.metadata import Group, Key, Leaf, groups_of, leaf_names
 from jax_ucp.sources.checks import Check, Extent, passed_on
 from jax_ucp.sources.contents import Contents, Item, Piece
 from jax_ucp.sources.dtypes import holds_every
 from jax_ucp.sources.mapped import Formed, MappedView
+from jax_ucp.sources.optimizer_groups import Group, groups_of
+from jax_ucp.tree import Key, Leaf, leaf_names
 
 
 def states_of(contents: Contents) -> dict[str, dict[str, Leaf]]:

@@ -15,7 +15,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jax.typing import DTypeLike
 
 from jax_ucp.errors import TreeMismatch, fault_lines
-from jax_ucp.metadata import Leaf, Path, leaf_names
 from jax_ucp.optimizers.adam_rule import rule_faults
 from jax_ucp.optimizers.slots import (
     COUNT,
@@ -37,6 +36,7 @@ from jax_ucp.sources.checks import Extent
 from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.contents import Contents
 from jax_ucp.sources.proved import ProvedReads
+from jax_ucp.tree import Leaf, Path, leaf_names
 
 Status = Literal["mapped", "computed", "initial"]
 

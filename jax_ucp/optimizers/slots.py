@@ -10,8 +10,8 @@ import jax
 import optax
 
 from jax_ucp.errors import TreeMismatch
-from jax_ucp.metadata import Key, Path
 from jax_ucp.sharding.trees import walk
+from jax_ucp.tree import Key, Path
 
 STEP = "step"
 # What a field of a state holds: the name of a moment, or one of these.

@@ -22,7 +22,6 @@ from jax_ucp.errors import TreeMismatch, fault_lines
 from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.samples import sample_boxes
-from jax_ucp.metadata import Key, Leaf, Path, leaf_names, tree_of
 from jax_ucp.optimizers.adam_rule import rule_faults
 from jax_ucp.optimizers.slots import (
     COUNT,
@@ -39,6 +38,7 @@ from jax_ucp.sharding.trees import Node, walk
 from jax_ucp.sources.checks import Check, Extent, passed_on
 from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.contents import Contents, Item, Status
+from jax_ucp.tree import Key, Leaf, Path, leaf_names, tree_of
 
 # Torch's own optimizers count in tensors of float32; Lion is DeepSpeed's, and counts in ints.
 _STEP_DTYPES: Mapping[type, DTypeLike] = {optax.ScaleByLionState: np.int32}

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jax_ucp.metadata import Group
+from jax_ucp.sources.optimizer_groups import Group
 
 # A schedule may begin at zero, and MultiSteps updates every so many steps: an optimizer is asked
 # this often.

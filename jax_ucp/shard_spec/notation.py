@@ -1,4 +1,4 @@
-"""YAML <-> sentences and patterns. Errors here are about what is written, and name the file and
+"""YAML to sentences and patterns. Errors here are about what is written, and name the file and
 the line.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 from jax_ucp.errors import SpecError
 from jax_ucp.layout.patterns import Averaged, Fused, Padded, Pattern, Replicated, Sharded, Unique
 from jax_ucp.shard_spec.arithmetic import names_in, size_of
-from jax_ucp.shard_spec.document import document, dumped, fields
+from jax_ucp.shard_spec.document import document, fields
 from jax_ucp.shard_spec.rules import Sentence, Spec, Written, regex_of
 
 _PLAIN: dict[str, Pattern] = {
@@ -24,13 +24,17 @@ _SECTIONS = {"extends", "sizes", "shards"}
 _SPECS = resources.files("jax_ucp.shard_spec") / "specs"
 
 
-def load(path: Path) -> Spec:
-    """The spec in a file. Raises SpecError, with every fault of notation and its line."""
+def load(given: Path | Spec) -> Spec:
+    """The spec in a file, or the one that is given. Raises SpecError, with every fault of notation
+    and its line.
+    """
+    if isinstance(given, Spec):
+        return given
     try:
-        text = path.read_text(encoding="utf-8")
+        text = given.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path} cannot be read as a spec: {error}") from error
-    return parse(text, str(path))
+        raise SpecError(f"{given} cannot be read as a spec: {error}") from error
+    return parse(text, str(given))
 
 
 def built_in(name: str) -> Spec:
@@ -59,23 +63,6 @@ def parse(text: str, file: str = "spec") -> Spec:
         base = top.attempt(lambda: built_in(name), top.place("extends"))
     top.raise_faults(f"{file} is not in the universal checkpoint language:")
     return Spec(tuple(own), sizes, base)
-
-
-def to_yaml(spec: Spec) -> str:
-    """The text of the rules and sizes that a spec itself has, without those of the spec it
-    extends.
-    """
-    items = []
-    for sentence in spec.own:
-        said = (
-            sentence.pattern.node
-            if isinstance(sentence.pattern, Written)
-            else node_of(sentence.pattern)
-        )
-        when = {"when": sentence.when} if sentence.when else {}
-        items.append({"param": sentence.param, **when, "pattern": said})
-    sizes = {"sizes": dict(spec.sizes)} if spec.sizes else {}
-    return dumped({**sizes, "shards": items})
 
 
 def pattern_of(node: object, size: Callable[[object], int]) -> Pattern:
@@ -135,40 +122,6 @@ def _fused(said: dict[Any, Any], size: Callable[[object], int]) -> Fused:
     whole = frozenset(map(str, _list(inner.get("whole", []), "whole")))
     groups = size(inner["groups"]) if "groups" in inner else None
     return Fused(_axis(inner["axis"]), parts, whole, groups)
-
-
-def node_of(pattern: Pattern) -> str | dict[str, Any]:
-    """What YAML says of a pattern; `pattern_of` gives the pattern again."""
-    match pattern:
-        case Sharded():
-            axes = list(pattern.axes)
-            said = {"sharded": axes if len(axes) > 1 else axes[0]}
-            return {**said, "grid": list(pattern.grid)} if pattern.grid else said
-        case Fused():
-            return {"fused": _fused_node(pattern)}
-        case Padded(pattern=inner):
-            node = node_of(inner)
-            said = node if isinstance(node, dict) else {node: {}}
-            padded = {"axis": pattern.axis, "to": pattern.size, "from": pattern.padded}
-            return {**said, "padded": [*said.get("padded", []), _present(padded)]}
-        case _:
-            return next(word for word, plain in _PLAIN.items() if plain == pattern)
-
-
-def _fused_node(pattern: Fused) -> dict[str, Any]:
-    parts = {
-        name: list(rows) if isinstance(rows, tuple) else rows
-        for name, rows in pattern.parts.items()
-    }
-    whole = sorted(pattern.whole) or None
-    return _present(
-        {"axis": pattern.axis, "parts": parts, "whole": whole, "groups": pattern.groups}
-    )
-
-
-def _present(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields that are not None."""
-    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _sentence(item: object, where: str) -> Sentence:

@@ -80,6 +80,27 @@ class Spec:
     sizes: Mapping[str, Expression] = field(default_factory=dict)
     extends: Spec | None = None
 
+    @classmethod
+    def of(cls, rules: Mapping[str, Pattern], extends: Spec | None = None) -> Spec:
+        """The spec whose rules are patterns by the parameters that they claim.
+
+        Raises SpecError for a pattern that is none, or a name that no rule may have.
+
+        >>> from jax_ucp.layout.patterns import Replicated, Sharded
+        >>> str(Spec.of({"*.weight": Sharded(0), "*.bias": Replicated()}))
+        'of 2 rules'
+        """
+        for param, pattern in rules.items():
+            if not isinstance(pattern, Pattern):
+                raise SpecError(
+                    f"{param}: {pattern!r:.80} is no pattern; those are in jax_ucp.patterns"
+                )
+            regex_of(param)
+        return cls(tuple(Sentence(*rule) for rule in rules.items()), extends=extends)
+
+    def __str__(self) -> str:
+        return f"of {len(self.own)} rules"
+
     @property
     def lengths(self) -> set[str]:
         """The names that a length may be given for: patterns and sizes are made of them, and no

@@ -10,7 +10,7 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jax_ucp.layout.box import Box
-from jax_ucp.metadata import Axes, SavedSharding
+from jax_ucp.tree import Axes, SavedSharding
 
 Device = Any  # jax.Device, which type checkers see as a variable
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_ucp.metadata import Axes, Leaf
+from jax_ucp.errors import ShardingWarning, fault_lines
+from jax_ucp.text import visible_lines
+from jax_ucp.tree import Axes, Leaf
 
 # (regular expression on the leaf's label, PartitionSpec), or (logical axis name, mesh axes).
 Rule = tuple[str, PartitionSpec | Axes]
@@ -73,22 +76,84 @@ def _misfit(
 
 
 def check_rules(rules: Sequence[Rule]) -> None:
-    """Raise ValueError for a rule that is no pair, or whose pattern is no regular expression."""
+    """Raise ValueError for a rule that is no pair, whose pattern is no regular expression, or that
+    has a tuple where a PartitionSpec is meant.
+    """
     for rule in rules:
         match rule:
             case (str(pattern), PartitionSpec()):
+                _check_regex(pattern)
+            case (str(), None | str()):
                 pass
-            case (str(), None | str() | tuple() | list()):
-                pattern = ""
+            case (str(), tuple() | list() as axes):
+                _check_mesh_axes(rule, axes)
             case _:
                 raise ValueError(
                     f"the rule {rule!r:.120} is no pair of a regular expression and a"
                     " PartitionSpec, or of a logical axis and mesh axes"
                 )
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"the rule {pattern!r} is no regular expression: {error}") from None
+
+
+def _check_regex(pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"the rule {pattern!r} is no regular expression: {error}") from None
+
+
+def _check_mesh_axes(rule: Rule, axes: Sequence[object]) -> None:
+    """Raise ValueError where the mesh axes of a logical axis are those of several axes."""
+    if not all(isinstance(name, str) for name in axes):
+        raise ValueError(
+            f"the rule {rule!r:.120} has a {type(axes).__name__} where a spec is meant; write"
+            f" {_as_spec(axes)}"
+        )
+
+
+def check_logical_rules(rules: Sequence[Rule], leaves: Sequence[Leaf]) -> None:
+    """Raise ValueError for a rule on a logical axis that can only be meant for labels: no leaf has
+    such an axis, labels match it, and it is no plain name or no leaf has logical axes at all.
+    """
+    logical = _logical_names(leaves)
+    for name, axes in rules:
+        if isinstance(axes, PartitionSpec) or name in logical:
+            continue
+        if name.isidentifier() and logical:
+            continue  # rules of a family of models name axes that this one does not have
+        label = _first_label(name, leaves)
+        if label is not None:
+            raise ValueError(
+                f"the rule {(name, axes)!r:.120} is for a logical axis, which no leaf has, but the"
+                f" label {label!r} matches it: where a spec is meant, write {_as_spec(axes)}"
+            )
+
+
+def _first_label(pattern: str, leaves: Sequence[Leaf]) -> str | None:
+    """The first label of an array that a pattern matches; none where it is no regular
+    expression.
+    """
+    try:
+        regex = re.compile(pattern)
+    except re.error:
+        return None
+    return next(
+        (leaf.label for leaf in leaves if leaf.has_array and regex.search(leaf.label)), None
+    )
+
+
+def _as_spec(axes: object) -> str:
+    """The PartitionSpec that mesh axes were meant to be, as it is written."""
+    said = axes if isinstance(axes, tuple | list) else [axes]
+    return f"PartitionSpec({', '.join(map(repr, said)):.120})"
+
+
+def warn_given_up(notes: Sequence[str], stacklevel: int) -> None:
+    """Warn of each way in which leaves are not placed as asked for, if there is any; `stacklevel`
+    counts from the caller.
+    """
+    if notes:
+        text = f"the sharding is not what was asked for:\n  {fault_lines(notes)}"
+        warnings.warn(visible_lines(text), ShardingWarning, stacklevel=stacklevel + 1)
 
 
 def unused_rules(rules: Sequence[Rule], leaves: Sequence[Leaf]) -> list[str]:

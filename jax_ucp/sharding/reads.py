@@ -16,9 +16,17 @@ from jax_ucp.arguments import whole_number
 from jax_ucp.layout.blocks import Chunks, chunk_shapes, writer_cells
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
-from jax_ucp.metadata import Axes, Leaf
-from jax_ucp.sharding.fit import ON_DEVICES, Fit, Rule, check_rules, fit_axes, unused_rules
+from jax_ucp.sharding.fit import (
+    ON_DEVICES,
+    Fit,
+    Rule,
+    check_logical_rules,
+    check_rules,
+    fit_axes,
+    unused_rules,
+)
 from jax_ucp.sources.contents import Contents
+from jax_ucp.tree import Axes, Leaf
 
 MAX_DEVICES = 1 << 24  # a plan takes memory for each
 
@@ -140,6 +148,7 @@ def checkpoint_reads(contents: Contents, mesh: HostMesh, rules: Sequence[Rule] =
     cannot be meant.
     """
     check_rules(rules)
+    check_logical_rules(rules, contents.leaves)
     infos = contents.arrays.arrays()
 
     def stored(leaf: Leaf) -> Stored:
@@ -178,7 +187,7 @@ def fit_notes(leaves: Sequence[Leaf], mesh: HostMesh, rules: Sequence[Rule] = ()
 
 
 def mesh_cells(
-    leaves: Iterable[Leaf], mesh: HostMesh, rules: Sequence[Rule] = ()
+    leaves: Sequence[Leaf], mesh: HostMesh, rules: Sequence[Rule] = ()
 ) -> dict[str, Shape]:
     """By name of an array, the block that one host writes in a save from the mesh, which no chunk
     crosses.
@@ -186,6 +195,7 @@ def mesh_cells(
     Raises ValueError for a rule that cannot be meant.
     """
     check_rules(rules)
+    check_logical_rules(rules, leaves)
     return {
         leaf.name: planned_cell(
             leaf.shape, np.dtype(leaf.dtype).itemsize, planned_fit(leaf, mesh, rules).spec, mesh

@@ -5,7 +5,6 @@ distinct box.
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,17 +20,23 @@ from jax_ucp.arguments import switch, whole_number
 from jax_ucp.errors import FAULTS_SHOWN, TreeMismatch
 from jax_ucp.layout.blocks import SMALL_BYTES
 from jax_ucp.layout.box import Box
-from jax_ucp.metadata import Axes, Leaf, tree_of
 from jax_ucp.sharding.boxes import Device, device_boxes, process_hull
-from jax_ucp.sharding.fit import ON_DEVICES, Rule, check_rules, fit_leaf, unused_rules
+from jax_ucp.sharding.fit import (
+    ON_DEVICES,
+    Rule,
+    check_logical_rules,
+    check_rules,
+    fit_leaf,
+    unused_rules,
+    warn_given_up,
+)
 from jax_ucp.sharding.output_buffers import OutputBuffer, ReadRequest, landing
 from jax_ucp.sharding.share import Read, SharedRead, read_together, shared_read
 from jax_ucp.sharding.trees import Node, fill, key_dtype, kind_of, match, narrowed
 from jax_ucp.sources.budget import DEFAULT_BUDGET, run_bounded, threads
 from jax_ucp.sources.checks import Check, Extent, require
 from jax_ucp.sources.protocol import BLOCK_BYTES, ArrayInfo, ArraySource
-
-log = logging.getLogger("jax_ucp")
+from jax_ucp.tree import Axes, Leaf, tree_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +126,6 @@ def plan_restore(
         switch("narrow_integers", narrow_integers),
     )
     _check_arguments(target, mesh, rules, cast, partial)
-    idle = unused_rules(rules, leaves)
     if target is None:
         nodes = None
         wishes = [_Wish(leaf, leaf.kind) for leaf in leaves]
@@ -129,6 +133,9 @@ def plan_restore(
         pairs = match(leaves, target, partial, bool(cast), narrow_integers)
         nodes = [node for node, _ in pairs]
         wishes = [_Wish(leaf, kind_of(node), node.value, node.axes) for node, leaf in pairs]
+    ruled = [*leaves, *map(_ruled, wishes)]
+    check_logical_rules(rules, ruled)
+    idle = unused_rules(rules, ruled)
     placements = [_place(wish, mesh, rules, cast) for wish in wishes]
     if narrow_integers:
         placements = [_narrowed(placement) for placement in placements]
@@ -217,16 +224,16 @@ def run_restore(
     """Read every box that this process needs, once, and return the tree. `checks` are those that
     must pass for it.
 
-    At most `budget_bytes` are in flight beside the arrays themselves, or one stored chunk where
-    that is larger: an array that takes more goes in blocks. No stored chunk is read twice. The
+    Warns of what the plan gave up of a sharding. At most `budget_bytes` are in flight beside the
+    arrays themselves, or one stored chunk where that is larger: an array that takes more goes in
+    blocks. No stored chunk is read twice. The
     pieces of an array whose reading is shared go at once. An error of one process that shares reads
     is raised in all.
 
     Raises CorruptData where a check finds a fault.
     """
     budget_bytes = whole_number("budget_bytes", budget_bytes)
-    for note in plan.notes:
-        log.info("%s", note)
+    warn_given_up(plan.notes, stacklevel=3)  # where `restore` was called
     reading = _Reading(plan, source, budget_bytes)
     reading.run(checks)
     values = [
@@ -407,10 +414,14 @@ def _sharding_on(
     if isinstance(own, NamedSharding) and dict(own.mesh.shape) == dict(mesh.shape):
         # own.mesh may be abstract
         return NamedSharding(mesh, own.spec, memory_kind=own.memory_kind), ()
-    leaf = wish.leaf
-    if wish.axes is not None and leaf.axes is None:
-        leaf = replace(leaf, axes=wish.axes)
-    return fit_leaf(leaf, mesh, rules)
+    return fit_leaf(_ruled(wish), mesh, rules)
+
+
+def _ruled(wish: _Wish) -> Leaf:
+    """The leaf that rules apply to: without logical axes of its own it has those of the target."""
+    if wish.axes is None or wish.leaf.axes is not None:
+        return wish.leaf
+    return replace(wish.leaf, axes=wish.axes)
 
 
 def _own_sharding(value: Any) -> Sharding | None:

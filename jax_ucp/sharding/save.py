@@ -20,11 +20,12 @@ from jax_ucp.files.directory import Directory
 from jax_ucp.layout.blocks import SMALL_BYTES, Chunks, chunk_shapes, grid_boxes, writer_cells
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
-from jax_ucp.metadata import Leaf, Metadata, SavedSharding, digest, leaf_names, unspeakable_paths
 from jax_ucp.sharding.boxes import Device, device_boxes, process_boxes, saved_sharding
 from jax_ucp.sharding.trees import Node, empty_kind, kind_of, walk
 from jax_ucp.sources.budget import DEFAULT_BUDGET, run_bounded
 from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+from jax_ucp.tree import Leaf, SavedSharding, leaf_names, unspeakable_paths
+from jax_ucp.universal.metadata import Metadata, digest
 from jax_ucp.universal.orbax_tree import orbax_files
 from jax_ucp.universal.packs import is_indexed, packed_arrays
 from jax_ucp.universal.store import METADATA_FILE, Commit, ZarrStore, require_storable, write_part

@@ -22,7 +22,7 @@ from jax._src import (
 )
 
 from jax_ucp.errors import SaveFailed
-from jax_ucp.metadata import digest
+from jax_ucp.universal.metadata import digest
 
 T = TypeVar("T")
 

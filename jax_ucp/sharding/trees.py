@@ -13,7 +13,7 @@ import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from jax_ucp.errors import FormatError, TreeMismatch, UnsupportedLeaf, fault_lines
-from jax_ucp.metadata import MAX_TREE_DEPTH, Axes, Key, KeyKind, Leaf, LeafKind, Path
+from jax_ucp.tree import MAX_TREE_DEPTH, Axes, Key, KeyKind, Leaf, LeafKind, Path
 
 Abstract = jax.ShapeDtypeStruct
 

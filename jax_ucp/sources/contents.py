@@ -11,9 +11,10 @@ from typing import Any, Literal, get_args
 from jax_ucp.errors import QuantizedWeights
 from jax_ucp.files.source_files import SourceFiles
 from jax_ucp.layout.box import Box
-from jax_ucp.metadata import Group, Leaf
 from jax_ucp.sources.checks import Check, Extent, verdicts
+from jax_ucp.sources.optimizer_groups import Group
 from jax_ucp.sources.protocol import ArraySource
+from jax_ucp.tree import Leaf
 
 Status = Literal["mapped", "extra", "skipped"]
 

@@ -13,8 +13,8 @@ import numpy as np
 from jax_ucp.errors import FormatError
 from jax_ucp.layout.blocks import grid_boxes, rows_of_chunks, whole_chunks
 from jax_ucp.layout.box import Box
-from jax_ucp.metadata import MAX_ARRAY_BYTES, MAX_AXES
 from jax_ucp.sources.checks import Check, Extent
+from jax_ucp.tree import MAX_ARRAY_BYTES, MAX_AXES
 
 BLOCK_BYTES = 32 << 20
 

@@ -8,9 +8,9 @@ from collections import defaultdict
 import numpy as np
 
 from jax_ucp.layout.box import Box
-from jax_ucp.metadata import Leaf
 from jax_ucp.sources.checks import Check, require
 from jax_ucp.sources.contents import Contents
+from jax_ucp.tree import Leaf
 
 
 class ProvedReads:

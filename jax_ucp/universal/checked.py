@@ -17,16 +17,8 @@ import numpy as np
 import tensorstore as ts
 
 from jax_ucp.errors import FormatError
-from jax_ucp.metadata import (
-    MAX_ARRAY_BYTES,
-    MAX_VALUE_DEPTH,
-    Leaf,
-    Metadata,
-    SavedSharding,
-    StoredArray,
-    is_leaf_name,
-    tree_fault,
-)
+from jax_ucp.tree import MAX_ARRAY_BYTES, Leaf, SavedSharding, is_leaf_name, tree_fault
+from jax_ucp.universal.metadata import MAX_VALUE_DEPTH, Metadata, StoredArray
 from jax_ucp.universal.shard_codec import CRC_BYTES
 
 # No mesh has so many devices.

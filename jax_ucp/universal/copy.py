@@ -28,11 +28,11 @@ from jax_ucp.layout.blocks import (
 )
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
-from jax_ucp.metadata import Metadata, digest
 from jax_ucp.sources.budget import DEFAULT_BUDGET, HELD_BYTES, run_bounded, threads
 from jax_ucp.sources.contents import Contents
 from jax_ucp.sources.protocol import ArrayInfo
 from jax_ucp.universal.ledger import Ledger
+from jax_ucp.universal.metadata import Metadata, digest
 from jax_ucp.universal.orbax_tree import orbax_files
 from jax_ucp.universal.packs import is_indexed
 from jax_ucp.universal.store import (

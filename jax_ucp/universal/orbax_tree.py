@@ -21,9 +21,8 @@ import numpy as np
 
 from jax_ucp.errors import FormatError, NotACheckpoint
 from jax_ucp.files.directory import Directory
-from jax_ucp.metadata import (
+from jax_ucp.tree import (
     MAX_TREE_DEPTH,
-    VERSION,
     Axes,
     Key,
     KeyKind,
@@ -33,8 +32,9 @@ from jax_ucp.metadata import (
     leaf_names,
     tree_fault,
 )
-from jax_ucp.metadata import Path as TreePath
+from jax_ucp.tree import Path as TreePath
 from jax_ucp.universal.checked import sharding_fault
+from jax_ucp.universal.metadata import VERSION
 
 T = TypeVar("T")
 

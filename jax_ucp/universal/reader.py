@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from jax_ucp.errors import CorruptData
 from jax_ucp.layout.blocks import grid_boxes, grid_place
 from jax_ucp.layout.box import Box
-from jax_ucp.metadata import Leaf, Metadata
 from jax_ucp.sources.beside import MARKERS, items_beside
 from jax_ucp.sources.checks import Check, Extent
 from jax_ucp.sources.contents import Contents, Item, Piece
+from jax_ucp.tree import Leaf
+from jax_ucp.universal.metadata import Metadata
 from jax_ucp.universal.packs import pack_name
 from jax_ucp.universal.store import (
     METADATA_FILE,

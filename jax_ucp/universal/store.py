@@ -25,10 +25,12 @@ from jax_ucp.files.directory import Directory
 from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place, outer_boxes, rows_of_chunks
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
-from jax_ucp.metadata import Group, Leaf, Metadata, StoredArray, decode, digest, encode
 from jax_ucp.sources.checks import Check
+from jax_ucp.sources.optimizer_groups import Group
 from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+from jax_ucp.tree import Leaf
 from jax_ucp.universal.checked import check_metadata, storable
+from jax_ucp.universal.metadata import Metadata, StoredArray, decode, digest, encode
 from jax_ucp.universal.ocdbt import Range
 from jax_ucp.universal.packs import index_files, is_indexed, pack_name
 from jax_ucp.universal.shard_codec import (

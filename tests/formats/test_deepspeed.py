@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
 from deepspeed_cases import DATA, NUMBERED, equal, truth, word
+from helpers import restored_on
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
 from jax_ucp.formats.deepspeed.files import _open_rank, _refuse_copies
 from jax_ucp.formats.torch_save.file import TorchFile
@@ -38,9 +39,9 @@ def flat(tree: dict) -> dict[str, np.ndarray]:
 def test_every_parameter_and_moment_equals_the_live_state_however_it_is_read(case, tmp_path):
     checkpoint, want = ucp.open(DATA / case, **word(case)), truth(case)
     assert {leaf.label for leaf in checkpoint.leaves} == set(want)
-    straight = flat(checkpoint.restore(mesh=MESH, rules=RULES))
+    straight = flat(restored_on(MESH, checkpoint, RULES))
     converted = checkpoint.save(tmp_path / "converted")
-    kept = flat(converted.restore(mesh=MESH, rules=RULES))
+    kept = flat(restored_on(MESH, converted, RULES))
     for label, array in want.items():
         assert equal(checkpoint.read(label), array, label), label
         assert equal(straight[label], array, label), label

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
+from helpers import restored_on
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.consolidated import same_bits
 from megatron_cases import CORRUPTED, DATA, EVERY, about, equal, flat, truth
@@ -23,9 +24,9 @@ def test_every_parameter_and_moment_equals_the_live_state_however_it_is_read(cas
     want = truth(case)
     checkpoint = ucp.open(DATA / case / "ckpt", sizes={"vocab": about(case)["model"]["vocab_size"]})
     assert {leaf.label for leaf in checkpoint.leaves} == set(want)
-    straight = flat(checkpoint.restore(mesh=MESH, rules=RULES))
+    straight = flat(restored_on(MESH, checkpoint, RULES))
     converted = checkpoint.save(tmp_path / "converted")  # which verifies first
-    kept = flat(converted.restore(mesh=MESH, rules=RULES))
+    kept = flat(restored_on(MESH, converted, RULES))
     for label, array in want.items():
         assert equal(checkpoint.read(label), array, label), label
         assert equal(straight[label], array, label), label

@@ -8,7 +8,8 @@ from jax_ucp.mapping.binding import Said, bind, said_before
 from jax_ucp.mapping.model_config import config_of, numbers_of
 from jax_ucp.mapping.rules import Mapping
 from jax_ucp.shard_spec.document import document
-from jax_ucp.shard_spec.notation import parse, to_yaml
+from jax_ucp.shard_spec.notation import parse
+from spec_writer import to_yaml
 
 pytestmark = pytest.mark.timeout(60)
 

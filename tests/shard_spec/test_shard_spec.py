@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from jax_ucp.errors import LayoutError, SpecError
 from jax_ucp.layout.patterns import Averaged, Fused, Padded, Pattern, Replicated, Sharded, Unique
 from jax_ucp.shard_spec.arithmetic import names_in, size_of
-from jax_ucp.shard_spec.notation import built_in, load, node_of, parse, pattern_of, to_yaml
+from jax_ucp.shard_spec.notation import built_in, load, parse, pattern_of
 from jax_ucp.shard_spec.rules import Sentence, Shard, Spec, layouts
+from spec_writer import node_of, to_yaml
 
 EVERY_PATTERN = """
 shards:

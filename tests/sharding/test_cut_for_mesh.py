@@ -2,7 +2,6 @@
 writes, and no others.
 """
 
-import logging
 from pathlib import Path
 
 import jax
@@ -14,8 +13,9 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from helpers import contents_of
+from helpers import contents_of, warned_of
 from jax_ucp.checkpoint import Checkpoint
+from jax_ucp.errors import ShardingWarning
 from jax_ucp.sharding.fit import fit_spec
 from jax_ucp.sharding.save import describe, take_snapshot
 from jax_ucp.sources.consolidated import same_bits
@@ -58,7 +58,7 @@ def universal(tmp_path_factory):
 def test_it_has_the_same_bits_and_its_mesh_reads_each_byte_that_it_needs_and_no_other(
     universal, tmp_path, mesh, hosts
 ):
-    cut = universal.save(tmp_path / "cut", mesh=mesh, rules=RULES, hosts=hosts)
+    cut = cut_for(universal, tmp_path / "cut", mesh, hosts)
     assert cut.leaves == universal.leaves
     for name, want in arrays().items():
         assert same_bits(cut.read(f"param/{name}"), want)
@@ -70,13 +70,17 @@ def test_cut_again_it_has_the_same_files_and_cut_for_no_mesh_those_that_it_was_m
     universal, tmp_path
 ):
     (mesh, hosts), (other, others) = MESHES[:2]
-    first = universal.save(tmp_path / "first", mesh=mesh, rules=RULES, hosts=hosts)
-    second = universal.save(tmp_path / "second", mesh=other, rules=RULES, hosts=others)
+    first = cut_for(universal, tmp_path / "first", mesh, hosts)
+    second = cut_for(universal, tmp_path / "second", other, others)
     assert files(second) != files(first)
-    assert files(second.save(tmp_path / "again", mesh=mesh, rules=RULES, hosts=hosts)) == files(
-        first
-    )
+    assert files(cut_for(second, tmp_path / "again", mesh, hosts)) == files(first)
     assert files(second.save(tmp_path / "back")) == files(universal)
+
+
+def cut_for(checkpoint: Checkpoint, path: Path, mesh: dict[str, int], hosts: int) -> Checkpoint:
+    said = {"mesh": mesh, "rules": RULES, "hosts": hosts}
+    with warned_of(checkpoint.plan_save(**said).notes):
+        return checkpoint.save(path, **said)
 
 
 def files(checkpoint: Checkpoint) -> dict[str, bytes]:
@@ -115,7 +119,7 @@ def test_the_budget_holds_for_any_mesh(universal, budget):
         assert plan.write_bytes == universal.nbytes
 
 
-def test_what_a_mesh_does_not_have_of_a_spec_is_told(universal, tmp_path, caplog):
+def test_what_a_mesh_does_not_have_of_a_spec_is_told(universal, tmp_path):
     asked = {
         "mesh": {"data": 5, "model": 2},
         "rules": [(r"w$", P("data", "model")), (r"nothing$", P("model"))],
@@ -123,9 +127,10 @@ def test_what_a_mesh_does_not_have_of_a_spec_is_told(universal, tmp_path, caplog
     notes = universal.plan_save(**asked).notes
     assert [note.partition(":")[0] for note in notes][:1] == ["param/w"]
     assert len(notes) == 2
-    with caplog.at_level(logging.INFO, "jax_ucp"):
+    with pytest.warns(ShardingWarning) as warned:
         universal.save(tmp_path / "cut", **asked)
-    assert [record.getMessage() for record in caplog.records if record.name == "jax_ucp"] == notes
+    assert str(warned[0].message).splitlines()[1:] == [f"  {note}" for note in notes]
+    assert [warning.filename for warning in warned] == [__file__]
     assert universal.plan_save().notes == ()
 
 

@@ -3,6 +3,7 @@ differ.
 """
 
 import enum
+import re
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,10 +23,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
-from jax_ucp.errors import TreeMismatch, UnsupportedLeaf
-from jax_ucp.metadata import Key, leaf_names
+from jax_ucp.errors import ShardingWarning, TreeMismatch, UnsupportedLeaf
 from jax_ucp.sharding.fit import fit_spec
 from jax_ucp.sources.consolidated import same_bits
+from jax_ucp.tree import Key, leaf_names
 
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 
@@ -282,6 +283,8 @@ def test_rules_that_do_nothing_are_reported_and_those_that_cannot_be_meant_are_r
         "the rule '^v' matches no leaf",
         "no leaf has the logical axis 'embed'; a rule on labels has a PartitionSpec",
     ]
+    with pytest.warns(ShardingWarning, match=r"the rule '\^v' matches no leaf"):
+        checkpoint.restore(mesh=MESH, rules=[("^v", P("data"))])
     with pytest.raises(ValueError, match=r"give mesh= too"):
         checkpoint.plan(rules=[("w", P("data"))])
     with pytest.raises(ValueError, match=r"the rule '\(' is no regular expression"):
@@ -290,6 +293,62 @@ def test_rules_that_do_nothing_are_reported_and_those_that_cannot_be_meant_are_r
         checkpoint.plan(cast=np.int8)
     with pytest.raises(ValueError, match="converts to the dtypes of a target, and there is none"):
         checkpoint.plan(cast=True)
+
+
+@pytest.mark.parametrize(
+    ("rule", "spec"),
+    [
+        (("w", "data"), r"PartitionSpec('data')"),
+        (("w", ("data", "model")), r"PartitionSpec('data', 'model')"),
+        (("w$", None), r"PartitionSpec(None)"),
+        (("w", (None, "data")), r"PartitionSpec(None, 'data')"),
+        (("v", [("data", "model"), None]), r"PartitionSpec(('data', 'model'), None)"),
+    ],
+    ids=str,
+)
+def test_a_rule_with_a_tuple_or_a_string_for_a_spec_is_refused(rule, spec, tmp_path):
+    checkpoint = ucp.Checkpoint.of({"w": jnp.ones((8, 8))})
+    for call in (
+        lambda: checkpoint.restore(mesh=MESH, rules=[rule]),
+        lambda: checkpoint.restore({"w": jnp.ones((8, 8))}, mesh=MESH, rules=[rule]),
+        lambda: checkpoint.save(tmp_path / "c", mesh=MESH, rules=[rule]),
+        lambda: checkpoint.plan_reads(MESH, rules=[rule]),
+    ):
+        with pytest.raises(
+            ValueError, match=re.escape("where a spec is meant") + f".*{re.escape(spec)}"
+        ):
+            call()
+    assert not (tmp_path / "c").exists()
+
+
+def test_rules_of_a_family_name_logical_axes_that_a_model_does_not_have(tmp_path):
+    """`embed` matches a label and is no axis of this model; a pattern can be no axis."""
+    with jax.set_mesh(MESH):
+        tree = {"embed": nnx.Param(jnp.zeros((8, 4)), out_sharding=("data", None))}
+    abstract = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), tree)
+    rules = [("data", "model"), ("embed", "data")]
+    unused = "no leaf has the logical axis 'embed'"
+    for checkpoint, target in (
+        (save(tmp_path / "c", tree), None),
+        (ucp.Checkpoint.of({"embed": {"value": np.zeros((8, 4), np.float32)}}), abstract),
+    ):
+        with pytest.warns(ShardingWarning, match=unused):
+            got = checkpoint.restore(target, mesh=MESH, rules=rules)
+        leaf = got["embed"]["value"] if target is None else got["embed"][...]
+        assert leaf.sharding.spec == P("model", None)
+        with pytest.raises(
+            ValueError, match=r"where a spec is meant, write PartitionSpec\('data'\)"
+        ):
+            checkpoint.restore(target, mesh=MESH, rules=[("data", "model"), ("emb.*", "data")])
+
+
+def test_what_is_given_up_of_a_sharding_is_a_warning_where_restore_was_called(tmp_path):
+    sharding = NamedSharding(MESH, P("data", "model"))
+    checkpoint = save(tmp_path / "c", {"w": jax.device_put(np.ones((8, 8)), sharding)})
+    other = Mesh(np.array(jax.devices()), ("data",))
+    with pytest.warns(ShardingWarning, match=r"\n  w: axis 1 of 8 is not cut over model") as warned:
+        checkpoint.restore(mesh=other)
+    assert [warning.filename for warning in warned] == [__file__]
 
 
 @pytest.mark.parametrize(
@@ -407,7 +466,8 @@ def test_what_jax_would_truncate_is_refused_unless_it_is_asked_for(tmp_path):
         TreeMismatch, match="n: JAX would make int32 of its int64; set jax_enable_x64, or give"
     ):
         checkpoint.restore(target, mesh=MESH)
-    assert same(checkpoint.restore(mesh=MESH)["n"], np.arange(3))
+    with pytest.warns(ShardingWarning, match="nothing goes on the mesh"):
+        assert same(checkpoint.restore(mesh=MESH)["n"], np.arange(3))
     target = {
         "n": jax.ShapeDtypeStruct((3,), np.int32),
         "f": jax.ShapeDtypeStruct((2,), np.float32),

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
+from helpers import restored_on
 from jax_ucp.sharding.boxes import index_box
 from jax_ucp.sharding.fit import fit_spec
 from jax_ucp.sources.consolidated import same_bits
@@ -68,7 +69,7 @@ def check_shards(array: jax.Array, want: np.ndarray, label: str) -> None:
 def test_every_spec_on_every_mesh_restores_as_every_spec_on_every_other(saved, source, target):
     checkpoint, mesh = ucp.open(saved[source]), mesh_of(MESHES[target])
     for spec in SPECS:
-        got = checkpoint.restore(mesh=mesh, rules=[("", spec)])
+        got = restored_on(mesh, checkpoint, [("", spec)])
         assert set(got) == set(WANT)
         for label, want in WANT.items():
             check_shards(got[label], want, f"{label} as {spec}")
@@ -86,7 +87,7 @@ def test_without_rules_each_array_keeps_the_spec_it_was_saved_with_as_far_as_the
 ):
     checkpoint, mesh = ucp.open(saved[source]), mesh_of(MESHES[target])
     plan = checkpoint.plan(mesh=mesh)
-    got = checkpoint.restore(mesh=mesh)
+    got = restored_on(mesh, checkpoint)
     for placement in plan.placements:
         want = WANT[placement.leaf.label]
         assert placement.leaf.sharding is not None

@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 import jax_ucp as ucp
 from jax_ucp.layout.blocks import SMALL_BYTES, grid_boxes
 from jax_ucp.layout.box import Box
-from jax_ucp.metadata import Leaf
 from jax_ucp.sharding import share
 from jax_ucp.sharding.boxes import index_box
 from jax_ucp.sharding.fit import fit_spec
@@ -31,6 +30,7 @@ from jax_ucp.sources.budget import in_order
 from jax_ucp.sources.checks import Check
 from jax_ucp.sources.consolidated import same_bits
 from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.tree import Leaf
 
 SIZES = [{"a": 8}, {"a": 4, "b": 2}, {"a": 2, "b": 2, "c": 2}, {"a": 1, "b": 4}, {"a": 2, "b": 3}]
 SPECS = [(), ("a",), (None, "a"), ("b",), (None, "b"), (("b", "a"),), ("b", "c"), (None, None, "a")]

@@ -23,11 +23,11 @@ from jax_ucp.files.directory import Directory
 from jax_ucp.files.source_files import SourceFiles
 from jax_ucp.layout.blocks import Chunks, chunk_shapes, grid_boxes, whole_chunks, writer_cells
 from jax_ucp.layout.box import Box
-from jax_ucp.metadata import Key, Leaf
 from jax_ucp.sources.budget import run_bounded, threads
 from jax_ucp.sources.contents import Contents, Item
 from jax_ucp.sources.gather import read_boxes
 from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.tree import Key, Leaf
 from jax_ucp.universal.copy import copy, plan_copy
 from jax_ucp.universal.ledger import LEDGER_FILE
 from jax_ucp.universal.store import ZarrStore

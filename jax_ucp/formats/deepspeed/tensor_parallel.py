@@ -30,7 +30,7 @@ from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
 from jax_ucp.layout.patterns import Averaged, Fused, Padded, Pattern, Replicated, Sharded, Unique
 from jax_ucp.name_patterns import NamePatterns, pattern_list
 from jax_ucp.shard_spec.notation import load
-from jax_ucp.shard_spec.rules import Shard, layouts, regex_of
+from jax_ucp.shard_spec.rules import Shard, Spec, layouts, regex_of
 
 _REPLICATED = "tp_replicated_parameter_patterns"
 _AVERAGED = "parameter_to_average_patterns"
@@ -243,7 +243,7 @@ class TensorParallel:
 class BySpec:
     """How slices form parameters, by a spec of the user's: all of them, whatever the files say."""
 
-    def __init__(self, spec: Path, sizes: Sizes):
+    def __init__(self, spec: Path | Spec, sizes: Sizes):
         self.spec = load(spec)
         self.sizes = sizes.of(self.spec.lengths, self.spec.switches)
         self.layouts: Mapping[str, ParamLayout] = {}

@@ -25,8 +25,8 @@ from jax_ucp.export.parameters import Parameters, is_floating, named, torch_grou
 from jax_ucp.formats.torch_save.pickle_writer import Call, Global, Instance, has_dtype
 from jax_ucp.formats.torch_save.zip_writer import torch_file
 from jax_ucp.layout.fragments import Shape
-from jax_ucp.metadata import plain_settings
 from jax_ucp.name_patterns import NamePatterns, pattern_list
+from jax_ucp.sources.optimizer_groups import plain_settings
 
 # The version whose format this is; the loader refuses folders that name none.
 DS_VERSION = "0.19.8"

@@ -51,10 +51,10 @@ from jax_ucp.formats.safetensors import reader as safetensors
 from jax_ucp.formats.torch_save import reader as torch_state
 from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.layout.box import Box
-from jax_ucp.metadata import Leaf
 from jax_ucp.sources.checks import Check, Extent
 from jax_ucp.sources.consolidated import same_bits
 from jax_ucp.sources.contents import Contents, Item
+from jax_ucp.tree import Leaf
 
 # Where torch DCP leaves the ranks' parts of what it consolidated
 # (`torch/distributed/checkpoint/_hf_utils.py`).

@@ -24,10 +24,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jax_ucp.metadata import Key, Leaf, leaf_names
 from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.contents import STORED, Contents, Item, Piece, QuantizedWeight
 from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.tree import Key, Leaf, leaf_names
 
 # Dtypes, by how their names begin: codes of a few bits, codes packed into wider integers, numbers.
 _FEW_BITS = ("float8_", "float6_", "float4_", "int8", "uint8", "int4", "uint4", "int2", "uint2")

@@ -22,11 +22,11 @@ from jax_ucp.files.source_files import noted
 from jax_ucp.formats.options import Options
 from jax_ucp.layout.blocks import whole_chunks
 from jax_ucp.layout.box import Box
-from jax_ucp.metadata import Leaf
 from jax_ucp.sources.beside import MARKERS, items_beside
 from jax_ucp.sources.budget import HELD_BYTES
 from jax_ucp.sources.contents import Contents, Item, Piece
 from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+from jax_ucp.tree import Leaf
 from jax_ucp.universal.checked import is_dtype, leaf_fault
 from jax_ucp.universal.orbax_tree import (
     SHARDING_FILE,

@@ -1,7 +1,6 @@
-"""What a checkpoint says about itself: the leaves of its tree, and the file `ucp.json` that holds
-them.
+"""The tree of a checkpoint: its leaves, their paths, and the names that their arrays have on disk.
 
-`docs/format.md` states the format as numbered invariants; the functions here are what checks them.
+`docs/format.md` states what trees and names may be; the functions here are what checks them.
 """
 
 from __future__ import annotations
@@ -12,17 +11,10 @@ import unicodedata
 import urllib.parse
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import isfinite
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
-import msgspec
-import xxhash
-
-from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.layout.fragments import Shape
-
-VERSION: Literal[1] = 1
 
 # Names that a leaf's directory may not have, because the format or stock Orbax uses them.
 RESERVED = frozenset(
@@ -36,30 +28,37 @@ RESERVED = frozenset(
         "ucp.json",
     }
 )
+
+
 # beside the leaves, by us; `d` is of stock Orbax alone
 _WRITTEN = frozenset(name.lower() for name in RESERVED - {"d"})
+
 
 # Unicode's default ignorable code points that count as printable (DerivedCoreProperties.txt).
 _IGNORABLE = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180d\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
 )
+
+
 _TRAILING = re.compile(r"[. ]+(?=/|$)")
+
 
 # An axis has at most so many elements, and an array so many bytes: TensorStore's indices end there,
 # numpy's above.
 MAX_LENGTH = MAX_ARRAY_BYTES = (1 << 62) - 2
 
+
 # zarr v3 in TensorStore, and numpy before 2, have no array of more axes.
 MAX_AXES = 32
+
 
 # Trees are walked recursively, by us and by JAX; Python ends a recursion of some 1,000 calls.
 MAX_TREE_DEPTH = 256
 
-# Values in `extras` and `source` are walked recursively too. Pickles may be 100 deep, a level of
-# which becomes three.
-MAX_VALUE_DEPTH = 320
 
 KeyKind = Literal["dict", "list", "tuple", "attr"]
+
+
 LeafKind = Literal[
     "array",
     "jax",
@@ -74,6 +73,8 @@ LeafKind = Literal[
     "none",
     "empty",
 ]
+
+
 Axes = str | tuple[str, ...] | None
 
 
@@ -133,228 +134,6 @@ class Leaf:
     def label(self) -> str:
         """The path as people write it: `params/layers/0/kernel`."""
         return "/".join(map(str, self.path))
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Parameters that a trainer's optimizer treated alike, and how: torch's `param_groups`, lr,
-    betas, weight_decay.
-
-    `params` are named as below `param`; of the settings those that are tensors are left out.
-    """
-
-    params: tuple[str, ...]
-    settings: dict[str, Any]
-
-
-_Length = Annotated[int, msgspec.Meta(ge=0, le=MAX_LENGTH)]
-_Lengths = Annotated[tuple[_Length, ...], msgspec.Meta(max_length=MAX_AXES)]
-
-
-class StoredArray(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How the array of one leaf lies on disk: its chunks, and a digest of each outer chunk in
-    row-major order.
-
-    A digest is the xxh3_64 of the chunk's elements inside the array, row-major and little-endian,
-    in hex. `places` has for each outer chunk of a packed array the number of its pack and the
-    offset in it; a chunk of any other array is a file. `crcs` has the crc32c of each inner chunk,
-    four little-endian bytes, in row-major order of the array's grid of inner chunks; or nothing.
-    """
-
-    outer: _Lengths
-    inner: _Lengths
-    digests: tuple[str, ...]
-    places: tuple[tuple[_Length, _Length], ...] = ()
-    crcs: bytes = b""
-
-
-@dataclass(frozen=True)
-class Metadata:
-    """What `ucp.json` says.
-
-    `files` maps every other file that is not array data to the digest of its bytes; `source` says
-    what the checkpoint was imported from.
-    """
-
-    leaves: tuple[Leaf, ...]
-    arrays: dict[str, StoredArray]
-    files: dict[str, str] = field(default_factory=dict)
-    source: dict[str, Any] = field(default_factory=dict)
-    extras: dict[str, Any] = field(default_factory=dict)
-    groups: tuple[Group, ...] = ()
-
-
-class _FileLeaf(msgspec.Struct, omit_defaults=True):
-    """A leaf in `ucp.json`: a key that is a string of a dict is that string, `sharding` a place
-    in `shardings`.
-    """
-
-    path: Annotated[tuple[str | Key, ...], msgspec.Meta(max_length=MAX_TREE_DEPTH)]
-    name: str
-    kind: LeafKind
-    shape: _Lengths = ()
-    dtype: str = ""
-    value: str | None = None
-    key_impl: str = ""
-    sharding: _Length | None = None
-    axes: tuple[Axes, ...] | None = None
-
-
-class _File(msgspec.Struct):
-    """The content of `ucp.json`. What thousands of leaves have in common, their sharding, is there
-    once.
-
-    `digest` is that of the file with `digest` left empty.
-    """
-
-    leaves: list[_FileLeaf]
-    shardings: list[SavedSharding]
-    arrays: dict[str, StoredArray]
-    files: dict[str, str]
-    source: dict[str, Any]
-    extras: dict[str, Any]
-    groups: tuple[Group, ...]
-    format: Literal["jax-ucp"] = "jax-ucp"
-    version: Literal[1] = VERSION
-    digest: str = ""
-
-
-class _Seal(msgspec.Struct):
-    """What is read of `ucp.json` before its digest is known to be right."""
-
-    version: int = VERSION
-    digest: str = ""
-
-
-def encode(metadata: Metadata) -> bytes:
-    """The bytes of `ucp.json`."""
-    shardings: dict[SavedSharding | None, int | None] = {None: None}
-    leaves: list[_FileLeaf] = []
-    for leaf in metadata.leaves:
-        path = tuple(
-            key.name if key.kind == "dict" and isinstance(key.name, str) else key
-            for key in leaf.path
-        )
-        place = shardings.setdefault(leaf.sharding, len(shardings) - 1)
-        leaves.append(
-            _FileLeaf(
-                path,
-                leaf.name,
-                leaf.kind,
-                leaf.shape,
-                leaf.dtype,
-                leaf.value,
-                leaf.key_impl,
-                place,
-                leaf.axes,
-            )
-        )
-    distinct = [sharding for sharding in shardings if sharding is not None]
-    bare = msgspec.json.encode(
-        _File(
-            leaves,
-            distinct,
-            metadata.arrays,
-            metadata.files,
-            metadata.source,
-            metadata.extras,
-            metadata.groups,
-        )
-    )
-    return bare.removesuffix(_seal("")) + _seal(digest(bare))
-
-
-def decode(data: bytes, where: str) -> Metadata:
-    """The metadata in the bytes of a `ucp.json`.
-
-    Raises CorruptData if the bytes are not those that were written; FormatError if a newer version
-    of the format wrote them, or if they say what no writer of this version says.
-    """
-    try:
-        seal = msgspec.json.decode(data, type=_Seal)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptData(
-            f"{where} is damaged ({error}); restore it from a copy of the checkpoint"
-        ) from None
-    if seal.version > VERSION:
-        raise FormatError(
-            f"{where} has format version {seal.version}; this jax_ucp reads up to {VERSION}."
-            " Upgrade it."
-        )
-    # Of the bytes, not of what they mean: a key that a flipped bit turned into another would just
-    # be ignored.
-    recorded = _seal(seal.digest)
-    if (
-        not data.endswith(recorded)
-        or digest(data.removesuffix(recorded) + _seal("")) != seal.digest
-    ):
-        raise CorruptData(f"{where} is damaged: its content does not have the digest it records")
-    try:
-        file = msgspec.json.decode(data, type=_File)
-        leaves = tuple(_leaf(leaf, file.shardings) for leaf in file.leaves)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(
-            f"{where} says what jax_ucp does not write, though its digest is right: {error}"
-        ) from None
-    return Metadata(leaves, file.arrays, file.files, file.source, file.extras, file.groups)
-
-
-def _leaf(leaf: _FileLeaf, shardings: Sequence[SavedSharding]) -> Leaf:
-    path = tuple(Key("dict", key) if isinstance(key, str) else key for key in leaf.path)
-    if leaf.sharding is not None and leaf.sharding >= len(shardings):
-        raise msgspec.ValidationError(
-            f"{leaf.name!r:.80} has sharding {leaf.sharding} of {len(shardings)}"
-        )
-    sharding = None if leaf.sharding is None else shardings[leaf.sharding]
-    return Leaf(
-        path,
-        leaf.name,
-        leaf.kind,
-        leaf.shape,
-        leaf.dtype,
-        leaf.value,
-        leaf.key_impl,
-        sharding,
-        leaf.axes,
-    )
-
-
-def digest(data: bytes | memoryview) -> str:
-    """The xxh3_64 of some bytes, in hex."""
-    return xxhash.xxh3_64_hexdigest(data)
-
-
-def groups_of(settings: Mapping[str, Mapping[str, Any]]) -> tuple[Group, ...]:
-    """Parameters with the same settings together, in the order in which they come; those without
-    any are left out.
-    """
-    alike: dict[str, list[str]] = defaultdict(list)
-    for name, said in settings.items():
-        if said:
-            alike[msgspec.json.encode(said, order="sorted").decode()].append(name)
-    return tuple(Group(tuple(names), dict(settings[names[0]])) for names in alike.values())
-
-
-def plain_settings(said: Mapping[str, Any]) -> dict[str, Any]:
-    """What a `Group` keeps of a group of torch's: settings that JSON has, with tuples as lists,
-    and no parameters.
-    """
-
-    def plain(value: Any) -> bool:
-        if isinstance(value, list | tuple):
-            return all(map(plain, value))
-        return (
-            value is None
-            or isinstance(value, bool | int | str)
-            or (isinstance(value, float) and isfinite(value))
-        )
-
-    kept = {
-        key: value
-        for key, value in said.items()
-        if key not in ("params", "param_names") and plain(value)
-    }
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in kept.items()}
 
 
 def leaf_names(paths: Sequence[Path]) -> list[str]:
@@ -504,11 +283,6 @@ def tree_of(leaves: Mapping[Path, Any]) -> Any:
         items = [children[key] for key in sorted(children, key=lambda key: int(key.name))]
         return tuple(items) if kinds == {"tuple"} else items
     return {key.name: child for key, child in children.items()}
-
-
-def _seal(recorded: str) -> bytes:
-    """How the bytes of `ucp.json` end: with its digest."""
-    return f'"digest":"{recorded}"}}'.encode()
 
 
 def _slashes(name: str) -> list[int]:

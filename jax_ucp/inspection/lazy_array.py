@@ -1,0 +1,122 @@
+"""An array of an opened checkpoint that is read where it is indexed, as numpy would index it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from types import EllipsisType
+from typing import Any, SupportsIndex
+
+import numpy as np
+
+from jax_ucp.layout.box import Box
+from jax_ucp.text import visible
+from jax_ucp.tree import Leaf
+
+Index = SupportsIndex | slice | EllipsisType
+
+
+class LazyArray:
+    """The array of one leaf. Its shape and dtype are known; its elements are read when they are
+    asked for.
+
+    `array[3, :10]` reads the smallest box around those elements, so that a slice with a step reads
+    what lies between them too. `numpy.asarray(array)` reads everything. Each read is proved as
+    `Checkpoint.read` does, and refuses what that refuses. Nothing is kept: what is indexed twice is
+    read twice.
+    """
+
+    def __init__(self, leaf: Leaf, read: Callable[[Leaf, Box], np.ndarray]):
+        self._leaf, self._read = leaf, read
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._leaf.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self._leaf.dtype)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError(f"{self._name} is a scalar, which has no length")
+        return self.shape[0]
+
+    def __getitem__(self, index: Index | tuple[Index, ...]) -> Any:
+        """The elements that numpy has at `index`: ints, slices with any step, and one `...`.
+
+        Raises IndexError for an int outside its axis, and for more indices than axes; TypeError for
+        any other index.
+        """
+        given = index if isinstance(index, tuple) else (index,)
+        axes = _axis_indices(given, self.ndim, self._name)
+        spans = [_span(item, n, self._name) for item, n in zip(axes, self.shape, strict=True)]
+        box = Box(*zip(*spans, strict=True)) if spans else Box((), ())
+        return self._read(self._leaf, box)[tuple(map(_within_span, given))]
+
+    def __array__(
+        self, dtype: np.dtype | None = None, copy: bool | None = None
+    ) -> np.ndarray[Any, Any]:
+        """All elements. Raises ValueError for `copy=False`: reading makes an array."""
+        if copy is False:
+            raise ValueError(f"{self._name} is on disk; copy=False cannot read it")
+        values = self._read(self._leaf, Box.whole(self.shape))
+        return np.array(values, dtype=dtype, copy=copy)
+
+    def __repr__(self) -> str:
+        return f"<array {self._name}: {self.dtype} {list(self.shape)}>"
+
+    @property
+    def _name(self) -> str:
+        return visible(self._leaf.label)
+
+
+def _axis_indices(given: tuple[Index, ...], ndim: int, name: str) -> list[SupportsIndex | slice]:
+    """One index for each axis: those that are not said are whole."""
+    said = [item for item in given if item is not Ellipsis]
+    dots = len(given) - len(said)
+    if dots > 1:
+        raise IndexError(f"{name}: an index has one `...`, not {dots}")
+    if len(said) > ndim:
+        raise IndexError(f"{name} has {ndim} axes, and the index is for {len(said)}")
+    place = next((i for i, item in enumerate(given) if item is Ellipsis), len(said))
+    whole = [slice(None)] * (ndim - len(said))
+    return [*said[:place], *whole, *said[place:]]  # pyright: ignore[reportReturnType]
+
+
+def _span(item: SupportsIndex | slice, n: int, name: str) -> tuple[int, int]:
+    """The first element that an index takes of an axis of `n`, and the one after the last.
+
+    >>> _span(slice(None, None, -3), 8, "w")
+    (1, 8)
+    """
+    if isinstance(item, slice):
+        taken = range(n)[item]
+        return (min(taken[0], taken[-1]), max(taken[0], taken[-1]) + 1) if taken else (0, 0)
+    i = _integer(item, name)
+    if not -n <= i < n:
+        raise IndexError(f"{name}: index {i} is outside an axis of {n} elements")
+    return i % n, i % n + 1
+
+
+def _integer(item: object, name: str) -> int:
+    try:
+        if isinstance(item, bool):
+            raise TypeError
+        return operator.index(item)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        raise TypeError(
+            f"{name} is indexed by ints, slices and `...`, not {item!r:.80}; read it with"
+            " numpy.asarray first"
+        ) from None
+
+
+def _within_span(item: Index) -> int | slice | EllipsisType:
+    """The index of the same elements in the span that was read of their axis."""
+    if item is Ellipsis:
+        return Ellipsis
+    return slice(None, None, item.step) if isinstance(item, slice) else 0

@@ -1,0 +1,56 @@
+"""What a trainer's optimizer was told for its parameters: the groups of torch's `param_groups`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import msgspec
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Parameters that a trainer's optimizer treated alike, and how: torch's `param_groups`, lr,
+    betas, weight_decay.
+
+    `params` are named as below `param`; of the settings those that are tensors are left out.
+    """
+
+    params: tuple[str, ...]
+    settings: dict[str, Any]
+
+
+def groups_of(settings: Mapping[str, Mapping[str, Any]]) -> tuple[Group, ...]:
+    """Parameters with the same settings together, in the order in which they come; those without
+    any are left out.
+    """
+    alike: dict[str, list[str]] = defaultdict(list)
+    for name, said in settings.items():
+        if said:
+            alike[msgspec.json.encode(said, order="sorted").decode()].append(name)
+    return tuple(Group(tuple(names), dict(settings[names[0]])) for names in alike.values())
+
+
+def plain_settings(said: Mapping[str, Any]) -> dict[str, Any]:
+    """What a `Group` keeps of a group of torch's: settings that JSON has, with tuples as lists,
+    and no parameters.
+    """
+
+    def plain(value: Any) -> bool:
+        if isinstance(value, list | tuple):
+            return all(map(plain, value))
+        return (
+            value is None
+            or isinstance(value, bool | int | str)
+            or (isinstance(value, float) and isfinite(value))
+        )
+
+    kept = {
+        key: value
+        for key, value in said.items()
+        if key not in ("params", "param_names") and plain(value)
+    }
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in kept.items()}
