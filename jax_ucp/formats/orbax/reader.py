@@ -71,7 +71,7 @@ def open_orbax(path: Path, options: Options) -> Contents:
         if leaf.has_array:
             info = arrays.arrays()[leaf.name]
             leaf = replace(leaf, shape=info.shape, dtype=info.dtype.name)
-            _check_written(directory, tree, leaf)
+            _check_written(directory, tree, leaf, info)
         if fault := leaf_fault(leaf):
             raise FormatError(
                 f"{directory}/{TREE_FILE} says of {leaf.label!r:.200} that it is {fault}"
@@ -91,20 +91,23 @@ def open_orbax(path: Path, options: Options) -> Contents:
     return Contents("orbax", str(path), leaves, arrays, inventory, notes=notes, where=where)
 
 
-def _check_written(directory: Directory, tree: OrbaxTree, leaf: Leaf) -> None:
-    """Raise FormatError where an array is smaller than what one device wrote of it, or has other
-    axes.
+def _check_written(directory: Directory, tree: OrbaxTree, leaf: Leaf, info: ArrayInfo) -> None:
+    """Raise FormatError where an array is not what a device wrote a part of: smaller, of other
+    axes, or in chunks that do not divide that part, as Orbax's do.
     """
     written = tree.written.get(leaf.name)
     if written is None:
         return
-    if len(written) != len(leaf.shape) or any(
-        w > n for w, n in zip(written, leaf.shape, strict=True)
-    ):
-        raise FormatError(
-            f"{directory}/{tree.stored[leaf.name]} has shape {leaf.shape}, but by {TREE_FILE} a"
-            f" device wrote {written} of it: the array is that of another leaf, or of another save"
-        )
+    chunk = info.chunk or info.shape
+    same_axes = len(written) == len(info.shape)
+    lengths = zip(written, info.shape, chunk, strict=True) if same_axes else ()
+    if same_axes and all(w <= n and w % max(1, c) == 0 for w, n, c in lengths):
+        return
+    raise FormatError(
+        f"{directory}/{tree.stored[leaf.name]} has shape {leaf.shape} in chunks of {chunk}, but by"
+        f" {TREE_FILE} a device wrote {written} of it: the array is that of another leaf, or of"
+        " another save"
+    )
 
 
 def _names(directory: Directory, tree: OrbaxTree) -> set[str]:
