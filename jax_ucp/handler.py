@@ -115,9 +115,7 @@ class Save(ocp.args.CheckpointArgs):
 @ocp.args.register_with_handler(CheckpointHandler, for_restore=True)
 @dataclass
 class Restore(ocp.args.CheckpointArgs):
-    """What to restore, and where to; the arguments of `Checkpoint.restore`. `budget_bytes` of
-    None is the handler's.
-    """
+    """What to restore, and where: the arguments of `Checkpoint.restore`; a budget may be None."""
 
     item: Any = None
     mesh: Mesh | None = None

@@ -28,9 +28,7 @@ from jax_ucp.mapping.rules import shipped
 @source_options
 @as_json
 def map_(source: str, target: str | None, mapping: str | None, json_: bool, **said: Any) -> None:
-    """Check --mapping against the checkpoint SOURCE and a model's tree, and suggest what could
-    be meant.
-    """
+    """Check --mapping against the checkpoint SOURCE and a model's tree, and suggest fixes."""
     rules = load_mapping(mapping)
     if rules is None:
         raise click.UsageError(f"give --mapping: a file, or one of {', '.join(shipped())}")

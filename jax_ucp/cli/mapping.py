@@ -1,6 +1,4 @@
-"""A mapping held against a checkpoint and a model: what fits, what does not, and which names
-could be meant.
-"""
+"""A mapping compared with a checkpoint and a model: what fits, what does not, suggestions."""
 
 from __future__ import annotations
 
@@ -194,9 +192,7 @@ def _differences(mapping: LeafMapping, shapes: Shapes, wanted: Shapes) -> list[s
 def _shape_faults(
     mapping: LeafMapping, names: Sequence[str], shapes: Shapes, wanted: Shapes
 ) -> Iterator[str]:
-    """A fault for each leaf whose shape is not the target's, with the order of axes that would
-    fit.
-    """
+    """A fault for each leaf whose shape is not the target's, with the axis order that fits."""
     for name in names:
         if shapes[name] == wanted[name]:
             continue
@@ -211,9 +207,7 @@ def _shape_faults(
 def _order(
     mapping: LeafMapping, leaf: str, shape: Sequence[int], wanted: Sequence[int]
 ) -> str | None:
-    """The axes of a leaf in the order in which they have the shape that is wanted, if there is
-    just one.
-    """
+    """The axes of a leaf in the one order that gives the wanted shape, or None."""
     axes = _leaf_axes(mapping, leaf)
     if axes.rest or len(axes.dims) != len(wanted) or len(axes.dims) > MOST_PERMUTED:
         return None
@@ -241,9 +235,7 @@ def _unformed(targets: Shapes, mapping: LeafMapping) -> Shapes:
 
 
 def _suggestions(params: Shapes, missing: Shapes, mapping: LeafMapping) -> list[str]:
-    """For what no rule claims, the leaf that could be meant; without a target, the rule that
-    finds nothing.
-    """
+    """For unclaimed parameters, the leaf or the unused rule that could be meant."""
     unused = [pattern for rule in mapping.rules for pattern in _unused(rule.params, params)]
     families = _families({name: params[name] for name in unclaimed(mapping, list(params))})
     meant = _likely_leaves(families, missing)
@@ -300,9 +292,7 @@ def _likeness(
 
 
 def _families(shapes: Shapes) -> Families:
-    """Names that differ in numbers alone, with the first number between dots as `{layer}`, are
-    one.
-    """
+    """Parameters grouped by name, with numbers replaced: layers of one model are one family."""
     families: Families = {}
     for name, shape in shapes.items():
         families.setdefault(re.sub(r"(?<![^./])\d+(?![^./])", "{n}", name), []).append(shape)

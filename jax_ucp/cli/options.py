@@ -1,6 +1,4 @@
-"""What several commands take: how a checkpoint is opened, a mesh and what lies on it, a budget,
-JSON.
-"""
+"""Options of several commands: opening a checkpoint, a mesh and its rules, budget, JSON."""
 
 from __future__ import annotations
 
@@ -85,9 +83,7 @@ class Regex(click.ParamType):
 
 
 class _RuleType(click.ParamType):
-    """A rule: a regular expression on labels, and the mesh axis of each dimension:
-    kernel$=data,None.
-    """
+    """A rule: a regular expression on labels, and mesh axes: kernel$=data,None."""
 
     name = "regex=axis,..."
 
@@ -212,9 +208,7 @@ def load_mapping(mapping: str | None) -> jax_ucp.Mapping | None:
 def require_mapping(
     mapping: str | None, config: str | None, assume: tuple[str, ...]
 ) -> tuple[str | None, tuple[str, ...]]:
-    """`config` and `assume` as they are. Raises UsageError where they are given without a
-    mapping.
-    """
+    """`config` and `assume`. Raises UsageError if they are given without a mapping."""
     if mapping is None and (config is not None or assume):
         raise click.UsageError("--config and --assume go with --mapping: give that too")
     return config, assume
@@ -235,17 +229,13 @@ def map_arguments(
     config: str | None,
     assume: tuple[str, ...],
 ) -> dict[str, Any]:
-    """The arguments of `Checkpoint.map`. Lengths that the mapping has no name for are for
-    opening the checkpoint.
-    """
+    """The arguments of `Checkpoint.map`; the other lengths are for opening the checkpoint."""
     lengths = {name: n for name, n in sizes if name in mapping.names}
     return {"sizes": lengths, "config": config, "assume": assume}
 
 
 def mesh_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """A mesh, and what lies on it; the command gets them as one HostMesh, or None, and the
-    rules.
-    """
+    """The options of a mesh, given to the command as one HostMesh, or None, and the rules."""
 
     @functools.wraps(command)
     def with_mesh(

@@ -30,9 +30,7 @@ from jax_ucp.text import visible, visible_lines
 
 
 class Screen(Console):
-    """A console to which text is text: nothing in it is rich's markup, an emoji's name, or for
-    the terminal to obey.
-    """
+    """A console that prints text as text: no markup, no emoji names, no escape sequences."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(

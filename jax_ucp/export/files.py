@@ -132,9 +132,7 @@ def _create(path: Path, size: int) -> None:
 
 
 def require_written(folder: Path, files: Sequence[File]) -> None:
-    """Raises CorruptData unless the folder has just these files, each with its bytes: nothing
-    else writes there.
-    """
+    """Raise CorruptData unless the folder has exactly these files, each with its size."""
     present = [path for path in folder.rglob("*") if not path.is_dir()]
     sizes = {str(path.relative_to(folder)): path.lstat().st_size for path in present}
     missing, resized = [], []
@@ -192,9 +190,7 @@ def row_major_boxes(
 
 
 def _follow(shape: Shape, block: Shape) -> bool:
-    """Whether blocks of a grid are runs of elements: one axis is cut, those before it to 1,
-    those after it not.
-    """
+    """Whether blocks of a grid are runs: at most one axis is cut, and those before it to 1."""
     cut = [axis for axis, (n, b) in enumerate(zip(shape, block, strict=True)) if b < n]
     return not cut or all(b == 1 for b in block[: cut[-1]])
 

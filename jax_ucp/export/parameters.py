@@ -1,6 +1,4 @@
-"""What a target is made of: parameters by name, each with its states, and what stands beside
-them.
-"""
+"""What an export is made of: parameters by name with their states, buffers and the rest."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ class Parameters:
 
     @property
     def trained(self) -> list[str]:
-        """The parameters that the optimizer has: those with a state besides `param`, and those
-        of a group.
-        """
+        """The parameters that the optimizer has: with a state besides `param`, or in a group."""
         grouped = {name for group in self.groups for name in group.params}
         return [
             name
@@ -57,9 +53,7 @@ class Parameters:
 
     @property
     def moments(self) -> list[str]:
-        """The states that any parameter has, besides `param`, in the order in which they are
-        met.
-        """
+        """The states besides `param` that any parameter has, in the order met."""
         met = dict.fromkeys(itertools.chain.from_iterable(self.states.values()))
         return [state for state in met if state != "param"]
 

@@ -357,9 +357,7 @@ def _settle(claim: Claim, axis: int, lengths: Lengths) -> bool:
 
 
 def _solve(claim: Claim, axis: int, name: str, lengths: Lengths) -> None:
-    """Learn the length of the one axis that is unknown of an array's axis, or add a fault where
-    none fits.
-    """
+    """Learn the one unknown length on an array's axis, or add a fault if none fits."""
     dim, length = claim.expression.dims[axis], claim.shape[axis]
     sizes = {known: lengths.sizes[known] for known in _names(dim) if known != name}
     # The length of a dim is linear in its one unknown: base + rate * unknown.

@@ -112,9 +112,7 @@ def _next_cut(shape: Sequence[int], inner: Sequence[int], free: Sequence[bool]) 
 
 
 def _even_share(steps: int, most: int) -> int:
-    """How many of `steps` a chunk has, at most `most`: equal shares, for the last one to reach
-    little past the end.
-    """
+    """How many of `steps` each chunk has, at most `most`, in shares as even as possible."""
     return -(-steps // -(-steps // most))
 
 
@@ -124,9 +122,7 @@ def _largest_divisor(n: int, most: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """Equal blocks of an array: their shape, and which processes hold all of each, by its place
-    in the grid.
-    """
+    """Equal blocks of an array: their shape, and by grid place the processes that hold each."""
 
     shape: Shape
     owners: dict[Shape, frozenset[int]]

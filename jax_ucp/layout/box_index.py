@@ -12,9 +12,7 @@ LEAF_BOXES = 8
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A box around some of the boxes: around `children`, or around the boxes at the positions
-    `members`.
-    """
+    """A bounding box: around `children`, or around the boxes at the positions `members`."""
 
     bounds: Box
     children: tuple[_Node, ...] = ()

@@ -1,6 +1,4 @@
-"""How the shards of a parameter lie in it: what is true of them, whatever pattern people call
-it.
-"""
+"""How the shards of a parameter lie in it, whatever pattern declared it."""
 
 from __future__ import annotations
 
@@ -52,18 +50,14 @@ class Fragment:
         return Fragment(self.shard, self._source(hit), hit)
 
     def pieces(self, box: Box) -> list[Fragment]:
-        """Fragments that hold exactly the elements of this one in `box`: of a flat shard, one
-        for each run of it.
-        """
+        """Fragments of exactly the elements in `box`; of a flat shard, one for each run."""
         hit = self.target.intersect(box)
         if hit is None or not self.is_flat:
             return [] if hit is None else [Fragment(self.shard, self._source(hit), hit)]
         return [Fragment(self.shard, self._source(run), run) for run in _runs(hit, self.target)]
 
     def _source(self, hit: Box) -> Box:
-        """Where a part of the target lies in the shard; of a flat shard, a part that is one run
-        of it.
-        """
+        """Where a part of the target lies in the shard; of a flat shard it must be one run."""
         if not self.is_flat:
             by = [s - t for s, t in zip(self.source.start, self.target.start, strict=True)]
             return hit.shift(by) if any(by) else hit
@@ -89,9 +83,7 @@ class ParamLayout:
 
     @cached_property
     def replicas(self) -> dict[Box, list[Fragment]]:
-        """Each distinct block of the parameter -> every fragment that holds it, in order of the
-        shards.
-        """
+        """Each distinct block of the parameter, with every fragment that holds it."""
         found: dict[Box, list[Fragment]] = defaultdict(list)
         for fragment in self.fragments:
             found[fragment.target].append(fragment)
@@ -103,9 +95,7 @@ class ParamLayout:
         return boxes, BoxIndex(boxes)
 
     def narrow(self, box: Box) -> list[list[Fragment]]:
-        """The fragments that hold the elements of `box`, cut to it: one list of replicas per
-        block.
-        """
+        """The fragments with elements of `box`, cut to it: a list of replicas per block."""
         if len(self.fragments) == 1:
             only = self.fragments[0].narrow(box)
             return [] if only is None else [[only]]
@@ -119,9 +109,7 @@ class ParamLayout:
         return found
 
     def clip(self, shape: Sequence[int]) -> ParamLayout:
-        """The layout of the leading `shape` elements; what lies past them becomes padding of the
-        shards.
-        """
+        """The layout of the leading `shape` elements; what lies past them becomes padding."""
         if len(shape) != len(self.shape) or any(
             n > have for n, have in zip(shape, self.shape, strict=True)
         ):
@@ -222,17 +210,13 @@ class ParamLayout:
 
 
 def _same_elements(source: Box, target: Box) -> bool:
-    """Whether a box of a shard can be a box of the parameter: of its shape, or a flat range of
-    its size.
-    """
+    """Whether a shard's box can be a parameter's box: equal shape, or a flat range of its size."""
     is_flat_range = source.ndim == 1 and source.size == target.size
     return source.shape == target.shape or is_flat_range
 
 
 def _contiguous_run(hit: Box, within: Box) -> Box:
-    """The smallest block of `within` that holds `hit` and is one run of its elements in
-    row-major order.
-    """
+    """The smallest block of `within` around `hit` that is one row-major run of its elements."""
     start, stop = list(within.start), list(within.stop)
     for axis in range(hit.ndim):
         start[axis], stop[axis] = hit.start[axis], hit.stop[axis]

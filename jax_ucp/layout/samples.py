@@ -1,6 +1,4 @@
-"""Which elements of two copies are compared where comparing all of them would cost too much.
-Integers only.
-"""
+"""Which elements of two copies to compare where comparing all would cost too much."""
 
 from __future__ import annotations
 
@@ -59,9 +57,7 @@ def _without_a_run(blocks: list[Box], runs: Sequence[Box]) -> list[Box]:
 
 
 def _runs(block: Box, count: int) -> list[Box]:
-    """So many runs of a block, evenly spread: the first and the last elements are among them, or
-    the last alone.
-    """
+    """`count` runs of a block, evenly spread; the last elements are always included."""
     if block.size <= SMALL_BLOCK:
         return [block]
     last = block.size - 1

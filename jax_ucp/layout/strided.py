@@ -20,9 +20,7 @@ MOST_READ = 2
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Where indices lie on one axis of an array: `offset + sum(stride * index[axis])`, outermost
-    first.
-    """
+    """Where indices lie on an axis of an array: `offset + sum(stride * index[axis])`."""
 
     offset: int
     terms: tuple[tuple[int, int], ...] = ()
@@ -44,18 +42,14 @@ def hull(place: Place, box: Box) -> Box:
 
 
 def strides(place: Place, ndim: int) -> tuple[tuple[int, int], ...]:
-    """For each of `ndim` indices the axis of the array on which it runs, and its stride there in
-    elements.
-    """
+    """For each of `ndim` indices, the array's axis that it runs on and its stride in elements."""
     found = {axis: (dim, stride) for dim, run in enumerate(place) for axis, stride in run.terms}
     return tuple(found[axis] for axis in range(ndim))
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Elements to move: a box of indices, and the smallest boxes of the source and of the target
-    around them.
-    """
+    """Elements to move: a box of indices, and their bounding boxes in source and target."""
 
     indices: Box
     source: Box
@@ -76,10 +70,7 @@ class Part:
     target: Place
 
     def steps(self, box: Box, limit: int) -> Iterator[Step]:
-        """How the elements in a box of the target are fetched: no read is more than `MOST_READ`
-        times what is wanted of it, nor, as far as whole rows of the source allow, more than `limit`
-        elements.
-        """
+        """How to fetch a box of the target; no read is over `MOST_READ` times what is wanted."""
         for indices in self.inside(box):
             for piece in self._cut(indices, limit):
                 yield Step(piece, hull(self.source, piece), hull(self.target, piece))
@@ -89,9 +80,7 @@ class Part:
         return Part(array, self.sizes, self.target, self.source)
 
     def chunk(self, source: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the smallest box of the target around what a chunk of that shape at the
-        source's start holds.
-        """
+        """The shape of the target box that a source chunk of shape `source` fills."""
         extents = {
             axis: -(-n // stride)
             for n, run in zip(source, self.source, strict=True)
@@ -114,18 +103,14 @@ class Part:
             yield Box(tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
 
     def _spans(self, run: Run, start: int, stop: int) -> list[dict[int, tuple[int, int]]]:
-        """The indices whose elements are in a range of one axis of the target: boxes, as a span
-        for each index.
-        """
+        """The indices with elements in a range of a target axis, as boxes: a span for each."""
         axes = [axis for axis, _ in run.terms]
         steps = [(self.sizes[axis], stride) for axis, stride in run.terms]
         boxes = _within(steps, start - run.offset, stop - run.offset)
         return [dict(zip(axes, box, strict=True)) for box in boxes]
 
     def _cut(self, indices: Box, limit: int) -> Iterator[Box]:
-        """Boxes of indices whose elements lie close enough in the source to be read at once, in
-        rows of it.
-        """
+        """Boxes of indices that are dense enough in the source to be read at once."""
         around = hull(self.source, indices).size
         if around > MOST_READ * indices.size:
             axis, step = self._widest(indices), 1
@@ -140,9 +125,7 @@ class Part:
             yield from self._cut(Box(tuple(start), tuple(stop)), limit)
 
     def _outermost(self, indices: Box) -> int | None:
-        """The axis that runs slowest on the first axis of the source, if it has more than one
-        index there.
-        """
+        """The slowest axis on the source's first axis, if it has more than one index there."""
         axes = (
             [axis for axis, _ in self.source[0].terms if indices.shape[axis] > 1]
             if self.source
@@ -151,9 +134,7 @@ class Part:
         return axes[0] if axes else None
 
     def _widest(self, indices: Box) -> int:
-        """The axis with the widest gaps between its elements in the source, for what lies
-        between.
-        """
+        """The axis whose elements have the widest gaps between them in the source."""
         gaps: dict[int, float] = {}
         for run in self.source:
             reach = 1
@@ -228,9 +209,7 @@ def _run(line: Line, order: Mapping[str, int], fixed: Mapping[str, int]) -> Run:
 
 @dataclass(frozen=True, slots=True)
 class LeafLayout:
-    """A target array of `shape`, made of parts of source arrays. What no part has is padding:
-    zeros.
-    """
+    """An array of `shape`, made of parts of source arrays; what no part covers is zero."""
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]

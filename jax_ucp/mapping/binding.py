@@ -1,6 +1,4 @@
-"""A mapping applied to names and shapes: which parameters each leaf is made of, and where their
-elements go.
-"""
+"""A mapping bound to names and shapes: which parameters form each leaf, and where elements go."""
 
 from __future__ import annotations
 
@@ -81,9 +79,7 @@ class _Instance:
 
     @property
     def names(self) -> list[str]:
-        """The parameters that it claims; one that two names with placeholders stand for comes
-        twice.
-        """
+        """The parameters that it claims; one under two names with placeholders comes twice."""
         return [name for members in self.members.values() for name in members.values()]
 
     @property
@@ -112,9 +108,7 @@ class _Instance:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a requirement: met, assumed on the user's word, or unmet; and what the
-    config has there.
-    """
+    """What became of a requirement, and the config's values for it."""
 
     requirement: Requirement
     state: Literal["met", "assumed", "unmet"]
@@ -223,9 +217,7 @@ def _fitting(
 def _with_rules_that_hold(
     mapping: LeafMapping, config: Mapping[str, Any]
 ) -> tuple[LeafMapping, list[str]]:
-    """The mapping without rules whose `when` does not hold, and a fault for each that the config
-    leaves open.
-    """
+    """The mapping without rules whose `when` is false, and a fault for each that is undecided."""
     rules: list[Rule] = []
     faults: list[str] = []
     for rule in mapping.rules:
@@ -254,9 +246,7 @@ def _bound(
     config: Mapping[str, int],
     faults: list[str],
 ) -> Bound:
-    """How parameters form leaves by the rules that are there. Raises LayoutError with `faults`
-    and all others.
-    """
+    """How parameters form leaves by these rules. Raises LayoutError with `faults` and its own."""
     skipped, instances = _claimed(mapping, shapes, faults)
     claims = [claim for instance in instances for claim in _shape_claims(instance, shapes, faults)]
     lengths = infer(claims, _known(mapping, given, config, faults))
@@ -365,9 +355,7 @@ def _claim_faults(
 
 
 def _claimed_twice(mapping: LeafMapping, shapes: Mapping[str, Shape]) -> set[str]:
-    """The names that several rules match, such as those that the inverse gives the leaves of a
-    dense and a sparse MLP: an optional rule then means the arrays that have as many axes as it
-    names."""
+    """The names that several rules match; an optional rule claims those of its number of axes."""
     seen: Counter[str] = Counter()
     for rule in mapping.rules:
         regexes = _param_regexes(rule)
@@ -395,9 +383,7 @@ def _stacked(rule: Rule) -> tuple[str, ...]:
 def _shape_claims(
     instance: _Instance, shapes: Mapping[str, Shape], faults: list[str]
 ) -> list[Claim]:
-    """What a rule says of the shapes of the parameters it found, and of how many of them there
-    are.
-    """
+    """What a rule implies for the shapes of its parameters, and for their number."""
     if strays := list(_stray_numbers(instance)):
         faults.append(strays[0])
         return []
@@ -465,9 +451,7 @@ def _rest(axes: str, shape: Shape) -> int:
 
 
 def _places(ranges: Sequence[range]) -> Iterator[Values]:
-    """Every combination of numbers, one at a time: a name with a stray number must not make a
-    list of all below it.
-    """
+    """Every combination of numbers, generated lazily: a stray number may be very large."""
     if not ranges:
         yield ()
         return
@@ -479,9 +463,7 @@ def _places(ranges: Sequence[range]) -> Iterator[Values]:
 def _known(
     mapping: LeafMapping, given: Mapping[str, int], config: Mapping[str, int], faults: list[str]
 ) -> dict[str, Known]:
-    """The lengths that need no shapes: those given, and the mapping's sizes as far as the config
-    has their names.
-    """
+    """The lengths known without shapes: those given, and sizes whose names the config has."""
     known = {name: Known(n, "given in sizes") for name, n in given.items()}
     numbers = {**config, **given}
     waiting = {name: size for name, size in mapping.sizes.items() if name not in given}
@@ -504,9 +486,7 @@ def _leaves(
     faults: list[str],
     notes: list[str],
 ) -> dict[str, LeafForm]:
-    """How each leaf is formed, by name; what is wrong is added to `faults`, what is to be told
-    to `notes`.
-    """
+    """How each leaf is formed, by name; adds to `faults` and `notes`."""
     leaves: dict[str, LeafForm] = {}
     for instance in instances:
         for name, form in _formed(instance, shapes, sizes, faults, notes):
@@ -557,9 +537,7 @@ def _formed(
 
 
 def _copies(rule: Rule, params: Mapping[str, Expression]) -> list[dict[str, Expression]]:
-    """The parameters that hold the elements of a rule's leaves: those of the rule, and each that
-    is tied to them.
-    """
+    """The parameters that hold the elements of a rule's leaves: its own, then each tied copy."""
     own = {pattern: axes for pattern, axes in params.items() if pattern in rule.params}
     tied = [{pattern: axes} for pattern, axes in params.items() if pattern in rule.tied]
     return [own, *tied] if own else tied
@@ -576,9 +554,7 @@ def _scaled_note(rule: Rule, scale: float) -> str:
 def _leaf_places(
     pattern: str, shared: Mapping[str, str], sizes: Mapping[str, int]
 ) -> Iterator[tuple[str, dict[str, int]]]:
-    """The leaves of a name with placeholders, each with its place on the axes that have a leaf
-    for each index.
-    """
+    """The leaves of a name with placeholders, each with its index on the unstacked axes."""
     unstacked = [key for key in placeholders(pattern) if key not in shared]
     for place in itertools.product(*(range(sizes[key]) for key in unstacked)):
         fixed = dict(zip(unstacked, place, strict=True))
@@ -619,9 +595,7 @@ def _layout(
     sizes: Mapping[str, int],
     fixed: Mapping[str, int],
 ) -> LeafLayout:
-    """Where the elements of a leaf are in parameters; `fixed` are the places at which parameters
-    are unstacked.
-    """
+    """Where the elements of a leaf are in parameters; `fixed` are indices of unstacked axes."""
     stacked = instance.stacked
     sources: dict[frozenset[str], tuple[str, Component]] = {}
     for pattern, axes in params.items():
@@ -645,9 +619,7 @@ def _in_order(members: Mapping[Values, str]) -> list[tuple[tuple[int, ...], str]
 
 @dataclass(frozen=True)
 class Said:
-    """What was said beside a checkpoint when it was mapped: lengths, requirements vouched for, a
-    model's config.
-    """
+    """What the user gave when a checkpoint was mapped: lengths, vouched requirements, a config."""
 
     lengths: dict[str, int] = field(default_factory=dict[str, int])
     assumed: tuple[str, ...] = ()
@@ -655,9 +627,7 @@ class Said:
 
 
 def said_before(mapping: LeafMapping, done: Mapping[str, Any]) -> Said:
-    """What was said to the mapping that made a checkpoint, if `mapping` undoes it; `done` is the
-    record of that.
-    """
+    """What the user gave to the mapping that `mapping` undoes; `done` is the record of that."""
     rules, lengths = done.get("rules"), done.get("lengths")
     if not isinstance(rules, dict) or not isinstance(lengths, dict):
         return Said()

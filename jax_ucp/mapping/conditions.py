@@ -35,9 +35,7 @@ _FORMS = 'write `key == "text"`, `key in [1, 2]`, `key < 8`, and, or, not, first
 
 
 class Undecided(Exception):
-    """The config does not have what a condition asks, or has something that cannot be compared
-    so.
-    """
+    """The config lacks a key of the condition, or its value cannot be compared."""
 
 
 def check_condition(text: object) -> None:

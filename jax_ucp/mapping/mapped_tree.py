@@ -1,6 +1,4 @@
-"""A checkpoint's tree `{state: {parameter: array}}` with the leaves of a model in place of the
-parameters.
-"""
+"""A checkpoint `{state: {parameter: array}}` with a model's leaves in place of parameters."""
 
 from __future__ import annotations
 
@@ -152,9 +150,7 @@ class _Tree:
         return names, {names[path]: formed for path, formed in formed_at.items()}
 
     def _formed(self, state: str, name: str) -> Formed | None:
-        """One state of a leaf; None where none of its parameters has it, or where it does not
-        follow.
-        """
+        """One state of a leaf; None if no parameter has it, or if it is left out."""
         form, leaves = self.forms[name], self.states[state]
         params = [param for param in form.params if param in leaves]
         if not params:
@@ -184,9 +180,7 @@ class _Tree:
         self.notes.append(f"{state}/{name} is left out: {why}")
 
     def _has_numbers(self, state: str, params: Sequence[str]) -> bool:
-        """Whether a state of these parameters is a number of each, where it should have their
-        shapes else.
-        """
+        """Whether a state is one number for each parameter, rather than an array of its shape."""
         leaves, wanted = self.states[state], self.states["param"]
         unlike = [param for param in params if leaves[param].shape != wanted[param].shape]
         all_unlike = len(unlike) == len(params)
@@ -242,9 +236,7 @@ def _renamed(layout: LeafLayout, leaves: Mapping[str, Leaf]) -> LeafLayout:
 
 
 def _pieces(contents: Contents, leaves: Mapping[str, Leaf], formed: Formed) -> Iterator[Piece]:
-    """Where the bytes of a leaf are: for each piece of its parameters the block of the leaf that
-    it fills.
-    """
+    """Where the bytes of a leaf are: for each piece of its parameters, the block that it fills."""
     if formed.equal:
         for name in formed.equal:
             yield from contents.where(leaves[name])
@@ -261,9 +253,7 @@ def _pieces(contents: Contents, leaves: Mapping[str, Leaf], formed: Formed) -> I
 
 
 def _groups(contents: Contents, forms: Mapping[str, LeafForm]) -> tuple[Group, ...]:
-    """What the optimizer was told for each leaf: that in which the parameters that form it
-    agree.
-    """
+    """The optimizer settings of each leaf: those on which all of its parameters agree."""
     settings_of = {name: group.settings for group in contents.groups for name in group.params}
     agreed: dict[str, dict[str, Any]] = {}
     for leaf, form in forms.items():
@@ -321,9 +311,7 @@ def _left_parameters(tree: _Tree, skipped: Mapping[str, str]) -> dict[str, str]:
 def _items_left(
     contents: Contents, leaves: Sequence[tuple[str, Leaf]], left: Collection[str]
 ) -> dict[str, str]:
-    """By its place, each stored item that holds nothing but states that are left out: the label
-    of its last.
-    """
+    """The stored items that hold nothing but states left out, each with the label of its last."""
     if not left:
         return {}
     kept: set[str] = set()

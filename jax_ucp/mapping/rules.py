@@ -103,9 +103,7 @@ class Rule:
 
     @property
     def names(self) -> frozenset[str]:
-        """Every name of its own that may have a length: axes, placeholders, and the size that it
-        scales by.
-        """
+        """Every name that may have a length: axes, placeholders, and the size of `scale`."""
         names: set[str] = set()
         for axes in (*self.params.values(), *self.tied.values(), *self.leaves.values()):
             names |= expression(axes).names
@@ -158,9 +156,7 @@ class Requirement:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """Parameters that are not wanted, with the reason. In `param`, `*` is any text, `{layer}`
-    one part of the name.
-    """
+    """Parameters to skip, with the reason. `*` is any text, `{layer}` one part of the name."""
 
     param: str
     reason: str
@@ -168,9 +164,7 @@ class Skip:
 
 @dataclass(frozen=True)
 class Mapping:
-    """Rules that turn the parameters of a checkpoint into the leaves of a model, all of them
-    both ways.
-    """
+    """Rules that turn the parameters of a checkpoint into a model's leaves, and back."""
 
     rules: Sequence[Rule]
     skips: Sequence[Skip] = ()
@@ -225,9 +219,7 @@ class Mapping:
 
     @property
     def config_keys(self) -> frozenset[str]:
-        """The keys of the model's config that conditions and sizes name, without what is below
-        them.
-        """
+        """The top-level config keys that conditions and sizes name."""
         keys: set[str] = set()
         for requirement in self.requires:
             keys.update(keys_in(requirement.that))
@@ -350,9 +342,7 @@ def _keys(name: str, axes: str) -> list[frozenset[str]]:
 
 
 def _check(rule: Rule) -> None:
-    """Raise SpecError where a rule says what cannot be, or its two sides do not name the same
-    axes.
-    """
+    """Raise SpecError for an invalid rule, or if its two sides name different axes."""
     if not rule.params or not rule.leaves:
         raise SpecError("a rule needs a parameter and a leaf")
     _check_placeholders("param", rule.params)
@@ -368,9 +358,7 @@ def _check(rule: Rule) -> None:
 
 
 def _check_placeholders(side: str, names: Dict[str, str]) -> None:
-    """Raise SpecError where a name has an axis of its array in it, or names differ in their
-    placeholders.
-    """
+    """Raise SpecError if an axis is in the name already, or names differ in placeholders."""
     for name, axes in names.items():
         for key in placeholders(name):
             if key in expression(axes).names:
@@ -447,9 +435,7 @@ def _refuse_unmatched(side: _NamesByAxes, other: _NamesByAxes, kind: str) -> Non
 
 
 def _nearest(axes: frozenset[str], others: _NamesByAxes) -> str:
-    """The other side's component with the most axes in common, and what is too much and too
-    little in it.
-    """
+    """The other side's closest component, and what it lacks or has besides."""
     if not others:
         return "name them there, or begin a name with _ for padding"
     near = min(others, key=lambda other: len(other ^ axes))

@@ -43,9 +43,7 @@ Status = Literal["mapped", "computed", "initial"]
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """Where the value of a leaf of an optax state comes from: a leaf of the checkpoint, or a
-    constant.
-    """
+    """Where the value of an optax leaf comes from: a leaf of the checkpoint, or a constant."""
 
     slot: Slot
     status: Status
@@ -206,9 +204,7 @@ class _Steps:
         return None if others else first
 
     def _one(self, param: str) -> int:
-        """The steps of a parameter as stored, or as given where none are stored; never two that
-        differ.
-        """
+        """The steps of a parameter as stored, else as given; the two may not differ."""
         if param not in self.stored:
             if self.given is None:
                 raise TreeMismatch(f"the checkpoint does not say the steps of {param}; give step=")
@@ -325,9 +321,7 @@ def _pairs(tree: Any) -> Iterator[tuple[str, Any]]:
 def _given(
     tx: optax.GradientTransformation, params: Any, slots: Sequence[Slot]
 ) -> dict[Path, np.ndarray]:
-    """What `tx.init` gives for leaves that do not depend on the parameters, such as
-    hyperparameters.
-    """
+    """What `tx.init` gives for leaves that do not depend on parameters: hyperparameters."""
     if not slots:
         return {}
     wanted = {slot.path for slot in slots}
@@ -341,9 +335,7 @@ def _given(
 
 
 def _placed(state: Any, slots: Sequence[Slot], params: Any) -> Any:
-    """The abstract state with the shardings of the parameters; what is of no parameter is on all
-    their devices.
-    """
+    """The abstract state with the parameters' shardings; other leaves are on all devices."""
     shardings = {
         name: getattr(value, "sharding", None) for name, value in param_leaves(params).items()
     }

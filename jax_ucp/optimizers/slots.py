@@ -67,9 +67,7 @@ class Slot:
 
     @property
     def of_moments(self) -> bool:
-        """Whether the state that has it has moments too: its count is then that of their
-        updates.
-        """
+        """Whether its state has moments too: its count is then that of their updates."""
         return any(role not in (COUNT, ZEROS, GIVEN, INNER) for role in FIELDS[self.owner].values())
 
 
@@ -90,9 +88,7 @@ def param_leaves(params: Any) -> dict[str, Any]:
 
 
 def name_of(path: Path) -> str:
-    """The parameter that a path says; Flax keeps an array in the attribute `value` of a
-    variable.
-    """
+    """The parameter of a path, without the attribute `value` of Flax's variables."""
     keys = path[:-1] if path and path[-1] == Key("attr", "value") else path
     return "/".join(map(str, keys))
 
@@ -124,9 +120,7 @@ def _visit(node: Any, path: Path, names: Collection[str]) -> Iterator[Slot]:
 def _field_slots(
     role: str, field: Any, path: Path, owner: type, names: Collection[str]
 ) -> Iterator[Slot]:
-    """The arrays in a field of a state, each of the parameter that its path below the field
-    says, if any.
-    """
+    """The arrays in a field of a state, each with the parameter that its path names, if any."""
     for leaf in walk(field, path):
         if not is_array(leaf.value):
             continue
@@ -161,9 +155,7 @@ def _with_covers(slot: Slot, slots: Sequence[Slot], names: Collection[str]) -> S
 
 
 def _covers(slot: Slot, slots: Sequence[Slot], names: Collection[str]) -> tuple[str, ...]:
-    """Whose steps a count is: of the parameters with moments in its own state, else in the
-    states around it.
-    """
+    """Whose steps a count is: of the parameters with moments in the nearest state around it."""
     for depth in range(len(slot.path) - 1, -1, -1):
         around = slot.path[:depth]
         params = {other.param for other in slots if other.param and other.path[:depth] == around}

@@ -1,6 +1,4 @@
-"""The optax state in a checkpoint of a JAX run as the states of torch's optimizers, each beside
-its parameter.
-"""
+"""The optax state of a JAX run as torch's optimizer states, each beside its parameter."""
 
 from __future__ import annotations
 
@@ -118,16 +116,12 @@ class _Count:
 
     @property
     def of_steps(self) -> bool:
-        """Whether it counts the updates of moments, which torch keeps as the steps of their
-        parameters.
-        """
+        """Whether it counts the updates of moments, which are torch's steps of their parameters."""
         return self.slot.of_moments and bool(self.beside)
 
 
 class _Run:
-    """The leaves of a training run, each of which is taken, kept as an extra, or left for a
-    reason.
-    """
+    """The leaves of a run: each is mapped, kept as an extra, or left out with a reason."""
 
     def __init__(self, contents: Contents):
         self.contents = contents
@@ -140,9 +134,7 @@ class _Run:
         self.faults: list[str] = []
 
     def parameters(self, label: str, model: Any) -> dict[str, tuple[Path, Leaf]]:
-        """The parameters by name, with their paths below `label`: those of the model, or all
-        that are there.
-        """
+        """The parameters by name, with paths below `label`: the model's, or all that are stored."""
         stored = self._stored_parameters(label)
         named = stored if model is None else self._parameters_of(model, stored, label)
         if not named:
@@ -234,9 +226,7 @@ class _Run:
         step: int | None,
         step_dtype: DTypeLike | None,
     ) -> None:
-        """The steps of parameters, from the counts beside their moments; the other counts must
-        agree with them.
-        """
+        """The steps of parameters, from the counts beside moments; other counts must agree."""
         counts = [_Count(slot, stored[slot.path], slots) for slot in slots if slot.role == COUNT]
         numbers = {count.slot.path: self._number(count.leaf) for count in counts}
         done: dict[str, tuple[int, str]] = {}  # by parameter: how many updates, and what says so
@@ -276,9 +266,7 @@ class _Run:
     def _compare(
         self, count: _Count, number: int, done: Mapping[str, tuple[int, str]], step: int | None
     ) -> None:
-        """Keep a count as an extra, which should be that of the updates of all parameters it
-        covers.
-        """
+        """Keep a count as an extra; it should be the updates of all parameters that it covers."""
         leaf = count.leaf
         self._keep(leaf)
         known = {param: done[param] for param in count.slot.covers if param in done}
@@ -435,9 +423,7 @@ def _is_numeric(leaf: Leaf) -> bool:
 
 
 def _names(path: Path) -> Iterator[tuple[str, ...]]:
-    """How a leaf of an optimizer's state may be called: Flax keeps arrays in the attribute
-    `value` of variables.
-    """
+    """The names a leaf of the state may have: Flax adds the attribute `value` of variables."""
     names = tuple(map(str, path))
     yield names
     yield names[:-1] if path and path[-1] == Key("attr", "value") else (*names, "value")

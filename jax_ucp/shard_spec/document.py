@@ -73,9 +73,7 @@ class Document:
     def items(
         self, section: str, read: Callable[[object, str], T], kind: str = "a list"
     ) -> list[T]:
-        """The items of a section that is a list, each read with its place; without those that
-        have faults.
-        """
+        """The items of a list section, each read with its place; those with faults are left out."""
         items = self.content.get(section) or []
         if not isinstance(items, list):
             self.faults.append(f"{self.place(section)}: {section} should be {kind}")

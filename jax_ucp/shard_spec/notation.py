@@ -1,6 +1,4 @@
-"""YAML to sentences and patterns. Errors here are about what is written, and name the file and
-the line.
-"""
+"""YAML to rules and patterns; errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ _SPECS = resources.files("jax_ucp.shard_spec") / "specs"
 
 
 def load(given: Path | Spec) -> Spec:
-    """The spec in a file, or the one that is given. Raises SpecError, with every fault of notation
-    and its line.
-    """
+    """The spec itself, or the one in a file. Raises SpecError with every fault and its line."""
     if isinstance(given, Spec):
         return given
     try:

@@ -1,6 +1,4 @@
-"""Sentences applied to names and shapes: which rule claims which parameter, and where its
-elements lie.
-"""
+"""Rules applied to names and shapes: who claims a parameter, and where its elements are."""
 
 from __future__ import annotations
 
@@ -103,9 +101,7 @@ class Spec:
 
     @property
     def lengths(self) -> set[str]:
-        """The names that a length may be given for: patterns and sizes are made of them, and no
-        size says them.
-        """
+        """The names that may be given lengths: those in patterns and sizes that no size sets."""
         sizes = {**(self.extends.sizes if self.extends else {}), **self.sizes}
         written = [
             sentence.pattern
@@ -128,9 +124,7 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A stored tensor as the language sees it: its shape, and the file (and place in it) for
-    errors.
-    """
+    """A stored tensor to the spec: its shape, and its file and place for errors."""
 
     shape: Shape
     where: str
@@ -227,9 +221,7 @@ def _own_claims(
 def _sentences_there(
     spec: Spec, numbers: Mapping[str, int], faults: list[str]
 ) -> Iterator[Sentence]:
-    """The rules of its own that `when` lets be there; a `when` without a number is added to
-    `faults`.
-    """
+    """The spec's own rules whose `when` holds; one without a number is added to `faults`."""
     for sentence in spec.own:
         try:
             if sentence.holds(numbers):

@@ -27,9 +27,7 @@ def index_box(index: Sequence[slice], shape: Sequence[int]) -> Box:
 
 @functools.lru_cache(maxsize=1024)
 def device_boxes(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[Box, list[Device]]:
-    """The distinct boxes this process needs, each with its devices that hold it: replicas share
-    one read.
-    """
+    """The distinct boxes this process needs, each with its devices: replicas share one read."""
     found: defaultdict[Box, list[Device]] = defaultdict(list)
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         found[index_box(index or (), shape)].append(device)
@@ -55,9 +53,7 @@ def process_boxes(
 
 @functools.lru_cache(maxsize=1024)
 def saved_sharding(sharding: Sharding) -> SavedSharding | None:
-    """What is worth saving of a sharding: mesh axes and spec of a NamedSharding; nothing of any
-    other.
-    """
+    """A NamedSharding in serializable form, or None for any other sharding."""
     if not isinstance(sharding, NamedSharding):
         return None
     mesh = sharding.mesh

@@ -76,9 +76,7 @@ def _misfit(
 
 
 def check_rules(rules: Sequence[Rule]) -> None:
-    """Raise ValueError for a rule that is no pair, whose pattern is no regular expression, or that
-    has a tuple where a PartitionSpec is meant.
-    """
+    """Raise ValueError for a rule that is malformed, or has a tuple in place of a PartitionSpec."""
     for rule in rules:
         match rule:
             case (str(pattern), PartitionSpec()):
@@ -111,9 +109,7 @@ def _check_mesh_axes(rule: Rule, axes: Sequence[object]) -> None:
 
 
 def check_logical_rules(rules: Sequence[Rule], leaves: Sequence[Leaf]) -> None:
-    """Raise ValueError for a rule on a logical axis that can only be meant for labels: no leaf has
-    such an axis, labels match it, and it is no plain name or no leaf has logical axes at all.
-    """
+    """Raise ValueError for a rule on a logical axis that must be meant for labels."""
     logical = _logical_names(leaves)
     for name, axes in rules:
         if isinstance(axes, PartitionSpec) or name in logical:
@@ -129,9 +125,7 @@ def check_logical_rules(rules: Sequence[Rule], leaves: Sequence[Leaf]) -> None:
 
 
 def _first_label(pattern: str, leaves: Sequence[Leaf]) -> str | None:
-    """The first label of an array that a pattern matches; none where it is no regular
-    expression.
-    """
+    """The first label of an array that a pattern matches, or None."""
     try:
         regex = re.compile(pattern)
     except re.error:
@@ -148,9 +142,7 @@ def _as_spec(axes: object) -> str:
 
 
 def warn_given_up(notes: Sequence[str], stacklevel: int) -> None:
-    """Warn of each way in which leaves are not placed as asked for, if there is any; `stacklevel`
-    counts from the caller.
-    """
+    """Warn of leaves that are not placed as asked for; `stacklevel` counts from the caller."""
     if notes:
         text = f"the sharding is not what was asked for:\n  {fault_lines(notes)}"
         warnings.warn(visible_lines(text), ShardingWarning, stacklevel=stacklevel + 1)
@@ -182,9 +174,7 @@ def _names(axes: Axes) -> tuple[str, ...]:
 
 
 def wanted_spec(leaf: Leaf, rules: Sequence[Rule] = ()) -> tuple[Axes, ...]:
-    """The spec asked for: by the first rule on the leaf's label, else by rules on its logical axes,
-    else the spec it was saved with; replicated where there is none of these.
-    """
+    """The spec asked for: by rules on the label, on logical axes, as saved, or replicated."""
     for spec in (_by_label(leaf, rules), _by_axes(leaf, rules)):
         if spec is not None:
             return spec

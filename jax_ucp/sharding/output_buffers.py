@@ -42,9 +42,7 @@ class ReadRequest:
 
     @property
     def in_place(self) -> bool:
-        """Whether what is read on the host is the array's memory: on the host itself, and on CPU
-        devices.
-        """
+        """Whether the host buffer is the array's memory: on the host, and on CPU devices."""
         return self.sharding is None or all(
             device.platform == "cpu" for device in self.sharding.device_set
         )
@@ -54,9 +52,7 @@ class ReadRequest:
         return self.made_of(dict(zip(self.boxes, self.read(list(self.boxes)), strict=True)))
 
     def read(self, boxes: Sequence[Box]) -> list[np.ndarray]:
-        """The elements of each box, in aligned memory of the caller's own. Every chunk they meet
-        is read once.
-        """
+        """The elements of each box, in aligned memory of its own; every chunk is read once."""
         if not boxes:
             return []
         return [
@@ -64,9 +60,7 @@ class ReadRequest:
         ]
 
     def made_of(self, data: Mapping[Box, np.ndarray]) -> np.ndarray | jax.Array:
-        """The array made of its boxes, or of one around all of them. Devices that are the host
-        take it as it lies.
-        """
+        """The array made of its boxes, or of one around all of them."""
         shape = self.info.shape
         whole = data.get(Box.whole(shape))
         if self.sharding is None:
@@ -96,17 +90,13 @@ class ReadRequest:
         return [(box, hit) for box in self.boxes if (hit := box.intersect(block)) is not None]
 
     def blocks(self, max_bytes: int) -> Iterator[Box]:
-        """Blocks that meet all of the boxes, and cut no stored chunk; each costs at most
-        `max_bytes`, or one chunk.
-        """
+        """Blocks that cover the boxes and cut no stored chunk, each at most `max_bytes`."""
         return self.info.blocks(
             list(self.boxes), max_bytes // self._held * self.info.dtype.itemsize
         )
 
     def cost(self, block: Box | None = None) -> int:
-        """Bytes in flight while all of it, or a block, is read. Of a stored chunk all is read
-        for any part of it.
-        """
+        """Bytes in flight while all of it, or a block, is read; at least one stored chunk."""
         wanted = (
             sum(box.size for box in self.boxes)
             if block is None
@@ -116,9 +106,7 @@ class ReadRequest:
 
     @property
     def _held(self) -> int:
-        """Bytes in flight for an element: while it is copied from where it was read, then as
-        cast and as it is sent.
-        """
+        """Bytes in flight per element: as read and copied, then as cast and sent."""
         stored, result = self.info.dtype.itemsize, self.dtype.itemsize
         return (
             stored
@@ -128,9 +116,7 @@ class ReadRequest:
 
 
 class OutputBuffer(Protocol):
-    """The memory for all boxes of an array, filled block by block, in any order, by several
-    threads at once.
-    """
+    """The memory for all boxes of an array, filled block by block from several threads."""
 
     def take(self, block: Box) -> None: ...
 
@@ -138,9 +124,7 @@ class OutputBuffer(Protocol):
 
 
 def landing(wanted: ReadRequest) -> OutputBuffer | None:
-    """Where an array can land in blocks; None where it goes to the host memory of an
-    accelerator.
-    """
+    """Output buffers for reading in blocks, or None for an accelerator's host memory."""
     if wanted.in_place:
         return HostLanding(wanted)
     assert wanted.sharding is not None
@@ -150,9 +134,7 @@ def landing(wanted: ReadRequest) -> OutputBuffer | None:
 
 
 class HostLanding:
-    """In host memory, which CPU devices take as it is: nothing is held beside it, but what is
-    cast.
-    """
+    """Buffers in host memory, which CPU devices use without a copy."""
 
     def __init__(self, wanted: ReadRequest):
         self._wanted = wanted
@@ -174,9 +156,7 @@ class HostLanding:
 
 
 class DeviceLanding:
-    """In the memory of devices that are not the host: a block is on the host until it has been
-    copied to them.
-    """
+    """Buffers on accelerators: a block is on the host until it has been copied to them."""
 
     def __init__(self, wanted: ReadRequest, sharding: Sharding):
         self._wanted, self._sharding = wanted, sharding
@@ -209,9 +189,7 @@ class DeviceLanding:
 
 
 def _cast(key: str, data: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The data of an array as `dtype`. Raises TreeMismatch where integers would become others: only
-    floating numbers round.
-    """
+    """The data as `dtype`. Raises TreeMismatch if integers would change: only floats round."""
     if data.dtype == dtype:
         return data
     with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
@@ -229,9 +207,7 @@ def _cast(key: str, data: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _bits(data: np.ndarray) -> np.ndarray:
-    """Floating numbers as integers: XLA may compute with 16 bits in 32, and then a signalling
-    NaN becomes another.
-    """
+    """Floats as integers: XLA may compute 16 bits in 32, which changes a signalling NaN."""
     floating = jnp.issubdtype(data.dtype, jnp.floating)
     return np.ascontiguousarray(data).view(f"u{data.dtype.itemsize}") if floating else data
 

@@ -1,6 +1,4 @@
-"""What each host of a mesh would read of a checkpoint, counted and not done: integers, no
-devices, any size of mesh.
-"""
+"""What each host of a mesh would read of a checkpoint: integers, no devices, any mesh size."""
 
 from __future__ import annotations
 
@@ -169,9 +167,7 @@ def checkpoint_reads(contents: Contents, mesh: HostMesh, rules: Sequence[Rule] =
 
 
 def planned_fit(leaf: Leaf, mesh: HostMesh, rules: Sequence[Rule] = ()) -> Fit:
-    """The spec of a leaf in a restore without target. A value of the host program is whole in
-    every process.
-    """
+    """The spec of a leaf restored without target; a value of the host program is replicated."""
     return fit_axes(leaf, mesh.sizes, rules) if leaf.kind in ON_DEVICES else Fit(())
 
 
@@ -207,9 +203,7 @@ def mesh_cells(
 
 @functools.lru_cache(maxsize=1024)
 def planned_cell(shape: Shape, itemsize: int, spec: tuple[Axes, ...], mesh: HostMesh) -> Shape:
-    """The block of an array that one host writes in a save from the mesh, as `writer_cells` has
-    it.
-    """
+    """The block of an array that one host writes in a save from the mesh."""
     corners = np.concatenate(_bounds(shape, spec, mesh), axis=1).tolist()
     boxes = [Box(tuple(row[: len(shape)]), tuple(row[len(shape) :])) for row in corners]
     step = mesh.devices_per_host
@@ -228,9 +222,7 @@ def planned_chunks(shape: Shape, itemsize: int, spec: tuple[Axes, ...], mesh: Ho
 def _reads(
     shape: Shape, itemsize: int, chunks: Chunks, spec: tuple[Axes, ...], mesh: HostMesh
 ) -> np.ndarray:
-    """Rows needed, read and outer chunks, by host, of one array: many arrays of a model are
-    alike.
-    """
+    """By host: bytes needed, bytes read, and outer chunks opened, of one array."""
     start, stop = _bounds(shape, spec, mesh)
     inner, outer = np.maximum(chunks.inner, 1), np.maximum(chunks.outer, 1)
     return np.array(

@@ -1,6 +1,4 @@
-"""Leaves of any source onto any mesh: a placement for each leaf first, then one read for each
-distinct box.
-"""
+"""Leaves of any source onto any mesh: place each leaf, then read each distinct box once."""
 
 from __future__ import annotations
 
@@ -56,9 +54,7 @@ class Placement:
     shared: SharedRead | None = None
 
     def boxes(self) -> Mapping[Box, Sequence[Device]]:
-        """The distinct boxes of the stored array that this process reads, each with the devices
-        that get it.
-        """
+        """The distinct boxes of the stored array that this process reads, each with its devices."""
         if self.shared is not None:
             return self.shared.boxes()
         if self.sharding is None:
@@ -84,17 +80,13 @@ class RestorePlan:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes this process reads: every distinct box once, and its own pieces of those whose
-        reading is shared.
-        """
+        """Bytes this process reads: each distinct box once, of shared ones its own pieces."""
         arrays = [p for p in self.placements if p.leaf.has_array]
         return sum(box.size * np.dtype(p.leaf.dtype).itemsize for p in arrays for box in p.boxes())
 
     @property
     def notes(self) -> list[str]:
-        """Every decision that departs from the sharding asked for, by leaf; and each rule that
-        applies to none.
-        """
+        """Every departure from the sharding asked for, by leaf; and each unused rule."""
         placed = [f"{p.leaf.label}: {note}" for p in self.placements for note in p.notes]
         return [*placed, *self.unused_rules]
 
@@ -169,9 +161,7 @@ def _check_arguments(
 
 
 def _check_homes(placements: Sequence[Placement]) -> None:
-    """Raise TreeMismatch where leaves of a target should be on devices, and nothing says on
-    which.
-    """
+    """Raise TreeMismatch if leaves of a target should be on devices that nothing names."""
     homeless = [
         p.leaf.label for p in placements if p.kind in ("jax", "prng_key") and p.sharding is None
     ]
@@ -326,9 +316,7 @@ def dealt_out(plan: RestorePlan, checks: Iterable[Check], extent: Extent) -> Ite
 
 
 def _wanted(p: Placement, source: ArraySource) -> ReadRequest:
-    """What this process reads of a leaf; of a small one a single box, which costs less than
-    several.
-    """
+    """What this process reads of a leaf; a small one is a single box, which costs less."""
     boxes = p.boxes()
     if (
         boxes
@@ -341,16 +329,12 @@ def _wanted(p: Placement, source: ArraySource) -> ReadRequest:
 
 
 def has_x64() -> bool:
-    """Whether this thread has 64-bit types: `with jax.enable_x64(True):` is of one, and arrays
-    are made in others.
-    """
+    """Whether this thread has 64-bit types; `jax.enable_x64` holds for one thread only."""
     return jax.dtypes.canonicalize_dtype(np.int64) == np.int64
 
 
 def abstract_leaf(leaf: Leaf) -> Any:
-    """What stands for a leaf in a target tree: a `jax.ShapeDtypeStruct` for an array, a value
-    for anything else.
-    """
+    """What stands for a leaf in a target: a `jax.ShapeDtypeStruct`, or a value of its type."""
     match leaf.kind:
         case "jax" | "array" | "numpy" | "numpy_scalar":
             return jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype))
@@ -364,9 +348,7 @@ def abstract_leaf(leaf: Leaf) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """A leaf, and what it should be: as `kind` says, like the target's `value`, which may have
-    logical `axes`.
-    """
+    """A leaf, what `kind` it should be, and the target's value and logical axes."""
 
     leaf: Leaf
     kind: str
@@ -391,9 +373,7 @@ def _place(
 
 
 def _dtype(leaf: Leaf, value: Any, cast: bool | DTypeLike) -> np.dtype:
-    """What an array is read as: its own dtype, or that of the target's value, or of all floating
-    arrays.
-    """
+    """What an array is read as: its own dtype, the target's, or that of all floating arrays."""
     stored = np.dtype(leaf.dtype)
     if leaf.kind == "prng_key":
         key_dtype(leaf)  # that there is one
@@ -407,9 +387,7 @@ def _dtype(leaf: Leaf, value: Any, cast: bool | DTypeLike) -> np.dtype:
 def _sharding_on(
     mesh: Mesh, wish: _Wish, rules: Sequence[Rule]
 ) -> tuple[Sharding, tuple[str, ...]]:
-    """The sharding on a mesh, with notes: that of the target if it has one there, else a fitted
-    one.
-    """
+    """The sharding on a mesh, with notes: the target's own if it is there, else a fitted one."""
     own = getattr(wish.value, "sharding", None)
     if isinstance(own, NamedSharding) and dict(own.mesh.shape) == dict(mesh.shape):
         # own.mesh may be abstract
@@ -425,9 +403,7 @@ def _ruled(wish: _Wish) -> Leaf:
 
 
 def _own_sharding(value: Any) -> Sharding | None:
-    """The sharding of a target's leaf where no mesh is given; where it has none, the device if
-    there is only one.
-    """
+    """The sharding of a target's leaf without a mesh; the only device if it has none."""
     own = getattr(value, "sharding", None)
     if isinstance(own, NamedSharding) and not isinstance(own.mesh, Mesh):
         return None  # on an abstract mesh
@@ -439,18 +415,14 @@ def _own_sharding(value: Any) -> Sharding | None:
 
 
 def _narrowed(placement: Placement) -> Placement:
-    """64-bit integers on devices as JAX has them without x64; a value that does not fit is
-    refused when it is read.
-    """
+    """64-bit integers on devices as 32-bit ones; reading refuses values that do not fit."""
     if placement.sharding is None or placement.dtype is None:
         return placement
     return replace(placement, dtype=narrowed(placement.dtype))
 
 
 def _check_shardings(placements: Sequence[Placement]) -> None:
-    """Raise TreeMismatch with every leaf that JAX cannot hold as it is, or not by the sharding
-    of its target.
-    """
+    """Raise TreeMismatch with every leaf that JAX cannot hold by its dtype and sharding."""
     faults = [f"{p.leaf.label}: {fault}" for p in placements for fault in _device_faults(p)]
     if faults:
         lines = "\n  ".join(faults[:FAULTS_SHOWN])

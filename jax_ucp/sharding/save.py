@@ -1,6 +1,4 @@
-"""A pytree onto disk: decided from shapes and shardings alike on every process, then written by
-each in part.
-"""
+"""A pytree onto disk: decided alike on every process, then written by each in part."""
 
 from __future__ import annotations
 
@@ -57,9 +55,7 @@ class Snapshot(ArraySource):
 
 @dataclass(frozen=True)
 class Description:
-    """The leaves of a tree as the checkpoint will know them, and their arrays by name; nothing
-    is copied yet.
-    """
+    """The leaves of a tree as the checkpoint will name them, and their arrays; nothing copied."""
 
     leaves: Sequence[Leaf]
     arrays: Mapping[str, np.ndarray | jax.Array]
@@ -84,9 +80,7 @@ def _uncollected() -> Iterator[None]:
 
 @_uncollected()
 def describe(tree: Any) -> Description:
-    """What a tree holds. Raises UnsupportedLeaf for a leaf that could not be restored as what it
-    was.
-    """
+    """The leaves of a tree. Raises UnsupportedLeaf for one that could not be restored."""
     nodes = list(walk(tree))
     if same := unspeakable_paths(node.path for node in nodes):
         raise UnsupportedLeaf(
@@ -133,9 +127,7 @@ def take_snapshot(described: Description) -> Snapshot:
 def write_snapshot(
     snapshot: Snapshot, directory: Directory, budget_bytes: int = DEFAULT_BUDGET
 ) -> None:
-    """Write this process's chunks, and its part of the digests. The directory is not yet a
-    checkpoint.
-    """
+    """Write this process's chunks and digests. The directory is not yet a checkpoint."""
     if directory.read(METADATA_FILE) is not None:
         raise FileExistsError(f"{directory} is a checkpoint already; save to another path")
     store = ZarrStore(directory, snapshot.infos, snapshot.chunks)
@@ -172,9 +164,7 @@ def write_snapshot(
 
 
 def commit_snapshot(snapshot: Snapshot, directory: Directory) -> Metadata:
-    """Make the directory a checkpoint. One process does this, after all have written their
-    snapshots.
-    """
+    """Make the directory a checkpoint: one process, after all have written their snapshots."""
     store = ZarrStore(directory, snapshot.infos, snapshot.chunks)
     packed = packed_arrays(snapshot.infos, snapshot.chunks)
     outer = {name: chunks.outer for name, chunks in snapshot.chunks.items()}
@@ -214,9 +204,7 @@ def _placed(sharding: SavedSharding) -> str:
 
 
 class _Owners:
-    """Shares outer chunks out to the processes that hold them, each to the one with the fewest
-    bytes so far.
-    """
+    """Assigns outer chunks to the processes that hold them, each to the least loaded."""
 
     def __init__(self, processes: int):
         self._bytes = [0] * processes
@@ -239,9 +227,7 @@ class _Owners:
 def _writers(
     sharding: Sharding | None, shape: Shape, itemsize: int, processes: int
 ) -> tuple[Chunks, list[tuple[Box, list[int]]]]:
-    """The chunks of an array, and the processes that could write each outer one. Many arrays of
-    a tree are alike.
-    """
+    """The chunks of an array, and the processes that could write each outer one."""
     # A value of the host program has no sharding, and is taken from process 0.
     held = (
         process_boxes(sharding, shape, processes) if sharding else [frozenset({Box.whole(shape)})]
@@ -312,9 +298,7 @@ def _host_value(node: Node, value: Any) -> np.ndarray:
 def _to_host(
     arrays: Mapping[str, np.ndarray | jax.Array], blocks: Iterable[tuple[str, Box]]
 ) -> dict[str, dict[Box, np.ndarray]]:
-    """The parts of each array that this process holds and the blocks need, by their boxes, as
-    host arrays.
-    """
+    """The parts of each array that the blocks need, by their boxes, as host arrays."""
     needed: dict[str, list[Box]] = {}
     for name, box in blocks:
         needed.setdefault(name, []).append(box)
@@ -339,9 +323,7 @@ def _to_host(
 
 @functools.lru_cache(maxsize=1024)
 def _sources(sharding: Sharding, shape: Shape, needed: tuple[Box, ...]) -> list[tuple[Box, Device]]:
-    """The distinct boxes this process holds that have an element of a needed box, each with a
-    device that holds it.
-    """
+    """The distinct boxes here that meet a needed box, each with a device that holds it."""
     held = device_boxes(sharding, shape)
     return [
         (box, devices[0])
@@ -351,9 +333,7 @@ def _sources(sharding: Sharding, shape: Shape, needed: tuple[Box, ...]) -> list[
 
 
 def _assemble(parts: Mapping[Box, np.ndarray], box: Box, dtype: np.dtype) -> np.ndarray:
-    """The elements of `box`: a view of the part that holds them all, or put together from
-    several.
-    """
+    """The elements of `box`: a view of the part that holds them all, or a copy from several."""
     pieces = _pieces(tuple(parts), box)
     if len(pieces) == 1:
         part, source, _ = pieces[0]

@@ -72,9 +72,7 @@ class SharedRead:
         return {piece: [device] for device, piece in _own_pieces(self).items() if piece.size}
 
     def padded(self, data: Mapping[Box, np.ndarray] | None) -> list[np.ndarray]:
-        """What the devices of this process bring: the bits of their pieces, all of one shape;
-        without data zeros.
-        """
+        """The bits of this process's pieces, padded to one shape; zeros without data."""
         shape, bits = self._piece_shape(), np.dtype(f"u{self.dtype.itemsize}")
         parts: list[np.ndarray] = []
         for piece in _own_pieces(self).values():
@@ -215,9 +213,7 @@ def read_together(
 
 
 def _has_bits(dtype: np.dtype | None) -> bool:
-    """Whether elements can be gathered as unsigned integers: nothing on the way then rounds, or
-    changes a NaN.
-    """
+    """Whether elements can be gathered as unsigned integers, which neither round nor change."""
     if dtype is None or jnp.issubdtype(dtype, jnp.complexfloating):
         return False
     if dtype == np.bool_:
@@ -258,9 +254,7 @@ def _with_names(sharding: NamedSharding, cut: Cut) -> NamedSharding:
 
 @functools.lru_cache(maxsize=16)
 def _places(mesh: Mesh, names: tuple[str, ...]) -> Mapping[Device, int]:
-    """The number of each device of a mesh, in its order, among those that differ from it only on
-    the axes `names`.
-    """
+    """The number of each device among those that differ from it only on the axes `names`."""
     at = dict(zip(mesh.axis_names, np.indices(mesh.devices.shape), strict=True))
     places = np.ravel_multi_index(
         [at[name] for name in names], [mesh.shape[name] for name in names]
@@ -293,9 +287,7 @@ def _best_cut(
 def _units_read(
     start: np.ndarray, stop: np.ndarray, owners: np.ndarray, unit: Sequence[int]
 ) -> int:
-    """How many chunks are read for the boxes of devices, by each process that has the devices
-    once.
-    """
+    """How many chunks are read for the boxes of devices, once in each process."""
     some = np.flatnonzero((start < stop).all(axis=1))
     groups = [some[owners[some] == owner] for owner in np.unique(owners[some])]
     return int(touched_units(groups, start, stop, unit).sum())

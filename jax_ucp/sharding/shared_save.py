@@ -78,9 +78,7 @@ def attempt(do: Callable[[], T]) -> Callable[[], T]:
 
 
 class SharedSave:
-    """A save to a directory, which has the same path in all processes. Each of them makes one of
-    these for it.
-    """
+    """One process's part in a save to a directory, whose path is the same in all of them."""
 
     def __init__(self, directory: str):
         self._directory = directory
@@ -92,9 +90,7 @@ class SharedSave:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """What is raised here ends the save in all processes, when they come to the end of their
-        own parts.
-        """
+        """What is raised here ends the save in all processes, once they finish their own parts."""
         try:
             yield
         except BaseException as error:
@@ -230,9 +226,7 @@ class SharedSave:
                 self._joined()
 
     def _hear_all(self) -> dict[int, _Word]:
-        """What the others said. Once one is known to be busy with another save, those are not
-        waited for.
-        """
+        """The words of all others; once one is busy with another save, they are not awaited."""
         words: dict[int, _Word] = {}
         for process in self._others:
             if any(word.absent for word in words.values()):

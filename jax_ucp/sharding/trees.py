@@ -31,9 +31,7 @@ _NUMPY_KINDS: dict[LeafKind, str] = {"bool": "b", "int": "iu", "float": "f", "co
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A leaf of a pytree as it is in memory: None and containers without children count as
-    leaves.
-    """
+    """A leaf of a pytree in memory; None and containers without children count as leaves."""
 
     path: Path
     value: Any
@@ -102,9 +100,7 @@ def empty_kind(value: Any) -> KeyKind:
 
 
 def key_dtype(leaf: Leaf) -> Any:
-    """The dtype of the PRNG key that a leaf is. Raises FormatError where this JAX cannot make
-    one of its data.
-    """
+    """The dtype of a PRNG key. Raises FormatError if this JAX cannot make one of its data."""
     try:
         key = jax.random.key(0, impl=leaf.key_impl)
     except ValueError:
@@ -179,9 +175,7 @@ def _label(path: Path) -> str:
 
 
 def _is_structure(node: Node) -> bool:
-    """Whether the leaf is part of the tree's structure to JAX: None, or a container without
-    children.
-    """
+    """Whether JAX counts the leaf as structure: None, or a container without children."""
     return not jax.tree_util.all_leaves([node.value])
 
 
@@ -235,9 +229,7 @@ def _difference(node: Node, leaf: Leaf, cast: bool, narrow: bool) -> str | None:
 
 
 def _kinds_fit(node: Node, kind: LeafKind, leaf: Leaf) -> bool:
-    """Whether a leaf of the checkpoint can be given as what the target has in its place,
-    whatever its shape is.
-    """
+    """Whether a stored leaf can be given as what the target has, apart from shape and dtype."""
     if kind == "empty":
         # Stock Orbax says None of a named tuple without fields, such as optax.EmptyState.
         is_orbax_none = leaf.kind == "none" and empty_kind(node.value) == "attr"
@@ -267,9 +259,7 @@ def _dtype_difference(stored: np.dtype, target: np.dtype, cast: bool, narrow: bo
 
 
 def _castable(have: np.dtype, want: np.dtype) -> bool:
-    """Whether a cast keeps the kind of number: floating stays floating, integers stay integers
-    or become floating.
-    """
+    """Whether a cast keeps the kind of number; integers may become floating."""
     kinds = [
         next(i for i, kind in enumerate(_NUMBER_KINDS) if jnp.issubdtype(dtype, kind))
         for dtype in (have, want)
