@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jax_ucp.arguments import whole_number
-from jax_ucp.layout.blocks import Chunks, chunk_shapes, writer_cells
+from jax_ucp.layout.blocks import Chunks, writer_cells
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.sharding.fit import (
@@ -210,12 +210,6 @@ def planned_cell(shape: Shape, itemsize: int, spec: tuple[Axes, ...], mesh: Host
     return writer_cells(
         shape, itemsize, [set(boxes[at : at + step]) for at in range(0, len(boxes), step)]
     ).shape
-
-
-@functools.lru_cache(maxsize=1024)
-def planned_chunks(shape: Shape, itemsize: int, spec: tuple[Axes, ...], mesh: HostMesh) -> Chunks:
-    """The chunks that a save from the mesh would write."""
-    return chunk_shapes(shape, itemsize, planned_cell(shape, itemsize, spec, mesh))
 
 
 @functools.lru_cache(maxsize=1024)
