@@ -1,8 +1,11 @@
+from typing import get_args
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import jax_ucp as ucp
 from helpers import MemoryStore, boxes_in, by_hand, cut_by, numbered
 from jax_ucp.errors import LayoutError
 from jax_ucp.layout.box import Box
@@ -18,6 +21,21 @@ from jax_ucp.layout.patterns import (
     flat_layouts,
 )
 from jax_ucp.sources.consolidated import Consolidated, ConsolidatedView
+
+
+def test_the_public_patterns_are_the_classes_that_specs_take():
+    from jax_ucp import patterns
+
+    classes = {name: getattr(patterns, name) for name in patterns.__all__ if name != "Pattern"}
+    assert set(classes.values()) == set(get_args(patterns.Pattern))
+    made = [
+        *(classes[name]() for name in ("Unique", "Replicated", "Averaged")),
+        *(classes["Sharded"](0), classes["Fused"](0, {"q": 2, "k": 2})),
+        classes["Padded"](classes["Sharded"](0), axis=0, size=3),
+    ]
+    assert {type(pattern) for pattern in made} == set(classes.values())
+    spec = ucp.Spec.of({f"{i}.*": pattern for i, pattern in enumerate(made)})
+    assert [sentence.pattern for sentence in spec.own] == made
 
 
 @st.composite
