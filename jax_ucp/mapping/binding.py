@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from jax_ucp.errors import LayoutError, SpecError
+from jax_ucp.errors import LayoutError, SpecError, fault_lines
 from jax_ucp.layout.axes import (
     Axis,
     Claim,
@@ -83,9 +83,9 @@ class _Instance:
         return [name for members in self.members.values() for name in members.values()]
 
     @property
-    def stacked(self) -> tuple[str, ...]:
+    def stacked(self) -> list[str]:
         """The placeholders of parameters that are axes of the leaves."""
-        return _stacked(self.rule)
+        return _placeholder_axes(self.rule)[1]
 
     @property
     def places(self) -> list[range]:
@@ -95,8 +95,8 @@ class _Instance:
         return [range(max(column) + 1) for column in numbers]
 
     def axes(self, pattern: str) -> str:
-        """What the rule says of the axes of a parameter."""
-        return self.rule.params[pattern] if pattern in self.rule.params else self.rule.tied[pattern]
+        """The axes of a parameter."""
+        return {**self.rule.params, **self.rule.tied}[pattern]
 
     def spread(self, axes: str, rest: int) -> Expression:
         """The expression with names for the `rest` axes that `...` stands for."""
@@ -161,22 +161,18 @@ def bind(
     lengths that contradict one another or do not divide, leaves formed twice.
     """
     checked = outcomes(mapping, config, assumed)
-    faults = _unmet_faults(
-        mapping, shapes, config, [one for one in checked if one.state == "unmet"]
-    )
+    faults = _unmet_faults(mapping, shapes, config, checked)
     if strays := sorted(given.keys() - mapping.names):
         faults.append(
             f"{', '.join(strays)} in sizes: no rule and no size of {mapping.name} has that name"
         )
     mapping, undecided = _with_rules_that_hold(mapping, config)
-    if undecided:  # which is said already where no config is there to decide
-        raise _refusal(mapping, faults if faults and not config else [*faults, *undecided])
+    if undecided:
+        is_known_why = bool(faults) and not config  # the faults ask for a config already
+        raise _refusal(mapping, faults if is_known_why else [*faults, *undecided])
     bound = _bound(mapping, shapes, given, numbers_of(config), faults)
-    vouched = [
-        f"on the user's word, against the requirement {one}"
-        for one in checked
-        if one.state == "assumed"
-    ]
+    assumptions = [outcome for outcome in checked if outcome.state == "assumed"]
+    vouched = [f"on the user's word, against the requirement {one}" for one in assumptions]
     return replace(bound, notes=[*vouched, *bound.notes])
 
 
@@ -184,9 +180,10 @@ def _unmet_faults(
     mapping: LeafMapping,
     shapes: Mapping[str, Shape],
     config: Mapping[str, Any],
-    lacking: Sequence[Outcome],
+    checked: Sequence[Outcome],
 ) -> list[str]:
-    """A fault for each requirement that is not met, the last with what to do about them."""
+    """A fault for each requirement that is not met, the last with the remedy."""
+    lacking = [outcome for outcome in checked if outcome.state == "unmet"]
     if not lacking:
         return []
     vouch = "to vouch for a requirement, name it in assume= (--assume)"
@@ -204,10 +201,9 @@ def _fitting(
 ) -> Iterator[str]:
     """The mappings of the package to the same target, one way or the other, that fit."""
     target = mapping.name.removesuffix(".yaml").rpartition("-to-")[2]
-    names = [name for name in shipped() if name.endswith(f"-to-{target}")]
-    for name in names:
-        one = LeafMapping.load(name)
-        for way in (one, one.inverse()) if one.requires else ():
+    for name in [name for name in shipped() if name.endswith(f"-to-{target}")]:
+        other = LeafMapping.load(name)
+        for way in (other, other.inverse()) if other.requires else ():
             with suppress(LayoutError):
                 if all(outcome.state == "met" for outcome in outcomes(way, config)):
                     bind(way, shapes, {}, config)
@@ -221,22 +217,31 @@ def _with_rules_that_hold(
     rules: list[Rule] = []
     faults: list[str] = []
     for rule in mapping.rules:
-        if rule.when and not config:
-            faults.append(f"{rule.label} is there when `{rule.when}`, but {_NO_CONFIG}")
-            continue
         try:
-            if not rule.when or holds(rule.when, config):
+            if _is_used(rule, config):
                 rules.append(rule)
-        except Undecided as error:
-            faults.append(f"{rule.label} is there when `{rule.when}`, but the config has {error}")
+        except Undecided as reason:
+            faults.append(f"{rule.label} is there when `{rule.when}`, but {reason}")
     return replace(mapping, rules=tuple(rules)), faults
+
+
+def _is_used(rule: Rule, config: Mapping[str, Any]) -> bool:
+    """Whether `when` of a rule holds. Raises Undecided where the config does not decide it."""
+    if not rule.when:
+        return True
+    if not config:
+        raise Undecided(_NO_CONFIG)
+    try:
+        return holds(rule.when, config)
+    except Undecided as error:
+        raise Undecided(f"the config has {error}") from None
 
 
 def _refusal(mapping: LeafMapping, faults: Sequence[str]) -> LayoutError:
     distinct = list(dict.fromkeys(faults))
-    more = [f"... and {len(distinct) - FAULTS_SHOWN} more"] if len(distinct) > FAULTS_SHOWN else []
-    title = f"{mapping.name} does not fit the checkpoint in {len(distinct)} places:"
-    return LayoutError("\n  ".join([title, *distinct[:FAULTS_SHOWN], *more]))
+    lines = fault_lines(distinct, FAULTS_SHOWN)
+    places = len(distinct)
+    return LayoutError(f"{mapping.name} does not fit the checkpoint in {places} places:\n  {lines}")
 
 
 def _bound(
@@ -286,16 +291,15 @@ def _nested_leaves(names: Collection[str]) -> Iterator[str]:
     """A fault for each leaf with a leaf above it."""
     for name in names:
         *above, _ = itertools.accumulate(name.split("/"), "{}/{}".format)
-        for leaf in above:
-            if leaf in names:
-                yield f"{leaf} is a leaf, so {name} cannot be below it"
+        for leaf in filter(names.__contains__, above):
+            yield f"{leaf} is a leaf, so {name} cannot be below it"
 
 
 def _claimed(
     mapping: LeafMapping, shapes: Mapping[str, Shape], faults: list[str]
 ) -> tuple[dict[str, str], list[_Instance]]:
     """What becomes of every name: skipped with the reason, or a member of an instance of a rule."""
-    claims: dict[str, list[str]] = {name: [] for name in shapes}
+    claims: dict[str, list[str]] = defaultdict(list)
     skipped: dict[str, str] = {}
     for skip in mapping.skips:
         for name in filter(re.compile(regex_of(skip.param)).fullmatch, shapes):
@@ -307,8 +311,9 @@ def _claimed(
         of_rule = _instances(rule, shapes, contested)
         if not of_rule and not rule.optional:
             faults.append(f"{rule.label} finds no parameter")
-        for name in itertools.chain.from_iterable(instance.names for instance in of_rule):
-            claims[name].append(rule.label)
+        for instance in of_rule:
+            for name in instance.names:
+                claims[name].append(rule.label)
         instances += of_rule
     faults += _claim_faults(claims, shapes)
     return skipped, instances
@@ -319,13 +324,12 @@ def _instances(
 ) -> list[_Instance]:
     """The parameters that a rule claims, by the values of the placeholders that leaves have too."""
     instances: dict[Values, _Instance] = {}
-    shared, stacked = _shared(rule), _stacked(rule)
-    for pattern in (*rule.params, *rule.tied):
+    shared, stacked = _placeholder_axes(rule)
+    unsure = contested if rule.optional else ()
+    for pattern, axes in {**rule.params, **rule.tied}.items():
         for name, shape in shapes.items():
             values = values_in(pattern, name)
-            if values is None:
-                continue
-            if rule.optional and name in contested and not _fits(rule, pattern, shape):
+            if values is None or (name in unsure and not _fits(axes, shape)):
                 continue
             of_leaf = {key: values[key] for key in shared}
             instance = instances.setdefault(tuple(of_leaf.values()), _Instance(rule, of_leaf))
@@ -340,12 +344,13 @@ def _claim_faults(
 ) -> Iterator[str]:
     """A fault for names that not just one rule or skip claims.
 
-    Layers share what is wrong with them, so names that differ in numbers alone are told once.
+    Layers share what is wrong with them, so names that differ in numbers alone are one fault.
     """
     alike: dict[tuple[str, Shape, tuple[str, ...]], list[str]] = defaultdict(list)
-    for name, claimants in claims.items():
+    for name, shape in shapes.items():
+        claimants = tuple(claims.get(name, ()))
         if len(claimants) != 1:
-            alike[re.sub(r"\d+", "#", name), shapes[name], tuple(claimants)].append(name)
+            alike[re.sub(r"\d+", "#", name), shape, claimants].append(name)
     for (_, shape, claimants), names in alike.items():
         fault = f"claimed {len(claimants)} times, {'; '.join(claimants)}"
         if not claimants:
@@ -356,28 +361,25 @@ def _claim_faults(
 
 def _claimed_twice(mapping: LeafMapping, shapes: Mapping[str, Shape]) -> set[str]:
     """The names that several rules match; an optional rule claims those of its number of axes."""
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for rule in mapping.rules:
-        regexes = _param_regexes(rule)
-        seen.update(name for name in shapes if any(regex.fullmatch(name) for regex in regexes))
-    return {name for name, count in seen.items() if count > 1}
+        matching = [filter(regex.fullmatch, shapes) for regex in _param_regexes(rule)]
+        counts.update(set(itertools.chain.from_iterable(matching)))
+    return {name for name, count in counts.items() if count > 1}
 
 
-def _fits(rule: Rule, pattern: str, shape: Shape) -> bool:
-    said = expression({**rule.params, **rule.tied}[pattern])
-    return len(shape) >= len(said.dims) - 1 if said.rest else len(shape) == len(said.dims)
+def _fits(axes: str, shape: Shape) -> bool:
+    """Whether an array of this shape has as many axes as a rule says."""
+    dims = len(expression(axes).dims)
+    return len(shape) >= dims - 1 if expression(axes).rest else len(shape) == dims
 
 
-def _shared(rule: Rule) -> tuple[str, ...]:
-    """The placeholders that are in the names of both sides."""
+def _placeholder_axes(rule: Rule) -> tuple[list[str], list[str]]:
+    """The placeholders of parameters that leaves have too, and those that are axes of leaves."""
+    of_params = placeholders(next(iter(rule.params)))
     of_leaves = placeholders(next(iter(rule.leaves)))
-    return tuple(key for key in placeholders(next(iter(rule.params))) if key in of_leaves)
-
-
-def _stacked(rule: Rule) -> tuple[str, ...]:
-    """The placeholders of the parameters that are axes of the leaves."""
-    of_leaves = placeholders(next(iter(rule.leaves)))
-    return tuple(key for key in placeholders(next(iter(rule.params))) if key not in of_leaves)
+    shared = list(filter(of_leaves.__contains__, of_params))
+    return shared, list(itertools.filterfalse(of_leaves.__contains__, of_params))
 
 
 def _shape_claims(
@@ -396,8 +398,7 @@ def _stray_numbers(instance: _Instance) -> Iterator[str]:
     for i, key in enumerate(instance.stacked):
         for pattern, names in instance.members.items():
             numbers = {values[i] for values in names}
-            strays = sorted(number for number in numbers if not _NUMBER.fullmatch(number))
-            if strays:
+            if strays := sorted(itertools.filterfalse(_NUMBER.fullmatch, numbers)):
                 yield (
                     f"{instance.rule.label} stacks {{{key}}} of {pattern}, but finds"
                     f" {', '.join(strays)} there"
@@ -446,18 +447,16 @@ def _member_claims(instance: _Instance, shapes: Mapping[str, Shape]) -> Iterator
 
 def _rest(axes: str, shape: Shape) -> int:
     """How many axes of an array `...` stands for."""
-    said = expression(axes)
-    return len(shape) - len(said.dims) + 1 if said.rest else 0
+    parsed = expression(axes)
+    return len(shape) - len(parsed.dims) + 1 if parsed.rest else 0
 
 
 def _places(ranges: Sequence[range]) -> Iterator[Values]:
     """Every combination of numbers, generated lazily: a stray number may be very large."""
     if not ranges:
         yield ()
-        return
-    for number in ranges[0]:
-        for rest in _places(ranges[1:]):
-            yield (str(number), *rest)
+    else:
+        yield from ((str(n), *rest) for n in ranges[0] for rest in _places(ranges[1:]))
 
 
 def _known(
@@ -567,10 +566,7 @@ def _dropped_padding(
 ) -> Iterator[str]:
     """A note for each parameter that has padding, which no leaf has."""
     for pattern, axes in params.items():
-        padding = [component for component in components(axes, sizes) if component.padding]
-        if padding:
-            every = frozenset[str]().union(*(component.names for component in padding))
-            names = " and ".join(sorted(filter(is_padding, every)))
+        if names := " and ".join(sorted(filter(is_padding, axes.names))):
             yield f"{rule.label}: {names} of {pattern} is dropped; going back gives zeros there"
 
 
