@@ -255,24 +255,20 @@ def _lines(node: Node, stride: int, sizes: Mapping[str, int]) -> list[Line]:
         case Axis(name=name):
             return [Line(0, ((name, stride),))]
         case Product(parts=parts):
-            found = [Line(0)]
+            lines = [Line(0)]
             for part in reversed(parts):
-                inner = _lines(part, stride, sizes)
-                found = [
-                    Line(a.offset + b.offset, (*a.terms, *b.terms)) for a in inner for b in found
-                ]
+                nested = itertools.product(_lines(part, stride, sizes), lines)
+                lines = [Line(a.offset + b.offset, (*a.terms, *b.terms)) for a, b in nested]
                 stride *= _length(part, sizes)
-            return found
+            return lines
         case Sum(parts=parts):
-            found: list[Line] = []
-            before = 0
+            lines, before = [], 0
             for part in parts:
-                found += [
-                    Line(line.offset + before * stride, line.terms)
-                    for line in _lines(part, stride, sizes)
-                ]
+                shift = before * stride
+                inner = _lines(part, stride, sizes)
+                lines += [Line(line.offset + shift, line.terms) for line in inner]
                 before += _length(part, sizes)
-            return found
+            return lines
 
 
 @dataclass(frozen=True, slots=True)

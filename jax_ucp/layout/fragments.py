@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from jax_ucp.errors import LayoutError
+from jax_ucp.errors import LayoutError, fault_lines
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.box_index import BoxIndex
 
@@ -52,9 +52,10 @@ class Fragment:
     def pieces(self, box: Box) -> list[Fragment]:
         """Fragments of exactly the elements in `box`; of a flat shard, one for each run."""
         hit = self.target.intersect(box)
-        if hit is None or not self.is_flat:
-            return [] if hit is None else [Fragment(self.shard, self._source(hit), hit)]
-        return [Fragment(self.shard, self._source(run), run) for run in _runs(hit, self.target)]
+        if hit is None:
+            return []
+        runs = _runs(hit, self.target) if self.is_flat else [hit]
+        return [Fragment(self.shard, self._source(run), run) for run in runs]
 
     def _source(self, hit: Box) -> Box:
         """Where a part of the target lies in the shard; of a flat shard it must be one run."""
@@ -84,10 +85,10 @@ class ParamLayout:
     @cached_property
     def replicas(self) -> dict[Box, list[Fragment]]:
         """Each distinct block of the parameter, with every fragment that holds it."""
-        found: dict[Box, list[Fragment]] = defaultdict(list)
+        replicas: dict[Box, list[Fragment]] = defaultdict(list)
         for fragment in self.fragments:
-            found[fragment.target].append(fragment)
-        return dict(found)
+            replicas[fragment.target].append(fragment)
+        return dict(replicas)
 
     @cached_property
     def _blocks(self) -> tuple[list[Box], BoxIndex]:
@@ -96,17 +97,12 @@ class ParamLayout:
 
     def narrow(self, box: Box) -> list[list[Fragment]]:
         """The fragments with elements of `box`, cut to it: a list of replicas per block."""
-        if len(self.fragments) == 1:
-            only = self.fragments[0].narrow(box)
-            return [] if only is None else [[only]]
-        boxes, index = self._blocks
-        found: list[list[Fragment]] = []
-        for i in sorted(index.meeting(box)):
-            cut = [fragment.narrow(box) for fragment in self.replicas[boxes[i]]]
-            replicas = [fragment for fragment in cut if fragment is not None]
-            if replicas:  # a box without elements has none
-                found.append(replicas)
-        return found
+        candidates: Iterable[Iterable[Fragment]] = [self.fragments]
+        if len(self.fragments) > 1:
+            boxes, index = self._blocks
+            candidates = (self.replicas[boxes[i]] for i in sorted(index.meeting(box)))
+        narrowed = [_narrowed(replicas, box) for replicas in candidates]
+        return list(filter(None, narrowed))  # a box without elements has no fragments
 
     def clip(self, shape: Sequence[int]) -> ParamLayout:
         """The layout of the leading `shape` elements; what lies past them becomes padding."""
@@ -117,8 +113,7 @@ class ParamLayout:
                 f"the shards hold {self.shape}, which has no leading part of shape {tuple(shape)}"
             )
         inside = Box.whole(shape)
-        cut = [fragment.narrow(inside) for fragment in self.fragments]
-        kept = tuple(fragment for fragment in cut if fragment is not None)
+        kept = tuple(_narrowed(self.fragments, inside))
         if any(not fragment.target.within(inside) for fragment in kept):
             raise LayoutError(
                 f"flat shards of {self.shape} cannot be clipped to {tuple(shape)}: clip the view"
@@ -142,10 +137,7 @@ class ParamLayout:
                 *self._missing_replicas(),
             ]
         if faults:
-            more = (
-                [f"... and {len(faults) - FAULTS_SHOWN} more"] if len(faults) > FAULTS_SHOWN else []
-            )
-            lines = "\n  ".join([*faults[:FAULTS_SHOWN], *more])
+            lines = fault_lines(faults, FAULTS_SHOWN)
             raise LayoutError(
                 f"{len(self.shards)} shards do not form one array of shape {self.shape}:\n  {lines}"
             )
@@ -169,20 +161,19 @@ class ParamLayout:
 
     def _overlaps(self) -> Iterable[str]:
         boxes, index = self._blocks
-        for i, box in enumerate(boxes if len(boxes) > 1 else ()):
-            for j in index.meeting(box):
-                if i < j:
-                    shards = self.replicas[box][0].shard, self.replicas[boxes[j]][0].shard
-                    yield f"overlap: {box} of shard {shards[0]} and {boxes[j]} of shard {shards[1]}"
+        blocks = list(self.replicas.values())
+        for i, j in _meeting_pairs(boxes, index):
+            shards = blocks[i][0].shard, blocks[j][0].shard
+            yield f"overlap: {boxes[i]} of shard {shards[0]} and {boxes[j]} of shard {shards[1]}"
 
     def _holes(self, overlapping: bool) -> Iterable[str]:
         boxes, _ = self._blocks
         if sum(box.size for box in boxes) == math.prod(self.shape) and not overlapping:
             return
-        open_parts = [Box.whole(self.shape)] if math.prod(self.shape) else []
+        holes = [Box.whole(self.shape)]
         for box in boxes:
-            open_parts = [part for whole in open_parts for part in whole.minus(box)]
-        yield from (f"hole: {part} is in no shard" for part in open_parts)
+            holes = list(itertools.chain.from_iterable(hole.minus(box) for hole in holes))
+        yield from (f"hole: {hole} is in no shard" for hole in holes if hole.size)
 
     def _double_claims(self) -> Iterable[str]:
         claims: dict[int, list[Fragment]] = defaultdict(list)
@@ -191,15 +182,12 @@ class ParamLayout:
         for shard, fragments in claims.items():
             if len(fragments) == 1:
                 continue
-            index = BoxIndex([fragment.source for fragment in fragments])
-            for i, fragment in enumerate(fragments):
-                for j in index.meeting(fragment.source):
-                    if i < j:
-                        yield (
-                            f"double claim: {fragment.source} and {fragments[j].source} of shard"
-                            f" {shard} share elements, for {fragment.target} and"
-                            f" {fragments[j].target}"
-                        )
+            sources = [fragment.source for fragment in fragments]
+            for i, j in _meeting_pairs(sources, BoxIndex(sources)):
+                yield (
+                    f"double claim: {sources[i]} and {sources[j]} of shard {shard} share elements,"
+                    f" for {fragments[i].target} and {fragments[j].target}"
+                )
 
     def _missing_replicas(self) -> Iterable[str]:
         if self.averaged:
@@ -207,6 +195,17 @@ class ParamLayout:
                 absent = sorted(set(range(len(self.shards))) - {f.shard for f in fragments})
                 if absent:
                     yield f"the mean of {box} lacks shards {absent}"
+
+
+def _narrowed(fragments: Iterable[Fragment], box: Box) -> list[Fragment]:
+    """The fragments that have elements of `box`, cut to it."""
+    return list(filter(None, [fragment.narrow(box) for fragment in fragments]))
+
+
+def _meeting_pairs(boxes: Sequence[Box], index: BoxIndex) -> Iterator[tuple[int, int]]:
+    """The positions of each two boxes that have an element in common."""
+    for i, box in enumerate(boxes):
+        yield from ((i, j) for j in index.meeting(box) if i < j)
 
 
 def _same_elements(source: Box, target: Box) -> bool:

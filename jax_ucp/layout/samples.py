@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from collections.abc import Sequence
 
 from jax_ucp.layout.box import Box
@@ -14,6 +16,8 @@ RUNS = 3
 RUN_ELEMENTS = 256
 # A block of no more is a run by itself: one read of all of it costs less than several of its parts.
 SMALL_BLOCK = 1024
+
+_SIZE = operator.attrgetter("size")
 
 
 def sample_boxes(*tilings: Sequence[Box]) -> list[Box]:
@@ -39,13 +43,18 @@ def sample_boxes(*tilings: Sequence[Box]) -> list[Box]:
 # A model has many arrays of few shapes, which are cut in few ways.
 @functools.lru_cache(maxsize=1024)
 def _sample_boxes(tilings: tuple[tuple[Box, ...], ...]) -> tuple[Box, ...]:
-    first, *others = ([block for block in blocks if block.size] for blocks in tilings)
+    first, *others = (list(filter(_SIZE, blocks)) for blocks in tilings)
     each = max(1, RUNS // max(1, len(first)))
-    runs = [run for block in first for run in _runs(block, each)]
+    runs = _runs_of(first, each)
     for blocks in others:
         if len(blocks) > 1:  # a single one is the whole array
-            runs += [run for block in _without_a_run(blocks, runs) for run in _runs(block, 1)]
+            runs += _runs_of(_without_a_run(blocks, runs), 1)
     return tuple(runs)
+
+
+def _runs_of(blocks: Sequence[Box], count: int) -> list[Box]:
+    """`count` runs of each of the blocks."""
+    return list(itertools.chain.from_iterable(_runs(block, count) for block in blocks))
 
 
 def _without_a_run(blocks: list[Box], runs: Sequence[Box]) -> list[Box]:

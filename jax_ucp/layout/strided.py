@@ -5,8 +5,10 @@ The axes notation is lowered to these. They are all that reading through it need
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,14 +39,13 @@ Place = tuple[Run, ...]
 
 def hull(place: Place, box: Box) -> Box:
     """The smallest box of an array that holds the elements of a box of indices."""
-    spans = [run.span(box) for run in place]
-    return Box(tuple(a for a, _ in spans), tuple(b for _, b in spans))
+    return Box.spanning(run.span(box) for run in place)
 
 
 def strides(place: Place, ndim: int) -> tuple[tuple[int, int], ...]:
     """For each of `ndim` indices, the array's axis that it runs on and its stride in elements."""
-    found = {axis: (dim, stride) for dim, run in enumerate(place) for axis, stride in run.terms}
-    return tuple(found[axis] for axis in range(ndim))
+    by_axis = {axis: (dim, stride) for dim, run in enumerate(place) for axis, stride in run.terms}
+    return tuple(map(by_axis.__getitem__, range(ndim)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +97,8 @@ class Part:
             for run, a, b in zip(self.target, box.start, box.stop, strict=True)
         ]
         for combination in itertools.product(*on_axes):
-            spans: dict[int, tuple[int, int]] = {}
-            for on_axis in combination:
-                spans |= on_axis
-            pairs = [spans[axis] for axis in range(len(self.sizes))]
-            yield Box(tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
+            spans: dict[int, tuple[int, int]] = functools.reduce(operator.or_, combination, {})
+            yield Box.spanning(map(spans.__getitem__, range(len(self.sizes))))
 
     def _spans(self, run: Run, start: int, stop: int) -> list[dict[int, tuple[int, int]]]:
         """The indices with elements in a range of a target axis, as boxes: a span for each."""
@@ -126,12 +124,8 @@ class Part:
 
     def _outermost(self, indices: Box) -> int | None:
         """The slowest axis on the source's first axis, if it has more than one index there."""
-        axes = (
-            [axis for axis, _ in self.source[0].terms if indices.shape[axis] > 1]
-            if self.source
-            else []
-        )
-        return axes[0] if axes else None
+        terms = self.source[0].terms if self.source else ()
+        return next((axis for axis, _ in terms if indices.shape[axis] > 1), None)
 
     def _widest(self, indices: Box) -> int:
         """The axis whose elements have the widest gaps between them in the source."""
