@@ -209,6 +209,11 @@ class LeafLayout:
     parts: tuple[Part, ...]
 
     @property
+    def arrays(self) -> set[str]:
+        """The source arrays that it is made of."""
+        return {part.array for part in self.parts}
+
+    @property
     def padding(self) -> int:
         """Number of elements that no source has."""
         return math.prod(self.shape) - sum(math.prod(part.sizes) for part in self.parts)

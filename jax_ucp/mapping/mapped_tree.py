@@ -39,13 +39,10 @@ def states_of(contents: Contents) -> dict[str, dict[str, Leaf]]:
             raise TreeMismatch(f"{contents.path} has two arrays {leaf.label}")
         states[state][name] = leaf
     if "param" not in states:
-        other = (
-            f"; {len(states['other'])} are below `other`, and its notes say why"
-            if "other" in states
-            else ""
-        )
+        count = len(states.get("other", ()))
+        others = f"; {count} are below `other`, and its notes say why" if count else ""
         raise TreeMismatch(
-            f"{contents.path} has no parameters: a mapping wants them below `param`{other}"
+            f"{contents.path} has no parameters: a mapping wants them below `param`{others}"
         )
     return dict(states)
 
@@ -140,9 +137,8 @@ class _Tree:
                 faults.append(str(fault))
                 continue
             if formed is not None:
-                formed_at[Key("dict", state), *(Key("dict", part) for part in name.split("/"))] = (
-                    formed
-                )
+                keys = (state, *name.split("/"))
+                formed_at[tuple(Key("dict", key) for key in keys)] = formed
         if faults:
             lines = fault_lines(faults)
             raise LayoutError(f"the states of {len(faults)} leaves cannot be mapped:\n  {lines}")
@@ -152,7 +148,7 @@ class _Tree:
     def _formed(self, state: str, name: str) -> Formed | None:
         """One state of a leaf; None if no parameter has it, or if it is left out."""
         form, leaves = self.forms[name], self.states[state]
-        params = [param for param in form.params if param in leaves]
+        params = list(filter(leaves.__contains__, form.params))
         if not params:
             return None
         layouts = _complete_layouts(form, params, f"{state}/{name}")
@@ -207,14 +203,10 @@ def _complete_layouts(form: LeafForm, params: Collection[str], label: str) -> li
     Of tied parameters an optimizer has but one, so not every copy has a state. Raises _Unmappable
     if none has.
     """
-    layouts = [
-        layout
-        for layout in (form.layout, *form.copies)
-        if all(part.array in params for part in layout.parts)
-    ]
+    layouts = [layout for layout in (form.layout, *form.copies) if layout.arrays <= {*params}]
     if layouts:
         return layouts
-    lacking = sorted({part.array for part in form.layout.parts}.difference(params))
+    lacking = sorted(form.layout.arrays.difference(params))
     names = " and ".join(lacking[:3])
     if len(lacking) > 3:
         names += f" and {len(lacking) - 3} more"

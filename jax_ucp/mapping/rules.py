@@ -16,8 +16,9 @@ skip:
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from collections.abc import Mapping as Dict
 from dataclasses import asdict, dataclass, field, replace
@@ -84,9 +85,8 @@ class Rule:
         _check(self)
 
     def __str__(self) -> str:
-        said = " and ".join(f"{name}: {axes}" for name, axes in self.params.items())
-        made = " and ".join(f"{name}: {axes}" for name, axes in self.leaves.items())
-        return f"{said} -> {made}"
+        sides = (map(": ".join, side.items()) for side in (self.params, self.leaves))
+        return " -> ".join(map(" and ".join, sides))
 
     @property
     def label(self) -> str:
@@ -104,14 +104,11 @@ class Rule:
     @property
     def names(self) -> frozenset[str]:
         """Every name that may have a length: axes, placeholders, and the size of `scale`."""
-        names: set[str] = set()
-        for axes in (*self.params.values(), *self.tied.values(), *self.leaves.values()):
-            names |= expression(axes).names
-        for name in (*self.params, *self.leaves):
-            names.update(placeholders(name))
-        if isinstance(self.factor, Power):
-            names.add(self.factor.size)
-        return frozenset(names)
+        axes = (*self.params.values(), *self.tied.values(), *self.leaves.values())
+        of_axes = [expression(text).names for text in axes]
+        of_names = map(placeholders, (*self.params, *self.leaves))
+        of_scale = {self.factor.size} if isinstance(self.factor, Power) else ()
+        return frozenset[str]().union(*of_axes, *of_names, of_scale)
 
     def to_dict(self) -> dict[str, Any]:
         """The item of a YAML file that says this rule."""
@@ -220,13 +217,9 @@ class Mapping:
     @property
     def config_keys(self) -> frozenset[str]:
         """The top-level config keys that conditions and sizes name."""
-        keys: set[str] = set()
-        for requirement in self.requires:
-            keys.update(keys_in(requirement.that))
-        for rule in self.rules:
-            keys.update(keys_in(rule.when) if rule.when else ())
-        for size in self.sizes.values():
-            keys |= names_in(size)
+        conditions = {requirement.that for requirement in self.requires}
+        conditions |= {rule.when for rule in self.rules} - {""}
+        keys = set[str]().union(*map(keys_in, conditions), *map(names_in, self.sizes.values()))
         return frozenset(key.partition(".")[0] for key in keys)
 
     def inverse(self) -> Mapping:
@@ -261,14 +254,14 @@ def placeholders(name: str) -> tuple[str, ...]:
     >>> placeholders("blocks.{layer+1}.experts.{expert}.w")
     ('layer', 'expert')
     """
-    for said in _BRACES.findall(name):
-        if not _PLACEHOLDER.fullmatch(said):
-            raise SpecError(
-                f"{{{said}}} in {name!r} is no placeholder; write a name in braces, or {{name+1}}"
-            )
+    texts = _BRACES.findall(name)
+    for text in itertools.filterfalse(_PLACEHOLDER.fullmatch, texts):
+        raise SpecError(
+            f"{{{text}}} in {name!r} is no placeholder; write a name in braces, or {{name+1}}"
+        )
     if re.search(r"[{}]", _BRACES.sub("", name)):
         raise SpecError(f"a brace in {name!r} is not closed, or was never opened")
-    return tuple(dict.fromkeys(said.partition("+")[0] for said in _BRACES.findall(name)))
+    return tuple(dict.fromkeys(text.partition("+")[0] for text in texts))
 
 
 @lru_cache(maxsize=4096)
@@ -417,10 +410,10 @@ _NamesByAxes = dict[frozenset[str], list[str]]
 
 
 def _names_by_axes(side: Dict[str, str]) -> _NamesByAxes:
-    names: _NamesByAxes = {}
+    names: _NamesByAxes = defaultdict(list)
     for name, text in side.items():
         for axes in _keys(name, text):
-            names.setdefault(axes, []).append(name)
+            names[axes].append(name)
     return names
 
 
@@ -449,12 +442,12 @@ def _listed(axes: frozenset[str]) -> str:
 
 
 def _requirement(item: object, where: str) -> Requirement:
-    said = fields(item, "a requirement", {"name", "that", "reason"}, set())
+    content = fields(item, "a requirement", {"name", "that", "reason"}, set())
     for key in ("name", "reason"):
-        if not isinstance(said[key], str) or not said[key].strip():
-            raise SpecError(f"the {key} of a requirement is a text, not {said[key]!r}")
-    check_condition(said["that"])
-    return Requirement(said["name"], said["that"], said["reason"])
+        if not _is_text(content[key]):
+            raise SpecError(f"the {key} of a requirement is a text, not {content[key]!r}")
+    check_condition(content["that"])
+    return Requirement(**content)
 
 
 def _rule(item: object, where: str) -> Rule:
@@ -466,30 +459,23 @@ def _rule(item: object, where: str) -> Rule:
     for flag in ("optional", "backwards"):
         if not isinstance(content.get(flag, False), bool):
             raise SpecError(f"{flag} is true or false, not {content[flag]!r}")
-    return Rule(
-        params,
-        _named(content["leaf"], axes if len(params) == 1 else None, "leaf"),
-        _named(content.get("tied", {}), axes, "tied"),
-        optional=content.get("optional", False),
-        cast=str(content.get("cast", "")),
-        scale=content.get("scale", 1),
-        add=content.get("add", 0),
-        backwards=content.get("backwards", False),
-        when=content.get("when", ""),
-        where=where,
-    )
+    options = {name: content[name] for name in _OPTIONS if name in content}
+    options["tied"] = _named(content.get("tied", {}), axes, "tied")
+    options["cast"] = str(content.get("cast", ""))
+    leaves = _named(content["leaf"], axes if len(params) == 1 else None, "leaf")
+    return Rule(params, leaves, **options, where=where)
 
 
 def _skip(item: object, where: str) -> Skip:
-    said = fields(item, "what is skipped", {"param", "reason"}, set())
-    if (
-        not isinstance(said["param"], str)
-        or not isinstance(said["reason"], str)
-        or not said["reason"].strip()
-    ):
+    content = fields(item, "what is skipped", {"param", "reason"}, set())
+    if not isinstance(content["param"], str) or not _is_text(content["reason"]):
         raise SpecError("what is skipped has a param, which is a name, and a reason")
-    regex_of(said["param"])
-    return Skip(said["param"], said["reason"])
+    regex_of(content["param"])
+    return Skip(**content)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
 def _named(node: object, axes: object, what: str) -> dict[str, str]:
