@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import time
 import zlib
 from collections import defaultdict, deque
@@ -169,8 +170,8 @@ class SharedSave:
             return
         self._stage = "differences"
         with self.telling():
-            found = self._differences(mine)
-        words = self._conclude(found, lambda words: "\n  ".join(filter(None, words.values())))
+            fault = self._differences(mine)
+        words = self._conclude(fault, lambda words: "\n  ".join(filter(None, words.values())))
         if self._process == 0:
             _client().key_value_delete(self._content_place)
         raise SaveFailed(
@@ -189,11 +190,8 @@ class SharedSave:
                 words = self._hear_all()
                 faults = [word.fault for word in words.values() if word.fault]
                 absent = tuple(process for process, word in words.items() if process in word.absent)
-                decided = (
-                    ""
-                    if faults
-                    else decide({process: word.text for process, word in words.items()})
-                )
+                texts = {process: word.text for process, word in words.items()}
+                decided = "" if faults else decide(texts)
                 verdict = _Word(decided, "\n  ".join(faults), absent)
             self._say(verdict)
             if self._others:
@@ -230,8 +228,8 @@ class SharedSave:
         words: dict[int, _Word] = {}
         for process in self._others:
             if any(word.absent for word in words.values()):
-                said = _try_get(self._place(process))
-                words[process] = _word(said) if said else self._elsewhere(process) or _Word()
+                text = _try_get(self._place(process))
+                words[process] = _word(text) if text else self._elsewhere(process) or _Word()
             else:
                 words[process] = self._hear(process)
         return words
@@ -241,7 +239,7 @@ class SharedSave:
         begin = time.monotonic()
         while True:
             try:
-                said = _client().blocking_key_value_get(self._place(process), LOOK_AROUND_S * 1000)
+                text = _client().blocking_key_value_get(self._place(process), LOOK_AROUND_S * 1000)
             except jax.errors.JaxRuntimeError as error:
                 if elsewhere := self._busy_elsewhere(process):
                     return elsewhere
@@ -256,7 +254,7 @@ class SharedSave:
             else:
                 if process == 0:
                     self._joined()
-                return _word(said)
+                return _word(text)
 
     def _busy_elsewhere(self, process: int) -> _Word | None:
         """What to say of a process that is busy with another save; to process 0 a word is taken
@@ -305,32 +303,43 @@ def differences(mine: Content, theirs: Content, process: int) -> str:
     ...     1)
     'process 1 has w as float32 [2], process 0 as float32 [3]; process 1 has b, process 0 has not'
     """
-    here, there = (
-        {(name, label): what for name, label, what in content} for content in (mine, theirs)
-    )
-    found = [
-        f"process {process} has {key[1]} as {what}, process 0 as {there[key]}"
-        for key, what in here.items()
-        if key in there and there[key] != what
+    if list(mine) == list(theirs):
+        return ""
+    leaves, first = _by_name(mine), _by_name(theirs)
+    common = [key for key in leaves if first.get(key, leaves[key]) != leaves[key]]
+    faults = [
+        f"process {process} has {key[1]} as {leaves[key]}, process 0 as {first[key]}"
+        for key in common
     ]
-    found += [
-        f"process {process} has {key[1]}, process 0 has not" for key in here if key not in there
-    ]
-    found += [
-        f"process 0 has {key[1]}, process {process} has not" for key in there if key not in here
-    ]
-    if not found and list(mine) != list(theirs):
-        found = [f"process {process} has the leaves in another order than process 0"]
-    more = [f"and {len(found) - DIFFERENCES_SHOWN} more"] if len(found) > DIFFERENCES_SHOWN else []
-    return "; ".join([*found[:DIFFERENCES_SHOWN], *more])
+    faults += _absent(leaves, process, first, 0) + _absent(first, 0, leaves, process)
+    if not faults:
+        return f"process {process} has the leaves in another order than process 0"
+    if len(faults) > DIFFERENCES_SHOWN:
+        faults[DIFFERENCES_SHOWN:] = [f"and {len(faults) - DIFFERENCES_SHOWN} more"]
+    return "; ".join(faults)
+
+
+def _by_name(content: Content) -> dict[tuple[str, str], str]:
+    return {(name, label): what for name, label, what in content}
+
+
+def _absent(
+    leaves: Mapping[tuple[str, str], str],
+    process: int,
+    others: Mapping[tuple[str, str], str],
+    other: int,
+) -> list[str]:
+    """What to say of leaves that `process` has and the process `other` has not."""
+    absent = itertools.filterfalse(others.__contains__, leaves)
+    return [f"process {process} has {label}, process {other} has not" for _, label in absent]
 
 
 def _recent_place(process: int) -> str:
     return f"jax_ucp/begun/{process}"
 
 
-def _word(said: str) -> _Word:
-    return msgspec.json.decode(said, type=_Word)
+def _word(text: str) -> _Word:
+    return msgspec.json.decode(text, type=_Word)
 
 
 def _raise(error: Exception) -> NoReturn:
