@@ -158,10 +158,10 @@ def _begin(path: os.PathLike[str], args: Save, budget_bytes: int) -> _Begun:
 
 def _restore(directory: os.PathLike[str], args: Restore, budget_bytes: int) -> Any:
     names = ("mesh", "rules", "cast", "partial", "share_reads", "narrow_integers", "verify")
-    said = {name: getattr(args, name) for name in names}
+    options = {name: getattr(args, name) for name in names}
     # The program that saved the tree restores it: codes and scales are leaves of it like any other.
     checkpoint = open(directory, dequantize=False)
-    return checkpoint.restore(args.item, **said, budget_bytes=budget_bytes)
+    return checkpoint.restore(args.item, **options, budget_bytes=budget_bytes)
 
 
 class CheckpointableHandler(v1.CheckpointableHandler[Save, Restore]):

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from jax_ucp.sharding.fit import Rule
     from jax_ucp.sharding.reads import HostMesh
 
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_AXIS = re.compile(r"\w+=(?=0*[1-9])[0-9]{1,9}")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -31,10 +33,8 @@ class Size(click.ParamType):
     def convert(self, value: Any, param: Any, ctx: Any) -> int:
         if isinstance(value, int):
             return value
-        found = re.fullmatch(
-            r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]?)(?:i?B)?", value.strip(), re.IGNORECASE
-        )
-        nbytes = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
+        match = _SIZE.fullmatch(value.strip())
+        nbytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
         if nbytes < 1:
             self.fail(f"{value!r} is no size; write 512MiB or 2G", param, ctx)
         return nbytes
@@ -58,15 +58,11 @@ class _MeshSizes(click.ParamType):
     name = "axis=size,..."
 
     def convert(self, value: Any, param: Any, ctx: Any) -> dict[str, int]:
-        found = re.findall(r"(\w+)=([0-9]{1,9})", value)
-        if (
-            not found
-            or ",".join(f"{name}={size}" for name, size in found) != value
-            or not all(int(n) for _, n in found)
-            or (len({name for name, _ in found}) != len(found))
-        ):
+        axes = value.split(",")
+        sizes = dict(axis.split("=") for axis in axes if _AXIS.fullmatch(axis))
+        if len(sizes) != len(axes):
             self.fail(f"{value!r} is no mesh; write data=4,model=2", param, ctx)
-        return {name: int(size) for name, size in found}
+        return {name: int(size) for name, size in sizes.items()}
 
 
 class Regex(click.ParamType):
@@ -184,7 +180,7 @@ def open_checkpoint(
     no_dequantize: bool = False,
     config: str | None = None,
     assume: tuple[str, ...] = (),
-    **said: Any,
+    **others: Any,
 ) -> jax_ucp.Checkpoint:
     """The checkpoint at a path, with what `source_options` say of it.
 
@@ -192,12 +188,14 @@ def open_checkpoint(
     """
     require_mapping(mapping, config, assume)
     rules = load_mapping(mapping)
-    options = Options.of(_once(sizes), **said, dequantize=False if no_dequantize else None)
+    options = Options.of(_once(sizes), **others, dequantize=False if no_dequantize else None)
     contents = open_contents(path, options)
     for_rules = [used.names for used in (rules, of_mapping) if used]
     require_used(options.sizes, contents.path, frozenset().union(*for_rules))
-    found = jax_ucp.Checkpoint(contents)
-    return found.map(rules, **map_arguments(rules, sizes, config, assume)) if rules else found
+    checkpoint = jax_ucp.Checkpoint(contents)
+    if rules is None:
+        return checkpoint
+    return checkpoint.map(rules, **map_arguments(rules, sizes, config, assume))
 
 
 def load_mapping(mapping: str | None) -> jax_ucp.Mapping | None:
@@ -216,11 +214,11 @@ def require_mapping(
 
 def _once(sizes: tuple[tuple[str, int], ...]) -> dict[str, int]:
     """Sizes by name. Raises UsageError for a name that is given two lengths."""
-    found: dict[str, int] = {}
+    lengths: dict[str, int] = {}
     for name, n in sizes:
-        if found.setdefault(name, n) != n:
-            raise click.UsageError(f"--size gives {name} twice: {found[name]} and {n}")
-    return found
+        if lengths.setdefault(name, n) != n:
+            raise click.UsageError(f"--size gives {name} twice: {lengths[name]} and {n}")
+    return lengths
 
 
 def map_arguments(
@@ -251,10 +249,10 @@ def mesh_options(command: Callable[..., Any]) -> Callable[..., Any]:
         from jax_ucp.sharding.reads import HostMesh  # brings in jax, which nothing else here needs
 
         try:
-            found = HostMesh.of(mesh, hosts)
+            host_mesh = HostMesh.of(mesh, hosts)
         except ValueError as error:
             raise click.UsageError(str(error)) from None
-        command(*args, mesh=found, rules=rules, **more)
+        command(*args, mesh=host_mesh, rules=rules, **more)
 
     for option in (
         click.option(

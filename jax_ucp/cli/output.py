@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,17 +43,17 @@ console = Screen(highlight=False, soft_wrap=True, width=None if sys.stdout.isatt
 to_stderr = Screen(stderr=True, highlight=False, soft_wrap=True)
 
 
-def print_json(found: Report) -> None:
-    click.echo(json.dumps(found))
+def print_json(report: Report) -> None:
+    click.echo(json.dumps(report))
 
 
-def print_head(found: Report) -> None:
-    items = ", ".join(f"{n} {status}" for status, n in found["items"].items())
+def print_head(report: Report) -> None:
+    items = ", ".join(f"{n} {status}" for status, n in report["items"].items())
     console.print(
-        f"{found['path']}: {found['format']}, {found['arrays']} arrays, {size(found['bytes'])}"
+        f"{report['path']}: {report['format']}, {report['arrays']} arrays, {size(report['bytes'])}"
     )
     console.print(f"stored items: {items}")
-    for note in found["notes"]:
+    for note in report["notes"]:
         console.print(f"note: {note}")
 
 
@@ -64,7 +64,7 @@ def print_inventory(items: list[Report], all_: bool) -> None:
         console.print(table(("status", "item", "what", "why"), rows))
 
 
-def table(heads: tuple[str, ...], rows: list[Any]) -> Table:
+def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
     table = Table(box=None, pad_edge=False)
     for head in heads:
         table.add_column(head, overflow="fold")

@@ -14,9 +14,8 @@ from jax_ucp.files.directory import sync_file_system
 
 def check_free(target: Path) -> None:
     """Raises FileExistsError where something other than an empty folder is at `target`."""
-    if target.is_symlink() or (
-        target.exists() and not (target.is_dir() and not any(target.iterdir()))
-    ):
+    is_empty_folder = target.is_dir() and not any(target.iterdir())
+    if target.is_symlink() or (target.exists() and not is_empty_folder):
         raise FileExistsError(f"{target} is in use; give another path")
 
 

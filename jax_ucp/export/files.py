@@ -7,6 +7,7 @@ after them.
 
 from __future__ import annotations
 
+import itertools
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -108,10 +109,8 @@ def write_files(
     run_bounded(jobs(), budget_bytes)
     for f, file in enumerate(files):
         with open(folder / file.name, "r+b") as out:
-            for at, data in [
-                *file.literals,
-                *file.tail([crcs[f, t] for t in range(len(file.tensors))]),
-            ]:
+            tail = file.tail([crcs[f, t] for t in range(len(file.tensors))])
+            for at, data in (*file.literals, *tail):
                 out.seek(at)
                 out.write(data)
             out.flush()
@@ -133,8 +132,8 @@ def _create(path: Path, size: int) -> None:
 
 def require_written(folder: Path, files: Sequence[File]) -> None:
     """Raise CorruptData unless the folder has exactly these files, each with its size."""
-    present = [path for path in folder.rglob("*") if not path.is_dir()]
-    sizes = {str(path.relative_to(folder)): path.lstat().st_size for path in present}
+    paths = itertools.filterfalse(Path.is_dir, folder.rglob("*"))
+    sizes = {str(path.relative_to(folder)): path.lstat().st_size for path in paths}
     missing, resized = [], []
     for file in files:
         size = sizes.pop(file.name, None)
@@ -165,9 +164,8 @@ def _job(tensor: Tensor, info: ArrayInfo, budget_bytes: int) -> _Job:
     size = max(info.dtype.itemsize, tensor.dtype.itemsize)
     max_bytes = max(SMALL_BYTES, min(OUTER_BYTES, budget_bytes // (COPIES_IN_FLIGHT * threads())))
     boxes = list(row_major_boxes(tensor.shape, info.chunk, size, max_bytes))
-    return _Job(
-        tensor, boxes, max((block_cost(box, info.chunk or (), size) for box in boxes), default=0)
-    )
+    costs = [block_cost(box, info.chunk or (), size) for box in boxes]
+    return _Job(tensor, boxes, max(costs, default=0))
 
 
 def row_major_boxes(

@@ -86,12 +86,13 @@ def parameters(contents: Contents, dtype: np.dtype | None = None) -> Parameters:
 
 def _check_tree(contents: Contents) -> None:
     """Raises TreeMismatch for a tree other than `{state: {parameter: array}}`."""
-    strange = [leaf.label or "the tree itself" for leaf in contents.leaves if not _is_state(leaf)]
+    strange = list(itertools.filterfalse(_is_state, contents.leaves))
     if contents.leaves and not strange:
         return
     what = "it has no leaves"
     if strange:
-        what = f"{len(strange)} leaves lie elsewhere, the first {strange[0]}"
+        label = strange[0].label or "the tree itself"
+        what = f"{len(strange)} leaves lie elsewhere, the first {label}"
     raise TreeMismatch(
         f"{contents.path} is not a tree {{state: {{parameter: array}}}}, which is what can be"
         f" exported: {what}. Map the leaves of a model back to parameters first."
@@ -100,12 +101,8 @@ def _check_tree(contents: Contents) -> None:
 
 def _check_orphans(contents: Contents, states: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Raises TreeMismatch for states without their parameter."""
-    orphans = [
-        f"{state} of {name}"
-        for name, tensors in states.items()
-        if "param" not in tensors
-        for state in tensors
-    ]
+    bare = {name: tensors for name, tensors in states.items() if "param" not in tensors}
+    orphans = [f"{state} of {name}" for name, tensors in bare.items() for state in tensors]
     if orphans:
         raise TreeMismatch(
             f"{contents.path} has states of what is no parameter ({len(orphans)}, the first"
@@ -114,13 +111,13 @@ def _check_orphans(contents: Contents, states: Mapping[str, Mapping[str, Tensor]
 
 
 def torch_groups(
-    groups: Iterable[Group], trained: Collection[str], said: Iterable[Mapping[str, Any]] = ()
+    groups: Iterable[Group], trained: Collection[str], originals: Iterable[Mapping[str, Any]] = ()
 ) -> list[dict[str, Any]]:
     """Torch's `param_groups` of the parameters `trained`: settings, and in `params` the parameters'
     names.
 
-    `said` are groups in the source's own words, which have settings that a `Group` leaves out, such
-    as tensors, and an order: they come first, all of them. Parameters of which nothing is known are
+    `originals` are the source's own groups, in order, with settings that a `Group` leaves out, such
+    as tensors: they come first, all of them. Parameters of which nothing is known are
     a last group, without settings.
     """
     left = list(_of(groups, trained))
@@ -132,7 +129,7 @@ def torch_groups(
         for name in names:
             unknown.pop(name, None)
 
-    for settings in said:
+    for settings in originals:
         plain = plain_settings(settings)
         same = [i for i, group in enumerate(left) if group.settings == plain]
         add(settings, left.pop(same[0]).params if same else ())
@@ -162,16 +159,13 @@ def untold(groups: Sequence[Mapping[str, Any]], instead: str) -> Iterator[str]:
 def _of(groups: Iterable[Group], names: Collection[str]) -> Iterator[Group]:
     """The groups as far as they are of these parameters."""
     for group in groups:
-        if mine := tuple(name for name in group.params if name in names):
+        if mine := tuple(filter(names.__contains__, group.params)):
             yield Group(mine, group.settings)
 
 
 def _is_state(leaf: Leaf) -> bool:
-    return (
-        leaf.has_array
-        and len(leaf.path) == 2
-        and all(isinstance(key.name, str) for key in leaf.path)
-    )
+    keys = [type(key.name) for key in leaf.path]
+    return leaf.has_array and keys == [str, str]
 
 
 def _tensor(leaf: Leaf, dtype: np.dtype | None) -> Tensor:

@@ -112,7 +112,7 @@ def _requirements(
             "name": outcome.requirement.name,
             "that": outcome.requirement.that,
             "state": outcome.state,
-            "found": outcome.found,
+            "found": outcome.values,
         }
         for outcome in outcomes(mapping, known, assume)
     ]

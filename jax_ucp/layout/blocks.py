@@ -129,12 +129,15 @@ class Cells:
 
 
 def writer_cells(
-    shape: Sequence[int], itemsize: int, held: Sequence[Iterable[Box]], small: int = INNER_BYTES
+    shape: Sequence[int],
+    itemsize: int,
+    blocks: Sequence[Iterable[Box]],
+    small: int = INNER_BYTES,
 ) -> Cells:
     """The largest blocks of an array that a process can write without gathering much.
 
-    `held[p]` are the blocks that process p holds. They come from a sharding, so all blocks have one
-    shape. Neighbouring blocks of one process are joined while the result has at most `small` bytes:
+    `blocks[p]` are those that process p holds. They come from a sharding, so all have one shape.
+    Neighbouring blocks of one process are joined while the result has at most `small` bytes:
     a small array becomes a single chunk, a large one keeps a block per device.
 
     >>> halves = [Box((i * 4,), (i * 4 + 4,)) for i in range(2)]
@@ -143,7 +146,7 @@ def writer_cells(
     """
     cell: list[int] = []
     owners: dict[Shape, frozenset[int]] = {}
-    for process, boxes in enumerate(held):
+    for process, boxes in enumerate(blocks):
         for box in boxes:
             cell = list(box.shape)
             place = grid_place(box, [max(1, n) for n in cell])

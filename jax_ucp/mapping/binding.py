@@ -112,10 +112,10 @@ class Outcome:
 
     requirement: Requirement
     state: Literal["met", "assumed", "unmet"]
-    found: str
+    values: str
 
     def __str__(self) -> str:
-        return f"{self.requirement.name}: {self.found}; {self.requirement.reason}"
+        return f"{self.requirement.name}: {self.values}; {self.requirement.reason}"
 
 
 def outcomes(

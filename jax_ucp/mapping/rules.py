@@ -79,7 +79,7 @@ class Rule:
     add: float = 0
     backwards: bool = False
     when: str = ""
-    where: str = field(default="", compare=False)
+    place: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         _check(self)
@@ -91,7 +91,7 @@ class Rule:
     @property
     def label(self) -> str:
         """What errors call it."""
-        return f"{self.where}{': ' * bool(self.where)}the rule for {' and '.join(self.params)}"
+        return f"{self.place}{': ' * bool(self.place)}the rule for {' and '.join(self.params)}"
 
     @property
     def factor(self) -> float | Power:
@@ -441,7 +441,7 @@ def _listed(axes: frozenset[str]) -> str:
     return ", ".join(sorted(axes)) or "of a scalar"
 
 
-def _requirement(item: object, where: str) -> Requirement:
+def _requirement(item: object, place: str) -> Requirement:
     content = fields(item, "a requirement", {"name", "that", "reason"}, set())
     for key in ("name", "reason"):
         if not _is_text(content[key]):
@@ -450,7 +450,7 @@ def _requirement(item: object, where: str) -> Requirement:
     return Requirement(**content)
 
 
-def _rule(item: object, where: str) -> Rule:
+def _rule(item: object, place: str) -> Rule:
     content = fields(item, "a rule", {"param", "leaf"}, {"axes", *_OPTIONS})
     axes = content.get("axes", REST)
     if isinstance(content["param"], dict) and "axes" in content:
@@ -463,10 +463,10 @@ def _rule(item: object, where: str) -> Rule:
     options["tied"] = _named(content.get("tied", {}), axes, "tied")
     options["cast"] = str(content.get("cast", ""))
     leaves = _named(content["leaf"], axes if len(params) == 1 else None, "leaf")
-    return Rule(params, leaves, **options, where=where)
+    return Rule(params, leaves, **options, place=place)
 
 
-def _skip(item: object, where: str) -> Skip:
+def _skip(item: object, place: str) -> Skip:
     content = fields(item, "what is skipped", {"param", "reason"}, set())
     if not isinstance(content["param"], str) or not _is_text(content["reason"]):
         raise SpecError("what is skipped has a param, which is a name, and a reason")

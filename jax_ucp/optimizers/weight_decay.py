@@ -116,8 +116,5 @@ def _first_move(updates: Iterable[Mapping[str, np.ndarray]]) -> int | None:
 def _decay(once: np.ndarray, twice: np.ndarray) -> Decay:
     if not once.any():
         return "none"
-    return (
-        "in proportion"
-        if np.allclose(twice, 2 * once, rtol=0.1, atol=0)
-        else "through the gradient"
-    )
+    is_proportional = np.allclose(twice, 2 * once, rtol=0.1, atol=0)
+    return "in proportion" if is_proportional else "through the gradient"

@@ -116,7 +116,7 @@ def _fused(node: dict[Any, Any], size: Callable[[object], int]) -> Fused:
     return Fused(_axis(inner["axis"]), parts, whole, groups)
 
 
-def _sentence(item: object, where: str) -> Sentence:
+def _sentence(item: object, place: str) -> Sentence:
     content = fields(item, "a rule", {"param", "pattern"}, {"when"})
     param, when = content["param"], str(content.get("when", ""))
     if not isinstance(param, str):
@@ -126,7 +126,7 @@ def _sentence(item: object, where: str) -> Sentence:
         raise SpecError(f"when should be a name, or `not` and a name; it is {when!r}")
     written = Written(content["pattern"], pattern_of)
     pattern = written if written.names() else written.bind({})
-    return Sentence(param, pattern, when, where)
+    return Sentence(param, pattern, when, place)
 
 
 def _axis(value: object) -> int:

@@ -42,17 +42,17 @@ class Sentence:
     """One rule: the parameters it claims, and the pattern of their shards.
 
     In `param`, `*` is any text and `{layer}` a part of the name without dots. With `when`, a name
-    or `not` and a name, the rule is there only if that size is not zero, or zero. `where` is the
+    or `not` and a name, the rule is there only if that size is not zero, or zero. `place` is the
     file and line it came from.
     """
 
     param: str
     pattern: Pattern | Written
     when: str = ""
-    where: str = field(default="", compare=False)
+    place: str = field(default="", compare=False)
 
     def __str__(self) -> str:
-        return f"{self.where}{': ' * bool(self.where)}{self.param!r}"
+        return f"{self.place}{': ' * bool(self.place)}{self.param!r}"
 
     @property
     def size_names(self) -> set[str]:

@@ -127,10 +127,10 @@ def planned_reads(arrays: Iterable[Stored], mesh: HostMesh) -> HostReads:
     totals = np.zeros((3, mesh.hosts), np.int64)
     shared: dict[str, np.ndarray] = {}
     for array in arrays:
-        found = _reads(array.shape, array.itemsize, array.chunks, array.spec, mesh)
-        totals[:2] += found[:2]
+        reads = _reads(array.shape, array.itemsize, array.chunks, array.spec, mesh)
+        totals[:2] += reads[:2]
         if not array.pieces:
-            totals[2] += found[2]
+            totals[2] += reads[2]
             continue
         for (file, _), by_host in zip(array.pieces, _opened(array, mesh).T, strict=True):
             shared[file] = shared[file] | by_host if file in shared else by_host
@@ -162,8 +162,8 @@ def checkpoint_reads(contents: Contents, mesh: HostMesh, rules: Sequence[Rule] =
         files = tuple((file, box) for box, file in first.items())
         return Stored(leaf.shape, info.dtype.itemsize, Chunks(leaf.shape, inner), spec, files)
 
-    found = planned_reads((stored(leaf) for leaf in contents.leaves if leaf.has_array), mesh)
-    return replace(found, notes=fit_notes(contents.leaves, mesh, rules))
+    reads = planned_reads((stored(leaf) for leaf in contents.leaves if leaf.has_array), mesh)
+    return replace(reads, notes=fit_notes(contents.leaves, mesh, rules))
 
 
 def planned_fit(leaf: Leaf, mesh: HostMesh, rules: Sequence[Rule] = ()) -> Fit:
@@ -173,12 +173,9 @@ def planned_fit(leaf: Leaf, mesh: HostMesh, rules: Sequence[Rule] = ()) -> Fit:
 
 def fit_notes(leaves: Sequence[Leaf], mesh: HostMesh, rules: Sequence[Rule] = ()) -> list[str]:
     """Each way in which a leaf is not placed as asked for, and each rule that applies to none."""
-    notes = [
-        f"{leaf.label}: {n}"
-        for leaf in leaves
-        if leaf.has_array
-        for n in planned_fit(leaf, mesh, rules).notes
-    ]
+    notes: list[str] = []
+    for leaf in (leaf for leaf in leaves if leaf.has_array):
+        notes += [f"{leaf.label}: {note}" for note in planned_fit(leaf, mesh, rules).notes]
     return notes + unused_rules(rules, leaves)
 
 
@@ -261,7 +258,7 @@ def touched_units(
     no box is empty.
     """
     first, last = start // unit, -(-stop // unit)
-    found = np.empty(len(groups), np.int64)
+    counts = np.empty(len(groups), np.int64)
     known: dict[bytes, int] = {}  # groups whose boxes lie alike, but elsewhere, touch as many
     for i, here in enumerate(groups):
         origin = first[here].min(axis=0)
@@ -271,8 +268,8 @@ def touched_units(
         key = boxes.tobytes()
         if key not in known:
             known[key] = _union(boxes)
-        found[i] = known[key]
-    return found
+        counts[i] = known[key]
+    return counts
 
 
 def _union(boxes: np.ndarray) -> int:

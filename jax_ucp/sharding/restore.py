@@ -28,7 +28,7 @@ from jax_ucp.sharding.fit import (
     unused_rules,
     warn_given_up,
 )
-from jax_ucp.sharding.output_buffers import OutputBuffer, ReadRequest, landing
+from jax_ucp.sharding.output_buffers import OutputBuffers, ReadRequest, output_buffers
 from jax_ucp.sharding.share import Read, SharedRead, read_together, shared_read
 from jax_ucp.sharding.trees import Node, fill, key_dtype, kind_of, match, narrowed
 from jax_ucp.sources.budget import DEFAULT_BUDGET, run_bounded, threads
@@ -113,10 +113,8 @@ def plan_restore(
     Raises TreeMismatch with everything in which target and checkpoint differ, ValueError for rules
     without a mesh, or arguments that cannot be meant.
     """
-    partial, narrow_integers = (
-        switch("partial", partial),
-        switch("narrow_integers", narrow_integers),
-    )
+    partial = switch("partial", partial)
+    narrow_integers = switch("narrow_integers", narrow_integers)
     _check_arguments(target, mesh, rules, cast, partial)
     if target is None:
         nodes = None
@@ -162,9 +160,8 @@ def _check_arguments(
 
 def _check_homes(placements: Sequence[Placement]) -> None:
     """Raise TreeMismatch if leaves of a target should be on devices that nothing names."""
-    homeless = [
-        p.leaf.label for p in placements if p.kind in ("jax", "prng_key") and p.sharding is None
-    ]
+    on_devices = [p for p in placements if p.kind in ("jax", "prng_key")]
+    homeless = [p.leaf.label for p in on_devices if p.sharding is None]
     if homeless:
         raise TreeMismatch(
             f"{len(homeless)} leaves of the target have no sharding on devices, the first"
@@ -243,7 +240,7 @@ class _Reading:
     def __init__(self, plan: RestorePlan, source: ArraySource, budget_bytes: int):
         self._plan, self._source, self._budget_bytes = plan, source, budget_bytes
         self._arrays: dict[int, Any] = {}  # by the number of the placement
-        self._landings: dict[int, OutputBuffer] = {}  # of arrays that are read in blocks
+        self._buffers: dict[int, OutputBuffers] = {}  # of arrays that are read in blocks
         self._x64 = has_x64()
 
     def run(self, checks: Iterable[Check]) -> None:
@@ -255,15 +252,15 @@ class _Reading:
             return
         reads: list[Read] = []
         for i, pieces in shared.items():
-            wanted = _wanted(self._plan.placements[i], self._source)
+            request = _request(self._plan.placements[i], self._source)
             # A piece is held as it was read, and padded.
-            read = partial(wanted.read, list(wanted.boxes))
-            reads.append((wanted.key, pieces, 2 * wanted.cost(), read))
+            read = partial(request.read, list(request.boxes))
+            reads.append((request.key, pieces, 2 * request.cost(), read))
         self._arrays |= zip(shared, read_together(reads, alone, self._budget_bytes), strict=True)
 
     def values(self) -> list[Any]:
         """What was read, by placement; None for leaves that have no array."""
-        for i, place in self._landings.items():
+        for i, place in self._buffers.items():
             self._arrays[i] = jax.block_until_ready(place.array())
         return [self._arrays.get(i) for i in range(len(self._plan.placements))]
 
@@ -273,34 +270,34 @@ class _Reading:
             yield check.memory, partial(require, check)
         for i, placement in enumerate(self._plan.placements):
             if placement.leaf.has_array and not placement.shared:
-                yield from self._jobs_of(i, _wanted(placement, self._source))
+                yield from self._jobs_of(i, _request(placement, self._source))
 
-    def _jobs_of(self, i: int, wanted: ReadRequest) -> Iterator[Job]:
+    def _jobs_of(self, i: int, request: ReadRequest) -> Iterator[Job]:
         """An array at once, or in blocks where it takes more than its share of the budget."""
-        nbytes = wanted.info.nbytes
+        nbytes = request.info.nbytes
         if nbytes <= SMALL_BYTES:
-            yield nbytes, partial(self._read_whole, i, wanted)
+            yield nbytes, partial(self._read_whole, i, request)
             return
         share = self._budget_bytes // threads()
         block_bytes = min(BLOCK_BYTES, share)
         # Writing into a device's memory takes a program for each shape, so only where the budget
         # asks for it.
-        whole_bytes = block_bytes if wanted.in_place else share
-        place = landing(wanted) if wanted.cost() > whole_bytes else None
+        whole_bytes = block_bytes if request.in_place else share
+        place = output_buffers(request) if request.cost() > whole_bytes else None
         if place is None:
-            yield wanted.cost(), partial(self._read_whole, i, wanted)
+            yield request.cost(), partial(self._read_whole, i, request)
             return
-        self._landings[i] = place
-        for block in wanted.blocks(block_bytes):
-            yield wanted.cost(block), partial(self._read_block, i, block)
+        self._buffers[i] = place
+        for block in request.blocks(block_bytes):
+            yield request.cost(block), partial(self._read_block, i, block)
 
-    def _read_whole(self, i: int, wanted: ReadRequest) -> None:
+    def _read_whole(self, i: int, request: ReadRequest) -> None:
         with jax.enable_x64(self._x64):
-            self._arrays[i] = wanted.array()
+            self._arrays[i] = request.array()
 
     def _read_block(self, i: int, block: Box) -> None:
         with jax.enable_x64(self._x64):
-            self._landings[i].take(block)
+            self._buffers[i].fill(block)
 
 
 def dealt_out(plan: RestorePlan, checks: Iterable[Check], extent: Extent) -> Iterable[Check]:
@@ -315,7 +312,7 @@ def dealt_out(plan: RestorePlan, checks: Iterable[Check], extent: Extent) -> Ite
     return checks
 
 
-def _wanted(p: Placement, source: ArraySource) -> ReadRequest:
+def _request(p: Placement, source: ArraySource) -> ReadRequest:
     """What this process reads of a leaf; a small one is a single box, which costs less."""
     boxes = p.boxes()
     if (

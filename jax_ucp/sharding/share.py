@@ -127,17 +127,16 @@ def shared_read(sharding: object, info: ArrayInfo, dtype: np.dtype | None) -> Sh
 
     Small arrays are not shared: a collective costs more.
     """
-    if (
-        not isinstance(sharding, NamedSharding)
-        or not isinstance(sharding.mesh, Mesh)
-        or not _has_bits(dtype)
-    ):
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return None
-    if sharding.spec.unreduced or sharding.spec.reduced or info.nbytes <= SMALL_BYTES:
+    is_sum = sharding.spec.unreduced or sharding.spec.reduced
+    if is_sum or not _has_bits(dtype) or info.nbytes <= SMALL_BYTES:
         return None
     names, owners = _free_names(sharding), _owners(sharding.mesh)
-    found = _best_cut(sharding, info, owners) if names and len(set(owners)) > 1 else None
-    return SharedRead(info.shape, np.dtype(dtype), sharding, Cut(*found, names)) if found else None
+    if not names or len(set(owners)) == 1:
+        return None
+    best = _best_cut(sharding, info, owners)
+    return SharedRead(info.shape, np.dtype(dtype), sharding, Cut(*best, names)) if best else None
 
 
 def best_cut(
@@ -218,9 +217,8 @@ def _has_bits(dtype: np.dtype | None) -> bool:
         return False
     if dtype == np.bool_:
         return True
-    return (jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo)(
-        dtype
-    ).bits == 8 * dtype.itemsize
+    info = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo
+    return info(dtype).bits == 8 * dtype.itemsize
 
 
 @functools.lru_cache(maxsize=16)
@@ -326,15 +324,14 @@ def _check_alike(reads: Sequence[tuple[str, SharedRead]]) -> None:
 
 
 def _tell(fault: Exception | None) -> None:
-    """Raise the fault, and in processes that have none that of the first that has."""
-    said = _exchanged(
-        b"" if fault is None else f"{type(fault).__name__}: {fault}".encode(errors="replace")
-    )
+    """Raise the local error, else the first remote one."""
+    text = "" if fault is None else f"{type(fault).__name__}: {fault}"
+    messages = _exchanged(text.encode(errors="replace"))
     if fault is not None:
         raise fault
-    for process, words in enumerate(said):
-        if words:
-            text = words.decode(errors="replace")
+    for process, message in enumerate(messages):
+        if message:
+            text = message.decode(errors="replace")
             kind = getattr(errors, text.partition(": ")[0], CorruptData)
             raise kind(
                 f"process {process} could not read its part, and nothing is restored. It says:"
@@ -349,5 +346,5 @@ def _exchanged(words: bytes) -> list[bytes]:
     data = np.frombuffer(words[:WORDS_BYTES].ljust(WORDS_BYTES, b"\0"), np.uint8)[None]
     shape, cut = (len(devices), WORDS_BYTES), Cut(0, 1, ("process",))
     shared = SharedRead(shape, data.dtype, NamedSharding(mesh, PartitionSpec()), cut)
-    told = shared.gathered([data])
-    return [row.tobytes().rstrip(b"\0") for row in np.asarray(told.addressable_data(0))]
+    rows = np.asarray(shared.gathered([data]).addressable_data(0))
+    return [row.tobytes().rstrip(b"\0") for row in rows]
