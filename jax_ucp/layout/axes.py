@@ -262,7 +262,8 @@ def _lines(node: Node, stride: int, sizes: Mapping[str, int]) -> list[Line]:
                 stride *= _length(part, sizes)
             return lines
         case Sum(parts=parts):
-            lines, before = [], 0
+            lines: list[Line] = []
+            before = 0
             for part in parts:
                 shift = before * stride
                 inner = _lines(part, stride, sizes)

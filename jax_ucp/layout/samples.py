@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 from collections.abc import Sequence
 
 from jax_ucp.layout.box import Box
@@ -16,8 +15,6 @@ RUNS = 3
 RUN_ELEMENTS = 256
 # A block of no more is a run by itself: one read of all of it costs less than several of its parts.
 SMALL_BLOCK = 1024
-
-_SIZE = operator.attrgetter("size")
 
 
 def sample_boxes(*tilings: Sequence[Box]) -> list[Box]:
@@ -43,13 +40,17 @@ def sample_boxes(*tilings: Sequence[Box]) -> list[Box]:
 # A model has many arrays of few shapes, which are cut in few ways.
 @functools.lru_cache(maxsize=1024)
 def _sample_boxes(tilings: tuple[tuple[Box, ...], ...]) -> tuple[Box, ...]:
-    first, *others = (list(filter(_SIZE, blocks)) for blocks in tilings)
+    first, *others = map(_with_elements, tilings)
     each = max(1, RUNS // max(1, len(first)))
     runs = _runs_of(first, each)
     for blocks in others:
         if len(blocks) > 1:  # a single one is the whole array
             runs += _runs_of(_without_a_run(blocks, runs), 1)
     return tuple(runs)
+
+
+def _with_elements(blocks: Sequence[Box]) -> list[Box]:
+    return [block for block in blocks if block.size]
 
 
 def _runs_of(blocks: Sequence[Box], count: int) -> list[Box]:

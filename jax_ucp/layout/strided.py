@@ -5,10 +5,8 @@ The axes notation is lowered to these. They are all that reading through it need
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -97,7 +95,9 @@ class Part:
             for run, a, b in zip(self.target, box.start, box.stop, strict=True)
         ]
         for combination in itertools.product(*on_axes):
-            spans: dict[int, tuple[int, int]] = functools.reduce(operator.or_, combination, {})
+            spans: dict[int, tuple[int, int]] = {}
+            for on_axis in combination:
+                spans |= on_axis
             yield Box.spanning(map(spans.__getitem__, range(len(self.sizes))))
 
     def _spans(self, run: Run, start: int, stop: int) -> list[dict[int, tuple[int, int]]]:

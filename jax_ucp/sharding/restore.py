@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -170,12 +171,10 @@ def _check_homes(placements: Sequence[Placement]) -> None:
 
 
 def _is_floating(dtype: DTypeLike) -> bool:
-    if dtype is None:  # which numpy takes for float64
-        return False
-    try:
-        return bool(jnp.issubdtype(np.dtype(dtype), jnp.floating))
-    except TypeError:
-        return False
+    with suppress(TypeError):
+        # numpy takes None for float64
+        return dtype is not None and bool(jnp.issubdtype(np.dtype(dtype), jnp.floating))
+    return False
 
 
 def _unused_axes(placements: Sequence[Placement], mesh: Mesh | None) -> list[str]:
