@@ -87,8 +87,7 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(CheckpointHandler, for_save=True)
 @dataclass
 class Save(ocp.args.CheckpointArgs):
-    """A pytree to save: arrays of any sharding, numbers, strings, None, in any registered
-    containers.
+    """A pytree to save: arrays, numbers, strings and None in any registered containers.
 
     `budget_bytes` bounds what is in flight while it is written; None leaves it to the handler.
 

@@ -21,8 +21,7 @@ def check_free(target: Path) -> None:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A folder to write into, beside `target`, which becomes `target` at the end; after an error it
-    is deleted.
+    """A folder to write into, which becomes `target` at the end, and is deleted on an error.
 
     It is on disk by then. What a killed process left there is deleted by the next one.
 

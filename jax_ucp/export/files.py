@@ -31,8 +31,7 @@ FAULTS_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """An array as a target stores it: `key` names it in the source, `dtype` is what its elements
-    are cast to.
+    """An array as a target stores it: `key` is its name in the source, `dtype` what it becomes.
 
     `flat` is for targets that store it with one axis; `shape` is that of the array all the same.
     """
@@ -53,8 +52,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class File:
-    """A file: `tensors` and `literals` at their offsets; `tail` makes the rest of the CRC-32 of
-    each tensor.
+    """A file: `tensors` and `literals` at their offsets; `tail` computes the rest from CRCs.
 
     Literals and tail are written when the tensors of all files are, so that what was begun and not
     completed has no header, or no directory, and is not taken for a file of its format.
@@ -87,8 +85,7 @@ def write_files(
     budget_bytes: int,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
-    """Write `files` into `folder`, durably; the last one is completed last. `progress` hears of
-    bytes of tensors.
+    """Write `files` into `folder`, durably; `progress` is called with bytes of tensors.
 
     At most about `budget_bytes` of blocks are in memory at once.
     """
@@ -171,8 +168,7 @@ def _job(tensor: Tensor, info: ArrayInfo, budget_bytes: int) -> _Job:
 def row_major_boxes(
     shape: Shape, chunk: Shape | None, itemsize: int, max_bytes: int
 ) -> Iterator[Box]:
-    """Blocks that follow one another in the row-major order of the array, each of at most
-    `max_bytes`.
+    """Blocks in the row-major order of the array's elements, each of at most `max_bytes`.
 
     Where they can be, they are made of whole stored chunks, so that no chunk is read twice.
 

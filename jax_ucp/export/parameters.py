@@ -25,8 +25,7 @@ _PROBLEMS_SHOWN = 8
 
 @dataclass(frozen=True)
 class Parameters:
-    """`states[name][state]` for every parameter, `param` among the states; `other` are tensors
-    beside the model.
+    """`states[name][state]` of every parameter; `other` are tensors beside the model.
 
     `groups` say what the optimizer was told for parameters, as far as that is known.
     """
@@ -113,8 +112,7 @@ def _check_orphans(contents: Contents, states: Mapping[str, Mapping[str, Tensor]
 def torch_groups(
     groups: Iterable[Group], trained: Collection[str], originals: Iterable[Mapping[str, Any]] = ()
 ) -> list[dict[str, Any]]:
-    """Torch's `param_groups` of the parameters `trained`: settings, and in `params` the parameters'
-    names.
+    """Torch's `param_groups` of the parameters `trained`: settings and names in `params`.
 
     `originals` are the source's own groups, in order, with settings that a `Group` leaves out, such
     as tensors: they come first, all of them. Parameters of which nothing is known are

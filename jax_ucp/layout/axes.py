@@ -103,8 +103,7 @@ class Expression:
 
 
 def parse(text: str) -> Expression:
-    """The expression that a text says. Raises SpecError, with the place, where it is not in the
-    notation.
+    """Parse an expression. Raises SpecError, with the place, where it is not in the notation.
 
     >>> parse("(group (q + k + v) head_dim) embed").dims[1]
     Axis(name='embed')
@@ -201,8 +200,7 @@ def _choices(node: Node) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Where elements lie on one axis of an array: at `offset`, plus index times stride of each axis
-    in `terms`.
+    """Where elements lie on an array's axis: at `offset`, plus index times stride per term.
 
     `terms` come outermost first: what follows a term never reaches over one stride of it.
     """
@@ -315,8 +313,7 @@ class Lengths:
 
 
 def infer(claims: Sequence[Claim], known: Mapping[str, Known]) -> Lengths:
-    """The length of every axis: those given, and those that follow from the shapes, in whatever
-    order.
+    """The length of every axis: those given, and those that follow from the shapes.
 
     An axis follows where it is the only unknown one of an array's axis. What does not fit, and what
     nothing says, is in the faults; nothing is guessed.

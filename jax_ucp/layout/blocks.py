@@ -47,8 +47,7 @@ def chunk_shapes(
     max_inner_bytes: int = INNER_BYTES,
     max_outer_bytes: int = OUTER_BYTES,
 ) -> Chunks:
-    """Chunks for an array of `shape`: inner ones that cut every axis alike, outer ones of whole
-    rows if they can be.
+    """Chunks for an array of `shape`: inner ones cut every axis alike, outer ones are of rows.
 
     A later mesh may cut any axis, into some power of two parts. So inner chunks halve the axis that
     has the fewest parts so far, until they have about 1/64 of the array, but at least 64 KiB and at
@@ -176,8 +175,7 @@ def grid_boxes(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Box]:
 
 
 def row_boxes(shape: Sequence[int], itemsize: int, max_bytes: int) -> Iterator[Box]:
-    """Blocks of whole rows that together hold the array once, each of at most `max_bytes` where a
-    row allows it.
+    """Blocks of whole rows that hold the array once, each of at most `max_bytes` or one row.
 
     >>> [str(box) for box in row_boxes((10, 256), itemsize=4, max_bytes=4096)]
     ['[0:4, 0:256]', '[4:8, 0:256]', '[8:10, 0:256]']
@@ -193,8 +191,7 @@ def row_boxes(shape: Sequence[int], itemsize: int, max_bytes: int) -> Iterator[B
 def rows_of_chunks(
     shape: Sequence[int], chunk: Sequence[int], itemsize: int, max_bytes: int
 ) -> Shape:
-    """The largest block of whole chunks, the last axes filled first, of at most `max_bytes`; at
-    least one chunk.
+    """The largest block of whole chunks of at most `max_bytes`, last axes first; at least one.
 
     >>> rows_of_chunks((4096, 4096), (512, 512), itemsize=4, max_bytes=16 << 20)
     (1024, 4096)
@@ -222,8 +219,7 @@ def grid_place(box: Box, chunk: Sequence[int]) -> Shape:
 
 
 def outer_boxes(shape: Sequence[int], chunk: Sequence[int], boxes: Sequence[Box]) -> list[Box]:
-    """The blocks of a regular grid of `chunk`, clipped to `shape`, that share an element with one
-    of the boxes.
+    """The blocks of a grid of `chunk`, clipped to `shape`, that share an element with a box.
 
     >>> [str(box) for box in outer_boxes((9, 4), (4, 2), [Box((0, 2), (5, 3))])]
     ['[0:4, 2:4]', '[4:8, 2:4]']

@@ -108,8 +108,7 @@ class Box:
 
 
 def range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The elements `start <= i < stop` of an array of `shape`, counted in row-major order, as
-    boxes.
+    """The elements `start <= i < stop` of an array, in row-major order, as boxes.
 
     Boxes come in that same order and hold contiguous elements: at most `2 * ndim - 1` of them.
     A flat ZeRO partition is such a range of every parameter it touches.

@@ -36,8 +36,7 @@ class Fragment:
         return len(self.source.start) != len(self.target.start)
 
     def narrow(self, box: Box) -> Fragment | None:
-        """The smallest fragment of this one that holds its elements in `box`; None if it has none
-        there.
+        """The smallest fragment with this one's elements in `box`, or None if there are none.
 
         Of a flat shard that is one contiguous range: whole rows, of which `box` may want only a
         part.
@@ -122,8 +121,7 @@ class ParamLayout:
         return replace(self, shape=tuple(shape), fragments=kept)
 
     def check(self) -> None:
-        """Prove that the fragments hold every element once, up to replicas, and no shard element
-        twice.
+        """Prove that fragments hold every element once, and no shard element is claimed twice.
 
         Raises LayoutError with every hole, overlap and double claim.
         """

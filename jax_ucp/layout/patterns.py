@@ -128,8 +128,7 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Fused:
-    """Several arrays (`parts`) lie side by side along `axis` of the parameter, and each is cut by
-    itself.
+    """Several arrays, `parts`, lie side by side along `axis`, each cut by itself.
 
     `parts` maps a name to the part's rows in the whole parameter, or to its rows on each rank where
     those differ. Each shard holds its share of every part, in order:
@@ -316,8 +315,7 @@ def flat_layouts(
 
 
 def partitioned_layouts(shapes: Mapping[str, Shape], ranks: int) -> dict[str, ParamLayout]:
-    """The layouts of parameters of which each is cut into `ranks` equal flat pieces, padded at the
-    end.
+    """The layouts of parameters that are each cut into `ranks` equal flat pieces, with padding.
 
     Every rank's shard has its piece of each parameter, one after another. A ZeRO-3 sub-group is
     such a set of shards.

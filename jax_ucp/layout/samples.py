@@ -76,8 +76,7 @@ def _runs(block: Box, count: int) -> list[Box]:
 
 
 def _run_around(block: Box, place: int) -> Box:
-    """At most `RUN_ELEMENTS` elements, one after the other in the block, around the one at `place`
-    in row-major order.
+    """At most `RUN_ELEMENTS` consecutive elements of the block, around that at `place`.
 
     It has whole rows where a row is shorter than that: then its axes after `axis` are whole.
     """

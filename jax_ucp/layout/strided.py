@@ -143,8 +143,7 @@ class Part:
 def _within(
     steps: Sequence[tuple[int, int]], start: int, stop: int
 ) -> Iterator[tuple[tuple[int, int], ...]]:
-    """The indices of nested axes, as (size, stride) outermost first, whose place is in `start <=
-    place < stop`.
+    """The indices of nested axes, (size, stride) outermost first, with `start <= place < stop`.
 
     They come as boxes, at most `2 * len(steps) - 1` of them.
     """

@@ -66,8 +66,7 @@ class Bound:
 
 @dataclass
 class _Instance:
-    """A rule with the parameters that it claims, of one value for each placeholder that leaves have
-    too.
+    """A rule with the parameters it claims, for one value of each placeholder that leaves share.
 
     `shared` are those values. `members` has for each name with placeholders the parameter of each
     stacked place.
@@ -121,8 +120,7 @@ class Outcome:
 def outcomes(
     mapping: LeafMapping, config: Mapping[str, Any], assumed: Collection[str] = ()
 ) -> list[Outcome]:
-    """What becomes of every requirement of a mapping. Without a config none is met: it is not one
-    of defaults.
+    """What becomes of every requirement of a mapping; without a config none of them is met.
 
     Raises LayoutError where what is assumed is none of them.
     """

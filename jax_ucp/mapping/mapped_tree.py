@@ -54,8 +54,7 @@ def map_contents(
     notes: list[str],
     source: Mapping[str, Any],
 ) -> Contents:
-    """The checkpoint with the leaves that `forms` says, at `(state, *parts of the name between
-    slashes)`.
+    """The checkpoint with the leaves that `forms` describes, at `(state, *name.split("/"))`.
 
     A state that has the parameter's shape is mapped as the parameter is. One that is a number, such
     as Adam's step, is that of every parameter that forms the leaf, and they must agree. `skipped`

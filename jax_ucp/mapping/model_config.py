@@ -16,8 +16,7 @@ _NAMES = ("config", "args")
 
 
 def config_of(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint's extras say of its model, in the first item that has a config or
-    arguments.
+    """The model's config in a checkpoint's extras: the first item with a config or arguments.
 
     Several are not joined: what one leaves out has its model's default, and not what another says.
     Megatron's `num_query_groups` is 1 where there are no groups (`group_query_attention` of its

@@ -1,5 +1,4 @@
-"""How parameters form the leaves of a model: rules in YAML or in Python, and the same rules
-backwards.
+"""How parameters form the leaves of a model: rules in YAML or in Python, and their inverse.
 
 sizes: {heads: num_attention_heads}        # lengths by name, from the model's config; others follow
 from shapes requires:                                  # what must hold of the config for the leaves
@@ -120,8 +119,7 @@ class Rule:
         return item
 
     def inverse(self) -> Rule:
-        """The rule from leaves to parameters. What was tied becomes one; a copy among the leaves
-        becomes tied.
+        """The rule from leaves to parameters; what was tied becomes one, copied leaves become tied.
 
         A cast is not undone: the parameter has the leaf's dtype.
         """
@@ -140,8 +138,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """A condition `that` on the model's config, without which the leaves would mean something else,
-    and the reason.
+    """A condition `that` on the model's config, without which leaves would mean something else.
 
     `name` is what a user calls it who vouches for it instead: `map(..., assume=["rope"])`.
     """

@@ -84,8 +84,7 @@ class OptimizerPlan:
         verify: Extent = "sample",
         budget_bytes: int = DEFAULT_BUDGET,
     ) -> Any:
-        """The optax state. A moment lies as its parameter does, if the parameters of the plan had
-        shardings.
+        """Read the optax state; moments lie as their parameters do, if those had shardings.
 
         Else it is placed on `mesh`, by `rules` on labels such as `0/mu/layers/kernel`, or on the
         one device that `tx.init` would take. `cast=True` converts to the dtypes of the state.

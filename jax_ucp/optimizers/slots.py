@@ -49,8 +49,7 @@ _COUNTS = ("count", "gradient_step")
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A leaf of an optax state: what it holds, of which parameter, or of which parameters the steps
-    count.
+    """A leaf of an optax state: what it holds, and of which parameter or parameters.
 
     `owner` is the type of the state that has it in one of its fields.
     """

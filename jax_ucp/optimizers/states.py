@@ -57,8 +57,7 @@ def torch_states(
     step: int | None = None,
     step_dtype: DTypeLike | None = None,
 ) -> Contents:
-    """The checkpoint of a JAX run as a tree `{state: {parameter: array}}`, which is that of an
-    import.
+    """The checkpoint of a JAX run as an import has it: `{state: {parameter: array}}`.
 
     The arguments, and what is refused, are those of `Checkpoint.torch_states`. Parameters and
     moments are the stored arrays under other names; single numbers are read here, a few bytes each.

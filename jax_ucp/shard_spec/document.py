@@ -26,8 +26,7 @@ MAX_DEPTH = 32
 
 @dataclass
 class Document:
-    """The sections of a YAML file, and the line of each; what is wrong with them gathers in
-    `faults`.
+    """The sections of a YAML file with their lines; `faults` gathers what is wrong with them.
 
     `item_lines` has the line of each item of a section that is a list.
     """

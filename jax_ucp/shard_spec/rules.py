@@ -228,8 +228,7 @@ def _sentences_there(
 
 
 def _bound(spec: Spec, given: Mapping[str, int]) -> dict[str, int]:
-    """The numbers that rules may use: those given, and the spec's sizes, which win over those of
-    what it extends.
+    """The numbers that rules may use: those given, and the spec's sizes.
 
     A size that needs a name without a number has none either, which is an error only where a rule
     uses it.
@@ -251,8 +250,7 @@ def _bound(spec: Spec, given: Mapping[str, int]) -> dict[str, int]:
 
 @lru_cache(maxsize=4096)
 def regex_of(param: str) -> str:
-    """The regular expression of names that `param` claims. Raises SpecError where a placeholder is
-    none.
+    """The regular expression of `param`. Raises SpecError for an invalid placeholder.
 
     >>> bool(re.fullmatch(regex_of("*.{layer}.mlp.weight"), "model.layers.3.mlp.weight"))
     True

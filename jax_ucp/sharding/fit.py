@@ -31,8 +31,7 @@ class Fit:
 
 
 def fit_spec(spec: Sequence[Axes], shape: Sequence[int], mesh: Mapping[str, int]) -> Fit:
-    """The spec on a mesh of named axis sizes: axes that are gone, used twice, or do not divide are
-    dropped.
+    """The spec on a mesh, without axes that are gone, used twice, or do not divide the shape.
 
     Of several axes on one dimension the last are dropped first, since those before it still divide.
 

@@ -23,8 +23,7 @@ from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """The boxes of array `key` of a source that this process wants as elements of `dtype`, each
-    with its devices.
+    """The boxes of array `key` that this process wants as `dtype`, each with its devices.
 
     The array goes on devices by `sharding`, or to the host. Without that there is one box, of the
     whole array.

@@ -76,8 +76,7 @@ class HostMesh:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How an array lies on disk, and the spec that it is read onto, which fits the mesh as
-    `fit_spec` makes it.
+    """How an array lies on disk, and the spec it is read onto, which fits the mesh.
 
     An element costs the reading of its inner chunk. Outer chunks are files, unless `pieces` say
     which blocks of the array lie in which files.
@@ -92,8 +91,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class HostReads:
-    """By host: bytes of the distinct boxes it needs, bytes of the chunks that hold them, each once,
-    and files opened.
+    """By host: bytes of the boxes it needs, bytes of the chunks with them, and files opened.
 
     Checksums and indices, less than 0.1 % of chunks of 64 KiB, are not counted. Of an array that is
     not stored in chunks the bytes wanted are counted; files that are mapped are read by the system
@@ -182,8 +180,7 @@ def fit_notes(leaves: Sequence[Leaf], mesh: HostMesh, rules: Sequence[Rule] = ()
 def mesh_cells(
     leaves: Sequence[Leaf], mesh: HostMesh, rules: Sequence[Rule] = ()
 ) -> dict[str, Shape]:
-    """By name of an array, the block that one host writes in a save from the mesh, which no chunk
-    crosses.
+    """By array, the block that one host writes in a save from the mesh; no chunk crosses it.
 
     Raises ValueError for a rule that cannot be meant.
     """

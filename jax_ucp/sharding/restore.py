@@ -187,8 +187,7 @@ def _unused_axes(placements: Sequence[Placement], mesh: Mesh | None) -> list[str
 
 
 def shared_plan(plan: RestorePlan, arrays: Mapping[str, ArrayInfo]) -> RestorePlan:
-    """The plan in which of a leaf that several processes hold each reads a part, where all then
-    read less.
+    """The plan with reads shared among processes that hold the same, where that reads less.
 
     `arrays` are those of the source. In one process it is the plan that it was.
     """
@@ -207,8 +206,7 @@ def run_restore(
     budget_bytes: int = DEFAULT_BUDGET,
     checks: Iterable[Check] = (),
 ) -> Any:
-    """Read every box that this process needs, once, and return the tree. `checks` are those that
-    must pass for it.
+    """Read every box that this process needs, once, after the `checks`, and return the tree.
 
     Warns of what the plan gave up of a sharding. At most `budget_bytes` are in flight beside the
     arrays themselves, or one stored chunk where that is larger: an array that takes more goes in
@@ -300,8 +298,7 @@ class _Reading:
 
 
 def dealt_out(plan: RestorePlan, checks: Iterable[Check], extent: Extent) -> Iterable[Check]:
-    """The checks that this process runs: of those in full each one a part, if they hear of one
-    another's errors.
+    """The checks that this process runs: its part of full ones if reads are shared, else all.
 
     Samples are compared by all: they cost little, and hosts may have copies of the files of their
     own.

@@ -73,10 +73,9 @@ class Description:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without the garbage collector, which looks at all objects of the program again for each so
-    many new ones.
+    """Pause the garbage collector, which would scan all objects again and again.
 
-    A snapshot makes some for every part of every array and drops none: of 10,000 arrays it was half
+    A snapshot makes objects for every part of an array and drops none: of 10,000 arrays it was half
     the time.
     """
     enabled = gc.isenabled()
@@ -185,8 +184,7 @@ def commit_snapshot(snapshot: Snapshot, directory: Directory) -> Metadata:
 
 
 def content(snapshot: Snapshot) -> list[tuple[str, str, str]]:
-    """Of each leaf its name, its label, and what all processes must have alike for its chunks to be
-    of one array.
+    """Each leaf's name, label, and what all processes must have alike for it.
 
     Values are no part of it: those of the host program are taken from process 0.
     """

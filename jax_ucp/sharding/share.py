@@ -1,5 +1,4 @@
-"""Reads shared by processes: of what several of them hold each reads a part, and the parts go over
-the interconnect.
+"""Reads shared by processes: each reads a part of what several hold, then they exchange.
 
 Integers say how boxes are cut into pieces, one for each device that holds a copy; the pieces are
 read as boxes are; an all-gather joins them.
@@ -122,8 +121,7 @@ Read = tuple[str, SharedRead, int, Callable[[], Sequence[np.ndarray]]]
 
 
 def shared_read(sharding: object, info: ArrayInfo, dtype: np.dtype | None) -> SharedRead | None:
-    """How processes share the reading of an array that comes as `dtype`, where they can, and read
-    less for it.
+    """How processes share the reading of an array, or None if it cannot or would not pay.
 
     Small arrays are not shared: a collective costs more.
     """
@@ -142,8 +140,7 @@ def shared_read(sharding: object, info: ArrayInfo, dtype: np.dtype | None) -> Sh
 def best_cut(
     start: np.ndarray, stop: np.ndarray, places: np.ndarray, owners: np.ndarray, unit: Sequence[int]
 ) -> tuple[int, int] | None:
-    """The axis and the length of the pieces with which all processes together read least of an
-    array.
+    """The axis and length of the pieces with which all processes together read least.
 
     None where they read no less than each all its boxes. `start` and `stop` are the boxes of the
     devices, by device and axis, all of one shape; `places` their numbers among those that hold the
@@ -176,8 +173,7 @@ def best_cut(
 def read_together(
     reads: Sequence[Read], alone: Callable[[], None], budget_bytes: int
 ) -> list[jax.Array]:
-    """The arrays of shared reads, in order, each given with its name, its cost in bytes and what
-    reads its pieces.
+    """The arrays of shared reads, in order; `alone` reads this process's other arrays.
 
     What this process reads for itself, `alone` reads after them. Every process must call this, with
     the same reads. One that fails to read goes on with zeros, so that none waits for it for ever;

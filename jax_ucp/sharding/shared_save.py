@@ -1,5 +1,4 @@
-"""One save by several processes: each learns whether all have the same to save and did their part,
-and if not, in whose and in what words.
+"""One save by several processes, which succeeds in all of them or fails in all of them.
 
 The words go through JAX's coordination service, to which `jax.distributed.initialize` joins every
 process. Any thread may use it, which is not so of collectives, and it works when the disk does not.
@@ -108,8 +107,7 @@ class SharedSave:
         write: Callable[[], object],
         commit: Callable[[], object],
     ) -> None:
-        """Write this process's part if all have the same content; when all did, commit in process
-        0; then return.
+        """Write this process's part if all have the same content, and commit in process 0.
 
         Raises SaveFailed in every process where not all have the same content, in which case
         nothing is written, or where another's part was not done. Nothing is committed then.
@@ -180,8 +178,7 @@ class SharedSave:
         )
 
     def _conclude(self, text: str, decide: Callable[[Mapping[int, str]], str]) -> str:
-        """Say that this process came so far, with a text; what process 0 decides by the texts of
-        all others.
+        """Report this stage, with a text; process 0 decides by the texts of all others.
 
         Raises SaveFailed if another process did not come so far.
         """
@@ -257,8 +254,7 @@ class SharedSave:
                 return _word(text)
 
     def _busy_elsewhere(self, process: int) -> _Word | None:
-        """What to say of a process that is busy with another save; to process 0 a word is taken
-        back then.
+        """The word for a process busy with another save; process 0's own word is withdrawn then.
 
         Process 0 tells that it began before it hears anybody: what was gone by then, it has not
         heard.
@@ -296,8 +292,7 @@ class SharedSave:
 
 
 def differences(mine: Content, theirs: Content, process: int) -> str:
-    """In which leaves the content of a process is not that of process 0, in words; nothing where it
-    is.
+    """How the leaves of a process differ from those of process 0, in words; "" if they do not.
 
     >>> differences([("w", "w", "float32 [2]"), ("b", "b", "int8 []")], [("w", "w", "float32 [3]")],
     ...     1)

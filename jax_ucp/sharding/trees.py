@@ -47,8 +47,7 @@ class Node:
 
 
 def walk(tree: Any, path: Path = (), axes: tuple[Axes, ...] | None = None) -> Iterator[Node]:
-    """Every leaf of a pytree, depth first: those of `jax.tree.leaves`, and between them None and
-    empty nodes.
+    """Every leaf of a pytree, depth first; None and empty containers are leaves too.
 
     Raises UnsupportedLeaf for a dict key that is neither a string nor an integer, and for a tree
     that is too deep.
