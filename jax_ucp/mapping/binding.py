@@ -268,11 +268,9 @@ def _scale_faults(
     mapping: LeafMapping, instances: Sequence[_Instance], known: Mapping[str, Known]
 ) -> Iterator[str]:
     scales = [instance.rule.factor for instance in instances]
-    for size in sorted({scale.size for scale in scales if isinstance(scale, Power)}):
-        if size not in known:
-            yield (
-                f"{mapping.name} scales by a power of {size}, which has no length; give it in sizes"
-            )
+    sizes = {scale.size for scale in scales if isinstance(scale, Power)}
+    for size in sorted(sizes - known.keys()):
+        yield f"{mapping.name} scales by a power of {size}, which has no length; give it in sizes"
 
 
 def _independent_copies(instances: Sequence[_Instance]) -> list[str]:
@@ -636,10 +634,10 @@ def said_before(mapping: LeafMapping, done: Mapping[str, Any]) -> Said:
 
 def unclaimed(mapping: LeafMapping, names: Sequence[str]) -> list[str]:
     """The names that neither a rule nor a skip claims."""
-    regexes = [regex for rule in mapping.rules for regex in _param_regexes(rule)]
+    regexes = list(itertools.chain.from_iterable(map(_param_regexes, mapping.rules)))
     regexes += [re.compile(regex_of(skip.param)) for skip in mapping.skips]
     return [name for name in names if not any(regex.fullmatch(name) for regex in regexes)]
 
 
 def _param_regexes(rule: Rule) -> list[re.Pattern[str]]:
-    return [name_regex(pattern) for pattern in (*rule.params, *rule.tied)]
+    return list(map(name_regex, (*rule.params, *rule.tied)))

@@ -117,8 +117,8 @@ def plan_restore(
     partial = switch("partial", partial)
     narrow_integers = switch("narrow_integers", narrow_integers)
     _check_arguments(target, mesh, rules, cast, partial)
+    nodes: list[Node] = []
     if target is None:
-        nodes = None
         wishes = [_Wish(leaf, leaf.kind) for leaf in leaves]
     else:
         pairs = match(leaves, target, partial, bool(cast), narrow_integers)
@@ -129,11 +129,11 @@ def plan_restore(
     idle = unused_rules(rules, ruled)
     placements = [_place(wish, mesh, rules, cast) for wish in wishes]
     if narrow_integers:
-        placements = [_narrowed(placement) for placement in placements]
+        placements = list(map(_narrowed, placements))
     _check_shardings(placements)
-    if nodes is not None:
+    if target is not None:
         _check_homes(placements)
-    return RestorePlan(placements, target, nodes or (), idle + _unused_axes(placements, mesh))
+    return RestorePlan(placements, target, nodes, idle + _unused_axes(placements, mesh))
 
 
 def _check_arguments(
@@ -220,12 +220,11 @@ def run_restore(
     warn_given_up(plan.notes, stacklevel=3)  # where `restore` was called
     reading = _Reading(plan, source, budget_bytes)
     reading.run(checks)
-    values = [
-        _as_kind(p, value) for p, value in zip(plan.placements, reading.values(), strict=True)
-    ]
+    values = list(map(_as_kind, plan.placements, reading.values()))
     if plan.target is not None:
         return fill(plan.target, list(zip(plan.nodes, values, strict=True)))
-    return tree_of({p.leaf.path: value for p, value in zip(plan.placements, values, strict=True)})
+    paths = [p.leaf.path for p in plan.placements]
+    return tree_of(dict(zip(paths, values, strict=True)))
 
 
 Job = tuple[int, Callable[[], object]]  # bytes in flight while it runs, and what it does

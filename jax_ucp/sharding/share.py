@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ class SharedRead:
             else:
                 missing = [(0, want - have) for want, have in zip(shape, piece.shape, strict=True)]
                 part = data[piece].view(bits)
-                parts.append(np.pad(part, missing) if any(map(any, missing)) else part)
+                parts.append(part if piece.shape == shape else np.pad(part, missing))
         return parts
 
     def gathered(self, parts: Sequence[np.ndarray]) -> jax.Array:
@@ -228,15 +229,16 @@ def _mesh(sharding: NamedSharding) -> Mesh:
 
 
 def _names(axes: object) -> tuple[str, ...]:
-    return axes if isinstance(axes, tuple) else (axes,) if isinstance(axes, str) else ()
+    if isinstance(axes, tuple):
+        return axes
+    return (axes,) if isinstance(axes, str) else ()
 
 
 def _free_names(sharding: NamedSharding) -> tuple[str, ...]:
     """The mesh axes over which an array has copies."""
-    used = {name for axes in sharding.spec for name in _names(axes)}
-    return tuple(
-        name for name, size in sharding.mesh.shape.items() if size > 1 and name not in used
-    )
+    used = set(itertools.chain.from_iterable(map(_names, sharding.spec)))
+    sizes = sharding.mesh.shape
+    return tuple(name for name in sizes if sizes[name] > 1 and name not in used)
 
 
 def _with_names(sharding: NamedSharding, cut: Cut) -> NamedSharding:
