@@ -22,9 +22,6 @@ class MemorySource(ArraySource):
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self._arrays
 
-    def read(self, key: str, box: Box) -> np.ndarray:
-        return self._data[key][box.index].copy()
-
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
         for box, out in zip(boxes, outs, strict=True):
             out[...] = self._data[key][box.index]
@@ -78,10 +75,6 @@ class Combined(ArraySource):
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self._arrays
-
-    def read(self, key: str, box: Box) -> np.ndarray:
-        source, inner = self._places[key]
-        return source.read(inner, box)
 
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
         source, inner = self._places[key]

@@ -19,7 +19,7 @@ from jax_ucp.layout.strided import LeafForm, LeafLayout, Part, Place, Step, hull
 from jax_ucp.sources.checks import Extent
 from jax_ucp.sources.consolidated import same_bits
 from jax_ucp.sources.gather import read_boxes
-from jax_ucp.sources.protocol import BLOCK_BYTES, ArrayInfo, ArraySource
+from jax_ucp.sources.protocol import BLOCK_BYTES, ArrayInfo, ArraySource, MakesArrays
 
 COMPARE_BYTES = 16 << 20
 
@@ -42,7 +42,7 @@ class Formed:
         return BoxIndex(self.hulls)
 
 
-class MappedView(ArraySource):
+class MappedView(MakesArrays):
     """An `ArraySource` of leaves over an `ArraySource` of parameters.
 
     A box of a leaf is read straight out of the boxes of the parameters that hold it: at most

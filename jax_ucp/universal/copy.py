@@ -15,7 +15,7 @@ import numpy as np
 
 from jax_ucp.arguments import whole_number
 from jax_ucp.errors import CorruptData
-from jax_ucp.files.directory import Directory
+from jax_ucp.files.local import LocalFiles
 from jax_ucp.layout.blocks import (
     INNER_BYTES,
     OUTER_BYTES,
@@ -186,7 +186,7 @@ def copy(
     """
     require_target(contents, target)
     require_sound(contents)
-    store = ZarrStore(Directory(target), plan.arrays, plan.chunks)
+    store = ZarrStore(LocalFiles(target), plan.arrays, plan.chunks)
     ledger = Ledger(target, _identity(contents, plan))
     try:
         if (target / METADATA_FILE).exists() and not ledger.resumed:

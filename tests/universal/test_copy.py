@@ -19,7 +19,8 @@ import jax_ucp as ucp
 import torch_writer
 from helpers import MemoryStore, numbered
 from jax_ucp.errors import FormatError, NotACheckpoint
-from jax_ucp.files.directory import Directory
+from jax_ucp.files.local import LocalFiles
+from jax_ucp.files.protocol import read_file, walk
 from jax_ucp.files.source_files import SourceFiles
 from jax_ucp.layout.blocks import Chunks, chunk_shapes, grid_boxes, whole_chunks, writer_cells
 from jax_ucp.layout.box import Box
@@ -159,7 +160,9 @@ def test_a_small_array_is_one_chunk_and_a_row_sharded_one_can_be_cut_eightfold_o
 
 def test_a_part_of_a_chunk_is_not_written(tmp_path):
     store = ZarrStore(
-        Directory(tmp_path), {"w": ArrayInfo((4, 4), np.dtype("f4"))}, {"w": Chunks((2, 4), (2, 2))}
+        LocalFiles(tmp_path),
+        {"w": ArrayInfo((4, 4), np.dtype("f4"))},
+        {"w": Chunks((2, 4), (2, 2))},
     )
     with pytest.raises(ValueError, match=r"w: \[0:2, 0:2\] is not a chunk of \(2, 4\)"):
         store.write("w", Box((0, 0), (2, 2)), np.zeros((2, 2), np.float32))
@@ -215,25 +218,23 @@ def test_a_copy_that_lost_its_power_is_taken_up_from_what_was_on_the_disk(
     source = contents(tmp_path / "source", rows=16384)
     plan = plan_copy(source, budget_bytes=8192)
     monkeypatch.setattr("jax_ucp.universal.copy.GROUP_BYTES", 4 * plan.blocks[0].nbytes)
-    survives, put, sync, counted = {}, Directory.put, Directory.sync, itertools.count()
+    survives, put, sync, counted = {}, LocalFiles.write, LocalFiles.sync, itertools.count()
 
     def synced(directory):
-        survives.update(
-            {name: Path(directory.file(name)).read_bytes() for name in directory.files()}
-        )
+        survives.update({file.name: read_file(directory, file.name) for file in walk(directory)})
         sync(directory)
 
-    def until_the_power_goes(directory, name, parts, durable):
+    def until_the_power_goes(directory, name, parts, *, durable):
         if next(counted) == writes:
             raise KeyboardInterrupt
-        put(directory, name, parts, durable)
+        put(directory, name, parts, durable=durable)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Directory, "sync", synced)
-        patched.setattr(Directory, "put", until_the_power_goes)
+        patched.setattr(LocalFiles, "sync", synced)
+        patched.setattr(LocalFiles, "write", until_the_power_goes)
         with pytest.raises(KeyboardInterrupt):
             copy(source, plan, tmp_path / "out")
-    for name in Directory(tmp_path / "out").files():
+    for name in [file.name for file in walk(LocalFiles(tmp_path / "out"))]:
         if name != LEDGER_FILE:
             (tmp_path / "out" / name).write_bytes(survives.get(name, b""))
     before = len(source.arrays.reads)

@@ -10,22 +10,22 @@ import json
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
 from jax_ucp.errors import CorruptData, FormatError
-from jax_ucp.files.directory import Directory
-from jax_ucp.files.source_files import noted
+from jax_ucp.files.path import FilePath
+from jax_ucp.files.protocol import Files, walk
+from jax_ucp.files.source_files import note
 from jax_ucp.formats.options import Options
 from jax_ucp.layout.blocks import whole_chunks
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.beside import MARKERS, items_beside
 from jax_ucp.sources.budget import HELD_BYTES
 from jax_ucp.sources.contents import Contents, Item, Piece
-from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+from jax_ucp.sources.protocol import ArrayInfo, MakesArrays
 from jax_ucp.tree import Leaf
 from jax_ucp.universal.checked import is_dtype, leaf_fault
 from jax_ucp.universal.orbax_tree import (
@@ -50,20 +50,22 @@ FREE_BYTES = 1 << 30
 _TENSORSTORE_ERRORS = (ValueError, IndexError, OverflowError, NotImplementedError)
 
 
-def recognise(path: Path) -> bool:
+def recognise(path: FilePath) -> bool:
     return (path / TREE_FILE).is_file()
 
 
-def open_orbax(path: Path, options: Options) -> Contents:
+def open_orbax(path: FilePath, options: Options) -> Contents:
     """The PyTree checkpoint of stock Orbax at `path`: the directory with its `_METADATA`.
 
     Raises FormatError where an array is none that stock writes, or says that it is larger than its
     files can make it.
     """
-    directory = Directory(path)
-    directory.check_links()  # TensorStore follows them all
-    for name in directory.files():  # TensorStore reads most of them, and does not say which
-        noted(directory.file(name))
+    directory = path.folder()
+    for name in (file.name for file in walk(directory)):
+        # TensorStore reads most of them, does not say which, and follows every link: a name that
+        # leads out is refused here.
+        if (file := directory.stat(name)) is not None:
+            note(directory, file)
     tree = read_orbax_tree(directory)
     arrays = _Arrays(directory, tree)
     leaves = []
@@ -91,7 +93,7 @@ def open_orbax(path: Path, options: Options) -> Contents:
     return Contents("orbax", str(path), leaves, arrays, inventory, notes=notes, where=where)
 
 
-def _check_written(directory: Directory, tree: OrbaxTree, leaf: Leaf, info: ArrayInfo) -> None:
+def _check_written(directory: Files, tree: OrbaxTree, leaf: Leaf, info: ArrayInfo) -> None:
     """Raise FormatError where an array is not what a device wrote a part of: smaller, of other
     axes, or in chunks that do not divide that part, as Orbax's do.
     """
@@ -110,7 +112,7 @@ def _check_written(directory: Directory, tree: OrbaxTree, leaf: Leaf, info: Arra
     )
 
 
-def _names(directory: Directory, tree: OrbaxTree) -> set[str]:
+def _names(directory: Files, tree: OrbaxTree) -> set[str]:
     """What stock Orbax has in the folder of a tree. Raises FormatError where an array is there
     twice.
     """
@@ -118,13 +120,13 @@ def _names(directory: Directory, tree: OrbaxTree) -> set[str]:
     if tree.ocdbt:
         processes = {
             name.partition("/")[0]
-            for name in directory.files()
+            for name in (file.name for file in walk(directory))
             if name.startswith("ocdbt.process_")
         }
         return found | processes | {"d", "manifest.ocdbt"}
     both = (".zarray", "zarr.json")
     for stored in tree.stored.values():
-        if all(directory.has(f"{stored}/{name}") for name in both):
+        if all(directory.stat(f"{stored}/{name}") for name in both):
             raise FormatError(
                 f"{directory}/{stored} has {both[0]} and {both[1]}: an array of zarr v2 and one of"
                 f" v3, of two saves, lie in one folder. By {TREE_FILE} it is the one of"
@@ -133,9 +135,10 @@ def _names(directory: Directory, tree: OrbaxTree) -> set[str]:
     return found | {stored.partition("/")[0] for stored in tree.stored.values()}
 
 
-def _check_size(directory: Directory, arrays: Mapping[str, ArrayInfo]) -> None:
+def _check_size(directory: Files, arrays: Mapping[str, ArrayInfo]) -> None:
     """Raise FormatError where arrays are larger than the bytes that are stored could make them."""
-    claimed, stored = sum(info.nbytes for info in arrays.values()), directory.nbytes()
+    claimed = sum(info.nbytes for info in arrays.values())
+    stored = sum(file.size for file in walk(directory))
     if claimed > FREE_BYTES + MAX_RATIO * stored:
         raise FormatError(
             f"{directory} says that its arrays have {claimed} bytes, but its files have {stored},"
@@ -144,16 +147,16 @@ def _check_size(directory: Directory, arrays: Mapping[str, ArrayInfo]) -> None:
         )
 
 
-def items_of_step(path: Path) -> list[Path]:
+def items_of_step(path: FilePath) -> list[FilePath]:
     """The PyTree items in the directory of one step, as CheckpointManager and v1 lay them out."""
-    return sorted(child for child in path.iterdir() if recognise(child)) if path.is_dir() else []
+    return sorted(child for child in path.children() if recognise(child)) if path.is_dir() else []
 
 
-def is_step(path: Path) -> bool:
+def is_step(path: FilePath) -> bool:
     return (path / STEP_FILE).is_file() and not (path / TREE_FILE).is_file()
 
 
-class _Arrays(ArraySource):
+class _Arrays(MakesArrays):
     """The arrays of a stock checkpoint, by the names of their leaves.
 
     Stock's chunks are as large as what a device held. One that is read in several blocks stays
@@ -161,7 +164,7 @@ class _Arrays(ArraySource):
     memory for each block anew.
     """
 
-    def __init__(self, directory: Directory, tree: OrbaxTree):
+    def __init__(self, directory: Files, tree: OrbaxTree):
         self._directory = directory
         self._specs = {name: _spec(directory, tree, stored) for name, stored in tree.stored.items()}
         self._handles: dict[str, Any] = {}
@@ -228,7 +231,7 @@ def _array_fault(array: Any) -> str | None:
     return None
 
 
-def _spec(directory: Directory, tree: OrbaxTree, stored: str) -> dict[str, Any]:
+def _spec(directory: Files, tree: OrbaxTree, stored: str) -> dict[str, Any]:
     if tree.ocdbt:
         kvstore = {"driver": "ocdbt", "base": directory.spec(), "path": f"{stored}/"}
     else:
