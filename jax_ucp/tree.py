@@ -10,9 +10,11 @@ import re
 import unicodedata
 import urllib.parse
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import msgspec
 
 from jax_ucp.layout.fragments import Shape
 
@@ -78,8 +80,7 @@ LeafKind = Literal[
 Axes = str | tuple[str, ...] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
+class Key(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
     """One step down a tree: into a dict, list or tuple, or to a named field of any other node."""
 
     kind: KeyKind
@@ -133,7 +134,7 @@ class Leaf:
     @property
     def label(self) -> str:
         """The path as people write it: `params/layers/0/kernel`."""
-        return "/".join(map(str, self.path))
+        return "/".join([str(key.name) for key in self.path])
 
 
 def leaf_names(paths: Sequence[Path]) -> list[str]:
@@ -211,29 +212,32 @@ def tree_fault(paths: Iterable[Path]) -> str | None:
     >>> tree_fault([(Key("list", 0),), (Key("list", 2),)])
     'the tree itself is a list of 2 items, of which 1 is missing'
     """
-    root: dict[Key, Any] = {}
-    nodes: list[tuple[Path, dict[Key, Any]]] = [((), root)]
     seen: set[Path] = set()
+    keys_of: dict[Path, set[Key]] = {}
     for path in paths:
         if len(path) > MAX_TREE_DEPTH:
             return f"{_named(path)} is {len(path)} levels deep; {MAX_TREE_DEPTH} are the most"
         if path in seen:
             return f"{_named(path)} is there twice"
         seen.add(path)
-        node = root
-        for depth, key in enumerate(path):
-            if key not in node:
-                node[key] = {}
-                nodes.append((path[: depth + 1], node[key]))
-            node = node[key]
-    return next(
-        (fault for path, node in nodes if (fault := _node_fault(path, node, path in seen))), None
-    )
+        _add_nodes(path, keys_of)
+    nodes = sorted(keys_of, key=len)
+    faults = (_node_fault(path, keys_of[path], path in seen) for path in nodes)
+    return next(filter(None, faults), None)
 
 
-def _node_fault(path: Path, keys: Mapping[Key, Any], leaf: bool) -> str | None:
-    if not keys:
-        return None
+def _add_nodes(path: Path, keys_of: dict[Path, set[Key]]) -> None:
+    """Add the nodes above a leaf, from the lowest up to the first that is there already."""
+    for depth in reversed(range(len(path))):
+        node = path[:depth]
+        if node in keys_of:
+            keys_of[node].add(path[depth])
+            return
+        keys_of[node] = {path[depth]}
+
+
+def _node_fault(path: Path, keys: Set[Key], leaf: bool) -> str | None:
+    """What is wrong with a node that has something below it."""
     if leaf:
         return f"{_named(path)} is a leaf, but has something below it"
     kinds = {key.kind for key in keys}
@@ -305,25 +309,22 @@ def is_leaf_name(name: str) -> bool:
     `leaf_names` gives fewer: none that only another file system would merge. What was written here
     may have those.
     """
-    parts = name.split("/")
-    return (
-        not _is_taken(name, RESERVED)
-        and all(part not in ("", ".", "..") and len(part.encode()) <= 200 for part in parts)
-        and name.isprintable()
-        and "\\" not in name
-    )
+    if _is_taken(name, RESERVED) or "\\" in name or not name.isprintable():
+        return False
+    for part in name.split("/"):
+        if part in ("", ".", "..") or len(part.encode()) > 200:
+            return False
+    return True
 
 
 def _is_taken(name: str, reserved: frozenset[str]) -> bool:
     """Whether a file or a directory of the name belongs to the format, to stock Orbax or to
     TensorStore.
     """
-    parts = name.split("/")
-    return (
-        parts[0] in reserved
-        or name.startswith(("ocdbt.process_", "ucp.", "ucp-"))
-        or any(part.endswith(".__lock") for part in parts)
-    )
+    top = name.partition("/")[0]
+    if top in reserved or name.startswith(("ocdbt.process_", "ucp.", "ucp-")):
+        return True
+    return name.endswith(".__lock") or ".__lock/" in name
 
 
 def _escaped(path: Path, case: bool = False) -> str:
