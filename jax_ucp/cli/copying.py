@@ -22,9 +22,9 @@ from jax_ucp.cli.output import (
     print_json,
     progress,
     size,
-    table,
     to_stderr,
 )
+from jax_ucp.cli.text_table import TextTable
 from jax_ucp.errors import ShardingWarning
 from jax_ucp.inspection import report
 from jax_ucp.inspection.report import Report
@@ -91,7 +91,7 @@ def plan(
             for a in found["leaves"]
         ]
         console.print(
-            table(("leaf", "dtype", "shape", "pieces", "outer chunk", "inner chunk"), rows)
+            TextTable(("leaf", "dtype", "shape", "pieces", "outer chunk", "inner chunk"), rows)
         )
     print_inventory(found["not_mapped"], True)
 
@@ -160,7 +160,7 @@ def _print_mesh_plan(found: Report) -> None:
         )
         for i, h in enumerate(hosts[:HOSTS_SHOWN])
     ]
-    console.print(table(("host", "to read", "needed", "read / needed", "files"), rows))
+    console.print(TextTable(("host", "to read", "needed", "read / needed", "files"), rows))
     if len(hosts) > HOSTS_SHOWN:
         console.print(f"and {len(hosts) - HOSTS_SHOWN} hosts more, which --json lists")
     console.print(
@@ -176,4 +176,4 @@ def _print_mesh_plan(found: Report) -> None:
         )
         for leaf in found["leaves"]
     ]
-    console.print(table(("leaf", "shape", "spec", "on each device", "given up"), rows))
+    console.print(TextTable(("leaf", "shape", "spec", "on each device", "given up"), rows))

@@ -15,7 +15,8 @@ from jax_ucp.cli.options import (
     open_checkpoint,
     source_options,
 )
-from jax_ucp.cli.output import console, print_json, table, to_stderr
+from jax_ucp.cli.output import console, print_json, to_stderr
+from jax_ucp.cli.text_table import TextTable
 from jax_ucp.inspection.report import Report
 from jax_ucp.mapping.rules import shipped
 
@@ -60,7 +61,7 @@ def _print_mapping(found: Report, target: str | None) -> None:
     ]
     heads = ("parameters: axes", "leaves: axes", "leaf", "shape", *(("target",) if target else ()))
     if rows:
-        console.print(table(heads, rows))
+        console.print(TextTable(heads, rows))
     for one in found["requires"]:
         has = f", {one['found']}" if one["state"] == "met" else ""
         console.print(f"requires {one['name']}: {one['state']}{has}", markup=False)
