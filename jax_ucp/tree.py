@@ -42,9 +42,6 @@ _IGNORABLE = re.compile(
 )
 
 
-_TRAILING = re.compile(r"[. ]+(?=/|$)")
-
-
 # An axis has at most so many elements, and an array so many bytes: TensorStore's indices end there,
 # numpy's above.
 MAX_LENGTH = MAX_ARRAY_BYTES = (1 << 62) - 2
@@ -154,16 +151,16 @@ def leaf_names(paths: Sequence[Path]) -> list[str]:
     >>> leaf_names([(Key("dict", "W"),), (Key("dict", "w"),)])
     ['%%57', '%w']
     """
-    plain = [".".join(map(str, path)) for path in paths]
+    plain = [".".join([str(key.name) for key in path]) for path in paths]
     unsafe = _unsafe_names(plain)
     names = [
         _escaped(path) if name in unsafe else name for name, path in zip(plain, paths, strict=True)
     ]
-    counts = Counter(map(folded_name, names))
-    repeated = {folded for folded, count in counts.items() if count > 1}
+    folded = [folded_name(name) for name in names]
+    counts = Counter(folded)
     return [
-        _escaped(path, case=True) if folded_name(name) in repeated else name
-        for name, path in zip(names, paths, strict=True)
+        _escaped(path, case=True) if counts[fold] > 1 else name
+        for name, fold, path in zip(names, folded, paths, strict=True)
     ]
 
 
@@ -173,14 +170,20 @@ def _unsafe_names(names: Sequence[str]) -> set[str]:
     """
     folded = {name: folded_name(name) for name in names}
     counts = Counter(folded[name] for name in names)
-    parents = {name[:at] for name in counts for at in _slashes(name)}
+    parents = {name[:at] for name in counts if "/" in name for at in _slashes(name)}
     nested = parents & counts.keys()
-    unsafe: set[str] = set()
-    for name, fold in folded.items():
-        prefixes = [fold[:at] for at in (*_slashes(fold), len(fold))]
-        if counts[fold] > 1 or not nested.isdisjoint(prefixes) or not _is_plain(name):
-            unsafe.add(name)
-    return unsafe
+    return {
+        name
+        for name, fold in folded.items()
+        if counts[fold] > 1 or _is_nested(fold, nested) or not _is_plain(name, fold)
+    }
+
+
+def _is_nested(folded: str, nested: Set[str]) -> bool:
+    """Whether a name, or one above it, is among those that have another below them."""
+    if not nested:
+        return False
+    return not nested.isdisjoint([folded, *(folded[:at] for at in _slashes(folded))])
 
 
 def folded_name(name: str) -> str:
@@ -198,7 +201,7 @@ def folded_name(name: str) -> str:
     else:
         parts = (_compatible(_IGNORABLE.sub("", part)).casefold() for part in name.split("/"))
         folded = "/".join(_compatible(part).replace("/", "?") for part in parts)
-    return _TRAILING.sub("", folded)
+    return "/".join([part.rstrip(". ") for part in folded.split("/")])
 
 
 def tree_fault(paths: Iterable[Path]) -> str | None:
@@ -297,9 +300,8 @@ def _compatible(text: str) -> str:
     return unicodedata.normalize("NFKC", text)
 
 
-def _is_plain(name: str) -> bool:
+def _is_plain(name: str, folded: str) -> bool:
     """Whether a leaf's directory can have the name, on every file system."""
-    folded = folded_name(name)
     return is_leaf_name(name) and not folded.startswith("%") and not _is_taken(folded, _WRITTEN)
 
 

@@ -144,6 +144,8 @@ class ParamLayout:
 
         Raises LayoutError with every hole, overlap and double claim.
         """
+        if self._is_one_shard:
+            return
         faults = list(self._stray_fragments())
         if not faults:
             overlaps = list(self._overlaps())
@@ -161,6 +163,15 @@ class ParamLayout:
             raise LayoutError(
                 f"{len(self.shards)} shards do not form one array of shape {self.shape}:\n  {lines}"
             )
+
+    @property
+    def _is_one_shard(self) -> bool:
+        """Whether the parameter is one shard, whole and as it is stored."""
+        if self.shards != (self.shape,) or len(self.fragments) != 1 or self.averaged:
+            return False
+        whole = Box.whole(self.shape)
+        (only,) = self.fragments
+        return only.shard == 0 and only.source == only.target == whole
 
     def _stray_fragments(self) -> Iterable[str]:
         whole = Box.whole(self.shape)
