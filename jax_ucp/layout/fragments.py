@@ -144,18 +144,7 @@ class ParamLayout:
 
         Raises LayoutError with every hole, overlap and double claim.
         """
-        if self._is_one_shard:
-            return
-        faults = list(self._stray_fragments())
-        if not faults:
-            overlaps = list(self._overlaps())
-            faults = [
-                *overlaps,
-                *self._holes(bool(overlaps)),
-                *self._double_claims(),
-                *self._missing_replicas(),
-            ]
-        if faults:
+        if faults := self._faults:
             more = (
                 [f"... and {len(faults) - FAULTS_SHOWN} more"] if len(faults) > FAULTS_SHOWN else []
             )
@@ -163,6 +152,21 @@ class ParamLayout:
             raise LayoutError(
                 f"{len(self.shards)} shards do not form one array of shape {self.shape}:\n  {lines}"
             )
+
+    @cached_property
+    def _faults(self) -> Sequence[str]:
+        """What `check` finds. Many arrays may have one layout."""
+        if self._is_one_shard:
+            return ()
+        if strays := list(self._stray_fragments()):
+            return strays
+        overlaps = list(self._overlaps())
+        return [
+            *overlaps,
+            *self._holes(bool(overlaps)),
+            *self._double_claims(),
+            *self._missing_replicas(),
+        ]
 
     @property
     def _is_one_shard(self) -> bool:

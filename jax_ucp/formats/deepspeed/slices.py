@@ -132,6 +132,8 @@ class Slices:
         self._values(mp, ep, index, part)
 
     def _flat_states(self, mp: int, ep: int | None, part: Group, hyper: Mapping[str, Any]) -> None:
+        # States whose partitions have the same lengths share layouts, which are checked once then.
+        layouts: dict[tuple[Shape, ...], dict[str, tuple[ParamLayout, list[int]]]] = {}
         for state, tensors in part.flat.items():
             keys = [rank.key(tensor) for rank, tensor in zip(part.ranks, tensors, strict=True)]
             # No Adam divides by a second moment without an eps.
@@ -149,17 +151,15 @@ class Slices:
                     key, "padding", "padding alone: the group is shorter than its ranks"
                 )
             stored = tuple(tensor.shape for tensor in tensors)
-            for local, layout in part.layouts.items():
-                tensor = touched(replace(layout, shards=stored), keys)
-                self.add(
-                    mp,
-                    ep,
-                    state,
-                    local,
-                    part.shapes,
-                    tensor,
-                    f"{state} of {len(part.shapes)} parameters",
-                )
+            if stored not in layouts:
+                layouts[stored] = {
+                    local: touched(replace(layout, shards=stored))
+                    for local, layout in part.layouts.items()
+                }
+            reason = f"{state} of {len(part.shapes)} parameters"
+            for local, (layout, used) in layouts[stored].items():
+                tensor = Consolidated(layout, [keys[i] for i in used])
+                self.add(mp, ep, state, local, part.shapes, tensor, reason)
 
     def add(
         self,
