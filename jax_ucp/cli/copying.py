@@ -22,9 +22,9 @@ from jax_ucp.cli.output import (
     print_json,
     progress,
     size,
-    table,
     to_stderr,
 )
+from jax_ucp.cli.text_table import TextTable
 from jax_ucp.errors import ShardingWarning
 from jax_ucp.inspection import report
 from jax_ucp.inspection.report import Report
@@ -77,7 +77,7 @@ def plan(
     else:
         columns = ("leaf", "dtype", "shape", "pieces", "outer_chunk", "inner_chunk")
         rows = [[str(leaf[column]) for column in columns] for leaf in summary["leaves"]]
-        console.print(table([column.replace("_", " ") for column in columns], rows))
+        console.print(TextTable([column.replace("_", " ") for column in columns], rows))
     print_inventory(summary["not_mapped"], True)
 
 
@@ -133,13 +133,13 @@ def _print_mesh_plan(summary: Report) -> None:
         console.print(f"note: {note}")
     hosts = summary["hosts"]
     rows = [_host_row(i, host) for i, host in enumerate(hosts[:HOSTS_SHOWN])]
-    console.print(table(("host", "to read", "needed", "read / needed", "files"), rows))
+    console.print(TextTable(("host", "to read", "needed", "read / needed", "files"), rows))
     if len(hosts) > HOSTS_SHOWN:
         console.print(f"and {len(hosts) - HOSTS_SHOWN} hosts more, which --json lists")
     amplification, balance = summary["amplification"], summary["balance"]
     console.print(f"all hosts: read / needed {amplification:.3f}, most / mean {balance:.3f}")
     heads = ("leaf", "shape", "spec", "on each device", "given up")
-    console.print(table(heads, list(map(_placement_row, summary["leaves"]))))
+    console.print(TextTable(heads, list(map(_placement_row, summary["leaves"]))))
 
 
 def _host_row(i: int, host: Report) -> tuple[str, ...]:

@@ -15,7 +15,8 @@ from jax_ucp.cli.options import (
     open_checkpoint,
     source_options,
 )
-from jax_ucp.cli.output import console, print_json, table, to_stderr
+from jax_ucp.cli.output import console, print_json, to_stderr
+from jax_ucp.cli.text_table import TextTable
 from jax_ucp.inspection.mapping_report import mapping_report
 from jax_ucp.inspection.report import Report
 from jax_ucp.mapping.rules import shipped
@@ -51,10 +52,12 @@ def _print_mapping(report: Report, has_target: bool) -> None:
     columns = 5 if has_target else 4
     rows = [_row(leaf)[:columns] for leaf in report["leaves"]]
     if rows:
-        console.print(table(heads[:columns], rows))
+        console.print(TextTable(heads[:columns], rows))
     for requirement in report["requires"]:
         values = f", {requirement['found']}" if requirement["state"] == "met" else ""
-        console.print(f"requires {requirement['name']}: {requirement['state']}{values}")
+        console.print(
+            f"requires {requirement['name']}: {requirement['state']}{values}", markup=False
+        )
     for name, reason in report["skipped"]:
         console.print(f"skipped: {name}: {reason}")
     for note in report["notes"]:

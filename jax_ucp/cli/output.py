@@ -1,14 +1,14 @@
 """What several commands print, on stdout for its reader, notes and progress on stderr.
 
-All text goes through `Screen.print` or `table`: names, paths and messages are others', and none of
-them is obeyed.
+All text goes through `Screen.print` or `TextTable`: names, paths and messages are others', and none
+of them is obeyed.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,11 +22,11 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
-from rich.table import Table
 from rich.text import Text
 
+from jax_ucp.cli.text_table import TextTable
 from jax_ucp.inspection.report import Report
-from jax_ucp.text import visible, visible_lines
+from jax_ucp.text import visible_lines
 
 
 class Screen(Console):
@@ -61,16 +61,7 @@ def print_inventory(items: list[Report], all_: bool) -> None:
     shown = [item for item in items if all_ or item["status"] == "skipped"]
     if shown:
         rows = [(item["status"], item["where"], item["what"], item["reason"]) for item in shown]
-        console.print(table(("status", "item", "what", "why"), rows))
-
-
-def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for head in heads:
-        table.add_column(head, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(visible(cell)) for cell in row))
-    return table
+        console.print(TextTable(("status", "item", "what", "why"), rows))
 
 
 def size(nbytes: int) -> str:

@@ -55,7 +55,7 @@ class Box:
     @property
     def size(self) -> int:
         """Number of elements; 1 for the box of a scalar."""
-        return math.prod(self.shape)
+        return math.prod(map(operator.sub, self.stop, self.start))
 
     @property
     def index(self) -> tuple[slice, ...]:

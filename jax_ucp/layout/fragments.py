@@ -125,20 +125,35 @@ class ParamLayout:
 
         Raises LayoutError with every hole, overlap and double claim.
         """
-        faults = list(self._stray_fragments())
-        if not faults:
-            overlaps = list(self._overlaps())
-            faults = [
-                *overlaps,
-                *self._holes(bool(overlaps)),
-                *self._double_claims(),
-                *self._missing_replicas(),
-            ]
-        if faults:
+        if faults := self._faults:
             lines = fault_lines(faults, FAULTS_SHOWN)
             raise LayoutError(
                 f"{len(self.shards)} shards do not form one array of shape {self.shape}:\n  {lines}"
             )
+
+    @cached_property
+    def _faults(self) -> Sequence[str]:
+        """What `check` finds. Many arrays may have one layout."""
+        if self._is_one_shard:
+            return ()
+        if strays := list(self._stray_fragments()):
+            return strays
+        overlaps = list(self._overlaps())
+        return [
+            *overlaps,
+            *self._holes(bool(overlaps)),
+            *self._double_claims(),
+            *self._missing_replicas(),
+        ]
+
+    @property
+    def _is_one_shard(self) -> bool:
+        """Whether the parameter is one shard, whole and as it is stored."""
+        if self.shards != (self.shape,) or len(self.fragments) != 1 or self.averaged:
+            return False
+        whole = Box.whole(self.shape)
+        (only,) = self.fragments
+        return only.shard == 0 and only.source == only.target == whole
 
     def _stray_fragments(self) -> Iterable[str]:
         whole = Box.whole(self.shape)
