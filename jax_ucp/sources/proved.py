@@ -91,7 +91,8 @@ def proved(contents: Contents, undo: Callable[[], None] = lambda: None) -> Itera
     """What is read of the checkpoint is compared on the way with what it stores twice, and with
     its checksums; at the end the rest of it is.
 
-    Raises CorruptData where something differs, when it has called `undo`.
+    Raises CorruptData where something differs: when it has called `undo`, or for what changed since
+    the checkpoint was opened.
     """
     proofs = Proofs(contents)
     with proofs.watching():
@@ -102,6 +103,7 @@ def proved(contents: Contents, undo: Callable[[], None] = lambda: None) -> Itera
             failed = error
         contradiction = proofs.contradiction()
     if contradiction is not None:
+        contents.files.require_unchanged()
         undo()
         raise contradiction from failed
     if failed is not None:
