@@ -17,7 +17,10 @@ from hostile_files import changed_json, resealed, stock
 from jax_ucp.errors import TreeMismatch, UCPError
 from jax_ucp.tree import Key, tree_fault
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.filterwarnings("ignore::jax_ucp.errors.ShardingWarning"),
+]
 
 MESH = {"axis_names": ["x"], "axis_sizes": [2], "spec": ["x"], "device_ids": [0, 1]}
 

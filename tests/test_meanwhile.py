@@ -238,6 +238,7 @@ def test_a_source_that_is_written_over_during_an_export_is_not_exported(versions
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.filterwarnings("ignore::jax_ucp.errors.ShardingWarning")
 @pytest.mark.parametrize("change", ["overwrite", "remove", "replace", "touch"])
 def test_what_a_restore_read_of_files_that_changed_is_not_handed_out(versions, monkeypatch, change):
     source, overwrite = versions
