@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.peers import OURS, fresh, peers, ready
 from jax_ucp import open as ucp_open
-from jax_ucp.files.directory import Directory
+from jax_ucp.files.local import LocalFiles
 from jax_ucp.sharding.save import commit_snapshot, describe, take_snapshot, write_snapshot
 
 WARM_SHAPE = (1024, 512)
@@ -68,8 +68,8 @@ def _save(peer: str, path: Path, state: Any, budget: int | None) -> None:
         _peer(peer).save(path, state)
         return
     snapshot = take_snapshot(describe(state))
-    write_snapshot(snapshot, Directory(path), budget)
-    commit_snapshot(snapshot, Directory(path))
+    write_snapshot(snapshot, LocalFiles(path), budget)
+    commit_snapshot(snapshot, LocalFiles(path))
 
 
 def _restore(peer: str, path: Path, target: Any, budget: int | None) -> Any:

@@ -22,7 +22,7 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from jax_ucp.arguments import whole_number
 from jax_ucp.checkpoint import open
-from jax_ucp.files.directory import Directory
+from jax_ucp.files.local import LocalFiles
 from jax_ucp.sharding.fit import Rule
 from jax_ucp.sharding.restore import has_x64
 from jax_ucp.sharding.save import (
@@ -140,7 +140,7 @@ class _Begun:
 
     shared: SharedSave
     snapshot: Callable[[], Snapshot]
-    directory: Directory
+    directory: LocalFiles
     budget_bytes: int
 
     def finish(self) -> None:
@@ -152,8 +152,8 @@ class _Begun:
 
 
 def _begin(path: os.PathLike[str], args: Save, budget_bytes: int) -> _Begun:
-    directory = Directory(path)
-    shared = SharedSave(directory.path)
+    directory = LocalFiles(path)
+    shared = SharedSave(directory.root)
     snapshot = attempt(lambda: take_snapshot(args.described()))
     return _Begun(shared, snapshot, directory, _budget(args, budget_bytes))
 

@@ -18,12 +18,12 @@ from jax_ucp.layout.fragments import ParamLayout
 from jax_ucp.sharding.fit import Rule
 from jax_ucp.sources.consolidated import same_bits
 from jax_ucp.sources.contents import Contents
-from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+from jax_ucp.sources.protocol import ArrayInfo, MakesArrays
 from jax_ucp.text import visible_lines
 from jax_ucp.tree import Key, Leaf, leaf_names
 
 
-class MemoryStore(ArraySource):
+class MemoryStore(MakesArrays):
     """Arrays in a dict; a source and a store whose contents a test can look at."""
 
     def __init__(self, data: Mapping[str, np.ndarray]):

@@ -17,7 +17,7 @@ from dcp_writer import Writer
 from hostile_files import changed_json, renamed, resealed, saved, stock, tree_of_files
 from jax_ucp.cli.main import main
 from jax_ucp.errors import FormatError, UCPError
-from jax_ucp.files.directory import Directory, name_fault
+from jax_ucp.files.local import LocalFiles, name_fault
 from jax_ucp.layout.box import Box
 from jax_ucp.universal.ocdbt import MANIFEST_FILE, Range, manifest_bytes, node_bytes
 
@@ -214,7 +214,7 @@ def test_a_directory_writes_through_no_link(tmp_path, victim):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "a").symlink_to(victim / "a")
     before = tree_of_files(victim)
-    directory = Directory(tmp_path / "out")
+    directory = LocalFiles(tmp_path / "out")
     for name in ("a/c.0", "a", "../victim/a/c.0"):
         with pytest.raises(FormatError):
             directory.put(name, [b"x"], durable=False)

@@ -25,7 +25,7 @@ import jax_ucp as ucp
 from helpers import memory
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
 from jax_ucp.files import directory as directories
-from jax_ucp.files.directory import Directory
+from jax_ucp.files.local import LocalFiles
 from jax_ucp.formats import exporting as export
 from jax_ucp.sharding import restore as restoring
 from jax_ucp.universal.ledger import LEDGER_FILE
@@ -464,9 +464,11 @@ def test_a_ledger_that_is_a_link_is_not_written_through(half, tmp_path):
 
 
 def test_leaves_whose_names_a_file_system_takes_for_one_are_both_there(tmp_path, monkeypatch):
-    file = Directory.file
+    file = LocalFiles.file
     monkeypatch.setattr(
-        Directory, "file", lambda self, name: file(self, unicodedata.normalize("NFC", name).lower())
+        LocalFiles,
+        "file",
+        lambda self, name: file(self, unicodedata.normalize("NFC", name).lower()),
     )
     want = {
         "W": np.ones(4),
@@ -521,7 +523,7 @@ def test_an_error_of_the_disk_that_another_program_was_told_first_ends_a_save(
     disk, clock = OtherLibc(), iter(range(1, 1 << 30))
     source = memory({"param": {"a": np.arange(6.0)}})
     born.clear()
-    open_, put, write_files = os.open, Directory.put, export.write_files
+    open_, put, write_files = os.open, LocalFiles.put, export.write_files
 
     def opened_now(*args, **options):
         handle = open_(*args, **options)
@@ -533,7 +535,7 @@ def test_an_error_of_the_disk_that_another_program_was_told_first_ends_a_save(
 
     monkeypatch.setattr(os, "open", opened_now)
     monkeypatch.setattr(directories, "_libc", disk)
-    monkeypatch.setattr(Directory, "put", after(put, fail))
+    monkeypatch.setattr(LocalFiles, "put", after(put, fail))
     monkeypatch.setattr(export, "write_files", after(write_files, fail))
     with pytest.raises(OSError, match=str(tmp_path)):
         JOBS[job](source, tmp_path / "out")

@@ -26,7 +26,7 @@ from helpers import memory
 from jax_ucp.arguments import local_path
 from jax_ucp.cli.main import main
 from jax_ucp.errors import SpecError, UnsupportedPath
-from jax_ucp.files.directory import Directory
+from jax_ucp.files.local import LocalFiles
 from jax_ucp.shard_spec.notation import parse
 from jax_ucp.sources.consolidated import same_bits
 
@@ -87,7 +87,7 @@ DOORS: dict[str, Callable[[Any], object]] = {
     "map": lambda url: ucp.Checkpoint.of({"param": TREE}).map(url),
     "handler": lambda url: ucp.CheckpointHandler().save(url, ucp.args.Save(TREE)),
     "handler restore": lambda url: ucp.CheckpointHandler().restore(url),
-    "directory": Directory,
+    "directory": LocalFiles,
 }
 COMMANDS: dict[str, Callable[[str], tuple]] = {
     "inspect": lambda url: ("inspect", url),

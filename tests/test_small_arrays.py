@@ -21,7 +21,7 @@ from orbax.checkpoint import v1
 
 import jax_ucp as ucp
 from jax_ucp.errors import CorruptData, NotACheckpoint
-from jax_ucp.files.directory import Directory
+from jax_ucp.files.local import LocalFiles
 from jax_ucp.layout.blocks import Chunks
 from jax_ucp.sources.consolidated import same_bits
 from jax_ucp.sources.protocol import ArrayInfo
@@ -215,7 +215,7 @@ def test_swapped_chunks_of_a_pack_are_found_by_verify(numbers, tmp_path):
 
 
 def stopped_when_none_is_left(do: Callable[..., None], left: Iterator[int]) -> Callable[..., None]:
-    def step(directory: Directory, name: str, *args: Any, **kwargs: Any) -> None:
+    def step(directory: LocalFiles, name: str, *args: Any, **kwargs: Any) -> None:
         if next(left, None) is None:
             raise KeyboardInterrupt(name)
         do(directory, name, *args, **kwargs)
@@ -232,7 +232,7 @@ def test_a_save_that_stops_at_any_file_leaves_no_checkpoint(tmp_path, monkeypatc
         left = iter(range(stop))
         for what in ("put", "delete"):
             monkeypatch.setattr(
-                Directory, what, stopped_when_none_is_left(getattr(Directory, what), left)
+                LocalFiles, what, stopped_when_none_is_left(getattr(LocalFiles, what), left)
             )
         item = tmp_path / str(stop)
         try:

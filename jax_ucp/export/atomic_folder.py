@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from jax_ucp.files.directory import remove, sync_file_system
+from jax_ucp.files.local import remove, sync_file_system
 
 
 def check_free(target: Path) -> None:

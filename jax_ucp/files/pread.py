@@ -1,7 +1,7 @@
-"""Bytes of a file straight into memory that is there already: no page of the file is mapped on the
-way.
+"""Bytes of a file straight into memory that is there already.
 
-A mapped page that the disk cannot give ends the process (SIGBUS); a read raises an error.
+No page of the file is mapped on the way: a mapped page that the disk cannot give ends the process
+(SIGBUS), where a read raises an error.
 """
 
 from __future__ import annotations
@@ -45,22 +45,3 @@ def _fill(handle: int, offset: int, out: np.ndarray) -> None:
         if not count:
             raise CorruptData(f"the file ends at byte {offset}, {len(room)} bytes too soon")
         room, offset = room[count:], offset + count
-
-
-def run_start(
-    start: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...]
-) -> int | None:
-    """The first of the elements of a box at `start`, if they lie one after the other in row-major
-    order; else None.
-
-    `strides` are those of the whole tensor, in elements.
-
-    >>> run_start((1, 0), (2, 4), strides=(4, 1)), run_start((1, 0), (2, 3), strides=(4, 1))
-    (4, None)
-    """
-    expected = 1
-    for n, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if n != 1 and stride != expected:
-            return None
-        expected *= n
-    return sum(a * stride for a, stride in zip(start, strides, strict=True))

@@ -7,65 +7,55 @@ before it is first read, and again at the end.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
-from typing import TypeVar
 
-from jax_ucp.errors import CorruptData
+from jax_ucp.errors import CorruptData, fault_lines
+from jax_ucp.files.protocol import FileInfo, Files
 
 FAULTS_SHOWN = 8
 
-AnyPath = TypeVar("AnyPath", str, Path)
-Identity = tuple[int, int, int]  # size, mtime in nanoseconds, inode
-
 
 class SourceFiles:
-    """Files as they were before anything of them was read: size, time of the last change, inode."""
+    """Files as they were before anything of them was read."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, Identity] = {}
+        self._seen: dict[str, tuple[Files, FileInfo]] = {}
 
-    def note(self, path: str | Path, found: os.stat_result | None = None) -> None:
-        """Look at a file, if this is the first time; `found` is what was just seen of it."""
-        name = os.fspath(path)
-        name = name if os.path.isabs(name) else os.path.abspath(name)
-        if name in self._seen:
-            return
-        with suppress(OSError, ValueError):  # one that is not there is for its reader to miss
-            self._seen[name] = _identity(found or os.stat(name))
+    def note(self, files: Files, file: FileInfo) -> None:
+        """Remember a file as it is now, if this is the first time."""
+        self._seen.setdefault(files.url(file.name), (files, file))
 
-    def identities(self) -> list[tuple[str, Identity]]:
-        """Each file by its path, sorted, as it was."""
-        return sorted(self._seen.items())
+    def identities(self) -> list[tuple[str, int, str]]:
+        """URL, size and version of each file, sorted."""
+        return sorted((url, file.size, file.version) for url, (_, file) in self._seen.items())
 
     def changes(self) -> Iterator[str]:
         """What has become of each file that is not as it was."""
-        for name, before in self._seen.items():
-            try:
-                now = _identity(os.stat(name))
-            except (FileNotFoundError, NotADirectoryError):
-                yield f"{name} is gone"
-                continue
-            if now != before:
-                yield f"{name} is not the file that was opened: {_difference(before, now)}"
+        for url, (files, before) in self._seen.items():
+            now = files.stat(before.name)
+            if now is None:
+                yield f"{url} is gone"
+            elif now.size != before.size:
+                yield (
+                    f"{url} is not the file that was opened: it has {now.size} bytes, and had"
+                    f" {before.size}"
+                )
+            elif now != before:
+                yield f"{url} is not the file that was opened: it was replaced, or written to"
 
     def require_unchanged(self) -> None:
         """Raises CorruptData, naming files, where one is not as it was when it was opened."""
         changes = list(self.changes())
         if not changes:
             return
-        more = (
-            [f"... and {len(changes) - FAULTS_SHOWN} more"] if len(changes) > FAULTS_SHOWN else []
-        )
         title = (
             "the checkpoint changed while it was read, so that what was read may be of two:"
             f" {len(changes)} files"
         )
-        lines = "\n  ".join([title, *changes[:FAULTS_SHOWN], *more])
-        raise CorruptData(f"{lines}\nOpen it again when nothing writes to it.")
+        lines = fault_lines(changes, FAULTS_SHOWN)
+        raise CorruptData(f"{title}\n  {lines}\nOpen it again when nothing writes to it.")
 
 
 @contextmanager
@@ -84,49 +74,12 @@ def opening() -> Iterator[SourceFiles]:
         _opening.reset(token)
 
 
-def noted(path: AnyPath) -> AnyPath:
-    """The path of a file that is about to be read, noted for the checkpoint that is being
-    opened, if one is.
+def note(files: Files, file: FileInfo) -> None:
+    """Note a file that is about to be read, or on whose size something rests, for the checkpoint
+    that is being opened, if one is.
     """
-    files = _opening.get()
-    if files is not None:
-        files.note(path)
-    return path
-
-
-def look(path: str) -> os.stat_result | None:
-    """What the system says of a file, noted like `noted`; None where nothing is."""
-    try:
-        found = os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    files = _opening.get()
-    if files is not None:
-        files.note(path, found)
-    return found
+    if (seen := _opening.get()) is not None:
+        seen.note(files, file)
 
 
 _opening: ContextVar[SourceFiles | None] = ContextVar("opening", default=None)
-
-
-def _identity(found: os.stat_result) -> Identity:
-    return found.st_size, found.st_mtime_ns, found.st_ino
-
-
-def _difference(before: Identity, now: Identity) -> str:
-    (size, changed, inode), (size_now, changed_now, inode_now) = before, now
-    found = []
-    if size_now != size:
-        found.append(f"it has {size_now} bytes, and had {size}")
-    if changed_now != changed:
-        found.append(
-            f"it was written {abs(changed_now - changed) / 1e9:.9g} s"
-            f" {_order(changed, changed_now)}"
-        )
-    if inode_now != inode:
-        found.append(f"it has inode {inode_now}, and had {inode}")
-    return ", ".join(found)
-
-
-def _order(before: int, now: int) -> str:
-    return "later" if now > before else "earlier"

@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jax_ucp.errors import FormatError
+from jax_ucp.files.path import FilePath
 from jax_ucp.formats import json_values as extras
 from jax_ucp.formats.json_values import as_json
 from jax_ucp.formats.options import NOTHING_TWICE, Options
@@ -50,7 +50,7 @@ class Import:
     """
 
     def __init__(
-        self, format: str, path: Path, shards: ArraySource, on_conflict: str | None = None
+        self, format: str, path: FilePath, shards: ArraySource, on_conflict: str | None = None
     ):
         self.format, self.path, self.shards, self.on_conflict = format, path, shards, on_conflict
         self.stored = shards.arrays()

@@ -11,12 +11,12 @@ fact, and nobody states it here.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jax_ucp.errors import FormatError
+from jax_ucp.files.path import FilePath
 from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
 from jax_ucp.formats.torch_save.unpickle import Record
 from jax_ucp.layout.box import Box
@@ -43,7 +43,7 @@ RATES = ("lr", "_last_lr", "last_lr")
 class Facts:
     """Facts by name, each with the first file that stated it."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: FilePath):
         self.folder = folder
         self._known: dict[tuple[Hashable, str], tuple[str, Any]] = {}
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from jax_ucp.arguments import local_path
 from jax_ucp.errors import FormatError, NotACheckpoint, SpecError, UCPError
+from jax_ucp.files.path import FilePath, file_path
 from jax_ucp.files.source_files import opening
 from jax_ucp.formats.dcp import reader as dcp
 from jax_ucp.formats.deepspeed import reader as deepspeed
@@ -29,9 +28,9 @@ from jax_ucp.formats.torch_save import reader as torch_state
 from jax_ucp.sources.beside import MARKERS, items_beside
 from jax_ucp.sources.contents import Contents
 from jax_ucp.universal import reader as universal
-from jax_ucp.universal.ledger import Ledger
+from jax_ucp.universal.ledger import LEDGER_FILE
 
-Opener = Callable[[Path, Options], Contents]
+Opener = Callable[[FilePath, Options], Contents]
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Format:
             looks in the folder that is opened, and in the one that it names.
     """
 
-    recognise: Callable[[Path], bool]
+    recognise: Callable[[FilePath], bool]
     label: str
     open: Opener
     takes_spec: bool = False
@@ -58,7 +57,7 @@ class Format:
     notes_siblings: bool = False
 
 
-def _open_step(path: Path, options: Options) -> Contents:
+def _open_step(path: FilePath, options: Options) -> Contents:
     """The one PyTree item of a step. Raises NotACheckpoint, naming the items, where there is not
     just one.
     """
@@ -161,14 +160,14 @@ FORMATS: tuple[Format, ...] = (
 )
 
 
-def open_contents(path: str | os.PathLike[str], options: Options) -> Contents:
+def open_contents(path: str | os.PathLike[str] | FilePath, options: Options) -> Contents:
     """What the checkpoint at `path` holds, whoever wrote it. Reads metadata only.
 
     Raises NotACheckpoint where nothing there is a finished checkpoint of a format in the table,
     FormatError where what is there is not as its format has it, and SpecError for a spec that its
     format has no use for.
     """
-    at = local_path(path)
+    at = file_path(path)
     _require_finished(path, at)
     format = _format_of(at)
     if format is None:
@@ -190,11 +189,11 @@ def open_contents(path: str | os.PathLike[str], options: Options) -> Contents:
         ) from error
 
 
-def _format_of(at: Path) -> Format | None:
+def _format_of(at: FilePath) -> Format | None:
     return next((format for format in FORMATS if format.recognise(at)), None)
 
 
-def _open_as(format: Format, at: Path, options: Options) -> Contents:
+def _open_as(format: Format, at: FilePath, options: Options) -> Contents:
     with opening() as files:
         contents = format.open(at, options)
         _require_use(contents, options)
@@ -203,18 +202,18 @@ def _open_as(format: Format, at: Path, options: Options) -> Contents:
     return replace(settled, files=files)
 
 
-def _require_finished(path: str | os.PathLike[str], at: Path) -> None:
+def _require_finished(path: str | os.PathLike[str] | FilePath, at: FilePath) -> None:
     """Raise NotACheckpoint where nothing is at the path, or a conversion that has not finished."""
     if not at.exists():
-        link = f": it is a link to {at.readlink()}, which is not there" if at.is_symlink() else ""
+        link = f": it is a link to {at.link()}, which is not there" if at.link() else ""
         raise NotACheckpoint(f"{path} does not exist{link}")
-    if Ledger.begun(at) and not universal.recognise(at):
+    if (at / LEDGER_FILE).is_file() and not universal.recognise(at):
         raise NotACheckpoint(
             f"{path} is an unfinished conversion: run the same convert again to complete it"
         )
 
 
-def _not_recognised(path: str | os.PathLike[str], at: Path) -> NotACheckpoint:
+def _not_recognised(path: str | os.PathLike[str] | FilePath, at: FilePath) -> NotACheckpoint:
     """The error for a path that no format recognises, with what is known of what is there."""
     if at.is_file() and (why := stand_in(at)):
         return NotACheckpoint(f"{path} is no checkpoint: {why}")
@@ -227,13 +226,13 @@ def _not_recognised(path: str | os.PathLike[str], at: Path) -> NotACheckpoint:
     return NotACheckpoint(message)
 
 
-def _with_notes(contents: Contents, at: Path, format: Format, options: Options) -> Contents:
+def _with_notes(contents: Contents, at: FilePath, format: Format, options: Options) -> Contents:
     """The contents, with notes on weights that a trainer left beside, and where there is nothing
     to `on_conflict`.
     """
     notes = list(contents.notes)
     if not format.notes_siblings:
-        for folder in dict.fromkeys([at, Path(contents.path)]):
+        for folder in dict.fromkeys([at, file_path(contents.path)]):
             notes += weight_folder.notes_beside(folder, format.from_torch)
     if options.on_conflict and format.stores_once:
         notes.append(NOTHING_TWICE.format(options.on_conflict))

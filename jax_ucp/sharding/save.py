@@ -16,14 +16,15 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jax_ucp.errors import UnsupportedLeaf
-from jax_ucp.files.directory import Directory
+from jax_ucp.files.local import LocalFiles
+from jax_ucp.files.protocol import read_file
 from jax_ucp.layout.blocks import SMALL_BYTES, Chunks, chunk_shapes, grid_boxes, writer_cells
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.sharding.boxes import Device, device_boxes, process_boxes, saved_sharding
 from jax_ucp.sharding.trees import Node, empty_kind, kind_of, walk
 from jax_ucp.sources.budget import DEFAULT_BUDGET, run_bounded
-from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+from jax_ucp.sources.protocol import ArrayInfo, MakesArrays
 from jax_ucp.tree import Leaf, SavedSharding, leaf_names, unspeakable_paths
 from jax_ucp.universal.metadata import Metadata, digest
 from jax_ucp.universal.orbax_tree import orbax_files
@@ -32,7 +33,7 @@ from jax_ucp.universal.store import METADATA_FILE, Commit, ZarrStore, require_st
 
 
 @dataclass(frozen=True)
-class Snapshot(ArraySource):
+class Snapshot(MakesArrays):
     """A tree taken to host memory by this process, ready to be written.
 
     `leaves` and `chunks` are the same on all processes; `blocks` are the outer chunks this process
@@ -131,12 +132,12 @@ def take_snapshot(described: Description) -> Snapshot:
 
 
 def write_snapshot(
-    snapshot: Snapshot, directory: Directory, budget_bytes: int = DEFAULT_BUDGET
+    snapshot: Snapshot, directory: LocalFiles, budget_bytes: int = DEFAULT_BUDGET
 ) -> None:
     """Write this process's chunks, and its part of the digests. The directory is not yet a
     checkpoint.
     """
-    if directory.read(METADATA_FILE) is not None:
+    if read_file(directory, METADATA_FILE) is not None:
         raise FileExistsError(f"{directory} is a checkpoint already; save to another path")
     store = ZarrStore(directory, snapshot.infos, snapshot.chunks)
     packed = packed_arrays(snapshot.infos, snapshot.chunks)
@@ -171,7 +172,7 @@ def write_snapshot(
     write_part(store, jax.process_index())
 
 
-def commit_snapshot(snapshot: Snapshot, directory: Directory) -> Metadata:
+def commit_snapshot(snapshot: Snapshot, directory: LocalFiles) -> Metadata:
     """Make the directory a checkpoint. One process does this, after all have written their
     snapshots.
     """

@@ -23,9 +23,6 @@ class MemorySource(ArraySource):
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self._arrays
 
-    def read(self, key: str, box: Box) -> np.ndarray:
-        return self._data[key][box.index].copy()
-
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
         for box, out in zip(boxes, outs, strict=True):
             out[...] = self._data[key][box.index]
@@ -80,12 +77,6 @@ class Combined(Watched):
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self._arrays
-
-    def read(self, key: str, box: Box) -> np.ndarray:
-        source, inner = self._places[key]
-        data = source.read(inner, box)
-        self._show(key, [box], [data])
-        return data
 
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
         source, inner = self._places[key]

@@ -44,19 +44,6 @@ class ConsolidatedView(Watched):
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self._arrays
 
-    def read(self, key: str, box: Box) -> np.ndarray:
-        param, dtype = self._params[key], self._arrays[key].dtype
-        blocks = param.layout.narrow(box)
-        if len(blocks) == 1 and not param.layout.averaged:
-            fragment = blocks[0][0]
-            if box.within(fragment.target):
-                data = self._read(param, fragment, box)
-                self._show(key, [box], [data])
-                return data
-        out = np.empty(box.shape, dtype)
-        self.read_into(key, [box], [out])
-        return out
-
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
         """Read each box into its array: every shard is asked once for all that they want of it."""
         param = self._params[key]

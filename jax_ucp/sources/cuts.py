@@ -99,19 +99,6 @@ class WithCuts(ArraySource):
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self._arrays
 
-    def read(self, key: str, box: Box) -> np.ndarray:
-        cut = self._cuts.get(key)
-        if cut is None:
-            return self._source.read(key, box)
-        if cut.transposed:
-            return self._read(key, Box(box.start[::-1], box.stop[::-1])).T
-        return self._read(key, box)
-
-    def _read(self, key: str, box: Box) -> np.ndarray:
-        if (place := self._places[key]) is None:
-            return self._view.read(key, box)
-        return self._source.read(self._cuts[key].key, _at(place, box)).reshape(box.shape)
-
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
         cut = self._cuts.get(key)
         if cut is None:
@@ -173,13 +160,6 @@ class _Flat(ArraySource):
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self._arrays
-
-    def read(self, key: str, box: Box) -> np.ndarray:
-        if len(self._shapes[key]) == 1:
-            return self._source.read(key, box)
-        boxes = range_boxes(self._shapes[key], box.start[0], box.stop[0])
-        parts = [self._source.read(key, part).ravel() for part in boxes]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
         parts: list[Box] = []

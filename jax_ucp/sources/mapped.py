@@ -18,7 +18,7 @@ from jax_ucp.layout.strided import LeafForm, LeafLayout, Part, Place, Step, hull
 from jax_ucp.sources.checks import Check, Extent
 from jax_ucp.sources.consolidated import same_bits
 from jax_ucp.sources.gather import read_boxes
-from jax_ucp.sources.protocol import BLOCK_BYTES, ArrayInfo, ArraySource
+from jax_ucp.sources.protocol import BLOCK_BYTES, ArrayInfo, ArraySource, MakesArrays
 from jax_ucp.sources.watched import Proof, Watched, split
 
 
@@ -40,7 +40,7 @@ class Formed:
         return BoxIndex(self.hulls)
 
 
-class MappedView(Watched):
+class MappedView(Watched, MakesArrays):
     """An `ArraySource` of leaves over an `ArraySource` of parameters.
 
     A box of a leaf is read straight out of the boxes of the parameters that hold it: at most

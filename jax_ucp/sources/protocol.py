@@ -70,20 +70,32 @@ class ArraySource(Protocol):
         ...
 
     @abstractmethod
-    def read(self, key: str, box: Box) -> np.ndarray:
-        """The elements of `box` of array `key`, in the shape of the box.
-
-        A writeable result is the caller's own. A read-only one may be a view of a memory-mapped
-        file, or of something else that lives on: callers that keep it, or hand it to a device, copy
-        it.
-        """
+    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+        """Read each box into its array, of any strides; what is stored once, once for all of them."""
         ...
 
-    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
-        """Read each box into its array, of any strides; what is stored once, once for all of them.
+    def read(self, key: str, box: Box) -> np.ndarray:
+        """The elements of `box` of array `key`, in the shape of the box: memory of the caller's
+        own.
+        """
+        out = np.empty(box.shape, self.arrays()[key].dtype)
+        self.read_into(key, [box], [out])
+        return out
 
-        Without a way of its own a source copies what `read` gives, for which every chunk is read
-        once: the columns that eight devices want of one chunk cost one read of it, not eight.
+    def checks(self, extent: Extent) -> Iterable[Check]:
+        """What a source can prove of its own arrays, by checksums or copies of them."""
+        return ()
+
+
+class MakesArrays(ArraySource):
+    """A source whose `read` makes arrays, of chunks that it decodes, or by computing."""
+
+    @abstractmethod
+    def read(self, key: str, box: Box) -> np.ndarray: ...
+
+    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+        """Read each box into its array. Every chunk is read once: the columns that eight devices
+        want of one chunk cost one read of it, not eight.
         """
         info = self.arrays()[key]
         if info.chunk is None or (len(boxes) == 1 and outs[0].nbytes <= BLOCK_BYTES):
@@ -96,10 +108,6 @@ class ArraySource(Protocol):
                 data = self.read(key, around)
                 for i, hit in sharing:
                     outs[i][hit.relative_to(boxes[i]).index] = data[hit.relative_to(around).index]
-
-    def checks(self, extent: Extent) -> Iterable[Check]:
-        """What a source can prove of its own arrays, by checksums or copies of them."""
-        return ()
 
 
 def _sharing(

@@ -13,7 +13,6 @@ import numpy as np
 from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.box_index import BoxIndex
-from jax_ucp.layout.samples import SMALL_BLOCK
 from jax_ucp.sources.checks import CHECK_BYTES, Alarm, Check, Extent
 from jax_ucp.sources.protocol import ArraySource
 
@@ -185,9 +184,6 @@ def _is_covered(box: Box, by: Sequence[Box]) -> bool:
 
 def elements_of(source: ArraySource, key: str, boxes: Sequence[Box]) -> np.ndarray:
     """The elements of the boxes, one box after the other."""
-    # a view of the file takes no copy, but time to be made
-    if len(boxes) == 1 and boxes[0].size > SMALL_BLOCK:
-        return np.asarray(source.read(key, boxes[0])).reshape(-1)
     result = np.empty(sum(box.size for box in boxes), source.arrays()[key].dtype)
     source.read_into(key, boxes, split(result, boxes))
     return result

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from jax_ucp.arguments import whole_number
-from jax_ucp.files.directory import Directory
+from jax_ucp.files.local import LocalFiles
 from jax_ucp.layout.blocks import (
     INNER_BYTES,
     OUTER_BYTES,
@@ -186,7 +186,7 @@ def copy(
     contradicts itself or changed meanwhile, FormatError if `target` holds another unfinished copy.
     """
     require_target(contents, target)
-    store = ZarrStore(Directory(target), plan.arrays, plan.chunks)
+    store = ZarrStore(LocalFiles(target), plan.arrays, plan.chunks)
     ledger = Ledger(target, _identity(contents, plan))
     try:
         if (target / METADATA_FILE).exists() and not ledger.resumed:

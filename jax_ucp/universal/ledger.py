@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from jax_ucp.errors import FormatError
-from jax_ucp.files.directory import remove
+from jax_ucp.files.local import remove
 from jax_ucp.layout.box import Box
 from jax_ucp.universal.store import Written
 

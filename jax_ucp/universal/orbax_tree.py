@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from jax_ucp.errors import FormatError, NotACheckpoint
-from jax_ucp.files.directory import Directory
+from jax_ucp.files.protocol import Files, read_file, walk
 from jax_ucp.tree import (
     MAX_TREE_DEPTH,
     Axes,
@@ -226,7 +226,7 @@ class OrbaxTree:
     all_chunks_stored: bool
 
 
-def read_orbax_tree(directory: Directory) -> OrbaxTree:
+def read_orbax_tree(directory: Files) -> OrbaxTree:
     """The tree of the stock PyTree checkpoint in `directory`.
 
     Raises FormatError where a file says something stock Orbax 0.12 does not, or two leaves have one
@@ -237,7 +237,7 @@ def read_orbax_tree(directory: Directory) -> OrbaxTree:
     content = _json(directory, TREE_FILE, _TreeFile)
     if MARK in (content.custom_metadata or {}):
         raise NotACheckpoint(
-            f"{directory} is a universal checkpoint without its ucp.json: it was never finished, or"
+            f"{directory.url()} is a universal checkpoint without its ucp.json: it was never finished, or"
             " the file is lost. If a conversion was stopped here, run it again."
         )
     told = _Told(
@@ -249,7 +249,7 @@ def read_orbax_tree(directory: Directory) -> OrbaxTree:
     entries = list(content.tree_metadata.values())
     paths = [tuple(_key(directory, key) for key in entry.key_metadata) for entry in entries]
     if fault := tree_fault(paths):
-        raise FormatError(f"{directory}/{TREE_FILE} is no tree: {fault}")
+        raise FormatError(f"{directory.url()}/{TREE_FILE} is no tree: {fault}")
     leaves: list[Leaf] = []
     stored: dict[str, str] = {}
     written: dict[str, tuple[int, ...]] = {}
@@ -273,7 +273,7 @@ def read_orbax_tree(directory: Directory) -> OrbaxTree:
 class _Told:
     """What the files beside the tree say of leaves, by stock's names of them."""
 
-    directory: Directory
+    directory: Files
     shardings: Mapping[str, SavedSharding]
     strings: Mapping[str, str]
     key_impls: Mapping[str, str]
@@ -295,10 +295,10 @@ class _Told:
         return Leaf(path, name, kind, value=value, key_impl=impl, sharding=sharding)
 
 
-def _key_impls(directory: Directory) -> dict[str, str]:
+def _key_impls(directory: Files) -> dict[str, str]:
     """Of what kind the arrays of PRNG keys are, by stock's names of them; "" of other arrays."""
     impls: dict[str, str] = {}
-    for name in directory.files():
+    for name in (file.name for file in walk(directory)):
         if name.startswith("array_metadatas/") and not name.startswith("array_metadatas/."):
             for entry in _json(directory, name, _ArrayMetadatas).array_metadatas:
                 impl = (entry.array_metadata.ext_metadata or {}).get("random_key_impl", "")
@@ -307,7 +307,7 @@ def _key_impls(directory: Directory) -> dict[str, str]:
 
 
 def _require_own_places(
-    directory: Directory, entries: Sequence[_Entry], leaves: Sequence[Leaf]
+    directory: Files, entries: Sequence[_Entry], leaves: Sequence[Leaf]
 ) -> None:
     """Raises FormatError where two leaves with a value have one name."""
     seen: set[str] = set()
@@ -317,7 +317,7 @@ def _require_own_places(
         name = _stock_name(entry)
         if name in seen:
             raise FormatError(
-                f"{directory}/{TREE_FILE}: {name} is the name of two leaves: Orbax wrote both to"
+                f"{directory.url()}/{TREE_FILE}: {name} is the name of two leaves: Orbax wrote both to"
                 " one place and kept the last"
             )
         seen.add(name)
@@ -334,11 +334,13 @@ def _key_type(key: Key) -> int:
     return _SEQUENCE if by_position else _DICT
 
 
-def _key(directory: Directory, entry: _KeyEntry) -> Key:
+def _key(directory: Files, entry: _KeyEntry) -> Key:
     if entry.key_type != _SEQUENCE:
         return Key("dict", entry.key)
     if not re.fullmatch("[0-9]{1,9}", entry.key):
-        raise FormatError(f"{directory}/{TREE_FILE} has {entry.key!r:.80} for a place in a list")
+        raise FormatError(
+            f"{directory.url()}/{TREE_FILE} has {entry.key!r:.80} for a place in a list"
+        )
     return Key("list", int(entry.key))
 
 
@@ -387,7 +389,7 @@ def _compact(content: Any) -> str:
     return json.dumps(content, separators=(",", ":"))
 
 
-def _shardings(directory: Directory) -> dict[str, SavedSharding]:
+def _shardings(directory: Files) -> dict[str, SavedSharding]:
     """The NamedShardings of leaves, by stock's names of them."""
     found: dict[str, SavedSharding] = {}
     for key, text in _json(directory, SHARDING_FILE, dict[str, str], {}).items():
@@ -397,7 +399,7 @@ def _shardings(directory: Directory) -> dict[str, SavedSharding]:
                 found[name] = _saved_sharding(msgspec.json.decode(text, type=_Sharding))
         except (ValueError, RecursionError) as error:
             raise FormatError(
-                f"{directory}/{SHARDING_FILE} is damaged at {key!r:.80}: {error}"
+                f"{directory.url()}/{SHARDING_FILE} is damaged at {key!r:.80}: {error}"
             ) from None
     return found
 
@@ -414,14 +416,16 @@ def _saved_sharding(said: _Sharding) -> SavedSharding:
     return sharding
 
 
-def _json(directory: Directory, name: str, kind: type[T], default: T | None = None) -> T:
+def _json(directory: Files, name: str, kind: type[T], default: T | None = None) -> T:
     """What a file says, which is of a kind; `default` if it is not there."""
-    data = directory.read(name)
+    data = read_file(directory, name)
     if data is None:
         if default is None:
-            raise FormatError(f"{directory}/{name} is missing; a PyTree checkpoint of Orbax has it")
+            raise FormatError(
+                f"{directory.url()}/{name} is missing; a PyTree checkpoint of Orbax has it"
+            )
         return default
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(f"{directory}/{name} is damaged: {error}") from None
+        raise FormatError(f"{directory.url()}/{name} is damaged: {error}") from None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jax_ucp.errors import CorruptData
+from jax_ucp.files.path import FilePath
 from jax_ucp.layout.blocks import grid_boxes, grid_place
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.beside import MARKERS, items_beside
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from jax_ucp.formats.options import Options
 
 
-def recognise(path: Path) -> bool:
+def recognise(path: FilePath) -> bool:
     return (path / METADATA_FILE).is_file()
 
 
-def open_universal(path: Path, options: Options) -> Contents:
+def open_universal(path: FilePath, options: Options) -> Contents:
     """The universal checkpoint at `path`. Raises CorruptData if one of its files is not there,
     or has another size.
     """
@@ -87,7 +87,7 @@ def _pieces(metadata: Metadata, store: ZarrStore, leaf: Leaf) -> list[Piece]:
     return pieces
 
 
-def _inventory(path: Path, metadata: Metadata, store: ZarrStore) -> list[Item]:
+def _inventory(path: FilePath, metadata: Metadata, store: ZarrStore) -> list[Item]:
     inventory = [
         Item(leaf.name if leaf.has_array else METADATA_FILE, _what(leaf), "mapped", leaf.label)
         for leaf in metadata.leaves

@@ -22,7 +22,9 @@ import numpy as np
 import xxhash
 
 from jax_ucp.errors import CorruptData, NotACheckpoint, UnsupportedLeaf
-from jax_ucp.files.directory import Directory
+from jax_ucp.files.local import LocalFiles
+from jax_ucp.files.path import FilePath, file_path
+from jax_ucp.files.protocol import file_size, read_file
 from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place, outer_boxes, rows_of_chunks
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
@@ -75,7 +77,7 @@ class ZarrStore(Watched):
 
     def __init__(
         self,
-        directory: Directory,
+        directory: LocalFiles,
         arrays: Mapping[str, ArrayInfo],
         chunks: Mapping[str, Chunks],
         places: Mapping[str, Place] | None = None,
@@ -97,7 +99,7 @@ class ZarrStore(Watched):
         """Write the array's `zarr.json`. One process does this, once; it is durable after
         `directory.sync`.
         """
-        self.directory.put(
+        self.directory.write(
             f"{key}/zarr.json", [zarr_json(self._arrays[key], self.chunks[key])], durable=False
         )
 
@@ -108,7 +110,7 @@ class ZarrStore(Watched):
         if box.size:
             name, data = self._chunk(key, box, data)
             crcs = bytearray()
-            self.directory.put(name, shard_parts(data, self.chunks[key], crcs), durable)
+            self.directory.write(name, shard_parts(data, self.chunks[key], crcs), durable=durable)
             self.written[key][str(box)] = Written(_digest([data]), bytes(crcs))
 
     def write_pack(self, number: int, blocks: Iterable[tuple[str, Box, np.ndarray]]) -> None:
@@ -127,7 +129,7 @@ class ZarrStore(Watched):
                     yield part
                 self.written[key][str(box)] = Written(_digest([data]), bytes(crcs))
 
-        self.directory.put(pack_name(number), parts(), durable=False)
+        self.directory.write(pack_name(number), parts(), durable=False)
 
     def _chunk(self, key: str, box: Box, data: np.ndarray) -> tuple[str, np.ndarray]:
         """The key of the outer chunk that a box is, and its elements as they are stored."""
@@ -143,20 +145,16 @@ class ZarrStore(Watched):
             )
         return f"{key}/{chunk_name(place)}", np.asarray(data, dtype=self._arrays[key].dtype)
 
-    def read(self, key: str, box: Box) -> np.ndarray:
-        if not box.within(Box.whole(self._arrays[key].shape)):
-            raise IndexError(f"{key}: {box} is not in an array of shape {self._arrays[key].shape}")
-        out = np.empty(box.shape, self._arrays[key].dtype)
-        self.read_into(key, [box], [out])
-        return out
-
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
         """Read several boxes, each into its array. Every inner chunk that they meet is read once
         for all of them.
         """
-        outer = self.chunks[key].outer
+        shape, outer = self._arrays[key].shape, self.chunks[key].outer
+        for box in boxes:
+            if not box.within(Box.whole(shape)):
+                raise IndexError(f"{key}: {box} is not in an array of shape {shape}")
         wanted = [(box, out) for box, out in zip(boxes, outs, strict=True) if box.size]
-        for chunk in outer_boxes(self._arrays[key].shape, outer, [box for box, _ in wanted]):
+        for chunk in outer_boxes(shape, outer, [box for box, _ in wanted]):
             self._read_chunk(key, chunk, wanted, self._recorded(key, chunk))
         self._show(key, boxes, outs)
 
@@ -171,7 +169,7 @@ class ZarrStore(Watched):
         grid = np.frombuffer(crcs, CRC).reshape(_inner_grid(box.shape, chunks)) if crcs else None
         try:
             read_shard(
-                self.directory.file(file),
+                self.directory.path(file),
                 box,
                 chunks,
                 self._arrays[key].dtype,
@@ -289,7 +287,9 @@ def write_part(store: ZarrStore, process: int) -> None:
     """Make durable what this process wrote, and leave word of it for the process that commits."""
     store.directory.sync()
     store.directory.write(
-        _part_name(process), msgspec.json.encode(_Part(store.written, store.places))
+        _part_name(process),
+        [msgspec.json.encode(_Part(store.written, store.places))],
+        durable=True,
     )
 
 
@@ -325,7 +325,7 @@ class Commit:
             if key not in self.packed
         }
         for name, data in (_index(store, zarr_jsons) | dict(self.files)).items():
-            directory.write(name, data)
+            directory.write(name, [data], durable=True)
             digests[name] = digest(data)
         metadata = Metadata(
             tuple(self.leaves),
@@ -337,7 +337,7 @@ class Commit:
         )
         if faults := verify_files(metadata, store):
             raise CorruptData(_not_kept(directory, faults, self.processes))
-        directory.write(METADATA_FILE, encode(metadata))
+        directory.write(METADATA_FILE, [encode(metadata)], durable=True)
         for process in range(self.processes):
             directory.delete(_part_name(process))
         return metadata
@@ -382,14 +382,14 @@ def _stored_array(store: ZarrStore, key: str, written: Mapping[str, Written]) ->
     )
 
 
-def open_store(path: str | os.PathLike[str]) -> tuple[Metadata, ZarrStore]:
+def open_store(path: str | os.PathLike[str] | FilePath) -> tuple[Metadata, ZarrStore]:
     """The metadata and the arrays of the universal checkpoint at `path`.
 
     Raises NotACheckpoint if it was never committed, CorruptData if `ucp.json` is damaged,
     FormatError if it says what no writer does. Reads no array data.
     """
-    directory = Directory(path)
-    data = directory.read(METADATA_FILE)
+    directory = LocalFiles(str(file_path(path)))
+    data = read_file(directory, METADATA_FILE)
     if data is None:
         raise NotACheckpoint(
             f"{directory} has no {METADATA_FILE}: it is no universal checkpoint, or was never"
@@ -422,7 +422,9 @@ def missing_files(metadata: Metadata, store: ZarrStore) -> list[str]:
         *metadata.files,
         *(pack_name(number) for number in sorted({n for n, _ in store.places.values()})),
     ]
-    faults = [f"{directory}/{name} is missing" for name in beside if not directory.has(name)]
+    faults = [
+        f"{directory}/{name} is missing" for name in beside if file_size(directory, name) is None
+    ]
     for key, stored in metadata.arrays.items():
         faults += _missing_chunks(store, key) if not stored.places else []
     return faults
@@ -435,7 +437,7 @@ def _missing_chunks(store: ZarrStore, key: str) -> Iterator[str]:
             chunk_name(grid_place(box, chunks.outer)),
             shard_bytes(box, chunks, info.dtype),
         )
-        found = store.directory.size(f"{key}/{name}")
+        found = file_size(store.directory, f"{key}/{name}")
         if found is None:
             yield f"{store.directory}/{key}/{name} is missing"
         elif found != nbytes:
@@ -448,7 +450,7 @@ def verify_files(metadata: Metadata, store: ZarrStore) -> list[str]:
     """
     faults = missing_files(metadata, store)
     for name, want in metadata.files.items():
-        data = store.directory.read(name)
+        data = read_file(store.directory, name)
         if data is not None and digest(data) != want:
             faults.append(
                 f"{store.directory}/{name} is damaged: its content does not have the digest"
@@ -516,7 +518,7 @@ def _pack_faults(store: ZarrStore) -> list[str]:
     return [
         f"{store.directory}/{name} is damaged: it has {size} bytes, its chunks end at {end}"
         for name, end in ends.items()
-        if (size := store.directory.size(name)) not in (None, end)
+        if (size := file_size(store.directory, name)) not in (None, end)
     ]
 
 
@@ -556,8 +558,8 @@ class _Part(msgspec.Struct):
     places: dict[str, Place]
 
 
-def _read_part(directory: Directory, process: int) -> _Part:
-    data = directory.read(_part_name(process))
+def _read_part(directory: LocalFiles, process: int) -> _Part:
+    data = read_file(directory, _part_name(process))
     if data is None:
         raise CorruptData(
             f"{directory}/{_part_name(process)} is missing, which process {process} wrote last."
@@ -580,7 +582,7 @@ _WHO_ELSE = (
 _SHARED_STORAGE = "Or the directory is not on storage that all processes share."
 
 
-def _not_kept(directory: Directory, faults: Sequence[str], processes: int) -> str:
+def _not_kept(directory: LocalFiles, faults: Sequence[str], processes: int) -> str:
     """What to say of files that were written, and are not as they were written."""
     more = [f"... and {len(faults) - FAULTS_SHOWN} more"] if len(faults) > FAULTS_SHOWN else []
     lines = "\n  ".join([*faults[:FAULTS_SHOWN], *more])

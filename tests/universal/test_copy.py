@@ -20,7 +20,8 @@ import jax_ucp as ucp
 import torch_writer
 from helpers import MemoryStore, numbered
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
-from jax_ucp.files.directory import Directory
+from jax_ucp.files.local import LocalFiles
+from jax_ucp.files.path import file_path
 from jax_ucp.files.source_files import SourceFiles
 from jax_ucp.formats.assemble import Import
 from jax_ucp.layout.blocks import Chunks, chunk_shapes, grid_boxes, whole_chunks, writer_cells
@@ -163,7 +164,9 @@ def test_a_small_array_is_one_chunk_and_a_row_sharded_one_can_be_cut_eightfold_o
 
 def test_a_part_of_a_chunk_is_not_written(tmp_path):
     store = ZarrStore(
-        Directory(tmp_path), {"w": ArrayInfo((4, 4), np.dtype("f4"))}, {"w": Chunks((2, 4), (2, 2))}
+        LocalFiles(tmp_path),
+        {"w": ArrayInfo((4, 4), np.dtype("f4"))},
+        {"w": Chunks((2, 4), (2, 2))},
     )
     with pytest.raises(ValueError, match=r"w: \[0:2, 0:2\] is not a chunk of \(2, 4\)"):
         store.write("w", Box((0, 0), (2, 2)), np.zeros((2, 2), np.float32))
@@ -179,7 +182,8 @@ def contents(path: Path, rows: int = 64) -> Contents:
         for name, a in arrays.data.items()
     ]
     files = SourceFiles()
-    files.note(path)
+    at = file_path(path)
+    files.note(at.files, at.file())
     return Contents("memory", str(path), leaves, arrays, files=files)
 
 
@@ -219,7 +223,7 @@ def test_a_copy_that_lost_its_power_is_taken_up_from_what_was_on_the_disk(
     source = contents(tmp_path / "source", rows=16384)
     plan = plan_copy(source, budget_bytes=8192)
     monkeypatch.setattr("jax_ucp.universal.copy.GROUP_BYTES", 4 * plan.blocks[0].nbytes)
-    survives, put, sync, counted = {}, Directory.put, Directory.sync, itertools.count()
+    survives, put, sync, counted = {}, LocalFiles.put, LocalFiles.sync, itertools.count()
 
     def synced(directory):
         survives.update(
@@ -233,11 +237,11 @@ def test_a_copy_that_lost_its_power_is_taken_up_from_what_was_on_the_disk(
         put(directory, name, parts, durable)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Directory, "sync", synced)
-        patched.setattr(Directory, "put", until_the_power_goes)
+        patched.setattr(LocalFiles, "sync", synced)
+        patched.setattr(LocalFiles, "put", until_the_power_goes)
         with pytest.raises(KeyboardInterrupt):
             copy(source, plan, tmp_path / "out")
-    for name in Directory(tmp_path / "out").files():
+    for name in LocalFiles(tmp_path / "out").files():
         if name != LEDGER_FILE:
             (tmp_path / "out" / name).write_bytes(survives.get(name, b""))
     before = len(source.arrays.reads)
@@ -261,7 +265,8 @@ def twice_stored(path: Path) -> tuple[MemoryStore, Contents]:
     found.parameter("param", "w", Consolidated(Unique().join([whole.shape]), ["f:w"]), "")
     found.duplicate("param", "w", "f:copy", "")
     files = SourceFiles()
-    files.note(path)
+    at = file_path(path)
+    files.note(at.files, at.file())
     return store, replace(found.contents(), files=files)
 
 

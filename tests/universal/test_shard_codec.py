@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers import boxes_in
-from jax_ucp.files.directory import Directory
+from jax_ucp.files.local import LocalFiles
 from jax_ucp.layout.blocks import Chunks, chunk_shapes, grid_boxes
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.protocol import ArrayInfo
@@ -33,7 +33,7 @@ def noise(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def stored_by_us(root: Path, array: np.ndarray, chunks: Chunks) -> ZarrStore:
-    store = ZarrStore(Directory(root), {"w": ArrayInfo(array.shape, array.dtype)}, {"w": chunks})
+    store = ZarrStore(LocalFiles(root), {"w": ArrayInfo(array.shape, array.dtype)}, {"w": chunks})
     store.create("w")
     for box in grid_boxes(array.shape, chunks.outer):
         store.write("w", box, array[box.index], durable=False)

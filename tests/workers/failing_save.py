@@ -35,7 +35,7 @@ from orbax.checkpoint import v1
 
 import jax_ucp as ucp
 from jax_ucp import handler
-from jax_ucp.files.directory import Directory
+from jax_ucp.files.local import LocalFiles
 from jax_ucp.sharding import shared_save
 
 MESH = Mesh(np.array(jax.devices()), ("x",))
@@ -105,8 +105,8 @@ def out_of_memory(*args: object) -> None:
 
 # In which process something fails, and what.
 FAULTS = {
-    "process 1 has a full disk": (1, patch.object(Directory, "put", full_disk)),
-    "process 0 has a full disk": (0, patch.object(Directory, "put", full_disk)),
+    "process 1 has a full disk": (1, patch.object(LocalFiles, "put", full_disk)),
+    "process 0 has a full disk": (0, patch.object(LocalFiles, "put", full_disk)),
     "process 0 cannot commit": (0, patch.object(handler, "commit_snapshot", full_disk)),
     "process 1 has no memory for a copy": (
         1,

@@ -29,7 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_ucp as ucp
 from jax_ucp.cli.main import main as jax_ucp_command
-from jax_ucp.files.directory import Directory
+from jax_ucp.files.local import LocalFiles
 from jax_ucp.formats.exporting import EXPORT_FORMATS
 from jax_ucp.universal.ledger import Ledger
 from jax_ucp.universal.store import ZarrStore
@@ -40,7 +40,7 @@ BUDGET = 1 << 20
 
 _SYSTEM_CALLS = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate"}
 _METHODS = (
-    (Directory, ("write", "delete")),
+    (LocalFiles, ("write", "delete")),
     (ZarrStore, ("create", "write")),
     (Ledger, ("note", "remove")),
 )
@@ -235,7 +235,7 @@ def _commit(passed: list[str]) -> int:
     commits = (
         1 + i
         for i, what in enumerate(passed)
-        if what.startswith("before Directory.write ucp.process_")
+        if what.startswith("before LocalFiles.write ucp.process_")
     )
     return max(commits, default=1)
 

@@ -13,20 +13,17 @@ Facts: `torch/distributed/checkpoint/metadata.py`, `filesystem.py` and `default_
 from __future__ import annotations
 
 import math
-import os
 import re
-import stat
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jax_ucp.errors import CorruptData, FormatError
-from jax_ucp.files.directory import Directory
-from jax_ucp.files.source_files import noted
+from jax_ucp.files.path import FilePath
+from jax_ucp.files.source_files import note
 from jax_ucp.formats.huggingface.stand_ins import stand_in
 from jax_ucp.formats.torch_save import unpickle as safe_pickle
 from jax_ucp.formats.torch_save.tensor_names import NAMES as TORCH_NAMES
@@ -124,7 +121,7 @@ class DcpMetadata:
     where a key ends. `files` are those of the metadata itself.
     """
 
-    folder: Path
+    folder: FilePath
     files: tuple[str, ...]
     tensors: Mapping[str, TensorEntry]
     objects: Mapping[str, tuple[Span, ...]]
@@ -138,18 +135,18 @@ class DcpMetadata:
             yield from ((fqn, span) for span in spans)
 
 
-def metadata_files(folder: Path) -> list[Path]:
+def metadata_files(folder: FilePath) -> list[FilePath]:
     """`.metadata`, or without it one `__<rank>.metadata` per rank, in order."""
     if (folder / METADATA_FILE).is_file():
         return [folder / METADATA_FILE]
     ranks = {
-        int(m[1]): path for path in folder.iterdir() if (m := _RANK_METADATA.fullmatch(path.name))
+        int(m[1]): path for path in folder.children() if (m := _RANK_METADATA.fullmatch(path.name))
     }
     return [ranks[rank] for rank in sorted(ranks)]
 
 
 def read_metadata(
-    folder: Path, leave: Callable[[DcpMetadata], Collection[str]] | None = None
+    folder: FilePath, leave: Callable[[DcpMetadata], Collection[str]] | None = None
 ) -> DcpMetadata:
     """The table of contents of the checkpoint in `folder`, every span of it proved to lie in a file
     that is there.
@@ -174,11 +171,11 @@ def read_metadata(
     return metadata
 
 
-def _require_ranks(folder: Path, names: Sequence[str]) -> None:
+def _require_ranks(folder: FilePath, names: Sequence[str]) -> None:
     """Raise FormatError where ranks wrote metadata, and that of one is missing."""
     if METADATA_FILE in names:
         return
-    data = filter(None, (_RANK_DATA.match(path.name) for path in folder.iterdir()))
+    data = filter(None, (_RANK_DATA.match(path.name) for path in folder.children()))
     wrote = {f"__{match[1]}.metadata" for match in data}
     wanted = wrote | {f"__{rank}.metadata" for rank in range(len(names))}
     if absent := sorted(wanted - set(names)):
@@ -187,7 +184,7 @@ def _require_ranks(folder: Path, names: Sequence[str]) -> None:
         )
 
 
-def _add(tables: _Tables, path: Path) -> None:
+def _add(tables: _Tables, path: FilePath) -> None:
     try:
         tables.add(path)
     except FormatError as error:
@@ -199,7 +196,7 @@ def _add(tables: _Tables, path: Path) -> None:
 class _Tables:
     """The tables of one or several metadata files, merged."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: FilePath):
         self.folder = folder
         self.tensors: dict[str, tuple[Shape, np.dtype]] = {}
         self.declared: dict[str, set[tuple[Shape, Shape]]] = defaultdict(set)
@@ -207,7 +204,7 @@ class _Tables:
         self.objects: dict[str, dict[Span, None]] = defaultdict(dict)
         self.paths: dict[str, tuple[str | int, ...]] = {}
 
-    def add(self, path: Path) -> None:
+    def add(self, path: FilePath) -> None:
         top = _fields(_load(self.folder, path), "Metadata", "the file")
         spans = _spans(_dict(top.get("storage_data"), "storage_data"))
         used: set[tuple[str, Shape | None]] = set()
@@ -285,13 +282,14 @@ class _Tables:
         return DcpMetadata(self.folder, files, tensors, objects, self.paths)
 
 
-def _load(folder: Path, path: Path) -> Any:
-    nbytes = os.path.getsize(Directory(folder).file(path.name))
+def _load(folder: FilePath, path: FilePath) -> Any:
+    file = folder.folder().stat(path.name)
+    nbytes = file.size if file else 0
     if nbytes > MAX_METADATA_BYTES:
         raise FormatError(
             f"it has {nbytes} bytes, which is too large: {MAX_METADATA_BYTES} are the most"
         )
-    return safe_pickle.load(noted(path).read_bytes(), _NAMES)
+    return safe_pickle.load(path.read_bytes(), _NAMES)
 
 
 def _stored(
@@ -409,28 +407,28 @@ def _check_spans(metadata: DcpMetadata, left: Collection[str]) -> None:
 
     Items that are `left` may lie anywhere.
     """
-    folder = Directory(metadata.folder)
+    folder = metadata.folder.folder()
     by_file: dict[str, list[tuple[Span, str]]] = defaultdict(list)
     for fqn, span in metadata.spans():
         if fqn not in left:
             by_file[span.file].append((span, fqn))
     for name, spans in by_file.items():
         path, first = metadata.folder / name, spans[0][1]
-        try:
-            about = os.stat(noted(folder.file(name)))
-        except OSError:
+        file = folder.stat(name)
+        if file is None:
             raise FormatError(
                 f"{path} is missing: {len(spans)} items lie in it, the first of {first}"
-            ) from None
-        if not stat.S_ISREG(about.st_mode):
+            )
+        if file.kind != "file":
             raise FormatError(f"{path}, in which {first} should lie, is not a file")
-        _check_apart(path, about.st_size, spans)
+        note(folder, file)
+        _check_apart(path, file.size, spans)
     for fqn, tensor in metadata.tensors.items():
         for chunk in tensor.chunks if fqn not in left else ():
             _check_size(metadata.folder, fqn, tensor.dtype, chunk)
 
 
-def _check_apart(path: Path, size: int, spans: Sequence[tuple[Span, str]]) -> None:
+def _check_apart(path: FilePath, size: int, spans: Sequence[tuple[Span, str]]) -> None:
     """Raise where spans of a file run past its end, or share a byte."""
     free, before = 0, ""
     for span, fqn in sorted(spans, key=lambda item: item[0].offset):
@@ -449,7 +447,7 @@ def _check_apart(path: Path, size: int, spans: Sequence[tuple[Span, str]]) -> No
         free, before = end, fqn
 
 
-def _check_size(folder: Path, fqn: str, dtype: np.dtype, chunk: Chunk) -> None:
+def _check_size(folder: FilePath, fqn: str, dtype: np.dtype, chunk: Chunk) -> None:
     """Raise CorruptData where the bytes of a chunk cannot hold its elements: nothing is
     allocated for such a one.
     """

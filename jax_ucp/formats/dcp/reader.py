@@ -18,12 +18,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint, UnsafePickle
+from jax_ucp.files.path import FilePath
 from jax_ucp.formats import json_values as extras
 from jax_ucp.formats.assemble import Import
 from jax_ucp.formats.dcp.metadata import (
@@ -43,11 +43,17 @@ from jax_ucp.formats.torch_save.state_pairing import Stored, is_trainable
 from jax_ucp.sources.contents import Contents
 
 
-def recognise(path: Path) -> bool:
-    return path.is_dir() and (bool(metadata_files(path)) or any(path.glob("__*.distcp")))
+def recognise(path: FilePath) -> bool:
+    return path.is_dir() and (
+        bool(metadata_files(path)) or any(_is_data(child.name) for child in path.children())
+    )
 
 
-def open_dcp(path: Path, options: Options) -> Contents:
+def _is_data(name: str) -> bool:
+    return name.startswith("__") and name.endswith(".distcp")
+
+
+def open_dcp(path: FilePath, options: Options) -> Contents:
     """The checkpoint in a folder with `.metadata`, or with one `__<rank>.metadata` per rank.
 
     Raises FormatError, naming the file and the tensor, where metadata and files do not fit
@@ -160,7 +166,7 @@ def _paths(metadata: DcpMetadata) -> Mapping[str, Steps]:
     return metadata.paths
 
 
-def _empty(folder: Path, fqn: str, tensor: TensorEntry) -> tuple[int, ...]:
+def _empty(folder: FilePath, fqn: str, tensor: TensorEntry) -> tuple[int, ...]:
     if math.prod(tensor.shape):
         raise FormatError(
             f"{folder}: {fqn} has shape {list(tensor.shape)}, but by the metadata no chunk of it is"
@@ -210,7 +216,7 @@ def _other_files(found: Import, metadata: DcpMetadata) -> None:
     used: Counter[str] = Counter()
     for _, span in metadata.spans():
         used[span.file] += span.length
-    for path in sorted(found.path.iterdir()):
+    for path in sorted(found.path.children()):
         if path.name in metadata.files:
             found.skip(
                 path.name,
@@ -218,14 +224,14 @@ def _other_files(found: Import, metadata: DcpMetadata) -> None:
                 "says which chunk is where; its content is in the tree's names and shapes",
             )
         elif path.name not in used:
-            size = path.lstat().st_size
+            size = path.file().size
             found.skip(path.name, f"{size} bytes", f"no item of {metadata.files[0]} lies in it")
             if size and path.suffix == ".distcp":
                 found.notes.append(
                     f"{path.name} belongs to no tensor of this checkpoint: it is left from another"
                     " save"
                 )
-        elif rest := path.stat().st_size - used[path.name]:
+        elif rest := path.file().size - used[path.name]:
             # A replica that another rank wrote too, or a file of another save: the table of
             # contents cannot tell.
             found.skip(

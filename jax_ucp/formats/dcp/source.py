@@ -4,17 +4,16 @@ a `.distcp` file.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from threading import Lock
 
 import numpy as np
 
 from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.files.path import FilePath
 from jax_ucp.formats.dcp.metadata import Chunk, DcpMetadata, Span, TensorEntry
 from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
 from jax_ucp.formats.torch_save.unpickle import what_is
@@ -26,7 +25,6 @@ from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 
 ZSTD = "stream.zstd/1"
 KEPT_FILES = 1024
-OPENED_TOGETHER = 16
 KEPT_BYTES = 1 << 28
 MAX_OBJECT_BYTES = 1 << 28
 # What a torch.save file of one tensor has besides its elements: a few members, aligned to 64 bytes
@@ -35,8 +33,8 @@ _OVERHEAD = 1 << 20
 
 
 class DcpSource(ArraySource):
-    """An ArraySource of the chunks of a DCP checkpoint: `file:fqn@byte`, read from the items' own
-    mappings.
+    """An ArraySource of the chunks of a DCP checkpoint: `file:fqn@byte`, read from the items
+    themselves.
 
     An item is opened when it is first read, and must hold one tensor of the dtype and sizes of its
     chunk. Items do not say their own names: of two files in which all items have equal sizes,
@@ -54,7 +52,6 @@ class DcpSource(ArraySource):
             for fqn, tensor in metadata.tensors.items()
             for chunk in tensor.chunks
         }
-        self._next = _following(chunk.span for _, chunk in self._chunks.values())
         self._files: OrderedDict[Span, TorchFile] = OrderedDict()
         self._alike: dict[Hashable, StoredTensor] = {}
         self._inflated = 0
@@ -67,13 +64,6 @@ class DcpSource(ArraySource):
             )
             for key, (tensor, chunk) in self._chunks.items()
         }
-
-    def read(self, key: str, box: Box) -> np.ndarray:
-        """The elements of `box` of chunk `key`. Raises FormatError if its item is not the tensor
-        declared.
-        """
-        file, stored = self._checked(key)
-        return file.read(stored.key, box)
 
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
         file, stored = self._checked(key)
@@ -128,40 +118,20 @@ class DcpSource(ArraySource):
                 except FormatError as error:
                     raise type(error)(f"{error} (while reading {key})") from error
                 self._keep(span, file)
-                if not span.transforms:
-                    self._open_following(span, file)
             return file
 
-    def _open_following(self, span: Span, file: TorchFile) -> None:
-        """Open items that follow in the file too. One by one, between reads of megabytes, each
-        takes twice as long.
-        """
-        mapping = file.mapping()  # one for all of them, while it is held here
-        for _ in range(OPENED_TOGETHER - 1):
-            after = self._next.get(span)
-            if after is None or after in self._files:
-                break
-            try:
-                self._keep(after, self._opened(after, 0, file))
-            except FormatError:  # which is raised when it is read itself
-                break
-            span = after
-        del mapping
-
     def _keep(self, span: Span, file: TorchFile) -> None:
-        self._inflated += file.held_bytes
+        self._inflated += file.in_memory
         self._files[span] = file
         while len(self._files) > KEPT_FILES or (
             self._inflated > KEPT_BYTES and len(self._files) > 1
         ):
-            self._inflated -= self._files.popitem(last=False)[1].held_bytes
+            self._inflated -= self._files.popitem(last=False)[1].in_memory
 
-    def _opened(self, span: Span, max_bytes: int, beside: TorchFile | None = None) -> TorchFile:
+    def _opened(self, span: Span, max_bytes: int) -> TorchFile:
         path = self._paths[span.file]
         if not span.transforms:
-            return TorchFile(
-                path, offset=span.offset, length=span.length, beside=beside, alike=self._alike
-            )
+            return TorchFile(path, offset=span.offset, length=span.length, alike=self._alike)
         if span.transforms != (ZSTD,):
             raise FormatError(
                 f"{path}: an item was written through {list(span.transforms)}; only {ZSTD!r} is"
@@ -170,18 +140,8 @@ class DcpSource(ArraySource):
         return TorchFile(path, data=_inflated(path, span, max_bytes), alike=self._alike)
 
 
-def _following(spans: Iterable[Span]) -> dict[Span, Span]:
-    """Of each item the one that follows in its file, where neither is compressed."""
-    inside = sorted(
-        (span for span in spans if not span.transforms), key=lambda span: (span.file, span.offset)
-    )
-    return {span: after for span, after in itertools.pairwise(inside) if span.file == after.file}
-
-
-def _inflated(path: Path, span: Span, max_bytes: int) -> bytes:
-    with open(path, "rb") as file:
-        file.seek(span.offset)
-        data = file.read(span.length)
+def _inflated(path: FilePath, span: Span, max_bytes: int) -> bytes:
+    data = path.read_bytes(span.offset, span.offset + span.length)
     try:
         return inflate(data, max_bytes)
     except FormatError as error:

@@ -12,12 +12,12 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jax_ucp.errors import FormatError
+from jax_ucp.files.path import FilePath
 from jax_ucp.formats.facts import Facts
 from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
 from jax_ucp.formats.torch_save.unpickle import known, what_is
@@ -84,7 +84,7 @@ class Files:
     were asked for.
     """
 
-    folder: Path
+    folder: FilePath
     pp: int
     tp: int
     zero3: bool
@@ -112,33 +112,33 @@ class Files:
         ]
 
 
-def tag_folder(path: Path, marker: str = "latest") -> Path | None:
+def tag_folder(path: FilePath, marker: str = "latest") -> FilePath | None:
     """The folder that `latest` names, if `path` is a save directory."""
     latest = path / marker
     if not latest.is_file():
         return None
-    tag = latest.read_text(errors="replace").strip()
+    tag = latest.read_text().strip()
     if not tag or "/" in tag or "\0" in tag or tag in (".", "..") or len(os.fsencode(tag)) > 255:
         raise FormatError(f"{latest} should name a folder beside it, but says {tag!r:.80}")
     return path / tag
 
 
-def is_checkpoint(path: Path) -> bool:
+def is_checkpoint(path: FilePath) -> bool:
     """Whether the directory is DeepSpeed's: it has `latest`, or files named as DeepSpeed names
     them.
     """
-    return tag_folder(path) is not None or any(_is_own(file.name) for file in path.iterdir())
+    return tag_folder(path) is not None or any(_is_own(file.name) for file in path.children())
 
 
 def _is_own(name: str) -> bool:
     return any(pattern.fullmatch(name) for pattern in (_OPTIM, _MODEL, _LAYER, _EXPERT, _EXPP))
 
 
-def _file_names(folder: Path) -> list[str]:
+def _file_names(folder: FilePath) -> list[str]:
     """The names of all files. Raises FormatError where two say the same, such as mp_rank_0 and
     mp_rank_00.
     """
-    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    names = sorted(path.name for path in folder.children() if path.is_file())
     seen: dict[str, str] = {}
     for name in filter(_is_own, names):
         plain = re.sub(r"\d+", lambda digits: str(int(digits[0])), name)
@@ -159,7 +159,7 @@ class _Names:
     nothing.
     """
 
-    folder: Path
+    folder: FilePath
     models: Mapping[tuple[int | None, int], str]
     optimizers: Mapping[tuple[int, int], str]
     prefixes: frozenset[str]
@@ -168,7 +168,7 @@ class _Names:
     expert_optimizers: Mapping[tuple[int, int], str]
 
 
-def _parse_names(folder: Path) -> _Names:
+def _parse_names(folder: FilePath) -> _Names:
     names = _file_names(folder)
 
     def matches(pattern: re.Pattern[str]) -> list[re.Match[str]]:
@@ -208,7 +208,7 @@ class _Run:
         return range(self.world) if self.zero3 else (None,)
 
 
-def open_files(folder: Path, weights_only: bool = False) -> Files:
+def open_files(folder: FilePath, weights_only: bool = False) -> Files:
     """The files of one tag; with `weights_only` those of the optimizer only for the masters in
     them.
 
@@ -265,7 +265,7 @@ def _is_zero3(names: _Names) -> bool:
     return stages.pop()
 
 
-def _has_flat_groups(path: Path) -> bool:
+def _has_flat_groups(path: FilePath) -> bool:
     return "fp32_flat_groups" in open_stored(path).state.get("optimizer_state_dict", ())
 
 
@@ -292,7 +292,7 @@ def _count(state: Mapping[str, Any], key: str, default: int) -> int:
 
 
 def _check_complete(
-    folder: Path, models: Mapping[tuple[int | None, int], Stored], run: _Run
+    folder: FilePath, models: Mapping[tuple[int | None, int], Stored], run: _Run
 ) -> None:
     """Raise FormatError where the model states of a rank are missing."""
     data_ranks = f"{run.world} data-parallel ranks, " if run.zero3 else ""
@@ -305,7 +305,7 @@ def _check_complete(
 
 
 def _check_same_run(
-    folder: Path, models: Mapping[tuple[int | None, int], Stored], run: _Run
+    folder: FilePath, models: Mapping[tuple[int | None, int], Stored], run: _Run
 ) -> None:
     """Raise FormatError where model states are of another run or step."""
     facts = Facts(folder)
@@ -320,7 +320,7 @@ def _check_same_run(
             facts.state(model.name, key, model.state.get(key))
 
 
-def _check_expert_optimizers(folder: Path, names: Mapping[tuple[int, int], str]) -> None:
+def _check_expert_optimizers(folder: FilePath, names: Mapping[tuple[int, int], str]) -> None:
     """Raise FormatError where an expert-parallel rank before another has no optimizer file."""
     for ep, mp in sorted(names):
         if ep and (ep - 1, mp) not in names:
@@ -428,12 +428,12 @@ def _is_copy(
     return equal and any(np.any(array != array.flat[0]) for array in mine if array.size)
 
 
-def open_stored(path: Path) -> Stored:
+def open_stored(path: FilePath) -> Stored:
     file = TorchFile(path)
     return Stored(file, expect_dict(file.tree, path, "the file"))
 
 
-def _open_rank(dp: int, path: Path, world: int) -> Rank:
+def _open_rank(dp: int, path: FilePath, world: int) -> Rank:
     stored = open_stored(path)
     state = expect_dict(stored.state.get("optimizer_state_dict"), path, "optimizer_state_dict")
     if not any(state.keys() >= wrapper for wrapper in _WRAPPERS):
@@ -462,7 +462,7 @@ def _int(digits: str | None) -> int | None:
     return None if digits is None else int(digits)
 
 
-def expect_dict(value: Any, path: Path, what: str) -> dict[str, Any]:
+def expect_dict(value: Any, path: FilePath, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise FormatError(f"{path}: {what} should be a dict, but is {what_is(value)}")
     return value

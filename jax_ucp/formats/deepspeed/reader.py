@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from jax_ucp.errors import FormatError, NotACheckpoint
+from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import touched
 from jax_ucp.formats.deepspeed import moe
 from jax_ucp.formats.deepspeed.facts import check_facts
@@ -71,11 +71,11 @@ _LAYOUT = (
 )
 
 
-def recognise(path: Path) -> bool:
+def recognise(path: FilePath) -> bool:
     return path.is_dir() and is_checkpoint(path)
 
 
-def open_deepspeed(path: Path, options: Options) -> Contents:
+def open_deepspeed(path: FilePath, options: Options) -> Contents:
     """The checkpoint in a save directory (with `latest`), or in the folder of one tag.
 
     Raises FormatError, naming the file, for one that is missing or of another run, and where
@@ -353,7 +353,7 @@ class Reader(Slices):
 
     def _unread(self) -> None:
         read = {file.name for file in self.files.all()}
-        for path in sorted(self.files.folder.iterdir()):
+        for path in sorted(self.files.folder.children()):
             if path.name in read:
                 continue
             aside = self.options.weights_only and path.name.endswith("_optim_states.pt")

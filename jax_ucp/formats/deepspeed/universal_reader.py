@@ -14,12 +14,13 @@ Facts: `checkpoint/ds_to_universal.py` of DeepSpeed 0.19.8.
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from jax_ucp.errors import FormatError, NotACheckpoint
+from jax_ucp.files.path import FilePath
 from jax_ucp.formats.deepspeed import moe
 from jax_ucp.formats.deepspeed.facts import check_facts
 from jax_ucp.formats.deepspeed.files import Stored, open_files, open_stored, tag_folder
@@ -38,17 +39,20 @@ from jax_ucp.sources.contents import Contents
 from jax_ucp.sources.cuts import Cut
 
 _OPTIMIZER = "zero/optimizer_state.pt"
+_MODEL = re.compile(r".*mp_rank_.*_model_states\.pt")
 
 
-def recognise(path: Path) -> bool:
+def recognise(path: FilePath) -> bool:
     if not path.is_dir():
         return False
     if (path / "latest_universal").is_file() and not (path / "latest").is_file():
         return True
-    return (path / "zero").is_dir() and any(path.glob("*mp_rank_*_model_states.pt"))
+    return (path / "zero").is_dir() and any(
+        _MODEL.fullmatch(child.name) for child in path.children()
+    )
 
 
-def open_deepspeed_universal(path: Path, options: Options) -> Contents:
+def open_deepspeed_universal(path: FilePath, options: Options) -> Contents:
     """The checkpoint in a universal folder, or in the directory whose `latest_universal` names
     one.
     """
@@ -65,7 +69,7 @@ class _Universal(Reader):
     as they always are.
     """
 
-    def __init__(self, folder: Path, options: Options):
+    def __init__(self, folder: FilePath, options: Options):
         files = open_files(folder, options.weights_only)
         if any(files.ranks):
             raise FormatError(
@@ -75,8 +79,8 @@ class _Universal(Reader):
         check_facts(files, options.weights_only)
         self.atoms: dict[str, dict[str, TorchFile]] = defaultdict(dict)
         self.optimizer: Stored | None = None
-        self.left: list[Path] = []
-        atoms = sorted((folder / "zero").glob("*/*.pt"))
+        self.left: list[FilePath] = []
+        atoms = [atom for named in (folder / "zero").children() for atom in named.matching(".pt")]
         paths = [path for path in atoms if not path.name.startswith(".")]
         self._open_atoms(paths, options.weights_only)
         self._open_optimizer(folder / _OPTIMIZER, options.weights_only)
@@ -91,15 +95,15 @@ class _Universal(Reader):
         self.copies: dict[str, dict[tuple[int, int], tuple[str, Shape]]] = defaultdict(dict)
         self.keys: dict[tuple[str, str], str] = {}  # of the atoms' tensors, by state and parameter
 
-    def _open_atoms(self, paths: Sequence[Path], weights_only: bool) -> None:
+    def _open_atoms(self, paths: Sequence[FilePath], weights_only: bool) -> None:
         """Open the atoms; of the optimizer's states those that are to be read."""
         for path in paths:
             if path.stem == "fp32" or not weights_only:
                 self.atoms[path.parent.name][path.stem] = TorchFile(path)
         if weights_only:
-            self.left += filter(Path.is_file, paths)
+            self.left += filter(FilePath.is_file, paths)
 
-    def _open_optimizer(self, path: Path, weights_only: bool) -> None:
+    def _open_optimizer(self, path: FilePath, weights_only: bool) -> None:
         """Open what the optimizer has beside the atoms, if it is to be read."""
         if weights_only:
             self.left += [path] if path.is_file() else []
@@ -140,7 +144,7 @@ class _Universal(Reader):
         self._optimizer_rest()
         for path in self.left:
             if path.stem != "fp32":
-                self.found.skip(path.relative_to(self.files.folder).as_posix(), "file", ASIDE)
+                self.found.skip(path.below(self.files.folder), "file", ASIDE)
         self._inventory()
         return self.found.contents()
 
@@ -415,11 +419,11 @@ class _Universal(Reader):
         beside the atoms.
         """
         zero = self.files.folder / "zero"
-        left = {path.relative_to(zero).as_posix() for path in self.left}
+        left = {path.below(zero) for path in self.left}
         beside = items_beside(zero.parent, {file.name for file in self.files.all()} | {zero.name})
         beside += items_beside(
             zero,
-            {Path(_OPTIMIZER).name, *self.atoms, *(name.split("/")[0] for name in left)},
+            {_OPTIMIZER.partition("/")[2], *self.atoms, *(name.split("/")[0] for name in left)},
             "zero/",
         )
         for name, files in self.atoms.items():

@@ -9,17 +9,16 @@ all of it by `verify` and in a conversion.
 
 from __future__ import annotations
 
-import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jax_ucp.errors import FormatError, UCPError
+from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import Import
 from jax_ucp.formats.huggingface.stand_ins import finished_name, why_missing
 from jax_ucp.formats.huggingface.weight_files import (
@@ -86,11 +85,11 @@ _BESIDE = (
 )
 
 
-def recognise(path: Path) -> bool:
+def recognise(path: FilePath) -> bool:
     return path.is_dir() and holds_weights(_files(path))
 
 
-def open_weight_folder(path: Path, options: Options) -> Contents:
+def open_weight_folder(path: FilePath, options: Options) -> Contents:
     """The weights in a folder, by the index or the names of its files.
 
     Raises FormatError, naming files, where some are missing, where several models or saves could be
@@ -113,26 +112,25 @@ def open_weight_folder(path: Path, options: Options) -> Contents:
     return _with_parts(path, contents, choice.save, options)
 
 
-def _refuse_no_files(path: Path) -> None:
+def _refuse_no_files(path: FilePath) -> None:
     """Raises FormatError where something is called as weights, an index or a config, and is no
     file.
     """
-    for entry in sorted(path.iterdir()):
+    for entry in sorted(path.children()):
         called_so = entry.name in CONFIGS or holds_weights([entry.name])
         if called_so and not entry.is_file():
             why = why_missing(path, entry.name) or "it is a folder, where a file should be"
             raise FormatError(f"{entry}: {why}")
 
 
-def notes_beside(path: Path, of_torch: bool) -> Iterator[str]:
+def notes_beside(path: FilePath, of_torch: bool) -> Iterator[str]:
     """What a checkpoint of another format has beside it: weights, and a trainer's state. Lists the
     folder once.
 
     Beside those that are not `of_torch`, and have no files that are called so, also what else
     torch's users save.
     """
-    with os.scandir(path) as entries:
-        names = sorted(entry.name for entry in entries if not entry.is_dir())
+    names = [child.name for child in path.children() if not child.is_dir()]
     noted: dict[str, list[str]] = {"weights beside the checkpoint": [], _TRAINER: []}
     for name in names:
         if holds_weights([name]):
@@ -149,19 +147,19 @@ def _notes(reason: str, names: Sequence[str]) -> Iterator[str]:
         yield f"not read: {listed(names, _NAMES_SHOWN)}: {reason}"
 
 
-def _files(path: Path) -> list[str]:
+def _files(path: FilePath) -> list[str]:
     """The names of files, and of links that lead nowhere, which are called as weights or an
     index of them first.
     """
-    names = sorted(entry.name for entry in path.iterdir() if entry.is_file() or entry.is_symlink())
+    names = sorted(entry.name for entry in path.children() if entry.is_file() or entry.link())
     return sorted(names, key=lambda name: not holds_weights([name]))
 
 
-def _is_index(path: Path) -> bool:
+def _is_index(path: FilePath) -> bool:
     return model_of_index(path.name) is not None and path.is_file()
 
 
-def _named_by_config(path: Path) -> str:
+def _named_by_config(path: FilePath) -> str:
     """The file or the index that a config names for transformers to load; empty if it names
     none.
     """
@@ -170,7 +168,7 @@ def _named_by_config(path: Path) -> str:
     return named if isinstance(named, str) else ""
 
 
-def _read(path: Path, save: Save, options: Options) -> Import:
+def _read(path: FilePath, save: Save, options: Options) -> Import:
     if save.model.kind == "safetensors":
         found = safetensors.read_weights(path, path, save.files)
     else:
@@ -195,7 +193,7 @@ def _inventory(found: Import, choice: Choice, options: Options) -> None:
         | {*CONFIGS, SHARDED}
     )
     noted: dict[str, list[str]] = defaultdict(list)
-    for entry in sorted(found.path.iterdir()):
+    for entry in sorted(found.path.children()):
         if entry.name in used:
             continue
         reason, is_noted = _beside(entry, choice, options)
@@ -210,7 +208,7 @@ def _inventory(found: Import, choice: Choice, options: Options) -> None:
         found.notes.append(_about_adapter(found.extras))
 
 
-def _beside(entry: Path, choice: Choice, options: Options) -> tuple[str, bool]:
+def _beside(entry: FilePath, choice: Choice, options: Options) -> tuple[str, bool]:
     """Why something in the folder is not read, and whether that is worth a note."""
     name = entry.name
     if name.startswith("."):
@@ -247,7 +245,9 @@ def _about_adapter(extras: Mapping[str, Any]) -> str:
 # What is stored twice.
 
 
-def _compared(path: Path, contents: Contents, save: Save, same: Save, options: Options) -> Contents:
+def _compared(
+    path: FilePath, contents: Contents, save: Save, same: Save, options: Options
+) -> Contents:
     """The checkpoint, whose weights are those of another save too. Raises FormatError where they
     differ.
     """
@@ -271,7 +271,7 @@ def _compared(path: Path, contents: Contents, save: Save, same: Save, options: O
     )
 
 
-def _with_parts(path: Path, contents: Contents, save: Save, options: Options) -> Contents:
+def _with_parts(path: FilePath, contents: Contents, save: Save, options: Options) -> Contents:
     """The checkpoint that torch DCP consolidated, compared with the ranks' parts of it, where they
     were kept.
 

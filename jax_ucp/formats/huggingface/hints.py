@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from jax_ucp.errors import FormatError, NotACheckpoint
+from jax_ucp.files.path import FilePath
 from jax_ucp.formats.huggingface.stand_ins import finished_name
 from jax_ucp.formats.huggingface.weight_files import refuse_part
 from jax_ucp.formats.huggingface.weight_names import holds_weights
@@ -23,14 +23,14 @@ _FOREIGN = {
 _FOREIGN |= {".nemo": "NeMo's archive", ".onnx": "ONNX"}
 
 
-def point_inside(at: Path, recognised: Callable[[Path], bool]) -> None:
+def point_inside(at: FilePath, recognised: Callable[[FilePath], bool]) -> None:
     """Raises NotACheckpoint, naming what to open, where a folder holds checkpoints, FormatError
     where parts of one.
     """
     if steps := list(filter(is_step, _children(at))):
         names = ", ".join(path.name for path in steps)
         raise NotACheckpoint(f"{at} holds the steps {names}: open one, {steps[-1]}")
-    folders = filter(Path.is_dir, _children(at))
+    folders = filter(FilePath.is_dir, _children(at))
     wholes, refusals = _torch_files(at)
     inside = [*_revisions(at), *filter(recognised, folders), *wholes]
     if inside:
@@ -42,9 +42,9 @@ def point_inside(at: Path, recognised: Callable[[Path], bool]) -> None:
         raise refusals[0]
 
 
-def _torch_files(at: Path) -> tuple[list[Path], list[FormatError]]:
+def _torch_files(at: FilePath) -> tuple[list[FilePath], list[FormatError]]:
     """Torch's files in a folder that are whole, and why each other one is not."""
-    wholes: list[Path] = []
+    wholes: list[FilePath] = []
     refusals: list[FormatError] = []
     for path in _children(at):
         if not (path.is_file() and is_torch_file(path)):
@@ -57,7 +57,7 @@ def _torch_files(at: Path) -> tuple[list[Path], list[FormatError]]:
     return wholes, refusals
 
 
-def not_read(at: Path) -> str:
+def not_read(at: FilePath) -> str:
     """What a folder shows of why it cannot be read: a download under way, or another format;
     empty if nothing.
     """
@@ -70,7 +70,7 @@ def not_read(at: Path) -> str:
     return ""
 
 
-def _revisions(at: Path) -> Iterator[Path]:
+def _revisions(at: FilePath) -> Iterator[FilePath]:
     """The revisions that huggingface_hub's cache of a model holds: that of `main`, if it is
     there.
     """
@@ -78,15 +78,15 @@ def _revisions(at: Path) -> Iterator[Path]:
     if not snapshots.is_dir():
         return
     revisions = [path for path in _children(snapshots) if path.is_dir()]
-    named = main.read_text(errors="replace").strip() if main.is_file() else ""
+    named = main.read_text().strip() if main.is_file() else ""
     yield from [path for path in revisions if path.name == named] or revisions
 
 
-def _children(at: Path) -> list[Path]:
-    return sorted((path for path in at.iterdir() if not path.name.startswith(".")), key=_natural)
+def _children(at: FilePath) -> list[FilePath]:
+    return sorted((path for path in at.children() if not path.name.startswith(".")), key=_natural)
 
 
-def _natural(path: Path) -> tuple[str, int, str]:
+def _natural(path: FilePath) -> tuple[str, int, str]:
     """Names that end in numbers are in the order of these."""
     stem = path.name.rstrip("0123456789")
     number = path.name[len(stem) :]

@@ -5,7 +5,8 @@ while it runs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
+
+from jax_ucp.files.path import FilePath
 
 HEAD_BYTES = 512
 
@@ -59,10 +60,10 @@ UNFINISHED = (
     ".tmp",
     ".aria2__temp",
 )
-_HUB_DOWNLOADS = Path(".cache", "huggingface", "download")
+_HUB_DOWNLOADS = ".cache/huggingface/download"
 
 
-def stand_in(path: Path) -> str | None:
+def stand_in(path: FilePath) -> str | None:
     """What a file is instead of a checkpoint, and the remedy; None of any other file.
 
     A download under way counts too, where its tool keeps a file of its own beside it: the size may
@@ -70,8 +71,7 @@ def stand_in(path: Path) -> str | None:
     """
     if path.with_name(f"{path.name}.aria2").exists():
         return f"its download has not ended: {path.name}.aria2 is beside it"
-    with path.open("rb") as file:
-        head = file.read(HEAD_BYTES)
+    head = path.read_bytes(0, HEAD_BYTES)
     text = head.lstrip().lower()
     for begin, what, remedy in _HEADS:
         if head.startswith(begin) or text.startswith(begin.lower()):
@@ -93,12 +93,12 @@ def finished_name(name: str) -> str | None:
     return None
 
 
-def why_missing(folder: Path, name: str) -> str:
+def why_missing(folder: FilePath, name: str) -> str:
     """What the folder shows of why a file is not there; empty if nothing."""
     path = folder / name
-    if path.is_symlink():
+    if path.link():
         return (
-            f"it is a link to {path.readlink()}, which does not exist: the download or the cache is"
+            f"it is a link to {path.link()}, which does not exist: the download or the cache is"
             " not complete"
         )
     if (begun := next(_downloads(folder, name), None)) is not None:
@@ -106,16 +106,16 @@ def why_missing(folder: Path, name: str) -> str:
     return ""
 
 
-def _downloads(folder: Path, name: str) -> Iterator[Path]:
+def _downloads(folder: FilePath, name: str) -> Iterator[str]:
     """Unfinished downloads that may be of a file: beside it, or where huggingface_hub keeps them.
 
     Releases of the hub since 0.27 call those by a hash of the name.
     """
     for suffix in UNFINISHED:
         if (folder / f"{name}{suffix}").exists():
-            yield Path(f"{name}{suffix}")
+            yield f"{name}{suffix}"
     kept = folder / _HUB_DOWNLOADS
     if kept.is_dir():
-        unfinished = sorted(path for path in kept.iterdir() if path.name.endswith(".incomplete"))
+        unfinished = kept.matching(".incomplete")
         of_this = [path for path in unfinished if path.name.startswith(f"{name}.")]
-        yield from (path.relative_to(folder) for path in of_this or unfinished)
+        yield from (path.below(folder) for path in of_this or unfinished)

@@ -11,11 +11,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from jax_ucp.errors import FormatError, LayoutError
-from jax_ucp.files.source_files import noted
+from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import Import
 from jax_ucp.formats.huggingface.stand_ins import stand_in, why_missing
 from jax_ucp.formats.huggingface.weight_names import (
@@ -53,14 +52,14 @@ _RANKS = (
 _CHECKLIST = "checklist.chk"  # of Llama's originals: a line for each file
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: FilePath) -> Any:
     try:
-        return json.loads(noted(path).read_bytes().decode())
+        return json.loads(path.read_bytes().decode())
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path} is not JSON: {stand_in(path) or error}") from None
 
 
-def read_index(path: Path) -> tuple[Mapping[str, Any], list[str]]:
+def read_index(path: FilePath) -> tuple[Mapping[str, Any], list[str]]:
     """An index, and the files that it names. Raises FormatError where it is none."""
     index = read_json(path)
     weights = index.get("weight_map") if isinstance(index, dict) else None
@@ -69,25 +68,25 @@ def read_index(path: Path) -> tuple[Mapping[str, Any], list[str]]:
     return index, sorted(set(weights.values()))
 
 
-def index_save(path: Path) -> tuple[Mapping[str, Any], list[str]]:
+def index_save(path: FilePath) -> tuple[Mapping[str, Any], list[str]]:
     """An index and the files that it names: all of a model, and beside it. Raises FormatError
     where one is not.
     """
     index, names = read_index(path)
-    beside = {file.name for file in path.parent.iterdir() if file.is_file()}
+    beside = {file.name for file in path.parent.children() if file.is_file()}
     require_files(path, path.parent, [name for name in names if name not in beside], len(names))
     _require_named(path, names, unnamed_parts(names))
     return index, names
 
 
-def require_all(folder: Path, save: Save) -> None:
+def require_all(folder: FilePath, save: Save) -> None:
     """Raises FormatError, naming what is missing and why, where files of a save are not there."""
     by = folder / save.index if save.index else folder / save.files[0]
     require_files(by, folder, save.missing, len(save.files) + len(save.missing))
     _require_named(by, save.files, save.unnamed)
 
 
-def _require_named(index: Path, names: Sequence[str], unnamed: Sequence[str]) -> None:
+def _require_named(index: FilePath, names: Sequence[str], unnamed: Sequence[str]) -> None:
     """Raises FormatError if an index names some parts of a model and not all that are counted in
     their names.
     """
@@ -102,7 +101,7 @@ def _require_named(index: Path, names: Sequence[str], unnamed: Sequence[str]) ->
     )
 
 
-def require_files(by: Path, folder: Path, missing: Sequence[str], of: int) -> None:
+def require_files(by: FilePath, folder: FilePath, missing: Sequence[str], of: int) -> None:
     """Raises FormatError if files are missing of those that `by` says there are, in its content
     or in its name.
     """
@@ -124,11 +123,11 @@ def _is_plain(name: str) -> bool:
         fits = len(name.encode()) <= _MAX_NAME
     except UnicodeEncodeError:
         return False
-    return fits and "\0" not in name and name == Path(name).name
+    return fits and "\0" not in name and "/" not in name and name not in ("", ".", "..")
 
 
 def keep_index(
-    found: Import, path: Path, index: Mapping[str, Any], there: Iterable[tuple[str, str]]
+    found: Import, path: FilePath, index: Mapping[str, Any], there: Iterable[tuple[str, str]]
 ) -> None:
     """Account for an index; `there` are the tensors of its files: (file, name). Raises
     FormatError if it has others.
@@ -163,20 +162,20 @@ def finish(found: Import) -> Contents:
         raise LayoutError(f"{found.path}: {error}") from None
 
 
-def keep_configs(found: Import, folder: Path) -> None:
+def keep_configs(found: Import, folder: FilePath) -> None:
     """What configs say, as extras: of the model, of its quantisation, of an adapter."""
     for name in CONFIGS:
         if (folder / name).is_file():
             found.extra(name, "config", read_json(folder / name))
 
 
-def refuse_stand_in(path: Path) -> None:
+def refuse_stand_in(path: FilePath) -> None:
     """Raises FormatError, with the remedy, for a file that only stands for the one meant."""
     if why := stand_in(path):
         raise FormatError(f"{path}: {why}")
 
 
-def refuse_part(path: Path) -> None:
+def refuse_part(path: FilePath) -> None:
     """Raises FormatError for a file that is one of several, by its name or by an index beside
     it.
     """
@@ -197,7 +196,7 @@ def refuse_part(path: Path) -> None:
     refuse_rank(path)
 
 
-def _one_part(path: Path, part: int, parts: int) -> FormatError:
+def _one_part(path: FilePath, part: int, parts: int) -> FormatError:
     """The error for a file that is one of several by its name; it looks for the others."""
     first = 0 if part == 0 else 1
     others = [numbered(path.name, n) for n in range(first, first + min(parts, 1000))]
@@ -208,9 +207,9 @@ def _one_part(path: Path, part: int, parts: int) -> FormatError:
     return FormatError(f"{path} is one of {parts} parts of a model, {where}: open its folder")
 
 
-def _indexes_beside(path: Path) -> Iterator[tuple[str, list[str]]]:
+def _indexes_beside(path: FilePath) -> Iterator[tuple[str, list[str]]]:
     for index in sorted(
-        file for file in path.parent.iterdir() if model_of_index(file.name) and file.is_file()
+        file for file in path.parent.children() if model_of_index(file.name) and file.is_file()
     ):
         try:
             yield index.name, read_index(index)[1]
@@ -218,7 +217,7 @@ def _indexes_beside(path: Path) -> Iterator[tuple[str, list[str]]]:
             continue  # it is not what was asked for
 
 
-def refuse_rank(path: Path) -> None:
+def refuse_rank(path: FilePath) -> None:
     """Raises FormatError for a file that is named after a rank, where other ranks have files
     too.
     """
@@ -229,7 +228,7 @@ def refuse_rank(path: Path) -> None:
             " their tensors form those of the model: save it as one checkpoint with the library"
             " that wrote it"
         )
-    names = [file.name for file in path.parent.iterdir() if file.name != path.name] + _checklist(
+    names = [file.name for file in path.parent.children() if file.name != path.name] + _checklist(
         path.parent
     )
     for pattern in _RANKS:
@@ -252,8 +251,8 @@ def _differs_in_number(pattern: re.Pattern[str], mine: re.Match[str], name: str)
     return other is not None and (other[1], other[3]) == (mine[1], mine[3]) and other[2] != mine[2]
 
 
-def _checklist(folder: Path) -> list[str]:
+def _checklist(folder: FilePath) -> list[str]:
     """The files that Llama's list of checksums names, each behind its sum."""
     path = folder / _CHECKLIST
-    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    lines = path.read_text().splitlines() if path.is_file() else []
     return [line.split()[-1].lstrip("*") for line in lines if line.strip()]

@@ -18,11 +18,11 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
 from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint, UnsafePickle
+from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import Import
 from jax_ucp.formats.dcp.metadata import METADATA_FILE
 from jax_ucp.formats.facts import Facts
@@ -83,11 +83,11 @@ from jax_ucp.sources.contents import Contents
 from jax_ucp.sources.cuts import Cut
 
 
-def recognise(path: Path) -> bool:
+def recognise(path: FilePath) -> bool:
     return path.is_dir() and is_checkpoint(path)
 
 
-def open_megatron_dist(path: Path, options: Options) -> Contents:
+def open_megatron_dist(path: FilePath, options: Options) -> Contents:
     """The checkpoint in a save directory (with its tracker file), or in the folder of one
     iteration.
 
@@ -494,7 +494,7 @@ class _Reader:
     def _other_files(self) -> None:
         about = {CONFIG_FILE: "names the backend", METADATA_FILE: "says which chunk is where"}
         accounted = {*self.files.files, *self.files.left, COMMON_FILE}
-        for path in sorted(self.files.folder.iterdir()):
+        for path in sorted(self.files.folder.children()):
             if path.name in accounted:
                 continue
             if path.name in about:
@@ -505,7 +505,7 @@ class _Reader:
                 )
                 continue
             self.found.skip(
-                path.name, f"{path.lstat().st_size} bytes", "nothing of the checkpoint lies in it"
+                path.name, f"{path.file().size} bytes", "nothing of the checkpoint lies in it"
             )
             if path.suffix == ".distcp":
                 self.found.notes.append(

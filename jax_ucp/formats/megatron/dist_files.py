@@ -16,13 +16,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jax_ucp.errors import FormatError, LayoutError, UnsafePickle
-from jax_ucp.files.source_files import noted
+from jax_ucp.files.path import FilePath
 from jax_ucp.formats.dcp.metadata import METADATA_FILE, DcpMetadata, read_metadata
 from jax_ucp.formats.dcp.source import DcpSource, chunk_key
 from jax_ucp.formats.megatron.dist_names import Run, is_optimizers
@@ -67,7 +66,7 @@ class DistFiles:
     folders of zarr.
     """
 
-    folder: Path
+    folder: FilePath
     args: Args
     common: TorchFile
     tree: Mapping[str, Any]
@@ -94,7 +93,7 @@ def _fault(stored: StoredObject) -> str | None:
         return str(error)
 
 
-def is_checkpoint(path: Path) -> bool:
+def is_checkpoint(path: FilePath) -> bool:
     """Whether the directory, or the iteration that its tracker file names, is a checkpoint of
     torch_dist or zarr.
     """
@@ -106,7 +105,7 @@ def is_checkpoint(path: Path) -> bool:
     )
 
 
-def open_files(folder: Path, weights_only: bool = False) -> DistFiles:
+def open_files(folder: FilePath, weights_only: bool = False) -> DistFiles:
     """The checkpoint of one iteration; with `weights_only` nothing of the optimizer is opened, nor
     need it be there.
 
@@ -136,7 +135,7 @@ def open_files(folder: Path, weights_only: bool = False) -> DistFiles:
     return files
 
 
-def _without_common(folder: Path) -> str:
+def _without_common(folder: FilePath) -> str:
     """What it means that there is no `common.pt`; from core 0.19 on its content is an object
     among the others.
     """
@@ -149,12 +148,12 @@ def _without_common(folder: Path) -> str:
     return "it holds args, steps and param groups of all ranks"
 
 
-def _backend(folder: Path) -> str | None:
+def _backend(folder: FilePath) -> str | None:
     path = folder / CONFIG_FILE
-    if not path.is_file() or path.stat().st_size > MAX_CONFIG_BYTES:
+    if not path.is_file() or path.file().size > MAX_CONFIG_BYTES:
         return None
     try:
-        config = json.loads(noted(path).read_text(errors="replace"))
+        config = json.loads(path.read_text())
     except (ValueError, RecursionError):
         return None
     backend = config.get("sharded_backend") if isinstance(config, dict) else None
@@ -182,7 +181,7 @@ def _check_objects(files: DistFiles) -> None:
 
 
 def _torch_dist(
-    folder: Path,
+    folder: FilePath,
     args: Args,
     common: TorchFile,
     tree: Mapping[str, Any],
@@ -224,13 +223,13 @@ def _check_chunks(metadata: DcpMetadata, fqn: str) -> None:
 
 
 def _zarr(
-    folder: Path,
+    folder: FilePath,
     args: Args,
     common: TorchFile,
     tree: Mapping[str, Any],
     leave: Callable[[str], bool],
 ) -> DistFiles:
-    names = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    names = sorted(path.name for path in folder.children() if path.is_dir())
     left = list(filter(leave, names))
     names = list(itertools.filterfalse(leave, names))
     for name in names:
@@ -243,7 +242,9 @@ def _zarr(
     }
     objects: dict[str, StoredObject] = {}
     for name in names:
-        for path in map(noted, sorted((folder / name).glob("shard_*.pt"))):
+        for path in (folder / name).matching(".pt"):
+            if not path.name.startswith("shard_"):
+                continue
             objects[f"{name}/{path.stem}"] = StoredObject(
                 f"{name}/{path.name}", partial(TorchFile, path)
             )
@@ -253,8 +254,8 @@ def _zarr(
     )
 
 
-def _check_described(folder: Path) -> None:
+def _check_described(folder: FilePath) -> None:
     """Raise FormatError where a folder has chunks of a tensor that nothing describes."""
     path = folder / ARRAY_FILE
-    if not path.exists() and any(_CHUNK.fullmatch(p.name) for p in folder.iterdir()):
+    if not path.exists() and any(_CHUNK.fullmatch(p.name) for p in folder.children()):
         raise FormatError(f"{path} is missing, but there are chunks of the tensor")

@@ -18,9 +18,9 @@ to fp32 where ranks' parts are put together.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 
 from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.files.path import FilePath
 from jax_ucp.formats.megatron.files import Args
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.samples import sample_boxes
@@ -31,7 +31,7 @@ _REMEDY = "Its weights can be opened alone with weights_only"
 
 
 def prove_masters(
-    folder: Path,
+    folder: FilePath,
     names: Iterable[str],
     states: Mapping[str, Mapping[str, Consolidated]],
     view: Callable[[Mapping[str, Consolidated]], ConsolidatedView],

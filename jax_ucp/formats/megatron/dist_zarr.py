@@ -13,18 +13,19 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from jax_ucp.errors import CorruptData, FormatError
-from jax_ucp.files.directory import Directory
-from jax_ucp.files.source_files import noted
+from jax_ucp.files.path import FilePath
+from jax_ucp.files.protocol import file_size
+from jax_ucp.files.ranges import FileRange
+from jax_ucp.files.source_files import note
+from jax_ucp.files.strided import read_strided, row_major_strides
 from jax_ucp.formats.megatron.dist_names import Run
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.protocol import ArrayInfo, ArraySource
@@ -62,9 +63,9 @@ class ZarrArray:
 
 
 class ZarrChunks(ArraySource):
-    """An ArraySource of chunk files, mapped when they are read."""
+    """An ArraySource of chunk files."""
 
-    def __init__(self, folder: Path, arrays: Mapping[str, ZarrArray]):
+    def __init__(self, folder: FilePath, arrays: Mapping[str, ZarrArray]):
         """Raises FormatError, naming the file, where a chunk is missing or has another size."""
         self.folder = folder
         self._arrays = {
@@ -73,41 +74,42 @@ class ZarrChunks(ArraySource):
             for run in array.runs()
         }
         for name in arrays:
-            for path in sorted((folder / name).iterdir()):
+            for path in sorted((folder / name).children()):
                 if path.name != ARRAY_FILE and f"{name}/{path.name}" not in self._arrays:
                     raise FormatError(
                         f"{path} is no chunk of {name} by its {ARRAY_FILE}, which is damaged or"
                         " another's"
                     )
-        for key, info in self._arrays.items():
-            path = folder / key
-            if not path.is_file():
-                raise FormatError(f"{path} is missing: it is a chunk of {path.parent.name}")
-            if (size := os.path.getsize(noted(path))) != info.nbytes:
-                raise CorruptData(
-                    f"{path} has {size} bytes, but a chunk of {info.dtype} {list(info.shape)}"
-                    f" {info.nbytes}"
-                )
+        self._chunks = {key: _chunk_file(folder / key, info) for key, info in self._arrays.items()}
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self._arrays
 
-    def read(self, key: str, box: Box) -> np.ndarray:
-        info = self._arrays[key]
-        if box.size == 0:
-            return np.empty(box.shape, info.dtype)
-        return np.asarray(
-            np.memmap(self.folder / key, info.dtype, "r", shape=info.shape)[box.index]
+    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+        strides = row_major_strides(self._arrays[key].shape)
+        read_strided(self._chunks[key], 0, strides, boxes, outs)
+
+
+def _chunk_file(path: FilePath, info: ArrayInfo) -> FileRange:
+    if not path.is_file():
+        raise FormatError(f"{path} is missing: it is a chunk of {path.parent.name}")
+    file = path.file()
+    if file.size != info.nbytes:
+        raise CorruptData(
+            f"{path} has {file.size} bytes, but a chunk of {info.dtype} {list(info.shape)}"
+            f" {info.nbytes}"
         )
+    note(path.files, file)
+    return FileRange(path, file=file)
 
 
-def zarr_array(folder: Path, name: str) -> ZarrArray:
+def zarr_array(folder: FilePath, name: str) -> ZarrArray:
     """The tensor in the folder `name`. Raises FormatError for what Megatron does not write."""
     path = folder / name / ARRAY_FILE
-    if os.path.getsize(Directory(folder).file(f"{name}/{ARRAY_FILE}")) > MAX_ARRAY_BYTES:
+    if (file_size(folder.folder(), f"{name}/{ARRAY_FILE}") or 0) > MAX_ARRAY_BYTES:
         raise FormatError(f"{path} has more than {MAX_ARRAY_BYTES} bytes")
     try:
-        metadata: Any = json.loads(noted(path).read_text(encoding="utf-8"))
+        metadata: Any = json.loads(path.read_text())
         shape, chunk = tuple(metadata["shape"]), tuple(metadata["chunks"])
         dtype = np.dtype(
             ml_dtypes.bfloat16 if metadata["dtype"] == "bfloat16" else metadata["dtype"]
@@ -125,7 +127,7 @@ def zarr_array(folder: Path, name: str) -> ZarrArray:
     if not _tiles(chunk, shape):
         raise FormatError(f"{path}: chunks of shape {list(chunk)} do not tile {list(shape)}")
     array = ZarrArray(name, shape, chunk, dtype)
-    chunks, files = math.prod(array.grid), len(os.listdir(path.parent))
+    chunks, files = math.prod(array.grid), len(path.parent.children())
     if chunks > files + MAX_MISSING:
         raise FormatError(
             f"{path} describes {chunks} chunks, but there are {files} files beside it"

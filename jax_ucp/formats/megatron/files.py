@@ -11,10 +11,10 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from jax_ucp.errors import FormatError
+from jax_ucp.files.path import FilePath
 from jax_ucp.formats.facts import Facts
 from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
 from jax_ucp.formats.torch_save.unpickle import Record, known, what_is
@@ -131,7 +131,7 @@ class Rank:
     pp: int
     ep: int
     etp: int
-    folder: Path
+    folder: FilePath
     model: TorchFile
     optim: TorchFile | None
     tree: dict[str, Any]
@@ -144,14 +144,14 @@ class Rank:
         return f"{self.folder.name}/{file}:{tensor.key}"
 
 
-def iteration_folder(path: Path) -> Path:
+def iteration_folder(path: FilePath) -> FilePath:
     """The folder of the iteration that the tracker file names, or the path itself where there is
     none.
     """
     tracker = path / TRACKER
     if not tracker.is_file():
         return path
-    text = tracker.read_text(errors="replace").strip()
+    text = tracker.read_text().strip()
     if text == "release":
         return path / text
     if not _ITERATION.fullmatch(text):
@@ -161,7 +161,7 @@ def iteration_folder(path: Path) -> Path:
     return path / f"iter_{int(text):07d}"
 
 
-def is_checkpoint(path: Path) -> bool:
+def is_checkpoint(path: FilePath) -> bool:
     """Whether the directory is a legacy checkpoint, or a save directory whose tracker names one,
     or nothing.
     """
@@ -169,8 +169,8 @@ def is_checkpoint(path: Path) -> bool:
     return not folder.is_dir() or bool(_rank_folders(folder))
 
 
-def _rank_folders(folder: Path) -> list[str]:
-    return sorted(p.name for p in folder.iterdir() if p.is_dir() and _FOLDER.fullmatch(p.name))
+def _rank_folders(folder: FilePath) -> list[str]:
+    return sorted(p.name for p in folder.children() if p.is_dir() and _FOLDER.fullmatch(p.name))
 
 
 def writing_ranks(args: Args) -> list[tuple[int, int, int, int]]:
@@ -192,7 +192,7 @@ def writing_ranks(args: Args) -> list[tuple[int, int, int, int]]:
     return [(r % t, pp, r // etp % e, r % etp) for pp in range(p) for r in range(e * etp)]
 
 
-def open_ranks(folder: Path, weights_only: bool = False) -> tuple[Args, list[Rank]]:
+def open_ranks(folder: FilePath, weights_only: bool = False) -> tuple[Args, list[Rank]]:
     """The args of the run, and the files of every rank that must have some; with `weights_only` not
     the optimizer's.
 
@@ -239,7 +239,7 @@ def differing(args: Args, other: Mapping[str, Any]) -> dict[str, Any]:
     return {n: other.get(n) for n in names if repr(args.fields.get(n)) != repr(other.get(n))}
 
 
-def _check_together(folder: Path, args: Args, ranks: Sequence[Rank]) -> None:
+def _check_together(folder: FilePath, args: Args, ranks: Sequence[Rank]) -> None:
     first, facts = ranks[0], Facts(folder)
     world, p = args.get("world_size"), args.degree("pipeline_model_parallel_size")
     etp = max(rank.etp for rank in ranks) + 1
@@ -282,7 +282,7 @@ def _check_number(rank: Rank, number: Any, expected: int, world: int) -> None:
         )
 
 
-def check_iteration(file: Path, folder: Path, iteration: Any) -> None:
+def check_iteration(file: FilePath, folder: FilePath, iteration: Any) -> None:
     """Raise FormatError where the folder is that of another iteration than the file says."""
     named = folder.name.startswith("iter_") and isinstance(iteration, int)
     if named and folder.name != f"iter_{iteration:07d}":
@@ -335,7 +335,7 @@ def _tree(file: TorchFile) -> dict[str, Any]:
     return file.tree
 
 
-def args_of(tree: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+def args_of(tree: Mapping[str, Any], path: FilePath) -> Mapping[str, Any]:
     args = tree.get("args")
     if not isinstance(args, Record) or args.type != "argparse.Namespace":
         instead = (

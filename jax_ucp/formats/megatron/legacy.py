@@ -2,7 +2,7 @@
 optimizer.
 
 Each rank's tensors get their global names, masters and moments are found beside them, or in flat
-buffers by walking those, and the rules of the language (`language/specs/megatron.yaml`, or the
+buffers by walking those, and the rules of the language (`shard_spec/specs/megatron.yaml`, or the
 user's spec) say how the tensor-parallel ranks' shards form parameters. Copies under expert
 parallelism are replicas; 16-bit weights and the second copy of a tied embedding are duplicates of
 the masters.
@@ -16,12 +16,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint
+from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import Import
 from jax_ucp.formats.megatron import notes
 from jax_ucp.formats.megatron.dist_proof import is_precision_aware, prove_precision_aware
@@ -57,11 +57,11 @@ from jax_ucp.sources.contents import Contents
 from jax_ucp.sources.cuts import Cut
 
 
-def recognise(path: Path) -> bool:
+def recognise(path: FilePath) -> bool:
     return path.is_dir() and is_checkpoint(path)
 
 
-def open_megatron_legacy(path: Path, options: Options) -> Contents:
+def open_megatron_legacy(path: FilePath, options: Options) -> Contents:
     """The checkpoint in a save directory (with its tracker file), or in the folder of one
     iteration.
 
@@ -78,7 +78,7 @@ def open_megatron_legacy(path: Path, options: Options) -> Contents:
 class _Reader:
     """Puts the pieces of one checkpoint together; each method settles one kind of stored thing."""
 
-    def __init__(self, folder: Path, args: Args, ranks: Sequence[Rank], options: Options):
+    def __init__(self, folder: FilePath, args: Args, ranks: Sequence[Rank], options: Options):
         self.folder, self.args, self.ranks, self.options = folder, args, ranks, options
         files = {rank.name: rank.model for rank in ranks}
         files |= {f"{rank.folder.name}/{OPTIM_FILE}": rank.optim for rank in ranks if rank.optim}

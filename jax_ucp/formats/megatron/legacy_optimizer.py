@@ -16,12 +16,12 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jax_ucp.errors import FormatError
+from jax_ucp.files.path import FilePath
 from jax_ucp.formats.megatron.files import OPTIM_FILE, Args, Rank
 from jax_ucp.formats.megatron.walk import EMBEDDING, TIED, Part, buffer_walk, is_expert
 from jax_ucp.formats.pairing import Undecided, contradiction, only_division, tells_shape
@@ -311,7 +311,7 @@ def _flat(
 
 
 def _owners(
-    path: Path, buffers: Mapping[Any, Any], modules: Sequence[Module]
+    path: FilePath, buffers: Mapping[Any, Any], modules: Sequence[Module]
 ) -> Iterator[tuple[Mapping[str, Any], list[Module]]]:
     """The buffers of a model chunk, each with the modules that are in it: those of its dtype."""
     missing = dict.fromkeys(module.local for module in modules)

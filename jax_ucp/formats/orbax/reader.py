@@ -10,22 +10,22 @@ import json
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
 from jax_ucp.errors import CorruptData, FormatError
-from jax_ucp.files.directory import Directory
-from jax_ucp.files.source_files import noted
+from jax_ucp.files.path import FilePath
+from jax_ucp.files.protocol import Files, walk
+from jax_ucp.files.source_files import note
 from jax_ucp.formats.options import Options
 from jax_ucp.layout.blocks import whole_chunks
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.beside import MARKERS, items_beside
 from jax_ucp.sources.budget import HELD_BYTES
 from jax_ucp.sources.contents import Contents, Item, Piece
-from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+from jax_ucp.sources.protocol import ArrayInfo, MakesArrays
 from jax_ucp.tree import Leaf
 from jax_ucp.universal.checked import is_dtype, leaf_fault
 from jax_ucp.universal.orbax_tree import (
@@ -50,20 +50,22 @@ FREE_BYTES = 1 << 30
 _TENSORSTORE_ERRORS = (ValueError, IndexError, OverflowError, NotImplementedError)
 
 
-def recognise(path: Path) -> bool:
+def recognise(path: FilePath) -> bool:
     return (path / TREE_FILE).is_file()
 
 
-def open_orbax(path: Path, options: Options) -> Contents:
+def open_orbax(path: FilePath, options: Options) -> Contents:
     """The PyTree checkpoint of stock Orbax at `path`: the directory with its `_METADATA`.
 
     Raises FormatError where an array is none that stock writes, or says that it is larger than its
     files can make it.
     """
-    directory = Directory(path)
-    directory.check_links()  # TensorStore follows them all
-    for name in directory.files():  # TensorStore reads most of them, and does not say which
-        noted(directory.file(name))
+    directory = path.folder()
+    for name in (file.name for file in walk(directory)):
+        # TensorStore reads most of them, does not say which, and follows every link: a name that
+        # leads out is refused here.
+        if (file := directory.stat(name)) is not None:
+            note(directory, file)
     tree = read_orbax_tree(directory)
     arrays = _Arrays(directory, tree)
     leaves = []
@@ -74,7 +76,7 @@ def open_orbax(path: Path, options: Options) -> Contents:
             _check_written(directory, tree, leaf, info)
         if fault := leaf_fault(leaf):
             raise FormatError(
-                f"{directory}/{TREE_FILE} says of {leaf.label!r:.200} that it is {fault}"
+                f"{directory.url()}/{TREE_FILE} says of {leaf.label!r:.200} that it is {fault}"
             )
         leaves.append(leaf)
     _check_size(directory, arrays.arrays())
@@ -91,7 +93,7 @@ def open_orbax(path: Path, options: Options) -> Contents:
     return Contents("orbax", str(path), leaves, arrays, inventory, notes=notes, where=where)
 
 
-def _check_written(directory: Directory, tree: OrbaxTree, leaf: Leaf, info: ArrayInfo) -> None:
+def _check_written(directory: Files, tree: OrbaxTree, leaf: Leaf, info: ArrayInfo) -> None:
     """Raise FormatError where an array is not what a device wrote a part of: smaller, of other
     axes, or in chunks that do not divide that part, as Orbax's do.
     """
@@ -104,13 +106,13 @@ def _check_written(directory: Directory, tree: OrbaxTree, leaf: Leaf, info: Arra
     if same_axes and all(w <= n and w % max(1, c) == 0 for w, n, c in lengths):
         return
     raise FormatError(
-        f"{directory}/{tree.stored[leaf.name]} has shape {leaf.shape} in chunks of {chunk}, but by"
+        f"{directory.url()}/{tree.stored[leaf.name]} has shape {leaf.shape} in chunks of {chunk}, but by"
         f" {TREE_FILE} a device wrote {written} of it: the array is that of another leaf, or of"
         " another save"
     )
 
 
-def _names(directory: Directory, tree: OrbaxTree) -> set[str]:
+def _names(directory: Files, tree: OrbaxTree) -> set[str]:
     """What stock Orbax has in the folder of a tree. Raises FormatError where an array is there
     twice.
     """
@@ -118,42 +120,43 @@ def _names(directory: Directory, tree: OrbaxTree) -> set[str]:
     if tree.ocdbt:
         processes = {
             name.partition("/")[0]
-            for name in directory.files()
+            for name in (file.name for file in walk(directory))
             if name.startswith("ocdbt.process_")
         }
         return found | processes | {"d", "manifest.ocdbt"}
     both = (".zarray", "zarr.json")
     for stored in tree.stored.values():
-        if all(directory.has(f"{stored}/{name}") for name in both):
+        if all(directory.stat(f"{stored}/{name}") for name in both):
             raise FormatError(
-                f"{directory}/{stored} has {both[0]} and {both[1]}: an array of zarr v2 and one of"
+                f"{directory.url()}/{stored} has {both[0]} and {both[1]}: an array of zarr v2 and one of"
                 f" v3, of two saves, lie in one folder. By {TREE_FILE} it is the one of"
                 f" v{3 if tree.zarr3 else 2}; move the other away"
             )
     return found | {stored.partition("/")[0] for stored in tree.stored.values()}
 
 
-def _check_size(directory: Directory, arrays: Mapping[str, ArrayInfo]) -> None:
+def _check_size(directory: Files, arrays: Mapping[str, ArrayInfo]) -> None:
     """Raise FormatError where arrays are larger than the bytes that are stored could make them."""
-    claimed, stored = sum(info.nbytes for info in arrays.values()), directory.nbytes()
+    claimed = sum(info.nbytes for info in arrays.values())
+    stored = sum(file.size for file in walk(directory))
     if claimed > FREE_BYTES + MAX_RATIO * stored:
         raise FormatError(
-            f"{directory} says that its arrays have {claimed} bytes, but its files have {stored},"
+            f"{directory.url()} says that its arrays have {claimed} bytes, but its files have {stored},"
             f" of which no codec makes more than {MAX_RATIO} each: the shape of an array is"
             " damaged, or files are missing"
         )
 
 
-def items_of_step(path: Path) -> list[Path]:
+def items_of_step(path: FilePath) -> list[FilePath]:
     """The PyTree items in the directory of one step, as CheckpointManager and v1 lay them out."""
-    return sorted(child for child in path.iterdir() if recognise(child)) if path.is_dir() else []
+    return sorted(child for child in path.children() if recognise(child)) if path.is_dir() else []
 
 
-def is_step(path: Path) -> bool:
+def is_step(path: FilePath) -> bool:
     return (path / STEP_FILE).is_file() and not (path / TREE_FILE).is_file()
 
 
-class _Arrays(ArraySource):
+class _Arrays(MakesArrays):
     """The arrays of a stock checkpoint, by the names of their leaves.
 
     Stock's chunks are as large as what a device held. One that is read in several blocks stays
@@ -161,7 +164,7 @@ class _Arrays(ArraySource):
     memory for each block anew.
     """
 
-    def __init__(self, directory: Directory, tree: OrbaxTree):
+    def __init__(self, directory: Files, tree: OrbaxTree):
         self._directory = directory
         self._specs = {name: _spec(directory, tree, stored) for name, stored in tree.stored.items()}
         self._handles: dict[str, Any] = {}
@@ -170,7 +173,9 @@ class _Arrays(ArraySource):
         self._lock = threading.Lock()
         opening = {name: ts.open(spec, open=True) for name, spec in self._specs.items()}
         for name, future in opening.items():
-            where = f"{directory}: {TREE_FILE} has {tree.stored[name]}, whose array is unreadable"
+            where = (
+                f"{directory.url()}: {TREE_FILE} has {tree.stored[name]}, whose array is unreadable"
+            )
             try:
                 array = self._handles[name] = future.result()
             except _TENSORSTORE_ERRORS as error:
@@ -187,7 +192,7 @@ class _Arrays(ArraySource):
         try:
             return np.asarray(self._handle(key, box)[box.index].read().result())
         except _TENSORSTORE_ERRORS as error:
-            raise CorruptData(f"{self._directory}/{key}: {error}") from None
+            raise CorruptData(f"{self._directory.url()}/{key}: {error}") from None
 
     def _handle(self, key: str, box: Box) -> Any:
         """The array, as it is opened for a read of `box`: with a cache for the chunks of which
@@ -228,7 +233,7 @@ def _array_fault(array: Any) -> str | None:
     return None
 
 
-def _spec(directory: Directory, tree: OrbaxTree, stored: str) -> dict[str, Any]:
+def _spec(directory: Files, tree: OrbaxTree, stored: str) -> dict[str, Any]:
     if tree.ocdbt:
         kvstore = {"driver": "ocdbt", "base": directory.spec(), "path": f"{stored}/"}
     else:

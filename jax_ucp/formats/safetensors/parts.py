@@ -14,10 +14,10 @@ import itertools
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from jax_ucp.errors import FormatError
+from jax_ucp.files.path import FilePath
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout
 from jax_ucp.sources.consolidated import Consolidated
@@ -31,7 +31,7 @@ _ABSENT_SHOWN = 4
 
 
 def boxes(
-    path: Path, metadata: Mapping[str, str], arrays: Mapping[str, ArrayInfo]
+    path: FilePath, metadata: Mapping[str, str], arrays: Mapping[str, ArrayInfo]
 ) -> dict[str, Box]:
     """Which block of its tensor each array of a file is; without a mark, all of it."""
     if MARK not in metadata:

@@ -12,14 +12,15 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from jax_ucp.errors import CorruptData, FormatError
-from jax_ucp.files.source_files import noted
+from jax_ucp.files.path import FilePath, file_path
+from jax_ucp.files.ranges import FileRange
+from jax_ucp.files.strided import read_strided, row_major_strides
 from jax_ucp.formats.assemble import Import
 from jax_ucp.formats.facts import COUNTS, Facts
 from jax_ucp.formats.huggingface.weight_files import (
@@ -62,14 +63,14 @@ _DTYPES: dict[str, type] = {
 _PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 
-def recognise(path: Path) -> bool:
+def recognise(path: FilePath) -> bool:
     index = model_of_index(path.name)
     return path.is_file() and (
         path.name.endswith(SUFFIX) or (index is not None and index.kind == "safetensors")
     )
 
 
-def open_safetensors(path: Path, options: Options) -> Contents:
+def open_safetensors(path: FilePath, options: Options) -> Contents:
     """The weights in a file, or in the files that an index names; all of them are under `param`.
 
     Raises FormatError, naming the file, where a header breaks a rule of the format, where index and
@@ -87,7 +88,7 @@ def open_safetensors(path: Path, options: Options) -> Contents:
     return finish(found)
 
 
-def read_weights(path: Path, folder: Path, names: Sequence[str]) -> Import:
+def read_weights(path: FilePath, folder: FilePath, names: Sequence[str]) -> Import:
     """The tensors of files in a folder, as the weights of the checkpoint at `path`; what their
     headers say, as extras.
 
@@ -115,7 +116,7 @@ def read_weights(path: Path, folder: Path, names: Sequence[str]) -> Import:
     return found
 
 
-def _check_parts(path: Path, name: str, file: SafetensorsFile) -> None:
+def _check_parts(path: FilePath, name: str, file: SafetensorsFile) -> None:
     """Raise FormatError for a file with parts of tensors that is opened alone, or is packed."""
     if path.is_file() and not WHOLE_FILE.fullmatch(name):
         raise FormatError(f"{path} holds one rank's parts of tensors (torch DCP): open its folder")
@@ -142,23 +143,21 @@ def _keep_header(found: Import, name: str, file: SafetensorsFile) -> None:
 
 
 class SafetensorsFile(ArraySource):
-    """One file, as an ArraySource of its tensors. Opening reads the header; reading maps the
-    tensor's bytes.
+    """One file, as an ArraySource of its tensors. Opening reads the header.
 
     Tensors of less than 8 bits an element are arrays of the bytes that are stored; `packed` has
     their dtypes by name.
     """
 
-    def __init__(self, path: Path):
-        self.path = noted(path)
-        with path.open("rb") as file:
-            self._identity = _identity(file)
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(head, "little") if len(head := file.read(8)) == 8 else -1
-            if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-                said = f"its first 8 bytes say that the header has {length} bytes, of {size} in all"
-                raise FormatError(f"{path}: {said}: it is cut short, or no safetensors")
-            header = _header(path, file.read(length))
+    def __init__(self, path: str | os.PathLike[str] | FilePath):
+        self.path = path = file_path(path)
+        self._bytes = FileRange(path, file=path.file())
+        size, head = self._bytes.size, self._bytes.read(0, 8)
+        length = int.from_bytes(head, "little") if len(head) == 8 else -1
+        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+            claim = f"its first 8 bytes say that the header has {length} bytes, of {size} in all"
+            raise FormatError(f"{path}: {claim}: it is cut short, or no safetensors")
+        header = _header(path, self._bytes.read(8, 8 + length))
         self.metadata: dict[str, str] = header.pop("__metadata__", {})
         if not isinstance(self.metadata, dict) or not all(
             isinstance(v, str) for v in self.metadata.values()
@@ -194,26 +193,16 @@ class SafetensorsFile(ArraySource):
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self._arrays
 
-    def read(self, key: str, box: Box) -> np.ndarray:
-        info = self._arrays[key]
-        if box.size == 0:
-            return np.empty(box.shape, info.dtype)
-        with self.path.open("rb") as file:
-            if _identity(file) != self._identity:
-                raise CorruptData(f"{self.path} has changed since it was opened; open it again")
-            mapped = np.memmap(
-                file, np.uint8, "r", self._begin + self._offsets[key], (info.nbytes,)
-            )
-        array = mapped.view(np.ndarray).view(info.dtype).reshape(info.shape)[(*box.index, ...)]
-        return array if array.flags.aligned else array.copy()
+    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+        info, start = self._arrays[key], self._begin + self._offsets[key]
+        strides = row_major_strides(info.shape)
+        try:
+            read_strided(self._bytes, start, strides, boxes, outs)
+        except CorruptData as error:
+            raise CorruptData(f"{self.path}: {error}") from error
 
 
-def _identity(file: IO[bytes]) -> tuple[int, ...]:
-    stat = os.fstat(file.fileno())
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
-
-
-def _header(path: Path, data: bytes) -> dict[str, Any]:
+def _header(path: FilePath, data: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
@@ -229,7 +218,7 @@ def _header(path: Path, data: bytes) -> dict[str, Any]:
     return header
 
 
-def _entry(path: Path, name: str, entry: Any) -> tuple[ArrayInfo, int, int]:
+def _entry(path: FilePath, name: str, entry: Any) -> tuple[ArrayInfo, int, int]:
     """Shape and dtype of a tensor, and the first and last byte of it in the data."""
     match entry:
         case {

@@ -2,29 +2,26 @@
 
 Since torch 1.6 a file is a zip with one root folder: `data.pkl`, the pickled object with a
 persistent id for each storage, and `data/<key>`, the bytes of each storage, stored as they are
-(`torch/serialization.py`, `_save`). Opening parses the zip directory and `data.pkl`; arrays are
-views of the memory-mapped file, so bytes are read when they are looked at. The CRC that the zip
-directory has of each storage is therefore not compared by `read`, but by `checks`. `torch_legacy`
-has the format before, which has no CRC.
+(`torch/serialization.py`, `_save`). Opening reads the zip directory and `data.pkl`; the bytes of
+storages are read when they are asked for. The CRC that the zip directory has of each storage is
+therefore not compared by reads, but by `checks`. `legacy` has the format before, which has no CRC.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
-import stat
-import weakref
 import zlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
 from jax_ucp.errors import CorruptData, FormatError
-from jax_ucp.files.pread import pread_into, run_start
-from jax_ucp.files.source_files import noted
+from jax_ucp.files.path import FilePath, file_path
+from jax_ucp.files.protocol import FileInfo
+from jax_ucp.files.ranges import ByteRange, EdgesInMemory, FileRange, MemoryRange
+from jax_ucp.files.strided import read_strided
 from jax_ucp.formats.huggingface.stand_ins import stand_in, why_missing
 from jax_ucp.formats.torch_save import legacy as torch_legacy
 from jax_ucp.formats.torch_save import unpickle as safe_pickle
@@ -50,27 +47,23 @@ MAX_INFLATED_PICKLE_BYTES = 1 << 25
 MAX_PATH = 1024
 # How files of torch.save are named as a rule; a name alone makes none.
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
-RELEASED_BYTES = 1 << 20
 ALIKE_BYTES, ALIKE_KEPT = 1 << 10, 1 << 10
 VERIFY_BYTES = 1 << 20  # so little stays in a core's cache until it is summed
 
 
-def is_torch_file(path: Path) -> bool:
+def is_torch_file(path: FilePath) -> bool:
     """Whether it is a file of torch.save by its content, or is named as one and begins as one,
     and is damaged.
     """
-    with path.open("rb") as file:
-        head = file.read(torch_legacy.HEAD_BYTES)
-        if torch_legacy.is_legacy(head) or head[:4] != b"PK\3\4":
-            return torch_legacy.is_legacy(head)
-        with (
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping,
-            memoryview(mapping) as data,
-        ):
-            try:
-                return any(name.endswith("/data.pkl") for name in zip_members(data))
-            except FormatError:
-                return path.suffix in SUFFIXES
+    head = path.read_bytes(0, torch_legacy.HEAD_BYTES)
+    if torch_legacy.is_legacy(head) or head[:4] != b"PK\3\4":
+        return torch_legacy.is_legacy(head)
+    try:
+        return any(
+            name.endswith("/data.pkl") for name in zip_members(EdgesInMemory(FileRange(path)))
+        )
+    except FormatError:
+        return path.suffix in SUFFIXES
 
 
 class TorchFile(ArraySource):
@@ -82,104 +75,72 @@ class TorchFile(ArraySource):
     mentioned, or a dtype numpy lacks, is a Name. A plain recursive walk ends. `unknown` are the
     names, of classes and functions, that are in no list.
 
-    Views are read-only and keep the file mapped; a TorchFile of which no view is alive holds no
-    file descriptor. `offset` and `length` select a file that lies inside another, as the objects in
-    DCP's `.distcp` files do. `data` are its bytes where they had to be inflated; `path` then only
-    names them. `beside` lies inside the same other file, whose mapping they share. `alike` keeps
-    tensors that are all of a file, by what they were made from, for the many files of one tensor
-    that have the same pickle. A tensor that cannot be read refuses the file, unless it is
-    `lenient`: then it stays in the tree, and `unreadable` of it says why.
+    `offset` and `length` select a file that lies inside another, as the objects in DCP's `.distcp`
+    files do; `file` is that file as it was looked at. `data` are its bytes where they had to be inflated; `path` then only names them.
+    `alike` keeps tensors that are all of a file, by what they were made from, for the many files of
+    one tensor that have the same pickle. A tensor that cannot be read refuses the file, unless it
+    is `lenient`: then it stays in the tree, and `unreadable` of it says why.
     """
 
     def __init__(
         self,
-        path: str | os.PathLike,
+        path: str | os.PathLike[str] | FilePath,
         *,
         offset: int = 0,
         length: int | None = None,
+        file: FileInfo | None = None,
         data: bytes | None = None,
-        beside: TorchFile | None = None,
         alike: dict[Hashable, StoredTensor] | None = None,
         lenient: bool = False,
     ):
-        self.path = noted(path if isinstance(path, Path) else Path(path))
-        self._data = data
-        self._span = slice(offset, None if length is None else offset + length)
-        self._first: tuple[int, ...] | None = beside._first if beside else None
-        self._mapping: weakref.ref[mmap.mmap] | None = beside._mapping if beside else None
-        with self._naming_file(), self._saying_what_stands_there():
-            mapping = self.mapping()
-            start, stop, _ = self._span.indices(len(mapping))
-            self._swapped = False
-            if torch_legacy.is_legacy(mapping[start : min(stop, start + torch_legacy.HEAD_BYTES)]):
-                self.tree, self._storages = torch_legacy.load(mapping, start, stop)
+        self.path = file_path(path)
+        self.in_memory = len(data or b"")  # bytes of it that are held in memory
+        with self._naming_file(), self._naming_what_is_instead():
+            self._bytes: ByteRange
+            if data is None:
+                self._bytes = FileRange(self.path, offset, length, file)
             else:
-                self._storages, pickled, stored, self._swapped = _zip_contents(
-                    memoryview(mapping)[self._span]
-                )
+                self._bytes = MemoryRange(data)
+            self._swapped = False
+            contents = EdgesInMemory(self._bytes)
+            if torch_legacy.is_legacy(contents.read(0, torch_legacy.HEAD_BYTES)):
+                self.tree, self._storages = torch_legacy.load(contents)
+            else:
+                self._storages, pickled, stored, self._swapped = _zip_contents(contents)
                 self.tree = self._loaded(pickled, stored, {} if alike is None else alike)
             self._tensors, self.unknown, refused = _tensors_by_key(self.tree, self.path)
             if refused and not lenient:
                 raise cannot_be_read(refused)
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes it keeps in memory; none of a file that is mapped."""
-        return len(self._data or b"")
-
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return {key: ArrayInfo(tensor.shape, tensor.dtype) for key, tensor in self._tensors.items()}
 
-    def read(self, key: str, box: Box) -> np.ndarray:
-        """The elements of `box` of tensor `key`: a read-only view of the mapped file.
-
-        A copy only where the file was rewritten by another zip tool, deflated, big-endian or not
-        aligned to the dtype.
-        """
-        tensor = self._tensors[key]
-        if len(box.start) != len(tensor.shape) or not box.within(Box.whole(tensor.shape)):
-            raise ValueError(
-                f"{self.path}: box {box} does not lie in {key!r} of shape {tensor.shape}"
-            )
-        if box.size == 0:
-            array = np.empty(box.shape, tensor.dtype)
-        else:
-            with self._naming_file():
-                array = self._view(tensor, box)
-            if not array.flags.aligned:
-                array = array.copy()
-        array.flags.writeable = False
-        return array
-
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
-        """Read each box into its array: straight from the file what lies there in one run, as
-        `read` what does not.
-        """
+        """Read each box into its array: what lies in one run straight from the file."""
         tensor = self._tensors[key]
-        member = self._storages[tensor.storage]
-        plain = self._data is None and not member.deflated and not self._swapped
-        runs: list[tuple[int, np.ndarray]] = []
-        whole = Box.whole(tensor.shape)
-        for box, out in zip(boxes, outs, strict=True):
-            shape = box.shape
-            fits = (
-                plain
-                and out.size
-                and (out.shape, out.dtype) == (shape, tensor.dtype)
-                and box.within(whole)
-            )
-            run = run_start(box.start, shape, tensor.strides) if fits else None
-            if run is None:
-                out[...] = self.read(key, box)
-            else:
-                at = (
-                    self._span.start + member.offset + (tensor.offset + run) * tensor.dtype.itemsize
+        for box in boxes:
+            if len(box.start) != len(tensor.shape) or not box.within(Box.whole(tensor.shape)):
+                raise ValueError(
+                    f"{self.path}: box {box} does not lie in {key!r} of shape {tensor.shape}"
                 )
-                runs.append((at, out))
-        if runs:
-            with self._naming_file(), self._opened() as file:
-                for at, out in runs:
-                    pread_into(file, at, out)
+        with self._naming_file():
+            stored, start = self._storage_bytes(self._storages[tensor.storage])
+            start += tensor.offset * tensor.dtype.itemsize
+            same = [out.dtype == tensor.dtype and not self._swapped for out in outs]
+            places = [
+                out if ok else np.empty(box.shape, tensor.dtype)
+                for ok, box, out in zip(same, boxes, outs, strict=True)
+            ]
+            read_strided(stored, start, tensor.strides, boxes, places)
+        for place, out in zip(places, outs, strict=True):
+            if place is not out:
+                out[...] = _swapped(place) if self._swapped else place
+
+    def _storage_bytes(self, member: Member) -> tuple[ByteRange, int]:
+        """Bytes, and where in them the storage begins."""
+        if member.deflated:
+            return MemoryRange(member_bytes(self._bytes, member)), 0
+        return self._bytes, member.offset
 
     def checks(self, extent: Extent) -> Iterator[Check]:
         """For each storage that has a CRC in the zip directory, whether its bytes have that."""
@@ -219,38 +180,12 @@ class TorchFile(ArraySource):
 
     def _parts(self, member: Member) -> Iterator[np.ndarray]:
         """The bytes of a member, in parts that are valid until the next is asked for."""
-        begin = self._span.start + member.offset
-        if self._data is not None:
-            yield np.frombuffer(self._data, np.uint8, member.size, begin)
-            return
         room = np.empty(min(VERIFY_BYTES, member.size), np.uint8)
-        with self._naming_file(), self._opened() as file:
+        with self._naming_file():
             for at in range(0, member.size, VERIFY_BYTES):
                 part = room[: member.size - at]
-                pread_into(file, begin + at, part)
+                self._bytes.read_into([(member.offset + at, part)])
                 yield part
-
-    def _view(self, tensor: StoredTensor, box: Box) -> np.ndarray:
-        member, mapping = self._storages[tensor.storage], self.mapping()
-        file = memoryview(mapping)[self._span]
-        buffer, start = (
-            (member_bytes(file, member), 0) if member.deflated else (file, member.offset)
-        )
-        itemsize = tensor.dtype.itemsize
-        first = tensor.offset + sum(
-            a * stride for a, stride in zip(box.start, tensor.strides, strict=True)
-        )
-        strides = tuple(stride * itemsize for stride in tensor.strides)
-        if self._swapped:
-            return _swapped(tensor.dtype, box.shape, buffer, start + first * itemsize, strides)
-        array = np.ndarray(box.shape, tensor.dtype, buffer, start + first * itemsize, strides)
-        if not member.deflated:
-            extent = (
-                sum((n - 1) * stride for n, stride in zip(box.shape, strides, strict=True))
-                + itemsize
-            )
-            _release_with(array, mapping, self._span.start + start + first * itemsize, extent)
-        return array
 
     def _loaded(self, pickled: bytes, stored: int, alike: dict[Hashable, StoredTensor]) -> object:
         """The object of data.pkl: it depends on the bytes, on what the file spends on them, and
@@ -295,41 +230,8 @@ class TorchFile(ArraySource):
             )
         return Storage(key, kind, self._storages[key].size)
 
-    def mapping(self) -> mmap.mmap | bytes:
-        """The file, mapped once for as long as any view lives; it must not change in between."""
-        if self._data is not None:
-            return self._data
-        mapping = self._mapping() if self._mapping else None
-        if mapping is None:
-            with self._opened() as file:
-                about = os.fstat(file)
-                if not stat.S_ISREG(about.st_mode):
-                    raise FormatError(
-                        "it is a folder or a device, where a file of torch.save should be"
-                    )
-                if about.st_size == 0:
-                    raise FormatError("the file is empty")
-                mapping = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
-            self._mapping = weakref.ref(mapping)
-        return mapping
-
     @contextmanager
-    def _opened(self) -> Iterator[int]:
-        """A descriptor of the file. Raises CorruptData where it is not the one that was opened
-        first.
-        """
-        handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            found = _identity(os.fstat(handle))
-            if self._first not in (None, found):
-                raise CorruptData("the file has changed since it was opened; open it again")
-            self._first = found
-            yield handle
-        finally:
-            os.close(handle)
-
-    @contextmanager
-    def _saying_what_stands_there(self) -> Iterator[None]:
+    def _naming_what_is_instead(self) -> Iterator[None]:
         """Errors of a file that only stands for another, or of a link that leads nowhere, say
         so.
         """
@@ -340,7 +242,7 @@ class TorchFile(ArraySource):
                 raise FormatError(why) from error
             raise
         except FormatError as error:
-            why = stand_in(self.path) if self._data is None and self.path.is_file() else None
+            why = stand_in(self.path) if not self.in_memory and self.path.is_file() else None
             if not why:
                 raise
             raise FormatError(why) from error
@@ -360,27 +262,7 @@ def _summed(member: Member) -> bool:
     return bool(member.crc) and not member.deflated
 
 
-def _release_with(array: np.ndarray, mapping: mmap.mmap | bytes, start: int, extent: int) -> None:
-    """Give the pages under a large view back when it dies: a file read block by block does not pile
-    up in memory.
-
-    They stay in the system's cache, and another view of them that still lives finds them there.
-    """
-    if extent >= RELEASED_BYTES:
-        weakref.finalize(array, _release, mapping, start, extent).atexit = False
-
-
-def _release(mapping: mmap.mmap | bytes, start: int, extent: int) -> None:
-    if isinstance(mapping, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-        page = start // mmap.PAGESIZE * mmap.PAGESIZE
-        mapping.madvise(mmap.MADV_DONTNEED, page, start + extent - page)
-
-
-def _identity(stat: os.stat_result) -> tuple[int, ...]:
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
-
-
-def _zip_contents(file: memoryview) -> tuple[dict[str, Member], bytes, int, bool]:
+def _zip_contents(file: ByteRange) -> tuple[dict[str, Member], bytes, int, bool]:
     """The members that hold storages, by storage key; the bytes of data.pkl, and how many the file
     spends on them; whether storages are big-endian.
     """
@@ -413,20 +295,13 @@ def _zip_contents(file: memoryview) -> tuple[dict[str, Member], bytes, int, bool
     return storages, member_bytes(file, pickled, most), pickled.stored_size, order == b"big"
 
 
-def _swapped(
-    dtype: np.dtype,
-    shape: tuple[int, ...],
-    buffer: memoryview | bytes,
-    offset: int,
-    strides: tuple[int, ...],
-) -> np.ndarray:
-    """A copy, in this machine's order, of a big-endian view. The halves of a complex number are
-    swapped one by one.
+def _swapped(array: np.ndarray) -> np.ndarray:
+    """A big-endian array in this machine's order. The halves of a complex number are swapped one by
+    one.
     """
-    parts = 2 if dtype.kind == "c" else 1
-    size = dtype.itemsize // parts
-    whole = np.ndarray((*shape, parts), f">u{size}", buffer, offset, (*strides, size))
-    return whole.astype(f"<u{size}").view(dtype)[..., 0]
+    parts = 2 if array.dtype.kind == "c" else 1
+    unit = f"u{array.dtype.itemsize // parts}"
+    return array.view(unit).byteswap().view(array.dtype).reshape(array.shape)
 
 
 def cannot_be_read(reasons: Mapping[str, str]) -> FormatError:
@@ -437,7 +312,7 @@ def cannot_be_read(reasons: Mapping[str, str]) -> FormatError:
 
 
 def _tensors_by_key(
-    tree: object, file: Path
+    tree: object, file: FilePath
 ) -> tuple[dict[str, StoredTensor], frozenset[str], dict[str, str]]:
     """Every tensor of the tree by its key, which is set here, where the path to it is known;
     unknown names; and why other tensors cannot be read, by path.

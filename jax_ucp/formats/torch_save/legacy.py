@@ -10,15 +10,17 @@ is, as torch wrote for storages that were views until 0.4.
 
 from __future__ import annotations
 
-from mmap import mmap
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.errors import CorruptData, FormatError, UnsafePickle
+from jax_ucp.files.ranges import ByteRange
 from jax_ucp.formats.torch_save import unpickle as safe_pickle
 from jax_ucp.formats.torch_save.tensor_names import NAMES, Storage, StorageClass, not_a_storage
 from jax_ucp.formats.torch_save.zip_members import Member
 
 MAX_PICKLE_BYTES = 1 << 28
+FIRST_BYTES = 1 << 16
 _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 # How the pickle of the magic number begins, at protocol 2 to 5: the protocol, perhaps a frame, and
 # the number.
@@ -32,28 +34,47 @@ def is_legacy(head: bytes) -> bool:
     return head[:1] == b"\x80" and body.startswith(_NUMBER)
 
 
-def load(data: bytes | mmap, start: int, stop: int) -> tuple[object, dict[str, Member]]:
-    """The object of the file that is bytes `start` to `stop` of `data`, and where its storages lie
-    in the file.
+def load(file: ByteRange) -> tuple[object, dict[str, Member]]:
+    """The object of a file, and where its storages lie in it.
 
     Raises FormatError where the file is not as torch writes it, CorruptData where storages do not
     fill it exactly.
     """
-    at = start
+    at = 0
     for want, what in ((_MAGIC, "magic number"), (_PROTOCOL, "protocol")):
-        found, at = _pickle(data, at, stop)
-        if found != want:
-            raise FormatError(f"its {what} is {found!r:.40}, not {want}")
-    _, at = _pickle(data, at, stop)  # the sizes of C types: no storage depends on them
+        number, at = _pickle(file, at, {})
+        if number != want:
+            raise FormatError(f"its {what} is {number!r:.40}, not {want}")
+    _, at = _pickle(file, at, {})  # the sizes of C types: no storage depends on them
     storages = _Storages()
-    end = min(stop, at + MAX_PICKLE_BYTES)
-    tree, at = safe_pickle.load_first(data, at, end, NAMES, storages.named)
-    keys, at = _pickle(data, at, stop)
-    return tree, storages.members(keys, data, at - start, start, stop)
+    tree, at = _pickle(file, at, NAMES, storages.named)
+    keys, at = _pickle(file, at, {})
+    return tree, storages.members(keys, file, at)
 
 
-def _pickle(data: bytes | mmap, at: int, stop: int) -> tuple[object, int]:
-    return safe_pickle.load_first(data, at, min(stop, at + MAX_PICKLE_BYTES), {})
+def _pickle(
+    file: ByteRange,
+    at: int,
+    names: Mapping[str, object],
+    persistent: Callable[[object], object] | None = None,
+) -> tuple[object, int]:
+    """The object of the pickle at a byte of the file, and the byte after it. How long it is, only
+    its end tells: more is read where too little was.
+    """
+    most = min(file.size - at, MAX_PICKLE_BYTES)
+    window = FIRST_BYTES
+    while True:
+        data = file.read(at, at + min(window, most))
+        try:
+            tree, end = safe_pickle.load_first(data, names, persistent, most)
+        except UnsafePickle:
+            raise
+        except FormatError:
+            if window >= most:
+                raise
+            window *= 8
+        else:
+            return tree, at + end
 
 
 class _Storages:
@@ -105,23 +126,21 @@ class _Storages:
             raise CorruptData(f"{key[:80]!r} is said to have two dtypes")
         return Storage(key, kind, part[2])
 
-    def members(
-        self, keys: Any, data: bytes | mmap, at: int, start: int, stop: int
-    ) -> dict[str, Member]:
-        """Where each storage lies, as a member of a zip file would; `at` counts from `start`."""
+    def members(self, keys: Any, file: ByteRange, at: int) -> dict[str, Member]:
+        """Where each storage lies, as a member of a zip file would, the first at byte `at`."""
         found: dict[str, Member] = {}
         for key in self._checked(keys):
             kind, numel = self.roots[key]
             size = numel * _itemsize(kind)
-            _check_length(data[start + at : min(start + at + 8, stop)], key, numel)
+            _check_length(file.read(at, at + 8), key, numel)
             found[key] = Member(key, at + 8, size, size, 0, False)
             at += 8 + size
-            if start + at > stop:
+            if at > file.size:
                 raise CorruptData(
                     f"storage {key[:80]!r} runs past the end of the file: it is truncated"
                 )
-        if start + at != stop:
-            raise CorruptData(f"{stop - start - at} bytes follow the last storage")
+        if at != file.size:
+            raise CorruptData(f"{file.size - at} bytes follow the last storage")
         for key, (root, first, length) in self.views.items():
             if key in self.roots:
                 raise FormatError(f"storage {key[:80]!r} and a view of {root[:80]!r} have one name")

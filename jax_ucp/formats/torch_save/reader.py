@@ -14,9 +14,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from jax_ucp.errors import FormatError
+from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import Import
 from jax_ucp.formats.huggingface.weight_files import (
     finish,
@@ -53,11 +53,11 @@ _RANK_FILE = re.compile(
 )
 
 
-def recognise(path: Path) -> bool:
+def recognise(path: FilePath) -> bool:
     return path.is_file() and (path.name.endswith(INDEX_SUFFIX) or is_torch_file(path))
 
 
-def open_torch(path: Path, options: Options) -> Contents:
+def open_torch(path: FilePath, options: Options) -> Contents:
     """The tensors of a file, or of the files that an index names.
 
     Raises FormatError, naming the file, where one holds what is no data, and for a file that is a
@@ -73,7 +73,9 @@ def open_torch(path: Path, options: Options) -> Contents:
     return finish(found)
 
 
-def read_weights(path: Path, folder: Path, names: Sequence[str], options: Options) -> Import:
+def read_weights(
+    path: FilePath, folder: FilePath, names: Sequence[str], options: Options
+) -> Import:
     """The tensors of files in a folder, each under the state that it is, and as extras what is no
     tensor.
 
@@ -94,7 +96,7 @@ def read_weights(path: Path, folder: Path, names: Sequence[str], options: Option
     return found
 
 
-def _whole(path: Path) -> Path:
+def _whole(path: FilePath) -> FilePath:
     """The folder of the checkpoint that a rank's file is of: Megatron has one inside it for each
     rank.
     """
@@ -162,7 +164,7 @@ def _check_aside(
     """Raise FormatError where what cannot be read may be a weight: unreadable tensors, objects
     of unknown classes.
     """
-    needed: dict[Path, dict[str, str]] = {}
+    needed: dict[FilePath, dict[str, str]] = {}
     for path, (file, node) in objects.items():
         label = _label(path)
         reason = next(filter(None, (unreadable(inner) for _, inner in walk(node))), "")

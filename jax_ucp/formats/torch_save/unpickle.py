@@ -19,7 +19,6 @@ import pickletools
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from mmap import mmap
 from typing import Any, NoReturn, TypeVar
 
 from jax_ucp.errors import FormatError, UnsafePickle
@@ -298,31 +297,25 @@ def load(
     (deflated). Raises UnsafePickle for what a checkpoint never needs, FormatError for what is no
     pickle.
     """
-    found, end = load_first(data, 0, len(data), names, persistent, stored_bytes)
+    found, end = load_first(data, names, persistent, stored_bytes)
     if end != len(data):
         raise FormatError(f"{len(data) - end} bytes follow the end of the pickle")
     return found
 
 
 def load_first(
-    data: bytes | mmap,
-    start: int,
-    stop: int,
+    data: bytes,
     names: Mapping[str, object],
     persistent: Callable[[object], object] | None = None,
     stored_bytes: int | None = None,
 ) -> tuple[object, int]:
-    """The object of the pickle that begins at byte `start` of `data`, as `load`, and the byte after
-    it.
-
-    Nothing from `stop` on is looked at.
-    """
+    """The object of the pickle with which `data` begins, as `load`, and the byte after it."""
     machine = _Machine(names, persistent)
-    most = stop - start if stored_bytes is None else stored_bytes
-    end = machine.run(data, start, stop, most)
+    most = len(data) if stored_bytes is None else stored_bytes
+    end = machine.run(data, most)
     if len(machine.stack) != 1 or machine.below:
         raise FormatError("the pickle ends with an unfinished object")
-    _check_bounds(machine.stack[0], FREE_NODES + min(end - start, most) // 2)
+    _check_bounds(machine.stack[0], FREE_NODES + min(end, most) // 2)
     return machine.stack[0], end
 
 
@@ -365,14 +358,14 @@ class _Machine:
         self.unbuilt: dict[int, _Unbuilt] = {}
         self.unknown: dict[str, Unknown] = {}
 
-    def run(self, data: bytes | mmap, start: int, stop: int, most: int) -> int:
-        """Run the opcodes from byte `start` up to STOP, and return the byte after it; `most` bytes
+    def run(self, data: bytes, most: int) -> int:
+        """Run the opcodes up to STOP, and return the byte after it; `most` bytes
         pay for memory.
 
         `pickletools.genops` would find them, but interprets escapes in names, with warnings where
         they are invalid.
         """
-        at, cost, opcode = start, 0, None
+        at, cost, opcode, stop = 0, 0, None, len(data)
         while opcode is not _STOP:
             if at >= stop:
                 raise _damaged(at)
@@ -388,10 +381,9 @@ class _Machine:
                     raise _damaged(at)
                 argument, at = opcode.value(data[at : at + length]), at + length
             cost += opcode.cost
-            if cost > FREE_BYTES and cost > FREE_BYTES + BYTES_PER_BYTE * min(at - start, most):
+            if cost > FREE_BYTES and cost > FREE_BYTES + BYTES_PER_BYTE * min(at, most):
                 raise UnsafePickle(
-                    f"the objects in the pickle take too much memory for its first {at - start}"
-                    " bytes"
+                    f"the objects in the pickle take too much memory for its first {at} bytes"
                 )
             opcode.step(self, argument)
         return at
@@ -631,7 +623,7 @@ def _damaged(at: int) -> FormatError:
     )
 
 
-def _two_lines(data: bytes | mmap, at: int, stop: int) -> int:
+def _two_lines(data: bytes, at: int, stop: int) -> int:
     """How many bytes the two lines from byte `at` on take; more than there are where one does
     not end.
     """

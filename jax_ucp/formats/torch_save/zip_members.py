@@ -5,16 +5,18 @@ different files.
 members stored, sizes and CRC in the central directory only (flag bit 3), zip64 where a number needs
 it. Python's `zipfile` forgives more than a checkpoint needs (overlaps, bytes before the archive,
 headers that disagree) and does not tell where a stored member's bytes begin, so we parse the
-directory ourselves, out of any buffer.
+directory ourselves.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.files.ranges import ByteRange
 
 # signature, disk, directory's disk, entries here, entries, size, offset, comment
 _END = struct.Struct("<4s4H2LH")
@@ -33,6 +35,10 @@ _KNOWN_FLAGS = _SIZES_FOLLOW | 0x0006 | 0x0800
 # Deflate cannot do better than 1032:1. One member is inflated at a time, and only when it is read.
 _MAX_RATIO = 1032
 _MAX_INFLATED = 1 << 30
+
+# What is read of extra fields with each local header: torch pads them so that storages begin at a
+# multiple of 64 bytes.
+_EXTRA_BYTES = 96
 
 
 class Member(NamedTuple):
@@ -58,7 +64,7 @@ class _Entry(NamedTuple):
     header: int
 
 
-def zip_members(file: memoryview) -> dict[str, Member]:
+def zip_members(file: ByteRange) -> dict[str, Member]:
     """Every member by name, in the order of the directory, of a zip file that is the whole of
     `file`.
 
@@ -69,8 +75,8 @@ def zip_members(file: memoryview) -> dict[str, Member]:
     start, entries = _directory(file)
     members: dict[str, Member] = {}
     spans = []
-    for entry in entries:
-        member = _member(file, entry)
+    for entry, header in zip(entries, _local_headers(file, entries), strict=True):
+        member = _member(file, entry, header)
         if member.name in members:
             raise FormatError(f"zip member {member.name!r} occurs twice")
         members[member.name] = member
@@ -85,7 +91,15 @@ def zip_members(file: memoryview) -> dict[str, Member]:
     return members
 
 
-def member_bytes(file: memoryview, member: Member, max_bytes: int = _MAX_INFLATED) -> bytes:
+def _local_headers(file: ByteRange, entries: Sequence[_Entry]) -> list[bytes]:
+    """How each member begins: its local header, with name and extra field where they are short."""
+    longest = max((len(entry.name) for entry in entries), default=0)
+    return file.read_heads(
+        [entry.header for entry in entries], _LOCAL.size + longest + _EXTRA_BYTES
+    )
+
+
+def member_bytes(file: ByteRange, member: Member, max_bytes: int = _MAX_INFLATED) -> bytes:
     """A copy of the member's bytes, inflated if need be, its CRC verified where the file has
     one.
     """
@@ -93,8 +107,8 @@ def member_bytes(file: memoryview, member: Member, max_bytes: int = _MAX_INFLATE
         raise FormatError(
             f"zip member {member.name!r} has {member.size} bytes, more than the {max_bytes} allowed"
         )
-    raw = file[member.offset : member.offset + member.stored_size]
-    data = _inflate(raw, member) if member.deflated else bytes(raw)
+    raw = file.read(member.offset, member.offset + member.stored_size)
+    data = _inflate(raw, member) if member.deflated else raw
     if member.crc and zlib.crc32(data) != member.crc:
         raise CorruptData(
             f"the bytes of zip member {member.name!r} differ from their CRC: the file is damaged"
@@ -102,7 +116,7 @@ def member_bytes(file: memoryview, member: Member, max_bytes: int = _MAX_INFLATE
     return data
 
 
-def _inflate(raw: memoryview, member: Member) -> bytes:
+def _inflate(raw: bytes, member: Member) -> bytes:
     if member.size > _MAX_RATIO * member.stored_size:
         raise FormatError(
             f"zip member {member.name!r} would inflate {member.stored_size} bytes to {member.size}"
@@ -119,16 +133,17 @@ def _inflate(raw: memoryview, member: Member) -> bytes:
     return data
 
 
-def _directory(file: memoryview) -> tuple[int, list[_Entry]]:
+def _directory(file: ByteRange) -> tuple[int, list[_Entry]]:
     """Where the central directory starts, and its entries. Comments, which torch never writes,
     are refused.
     """
-    end = len(file) - _END.size
-    if end < 0 or file[end : end + 4] != b"PK\5\6":
+    end = file.size - _END.size
+    record = file.read(max(end, 0), file.size)
+    if end < 0 or record[:4] != b"PK\5\6":
         raise FormatError(
             "no zip end record at the end: the file is truncated, or no zip file of torch.save"
         )
-    *numbers, comment = _END.unpack_from(file, end)[1:]
+    *numbers, comment = _END.unpack(record)[1:]
     limit, (disk, start_disk, here, count, size, start) = _end64(file, end, numbers)
     if disk or start_disk or here != count or comment:
         raise FormatError(
@@ -140,16 +155,17 @@ def _directory(file: memoryview) -> tuple[int, list[_Entry]]:
         )
     if count * _CENTRAL.size > size:
         raise FormatError(f"the zip directory claims {count} entries in {size} bytes")
-    entries, at = [], start
+    directory = memoryview(file.read(start, limit))
+    entries, at = [], 0
     for _ in range(count):
-        entry, at = _entry(file, at, limit)
+        entry, at = _entry(directory, at, start)
         entries.append(entry)
-    if at != limit:
+    if at != len(directory):
         raise FormatError(f"the zip directory holds more than the {count} entries it claims")
     return start, entries
 
 
-def _end64(file: memoryview, end: int, numbers: list[int]) -> tuple[int, list[int]]:
+def _end64(file: ByteRange, end: int, numbers: list[int]) -> tuple[int, list[int]]:
     """Where the end records begin, and the numbers of the zip64 one, which torch always writes, if
     there is one.
 
@@ -158,12 +174,14 @@ def _end64(file: memoryview, end: int, numbers: list[int]) -> tuple[int, list[in
     ones.
     """
     at = end - _LOCATOR64.size
-    if at < 0 or file[at : at + 4] != b"PK\6\7":
+    locator = file.read(max(at, 0), end)
+    if at < 0 or locator[:4] != b"PK\6\7":
         return end, numbers
-    _, disk, record, disks = _LOCATOR64.unpack_from(file, at)
-    if disk or disks > 1 or record + _END64.size > at or file[record : record + 4] != b"PK\6\6":
+    _, disk, record, disks = _LOCATOR64.unpack(locator)
+    begin = file.read(record, record + _END64.size) if record + _END64.size <= at else b""
+    if disk or disks > 1 or begin[:4] != b"PK\6\6":
         raise FormatError(f"no zip64 end record at byte {record}, where its locator points")
-    _, length, _, _, *wide = _END64.unpack_from(file, record)
+    _, length, _, _, *wide = _END64.unpack(begin)
     if record + 12 + length != at:
         raise FormatError(
             f"the zip64 end record at byte {record} does not end at its locator, byte {at}"
@@ -174,20 +192,22 @@ def _end64(file: memoryview, end: int, numbers: list[int]) -> tuple[int, list[in
     return record, wide
 
 
-def _entry(file: memoryview, at: int, limit: int) -> tuple[_Entry, int]:
-    """The directory entry at byte `at`, and where the next one starts."""
-    if at + _CENTRAL.size > limit or file[at : at + 4] != b"PK\1\2":
-        raise FormatError(f"no zip directory entry at byte {at}")
-    fields = _CENTRAL.unpack_from(file, at)
+def _entry(directory: memoryview, at: int, start: int) -> tuple[_Entry, int]:
+    """The entry at byte `at` of the directory, which starts at byte `start` of the file, and where
+    the next one starts.
+    """
+    if at + _CENTRAL.size > len(directory) or directory[at : at + 4] != b"PK\1\2":
+        raise FormatError(f"no zip directory entry at byte {start + at}")
+    fields = _CENTRAL.unpack_from(directory, at)
     flags, method, crc, stored_size, size = fields[3], fields[4], *fields[7:10]
     name_length, extra_length, comment_length, disk, _, _, header = fields[10:]
     extra_at = at + _CENTRAL.size + name_length
     stop = extra_at + extra_length + comment_length
-    if stop > limit:
-        raise FormatError(f"the zip directory entry at byte {at} runs past the directory")
-    name = bytes(file[at + _CENTRAL.size : extra_at])
+    if stop > len(directory):
+        raise FormatError(f"the zip directory entry at byte {start + at} runs past the directory")
+    name = bytes(directory[at + _CENTRAL.size : extra_at])
     if _MAX32 in (size, stored_size, header):
-        wide = _zip64(file[extra_at : extra_at + extra_length])
+        wide = _zip64(directory[extra_at : extra_at + extra_length])
         size, stored_size, header = (
             _widen(number, wide, name) for number in (size, stored_size, header)
         )
@@ -202,33 +222,36 @@ def _entry(file: memoryview, at: int, limit: int) -> tuple[_Entry, int]:
     return _Entry(name, flags, method, crc, stored_size, size, header), stop
 
 
-def _member(file: memoryview, entry: _Entry) -> Member:
-    """The member of a directory entry, once its local header is found to agree.
+def _member(file: ByteRange, entry: _Entry, head: bytes) -> Member:
+    """The member of a directory entry, once its local header, with which `head` begins, is found to
+    agree.
 
     Lengths of name and extra field come from the local header: torch pads the extra field to align
     the bytes.
     """
     name, at = _text(entry.name), entry.header
-    if at + _LOCAL.size > len(file) or file[at : at + 4] != b"PK\3\4":
+    if len(head) < _LOCAL.size or head[:4] != b"PK\3\4":
         raise FormatError(f"zip member {name!r} has no local header at byte {at}")
     _, _, flags, method, _, _, crc, stored_size, size, name_length, extra_length = (
-        _LOCAL.unpack_from(file, at)
+        _LOCAL.unpack_from(head)
     )
-    name_at = at + _LOCAL.size
-    extra_at = name_at + name_length
-    offset = extra_at + extra_length
-    if offset + entry.stored_size > len(file):
+    extra_at = _LOCAL.size + name_length
+    length = extra_at + extra_length
+    offset = at + length
+    if offset + entry.stored_size > file.size:
         raise FormatError(
             f"zip member {name!r} runs past the end of the file: it is truncated or damaged"
         )
+    if length > len(head):
+        head = file.read(at, offset)
     if _MAX32 in (size, stored_size):
-        wide = _zip64(file[extra_at:offset])
+        wide = _zip64(memoryview(head)[extra_at:length])
         size, stored_size = (_widen(number, wide, entry.name) for number in (size, stored_size))
     here, there = (crc, stored_size, size), (entry.crc, entry.stored_size, entry.size)
     agree = here == there or (
         flags & _SIZES_FOLLOW and all([a in (0, b) for a, b in zip(here, there, strict=True)])
     )
-    if not agree or (bytes(file[name_at:extra_at]), flags, method) != (
+    if not agree or (head[_LOCAL.size : extra_at], flags, method) != (
         entry.name,
         entry.flags,
         entry.method,

@@ -1,25 +1,29 @@
-"""A checkpoint's directory: files written whole and read whole, and none outside it.
+"""Files of the local disk: written whole, read by range, and none outside the root.
 
 Names of files come out of files: leaves in `ucp.json` and in Orbax's `_METADATA`, spans in DCP's
 `.metadata`. Here is decided which of them are names of something inside; everything that opens such
-a name asks `Directory.file`.
+a name asks `LocalFiles.path`.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import shutil
 import stat
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from jax_ucp.arguments import local_path
-from jax_ucp.errors import FormatError
-from jax_ucp.files.source_files import look, noted
+from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.files.pread import pread_into
+from jax_ucp.files.protocol import FileInfo, Files, RangeRead
+from jax_ucp.files.source_files import note
 
 # More than this no file system has for a part of a name (NAME_MAX), or for a whole path (PATH_MAX),
 # in bytes.
@@ -73,34 +77,25 @@ def name_fault(name: str) -> str | None:
     return None
 
 
-class Directory:
-    """The local directory at `path`.
+class LocalFiles(Files):
+    """The local directory at `root`.
 
-    A file that is durable is there whole. Nothing is created before the first write. A name that
-    leads outside, by its parts or through a link, is refused with a FormatError, whatever is asked
-    of it; links into the store of blobs of a Hugging Face cache are followed, because all its files
-    are such links. The links are those found when a name is first used: who can change the
-    directory meanwhile is not kept out.
+    A name that leads outside through a link is refused, whatever is asked of it; links into the
+    store of blobs of a Hugging Face cache are followed, because all its files are such links. The
+    links are those found when a name is first used: who can change the directory meanwhile is not
+    kept out. Nothing is created before the first write.
 
     Raises UnsupportedPath for a URL: object stores are not read or written yet.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
-        self.path = os.path.abspath(local_path(path))
+    def __init__(self, root: str | os.PathLike[str]):
+        self.root = os.path.abspath(local_path(root))
         # folders inside, to which no link leads, or one that may be followed
         self._known: set[str] = set()
         self._handle: int | None = None
         self._lock = threading.Lock()
 
-    def spec(self, name: str = "") -> dict[str, Any]:
-        """TensorStore's description of this directory, or of the one called `name` inside it.
-
-        TensorStore follows every link: of a directory that others wrote, `check_links` first.
-        """
-        path = self.file(name) if name else self.path.rstrip("/")
-        return {"driver": "file", "path": f"{path}/"}
-
-    def file(self, name: str) -> str:
+    def path(self, name: str) -> str:
         """The path of a file, which lies inside. Raises FormatError for a name that leads
         outside.
         """
@@ -108,22 +103,20 @@ class Directory:
         folder, _, _ = name.rpartition("/")
         if folder not in self._known:
             self._check_folders(folder)
-        path = f"{self.path}/{name}"
+        path = f"{self.root}/{name}"
         if os.path.islink(path):
             self._check_link(path)
         return path
 
-    def check_links(self) -> None:
-        """Raise FormatError if any link in the directory leads out of it."""
-        for entry in _entries(self.path):
-            if entry.is_symlink():
-                self._check_link(entry.path)
+    def spec(self, name: str = "") -> dict[str, Any]:
+        path = self.path(name) if name else self.root.rstrip("/")
+        return {"driver": "file", "path": f"{path}/"}
 
     def _check_folders(self, folder: str) -> None:
         """Look at each folder on the way; one that is not there yet may be made later, and is
         looked at again.
         """
-        path = self.path
+        path = self.root
         for part in folder.split("/") if folder else ():
             path = f"{path}/{part}"
             if os.path.islink(path):
@@ -134,42 +127,56 @@ class Directory:
 
     def _check_link(self, path: str) -> None:
         real = os.path.realpath(path)
-        if not any(os.path.commonpath((root, real)) == root for root in _roots(self.path)):
+        if not any(os.path.commonpath((root, real)) == root for root in _roots(self.root)):
             raise FormatError(
                 f"{path} is a link to {real}, outside the checkpoint, in which all its files have"
                 " to lie. If that file belongs to it, copy the checkpoint with the files"
                 " themselves (cp -L)"
             )
 
-    def has(self, name: str) -> bool:
-        return self.size(name) is not None
+    def url(self, name: str = "") -> str:
+        return f"{self.root.rstrip('/')}/{name}" if name else self.root
 
-    def size(self, name: str) -> int | None:
-        """How many bytes a file has; None if there is none."""
-        found = look(self.file(name))
-        return found.st_size if found and stat.S_ISREG(found.st_mode) else None
+    def list(self, folder: str = "") -> Sequence[FileInfo]:
+        path = self.path(folder) if folder else self.root
+        prefix = f"{folder}/" if folder else ""
+        if not os.path.isdir(path):
+            return []
+        with os.scandir(path) as entries:
+            names = sorted(entry.name for entry in entries)
+        return [_info(prefix + name, _stat(f"{path}/{name}")) for name in names]
 
-    def read(self, name: str) -> bytes | None:
-        """The bytes of a file; None if there is none."""
+    def stat(self, name: str) -> FileInfo | None:
+        path = self.path(name) if name else self.root
+        status = _stat(path)
+        return _info(name, status) if status or os.path.islink(path) else None
+
+    def link(self, name: str) -> str | None:
+        path = self.path(name) if name else self.root
+        return os.readlink(path) if os.path.islink(path) else None
+
+    def read_into(self, reads: Sequence[RangeRead]) -> None:
+        for file, ranges in itertools.groupby(reads, key=lambda read: read.file):
+            note(self, file)
+            with self._opened(file) as handle:
+                for read in ranges:
+                    pread_into(handle, read.start, read.out)
+
+    @contextmanager
+    def _opened(self, file: FileInfo) -> Iterator[int]:
+        """A descriptor of the file. Raises CorruptData where it is not the one looked at."""
+        handle = os.open(self.path(file.name), os.O_RDONLY | os.O_CLOEXEC)
         try:
-            with open(noted(self.file(name)), "rb") as file:
-                return file.read()
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            return None
+            if _info(file.name, os.fstat(handle)) != file:
+                raise CorruptData("the file has changed since it was opened; open it again")
+            yield handle
+        finally:
+            os.close(handle)
 
-    def write(self, name: str, data: bytes) -> None:
-        """Write a file, durably: when this returns, it survives the machine."""
-        self.put(name, [data], durable=True)
-
-    def put(self, name: str, parts: Iterable[bytes | memoryview], durable: bool) -> None:
-        """Write a file from its parts.
-
-        If it need not be durable now, it is so after `sync`; until then a kill may leave a part of
-        it.
-        """
+    def write(self, name: str, parts: Iterable[bytes | memoryview], *, durable: bool) -> None:
         if not durable:
-            self._held_open()
-        path = self.file(name)
+            self._open_root()
+        path = self.path(name)
         first = path + UNFINISHED if durable else path
         try:
             handle = _create(first)
@@ -186,65 +193,72 @@ class Directory:
                 _begin_write_back(handle)
         if durable:
             os.replace(first, path)
-            self._on_handle(os.path.dirname(path), os.fsync)
+            _sync_folder(os.path.dirname(path))
 
     def sync(self) -> None:
-        """Make everything durable that was put here: once for many files, not a wait for the disk
-        with each.
+        """Make everything durable that was written here: once for many files, not a wait for the
+        disk with each.
 
-        Raises OSError for whatever the disk did not take since the first file was put, also if
+        Raises OSError for whatever the disk did not take since the first file was written, also if
         another process's sync heard of it before.
         """
-        sync_file_system(self._held_open(), self.path)
+        sync_file_system(self._open_root(), self.root)
 
-    def _held_open(self) -> int:
-        """A handle of the directory, from before the first file is put until nobody holds this
+    def _open_root(self) -> int:
+        """A handle of the directory, from before the first file is written until nobody has this
         object.
         """
         with self._lock:
             if self._handle is None:
-                os.makedirs(self.path, exist_ok=True)
-                self._handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                os.makedirs(self.root, exist_ok=True)
+                self._handle = os.open(self.root, os.O_RDONLY | os.O_CLOEXEC)
                 weakref.finalize(self, os.close, self._handle)
             return self._handle
 
-    def _on_handle(self, path: str, do: Any) -> None:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            do(handle)
-        finally:
-            os.close(handle)
-
     def delete(self, name: str) -> None:
-        """Remove a file, if it is there."""
-        if self.has(name):
-            os.remove(self.file(name))
+        if self.stat(name) is not None:
+            os.remove(self.path(name))
 
-    def files(self) -> list[str]:
-        """The names of all files, those in directories below included, sorted."""
-        return sorted(
-            os.path.relpath(entry.path, self.path)
-            for entry in _entries(self.path)
-            if not entry.is_dir()
-        )
-
-    def nbytes(self) -> int:
-        """How many bytes all files have together."""
-        return sum(entry.stat().st_size for entry in _entries(self.path) if entry.is_file())
+    def join(self, folder: str) -> LocalFiles:
+        return LocalFiles(self.path(folder) if folder else self.root)
 
     def __str__(self) -> str:
-        return self.path
+        return self.root
 
 
-def _entries(path: str) -> Iterator[os.DirEntry[str]]:
-    """Everything below a directory, if there is one; of a link only itself."""
-    folders = [path] if os.path.isdir(path) else []
-    while folders:
-        with os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                yield entry
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(entry.path)
+class WholeDisk(LocalFiles):
+    """All files of this machine, by absolute paths without the leading slash. What people name
+    themselves is read wherever its links lead.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("/")
+
+    def path(self, name: str) -> str:
+        return f"/{name}"
+
+
+def _stat(path: str) -> os.stat_result | None:
+    try:
+        return os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _info(name: str, status: os.stat_result | None) -> FileInfo:
+    if status is not None and stat.S_ISREG(status.st_mode):
+        version = f"{status.st_mtime_ns}-{status.st_ino}"
+        return FileInfo(name, status.st_size, version)
+    is_folder = status is not None and stat.S_ISDIR(status.st_mode)
+    return FileInfo(name, 0, "", "folder" if is_folder else "other")
+
+
+def _sync_folder(path: str) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _roots(path: str) -> Iterator[str]:

@@ -1,0 +1,117 @@
+"""A file or a folder by its name: what `pathlib.Path` is for the local disk, for any `Files`."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jax_ucp.arguments import local_path
+from jax_ucp.files.local import WholeDisk, check_name
+from jax_ucp.files.protocol import FileInfo, Files, read_bytes
+
+
+@dataclass(frozen=True, order=True)
+class FilePath:
+    """What is, or may be, at `key` of `files`. Text from files becomes a path by `/` only, which
+    refuses with a FormatError what does not lead down.
+
+    >>> path = file_path("/runs/7/model.safetensors")
+    >>> path.name, path.suffix, str(path.parent / "config.json")
+    ('model.safetensors', '.safetensors', '/runs/7/config.json')
+    """
+
+    files: Files = field(compare=False, repr=False)
+    key: str
+
+    def __str__(self) -> str:
+        return self.files.url(self.key)
+
+    def __truediv__(self, name: str) -> FilePath:
+        check_name(name)
+        return FilePath(self.files, f"{self.key}/{name}" if self.key else name)
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition("/")[2]
+
+    @property
+    def parent(self) -> FilePath:
+        return FilePath(self.files, self.key.rpartition("/")[0])
+
+    @property
+    def suffix(self) -> str:
+        return os.path.splitext(self.name)[1]
+
+    @property
+    def stem(self) -> str:
+        return os.path.splitext(self.name)[0]
+
+    def with_name(self, name: str) -> FilePath:
+        """Another file of the same folder."""
+        return self.parent / name
+
+    def below(self, folder: FilePath) -> str:
+        """The name that it has in a folder which it lies in."""
+        return self.key[len(folder.key) :].lstrip("/")
+
+    def info(self) -> FileInfo | None:
+        """What is there now; None if nothing is."""
+        return self.files.stat(self.key)
+
+    def exists(self) -> bool:
+        info = self.info()
+        return info is not None and (info.kind != "other" or self.link() is None)
+
+    def is_file(self) -> bool:
+        info = self.info()
+        return info is not None and info.kind == "file"
+
+    def is_dir(self) -> bool:
+        info = self.info()
+        return info is not None and info.kind == "folder"
+
+    def link(self) -> str | None:
+        """Where it leads if it is a link; None of anything else."""
+        return self.files.link(self.key)
+
+    def file(self) -> FileInfo:
+        """The file that is there now. Raises FileNotFoundError or IsADirectoryError where none is."""
+        info = self.info()
+        if info is None or info.kind == "other":
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
+        if info.kind == "folder":
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(self))
+        return info
+
+    def folder(self) -> Files:
+        """The files below, whose names cannot lead out of it, through links neither."""
+        return self.files.join(self.key)
+
+    def children(self) -> Sequence[FilePath]:
+        """What lies directly in the folder, sorted by name; nothing if it is none."""
+        return [FilePath(self.files, info.name) for info in self.files.list(self.key)]
+
+    def matching(self, suffix: str) -> Sequence[FilePath]:
+        """The children whose names end so."""
+        return [child for child in self.children() if child.name.endswith(suffix)]
+
+    def read_bytes(self, start: int = 0, stop: int | None = None) -> bytes:
+        """The bytes of the file from `start` to `stop`, or to its end if that comes before."""
+        file = self.file()
+        return read_bytes(self.files, file, start, min(file.size, stop or file.size))
+
+    def read_text(self) -> str:
+        """The text of the file, what is not UTF-8 replaced."""
+        return self.read_bytes().decode(errors="replace")
+
+
+def file_path(path: str | os.PathLike[str] | FilePath) -> FilePath:
+    """The path that somebody gives: of this machine's disk. Raises UnsupportedPath for a URL."""
+    if isinstance(path, FilePath):
+        return path
+    return FilePath(_DISK, os.path.abspath(local_path(path))[1:])
+
+
+_DISK = WholeDisk()

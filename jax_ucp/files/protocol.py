@@ -1,0 +1,130 @@
+"""Bytes by name: what a local directory, and whatever else has files by name, is to the package."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """A file or a folder, as it was when it was looked at.
+
+    Attributes:
+        name: Its name below the root: parts between slashes, none of them `..`.
+        size: Bytes; 0 of a folder.
+        version: Differs once the file is replaced or written to; empty of a folder, or of what is
+            neither file nor folder.
+        kind: `file`, `folder`, or `other` for sockets, devices and links that lead nowhere.
+    """
+
+    name: str
+    size: int
+    version: str
+    kind: str = "file"
+
+
+@dataclass(frozen=True, slots=True)
+class RangeRead:
+    """The bytes of `file` from `start` on, into `out`: its elements in row-major order, of any
+    strides.
+    """
+
+    file: FileInfo
+    start: int
+    out: np.ndarray
+
+
+class Files(Protocol):
+    """Files by name under one root. Names are checked here, and nowhere else: one that is absolute,
+    has `..` or leads out of the root through a link is refused with a FormatError.
+    """
+
+    @abstractmethod
+    def url(self, name: str = "") -> str:
+        """What people call a file, for messages."""
+        ...
+
+    @abstractmethod
+    def list(self, folder: str = "") -> Sequence[FileInfo]:
+        """What lies directly in a folder, sorted by name; nothing where there is no folder."""
+        ...
+
+    @abstractmethod
+    def stat(self, name: str) -> FileInfo | None:
+        """What has that name; None if nothing has."""
+        ...
+
+    @abstractmethod
+    def link(self, name: str) -> str | None:
+        """Where a link leads; None of what is no link."""
+        ...
+
+    @abstractmethod
+    def read_into(self, reads: Sequence[RangeRead]) -> None:
+        """Read ranges, several of one file in one go.
+
+        Raises CorruptData where a file is not the one that was looked at, or ends too soon.
+        """
+        ...
+
+    @abstractmethod
+    def write(self, name: str, parts: Iterable[bytes | memoryview], *, durable: bool) -> None:
+        """Write a file from its parts.
+
+        A durable one is whole or not there, and survives the machine. Another is so after `sync`;
+        until then a kill may leave a part of it.
+        """
+        ...
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Make everything durable that was written here."""
+        ...
+
+    @abstractmethod
+    def delete(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        ...
+
+    @abstractmethod
+    def spec(self, name: str = "") -> dict[str, Any]:
+        """TensorStore's description of a folder. It follows every link that it meets."""
+        ...
+
+    @abstractmethod
+    def join(self, folder: str) -> Files:
+        """The files below a folder, whose names cannot lead out of it."""
+        ...
+
+
+def walk(files: Files, folder: str = "") -> Iterator[FileInfo]:
+    """Every file below a folder, those in folders to which links lead excepted."""
+    for entry in files.list(folder):
+        if entry.kind != "folder":
+            yield entry
+        elif files.link(entry.name) is None:
+            yield from walk(files, entry.name)
+
+
+def file_size(files: Files, name: str) -> int | None:
+    """How many bytes a file has; None if there is none."""
+    info = files.stat(name)
+    return info.size if info is not None and info.kind == "file" else None
+
+
+def read_file(files: Files, name: str) -> bytes | None:
+    """All bytes of a file; None if there is none."""
+    info = files.stat(name)
+    return read_bytes(files, info) if info is not None and info.kind == "file" else None
+
+
+def read_bytes(files: Files, file: FileInfo, start: int = 0, stop: int | None = None) -> bytes:
+    """The bytes of a file from `start` to `stop`, or to its end."""
+    out = np.empty((file.size if stop is None else stop) - start, np.uint8)
+    files.read_into([RangeRead(file, start, out)])
+    return out.tobytes()
