@@ -11,8 +11,12 @@ import bisect
 import functools
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
+
+import numpy as np
+
+from jax_ucp.files.ranges import ByteRange
 
 POLYNOMIAL = 0xEDB88320
 ONE, X_TO_8 = 1 << 31, 1 << 23
@@ -50,6 +54,21 @@ def _power(nbytes: int) -> int:
     return result
 
 
+class Summed(ByteRange):
+    """Bytes that are tallied when they are read."""
+
+    def __init__(self, inner: ByteRange, tallies: Sequence[Tally]):
+        self.size = inner.size
+        self._inner, self._tallies = inner, tallies
+
+    def read_into(self, reads: Sequence[tuple[int, np.ndarray]]) -> None:
+        self._inner.read_into(reads)
+        for start, out in reads:
+            data = np.ascontiguousarray(out).reshape(-1).view(np.uint8).data
+            for tally in self._tallies:
+                tally.add(start, data)
+
+
 class Part(NamedTuple):
     """Bytes from `start` to `stop`, and their CRC-32."""
 
@@ -59,13 +78,17 @@ class Part(NamedTuple):
 
 
 class Tally:
-    """The CRC-32 of the bytes from `start` to `stop`, of which each is summed when it is first
-    seen; in any order, by any thread.
+    """Whether the bytes from `start` to `stop` have the CRC-32 `crc`: each is summed when it is
+    first seen, in any order, by any thread.
+
+    `alarm` is called when the last of them is seen and the CRC-32 is another.
     """
 
-    def __init__(self, start: int, stop: int):
+    def __init__(self, start: int, stop: int, crc: int, alarm: Callable[[], None] = lambda: None):
         self.start, self.stop = start, stop
+        self._crc, self._alarm = crc, alarm
         self._parts: list[Part] = []  # disjoint, in order
+        self._left = stop - start
         self._lock = threading.Lock()
 
     def add(self, start: int, data: memoryview) -> None:
@@ -74,9 +97,7 @@ class Tally:
         while gap := self._next_gap(begin, end):
             begin, stop = gap
             part = Part(begin, stop, zlib.crc32(data[begin - start : stop - start]))
-            with self._lock:  # what another thread summed meanwhile stays as it is
-                if self._first_gap(begin, stop) == gap:
-                    bisect.insort(self._parts, part)
+            self._insert(part)
 
     def gaps(self) -> Iterator[tuple[int, int]]:
         """What was not seen, as (start, stop)."""
@@ -85,12 +106,22 @@ class Tally:
             yield gap
             begin = gap[1]
 
-    def crc(self) -> int:
-        """The CRC-32 of all of the bytes, of which none is left to be seen."""
+    def agrees(self) -> bool:
+        """Whether all bytes were seen, and have the CRC-32."""
         result = 0
         for part in self._parts:
             result = combined(result, part.crc, part.stop - part.start)
-        return result
+        return not self._left and result == self._crc
+
+    def _insert(self, part: Part) -> None:
+        with self._lock:
+            if self._first_gap(part.start, part.stop) != part[:2]:
+                return  # another thread summed some of it meanwhile
+            bisect.insort(self._parts, part)
+            self._left -= part.stop - part.start
+            is_last = not self._left
+        if is_last and not self.agrees():
+            self._alarm()
 
     def _next_gap(self, start: int, stop: int) -> tuple[int, int] | None:
         with self._lock:

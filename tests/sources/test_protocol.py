@@ -48,7 +48,12 @@ def unsaid(tree: ast.AST) -> list[str]:
         if isinstance(node, ast.ClassDef):
             methods = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
             bases = {ast.unparse(base) for base in node.bases}
-            if {"arrays", "read"} <= methods and not bases & {"ArraySource", "MakesArrays", "Watched", "Protocol"}:
+            if {"arrays", "read"} <= methods and not bases & {
+                "ArraySource",
+                "MakesArrays",
+                "Watched",
+                "Protocol",
+            }:
                 found.append(node.name)
     return found
 
