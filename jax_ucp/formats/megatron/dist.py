@@ -106,8 +106,8 @@ def open_megatron_dist(path: FilePath, options: Options) -> Contents:
 
 def read_files(files: DistFiles, options: Options) -> Contents:
     """The checkpoint that the files form."""
-    reader = _Reader(files, options)
     try:
+        reader = _Reader(files, options)
         contents = reader.contents()
     except (FormatError, LayoutError) as error:
         if str(files.folder) in str(error):
