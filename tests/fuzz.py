@@ -41,6 +41,8 @@ import fuzz_inputs as inputs
 import jax_ucp as ucp
 from jax_ucp.cli.main import main as jax_ucp_command
 from jax_ucp.errors import FormatError, UCPError
+from jax_ucp.files.path import file_path
+from jax_ucp.files.ranges import MemoryRange
 from jax_ucp.formats.dcp.metadata import read_metadata
 from jax_ucp.formats.json_values import as_json
 from jax_ucp.formats.safetensors.reader import SafetensorsFile
@@ -493,7 +495,7 @@ class Targets:
             yield (
                 (lambda: read_folder(self.dcp))
                 if rng.random() < 0.5
-                else (lambda: read_metadata(self.dcp))
+                else (lambda: read_metadata(file_path(self.dcp)))
             )
 
     @contextmanager
@@ -527,8 +529,8 @@ def _data_pkl(path: Path) -> Iterator[bytes]:
 
 def _members(data: bytes) -> list[tuple[str, bytes]]:
     return [
-        (name, member_bytes(memoryview(data), at))
-        for name, at in zip_members(memoryview(data)).items()
+        (name, member_bytes(MemoryRange(data), at))
+        for name, at in zip_members(MemoryRange(data)).items()
     ]
 
 

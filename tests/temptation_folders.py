@@ -25,6 +25,7 @@ import ml_dtypes
 import numpy as np
 
 from jax_ucp.errors import FormatError
+from jax_ucp.files.path import file_path
 from jax_ucp.formats.dcp.metadata import read_metadata
 from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
 from jax_ucp.formats.torch_save.unpickle import walk
@@ -122,7 +123,7 @@ def _dcp_items(folder: Mapping[str, bytes], parent: str) -> Iterator[Archive]:
             for name, data in folder.items()
             if name.startswith(prefix)
         }
-        metadata = read_metadata(write_folder(below, Path(work)))
+        metadata = read_metadata(file_path(write_folder(below, Path(work))))
     spans = {
         (span.file, span.offset, span.length): name
         for name, span in metadata.spans()

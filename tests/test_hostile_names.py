@@ -217,7 +217,7 @@ def test_a_directory_writes_through_no_link(tmp_path, victim):
     directory = LocalFiles(tmp_path / "out")
     for name in ("a/c.0", "a", "../victim/a/c.0"):
         with pytest.raises(FormatError):
-            directory.put(name, [b"x"], durable=False)
+            directory.write(name, [b"x"], durable=False)
         with pytest.raises(FormatError):
             directory.delete(name)
     assert tree_of_files(victim) == before

@@ -464,11 +464,11 @@ def test_a_ledger_that_is_a_link_is_not_written_through(half, tmp_path):
 
 
 def test_leaves_whose_names_a_file_system_takes_for_one_are_both_there(tmp_path, monkeypatch):
-    file = LocalFiles.file
+    path = LocalFiles.path
     monkeypatch.setattr(
         LocalFiles,
-        "file",
-        lambda self, name: file(self, unicodedata.normalize("NFC", name).lower()),
+        "path",
+        lambda self, name: path(self, unicodedata.normalize("NFC", name).lower()),
     )
     want = {
         "W": np.ones(4),
@@ -523,7 +523,7 @@ def test_an_error_of_the_disk_that_another_program_was_told_first_ends_a_save(
     disk, clock = OtherLibc(), iter(range(1, 1 << 30))
     source = memory({"param": {"a": np.arange(6.0)}})
     born.clear()
-    open_, put, write_files = os.open, LocalFiles.put, export.write_files
+    open_, write, write_files = os.open, LocalFiles.write, export.write_files
 
     def opened_now(*args, **options):
         handle = open_(*args, **options)
@@ -535,7 +535,7 @@ def test_an_error_of_the_disk_that_another_program_was_told_first_ends_a_save(
 
     monkeypatch.setattr(os, "open", opened_now)
     monkeypatch.setattr(directories, "_libc", disk)
-    monkeypatch.setattr(LocalFiles, "put", after(put, fail))
+    monkeypatch.setattr(LocalFiles, "write", after(write, fail))
     monkeypatch.setattr(export, "write_files", after(write_files, fail))
     with pytest.raises(OSError, match=str(tmp_path)):
         JOBS[job](source, tmp_path / "out")

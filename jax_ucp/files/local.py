@@ -222,9 +222,6 @@ class LocalFiles(Files):
     def join(self, folder: str) -> LocalFiles:
         return LocalFiles(self.path(folder) if folder else self.root)
 
-    def __str__(self) -> str:
-        return self.root
-
 
 class WholeDisk(LocalFiles):
     """All files of this machine, by absolute paths without the leading slash. What people name

@@ -77,7 +77,7 @@ class FilePath:
         return self.files.link(self.key)
 
     def file(self) -> FileInfo:
-        """The file that is there now. Raises FileNotFoundError or IsADirectoryError where none is."""
+        """The file that is there now. Raises FileNotFoundError or IsADirectoryError."""
         info = self.info()
         if info is None or info.kind == "other":
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))

@@ -49,6 +49,9 @@ class Files(Protocol):
         """What people call a file, for messages."""
         ...
 
+    def __str__(self) -> str:
+        return self.url()
+
     @abstractmethod
     def list(self, folder: str = "") -> Sequence[FileInfo]:
         """What lies directly in a folder, sorted by name; nothing where there is no folder."""

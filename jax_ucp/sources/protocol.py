@@ -71,7 +71,7 @@ class ArraySource(Protocol):
 
     @abstractmethod
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
-        """Read each box into its array, of any strides; what is stored once, once for all of them."""
+        """Read each box into its array, of any strides; what several want is read once."""
         ...
 
     def read(self, key: str, box: Box) -> np.ndarray:

@@ -237,7 +237,7 @@ def read_orbax_tree(directory: Files) -> OrbaxTree:
     content = _json(directory, TREE_FILE, _TreeFile)
     if MARK in (content.custom_metadata or {}):
         raise NotACheckpoint(
-            f"{directory.url()} is a universal checkpoint without its ucp.json: it was never finished, or"
+            f"{directory} is a universal checkpoint without its ucp.json: it was never finished, or"
             " the file is lost. If a conversion was stopped here, run it again."
         )
     told = _Told(
@@ -249,7 +249,7 @@ def read_orbax_tree(directory: Files) -> OrbaxTree:
     entries = list(content.tree_metadata.values())
     paths = [tuple(_key(directory, key) for key in entry.key_metadata) for entry in entries]
     if fault := tree_fault(paths):
-        raise FormatError(f"{directory.url()}/{TREE_FILE} is no tree: {fault}")
+        raise FormatError(f"{directory}/{TREE_FILE} is no tree: {fault}")
     leaves: list[Leaf] = []
     stored: dict[str, str] = {}
     written: dict[str, tuple[int, ...]] = {}
@@ -317,7 +317,7 @@ def _require_own_places(
         name = _stock_name(entry)
         if name in seen:
             raise FormatError(
-                f"{directory.url()}/{TREE_FILE}: {name} is the name of two leaves: Orbax wrote both to"
+                f"{directory}/{TREE_FILE}: {name} is the name of two leaves: Orbax wrote both to"
                 " one place and kept the last"
             )
         seen.add(name)
@@ -338,9 +338,7 @@ def _key(directory: Files, entry: _KeyEntry) -> Key:
     if entry.key_type != _SEQUENCE:
         return Key("dict", entry.key)
     if not re.fullmatch("[0-9]{1,9}", entry.key):
-        raise FormatError(
-            f"{directory.url()}/{TREE_FILE} has {entry.key!r:.80} for a place in a list"
-        )
+        raise FormatError(f"{directory}/{TREE_FILE} has {entry.key!r:.80} for a place in a list")
     return Key("list", int(entry.key))
 
 
@@ -399,7 +397,7 @@ def _shardings(directory: Files) -> dict[str, SavedSharding]:
                 found[name] = _saved_sharding(msgspec.json.decode(text, type=_Sharding))
         except (ValueError, RecursionError) as error:
             raise FormatError(
-                f"{directory.url()}/{SHARDING_FILE} is damaged at {key!r:.80}: {error}"
+                f"{directory}/{SHARDING_FILE} is damaged at {key!r:.80}: {error}"
             ) from None
     return found
 
@@ -421,11 +419,9 @@ def _json(directory: Files, name: str, kind: type[T], default: T | None = None) 
     data = read_file(directory, name)
     if data is None:
         if default is None:
-            raise FormatError(
-                f"{directory.url()}/{name} is missing; a PyTree checkpoint of Orbax has it"
-            )
+            raise FormatError(f"{directory}/{name} is missing; a PyTree checkpoint of Orbax has it")
         return default
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(f"{directory.url()}/{name} is damaged: {error}") from None
+        raise FormatError(f"{directory}/{name} is damaged: {error}") from None

@@ -9,10 +9,11 @@ import pytest
 
 import jax_ucp as ucp
 from jax_ucp.errors import FormatError
+from jax_ucp.files.path import file_path
 from jax_ucp.formats.dcp.metadata import metadata_files, read_metadata
 from torch_cases import DATA, FLAT, about, assert_accounted_for, assert_equal_however_read, truth
 
-CASES = sorted(path.parent.name for path in DATA.glob("*/ckpt") if metadata_files(path))
+CASES = sorted(path.parent.name for path in DATA.glob("*/ckpt") if metadata_files(file_path(path)))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -28,7 +29,7 @@ def test_every_item_and_every_file_is_in_the_account(case):
     folder = DATA / case / "ckpt"
     checkpoint = ucp.open(folder)
     places = {item.where for item in checkpoint.inventory}
-    metadata = read_metadata(folder)
+    metadata = read_metadata(file_path(folder))
     for fqn, span in metadata.spans():
         assert {f"{span.file}:{fqn}", f"{span.file}:{fqn}@{span.offset}"} & places, fqn
     used = {span.file for _, span in metadata.spans()}

@@ -18,6 +18,7 @@ import pytest
 import jax_ucp as ucp
 from dcp_writer import Writer
 from jax_ucp.errors import FormatError
+from jax_ucp.files.path import file_path
 from jax_ucp.formats.dcp.metadata import read_metadata
 from jax_ucp.formats.facts import Facts
 from jax_ucp.formats.torch_save.file import TorchFile
@@ -234,7 +235,7 @@ def patched(path: Path, offset: int, length: int, old: bytes, new: bytes) -> Non
 
 def test_the_groups_of_the_ranks_of_one_stage_are_alike_in_torch_dist(copy_of):
     folder = copy_of("megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16") / "iter_0000003"
-    (span,) = read_metadata(folder).objects[
+    (span,) = read_metadata(file_path(folder)).objects[
         "optimizer.distributed.dp_group_idx_1.optimizer/shard_0_1"
     ]
     old, new = (struct.pack(">d", 0.009990034048535828 * scale) for scale in (1, 0.75))

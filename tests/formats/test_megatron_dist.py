@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import jax_ucp as ucp
 import megatron_cases
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint, UCPError
+from jax_ucp.files.path import file_path
 from jax_ucp.formats.dcp.metadata import read_metadata
 from jax_ucp.formats.dcp.source import DcpSource
 from jax_ucp.layout.box import Box
@@ -59,7 +60,7 @@ def test_where_says_which_stored_elements_a_parameter_is_made_of(case):
     checkpoint = ucp.open(DATA / case / "ckpt", sizes={"vocab": 101})
     folder = Path(checkpoint.path)
     if case in CHUNKED:
-        metadata = read_metadata(folder)
+        metadata = read_metadata(file_path(folder))
         source, spans = DcpSource(metadata), dict(metadata.objects)
 
     def stored(piece) -> np.ndarray:
@@ -95,7 +96,7 @@ def test_everything_stored_is_accounted_for_once_with_a_reason(case, weights_onl
     for path in folder.iterdir():
         assert [where for where in inventory if where.startswith(path.name)], path.name
     if case in CHUNKED:
-        metadata = read_metadata(folder)
+        metadata = read_metadata(file_path(folder))
         objects = {f"{span.file}:{fqn}" for fqn, (span,) in metadata.objects.items()}
         assert objects <= {where for where in inventory} | {
             where.rpartition(":")[0] for where in inventory
@@ -257,7 +258,7 @@ def test_state_of_a_writer_that_does_not_move_it_is_read(megatron_copy):
     """
     folder, name = megatron_copy(CORRUPTED), "embedding.word_embeddings.weight"
     padding = ucp.open(folder, weights_only=True).read(f"param/{name}")[101:].tobytes()
-    source = DcpSource(read_metadata(folder))
+    source = DcpSource(read_metadata(file_path(folder)))
     for state in STATES.values():
         (key,) = [key for key in source.arrays() if f":optimizer.state.{state}.{name}@" in key]
         stored = source.read(key, Box.whole(source.arrays()[key].shape)).tobytes()

@@ -17,6 +17,7 @@ import jax_ucp as ucp
 from dcp_writer import Writer
 from hostile_files import resealed, without_crcs
 from jax_ucp.errors import CorruptData, UCPError
+from jax_ucp.files.path import file_path
 from jax_ucp.formats.dcp.metadata import read_metadata
 from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.layout.box import Box
@@ -86,7 +87,7 @@ def flip(path: Path, key: str, element: int, item: tuple[int, int] = (0, 0)) -> 
 
 def flip_item(folder: Path, fqn: str, element: int, chunk: int = 0) -> str:
     """The same of a chunk of a DCP checkpoint; returns the name of its file."""
-    span = read_metadata(folder).tensors[fqn].chunks[chunk].span
+    span = read_metadata(file_path(folder)).tensors[fqn].chunks[chunk].span
     flip(folder / span.file, "", element, (span.offset, span.length))
     return span.file
 

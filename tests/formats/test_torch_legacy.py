@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from helpers import boxes_in
 from jax_ucp.errors import CorruptData, FormatError, UCPError
+from jax_ucp.files.path import file_path
 from jax_ucp.formats.torch_save import legacy as torch_legacy
 from jax_ucp.formats.torch_save.file import TorchFile, is_torch_file
 from jax_ucp.layout.box import Box
@@ -63,7 +64,7 @@ def same(a: object, b: object) -> bool:
 def test_any_object_is_read_back_equal_at_any_protocol(tree, protocol):
     with tempfile.TemporaryDirectory() as folder:
         path = write(Path(folder), legacy(tree, protocol))
-        assert is_torch_file(path)
+        assert is_torch_file(file_path(path))
         file = TorchFile(path)
         assert same(read(file, file.tree), tree)
 

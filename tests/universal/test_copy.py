@@ -22,6 +22,7 @@ from helpers import MemoryStore, numbered
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
 from jax_ucp.files.local import LocalFiles
 from jax_ucp.files.path import file_path
+from jax_ucp.files.protocol import read_file, walk
 from jax_ucp.files.source_files import SourceFiles
 from jax_ucp.formats.assemble import Import
 from jax_ucp.layout.blocks import Chunks, chunk_shapes, grid_boxes, whole_chunks, writer_cells
@@ -223,25 +224,23 @@ def test_a_copy_that_lost_its_power_is_taken_up_from_what_was_on_the_disk(
     source = contents(tmp_path / "source", rows=16384)
     plan = plan_copy(source, budget_bytes=8192)
     monkeypatch.setattr("jax_ucp.universal.copy.GROUP_BYTES", 4 * plan.blocks[0].nbytes)
-    survives, put, sync, counted = {}, LocalFiles.put, LocalFiles.sync, itertools.count()
+    survives, put, sync, counted = {}, LocalFiles.write, LocalFiles.sync, itertools.count()
 
     def synced(directory):
-        survives.update(
-            {name: Path(directory.file(name)).read_bytes() for name in directory.files()}
-        )
+        survives.update({file.name: read_file(directory, file.name) for file in walk(directory)})
         sync(directory)
 
-    def until_the_power_goes(directory, name, parts, durable):
+    def until_the_power_goes(directory, name, parts, *, durable):
         if next(counted) == writes:
             raise KeyboardInterrupt
-        put(directory, name, parts, durable)
+        put(directory, name, parts, durable=durable)
 
     with monkeypatch.context() as patched:
         patched.setattr(LocalFiles, "sync", synced)
-        patched.setattr(LocalFiles, "put", until_the_power_goes)
+        patched.setattr(LocalFiles, "write", until_the_power_goes)
         with pytest.raises(KeyboardInterrupt):
             copy(source, plan, tmp_path / "out")
-    for name in LocalFiles(tmp_path / "out").files():
+    for name in [file.name for file in walk(LocalFiles(tmp_path / "out"))]:
         if name != LEDGER_FILE:
             (tmp_path / "out" / name).write_bytes(survives.get(name, b""))
     before = len(source.arrays.reads)

@@ -105,8 +105,8 @@ def out_of_memory(*args: object) -> None:
 
 # In which process something fails, and what.
 FAULTS = {
-    "process 1 has a full disk": (1, patch.object(LocalFiles, "put", full_disk)),
-    "process 0 has a full disk": (0, patch.object(LocalFiles, "put", full_disk)),
+    "process 1 has a full disk": (1, patch.object(LocalFiles, "write", full_disk)),
+    "process 0 has a full disk": (0, patch.object(LocalFiles, "write", full_disk)),
     "process 0 cannot commit": (0, patch.object(handler, "commit_snapshot", full_disk)),
     "process 1 has no memory for a copy": (
         1,

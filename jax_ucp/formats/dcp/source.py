@@ -17,6 +17,7 @@ import numpy as np
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files.crc import Tally
 from jax_ucp.files.path import FilePath
+from jax_ucp.files.protocol import FileInfo
 from jax_ucp.formats.dcp.metadata import Chunk, DcpMetadata, Span, TensorEntry
 from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
 from jax_ucp.formats.torch_save.unpickle import what_is
@@ -56,6 +57,7 @@ class DcpSource(ArraySource):
             for chunk in tensor.chunks
         }
         self._files: OrderedDict[Span, TorchFile] = OrderedDict()
+        self._opened_files: dict[str, FileInfo] = {}
         self._alike: dict[Hashable, StoredTensor] = {}
         self._watching: dict[str, list[_Summing]] = {}
         self._inflated = 0
@@ -156,7 +158,15 @@ class DcpSource(ArraySource):
     def _opened(self, span: Span, max_bytes: int) -> TorchFile:
         path = self._paths[span.file]
         if not span.transforms:
-            return TorchFile(path, offset=span.offset, length=span.length, alike=self._alike)
+            if span.file not in self._opened_files:
+                self._opened_files[span.file] = path.file()
+            return TorchFile(
+                path,
+                offset=span.offset,
+                length=span.length,
+                file=self._opened_files[span.file],
+                alike=self._alike,
+            )
         if span.transforms != (ZSTD,):
             raise FormatError(
                 f"{path}: an item was written through {list(span.transforms)}; only {ZSTD!r} is"

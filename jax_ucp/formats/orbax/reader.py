@@ -76,7 +76,7 @@ def open_orbax(path: FilePath, options: Options) -> Contents:
             _check_written(directory, tree, leaf, info)
         if fault := leaf_fault(leaf):
             raise FormatError(
-                f"{directory.url()}/{TREE_FILE} says of {leaf.label!r:.200} that it is {fault}"
+                f"{directory}/{TREE_FILE} says of {leaf.label!r:.200} that it is {fault}"
             )
         leaves.append(leaf)
     _check_size(directory, arrays.arrays())
@@ -106,7 +106,7 @@ def _check_written(directory: Files, tree: OrbaxTree, leaf: Leaf, info: ArrayInf
     if same_axes and all(w <= n and w % max(1, c) == 0 for w, n, c in lengths):
         return
     raise FormatError(
-        f"{directory.url()}/{tree.stored[leaf.name]} has shape {leaf.shape} in chunks of {chunk}, but by"
+        f"{directory}/{tree.stored[leaf.name]} has shape {leaf.shape} in chunks of {chunk}, but by"
         f" {TREE_FILE} a device wrote {written} of it: the array is that of another leaf, or of"
         " another save"
     )
@@ -128,7 +128,7 @@ def _names(directory: Files, tree: OrbaxTree) -> set[str]:
     for stored in tree.stored.values():
         if all(directory.stat(f"{stored}/{name}") for name in both):
             raise FormatError(
-                f"{directory.url()}/{stored} has {both[0]} and {both[1]}: an array of zarr v2 and one of"
+                f"{directory}/{stored} has {both[0]} and {both[1]}: an array of zarr v2 and one of"
                 f" v3, of two saves, lie in one folder. By {TREE_FILE} it is the one of"
                 f" v{3 if tree.zarr3 else 2}; move the other away"
             )
@@ -141,7 +141,7 @@ def _check_size(directory: Files, arrays: Mapping[str, ArrayInfo]) -> None:
     stored = sum(file.size for file in walk(directory))
     if claimed > FREE_BYTES + MAX_RATIO * stored:
         raise FormatError(
-            f"{directory.url()} says that its arrays have {claimed} bytes, but its files have {stored},"
+            f"{directory} says that its arrays have {claimed} bytes, but its files have {stored},"
             f" of which no codec makes more than {MAX_RATIO} each: the shape of an array is"
             " damaged, or files are missing"
         )
@@ -173,9 +173,7 @@ class _Arrays(MakesArrays):
         self._lock = threading.Lock()
         opening = {name: ts.open(spec, open=True) for name, spec in self._specs.items()}
         for name, future in opening.items():
-            where = (
-                f"{directory.url()}: {TREE_FILE} has {tree.stored[name]}, whose array is unreadable"
-            )
+            where = f"{directory}: {TREE_FILE} has {tree.stored[name]}, whose array is unreadable"
             try:
                 array = self._handles[name] = future.result()
             except _TENSORSTORE_ERRORS as error:
@@ -192,7 +190,7 @@ class _Arrays(MakesArrays):
         try:
             return np.asarray(self._handle(key, box)[box.index].read().result())
         except _TENSORSTORE_ERRORS as error:
-            raise CorruptData(f"{self._directory.url()}/{key}: {error}") from None
+            raise CorruptData(f"{self._directory}/{key}: {error}") from None
 
     def _handle(self, key: str, box: Box) -> Any:
         """The array, as it is opened for a read of `box`: with a cache for the chunks of which

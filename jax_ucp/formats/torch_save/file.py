@@ -76,10 +76,11 @@ class TorchFile(ArraySource):
     names, of classes and functions, that are in no list.
 
     `offset` and `length` select a file that lies inside another, as the objects in DCP's `.distcp`
-    files do; `file` is that file as it was looked at. `data` are its bytes where they had to be inflated; `path` then only names them.
-    `alike` keeps tensors that are all of a file, by what they were made from, for the many files of
-    one tensor that have the same pickle. A tensor that cannot be read refuses the file, unless it
-    is `lenient`: then it stays in the tree, and `unreadable` of it says why.
+    files do; `file` is that file as it was looked at. `data` are its bytes where they had to be
+    inflated; `path` then only names them. `alike` keeps tensors that are all of a file, by what
+    they were made from, for the many files of one tensor that have the same pickle. A tensor that
+    cannot be read refuses the file, unless it is `lenient`: then it stays in the tree, and
+    `unreadable` of it says why.
     """
 
     def __init__(

@@ -1,0 +1,112 @@
+"""Files of the local disk, paths in them, and ranges of their bytes."""
+
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.files.local import LocalFiles
+from jax_ucp.files.path import file_path
+from jax_ucp.files.protocol import RangeRead, file_size, read_file, walk
+from jax_ucp.files.ranges import EDGE_BYTES, EdgesInMemory, FileRange, MemoryRange
+from jax_ucp.files.strided import GAP_BYTES, WINDOW_BYTES, read_strided
+from jax_ucp.layout.box import Box
+
+
+def test_files_are_listed_by_name_with_their_sizes(tmp_path):
+    (tmp_path / "b").write_bytes(b"12")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "c").write_bytes(b"1")
+    files = LocalFiles(tmp_path)
+    assert [(file.name, file.kind, file.size) for file in files.list()] == [
+        ("a", "folder", 0),
+        ("b", "file", 2),
+    ]
+    assert [file.name for file in walk(files)] == ["a/c", "b"]
+    assert (file_size(files, "b"), file_size(files, "a"), file_size(files, "d")) == (2, None, None)
+    assert (read_file(files, "a/c"), read_file(files, "a")) == (b"1", None)
+    assert read_file(files.join("a"), "c") == b"1"
+
+
+@pytest.mark.parametrize("change", ["replaced", "written", "cut short"])
+def test_a_file_that_changed_since_it_was_looked_at_is_not_read(tmp_path, change):
+    path = tmp_path / "f"
+    path.write_bytes(b"abcd")
+    files = LocalFiles(tmp_path)
+    file = files.stat("f")
+    assert file is not None
+    if change == "replaced":
+        (tmp_path / "g").write_bytes(b"abcd")
+        os.replace(tmp_path / "g", path)
+    elif change == "written":
+        path.write_bytes(b"abce")
+        os.utime(path, ns=(1, 1))
+    else:
+        os.truncate(path, 3)
+    with pytest.raises(CorruptData, match="has changed"):
+        files.read_into([RangeRead(file, 0, np.empty(4, np.uint8))])
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "", "a//b", "a\0b"])
+def test_a_path_from_text_that_leads_out_is_refused(tmp_path, name):
+    with pytest.raises(FormatError, match="is no name of a file inside"):
+        file_path(tmp_path) / name
+
+
+def test_a_link_out_of_a_folder_is_refused_below_it_and_followed_from_outside(tmp_path):
+    (tmp_path / "other").write_bytes(b"1")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "link").symlink_to(tmp_path / "other")
+    folder = file_path(tmp_path / "folder")
+    assert (folder / "link").read_bytes() == b"1"
+    with pytest.raises(FormatError, match="outside the checkpoint"):
+        folder.folder().stat("link")
+
+
+@given(size=st.integers(1, 3 * EDGE_BYTES), data=st.data())
+def test_bytes_are_the_same_through_edges_and_parts(tmp_path_factory, size, data):
+    content = np.random.default_rng(size).bytes(size)
+    path = tmp_path_factory.mktemp("f") / "f"
+    path.write_bytes(content)
+    start = data.draw(st.integers(0, size))
+    stop = data.draw(st.integers(start, size))
+    for of in (FileRange(file_path(path)), MemoryRange(content)):
+        assert of.read(start, stop) == content[start:stop]
+        edges = EdgesInMemory(of)
+        assert edges.read(start, stop) == content[start:stop]
+        assert edges.read_heads([start, 0], 7) == [content[start : start + 7], content[:7]]
+    inner = FileRange(file_path(path), start, stop - start)
+    assert (inner.size, inner.read(0, size)) == (stop - start, content[start:stop])
+    if inner.size:
+        with pytest.raises(CorruptData):
+            inner.read_into([(1, np.empty(inner.size, np.uint8))])
+
+
+@given(data=st.data())
+def test_any_box_of_any_strided_array_is_read_as_numpy_has_it(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
+    order = data.draw(st.permutations(range(len(shape))))
+    stored = np.arange(np.prod(shape, dtype=int), dtype=np.int16).reshape(
+        tuple(shape[i] for i in order)
+    )
+    array = stored.transpose(np.argsort(order).tolist())
+    start = tuple(data.draw(st.integers(0, n)) for n in shape)
+    stop = tuple(data.draw(st.integers(a, n)) for a, n in zip(start, shape, strict=True))
+    box = Box(start, stop)
+    strides = [step // array.itemsize for step in array.strides]
+    room = np.zeros([2 * n for n in box.shape], np.int16)
+    out = room[tuple(slice(0, 2 * n, 2) for n in box.shape)]
+    read_strided(MemoryRange(b"head" + stored.tobytes()), 4, strides, [box], [out])
+    np.testing.assert_array_equal(out, array[box.index])
+
+
+@pytest.mark.parametrize("row", [GAP_BYTES // 8, GAP_BYTES, WINDOW_BYTES])
+def test_columns_of_rows_near_and_far_apart_are_read(row):
+    stored = np.random.default_rng(0).integers(0, 256, (80, row), np.uint8)
+    whole = MemoryRange(stored.tobytes())
+    box, out = Box((3, 5), (79, 9)), np.empty((76, 4), np.uint8)
+    read_strided(whole, 0, (row, 1), [box], [out])
+    np.testing.assert_array_equal(out, stored[box.index])
