@@ -184,7 +184,8 @@ def contents(path: Path, rows: int = 64) -> Contents:
     ]
     files = SourceFiles()
     at = file_path(path)
-    files.note(at.files, at.file())
+    if at.is_file():
+        files.note(at.files, at.file())
     return Contents("memory", str(path), leaves, arrays, files=files)
 
 
