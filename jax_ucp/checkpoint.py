@@ -542,7 +542,7 @@ class Checkpoint:
         `notes` of `plan_save`.
 
         At most about `budget_bytes` of blocks are in memory at once; `progress` hears of each block
-        on disk. What is stored twice is compared first. Stopped at any moment it leaves no
+        on disk. What is stored twice is compared on the way. Stopped at any moment it leaves no
         checkpoint at `path`, and the same call takes up where it was stopped.
 
         Raises FileExistsError if `path` is in use, UnsupportedPath if it is a URL, CorruptData if
@@ -592,7 +592,7 @@ class Checkpoint:
         (`torch.distributed.checkpoint`) or `deepspeed` (its universal folder). `dtype` casts
         floating parameters, rounding to the nearest; unsaid, every bit stays. `max_shard_bytes` is
         for safetensors, unsaid 50 GB. `zero_stage` is that of the DeepSpeed run to be resumed,
-        unsaid that of the source. What is stored twice is compared first. `progress` hears of bytes
+        unsaid that of the source. What is stored twice is compared on the way. `progress` hears of bytes
         written. Stopped at any moment, nothing is at `path`.
 
         Raises TreeMismatch if the tree is not `{state: {parameter: array}}`, UnsupportedLeaf with

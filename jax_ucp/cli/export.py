@@ -78,7 +78,7 @@ def export(
     --mapping names the one by which SOURCE has the leaves of a model: it is undone. --optimizer
     names a function that returns the optax optimizer of a training run in JAX, or it and the
     abstract tree of the model: its state becomes those of torch's. What SOURCE stores twice is
-    compared first. Stopped at any moment, nothing is at TARGET.
+    compared on the way. Stopped at any moment, nothing is at TARGET.
     """
     options = {name: others.pop(name) for name in ("dtype", "max_shard_bytes", "zero_stage")}
     labels = {name: others.pop(name) for name in ("params", "opt_state", "step_dtype")}

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from jax_ucp.files.local import sync_file_system
+from jax_ucp.files.local import remove, sync_file_system
 
 
 def check_free(target: Path) -> None:
@@ -34,7 +34,8 @@ def new_folder(target: Path) -> Iterator[Path]:
     lock = os.open(partial, os.O_RDONLY)
     try:
         _take(lock, partial, target)
-        _empty(partial)
+        for path in partial.iterdir():
+            remove(path)
         try:
             yield partial
             for folder, _, _ in os.walk(partial):
@@ -56,14 +57,6 @@ def _take(lock: int, partial: Path, target: Path) -> None:
             raise BlockingIOError
     except BlockingIOError:
         raise FileExistsError(f"another export is writing to {target}; give another path") from None
-
-
-def _empty(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
 
 
 def _sync(folder: Path) -> None:

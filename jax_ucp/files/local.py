@@ -10,11 +10,13 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import shutil
 import stat
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from jax_ucp.arguments import local_path
@@ -269,6 +271,14 @@ def _roots(path: str) -> Iterator[str]:
     blobs = f"{cache}/blobs"
     if snapshot and os.path.isdir(blobs) and not os.path.islink(blobs):
         yield blobs
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder with all that it has."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def sync_file_system(handle: int, path: str) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ from jax_ucp.sources.consolidated import Consolidated, ConsolidatedView
 from jax_ucp.sources.contents import Contents, Item, Piece, QuantizedWeight, Status
 from jax_ucp.sources.cuts import Cut, WithCuts
 from jax_ucp.sources.dtypes import holds_every
-from jax_ucp.sources.duplicates import Duplicate, Mean, replicas_fault
+from jax_ucp.sources.duplicates import Duplicate, Mean, Replicas
 from jax_ucp.sources.optimizer_groups import groups_of, plain_settings
 from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 from jax_ucp.tree import Key, Leaf, leaf_names
@@ -300,14 +299,14 @@ class Import:
         if not self.on_conflict:
             yield from self._replica_checks(view, names, resting, extent)
         for duplicate in self._duplicates:
-            label = _label(duplicate.of)
             if isinstance(duplicate.of, str):
-                source, whole = slices or shards, duplicate.of
+                assert slices is not None, "it has what is compared by its name"
+                source, whole = slices, duplicate.of
             else:
                 source, whole = view, names[duplicate.of]
             copies = slices if slices and duplicate.key in self._slices else shards
-            pair = Duplicate(
-                label,
+            proof = Duplicate(
+                _label(duplicate.of),
                 source,
                 whole,
                 copies,
@@ -317,14 +316,11 @@ class Import:
                 duplicate.stored,
             )
             rest = resting[whole] if whole in resting else resting[self._stored(whole)]
-            yield Check(label, rest, pair.nbytes(extent), partial(pair.fault, extent))
-
+            yield proof.check(rest, extent)
         for path, keys in self._means if not self.on_conflict else ():
             stored = ", ".join(dict.fromkeys(self._stored_keys(self.params[path].keys)))
-            of = Mean(_label(path), view, names[path], shards, keys, stored)
-            yield Check(
-                of.label, resting[names[path]], of.nbytes(extent), partial(of.fault, extent)
-            )
+            mean = Mean(_label(path), view, names[path], shards, keys, stored)
+            yield mean.check(resting[names[path]], extent)
 
     def _shard_checks(self, extent: Extent) -> Iterator[Check]:
         """The checks that the files have of themselves, but for tensors that were not asked for."""
@@ -350,8 +346,7 @@ class Import:
         for paths in paths_by_tensors.values():
             first = names[paths[0]]
             leaves = _union([resting[names[path]] for path in paths])
-            run = partial(replicas_fault, view, first, self._stored, extent)
-            yield Check(_label(paths[0]), leaves, 2 * view.arrays()[first].nbytes, run)
+            yield Replicas(_label(paths[0]), view, first, self._stored).check(leaves, extent)
 
     def _resting(self, names: Mapping[TreePath, str]) -> dict[str, frozenset[str]]:
         """By the name of a leaf, slice or stored tensor, the leaves that rest on it.
@@ -472,9 +467,10 @@ class Import:
 
     def _slice_view(self, shards: ArraySource) -> ConsolidatedView | None:
         """The slices, and stored tensors that are whole slices; None where parameters are made
-        of nothing but those.
+        of nothing but those, and compared by their own names.
         """
-        if not self._slices:
+        compared = {duplicate.of for duplicate in self._duplicates if isinstance(duplicate.of, str)}
+        if not self._slices and not compared:
             return None
         # A copy of a parameter that is itself in slices is one level above them.
         slices: dict[str, Consolidated] = {}
@@ -483,7 +479,7 @@ class Import:
             level = slices if self._slices.keys().isdisjoint(tensor.keys) else above
             level[key] = tensor
         used = {key for param in self.params.values() for key in param.keys}
-        used |= {duplicate.of for duplicate in self._duplicates if isinstance(duplicate.of, str)}
+        used |= compared
         view = ConsolidatedView(shards, {**slices, **_whole(shards, used - self._slices.keys())})
         if not above:
             return view

@@ -28,7 +28,7 @@ from jax_ucp.formats.torch_save.from_json import values
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.budget import DEFAULT_BUDGET
 from jax_ucp.sources.contents import Contents
-from jax_ucp.universal.copy import require_sound
+from jax_ucp.sources.proved import proved
 
 ExportFormat = Literal["safetensors", "dcp", "deepspeed"]
 Extras = Mapping[str, Mapping[str, Any]]  # by file and by name
@@ -211,15 +211,20 @@ def run_export(
     """Write the planned files to the new folder `target`; `progress` hears of bytes on their way to
     disk.
 
-    What the source stores twice is compared first, and its files are looked at again before the
-    end. The folder is there whole at the end, and not before.
+    What the source stores twice is compared while it is read, the rest of it after that, and its
+    files are looked at again before the end. The folder is there whole at the end, and not before.
     """
     if target.resolve().is_relative_to(Path(contents.path).resolve()):
         raise FileExistsError(f"{target} lies in the source, {contents.path}; give another path")
     check_free(target)
-    require_sound(contents)
     with new_folder(target) as folder:
-        write_files(folder, plan.files, contents.arrays, plan.budget_bytes, progress)
+        with proved(contents) as proofs:
+
+            def advance(nbytes: int) -> None:
+                proofs.require_sound_so_far()
+                progress(nbytes)
+
+            write_files(folder, plan.files, contents.arrays, plan.budget_bytes, advance)
         contents.files.require_unchanged()
         require_written(folder, plan.files)
 

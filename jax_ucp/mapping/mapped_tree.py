@@ -6,7 +6,6 @@ import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -77,14 +76,8 @@ def map_contents(
     def checks(extent: Extent) -> Iterator[Check]:
         yield from passed_on(contents.checks(extent), _users(formed))
         for name in formed:
-            if view.has_copies(name):
-                nbytes = 2 * infos[name].nbytes
-                yield Check(
-                    labels[name],
-                    frozenset([name]),
-                    nbytes,
-                    partial(view.compare_copies, name, extent),
-                )
+            if check := view.copy_check(name, labels[name], extent):
+                yield check
 
     def where(leaf: Leaf) -> list[Piece]:
         return list(_pieces(contents, tree.by_name, formed[leaf.name]))

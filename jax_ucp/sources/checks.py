@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,19 +18,28 @@ SAMPLE_BYTES = 64
 # What a check reads at once of each of two copies, where it reads more.
 CHECK_BYTES = 2 << 20
 
+# Called when a fault shows while somebody else reads.
+Alarm = Callable[[], None]
+
+
+def _unseen(alarm: Alarm) -> AbstractContextManager[None]:
+    return nullcontext()
+
 
 @dataclass(frozen=True)
 class Check:
     """Something that is stored twice, or has a checksum, and what compares it.
 
     `label` says what is looked at, `leaves` name the leaves that rest on it, `nbytes` is about what
-    `run` reads. It returns what is wrong, or None.
+    `run` reads. It returns what is wrong, or None. While `watch` lasts, what others read is looked
+    at as it passes: a fault sounds the alarm, and `run` reads no more than what did not pass.
     """
 
     label: str
     leaves: frozenset[str]
     nbytes: int
     run: Callable[[], str | None]
+    watch: Callable[[Alarm], AbstractContextManager[None]] = _unseen
 
     @property
     def memory(self) -> int:

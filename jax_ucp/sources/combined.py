@@ -10,6 +10,7 @@ import numpy as np
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.checks import Check, Extent, passed_on
 from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+from jax_ucp.sources.watched import Watched
 
 
 class MemorySource(ArraySource):
@@ -27,7 +28,7 @@ class MemorySource(ArraySource):
             out[...] = self._data[key][box.index]
 
 
-class Combined(ArraySource):
+class Combined(Watched):
     """Arrays of several sources under names of its own: `places` say which array of which source
     each is.
 
@@ -40,6 +41,7 @@ class Combined(ArraySource):
         places: Mapping[str, tuple[ArraySource, str]],
         sources: Iterable[ArraySource],
     ):
+        super().__init__()
         self._arrays, self._places = arrays, places
         self._sources = list(sources)
 
@@ -79,6 +81,7 @@ class Combined(ArraySource):
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
         source, inner = self._places[key]
         source.read_into(inner, boxes, outs)
+        self._show(key, boxes, outs)
 
     def checks(self, extent: Extent) -> Iterator[Check]:
         names: dict[int, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))

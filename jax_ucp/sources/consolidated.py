@@ -12,6 +12,7 @@ from jax_ucp.errors import CorruptData, LayoutError
 from jax_ucp.layout.box import Box, range_boxes
 from jax_ucp.layout.fragments import Fragment, ParamLayout
 from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+from jax_ucp.sources.watched import Watched
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Consolidated:
     keys: Sequence[str]
 
 
-class ConsolidatedView(ArraySource):
+class ConsolidatedView(Watched):
     """An `ArraySource` of whole parameters over an `ArraySource` of their shards.
 
     Views nest: ZeRO partitions are tensor-parallel shards to a first view, and those parameters to
@@ -34,6 +35,7 @@ class ConsolidatedView(ArraySource):
     """
 
     def __init__(self, shards: ArraySource, params: Mapping[str, Consolidated]):
+        super().__init__()
         self._shards = shards
         self._params = params
         found = shards.arrays()
@@ -59,6 +61,7 @@ class ConsolidatedView(ArraySource):
         for shard, parts in reads.items():
             sources, places = zip(*parts, strict=True)
             self._shards.read_into(param.keys[shard], sources, places)
+        self._show(key, boxes, outs)
 
     def _copy(self, param: Consolidated, fragment: Fragment, hit: Box, block: np.ndarray) -> None:
         """Read what cannot be read into the block itself, and copy it there."""
@@ -69,14 +72,14 @@ class ConsolidatedView(ArraySource):
         self._shards.read_into(param.keys[fragment.shard], [fragment.source], [run])
         block[...] = run.reshape(hit.shape)
 
-    def compare_replicas(self, key: str, box: Box) -> None:
-        """Read every copy of the elements of `box`, and raise CorruptData where two differ in
-        any bit.
+    def compare_replicas(self, key: str, box: Box, data: np.ndarray) -> None:
+        """Read the other copies of what was read of `box`, and raise CorruptData where one differs
+        in any bit.
         """
         param = self._params[key]
         for replicas in param.layout.narrow(box) if not param.layout.averaged else []:
             hit = _hit(replicas[0], box)
-            first = self._read(param, replicas[0], hit)
+            first = data[hit.relative_to(box).index]
             for other in replicas[1:]:
                 if not same_bits(first, self._read(param, other, hit)):
                     raise CorruptData(

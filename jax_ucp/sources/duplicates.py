@@ -4,19 +4,18 @@ another.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from jax_ucp.errors import CorruptData
-from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.samples import RUN_ELEMENTS, RUNS, SMALL_BLOCK, sample_boxes
-from jax_ucp.sources.checks import CHECK_BYTES, Extent
+from jax_ucp.layout.samples import RUN_ELEMENTS, RUNS, sample_boxes
+from jax_ucp.sources.checks import Check, Extent
 from jax_ucp.sources.consolidated import ConsolidatedView, same_bits
 from jax_ucp.sources.protocol import ArraySource
+from jax_ucp.sources.watched import Proof, Watched, elements_of, split
 
 # What a sum of some numbers in fp32, divided by how many they are, may differ from their mean, as a
 # part of it.
@@ -29,93 +28,97 @@ _REMAINDER = (
 
 
 @dataclass(frozen=True)
-class Duplicate:
-    """Array `copy` of `copies` holds what `whole` of `wholes` has at the leading indices `at`,
+class Duplicate(Proof[Watched]):
+    """Array `copy` of `copies` holds what array `key` of `source` has at the leading indices `at`,
     rounded to its dtype.
 
-    `stored` says where a shard of `wholes` is stored, `copy_stored` where the copy is.
+    `stored` says where a shard of `source` is stored, `copy_stored` where the copy is.
     """
 
     label: str
-    wholes: ArraySource
-    whole: str
+    source: Watched
+    key: str
     copies: ArraySource
     copy: str
     at: tuple[int, ...]
     stored: Callable[[str], str]
     copy_stored: str
 
+    @property
+    def area(self) -> Box:
+        depth, shape = len(self.at), self.source.arrays()[self.key].shape
+        return Box((*self.at, *(0,) * (len(shape) - depth)), (*self._after, *shape[depth:]))
+
+    @property
+    def itemsize(self) -> int:
+        return self.copies.arrays()[self.copy].dtype.itemsize
+
+    @property
+    def _after(self) -> tuple[int, ...]:
+        return tuple(i + 1 for i in self.at)
+
     def nbytes(self, extent: Extent) -> int:
-        """About how many bytes `fault` reads."""
-        whole, copy = self.wholes.arrays()[self.whole], self.copies.arrays()[self.copy]
+        whole, copy = self.source.arrays()[self.key], self.copies.arrays()[self.copy]
         most = RUNS * RUN_ELEMENTS * (whole.dtype.itemsize + copy.dtype.itemsize)
         every = copy.nbytes + copy.nbytes // copy.dtype.itemsize * whole.dtype.itemsize
         return every if extent == "full" else min(most, every)
 
-    def fault(self, extent: Extent) -> str | None:
-        """The first element that differs, with where both are stored; None where none does."""
-        info = self.copies.arrays()[self.copy]
-        shape = self.wholes.arrays()[self.whole].shape
-        if shape[len(self.at) :] != info.shape:
-            return (
-                f"{self.label} has shape {shape}, but the copy at {self.copy_stored} has"
-                f" {info.shape}"
-            )
-        if extent == "sample":
-            return self._fault_in(
-                sample_boxes(self._tiles_of_whole(), tiles(self.copies, self.copy))
-            )
-        every = row_boxes(info.shape, info.dtype.itemsize, CHECK_BYTES)
-        return next((fault for box in every if (fault := self._fault_in([box]))), None)
+    def check(self, leaves: Collection[str], extent: Extent) -> Check:
+        whole, copy = self.source.arrays()[self.key], self.copies.arrays()[self.copy]
+        if whole.shape[len(self.at) :] == copy.shape:
+            return super().check(leaves, extent)
+        fault = (
+            f"{self.label} has shape {whole.shape}, but the copy at {self.copy_stored} has"
+            f" {copy.shape}"
+        )
+        return Check(self.label, frozenset(leaves), 0, lambda: fault)
+
+    def sample(self) -> Sequence[Box]:
+        boxes = sample_boxes(self._tiles_of_whole(), tiles(self.copies, self.copy))
+        return [Box((*self.at, *box.start), (*self._after, *box.stop)) for box in boxes]
 
     def _tiles_of_whole(self) -> Sequence[Box]:
         """The blocks in which the whole is stored, of what it has at the leading indices."""
-        if not self.at:
-            return tiles(self.wholes, self.whole)
         depth = len(self.at)
-        here = Box(self.at, tuple(i + 1 for i in self.at))
+        here = Box(self.at, self._after)
         return [
             Box(tile.start[depth:], tile.stop[depth:])
-            for tile in tiles(self.wholes, self.whole)
-            if Box(tile.start[:depth], tile.stop[:depth]).intersect(here)
+            for tile in tiles(self.source, self.key)
+            if not depth or Box(tile.start[:depth], tile.stop[:depth]).intersect(here)
         ]
 
-    def _fault_in(self, boxes: Sequence[Box]) -> str | None:
-        inside = boxes
-        if self.at:
-            inside = [
-                Box((*self.at, *box.start), (*(i + 1 for i in self.at), *box.stop)) for box in boxes
-            ]
-        copy, master = (
-            _elements(self.copies, self.copy, boxes),
-            _elements(self.wholes, self.whole, inside),
+    def fault_in(self, boxes: Sequence[Box], elements: np.ndarray) -> str | None:
+        """The first element that differs, with where both are stored."""
+        depth = len(self.at)
+        copy = elements_of(
+            self.copies, self.copy, [Box(box.start[depth:], box.stop[depth:]) for box in boxes]
         )
         with np.errstate(all="ignore"):  # what overflows is not the copy
-            rounded = master.astype(copy.dtype)
+            rounded = elements.astype(copy.dtype)
         if same_bits(rounded, copy):
             return None
         raw = [np.ascontiguousarray(x).reshape(-1, 1).view(np.uint8) for x in (rounded, copy)]
         first = int(np.argmax((raw[0] != raw[1]).any(axis=1)))
-        index = _place_of(first, inside)
-        cause = _REMAINDER if _whole_numbers(master) and not _whole_numbers(copy) else _CAUSE
+        index = _place_of(first, boxes)
+        cause = _REMAINDER if _whole_numbers(elements) and not _whole_numbers(copy) else _CAUSE
         return (
-            f"{self.label}: the master at {self._where(index)} is {master[first]} in {list(index)},"
-            f" rounded to {copy.dtype} not what the copy at {self.copy_stored} has, {copy[first]};"
-            f" {cause}"
+            f"{self.label}: the master at {self._where(index)} is {elements[first]} in"
+            f" {list(index)}, rounded to {copy.dtype} not what the copy at {self.copy_stored} has,"
+            f" {copy[first]}; {cause}"
         )
 
     def _where(self, index: tuple[int, ...]) -> str:
         """Where an element of the whole is stored."""
         here = Box(index, tuple(i + 1 for i in index))
-        parts = self.wholes.where(self.whole) if isinstance(self.wholes, ConsolidatedView) else []
+        parts = self.source.where(self.key) if isinstance(self.source, ConsolidatedView) else []
         return self.stored(
-            next((key for key, part in parts if part.target.intersect(here)), self.whole)
+            next((key for key, part in parts if part.target.intersect(here)), self.key)
         )
 
 
 @dataclass(frozen=True)
-class Mean:
-    """Array `whole` of `wholes` is the mean of what the arrays `copies` of `source` are, rounded to
+class Mean(Proof[Watched]):
+    """Array `key` of `source` is the mean of what the arrays `copies` of `shards` are, rounded to
     their dtype.
 
     Rounding keeps the order of numbers, so that the mean, rounded too, lies between the least copy
@@ -123,17 +126,16 @@ class Mean:
     """
 
     label: str
-    wholes: ArraySource
-    whole: str
-    source: ArraySource
+    source: Watched
+    key: str
+    shards: ArraySource
     copies: Sequence[str]
     stored: str  # where the mean is stored
 
     def nbytes(self, extent: Extent) -> int:
-        """About how many bytes `fault` reads."""
         infos = [
-            self.wholes.arrays()[self.whole],
-            *(self.source.arrays()[copy] for copy in self.copies),
+            self.source.arrays()[self.key],
+            *(self.shards.arrays()[copy] for copy in self.copies),
         ]
         most = RUNS * RUN_ELEMENTS
         return sum(
@@ -141,21 +143,13 @@ class Mean:
             for info in infos
         )
 
-    def fault(self, extent: Extent) -> str | None:
-        """The first block with an element that is not between its copies; None where there is
-        none.
-        """
-        info = self.wholes.arrays()[self.whole]
-        if extent == "sample":
-            return self._fault_in(
-                sample_boxes(tiles(self.wholes, self.whole), tiles(self.source, self.copies[0]))
-            )
-        every = row_boxes(info.shape, info.dtype.itemsize, CHECK_BYTES)
-        return next((fault for box in every if (fault := self._fault_in([box]))), None)
+    def sample(self) -> Sequence[Box]:
+        return sample_boxes(tiles(self.source, self.key), tiles(self.shards, self.copies[0]))
 
-    def _fault_in(self, boxes: Sequence[Box]) -> str | None:
-        mean = _elements(self.wholes, self.whole, boxes).astype(np.float64)
-        copies = [_elements(self.source, copy, boxes) for copy in self.copies]
+    def fault_in(self, boxes: Sequence[Box], elements: np.ndarray) -> str | None:
+        """The first element that is not between its copies."""
+        mean = elements.astype(np.float64)
+        copies = [elements_of(self.shards, copy, boxes) for copy in self.copies]
         dtype, wide = copies[0].dtype, [copy.astype(np.float64) for copy in copies]
         least, largest = np.minimum.reduce(wide), np.maximum.reduce(wide)
         slack = np.abs(mean) * _MEAN_ERROR
@@ -173,19 +167,33 @@ class Mean:
         )
 
 
-def _elements(source: ArraySource, key: str, boxes: Sequence[Box]) -> np.ndarray:
-    """The elements of the boxes, one box after the other."""
-    # a view of the file takes no copy, but time to be made
-    if len(boxes) == 1 and boxes[0].size > SMALL_BLOCK:
-        return np.asarray(source.read(key, boxes[0])).reshape(-1)
-    ends = [0, *itertools.accumulate(box.size for box in boxes)]
-    found = np.empty(ends[-1], source.arrays()[key].dtype)
-    outs = [
-        found[a:b].reshape(box.shape)
-        for box, (a, b) in zip(boxes, itertools.pairwise(ends), strict=True)
-    ]
-    source.read_into(key, boxes, outs)
-    return found
+@dataclass(frozen=True)
+class Replicas(Proof[ConsolidatedView]):
+    """A parameter of a view, of which every copy is the same; `stored` says where a shard is."""
+
+    label: str
+    source: ConsolidatedView
+    key: str
+    stored: Callable[[str], str]
+
+    def nbytes(self, extent: Extent) -> int:
+        return 2 * self.source.arrays()[self.key].nbytes
+
+    def sample(self) -> Sequence[Box]:
+        return sample_boxes(tiles(self.source, self.key))
+
+    def fault_in(self, boxes: Sequence[Box], elements: np.ndarray) -> str | None:
+        """The first box of which two copies differ, with where they are stored."""
+        for box, data in zip(boxes, split(elements, boxes), strict=True):
+            try:
+                self.source.compare_replicas(self.key, box, data)
+            except CorruptData as error:
+                parts = self.source.where(self.key)
+                files = {
+                    self.stored(key): None for key, part in parts if part.target.intersect(box)
+                }
+                return f"{error} (stored in {', '.join(files)}); {_CAUSE}"
+        return None
 
 
 def _place_of(position: int, boxes: Sequence[Box]) -> tuple[int, ...]:
@@ -198,26 +206,6 @@ def _place_of(position: int, boxes: Sequence[Box]) -> tuple[int, ...]:
             )
         position -= box.size
     raise IndexError(position)
-
-
-def replicas_fault(
-    view: ConsolidatedView, name: str, stored: Callable[[str], str], extent: Extent
-) -> str | None:
-    """The first block of a parameter of which two copies differ, with where they are stored."""
-    info = view.arrays()[name]
-    if extent == "full":
-        boxes: Iterable[Box] = row_boxes(info.shape, info.dtype.itemsize, CHECK_BYTES)
-    else:
-        boxes = sample_boxes(tiles(view, name))
-    for box in boxes:
-        try:
-            view.compare_replicas(name, box)
-        except CorruptData as error:
-            held = {
-                stored(key): None for key, part in view.where(name) if part.target.intersect(box)
-            }
-            return f"{error} (stored in {', '.join(held)}); {_CAUSE}"
-    return None
 
 
 def tiles(source: ArraySource, key: str) -> Sequence[Box]:

@@ -5,23 +5,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from jax_ucp.errors import CorruptData
-from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.box_index import BoxIndex
 from jax_ucp.layout.samples import sample_boxes
 from jax_ucp.layout.strided import LeafForm, LeafLayout, Part, Place, Step, hull, strides
-from jax_ucp.sources.checks import Extent
+from jax_ucp.sources.checks import Check, Extent
 from jax_ucp.sources.consolidated import same_bits
 from jax_ucp.sources.gather import read_boxes
 from jax_ucp.sources.protocol import BLOCK_BYTES, ArrayInfo, ArraySource, MakesArrays
-
-COMPARE_BYTES = 16 << 20
+from jax_ucp.sources.watched import Proof, Watched, split
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class Formed:
         return BoxIndex(self.hulls)
 
 
-class MappedView(MakesArrays):
+class MappedView(Watched, MakesArrays):
     """An `ArraySource` of leaves over an `ArraySource` of parameters.
 
     A box of a leaf is read straight out of the boxes of the parameters that hold it: at most
@@ -50,6 +48,7 @@ class MappedView(MakesArrays):
     """
 
     def __init__(self, source: ArraySource, leaves: Mapping[str, Formed]):
+        super().__init__()
         self._source, self._leaves = source, leaves
         self._infos = source.arrays()
         self._arrays = {name: self._info(formed) for name, formed in leaves.items()}
@@ -63,7 +62,8 @@ class MappedView(MakesArrays):
         if formed.equal:
             return self._agreed(key, formed.equal, box)
         form = formed.form
-        data = self._gather(form.layout, formed.index, box)
+        data = self.stored(formed, box)
+        self._show(key, [box], [data])
         if form.scaled:
             data = _scaled(data, form)
         return data.astype(form.dtype) if form.dtype and data.dtype != form.dtype else data
@@ -81,33 +81,29 @@ class MappedView(MakesArrays):
             super().read_into(key, boxes, outs)
         else:
             self._fill(formed.form.layout, formed.index, boxes, outs)
+            self._show(key, boxes, outs)
 
-    def compare_copies(self, key: str, extent: Extent) -> str | None:
-        """What differs between the copies of which a leaf is one, if anything does."""
+    def copy_check(self, key: str, label: str, extent: Extent) -> Check | None:
+        """That the copies of which a leaf is one are equal; None where it is the only one."""
         formed = self._leaves[key]
-        info = self._arrays[key]
-        if formed.equal:
-            try:
-                self._agreed(key, formed.equal, Box.whole(info.shape))
-            except CorruptData as error:
-                return str(error)
-        first = formed.form.layout
-        for copy in formed.form.copies:
-            other = Formed(replace(formed.form, layout=copy))
-            every = row_boxes(info.shape, info.dtype.itemsize, COMPARE_BYTES)
-            for box in every if extent == "full" else sample_boxes(formed.hulls, other.hulls):
-                if not same_bits(
-                    self._gather(first, formed.index, box), self._gather(copy, other.index, box)
-                ):
-                    names = " and ".join(
-                        sorted({part.array for part in (*first.parts, *copy.parts)})
-                    )
-                    return f"{key}: {box} differs between {names}, which the mapping says are tied"
+        if len(formed.equal) > 1:
+            nbytes = 2 * self._arrays[key].nbytes
+            return Check(label, frozenset([key]), nbytes, partial(self._unequal, key))
+        if formed.equal or not formed.form.copies:
+            return None
+        copies = [Formed(replace(formed.form, layout=copy)) for copy in formed.form.copies]
+        return _Tied(label, self, key, formed, copies).check([key], extent)
+
+    def _unequal(self, key: str) -> str | None:
+        try:
+            self.read(key, Box.whole(self._arrays[key].shape))
+        except CorruptData as error:
+            return str(error)
         return None
 
-    def has_copies(self, key: str) -> bool:
-        formed = self._leaves[key]
-        return len(formed.equal) > 1 or bool(formed.form.copies)
+    def stored(self, formed: Formed, box: Box) -> np.ndarray:
+        """The elements of a leaf, or of a copy of it, before they are scaled or cast."""
+        return self._gather(formed.form.layout, formed.index, box)
 
     def _info(self, formed: Formed) -> ArrayInfo:
         if formed.equal:
@@ -177,6 +173,40 @@ class MappedView(MakesArrays):
         if self._infos[array].chunk is None:
             return (self._source.read(array, source) for source in sources)
         return read_boxes(self._source, array, sources)
+
+
+@dataclass(frozen=True)
+class _Tied(Proof[MappedView]):
+    """A leaf of a view as it is stored, of which each of the copies is the same."""
+
+    label: str
+    source: MappedView
+    key: str
+    leaf: Formed
+    copies: Sequence[Formed]
+
+    def nbytes(self, extent: Extent) -> int:
+        return 2 * self.source.arrays()[self.key].nbytes
+
+    def sample(self) -> Sequence[Box]:
+        return sample_boxes(self.leaf.hulls, *(copy.hulls for copy in self.copies))
+
+    def read(self, boxes: Sequence[Box]) -> np.ndarray:
+        parts = [self.source.stored(self.leaf, box).reshape(-1) for box in boxes]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def fault_in(self, boxes: Sequence[Box], elements: np.ndarray) -> str | None:
+        """The first box that is not the same in every copy."""
+        for box, data in zip(boxes, split(elements, boxes), strict=True):
+            for copy in self.copies:
+                if not same_bits(data, self.source.stored(copy, box)):
+                    parts = *self.leaf.form.layout.parts, *copy.form.layout.parts
+                    names = " and ".join(sorted({part.array for part in parts}))
+                    return (
+                        f"{self.key}: {box} differs between {names}, which the mapping says are"
+                        " tied"
+                    )
+        return None
 
 
 def _steps(

@@ -1,13 +1,19 @@
-"""Reads of an opened checkpoint, leaf by leaf, each proved by a sample before it is first read."""
+"""Reads of an opened checkpoint that are proved: of a leaf by a sample before it is first read, of
+all there is while it is read.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
+from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.layout.box import Box
+from jax_ucp.sources.budget import in_threads
 from jax_ucp.sources.checks import Check, require
 from jax_ucp.sources.contents import Contents
 from jax_ucp.tree import Leaf
@@ -44,3 +50,61 @@ class ProvedReads:
             if id(check) not in self._passed:
                 require(check)
                 self._passed.add(id(check))
+
+
+class Proofs:
+    """All that can be proved of a checkpoint, while somebody reads it."""
+
+    def __init__(self, contents: Contents):
+        self._path = contents.path
+        self._checks = list(contents.checks("full"))
+        self._failed = threading.Event()
+
+    def require_sound_so_far(self) -> None:
+        """Raises CorruptData where what was read already has a fault: no more of it need be read,
+        and `proved` says what is wrong.
+        """
+        if self._failed.is_set():
+            raise CorruptData(f"{self._path} contradicts itself")
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """While this lasts, the checks look at what is read."""
+        with ExitStack() as stack:
+            for check in self._checks:
+                stack.enter_context(check.watch(self._failed.set))
+            yield
+
+    def contradiction(self) -> CorruptData | None:
+        """What is wrong with the checkpoint, if anything is. Reads what was not read yet."""
+        # The checks that a file has of itself come first. They run last, and then have seen what
+        # others read.
+        faults = list(in_threads(check.run for check in reversed(self._checks)))
+        if not (faults := [fault for fault in reversed(faults) if fault]):
+            return None
+        lines = [f"{self._path} contradicts itself in {len(faults)} places:", *faults[:8]]
+        return CorruptData("\n  ".join(lines))
+
+
+@contextmanager
+def proved(contents: Contents, undo: Callable[[], None] = lambda: None) -> Iterator[Proofs]:
+    """What is read of the checkpoint is compared on the way with what it stores twice, and with
+    its checksums; at the end the rest of it is.
+
+    Raises CorruptData where something differs: when it has called `undo`, or for what changed since
+    the checkpoint was opened.
+    """
+    proofs = Proofs(contents)
+    with proofs.watching():
+        failed: FormatError | None = None
+        try:
+            yield proofs
+        except FormatError as error:
+            failed = error
+        contradiction = proofs.contradiction()
+    if contradiction is not None:
+        contents.files.require_unchanged()
+        undo()
+        raise contradiction from failed
+    if failed is not None:
+        raise failed

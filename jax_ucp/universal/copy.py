@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 
 from jax_ucp.arguments import whole_number
-from jax_ucp.errors import CorruptData
 from jax_ucp.files.local import LocalFiles
 from jax_ucp.layout.blocks import (
     INNER_BYTES,
@@ -31,6 +30,7 @@ from jax_ucp.layout.fragments import Shape
 from jax_ucp.sources.budget import DEFAULT_BUDGET, HELD_BYTES, run_bounded, threads
 from jax_ucp.sources.contents import Contents
 from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.sources.proved import Proofs, proved
 from jax_ucp.universal.ledger import Ledger
 from jax_ucp.universal.metadata import Metadata, digest
 from jax_ucp.universal.orbax_tree import orbax_files
@@ -177,22 +177,23 @@ def copy(
 ) -> Metadata:
     """Write the checkpoint to `target` by the plan; `progress` hears of each block that is on disk.
 
-    What the source stores twice is compared first, and its files are looked at again before the
-    commit. Stopped at any moment, it leaves no checkpoint at `target`; the same call takes up where
-    it was stopped.
+    What the source stores twice is compared while it is copied, the rest of it after that, and its
+    files are looked at again before the commit. Stopped at any moment, it leaves no checkpoint at
+    `target`; the same call takes up where it was stopped. Of a source that contradicts itself
+    nothing is left there.
 
     Raises FileExistsError if `target` is a checkpoint already, CorruptData if the source
     contradicts itself or changed meanwhile, FormatError if `target` holds another unfinished copy.
     """
     require_target(contents, target)
-    require_sound(contents)
     store = ZarrStore(LocalFiles(target), plan.arrays, plan.chunks)
     ledger = Ledger(target, _identity(contents, plan))
     try:
         if (target / METADATA_FILE).exists() and not ledger.resumed:
             ledger.remove()  # another copy was completed here a moment ago
             raise FileExistsError(f"{target} is a checkpoint already; give another path")
-        _copy_blocks(contents, plan, store, ledger, progress)
+        with proved(contents, partial(_discard, target, ledger)) as proofs:
+            _copy_blocks(contents, plan, store, ledger, progress, proofs)
         contents.files.require_unchanged()
         write_part(store, 0)
         outer = {name: chunks.outer for name, chunks in plan.chunks.items()}
@@ -228,16 +229,10 @@ def require_target(contents: Contents, target: Path) -> None:
         )
 
 
-def require_sound(contents: Contents) -> None:
-    """Raises CorruptData where something that the checkpoint stores twice, or has a checksum of,
-    differs.
-    """
-    if faults := [fault for _, fault in contents.verify() if fault]:
-        raise CorruptData(
-            "\n  ".join(
-                [f"{contents.path} contradicts itself in {len(faults)} places:", *faults[:8]]
-            )
-        )
+def _discard(target: Path, ledger: Ledger) -> None:
+    """Leave nothing of a copy, unless it was completed when the source was still sound."""
+    if not (target / METADATA_FILE).exists():
+        ledger.discard()
 
 
 def _copy_blocks(
@@ -246,9 +241,10 @@ def _copy_blocks(
     store: ZarrStore,
     ledger: Ledger,
     progress: Callable[[Block], None],
+    proofs: Proofs,
 ) -> None:
     """Write the blocks that the ledger does not have yet, and those that are not on disk as it
-    has them.
+    has them; no more once a proof has failed.
     """
     _take_up(plan, store, ledger, progress)
     left = [block for block in plan.blocks if str(block.box) not in store.written[block.key]]
@@ -256,7 +252,9 @@ def _copy_blocks(
     lock = threading.Lock()
 
     def move(block: Block) -> None:
-        store.write(block.key, block.box, contents.arrays.read(block.key, block.box), durable=False)
+        data = contents.arrays.read(block.key, block.box)
+        proofs.require_sound_so_far()
+        store.write(block.key, block.box, data, durable=False)
         with lock:
             written.append(block)
             group = written[:] if sum(block.nbytes for block in written) >= GROUP_BYTES else []

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from jax_ucp.errors import FormatError
+from jax_ucp.files.local import remove
 from jax_ucp.layout.box import Box
 from jax_ucp.universal.store import Written
 
@@ -45,6 +46,8 @@ class Ledger:
         self._path = directory / LEDGER_FILE
         self._lock = threading.Lock()
         self.done: dict[tuple[str, str], Written] = {}
+        # a directory that was made for a conversion goes with it
+        self._is_new = not directory.exists() or self.begun(directory)
         directory.mkdir(parents=True, exist_ok=True)
         self._file = os.fdopen(_open_ledger(self._path), "ab")
         try:
@@ -81,6 +84,18 @@ class Ledger:
         up.
         """
         self._path.unlink()
+
+    def discard(self) -> None:
+        """The conversion has failed: remove all that it wrote. The ledger goes last, so that one
+        that is stopped before that is taken up, and fails again.
+        """
+        directory = self._path.parent
+        for path in directory.iterdir():
+            if path != self._path:
+                remove(path)
+        self.remove()
+        if self._is_new:
+            directory.rmdir()
 
     def close(self) -> None:
         self._file.close()

@@ -12,6 +12,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -28,9 +29,10 @@ from jax_ucp.files.source_files import note
 from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place, outer_boxes, rows_of_chunks
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
-from jax_ucp.sources.checks import Check
+from jax_ucp.sources.checks import Alarm, Check
 from jax_ucp.sources.optimizer_groups import Group
-from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.sources.watched import Passed, Watched
 from jax_ucp.tree import Leaf
 from jax_ucp.universal.checked import check_metadata, storable
 from jax_ucp.universal.metadata import Metadata, StoredArray, decode, digest, encode
@@ -65,7 +67,7 @@ class Written(msgspec.Struct, frozen=True):
 _BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
 
 
-class ZarrStore(ArraySource):
+class ZarrStore(Watched):
     """Arrays of known shape, dtype and chunks in a directory, written one outer chunk at a time.
 
     Every chunk must be there to be read: a missing file is an error, not zeros. `places` says where
@@ -82,6 +84,7 @@ class ZarrStore(ArraySource):
         places: Mapping[str, Place] | None = None,
         crcs: Mapping[str, bytes] | None = None,
     ):
+        super().__init__()
         self.directory = directory
         self.chunks = chunks
         self.places = dict(places or {})
@@ -153,6 +156,7 @@ class ZarrStore(ArraySource):
         wanted = [(box, out) for box, out in zip(boxes, outs, strict=True) if box.size]
         for chunk in outer_boxes(shape, outer, [box for box, _ in wanted]):
             self._read_chunk(key, chunk, wanted, self._recorded(key, chunk))
+        self._show(key, boxes, outs)
 
     def _read_chunk(
         self, key: str, box: Box, wanted: Sequence[tuple[Box, np.ndarray]], crcs: bytes
@@ -202,13 +206,26 @@ class ZarrStore(ArraySource):
         return _is_whole(written, box, self.chunks[key]) and self._fault(key, box, written) is None
 
     def digest_checks(self, key: str, label: str, stored: StoredArray) -> Iterator[Check]:
-        """For each outer chunk of an array, whether its elements have the digest recorded."""
+        """For each outer chunk of an array, whether its elements have the digest recorded.
+
+        A read compares every inner chunk with the crc32c that is recorded of it, if one is: of an
+        outer chunk of which all was read so, the digest says nothing more, and is not asked.
+        """
         itemsize = self._arrays[key].dtype.itemsize
+        passed = Passed()
+
+        def run(box: Box, want: Written) -> str | None:
+            return self._fault(key, box, want) if passed.rest([box]) else None
+
+        def watch(alarm: Alarm) -> AbstractContextManager[None]:
+            return self.watch(key, passed.add) if self._crcs.get(key) else nullcontext()
+
         for box, want in zip(
             grid_boxes(self._arrays[key].shape, stored.outer), stored.digests, strict=True
         ):
-            run = partial(self._fault, key, box, Written(want, self._recorded(key, box)))
-            yield Check(f"{label} {box}", frozenset([key]), box.size * itemsize, run)
+            work = partial(run, box, Written(want, self._recorded(key, box)))
+            nbytes = box.size * itemsize
+            yield Check(f"{label} {box}", frozenset([key]), nbytes, work, watch)
 
     def _fault(self, key: str, box: Box, want: Written) -> str | None:
         try:
@@ -419,7 +436,7 @@ def missing_files(metadata: Metadata, store: ZarrStore) -> list[str]:
         *(pack_name(number) for number in sorted({n for n, _ in store.places.values()})),
     ]
     faults = [
-        f"{directory}/{name} is missing" for name in beside if file_size(directory, name) is None
+        f"{directory}/{name} is missing" for name in beside if _noted_size(directory, name) is None
     ]
     for key, stored in metadata.arrays.items():
         faults += _missing_chunks(store, key) if not stored.places else []

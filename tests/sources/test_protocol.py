@@ -17,7 +17,7 @@ PACKAGE = Path(jax_ucp.__file__).parent
 METHODS = {"arrays", "read", "read_into", "checks"}
 # What may be asked for attributes whose names are known only at run time: no source is among them.
 NO_SOURCES = {"ml_dtypes", "errors", "node"}
-KINDS = {"ArraySource", "MakesArrays", "Protocol"}
+KINDS = {"Watched", "ArraySource", "MakesArrays", "Protocol"}
 
 
 def trees(*rooms: str) -> Iterator[tuple[str, ast.Module]]:

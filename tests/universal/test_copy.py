@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,19 +19,23 @@ from hypothesis import strategies as st
 import jax_ucp as ucp
 import torch_writer
 from helpers import MemoryStore, numbered
-from jax_ucp.errors import FormatError, NotACheckpoint
+from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
 from jax_ucp.files.local import LocalFiles
+from jax_ucp.files.path import file_path
 from jax_ucp.files.protocol import read_file, walk
 from jax_ucp.files.source_files import SourceFiles
+from jax_ucp.formats.assemble import Import
 from jax_ucp.layout.blocks import Chunks, chunk_shapes, grid_boxes, whole_chunks, writer_cells
 from jax_ucp.layout.box import Box
+from jax_ucp.layout.patterns import Unique
 from jax_ucp.sources.budget import run_bounded, threads
+from jax_ucp.sources.consolidated import Consolidated
 from jax_ucp.sources.contents import Contents, Item
 from jax_ucp.sources.gather import read_boxes
 from jax_ucp.sources.protocol import ArrayInfo
 from jax_ucp.tree import Key, Leaf
 from jax_ucp.universal.copy import copy, plan_copy
-from jax_ucp.universal.ledger import LEDGER_FILE
+from jax_ucp.universal.ledger import LEDGER_FILE, Ledger
 from jax_ucp.universal.store import ZarrStore
 
 
@@ -178,7 +183,9 @@ def contents(path: Path, rows: int = 64) -> Contents:
         for name, a in arrays.data.items()
     ]
     files = SourceFiles()
-    files.note(path)
+    at = file_path(path)
+    if at.is_file():
+        files.note(at.files, at.file())
     return Contents("memory", str(path), leaves, arrays, files=files)
 
 
@@ -247,6 +254,107 @@ def test_a_copy_that_lost_its_power_is_taken_up_from_what_was_on_the_disk(
     assert [fault for _, fault in result.verify() if fault] == []
     for name, array in source.arrays.data.items():
         np.testing.assert_array_equal(result.read(name), array)
+
+
+def twice_stored(path: Path) -> tuple[MemoryStore, Contents]:
+    """A checkpoint of a master and its 16-bit copy, in more than ten blocks of a small budget."""
+    path.write_text("the source")
+    whole = numbered((16384, 32), np.float32)
+    store = MemoryStore({"f:w": whole, "f:copy": whole.astype(ml_dtypes.bfloat16)})
+    found = Import("memory", path, store)
+    found.parameter("param", "w", Consolidated(Unique().join([whole.shape]), ["f:w"]), "")
+    found.duplicate("param", "w", "f:copy", "")
+    files = SourceFiles()
+    at = file_path(path)
+    files.note(at.files, at.file())
+    return store, replace(found.contents(), files=files)
+
+
+@pytest.mark.parametrize("element", [0, 16384 * 32 // 2, -1])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_nothing_is_left_of_a_copy_of_what_contradicts_itself(tmp_path, element, is_there):
+    store, source = twice_stored(tmp_path / "source")
+    store.data["f:copy"].reshape(-1)[element] += 99999
+    if is_there:
+        (tmp_path / "out").mkdir()
+    with pytest.raises(
+        CorruptData, match=r"source contradicts itself in 1 places:\n  param/w: the"
+    ):
+        copy(source, plan_copy(source, 8192), tmp_path / "out")
+    assert (tmp_path / "out").exists() == is_there
+    assert not is_there or list((tmp_path / "out").iterdir()) == []
+
+
+def test_blocks_after_a_fault_are_not_copied(tmp_path):
+    store, source = twice_stored(tmp_path / "source")
+    store.data["f:copy"][0, 0] = 99999
+    plan = plan_copy(source, 8192)
+    written = []
+    with pytest.raises(CorruptData):
+        copy(source, plan, tmp_path / "out", written.append)
+    assert len(written) < len(plan.blocks) / 2
+
+
+def test_what_a_stopped_copy_had_read_is_proved_again(tmp_path):
+    store, source = twice_stored(tmp_path / "source")
+    plan = plan_copy(source, 8192)
+    written = []
+
+    def stop_after_five(block):
+        written.append(block)
+        if len(written) == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        copy(source, plan, tmp_path / "out", stop_after_five)
+    place = tuple(written[0].box.start)
+    whole, store.data["f:copy"][place] = store.data["f:copy"][place], 99999
+    with pytest.raises(NotACheckpoint, match="unfinished conversion"):
+        ucp.open(tmp_path / "out")
+    copied = shutil.copytree(tmp_path / "out", tmp_path / "again")
+    with pytest.raises(CorruptData, match="contradicts itself in 1 places"):
+        copy(source, plan, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    store.data["f:copy"][place] = whole
+    copy(source, plan, copied)
+    np.testing.assert_array_equal(ucp.open(copied).read("param/w"), store.data["f:w"])
+
+
+def test_a_kill_while_a_copy_is_thrown_away_leaves_one_that_is_taken_up(tmp_path, monkeypatch):
+    store, source = twice_stored(tmp_path / "source")
+    store.data["f:copy"][-1, -1] = 99999
+    plan = plan_copy(source, 8192)
+
+    def stop(path):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("jax_ucp.universal.ledger.remove", stop)
+        with pytest.raises(KeyboardInterrupt):
+            copy(source, plan, tmp_path / "out")
+    with pytest.raises(NotACheckpoint, match="unfinished conversion"):
+        ucp.open(tmp_path / "out")
+    with pytest.raises(CorruptData, match="contradicts itself in 1 places"):
+        copy(source, plan, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_that_was_finished_is_not_thrown_away(tmp_path, monkeypatch):
+    """A kill after the commit leaves the ledger: the same call only clears it away."""
+    store, source = twice_stored(tmp_path / "source")
+    plan = plan_copy(source, 8192)
+
+    def stop(ledger):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "remove", stop)
+        with pytest.raises(KeyboardInterrupt):
+            copy(source, plan, tmp_path / "out")
+    store.data["f:copy"][0, 0] = 99999
+    with pytest.raises(CorruptData, match="contradicts itself"):
+        copy(source, plan, tmp_path / "out")
+    assert ucp.open(tmp_path / "out").read("param/w").shape == (16384, 32)
 
 
 def test_an_unfinished_copy_of_another_reading_of_the_same_source_is_not_taken_up(tmp_path):

@@ -7,12 +7,15 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 
 import numpy as np
 
 from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.files.crc import Tally
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import FileInfo
 from jax_ucp.formats.dcp.metadata import Chunk, DcpMetadata, Span, TensorEntry
@@ -20,7 +23,7 @@ from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
 from jax_ucp.formats.torch_save.unpickle import what_is
 from jax_ucp.formats.zstd import inflate
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.checks import SAMPLE_BYTES, Check, Extent
+from jax_ucp.sources.checks import SAMPLE_BYTES, Alarm, Check, Extent
 from jax_ucp.sources.consolidated import Consolidated
 from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 
@@ -56,6 +59,7 @@ class DcpSource(ArraySource):
         self._files: OrderedDict[Span, TorchFile] = OrderedDict()
         self._opened_files: dict[str, FileInfo] = {}
         self._alike: dict[Hashable, StoredTensor] = {}
+        self._watching: dict[str, list[_Summing]] = {}
         self._inflated = 0
         self._lock = Lock()
 
@@ -69,7 +73,9 @@ class DcpSource(ArraySource):
 
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
         file, stored = self._checked(key)
-        file.read_into(stored.key, boxes, outs)
+        with self._lock:
+            sums = [summing.tally(file, stored) for summing in self._watching.get(key, ())]
+        file.read_summed(stored.key, boxes, outs, [tally for tally in sums if tally])
 
     def checks(self, extent: Extent) -> Iterator[Check]:
         """For each tensor, whether its items are the tensor declared, and their bytes have the
@@ -79,15 +85,34 @@ class DcpSource(ArraySource):
             nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
             if extent == "full" or nbytes <= SAMPLE_BYTES:
                 keys = [chunk_key(fqn, chunk) for chunk in tensor.chunks]
-                yield Check(fqn, frozenset(keys), nbytes, partial(self._first_fault, keys))
+                sums = {key: _Summing() for key in keys}
+                run, watch = partial(self._first_fault, sums), partial(self._watch, sums)
+                yield Check(fqn, frozenset(keys), nbytes, run, watch)
 
-    def _first_fault(self, keys: Sequence[str]) -> str | None:
-        return next((fault for key in keys if (fault := self._fault(key))), None)
+    @contextmanager
+    def _watch(self, sums: Mapping[str, _Summing], alarm: Alarm) -> Iterator[None]:
+        """While this lasts, chunks are summed when they are read, whether or not their item stays
+        open.
+        """
+        for key, summing in sums.items():
+            summing.alarm = alarm
+            self._watching[key] = [*self._watching.get(key, ()), summing]
+        try:
+            yield
+        finally:
+            for key, summing in sums.items():
+                self._watching[key] = [s for s in self._watching[key] if s is not summing]
 
-    def _fault(self, key: str) -> str | None:
+    def _first_fault(self, sums: Mapping[str, _Summing]) -> str | None:
+        faults = (self._fault(key, summing.seen) for key, summing in sums.items())
+        return next(filter(None, faults), None)
+
+    def _fault(self, key: str, tally: Tally | None) -> str | None:
+        if tally is not None and tally.agrees():
+            return None
         try:
             file, stored = self._checked(key)
-            return file.fault(stored.storage)
+            return file.fault(stored.storage, tally)
         except FormatError as error:
             return str(error)
 
@@ -148,6 +173,18 @@ class DcpSource(ArraySource):
                 " read"
             )
         return TorchFile(path, data=_inflated(path, span, max_bytes), alike=self._alike)
+
+
+@dataclass
+class _Summing:
+    """The CRC of a chunk that others read: what they saw of it, once they have opened its item."""
+
+    alarm: Alarm = lambda: None
+    seen: Tally | None = None
+
+    def tally(self, file: TorchFile, stored: StoredTensor) -> Tally | None:
+        self.seen = self.seen or file.tally(stored.storage, self.alarm)
+        return self.seen
 
 
 def _inflated(path: FilePath, span: Span, max_bytes: int) -> bytes:

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -48,22 +47,19 @@ from jax_ucp.formats.listing import listed
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.safetensors import reader as safetensors
 from jax_ucp.formats.torch_save import reader as torch_state
-from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.checks import Check, Extent
+from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.consolidated import same_bits
 from jax_ucp.sources.contents import Contents, Item
+from jax_ucp.sources.watched import Proof, split
 from jax_ucp.tree import Leaf
 
 # Where torch DCP leaves the ranks' parts of what it consolidated
 # (`torch/distributed/checkpoint/_hf_utils.py`).
 SHARDED = "sharded"
 
-# of an array, by its shape and the bytes of an element
-Boxes = Callable[[tuple[int, ...], int], Iterable[Box]]
-
 SAMPLE_BYTES = 4096
-COMPARE_BYTES = 2 << 20
 _NAMES_SHOWN = 6
 
 # What trainers of transformers, accelerate and peft save beside weights (`trainer.py`,
@@ -312,24 +308,45 @@ def _with_parts(path: FilePath, contents: Contents, save: Save, options: Options
 def _with_copy(contents: Contents, name: str, copy: Contents) -> Contents:
     """The checkpoint, whose `verify` compares all of a copy of it."""
 
+    watched = Combined.prefixed({"": contents.arrays})
+
     def checks(extent: Extent) -> Iterator[Check]:
         yield from contents.checks(extent)
         yield from copy.checks(extent)
-        boxes = _corners if extent == "sample" else _all_boxes
         for leaf, other in _pairs(contents, copy):
-            run = partial(_fault_of_copy, contents, copy, leaf, other, boxes, name)
-            nbytes = contents.arrays.arrays()[leaf.name].nbytes
-            compared = min(nbytes, 2 * SAMPLE_BYTES) if extent == "sample" else nbytes
-            yield Check(leaf.label, frozenset([leaf.name]), 2 * compared, run)
+            proof = _Copy(leaf.label, watched, leaf.name, contents, leaf, copy, other, name)
+            yield proof.check([leaf.name], extent)
 
-    return replace(contents, checks=checks)
+    return replace(contents, arrays=watched, checks=checks)
 
 
-def _fault_of_copy(
-    contents: Contents, copy: Contents, a: Leaf, b: Leaf, boxes: Boxes, name: str
-) -> str | None:
-    difference = _difference(contents, copy, a, b, boxes)
-    return difference and f"{difference} (the copy is in {name})"
+@dataclass(frozen=True)
+class _Copy(Proof[Combined]):
+    """A leaf of a checkpoint of which another, in `folder`, has a copy."""
+
+    label: str
+    source: Combined
+    key: str
+    contents: Contents
+    leaf: Leaf
+    copy: Contents
+    other: Leaf
+    folder: str
+
+    def nbytes(self, extent: Extent) -> int:
+        nbytes = self.source.arrays()[self.key].nbytes
+        return 2 * (min(nbytes, 2 * SAMPLE_BYTES) if extent == "sample" else nbytes)
+
+    def sample(self) -> Sequence[Box]:
+        return _corners(self.leaf.shape, self.itemsize)
+
+    def fault_in(self, boxes: Sequence[Box], elements: np.ndarray) -> str | None:
+        for box, data in zip(boxes, split(elements, boxes), strict=True):
+            if not same_bits(data, self.copy.arrays.read(self.other.name, box)):
+                return (
+                    f"{_difference(self.contents, self.leaf, box)} (the copy is in {self.folder})"
+                )
+        return None
 
 
 def _other_structure(contents: Contents, copy: Contents) -> str | None:
@@ -354,8 +371,12 @@ def _other_values(contents: Contents, copy: Contents) -> str | None:
     """What differs between two checkpoints in a sample of the elements of each array that both
     have.
     """
-    differences = (_difference(contents, copy, *pair, _corners) for pair in _pairs(contents, copy))
-    return next(filter(None, differences), None)
+    for leaf, other in _pairs(contents, copy):
+        for box in _corners(leaf.shape, np.dtype(leaf.dtype).itemsize):
+            first, second = contents.arrays.read(leaf.name, box), copy.arrays.read(other.name, box)
+            if not same_bits(first, second):
+                return _difference(contents, leaf, box)
+    return None
 
 
 def _pairs(contents: Contents, copy: Contents) -> Iterator[tuple[Leaf, Leaf]]:
@@ -365,11 +386,8 @@ def _pairs(contents: Contents, copy: Contents) -> Iterator[tuple[Leaf, Leaf]]:
             yield leaf, other
 
 
-def _difference(contents: Contents, copy: Contents, a: Leaf, b: Leaf, boxes: Boxes) -> str | None:
-    for box in boxes(a.shape, np.dtype(a.dtype).itemsize):
-        if not same_bits(contents.arrays.read(a.name, box), copy.arrays.read(b.name, box)):
-            return f"{a.label} has other values in {box}, in {_stored_in(contents, a, box)}"
-    return None
+def _difference(contents: Contents, leaf: Leaf, box: Box) -> str:
+    return f"{leaf.label} has other values in {box}, in {_stored_in(contents, leaf, box)}"
 
 
 def _stored_in(contents: Contents, leaf: Leaf, box: Box) -> str:
@@ -377,10 +395,6 @@ def _stored_in(contents: Contents, leaf: Leaf, box: Box) -> str:
     return ", ".join(
         sorted({piece.file for piece in contents.where(leaf) if piece.target.intersect(box)})
     )
-
-
-def _all_boxes(shape: tuple[int, ...], itemsize: int) -> Iterable[Box]:
-    return row_boxes(shape, itemsize, COMPARE_BYTES)
 
 
 def _corners(shape: tuple[int, ...], itemsize: int) -> list[Box]:

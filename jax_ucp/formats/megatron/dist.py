@@ -107,14 +107,17 @@ def open_megatron_dist(path: FilePath, options: Options) -> Contents:
 def read_files(files: DistFiles, options: Options) -> Contents:
     """The checkpoint that the files form."""
     try:
-        contents = _Reader(files, options).contents()
+        reader = _Reader(files, options)
+        contents = reader.contents()
     except (FormatError, LayoutError) as error:
         if str(files.folder) in str(error):
             raise
         raise type(error)(f"{files.folder}: {error}") from error
     return replace(
         contents,
-        checks=lambda extent: itertools.chain(contents.checks(extent), files.object_checks(extent)),
+        checks=lambda extent: itertools.chain(
+            contents.checks(extent), files.object_checks(extent, reader.inside)
+        ),
     )
 
 

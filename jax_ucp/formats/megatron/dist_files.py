@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -76,12 +76,13 @@ class DistFiles:
     files: Sequence[str]
     left: Sequence[str] = ()
 
-    def object_checks(self, extent: Extent) -> Iterator[Check]:
+    def object_checks(self, extent: Extent, arrays: Collection[str]) -> Iterator[Check]:
         """For each object, whether its bytes have the CRC recorded, where one is. No leaf rests
-        on them.
+        on them; `arrays` are the prefixes of those whose tensors have checks of their own.
         """
         for key, stored in self.objects.items() if extent == "full" else ():
-            yield Check(key, frozenset(), 0, partial(_fault, stored))
+            if f"{stored.file}:{key}:" not in arrays:
+                yield Check(key, frozenset(), 0, partial(_fault, stored))
 
 
 def _fault(stored: StoredObject) -> str | None:

@@ -10,7 +10,6 @@ therefore not compared by reads, but by `checks`. `legacy` has the format before
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +17,7 @@ from functools import partial
 import numpy as np
 
 from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.files.crc import Summed, Tally
 from jax_ucp.files.path import FilePath, file_path
 from jax_ucp.files.protocol import FileInfo
 from jax_ucp.files.ranges import ByteRange, EdgesInMemory, FileRange, MemoryRange
@@ -36,7 +36,7 @@ from jax_ucp.formats.torch_save.tensor_names import (
 from jax_ucp.formats.torch_save.unpickle import Opaque, Record, Unknown
 from jax_ucp.formats.torch_save.zip_members import Member, member_bytes, zip_members
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.checks import SAMPLE_BYTES, Check, Extent
+from jax_ucp.sources.checks import SAMPLE_BYTES, Alarm, Check, Extent
 from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 
 __all__ = ["Record", "StoredTensor", "TorchFile", "is_torch_file"]
@@ -103,6 +103,7 @@ class TorchFile(ArraySource):
             else:
                 self._bytes = MemoryRange(data)
             self._swapped = False
+            self._watching: dict[str, list[Tally]] = {}
             contents = EdgesInMemory(self._bytes)
             if torch_legacy.is_legacy(contents.read(0, torch_legacy.HEAD_BYTES)):
                 self.tree, self._storages = torch_legacy.load(contents)
@@ -118,6 +119,12 @@ class TorchFile(ArraySource):
 
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
         """Read each box into its array: what lies in one run straight from the file."""
+        self.read_summed(key, boxes, outs, self._watching.get(self._tensors[key].storage, ()))
+
+    def read_summed(
+        self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray], tallies: Sequence[Tally]
+    ) -> None:
+        """The same, where tallies of the tensor's storage see all bytes that are read."""
         tensor = self._tensors[key]
         for box in boxes:
             if len(box.start) != len(tensor.shape) or not box.within(Box.whole(tensor.shape)):
@@ -126,6 +133,7 @@ class TorchFile(ArraySource):
                 )
         with self._naming_file():
             stored, start = self._storage_bytes(self._storages[tensor.storage])
+            stored = Summed(stored, tallies) if tallies else stored
             start += tensor.offset * tensor.dtype.itemsize
             same = [out.dtype == tensor.dtype and not self._swapped for out in outs]
             places = [
@@ -150,10 +158,31 @@ class TorchFile(ArraySource):
             tensors.setdefault(tensor.storage, []).append(key)
         for key, member in self._storages.items():
             if _summed(member) and (extent == "full" or member.size <= SAMPLE_BYTES):
-                label = f"{self.path.name}: storage {key}"
-                yield Check(
-                    label, frozenset(tensors.get(key, ())), member.size, partial(self.fault, key)
-                )
+                about = f"{self.path.name}: storage {key}", frozenset(tensors.get(key, ()))
+                if extent == "sample":
+                    yield Check(*about, member.size, partial(self.fault, key))
+                    continue
+                summing = _Summing(self, key)
+                yield Check(*about, member.size, summing.fault, summing.watch)
+
+    def tally(self, storage: str, alarm: Alarm = lambda: None) -> Tally | None:
+        """The sum of a storage's bytes, of which nothing is seen yet; None where no CRC is recorded
+        that could be compared.
+        """
+        member = self._storages[storage]
+        end = member.offset + member.size
+        return Tally(member.offset, end, member.crc, alarm) if _summed(member) else None
+
+    @contextmanager
+    def watch(self, storage: str, tally: Tally) -> Iterator[None]:
+        """While this lasts, a tally sees what is read of a storage."""
+        self._watching[storage] = [*self._watching.get(storage, ()), tally]
+        try:
+            yield
+        finally:
+            left = [other for other in self._watching.pop(storage) if other is not tally]
+            if left:
+                self._watching[storage] = left
 
     def checksums(self) -> tuple[tuple[int, int], ...]:
         """The size and the CRC of every storage in order, as the zip directory has them; () where
@@ -163,30 +192,27 @@ class TorchFile(ArraySource):
         summed = all(member.crc for member in members if member.size)
         return tuple((member.size, member.crc) for member in members) if summed else ()
 
-    def fault(self, storage: str) -> str | None:
+    def fault(self, storage: str, tally: Tally | None = None) -> str | None:
         """What is wrong with the bytes of a storage, by the CRC of the zip directory, if that
-        has one.
+        has one. Reads what a tally has not seen.
         """
-        member, crc = self._storages[storage], 0
-        if not _summed(member):
+        tally = tally or self.tally(storage)
+        if tally is None:
             return None
-        for part in self._parts(member):
-            crc = zlib.crc32(part.data, crc)
-        if crc == member.crc:
+        for start, stop in tally.gaps():
+            self._tally_rest(tally, start, stop)
+        if tally.agrees():
             return None
         return (
             f"{self.path}: the bytes of storage {storage} do not have the CRC that the file records"
             " for them"
         )
 
-    def _parts(self, member: Member) -> Iterator[np.ndarray]:
-        """The bytes of a member, in parts that are valid until the next is asked for."""
-        room = np.empty(min(VERIFY_BYTES, member.size), np.uint8)
+    def _tally_rest(self, tally: Tally, start: int, stop: int) -> None:
+        room = np.empty(min(VERIFY_BYTES, stop - start), np.uint8)
         with self._naming_file():
-            for at in range(0, member.size, VERIFY_BYTES):
-                part = room[: member.size - at]
-                self._bytes.read_into([(member.offset + at, part)])
-                yield part
+            for at in range(start, stop, VERIFY_BYTES):
+                Summed(self._bytes, [tally]).read_into([(at, room[: stop - at])])
 
     def _loaded(self, pickled: bytes, stored: int, alike: dict[Hashable, StoredTensor]) -> object:
         """The object of data.pkl: it depends on the bytes, on what the file spends on them, and
@@ -254,6 +280,24 @@ class TorchFile(ArraySource):
             yield
         except FormatError as error:
             raise type(error)(f"{self.path}: {error}") from error
+
+
+class _Summing:
+    """The CRC of a storage, of what others read and of the rest."""
+
+    def __init__(self, file: TorchFile, storage: str):
+        self._file, self._storage = file, storage
+        self._tally: Tally | None = None
+
+    @contextmanager
+    def watch(self, alarm: Alarm) -> Iterator[None]:
+        self._tally = self._file.tally(self._storage, alarm)
+        assert self._tally is not None, "there are checks of storages with a CRC only"
+        with self._file.watch(self._storage, self._tally):
+            yield
+
+    def fault(self) -> str | None:
+        return self._file.fault(self._storage, self._tally)
 
 
 def _summed(member: Member) -> bool:

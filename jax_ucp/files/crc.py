@@ -1,0 +1,138 @@
+"""The CRC-32 of a run of bytes that is read in parts, in any order.
+
+Facts: of two runs one after the other it is `crc(a) * x**(8 * len(b)) + crc(b)`, in polynomials
+over GF(2) modulo the one of CRC-32, whose bits zip files have reversed: bit 31 is the number 1.
+Source: `crc32_combine` of zlib, whose Python module does not have it; ISO 3309 for the polynomial.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jax_ucp.files.ranges import ByteRange
+
+POLYNOMIAL = 0xEDB88320
+ONE, X_TO_8 = 1 << 31, 1 << 23
+
+
+def combined(first: int, second: int, length: int) -> int:
+    """The CRC-32 of two runs of bytes, of which the second has `length`, from the CRC-32 of each.
+
+    >>> combined(zlib.crc32(b"uni"), zlib.crc32(b"versal"), 6) == zlib.crc32(b"universal")
+    True
+    """
+    return _product(first, _power(length)) ^ second
+
+
+def _product(a: int, b: int) -> int:
+    result = 0
+    while a:
+        if a & ONE:
+            result ^= b
+        a = a << 1 & 0xFFFFFFFF
+        b = b >> 1 ^ (POLYNOMIAL if b & 1 else 0)
+    return result
+
+
+# what is read in blocks has few lengths
+@functools.lru_cache(maxsize=1024)
+def _power(nbytes: int) -> int:
+    """`x**(8 * nbytes)`."""
+    result, square = ONE, X_TO_8
+    while nbytes:
+        if nbytes & 1:
+            result = _product(result, square)
+        square = _product(square, square)
+        nbytes >>= 1
+    return result
+
+
+class Summed(ByteRange):
+    """Bytes that are tallied when they are read."""
+
+    def __init__(self, inner: ByteRange, tallies: Sequence[Tally]):
+        self.size = inner.size
+        self._inner, self._tallies = inner, tallies
+
+    def read_into(self, reads: Sequence[tuple[int, np.ndarray]]) -> None:
+        self._inner.read_into(reads)
+        for start, out in reads:
+            data = np.ascontiguousarray(out).reshape(-1).view(np.uint8).data
+            for tally in self._tallies:
+                tally.add(start, data)
+
+
+class Part(NamedTuple):
+    """Bytes from `start` to `stop`, and their CRC-32."""
+
+    start: int
+    stop: int
+    crc: int
+
+
+class Tally:
+    """Whether the bytes from `start` to `stop` have the CRC-32 `crc`: each is summed when it is
+    first seen, in any order, by any thread.
+
+    `alarm` is called when the last of them is seen and the CRC-32 is another.
+    """
+
+    def __init__(self, start: int, stop: int, crc: int, alarm: Callable[[], None] = lambda: None):
+        self.start, self.stop = start, stop
+        self._crc, self._alarm = crc, alarm
+        self._parts: list[Part] = []  # disjoint, in order
+        self._left = stop - start
+        self._lock = threading.Lock()
+
+    def add(self, start: int, data: memoryview) -> None:
+        """Sum what was not seen yet of the bytes from `start` on."""
+        begin, end = max(start, self.start), min(start + len(data), self.stop)
+        while gap := self._next_gap(begin, end):
+            begin, stop = gap
+            part = Part(begin, stop, zlib.crc32(data[begin - start : stop - start]))
+            self._insert(part)
+
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """What was not seen, as (start, stop)."""
+        begin = self.start
+        while gap := self._next_gap(begin, self.stop):
+            yield gap
+            begin = gap[1]
+
+    def agrees(self) -> bool:
+        """Whether all bytes were seen, and have the CRC-32."""
+        result = 0
+        for part in self._parts:
+            result = combined(result, part.crc, part.stop - part.start)
+        return not self._left and result == self._crc
+
+    def _insert(self, part: Part) -> None:
+        with self._lock:
+            if self._first_gap(part.start, part.stop) != part[:2]:
+                return  # another thread summed some of it meanwhile
+            bisect.insort(self._parts, part)
+            self._left -= part.stop - part.start
+            is_last = not self._left
+        if is_last and not self.agrees():
+            self._alarm()
+
+    def _next_gap(self, start: int, stop: int) -> tuple[int, int] | None:
+        with self._lock:
+            return self._first_gap(start, stop)
+
+    def _first_gap(self, start: int, stop: int) -> tuple[int, int] | None:
+        """The first run of bytes between two positions that was not seen."""
+        parts = self._parts
+        at = bisect.bisect_right(parts, start, key=lambda part: part.stop)
+        while at < len(parts) and parts[at].start <= start:
+            start = parts[at].stop
+            at += 1
+        after = parts[at].start if at < len(parts) else stop
+        return (start, min(stop, after)) if start < stop else None

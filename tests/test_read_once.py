@@ -1,0 +1,201 @@
+"""A conversion and an export read every byte of their source once, and prove all of it by that."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+
+import jax_ucp as ucp
+import torch_writer
+from dcp_writer import Writer
+from helpers import memory
+from jax_ucp.errors import CorruptData
+from jax_ucp.files.ranges import EDGE_BYTES
+from jax_ucp.layout.box import Box
+
+DATA = Path(__file__).parent / "data"
+BF16 = np.dtype(ml_dtypes.bfloat16)
+ARRAYS = {
+    name: np.random.default_rng(i).standard_normal((1024, 1024), np.float32)
+    for i, name in enumerate("abc")
+}
+STATES = {"param": ARRAYS, "exp_avg": {name: array / 7 for name, array in ARRAYS.items()}}
+
+
+@contextmanager
+def reads_of(folder: Path) -> Iterator[dict[str, np.ndarray]]:
+    """How often each byte of each file below the folder is read, by name."""
+    counts: dict[str, np.ndarray] = {}
+    preadv = os.preadv
+
+    def counted(handle: int, rooms: list[memoryview], at: int) -> int:
+        length = preadv(handle, rooms, at)
+        name = os.readlink(f"/proc/self/fd/{handle}")
+        if Path(name).is_relative_to(folder.resolve()):
+            count = counts.setdefault(name, np.zeros(os.path.getsize(name), np.uint8))
+            count[at : at + length] += 1
+        return length
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", counted)
+        patch.setattr(os, "pread", lambda handle, size, at: _pread(handle, size, at))
+        yield counts
+
+
+def files_of(source: Path) -> list[Path]:
+    below = [path for path in source.rglob("*") if path.is_file()]
+    return [source] if source.is_file() else below
+
+
+def _pread(handle: int, size: int, at: int) -> bytes:
+    room = bytearray(size)
+    return bytes(room[: os.preadv(handle, [memoryview(room)], at)])
+
+
+def zero_1(folder: Path) -> None:
+    """Masters in a flat partition of each of two ranks, in a module of 16-bit copies."""
+    flat = np.concatenate([array.reshape(-1) for array in ARRAYS.values()])
+    module = {name: array.astype(BF16) for name, array in ARRAYS.items()}
+    shapes = {name: array.shape for name, array in ARRAYS.items()}
+    torch_writer.save(
+        {"module": module, "param_shapes": [shapes]}, folder / "mp_rank_00_model_states.pt"
+    )
+    for rank, part in enumerate(np.split(flat, 2)):
+        state = {
+            "base_optimizer_state": {"state": {0: {"exp_avg": part / 7, "exp_avg_sq": part**2}}},
+            "single_partition_of_fp32_groups": [part],
+            "zero_stage": 1,
+            "partition_count": 2,
+        }
+        torch_writer.save(
+            {"optimizer_state_dict": state},
+            folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
+        )
+
+
+def torch_file(folder: Path) -> None:
+    """Tensors of one storage, transposed ones, and a part of a storage that no tensor has."""
+    a, b, c = ARRAYS.values()
+    storage = torch_writer.Storage("9", np.concatenate([b.reshape(-1), c.reshape(-1)]))
+    views = {
+        "b": torch_writer.Tensor(storage, 0, b.shape, (1024, 1)),
+        "last rows of c": torch_writer.Tensor(storage, b.size + 1024 * 100, (924, 1024), (1024, 1)),
+    }
+    torch_writer.save({"model": {"a": a.T, **views}}, folder / "it")
+
+
+def dcp_replicas(folder: Path) -> None:
+    """What ranks wrote without collectives: each all of it."""
+    for rank in range(2):
+        writer = Writer(folder)
+        for name, array in ARRAYS.items():
+            writer.tensor(name, array, [(f"__{rank}_0.distcp", Box.whole(array.shape))])
+        writer.finish(f"__{rank}.metadata")
+
+
+SOURCES: dict[str, Callable[[Path], object]] = {
+    "deepspeed": zero_1,
+    "torch": torch_file,
+    "dcp replicas": dcp_replicas,
+    "dcp": lambda folder: memory(STATES).export(folder / "it", "dcp"),
+    "safetensors": lambda folder: memory(STATES).export(folder / "it", "safetensors"),
+    "deepspeed universal": lambda folder: memory(STATES).export(folder / "it", "deepspeed"),
+    "universal": lambda folder: memory(STATES).save(folder / "it"),
+    "universal, many chunks": lambda folder: memory(STATES).save(
+        folder / "it", budget_bytes=1 << 20
+    ),
+}
+TARGETS: dict[str, Callable[[ucp.Checkpoint, Path], object]] = {
+    "convert": lambda source, target: source.save(target),
+    "convert in small blocks": lambda source, target: source.save(target, budget_bytes=24 << 20),
+    "export dcp": lambda source, target: source.export(target, "dcp"),
+    "export safetensors": lambda source, target: source.export(target, "safetensors"),
+}
+
+
+@pytest.fixture(scope="module", params=SOURCES)
+def source(request, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
+    SOURCES[request.param](folder)
+    return folder / "it" if (folder / "it").exists() else folder
+
+
+@pytest.mark.parametrize("job", TARGETS)
+def test_every_byte_is_read_once(source, job, tmp_path):
+    checkpoint = ucp.open(source)
+    stored = sum(path.stat().st_size for path in files_of(source))
+    with reads_of(source) as counts:
+        TARGETS[job](checkpoint, tmp_path / "out")
+    read = sum(int(count.sum()) for count in counts.values())
+    assert 0.98 < read / stored <= 1.02
+
+
+MEGATRON = [
+    "dist_tp2_dp2_distopt_dp_zero_bf16",
+    "dist_tp2_dp2_distopt_dp_reshardable_bf16",
+    "dist_tp2_dp2_distopt_fully_reshardable_bf16",
+    "dist_ep2_moe_grouped_bf16",
+    "dist_tp2_pp1_bf16",
+    "legacy_tp2_dp2_distopt_bf16",
+    "legacy_tp2_fp16_scaler",
+    "old0153_tp2_zarr_fp32",
+]
+
+
+@pytest.mark.parametrize("case", MEGATRON)
+def test_of_small_items_no_more_is_read_twice_than_where_their_directories_are(case, tmp_path):
+    """The edges of an item are read when it is opened, and hold some of its elements."""
+    folder = DATA / "megatron" / case / "ckpt"
+    checkpoint = ucp.open(folder)
+    with reads_of(folder) as counts:
+        checkpoint.save(tmp_path / "out")
+    assert counts
+    for name, count in counts.items():
+        again = np.flatnonzero(np.diff(np.concatenate([[0], (count > 1).astype(np.int8), [0]])))
+        runs = [stop - start for start, stop in again.reshape(-1, 2).tolist()]
+        assert max(runs, default=0) <= 2 * EDGE_BYTES, Path(name).name
+
+
+def test_stock_orbax_is_read_once(tmp_path):
+    """TensorStore reads it, and says how much."""
+    ocp.PyTreeCheckpointer().save(tmp_path / "source", STATES)
+    stored = sum(path.stat().st_size for path in (tmp_path / "source").rglob("*") if path.is_file())
+    checkpoint = ucp.open(tmp_path / "source")
+    before = _read_by_tensorstore()
+    checkpoint.save(tmp_path / "out")
+    assert 0.9 < (_read_by_tensorstore() - before) / stored <= 1.02
+
+
+def _read_by_tensorstore() -> int:
+    metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(value["value"] for metric in metrics for value in metric["values"])
+
+
+@pytest.mark.parametrize("job", ["convert", "export dcp"])
+def test_a_bit_that_flipped_in_any_file_of_tensors_is_found_by_that_one_reading(
+    source, job, tmp_path
+):
+    """Two fifths into the largest files; of safetensors, which have no checksum, nothing can say
+    it.
+    """
+    copied = tmp_path / "source"
+    (shutil.copy if source.is_file() else shutil.copytree)(source, copied)
+    tensors = [path for path in files_of(copied) if path.stat().st_size > 1 << 14]
+    largest = sorted(tensors, key=lambda path: path.stat().st_size)[-4:]
+    assert largest
+    for path in [path for path in largest if path.suffix != ".safetensors"]:
+        whole = path.read_bytes()
+        data = bytearray(whole)
+        data[2 * len(data) // 5] ^= 0x10
+        path.write_bytes(data)
+        with pytest.raises(CorruptData, match=r"contradicts itself in [12] places"):
+            TARGETS[job](ucp.open(copied), tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        path.write_bytes(whole)
