@@ -31,7 +31,7 @@ from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.sources.checks import Alarm, Check
 from jax_ucp.sources.optimizer_groups import Group
-from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.sources.protocol import ArrayInfo, Piece
 from jax_ucp.sources.watched import Passed, Watched
 from jax_ucp.tree import Leaf
 from jax_ucp.universal.checked import check_metadata, storable
@@ -157,6 +157,15 @@ class ZarrStore(Watched):
         for chunk in outer_boxes(shape, outer, [box for box, _ in wanted]):
             self._read_chunk(key, chunk, wanted, self._recorded(key, chunk))
         self._show(key, boxes, outs)
+
+    def locate(self, key: str, box: Box) -> Iterator[Piece]:
+        """The outer chunks that a box meets, each whole."""
+        outer = self.chunks[key].outer
+        for chunk in outer_boxes(self._arrays[key].shape, outer, [box]):
+            name = f"{key}/{chunk_name(grid_place(chunk, outer))}"
+            file, offset = self.find(name)
+            item = "" if offset is None else name
+            yield Piece(file, item, chunk.relative_to(Box(chunk.start, chunk.start)), chunk)
 
     def _read_chunk(
         self, key: str, box: Box, wanted: Sequence[tuple[Box, np.ndarray]], crcs: bytes
