@@ -76,6 +76,11 @@ class FilePath:
         """Where it leads if it is a link; None of anything else."""
         return self.files.link(self.key)
 
+    def size(self) -> int:
+        """How many bytes the file has; 0 of a folder, or where nothing is."""
+        info = self.info()
+        return info.size if info else 0
+
     def file(self) -> FileInfo:
         """The file that is there now. Raises FileNotFoundError or IsADirectoryError."""
         info = self.info()

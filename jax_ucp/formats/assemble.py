@@ -38,6 +38,12 @@ from jax_ucp.sources.protocol import ArrayInfo, ArraySource, Piece
 from jax_ucp.tree import Key, Leaf, leaf_names
 from jax_ucp.tree import Path as TreePath
 
+_NO_MASTER = (
+    "TransformerEngine's precision-aware optimizer keeps the low 16 bits of each master in its"
+    " place, or masters of less precision; they are not put together here. Open with weights_only"
+    " for the weights of the model"
+)
+
 
 class Import:
     """A checkpoint on its way to being `Contents`; an opener tells it what each stored thing is.
@@ -417,10 +423,7 @@ class Import:
             if not holds_every(dtype, narrow):
                 raise FormatError(
                     f"{self.path}: {_label(duplicate.of)} at {master} has dtype {dtype}, which"
-                    f" cannot be a master of the {narrow} at {copy}. TransformerEngine's"
-                    " precision-aware optimizer keeps the low 16 bits of each master in its place,"
-                    " or masters of less precision; they are not put together here. Open with"
-                    " weights_only for the weights of the model"
+                    f" cannot be a master of the {narrow} at {copy}: {self.cause or _NO_MASTER}"
                 )
 
     def _settle_conflicts(self) -> None:

@@ -498,7 +498,7 @@ class _Reader:
                 )
                 continue
             self.found.skip(
-                path.name, f"{path.file().size} bytes", "nothing of the checkpoint lies in it"
+                path.name, f"{path.size()} bytes", "nothing of the checkpoint lies in it"
             )
             if path.suffix == ".distcp":
                 self.found.notes.append(
