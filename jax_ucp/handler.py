@@ -87,8 +87,7 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(CheckpointHandler, for_save=True)
 @dataclass
 class Save(ocp.args.CheckpointArgs):
-    """A pytree to save: arrays of any sharding, numbers, strings, None, in any registered
-    containers.
+    """A pytree to save: arrays, numbers, strings and None in any registered containers.
 
     `budget_bytes` bounds what is in flight while it is written; None leaves it to the handler.
 
@@ -115,9 +114,7 @@ class Save(ocp.args.CheckpointArgs):
 @ocp.args.register_with_handler(CheckpointHandler, for_restore=True)
 @dataclass
 class Restore(ocp.args.CheckpointArgs):
-    """What to restore, and where to; the arguments of `Checkpoint.restore`. `budget_bytes` of
-    None is the handler's.
-    """
+    """What to restore, and where: the arguments of `Checkpoint.restore`; a budget may be None."""
 
     item: Any = None
     mesh: Mesh | None = None
@@ -160,10 +157,10 @@ def _begin(path: os.PathLike[str], args: Save, budget_bytes: int) -> _Begun:
 
 def _restore(directory: os.PathLike[str], args: Restore, budget_bytes: int) -> Any:
     names = ("mesh", "rules", "cast", "partial", "share_reads", "narrow_integers", "verify")
-    said = {name: getattr(args, name) for name in names}
+    options = {name: getattr(args, name) for name in names}
     # The program that saved the tree restores it: codes and scales are leaves of it like any other.
     checkpoint = open(directory, dequantize=False)
-    return checkpoint.restore(args.item, **said, budget_bytes=budget_bytes)
+    return checkpoint.restore(args.item, **options, budget_bytes=budget_bytes)
 
 
 class CheckpointableHandler(v1.CheckpointableHandler[Save, Restore]):

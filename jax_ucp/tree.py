@@ -10,9 +10,11 @@ import re
 import unicodedata
 import urllib.parse
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import msgspec
 
 from jax_ucp.layout.fragments import Shape
 
@@ -38,9 +40,6 @@ _WRITTEN = frozenset(name.lower() for name in RESERVED - {"d"})
 _IGNORABLE = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180d\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
 )
-
-
-_TRAILING = re.compile(r"[. ]+(?=/|$)")
 
 
 # An axis has at most so many elements, and an array so many bytes: TensorStore's indices end there,
@@ -78,8 +77,7 @@ LeafKind = Literal[
 Axes = str | tuple[str, ...] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
+class Key(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
     """One step down a tree: into a dict, list or tuple, or to a named field of any other node."""
 
     kind: KeyKind
@@ -133,7 +131,7 @@ class Leaf:
     @property
     def label(self) -> str:
         """The path as people write it: `params/layers/0/kernel`."""
-        return "/".join(map(str, self.path))
+        return "/".join([str(key.name) for key in self.path])
 
 
 def leaf_names(paths: Sequence[Path]) -> list[str]:
@@ -153,16 +151,16 @@ def leaf_names(paths: Sequence[Path]) -> list[str]:
     >>> leaf_names([(Key("dict", "W"),), (Key("dict", "w"),)])
     ['%%57', '%w']
     """
-    plain = [".".join(map(str, path)) for path in paths]
+    plain = [".".join([str(key.name) for key in path]) for path in paths]
     unsafe = _unsafe_names(plain)
     names = [
         _escaped(path) if name in unsafe else name for name, path in zip(plain, paths, strict=True)
     ]
-    counts = Counter(map(folded_name, names))
-    repeated = {folded for folded, count in counts.items() if count > 1}
+    folded = [folded_name(name) for name in names]
+    counts = Counter(folded)
     return [
-        _escaped(path, case=True) if folded_name(name) in repeated else name
-        for name, path in zip(names, paths, strict=True)
+        _escaped(path, case=True) if counts[fold] > 1 else name
+        for name, fold, path in zip(names, folded, paths, strict=True)
     ]
 
 
@@ -172,14 +170,20 @@ def _unsafe_names(names: Sequence[str]) -> set[str]:
     """
     folded = {name: folded_name(name) for name in names}
     counts = Counter(folded[name] for name in names)
-    parents = {name[:at] for name in counts for at in _slashes(name)}
+    parents = {name[:at] for name in counts if "/" in name for at in _slashes(name)}
     nested = parents & counts.keys()
-    unsafe: set[str] = set()
-    for name, fold in folded.items():
-        prefixes = [fold[:at] for at in (*_slashes(fold), len(fold))]
-        if counts[fold] > 1 or not nested.isdisjoint(prefixes) or not _is_plain(name):
-            unsafe.add(name)
-    return unsafe
+    return {
+        name
+        for name, fold in folded.items()
+        if counts[fold] > 1 or _is_nested(fold, nested) or not _is_plain(name, fold)
+    }
+
+
+def _is_nested(folded: str, nested: Set[str]) -> bool:
+    """Whether a name, or one above it, is among those that have another below them."""
+    if not nested:
+        return False
+    return not nested.isdisjoint([folded, *(folded[:at] for at in _slashes(folded))])
 
 
 def folded_name(name: str) -> str:
@@ -197,7 +201,7 @@ def folded_name(name: str) -> str:
     else:
         parts = (_compatible(_IGNORABLE.sub("", part)).casefold() for part in name.split("/"))
         folded = "/".join(_compatible(part).replace("/", "?") for part in parts)
-    return _TRAILING.sub("", folded)
+    return "/".join([part.rstrip(". ") for part in folded.split("/")])
 
 
 def tree_fault(paths: Iterable[Path]) -> str | None:
@@ -211,29 +215,32 @@ def tree_fault(paths: Iterable[Path]) -> str | None:
     >>> tree_fault([(Key("list", 0),), (Key("list", 2),)])
     'the tree itself is a list of 2 items, of which 1 is missing'
     """
-    root: dict[Key, Any] = {}
-    nodes: list[tuple[Path, dict[Key, Any]]] = [((), root)]
     seen: set[Path] = set()
+    keys_of: dict[Path, set[Key]] = {}
     for path in paths:
         if len(path) > MAX_TREE_DEPTH:
             return f"{_named(path)} is {len(path)} levels deep; {MAX_TREE_DEPTH} are the most"
         if path in seen:
             return f"{_named(path)} is there twice"
         seen.add(path)
-        node = root
-        for depth, key in enumerate(path):
-            if key not in node:
-                node[key] = {}
-                nodes.append((path[: depth + 1], node[key]))
-            node = node[key]
-    return next(
-        (fault for path, node in nodes if (fault := _node_fault(path, node, path in seen))), None
-    )
+        _add_nodes(path, keys_of)
+    nodes = sorted(keys_of, key=len)
+    faults = (_node_fault(path, keys_of[path], path in seen) for path in nodes)
+    return next(filter(None, faults), None)
 
 
-def _node_fault(path: Path, keys: Mapping[Key, Any], leaf: bool) -> str | None:
-    if not keys:
-        return None
+def _add_nodes(path: Path, keys_of: dict[Path, set[Key]]) -> None:
+    """Add the nodes above a leaf, from the lowest up to the first that is there already."""
+    for depth in reversed(range(len(path))):
+        node = path[:depth]
+        if node in keys_of:
+            keys_of[node].add(path[depth])
+            return
+        keys_of[node] = {path[depth]}
+
+
+def _node_fault(path: Path, keys: Set[Key], leaf: bool) -> str | None:
+    """What is wrong with a node that has something below it."""
     if leaf:
         return f"{_named(path)} is a leaf, but has something below it"
     kinds = {key.kind for key in keys}
@@ -293,9 +300,8 @@ def _compatible(text: str) -> str:
     return unicodedata.normalize("NFKC", text)
 
 
-def _is_plain(name: str) -> bool:
+def _is_plain(name: str, folded: str) -> bool:
     """Whether a leaf's directory can have the name, on every file system."""
-    folded = folded_name(name)
     return is_leaf_name(name) and not folded.startswith("%") and not _is_taken(folded, _WRITTEN)
 
 
@@ -305,25 +311,22 @@ def is_leaf_name(name: str) -> bool:
     `leaf_names` gives fewer: none that only another file system would merge. What was written here
     may have those.
     """
-    parts = name.split("/")
-    return (
-        not _is_taken(name, RESERVED)
-        and all(part not in ("", ".", "..") and len(part.encode()) <= 200 for part in parts)
-        and name.isprintable()
-        and "\\" not in name
-    )
+    if _is_taken(name, RESERVED) or "\\" in name or not name.isprintable():
+        return False
+    for part in name.split("/"):
+        if part in ("", ".", "..") or len(part.encode()) > 200:
+            return False
+    return True
 
 
 def _is_taken(name: str, reserved: frozenset[str]) -> bool:
     """Whether a file or a directory of the name belongs to the format, to stock Orbax or to
     TensorStore.
     """
-    parts = name.split("/")
-    return (
-        parts[0] in reserved
-        or name.startswith(("ocdbt.process_", "ucp.", "ucp-"))
-        or any(part.endswith(".__lock") for part in parts)
-    )
+    top = name.partition("/")[0]
+    if top in reserved or name.startswith(("ocdbt.process_", "ucp.", "ucp-")):
+        return True
+    return name.endswith(".__lock") or ".__lock/" in name
 
 
 def _escaped(path: Path, case: bool = False) -> str:

@@ -15,6 +15,15 @@ from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.errors import ShardingWarning
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.layout.patterns import (
+    Averaged,
+    Fused,
+    Padded,
+    Pattern,
+    Replicated,
+    Sharded,
+    Unique,
+)
 from jax_ucp.sharding.fit import Rule
 from jax_ucp.sources.consolidated import same_bits
 from jax_ucp.sources.contents import Contents
@@ -52,6 +61,42 @@ def cut_by(layout: ParamLayout, whole: np.ndarray, padding: int = -1) -> list[np
     for f in layout.fragments:
         shards[f.shard][f.source.index] = whole[f.target.index].reshape(f.source.shape)
     return shards
+
+
+def by_hand(pattern: Pattern, whole: np.ndarray, ranks: int) -> list[np.ndarray]:
+    """The shards, cut with numpy as the pattern's description says, without any of our geometry."""
+    match pattern:
+        case Unique() | Replicated() | Averaged():
+            return [whole] * ranks
+        case Sharded(axes=axes, grid=grid):
+            shards = [whole]
+            for axis, n in zip(axes, grid or (ranks,), strict=True):
+                shards = [part for shard in shards for part in np.array_split(shard, n, axis)]
+            return shards
+        case Fused(axis=axis, parts=parts, whole=kept, groups=groups):
+            rows = {name: n if isinstance(n, int) else sum(n) for name, n in parts.items()}
+            split = dict(
+                zip(rows, np.split(whole, np.cumsum(list(rows.values()))[:-1], axis), strict=True)
+            )
+            if groups:
+                pieces = {name: np.split(part, groups, axis) for name, part in split.items()}
+                stream = np.concatenate(
+                    [pieces[name][g] for g in range(groups) for name in rows], axis
+                )
+                return np.array_split(stream, ranks, axis)
+            shards = []
+            for rank in range(ranks):
+                mine = []
+                for name, part in split.items():
+                    size = parts[name]
+                    edges = np.cumsum(size)[:-1] if isinstance(size, tuple) else ranks
+                    mine.append(part if name in kept else np.split(part, edges, axis)[rank])
+                shards.append(np.concatenate(mine, axis))
+            return shards
+        case Padded(pattern=inner, axis=axis, size=size, padded=padded):
+            assert padded is not None
+            widths = [(0, padded - size if a == axis else 0) for a in range(whole.ndim)]
+            return by_hand(inner, np.pad(whole, widths, constant_values=-1), ranks)
 
 
 @st.composite

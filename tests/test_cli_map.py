@@ -1,5 +1,6 @@
 """`jax-ucp map`, and `--mapping` on the other commands."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
+from jax_ucp.inspection.mapping_report import mapping_report, tree_shapes
 from test_cli import run, run_json
 
 DATA = Path(__file__).parent / "data"
@@ -53,6 +55,15 @@ def test_a_mapping_that_fits_source_and_target_has_no_faults():
     text = run("map", LLAMA, *TO_TUNIX, "--target", TUNIX)
     assert "layers/1/attn/o_proj/w" in text
     assert "hf-llama-to-tunix.yaml: 21 leaves, 0 faults" in text
+
+
+def test_the_report_of_the_command_is_there_for_python(folder):
+    command = run_json("map", LLAMA, *TO_TUNIX, "--target", f"{folder}:wrong", code=1)
+    target = tree_shapes(importlib.import_module(folder).wrong())
+    rules = ucp.Mapping.load("hf-llama-to-tunix")
+    report = mapping_report(ucp.open(LLAMA), rules, target, assume=["rope_theta"])
+    assert json.loads(json.dumps(report)) == command
+    assert report["faults"]
 
 
 def test_a_checkpoint_is_a_target_and_the_checkpoint_that_was_converted_is_one(tmp_path):

@@ -22,9 +22,9 @@ from jax_ucp.cli.output import (
     print_json,
     progress,
     size,
-    table,
     to_stderr,
 )
+from jax_ucp.cli.text_table import TextTable
 from jax_ucp.errors import ShardingWarning
 from jax_ucp.inspection import report
 from jax_ucp.inspection.report import Report
@@ -50,50 +50,35 @@ def plan(
     rules: tuple[Rule, ...],
     budget: int,
     json_: bool,
-    **said: Any,
+    **options: Any,
 ) -> None:
     """What converting SOURCE to TARGET would do, or restoring it on a mesh. Moves no data.
 
     With --mesh and TARGET, the chunks are those of `convert --mesh`; what hosts read, they read of
     SOURCE.
     """
-    checkpoint = open_checkpoint(source, **said)
-    found = report.copy_plan(
-        checkpoint,
-        target,
-        checkpoint.plan_save(
-            budget, path=target, **mesh_arguments(mesh if target is not None else None, rules)
-        ),
-    )
+    checkpoint = open_checkpoint(source, **options)
+    cut_for = mesh_arguments(mesh if target is not None else None, rules)
+    copy_plan = checkpoint.plan_save(budget, path=target, **cut_for)
+    summary = report.copy_plan(checkpoint, target, copy_plan)
     if mesh:
-        found["restore"] = report.mesh_plan(checkpoint, mesh, rules)
+        summary["restore"] = report.mesh_plan(checkpoint, mesh, rules)
     if json_:
-        print_json(found)
+        print_json(summary)
         return
-    print_head(found)
+    print_head(summary)
     console.print(
-        f"to read {size(found['read_bytes'])}, to write {size(found['write_bytes'])} in"
-        f" {found['blocks']} blocks of at most {size(found['largest_block_bytes'])}; at most"
-        f" {size(found['peak_bytes_in_flight'])} in flight"
+        f"to read {size(summary['read_bytes'])}, to write {size(summary['write_bytes'])} in"
+        f" {summary['blocks']} blocks of at most {size(summary['largest_block_bytes'])}; at most"
+        f" {size(summary['peak_bytes_in_flight'])} in flight"
     )
     if mesh:
-        _print_mesh_plan(found["restore"])
+        _print_mesh_plan(summary["restore"])
     else:
-        rows = [
-            (
-                a["leaf"],
-                a["dtype"],
-                str(a["shape"]),
-                str(a["pieces"]),
-                str(a["outer_chunk"]),
-                str(a["inner_chunk"]),
-            )
-            for a in found["leaves"]
-        ]
-        console.print(
-            table(("leaf", "dtype", "shape", "pieces", "outer chunk", "inner chunk"), rows)
-        )
-    print_inventory(found["not_mapped"], True)
+        columns = ("leaf", "dtype", "shape", "pieces", "outer_chunk", "inner_chunk")
+        rows = [[str(leaf[column]) for column in columns] for leaf in summary["leaves"]]
+        console.print(TextTable([column.replace("_", " ") for column in columns], rows))
+    print_inventory(summary["not_mapped"], True)
 
 
 @click.command()
@@ -110,7 +95,7 @@ def convert(
     rules: tuple[Rule, ...],
     budget: int,
     json_: bool,
-    **said: Any,
+    **options: Any,
 ) -> None:
     """Write the checkpoint at SOURCE to TARGET in the universal format.
 
@@ -120,7 +105,7 @@ def convert(
     What SOURCE stores twice is compared on the way. Stopped at any moment, nothing at TARGET looks like
     a checkpoint; the same command takes up where it was stopped.
     """
-    checkpoint = open_checkpoint(source, **said)
+    checkpoint = open_checkpoint(source, **options)
     for note in (*checkpoint.notes, *(report.mesh_notes(checkpoint, mesh, rules) if mesh else ())):
         to_stderr.print(f"note: {note}")
     with progress("converting", checkpoint.nbytes) as advance, warnings.catch_warnings():
@@ -131,49 +116,37 @@ def convert(
             budget_bytes=budget,
             progress=lambda block: advance(block.nbytes),
         )
-    found = report.inspection(result)
+    summary = report.inspection(result)
     if json_:
-        kept = {key: found[key] for key in ("path", "format", "bytes", "arrays", "items", "source")}
-        print_json({**kept, "notes": list(checkpoint.notes)})
+        keys = ("path", "format", "bytes", "arrays", "items", "source")
+        print_json({**{key: summary[key] for key in keys}, "notes": list(checkpoint.notes)})
     else:
-        console.print(
-            f"{target}: {found['arrays']} arrays, {size(found['bytes'])}, {len(found['extras'])}"
-            " extras"
-        )
+        nbytes, extras = size(summary["bytes"]), len(summary["extras"])
+        console.print(f"{target}: {summary['arrays']} arrays, {nbytes}, {extras} extras")
 
 
-def _print_mesh_plan(found: Report) -> None:
-    mesh = ", ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
-    console.print(
-        f"on a mesh of {mesh}: {size(found['device_bytes'])} on each of {found['devices']} devices"
-    )
-    for note in found["notes"]:
+def _print_mesh_plan(summary: Report) -> None:
+    mesh = ", ".join(f"{axis} {size}" for axis, size in summary["mesh"].items())
+    nbytes, devices = size(summary["device_bytes"]), summary["devices"]
+    console.print(f"on a mesh of {mesh}: {nbytes} on each of {devices} devices")
+    for note in summary["notes"]:
         console.print(f"note: {note}")
-    hosts = found["hosts"]
-    rows = [
-        (
-            str(i),
-            size(h["read_bytes"]),
-            size(h["needed_bytes"]),
-            f"{h['amplification']:.3f}",
-            str(h["files"]),
-        )
-        for i, h in enumerate(hosts[:HOSTS_SHOWN])
-    ]
-    console.print(table(("host", "to read", "needed", "read / needed", "files"), rows))
+    hosts = summary["hosts"]
+    rows = [_host_row(i, host) for i, host in enumerate(hosts[:HOSTS_SHOWN])]
+    console.print(TextTable(("host", "to read", "needed", "read / needed", "files"), rows))
     if len(hosts) > HOSTS_SHOWN:
         console.print(f"and {len(hosts) - HOSTS_SHOWN} hosts more, which --json lists")
-    console.print(
-        f"all hosts: read / needed {found['amplification']:.3f}, most / mean {found['balance']:.3f}"
-    )
-    rows = [
-        (
-            leaf["leaf"],
-            str(leaf["shape"]),
-            str(tuple(leaf["spec"])),
-            str(leaf["device_shape"]),
-            "; ".join(leaf["notes"]),
-        )
-        for leaf in found["leaves"]
-    ]
-    console.print(table(("leaf", "shape", "spec", "on each device", "given up"), rows))
+    amplification, balance = summary["amplification"], summary["balance"]
+    console.print(f"all hosts: read / needed {amplification:.3f}, most / mean {balance:.3f}")
+    heads = ("leaf", "shape", "spec", "on each device", "given up")
+    console.print(TextTable(heads, list(map(_placement_row, summary["leaves"]))))
+
+
+def _host_row(i: int, host: Report) -> tuple[str, ...]:
+    read, needed = size(host["read_bytes"]), size(host["needed_bytes"])
+    return str(i), read, needed, f"{host['amplification']:.3f}", str(host["files"])
+
+
+def _placement_row(leaf: Report) -> tuple[str, ...]:
+    spec, shape = tuple(leaf["spec"]), leaf["device_shape"]
+    return leaf["leaf"], str(leaf["shape"]), str(spec), str(shape), "; ".join(leaf["notes"])

@@ -69,7 +69,7 @@ def export(
     mapping: str | None,
     budget: int,
     json_: bool,
-    **said: Any,
+    **others: Any,
 ) -> None:
     """Write the checkpoint at SOURCE to the new folder TARGET in a format that torch's world reads.
 
@@ -80,32 +80,32 @@ def export(
     abstract tree of the model: its state becomes those of torch's. What SOURCE stores twice is
     compared on the way. Stopped at any moment, nothing is at TARGET.
     """
-    options = {name: said.pop(name) for name in ("dtype", "max_shard_bytes", "zero_stage")}
-    labels = {name: said.pop(name) for name in ("params", "opt_state", "step_dtype")}
+    options = {name: others.pop(name) for name in ("dtype", "max_shard_bytes", "zero_stage")}
+    labels = {name: others.pop(name) for name in ("params", "opt_state", "step_dtype")}
     labels = {name: label for name, label in labels.items() if label}
-    optimizer = said.pop("optimizer")
+    optimizer = others.pop("optimizer")
     _check_options(format, options, optimizer, labels)
     local_path(target)
-    of_model = require_mapping(mapping, said.pop("config"), said.pop("assume"))
+    of_model = require_mapping(mapping, others.pop("config"), others.pop("assume"))
     rules = load_mapping(mapping)
-    checkpoint = open_checkpoint(source, of_mapping=rules, **said)
+    checkpoint = open_checkpoint(source, of_mapping=rules, **others)
     if optimizer:
         checkpoint = checkpoint.torch_states(*_optimizer(optimizer), **labels)
     if rules:
         undone = rules.inverse()
-        checkpoint = checkpoint.map(undone, **map_arguments(undone, said["sizes"], *of_model))
+        checkpoint = checkpoint.map(undone, **map_arguments(undone, others["sizes"], *of_model))
     planned = checkpoint.plan_export(format, **options, budget_bytes=budget)
     for note in (*checkpoint.notes, *planned.notes):
         to_stderr.print(f"note: {note}")
     with progress("exporting", planned.write_bytes) as advance:
         checkpoint.export(target, format, **options, budget_bytes=budget, progress=advance)
-    found = report.export_plan(planned, target)
+    summary = report.export_plan(planned, target)
     if json_:
-        print_json(found)
+        print_json(summary)
     else:
+        nbytes = size(summary["bytes"])
         console.print(
-            f"{target}: {found['tensors']} tensors, {size(found['bytes'])}, in {found['files']}"
-            " files"
+            f"{target}: {summary['tensors']} tensors, {nbytes}, in {summary['files']} files"
         )
 
 
@@ -131,8 +131,8 @@ def _optimizer(name: str) -> tuple[Any, ...]:
     """The optimizer that a function returns, and the model's tree if it returns that too."""
     import optax
 
-    found = imported(name, "optimizer")
-    optimizer, *model = found if type(found) is tuple else (found,)
+    result = imported(name, "optimizer")
+    optimizer, *model = result if type(result) is tuple else (result,)
     if not isinstance(optimizer, optax.GradientTransformation) or len(model) > 1:
-        raise TreeMismatch(f"{name} gives {found!r:.80}, which is no optax optimizer")
+        raise TreeMismatch(f"{name} gives {result!r:.80}, which is no optax optimizer")
     return optimizer, *model

@@ -8,10 +8,10 @@ import re
 from typing import Any
 
 import click
-from rich.table import Table
 
 from jax_ucp.cli.options import Regex, as_json, open_checkpoint, source_options
-from jax_ucp.cli.output import console, print_head, print_inventory, print_json, table
+from jax_ucp.cli.output import console, print_head, print_inventory, print_json
+from jax_ucp.cli.text_table import TextTable
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.inspection import report
 from jax_ucp.inspection.report import Report
@@ -61,7 +61,7 @@ def _matching(pattern: str, leaves: list[Report], path: str) -> list[Report]:
     return matching
 
 
-def _piece_table(leaves: list[Report]) -> Table:
+def _piece_table(leaves: list[Report]) -> TextTable:
     """One line a piece: where the bytes of each block of a leaf are."""
     rows: list[tuple[str, ...]] = []
     for leaf in leaves:
@@ -70,10 +70,10 @@ def _piece_table(leaves: list[Report]) -> Table:
             (leaf["leaf"], piece["to"], piece["file"], piece["item"], piece["from"])
             for piece in pieces
         ]
-    return table(("leaf", "block", "file", "item", "block there"), rows)
+    return TextTable(("leaf", "block", "file", "item", "block there"), rows)
 
 
-def _leaf_table(leaves: list[Report]) -> Table:
+def _leaf_table(leaves: list[Report]) -> TextTable:
     """One line a parameter where the tree is {state: {parameter: array}}, one line a leaf
     elsewhere.
     """
@@ -91,10 +91,10 @@ def _leaf_table(leaves: list[Report]) -> Table:
         )
         for leaf in leaves
     ]
-    return table(("leaf", "dtype", "shape", "saved as", "stored in"), rows)
+    return TextTable(("leaf", "dtype", "shape", "saved as", "stored in"), rows)
 
 
-def _parameter_table(arrays: list[Report]) -> Table:
+def _parameter_table(arrays: list[Report]) -> TextTable:
     states_of: dict[str, list[Report]] = {}
     for leaf in arrays:
         states_of.setdefault(leaf["leaf"].split("/")[1], []).append(leaf)
@@ -102,7 +102,7 @@ def _parameter_table(arrays: list[Report]) -> Table:
     for name, states in states_of.items():
         kinds = [f"{leaf['leaf'].split('/')[0]} {leaf['dtype']}" for leaf in states]
         rows.append((name, str(states[0]["shape"]), ", ".join(kinds), _files(*states)))
-    return table(("parameter", "shape", "states", "stored in"), rows)
+    return TextTable(("parameter", "shape", "states", "stored in"), rows)
 
 
 def _files(*leaves: Report) -> str:

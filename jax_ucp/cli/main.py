@@ -50,9 +50,7 @@ def _visible(error: click.UsageError) -> click.UsageError:
 @click.group(cls=_Refusals, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(jax_ucp.__version__, prog_name="jax-ucp")
 def main() -> None:
-    """Universal checkpoints for JAX: look into any checkpoint, map it, plan, convert, verify,
-    export.
-    """
+    """Universal checkpoints for JAX: inspect, map, plan, convert, verify and export any."""
 
 
 for command in (inspect, plan, map_, convert, export, verify):

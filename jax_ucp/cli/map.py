@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from jax_ucp.cli.mapping import mapping_report
+from jax_ucp.cli.mapping import target_shapes
 from jax_ucp.cli.options import (
     as_json,
     load_mapping,
@@ -15,7 +15,9 @@ from jax_ucp.cli.options import (
     open_checkpoint,
     source_options,
 )
-from jax_ucp.cli.output import console, print_json, table, to_stderr
+from jax_ucp.cli.output import console, print_json, to_stderr
+from jax_ucp.cli.text_table import TextTable
+from jax_ucp.inspection.mapping_report import mapping_report
 from jax_ucp.inspection.report import Report
 from jax_ucp.mapping.rules import shipped
 
@@ -27,51 +29,48 @@ from jax_ucp.mapping.rules import shipped
 )
 @source_options
 @as_json
-def map_(source: str, target: str | None, mapping: str | None, json_: bool, **said: Any) -> None:
-    """Check --mapping against the checkpoint SOURCE and a model's tree, and suggest what could
-    be meant.
-    """
+def map_(source: str, target: str | None, mapping: str | None, json_: bool, **options: Any) -> None:
+    """Check --mapping against the checkpoint SOURCE and a model's tree, and suggest fixes."""
     rules = load_mapping(mapping)
     if rules is None:
         raise click.UsageError(f"give --mapping: a file, or one of {', '.join(shipped())}")
-    config, assume = said.pop("config"), said.pop("assume")
-    checkpoint = open_checkpoint(source, of_mapping=rules, **said)
-    found = mapping_report(
-        checkpoint, rules, map_arguments(rules, said["sizes"], config, assume), target
-    )
+    config, assume = options.pop("config"), options.pop("assume")
+    checkpoint = open_checkpoint(source, of_mapping=rules, **options)
+    arguments = map_arguments(rules, options["sizes"], config, assume)
+    shapes = target_shapes(target) if target else None
+    report = mapping_report(checkpoint, rules, shapes, **arguments)
     if json_:
-        print_json(found)
+        print_json(report)
     else:
-        _print_mapping(found, target)
-    if found["faults"]:
+        _print_mapping(report, bool(target))
+    if report["faults"]:
         sys.exit(1)
 
 
-def _print_mapping(found: Report, target: str | None) -> None:
-    rows = [
-        (
-            leaf["rule"].partition(" -> ")[0],
-            leaf["rule"].partition(" -> ")[2],
-            leaf["leaf"],
-            str(leaf["shape"]),
-        )
-        + ((str(leaf["target"]) if leaf["target"] else "-",) if target else ())
-        for leaf in found["leaves"]
-    ]
-    heads = ("parameters: axes", "leaves: axes", "leaf", "shape", *(("target",) if target else ()))
+def _print_mapping(report: Report, has_target: bool) -> None:
+    heads = ("parameters: axes", "leaves: axes", "leaf", "shape", "target")
+    columns = 5 if has_target else 4
+    rows = [_row(leaf)[:columns] for leaf in report["leaves"]]
     if rows:
-        console.print(table(heads, rows))
-    for one in found["requires"]:
-        has = f", {one['found']}" if one["state"] == "met" else ""
-        console.print(f"requires {one['name']}: {one['state']}{has}", markup=False)
-    for name, reason in found["skipped"]:
+        console.print(TextTable(heads[:columns], rows))
+    for requirement in report["requires"]:
+        values = f", {requirement['found']}" if requirement["state"] == "met" else ""
+        console.print(
+            f"requires {requirement['name']}: {requirement['state']}{values}", markup=False
+        )
+    for name, reason in report["skipped"]:
         console.print(f"skipped: {name}: {reason}")
-    for note in found["notes"]:
+    for note in report["notes"]:
         console.print(f"note: {note}")
-    for fault in found["faults"]:
+    for fault in report["faults"]:
         to_stderr.print(f"fault: {fault}")
-    for suggestion in found["suggestions"]:
+    for suggestion in report["suggestions"]:
         to_stderr.print(f"suggestion: {suggestion}")
     console.print(
-        f"{found['mapping']}: {len(found['leaves'])} leaves, {len(found['faults'])} faults"
+        f"{report['mapping']}: {len(report['leaves'])} leaves, {len(report['faults'])} faults"
     )
+
+
+def _row(leaf: Report) -> tuple[str, ...]:
+    params, _, leaves = leaf["rule"].partition(" -> ")
+    return params, leaves, leaf["leaf"], str(leaf["shape"]), str(leaf["target"] or "-")

@@ -1,6 +1,4 @@
-"""What several commands take: how a checkpoint is opened, a mesh and what lies on it, a budget,
-JSON.
-"""
+"""Options of several commands: opening a checkpoint, a mesh and its rules, budget, JSON."""
 
 from __future__ import annotations
 
@@ -22,6 +20,8 @@ if TYPE_CHECKING:
     from jax_ucp.sharding.fit import Rule
     from jax_ucp.sharding.reads import HostMesh
 
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_AXIS = re.compile(r"\w+=(?=0*[1-9])[0-9]{1,9}")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -33,10 +33,8 @@ class Size(click.ParamType):
     def convert(self, value: Any, param: Any, ctx: Any) -> int:
         if isinstance(value, int):
             return value
-        found = re.fullmatch(
-            r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]?)(?:i?B)?", value.strip(), re.IGNORECASE
-        )
-        nbytes = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
+        match = _SIZE.fullmatch(value.strip())
+        nbytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
         if nbytes < 1:
             self.fail(f"{value!r} is no size; write 512MiB or 2G", param, ctx)
         return nbytes
@@ -60,15 +58,11 @@ class _MeshSizes(click.ParamType):
     name = "axis=size,..."
 
     def convert(self, value: Any, param: Any, ctx: Any) -> dict[str, int]:
-        found = re.findall(r"(\w+)=([0-9]{1,9})", value)
-        if (
-            not found
-            or ",".join(f"{name}={size}" for name, size in found) != value
-            or not all(int(n) for _, n in found)
-            or (len({name for name, _ in found}) != len(found))
-        ):
+        axes = value.split(",")
+        sizes = dict(axis.split("=") for axis in axes if _AXIS.fullmatch(axis))
+        if len(sizes) != len(axes):
             self.fail(f"{value!r} is no mesh; write data=4,model=2", param, ctx)
-        return {name: int(size) for name, size in found}
+        return {name: int(size) for name, size in sizes.items()}
 
 
 class Regex(click.ParamType):
@@ -85,9 +79,7 @@ class Regex(click.ParamType):
 
 
 class _RuleType(click.ParamType):
-    """A rule: a regular expression on labels, and the mesh axis of each dimension:
-    kernel$=data,None.
-    """
+    """A rule: a regular expression on labels, and mesh axes: kernel$=data,None."""
 
     name = "regex=axis,..."
 
@@ -188,7 +180,7 @@ def open_checkpoint(
     no_dequantize: bool = False,
     config: str | None = None,
     assume: tuple[str, ...] = (),
-    **said: Any,
+    **others: Any,
 ) -> jax_ucp.Checkpoint:
     """The checkpoint at a path, with what `source_options` say of it.
 
@@ -196,12 +188,14 @@ def open_checkpoint(
     """
     require_mapping(mapping, config, assume)
     rules = load_mapping(mapping)
-    options = Options.of(_once(sizes), **said, dequantize=False if no_dequantize else None)
+    options = Options.of(_once(sizes), **others, dequantize=False if no_dequantize else None)
     contents = open_contents(path, options)
     for_rules = [used.names for used in (rules, of_mapping) if used]
     require_used(options.sizes, contents.path, frozenset().union(*for_rules))
-    found = jax_ucp.Checkpoint(contents)
-    return found.map(rules, **map_arguments(rules, sizes, config, assume)) if rules else found
+    checkpoint = jax_ucp.Checkpoint(contents)
+    if rules is None:
+        return checkpoint
+    return checkpoint.map(rules, **map_arguments(rules, sizes, config, assume))
 
 
 def load_mapping(mapping: str | None) -> jax_ucp.Mapping | None:
@@ -212,9 +206,7 @@ def load_mapping(mapping: str | None) -> jax_ucp.Mapping | None:
 def require_mapping(
     mapping: str | None, config: str | None, assume: tuple[str, ...]
 ) -> tuple[str | None, tuple[str, ...]]:
-    """`config` and `assume` as they are. Raises UsageError where they are given without a
-    mapping.
-    """
+    """`config` and `assume`. Raises UsageError if they are given without a mapping."""
     if mapping is None and (config is not None or assume):
         raise click.UsageError("--config and --assume go with --mapping: give that too")
     return config, assume
@@ -222,11 +214,11 @@ def require_mapping(
 
 def _once(sizes: tuple[tuple[str, int], ...]) -> dict[str, int]:
     """Sizes by name. Raises UsageError for a name that is given two lengths."""
-    found: dict[str, int] = {}
+    lengths: dict[str, int] = {}
     for name, n in sizes:
-        if found.setdefault(name, n) != n:
-            raise click.UsageError(f"--size gives {name} twice: {found[name]} and {n}")
-    return found
+        if lengths.setdefault(name, n) != n:
+            raise click.UsageError(f"--size gives {name} twice: {lengths[name]} and {n}")
+    return lengths
 
 
 def map_arguments(
@@ -235,17 +227,13 @@ def map_arguments(
     config: str | None,
     assume: tuple[str, ...],
 ) -> dict[str, Any]:
-    """The arguments of `Checkpoint.map`. Lengths that the mapping has no name for are for
-    opening the checkpoint.
-    """
+    """The arguments of `Checkpoint.map`; the other lengths are for opening the checkpoint."""
     lengths = {name: n for name, n in sizes if name in mapping.names}
     return {"sizes": lengths, "config": config, "assume": assume}
 
 
 def mesh_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """A mesh, and what lies on it; the command gets them as one HostMesh, or None, and the
-    rules.
-    """
+    """The options of a mesh, given to the command as one HostMesh, or None, and the rules."""
 
     @functools.wraps(command)
     def with_mesh(
@@ -261,10 +249,10 @@ def mesh_options(command: Callable[..., Any]) -> Callable[..., Any]:
         from jax_ucp.sharding.reads import HostMesh  # brings in jax, which nothing else here needs
 
         try:
-            found = HostMesh.of(mesh, hosts)
+            host_mesh = HostMesh.of(mesh, hosts)
         except ValueError as error:
             raise click.UsageError(str(error)) from None
-        command(*args, mesh=found, rules=rules, **more)
+        command(*args, mesh=host_mesh, rules=rules, **more)
 
     for option in (
         click.option(

@@ -1,7 +1,7 @@
 """What several commands print, on stdout for its reader, notes and progress on stderr.
 
-All text goes through `Screen.print` or `table`: names, paths and messages are others', and none of
-them is obeyed.
+All text goes through `Screen.print` or `TextTable`: names, paths and messages are others', and none
+of them is obeyed.
 """
 
 from __future__ import annotations
@@ -22,17 +22,15 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
-from rich.table import Table
 from rich.text import Text
 
+from jax_ucp.cli.text_table import TextTable
 from jax_ucp.inspection.report import Report
-from jax_ucp.text import visible, visible_lines
+from jax_ucp.text import visible_lines
 
 
 class Screen(Console):
-    """A console to which text is text: nothing in it is rich's markup, an emoji's name, or for
-    the terminal to obey.
-    """
+    """A console that prints text as text: no markup, no emoji names, no escape sequences."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(
@@ -45,17 +43,17 @@ console = Screen(highlight=False, soft_wrap=True, width=None if sys.stdout.isatt
 to_stderr = Screen(stderr=True, highlight=False, soft_wrap=True)
 
 
-def print_json(found: Report) -> None:
-    click.echo(json.dumps(found))
+def print_json(report: Report) -> None:
+    click.echo(json.dumps(report))
 
 
-def print_head(found: Report) -> None:
-    items = ", ".join(f"{n} {status}" for status, n in found["items"].items())
+def print_head(report: Report) -> None:
+    items = ", ".join(f"{n} {status}" for status, n in report["items"].items())
     console.print(
-        f"{found['path']}: {found['format']}, {found['arrays']} arrays, {size(found['bytes'])}"
+        f"{report['path']}: {report['format']}, {report['arrays']} arrays, {size(report['bytes'])}"
     )
     console.print(f"stored items: {items}")
-    for note in found["notes"]:
+    for note in report["notes"]:
         console.print(f"note: {note}")
 
 
@@ -63,16 +61,7 @@ def print_inventory(items: list[Report], all_: bool) -> None:
     shown = [item for item in items if all_ or item["status"] == "skipped"]
     if shown:
         rows = [(item["status"], item["where"], item["what"], item["reason"]) for item in shown]
-        console.print(table(("status", "item", "what", "why"), rows))
-
-
-def table(heads: tuple[str, ...], rows: list[Any]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for head in heads:
-        table.add_column(head, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(visible(cell)) for cell in row))
-    return table
+        console.print(TextTable(("status", "item", "what", "why"), rows))
 
 
 def size(nbytes: int) -> str:

@@ -17,23 +17,20 @@ from jax_ucp.text import visible_lines
 @click.argument("path")
 @source_options
 @as_json
-def verify(path: str, json_: bool, **said: Any) -> None:
+def verify(path: str, json_: bool, **options: Any) -> None:
     """Read every byte of the checkpoint at PATH that has a checksum or a duplicate, and compare."""
-    checkpoint = open_checkpoint(path, **said)
-    looked, faults = 0, []
-    for _, fault in checkpoint.verify():
-        looked += 1
-        if fault:
-            faults.append(fault)
+    checkpoint = open_checkpoint(path, **options)
+    outcomes = [fault for _, fault in checkpoint.verify()]
+    checks, faults = len(outcomes), list(filter(None, outcomes))
     if json_:
-        print_json({"path": path, "format": checkpoint.format, "checks": looked, "faults": faults})
+        print_json({"path": path, "format": checkpoint.format, "checks": checks, "faults": faults})
     else:
         for fault in faults:
             to_stderr.print(Text.assemble(("fault", "red"), f" {visible_lines(fault)}"))
         for note in checkpoint.notes:
             console.print(f"note: {note}")
-        console.print(f"{path}: {looked} checks, {len(faults)} faults")
-        if not looked:
+        console.print(f"{path}: {checks} checks, {len(faults)} faults")
+        if not checks:
             console.print("nothing in this format can be checked")
     if faults:
         sys.exit(1)

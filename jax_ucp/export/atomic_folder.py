@@ -14,16 +14,14 @@ from jax_ucp.files.local import remove, sync_file_system
 
 def check_free(target: Path) -> None:
     """Raises FileExistsError where something other than an empty folder is at `target`."""
-    if target.is_symlink() or (
-        target.exists() and not (target.is_dir() and not any(target.iterdir()))
-    ):
+    is_empty_folder = target.is_dir() and not any(target.iterdir())
+    if target.is_symlink() or (target.exists() and not is_empty_folder):
         raise FileExistsError(f"{target} is in use; give another path")
 
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A folder to write into, beside `target`, which becomes `target` at the end; after an error it
-    is deleted.
+    """A folder to write into, which becomes `target` at the end, and is deleted on an error.
 
     It is on disk by then. What a killed process left there is deleted by the next one.
 

@@ -7,6 +7,7 @@ after them.
 
 from __future__ import annotations
 
+import itertools
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -30,8 +31,7 @@ FAULTS_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """An array as a target stores it: `key` names it in the source, `dtype` is what its elements
-    are cast to.
+    """An array as a target stores it: `key` is its name in the source, `dtype` what it becomes.
 
     `flat` is for targets that store it with one axis; `shape` is that of the array all the same.
     """
@@ -52,8 +52,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class File:
-    """A file: `tensors` and `literals` at their offsets; `tail` makes the rest of the CRC-32 of
-    each tensor.
+    """A file: `tensors` and `literals` at their offsets; `tail` computes the rest from CRCs.
 
     Literals and tail are written when the tensors of all files are, so that what was begun and not
     completed has no header, or no directory, and is not taken for a file of its format.
@@ -86,8 +85,7 @@ def write_files(
     budget_bytes: int,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
-    """Write `files` into `folder`, durably; the last one is completed last. `progress` hears of
-    bytes of tensors.
+    """Write `files` into `folder`, durably; `progress` is called with bytes of tensors.
 
     At most about `budget_bytes` of blocks are in memory at once.
     """
@@ -108,10 +106,8 @@ def write_files(
     run_bounded(jobs(), budget_bytes)
     for f, file in enumerate(files):
         with open(folder / file.name, "r+b") as out:
-            for at, data in [
-                *file.literals,
-                *file.tail([crcs[f, t] for t in range(len(file.tensors))]),
-            ]:
+            tail = file.tail([crcs[f, t] for t in range(len(file.tensors))])
+            for at, data in (*file.literals, *tail):
                 out.seek(at)
                 out.write(data)
             out.flush()
@@ -132,11 +128,9 @@ def _create(path: Path, size: int) -> None:
 
 
 def require_written(folder: Path, files: Sequence[File]) -> None:
-    """Raises CorruptData unless the folder has just these files, each with its bytes: nothing
-    else writes there.
-    """
-    present = [path for path in folder.rglob("*") if not path.is_dir()]
-    sizes = {str(path.relative_to(folder)): path.lstat().st_size for path in present}
+    """Raise CorruptData unless the folder has exactly these files, each with its size."""
+    paths = itertools.filterfalse(Path.is_dir, folder.rglob("*"))
+    sizes = {str(path.relative_to(folder)): path.lstat().st_size for path in paths}
     missing, resized = [], []
     for file in files:
         size = sizes.pop(file.name, None)
@@ -167,16 +161,14 @@ def _job(tensor: Tensor, info: ArrayInfo, budget_bytes: int) -> _Job:
     size = max(info.dtype.itemsize, tensor.dtype.itemsize)
     max_bytes = max(SMALL_BYTES, min(OUTER_BYTES, budget_bytes // (COPIES_IN_FLIGHT * threads())))
     boxes = list(row_major_boxes(tensor.shape, info.chunk, size, max_bytes))
-    return _Job(
-        tensor, boxes, max((block_cost(box, info.chunk or (), size) for box in boxes), default=0)
-    )
+    costs = [block_cost(box, info.chunk or (), size) for box in boxes]
+    return _Job(tensor, boxes, max(costs, default=0))
 
 
 def row_major_boxes(
     shape: Shape, chunk: Shape | None, itemsize: int, max_bytes: int
 ) -> Iterator[Box]:
-    """Blocks that follow one another in the row-major order of the array, each of at most
-    `max_bytes`.
+    """Blocks in the row-major order of the array's elements, each of at most `max_bytes`.
 
     Where they can be, they are made of whole stored chunks, so that no chunk is read twice.
 
@@ -192,9 +184,7 @@ def row_major_boxes(
 
 
 def _follow(shape: Shape, block: Shape) -> bool:
-    """Whether blocks of a grid are runs of elements: one axis is cut, those before it to 1,
-    those after it not.
-    """
+    """Whether blocks of a grid are runs: at most one axis is cut, and those before it to 1."""
     cut = [axis for axis, (n, b) in enumerate(zip(shape, block, strict=True)) if b < n]
     return not cut or all(b == 1 for b in block[: cut[-1]])
 

@@ -1,6 +1,4 @@
-"""What a target is made of: parameters by name, each with its states, and what stands beside
-them.
-"""
+"""What an export is made of: parameters by name with their states, buffers and the rest."""
 
 from __future__ import annotations
 
@@ -27,8 +25,7 @@ _PROBLEMS_SHOWN = 8
 
 @dataclass(frozen=True)
 class Parameters:
-    """`states[name][state]` for every parameter, `param` among the states; `other` are tensors
-    beside the model.
+    """`states[name][state]` of every parameter; `other` are tensors beside the model.
 
     `groups` say what the optimizer was told for parameters, as far as that is known.
     """
@@ -45,9 +42,7 @@ class Parameters:
 
     @property
     def trained(self) -> list[str]:
-        """The parameters that the optimizer has: those with a state besides `param`, and those
-        of a group.
-        """
+        """The parameters that the optimizer has: with a state besides `param`, or in a group."""
         grouped = {name for group in self.groups for name in group.params}
         return [
             name
@@ -57,9 +52,7 @@ class Parameters:
 
     @property
     def moments(self) -> list[str]:
-        """The states that any parameter has, besides `param`, in the order in which they are
-        met.
-        """
+        """The states besides `param` that any parameter has, in the order met."""
         met = dict.fromkeys(itertools.chain.from_iterable(self.states.values()))
         return [state for state in met if state != "param"]
 
@@ -92,12 +85,13 @@ def parameters(contents: Contents, dtype: np.dtype | None = None) -> Parameters:
 
 def _check_tree(contents: Contents) -> None:
     """Raises TreeMismatch for a tree other than `{state: {parameter: array}}`."""
-    strange = [leaf.label or "the tree itself" for leaf in contents.leaves if not _is_state(leaf)]
+    strange = list(itertools.filterfalse(_is_state, contents.leaves))
     if contents.leaves and not strange:
         return
     what = "it has no leaves"
     if strange:
-        what = f"{len(strange)} leaves lie elsewhere, the first {strange[0]}"
+        label = strange[0].label or "the tree itself"
+        what = f"{len(strange)} leaves lie elsewhere, the first {label}"
     raise TreeMismatch(
         f"{contents.path} is not a tree {{state: {{parameter: array}}}}, which is what can be"
         f" exported: {what}. Map the leaves of a model back to parameters first."
@@ -106,12 +100,8 @@ def _check_tree(contents: Contents) -> None:
 
 def _check_orphans(contents: Contents, states: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Raises TreeMismatch for states without their parameter."""
-    orphans = [
-        f"{state} of {name}"
-        for name, tensors in states.items()
-        if "param" not in tensors
-        for state in tensors
-    ]
+    bare = {name: tensors for name, tensors in states.items() if "param" not in tensors}
+    orphans = [f"{state} of {name}" for name, tensors in bare.items() for state in tensors]
     if orphans:
         raise TreeMismatch(
             f"{contents.path} has states of what is no parameter ({len(orphans)}, the first"
@@ -120,13 +110,12 @@ def _check_orphans(contents: Contents, states: Mapping[str, Mapping[str, Tensor]
 
 
 def torch_groups(
-    groups: Iterable[Group], trained: Collection[str], said: Iterable[Mapping[str, Any]] = ()
+    groups: Iterable[Group], trained: Collection[str], originals: Iterable[Mapping[str, Any]] = ()
 ) -> list[dict[str, Any]]:
-    """Torch's `param_groups` of the parameters `trained`: settings, and in `params` the parameters'
-    names.
+    """Torch's `param_groups` of the parameters `trained`: settings and names in `params`.
 
-    `said` are groups in the source's own words, which have settings that a `Group` leaves out, such
-    as tensors, and an order: they come first, all of them. Parameters of which nothing is known are
+    `originals` are the source's own groups, in order, with settings that a `Group` leaves out, such
+    as tensors: they come first, all of them. Parameters of which nothing is known are
     a last group, without settings.
     """
     left = list(_of(groups, trained))
@@ -138,7 +127,7 @@ def torch_groups(
         for name in names:
             unknown.pop(name, None)
 
-    for settings in said:
+    for settings in originals:
         plain = plain_settings(settings)
         same = [i for i, group in enumerate(left) if group.settings == plain]
         add(settings, left.pop(same[0]).params if same else ())
@@ -168,16 +157,13 @@ def untold(groups: Sequence[Mapping[str, Any]], instead: str) -> Iterator[str]:
 def _of(groups: Iterable[Group], names: Collection[str]) -> Iterator[Group]:
     """The groups as far as they are of these parameters."""
     for group in groups:
-        if mine := tuple(name for name in group.params if name in names):
+        if mine := tuple(filter(names.__contains__, group.params)):
             yield Group(mine, group.settings)
 
 
 def _is_state(leaf: Leaf) -> bool:
-    return (
-        leaf.has_array
-        and len(leaf.path) == 2
-        and all(isinstance(key.name, str) for key in leaf.path)
-    )
+    keys = [type(key.name) for key in leaf.path]
+    return leaf.has_array and keys == [str, str]
 
 
 def _tensor(leaf: Leaf, dtype: np.dtype | None) -> Tensor:

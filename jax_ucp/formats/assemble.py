@@ -522,15 +522,13 @@ def _whole(source: ArraySource, keys: Iterable[str]) -> dict[str, Consolidated]:
     return {key: Consolidated(Unique().join([infos[key].shape]), [key]) for key in keys}
 
 
-def touched(layout: ParamLayout, keys: Sequence[str]) -> Consolidated:
-    """The parameter with only those shards that hold a part of it."""
+def touched(layout: ParamLayout) -> tuple[ParamLayout, list[int]]:
+    """The layout with only those shards that hold a part of the parameter, and which they are."""
     used = sorted({fragment.shard for fragment in layout.fragments}) or [0]
     place = {shard: i for i, shard in enumerate(used)}
-    fragments = tuple(replace(f, shard=place[f.shard]) for f in layout.fragments)
-    shards = tuple(layout.shards[i] for i in used)
-    return Consolidated(
-        replace(layout, shards=shards, fragments=fragments), [keys[i] for i in used]
-    )
+    fragments = tuple([replace(f, shard=place[f.shard]) for f in layout.fragments])
+    shards = tuple([layout.shards[i] for i in used])
+    return replace(layout, shards=shards, fragments=fragments), used
 
 
 def _label(path: str | Iterable[Key]) -> str:

@@ -103,8 +103,7 @@ class Expression:
 
 
 def parse(text: str) -> Expression:
-    """The expression that a text says. Raises SpecError, with the place, where it is not in the
-    notation.
+    """Parse an expression. Raises SpecError, with the place, where it is not in the notation.
 
     >>> parse("(group (q + k + v) head_dim) embed").dims[1]
     Axis(name='embed')
@@ -201,8 +200,7 @@ def _choices(node: Node) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Where elements lie on one axis of an array: at `offset`, plus index times stride of each axis
-    in `terms`.
+    """Where elements lie on an array's axis: at `offset`, plus index times stride per term.
 
     `terms` come outermost first: what follows a term never reaches over one stride of it.
     """
@@ -255,24 +253,21 @@ def _lines(node: Node, stride: int, sizes: Mapping[str, int]) -> list[Line]:
         case Axis(name=name):
             return [Line(0, ((name, stride),))]
         case Product(parts=parts):
-            found = [Line(0)]
+            lines = [Line(0)]
             for part in reversed(parts):
-                inner = _lines(part, stride, sizes)
-                found = [
-                    Line(a.offset + b.offset, (*a.terms, *b.terms)) for a in inner for b in found
-                ]
+                nested = itertools.product(_lines(part, stride, sizes), lines)
+                lines = [Line(a.offset + b.offset, (*a.terms, *b.terms)) for a, b in nested]
                 stride *= _length(part, sizes)
-            return found
+            return lines
         case Sum(parts=parts):
-            found: list[Line] = []
+            lines: list[Line] = []
             before = 0
             for part in parts:
-                found += [
-                    Line(line.offset + before * stride, line.terms)
-                    for line in _lines(part, stride, sizes)
-                ]
+                shift = before * stride
+                inner = _lines(part, stride, sizes)
+                lines += [Line(line.offset + shift, line.terms) for line in inner]
                 before += _length(part, sizes)
-            return found
+            return lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,8 +313,7 @@ class Lengths:
 
 
 def infer(claims: Sequence[Claim], known: Mapping[str, Known]) -> Lengths:
-    """The length of every axis: those given, and those that follow from the shapes, in whatever
-    order.
+    """The length of every axis: those given, and those that follow from the shapes.
 
     An axis follows where it is the only unknown one of an array's axis. What does not fit, and what
     nothing says, is in the faults; nothing is guessed.
@@ -357,9 +351,7 @@ def _settle(claim: Claim, axis: int, lengths: Lengths) -> bool:
 
 
 def _solve(claim: Claim, axis: int, name: str, lengths: Lengths) -> None:
-    """Learn the length of the one axis that is unknown of an array's axis, or add a fault where
-    none fits.
-    """
+    """Learn the one unknown length on an array's axis, or add a fault if none fits."""
     dim, length = claim.expression.dims[axis], claim.shape[axis]
     sizes = {known: lengths.sizes[known] for known in _names(dim) if known != name}
     # The length of a dim is linear in its one unknown: base + rate * unknown.

@@ -47,8 +47,7 @@ def chunk_shapes(
     max_inner_bytes: int = INNER_BYTES,
     max_outer_bytes: int = OUTER_BYTES,
 ) -> Chunks:
-    """Chunks for an array of `shape`: inner ones that cut every axis alike, outer ones of whole
-    rows if they can be.
+    """Chunks for an array of `shape`: inner ones cut every axis alike, outer ones are of rows.
 
     A later mesh may cut any axis, into some power of two parts. So inner chunks halve the axis that
     has the fewest parts so far, until they have about 1/64 of the array, but at least 64 KiB and at
@@ -112,9 +111,7 @@ def _next_cut(shape: Sequence[int], inner: Sequence[int], free: Sequence[bool]) 
 
 
 def _even_share(steps: int, most: int) -> int:
-    """How many of `steps` a chunk has, at most `most`: equal shares, for the last one to reach
-    little past the end.
-    """
+    """How many of `steps` each chunk has, at most `most`, in shares as even as possible."""
     return -(-steps // -(-steps // most))
 
 
@@ -124,21 +121,22 @@ def _largest_divisor(n: int, most: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """Equal blocks of an array: their shape, and which processes hold all of each, by its place
-    in the grid.
-    """
+    """Equal blocks of an array: their shape, and by grid place the processes that hold each."""
 
     shape: Shape
     owners: dict[Shape, frozenset[int]]
 
 
 def writer_cells(
-    shape: Sequence[int], itemsize: int, held: Sequence[Iterable[Box]], small: int = INNER_BYTES
+    shape: Sequence[int],
+    itemsize: int,
+    blocks: Sequence[Iterable[Box]],
+    small: int = INNER_BYTES,
 ) -> Cells:
     """The largest blocks of an array that a process can write without gathering much.
 
-    `held[p]` are the blocks that process p holds. They come from a sharding, so all blocks have one
-    shape. Neighbouring blocks of one process are joined while the result has at most `small` bytes:
+    `blocks[p]` are those that process p holds. They come from a sharding, so all have one shape.
+    Neighbouring blocks of one process are joined while the result has at most `small` bytes:
     a small array becomes a single chunk, a large one keeps a block per device.
 
     >>> halves = [Box((i * 4,), (i * 4 + 4,)) for i in range(2)]
@@ -147,7 +145,7 @@ def writer_cells(
     """
     cell: list[int] = []
     owners: dict[Shape, frozenset[int]] = {}
-    for process, boxes in enumerate(held):
+    for process, boxes in enumerate(blocks):
         for box in boxes:
             cell = list(box.shape)
             place = grid_place(box, [max(1, n) for n in cell])
@@ -177,8 +175,7 @@ def grid_boxes(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Box]:
 
 
 def row_boxes(shape: Sequence[int], itemsize: int, max_bytes: int) -> Iterator[Box]:
-    """Blocks of whole rows that together hold the array once, each of at most `max_bytes` where a
-    row allows it.
+    """Blocks of whole rows that hold the array once, each of at most `max_bytes` or one row.
 
     >>> [str(box) for box in row_boxes((10, 256), itemsize=4, max_bytes=4096)]
     ['[0:4, 0:256]', '[4:8, 0:256]', '[8:10, 0:256]']
@@ -194,8 +191,7 @@ def row_boxes(shape: Sequence[int], itemsize: int, max_bytes: int) -> Iterator[B
 def rows_of_chunks(
     shape: Sequence[int], chunk: Sequence[int], itemsize: int, max_bytes: int
 ) -> Shape:
-    """The largest block of whole chunks, the last axes filled first, of at most `max_bytes`; at
-    least one chunk.
+    """The largest block of whole chunks of at most `max_bytes`, last axes first; at least one.
 
     >>> rows_of_chunks((4096, 4096), (512, 512), itemsize=4, max_bytes=16 << 20)
     (1024, 4096)
@@ -223,8 +219,7 @@ def grid_place(box: Box, chunk: Sequence[int]) -> Shape:
 
 
 def outer_boxes(shape: Sequence[int], chunk: Sequence[int], boxes: Sequence[Box]) -> list[Box]:
-    """The blocks of a regular grid of `chunk`, clipped to `shape`, that share an element with one
-    of the boxes.
+    """The blocks of a grid of `chunk`, clipped to `shape`, that share an element with a box.
 
     >>> [str(box) for box in outer_boxes((9, 4), (4, 2), [Box((0, 2), (5, 3))])]
     ['[0:4, 2:4]', '[4:8, 2:4]']

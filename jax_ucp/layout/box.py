@@ -27,6 +27,12 @@ class Box:
         return cls((0,) * len(shape), tuple(shape))
 
     @classmethod
+    def spanning(cls, spans: Iterable[tuple[int, int]]) -> Box:
+        """The box with these half-open ranges on its axes."""
+        ranges = list(spans)
+        return cls(tuple(a for a, _ in ranges), tuple(b for _, b in ranges))
+
+    @classmethod
     def around(cls, boxes: Iterable[Box]) -> Box:
         """The smallest box around some boxes, of which there is at least one.
 
@@ -49,7 +55,7 @@ class Box:
     @property
     def size(self) -> int:
         """Number of elements; 1 for the box of a scalar."""
-        return math.prod(self.shape)
+        return math.prod(map(operator.sub, self.stop, self.start))
 
     @property
     def index(self) -> tuple[slice, ...]:
@@ -60,17 +66,17 @@ class Box:
         """The elements in both boxes, or None where there are none."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
-        for a, b in zip(start, stop, strict=True):
-            if a >= b:
-                return None
-        return Box(start, stop)
+        return None if any(map(operator.ge, start, stop)) else Box(start, stop)
 
     def within(self, other: Box) -> bool:
         """Whether every element of this box is in `other`."""
-        for a, b, start, stop in zip(self.start, self.stop, other.start, other.stop, strict=True):
-            if a < start or b > stop:
-                return False
-        return True
+        is_above = all(map(operator.ge, self.start, other.start))
+        return is_above and all(map(operator.le, self.stop, other.stop))
+
+    def meets(self, other: Box) -> bool:
+        """Whether both boxes, neither of them empty, have an element in common."""
+        is_before = all(map(operator.lt, self.start, other.stop))
+        return is_before and all(map(operator.gt, self.stop, other.start))
 
     def shift(self, by: Sequence[int]) -> Box:
         """This box moved by `by[i]` elements along axis i."""
@@ -102,8 +108,7 @@ class Box:
 
 
 def range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The elements `start <= i < stop` of an array of `shape`, counted in row-major order, as
-    boxes.
+    """The elements `start <= i < stop` of an array, in row-major order, as boxes.
 
     Boxes come in that same order and hold contiguous elements: at most `2 * ndim - 1` of them.
     A flat ZeRO partition is such a range of every parameter it touches.
@@ -127,8 +132,6 @@ def range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
     if first == last:
         return in_row(first, head, tail)
-    boxes = in_row(first, head, row) if head else []
-    rows = first + bool(head), last
-    if rows[0] < rows[1]:
-        boxes.append(Box((rows[0], *(0,) * (len(shape) - 1)), (rows[1], *shape[1:])))
-    return boxes + (in_row(last, 0, tail) if tail else [])
+    rows = Box((first + bool(head), *(0,) * (len(shape) - 1)), (last, *shape[1:]))
+    between = [rows] if rows.size else []
+    return [*in_row(first, head or row, row), *between, *in_row(last, 0, tail)]

@@ -12,9 +12,7 @@ LEAF_BOXES = 8
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A box around some of the boxes: around `children`, or around the boxes at the positions
-    `members`.
-    """
+    """A bounding box: around `children`, or around the boxes at the positions `members`."""
 
     bounds: Box
     children: tuple[_Node, ...] = ()
@@ -35,15 +33,16 @@ class BoxIndex:
     def __init__(self, boxes: Sequence[Box]):
         self._boxes = boxes
         filled = [i for i, box in enumerate(boxes) if box.size]
-        self._root = self._node(filled) if filled else None
+        self._roots = [self._node(filled)] if filled else []
 
     def meeting(self, box: Box) -> Iterator[int]:
-        todo = [self._root] if self._root else []
-        while todo:
-            node = todo.pop()
-            if _meet(node.bounds, box):
-                todo.extend(node.children)
-                yield from (i for i in node.members if _meet(self._boxes[i], box))
+        """The positions of the boxes that share an element with `box`, which has some."""
+        nodes = self._roots.copy()
+        while nodes:
+            node = nodes.pop()
+            if node.bounds.meets(box):
+                nodes.extend(node.children)
+                yield from (i for i in node.members if self._boxes[i].meets(box))
 
     def _node(self, members: list[int]) -> _Node:
         boxes = self._boxes
@@ -56,10 +55,3 @@ class BoxIndex:
         middle = len(members) // 2
         children = self._node(members[:middle]), self._node(members[middle:])
         return _Node(Box.around([child.bounds for child in children]), children)
-
-
-def _meet(a: Box, b: Box) -> bool:
-    for a_start, a_stop, b_start, b_stop in zip(a.start, a.stop, b.start, b.stop, strict=True):
-        if a_start >= b_stop or b_start >= a_stop:
-            return False
-    return True

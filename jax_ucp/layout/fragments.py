@@ -1,17 +1,15 @@
-"""How the shards of a parameter lie in it: what is true of them, whatever pattern people call
-it.
-"""
+"""How the shards of a parameter lie in it, whatever pattern declared it."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from jax_ucp.errors import LayoutError
+from jax_ucp.errors import LayoutError, fault_lines
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.box_index import BoxIndex
 
@@ -38,8 +36,7 @@ class Fragment:
         return len(self.source.start) != len(self.target.start)
 
     def narrow(self, box: Box) -> Fragment | None:
-        """The smallest fragment of this one that holds its elements in `box`; None if it has none
-        there.
+        """The smallest fragment with this one's elements in `box`, or None if there are none.
 
         Of a flat shard that is one contiguous range: whole rows, of which `box` may want only a
         part.
@@ -52,18 +49,15 @@ class Fragment:
         return Fragment(self.shard, self._source(hit), hit)
 
     def pieces(self, box: Box) -> list[Fragment]:
-        """Fragments that hold exactly the elements of this one in `box`: of a flat shard, one
-        for each run of it.
-        """
+        """Fragments of exactly the elements in `box`; of a flat shard, one for each run."""
         hit = self.target.intersect(box)
-        if hit is None or not self.is_flat:
-            return [] if hit is None else [Fragment(self.shard, self._source(hit), hit)]
-        return [Fragment(self.shard, self._source(run), run) for run in _runs(hit, self.target)]
+        if hit is None:
+            return []
+        runs = _runs(hit, self.target) if self.is_flat else [hit]
+        return [Fragment(self.shard, self._source(run), run) for run in runs]
 
     def _source(self, hit: Box) -> Box:
-        """Where a part of the target lies in the shard; of a flat shard, a part that is one run
-        of it.
-        """
+        """Where a part of the target lies in the shard; of a flat shard it must be one run."""
         if not self.is_flat:
             by = [s - t for s, t in zip(self.source.start, self.target.start, strict=True)]
             return hit.shift(by) if any(by) else hit
@@ -89,13 +83,11 @@ class ParamLayout:
 
     @cached_property
     def replicas(self) -> dict[Box, list[Fragment]]:
-        """Each distinct block of the parameter -> every fragment that holds it, in order of the
-        shards.
-        """
-        found: dict[Box, list[Fragment]] = defaultdict(list)
+        """Each distinct block of the parameter, with every fragment that holds it."""
+        replicas: dict[Box, list[Fragment]] = defaultdict(list)
         for fragment in self.fragments:
-            found[fragment.target].append(fragment)
-        return dict(found)
+            replicas[fragment.target].append(fragment)
+        return dict(replicas)
 
     @cached_property
     def _blocks(self) -> tuple[list[Box], BoxIndex]:
@@ -103,25 +95,16 @@ class ParamLayout:
         return boxes, BoxIndex(boxes)
 
     def narrow(self, box: Box) -> list[list[Fragment]]:
-        """The fragments that hold the elements of `box`, cut to it: one list of replicas per
-        block.
-        """
-        if len(self.fragments) == 1:
-            only = self.fragments[0].narrow(box)
-            return [] if only is None else [[only]]
-        boxes, index = self._blocks
-        found: list[list[Fragment]] = []
-        for i in sorted(index.meeting(box)):
-            cut = [fragment.narrow(box) for fragment in self.replicas[boxes[i]]]
-            replicas = [fragment for fragment in cut if fragment is not None]
-            if replicas:  # a box without elements has none
-                found.append(replicas)
-        return found
+        """The fragments with elements of `box`, cut to it: a list of replicas per block."""
+        candidates: Iterable[Iterable[Fragment]] = [self.fragments]
+        if len(self.fragments) > 1:
+            boxes, index = self._blocks
+            candidates = (self.replicas[boxes[i]] for i in sorted(index.meeting(box)))
+        narrowed = [_narrowed(replicas, box) for replicas in candidates]
+        return list(filter(None, narrowed))  # a box without elements has no fragments
 
     def clip(self, shape: Sequence[int]) -> ParamLayout:
-        """The layout of the leading `shape` elements; what lies past them becomes padding of the
-        shards.
-        """
+        """The layout of the leading `shape` elements; what lies past them becomes padding."""
         if len(shape) != len(self.shape) or any(
             n > have for n, have in zip(shape, self.shape, strict=True)
         ):
@@ -129,8 +112,7 @@ class ParamLayout:
                 f"the shards hold {self.shape}, which has no leading part of shape {tuple(shape)}"
             )
         inside = Box.whole(shape)
-        cut = [fragment.narrow(inside) for fragment in self.fragments]
-        kept = tuple(fragment for fragment in cut if fragment is not None)
+        kept = tuple(_narrowed(self.fragments, inside))
         if any(not fragment.target.within(inside) for fragment in kept):
             raise LayoutError(
                 f"flat shards of {self.shape} cannot be clipped to {tuple(shape)}: clip the view"
@@ -139,28 +121,39 @@ class ParamLayout:
         return replace(self, shape=tuple(shape), fragments=kept)
 
     def check(self) -> None:
-        """Prove that the fragments hold every element once, up to replicas, and no shard element
-        twice.
+        """Prove that fragments hold every element once, and no shard element is claimed twice.
 
         Raises LayoutError with every hole, overlap and double claim.
         """
-        faults = list(self._stray_fragments())
-        if not faults:
-            overlaps = list(self._overlaps())
-            faults = [
-                *overlaps,
-                *self._holes(bool(overlaps)),
-                *self._double_claims(),
-                *self._missing_replicas(),
-            ]
-        if faults:
-            more = (
-                [f"... and {len(faults) - FAULTS_SHOWN} more"] if len(faults) > FAULTS_SHOWN else []
-            )
-            lines = "\n  ".join([*faults[:FAULTS_SHOWN], *more])
+        if faults := self._faults:
+            lines = fault_lines(faults, FAULTS_SHOWN)
             raise LayoutError(
                 f"{len(self.shards)} shards do not form one array of shape {self.shape}:\n  {lines}"
             )
+
+    @cached_property
+    def _faults(self) -> Sequence[str]:
+        """What `check` finds. Many arrays may have one layout."""
+        if self._is_one_shard:
+            return ()
+        if strays := list(self._stray_fragments()):
+            return strays
+        overlaps = list(self._overlaps())
+        return [
+            *overlaps,
+            *self._holes(bool(overlaps)),
+            *self._double_claims(),
+            *self._missing_replicas(),
+        ]
+
+    @property
+    def _is_one_shard(self) -> bool:
+        """Whether the parameter is one shard, whole and as it is stored."""
+        if self.shards != (self.shape,) or len(self.fragments) != 1 or self.averaged:
+            return False
+        whole = Box.whole(self.shape)
+        (only,) = self.fragments
+        return only.shard == 0 and only.source == only.target == whole
 
     def _stray_fragments(self) -> Iterable[str]:
         whole = Box.whole(self.shape)
@@ -181,20 +174,19 @@ class ParamLayout:
 
     def _overlaps(self) -> Iterable[str]:
         boxes, index = self._blocks
-        for i, box in enumerate(boxes if len(boxes) > 1 else ()):
-            for j in index.meeting(box):
-                if i < j:
-                    shards = self.replicas[box][0].shard, self.replicas[boxes[j]][0].shard
-                    yield f"overlap: {box} of shard {shards[0]} and {boxes[j]} of shard {shards[1]}"
+        blocks = list(self.replicas.values())
+        for i, j in _meeting_pairs(boxes, index):
+            shards = blocks[i][0].shard, blocks[j][0].shard
+            yield f"overlap: {boxes[i]} of shard {shards[0]} and {boxes[j]} of shard {shards[1]}"
 
     def _holes(self, overlapping: bool) -> Iterable[str]:
         boxes, _ = self._blocks
         if sum(box.size for box in boxes) == math.prod(self.shape) and not overlapping:
             return
-        open_parts = [Box.whole(self.shape)] if math.prod(self.shape) else []
+        holes = [Box.whole(self.shape)]
         for box in boxes:
-            open_parts = [part for whole in open_parts for part in whole.minus(box)]
-        yield from (f"hole: {part} is in no shard" for part in open_parts)
+            holes = list(itertools.chain.from_iterable(hole.minus(box) for hole in holes))
+        yield from (f"hole: {hole} is in no shard" for hole in holes if hole.size)
 
     def _double_claims(self) -> Iterable[str]:
         claims: dict[int, list[Fragment]] = defaultdict(list)
@@ -203,15 +195,12 @@ class ParamLayout:
         for shard, fragments in claims.items():
             if len(fragments) == 1:
                 continue
-            index = BoxIndex([fragment.source for fragment in fragments])
-            for i, fragment in enumerate(fragments):
-                for j in index.meeting(fragment.source):
-                    if i < j:
-                        yield (
-                            f"double claim: {fragment.source} and {fragments[j].source} of shard"
-                            f" {shard} share elements, for {fragment.target} and"
-                            f" {fragments[j].target}"
-                        )
+            sources = [fragment.source for fragment in fragments]
+            for i, j in _meeting_pairs(sources, BoxIndex(sources)):
+                yield (
+                    f"double claim: {sources[i]} and {sources[j]} of shard {shard} share elements,"
+                    f" for {fragments[i].target} and {fragments[j].target}"
+                )
 
     def _missing_replicas(self) -> Iterable[str]:
         if self.averaged:
@@ -221,18 +210,25 @@ class ParamLayout:
                     yield f"the mean of {box} lacks shards {absent}"
 
 
+def _narrowed(fragments: Iterable[Fragment], box: Box) -> list[Fragment]:
+    """The fragments that have elements of `box`, cut to it."""
+    return list(filter(None, [fragment.narrow(box) for fragment in fragments]))
+
+
+def _meeting_pairs(boxes: Sequence[Box], index: BoxIndex) -> Iterator[tuple[int, int]]:
+    """The positions of each two boxes that have an element in common."""
+    for i, box in enumerate(boxes):
+        yield from ((i, j) for j in index.meeting(box) if i < j)
+
+
 def _same_elements(source: Box, target: Box) -> bool:
-    """Whether a box of a shard can be a box of the parameter: of its shape, or a flat range of
-    its size.
-    """
+    """Whether a shard's box can be a parameter's box: equal shape, or a flat range of its size."""
     is_flat_range = source.ndim == 1 and source.size == target.size
     return source.shape == target.shape or is_flat_range
 
 
 def _contiguous_run(hit: Box, within: Box) -> Box:
-    """The smallest block of `within` that holds `hit` and is one run of its elements in
-    row-major order.
-    """
+    """The smallest block of `within` around `hit` that is one row-major run of its elements."""
     start, stop = list(within.start), list(within.stop)
     for axis in range(hit.ndim):
         start[axis], stop[axis] = hit.start[axis], hit.stop[axis]

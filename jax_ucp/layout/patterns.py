@@ -1,8 +1,12 @@
-"""What people say about a parameter's shards; each pattern lowers to a `ParamLayout`.
+"""Patterns: how the shards of a parameter form it. Specs in Python are made of them.
 
-A closed family: every pattern is a special case of one geometry, so a new one is a small class with
-two methods of integer arithmetic. `join` goes from the shapes of the shards found to the layout of
-the parameter; `cut` from the shape of a parameter to the shapes its shards would have.
+    >>> from jax_ucp import Spec, patterns
+    >>> spec = Spec.of({"*.weight": patterns.Sharded(0), "*.bias": patterns.Replicated()})
+    >>> str(spec)
+    'of 2 rules'
+
+`jax_ucp.open(path, spec=spec)` reads a checkpoint by them. A closed family: each pattern is a small
+class, whose `join` lowers the shapes of shards to the layout of the parameter.
 
 The UCP paper (arXiv 2406.18820, section 5.3.1) calls these Unique, Replicate, Partial (`Averaged`),
 Shard-V and Shard-H (`Sharded` on one axis), Shard-Hy (`Sharded` on several) and Shard-NC (`Fused`).
@@ -21,6 +25,8 @@ from jax_ucp.errors import LayoutError
 from jax_ucp.layout.box import Box, range_boxes
 from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
 
+__all__ = ["Averaged", "Fused", "Padded", "Pattern", "Replicated", "Sharded", "Unique"]
+
 
 @dataclass(frozen=True, slots=True)
 class Unique:
@@ -33,11 +39,6 @@ class Unique:
             )
         return _copies(shards)
 
-    def cut(self, shape: Shape, ranks: int) -> tuple[Shape, ...]:
-        if ranks != 1:
-            raise LayoutError(f"Unique cuts into 1 shard, not {ranks}")
-        return (shape,)
-
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
@@ -45,9 +46,6 @@ class Replicated:
 
     def join(self, shards: Sequence[Shape]) -> ParamLayout:
         return _copies(shards)
-
-    def cut(self, shape: Shape, ranks: int) -> tuple[Shape, ...]:
-        return (shape,) * ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +56,6 @@ class Averaged:
         layout = _copies(shards)
         return ParamLayout(layout.shape, layout.shards, layout.fragments, averaged=True)
 
-    def cut(self, shape: Shape, ranks: int) -> tuple[Shape, ...]:
-        return (shape,) * ranks
-
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
@@ -70,8 +65,8 @@ class Sharded:
 
     >>> Sharded(0).join([(51, 16), (50, 16)]).shape
     (101, 16)
-    >>> Sharded(0, 1, grid=(2, 2)).cut((4, 6), ranks=4)
-    ((2, 3), (2, 3), (2, 3), (2, 3))
+    >>> Sharded(0, 1, grid=(2, 2)).join([(2, 3), (2, 3), (2, 3), (2, 3)]).shape
+    (4, 6)
     """
 
     axes: tuple[int, ...]
@@ -98,13 +93,13 @@ class Sharded:
         places = list(itertools.product(*map(range, grid)))
         edges = self._edges(grid, places, shards)
         shape = list(shards[0])
-        for k, axis in enumerate(self.axes):
-            shape[axis] = edges[k][-1]
+        for axis, ends in zip(self.axes, edges, strict=True):
+            shape[axis] = ends[-1]
         fragments: list[Fragment] = []
         for rank, (place, shard) in enumerate(zip(places, shards, strict=True)):
             target = Box.whole(shape)
-            for k, axis in enumerate(self.axes):
-                target = _on_axis(target, axis, edges[k][place[k]], edges[k][place[k] + 1])
+            for axis, ends, i in zip(self.axes, edges, place, strict=True):
+                target = _on_axis(target, axis, ends[i], ends[i + 1])
             if target.shape != shard:
                 raise LayoutError(
                     f"{self}: shard {rank} has shape {shard} where its neighbours leave"
@@ -124,17 +119,6 @@ class Sharded:
                 sizes[k][place[k]] = shard[axis]
         return [[0, *accumulate(row)] for row in sizes]
 
-    def cut(self, shape: Shape, ranks: int) -> tuple[Shape, ...]:
-        """Sizes as equal as possible, the larger ones first."""
-        grid = self._grid(ranks)
-        shards: list[Shape] = []
-        for place in itertools.product(*map(range, grid)):
-            shard = list(shape)
-            for k, axis in enumerate(self.axes):
-                shard[axis] = _share(shape[axis], grid[k], place[k])
-            shards.append(tuple(shard))
-        return tuple(shards)
-
     def _grid(self, ranks: int) -> tuple[int, ...]:
         grid = self.grid or (ranks,)
         if math.prod(grid) != ranks or ranks == 0:
@@ -144,8 +128,7 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Fused:
-    """Several arrays (`parts`) lie side by side along `axis` of the parameter, and each is cut by
-    itself.
+    """Several arrays, `parts`, lie side by side along `axis`, each cut by itself.
 
     `parts` maps a name to the part's rows in the whole parameter, or to its rows on each rank where
     those differ. Each shard holds its share of every part, in order:
@@ -183,64 +166,52 @@ class Fused:
             )
 
     def join(self, shards: Sequence[Shape]) -> ParamLayout:
-        runs = [list(self._runs(rank, len(shards), shards)) for rank in range(len(shards))]
-        shape = list(shards[0])
-        shape[self.axis] = sum(self._rows().values())
+        runs_of = [list(self._runs(rank, shards)) for rank in range(len(shards))]
+        shape = _resized(shards[0], self.axis, sum(self._rows.values()))
+        whole = Box.whole(shape)
         fragments: list[Fragment] = []
-        for rank, shard in enumerate(shards):
-            if _without(shard, self.axis) != _without(shards[0], self.axis):
-                raise LayoutError(
-                    f"{self}: shard {rank} has shape {shard}, shard 0 has {shards[0]}"
-                )
-            need = sum(stop - start for start, stop in runs[rank])
-            if need != shard[self.axis]:
-                raise LayoutError(
-                    f"{self} over {len(shards)} shards needs {need} rows on axis {self.axis} of"
-                    f" shard {rank}, which has shape {shard}. If a part is not cut on this axis,"
-                    " name it in `whole`."
-                )
-            at = 0
-            for start, stop in runs[rank]:
-                source = _on_axis(Box.whole(shard), self.axis, at, at + stop - start)
+        for rank, (shard, runs) in enumerate(zip(shards, runs_of, strict=True)):
+            lengths = [stop - start for start, stop in runs]
+            self._check_shard(rank, shards, sum(lengths))
+            offsets = accumulate(lengths, initial=0)
+            for offset, (start, stop) in zip(offsets, runs, strict=False):
+                source = _on_axis(Box.whole(shard), self.axis, offset, offset + stop - start)
                 if source.size:
-                    fragments.append(
-                        Fragment(rank, source, _on_axis(Box.whole(shape), self.axis, start, stop))
-                    )
-                at += stop - start
-        return ParamLayout(tuple(shape), tuple(shards), tuple(fragments))
+                    target = _on_axis(whole, self.axis, start, stop)
+                    fragments.append(Fragment(rank, source, target))
+        return ParamLayout(shape, tuple(shards), tuple(fragments))
 
-    def cut(self, shape: Shape, ranks: int) -> tuple[Shape, ...]:
-        total = sum(self._rows().values())
-        if shape[self.axis] != total:
+    def _check_shard(self, rank: int, shards: Sequence[Shape], rows: int) -> None:
+        """Raise LayoutError unless the shard has `rows`, and the first one's other axes."""
+        shard = shards[rank]
+        if _resized(shard, self.axis, 0) != _resized(shards[0], self.axis, 0):
+            raise LayoutError(f"{self}: shard {rank} has shape {shard}, shard 0 has {shards[0]}")
+        if rows != shard[self.axis]:
             raise LayoutError(
-                f"{self}: the parts have {total} rows, but axis {self.axis} of {shape} has not"
+                f"{self} over {len(shards)} shards needs {rows} rows on axis {self.axis} of"
+                f" shard {rank}, which has shape {shard}. If a part is not cut on this axis,"
+                " name it in `whole`."
             )
-        if self.groups is not None:
-            return Sharded(self.axis).cut(shape, ranks)
-        shards: list[Shape] = []
-        for rank in range(ranks):
-            rows = sum(stop - start for start, stop in self._runs(rank, ranks, ()))
-            shards.append((*shape[: self.axis], rows, *shape[self.axis + 1 :]))
-        return tuple(shards)
 
+    @property
     def _rows(self) -> dict[str, int]:
         return {name: n if isinstance(n, int) else sum(n) for name, n in self.parts.items()}
 
-    def _runs(self, rank: int, ranks: int, shards: Sequence[Shape]) -> Iterator[tuple[int, int]]:
+    def _runs(self, rank: int, shards: Sequence[Shape]) -> Iterator[tuple[int, int]]:
         """The ranges of the parameter's rows that lie one after another in the shard of `rank`."""
         if self.groups is not None:
             ends = [0, *accumulate(shard[self.axis] for shard in shards)]
             yield from self._interleaved(ends[rank], ends[rank + 1])
             return
         first = 0
-        for name, rows in self._rows().items():
-            yield self._own_rows(name, first, rank, ranks)
+        for name, rows in self._rows.items():
+            yield self._own_rows(name, first, rank, len(shards))
             first += rows
 
     def _own_rows(self, name: str, first: int, rank: int, ranks: int) -> tuple[int, int]:
         size = self.parts[name]
         if name in self.whole:
-            return first, first + self._rows()[name]
+            return first, first + self._rows[name]
         if isinstance(size, int):
             if size % ranks:
                 raise LayoutError(
@@ -256,7 +227,7 @@ class Fused:
 
     def _interleaved(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Ranges of parameter rows for the rows [start, stop) of Megatron's order."""
-        groups, rows = self.groups or 1, self._rows()
+        groups, rows = self.groups or 1, self._rows
         if ragged := [name for name, n in rows.items() if n % groups]:
             raise LayoutError(f"{self}: the rows of {ragged} do not divide into {groups} groups")
         firsts = dict(zip(rows, accumulate(rows.values(), initial=0), strict=False))
@@ -278,8 +249,7 @@ class Padded:
     """The shards form, by `pattern`, an array that is longer on `axis` than the parameter.
 
     The parameter is the leading `size` rows; the rest, up to `padded`, belongs to no element (the
-    rows that Megatron adds to a vocabulary so that it divides). `padded` may be left out to join,
-    not to cut.
+    rows that Megatron adds to a vocabulary so that it divides). `padded` may be left out.
 
     >>> Padded(Sharded(0), axis=0, size=101, padded=112).join([(56, 16), (56, 16)]).shape
     (101, 16)
@@ -296,15 +266,7 @@ class Padded:
             raise LayoutError(
                 f"{self}: the shards have {layout.shape[self.axis]} rows on axis {self.axis}"
             )
-        return layout.clip((*layout.shape[: self.axis], self.size, *layout.shape[self.axis + 1 :]))
-
-    def cut(self, shape: Shape, ranks: int) -> tuple[Shape, ...]:
-        if self.padded is None or shape[self.axis] != self.size:
-            raise LayoutError(
-                f"{self}: cannot cut {shape}; it needs {self.size} rows and a `padded` to pad"
-                " them to"
-            )
-        return self.pattern.cut((*shape[: self.axis], self.padded, *shape[self.axis + 1 :]), ranks)
+        return layout.clip(_resized(layout.shape, self.axis, self.size))
 
 
 Pattern = Unique | Replicated | Averaged | Sharded | Fused | Padded
@@ -353,8 +315,7 @@ def flat_layouts(
 
 
 def partitioned_layouts(shapes: Mapping[str, Shape], ranks: int) -> dict[str, ParamLayout]:
-    """The layouts of parameters of which each is cut into `ranks` equal flat pieces, padded at the
-    end.
+    """The layouts of parameters that are each cut into `ranks` equal flat pieces, with padding.
 
     Every rank's shard has its piece of each parameter, one after another. A ZeRO-3 sub-group is
     such a set of shards.
@@ -394,16 +355,9 @@ def _copies(shards: Sequence[Shape]) -> ParamLayout:
     return ParamLayout(shards[0], tuple(shards), fragments)
 
 
-def _share(size: int, ranks: int, rank: int) -> int:
-    return size // ranks + (rank < size % ranks)
-
-
-def _without(shape: Shape, axis: int) -> Shape:
-    return (*shape[:axis], *shape[axis + 1 :])
+def _resized(shape: Shape, axis: int, n: int) -> Shape:
+    return (*shape[:axis], n, *shape[axis + 1 :])
 
 
 def _on_axis(box: Box, axis: int, start: int, stop: int) -> Box:
-    return Box(
-        (*box.start[:axis], start, *box.start[axis + 1 :]),
-        (*box.stop[:axis], stop, *box.stop[axis + 1 :]),
-    )
+    return Box(_resized(box.start, axis, start), _resized(box.stop, axis, stop))

@@ -1,10 +1,9 @@
-"""Which elements of two copies are compared where comparing all of them would cost too much.
-Integers only.
-"""
+"""Which elements of two copies to compare where comparing all would cost too much."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 from jax_ucp.layout.box import Box
@@ -41,13 +40,22 @@ def sample_boxes(*tilings: Sequence[Box]) -> list[Box]:
 # A model has many arrays of few shapes, which are cut in few ways.
 @functools.lru_cache(maxsize=1024)
 def _sample_boxes(tilings: tuple[tuple[Box, ...], ...]) -> tuple[Box, ...]:
-    first, *others = ([block for block in blocks if block.size] for blocks in tilings)
+    first, *others = map(_with_elements, tilings)
     each = max(1, RUNS // max(1, len(first)))
-    runs = [run for block in first for run in _runs(block, each)]
+    runs = _runs_of(first, each)
     for blocks in others:
         if len(blocks) > 1:  # a single one is the whole array
-            runs += [run for block in _without_a_run(blocks, runs) for run in _runs(block, 1)]
+            runs += _runs_of(_without_a_run(blocks, runs), 1)
     return tuple(runs)
+
+
+def _with_elements(blocks: Sequence[Box]) -> list[Box]:
+    return [block for block in blocks if block.size]
+
+
+def _runs_of(blocks: Sequence[Box], count: int) -> list[Box]:
+    """`count` runs of each of the blocks."""
+    return list(itertools.chain.from_iterable(_runs(block, count) for block in blocks))
 
 
 def _without_a_run(blocks: list[Box], runs: Sequence[Box]) -> list[Box]:
@@ -59,9 +67,7 @@ def _without_a_run(blocks: list[Box], runs: Sequence[Box]) -> list[Box]:
 
 
 def _runs(block: Box, count: int) -> list[Box]:
-    """So many runs of a block, evenly spread: the first and the last elements are among them, or
-    the last alone.
-    """
+    """`count` runs of a block, evenly spread; the last elements are always included."""
     if block.size <= SMALL_BLOCK:
         return [block]
     last = block.size - 1
@@ -70,8 +76,7 @@ def _runs(block: Box, count: int) -> list[Box]:
 
 
 def _run_around(block: Box, place: int) -> Box:
-    """At most `RUN_ELEMENTS` elements, one after the other in the block, around the one at `place`
-    in row-major order.
+    """At most `RUN_ELEMENTS` consecutive elements of the block, around that at `place`.
 
     It has whole rows where a row is shorter than that: then its axes after `axis` are whole.
     """

@@ -20,9 +20,7 @@ MOST_READ = 2
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Where indices lie on one axis of an array: `offset + sum(stride * index[axis])`, outermost
-    first.
-    """
+    """Where indices lie on an axis of an array: `offset + sum(stride * index[axis])`."""
 
     offset: int
     terms: tuple[tuple[int, int], ...] = ()
@@ -39,23 +37,18 @@ Place = tuple[Run, ...]
 
 def hull(place: Place, box: Box) -> Box:
     """The smallest box of an array that holds the elements of a box of indices."""
-    spans = [run.span(box) for run in place]
-    return Box(tuple(a for a, _ in spans), tuple(b for _, b in spans))
+    return Box.spanning(run.span(box) for run in place)
 
 
 def strides(place: Place, ndim: int) -> tuple[tuple[int, int], ...]:
-    """For each of `ndim` indices the axis of the array on which it runs, and its stride there in
-    elements.
-    """
-    found = {axis: (dim, stride) for dim, run in enumerate(place) for axis, stride in run.terms}
-    return tuple(found[axis] for axis in range(ndim))
+    """For each of `ndim` indices, the array's axis that it runs on and its stride in elements."""
+    by_axis = {axis: (dim, stride) for dim, run in enumerate(place) for axis, stride in run.terms}
+    return tuple(map(by_axis.__getitem__, range(ndim)))
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Elements to move: a box of indices, and the smallest boxes of the source and of the target
-    around them.
-    """
+    """Elements to move: a box of indices, and their bounding boxes in source and target."""
 
     indices: Box
     source: Box
@@ -76,10 +69,7 @@ class Part:
     target: Place
 
     def steps(self, box: Box, limit: int) -> Iterator[Step]:
-        """How the elements in a box of the target are fetched: no read is more than `MOST_READ`
-        times what is wanted of it, nor, as far as whole rows of the source allow, more than `limit`
-        elements.
-        """
+        """How to fetch a box of the target; no read is over `MOST_READ` times what is wanted."""
         for indices in self.inside(box):
             for piece in self._cut(indices, limit):
                 yield Step(piece, hull(self.source, piece), hull(self.target, piece))
@@ -89,9 +79,7 @@ class Part:
         return Part(array, self.sizes, self.target, self.source)
 
     def chunk(self, source: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the smallest box of the target around what a chunk of that shape at the
-        source's start holds.
-        """
+        """The shape of the target box that a source chunk of shape `source` fills."""
         extents = {
             axis: -(-n // stride)
             for n, run in zip(source, self.source, strict=True)
@@ -110,22 +98,17 @@ class Part:
             spans: dict[int, tuple[int, int]] = {}
             for on_axis in combination:
                 spans |= on_axis
-            pairs = [spans[axis] for axis in range(len(self.sizes))]
-            yield Box(tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
+            yield Box.spanning(map(spans.__getitem__, range(len(self.sizes))))
 
     def _spans(self, run: Run, start: int, stop: int) -> list[dict[int, tuple[int, int]]]:
-        """The indices whose elements are in a range of one axis of the target: boxes, as a span
-        for each index.
-        """
+        """The indices with elements in a range of a target axis, as boxes: a span for each."""
         axes = [axis for axis, _ in run.terms]
         steps = [(self.sizes[axis], stride) for axis, stride in run.terms]
         boxes = _within(steps, start - run.offset, stop - run.offset)
         return [dict(zip(axes, box, strict=True)) for box in boxes]
 
     def _cut(self, indices: Box, limit: int) -> Iterator[Box]:
-        """Boxes of indices whose elements lie close enough in the source to be read at once, in
-        rows of it.
-        """
+        """Boxes of indices that are dense enough in the source to be read at once."""
         around = hull(self.source, indices).size
         if around > MOST_READ * indices.size:
             axis, step = self._widest(indices), 1
@@ -140,20 +123,12 @@ class Part:
             yield from self._cut(Box(tuple(start), tuple(stop)), limit)
 
     def _outermost(self, indices: Box) -> int | None:
-        """The axis that runs slowest on the first axis of the source, if it has more than one
-        index there.
-        """
-        axes = (
-            [axis for axis, _ in self.source[0].terms if indices.shape[axis] > 1]
-            if self.source
-            else []
-        )
-        return axes[0] if axes else None
+        """The slowest axis on the source's first axis, if it has more than one index there."""
+        terms = self.source[0].terms if self.source else ()
+        return next((axis for axis, _ in terms if indices.shape[axis] > 1), None)
 
     def _widest(self, indices: Box) -> int:
-        """The axis with the widest gaps between its elements in the source, for what lies
-        between.
-        """
+        """The axis whose elements have the widest gaps between them in the source."""
         gaps: dict[int, float] = {}
         for run in self.source:
             reach = 1
@@ -168,8 +143,7 @@ class Part:
 def _within(
     steps: Sequence[tuple[int, int]], start: int, stop: int
 ) -> Iterator[tuple[tuple[int, int], ...]]:
-    """The indices of nested axes, as (size, stride) outermost first, whose place is in `start <=
-    place < stop`.
+    """The indices of nested axes, (size, stride) outermost first, with `start <= place < stop`.
 
     They come as boxes, at most `2 * len(steps) - 1` of them.
     """
@@ -228,12 +202,15 @@ def _run(line: Line, order: Mapping[str, int], fixed: Mapping[str, int]) -> Run:
 
 @dataclass(frozen=True, slots=True)
 class LeafLayout:
-    """A target array of `shape`, made of parts of source arrays. What no part has is padding:
-    zeros.
-    """
+    """An array of `shape`, made of parts of source arrays; what no part covers is zero."""
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
+
+    @property
+    def arrays(self) -> set[str]:
+        """The source arrays that it is made of."""
+        return {part.array for part in self.parts}
 
     @property
     def padding(self) -> int:

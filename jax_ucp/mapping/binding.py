@@ -1,6 +1,4 @@
-"""A mapping applied to names and shapes: which parameters each leaf is made of, and where their
-elements go.
-"""
+"""A mapping bound to names and shapes: which parameters form each leaf, and where elements go."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from jax_ucp.errors import LayoutError, SpecError
+from jax_ucp.errors import LayoutError, SpecError, fault_lines
 from jax_ucp.layout.axes import (
     Axis,
     Claim,
@@ -68,8 +66,7 @@ class Bound:
 
 @dataclass
 class _Instance:
-    """A rule with the parameters that it claims, of one value for each placeholder that leaves have
-    too.
+    """A rule with the parameters it claims, for one value of each placeholder that leaves share.
 
     `shared` are those values. `members` has for each name with placeholders the parameter of each
     stacked place.
@@ -81,15 +78,13 @@ class _Instance:
 
     @property
     def names(self) -> list[str]:
-        """The parameters that it claims; one that two names with placeholders stand for comes
-        twice.
-        """
+        """The parameters that it claims; one under two names with placeholders comes twice."""
         return [name for members in self.members.values() for name in members.values()]
 
     @property
-    def stacked(self) -> tuple[str, ...]:
+    def stacked(self) -> list[str]:
         """The placeholders of parameters that are axes of the leaves."""
-        return _stacked(self.rule)
+        return _placeholder_axes(self.rule)[1]
 
     @property
     def places(self) -> list[range]:
@@ -99,8 +94,8 @@ class _Instance:
         return [range(max(column) + 1) for column in numbers]
 
     def axes(self, pattern: str) -> str:
-        """What the rule says of the axes of a parameter."""
-        return self.rule.params[pattern] if pattern in self.rule.params else self.rule.tied[pattern]
+        """The axes of a parameter."""
+        return {**self.rule.params, **self.rule.tied}[pattern]
 
     def spread(self, axes: str, rest: int) -> Expression:
         """The expression with names for the `rest` axes that `...` stands for."""
@@ -112,23 +107,20 @@ class _Instance:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a requirement: met, assumed on the user's word, or unmet; and what the
-    config has there.
-    """
+    """What became of a requirement, and the config's values for it."""
 
     requirement: Requirement
     state: Literal["met", "assumed", "unmet"]
-    found: str
+    values: str
 
     def __str__(self) -> str:
-        return f"{self.requirement.name}: {self.found}; {self.requirement.reason}"
+        return f"{self.requirement.name}: {self.values}; {self.requirement.reason}"
 
 
 def outcomes(
     mapping: LeafMapping, config: Mapping[str, Any], assumed: Collection[str] = ()
 ) -> list[Outcome]:
-    """What becomes of every requirement of a mapping. Without a config none is met: it is not one
-    of defaults.
+    """What becomes of every requirement of a mapping; without a config none of them is met.
 
     Raises LayoutError where what is assumed is none of them.
     """
@@ -167,22 +159,18 @@ def bind(
     lengths that contradict one another or do not divide, leaves formed twice.
     """
     checked = outcomes(mapping, config, assumed)
-    faults = _unmet_faults(
-        mapping, shapes, config, [one for one in checked if one.state == "unmet"]
-    )
+    faults = _unmet_faults(mapping, shapes, config, checked)
     if strays := sorted(given.keys() - mapping.names):
         faults.append(
             f"{', '.join(strays)} in sizes: no rule and no size of {mapping.name} has that name"
         )
     mapping, undecided = _with_rules_that_hold(mapping, config)
-    if undecided:  # which is said already where no config is there to decide
-        raise _refusal(mapping, faults if faults and not config else [*faults, *undecided])
+    if undecided:
+        is_known_why = bool(faults) and not config  # the faults ask for a config already
+        raise _refusal(mapping, faults if is_known_why else [*faults, *undecided])
     bound = _bound(mapping, shapes, given, numbers_of(config), faults)
-    vouched = [
-        f"on the user's word, against the requirement {one}"
-        for one in checked
-        if one.state == "assumed"
-    ]
+    assumptions = [outcome for outcome in checked if outcome.state == "assumed"]
+    vouched = [f"on the user's word, against the requirement {one}" for one in assumptions]
     return replace(bound, notes=[*vouched, *bound.notes])
 
 
@@ -190,9 +178,10 @@ def _unmet_faults(
     mapping: LeafMapping,
     shapes: Mapping[str, Shape],
     config: Mapping[str, Any],
-    lacking: Sequence[Outcome],
+    checked: Sequence[Outcome],
 ) -> list[str]:
-    """A fault for each requirement that is not met, the last with what to do about them."""
+    """A fault for each requirement that is not met, the last with the remedy."""
+    lacking = [outcome for outcome in checked if outcome.state == "unmet"]
     if not lacking:
         return []
     vouch = "to vouch for a requirement, name it in assume= (--assume)"
@@ -210,10 +199,9 @@ def _fitting(
 ) -> Iterator[str]:
     """The mappings of the package to the same target, one way or the other, that fit."""
     target = mapping.name.removesuffix(".yaml").rpartition("-to-")[2]
-    names = [name for name in shipped() if name.endswith(f"-to-{target}")]
-    for name in names:
-        one = LeafMapping.load(name)
-        for way in (one, one.inverse()) if one.requires else ():
+    for name in [name for name in shipped() if name.endswith(f"-to-{target}")]:
+        other = LeafMapping.load(name)
+        for way in (other, other.inverse()) if other.requires else ():
             with suppress(LayoutError):
                 if all(outcome.state == "met" for outcome in outcomes(way, config)):
                     bind(way, shapes, {}, config)
@@ -223,28 +211,35 @@ def _fitting(
 def _with_rules_that_hold(
     mapping: LeafMapping, config: Mapping[str, Any]
 ) -> tuple[LeafMapping, list[str]]:
-    """The mapping without rules whose `when` does not hold, and a fault for each that the config
-    leaves open.
-    """
+    """The mapping without rules whose `when` is false, and a fault for each that is undecided."""
     rules: list[Rule] = []
     faults: list[str] = []
     for rule in mapping.rules:
-        if rule.when and not config:
-            faults.append(f"{rule.label} is there when `{rule.when}`, but {_NO_CONFIG}")
-            continue
         try:
-            if not rule.when or holds(rule.when, config):
+            if _is_used(rule, config):
                 rules.append(rule)
-        except Undecided as error:
-            faults.append(f"{rule.label} is there when `{rule.when}`, but the config has {error}")
+        except Undecided as reason:
+            faults.append(f"{rule.label} is there when `{rule.when}`, but {reason}")
     return replace(mapping, rules=tuple(rules)), faults
+
+
+def _is_used(rule: Rule, config: Mapping[str, Any]) -> bool:
+    """Whether `when` of a rule holds. Raises Undecided where the config does not decide it."""
+    if not rule.when:
+        return True
+    if not config:
+        raise Undecided(_NO_CONFIG)
+    try:
+        return holds(rule.when, config)
+    except Undecided as error:
+        raise Undecided(f"the config has {error}") from None
 
 
 def _refusal(mapping: LeafMapping, faults: Sequence[str]) -> LayoutError:
     distinct = list(dict.fromkeys(faults))
-    more = [f"... and {len(distinct) - FAULTS_SHOWN} more"] if len(distinct) > FAULTS_SHOWN else []
-    title = f"{mapping.name} does not fit the checkpoint in {len(distinct)} places:"
-    return LayoutError("\n  ".join([title, *distinct[:FAULTS_SHOWN], *more]))
+    lines = fault_lines(distinct, FAULTS_SHOWN)
+    places = len(distinct)
+    return LayoutError(f"{mapping.name} does not fit the checkpoint in {places} places:\n  {lines}")
 
 
 def _bound(
@@ -254,9 +249,7 @@ def _bound(
     config: Mapping[str, int],
     faults: list[str],
 ) -> Bound:
-    """How parameters form leaves by the rules that are there. Raises LayoutError with `faults`
-    and all others.
-    """
+    """How parameters form leaves by these rules. Raises LayoutError with `faults` and its own."""
     skipped, instances = _claimed(mapping, shapes, faults)
     claims = [claim for instance in instances for claim in _shape_claims(instance, shapes, faults)]
     lengths = infer(claims, _known(mapping, given, config, faults))
@@ -275,11 +268,9 @@ def _scale_faults(
     mapping: LeafMapping, instances: Sequence[_Instance], known: Mapping[str, Known]
 ) -> Iterator[str]:
     scales = [instance.rule.factor for instance in instances]
-    for size in sorted({scale.size for scale in scales if isinstance(scale, Power)}):
-        if size not in known:
-            yield (
-                f"{mapping.name} scales by a power of {size}, which has no length; give it in sizes"
-            )
+    sizes = {scale.size for scale in scales if isinstance(scale, Power)}
+    for size in sorted(sizes - known.keys()):
+        yield f"{mapping.name} scales by a power of {size}, which has no length; give it in sizes"
 
 
 def _independent_copies(instances: Sequence[_Instance]) -> list[str]:
@@ -296,16 +287,15 @@ def _nested_leaves(names: Collection[str]) -> Iterator[str]:
     """A fault for each leaf with a leaf above it."""
     for name in names:
         *above, _ = itertools.accumulate(name.split("/"), "{}/{}".format)
-        for leaf in above:
-            if leaf in names:
-                yield f"{leaf} is a leaf, so {name} cannot be below it"
+        for leaf in filter(names.__contains__, above):
+            yield f"{leaf} is a leaf, so {name} cannot be below it"
 
 
 def _claimed(
     mapping: LeafMapping, shapes: Mapping[str, Shape], faults: list[str]
 ) -> tuple[dict[str, str], list[_Instance]]:
     """What becomes of every name: skipped with the reason, or a member of an instance of a rule."""
-    claims: dict[str, list[str]] = {name: [] for name in shapes}
+    claims: dict[str, list[str]] = defaultdict(list)
     skipped: dict[str, str] = {}
     for skip in mapping.skips:
         for name in filter(re.compile(regex_of(skip.param)).fullmatch, shapes):
@@ -317,8 +307,9 @@ def _claimed(
         of_rule = _instances(rule, shapes, contested)
         if not of_rule and not rule.optional:
             faults.append(f"{rule.label} finds no parameter")
-        for name in itertools.chain.from_iterable(instance.names for instance in of_rule):
-            claims[name].append(rule.label)
+        for instance in of_rule:
+            for name in instance.names:
+                claims[name].append(rule.label)
         instances += of_rule
     faults += _claim_faults(claims, shapes)
     return skipped, instances
@@ -329,13 +320,12 @@ def _instances(
 ) -> list[_Instance]:
     """The parameters that a rule claims, by the values of the placeholders that leaves have too."""
     instances: dict[Values, _Instance] = {}
-    shared, stacked = _shared(rule), _stacked(rule)
-    for pattern in (*rule.params, *rule.tied):
+    shared, stacked = _placeholder_axes(rule)
+    unsure = contested if rule.optional else ()
+    for pattern, axes in {**rule.params, **rule.tied}.items():
         for name, shape in shapes.items():
             values = values_in(pattern, name)
-            if values is None:
-                continue
-            if rule.optional and name in contested and not _fits(rule, pattern, shape):
+            if values is None or (name in unsure and not _fits(axes, shape)):
                 continue
             of_leaf = {key: values[key] for key in shared}
             instance = instances.setdefault(tuple(of_leaf.values()), _Instance(rule, of_leaf))
@@ -350,12 +340,13 @@ def _claim_faults(
 ) -> Iterator[str]:
     """A fault for names that not just one rule or skip claims.
 
-    Layers share what is wrong with them, so names that differ in numbers alone are told once.
+    Layers share what is wrong with them, so names that differ in numbers alone are one fault.
     """
     alike: dict[tuple[str, Shape, tuple[str, ...]], list[str]] = defaultdict(list)
-    for name, claimants in claims.items():
+    for name, shape in shapes.items():
+        claimants = tuple(claims.get(name, ()))
         if len(claimants) != 1:
-            alike[re.sub(r"\d+", "#", name), shapes[name], tuple(claimants)].append(name)
+            alike[re.sub(r"\d+", "#", name), shape, claimants].append(name)
     for (_, shape, claimants), names in alike.items():
         fault = f"claimed {len(claimants)} times, {'; '.join(claimants)}"
         if not claimants:
@@ -365,39 +356,32 @@ def _claim_faults(
 
 
 def _claimed_twice(mapping: LeafMapping, shapes: Mapping[str, Shape]) -> set[str]:
-    """The names that several rules match, such as those that the inverse gives the leaves of a
-    dense and a sparse MLP: an optional rule then means the arrays that have as many axes as it
-    names."""
-    seen: Counter[str] = Counter()
+    """The names that several rules match; an optional rule claims those of its number of axes."""
+    counts: Counter[str] = Counter()
     for rule in mapping.rules:
-        regexes = _param_regexes(rule)
-        seen.update(name for name in shapes if any(regex.fullmatch(name) for regex in regexes))
-    return {name for name, count in seen.items() if count > 1}
+        matching = [filter(regex.fullmatch, shapes) for regex in _param_regexes(rule)]
+        counts.update(set(itertools.chain.from_iterable(matching)))
+    return {name for name, count in counts.items() if count > 1}
 
 
-def _fits(rule: Rule, pattern: str, shape: Shape) -> bool:
-    said = expression({**rule.params, **rule.tied}[pattern])
-    return len(shape) >= len(said.dims) - 1 if said.rest else len(shape) == len(said.dims)
+def _fits(axes: str, shape: Shape) -> bool:
+    """Whether an array of this shape has as many axes as a rule says."""
+    dims = len(expression(axes).dims)
+    return len(shape) >= dims - 1 if expression(axes).rest else len(shape) == dims
 
 
-def _shared(rule: Rule) -> tuple[str, ...]:
-    """The placeholders that are in the names of both sides."""
+def _placeholder_axes(rule: Rule) -> tuple[list[str], list[str]]:
+    """The placeholders of parameters that leaves have too, and those that are axes of leaves."""
+    of_params = placeholders(next(iter(rule.params)))
     of_leaves = placeholders(next(iter(rule.leaves)))
-    return tuple(key for key in placeholders(next(iter(rule.params))) if key in of_leaves)
-
-
-def _stacked(rule: Rule) -> tuple[str, ...]:
-    """The placeholders of the parameters that are axes of the leaves."""
-    of_leaves = placeholders(next(iter(rule.leaves)))
-    return tuple(key for key in placeholders(next(iter(rule.params))) if key not in of_leaves)
+    shared = list(filter(of_leaves.__contains__, of_params))
+    return shared, list(itertools.filterfalse(of_leaves.__contains__, of_params))
 
 
 def _shape_claims(
     instance: _Instance, shapes: Mapping[str, Shape], faults: list[str]
 ) -> list[Claim]:
-    """What a rule says of the shapes of the parameters it found, and of how many of them there
-    are.
-    """
+    """What a rule implies for the shapes of its parameters, and for their number."""
     if strays := list(_stray_numbers(instance)):
         faults.append(strays[0])
         return []
@@ -410,8 +394,7 @@ def _stray_numbers(instance: _Instance) -> Iterator[str]:
     for i, key in enumerate(instance.stacked):
         for pattern, names in instance.members.items():
             numbers = {values[i] for values in names}
-            strays = sorted(number for number in numbers if not _NUMBER.fullmatch(number))
-            if strays:
+            if strays := sorted(itertools.filterfalse(_NUMBER.fullmatch, numbers)):
                 yield (
                     f"{instance.rule.label} stacks {{{key}}} of {pattern}, but finds"
                     f" {', '.join(strays)} there"
@@ -460,28 +443,22 @@ def _member_claims(instance: _Instance, shapes: Mapping[str, Shape]) -> Iterator
 
 def _rest(axes: str, shape: Shape) -> int:
     """How many axes of an array `...` stands for."""
-    said = expression(axes)
-    return len(shape) - len(said.dims) + 1 if said.rest else 0
+    parsed = expression(axes)
+    return len(shape) - len(parsed.dims) + 1 if parsed.rest else 0
 
 
 def _places(ranges: Sequence[range]) -> Iterator[Values]:
-    """Every combination of numbers, one at a time: a name with a stray number must not make a
-    list of all below it.
-    """
+    """Every combination of numbers, generated lazily: a stray number may be very large."""
     if not ranges:
         yield ()
-        return
-    for number in ranges[0]:
-        for rest in _places(ranges[1:]):
-            yield (str(number), *rest)
+    else:
+        yield from ((str(n), *rest) for n in ranges[0] for rest in _places(ranges[1:]))
 
 
 def _known(
     mapping: LeafMapping, given: Mapping[str, int], config: Mapping[str, int], faults: list[str]
 ) -> dict[str, Known]:
-    """The lengths that need no shapes: those given, and the mapping's sizes as far as the config
-    has their names.
-    """
+    """The lengths known without shapes: those given, and sizes whose names the config has."""
     known = {name: Known(n, "given in sizes") for name, n in given.items()}
     numbers = {**config, **given}
     waiting = {name: size for name, size in mapping.sizes.items() if name not in given}
@@ -504,9 +481,7 @@ def _leaves(
     faults: list[str],
     notes: list[str],
 ) -> dict[str, LeafForm]:
-    """How each leaf is formed, by name; what is wrong is added to `faults`, what is to be told
-    to `notes`.
-    """
+    """How each leaf is formed, by name; adds to `faults` and `notes`."""
     leaves: dict[str, LeafForm] = {}
     for instance in instances:
         for name, form in _formed(instance, shapes, sizes, faults, notes):
@@ -557,9 +532,7 @@ def _formed(
 
 
 def _copies(rule: Rule, params: Mapping[str, Expression]) -> list[dict[str, Expression]]:
-    """The parameters that hold the elements of a rule's leaves: those of the rule, and each that
-    is tied to them.
-    """
+    """The parameters that hold the elements of a rule's leaves: its own, then each tied copy."""
     own = {pattern: axes for pattern, axes in params.items() if pattern in rule.params}
     tied = [{pattern: axes} for pattern, axes in params.items() if pattern in rule.tied]
     return [own, *tied] if own else tied
@@ -576,9 +549,7 @@ def _scaled_note(rule: Rule, scale: float) -> str:
 def _leaf_places(
     pattern: str, shared: Mapping[str, str], sizes: Mapping[str, int]
 ) -> Iterator[tuple[str, dict[str, int]]]:
-    """The leaves of a name with placeholders, each with its place on the axes that have a leaf
-    for each index.
-    """
+    """The leaves of a name with placeholders, each with its index on the unstacked axes."""
     unstacked = [key for key in placeholders(pattern) if key not in shared]
     for place in itertools.product(*(range(sizes[key]) for key in unstacked)):
         fixed = dict(zip(unstacked, place, strict=True))
@@ -591,10 +562,7 @@ def _dropped_padding(
 ) -> Iterator[str]:
     """A note for each parameter that has padding, which no leaf has."""
     for pattern, axes in params.items():
-        padding = [component for component in components(axes, sizes) if component.padding]
-        if padding:
-            every = frozenset[str]().union(*(component.names for component in padding))
-            names = " and ".join(sorted(filter(is_padding, every)))
+        if names := " and ".join(sorted(filter(is_padding, axes.names))):
             yield f"{rule.label}: {names} of {pattern} is dropped; going back gives zeros there"
 
 
@@ -619,9 +587,7 @@ def _layout(
     sizes: Mapping[str, int],
     fixed: Mapping[str, int],
 ) -> LeafLayout:
-    """Where the elements of a leaf are in parameters; `fixed` are the places at which parameters
-    are unstacked.
-    """
+    """Where the elements of a leaf are in parameters; `fixed` are indices of unstacked axes."""
     stacked = instance.stacked
     sources: dict[frozenset[str], tuple[str, Component]] = {}
     for pattern, axes in params.items():
@@ -645,9 +611,7 @@ def _in_order(members: Mapping[Values, str]) -> list[tuple[tuple[int, ...], str]
 
 @dataclass(frozen=True)
 class Said:
-    """What was said beside a checkpoint when it was mapped: lengths, requirements vouched for, a
-    model's config.
-    """
+    """What the user gave when a checkpoint was mapped: lengths, vouched requirements, a config."""
 
     lengths: dict[str, int] = field(default_factory=dict[str, int])
     assumed: tuple[str, ...] = ()
@@ -655,9 +619,7 @@ class Said:
 
 
 def said_before(mapping: LeafMapping, done: Mapping[str, Any]) -> Said:
-    """What was said to the mapping that made a checkpoint, if `mapping` undoes it; `done` is the
-    record of that.
-    """
+    """What the user gave to the mapping that `mapping` undoes; `done` is the record of that."""
     rules, lengths = done.get("rules"), done.get("lengths")
     if not isinstance(rules, dict) or not isinstance(lengths, dict):
         return Said()
@@ -672,10 +634,10 @@ def said_before(mapping: LeafMapping, done: Mapping[str, Any]) -> Said:
 
 def unclaimed(mapping: LeafMapping, names: Sequence[str]) -> list[str]:
     """The names that neither a rule nor a skip claims."""
-    regexes = [regex for rule in mapping.rules for regex in _param_regexes(rule)]
+    regexes = list(itertools.chain.from_iterable(map(_param_regexes, mapping.rules)))
     regexes += [re.compile(regex_of(skip.param)) for skip in mapping.skips]
     return [name for name in names if not any(regex.fullmatch(name) for regex in regexes)]
 
 
 def _param_regexes(rule: Rule) -> list[re.Pattern[str]]:
-    return [name_regex(pattern) for pattern in (*rule.params, *rule.tied)]
+    return list(map(name_regex, (*rule.params, *rule.tied)))

@@ -35,9 +35,7 @@ _FORMS = 'write `key == "text"`, `key in [1, 2]`, `key < 8`, and, or, not, first
 
 
 class Undecided(Exception):
-    """The config does not have what a condition asks, or has something that cannot be compared
-    so.
-    """
+    """The config lacks a key of the condition, or its value cannot be compared."""
 
 
 def check_condition(text: object) -> None:
@@ -86,8 +84,8 @@ def unmet(text: str, config: Mapping[str, Any]) -> str:
 def values_of(keys: Iterable[str], config: Mapping[str, Any]) -> str:
     """The keys that a config has, with their values; of keys that it has none of, that."""
     listed = tuple(dict.fromkeys(keys))
-    there = [f"{key} = {_shown(value)}" for key in listed for value in _found(key, config)]
-    return ", ".join(there) or _none_of(listed)
+    values = [f"{key} = {_shown(value)}" for key in listed for value in _lookup(key, config)]
+    return ", ".join(values) or _none_of(listed)
 
 
 def _none_of(keys: Iterable[str]) -> str:
@@ -251,12 +249,12 @@ def _value(node: ast.expr, config: Mapping[str, Any]) -> Any:
     key = _key(node)
     if not key:
         return _literal(node)
-    for value in _found(key, config):
+    for value in _lookup(key, config):
         return value
     raise Undecided(f"no {key}")
 
 
-def _found(key: str, config: Mapping[str, Any]) -> Iterator[Any]:
+def _lookup(key: str, config: Mapping[str, Any]) -> Iterator[Any]:
     """The value at a key with dots, if the config has one."""
     value: Any = config
     for name in key.split("."):

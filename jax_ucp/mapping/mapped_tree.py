@@ -1,6 +1,4 @@
-"""A checkpoint's tree `{state: {parameter: array}}` with the leaves of a model in place of the
-parameters.
-"""
+"""A checkpoint `{state: {parameter: array}}` with a model's leaves in place of parameters."""
 
 from __future__ import annotations
 
@@ -40,13 +38,10 @@ def states_of(contents: Contents) -> dict[str, dict[str, Leaf]]:
             raise TreeMismatch(f"{contents.path} has two arrays {leaf.label}")
         states[state][name] = leaf
     if "param" not in states:
-        other = (
-            f"; {len(states['other'])} are below `other`, and its notes say why"
-            if "other" in states
-            else ""
-        )
+        count = len(states.get("other", ()))
+        others = f"; {count} are below `other`, and its notes say why" if count else ""
         raise TreeMismatch(
-            f"{contents.path} has no parameters: a mapping wants them below `param`{other}"
+            f"{contents.path} has no parameters: a mapping wants them below `param`{others}"
         )
     return dict(states)
 
@@ -58,8 +53,7 @@ def map_contents(
     notes: list[str],
     source: Mapping[str, Any],
 ) -> Contents:
-    """The checkpoint with the leaves that `forms` says, at `(state, *parts of the name between
-    slashes)`.
+    """The checkpoint with the leaves that `forms` describes, at `(state, *name.split("/"))`.
 
     A state that has the parameter's shape is mapped as the parameter is. One that is a number, such
     as Adam's step, is that of every parameter that forms the leaf, and they must agree. `skipped`
@@ -135,9 +129,8 @@ class _Tree:
                 faults.append(str(fault))
                 continue
             if formed is not None:
-                formed_at[Key("dict", state), *(Key("dict", part) for part in name.split("/"))] = (
-                    formed
-                )
+                keys = (state, *name.split("/"))
+                formed_at[tuple(Key("dict", key) for key in keys)] = formed
         if faults:
             lines = fault_lines(faults)
             raise LayoutError(f"the states of {len(faults)} leaves cannot be mapped:\n  {lines}")
@@ -145,11 +138,9 @@ class _Tree:
         return names, {names[path]: formed for path, formed in formed_at.items()}
 
     def _formed(self, state: str, name: str) -> Formed | None:
-        """One state of a leaf; None where none of its parameters has it, or where it does not
-        follow.
-        """
+        """One state of a leaf; None if no parameter has it, or if it is left out."""
         form, leaves = self.forms[name], self.states[state]
-        params = [param for param in form.params if param in leaves]
+        params = list(filter(leaves.__contains__, form.params))
         if not params:
             return None
         layouts = _complete_layouts(form, params, f"{state}/{name}")
@@ -177,9 +168,7 @@ class _Tree:
         self.notes.append(f"{state}/{name} is left out: {why}")
 
     def _has_numbers(self, state: str, params: Sequence[str]) -> bool:
-        """Whether a state of these parameters is a number of each, where it should have their
-        shapes else.
-        """
+        """Whether a state is one number for each parameter, rather than an array of its shape."""
         leaves, wanted = self.states[state], self.states["param"]
         unlike = [param for param in params if leaves[param].shape != wanted[param].shape]
         all_unlike = len(unlike) == len(params)
@@ -206,14 +195,10 @@ def _complete_layouts(form: LeafForm, params: Collection[str], label: str) -> li
     Of tied parameters an optimizer has but one, so not every copy has a state. Raises _Unmappable
     if none has.
     """
-    layouts = [
-        layout
-        for layout in (form.layout, *form.copies)
-        if all(part.array in params for part in layout.parts)
-    ]
+    layouts = [layout for layout in (form.layout, *form.copies) if layout.arrays <= {*params}]
     if layouts:
         return layouts
-    lacking = sorted({part.array for part in form.layout.parts}.difference(params))
+    lacking = sorted(form.layout.arrays.difference(params))
     names = " and ".join(lacking[:3])
     if len(lacking) > 3:
         names += f" and {len(lacking) - 3} more"
@@ -235,9 +220,7 @@ def _renamed(layout: LeafLayout, leaves: Mapping[str, Leaf]) -> LeafLayout:
 
 
 def _pieces(contents: Contents, leaves: Mapping[str, Leaf], formed: Formed) -> Iterator[Piece]:
-    """Where the bytes of a leaf are: for each piece of its parameters the block of the leaf that
-    it fills.
-    """
+    """Where the bytes of a leaf are: for each piece of its parameters, the block that it fills."""
     if formed.equal:
         for name in formed.equal:
             yield from contents.where(leaves[name])
@@ -254,9 +237,7 @@ def _pieces(contents: Contents, leaves: Mapping[str, Leaf], formed: Formed) -> I
 
 
 def _groups(contents: Contents, forms: Mapping[str, LeafForm]) -> tuple[Group, ...]:
-    """What the optimizer was told for each leaf: that in which the parameters that form it
-    agree.
-    """
+    """The optimizer settings of each leaf: those on which all of its parameters agree."""
     settings_of = {name: group.settings for group in contents.groups for name in group.params}
     agreed: dict[str, dict[str, Any]] = {}
     for leaf, form in forms.items():
@@ -314,9 +295,7 @@ def _left_parameters(tree: _Tree, skipped: Mapping[str, str]) -> dict[str, str]:
 def _items_left(
     contents: Contents, leaves: Sequence[tuple[str, Leaf]], left: Collection[str]
 ) -> dict[str, str]:
-    """By its place, each stored item that holds nothing but states that are left out: the label
-    of its last.
-    """
+    """The stored items that hold nothing but states left out, each with the label of its last."""
     if not left:
         return {}
     kept: set[str] = set()

@@ -1,6 +1,4 @@
-"""What is known of a checkpoint's model: Hugging Face's config.json, Megatron's arguments, or a
-given config.
-"""
+"""A checkpoint's model config: Hugging Face's config.json, Megatron's arguments, or given."""
 
 from __future__ import annotations
 
@@ -18,8 +16,7 @@ _NAMES = ("config", "args")
 
 
 def config_of(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint's extras say of its model, in the first item that has a config or
-    arguments.
+    """The model's config in a checkpoint's extras: the first item with a config or arguments.
 
     Several are not joined: what one leaves out has its model's default, and not what another says.
     Megatron's `num_query_groups` is 1 where there are no groups (`group_query_attention` of its
@@ -52,16 +49,12 @@ def numbers_of(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def is_length(value: object) -> bool:
-    """Whether a value of a config can be a length; others, such as -1 for what is not set, are
-    none.
-    """
+    """Whether a config's value can be a length; others, such as -1 for "not set", are none."""
     return type(value) is int and 0 <= value <= MAX_SIZE
 
 
 def given_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
-    """A config that a user gives: a dict, or a JSON file with one. Raises FormatError where a
-    file is none.
-    """
+    """A config as a dict, from a dict or a JSON file. Raises FormatError for a bad file."""
     if isinstance(config, Mapping):
         return dict(config)
     path = local_path(config)
@@ -81,9 +74,7 @@ def given_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str
 def joined(
     stored: Mapping[str, Any], given: Mapping[str, Any], used: frozenset[str]
 ) -> dict[str, Any]:
-    """The config of a checkpoint with what a user gave. Raises LayoutError where they differ in
-    a key that is used.
-    """
+    """The stored config with the given one. Raises LayoutError if they differ in a used key."""
     differ = [
         key for key in sorted(used & stored.keys() & given.keys()) if stored[key] != given[key]
     ]

@@ -1,5 +1,4 @@
-"""How parameters form the leaves of a model: rules in YAML or in Python, and the same rules
-backwards.
+"""How parameters form the leaves of a model: rules in YAML or in Python, and their inverse.
 
 sizes: {heads: num_attention_heads}        # lengths by name, from the model's config; others follow
 from shapes requires:                                  # what must hold of the config for the leaves
@@ -16,8 +15,9 @@ skip:
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from collections.abc import Mapping as Dict
 from dataclasses import asdict, dataclass, field, replace
@@ -78,20 +78,19 @@ class Rule:
     add: float = 0
     backwards: bool = False
     when: str = ""
-    where: str = field(default="", compare=False)
+    place: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         _check(self)
 
     def __str__(self) -> str:
-        said = " and ".join(f"{name}: {axes}" for name, axes in self.params.items())
-        made = " and ".join(f"{name}: {axes}" for name, axes in self.leaves.items())
-        return f"{said} -> {made}"
+        sides = (map(": ".join, side.items()) for side in (self.params, self.leaves))
+        return " -> ".join(map(" and ".join, sides))
 
     @property
     def label(self) -> str:
         """What errors call it."""
-        return f"{self.where}{': ' * bool(self.where)}the rule for {' and '.join(self.params)}"
+        return f"{self.place}{': ' * bool(self.place)}the rule for {' and '.join(self.params)}"
 
     @property
     def factor(self) -> float | Power:
@@ -103,17 +102,12 @@ class Rule:
 
     @property
     def names(self) -> frozenset[str]:
-        """Every name of its own that may have a length: axes, placeholders, and the size that it
-        scales by.
-        """
-        names: set[str] = set()
-        for axes in (*self.params.values(), *self.tied.values(), *self.leaves.values()):
-            names |= expression(axes).names
-        for name in (*self.params, *self.leaves):
-            names.update(placeholders(name))
-        if isinstance(self.factor, Power):
-            names.add(self.factor.size)
-        return frozenset(names)
+        """Every name that may have a length: axes, placeholders, and the size of `scale`."""
+        axes = (*self.params.values(), *self.tied.values(), *self.leaves.values())
+        of_axes = [expression(text).names for text in axes]
+        of_names = map(placeholders, (*self.params, *self.leaves))
+        of_scale = {self.factor.size} if isinstance(self.factor, Power) else ()
+        return frozenset[str]().union(*of_axes, *of_names, of_scale)
 
     def to_dict(self) -> dict[str, Any]:
         """The item of a YAML file that says this rule."""
@@ -125,8 +119,7 @@ class Rule:
         return item
 
     def inverse(self) -> Rule:
-        """The rule from leaves to parameters. What was tied becomes one; a copy among the leaves
-        becomes tied.
+        """The rule from leaves to parameters; what was tied becomes one, copied leaves become tied.
 
         A cast is not undone: the parameter has the leaf's dtype.
         """
@@ -145,8 +138,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """A condition `that` on the model's config, without which the leaves would mean something else,
-    and the reason.
+    """A condition `that` on the model's config, without which leaves would mean something else.
 
     `name` is what a user calls it who vouches for it instead: `map(..., assume=["rope"])`.
     """
@@ -158,9 +150,7 @@ class Requirement:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """Parameters that are not wanted, with the reason. In `param`, `*` is any text, `{layer}`
-    one part of the name.
-    """
+    """Parameters to skip, with the reason. `*` is any text, `{layer}` one part of the name."""
 
     param: str
     reason: str
@@ -168,9 +158,7 @@ class Skip:
 
 @dataclass(frozen=True)
 class Mapping:
-    """Rules that turn the parameters of a checkpoint into the leaves of a model, all of them
-    both ways.
-    """
+    """Rules that turn the parameters of a checkpoint into a model's leaves, and back."""
 
     rules: Sequence[Rule]
     skips: Sequence[Skip] = ()
@@ -225,16 +213,10 @@ class Mapping:
 
     @property
     def config_keys(self) -> frozenset[str]:
-        """The keys of the model's config that conditions and sizes name, without what is below
-        them.
-        """
-        keys: set[str] = set()
-        for requirement in self.requires:
-            keys.update(keys_in(requirement.that))
-        for rule in self.rules:
-            keys.update(keys_in(rule.when) if rule.when else ())
-        for size in self.sizes.values():
-            keys |= names_in(size)
+        """The top-level config keys that conditions and sizes name."""
+        conditions = {requirement.that for requirement in self.requires}
+        conditions |= {rule.when for rule in self.rules} - {""}
+        keys = set[str]().union(*map(keys_in, conditions), *map(names_in, self.sizes.values()))
         return frozenset(key.partition(".")[0] for key in keys)
 
     def inverse(self) -> Mapping:
@@ -269,14 +251,14 @@ def placeholders(name: str) -> tuple[str, ...]:
     >>> placeholders("blocks.{layer+1}.experts.{expert}.w")
     ('layer', 'expert')
     """
-    for said in _BRACES.findall(name):
-        if not _PLACEHOLDER.fullmatch(said):
-            raise SpecError(
-                f"{{{said}}} in {name!r} is no placeholder; write a name in braces, or {{name+1}}"
-            )
+    texts = _BRACES.findall(name)
+    for text in itertools.filterfalse(_PLACEHOLDER.fullmatch, texts):
+        raise SpecError(
+            f"{{{text}}} in {name!r} is no placeholder; write a name in braces, or {{name+1}}"
+        )
     if re.search(r"[{}]", _BRACES.sub("", name)):
         raise SpecError(f"a brace in {name!r} is not closed, or was never opened")
-    return tuple(dict.fromkeys(said.partition("+")[0] for said in _BRACES.findall(name)))
+    return tuple(dict.fromkeys(text.partition("+")[0] for text in texts))
 
 
 @lru_cache(maxsize=4096)
@@ -350,9 +332,7 @@ def _keys(name: str, axes: str) -> list[frozenset[str]]:
 
 
 def _check(rule: Rule) -> None:
-    """Raise SpecError where a rule says what cannot be, or its two sides do not name the same
-    axes.
-    """
+    """Raise SpecError for an invalid rule, or if its two sides name different axes."""
     if not rule.params or not rule.leaves:
         raise SpecError("a rule needs a parameter and a leaf")
     _check_placeholders("param", rule.params)
@@ -368,9 +348,7 @@ def _check(rule: Rule) -> None:
 
 
 def _check_placeholders(side: str, names: Dict[str, str]) -> None:
-    """Raise SpecError where a name has an axis of its array in it, or names differ in their
-    placeholders.
-    """
+    """Raise SpecError if an axis is in the name already, or names differ in placeholders."""
     for name, axes in names.items():
         for key in placeholders(name):
             if key in expression(axes).names:
@@ -429,10 +407,10 @@ _NamesByAxes = dict[frozenset[str], list[str]]
 
 
 def _names_by_axes(side: Dict[str, str]) -> _NamesByAxes:
-    names: _NamesByAxes = {}
+    names: _NamesByAxes = defaultdict(list)
     for name, text in side.items():
         for axes in _keys(name, text):
-            names.setdefault(axes, []).append(name)
+            names[axes].append(name)
     return names
 
 
@@ -447,9 +425,7 @@ def _refuse_unmatched(side: _NamesByAxes, other: _NamesByAxes, kind: str) -> Non
 
 
 def _nearest(axes: frozenset[str], others: _NamesByAxes) -> str:
-    """The other side's component with the most axes in common, and what is too much and too
-    little in it.
-    """
+    """The other side's closest component, and what it lacks or has besides."""
     if not others:
         return "name them there, or begin a name with _ for padding"
     near = min(others, key=lambda other: len(other ^ axes))
@@ -462,16 +438,16 @@ def _listed(axes: frozenset[str]) -> str:
     return ", ".join(sorted(axes)) or "of a scalar"
 
 
-def _requirement(item: object, where: str) -> Requirement:
-    said = fields(item, "a requirement", {"name", "that", "reason"}, set())
+def _requirement(item: object, place: str) -> Requirement:
+    content = fields(item, "a requirement", {"name", "that", "reason"}, set())
     for key in ("name", "reason"):
-        if not isinstance(said[key], str) or not said[key].strip():
-            raise SpecError(f"the {key} of a requirement is a text, not {said[key]!r}")
-    check_condition(said["that"])
-    return Requirement(said["name"], said["that"], said["reason"])
+        if not _is_text(content[key]):
+            raise SpecError(f"the {key} of a requirement is a text, not {content[key]!r}")
+    check_condition(content["that"])
+    return Requirement(**content)
 
 
-def _rule(item: object, where: str) -> Rule:
+def _rule(item: object, place: str) -> Rule:
     content = fields(item, "a rule", {"param", "leaf"}, {"axes", *_OPTIONS})
     axes = content.get("axes", REST)
     if isinstance(content["param"], dict) and "axes" in content:
@@ -480,30 +456,23 @@ def _rule(item: object, where: str) -> Rule:
     for flag in ("optional", "backwards"):
         if not isinstance(content.get(flag, False), bool):
             raise SpecError(f"{flag} is true or false, not {content[flag]!r}")
-    return Rule(
-        params,
-        _named(content["leaf"], axes if len(params) == 1 else None, "leaf"),
-        _named(content.get("tied", {}), axes, "tied"),
-        optional=content.get("optional", False),
-        cast=str(content.get("cast", "")),
-        scale=content.get("scale", 1),
-        add=content.get("add", 0),
-        backwards=content.get("backwards", False),
-        when=content.get("when", ""),
-        where=where,
-    )
+    options = {name: content[name] for name in _OPTIONS if name in content}
+    options["tied"] = _named(content.get("tied", {}), axes, "tied")
+    options["cast"] = str(content.get("cast", ""))
+    leaves = _named(content["leaf"], axes if len(params) == 1 else None, "leaf")
+    return Rule(params, leaves, **options, place=place)
 
 
-def _skip(item: object, where: str) -> Skip:
-    said = fields(item, "what is skipped", {"param", "reason"}, set())
-    if (
-        not isinstance(said["param"], str)
-        or not isinstance(said["reason"], str)
-        or not said["reason"].strip()
-    ):
+def _skip(item: object, place: str) -> Skip:
+    content = fields(item, "what is skipped", {"param", "reason"}, set())
+    if not isinstance(content["param"], str) or not _is_text(content["reason"]):
         raise SpecError("what is skipped has a param, which is a name, and a reason")
-    regex_of(said["param"])
-    return Skip(said["param"], said["reason"])
+    regex_of(content["param"])
+    return Skip(**content)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
 def _named(node: object, axes: object, what: str) -> dict[str, str]:

@@ -53,8 +53,7 @@ def rule_faults(tx: optax.GradientTransformation, params: Any) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Answers:
-    """Moments after an update: from ones without a gradient, from zeros with one, with its
-    double, and from zeros beside large second moments."""
+    """Moments after an update: of ones, of zeros by one and two gradients, beside large ones."""
 
     rest: Moments
     once: Moments
@@ -62,9 +61,7 @@ class _Answers:
     used: Moments
 
     def are_adams(self, role: str, param: str) -> bool:
-        """Whether a moment fades, grows as the gradient or its square, and the first whatever
-        the second is.
-        """
+        """Whether a moment decays, and grows as the gradient or its square."""
         key = role, param
         once = self.once[key] or np.nan
         fades = self.rest[key] < 1
@@ -80,9 +77,7 @@ def _is_about(ratio: float, wanted: float) -> bool:
 
 
 class _Probe:
-    """An optimizer that is asked for updates of small arrays; `keys` are its moments of Adam's
-    type.
-    """
+    """An optimizer asked for updates of small arrays; `keys` are its moments of Adam's type."""
 
     def __init__(self, tx: optax.GradientTransformation, params: Any):
         self._tx, self._update = tx, jax.jit(tx.update)
@@ -93,9 +88,7 @@ class _Probe:
         self.keys = [(slot.role, slot.param) for slot in self._slots if _is_moment(slot)]
 
     def after(self, first: float, second: float, gradient: float) -> Moments:
-        """The moments after one update from these, which an optimizer makes that gathers
-        gradients first, too.
-        """
+        """The moments after the first update from these that changes them."""
         state = self._tx.init(self._params)
         leaves = zip(self._slots, jax.tree.leaves(state), strict=True)
         values = [_started(slot, leaf, first, second) for slot, leaf in leaves]

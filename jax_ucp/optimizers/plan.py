@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,9 +44,7 @@ Status = Literal["mapped", "computed", "initial"]
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """Where the value of a leaf of an optax state comes from: a leaf of the checkpoint, or a
-    constant.
-    """
+    """Where the value of an optax leaf comes from: a leaf of the checkpoint, or a constant."""
 
     slot: Slot
     status: Status
@@ -85,8 +84,7 @@ class OptimizerPlan:
         verify: Extent = "sample",
         budget_bytes: int = DEFAULT_BUDGET,
     ) -> Any:
-        """The optax state. A moment lies as its parameter does, if the parameters of the plan had
-        shardings.
+        """Read the optax state; moments lie as their parameters do, if those had shardings.
 
         Else it is placed on `mesh`, by `rules` on labels such as `0/mu/layers/kernel`, or on the
         one device that `tx.init` would take. `cast=True` converts to the dtypes of the state.
@@ -95,22 +93,17 @@ class OptimizerPlan:
         Raises TreeMismatch where dtypes differ, or leaves have no place, CorruptData where bytes
         are not what was written, or a file is no longer the one that was opened.
         """
-        names = leaf_names([one.slot.path for one in self.filled])
-        named = dict(zip(names, map(_held, self.filled), strict=True))
+        paths = [one.slot.path for one in self.filled]
+        named = dict(zip(leaf_names(paths), map(_array_of, self.filled), strict=True))
         source = Combined.named(self.contents.arrays, named)
         state = self.state if mesh else jax.tree.map(_on_a_device, self.state)
-        leaves = [
-            Leaf(n.path, "", "empty", value=empty_kind(n.value))
-            for n in walk(state)
-            if not is_array(n.value)
-        ]
-        for (name, info), one in zip(source.arrays().items(), self.filled, strict=True):
-            leaves.append(Leaf(one.slot.path, name, "array", info.shape, info.dtype.name))
+        empty = [node for node in walk(state) if not is_array(node.value)]
+        leaves = [Leaf(n.path, "", "empty", value=empty_kind(n.value)) for n in empty]
+        for path, (name, info) in zip(paths, source.arrays().items(), strict=True):
+            leaves.append(Leaf(path, name, "array", info.shape, info.dtype.name))
         plan = plan_restore(leaves, state, mesh=mesh, rules=rules, cast=cast)
         plan = shared_plan(plan, source.arrays()) if share_reads else plan
-        proofs = self.contents.proofs(
-            {one.value.name for one in self.filled if isinstance(one.value, Leaf)}, verify
-        )
+        proofs = self.contents.proofs({leaf.name for leaf in _mapped(self.filled)}, verify)
         restored = run_restore(plan, source, budget_bytes, dealt_out(plan, proofs, verify))
         self.contents.files.require_unchanged()
         return restored
@@ -160,14 +153,10 @@ def _left_states(
     stored: Iterable[str], filled: Sequence[Filled], counts_steps: bool
 ) -> dict[str, str]:
     """The states of the checkpoint that no leaf takes, with the reason."""
-    used = {"param", *(str(one.value.path[0]) for one in filled if isinstance(one.value, Leaf))}
-    if counts_steps:
-        used.add(STEP)
-    return {
-        name: _LEFT.get(name, "no state of this optimizer takes it")
-        for name in stored
-        if name not in used
-    }
+    used = {"param", *(str(leaf.path[0]) for leaf in _mapped(filled))}
+    used |= {STEP} if counts_steps else set()
+    left = itertools.filterfalse(used.__contains__, stored)
+    return {name: _LEFT.get(name, "no state of this optimizer takes it") for name in left}
 
 
 @dataclass
@@ -206,9 +195,7 @@ class _Steps:
         return None if others else first
 
     def _one(self, param: str) -> int:
-        """The steps of a parameter as stored, or as given where none are stored; never two that
-        differ.
-        """
+        """The steps of a parameter as stored, else as given; the two may not differ."""
         if param not in self.stored:
             if self.given is None:
                 raise TreeMismatch(f"the checkpoint does not say the steps of {param}; give step=")
@@ -248,12 +235,8 @@ def _fill(
     """Where the value of a leaf comes from. Raises TreeMismatch where it comes from nowhere."""
     if slot.role == COUNT:
         count = steps.of(slot.covers)
-        return Filled(
-            slot,
-            "computed",
-            f"{count} steps of {few(slot.covers)}",
-            np.asarray(count, slot.value.dtype),
-        )
+        value = np.asarray(count, slot.value.dtype)
+        return Filled(slot, "computed", f"{count} steps of {few(slot.covers)}", value)
     if slot.role == ZEROS:
         zeros = np.broadcast_to(np.zeros((), slot.value.dtype), slot.value.shape)
         return Filled(slot, "computed", "zeros: a checkpoint is saved between two updates", zeros)
@@ -270,18 +253,25 @@ def _moment(slot: Slot, stored: Mapping[str, Mapping[str, Leaf]]) -> Leaf:
     leaf = stored.get(slot.role, {}).get(slot.param)
     if leaf is not None:
         return leaf
-    own = (
-        ", ".join(state for state, leaves in stored.items() if slot.param in leaves)
-        or "nothing of it"
-    )
+    states = [state for state, leaves in stored.items() if slot.param in leaves] or [
+        "nothing of it"
+    ]
     why = "the trainer had another optimizer than tx, or its state was left out (see the notes)"
     if slot.role in stored:
         why = "a parameter that was not trained has none: mask it (optax.masked, optax.partition)"
-    raise TreeMismatch(f"the checkpoint has no {slot.role} of {slot.param}; it has {own}: {why}")
+    raise TreeMismatch(
+        f"the checkpoint has no {slot.role} of {slot.param}; it has {', '.join(states)}: {why}"
+    )
 
 
-def _held(one: Filled) -> str | np.ndarray:
+def _array_of(one: Filled) -> str | np.ndarray:
+    """The name of the stored array of a leaf, or its constant."""
     return one.value.name if isinstance(one.value, Leaf) else one.value
+
+
+def _mapped(filled: Sequence[Filled]) -> list[Leaf]:
+    """The leaves of the checkpoint that leaves of the state come from."""
+    return [one.value for one in filled if isinstance(one.value, Leaf)]
 
 
 def _unlike(params: Any, stored: Mapping[str, Leaf]) -> Iterator[str]:
@@ -325,9 +315,7 @@ def _pairs(tree: Any) -> Iterator[tuple[str, Any]]:
 def _given(
     tx: optax.GradientTransformation, params: Any, slots: Sequence[Slot]
 ) -> dict[Path, np.ndarray]:
-    """What `tx.init` gives for leaves that do not depend on the parameters, such as
-    hyperparameters.
-    """
+    """What `tx.init` gives for leaves that do not depend on parameters: hyperparameters."""
     if not slots:
         return {}
     wanted = {slot.path for slot in slots}
@@ -341,15 +329,13 @@ def _given(
 
 
 def _placed(state: Any, slots: Sequence[Slot], params: Any) -> Any:
-    """The abstract state with the shardings of the parameters; what is of no parameter is on all
-    their devices.
-    """
+    """The abstract state with the parameters' shardings; other leaves are on all devices."""
     shardings = {
         name: getattr(value, "sharding", None) for name, value in param_leaves(params).items()
     }
-    there = [sharding for sharding in shardings.values() if sharding is not None]
-    named = [sharding for sharding in there if isinstance(sharding, NamedSharding)]
-    everywhere = NamedSharding(named[0].mesh, PartitionSpec()) if named else next(iter(there), None)
+    known = list(filter(None, shardings.values()))
+    named = [sharding for sharding in known if isinstance(sharding, NamedSharding)]
+    everywhere = NamedSharding(named[0].mesh, PartitionSpec()) if named else next(iter(known), None)
     placed = [
         jax.ShapeDtypeStruct(
             slot.value.shape, slot.value.dtype, sharding=shardings.get(slot.param, everywhere)

@@ -25,17 +25,18 @@ FIELDS: dict[type, dict[str, str]] = {
     optax.ScaleByScheduleState: {"count": COUNT},
     optax.InjectHyperparamsState: {"count": COUNT, "hyperparams": GIVEN, "inner_state": INNER},
     optax.InjectStatefulHyperparamsState: {
-        **{"count": COUNT, "hyperparams": GIVEN, "hyperparams_states": COUNT, "inner_state": INNER}
+        "count": COUNT,
+        "hyperparams": GIVEN,
+        "hyperparams_states": COUNT,
+        "inner_state": INNER,
     },
     # A trainer saves between two updates, so that no gradients are being gathered.
     optax.MultiStepsState: {
-        **{
-            "mini_step": ZEROS,
-            "gradient_step": COUNT,
-            "inner_opt_state": INNER,
-            "acc_grads": ZEROS,
-        },
-        **{"skip_state": INNER},
+        "mini_step": ZEROS,
+        "gradient_step": COUNT,
+        "inner_opt_state": INNER,
+        "acc_grads": ZEROS,
+        "skip_state": INNER,
     },
     optax.MaskedState: {"inner_state": INNER},
     optax.PartitionState: {"inner_states": INNER},
@@ -48,8 +49,7 @@ _COUNTS = ("count", "gradient_step")
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A leaf of an optax state: what it holds, of which parameter, or of which parameters the steps
-    count.
+    """A leaf of an optax state: what it holds, and of which parameter or parameters.
 
     `owner` is the type of the state that has it in one of its fields.
     """
@@ -67,10 +67,8 @@ class Slot:
 
     @property
     def of_moments(self) -> bool:
-        """Whether the state that has it has moments too: its count is then that of their
-        updates.
-        """
-        return any(role not in (COUNT, ZEROS, GIVEN, INNER) for role in FIELDS[self.owner].values())
+        """Whether its state has moments too: its count is then that of their updates."""
+        return not {COUNT, ZEROS, GIVEN, INNER}.issuperset(FIELDS[self.owner].values())
 
 
 def slots_of(tx: optax.GradientTransformation, params: Any) -> tuple[Any, list[Slot]]:
@@ -81,7 +79,7 @@ def slots_of(tx: optax.GradientTransformation, params: Any) -> tuple[Any, list[S
     state = jax.eval_shape(tx.init, params)
     names = param_leaves(params).keys()
     slots = list(_visit(state, (), names))
-    return state, [_with_covers(slot, slots, names) for slot in slots]
+    return state, [replace(slot, covers=_covers(slot, slots, names)) for slot in slots]
 
 
 def param_leaves(params: Any) -> dict[str, Any]:
@@ -90,9 +88,7 @@ def param_leaves(params: Any) -> dict[str, Any]:
 
 
 def name_of(path: Path) -> str:
-    """The parameter that a path says; Flax keeps an array in the attribute `value` of a
-    variable.
-    """
+    """The parameter of a path, without the attribute `value` of Flax's variables."""
     keys = path[:-1] if path and path[-1] == Key("attr", "value") else path
     return "/".join(map(str, keys))
 
@@ -124,9 +120,7 @@ def _visit(node: Any, path: Path, names: Collection[str]) -> Iterator[Slot]:
 def _field_slots(
     role: str, field: Any, path: Path, owner: type, names: Collection[str]
 ) -> Iterator[Slot]:
-    """The arrays in a field of a state, each of the parameter that its path below the field
-    says, if any.
-    """
+    """The arrays in a field of a state, each with the parameter that its path names, if any."""
     for leaf in walk(field, path):
         if not is_array(leaf.value):
             continue
@@ -141,32 +135,29 @@ def _field_slots(
 
 
 def _children(node: Any) -> Iterator[tuple[Key, Any]]:
+    """The children of a node of an optax state, each with its key."""
+    kind, items = "attr", ()
     if isinstance(node, dict):
-        yield from ((Key("dict", key), child) for key, child in node.items())
+        kind, items = "dict", node.items()
     elif _is_named(node):
-        yield from ((Key("attr", key), getattr(node, key)) for key in type(node)._fields)
+        items = node._asdict().items()
     elif isinstance(node, tuple | list):
-        yield from (
-            (Key("list" if isinstance(node, list) else "tuple", i), child)
-            for i, child in enumerate(node)
-        )
+        kind, items = "list" if isinstance(node, list) else "tuple", enumerate(node)
+    for key, child in items:
+        yield Key(kind, key), child
 
 
 def _is_named(node: Any) -> bool:
     return isinstance(node, tuple) and hasattr(node, "_fields")
 
 
-def _with_covers(slot: Slot, slots: Sequence[Slot], names: Collection[str]) -> Slot:
-    return replace(slot, covers=_covers(slot, slots, names)) if slot.role == COUNT else slot
-
-
 def _covers(slot: Slot, slots: Sequence[Slot], names: Collection[str]) -> tuple[str, ...]:
-    """Whose steps a count is: of the parameters with moments in its own state, else in the
-    states around it.
-    """
+    """Whose steps a count is: of the parameters with moments in the nearest state around it."""
+    if slot.role != COUNT:
+        return ()
     for depth in range(len(slot.path) - 1, -1, -1):
         around = slot.path[:depth]
-        params = {other.param for other in slots if other.param and other.path[:depth] == around}
+        params = {other.param for other in slots if other.path[:depth] == around} - {""}
         if params:
             return tuple(sorted(params))
     return tuple(sorted(names))

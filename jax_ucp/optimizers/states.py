@@ -1,6 +1,4 @@
-"""The optax state in a checkpoint of a JAX run as the states of torch's optimizers, each beside
-its parameter.
-"""
+"""The optax state of a JAX run as torch's optimizer states, each beside its parameter."""
 
 from __future__ import annotations
 
@@ -59,24 +57,23 @@ def torch_states(
     step: int | None = None,
     step_dtype: DTypeLike | None = None,
 ) -> Contents:
-    """The checkpoint of a JAX run as a tree `{state: {parameter: array}}`, which is that of an
-    import.
+    """The checkpoint of a JAX run as an import has it: `{state: {parameter: array}}`.
 
     The arguments, and what is refused, are those of `Checkpoint.torch_states`. Parameters and
     moments are the stored arrays under other names; single numbers are read here, a few bytes each.
     """
     run = _Run(contents)
     named = run.parameters(params, model)
-    tree = tree_of(
-        {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in named.values()}
-    )
+    if model is None:
+        structs = [(p, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)) for p, leaf in named.values()]
+        model = tree_of(dict(structs))
     with jax.enable_x64(run.wide(opt_state)):
-        state, slots = slots_of(tx, tree if model is None else model)
-        unlike = list(rule_faults(tx, tree if model is None else model))
+        state, slots = slots_of(tx, model)
+        unlike = list(rule_faults(tx, model))
     stored = run.matched(opt_state, state)
     run.refuse(f"the state of this optimizer is not what is at {opt_state}")
     run.faults += unlike
-    for slot in (slot for slot in slots if slot.role != COUNT):
+    for slot in slots:
         run.take(slot, stored[slot.path], named)
     run.count(slots, stored, step, step_dtype)
     run.refuse("the optimizer's state has no equal in torch")
@@ -112,26 +109,21 @@ class _Count:
     def beside(self) -> list[str]:
         """The parameters whose moments are in the same state."""
         around = self.slot.path[:-1]
-        return [
-            slot.param for slot in self.slots if slot.param and slot.path[: len(around)] == around
-        ]
+        nearby = [slot for slot in self.slots if slot.path[: len(around)] == around]
+        return [slot.param for slot in nearby if slot.param]
 
     @property
     def of_steps(self) -> bool:
-        """Whether it counts the updates of moments, which torch keeps as the steps of their
-        parameters.
-        """
+        """Whether it counts the updates of moments, which are torch's steps of their parameters."""
         return self.slot.of_moments and bool(self.beside)
 
 
 class _Run:
-    """The leaves of a training run, each of which is taken, kept as an extra, or left for a
-    reason.
-    """
+    """The leaves of a run: each is mapped, kept as an extra, or left out with a reason."""
 
     def __init__(self, contents: Contents):
         self.contents = contents
-        self.told: dict[Path, tuple[Status, str]] = {}
+        self.fates: dict[Path, tuple[Status, str]] = {}
         # state -> name of a parameter -> array
         self.made: dict[str, dict[str, _Made]] = defaultdict(dict)
         self.extras: dict[str, Any] = {}
@@ -140,9 +132,7 @@ class _Run:
         self.faults: list[str] = []
 
     def parameters(self, label: str, model: Any) -> dict[str, tuple[Path, Leaf]]:
-        """The parameters by name, with their paths below `label`: those of the model, or all
-        that are there.
-        """
+        """The parameters by name, with paths below `label`: the model's, or all that are stored."""
         stored = self._stored_parameters(label)
         named = stored if model is None else self._parameters_of(model, stored, label)
         if not named:
@@ -153,9 +143,8 @@ class _Run:
 
     def _stored_parameters(self, label: str) -> dict[str, tuple[Path, Leaf]]:
         """All arrays below `label` by name, with their paths."""
-        arrays = {
-            path: leaf for path, leaf in self._below(label).items() if path and _is_numeric(leaf)
-        }
+        below = self._below(label).items()
+        arrays = {path: leaf for path, leaf in below if path and _is_numeric(leaf)}
         # the arrays of Flax's variables
         if all(len(path) > 1 and path[-1].name == "value" for path in arrays):
             arrays = {path[:-1]: leaf for path, leaf in arrays.items()}
@@ -201,17 +190,18 @@ class _Run:
                 self.faults.append(f"{label}/{node.label}: {fault}")
             elif leaf is not None and is_array(node.value):
                 stored[node.path] = leaf
-        self.faults += [
-            f"{leaf.label}: the checkpoint has it, the optimizer not" for leaf in left.values()
-        ]
+        for leaf in left.values():
+            self.faults.append(f"{leaf.label}: the checkpoint has it, the optimizer not")
         return stored
 
     def take(self, slot: Slot, leaf: Leaf, named: Mapping[str, object]) -> None:
-        """A leaf of the optimizer's state that is no count."""
+        """Map, keep or leave a leaf of the optimizer's state; counts are for `count`."""
+        if slot.role == COUNT:
+            return
         if slot.role == GIVEN:
             self._keep(leaf)
         elif slot.role == ZEROS:
-            self.told[leaf.path] = "skipped", "zeros: no gradients are being gathered"
+            self.fates[leaf.path] = "skipped", "zeros: no gradients are being gathered"
             if slot.param:
                 self.zeros.append(leaf)
             elif number := self._number(leaf):
@@ -234,9 +224,7 @@ class _Run:
         step: int | None,
         step_dtype: DTypeLike | None,
     ) -> None:
-        """The steps of parameters, from the counts beside their moments; the other counts must
-        agree with them.
-        """
+        """The steps of parameters, from the counts beside moments; other counts must agree."""
         counts = [_Count(slot, stored[slot.path], slots) for slot in slots if slot.role == COUNT]
         numbers = {count.slot.path: self._number(count.leaf) for count in counts}
         done: dict[str, tuple[int, str]] = {}  # by parameter: how many updates, and what says so
@@ -271,25 +259,19 @@ class _Run:
             )
         for param in count.beside:
             self.made[STEP].setdefault(param, _Made(leaf, value))
-        self.told[leaf.path] = "mapped", f"{STEP} of {few(count.beside)}"
+        self.fates[leaf.path] = "mapped", f"{STEP} of {few(count.beside)}"
 
     def _compare(
         self, count: _Count, number: int, done: Mapping[str, tuple[int, str]], step: int | None
     ) -> None:
-        """Keep a count as an extra, which should be that of the updates of all parameters it
-        covers.
-        """
+        """Keep a count as an extra; it should be the updates of all parameters that it covers."""
         leaf = count.leaf
         self._keep(leaf)
-        known = {param: done[param] for param in count.slot.covers if param in done}
-        differ = [
-            (param, updates, label)
-            for param, (updates, label) in known.items()
-            if updates != number
-        ]
-        if not differ:
+        known = filter(done.__contains__, count.slot.covers)
+        param = next((param for param in known if done[param][0] != number), None)
+        if param is None:
             return
-        param, updates, label = differ[0]
+        updates, label = done[param]
         if step is None:
             self.faults.append(
                 f"{leaf.label} counts {number}, but {label} has {updates} updates of {param}. If"
@@ -359,39 +341,41 @@ class _Run:
 
     def _below(self, label: str) -> dict[Path, Leaf]:
         """The leaves at a label and below it, by the rest of their paths."""
-        found: dict[Path, Leaf] = {}
+        below: dict[Path, Leaf] = {}
         for leaf in self.contents.leaves:
-            for depth in range(1, len(leaf.path) + 1):
-                if "/".join(map(str, leaf.path[:depth])) == label:
-                    found[leaf.path[depth:]] = leaf
-        if not found:
-            top = ", ".join(
-                dict.fromkeys(str(leaf.path[0]) for leaf in self.contents.leaves if leaf.path)
-            )
+            prefixes = itertools.accumulate(map(str, leaf.path), "{}/{}".format)
+            for depth, prefix in enumerate(prefixes, 1):
+                if prefix == label:
+                    below[leaf.path[depth:]] = leaf
+        if not below:
+            top = dict.fromkeys(str(leaf.path[0]) for leaf in self.contents.leaves if leaf.path)
             raise TreeMismatch(
-                f"{self.contents.path} has nothing at {label}; it has {top or 'one leaf'}"
+                f"{self.contents.path} has nothing at {label}; it has"
+                f" {', '.join(top) or 'one leaf'}"
             )
-        return found
+        return below
 
     def _make(self, state: str, name: str, leaf: Leaf, value: str | np.ndarray) -> None:
         self.made[state][name] = _Made(leaf, value)
-        self.told[leaf.path] = "mapped", f"{state}/{name}"
+        self.fates[leaf.path] = "mapped", f"{state}/{name}"
 
     def _keep(self, leaf: Leaf) -> None:
         """A number, or a text, that is no array of the result."""
         self.extras[leaf.label] = _json(self._read(leaf).tolist()) if leaf.has_array else leaf.value
-        self.told[leaf.path] = "extra", f"{leaf.label} of {EXTRAS}"
+        self.fates[leaf.path] = "extra", f"{leaf.label} of {EXTRAS}"
 
     def _leave_the_rest(self) -> None:
         """What is neither a parameter nor of the optimizer."""
         left: list[Leaf] = []
-        for leaf in (leaf for leaf in self.contents.leaves if leaf.path not in self.told):
+        for leaf in self.contents.leaves:
+            if leaf.path in self.fates:
+                continue
             if leaf.kind in ("none", "empty"):
-                self.told[leaf.path] = "skipped", "it holds nothing"
+                self.fates[leaf.path] = "skipped", "it holds nothing"
             elif leaf.kind == "str" or (_is_numeric(leaf) and not leaf.shape):
                 self._keep(leaf)
             else:
-                self.told[leaf.path] = "skipped", "no parameter, and no state of the optimizer"
+                self.fates[leaf.path] = "skipped", "no parameter, and no state of the optimizer"
                 left.append(leaf)
         if left:
             self.notes.append(
@@ -402,13 +386,9 @@ class _Run:
         """The inventory of the checkpoint with what became of each leaf."""
         stored = {item.reason: item for item in self.contents.inventory if item.status == "mapped"}
         for leaf in self.contents.leaves:
-            status, reason = self.told[leaf.path]
-            bare = Item(
-                leaf.label,
-                f"{leaf.dtype} {list(leaf.shape)}" if leaf.has_array else leaf.kind,
-                status,
-                reason,
-            )
+            status, reason = self.fates[leaf.path]
+            what = f"{leaf.dtype} {list(leaf.shape)}" if leaf.has_array else leaf.kind
+            bare = Item(leaf.label, what, status, reason)
             yield replace(stored.get(leaf.label, bare), status=status, reason=reason)
         yield from (item for item in self.contents.inventory if item.status != "mapped")
 
@@ -435,9 +415,7 @@ def _is_numeric(leaf: Leaf) -> bool:
 
 
 def _names(path: Path) -> Iterator[tuple[str, ...]]:
-    """How a leaf of an optimizer's state may be called: Flax keeps arrays in the attribute
-    `value` of variables.
-    """
+    """The names a leaf of the state may have: Flax adds the attribute `value` of variables."""
     names = tuple(map(str, path))
     yield names
     yield names[:-1] if path and path[-1] == Key("attr", "value") else (*names, "value")
@@ -449,12 +427,10 @@ def _difference(node: Node, leaf: Leaf | None, has_structure: bool) -> str | Non
         is_needed = has_structure or is_array(node.value)
         return "the optimizer has it, the checkpoint not" if is_needed else None
     stored = f"{leaf.dtype} {leaf.shape}" if leaf.has_array else leaf.kind
-    if not is_array(node.value):
-        return (
-            f"the optimizer has no array there, the checkpoint {stored}" if leaf.has_array else None
-        )
-    wanted = f"{node.value.dtype} {tuple(node.value.shape)}"
-    return None if wanted == stored else f"the optimizer has {wanted}, the checkpoint {stored}"
+    if is_array(node.value):
+        wanted = f"{node.value.dtype} {tuple(node.value.shape)}"
+        return None if wanted == stored else f"the optimizer has {wanted}, the checkpoint {stored}"
+    return f"the optimizer has no array there, the checkpoint {stored}" if leaf.has_array else None
 
 
 def _json(value: Any) -> Any:
@@ -463,6 +439,6 @@ def _json(value: Any) -> Any:
         return [_json(item) for item in value]
     if isinstance(value, complex):
         return {"!complex": [value.real, value.imag]}
-    return (
-        {"!float": repr(value)} if isinstance(value, float) and not math.isfinite(value) else value
-    )
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"!float": repr(value)}
+    return value

@@ -1,5 +1,4 @@
-"""Whether an optax optimizer decays the weights that a trainer's optimizer decayed, and in the same
-way.
+"""Whether an optax optimizer decays the weights that a trainer's did, and in the same way.
 
 Weight decay leaves no state, so that another mask loads without a word, and training goes another
 way. What an optimizer does is found by asking it: from zero moments and zero gradients only decay
@@ -31,8 +30,7 @@ Decay = Literal["none", "in proportion", "through the gradient"]
 def decay_faults(
     groups: Sequence[Group], tx: optax.GradientTransformation, params: Any
 ) -> Iterator[str]:
-    """Parameters that `tx` decays otherwise than the groups of the checkpoint say; nothing where
-    these say nothing.
+    """Parameters that `tx` decays otherwise than the groups of the checkpoint say.
 
     `params` is the tree of the model, of arrays or ShapeDtypeStructs, whose leaves are named as in
     `groups`.
@@ -67,8 +65,7 @@ def _fault(rate: float, decoupled: bool | None, decay: Decay) -> str | None:
 
 
 def decays_of(tx: optax.GradientTransformation, params: Any) -> dict[str, Decay]:
-    """What `tx` does to each parameter that has no gradient; {} where it makes no update in a
-    thousand steps.
+    """What `tx` does to each parameter without gradient; {} if it makes no update in 1,000 steps.
 
     It is asked on small arrays with as many axes; of sizes a mask sees no more than 1 or 2.
 
@@ -116,8 +113,5 @@ def _first_move(updates: Iterable[Mapping[str, np.ndarray]]) -> int | None:
 def _decay(once: np.ndarray, twice: np.ndarray) -> Decay:
     if not once.any():
         return "none"
-    return (
-        "in proportion"
-        if np.allclose(twice, 2 * once, rtol=0.1, atol=0)
-        else "through the gradient"
-    )
+    is_proportional = np.allclose(twice, 2 * once, rtol=0.1, atol=0)
+    return "in proportion" if is_proportional else "through the gradient"

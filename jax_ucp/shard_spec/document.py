@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -25,8 +26,7 @@ MAX_DEPTH = 32
 
 @dataclass
 class Document:
-    """The sections of a YAML file, and the line of each; what is wrong with them gathers in
-    `faults`.
+    """The sections of a YAML file with their lines; `faults` gathers what is wrong with them.
 
     `item_lines` has the line of each item of a section that is a list.
     """
@@ -39,9 +39,8 @@ class Document:
 
     def refuse_other_sections(self, known: Collection[str], hint: str) -> None:
         """Add a fault for each section that is not `known`."""
-        for key in self.content:
-            if key not in known:
-                self.faults.append(f"{self.place(key)}: {key!r} is no section; {hint}")
+        for key in itertools.filterfalse(known.__contains__, self.content):
+            self.faults.append(f"{self.place(key)}: {key!r} is no section; {hint}")
 
     def place(self, section: str) -> str:
         """The file and the line of a section, as errors have them."""
@@ -73,9 +72,7 @@ class Document:
     def items(
         self, section: str, read: Callable[[object, str], T], kind: str = "a list"
     ) -> list[T]:
-        """The items of a section that is a list, each read with its place; without those that
-        have faults.
-        """
+        """The items of a list section, each read with its place; those with faults are left out."""
         items = self.content.get(section) or []
         if not isinstance(items, list):
             self.faults.append(f"{self.place(section)}: {section} should be {kind}")
@@ -155,8 +152,8 @@ def _loaded(loader: yaml.SafeLoader, file: str) -> Document:
     lines = {name: _line(key) for name, (key, _) in sections.items()}
     item_lines = {name: _item_lines(node) for name, (_, node) in sections.items()}
     content = _content(loader, root, file)
-    if strays := [key for key in content if key not in lines]:
-        raise SpecError(f"{file} has the section {strays[0]!r:.80}; a section has a name")
+    for key in itertools.filterfalse(lines.__contains__, content):
+        raise SpecError(f"{file} has the section {key!r:.80}; a section has a name")
     return Document(file, content, lines, item_lines)
 
 
@@ -179,7 +176,7 @@ def _line(node: yaml.Node) -> int:
 def _has_huge_numbers(value: object) -> bool:
     """Whether a number has too many digits even to be printed in an error."""
     if isinstance(value, dict):
-        return any(_has_huge_numbers(item) for pair in value.items() for item in pair)
+        return any(map(_has_huge_numbers, itertools.chain(value, value.values())))
     if isinstance(value, list | tuple | set):
         return any(map(_has_huge_numbers, value))
     return isinstance(value, int) and abs(value) > MAX_SIZE
@@ -187,18 +184,16 @@ def _has_huge_numbers(value: object) -> bool:
 
 def _refuse_repeats(node: yaml.Node, file: str) -> None:
     """YAML keeps the last of two equal keys; here that would lose a rule without a word."""
+    items = node.value if isinstance(node, yaml.CollectionNode) else ()
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
-        for key, value in node.value:
+        for key, _ in items:
             if str(key.value) in seen:
-                raise SpecError(
-                    f"{file}:{key.start_mark.line + 1}: {key.value!r:.80} is there twice"
-                )
+                raise SpecError(f"{file}:{_line(key)}: {key.value!r:.80} is there twice")
             seen.add(str(key.value))
-            _refuse_repeats(value, file)
-    elif isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            _refuse_repeats(item, file)
+        items = [value for _, value in items]
+    for item in items:
+        _refuse_repeats(item, file)
 
 
 def dumped(content: Mapping[str, Any]) -> str:
@@ -218,9 +213,7 @@ def fields(node: object, what: str, needed: set[str], allowed: set[str]) -> dict
         )
     if missing := needed - set(node):
         raise SpecError(f"{what} lacks {', '.join(sorted(missing))}")
-    if stray := [key for key in node if key not in needed | allowed]:
-        raise SpecError(
-            f"{what} has no field {', '.join(f'{key!r:.80}' for key in stray)}; it has"
-            f" {sorted(needed | allowed)}"
-        )
+    if strays := list(itertools.filterfalse((needed | allowed).__contains__, node)):
+        listed = ", ".join(f"{key!r:.80}" for key in strays)
+        raise SpecError(f"{what} has no field {listed}; it has {sorted(needed | allowed)}")
     return node

@@ -1,6 +1,4 @@
-"""YAML to sentences and patterns. Errors here are about what is written, and name the file and
-the line.
-"""
+"""YAML to rules and patterns; errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -11,7 +9,6 @@ from typing import Any
 
 from jax_ucp.errors import SpecError
 from jax_ucp.layout.patterns import Averaged, Fused, Padded, Pattern, Replicated, Sharded, Unique
-from jax_ucp.shard_spec.arithmetic import names_in, size_of
 from jax_ucp.shard_spec.document import document, fields
 from jax_ucp.shard_spec.rules import Sentence, Spec, Written, regex_of
 
@@ -25,9 +22,7 @@ _SPECS = resources.files("jax_ucp.shard_spec") / "specs"
 
 
 def load(given: Path | Spec) -> Spec:
-    """The spec in a file, or the one that is given. Raises SpecError, with every fault of notation
-    and its line.
-    """
+    """The spec itself, or the one in a file. Raises SpecError with every fault and its line."""
     if isinstance(given, Spec):
         return given
     try:
@@ -72,48 +67,45 @@ def pattern_of(node: object, size: Callable[[object], int]) -> Pattern:
     if not isinstance(node, dict):
         raise SpecError(f"{node!r} is no pattern; there are {', '.join(_PLAIN)}, sharded and fused")
     rest: dict[Any, Any] = dict(node)
-    padded = rest.pop("padded", [])
-    kinds = [kind for kind in ("sharded", "fused", *_PLAIN) if kind in rest]
+    padded = _listed(rest.pop("padded", []))
+    kinds = list(filter(rest.__contains__, ("sharded", "fused", *_PLAIN)))
     if len(kinds) != 1:
         raise SpecError(
             f"a pattern is one of {', '.join(_PLAIN)}, sharded and fused, not"
             f" {list(rest) or 'nothing'}"
         )
     pattern = _kind(kinds[0], rest, size)
-    for outer in padded if isinstance(padded, list) else [padded]:
+    for outer in padded:
         pattern = _padded(pattern, outer, size)
     return pattern
 
 
 def _padded(pattern: Pattern, node: object, size: Callable[[object], int]) -> Padded:
-    said = fields(node, "padded", {"axis", "to"}, {"from"})
-    full = size(said["from"]) if "from" in said else None
-    return Padded(pattern, _axis(said["axis"]), size(said["to"]), full)
+    content = fields(node, "padded", {"axis", "to"}, {"from"})
+    full = size(content["from"]) if "from" in content else None
+    return Padded(pattern, _axis(content["axis"]), size(content["to"]), full)
 
 
-def _kind(kind: str, said: dict[Any, Any], size: Callable[[object], int]) -> Pattern:
-    match kind:
-        case "sharded":
-            return _sharded(said, size)
-        case "fused":
-            return _fused(said, size)
-        case _:
-            fields(said, kind, {kind}, set())
-            if said[kind] not in (None, {}):
-                raise SpecError(f"{kind} says nothing more, but here {said[kind]!r}")
-            return _PLAIN[kind]
+def _kind(kind: str, node: dict[Any, Any], size: Callable[[object], int]) -> Pattern:
+    if kind == "sharded":
+        return _sharded(node, size)
+    if kind == "fused":
+        return _fused(node, size)
+    fields(node, kind, {kind}, set())
+    if node[kind] not in (None, {}):
+        raise SpecError(f"{kind} says nothing more, but here {node[kind]!r}")
+    return _PLAIN[kind]
 
 
-def _sharded(said: dict[Any, Any], size: Callable[[object], int]) -> Sharded:
-    fields(said, "sharded", {"sharded"}, {"grid"})
-    axes = said["sharded"]
-    grid = tuple(map(size, _list(said["grid"], "grid"))) if "grid" in said else None
-    return Sharded(*map(_axis, axes if isinstance(axes, list) else [axes]), grid=grid)
+def _sharded(node: dict[Any, Any], size: Callable[[object], int]) -> Sharded:
+    fields(node, "sharded", {"sharded"}, {"grid"})
+    grid = tuple(map(size, _list(node["grid"], "grid"))) if "grid" in node else None
+    return Sharded(*map(_axis, _listed(node["sharded"])), grid=grid)
 
 
-def _fused(said: dict[Any, Any], size: Callable[[object], int]) -> Fused:
-    fields(said, "fused", {"fused"}, set())
-    inner = fields(said["fused"], "fused", {"axis", "parts"}, {"whole", "groups"})
+def _fused(node: dict[Any, Any], size: Callable[[object], int]) -> Fused:
+    fields(node, "fused", {"fused"}, set())
+    inner = fields(node["fused"], "fused", {"axis", "parts"}, {"whole", "groups"})
     if not isinstance(inner["parts"], dict) or not inner["parts"]:
         raise SpecError(f"parts should be a mapping of names to sizes, not {inner['parts']!r}")
     parts: dict[str, int | tuple[int, ...]] = {}
@@ -124,32 +116,27 @@ def _fused(said: dict[Any, Any], size: Callable[[object], int]) -> Fused:
     return Fused(_axis(inner["axis"]), parts, whole, groups)
 
 
-def _sentence(item: object, where: str) -> Sentence:
-    said = fields(item, "a rule", {"param", "pattern"}, {"when"})
-    if not isinstance(said["param"], str):
-        raise SpecError(f"param should be a name, not {said['param']!r}")
-    regex_of(said["param"])
-    when = str(said.get("when", ""))
-    if "when" in said and not (when.removeprefix("not ").strip().isidentifier()):
+def _sentence(item: object, place: str) -> Sentence:
+    content = fields(item, "a rule", {"param", "pattern"}, {"when"})
+    param, when = content["param"], str(content.get("when", ""))
+    if not isinstance(param, str):
+        raise SpecError(f"param should be a name, not {param!r}")
+    regex_of(param)
+    if "when" in content and not (when.removeprefix("not ").strip().isidentifier()):
         raise SpecError(f"when should be a name, or `not` and a name; it is {when!r}")
-    names: set[str] = set()
-
-    def one(expression: object) -> int:
-        names.update(names_in(expression))
-        return 1
-
-    # reading it with every size 1 shows whether the notation is right
-    pattern_of(said["pattern"], one)
-    fixed = (
-        None if names else pattern_of(said["pattern"], lambda expression: size_of(expression, {}))
-    )
-    return Sentence(said["param"], fixed or Written(said["pattern"], pattern_of), when, where)
+    written = Written(content["pattern"], pattern_of)
+    pattern = written if written.names() else written.bind({})
+    return Sentence(param, pattern, when, place)
 
 
 def _axis(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise SpecError(f"an axis is a number from 0, not {value!r}")
     return value
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _list(value: object, what: str) -> Sequence[Any]:

@@ -1,21 +1,18 @@
-"""Sentences applied to names and shapes: which rule claims which parameter, and where its
-elements lie.
-"""
+"""Rules applied to names and shapes: who claims a parameter, and where its elements are."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from jax_ucp.errors import LayoutError, SpecError
+from jax_ucp.errors import LayoutError, SpecError, fault_lines
 from jax_ucp.layout.fragments import ParamLayout, Shape
 from jax_ucp.layout.patterns import Pattern
 from jax_ucp.shard_spec.arithmetic import Expression, names_in, size_of
-
-FAULTS_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +27,14 @@ class Written:
 
     def names(self) -> set[str]:
         """The names that its sizes are made of."""
-        found: set[str] = set()
+        names: set[str] = set()
 
-        def one(expression: object) -> int:
-            found.update(names_in(expression))
+        def size(expression: object) -> int:
+            names.update(names_in(expression))
             return 1
 
-        self.read(self.node, one)
-        return found
+        self.read(self.node, size)
+        return names
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +42,22 @@ class Sentence:
     """One rule: the parameters it claims, and the pattern of their shards.
 
     In `param`, `*` is any text and `{layer}` a part of the name without dots. With `when`, a name
-    or `not` and a name, the rule is there only if that size is not zero, or zero. `where` is the
+    or `not` and a name, the rule is there only if that size is not zero, or zero. `place` is the
     file and line it came from.
     """
 
     param: str
     pattern: Pattern | Written
     when: str = ""
-    where: str = field(default="", compare=False)
+    place: str = field(default="", compare=False)
 
     def __str__(self) -> str:
-        return f"{self.where}{': ' * bool(self.where)}{self.param!r}"
+        return f"{self.place}{': ' * bool(self.place)}{self.param!r}"
+
+    @property
+    def size_names(self) -> set[str]:
+        """The names that the sizes of its pattern are made of."""
+        return self.pattern.names() if isinstance(self.pattern, Written) else set()
 
     @property
     def switch(self) -> str:
@@ -72,7 +74,7 @@ class Sentence:
 class Spec:
     """Rules of its own, and the spec it extends: that one claims only what no rule of its own does.
 
-    A rule of its own must claim something. Of a spec that is extended any rule may be idle: it is
+    A rule of its own must claim something. Of a spec that is extended any rule may be unused: it is
     written for a family of models, not for one.
     """
 
@@ -103,34 +105,31 @@ class Spec:
 
     @property
     def lengths(self) -> set[str]:
-        """The names that a length may be given for: patterns and sizes are made of them, and no
-        size says them.
-        """
-        sizes = {**(self.extends.sizes if self.extends else {}), **self.sizes}
-        written = [
-            sentence.pattern
-            for sentence in self._sentences()
-            if isinstance(sentence.pattern, Written)
-        ]
-        names = set().union(
-            *(pattern.names() for pattern in written), *map(names_in, sizes.values())
-        )
+        """The names that may be given lengths: those in patterns and sizes that no size sets."""
+        sizes = self.known_sizes
+        patterns = [sentence.size_names for layer in self.layers for sentence in layer.own]
+        names = set[str]().union(*patterns, *map(names_in, sizes.values()))
         return {name for name in names if name not in sizes or name in names_in(sizes[name])}
 
     @property
     def switches(self) -> set[str]:
         """The names that say whether a rule is there."""
-        return {sentence.switch for sentence in self._sentences() if sentence.switch}
+        return {sentence.switch for layer in self.layers for sentence in layer.own} - {""}
 
-    def _sentences(self) -> tuple[Sentence, ...]:
-        return (*self.own, *(self.extends._sentences() if self.extends else ()))
+    @property
+    def layers(self) -> tuple[Spec, ...]:
+        """This spec, the one it extends, and so on."""
+        return (self, *(self.extends.layers if self.extends else ()))
+
+    @property
+    def known_sizes(self) -> dict[str, Expression]:
+        """Its sizes, and those of the spec it extends, over which its own win."""
+        return {**(self.extends.sizes if self.extends else {}), **self.sizes}
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A stored tensor as the language sees it: its shape, and the file (and place in it) for
-    errors.
-    """
+    """A stored tensor to the spec: its shape, and its file and place for errors."""
 
     shape: Shape
     where: str
@@ -138,9 +137,9 @@ class Shard:
 
 def _with(sentence: Sentence, numbers: Mapping[str, int]) -> str:
     """The sizes that a rule took its lengths from, for a message."""
-    names = sorted(sentence.pattern.names()) if isinstance(sentence.pattern, Written) else []
-    said = [f"{name}={numbers[name]!s:.40}" for name in names if name in numbers]
-    return f" with the sizes {', '.join(said)}" if said else ""
+    names = sorted(sentence.size_names & numbers.keys())
+    sizes = ", ".join(f"{name}={numbers[name]!s:.40}" for name in names)
+    return f" with the sizes {sizes}" if sizes else ""
 
 
 def layouts(
@@ -154,22 +153,18 @@ def layouts(
     faults: list[str] = []
     numbers = _bound(spec, sizes or {})
     claims = _claims(spec, list(params), numbers, faults)
-    found: dict[str, ParamLayout] = {}
-    for name, shards in params.items():
-        if name not in claims:
-            continue
+    layout_of: dict[str, ParamLayout] = {}
+    for name in filter(claims.__contains__, params):
+        sentence, shards = claims[name], params[name]
         try:
-            found[name] = _layout(claims[name].pattern, numbers, shards)
+            layout_of[name] = _layout(sentence.pattern, numbers, shards)
         except (LayoutError, SpecError) as error:
-            rule = f"{claims[name]}{_with(claims[name], numbers)}"
+            rule = f"{sentence}{_with(sentence, numbers)}"
             listed = ", ".join(f"{shard.where} {list(shard.shape)}" for shard in shards)
             faults.append(f"{name}, by the rule {rule}: {error}\n    (shards: {listed})")
     if faults:
-        more = [f"... and {len(faults) - FAULTS_SHOWN} more"] if len(faults) > FAULTS_SHOWN else []
-        raise LayoutError(
-            "\n  ".join(["the rules do not fit the shards:", *faults[:FAULTS_SHOWN], *more])
-        )
-    return found
+        raise LayoutError(f"the rules do not fit the shards:\n  {fault_lines(faults)}")
+    return layout_of
 
 
 def _layout(
@@ -188,21 +183,17 @@ def _claims(
 ) -> dict[str, Sentence]:
     """The one rule for each name; what is wrong is added to `faults`."""
     claims: dict[str, Sentence] = {}
-    layer: Spec | None = spec
-    while layer is not None:
+    for layer in spec.layers:
         unclaimed = [name for name in names if name not in claims]
-        own_claims = _own_claims(layer, unclaimed, numbers, faults, idle_is_fault=layer is spec)
+        own_claims = _own_claims(layer, unclaimed, numbers, faults, must_claim=layer is spec)
         for name, sentences in own_claims.items():
             if len(sentences) > 1:
                 faults.append(
                     f"{name} is claimed by {len(sentences)} rules: {'; '.join(map(str, sentences))}"
                 )
             claims[name] = sentences[0]
-        layer = layer.extends
-    unclaimed = [name for name in names if name not in claims]
-    faults += [
-        f"{name} is claimed by no rule; say in a spec how its shards form it" for name in unclaimed
-    ]
+    for name in itertools.filterfalse(claims.__contains__, names):
+        faults.append(f"{name} is claimed by no rule; say in a spec how its shards form it")
     return claims
 
 
@@ -211,13 +202,13 @@ def _own_claims(
     names: Sequence[str],
     numbers: Mapping[str, int],
     faults: list[str],
-    idle_is_fault: bool,
+    must_claim: bool,
 ) -> dict[str, list[Sentence]]:
     """The rules of its own that claim each of the names."""
     claims: dict[str, list[Sentence]] = {}
     for sentence in _sentences_there(spec, numbers, faults):
         claimed = list(filter(re.compile(regex_of(sentence.param)).fullmatch, names))
-        if idle_is_fault and not claimed:
+        if must_claim and not claimed:
             faults.append(f"the rule {sentence} claims no parameter")
         for name in claimed:
             claims.setdefault(name, []).append(sentence)
@@ -227,9 +218,7 @@ def _own_claims(
 def _sentences_there(
     spec: Spec, numbers: Mapping[str, int], faults: list[str]
 ) -> Iterator[Sentence]:
-    """The rules of its own that `when` lets be there; a `when` without a number is added to
-    `faults`.
-    """
+    """The spec's own rules whose `when` holds; one without a number is added to `faults`."""
     for sentence in spec.own:
         try:
             if sentence.holds(numbers):
@@ -239,13 +228,12 @@ def _sentences_there(
 
 
 def _bound(spec: Spec, given: Mapping[str, int]) -> dict[str, int]:
-    """The numbers that rules may use: those given, and the spec's sizes, which win over those of
-    what it extends.
+    """The numbers that rules may use: those given, and the spec's sizes.
 
     A size that needs a name without a number has none either, which is an error only where a rule
     uses it.
     """
-    waiting: dict[str, Expression] = {**(spec.extends.sizes if spec.extends else {}), **spec.sizes}
+    waiting = spec.known_sizes
     numbers = {name: number for name, number in given.items() if name not in waiting}
     while waiting:
         done: dict[str, int] = {}
@@ -262,8 +250,7 @@ def _bound(spec: Spec, given: Mapping[str, int]) -> dict[str, int]:
 
 @lru_cache(maxsize=4096)
 def regex_of(param: str) -> str:
-    """The regular expression of names that `param` claims. Raises SpecError where a placeholder is
-    none.
+    """The regular expression of `param`. Raises SpecError for an invalid placeholder.
 
     >>> bool(re.fullmatch(regex_of("*.{layer}.mlp.weight"), "model.layers.3.mlp.weight"))
     True

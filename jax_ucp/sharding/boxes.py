@@ -21,19 +21,16 @@ def index_box(index: Sequence[slice], shape: Sequence[int]) -> Box:
     >>> str(index_box((slice(None), slice(2, 4)), (8, 4)))
     '[0:8, 2:4]'
     """
-    bounds = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
-    return Box(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
+    return Box.spanning(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
 
 
 @functools.lru_cache(maxsize=1024)
 def device_boxes(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[Box, list[Device]]:
-    """The distinct boxes this process needs, each with its devices that hold it: replicas share
-    one read.
-    """
-    found: defaultdict[Box, list[Device]] = defaultdict(list)
+    """The distinct boxes this process needs, each with its devices: replicas share one read."""
+    devices_of: defaultdict[Box, list[Device]] = defaultdict(list)
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        found[index_box(index or (), shape)].append(device)
-    return dict(found)
+        devices_of[index_box(index or (), shape)].append(device)
+    return dict(devices_of)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -47,17 +44,15 @@ def process_boxes(
     sharding: Sharding, shape: tuple[int, ...], processes: int
 ) -> Sequence[frozenset[Box]]:
     """The distinct boxes that each process holds, by process."""
-    held: list[set[Box]] = [set() for _ in range(processes)]
+    boxes_of: defaultdict[int, set[Box]] = defaultdict(set)
     for device, index in sharding.devices_indices_map(shape).items():
-        held[device.process_index].add(index_box(index or (), shape))
-    return [frozenset(boxes) for boxes in held]
+        boxes_of[device.process_index].add(index_box(index or (), shape))
+    return [frozenset(boxes_of[process]) for process in range(processes)]
 
 
 @functools.lru_cache(maxsize=1024)
 def saved_sharding(sharding: Sharding) -> SavedSharding | None:
-    """What is worth saving of a sharding: mesh axes and spec of a NamedSharding; nothing of any
-    other.
-    """
+    """A NamedSharding in serializable form, or None for any other sharding."""
     if not isinstance(sharding, NamedSharding):
         return None
     mesh = sharding.mesh
@@ -65,8 +60,8 @@ def saved_sharding(sharding: Sharding) -> SavedSharding | None:
     return SavedSharding(
         tuple(map(str, mesh.axis_names)),
         tuple(mesh.axis_sizes),
-        tuple(_axes(axes) for axes in sharding.spec),
-        tuple(int(i) for i in ids),
+        tuple(map(_axes, sharding.spec)),
+        tuple(map(int, ids)),
     )
 
 

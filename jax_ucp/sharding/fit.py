@@ -31,8 +31,7 @@ class Fit:
 
 
 def fit_spec(spec: Sequence[Axes], shape: Sequence[int], mesh: Mapping[str, int]) -> Fit:
-    """The spec on a mesh of named axis sizes: axes that are gone, used twice, or do not divide are
-    dropped.
+    """The spec on a mesh, without axes that are gone, used twice, or do not divide the shape.
 
     Of several axes on one dimension the last are dropped first, since those before it still divide.
 
@@ -56,10 +55,8 @@ def fit_spec(spec: Sequence[Axes], shape: Sequence[int], mesh: Mapping[str, int]
                 kept.append(name)
                 used.add(name)
         fitted.append(tuple(kept) if len(kept) > 1 else next(iter(kept), None))
-    for axes in spec[len(shape) :]:
-        notes += [
-            f"{name} is dropped: the array has only {len(shape)} axes" for name in _names(axes)
-        ]
+    for name in itertools.chain.from_iterable(map(_names, spec[len(shape) :])):
+        notes.append(f"{name} is dropped: the array has only {len(shape)} axes")
     return Fit(tuple(fitted), tuple(notes))
 
 
@@ -76,9 +73,7 @@ def _misfit(
 
 
 def check_rules(rules: Sequence[Rule]) -> None:
-    """Raise ValueError for a rule that is no pair, whose pattern is no regular expression, or that
-    has a tuple where a PartitionSpec is meant.
-    """
+    """Raise ValueError for a rule that is malformed, or has a tuple in place of a PartitionSpec."""
     for rule in rules:
         match rule:
             case (str(pattern), PartitionSpec()):
@@ -111,15 +106,13 @@ def _check_mesh_axes(rule: Rule, axes: Sequence[object]) -> None:
 
 
 def check_logical_rules(rules: Sequence[Rule], leaves: Sequence[Leaf]) -> None:
-    """Raise ValueError for a rule on a logical axis that can only be meant for labels: no leaf has
-    such an axis, labels match it, and it is no plain name or no leaf has logical axes at all.
-    """
+    """Raise ValueError for a rule on a logical axis that must be meant for labels."""
     logical = _logical_names(leaves)
     for name, axes in rules:
-        if isinstance(axes, PartitionSpec) or name in logical:
+        # Rules of a family of models name axes that this one does not have.
+        is_plain_name = name.isidentifier() and bool(logical)
+        if isinstance(axes, PartitionSpec) or name in logical or is_plain_name:
             continue
-        if name.isidentifier() and logical:
-            continue  # rules of a family of models name axes that this one does not have
         label = _first_label(name, leaves)
         if label is not None:
             raise ValueError(
@@ -129,28 +122,23 @@ def check_logical_rules(rules: Sequence[Rule], leaves: Sequence[Leaf]) -> None:
 
 
 def _first_label(pattern: str, leaves: Sequence[Leaf]) -> str | None:
-    """The first label of an array that a pattern matches; none where it is no regular
-    expression.
-    """
+    """The first label of an array that a pattern matches, or None."""
     try:
-        regex = re.compile(pattern)
+        search = re.compile(pattern).search
     except re.error:
         return None
-    return next(
-        (leaf.label for leaf in leaves if leaf.has_array and regex.search(leaf.label)), None
-    )
+    labels = (leaf.label for leaf in leaves if leaf.has_array)
+    return next(filter(search, labels), None)
 
 
 def _as_spec(axes: object) -> str:
     """The PartitionSpec that mesh axes were meant to be, as it is written."""
-    said = axes if isinstance(axes, tuple | list) else [axes]
-    return f"PartitionSpec({', '.join(map(repr, said)):.120})"
+    names = axes if isinstance(axes, tuple | list) else [axes]
+    return f"PartitionSpec({', '.join(map(repr, names)):.120})"
 
 
 def warn_given_up(notes: Sequence[str], stacklevel: int) -> None:
-    """Warn of each way in which leaves are not placed as asked for, if there is any; `stacklevel`
-    counts from the caller.
-    """
+    """Warn of leaves that are not placed as asked for; `stacklevel` counts from the caller."""
     if notes:
         text = f"the sharding is not what was asked for:\n  {fault_lines(notes)}"
         warnings.warn(visible_lines(text), ShardingWarning, stacklevel=stacklevel + 1)
@@ -158,18 +146,17 @@ def warn_given_up(notes: Sequence[str], stacklevel: int) -> None:
 
 def unused_rules(rules: Sequence[Rule], leaves: Sequence[Leaf]) -> list[str]:
     """What to say of each rule that applies to no leaf."""
-    labels = [leaf.label for leaf in leaves if leaf.has_array]
     logical = _logical_names(leaves)
-    idle: list[str] = []
+    notes: list[str] = []
     for name, spec in rules:
-        is_on_labels = isinstance(spec, PartitionSpec)
-        if is_on_labels and not any(re.search(name, label) for label in labels):
-            idle.append(f"the rule {name!r} matches no leaf")
-        if not is_on_labels and name not in logical:
-            idle.append(
-                f"no leaf has the logical axis {name!r}; a rule on labels has a PartitionSpec"
-            )
-    return idle
+        if not isinstance(spec, PartitionSpec):
+            if name not in logical:
+                notes.append(
+                    f"no leaf has the logical axis {name!r}; a rule on labels has a PartitionSpec"
+                )
+        elif _first_label(name, leaves) is None:
+            notes.append(f"the rule {name!r} matches no leaf")
+    return notes
 
 
 def _logical_names(leaves: Sequence[Leaf]) -> set[str]:
@@ -182,9 +169,7 @@ def _names(axes: Axes) -> tuple[str, ...]:
 
 
 def wanted_spec(leaf: Leaf, rules: Sequence[Rule] = ()) -> tuple[Axes, ...]:
-    """The spec asked for: by the first rule on the leaf's label, else by rules on its logical axes,
-    else the spec it was saved with; replicated where there is none of these.
-    """
+    """The spec asked for: by rules on the label, on logical axes, as saved, or replicated."""
     for spec in (_by_label(leaf, rules), _by_axes(leaf, rules)):
         if spec is not None:
             return spec
@@ -219,8 +204,5 @@ def _by_axes(leaf: Leaf, rules: Sequence[Rule]) -> tuple[Axes, ...] | None:
             mesh_axes.setdefault(name, _names(axes))
     if not mesh_axes or leaf.axes is None:
         return None
-    spec: list[Axes] = []
-    for axes in leaf.axes:
-        cut_over = itertools.chain.from_iterable(mesh_axes.get(name, ()) for name in _names(axes))
-        spec.append(tuple(cut_over) or None)
-    return tuple(spec)
+    cut_over = [[mesh_axes.get(name, ()) for name in _names(axes)] for axes in leaf.axes]
+    return tuple(tuple(itertools.chain.from_iterable(names)) or None for names in cut_over)

@@ -1,4 +1,4 @@
-"""Where the elements of a large array land: block by block, and no stored chunk in two of them."""
+"""Preallocated output buffers of large arrays, filled block by block along stored chunks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """The boxes of array `key` of a source that this process wants as elements of `dtype`, each
-    with its devices.
+    """The boxes of array `key` that this process wants as `dtype`, each with its devices.
 
     The array goes on devices by `sharding`, or to the host. Without that there is one box, of the
     whole array.
@@ -42,31 +41,25 @@ class ReadRequest:
 
     @property
     def in_place(self) -> bool:
-        """Whether what is read on the host is the array's memory: on the host itself, and on CPU
-        devices.
-        """
+        """Whether the host buffer is the array's memory: on the host, and on CPU devices."""
         return self.sharding is None or all(
             device.platform == "cpu" for device in self.sharding.device_set
         )
 
     def array(self) -> np.ndarray | jax.Array:
         """All boxes read at once, as an array."""
-        return self.made_of(dict(zip(self.boxes, self.read(list(self.boxes)), strict=True)))
+        return self.array_of(dict(zip(self.boxes, self.read(list(self.boxes)), strict=True)))
 
     def read(self, boxes: Sequence[Box]) -> list[np.ndarray]:
-        """The elements of each box, in aligned memory of the caller's own. Every chunk they meet
-        is read once.
-        """
+        """The elements of each box, in aligned memory of its own; every chunk is read once."""
         if not boxes:
             return []
         return [
             _cast(self.key, data, self.dtype) for data in read_boxes(self.source, self.key, boxes)
         ]
 
-    def made_of(self, data: Mapping[Box, np.ndarray]) -> np.ndarray | jax.Array:
-        """The array made of its boxes, or of one around all of them. Devices that are the host
-        take it as it lies.
-        """
+    def array_of(self, data: Mapping[Box, np.ndarray]) -> np.ndarray | jax.Array:
+        """The array made of its boxes, or of one around all of them."""
         shape = self.info.shape
         whole = data.get(Box.whole(shape))
         if self.sharding is None:
@@ -84,8 +77,8 @@ class ReadRequest:
             box = index_box(index or (), shape)
             if box in data:
                 return data[box]
-            ((hull, held),) = data.items()
-            return held[box.relative_to(hull).index]
+            ((hull, around),) = data.items()
+            return around[box.relative_to(hull).index]
 
         return jax.block_until_ready(
             jax.make_array_from_callback(shape, self.sharding, block, self.dtype)
@@ -96,105 +89,88 @@ class ReadRequest:
         return [(box, hit) for box in self.boxes if (hit := box.intersect(block)) is not None]
 
     def blocks(self, max_bytes: int) -> Iterator[Box]:
-        """Blocks that meet all of the boxes, and cut no stored chunk; each costs at most
-        `max_bytes`, or one chunk.
-        """
+        """Blocks that cover the boxes and cut no stored chunk, each at most `max_bytes`."""
         return self.info.blocks(
-            list(self.boxes), max_bytes // self._held * self.info.dtype.itemsize
+            list(self.boxes), max_bytes // self._bytes_per_element * self.info.dtype.itemsize
         )
 
     def cost(self, block: Box | None = None) -> int:
-        """Bytes in flight while all of it, or a block, is read. Of a stored chunk all is read
-        for any part of it.
-        """
-        wanted = (
-            sum(box.size for box in self.boxes)
-            if block is None
-            else sum(hit.size for _, hit in self.parts(block))
+        """Bytes in flight while all of it, or a block, is read; at least one stored chunk."""
+        boxes = self.boxes if block is None else [hit for _, hit in self.parts(block)]
+        wanted = sum(box.size for box in boxes)
+        return (
+            self._bytes_per_element * max(wanted, math.prod(self.info.chunk or ())) if wanted else 0
         )
-        return self._held * max(wanted, math.prod(self.info.chunk or ())) if wanted else 0
 
     @property
-    def _held(self) -> int:
-        """Bytes in flight for an element: while it is copied from where it was read, then as
-        cast and as it is sent.
-        """
+    def _bytes_per_element(self) -> int:
+        """Bytes in flight per element: as read and copied, then as cast and sent."""
         stored, result = self.info.dtype.itemsize, self.dtype.itemsize
-        return (
-            stored
-            if self.in_place and self.info.dtype == self.dtype
-            else max(2 * stored, result) + result
-        )
+        if self.in_place and self.info.dtype == self.dtype:
+            return stored
+        return max(2 * stored, result) + result
 
 
-class OutputBuffer(Protocol):
-    """The memory for all boxes of an array, filled block by block, in any order, by several
-    threads at once.
-    """
+class OutputBuffers(Protocol):
+    """The memory for all boxes of an array, filled block by block from several threads."""
 
-    def take(self, block: Box) -> None: ...
+    def fill(self, block: Box) -> None: ...
 
     def array(self) -> np.ndarray | jax.Array: ...
 
 
-def landing(wanted: ReadRequest) -> OutputBuffer | None:
-    """Where an array can land in blocks; None where it goes to the host memory of an
-    accelerator.
-    """
-    if wanted.in_place:
-        return HostLanding(wanted)
-    assert wanted.sharding is not None
-    device = next(iter(wanted.sharding.addressable_devices))
-    usual = wanted.sharding.memory_kind in (None, device.default_memory().kind)
-    return DeviceLanding(wanted, wanted.sharding) if usual else None
+def output_buffers(request: ReadRequest) -> OutputBuffers | None:
+    """Output buffers for reading in blocks, or None for an accelerator's host memory."""
+    if request.in_place:
+        return HostBuffers(request)
+    assert request.sharding is not None
+    device = next(iter(request.sharding.addressable_devices))
+    usual = request.sharding.memory_kind in (None, device.default_memory().kind)
+    return DeviceBuffers(request, request.sharding) if usual else None
 
 
-class HostLanding:
-    """In host memory, which CPU devices take as it is: nothing is held beside it, but what is
-    cast.
-    """
+class HostBuffers:
+    """Buffers in host memory, which CPU devices use without a copy."""
 
-    def __init__(self, wanted: ReadRequest):
-        self._wanted = wanted
-        outs = aligned_arrays([box.shape for box in wanted.boxes], wanted.dtype)
-        self._outs = dict(zip(wanted.boxes, outs, strict=True))
+    def __init__(self, request: ReadRequest):
+        self._request = request
+        outs = aligned_arrays([box.shape for box in request.boxes], request.dtype)
+        self._outs = dict(zip(request.boxes, outs, strict=True))
 
-    def take(self, block: Box) -> None:
-        wanted, parts = self._wanted, self._wanted.parts(block)
+    def fill(self, block: Box) -> None:
+        request, parts = self._request, self._request.parts(block)
         hits = [hit for _, hit in parts]
         places = [self._outs[box][hit.relative_to(box).index] for box, hit in parts]
-        if wanted.info.dtype == wanted.dtype:
-            wanted.source.read_into(wanted.key, hits, places)
+        if request.info.dtype == request.dtype:
+            request.source.read_into(request.key, hits, places)
             return
-        for place, data in zip(places, wanted.read(hits), strict=True):
+        for place, data in zip(places, request.read(hits), strict=True):
             place[...] = data
 
     def array(self) -> np.ndarray | jax.Array:
-        return self._wanted.made_of(self._outs)
+        return self._request.array_of(self._outs)
 
 
-class DeviceLanding:
-    """In the memory of devices that are not the host: a block is on the host until it has been
-    copied to them.
-    """
+class DeviceBuffers:
+    """Buffers on accelerators: a block is on the host until it has been copied to them."""
 
-    def __init__(self, wanted: ReadRequest, sharding: Sharding):
-        self._wanted, self._sharding = wanted, sharding
+    def __init__(self, request: ReadRequest, sharding: Sharding):
+        self._request, self._sharding = request, sharding
         self._lock = threading.Lock()
         self._arrays = {
-            device: jnp.zeros(box.shape, wanted.dtype, device=device)
-            for box, devices in wanted.boxes.items()
+            device: jnp.zeros(box.shape, request.dtype, device=device)
+            for box, devices in request.boxes.items()
             for device in devices
         }
 
-    def take(self, block: Box) -> None:
-        parts = self._wanted.parts(block)
+    def fill(self, block: Box) -> None:
+        parts = self._request.parts(block)
         done: list[jax.Array] = []
         for (box, hit), data in zip(
-            parts, self._wanted.read([hit for _, hit in parts]), strict=True
+            parts, self._request.read([hit for _, hit in parts]), strict=True
         ):
             start = np.array(hit.relative_to(box).start, np.int32)
-            for device in self._wanted.boxes[box]:
+            for device in self._request.boxes[box]:
                 part = jax.device_put(_bits(data), device)
                 with self._lock:  # a write gives the memory of the array on to the next one
                     self._arrays[device], over = _written(self._arrays[device], part, start)
@@ -202,44 +178,39 @@ class DeviceLanding:
         jax.block_until_ready(done)
 
     def array(self) -> jax.Array:
-        shape, arrays = self._wanted.info.shape, list(self._arrays.values())
+        shape, arrays = self._request.info.shape, list(self._arrays.values())
         return jax.make_array_from_single_device_arrays(
-            shape, self._sharding, arrays, dtype=self._wanted.dtype
+            shape, self._sharding, arrays, dtype=self._request.dtype
         )
 
 
 def _cast(key: str, data: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The data of an array as `dtype`. Raises TreeMismatch where integers would become others: only
-    floating numbers round.
-    """
+    """The data as `dtype`. Raises TreeMismatch if integers would change: only floats round."""
     if data.dtype == dtype:
         return data
     with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
-        found = data.astype(dtype)
-    if not jnp.issubdtype(data.dtype, jnp.floating) and not np.array_equal(
-        back := found.astype(data.dtype), data
-    ):
-        first = data[back != data].flat[0]
+        result = data.astype(dtype)
+    if jnp.issubdtype(data.dtype, jnp.floating):
+        return result
+    changed = result.astype(data.dtype) != data
+    if changed.any():
         raise TreeMismatch(
-            f"{key}: values of {data.dtype} do not fit {dtype}: {first} would become"
-            f" {found[back != data].flat[0]}. Restore it as it is; on devices that needs"
+            f"{key}: values of {data.dtype} do not fit {dtype}: {data[changed].flat[0]} would"
+            f" become {result[changed].flat[0]}. Restore it as it is; on devices that needs"
             " jax_enable_x64 where it has 64 bits"
         )
-    return found
+    return result
 
 
 def _bits(data: np.ndarray) -> np.ndarray:
-    """Floating numbers as integers: XLA may compute with 16 bits in 32, and then a signalling
-    NaN becomes another.
-    """
+    """Floats as integers: XLA may compute 16 bits in 32, which changes a signalling NaN."""
     floating = jnp.issubdtype(data.dtype, jnp.floating)
     return np.ascontiguousarray(data).view(f"u{data.dtype.itemsize}") if floating else data
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _written(array: jax.Array, bits: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The array with a part of it replaced, in the same memory, and a number that is there when
-    that is over.
+    """The updated array, in the same memory, and a token that is ready when the update is.
 
     `bits` are the part as `_bits` has it. The array itself cannot be waited for: it goes to the
     next write.
@@ -247,10 +218,6 @@ def _written(array: jax.Array, bits: jax.Array, start: jax.Array) -> tuple[jax.A
     over = jnp.sum(start)
     if bits.dtype == array.dtype:
         return jax.lax.dynamic_update_slice(array, bits, list(start)), over
-    held = jax.lax.bitcast_convert_type(array, bits.dtype)
-    return (
-        jax.lax.bitcast_convert_type(
-            jax.lax.dynamic_update_slice(held, bits, list(start)), array.dtype
-        ),
-        over,
-    )
+    old = jax.lax.bitcast_convert_type(array, bits.dtype)
+    new = jax.lax.dynamic_update_slice(old, bits, list(start))
+    return jax.lax.bitcast_convert_type(new, array.dtype), over

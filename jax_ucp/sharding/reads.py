@@ -1,6 +1,4 @@
-"""What each host of a mesh would read of a checkpoint, counted and not done: integers, no
-devices, any size of mesh.
-"""
+"""What each host of a mesh would read of a checkpoint: integers, no devices, any mesh size."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jax_ucp.arguments import whole_number
-from jax_ucp.layout.blocks import Chunks, chunk_shapes, writer_cells
+from jax_ucp.layout.blocks import Chunks, writer_cells
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.sharding.fit import (
@@ -78,8 +76,7 @@ class HostMesh:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How an array lies on disk, and the spec that it is read onto, which fits the mesh as
-    `fit_spec` makes it.
+    """How an array lies on disk, and the spec it is read onto, which fits the mesh.
 
     An element costs the reading of its inner chunk. Outer chunks are files, unless `pieces` say
     which blocks of the array lie in which files.
@@ -94,8 +91,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class HostReads:
-    """By host: bytes of the distinct boxes it needs, bytes of the chunks that hold them, each once,
-    and files opened.
+    """By host: bytes of the boxes it needs, bytes of the chunks with them, and files opened.
 
     Checksums and indices, less than 0.1 % of chunks of 64 KiB, are not counted. Of an array that is
     not stored in chunks the bytes wanted are counted; files that are mapped are read by the system
@@ -129,10 +125,10 @@ def planned_reads(arrays: Iterable[Stored], mesh: HostMesh) -> HostReads:
     totals = np.zeros((3, mesh.hosts), np.int64)
     shared: dict[str, np.ndarray] = {}
     for array in arrays:
-        found = _reads(array.shape, array.itemsize, array.chunks, array.spec, mesh)
-        totals[:2] += found[:2]
+        reads = _reads(array.shape, array.itemsize, array.chunks, array.spec, mesh)
+        totals[:2] += reads[:2]
         if not array.pieces:
-            totals[2] += found[2]
+            totals[2] += reads[2]
             continue
         for (file, _), by_host in zip(array.pieces, _opened(array, mesh).T, strict=True):
             shared[file] = shared[file] | by_host if file in shared else by_host
@@ -164,33 +160,27 @@ def checkpoint_reads(contents: Contents, mesh: HostMesh, rules: Sequence[Rule] =
         files = tuple((file, box) for box, file in first.items())
         return Stored(leaf.shape, info.dtype.itemsize, Chunks(leaf.shape, inner), spec, files)
 
-    found = planned_reads((stored(leaf) for leaf in contents.leaves if leaf.has_array), mesh)
-    return replace(found, notes=fit_notes(contents.leaves, mesh, rules))
+    reads = planned_reads((stored(leaf) for leaf in contents.leaves if leaf.has_array), mesh)
+    return replace(reads, notes=fit_notes(contents.leaves, mesh, rules))
 
 
 def planned_fit(leaf: Leaf, mesh: HostMesh, rules: Sequence[Rule] = ()) -> Fit:
-    """The spec of a leaf in a restore without target. A value of the host program is whole in
-    every process.
-    """
+    """The spec of a leaf restored without target; a value of the host program is replicated."""
     return fit_axes(leaf, mesh.sizes, rules) if leaf.kind in ON_DEVICES else Fit(())
 
 
 def fit_notes(leaves: Sequence[Leaf], mesh: HostMesh, rules: Sequence[Rule] = ()) -> list[str]:
     """Each way in which a leaf is not placed as asked for, and each rule that applies to none."""
-    notes = [
-        f"{leaf.label}: {n}"
-        for leaf in leaves
-        if leaf.has_array
-        for n in planned_fit(leaf, mesh, rules).notes
-    ]
+    notes: list[str] = []
+    for leaf in (leaf for leaf in leaves if leaf.has_array):
+        notes += [f"{leaf.label}: {note}" for note in planned_fit(leaf, mesh, rules).notes]
     return notes + unused_rules(rules, leaves)
 
 
 def mesh_cells(
     leaves: Sequence[Leaf], mesh: HostMesh, rules: Sequence[Rule] = ()
 ) -> dict[str, Shape]:
-    """By name of an array, the block that one host writes in a save from the mesh, which no chunk
-    crosses.
+    """By array, the block that one host writes in a save from the mesh; no chunk crosses it.
 
     Raises ValueError for a rule that cannot be meant.
     """
@@ -207,9 +197,7 @@ def mesh_cells(
 
 @functools.lru_cache(maxsize=1024)
 def planned_cell(shape: Shape, itemsize: int, spec: tuple[Axes, ...], mesh: HostMesh) -> Shape:
-    """The block of an array that one host writes in a save from the mesh, as `writer_cells` has
-    it.
-    """
+    """The block of an array that one host writes in a save from the mesh."""
     corners = np.concatenate(_bounds(shape, spec, mesh), axis=1).tolist()
     boxes = [Box(tuple(row[: len(shape)]), tuple(row[len(shape) :])) for row in corners]
     step = mesh.devices_per_host
@@ -219,18 +207,10 @@ def planned_cell(shape: Shape, itemsize: int, spec: tuple[Axes, ...], mesh: Host
 
 
 @functools.lru_cache(maxsize=1024)
-def planned_chunks(shape: Shape, itemsize: int, spec: tuple[Axes, ...], mesh: HostMesh) -> Chunks:
-    """The chunks that a save from the mesh would write."""
-    return chunk_shapes(shape, itemsize, planned_cell(shape, itemsize, spec, mesh))
-
-
-@functools.lru_cache(maxsize=1024)
 def _reads(
     shape: Shape, itemsize: int, chunks: Chunks, spec: tuple[Axes, ...], mesh: HostMesh
 ) -> np.ndarray:
-    """Rows needed, read and outer chunks, by host, of one array: many arrays of a model are
-    alike.
-    """
+    """By host: bytes needed, bytes read, and outer chunks opened, of one array."""
     start, stop = _bounds(shape, spec, mesh)
     inner, outer = np.maximum(chunks.inner, 1), np.maximum(chunks.outer, 1)
     return np.array(
@@ -275,7 +255,7 @@ def touched_units(
     no box is empty.
     """
     first, last = start // unit, -(-stop // unit)
-    found = np.empty(len(groups), np.int64)
+    counts = np.empty(len(groups), np.int64)
     known: dict[bytes, int] = {}  # groups whose boxes lie alike, but elsewhere, touch as many
     for i, here in enumerate(groups):
         origin = first[here].min(axis=0)
@@ -285,8 +265,8 @@ def touched_units(
         key = boxes.tobytes()
         if key not in known:
             known[key] = _union(boxes)
-        found[i] = known[key]
-    return found
+        counts[i] = known[key]
+    return counts
 
 
 def _union(boxes: np.ndarray) -> int:

@@ -1,11 +1,10 @@
-"""Leaves of any source onto any mesh: a placement for each leaf first, then one read for each
-distinct box.
-"""
+"""Leaves of any source onto any mesh: place each leaf, then read each distinct box once."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,7 +29,7 @@ from jax_ucp.sharding.fit import (
     unused_rules,
     warn_given_up,
 )
-from jax_ucp.sharding.output_buffers import OutputBuffer, ReadRequest, landing
+from jax_ucp.sharding.output_buffers import OutputBuffers, ReadRequest, output_buffers
 from jax_ucp.sharding.share import Read, SharedRead, read_together, shared_read
 from jax_ucp.sharding.trees import Node, fill, key_dtype, kind_of, match, narrowed
 from jax_ucp.sources.budget import DEFAULT_BUDGET, run_bounded, threads
@@ -56,9 +55,7 @@ class Placement:
     shared: SharedRead | None = None
 
     def boxes(self) -> Mapping[Box, Sequence[Device]]:
-        """The distinct boxes of the stored array that this process reads, each with the devices
-        that get it.
-        """
+        """The distinct boxes of the stored array that this process reads, each with its devices."""
         if self.shared is not None:
             return self.shared.boxes()
         if self.sharding is None:
@@ -84,17 +81,13 @@ class RestorePlan:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes this process reads: every distinct box once, and its own pieces of those whose
-        reading is shared.
-        """
+        """Bytes this process reads: each distinct box once, of shared ones its own pieces."""
         arrays = [p for p in self.placements if p.leaf.has_array]
         return sum(box.size * np.dtype(p.leaf.dtype).itemsize for p in arrays for box in p.boxes())
 
     @property
     def notes(self) -> list[str]:
-        """Every decision that departs from the sharding asked for, by leaf; and each rule that
-        applies to none.
-        """
+        """Every departure from the sharding asked for, by leaf; and each unused rule."""
         placed = [f"{p.leaf.label}: {note}" for p in self.placements for note in p.notes]
         return [*placed, *self.unused_rules]
 
@@ -121,13 +114,11 @@ def plan_restore(
     Raises TreeMismatch with everything in which target and checkpoint differ, ValueError for rules
     without a mesh, or arguments that cannot be meant.
     """
-    partial, narrow_integers = (
-        switch("partial", partial),
-        switch("narrow_integers", narrow_integers),
-    )
+    partial = switch("partial", partial)
+    narrow_integers = switch("narrow_integers", narrow_integers)
     _check_arguments(target, mesh, rules, cast, partial)
+    nodes: list[Node] = []
     if target is None:
-        nodes = None
         wishes = [_Wish(leaf, leaf.kind) for leaf in leaves]
     else:
         pairs = match(leaves, target, partial, bool(cast), narrow_integers)
@@ -138,11 +129,11 @@ def plan_restore(
     idle = unused_rules(rules, ruled)
     placements = [_place(wish, mesh, rules, cast) for wish in wishes]
     if narrow_integers:
-        placements = [_narrowed(placement) for placement in placements]
+        placements = list(map(_narrowed, placements))
     _check_shardings(placements)
-    if nodes is not None:
+    if target is not None:
         _check_homes(placements)
-    return RestorePlan(placements, target, nodes or (), idle + _unused_axes(placements, mesh))
+    return RestorePlan(placements, target, nodes, idle + _unused_axes(placements, mesh))
 
 
 def _check_arguments(
@@ -169,12 +160,9 @@ def _check_arguments(
 
 
 def _check_homes(placements: Sequence[Placement]) -> None:
-    """Raise TreeMismatch where leaves of a target should be on devices, and nothing says on
-    which.
-    """
-    homeless = [
-        p.leaf.label for p in placements if p.kind in ("jax", "prng_key") and p.sharding is None
-    ]
+    """Raise TreeMismatch if leaves of a target should be on devices that nothing names."""
+    on_devices = [p for p in placements if p.kind in ("jax", "prng_key")]
+    homeless = [p.leaf.label for p in on_devices if p.sharding is None]
     if homeless:
         raise TreeMismatch(
             f"{len(homeless)} leaves of the target have no sharding on devices, the first"
@@ -183,12 +171,10 @@ def _check_homes(placements: Sequence[Placement]) -> None:
 
 
 def _is_floating(dtype: DTypeLike) -> bool:
-    if dtype is None:  # which numpy takes for float64
-        return False
-    try:
-        return bool(jnp.issubdtype(np.dtype(dtype), jnp.floating))
-    except TypeError:
-        return False
+    with suppress(TypeError):
+        # numpy takes None for float64
+        return dtype is not None and bool(jnp.issubdtype(np.dtype(dtype), jnp.floating))
+    return False
 
 
 def _unused_axes(placements: Sequence[Placement], mesh: Mesh | None) -> list[str]:
@@ -201,8 +187,7 @@ def _unused_axes(placements: Sequence[Placement], mesh: Mesh | None) -> list[str
 
 
 def shared_plan(plan: RestorePlan, arrays: Mapping[str, ArrayInfo]) -> RestorePlan:
-    """The plan in which of a leaf that several processes hold each reads a part, where all then
-    read less.
+    """The plan with reads shared among processes that hold the same, where that reads less.
 
     `arrays` are those of the source. In one process it is the plan that it was.
     """
@@ -221,8 +206,7 @@ def run_restore(
     budget_bytes: int = DEFAULT_BUDGET,
     checks: Iterable[Check] = (),
 ) -> Any:
-    """Read every box that this process needs, once, and return the tree. `checks` are those that
-    must pass for it.
+    """Read every box that this process needs, once, after the `checks`, and return the tree.
 
     Warns of what the plan gave up of a sharding. At most `budget_bytes` are in flight beside the
     arrays themselves, or one stored chunk where that is larger: an array that takes more goes in
@@ -236,12 +220,11 @@ def run_restore(
     warn_given_up(plan.notes, stacklevel=3)  # where `restore` was called
     reading = _Reading(plan, source, budget_bytes)
     reading.run(checks)
-    values = [
-        _as_kind(p, value) for p, value in zip(plan.placements, reading.values(), strict=True)
-    ]
+    values = list(map(_as_kind, plan.placements, reading.values()))
     if plan.target is not None:
         return fill(plan.target, list(zip(plan.nodes, values, strict=True)))
-    return tree_of({p.leaf.path: value for p, value in zip(plan.placements, values, strict=True)})
+    paths = [p.leaf.path for p in plan.placements]
+    return tree_of(dict(zip(paths, values, strict=True)))
 
 
 Job = tuple[int, Callable[[], object]]  # bytes in flight while it runs, and what it does
@@ -253,7 +236,7 @@ class _Reading:
     def __init__(self, plan: RestorePlan, source: ArraySource, budget_bytes: int):
         self._plan, self._source, self._budget_bytes = plan, source, budget_bytes
         self._arrays: dict[int, Any] = {}  # by the number of the placement
-        self._landings: dict[int, OutputBuffer] = {}  # of arrays that are read in blocks
+        self._buffers: dict[int, OutputBuffers] = {}  # of arrays that are read in blocks
         self._x64 = has_x64()
 
     def run(self, checks: Iterable[Check]) -> None:
@@ -265,15 +248,15 @@ class _Reading:
             return
         reads: list[Read] = []
         for i, pieces in shared.items():
-            wanted = _wanted(self._plan.placements[i], self._source)
+            request = _request(self._plan.placements[i], self._source)
             # A piece is held as it was read, and padded.
-            read = partial(wanted.read, list(wanted.boxes))
-            reads.append((wanted.key, pieces, 2 * wanted.cost(), read))
+            read = partial(request.read, list(request.boxes))
+            reads.append((request.key, pieces, 2 * request.cost(), read))
         self._arrays |= zip(shared, read_together(reads, alone, self._budget_bytes), strict=True)
 
     def values(self) -> list[Any]:
         """What was read, by placement; None for leaves that have no array."""
-        for i, place in self._landings.items():
+        for i, place in self._buffers.items():
             self._arrays[i] = jax.block_until_ready(place.array())
         return [self._arrays.get(i) for i in range(len(self._plan.placements))]
 
@@ -283,39 +266,38 @@ class _Reading:
             yield check.memory, partial(require, check)
         for i, placement in enumerate(self._plan.placements):
             if placement.leaf.has_array and not placement.shared:
-                yield from self._jobs_of(i, _wanted(placement, self._source))
+                yield from self._jobs_of(i, _request(placement, self._source))
 
-    def _jobs_of(self, i: int, wanted: ReadRequest) -> Iterator[Job]:
+    def _jobs_of(self, i: int, request: ReadRequest) -> Iterator[Job]:
         """An array at once, or in blocks where it takes more than its share of the budget."""
-        nbytes = wanted.info.nbytes
+        nbytes = request.info.nbytes
         if nbytes <= SMALL_BYTES:
-            yield nbytes, partial(self._read_whole, i, wanted)
+            yield nbytes, partial(self._read_whole, i, request)
             return
         share = self._budget_bytes // threads()
         block_bytes = min(BLOCK_BYTES, share)
         # Writing into a device's memory takes a program for each shape, so only where the budget
         # asks for it.
-        whole_bytes = block_bytes if wanted.in_place else share
-        place = landing(wanted) if wanted.cost() > whole_bytes else None
+        whole_bytes = block_bytes if request.in_place else share
+        place = output_buffers(request) if request.cost() > whole_bytes else None
         if place is None:
-            yield wanted.cost(), partial(self._read_whole, i, wanted)
+            yield request.cost(), partial(self._read_whole, i, request)
             return
-        self._landings[i] = place
-        for block in wanted.blocks(block_bytes):
-            yield wanted.cost(block), partial(self._read_block, i, block)
+        self._buffers[i] = place
+        for block in request.blocks(block_bytes):
+            yield request.cost(block), partial(self._read_block, i, block)
 
-    def _read_whole(self, i: int, wanted: ReadRequest) -> None:
+    def _read_whole(self, i: int, request: ReadRequest) -> None:
         with jax.enable_x64(self._x64):
-            self._arrays[i] = wanted.array()
+            self._arrays[i] = request.array()
 
     def _read_block(self, i: int, block: Box) -> None:
         with jax.enable_x64(self._x64):
-            self._landings[i].take(block)
+            self._buffers[i].fill(block)
 
 
 def dealt_out(plan: RestorePlan, checks: Iterable[Check], extent: Extent) -> Iterable[Check]:
-    """The checks that this process runs: of those in full each one a part, if they hear of one
-    another's errors.
+    """The checks that this process runs: its part of full ones if reads are shared, else all.
 
     Samples are compared by all: they cost little, and hosts may have copies of the files of their
     own.
@@ -325,10 +307,8 @@ def dealt_out(plan: RestorePlan, checks: Iterable[Check], extent: Extent) -> Ite
     return checks
 
 
-def _wanted(p: Placement, source: ArraySource) -> ReadRequest:
-    """What this process reads of a leaf; of a small one a single box, which costs less than
-    several.
-    """
+def _request(p: Placement, source: ArraySource) -> ReadRequest:
+    """What this process reads of a leaf; a small one is a single box, which costs less."""
     boxes = p.boxes()
     if (
         boxes
@@ -341,16 +321,12 @@ def _wanted(p: Placement, source: ArraySource) -> ReadRequest:
 
 
 def has_x64() -> bool:
-    """Whether this thread has 64-bit types: `with jax.enable_x64(True):` is of one, and arrays
-    are made in others.
-    """
+    """Whether this thread has 64-bit types; `jax.enable_x64` holds for one thread only."""
     return jax.dtypes.canonicalize_dtype(np.int64) == np.int64
 
 
 def abstract_leaf(leaf: Leaf) -> Any:
-    """What stands for a leaf in a target tree: a `jax.ShapeDtypeStruct` for an array, a value
-    for anything else.
-    """
+    """What stands for a leaf in a target: a `jax.ShapeDtypeStruct`, or a value of its type."""
     match leaf.kind:
         case "jax" | "array" | "numpy" | "numpy_scalar":
             return jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype))
@@ -364,9 +340,7 @@ def abstract_leaf(leaf: Leaf) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """A leaf, and what it should be: as `kind` says, like the target's `value`, which may have
-    logical `axes`.
-    """
+    """A leaf, what `kind` it should be, and the target's value and logical axes."""
 
     leaf: Leaf
     kind: str
@@ -391,9 +365,7 @@ def _place(
 
 
 def _dtype(leaf: Leaf, value: Any, cast: bool | DTypeLike) -> np.dtype:
-    """What an array is read as: its own dtype, or that of the target's value, or of all floating
-    arrays.
-    """
+    """What an array is read as: its own dtype, the target's, or that of all floating arrays."""
     stored = np.dtype(leaf.dtype)
     if leaf.kind == "prng_key":
         key_dtype(leaf)  # that there is one
@@ -407,9 +379,7 @@ def _dtype(leaf: Leaf, value: Any, cast: bool | DTypeLike) -> np.dtype:
 def _sharding_on(
     mesh: Mesh, wish: _Wish, rules: Sequence[Rule]
 ) -> tuple[Sharding, tuple[str, ...]]:
-    """The sharding on a mesh, with notes: that of the target if it has one there, else a fitted
-    one.
-    """
+    """The sharding on a mesh, with notes: the target's own if it is there, else a fitted one."""
     own = getattr(wish.value, "sharding", None)
     if isinstance(own, NamedSharding) and dict(own.mesh.shape) == dict(mesh.shape):
         # own.mesh may be abstract
@@ -425,9 +395,7 @@ def _ruled(wish: _Wish) -> Leaf:
 
 
 def _own_sharding(value: Any) -> Sharding | None:
-    """The sharding of a target's leaf where no mesh is given; where it has none, the device if
-    there is only one.
-    """
+    """The sharding of a target's leaf without a mesh; the only device if it has none."""
     own = getattr(value, "sharding", None)
     if isinstance(own, NamedSharding) and not isinstance(own.mesh, Mesh):
         return None  # on an abstract mesh
@@ -439,18 +407,14 @@ def _own_sharding(value: Any) -> Sharding | None:
 
 
 def _narrowed(placement: Placement) -> Placement:
-    """64-bit integers on devices as JAX has them without x64; a value that does not fit is
-    refused when it is read.
-    """
+    """64-bit integers on devices as 32-bit ones; reading refuses values that do not fit."""
     if placement.sharding is None or placement.dtype is None:
         return placement
     return replace(placement, dtype=narrowed(placement.dtype))
 
 
 def _check_shardings(placements: Sequence[Placement]) -> None:
-    """Raise TreeMismatch with every leaf that JAX cannot hold as it is, or not by the sharding
-    of its target.
-    """
+    """Raise TreeMismatch with every leaf that JAX cannot hold by its dtype and sharding."""
     faults = [f"{p.leaf.label}: {fault}" for p in placements for fault in _device_faults(p)]
     if faults:
         lines = "\n  ".join(faults[:FAULTS_SHOWN])

@@ -1,14 +1,15 @@
-"""A pytree onto disk: decided from shapes and shardings alike on every process, then written by
-each in part.
-"""
+"""A pytree onto disk: decided alike on every process, then written by each in part."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,7 +19,14 @@ from jax.sharding import Sharding
 from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.files.local import LocalFiles
 from jax_ucp.files.protocol import read_file
-from jax_ucp.layout.blocks import SMALL_BYTES, Chunks, chunk_shapes, grid_boxes, writer_cells
+from jax_ucp.layout.blocks import (
+    SMALL_BYTES,
+    Chunks,
+    chunk_shapes,
+    grid_boxes,
+    grid_place,
+    writer_cells,
+)
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.sharding.boxes import Device, device_boxes, process_boxes, saved_sharding
@@ -51,16 +59,14 @@ class Snapshot(MakesArrays):
         return self.infos
 
     def read(self, key: str, box: Box) -> np.ndarray:
-        found = np.asarray(_assemble(self.data[key], box, self.infos[key].dtype)).view()
-        found.flags.writeable = False
-        return found
+        data = np.asarray(_assemble(self.data[key], box, self.infos[key].dtype)).view()
+        data.flags.writeable = False
+        return data
 
 
 @dataclass(frozen=True)
 class Description:
-    """The leaves of a tree as the checkpoint will know them, and their arrays by name; nothing
-    is copied yet.
-    """
+    """The leaves of a tree as the checkpoint will name them, and their arrays; nothing copied."""
 
     leaves: Sequence[Leaf]
     arrays: Mapping[str, np.ndarray | jax.Array]
@@ -68,10 +74,9 @@ class Description:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without the garbage collector, which looks at all objects of the program again for each so
-    many new ones.
+    """Pause the garbage collector, which would scan all objects again and again.
 
-    A snapshot makes some for every part of every array and drops none: of 10,000 arrays it was half
+    A snapshot makes objects for every part of an array and drops none: of 10,000 arrays it was half
     the time.
     """
     enabled = gc.isenabled()
@@ -85,19 +90,9 @@ def _uncollected() -> Iterator[None]:
 
 @_uncollected()
 def describe(tree: Any) -> Description:
-    """What a tree holds. Raises UnsupportedLeaf for a leaf that could not be restored as what it
-    was.
-    """
+    """The leaves of a tree. Raises UnsupportedLeaf for one that could not be restored."""
     nodes = list(walk(tree))
-    if same := unspeakable_paths(node.path for node in nodes):
-        raise UnsupportedLeaf(
-            f"keys that differ only in type cannot be told apart on disk: {same[0]}"
-        )
-    strings = [".".join(map(str, node.path)) for node in nodes if isinstance(node.value, str)]
-    if twice := {name for name in strings if strings.count(name) > 1}:
-        raise UnsupportedLeaf(
-            f"two strings would have one name on disk, {twice.pop()!r}: rename a key"
-        )
+    _check_names(nodes)
     leaves: list[Leaf] = []
     arrays: dict[str, np.ndarray | jax.Array] = {}
     for node, name in zip(nodes, leaf_names([node.path for node in nodes]), strict=True):
@@ -111,6 +106,22 @@ def describe(tree: Any) -> Description:
         if array is not None:
             arrays[name] = array
     return Description(leaves, arrays)
+
+
+def _check_names(nodes: Sequence[Node]) -> None:
+    """Raise UnsupportedLeaf for leaves that would have one name on disk."""
+    if same := unspeakable_paths(node.path for node in nodes):
+        raise UnsupportedLeaf(
+            f"keys that differ only in type cannot be told apart on disk: {same[0]}"
+        )
+    strings = Counter(
+        ".".join(map(str, node.path)) for node in nodes if isinstance(node.value, str)
+    )
+    for name, count in strings.most_common(1):
+        if count > 1:
+            raise UnsupportedLeaf(
+                f"two strings would have one name on disk, {name!r}: rename a key"
+            )
 
 
 @_uncollected()
@@ -134,48 +145,38 @@ def take_snapshot(described: Description) -> Snapshot:
 def write_snapshot(
     snapshot: Snapshot, directory: LocalFiles, budget_bytes: int = DEFAULT_BUDGET
 ) -> None:
-    """Write this process's chunks, and its part of the digests. The directory is not yet a
-    checkpoint.
-    """
+    """Write this process's chunks and digests. The directory is not yet a checkpoint."""
     if read_file(directory, METADATA_FILE) is not None:
         raise FileExistsError(f"{directory} is a checkpoint already; save to another path")
     store = ZarrStore(directory, snapshot.infos, snapshot.chunks)
+    run_bounded(_write_jobs(snapshot, store), budget_bytes)
+    write_part(store, jax.process_index())
+
+
+def _write_jobs(snapshot: Snapshot, store: ZarrStore) -> Iterator[tuple[int, Callable[[], None]]]:
+    """The writes of this process, each with the bytes in flight while it runs."""
     packed = packed_arrays(snapshot.infos, snapshot.chunks)
+    in_pack = [(name, box) for name, box in snapshot.blocks if name in packed]
+    alone = [(name, box) for name, box in snapshot.blocks if name not in packed]
 
     def write(name: str, box: Box) -> None:
         store.write(name, box, snapshot.read(name, box), durable=False)
 
     def write_pack() -> None:
-        blocks = (
-            (name, box, snapshot.read(name, box)) for name, box in snapshot.blocks if name in packed
-        )
+        blocks = ((name, box, snapshot.read(name, box)) for name, box in in_pack)
         store.write_pack(jax.process_index(), blocks)
 
-    def jobs() -> Iterator[tuple[int, Any]]:
-        if any(name in packed for name, _ in snapshot.blocks):
-            yield 2 * SMALL_BYTES, write_pack
-        if jax.process_index() == 0:
-            yield from (
-                (0, lambda name=name: store.create(name))
-                for name in snapshot.infos
-                if name not in packed
-            )
-        for name, box in snapshot.blocks:
-            if name in packed:
-                continue
-            yield (
-                2 * box.size * snapshot.infos[name].dtype.itemsize,
-                lambda name=name, box=box: write(name, box),
-            )
-
-    run_bounded(jobs(), budget_bytes)
-    write_part(store, jax.process_index())
+    if in_pack:
+        yield 2 * SMALL_BYTES, write_pack
+    if jax.process_index() == 0:
+        for name in itertools.filterfalse(packed.__contains__, snapshot.infos):
+            yield 0, partial(store.create, name)
+    for name, box in alone:
+        yield 2 * box.size * snapshot.infos[name].dtype.itemsize, partial(write, name, box)
 
 
 def commit_snapshot(snapshot: Snapshot, directory: LocalFiles) -> Metadata:
-    """Make the directory a checkpoint. One process does this, after all have written their
-    snapshots.
-    """
+    """Make the directory a checkpoint: one process, after all have written their snapshots."""
     store = ZarrStore(directory, snapshot.infos, snapshot.chunks)
     packed = packed_arrays(snapshot.infos, snapshot.chunks)
     outer = {name: chunks.outer for name, chunks in snapshot.chunks.items()}
@@ -184,8 +185,7 @@ def commit_snapshot(snapshot: Snapshot, directory: LocalFiles) -> Metadata:
 
 
 def content(snapshot: Snapshot) -> list[tuple[str, str, str]]:
-    """Of each leaf its name, its label, and what all processes must have alike for its chunks to be
-    of one array.
+    """Each leaf's name, label, and what all processes must have alike for it.
 
     Values are no part of it: those of the host program are taken from process 0.
     """
@@ -198,26 +198,26 @@ def content(snapshot: Snapshot) -> list[tuple[str, str, str]]:
 def _about(leaf: Leaf, chunks: Chunks | None) -> str:
     keys = ",".join(key.kind for key in leaf.path)
     empty = f"an empty {leaf.value}" if leaf.kind == "empty" else leaf.kind
-    said = [f"{leaf.kind} {leaf.dtype} {list(leaf.shape)}" if leaf.has_array else empty]
-    said += [f"in chunks of {list(chunks.outer)} of {list(chunks.inner)}"] if chunks else []
-    said += [_placed(leaf.sharding)] if leaf.sharding else []
-    said += [str(detail) for detail in (leaf.key_impl, leaf.axes) if detail]
-    return ", ".join([*said, f"below {keys or 'nothing'}"])
+    details = [
+        f"{leaf.kind} {leaf.dtype} {list(leaf.shape)}" if leaf.has_array else empty,
+        chunks and f"in chunks of {list(chunks.outer)} of {list(chunks.inner)}",
+        leaf.sharding and _placed(leaf.sharding),
+        leaf.key_impl,
+        leaf.axes,
+        f"below {keys or 'nothing'}",
+    ]
+    return ", ".join(map(str, filter(None, details)))
 
 
 @functools.lru_cache(maxsize=1024)
 def _placed(sharding: SavedSharding) -> str:
-    sizes = ", ".join(
-        f"{name} {size}"
-        for name, size in zip(sharding.axis_names, sharding.axis_sizes, strict=True)
-    )
+    axes = zip(sharding.axis_names, sharding.axis_sizes, strict=True)
+    sizes = ", ".join(f"{name} {size}" for name, size in axes)
     return f"as {sharding.spec} on {sizes} (devices {digest(repr(sharding.device_ids).encode())})"
 
 
 class _Owners:
-    """Shares outer chunks out to the processes that hold them, each to the one with the fewest
-    bytes so far.
-    """
+    """Assigns outer chunks to the processes that hold them, each to the least loaded."""
 
     def __init__(self, processes: int):
         self._bytes = [0] * processes
@@ -240,21 +240,15 @@ class _Owners:
 def _writers(
     sharding: Sharding | None, shape: Shape, itemsize: int, processes: int
 ) -> tuple[Chunks, list[tuple[Box, list[int]]]]:
-    """The chunks of an array, and the processes that could write each outer one. Many arrays of
-    a tree are alike.
-    """
+    """The chunks of an array, and the processes that could write each outer one."""
     # A value of the host program has no sharding, and is taken from process 0.
-    held = (
-        process_boxes(sharding, shape, processes) if sharding else [frozenset({Box.whole(shape)})]
-    )
-    cells = writer_cells(shape, itemsize, held)
+    whole = [frozenset({Box.whole(shape)})]
+    boxes_of = process_boxes(sharding, shape, processes) if sharding else whole
+    cells = writer_cells(shape, itemsize, boxes_of)
     chunks = chunk_shapes(shape, itemsize, cells.shape)
     boxes = grid_boxes(shape, chunks.outer)
-    return chunks, [(box, sorted(cells.owners[_cell(box, cells.shape)])) for box in boxes]
-
-
-def _cell(box: Box, cell: Shape) -> Shape:
-    return tuple(a // max(1, c) for a, c in zip(box.start, cell, strict=True))
+    cell = [max(1, n) for n in cells.shape]
+    return chunks, [(box, sorted(cells.owners[grid_place(box, cell)])) for box in boxes]
 
 
 def _leaf(node: Node, name: str) -> tuple[Leaf, np.ndarray | jax.Array | None]:
@@ -271,27 +265,28 @@ def _leaf(node: Node, name: str) -> tuple[Leaf, np.ndarray | jax.Array | None]:
         sharding = saved_sharding(value.sharding)
         impl, value = str(jax.random.key_impl(value)), jax.random.key_data(value)
     if isinstance(value, jax.Array):
-        if jax.process_count() > 1 and value.is_fully_addressable:
-            raise UnsupportedLeaf(
-                f"{node.label} is an array of one process among {jax.process_count()}, whose value"
-                " may differ on the others. Make it global: jax.device_put(x, NamedSharding(mesh,"
-                " PartitionSpec()))."
-            )
-        if getattr(getattr(value.sharding, "spec", None), "unreduced", None):
-            raise UnsupportedLeaf(
-                f"{node.label} is unreduced: its devices hold parts of a sum, not its values"
-            )
+        _check_global(node.label, value)
         sharding = sharding or saved_sharding(value.sharding)
     else:
         value = _host_value(node, value)
-    dtype = np.dtype(value.dtype)
+    shape, dtype = tuple(value.shape), np.dtype(value.dtype)
     require_storable(node.label, dtype)
-    return (
-        Leaf(
-            node.path, name, kind, tuple(value.shape), dtype.name, None, impl, sharding, node.axes
-        ),
-        value,
-    )
+    leaf = Leaf(node.path, name, kind, shape, dtype.name, None, impl, sharding, node.axes)
+    return leaf, value
+
+
+def _check_global(label: str, array: jax.Array) -> None:
+    """Raise UnsupportedLeaf for an array whose shards are not the values of one array."""
+    if jax.process_count() > 1 and array.is_fully_addressable:
+        raise UnsupportedLeaf(
+            f"{label} is an array of one process among {jax.process_count()}, whose value may"
+            " differ on the others. Make it global: jax.device_put(x, NamedSharding(mesh,"
+            " PartitionSpec()))."
+        )
+    if getattr(getattr(array.sharding, "spec", None), "unreduced", None):
+        raise UnsupportedLeaf(
+            f"{label} is unreduced: its devices hold parts of a sum, not its values"
+        )
 
 
 def _encodable(leaf: Leaf) -> bool:
@@ -313,48 +308,42 @@ def _host_value(node: Node, value: Any) -> np.ndarray:
 def _to_host(
     arrays: Mapping[str, np.ndarray | jax.Array], blocks: Iterable[tuple[str, Box]]
 ) -> dict[str, dict[Box, np.ndarray]]:
-    """The parts of each array that this process holds and the blocks need, by their boxes, as
-    host arrays.
-    """
-    needed: dict[str, list[Box]] = {}
+    """The parts of each array that the blocks need, by their boxes, as host arrays."""
+    needed: dict[str, list[Box]] = defaultdict(list)
     for name, box in blocks:
-        needed.setdefault(name, []).append(box)
-    parts: dict[str, dict[Box, jax.Array]] = {}
-    data: dict[str, dict[Box, np.ndarray]] = {}
-    for name, boxes in needed.items():
-        array = arrays[name]
-        if isinstance(array, jax.Array):
-            by_device = {shard.device: shard.data for shard in array.addressable_shards}
-            sources = _sources(array.sharding, array.shape, tuple(boxes))
-            parts[name] = {box: by_device[device] for box, device in sources}
-            for box, device in sources:
-                # there it only costs: what follows is a view of the device's memory
-                if device.platform != "cpu":
-                    parts[name][box].copy_to_host_async()
-        else:
-            data[name] = {Box.whole(array.shape): array}
-    for name, held in parts.items():
-        data[name] = {box: np.asarray(part) for box, part in held.items()}
-    return data
+        needed[name].append(box)
+    # All copies begin before one is waited for.
+    parts = {name: _begin_copies(arrays[name], tuple(boxes)) for name, boxes in needed.items()}
+    return {
+        name: {box: np.asarray(part) for box, part in part_of.items()}
+        for name, part_of in parts.items()
+    }
+
+
+def _begin_copies(
+    array: np.ndarray | jax.Array, boxes: tuple[Box, ...]
+) -> dict[Box, np.ndarray | jax.Array]:
+    """The parts of an array that the boxes need, on their way to the host."""
+    if not isinstance(array, jax.Array):
+        return {Box.whole(array.shape): array}
+    by_device = {shard.device: shard.data for shard in array.addressable_shards}
+    sources = _sources(array.sharding, array.shape, boxes)
+    for _, device in sources:
+        # On CPU it only costs: np.asarray is a view of the device's memory.
+        if device.platform != "cpu":
+            by_device[device].copy_to_host_async()
+    return {box: by_device[device] for box, device in sources}
 
 
 @functools.lru_cache(maxsize=1024)
 def _sources(sharding: Sharding, shape: Shape, needed: tuple[Box, ...]) -> list[tuple[Box, Device]]:
-    """The distinct boxes this process holds that have an element of a needed box, each with a
-    device that holds it.
-    """
-    held = device_boxes(sharding, shape)
-    return [
-        (box, devices[0])
-        for box, devices in held.items()
-        if any(box.intersect(b) is not None for b in needed)
-    ]
+    """The distinct boxes here that meet a needed box, each with a device that holds it."""
+    boxes = device_boxes(sharding, shape).items()
+    return [(box, devices[0]) for box, devices in boxes if any(map(box.intersect, needed))]
 
 
 def _assemble(parts: Mapping[Box, np.ndarray], box: Box, dtype: np.dtype) -> np.ndarray:
-    """The elements of `box`: a view of the part that holds them all, or put together from
-    several.
-    """
+    """The elements of `box`: a view of the part that holds them all, or a copy from several."""
     pieces = _pieces(tuple(parts), box)
     if len(pieces) == 1:
         part, source, _ = pieces[0]

@@ -1,5 +1,4 @@
-"""Reads shared by processes: of what several of them hold each reads a part, and the parts go over
-the interconnect.
+"""Reads shared by processes: each reads a part of what several hold, then they exchange.
 
 Integers say how boxes are cut into pieces, one for each device that holds a copy; the pieces are
 read as boxes are; an all-gather joins them.
@@ -10,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -72,9 +72,7 @@ class SharedRead:
         return {piece: [device] for device, piece in _own_pieces(self).items() if piece.size}
 
     def padded(self, data: Mapping[Box, np.ndarray] | None) -> list[np.ndarray]:
-        """What the devices of this process bring: the bits of their pieces, all of one shape;
-        without data zeros.
-        """
+        """The bits of this process's pieces, padded to one shape; zeros without data."""
         shape, bits = self._piece_shape(), np.dtype(f"u{self.dtype.itemsize}")
         parts: list[np.ndarray] = []
         for piece in _own_pieces(self).values():
@@ -83,7 +81,7 @@ class SharedRead:
             else:
                 missing = [(0, want - have) for want, have in zip(shape, piece.shape, strict=True)]
                 part = data[piece].view(bits)
-                parts.append(np.pad(part, missing) if any(map(any, missing)) else part)
+                parts.append(part if piece.shape == shape else np.pad(part, missing))
         return parts
 
     def gathered(self, parts: Sequence[np.ndarray]) -> jax.Array:
@@ -124,29 +122,26 @@ Read = tuple[str, SharedRead, int, Callable[[], Sequence[np.ndarray]]]
 
 
 def shared_read(sharding: object, info: ArrayInfo, dtype: np.dtype | None) -> SharedRead | None:
-    """How processes share the reading of an array that comes as `dtype`, where they can, and read
-    less for it.
+    """How processes share the reading of an array, or None if it cannot or would not pay.
 
     Small arrays are not shared: a collective costs more.
     """
-    if (
-        not isinstance(sharding, NamedSharding)
-        or not isinstance(sharding.mesh, Mesh)
-        or not _has_bits(dtype)
-    ):
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return None
-    if sharding.spec.unreduced or sharding.spec.reduced or info.nbytes <= SMALL_BYTES:
+    is_sum = sharding.spec.unreduced or sharding.spec.reduced
+    if is_sum or not _has_bits(dtype) or info.nbytes <= SMALL_BYTES:
         return None
     names, owners = _free_names(sharding), _owners(sharding.mesh)
-    found = _best_cut(sharding, info, owners) if names and len(set(owners)) > 1 else None
-    return SharedRead(info.shape, np.dtype(dtype), sharding, Cut(*found, names)) if found else None
+    if not names or len(set(owners)) == 1:
+        return None
+    best = _best_cut(sharding, info, owners)
+    return SharedRead(info.shape, np.dtype(dtype), sharding, Cut(*best, names)) if best else None
 
 
 def best_cut(
     start: np.ndarray, stop: np.ndarray, places: np.ndarray, owners: np.ndarray, unit: Sequence[int]
 ) -> tuple[int, int] | None:
-    """The axis and the length of the pieces with which all processes together read least of an
-    array.
+    """The axis and length of the pieces with which all processes together read least.
 
     None where they read no less than each all its boxes. `start` and `stop` are the boxes of the
     devices, by device and axis, all of one shape; `places` their numbers among those that hold the
@@ -179,8 +174,7 @@ def best_cut(
 def read_together(
     reads: Sequence[Read], alone: Callable[[], None], budget_bytes: int
 ) -> list[jax.Array]:
-    """The arrays of shared reads, in order, each given with its name, its cost in bytes and what
-    reads its pieces.
+    """The arrays of shared reads, in order; `alone` reads this process's other arrays.
 
     What this process reads for itself, `alone` reads after them. Every process must call this, with
     the same reads. One that fails to read goes on with zeros, so that none waits for it for ever;
@@ -215,16 +209,13 @@ def read_together(
 
 
 def _has_bits(dtype: np.dtype | None) -> bool:
-    """Whether elements can be gathered as unsigned integers: nothing on the way then rounds, or
-    changes a NaN.
-    """
+    """Whether elements can be gathered as unsigned integers, which neither round nor change."""
     if dtype is None or jnp.issubdtype(dtype, jnp.complexfloating):
         return False
     if dtype == np.bool_:
         return True
-    return (jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo)(
-        dtype
-    ).bits == 8 * dtype.itemsize
+    info = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo
+    return info(dtype).bits == 8 * dtype.itemsize
 
 
 @functools.lru_cache(maxsize=16)
@@ -238,15 +229,16 @@ def _mesh(sharding: NamedSharding) -> Mesh:
 
 
 def _names(axes: object) -> tuple[str, ...]:
-    return axes if isinstance(axes, tuple) else (axes,) if isinstance(axes, str) else ()
+    if isinstance(axes, tuple):
+        return axes
+    return (axes,) if isinstance(axes, str) else ()
 
 
 def _free_names(sharding: NamedSharding) -> tuple[str, ...]:
     """The mesh axes over which an array has copies."""
-    used = {name for axes in sharding.spec for name in _names(axes)}
-    return tuple(
-        name for name, size in sharding.mesh.shape.items() if size > 1 and name not in used
-    )
+    used = set(itertools.chain.from_iterable(map(_names, sharding.spec)))
+    sizes = sharding.mesh.shape
+    return tuple(name for name in sizes if sizes[name] > 1 and name not in used)
 
 
 def _with_names(sharding: NamedSharding, cut: Cut) -> NamedSharding:
@@ -258,9 +250,7 @@ def _with_names(sharding: NamedSharding, cut: Cut) -> NamedSharding:
 
 @functools.lru_cache(maxsize=16)
 def _places(mesh: Mesh, names: tuple[str, ...]) -> Mapping[Device, int]:
-    """The number of each device of a mesh, in its order, among those that differ from it only on
-    the axes `names`.
-    """
+    """The number of each device among those that differ from it only on the axes `names`."""
     at = dict(zip(mesh.axis_names, np.indices(mesh.devices.shape), strict=True))
     places = np.ravel_multi_index(
         [at[name] for name in names], [mesh.shape[name] for name in names]
@@ -293,9 +283,7 @@ def _best_cut(
 def _units_read(
     start: np.ndarray, stop: np.ndarray, owners: np.ndarray, unit: Sequence[int]
 ) -> int:
-    """How many chunks are read for the boxes of devices, by each process that has the devices
-    once.
-    """
+    """How many chunks are read for the boxes of devices, once in each process."""
     some = np.flatnonzero((start < stop).all(axis=1))
     groups = [some[owners[some] == owner] for owner in np.unique(owners[some])]
     return int(touched_units(groups, start, stop, unit).sum())
@@ -334,15 +322,14 @@ def _check_alike(reads: Sequence[tuple[str, SharedRead]]) -> None:
 
 
 def _tell(fault: Exception | None) -> None:
-    """Raise the fault, and in processes that have none that of the first that has."""
-    said = _exchanged(
-        b"" if fault is None else f"{type(fault).__name__}: {fault}".encode(errors="replace")
-    )
+    """Raise the local error, else the first remote one."""
+    text = "" if fault is None else f"{type(fault).__name__}: {fault}"
+    messages = _exchanged(text.encode(errors="replace"))
     if fault is not None:
         raise fault
-    for process, words in enumerate(said):
-        if words:
-            text = words.decode(errors="replace")
+    for process, message in enumerate(messages):
+        if message:
+            text = message.decode(errors="replace")
             kind = getattr(errors, text.partition(": ")[0], CorruptData)
             raise kind(
                 f"process {process} could not read its part, and nothing is restored. It says:"
@@ -357,5 +344,5 @@ def _exchanged(words: bytes) -> list[bytes]:
     data = np.frombuffer(words[:WORDS_BYTES].ljust(WORDS_BYTES, b"\0"), np.uint8)[None]
     shape, cut = (len(devices), WORDS_BYTES), Cut(0, 1, ("process",))
     shared = SharedRead(shape, data.dtype, NamedSharding(mesh, PartitionSpec()), cut)
-    told = shared.gathered([data])
-    return [row.tobytes().rstrip(b"\0") for row in np.asarray(told.addressable_data(0))]
+    rows = np.asarray(shared.gathered([data]).addressable_data(0))
+    return [row.tobytes().rstrip(b"\0") for row in rows]

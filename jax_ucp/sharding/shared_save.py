@@ -1,5 +1,4 @@
-"""One save by several processes: each learns whether all have the same to save and did their part,
-and if not, in whose and in what words.
+"""One save by several processes, which succeeds in all of them or fails in all of them.
 
 The words go through JAX's coordination service, to which `jax.distributed.initialize` joins every
 process. Any thread may use it, which is not so of collectives, and it works when the disk does not.
@@ -9,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import time
 import zlib
 from collections import defaultdict, deque
@@ -78,9 +78,7 @@ def attempt(do: Callable[[], T]) -> Callable[[], T]:
 
 
 class SharedSave:
-    """A save to a directory, which has the same path in all processes. Each of them makes one of
-    these for it.
-    """
+    """One process's part in a save to a directory, whose path is the same in all of them."""
 
     def __init__(self, directory: str):
         self._directory = directory
@@ -92,9 +90,7 @@ class SharedSave:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """What is raised here ends the save in all processes, when they come to the end of their
-        own parts.
-        """
+        """What is raised here ends the save in all processes, once they finish their own parts."""
         try:
             yield
         except BaseException as error:
@@ -111,8 +107,7 @@ class SharedSave:
         write: Callable[[], object],
         commit: Callable[[], object],
     ) -> None:
-        """Write this process's part if all have the same content; when all did, commit in process
-        0; then return.
+        """Write this process's part if all have the same content, and commit in process 0.
 
         Raises SaveFailed in every process where not all have the same content, in which case
         nothing is written, or where another's part was not done. Nothing is committed then.
@@ -173,8 +168,8 @@ class SharedSave:
             return
         self._stage = "differences"
         with self.telling():
-            found = self._differences(mine)
-        words = self._conclude(found, lambda words: "\n  ".join(filter(None, words.values())))
+            fault = self._differences(mine)
+        words = self._conclude(fault, lambda words: "\n  ".join(filter(None, words.values())))
         if self._process == 0:
             _client().key_value_delete(self._content_place)
         raise SaveFailed(
@@ -183,8 +178,7 @@ class SharedSave:
         )
 
     def _conclude(self, text: str, decide: Callable[[Mapping[int, str]], str]) -> str:
-        """Say that this process came so far, with a text; what process 0 decides by the texts of
-        all others.
+        """Report this stage, with a text; process 0 decides by the texts of all others.
 
         Raises SaveFailed if another process did not come so far.
         """
@@ -193,11 +187,8 @@ class SharedSave:
                 words = self._hear_all()
                 faults = [word.fault for word in words.values() if word.fault]
                 absent = tuple(process for process, word in words.items() if process in word.absent)
-                decided = (
-                    ""
-                    if faults
-                    else decide({process: word.text for process, word in words.items()})
-                )
+                texts = {process: word.text for process, word in words.items()}
+                decided = "" if faults else decide(texts)
                 verdict = _Word(decided, "\n  ".join(faults), absent)
             self._say(verdict)
             if self._others:
@@ -230,14 +221,12 @@ class SharedSave:
                 self._joined()
 
     def _hear_all(self) -> dict[int, _Word]:
-        """What the others said. Once one is known to be busy with another save, those are not
-        waited for.
-        """
+        """The words of all others; once one is busy with another save, they are not awaited."""
         words: dict[int, _Word] = {}
         for process in self._others:
             if any(word.absent for word in words.values()):
-                said = _try_get(self._place(process))
-                words[process] = _word(said) if said else self._elsewhere(process) or _Word()
+                text = _try_get(self._place(process))
+                words[process] = _word(text) if text else self._elsewhere(process) or _Word()
             else:
                 words[process] = self._hear(process)
         return words
@@ -247,7 +236,7 @@ class SharedSave:
         begin = time.monotonic()
         while True:
             try:
-                said = _client().blocking_key_value_get(self._place(process), LOOK_AROUND_S * 1000)
+                text = _client().blocking_key_value_get(self._place(process), LOOK_AROUND_S * 1000)
             except jax.errors.JaxRuntimeError as error:
                 if elsewhere := self._busy_elsewhere(process):
                     return elsewhere
@@ -262,11 +251,10 @@ class SharedSave:
             else:
                 if process == 0:
                     self._joined()
-                return _word(said)
+                return _word(text)
 
     def _busy_elsewhere(self, process: int) -> _Word | None:
-        """What to say of a process that is busy with another save; to process 0 a word is taken
-        back then.
+        """The word for a process busy with another save; process 0's own word is withdrawn then.
 
         Process 0 tells that it began before it hears anybody: what was gone by then, it has not
         heard.
@@ -304,39 +292,49 @@ class SharedSave:
 
 
 def differences(mine: Content, theirs: Content, process: int) -> str:
-    """In which leaves the content of a process is not that of process 0, in words; nothing where it
-    is.
+    """How the leaves of a process differ from those of process 0, in words; "" if they do not.
 
     >>> differences([("w", "w", "float32 [2]"), ("b", "b", "int8 []")], [("w", "w", "float32 [3]")],
     ...     1)
     'process 1 has w as float32 [2], process 0 as float32 [3]; process 1 has b, process 0 has not'
     """
-    here, there = (
-        {(name, label): what for name, label, what in content} for content in (mine, theirs)
-    )
-    found = [
-        f"process {process} has {key[1]} as {what}, process 0 as {there[key]}"
-        for key, what in here.items()
-        if key in there and there[key] != what
+    if list(mine) == list(theirs):
+        return ""
+    leaves, first = _by_name(mine), _by_name(theirs)
+    common = [key for key in leaves if first.get(key, leaves[key]) != leaves[key]]
+    faults = [
+        f"process {process} has {key[1]} as {leaves[key]}, process 0 as {first[key]}"
+        for key in common
     ]
-    found += [
-        f"process {process} has {key[1]}, process 0 has not" for key in here if key not in there
-    ]
-    found += [
-        f"process 0 has {key[1]}, process {process} has not" for key in there if key not in here
-    ]
-    if not found and list(mine) != list(theirs):
-        found = [f"process {process} has the leaves in another order than process 0"]
-    more = [f"and {len(found) - DIFFERENCES_SHOWN} more"] if len(found) > DIFFERENCES_SHOWN else []
-    return "; ".join([*found[:DIFFERENCES_SHOWN], *more])
+    faults += _absent(leaves, process, first, 0) + _absent(first, 0, leaves, process)
+    if not faults:
+        return f"process {process} has the leaves in another order than process 0"
+    if len(faults) > DIFFERENCES_SHOWN:
+        faults[DIFFERENCES_SHOWN:] = [f"and {len(faults) - DIFFERENCES_SHOWN} more"]
+    return "; ".join(faults)
+
+
+def _by_name(content: Content) -> dict[tuple[str, str], str]:
+    return {(name, label): what for name, label, what in content}
+
+
+def _absent(
+    leaves: Mapping[tuple[str, str], str],
+    process: int,
+    others: Mapping[tuple[str, str], str],
+    other: int,
+) -> list[str]:
+    """What to say of leaves that `process` has and the process `other` has not."""
+    absent = itertools.filterfalse(others.__contains__, leaves)
+    return [f"process {process} has {label}, process {other} has not" for _, label in absent]
 
 
 def _recent_place(process: int) -> str:
     return f"jax_ucp/begun/{process}"
 
 
-def _word(said: str) -> _Word:
-    return msgspec.json.decode(said, type=_Word)
+def _word(text: str) -> _Word:
+    return msgspec.json.decode(text, type=_Word)
 
 
 def _raise(error: Exception) -> NoReturn:

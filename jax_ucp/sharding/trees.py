@@ -18,6 +18,9 @@ from jax_ucp.tree import MAX_TREE_DEPTH, Axes, Key, KeyKind, Leaf, LeafKind, Pat
 Abstract = jax.ShapeDtypeStruct
 
 _NUMBER_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+# By kind, the kinds that numbers may be cast to.
+_CASTS = {kind: _NUMBER_KINDS[i:] for i, kind in enumerate(_NUMBER_KINDS)}
+_CASTS[jnp.bool_] = (jnp.bool_,)
 _PYTHON_KINDS: dict[type, LeafKind] = {
     bool: "bool",
     int: "int",
@@ -25,15 +28,14 @@ _PYTHON_KINDS: dict[type, LeafKind] = {
     complex: "complex",
     str: "str",
 }
+_ARRAY_KINDS = ("array", "jax", "numpy", "numpy_scalar")
 # By the kind of a Python number, the kinds of numpy scalars that may be given as one.
 _NUMPY_KINDS: dict[LeafKind, str] = {"bool": "b", "int": "iu", "float": "f", "complex": "c"}
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A leaf of a pytree as it is in memory: None and containers without children count as
-    leaves.
-    """
+    """A leaf of a pytree in memory; None and containers without children count as leaves."""
 
     path: Path
     value: Any
@@ -45,8 +47,7 @@ class Node:
 
 
 def walk(tree: Any, path: Path = (), axes: tuple[Axes, ...] | None = None) -> Iterator[Node]:
-    """Every leaf of a pytree, depth first: those of `jax.tree.leaves`, and between them None and
-    empty nodes.
+    """Every leaf of a pytree, depth first; None and empty containers are leaves too.
 
     Raises UnsupportedLeaf for a dict key that is neither a string nor an integer, and for a tree
     that is too deep.
@@ -102,9 +103,7 @@ def empty_kind(value: Any) -> KeyKind:
 
 
 def key_dtype(leaf: Leaf) -> Any:
-    """The dtype of the PRNG key that a leaf is. Raises FormatError where this JAX cannot make
-    one of its data.
-    """
+    """The dtype of a PRNG key. Raises FormatError if this JAX cannot make one of its data."""
     try:
         key = jax.random.key(0, impl=leaf.key_impl)
     except ValueError:
@@ -179,9 +178,7 @@ def _label(path: Path) -> str:
 
 
 def _is_structure(node: Node) -> bool:
-    """Whether the leaf is part of the tree's structure to JAX: None, or a container without
-    children.
-    """
+    """Whether JAX counts the leaf as structure: None, or a container without children."""
     return not jax.tree_util.all_leaves([node.value])
 
 
@@ -208,12 +205,10 @@ def _logical_axes(node: Any) -> tuple[Axes, ...] | None:
     Source: flax 0.12 `nnx/variablelib.py` (metadata `out_sharding`, before 0.12 `sharding_names`)
     and `core/meta.py` (`Partitioned.names`).
     """
-    names = None
+    names = getattr(node, "names", None) if hasattr(node, "unbox") else None
     if hasattr(node, "get_metadata"):
         metadata = node.get_metadata()
         names = metadata.get("out_sharding", metadata.get("sharding_names"))
-    elif hasattr(node, "names") and hasattr(node, "unbox"):
-        names = node.names
     return tuple(names) if isinstance(names, tuple | list) else None
 
 
@@ -235,21 +230,17 @@ def _difference(node: Node, leaf: Leaf, cast: bool, narrow: bool) -> str | None:
 
 
 def _kinds_fit(node: Node, kind: LeafKind, leaf: Leaf) -> bool:
-    """Whether a leaf of the checkpoint can be given as what the target has in its place,
-    whatever its shape is.
-    """
+    """Whether a stored leaf can be given as what the target has, apart from shape and dtype."""
+    if kind == "prng_key" or leaf.kind == "prng_key":
+        return kind == leaf.kind and node.value.dtype == key_dtype(leaf)
+    if kind == leaf.kind:
+        return True
     if kind == "empty":
         # Stock Orbax says None of a named tuple without fields, such as optax.EmptyState.
-        is_orbax_none = leaf.kind == "none" and empty_kind(node.value) == "attr"
-        return leaf.kind == "empty" or is_orbax_none
-    if kind in ("str", "none") or not leaf.has_array:
-        return leaf.kind == kind
-    if numpy_kinds := _NUMPY_KINDS.get(kind):
-        is_scalar = leaf.kind == "numpy_scalar" and np.dtype(leaf.dtype).kind in numpy_kinds
-        return is_scalar or leaf.kind == kind
-    if kind == leaf.kind == "prng_key":
-        return node.value.dtype == key_dtype(leaf)
-    return "prng_key" not in (kind, leaf.kind)
+        return leaf.kind == "none" and empty_kind(node.value) == "attr"
+    if kind in _NUMPY_KINDS:
+        return leaf.kind == "numpy_scalar" and np.dtype(leaf.dtype).kind in _NUMPY_KINDS[kind]
+    return kind not in ("str", "none") and leaf.has_array
 
 
 def _dtype_difference(stored: np.dtype, target: np.dtype, cast: bool, narrow: bool) -> str | None:
@@ -267,14 +258,9 @@ def _dtype_difference(stored: np.dtype, target: np.dtype, cast: bool, narrow: bo
 
 
 def _castable(have: np.dtype, want: np.dtype) -> bool:
-    """Whether a cast keeps the kind of number: floating stays floating, integers stay integers
-    or become floating.
-    """
-    kinds = [
-        next(i for i, kind in enumerate(_NUMBER_KINDS) if jnp.issubdtype(dtype, kind))
-        for dtype in (have, want)
-    ]
-    return kinds[0] <= kinds[1] and (kinds[0] > 0 or kinds[1] == 0)
+    """Whether a cast keeps the kind of number; integers may become floating."""
+    stored = next(kind for kind in _NUMBER_KINDS if jnp.issubdtype(have, kind))
+    return any(jnp.issubdtype(want, kind) for kind in _CASTS[stored])
 
 
 def _missing(node: Node, left: Any) -> str:
@@ -291,14 +277,12 @@ def _describe(value: Any) -> str:
 
 
 def _stored(leaf: Leaf) -> str:
-    match leaf.kind:
-        case "none":
-            return "None"
-        case "empty":
-            return f"an empty {leaf.value}"
-        case "prng_key":
-            return f"a PRNG key ({leaf.key_impl}) {leaf.shape[:-1]}"
-        case "array" | "jax" | "numpy" | "numpy_scalar":
-            return f"an array of {leaf.dtype} {leaf.shape}"
-        case kind:
-            return f"{'an' if kind == 'int' else 'a'} {kind}"
+    """The leaf of a checkpoint in words."""
+    words = {
+        "none": "None",
+        "empty": f"an empty {leaf.value}",
+        "prng_key": f"a PRNG key ({leaf.key_impl}) {leaf.shape[:-1]}",
+        "int": "an int",
+        **dict.fromkeys(_ARRAY_KINDS, f"an array of {leaf.dtype} {leaf.shape}"),
+    }
+    return words.get(leaf.kind, f"a {leaf.kind}")

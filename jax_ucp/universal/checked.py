@@ -17,6 +17,7 @@ import numpy as np
 import tensorstore as ts
 
 from jax_ucp.errors import FormatError
+from jax_ucp.layout.fragments import Shape
 from jax_ucp.tree import MAX_ARRAY_BYTES, Leaf, SavedSharding, is_leaf_name, tree_fault
 from jax_ucp.universal.metadata import MAX_VALUE_DEPTH, Metadata, StoredArray
 from jax_ucp.universal.shard_codec import CRC_BYTES
@@ -51,7 +52,7 @@ def _faults(metadata: Metadata) -> Iterator[str]:
     for leaf in metadata.leaves:
         if fault := leaf_fault(leaf):
             yield f"{leaf.name!r:.200} is {fault}"
-        elif leaf.has_array and (fault := array_fault(leaf, metadata.arrays[leaf.name])):
+        elif leaf.has_array and (fault := array_fault(leaf.shape, metadata.arrays[leaf.name])):
             yield f"{leaf.name!r:.200} {fault}"
 
 
@@ -85,7 +86,8 @@ def name_faults(names: Sequence[str]) -> Iterator[str]:
     """What is wrong with the names of arrays: each is a directory of its own, inside the
     checkpoint.
     """
-    above = {name[: slash.start()] for name in names for slash in re.finditer("/", name)}
+    nested = [name for name in names if "/" in name]
+    above = {name[: slash.start()] for name in nested for slash in re.finditer("/", name)}
     seen: set[str] = set()
     for name in names:
         if not is_leaf_name(name):
@@ -133,16 +135,24 @@ def sharding_fault(sharding: SavedSharding) -> str | None:
     return None
 
 
-def array_fault(leaf: Leaf, stored: StoredArray) -> str | None:
+def array_fault(shape: Shape, stored: StoredArray) -> str | None:
     """What is wrong with the chunks of an array; None if they are those of its shape."""
     outer, inner = stored.outer, stored.inner
-    if not len(outer) == len(inner) == len(leaf.shape):
-        return f"has shape {leaf.shape}, but chunks of {outer} and {inner}"
+    return _grid_fault(shape, outer, inner) or _count_fault(
+        stored, _count(shape, outer), _count(shape, inner)
+    )
+
+
+# Thousands of arrays have few shapes.
+@functools.lru_cache(maxsize=1024)
+def _grid_fault(shape: Shape, outer: Shape, inner: Shape) -> str | None:
+    if not len(outer) == len(inner) == len(shape):
+        return f"has shape {shape}, but chunks of {outer} and {inner}"
     if 0 in inner or any(o % i for o, i in zip(outer, inner, strict=True)):
         return f"has outer chunks of {outer}, which inner ones of {inner} do not divide"
     if 0 in outer or math.prod(outer) > MAX_ARRAY_BYTES:
         return f"has outer chunks of {outer}"
-    return _count_fault(stored, _count(leaf.shape, outer), _count(leaf.shape, inner))
+    return None
 
 
 def _count_fault(stored: StoredArray, outer: int, inner: int) -> str | None:
@@ -158,7 +168,8 @@ def _count_fault(stored: StoredArray, outer: int, inner: int) -> str | None:
     return None
 
 
-def _count(shape: Sequence[int], chunk: Sequence[int]) -> int:
+@functools.lru_cache(maxsize=1024)
+def _count(shape: Shape, chunk: Shape) -> int:
     """How many chunks an array has."""
     return math.prod(-(-n // c) for n, c in zip(shape, chunk, strict=True))
 

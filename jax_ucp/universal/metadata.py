@@ -39,7 +39,7 @@ _Length = Annotated[int, msgspec.Meta(ge=0, le=MAX_LENGTH)]
 _Lengths = Annotated[tuple[_Length, ...], msgspec.Meta(max_length=MAX_AXES)]
 
 
-class StoredArray(msgspec.Struct, frozen=True, omit_defaults=True):
+class StoredArray(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """How the array of one leaf lies on disk: its chunks, and a digest of each outer chunk in
     row-major order.
 
@@ -72,7 +72,7 @@ class Metadata:
     groups: tuple[Group, ...] = ()
 
 
-class _FileLeaf(msgspec.Struct, omit_defaults=True):
+class _FileLeaf(msgspec.Struct, omit_defaults=True, gc=False):
     """A leaf in `ucp.json`: a key that is a string of a dict is that string, `sharding` a place
     in `shardings`.
     """
@@ -179,7 +179,8 @@ def decode(data: bytes, where: str) -> Metadata:
         raise CorruptData(f"{where} is damaged: its content does not have the digest it records")
     try:
         file = msgspec.json.decode(data, type=_File)
-        leaves = tuple(_leaf(leaf, file.shardings) for leaf in file.leaves)
+        keys = _Keys()
+        leaves = tuple([_leaf(leaf, keys, file.shardings) for leaf in file.leaves])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(
             f"{where} says what jax_ucp does not write, though its digest is right: {error}"
@@ -187,8 +188,16 @@ def decode(data: bytes, where: str) -> Metadata:
     return Metadata(leaves, file.arrays, file.files, file.source, file.extras, file.groups)
 
 
-def _leaf(leaf: _FileLeaf, shardings: Sequence[SavedSharding]) -> Leaf:
-    path = tuple(Key("dict", key) if isinstance(key, str) else key for key in leaf.path)
+class _Keys(dict[str | Key, Key]):
+    """Each key of a path, by what the file has for it: one for all leaves that have it."""
+
+    def __missing__(self, said: str | Key) -> Key:
+        self[said] = key = Key("dict", said) if isinstance(said, str) else said
+        return key
+
+
+def _leaf(leaf: _FileLeaf, keys: _Keys, shardings: Sequence[SavedSharding]) -> Leaf:
+    path = tuple(map(keys.__getitem__, leaf.path))
     if leaf.sharding is not None and leaf.sharding >= len(shardings):
         raise msgspec.ValidationError(
             f"{leaf.name!r:.80} has sharding {leaf.sharding} of {len(shardings)}"

@@ -102,7 +102,7 @@ def _inventory(path: FilePath, metadata: Metadata, store: ZarrStore) -> list[Ite
 def _names(metadata: Metadata, store: ZarrStore) -> set[str]:
     """What a checkpoint's own folder has in it."""
     files = {METADATA_FILE, *metadata.files, *metadata.arrays}
-    files |= {pack_name(number) for number, _ in store.places.values()}
+    files |= {pack_name(number) for number in {number for number, _ in store.places.values()}}
     return {name.partition("/")[0] for name in files} | MARKERS
 
 

@@ -24,7 +24,8 @@ import xxhash
 from jax_ucp.errors import CorruptData, NotACheckpoint, UnsupportedLeaf
 from jax_ucp.files.local import LocalFiles
 from jax_ucp.files.path import FilePath, file_path
-from jax_ucp.files.protocol import file_size, read_file
+from jax_ucp.files.protocol import Files, file_size, read_file
+from jax_ucp.files.source_files import note
 from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place, outer_boxes, rows_of_chunks
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
@@ -89,8 +90,7 @@ class ZarrStore(Watched):
         self.places = dict(places or {})
         self.written: dict[str, dict[str, Written]] = {key: {} for key in arrays}
         self._crcs = crcs or {}
-        units = {key: read_unit(chunks[key], info.dtype.itemsize) for key, info in arrays.items()}
-        self._arrays = {key: replace(info, chunk=units[key]) for key, info in arrays.items()}
+        self._arrays = {key: _with_read_unit(info, chunks[key]) for key, info in arrays.items()}
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self._arrays
@@ -251,6 +251,22 @@ class ZarrStore(Watched):
             yield out
 
 
+# Thousands of arrays have few shapes: what follows from the shape alone is made once for them.
+@functools.lru_cache(maxsize=1024)
+def _array_info(shape: Shape, dtype: str) -> ArrayInfo:
+    return ArrayInfo(shape, np.dtype(dtype))
+
+
+@functools.lru_cache(maxsize=1024)
+def _chunks(outer: Shape, inner: Shape) -> Chunks:
+    return Chunks(outer, inner)
+
+
+@functools.lru_cache(maxsize=1024)
+def _with_read_unit(info: ArrayInfo, chunks: Chunks) -> ArrayInfo:
+    return replace(info, chunk=read_unit(chunks, info.dtype.itemsize))
+
+
 def zarr_metadata(info: ArrayInfo, chunks: Chunks) -> dict[str, Any]:
     """The zarr v3 metadata of an array in a universal checkpoint."""
     data_bytes = _BYTES if info.dtype.itemsize > 1 else {"name": "bytes"}  # one byte has no order
@@ -401,15 +417,12 @@ def open_store(path: str | os.PathLike[str] | FilePath) -> tuple[Metadata, ZarrS
     for leaf in metadata.leaves:
         if leaf.has_array:
             stored = metadata.arrays[leaf.name]
-            arrays[leaf.name] = ArrayInfo(leaf.shape, np.dtype(leaf.dtype))
-            chunks[leaf.name] = Chunks(stored.outer, stored.inner)
+            arrays[leaf.name] = _array_info(leaf.shape, leaf.dtype)
+            chunks[leaf.name] = _chunks(stored.outer, stored.inner)
             crcs[leaf.name] = stored.crcs
             if stored.places:
-                places.update(
-                    zip(
-                        _chunk_keys(leaf.name, leaf.shape, stored.outer), stored.places, strict=True
-                    )
-                )
+                keys = _chunk_keys(leaf.name, leaf.shape, stored.outer)
+                places.update(zip(keys, stored.places, strict=True))
     return metadata, ZarrStore(directory, arrays, chunks, places, crcs)
 
 
@@ -423,25 +436,38 @@ def missing_files(metadata: Metadata, store: ZarrStore) -> list[str]:
         *(pack_name(number) for number in sorted({n for n, _ in store.places.values()})),
     ]
     faults = [
-        f"{directory}/{name} is missing" for name in beside if file_size(directory, name) is None
+        f"{directory}/{name} is missing" for name in beside if _noted_size(directory, name) is None
     ]
     for key, stored in metadata.arrays.items():
         faults += _missing_chunks(store, key) if not stored.places else []
     return faults
 
 
+def _noted_size(files: Files, name: str) -> int | None:
+    """How many bytes a file has that is read later; None if there is none."""
+    file = files.stat(name)
+    if file is None or file.kind != "file":
+        return None
+    note(files, file)
+    return file.size
+
+
 def _missing_chunks(store: ZarrStore, key: str) -> Iterator[str]:
-    info, chunks = store.arrays()[key], store.chunks[key]
-    for box in grid_boxes(info.shape, chunks.outer):
-        name, nbytes = (
-            chunk_name(grid_place(box, chunks.outer)),
-            shard_bytes(box, chunks, info.dtype),
-        )
-        found = file_size(store.directory, f"{key}/{name}")
+    for name, nbytes in _chunk_files(store.arrays()[key], store.chunks[key]):
+        found = _noted_size(store.directory, f"{key}/{name}")
         if found is None:
             yield f"{store.directory}/{key}/{name} is missing"
         elif found != nbytes:
             yield f"{store.directory}/{key}: {name} has {found} bytes, but its chunk takes {nbytes}"
+
+
+@functools.lru_cache(maxsize=64)
+def _chunk_files(info: ArrayInfo, chunks: Chunks) -> Sequence[tuple[str, int]]:
+    """Each outer chunk of an array as a file: its name, and how many bytes it has."""
+    return [
+        (chunk_name(grid_place(box, chunks.outer)), shard_bytes(box, chunks, info.dtype))
+        for box in grid_boxes(info.shape, chunks.outer)
+    ]
 
 
 def verify_files(metadata: Metadata, store: ZarrStore) -> list[str]:
@@ -466,10 +492,15 @@ def chunk_name(place: Sequence[int]) -> str:
     return ".".join(["c", *map(str, place)])
 
 
-def _chunk_keys(key: str, shape: Shape, outer: Shape) -> Iterator[str]:
+def _chunk_keys(key: str, shape: Shape, outer: Shape) -> list[str]:
     """The keys of the outer chunks of an array, in row-major order."""
-    for place in itertools.product(*(range(-(-n // c)) for n, c in zip(shape, outer, strict=True))):
-        yield f"{key}/{chunk_name(place)}"
+    return [f"{key}/{name}" for name in _chunk_names(shape, outer)]
+
+
+@functools.lru_cache(maxsize=64)
+def _chunk_names(shape: Shape, outer: Shape) -> Sequence[str]:
+    places = itertools.product(*(range(-(-n // c)) for n, c in zip(shape, outer, strict=True)))
+    return list(map(chunk_name, places))
 
 
 def _inner_grid(shape: Shape, chunks: Chunks) -> Shape:

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import MemoryStore, cut_by, numbered
+from helpers import MemoryStore, by_hand, cut_by, numbered
 from jax_ucp.errors import CorruptData, FormatError, LayoutError
 from jax_ucp.formats.megatron.dist import read_files
 from jax_ucp.formats.megatron.dist_buffers import cut_of, slice_of, stage_layers
@@ -68,7 +68,7 @@ def test_the_boxes_that_ranks_wrote_say_how_they_held_a_parameter(ranks, size, p
     gated = Fused(axis, {str(i): length for i in range(parts)})
     shape = (3, parts * length) if axis else (parts * length, 3)
     for pattern in (gated, Sharded(axis) if parts == 1 else gated, Replicated()):
-        layout = pattern.join(pattern.cut(shape, ranks))
+        layout = pattern.join([shard.shape for shard in by_hand(pattern, numbered(shape), ranks)])
         boxes = [fragment.target for fragment in layout.fragments]
         random.shuffle(boxes)
         found = cut_of(shape, boxes, ranks)

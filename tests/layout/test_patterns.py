@@ -1,9 +1,12 @@
+from typing import get_args
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import MemoryStore, boxes_in, cut_by, numbered
+import jax_ucp as ucp
+from helpers import MemoryStore, boxes_in, by_hand, cut_by, numbered
 from jax_ucp.errors import LayoutError
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout
@@ -18,6 +21,21 @@ from jax_ucp.layout.patterns import (
     flat_layouts,
 )
 from jax_ucp.sources.consolidated import Consolidated, ConsolidatedView
+
+
+def test_the_public_patterns_are_the_classes_that_specs_take():
+    from jax_ucp import patterns
+
+    classes = {name: getattr(patterns, name) for name in patterns.__all__ if name != "Pattern"}
+    assert set(classes.values()) == set(get_args(patterns.Pattern))
+    made = [
+        *(classes[name]() for name in ("Unique", "Replicated", "Averaged")),
+        *(classes["Sharded"](0), classes["Fused"](0, {"q": 2, "k": 2})),
+        classes["Padded"](classes["Sharded"](0), axis=0, size=3),
+    ]
+    assert {type(pattern) for pattern in made} == set(classes.values())
+    spec = ucp.Spec.of({f"{i}.*": pattern for i, pattern in enumerate(made)})
+    assert [sentence.pattern for sentence in spec.own] == made
 
 
 @st.composite
@@ -68,53 +86,16 @@ def patterns(draw: st.DrawFn) -> tuple[Pattern, tuple[int, ...], int]:
     )
 
 
-def by_hand(pattern: Pattern, whole: np.ndarray, ranks: int) -> list[np.ndarray]:
-    """The shards, cut with numpy as the pattern's description says, without any of our geometry."""
-    match pattern:
-        case Unique() | Replicated() | Averaged():
-            return [whole] * ranks
-        case Sharded(axes=axes, grid=grid):
-            shards = [whole]
-            for axis, n in zip(axes, grid or (ranks,), strict=True):
-                shards = [part for shard in shards for part in np.array_split(shard, n, axis)]
-            return shards
-        case Fused(axis=axis, parts=parts, whole=kept, groups=groups):
-            rows = {name: n if isinstance(n, int) else sum(n) for name, n in parts.items()}
-            split = dict(
-                zip(rows, np.split(whole, np.cumsum(list(rows.values()))[:-1], axis), strict=True)
-            )
-            if groups:
-                pieces = {name: np.split(part, groups, axis) for name, part in split.items()}
-                stream = np.concatenate(
-                    [pieces[name][g] for g in range(groups) for name in rows], axis
-                )
-                return np.array_split(stream, ranks, axis)
-            shards = []
-            for rank in range(ranks):
-                mine = []
-                for name, part in split.items():
-                    size = parts[name]
-                    edges = np.cumsum(size)[:-1] if isinstance(size, tuple) else ranks
-                    mine.append(part if name in kept else np.split(part, edges, axis)[rank])
-                shards.append(np.concatenate(mine, axis))
-            return shards
-        case Padded(pattern=inner, axis=axis, size=size, padded=padded):
-            assert padded is not None
-            widths = [(0, padded - size if a == axis else 0) for a in range(whole.ndim)]
-            return by_hand(inner, np.pad(whole, widths, constant_values=-1), ranks)
-
-
 def view_of(layout: ParamLayout, shards: list[np.ndarray]) -> ConsolidatedView:
     source = MemoryStore({str(i): shard for i, shard in enumerate(shards)})
     return ConsolidatedView(source, {"w": Consolidated(layout, list(source.data))})
 
 
 @given(patterns())
-def test_cut_then_join_is_the_original(case):
+def test_shards_cut_by_hand_are_joined_to_the_original(case):
     pattern, shape, ranks = case
     whole = numbered(shape)
     shards = by_hand(pattern, whole, ranks)
-    assert pattern.cut(shape, ranks) == tuple(shard.shape for shard in shards)
     layout = pattern.join([shard.shape for shard in shards])
     for ours, theirs in zip(cut_by(layout, whole), shards, strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -194,7 +175,7 @@ def covered_once(layout: ParamLayout) -> bool:
 @given(patterns(), st.data())
 def test_check_accepts_exactly_what_counting_every_element_accepts(case, data):
     pattern, shape, ranks = case
-    layout = pattern.join(pattern.cut(shape, ranks))
+    layout = pattern.join([shard.shape for shard in by_hand(pattern, numbered(shape), ranks)])
     fragments = list(layout.fragments)
     change = data.draw(st.sampled_from(["none", "drop", "retarget", "resource"]))
     if fragments and change != "none":

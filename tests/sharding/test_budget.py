@@ -20,7 +20,7 @@ from helpers import MemoryStore, contents_of, grids
 from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.sharding.boxes import device_boxes
-from jax_ucp.sharding.output_buffers import ReadRequest, landing
+from jax_ucp.sharding.output_buffers import ReadRequest, output_buffers
 from jax_ucp.sources.consolidated import same_bits
 from jax_ucp.sources.protocol import ArrayInfo
 from workers.reads import bytes_read
@@ -164,12 +164,12 @@ def test_a_block_takes_no_more_memory_than_it_costs(spec, dtype):
         wanted = ReadRequest(
             store, "w", device_boxes(sharding, array.shape), np.dtype(dtype), sharding
         )
-        place = landing(wanted)
+        place = output_buffers(wanted)
         assert place is not None
         for block in wanted.blocks(200_000):
-            place.take(block)  # what compiling takes is no part of it
+            place.fill(block)  # what compiling takes is no part of it
             tracemalloc.start()
-            place.take(block)
+            place.fill(block)
             _, most = tracemalloc.get_traced_memory()
             tracemalloc.stop()
             # The arrays, which numpy tells tracemalloc of; and Python's own objects.

@@ -42,6 +42,7 @@ from jax_ucp.formats.torch_save.opaque import closed_tensors, tensor_holders
 from jax_ucp.formats.torch_save.unpickle import known
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.layout.patterns import flat_layouts
+from jax_ucp.sources.consolidated import Consolidated
 from jax_ucp.sources.contents import Contents
 
 # Model-state entries that are the tensors of the tree, or describe them; everything else there is
@@ -284,8 +285,10 @@ class Reader(Slices):
                 self._add_whole(mp, "param", name, keys[0], tensor)
                 continue
             shape = tuple(map(int, shapes[name]))
-            layout = flat_layouts({name: shape}, [piece.shape[0] for piece in pieces])[name]
-            self.add(mp, None, "param", name, {name: shape}, touched(layout, keys), FROZEN)
+            layouts = flat_layouts({name: shape}, [piece.shape[0] for piece in pieces])
+            layout, used = touched(layouts[name])
+            tensor = Consolidated(layout, [keys[i] for i in used])
+            self.add(mp, None, "param", name, {name: shape}, tensor, FROZEN)
 
     def _layers(self) -> None:
         """Files of pipeline layers; which stage had one does not matter, for tied layers are in

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -132,34 +132,27 @@ class Slices:
         self._values(mp, ep, index, part)
 
     def _flat_states(self, mp: int, ep: int | None, part: Group, hyper: Mapping[str, Any]) -> None:
+        # States whose partitions have the same lengths share layouts, which are checked once then.
+        layouts: dict[tuple[Shape, ...], dict[str, tuple[ParamLayout, list[int]]]] = {}
         for state, tensors in part.flat.items():
             keys = [rank.key(tensor) for rank, tensor in zip(part.ranks, tensors, strict=True)]
             # No Adam divides by a second moment without an eps.
-            unused = state == "exp_avg_sq" and "betas" in hyper and "eps" not in hyper
-            if unused:
-                for key in keys:
-                    self.found.skip(
-                        key,
-                        "state",
-                        "Lion has one moment; CPULion writes a second one and never reads it",
-                    )
+            if state == "exp_avg_sq" and "betas" in hyper and "eps" not in hyper:
+                why = "Lion has one moment; CPULion writes a second one and never reads it"
+                self._skip(keys, "state", why)
                 continue
-            for key in keys:
-                self.found.skip(
-                    key, "padding", "padding alone: the group is shorter than its ranks"
-                )
+            self._skip(keys, "padding", "padding alone: the group is shorter than its ranks")
             stored = tuple(tensor.shape for tensor in tensors)
-            for local, layout in part.layouts.items():
-                tensor = touched(replace(layout, shards=stored), keys)
-                self.add(
-                    mp,
-                    ep,
-                    state,
-                    local,
-                    part.shapes,
-                    tensor,
-                    f"{state} of {len(part.shapes)} parameters",
-                )
+            if stored not in layouts:
+                layouts[stored] = _touched_layouts(part, stored)
+            reason = f"{state} of {len(part.shapes)} parameters"
+            for local, (layout, used) in layouts[stored].items():
+                tensor = Consolidated(layout, [keys[i] for i in used])
+                self.add(mp, ep, state, local, part.shapes, tensor, reason)
+
+    def _skip(self, keys: Iterable[str], what: str, reason: str) -> None:
+        for key in keys:
+            self.found.skip(key, what, reason)
 
     def add(
         self,
@@ -363,6 +356,15 @@ class Slices:
         self.found.parameter(
             state, name, Consolidated(layout, keys), f"{state} of every parameter of its group"
         )
+
+
+def _touched_layouts(
+    part: Group, stored: tuple[Shape, ...]
+) -> dict[str, tuple[ParamLayout, list[int]]]:
+    """How each parameter of a group lies in partitions of these shapes, and in which of them."""
+    return {
+        local: touched(replace(layout, shards=stored)) for local, layout in part.layouts.items()
+    }
 
 
 def _add_addresses(flat: Mapping[str, dict[str, tuple[int, int]]], part: Group) -> None:

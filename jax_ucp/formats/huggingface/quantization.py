@@ -18,7 +18,7 @@ MLX `nn/layers/quantized.py`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -26,8 +26,8 @@ import numpy as np
 
 from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.contents import STORED, Contents, Item, Piece, QuantizedWeight
-from jax_ucp.sources.protocol import ArrayInfo
 from jax_ucp.tree import Key, Leaf, leaf_names
+from jax_ucp.tree import Path as TreePath
 
 # Dtypes, by how their names begin: codes of a few bits, codes packed into wider integers, numbers.
 _FEW_BITS = ("float8_", "float6_", "float4_", "int8", "uint8", "int4", "uint4", "int2", "uint2")
@@ -162,25 +162,23 @@ def quantized_weights(contents: Contents, method: str) -> Iterator[QuantizedWeig
     `method` is what a config declares. `contents.quantized` are those that an importer knows of
     already, by a dtype that has no whole bytes.
     """
-    infos: dict[str, ArrayInfo] = {}
-    labels: dict[str, str] = {}
+    leaves: dict[str, Leaf] = {}
     is_imported = _imported(contents)
     for leaf in contents.leaves:
         is_kept = is_imported and leaf.path[0].name == STORED
         if leaf.has_array and not is_kept:
-            name = leaf.label.replace("/", ".")
-            infos[name], labels[name] = ArrayInfo(leaf.shape, np.dtype(leaf.dtype)), leaf.label
+            leaves[leaf.label.replace("/", ".")] = leaf
     claimed: set[str] = set()
-    for weight in _by_names(infos):
+    for weight in _by_names(leaves):
         claimed |= set(weight.parts.values())
-        yield _labelled(weight, labels)
+        yield _labelled(weight, leaves)
     for weight in contents.quantized:
         name = weight.name.replace("/", ".")
         if name not in claimed:
             claimed.add(name)
             yield weight
-    for weight in _unexplained(infos, claimed, method) if method else ():
-        yield _labelled(weight, labels)
+    for weight in _unexplained(leaves, claimed, method) if method else ():
+        yield _labelled(weight, leaves)
 
 
 # Where a quantisation is declared: the file, and the key in it.
@@ -224,44 +222,57 @@ def _item(value: Any, key: str) -> Any:
     return value.get(key) if isinstance(value, Mapping) else None
 
 
-def _by_names(infos: Mapping[str, ArrayInfo]) -> Iterator[QuantizedWeight]:
+def _by_names(leaves: Mapping[str, Leaf]) -> Iterator[QuantizedWeight]:
+    # Of thousands of arrays few are called as the first part is that a scheme needs beside codes.
+    marks = tuple({suffix for scheme in SCHEMES for suffix in scheme.needs[0]})
+    marked = [name for name in leaves if name.endswith(marks)]
     claimed: set[str] = set()
-    for scheme in SCHEMES:
-        for name in infos:
-            if name in claimed or not name.endswith(scheme.codes):
-                continue
+    for scheme in SCHEMES if marked else ():
+        for name in _candidates(scheme, leaves, marked):
             base = name.removesuffix(scheme.codes)
-            if (parts := _parts(scheme, name, base, infos)) is not None:
+            if name not in claimed and (parts := _parts(scheme, name, base, leaves)) is not None:
                 claimed |= set(parts.values())
                 yield QuantizedWeight(scheme.name, _weight_name(scheme, base), parts)
 
 
+def _candidates(scheme: Scheme, names: Iterable[str], marked: Iterable[str]) -> list[str]:
+    """The names of what may be codes by a scheme: its first part is among `marked`."""
+    bases = {
+        name.removesuffix(suffix)
+        for suffix in scheme.needs[0]
+        for name in marked
+        if name.endswith(suffix)
+    }
+    wanted = {base + scheme.codes for base in bases}
+    return [name for name in names if name in wanted]
+
+
 def _parts(
-    scheme: Scheme, name: str, base: str, infos: Mapping[str, ArrayInfo]
+    scheme: Scheme, name: str, base: str, leaves: Mapping[str, Leaf]
 ) -> dict[str, str] | None:
     """What is stored of the weight whose codes may be called `name`, if all it needs is there
     and fits.
     """
-    codes = infos[name]
-    if not codes.dtype.name.startswith(scheme.dtypes):
+    codes = leaves[name]
+    if not codes.dtype.startswith(scheme.dtypes):
         return None
     needed: dict[str, str] = {}
     for alternatives in scheme.needs:
-        suffix = next((suffix for suffix in alternatives if base + suffix in infos), None)
+        suffix = next((suffix for suffix in alternatives if base + suffix in leaves), None)
         if suffix is None:
             return None
         needed[_role(suffix)] = base + suffix
-    scales = infos[next(iter(needed.values()))]
-    fits = scales.dtype.name.startswith(scheme.scales) and scheme.fits(codes.shape, scales.shape)
-    return {"codes": name} | _optional_parts(scheme, base, infos) | needed if fits else None
+    scales = leaves[next(iter(needed.values()))]
+    fits = scales.dtype.startswith(scheme.scales) and scheme.fits(codes.shape, scales.shape)
+    return {"codes": name} | _optional_parts(scheme, base, leaves) | needed if fits else None
 
 
-def _optional_parts(scheme: Scheme, base: str, infos: Mapping[str, ArrayInfo]) -> dict[str, str]:
+def _optional_parts(scheme: Scheme, base: str, leaves: Mapping[str, Leaf]) -> dict[str, str]:
     """What is stored of a weight beside its codes and what it needs, by role."""
     module = base if scheme.weight else base.rpartition(".")[0]
     names = {_role(suffix): base + suffix for suffix in scheme.may}
     names |= {role: f"{module}.{role}" for role in _OF_THE_MODULE}
-    return {role: name for role, name in names.items() if name in infos}
+    return {role: name for role, name in names.items() if name in leaves}
 
 
 def _role(suffix: str) -> str:
@@ -276,7 +287,7 @@ def _weight_name(scheme: Scheme, base: str) -> str:
 
 
 def _unexplained(
-    infos: Mapping[str, ArrayInfo], claimed: set[str], method: str
+    leaves: Mapping[str, Leaf], claimed: set[str], method: str
 ) -> Iterator[QuantizedWeight]:
     """Codes of which no scheme has the scales, where a config declares that weights are quantised.
 
@@ -285,12 +296,12 @@ def _unexplained(
     fault = f"the config declares {method}, and no scale that is known here lies beside it"
     codes: dict[str, list[str]] = defaultdict(list)  # by module
     others: dict[str, dict[str, str]] = defaultdict(dict)  # by module and role
-    for name in infos:
+    for name, leaf in leaves.items():
         if name in claimed:
             continue
         module = name.rpartition(".")[0]
         of_module = codes[module]
-        if _may_be_codes(name, infos[name]):
+        if _may_be_codes(name, leaf):
             of_module.append(name)
         elif not name.endswith("bias"):
             others[module][name.removeprefix(f"{module}.")] = name
@@ -299,20 +310,22 @@ def _unexplained(
             yield QuantizedWeight(method, name, {"codes": name} | others[module], fault)
 
 
-def _may_be_codes(name: str, info: ArrayInfo) -> bool:
-    few_bits = info.dtype.name.startswith((*_FEW_BITS, *_PACKED)) and info.dtype.itemsize < 8
-    return few_bits and bool(info.shape) and not name.endswith(_NO_CODES)
+def _may_be_codes(name: str, leaf: Leaf) -> bool:
+    if not leaf.dtype.startswith((*_FEW_BITS, *_PACKED)) or np.dtype(leaf.dtype).itemsize >= 8:
+        return False
+    return bool(leaf.shape) and not name.endswith(_NO_CODES)
 
 
-def _labelled(weight: QuantizedWeight, labels: Mapping[str, str]) -> QuantizedWeight:
+def _labelled(weight: QuantizedWeight, leaves: Mapping[str, Leaf]) -> QuantizedWeight:
     """With the labels of leaves for names; the weight, which may be no leaf, is called as its
     codes are.
     """
-    parts = {role: labels[name] for role, name in weight.parts.items()}
+    parts = {role: leaves[name].label for role, name in weight.parts.items()}
     depth = parts["codes"].count("/")
     steps = weight.name.split(".")
     made = "/".join([*steps[:depth], ".".join(steps[depth:])])
-    return replace(weight, name=labels.get(weight.name, made), parts=parts)
+    named = leaves[weight.name].label if weight.name in leaves else made
+    return replace(weight, name=named, parts=parts)
 
 
 def _imported(contents: Contents) -> bool:
@@ -329,16 +342,18 @@ def _notes_without(contents: Contents, method: str) -> Iterator[str]:
             f"the config declares weights quantised with {method}, but none is stored so: they are"
             " taken as they are"
         )
-    scales = [
-        leaf.label
-        for leaf in contents.leaves
-        if leaf.label.replace("/", ".").endswith(_CACHE_SCALES)
-    ]
+    scales = [leaf.label for leaf in contents.leaves if _is_cache_scale(leaf.path)]
     if scales:
         yield (
             f"{len(scales)} tensors, the first {scales[0]}, are named as scales of a quantised"
             " cache of keys and values: they say nothing of weights"
         )
+
+
+def _is_cache_scale(path: TreePath) -> bool:
+    if len(path) < 2:
+        return bool(path) and str(path[0].name).endswith(_CACHE_SCALES)
+    return f".{path[-1].name}".endswith(_CACHE_SCALES)
 
 
 def _inventory(contents: Contents, found: Sequence[QuantizedWeight]) -> Sequence[Item]:

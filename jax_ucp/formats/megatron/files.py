@@ -206,8 +206,8 @@ def open_ranks(folder: FilePath, weights_only: bool = False) -> tuple[Args, list
             f"{folder / names[0] / MODEL_FILE} is missing, as in all other folders mp_rank_*"
             " beside it"
         )
-    path = folder / first / MODEL_FILE
-    args = Args(args_of(_tree(TorchFile(path)), path))
+    models = {first: TorchFile(folder / first / MODEL_FILE)}
+    args = Args(args_of(_tree(models[first]), models[first].path))
     p, e = args.degree("pipeline_model_parallel_size"), args.degree("expert_model_parallel_size")
     ranks: list[Rank] = []
     for tp, pp, ep, etp in writing_ranks(args):
@@ -219,7 +219,7 @@ def open_ranks(folder: FilePath, weights_only: bool = False) -> tuple[Args, list
                 f" {args.degree('tensor_model_parallel_size')} tensor, {p} pipeline and {e} expert"
                 " parallel ranks"
             )
-        model = TorchFile(path)
+        model = models.get(name) or TorchFile(path)
         optim_path = folder / name / OPTIM_FILE
         optim = TorchFile(optim_path) if optim_path.is_file() and not weights_only else None
         ranks.append(Rank(tp, pp, ep, etp, folder / name, model, optim, _tree(model)))

@@ -14,7 +14,8 @@ core_v0.16.1.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -297,23 +298,27 @@ class _Reader:
         if tied:
             for state, name in [key for key in self.values if key[1] == TIED]:
                 self.values.setdefault((state, EMBEDDING), {}).update(self.values[state, name])
+        keyed, valued = _states_by_name(self.keys), _states_by_name(self.values)
         for name, layout in layouts.items():
             if not tied or name != TIED:
-                self._states(name, layout)
+                self._states(name, layout, keyed[name], valued[name])
         if tied:
             self._tied(layouts[TIED])
 
-    def _states(self, name: str, layout: ParamLayout) -> None:
+    def _states(
+        self, name: str, layout: ParamLayout, keyed: Sequence[str], valued: Sequence[str]
+    ) -> None:
+        """A parameter's states, of which some are tensors, with keys, and others values."""
         if name.endswith(BUFFERS):
             weights = _consolidated(layout, self.keys["weight", name])
             self.found.parameter("buffer", name, weights, notes.BUFFER)
             return
-        states = [state for state, n in self.keys if n == name and state != "weight"]
+        states = [state for state in keyed if state != "weight"]
         states.sort(key=lambda state: (state != "param", state == "step"))
         self._weight(name, layout, has_master="param" in states)
         for state in states:
             self._state(state, name, layout)
-        for state in [state for state, n in self.values if n == name]:
+        for state in valued:
             self._value(state, name, self.values[state, name])
 
     def _weight(self, name: str, layout: ParamLayout, has_master: bool) -> None:
@@ -432,6 +437,14 @@ class _Reader:
             self.found.notes.append(notes.WITHOUT_OPTIMIZER)
         if self.args.absent:
             self.found.notes.append(notes.defaults_taken(self.args.absent))
+
+
+def _states_by_name(stored: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """The states that are stored of each parameter, of pairs of both."""
+    states: dict[str, list[str]] = defaultdict(list)
+    for state, name in stored:
+        states[name].append(state)
+    return states
 
 
 def _is_state(path: Sequence[str]) -> bool:

@@ -1,0 +1,170 @@
+"""Checkpoints of many small arrays, of which only the number matters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import jax_ucp
+from jax_ucp.formats.torch_save.pickle_writer import Global, Instance
+from jax_ucp.formats.torch_save.zip_writer import TorchZip
+
+HIDDEN, RANKS = 4, 2
+# A layer's parameters: as many in every case, so that sizes can be compared.
+LAYER = 10
+
+
+def converted(folder: Path, arrays: int) -> None:
+    """A universal checkpoint as a conversion writes it: a folder for each of its arrays."""
+    jax_ucp.Checkpoint.of(_tree(arrays)).save(folder)
+
+
+def saved(folder: Path, arrays: int) -> None:
+    """A universal checkpoint as a manager saves it: small arrays lie one after another in packs."""
+    import orbax.checkpoint as ocp
+
+    with ocp.Checkpointer(jax_ucp.CheckpointHandler()) as checkpointer:
+        checkpointer.save(folder, args=jax_ucp.args.Save(_tree(arrays)))
+
+
+def _tree(arrays: int) -> dict[str, dict[str, np.ndarray]]:
+    """Parameters and Adam's moments, 12 arrays to a layer."""
+    states = ("param", "exp_avg", "exp_avg_sq")
+    tree: dict[str, dict[str, np.ndarray]] = {state: {} for state in states}
+    for i in range(arrays):
+        name = f"layers.{i // 12}.weight_{i // 3 % 4}"
+        tree[states[i % 3]][name] = np.full((8, 4), i, np.float32)
+    return tree
+
+
+def deepspeed(folder: Path, parameters: int) -> None:
+    """What ZeRO-3 stores of so many parameters on two ranks, in one group, before copies of
+    anything.
+    """
+    shapes = {
+        f"layers.{i // LAYER}.weight_{i % LAYER}": (HIDDEN, HIDDEN) for i in range(parameters)
+    }
+    length = parameters * HIDDEN * HIDDEN // RANKS
+    folder.mkdir(parents=True)
+    (folder / "latest").write_text("global_step1")
+    for rank in range(RANKS):
+        flat = {
+            state: np.full(length, place + rank, np.float32)
+            for place, state in enumerate(("param", "exp_avg", "exp_avg_sq"))
+        }
+        masters = flat.pop("param") + np.arange(length, dtype=np.float32)
+        optimizer = {
+            "state": {0: {"step": np.array(1, np.float32), **flat}},
+            "param_groups": [{"lr": 1e-3, "weight_decay": 0.1, "params": [0]}],
+        }
+        zero = {
+            "zero_stage": 3,
+            "partition_count": RANKS,
+            "optimizer_state_dict": optimizer,
+            "fp32_flat_groups": [masters],
+        }
+        model = {
+            "module": {name: np.empty(0, np.float32) for name in shapes},
+            "buffer_names": [],
+            "param_shapes": [shapes],
+            "frozen_param_shapes": {},
+            "frozen_param_fragments": {},
+            "shared_params": {},
+            "global_steps": 1,
+            "dp_world_size": RANKS,
+            "mp_world_size": 1,
+        }
+        at = f"global_step1/zero_pp_rank_{rank}_mp_rank_00"
+        _save({"optimizer_state_dict": zero}, folder / f"{at}_optim_states.pt")
+        _save(model, folder / f"{at}_model_states.pt")
+
+
+def megatron(folder: Path, parameters: int) -> None:
+    """A legacy Megatron checkpoint of at least so many parameters, of one rank, in fp32 with Adam's
+    moments.
+    """
+    layers = -(-parameters // len(dict(_layer(0))))
+    weights = {"embedding.word_embeddings.weight": np.zeros((8, HIDDEN), np.float32)}
+    for layer in range(layers):
+        weights |= dict(_layer(layer))
+    weights |= {"decoder.final_layernorm.weight": np.ones(HIDDEN, np.float32)}
+    plain = [name for name, array in weights.items() if array.ndim > 1]
+    bare = [name for name, array in weights.items() if array.ndim == 1]
+    numbers = {name: i for i, name in enumerate(plain + bare)}
+    state = {
+        numbers[name]: {
+            "step": np.array(1, np.float32),
+            "exp_avg": weights[name] + 1,
+            "exp_avg_sq": weights[name] + 2,
+        }
+        for name in numbers
+    }
+    groups = [
+        {"wd_mult": 1.0, "params": [numbers[name] for name in plain]},
+        {"wd_mult": 0.0, "params": [numbers[name] for name in bare]},
+    ]
+    tree = {
+        "args": Instance(Global("argparse", "Namespace"), _arguments(layers)),
+        "checkpoint_version": 3.0,
+        "iteration": 1,
+        "model": weights,
+        "optimizer": {"state": state, "param_groups": groups},
+    }
+    _save(tree, folder / "iter_0000001" / "mp_rank_00" / "model_optim_rng.pt")
+    (folder / "latest_checkpointed_iteration.txt").write_text("1")
+
+
+def _layer(layer: int) -> Iterator[tuple[str, np.ndarray]]:
+    h = HIDDEN
+    for name, shape in [
+        ("input_layernorm.weight", (h,)),
+        ("self_attention.linear_proj.weight", (h, h)),
+        ("self_attention.linear_proj.bias", (h,)),
+        ("self_attention.linear_qkv.weight", (3 * h, h)),
+        ("self_attention.linear_qkv.bias", (3 * h,)),
+        ("pre_mlp_layernorm.weight", (h,)),
+        ("mlp.linear_fc1.weight", (4 * h, h)),
+        ("mlp.linear_fc1.bias", (4 * h,)),
+        ("mlp.linear_fc2.weight", (h, 4 * h)),
+        ("mlp.linear_fc2.bias", (h,)),
+    ]:
+        yield f"decoder.layers.{layer}.{name}", np.full(shape, layer, np.float32)
+
+
+def _arguments(layers: int) -> dict[str, Any]:
+    """What the run was told, as far as it is asked here."""
+    return {
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "context_parallel_size": 1,
+        "data_parallel_size": 1,
+        "world_size": 1,
+        "rank": 0,
+        "num_layers": layers,
+        "hidden_size": HIDDEN,
+        "ffn_hidden_size": 4 * HIDDEN,
+        "num_attention_heads": 1,
+        "group_query_attention": False,
+        "num_query_groups": 1,
+        "kv_channels": HIDDEN,
+        "swiglu": False,
+        "num_experts": None,
+        "padded_vocab_size": 8,
+        "untie_embeddings_and_output_weights": False,
+        "use_distributed_optimizer": False,
+    }
+
+
+def _save(tree: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = TorchZip(tree)
+    data = bytearray(written.size)
+    for start, part in written.tail([]):
+        data[start : start + len(part)] = part
+    path.write_bytes(data)

@@ -1,0 +1,243 @@
+"""A mapping compared with a checkpoint and a model: what fits, what does not, suggestions."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jax_ucp.errors import LayoutError
+from jax_ucp.inspection.report import Report
+from jax_ucp.layout.axes import Expression
+from jax_ucp.layout.fragments import Shape
+from jax_ucp.mapping.binding import outcomes, unclaimed
+from jax_ucp.mapping.model_config import given_config, joined
+from jax_ucp.mapping.rules import Mapping as LeafMapping
+from jax_ucp.mapping.rules import expression, name_regex
+
+if TYPE_CHECKING:
+    from jax_ucp.checkpoint import Checkpoint
+
+Shapes = Mapping[str, Shape]
+Families = dict[str, list[Shape]]
+
+# What a report has, beside the mapping's name.
+_LISTS = ("requires", "leaves", "skipped", "notes", "faults", "suggestions")
+
+# The orders of more axes are too many to try.
+MOST_PERMUTED = 6
+
+# What is added to the likeness of a leaf that holds all parameters of a family.
+WHOLE_BONUS = 0.05
+
+# Below this likeness a name is not suggested.
+NEAR = 0.3
+
+
+def mapping_report(
+    checkpoint: Checkpoint,
+    mapping: LeafMapping,
+    target: Shapes | None = None,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    assume: Sequence[str] = (),
+) -> Report:
+    """What `jax-ucp map --json` prints: leaves beside their parameters, faults and suggestions.
+
+    Args:
+        checkpoint: the checkpoint whose parameters the mapping should turn into leaves.
+        mapping: the mapping to check.
+        target: the shapes of the model's parameters by name, as `tree_shapes` gives them.
+        sizes: as of `Checkpoint.map`.
+        config: as of `Checkpoint.map`.
+        assume: as of `Checkpoint.map`.
+
+    Returns:
+        The mapping's name, and lists under `requires`, `leaves`, `skipped`, `notes`, `faults` and
+        `suggestions`. What does not fit is in `faults`, and is not raised.
+    """
+    targets = target or {}
+    report: Report = {"mapping": mapping.name, **{name: [] for name in _LISTS}}
+    try:
+        report["requires"] = _requirements(checkpoint, mapping, config, assume)
+        mapped = checkpoint.map(mapping, sizes=sizes, config=config, assume=assume)
+    except LayoutError as error:
+        title, *faults = str(error).split("\n  ")
+        report["faults"] = faults or [title]
+        formed: set[str] = set()
+        for rule in mapping.rules:
+            formed |= _named_by(rule.leaves, targets)
+    else:
+        report |= _mapped_report(checkpoint, mapped, mapping, target)
+        formed = set(mapped.params)
+    missing = {name: shape for name, shape in targets.items() if name not in formed}
+    report["suggestions"] = list(_suggestions(_shapes(checkpoint), missing, mapping))
+    return report
+
+
+def tree_shapes(tree: Any) -> dict[str, Shape]:
+    """The shapes of the arrays in a pytree, by their names with slashes between keys.
+
+    Args:
+        tree: arrays or `jax.ShapeDtypeStruct`s in any containers, Flax's modules included.
+
+    Returns:
+        Shapes by name. The array of a Flax variable has the variable's name.
+    """
+    from jax_ucp.sharding.trees import walk  # brings in jax, which the maker of the tree has too
+
+    arrays = {
+        node.label: node.value
+        for node in walk(tree)
+        if hasattr(node.value, "shape") and hasattr(node.value, "dtype")
+    }
+    return {label.removesuffix("/value"): tuple(array.shape) for label, array in arrays.items()}
+
+
+def _requirements(
+    checkpoint: Checkpoint,
+    mapping: LeafMapping,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None,
+    assume: Sequence[str],
+) -> list[Report]:
+    """What became of each requirement: met, unmet, or assumed."""
+    known = joined(checkpoint.config, given_config(config or {}), mapping.config_keys)
+    return [
+        {
+            "name": outcome.requirement.name,
+            "that": outcome.requirement.that,
+            "state": outcome.state,
+            "found": outcome.values,
+        }
+        for outcome in outcomes(mapping, known, assume)
+    ]
+
+
+def _mapped_report(
+    checkpoint: Checkpoint, mapped: Checkpoint, mapping: LeafMapping, target: Shapes | None
+) -> Report:
+    """The leaves of a mapped checkpoint, what it leaves out, and how it differs from a target."""
+    before = set(checkpoint.inventory)
+    skipped = [item for item in mapped.inventory if item not in before]
+    return {
+        "leaves": [_row(mapped, name, target or {}) for name in mapped.params],
+        "skipped": [[item.where, item.reason] for item in skipped],
+        "notes": [note for note in mapped.notes if note not in checkpoint.notes],
+        "faults": [] if target is None else list(_differences(mapping, _shapes(mapped), target)),
+    }
+
+
+def _shapes(checkpoint: Checkpoint) -> Shapes:
+    return {name: param.shape for name, param in checkpoint.params.items()}
+
+
+def _row(mapped: Checkpoint, name: str, targets: Shapes) -> Report:
+    param = mapped.params[name]
+    pieces = param.where()
+    return {
+        "leaf": name,
+        "shape": list(param.shape),
+        "dtype": str(param.dtype),
+        "states": list(param.states),
+        "rule": pieces[0].rule if pieces else "",
+        "stored": sorted({f"{piece.file}:{piece.item}" for piece in pieces}),
+        "target": list(targets[name]) if name in targets else None,
+    }
+
+
+def _differences(mapping: LeafMapping, shapes: Shapes, targets: Shapes) -> Iterator[str]:
+    """A fault for each leaf that only one side has, and for each whose shapes differ."""
+    for name, shape in targets.items():
+        if name not in shapes:
+            yield f"{name} {list(shape)}: in the target, but no rule forms it"
+    for name, shape in shapes.items():
+        if name not in targets:
+            yield f"{name} {list(shape)}: formed, but not in the target"
+    for name in filter(targets.__contains__, shapes):
+        if shapes[name] != targets[name]:
+            order = _order(mapping, name, shapes[name], targets[name])
+            hint = f"; `{order}` would fit" if order else ""
+            yield (
+                f"{name}: the rule gives {list(shapes[name])}, the target has"
+                f" {list(targets[name])}{hint}"
+            )
+
+
+def _order(mapping: LeafMapping, leaf: str, shape: Shape, target: Shape) -> str | None:
+    """The axes of a leaf in the one order that gives the wanted shape, or None."""
+    axes = _leaf_axes(mapping, leaf)
+    if axes.rest or len(axes.dims) != len(target) or len(axes.dims) > MOST_PERMUTED:
+        return None
+    orders = itertools.permutations(range(len(target)))
+    fitting = [order for order in orders if tuple(shape[i] for i in order) == target]
+    return " ".join(str(axes.dims[i]) for i in fitting[0]) if len(fitting) == 1 else None
+
+
+def _leaf_axes(mapping: LeafMapping, leaf: str) -> Expression:
+    """The axes of a leaf, by the first rule that forms it."""
+    patterns = itertools.chain.from_iterable(rule.leaves.items() for rule in mapping.rules)
+    return next(
+        expression(axes) for pattern, axes in patterns if name_regex(pattern).fullmatch(leaf)
+    )
+
+
+def _named_by(patterns: Iterable[str], names: Iterable[str]) -> set[str]:
+    """The names that one of the patterns stands for."""
+    regexes = [name_regex(pattern) for pattern in patterns]
+    return {name for name in names for regex in regexes if regex.fullmatch(name)}
+
+
+def _suggestions(params: Shapes, missing: Shapes, mapping: LeafMapping) -> Iterator[str]:
+    """For unclaimed parameters, the leaf or the unused rule that could be meant."""
+    patterns = itertools.chain.from_iterable(rule.params for rule in mapping.rules)
+    unused = [pattern for pattern in patterns if not _named_by([pattern], params)]
+    families = _families({name: params[name] for name in unclaimed(mapping, list(params))})
+    leaf_of = _likely_leaves(families, missing)
+    for family, shapes in families.items():
+        count = f"({len(shapes)} of {list(shapes[0])})" if len(shapes) > 1 else list(shapes[0])
+        if leaf := leaf_of.get(family):
+            meant = f"{leaf} {list(missing[leaf])}, which has as many elements"
+        elif near := difflib.get_close_matches(family, unused, n=1, cutoff=NEAR):
+            meant = f"the rule for {near[0]}, which finds nothing, is meant for it"
+        else:
+            continue
+        yield f"{family} {count} -> perhaps {meant}"
+
+
+def _likely_leaves(families: Families, missing: Shapes) -> dict[str, str]:
+    """For families of parameters the missing leaf that each could be, the likeliest pairs first."""
+    pairs: list[tuple[float, str, str]] = []
+    for (family, shapes), (name, shape) in itertools.product(families.items(), missing.items()):
+        if math.prod(shape) in (sum(map(math.prod, shapes)), math.prod(shapes[0])):
+            pairs.append((_likeness(family, shapes, name, shape), family, name))
+    leaf_of: dict[str, str] = {}
+    for likeness, family, name in sorted(pairs, reverse=True):
+        if likeness < NEAR:
+            break
+        if family not in leaf_of and name not in leaf_of.values():
+            leaf_of[family] = name
+    return leaf_of
+
+
+def _likeness(family: str, shapes: Sequence[Shape], name: str, shape: Shape) -> float:
+    """How much alike two names are, from 0 to 1; what torch calls weight has other names in JAX."""
+    role = "kernel" if len(shapes[0]) > 1 else "scale"
+    words = re.sub(r"\W+", " ", re.sub(r"\bweight$", role, family)), re.sub(r"\W+", " ", name)
+    # Some parameters of one family may be wanted layer by layer, but a leaf that holds all of them
+    # is the likelier.
+    stacked = [len(shapes)] if len(shapes) > 1 else []
+    holds_all = sorted(shape) == sorted((*shapes[0], *stacked))
+    return min(1, difflib.SequenceMatcher(None, *words).ratio() + WHOLE_BONUS * holds_all)
+
+
+def _families(shapes: Shapes) -> Families:
+    """Parameters grouped by name, with numbers replaced: layers of one model are one family."""
+    families: Families = {}
+    for name, shape in shapes.items():
+        families.setdefault(re.sub(r"(?<![^./])\d+(?![^./])", "{n}", name), []).append(shape)
+    return families

@@ -1,0 +1,106 @@
+"""Opening and looking at a checkpoint takes work in proportion to its arrays, whatever wrote it."""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jax_ucp as ucp
+from benchmarks import array_cases
+from jax_ucp.cli.text_table import TextTable
+from jax_ucp.inspection.report import inspection
+from jax_ucp.tree import Key, leaf_names, tree_fault
+
+SIZES = (48, 96, 192)
+LINEAR = 2.05  # a square step in a hundred linear ones makes it more
+WRITERS = [array_cases.converted, array_cases.deepspeed, array_cases.megatron]
+
+
+def operations(run: Callable[[], Any]) -> int:
+    """How many instructions of Python's a call takes, in all functions that it calls."""
+    count = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def growth(counts: list[int]) -> float:
+    """How the growth of work grows where sizes double twice: 2 if it is linear, 4 if quadratic."""
+    small, middle, large = counts
+    return (large - middle) / (middle - small)
+
+
+def test_growth_tells_a_quadratic_loop_from_a_linear_one():
+    linear = [operations(lambda n=n: [i for i in range(n)]) for n in SIZES]
+    square = [operations(lambda n=n: [i for i in range(n) for _ in range(n)]) for n in SIZES]
+    assert growth(linear) == pytest.approx(2, rel=0.01)
+    assert growth(square) == pytest.approx(4, rel=0.1)
+
+
+@pytest.fixture(scope="module", params=WRITERS, ids=lambda write: write.__name__)
+def folders(request, tmp_path_factory) -> list[Path]:
+    root = tmp_path_factory.mktemp(request.param.__name__)
+    for size in SIZES:
+        request.param(root / str(size), size)
+    ucp.open(root / str(SIZES[0]))  # what is imported and made once
+    return [root / str(size) for size in SIZES]
+
+
+def test_opening_is_linear_in_the_arrays(folders):
+    assert growth([operations(partial(ucp.open, at)) for at in folders]) < LINEAR
+
+
+def test_inspecting_is_linear_in_the_arrays(folders):
+    opened = [ucp.open(at) for at in folders]
+    assert growth([operations(partial(inspection, one)) for one in opened]) < LINEAR
+
+
+def test_params_are_made_once(folders):
+    opened = [ucp.open(at) for at in folders]
+    assert growth([operations(lambda one=one: one.params) for one in opened]) < LINEAR
+    assert all(one.params is one.params for one in opened)
+
+
+def test_reads_after_the_first_cost_the_same_among_few_arrays_and_many(folders):
+    counts = []
+    for at in folders:
+        checkpoint = ucp.open(at)
+        first, second, *_ = checkpoint.params
+        checkpoint.read(f"param/{first}")
+        counts.append(operations(partial(checkpoint.read, f"param/{second}")))
+    assert max(counts) - min(counts) < 64
+
+
+def test_trees_names_and_tables_are_linear():
+    def paths(n: int) -> list[tuple[Key, ...]]:
+        return [(Key("dict", f"layer {i // 8}"), Key("dict", f"w{i % 8}/x")) for i in range(n)]
+
+    def table(n: int) -> list[object]:
+        from rich.console import Console
+
+        console = Console(width=100)
+        return list(console.render(TextTable(("a", "b"), [("x" * 80, "y" * 30)] * n)))
+
+    def fault(n: int) -> str | None:
+        return tree_fault(paths(n))
+
+    def names(n: int) -> list[str]:
+        return leaf_names(paths(n))
+
+    for work in (fault, names, table):
+        work(SIZES[0])
+        assert growth([operations(partial(work, n)) for n in SIZES]) < LINEAR
