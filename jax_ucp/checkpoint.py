@@ -592,8 +592,8 @@ class Checkpoint:
         (`torch.distributed.checkpoint`) or `deepspeed` (its universal folder). `dtype` casts
         floating parameters, rounding to the nearest; unsaid, every bit stays. `max_shard_bytes` is
         for safetensors, unsaid 50 GB. `zero_stage` is that of the DeepSpeed run to be resumed,
-        unsaid that of the source. What is stored twice is compared on the way. `progress` hears of bytes
-        written. Stopped at any moment, nothing is at `path`.
+        unsaid that of the source. What is stored twice is compared on the way. `progress` hears of
+        bytes written. Stopped at any moment, nothing is at `path`.
 
         Raises TreeMismatch if the tree is not `{state: {parameter: array}}`, UnsupportedLeaf with
         every parameter that the format cannot hold, FileExistsError if `path` is in use,
