@@ -99,7 +99,7 @@ def test_what_disappears_under_a_save_ends_it_and_the_step_before_stays(
     write = Commit.write
 
     def meanwhile(commit, store):
-        happens(Path(store.directory.path(name)))
+        happens(Path(store.directory.root, name))
         return write(commit, store)
 
     with ocp.CheckpointManager(
