@@ -24,7 +24,7 @@ import cases
 import jax_ucp as ucp
 from helpers import memory
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
-from jax_ucp.files import directory as directories
+from jax_ucp.files import local as directories
 from jax_ucp.files.local import LocalFiles
 from jax_ucp.formats import exporting as export
 from jax_ucp.sharding import restore as restoring
@@ -99,7 +99,7 @@ def test_what_disappears_under_a_save_ends_it_and_the_step_before_stays(
     write = Commit.write
 
     def meanwhile(commit, store):
-        happens(Path(store.directory.path, name))
+        happens(Path(store.directory.root, name))
         return write(commit, store)
 
     with ocp.CheckpointManager(
