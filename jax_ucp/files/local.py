@@ -23,7 +23,6 @@ from jax_ucp.arguments import local_path
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files.pread import pread_into
 from jax_ucp.files.protocol import FileInfo, Files, RangeRead
-from jax_ucp.files.source_files import note
 
 # More than this no file system has for a part of a name (NAME_MAX), or for a whole path (PATH_MAX),
 # in bytes.
@@ -157,7 +156,6 @@ class LocalFiles(Files):
 
     def read_into(self, reads: Sequence[RangeRead]) -> None:
         for file, ranges in itertools.groupby(reads, key=lambda read: read.file):
-            note(self, file)
             with self._opened(file) as handle:
                 for read in ranges:
                     pread_into(handle, read.start, read.out)

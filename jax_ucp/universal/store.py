@@ -414,6 +414,7 @@ def open_store(path: str | os.PathLike[str] | FilePath) -> tuple[Metadata, ZarrS
     FormatError if it says what no writer does. Reads no array data.
     """
     directory = LocalFiles(str(file_path(path)))
+    _noted_size(directory, METADATA_FILE)
     data = read_file(directory, METADATA_FILE)
     if data is None:
         raise NotACheckpoint(
