@@ -38,8 +38,8 @@ class ConsolidatedView(Watched):
         super().__init__()
         self._shards = shards
         self._params = params
-        found = shards.arrays()
-        self._arrays = {name: _checked(name, param, found) for name, param in params.items()}
+        infos = shards.arrays()
+        self._arrays = {name: _checked(name, param, infos) for name, param in params.items()}
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self._arrays
@@ -154,9 +154,9 @@ def _through(inner: Fragment, outer: Fragment) -> Iterator[Fragment]:
         by = [t - s for s, t in zip(outer.source.start, outer.target.start, strict=True)]
         yield Fragment(inner.shard, inner.source, inner.target.shift(by))
         return
-    held = inner.target.relative_to(outer.source)
+    inside = inner.target.relative_to(outer.source)
     at = inner.source.start[0]
-    for box in range_boxes(outer.target.shape, held.start[0], held.stop[0]):
+    for box in range_boxes(outer.target.shape, inside.start[0], inside.stop[0]):
         yield Fragment(inner.shard, Box((at,), (at + box.size,)), box.shift(outer.target.start))
         at += box.size
 
@@ -175,22 +175,22 @@ def _mean(copies: Sequence[np.ndarray]) -> np.ndarray:
     return sum(copies[1:], copies[0]) / np.asarray(len(copies), copies[0].dtype)
 
 
-def _checked(name: str, param: Consolidated, found: Mapping[str, ArrayInfo]) -> ArrayInfo:
+def _checked(name: str, param: Consolidated, infos: Mapping[str, ArrayInfo]) -> ArrayInfo:
     layout, keys = param.layout, param.keys
     if len(keys) != len(layout.shards):
         raise LayoutError(
             f"{name}: the layout has {len(layout.shards)} shards, but {len(keys)} are named: {keys}"
         )
     for key, shape in zip(keys, layout.shards, strict=True):
-        if found[key].shape != shape:
+        if infos[key].shape != shape:
             raise LayoutError(
-                f"{name}: {key} was declared with shape {shape}, but has {found[key].shape}"
+                f"{name}: {key} was declared with shape {shape}, but has {infos[key].shape}"
             )
-    dtypes = {key: found[key].dtype for key in keys}
+    dtypes = {key: infos[key].dtype for key in keys}
     if len(set(dtypes.values())) != 1:
         raise LayoutError(f"{name}: the shards differ in dtype: {dtypes}")
     try:
         layout.check()
     except LayoutError as error:
         raise LayoutError(f"{name}: {error} (shards: {', '.join(keys)})") from None
-    return ArrayInfo(layout.shape, found[keys[0]].dtype)
+    return ArrayInfo(layout.shape, infos[keys[0]].dtype)

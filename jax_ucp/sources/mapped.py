@@ -123,9 +123,9 @@ class MappedView(Watched, MakesArrays):
         if formed.equal:
             return self._infos[formed.equal[0]]
         layout = formed.form.layout
-        found = self._stored(formed)
-        chunk = None if found.chunk is None else layout.parts[0].chunk(found.chunk)
-        return ArrayInfo(layout.shape, np.dtype(formed.form.dtype or found.dtype), chunk)
+        stored = self._stored(formed)
+        chunk = None if stored.chunk is None else layout.parts[0].chunk(stored.chunk)
+        return ArrayInfo(layout.shape, np.dtype(formed.form.dtype or stored.dtype), chunk)
 
     def _stored(self, formed: Formed) -> ArrayInfo:
         return self._infos[formed.form.layout.parts[0].array]

@@ -238,14 +238,14 @@ class ZarrStore(Watched):
 
     def _fault(self, key: str, box: Box, want: Written) -> str | None:
         try:
-            found = _digest(self._parts(key, box, want.crcs))
+            now = _digest(self._parts(key, box, want.crcs))
         except CorruptData as error:
             return str(error)
-        if found == want.digest:
+        if now == want.digest:
             return None
         return (
             f"{self.directory}/{key}: the data of {box} are not those that were saved (digest"
-            f" {found})"
+            f" {now})"
         )
 
     def _parts(self, key: str, box: Box, crcs: bytes) -> Iterator[np.ndarray]:
@@ -374,8 +374,8 @@ def _gathered(store: ZarrStore, processes: int) -> Mapping[str, Mapping[str, Wri
     for process in range(processes):
         part = _read_part(store.directory, process)
         store.places.update(part.places)
-        for key, found in part.written.items():
-            written[key] |= found
+        for key, chunks in part.written.items():
+            written[key] |= chunks
     return written
 
 
@@ -464,11 +464,11 @@ def _noted_size(files: Files, name: str) -> int | None:
 
 def _missing_chunks(store: ZarrStore, key: str) -> Iterator[str]:
     for name, nbytes in _chunk_files(store.arrays()[key], store.chunks[key]):
-        found = _noted_size(store.directory, f"{key}/{name}")
-        if found is None:
+        size = _noted_size(store.directory, f"{key}/{name}")
+        if size is None:
             yield f"{store.directory}/{key}/{name} is missing"
-        elif found != nbytes:
-            yield f"{store.directory}/{key}: {name} has {found} bytes, but its chunk takes {nbytes}"
+        elif size != nbytes:
+            yield f"{store.directory}/{key}: {name} has {size} bytes, but its chunk takes {nbytes}"
 
 
 @functools.lru_cache(maxsize=64)
@@ -565,14 +565,14 @@ def _pack_faults(store: ZarrStore) -> list[str]:
 
 def _ranges(store: ZarrStore) -> dict[str, Range]:
     """Where each outer chunk is, by its key."""
-    found: dict[str, Range] = {}
+    ranges: dict[str, Range] = {}
     for key, info in store.arrays().items():
         chunks = store.chunks[key]
         for box in grid_boxes(info.shape, chunks.outer):
             name = f"{key}/{chunk_name(grid_place(box, chunks.outer))}"
             file, offset = store.find(name)
-            found[name] = Range(file, offset or 0, shard_bytes(box, chunks, info.dtype))
-    return found
+            ranges[name] = Range(file, offset or 0, shard_bytes(box, chunks, info.dtype))
+    return ranges
 
 
 def _digest(parts: Iterable[np.ndarray]) -> str:
