@@ -20,7 +20,7 @@ from jax_ucp.layout.patterns import Unique
 from jax_ucp.sources.consolidated import Consolidated, same_bits
 from torch_writer import change, rewrite
 
-DATA = Path(__file__).parent.parent / "data"
+DATA = Path(__file__).parents[2] / "data"
 PRECISION_AWARE = ("te_pa_default_fr", "te_pa_default_dpr", "te_pa_fp16_dpr")
 
 
