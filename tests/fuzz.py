@@ -119,6 +119,14 @@ ONE_DEVICE = jax.sharding.NamedSharding(
 )
 
 
+def _place(event: str, args: tuple[Any, ...]) -> object:
+    """What an event is about; a name in a folder that is open, with that."""
+    where = args[0] if args else ""
+    if event in ("os.remove", "os.rmdir") and isinstance(args[1], int) and args[1] >= 0:
+        return f"{os.readlink(f'/proc/self/fd/{args[1]}')}/{where}"
+    return where
+
+
 class Guard:
     """Notes in `seen` what must not happen while an input is read, and ends what takes too long.
 
@@ -136,8 +144,10 @@ class Guard:
         signal.signal(signal.SIGPROF, self._late)
 
     def _hear(self, event: str, args: tuple[Any, ...]) -> None:
-        where = args[0] if args else ""
-        if not self.watching or isinstance(where, int) or str(where).startswith(self.target):
+        if not self.watching:
+            return
+        where = _place(event, args)
+        if isinstance(where, int) or str(where).startswith(self.target):
             return  # an int is a file that is open already
         writes = event == "open" and (
             set(str(args[1] or "")) & set("wax+") or int(args[2] or 0) & WRITING

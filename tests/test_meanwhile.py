@@ -468,11 +468,11 @@ def test_a_ledger_that_is_a_link_is_not_written_through(half, tmp_path):
 
 
 def test_leaves_whose_names_a_file_system_takes_for_one_are_both_there(tmp_path, monkeypatch):
-    path = LocalFiles.path
+    below = LocalFiles._below
     monkeypatch.setattr(
         LocalFiles,
-        "path",
-        lambda self, name: path(self, unicodedata.normalize("NFC", name).lower()),
+        "_below",
+        lambda self, name: below(self, unicodedata.normalize("NFC", name).lower()),
     )
     want = {
         "W": np.ones(4),

@@ -30,10 +30,8 @@ def test_where_goes_through_a_flat_shard_that_is_made_of_shards(shape, before, c
     layout = flat_layouts({"before": (before,), "w": shape}, [len(buffer)])["w"]
     view = ConsolidatedView(inner, {"w": Consolidated(layout, ["buffer"])})
     got = np.full(shape, -1, np.int32)
-    for key, fragment in view.where("w"):
-        got[fragment.target.index] = stored[key][fragment.source.index].reshape(
-            fragment.target.shape
-        )
+    for piece in view.locate("w", Box.whole(shape)):
+        got[piece.target.index] = stored[piece.file][piece.source.index].reshape(piece.target.shape)
     np.testing.assert_array_equal(got, want)
 
 

@@ -1,10 +1,12 @@
-"""Counts the bytes that the process asks of files by position, as restores do."""
+"""Counts the bytes of arrays that the process asks of files by position, as restores do."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from jax_ucp.universal.store import METADATA_FILE
 
 
 @contextmanager
@@ -22,7 +24,8 @@ def bytes_read() -> Iterator[Callable[[], int]]:
     def counted_preadv(handle: int, buffers: list[memoryview], at: int) -> int:
         nonlocal total
         length = preadv(handle, buffers, at)
-        total += length
+        if not os.readlink(f"/proc/self/fd/{handle}").endswith(METADATA_FILE):
+            total += length
         return length
 
     os.pread, os.preadv = counted_pread, counted_preadv
