@@ -88,17 +88,30 @@ def optimizer_dicts(
     names = {path: _names_of_numbers(groups.get(path, ())) for path in paths}
     optimizers: dict[Steps, OptimizerDict] = {}
     for path in paths:
-        nested = [Group(_owners(group, names[path]), group) for group in groups.get(path, ())]
-        flat = [Group((name,), group) for name, group in flattened.get(path, {}).items()]
+        listed = _listed_groups(groups.get(path, ()), flattened.get(path, {}), names[path])
         is_flat, has_state = path in flattened, path in with_state
-        optimizers[path] = OptimizerDict(path, {}, [*nested, *flat], is_flat, has_state)
+        optimizers[path] = OptimizerDict(path, {}, listed, is_flat, has_state)
     for name, path in tensors.items():
         optimizer = _first_prefix(path, with_state)
-        if optimizer is not None:
-            readings = _readings(path[len(optimizer) :], names[optimizer])
-            if readings is not None:
-                optimizers[optimizer].states[name] = readings
+        if optimizer is None:
+            continue
+        inner = path[len(optimizer) :]
+        if head(inner[0]) == "state":
+            optimizers[optimizer].states[name] = _readings(inner, names[optimizer])
     return optimizers
+
+
+def _listed_groups(
+    nested: Sequence[Mapping[str, Any]],
+    flattened: Mapping[str, Mapping[str, Any]],
+    names: Mapping[int, str],
+) -> list[Group]:
+    """The groups of an optimizer; `flattened` are settings by the one parameter that they are
+    for.
+    """
+    groups = [Group(_owners(group, names), group) for group in nested]
+    groups += [Group((name,), settings) for name, settings in flattened.items()]
+    return groups
 
 
 def prefixes(path: Steps) -> Iterator[Steps]:
@@ -209,13 +222,10 @@ def number_of(step: Any) -> int | None:
     return step if type(step) is int else None
 
 
-def _readings(path: Steps, names: Mapping[int, str]) -> tuple[tuple[Owner, str], ...] | None:
-    """What a tensor at a path in an optimizer's dict can be: (owner, state); None outside `state`.
-
-    A number is no name, unless groups say so.
+def _readings(path: Steps, names: Mapping[int, str]) -> tuple[tuple[Owner, str], ...]:
+    """What a state, whose path begins at `state`, can be: (owner, state). A number is no name,
+    unless groups say so.
     """
-    if head(path[0]) != "state":
-        return None
     if path[0] == "state":
         return ((_owner(path[1], names), joined(path[2:])),) if len(path) >= 3 else ()
     parts = joined(path).removeprefix("state.").split(".")
