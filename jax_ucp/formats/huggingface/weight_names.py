@@ -115,6 +115,10 @@ class Choice:
     same: Save | None = None
     left: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def files_read(self) -> set[str]:
+        return self.save.all_files | (self.same.all_files if self.same else set())
+
 
 class Part(NamedTuple):
     """Which part of how many a file of a model is; 0 of 0 where it is all of it."""
@@ -287,13 +291,13 @@ def choose(folder: str, saves: Mapping[Model, Sequence[Save]], named: str = "") 
         chosen, same = _named_by_config(folder, all_saves, named), None
     else:
         chosen, same = _first_of_known(folder, saves)
-    files_read = chosen.all_files | (same.all_files if same else set())
+    choice = Choice(chosen, same)
     left: dict[str, str] = {}
     for save in all_saves:
         if save not in (chosen, same):
             reason = _why_left(save, chosen)
-            left |= dict.fromkeys(save.all_files - files_read, reason)
-    return Choice(chosen, same, left)
+            left |= dict.fromkeys(save.all_files - choice.files_read, reason)
+    return replace(choice, left=left)
 
 
 def _named_by_config(folder: str, saves: Iterable[Save], named: str) -> Save:
@@ -347,14 +351,12 @@ def _of_one_model(folder: str, saves: Sequence[Save]) -> tuple[Save, Save | None
     Where an index lacks files, numbered parts beside it are no save that anybody would load.
     """
     stale = [save for save in saves if save.is_stale_index]
-    whole = [save for save in saves if save.whole]
-    if stale:
-        whole = [save for save in whole if not save.numbered]
-    if not whole:
-        return (stale or saves)[0], None
+    loadable = [save for save in saves if not save.numbered] if stale else saves
+    whole = [save for save in loadable if save.whole]
     if len(whole) > 2:
         raise _several_saves(folder, whole)
-    return whole[0], whole[1] if len(whole) == 2 else None
+    chosen, same = [*whole, None, None][:2]
+    return chosen or (stale or saves)[0], same
 
 
 def _several_saves(folder: str, saves: Sequence[Save]) -> FormatError:
