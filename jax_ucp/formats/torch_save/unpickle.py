@@ -297,10 +297,10 @@ def load(
     (deflated). Raises UnsafePickle for what a checkpoint never needs, FormatError for what is no
     pickle.
     """
-    found, end = load_first(data, names, persistent, stored_bytes)
+    value, end = load_first(data, names, persistent, stored_bytes)
     if end != len(data):
         raise FormatError(f"{len(data) - end} bytes follow the end of the pickle")
-    return found
+    return value
 
 
 def load_first(
