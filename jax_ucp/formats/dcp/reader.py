@@ -219,11 +219,7 @@ def _other_files(imported: Import, metadata: DcpMetadata) -> None:
             reason = "says which chunk is where; its content is in the tree's names and shapes"
             imported.skip(path.name, "metadata", reason)
             continue
-        if not path.is_file():
-            kind = "folder" if path.is_dir() else "not a file"
-            imported.skip(path.name, kind, f"no item of {table} lies in it")
-            continue
-        size = path.file().size
+        size = path.size()
         rest = size - used[path.name]
         if path.name not in used:
             imported.skip(path.name, f"{size} bytes", f"no item of {table} lies in it")

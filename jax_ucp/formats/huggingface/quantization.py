@@ -27,7 +27,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jax_ucp.sources.combined import Combined
-from jax_ucp.sources.contents import STORED, Contents, Item, Piece, QuantizedWeight
+from jax_ucp.sources.contents import STORED, Contents, Item, QuantizedWeight
 from jax_ucp.tree import Key, Leaf, leaf_names
 from jax_ucp.tree import Path as TreePath
 
@@ -382,7 +382,7 @@ def _inventory(contents: Contents, weights: Sequence[QuantizedWeight]) -> Sequen
     leaves = {leaf.label: leaf for leaf in contents.leaves}
     for weight in weights:
         for role, label in weight.parts.items():
-            items = [f"{p.file}:{p.item}" for p in contents.where(leaves[label]) if p.item]
+            items = [f"{p.file}:{p.item}" for p in contents.locate(leaves[label]) if p.item]
             reason = f"{role} of the quantised weight {weight.name} ({weight.scheme})"
             reasons |= dict.fromkeys(items, reason)
     return [
@@ -411,15 +411,10 @@ def _kept(contents: Contents) -> Contents:
     arrays = {name: leaf.name for name, leaf in before.items() if leaf.has_array}
     name = contents.path.rpartition("/")[2]
     source = dict(contents.source) or {"format": contents.format, "name": name}
-
-    def where(leaf: Leaf) -> Sequence[Piece]:
-        return contents.where(before[leaf.name])
-
     return replace(
         kept,
         leaves=leaves,
         arrays=Combined.named(contents.arrays, arrays),
-        where=where,
         source={**source, "dequantize": False},
     )
 

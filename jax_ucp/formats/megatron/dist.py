@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -56,12 +56,9 @@ from jax_ucp.formats.megatron.dist_names import (
     unstacked,
 )
 from jax_ucp.formats.megatron.dist_proof import (
-    is_precision_aware,
     moved_by_padding,
     not_of_weights,
     precision_aware,
-    prove_masters,
-    prove_precision_aware,
 )
 from jax_ucp.formats.megatron.dist_steps import (
     Step,
@@ -132,6 +129,7 @@ class _Reader:
         self.found = Import(
             "megatron", files.folder, Combined.prefixed(sources), options.on_conflict
         )
+        self.found.cause = "" if options.weights_only else precision_aware(files.args)
         self.found.unknown |= files.common.unknown
         # parameter -> state -> how it is stored; `weight` is what the model computes with. The
         # vocabulary is padded.
@@ -139,6 +137,7 @@ class _Reader:
         self.dtypes: dict[str, str] = {}
         self.steps: dict[bool, list[Step]] = {}
         self.stepless: list[str] = []
+        self.causes: dict[str, str] = {}
         self.mixed = False
 
     def contents(self) -> Contents:
@@ -152,10 +151,7 @@ class _Reader:
         self._common()
         self._other_files()
         self._notes()
-        contents = self.found.contents()
-        if not self.options.weights_only and is_precision_aware(self.args):
-            prove_precision_aware(contents)
-        return contents
+        return self.found.contents()
 
     def _stored_states(self) -> None:
         """States that are stored as tensors of the model's shapes, or as parts of such."""
@@ -258,9 +254,9 @@ class _Reader:
                 self._leave(key)
         elif any(map(is_flat, (*self.files.tensors, *self.files.objects))):
             self._read_slices()
-            self._prove(self.states, not_of_weights)
+            self.causes = dict.fromkeys(self.states, not_of_weights())
         elif any(map(is_fully_reshardable, self.files.tensors)):
-            self._prove_not_moved()
+            self.causes = self._moved()
 
     def _read_slices(self) -> None:
         stored = flats(self.files, self.inside)
@@ -285,30 +281,21 @@ class _Reader:
                 cuts[name], [keys[r] for r in range(len(keys))]
             )
 
-    def _prove(self, names: Iterable[str], why: Callable[[str], str]) -> None:
-        """Compare the masters of parameters with their weights; `why` says what is likely where
-        they differ.
-        """
-        weighted = [name for name in names if "weight" in self.states.get(name, {})]
-        why = precision_aware if is_precision_aware(self.args) else why
-        prove_masters(self.files.folder, weighted, self.states, self.found.view, why)
-
     def _skip_gap(self, key: str) -> None:
         self.found.skip(
             key, "", "a gap between tensors in a flat buffer, which holds what was in memory"
         )
 
-    def _prove_not_moved(self) -> None:
-        """Refuse what `fully_reshardable` moved; see `megatron_dist_proof`."""
+    def _moved(self) -> dict[str, str]:
+        """What `fully_reshardable` may have moved, with the cause; see `dist_proof`."""
         try:
             buffers = [
                 buffer for plan in self._plans(self._cuts()) for buffer in plan.buffers.values()
             ]
-            moved = {name: moved_by_padding(n) for buffer in buffers for name, n in buffer.moved}
+            return {name: moved_by_padding(n) for buffer in buffers for name, n in buffer.moved}
         # modules of an order not known here: any of them may have been moved
         except (FormatError, LayoutError):
-            moved = dict.fromkeys(self.states, moved_by_padding(None))
-        self._prove(moved, moved.__getitem__)
+            return dict.fromkeys(self.states, moved_by_padding(None))
 
     def _cuts(self) -> dict[str, ParamLayout]:
         """How the tensor-parallel ranks held each parameter, and the last stage its copy of a
@@ -406,7 +393,10 @@ class _Reader:
         elif master is not None:
             reason = notes.copy_of_master(name)
             self.found.parameter("param", name, master, f"the master of {name}")
-            self.found.duplicate("param", name, weight, reason)
+            cause = self.found.cause or self.causes.get(name, "")
+            self.found.duplicate("param", name, weight, reason, cause)
+            if name in self.causes and self.options.on_conflict:
+                self.found.prove_place(name, states["param"], states["weight"], cause)
         else:
             self.found.parameter("param", name, weight, f"the parameter {name}")
         for state, param in unpadded.items():
@@ -508,7 +498,7 @@ class _Reader:
                 )
                 continue
             self.found.skip(
-                path.name, f"{path.file().size} bytes", "nothing of the checkpoint lies in it"
+                path.name, f"{path.size()} bytes", "nothing of the checkpoint lies in it"
             )
             if path.suffix == ".distcp":
                 self.found.notes.append(

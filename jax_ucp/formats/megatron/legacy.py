@@ -25,7 +25,7 @@ from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import Import
 from jax_ucp.formats.megatron import notes
-from jax_ucp.formats.megatron.dist_proof import is_precision_aware, prove_precision_aware
+from jax_ucp.formats.megatron.dist_proof import precision_aware
 from jax_ucp.formats.megatron.files import (
     OPTIM_FILE,
     Args,
@@ -89,6 +89,7 @@ class _Reader:
         self.optimizer = not options.weights_only and any(
             rank.tree.get("optimizer") is not None for rank in ranks
         )
+        self.found.cause = precision_aware(args) if self.optimizer else ""
         # (state, parameter) -> by tensor-parallel rank, the keys of every copy of that rank's
         # shard.
         self.keys: dict[tuple[str, str], dict[int, list[str]]] = {}
@@ -122,10 +123,7 @@ class _Reader:
         self._parameters(self._layouts())
         self._extras()
         self._notes()
-        contents = self.found.contents()
-        if self.optimizer and is_precision_aware(self.args):
-            prove_precision_aware(contents)
-        return contents
+        return self.found.contents()
 
     def _optimizer_states(
         self, rank: Rank, modules: Sequence[Sequence[Module]]
