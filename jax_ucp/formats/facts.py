@@ -51,7 +51,7 @@ class Facts:
         """`file` says that `what` is `value`; so must all others do that state it `among` the same
         ranks.
 
-        Raises FormatError, naming both files and both values, where one has said otherwise.
+        Raises FormatError, naming both files and both values, where one says otherwise.
         """
         first, known = self._known.setdefault((among, what), (file, value))
         if not _alike(known, value):
@@ -75,10 +75,13 @@ class Facts:
 
         With `only`, those that are called so.
         """
-        for path, value in _facts(
-            tree, what, lambda tensor: file.read(tensor.key, Box.whole(tensor.shape))
-        ):
-            if not only or path.partition("[")[0].rpartition(".")[2] in only:
+
+        def read(tensor: StoredTensor) -> np.ndarray:
+            return file.read(tensor.key, Box.whole(tensor.shape))
+
+        for path, value in _facts(tree, what, read):
+            called = path.partition("[")[0].rpartition(".")[2]
+            if not only or called in only:
                 self.state(name, path, value, among)
 
 
@@ -95,13 +98,10 @@ def _facts(
         case list() | tuple():
             for i, value in enumerate(tree):
                 yield from _facts(value, f"{what}[{i}]", read)
-        case StoredTensor():
-            if Box.whole(tree.shape).size <= _FEW:
-                yield what, read(tree)
+        case StoredTensor() if Box.whole(tree.shape).size <= _FEW:
+            yield what, read(tree)
         case None | bool() | int() | float() | str() | np.generic():
             yield what, tree
-        case _:
-            return
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -159,7 +160,7 @@ def checked_groups(value: str | Sequence[Sequence[str]] | None) -> OptimizerGrou
             " the names of its parameters in order"
         )
     seen: set[str] = set()
-    for name in (name for group in value for name in group):
+    for name in itertools.chain.from_iterable(value):
         if name in seen:
             raise SpecError(
                 f"optimizer_groups says {_short(name)} twice; an optimizer has a parameter once"
@@ -170,11 +171,9 @@ def checked_groups(value: str | Sequence[Sequence[str]] | None) -> OptimizerGrou
 
 def word_note(groups: OptimizerGroups) -> str:
     """What a checkpoint says of states that were given to parameters by the user's word."""
-    how = (
-        "every group in the order of the model"
-        if groups == MODULE_ORDER
-        else "the names of each group"
-    )
+    how = "the names of each group"
+    if groups == MODULE_ORDER:
+        how = "every group in the order of the model"
     return (
         f"optimizer states were given to parameters as optimizer_groups says, {how}: nothing in the"
         " files proves it"
@@ -199,11 +198,13 @@ def remedy(sizes: str, example: str, ordered: bool) -> str:
 
 
 def _is_lists_of_names(value: Any) -> bool:
-    groups = list(value) if isinstance(value, list | tuple) else [None]
-    return bool(groups) and all(
-        isinstance(group, list | tuple) and all(isinstance(name, str) for name in group)
-        for group in groups
-    )
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    return all(isinstance(group, list | tuple) and _are_strings(group) for group in value)
+
+
+def _are_strings(items: Sequence[Any]) -> bool:
+    return all(isinstance(item, str) for item in items)
 
 
 def _short(value: Any) -> str:

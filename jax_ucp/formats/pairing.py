@@ -29,17 +29,19 @@ _NO_WAY = "they fit the parameters in no way"
 # States with an element for each element of the parameter: of `torch.optim`, and of the optimizers
 # of DeepSpeed and transformers.
 _ELEMENTWISE = (
-    *(
-        "exp_avg",
-        "exp_avg_sq",
-        "max_exp_avg_sq",
-        "exp_inf",
-        "momentum_buffer",
-        "square_avg",
-        "grad_avg",
-        "acc_delta",
-    ),
-    *("sum", "prev", "step_size", "ax", "variance"),
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "exp_inf",
+    "momentum_buffer",
+    "square_avg",
+    "grad_avg",
+    "acc_delta",
+    "sum",
+    "prev",
+    "step_size",
+    "ax",
+    "variance",
 )
 # The shape of a state by its name, from that of the parameter. Adafactor factors a matrix:
 # transformers' `optimization.py` names the factors exp_avg_sq_row and exp_avg_sq_col, torch's
@@ -74,8 +76,8 @@ def contradiction(states: Mapping[str, Shape], shape: Shape) -> str | None:
     >>> contradiction({"exp_avg_sq_row": (4,), "exp_avg_sq_col": (4,)}, (4,))
     'exp_avg_sq_row'
     """
-    for name, held in states.items():
-        if name in _SHAPES and _SHAPES[name](shape) != held:
+    for name, state_shape in states.items():
+        if name in _SHAPES and _SHAPES[name](shape) != state_shape:
             return name
     return None
 
@@ -100,22 +102,23 @@ def candidates_by_shape(
     >>> candidates_by_shape({0: {"exp_avg": (2,)}, 1: {}, 2: {"z": (2,)}}, {"a": (2,), "b": (3,)})
     {0: ['a'], 2: ['a', 'b']}
     """
-    every = list(shapes)
     by_kind: dict[frozenset[tuple[str, Shape]], list[Name]] = {}
-    found: dict[Number, Sequence[Name]] = {}
+    candidates: dict[Number, Sequence[Name]] = {}
     for number, states in members.items():
         if not states:
             continue
         kind = frozenset(states.items())
         if kind not in by_kind:
-            fitting = every
-            if tells_shape(states):
-                fitting = [
-                    name for name, shape in shapes.items() if not contradiction(states, shape)
-                ]
-            by_kind[kind] = fitting
-        found[number] = by_kind[kind]
-    return found
+            by_kind[kind] = _fitting(states, shapes)
+        candidates[number] = by_kind[kind]
+    return candidates
+
+
+def _fitting(states: Mapping[str, Shape], shapes: Mapping[Name, Shape]) -> list[Name]:
+    """The names whose shapes these states can have: all of them where the states tell no shape."""
+    if not tells_shape(states):
+        return list(shapes)
+    return [name for name, shape in shapes.items() if not contradiction(states, shape)]
 
 
 def only_pairing(candidates: Mapping[Number, Collection[Name]]) -> dict[Number, Name]:
@@ -199,16 +202,15 @@ def only_division(
     end = tuple(ends)
     count = ways.get(end, 0)
     if count != 1:
-        raise Undecided(
-            f"in the order of the model they fit it in {'several ways' if count else 'no way'}"
-        )
-    found: dict[Name, tuple[int, int]] = {}
+        how = "several ways" if count else "no way"
+        raise Undecided(f"in the order of the model they fit it in {how}")
+    places: dict[Name, tuple[int, int]] = {}
     for name, came in zip(reversed(list(sizes)), reversed(steps), strict=True):
         at, group = came[end]
         if group is not None:
-            found[name] = group, at[group]
+            places[name] = group, at[group]
         end = at
-    return found
+    return places
 
 
 def _moves(

@@ -23,16 +23,16 @@ def inflate(data: bytes, max_bytes: int) -> bytes:
     library = _library()
     try:
         if library.__name__ == "zstandard":
-            found = _read(library.ZstdDecompressor().stream_reader(data), max_bytes + 1)
+            inflated = _read(library.ZstdDecompressor().stream_reader(data), max_bytes + 1)
         else:
-            found = library.ZstdDecompressor().decompress(data, max_bytes + 1)
+            inflated = library.ZstdDecompressor().decompress(data, max_bytes + 1)
     except library.ZstdError as error:
         raise CorruptData(f"it cannot be inflated: {error}") from error
-    if len(found) > max_bytes:
+    if len(inflated) > max_bytes:
         raise CorruptData(
             f"it inflates to more than the {max_bytes} bytes that its tensor can need"
         )
-    return found
+    return inflated
 
 
 def _read(reader: Any, most: int) -> bytes:

@@ -42,14 +42,19 @@ _MAX_NDIM, _MAX_ELEMENTS = 32, 1 << 62
 _NOT_IN_NAMES = frozenset("/\\:\0")
 
 _CLASSES = (
-    *(
-        f"metadata.{name}"
-        for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")
-    ),
-    *(f"metadata.{kind}StorageMetadata" for kind in ("Tensor", "Bytes", "Chunk")),
+    "metadata.Metadata",
+    "metadata.MetadataIndex",
+    "metadata.StorageMeta",
+    "metadata.TensorProperties",
+    "metadata.TensorStorageMetadata",
+    "metadata.BytesStorageMetadata",
+    "metadata.ChunkStorageMetadata",
     "metadata._MEM_FORMAT_ENCODING",
     "filesystem._StorageInfo",
-    *(f"planner.{name}" for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
+    "planner.SavePlan",
+    "planner.WriteItem",
+    "planner.WriteItemType",
+    "planner.TensorWriteData",
 )
 _NAMES: dict[str, object] = {
     **TORCH_NAMES,
@@ -79,7 +84,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A block of a tensor, and where it is stored."""
+    """A block of a tensor, and the bytes that hold it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -87,9 +92,7 @@ class Chunk:
 
     @property
     def box(self) -> Box:
-        return Box(
-            self.offsets, tuple(a + n for a, n in zip(self.offsets, self.sizes, strict=True))
-        )
+        return Box.whole(self.sizes).shift(self.offsets)
 
 
 @dataclass(frozen=True)
@@ -139,9 +142,10 @@ def metadata_files(folder: FilePath) -> list[FilePath]:
     """`.metadata`, or without it one `__<rank>.metadata` per rank, in order."""
     if (folder / METADATA_FILE).is_file():
         return [folder / METADATA_FILE]
-    ranks = {
-        int(m[1]): path for path in folder.children() if (m := _RANK_METADATA.fullmatch(path.name))
-    }
+    ranks: dict[int, FilePath] = {}
+    for path in folder.children():
+        if match := _RANK_METADATA.fullmatch(path.name):
+            ranks[int(match[1])] = path
     return [ranks[rank] for rank in sorted(ranks)]
 
 
@@ -251,7 +255,7 @@ class _Tables:
         chunks = entry.get("chunks")
         if not isinstance(chunks, list):
             raise FormatError(f"{fqn}: its chunks should be a list, but are {what_is(chunks)}")
-        found: dict[tuple[Shape, Shape], None] = {}
+        declared: dict[tuple[Shape, Shape], None] = {}
         for chunk in chunks:
             fields = _fields(chunk, "ChunkStorageMetadata", fqn)
             offsets, sizes = _shape(fields.get("offsets"), fqn), _shape(fields.get("sizes"), fqn)
@@ -260,26 +264,34 @@ class _Tables:
                     f"{fqn} has shape {list(shape)}, but a chunk of {list(sizes)} at"
                     f" {list(offsets)}"
                 )
-            found[offsets, sizes] = None
-        return list(found)
+            declared[offsets, sizes] = None
+        return list(declared)
 
     def metadata(self, files: tuple[str, ...]) -> DcpMetadata:
         for fqn, (shape, _) in self.tensors.items():
-            # A tensor with elements is proved to be tiled; of one without, only this says that its
-            # shape is right.
-            for axis, n in enumerate(shape if self.declared[fqn] and 0 in shape else ()):
-                if n and n != max(
-                    offsets[axis] + sizes[axis] for offsets, sizes in self.declared[fqn]
-                ):
-                    raise FormatError(
-                        f"{fqn} has shape {list(shape)}, but its chunks end elsewhere on axis"
-                        f" {axis}"
-                    )
+            if 0 in shape:
+                _check_ends(fqn, shape, self.declared[fqn])
         tensors = {
             fqn: TensorEntry(*about, tuple(self.chunks[fqn])) for fqn, about in self.tensors.items()
         }
         objects = {fqn: tuple(spans) for fqn, spans in self.objects.items()}
         return DcpMetadata(self.folder, files, tensors, objects, self.paths)
+
+
+def _check_ends(fqn: str, shape: Shape, chunks: Collection[tuple[Shape, Shape]]) -> None:
+    """Raise FormatError where chunks, if there are any, do not end where a tensor does.
+
+    A tensor with elements is proved to be tiled; of one without, only this says that its shape is
+    right.
+    """
+    if not chunks:
+        return
+    for axis, n in enumerate(shape):
+        end = max(offsets[axis] + sizes[axis] for offsets, sizes in chunks)
+        if n and n != end:
+            raise FormatError(
+                f"{fqn} has shape {list(shape)}, but its chunks end elsewhere on axis {axis}"
+            )
 
 
 def _load(folder: FilePath, path: FilePath) -> Any:
@@ -300,11 +312,12 @@ def _stored(
     """The chunks of a tensor with their bytes. One without elements may share its offsets with
     another.
     """
-    taken = {offsets for offsets, sizes in declared if 0 not in sizes}
+    with_elements = {offsets for offsets, sizes in declared if 0 not in sizes}
     for offsets, sizes in declared:
-        if 0 in sizes and (offsets in taken or (fqn, offsets) not in spans):
+        is_stored = (fqn, offsets) in spans
+        if 0 in sizes and (offsets in with_elements or not is_stored):
             continue
-        if (fqn, offsets) not in spans:
+        if not is_stored:
             raise FormatError(
                 f"{fqn}: the chunk {list(sizes)} at {list(offsets)} is in no file by storage_data; "
                 "the metadata of a rank is missing, or damaged"
@@ -314,14 +327,14 @@ def _stored(
 
 def _spans(storage_data: Mapping[Any, Any]) -> dict[tuple[str, Shape | None], Span]:
     """Where the items are: of an object, or of the chunk of a tensor at an offset."""
-    found: dict[tuple[str, Shape | None], Span] = {}
+    spans: dict[tuple[str, Shape | None], Span] = {}
     for index, info in storage_data.items():
         key, span = _index(index), _span(info)
-        if found.setdefault(key, span) != span:
+        if spans.setdefault(key, span) != span:
             raise FormatError(
-                f"{key[0]} at {key[1]} is said to be in two places: {found[key]} and {span}"
+                f"{key[0]} at {key[1]} is said to be in two places: {spans[key]} and {span}"
             )
-    return found
+    return spans
 
 
 def _is_path(steps: object) -> bool:
@@ -347,17 +360,17 @@ def _dict(value: Any, what: str) -> dict[Any, Any]:
 
 
 def _shape(value: Any, fqn: str) -> Shape:
-    fits = (
-        isinstance(value, tuple)
-        and len(value) <= _MAX_NDIM
-        and all(type(n) is int and n >= 0 for n in value)
-    )
-    size = 1
-    for n in value if fits else ():
-        size *= max(n, 1)
-    if not fits or size > _MAX_ELEMENTS:
+    if not _is_shape(value):
         raise FormatError(f"{fqn}: {value!r:.80} is no shape or position in a tensor")
     return value
+
+
+def _is_shape(value: Any) -> bool:
+    if not isinstance(value, tuple) or len(value) > _MAX_NDIM:
+        return False
+    if not all(type(n) is int and n >= 0 for n in value):
+        return False
+    return math.prod(n or 1 for n in value) <= _MAX_ELEMENTS
 
 
 def _dtype(properties: Any, fqn: str) -> np.dtype:
@@ -394,7 +407,8 @@ def _span(value: Any) -> Span:
 
 def _extent(file: str, offset: Any, length: Any) -> tuple[int, int]:
     """Which bytes of a file an item is: the first, and how many, which are some."""
-    if type(offset) is int and type(length) is int and offset >= 0 and length > 0:
+    are_integers = type(offset) is int and type(length) is int
+    if are_integers and offset >= 0 and length > 0:
         return offset, length
     raise FormatError(
         f"storage_data has {length!r:.40} bytes from {offset!r:.40} of {file}, which cannot be"
@@ -424,8 +438,9 @@ def _check_spans(metadata: DcpMetadata, left: Collection[str]) -> None:
         note(folder, file)
         _check_apart(path, file.size, spans)
     for fqn, tensor in metadata.tensors.items():
-        for chunk in tensor.chunks if fqn not in left else ():
-            _check_size(metadata.folder, fqn, tensor.dtype, chunk)
+        if fqn not in left:
+            for chunk in tensor.chunks:
+                _check_size(metadata.folder, fqn, tensor.dtype, chunk)
 
 
 def _check_apart(path: FilePath, size: int, spans: Sequence[tuple[Span, str]]) -> None:

@@ -24,7 +24,6 @@ import numpy as np
 
 from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint, UnsafePickle
 from jax_ucp.files.path import FilePath
-from jax_ucp.formats import json_values as extras
 from jax_ucp.formats.assemble import Import
 from jax_ucp.formats.dcp.metadata import (
     DcpMetadata,
@@ -35,7 +34,7 @@ from jax_ucp.formats.dcp.metadata import (
 )
 from jax_ucp.formats.dcp.source import DcpSource, consolidated
 from jax_ucp.formats.facts import COUNTS, RATES, Facts
-from jax_ucp.formats.json_values import tensor_bytes
+from jax_ucp.formats.json_values import MAX_EXTRA_BYTES, tensor_bytes
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.torch_save.opaque import in_optimizer
 from jax_ucp.formats.torch_save.optimizer_dicts import Steps, optimizer_paths
@@ -44,9 +43,9 @@ from jax_ucp.sources.contents import Contents
 
 
 def recognise(path: FilePath) -> bool:
-    return path.is_dir() and (
-        bool(metadata_files(path)) or any(_is_data(child.name) for child in path.children())
-    )
+    if not path.is_dir():
+        return False
+    return bool(metadata_files(path)) or any(_is_data(child.name) for child in path.children())
 
 
 def _is_data(name: str) -> bool:
@@ -67,17 +66,17 @@ def open_dcp(path: FilePath, options: Options) -> Contents:
     metadata = read_metadata(path, _of_optimizers if options.weights_only else None)
     left = _of_optimizers(metadata) if options.weights_only else frozenset[str]()
     source = DcpSource(metadata)
-    found = Import("dcp", path, source, options.on_conflict)
-    objects = {
-        metadata.paths.get(fqn, (fqn,)): _object(found, fqn, span, source, fqn in left)
-        for fqn, spans in metadata.objects.items()
-        for span in spans
-    }
+    imported = Import("dcp", path, source, options.on_conflict)
+    objects: dict[Steps, Any] = {}
+    for fqn, spans in metadata.objects.items():
+        for span in spans:
+            value = _object(imported, fqn, span, source, fqn in left)
+            objects[metadata.paths.get(fqn, (fqn,))] = value
     _check_facts(metadata, source, left)
-    _tensors(found, metadata, objects, options)
-    _other_files(found, metadata)
+    _tensors(imported, metadata, objects, options)
+    _other_files(imported, metadata)
     try:
-        return found.contents()
+        return imported.contents()
     except LayoutError as error:
         raise LayoutError(f"{path}: {error}") from None
 
@@ -104,40 +103,38 @@ def _of_optimizers(metadata: DcpMetadata) -> frozenset[str]:
     """The names of what lies in optimizers' dicts."""
     paths = {fqn: metadata.paths.get(fqn, (fqn,)) for fqn in (*metadata.tensors, *metadata.objects)}
     roots = optimizer_paths(paths.values())
-    return frozenset(
-        fqn for fqn, path in paths.items() if any(in_optimizer(path, root) for root in roots)
-    )
+    names: set[str] = set()
+    for fqn, path in paths.items():
+        if any(in_optimizer(path, root) for root in roots):
+            names.add(fqn)
+    return frozenset(names)
 
 
 def _tensors(
-    found: Import, metadata: DcpMetadata, objects: Mapping[Steps, Any], options: Options
+    imported: Import, metadata: DcpMetadata, objects: Mapping[Steps, Any], options: Options
 ) -> None:
     paths = _paths(metadata)
     # The paths are in the order of the state dict, the tensors in that of the ranks that wrote
     # them.
     tensors = {fqn: metadata.tensors[fqn] for fqn in paths if fqn in metadata.tensors}
     stored = {fqn: Stored(paths[fqn], t.shape, is_trainable(t.dtype)) for fqn, t in tensors.items()}
-    places = found.placed(stored, objects, options)
+    places = imported.placed(stored, objects, options)
     left = places.in_optimizers if options.weights_only else frozenset[str]()
     for fqn, tensor in metadata.tensors.items():
         state, name = places.at[fqn]
         param = consolidated(fqn, tensor)
         if fqn in left:
             for key in param.keys:
-                found.leave(key, "", f"{state} of {name}: only weights were asked for")
+                imported.leave(key, "", f"{state} of {name}: only weights were asked for")
         elif param.keys:
-            found.parameter(state, name, param, _reason(tensor, state, name))
+            imported.parameter(state, name, param, _reason(tensor, state, name))
         else:  # a tensor without elements, of which no rank wrote a chunk
-            found.constant(
-                state,
-                name,
-                np.empty(_empty(found.path, fqn, tensor), tensor.dtype),
-                f"{metadata.files[0]}:{fqn}",
-            )
-    found.notes += places.notes
+            empty = np.empty(_empty(imported.path, fqn, tensor), tensor.dtype)
+            imported.constant(state, name, empty, f"{metadata.files[0]}:{fqn}")
+    imported.notes += places.notes
     # torch 1.13 saved flat dicts only, and flatten_state_dict=False takes a dict as it is
     if not metadata.paths:
-        found.notes.append(
+        imported.notes.append(
             "no paths were recorded, so nothing tells weights from other tensors: all tensors of"
             " the flat state dict are under `param`, by the names it had"
         )
@@ -152,7 +149,9 @@ def _paths(metadata: DcpMetadata) -> Mapping[str, Steps]:
     file = metadata.folder / metadata.files[0]
     # Planners of torch that store objects of the first rank only record the paths of all ranks'
     # objects.
-    if lost := sorted((metadata.tensors.keys() | metadata.objects.keys()) - metadata.paths.keys()):
+    stored = metadata.tensors.keys() | metadata.objects.keys()
+    lost = sorted(stored - metadata.paths.keys())
+    if lost:
         raise FormatError(
             f"{file}: {lost[0]!r} is not in planner_data, which has others; "
             "the metadata is damaged, or of a planner not known here"
@@ -180,63 +179,60 @@ def _reason(tensor: TensorEntry, state: str, name: str) -> str:
     return what if len(tensor.chunks) == 1 else f"{what}, one of {len(tensor.chunks)} chunks"
 
 
-def _object(found: Import, fqn: str, span: Span, source: DcpSource, left: bool) -> Any:
+def _object(imported: Import, fqn: str, span: Span, source: DcpSource, left: bool) -> Any:
     """An object, kept as an extra; None of one that asks for code or is made of data, or that is
     `left` and damaged.
     """
-    where = f"{span.file}:{fqn}"
+    item = f"{span.file}:{fqn}"
     try:
         file = source.object(fqn, span)
     except (FormatError, OSError) as error:
         if left:
-            found.skip(
-                where,
-                "object",
-                f"only weights were asked for; it could not be read either: {error}",
-            )
+            reason = f"only weights were asked for; it could not be read either: {error}"
+            imported.skip(item, "object", reason)
             return None
         if not isinstance(error, UnsafePickle):
             raise
-        found.skip(where, "object", f"not read, because it asks for more than data: {error}")
-        found.notes.append(f"the object {fqn} was left out: {error}")
+        imported.skip(item, "object", f"not read, because it asks for more than data: {error}")
+        imported.notes.append(f"the object {fqn} was left out: {error}")
         return None
-    if (held := tensor_bytes(file.tree)) > extras.MAX_EXTRA_BYTES:
-        reason = f"an object with {held} bytes of tensors inside, which is data and no setting"
-        found.skip(where, "object", reason)
-        found.notes.append(
+    nbytes = tensor_bytes(file.tree)
+    if nbytes > MAX_EXTRA_BYTES:
+        reason = f"an object with {nbytes} bytes of tensors inside, which is data and no setting"
+        imported.skip(item, "object", reason)
+        imported.notes.append(
             f"{fqn} in {span.file} was left out: {reason}; save it with flatten_state_dict=True"
         )
         return None
-    found.unknown |= file.unknown
-    found.extra(span.file, fqn, file.tree, file)
+    imported.unknown |= file.unknown
+    imported.extra(span.file, fqn, file.tree, file)
     return file.tree
 
 
-def _other_files(found: Import, metadata: DcpMetadata) -> None:
+def _other_files(imported: Import, metadata: DcpMetadata) -> None:
     used: Counter[str] = Counter()
     for _, span in metadata.spans():
         used[span.file] += span.length
-    for path in sorted(found.path.children()):
+    table = metadata.files[0]
+    for path in sorted(imported.path.children()):
         if path.name in metadata.files:
-            found.skip(
-                path.name,
-                "metadata",
-                "says which chunk is where; its content is in the tree's names and shapes",
-            )
-        elif path.name not in used:
-            size = path.size()
-            found.skip(path.name, f"{size} bytes", f"no item of {metadata.files[0]} lies in it")
+            reason = "says which chunk is where; its content is in the tree's names and shapes"
+            imported.skip(path.name, "metadata", reason)
+            continue
+        size = path.size()
+        rest = size - used[path.name]
+        if path.name not in used:
+            imported.skip(path.name, f"{size} bytes", f"no item of {table} lies in it")
             if size and path.suffix == ".distcp":
-                found.notes.append(
+                imported.notes.append(
                     f"{path.name} belongs to no tensor of this checkpoint: it is left from another"
                     " save"
                 )
-        elif rest := path.size() - used[path.name]:
+        elif rest:
             # A replica that another rank wrote too, or a file of another save: the table of
             # contents cannot tell.
-            found.skip(
-                path.name,
-                f"{rest} bytes",
-                f"bytes between or after the items that {metadata.files[0]} names",
+            reason = f"bytes between or after the items that {table} names"
+            imported.skip(path.name, f"{rest} bytes", reason)
+            imported.notes.append(
+                f"{path.name} has {rest} bytes that are no item of this checkpoint"
             )
-            found.notes.append(f"{path.name} has {rest} bytes that are no item of this checkpoint")

@@ -12,6 +12,7 @@ torch 2.13.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -40,7 +41,7 @@ _CONTIGUOUS = Call(Global(f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"), (0,))
 Steps = tuple[str | int, ...]
 
 
-def dcp_files(found: Parameters, objects: dict[Steps, Any]) -> list[File]:
+def dcp_files(parameters: Parameters, objects: dict[Steps, Any]) -> list[File]:
     """The files of a checkpoint with parameters, buffers, optimizer states, other tensors, and
     `objects` by path.
 
@@ -51,27 +52,29 @@ def dcp_files(found: Parameters, objects: dict[Steps, Any]) -> list[File]:
     one name.
     """
     items: list[tuple[Steps, Any]] = [
-        ((MODEL, name), tensor) for name, tensor in found.model.items()
+        ((MODEL, name), tensor) for name, tensor in parameters.model.items()
     ]
-    for name, states in found.states.items():
+    for name, states in parameters.states.items():
         items += [
             ((OPTIMIZER, "state", name, state), t)
             for state, t in states.items()
             if state != "param"
         ]
-    items += [(_steps(name), tensor) for name, tensor in found.other.items()]
-    items += (objects | _named_groups(objects, found.trained)).items()
-    for number, group in enumerate(groups(found, objects)):
+    items += [(_steps(name), tensor) for name, tensor in parameters.other.items()]
+    items += (objects | _named_groups(objects, parameters.trained)).items()
+    for number, group in enumerate(groups(parameters, objects)):
         items += [((OPTIMIZER, "param_groups", number, key), value) for key, value in group.items()]
     _check(items)
     return _files(dict(items))
 
 
-def groups(found: Parameters, objects: Mapping[Steps, Any]) -> list[dict[str, Any]]:
+def groups(parameters: Parameters, objects: Mapping[Steps, Any]) -> list[dict[str, Any]]:
     """The groups that `objects` do not have. States that are in no group are no optimizer's to a
     reader.
     """
-    return [] if any(map(_of_groups, objects)) else torch_groups(found.groups, found.trained)
+    return (
+        [] if any(map(_of_groups, objects)) else torch_groups(parameters.groups, parameters.trained)
+    )
 
 
 def _of_groups(path: Steps) -> bool:
@@ -87,15 +90,13 @@ def _named_groups(objects: Mapping[Steps, Any], trained: Sequence[str]) -> dict[
     """The names that take the place of numbers in groups that have both, as the states here go
     by name.
     """
-    found = {
-        (*path[:-1], "params"): names
-        for path, names in objects.items()
-        if path[:2] == (OPTIMIZER, "param_groups")
-        and path[-1] == "param_names"
-        and isinstance(names, list)
-    }
-    named = {name for names in found.values() for name in names if isinstance(name, str)}
-    return found if named & {*trained} else {}
+    by_group: dict[Steps, list[str]] = {}
+    for path, names in objects.items():
+        is_of_group = path[:2] == (OPTIMIZER, "param_groups") and path[-1] == "param_names"
+        if is_of_group and isinstance(names, list):
+            by_group[*path[:-1], "params"] = names
+    named = {name for name in itertools.chain(*by_group.values()) if isinstance(name, str)}
+    return by_group if named & {*trained} else {}
 
 
 def objects(extras: Mapping[str, Mapping[str, Any]], renamed: bool) -> dict[Steps, Any]:
@@ -104,14 +105,15 @@ def objects(extras: Mapping[str, Mapping[str, Any]], renamed: bool) -> dict[Step
     Where the parameters have been `renamed` since, without the groups of its optimizer, which have
     the old names.
     """
-    found: dict[Steps, Any] = {}
+    by_path: dict[Steps, Any] = {}
     for file in extras.values():
         for name, value in file.items():
             group = _GROUP.fullmatch(name)
-            found[
-                (OPTIMIZER, "param_groups", int(group[1]), group[2]) if group else _steps(name)
-            ] = value
-    return {path: value for path, value in found.items() if not (renamed and _of_groups(path))}
+            in_group = (OPTIMIZER, "param_groups", int(group[1]), group[2]) if group else None
+            by_path[in_group or _steps(name)] = value
+    if not renamed:
+        return by_path
+    return {path: value for path, value in by_path.items() if not _of_groups(path)}
 
 
 def _check(items: Sequence[tuple[Steps, Any]]) -> None:

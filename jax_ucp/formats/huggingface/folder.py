@@ -38,7 +38,6 @@ from jax_ucp.formats.huggingface.weight_names import (
     Save,
     choose,
     holds_weights,
-    model_of,
     model_of_index,
     saves_of,
     which,
@@ -66,6 +65,7 @@ _NAMES_SHOWN = 6
 # `checkpointing.py`, `utils/fsdp_utils.py`), by name: what it is called in a note.
 _OPTIMIZER, _SHARDS = "the states of the optimizer", "sharded states of the run"
 _TRAINER = "the state of the trainer"
+_WEIGHTS_BESIDE = "weights beside the checkpoint"
 _ADAPTER = "an adapter, which changes the weights and is not applied"
 _BESIDE = (
     (re.compile(r"optim(izer)?(_\d+)?(\.(pt|pth|bin|ckpt))?"), _OPTIMIZER),
@@ -103,10 +103,10 @@ def open_weight_folder(path: FilePath, options: Options) -> Contents:
         raise FormatError(f"{path / names[0]}: {why_missing(path, names[0])}")
     choice = choose(str(path), saves, _named_by_config(path))
     require_all(path, choice.save)
-    found = _read(path, choice.save, options)
-    keep_configs(found, path)
-    _inventory(found, choice, options)
-    contents = finish(found)
+    imported = _read(path, choice.save, options)
+    keep_configs(imported, path)
+    _inventory(imported, choice, options)
+    contents = finish(imported)
     if choice.same is not None:
         contents = _compared(path, contents, choice.save, choice.same, options)
     return _with_parts(path, contents, choice.save, options)
@@ -130,15 +130,17 @@ def notes_beside(path: FilePath, of_torch: bool) -> Iterator[str]:
     Beside those that are not `of_torch`, and have no files that are called so, also what else
     torch's users save.
     """
-    names = [child.name for child in path.children() if not child.is_dir()]
-    noted: dict[str, list[str]] = {"weights beside the checkpoint": [], _TRAINER: []}
-    for name in names:
-        if holds_weights([name]):
-            noted["weights beside the checkpoint"].append(name)
-        elif (what := _what_is(name)) == _TRAINER or (what not in ("", _SHARDS) and not of_torch):
-            noted.setdefault(what, []).append(name)
-    for reason, of_it in noted.items():
-        yield from _notes(reason, of_it)
+    files = [child.name for child in path.children() if not child.is_dir()]
+    by_kind: dict[str, list[str]] = {_WEIGHTS_BESIDE: [], _TRAINER: []}
+    for name in files:
+        kind = _WEIGHTS_BESIDE if holds_weights([name]) else _what_is(name)
+        by_kind.setdefault(kind, []).append(name)
+    unnoted = {"", _SHARDS}
+    if of_torch:
+        unnoted |= by_kind.keys() - {_WEIGHTS_BESIDE, _TRAINER}
+    for kind, names in by_kind.items():
+        if kind not in unnoted:
+            yield from _notes(kind, names)
 
 
 def _notes(reason: str, names: Sequence[str]) -> Iterator[str]:
@@ -170,42 +172,40 @@ def _named_by_config(path: FilePath) -> str:
 
 def _read(path: FilePath, save: Save, options: Options) -> Import:
     if save.model.kind == "safetensors":
-        found = safetensors.read_weights(path, path, save.files)
+        imported = safetensors.read_weights(path, path, save.files)
     else:
         if len(save.files) == 1:
             refuse_rank(path / save.files[0])
-        found = torch_state.read_weights(path, path, save.files, options)
+        imported = torch_state.read_weights(path, path, save.files, options)
     if save.index:
-        keep_index(found, path / save.index, read_index(path / save.index)[0], tensors_of(found))
-    return found
+        index, _ = read_index(path / save.index)
+        keep_index(imported, path / save.index, index, tensors_of(imported))
+    return imported
 
 
 # What lies beside.
 
 
-def _inventory(found: Import, choice: Choice, options: Options) -> None:
+def _inventory(imported: Import, choice: Choice, options: Options) -> None:
     """Account for everything else in the folder; what belongs to the same run or may be meant is
     noted.
     """
-    used = (
-        choice.save.all_files
-        | (choice.same.all_files if choice.same else set())
-        | {*CONFIGS, SHARDED}
-    )
+    used = choice.files_read | {*CONFIGS, SHARDED}
+    is_adapter = choice.save.model.stem == "adapter_model"
     noted: dict[str, list[str]] = defaultdict(list)
-    for entry in sorted(found.path.children()):
+    for entry in sorted(imported.path.children()):
         if entry.name in used:
             continue
         reason, is_noted = _beside(entry, choice, options)
-        found.skip(entry.name, "folder" if entry.is_dir() else "file", reason)
+        imported.skip(entry.name, "folder" if entry.is_dir() else "file", reason)
         if is_noted:
             noted[reason].append(entry.name)
-    if "adapter_config.json" in found.extras and choice.save.model.stem != "adapter_model":
+    if "adapter_config.json" in imported.extras and not is_adapter:
         noted[_ADAPTER].append("adapter_config.json")
     for reason, names in noted.items():
-        found.notes += _notes(reason, names)
-    if choice.save.model.stem == "adapter_model":
-        found.notes.append(_about_adapter(found.extras))
+        imported.notes += _notes(reason, names)
+    if is_adapter:
+        imported.notes.append(_about_adapter(imported.extras))
 
 
 def _beside(entry: FilePath, choice: Choice, options: Options) -> tuple[str, bool]:
@@ -215,13 +215,15 @@ def _beside(entry: FilePath, choice: Choice, options: Options) -> tuple[str, boo
         return "hidden: no part of the checkpoint", False
     if name in choice.left:
         return choice.left[name], True
-    if model_of(name) or model_of_index(name):
+    if holds_weights([name]):
         return f"{choice.save.name} does not name it", True
-    if (will_be := finished_name(name)) is not None:
-        return f"a download of {will_be} that has not ended", True
-    if what := _what_is(name):
-        wanted = not (options.weights_only and what in (_OPTIMIZER, _TRAINER))
-        return f"{what}; open it by its path" if what in (_OPTIMIZER, _SHARDS) else what, wanted
+    if (finished := finished_name(name)) is not None:
+        return f"a download of {finished} that has not ended", True
+    kind = _what_is(name)
+    opens_by_itself = "; open it by its path" if kind in (_OPTIMIZER, _SHARDS) else ""
+    if kind:
+        not_wanted = options.weights_only and kind in (_OPTIMIZER, _TRAINER)
+        return f"{kind}{opens_by_itself}", not not_wanted
     if entry.is_dir() and holds_weights(_files(entry)):
         return "a folder with weights of its own", True
     return "lies beside the weights; not read", False
@@ -281,15 +283,15 @@ def _with_parts(path: FilePath, contents: Contents, save: Save, options: Options
     parts = path / SHARDED
     if not parts.is_dir():
         return contents
-    compared, fault = contents, "it holds no weights"
-    if recognise(parts):
-        try:
-            other = open_weight_folder(parts, options)
-            fault = _other_structure(contents, other)
-            compared = _with_copy(contents, SHARDED, other)
-        except (UCPError, OSError) as error:
-            other, fault = None, str(error)
-        if other is not None and (difference := _other_values(contents, other)):
+    compared, other = contents, None
+    try:
+        other = open_weight_folder(parts, options) if recognise(parts) else None
+        fault = _other_structure(contents, other) if other else "it holds no weights"
+    except (UCPError, OSError) as error:
+        fault = str(error)
+    if other is not None:
+        compared = _with_copy(contents, SHARDED, other)
+        if difference := _other_values(contents, other):
             raise FormatError(
                 f"{path} holds two saves, {save.name} and the ranks' parts in {SHARDED}/, and they"
                 f" differ: {difference}. Open the one that is meant: {path}/{save.name} or {parts}"
@@ -300,9 +302,8 @@ def _with_parts(path: FilePath, contents: Contents, save: Save, options: Options
             f"{SHARDED}/ should hold the ranks' parts of the same tensors, and does not: {fault}"
         )
     inventory = [*compared.inventory, Item(SHARDED, "folder", "skipped", reason)]
-    return replace(
-        compared, inventory=inventory, notes=[*compared.notes, *([reason] if fault else [])]
-    )
+    notes = [*compared.notes, reason] if fault else compared.notes
+    return replace(compared, inventory=inventory, notes=notes)
 
 
 def _with_copy(contents: Contents, name: str, copy: Contents) -> Contents:
@@ -351,20 +352,17 @@ class _Copy(Proof[Combined]):
 
 def _other_structure(contents: Contents, copy: Contents) -> str | None:
     """What differs between two checkpoints in names, shapes or dtypes."""
-    a, b = (
-        {leaf.label: f"{leaf.dtype} {list(leaf.shape)}" for leaf in c.leaves}
-        for c in (contents, copy)
-    )
-    for label in sorted(a.keys() ^ b.keys()):
+    first, second = _kinds(contents), _kinds(copy)
+    for label in sorted(first.keys() ^ second.keys()):
         return f"{label} is in only one of them"
-    return next(
-        (
-            f"{label} is {a[label]} in one, {b[label]} in the other"
-            for label in a
-            if a[label] != b[label]
-        ),
-        None,
-    )
+    for label, kind in first.items():
+        if kind != second[label]:
+            return f"{label} is {kind} in one, {second[label]} in the other"
+    return None
+
+
+def _kinds(contents: Contents) -> dict[str, str]:
+    return {leaf.label: f"{leaf.dtype} {list(leaf.shape)}" for leaf in contents.leaves}
 
 
 def _other_values(contents: Contents, copy: Contents) -> str | None:
@@ -382,7 +380,8 @@ def _other_values(contents: Contents, copy: Contents) -> str | None:
 def _pairs(contents: Contents, copy: Contents) -> Iterator[tuple[Leaf, Leaf]]:
     of_copy = {(leaf.label, leaf.shape, leaf.dtype): leaf for leaf in copy.leaves}
     for leaf in contents.leaves:
-        if (other := of_copy.get((leaf.label, leaf.shape, leaf.dtype))) is not None:
+        other = of_copy.get((leaf.label, leaf.shape, leaf.dtype))
+        if other is not None:
             yield leaf, other
 
 
@@ -392,9 +391,8 @@ def _difference(contents: Contents, leaf: Leaf, box: Box) -> str:
 
 def _stored_in(contents: Contents, leaf: Leaf, box: Box) -> str:
     """The files that hold a box of a leaf."""
-    return ", ".join(
-        sorted({piece.file for piece in contents.locate(leaf) if piece.target.intersect(box)})
-    )
+    pieces = [piece for piece in contents.locate(leaf) if piece.target.intersect(box)]
+    return ", ".join(sorted({piece.file for piece in pieces}))
 
 
 def _corners(shape: tuple[int, ...], itemsize: int) -> list[Box]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from jax_ucp.errors import FormatError, NotACheckpoint
 from jax_ucp.files.path import FilePath
@@ -19,19 +19,22 @@ _FOREIGN = {
     ".h5": "Keras's HDF5",
     ".msgpack": "Flax's msgpack",
     ".npz": "numpy's npz",
+    ".nemo": "NeMo's archive",
+    ".onnx": "ONNX",
 }
-_FOREIGN |= {".nemo": "NeMo's archive", ".onnx": "ONNX"}
 
 
 def point_inside(at: FilePath, recognised: Callable[[FilePath], bool]) -> None:
     """Raises NotACheckpoint, naming what to open, where a folder holds checkpoints, FormatError
     where parts of one.
     """
-    if steps := list(filter(is_step, _children(at))):
+    children = _children(at)
+    steps = list(filter(is_step, children))
+    if steps:
         names = ", ".join(path.name for path in steps)
         raise NotACheckpoint(f"{at} holds the steps {names}: open one, {steps[-1]}")
-    folders = filter(FilePath.is_dir, _children(at))
-    wholes, refusals = _torch_files(at)
+    folders = filter(FilePath.is_dir, children)
+    wholes, refusals = _torch_files(children)
     inside = [*_revisions(at), *filter(recognised, folders), *wholes]
     if inside:
         names = listed([path.name for path in inside], _SHOWN)
@@ -42,13 +45,12 @@ def point_inside(at: FilePath, recognised: Callable[[FilePath], bool]) -> None:
         raise refusals[0]
 
 
-def _torch_files(at: FilePath) -> tuple[list[FilePath], list[FormatError]]:
-    """Torch's files in a folder that are whole, and why each other one is not."""
+def _torch_files(paths: Iterable[FilePath]) -> tuple[list[FilePath], list[FormatError]]:
+    """Torch's files that are whole, and why each other one is not."""
     wholes: list[FilePath] = []
     refusals: list[FormatError] = []
-    for path in _children(at):
-        if not (path.is_file() and is_torch_file(path)):
-            continue
+    files = filter(FilePath.is_file, paths)
+    for path in filter(is_torch_file, files):
         try:
             refuse_part(path)
             wholes.append(path)
@@ -83,7 +85,8 @@ def _revisions(at: FilePath) -> Iterator[FilePath]:
 
 
 def _children(at: FilePath) -> list[FilePath]:
-    return sorted((path for path in at.children() if not path.name.startswith(".")), key=_natural)
+    visible = [path for path in at.children() if not path.name.startswith(".")]
+    return sorted(visible, key=_natural)
 
 
 def _natural(path: FilePath) -> tuple[str, int, str]:

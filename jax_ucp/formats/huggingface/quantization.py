@@ -17,9 +17,11 @@ MLX `nn/layers/quantized.py`.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -44,8 +46,11 @@ _OF_THE_MODULE = (
     "input_scale",
     "input_scale_ub",
     "input_zero_point",
+    "k_scale",
+    "output_scale",
+    "pre_quant_scale",
+    "v_scale",
 )
-_OF_THE_MODULE += ("k_scale", "output_scale", "pre_quant_scale", "v_scale")
 
 # Scales of a cache of keys and values that is quantised when the model runs; the weights need not
 # be.
@@ -92,7 +97,7 @@ _NF4 = (
 _SCALED = "fp8, int8 or NVFP4 with scales"
 _MORE = ("_scale_2", "_global_scale", "_zero_point", "_g_idx", "_shape")
 
-# The first that finds its tensors has them.
+# The first that fits tensors takes them.
 SCHEMES = (
     # Codes may have any dtype (`bnb_4bit_quant_storage`).
     Scheme("bitsandbytes 4-bit", "", "", ((".absmax",), (".quant_map",)), _NF4, _ANY),
@@ -142,17 +147,17 @@ def settle(contents: Contents, dequantize: Literal[False] | None) -> Contents:
     `stored`; the tree of a JAX program stays as that program saved it.
     """
     method = declared(contents.extras)
-    found = [*quantized_weights(contents, method)]
-    if not found:
+    weights = [*quantized_weights(contents, method)]
+    if not weights:
         return replace(contents, notes=[*contents.notes, *_notes_without(contents, method)])
-    named = replace(contents, inventory=_inventory(contents, found), quantized=found)
-    if dequantize is None:
-        note = (
-            f"{len(found)} weights are quantised, the first {found[0]}: they are refused as"
-            " weights. dequantize=False (--no-dequantize) gives their parts as they are stored"
-        )
-        return replace(named, notes=[*contents.notes, note])
-    return _kept(named)
+    marked = replace(contents, inventory=_inventory(contents, weights), quantized=weights)
+    if dequantize is False:
+        return _kept(marked)
+    note = (
+        f"{len(weights)} weights are quantised, the first {weights[0]}: they are refused as"
+        " weights. dequantize=False (--no-dequantize) gives their parts as they are stored"
+    )
+    return replace(marked, notes=[*contents.notes, note])
 
 
 def quantized_weights(contents: Contents, method: str) -> Iterator[QuantizedWeight]:
@@ -162,12 +167,7 @@ def quantized_weights(contents: Contents, method: str) -> Iterator[QuantizedWeig
     `method` is what a config declares. `contents.quantized` are those that an importer knows of
     already, by a dtype that has no whole bytes.
     """
-    leaves: dict[str, Leaf] = {}
-    is_imported = _imported(contents)
-    for leaf in contents.leaves:
-        is_kept = is_imported and leaf.path[0].name == STORED
-        if leaf.has_array and not is_kept:
-            leaves[leaf.label.replace("/", ".")] = leaf
+    leaves = _leaves_by_name(contents)
     claimed: set[str] = set()
     for weight in _by_names(leaves):
         claimed |= set(weight.parts.values())
@@ -177,8 +177,19 @@ def quantized_weights(contents: Contents, method: str) -> Iterator[QuantizedWeig
         if name not in claimed:
             claimed.add(name)
             yield weight
-    for weight in _unexplained(leaves, claimed, method) if method else ():
-        yield _labelled(weight, leaves)
+    if method:
+        for weight in _unexplained(leaves, claimed, method):
+            yield _labelled(weight, leaves)
+
+
+def _leaves_by_name(contents: Contents) -> dict[str, Leaf]:
+    """The leaves with an array, without the parts that are kept as such, by their labels with
+    dots.
+    """
+    leaves = [leaf for leaf in contents.leaves if leaf.has_array]
+    if _imported(contents):
+        leaves = [leaf for leaf in leaves if leaf.path[0].name != STORED]
+    return {leaf.label.replace("/", "."): leaf for leaf in leaves}
 
 
 # Where a quantisation is declared: the file, and the key in it.
@@ -200,13 +211,17 @@ def declared(extras: Mapping[str, Any]) -> str:
     >>> declared({"config.json": {"config": {"quantization_config": {"quant_method": "fp8"}}}})
     'fp8'
     """
-    for file, key in _DECLARED:
-        config = extras.get(file, {}).get("config")
-        for inner in (config, _item(config, "text_config")):
-            settings = _item(inner, key) if key else inner
-            method = _method(settings, key or file)
-            if method:
-                return method
+    methods = itertools.starmap(partial(_declared_in, extras), _DECLARED)
+    return next(filter(None, methods), "")
+
+
+def _declared_in(extras: Mapping[str, Any], file: str, key: str) -> str:
+    config = extras.get(file, {}).get("config")
+    for inner in (config, _item(config, "text_config")):
+        settings = _item(inner, key) if key else inner
+        method = _method(settings, key or file)
+        if method:
+            return method
     return ""
 
 
@@ -214,8 +229,10 @@ def _method(settings: Any, otherwise: str) -> str:
     """What the settings of a quantisation call it; empty if they are not settings."""
     if not isinstance(settings, Mapping):
         return ""
-    names = [settings[key] for key in _METHODS if key in settings]
-    return str(names[0] or "") if names else otherwise
+    for key in _METHODS:
+        if key in settings:
+            return str(settings[key] or "")
+    return otherwise
 
 
 def _item(value: Any, key: str) -> Any:
@@ -224,26 +241,28 @@ def _item(value: Any, key: str) -> Any:
 
 def _by_names(leaves: Mapping[str, Leaf]) -> Iterator[QuantizedWeight]:
     # Of thousands of arrays few are called as the first part is that a scheme needs beside codes.
-    marks = tuple({suffix for scheme in SCHEMES for suffix in scheme.needs[0]})
+    marks = tuple(itertools.chain.from_iterable(scheme.needs[0] for scheme in SCHEMES))
     marked = [name for name in leaves if name.endswith(marks)]
+    if not marked:
+        return
     claimed: set[str] = set()
-    for scheme in SCHEMES if marked else ():
+    for scheme in SCHEMES:
         for name in _candidates(scheme, leaves, marked):
+            if name in claimed:
+                continue
             base = name.removesuffix(scheme.codes)
-            if name not in claimed and (parts := _parts(scheme, name, base, leaves)) is not None:
+            parts = _parts(scheme, name, base, leaves)
+            if parts is not None:
                 claimed |= set(parts.values())
                 yield QuantizedWeight(scheme.name, _weight_name(scheme, base), parts)
 
 
 def _candidates(scheme: Scheme, names: Iterable[str], marked: Iterable[str]) -> list[str]:
     """The names of what may be codes by a scheme: its first part is among `marked`."""
-    bases = {
-        name.removesuffix(suffix)
-        for suffix in scheme.needs[0]
-        for name in marked
-        if name.endswith(suffix)
-    }
-    wanted = {base + scheme.codes for base in bases}
+    wanted: set[str] = set()
+    for suffix in scheme.needs[0]:
+        bases = [name.removesuffix(suffix) for name in marked if name.endswith(suffix)]
+        wanted |= {base + scheme.codes for base in bases}
     return [name for name in names if name in wanted]
 
 
@@ -263,8 +282,9 @@ def _parts(
             return None
         needed[_role(suffix)] = base + suffix
     scales = leaves[next(iter(needed.values()))]
-    fits = scales.dtype.startswith(scheme.scales) and scheme.fits(codes.shape, scales.shape)
-    return {"codes": name} | _optional_parts(scheme, base, leaves) | needed if fits else None
+    if not scales.dtype.startswith(scheme.scales) or not scheme.fits(codes.shape, scales.shape):
+        return None
+    return {"codes": name} | _optional_parts(scheme, base, leaves) | needed
 
 
 def _optional_parts(scheme: Scheme, base: str, leaves: Mapping[str, Leaf]) -> dict[str, str]:
@@ -311,9 +331,9 @@ def _unexplained(
 
 
 def _may_be_codes(name: str, leaf: Leaf) -> bool:
-    if not leaf.dtype.startswith((*_FEW_BITS, *_PACKED)) or np.dtype(leaf.dtype).itemsize >= 8:
+    if not leaf.shape or name.endswith(_NO_CODES):
         return False
-    return bool(leaf.shape) and not name.endswith(_NO_CODES)
+    return leaf.dtype.startswith((*_FEW_BITS, *_PACKED)) and np.dtype(leaf.dtype).itemsize < 8
 
 
 def _labelled(weight: QuantizedWeight, leaves: Mapping[str, Leaf]) -> QuantizedWeight:
@@ -356,16 +376,15 @@ def _is_cache_scale(path: TreePath) -> bool:
     return f".{path[-1].name}".endswith(_CACHE_SCALES)
 
 
-def _inventory(contents: Contents, found: Sequence[QuantizedWeight]) -> Sequence[Item]:
+def _inventory(contents: Contents, weights: Sequence[QuantizedWeight]) -> Sequence[Item]:
     """The inventory, in which what is stored of quantised weights is called what it is."""
     reasons: dict[str, str] = {}
     leaves = {leaf.label: leaf for leaf in contents.leaves}
-    for weight in found:
+    for weight in weights:
         for role, label in weight.parts.items():
+            items = [f"{p.file}:{p.item}" for p in contents.locate(leaves[label]) if p.item]
             reason = f"{role} of the quantised weight {weight.name} ({weight.scheme})"
-            reasons |= {
-                f"{p.file}:{p.item}": reason for p in contents.locate(leaves[label]) if p.item
-            }
+            reasons |= dict.fromkeys(items, reason)
     return [
         replace(item, reason=reasons.get(item.where, item.reason)) for item in contents.inventory
     ]
@@ -384,20 +403,20 @@ def _kept(contents: Contents) -> Contents:
         return kept
     parts = {label for weight in contents.quantized for label in weight.parts.values()}
     paths = [_stored_path(leaf) if leaf.label in parts else leaf.path for leaf in contents.leaves]
-    names = leaf_names(paths)
-    before = dict(zip(names, contents.leaves, strict=True))
+    before = dict(zip(leaf_names(paths), contents.leaves, strict=True))
     leaves = [
         replace(leaf, path=path, name=name)
         for path, (name, leaf) in zip(paths, before.items(), strict=True)
     ]
-    arrays = Combined.named(
-        contents.arrays, {name: leaf.name for name, leaf in before.items() if leaf.has_array}
+    arrays = {name: leaf.name for name, leaf in before.items() if leaf.has_array}
+    name = contents.path.rpartition("/")[2]
+    source = dict(contents.source) or {"format": contents.format, "name": name}
+    return replace(
+        kept,
+        leaves=leaves,
+        arrays=Combined.named(contents.arrays, arrays),
+        source={**source, "dequantize": False},
     )
-    source = dict(contents.source) or {
-        "format": contents.format,
-        "name": contents.path.rpartition("/")[2],
-    }
-    return replace(kept, leaves=leaves, arrays=arrays, source={**source, "dequantize": False})
 
 
 def _stored_path(leaf: Leaf) -> tuple[Key, ...]:

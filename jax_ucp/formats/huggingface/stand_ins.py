@@ -72,12 +72,12 @@ def stand_in(path: FilePath) -> str | None:
     if path.with_name(f"{path.name}.aria2").exists():
         return f"its download has not ended: {path.name}.aria2 is beside it"
     head = path.read_bytes(0, HEAD_BYTES)
+    if not head:
+        return "it is empty: its download or its save has not ended"
     text = head.lstrip().lower()
     for begin, what, remedy in _HEADS:
         if head.startswith(begin) or text.startswith(begin.lower()):
             return f"it is {what}: {remedy}"
-    if not head:
-        return "it is empty: its download or its save has not ended"
     return None
 
 
@@ -101,8 +101,8 @@ def why_missing(folder: FilePath, name: str) -> str:
             f"it is a link to {path.link()}, which does not exist: the download or the cache is"
             " not complete"
         )
-    if (begun := next(_downloads(folder, name), None)) is not None:
-        return f"{begun} is a download that has not ended"
+    for download in _downloads(folder, name):
+        return f"{download} is a download that has not ended"
     return ""
 
 

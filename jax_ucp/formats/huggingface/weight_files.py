@@ -37,8 +37,8 @@ CONFIGS = (
     "quantize_config.json",
     "quant_config.json",
     "adapter_config.json",
+    "params.json",
 )
-CONFIGS += ("params.json",)
 
 # What names of files say of themselves: one part of several, or what one rank wrote. The number is
 # the second group.
@@ -62,10 +62,10 @@ def read_json(path: FilePath) -> Any:
 def read_index(path: FilePath) -> tuple[Mapping[str, Any], list[str]]:
     """An index, and the files that it names. Raises FormatError where it is none."""
     index = read_json(path)
-    weights = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights.values()):
-        raise FormatError(f"{path} has no weight_map of names to files")
-    return index, sorted(set(weights.values()))
+    match index:
+        case {"weight_map": dict(weights)} if {*map(type, weights.values())} <= {str}:
+            return index, sorted(set(weights.values()))
+    raise FormatError(f"{path} has no weight_map of names to files")
 
 
 def index_save(path: FilePath) -> tuple[Mapping[str, Any], list[str]]:
@@ -108,9 +108,10 @@ def require_files(by: FilePath, folder: FilePath, missing: Sequence[str], of: in
     if not missing:
         return
     plain = filter(_is_plain, missing[:_SHOWN])
-    reasons = dict.fromkeys(reason for name in plain if (reason := why_missing(folder, name)))
+    reasons = [why_missing(folder, name) for name in plain]
+    distinct = list(dict.fromkeys(filter(None, reasons)))
     names = listed([f"{name!r:.200}" for name in missing], _SHOWN)
-    why = f" ({'; '.join(list(reasons)[:2])})" if reasons else ""
+    why = f" ({'; '.join(distinct[:2])})" if distinct else ""
     raise FormatError(
         f"{by} is of {of} files, of which {len(missing)} are not beside it: {names}{why}. The"
         " model is not whole without them"
@@ -127,46 +128,48 @@ def _is_plain(name: str) -> bool:
 
 
 def keep_index(
-    found: Import, path: FilePath, index: Mapping[str, Any], there: Iterable[tuple[str, str]]
+    imported: Import,
+    path: FilePath,
+    index: Mapping[str, Any],
+    in_files: Iterable[tuple[str, str]],
 ) -> None:
-    """Account for an index; `there` are the tensors of its files: (file, name). Raises
+    """Account for an index; `in_files` are the tensors of its files: (file, name). Raises
     FormatError if it has others.
     """
-    said = {(name, key) for key, name in index["weight_map"].items()}
-    for name, key in sorted(said ^ set(there)):
-        where = (
-            "in the index, but not in the file"
-            if (name, key) in said
-            else "in the file, but not so in the index"
-        )
+    in_index = {(name, key) for key, name in index["weight_map"].items()}
+    for name, key in sorted(in_index ^ set(in_files)):
+        place = "in the file, but not so in the index"
+        if (name, key) in in_index:
+            place = "in the index, but not in the file"
         raise FormatError(
-            f"{found.path}: {key} of {name} is {where}; the files are not of one checkpoint"
+            f"{imported.path}: {key} of {name} is {place}; the files are not of one checkpoint"
         )
-    found.skip(path.name, "index", "says which file has which tensor; compared with the files")
+    imported.skip(path.name, "index", "says which file has which tensor; compared with the files")
     for key, value in (index.get("metadata") or {}).items():
-        found.extra(path.name, key, value)
+        imported.extra(path.name, key, value)
 
 
-def tensors_of(found: Import) -> list[tuple[str, str]]:
+def tensors_of(imported: Import) -> list[tuple[str, str]]:
     """Every tensor that the files have: (file, name)."""
-    return [(name, key) for name, _, key in (stored.partition(":") for stored in found.stored)]
+    parts = [key.partition(":") for key in imported.stored]
+    return [(file, name) for file, _, name in parts]
 
 
-def finish(found: Import) -> Contents:
+def finish(imported: Import) -> Contents:
     """The checkpoint. Raises LayoutError, naming it, where parts of a tensor overlap or leave a
     hole.
     """
     try:
-        return found.contents()
+        return imported.contents()
     except LayoutError as error:
-        raise LayoutError(f"{found.path}: {error}") from None
+        raise LayoutError(f"{imported.path}: {error}") from None
 
 
-def keep_configs(found: Import, folder: FilePath) -> None:
+def keep_configs(imported: Import, folder: FilePath) -> None:
     """What configs say, as extras: of the model, of its quantisation, of an adapter."""
     for name in CONFIGS:
         if (folder / name).is_file():
-            found.extra(name, "config", read_json(folder / name))
+            imported.extra(name, "config", read_json(folder / name))
 
 
 def refuse_stand_in(path: FilePath) -> None:
@@ -201,16 +204,15 @@ def _one_part(path: FilePath, part: int, parts: int) -> FormatError:
     first = 0 if part == 0 else 1
     others = [numbered(path.name, n) for n in range(first, first + min(parts, 1000))]
     absent = [name for name in others if not (path.parent / name).is_file()]
-    where = "all beside it"
+    others_are = "all beside it"
     if absent:
-        where = f"of which {len(absent)} are missing: {', '.join(absent[:_SHOWN])}"
-    return FormatError(f"{path} is one of {parts} parts of a model, {where}: open its folder")
+        others_are = f"of which {len(absent)} are missing: {', '.join(absent[:_SHOWN])}"
+    return FormatError(f"{path} is one of {parts} parts of a model, {others_are}: open its folder")
 
 
 def _indexes_beside(path: FilePath) -> Iterator[tuple[str, list[str]]]:
-    for index in sorted(
-        file for file in path.parent.children() if model_of_index(file.name) and file.is_file()
-    ):
+    files = filter(FilePath.is_file, path.parent.children())
+    for index in sorted(file for file in files if model_of_index(file.name)):
         try:
             yield index.name, read_index(index)[1]
         except FormatError:
@@ -228,14 +230,9 @@ def refuse_rank(path: FilePath) -> None:
             " their tensors form those of the model: save it as one checkpoint with the library"
             " that wrote it"
         )
-    names = [file.name for file in path.parent.children() if file.name != path.name] + _checklist(
-        path.parent
-    )
+    names = {file.name for file in path.parent.children()} | _checklist(path.parent)
     for pattern in _RANKS:
-        mine = pattern.fullmatch(path.name)
-        others = sorted(
-            {name for name in names if mine and _differs_in_number(pattern, mine, name)}
-        )
+        others = sorted(name for name in names if _differ_in_number(pattern, path.name, name))
         if others:
             raise FormatError(
                 f"{path} is named after a rank, and there are others: {', '.join(others[:_SHOWN])}."
@@ -246,13 +243,16 @@ def refuse_rank(path: FilePath) -> None:
             )
 
 
-def _differs_in_number(pattern: re.Pattern[str], mine: re.Match[str], name: str) -> bool:
-    other = pattern.fullmatch(name)
-    return other is not None and (other[1], other[3]) == (mine[1], mine[3]) and other[2] != mine[2]
+def _differ_in_number(pattern: re.Pattern[str], a: str, b: str) -> bool:
+    """Whether two names fit a pattern and differ in the second group alone."""
+    first, second = pattern.fullmatch(a), pattern.fullmatch(b)
+    if first is None or second is None or first[2] == second[2]:
+        return False
+    return (first[1], first[3]) == (second[1], second[3])
 
 
-def _checklist(folder: FilePath) -> list[str]:
+def _checklist(folder: FilePath) -> set[str]:
     """The files that Llama's list of checksums names, each behind its sum."""
     path = folder / _CHECKLIST
     lines = path.read_text().splitlines() if path.is_file() else []
-    return [line.split()[-1].lstrip("*") for line in lines if line.strip()]
+    return {line.split()[-1].lstrip("*") for line in lines if line.strip()}

@@ -15,7 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from jax_ucp.errors import FormatError
 
@@ -52,6 +52,8 @@ class Model:
         """Whether it is one that readers look for, or a variant of one."""
         return replace(self, variant="") in _KNOWN
 
+
+_Series = tuple[Model, int]  # the parts of one model, of which there are so many
 
 # The models that are looked for, in this order; only where none of them is there, other names are
 # looked at.
@@ -113,13 +115,25 @@ class Choice:
     same: Save | None = None
     left: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def files_read(self) -> set[str]:
+        return self.save.all_files | (self.same.all_files if self.same else set())
 
-def model_of(name: str) -> tuple[Model, int, int] | None:
+
+class Part(NamedTuple):
+    """Which part of how many a file of a model is; 0 of 0 where it is all of it."""
+
+    model: Model
+    number: int = 0
+    parts: int = 0
+
+
+def model_of(name: str) -> Part | None:
     """The model of which a file has weights, by its name, and which part of how many it is; None of
     another file.
 
     >>> model_of("model.fp16-00001-of-00002.safetensors")
-    (Model(kind='safetensors', stem='model', variant='fp16'), 1, 2)
+    Part(model=Model(kind='safetensors', stem='model', variant='fp16'), number=1, parts=2)
     >>> model_of("model.safetensors")[1:]
     (0, 0)
     >>> model_of("optimizer.bin")
@@ -129,13 +143,13 @@ def model_of(name: str) -> tuple[Model, int, int] | None:
     if kind is None or not stem or name.startswith("."):
         return None
     if is_ranks_part(name):
-        return Model(kind, RANKS_PARTS), 0, 0
-    stem, variant, part, parts = _numbers(stem)
-    if found := _VARIANT.fullmatch(stem):
-        stem, variant = found["stem"], found["variant"]
+        return Part(Model(kind, RANKS_PARTS))
+    stem, variant, number, count = _numbers(stem)
+    if match := _VARIANT.fullmatch(stem):
+        stem, variant = match["stem"], match["variant"]
     if kind == "torch" and not _TORCH_STEMS.fullmatch(stem):
         return None
-    return Model(kind, stem, variant), part, parts
+    return Part(Model(kind, stem, variant), number, count)
 
 
 def _numbers(stem: str) -> tuple[str, str, int, int]:
@@ -144,10 +158,10 @@ def _numbers(stem: str) -> tuple[str, str, int, int]:
     >>> _numbers("model-00001-of-00002.fp16")
     ('model', 'fp16', 1, 2)
     """
-    found = _NUMBERED.fullmatch(stem)
-    if found is None or int(found["parts"]) > MAX_PARTS:
+    match = _NUMBERED.fullmatch(stem)
+    if match is None or int(match["parts"]) > MAX_PARTS:
         return stem, "", 0, 0
-    return found["stem"], found["variant"] or "", int(found["part"]), int(found["parts"])
+    return match["stem"], match["variant"] or "", int(match["part"]), int(match["parts"])
 
 
 def is_ranks_part(name: str) -> bool:
@@ -161,9 +175,11 @@ def model_of_index(name: str) -> Model | None:
     >>> model_of_index("model.safetensors.index.fp16.json")
     Model(kind='safetensors', stem='model', variant='fp16')
     """
-    found = _INDEX.fullmatch(name)
-    of = model_of(found["name"]) if found else None
-    return replace(of[0], variant=found["variant"] or of[0].variant) if found and of else None
+    match = _INDEX.fullmatch(name)
+    part = model_of(match["name"]) if match else None
+    if match is None or part is None:
+        return None
+    return replace(part.model, variant=match["variant"] or part.model.variant)
 
 
 def holds_weights(names: Iterable[str]) -> bool:
@@ -179,36 +195,47 @@ def saves_of(
 
     `indexes` has the files that each index names. What an index names is no save of its own.
     """
-    singles: list[Save] = []
-    series: dict[tuple[Model, int], dict[int, str]] = defaultdict(dict)
-    ranks: dict[Model, list[str]] = defaultdict(list)
-    named = {name for files in indexes.values() for name in files}
-    for name in sorted(set(names) - named):
-        if (of := model_of(name)) is None:
-            continue
-        model, part, parts = of
-        if model.stem == RANKS_PARTS:
-            ranks[model].append(name)
-        elif parts:
-            series[model, parts][part] = name
-        else:
-            singles.append(Save(model, (name,)))
-    indexed = [_indexed(index, files, names) for index, files in sorted(indexes.items())]
-    numbered = itertools.starmap(_series, series.items())
-    by_rank = itertools.starmap(_of_ranks, ranks.items())
-    found: dict[Model, list[Save]] = defaultdict(list)
-    for save in (*singles, *indexed, *numbered, *by_rank):
-        found[save.model].append(save)
-    return dict(found)
+    named = itertools.chain.from_iterable(indexes.values())
+    parts = _parts(sorted(set(names).difference(named)))
+    saves = [Save(model, (file,)) for file, model in parts.whole.items()]
+    saves += [_indexed(index, files, names) for index, files in sorted(indexes.items())]
+    saves += itertools.starmap(_numbered_save, parts.numbered.items())
+    saves += [Save(model, tuple(files)) for model, files in parts.by_rank.items()]
+    by_model: dict[Model, list[Save]] = defaultdict(list)
+    for save in saves:
+        by_model[save.model].append(save)
+    return dict(by_model)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Files of weights: whole ones, the parts of each series by number, and those of the ranks."""
+
+    whole: dict[str, Model] = field(default_factory=dict)
+    numbered: dict[_Series, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
+    by_rank: dict[Model, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+
+def _parts(names: Iterable[str]) -> _Parts:
+    parts = _Parts()
+    for name in names:
+        match model_of(name):
+            case Part(model, _, 0) if model.stem == RANKS_PARTS:
+                parts.by_rank[model].append(name)
+            case Part(model, _, 0):
+                parts.whole[name] = model
+            case Part(model, number, count):
+                parts.numbered[model, count][number] = name
+    return parts
 
 
 def _indexed(index: str, files: Sequence[str], names: Collection[str]) -> Save:
     model = model_of_index(index)
     if model is None:
         raise ValueError(f"{index} is no name of an index")
-    there = tuple(name for name in files if name in names)
+    present = tuple(name for name in files if name in names)
     missing = tuple(name for name in files if name not in names)
-    return Save(model, there, index, missing, unnamed=tuple(unnamed_parts(files)))
+    return Save(model, present, index, missing, unnamed=tuple(unnamed_parts(files)))
 
 
 def unnamed_parts(names: Iterable[str]) -> list[str]:
@@ -218,35 +245,23 @@ def unnamed_parts(names: Iterable[str]) -> list[str]:
     ...     "mtp.safetensors"])
     ['model-00002-of-00003.safetensors']
     """
-    series: dict[tuple[Model, int], dict[int, str]] = defaultdict(dict)
-    for name in names:
-        model, part, parts = model_of(name) or (None, 0, 0)
-        if model is not None and parts:
-            series[model, parts][part] = name
-    return [
-        name
-        for (_, parts), by_number in sorted(series.items())
-        for name in _others(parts, by_number)
-    ]
+    series = sorted(_parts(names).numbered.items())
+    return list(itertools.chain(*(_others(count, files) for (_, count), files in series)))
 
 
-def _others(parts: int, by_number: Mapping[int, str]) -> tuple[str, ...]:
-    """Files that are numbered from 1 to `parts`, or from 0, and are not among those that are
+def _others(count: int, by_number: Mapping[int, str]) -> tuple[str, ...]:
+    """Files that are numbered from 1 to `count`, or from 0, and are not among those that are
     given.
     """
     first = min(by_number)
-    numbers = range(parts) if first == 0 else range(1, parts + 1)
+    numbers = range(count) if first == 0 else range(1, count + 1)
     return tuple(numbered(by_number[first], n) for n in numbers if n not in by_number)
 
 
-def _of_ranks(model: Model, files: Sequence[str]) -> Save:
-    return Save(model, tuple(files))
-
-
-def _series(of: tuple[Model, int], by_number: Mapping[int, str]) -> Save:
-    model, parts = of
+def _numbered_save(series: _Series, by_number: Mapping[int, str]) -> Save:
+    model, count = series
     files = tuple(by_number[n] for n in sorted(by_number))
-    return Save(model, files, missing=_others(parts, by_number), numbered=True)
+    return Save(model, files, missing=_others(count, by_number), numbered=True)
 
 
 def numbered(name: str, number: int) -> str:
@@ -255,10 +270,10 @@ def numbered(name: str, number: int) -> str:
     >>> numbered("model-00001-of-00002.safetensors", 2)
     'model-00002-of-00002.safetensors'
     """
-    found = _PART.match(name)
-    if found is None:
+    match = _PART.match(name)
+    if match is None:
         return name
-    start, stop = found.span("part")
+    start, stop = match.span("part")
     return f"{name[:start]}{number:0{stop - start}}{name[stop:]}"
 
 
@@ -271,42 +286,40 @@ def choose(folder: str, saves: Mapping[Model, Sequence[Save]], named: str = "") 
 
     Raises FormatError, naming files, where several models, or several saves of one, could be meant.
     """
-    chosen, same = _named_by_config(folder, saves, named) if named else _found(folder, saves)
-    read = chosen.all_files | (same.all_files if same else set())
-    others = [
-        save for of_model in saves.values() for save in of_model if save not in (chosen, same)
-    ]
-    left = {
-        name: _why_left(save, chosen)
-        for save in others
-        for name in save.all_files
-        if name not in read
-    }
-    return Choice(chosen, same, left)
+    all_saves = list(itertools.chain(*saves.values()))
+    if named:
+        chosen, same = _named_by_config(folder, all_saves, named), None
+    else:
+        chosen, same = _first_of_known(folder, saves)
+    choice = Choice(chosen, same)
+    left: dict[str, str] = {}
+    for save in all_saves:
+        if save not in (chosen, same):
+            reason = _why_left(save, chosen)
+            left |= dict.fromkeys(save.all_files - choice.files_read, reason)
+    return replace(choice, left=left)
 
 
-def _named_by_config(
-    folder: str, saves: Mapping[Model, Sequence[Save]], named: str
-) -> tuple[Save, None]:
-    for save in (save for of_model in saves.values() for save in of_model):
+def _named_by_config(folder: str, saves: Iterable[Save], named: str) -> Save:
+    for save in saves:
         if save.name == named:
-            return save, None
+            return save
     raise FormatError(
         f"{folder}: config.json names {named!r} in transformers_weights, which is no save in the"
         " folder"
     )
 
 
-def _found(folder: str, saves: Mapping[Model, Sequence[Save]]) -> tuple[Save, Save | None]:
+def _first_of_known(folder: str, saves: Mapping[Model, Sequence[Save]]) -> tuple[Save, Save | None]:
+    """The save of the first known model, or of the one model that there is, and another one to
+    be compared with it.
+    """
     known = [model for model in _KNOWN if model in saves]
-    if not known:
-        if len(saves) > 1:
-            raise _several(folder, [of_model[0] for of_model in saves.values()])
-        (of_model,) = saves.values()
-        return _of_one_model(folder, of_model)
-    if len({model.stem.startswith("diffusion") for model in known}) > 1:
-        raise _several(folder, [saves[model][0] for model in known])
-    return _of_one_model(folder, saves[_first_loaded(known, saves)])
+    models = known or list(saves)
+    of_one_library = known and len({model.stem.startswith("diffusion") for model in known}) == 1
+    if len(models) > 1 and not of_one_library:
+        raise _several(folder, [saves[model][0] for model in models])
+    return _of_one_model(folder, saves[_first_loaded(models, saves)])
 
 
 def _first_loaded(known: Sequence[Model], saves: Mapping[Model, Sequence[Save]]) -> Model:
@@ -337,15 +350,13 @@ def _of_one_model(folder: str, saves: Sequence[Save]) -> tuple[Save, Save | None
 
     Where an index lacks files, numbered parts beside it are no save that anybody would load.
     """
-    stale = next((save for save in saves if save.is_stale_index), None)
-    whole = [save for save in saves if save.whole]
-    if stale:
-        whole = [save for save in whole if not save.numbered]
-    if not whole:
-        return stale or saves[0], None
+    stale = [save for save in saves if save.is_stale_index]
+    loadable = [save for save in saves if not save.numbered] if stale else saves
+    whole = [save for save in loadable if save.whole]
     if len(whole) > 2:
         raise _several_saves(folder, whole)
-    return whole[0], whole[1] if len(whole) == 2 else None
+    chosen, same = [*whole, None, None][:2]
+    return chosen or (stale or saves)[0], same
 
 
 def _several_saves(folder: str, saves: Sequence[Save]) -> FormatError:
@@ -366,21 +377,23 @@ def which(folder: str, saves: Sequence[Save]) -> str:
 
 def _why_left(save: Save, chosen: Save) -> str:
     model = save.model
+    reads = f"{chosen.name} is read"
     if model.is_known and not save.whole:
-        lacks = f"of which {len(save.missing)} files are missing"
-        if not save.missing:
-            lacks = f"whose index does not name {save.unnamed[0]}"
-        return f"belongs to a save {lacks}; {chosen.name} is read"
+        return f"belongs to a save {_lacks(save)}; {reads}"
     if model == chosen.model:
-        return f"another save of the model; {chosen.name} is read"
+        return f"another save of the model; {reads}"
     if model.stem == "adapter_model":
         return "an adapter, which changes the weights; it is not applied"
     if (model.kind, model.stem) == (chosen.model.kind, chosen.model.stem):
-        return (
-            f"the variant {model.variant or 'without a name'} of the weights; {chosen.name} is read"
-        )
+        return f"the variant {model.variant or 'without a name'} of the weights; {reads}"
     if model.stem.removeprefix(f"{chosen.model.stem}_").isdigit():
-        return f"another model of the same save, as accelerate numbers them; {chosen.name} is read"
+        return f"another model of the same save, as accelerate numbers them; {reads}"
     if model.is_known:
-        return f"{chosen.name} is read, which transformers and diffusers take first"
-    return f"weights under another name; {chosen.name} is read"
+        return f"{reads}, which transformers and diffusers take first"
+    return f"weights under another name; {reads}"
+
+
+def _lacks(save: Save) -> str:
+    if save.missing:
+        return f"of which {len(save.missing)} files are missing"
+    return f"whose index does not name {save.unnamed[0]}"

@@ -61,30 +61,36 @@ def open_orbax(path: FilePath, options: Options) -> Contents:
     files can make it.
     """
     directory = path.folder()
-    for name in (file.name for file in walk(directory)):
-        # TensorStore reads most of them, does not say which, and follows every link: a name that
-        # leads out is refused here.
-        if (file := directory.stat(name)) is not None:
-            note(directory, file)
+    _note_files(directory)
     tree = read_orbax_tree(directory)
     arrays = _Arrays(directory, tree)
-    leaves = []
-    for leaf in tree.leaves:
-        if leaf.has_array:
-            info = arrays.arrays()[leaf.name]
-            leaf = replace(leaf, shape=info.shape, dtype=info.dtype.name)
-            _check_written(directory, tree, leaf, info)
-        if fault := leaf_fault(leaf):
-            raise FormatError(
-                f"{directory}/{TREE_FILE} says of {leaf.label!r:.200} that it is {fault}"
-            )
-        leaves.append(leaf)
+    leaves = [_leaf(directory, tree, leaf, arrays.arrays()) for leaf in tree.leaves]
     _check_size(directory, arrays.arrays())
     inventory = [Item(TREE_FILE, leaf.label, "mapped", leaf.label) for leaf in leaves]
     inventory += items_beside(path, _names(directory, tree))
 
     notes = ["stock Orbax keeps no checksums of array data: what it holds cannot be verified"]
     return Contents("orbax", str(path), leaves, arrays, inventory, notes=notes)
+
+
+def _note_files(directory: Files) -> None:
+    """Note every file: TensorStore reads most of them, does not say which, and follows every link.
+    A name that leads out is refused here.
+    """
+    names = [file.name for file in walk(directory)]
+    for file in filter(None, map(directory.stat, names)):
+        note(directory, file)
+
+
+def _leaf(directory: Files, tree: OrbaxTree, leaf: Leaf, arrays: Mapping[str, ArrayInfo]) -> Leaf:
+    """A leaf with the shape and dtype of its array. Raises FormatError for one that no save has."""
+    if leaf.has_array:
+        info = arrays[leaf.name]
+        leaf = replace(leaf, shape=info.shape, dtype=info.dtype.name)
+        _check_written(directory, tree, leaf, info)
+    if fault := leaf_fault(leaf):
+        raise FormatError(f"{directory}/{TREE_FILE} says of {leaf.label!r:.200} that it is {fault}")
+    return leaf
 
 
 def _check_written(directory: Files, tree: OrbaxTree, leaf: Leaf, info: ArrayInfo) -> None:
@@ -110,14 +116,11 @@ def _names(directory: Files, tree: OrbaxTree) -> set[str]:
     """What stock Orbax has in the folder of a tree. Raises FormatError where an array is there
     twice.
     """
-    found = {TREE_FILE, SHARDING_FILE, STRINGS_FILE, "array_metadatas", *MARKERS}
+    names = {TREE_FILE, SHARDING_FILE, STRINGS_FILE, "array_metadatas", *MARKERS}
     if tree.ocdbt:
-        processes = {
-            name.partition("/")[0]
-            for name in (file.name for file in walk(directory))
-            if name.startswith("ocdbt.process_")
-        }
-        return found | processes | {"d", "manifest.ocdbt"}
+        folders = {file.name.partition("/")[0] for file in walk(directory)}
+        processes = {name for name in folders if name.startswith("ocdbt.process_")}
+        return names | processes | {"d", "manifest.ocdbt"}
     both = (".zarray", "zarr.json")
     for stored in tree.stored.values():
         if all(directory.stat(f"{stored}/{name}") for name in both):
@@ -126,7 +129,7 @@ def _names(directory: Files, tree: OrbaxTree) -> set[str]:
                 f" v3, of two saves, lie in one folder. By {TREE_FILE} it is the one of"
                 f" v{3 if tree.zarr3 else 2}; move the other away"
             )
-    return found | {stored.partition("/")[0] for stored in tree.stored.values()}
+    return names | {stored.partition("/")[0] for stored in tree.stored.values()}
 
 
 def _check_size(directory: Files, arrays: Mapping[str, ArrayInfo]) -> None:
@@ -163,17 +166,17 @@ class _Arrays(MakesArrays):
         self._specs = {name: _spec(directory, tree, stored) for name, stored in tree.stored.items()}
         self._handles: dict[str, Any] = {}
         self._infos: dict[str, ArrayInfo] = {}
-        self._held: tuple[str, Box, Any] | None = None
+        self._decoded: tuple[str, Box, Any] | None = None
         self._lock = threading.Lock()
         opening = {name: ts.open(spec, open=True) for name, spec in self._specs.items()}
         for name, future in opening.items():
-            where = f"{directory}: {TREE_FILE} has {tree.stored[name]}, whose array is unreadable"
+            fails = f"{directory}: {TREE_FILE} has {tree.stored[name]}, whose array is unreadable"
             try:
                 array = self._handles[name] = future.result()
             except _TENSORSTORE_ERRORS as error:
-                raise FormatError(f"{where}: {error}") from None
+                raise FormatError(f"{fails}: {error}") from None
             if fault := _array_fault(array):
-                raise FormatError(f"{where}: it {fault}")
+                raise FormatError(f"{fails}: it {fault}")
             chunk = tuple(int(n or 1) for n in array.chunk_layout.read_chunk.shape or ())
             self._infos[name] = ArrayInfo(tuple(array.shape), array.dtype.numpy_dtype, chunk)
 
@@ -200,16 +203,16 @@ class _Arrays(MakesArrays):
         if nbytes < HELD_BYTES or around.intersect(Box.whole(info.shape)) == box:
             return self._handles[key]
         with self._lock:
-            if self._held is None or self._held[:2] != (key, around):
+            if self._decoded is None or self._decoded[:2] != (key, around):
                 # the memory of the last ones goes before that of the next is taken
-                self._held = None
+                self._decoded = None
                 context = ts.Context({"cache_pool": {"total_bytes_limit": 2 * nbytes}})
-                self._held = (
+                self._decoded = (
                     key,
                     around,
                     ts.open(self._specs[key], open=True, context=context).result(),
                 )
-            return self._held[2]
+            return self._decoded[2]
 
 
 def _array_fault(array: Any) -> str | None:
@@ -234,10 +237,9 @@ def _spec(directory: Files, tree: OrbaxTree, stored: str) -> dict[str, Any]:
         kvstore = {"driver": "ocdbt", "base": directory.spec(), "path": f"{stored}/"}
     else:
         kvstore = directory.spec(stored)
-    fill = {"fill_missing_data_reads": not tree.all_chunks_stored}
     return {
         "driver": "zarr3" if tree.zarr3 else "zarr",
         "kvstore": kvstore,
         "recheck_cached_data": "open",
-        **fill,
+        "fill_missing_data_reads": not tree.all_chunks_stored,
     }

@@ -37,52 +37,49 @@ def boxes(
     if MARK not in metadata:
         return {name: Box.whole(info.shape) for name, info in arrays.items()}
     try:
-        said: Any = json.loads(metadata[MARK])
+        offsets: Any = json.loads(metadata[MARK])
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path}: {MARK} is not JSON: {error}") from None
-    if not isinstance(said, dict) or said.keys() != arrays.keys():
+    if not isinstance(offsets, dict) or offsets.keys() != arrays.keys():
         raise FormatError(f"{path}: {MARK} does not name just the tensors of the file")
-    found: dict[str, Box] = {}
+    blocks: dict[str, Box] = {}
     for name, info in arrays.items():
-        start = _start(said[name], len(info.shape))
+        start = _start(offsets[name], len(info.shape))
         if start is None:
             raise FormatError(
                 f"{path}: {name} of shape {list(info.shape)} should have offsets, but has"
-                f" {said[name]!r:.80}"
+                f" {offsets[name]!r:.80}"
             )
-        found[name] = Box(start, tuple(a + n for a, n in zip(start, info.shape, strict=True)))
-    return found
+        blocks[name] = Box.whole(info.shape).shift(start)
+    return blocks
 
 
-def _start(said: Any, ndim: int) -> tuple[int, ...] | None:
-    match said:
+def _start(entry: Any, ndim: int) -> tuple[int, ...] | None:
+    """The offsets in an entry of the mark; None if it has none for so many axes."""
+    match entry:
         case {"saved_offsets": list(start)} if len(start) == ndim:
-            return (
-                tuple(start)
-                if all(type(n) is int and 0 <= n < _MAX_OFFSET for n in start)
-                else None
-            )
+            return tuple(start) if all(map(_is_offset, start)) else None
     return None
+
+
+def _is_offset(n: Any) -> bool:
+    return type(n) is int and 0 <= n < _MAX_OFFSET
 
 
 def joined(name: str, parts: Sequence[tuple[str, Box]]) -> Consolidated:
     """The tensor whose parts are stored under the keys given. It ends where the last of them
     does.
     """
-    if len({box.ndim for _, box in parts}) > 1:
+    keys, blocks = zip(*parts, strict=True)
+    if len({box.ndim for box in blocks}) > 1:
         raise FormatError(
-            f"{name} has another number of axes in {parts[0][0]} than in others of {len(parts)}"
-            " files"
+            f"{name} has another number of axes in {keys[0]} than in others of {len(parts)} files"
         )
     _refuse_twice(name, parts)
-    shape = tuple(max(ends) for ends in zip(*(box.stop for _, box in parts), strict=True))
-    fragments = [
-        Fragment(i, Box.whole(box.shape), box) for i, (_, box) in enumerate(parts) if box.size
-    ]
-    return Consolidated(
-        ParamLayout(shape, tuple(box.shape for _, box in parts), tuple(fragments)),
-        [k for k, _ in parts],
-    )
+    shape = tuple(map(max, zip(*(box.stop for box in blocks), strict=True)))
+    fragments = [Fragment(i, Box.whole(box.shape), box) for i, box in enumerate(blocks) if box.size]
+    shapes = tuple(box.shape for box in blocks)
+    return Consolidated(ParamLayout(shape, shapes, tuple(fragments)), keys)
 
 
 def _refuse_twice(name: str, parts: Sequence[tuple[str, Box]]) -> None:
@@ -117,10 +114,10 @@ def unproved(files: Collection[str]) -> str | None:
     )
 
 
-def _require_parts(file: str, parts: int, there: Collection[int]) -> None:
+def _require_parts(file: str, parts: int, present: Collection[int]) -> None:
     """Raise FormatError where no rank has a file of some number, of those that `file` counts."""
     for part in range(1, parts + 1):
-        if part not in there:
+        if part not in present:
             raise FormatError(
                 f"{file} says by its name that ranks have {parts} files, but none has one called"
                 f" model-{part:05}-of-{parts:05}: the model is not whole without it"

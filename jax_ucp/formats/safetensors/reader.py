@@ -12,6 +12,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
@@ -19,7 +20,7 @@ import numpy as np
 
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files.path import FilePath, file_path
-from jax_ucp.files.ranges import FileRange
+from jax_ucp.files.ranges import ByteRange, FileRange
 from jax_ucp.files.strided import read_strided, row_major_strides
 from jax_ucp.formats.assemble import Import
 from jax_ucp.formats.facts import COUNTS, Facts
@@ -44,30 +45,33 @@ SUFFIX = ".safetensors"
 MAX_HEADER_BYTES = 100_000_000
 
 _DTYPES: dict[str, type] = {
-    **{
-        "F64": np.float64,
-        "F32": np.float32,
-        "F16": np.float16,
-        "BF16": ml_dtypes.bfloat16,
-        "C64": np.complex64,
-    },
-    **{"I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "BOOL": np.bool_},
-    **{"U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8},
-    **{
-        "F8_E4M3": ml_dtypes.float8_e4m3fn,
-        "F8_E5M2": ml_dtypes.float8_e5m2,
-        "F8_E8M0": ml_dtypes.float8_e8m0fnu,
-    },
-    **{"F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz, "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz},
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "C64": np.complex64,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "BOOL": np.bool_,
+    "U64": np.uint64,
+    "U32": np.uint32,
+    "U16": np.uint16,
+    "U8": np.uint8,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
 }
 _PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 
 def recognise(path: FilePath) -> bool:
     index = model_of_index(path.name)
-    return path.is_file() and (
-        path.name.endswith(SUFFIX) or (index is not None and index.kind == "safetensors")
-    )
+    is_index = index is not None and index.kind == "safetensors"
+    return path.is_file() and (is_index or path.name.endswith(SUFFIX))
 
 
 def open_safetensors(path: FilePath, options: Options) -> Contents:
@@ -79,13 +83,13 @@ def open_safetensors(path: FilePath, options: Options) -> Contents:
     """
     if path.name.endswith(SUFFIX):
         refuse_part(path)
-        found = read_weights(path, path.parent, [path.name])
+        imported = read_weights(path, path.parent, [path.name])
     else:
         index, names = index_save(path)
-        found = read_weights(path, path.parent, names)
-        keep_index(found, path, index, tensors_of(found))
-    keep_configs(found, path.parent)
-    return finish(found)
+        imported = read_weights(path, path.parent, names)
+        keep_index(imported, path, index, tensors_of(imported))
+    keep_configs(imported, path.parent)
+    return finish(imported)
 
 
 def read_weights(path: FilePath, folder: FilePath, names: Sequence[str]) -> Import:
@@ -97,7 +101,7 @@ def read_weights(path: FilePath, folder: FilePath, names: Sequence[str]) -> Impo
     for name in names:
         refuse_stand_in(folder / name)
     files = {name: SafetensorsFile(folder / name) for name in names}
-    found = Import("safetensors", path, Combined.of_files(files))
+    imported = Import("safetensors", path, Combined.of_files(files))
     facts = Facts(folder)
     parts: dict[str, list[tuple[str, Box]]] = defaultdict(list)
     for name, file in files.items():
@@ -107,13 +111,13 @@ def read_weights(path: FilePath, folder: FilePath, names: Sequence[str]) -> Impo
             parts[key].append((f"{name}:{key}", box))
         for key in file.metadata.keys() & {*COUNTS}:
             facts.state(name, key, file.metadata[key])
-        _keep_header(found, name, file)
-    for key, where in parts.items():
-        several = f", one of {len(where)} parts" if len(where) > 1 else ""
-        found.parameter("param", key, joined(key, where), f"the parameter {key}{several}")
+        _keep_header(imported, name, file)
+    for key, stored in parts.items():
+        several = f", one of {len(stored)} parts" if len(stored) > 1 else ""
+        imported.parameter("param", key, joined(key, stored), f"the parameter {key}{several}")
     if note := unproved(files):
-        found.notes.append(note)
-    return found
+        imported.notes.append(note)
+    return imported
 
 
 def _check_parts(path: FilePath, name: str, file: SafetensorsFile) -> None:
@@ -125,21 +129,28 @@ def _check_parts(path: FilePath, name: str, file: SafetensorsFile) -> None:
         raise FormatError(f"{file.path} has parts of tensors of {dtypes}")
 
 
-def _keep_header(found: Import, name: str, file: SafetensorsFile) -> None:
+def _keep_header(imported: Import, name: str, file: SafetensorsFile) -> None:
     for key, value in file.metadata.items():
         if key == MARK:
-            found.skip(
-                f"{name}:{key}",
-                "metadata",
-                "says which part is where; its content is in the tree's shapes",
-            )
+            reason = "says which part is where; its content is in the tree's shapes"
+            imported.skip(f"{name}:{key}", "metadata", reason)
         else:
-            found.extra(name, key, value)
+            imported.extra(name, key, value)
     for key, dtype in file.packed.items():
         label = f"param/{key}"
-        found.quantized.append(
-            QuantizedWeight(f"{dtype}, several to a byte", label, {"codes": label})
-        )
+        scheme = f"{dtype}, several to a byte"
+        imported.quantized.append(QuantizedWeight(scheme, label, {"codes": label}))
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tensor by the header: its bytes lie from `begin` to `end` of the data."""
+
+    name: str
+    dtype: str
+    info: ArrayInfo
+    begin: int
+    end: int
 
 
 class SafetensorsFile(ArraySource):
@@ -150,45 +161,17 @@ class SafetensorsFile(ArraySource):
     """
 
     def __init__(self, path: str | os.PathLike[str] | FilePath):
-        self.path = path = file_path(path)
-        self._bytes = FileRange(path, file=path.file())
-        size, head = self._bytes.size, self._bytes.read(0, 8)
-        length = int.from_bytes(head, "little") if len(head) == 8 else -1
-        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-            claim = f"its first 8 bytes say that the header has {length} bytes, of {size} in all"
-            raise FormatError(f"{path}: {claim}: it is cut short, or no safetensors")
-        header = _header(path, self._bytes.read(8, 8 + length))
-        self.metadata: dict[str, str] = header.pop("__metadata__", {})
-        if not isinstance(self.metadata, dict) or not all(
-            isinstance(v, str) for v in self.metadata.values()
-        ):
-            raise FormatError(f"{path}: __metadata__ should map strings to strings")
-        self._begin = 8 + length
-        self._arrays: dict[str, ArrayInfo] = {}
-        self.packed: dict[str, str] = {}
-        self._offsets: dict[str, int] = {}
-        at = 0
-        for name, (info, begin, end) in sorted(
-            ((name, _entry(path, name, entry)) for name, entry in header.items()),
-            key=lambda item: item[1][1:],
-        ):
-            if begin != at:
-                raise FormatError(
-                    f"{path}: {name} begins at byte {begin} of the data, but {at} is the next one"
-                    " free"
-                )
-            self._arrays[name], self._offsets[name], at = info, begin, end
-            if header[name]["dtype"] in _PACKED_BITS:
-                self.packed[name] = header[name]["dtype"]
-        if self._begin + at != size:
-            short = (
-                ": it is cut short, its download or its save has not ended"
-                if self._begin + at > size
-                else ""
-            )
-            raise CorruptData(
-                f"{path} has {size} bytes, but its header describes {self._begin + at}{short}"
-            )
+        self.path = file_path(path)
+        self._bytes = FileRange(self.path, file=self.path.file())
+        header, self._begin = _header(self.path, self._bytes)
+        self.metadata = _metadata(self.path, header.pop("__metadata__", {}))
+        entries = [_entry(self.path, name, entry) for name, entry in header.items()]
+        entries.sort(key=lambda entry: (entry.begin, entry.end))
+        _check_tiled(self.path, entries, self._begin, self._bytes.size)
+        self._arrays = {entry.name: entry.info for entry in entries}
+        self._offsets = {entry.name: entry.begin for entry in entries}
+        packed = [entry for entry in entries if entry.dtype in _PACKED_BITS]
+        self.packed = {entry.name: entry.dtype for entry in packed}
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self._arrays
@@ -202,24 +185,58 @@ class SafetensorsFile(ArraySource):
             raise CorruptData(f"{self.path}: {error}") from error
 
 
-def _header(path: FilePath, data: bytes) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise ValueError("a name occurs twice")
-        return found
-
+def _header(path: FilePath, file: ByteRange) -> tuple[dict[str, Any], int]:
+    """What the header says of each tensor, and where the data begins."""
+    head = file.read(0, 8)
+    length = int.from_bytes(head, "little") if len(head) == 8 else -1
+    if not 2 <= length <= min(MAX_HEADER_BYTES, file.size - 8):
+        claim = f"its first 8 bytes say that the header has {length} bytes, of {file.size} in all"
+        raise FormatError(f"{path}: {claim}: it is cut short, or no safetensors")
+    data = file.read(8, 8 + length)
     try:
-        header = json.loads(data.decode(), object_pairs_hook=unique) if data[:1] == b"{" else None
+        header = json.loads(data.decode(), object_pairs_hook=_unique) if data[:1] == b"{" else None
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path}: the header is not as the format has it: {error}") from None
     if not isinstance(header, dict):
         raise FormatError(f"{path}: the header is no JSON object")
-    return header
+    return header, 8 + length
 
 
-def _entry(path: FilePath, name: str, entry: Any) -> tuple[ArrayInfo, int, int]:
-    """Shape and dtype of a tensor, and the first and last byte of it in the data."""
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return values
+
+
+def _metadata(path: FilePath, metadata: Any) -> dict[str, str]:
+    match metadata:
+        case dict(values) if {*map(type, values.values())} <= {str}:
+            return values
+    raise FormatError(f"{path}: __metadata__ should map strings to strings")
+
+
+def _check_tiled(path: FilePath, entries: Sequence[_Entry], start: int, size: int) -> None:
+    """Raise unless tensors, in the order of their bytes, fill a file of so many bytes from where
+    the data starts.
+    """
+    at = 0
+    for entry in entries:
+        if entry.begin != at:
+            raise FormatError(
+                f"{path}: {entry.name} begins at byte {entry.begin} of the data, but {at} is the"
+                " next one free"
+            )
+        at = entry.end
+    end = start + at
+    if end == size:
+        return
+    short = ": it is cut short, its download or its save has not ended" if end > size else ""
+    raise CorruptData(f"{path} has {size} bytes, but its header describes {end}{short}")
+
+
+def _entry(path: FilePath, name: str, entry: Any) -> _Entry:
+    """A tensor of the header, checked by itself."""
     match entry:
         case {
             "dtype": str(dtype),
@@ -243,7 +260,7 @@ def _entry(path: FilePath, name: str, entry: Any) -> tuple[ArrayInfo, int, int]:
             f"{path}: {name} of {dtype} {shape} lies at bytes {begin} to {end}, which is not its"
             " size"
         )
-    return info, begin, end
+    return _Entry(name, dtype, info, begin, end)
 
 
 def _is_shape(shape: Sequence[Any]) -> bool:

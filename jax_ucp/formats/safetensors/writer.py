@@ -35,7 +35,7 @@ _DTYPES = {
 
 
 def safetensors_files(
-    found: Parameters, extras: Mapping[str, Mapping[str, object]], max_shard_bytes: int
+    parameters: Parameters, extras: Mapping[str, Mapping[str, object]], max_shard_bytes: int
 ) -> list[File]:
     """The files of a model: shards of at most `max_shard_bytes` of tensors, the index if there are
     several, the config.
@@ -46,7 +46,7 @@ def safetensors_files(
     Raises UnsupportedLeaf, naming every parameter, for dtypes and names that the format does not
     have.
     """
-    tensors = found.model
+    tensors = parameters.model
     problems = [
         f"{name} has dtype {t.dtype}" for name, t in tensors.items() if t.dtype.name not in _DTYPES
     ]

@@ -10,13 +10,15 @@ therefore not compared by reads, but by `checks`. `legacy` has the format before
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.errors import CorruptData, FormatError, fault_lines
 from jax_ucp.files.crc import Summed, Tally
 from jax_ucp.files.path import FilePath, file_path
 from jax_ucp.files.protocol import FileInfo
@@ -48,6 +50,7 @@ MAX_PATH = 1024
 # How files of torch.save are named as a rule; a name alone makes none.
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 ALIKE_BYTES, ALIKE_KEPT = 1 << 10, 1 << 10
+REASONS_SHOWN = 10
 VERIFY_BYTES = 1 << 20  # so little stays in a core's cache until it is summed
 
 
@@ -97,22 +100,22 @@ class TorchFile(ArraySource):
         self.path = file_path(path)
         self.in_memory = len(data or b"")  # bytes of it that are held in memory
         with self._naming_file(), self._naming_what_is_instead():
-            self._bytes: ByteRange
-            if data is None:
-                self._bytes = FileRange(self.path, offset, length, file)
-            else:
-                self._bytes = MemoryRange(data)
+            self._bytes: ByteRange = (
+                FileRange(self.path, offset, length, file) if data is None else MemoryRange(data)
+            )
             self._swapped = False
             self._watching: dict[str, list[Tally]] = {}
-            contents = EdgesInMemory(self._bytes)
-            if torch_legacy.is_legacy(contents.read(0, torch_legacy.HEAD_BYTES)):
-                self.tree, self._storages = torch_legacy.load(contents)
+            file_bytes = EdgesInMemory(self._bytes)
+            if torch_legacy.is_legacy(file_bytes.read(0, torch_legacy.HEAD_BYTES)):
+                self.tree, self._storages = torch_legacy.load(file_bytes)
             else:
-                self._storages, pickled, stored, self._swapped = _zip_contents(contents)
-                self.tree = self._loaded(pickled, stored, {} if alike is None else alike)
-            self._tensors, self.unknown, refused = _tensors_by_key(self.tree, self.path)
-            if refused and not lenient:
-                raise cannot_be_read(refused)
+                archive = _archive(file_bytes)
+                self._storages, self._swapped = archive.storages, archive.big_endian
+                self.tree = self._loaded(archive, {} if alike is None else alike)
+            contents = _TreeContents(self.tree, self.path)
+            self._tensors, self.unknown = contents.tensors, frozenset(contents.unknown)
+            if contents.refused and not lenient:
+                raise cannot_be_read(contents.refused)
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return {key: ArrayInfo(tensor.shape, tensor.dtype) for key, tensor in self._tensors.items()}
@@ -126,24 +129,26 @@ class TorchFile(ArraySource):
     ) -> None:
         """The same, where tallies of the tensor's storage see all bytes that are read."""
         tensor = self._tensors[key]
-        for box in boxes:
-            if len(box.start) != len(tensor.shape) or not box.within(Box.whole(tensor.shape)):
-                raise ValueError(
-                    f"{self.path}: box {box} does not lie in {key!r} of shape {tensor.shape}"
-                )
+        self._check_boxes(key, boxes)
+        buffers: list[np.ndarray] = []
+        for box, out in zip(boxes, outs, strict=True):
+            is_as_stored = out.dtype == tensor.dtype and not self._swapped
+            buffers.append(out if is_as_stored else np.empty(box.shape, tensor.dtype))
         with self._naming_file():
             stored, start = self._storage_bytes(self._storages[tensor.storage])
             stored = Summed(stored, tallies) if tallies else stored
             start += tensor.offset * tensor.dtype.itemsize
-            same = [out.dtype == tensor.dtype and not self._swapped for out in outs]
-            places = [
-                out if ok else np.empty(box.shape, tensor.dtype)
-                for ok, box, out in zip(same, boxes, outs, strict=True)
-            ]
-            read_strided(stored, start, tensor.strides, boxes, places)
-        for place, out in zip(places, outs, strict=True):
-            if place is not out:
-                out[...] = _swapped(place) if self._swapped else place
+            read_strided(stored, start, tensor.strides, boxes, buffers)
+        for buffer, out in zip(buffers, outs, strict=True):
+            if buffer is not out:
+                out[...] = _swapped(buffer) if self._swapped else buffer
+
+    def _check_boxes(self, key: str, boxes: Sequence[Box]) -> None:
+        shape = self._tensors[key].shape
+        whole = Box.whole(shape)
+        for box in boxes:
+            if len(box.start) != len(shape) or not box.within(whole):
+                raise ValueError(f"{self.path}: box {box} does not lie in {key!r} of shape {shape}")
 
     def _storage_bytes(self, member: Member) -> tuple[ByteRange, int]:
         """Bytes, and where in them the storage begins."""
@@ -157,13 +162,15 @@ class TorchFile(ArraySource):
         for key, tensor in self._tensors.items():
             tensors.setdefault(tensor.storage, []).append(key)
         for key, member in self._storages.items():
-            if _summed(member) and (extent == "full" or member.size <= SAMPLE_BYTES):
-                about = f"{self.path.name}: storage {key}", frozenset(tensors.get(key, ()))
-                if extent == "sample":
-                    yield Check(*about, member.size, partial(self.fault, key))
-                    continue
-                summing = _Summing(self, key)
-                yield Check(*about, member.size, summing.fault, summing.watch)
+            is_wanted = extent == "full" or member.size <= SAMPLE_BYTES
+            if not is_wanted or not _summed(member):
+                continue
+            about = f"{self.path.name}: storage {key}", frozenset(tensors.get(key, ()))
+            if extent == "sample":
+                yield Check(*about, member.size, partial(self.fault, key))
+                continue
+            summing = _Summing(self, key)
+            yield Check(*about, member.size, summing.fault, summing.watch)
 
     def tally(self, storage: str, alarm: Alarm = lambda: None) -> Tally | None:
         """The sum of a storage's bytes, of which nothing is seen yet; None where no CRC is recorded
@@ -214,22 +221,23 @@ class TorchFile(ArraySource):
             for at in range(start, stop, VERIFY_BYTES):
                 Summed(self._bytes, [tally]).read_into([(at, room[: stop - at])])
 
-    def _loaded(self, pickled: bytes, stored: int, alike: dict[Hashable, StoredTensor]) -> object:
+    def _loaded(self, archive: _Archive, alike: dict[Hashable, StoredTensor]) -> object:
         """The object of data.pkl: it depends on the bytes, on what the file spends on them, and
         on storages' sizes.
         """
-        if len(pickled) > ALIKE_BYTES:
-            return safe_pickle.load(pickled, NAMES, self._storage, stored)
-        made_from = (
-            pickled,
-            stored,
-            tuple((key, member.size) for key, member in self._storages.items()),
-        )
-        if (tree := alike.get(made_from)) is None:
-            tree = safe_pickle.load(pickled, NAMES, self._storage, stored)
-            if isinstance(tree, StoredTensor) and len(alike) < ALIKE_KEPT:
-                alike[made_from] = tree
+        if len(archive.pickled) > ALIKE_BYTES:
+            return self._unpickled(archive)
+        sizes = tuple((key, member.size) for key, member in archive.storages.items())
+        made_from = archive.pickled, archive.pickled_size, sizes
+        if made_from in alike:
+            return alike[made_from]
+        tree = self._unpickled(archive)
+        if isinstance(tree, StoredTensor) and len(alike) < ALIKE_KEPT:
+            alike[made_from] = tree
         return tree
+
+    def _unpickled(self, archive: _Archive) -> object:
+        return safe_pickle.load(archive.pickled, NAMES, self._storage, archive.pickled_size)
 
     def _storage(self, persistent_id: object) -> Storage:
         """The storage that a persistent id names: ('storage', class, key, location, number of
@@ -307,37 +315,48 @@ def _summed(member: Member) -> bool:
     return bool(member.crc) and not member.deflated
 
 
-def _zip_contents(file: ByteRange) -> tuple[dict[str, Member], bytes, int, bool]:
-    """The members that hold storages, by storage key; the bytes of data.pkl, and how many the file
-    spends on them; whether storages are big-endian.
+@dataclass(frozen=True, slots=True)
+class _Archive:
+    """A zip file of torch.save: the members that hold storages, by storage key; the bytes of
+    data.pkl, and how many the file spends on them; whether storages are big-endian.
     """
+
+    storages: Mapping[str, Member]
+    pickled: bytes
+    pickled_size: int
+    big_endian: bool
+
+
+def _archive(file: ByteRange) -> _Archive:
     members = zip_members(file)
+    root = _root(members)
+    if f"{root}/constants.pkl" in members:
+        raise FormatError(
+            "a TorchScript archive (constants.pkl), which holds code; save its state_dict() instead"
+        )
+    byteorder = members.get(f"{root}/byteorder")
+    order = b"little" if byteorder is None else member_bytes(file, byteorder, 16)
+    if order not in (b"little", b"big"):
+        raise FormatError(f"byte order {order!r} is neither little nor big")
+    prefix = f"{root}/data/"
+    storages: dict[str, Member] = {}
+    for name, member in members.items():
+        if name.startswith(prefix):
+            storages[name.removeprefix(prefix)] = member
+    pickled = members[f"{root}/data.pkl"]
+    max_bytes = MAX_INFLATED_PICKLE_BYTES if pickled.deflated else MAX_PICKLE_BYTES
+    data = member_bytes(file, pickled, max_bytes)
+    return _Archive(storages, data, pickled.stored_size, order == b"big")
+
+
+def _root(members: Iterable[str]) -> str:
+    """The folder of the zip file in which everything lies."""
     roots = [name.partition("/")[0] for name in members if name.partition("/")[2] == "data.pkl"]
     if len(roots) != 1:
         raise FormatError(
             f"a zip file with {len(roots)} members <root>/data.pkl; a file of torch.save has one"
         )
-    root = roots[0]
-    if f"{root}/constants.pkl" in members:
-        raise FormatError(
-            "a TorchScript archive (constants.pkl), which holds code; save its state_dict() instead"
-        )
-    order = (
-        member_bytes(file, members[f"{root}/byteorder"], 16)
-        if f"{root}/byteorder" in members
-        else b"little"
-    )
-    if order not in (b"little", b"big"):
-        raise FormatError(f"byte order {order!r} is neither little nor big")
-    prefix = f"{root}/data/"
-    storages = {
-        name.removeprefix(prefix): member
-        for name, member in members.items()
-        if name.startswith(prefix)
-    }
-    pickled = members[f"{root}/data.pkl"]
-    most = MAX_INFLATED_PICKLE_BYTES if pickled.deflated else MAX_PICKLE_BYTES
-    return storages, member_bytes(file, pickled, most), pickled.stored_size, order == b"big"
+    return roots[0]
 
 
 def _swapped(array: np.ndarray) -> np.ndarray:
@@ -350,40 +369,47 @@ def _swapped(array: np.ndarray) -> np.ndarray:
 
 
 def cannot_be_read(reasons: Mapping[str, str]) -> FormatError:
-    """The error for tensors that cannot be read, by where they lie."""
-    lines = [f"{at!r}: {reason}" for at, reason in reasons.items()]
-    more = f"\n  and {len(lines) - 10} more" if len(lines) > 10 else ""
-    return FormatError("tensors that cannot be read:\n  " + "\n  ".join(lines[:10]) + more)
+    """The error for tensors that cannot be read, by their paths."""
+    faults = [f"{path!r}: {reason}" for path, reason in reasons.items()]
+    return FormatError(f"tensors that cannot be read:\n  {fault_lines(faults, REASONS_SHOWN)}")
 
 
-def _tensors_by_key(
-    tree: object, file: FilePath
-) -> tuple[dict[str, StoredTensor], frozenset[str], dict[str, str]]:
-    """Every tensor of the tree by its key, which is set here, where the path to it is known;
-    unknown names; and why other tensors cannot be read, by path.
+class _TreeContents:
+    """What the tree of a file has: every tensor by its key, which is set here, where the path to it
+    is known; the names that are in no list; and why other tensors cannot be read, by path.
     """
-    tensors: dict[str, StoredTensor] = {}
-    keyed: set[StoredTensor] = set()
-    refused: dict[str, str] = {}
-    repeats: dict[str, int] = {}
-    unknown: set[str] = set()
-    for labels, node in safe_pickle.walk(tree):
-        if isinstance(node, StoredTensor) and node not in keyed:
-            path = key = _path(labels)
-            while key in tensors:
-                repeats[path] = repeats.get(path, 1) + 1
-                key = f"{path}#{repeats[path]}"
-            object.__setattr__(node, "key", key)
-            keyed.add(node)
-            tensors[key] = node
-        elif (reason := unreadable(node)) and _path(labels[:-1]) not in refused:
-            refused[_path(labels)] = reason
-        if isinstance(node, Opaque):
-            unknown.add(node.type)
-            node.where = node.where or f"{file}: {_path(labels) or 'what it holds'}"
-        elif isinstance(node, Unknown):
-            unknown.add(node.name)
-    return tensors, frozenset(unknown), refused
+
+    def __init__(self, tree: object, file: FilePath):
+        self.tensors: dict[str, StoredTensor] = {}
+        self.unknown: set[str] = set()
+        self.refused: dict[str, str] = {}
+        self._keyed: set[StoredTensor] = set()
+        self._repeats: Counter[str] = Counter()
+        for labels, node in safe_pickle.walk(tree):
+            if isinstance(node, StoredTensor):
+                self._add_tensor(labels, node)
+            elif reason := unreadable(node):
+                self._add_refused(labels, reason)
+            if isinstance(node, Opaque):
+                self.unknown.add(node.type)
+                node.where = node.where or f"{file}: {_path(labels) or 'what it holds'}"
+            elif isinstance(node, Unknown):
+                self.unknown.add(node.name)
+
+    def _add_tensor(self, labels: tuple[str, ...], tensor: StoredTensor) -> None:
+        if tensor in self._keyed:
+            return
+        path = key = _path(labels)
+        while key in self.tensors:
+            self._repeats[path] += 1
+            key = f"{path}#{self._repeats[path] + 1}"
+        object.__setattr__(tensor, "key", key)
+        self._keyed.add(tensor)
+        self.tensors[key] = tensor
+
+    def _add_refused(self, labels: tuple[str, ...], reason: str) -> None:
+        if _path(labels[:-1]) not in self.refused:
+            self.refused[_path(labels)] = reason
 
 
 def _path(labels: tuple[str, ...]) -> str:

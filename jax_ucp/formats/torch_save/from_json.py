@@ -29,13 +29,13 @@ def values(extras: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, dict[str,
     """Extras by file and name as `from_json` makes them, and a note on each that cannot be
     written.
     """
-    found: dict[str, dict[str, Any]] = {}
+    decoded: dict[str, dict[str, Any]] = {}
     notes: list[str] = []
     for file, named in extras.items():
-        found[file] = {}
+        decoded[file] = {}
         for name, value in named.items():
             try:
-                found[file][name] = from_json(value)
+                decoded[file][name] = from_json(value)
             except UnsupportedLeaf as error:
                 notes.append(f"{name} of {file} is left out: {error}")
             except (ValueError, TypeError, ArithmeticError) as error:
@@ -43,7 +43,7 @@ def values(extras: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, dict[str,
                     f"{name} of {file} is left out: it is not what an import makes of a value"
                     f" ({error})"
                 )
-    return found, notes
+    return decoded, notes
 
 
 def from_json(value: Any) -> Any:

@@ -128,12 +128,12 @@ class _Storages:
 
     def members(self, keys: Any, file: ByteRange, at: int) -> dict[str, Member]:
         """Where each storage lies, as a member of a zip file would, the first at byte `at`."""
-        found: dict[str, Member] = {}
+        members: dict[str, Member] = {}
         for key in self._checked(keys):
             kind, numel = self.roots[key]
             size = numel * _itemsize(kind)
             _check_length(file.read(at, at + 8), key, numel)
-            found[key] = Member(key, at + 8, size, size, 0, False)
+            members[key] = Member(key, at + 8, size, size, 0, False)
             at += 8 + size
             if at > file.size:
                 raise CorruptData(
@@ -144,8 +144,8 @@ class _Storages:
         for key, (root, first, length) in self.views.items():
             if key in self.roots:
                 raise FormatError(f"storage {key[:80]!r} and a view of {root[:80]!r} have one name")
-            found[key] = Member(key, found[root].offset + first, length, length, 0, False)
-        return found
+            members[key] = Member(key, members[root].offset + first, length, length, 0, False)
+        return members
 
     def _checked(self, keys: Any) -> list[str]:
         """The file's list of storages, which must name each one of the object once."""

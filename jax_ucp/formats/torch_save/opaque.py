@@ -25,20 +25,21 @@ class WeightsPlace:
     """Where in a trainer's nested dicts the weights are: in the dict at `model`, if there is one,
     and in no optimizer.
 
-    It is `told` where a usual word for a model says so, or an optimizer that names the parameters.
+    `model_is_certain` where a usual word for a model says so, or an optimizer that names the
+    parameters.
     """
 
     model: Steps | None
-    told: bool
+    model_is_certain: bool
     optimizers: frozenset[Steps]
 
     def is_aside(self, path: Steps) -> bool:
         """Whether what lies at a path is certainly no weight: it is an optimizer's, or beside a
-        model that is told.
+        model that is certain.
         """
         if any(in_optimizer(path, optimizer) for optimizer in self.optimizers):
             return True
-        if not self.told or has_word(path):
+        if not self.model_is_certain or has_word(path):
             return False
         return self.model is None or path[: len(self.model)] != self.model
 
@@ -56,20 +57,21 @@ def weights_place(
     ...     0, "n"))
     (True, False, True)
     """
-    weight = next((label for label, (state, _) in at.items() if state == "param"), None)
-    model = None if weight is None else _root_of(paths[weight], at[weight][1])
-    has_states = any(state not in ("param", "other") for state, _ in at.values())
-    told = has_states or (model is not None and has_word(model))
+    model = _model(paths, at)
+    has_states = not {state for state, _ in at.values()} <= {"param", "other"}
+    under_model_word = model is not None and has_word(model)
     optimizers = frozenset(_before_state(paths[label]) for label in in_optimizers)
-    return WeightsPlace(model, told, optimizers)
+    return WeightsPlace(model, has_states or under_model_word, optimizers)
 
 
-def _root_of(path: Steps, name: str) -> Steps | None:
-    """The dict from which a path is called `name`."""
-    for root in prefixes(path):
-        if joined(path[len(root) :]) == name:
-            return root
-    return None
+def _model(paths: Mapping[str, Steps], at: Mapping[str, tuple[str, str]]) -> Steps | None:
+    """The dict from which the path of the first weight is the name of its parameter."""
+    weights = (label for label, (state, _) in at.items() if state == "param")
+    weight = next(weights, None)
+    if weight is None:
+        return None
+    path, (_, name) = paths[weight], at[weight]
+    return next((root for root in prefixes(path) if joined(path[len(root) :]) == name), None)
 
 
 def in_optimizer(path: Steps, optimizer: Steps) -> bool:
@@ -79,10 +81,7 @@ def in_optimizer(path: Steps, optimizer: Steps) -> bool:
 
 def _before_state(path: Steps) -> Steps:
     """The path of the optimizer's dict, of a path to a state in it."""
-    for root in prefixes(path):
-        if _is_state(path[len(root) :]):
-            return root
-    return path
+    return next((root for root in prefixes(path) if _is_state(path[len(root) :])), path)
 
 
 def _is_state(path: Steps) -> bool:
@@ -94,12 +93,13 @@ def _is_state(path: Steps) -> bool:
 
 def tensor_holders(node: object) -> Iterator[Opaque]:
     """The outermost objects of unknown classes in a tree that hold tensors, or may hold some."""
-    if isinstance(node, Opaque):
-        if node.closed or any(isinstance(inner, StoredTensor) for _, inner in walk(node)):
-            yield node
+    if not isinstance(node, Opaque):
+        for _, child in children(node):
+            yield from tensor_holders(child)
         return
-    for _, child in children(node):
-        yield from tensor_holders(child)
+    has_tensors = any(isinstance(inner, StoredTensor) for _, inner in walk(node))
+    if node.closed or has_tensors:
+        yield node
 
 
 def closed_tensors(holder: Opaque) -> str:

@@ -11,6 +11,7 @@ Where groups have `param_names`, numbers are those names.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What an optimizer was told for some of its parameters, which are in its order."""
+    """The settings of an optimizer for some of its parameters, which are in its order."""
 
     owners: tuple[Owner, ...]
     settings: Mapping[str, Any]
@@ -36,8 +37,8 @@ class OptimizerDict:
     """An optimizer at a path. Of a state's name in the file, `states` has every reading of it:
     (owner, state).
 
-    Without `state`, a dict has an optimizer's groups alone: what it was told, of one that keeps
-    nothing.
+    Without `state`, a dict has an optimizer's groups alone: the settings of one that keeps no
+    state.
     """
 
     path: Steps
@@ -48,31 +49,29 @@ class OptimizerDict:
 
     @property
     def numbered(self) -> bool:
-        return any(
-            isinstance(owner, int) for readings in self.states.values() for owner, _ in readings
-        )
+        readings = itertools.chain.from_iterable(self.states.values())
+        return any(isinstance(owner, int) for owner, _ in readings)
 
     @property
-    def where(self) -> str:
-        return joined(self.path) or "the outermost dict"
+    def name(self) -> str:
+        return dict_name(self.path)
 
     def lists(self) -> list[tuple[Owner, ...]]:
         """The owners of each group in order; of a flattened optimizer, which has no lists, all
         in one group.
         """
-        if not self.flattened:
-            return [group.owners for group in self.groups]
-        return [tuple(dict.fromkeys(owner for group in self.groups for owner in group.owners))]
+        lists = [group.owners for group in self.groups]
+        return [tuple(dict.fromkeys(itertools.chain(*lists)))] if self.flattened else lists
 
     def listed(self) -> list[Owner]:
         """The owners of all groups in order."""
-        return [owner for owners in self.lists() for owner in owners]
+        return list(itertools.chain(*self.lists()))
 
 
 def optimizer_dicts(
     tensors: Mapping[str, Steps], objects: Mapping[Steps, Any]
 ) -> dict[Steps, OptimizerDict]:
-    """The optimizers by path; `tensors` have their paths by name, `objects` are what is no tensor,
+    """The optimizers by path; `tensors` has the path of each tensor, `objects` what is no tensor,
     by path.
 
     >>> optimizer = optimizer_dicts({"s": ("o", "state", 0, "exp_avg")},
@@ -81,32 +80,38 @@ def optimizer_dicts(
     ({'s': ((0, 'exp_avg'),)}, (0,))
     """
     with_state = dict.fromkeys(optimizer_paths([*tensors.values(), *objects]))
-    optimizers = {path: OptimizerDict(path) for path in with_state}
     groups, flattened = _groups(objects), _flattened_groups(objects)
-    for path in dict.fromkeys([*groups, *flattened]):
-        if _first_prefix(path, optimizers) is None and path not in optimizers:
-            optimizers[path] = OptimizerDict(path, has_state=False)
-    names = {path: _names_of_numbers(groups[path]) for path in optimizers}
-    for path, optimizer in optimizers.items():
-        optimizer.groups = _told(groups[path], flattened[path], names[path])
-        optimizer.flattened = bool(flattened[path])
-    for name, stored in tensors.items():
-        path = _first_prefix(stored, with_state)
-        if path is not None and head(stored[len(path)]) == "state":
-            optimizers[path].states[name] = _readings(stored[len(path) :], names[path])
+    paths = dict(with_state)
+    for path in [*groups, *flattened]:
+        if path not in paths and _first_prefix(path, paths) is None:
+            paths[path] = None
+    names = {path: _names_of_numbers(groups.get(path, ())) for path in paths}
+    optimizers: dict[Steps, OptimizerDict] = {}
+    for path in paths:
+        listed = _listed_groups(groups.get(path, ()), flattened.get(path, {}), names[path])
+        is_flat, has_state = path in flattened, path in with_state
+        optimizers[path] = OptimizerDict(path, {}, listed, is_flat, has_state)
+    for name, path in tensors.items():
+        optimizer = _first_prefix(path, with_state)
+        if optimizer is None:
+            continue
+        inner = path[len(optimizer) :]
+        if head(inner[0]) == "state":
+            optimizers[optimizer].states[name] = _readings(inner, names[optimizer])
     return optimizers
 
 
-def _told(
-    groups: Sequence[Mapping[str, Any]],
+def _listed_groups(
+    nested: Sequence[Mapping[str, Any]],
     flattened: Mapping[str, Mapping[str, Any]],
     names: Mapping[int, str],
 ) -> list[Group]:
     """The groups of an optimizer; `flattened` are settings by the one parameter that they are
     for.
     """
-    listed = [Group(_owners(group, names), group) for group in groups]
-    return listed + [Group((name,), settings) for name, settings in flattened.items()]
+    groups = [Group(_owners(group, names), group) for group in nested]
+    groups += [Group((name,), settings) for name, settings in flattened.items()]
+    return groups
 
 
 def prefixes(path: Steps) -> Iterator[Steps]:
@@ -145,30 +150,33 @@ def joined(path: Iterable[str | int]) -> str:
     return ".".join(map(str, path))
 
 
+def dict_name(path: Steps) -> str:
+    """What a message calls the dict at a path."""
+    return joined(path) or "the outermost dict"
+
+
 def _groups(objects: Mapping[Steps, Any]) -> dict[Steps, list[dict[str, Any]]]:
     """The `param_groups` of each optimizer, of the objects that lie in them, by path."""
-    found: dict[Steps, dict[int, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
+    by_number: dict[Steps, dict[int, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
     for path, value in objects.items():
         match path:
             case (*optimizer, "param_groups", int(number), str(key)):
-                found[tuple(optimizer)][number][key] = value
+                by_number[tuple(optimizer)][number][key] = value
             # an item of a list, which come in order
             case (*optimizer, "param_groups", int(number), str(key), int()):
-                found[tuple(optimizer)][number].setdefault(key, []).append(value)
-    return defaultdict(
-        list, {path: [groups[i] for i in sorted(groups)] for path, groups in found.items()}
-    )
+                by_number[tuple(optimizer)][number].setdefault(key, []).append(value)
+    return {path: [groups[i] for i in sorted(groups)] for path, groups in by_number.items()}
 
 
 def _flattened_groups(objects: Mapping[Steps, Any]) -> dict[Steps, dict[str, dict[str, Any]]]:
-    """What an optimizer was told for each parameter, by its path, where keys are flattened."""
-    found: dict[Steps, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
+    """The settings of each parameter, by the path of its optimizer, where keys are flattened."""
+    settings: dict[Steps, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
     for path, value in objects.items():
         match path:
             case (*optimizer, str(key)) if key.startswith("param_groups."):
                 name, _, setting = key.removeprefix("param_groups.").rpartition(".")
-                found[tuple(optimizer)][name][setting] = value
-    return found
+                settings[tuple(optimizer)][name][setting] = value
+    return settings
 
 
 def _names_of_numbers(groups: Sequence[Mapping[str, Any]]) -> dict[int, str]:
@@ -179,7 +187,8 @@ def _names_of_numbers(groups: Sequence[Mapping[str, Any]]) -> dict[int, str]:
     count = 0
     for group in groups:
         numbers, names = group.get("params", []), group.get("param_names", [])
-        if not _all_of(numbers, int) or not _all_of(names, str) or len(numbers) != len(names):
+        of_known_types = _all_of(numbers, int) and _all_of(names, str)
+        if not of_known_types or len(numbers) != len(names):
             return {}
         name_of |= zip(numbers, names, strict=True)
         count += len(names)
@@ -220,5 +229,9 @@ def _readings(path: Steps, names: Mapping[int, str]) -> tuple[tuple[Owner, str],
     if path[0] == "state":
         return ((_owner(path[1], names), joined(path[2:])),) if len(path) >= 3 else ()
     parts = joined(path).removeprefix("state.").split(".")
-    splits = ((".".join(parts[:n]), ".".join(parts[n:])) for n in range(len(parts) - 1, 0, -1))
-    return tuple((owner, state) for owner, state in splits if not owner.isdigit())
+    readings: list[tuple[Owner, str]] = []
+    for n in range(len(parts) - 1, 0, -1):
+        owner = ".".join(parts[:n])
+        if not owner.isdigit():
+            readings.append((owner, ".".join(parts[n:])))
+    return tuple(readings)

@@ -12,6 +12,7 @@ has buffers and tied weights too. Everything that is no tensor is an extra.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -34,8 +35,9 @@ from jax_ucp.formats.torch_save.opaque import (
     tensor_holders,
     weights_place,
 )
-from jax_ucp.formats.torch_save.optimizer_dicts import Steps
+from jax_ucp.formats.torch_save.optimizer_dicts import Steps, joined
 from jax_ucp.formats.torch_save.state_pairing import Stored, is_trainable
+from jax_ucp.formats.torch_save.state_paths import Places
 from jax_ucp.formats.torch_save.tensor_names import StoredTensor, unreadable
 from jax_ucp.formats.torch_save.unpickle import Name, walk
 from jax_ucp.layout.patterns import Unique
@@ -65,12 +67,12 @@ def open_torch(path: FilePath, options: Options) -> Contents:
     """
     if path.name.endswith(INDEX_SUFFIX):
         index, names = index_save(path)
-        found = read_weights(path, path.parent, names, options)
-        keep_index(found, path, index, tensors_of(found))
+        imported = read_weights(path, path.parent, names, options)
+        keep_index(imported, path, index, tensors_of(imported))
     else:
         refuse_part(path)
-        found = read_weights(path, path.parent, [path.name], options)
-    return finish(found)
+        imported = read_weights(path, path.parent, [path.name], options)
+    return finish(imported)
 
 
 def read_weights(
@@ -84,16 +86,29 @@ def read_weights(
     for name in names:
         refuse_stand_in(folder / name)
     files = {name: TorchFile(folder / name, lenient=True) for name in names}
-    found = Import("torch", path, Combined.of_files(files))
     for name, file in files.items():
-        if _RANK_FILE.search(name) or (isinstance(file.tree, dict) and "ds_version" in file.tree):
-            raise FormatError(
-                f"{file.path} is what one rank wrote of a checkpoint: open {_whole(file.path)}"
-            )
-        _extras(found, name, file)
-    _tensors(found, files, options)
-    found.unknown |= {name for file in files.values() for name in file.unknown}
-    return found
+        _refuse_rank_file(name, file)
+    imported = Import("torch", path, Combined.of_files(files))
+    tree = _Tree()
+    for name, file in files.items():
+        _keep_extras(imported, name, file)
+        tree.add(name, file)
+        imported.unknown |= file.unknown
+    _keep_attributes(imported, tree)
+    places = imported.placed(*tree.described(), options)
+    paths = {label: tensor.path for label, tensor in tree.tensors.items()}
+    _check_objects(imported, tree.objects, weights_place(paths, places.at, places.in_optimizers))
+    _place(imported, tree, places, options)
+    return imported
+
+
+def _refuse_rank_file(name: str, file: TorchFile) -> None:
+    """Raise FormatError for a file of DeepSpeed or Megatron: it is one rank's part."""
+    of_deepspeed = isinstance(file.tree, dict) and "ds_version" in file.tree
+    if of_deepspeed or _RANK_FILE.search(name):
+        raise FormatError(
+            f"{file.path} is what one rank wrote of a checkpoint: open {_whole(file.path)}"
+        )
 
 
 def _whole(path: FilePath) -> FilePath:
@@ -103,115 +118,122 @@ def _whole(path: FilePath) -> FilePath:
     return path.parent.parent if path.parent.name.startswith("mp_rank_") else path.parent
 
 
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor at a path in the nested dicts and lists of a file; `key` is `file:item`."""
+
+    path: Steps
+    file: str
+    key: str
+    node: StoredTensor
+
+    def described(self) -> Stored:
+        node = self.node
+        tie = self.file, node.storage, node.offset, node.shape, node.strides
+        return Stored(self.path, node.shape, is_trainable(node.dtype), tie)
+
+
 @dataclass
 class _Tree:
-    """What the nested dicts and lists of the files hold, by path: `stored` are tensors with their
-    keys, by the path joined by dots, which `paths` have.
+    """What the nested dicts and lists of the files hold: tensors by their paths joined by dots, and
+    other objects by path, with their files.
     """
 
-    stored: dict[str, tuple[str, StoredTensor]] = field(default_factory=dict)
-    paths: dict[str, Steps] = field(default_factory=dict)
+    tensors: dict[str, _Tensor] = field(default_factory=dict)
     objects: dict[Steps, tuple[TorchFile, object]] = field(default_factory=dict)
 
-    def add(self, found: Import, name: str, file: TorchFile) -> None:
+    def add(self, name: str, file: TorchFile) -> None:
         for path, node in _leaves(file.tree, ()):
             if not isinstance(node, StoredTensor):
                 self.objects[path] = file, node
                 continue
             label = _label(path)
-            if label in self.stored:
+            if label in self.tensors:
                 raise FormatError(
                     f"{file.path}: {label!r} would be two tensors, of which one is"
-                    f" {self.stored[label][0]}"
+                    f" {self.tensors[label].key}"
                 )
-            self.stored[label] = f"{name}:{node.key}", node
-            self.paths[label] = path or (0,)
-            if node.attributes:
-                found.extra(name, f"attributes of {label}", node.attributes)
+            self.tensors[label] = _Tensor(path or (0,), name, f"{name}:{node.key}", node)
+
+    def described(self) -> tuple[Mapping[str, Stored], Mapping[Steps, object]]:
+        """The tensors and the other objects, as `Import.placed` takes them."""
+        tensors = {label: tensor.described() for label, tensor in self.tensors.items()}
+        return tensors, {path: node for path, (_, node) in self.objects.items()}
 
 
 def _label(path: Steps) -> str:
-    return ".".join(map(str, path)) or BARE
+    return joined(path) or BARE
 
 
-def _tensors(found: Import, files: Mapping[str, TorchFile], options: Options) -> None:
-    tree = _Tree()
-    for name, file in files.items():
-        tree.add(found, name, file)
-    values = {path: node for path, (_, node) in tree.objects.items()}
-    tensors = {
-        label: _stored(tree.paths[label], key, tensor)
-        for label, (key, tensor) in tree.stored.items()
-    }
-    places = found.placed(tensors, values, options)
-    aside = weights_place(tree.paths, places.at, places.in_optimizers)
-    _check_aside(found, tree.objects, aside)
+def _keep_attributes(imported: Import, tree: _Tree) -> None:
+    for label, tensor in tree.tensors.items():
+        if tensor.node.attributes:
+            imported.extra(tensor.file, f"attributes of {label}", tensor.node.attributes)
+
+
+def _place(imported: Import, tree: _Tree, places: Places, options: Options) -> None:
+    """Give every tensor its place, but those of optimizers where only weights are asked for."""
     left = places.in_optimizers if options.weights_only else frozenset[str]()
-    for label, (key, tensor) in tree.stored.items():
+    for label, tensor in tree.tensors.items():
         state, name = places.at[label]
         what = f"{state} of {name}"
         if label in left:
-            found.leave(key, "", f"{what}: only weights were asked for")
+            imported.leave(tensor.key, "", f"{what}: only weights were asked for")
             continue
         reason = what if state != "other" else "a tensor beside the model"
-        found.parameter(state, name, Consolidated(Unique().join([tensor.shape]), [key]), reason)
-    found.notes += places.notes
+        whole = Consolidated(Unique().join([tensor.node.shape]), [tensor.key])
+        imported.parameter(state, name, whole, reason)
+    imported.notes += places.notes
 
 
-def _check_aside(
-    found: Import, objects: Mapping[Steps, tuple[TorchFile, object]], where: WeightsPlace
+def _check_objects(
+    imported: Import, objects: Mapping[Steps, tuple[TorchFile, object]], place: WeightsPlace
 ) -> None:
     """Raise FormatError where what cannot be read may be a weight: unreadable tensors, objects
     of unknown classes.
     """
-    needed: dict[FilePath, dict[str, str]] = {}
+    unreadable_weights: dict[FilePath, dict[str, str]] = defaultdict(dict)
     for path, (file, node) in objects.items():
         label = _label(path)
         reason = next(filter(None, (unreadable(inner) for _, inner in walk(node))), "")
-        aside = where.is_aside(path)
-        if reason and aside:
-            found.skip(f"{file.path.name}:{label}", "tensor", reason)
-            found.notes.append(f"{label} of {file.path.name} was left out: {reason}")
-        elif reason:
-            needed.setdefault(file.path, {})[label] = reason
-        elif not aside:
-            for holder in tensor_holders(node):
-                raise FormatError(closed_tensors(holder))
-    for path, reasons in needed.items():
+        match bool(reason), place.is_aside(path):
+            case True, True:
+                imported.skip(f"{file.path.name}:{label}", "tensor", reason)
+                imported.notes.append(f"{label} of {file.path.name} was left out: {reason}")
+            case True, False:
+                unreadable_weights[file.path][label] = reason
+            case False, False:
+                for holder in tensor_holders(node):
+                    raise FormatError(closed_tensors(holder))
+    for path, reasons in unreadable_weights.items():
         raise FormatError(f"{path}: {cannot_be_read(reasons)}")
 
 
-def _stored(path: Steps, key: str, tensor: StoredTensor) -> Stored:
-    file = key.partition(":")[0]
-    tie = file, tensor.storage, tensor.offset, tensor.shape, tensor.strides
-    return Stored(path, tensor.shape, is_trainable(tensor.dtype), tie)
-
-
-def _extras(found: Import, name: str, file: TorchFile) -> None:
+def _keep_extras(imported: Import, name: str, file: TorchFile) -> None:
     """Everything of a file that is no tensor in nested dicts and lists."""
-    tree = (
-        file.tree
-        if _entries(file.tree) is not None and isinstance(file.tree, dict)
-        else {"object": file.tree}
-    )
-    for key, value in tree.items():
+    entries = _entries(file.tree) if isinstance(file.tree, dict) else None
+    for key, value in [("object", file.tree)] if entries is None else entries:
         rest = _rest(value)
         if rest is not _GONE:
-            found.extra(name, str(key), rest)
+            imported.extra(name, str(key), rest)
 
 
 def _entries(node: object) -> list[tuple[str | int, object]] | None:
     """What a dict or list of a state dict holds; None of anything else."""
-    if isinstance(node, dict):
-        return list(node.items()) if all(type(key) in (str, int) for key in node) else None
-    return list(enumerate(node)) if isinstance(node, list | tuple) else None
+    match node:
+        case dict():
+            return list(node.items()) if {*map(type, node)} <= {str, int} else None
+        case list() | tuple():
+            return list(enumerate(node))
+    return None
 
 
 def _leaves(node: object, path: Steps) -> Iterator[tuple[Steps, object]]:
     entries = _entries(node)
     if entries is None:
         yield path, node
-    for step, value in entries or ():
+        return
+    for step, value in entries:
         yield from _leaves(value, (*path, step))
 
 
@@ -229,6 +251,9 @@ def _rest(node: object) -> object:
     kept = {step: value for step, value in rest.items() if value is not _GONE}
     if rest and not kept:
         return _GONE
-    if isinstance(node, dict):
-        return kept
-    return list(rest.values()) if isinstance(node, list) else tuple(rest.values())
+    match node:
+        case dict():
+            return kept
+        case list():
+            return list(rest.values())
+    return tuple(rest.values())

@@ -30,7 +30,14 @@ from jax_ucp.formats.pairing import (
     only_division,
     only_pairing,
 )
-from jax_ucp.formats.torch_save.optimizer_dicts import OptimizerDict, Owner, Steps, joined, prefixes
+from jax_ucp.formats.torch_save.optimizer_dicts import (
+    OptimizerDict,
+    Owner,
+    Steps,
+    dict_name,
+    joined,
+    prefixes,
+)
 from jax_ucp.layout.fragments import Shape
 
 NUMBERS = "they go by numbers, and nothing stored says which parameter has which number"
@@ -61,8 +68,7 @@ def is_trainable(dtype: np.dtype) -> bool:
 
 @dataclass
 class Pairs:
-    """The place (state, parameter) of each state that is mapped, and what optimizers were told for
-    parameters.
+    """The place (state, parameter) of each state that is mapped, and the settings of parameters.
 
     `used`: there was an optimizer for which the user's word was needed.
     """
@@ -153,31 +159,33 @@ class _Pairing:
         """The tensors of the model that an optimizer with names is of. Raises Undecided."""
         if self.model is None:
             raise Undecided(self._no_model())
-        fitting: dict[Steps, dict[Owner, str]] = {}
-        for root in self._roots_of(optimizer):
-            if owned := self._in_dict(optimizer, root):
-                fitting[root] = owned
-        owned = fitting.pop(self.model, {})
-        others = [root for root, names in fitting.items() if not self._same_tensors(names, owned)]
-        if owned and others:
+        candidates = {root: self._in_dict(optimizer, root) for root in self._roots_of(optimizer)}
+        owned = candidates.pop(self.model, {})
+        others: list[Steps] = []
+        for root, names in candidates.items():
+            if names and not self._same_tensors(names, owned):
+                others.append(root)
+        if not owned:
+            raise Undecided(self._misfit_with(optimizer, self.model, others))
+        if others:
             raise Undecided(
                 f"their names and shapes fit {_names([self.model, *others])} alike, and nothing"
                 " stored says whose they are"
             )
-        if owned:
-            return owned
-        misfit = self._misfit(optimizer, self.model)
+        return owned
+
+    def _misfit_with(self, optimizer: OptimizerDict, model: Steps, others: Sequence[Steps]) -> str:
+        """Why an optimizer with names is not the model's, and the `others` that it fits."""
+        misfit = self._misfit(optimizer, model)
         if not others:
-            raise Undecided(misfit)
+            return misfit
         self.elsewhere.add(optimizer.path)
-        raise Undecided(f"{misfit}; they fit {_names(others)}")
+        return f"{misfit}; they fit {_names(others)}"
 
     def _no_model(self) -> str:
-        return (
-            "nothing decides which dict is the model"
-            if self.outside
-            else "there are no weights in the file"
-        )
+        if not self.outside:
+            return "there are no weights in the file"
+        return "nothing decides which dict is the model"
 
     def _roots_of(self, optimizer: OptimizerDict) -> list[Steps]:
         """The dicts that have what the first state names, or else what the first group names."""
@@ -185,7 +193,8 @@ class _Pairing:
         owners: Sequence[Owner] = [owner for owner, _ in first_state]
         if not owners and optimizer.groups:
             owners = optimizer.groups[0].owners[:1]
-        return list(dict.fromkeys(root for owner in owners for root in self.roots[owner]))
+        roots = itertools.chain.from_iterable(self.roots[owner] for owner in owners)
+        return list(dict.fromkeys(roots))
 
     def _in_dict(self, optimizer: OptimizerDict, root: Steps) -> dict[Owner, str]:
         """The tensor of the dict that each owner of the optimizer names; empty if one names
@@ -193,9 +202,10 @@ class _Pairing:
         """
         names = self.dicts[root]
         states = self._states(optimizer, names)
-        listed = {owner for group in optimizer.groups for owner in group.owners}
+        listed = set(optimizer.listed())
         owners = listed & names.keys()
-        if states.missing or not (states.shapes or owners == listed):
+        names_any = bool(states.shapes) or owners == listed
+        if states.missing or not names_any:
             return {}
         for owner, shapes in states.shapes.items():
             if contradiction(shapes, self._shape(root, owner)):
@@ -205,16 +215,16 @@ class _Pairing:
 
     def _same_tensors(self, tensors: Mapping[Any, str], others: Mapping[Any, str]) -> bool:
         """Whether each of these tensors is the one that goes by the same key in `others`."""
-        return all(
-            self._tie(tensor) == self._tie(others.get(key)) for key, tensor in tensors.items()
-        )
+        if not tensors.keys() <= others.keys():
+            return False
+        return all(self._tie(tensor) == self._tie(others[key]) for key, tensor in tensors.items())
 
     def _misfit(self, optimizer: OptimizerDict, root: Steps) -> str:
         """Why an optimizer with names is not of this dict."""
         states = self._states(optimizer, self.dicts[root])
-        if states.missing and not any(optimizer.states[name] for name in states.missing):
-            return NUMBERS
         if states.missing:
+            if not any(optimizer.states[name] for name in states.missing):
+                return NUMBERS
             return (
                 f"{len(states.missing)} name no parameter of the model, the first"
                 f" {states.missing[0]}"
@@ -234,24 +244,27 @@ class _Pairing:
         """
         states = _States()
         for name, readings in optimizer.states.items():
-            for owner, state in readings:
-                if isinstance(owner, int) or owner in names:
-                    states.shapes[owner][state] = self.tensors[name].shape
-                    states.places[name] = owner, state
-                    break
-            else:
+            numbered_or_named = (
+                (owner, state)
+                for owner, state in readings
+                if isinstance(owner, int) or owner in names
+            )
+            reading = next(numbered_or_named, None)
+            if reading is None:
                 states.missing.append(name)
+                continue
+            owner, state = reading
+            states.places[name] = reading
+            states.shapes[owner][state] = self.tensors[name].shape
         return states
 
     def _shape(self, root: Steps, owner: Owner) -> Shape:
         return self.outside[self.dicts[root][str(owner)]].shape
 
-    def _tie(self, name: str | None) -> Hashable:
+    def _tie(self, name: str) -> Hashable:
         """What is equal of two names of one tensor."""
-        stored = self.outside.get(name) if name is not None else None
-        if stored is None or stored.tie is None:
-            return name
-        return "tie", stored.tie
+        tie = self.outside[name].tie
+        return name if tie is None else ("tie", tie)
 
     # Numbers.
 
@@ -288,15 +301,15 @@ class _Pairing:
         return only_pairing(candidates_by_shape(members, self._shapes(free)))
 
     def _settle(self, optimizer: OptimizerDict, owned: dict[Owner, str]) -> None:
-        stray = next((name for name in owned.values() if name not in self.weights), None)
-        if stray is not None:
+        strays = [name for name in owned.values() if name not in self.weights]
+        if strays:
             self.elsewhere.add(optimizer.path)
             self.apart[optimizer.path] = (
-                f"they are of {stray}, which is not a parameter of the model"
+                f"they are of {strays[0]}, which is not a parameter of the model"
             )
-        else:
-            self.owned[optimizer.path] = owned
-            self.apart.pop(optimizer.path, None)
+            return
+        self.owned[optimizer.path] = owned
+        self.apart.pop(optimizer.path, None)
 
     def _members(self, optimizers: Sequence[OptimizerDict]) -> dict[Member, dict[str, Shape]]:
         """The numbered parameters, in the order of the groups, and the shapes of their states."""
@@ -343,9 +356,7 @@ class _Pairing:
         members = self._members(optimizers)
         self._check_listed(optimizers)
         self._exclude_others(members)
-        groups: list[list[Member]] = []
-        for optimizer in optimizers:
-            groups += _groups_of(optimizer)
+        groups = list(itertools.chain.from_iterable(map(_groups_of, optimizers)))
 
         def fits(name: str, group: int, place: int) -> bool:
             return not contradiction(members[groups[group][place]], self.outside[name].shape)
@@ -363,10 +374,11 @@ class _Pairing:
         for optimizer in optimizers:
             listed = set(optimizer.listed())
             states = self._states(optimizer, listed)
-            strays = [*states.missing, *sorted(map(str, states.shapes.keys() - listed))]
+            not_listed = sorted(map(str, states.shapes.keys() - listed))
+            strays = [*states.missing, *not_listed]
             if strays:
                 raise Undecided(
-                    f"{optimizer.where} has states of what no group of it lists, the first"
+                    f"{optimizer.name} has states of what no group of it lists, the first"
                     f" {strays[0]}"
                 )
 
@@ -379,7 +391,7 @@ class _Pairing:
         for path, count in counts.items():
             if count <= len(others) and path not in unfit:
                 raise Undecided(
-                    f"{self.optimizers[path].where} could be the optimizer of other tensors than"
+                    f"{self.optimizers[path].name} could be the optimizer of other tensors than"
                     f" the model's, such as {others[0]}; say it with lists of full names"
                 )
 
@@ -412,12 +424,12 @@ class _Pairing:
     def _listed(self, optimizer: OptimizerDict, lists: Sequence[Sequence[str]]) -> dict[Owner, str]:
         """The tensor of each owner, by the names that the user gave."""
         states = self._states(optimizer, optimizer.listed()).shapes
-        tensors = self._tensors_of([name for names in lists for name in names])
+        tensors = self._tensors_of(list(itertools.chain(*lists)))
         owned: dict[Owner, str] = {}
         for i, (owners, names) in enumerate(zip(optimizer.lists(), lists, strict=True)):
             if len(owners) != len(names):
                 raise Undecided(
-                    f"group {i} of {optimizer.where} has {len(owners)} parameters, but {len(names)}"
+                    f"group {i} of {optimizer.name} has {len(owners)} parameters, but {len(names)}"
                     " names"
                 )
             for owner, name in zip(owners, names, strict=True):
@@ -425,7 +437,7 @@ class _Pairing:
                 self._check_word(optimizer, owner, name, states.get(owner, {}), tensors[name])
         ties = set(map(self._tie, owned.values()))
         if len(ties) != len(owned):
-            raise Undecided(f"two names for {optimizer.where} are one tensor")
+            raise Undecided(f"two names for {optimizer.name} are one tensor")
         return owned
 
     def _check_word(
@@ -440,11 +452,11 @@ class _Pairing:
         its states' shapes.
         """
         if isinstance(owner, str) and not _agree(owner, name):
-            raise Undecided(f"{name} is said to be what {optimizer.where} itself calls {owner}")
+            raise Undecided(f"{name} is said to be what {optimizer.name} itself calls {owner}")
         shape = self.outside[tensor].shape
         if state := contradiction(shapes, shape):
             raise Undecided(
-                f"{state} of {owner} in {optimizer.where} has shape {list(shapes[state])}, but"
+                f"{state} of {owner} in {optimizer.name} has shape {list(shapes[state])}, but"
                 f" {name}, which is said to be it, has {list(shape)}"
             )
 
@@ -452,20 +464,18 @@ class _Pairing:
         """The tensors of names: all of them from the top of the file, or all in the model."""
         wanted = set(names)
         in_model = self.dicts[self.model] if self.model is not None else {}
-        in_file = {name: name for name in self.outside.keys() & wanted}
-        tensors = {name: in_model[name] for name in in_model.keys() & wanted}
-        if tensors.keys() == wanted == in_file.keys():
-            if not self._same_tensors(tensors, in_file):
-                raise Undecided(
-                    f"{names[0]} can be read from the top of the file, and in the model"
-                )
-            return tensors
-        if in_file.keys() == wanted:
-            return in_file
-        if self.model is None or tensors.keys() != wanted:
+        in_file = {name: name for name in names}
+        all_in_model = wanted <= in_model.keys()
+        all_in_file = wanted <= self.outside.keys()
+        if self.model is None or not all_in_model:
+            if all_in_file:
+                return in_file
             raise self._no_parameter(names, in_model)
         tensors = {name: in_model[name] for name in names}
-        self._refuse_rivals(self.model, tensors)
+        if not all_in_file:
+            self._refuse_rivals(self.model, tensors)
+        elif not self._same_tensors(tensors, in_file):
+            raise Undecided(f"{names[0]} can be read from the top of the file, and in the model")
         return tensors
 
     def _no_parameter(self, names: Sequence[str], in_model: Mapping[str, str]) -> Undecided:
@@ -479,7 +489,8 @@ class _Pairing:
         """Raise Undecided where dicts beside the model have all these names for other tensors."""
         rivals: list[Steps] = []
         for root, names in self.dicts.items():
-            if tensors.keys() <= names.keys() and not self._same_tensors(tensors, names):
+            has_all_names = tensors.keys() <= names.keys()
+            if has_all_names and not self._same_tensors(tensors, names):
                 rivals.append(root)
         if rivals:
             example = joined((*model, next(iter(tensors))))
@@ -498,7 +509,7 @@ class _Pairing:
         for path, reason in self.apart.items():
             optimizer = self.optimizers[path]
             if optimizer.states:
-                count = f"{len(optimizer.states)} optimizer states in {optimizer.where}"
+                count = f"{len(optimizer.states)} optimizer states in {optimizer.name}"
                 pairs.notes.append(f"{count} are kept under `other`: {reason}")
         if groups is not None:
             pairs.notes.append(word_note(groups))
@@ -515,18 +526,15 @@ class _Pairing:
         }
 
     def _settings(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """What mapped optimizers were told; of a parameter that two of them list, nothing."""
-        settings: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
-        optimizers: dict[str, set[Steps]] = defaultdict(set)
+        """The settings of mapped optimizers; none of a parameter that two of them list."""
+        listing: dict[str, list[tuple[Steps, Mapping[str, Any]]]] = defaultdict(list)
         for path, owned in self.owned.items():
             for group in self.optimizers[path].groups:
                 for owner in filter(owned.__contains__, group.owners):
-                    name = self.weights[owned[owner]]
-                    settings[name].append(group.settings)
-                    optimizers[name].add(path)
-        for name, of_parameter in settings.items():
-            if len(optimizers[name]) == 1:
-                yield from ((name, some) for some in of_parameter)
+                    listing[self.weights[owned[owner]]].append((path, group.settings))
+        for name, listed in listing.items():
+            if len({path for path, _ in listed}) == 1:
+                yield from ((name, settings) for _, settings in listed)
 
     def _remedy(self) -> Iterator[str]:
         """What to say so that states that are apart are mapped."""
@@ -538,11 +546,10 @@ class _Pairing:
 
     def _ordered(self) -> bool:
         """Whether the order of the model would decide."""
-        trial = _Pairing(
-            self.tensors, [*self.optimizers.values()], self.outside, self.model, self.weights
-        )
-        if any(not optimizer.numbered for optimizer in self.open_optimizers()):
+        if not all(optimizer.numbered for optimizer in self.open_optimizers()):
             return False
+        optimizers = [*self.optimizers.values()]
+        trial = _Pairing(self.tensors, optimizers, self.outside, self.model, self.weights)
         try:
             trial.in_order(trial.numbered())
         except Undecided:
@@ -552,10 +559,7 @@ class _Pairing:
     def _example(self) -> str:
         """A name as a list must have it: a full one if a dict beside the model has it too."""
         tensor, name = next(iter(self.weights.items()), ("", ""))
-        others = [
-            root for root, names in self.dicts.items() if root != self.model and name in names
-        ]
-        return tensor if others else name
+        return tensor if set(self.roots.get(name, ())) - {self.model} else name
 
 
 def _groups_of(optimizer: OptimizerDict) -> Iterator[list[Member]]:
@@ -592,7 +596,7 @@ def names_by_dict(path: Steps) -> Iterator[tuple[Steps, str]]:
 
 def sizes_of(optimizers: Sequence[OptimizerDict]) -> str:
     """How many parameters each group of the optimizers has."""
-    return ", ".join(f"{o.where} has {_sizes(o)}" for o in optimizers)
+    return ", ".join(f"{o.name} has {_sizes(o)}" for o in optimizers)
 
 
 def _sizes(optimizer: OptimizerDict) -> str:
@@ -600,7 +604,7 @@ def _sizes(optimizer: OptimizerDict) -> str:
 
 
 def _names(roots: Sequence[Steps]) -> str:
-    return " and ".join(sorted(joined(root) or "the outermost dict" for root in roots))
+    return " and ".join(sorted(map(dict_name, roots)))
 
 
 def _agree(a: str, b: str) -> bool:

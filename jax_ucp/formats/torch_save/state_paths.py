@@ -26,41 +26,51 @@ from typing import Any
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.torch_save.optimizer_dicts import (
     OptimizerDict,
-    Owner,
     Steps,
+    dict_name,
     joined,
     optimizer_dicts,
     prefixes,
 )
 from jax_ucp.formats.torch_save.state_pairing import Stored, names_by_dict, pair_states, relative
 
-MODEL_WORDS = ("model", "module", "state_dict", "model_state_dict", "model_state")
-_WORDS = frozenset(MODEL_WORDS)
+MODEL_WORDS = frozenset(("model", "module", "state_dict", "model_state_dict", "model_state"))
 
-_NOTHING_SAID = Options()
+_DEFAULTS = Options()
+
+_DictsByName = Mapping[str, set[Steps]]  # the dicts that have a tensor of a name, at any depth
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Places:
     """Where each tensor goes: `at[name]` is (state, parameter). `notes` say what could not be
     decided.
 
     `in_optimizers` are the tensors that lie in an optimizer's dict, mapped or not. `settings` are
-    pairs: a parameter's name, and what its optimizer was told. `used`: what the user said of
-    optimizer groups was of use.
+    pairs: a parameter's name, and its optimizer's settings for it. `used`: the option
+    `optimizer_groups` was needed.
     """
 
-    at: dict[str, tuple[str, str]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    in_optimizers: set[str] = field(default_factory=set)
-    settings: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
+    at: dict[str, tuple[str, str]]
+    notes: list[str]
+    in_optimizers: set[str]
+    settings: Sequence[tuple[str, Mapping[str, Any]]] = ()
     used: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """The model's dict, if one is decided; its tensors with their parameters; notes on doubts."""
+
+    path: Steps | None = None
+    weights: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
 
 
 def places(
     tensors: Mapping[str, Stored],
     objects: Mapping[Steps, Any] = MappingProxyType({}),
-    options: Options = _NOTHING_SAID,
+    options: Options = _DEFAULTS,
 ) -> Places:
     """The place of each tensor; `objects` are what is no tensor, by path. Raises Undecided as
     `pair_states`.
@@ -71,132 +81,99 @@ def places(
     >>> places(tensors, {("optim", "param_groups", 0, "lr"): 0.1}).at
     {'model.w': ('param', 'w'), 'optim.state.w.step': ('step', 'w'), 'lr': ('other', 'lr')}
     """
-    found = Places()
-    optimizers = optimizer_dicts({name: stored.path for name, stored in tensors.items()}, objects)
-    found.in_optimizers = _in_optimizers(tensors, optimizers)
-    outside = {name: tensors[name] for name in tensors if name not in found.in_optimizers}
-    model, weights, found.notes = _weights(outside, optimizers.values())
+    paths = {name: stored.path for name, stored in tensors.items()}
+    optimizers = optimizer_dicts(paths, objects)
+    in_optimizers = _in_optimizers(paths, optimizers)
+    outside = {name: tensors[name] for name in tensors if name not in in_optimizers}
+    model = _model(outside, optimizers.values())
     groups = None if options.weights_only else options.optimizer_groups
-    pairs = pair_states(tensors, [*optimizers.values()], outside, model, weights, groups)
-    found.at = {name: ("other", name) for name in tensors}
-    found.at |= {name: ("param", weight) for name, weight in weights.items()}
-    found.at |= pairs.at
-    if not options.weights_only:
-        found.notes += pairs.notes
-        found.settings, found.used = pairs.settings, pairs.used
-    return found
+    pairs = pair_states(tensors, [*optimizers.values()], outside, model.path, model.weights, groups)
+    at = {name: ("other", name) for name in tensors}
+    at |= {name: ("param", weight) for name, weight in model.weights.items()}
+    at |= pairs.at
+    if options.weights_only:
+        return Places(at, [*model.notes], in_optimizers)
+    return Places(at, [*model.notes, *pairs.notes], in_optimizers, pairs.settings, pairs.used)
 
 
 def _in_optimizers(
-    tensors: Mapping[str, Stored], optimizers: Mapping[Steps, OptimizerDict]
+    paths: Mapping[str, Steps], optimizers: Mapping[Steps, OptimizerDict]
 ) -> set[str]:
     """The tensors that lie in the dict of an optimizer that has states."""
     dicts = {path for path, optimizer in optimizers.items() if optimizer.has_state}
-    return {name for name, stored in tensors.items() if not dicts.isdisjoint(prefixes(stored.path))}
+    return {name for name, path in paths.items() if not dicts.isdisjoint(prefixes(path))}
 
 
-def _weights(
-    outside: Mapping[str, Stored], optimizers: Iterable[OptimizerDict]
-) -> tuple[Steps | None, dict[str, str], list[str]]:
-    """The model's dict, its tensors with their names from there, and notes where that is in doubt;
-    `outside` are the tensors in no optimizer.
-    """
+def _model(outside: Mapping[str, Stored], optimizers: Iterable[OptimizerDict]) -> _Model:
+    """The model, of the tensors in no optimizer."""
+    if not outside:
+        return _Model()
     paths = [stored.path for stored in outside.values()]
     dicts = _dicts_by_name(paths)
-    roots = _models(paths, dicts, optimizers)
-    model = roots[0] if len(roots) == 1 else None
-    weights = _inside(model, outside)
-    return model, weights, _doubts(roots, weights, dicts) if outside else []
+    candidates = (
+        _named_by_states(dicts, optimizers) or _under_model_words(dicts) or _only_dict(paths, dicts)
+    )
+    match candidates:
+        case []:
+            note = "nothing says which tensors are the model's weights; all are kept under `other`"
+            return _Model(notes=[note])
+        case [model]:
+            weights = _weights(model, outside)
+            return _Model(model, weights, _notes_on_copies(model, weights.values(), dicts))
+        case _:
+            choice = ", ".join(sorted(map(dict_name, candidates)))
+            note = (
+                f"several dicts could be the model, so all tensors are kept under `other`: {choice}"
+            )
+            return _Model(notes=[note])
 
 
-def _inside(model: Steps | None, tensors: Mapping[str, Stored]) -> dict[str, str]:
+def _weights(model: Steps, tensors: Mapping[str, Stored]) -> dict[str, str]:
     """The tensors that lie in the dict `model`, with their names from there."""
-    names: dict[str, str] = {}
-    if model is None:
-        return names
-    for name, stored in tensors.items():
-        if (path := relative(stored.path, model)) is not None:
-            names[name] = joined(path)
-    return names
+    inner = {name: relative(stored.path, model) for name, stored in tensors.items()}
+    return {name: joined(path) for name, path in inner.items() if path is not None}
 
 
-def _doubts(
-    models: Sequence[Steps], weights: Mapping[str, str], dicts: Mapping[str, set[Steps]]
-) -> list[str]:
-    """Notes on what could be the model too, or that nothing could be."""
-    if len(models) > 1:
-        choice = _listed(models)
-        return [
-            f"several dicts could be the model, so all tensors are kept under `other`: {choice}"
-        ]
-    copies = _copies(models[0], weights.values(), dicts) if models else []
-    if copies:
-        return [
-            f"{_listed(models)} is taken for the model; {', '.join(copies)} with the same names is"
-            " kept under `other`"
-        ]
-    if not weights:
-        return ["nothing says which tensors are the model's weights; all are kept under `other`"]
-    return []
-
-
-def _listed(dicts: Iterable[Steps]) -> str:
-    return ", ".join(sorted(joined(path) or "the outermost dict" for path in dicts))
+def _notes_on_copies(model: Steps, names: Collection[str], dicts: _DictsByName) -> list[str]:
+    """A note on the dicts beside the model that have every name of it; none if there are none."""
+    with_every_name = set[Steps].intersection(*(dicts[name] for name in names))
+    copies = ", ".join(sorted(map(dict_name, with_every_name - {model})))
+    if not copies:
+        return []
+    return [
+        f"{dict_name(model)} is taken for the model; {copies} with the same names is kept under"
+        " `other`"
+    ]
 
 
 def _dicts_by_name(paths: Iterable[Steps]) -> dict[str, set[Steps]]:
     """The dicts in which, at any depth, there is a tensor of a name."""
-    found: dict[str, set[Steps]] = defaultdict(set)
+    dicts: dict[str, set[Steps]] = defaultdict(set)
     for path in paths:
         for root, name in names_by_dict(path):
-            found[name].add(root)
-    return found
+            dicts[name].add(root)
+    return dicts
 
 
-def _copies(model: Steps, names: Collection[str], dicts: Mapping[str, set[Steps]]) -> list[str]:
-    """The dicts beside the model that have every name of it."""
-    roots = set[Steps].intersection(*(dicts[name] for name in names)) if names else set[Steps]()
-    return sorted(joined(root) for root in roots - {model})
-
-
-def _models(
-    paths: Collection[Steps],
-    dicts: Mapping[str, set[Steps]],
-    optimizers: Iterable[OptimizerDict],
-) -> list[Steps]:
-    """The paths of the dicts that could be the model; `paths` are those of tensors in no
-    optimizer.
-    """
-    return _named_by_states(dicts, optimizers) or _worded(dicts) or _only_dict(paths, dicts)
-
-
-def _named_by_states(
-    dicts: Mapping[str, set[Steps]], optimizers: Iterable[OptimizerDict]
-) -> list[Steps]:
+def _named_by_states(dicts: _DictsByName, optimizers: Iterable[OptimizerDict]) -> list[Steps]:
     """The dicts in which most states name a parameter; of several, those under a usual word."""
     hits: Counter[Steps] = Counter()
     for optimizer in optimizers:
         for readings in optimizer.states.values():
-            hits.update(_dicts_with(dicts, (owner for owner, _ in readings)))
+            named = [dicts.get(str(owner), ()) for owner, _ in readings if isinstance(owner, str)]
+            hits.update(set[Steps]().union(*named))
     most = max(hits.values(), default=0)
     roots = [root for root, count in hits.items() if count == most]
-    return [root for root in roots if has_word(root)] or roots
+    return list(filter(has_word, roots)) or roots
 
 
-def _dicts_with(dicts: Mapping[str, set[Steps]], owners: Iterable[Owner]) -> set[Steps]:
-    """The dicts that have a tensor of one of these names; a number is no name."""
-    names = [owner for owner in owners if isinstance(owner, str)]
-    return set[Steps]().union(*(dicts.get(name, ()) for name in names))
-
-
-def _worded(dicts: Mapping[str, set[Steps]]) -> list[Steps]:
+def _under_model_words(dicts: _DictsByName) -> list[Steps]:
     """The dicts under a usual word, in no other such dict."""
     roots = set[Steps]().union(*dicts.values())
-    worded = [root for root in roots if root and root[-1] in MODEL_WORDS]
-    return [root for root in worded if not has_word(root[:-1])]
+    return [root for root in roots if has_word(root) and not has_word(root[:-1])]
 
 
-def _only_dict(paths: Collection[Steps], dicts: Mapping[str, set[Steps]]) -> list[Steps]:
+def _only_dict(paths: Collection[Steps], dicts: _DictsByName) -> list[Steps]:
     """The outermost dict, if tensors lie in it; else the one dict in which all tensors lie."""
     if any(() in roots for roots in dicts.values()):
         return [()]
@@ -207,4 +184,4 @@ def _only_dict(paths: Collection[Steps], dicts: Mapping[str, set[Steps]]) -> lis
 
 def has_word(path: Steps) -> bool:
     """Whether a path leads through a dict under a usual word for a model."""
-    return not _WORDS.isdisjoint(path)
+    return not MODEL_WORDS.isdisjoint(path)

@@ -297,10 +297,10 @@ def load(
     (deflated). Raises UnsafePickle for what a checkpoint never needs, FormatError for what is no
     pickle.
     """
-    found, end = load_first(data, names, persistent, stored_bytes)
+    value, end = load_first(data, names, persistent, stored_bytes)
     if end != len(data):
         raise FormatError(f"{len(data) - end} bytes follow the end of the pickle")
-    return found
+    return value
 
 
 def load_first(
@@ -600,12 +600,11 @@ def what_is(value: object) -> str:
     """
     if isinstance(value, Opaque):
         return f"an object of {value.type}, which is not known here"
+    if isinstance(value, Name):
+        return f"the name {value}"
     kind = type(value).__name__
-    return (
-        f"the name {value}"
-        if isinstance(value, Name)
-        else f"{'an' if kind[0] in 'aeio' else 'a'} {kind}"
-    )
+    article = "an" if kind[0] in "aeio" else "a"
+    return f"{article} {kind}"
 
 
 def known(value: T) -> T:
@@ -794,16 +793,8 @@ def _sum(
         if type(child) in _ATOMS or not isinstance(child, _CONTAINERS):
             nodes, depth = nodes + 1, depth or level
             continue
-        too_deep = above + level > MAX_DEPTH
-        found = known.get(id(child)) or (
-            (1, 1) if too_deep else _size(child, above + level, max_nodes, known)
-        )
-        # around this one, or found to be so below an Opaque that was closed for it
-        if found is _INSIDE:
-            raise UnsafePickle(
-                f"a {type(child).__name__} in the pickle contains itself, or is nested too deep"
-            )
-        nodes, depth = nodes + found[0], max(depth, level + found[1])
+        size = _child_size(child, above + level, max_nodes, known)
+        nodes, depth = nodes + size[0], max(depth, level + size[1])
         if nodes > max_nodes:
             break
     if nodes > max_nodes or above + depth > MAX_DEPTH:
@@ -811,6 +802,21 @@ def _sum(
             f"objects nested {above + depth} deep, or {nodes} counting shared ones, in the pickle"
         )
     return nodes, depth
+
+
+def _child_size(
+    node: object, above: int, max_nodes: int, known: dict[int, tuple[int, int]]
+) -> tuple[int, int]:
+    """The size of a container in another one; the least, of one that is too deep to be walked."""
+    size = known.get(id(node))
+    if size is None:
+        return (1, 1) if above > MAX_DEPTH else _size(node, above, max_nodes, known)
+    # around this one, or seen to be so below an Opaque that was closed for it
+    if size is _INSIDE:
+        raise UnsafePickle(
+            f"a {type(node).__name__} in the pickle contains itself, or is nested too deep"
+        )
+    return size
 
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, Node)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from jax_ucp.errors import CorruptData, FormatError
@@ -74,21 +74,28 @@ def zip_members(file: ByteRange) -> dict[str, Member]:
     """
     start, entries = _directory(file)
     members: dict[str, Member] = {}
-    spans = []
+    spans: list[tuple[int, int, str]] = []
     for entry, header in zip(entries, _local_headers(file, entries), strict=True):
         member = _member(file, entry, header)
         if member.name in members:
             raise FormatError(f"zip member {member.name!r} occurs twice")
         members[member.name] = member
         spans.append((entry.header, member.offset + member.stored_size, member.name))
+    _check_disjoint(spans, start)
+    return members
+
+
+def _check_disjoint(spans: Iterable[tuple[int, int, str]], limit: int) -> None:
+    """Refuse members, each from one byte to another, of which two overlap or one ends after
+    `limit`.
+    """
     free = 0
     for begin, end, name in sorted(spans):
-        if begin < free or end > start:
+        if begin < free or end > limit:
             raise FormatError(
-                f"zip member {name!r} overlaps another or runs past byte {start}, where members end"
+                f"zip member {name!r} overlaps another or runs past byte {limit}, where members end"
             )
         free = end
-    return members
 
 
 def _local_headers(file: ByteRange, entries: Sequence[_Entry]) -> list[bytes]:
@@ -137,14 +144,29 @@ def _directory(file: ByteRange) -> tuple[int, list[_Entry]]:
     """Where the central directory starts, and its entries. Comments, which torch never writes,
     are refused.
     """
-    end = file.size - _END.size
-    record = file.read(max(end, 0), file.size)
-    if end < 0 or record[:4] != b"PK\5\6":
+    start, size, count = _end(file)
+    if count * _CENTRAL.size > size:
+        raise FormatError(f"the zip directory claims {count} entries in {size} bytes")
+    directory = memoryview(file.read(start, start + size))
+    entries, at = [], 0
+    for _ in range(count):
+        entry, at = _entry(directory, at, start)
+        entries.append(entry)
+    if at != len(directory):
+        raise FormatError(f"the zip directory holds more than the {count} entries it claims")
+    return start, entries
+
+
+def _end(file: ByteRange) -> tuple[int, int, int]:
+    """Where the central directory starts, how many bytes it has, and how many entries."""
+    at = file.size - _END.size
+    record = file.read(max(at, 0), file.size)
+    if at < 0 or record[:4] != b"PK\5\6":
         raise FormatError(
             "no zip end record at the end: the file is truncated, or no zip file of torch.save"
         )
     *numbers, comment = _END.unpack(record)[1:]
-    limit, (disk, start_disk, here, count, size, start) = _end64(file, end, numbers)
+    limit, (disk, start_disk, here, count, size, start) = _end64(file, at, numbers)
     if disk or start_disk or here != count or comment:
         raise FormatError(
             "the zip end record speaks of several disks or of a comment: no file of torch.save"
@@ -153,16 +175,7 @@ def _directory(file: ByteRange) -> tuple[int, list[_Entry]]:
         raise FormatError(
             f"the zip directory, {size} bytes from {start}, does not end at its end record, {limit}"
         )
-    if count * _CENTRAL.size > size:
-        raise FormatError(f"the zip directory claims {count} entries in {size} bytes")
-    directory = memoryview(file.read(start, limit))
-    entries, at = [], 0
-    for _ in range(count):
-        entry, at = _entry(directory, at, start)
-        entries.append(entry)
-    if at != len(directory):
-        raise FormatError(f"the zip directory holds more than the {count} entries it claims")
-    return start, entries
+    return start, size, count
 
 
 def _end64(file: ByteRange, end: int, numbers: list[int]) -> tuple[int, list[int]]:
@@ -215,11 +228,16 @@ def _entry(directory: memoryview, at: int, start: int) -> tuple[_Entry, int]:
         raise FormatError(
             f"zip member {_text(name)!r} is encrypted or on another disk (flags {flags:#x})"
         )
-    if method not in (_STORED, _DEFLATED) or (method == _STORED and size != stored_size):
+    _check_method(name, method, stored_size, size)
+    return _Entry(name, flags, method, crc, stored_size, size, header), stop
+
+
+def _check_method(name: bytes, method: int, stored_size: int, size: int) -> None:
+    is_stored = method == _STORED and size == stored_size
+    if not is_stored and method != _DEFLATED:
         raise FormatError(
             f"zip member {_text(name)!r}: method {method}, {stored_size} bytes stored for {size}"
         )
-    return _Entry(name, flags, method, crc, stored_size, size, header), stop
 
 
 def _member(file: ByteRange, entry: _Entry, head: bytes) -> Member:
@@ -247,17 +265,24 @@ def _member(file: ByteRange, entry: _Entry, head: bytes) -> Member:
     if _MAX32 in (size, stored_size):
         wide = _zip64(memoryview(head)[extra_at:length])
         size, stored_size = (_widen(number, wide, entry.name) for number in (size, stored_size))
-    here, there = (crc, stored_size, size), (entry.crc, entry.stored_size, entry.size)
-    agree = here == there or (
-        flags & _SIZES_FOLLOW and all([a in (0, b) for a, b in zip(here, there, strict=True)])
-    )
-    if not agree or (head[_LOCAL.size : extra_at], flags, method) != (
-        entry.name,
-        entry.flags,
-        entry.method,
-    ):
+    name_in_header = head[_LOCAL.size : extra_at]
+    local = _Entry(name_in_header, flags, method, crc, stored_size, size, at)
+    if not _agree(local, entry):
         raise FormatError(f"zip member {name!r}: its local header and the zip directory disagree")
     return Member(name, offset, entry.size, entry.stored_size, entry.crc, entry.method == _DEFLATED)
+
+
+def _agree(local: _Entry, entry: _Entry) -> bool:
+    """Whether a local header and the directory say the same; sizes and CRC may be zero in the
+    header where flag bit 3 says so.
+    """
+    if not local.flags & _SIZES_FOLLOW:
+        return local == entry
+    return entry == local._replace(
+        crc=local.crc or entry.crc,
+        stored_size=local.stored_size or entry.stored_size,
+        size=local.size or entry.size,
+    )
 
 
 def _zip64(extra: memoryview) -> list[int]:

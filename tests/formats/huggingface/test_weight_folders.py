@@ -293,6 +293,16 @@ def test_an_index_that_names_some_parts_of_those_that_their_names_count_is_refus
     )
 
 
+@pytest.mark.parametrize("stem", ["model", "weights", "shard"])
+def test_numbered_parts_are_refused_where_one_is_missing_whatever_they_are_called(stem, tmp_path):
+    array = np.zeros(2, np.float32)
+    write(tmp_path / f"{stem}-00001-of-00002.safetensors", {"a": array})
+    with pytest.raises(FormatError, match=f"of 2 files, of which 1 .*{stem}-00002-of-00002"):
+        ucp.open(tmp_path)
+    write(tmp_path / f"{stem}-00002-of-00002.safetensors", {"b": array})
+    assert_is_the_truth(ucp.open(tmp_path), {"param/a": array, "param/b": array})
+
+
 def test_parts_that_are_numbered_from_0_to_their_number_are_whole(tmp_path):
     parts(tmp_path, tensors(0), 2, index=True)
     write(tmp_path / "model-00000-of-00002.safetensors", {"d": np.zeros(2, np.float32)})
