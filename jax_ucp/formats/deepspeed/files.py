@@ -11,7 +11,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -46,14 +46,15 @@ _WRAPPERS = (
 
 @dataclass(frozen=True)
 class Stored:
-    """A file of the checkpoint, and the dict in it that matters."""
+    """A file of the checkpoint, and the dict in it that matters; `subfolder` ends with a slash."""
 
     file: TorchFile
     state: Mapping[str, Any]
+    subfolder: str = field(default="", kw_only=True)
 
     @property
     def name(self) -> str:
-        return self.file.path.name
+        return self.subfolder + self.file.path.name
 
     def key(self, tensor: StoredTensor) -> str:
         return f"{self.name}:{tensor.key}"

@@ -91,46 +91,46 @@ _Kind = tuple[list[Mapping[str, Any]], dict[str, Shape]]
 Places = dict[str, tuple[int, Box]]
 
 
-def add_numbered_states(reader: Slices) -> None:
+def add_numbered_states(slices: Slices) -> None:
     """Add optimizer states by number: dense ones are the same on all expert-parallel ranks,
     experts each one's own.
     """
-    optimizers = [one for mp in range(len(reader.files.models)) for one in _optimizers(reader, mp)]
-    groups = reader.options.optimizer_groups
+    optimizers = [one for mp in range(len(slices.files.models)) for one in _optimizers(slices, mp)]
+    groups = slices.options.optimizer_groups
     try:
-        places = [_places(reader, one, groups) for one in optimizers]
+        places = [_places(slices, one, groups) for one in optimizers]
     except Undecided as error:
-        _keep_undecided(reader, optimizers, error)
+        _keep_undecided(slices, optimizers, error)
         return
     for one, its_places in zip(optimizers, places, strict=True):
         add = _add_masters if one.masters else _add_states
-        add(reader, one, its_places)
+        add(slices, one, its_places)
     if not all(one.named for one in optimizers):
-        _note_pairing(reader, bool(optimizers[0].masters))
+        _note_pairing(slices, bool(optimizers[0].masters))
 
 
-def _note_pairing(reader: Slices, masters: bool) -> None:
+def _note_pairing(slices: Slices, masters: bool) -> None:
     """Say by what parameters without names were told apart."""
-    groups = reader.options.optimizer_groups
+    groups = slices.options.optimizer_groups
     if groups is not None:
-        reader.found.said["optimizer_groups"] = groups
-        reader.found.notes.append(word_note(groups))
+        slices.importer.said["optimizer_groups"] = groups
+        slices.importer.notes.append(word_note(groups))
     else:
-        reader.found.notes.append(_BY_BITS if masters else _BY_SHAPE)
+        slices.importer.notes.append(_BY_BITS if masters else _BY_SHAPE)
 
 
-def _keep_undecided(reader: Slices, optimizers: Sequence[_Optimizer], error: Undecided) -> None:
+def _keep_undecided(slices: Slices, optimizers: Sequence[_Optimizer], error: Undecided) -> None:
     """Keep all optimizers apart. Raises where the user's groups do not fit, or masters
     contradict the module.
     """
-    if reader.options.optimizer_groups is not None:
+    if slices.options.optimizer_groups is not None:
         path = optimizers[0].stored.file.path
         raise FormatError(f"{path}: optimizer_groups does not fit: {error}") from None
     if isinstance(error, Contradicted):
         _refuse_masters(optimizers, error)
     for one in optimizers:
-        _keep_apart(reader, one, str(error))
-    reader.found.notes.append(_apart_note(reader, optimizers, str(error)))
+        _keep_apart(slices, one, str(error))
+    slices.importer.notes.append(_apart_note(slices, optimizers, str(error)))
 
 
 def _refuse_masters(optimizers: Sequence[_Optimizer], error: Contradicted) -> NoReturn:
@@ -143,26 +143,21 @@ def _refuse_masters(optimizers: Sequence[_Optimizer], error: Contradicted) -> No
     ) from None
 
 
-def _optimizers(reader: Slices, mp: int) -> list[_Optimizer]:
-    """The optimizers of one model-parallel rank: that of its model states last, after those of
-    experts.
-    """
-    expp = {
-        ep: stored for (ep, rank), stored in reader.files.expert_optimizers.items() if rank == mp
-    }
-    place = reader.place(mp, None)
-    slices = {name: slices for (state, name), slices in reader.slices.items() if state == "param"}
-    shapes = {name: own.shapes[place] for name, own in slices.items() if place in own.shapes}
-    files = [*sorted(expp.items()), (0, reader.files.models[mp][0])]
+def _optimizers(slices: Slices, mp: int) -> list[_Optimizer]:
+    """The optimizers of a model-parallel rank: those of experts, then of the model states."""
+    by_experts = slices.files.expert_optimizers.items()
+    files = sorted((ep, stored) for (ep, rank), stored in by_experts if rank == mp)
+    shapes, ranks = slices.shapes_on(mp), len(files)
+    files.append((0, slices.files.models[mp][0]))
     return [
-        _optimizer(reader, stored, mp, ep, len(expp), shapes)
+        _optimizer(slices, stored, mp, ep, ranks, shapes)
         for ep, stored in files
         if stored.state.get("optimizer") is not None
     ]
 
 
 def _optimizer(
-    reader: Slices, stored: Stored, mp: int, ep: int, ranks: int, shapes: Mapping[str, Shape]
+    slices: Slices, stored: Stored, mp: int, ep: int, ranks: int, shapes: Mapping[str, Shape]
 ) -> _Optimizer:
     optimizer = stored.state["optimizer"]
     inner, masters = unwrapped(optimizer)
@@ -172,7 +167,7 @@ def _optimizer(
     if local and len(experts) > ranks * local:
         lost = f"expp_rank_{ranks}_mp_rank_{mp:02d}_optim_states.pt"
         raise FormatError(
-            f"{reader.files.folder}/{lost} is missing: {ranks} ranks have {local} of {len(experts)}"
+            f"{slices.files.folder}/{lost} is missing: {ranks} ranks have {local} of {len(experts)}"
             " experts' states"
         )
     by_number: dict[int, StoredTensor] = {}
@@ -192,7 +187,7 @@ def _numbers(groups: Iterable[Mapping[str, Any]]) -> list[int]:
     return [number for group in groups for number in group["params"]]
 
 
-def _places(reader: Slices, one: _Optimizer, groups: OptimizerGroups | None) -> Places:
+def _places(slices: Slices, one: _Optimizer, groups: OptimizerGroups | None) -> Places:
     """The place of each parameter that the optimizer has, by its own names before `groups`.
     Raises Undecided.
     """
@@ -203,9 +198,9 @@ def _places(reader: Slices, one: _Optimizer, groups: OptimizerGroups | None) -> 
         raise Undecided(
             "there are experts, whose masters are not told apart; ZeRO-1 stores them with names"
         )
-    place = reader.place(one.mp, None)
-    keys = {name: reader.slices["param", name].keys[place] for name in one.shapes}
-    copies = Copies(reader.found.shards, keys, one.shapes)
+    place = slices.place(one.mp)
+    keys = {name: slices.states["param", name].keys[place] for name in one.shapes}
+    copies = Copies(slices.importer.shards, keys, one.shapes)
     if one.flat:
         return _places_in_buffers(one, copies, groups)
     return _whole(one, _pairs_of_masters(one, copies, groups))
@@ -433,62 +428,54 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, Shape]:
 # What is told is added, and what is not is kept apart.
 
 
-def _add_states(reader: Slices, one: _Optimizer, places: Places) -> None:
+def _add_states(slices: Slices, one: _Optimizer, places: Places) -> None:
     names = {number: name for name, (number, _) in places.items()}
     for group in one.groups:
         for number in group["params"]:
             if number in names:
-                reader.found.hyperparameters(names[number], group)
+                slices.importer.hyperparameters(names[number], group)
     for number, name in names.items():
         for state, value in one.states.get(number, {}).items():
-            _add_state(reader, one, name, state, value)
+            _add_state(slices, one, name, state, value)
 
 
-def _add_state(reader: Slices, one: _Optimizer, name: str, state: str, value: Any) -> None:
-    place = reader.place(one.mp, None)
-    slices = reader.slices[state, name]
+def _add_state(slices: Slices, one: _Optimizer, name: str, state: str, value: Any) -> None:
+    place = slices.place(one.mp)
+    own = slices.states[state, name]
     if not _is_tensor(value, one.shapes[name]):
-        slices.values[place[0]].append((one.stored, value))
-    elif place in slices.keys:
+        own.values[place[0]].append((one.stored, value))
+    elif place in own.keys:
         reason = "the same state on another expert-parallel rank, compared by verify"
-        reader.found.slice_duplicate(slices.keys[place], one.stored.key(value), reason)
+        slices.importer.slice_duplicate(own.keys[place], one.stored.key(value), reason)
     else:
-        slices.keys[place], slices.shapes[place] = one.stored.key(value), value.shape
+        own.add(place, one.stored.key(value), value.shape)
 
 
 def _is_tensor(value: Any, shape: Shape) -> bool:
     return isinstance(value, StoredTensor) and value.shape == shape
 
 
-def _add_masters(reader: Slices, one: _Optimizer, places: Places) -> None:
+def _add_masters(slices: Slices, one: _Optimizer, places: Places) -> None:
     """Masters and states of the optimizers that DeepSpeed wraps for half precision."""
-    place = reader.place(one.mp, None)
+    place = slices.place(one.mp)
     for name, (number, part) in places.items():
         master, shape = one.masters[number], one.shapes[name]
-        copy = reader.slices["param", name].keys.pop(place)
+        copy = slices.states["param", name].keys.pop(place)
         for state, value in {**one.states.get(number, {}), "param": master}.items():
             if not _is_tensor(value, master.shape):
-                reader.slices[state, name].values[place[0]].append((one.stored, value))
+                slices.states[state, name].values[place[0]].append((one.stored, value))
                 continue
             layout = ParamLayout(shape, (value.shape,), (Fragment(0, part, Box.whole(shape)),))
             tensor = Consolidated(layout, [one.stored.key(value)])
-            reader.add(
-                one.mp,
-                None,
-                state,
-                name,
-                one.shapes,
-                tensor,
-                f"{state} of {len(places)} parameters",
-            )
+            slices.add(one.mp, None, state, name, tensor, f"{state} of {len(places)} parameters")
         reason = f"a copy of {name}'s master, compared with it by verify"
-        reader.found.slice_duplicate(reader.slices["param", name].keys[place], copy, reason)
-        reader.found.hyperparameters(
+        slices.importer.slice_duplicate(slices.states["param", name].keys[place], copy, reason)
+        slices.importer.hyperparameters(
             name, next(group for group in one.groups if number in group["params"])
         )
 
 
-def _keep_apart(reader: Slices, one: _Optimizer, reason: str) -> None:
+def _keep_apart(slices: Slices, one: _Optimizer, reason: str) -> None:
     """Keep the optimizer's tensors under `other`, by their places in the file, and the rest as
     an extra.
     """
@@ -496,18 +483,18 @@ def _keep_apart(reader: Slices, one: _Optimizer, reason: str) -> None:
     states = "optimizer/optimizer_state_dict/state" if masters else "optimizer/state"
     items = (f"{states}/", f"optimizer/{masters}/") if masters else (f"{states}/",)
     begins = tuple(f"{one.stored.name}:{item}" for item in items)
-    for key, info in reader.found.stored.items():
+    for key, info in slices.importer.stored.items():
         if key.startswith(begins):
             file, _, item = key.partition(":")
             label = f"{file.removesuffix('.pt')}.{item.replace('/', '.')}"
             why = f"kept apart, because nothing says which parameter it is of: {reason}"
-            reader.found.parameter(
+            slices.importer.parameter(
                 "other", label, Consolidated(Unique().join([info.shape]), [key]), why
             )
     values = {number: _values(state) for number, state in inner["state"].items()}
     if any(values.values()):
         kept = {number: state for number, state in values.items() if state}
-        reader.found.extra(one.stored.name, states, kept)
+        slices.importer.extra(one.stored.name, states, kept)
 
 
 def _values(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -515,12 +502,12 @@ def _values(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if not isinstance(value, StoredTensor)}
 
 
-def _apart_note(reader: Slices, optimizers: Sequence[_Optimizer], reason: str) -> str:
+def _apart_note(slices: Slices, optimizers: Sequence[_Optimizer], reason: str) -> str:
     masters = bool(optimizers[0].masters)
     what = "masters and optimizer states" if masters else "optimizer states"
     weights = "; the parameters are the module's 16-bit weights" if masters else ""
     say = remedy(
-        _sizes(optimizers[0]), next(iter(optimizers[0].shapes), ""), _ordered(reader, optimizers)
+        _sizes(optimizers[0]), next(iter(optimizers[0].shapes), ""), _ordered(slices, optimizers)
     )
     return (
         f"ZeRO-0 stores {what} without names, and they are kept under `other`: {reason}{weights};"
@@ -528,13 +515,13 @@ def _apart_note(reader: Slices, optimizers: Sequence[_Optimizer], reason: str) -
     )
 
 
-def _ordered(reader: Slices, optimizers: Sequence[_Optimizer]) -> bool:
+def _ordered(slices: Slices, optimizers: Sequence[_Optimizer]) -> bool:
     """Whether the order of the module would decide."""
     if any(one.named for one in optimizers):
         return False
     try:
         for one in optimizers:
-            _places(reader, one, MODULE_ORDER)
+            _places(slices, one, MODULE_ORDER)
     except Undecided:
         return False
     return True

@@ -146,7 +146,7 @@ class TensorParallel:
             what = f"{self.where}: {name} by its universal_checkpoint_info{vocab}"
             raise LayoutError(f"{what}: {error}. {_SPEC}") from error
 
-    def says(self, name: str) -> bool:
+    def names(self, name: str) -> bool:
         """Whether any list or map names the parameter."""
         return not self._patterns.matching(name).isdisjoint(chain(*self._cutting(), self.maps))
 
@@ -248,7 +248,7 @@ class BySpec:
         self.sizes = sizes.of(self.spec.lengths, self.spec.switches)
         self.layouts: Mapping[str, ParamLayout] = {}
 
-    def says(self, name: str) -> bool:
+    def names(self, name: str) -> bool:
         """Whether a rule of the spec itself claims the parameter."""
         return any(re.fullmatch(regex_of(sentence.param), name) for sentence in self.spec.own)
 
