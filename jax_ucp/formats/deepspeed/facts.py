@@ -70,9 +70,7 @@ def _of_optimizer(facts: Facts, rank: Rank, stage: int) -> None:
 
 
 def _rates(optimizer: Any) -> Mapping[str, Any]:
-    """The groups of an optimizer of torch, or of one that DeepSpeed wrapped; without their
-    parameters.
-    """
+    """The param groups of an optimizer of torch's, or of one that DeepSpeed wrapped."""
     inner = (
         optimizer.get("optimizer_state_dict", optimizer) if isinstance(optimizer, dict) else None
     )

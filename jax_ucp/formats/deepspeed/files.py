@@ -68,9 +68,7 @@ class Rank(Stored):
 
     @property
     def masters(self) -> Sequence[StoredTensor]:
-        """The flat partitions of the parameters, one for each group, or under ZeRO-3 for each
-        sub-group.
-        """
+        """The flat partitions of the parameters, by group, or under ZeRO-3 sub-group."""
         return self.state.get("single_partition_of_fp32_groups", self.state.get("fp32_flat_groups"))  # type: ignore
 
 
@@ -125,9 +123,7 @@ def tag_folder(path: FilePath, marker: str = "latest") -> FilePath | None:
 
 
 def is_checkpoint(path: FilePath) -> bool:
-    """Whether the directory is DeepSpeed's: it has `latest`, or files named as DeepSpeed names
-    them.
-    """
+    """Whether the directory has `latest`, or files named as DeepSpeed names them."""
     return tag_folder(path) is not None or any(_is_own(file.name) for file in path.children())
 
 
@@ -136,9 +132,7 @@ def _is_own(name: str) -> bool:
 
 
 def _file_names(folder: FilePath) -> list[str]:
-    """The names of all files. Raises FormatError where two say the same, such as mp_rank_0 and
-    mp_rank_00.
-    """
+    """The names of all files. Raises FormatError for both of mp_rank_0 and mp_rank_00."""
     names = sorted(path.name for path in folder.children() if path.is_file())
     seen: dict[str, str] = {}
     for name in filter(_is_own, names):
@@ -271,9 +265,7 @@ def _has_flat_groups(path: FilePath) -> bool:
 
 
 def _parse_run(names: _Names, model: Stored, zero3: bool) -> _Run:
-    """The degrees that the model states say; those of older versions let them be seen from the
-    number of files.
-    """
+    """The degrees in the model states, or in older versions by the number of files."""
     state = model.state
     data_ranks = {dp for dp, _ in names.optimizers}
     world = _count(state, "dp_world_size", max(len(data_ranks), 1))
@@ -334,9 +326,7 @@ def _check_expert_optimizers(folder: FilePath, names: Mapping[tuple[int, int], s
 def _usable_optimizers(
     names: _Names, run: _Run, weights_only: bool
 ) -> tuple[list[list[Rank]], str]:
-    """The optimizer files of each model-parallel rank; or with `weights_only` none, and why they
-    are of no use.
-    """
+    """The optimizer files by model-parallel rank; or, for weights, none and why not."""
     if run.zero3:  # the weights are nowhere else
         return _optimizers(names, run, weights_only), ""
     try:

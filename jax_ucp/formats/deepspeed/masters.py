@@ -26,9 +26,7 @@ _BLOCK = 1 << 20
 
 
 class Copies:
-    """The module's weights on one rank: `keys` and `shapes` by parameter; `shards` has them, and
-    the masters.
-    """
+    """The module's weights on one rank, by parameter; `shards` has them, and the masters."""
 
     def __init__(self, shards: ArraySource, keys: Mapping[str, str], shapes: Mapping[str, Shape]):
         self._shards, self._keys, self._shapes = shards, keys, shapes
@@ -61,9 +59,7 @@ class Copies:
         )
 
     def begins(self, name: str, key: str, offset: int) -> bool:
-        """Whether the tensor of masters has at `offset` what the module has first of a
-        parameter.
-        """
+        """Whether the masters have at `offset` the first elements of the module's parameter."""
         length = min(SAMPLE, self.sizes[name])
         if not length:
             return True
@@ -92,9 +88,7 @@ class Copies:
         return self._digests[asked]
 
     def _bits(self, key: str, shape: Shape, start: int, count: int, dtype: np.dtype) -> bytes:
-        """Elements of a tensor in row-major order, rounded to a dtype; one that overflows did so
-        in the module too.
-        """
+        """Elements in row-major order, rounded to a dtype; they may overflow, as in the module."""
         parts = [
             np.asarray(self._shards.read(key, box))
             for box in range_boxes(shape, start, start + count)

@@ -30,9 +30,7 @@ _NATIVE = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*
 def teams(
     index: int, ranks: Sequence[Rank], models: Sequence[Stored]
 ) -> list[tuple[int | None, list[Rank]]]:
-    """The ranks that share the group's parameters, in order, each team with its expert-parallel
-    rank, or None.
-    """
+    """The ranks that share a group, in order, by expert-parallel rank, or None."""
     metadata = [_sub_group(rank, index) for rank in ranks]
     if metadata[0] is not None:
         return _zero3_teams(index, ranks, metadata, models)
@@ -51,9 +49,7 @@ def teams(
 
 
 def _expert_ranks(ranks: Sequence[Rank], share: int) -> list[range]:
-    """For each expert-parallel rank the positions of the `share` data-parallel ranks that share
-    its experts.
-    """
+    """For each expert-parallel rank the positions of the `share` ranks of its experts."""
     ep, world = len(ranks) // share, len(ranks)
     config = (
         known(ranks[0].file.tree.get("ds_config")) if isinstance(ranks[0].file.tree, dict) else None
@@ -89,9 +85,7 @@ def _zero3_teams(
 
 
 def _team(index: int, dp: int, rank: Rank, entry: Mapping[str, Any], world: int) -> list[int]:
-    """The data-parallel ranks that share a sub-group. Raises FormatError where the file is not
-    that of rank `dp`.
-    """
+    """The ranks that share a sub-group. Raises FormatError if the file is not that of `dp`."""
     team = list(entry["partition_ranks"])
     counted = entry["partition_count"] == len(team) and max(team) < world
     if not counted or team[entry["partition_rank"]] != dp:
@@ -132,9 +126,7 @@ def is_fused(name: str, model: Stored) -> bool:
 
 
 def router_aliases(names: Collection[str], owned: Collection[str], model: Stored) -> dict[str, str]:
-    """Second names that AutoEP gives its routers, as the layer called them before, and their
-    owned names.
-    """
+    """AutoEP's second names of routers, those before it replaced the layer, and their owners."""
     owner_of: dict[str, str] = {}
     for layer in autoep_layers(model):
         path = f"{layer['module_path']}."
@@ -202,9 +194,7 @@ def expert_layout(name: str, slices: Mapping[int, Shape], model: Stored) -> Para
 
 
 def placement(name: str, model: Stored) -> dict[int, list[int]]:
-    """The global numbers of the experts that lie along the first axis on each expert-parallel
-    rank.
-    """
+    """By expert-parallel rank, the global numbers of the experts along the first axis."""
     layer = _layer_of(name, model)
     ranks = _entry(layer, "expert_placement", "ranks")
     if ranks is not None:
@@ -235,9 +225,7 @@ def _find_layer(name: str, model: Stored) -> Mapping[str, Any] | None:
 
 
 def _entry(layer: Mapping[str, Any], *keys: str) -> Any:
-    """The value under keys, each in the dict of the one before; None where one of these is
-    missing or empty.
-    """
+    """The value under nested keys; None where one is missing or empty."""
     value: Any = layer
     for key in keys:
         value = (value or {}).get(key)
@@ -249,8 +237,6 @@ def _row(row: int, shape: Shape) -> Box:
 
 
 def expert_rank(name: str, shapes: Mapping[str, Shape], ep: int) -> int | None:
-    """The expert-parallel rank, of `ep`, that has a native expert by its global name; None for
-    what is no expert.
-    """
+    """Which of `ep` ranks has a native expert, by its global name; None for other names."""
     match = _NATIVE.fullmatch(name)
     return int(match[2]) // (_count_experts(match[1], shapes) // ep) if match else None

@@ -52,9 +52,7 @@ _BY_BITS = (
 
 @dataclass
 class _Optimizer:
-    """The optimizer in one file, and the parameters that could be its own; `masters` by number,
-    if it has any.
-    """
+    """The optimizer in one file, and the parameters it may have; `masters` by number."""
 
     stored: Stored
     mp: int
@@ -71,9 +69,7 @@ class _Optimizer:
         return all("param_names" in group for group in self.groups)
 
     def kinds(self) -> list[_Kind]:
-        """The groups of dense parameters and those of experts, each with the parameters that may
-        be in them.
-        """
+        """The groups of dense parameters and those of experts, and parameters that fit each."""
         return [self._kind(experts=False), self._kind(experts=True)]
 
     def _kind(self, experts: bool) -> _Kind:
@@ -92,9 +88,7 @@ Places = dict[str, tuple[int, Box]]
 
 
 def add_numbered_states(slices: Slices) -> None:
-    """Add optimizer states by number: dense ones are the same on all expert-parallel ranks,
-    experts each one's own.
-    """
+    """Add states by number: dense ones are equal on all expert-parallel ranks."""
     optimizers = [one for mp in range(len(slices.files.models)) for one in _optimizers(slices, mp)]
     groups = slices.options.optimizer_groups
     try:
@@ -120,9 +114,7 @@ def _note_pairing(slices: Slices, masters: bool) -> None:
 
 
 def _keep_undecided(slices: Slices, optimizers: Sequence[_Optimizer], error: Undecided) -> None:
-    """Keep all optimizers apart. Raises where the user's groups do not fit, or masters
-    contradict the module.
-    """
+    """Keep all apart. Raises where the user's groups do not fit, or masters contradict."""
     if slices.options.optimizer_groups is not None:
         path = optimizers[0].stored.file.path
         raise FormatError(f"{path}: optimizer_groups does not fit: {error}") from None
@@ -188,9 +180,7 @@ def _numbers(groups: Iterable[Mapping[str, Any]]) -> list[int]:
 
 
 def _places(slices: Slices, one: _Optimizer, groups: OptimizerGroups | None) -> Places:
-    """The place of each parameter that the optimizer has, by its own names before `groups`.
-    Raises Undecided.
-    """
+    """The place of each parameter, by names in the file before `groups`. Raises Undecided."""
     groups = None if one.named else groups
     if not one.masters:
         return _whole(one, _pairs(one, groups))
@@ -267,9 +257,7 @@ def names_of_numbers(
 def _in_module_order(
     names: Iterable[str], groups: Sequence[Mapping[str, Any]], fits: Callable[[str, int], bool]
 ) -> dict[int, str]:
-    """The parameter of each number, where the groups have them in the order of `names`. Raises
-    Undecided.
-    """
+    """The parameter of each number, if groups follow the order of `names`. Raises Undecided."""
     numbers = [list(group["params"]) for group in groups]
     division = only_division(
         dict.fromkeys(names, 1),
@@ -285,9 +273,7 @@ def _as_listed(
     groups: Sequence[Mapping[str, Any]],
     lists: Sequence[Sequence[str]],
 ) -> dict[int, str]:
-    """The names of lists, one for each group. Raises Undecided where one has no parameter, or
-    another shape.
-    """
+    """The names of lists, one for each group. Raises Undecided if they do not fit."""
     found: dict[int, str] = {}
     for group, names in zip(groups, lists, strict=True):
         if (count := len(group["params"])) != len(names):
@@ -369,9 +355,7 @@ def _places_in_buffers(one: _Optimizer, copies: Copies, said: OptimizerGroups | 
 
 
 def _one_of(names: Sequence[str]) -> str:
-    """The one parameter with the bits of a master. Raises Undecided: several with the same bits
-    can be exchanged.
-    """
+    """The one parameter with the bits of a master. Raises Undecided for none or several."""
     if not names:
         raise Contradicted("one of them is of no parameter")
     if len(names) > 1:
@@ -380,9 +364,7 @@ def _one_of(names: Sequence[str]) -> str:
 
 
 def _candidates_at(copies: Copies, key: str, at: int) -> list[str]:
-    """The parameters with the bits that a buffer has at a place. Raises Undecided where two have
-    the same bits.
-    """
+    """The parameters with the bits at a place. Raises Undecided if two have the same bits."""
     names = copies.found_at(key, at)
     if len({copies.sizes[name] for name in names}) != len(names):
         raise Undecided("the bits of masters fit the weights in several ways")
@@ -476,9 +458,7 @@ def _add_masters(slices: Slices, one: _Optimizer, places: Places) -> None:
 
 
 def _keep_apart(slices: Slices, one: _Optimizer, reason: str) -> None:
-    """Keep the optimizer's tensors under `other`, by their places in the file, and the rest as
-    an extra.
-    """
+    """Keep the optimizer's tensors under `other`, by their places, the rest as an extra."""
     inner, masters = unwrapped(one.stored.state["optimizer"])
     states = "optimizer/optimizer_state_dict/state" if masters else "optimizer/state"
     items = (f"{states}/", f"optimizer/{masters}/") if masters else (f"{states}/",)
@@ -539,9 +519,7 @@ def _sizes(one: _Optimizer) -> str:
 
 
 def unwrapped(optimizer: Any) -> tuple[Any, str]:
-    """Torch's own optimizer, and the name of the masters beside it, if DeepSpeed has wrapped it
-    for half precision.
-    """
+    """Torch's own optimizer, and the name of the masters that DeepSpeed keeps, if any."""
     if isinstance(optimizer, dict):
         for masters in ("fp32_groups", "fp32_groups_flat"):
             if masters in optimizer:

@@ -59,9 +59,7 @@ class _SubParams:
     axis: int
 
     def check_shape(self, slice_shape: Shape, what: str) -> None:
-        """Raise FormatError unless slices of that shape can have the arrays; `what` begins the
-        message.
-        """
+        """Raise FormatError, which begins with `what`, unless slices can have that shape."""
         rank = len(slice_shape)
         past_the_end = [length for length in self.shape[rank:] if length not in (-1, 1)]
         if not 0 <= self.axis < rank or past_the_end:
@@ -73,9 +71,7 @@ class _SubParams:
                 )
 
     def lengths(self, total: int, what: str) -> Sequence[int]:
-        """The lengths of the arrays, which are `total` together. Raises FormatError where they
-        are not equal parts.
-        """
+        """The lengths of the arrays. Raises FormatError if `total` is not in equal parts."""
         lengths = self.shape[self.axis]
         if not isinstance(lengths, int):
             return lengths
@@ -113,9 +109,7 @@ class TensorParallel:
             )
 
     def _version(self, affine_map: Mapping[str, Any]) -> float:
-        """The version of the info. Raises FormatError where it, or that of affine maps, is newer
-        than this reader.
-        """
+        """The version of the info. Raises FormatError where it is newer than this reader."""
         version = self.info.get("universal_checkpoint_version", 0.0)
         affine = affine_map.get("version", _AFFINE_VERSION)
         if version > _VERSION or affine > _AFFINE_VERSION:
@@ -131,9 +125,7 @@ class TensorParallel:
         return [*map(self._lists.__getitem__, _LISTS), *(sub.patterns for sub in self.sub_params)]
 
     def layout(self, name: str, slices: Sequence[Shape]) -> ParamLayout:
-        """The parameter that the slices form. Raises LayoutError, with the declaration, where
-        they do not fit it.
-        """
+        """The parameter that the slices form. Raises LayoutError where they do not fit."""
         if (affine := self._hit(self.maps, name, "affine_map")) is not None:
             return affine_layout(
                 self.maps[affine], slices, f"{self.where}: the affine map of {name}"
@@ -151,18 +143,14 @@ class TensorParallel:
         return not self._patterns.matching(name).isdisjoint(chain(*self._cutting(), self.maps))
 
     def stage_copy(self, name: str) -> bool:
-        """Whether pipeline stages may hold copies of the parameter, of which the first is the
-        one in use.
-        """
+        """Whether several pipeline stages may hold the parameter; the first one's is used."""
         return (
             name.startswith("tied_modules.")
             or self._hit(self._lists[_PIPELINE], name, _PIPELINE) is not None
         )
 
     def check_used(self, names: Iterable[str]) -> None:
-        """Raise FormatError for patterns that match no name, and for parameters that DeepSpeed
-        says it cannot join.
-        """
+        """Raise FormatError for unused patterns, and for what DeepSpeed says it cannot join."""
         names = list(names)
         if self.tp == 1:
             return
@@ -195,9 +183,7 @@ class TensorParallel:
         return Padded(pattern, axis=0, size=vocab)
 
     def _cut(self, name: str, slices: Sequence[Shape], listed: Collection[str]) -> Pattern:
-        """How the parameter is cut, which is in the lists of these keys, in DeepSpeed's order of
-        precedence.
-        """
+        """How a parameter in these lists is cut, in DeepSpeed's order of precedence."""
         if len(slices) == 1:
             return Unique()
         if _REPLICATED in listed:
@@ -253,9 +239,7 @@ class BySpec:
         return any(re.fullmatch(regex_of(sentence.param), name) for sentence in self.spec.own)
 
     def bind(self, params: Mapping[str, Sequence[Shard]]) -> None:
-        """Apply the rules to all parameters. Raises LayoutError with everything that does not
-        fit.
-        """
+        """Apply the rules. Raises LayoutError with everything that does not fit."""
         self.layouts = layouts(self.spec, params, self.sizes)
 
     def layout(self, name: str, slices: Sequence[Shape]) -> ParamLayout:
@@ -306,9 +290,7 @@ def affine_layout(entry: Mapping[str, Any], slices: Sequence[Shape], what: str) 
 def _fragment(
     piece: Mapping[str, Any], rank: int, slice_shape: Shape, shape: Shape, what: str
 ) -> Fragment:
-    """A piece of an affine map. Raises FormatError unless it is a block of both the slice and
-    the parameter.
-    """
+    """A piece of an affine map. Raises FormatError unless it is a block on both sides."""
     target = _box(piece["shape"], piece["source"], shape)
     source = _box(piece["shape"], piece["dest"], slice_shape)
     if target is None or source is None or piece.get("scale", 1.0) != 1.0:
@@ -320,9 +302,7 @@ def _fragment(
 
 
 def _box(shape: Sequence[int], at: Sequence[Any], whole: Shape) -> Box | None:
-    """The block of an array of shape `whole` at `at`, an offset and strides; None if that is no
-    block.
-    """
+    """The block of an array of shape `whole` at (offset, strides); None if not a block."""
     offset, strides = at
     if not len(shape) == len(strides) == len(whole):
         return None
@@ -339,9 +319,7 @@ def _box(shape: Sequence[int], at: Sequence[Any], whole: Shape) -> Box | None:
 
 
 def _sub_params(entry: Any) -> _SubParams:
-    """The patterns, shape and axis of a `SubparamShape`, which is a dict, or an instance in a
-    pickle.
-    """
+    """A `SubparamShape`, which is a dict, or an instance in a pickle."""
     fields: Any = entry.fields if isinstance(entry, Record) else entry
     shape = tuple(tuple(n) if isinstance(n, list | tuple) else n for n in fields["shape"])
     patterns = pattern_list(

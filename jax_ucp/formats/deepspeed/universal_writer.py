@@ -98,9 +98,7 @@ def deepspeed_files(
 def _check_steps(
     groups: Sequence[Mapping[str, Any]], steps: Mapping[str, np.ndarray], stage: int
 ) -> Any:
-    """The step of all parameters in ZeRO-3. Raises UnsupportedLeaf where those of a group, or in
-    ZeRO-3 any, differ.
-    """
+    """The one step of ZeRO-3. Raises UnsupportedLeaf where parameters of a group differ."""
     for group in groups:
         own = {name: steps[name] for name in group["params"] if name in steps}
         _one_step(
@@ -134,9 +132,7 @@ def _atoms(
 
 
 def _owned(found: Parameters) -> dict[str, Mapping[str, Tensor]]:
-    """The parameters that the optimizer has states of; without any states, all that it could
-    have.
-    """
+    """The parameters that have optimizer states; without any states, all floating ones."""
     if found.moments:
         return {name: states for name, states in found.states.items() if len(states) > 1}
     return {n: states for n, states in found.states.items() if is_floating(states["param"].dtype)}
@@ -145,9 +141,7 @@ def _owned(found: Parameters) -> dict[str, Mapping[str, Tensor]]:
 def _groups(
     found: Parameters, model: Mapping[str, Any], optimizer: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """The groups of the optimizer, by the order in which the loader takes them: that of a
-    DeepSpeed source is kept.
-    """
+    """The groups in the order in which the loader reads them: that of a DeepSpeed source."""
     groups = list(optimizer.get("param_groups", model.get("optimizer/param_groups")) or ())
     while groups and not groups[-1].keys() - {"params"}:
         groups.pop()  # what an export wrote of groups that are not known
@@ -201,9 +195,7 @@ def carries(file: str, name: str) -> bool:
 
 
 def _one_step(steps: Mapping[str, np.ndarray], why: str, remedy: str) -> Any:
-    """The step that all of these parameters have. Raises UnsupportedLeaf, which says `why` there
-    must be one.
-    """
+    """The step of all these parameters. Raises UnsupportedLeaf, with `why`, if they differ."""
     different = {step.item(): name for name, step in steps.items()}
     if len(different) > 1:
         raise UnsupportedLeaf(
@@ -214,9 +206,7 @@ def _one_step(steps: Mapping[str, np.ndarray], why: str, remedy: str) -> Any:
 
 
 def _number(step: np.ndarray) -> Any:
-    """A step as the optimizers keep it: counted by torch's in a tensor, by DeepSpeed's in an
-    int.
-    """
+    """A step as optimizers keep it: a tensor in torch's, an int in DeepSpeed's."""
     return int(step) if step.dtype.kind in "iu" else step
 
 
@@ -307,9 +297,7 @@ def _cut(
     matching: frozenset[str],
     matches: Callable[[str], bool],
 ) -> dict[str, Any]:
-    """Along which axis or parts it is cut; nothing for a replica. `matches` is whether a list of
-    the info has it.
-    """
+    """The axis or parts it is cut along; nothing for a replica. `matches` looks in a list."""
     if matches("tp_replicated_parameter_patterns") or matches("parameter_to_average_patterns"):
         return {}
     if matches("parameter_with_2_sub_params_cat_dim_0"):
@@ -331,9 +319,7 @@ def _cutting(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sub_param_shape(sub: Any, tensor: Tensor) -> Instance:
-    """The widths of the parts as a tuple; a number of equal parts is how versions before 0.4
-    said it.
-    """
+    """The widths of the parts; versions before 0.4 have a number of equal ones."""
     said = _attributes(sub)
     shape, axis = list(said["shape"]), said["partition_dim"]
     if isinstance(shape[axis], int):

@@ -69,9 +69,7 @@ _NEITHER = "it is neither a flat tensor of the partition nor a number"
 
 
 def param_shapes(model: Stored, ranks: Sequence[Rank]) -> list[dict[str, Shape]]:
-    """The parameters of each group, in the order in which they lie in its buffer, as the model
-    states say.
-    """
+    """The parameters of each group, in the order of its buffer, by the model states."""
     shapes = known(model.state.get("param_shapes"))
     if not isinstance(shapes, list):
         raise FormatError(
@@ -126,9 +124,7 @@ def group(
 def _scalars_and_others(
     states: Mapping[str, Sequence[Any]], tensors: Collection[str]
 ) -> tuple[dict[str, Sequence[Any]], dict[str, tuple[Sequence[Any], str]]]:
-    """Of states that are not partitioned the numbers, and what is none, with the reason; `tensors`
-    are those that are flat.
-    """
+    """The numbers among states, and other states with the reason why they are not partitioned."""
     scalars: dict[str, Sequence[Any]] = {}
     others: dict[str, tuple[Sequence[Any], str]] = {}
     for name, values in states.items():
@@ -147,9 +143,7 @@ def _check_elementwise(
     tensors: Mapping[str, Sequence[StoredTensor]],
     lengths: Sequence[set[int]],
 ) -> None:
-    """Raise FormatError where a state that has an element for each of the parameter has another
-    length.
-    """
+    """Raise FormatError where an elementwise state has another length."""
     for name, values in tensors.items():
         if name in _ELEMENTWISE and not _fit(values, lengths):
             raise _misfit(index, ranks, name, values, lengths)
@@ -271,18 +265,14 @@ def base_optimizer(rank: Rank) -> Any:
 
 
 def param_group(rank: Rank, index: int) -> Mapping[str, Any]:
-    """Hyper-parameters of the group, or of that of a ZeRO-3 sub-group; elastic checkpoints have
-    none.
-    """
+    """Hyper-parameters of a group or ZeRO-3 sub-group; elastic checkpoints have none."""
     base = base_optimizer(rank)
     groups = (base.get("param_groups") or ()) if isinstance(base, dict) else ()
     return next((group for group in groups if index in group.get("params", ())), {})
 
 
 def _group_state(rank: Rank, index: int) -> dict[str, Any]:
-    """The optimizer's state of one group, by name; elastic checkpoints have a list where others
-    have a dict.
-    """
+    """The state of one group, by name; elastic checkpoints have a list of groups."""
     base = base_optimizer(rank)
     if isinstance(base, list):
         return dict(base[index])

@@ -188,9 +188,7 @@ class _Reader:
     def _unstacked(
         self, key: str, model: str
     ) -> Mapping[str, tuple[tuple[int, ...], Sequence[Run]]]:
-        """The parameters in the tensor `key`, which is the model's tensor `model` or a state of
-        it.
-        """
+        """The parameters in the tensor `key`: the model's tensor `model`, or a state of it."""
         tensor, shape = self.files.tensors[key], self.files.tensors[model].shape
         runs = tensor.runs if tensor.shape == shape else self._flattened(key, shape)
         check_stacks(
@@ -221,9 +219,7 @@ class _Reader:
         return self.args.get("num_layers") if model.startswith("decoder.") else None
 
     def _consolidated(self, shape: tuple[int, ...], runs: Sequence[Run]) -> Consolidated:
-        """The runs as shards of the parameter: each is a stored chunk as it is, or lies inside
-        one.
-        """
+        """The runs as shards of the parameter: each a stored chunk, or a part of one."""
         keys: list[str] = []
         for run in runs:
             key = run.key
@@ -239,9 +235,7 @@ class _Reader:
         )
 
     def _buffers(self) -> None:
-        """States that are in flat buffers. An error names the remedy: the weights are not in
-        them.
-        """
+        """Add states in flat buffers. Errors name the remedy: the weights are not in them."""
         try:
             self._read_buffers()
         except (FormatError, LayoutError) as error:
@@ -250,9 +244,7 @@ class _Reader:
             raise type(error)(f"{error}. weights_only opens the weights alone") from error
 
     def _read_buffers(self) -> None:
-        """States that are in flat buffers, as slices that the tensor-parallel ranks had, and
-        those as parameters.
-        """
+        """Add states in flat buffers, as slices of tensor-parallel ranks, and check them."""
         if self.options.weights_only:
             for key in filter(is_flat, self.files.tensors):
                 self._leave(key)
@@ -311,9 +303,7 @@ class _Reader:
         self._prove(moved, moved.__getitem__)
 
     def _cuts(self) -> dict[str, ParamLayout]:
-        """How the tensor-parallel ranks held each parameter, and the last stage its copy of a
-        tied embedding.
-        """
+        """How tensor-parallel ranks held each parameter, and the copy of a tied embedding."""
         cuts: dict[str, ParamLayout] = {}
         for name, states in self.states.items():
             if name.endswith(BUFFERS):
@@ -347,9 +337,7 @@ class _Reader:
         return [plan_buffers(self.args, expert, shapes, self.dtypes) for expert in optimizers_of]
 
     def _steps(self) -> None:
-        """How often each optimizer stepped: by `common.pt`, or by every model-parallel rank of
-        its own.
-        """
+        """Read how often each optimizer stepped, from `common.pt` or from each rank's own."""
         if self.options.weights_only:
             return
         self.steps = common_steps(self.files)
@@ -438,7 +426,7 @@ class _Reader:
             self.found.parameter("step", name, one, notes.STEP)
         else:
             array = np.asarray(step.value, np.int32 if isinstance(step.value, int) else np.float32)
-            self.found.constant("step", name, array, step.where)
+            self.found.constant("step", name, array, step.at)
 
     def _steps_of(self, name: str) -> list[Step]:
         """The steps of the parameter groups that the parameter can be in."""

@@ -90,9 +90,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A model-parallel rank. Its buffers are stored under the number `group`; `rank` is that of
-    tensor parallelism.
-    """
+    """A model-parallel rank: `group` numbers its buffers, `rank` is tensor parallelism's."""
 
     group: int
     pp: int
@@ -102,9 +100,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Plan:
-    """All buffers of an optimizer, by (pp, ep, model chunk, dtype), and the ranks that have
-    them.
-    """
+    """The buffers of an optimizer, by (pp, ep, model chunk, dtype), and the ranks with them."""
 
     places: Sequence[Place]
     buffers: Mapping[tuple[int, int, int, str], Buffer]
@@ -140,9 +136,7 @@ def cut_of(shape: Shape, boxes: Sequence[Box], ranks: int) -> ParamLayout:
 
 
 def _cut_axis(shape: Shape, boxes: Sequence[Box], ranks: int) -> int:
-    """The axis on which the boxes lie side by side. Raises LayoutError where they are not equal
-    parts of the ranks.
-    """
+    """The axis on which boxes lie side by side. Raises LayoutError unless equal parts."""
     cut_axes = {axis for box in boxes for axis, n in enumerate(box.shape) if n != shape[axis]}
     sizes = {box.shape for box in boxes}
     if len(cut_axes) != 1 or len(sizes) != 1 or len(boxes) % ranks:
@@ -201,9 +195,7 @@ def slice_of(
 
 
 def stage_layers(args: Args) -> dict[tuple[int, int], range]:
-    """The global numbers of the layers of each (chunk, pipeline stage), in the order of chunks,
-    then stages.
-    """
+    """The layers of each (chunk, pipeline stage), in the order of chunks, then stages."""
     p = args.degree("pipeline_model_parallel_size")
     v = args.degree("virtual_pipeline_model_parallel_size")
     layers = args.get("num_layers")
@@ -239,9 +231,7 @@ def _refuse_uneven(args: Args) -> None:
 
 
 def _chunk_layers(args: Args, layers: int, p: int, v: int) -> list[int]:
-    """The layers in one model chunk of each stage. All stages have the same number, unless args
-    fix the ends'.
-    """
+    """The layers in a chunk of each stage: equal numbers, unless args fix the ends'."""
     first, last = (args.optional(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
     ends = {0: first, p - 1: last} if p > 1 else {}
     fixed = {stage: n for stage, n in ends.items() if isinstance(n, int)}
@@ -259,9 +249,7 @@ def _chunk_layers(args: Args, layers: int, p: int, v: int) -> list[int]:
 
 
 def model_parallel_ranks(args: Args, expert: bool) -> list[Place]:
-    """The model-parallel ranks, by the numbers of their groups: tp, then ep for experts, then
-    pp.
-    """
+    """The model-parallel ranks in the order of groups: tp, then ep for experts, then pp."""
     p = args.degree("pipeline_model_parallel_size")
     t = args.degree("tensor_model_parallel_size")
     if not expert:
@@ -277,9 +265,7 @@ def model_parallel_ranks(args: Args, expert: bool) -> list[Place]:
 
 
 def stage_of(args: Args, expert: bool, group: int) -> int | None:
-    """The pipeline stage of the model-parallel rank with this number; None where the args know
-    no such rank.
-    """
+    """The pipeline stage of a group; None where the args have no such rank."""
     return next(
         (place.pp for place in model_parallel_ranks(args, expert) if place.group == group), None
     )
@@ -383,9 +369,7 @@ def modules_of(args: Args, shapes: Mapping[str, Shape]) -> list[tuple[Part, ...]
 
 
 def _merged_into(name: str) -> str | tuple[int, int]:
-    """The tensor of a GroupedMLP that has the parameter, by its layer and linear module; else
-    its own name.
-    """
+    """The (layer, linear module) of a GroupedMLP's parameter; else its own name."""
     expert = _expert_of(name)
     if expert is None:
         return name
@@ -428,9 +412,7 @@ def _module_order(name: str, modules: Sequence[str], grouped: bool) -> tuple[int
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A model chunk of a rank: its layers, its experts in them, and whether it is the model's
-    first or last.
-    """
+    """A chunk of a rank: layers, experts in them, and whether it is the first or last."""
 
     layers: range
     experts: range

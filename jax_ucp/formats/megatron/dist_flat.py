@@ -36,9 +36,7 @@ _OTHER = (
 
 @dataclass
 class Flat:
-    """One buffer of one model-parallel rank, coalesced: its buckets' sizes, and by state the
-    pieces it is stored in.
-    """
+    """A rank's coalesced buffer: the sizes of its buckets, and by state stored pieces."""
 
     where: str
     coalesced: bool
@@ -52,9 +50,7 @@ class Flat:
 
 @dataclass(frozen=True)
 class Slice:
-    """A state of a parameter as one tensor-parallel rank had it: `key` is what to call it,
-    `layout` over `keys`.
-    """
+    """A state of a parameter as one tensor-parallel rank had it, to be called `key`."""
 
     state: str
     name: str
@@ -65,9 +61,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class GroupObject:
-    """An object of one model-parallel rank: `optimizer` has its param groups, `per_bucket_numel`
-    sizes.
-    """
+    """A rank's object: `optimizer` has param groups, `per_bucket_numel` sizes."""
 
     chain: int
     group: int
@@ -84,9 +78,7 @@ def group_object(key: str) -> GroupObject | None:
 
 
 def param_state_sources(files: DistFiles) -> dict[str, TorchFile]:
-    """The files of `param_state` objects, in which `dp_zero_gather_scatter` has tensors, by
-    prefix of their keys.
-    """
+    """The files of `param_state` objects (dp_zero_gather_scatter), by prefix of their keys."""
     about = {key: group_object(key) for key in files.objects}
     mine = {
         key: files.objects[key]
@@ -155,9 +147,7 @@ def _pieces(buckets: Sequence[Tensor]) -> list[tuple[int, int, str]]:
 
 
 def _coalesced(key: str, prefix: str, state: Any) -> dict[tuple[int, int, int, str], Flat]:
-    """The buffers in one `param_state` object, which has the form of the legacy format's
-    `distrib_optim.pt`.
-    """
+    """The buffers in one `param_state` object, which is like a legacy `distrib_optim.pt`."""
     about = group_object(key)
     if about is None or not isinstance(state, dict) or state.get("buckets_coalesced") is not True:
         raise FormatError(
@@ -229,9 +219,7 @@ def _slices_of(place: Place, buffer: Buffer, flat: Flat) -> Iterator[Slice]:
 
 
 def _gaps(files: DistFiles, flat: Flat, buffer: Buffer) -> Iterator[str]:
-    """The pieces between tensors. Every rank wrote its piece of each tensor by itself: none lies
-    in two of them.
-    """
+    """The pieces between tensors. Ranks wrote each tensor's by itself: none is in two."""
     if flat.coalesced:
         return
     units = sorted(

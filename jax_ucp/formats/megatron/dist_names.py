@@ -35,9 +35,7 @@ _MASTERS = ("param", "fp32_param")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Block `target` of a tensor is the elements of stored array `key` from `start` on, both in
-    row-major order.
-    """
+    """Block `target` of a tensor: elements of the array `key` from `start` on, row-major."""
 
     key: str
     start: int
@@ -60,9 +58,7 @@ def state_of(key: str) -> tuple[str, str]:
 
 
 def is_flat(key: str) -> bool:
-    """Whether a key belongs to the flat buffers of a distributed optimizer, which know no
-    parameters.
-    """
+    """Whether a key belongs to flat buffers, which have no names of parameters."""
     return bool(_FLAT.match(key))
 
 
@@ -76,9 +72,7 @@ def is_optimizers(key: str) -> bool:
 
 
 def is_fully_reshardable(key: str) -> bool:
-    """Whether a key is that of a master which a distributed optimizer put together from its
-    buckets.
-    """
+    """Whether a key is a master that a distributed optimizer joined from its buckets."""
     match = _STATE.fullmatch(key)
     return match is not None and match[1] == "param"
 
@@ -211,9 +205,7 @@ def _fragment_shape(shape: Sequence[int], stored: Sequence[int]) -> list[int]:
 
 
 def check_stacks(key: str, shape: Sequence[int], counts: Mapping[str, int | None]) -> None:
-    """Refuse a tensor whose leading axes do not count what `counts` says there is; None says
-    nothing.
-    """
+    """Raise FormatError where leading axes do not count what `counts` has; None is any."""
     for axis, what in enumerate(stacks_of(key)):
         if counts.get(what) not in (None, shape[axis] if axis < len(shape) else 0):
             raise FormatError(

@@ -139,9 +139,7 @@ class _Reader:
         return [(rank, module, state) for module, state in find_states(self.args, rank, trained)]
 
     def _chunks(self) -> dict[str, list[dict[str, Any]]]:
-        """The model chunks of every rank, by its folder: one, or as many as virtual pipeline
-        stages.
-        """
+        """The model chunks of every rank, by its folder: several for virtual pipeline stages."""
         v = self.args.degree("virtual_pipeline_model_parallel_size")
         names = ["model"] if v == 1 else [f"model{i}" for i in range(v)]
         chunks: dict[str, list[dict[str, Any]]] = {}
@@ -269,9 +267,7 @@ class _Reader:
             raise LayoutError(f"{self.folder}: {error}{remedy}") from error
 
     def _sizes(self, spec: Spec) -> dict[str, int]:
-        """The numbers that rules may name: those of args, under their own names and those of the
-        built-in spec.
-        """
+        """The numbers that rules may name: those of args, also by the built-in spec's names."""
         get = self.args.get
         heads, grouped = get("num_attention_heads"), get("group_query_attention", False)
         lengths = {
@@ -404,9 +400,7 @@ class _Reader:
         )
 
     def _extras(self) -> None:
-        """Everything else, by file. Of the args of later ranks only what differs from the first
-        rank's.
-        """
+        """Add everything else, by file. Of later ranks' args only what differs."""
         for rank in self.ranks:
             for name, value in rank.tree.items():
                 if name == "args" and rank is not self.ranks[0]:
@@ -477,8 +471,6 @@ def _consolidated(layout: ParamLayout, copies: Mapping[int, Sequence[str]]) -> C
 
 
 def _copies(held: Mapping[int, Sequence[str]], shards: int) -> list[list[str]]:
-    """All shards, as many times as the rank with most copies has some; every copy is in one of
-    them.
-    """
+    """All shards, as often as the rank with most copies has some: every copy is used."""
     most = max(len(keys) for keys in held.values())
     return [[held[i][min(j, len(held[i]) - 1)] for i in range(shards)] for j in range(most)]

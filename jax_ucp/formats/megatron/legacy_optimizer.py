@@ -22,7 +22,7 @@ import numpy as np
 
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import FilePath
-from jax_ucp.formats.megatron.files import OPTIM_FILE, Args, Rank
+from jax_ucp.formats.megatron.files import OPTIM_FILE, Args, Rank, optimizer_parts
 from jax_ucp.formats.megatron.walk import EMBEDDING, TIED, Part, buffer_walk, is_expert
 from jax_ucp.formats.pairing import Undecided, contradiction, only_division, tells_shape
 from jax_ucp.formats.torch_save.file import StoredTensor
@@ -51,9 +51,7 @@ class Module:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One state of a module: in the stored tensor `key`, from `start` on if that is a flat
-    buffer, or a number.
-    """
+    """A state of a module: in the tensor `key`, if `flat` from `start` on, or a number."""
 
     state: str
     key: str = ""
@@ -72,7 +70,7 @@ def find_states(
     Raises FormatError, naming the file, where sizes do not fit, and Undecided where groups can be
     filled in no way, or in several.
     """
-    parts = _parts(rank.tree["optimizer"])
+    parts = optimizer_parts(rank.tree["optimizer"])
     if not 1 <= len(parts) <= 2 or not all(isinstance(part, dict) for part in parts):
         raise FormatError(
             f"{rank.model.path}: {len(parts)} optimizers; we know one, or one more for experts"
@@ -88,10 +86,6 @@ def find_states(
         else:
             yield from _flat_steps(rank, groups, itertools.chain(*own))
             yield from _flat(args, rank, _flat_part(rank, i, len(parts)), own)
-
-
-def _parts(optimizer: Any) -> list[Any]:
-    return optimizer if isinstance(optimizer, list) else [optimizer]
 
 
 def _param_groups(rank: Rank, inner: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -218,9 +212,7 @@ def _members(
 
 
 def _master_shapes(numbers: Sequence[Sequence[int]], masters: Any) -> dict[int, tuple[int, ...]]:
-    """The shapes of masters by the parameters' numbers, where every parameter has a master, else
-    none.
-    """
+    """The shapes of masters by number, if every parameter has a master, else none."""
     if not isinstance(masters, list) or [*map(len, masters)] != [*map(len, numbers)]:
         return {}
     tensors = itertools.chain(*masters)
@@ -241,9 +233,7 @@ def _shapes(tree: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def _masters(
     rank: Rank, masters: Any, members: Sequence[Sequence[Module]]
 ) -> Iterator[tuple[Module, Held]]:
-    """The fp32 masters of 16-bit weights, by group; a weight that is fp32 in the model is its
-    own master.
-    """
+    """The fp32 masters of 16-bit weights, by group; fp32 weights are their own masters."""
     if not isinstance(masters, list) or len(masters) != len(members):
         raise FormatError(
             f"{rank.model.path}: fp32_from_fp16_params is not a list of {len(members)} groups"
@@ -265,15 +255,13 @@ def _masters(
 
 
 def _flat_part(rank: Rank, index: int, count: int) -> Mapping[Any, Any] | None:
-    """What the rank's file has of one of its optimizers: by model chunk, then dtypes, flat
-    buffers.
-    """
+    """The flat buffers of one of a rank's optimizers, by model chunk, then dtypes."""
     path = rank.folder / OPTIM_FILE
     if rank.optim is None:
         raise FormatError(
             f"{path} is missing: by {rank.name} it holds the state of a distributed optimizer"
         )
-    parts = _parts(rank.optim.tree)
+    parts = optimizer_parts(rank.optim.tree)
     if len(parts) != count:
         raise FormatError(
             f"{path} has the state of {len(parts)} optimizers, {rank.name} of {count}"
@@ -370,7 +358,7 @@ def bucket_limit(args: Args, pp: int, chunk: int, dp: int, numel: int) -> int | 
 
 def numbered_alone(optimizer: Any) -> bool:
     """Whether an optimizer has states by number, and no masters beside them."""
-    parts = [part for part in _parts(optimizer) if isinstance(part, dict)]
+    parts = [part for part in optimizer_parts(optimizer) if isinstance(part, dict)]
     return any(
         part.get("optimizer", part).get("state") and "fp32_from_fp16_params" not in part
         for part in parts
@@ -378,11 +366,9 @@ def numbered_alone(optimizer: Any) -> bool:
 
 
 def beside_tensors(optimizer: Any) -> list[tuple[str, Any]]:
-    """What an optimizer's state has beside masters and moments: hyper-parameters and the loss
-    scaler.
-    """
+    """An optimizer's hyper-parameters and loss scaler: what is not a tensor."""
     beside: list[tuple[str, Any]] = []
-    for i, part in enumerate(_parts(optimizer)):
+    for i, part in enumerate(optimizer_parts(optimizer)):
         if not isinstance(part, dict):
             continue
         label = f"optimizer/{i}" if isinstance(optimizer, list) else "optimizer"

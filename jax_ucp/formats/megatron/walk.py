@@ -32,9 +32,7 @@ _FUSED_NORMS = {
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A parameter inside a rank's tensor: `shape` elements from `start` on; `transposed`, if its
-    axes are swapped.
-    """
+    """A parameter in a rank's tensor from element `start` on; `transposed` swaps its axes."""
 
     name: str
     start: int
