@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from helpers import MemoryStore, by_hand, cut_by, numbered
 from jax_ucp.errors import CorruptData, FormatError, LayoutError
+from jax_ucp.files.path import file_path
 from jax_ucp.formats.megatron.dist import read_files
 from jax_ucp.formats.megatron.dist_buffers import cut_of, slice_of, stage_layers
 from jax_ucp.formats.megatron.dist_files import DistFiles, StoredObject, Tensor
@@ -373,7 +374,8 @@ class Writer:
         store, tree = MemoryStore(self.arrays), dict(common.tree)
         names = [path.name for path in self.folder.iterdir()]
         args = Args(self.args)
-        return DistFiles(self.folder, args, common, tree, self.tensors, self.objects, store, names)
+        folder = file_path(self.folder)
+        return DistFiles(folder, args, common, tree, self.tensors, self.objects, store, names)
 
 
 @pytest.mark.parametrize("kind", ["dp_reshardable", "dp_zero"])

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -42,6 +42,10 @@ _WRAPPERS = (
     frozenset({"single_partition_of_fp32_groups", "base_optimizer_state"}),
     frozenset({"fp32_flat_groups", "optimizer_state_dict"}),
 )
+
+
+# The numbers in a file's name.
+_Numbers = TypeVar("_Numbers")
 
 
 @dataclass(frozen=True)
@@ -173,14 +177,18 @@ def _parse_names(folder: FilePath) -> _Names:
     return _Names(
         folder,
         models={(_int(m["dp"]), int(m["mp"])): m[0] for m in matches(_MODEL)},
-        optimizers={(int(m["dp"]), int(m["mp"])): m[0] for m in optimizers},
+        optimizers=_by_numbers(optimizers, "dp", "mp"),
         prefixes=frozenset(m["bf16"] for m in optimizers),
-        layers={(int(m["layer"]), int(m["tp"] or 0)): m[0] for m in matches(_LAYER)},
-        experts={
-            (int(m["layer"] or 0), int(m["expert"]), int(m["mp"])): m[0] for m in matches(_EXPERT)
-        },
-        expert_optimizers={(int(m["ep"]), int(m["mp"])): m[0] for m in matches(_EXPP)},
+        layers=_by_numbers(matches(_LAYER), "layer", "tp"),
+        experts=_by_numbers(matches(_EXPERT), "layer", "expert", "mp"),
+        expert_optimizers=_by_numbers(matches(_EXPP), "ep", "mp"),
     )
+
+
+def _by_numbers(matches: Iterable[re.Match[str]], *groups: str) -> dict[Any, str]:
+    """File names by the numbers in them, in ascending order; a missing number is 0."""
+    names = {tuple(int(match[group] or 0) for group in groups): match[0] for match in matches}
+    return dict(sorted(names.items()))
 
 
 @dataclass(frozen=True)
@@ -212,34 +220,43 @@ def open_files(folder: FilePath, weights_only: bool = False) -> Files:
     weights nowhere else.
     """
     names = _parse_names(folder)
-    zero3 = _is_zero3(names)
-    first = (0 if zero3 else None), 0
-    if first not in names.models:
-        raise FormatError(
-            f"{folder}/{_model_name(*first)} is missing; without it nothing says what the buffers"
-            " hold"
-        )
-    models = {at: open_stored(folder / name) for at, name in names.models.items()}
-    run = _parse_run(names, models[first], zero3)
+    first = _first_model(names)
+    models = _open_all(folder, names.models)
+    run = _parse_run(names, models[first], zero3=first[0] is not None)
     _check_complete(folder, models, run)
     _check_same_run(folder, models, run)
-    if zero3:
+    if run.zero3:
         fragments = ((model, _frozen_fragments(model)) for model in models.values())
         _refuse_copies(fragments, "fragments of frozen parameters")
-    experts = names.expert_optimizers if not weights_only else {}
+    experts = {} if weights_only else names.expert_optimizers
     _check_expert_optimizers(folder, experts)
     ranks, unusable = _usable_optimizers(names, run, weights_only)
     return Files(
         folder,
         run.pp,
         run.tp,
-        zero3,
+        run.zero3,
         [[models[dp, mp] for dp in run.model_ranks] for mp in range(run.mp_world)],
         ranks,
-        {at: open_stored(folder / name) for at, name in sorted(names.layers.items())},
-        {at: open_stored(folder / name) for at, name in sorted(names.experts.items())},
-        {at: open_stored(folder / name) for at, name in sorted(experts.items())},
+        _open_all(folder, names.layers),
+        _open_all(folder, names.experts),
+        _open_all(folder, experts),
         unusable,
+    )
+
+
+def _open_all(folder: FilePath, names: Mapping[_Numbers, str]) -> dict[_Numbers, Stored]:
+    return {numbers: open_stored(folder / name) for numbers, name in names.items()}
+
+
+def _first_model(names: _Names) -> tuple[int | None, int]:
+    """The ranks of the first model states. Raises FormatError where they are missing."""
+    first = (0 if _is_zero3(names) else None), 0
+    if first in names.models:
+        return first
+    raise FormatError(
+        f"{names.folder}/{_model_name(*first)} is missing; without it nothing says what the buffers"
+        " hold"
     )
 
 

@@ -43,20 +43,18 @@ class Copies:
         # Whole comparisons together may read the masters a few times, and no more.
         self._left = 4 * sum(self.sizes.values()) + _BLOCK
 
-    def found_at(self, key: str, offset: int) -> list[str]:
+    def candidates_at(self, key: str, offset: int) -> list[str]:
         """The parameters that the tensor of masters `key` can have at `offset`, by their bits."""
         shape = self._shards.arrays()[key].shape
         room = math.prod(shape) - offset
-        found: list[str] = []
+        candidates: list[str] = []
         for (dtype, length), names in self._starts.items():
             if length <= room:
                 bits = self._bits(key, shape, offset, length, dtype)
-                found += [name for name in names.get(bits, ()) if self.sizes[name] <= room]
-        return (
-            found
-            if len(found) <= 1
-            else [name for name in found if self._agrees(name, key, offset)]
-        )
+                candidates += [n for n in names.get(bits, ()) if self.sizes[n] <= room]
+        if len(candidates) <= 1:
+            return candidates
+        return [name for name in candidates if self._agrees(name, key, offset)]
 
     def begins(self, name: str, key: str, offset: int) -> bool:
         """Whether the masters have at `offset` the first elements of the module's parameter."""

@@ -200,29 +200,29 @@ def _whole(one: _Optimizer, names: Mapping[int, str]) -> Places:
     return {name: (number, Box.whole(one.shapes[name])) for number, name in names.items()}
 
 
-def _pairs(one: _Optimizer, said: OptimizerGroups | None) -> dict[int, str]:
+def _pairs(one: _Optimizer, order: OptimizerGroups | None) -> dict[int, str]:
     """The parameter of each number, of an optimizer of torch's own."""
     names: dict[int, str] = {}
     for i, (groups, shapes) in enumerate(one.kinds()):
-        lists = _lists(one, said, experts=bool(i)) if isinstance(said, tuple) else said
+        lists = _lists(one, order, experts=bool(i)) if isinstance(order, tuple) else order
         names |= names_of_numbers(shapes, one.states, groups, lists)
     return names
 
 
 def _lists(
-    one: _Optimizer, said: Sequence[Sequence[str]], experts: bool
+    one: _Optimizer, lists: Sequence[Sequence[str]], experts: bool
 ) -> tuple[tuple[str, ...], ...]:
     """The user's lists for the groups of one kind; of experts those of this rank."""
-    if len(said) != len(one.groups):
-        raise Undecided(f"{len(said)} lists for {len(one.groups)} groups ({_sizes(one)})")
+    if len(lists) != len(one.groups):
+        raise Undecided(f"{len(lists)} lists for {len(one.groups)} groups ({_sizes(one)})")
     (_, dense), (_, mine) = one.kinds()
     own = dense | mine
-    for name in itertools.chain.from_iterable(said):
+    for name in itertools.chain.from_iterable(lists):
         if name not in one.shapes:
             raise Undecided(
                 f"{name} is not a parameter here; the first are {', '.join([*one.shapes][:3])}"
             )
-    listed = [tuple(filter(own.__contains__, names)) for names in said]
+    listed = [tuple(filter(own.__contains__, names)) for names in lists]
     return tuple(
         itertools.compress(listed, [_of_experts(group) == experts for group in one.groups])
     )
@@ -232,23 +232,23 @@ def names_of_numbers(
     shapes: Mapping[str, Shape],
     states: Mapping[int, Mapping[str, Any]],
     groups: Sequence[Mapping[str, Any]],
-    said: OptimizerGroups | None = None,
+    order: OptimizerGroups | None = None,
 ) -> dict[int, str]:
     """The parameter that each number means; `shapes` has them in the order of the module.
 
-    Raises Undecided where names, shapes and what the user `said` leave no way, or several.
+    Raises Undecided where names, shapes and the user's `order` leave no way, or several.
     """
     state_shapes = {number: _shapes(states.get(number, {})) for number in _numbers(groups)}
     if all("param_names" in group for group in groups):
         return _as_listed(shapes, state_shapes, groups, [group["param_names"] for group in groups])
-    if said == MODULE_ORDER:
+    if order == MODULE_ORDER:
         return _in_module_order(
             shapes,
             groups,
             lambda name, number: not contradiction(state_shapes[number], shapes[name]),
         )
-    if said is not None:
-        return _as_listed(shapes, state_shapes, groups, said)
+    if order is not None:
+        return _as_listed(shapes, state_shapes, groups, order)
     if len(state_shapes) != len(shapes):
         raise Undecided(f"there are {len(state_shapes)} of them for {len(shapes)} parameters")
     return only_pairing(candidates_by_shape(state_shapes, shapes))
@@ -274,7 +274,7 @@ def _as_listed(
     lists: Sequence[Sequence[str]],
 ) -> dict[int, str]:
     """The names of lists, one for each group. Raises Undecided if they do not fit."""
-    found: dict[int, str] = {}
+    names_by_number: dict[int, str] = {}
     for group, names in zip(groups, lists, strict=True):
         if (count := len(group["params"])) != len(names):
             first = f" from number {group['params'][0]} on" if count else ""
@@ -288,14 +288,14 @@ def _as_listed(
                     f" {list(shapes[name])}"
                 )
                 raise Undecided(f"{state} of number {number} has shape {have}")
-            found[number] = name
-    if len(set(found.values())) != len(found):
+            names_by_number[number] = name
+    if len(set(names_by_number.values())) != len(names_by_number):
         raise Undecided("one parameter has several numbers")
-    return found
+    return names_by_number
 
 
 def _pairs_of_masters(
-    one: _Optimizer, copies: Copies, said: OptimizerGroups | None
+    one: _Optimizer, copies: Copies, order: OptimizerGroups | None
 ) -> dict[int, str]:
     """The parameter of each number that has a master of its own."""
     keys = {number: one.stored.key(master) for number, master in one.masters.items()}
@@ -305,42 +305,44 @@ def _pairs_of_masters(
             name, keys[number], 0
         )
 
-    if one.named or isinstance(said, tuple):
-        names = _pairs(one, said)
+    if one.named or isinstance(order, tuple):
+        names = _pairs(one, order)
         for number, name in names.items():
             if not fits(name, number):
                 raise Undecided(
                     f"the master of number {number} is not that of {name}, by its shape or bits"
                 )
         return names
-    if said == MODULE_ORDER:
+    if order == MODULE_ORDER:
         return _in_module_order(one.shapes, one.groups, fits)
     return _pairs_by_bits(one, copies, keys)
 
 
 def _pairs_by_bits(one: _Optimizer, copies: Copies, keys: Mapping[int, str]) -> dict[int, str]:
     """The parameter of each number whose master, in the tensor `keys[number]`, has elements."""
-    found: dict[int, str] = {}
+    names_by_number: dict[int, str] = {}
     for number, master in one.masters.items():
         names = [
-            name for name in copies.found_at(keys[number], 0) if one.shapes[name] == master.shape
+            name
+            for name in copies.candidates_at(keys[number], 0)
+            if one.shapes[name] == master.shape
         ]
         if math.prod(master.shape):
-            found[number] = _one_of(names)
-    if len(set(found.values())) != len(found):
+            names_by_number[number] = _one_of(names)
+    if len(set(names_by_number.values())) != len(names_by_number):
         raise Contradicted("two of them are of one parameter")
-    return found
+    return names_by_number
 
 
-def _places_in_buffers(one: _Optimizer, copies: Copies, said: OptimizerGroups | None) -> Places:
+def _places_in_buffers(one: _Optimizer, copies: Copies, order: OptimizerGroups | None) -> Places:
     """The place of each parameter in the flat buffers of masters, one for each group."""
     numbers = [*one.masters]
     keys = [one.stored.key(master) for master in one.masters.values()]
     lengths = [math.prod(master.shape) for master in one.masters.values()]
     sizes = copies.sizes
-    if isinstance(said, tuple):
-        starts = _listed_in_buffers(one, copies, keys, lengths, said)
-    elif said == MODULE_ORDER:
+    if isinstance(order, tuple):
+        starts = _listed_in_buffers(one, copies, keys, lengths, order)
+    elif order == MODULE_ORDER:
         starts = only_division(
             sizes, lengths, lambda name, group, at: copies.begins(name, keys[group], at)
         )
@@ -365,7 +367,7 @@ def _one_of(names: Sequence[str]) -> str:
 
 def _candidates_at(copies: Copies, key: str, at: int) -> list[str]:
     """The parameters with the bits at a place. Raises Undecided if two have the same bits."""
-    names = copies.found_at(key, at)
+    names = copies.candidates_at(key, at)
     if len({copies.sizes[name] for name in names}) != len(names):
         raise Undecided("the bits of masters fit the weights in several ways")
     return names
@@ -407,7 +409,7 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, Shape]:
     }
 
 
-# What is told is added, and what is not is kept apart.
+# States whose parameters are known are added; the others are kept apart.
 
 
 def _add_states(slices: Slices, one: _Optimizer, places: Places) -> None:
@@ -528,16 +530,13 @@ def unwrapped(optimizer: Any) -> tuple[Any, str]:
 
 
 def numbered(
-    optimizer: Any, where: str
+    optimizer: Any, file: str
 ) -> tuple[Mapping[int, Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
     """States by number, and groups. Raises FormatError where the optimizer is not torch's own."""
-    if (
-        isinstance(optimizer, dict)
-        and isinstance(optimizer.get("param_groups"), list)
-        and "state" in optimizer
-    ):
-        return optimizer["state"], optimizer["param_groups"]
+    match optimizer:
+        case {"state": states, "param_groups": list(groups)}:
+            return states, groups
     raise FormatError(
-        f"{where} has no optimizer state of torch's form, so that its parts cannot be told apart; "
+        f"{file} has no optimizer state of torch's form, so that its parts cannot be told apart; "
         "open with weights_only to leave the optimizer aside"
     )

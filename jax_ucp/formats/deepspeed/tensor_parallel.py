@@ -81,28 +81,28 @@ class _SubParams:
 
 
 class TensorParallel:
-    """How the slices of the `tp` ranks form parameters, by the info in the file `where`.
+    """How the slices of the `tp` ranks form parameters, by the info in the file `path`.
 
     Raises FormatError where the info is missing and needed, says nothing, or is of a newer version.
     """
 
-    def __init__(self, info: Any, tp: int, where: str, sizes: Mapping[str, int]):
+    def __init__(self, info: Any, tp: int, path: str, sizes: Mapping[str, int]):
         self.info: Mapping[str, Any] = info if isinstance(known(info), dict) else {}
-        self.tp, self.where = tp, where
+        self.tp, self.path = tp, path
         self.sizes = sizes
         affine_map = self.info.get("affine_map") or {}
         self.maps: Mapping[str, Any] = affine_map.get("params") or {}
         self.sub_params = list(map(_sub_params, self.info.get("parameter_with_sub_params") or ()))
-        self._lists = {key: pattern_list(self.info, key, where) for key in (*_LISTS, _PIPELINE)}
+        self._lists = {key: pattern_list(self.info, key, path) for key in (*_LISTS, _PIPELINE)}
         self._unsupported: Mapping[str, Any] = dict(
             self.info.get("autotp_unsupported_parameter_patterns") or {}
         )
         listed = (*self._cutting(), self._lists[_PIPELINE], self.maps, self._unsupported)
-        self._patterns = NamePatterns(list(chain(*listed)), where)
+        self._patterns = NamePatterns(list(chain(*listed)), path)
         self.widths_recorded = self._version(affine_map) >= 0.4
         if tp > 1 and not any((self.maps, self.sub_params, *map(self._lists.get, _LISTS))):
             raise FormatError(
-                f"{where} was written by {tp} tensor-parallel ranks, but has no"
+                f"{path} was written by {tp} tensor-parallel ranks, but has no"
                 " universal_checkpoint_info with patterns: nothing says how their slices form"
                 f" parameters. {_SPEC}, or save with that info in client_state"
                 " (Megatron-DeepSpeed's --universal-checkpoint does)."
@@ -114,7 +114,7 @@ class TensorParallel:
         affine = affine_map.get("version", _AFFINE_VERSION)
         if version > _VERSION or affine > _AFFINE_VERSION:
             raise FormatError(
-                f"{self.where}: universal_checkpoint_info has version {version} and affine maps of"
+                f"{self.path}: universal_checkpoint_info has version {version} and affine maps of"
                 f" version {affine}; {_VERSION} and {_AFFINE_VERSION} are the newest known here."
                 f" {_SPEC}"
             )
@@ -128,14 +128,14 @@ class TensorParallel:
         """The parameter that the slices form. Raises LayoutError where they do not fit."""
         if (affine := self._hit(self.maps, name, "affine_map")) is not None:
             return affine_layout(
-                self.maps[affine], slices, f"{self.where}: the affine map of {name}"
+                self.maps[affine], slices, f"{self.path}: the affine map of {name}"
             )
         pattern = self._pattern(name, slices)
         try:
             return pattern.join(slices)
         except LayoutError as error:
             vocab = f" with vocab={pattern.size!s:.40}" if isinstance(pattern, Padded) else ""
-            what = f"{self.where}: {name} by its universal_checkpoint_info{vocab}"
+            what = f"{self.path}: {name} by its universal_checkpoint_info{vocab}"
             raise LayoutError(f"{what}: {error}. {_SPEC}") from error
 
     def names(self, name: str) -> bool:
@@ -159,13 +159,13 @@ class TensorParallel:
             for name in names:
                 if pattern in matching[name]:
                     raise FormatError(
-                        f"{self.where}: DeepSpeed says that the slices of {name} cannot be joined:"
+                        f"{self.path}: DeepSpeed says that the slices of {name} cannot be joined:"
                         f" {why}. {_SPEC}"
                     )
         used = frozenset[str]().union(*matching.values())
         if idle := [pattern for pattern in chain(*self._cutting()) if pattern not in used]:
             raise FormatError(
-                f"{self.where}: universal_checkpoint_info has patterns that match no parameter:"
+                f"{self.path}: universal_checkpoint_info has patterns that match no parameter:"
                 f" {idle}. What they were meant for would be joined on its first axis. {_SPEC}"
             )
 
@@ -177,7 +177,7 @@ class TensorParallel:
         vocab = self.sizes.get("vocab", self.info.get("original_vocab_size"))
         if not isinstance(vocab, int):
             raise FormatError(
-                f"{self.where} calls {name} a vocabulary, but has no original_vocab_size; give it: "
+                f"{self.path} calls {name} a vocabulary, but has no original_vocab_size; give it: "
                 'sizes={"vocab": N}, --size vocab=N'
             )
         return Padded(pattern, axis=0, size=vocab)
@@ -202,7 +202,7 @@ class TensorParallel:
 
     def _fused(self, name: str, slices: Sequence[Shape], sub: _SubParams, pattern: str) -> Pattern:
         """Several arrays, each cut by itself: their widths on each rank; before 0.4 even ones."""
-        what = f"{self.where}: the sub-parameters {sub.shape} of {name}"
+        what = f"{self.path}: the sub-parameters {sub.shape} of {name}"
         sub.check_shape(slices[0], what)
         lengths = sub.lengths(sum(shape[sub.axis] for shape in slices), what)
         if not self.widths_recorded:
@@ -221,7 +221,7 @@ class TensorParallel:
         hits = [pattern for pattern in patterns if pattern in matching]
         if len(hits) > 1:
             raise FormatError(
-                f"{self.where}: {name} matches several patterns of {what}: {hits}. {_SPEC}"
+                f"{self.path}: {name} matches several patterns of {what}: {hits}. {_SPEC}"
             )
         return hits[0] if hits else None
 

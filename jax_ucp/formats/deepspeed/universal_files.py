@@ -8,6 +8,7 @@ Facts: `checkpoint/ds_to_universal.py` of DeepSpeed 0.19.8.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,17 +93,21 @@ def open_universal(folder: FilePath, weights_only: bool) -> UniversalFiles:
             " folder. Move zero/, or the optimizer files, to another one"
         )
     check_facts(files, weights_only)
-    atoms = [atom for named in (folder / "zero").children() for atom in named.matching(".pt")]
-    paths = [path for path in atoms if not path.name.startswith(".")]
+    paths = _atom_paths(folder / "zero")
     if weights_only:
+        parameters = [path for path in paths if path.stem == "fp32"]
         states = [path for path in paths if path.stem != "fp32"]
         left = list(filter(FilePath.is_file, [*states, folder / OPTIMIZER]))
-        parameters = [path for path in paths if path.stem == "fp32"]
         return UniversalFiles(files, _open_atoms(parameters), None, left)
     universal = UniversalFiles(files, _open_atoms(paths), _open_optimizer(folder / OPTIMIZER), [])
     _check_states(universal)
     _check_steps(universal)
     return universal
+
+
+def _atom_paths(zero: FilePath) -> list[FilePath]:
+    paths = itertools.chain.from_iterable(named.matching(".pt") for named in zero.children())
+    return [path for path in paths if not path.name.startswith(".")]
 
 
 def _open_atoms(paths: Sequence[FilePath]) -> dict[str, dict[str, TorchFile]]:

@@ -104,10 +104,9 @@ def group(
     ranks give.
     """
     masters = [rank.masters[index] for rank in ranks]
-    states = {} if weights_only else _states_by_name(index, ranks)
-    aside = _apart(index, ranks, states)
-    for name in aside:
-        del states[name]
+    every = {} if weights_only else _states_by_name(index, ranks)
+    aside = _apart(index, ranks, every)
+    states = {name: values for name, values in every.items() if name not in aside}
     tensors = {name: values for name, values in states.items() if _are_flat(values)}
     if zero3:
         layouts, lengths = _zero3(index, shapes, ranks, masters)
@@ -115,19 +114,20 @@ def group(
         layouts, lengths = _zero12(index, shapes, ranks, masters, tensors, model)
     _check_elementwise(index, ranks, tensors, lengths)
     partitioned = {name: values for name, values in tensors.items() if _fit(values, lengths)}
-    others = {name: values for name, values in states.items() if name not in partitioned}
-    scalars, unmapped = _scalars_and_others(others, tensors)
     flat = {"param": masters, **partitioned}
+    scalars, unmapped = _scalars_and_others(states, partitioned, tensors)
     return Group(ranks, shapes, layouts, flat, scalars, aside | unmapped)
 
 
 def _scalars_and_others(
-    states: Mapping[str, Sequence[Any]], tensors: Collection[str]
+    states: Mapping[str, Sequence[Any]], partitioned: Collection[str], tensors: Collection[str]
 ) -> tuple[dict[str, Sequence[Any]], dict[str, tuple[Sequence[Any], str]]]:
-    """The numbers among states, and other states with the reason why they are not partitioned."""
+    """States that are numbers, and others that are not partitioned, with the reason."""
     scalars: dict[str, Sequence[Any]] = {}
     others: dict[str, tuple[Sequence[Any], str]] = {}
     for name, values in states.items():
+        if name in partitioned:
+            continue
         if _are_numbers(values):
             scalars[name] = values
         elif name in tensors:
@@ -193,8 +193,8 @@ def _zero12(
     """
     gaps = _gaps(index, shapes, ranks[0], model)
     total = sum(map(math.prod, shapes.values())) + sum(gaps.values())
-    lengths_held = {tensor.shape[0] for tensor in itertools.chain(masters, *states.values())}
-    for length in sorted(lengths_held, reverse=True):
+    stored_lengths = {tensor.shape[0] for tensor in itertools.chain(masters, *states.values())}
+    for length in sorted(stored_lengths, reverse=True):
         real = [min(length, max(0, total - position * length)) for position in range(len(ranks))]
         lengths = [{n, length} for n in real]
         # The buffer is padded to a multiple of 2 * ranks (nccl_start_alignment_factor,

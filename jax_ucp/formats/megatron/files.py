@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -310,11 +310,17 @@ def _steps_and_rates(optimizer: Any) -> Iterator[tuple[str, Any]]:
         return
     groups, states = optimizer.get("param_groups"), optimizer.get("state") or {}
     listed: list[Any] = groups if isinstance(groups, list) else []
-    for i, group in enumerate(group for group in listed if isinstance(group, dict)):
+    dicts = [group for group in listed if isinstance(group, dict)]
+    for i, group in enumerate(dicts):
         yield f"parameter group {i}", group
-        numbered = map(states.get, group.get("params") or ())
-        steps = (state["step"] for state in numbered if isinstance(state, dict) and "step" in state)
-        yield f"step of parameter group {i}", next(steps, None)
+        yield f"step of parameter group {i}", _first_step(states, group.get("params") or ())
+
+
+def _first_step(states: Mapping[Any, Any], numbers: Iterable[Any]) -> Any:
+    for state in map(states.get, numbers):
+        if isinstance(state, dict) and "step" in state:
+            return state["step"]
+    return None
 
 
 def _tree(file: TorchFile) -> dict[str, Any]:

@@ -37,18 +37,18 @@ from jax_ucp.formats.megatron.files import (
 )
 from jax_ucp.formats.megatron.legacy_optimizer import (
     BUFFERS,
-    Held,
     Module,
+    ModuleState,
     beside_tensors,
     find_states,
     numbered_alone,
 )
-from jax_ucp.formats.megatron.walk import EMBEDDING, TIED, is_expert, layer_of, parts_of
+from jax_ucp.formats.megatron.walk import EMBEDDING, TIED, Part, is_expert, layer_of, parts_of
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.pairing import Undecided
 from jax_ucp.formats.torch_save.file import StoredTensor
 from jax_ucp.formats.torch_save.unpickle import what_is
-from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.layout.fragments import ParamLayout, Shape
 from jax_ucp.layout.patterns import Replicated, Unique
 from jax_ucp.shard_spec.notation import built_in, load
 from jax_ucp.shard_spec.rules import Shard, Spec, layouts
@@ -84,8 +84,8 @@ class _Reader:
         files = {rank.name: rank.model for rank in ranks}
         files |= {f"{rank.folder.name}/{OPTIM_FILE}": rank.optim for rank in ranks if rank.optim}
         self.files = Combined.of_files(files)
-        self.found = Import("megatron", folder, self.files, options.on_conflict)
-        self.found.unknown |= {name for file in files.values() for name in file.unknown}
+        self.importer = Import("megatron", folder, self.files, options.on_conflict)
+        self.importer.unknown |= {name for file in files.values() for name in file.unknown}
         self.optimizer = not options.weights_only and any(
             rank.tree.get("optimizer") is not None for rank in ranks
         )
@@ -98,7 +98,7 @@ class _Reader:
     def contents(self) -> Contents:
         chunks = self._chunks()
         first_layers = self._first_layers(chunks)
-        states: list[tuple[Rank, Module, Held]] = []
+        states: list[tuple[Rank, Module, ModuleState]] = []
         undecided: list[str] = []
         for rank in self.ranks:
             own = chunks[rank.folder.name]
@@ -107,8 +107,10 @@ class _Reader:
                 for c, chunk in enumerate(own)
             ]
             for module in itertools.chain(*modules):
-                self._hold(
-                    rank, module, Held("weight", rank.key(module.tensor), module.tensor.shape)
+                self._add(
+                    rank,
+                    module,
+                    ModuleState("weight", rank.key(module.tensor), module.tensor.shape),
                 )
             try:
                 states += self._optimizer_states(rank, modules)
@@ -118,18 +120,18 @@ class _Reader:
             self._keep_apart(undecided[0])
         else:
             for rank, module, state in states:
-                self._hold(rank, module, state)
+                self._add(rank, module, state)
         self._parameters(self._layouts())
         self._extras()
         self._notes()
-        contents = self.found.contents()
+        contents = self.importer.contents()
         if self.optimizer and is_precision_aware(self.args):
             prove_precision_aware(contents)
         return contents
 
     def _optimizer_states(
         self, rank: Rank, modules: Sequence[Sequence[Module]]
-    ) -> list[tuple[Rank, Module, Held]]:
+    ) -> list[tuple[Rank, Module, ModuleState]]:
         if self.options.weights_only:
             self._leave_optimizer(rank)
             return []
@@ -216,28 +218,31 @@ class _Reader:
     def _skip_extra_state(self, rank: Rank, label: str, state: Any) -> None:
         reason = f"{notes.TRANSFORMER_ENGINE}, such as fp8 scales"
         if isinstance(state, StoredTensor):
-            self.found.skip(rank.key(state), "", reason)
+            self.importer.skip(rank.key(state), "", reason)
         else:
-            self.found.skip(f"{rank.name}:{label}", type(state).__name__, reason)
+            self.importer.skip(f"{rank.name}:{label}", type(state).__name__, reason)
 
-    def _hold(self, rank: Rank, module: Module, held: Held) -> None:
-        """Take up one state of a rank's tensor, as a shard of every parameter in it."""
+    def _add(self, rank: Rank, module: Module, stored: ModuleState) -> None:
+        """Add one state of a rank's tensor, as a shard of every parameter in it."""
         for part in module.parts:
-            index = rank.etp if is_expert(part.name) else rank.tp
-            if held.value is not None:
-                self.values.setdefault((held.state, part.name), {})[rank.name] = held.value
+            name = stored.state, part.name
+            if stored.value is not None:
+                self.values.setdefault(name, {})[rank.name] = stored.value
                 continue
-            key, shape = held.key, held.shape
-            whole = len(module.parts) == 1 and not (held.flat or part.transposed)
-            if shape != () and not whole:
-                key = f"{held.key}@{part.name}"
-                self.found.cut(
-                    key, Cut(held.key, held.start + part.start, part.shape, part.transposed)
-                )
-                shape = part.shape[::-1] if part.transposed else part.shape
-            if held.state == "weight":
+            key, shape = self._shard(module, part, stored)
+            if stored.state == "weight":
                 self.shapes[key] = shape
-            self.keys.setdefault((held.state, part.name), {}).setdefault(index, []).append(key)
+            index = rank.etp if is_expert(part.name) else rank.tp
+            self.keys.setdefault(name, {}).setdefault(index, []).append(key)
+
+    def _shard(self, module: Module, part: Part, stored: ModuleState) -> tuple[str, Shape]:
+        """The key and shape of a parameter's part of a tensor: all of it, or cut out of it."""
+        whole = len(module.parts) == 1 and not (stored.flat or part.transposed)
+        if whole or stored.shape == ():
+            return stored.key, stored.shape
+        key, start = f"{stored.key}@{part.name}", stored.start + part.start
+        self.importer.cut(key, Cut(stored.key, start, part.shape, part.transposed))
+        return key, part.shape[::-1] if part.transposed else part.shape
 
     def _layouts(self) -> dict[str, ParamLayout]:
         """The layout of every parameter over its tensor-parallel ranks, by the rules."""
@@ -307,7 +312,7 @@ class _Reader:
         """A parameter's states, of which some are tensors, with keys, and others values."""
         if name.endswith(BUFFERS):
             weights = _consolidated(layout, self.keys["weight", name])
-            self.found.parameter("buffer", name, weights, notes.BUFFER)
+            self.importer.parameter("buffer", name, weights, notes.BUFFER)
             return
         states = [state for state in keyed if state != "weight"]
         states.sort(key=lambda state: (state != "param", state == "step"))
@@ -322,9 +327,11 @@ class _Reader:
         if has_master:
             reason = notes.copy_of_master(name)
             for copy in _copies(weights, len(layout.shards)):
-                self.found.duplicate("param", name, Consolidated(layout, copy), reason)
+                self.importer.duplicate("param", name, Consolidated(layout, copy), reason)
             return
-        self.found.parameter("param", name, _consolidated(layout, weights), f"the parameter {name}")
+        self.importer.parameter(
+            "param", name, _consolidated(layout, weights), f"the parameter {name}"
+        )
         if self.optimizer and self.args.get("use_distributed_optimizer"):
             raise FormatError(f"{self.folder}: no {OPTIM_FILE} holds the master of {name}")
 
@@ -338,9 +345,9 @@ class _Reader:
         if state == "step":
             flat = [key for _, copies in sorted(keys.items()) for key in copies]
             one = Consolidated(Replicated().join([()] * len(flat)), flat)
-            self.found.parameter(state, name, one, notes.STEP)
+            self.importer.parameter(state, name, one, notes.STEP)
         else:
-            self.found.parameter(state, name, _consolidated(layout, keys), f"{state} of {name}")
+            self.importer.parameter(state, name, _consolidated(layout, keys), f"{state} of {name}")
 
     def _value(self, state: str, name: str, values: Mapping[str, Any]) -> None:
         """A number that each file has for a group of parameters: they must be equal."""
@@ -352,7 +359,7 @@ class _Reader:
                     " files is of another step or run"
                 )
         array = np.asarray(value, np.int32 if isinstance(value, int) else None)
-        self.found.constant(state, name, array, f"{first}:optimizer ({state})")
+        self.importer.constant(state, name, array, f"{first}:optimizer ({state})")
 
     def _tied(self, layout: ParamLayout) -> None:
         """The last stage's copy of the word embedding, with optimizer states of its own."""
@@ -369,31 +376,31 @@ class _Reader:
                 )
             one = Replicated().join([()] * len(layout.shards)) if state == "step" else layout
             for copy in _copies(keys, len(layout.shards)):
-                self.found.duplicate(
+                self.importer.duplicate(
                     main, EMBEDDING, Consolidated(one, copy), notes.COPY_OF_EMBEDDING
                 )
 
     def _leave_optimizer(self, rank: Rank) -> None:
         for key in rank.model.arrays():
             if key.startswith("optimizer/"):
-                self.found.leave(f"{rank.name}:{key}", "", notes.LEFT)
+                self.importer.leave(f"{rank.name}:{key}", "", notes.LEFT)
         if (rank.folder / OPTIM_FILE).is_file():
-            self.found.skip(f"{rank.folder.name}/{OPTIM_FILE}", "file", notes.LEFT)
+            self.importer.skip(f"{rank.folder.name}/{OPTIM_FILE}", "file", notes.LEFT)
         if "optimizer" in rank.tree:
-            self.found.skip(f"{rank.name}:optimizer", "param_groups", notes.LEFT)
+            self.importer.skip(f"{rank.name}:optimizer", "param_groups", notes.LEFT)
 
     def _keep_apart(self, reason: str) -> None:
         """Keep the optimizer's tensors under `other`, by their places in the files."""
         self.optimizer = False
-        for key, info in self.found.stored.items():
+        for key, info in self.importer.stored.items():
             file, _, item = key.partition(":")
             if file.endswith(OPTIM_FILE) or _is_state(item.split("/")):
                 label = f"{file.removesuffix('.pt')}.{item}".replace("/", ".")
                 one = Consolidated(Unique().join([info.shape]), [key])
-                self.found.parameter(
+                self.importer.parameter(
                     "other", label, one, f"kept apart, because nothing says whose it is: {reason}"
                 )
-        self.found.notes.append(
+        self.importer.notes.append(
             "the optimizer's masters and states are kept under `other`, because which parameters"
             f" its groups have is not stored, and their shapes do not tell ({reason}); the"
             " parameters are the model's weights"
@@ -404,33 +411,33 @@ class _Reader:
         for rank in self.ranks:
             for name, value in rank.tree.items():
                 if name == "args" and rank is not self.ranks[0]:
-                    self.found.extra(rank.name, name, differing(self.args, value.fields))
+                    self.importer.extra(rank.name, name, differing(self.args, value.fields))
                 elif name == "optimizer":
                     for label, part in (
                         beside_tensors(value) if not self.options.weights_only else ()
                     ):
-                        self.found.extra(rank.name, label, part)
+                        self.importer.extra(rank.name, label, part)
                 elif not name.startswith("model"):
-                    self.found.extra(rank.name, name, value)
+                    self.importer.extra(rank.name, name, value)
             if rank.optim is not None:
-                where = f"{rank.folder.name}/{OPTIM_FILE}:buffers"
-                self.found.skip(where, "layout", notes.LAYOUT)
+                buffers = f"{rank.folder.name}/{OPTIM_FILE}:buffers"
+                self.importer.skip(buffers, "layout", notes.LAYOUT)
 
     def _notes(self) -> None:
         padded = self.args.get("padded_vocab_size")
         if "vocab" not in self.options.sizes and ("weight", EMBEDDING) in self.keys:
-            self.found.notes.append(notes.padded_vocabulary(padded))
+            self.importer.notes.append(notes.padded_vocabulary(padded))
         if self.optimizer and any(numbered_alone(rank.tree["optimizer"]) for rank in self.ranks):
-            self.found.notes.append(
+            self.importer.notes.append(
                 "optimizer states go by numbers, in Megatron's own order, which is that of the"
                 " model's keys; no master in the files proves it"
             )
         if self.options.weights_only:
-            self.found.notes.append(notes.WEIGHTS_ALONE)
+            self.importer.notes.append(notes.WEIGHTS_ALONE)
         elif all(rank.tree.get("optimizer") is None for rank in self.ranks):
-            self.found.notes.append(notes.WITHOUT_OPTIMIZER)
+            self.importer.notes.append(notes.WITHOUT_OPTIMIZER)
         if self.args.absent:
-            self.found.notes.append(notes.defaults_taken(self.args.absent))
+            self.importer.notes.append(notes.defaults_taken(self.args.absent))
 
 
 def _states_by_name(stored: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
@@ -470,7 +477,7 @@ def _consolidated(layout: ParamLayout, copies: Mapping[int, Sequence[str]]) -> C
     return Consolidated(replace(layout, shards=tuple(shards), fragments=tuple(fragments)), keys)
 
 
-def _copies(held: Mapping[int, Sequence[str]], shards: int) -> list[list[str]]:
+def _copies(copies: Mapping[int, Sequence[str]], shards: int) -> list[list[str]]:
     """All shards, as often as the rank with most copies has some: every copy is used."""
-    most = max(len(keys) for keys in held.values())
-    return [[held[i][min(j, len(held[i]) - 1)] for i in range(shards)] for j in range(most)]
+    most = max(len(keys) for keys in copies.values())
+    return [[copies[i][min(j, len(copies[i]) - 1)] for i in range(shards)] for j in range(most)]

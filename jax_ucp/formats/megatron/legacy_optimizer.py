@@ -50,7 +50,7 @@ class Module:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ModuleState:
     """A state of a module: in the tensor `key`, if `flat` from `start` on, or a number."""
 
     state: str
@@ -63,7 +63,7 @@ class Held:
 
 def find_states(
     args: Args, rank: Rank, chunks: Sequence[Sequence[Module]]
-) -> Iterator[tuple[Module, Held]]:
+) -> Iterator[tuple[Module, ModuleState]]:
     """Every state that the rank's files hold of its modules. With experts there can be a second
     optimizer for them.
 
@@ -112,7 +112,7 @@ def _half(
 
 def _flat_steps(
     rank: Rank, groups: Sequence[Mapping[str, Any]], modules: Iterable[Module]
-) -> Iterator[tuple[Module, Held]]:
+) -> Iterator[tuple[Module, ModuleState]]:
     """How often the optimizer stepped: one number or none. Which parameters a group has, flat
     buffers do not depend on.
 
@@ -126,7 +126,7 @@ def _flat_steps(
             " leaves the optimizer aside"
         )
     for module, step in itertools.product(modules, steps):
-        yield module, Held("step", value=step)
+        yield module, ModuleState("step", value=step)
 
 
 def _numbered(
@@ -135,7 +135,7 @@ def _numbered(
     state: Mapping[int, Any],
     groups: Sequence[Mapping[str, Any]],
     modules: Sequence[Module],
-) -> Iterator[tuple[Module, Held]]:
+) -> Iterator[tuple[Module, ModuleState]]:
     """States and masters of an optimizer that numbers its parameters."""
     if not state and "fp32_from_fp16_params" not in part:
         return  # never stepped
@@ -147,7 +147,7 @@ def _numbered(
         )
     for group, numbers, own in zip(groups, _numbers(groups), members, strict=True):
         if isinstance(group.get("step"), int):
-            yield from ((module, Held("step", value=group["step"])) for module in own)
+            yield from ((module, ModuleState("step", value=group["step"])) for module in own)
         for number, module in zip(numbers, own, strict=True):
             yield from _numbered_states(rank, module, number, state.get(number) or {})
     if "fp32_from_fp16_params" in part:
@@ -161,13 +161,13 @@ def _numbers(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
 
 def _numbered_states(
     rank: Rank, module: Module, number: int, states: Mapping[str, Any]
-) -> Iterator[tuple[Module, Held]]:
+) -> Iterator[tuple[Module, ModuleState]]:
     shape = module.tensor.shape
     for name, value in states.items():
         if value is None:
             continue
         if not isinstance(value, StoredTensor):
-            yield module, Held(name, value=value)
+            yield module, ModuleState(name, value=value)
             continue
         one_step = name == "step" and value.shape == ()
         if value.shape != shape and not one_step:
@@ -176,7 +176,7 @@ def _numbered_states(
                 f" {module.local}, which is that parameter, has {shape}; such a state is not read,"
                 " weights_only leaves the optimizer aside"
             )
-        yield module, Held(name, rank.key(value), value.shape)
+        yield module, ModuleState(name, rank.key(value), value.shape)
 
 
 def _members(
@@ -232,7 +232,7 @@ def _shapes(tree: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def _masters(
     rank: Rank, masters: Any, members: Sequence[Sequence[Module]]
-) -> Iterator[tuple[Module, Held]]:
+) -> Iterator[tuple[Module, ModuleState]]:
     """The fp32 masters of 16-bit weights, by group; fp32 weights are their own masters."""
     if not isinstance(masters, list) or len(masters) != len(members):
         raise FormatError(
@@ -251,7 +251,7 @@ def _masters(
                     f"{rank.model.path}: the master at {tensor.key} has shape {tensor.shape}, but"
                     f" {module.local} has {module.tensor.shape}; {_OTHER_FILE}"
                 )
-            yield module, Held("param", rank.key(tensor), tensor.shape)
+            yield module, ModuleState("param", rank.key(tensor), tensor.shape)
 
 
 def _flat_part(rank: Rank, index: int, count: int) -> Mapping[Any, Any] | None:
@@ -280,7 +280,7 @@ def _flat_part(rank: Rank, index: int, count: int) -> Mapping[Any, Any] | None:
 
 def _flat(
     args: Args, rank: Rank, part: Mapping[Any, Any] | None, chunks: Sequence[Sequence[Module]]
-) -> Iterator[tuple[Module, Held]]:
+) -> Iterator[tuple[Module, ModuleState]]:
     """States in the flat buffers of a distributed optimizer: one per chunk and dtype."""
     if part is None:
         return
@@ -316,7 +316,7 @@ def _owners(
 
 def _buffer(
     args: Args, rank: Rank, c: int, numel: int, modules: Sequence[Module], buffer: Mapping[str, Any]
-) -> Iterator[tuple[Module, Held]]:
+) -> Iterator[tuple[Module, ModuleState]]:
     path = rank.folder / OPTIM_FILE
     tied = args.copies_embedding
     shared = [tied and m.local in (EMBEDDING, TIED) for m in modules]
@@ -338,7 +338,7 @@ def _buffer(
     for state, tensor in states.items():
         key = rank.key(tensor, OPTIM_FILE)
         for module, start in zip(modules, starts, strict=True):
-            yield module, Held(state, key, module.tensor.shape, start, flat=True)
+            yield module, ModuleState(state, key, module.tensor.shape, start, flat=True)
 
 
 def bucket_limit(args: Args, pp: int, chunk: int, dp: int, numel: int) -> int | None:
