@@ -19,6 +19,7 @@ import numpy as np
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.facts import Facts
+from jax_ucp.formats.nested import as_dict
 from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
 from jax_ucp.formats.torch_save.unpickle import known, what_is
 from jax_ucp.layout.box import Box
@@ -73,7 +74,8 @@ class Rank(Stored):
     @property
     def masters(self) -> Sequence[StoredTensor]:
         """The flat partitions of the parameters, by group, or under ZeRO-3 sub-group."""
-        return self.state.get("single_partition_of_fp32_groups", self.state.get("fp32_flat_groups"))  # type: ignore
+        keys = ("single_partition_of_fp32_groups", "fp32_flat_groups")
+        return next(self.state[key] for key in keys if key in self.state)
 
 
 @dataclass(frozen=True)
@@ -212,8 +214,7 @@ class _Run:
 
 
 def open_files(folder: FilePath, weights_only: bool = False) -> Files:
-    """The files of one tag; with `weights_only` those of the optimizer only for the masters in
-    them.
+    """The files of one tag; with `weights_only` of the optimizer only those of masters.
 
     Raises FormatError, naming the file, where one is missing, or is of another run or step. With
     `weights_only` that of an optimizer file is not raised, unless it is ZeRO-3's, which keeps the
@@ -402,8 +403,7 @@ def _check_optimizer_names(names: _Names, run: _Run, weights_only: bool) -> None
 
 
 def _refuse_copies(parts: Iterable[tuple[Stored, Sequence[StoredTensor]]], what: str) -> None:
-    """Raise FormatError where a rank's file is a copy of another's: no two ranks have the same part
-    of the `what`, whose tensors come with each file.
+    """Raise FormatError where two ranks' files have the same `what`: one is a copy.
 
     Checksums tell which two to compare. Parts of padding alone are zeros in several files.
     """
@@ -421,9 +421,8 @@ def _refuse_copies(parts: Iterable[tuple[Stored, Sequence[StoredTensor]]], what:
 
 def _frozen_fragments(model: Stored) -> list[StoredTensor]:
     """What a rank's model states have of frozen parameters: under ZeRO-3 its part of each."""
-    fragments = known(model.state.get("frozen_param_fragments"))
-    values = fragments.values() if isinstance(fragments, dict) else ()
-    return [value for value in values if isinstance(value, StoredTensor)]
+    fragments = as_dict(known(model.state.get("frozen_param_fragments")))
+    return [value for value in fragments.values() if isinstance(value, StoredTensor)]
 
 
 def _is_copy(

@@ -1,5 +1,4 @@
-"""The 16-bit weights of ZeRO-0's module, to be found by the bits that a master has when it is
-rounded.
+"""The 16-bit weights of ZeRO-0's module, matched by the bits of rounded masters.
 
 A weight of 16 bits is its master, rounded, so a master's parameter is among those with these bits.
 Their first elements tell nearly always; where several have the same, all elements are compared.

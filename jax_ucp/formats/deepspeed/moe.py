@@ -17,6 +17,7 @@ from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.formats.deepspeed.files import Rank, Stored
 from jax_ucp.formats.deepspeed.tensor_parallel import affine_layout
 from jax_ucp.formats.deepspeed.zero import param_group
+from jax_ucp.formats.nested import as_dict
 from jax_ucp.formats.torch_save.unpickle import known
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
@@ -36,25 +37,23 @@ def teams(
         return _zero3_teams(index, ranks, metadata, models)
     counts = ranks[0].state.get("partition_count")
     share = counts[index] if isinstance(counts, list) else len(ranks)
-    if not param_group(ranks[0], index).get("moe"):
-        if share != len(ranks):
-            raise FormatError(
-                f"{ranks[0].file.path}: group {index} is shared by {share} of {len(ranks)} ranks,"
-                " but is no group of experts: it is of another world size, or of a sharding over"
-                " some of the ranks (MiCS), which is not read. weights_only opens what the model"
-                " states hold"
-            )
-        return [(None, list(ranks))]
-    return [(ep, [ranks[r] for r in team]) for ep, team in enumerate(_expert_ranks(ranks, share))]
+    if param_group(ranks[0], index).get("moe"):
+        by_ep = enumerate(_expert_ranks(ranks, share))
+        return [(ep, [ranks[r] for r in team]) for ep, team in by_ep]
+    if share != len(ranks):
+        raise FormatError(
+            f"{ranks[0].file.path}: group {index} is shared by {share} of {len(ranks)} ranks, but"
+            " is no group of experts: it is of another world size, or of a sharding over some of"
+            " the ranks (MiCS), which is not read. weights_only opens what the model states hold"
+        )
+    return [(None, list(ranks))]
 
 
 def _expert_ranks(ranks: Sequence[Rank], share: int) -> list[range]:
     """For each expert-parallel rank the positions of the `share` ranks of its experts."""
     ep, world = len(ranks) // share, len(ranks)
-    config = (
-        known(ranks[0].file.tree.get("ds_config")) if isinstance(ranks[0].file.tree, dict) else None
-    )
-    if isinstance(config, dict) and config.get("use_data_before_expert_parallelism"):
+    config = as_dict(known(as_dict(ranks[0].file.tree).get("ds_config")))
+    if config.get("use_data_before_expert_parallelism"):
         return [range(e * share, (e + 1) * share) for e in range(ep)]
     return [range(e, world, ep) for e in range(ep)]
 
@@ -141,8 +140,7 @@ def router_aliases(names: Collection[str], owned: Collection[str], model: Stored
 
 
 def global_name(name: str, ep: int | None, shapes: Mapping[str, Shape]) -> str:
-    """The name that a native expert of an expert-parallel rank has in the whole model; other names
-    as they are.
+    """The name of a rank's native expert in the whole model; other names as they are.
 
     >>> prefix = "mlp.deepspeed_moe.experts.deepspeed_experts."
     >>> global_name(prefix + "1.fc.bias", 2,
@@ -162,8 +160,7 @@ def _count_experts(prefix: str, names: Iterable[str]) -> int:
 
 
 def expert_layout(name: str, slices: Mapping[int, Shape], model: Stored) -> ParamLayout:
-    """The parameter of fused experts that the slices of the expert-parallel ranks form, by
-    `ds_autoep_layers`.
+    """The parameter that slices of fused experts form, by `ds_autoep_layers`.
 
     Without a placement (older versions) each rank has the experts after those of the rank before
     it.

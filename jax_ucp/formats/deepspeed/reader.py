@@ -13,18 +13,13 @@ from jax_ucp.files.path import FilePath
 from jax_ucp.formats.deepspeed import moe
 from jax_ucp.formats.deepspeed.extras import add_extras, skip_other_files
 from jax_ucp.formats.deepspeed.facts import check_facts
-from jax_ucp.formats.deepspeed.files import (
-    Files,
-    Stored,
-    is_checkpoint,
-    open_files,
-    tag_folder,
-)
+from jax_ucp.formats.deepspeed.files import Files, Stored, is_checkpoint, open_files, tag_folder
 from jax_ucp.formats.deepspeed.modules import ModuleReader, names_in
 from jax_ucp.formats.deepspeed.partitions import add_partitions
 from jax_ucp.formats.deepspeed.slices import Slices
 from jax_ucp.formats.deepspeed.stage0 import add_numbered_states
 from jax_ucp.formats.deepspeed.zero import group, param_shapes
+from jax_ucp.formats.nested import as_dict
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.torch_save.unpickle import known
 from jax_ucp.sources.contents import Contents
@@ -130,6 +125,5 @@ def _unnamed_layers(files: Files, why: str) -> FormatError:
 
 def _zero_stage(model: Stored) -> int:
     """The stage in the run's configuration, or 0."""
-    config = known(model.state.get("ds_config"))
-    zero = config.get("zero_optimization") if isinstance(config, dict) else None
-    return (zero or {}).get("stage", 0)
+    config = as_dict(known(model.state.get("ds_config")))
+    return as_dict(config.get("zero_optimization")).get("stage", 0)

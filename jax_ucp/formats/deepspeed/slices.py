@@ -7,6 +7,7 @@ Flat partitions of data-parallel ranks form slices (`partitions`). Slices of ten
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -219,21 +220,16 @@ class Slices:
 
     def add_value(self, state: str, name: str, values: Sequence[tuple[Stored, Any]]) -> None:
         """Add a value that every rank has. Raises FormatError, naming the file, if one differs."""
-        if not all(isinstance(value, StoredTensor | bool | int | float) for _, value in values):
+        files, numbers = zip(*values, strict=True)
+        if not all(isinstance(number, StoredTensor | bool | int | float) for number in numbers):
             for stored, value in values:
                 self.importer.extra(stored.name, f"{state} of {name}", value)
-            return
-        (file, first), *_ = values
-        if isinstance(first, StoredTensor):
+        elif isinstance(numbers[0], StoredTensor):
             self._add_stored_value(state, name, values)
-            return
-        # A Python int has no dtype; optax counts in int32.
-        dtypes = [np.int32 if isinstance(value, int) else None for _, value in values]
-        numbers = [
-            np.asarray(value, dtype) for (_, value), dtype in zip(values, dtypes, strict=True)
-        ]
-        number = _agreed(state, [stored for stored, _ in values], numbers)
-        self.importer.constant(state, name, number, f"{file.name}:optimizer_state_dict ({state})")
+        else:
+            number = _agreed(state, files, list(map(_plain_array, numbers)))
+            file = f"{files[0].name}:optimizer_state_dict ({state})"
+            self.importer.constant(state, name, number, file)
 
     def _add_stored_value(
         self, state: str, name: str, values: Sequence[tuple[Stored, Any]]
@@ -241,11 +237,17 @@ class Slices:
         """Add a tensor that every rank has, read once for all parameters that share it."""
         keys = tuple(stored.key(value) for stored, value in values)
         if keys not in self._agreed:
-            arrays = [self.read(stored, value) for stored, value in values]
-            self._agreed[keys] = _agreed(state, [stored for stored, _ in values], arrays)
+            files, _ = zip(*values, strict=True)
+            arrays = list(itertools.starmap(self.read, values))
+            self._agreed[keys] = _agreed(state, files, arrays)
         layout = Replicated().join([value.shape for _, value in values])
         reason = f"{state} of every parameter of its group"
         self.importer.parameter(state, name, Consolidated(layout, keys), reason)
+
+
+def _plain_array(number: Any) -> np.ndarray:
+    # A Python int has no dtype; optax counts in int32.
+    return np.asarray(number, np.int32 if isinstance(number, int) else None)
 
 
 def _agreed(state: str, files: Sequence[Stored], values: Sequence[np.ndarray]) -> np.ndarray:

@@ -25,6 +25,7 @@ from jax_ucp.formats.deepspeed import moe
 from jax_ucp.formats.deepspeed.files import Stored
 from jax_ucp.formats.deepspeed.masters import Copies
 from jax_ucp.formats.deepspeed.slices import Slices
+from jax_ucp.formats.nested import group_with
 from jax_ucp.formats.options import MODULE_ORDER, OptimizerGroups, remedy, word_note
 from jax_ucp.formats.pairing import (
     Contradicted,
@@ -454,9 +455,7 @@ def _add_masters(slices: Slices, one: _Optimizer, places: Places) -> None:
             slices.add(one.mp, None, state, name, tensor, f"{state} of {len(places)} parameters")
         reason = f"a copy of {name}'s master, compared with it by verify"
         slices.importer.slice_duplicate(slices.states["param", name].keys[place], copy, reason)
-        slices.importer.hyperparameters(
-            name, next(group for group in one.groups if number in group["params"])
-        )
+        slices.importer.hyperparameters(name, group_with(one.groups, number))
 
 
 def _keep_apart(slices: Slices, one: _Optimizer, reason: str) -> None:

@@ -1,5 +1,4 @@
-"""Tensor parallelism as DeepSpeed writes it down: `universal_checkpoint_info` says how slices form
-parameters.
+"""How slices form parameters, by DeepSpeed's `universal_checkpoint_info`.
 
 Its patterns match a name with `re.match`, so a prefix is enough; RE2 matches them, as
 `name_patterns` says. A parameter that no list names is cut on its first axis: that is DeepSpeed's
@@ -48,8 +47,7 @@ _VERSION, _AFFINE_VERSION = 0.4, 1
 
 @dataclass(frozen=True)
 class _SubParams:
-    """Several arrays side by side in a parameter, along `axis`: of the lengths in `shape[axis]`, or
-    so many equal ones.
+    """Arrays side by side along `axis`: of lengths `shape[axis]`, or so many equal ones.
 
     A length of -1 on another axis is whatever it is.
     """
@@ -151,22 +149,20 @@ class TensorParallel:
 
     def check_used(self, names: Iterable[str]) -> None:
         """Raise FormatError for unused patterns, and for what DeepSpeed says it cannot join."""
-        names = list(names)
         if self.tp == 1:
             return
         matching = {name: self._patterns.matching(name) for name in names}
         for pattern, why in self._unsupported.items():
-            for name in names:
-                if pattern in matching[name]:
-                    raise FormatError(
-                        f"{self.path}: DeepSpeed says that the slices of {name} cannot be joined:"
-                        f" {why}. {_SPEC}"
-                    )
+            if name := next((name for name in matching if pattern in matching[name]), None):
+                raise FormatError(
+                    f"{self.path}: DeepSpeed says that the slices of {name} cannot be joined:"
+                    f" {why}. {_SPEC}"
+                )
         used = frozenset[str]().union(*matching.values())
-        if idle := [pattern for pattern in chain(*self._cutting()) if pattern not in used]:
+        if unused := [pattern for pattern in chain(*self._cutting()) if pattern not in used]:
             raise FormatError(
                 f"{self.path}: universal_checkpoint_info has patterns that match no parameter:"
-                f" {idle}. What they were meant for would be joined on its first axis. {_SPEC}"
+                f" {unused}. What they were meant for would be joined on its first axis. {_SPEC}"
             )
 
     def _pattern(self, name: str, slices: Sequence[Shape]) -> Pattern:
@@ -259,8 +255,7 @@ class BySpec:
 
 
 def affine_layout(entry: Mapping[str, Any], slices: Sequence[Shape], what: str) -> ParamLayout:
-    """The parameter that slices form by an affine map of DeepSpeed, where all its pieces are boxes
-    on both sides.
+    """The parameter of slices by an affine map, if all its pieces are boxes on both sides.
 
     A piece is (shape, source in the parameter, dest in the slice), both ends an offset and strides
     in elements. Raises FormatError where a piece is no box (a transposition, a stride over rows),

@@ -20,6 +20,7 @@ from jax_ucp.formats.deepspeed.facts import check_facts
 from jax_ucp.formats.deepspeed.files import Files, Stored, open_files, open_stored
 from jax_ucp.formats.deepspeed.zero import param_shapes
 from jax_ucp.formats.facts import Facts
+from jax_ucp.formats.nested import as_dict, group_with
 from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
 from jax_ucp.layout.fragments import Shape
 
@@ -77,8 +78,7 @@ class UniversalFiles:
 
     def rank_0(self) -> Mapping[str, Any]:
         """The optimizer's own state, which ZeRO-3 leaves beside the atoms; else nothing."""
-        inner = self.optimizer_entry("optimizer_state_dict")
-        return inner if isinstance(inner, dict) else {}
+        return as_dict(self.optimizer_entry("optimizer_state_dict"))
 
 
 def open_universal(folder: FilePath, weights_only: bool) -> UniversalFiles:
@@ -146,7 +146,7 @@ def _check_moments(universal: UniversalFiles, index: int, states: Collection[str
     """Raise FormatError where a whole group lacks a moment that its settings are about."""
     steps = universal.files.models[0][0].state.get("global_steps")
     settings = universal.optimizer_entry("param_groups") or ()
-    hyper = next((group for group in settings if index in group.get("params", ())), {})
+    hyper = group_with(settings, index)
     if not steps or "betas" not in hyper or hyper.get("use_muon"):
         return
     moments = [{"exp_avg"}]

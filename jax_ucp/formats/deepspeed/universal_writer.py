@@ -1,5 +1,4 @@
-"""DeepSpeed's universal folder, as `ds_to_universal` writes it, for a run with `load_universal` to
-resume from.
+"""DeepSpeed's universal folder, for a run with `load_universal` to resume from.
 
 The folder is that of one process: whoever loads it cuts parameters for its own ranks. What a run
 with tensor parallelism must know for that is in each atom, and comes from the
@@ -22,6 +21,7 @@ import numpy as np
 from jax_ucp.errors import FormatError, UnsupportedLeaf
 from jax_ucp.export.files import File, Tensor
 from jax_ucp.export.parameters import Parameters, is_floating, named, torch_groups, untold
+from jax_ucp.formats.nested import as_dict
 from jax_ucp.formats.torch_save.pickle_writer import Call, Global, Instance, has_dtype
 from jax_ucp.formats.torch_save.zip_writer import torch_file
 from jax_ucp.layout.fragments import Shape
@@ -215,9 +215,7 @@ def _rank_0(extras: Extras, pattern: re.Pattern[str]) -> Mapping[str, Any]:
 
 
 def _zero(model: Mapping[str, Any]) -> Mapping[str, Any]:
-    config = model.get("ds_config")
-    zero = config.get("zero_optimization") if isinstance(config, dict) else None
-    return zero if isinstance(zero, dict) else {}
+    return as_dict(as_dict(model.get("ds_config")).get("zero_optimization"))
 
 
 def _check(params: Parameters) -> None:
@@ -274,8 +272,7 @@ def _sub_patterns(sub: Any) -> Sequence[str]:
 def _how_to_cut(
     tensor: Tensor, info: Mapping[str, Any], matching: frozenset[str]
 ) -> dict[str, Any]:
-    """What an atom says to ranks that hold slices of it; the order of precedence is that of the
-    converter.
+    """What an atom has for ranks with slices of it, in the converter's order of precedence.
 
     `matching` are the patterns of the info that match its name.
     """

@@ -15,12 +15,13 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.deepspeed.files import Rank, Stored, expect_dict
+from jax_ucp.formats.nested import as_dict, group_with
 from jax_ucp.formats.torch_save.file import StoredTensor
 from jax_ucp.formats.torch_save.unpickle import known
 from jax_ucp.layout.fragments import ParamLayout, Shape
@@ -46,17 +47,9 @@ class Group:
 
 # States of torch's optimizers that have an element for each of the parameter: of another length
 # they are wrong.
-_ELEMENTWISE = frozenset(
-    {
-        "exp_avg",
-        "exp_avg_sq",
-        "max_exp_avg_sq",
-        "exp_inf",
-        "momentum_buffer",
-        "square_avg",
-        "grad_avg",
-        "sum",
-    }
+_ELEMENTWISE = (
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer"),
+    *("square_avg", "grad_avg", "sum"),
 )
 # What bitsandbytes keeps beside the quantised elements, and those
 # (`bitsandbytes/optim/optimizer.py` of 0.49).
@@ -64,6 +57,8 @@ _QUANTIZED = re.compile(r"__bnb_optimizer_quant_state__|(qmap|absmax)\d")
 _PART_OF_QUANTIZED = re.compile(r"(state|max|new_max)\d|gnorm_vec|unorm_vec")
 
 # Why a state is left aside.
+_OF_MUON = "Muon keeps it for whole parameters, and how they lie in it is not read"
+_OF_8_BITS = "it is of an 8-bit optimizer, and means something only with its other parts"
 _WRONG_LENGTH = "its length is not that of the partition"
 _NEITHER = "it is neither a flat tensor of the partition nor a number"
 
@@ -97,8 +92,7 @@ def group(
     model: str,
     weights_only: bool = False,
 ) -> Group:
-    """One group of parameters, and where `ranks`, which share it, hold its states; with
-    `weights_only` its masters.
+    """A group of parameters, and its states on `ranks`; with `weights_only` its masters.
 
     Raises FormatError, naming the file, where lengths are not those that `shapes` and the number of
     ranks give.
@@ -266,9 +260,7 @@ def base_optimizer(rank: Rank) -> Any:
 
 def param_group(rank: Rank, index: int) -> Mapping[str, Any]:
     """Hyper-parameters of a group or ZeRO-3 sub-group; elastic checkpoints have none."""
-    base = base_optimizer(rank)
-    groups = (base.get("param_groups") or ()) if isinstance(base, dict) else ()
-    return next((group for group in groups if index in group.get("params", ())), {})
+    return group_with(as_dict(base_optimizer(rank)).get("param_groups") or (), index)
 
 
 def _group_state(rank: Rank, index: int) -> dict[str, Any]:
@@ -284,20 +276,18 @@ def _apart(
     index: int, ranks: Sequence[Rank], states: Mapping[str, Sequence[Any]]
 ) -> dict[str, tuple[Sequence[Any], str]]:
     """The states that are known to be no part of the partition, by name, each with the reason."""
-    quantized = any(map(_QUANTIZED.fullmatch, states))
+    reasons = dict.fromkeys(_quantized(states), _OF_8_BITS)
     partitioned = "single_partition_of_fp32_groups" in ranks[0].state
-    muon = partitioned and any(param_group(rank, index).get("use_muon") for rank in ranks)
-    aside: dict[str, tuple[Sequence[Any], str]] = {}
-    for name, values in states.items():
-        part_of_quantized = _QUANTIZED.fullmatch(name) or _PART_OF_QUANTIZED.fullmatch(name)
-        if muon and not _are_numbers(values):
-            aside[name] = (
-                values,
-                "Muon keeps it for whole parameters, and how they lie in it is not read",
-            )
-        elif quantized and part_of_quantized:
-            aside[name] = (
-                values,
-                "it is of an 8-bit optimizer, and means something only with its other parts",
-            )
-    return aside
+    if partitioned and any(param_group(rank, index).get("use_muon") for rank in ranks):
+        whole = [name for name, values in states.items() if not _are_numbers(values)]
+        reasons |= dict.fromkeys(whole, _OF_MUON)
+    return {name: (values, reasons[name]) for name, values in states.items() if name in reasons}
+
+
+def _quantized(names: Iterable[str]) -> set[str]:
+    """The names of quantised states, and of their parts if there are any such states."""
+    names = set(names)
+    quantized = set(filter(_QUANTIZED.fullmatch, names))
+    if not quantized:
+        return set()
+    return quantized | set(filter(_PART_OF_QUANTIZED.fullmatch, names))

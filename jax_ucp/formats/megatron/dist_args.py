@@ -14,8 +14,11 @@ from jax_ucp.formats.megatron.dist_files import DistFiles
 from jax_ucp.formats.megatron.dist_flat import group_object
 from jax_ucp.formats.megatron.dist_names import is_flat, is_fully_reshardable, state_of
 from jax_ucp.formats.megatron.walk import EMBEDDING, layer_of
+from jax_ucp.formats.nested import as_dict
 
 _EXPERT = re.compile(r".+\.experts\.(\d+)\..+")
+
+_SHARDING_TYPE = "distrib_optim_sharding_type"
 
 # What is compared: its name, its value in `common.pt`, and the value that is stored.
 _Comparison = tuple[str, Any, Any]
@@ -62,10 +65,9 @@ def _of_ranks(files: DistFiles) -> Iterator[_Comparison]:
 
 def _of_optimizer(files: DistFiles, dtypes: Mapping[str, str]) -> Iterator[_Comparison]:
     args, types = files.args, _sharding_types(files)
-    content = files.tree.get("content_metadata")
-    if types and isinstance(content, dict):
-        sharding_type = content.get("distrib_optim_sharding_type")
-        yield "distrib_optim_sharding_type", sharding_type, " and ".join(types)
+    if types:
+        sharding_type = as_dict(files.tree.get("content_metadata")).get(_SHARDING_TYPE)
+        yield _SHARDING_TYPE, sharding_type, " and ".join(types)
     if types or any(state_of(key)[0] != "weight" for key in files.tensors):
         yield "use_distributed_optimizer", args.optional("use_distributed_optimizer"), bool(types)
         dtype = args.optional("params_dtype")

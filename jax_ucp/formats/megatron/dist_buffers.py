@@ -1,5 +1,4 @@
-"""Flat buffers of a distributed optimizer: which parameters they hold, and where. Integers and
-names only.
+"""Which parameters a distributed optimizer's flat buffers hold, and where. Integers only.
 
 `dp_reshardable` and `dp_zero_gather_scatter` store, for each model-parallel rank, what its
 data-parallel ranks had in their flat buffers. Nothing there names a parameter: the order is that of
@@ -76,8 +75,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """What one model chunk of one model-parallel rank has of one dtype, and the sizes of its
-    buckets without tails.
+    """A chunk's parameters of one dtype on one rank; `buckets` are sizes without tails.
 
     `moved` are the parameters that a writer moves which takes padded for coalesced offsets, each
     with how far.
@@ -149,8 +147,7 @@ def _cut_axis(shape: Shape, boxes: Sequence[Box], ranks: int) -> int:
 
 
 def range_in(shape: Shape, transposed: bool, first: int, stop: int) -> Iterator[tuple[int, Box]]:
-    """Elements `first` to `stop` of a tensor's memory, as blocks of the parameter; each with where
-    it begins.
+    """Elements `first` to `stop` of a tensor's memory as (start, block of the parameter).
 
     The memory has `shape`, in row-major order; with `transposed` the parameter has its axes the
     other way round.
@@ -172,8 +169,7 @@ def range_in(shape: Shape, transposed: bool, first: int, stop: int) -> Iterator[
 def slice_of(
     part: Part, start: int, pieces: Sequence[tuple[int, int]]
 ) -> tuple[ParamLayout, list[int]]:
-    """The layout of a part over the stored pieces of the buffer it is in, and which of them it
-    needs.
+    """The layout of a part over the buffer's stored pieces, and which of them it needs.
 
     `pieces` are (start, stop) in the buffer, ascending and without holes; the part begins at
     `start` + `part.start`.
@@ -274,8 +270,7 @@ def stage_of(args: Args, expert: bool, group: int) -> int | None:
 def plan_buffers(
     args: Args, expert: bool | None, shapes: Mapping[str, Shape], dtypes: Mapping[str, str]
 ) -> Plan:
-    """The buffers of the optimizer of the dense parameters (False), of experts (True), or of all
-    (None).
+    """The buffers of the optimizer of dense parameters (False), experts (True), all (None).
 
     `shapes` are those that one rank has of every parameter, with the last stage's copy of a tied
     embedding; `dtypes` name those of the model's tensors. Raises FormatError where the order of
@@ -352,8 +347,7 @@ def _buffer(
 
 
 def modules_of(args: Args, shapes: Mapping[str, Shape]) -> list[tuple[Part, ...]]:
-    """The tensors that a rank has of these parameters, in module order: one of each, but for
-    grouped experts.
+    """A rank's tensors in module order: one for each parameter, but for grouped experts.
 
     Those of Megatron's own GroupedMLP are one tensor with all the rank's experts, each transposed.
     """

@@ -1,5 +1,4 @@
-"""The files of a torch_dist checkpoint: tensors in chunks, objects, and `common.pt` with what all
-ranks have alike.
+"""The files of a torch_dist checkpoint: tensors in chunks, objects, and `common.pt`.
 
 `metadata.json` names the backend that wrote the tensors: `torch_dist` is PyTorch's distributed
 checkpoint, `zarr` (up to core 0.15) has a folder for each tensor.
@@ -27,6 +26,7 @@ from jax_ucp.formats.dcp.source import DcpSource, chunk_key
 from jax_ucp.formats.megatron.dist_names import Run, is_optimizers
 from jax_ucp.formats.megatron.dist_zarr import ARRAY_FILE, ZarrChunks, zarr_array
 from jax_ucp.formats.megatron.files import Args, args_of, check_iteration, iteration_folder
+from jax_ucp.formats.nested import as_dict
 from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.formats.torch_save.unpickle import what_is
 from jax_ucp.sources.checks import Check, Extent, verdicts
@@ -161,7 +161,7 @@ def _backend(folder: FilePath) -> str | None:
         config = json.loads(path.read_text())
     except (ValueError, RecursionError):
         return None
-    backend = config.get("sharded_backend") if isinstance(config, dict) else None
+    backend = as_dict(config).get("sharded_backend")
     return backend if isinstance(backend, str) else None
 
 

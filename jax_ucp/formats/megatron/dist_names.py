@@ -1,5 +1,4 @@
-"""Where the elements of a torch_dist checkpoint's tensors go: from its keys to parameters. Integers
-and names only.
+"""From the keys of a torch_dist checkpoint to parameters. Integers and names only.
 
 torch_dist stacks layers and experts on leading axes of one tensor; here every layer and expert has
 its own name, that of Megatron's local layer spec with global numbers, as in the legacy format.
@@ -43,8 +42,7 @@ class Run:
 
 
 def state_of(key: str) -> tuple[str, str]:
-    """The state that a tensor holds, and the key of the model's tensor it is a state of; `weight`
-    is that itself.
+    """The state in a tensor, and the model's tensor it is of; `weight` is that itself.
 
     >>> state_of("optimizer.state.fp32_param.decoder.final_layernorm.weight")
     ('param', 'decoder.final_layernorm.weight')
@@ -129,8 +127,7 @@ def unstacked(
 
 
 def gate_and_up(keys: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Parameters whose halves are two tensors, by name: the keys of gate and up, as
-    singleton_local_shards has them.
+    """Parameters stored as two halves (singleton_local_shards): keys of gate and up.
 
     >>> gate_and_up(["decoder.layers.0.mlp.linear_fc1.weight_w",
     ...     "decoder.layers.0.mlp.linear_fc1.weight_v"])
@@ -167,8 +164,7 @@ def stacked_halves(
 def flattened_runs(
     shape: Sequence[int], stored: Sequence[int], runs: Iterable[Run]
 ) -> Iterator[Run]:
-    """The runs of a state that is stored as `[fragments on each axis ..., elements of one
-    fragment]`, flattened.
+    """The runs of a state stored as [grid of fragments, elements of one], flattened.
 
     That is how `fully_sharded_model_space` keeps what a data-parallel boundary cuts anywhere: the
     tensor of `shape` is a grid of fragments, each of which is stored as its elements in row-major

@@ -14,6 +14,7 @@ from typing import Any
 
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.megatron.dist_files import COMMON_FILE, DistFiles, StoredObject
+from jax_ucp.formats.nested import as_dict, as_list
 from jax_ucp.formats.torch_save.file import StoredTensor
 from jax_ucp.formats.torch_save.unpickle import known, what_is
 from jax_ucp.layout.box import Box
@@ -42,7 +43,7 @@ def common_steps(files: DistFiles) -> dict[bool, list[Step]]:
         if not isinstance(inner, dict):
             raise FormatError(f"{files.common.path}: optimizer {i} is {what_is(inner)}, not a dict")
         steps = by_experts.setdefault(_of_experts(inner, i), [])
-        tensor = _as_dict(inner.get("state")).get("common_step")
+        tensor = as_dict(inner.get("state")).get("common_step")
         if isinstance(tensor, StoredTensor) and tensor.shape == ():
             value = files.common.read(tensor.key, Box((), ())).item()
             steps.append(Step(value, None, f"{COMMON_FILE}:{tensor.key}", tensor))
@@ -52,8 +53,8 @@ def common_steps(files: DistFiles) -> dict[bool, list[Step]]:
 
 def group_steps(key: str, stored: StoredObject) -> list[Step]:
     """The steps in the param groups of one model-parallel rank's optimizer."""
-    first = next(iter(_as_list(stored.open().tree)), None)
-    return list(_of_groups(_as_dict(first), f"{stored.file}:{key}"))
+    first = next(iter(as_list(stored.open().tree)), None)
+    return list(_of_groups(as_dict(first), f"{stored.file}:{key}"))
 
 
 def one_step(files: DistFiles, name: str, steps: Sequence[Step]) -> Step | None:
@@ -85,22 +86,14 @@ def optimizers(optimizer: Any) -> list[dict[Any, Any]]:
 
 def _of_experts(inner: dict[Any, Any], index: int) -> bool:
     """Whether the optimizer is that of experts; in older releases that is the second one."""
-    groups = map(_as_dict, inner.get("param_groups") or ())
+    groups = map(as_dict, inner.get("param_groups") or ())
     key = "is_expert_parallel"
     marks = [group[key] for group in groups if key in group]
     return any(marks or [index])
 
 
 def _of_groups(inner: dict[Any, Any], at: str) -> Iterator[Step]:
-    for group in map(_as_dict, _as_list(inner.get("param_groups"))):
+    for group in map(as_dict, as_list(inner.get("param_groups"))):
         step = group.get("step")
         if isinstance(step, int | float):
             yield Step(step, group.get("wd_mult", 1.0) != 0, at, adam="betas" in group)
-
-
-def _as_dict(tree: Any) -> dict[Any, Any]:
-    return tree if isinstance(tree, dict) else {}
-
-
-def _as_list(tree: Any) -> list[Any]:
-    return tree if isinstance(tree, list) else []

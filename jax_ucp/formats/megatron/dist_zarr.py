@@ -1,5 +1,4 @@
-"""The zarr backend of Megatron-Core up to 0.15: a folder for each tensor, with `.zarray` and a file
-for each chunk.
+"""The zarr backend of Megatron-Core up to 0.15: a folder a tensor, a file a chunk.
 
 It is zarr v2 as `zarr.open(..., compressor=None, fill_value=None)` writes it: chunks are the shards
 of the ranks, uncompressed and in C order, and there is one for every place. bfloat16 has the dtype

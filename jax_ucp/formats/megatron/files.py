@@ -1,5 +1,4 @@
-"""The files of a legacy Megatron checkpoint: which ranks wrote one, and whether they belong
-together.
+"""The files of a legacy Megatron checkpoint, and whether they belong together.
 
 Facts: `megatron/training/checkpointing.py` (file names) and `megatron/core/parallel_state.py`
 (order of ranks) of Megatron-LM core_v0.16.1.
@@ -16,6 +15,7 @@ from typing import Any
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.facts import Facts
+from jax_ucp.formats.nested import as_dict, as_list
 from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
 from jax_ucp.formats.torch_save.unpickle import Record, known, what_is
 
@@ -119,6 +119,10 @@ class Rank:
     @property
     def name(self) -> str:
         return f"{self.folder.name}/{MODEL_FILE}"
+
+    @property
+    def has_optimizer(self) -> bool:
+        return self.tree.get("optimizer") is not None
 
     def key(self, tensor: StoredTensor, file: str = MODEL_FILE) -> str:
         return f"{self.folder.name}/{file}:{tensor.key}"
@@ -306,12 +310,10 @@ def optimizer_parts(optimizer: Any) -> list[Any]:
 
 def _steps_and_rates(optimizer: Any) -> Iterator[tuple[str, Any]]:
     """The settings of each group, learning rates among them, and the step of a parameter of it."""
-    if not isinstance(optimizer, dict):
-        return
-    groups, states = optimizer.get("param_groups"), optimizer.get("state") or {}
-    listed: list[Any] = groups if isinstance(groups, list) else []
-    dicts = [group for group in listed if isinstance(group, dict)]
-    for i, group in enumerate(dicts):
+    inner = as_dict(optimizer)
+    states = inner.get("state") or {}
+    groups = [group for group in as_list(inner.get("param_groups")) if isinstance(group, dict)]
+    for i, group in enumerate(groups):
         yield f"parameter group {i}", group
         yield f"step of parameter group {i}", _first_step(states, group.get("params") or ())
 

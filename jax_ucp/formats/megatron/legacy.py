@@ -1,5 +1,4 @@
-"""Megatron's legacy checkpoints (`--ckpt-format torch`): a file per model-parallel rank, any
-optimizer.
+"""Megatron's legacy checkpoints (`--ckpt-format torch`): a file per model-parallel rank.
 
 Each rank's tensors get their global names, masters and moments are found beside them, or in flat
 buffers by walking those, and the rules of the language (`shard_spec/specs/megatron.yaml`, or the
@@ -63,8 +62,7 @@ def recognise(path: FilePath) -> bool:
 
 
 def open_megatron_legacy(path: FilePath, options: Options) -> Contents:
-    """The checkpoint in a save directory (with its tracker file), or in the folder of one
-    iteration.
+    """The checkpoint in a save directory (with its tracker), or in one iteration's folder.
 
     Raises FormatError, naming the file, for ranks that are missing or of another run, and
     LayoutError where the rules do not fit the shards.
@@ -74,6 +72,10 @@ def open_megatron_legacy(path: FilePath, options: Options) -> Contents:
         raise NotACheckpoint(f"{path} names {folder.name}, but there is no such folder in it")
     args, ranks = open_ranks(folder, options.weights_only)
     return _Reader(folder, args, ranks, options).contents()
+
+
+# A rank, and its modules by model chunk.
+_RankModules = tuple[Rank, list[list[Module]]]
 
 
 class _Reader:
@@ -86,9 +88,6 @@ class _Reader:
         self.files = Combined.of_files(files)
         self.importer = Import("megatron", folder, self.files, options.on_conflict)
         self.importer.unknown |= {name for file in files.values() for name in file.unknown}
-        self.optimizer = not options.weights_only and any(
-            rank.tree.get("optimizer") is not None for rank in ranks
-        )
         # (state, parameter) -> by tensor-parallel rank, the keys of every copy of that rank's
         # shard.
         self.keys: dict[tuple[str, str], dict[int, list[str]]] = {}
@@ -96,48 +95,64 @@ class _Reader:
         self.values: dict[tuple[str, str], dict[str, Any]] = {}
 
     def contents(self) -> Contents:
-        chunks = self._chunks()
+        modules = self._modules_of_ranks(self._chunks())
+        self._add_weights(modules)
+        optimizer = self._add_optimizer_states(modules)
+        layouts = self._layouts()
+        self._parameters(layouts)
+        if optimizer:
+            self._check_masters(layouts)
+        self._extras()
+        self._notes(optimizer)
+        contents = self.importer.contents()
+        if optimizer and is_precision_aware(self.args):
+            prove_precision_aware(contents)
+        return contents
+
+    def _modules_of_ranks(
+        self, chunks: Mapping[str, Sequence[dict[str, Any]]]
+    ) -> list[_RankModules]:
+        """The modules of every rank, by chunk."""
         first_layers = self._first_layers(chunks)
+        modules: list[_RankModules] = []
+        for rank in self.ranks:
+            own = enumerate(chunks[rank.folder.name])
+            by_chunk = [self._modules(rank, c, chunk, first_layers[c, rank.pp]) for c, chunk in own]
+            modules.append((rank, by_chunk))
+        return modules
+
+    def _add_weights(self, modules: Sequence[_RankModules]) -> None:
+        for rank, by_chunk in modules:
+            for module in itertools.chain(*by_chunk):
+                key, shape = rank.key(module.tensor), module.tensor.shape
+                self._add(rank, module, ModuleState("weight", key, shape))
+
+    def _add_optimizer_states(self, modules: Sequence[_RankModules]) -> bool:
+        """Add the optimizer's states, or keep all apart; returns whether there are any to add."""
+        if self.options.weights_only:
+            for rank in self.ranks:
+                self._leave_optimizer(rank)
+            return False
         states: list[tuple[Rank, Module, ModuleState]] = []
         undecided: list[str] = []
-        for rank in self.ranks:
-            own = chunks[rank.folder.name]
-            modules = [
-                self._modules(rank, c, chunk, first_layers[c, rank.pp])
-                for c, chunk in enumerate(own)
-            ]
-            for module in itertools.chain(*modules):
-                self._add(
-                    rank,
-                    module,
-                    ModuleState("weight", rank.key(module.tensor), module.tensor.shape),
-                )
+        for rank, by_chunk in modules:
             try:
-                states += self._optimizer_states(rank, modules)
+                states += self._states_of(rank, by_chunk)
             except Undecided as error:
                 undecided.append(f"{rank.name}: {error}")
         if undecided:
             self._keep_apart(undecided[0])
-        else:
-            for rank, module, state in states:
-                self._add(rank, module, state)
-        self._parameters(self._layouts())
-        self._extras()
-        self._notes()
-        contents = self.importer.contents()
-        if self.optimizer and is_precision_aware(self.args):
-            prove_precision_aware(contents)
-        return contents
+            return False
+        for rank, module, state in states:
+            self._add(rank, module, state)
+        return any(rank.has_optimizer for rank in self.ranks)
 
-    def _optimizer_states(
-        self, rank: Rank, modules: Sequence[Sequence[Module]]
+    def _states_of(
+        self, rank: Rank, by_chunk: Sequence[Sequence[Module]]
     ) -> list[tuple[Rank, Module, ModuleState]]:
-        if self.options.weights_only:
-            self._leave_optimizer(rank)
+        if not rank.has_optimizer:
             return []
-        if rank.tree.get("optimizer") is None:
-            return []
-        trained = [[m for m in chunk if not m.local.endswith(BUFFERS)] for chunk in modules]
+        trained = [[m for m in chunk if not m.local.endswith(BUFFERS)] for chunk in by_chunk]
         return [(rank, module, state) for module, state in find_states(self.args, rank, trained)]
 
     def _chunks(self) -> dict[str, list[dict[str, Any]]]:
@@ -189,27 +204,26 @@ class _Reader:
         self, rank: Rank, c: int, chunk: Mapping[str, Any], first_layer: int
     ) -> list[Module]:
         """The tensors of one chunk, in module order, with the parameters that are in them."""
-        each, rest = divmod(
-            self.args.get("num_experts") or 0, self.args.degree("expert_model_parallel_size")
-        )
+        degree = self.args.degree("expert_model_parallel_size")
+        each, rest = divmod(self.args.get("num_experts") or 0, degree)
         if rest:
             raise FormatError(
                 f"{rank.model.path}: args.num_experts is not divisible by the expert parallel"
                 " degree"
             )
         experts = range(rank.ep * each, (rank.ep + 1) * each)
+        hidden = self.args.get("hidden_size", 0)
+        prefix = "model" if "model" in rank.tree else f"model{c}"
         modules: list[Module] = []
         for local, tensor in chunk.items():
-            label = f"{'model' if 'model' in rank.tree else f'model{c}'}/{local}"
+            label = f"{prefix}/{local}"
             if local.endswith("._extra_state"):
                 self._skip_extra_state(rank, label, tensor)
                 continue
             if not isinstance(tensor, StoredTensor):
                 raise FormatError(f"{rank.model.path}: {label} is no tensor, but {what_is(tensor)}")
             try:
-                parts = parts_of(
-                    local, tensor.shape, first_layer, experts, self.args.get("hidden_size", 0)
-                )
+                parts = parts_of(local, tensor.shape, first_layer, experts, hidden)
             except FormatError as error:
                 raise FormatError(f"{rank.model.path}: {error}") from None
             modules.append(Module(local, c, tensor, parts))
@@ -246,30 +260,28 @@ class _Reader:
 
     def _layouts(self) -> dict[str, ParamLayout]:
         """The layout of every parameter over its tensor-parallel ranks, by the rules."""
-        t = self.args.degree("tensor_model_parallel_size")
-        etp = max(rank.etp for rank in self.ranks) + 1
-        params: dict[str, list[Shard]] = {}
-        for state, name in self.keys:
-            if state != "weight":
-                continue
-            shards = self.keys[state, name]
-            count = etp if ".experts." in name else t
-            if absent := sorted(set(range(count)) - set(shards)):
-                file = shards[min(shards)][0].partition(":")[0]
-                raise FormatError(
-                    f"{name} is in {file}, but not in the file of tensor-parallel rank {absent[0]}"
-                )
-            params[name] = [Shard(self.shapes[shards[i][0]], shards[i][0]) for i in range(count)]
-        spec = load(self.options.spec) if self.options.spec else Spec(extends=built_in("megatron"))
+        params = {name: self._shards(name) for state, name in self.keys if state == "weight"}
+        own_spec = self.options.spec
+        spec = load(own_spec) if own_spec else Spec(extends=built_in("megatron"))
         try:
             return layouts(spec, params, self._sizes(spec))
         except LayoutError as error:
-            remedy = (
-                ""
-                if self.options.spec
-                else "\nA spec (spec=, --spec) with `extends: megatron` adds to the rules"
+            remedy = "\nA spec (spec=, --spec) with `extends: megatron` adds to the rules"
+            raise LayoutError(f"{self.folder}: {error}{'' if own_spec else remedy}") from error
+
+    def _shards(self, name: str) -> list[Shard]:
+        """The weight of each tensor-parallel rank, of which one copy is enough."""
+        keys = self.keys["weight", name]
+        ranks = range(self.args.degree("tensor_model_parallel_size"))
+        if is_expert(name):
+            ranks = range(max(rank.etp for rank in self.ranks) + 1)
+        if absent := sorted(set(ranks) - set(keys)):
+            file = keys[min(keys)][0].partition(":")[0]
+            raise FormatError(
+                f"{name} is in {file}, but not in the file of tensor-parallel rank {absent[0]}"
             )
-            raise LayoutError(f"{self.folder}: {error}{remedy}") from error
+        firsts = [keys[rank][0] for rank in ranks]
+        return [Shard(self.shapes[key], key) for key in firsts]
 
     def _sizes(self, spec: Spec) -> dict[str, int]:
         """The numbers that rules may name: those of args, also by the built-in spec's names."""
@@ -295,7 +307,7 @@ class _Reader:
 
     def _parameters(self, layouts: Mapping[str, ParamLayout]) -> None:
         """Every state of every parameter, and what is stored of it once more."""
-        tied = TIED in layouts and not self.args.get("untie_embeddings_and_output_weights", False)
+        tied = self._is_tied(layouts)
         if tied:
             for state, name in [key for key in self.values if key[1] == TIED]:
                 self.values.setdefault((state, EMBEDDING), {}).update(self.values[state, name])
@@ -329,11 +341,22 @@ class _Reader:
             for copy in _copies(weights, len(layout.shards)):
                 self.importer.duplicate("param", name, Consolidated(layout, copy), reason)
             return
-        self.importer.parameter(
-            "param", name, _consolidated(layout, weights), f"the parameter {name}"
-        )
-        if self.optimizer and self.args.get("use_distributed_optimizer"):
-            raise FormatError(f"{self.folder}: no {OPTIM_FILE} holds the master of {name}")
+        whole = _consolidated(layout, weights)
+        self.importer.parameter("param", name, whole, f"the parameter {name}")
+
+    def _check_masters(self, layouts: Mapping[str, ParamLayout]) -> None:
+        """Raise FormatError for a parameter without a master in a distributed optimizer."""
+        trained = [name for name in layouts if not name.endswith(BUFFERS)]
+        if self._is_tied(layouts):
+            trained.remove(TIED)
+        lacking = [name for name in trained if ("param", name) not in self.keys]
+        if lacking and self.args.get("use_distributed_optimizer"):
+            raise FormatError(f"{self.folder}: no {OPTIM_FILE} holds the master of {lacking[0]}")
+
+    def _is_tied(self, layouts: Mapping[str, ParamLayout]) -> bool:
+        if TIED not in layouts:
+            return False
+        return not self.args.get("untie_embeddings_and_output_weights", False)
 
     def _state(self, state: str, name: str, layout: ParamLayout) -> None:
         keys = self.keys[state, name]
@@ -391,7 +414,6 @@ class _Reader:
 
     def _keep_apart(self, reason: str) -> None:
         """Keep the optimizer's tensors under `other`, by their places in the files."""
-        self.optimizer = False
         for key, info in self.importer.stored.items():
             file, _, item = key.partition(":")
             if file.endswith(OPTIM_FILE) or _is_state(item.split("/")):
@@ -409,32 +431,33 @@ class _Reader:
     def _extras(self) -> None:
         """Add everything else, by file. Of later ranks' args only what differs."""
         for rank in self.ranks:
-            for name, value in rank.tree.items():
-                if name == "args" and rank is not self.ranks[0]:
-                    self.importer.extra(rank.name, name, differing(self.args, value.fields))
-                elif name == "optimizer":
-                    for label, part in (
-                        beside_tensors(value) if not self.options.weights_only else ()
-                    ):
-                        self.importer.extra(rank.name, label, part)
-                elif not name.startswith("model"):
-                    self.importer.extra(rank.name, name, value)
+            self._extras_of(rank)
             if rank.optim is not None:
                 buffers = f"{rank.folder.name}/{OPTIM_FILE}:buffers"
                 self.importer.skip(buffers, "layout", notes.LAYOUT)
 
-    def _notes(self) -> None:
+    def _extras_of(self, rank: Rank) -> None:
+        values = {name: value for name, value in rank.tree.items() if not name.startswith("model")}
+        if rank is not self.ranks[0] and "args" in values:
+            values["args"] = differing(self.args, values["args"].fields)
+        optimizer = values.pop("optimizer", None)
+        if not self.options.weights_only:
+            values |= beside_tensors(optimizer)
+        for name, value in values.items():
+            self.importer.extra(rank.name, name, value)
+
+    def _notes(self, optimizer: bool) -> None:
         padded = self.args.get("padded_vocab_size")
         if "vocab" not in self.options.sizes and ("weight", EMBEDDING) in self.keys:
             self.importer.notes.append(notes.padded_vocabulary(padded))
-        if self.optimizer and any(numbered_alone(rank.tree["optimizer"]) for rank in self.ranks):
+        if optimizer and any(numbered_alone(rank.tree["optimizer"]) for rank in self.ranks):
             self.importer.notes.append(
                 "optimizer states go by numbers, in Megatron's own order, which is that of the"
                 " model's keys; no master in the files proves it"
             )
         if self.options.weights_only:
             self.importer.notes.append(notes.WEIGHTS_ALONE)
-        elif all(rank.tree.get("optimizer") is None for rank in self.ranks):
+        elif not any(rank.has_optimizer for rank in self.ranks):
             self.importer.notes.append(notes.WITHOUT_OPTIMIZER)
         if self.args.absent:
             self.importer.notes.append(notes.defaults_taken(self.args.absent))

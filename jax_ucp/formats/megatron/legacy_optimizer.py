@@ -1,5 +1,4 @@
-"""The optimizer states of one rank of a legacy Megatron checkpoint, and which of its tensors each
-belongs to.
+"""Which tensors the optimizer states of a legacy checkpoint's rank belong to.
 
 Neither ids nor flat buffers name parameters. Which is which is Megatron's own doing, not a training
 script's: it walks the model's parameters, which are in the order of the model's keys in the file,
@@ -64,8 +63,7 @@ class ModuleState:
 def find_states(
     args: Args, rank: Rank, chunks: Sequence[Sequence[Module]]
 ) -> Iterator[tuple[Module, ModuleState]]:
-    """Every state that the rank's files hold of its modules. With experts there can be a second
-    optimizer for them.
+    """Every state in the rank's files of its modules. With experts there can be two optimizers.
 
     Raises FormatError, naming the file, where sizes do not fit, and Undecided where groups can be
     filled in no way, or in several.
@@ -78,13 +76,12 @@ def find_states(
     for i, part in enumerate(parts):
         inner = part.get("optimizer", part)
         groups = _param_groups(rank, inner)
-        own = chunks
-        if len(parts) == 2:
-            own = _half(rank, groups, chunks, experts=bool(i))
+        own = _half(rank, groups, chunks, experts=bool(i)) if len(parts) == 2 else chunks
+        modules = list(itertools.chain(*own))
         if "state" in inner:
-            yield from _numbered(rank, part, inner["state"], groups, list(itertools.chain(*own)))
+            yield from _numbered(rank, part, inner["state"], groups, modules)
         else:
-            yield from _flat_steps(rank, groups, itertools.chain(*own))
+            yield from _flat_steps(rank, groups, modules)
             yield from _flat(args, rank, _flat_part(rank, i, len(parts)), own)
 
 
@@ -113,8 +110,7 @@ def _half(
 def _flat_steps(
     rank: Rank, groups: Sequence[Mapping[str, Any]], modules: Iterable[Module]
 ) -> Iterator[tuple[Module, ModuleState]]:
-    """How often the optimizer stepped: one number or none. Which parameters a group has, flat
-    buffers do not depend on.
+    """How often the optimizer stepped: one number or none, as flat buffers have no groups.
 
     Raises FormatError where groups differ: then nothing says which parameters stepped how often.
     """
@@ -137,21 +133,23 @@ def _numbered(
     modules: Sequence[Module],
 ) -> Iterator[tuple[Module, ModuleState]]:
     """States and masters of an optimizer that numbers its parameters."""
+    masters = part.get("fp32_from_fp16_params")
     if not state and "fp32_from_fp16_params" not in part:
         return  # never stepped
-    members = _members(state, groups, part.get("fp32_from_fp16_params"), modules)
-    if strays := set(state).difference(*_numbers(groups)):
+    numbers = _numbers(groups)
+    members = _members(state, numbers, masters, modules)
+    if strays := set(state).difference(*numbers):
         raise FormatError(
             f"{rank.model.path}: the optimizer has states of {sorted(strays)[:5]}, which no group"
             " holds"
         )
-    for group, numbers, own in zip(groups, _numbers(groups), members, strict=True):
+    for group, own_numbers, own in zip(groups, numbers, members, strict=True):
         if isinstance(group.get("step"), int):
-            yield from ((module, ModuleState("step", value=group["step"])) for module in own)
-        for number, module in zip(numbers, own, strict=True):
+            yield from itertools.product(own, [ModuleState("step", value=group["step"])])
+        for number, module in zip(own_numbers, own, strict=True):
             yield from _numbered_states(rank, module, number, state.get(number) or {})
     if "fp32_from_fp16_params" in part:
-        yield from _masters(rank, part["fp32_from_fp16_params"], members)
+        yield from _masters(rank, masters, members)
 
 
 def _numbers(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
@@ -181,15 +179,13 @@ def _numbered_states(
 
 def _members(
     state: Mapping[int, Any],
-    groups: Sequence[Mapping[str, Any]],
+    numbers: Sequence[Sequence[int]],
     masters: Any,
     modules: Sequence[Module],
 ) -> list[list[Module]]:
-    """The modules of each group, each in the order of the model. Raises Undecided."""
-    numbers = _numbers(groups)
-    state_shapes = {
-        number: _shapes(state.get(number) or {}) for number in itertools.chain(*numbers)
-    }
+    """The modules of each group of `numbers`, in the order of the model. Raises Undecided."""
+    every = list(itertools.chain(*numbers))
+    state_shapes = {number: _shapes(state.get(number) or {}) for number in every}
     master_shapes = _master_shapes(numbers, masters)
     if len(state_shapes) != len(modules):
         raise Undecided(
@@ -205,9 +201,10 @@ def _members(
         return not (tells_shape(states) and contradiction(states, shape))
 
     division = only_division(dict.fromkeys(range(len(modules)), 1), [*map(len, numbers)], fits)
-    members: list[list[Module]] = [[] for _ in groups]
+    members: list[list[Module]] = [[] for _ in numbers]
     for i in sorted(division):
-        members[division[i][0]].append(modules[i])
+        group, _ = division[i]
+        members[group].append(modules[i])
     return members
 
 
@@ -215,11 +212,8 @@ def _master_shapes(numbers: Sequence[Sequence[int]], masters: Any) -> dict[int, 
     """The shapes of masters by number, if every parameter has a master, else none."""
     if not isinstance(masters, list) or [*map(len, masters)] != [*map(len, numbers)]:
         return {}
-    tensors = itertools.chain(*masters)
-    return {
-        number: tensor.shape
-        for number, tensor in zip(itertools.chain(*numbers), tensors, strict=True)
-    }
+    shapes = [tensor.shape for tensor in itertools.chain(*masters)]
+    return dict(zip(itertools.chain(*numbers), shapes, strict=True))
 
 
 def stored_tensors(tree: Mapping[str, Any]) -> dict[str, StoredTensor]:
@@ -359,25 +353,23 @@ def bucket_limit(args: Args, pp: int, chunk: int, dp: int, numel: int) -> int | 
 def numbered_alone(optimizer: Any) -> bool:
     """Whether an optimizer has states by number, and no masters beside them."""
     parts = [part for part in optimizer_parts(optimizer) if isinstance(part, dict)]
-    return any(
-        part.get("optimizer", part).get("state") and "fp32_from_fp16_params" not in part
-        for part in parts
-    )
+    unmastered = [part for part in parts if "fp32_from_fp16_params" not in part]
+    return any(part.get("optimizer", part).get("state") for part in unmastered)
 
 
-def beside_tensors(optimizer: Any) -> list[tuple[str, Any]]:
+def beside_tensors(optimizer: Any) -> dict[str, Any]:
     """An optimizer's hyper-parameters and loss scaler: what is not a tensor."""
-    beside: list[tuple[str, Any]] = []
+    beside: dict[str, Any] = {}
     for i, part in enumerate(optimizer_parts(optimizer)):
         if not isinstance(part, dict):
             continue
         label = f"optimizer/{i}" if isinstance(optimizer, list) else "optimizer"
         inner = part.get("optimizer", part)
-        beside += _labelled(label, inner, without=("state",))
+        beside |= _labelled(label, inner, without=("state",))
         if inner is not part:
-            beside += _labelled(label, part, without=("optimizer", "fp32_from_fp16_params"))
+            beside |= _labelled(label, part, without=("optimizer", "fp32_from_fp16_params"))
     return beside
 
 
-def _labelled(label: str, tree: Mapping[str, Any], without: Sequence[str]) -> list[tuple[str, Any]]:
-    return [(f"{label}/{name}", value) for name, value in tree.items() if name not in without]
+def _labelled(label: str, tree: Mapping[str, Any], without: Sequence[str]) -> dict[str, Any]:
+    return {f"{label}/{name}": value for name, value in tree.items() if name not in without}
