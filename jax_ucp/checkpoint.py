@@ -189,13 +189,15 @@ class Checkpoint:
 
         Where the tree is deeper, as after `map`, a name has slashes.
         """
-        found: dict[str, dict[str, Leaf]] = {}
+        states_of: dict[str, dict[str, Leaf]] = {}
         for leaf in self.leaves:
             if len(leaf.path) >= 2 and leaf.has_array:
-                found.setdefault("/".join(map(str, leaf.path[1:])), {})[str(leaf.path[0])] = leaf
+                states_of.setdefault("/".join(map(str, leaf.path[1:])), {})[str(leaf.path[0])] = (
+                    leaf
+                )
         named = {
             name: Parameter(name, states, self._contents, self._reads)
-            for name, states in found.items()
+            for name, states in states_of.items()
             if "param" in states
         }
         return Parameters(named)
@@ -204,7 +206,7 @@ class Checkpoint:
         """Which files hold the bytes of a leaf, or of that with a label
         (`param/layers.0.mlp.weight`).
         """
-        return self._contents.where(self._leaf(leaf) if isinstance(leaf, str) else leaf)
+        return self._contents.locate(self._leaf(leaf) if isinstance(leaf, str) else leaf)
 
     def read(self, label: str, box: Box | None = None) -> np.ndarray:
         """The array of a leaf, or one box of it.
@@ -239,10 +241,10 @@ class Checkpoint:
     def _leaf(self, label: str) -> Leaf:
         if label in self._leaf_of:
             return self._leaf_of[label]
-        found = [leaf for leaf in self.leaves if leaf.label == label and leaf.has_array]
-        message = f"{self.path} has {len(found)} arrays {label!r}"
-        if found:
-            paths = " and ".join(repr([key.name for key in leaf.path]) for leaf in found)
+        matches = [leaf for leaf in self.leaves if leaf.label == label and leaf.has_array]
+        message = f"{self.path} has {len(matches)} arrays {label!r}"
+        if matches:
+            paths = " and ".join(repr([key.name for key in leaf.path]) for leaf in matches)
             raise KeyError(f"{message}, at {paths}")
         near = difflib.get_close_matches(str(label), self._leaf_of, n=3)
         hint = f"; perhaps {' or '.join(map(repr, near))} is meant" if near else ""
@@ -343,14 +345,14 @@ class Checkpoint:
         """
         from jax_ucp.sharding.restore import plan_restore, shared_plan
 
-        said = {
+        arguments = {
             "mesh": mesh,
             "rules": rules,
             "cast": cast,
             "partial": partial,
             "narrow_integers": narrow_integers,
         }
-        plan = plan_restore(self.leaves, target, **said)
+        plan = plan_restore(self.leaves, target, **arguments)
         require_values(self._contents, [placement.leaf for placement in plan.placements])
         return (
             shared_plan(plan, self._contents.arrays.arrays())
@@ -398,14 +400,14 @@ class Checkpoint:
         """
         from jax_ucp.sharding.restore import dealt_out, run_restore
 
-        said = {
+        arguments = {
             "mesh": mesh,
             "rules": rules,
             "cast": cast,
             "partial": partial,
             "narrow_integers": narrow_integers,
         }
-        plan = self.plan(target, share_reads=share_reads, **said)
+        plan = self.plan(target, share_reads=share_reads, **arguments)
         proofs = self._contents.proofs({p.leaf.name for p in plan.placements}, verify)
         restored = run_restore(
             plan, self._contents.arrays, budget_bytes, dealt_out(plan, proofs, verify)
@@ -470,8 +472,13 @@ class Checkpoint:
         """
         from jax_ucp.optimizers import torch_states
 
-        said = {"params": params, "opt_state": opt_state, "step": step, "step_dtype": step_dtype}
-        return Checkpoint(torch_states(self._contents, tx, model, **said))
+        arguments = {
+            "params": params,
+            "opt_state": opt_state,
+            "step": step,
+            "step_dtype": step_dtype,
+        }
+        return Checkpoint(torch_states(self._contents, tx, model, **arguments))
 
     def plan_reads(
         self,
@@ -519,9 +526,9 @@ class Checkpoint:
             return plan_copy(self._contents, budget_bytes)
         from jax_ucp.sharding.reads import HostMesh, fit_notes, mesh_cells
 
-        found = HostMesh.of(mesh, hosts)
-        plan = plan_copy(self._contents, budget_bytes, mesh_cells(self.leaves, found, rules))
-        return replace(plan, notes=fit_notes(self.leaves, found, rules))
+        host_mesh = HostMesh.of(mesh, hosts)
+        plan = plan_copy(self._contents, budget_bytes, mesh_cells(self.leaves, host_mesh, rules))
+        return replace(plan, notes=fit_notes(self.leaves, host_mesh, rules))
 
     def save(
         self,
@@ -571,8 +578,8 @@ class Checkpoint:
         left out.
         """
         require_weights(self._contents)
-        said = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "zero_stage": zero_stage}
-        return plan_export(self._contents, format, **said, budget_bytes=budget_bytes)
+        arguments = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "zero_stage": zero_stage}
+        return plan_export(self._contents, format, **arguments, budget_bytes=budget_bytes)
 
     def export(
         self,
@@ -592,8 +599,8 @@ class Checkpoint:
         (`torch.distributed.checkpoint`) or `deepspeed` (its universal folder). `dtype` casts
         floating parameters, rounding to the nearest; unsaid, every bit stays. `max_shard_bytes` is
         for safetensors, unsaid 50 GB. `zero_stage` is that of the DeepSpeed run to be resumed,
-        unsaid that of the source. What is stored twice is compared on the way. `progress` hears of bytes
-        written. Stopped at any moment, nothing is at `path`.
+        unsaid that of the source. What is stored twice is compared on the way. `progress` hears of
+        bytes written. Stopped at any moment, nothing is at `path`.
 
         Raises TreeMismatch if the tree is not `{state: {parameter: array}}`, UnsupportedLeaf with
         every parameter that the format cannot hold, FileExistsError if `path` is in use,
@@ -602,8 +609,8 @@ class Checkpoint:
         weights are stored as codes.
         """
         target = local_path(path)
-        said = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "zero_stage": zero_stage}
-        plan = self.plan_export(format, **said, budget_bytes=budget_bytes)
+        arguments = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "zero_stage": zero_stage}
+        plan = self.plan_export(format, **arguments, budget_bytes=budget_bytes)
         run_export(self._contents, plan, target, progress)
         return open(path)
 

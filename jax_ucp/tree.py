@@ -269,7 +269,7 @@ def unspeakable_paths(paths: Iterable[Path]) -> list[list[str]]:
     same: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for path in paths:
         same[tuple(map(str, path))].append(" / ".join(repr(key.name) for key in path))
-    return [found for found in same.values() if len(found) > 1]
+    return [group for group in same.values() if len(group) > 1]
 
 
 def tree_of(leaves: Mapping[Path, Any]) -> Any:

@@ -16,8 +16,8 @@ settings.load_profile("default")
 TESTS = Path(__file__).parent
 
 # Integers, texts and small files in memory: under a minute in all.
-FAST = ("layout", "shard_spec", "mapping", "sources", "universal")
-FAST += ("test_adam_rule.py", "test_metadata.py", "test_name_patterns.py", "test_visible.py")
+FAST = ("layout", "shard_spec", "mapping", "sources", "universal", "files")
+FAST += ("test_name_patterns.py", "test_visible.py")
 # Campaigns: kills, faults, hostile inputs, mistakes, and training that is resumed.
 SLOW = ("test_faults.py", "test_fuzz.py", "test_memory.py", "test_reference_transformer.py")
 SLOW += ("test_temptations.py",)

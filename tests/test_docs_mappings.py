@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
+from commands import run
 from jax_ucp.mapping.conditions import check_condition
 from jax_ucp.mapping.rules import shipped
-from test_cli import run
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "mappings.md").read_text()

@@ -102,8 +102,8 @@ def convert(
     With --mesh it is cut as a save from that mesh cuts it: a restore there reads what it needs and
     nothing beside it, and one elsewhere reads it too.
 
-    What SOURCE stores twice is compared on the way. Stopped at any moment, nothing at TARGET looks like
-    a checkpoint; the same command takes up where it was stopped.
+    What SOURCE stores twice is compared on the way. Stopped at any moment, nothing at TARGET looks
+    like a checkpoint; the same command takes up where it was stopped.
     """
     checkpoint = open_checkpoint(source, **options)
     for note in (*checkpoint.notes, *(report.mesh_notes(checkpoint, mesh, rules) if mesh else ())):

@@ -23,7 +23,6 @@ from jax_ucp.arguments import local_path
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files.pread import pread_into
 from jax_ucp.files.protocol import FileInfo, Files, RangeRead
-from jax_ucp.files.source_files import note
 
 # More than this no file system has for a part of a name (NAME_MAX), or for a whole path (PATH_MAX),
 # in bytes.
@@ -99,14 +98,16 @@ class LocalFiles(Files):
         """The path of a file, which lies inside. Raises FormatError for a name that leads
         outside.
         """
+        path = self._below(name)
+        self._look(path)
+        return path
+
+    def _below(self, name: str) -> str:
         check_name(name)
         folder, _, _ = name.rpartition("/")
         if folder not in self._known:
             self._check_folders(folder)
-        path = f"{self.root}/{name}"
-        if os.path.islink(path):
-            self._check_link(path)
-        return path
+        return f"{self.root}/{name}"
 
     def spec(self, name: str = "") -> dict[str, Any]:
         path = self.path(name) if name else self.root.rstrip("/")
@@ -116,14 +117,25 @@ class LocalFiles(Files):
         """Look at each folder on the way; one that is not there yet may be made later, and is
         looked at again.
         """
-        path = self.root
-        for part in folder.split("/") if folder else ():
-            path = f"{path}/{part}"
-            if os.path.islink(path):
-                self._check_link(path)
-            elif not os.path.isdir(path):
-                return
-        self._known.add(folder)
+        outer, _, _ = folder.rpartition("/")
+        if outer and outer not in self._known:
+            self._check_folders(outer)
+        status = self._look(f"{self.root}/{folder}" if folder else self.root)
+        if status is not None and stat.S_ISDIR(status.st_mode):
+            self._known.add(folder)
+
+    def _look(self, path: str) -> os.stat_result | None:
+        """What is at a path, or where a link leads that may be followed; None if nothing is. Raises
+        FormatError for another link.
+        """
+        try:
+            status = os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        if not stat.S_ISLNK(status.st_mode):
+            return status
+        self._check_link(path)
+        return _stat(path)
 
     def _check_link(self, path: str) -> None:
         real = os.path.realpath(path)
@@ -147,9 +159,10 @@ class LocalFiles(Files):
         return [_info(prefix + name, _stat(f"{path}/{name}")) for name in names]
 
     def stat(self, name: str) -> FileInfo | None:
-        path = self.path(name) if name else self.root
-        status = _stat(path)
-        return _info(name, status) if status or os.path.islink(path) else None
+        path = self._below(name) if name else self.root
+        if status := self._look(path):
+            return _info(name, status)
+        return _info(name, None) if os.path.islink(path) else None
 
     def link(self, name: str) -> str | None:
         path = self.path(name) if name else self.root
@@ -157,7 +170,6 @@ class LocalFiles(Files):
 
     def read_into(self, reads: Sequence[RangeRead]) -> None:
         for file, ranges in itertools.groupby(reads, key=lambda read: read.file):
-            note(self, file)
             with self._opened(file) as handle:
                 for read in ranges:
                     pread_into(handle, read.start, read.out)
@@ -231,8 +243,11 @@ class WholeDisk(LocalFiles):
     def __init__(self) -> None:
         super().__init__("/")
 
-    def path(self, name: str) -> str:
+    def _below(self, name: str) -> str:
         return f"/{name}"
+
+    def _check_link(self, path: str) -> None:
+        """Whoever names a file means what a link leads to."""
 
 
 def _stat(path: str) -> os.stat_result | None:

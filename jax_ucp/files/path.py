@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from jax_ucp.arguments import local_path
 from jax_ucp.files.local import WholeDisk, check_name
 from jax_ucp.files.protocol import FileInfo, Files, read_bytes
+from jax_ucp.files.source_files import note
 
 
 @dataclass(frozen=True, order=True)
@@ -76,6 +77,11 @@ class FilePath:
         """Where it leads if it is a link; None of anything else."""
         return self.files.link(self.key)
 
+    def size(self) -> int:
+        """How many bytes the file has; 0 of a folder, or where nothing is."""
+        info = self.info()
+        return info.size if info else 0
+
     def file(self) -> FileInfo:
         """The file that is there now. Raises FileNotFoundError or IsADirectoryError."""
         info = self.info()
@@ -100,7 +106,14 @@ class FilePath:
     def read_bytes(self, start: int = 0, stop: int | None = None) -> bytes:
         """The bytes of the file from `start` to `stop`, or to its end if that comes before."""
         file = self.file()
+        note(self.files, file)
         return read_bytes(self.files, file, start, min(file.size, stop or file.size))
+
+    def read_pointer(self) -> str:
+        """The text of a file that names another, and may name the next one meanwhile: it is not
+        noted as one that the checkpoint is read from.
+        """
+        return read_bytes(self.files, self.file()).decode(errors="replace")
 
     def read_text(self) -> str:
         """The text of the file, what is not UTF-8 replaced."""

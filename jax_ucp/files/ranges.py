@@ -11,6 +11,7 @@ import numpy as np
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import FileInfo, RangeRead
+from jax_ucp.files.source_files import note
 
 # So many positions are read together where few bytes of each are wanted.
 _BATCH = 1 << 12
@@ -63,6 +64,7 @@ class FileRange(ByteRange):
     ):
         self._path = path
         self.file = file or _file(path)
+        note(path.files, self.file)
         self._offset = min(offset, self.file.size)
         rest = self.file.size - self._offset
         self.size = rest if length is None else min(length, rest)

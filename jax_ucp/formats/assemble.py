@@ -29,14 +29,20 @@ from jax_ucp.layout.patterns import Unique
 from jax_ucp.sources.checks import Check, Extent, passed_on
 from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.consolidated import Consolidated, ConsolidatedView
-from jax_ucp.sources.contents import Contents, Item, Piece, QuantizedWeight, Status
+from jax_ucp.sources.contents import Contents, Item, QuantizedWeight, Status
 from jax_ucp.sources.cuts import Cut, WithCuts
 from jax_ucp.sources.dtypes import holds_every
 from jax_ucp.sources.duplicates import Duplicate, Mean, Replicas
 from jax_ucp.sources.optimizer_groups import groups_of, plain_settings
-from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+from jax_ucp.sources.protocol import ArrayInfo, ArraySource, Piece
 from jax_ucp.tree import Key, Leaf, leaf_names
 from jax_ucp.tree import Path as TreePath
+
+_NO_MASTER = (
+    "TransformerEngine's precision-aware optimizer keeps the low 16 bits of each master in its"
+    " place, or masters of less precision; they are not put together here. Open with weights_only"
+    " for the weights of the model"
+)
 
 
 class Import:
@@ -64,11 +70,14 @@ class Import:
         self._cuts: dict[str, Cut] = {}
         self._slices: dict[str, Consolidated] = {}
         self._duplicates: list[_StoredTwice] = []
+        self._places: list[tuple[str, Consolidated, Consolidated, str]] = []
         self._means: list[tuple[TreePath, Sequence[str]]] = []
         self._statuses: dict[str, tuple[Status, str]] = {}
         self._items: list[Item] = []
         self._settings: dict[str, dict[str, Any]] = defaultdict(dict)
         self.unknown: set[str] = set()
+        # what is likely where a copy differs of which nobody said more
+        self.cause = ""
         self._left: set[str] = set()
 
     def parameter(self, state: str, name: str, param: Consolidated, reason: str) -> None:
@@ -112,9 +121,11 @@ class Import:
             raise FormatError(f"{self.path}: {state} of {name} is stored twice, in {where} too")
         return path
 
-    def duplicate(self, state: str, name: str, duplicate: str | Consolidated, reason: str) -> None:
+    def duplicate(
+        self, state: str, name: str, duplicate: str | Consolidated, reason: str, cause: str = ""
+    ) -> None:
         """Stored tensors that must be a state of a parameter, rounded to their dtype; `verify`
-        compares them.
+        compares them, and says what is the likely `cause` where they differ.
 
         One tensor that is the whole of it is named by its key.
         """
@@ -124,7 +135,10 @@ class Import:
         stored = list(self._stored_keys([key]))
         self._duplicates.append(
             _StoredTwice(
-                (Key("dict", state), Key("dict", name)), key, ", ".join(dict.fromkeys(stored))
+                (Key("dict", state), Key("dict", name)),
+                key,
+                ", ".join(dict.fromkeys(stored)),
+                cause=cause,
             )
         )
         for name_in_file in stored:
@@ -136,6 +150,14 @@ class Import:
         """
         self._duplicates.append(_StoredTwice(whole, key, key, tuple(at)))
         self._statuses[key] = "skipped", reason
+
+    def prove_place(
+        self, name: str, master: Consolidated, weight: Consolidated, cause: str
+    ) -> None:
+        """A parameter whose states lie where they are thought to only if its master is its weight:
+        a sample of that is compared whatever the user says of conflicts.
+        """
+        self._places.append((name, master, weight, cause))
 
     def mean(self, state: str, name: str, keys: Sequence[str]) -> None:
         """Stored tensors of which a state of a parameter is the mean, before they were rounded;
@@ -233,7 +255,9 @@ class Import:
         shards = self._with_cuts()
         slices = self._slice_view(shards)
         view = ConsolidatedView(slices or shards, params)
-        arrays = Combined.named(view, {**{name: name for name in params}, **constants})
+        stated = {names[path]: at for path, (_, at) in self._constants.items()}
+        pieces = {name: [_piece_of_constant(at)] for name, at in stated.items()}
+        arrays = Combined.named(view, {**{name: name for name in params}, **constants}, pieces)
         return Contents(
             self.format,
             str(self.path),
@@ -247,7 +271,6 @@ class Import:
                 {"format": self.format, "name": self.path.name, **self.said} if self.said else {}
             ),
             checks=lambda extent: self._checks(view, slices, shards, names, extent),
-            where=lambda leaf: self._pieces(view, leaf),
             quantized=self.quantized,
         )
 
@@ -265,23 +288,6 @@ class Import:
 
     def _with_cuts(self) -> ArraySource:
         return WithCuts(self.shards, self._cuts) if self._cuts else self.shards
-
-    def _pieces(self, view: ConsolidatedView, leaf: Leaf) -> list[Piece]:
-        """Where in the files each part of a leaf is."""
-        if leaf.path in self._constants:
-            file, _, item = self._constants[leaf.path][1].partition(":")
-            return [Piece(file, item, Box((), ()), Box((), ()))]
-        pieces: list[Piece] = []
-        for key, fragment in view.where(leaf.name):
-            file, _, item = self._stored(key).partition(":")
-            if key not in self._cuts:
-                pieces.append(Piece(file, item, fragment.source, fragment.target))
-                continue
-            source, target = fragment.source.start, fragment.target.start
-            shift = [t - s for s, t in zip(source, target, strict=True)]
-            for part in self._cuts[key].pieces(fragment.source):
-                pieces.append(Piece(file, item, part.source, part.target.shift(shift)))
-        return pieces
 
     def _checks(
         self,
@@ -312,11 +318,15 @@ class Import:
                 copies,
                 duplicate.key,
                 duplicate.at,
-                self._stored,
                 duplicate.stored,
+                duplicate.cause or self.cause,
             )
             rest = resting[whole] if whole in resting else resting[self._stored(whole)]
             yield proof.check(rest, extent)
+        for name, master, weight, cause in self._places:
+            masters, weights = self.view({name: master}), self.view({name: weight})
+            place = Duplicate(name, masters, name, weights, name, (), weight.keys[0], cause)
+            yield place.check(resting[names[Key("dict", "param"), Key("dict", name)]], "sample")
         for path, keys in self._means if not self.on_conflict else ():
             stored = ", ".join(dict.fromkeys(self._stored_keys(self.params[path].keys)))
             mean = Mean(_label(path), view, names[path], shards, keys, stored)
@@ -346,7 +356,7 @@ class Import:
         for paths in paths_by_tensors.values():
             first = names[paths[0]]
             leaves = _union([resting[names[path]] for path in paths])
-            yield Replicas(_label(paths[0]), view, first, self._stored).check(leaves, extent)
+            yield Replicas(_label(paths[0]), view, first).check(leaves, extent)
 
     def _resting(self, names: Mapping[TreePath, str]) -> dict[str, frozenset[str]]:
         """By the name of a leaf, slice or stored tensor, the leaves that rest on it.
@@ -413,10 +423,7 @@ class Import:
             if not holds_every(dtype, narrow):
                 raise FormatError(
                     f"{self.path}: {_label(duplicate.of)} at {master} has dtype {dtype}, which"
-                    f" cannot be a master of the {narrow} at {copy}. TransformerEngine's"
-                    " precision-aware optimizer keeps the low 16 bits of each master in its place,"
-                    " or masters of less precision; they are not put together here. Open with"
-                    " weights_only for the weights of the model"
+                    f" cannot be a master of the {narrow} at {copy}: {self.cause or _NO_MASTER}"
                 )
 
     def _settle_conflicts(self) -> None:
@@ -502,6 +509,7 @@ class _StoredTwice:
     key: str
     stored: str
     at: tuple[int, ...] = ()
+    cause: str = ""
 
 
 def _leaves(names: Mapping[TreePath, str], infos: Mapping[str, ArrayInfo]) -> list[Leaf]:
@@ -529,6 +537,11 @@ def touched(layout: ParamLayout) -> tuple[ParamLayout, list[int]]:
     fragments = tuple([replace(f, shard=place[f.shard]) for f in layout.fragments])
     shards = tuple([layout.shards[i] for i in used])
     return replace(layout, shards=shards, fragments=fragments), used
+
+
+def _piece_of_constant(at: str) -> Piece:
+    file, _, item = at.partition(":")
+    return Piece(file, item, Box((), ()), Box((), ()))
 
 
 def _label(path: str | Iterable[Key]) -> str:

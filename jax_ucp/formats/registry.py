@@ -25,6 +25,7 @@ from jax_ucp.formats.options import NOTHING_TWICE, Options
 from jax_ucp.formats.orbax import reader as orbax
 from jax_ucp.formats.safetensors import reader as safetensors
 from jax_ucp.formats.torch_save import reader as torch_state
+from jax_ucp.garbage import uncollected
 from jax_ucp.sources.beside import MARKERS, items_beside
 from jax_ucp.sources.contents import Contents
 from jax_ucp.universal import reader as universal
@@ -194,7 +195,7 @@ def _format_of(at: FilePath) -> Format | None:
 
 
 def _open_as(format: Format, at: FilePath, options: Options) -> Contents:
-    with opening() as files:
+    with opening() as files, uncollected():
         contents = format.open(at, options)
         _require_use(contents, options)
         noted = _with_notes(contents, at, format, options)

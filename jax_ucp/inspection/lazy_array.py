@@ -77,15 +77,15 @@ class LazyArray:
 
 def _axis_indices(given: tuple[Index, ...], ndim: int, name: str) -> list[SupportsIndex | slice]:
     """One index for each axis: those that are not said are whole."""
-    said = [item for item in given if item is not Ellipsis]
-    dots = len(given) - len(said)
+    items = [item for item in given if item is not Ellipsis]
+    dots = len(given) - len(items)
     if dots > 1:
         raise IndexError(f"{name}: an index has one `...`, not {dots}")
-    if len(said) > ndim:
-        raise IndexError(f"{name} has {ndim} axes, and the index is for {len(said)}")
-    place = next((i for i, item in enumerate(given) if item is Ellipsis), len(said))
-    whole = [slice(None)] * (ndim - len(said))
-    return [*said[:place], *whole, *said[place:]]  # pyright: ignore[reportReturnType]
+    if len(items) > ndim:
+        raise IndexError(f"{name} has {ndim} axes, and the index is for {len(items)}")
+    place = next((i for i, item in enumerate(given) if item is Ellipsis), len(items))
+    whole = [slice(None)] * (ndim - len(items))
+    return [*items[:place], *whole, *items[place:]]  # pyright: ignore[reportReturnType]
 
 
 def _span(item: SupportsIndex | slice, n: int, name: str) -> tuple[int, int]:

@@ -36,7 +36,7 @@ class Parameter:
 
     def where(self, state: str = "param") -> Sequence[Piece]:
         """The pieces that one of its states is made of."""
-        return self.contents.where(self.states[state])
+        return self.contents.locate(self.states[state])
 
     def read(self, state: str = "param", box: Box | None = None) -> np.ndarray:
         """One of its states, or one box of it, proved by a sample as `Checkpoint.read` does."""
@@ -51,7 +51,7 @@ class Parameter:
         rows = [
             (state, leaf.dtype, str(list(leaf.shape)), str(piece.target), str(piece))
             for state, leaf in self.states.items()
-            for piece in self.contents.where(leaf)
+            for piece in self.contents.locate(leaf)
         ]
         return table(self.name, ("state", "dtype", "shape", "block", "is stored in"), rows)
 

@@ -154,16 +154,16 @@ def _head(checkpoint: Checkpoint) -> Report:
 
 
 def _leaf(checkpoint: Checkpoint, leaf: Leaf) -> Report:
-    found: Report = {"leaf": leaf.label, "kind": leaf.kind}
+    entry: Report = {"leaf": leaf.label, "kind": leaf.kind}
     if not leaf.has_array:
-        return found | {"value": leaf.value}
-    found |= {"shape": list(leaf.shape), "dtype": leaf.dtype}
+        return entry | {"value": leaf.value}
+    entry |= {"shape": list(leaf.shape), "dtype": leaf.dtype}
     if leaf.sharding:
-        found["mesh"] = dict(zip(leaf.sharding.axis_names, leaf.sharding.axis_sizes, strict=True))
-        found["spec"] = [
+        entry["mesh"] = dict(zip(leaf.sharding.axis_names, leaf.sharding.axis_sizes, strict=True))
+        entry["spec"] = [
             list(axes) if isinstance(axes, tuple) else axes for axes in leaf.sharding.spec
         ]
-    found["stored"] = [
+    entry["stored"] = [
         {
             "file": p.file,
             "item": p.item,
@@ -173,7 +173,7 @@ def _leaf(checkpoint: Checkpoint, leaf: Leaf) -> Report:
         }
         for p in checkpoint.where(leaf)
     ]
-    return found
+    return entry
 
 
 def _parts(axes: Axes, mesh: Mapping[str, int]) -> int:

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from jax_ucp.errors import LayoutError, TreeMismatch, fault_lines
-from jax_ucp.layout.box import Box
-from jax_ucp.layout.strided import LeafForm, LeafLayout, hull
+from jax_ucp.layout.strided import LeafForm, LeafLayout
 from jax_ucp.sources.checks import Check, Extent, passed_on
-from jax_ucp.sources.contents import Contents, Item, Piece
+from jax_ucp.sources.contents import Contents, Item
 from jax_ucp.sources.dtypes import holds_every
 from jax_ucp.sources.mapped import Formed, MappedView
 from jax_ucp.sources.optimizer_groups import Group, groups_of
@@ -79,9 +78,6 @@ def map_contents(
             if check := view.copy_check(name, labels[name], extent):
                 yield check
 
-    def where(leaf: Leaf) -> list[Piece]:
-        return list(_pieces(contents, tree.by_name, formed[leaf.name]))
-
     return replace(
         contents,
         leaves=made,
@@ -91,7 +87,6 @@ def map_contents(
         notes=[*contents.notes, *notes, *tree.notes],
         source=source,
         checks=checks,
-        where=where,
     )
 
 
@@ -219,23 +214,6 @@ def _renamed(layout: LeafLayout, leaves: Mapping[str, Leaf]) -> LeafLayout:
     )
 
 
-def _pieces(contents: Contents, leaves: Mapping[str, Leaf], formed: Formed) -> Iterator[Piece]:
-    """Where the bytes of a leaf are: for each piece of its parameters, the block that it fills."""
-    if formed.equal:
-        for name in formed.equal:
-            yield from contents.where(leaves[name])
-        return
-    stored: dict[str, list[Piece]] = {}
-    for part in formed.form.layout.parts:
-        if part.array not in stored:
-            stored[part.array] = list(contents.where(leaves[part.array]))
-        back = part.inverse(part.array)
-        for piece in stored[part.array]:
-            filled = [hull(part.target, indices) for indices in back.inside(piece.target)]
-            if filled:
-                yield replace(piece, target=Box.around(filled), rule=formed.form.rule)
-
-
 def _groups(contents: Contents, forms: Mapping[str, LeafForm]) -> tuple[Group, ...]:
     """The optimizer settings of each leaf: those on which all of its parameters agree."""
     settings_of = {name: group.settings for group in contents.groups for name in group.params}
@@ -301,7 +279,7 @@ def _items_left(
     kept: set[str] = set()
     label_of: dict[str, str] = {}
     for label, leaf in leaves:
-        items = [f"{piece.file}:{piece.item}" for piece in contents.where(leaf)]
+        items = [f"{piece.file}:{piece.item}" for piece in contents.locate(leaf)]
         if label in left:
             label_of |= dict.fromkeys(items, label)
         else:

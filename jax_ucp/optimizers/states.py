@@ -297,11 +297,17 @@ class _Run:
         for state, arrays in self.made.items():
             made |= {(Key("dict", state), *named[name][0]): array for name, array in arrays.items()}
         names = dict(zip(made, leaf_names(list(made)), strict=True))
+        stored = {names[path]: array.stored for path, array in made.items()}
         view = Combined.named(
-            self.contents.arrays, {names[path]: array.value for path, array in made.items()}
+            self.contents.arrays,
+            {names[path]: array.value for path, array in made.items()},
+            {
+                names[path]: self.contents.locate(array.stored)
+                for path, array in made.items()
+                if not isinstance(array.value, str)
+            },
         )
         infos = view.arrays()
-        stored = {names[path]: array.stored for path, array in made.items()}
         self._leave_the_rest()
         self._note_stateless(named)
         return replace(
@@ -315,7 +321,6 @@ class _Run:
             extras={**self.contents.extras, **({EXTRAS: self.extras} if self.extras else {})},
             notes=[*self.contents.notes, *self.notes],
             checks=partial(self._checks, stored),
-            where=lambda leaf: self.contents.where(stored[leaf.name]),
         )
 
     def _note_stateless(self, named: Mapping[str, object]) -> None:

@@ -148,7 +148,7 @@ def checkpoint_reads(contents: Contents, mesh: HostMesh, rules: Sequence[Rule] =
     infos = contents.arrays.arrays()
 
     def stored(leaf: Leaf) -> Stored:
-        info, pieces = infos[leaf.name], contents.where(leaf)
+        info, pieces = infos[leaf.name], contents.locate(leaf)
         spec = planned_fit(leaf, mesh, rules).spec
         inner = info.chunk or (1,) * len(leaf.shape)
         # files of a grid, of which the first is whole

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +17,7 @@ from jax.sharding import Sharding
 from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.files.local import LocalFiles
 from jax_ucp.files.protocol import read_file
+from jax_ucp.garbage import uncollected
 from jax_ucp.layout.blocks import (
     SMALL_BYTES,
     Chunks,
@@ -72,23 +71,7 @@ class Description:
     arrays: Mapping[str, np.ndarray | jax.Array]
 
 
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Pause the garbage collector, which would scan all objects again and again.
-
-    A snapshot makes objects for every part of an array and drops none: of 10,000 arrays it was half
-    the time.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@_uncollected()
+@uncollected()
 def describe(tree: Any) -> Description:
     """The leaves of a tree. Raises UnsupportedLeaf for one that could not be restored."""
     nodes = list(walk(tree))
@@ -124,7 +107,7 @@ def _check_names(nodes: Sequence[Node]) -> None:
             )
 
 
-@_uncollected()
+@uncollected()
 def take_snapshot(described: Description) -> Snapshot:
     """Decide who writes what, and copy this process's part of the tree from its devices.
 

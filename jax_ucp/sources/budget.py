@@ -63,14 +63,14 @@ def in_order(
     that was begun.
     """
     begun: deque[tuple[int, Future[T]]] = deque()
-    held = 0
+    in_flight = 0
     with ThreadPoolExecutor(threads()) as pool:
         for cost, job in jobs:
-            while begun and (held + cost > budget_bytes or len(begun) >= threads()):
+            while begun and (in_flight + cost > budget_bytes or len(begun) >= threads()):
                 yield begun[0][1].result()
-                held -= begun.popleft()[0]
+                in_flight -= begun.popleft()[0]
             begun.append((cost, pool.submit(job)))
-            held += cost
+            in_flight += cost
         while begun:
             yield begun.popleft()[1].result()
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from jax_ucp.errors import CorruptData, LayoutError
 from jax_ucp.layout.box import Box, range_boxes
 from jax_ucp.layout.fragments import Fragment, ParamLayout
-from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+from jax_ucp.sources.protocol import ArrayInfo, ArraySource, Piece
 from jax_ucp.sources.watched import Watched
 
 
@@ -38,8 +38,8 @@ class ConsolidatedView(Watched):
         super().__init__()
         self._shards = shards
         self._params = params
-        found = shards.arrays()
-        self._arrays = {name: _checked(name, param, found) for name, param in params.items()}
+        infos = shards.arrays()
+        self._arrays = {name: _checked(name, param, infos) for name, param in params.items()}
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self._arrays
@@ -87,25 +87,25 @@ class ConsolidatedView(Watched):
                         f" {param.keys[other.shard]}, which should be replicas"
                     )
 
-    def where(self, key: str) -> list[tuple[str, Fragment]]:
-        """The fragments of a parameter, each with the name of its shard in the source.
-
-        Where the source is a view itself, its shards are named, and the fragments cut to where both
-        views cut.
-        """
-        return list(self._located(key, Box.whole(self._arrays[key].shape)))
-
-    def _located(self, key: str, box: Box) -> Iterator[tuple[str, Fragment]]:
+    def locate(self, key: str, box: Box) -> Iterator[Piece]:
         param = self._params[key]
-        for piece in [
-            piece for fragment in param.layout.fragments for piece in fragment.pieces(box)
-        ]:
-            shard = param.keys[piece.shard]
+        for outer in _pieces(param, box):
+            for inner in self._shards.locate(param.keys[outer.shard], outer.source):
+                for part in _through(Fragment(outer.shard, inner.source, inner.target), outer):
+                    yield replace(inner, source=part.source, target=part.target)
+
+    def tiles(self, key: str, box: Box) -> Iterator[Box]:
+        """The blocks of what a box of a parameter is made of: each is a part of one shard, and of
+        one shard of that if the source is such a view too.
+        """
+        param = self._params[key]
+        for outer in _pieces(param, box):
             if not isinstance(self._shards, ConsolidatedView):
-                yield shard, piece
+                yield outer.target
                 continue
-            for inner, part in self._shards._located(shard, piece.source):
-                yield from ((inner, fragment) for fragment in _through(part, piece))
+            for tile in self._shards.tiles(param.keys[outer.shard], outer.source):
+                inner = Fragment(outer.shard, tile, tile)
+                yield from (part.target for part in _through(inner, outer))
 
     def _read(self, param: Consolidated, fragment: Fragment, box: Box) -> np.ndarray:
         narrow = fragment.narrow(box)
@@ -114,6 +114,12 @@ class ConsolidatedView(Watched):
             narrow.target.shape
         )
         return data[box.relative_to(narrow.target).index]
+
+
+def _pieces(param: Consolidated, box: Box) -> Iterator[Fragment]:
+    """What every fragment, each replica too, has of a box."""
+    for fragment in param.layout.fragments:
+        yield from fragment.pieces(box)
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
@@ -148,9 +154,9 @@ def _through(inner: Fragment, outer: Fragment) -> Iterator[Fragment]:
         by = [t - s for s, t in zip(outer.source.start, outer.target.start, strict=True)]
         yield Fragment(inner.shard, inner.source, inner.target.shift(by))
         return
-    held = inner.target.relative_to(outer.source)
+    inside = inner.target.relative_to(outer.source)
     at = inner.source.start[0]
-    for box in range_boxes(outer.target.shape, held.start[0], held.stop[0]):
+    for box in range_boxes(outer.target.shape, inside.start[0], inside.stop[0]):
         yield Fragment(inner.shard, Box((at,), (at + box.size,)), box.shift(outer.target.start))
         at += box.size
 
@@ -169,22 +175,22 @@ def _mean(copies: Sequence[np.ndarray]) -> np.ndarray:
     return sum(copies[1:], copies[0]) / np.asarray(len(copies), copies[0].dtype)
 
 
-def _checked(name: str, param: Consolidated, found: Mapping[str, ArrayInfo]) -> ArrayInfo:
+def _checked(name: str, param: Consolidated, infos: Mapping[str, ArrayInfo]) -> ArrayInfo:
     layout, keys = param.layout, param.keys
     if len(keys) != len(layout.shards):
         raise LayoutError(
             f"{name}: the layout has {len(layout.shards)} shards, but {len(keys)} are named: {keys}"
         )
     for key, shape in zip(keys, layout.shards, strict=True):
-        if found[key].shape != shape:
+        if infos[key].shape != shape:
             raise LayoutError(
-                f"{name}: {key} was declared with shape {shape}, but has {found[key].shape}"
+                f"{name}: {key} was declared with shape {shape}, but has {infos[key].shape}"
             )
-    dtypes = {key: found[key].dtype for key in keys}
+    dtypes = {key: infos[key].dtype for key in keys}
     if len(set(dtypes.values())) != 1:
         raise LayoutError(f"{name}: the shards differ in dtype: {dtypes}")
     try:
         layout.check()
     except LayoutError as error:
         raise LayoutError(f"{name}: {error} (shards: {', '.join(keys)})") from None
-    return ArrayInfo(layout.shape, found[keys[0]].dtype)
+    return ArrayInfo(layout.shape, infos[keys[0]].dtype)

@@ -13,7 +13,7 @@ from jax_ucp.files.source_files import SourceFiles
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.checks import Check, Extent, verdicts
 from jax_ucp.sources.optimizer_groups import Group
-from jax_ucp.sources.protocol import ArraySource
+from jax_ucp.sources.protocol import ArraySource, Piece
 from jax_ucp.tree import Leaf
 
 Status = Literal["mapped", "extra", "skipped"]
@@ -34,27 +34,6 @@ class Item:
     what: str
     status: Status
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of a leaf, and where it is stored: block `target` of the leaf is block `source` of
-    `item` in `file`.
-
-    Both blocks hold the same elements in row-major order; `source` has one axis where the item is
-    flat. A file that is one block of the leaf, a chunk, has no items. Where a mapping forms the
-    leaf, its `rule` says in which order: then `target` is the smallest block of the leaf around the
-    elements.
-    """
-
-    file: str
-    item: str
-    source: Box
-    target: Box
-    rule: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.file}{':' * bool(self.item)}{self.item}{self.source}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +65,7 @@ class Contents:
     optimizer of a trainer was told for each parameter, where the checkpoint names them. `source`
     says what a universal checkpoint was imported from. `checks(extent)` are the proofs that its
     files allow, of a sample or of all that they hold, each with the leaves that rest on it.
-    `where(leaf)` says which files hold the leaf's bytes. `files` are those it is read from; who
+    `files` are those it is read from; who
     relies on what was read asks them at the end whether they are as they were. `quantized` are the
     weights that are not stored as what they are; `require_values` refuses to hand them out.
     """
@@ -101,7 +80,6 @@ class Contents:
     notes: Sequence[str] = ()
     source: Mapping[str, Any] = field(default_factory=dict)
     checks: Callable[[Extent], Iterable[Check]] = lambda extent: ()
-    where: Callable[[Leaf], Sequence[Piece]] = lambda leaf: ()
     files: SourceFiles = field(default_factory=SourceFiles)
     quantized: Sequence[QuantizedWeight] = ()
 
@@ -112,6 +90,12 @@ class Contents:
         if extent not in get_args(Extent):
             raise ValueError(f'verify={extent!r} is neither "sample" nor "full"')
         return (check for check in self.checks(extent) if not check.leaves.isdisjoint(leaves))
+
+    def locate(self, leaf: Leaf) -> list[Piece]:
+        """Which blocks of which files hold the bytes of a leaf."""
+        if not leaf.has_array:
+            return []
+        return list(self.arrays.locate(leaf.name, Box.whole(leaf.shape)))
 
     def verify(self) -> Iterator[tuple[str, str | None]]:
         """Compare all that is stored twice or has a checksum: (what was looked at, what is wrong

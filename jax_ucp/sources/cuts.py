@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from jax_ucp.layout.box import Box, range_boxes
 from jax_ucp.layout.fragments import Fragment, ParamLayout
 from jax_ucp.sources.consolidated import Consolidated, ConsolidatedView
-from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+from jax_ucp.sources.protocol import ArrayInfo, ArraySource, Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,15 @@ class WithCuts(ArraySource):
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self._arrays
+
+    def locate(self, key: str, box: Box) -> Iterator[Piece]:
+        cut = self._cuts.get(key)
+        if cut is None:
+            yield from self._source.locate(key, box)
+            return
+        for part in cut.pieces(box):
+            for piece in self._source.locate(cut.key, part.source):
+                yield replace(piece, target=part.target)
 
     def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
         cut = self._cuts.get(key)

@@ -4,7 +4,7 @@ another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +32,7 @@ class Duplicate(Proof[Watched]):
     """Array `copy` of `copies` holds what array `key` of `source` has at the leading indices `at`,
     rounded to its dtype.
 
-    `stored` says where a shard of `source` is stored, `copy_stored` where the copy is.
+    `copy_stored` says where the copy is stored, `cause` what is likely where it differs.
     """
 
     label: str
@@ -41,8 +41,8 @@ class Duplicate(Proof[Watched]):
     copies: ArraySource
     copy: str
     at: tuple[int, ...]
-    stored: Callable[[str], str]
     copy_stored: str
+    cause: str = ""
 
     @property
     def area(self) -> Box:
@@ -100,7 +100,8 @@ class Duplicate(Proof[Watched]):
         raw = [np.ascontiguousarray(x).reshape(-1, 1).view(np.uint8) for x in (rounded, copy)]
         first = int(np.argmax((raw[0] != raw[1]).any(axis=1)))
         index = _place_of(first, boxes)
-        cause = _REMAINDER if _whole_numbers(elements) and not _whole_numbers(copy) else _CAUSE
+        is_remainder = _whole_numbers(elements) and not _whole_numbers(copy)
+        cause = self.cause or (_REMAINDER if is_remainder else _CAUSE)
         return (
             f"{self.label}: the master at {self._where(index)} is {elements[first]} in"
             f" {list(index)}, rounded to {copy.dtype} not what the copy at {self.copy_stored} has,"
@@ -110,10 +111,7 @@ class Duplicate(Proof[Watched]):
     def _where(self, index: tuple[int, ...]) -> str:
         """Where an element of the whole is stored."""
         here = Box(index, tuple(i + 1 for i in index))
-        parts = self.source.where(self.key) if isinstance(self.source, ConsolidatedView) else []
-        return self.stored(
-            next((key for key, part in parts if part.target.intersect(here)), self.key)
-        )
+        return next(self.source.locate(self.key, here)).name
 
 
 @dataclass(frozen=True)
@@ -169,12 +167,11 @@ class Mean(Proof[Watched]):
 
 @dataclass(frozen=True)
 class Replicas(Proof[ConsolidatedView]):
-    """A parameter of a view, of which every copy is the same; `stored` says where a shard is."""
+    """A parameter of a view, of which every copy is the same."""
 
     label: str
     source: ConsolidatedView
     key: str
-    stored: Callable[[str], str]
 
     def nbytes(self, extent: Extent) -> int:
         return 2 * self.source.arrays()[self.key].nbytes
@@ -188,11 +185,9 @@ class Replicas(Proof[ConsolidatedView]):
             try:
                 self.source.compare_replicas(self.key, box, data)
             except CorruptData as error:
-                parts = self.source.where(self.key)
-                files = {
-                    self.stored(key): None for key, part in parts if part.target.intersect(box)
-                }
-                return f"{error} (stored in {', '.join(files)}); {_CAUSE}"
+                pieces = self.source.locate(self.key, box)
+                items = dict.fromkeys(piece.name for piece in pieces)
+                return f"{error} (stored in {', '.join(items)}); {_CAUSE}"
         return None
 
 
@@ -210,9 +205,10 @@ def _place_of(position: int, boxes: Sequence[Box]) -> tuple[int, ...]:
 
 def tiles(source: ArraySource, key: str) -> Sequence[Box]:
     """The blocks of an array that are each stored in one place."""
+    whole = Box.whole(source.arrays()[key].shape)
     if isinstance(source, ConsolidatedView):
-        return list(dict.fromkeys(fragment.target for _, fragment in source.where(key)))
-    return [Box.whole(source.arrays()[key].shape)]
+        return list(dict.fromkeys(source.tiles(key, whole)))
+    return [whole]
 
 
 def _whole_numbers(values: np.ndarray) -> bool:

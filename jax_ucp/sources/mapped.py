@@ -18,7 +18,7 @@ from jax_ucp.layout.strided import LeafForm, LeafLayout, Part, Place, Step, hull
 from jax_ucp.sources.checks import Check, Extent
 from jax_ucp.sources.consolidated import same_bits
 from jax_ucp.sources.gather import read_boxes
-from jax_ucp.sources.protocol import BLOCK_BYTES, ArrayInfo, ArraySource, MakesArrays
+from jax_ucp.sources.protocol import BLOCK_BYTES, ArrayInfo, ArraySource, MakesArrays, Piece
 from jax_ucp.sources.watched import Proof, Watched, split
 
 
@@ -105,13 +105,27 @@ class MappedView(Watched, MakesArrays):
         """The elements of a leaf, or of a copy of it, before they are scaled or cast."""
         return self._gather(formed.form.layout, formed.index, box)
 
+    def locate(self, key: str, box: Box) -> Iterator[Piece]:
+        """Each piece of the parameters, with the smallest block of the leaf around what it fills of
+        it; those that meet the box.
+        """
+        formed = self._leaves[key]
+        for name in formed.equal:
+            yield from self._source.locate(name, Box.whole(self._infos[name].shape))
+        for part in () if formed.equal else formed.form.layout.parts:
+            back = part.inverse(part.array)
+            for piece in self._source.locate(part.array, Box.whole(self._infos[part.array].shape)):
+                filled = [hull(part.target, indices) for indices in back.inside(piece.target)]
+                if filled and (target := Box.around(filled)).intersect(box):
+                    yield replace(piece, target=target, rule=formed.form.rule)
+
     def _info(self, formed: Formed) -> ArrayInfo:
         if formed.equal:
             return self._infos[formed.equal[0]]
         layout = formed.form.layout
-        found = self._stored(formed)
-        chunk = None if found.chunk is None else layout.parts[0].chunk(found.chunk)
-        return ArrayInfo(layout.shape, np.dtype(formed.form.dtype or found.dtype), chunk)
+        stored = self._stored(formed)
+        chunk = None if stored.chunk is None else layout.parts[0].chunk(stored.chunk)
+        return ArrayInfo(layout.shape, np.dtype(formed.form.dtype or stored.dtype), chunk)
 
     def _stored(self, formed: Formed) -> ArrayInfo:
         return self._infos[formed.form.layout.parts[0].array]

@@ -28,13 +28,13 @@ def groups_of(settings: Mapping[str, Mapping[str, Any]]) -> tuple[Group, ...]:
     any are left out.
     """
     alike: dict[str, list[str]] = defaultdict(list)
-    for name, said in settings.items():
-        if said:
-            alike[msgspec.json.encode(said, order="sorted").decode()].append(name)
+    for name, values in settings.items():
+        if values:
+            alike[msgspec.json.encode(values, order="sorted").decode()].append(name)
     return tuple(Group(tuple(names), dict(settings[names[0]])) for names in alike.values())
 
 
-def plain_settings(said: Mapping[str, Any]) -> dict[str, Any]:
+def plain_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """What a `Group` keeps of a group of torch's: settings that JSON has, with tuples as lists,
     and no parameters.
     """
@@ -50,7 +50,7 @@ def plain_settings(said: Mapping[str, Any]) -> dict[str, Any]:
 
     kept = {
         key: value
-        for key, value in said.items()
+        for key, value in values.items()
         if key not in ("params", "param_names") and plain(value)
     }
     return {key: list(value) if isinstance(value, tuple) else value for key, value in kept.items()}

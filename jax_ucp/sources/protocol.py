@@ -59,6 +59,32 @@ class ArrayInfo:
                 yield block
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a leaf, and where it is stored: block `target` of the leaf is block `source` of
+    `item` in `file`.
+
+    Both blocks hold the same elements in row-major order; `source` has one axis where the item is
+    flat. A file that is one block of the leaf, a chunk, has no items. Where a mapping forms the
+    leaf, its `rule` says in which order: then `target` is the smallest block of the leaf around the
+    elements.
+    """
+
+    file: str
+    item: str
+    source: Box
+    target: Box
+    rule: str = ""
+
+    @property
+    def name(self) -> str:
+        """What is stored: `file:item`, or the file."""
+        return f"{self.file}:{self.item}" if self.item else self.file
+
+    def __str__(self) -> str:
+        return f"{self.name}{self.source}"
+
+
 class ArraySource(Protocol):
     """Named arrays, readable by box. A class that is one says so, and inherits what it does not
     do in a way of its own.
@@ -81,6 +107,13 @@ class ArraySource(Protocol):
         out = np.empty(box.shape, self.arrays()[key].dtype)
         self.read_into(key, [box], [out])
         return out
+
+    def locate(self, key: str, box: Box) -> Iterator[Piece]:
+        """Which blocks of which files hold a box of an array. What is stored, and no view of what
+        is, has arrays called `file:item`, one item each.
+        """
+        file, _, item = key.partition(":")
+        yield Piece(file, item, box, box)
 
     def checks(self, extent: Extent) -> Iterable[Check]:
         """What a source can prove of its own arrays, by checksums or copies of them."""

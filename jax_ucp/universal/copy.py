@@ -137,8 +137,8 @@ def block_cost(box: Box, chunk: Shape, itemsize: int) -> int:
     """
     around = whole_chunks(box, chunk).size if chunk else box.size
     cost = (2 * box.size + around) * itemsize
-    held = around * itemsize >= HELD_BYTES
-    return cost + (around - box.size) * itemsize if held else cost
+    is_kept = around * itemsize >= HELD_BYTES
+    return cost + (around - box.size) * itemsize if is_kept else cost
 
 
 def _cell(info: ArrayInfo, chunk: Shape, max_bytes: int) -> Shape | None:
@@ -307,5 +307,5 @@ def _identity(contents: Contents, plan: CopyPlan) -> str:
     files = contents.files.identities()
     items = sorted((item.where, item.status, item.reason) for item in contents.inventory)
     dtypes = [(leaf.name, leaf.dtype) for leaf in contents.leaves]
-    told = (contents.format, contents.source, files, sorted(plan.chunks.items()), items, dtypes)
-    return digest(repr(told).encode())
+    identity = (contents.format, contents.source, files, sorted(plan.chunks.items()), items, dtypes)
+    return digest(repr(identity).encode())

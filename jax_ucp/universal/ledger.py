@@ -115,11 +115,11 @@ class Ledger:
 
     def _read_lines(self, lines: Sequence[bytes], identity: str) -> None:
         try:
-            found = msgspec.json.decode(lines[0], type=_First).identity
+            recorded = msgspec.json.decode(lines[0], type=_First).identity
             blocks = [msgspec.json.decode(line, type=_Block) for line in lines[1:]]
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise FormatError(f"{self._path} is damaged ({error}); delete the directory") from None
-        if found != identity:
+        if recorded != identity:
             raise FormatError(
                 f"{self._path} belongs to a conversion of another source, of files that were"
                 " replaced since, or with another budget or mesh. Delete the directory, or give"

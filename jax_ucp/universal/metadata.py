@@ -191,8 +191,8 @@ def decode(data: bytes, where: str) -> Metadata:
 class _Keys(dict[str | Key, Key]):
     """Each key of a path, by what the file has for it: one for all leaves that have it."""
 
-    def __missing__(self, said: str | Key) -> Key:
-        self[said] = key = Key("dict", said) if isinstance(said, str) else said
+    def __missing__(self, name: str | Key) -> Key:
+        self[name] = key = Key("dict", name) if isinstance(name, str) else name
         return key
 
 

@@ -240,7 +240,7 @@ def read_orbax_tree(directory: Files) -> OrbaxTree:
             f"{directory} is a universal checkpoint without its ucp.json: it was never finished, or"
             " the file is lost. If a conversion was stopped here, run it again."
         )
-    told = _Told(
+    files = _TreeFiles(
         directory,
         _shardings(directory),
         _json(directory, STRINGS_FILE, dict[str, str], {}),
@@ -255,7 +255,7 @@ def read_orbax_tree(directory: Files) -> OrbaxTree:
     written: dict[str, tuple[int, ...]] = {}
     for entry, path, name in zip(entries, paths, leaf_names(paths), strict=True):
         stock_name = _stock_name(entry)
-        leaf = told.leaf(path, name, stock_name, entry.value_metadata.value_type)
+        leaf = files.leaf(path, name, stock_name, entry.value_metadata.value_type)
         leaves.append(leaf)
         if leaf.has_array:
             stored[name] = stock_name
@@ -270,7 +270,7 @@ def read_orbax_tree(directory: Files) -> OrbaxTree:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _TreeFiles:
     """What the files beside the tree say of leaves, by stock's names of them."""
 
     directory: Files
@@ -389,26 +389,26 @@ def _compact(content: Any) -> str:
 
 def _shardings(directory: Files) -> dict[str, SavedSharding]:
     """The NamedShardings of leaves, by stock's names of them."""
-    found: dict[str, SavedSharding] = {}
+    shardings: dict[str, SavedSharding] = {}
     for key, text in _json(directory, SHARDING_FILE, dict[str, str], {}).items():
         try:
             name = base64.b64decode(key, validate=True).decode()
             if msgspec.json.decode(text, type=_ShardingKind).sharding_type == "NamedSharding":
-                found[name] = _saved_sharding(msgspec.json.decode(text, type=_Sharding))
+                shardings[name] = _saved_sharding(msgspec.json.decode(text, type=_Sharding))
         except (ValueError, RecursionError) as error:
             raise FormatError(
                 f"{directory}/{SHARDING_FILE} is damaged at {key!r:.80}: {error}"
             ) from None
-    return found
+    return shardings
 
 
-def _saved_sharding(said: _Sharding) -> SavedSharding:
+def _saved_sharding(stored: _Sharding) -> SavedSharding:
     """Raises ValueError where it is of no mesh."""
-    devices: list[Any] = said.device_mesh.mesh if said.device_mesh else []
-    for _ in said.shape[1:]:
+    devices: list[Any] = stored.device_mesh.mesh if stored.device_mesh else []
+    for _ in stored.shape[1:]:
         devices = [device for row in devices if isinstance(row, list) for device in row]
     ids = tuple(device.id for device in msgspec.convert(devices, list[_Device]))
-    sharding = SavedSharding(said.axis_names, said.shape, said.partition_spec, ids)
+    sharding = SavedSharding(stored.axis_names, stored.shape, stored.partition_spec, ids)
     if fault := sharding_fault(sharding):
         raise ValueError(f"a sharding {fault}")
     return sharding

@@ -8,18 +8,15 @@ from typing import TYPE_CHECKING
 
 from jax_ucp.errors import CorruptData
 from jax_ucp.files.path import FilePath
-from jax_ucp.layout.blocks import grid_boxes, grid_place
-from jax_ucp.layout.box import Box
 from jax_ucp.sources.beside import MARKERS, items_beside
 from jax_ucp.sources.checks import Check, Extent
-from jax_ucp.sources.contents import Contents, Item, Piece
+from jax_ucp.sources.contents import Contents, Item
 from jax_ucp.tree import Leaf
 from jax_ucp.universal.metadata import Metadata
 from jax_ucp.universal.packs import pack_name
 from jax_ucp.universal.store import (
     METADATA_FILE,
     ZarrStore,
-    chunk_name,
     missing_files,
     open_store,
     verify_files,
@@ -54,7 +51,6 @@ def open_universal(path: FilePath, options: Options) -> Contents:
         metadata.groups,
         source=metadata.source,
         checks=partial(_checks, metadata, store),
-        where=partial(_pieces, metadata, store),
     )
 
 
@@ -71,20 +67,6 @@ def _checks(metadata: Metadata, store: ZarrStore, extent: Extent) -> Iterator[Ch
     )
     for leaf in every:
         yield from store.digest_checks(leaf.name, leaf.label, metadata.arrays[leaf.name])
-
-
-def _pieces(metadata: Metadata, store: ZarrStore, leaf: Leaf) -> list[Piece]:
-    """Where in the files each part of a leaf is."""
-    if not leaf.has_array:
-        return []
-    outer = metadata.arrays[leaf.name].outer
-    pieces: list[Piece] = []
-    for box in grid_boxes(leaf.shape, outer):
-        name = f"{leaf.name}/{chunk_name(grid_place(box, outer))}"
-        file, offset = store.find(name)
-        item = "" if offset is None else name
-        pieces.append(Piece(file, item, box.relative_to(Box(box.start, box.start)), box))
-    return pieces
 
 
 def _inventory(path: FilePath, metadata: Metadata, store: ZarrStore) -> list[Item]:

@@ -31,7 +31,7 @@ from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.sources.checks import Alarm, Check
 from jax_ucp.sources.optimizer_groups import Group
-from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.sources.protocol import ArrayInfo, Piece
 from jax_ucp.sources.watched import Passed, Watched
 from jax_ucp.tree import Leaf
 from jax_ucp.universal.checked import check_metadata, storable
@@ -158,6 +158,15 @@ class ZarrStore(Watched):
             self._read_chunk(key, chunk, wanted, self._recorded(key, chunk))
         self._show(key, boxes, outs)
 
+    def locate(self, key: str, box: Box) -> Iterator[Piece]:
+        """The outer chunks that a box meets, each whole."""
+        outer = self.chunks[key].outer
+        for chunk in outer_boxes(self._arrays[key].shape, outer, [box]):
+            name = f"{key}/{chunk_name(grid_place(chunk, outer))}"
+            file, offset = self.find(name)
+            item = "" if offset is None else name
+            yield Piece(file, item, chunk.relative_to(Box(chunk.start, chunk.start)), chunk)
+
     def _read_chunk(
         self, key: str, box: Box, wanted: Sequence[tuple[Box, np.ndarray]], crcs: bytes
     ) -> None:
@@ -229,14 +238,14 @@ class ZarrStore(Watched):
 
     def _fault(self, key: str, box: Box, want: Written) -> str | None:
         try:
-            found = _digest(self._parts(key, box, want.crcs))
+            now = _digest(self._parts(key, box, want.crcs))
         except CorruptData as error:
             return str(error)
-        if found == want.digest:
+        if now == want.digest:
             return None
         return (
             f"{self.directory}/{key}: the data of {box} are not those that were saved (digest"
-            f" {found})"
+            f" {now})"
         )
 
     def _parts(self, key: str, box: Box, crcs: bytes) -> Iterator[np.ndarray]:
@@ -365,8 +374,8 @@ def _gathered(store: ZarrStore, processes: int) -> Mapping[str, Mapping[str, Wri
     for process in range(processes):
         part = _read_part(store.directory, process)
         store.places.update(part.places)
-        for key, found in part.written.items():
-            written[key] |= found
+        for key, chunks in part.written.items():
+            written[key] |= chunks
     return written
 
 
@@ -405,6 +414,7 @@ def open_store(path: str | os.PathLike[str] | FilePath) -> tuple[Metadata, ZarrS
     FormatError if it says what no writer does. Reads no array data.
     """
     directory = LocalFiles(str(file_path(path)))
+    _noted_size(directory, METADATA_FILE)
     data = read_file(directory, METADATA_FILE)
     if data is None:
         raise NotACheckpoint(
@@ -454,11 +464,11 @@ def _noted_size(files: Files, name: str) -> int | None:
 
 def _missing_chunks(store: ZarrStore, key: str) -> Iterator[str]:
     for name, nbytes in _chunk_files(store.arrays()[key], store.chunks[key]):
-        found = _noted_size(store.directory, f"{key}/{name}")
-        if found is None:
+        size = _noted_size(store.directory, f"{key}/{name}")
+        if size is None:
             yield f"{store.directory}/{key}/{name} is missing"
-        elif found != nbytes:
-            yield f"{store.directory}/{key}: {name} has {found} bytes, but its chunk takes {nbytes}"
+        elif size != nbytes:
+            yield f"{store.directory}/{key}: {name} has {size} bytes, but its chunk takes {nbytes}"
 
 
 @functools.lru_cache(maxsize=64)
@@ -555,14 +565,14 @@ def _pack_faults(store: ZarrStore) -> list[str]:
 
 def _ranges(store: ZarrStore) -> dict[str, Range]:
     """Where each outer chunk is, by its key."""
-    found: dict[str, Range] = {}
+    ranges: dict[str, Range] = {}
     for key, info in store.arrays().items():
         chunks = store.chunks[key]
         for box in grid_boxes(info.shape, chunks.outer):
             name = f"{key}/{chunk_name(grid_place(box, chunks.outer))}"
             file, offset = store.find(name)
-            found[name] = Range(file, offset or 0, shard_bytes(box, chunks, info.dtype))
-    return found
+            ranges[name] = Range(file, offset or 0, shard_bytes(box, chunks, info.dtype))
+    return ranges
 
 
 def _digest(parts: Iterable[np.ndarray]) -> str:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
+from commands import run, run_json
 from jax_ucp.errors import FormatError, LayoutError, SpecError
 from jax_ucp.mapping.rules import shipped
-from test_cli import run, run_json
 
 DATA = Path(__file__).parent.parent / "data"
 LLAMA31_V4 = {

@@ -224,14 +224,14 @@ def _other_files(found: Import, metadata: DcpMetadata) -> None:
                 "says which chunk is where; its content is in the tree's names and shapes",
             )
         elif path.name not in used:
-            size = path.file().size
+            size = path.size()
             found.skip(path.name, f"{size} bytes", f"no item of {metadata.files[0]} lies in it")
             if size and path.suffix == ".distcp":
                 found.notes.append(
                     f"{path.name} belongs to no tensor of this checkpoint: it is left from another"
                     " save"
                 )
-        elif rest := path.file().size - used[path.name]:
+        elif rest := path.size() - used[path.name]:
             # A replica that another rank wrote too, or a file of another save: the table of
             # contents cannot tell.
             found.skip(

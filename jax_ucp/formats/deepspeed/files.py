@@ -122,7 +122,7 @@ def tag_folder(path: FilePath, marker: str = "latest") -> FilePath | None:
     latest = path / marker
     if not latest.is_file():
         return None
-    tag = latest.read_text().strip()
+    tag = latest.read_pointer().strip()
     if not tag or "/" in tag or "\0" in tag or tag in (".", "..") or len(os.fsencode(tag)) > 255:
         raise FormatError(f"{latest} should name a folder beside it, but says {tag!r:.80}")
     return path / tag

@@ -308,7 +308,7 @@ def _with_parts(path: FilePath, contents: Contents, save: Save, options: Options
 def _with_copy(contents: Contents, name: str, copy: Contents) -> Contents:
     """The checkpoint, whose `verify` compares all of a copy of it."""
 
-    watched = Combined.prefixed({"": contents.arrays})
+    watched = Combined.named(contents.arrays, {key: key for key in contents.arrays.arrays()})
 
     def checks(extent: Extent) -> Iterator[Check]:
         yield from contents.checks(extent)
@@ -393,7 +393,7 @@ def _difference(contents: Contents, leaf: Leaf, box: Box) -> str:
 def _stored_in(contents: Contents, leaf: Leaf, box: Box) -> str:
     """The files that hold a box of a leaf."""
     return ", ".join(
-        sorted({piece.file for piece in contents.where(leaf) if piece.target.intersect(box)})
+        sorted({piece.file for piece in contents.locate(leaf) if piece.target.intersect(box)})
     )
 
 

@@ -78,7 +78,7 @@ def _revisions(at: FilePath) -> Iterator[FilePath]:
     if not snapshots.is_dir():
         return
     revisions = [path for path in _children(snapshots) if path.is_dir()]
-    named = main.read_text().strip() if main.is_file() else ""
+    named = main.read_pointer().strip() if main.is_file() else ""
     yield from [path for path in revisions if path.name == named] or revisions
 
 

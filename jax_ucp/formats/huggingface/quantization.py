@@ -25,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jax_ucp.sources.combined import Combined
-from jax_ucp.sources.contents import STORED, Contents, Item, Piece, QuantizedWeight
+from jax_ucp.sources.contents import STORED, Contents, Item, QuantizedWeight
 from jax_ucp.tree import Key, Leaf, leaf_names
 from jax_ucp.tree import Path as TreePath
 
@@ -364,7 +364,7 @@ def _inventory(contents: Contents, found: Sequence[QuantizedWeight]) -> Sequence
         for role, label in weight.parts.items():
             reason = f"{role} of the quantised weight {weight.name} ({weight.scheme})"
             reasons |= {
-                f"{p.file}:{p.item}": reason for p in contents.where(leaves[label]) if p.item
+                f"{p.file}:{p.item}": reason for p in contents.locate(leaves[label]) if p.item
             }
     return [
         replace(item, reason=reasons.get(item.where, item.reason)) for item in contents.inventory
@@ -397,13 +397,7 @@ def _kept(contents: Contents) -> Contents:
         "format": contents.format,
         "name": contents.path.rpartition("/")[2],
     }
-
-    def where(leaf: Leaf) -> Sequence[Piece]:
-        return contents.where(before[leaf.name])
-
-    return replace(
-        kept, leaves=leaves, arrays=arrays, where=where, source={**source, "dequantize": False}
-    )
+    return replace(kept, leaves=leaves, arrays=arrays, source={**source, "dequantize": False})
 
 
 def _stored_path(leaf: Leaf) -> tuple[Key, ...]:

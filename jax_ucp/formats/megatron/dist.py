@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -56,12 +56,9 @@ from jax_ucp.formats.megatron.dist_names import (
     unstacked,
 )
 from jax_ucp.formats.megatron.dist_proof import (
-    is_precision_aware,
     moved_by_padding,
     not_of_weights,
     precision_aware,
-    prove_masters,
-    prove_precision_aware,
 )
 from jax_ucp.formats.megatron.dist_steps import (
     Step,
@@ -135,6 +132,7 @@ class _Reader:
         self.importer = Import(
             "megatron", files.folder, Combined.prefixed(sources), options.on_conflict
         )
+        self.importer.cause = "" if options.weights_only else precision_aware(files.args)
         self.importer.unknown |= files.common.unknown
         # parameter -> state -> how it is stored; `weight` is what the model computes with. The
         # vocabulary is padded.
@@ -147,17 +145,14 @@ class _Reader:
         self._stored_states()
         shapes = {name: states["weight"].layout.shape for name, states in self.states.items()}
         check_args(self.files, shapes, self.dtypes)
-        self._buffers()
+        causes = self._buffers()
         self._steps()
-        self._parameters()
+        self._parameters(causes)
         self._objects()
         self._common()
         self._other_files()
         self._notes()
-        contents = self.importer.contents()
-        if not self.options.weights_only and is_precision_aware(self.args):
-            prove_precision_aware(contents)
-        return contents
+        return self.importer.contents()
 
     def _stored_states(self) -> None:
         """States that are stored as tensors of the model's shapes, or as parts of such."""
@@ -232,25 +227,28 @@ class _Reader:
             ParamLayout(shape, tuple(run.target.shape for run in runs), tuple(fragments)), keys
         )
 
-    def _buffers(self) -> None:
-        """Add states in flat buffers. Errors name the remedy: the weights are not in them."""
+    def _buffers(self) -> Mapping[str, str]:
+        """Add states in flat buffers; returns what is likely where a master is not the weight's.
+
+        Errors name the remedy: the weights are not in the buffers.
+        """
         try:
-            self._read_buffers()
+            return self._read_buffers()
         except (FormatError, LayoutError) as error:
             if "weights_only" in str(error):
                 raise
             raise type(error)(f"{error}. weights_only opens the weights alone") from error
 
-    def _read_buffers(self) -> None:
-        """Add states in flat buffers, as slices of tensor-parallel ranks, and check them."""
+    def _read_buffers(self) -> Mapping[str, str]:
         if self.options.weights_only:
             for key in filter(is_flat, self.files.tensors):
                 self._leave(key)
         elif any(map(is_flat, (*self.files.tensors, *self.files.objects))):
             self._read_slices()
-            self._prove(self.states, not_of_weights)
+            return dict.fromkeys(self.states, not_of_weights())
         elif any(map(is_fully_reshardable, self.files.tensors)):
-            self._prove_not_moved()
+            return self._moved()
+        return {}
 
     def _read_slices(self) -> None:
         stored = flats(self.files, self.inside)
@@ -275,30 +273,21 @@ class _Reader:
                 cuts[name], [keys[r] for r in range(len(keys))]
             )
 
-    def _prove(self, names: Iterable[str], why: Callable[[str], str]) -> None:
-        """Compare the masters of parameters with their weights; `why` says what is likely where
-        they differ.
-        """
-        weighted = [name for name in names if "weight" in self.states.get(name, {})]
-        why = precision_aware if is_precision_aware(self.args) else why
-        prove_masters(self.files.folder, weighted, self.states, self.importer.view, why)
-
     def _skip_gap(self, key: str) -> None:
         self.importer.skip(
             key, "", "a gap between tensors in a flat buffer, which holds what was in memory"
         )
 
-    def _prove_not_moved(self) -> None:
-        """Refuse what `fully_reshardable` moved; see `megatron_dist_proof`."""
+    def _moved(self) -> dict[str, str]:
+        """What `fully_reshardable` may have moved, with the cause; see `dist_proof`."""
         try:
             buffers = [
                 buffer for plan in self._plans(self._cuts()) for buffer in plan.buffers.values()
             ]
-            moved = {name: moved_by_padding(n) for buffer in buffers for name, n in buffer.moved}
+            return {name: moved_by_padding(n) for buffer in buffers for name, n in buffer.moved}
         # modules of an order not known here: any of them may have been moved
         except (FormatError, LayoutError):
-            moved = dict.fromkeys(self.states, moved_by_padding(None))
-        self._prove(moved, moved.__getitem__)
+            return dict.fromkeys(self.states, moved_by_padding(None))
 
     def _cuts(self) -> dict[str, ParamLayout]:
         """How tensor-parallel ranks held each parameter, and the copy of a tied embedding."""
@@ -341,7 +330,7 @@ class _Reader:
                     file, f"{stored.file}:{key}", "optimizer", file.tree, (about.chain, stage)
                 )
 
-    def _parameters(self) -> None:
+    def _parameters(self, causes: Mapping[str, str]) -> None:
         for expert in (False, True):
             mine = {
                 name: states for name, states in self.states.items() if is_expert(name) == expert
@@ -351,7 +340,7 @@ class _Reader:
             for name, states in mine.items():
                 self._check_states(name, kept)
                 if "weight" in states:
-                    self._parameter(name, states, mixed)
+                    self._parameter(name, states, mixed, causes.get(name))
                 else:
                     self._copy_of_embedding(states)
 
@@ -376,8 +365,13 @@ class _Reader:
                 " weights_only opens the weights alone"
             )
 
-    def _parameter(self, name: str, states: Mapping[str, Consolidated], mixed: bool) -> None:
-        """Add a parameter; `mixed` is whether several kinds of optimizers have parameters."""
+    def _parameter(
+        self, name: str, states: Mapping[str, Consolidated], mixed: bool, cause: str | None
+    ) -> None:
+        """Add a parameter; `mixed` is whether several kinds of optimizers have parameters.
+
+        `cause` is why its master may be another's, if its place in the files is an assumption.
+        """
         unpadded = {state: self._unpadded(name, param) for state, param in states.items()}
         weight, master = unpadded.pop("weight"), unpadded.pop("param", None)
         if name.endswith(BUFFERS):
@@ -385,7 +379,10 @@ class _Reader:
         elif master is not None:
             reason = notes.copy_of_master(name)
             self.importer.parameter("param", name, master, f"the master of {name}")
-            self.importer.duplicate("param", name, weight, reason)
+            likely = self.importer.cause or cause or ""
+            self.importer.duplicate("param", name, weight, reason, likely)
+            if cause is not None and self.options.on_conflict:
+                self.importer.prove_place(name, states["param"], states["weight"], likely)
         else:
             self.importer.parameter("param", name, weight, f"the parameter {name}")
         for state, param in unpadded.items():
@@ -481,7 +478,7 @@ class _Reader:
                 reason = f"{about[path.name]}; the tree's names and shapes come from it"
                 self.importer.skip(path.name, "metadata", reason)
                 continue
-            size = f"{path.file().size} bytes"
+            size = f"{path.size()} bytes"
             self.importer.skip(path.name, size, "nothing of the checkpoint lies in it")
             if path.suffix == ".distcp":
                 self.importer.notes.append(

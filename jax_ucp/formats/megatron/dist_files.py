@@ -155,7 +155,7 @@ def _without_common(folder: FilePath) -> str:
 
 def _backend(folder: FilePath) -> str | None:
     path = folder / CONFIG_FILE
-    if not path.is_file() or path.file().size > MAX_CONFIG_BYTES:
+    if not path.is_file() or path.size() > MAX_CONFIG_BYTES:
         return None
     try:
         config = json.loads(path.read_text())

@@ -23,7 +23,6 @@ from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import file_size
 from jax_ucp.files.ranges import FileRange
-from jax_ucp.files.source_files import note
 from jax_ucp.files.strided import read_strided, row_major_strides
 from jax_ucp.formats.megatron.dist_names import Run
 from jax_ucp.layout.box import Box
@@ -99,7 +98,6 @@ def _chunk_file(path: FilePath, info: ArrayInfo) -> FileRange:
             f"{path} has {file.size} bytes, but a chunk of {info.dtype} {list(info.shape)}"
             f" {info.nbytes}"
         )
-    note(path.files, file)
     return FileRange(path, file=file)
 
 

@@ -133,7 +133,7 @@ def iteration_folder(path: FilePath) -> FilePath:
     tracker = path / TRACKER
     if not tracker.is_file():
         return path
-    text = tracker.read_text().strip()
+    text = tracker.read_pointer().strip()
     if text == "release":
         return path / text
     if not _ITERATION.fullmatch(text):

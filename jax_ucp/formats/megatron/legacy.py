@@ -24,7 +24,7 @@ from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import Import
 from jax_ucp.formats.megatron import notes
-from jax_ucp.formats.megatron.dist_proof import is_precision_aware, prove_precision_aware
+from jax_ucp.formats.megatron.dist_proof import precision_aware
 from jax_ucp.formats.megatron.files import (
     OPTIM_FILE,
     Args,
@@ -88,6 +88,8 @@ class _Reader:
         self.files = Combined.of_files(files)
         self.importer = Import("megatron", folder, self.files, options.on_conflict)
         self.importer.unknown |= {name for file in files.values() for name in file.unknown}
+        if not options.weights_only and any(rank.has_optimizer for rank in ranks):
+            self.importer.cause = precision_aware(args)
         # (state, parameter) -> by tensor-parallel rank, the keys of every copy of that rank's
         # shard.
         self.keys: dict[tuple[str, str], dict[int, list[str]]] = {}
@@ -104,10 +106,7 @@ class _Reader:
             self._check_masters(layouts)
         self._extras()
         self._notes(optimizer)
-        contents = self.importer.contents()
-        if optimizer and is_precision_aware(self.args):
-            prove_precision_aware(contents)
-        return contents
+        return self.importer.contents()
 
     def _modules_of_ranks(
         self, chunks: Mapping[str, Sequence[dict[str, Any]]]

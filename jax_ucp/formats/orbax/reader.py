@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -83,14 +83,8 @@ def open_orbax(path: FilePath, options: Options) -> Contents:
     inventory = [Item(TREE_FILE, leaf.label, "mapped", leaf.label) for leaf in leaves]
     inventory += items_beside(path, _names(directory, tree))
 
-    def where(leaf: Leaf) -> list[Piece]:
-        if not leaf.has_array:
-            return []
-        whole, stored = Box.whole(leaf.shape), tree.stored[leaf.name]
-        return [Piece("manifest.ocdbt" if tree.ocdbt else stored, stored, whole, whole)]
-
     notes = ["stock Orbax keeps no checksums of array data: what it holds cannot be verified"]
-    return Contents("orbax", str(path), leaves, arrays, inventory, notes=notes, where=where)
+    return Contents("orbax", str(path), leaves, arrays, inventory, notes=notes)
 
 
 def _check_written(directory: Files, tree: OrbaxTree, leaf: Leaf, info: ArrayInfo) -> None:
@@ -165,7 +159,7 @@ class _Arrays(MakesArrays):
     """
 
     def __init__(self, directory: Files, tree: OrbaxTree):
-        self._directory = directory
+        self._directory, self._tree = directory, tree
         self._specs = {name: _spec(directory, tree, stored) for name, stored in tree.stored.items()}
         self._handles: dict[str, Any] = {}
         self._infos: dict[str, ArrayInfo] = {}
@@ -191,6 +185,10 @@ class _Arrays(MakesArrays):
             return np.asarray(self._handle(key, box)[box.index].read().result())
         except _TENSORSTORE_ERRORS as error:
             raise CorruptData(f"{self._directory}/{key}: {error}") from None
+
+    def locate(self, key: str, box: Box) -> Iterator[Piece]:
+        stored = self._tree.stored[key]
+        yield Piece("manifest.ocdbt" if self._tree.ocdbt else stored, stored, box, box)
 
     def _handle(self, key: str, box: Box) -> Any:
         """The array, as it is opened for a read of `box`: with a cache for the chunks of which

@@ -24,9 +24,9 @@ from jax_ucp.export.atomic_folder import new_folder
 from jax_ucp.sources.contents import Contents
 from jax_ucp.sources.protocol import ArrayInfo
 from jax_ucp.tree import Key, Leaf
-from test_export import DATA
 
-WORKERS = Path(__file__).parent / "workers"
+TESTS = Path(__file__).parents[1]
+DATA, WORKERS = TESTS / "data", TESTS / "workers"
 CASE = DATA / "deepspeed" / "z2_bf16_dp3"
 ADAM = {"exp_avg": {"w": np.ones((4, 3), np.float32)}, "step": {"w": np.float32([5]).reshape(())}}
 

@@ -19,7 +19,7 @@ from jax_ucp.formats.exporting import plan_export, run_export
 from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.sources.optimizer_groups import Group, groups_of
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 NAMES = ("a.weight", "a.bias", "norm", "head")
 
 # One source for each way in which groups are stored: by place, by name, by number with names, as

@@ -28,7 +28,7 @@ from jax_ucp.layout.box import Box
 from jax_ucp.sources.consolidated import same_bits
 from jax_ucp.sources.protocol import ArrayInfo
 
-DATA = Path(__file__).parent.parent / "data" / "torch"
+DATA = Path(__file__).parents[2] / "data" / "torch"
 CASES = ("torchsave", "torchsave_variants", "torchsave_legacy")
 READABLE = sorted(path for case in CASES for path in (DATA / case).glob("*.pt"))
 

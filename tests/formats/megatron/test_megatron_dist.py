@@ -119,10 +119,9 @@ def test_extras_keep_what_the_run_put_beside_the_model():
 
 def test_state_that_the_writer_moved_is_refused_and_its_weights_are_right():
     with pytest.raises(CorruptData) as caught:
-        ucp.open(DATA / CORRUPTED / "ckpt")
+        ucp.open(DATA / CORRUPTED / "ckpt").restore()
     for part in (
         "embedding.word_embeddings.weight",
-        "in [0:8, 0:32]",
         "behind 64 elements",
         "5077",
         "weights_only",

@@ -14,13 +14,13 @@ import optax
 import pytest
 
 import jax_ucp as ucp
+from commands import run
 from helpers import differences
 from jax_ucp.errors import LayoutError
 from resume_deepspeed import optimizer_of, rows_of, schedule_of, trained_in
-from test_cli import run
 from training_runs import ADAMW, MESH, WRAPPED, run_of, saved, trained, tree_of
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 FORMATS = ["dcp", "deepspeed"]
 
 

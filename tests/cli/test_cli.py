@@ -9,24 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 import jax_ucp as ucp
-from jax_ucp.cli.main import main
+from commands import run, run_json
 
-CASE = Path(__file__).parent / "data" / "deepspeed" / "z2_bf16_dp3"
-
-
-def run(*args: object, code: int = 0) -> str:
-    """What a command prints; its errors too."""
-    result = CliRunner().invoke(main, [str(arg) for arg in args])
-    assert result.exit_code == code, result.output
-    assert "Traceback" not in result.output
-    return result.output
-
-
-def run_json(*args: object, code: int = 0) -> dict:
-    return json.loads(run(*args, "--json", code=code))
+CASE = Path(__file__).parents[1] / "data" / "deepspeed" / "z2_bf16_dp3"
 
 
 @pytest.fixture(scope="module")

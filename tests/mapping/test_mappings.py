@@ -27,7 +27,7 @@ from jax_ucp.mapping.binding import outcomes
 from jax_ucp.mapping.rules import shipped
 from jax_ucp.sources.consolidated import same_bits
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 # Case -> the mappings that fit its names, with the requirements that it does not meet.
 CASES = [

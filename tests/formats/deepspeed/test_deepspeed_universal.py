@@ -14,7 +14,7 @@ from deepspeed_cases import equal, truth
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
 from temptation_folders import resummed, stored_tensors
 
-DATA = Path(__file__).parent.parent / "data" / "deepspeed_universal"
+DATA = Path(__file__).parents[2] / "data" / "deepspeed_universal"
 CASES = sorted(path.name for path in DATA.iterdir())
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
+from commands import run, run_json
 from jax_ucp.inspection.mapping_report import mapping_report, tree_shapes
-from test_cli import run, run_json
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 LLAMA = DATA / "torch" / "hf_llama" / "ckpt"
 TUNIX = DATA / "trees" / "llama-to-tunix.json"
 ASSUMED = ("--assume", "rope_theta")  # which tunix has fixed at another number

@@ -34,7 +34,7 @@ from jax_ucp.sources.consolidated import same_bits
 from jax_ucp.universal.metadata import MAX_VALUE_DEPTH
 from torch_writer import Global, Instance, edit, rewrite, save
 
-CASES = Path(__file__).parent.parent / "data" / "unknown"
+CASES = Path(__file__).parents[2] / "data" / "unknown"
 MESH = Mesh(np.array(jax.devices()[:2]), ("x",))
 STATES = {"w": "param", "m": "exp_avg", "v": "exp_avg_sq"}
 

@@ -20,7 +20,7 @@ from jax_ucp.layout.patterns import Unique
 from jax_ucp.sources.consolidated import Consolidated, same_bits
 from torch_writer import change, rewrite
 
-DATA = Path(__file__).parent.parent / "data"
+DATA = Path(__file__).parents[2] / "data"
 PRECISION_AWARE = ("te_pa_default_fr", "te_pa_default_dpr", "te_pa_fp16_dpr")
 
 
@@ -32,7 +32,7 @@ def test_what_a_precision_aware_optimizer_stores_is_no_master(case):
     with pytest.raises(
         FormatError, match=r"use_precision_aware_optimizer.*low 16 bits.*weights_only"
     ):
-        ucp.open(DATA / "masters" / case / "ckpt")
+        ucp.open(DATA / "masters" / case / "ckpt").restore()
 
 
 @pytest.mark.parametrize("case", PRECISION_AWARE)
@@ -76,7 +76,7 @@ def test_remainders_are_named_where_the_args_tell_of_them(with_remainders):
     with pytest.raises(
         FormatError, match=r"use_precision_aware_optimizer.*low 16 bits.*weights_only"
     ):
-        ucp.open(with_remainders)
+        ucp.open(with_remainders).restore()
     assert ucp.open(with_remainders, weights_only=True).restore()["param"]
 
 

@@ -28,7 +28,7 @@ from jax_ucp.sources.checks import verdicts
 from jax_ucp.sources.contents import Contents
 from jax_ucp.tree import Key, Leaf
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 DTYPES = [
     np.float32,
     ml_dtypes.bfloat16,
