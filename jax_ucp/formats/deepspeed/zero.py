@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,7 @@ _PART_OF_QUANTIZED = re.compile(r"(state|max|new_max)\d|gnorm_vec|unorm_vec")
 _OF_MUON = "Muon keeps it for whole parameters, and how they lie in it is not read"
 _OF_8_BITS = "it is of an 8-bit optimizer, and means something only with its other parts"
 _WRONG_LENGTH = "its length is not that of the partition"
+_WRONG = frozenset((name, _WRONG_LENGTH) for name in _ELEMENTWISE)
 _NEITHER = "it is neither a flat tensor of the partition nor a number"
 
 
@@ -98,49 +99,31 @@ def group(
     ranks give.
     """
     masters = [rank.masters[index] for rank in ranks]
-    every = {} if weights_only else _states_by_name(index, ranks)
-    aside = _apart(index, ranks, every)
-    states = {name: values for name, values in every.items() if name not in aside}
-    tensors = {name: values for name, values in states.items() if _are_flat(values)}
+    states = {} if weights_only else _states_by_name(index, ranks)
+    apart = _apart(index, ranks, states)
     if zero3:
         layouts, lengths = _zero3(index, shapes, ranks, masters)
     else:
-        layouts, lengths = _zero12(index, shapes, ranks, masters, tensors, model)
-    _check_elementwise(index, ranks, tensors, lengths)
-    partitioned = {name: values for name, values in tensors.items() if _fit(values, lengths)}
-    flat = {"param": masters, **partitioned}
-    scalars, unmapped = _scalars_and_others(states, partitioned, tensors)
-    return Group(ranks, shapes, layouts, flat, scalars, aside | unmapped)
-
-
-def _scalars_and_others(
-    states: Mapping[str, Sequence[Any]], partitioned: Collection[str], tensors: Collection[str]
-) -> tuple[dict[str, Sequence[Any]], dict[str, tuple[Sequence[Any], str]]]:
-    """States that are numbers, and others that are not partitioned, with the reason."""
-    scalars: dict[str, Sequence[Any]] = {}
-    others: dict[str, tuple[Sequence[Any], str]] = {}
+        tensors = filter(_are_flat, map(states.__getitem__, states.keys() - apart.keys()))
+        layouts, lengths = _zero12(index, shapes, ranks, [masters, *tensors], model)
+    flat, scalars, aside = {"param": masters}, dict[str, Any](), dict[str, Any]()
     for name, values in states.items():
-        if name in partitioned:
-            continue
-        if _are_numbers(values):
-            scalars[name] = values
-        elif name in tensors:
-            others[name] = values, _WRONG_LENGTH
+        if reason := apart.get(name) or _reason_aside(values, lengths):
+            if (name, reason) in _WRONG:
+                raise _misfit(index, ranks, name, values, lengths)
+            aside[name] = values, reason
         else:
-            others[name] = values, _NEITHER
-    return scalars, others
+            (scalars if _are_numbers(values) else flat)[name] = values
+    return Group(ranks, shapes, layouts, flat, scalars, aside)
 
 
-def _check_elementwise(
-    index: int,
-    ranks: Sequence[Rank],
-    tensors: Mapping[str, Sequence[StoredTensor]],
-    lengths: Sequence[set[int]],
-) -> None:
-    """Raise FormatError where an elementwise state has another length."""
-    for name, values in tensors.items():
-        if name in _ELEMENTWISE and not _fit(values, lengths):
-            raise _misfit(index, ranks, name, values, lengths)
+def _reason_aside(values: Sequence[Any], lengths: Sequence[set[int]]) -> str:
+    """Why a state is neither a flat tensor of the partition nor a number; empty if it is one."""
+    if _are_numbers(values):
+        return ""
+    if not _are_flat(values):
+        return _NEITHER
+    return "" if _fit(values, lengths) else _WRONG_LENGTH
 
 
 def _fit(tensors: Sequence[StoredTensor], lengths: Sequence[set[int]]) -> bool:
@@ -176,32 +159,32 @@ def _zero12(
     index: int,
     shapes: Mapping[str, Shape],
     ranks: Sequence[Rank],
-    masters: Sequence[StoredTensor],
-    states: Mapping[str, Sequence[StoredTensor]],
+    states: Sequence[Sequence[StoredTensor]],
     model: str,
 ) -> tuple[dict[str, ParamLayout], list[set[int]]]:
     """The layouts, and for each rank the lengths that a tensor of its partition may have.
 
-    Masters, and in elastic checkpoints moments too, are stored without the padding at the end. A
-    state that is no part of the partition may be longer.
+    The first of the flat `states` are the masters. They, and in elastic checkpoints moments too,
+    are stored without the padding at the end. A state that is no part of the partition may be
+    longer.
     """
+    masters, count = states[0], len(ranks)
     gaps = _gaps(index, shapes, ranks[0], model)
     total = sum(map(math.prod, shapes.values())) + sum(gaps.values())
-    stored_lengths = {tensor.shape[0] for tensor in itertools.chain(masters, *states.values())}
+    stored_lengths = {tensor.shape[0] for tensor in itertools.chain(*states)}
     for length in sorted(stored_lengths, reverse=True):
-        real = [min(length, max(0, total - position * length)) for position in range(len(ranks))]
+        real = [min(length, max(0, total - position * length)) for position in range(count)]
         lengths = [{n, length} for n in real]
         # The buffer is padded to a multiple of 2 * ranks (nccl_start_alignment_factor,
         # stage_1_and_2.py).
-        if total <= length * len(ranks) < total + 2 * len(ranks) and _fit(masters, lengths):
-            return flat_layouts(shapes, [length] * len(ranks), gaps), lengths
-    sizes = ", ".join(
-        f"{master.shape[0]} in {rank.name}" for rank, master in zip(ranks, masters, strict=True)
-    )
+        if total <= length * count < total + 2 * count and _fit(masters, lengths):
+            return flat_layouts(shapes, [length] * count, gaps), lengths
+    files = zip(ranks, masters, strict=True)
+    sizes = ", ".join(f"{master.shape[0]} in {rank.name}" for rank, master in files)
     raise FormatError(
         f"{ranks[0].file.path.parent}: group {index} has {total} elements by {model}, but the"
-        f" masters in the partitions of {len(ranks)} ranks have {sizes}. A file of another rank,"
-        " run, stage or world size is among them, or one was cut"
+        f" masters in the partitions of {count} ranks have {sizes}. A file of another rank, run,"
+        " stage or world size is among them, or one was cut"
     )
 
 
@@ -224,12 +207,8 @@ def _misfit(
     lengths: Sequence[set[int]],
 ) -> FormatError:
     """The error for a state that has no element for each of the partition."""
-    misfits = (
-        item
-        for item in zip(ranks, tensors, lengths, strict=True)
-        if item[1].shape[0] not in item[2]
-    )
-    rank, tensor, fit = next(misfits)
+    parts = zip(ranks, tensors, lengths, strict=True)
+    rank, tensor, fit = next(part for part in parts if part[1].shape[0] not in part[2])
     sizes = " or, with its padding, ".join(map(str, sorted(fit)))
     remedy = "" if state == "param" else ". weights_only opens the parameters alone"
     return FormatError(
@@ -274,20 +253,14 @@ def _group_state(rank: Rank, index: int) -> dict[str, Any]:
 
 def _apart(
     index: int, ranks: Sequence[Rank], states: Mapping[str, Sequence[Any]]
-) -> dict[str, tuple[Sequence[Any], str]]:
-    """The states that are known to be no part of the partition, by name, each with the reason."""
-    reasons = dict.fromkeys(_quantized(states), _OF_8_BITS)
+) -> dict[str, str]:
+    """The states that are known to be no part of the partition, each with the reason."""
+    reasons: dict[str, str] = {}
+    if any(map(_QUANTIZED.fullmatch, states)):
+        for pattern in (_QUANTIZED, _PART_OF_QUANTIZED):
+            reasons |= dict.fromkeys(filter(pattern.fullmatch, states), _OF_8_BITS)
     partitioned = "single_partition_of_fp32_groups" in ranks[0].state
     if partitioned and any(param_group(rank, index).get("use_muon") for rank in ranks):
         whole = [name for name, values in states.items() if not _are_numbers(values)]
         reasons |= dict.fromkeys(whole, _OF_MUON)
-    return {name: (values, reasons[name]) for name, values in states.items() if name in reasons}
-
-
-def _quantized(names: Iterable[str]) -> set[str]:
-    """The names of quantised states, and of their parts if there are any such states."""
-    names = set(names)
-    quantized = set(filter(_QUANTIZED.fullmatch, names))
-    if not quantized:
-        return set()
-    return quantized | set(filter(_PART_OF_QUANTIZED.fullmatch, names))
+    return reasons
