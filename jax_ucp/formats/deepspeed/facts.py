@@ -15,6 +15,7 @@ from typing import Any
 from jax_ucp.formats.deepspeed.files import Files, Rank, Stored
 from jax_ucp.formats.deepspeed.zero import base_optimizer
 from jax_ucp.formats.facts import COUNTS, RATES, Facts
+from jax_ucp.formats.nested import as_dict
 
 
 def check_facts(files: Files, weights_only: bool = False) -> None:
@@ -32,13 +33,8 @@ def check_facts(files: Files, weights_only: bool = False) -> None:
     if weights_only:
         return
     for (_, mp), stored in files.expert_optimizers.items():
-        facts.state_all(
-            stored.file,
-            stored.name,
-            "optimizer",
-            _rates(stored.state.get("optimizer")),
-            mp // files.tp,
-        )
+        rates = _rates(stored.state.get("optimizer"))
+        facts.state_all(stored.file, stored.name, "optimizer", rates, mp // files.tp)
 
 
 def _of_model(facts: Facts, model: Stored, stage: int, weights_only: bool) -> None:
@@ -48,9 +44,8 @@ def _of_model(facts: Facts, model: Stored, stage: int, weights_only: bool) -> No
     facts.state_all(model.file, model.name, "lr_scheduler", scheduler, stage, only=RATES)
     facts.state_all(model.file, model.name, "iteration", model.state.get("iteration"))
     if not weights_only:
-        facts.state_all(
-            model.file, model.name, "optimizer", _rates(model.state.get("optimizer")), stage
-        )
+        rates = _rates(model.state.get("optimizer"))
+        facts.state_all(model.file, model.name, "optimizer", rates, stage)
 
 
 def _of_optimizer(facts: Facts, rank: Rank, stage: int) -> None:
@@ -61,19 +56,16 @@ def _of_optimizer(facts: Facts, rank: Rank, stage: int) -> None:
         states = dict(enumerate(base))
     else:
         facts.state_all(rank.file, rank.name, "optimizer", _rates(base), stage)
-        states = base.get("state") if isinstance(base, dict) else None
-    for index, state in states.items() if isinstance(states, dict) else ():
+        states = as_dict(as_dict(base).get("state"))
+    for index, state in states.items():
         if isinstance(state, dict):
-            facts.state_all(
-                rank.file, rank.name, f"step of group {index}", state.get("step"), stage
-            )
+            what = f"step of group {index}"
+            facts.state_all(rank.file, rank.name, what, state.get("step"), stage)
 
 
 def _rates(optimizer: Any) -> Mapping[str, Any]:
-    """The groups of an optimizer of torch, or of one that DeepSpeed wrapped; without their
-    parameters.
-    """
-    inner = (
-        optimizer.get("optimizer_state_dict", optimizer) if isinstance(optimizer, dict) else None
-    )
+    """The param groups of an optimizer of torch's, or of one that DeepSpeed wrapped."""
+    if not isinstance(optimizer, dict):
+        return {}
+    inner = optimizer.get("optimizer_state_dict", optimizer)
     return {"param_groups": inner.get("param_groups")} if isinstance(inner, dict) else {}

@@ -11,14 +11,15 @@ import itertools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.facts import Facts
+from jax_ucp.formats.nested import as_dict
 from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
 from jax_ucp.formats.torch_save.unpickle import known, what_is
 from jax_ucp.layout.box import Box
@@ -44,16 +45,21 @@ _WRAPPERS = (
 )
 
 
+# The numbers in a file's name.
+_Numbers = TypeVar("_Numbers")
+
+
 @dataclass(frozen=True)
 class Stored:
-    """A file of the checkpoint, and the dict in it that matters."""
+    """A file of the checkpoint, and the dict in it that matters; `subfolder` ends with a slash."""
 
     file: TorchFile
     state: Mapping[str, Any]
+    subfolder: str = field(default="", kw_only=True)
 
     @property
     def name(self) -> str:
-        return self.file.path.name
+        return self.subfolder + self.file.path.name
 
     def key(self, tensor: StoredTensor) -> str:
         return f"{self.name}:{tensor.key}"
@@ -67,10 +73,9 @@ class Rank(Stored):
 
     @property
     def masters(self) -> Sequence[StoredTensor]:
-        """The flat partitions of the parameters, one for each group, or under ZeRO-3 for each
-        sub-group.
-        """
-        return self.state.get("single_partition_of_fp32_groups", self.state.get("fp32_flat_groups"))  # type: ignore
+        """The flat partitions of the parameters, by group, or under ZeRO-3 sub-group."""
+        keys = ("single_partition_of_fp32_groups", "fp32_flat_groups")
+        return next(self.state[key] for key in keys if key in self.state)
 
 
 @dataclass(frozen=True)
@@ -124,9 +129,7 @@ def tag_folder(path: FilePath, marker: str = "latest") -> FilePath | None:
 
 
 def is_checkpoint(path: FilePath) -> bool:
-    """Whether the directory is DeepSpeed's: it has `latest`, or files named as DeepSpeed names
-    them.
-    """
+    """Whether the directory has `latest`, or files named as DeepSpeed names them."""
     return tag_folder(path) is not None or any(_is_own(file.name) for file in path.children())
 
 
@@ -135,9 +138,7 @@ def _is_own(name: str) -> bool:
 
 
 def _file_names(folder: FilePath) -> list[str]:
-    """The names of all files. Raises FormatError where two say the same, such as mp_rank_0 and
-    mp_rank_00.
-    """
+    """The names of all files. Raises FormatError for both of mp_rank_0 and mp_rank_00."""
     names = sorted(path.name for path in folder.children() if path.is_file())
     seen: dict[str, str] = {}
     for name in filter(_is_own, names):
@@ -178,14 +179,18 @@ def _parse_names(folder: FilePath) -> _Names:
     return _Names(
         folder,
         models={(_int(m["dp"]), int(m["mp"])): m[0] for m in matches(_MODEL)},
-        optimizers={(int(m["dp"]), int(m["mp"])): m[0] for m in optimizers},
+        optimizers=_by_numbers(optimizers, "dp", "mp"),
         prefixes=frozenset(m["bf16"] for m in optimizers),
-        layers={(int(m["layer"]), int(m["tp"] or 0)): m[0] for m in matches(_LAYER)},
-        experts={
-            (int(m["layer"] or 0), int(m["expert"]), int(m["mp"])): m[0] for m in matches(_EXPERT)
-        },
-        expert_optimizers={(int(m["ep"]), int(m["mp"])): m[0] for m in matches(_EXPP)},
+        layers=_by_numbers(matches(_LAYER), "layer", "tp"),
+        experts=_by_numbers(matches(_EXPERT), "layer", "expert", "mp"),
+        expert_optimizers=_by_numbers(matches(_EXPP), "ep", "mp"),
     )
+
+
+def _by_numbers(matches: Iterable[re.Match[str]], *groups: str) -> dict[Any, str]:
+    """File names by the numbers in them, in ascending order; a missing number is 0."""
+    names = {tuple(int(match[group] or 0) for group in groups): match[0] for match in matches}
+    return dict(sorted(names.items()))
 
 
 @dataclass(frozen=True)
@@ -209,42 +214,50 @@ class _Run:
 
 
 def open_files(folder: FilePath, weights_only: bool = False) -> Files:
-    """The files of one tag; with `weights_only` those of the optimizer only for the masters in
-    them.
+    """The files of one tag; with `weights_only` of the optimizer only those of masters.
 
     Raises FormatError, naming the file, where one is missing, or is of another run or step. With
     `weights_only` that of an optimizer file is not raised, unless it is ZeRO-3's, which keeps the
     weights nowhere else.
     """
     names = _parse_names(folder)
-    zero3 = _is_zero3(names)
-    first = (0 if zero3 else None), 0
-    if first not in names.models:
-        raise FormatError(
-            f"{folder}/{_model_name(*first)} is missing; without it nothing says what the buffers"
-            " hold"
-        )
-    models = {at: open_stored(folder / name) for at, name in names.models.items()}
-    run = _parse_run(names, models[first], zero3)
+    first = _first_model(names)
+    models = _open_all(folder, names.models)
+    run = _parse_run(names, models[first], zero3=first[0] is not None)
     _check_complete(folder, models, run)
     _check_same_run(folder, models, run)
-    if zero3:
+    if run.zero3:
         fragments = ((model, _frozen_fragments(model)) for model in models.values())
         _refuse_copies(fragments, "fragments of frozen parameters")
-    experts = names.expert_optimizers if not weights_only else {}
+    experts = {} if weights_only else names.expert_optimizers
     _check_expert_optimizers(folder, experts)
     ranks, unusable = _usable_optimizers(names, run, weights_only)
     return Files(
         folder,
         run.pp,
         run.tp,
-        zero3,
+        run.zero3,
         [[models[dp, mp] for dp in run.model_ranks] for mp in range(run.mp_world)],
         ranks,
-        {at: open_stored(folder / name) for at, name in sorted(names.layers.items())},
-        {at: open_stored(folder / name) for at, name in sorted(names.experts.items())},
-        {at: open_stored(folder / name) for at, name in sorted(experts.items())},
+        _open_all(folder, names.layers),
+        _open_all(folder, names.experts),
+        _open_all(folder, experts),
         unusable,
+    )
+
+
+def _open_all(folder: FilePath, names: Mapping[_Numbers, str]) -> dict[_Numbers, Stored]:
+    return {numbers: open_stored(folder / name) for numbers, name in names.items()}
+
+
+def _first_model(names: _Names) -> tuple[int | None, int]:
+    """The ranks of the first model states. Raises FormatError where they are missing."""
+    first = (0 if _is_zero3(names) else None), 0
+    if first in names.models:
+        return first
+    raise FormatError(
+        f"{names.folder}/{_model_name(*first)} is missing; without it nothing says what the buffers"
+        " hold"
     )
 
 
@@ -270,9 +283,7 @@ def _has_flat_groups(path: FilePath) -> bool:
 
 
 def _parse_run(names: _Names, model: Stored, zero3: bool) -> _Run:
-    """The degrees that the model states say; those of older versions let them be seen from the
-    number of files.
-    """
+    """The degrees in the model states, or in older versions by the number of files."""
     state = model.state
     data_ranks = {dp for dp, _ in names.optimizers}
     world = _count(state, "dp_world_size", max(len(data_ranks), 1))
@@ -333,9 +344,7 @@ def _check_expert_optimizers(folder: FilePath, names: Mapping[tuple[int, int], s
 def _usable_optimizers(
     names: _Names, run: _Run, weights_only: bool
 ) -> tuple[list[list[Rank]], str]:
-    """The optimizer files of each model-parallel rank; or with `weights_only` none, and why they
-    are of no use.
-    """
+    """The optimizer files by model-parallel rank; or, for weights, none and why not."""
     if run.zero3:  # the weights are nowhere else
         return _optimizers(names, run, weights_only), ""
     try:
@@ -394,8 +403,7 @@ def _check_optimizer_names(names: _Names, run: _Run, weights_only: bool) -> None
 
 
 def _refuse_copies(parts: Iterable[tuple[Stored, Sequence[StoredTensor]]], what: str) -> None:
-    """Raise FormatError where a rank's file is a copy of another's: no two ranks have the same part
-    of the `what`, whose tensors come with each file.
+    """Raise FormatError where two ranks' files have the same `what`: one is a copy.
 
     Checksums tell which two to compare. Parts of padding alone are zeros in several files.
     """
@@ -413,9 +421,8 @@ def _refuse_copies(parts: Iterable[tuple[Stored, Sequence[StoredTensor]]], what:
 
 def _frozen_fragments(model: Stored) -> list[StoredTensor]:
     """What a rank's model states have of frozen parameters: under ZeRO-3 its part of each."""
-    fragments = known(model.state.get("frozen_param_fragments"))
-    values = fragments.values() if isinstance(fragments, dict) else ()
-    return [value for value in values if isinstance(value, StoredTensor)]
+    fragments = as_dict(known(model.state.get("frozen_param_fragments")))
+    return [value for value in fragments.values() if isinstance(value, StoredTensor)]
 
 
 def _is_copy(

@@ -1,5 +1,4 @@
-"""The 16-bit weights of ZeRO-0's module, to be found by the bits that a master has when it is
-rounded.
+"""The 16-bit weights of ZeRO-0's module, matched by the bits of rounded masters.
 
 A weight of 16 bits is its master, rounded, so a master's parameter is among those with these bits.
 Their first elements tell nearly always; where several have the same, all elements are compared.
@@ -26,9 +25,7 @@ _BLOCK = 1 << 20
 
 
 class Copies:
-    """The module's weights on one rank: `keys` and `shapes` by parameter; `shards` has them, and
-    the masters.
-    """
+    """The module's weights on one rank, by parameter; `shards` has them, and the masters."""
 
     def __init__(self, shards: ArraySource, keys: Mapping[str, str], shapes: Mapping[str, Shape]):
         self._shards, self._keys, self._shapes = shards, keys, shapes
@@ -45,25 +42,21 @@ class Copies:
         # Whole comparisons together may read the masters a few times, and no more.
         self._left = 4 * sum(self.sizes.values()) + _BLOCK
 
-    def found_at(self, key: str, offset: int) -> list[str]:
+    def candidates_at(self, key: str, offset: int) -> list[str]:
         """The parameters that the tensor of masters `key` can have at `offset`, by their bits."""
         shape = self._shards.arrays()[key].shape
         room = math.prod(shape) - offset
-        found: list[str] = []
+        candidates: list[str] = []
         for (dtype, length), names in self._starts.items():
             if length <= room:
                 bits = self._bits(key, shape, offset, length, dtype)
-                found += [name for name in names.get(bits, ()) if self.sizes[name] <= room]
-        return (
-            found
-            if len(found) <= 1
-            else [name for name in found if self._agrees(name, key, offset)]
-        )
+                candidates += [n for n in names.get(bits, ()) if self.sizes[n] <= room]
+        if len(candidates) <= 1:
+            return candidates
+        return [name for name in candidates if self._agrees(name, key, offset)]
 
     def begins(self, name: str, key: str, offset: int) -> bool:
-        """Whether the tensor of masters has at `offset` what the module has first of a
-        parameter.
-        """
+        """Whether the masters have at `offset` the first elements of the module's parameter."""
         length = min(SAMPLE, self.sizes[name])
         if not length:
             return True
@@ -92,9 +85,7 @@ class Copies:
         return self._digests[asked]
 
     def _bits(self, key: str, shape: Shape, start: int, count: int, dtype: np.dtype) -> bytes:
-        """Elements of a tensor in row-major order, rounded to a dtype; one that overflows did so
-        in the module too.
-        """
+        """Elements in row-major order, rounded to a dtype; they may overflow, as in the module."""
         parts = [
             np.asarray(self._shards.read(key, box))
             for box in range_boxes(shape, start, start + count)

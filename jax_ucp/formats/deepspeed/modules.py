@@ -1,5 +1,4 @@
-"""The module's own tensors: copies of masters, tied names, buffers, and parameters without a
-master.
+"""The module's own tensors: copies of masters, tied names, buffers, parameters without a master.
 
 They lie in the model states, in files of pipeline layers, and in files of experts.
 
@@ -12,23 +11,231 @@ from __future__ import annotations
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from jax_ucp.errors import FormatError
+from jax_ucp.formats.assemble import touched
+from jax_ucp.formats.deepspeed import moe
 from jax_ucp.formats.deepspeed.files import Files, Stored
+from jax_ucp.formats.deepspeed.slices import FROZEN, Slices
 from jax_ucp.formats.listing import listed
 from jax_ucp.formats.torch_save.file import StoredTensor
+from jax_ucp.formats.torch_save.opaque import closed_tensors, tensor_holders
 from jax_ucp.formats.torch_save.unpickle import known
 from jax_ucp.layout.fragments import Shape
+from jax_ucp.layout.patterns import flat_layouts
+from jax_ucp.sources.consolidated import Consolidated
+
+_EMPTIED = "ZeRO-3 empties the module; the values are in the partitions"
+_OTHER_RANKS = "the buffer of another data-parallel rank; that of rank 0 is used"
+_SEVERAL_TIED = "tied: several tied parameters have its name and shape"
+
+
+@dataclass(frozen=True)
+class ModuleTensor:
+    """A tensor of the module on one model-parallel rank, which is the parameter `owner`."""
+
+    mp: int
+    name: str
+    owner: str
+    key: str
+    stored: StoredTensor
+
+
+class ModuleReader:
+    """Adds the module's tensors to slices; `copied` are the parameters it has a copy of."""
+
+    def __init__(self, slices: Slices):
+        self.slices, self.files, self.importer = slices, slices.files, slices.importer
+        self.copied: set[str] = set()
+
+    def read(self) -> None:
+        """Add all of the module. Raises FormatError where the optimizer has more."""
+        owned = list(self.slices.params())
+        check_layers(self.files, owned)
+        check_experts(self.files)
+        for mp in range(len(self.files.models)):
+            add_frozen(self.slices, mp)
+            add_model_states(self.slices, mp, self.slices.shapes_on(mp), self._add)
+        self._add_layers()
+        self._add_experts()
+        if not self.files.zero3:
+            check_copies(self.files, owned, self.copied)
+
+    def _add(self, tensor: ModuleTensor) -> None:
+        self.copied.add(tensor.owner)
+        add_tensor(self.slices, tensor)
+
+    def _add_layers(self) -> None:
+        """Add the files of pipeline layers; those of tied ones are the lowest stage's."""
+        buffers = names_in(self.files, "buffer_names")
+        for (layer, tp), stored in self.files.layers.items():
+            tensors = tensors_of(self.slices, stored, stored.state)
+            ranks, owned = self._layer_owners(tp)
+            shapes = {name: tensor.shape for name, tensor in tensors.items()}
+            for local, name in layer_names(layer, shapes, owned).items():
+                tensor, key = tensors[local], stored.key(tensors[local])
+                if name is None:
+                    self.copied.update(other for other in owned if other.endswith(f".{local}"))
+                    self.importer.skip(key, "copy", _SEVERAL_TIED)
+                elif name in buffers:
+                    _add_buffer(self.slices, ModuleTensor(tp, name, name, key, tensor))
+                elif name in owned or not any(self.files.ranks):
+                    self._add(ModuleTensor(ranks.get(name, tp), name, name, key, tensor))
+                else:
+                    raise FormatError(
+                        f"{stored.file.path} has {local}, but by the optimizer and the model states"
+                        f" there is no {name}: the file was renamed, or belongs to another run"
+                    )
+
+    def _layer_owners(self, tp: int) -> tuple[dict[str, int], dict[str, Shape]]:
+        """For a `tp` rank each parameter's lowest model-parallel rank, and its shape there."""
+        ranks: dict[str, int] = {}
+        shapes: dict[str, Shape] = {}
+        for name, slices in self.slices.params().items():
+            for stage in slices.stages[:1]:
+                if (stage, None, tp) in slices.shapes:
+                    ranks[name] = stage * self.files.tp + tp
+                    shapes[name] = slices.shapes[stage, None, tp]
+        return ranks, shapes
+
+    def _add_experts(self) -> None:
+        """Add the files of single experts, by global number."""
+        for (_, expert, mp), stored in self.files.experts.items():
+            for name, tensor in tensors_of(self.slices, stored, stored.state).items():
+                fused, _, number = name.rpartition(".")
+                if number.isdigit() and ("param", fused) in self.slices.states:
+                    check_expert(stored, expert, number)
+                    self._add_fused_expert(mp, fused, int(number), stored.key(tensor))
+                    continue
+                check_expert(stored, expert, moe.expert_number(name) or str(expert))
+                self._add(ModuleTensor(mp, name, name, stored.key(tensor), tensor))
+
+    def _add_fused_expert(self, mp: int, name: str, number: int, key: str) -> None:
+        self.copied.add(name)
+        slices = self.slices.states["param", name]
+        reason = f"a copy of an expert of {name}, compared with it by verify"
+        for ep, experts in moe.placement(name, self.files.models[mp][0]).items():
+            whole = slices.keys.get(self.slices.place(mp, ep))
+            if whole and number in experts:
+                row = experts.index(number)
+                self.importer.slice_duplicate(whole, key, reason, at=(row,))
+
+
+def add_model_states(
+    slices: Slices, mp: int, owned: Collection[str], add: Callable[[ModuleTensor], None]
+) -> None:
+    """Add the module in the model states of a rank; `add` adds tensors of parameters.
+
+    `owned` are the parameters that are stored elsewhere, as masters.
+    """
+    shared = _shared_params(slices.files)
+    for model in slices.files.models[mp]:
+        tensors = tensors_of(slices, model, model.state.get("module") or {}, "module/")
+        buffers = set(map(str, model.state.get("buffer_names") or ()))
+        second_names = shared | moe.router_aliases(tensors, owned, model)
+        owner_of = aliases(tensors, set(owned) - buffers, second_names)
+        for name in sorted(tensors, key=owner_of.__contains__):  # owners first
+            owner, key = owner_of.get(name, name), model.key(tensors[name])
+            tensor = ModuleTensor(mp, name, owner, key, tensors[name])
+            if name in buffers:
+                _add_buffer(slices, tensor)
+            elif slices.files.zero3:
+                slices.importer.skip(key, "placeholder", _EMPTIED)
+            else:
+                add(tensor)
+
+
+def _shared_params(files: Files) -> dict[str, str]:
+    """The second names of parameters on all model-parallel ranks, and their owners."""
+    shared: dict[str, str] = {}
+    for first, *_ in files.models:
+        owners = first.state.get("shared_params") or {}
+        shared |= {str(alias): str(owner) for alias, owner in owners.items()}
+    return shared
+
+
+def _add_buffer(slices: Slices, tensor: ModuleTensor) -> None:
+    if slices.place(tensor.mp) in slices.states["buffer", tensor.name].keys:
+        slices.importer.skip(tensor.key, "buffer", _OTHER_RANKS)
+    else:
+        slices.add_whole(tensor.mp, "buffer", tensor.name, tensor.key, tensor.stored.shape)
+
+
+def add_tensor(slices: Slices, tensor: ModuleTensor) -> None:
+    """Add a tensor of a parameter: a copy of its master, or the parameter where it has none."""
+    owner, key = tensor.owner, tensor.key
+    master = slices.key_on(tensor.mp, owner)
+    if master is None:
+        slices.add_whole(tensor.mp, "param", tensor.name, key, tensor.stored.shape)
+    elif master != key:
+        tied = "" if owner == tensor.name else f"tied to {owner}: "
+        reason = f"{tied}a copy of {owner}'s master in {tensor.stored.dtype}, compared with it by"
+        slices.importer.slice_duplicate(master, key, f"{reason} verify")
+
+
+def add_frozen(slices: Slices, mp: int) -> None:
+    """Add frozen parameters: of ZeRO-2 whole on each rank, of ZeRO-3 only here, cut over ranks."""
+    models = slices.files.models[mp]
+    shapes = models[0].state.get("frozen_param_shapes") or {}
+    for name, tensor in _frozen(models[0]).items():
+        pieces = [_frozen_piece(model, name, models[0]) for model in models]
+        keys = [model.key(piece) for model, piece in zip(models, pieces, strict=True)]
+        if not slices.files.zero3:
+            slices.add_whole(mp, "param", name, keys[0], tensor.shape)
+            continue
+        shape = tuple(map(int, shapes[name]))
+        layouts = flat_layouts({name: shape}, [piece.shape[0] for piece in pieces])
+        layout, used = touched(layouts[name])
+        whole = Consolidated(layout, [keys[i] for i in used])
+        slices.add(mp, None, "param", name, whole, FROZEN)
+
+
+def _frozen(model: Stored) -> Mapping[str, Any]:
+    return model.state.get("frozen_param_fragments") or {}
+
+
+def _frozen_piece(model: Stored, name: str, first: Stored) -> StoredTensor:
+    piece = _frozen(model).get(name)
+    if isinstance(piece, StoredTensor):
+        return piece
+    raise FormatError(
+        f"{model.file.path} has no fragment of the frozen {name}, but {first.name} has"
+    )
+
+
+def names_in(files: Files, key: str) -> set[str]:
+    """The names under a key of the model states, on all model-parallel ranks."""
+    return {str(name) for first, *_ in files.models for name in first.state.get(key) or ()}
+
+
+def tensors_of(
+    slices: Slices, stored: Stored, values: Mapping[str, Any], prefix: str = ""
+) -> dict[str, StoredTensor]:
+    """The tensors among values, of which the others become extras.
+
+    Raises FormatError for tensors inside objects that cannot be read.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    for name, value in values.items():
+        if isinstance(value, StoredTensor):
+            tensors[name] = value
+            continue
+        for holder in tensor_holders(value):
+            raise FormatError(closed_tensors(holder))
+        slices.importer.extra(stored.name, f"{prefix}{name}", value)
+    return tensors
 
 
 def aliases(
     tensors: Mapping[str, StoredTensor], owned: Iterable[str], shared: Mapping[str, str]
 ) -> dict[str, str]:
-    """Names that mean the tensor of another name: `shared_params` says so, or both are one block of
-    one storage.
+    """Second names, each with the name that owns the tensor.
 
-    ZeRO-0 has no `shared_params`; neither has a pipeline.
+    `shared_params` lists them, or both are one block of one storage: ZeRO-0 and pipelines have no
+    `shared_params`.
     """
     owned = set(owned)
     owners: dict[tuple[object, ...], str] = {}
@@ -47,8 +254,7 @@ def _region(tensor: StoredTensor) -> tuple[object, ...]:
 def layer_names(
     layer: int, tensors: Mapping[str, Shape], owned: Mapping[str, Shape]
 ) -> dict[str, str | None]:
-    """What the tensors of a pipeline layer's file are called in the whole model; None where that
-    cannot be told.
+    """The names in the whole model of the tensors of a pipeline layer's file; None if ambiguous.
 
     The file has names inside the layer. A tied layer's parameters are called after its key, which
     the file does not have: it is the one under which the optimizer owns parameters of those names
@@ -76,9 +282,7 @@ def _tied_keys(name: str, shape: Shape, owned: Mapping[str, Shape]) -> Iterator[
 
 
 def check_layers(files: Files, owned: Iterable[str]) -> None:
-    """Raise FormatError for a layer whose parameters the optimizer owns, but whose file is not
-    there.
-    """
+    """Raise FormatError for a layer that the optimizer has parameters of, but that has no file."""
     if files.pp == 1 and not files.layers:
         return
     prefixes = {name.partition(".")[0] for name in owned}
@@ -128,16 +332,23 @@ def check_experts(files: Files) -> None:
     for layer, expert, mp in files.experts:
         experts[layer, mp].add(expert)
     for (layer, mp), stored in sorted(experts.items()):
-        want = counts[layer] if layer < len(counts) else len(stored)
-        if missing := sorted(set(range(want)) - stored):
-            raise FormatError(
-                f"{files.folder}/layer_{layer}_expert_{missing[0]}_mp_rank_{mp:02d}_model_states.pt"
-                f" is missing: the layer has {want} experts, and files of {sorted(stored)} are"
-                " there; one that is too many belongs to another run"
-            )
-        if len(stored) > want:
-            raise FormatError(
-                f"{files.folder} has"
-                f" layer_{layer}_expert_{max(stored)}_mp_rank_{mp:02d}_model_states.pt, but the"
-                f" layer has {want} experts; it belongs to another run"
-            )
+        count = counts[layer] if layer < len(counts) else len(stored)
+        _check_layer_experts(files, layer, mp, stored, count)
+
+
+def _check_layer_experts(
+    files: Files, layer: int, mp: int, experts: Collection[int], count: int
+) -> None:
+    def file(expert: int) -> str:
+        return f"layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt"
+
+    if missing := sorted(set(range(count)) - set(experts)):
+        raise FormatError(
+            f"{files.folder}/{file(missing[0])} is missing: the layer has {count} experts, and"
+            f" files of {sorted(experts)} are there; one that is too many belongs to another run"
+        )
+    if len(experts) > count:
+        raise FormatError(
+            f"{files.folder} has {file(max(experts))}, but the layer has {count} experts; it"
+            " belongs to another run"
+        )

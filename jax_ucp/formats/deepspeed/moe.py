@@ -17,6 +17,7 @@ from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.formats.deepspeed.files import Rank, Stored
 from jax_ucp.formats.deepspeed.tensor_parallel import affine_layout
 from jax_ucp.formats.deepspeed.zero import param_group
+from jax_ucp.formats.nested import as_dict
 from jax_ucp.formats.torch_save.unpickle import known
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
@@ -30,35 +31,29 @@ _NATIVE = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*
 def teams(
     index: int, ranks: Sequence[Rank], models: Sequence[Stored]
 ) -> list[tuple[int | None, list[Rank]]]:
-    """The ranks that share the group's parameters, in order, each team with its expert-parallel
-    rank, or None.
-    """
+    """The ranks that share a group, in order, by expert-parallel rank, or None."""
     metadata = [_sub_group(rank, index) for rank in ranks]
     if metadata[0] is not None:
         return _zero3_teams(index, ranks, metadata, models)
     counts = ranks[0].state.get("partition_count")
     share = counts[index] if isinstance(counts, list) else len(ranks)
-    if not param_group(ranks[0], index).get("moe"):
-        if share != len(ranks):
-            raise FormatError(
-                f"{ranks[0].file.path}: group {index} is shared by {share} of {len(ranks)} ranks,"
-                " but is no group of experts: it is of another world size, or of a sharding over"
-                " some of the ranks (MiCS), which is not read. weights_only opens what the model"
-                " states hold"
-            )
-        return [(None, list(ranks))]
-    return [(ep, [ranks[r] for r in team]) for ep, team in enumerate(_expert_ranks(ranks, share))]
+    if param_group(ranks[0], index).get("moe"):
+        by_ep = enumerate(_expert_ranks(ranks, share))
+        return [(ep, [ranks[r] for r in team]) for ep, team in by_ep]
+    if share != len(ranks):
+        raise FormatError(
+            f"{ranks[0].file.path}: group {index} is shared by {share} of {len(ranks)} ranks, but"
+            " is no group of experts: it is of another world size, or of a sharding over some of"
+            " the ranks (MiCS), which is not read. weights_only opens what the model states hold"
+        )
+    return [(None, list(ranks))]
 
 
 def _expert_ranks(ranks: Sequence[Rank], share: int) -> list[range]:
-    """For each expert-parallel rank the positions of the `share` data-parallel ranks that share
-    its experts.
-    """
+    """For each expert-parallel rank the positions of the `share` ranks of its experts."""
     ep, world = len(ranks) // share, len(ranks)
-    config = (
-        known(ranks[0].file.tree.get("ds_config")) if isinstance(ranks[0].file.tree, dict) else None
-    )
-    if isinstance(config, dict) and config.get("use_data_before_expert_parallelism"):
+    config = as_dict(known(as_dict(ranks[0].file.tree).get("ds_config")))
+    if config.get("use_data_before_expert_parallelism"):
         return [range(e * share, (e + 1) * share) for e in range(ep)]
     return [range(e, world, ep) for e in range(ep)]
 
@@ -89,9 +84,7 @@ def _zero3_teams(
 
 
 def _team(index: int, dp: int, rank: Rank, entry: Mapping[str, Any], world: int) -> list[int]:
-    """The data-parallel ranks that share a sub-group. Raises FormatError where the file is not
-    that of rank `dp`.
-    """
+    """The ranks that share a sub-group. Raises FormatError if the file is not that of `dp`."""
     team = list(entry["partition_ranks"])
     counted = entry["partition_count"] == len(team) and max(team) < world
     if not counted or team[entry["partition_rank"]] != dp:
@@ -132,9 +125,7 @@ def is_fused(name: str, model: Stored) -> bool:
 
 
 def router_aliases(names: Collection[str], owned: Collection[str], model: Stored) -> dict[str, str]:
-    """Second names that AutoEP gives its routers, as the layer called them before, and their
-    owned names.
-    """
+    """AutoEP's second names of routers, those before it replaced the layer, and their owners."""
     owner_of: dict[str, str] = {}
     for layer in autoep_layers(model):
         path = f"{layer['module_path']}."
@@ -149,8 +140,7 @@ def router_aliases(names: Collection[str], owned: Collection[str], model: Stored
 
 
 def global_name(name: str, ep: int | None, shapes: Mapping[str, Shape]) -> str:
-    """The name that a native expert of an expert-parallel rank has in the whole model; other names
-    as they are.
+    """The name of a rank's native expert in the whole model; other names as they are.
 
     >>> prefix = "mlp.deepspeed_moe.experts.deepspeed_experts."
     >>> global_name(prefix + "1.fc.bias", 2,
@@ -170,8 +160,7 @@ def _count_experts(prefix: str, names: Iterable[str]) -> int:
 
 
 def expert_layout(name: str, slices: Mapping[int, Shape], model: Stored) -> ParamLayout:
-    """The parameter of fused experts that the slices of the expert-parallel ranks form, by
-    `ds_autoep_layers`.
+    """The parameter that slices of fused experts form, by `ds_autoep_layers`.
 
     Without a placement (older versions) each rank has the experts after those of the rank before
     it.
@@ -202,9 +191,7 @@ def expert_layout(name: str, slices: Mapping[int, Shape], model: Stored) -> Para
 
 
 def placement(name: str, model: Stored) -> dict[int, list[int]]:
-    """The global numbers of the experts that lie along the first axis on each expert-parallel
-    rank.
-    """
+    """By expert-parallel rank, the global numbers of the experts along the first axis."""
     layer = _layer_of(name, model)
     ranks = _entry(layer, "expert_placement", "ranks")
     if ranks is not None:
@@ -235,9 +222,7 @@ def _find_layer(name: str, model: Stored) -> Mapping[str, Any] | None:
 
 
 def _entry(layer: Mapping[str, Any], *keys: str) -> Any:
-    """The value under keys, each in the dict of the one before; None where one of these is
-    missing or empty.
-    """
+    """The value under nested keys; None where one is missing or empty."""
     value: Any = layer
     for key in keys:
         value = (value or {}).get(key)
@@ -249,8 +234,6 @@ def _row(row: int, shape: Shape) -> Box:
 
 
 def expert_rank(name: str, shapes: Mapping[str, Shape], ep: int) -> int | None:
-    """The expert-parallel rank, of `ep`, that has a native expert by its global name; None for
-    what is no expert.
-    """
+    """Which of `ep` ranks has a native expert, by its global name; None for other names."""
     match = _NATIVE.fullmatch(name)
     return int(match[2]) // (_count_experts(match[1], shapes) // ep) if match else None

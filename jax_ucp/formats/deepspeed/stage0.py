@@ -25,6 +25,7 @@ from jax_ucp.formats.deepspeed import moe
 from jax_ucp.formats.deepspeed.files import Stored
 from jax_ucp.formats.deepspeed.masters import Copies
 from jax_ucp.formats.deepspeed.slices import Slices
+from jax_ucp.formats.nested import group_with
 from jax_ucp.formats.options import MODULE_ORDER, OptimizerGroups, remedy, word_note
 from jax_ucp.formats.pairing import (
     Contradicted,
@@ -52,9 +53,7 @@ _BY_BITS = (
 
 @dataclass
 class _Optimizer:
-    """The optimizer in one file, and the parameters that could be its own; `masters` by number,
-    if it has any.
-    """
+    """The optimizer in one file, and the parameters it may have; `masters` by number."""
 
     stored: Stored
     mp: int
@@ -71,9 +70,7 @@ class _Optimizer:
         return all("param_names" in group for group in self.groups)
 
     def kinds(self) -> list[_Kind]:
-        """The groups of dense parameters and those of experts, each with the parameters that may
-        be in them.
-        """
+        """The groups of dense parameters and those of experts, and parameters that fit each."""
         return [self._kind(experts=False), self._kind(experts=True)]
 
     def _kind(self, experts: bool) -> _Kind:
@@ -91,46 +88,42 @@ _Kind = tuple[list[Mapping[str, Any]], dict[str, Shape]]
 Places = dict[str, tuple[int, Box]]
 
 
-def add_numbered_states(reader: Slices) -> None:
-    """Add optimizer states by number: dense ones are the same on all expert-parallel ranks,
-    experts each one's own.
-    """
-    optimizers = [one for mp in range(len(reader.files.models)) for one in _optimizers(reader, mp)]
-    groups = reader.options.optimizer_groups
+def add_numbered_states(slices: Slices) -> None:
+    """Add states by number: dense ones are equal on all expert-parallel ranks."""
+    optimizers = [one for mp in range(len(slices.files.models)) for one in _optimizers(slices, mp)]
+    groups = slices.options.optimizer_groups
     try:
-        places = [_places(reader, one, groups) for one in optimizers]
+        places = [_places(slices, one, groups) for one in optimizers]
     except Undecided as error:
-        _keep_undecided(reader, optimizers, error)
+        _keep_undecided(slices, optimizers, error)
         return
     for one, its_places in zip(optimizers, places, strict=True):
         add = _add_masters if one.masters else _add_states
-        add(reader, one, its_places)
+        add(slices, one, its_places)
     if not all(one.named for one in optimizers):
-        _note_pairing(reader, bool(optimizers[0].masters))
+        _note_pairing(slices, bool(optimizers[0].masters))
 
 
-def _note_pairing(reader: Slices, masters: bool) -> None:
+def _note_pairing(slices: Slices, masters: bool) -> None:
     """Say by what parameters without names were told apart."""
-    groups = reader.options.optimizer_groups
+    groups = slices.options.optimizer_groups
     if groups is not None:
-        reader.found.said["optimizer_groups"] = groups
-        reader.found.notes.append(word_note(groups))
+        slices.importer.said["optimizer_groups"] = groups
+        slices.importer.notes.append(word_note(groups))
     else:
-        reader.found.notes.append(_BY_BITS if masters else _BY_SHAPE)
+        slices.importer.notes.append(_BY_BITS if masters else _BY_SHAPE)
 
 
-def _keep_undecided(reader: Slices, optimizers: Sequence[_Optimizer], error: Undecided) -> None:
-    """Keep all optimizers apart. Raises where the user's groups do not fit, or masters
-    contradict the module.
-    """
-    if reader.options.optimizer_groups is not None:
+def _keep_undecided(slices: Slices, optimizers: Sequence[_Optimizer], error: Undecided) -> None:
+    """Keep all apart. Raises where the user's groups do not fit, or masters contradict."""
+    if slices.options.optimizer_groups is not None:
         path = optimizers[0].stored.file.path
         raise FormatError(f"{path}: optimizer_groups does not fit: {error}") from None
     if isinstance(error, Contradicted):
         _refuse_masters(optimizers, error)
     for one in optimizers:
-        _keep_apart(reader, one, str(error))
-    reader.found.notes.append(_apart_note(reader, optimizers, str(error)))
+        _keep_apart(slices, one, str(error))
+    slices.importer.notes.append(_apart_note(slices, optimizers, str(error)))
 
 
 def _refuse_masters(optimizers: Sequence[_Optimizer], error: Contradicted) -> NoReturn:
@@ -143,26 +136,21 @@ def _refuse_masters(optimizers: Sequence[_Optimizer], error: Contradicted) -> No
     ) from None
 
 
-def _optimizers(reader: Slices, mp: int) -> list[_Optimizer]:
-    """The optimizers of one model-parallel rank: that of its model states last, after those of
-    experts.
-    """
-    expp = {
-        ep: stored for (ep, rank), stored in reader.files.expert_optimizers.items() if rank == mp
-    }
-    place = reader.place(mp, None)
-    slices = {name: slices for (state, name), slices in reader.slices.items() if state == "param"}
-    shapes = {name: own.shapes[place] for name, own in slices.items() if place in own.shapes}
-    files = [*sorted(expp.items()), (0, reader.files.models[mp][0])]
+def _optimizers(slices: Slices, mp: int) -> list[_Optimizer]:
+    """The optimizers of a model-parallel rank: those of experts, then of the model states."""
+    by_experts = slices.files.expert_optimizers.items()
+    files = sorted((ep, stored) for (ep, rank), stored in by_experts if rank == mp)
+    shapes, ranks = slices.shapes_on(mp), len(files)
+    files.append((0, slices.files.models[mp][0]))
     return [
-        _optimizer(reader, stored, mp, ep, len(expp), shapes)
+        _optimizer(slices, stored, mp, ep, ranks, shapes)
         for ep, stored in files
         if stored.state.get("optimizer") is not None
     ]
 
 
 def _optimizer(
-    reader: Slices, stored: Stored, mp: int, ep: int, ranks: int, shapes: Mapping[str, Shape]
+    slices: Slices, stored: Stored, mp: int, ep: int, ranks: int, shapes: Mapping[str, Shape]
 ) -> _Optimizer:
     optimizer = stored.state["optimizer"]
     inner, masters = unwrapped(optimizer)
@@ -172,7 +160,7 @@ def _optimizer(
     if local and len(experts) > ranks * local:
         lost = f"expp_rank_{ranks}_mp_rank_{mp:02d}_optim_states.pt"
         raise FormatError(
-            f"{reader.files.folder}/{lost} is missing: {ranks} ranks have {local} of {len(experts)}"
+            f"{slices.files.folder}/{lost} is missing: {ranks} ranks have {local} of {len(experts)}"
             " experts' states"
         )
     by_number: dict[int, StoredTensor] = {}
@@ -192,10 +180,8 @@ def _numbers(groups: Iterable[Mapping[str, Any]]) -> list[int]:
     return [number for group in groups for number in group["params"]]
 
 
-def _places(reader: Slices, one: _Optimizer, groups: OptimizerGroups | None) -> Places:
-    """The place of each parameter that the optimizer has, by its own names before `groups`.
-    Raises Undecided.
-    """
+def _places(slices: Slices, one: _Optimizer, groups: OptimizerGroups | None) -> Places:
+    """The place of each parameter, by names in the file before `groups`. Raises Undecided."""
     groups = None if one.named else groups
     if not one.masters:
         return _whole(one, _pairs(one, groups))
@@ -203,9 +189,9 @@ def _places(reader: Slices, one: _Optimizer, groups: OptimizerGroups | None) -> 
         raise Undecided(
             "there are experts, whose masters are not told apart; ZeRO-1 stores them with names"
         )
-    place = reader.place(one.mp, None)
-    keys = {name: reader.slices["param", name].keys[place] for name in one.shapes}
-    copies = Copies(reader.found.shards, keys, one.shapes)
+    place = slices.place(one.mp)
+    keys = {name: slices.states["param", name].keys[place] for name in one.shapes}
+    copies = Copies(slices.importer.shards, keys, one.shapes)
     if one.flat:
         return _places_in_buffers(one, copies, groups)
     return _whole(one, _pairs_of_masters(one, copies, groups))
@@ -215,29 +201,29 @@ def _whole(one: _Optimizer, names: Mapping[int, str]) -> Places:
     return {name: (number, Box.whole(one.shapes[name])) for number, name in names.items()}
 
 
-def _pairs(one: _Optimizer, said: OptimizerGroups | None) -> dict[int, str]:
+def _pairs(one: _Optimizer, order: OptimizerGroups | None) -> dict[int, str]:
     """The parameter of each number, of an optimizer of torch's own."""
     names: dict[int, str] = {}
     for i, (groups, shapes) in enumerate(one.kinds()):
-        lists = _lists(one, said, experts=bool(i)) if isinstance(said, tuple) else said
+        lists = _lists(one, order, experts=bool(i)) if isinstance(order, tuple) else order
         names |= names_of_numbers(shapes, one.states, groups, lists)
     return names
 
 
 def _lists(
-    one: _Optimizer, said: Sequence[Sequence[str]], experts: bool
+    one: _Optimizer, lists: Sequence[Sequence[str]], experts: bool
 ) -> tuple[tuple[str, ...], ...]:
     """The user's lists for the groups of one kind; of experts those of this rank."""
-    if len(said) != len(one.groups):
-        raise Undecided(f"{len(said)} lists for {len(one.groups)} groups ({_sizes(one)})")
+    if len(lists) != len(one.groups):
+        raise Undecided(f"{len(lists)} lists for {len(one.groups)} groups ({_sizes(one)})")
     (_, dense), (_, mine) = one.kinds()
     own = dense | mine
-    for name in itertools.chain.from_iterable(said):
+    for name in itertools.chain.from_iterable(lists):
         if name not in one.shapes:
             raise Undecided(
                 f"{name} is not a parameter here; the first are {', '.join([*one.shapes][:3])}"
             )
-    listed = [tuple(filter(own.__contains__, names)) for names in said]
+    listed = [tuple(filter(own.__contains__, names)) for names in lists]
     return tuple(
         itertools.compress(listed, [_of_experts(group) == experts for group in one.groups])
     )
@@ -247,23 +233,23 @@ def names_of_numbers(
     shapes: Mapping[str, Shape],
     states: Mapping[int, Mapping[str, Any]],
     groups: Sequence[Mapping[str, Any]],
-    said: OptimizerGroups | None = None,
+    order: OptimizerGroups | None = None,
 ) -> dict[int, str]:
     """The parameter that each number means; `shapes` has them in the order of the module.
 
-    Raises Undecided where names, shapes and what the user `said` leave no way, or several.
+    Raises Undecided where names, shapes and the user's `order` leave no way, or several.
     """
     state_shapes = {number: _shapes(states.get(number, {})) for number in _numbers(groups)}
     if all("param_names" in group for group in groups):
         return _as_listed(shapes, state_shapes, groups, [group["param_names"] for group in groups])
-    if said == MODULE_ORDER:
+    if order == MODULE_ORDER:
         return _in_module_order(
             shapes,
             groups,
             lambda name, number: not contradiction(state_shapes[number], shapes[name]),
         )
-    if said is not None:
-        return _as_listed(shapes, state_shapes, groups, said)
+    if order is not None:
+        return _as_listed(shapes, state_shapes, groups, order)
     if len(state_shapes) != len(shapes):
         raise Undecided(f"there are {len(state_shapes)} of them for {len(shapes)} parameters")
     return only_pairing(candidates_by_shape(state_shapes, shapes))
@@ -272,9 +258,7 @@ def names_of_numbers(
 def _in_module_order(
     names: Iterable[str], groups: Sequence[Mapping[str, Any]], fits: Callable[[str, int], bool]
 ) -> dict[int, str]:
-    """The parameter of each number, where the groups have them in the order of `names`. Raises
-    Undecided.
-    """
+    """The parameter of each number, if groups follow the order of `names`. Raises Undecided."""
     numbers = [list(group["params"]) for group in groups]
     division = only_division(
         dict.fromkeys(names, 1),
@@ -290,10 +274,8 @@ def _as_listed(
     groups: Sequence[Mapping[str, Any]],
     lists: Sequence[Sequence[str]],
 ) -> dict[int, str]:
-    """The names of lists, one for each group. Raises Undecided where one has no parameter, or
-    another shape.
-    """
-    found: dict[int, str] = {}
+    """The names of lists, one for each group. Raises Undecided if they do not fit."""
+    names_by_number: dict[int, str] = {}
     for group, names in zip(groups, lists, strict=True):
         if (count := len(group["params"])) != len(names):
             first = f" from number {group['params'][0]} on" if count else ""
@@ -307,14 +289,14 @@ def _as_listed(
                     f" {list(shapes[name])}"
                 )
                 raise Undecided(f"{state} of number {number} has shape {have}")
-            found[number] = name
-    if len(set(found.values())) != len(found):
+            names_by_number[number] = name
+    if len(set(names_by_number.values())) != len(names_by_number):
         raise Undecided("one parameter has several numbers")
-    return found
+    return names_by_number
 
 
 def _pairs_of_masters(
-    one: _Optimizer, copies: Copies, said: OptimizerGroups | None
+    one: _Optimizer, copies: Copies, order: OptimizerGroups | None
 ) -> dict[int, str]:
     """The parameter of each number that has a master of its own."""
     keys = {number: one.stored.key(master) for number, master in one.masters.items()}
@@ -324,42 +306,44 @@ def _pairs_of_masters(
             name, keys[number], 0
         )
 
-    if one.named or isinstance(said, tuple):
-        names = _pairs(one, said)
+    if one.named or isinstance(order, tuple):
+        names = _pairs(one, order)
         for number, name in names.items():
             if not fits(name, number):
                 raise Undecided(
                     f"the master of number {number} is not that of {name}, by its shape or bits"
                 )
         return names
-    if said == MODULE_ORDER:
+    if order == MODULE_ORDER:
         return _in_module_order(one.shapes, one.groups, fits)
     return _pairs_by_bits(one, copies, keys)
 
 
 def _pairs_by_bits(one: _Optimizer, copies: Copies, keys: Mapping[int, str]) -> dict[int, str]:
     """The parameter of each number whose master, in the tensor `keys[number]`, has elements."""
-    found: dict[int, str] = {}
+    names_by_number: dict[int, str] = {}
     for number, master in one.masters.items():
         names = [
-            name for name in copies.found_at(keys[number], 0) if one.shapes[name] == master.shape
+            name
+            for name in copies.candidates_at(keys[number], 0)
+            if one.shapes[name] == master.shape
         ]
         if math.prod(master.shape):
-            found[number] = _one_of(names)
-    if len(set(found.values())) != len(found):
+            names_by_number[number] = _one_of(names)
+    if len(set(names_by_number.values())) != len(names_by_number):
         raise Contradicted("two of them are of one parameter")
-    return found
+    return names_by_number
 
 
-def _places_in_buffers(one: _Optimizer, copies: Copies, said: OptimizerGroups | None) -> Places:
+def _places_in_buffers(one: _Optimizer, copies: Copies, order: OptimizerGroups | None) -> Places:
     """The place of each parameter in the flat buffers of masters, one for each group."""
     numbers = [*one.masters]
     keys = [one.stored.key(master) for master in one.masters.values()]
     lengths = [math.prod(master.shape) for master in one.masters.values()]
     sizes = copies.sizes
-    if isinstance(said, tuple):
-        starts = _listed_in_buffers(one, copies, keys, lengths, said)
-    elif said == MODULE_ORDER:
+    if isinstance(order, tuple):
+        starts = _listed_in_buffers(one, copies, keys, lengths, order)
+    elif order == MODULE_ORDER:
         starts = only_division(
             sizes, lengths, lambda name, group, at: copies.begins(name, keys[group], at)
         )
@@ -374,9 +358,7 @@ def _places_in_buffers(one: _Optimizer, copies: Copies, said: OptimizerGroups | 
 
 
 def _one_of(names: Sequence[str]) -> str:
-    """The one parameter with the bits of a master. Raises Undecided: several with the same bits
-    can be exchanged.
-    """
+    """The one parameter with the bits of a master. Raises Undecided for none or several."""
     if not names:
         raise Contradicted("one of them is of no parameter")
     if len(names) > 1:
@@ -385,10 +367,8 @@ def _one_of(names: Sequence[str]) -> str:
 
 
 def _candidates_at(copies: Copies, key: str, at: int) -> list[str]:
-    """The parameters with the bits that a buffer has at a place. Raises Undecided where two have
-    the same bits.
-    """
-    names = copies.found_at(key, at)
+    """The parameters with the bits at a place. Raises Undecided if two have the same bits."""
+    names = copies.candidates_at(key, at)
     if len({copies.sizes[name] for name in names}) != len(names):
         raise Undecided("the bits of masters fit the weights in several ways")
     return names
@@ -430,84 +410,72 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, Shape]:
     }
 
 
-# What is told is added, and what is not is kept apart.
+# States whose parameters are known are added; the others are kept apart.
 
 
-def _add_states(reader: Slices, one: _Optimizer, places: Places) -> None:
+def _add_states(slices: Slices, one: _Optimizer, places: Places) -> None:
     names = {number: name for name, (number, _) in places.items()}
     for group in one.groups:
         for number in group["params"]:
             if number in names:
-                reader.found.hyperparameters(names[number], group)
+                slices.importer.hyperparameters(names[number], group)
     for number, name in names.items():
         for state, value in one.states.get(number, {}).items():
-            _add_state(reader, one, name, state, value)
+            _add_state(slices, one, name, state, value)
 
 
-def _add_state(reader: Slices, one: _Optimizer, name: str, state: str, value: Any) -> None:
-    place = reader.place(one.mp, None)
-    slices = reader.slices[state, name]
+def _add_state(slices: Slices, one: _Optimizer, name: str, state: str, value: Any) -> None:
+    place = slices.place(one.mp)
+    own = slices.states[state, name]
     if not _is_tensor(value, one.shapes[name]):
-        slices.values[place[0]].append((one.stored, value))
-    elif place in slices.keys:
+        own.values[place[0]].append((one.stored, value))
+    elif place in own.keys:
         reason = "the same state on another expert-parallel rank, compared by verify"
-        reader.found.slice_duplicate(slices.keys[place], one.stored.key(value), reason)
+        slices.importer.slice_duplicate(own.keys[place], one.stored.key(value), reason)
     else:
-        slices.keys[place], slices.shapes[place] = one.stored.key(value), value.shape
+        own.add(place, one.stored.key(value), value.shape)
 
 
 def _is_tensor(value: Any, shape: Shape) -> bool:
     return isinstance(value, StoredTensor) and value.shape == shape
 
 
-def _add_masters(reader: Slices, one: _Optimizer, places: Places) -> None:
+def _add_masters(slices: Slices, one: _Optimizer, places: Places) -> None:
     """Masters and states of the optimizers that DeepSpeed wraps for half precision."""
-    place = reader.place(one.mp, None)
+    place = slices.place(one.mp)
     for name, (number, part) in places.items():
         master, shape = one.masters[number], one.shapes[name]
-        copy = reader.slices["param", name].keys.pop(place)
+        copy = slices.states["param", name].keys.pop(place)
         for state, value in {**one.states.get(number, {}), "param": master}.items():
             if not _is_tensor(value, master.shape):
-                reader.slices[state, name].values[place[0]].append((one.stored, value))
+                slices.states[state, name].values[place[0]].append((one.stored, value))
                 continue
             layout = ParamLayout(shape, (value.shape,), (Fragment(0, part, Box.whole(shape)),))
             tensor = Consolidated(layout, [one.stored.key(value)])
-            reader.add(
-                one.mp,
-                None,
-                state,
-                name,
-                one.shapes,
-                tensor,
-                f"{state} of {len(places)} parameters",
-            )
+            slices.add(one.mp, None, state, name, tensor, f"{state} of {len(places)} parameters")
         reason = f"a copy of {name}'s master, compared with it by verify"
-        reader.found.slice_duplicate(reader.slices["param", name].keys[place], copy, reason)
-        reader.found.hyperparameters(
-            name, next(group for group in one.groups if number in group["params"])
-        )
+        slices.importer.slice_duplicate(slices.states["param", name].keys[place], copy, reason)
+        slices.importer.hyperparameters(name, group_with(one.groups, number))
 
 
-def _keep_apart(reader: Slices, one: _Optimizer, reason: str) -> None:
-    """Keep the optimizer's tensors under `other`, by their places in the file, and the rest as
-    an extra.
-    """
+def _keep_apart(slices: Slices, one: _Optimizer, reason: str) -> None:
+    """Keep the optimizer's tensors under `other`, by their places, the rest as an extra."""
     inner, masters = unwrapped(one.stored.state["optimizer"])
     states = "optimizer/optimizer_state_dict/state" if masters else "optimizer/state"
     items = (f"{states}/", f"optimizer/{masters}/") if masters else (f"{states}/",)
     begins = tuple(f"{one.stored.name}:{item}" for item in items)
-    for key, info in reader.found.stored.items():
+    for key, info in slices.importer.stored.items():
         if key.startswith(begins):
             file, _, item = key.partition(":")
             label = f"{file.removesuffix('.pt')}.{item.replace('/', '.')}"
             why = f"kept apart, because nothing says which parameter it is of: {reason}"
-            reader.found.parameter(
+            slices.importer.parameter(
                 "other", label, Consolidated(Unique().join([info.shape]), [key]), why
             )
     values = {number: _values(state) for number, state in inner["state"].items()}
     if any(values.values()):
         kept = {number: state for number, state in values.items() if state}
-        reader.found.extra(one.stored.name, states, kept)
+        slices.importer.extra(one.stored.name, states, kept)
 
 
 def _values(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -515,12 +483,12 @@ def _values(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if not isinstance(value, StoredTensor)}
 
 
-def _apart_note(reader: Slices, optimizers: Sequence[_Optimizer], reason: str) -> str:
+def _apart_note(slices: Slices, optimizers: Sequence[_Optimizer], reason: str) -> str:
     masters = bool(optimizers[0].masters)
     what = "masters and optimizer states" if masters else "optimizer states"
     weights = "; the parameters are the module's 16-bit weights" if masters else ""
     say = remedy(
-        _sizes(optimizers[0]), next(iter(optimizers[0].shapes), ""), _ordered(reader, optimizers)
+        _sizes(optimizers[0]), next(iter(optimizers[0].shapes), ""), _ordered(slices, optimizers)
     )
     return (
         f"ZeRO-0 stores {what} without names, and they are kept under `other`: {reason}{weights};"
@@ -528,13 +496,13 @@ def _apart_note(reader: Slices, optimizers: Sequence[_Optimizer], reason: str) -
     )
 
 
-def _ordered(reader: Slices, optimizers: Sequence[_Optimizer]) -> bool:
+def _ordered(slices: Slices, optimizers: Sequence[_Optimizer]) -> bool:
     """Whether the order of the module would decide."""
     if any(one.named for one in optimizers):
         return False
     try:
         for one in optimizers:
-            _places(reader, one, MODULE_ORDER)
+            _places(slices, one, MODULE_ORDER)
     except Undecided:
         return False
     return True
@@ -552,9 +520,7 @@ def _sizes(one: _Optimizer) -> str:
 
 
 def unwrapped(optimizer: Any) -> tuple[Any, str]:
-    """Torch's own optimizer, and the name of the masters beside it, if DeepSpeed has wrapped it
-    for half precision.
-    """
+    """Torch's own optimizer, and the name of the masters that DeepSpeed keeps, if any."""
     if isinstance(optimizer, dict):
         for masters in ("fp32_groups", "fp32_groups_flat"):
             if masters in optimizer:
@@ -563,16 +529,13 @@ def unwrapped(optimizer: Any) -> tuple[Any, str]:
 
 
 def numbered(
-    optimizer: Any, where: str
+    optimizer: Any, file: str
 ) -> tuple[Mapping[int, Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
     """States by number, and groups. Raises FormatError where the optimizer is not torch's own."""
-    if (
-        isinstance(optimizer, dict)
-        and isinstance(optimizer.get("param_groups"), list)
-        and "state" in optimizer
-    ):
-        return optimizer["state"], optimizer["param_groups"]
+    match optimizer:
+        case {"state": states, "param_groups": list(groups)}:
+            return states, groups
     raise FormatError(
-        f"{where} has no optimizer state of torch's form, so that its parts cannot be told apart; "
+        f"{file} has no optimizer state of torch's form, so that its parts cannot be told apart; "
         "open with weights_only to leave the optimizer aside"
     )

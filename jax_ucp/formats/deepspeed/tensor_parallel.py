@@ -1,5 +1,4 @@
-"""Tensor parallelism as DeepSpeed writes it down: `universal_checkpoint_info` says how slices form
-parameters.
+"""How slices form parameters, by DeepSpeed's `universal_checkpoint_info`.
 
 Its patterns match a name with `re.match`, so a prefix is enough; RE2 matches them, as
 `name_patterns` says. A parameter that no list names is cut on its first axis: that is DeepSpeed's
@@ -48,8 +47,7 @@ _VERSION, _AFFINE_VERSION = 0.4, 1
 
 @dataclass(frozen=True)
 class _SubParams:
-    """Several arrays side by side in a parameter, along `axis`: of the lengths in `shape[axis]`, or
-    so many equal ones.
+    """Arrays side by side along `axis`: of lengths `shape[axis]`, or so many equal ones.
 
     A length of -1 on another axis is whatever it is.
     """
@@ -59,9 +57,7 @@ class _SubParams:
     axis: int
 
     def check_shape(self, slice_shape: Shape, what: str) -> None:
-        """Raise FormatError unless slices of that shape can have the arrays; `what` begins the
-        message.
-        """
+        """Raise FormatError, which begins with `what`, unless slices can have that shape."""
         rank = len(slice_shape)
         past_the_end = [length for length in self.shape[rank:] if length not in (-1, 1)]
         if not 0 <= self.axis < rank or past_the_end:
@@ -73,9 +69,7 @@ class _SubParams:
                 )
 
     def lengths(self, total: int, what: str) -> Sequence[int]:
-        """The lengths of the arrays, which are `total` together. Raises FormatError where they
-        are not equal parts.
-        """
+        """The lengths of the arrays. Raises FormatError if `total` is not in equal parts."""
         lengths = self.shape[self.axis]
         if not isinstance(lengths, int):
             return lengths
@@ -85,42 +79,40 @@ class _SubParams:
 
 
 class TensorParallel:
-    """How the slices of the `tp` ranks form parameters, by the info in the file `where`.
+    """How the slices of the `tp` ranks form parameters, by the info in the file `path`.
 
     Raises FormatError where the info is missing and needed, says nothing, or is of a newer version.
     """
 
-    def __init__(self, info: Any, tp: int, where: str, sizes: Mapping[str, int]):
+    def __init__(self, info: Any, tp: int, path: str, sizes: Mapping[str, int]):
         self.info: Mapping[str, Any] = info if isinstance(known(info), dict) else {}
-        self.tp, self.where = tp, where
+        self.tp, self.path = tp, path
         self.sizes = sizes
         affine_map = self.info.get("affine_map") or {}
         self.maps: Mapping[str, Any] = affine_map.get("params") or {}
         self.sub_params = list(map(_sub_params, self.info.get("parameter_with_sub_params") or ()))
-        self._lists = {key: pattern_list(self.info, key, where) for key in (*_LISTS, _PIPELINE)}
+        self._lists = {key: pattern_list(self.info, key, path) for key in (*_LISTS, _PIPELINE)}
         self._unsupported: Mapping[str, Any] = dict(
             self.info.get("autotp_unsupported_parameter_patterns") or {}
         )
         listed = (*self._cutting(), self._lists[_PIPELINE], self.maps, self._unsupported)
-        self._patterns = NamePatterns(list(chain(*listed)), where)
+        self._patterns = NamePatterns(list(chain(*listed)), path)
         self.widths_recorded = self._version(affine_map) >= 0.4
         if tp > 1 and not any((self.maps, self.sub_params, *map(self._lists.get, _LISTS))):
             raise FormatError(
-                f"{where} was written by {tp} tensor-parallel ranks, but has no"
+                f"{path} was written by {tp} tensor-parallel ranks, but has no"
                 " universal_checkpoint_info with patterns: nothing says how their slices form"
                 f" parameters. {_SPEC}, or save with that info in client_state"
                 " (Megatron-DeepSpeed's --universal-checkpoint does)."
             )
 
     def _version(self, affine_map: Mapping[str, Any]) -> float:
-        """The version of the info. Raises FormatError where it, or that of affine maps, is newer
-        than this reader.
-        """
+        """The version of the info. Raises FormatError where it is newer than this reader."""
         version = self.info.get("universal_checkpoint_version", 0.0)
         affine = affine_map.get("version", _AFFINE_VERSION)
         if version > _VERSION or affine > _AFFINE_VERSION:
             raise FormatError(
-                f"{self.where}: universal_checkpoint_info has version {version} and affine maps of"
+                f"{self.path}: universal_checkpoint_info has version {version} and affine maps of"
                 f" version {affine}; {_VERSION} and {_AFFINE_VERSION} are the newest known here."
                 f" {_SPEC}"
             )
@@ -131,54 +123,46 @@ class TensorParallel:
         return [*map(self._lists.__getitem__, _LISTS), *(sub.patterns for sub in self.sub_params)]
 
     def layout(self, name: str, slices: Sequence[Shape]) -> ParamLayout:
-        """The parameter that the slices form. Raises LayoutError, with the declaration, where
-        they do not fit it.
-        """
+        """The parameter that the slices form. Raises LayoutError where they do not fit."""
         if (affine := self._hit(self.maps, name, "affine_map")) is not None:
             return affine_layout(
-                self.maps[affine], slices, f"{self.where}: the affine map of {name}"
+                self.maps[affine], slices, f"{self.path}: the affine map of {name}"
             )
         pattern = self._pattern(name, slices)
         try:
             return pattern.join(slices)
         except LayoutError as error:
             vocab = f" with vocab={pattern.size!s:.40}" if isinstance(pattern, Padded) else ""
-            what = f"{self.where}: {name} by its universal_checkpoint_info{vocab}"
+            what = f"{self.path}: {name} by its universal_checkpoint_info{vocab}"
             raise LayoutError(f"{what}: {error}. {_SPEC}") from error
 
-    def says(self, name: str) -> bool:
+    def names(self, name: str) -> bool:
         """Whether any list or map names the parameter."""
         return not self._patterns.matching(name).isdisjoint(chain(*self._cutting(), self.maps))
 
     def stage_copy(self, name: str) -> bool:
-        """Whether pipeline stages may hold copies of the parameter, of which the first is the
-        one in use.
-        """
+        """Whether several pipeline stages may hold the parameter; the first one's is used."""
         return (
             name.startswith("tied_modules.")
             or self._hit(self._lists[_PIPELINE], name, _PIPELINE) is not None
         )
 
     def check_used(self, names: Iterable[str]) -> None:
-        """Raise FormatError for patterns that match no name, and for parameters that DeepSpeed
-        says it cannot join.
-        """
-        names = list(names)
+        """Raise FormatError for unused patterns, and for what DeepSpeed says it cannot join."""
         if self.tp == 1:
             return
         matching = {name: self._patterns.matching(name) for name in names}
         for pattern, why in self._unsupported.items():
-            for name in names:
-                if pattern in matching[name]:
-                    raise FormatError(
-                        f"{self.where}: DeepSpeed says that the slices of {name} cannot be joined:"
-                        f" {why}. {_SPEC}"
-                    )
+            if name := next((name for name in matching if pattern in matching[name]), None):
+                raise FormatError(
+                    f"{self.path}: DeepSpeed says that the slices of {name} cannot be joined:"
+                    f" {why}. {_SPEC}"
+                )
         used = frozenset[str]().union(*matching.values())
-        if idle := [pattern for pattern in chain(*self._cutting()) if pattern not in used]:
+        if unused := [pattern for pattern in chain(*self._cutting()) if pattern not in used]:
             raise FormatError(
-                f"{self.where}: universal_checkpoint_info has patterns that match no parameter:"
-                f" {idle}. What they were meant for would be joined on its first axis. {_SPEC}"
+                f"{self.path}: universal_checkpoint_info has patterns that match no parameter:"
+                f" {unused}. What they were meant for would be joined on its first axis. {_SPEC}"
             )
 
     def _pattern(self, name: str, slices: Sequence[Shape]) -> Pattern:
@@ -189,15 +173,13 @@ class TensorParallel:
         vocab = self.sizes.get("vocab", self.info.get("original_vocab_size"))
         if not isinstance(vocab, int):
             raise FormatError(
-                f"{self.where} calls {name} a vocabulary, but has no original_vocab_size; give it: "
+                f"{self.path} calls {name} a vocabulary, but has no original_vocab_size; give it: "
                 'sizes={"vocab": N}, --size vocab=N'
             )
         return Padded(pattern, axis=0, size=vocab)
 
     def _cut(self, name: str, slices: Sequence[Shape], listed: Collection[str]) -> Pattern:
-        """How the parameter is cut, which is in the lists of these keys, in DeepSpeed's order of
-        precedence.
-        """
+        """How a parameter in these lists is cut, in DeepSpeed's order of precedence."""
         if len(slices) == 1:
             return Unique()
         if _REPLICATED in listed:
@@ -216,7 +198,7 @@ class TensorParallel:
 
     def _fused(self, name: str, slices: Sequence[Shape], sub: _SubParams, pattern: str) -> Pattern:
         """Several arrays, each cut by itself: their widths on each rank; before 0.4 even ones."""
-        what = f"{self.where}: the sub-parameters {sub.shape} of {name}"
+        what = f"{self.path}: the sub-parameters {sub.shape} of {name}"
         sub.check_shape(slices[0], what)
         lengths = sub.lengths(sum(shape[sub.axis] for shape in slices), what)
         if not self.widths_recorded:
@@ -235,7 +217,7 @@ class TensorParallel:
         hits = [pattern for pattern in patterns if pattern in matching]
         if len(hits) > 1:
             raise FormatError(
-                f"{self.where}: {name} matches several patterns of {what}: {hits}. {_SPEC}"
+                f"{self.path}: {name} matches several patterns of {what}: {hits}. {_SPEC}"
             )
         return hits[0] if hits else None
 
@@ -248,14 +230,12 @@ class BySpec:
         self.sizes = sizes.of(self.spec.lengths, self.spec.switches)
         self.layouts: Mapping[str, ParamLayout] = {}
 
-    def says(self, name: str) -> bool:
+    def names(self, name: str) -> bool:
         """Whether a rule of the spec itself claims the parameter."""
         return any(re.fullmatch(regex_of(sentence.param), name) for sentence in self.spec.own)
 
     def bind(self, params: Mapping[str, Sequence[Shard]]) -> None:
-        """Apply the rules to all parameters. Raises LayoutError with everything that does not
-        fit.
-        """
+        """Apply the rules. Raises LayoutError with everything that does not fit."""
         self.layouts = layouts(self.spec, params, self.sizes)
 
     def layout(self, name: str, slices: Sequence[Shape]) -> ParamLayout:
@@ -275,8 +255,7 @@ class BySpec:
 
 
 def affine_layout(entry: Mapping[str, Any], slices: Sequence[Shape], what: str) -> ParamLayout:
-    """The parameter that slices form by an affine map of DeepSpeed, where all its pieces are boxes
-    on both sides.
+    """The parameter of slices by an affine map, if all its pieces are boxes on both sides.
 
     A piece is (shape, source in the parameter, dest in the slice), both ends an offset and strides
     in elements. Raises FormatError where a piece is no box (a transposition, a stride over rows),
@@ -306,9 +285,7 @@ def affine_layout(entry: Mapping[str, Any], slices: Sequence[Shape], what: str) 
 def _fragment(
     piece: Mapping[str, Any], rank: int, slice_shape: Shape, shape: Shape, what: str
 ) -> Fragment:
-    """A piece of an affine map. Raises FormatError unless it is a block of both the slice and
-    the parameter.
-    """
+    """A piece of an affine map. Raises FormatError unless it is a block on both sides."""
     target = _box(piece["shape"], piece["source"], shape)
     source = _box(piece["shape"], piece["dest"], slice_shape)
     if target is None or source is None or piece.get("scale", 1.0) != 1.0:
@@ -320,9 +297,7 @@ def _fragment(
 
 
 def _box(shape: Sequence[int], at: Sequence[Any], whole: Shape) -> Box | None:
-    """The block of an array of shape `whole` at `at`, an offset and strides; None if that is no
-    block.
-    """
+    """The block of an array of shape `whole` at (offset, strides); None if not a block."""
     offset, strides = at
     if not len(shape) == len(strides) == len(whole):
         return None
@@ -339,9 +314,7 @@ def _box(shape: Sequence[int], at: Sequence[Any], whole: Shape) -> Box | None:
 
 
 def _sub_params(entry: Any) -> _SubParams:
-    """The patterns, shape and axis of a `SubparamShape`, which is a dict, or an instance in a
-    pickle.
-    """
+    """A `SubparamShape`, which is a dict, or an instance in a pickle."""
     fields: Any = entry.fields if isinstance(entry, Record) else entry
     shape = tuple(tuple(n) if isinstance(n, list | tuple) else n for n in fields["shape"])
     patterns = pattern_list(

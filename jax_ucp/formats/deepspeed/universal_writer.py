@@ -1,5 +1,4 @@
-"""DeepSpeed's universal folder, as `ds_to_universal` writes it, for a run with `load_universal` to
-resume from.
+"""DeepSpeed's universal folder, for a run with `load_universal` to resume from.
 
 The folder is that of one process: whoever loads it cuts parameters for its own ranks. What a run
 with tensor parallelism must know for that is in each atom, and comes from the
@@ -22,6 +21,7 @@ import numpy as np
 from jax_ucp.errors import FormatError, UnsupportedLeaf
 from jax_ucp.export.files import File, Tensor
 from jax_ucp.export.parameters import Parameters, is_floating, named, torch_groups, untold
+from jax_ucp.formats.nested import as_dict
 from jax_ucp.formats.torch_save.pickle_writer import Call, Global, Instance, has_dtype
 from jax_ucp.formats.torch_save.zip_writer import torch_file
 from jax_ucp.layout.fragments import Shape
@@ -59,7 +59,7 @@ Extras = Mapping[str, Mapping[str, Any]]
 
 
 def deepspeed_files(
-    found: Parameters, extras: Extras, steps: Mapping[str, np.ndarray], zero_stage: int | None
+    params: Parameters, extras: Extras, steps: Mapping[str, np.ndarray], zero_stage: int | None
 ) -> list[File]:
     """The files of a save directory: `latest_universal`, and the folder that it names.
 
@@ -72,12 +72,12 @@ def deepspeed_files(
     folder's, and where parameters that the loader takes for one group, or in ZeRO-3 any, differ in
     their step.
     """
-    _check(found)
+    _check(params)
     model, optimizer = _rank_0(extras, _MODEL), _rank_0(extras, _OPTIMIZER)
     stage = zero_stage if zero_stage is not None else max(1, int(_zero(model).get("stage", 1)))
-    owned = _owned(found)
-    groups = _groups(found, model, optimizer)
-    frozen = {name: states["param"] for name, states in found.states.items() if name not in owned}
+    owned = _owned(params)
+    groups = _groups(params, model, optimizer)
+    frozen = {name: states["param"] for name, states in params.states.items() if name not in owned}
     step = _check_steps(groups, steps, stage)
     counted = model.get("global_steps")
     global_steps = counted if type(counted) is int else int(max(steps.values(), default=0))
@@ -90,7 +90,7 @@ def deepspeed_files(
     )
     prefix = "zero_pp_rank_0_" if stage == 3 else ""
     shapes = [{name: owned[name]["param"].shape for name in group["params"]} for group in groups]
-    states = _model_states(model, shapes, frozen, found.buffers, global_steps, stage)
+    states = _model_states(model, shapes, frozen, params.buffers, global_steps, stage)
     files.append(torch_file(f"{tag}/{prefix}mp_rank_00_model_states.pt", states))
     return [*files, File.literal("latest_universal", tag.encode())]
 
@@ -98,9 +98,7 @@ def deepspeed_files(
 def _check_steps(
     groups: Sequence[Mapping[str, Any]], steps: Mapping[str, np.ndarray], stage: int
 ) -> Any:
-    """The step of all parameters in ZeRO-3. Raises UnsupportedLeaf where those of a group, or in
-    ZeRO-3 any, differ.
-    """
+    """The one step of ZeRO-3. Raises UnsupportedLeaf where parameters of a group differ."""
     for group in groups:
         own = {name: steps[name] for name in group["params"] if name in steps}
         _one_step(
@@ -133,40 +131,36 @@ def _atoms(
                 yield torch_file(f"{folder}/{name}/step.pt", _number(steps[name]))
 
 
-def _owned(found: Parameters) -> dict[str, Mapping[str, Tensor]]:
-    """The parameters that the optimizer has states of; without any states, all that it could
-    have.
-    """
-    if found.moments:
-        return {name: states for name, states in found.states.items() if len(states) > 1}
-    return {n: states for n, states in found.states.items() if is_floating(states["param"].dtype)}
+def _owned(params: Parameters) -> dict[str, Mapping[str, Tensor]]:
+    """The parameters that have optimizer states; without any states, all floating ones."""
+    if params.moments:
+        return {name: states for name, states in params.states.items() if len(states) > 1}
+    return {n: states for n, states in params.states.items() if is_floating(states["param"].dtype)}
 
 
 def _groups(
-    found: Parameters, model: Mapping[str, Any], optimizer: Mapping[str, Any]
+    params: Parameters, model: Mapping[str, Any], optimizer: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """The groups of the optimizer, by the order in which the loader takes them: that of a
-    DeepSpeed source is kept.
-    """
+    """The groups in the order in which the loader reads them: that of a DeepSpeed source."""
     groups = list(optimizer.get("param_groups", model.get("optimizer/param_groups")) or ())
     while groups and not groups[-1].keys() - {"params"}:
         groups.pop()  # what an export wrote of groups that are not known
-    return torch_groups(found.groups, _owned(found), groups)
+    return torch_groups(params.groups, _owned(params), groups)
 
 
-def notes(found: Parameters, extras: Extras) -> Iterable[str]:
+def notes(params: Parameters, extras: Extras) -> Iterable[str]:
     """What whoever resumes from the folder should know."""
     model, optimizer = _rank_0(extras, _MODEL), _rank_0(extras, _OPTIMIZER)
-    if not found.moments:
+    if not params.moments:
         yield "there are no optimizer states: the run starts with those that its optimizer makes"
-    if frozen := sorted(found.states.keys() - _owned(found).keys()):
+    if frozen := sorted(params.states.keys() - _owned(params).keys()):
         yield (
             f"{len(frozen)} parameters have no optimizer states, the first {frozen[0]}; they are in"
             " the model states, of which load_universal reads no weights: load them yourself"
         )
-    groups = _groups(found, model, optimizer)
+    groups = _groups(params, model, optimizer)
     yield from untold(groups, "the settings of the run's own groups stay")
-    if found.groups and "param_groups" not in optimizer and "optimizer/param_groups" not in model:
+    if params.groups and "param_groups" not in optimizer and "optimizer/param_groups" not in model:
         firsts = ", ".join(group["params"][0] for group in groups)
         yield (
             "DeepSpeed gives settings to groups in their order; those of the run must begin with"
@@ -201,9 +195,7 @@ def carries(file: str, name: str) -> bool:
 
 
 def _one_step(steps: Mapping[str, np.ndarray], why: str, remedy: str) -> Any:
-    """The step that all of these parameters have. Raises UnsupportedLeaf, which says `why` there
-    must be one.
-    """
+    """The step of all these parameters. Raises UnsupportedLeaf, with `why`, if they differ."""
     different = {step.item(): name for name, step in steps.items()}
     if len(different) > 1:
         raise UnsupportedLeaf(
@@ -214,9 +206,7 @@ def _one_step(steps: Mapping[str, np.ndarray], why: str, remedy: str) -> Any:
 
 
 def _number(step: np.ndarray) -> Any:
-    """A step as the optimizers keep it: counted by torch's in a tensor, by DeepSpeed's in an
-    int.
-    """
+    """A step as optimizers keep it: a tensor in torch's, an int in DeepSpeed's."""
     return int(step) if step.dtype.kind in "iu" else step
 
 
@@ -225,16 +215,14 @@ def _rank_0(extras: Extras, pattern: re.Pattern[str]) -> Mapping[str, Any]:
 
 
 def _zero(model: Mapping[str, Any]) -> Mapping[str, Any]:
-    config = model.get("ds_config")
-    zero = config.get("zero_optimization") if isinstance(config, dict) else None
-    return zero if isinstance(zero, dict) else {}
+    return as_dict(as_dict(model.get("ds_config")).get("zero_optimization"))
 
 
-def _check(found: Parameters) -> None:
+def _check(params: Parameters) -> None:
     problems: list[str] = []
-    for name, states in found.states.items():
+    for name, states in params.states.items():
         problems += _faults(name, states)
-    for name, tensor in found.buffers.items():
+    for name, tensor in params.buffers.items():
         problems += _faults(name, {"buffer": tensor})
     if problems:
         raise UnsupportedLeaf(
@@ -273,8 +261,8 @@ def _patterns(info: Mapping[str, Any]) -> Iterable[str]:
         yield from _sub_patterns(sub)
 
 
-def _list(said: Mapping[str, Any], key: str) -> Sequence[str]:
-    return pattern_list(said, key, "universal_checkpoint_info")
+def _list(info: Mapping[str, Any], key: str) -> Sequence[str]:
+    return pattern_list(info, key, "universal_checkpoint_info")
 
 
 def _sub_patterns(sub: Any) -> Sequence[str]:
@@ -284,8 +272,7 @@ def _sub_patterns(sub: Any) -> Sequence[str]:
 def _how_to_cut(
     tensor: Tensor, info: Mapping[str, Any], matching: frozenset[str]
 ) -> dict[str, Any]:
-    """What an atom says to ranks that hold slices of it; the order of precedence is that of the
-    converter.
+    """What an atom has for ranks with slices of it, in the converter's order of precedence.
 
     `matching` are the patterns of the info that match its name.
     """
@@ -307,9 +294,7 @@ def _cut(
     matching: frozenset[str],
     matches: Callable[[str], bool],
 ) -> dict[str, Any]:
-    """Along which axis or parts it is cut; nothing for a replica. `matches` is whether a list of
-    the info has it.
-    """
+    """The axis or parts it is cut along; nothing for a replica. `matches` looks in a list."""
     if matches("tp_replicated_parameter_patterns") or matches("parameter_to_average_patterns"):
         return {}
     if matches("parameter_with_2_sub_params_cat_dim_0"):
@@ -331,11 +316,9 @@ def _cutting(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sub_param_shape(sub: Any, tensor: Tensor) -> Instance:
-    """The widths of the parts as a tuple; a number of equal parts is how versions before 0.4
-    said it.
-    """
-    said = _attributes(sub)
-    shape, axis = list(said["shape"]), said["partition_dim"]
+    """The widths of the parts; versions before 0.4 have a number of equal ones."""
+    fields = _attributes(sub)
+    shape, axis = list(fields["shape"]), fields["partition_dim"]
     if isinstance(shape[axis], int):
         if shape[axis] < 1 or tensor.shape[axis] % shape[axis]:
             raise FormatError(
@@ -343,8 +326,8 @@ def _sub_param_shape(sub: Any, tensor: Tensor) -> Instance:
                 " rows"
             )
         shape[axis] = (tensor.shape[axis] // shape[axis],) * shape[axis]
-    fields = {"patterns": list(said["patterns"]), "shape": tuple(shape), "partition_dim": axis}
-    return Instance(Global("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"), fields)
+    state = {"patterns": list(fields["patterns"]), "shape": tuple(shape), "partition_dim": axis}
+    return Instance(Global("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"), state)
 
 
 def _attributes(sub: Any) -> Mapping[str, Any]:

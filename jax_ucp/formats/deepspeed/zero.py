@@ -15,12 +15,13 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.deepspeed.files import Rank, Stored, expect_dict
+from jax_ucp.formats.nested import as_dict, group_with
 from jax_ucp.formats.torch_save.file import StoredTensor
 from jax_ucp.formats.torch_save.unpickle import known
 from jax_ucp.layout.fragments import ParamLayout, Shape
@@ -46,17 +47,9 @@ class Group:
 
 # States of torch's optimizers that have an element for each of the parameter: of another length
 # they are wrong.
-_ELEMENTWISE = frozenset(
-    {
-        "exp_avg",
-        "exp_avg_sq",
-        "max_exp_avg_sq",
-        "exp_inf",
-        "momentum_buffer",
-        "square_avg",
-        "grad_avg",
-        "sum",
-    }
+_ELEMENTWISE = (
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer"),
+    *("square_avg", "grad_avg", "sum"),
 )
 # What bitsandbytes keeps beside the quantised elements, and those
 # (`bitsandbytes/optim/optimizer.py` of 0.49).
@@ -64,14 +57,15 @@ _QUANTIZED = re.compile(r"__bnb_optimizer_quant_state__|(qmap|absmax)\d")
 _PART_OF_QUANTIZED = re.compile(r"(state|max|new_max)\d|gnorm_vec|unorm_vec")
 
 # Why a state is left aside.
+_OF_MUON = "Muon keeps it for whole parameters, and how they lie in it is not read"
+_OF_8_BITS = "it is of an 8-bit optimizer, and means something only with its other parts"
 _WRONG_LENGTH = "its length is not that of the partition"
+_WRONG = frozenset((name, _WRONG_LENGTH) for name in _ELEMENTWISE)
 _NEITHER = "it is neither a flat tensor of the partition nor a number"
 
 
 def param_shapes(model: Stored, ranks: Sequence[Rank]) -> list[dict[str, Shape]]:
-    """The parameters of each group, in the order in which they lie in its buffer, as the model
-    states say.
-    """
+    """The parameters of each group, in the order of its buffer, by the model states."""
     shapes = known(model.state.get("param_shapes"))
     if not isinstance(shapes, list):
         raise FormatError(
@@ -99,60 +93,37 @@ def group(
     model: str,
     weights_only: bool = False,
 ) -> Group:
-    """One group of parameters, and where `ranks`, which share it, hold its states; with
-    `weights_only` its masters.
+    """A group of parameters, and its states on `ranks`; with `weights_only` its masters.
 
     Raises FormatError, naming the file, where lengths are not those that `shapes` and the number of
     ranks give.
     """
     masters = [rank.masters[index] for rank in ranks]
     states = {} if weights_only else _states_by_name(index, ranks)
-    aside = _apart(index, ranks, states)
-    for name in aside:
-        del states[name]
-    tensors = {name: values for name, values in states.items() if _are_flat(values)}
+    apart = _apart(index, ranks, states)
     if zero3:
         layouts, lengths = _zero3(index, shapes, ranks, masters)
     else:
-        layouts, lengths = _zero12(index, shapes, ranks, masters, tensors, model)
-    _check_elementwise(index, ranks, tensors, lengths)
-    partitioned = {name: values for name, values in tensors.items() if _fit(values, lengths)}
-    others = {name: values for name, values in states.items() if name not in partitioned}
-    scalars, unmapped = _scalars_and_others(others, tensors)
-    flat = {"param": masters, **partitioned}
-    return Group(ranks, shapes, layouts, flat, scalars, aside | unmapped)
-
-
-def _scalars_and_others(
-    states: Mapping[str, Sequence[Any]], tensors: Collection[str]
-) -> tuple[dict[str, Sequence[Any]], dict[str, tuple[Sequence[Any], str]]]:
-    """Of states that are not partitioned the numbers, and what is none, with the reason; `tensors`
-    are those that are flat.
-    """
-    scalars: dict[str, Sequence[Any]] = {}
-    others: dict[str, tuple[Sequence[Any], str]] = {}
+        tensors = filter(_are_flat, map(states.__getitem__, states.keys() - apart.keys()))
+        layouts, lengths = _zero12(index, shapes, ranks, [masters, *tensors], model)
+    flat, scalars, aside = {"param": masters}, dict[str, Any](), dict[str, Any]()
     for name, values in states.items():
-        if _are_numbers(values):
-            scalars[name] = values
-        elif name in tensors:
-            others[name] = values, _WRONG_LENGTH
+        if reason := apart.get(name) or _reason_aside(values, lengths):
+            if (name, reason) in _WRONG:
+                raise _misfit(index, ranks, name, values, lengths)
+            aside[name] = values, reason
         else:
-            others[name] = values, _NEITHER
-    return scalars, others
+            (scalars if _are_numbers(values) else flat)[name] = values
+    return Group(ranks, shapes, layouts, flat, scalars, aside)
 
 
-def _check_elementwise(
-    index: int,
-    ranks: Sequence[Rank],
-    tensors: Mapping[str, Sequence[StoredTensor]],
-    lengths: Sequence[set[int]],
-) -> None:
-    """Raise FormatError where a state that has an element for each of the parameter has another
-    length.
-    """
-    for name, values in tensors.items():
-        if name in _ELEMENTWISE and not _fit(values, lengths):
-            raise _misfit(index, ranks, name, values, lengths)
+def _reason_aside(values: Sequence[Any], lengths: Sequence[set[int]]) -> str:
+    """Why a state is neither a flat tensor of the partition nor a number; empty if it is one."""
+    if _are_numbers(values):
+        return ""
+    if not _are_flat(values):
+        return _NEITHER
+    return "" if _fit(values, lengths) else _WRONG_LENGTH
 
 
 def _fit(tensors: Sequence[StoredTensor], lengths: Sequence[set[int]]) -> bool:
@@ -188,32 +159,32 @@ def _zero12(
     index: int,
     shapes: Mapping[str, Shape],
     ranks: Sequence[Rank],
-    masters: Sequence[StoredTensor],
-    states: Mapping[str, Sequence[StoredTensor]],
+    states: Sequence[Sequence[StoredTensor]],
     model: str,
 ) -> tuple[dict[str, ParamLayout], list[set[int]]]:
     """The layouts, and for each rank the lengths that a tensor of its partition may have.
 
-    Masters, and in elastic checkpoints moments too, are stored without the padding at the end. A
-    state that is no part of the partition may be longer.
+    The first of the flat `states` are the masters. They, and in elastic checkpoints moments too,
+    are stored without the padding at the end. A state that is no part of the partition may be
+    longer.
     """
+    masters, count = states[0], len(ranks)
     gaps = _gaps(index, shapes, ranks[0], model)
     total = sum(map(math.prod, shapes.values())) + sum(gaps.values())
-    lengths_held = {tensor.shape[0] for tensor in itertools.chain(masters, *states.values())}
-    for length in sorted(lengths_held, reverse=True):
-        real = [min(length, max(0, total - position * length)) for position in range(len(ranks))]
+    stored_lengths = {tensor.shape[0] for tensor in itertools.chain(*states)}
+    for length in sorted(stored_lengths, reverse=True):
+        real = [min(length, max(0, total - position * length)) for position in range(count)]
         lengths = [{n, length} for n in real]
         # The buffer is padded to a multiple of 2 * ranks (nccl_start_alignment_factor,
         # stage_1_and_2.py).
-        if total <= length * len(ranks) < total + 2 * len(ranks) and _fit(masters, lengths):
-            return flat_layouts(shapes, [length] * len(ranks), gaps), lengths
-    sizes = ", ".join(
-        f"{master.shape[0]} in {rank.name}" for rank, master in zip(ranks, masters, strict=True)
-    )
+        if total <= length * count < total + 2 * count and _fit(masters, lengths):
+            return flat_layouts(shapes, [length] * count, gaps), lengths
+    files = zip(ranks, masters, strict=True)
+    sizes = ", ".join(f"{master.shape[0]} in {rank.name}" for rank, master in files)
     raise FormatError(
         f"{ranks[0].file.path.parent}: group {index} has {total} elements by {model}, but the"
-        f" masters in the partitions of {len(ranks)} ranks have {sizes}. A file of another rank,"
-        " run, stage or world size is among them, or one was cut"
+        f" masters in the partitions of {count} ranks have {sizes}. A file of another rank, run,"
+        " stage or world size is among them, or one was cut"
     )
 
 
@@ -236,12 +207,8 @@ def _misfit(
     lengths: Sequence[set[int]],
 ) -> FormatError:
     """The error for a state that has no element for each of the partition."""
-    misfits = (
-        item
-        for item in zip(ranks, tensors, lengths, strict=True)
-        if item[1].shape[0] not in item[2]
-    )
-    rank, tensor, fit = next(misfits)
+    parts = zip(ranks, tensors, lengths, strict=True)
+    rank, tensor, fit = next(part for part in parts if part[1].shape[0] not in part[2])
     sizes = " or, with its padding, ".join(map(str, sorted(fit)))
     remedy = "" if state == "param" else ". weights_only opens the parameters alone"
     return FormatError(
@@ -271,18 +238,12 @@ def base_optimizer(rank: Rank) -> Any:
 
 
 def param_group(rank: Rank, index: int) -> Mapping[str, Any]:
-    """Hyper-parameters of the group, or of that of a ZeRO-3 sub-group; elastic checkpoints have
-    none.
-    """
-    base = base_optimizer(rank)
-    groups = (base.get("param_groups") or ()) if isinstance(base, dict) else ()
-    return next((group for group in groups if index in group.get("params", ())), {})
+    """Hyper-parameters of a group or ZeRO-3 sub-group; elastic checkpoints have none."""
+    return group_with(as_dict(base_optimizer(rank)).get("param_groups") or (), index)
 
 
 def _group_state(rank: Rank, index: int) -> dict[str, Any]:
-    """The optimizer's state of one group, by name; elastic checkpoints have a list where others
-    have a dict.
-    """
+    """The state of one group, by name; elastic checkpoints have a list of groups."""
     base = base_optimizer(rank)
     if isinstance(base, list):
         return dict(base[index])
@@ -292,22 +253,14 @@ def _group_state(rank: Rank, index: int) -> dict[str, Any]:
 
 def _apart(
     index: int, ranks: Sequence[Rank], states: Mapping[str, Sequence[Any]]
-) -> dict[str, tuple[Sequence[Any], str]]:
-    """The states that are known to be no part of the partition, by name, each with the reason."""
-    quantized = any(map(_QUANTIZED.fullmatch, states))
+) -> dict[str, str]:
+    """The states that are known to be no part of the partition, each with the reason."""
+    reasons: dict[str, str] = {}
+    if any(map(_QUANTIZED.fullmatch, states)):
+        for pattern in (_QUANTIZED, _PART_OF_QUANTIZED):
+            reasons |= dict.fromkeys(filter(pattern.fullmatch, states), _OF_8_BITS)
     partitioned = "single_partition_of_fp32_groups" in ranks[0].state
-    muon = partitioned and any(param_group(rank, index).get("use_muon") for rank in ranks)
-    aside: dict[str, tuple[Sequence[Any], str]] = {}
-    for name, values in states.items():
-        part_of_quantized = _QUANTIZED.fullmatch(name) or _PART_OF_QUANTIZED.fullmatch(name)
-        if muon and not _are_numbers(values):
-            aside[name] = (
-                values,
-                "Muon keeps it for whole parameters, and how they lie in it is not read",
-            )
-        elif quantized and part_of_quantized:
-            aside[name] = (
-                values,
-                "it is of an 8-bit optimizer, and means something only with its other parts",
-            )
-    return aside
+    if partitioned and any(param_group(rank, index).get("use_muon") for rank in ranks):
+        whole = [name for name, values in states.items() if not _are_numbers(values)]
+        reasons |= dict.fromkeys(whole, _OF_MUON)
+    return reasons

@@ -1,8 +1,7 @@
-"""Megatron-Core's distributed checkpoints (`--ckpt-format torch_dist`, and zarr before core 0.16),
-any optimizer.
+"""Megatron-Core's distributed checkpoints (torch_dist, and zarr before core 0.16).
 
 A tensor of the model is stored whole, whatever the parallelism was, with layers and experts on
-leading axes; masters and moments are stored in the same way or in one that `megatron_dist_names`
+leading axes; masters and moments are stored in the same way or in one that `dist_names`
 undoes. Weights beside masters are duplicates. The vocabulary is padded; `sizes` says its true size.
 
 Of two files whose items have equal sizes nothing in a checkpoint says that they were exchanged.
@@ -34,6 +33,7 @@ from jax_ucp.formats.megatron.dist_files import (
     COMMON_FILE,
     CONFIG_FILE,
     DistFiles,
+    StoredObject,
     is_checkpoint,
     open_files,
 )
@@ -72,7 +72,7 @@ from jax_ucp.formats.megatron.legacy_optimizer import BUFFERS, beside_tensors
 from jax_ucp.formats.megatron.walk import EMBEDDING, TIED, is_expert
 from jax_ucp.formats.options import Options
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.fragments import Fragment, ParamLayout
+from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
 from jax_ucp.layout.patterns import Unique
 from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.consolidated import Consolidated
@@ -85,8 +85,7 @@ def recognise(path: FilePath) -> bool:
 
 
 def open_megatron_dist(path: FilePath, options: Options) -> Contents:
-    """The checkpoint in a save directory (with its tracker file), or in the folder of one
-    iteration.
+    """The checkpoint in a save directory (with its tracker), or in one iteration's folder.
 
     Raises FormatError, naming file and tensor, where files are missing, damaged or of another run,
     and LayoutError where chunks do not form a tensor.
@@ -118,6 +117,10 @@ def read_files(files: DistFiles, options: Options) -> Contents:
     )
 
 
+# By parameter its shape, and the runs that it is made of.
+_Blocks = dict[str, tuple[Shape, Sequence[Run]]]
+
+
 class _Reader:
     """Puts one checkpoint together; each method settles one kind of stored thing."""
 
@@ -126,38 +129,36 @@ class _Reader:
         # dp_zero_gather_scatter has its tensors in objects.
         self.inside = {} if options.weights_only else param_state_sources(files)
         sources = {"": files.source, f"{COMMON_FILE}:": files.common, **self.inside}
-        self.found = Import(
+        self.importer = Import(
             "megatron", files.folder, Combined.prefixed(sources), options.on_conflict
         )
-        self.found.cause = "" if options.weights_only else precision_aware(files.args)
-        self.found.unknown |= files.common.unknown
+        self.importer.cause = "" if options.weights_only else precision_aware(files.args)
+        self.importer.unknown |= files.common.unknown
         # parameter -> state -> how it is stored; `weight` is what the model computes with. The
         # vocabulary is padded.
         self.states: dict[str, dict[str, Consolidated]] = {}
         self.dtypes: dict[str, str] = {}
         self.steps: dict[bool, list[Step]] = {}
         self.stepless: list[str] = []
-        self.causes: dict[str, str] = {}
-        self.mixed = False
 
     def contents(self) -> Contents:
         self._stored_states()
         shapes = {name: states["weight"].layout.shape for name, states in self.states.items()}
         check_args(self.files, shapes, self.dtypes)
-        self._buffers()
+        causes = self._buffers()
         self._steps()
-        self._parameters()
+        self._parameters(causes)
         self._objects()
         self._common()
         self._other_files()
         self._notes()
-        return self.found.contents()
+        return self.importer.contents()
 
     def _stored_states(self) -> None:
         """States that are stored as tensors of the model's shapes, or as parts of such."""
         keys = {key: state_of(key) for key in itertools.filterfalse(is_flat, self.files.tensors)}
         weights = {key for key, (state, _) in keys.items() if state == "weight"}
-        by_state: dict[str, dict[str, tuple[tuple[int, ...], Sequence[Run]]]] = {}
+        by_state: dict[str, _Blocks] = {}
         for key, (state, model) in keys.items():
             if state != "weight" and self.options.weights_only:
                 self._leave(key)
@@ -179,27 +180,21 @@ class _Reader:
 
     def _leave(self, key: str) -> None:
         for run in self.files.tensors[key].runs:
-            self.found.leave(run.key, "", notes.LEFT)
+            self.importer.leave(run.key, "", notes.LEFT)
 
-    def _unstacked(
-        self, key: str, model: str
-    ) -> Mapping[str, tuple[tuple[int, ...], Sequence[Run]]]:
-        """The parameters in the tensor `key`, which is the model's tensor `model` or a state of
-        it.
-        """
+    def _unstacked(self, key: str, model: str) -> _Blocks:
+        """The parameters in the tensor `key`: the model's tensor `model`, or a state of it."""
         tensor, shape = self.files.tensors[key], self.files.tensors[model].shape
         runs = tensor.runs if tensor.shape == shape else self._flattened(key, shape)
         check_stacks(
             model, shape, {"layers": self._layers(model), "experts": self.args.get("num_experts")}
         )
-        params = unstacked(model, shape, runs)
+        params: _Blocks = {**unstacked(model, shape, runs)}
         if key == model:
             self.dtypes |= dict.fromkeys(params, tensor.dtype.name)
         return params
 
-    def _add_state(
-        self, state: str, params: dict[str, tuple[tuple[int, ...], Sequence[Run]]]
-    ) -> None:
+    def _add_state(self, state: str, params: _Blocks) -> None:
         for name, (gate, up) in gate_and_up(params).items():
             params[name] = stacked_halves(params.pop(gate), params.pop(up))
             self.dtypes[name] = self.dtypes[gate]
@@ -217,15 +212,13 @@ class _Reader:
         return self.args.get("num_layers") if model.startswith("decoder.") else None
 
     def _consolidated(self, shape: tuple[int, ...], runs: Sequence[Run]) -> Consolidated:
-        """The runs as shards of the parameter: each is a stored chunk as it is, or lies inside
-        one.
-        """
+        """The runs as shards of the parameter: each a stored chunk, or a part of one."""
         keys: list[str] = []
         for run in runs:
             key = run.key
-            if run.start or self.found.stored[key].shape != run.target.shape:
+            if run.start or self.importer.stored[key].shape != run.target.shape:
                 key = f"{run.key}[{run.start}:{run.start + run.target.size}]"
-                self.found.cut(key, Cut(run.key, run.start, run.target.shape))
+                self.importer.cut(key, Cut(run.key, run.start, run.target.shape))
             keys.append(key)
         fragments = [
             Fragment(i, Box.whole(run.target.shape), run.target) for i, run in enumerate(runs)
@@ -234,29 +227,28 @@ class _Reader:
             ParamLayout(shape, tuple(run.target.shape for run in runs), tuple(fragments)), keys
         )
 
-    def _buffers(self) -> None:
-        """States that are in flat buffers. An error names the remedy: the weights are not in
-        them.
+    def _buffers(self) -> Mapping[str, str]:
+        """Add states in flat buffers; returns what is likely where a master is not the weight's.
+
+        Errors name the remedy: the weights are not in the buffers.
         """
         try:
-            self._read_buffers()
+            return self._read_buffers()
         except (FormatError, LayoutError) as error:
             if "weights_only" in str(error):
                 raise
             raise type(error)(f"{error}. weights_only opens the weights alone") from error
 
-    def _read_buffers(self) -> None:
-        """States that are in flat buffers, as slices that the tensor-parallel ranks had, and
-        those as parameters.
-        """
+    def _read_buffers(self) -> Mapping[str, str]:
         if self.options.weights_only:
             for key in filter(is_flat, self.files.tensors):
                 self._leave(key)
         elif any(map(is_flat, (*self.files.tensors, *self.files.objects))):
             self._read_slices()
-            self.causes = dict.fromkeys(self.states, not_of_weights())
+            return dict.fromkeys(self.states, not_of_weights())
         elif any(map(is_fully_reshardable, self.files.tensors)):
-            self.causes = self._moved()
+            return self._moved()
+        return {}
 
     def _read_slices(self) -> None:
         stored = flats(self.files, self.inside)
@@ -267,13 +259,13 @@ class _Reader:
         keys_by_state: dict[tuple[str, str], dict[int, str]] = {}
         for chain, plan in enumerate(self._plans(cuts)):
             for part in slices(self.files, chain, plan, stored, self._skip_gap):
-                self.found.slice(
+                self.importer.slice(
                     part.key, part.tensor, f"{part.state} of {part.name}, a part of a flat buffer"
                 )
                 keys_by_state.setdefault((part.name, part.state), {})[part.rank] = part.key
         for (chain, group, c, dtype), stray in stored.items():
             raise FormatError(
-                f"{self.files.folder}: {stray.where} (optimizer {chain}, group {group}, chunk {c},"
+                f"{self.files.folder}: {stray.name} (optimizer {chain}, group {group}, chunk {c},"
                 f" {dtype}) belongs to no rank that the args know"
             )
         for (name, state), keys in keys_by_state.items():
@@ -282,7 +274,7 @@ class _Reader:
             )
 
     def _skip_gap(self, key: str) -> None:
-        self.found.skip(
+        self.importer.skip(
             key, "", "a gap between tensors in a flat buffer, which holds what was in memory"
         )
 
@@ -298,34 +290,24 @@ class _Reader:
             return dict.fromkeys(self.states, moved_by_padding(None))
 
     def _cuts(self) -> dict[str, ParamLayout]:
-        """How the tensor-parallel ranks held each parameter, and the last stage its copy of a
-        tied embedding.
-        """
+        """How tensor-parallel ranks held each parameter, and the copy of a tied embedding."""
         cuts: dict[str, ParamLayout] = {}
         for name, states in self.states.items():
-            if name.endswith(BUFFERS):
-                continue
-            layout = states["weight"].layout
-            ranks = (
-                self.args.expert_ranks
-                if is_expert(name)
-                else self.args.degree("tensor_model_parallel_size")
-            )
-            try:
-                cuts[name] = cut_of(
-                    layout.shape, [fragment.target for fragment in layout.fragments], ranks
-                )
-            except LayoutError as error:
-                raise LayoutError(f"{name}: {error}") from None
-        untied = self.args.get("untie_embeddings_and_output_weights", False)
-        if (
-            self.args.degree("pipeline_model_parallel_size") > 1
-            and not untied
-            and EMBEDDING in cuts
-        ):
+            if not name.endswith(BUFFERS):
+                cuts[name] = self._cut(name, states["weight"].layout)
+        if EMBEDDING in cuts and self.args.copies_embedding:
             cuts[TIED] = cuts[EMBEDDING]
             self.dtypes[TIED] = self.dtypes[EMBEDDING]
         return cuts
+
+    def _cut(self, name: str, layout: ParamLayout) -> ParamLayout:
+        ranks = self.args.degree("tensor_model_parallel_size")
+        if is_expert(name):
+            ranks = self.args.expert_ranks
+        try:
+            return cut_of(layout.shape, [fragment.target for fragment in layout.fragments], ranks)
+        except LayoutError as error:
+            raise LayoutError(f"{name}: {error}") from None
 
     def _plans(self, cuts: Mapping[str, ParamLayout]) -> list[Plan]:
         shapes = {name: layout.shards[0] for name, layout in cuts.items()}
@@ -334,9 +316,7 @@ class _Reader:
         return [plan_buffers(self.args, expert, shapes, self.dtypes) for expert in optimizers_of]
 
     def _steps(self) -> None:
-        """How often each optimizer stepped: by `common.pt`, or by every model-parallel rank of
-        its own.
-        """
+        """Read how often each optimizer stepped, from `common.pt` or from each rank's own."""
         if self.options.weights_only:
             return
         self.steps = common_steps(self.files)
@@ -350,17 +330,17 @@ class _Reader:
                     file, f"{stored.file}:{key}", "optimizer", file.tree, (about.chain, stage)
                 )
 
-    def _parameters(self) -> None:
+    def _parameters(self, causes: Mapping[str, str]) -> None:
         for expert in (False, True):
             mine = {
                 name: states for name, states in self.states.items() if is_expert(name) == expert
             }
             kept = {name: frozenset(states) - {"weight", "param"} for name, states in mine.items()}
-            self.mixed = len({*kept.values()} - {frozenset[str]()}) > 1
+            mixed = len({*kept.values()} - {frozenset[str]()}) > 1
             for name, states in mine.items():
                 self._check_states(name, kept)
                 if "weight" in states:
-                    self._parameter(name, states)
+                    self._parameter(name, states, mixed, causes.get(name))
                 else:
                     self._copy_of_embedding(states)
 
@@ -385,24 +365,30 @@ class _Reader:
                 " weights_only opens the weights alone"
             )
 
-    def _parameter(self, name: str, states: Mapping[str, Consolidated]) -> None:
+    def _parameter(
+        self, name: str, states: Mapping[str, Consolidated], mixed: bool, cause: str | None
+    ) -> None:
+        """Add a parameter; `mixed` is whether several kinds of optimizers have parameters.
+
+        `cause` is why its master may be another's, if its place in the files is an assumption.
+        """
         unpadded = {state: self._unpadded(name, param) for state, param in states.items()}
         weight, master = unpadded.pop("weight"), unpadded.pop("param", None)
         if name.endswith(BUFFERS):
-            self.found.parameter("buffer", name, weight, notes.BUFFER)
+            self.importer.parameter("buffer", name, weight, notes.BUFFER)
         elif master is not None:
             reason = notes.copy_of_master(name)
-            self.found.parameter("param", name, master, f"the master of {name}")
-            cause = self.found.cause or self.causes.get(name, "")
-            self.found.duplicate("param", name, weight, reason, cause)
-            if name in self.causes and self.options.on_conflict:
-                self.found.prove_place(name, states["param"], states["weight"], cause)
+            self.importer.parameter("param", name, master, f"the master of {name}")
+            likely = self.importer.cause or cause or ""
+            self.importer.duplicate("param", name, weight, reason, likely)
+            if cause is not None and self.options.on_conflict:
+                self.importer.prove_place(name, states["param"], states["weight"], likely)
         else:
-            self.found.parameter("param", name, weight, f"the parameter {name}")
+            self.importer.parameter("param", name, weight, f"the parameter {name}")
         for state, param in unpadded.items():
-            self.found.parameter(state, name, param, f"{state} of {name}")
+            self.importer.parameter(state, name, param, f"{state} of {name}")
         if states.keys() != {"weight"}:
-            self._step(name)
+            self._step(name, mixed)
 
     def _unpadded(self, name: str, param: Consolidated) -> Consolidated:
         vocab = self.options.sizes.get("vocab") if name in (EMBEDDING, TIED) else None
@@ -415,25 +401,25 @@ class _Reader:
 
     def _copy_of_embedding(self, states: Mapping[str, Consolidated]) -> None:
         for state, param in states.items():
-            self.found.duplicate(
+            self.importer.duplicate(
                 state, EMBEDDING, self._unpadded(EMBEDDING, param), notes.COPY_OF_EMBEDDING
             )
 
-    def _step(self, name: str) -> None:
-        step = one_step(self.files, name, self._steps_of(name))
+    def _step(self, name: str, mixed: bool) -> None:
+        step = one_step(self.files, name, self._steps_of(name, mixed))
         if step is None:
             self.stepless.append(name)
         elif step.tensor is not None:
             one = Consolidated(Unique().join([()]), [f"{COMMON_FILE}:{step.tensor.key}"])
-            self.found.parameter("step", name, one, notes.STEP)
+            self.importer.parameter("step", name, one, notes.STEP)
         else:
             array = np.asarray(step.value, np.int32 if isinstance(step.value, int) else np.float32)
-            self.found.constant("step", name, array, step.where)
+            self.importer.constant("step", name, array, step.at)
 
-    def _steps_of(self, name: str) -> list[Step]:
+    def _steps_of(self, name: str, mixed: bool) -> list[Step]:
         """The steps of the parameter groups that the parameter can be in."""
         steps = self.steps.get(is_expert(name) and True in self.steps, [])
-        if self.mixed:  # Adam beside another optimizer: the step of one is not that of the other
+        if mixed:  # Adam beside another optimizer: the step of one is not that of the other
             adam = "exp_avg" in self.states[name]
             steps = [step for step in steps if step.adam in (None, adam)]
         decays = len(self.states[name]["weight"].layout.shape) != 1 and not name.endswith(".bias")
@@ -441,86 +427,80 @@ class _Reader:
         return [step for step in steps if step.decays in (None, decays)] or steps
 
     def _objects(self) -> None:
-        for where in self.files.left:
-            self.found.skip(where, "object", notes.LEFT)
+        for item in self.files.left:
+            self.importer.skip(item, "object", notes.LEFT)
         for key, stored in self.files.objects.items():
-            where = f"{stored.file}:{key}"
+            item, group = f"{stored.file}:{key}", group_object(key)
             if "._extra_state/" in key:
-                self.found.skip(where, "object", notes.TRANSFORMER_ENGINE)
-            elif (about := group_object(key)) and about.what != "optimizer":
-                self.found.skip(where, "object", notes.LAYOUT)
+                self.importer.skip(item, "object", notes.TRANSFORMER_ENGINE)
+            elif group is not None and group.what != "optimizer":
+                self.importer.skip(item, "object", notes.LAYOUT)
             else:
-                self._extra(key, stored.file, where)
+                self._extra(key, stored, item)
 
-    def _extra(self, key: str, file: str, where: str) -> None:
+    def _extra(self, key: str, stored: StoredObject, item: str) -> None:
         try:
-            opened = self.files.objects[key].open()
+            opened = stored.open()
         except UnsafePickle as error:
-            self.found.skip(
-                where, "object", f"not read, because it asks for more than data: {error}"
-            )
-            self.found.notes.append(f"the object {key} was left out: {error}")
+            reason = f"not read, because it asks for more than data: {error}"
+            self.importer.skip(item, "object", reason)
+            self.importer.notes.append(f"the object {key} was left out: {error}")
             return
+        self.importer.unknown |= opened.unknown
         tree = opened.tree
-        self.found.unknown |= opened.unknown
-        self.found.extra(
-            file, key, tree[0] if isinstance(tree, list) and len(tree) == 1 else tree, opened
-        )
+        if isinstance(tree, list) and len(tree) == 1:
+            [tree] = tree
+        self.importer.extra(stored.file, key, tree, opened)
 
     def _common(self) -> None:
         for name, value in self.files.tree.items():
             if name != "optimizer":
-                self.found.extra(COMMON_FILE, name, value)
+                self.importer.extra(COMMON_FILE, name, value)
             elif self.options.weights_only:
                 self._leave_common_optimizer()
             else:
                 several = isinstance(value, dict) and 0 in value
-                for label, part in beside_tensors(optimizers(value) if several else value):
-                    self.found.extra(COMMON_FILE, label, part)
+                for label, part in beside_tensors(optimizers(value) if several else value).items():
+                    self.importer.extra(COMMON_FILE, label, part)
 
     def _leave_common_optimizer(self) -> None:
-        self.found.skip(f"{COMMON_FILE}:optimizer", "param_groups", notes.LEFT)
+        self.importer.skip(f"{COMMON_FILE}:optimizer", "param_groups", notes.LEFT)
         for key in self.files.common.arrays():
             if key.startswith("optimizer/"):
-                self.found.skip(f"{COMMON_FILE}:{key}", "", notes.LEFT)
+                self.importer.skip(f"{COMMON_FILE}:{key}", "", notes.LEFT)
 
     def _other_files(self) -> None:
         about = {CONFIG_FILE: "names the backend", METADATA_FILE: "says which chunk is where"}
         accounted = {*self.files.files, *self.files.left, COMMON_FILE}
-        for path in sorted(self.files.folder.children()):
-            if path.name in accounted:
-                continue
+        others = [path for path in self.files.folder.children() if path.name not in accounted]
+        for path in sorted(others):
             if path.name in about:
-                self.found.skip(
-                    path.name,
-                    "metadata",
-                    f"{about[path.name]}; the tree's names and shapes come from it",
-                )
+                reason = f"{about[path.name]}; the tree's names and shapes come from it"
+                self.importer.skip(path.name, "metadata", reason)
                 continue
-            self.found.skip(
-                path.name, f"{path.size()} bytes", "nothing of the checkpoint lies in it"
-            )
+            size = f"{path.size()} bytes"
+            self.importer.skip(path.name, size, "nothing of the checkpoint lies in it")
             if path.suffix == ".distcp":
-                self.found.notes.append(
+                self.importer.notes.append(
                     f"{path.name} belongs to no tensor: it is left from another save"
                 )
 
     def _notes(self) -> None:
         if EMBEDDING in self.states and "vocab" not in self.options.sizes:
             rows = self.states[EMBEDDING]["weight"].layout.shape[0]
-            self.found.notes.append(notes.padded_vocabulary(rows))
+            self.importer.notes.append(notes.padded_vocabulary(rows))
         if self.options.weights_only:
-            self.found.notes.append(notes.WEIGHTS_ALONE)
+            self.importer.notes.append(notes.WEIGHTS_ALONE)
         elif all(states.keys() == {"weight"} for states in self.states.values()):
-            self.found.notes.append(notes.WITHOUT_OPTIMIZER)
+            self.importer.notes.append(notes.WITHOUT_OPTIMIZER)
         if self.stepless:
-            self.found.notes.append(
+            self.importer.notes.append(
                 f"nothing says how often the optimizer of {listed(self.stepless, 1)} stepped;"
                 " plan_optimizer needs step= where it counts"
             )
         if not self.args.fields:
-            self.found.notes.append(
+            self.importer.notes.append(
                 "common.pt has no args: nothing was compared with what the run says of its model"
             )
         elif self.args.absent:
-            self.found.notes.append(notes.defaults_taken(self.args.absent))
+            self.importer.notes.append(notes.defaults_taken(self.args.absent))

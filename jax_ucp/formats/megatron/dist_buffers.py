@@ -1,5 +1,4 @@
-"""Flat buffers of a distributed optimizer: which parameters they hold, and where. Integers and
-names only.
+"""Which parameters a distributed optimizer's flat buffers hold, and where. Integers only.
 
 `dp_reshardable` and `dp_zero_gather_scatter` store, for each model-parallel rank, what its
 data-parallel ranks had in their flat buffers. Nothing there names a parameter: the order is that of
@@ -76,8 +75,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """What one model chunk of one model-parallel rank has of one dtype, and the sizes of its
-    buckets without tails.
+    """A chunk's parameters of one dtype on one rank; `buckets` are sizes without tails.
 
     `moved` are the parameters that a writer moves which takes padded for coalesced offsets, each
     with how far.
@@ -90,9 +88,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A model-parallel rank. Its buffers are stored under the number `group`; `rank` is that of
-    tensor parallelism.
-    """
+    """A model-parallel rank: `group` numbers its buffers, `rank` is tensor parallelism's."""
 
     group: int
     pp: int
@@ -102,9 +98,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Plan:
-    """All buffers of an optimizer, by (pp, ep, model chunk, dtype), and the ranks that have
-    them.
-    """
+    """The buffers of an optimizer, by (pp, ep, model chunk, dtype), and the ranks with them."""
 
     places: Sequence[Place]
     buffers: Mapping[tuple[int, int, int, str], Buffer]
@@ -140,9 +134,7 @@ def cut_of(shape: Shape, boxes: Sequence[Box], ranks: int) -> ParamLayout:
 
 
 def _cut_axis(shape: Shape, boxes: Sequence[Box], ranks: int) -> int:
-    """The axis on which the boxes lie side by side. Raises LayoutError where they are not equal
-    parts of the ranks.
-    """
+    """The axis on which boxes lie side by side. Raises LayoutError unless equal parts."""
     cut_axes = {axis for box in boxes for axis, n in enumerate(box.shape) if n != shape[axis]}
     sizes = {box.shape for box in boxes}
     if len(cut_axes) != 1 or len(sizes) != 1 or len(boxes) % ranks:
@@ -155,8 +147,7 @@ def _cut_axis(shape: Shape, boxes: Sequence[Box], ranks: int) -> int:
 
 
 def range_in(shape: Shape, transposed: bool, first: int, stop: int) -> Iterator[tuple[int, Box]]:
-    """Elements `first` to `stop` of a tensor's memory, as blocks of the parameter; each with where
-    it begins.
+    """Elements `first` to `stop` of a tensor's memory as (start, block of the parameter).
 
     The memory has `shape`, in row-major order; with `transposed` the parameter has its axes the
     other way round.
@@ -178,8 +169,7 @@ def range_in(shape: Shape, transposed: bool, first: int, stop: int) -> Iterator[
 def slice_of(
     part: Part, start: int, pieces: Sequence[tuple[int, int]]
 ) -> tuple[ParamLayout, list[int]]:
-    """The layout of a part over the stored pieces of the buffer it is in, and which of them it
-    needs.
+    """The layout of a part over the buffer's stored pieces, and which of them it needs.
 
     `pieces` are (start, stop) in the buffer, ascending and without holes; the part begins at
     `start` + `part.start`.
@@ -201,9 +191,7 @@ def slice_of(
 
 
 def stage_layers(args: Args) -> dict[tuple[int, int], range]:
-    """The global numbers of the layers of each (chunk, pipeline stage), in the order of chunks,
-    then stages.
-    """
+    """The layers of each (chunk, pipeline stage), in the order of chunks, then stages."""
     p = args.degree("pipeline_model_parallel_size")
     v = args.degree("virtual_pipeline_model_parallel_size")
     layers = args.get("num_layers")
@@ -239,9 +227,7 @@ def _refuse_uneven(args: Args) -> None:
 
 
 def _chunk_layers(args: Args, layers: int, p: int, v: int) -> list[int]:
-    """The layers in one model chunk of each stage. All stages have the same number, unless args
-    fix the ends'.
-    """
+    """The layers in a chunk of each stage: equal numbers, unless args fix the ends'."""
     first, last = (args.optional(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
     ends = {0: first, p - 1: last} if p > 1 else {}
     fixed = {stage: n for stage, n in ends.items() if isinstance(n, int)}
@@ -259,9 +245,7 @@ def _chunk_layers(args: Args, layers: int, p: int, v: int) -> list[int]:
 
 
 def model_parallel_ranks(args: Args, expert: bool) -> list[Place]:
-    """The model-parallel ranks, by the numbers of their groups: tp, then ep for experts, then
-    pp.
-    """
+    """The model-parallel ranks in the order of groups: tp, then ep for experts, then pp."""
     p = args.degree("pipeline_model_parallel_size")
     t = args.degree("tensor_model_parallel_size")
     if not expert:
@@ -277,9 +261,7 @@ def model_parallel_ranks(args: Args, expert: bool) -> list[Place]:
 
 
 def stage_of(args: Args, expert: bool, group: int) -> int | None:
-    """The pipeline stage of the model-parallel rank with this number; None where the args know
-    no such rank.
-    """
+    """The pipeline stage of a group; None where the args have no such rank."""
     return next(
         (place.pp for place in model_parallel_ranks(args, expert) if place.group == group), None
     )
@@ -288,8 +270,7 @@ def stage_of(args: Args, expert: bool, group: int) -> int | None:
 def plan_buffers(
     args: Args, expert: bool | None, shapes: Mapping[str, Shape], dtypes: Mapping[str, str]
 ) -> Plan:
-    """The buffers of the optimizer of the dense parameters (False), of experts (True), or of all
-    (None).
+    """The buffers of the optimizer of dense parameters (False), experts (True), all (None).
 
     `shapes` are those that one rank has of every parameter, with the last stage's copy of a tied
     embedding; `dtypes` name those of the model's tensors. Raises FormatError where the order of
@@ -366,8 +347,7 @@ def _buffer(
 
 
 def modules_of(args: Args, shapes: Mapping[str, Shape]) -> list[tuple[Part, ...]]:
-    """The tensors that a rank has of these parameters, in module order: one of each, but for
-    grouped experts.
+    """A rank's tensors in module order: one for each parameter, but for grouped experts.
 
     Those of Megatron's own GroupedMLP are one tensor with all the rank's experts, each transposed.
     """
@@ -383,9 +363,7 @@ def modules_of(args: Args, shapes: Mapping[str, Shape]) -> list[tuple[Part, ...]
 
 
 def _merged_into(name: str) -> str | tuple[int, int]:
-    """The tensor of a GroupedMLP that has the parameter, by its layer and linear module; else
-    its own name.
-    """
+    """The (layer, linear module) of a GroupedMLP's parameter; else its own name."""
     expert = _expert_of(name)
     if expert is None:
         return name
@@ -428,9 +406,7 @@ def _module_order(name: str, modules: Sequence[str], grouped: bool) -> tuple[int
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A model chunk of a rank: its layers, its experts in them, and whether it is the model's
-    first or last.
-    """
+    """A chunk of a rank: layers, experts in them, and whether it is the first or last."""
 
     layers: range
     experts: range

@@ -1,5 +1,4 @@
-"""The files of a torch_dist checkpoint: tensors in chunks, objects, and `common.pt` with what all
-ranks have alike.
+"""The files of a torch_dist checkpoint: tensors in chunks, objects, and `common.pt`.
 
 `metadata.json` names the backend that wrote the tensors: `torch_dist` is PyTorch's distributed
 checkpoint, `zarr` (up to core 0.15) has a folder for each tensor.
@@ -13,7 +12,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +26,7 @@ from jax_ucp.formats.dcp.source import DcpSource, chunk_key
 from jax_ucp.formats.megatron.dist_names import Run, is_optimizers
 from jax_ucp.formats.megatron.dist_zarr import ARRAY_FILE, ZarrChunks, zarr_array
 from jax_ucp.formats.megatron.files import Args, args_of, check_iteration, iteration_folder
+from jax_ucp.formats.nested import as_dict
 from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.formats.torch_save.unpickle import what_is
 from jax_ucp.sources.checks import Check, Extent, verdicts
@@ -50,9 +50,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class StoredObject:
-    """Something that is no tensor: `file` holds it; a list of one item where the backend is
-    torch_dist.
-    """
+    """An object that is not a tensor, in `file`; from torch_dist a list of one item."""
 
     file: str
     open: Callable[[], TorchFile]
@@ -62,8 +60,8 @@ class StoredObject:
 class DistFiles:
     """Everything that is stored. `source` has the chunks of the tensors.
 
-    `left` says where what is the optimizer's is, where only weights were asked for: objects, and
-    folders of zarr.
+    `left` names what is the optimizer's, where only weights were asked for: objects, and folders of
+    zarr.
     """
 
     folder: FilePath
@@ -85,6 +83,12 @@ class DistFiles:
                 yield Check(key, frozenset(), 0, partial(_fault, stored))
 
 
+# What a backend stores: the last five fields of `DistFiles`.
+_Stored = tuple[
+    Mapping[str, Tensor], Mapping[str, StoredObject], ArraySource, Sequence[str], Sequence[str]
+]
+
+
 def _fault(stored: StoredObject) -> str | None:
     try:
         return next((fault for _, fault in verdicts(stored.open().checks("full")) if fault), None)
@@ -95,9 +99,7 @@ def _fault(stored: StoredObject) -> str | None:
 
 
 def is_checkpoint(path: FilePath) -> bool:
-    """Whether the directory, or the iteration that its tracker file names, is a checkpoint of
-    torch_dist or zarr.
-    """
+    """Whether the directory, or its latest iteration, is a checkpoint of torch_dist or zarr."""
     folder = iteration_folder(path)
     if not folder.is_dir():  # which is refused, unless it is the legacy format's
         folder = path
@@ -107,8 +109,7 @@ def is_checkpoint(path: FilePath) -> bool:
 
 
 def open_files(folder: FilePath, weights_only: bool = False) -> DistFiles:
-    """The checkpoint of one iteration; with `weights_only` nothing of the optimizer is opened, nor
-    need it be there.
+    """The checkpoint of one iteration; with `weights_only` nothing of the optimizer is opened.
 
     Raises FormatError, naming the file, where one is missing or of another save.
     """
@@ -131,15 +132,18 @@ def open_files(folder: FilePath, weights_only: bool = False) -> DistFiles:
             f"{folder / CONFIG_FILE} names the backend {backend!r:.80}; only torch_dist and zarr"
             " are read"
         )
-    files = read(folder, args, common, tree, is_optimizers if weights_only else lambda key: False)
-    _check_objects(files)
+    stored = read(folder, is_optimizers if weights_only else _nothing)
+    files = DistFiles(folder, args, common, tree, *stored)
+    _check_objects(folder, files.objects)
     return files
 
 
+def _nothing(key: str) -> bool:
+    return False
+
+
 def _without_common(folder: FilePath) -> str:
-    """What it means that there is no `common.pt`; from core 0.19 on its content is an object
-    among the others.
-    """
+    """Why there is no `common.pt`; from core 0.19 on an object has its content."""
     metadata = folder / METADATA_FILE
     if metadata.is_file() and _COMMON_OBJECT in metadata.read_bytes():
         return (
@@ -157,37 +161,28 @@ def _backend(folder: FilePath) -> str | None:
         config = json.loads(path.read_text())
     except (ValueError, RecursionError):
         return None
-    backend = config.get("sharded_backend") if isinstance(config, dict) else None
+    backend = as_dict(config).get("sharded_backend")
     return backend if isinstance(backend, str) else None
 
 
-def _check_objects(files: DistFiles) -> None:
-    """Of every object each shard is there: `<name>/shard_<place>_<grid>` says how many there
-    are.
-    """
+def _check_objects(folder: FilePath, objects: Iterable[str]) -> None:
+    """Raise FormatError where `<name>/shard_<place>_<grid>` is not there for each place."""
     grids: dict[tuple[str, str], set[str]] = {}
-    for key in files.objects:
-        if match := _OBJECT.fullmatch(key):
-            grids.setdefault((match[1], match[3]), set()).add(match[2])
+    for match in filter(None, map(_OBJECT.fullmatch, objects)):
+        grids.setdefault((match[1], match[3]), set()).add(match[2])
     for (name, grid), places in grids.items():
         sizes = [int(n) for n in grid.split(".")]
         if math.prod(sizes) <= len(places):
             continue
         every = (".".join(map(str, place)) for place in itertools.product(*map(range, sizes)))
-        lost = next(place for place in every if place not in places)
+        missing = next(place for place in every if place not in places)
         raise FormatError(
-            f"{files.folder}: {name}/shard_{lost}_{grid} is missing, though other shards of it are"
+            f"{folder}: {name}/shard_{missing}_{grid} is missing, though other shards of it are"
             " there"
         )
 
 
-def _torch_dist(
-    folder: FilePath,
-    args: Args,
-    common: TorchFile,
-    tree: Mapping[str, Any],
-    leave: Callable[[str], bool],
-) -> DistFiles:
+def _torch_dist(folder: FilePath, leave: Callable[[str], bool]) -> _Stored:
     metadata = read_metadata(
         folder, lambda every: set(filter(leave, (fqn for fqn, _ in every.spans())))
     )
@@ -198,22 +193,20 @@ def _torch_dist(
     for fqn, entry in metadata.tensors.items():
         runs = tuple(Run(chunk_key(fqn, chunk), 0, chunk.box) for chunk in entry.chunks)
         tensors[fqn] = Tensor(entry.shape, entry.dtype, runs)
-    left = [
-        f"{span.file}:{fqn}"
-        for fqn in filter(leave, metadata.objects)
-        for span in metadata.objects[fqn]
-    ]
+    left: list[str] = []
     objects: dict[str, StoredObject] = {}
-    for fqn in itertools.filterfalse(leave, metadata.objects):
-        span, *others = metadata.objects[fqn]
+    for fqn, spans in metadata.objects.items():
+        if leave(fqn):
+            left += [f"{span.file}:{fqn}" for span in spans]
+            continue
+        span, *others = spans
         if others:
             raise FormatError(
                 f"{folder / METADATA_FILE}: the object {fqn} is in {len(others) + 1} places"
             )
         objects[fqn] = StoredObject(span.file, partial(source.object, fqn, span))
-
-    used = {span.file for _, span in metadata.spans()}
-    return DistFiles(folder, args, common, tree, tensors, objects, source, sorted(used), left)
+    files = sorted({span.file for _, span in metadata.spans()})
+    return tensors, objects, source, files, left
 
 
 def _check_chunks(metadata: DcpMetadata, fqn: str) -> None:
@@ -223,36 +216,29 @@ def _check_chunks(metadata: DcpMetadata, fqn: str) -> None:
         raise LayoutError(f"{metadata.folder / METADATA_FILE}: {fqn}: {error}") from None
 
 
-def _zarr(
-    folder: FilePath,
-    args: Args,
-    common: TorchFile,
-    tree: Mapping[str, Any],
-    leave: Callable[[str], bool],
-) -> DistFiles:
-    names = sorted(path.name for path in folder.children() if path.is_dir())
-    left = list(filter(leave, names))
-    names = list(itertools.filterfalse(leave, names))
+def _zarr(folder: FilePath, leave: Callable[[str], bool]) -> _Stored:
+    folders = sorted(path.name for path in folder.children() if path.is_dir())
+    names = list(itertools.filterfalse(leave, folders))
     for name in names:
         _check_described(folder / name)
-    arrays = {
-        name: zarr_array(folder, name) for name in names if (folder / name / ARRAY_FILE).exists()
-    }
-    tensors = {
-        name: Tensor(array.shape, array.dtype, array.runs()) for name, array in arrays.items()
-    }
+    described = [name for name in names if (folder / name / ARRAY_FILE).exists()]
+    arrays = {name: zarr_array(folder, name) for name in described}
+    tensors: dict[str, Tensor] = {}
+    for name, array in arrays.items():
+        tensors[name] = Tensor(array.shape, array.dtype, array.runs())
     objects: dict[str, StoredObject] = {}
     for name in names:
-        for path in (folder / name).matching(".pt"):
-            if not path.name.startswith("shard_"):
-                continue
-            objects[f"{name}/{path.stem}"] = StoredObject(
-                f"{name}/{path.name}", partial(TorchFile, path)
-            )
-    used = [*arrays, *{key.partition("/")[0] for key in objects}]
-    return DistFiles(
-        folder, args, common, tree, tensors, objects, ZarrChunks(folder, arrays), used, left
-    )
+        objects |= _zarr_objects(folder / name)
+    files = [*arrays, *{key.partition("/")[0] for key in objects}]
+    left = list(filter(leave, folders))
+    return tensors, objects, ZarrChunks(folder, arrays), files, left
+
+
+def _zarr_objects(folder: FilePath) -> Iterator[tuple[str, StoredObject]]:
+    for path in folder.matching(".pt"):
+        if path.name.startswith("shard_"):
+            file = f"{folder.name}/{path.name}"
+            yield f"{folder.name}/{path.stem}", StoredObject(file, partial(TorchFile, path))
 
 
 def _check_described(folder: FilePath) -> None:

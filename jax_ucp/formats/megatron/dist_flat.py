@@ -1,8 +1,7 @@
-"""The flat buffers of a torch_dist checkpoint as states of parameters: what `dp_reshardable` and
-`dp_zero_gather_scatter` store, cut by `megatron_dist_buffers`.
+"""The flat buffers of dp_reshardable and dp_zero_gather_scatter as states of parameters.
 
 Megatron reads them only with the tensor and pipeline parallelism that wrote them. Here sizes are
-compared with those recorded; `megatron_dist_proof` compares masters with weights.
+compared with those recorded; `dist_proof` compares masters with weights.
 
 Facts: `megatron/core/optimizer/distrib_optimizer.py` of Megatron-LM core_v0.16.1.
 """
@@ -20,6 +19,7 @@ from jax_ucp.errors import FormatError
 from jax_ucp.formats.megatron.dist_buffers import Buffer, Place, Plan, slice_of
 from jax_ucp.formats.megatron.dist_files import DistFiles, Tensor
 from jax_ucp.formats.megatron.legacy_optimizer import stored_tensors
+from jax_ucp.formats.nested import as_dict
 from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.formats.torch_save.unpickle import what_is
 from jax_ucp.sources.consolidated import Consolidated
@@ -34,13 +34,15 @@ _OTHER = (
 )
 
 
+# Of a buffer: optimizer, group, model chunk, dtype.
+Address = tuple[int, int, int, str]
+
+
 @dataclass
 class Flat:
-    """One buffer of one model-parallel rank, coalesced: its buckets' sizes, and by state the
-    pieces it is stored in.
-    """
+    """A rank's coalesced buffer: the sizes of its buckets, and by state stored pieces."""
 
-    where: str
+    name: str
     coalesced: bool
     buckets: dict[int, int] = field(default_factory=dict)
     pieces: dict[str, list[tuple[int, int, str]]] = field(default_factory=dict)
@@ -52,9 +54,7 @@ class Flat:
 
 @dataclass(frozen=True)
 class Slice:
-    """A state of a parameter as one tensor-parallel rank had it: `key` is what to call it,
-    `layout` over `keys`.
-    """
+    """A state of a parameter as one tensor-parallel rank had it, to be called `key`."""
 
     state: str
     name: str
@@ -65,9 +65,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class GroupObject:
-    """An object of one model-parallel rank: `optimizer` has its param groups, `per_bucket_numel`
-    sizes.
-    """
+    """A rank's object: `optimizer` has param groups, `per_bucket_numel` sizes."""
 
     chain: int
     group: int
@@ -76,45 +74,36 @@ class GroupObject:
 
 def group_object(key: str) -> GroupObject | None:
     match = _KEY.fullmatch(key)
-    return (
-        GroupObject(int(match[1] or 0), int(match[2]), match[3].partition("/")[0])
-        if match
-        else None
-    )
+    if match is None:
+        return None
+    return GroupObject(int(match[1] or 0), int(match[2]), match[3].partition("/")[0])
 
 
 def param_state_sources(files: DistFiles) -> dict[str, TorchFile]:
-    """The files of `param_state` objects, in which `dp_zero_gather_scatter` has tensors, by
-    prefix of their keys.
-    """
-    about = {key: group_object(key) for key in files.objects}
-    mine = {
-        key: files.objects[key]
-        for key, what in about.items()
-        if what and what.what == "param_state"
-    }
-    return {f"{stored.file}:{key}:": stored.open() for key, stored in mine.items()}
+    """The files of `param_state` objects (dp_zero_gather_scatter), by prefix of their keys."""
+    sources: dict[str, TorchFile] = {}
+    for key, stored in files.objects.items():
+        group = group_object(key)
+        if group is not None and group.what == "param_state":
+            sources[f"{stored.file}:{key}:"] = stored.open()
+    return sources
 
 
-def flats(
-    files: DistFiles, sources: Mapping[str, TorchFile]
-) -> dict[tuple[int, int, int, str], Flat]:
-    """Every buffer that is stored, by (optimizer, group, model chunk, dtype)."""
-    by_place: dict[tuple[int, int, int, str], Flat] = {}
+def flats(files: DistFiles, sources: Mapping[str, TorchFile]) -> dict[Address, Flat]:
+    """Every buffer that is stored, by its address."""
+    by_address: dict[Address, Flat] = {}
     for prefix, file in sources.items():
         key = prefix.partition(":")[2].removesuffix(":")
-        by_place |= _coalesced(key, prefix, _only(file.tree, key))
-    buckets: dict[tuple[int, int, int, str], dict[str, dict[int, str]]] = {}
-    for key in files.tensors:
-        if match := _KEY.fullmatch(key):
-            bucket = _BUCKET.fullmatch(match[3])
-            if bucket is None:
-                raise FormatError(f"{files.folder}: the buffer {key} is of a kind not known here")
-            place = int(match[1] or 0), int(match[2]), int(bucket[1]), bucket[2]
-            buckets.setdefault(place, {}).setdefault(bucket[4], {})[int(bucket[3])] = key
-    for place, keys in buckets.items():
-        by_place[place] = _joined(files, keys)
-    return by_place
+        by_address |= _coalesced(key, prefix, _only(file.tree, key))
+    buckets: dict[Address, dict[str, dict[int, str]]] = {}
+    for match in filter(None, map(_KEY.fullmatch, files.tensors)):
+        bucket = _BUCKET.fullmatch(match[3])
+        if bucket is None:
+            raise FormatError(f"{files.folder}: the buffer {match[0]} is of a kind not known here")
+        address = int(match[1] or 0), int(match[2]), int(bucket[1]), bucket[2]
+        by_state = buckets.setdefault(address, {})
+        by_state.setdefault(bucket[4], {})[int(bucket[3])] = match[0]
+    return by_address | {address: _joined(files, keys) for address, keys in buckets.items()}
 
 
 def _joined(files: DistFiles, keys: Mapping[str, Mapping[int, str]]) -> Flat:
@@ -131,12 +120,12 @@ def _joined(files: DistFiles, keys: Mapping[str, Mapping[int, str]]) -> Flat:
                 )
     if sorted(flat.buckets) != list(range(len(flat.buckets))):
         raise FormatError(
-            f"{files.folder}: of {flat.where} there are only the buckets {sorted(flat.buckets)}"
+            f"{files.folder}: of {flat.name} there are only the buckets {sorted(flat.buckets)}"
         )
     for state, by_bucket in keys.items():
         if lost := sorted(flat.buckets.keys() - by_bucket.keys()):
             raise FormatError(
-                f"{files.folder}: {flat.where}.bucket_idx_{lost[0]}.{state} is in no file"
+                f"{files.folder}: {flat.name}.bucket_idx_{lost[0]}.{state} is in no file"
             )
         flat.pieces[state] = _pieces([files.tensors[by_bucket[k]] for k in sorted(by_bucket)])
     return flat
@@ -154,21 +143,19 @@ def _pieces(buckets: Sequence[Tensor]) -> list[tuple[int, int, str]]:
     return sorted(pieces)
 
 
-def _coalesced(key: str, prefix: str, state: Any) -> dict[tuple[int, int, int, str], Flat]:
-    """The buffers in one `param_state` object, which has the form of the legacy format's
-    `distrib_optim.pt`.
-    """
-    about = group_object(key)
-    if about is None or not isinstance(state, dict) or state.get("buckets_coalesced") is not True:
+def _coalesced(key: str, prefix: str, state: Any) -> dict[Address, Flat]:
+    """The buffers in one `param_state` object, which is like a legacy `distrib_optim.pt`."""
+    group = group_object(key)
+    if group is None or not isinstance(state, dict) or state.get("buckets_coalesced") is not True:
         raise FormatError(
             f"{key} has no coalesced buffers; those of before February 2024 are not read"
         )
-    by_place: dict[tuple[int, int, int, str], Flat] = {}
+    by_address: dict[Address, Flat] = {}
     for c, buffers in state.items():
-        for dtypes, buffer in buffers.items() if isinstance(buffers, dict) else ():
-            place = about.chain, about.group, c, dtypes[0].name
-            by_place[place] = _coalesced_buffer(key, c, prefix, buffer)
-    return by_place
+        for dtypes, buffer in as_dict(buffers).items():
+            address = group.chain, group.group, c, dtypes[0].name
+            by_address[address] = _coalesced_buffer(key, c, prefix, buffer)
+    return by_address
 
 
 def _coalesced_buffer(key: str, c: int, prefix: str, buffer: Mapping[str, Any]) -> Flat:
@@ -188,7 +175,7 @@ def slices(
     files: DistFiles,
     chain: int,
     plan: Plan,
-    stored: dict[tuple[int, int, int, str], Flat],
+    stored: dict[Address, Flat],
     skip: Callable[[str], None],
 ) -> Iterator[Slice]:
     """Every state that the buffers of one optimizer hold; what is used is taken out of `stored`.
@@ -218,62 +205,52 @@ def _slices_of(place: Place, buffer: Buffer, flat: Flat) -> Iterator[Slice]:
         ranges = [(start, stop) for start, stop, _ in pieces]
         for start, part in parts:
             layout, used = slice_of(part, start, ranges)
-            key = f"{state} of {part.name} in {flat.where}"
-            yield Slice(
-                state,
-                part.name,
-                place.rank,
-                key,
-                Consolidated(layout, [pieces[i][2] for i in used]),
-            )
+            key = f"{state} of {part.name} in {flat.name}"
+            tensor = Consolidated(layout, [pieces[i][2] for i in used])
+            yield Slice(state, part.name, place.rank, key, tensor)
 
 
 def _gaps(files: DistFiles, flat: Flat, buffer: Buffer) -> Iterator[str]:
-    """The pieces between tensors. Every rank wrote its piece of each tensor by itself: none lies
-    in two of them.
-    """
+    """The pieces between tensors. Ranks wrote each tensor's by itself: none is in two."""
     if flat.coalesced:
         return
     units = sorted(
         (unit.start, unit.start + unit.numel, unit.parts[0].name) for unit in buffer.units
     )
-    for pieces in flat.pieces.values():
-        for start, stop, key in pieces:
-            at = bisect.bisect_right(units, stop - 1, key=lambda unit: unit[0]) - 1
-            first, end, name = units[at] if at >= 0 else (0, 0, "")
-            if end <= start:
-                yield key
-            elif not first <= start < stop <= end:
-                raise FormatError(
-                    f"{files.folder}: {key} is the elements {start} to {stop} of {flat.where},"
-                    f" where {name} should be {first} to {end}; {_OTHER}"
-                )
+    for start, stop, key in itertools.chain(*flat.pieces.values()):
+        at = bisect.bisect_right(units, stop - 1, key=lambda unit: unit[0]) - 1
+        first, end, name = units[at] if at >= 0 else (0, 0, "")
+        if end <= start:
+            yield key
+        elif not first <= start < stop <= end:
+            raise FormatError(
+                f"{files.folder}: {key} is the elements {start} to {stop} of {flat.name}, where"
+                f" {name} should be {first} to {end}; {_OTHER}"
+            )
 
 
 def _check_sizes(files: DistFiles, flat: Flat, buffer: Buffer) -> None:
     want = [sum(buffer.buckets)] if flat.coalesced else list(buffer.buckets)
     if flat.bucket_sizes != want:
         raise FormatError(
-            f"{files.folder}: {flat.where} has buckets of {flat.bucket_sizes} elements, but"
+            f"{files.folder}: {flat.name} has buckets of {flat.bucket_sizes} elements, but"
             f" {len(buffer.units)} tensors of the model take {want}; {_OTHER}"
         )
     if "param" not in flat.pieces:
-        raise FormatError(
-            f"{files.folder}: {flat.where} has no masters, only {sorted(flat.pieces)}"
-        )
+        raise FormatError(f"{files.folder}: {flat.name} has no masters, only {sorted(flat.pieces)}")
 
 
 def check_numels(
-    files: DistFiles, key: str, stored: TorchFile, flats: Mapping[tuple[int, int, int, str], Flat]
+    files: DistFiles, key: str, stored: TorchFile, flats: Mapping[Address, Flat]
 ) -> None:
     """Compare `per_bucket_numel_unpadded` of a model-parallel rank with its buckets."""
-    about = group_object(key)
+    group = group_object(key)
     recorded = _only(stored.tree, key)
-    if about is None or not isinstance(recorded, list):
+    if group is None or not isinstance(recorded, list):
         raise FormatError(f"{files.folder}: {key} should be a list, but is {what_is(recorded)}")
     for c, by_dtype in enumerate(recorded):
         for dtypes, sizes in by_dtype.items():
-            flat = flats.get((about.chain, about.group, c, dtypes[0].name))
+            flat = flats.get((group.chain, group.group, c, dtypes[0].name))
             buckets = flat.bucket_sizes if flat else []
             if buckets != sizes:
                 raise FormatError(

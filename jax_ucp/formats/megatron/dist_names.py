@@ -1,5 +1,4 @@
-"""Where the elements of a torch_dist checkpoint's tensors go: from its keys to parameters. Integers
-and names only.
+"""From the keys of a torch_dist checkpoint to parameters. Integers and names only.
 
 torch_dist stacks layers and experts on leading axes of one tensor; here every layer and expert has
 its own name, that of Megatron's local layer spec with global numbers, as in the legacy format.
@@ -35,9 +34,7 @@ _MASTERS = ("param", "fp32_param")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Block `target` of a tensor is the elements of stored array `key` from `start` on, both in
-    row-major order.
-    """
+    """Block `target` of a tensor: elements of the array `key` from `start` on, row-major."""
 
     key: str
     start: int
@@ -45,8 +42,7 @@ class Run:
 
 
 def state_of(key: str) -> tuple[str, str]:
-    """The state that a tensor holds, and the key of the model's tensor it is a state of; `weight`
-    is that itself.
+    """The state in a tensor, and the model's tensor it is of; `weight` is that itself.
 
     >>> state_of("optimizer.state.fp32_param.decoder.final_layernorm.weight")
     ('param', 'decoder.final_layernorm.weight')
@@ -60,9 +56,7 @@ def state_of(key: str) -> tuple[str, str]:
 
 
 def is_flat(key: str) -> bool:
-    """Whether a key belongs to the flat buffers of a distributed optimizer, which know no
-    parameters.
-    """
+    """Whether a key belongs to flat buffers, which have no names of parameters."""
     return bool(_FLAT.match(key))
 
 
@@ -76,9 +70,7 @@ def is_optimizers(key: str) -> bool:
 
 
 def is_fully_reshardable(key: str) -> bool:
-    """Whether a key is that of a master which a distributed optimizer put together from its
-    buckets.
-    """
+    """Whether a key is a master that a distributed optimizer joined from its buckets."""
     match = _STATE.fullmatch(key)
     return match is not None and match[1] == "param"
 
@@ -135,8 +127,7 @@ def unstacked(
 
 
 def gate_and_up(keys: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Parameters whose halves are two tensors, by name: the keys of gate and up, as
-    singleton_local_shards has them.
+    """Parameters stored as two halves (singleton_local_shards): keys of gate and up.
 
     >>> gate_and_up(["decoder.layers.0.mlp.linear_fc1.weight_w",
     ...     "decoder.layers.0.mlp.linear_fc1.weight_v"])
@@ -173,8 +164,7 @@ def stacked_halves(
 def flattened_runs(
     shape: Sequence[int], stored: Sequence[int], runs: Iterable[Run]
 ) -> Iterator[Run]:
-    """The runs of a state that is stored as `[fragments on each axis ..., elements of one
-    fragment]`, flattened.
+    """The runs of a state stored as [grid of fragments, elements of one], flattened.
 
     That is how `fully_sharded_model_space` keeps what a data-parallel boundary cuts anywhere: the
     tensor of `shape` is a grid of fragments, each of which is stored as its elements in row-major
@@ -211,9 +201,7 @@ def _fragment_shape(shape: Sequence[int], stored: Sequence[int]) -> list[int]:
 
 
 def check_stacks(key: str, shape: Sequence[int], counts: Mapping[str, int | None]) -> None:
-    """Refuse a tensor whose leading axes do not count what `counts` says there is; None says
-    nothing.
-    """
+    """Raise FormatError where leading axes do not count what `counts` has; None is any."""
     for axis, what in enumerate(stacks_of(key)):
         if counts.get(what) not in (None, shape[axis] if axis < len(shape) else 0):
             raise FormatError(

@@ -1,5 +1,4 @@
-"""The zarr backend of Megatron-Core up to 0.15: a folder for each tensor, with `.zarray` and a file
-for each chunk.
+"""The zarr backend of Megatron-Core up to 0.15: a folder a tensor, a file a chunk.
 
 It is zarr v2 as `zarr.open(..., compressor=None, fill_value=None)` writes it: chunks are the shards
 of the ranks, uncompressed and in C order, and there is one for every place. bfloat16 has the dtype
@@ -66,20 +65,21 @@ class ZarrChunks(ArraySource):
 
     def __init__(self, folder: FilePath, arrays: Mapping[str, ZarrArray]):
         """Raises FormatError, naming the file, where a chunk is missing or has another size."""
-        self.folder = folder
-        self._arrays = {
-            run.key: ArrayInfo(array.chunk, array.dtype)
-            for array in arrays.values()
-            for run in array.runs()
-        }
+        self._arrays: dict[str, ArrayInfo] = {}
+        for array in arrays.values():
+            info = ArrayInfo(array.chunk, array.dtype)
+            self._arrays |= dict.fromkeys([run.key for run in array.runs()], info)
         for name in arrays:
-            for path in sorted((folder / name).children()):
-                if path.name != ARRAY_FILE and f"{name}/{path.name}" not in self._arrays:
-                    raise FormatError(
-                        f"{path} is no chunk of {name} by its {ARRAY_FILE}, which is damaged or"
-                        " another's"
-                    )
+            self._check_files(folder / name)
         self._chunks = {key: _chunk_file(folder / key, info) for key, info in self._arrays.items()}
+
+    def _check_files(self, folder: FilePath) -> None:
+        for path in sorted(folder.children()):
+            if path.name != ARRAY_FILE and f"{folder.name}/{path.name}" not in self._arrays:
+                raise FormatError(
+                    f"{path} is no chunk of {folder.name} by its {ARRAY_FILE}, which is damaged or"
+                    " another's"
+                )
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self._arrays
@@ -108,29 +108,35 @@ def zarr_array(folder: FilePath, name: str) -> ZarrArray:
         raise FormatError(f"{path} has more than {MAX_ARRAY_BYTES} bytes")
     try:
         metadata: Any = json.loads(path.read_text())
-        shape, chunk = tuple(metadata["shape"]), tuple(metadata["chunks"])
-        dtype = np.dtype(
-            ml_dtypes.bfloat16 if metadata["dtype"] == "bfloat16" else metadata["dtype"]
-        )
-        settings = _DEFAULTS | metadata
-        plain = {key: settings[key] for key in _SETTINGS} == _SETTINGS
+        array = _parse(name, _DEFAULTS | metadata)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(
             f"{path} does not describe an array of zarr v2 ({type(error).__name__}: {error})"
         ) from error
-    if not plain or dtype.byteorder == ">" or dtype.hasobject:
+    if array is None:
         raise FormatError(
             f"{path} describes an array that is compressed, or not as Megatron writes them"
         )
+    chunk, shape = array.chunk, array.shape
     if not _tiles(chunk, shape):
         raise FormatError(f"{path}: chunks of shape {list(chunk)} do not tile {list(shape)}")
-    array = ZarrArray(name, shape, chunk, dtype)
     chunks, files = math.prod(array.grid), len(path.parent.children())
     if chunks > files + MAX_MISSING:
         raise FormatError(
             f"{path} describes {chunks} chunks, but there are {files} files beside it"
         )
     return array
+
+
+def _parse(name: str, metadata: Mapping[str, Any]) -> ZarrArray | None:
+    """The array of a `.zarray`; None where its settings are not those that Megatron writes."""
+    shape, chunk = tuple(metadata["shape"]), tuple(metadata["chunks"])
+    bfloat16 = metadata["dtype"] == "bfloat16"
+    dtype = np.dtype(ml_dtypes.bfloat16 if bfloat16 else metadata["dtype"])
+    settings = {key: metadata[key] for key in _SETTINGS}
+    if settings != _SETTINGS or dtype.byteorder == ">" or dtype.hasobject:
+        return None
+    return ZarrArray(name, shape, chunk, dtype)
 
 
 def _tiles(chunk: tuple[Any, ...], shape: tuple[Any, ...]) -> bool:

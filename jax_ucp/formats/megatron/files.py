@@ -1,5 +1,4 @@
-"""The files of a legacy Megatron checkpoint: which ranks wrote one, and whether they belong
-together.
+"""The files of a legacy Megatron checkpoint, and whether they belong together.
 
 Facts: `megatron/training/checkpointing.py` (file names) and `megatron/core/parallel_state.py`
 (order of ranks) of Megatron-LM core_v0.16.1.
@@ -9,13 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.facts import Facts
+from jax_ucp.formats.nested import as_dict, as_list
 from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
 from jax_ucp.formats.torch_save.unpickle import Record, known, what_is
 
@@ -29,33 +29,19 @@ MODEL_FILE, OPTIM_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 _ITERATION = re.compile(r"[0-9]{1,19}")
 _FOLDER = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
 
+_KINDS = (
+    *("tensor_model", "pipeline_model", "virtual_pipeline_model", "expert_model"),
+    *("expert_tensor", "context", "data"),
+)
 # Attributes that say how tensors are cut and which there are: files that differ in one are not of
 # one checkpoint.
 STRUCTURE = (
-    *(
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "virtual_pipeline_model_parallel_size",
-    ),
-    *("expert_model_parallel_size", "expert_tensor_parallel_size", "context_parallel_size"),
-    *(
-        "data_parallel_size",
-        "world_size",
-        "num_layers",
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_attention_heads",
-    ),
-    *(
-        "group_query_attention",
-        "num_query_groups",
-        "kv_channels",
-        "swiglu",
-        "num_experts",
-        "moe_layer_freq",
-    ),
-    *("moe_ffn_hidden_size", "padded_vocab_size", "untie_embeddings_and_output_weights"),
-    *("use_distributed_optimizer", "overlap_grad_reduce", "ddp_bucket_size", "ddp_num_buckets"),
+    *(f"{kind}_parallel_size" for kind in _KINDS),
+    *("world_size", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
+    *("group_query_attention", "num_query_groups", "kv_channels", "swiglu", "num_experts"),
+    *("moe_layer_freq", "moe_ffn_hidden_size", "padded_vocab_size"),
+    *("untie_embeddings_and_output_weights", "use_distributed_optimizer", "overlap_grad_reduce"),
+    *("ddp_bucket_size", "ddp_num_buckets"),
 )
 
 
@@ -106,26 +92,20 @@ class Args:
 
     @property
     def expert_ranks(self) -> int:
-        """The tensor-parallel ranks of an expert, which are those of the rest unless said
-        otherwise.
-        """
+        """The tensor-parallel ranks of an expert: those of the rest by default."""
         own = self.get("expert_tensor_parallel_size") is not None
         return self.degree("expert_tensor_parallel_size" if own else "tensor_model_parallel_size")
 
     @property
     def copies_embedding(self) -> bool:
-        """Whether the last pipeline stage has a copy of the word embedding, to which its output
-        layer is tied.
-        """
+        """Whether the last pipeline stage has a copy of the word embedding (tied)."""
         several_stages = self.degree("pipeline_model_parallel_size") > 1
         return several_stages and not self.get("untie_embeddings_and_output_weights", False)
 
 
 @dataclass(frozen=True)
 class Rank:
-    """The files of one model-parallel rank: its place in each kind of parallelism, and what they
-    hold.
-    """
+    """The files of one model-parallel rank, and its place in each kind of parallelism."""
 
     tp: int
     pp: int
@@ -140,14 +120,16 @@ class Rank:
     def name(self) -> str:
         return f"{self.folder.name}/{MODEL_FILE}"
 
+    @property
+    def has_optimizer(self) -> bool:
+        return self.tree.get("optimizer") is not None
+
     def key(self, tensor: StoredTensor, file: str = MODEL_FILE) -> str:
         return f"{self.folder.name}/{file}:{tensor.key}"
 
 
 def iteration_folder(path: FilePath) -> FilePath:
-    """The folder of the iteration that the tracker file names, or the path itself where there is
-    none.
-    """
+    """The folder of the iteration in the tracker file; without one, the path itself."""
     tracker = path / TRACKER
     if not tracker.is_file():
         return path
@@ -162,9 +144,7 @@ def iteration_folder(path: FilePath) -> FilePath:
 
 
 def is_checkpoint(path: FilePath) -> bool:
-    """Whether the directory is a legacy checkpoint, or a save directory whose tracker names one,
-    or nothing.
-    """
+    """Whether the directory is a legacy checkpoint, or its tracker names one, or nothing."""
     folder = iteration_folder(path)
     return not folder.is_dir() or bool(_rank_folders(folder))
 
@@ -193,8 +173,7 @@ def writing_ranks(args: Args) -> list[tuple[int, int, int, int]]:
 
 
 def open_ranks(folder: FilePath, weights_only: bool = False) -> tuple[Args, list[Rank]]:
-    """The args of the run, and the files of every rank that must have some; with `weights_only` not
-    the optimizer's.
+    """The args of the run, and the files of every rank; with `weights_only` not the optimizer's.
 
     Raises FormatError, naming the file, where one is missing, is another rank's, or is of another
     run.
@@ -206,23 +185,16 @@ def open_ranks(folder: FilePath, weights_only: bool = False) -> tuple[Args, list
             f"{folder / names[0] / MODEL_FILE} is missing, as in all other folders mp_rank_*"
             " beside it"
         )
-    models = {first: TorchFile(folder / first / MODEL_FILE)}
-    args = Args(args_of(_tree(models[first]), models[first].path))
-    p, e = args.degree("pipeline_model_parallel_size"), args.degree("expert_model_parallel_size")
+    model = TorchFile(folder / first / MODEL_FILE)
+    args = Args(args_of(_tree(model), model.path))
     ranks: list[Rank] = []
-    for tp, pp, ep, etp in writing_ranks(args):
-        name = f"mp_rank_{tp:02d}" + f"_{pp:03d}" * (p > 1) + f"_{ep:03d}" * (e > 1)
-        path = folder / name / MODEL_FILE
-        if not path.is_file():
-            raise FormatError(
-                f"{path} is missing: by the args of {first} the run had"
-                f" {args.degree('tensor_model_parallel_size')} tensor, {p} pipeline and {e} expert"
-                " parallel ranks"
-            )
-        model = models.get(name) or TorchFile(path)
+    for place in writing_ranks(args):
+        name = _folder_name(args, place)
+        own = model if name == first else _open_model(folder / name, first, args)
         optim_path = folder / name / OPTIM_FILE
-        optim = TorchFile(optim_path) if optim_path.is_file() and not weights_only else None
-        ranks.append(Rank(tp, pp, ep, etp, folder / name, model, optim, _tree(model)))
+        has_optim = not weights_only and optim_path.is_file()
+        optim = TorchFile(optim_path) if has_optim else None
+        ranks.append(Rank(*place, folder / name, own, optim, _tree(own)))
     if strays := sorted(set(names) - {rank.folder.name for rank in ranks}):
         raise FormatError(
             f"{folder / strays[0]} belongs to another run, or to an earlier save with other"
@@ -233,6 +205,28 @@ def open_ranks(folder: FilePath, weights_only: bool = False) -> tuple[Args, list
     return args, ranks
 
 
+def _folder_name(args: Args, place: tuple[int, int, int, int]) -> str:
+    tp, pp, ep, _ = place
+    name = f"mp_rank_{tp:02d}"
+    if args.degree("pipeline_model_parallel_size") > 1:
+        name += f"_{pp:03d}"
+    if args.degree("expert_model_parallel_size") > 1:
+        name += f"_{ep:03d}"
+    return name
+
+
+def _open_model(folder: FilePath, first: str, args: Args) -> TorchFile:
+    path = folder / MODEL_FILE
+    if path.is_file():
+        return TorchFile(path)
+    kinds = ("tensor", "pipeline", "expert")
+    t, p, e = (args.degree(f"{kind}_model_parallel_size") for kind in kinds)
+    raise FormatError(
+        f"{path} is missing: by the args of {first} the run had {t} tensor, {p} pipeline and {e}"
+        " expert parallel ranks"
+    )
+
+
 def differing(args: Args, other: Mapping[str, Any]) -> dict[str, Any]:
     """What another file's args say otherwise."""
     names = sorted({*args.fields, *other})
@@ -240,8 +234,8 @@ def differing(args: Args, other: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_together(folder: FilePath, args: Args, ranks: Sequence[Rank]) -> None:
+    """Raise FormatError where a file is of another run or step, or of another rank."""
     first, facts = ranks[0], Facts(folder)
-    world, p = args.get("world_size"), args.degree("pipeline_model_parallel_size")
     etp = max(rank.etp for rank in ranks) + 1
     for rank in ranks:
         own = args_of(rank.tree, rank.model.path)
@@ -249,10 +243,8 @@ def _check_together(folder: FilePath, args: Args, ranks: Sequence[Rank]) -> None
         _state(facts, rank, own)
         _check_version(rank)
         # Megatron's order of ranks; another one was asked for by use_tp_pp_dp_mapping.
-        if isinstance(world, int) and not own.get("use_tp_pp_dp_mapping"):
-            _check_number(
-                rank, own.get("rank"), rank.pp * (world // p) + rank.ep * etp + rank.etp, world
-            )
+        if not own.get("use_tp_pp_dp_mapping"):
+            _check_number(args, rank, own.get("rank"), etp)
     check_iteration(first.model.path, folder, first.tree.get("iteration"))
 
 
@@ -274,8 +266,13 @@ def _check_version(rank: Rank) -> None:
         )
 
 
-def _check_number(rank: Rank, number: Any, expected: int, world: int) -> None:
-    if isinstance(number, int) and number != expected:
+def _check_number(args: Args, rank: Rank, number: Any, etp: int) -> None:
+    world = args.get("world_size")
+    if not isinstance(world, int) or not isinstance(number, int):
+        return
+    stage_ranks = world // args.degree("pipeline_model_parallel_size")
+    expected = rank.pp * stage_ranks + rank.ep * etp + rank.etp
+    if number != expected:
         raise FormatError(
             f"{rank.model.path} was written by rank {number} of {world}, but its place is that of"
             f" rank {expected}: it was renamed, or belongs to another run"
@@ -290,38 +287,39 @@ def check_iteration(file: FilePath, folder: FilePath, iteration: Any) -> None:
 
 
 def _state(facts: Facts, rank: Rank, args: Mapping[str, Any]) -> None:
-    """What a rank says of the step it is of; groups of parameters are those of its pipeline
-    stage.
-    """
+    """State the step that a rank is of; groups of parameters are those of its pipeline stage."""
+
+    def state(what: str, value: Any, stage: int | None = None) -> None:
+        facts.state_all(rank.model, rank.name, what, value, stage)
+
     for name in ("iteration", "opt_param_scheduler", "checkpoint_version"):
-        facts.state_all(rank.model, rank.name, name, rank.tree.get(name))
+        state(name, rank.tree.get(name))
     for name in ("consumed_train_samples", "skipped_train_samples"):
         facts.state(rank.name, f"args.{name}", args.get(name))
-    optimizer = rank.tree.get("optimizer")
-    for i, part in enumerate(optimizer if isinstance(optimizer, list) else [optimizer]):
+    for i, part in enumerate(optimizer_parts(rank.tree.get("optimizer"))):
         if isinstance(part, dict):
-            facts.state_all(
-                rank.model, rank.name, f"grad_scaler of optimizer {i}", part.get("grad_scaler")
-            )
+            state(f"grad_scaler of optimizer {i}", part.get("grad_scaler"))
             for what, value in _steps_and_rates(part.get("optimizer", part)):
-                facts.state_all(rank.model, rank.name, f"{what} of optimizer {i}", value, rank.pp)
+                state(f"{what} of optimizer {i}", value, rank.pp)
+
+
+def optimizer_parts(optimizer: Any) -> list[Any]:
+    """The optimizers of a rank: one, or with experts one more for them."""
+    return optimizer if isinstance(optimizer, list) else [optimizer]
 
 
 def _steps_and_rates(optimizer: Any) -> Iterator[tuple[str, Any]]:
-    """The settings of the groups, learning rates among them, and the step of one parameter of
-    each.
-    """
-    inner: Mapping[str, Any] = optimizer if isinstance(optimizer, dict) else {}
-    groups, states = inner.get("param_groups"), inner.get("state") or {}
-    listed: list[Any] = groups if isinstance(groups, list) else []
-    for i, group in enumerate(group for group in listed if isinstance(group, dict)):
+    """The settings of each group, learning rates among them, and the step of a parameter of it."""
+    inner = as_dict(optimizer)
+    states = inner.get("state") or {}
+    groups = [group for group in as_list(inner.get("param_groups")) if isinstance(group, dict)]
+    for i, group in enumerate(groups):
         yield f"parameter group {i}", group
         yield f"step of parameter group {i}", _first_step(states, group.get("params") or ())
 
 
-def _first_step(states: Mapping[Any, Any], numbers: Sequence[Any]) -> Any:
-    for number in numbers:
-        state = states.get(number)
+def _first_step(states: Mapping[Any, Any], numbers: Iterable[Any]) -> Any:
+    for state in map(states.get, numbers):
         if isinstance(state, dict) and "step" in state:
             return state["step"]
     return None
@@ -337,9 +335,9 @@ def _tree(file: TorchFile) -> dict[str, Any]:
 
 def args_of(tree: Mapping[str, Any], path: FilePath) -> Mapping[str, Any]:
     args = tree.get("args")
-    if not isinstance(args, Record) or args.type != "argparse.Namespace":
-        instead = (
-            "no args" if args is None else f"{what_is(args)} for args, not an argparse.Namespace"
-        )
-        raise FormatError(f"{path} has {instead}: nothing says how the ranks divide the model")
-    return args.fields
+    if isinstance(args, Record) and args.type == "argparse.Namespace":
+        return args.fields
+    instead = f"{what_is(args)} for args, not an argparse.Namespace"
+    if args is None:
+        instead = "no args"
+    raise FormatError(f"{path} has {instead}: nothing says how the ranks divide the model")

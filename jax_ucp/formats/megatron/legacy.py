@@ -1,5 +1,4 @@
-"""Megatron's legacy checkpoints (`--ckpt-format torch`): a file per model-parallel rank, any
-optimizer.
+"""Megatron's legacy checkpoints (`--ckpt-format torch`): a file per model-parallel rank.
 
 Each rank's tensors get their global names, masters and moments are found beside them, or in flat
 buffers by walking those, and the rules of the language (`shard_spec/specs/megatron.yaml`, or the
@@ -37,18 +36,18 @@ from jax_ucp.formats.megatron.files import (
 )
 from jax_ucp.formats.megatron.legacy_optimizer import (
     BUFFERS,
-    Held,
     Module,
+    ModuleState,
     beside_tensors,
     find_states,
     numbered_alone,
 )
-from jax_ucp.formats.megatron.walk import EMBEDDING, TIED, is_expert, layer_of, parts_of
+from jax_ucp.formats.megatron.walk import EMBEDDING, TIED, Part, is_expert, layer_of, parts_of
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.pairing import Undecided
 from jax_ucp.formats.torch_save.file import StoredTensor
 from jax_ucp.formats.torch_save.unpickle import what_is
-from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.layout.fragments import ParamLayout, Shape
 from jax_ucp.layout.patterns import Replicated, Unique
 from jax_ucp.shard_spec.notation import built_in, load
 from jax_ucp.shard_spec.rules import Shard, Spec, layouts
@@ -63,8 +62,7 @@ def recognise(path: FilePath) -> bool:
 
 
 def open_megatron_legacy(path: FilePath, options: Options) -> Contents:
-    """The checkpoint in a save directory (with its tracker file), or in the folder of one
-    iteration.
+    """The checkpoint in a save directory (with its tracker), or in one iteration's folder.
 
     Raises FormatError, naming the file, for ranks that are missing or of another run, and
     LayoutError where the rules do not fit the shards.
@@ -76,6 +74,10 @@ def open_megatron_legacy(path: FilePath, options: Options) -> Contents:
     return _Reader(folder, args, ranks, options).contents()
 
 
+# A rank, and its modules by model chunk.
+_RankModules = tuple[Rank, list[list[Module]]]
+
+
 class _Reader:
     """Puts the pieces of one checkpoint together; each method settles one kind of stored thing."""
 
@@ -84,12 +86,10 @@ class _Reader:
         files = {rank.name: rank.model for rank in ranks}
         files |= {f"{rank.folder.name}/{OPTIM_FILE}": rank.optim for rank in ranks if rank.optim}
         self.files = Combined.of_files(files)
-        self.found = Import("megatron", folder, self.files, options.on_conflict)
-        self.found.unknown |= {name for file in files.values() for name in file.unknown}
-        self.optimizer = not options.weights_only and any(
-            rank.tree.get("optimizer") is not None for rank in ranks
-        )
-        self.found.cause = precision_aware(args) if self.optimizer else ""
+        self.importer = Import("megatron", folder, self.files, options.on_conflict)
+        self.importer.unknown |= {name for file in files.values() for name in file.unknown}
+        if not options.weights_only and any(rank.has_optimizer for rank in ranks):
+            self.importer.cause = precision_aware(args)
         # (state, parameter) -> by tensor-parallel rank, the keys of every copy of that rank's
         # shard.
         self.keys: dict[tuple[str, str], dict[int, list[str]]] = {}
@@ -97,49 +97,65 @@ class _Reader:
         self.values: dict[tuple[str, str], dict[str, Any]] = {}
 
     def contents(self) -> Contents:
-        chunks = self._chunks()
+        modules = self._modules_of_ranks(self._chunks())
+        self._add_weights(modules)
+        optimizer = self._add_optimizer_states(modules)
+        layouts = self._layouts()
+        self._parameters(layouts)
+        if optimizer:
+            self._check_masters(layouts)
+        self._extras()
+        self._notes(optimizer)
+        return self.importer.contents()
+
+    def _modules_of_ranks(
+        self, chunks: Mapping[str, Sequence[dict[str, Any]]]
+    ) -> list[_RankModules]:
+        """The modules of every rank, by chunk."""
         first_layers = self._first_layers(chunks)
-        states: list[tuple[Rank, Module, Held]] = []
-        undecided: list[str] = []
+        modules: list[_RankModules] = []
         for rank in self.ranks:
-            own = chunks[rank.folder.name]
-            modules = [
-                self._modules(rank, c, chunk, first_layers[c, rank.pp])
-                for c, chunk in enumerate(own)
-            ]
-            for module in itertools.chain(*modules):
-                self._hold(
-                    rank, module, Held("weight", rank.key(module.tensor), module.tensor.shape)
-                )
+            own = enumerate(chunks[rank.folder.name])
+            by_chunk = [self._modules(rank, c, chunk, first_layers[c, rank.pp]) for c, chunk in own]
+            modules.append((rank, by_chunk))
+        return modules
+
+    def _add_weights(self, modules: Sequence[_RankModules]) -> None:
+        for rank, by_chunk in modules:
+            for module in itertools.chain(*by_chunk):
+                key, shape = rank.key(module.tensor), module.tensor.shape
+                self._add(rank, module, ModuleState("weight", key, shape))
+
+    def _add_optimizer_states(self, modules: Sequence[_RankModules]) -> bool:
+        """Add the optimizer's states, or keep all apart; returns whether there are any to add."""
+        if self.options.weights_only:
+            for rank in self.ranks:
+                self._leave_optimizer(rank)
+            return False
+        states: list[tuple[Rank, Module, ModuleState]] = []
+        undecided: list[str] = []
+        for rank, by_chunk in modules:
             try:
-                states += self._optimizer_states(rank, modules)
+                states += self._states_of(rank, by_chunk)
             except Undecided as error:
                 undecided.append(f"{rank.name}: {error}")
         if undecided:
             self._keep_apart(undecided[0])
-        else:
-            for rank, module, state in states:
-                self._hold(rank, module, state)
-        self._parameters(self._layouts())
-        self._extras()
-        self._notes()
-        return self.found.contents()
+            return False
+        for rank, module, state in states:
+            self._add(rank, module, state)
+        return any(rank.has_optimizer for rank in self.ranks)
 
-    def _optimizer_states(
-        self, rank: Rank, modules: Sequence[Sequence[Module]]
-    ) -> list[tuple[Rank, Module, Held]]:
-        if self.options.weights_only:
-            self._leave_optimizer(rank)
+    def _states_of(
+        self, rank: Rank, by_chunk: Sequence[Sequence[Module]]
+    ) -> list[tuple[Rank, Module, ModuleState]]:
+        if not rank.has_optimizer:
             return []
-        if rank.tree.get("optimizer") is None:
-            return []
-        trained = [[m for m in chunk if not m.local.endswith(BUFFERS)] for chunk in modules]
+        trained = [[m for m in chunk if not m.local.endswith(BUFFERS)] for chunk in by_chunk]
         return [(rank, module, state) for module, state in find_states(self.args, rank, trained)]
 
     def _chunks(self) -> dict[str, list[dict[str, Any]]]:
-        """The model chunks of every rank, by its folder: one, or as many as virtual pipeline
-        stages.
-        """
+        """The model chunks of every rank, by its folder: several for virtual pipeline stages."""
         v = self.args.degree("virtual_pipeline_model_parallel_size")
         names = ["model"] if v == 1 else [f"model{i}" for i in range(v)]
         chunks: dict[str, list[dict[str, Any]]] = {}
@@ -187,27 +203,26 @@ class _Reader:
         self, rank: Rank, c: int, chunk: Mapping[str, Any], first_layer: int
     ) -> list[Module]:
         """The tensors of one chunk, in module order, with the parameters that are in them."""
-        each, rest = divmod(
-            self.args.get("num_experts") or 0, self.args.degree("expert_model_parallel_size")
-        )
+        degree = self.args.degree("expert_model_parallel_size")
+        each, rest = divmod(self.args.get("num_experts") or 0, degree)
         if rest:
             raise FormatError(
                 f"{rank.model.path}: args.num_experts is not divisible by the expert parallel"
                 " degree"
             )
         experts = range(rank.ep * each, (rank.ep + 1) * each)
+        hidden = self.args.get("hidden_size", 0)
+        prefix = "model" if "model" in rank.tree else f"model{c}"
         modules: list[Module] = []
         for local, tensor in chunk.items():
-            label = f"{'model' if 'model' in rank.tree else f'model{c}'}/{local}"
+            label = f"{prefix}/{local}"
             if local.endswith("._extra_state"):
                 self._skip_extra_state(rank, label, tensor)
                 continue
             if not isinstance(tensor, StoredTensor):
                 raise FormatError(f"{rank.model.path}: {label} is no tensor, but {what_is(tensor)}")
             try:
-                parts = parts_of(
-                    local, tensor.shape, first_layer, experts, self.args.get("hidden_size", 0)
-                )
+                parts = parts_of(local, tensor.shape, first_layer, experts, hidden)
             except FormatError as error:
                 raise FormatError(f"{rank.model.path}: {error}") from None
             modules.append(Module(local, c, tensor, parts))
@@ -216,60 +231,59 @@ class _Reader:
     def _skip_extra_state(self, rank: Rank, label: str, state: Any) -> None:
         reason = f"{notes.TRANSFORMER_ENGINE}, such as fp8 scales"
         if isinstance(state, StoredTensor):
-            self.found.skip(rank.key(state), "", reason)
+            self.importer.skip(rank.key(state), "", reason)
         else:
-            self.found.skip(f"{rank.name}:{label}", type(state).__name__, reason)
+            self.importer.skip(f"{rank.name}:{label}", type(state).__name__, reason)
 
-    def _hold(self, rank: Rank, module: Module, held: Held) -> None:
-        """Take up one state of a rank's tensor, as a shard of every parameter in it."""
+    def _add(self, rank: Rank, module: Module, stored: ModuleState) -> None:
+        """Add one state of a rank's tensor, as a shard of every parameter in it."""
         for part in module.parts:
-            index = rank.etp if is_expert(part.name) else rank.tp
-            if held.value is not None:
-                self.values.setdefault((held.state, part.name), {})[rank.name] = held.value
+            name = stored.state, part.name
+            if stored.value is not None:
+                self.values.setdefault(name, {})[rank.name] = stored.value
                 continue
-            key, shape = held.key, held.shape
-            whole = len(module.parts) == 1 and not (held.flat or part.transposed)
-            if shape != () and not whole:
-                key = f"{held.key}@{part.name}"
-                self.found.cut(
-                    key, Cut(held.key, held.start + part.start, part.shape, part.transposed)
-                )
-                shape = part.shape[::-1] if part.transposed else part.shape
-            if held.state == "weight":
+            key, shape = self._shard(module, part, stored)
+            if stored.state == "weight":
                 self.shapes[key] = shape
-            self.keys.setdefault((held.state, part.name), {}).setdefault(index, []).append(key)
+            index = rank.etp if is_expert(part.name) else rank.tp
+            self.keys.setdefault(name, {}).setdefault(index, []).append(key)
+
+    def _shard(self, module: Module, part: Part, stored: ModuleState) -> tuple[str, Shape]:
+        """The key and shape of a parameter's part of a tensor: all of it, or cut out of it."""
+        whole = len(module.parts) == 1 and not (stored.flat or part.transposed)
+        if whole or stored.shape == ():
+            return stored.key, stored.shape
+        key, start = f"{stored.key}@{part.name}", stored.start + part.start
+        self.importer.cut(key, Cut(stored.key, start, part.shape, part.transposed))
+        return key, part.shape[::-1] if part.transposed else part.shape
 
     def _layouts(self) -> dict[str, ParamLayout]:
         """The layout of every parameter over its tensor-parallel ranks, by the rules."""
-        t = self.args.degree("tensor_model_parallel_size")
-        etp = max(rank.etp for rank in self.ranks) + 1
-        params: dict[str, list[Shard]] = {}
-        for state, name in self.keys:
-            if state != "weight":
-                continue
-            shards = self.keys[state, name]
-            count = etp if ".experts." in name else t
-            if absent := sorted(set(range(count)) - set(shards)):
-                file = shards[min(shards)][0].partition(":")[0]
-                raise FormatError(
-                    f"{name} is in {file}, but not in the file of tensor-parallel rank {absent[0]}"
-                )
-            params[name] = [Shard(self.shapes[shards[i][0]], shards[i][0]) for i in range(count)]
-        spec = load(self.options.spec) if self.options.spec else Spec(extends=built_in("megatron"))
+        params = {name: self._shards(name) for state, name in self.keys if state == "weight"}
+        own_spec = self.options.spec
+        spec = load(own_spec) if own_spec else Spec(extends=built_in("megatron"))
         try:
             return layouts(spec, params, self._sizes(spec))
         except LayoutError as error:
-            remedy = (
-                ""
-                if self.options.spec
-                else "\nA spec (spec=, --spec) with `extends: megatron` adds to the rules"
+            remedy = "\nA spec (spec=, --spec) with `extends: megatron` adds to the rules"
+            raise LayoutError(f"{self.folder}: {error}{'' if own_spec else remedy}") from error
+
+    def _shards(self, name: str) -> list[Shard]:
+        """The weight of each tensor-parallel rank, of which one copy is enough."""
+        keys = self.keys["weight", name]
+        ranks = range(self.args.degree("tensor_model_parallel_size"))
+        if is_expert(name):
+            ranks = range(max(rank.etp for rank in self.ranks) + 1)
+        if absent := sorted(set(ranks) - set(keys)):
+            file = keys[min(keys)][0].partition(":")[0]
+            raise FormatError(
+                f"{name} is in {file}, but not in the file of tensor-parallel rank {absent[0]}"
             )
-            raise LayoutError(f"{self.folder}: {error}{remedy}") from error
+        firsts = [keys[rank][0] for rank in ranks]
+        return [Shard(self.shapes[key], key) for key in firsts]
 
     def _sizes(self, spec: Spec) -> dict[str, int]:
-        """The numbers that rules may name: those of args, under their own names and those of the
-        built-in spec.
-        """
+        """The numbers that rules may name: those of args, also by the built-in spec's names."""
         get = self.args.get
         heads, grouped = get("num_attention_heads"), get("group_query_attention", False)
         lengths = {
@@ -292,7 +306,7 @@ class _Reader:
 
     def _parameters(self, layouts: Mapping[str, ParamLayout]) -> None:
         """Every state of every parameter, and what is stored of it once more."""
-        tied = TIED in layouts and not self.args.get("untie_embeddings_and_output_weights", False)
+        tied = self._is_tied(layouts)
         if tied:
             for state, name in [key for key in self.values if key[1] == TIED]:
                 self.values.setdefault((state, EMBEDDING), {}).update(self.values[state, name])
@@ -309,7 +323,7 @@ class _Reader:
         """A parameter's states, of which some are tensors, with keys, and others values."""
         if name.endswith(BUFFERS):
             weights = _consolidated(layout, self.keys["weight", name])
-            self.found.parameter("buffer", name, weights, notes.BUFFER)
+            self.importer.parameter("buffer", name, weights, notes.BUFFER)
             return
         states = [state for state in keyed if state != "weight"]
         states.sort(key=lambda state: (state != "param", state == "step"))
@@ -324,11 +338,24 @@ class _Reader:
         if has_master:
             reason = notes.copy_of_master(name)
             for copy in _copies(weights, len(layout.shards)):
-                self.found.duplicate("param", name, Consolidated(layout, copy), reason)
+                self.importer.duplicate("param", name, Consolidated(layout, copy), reason)
             return
-        self.found.parameter("param", name, _consolidated(layout, weights), f"the parameter {name}")
-        if self.optimizer and self.args.get("use_distributed_optimizer"):
-            raise FormatError(f"{self.folder}: no {OPTIM_FILE} holds the master of {name}")
+        whole = _consolidated(layout, weights)
+        self.importer.parameter("param", name, whole, f"the parameter {name}")
+
+    def _check_masters(self, layouts: Mapping[str, ParamLayout]) -> None:
+        """Raise FormatError for a parameter without a master in a distributed optimizer."""
+        trained = [name for name in layouts if not name.endswith(BUFFERS)]
+        if self._is_tied(layouts):
+            trained.remove(TIED)
+        lacking = [name for name in trained if ("param", name) not in self.keys]
+        if lacking and self.args.get("use_distributed_optimizer"):
+            raise FormatError(f"{self.folder}: no {OPTIM_FILE} holds the master of {lacking[0]}")
+
+    def _is_tied(self, layouts: Mapping[str, ParamLayout]) -> bool:
+        if TIED not in layouts:
+            return False
+        return not self.args.get("untie_embeddings_and_output_weights", False)
 
     def _state(self, state: str, name: str, layout: ParamLayout) -> None:
         keys = self.keys[state, name]
@@ -340,9 +367,9 @@ class _Reader:
         if state == "step":
             flat = [key for _, copies in sorted(keys.items()) for key in copies]
             one = Consolidated(Replicated().join([()] * len(flat)), flat)
-            self.found.parameter(state, name, one, notes.STEP)
+            self.importer.parameter(state, name, one, notes.STEP)
         else:
-            self.found.parameter(state, name, _consolidated(layout, keys), f"{state} of {name}")
+            self.importer.parameter(state, name, _consolidated(layout, keys), f"{state} of {name}")
 
     def _value(self, state: str, name: str, values: Mapping[str, Any]) -> None:
         """A number that each file has for a group of parameters: they must be equal."""
@@ -354,7 +381,7 @@ class _Reader:
                     " files is of another step or run"
                 )
         array = np.asarray(value, np.int32 if isinstance(value, int) else None)
-        self.found.constant(state, name, array, f"{first}:optimizer ({state})")
+        self.importer.constant(state, name, array, f"{first}:optimizer ({state})")
 
     def _tied(self, layout: ParamLayout) -> None:
         """The last stage's copy of the word embedding, with optimizer states of its own."""
@@ -371,70 +398,68 @@ class _Reader:
                 )
             one = Replicated().join([()] * len(layout.shards)) if state == "step" else layout
             for copy in _copies(keys, len(layout.shards)):
-                self.found.duplicate(
+                self.importer.duplicate(
                     main, EMBEDDING, Consolidated(one, copy), notes.COPY_OF_EMBEDDING
                 )
 
     def _leave_optimizer(self, rank: Rank) -> None:
         for key in rank.model.arrays():
             if key.startswith("optimizer/"):
-                self.found.leave(f"{rank.name}:{key}", "", notes.LEFT)
+                self.importer.leave(f"{rank.name}:{key}", "", notes.LEFT)
         if (rank.folder / OPTIM_FILE).is_file():
-            self.found.skip(f"{rank.folder.name}/{OPTIM_FILE}", "file", notes.LEFT)
+            self.importer.skip(f"{rank.folder.name}/{OPTIM_FILE}", "file", notes.LEFT)
         if "optimizer" in rank.tree:
-            self.found.skip(f"{rank.name}:optimizer", "param_groups", notes.LEFT)
+            self.importer.skip(f"{rank.name}:optimizer", "param_groups", notes.LEFT)
 
     def _keep_apart(self, reason: str) -> None:
         """Keep the optimizer's tensors under `other`, by their places in the files."""
-        self.optimizer = False
-        for key, info in self.found.stored.items():
+        for key, info in self.importer.stored.items():
             file, _, item = key.partition(":")
             if file.endswith(OPTIM_FILE) or _is_state(item.split("/")):
                 label = f"{file.removesuffix('.pt')}.{item}".replace("/", ".")
                 one = Consolidated(Unique().join([info.shape]), [key])
-                self.found.parameter(
+                self.importer.parameter(
                     "other", label, one, f"kept apart, because nothing says whose it is: {reason}"
                 )
-        self.found.notes.append(
+        self.importer.notes.append(
             "the optimizer's masters and states are kept under `other`, because which parameters"
             f" its groups have is not stored, and their shapes do not tell ({reason}); the"
             " parameters are the model's weights"
         )
 
     def _extras(self) -> None:
-        """Everything else, by file. Of the args of later ranks only what differs from the first
-        rank's.
-        """
+        """Add everything else, by file. Of later ranks' args only what differs."""
         for rank in self.ranks:
-            for name, value in rank.tree.items():
-                if name == "args" and rank is not self.ranks[0]:
-                    self.found.extra(rank.name, name, differing(self.args, value.fields))
-                elif name == "optimizer":
-                    for label, part in (
-                        beside_tensors(value) if not self.options.weights_only else ()
-                    ):
-                        self.found.extra(rank.name, label, part)
-                elif not name.startswith("model"):
-                    self.found.extra(rank.name, name, value)
+            self._extras_of(rank)
             if rank.optim is not None:
-                where = f"{rank.folder.name}/{OPTIM_FILE}:buffers"
-                self.found.skip(where, "layout", notes.LAYOUT)
+                buffers = f"{rank.folder.name}/{OPTIM_FILE}:buffers"
+                self.importer.skip(buffers, "layout", notes.LAYOUT)
 
-    def _notes(self) -> None:
+    def _extras_of(self, rank: Rank) -> None:
+        values = {name: value for name, value in rank.tree.items() if not name.startswith("model")}
+        if rank is not self.ranks[0] and "args" in values:
+            values["args"] = differing(self.args, values["args"].fields)
+        optimizer = values.pop("optimizer", None)
+        if not self.options.weights_only:
+            values |= beside_tensors(optimizer)
+        for name, value in values.items():
+            self.importer.extra(rank.name, name, value)
+
+    def _notes(self, optimizer: bool) -> None:
         padded = self.args.get("padded_vocab_size")
         if "vocab" not in self.options.sizes and ("weight", EMBEDDING) in self.keys:
-            self.found.notes.append(notes.padded_vocabulary(padded))
-        if self.optimizer and any(numbered_alone(rank.tree["optimizer"]) for rank in self.ranks):
-            self.found.notes.append(
+            self.importer.notes.append(notes.padded_vocabulary(padded))
+        if optimizer and any(numbered_alone(rank.tree["optimizer"]) for rank in self.ranks):
+            self.importer.notes.append(
                 "optimizer states go by numbers, in Megatron's own order, which is that of the"
                 " model's keys; no master in the files proves it"
             )
         if self.options.weights_only:
-            self.found.notes.append(notes.WEIGHTS_ALONE)
-        elif all(rank.tree.get("optimizer") is None for rank in self.ranks):
-            self.found.notes.append(notes.WITHOUT_OPTIMIZER)
+            self.importer.notes.append(notes.WEIGHTS_ALONE)
+        elif not any(rank.has_optimizer for rank in self.ranks):
+            self.importer.notes.append(notes.WITHOUT_OPTIMIZER)
         if self.args.absent:
-            self.found.notes.append(notes.defaults_taken(self.args.absent))
+            self.importer.notes.append(notes.defaults_taken(self.args.absent))
 
 
 def _states_by_name(stored: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
@@ -474,9 +499,7 @@ def _consolidated(layout: ParamLayout, copies: Mapping[int, Sequence[str]]) -> C
     return Consolidated(replace(layout, shards=tuple(shards), fragments=tuple(fragments)), keys)
 
 
-def _copies(held: Mapping[int, Sequence[str]], shards: int) -> list[list[str]]:
-    """All shards, as many times as the rank with most copies has some; every copy is in one of
-    them.
-    """
-    most = max(len(keys) for keys in held.values())
-    return [[held[i][min(j, len(held[i]) - 1)] for i in range(shards)] for j in range(most)]
+def _copies(copies: Mapping[int, Sequence[str]], shards: int) -> list[list[str]]:
+    """All shards, as often as the rank with most copies has some: every copy is used."""
+    most = max(len(keys) for keys in copies.values())
+    return [[copies[i][min(j, len(copies[i]) - 1)] for i in range(shards)] for j in range(most)]

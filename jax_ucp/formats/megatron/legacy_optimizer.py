@@ -1,5 +1,4 @@
-"""The optimizer states of one rank of a legacy Megatron checkpoint, and which of its tensors each
-belongs to.
+"""Which tensors the optimizer states of a legacy checkpoint's rank belong to.
 
 Neither ids nor flat buffers name parameters. Which is which is Megatron's own doing, not a training
 script's: it walks the model's parameters, which are in the order of the model's keys in the file,
@@ -22,7 +21,7 @@ import numpy as np
 
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import FilePath
-from jax_ucp.formats.megatron.files import OPTIM_FILE, Args, Rank
+from jax_ucp.formats.megatron.files import OPTIM_FILE, Args, Rank, optimizer_parts
 from jax_ucp.formats.megatron.walk import EMBEDDING, TIED, Part, buffer_walk, is_expert
 from jax_ucp.formats.pairing import Undecided, contradiction, only_division, tells_shape
 from jax_ucp.formats.torch_save.file import StoredTensor
@@ -50,10 +49,8 @@ class Module:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """One state of a module: in the stored tensor `key`, from `start` on if that is a flat
-    buffer, or a number.
-    """
+class ModuleState:
+    """A state of a module: in the tensor `key`, if `flat` from `start` on, or a number."""
 
     state: str
     key: str = ""
@@ -65,14 +62,13 @@ class Held:
 
 def find_states(
     args: Args, rank: Rank, chunks: Sequence[Sequence[Module]]
-) -> Iterator[tuple[Module, Held]]:
-    """Every state that the rank's files hold of its modules. With experts there can be a second
-    optimizer for them.
+) -> Iterator[tuple[Module, ModuleState]]:
+    """Every state in the rank's files of its modules. With experts there can be two optimizers.
 
     Raises FormatError, naming the file, where sizes do not fit, and Undecided where groups can be
     filled in no way, or in several.
     """
-    parts = _parts(rank.tree["optimizer"])
+    parts = optimizer_parts(rank.tree["optimizer"])
     if not 1 <= len(parts) <= 2 or not all(isinstance(part, dict) for part in parts):
         raise FormatError(
             f"{rank.model.path}: {len(parts)} optimizers; we know one, or one more for experts"
@@ -80,18 +76,13 @@ def find_states(
     for i, part in enumerate(parts):
         inner = part.get("optimizer", part)
         groups = _param_groups(rank, inner)
-        own = chunks
-        if len(parts) == 2:
-            own = _half(rank, groups, chunks, experts=bool(i))
+        own = _half(rank, groups, chunks, experts=bool(i)) if len(parts) == 2 else chunks
+        modules = list(itertools.chain(*own))
         if "state" in inner:
-            yield from _numbered(rank, part, inner["state"], groups, list(itertools.chain(*own)))
+            yield from _numbered(rank, part, inner["state"], groups, modules)
         else:
-            yield from _flat_steps(rank, groups, itertools.chain(*own))
+            yield from _flat_steps(rank, groups, modules)
             yield from _flat(args, rank, _flat_part(rank, i, len(parts)), own)
-
-
-def _parts(optimizer: Any) -> list[Any]:
-    return optimizer if isinstance(optimizer, list) else [optimizer]
 
 
 def _param_groups(rank: Rank, inner: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -118,9 +109,8 @@ def _half(
 
 def _flat_steps(
     rank: Rank, groups: Sequence[Mapping[str, Any]], modules: Iterable[Module]
-) -> Iterator[tuple[Module, Held]]:
-    """How often the optimizer stepped: one number or none. Which parameters a group has, flat
-    buffers do not depend on.
+) -> Iterator[tuple[Module, ModuleState]]:
+    """How often the optimizer stepped: one number or none, as flat buffers have no groups.
 
     Raises FormatError where groups differ: then nothing says which parameters stepped how often.
     """
@@ -132,7 +122,7 @@ def _flat_steps(
             " leaves the optimizer aside"
         )
     for module, step in itertools.product(modules, steps):
-        yield module, Held("step", value=step)
+        yield module, ModuleState("step", value=step)
 
 
 def _numbered(
@@ -141,23 +131,25 @@ def _numbered(
     state: Mapping[int, Any],
     groups: Sequence[Mapping[str, Any]],
     modules: Sequence[Module],
-) -> Iterator[tuple[Module, Held]]:
+) -> Iterator[tuple[Module, ModuleState]]:
     """States and masters of an optimizer that numbers its parameters."""
+    masters = part.get("fp32_from_fp16_params")
     if not state and "fp32_from_fp16_params" not in part:
         return  # never stepped
-    members = _members(state, groups, part.get("fp32_from_fp16_params"), modules)
-    if strays := set(state).difference(*_numbers(groups)):
+    numbers = _numbers(groups)
+    members = _members(state, numbers, masters, modules)
+    if strays := set(state).difference(*numbers):
         raise FormatError(
             f"{rank.model.path}: the optimizer has states of {sorted(strays)[:5]}, which no group"
             " holds"
         )
-    for group, numbers, own in zip(groups, _numbers(groups), members, strict=True):
+    for group, own_numbers, own in zip(groups, numbers, members, strict=True):
         if isinstance(group.get("step"), int):
-            yield from ((module, Held("step", value=group["step"])) for module in own)
-        for number, module in zip(numbers, own, strict=True):
+            yield from itertools.product(own, [ModuleState("step", value=group["step"])])
+        for number, module in zip(own_numbers, own, strict=True):
             yield from _numbered_states(rank, module, number, state.get(number) or {})
     if "fp32_from_fp16_params" in part:
-        yield from _masters(rank, part["fp32_from_fp16_params"], members)
+        yield from _masters(rank, masters, members)
 
 
 def _numbers(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
@@ -167,13 +159,13 @@ def _numbers(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
 
 def _numbered_states(
     rank: Rank, module: Module, number: int, states: Mapping[str, Any]
-) -> Iterator[tuple[Module, Held]]:
+) -> Iterator[tuple[Module, ModuleState]]:
     shape = module.tensor.shape
     for name, value in states.items():
         if value is None:
             continue
         if not isinstance(value, StoredTensor):
-            yield module, Held(name, value=value)
+            yield module, ModuleState(name, value=value)
             continue
         one_step = name == "step" and value.shape == ()
         if value.shape != shape and not one_step:
@@ -182,20 +174,18 @@ def _numbered_states(
                 f" {module.local}, which is that parameter, has {shape}; such a state is not read,"
                 " weights_only leaves the optimizer aside"
             )
-        yield module, Held(name, rank.key(value), value.shape)
+        yield module, ModuleState(name, rank.key(value), value.shape)
 
 
 def _members(
     state: Mapping[int, Any],
-    groups: Sequence[Mapping[str, Any]],
+    numbers: Sequence[Sequence[int]],
     masters: Any,
     modules: Sequence[Module],
 ) -> list[list[Module]]:
-    """The modules of each group, each in the order of the model. Raises Undecided."""
-    numbers = _numbers(groups)
-    state_shapes = {
-        number: _shapes(state.get(number) or {}) for number in itertools.chain(*numbers)
-    }
+    """The modules of each group of `numbers`, in the order of the model. Raises Undecided."""
+    every = list(itertools.chain(*numbers))
+    state_shapes = {number: _shapes(state.get(number) or {}) for number in every}
     master_shapes = _master_shapes(numbers, masters)
     if len(state_shapes) != len(modules):
         raise Undecided(
@@ -211,23 +201,19 @@ def _members(
         return not (tells_shape(states) and contradiction(states, shape))
 
     division = only_division(dict.fromkeys(range(len(modules)), 1), [*map(len, numbers)], fits)
-    members: list[list[Module]] = [[] for _ in groups]
+    members: list[list[Module]] = [[] for _ in numbers]
     for i in sorted(division):
-        members[division[i][0]].append(modules[i])
+        group, _ = division[i]
+        members[group].append(modules[i])
     return members
 
 
 def _master_shapes(numbers: Sequence[Sequence[int]], masters: Any) -> dict[int, tuple[int, ...]]:
-    """The shapes of masters by the parameters' numbers, where every parameter has a master, else
-    none.
-    """
+    """The shapes of masters by number, if every parameter has a master, else none."""
     if not isinstance(masters, list) or [*map(len, masters)] != [*map(len, numbers)]:
         return {}
-    tensors = itertools.chain(*masters)
-    return {
-        number: tensor.shape
-        for number, tensor in zip(itertools.chain(*numbers), tensors, strict=True)
-    }
+    shapes = [tensor.shape for tensor in itertools.chain(*masters)]
+    return dict(zip(itertools.chain(*numbers), shapes, strict=True))
 
 
 def stored_tensors(tree: Mapping[str, Any]) -> dict[str, StoredTensor]:
@@ -240,10 +226,8 @@ def _shapes(tree: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def _masters(
     rank: Rank, masters: Any, members: Sequence[Sequence[Module]]
-) -> Iterator[tuple[Module, Held]]:
-    """The fp32 masters of 16-bit weights, by group; a weight that is fp32 in the model is its
-    own master.
-    """
+) -> Iterator[tuple[Module, ModuleState]]:
+    """The fp32 masters of 16-bit weights, by group; fp32 weights are their own masters."""
     if not isinstance(masters, list) or len(masters) != len(members):
         raise FormatError(
             f"{rank.model.path}: fp32_from_fp16_params is not a list of {len(members)} groups"
@@ -261,19 +245,17 @@ def _masters(
                     f"{rank.model.path}: the master at {tensor.key} has shape {tensor.shape}, but"
                     f" {module.local} has {module.tensor.shape}; {_OTHER_FILE}"
                 )
-            yield module, Held("param", rank.key(tensor), tensor.shape)
+            yield module, ModuleState("param", rank.key(tensor), tensor.shape)
 
 
 def _flat_part(rank: Rank, index: int, count: int) -> Mapping[Any, Any] | None:
-    """What the rank's file has of one of its optimizers: by model chunk, then dtypes, flat
-    buffers.
-    """
+    """The flat buffers of one of a rank's optimizers, by model chunk, then dtypes."""
     path = rank.folder / OPTIM_FILE
     if rank.optim is None:
         raise FormatError(
             f"{path} is missing: by {rank.name} it holds the state of a distributed optimizer"
         )
-    parts = _parts(rank.optim.tree)
+    parts = optimizer_parts(rank.optim.tree)
     if len(parts) != count:
         raise FormatError(
             f"{path} has the state of {len(parts)} optimizers, {rank.name} of {count}"
@@ -292,7 +274,7 @@ def _flat_part(rank: Rank, index: int, count: int) -> Mapping[Any, Any] | None:
 
 def _flat(
     args: Args, rank: Rank, part: Mapping[Any, Any] | None, chunks: Sequence[Sequence[Module]]
-) -> Iterator[tuple[Module, Held]]:
+) -> Iterator[tuple[Module, ModuleState]]:
     """States in the flat buffers of a distributed optimizer: one per chunk and dtype."""
     if part is None:
         return
@@ -328,7 +310,7 @@ def _owners(
 
 def _buffer(
     args: Args, rank: Rank, c: int, numel: int, modules: Sequence[Module], buffer: Mapping[str, Any]
-) -> Iterator[tuple[Module, Held]]:
+) -> Iterator[tuple[Module, ModuleState]]:
     path = rank.folder / OPTIM_FILE
     tied = args.copies_embedding
     shared = [tied and m.local in (EMBEDDING, TIED) for m in modules]
@@ -350,7 +332,7 @@ def _buffer(
     for state, tensor in states.items():
         key = rank.key(tensor, OPTIM_FILE)
         for module, start in zip(modules, starts, strict=True):
-            yield module, Held(state, key, module.tensor.shape, start, flat=True)
+            yield module, ModuleState(state, key, module.tensor.shape, start, flat=True)
 
 
 def bucket_limit(args: Args, pp: int, chunk: int, dp: int, numel: int) -> int | None:
@@ -370,28 +352,24 @@ def bucket_limit(args: Args, pp: int, chunk: int, dp: int, numel: int) -> int | 
 
 def numbered_alone(optimizer: Any) -> bool:
     """Whether an optimizer has states by number, and no masters beside them."""
-    parts = [part for part in _parts(optimizer) if isinstance(part, dict)]
-    return any(
-        part.get("optimizer", part).get("state") and "fp32_from_fp16_params" not in part
-        for part in parts
-    )
+    parts = [part for part in optimizer_parts(optimizer) if isinstance(part, dict)]
+    unmastered = [part for part in parts if "fp32_from_fp16_params" not in part]
+    return any(part.get("optimizer", part).get("state") for part in unmastered)
 
 
-def beside_tensors(optimizer: Any) -> list[tuple[str, Any]]:
-    """What an optimizer's state has beside masters and moments: hyper-parameters and the loss
-    scaler.
-    """
-    beside: list[tuple[str, Any]] = []
-    for i, part in enumerate(_parts(optimizer)):
+def beside_tensors(optimizer: Any) -> dict[str, Any]:
+    """An optimizer's hyper-parameters and loss scaler: what is not a tensor."""
+    beside: dict[str, Any] = {}
+    for i, part in enumerate(optimizer_parts(optimizer)):
         if not isinstance(part, dict):
             continue
         label = f"optimizer/{i}" if isinstance(optimizer, list) else "optimizer"
         inner = part.get("optimizer", part)
-        beside += _labelled(label, inner, without=("state",))
+        beside |= _labelled(label, inner, without=("state",))
         if inner is not part:
-            beside += _labelled(label, part, without=("optimizer", "fp32_from_fp16_params"))
+            beside |= _labelled(label, part, without=("optimizer", "fp32_from_fp16_params"))
     return beside
 
 
-def _labelled(label: str, tree: Mapping[str, Any], without: Sequence[str]) -> list[tuple[str, Any]]:
-    return [(f"{label}/{name}", value) for name, value in tree.items() if name not in without]
+def _labelled(label: str, tree: Mapping[str, Any], without: Sequence[str]) -> dict[str, Any]:
+    return {f"{label}/{name}": value for name, value in tree.items() if name not in without}

@@ -1,5 +1,4 @@
-"""Where Megatron puts a rank's tensors: their global names, and their places in flat buffers.
-Integers only.
+"""Global names of a rank's tensors, and their places in flat buffers. Integers only.
 
 Facts: `megatron/core/distributed/param_and_grad_buffer.py` (buffers),
 `distributed_data_parallel.py` (bucket size) and `megatron/core/transformer/moe/experts.py` (grouped
@@ -32,9 +31,7 @@ _FUSED_NORMS = {
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A parameter inside a rank's tensor: `shape` elements from `start` on; `transposed`, if its
-    axes are swapped.
-    """
+    """A parameter in a rank's tensor from element `start` on; `transposed` swaps its axes."""
 
     name: str
     start: int
@@ -77,8 +74,7 @@ def is_expert(local: str) -> bool:
 def parts_of(
     local: str, shape: tuple[int, ...], first_layer: int, experts: range, hidden: int
 ) -> list[Part]:
-    """The parameters a tensor of the model holds, by their global names: one, but for grouped
-    experts.
+    """The parameters in a tensor of the model: one, but for grouped experts.
 
     `experts` are the global numbers of the rank's experts. Grouped ones lie in memory as (experts,
     hidden, rows) and (experts, columns, hidden), whatever the recorded shape; as parameters they
@@ -160,8 +156,7 @@ def buffer_walk(
 
 
 def tails_before(offsets: Sequence[int], buckets: Sequence[int], multiple: int) -> list[int]:
-    """For tensors at `offsets` of a coalesced buffer: the padding that followed the buckets before
-    theirs, in elements.
+    """For tensors at `offsets` of a coalesced buffer, the padding before their buckets.
 
     In memory every bucket is padded to a `multiple`; a coalesced buffer leaves that out. A writer
     that takes one for the other moves a tensor by this many elements.

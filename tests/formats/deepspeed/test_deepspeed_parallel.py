@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import jax_ucp as ucp
@@ -208,6 +208,8 @@ def test_masters_of_zero_0_in_half_precision_go_to_their_parameters(tmp_path_fac
         name: rng.normal(size=array.shape).astype(np.float32) for name, array in masters.items()
     }
     module = {name: array.astype(ml_dtypes.bfloat16) for name, array in masters.items()}
+    # Nothing tells equal weights apart: their states would be kept under `other`.
+    assume(len({array.tobytes() for array in module.values()}) == len(module))
     members = [[name for name, at in zip(masters, owner, strict=True) if at == g] for g in (0, 1)]
     members = [some for some in members if some]
     states, groups, kept = {}, [], []

@@ -1,0 +1,91 @@
+"""What a DeepSpeed checkpoint has beside tensors: schedulers, counters, client state, settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax_ucp.formats.deepspeed.files import Rank, Stored
+from jax_ucp.formats.deepspeed.slices import ASIDE, Slices
+from jax_ucp.formats.deepspeed.stage0 import unwrapped
+from jax_ucp.formats.deepspeed.zero import base_optimizer
+from jax_ucp.formats.nested import as_dict
+
+# Model-state entries that describe the tensors of the tree.
+_DESCRIBING = (
+    *("param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
+    *("buffer_names", "shared_params"),
+)
+# Optimizer-state entries that are the tensors of the tree, and those that describe their layout.
+_PARTITIONS = (
+    *("base_optimizer_state", "single_partition_of_fp32_groups"),
+    *("fp32_flat_groups", "optimizer_state_dict"),
+)
+_LAYOUT = (
+    *("group_paddings", "partition_count", "param_slice_mappings"),
+    *("param_alignment_paddings", "zero_stage", "ds_zero_partition_groups"),
+)
+_NAMES_AND_SHAPES = "says which tensor is which; its content is in the tree's names and shapes"
+_OF_PARTITIONS = "says how partitions lie; consolidated parameters have no such thing"
+
+
+def add_extras(slices: Slices) -> None:
+    """Add everything that is not a tensor of the tree, by file."""
+    for model in slices.files.all_models:
+        _add_of_model(slices, model)
+    for stored in slices.files.expert_optimizers.values():
+        _add_of_optimizer(slices, stored, stored.state.get("optimizer") or {})
+    for rank in slices.files.all_ranks:
+        _add_of_rank(slices, rank)
+
+
+def _add_of_model(slices: Slices, model: Stored) -> None:
+    values = {name: value for name, value in model.state.items() if name != "module"}
+    if isinstance(values.get("optimizer"), dict):
+        _add_of_optimizer(slices, model, values.pop("optimizer"))
+    _add_entries(slices, model, values, _DESCRIBING, _NAMES_AND_SHAPES)
+
+
+def _add_of_rank(slices: Slices, rank: Rank) -> None:
+    values = {**as_dict(rank.file.tree), **rank.state}
+    base = as_dict(base_optimizer(rank))
+    if "param_groups" in base:
+        values["param_groups"] = base["param_groups"]
+    others = {name: value for name, value in values.items() if name not in _PARTITIONS}
+    _add_entries(slices, rank, others, _LAYOUT, _OF_PARTITIONS)
+
+
+def _add_entries(
+    slices: Slices, stored: Stored, values: Mapping[str, Any], layout: Sequence[str], reason: str
+) -> None:
+    """Add the values of a file as extras, but for those of the `layout`, which are skipped."""
+    for name, value in values.items():
+        if name in layout:
+            slices.importer.skip(f"{stored.name}:{name}", "layout", reason)
+        else:
+            slices.importer.extra(stored.name, name, value)
+
+
+def _add_of_optimizer(slices: Slices, stored: Stored, optimizer: Mapping[str, Any]) -> None:
+    inner, masters = unwrapped(optimizer)
+    values, tensors = dict(optimizer), {"state"}
+    if masters:
+        tensors |= {masters, "optimizer_state_dict"}
+        values |= as_dict(inner)
+    for name in filter(lambda name: name not in tensors, values):
+        slices.importer.extra(stored.name, f"optimizer/{name}", values[name])
+    if slices.options.weights_only:
+        for key in slices.importer.stored:
+            if key.startswith(f"{stored.name}:optimizer/"):
+                slices.importer.leave(key, "state", ASIDE)
+
+
+def skip_other_files(slices: Slices) -> None:
+    """Skip the files of the folder that were not read, each with the reason."""
+    read = {file.name for file in slices.files.all()}
+    for path in sorted(slices.files.folder.children()):
+        if path.name in read:
+            continue
+        left_aside = slices.options.weights_only and path.name.endswith("_optim_states.pt")
+        reason = ASIDE if left_aside else "not one that DeepSpeed's engine reads"
+        slices.importer.skip(path.name, "folder" if path.is_dir() else "file", reason)

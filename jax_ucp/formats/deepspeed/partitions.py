@@ -1,0 +1,207 @@
+"""The optimizer's files: masters and states of groups of parameters become slices.
+
+`zero` says where parameters lie in the partitions of a group, `moe` which ranks share one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from jax_ucp.errors import FormatError
+from jax_ucp.formats.assemble import touched
+from jax_ucp.formats.deepspeed import moe
+from jax_ucp.formats.deepspeed.files import Rank
+from jax_ucp.formats.deepspeed.slices import ASIDE, Slices
+from jax_ucp.formats.deepspeed.zero import Group, group, param_group, param_shapes
+from jax_ucp.formats.listing import listed
+from jax_ucp.formats.torch_save.unpickle import Opaque
+from jax_ucp.layout.fragments import ParamLayout, Shape
+from jax_ucp.sources.consolidated import Consolidated, same_bits
+
+_LION = "Lion has one moment; CPULion writes a second one and never reads it"
+_EACH_ITS_OWN = "each rank has its own, so that it is of its partition"
+
+# Of each parameter in a rank's partition the first element, and how many there are.
+Addresses = dict[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class _Team:
+    """A group of parameters on the ranks that share it: of one model- and expert-parallel rank."""
+
+    mp: int
+    ep: int | None
+    index: int
+    group: Group
+
+    @cached_property
+    def settings(self) -> Mapping[str, Any]:
+        return param_group(self.group.ranks[0], self.index)
+
+    @cached_property
+    def names(self) -> Mapping[str, str]:
+        """By the parameters' names on the ranks, those in the whole model."""
+        shapes = self.group.shapes
+        return {name: moe.global_name(name, self.ep, shapes) for name in shapes}
+
+
+def add_partitions(slices: Slices) -> None:
+    """Add masters and states. Raises FormatError for files of another run."""
+    addresses: dict[str, Addresses] = {rank.name: {} for rank in slices.files.all_ranks}
+    if slices.options.weights_only:
+        _leave(slices)
+    for mp, ranks in enumerate(slices.files.ranks):
+        for team in _teams(slices, mp, ranks):
+            _add_settings(slices, team)
+            _add_flat_states(slices, team)
+            _add_values(slices, team)
+            _add_addresses(addresses, team.group)
+    _check_mappings(slices, addresses)
+
+
+def _leave(slices: Slices) -> None:
+    """Say of all tensors that they are left aside; those of the masters are mapped later."""
+    for rank in slices.files.all_ranks:
+        for key in rank.file.arrays():
+            slices.importer.leave(f"{rank.name}:{key}", "state", ASIDE)
+
+
+def _teams(slices: Slices, mp: int, ranks: Sequence[Rank]) -> Iterator[_Team]:
+    if not ranks:
+        return
+    models = slices.files.models[mp]
+    groups = param_shapes(models[0], ranks)
+    for model in models[1:]:
+        if param_shapes(model, ()) != groups:
+            raise FormatError(
+                f"{model.file.path} has another param_shapes than {models[0].name}; the files"
+                " are not of one run"
+            )
+    zero3, weights_only = slices.files.zero3, slices.options.weights_only
+    for index, shapes in enumerate(groups):
+        for ep, team in moe.teams(index, ranks, models):
+            own = group(index, shapes, team, zero3, models[0].name, weights_only)
+            yield _Team(mp, ep, index, own)
+
+
+def _add_settings(slices: Slices, team: _Team) -> None:
+    if slices.options.weights_only:
+        return
+    for local in team.group.layouts:
+        slices.importer.hyperparameters(team.names[local], team.settings)
+
+
+def _add_flat_states(slices: Slices, team: _Team) -> None:
+    # States whose partitions have the same lengths share layouts, which are checked once then.
+    layouts: dict[tuple[Shape, ...], dict[str, tuple[ParamLayout, list[int]]]] = {}
+    ranks = team.group.ranks
+    # No Adam divides by a second moment without an eps.
+    lion = "betas" in team.settings and "eps" not in team.settings
+    for state, tensors in team.group.flat.items():
+        keys = [rank.key(tensor) for rank, tensor in zip(ranks, tensors, strict=True)]
+        if lion and state == "exp_avg_sq":
+            slices.skip(keys, "state", _LION)
+            continue
+        slices.skip(keys, "padding", "padding alone: the group is shorter than its ranks")
+        stored = tuple(tensor.shape for tensor in tensors)
+        if stored not in layouts:
+            layouts[stored] = _touched_layouts(team.group, stored)
+        reason = f"{state} of {len(team.names)} parameters"
+        for local, (layout, used) in layouts[stored].items():
+            tensor = Consolidated(layout, [keys[i] for i in used])
+            slices.add(team.mp, team.ep, state, team.names[local], tensor, reason)
+
+
+def _touched_layouts(
+    own: Group, stored: tuple[Shape, ...]
+) -> dict[str, tuple[ParamLayout, list[int]]]:
+    """How each parameter of a group lies in partitions of these shapes, and in which of them."""
+    layouts = own.layouts.items()
+    return {local: touched(replace(layout, shards=stored)) for local, layout in layouts}
+
+
+def _add_values(slices: Slices, team: _Team) -> None:
+    """Add values that a group has once, such as its step, to all its parameters, if ranks agree."""
+    ranks = team.group.ranks
+    for state, (values, why) in team.group.aside.items():
+        _keep_aside(slices, team, state, values, why)
+    for state, values in team.group.scalars.items():
+        if state != "step" and _differ(slices, ranks, values):
+            _keep_aside(slices, team, state, values, _EACH_ITS_OWN)
+            continue
+        stage, _, _ = slices.place(team.mp)
+        for name in team.names.values():
+            slices.states[state, name].values[stage] += zip(ranks, values, strict=True)
+
+
+def _differ(slices: Slices, ranks: Sequence[Rank], values: Sequence[Any]) -> bool:
+    first, *others = map(slices.read, ranks, values)
+    return not all(same_bits(first, other) for other in others)
+
+
+def _keep_aside(slices: Slices, team: _Team, state: str, values: Sequence[Any], why: str) -> None:
+    """Keep what an optimizer has of a group, but not of its parameters, as each rank has it."""
+    for rank, value in zip(team.group.ranks, values, strict=True):
+        slices.importer.extra(rank.name, f"{state} of group {team.index}", value)
+    slices.importer.notes.append(
+        f"the optimizer's {state} of group {team.index} ({listed([*team.names], 1)}) is no state of"
+        f" a parameter here, but an extra of each rank's file: {why}"
+    )
+
+
+def _add_addresses(addresses: Mapping[str, Addresses], own: Group) -> None:
+    """Add where the parameters of a group lie in each file's partition."""
+    for name, layout in own.layouts.items():
+        for fragment in layout.fragments:
+            in_file = addresses[own.ranks[fragment.shard].name]
+            start, numel = in_file.get(name, (fragment.source.start[0], 0))
+            in_file[name] = start, numel + fragment.source.size
+
+
+def _check_mappings(slices: Slices, addresses: Mapping[str, Addresses]) -> None:
+    """Compare each file's `param_slice_mappings` with `param_shapes`, and note where they differ.
+
+    Raises FormatError where a file's mappings are those of another rank: it was renamed.
+    """
+    differ: list[str] = []
+    notes = slices.importer.notes
+    for rank in slices.files.all_ranks:
+        recorded = _recorded_addresses(rank)
+        if recorded is None:
+            notes.append(
+                f"param_slice_mappings of {rank.name} were not compared: they are of a class that"
+                " is not known here"
+            )
+        elif recorded and recorded != addresses[rank.name]:
+            _check_not_renamed(rank, recorded, addresses)
+            differ.append(rank.name)
+    if differ:
+        notes.append(
+            f"param_slice_mappings of {', '.join(differ)} describe another order than the flat"
+            " buffers have (DeepSpeed writes them so under round_robin_gradients); the order of"
+            " param_shapes was used"
+        )
+
+
+def _recorded_addresses(rank: Rank) -> Addresses | None:
+    """The addresses that a rank's file records; None where their class is not known here."""
+    mappings = rank.state.get("param_slice_mappings") or []
+    records = {str(name): at for mapping in mappings for name, at in mapping.items()}
+    if any(isinstance(at, Opaque) for at in records.values()):
+        return None
+    return {name: (at.fields["start"], at.fields["numel"]) for name, at in records.items()}
+
+
+def _check_not_renamed(rank: Rank, recorded: Addresses, addresses: Mapping[str, Addresses]) -> None:
+    """Raise FormatError where the addresses that a file records are those of another rank."""
+    for other, others_addresses in addresses.items():
+        if others_addresses == recorded:
+            number = re.sub(r".*zero_pp_rank_(\d+)_mp_rank_(\d+)_.*", r"\1", other)
+            raise FormatError(
+                f"{rank.file.path} holds what rank {number} should hold ({other}), by its own "
+                "param_slice_mappings: the file was renamed, or belongs to another run"
+            )

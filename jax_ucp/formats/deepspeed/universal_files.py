@@ -1,0 +1,202 @@
+"""The files of a universal folder: which must be there, and whether they belong together.
+
+An atom is a dict with the whole tensor, or, from ZeRO-3 without tensor parallelism, the bare flat
+tensor, whose shape the model states beside it have.
+
+Facts: `checkpoint/ds_to_universal.py` of DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax_ucp.errors import FormatError
+from jax_ucp.files.path import FilePath
+from jax_ucp.formats.deepspeed import moe
+from jax_ucp.formats.deepspeed.facts import check_facts
+from jax_ucp.formats.deepspeed.files import Files, Stored, open_files, open_stored
+from jax_ucp.formats.deepspeed.zero import param_shapes
+from jax_ucp.formats.facts import Facts
+from jax_ucp.formats.nested import as_dict, group_with
+from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
+from jax_ucp.layout.fragments import Shape
+
+OPTIMIZER = "zero/optimizer_state.pt"
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A parameter of the optimizer: its lowest pipeline stage, and its slices' shapes there."""
+
+    stage: int
+    shapes: list[Shape]
+
+
+@dataclass(frozen=True)
+class UniversalFiles:
+    """The files of a universal folder: `files` are the model states, `atoms` those under zero/.
+
+    Atoms are keyed by parameter, then state, where `fp32` is the parameter. `optimizer` is what the
+    optimizer has beside them, or None with weights_only; `left` then are the files not read.
+    """
+
+    files: Files
+    atoms: Mapping[str, Mapping[str, TorchFile]]
+    optimizer: Stored | None
+    left: Sequence[FilePath]
+
+    def states(self, name: str) -> Mapping[str, TorchFile]:
+        return self.atoms.get(name, {})
+
+    def atom(self, name: str, state: str) -> Stored:
+        return Stored(self.atoms[name][state], {}, subfolder=f"zero/{name}/")
+
+    def groups(self) -> Iterator[tuple[int, int, Mapping[str, Shape]]]:
+        """Groups of parameters, as (pipeline stage, index, shapes), of each model-parallel rank."""
+        for mp, models in enumerate(self.files.models):
+            for index, shapes in enumerate(param_shapes(models[0], ())):
+                yield mp // self.files.tp, index, shapes
+
+    def owned(self) -> dict[str, Owned]:
+        """The parameters that the optimizer owns."""
+        owned: dict[str, Owned] = {}
+        for stage, _, shapes in self.groups():
+            for name, shape in shapes.items():
+                own = owned.setdefault(name, Owned(stage, []))
+                if stage == own.stage:
+                    own.shapes.append(shape)
+        return owned
+
+    def is_fused(self, name: str, stage: int) -> bool:
+        return any(moe.is_fused(name, model) for model in self.files.models[stage])
+
+    def optimizer_entry(self, key: str) -> Any:
+        return self.optimizer.state.get(key) if self.optimizer else None
+
+    def rank_0(self) -> Mapping[str, Any]:
+        """The optimizer's own state, which ZeRO-3 leaves beside the atoms; else nothing."""
+        return as_dict(self.optimizer_entry("optimizer_state_dict"))
+
+
+def open_universal(folder: FilePath, weights_only: bool) -> UniversalFiles:
+    """The files of a universal folder; with `weights_only` none of the optimizer's states.
+
+    Raises FormatError, naming the file, where one is missing or of another run or step.
+    """
+    files = open_files(folder, weights_only)
+    if any(files.ranks):
+        raise FormatError(
+            f"{folder} has both atoms (zero/) and *_optim_states.pt: two checkpoints in one"
+            " folder. Move zero/, or the optimizer files, to another one"
+        )
+    check_facts(files, weights_only)
+    paths = _atom_paths(folder / "zero")
+    if weights_only:
+        parameters = [path for path in paths if path.stem == "fp32"]
+        states = [path for path in paths if path.stem != "fp32"]
+        left = list(filter(FilePath.is_file, [*states, folder / OPTIMIZER]))
+        return UniversalFiles(files, _open_atoms(parameters), None, left)
+    universal = UniversalFiles(files, _open_atoms(paths), _open_optimizer(folder / OPTIMIZER), [])
+    _check_states(universal)
+    _check_steps(universal)
+    return universal
+
+
+def _atom_paths(zero: FilePath) -> list[FilePath]:
+    paths = itertools.chain.from_iterable(named.matching(".pt") for named in zero.children())
+    return [path for path in paths if not path.name.startswith(".")]
+
+
+def _open_atoms(paths: Sequence[FilePath]) -> dict[str, dict[str, TorchFile]]:
+    atoms: dict[str, dict[str, TorchFile]] = {}
+    for path in paths:
+        atoms.setdefault(path.parent.name, {})[path.stem] = TorchFile(path)
+    return atoms
+
+
+def _open_optimizer(path: FilePath) -> Stored:
+    if not path.is_file():
+        raise FormatError(
+            f"{path} is missing: it holds what the optimizer has beside the atoms."
+            " weights_only opens the parameters without it"
+        )
+    stored = open_stored(path)
+    return Stored(stored.file, stored.state, subfolder="zero/")
+
+
+def _check_states(universal: UniversalFiles) -> None:
+    """Raise FormatError where a parameter lacks a state that its group has, or that Adam has."""
+    zero = universal.files.folder / "zero"
+    for _, index, shapes in universal.groups():
+        states = {state for name in shapes for state in universal.states(name)}
+        _check_moments(universal, index, states)
+        for name in shapes:
+            missing = states - universal.states(name).keys() - {"fp32"}
+            if missing:
+                raise FormatError(
+                    f"{zero / name / min(missing)}.pt is missing: other parameters of the group"
+                    " have that state. weights_only opens the parameters without it"
+                )
+
+
+def _check_moments(universal: UniversalFiles, index: int, states: Collection[str]) -> None:
+    """Raise FormatError where a whole group lacks a moment that its settings are about."""
+    steps = universal.files.models[0][0].state.get("global_steps")
+    settings = universal.optimizer_entry("param_groups") or ()
+    hyper = group_with(settings, index)
+    if not steps or "betas" not in hyper or hyper.get("use_muon"):
+        return
+    moments = [{"exp_avg"}]
+    if "eps" in hyper:
+        moments.append({"exp_avg_sq", "exp_inf"})
+    for names in moments:
+        if names.isdisjoint(states):
+            raise FormatError(
+                f"{universal.files.folder / 'zero'}: {' or '.join(sorted(names))}.pt is missing of"
+                f" all parameters of group {index}, of which {OPTIMIZER} has the betas."
+                " weights_only opens the parameters without it"
+            )
+
+
+def _check_steps(universal: UniversalFiles) -> None:
+    """Raise FormatError where parameters of a group, which step together, differ in their step."""
+    facts = Facts(universal.files.folder)
+    for stage, index, shapes in universal.groups():
+        for name in shapes:
+            if file := universal.states(name).get("step"):
+                what = f"step of group {index}"
+                facts.state_all(file, f"zero/{name}/step.pt", what, file.tree, (stage, index))
+
+
+def check_forms(universal: UniversalFiles, owned: Mapping[str, Owned]) -> None:
+    """Raise FormatError where atoms are not all of one form, as one conversion writes them."""
+    facts = Facts(universal.files.folder)
+    for name, own in owned.items():
+        among = universal.is_fused(name, own.stage)
+        for state, file in universal.states(name).items():
+            at = f"zero/{name}/{state}.pt"
+            match file.tree:
+                case dict():
+                    cut = sorted(file.tree)
+                    facts.state(at, f"what says how to cut {name}", cut, name)
+                    facts.state(at, "the form of the atoms", "a dict", among)
+                case StoredTensor(shape=shape) if shape:
+                    facts.state(at, "the form of the atoms", "a bare tensor", among)
+                case _:
+                    pass
+
+
+def ranks_of(universal: UniversalFiles, index: int) -> int:
+    """How many ranks share the parameters of a group: fewer for experts than for the rest."""
+    teams = universal.optimizer_entry("ds_zero_partition_groups") or ()
+    counts = [team["partition_count"] for team in teams if team["sub_group"] == index]
+    count = counts[0] if counts else universal.optimizer_entry("partition_count")
+    if not isinstance(count, int) or count < 1:
+        raise FormatError(
+            f"{universal.files.folder / OPTIMIZER} has the partition_count {count!r:.80}, which is"
+            " none"
+        )
+    return count

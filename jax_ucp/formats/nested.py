@@ -1,0 +1,25 @@
+"""Dicts and lists of unpickled files, read where another writer may have put something else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+def as_dict(tree: Any) -> dict[Any, Any]:
+    """The dict, or an empty one in place of anything else."""
+    return tree if isinstance(tree, dict) else {}
+
+
+def as_list(tree: Any) -> list[Any]:
+    """The list, or an empty one in place of anything else."""
+    return tree if isinstance(tree, list) else []
+
+
+def group_with(groups: Iterable[Mapping[str, Any]], number: int) -> Mapping[str, Any]:
+    """The first of an optimizer's groups that has the parameter of this number, or nothing.
+
+    >>> group_with([{"lr": 1.0, "params": [0]}, {"lr": 2.0, "params": [1]}], 1)["lr"]
+    2.0
+    """
+    return next((group for group in groups if number in group.get("params", ())), {})
