@@ -111,6 +111,14 @@ def differences(got: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _rounded(want: Any, got: Any) -> Any:
+    """A floating array in the dtype of another of 16 bits, if that is one."""
+    arrays = isinstance(want, np.ndarray | jax.Array) and isinstance(got, np.ndarray | jax.Array)
+    if not arrays or got.dtype.name not in ("bfloat16", "float16"):
+        return want
+    return np.asarray(want).astype(got.dtype)
+
+
 def check(subject: Subject, tree: Mapping[str, Mapping[str, Any]]) -> None:
     """What is restored of the valid checkpoint is the live state that its writer recorded."""
     assert subject.truth is not None
@@ -401,8 +409,8 @@ class Campaign:
         return Outcome("right")
 
     def as_noted(self, truth: Result, found: Result) -> Result:
-        """A truth without the extras of the optimizer's files, where a note says that these
-        cannot be read.
+        """A truth without the extras of the optimizer's files, and of weights as the module has
+        them, rounded, where a note says that the optimizer cannot be read.
         """
         if not any("no second copy proves them" in note for note in self.notes):
             return truth
@@ -411,7 +419,8 @@ class Campaign:
             for name, e in truth.extras.items()
             if name in found.extras or "optim" not in name
         }
-        return replace(truth, extras=extras)
+        leaves = {name: _rounded(leaf, found.leaves.get(name)) for name, leaf in truth.leaves.items()}
+        return replace(truth, leaves=leaves, extras=extras)
 
     @staticmethod
     def is_truth(found: Result, truth: Result, folder: Folder) -> bool:
