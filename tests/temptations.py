@@ -419,7 +419,9 @@ class Campaign:
             for name, e in truth.extras.items()
             if name in found.extras or "optim" not in name
         }
-        leaves = {name: _rounded(leaf, found.leaves.get(name)) for name, leaf in truth.leaves.items()}
+        leaves = {
+            name: _rounded(leaf, found.leaves.get(name)) for name, leaf in truth.leaves.items()
+        }
         return replace(truth, leaves=leaves, extras=extras)
 
     @staticmethod

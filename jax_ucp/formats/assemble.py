@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -270,7 +271,7 @@ class Import:
             source=(
                 {"format": self.format, "name": self.path.name, **self.said} if self.said else {}
             ),
-            checks=lambda extent: self._checks(view, slices, shards, names, extent),
+            checks=partial(self._checks, _Views(view, slices, shards, names)),
             quantized=self.quantized,
         )
 
@@ -289,48 +290,45 @@ class Import:
     def _with_cuts(self) -> ArraySource:
         return WithCuts(self.shards, self._cuts) if self._cuts else self.shards
 
-    def _checks(
-        self,
-        view: ConsolidatedView,
-        slices: ConsolidatedView | None,
-        shards: ArraySource,
-        names: Mapping[TreePath, str],
-        extent: Extent,
-    ) -> Iterator[Check]:
-        """The proofs of all leaves, which `names` name in `view`, over slices and stored
-        tensors.
-        """
-        resting = self._resting(names)
+    def _checks(self, views: _Views, extent: Extent) -> Iterator[Check]:
+        """The proofs of all leaves."""
+        resting = self._resting(views.names)
         yield from passed_on(self._shard_checks(extent), resting)
         if not self.on_conflict:
-            yield from self._replica_checks(view, names, resting, extent)
+            yield from self._replica_checks(views, resting, extent)
         for duplicate in self._duplicates:
-            if isinstance(duplicate.of, str):
-                assert slices is not None, "it has what is compared by its name"
-                source, whole = slices, duplicate.of
-            else:
-                source, whole = view, names[duplicate.of]
-            copies = slices if slices and duplicate.key in self._slices else shards
-            proof = Duplicate(
-                _label(duplicate.of),
-                source,
-                whole,
-                copies,
-                duplicate.key,
-                duplicate.at,
-                duplicate.stored,
-                duplicate.cause or self.cause,
-            )
-            rest = resting[whole] if whole in resting else resting[self._stored(whole)]
-            yield proof.check(rest, extent)
+            proof = self._proof(duplicate, views)
+            stored = proof.key if proof.key in resting else self._stored(proof.key)
+            yield proof.check(resting[stored], extent)
         for name, master, weight, cause in self._places:
             masters, weights = self.view({name: master}), self.view({name: weight})
             place = Duplicate(name, masters, name, weights, name, (), weight.keys[0], cause)
-            yield place.check(resting[names[Key("dict", "param"), Key("dict", name)]], "sample")
+            of_parameter = views.names[Key("dict", "param"), Key("dict", name)]
+            yield place.check(resting[of_parameter], "sample")
         for path, keys in self._means if not self.on_conflict else ():
+            name = views.names[path]
             stored = ", ".join(dict.fromkeys(self._stored_keys(self.params[path].keys)))
-            mean = Mean(_label(path), view, names[path], shards, keys, stored)
-            yield mean.check(resting[names[path]], extent)
+            mean = Mean(_label(path), views.params, name, views.shards, keys, stored)
+            yield mean.check(resting[name], extent)
+
+    def _proof(self, duplicate: _StoredTwice, views: _Views) -> Duplicate:
+        """What compares a second copy with a parameter or a slice."""
+        if isinstance(duplicate.of, str):
+            assert views.slices is not None, "it has what is compared by its name"
+            source, whole = views.slices, duplicate.of
+        else:
+            source, whole = views.params, views.names[duplicate.of]
+        in_slices = views.slices is not None and duplicate.key in self._slices
+        return Duplicate(
+            _label(duplicate.of),
+            source,
+            whole,
+            views.slices if views.slices is not None and in_slices else views.shards,
+            duplicate.key,
+            duplicate.at,
+            duplicate.stored,
+            duplicate.cause or self.cause,
+        )
 
     def _shard_checks(self, extent: Extent) -> Iterator[Check]:
         """The checks that the files have of themselves, but for tensors that were not asked for."""
@@ -340,11 +338,7 @@ class Import:
                 yield check
 
     def _replica_checks(
-        self,
-        view: ConsolidatedView,
-        names: Mapping[TreePath, str],
-        resting: Mapping[str, frozenset[str]],
-        extent: Extent,
+        self, views: _Views, resting: Mapping[str, frozenset[str]], extent: Extent
     ) -> Iterator[Check]:
         """That replicas are equal: once for parameters of the same tensors, as the steps of a
         group are.
@@ -354,9 +348,9 @@ class Import:
             if _replicated(param):
                 paths_by_tensors[(*param.keys, param.layout.fragments)].append(path)
         for paths in paths_by_tensors.values():
-            first = names[paths[0]]
-            leaves = _union([resting[names[path]] for path in paths])
-            yield Replicas(_label(paths[0]), view, first).check(leaves, extent)
+            first = views.names[paths[0]]
+            leaves = _union([resting[views.names[path]] for path in paths])
+            yield Replicas(_label(paths[0]), views.params, first).check(leaves, extent)
 
     def _resting(self, names: Mapping[TreePath, str]) -> dict[str, frozenset[str]]:
         """By the name of a leaf, slice or stored tensor, the leaves that rest on it.
@@ -497,6 +491,18 @@ class Import:
             status, reason = self._statuses.get(key, ("skipped", "not understood"))
             yield Item(key, f"{info.dtype} {list(info.shape)}", status, reason)
         yield from self._items
+
+
+@dataclass(frozen=True)
+class _Views:
+    """The parameters by the names of their leaves, the slices that they are made of, if any, and
+    the stored tensors below.
+    """
+
+    params: ConsolidatedView
+    slices: ConsolidatedView | None
+    shards: ArraySource
+    names: Mapping[TreePath, str]
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,8 @@ def kind_of(node: Node) -> LeafKind:
 
 def empty_kind(value: Any) -> KeyKind:
     """Which kind of node has no children."""
-    return {dict: "dict", list: "list", tuple: "tuple"}.get(type(value), "attr")  # pyright: ignore[reportReturnType]
+    kinds: dict[type, KeyKind] = {dict: "dict", list: "list", tuple: "tuple"}
+    return kinds.get(type(value), "attr")
 
 
 def key_dtype(leaf: Leaf) -> Any:
