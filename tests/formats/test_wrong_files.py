@@ -232,3 +232,52 @@ def test_a_bit_of_metadata_that_changed_is_seen(case):
             flipped = data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
             for _ in changed(path, lambda path, flipped=flipped: path.write_bytes(flipped)):
                 case.check("one bit", [path])
+
+
+# One file of each kind of run and of each of its kinds of files, to be put where another belongs.
+DONORS = (
+    "z1_bf16_dp2/*/mp_rank_00_model_states.pt",
+    "z2_fp32_dp4_tinygroup/*/*zero_pp_rank_3*_optim_states.pt",
+    "z1_fp32_dp2_elastic/*/*zero_pp_rank_1*_optim_states.pt",
+    "z3_bf16_dp2/*/zero_pp_rank_1*_model_states.pt",
+    "z3_bf16_dp3_offload/*/*zero_pp_rank_1*_optim_states.pt",
+    "autoep2_dp4_z3_fp32/*/zero_pp_rank_3*_optim_states.pt",
+    "pp2_dp2_z1_fp32/*/layer_00-model_states.pt",
+    "autoep2_dp2_z1_bf16/*/layer_0_expert_1_*_model_states.pt",
+    "moe_ep2_dp2_z1_bf16/*/layer_0_expert_1_*_model_states.pt",
+    "moe_ep2_dp2_z1_bf16/*/*zero_pp_rank_1*_optim_states.pt",
+    "moe_ep2_dp2_z0_fp32/*/expp_rank_1_*_optim_states.pt",
+)
+
+
+def donor(pattern: str) -> Path:
+    (path,) = (DATA / "deepspeed").glob(pattern)
+    return path
+
+
+@pytest.mark.parametrize("name", ["autoep2_dp4_z3_fp32", "moe_ep2_dp2_z0_fp32", "z3_bf16_dp2"])
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_file_of_another_model_is_told_apart(name, weights_only, tmp_path):
+    """No error of a mistaken file speaks of metadata in general."""
+    folder = tmp_path / name
+    shutil.copytree(DATA / "deepspeed" / name, folder)
+    last_of_kind = {kind(path.relative_to(folder)): path for path in sorted(folder.rglob("*.pt"))}
+    for path in last_of_kind.values():
+        for pattern in DONORS:
+            for _ in changed(path, lambda path, p=pattern: shutil.copyfile(donor(p), path)):
+                try:
+                    ucp.open(folder, weights_only=weights_only)
+                except UCPError as error:
+                    assert "not as expected" not in str(error), f"{path.name} is {pattern}: {error}"
+
+
+def test_an_optimizer_file_of_another_stage_is_named(tmp_path):
+    folder, file = tmp_path / "case", "global_step5/zero_pp_rank_3_mp_rank_00_optim_states.pt"
+    shutil.copytree(DATA / "deepspeed" / "autoep2_dp4_z3_fp32", folder)
+    shutil.copyfile(donor("z2_fp32_dp4_tinygroup/*/*zero_pp_rank_3*"), folder / file)
+    with pytest.raises(UCPError, match=f"{file} has .*of ZeRO-3: the file is of another run"):
+        ucp.open(folder)
+
+
+def shapes(checkpoint: ucp.Checkpoint) -> dict[str, tuple[int, ...]]:
+    return {leaf.label: leaf.shape for leaf in checkpoint.leaves}
