@@ -255,6 +255,15 @@ def donor(pattern: str) -> Path:
     return path
 
 
+def refusal(folder: Path, weights_only: bool) -> str:
+    """The error that a checkpoint cannot be opened with, or nothing."""
+    try:
+        ucp.open(folder, weights_only=weights_only)
+    except UCPError as error:
+        return str(error)
+    return ""
+
+
 @pytest.mark.parametrize("name", ["autoep2_dp4_z3_fp32", "moe_ep2_dp2_z0_fp32", "z3_bf16_dp2"])
 @pytest.mark.parametrize("weights_only", [False, True])
 def test_a_file_of_another_model_is_told_apart(name, weights_only, tmp_path):
@@ -265,10 +274,8 @@ def test_a_file_of_another_model_is_told_apart(name, weights_only, tmp_path):
     for path in last_of_kind.values():
         for pattern in DONORS:
             for _ in changed(path, lambda path, p=pattern: shutil.copyfile(donor(p), path)):
-                try:
-                    ucp.open(folder, weights_only=weights_only)
-                except UCPError as error:
-                    assert "not as expected" not in str(error), f"{path.name} is {pattern}: {error}"
+                why = refusal(folder, weights_only)
+                assert "not as expected" not in why, f"{path.name} is {pattern}: {why}"
 
 
 def test_an_optimizer_file_of_another_stage_is_named(tmp_path):
@@ -276,6 +283,45 @@ def test_an_optimizer_file_of_another_stage_is_named(tmp_path):
     shutil.copytree(DATA / "deepspeed" / "autoep2_dp4_z3_fp32", folder)
     shutil.copyfile(donor("z2_fp32_dp4_tinygroup/*/*zero_pp_rank_3*"), folder / file)
     with pytest.raises(UCPError, match=f"{file} has .*of ZeRO-3: the file is of another run"):
+        ucp.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("autoep2_dp2_z1_bf16", "moe_ep2_dp2_z1_bf16/*/layer_0_expert_1_*"),
+        ("moe_ep2_dp2_z1_bf16", "autoep2_dp2_z1_bf16/*/layer_0_expert_1_*"),
+        ("moe_ep2_dp2_z0_fp32", "autoep2_dp2_z1_bf16/*/layer_0_expert_1_*"),
+        ("moe_ep2_dp2_z0_fp32", "moe_ep2_dp2_z1_bf16/*/layer_0_expert_1_*"),
+    ],
+)
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_an_expert_of_another_run_is_named(name, pattern, weights_only, tmp_path):
+    """Its names, shapes and dtypes are not those of the layer's other experts."""
+    folder, file = tmp_path / "case", "layer_0_expert_1_mp_rank_00_model_states.pt"
+    shutil.copytree(DATA / "deepspeed" / name, folder)
+    shutil.copyfile(donor(pattern), folder / "global_step5" / file)
+    with pytest.raises(UCPError, match=f"{file} has .* belongs to another run"):
+        ucp.open(folder, weights_only=weights_only)
+
+
+def test_experts_that_are_all_of_another_run_are_named(tmp_path):
+    folder = tmp_path / "case"
+    shutil.copytree(DATA / "deepspeed" / "autoep2_dp2_z1_bf16", folder)
+    for path in (folder / "global_step5").glob("layer_0_expert_*"):
+        shutil.copyfile(donor(f"moe_ep2_dp2_z1_bf16/*/{path.name}"), path)
+    with pytest.raises(UCPError, match=r"layer_0_expert_.*there is no such parameter"):
+        ucp.open(folder)
+
+
+def test_an_expert_too_few_names_those_that_are_there(tmp_path):
+    folder = tmp_path / "case"
+    shutil.copytree(DATA / "deepspeed" / "moe_ep2_dp2_z1_bf16", folder)
+    experts = sorted((folder / "global_step5").glob("layer_0_expert_*"))
+    experts[0].rename(experts[0].with_name("layer_0_expert_7_mp_rank_00_model_states.pt"))
+    with pytest.raises(
+        UCPError, match=r"expert_0_.* is missing.*expert_1_mp_rank_00_.*expert_7_mp"
+    ):
         ucp.open(folder)
 
 

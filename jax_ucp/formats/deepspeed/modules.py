@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +56,7 @@ class ModuleReader:
         owned = list(self.slices.params())
         check_layers(self.files, owned)
         check_experts(self.files)
+        check_expert_tensors(self.files)
         for mp in range(len(self.files.models)):
             add_frozen(self.slices, mp)
             add_model_states(self.slices, mp, self.slices.shapes_on(mp), self._add)
@@ -340,15 +341,86 @@ def _check_layer_experts(
     files: Files, layer: int, mp: int, experts: Collection[int], count: int
 ) -> None:
     def file(expert: int) -> str:
-        return f"layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt"
+        return next(
+            (stored.name for key, stored in files.experts.items() if key == (layer, expert, mp)),
+            f"layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt",
+        )
 
+    there = listed([file(expert) for expert in sorted(experts)], 16)
     if missing := sorted(set(range(count)) - set(experts)):
         raise FormatError(
-            f"{files.folder}/{file(missing[0])} is missing: the layer has {count} experts, and"
-            f" files of {sorted(experts)} are there; one that is too many belongs to another run"
+            f"{files.folder}/{file(missing[0])} is missing: by {files.models[0][0].name} the layer"
+            f" has {count} experts, and {there} are there; one of these that is too many was"
+            " renamed or belongs to another run, or the model states do"
         )
     if len(experts) > count:
         raise FormatError(
-            f"{files.folder} has {file(max(experts))}, but the layer has {count} experts; it"
+            f"{files.folder} has {file(max(experts))}, but by {files.models[0][0].name} the layer"
+            f" has {count} experts, and {there} are there; one of these, or the model states,"
             " belongs to another run"
         )
+
+
+# What an expert's file has, by the names that all experts of the layer share.
+_Signature = frozenset[tuple[str, Shape, str]]
+
+
+def check_expert_tensors(files: Files) -> None:
+    """Raise FormatError for an expert's file that differs from others of its layer in names,
+    shapes or dtypes, or has what no parameter of the run is called.
+    """
+    layers: dict[tuple[int, int], list[Stored]] = defaultdict(list)
+    for (layer, _, mp), stored in sorted(files.experts.items()):
+        layers[layer, mp].append(stored)
+    for experts in layers.values():
+        _check_alike(experts)
+    known_names = _generic_names(files)
+    for stored in files.experts.values() if known_names else ():
+        if unknown := sorted({name for name, _, _ in _signature(stored)} - known_names):
+            raise FormatError(
+                f"{stored.file.path} has {listed(unknown, 1)}, but by {files.models[0][0].name}"
+                " there is no such parameter: the file belongs to another run. Put the run's own"
+                " file in its place"
+            )
+
+
+def _check_alike(experts: Sequence[Stored]) -> None:
+    """Raise FormatError for the file of an expert that is not like most of its layer."""
+    signatures = [_signature(stored) for stored in experts]
+    usual, _ = Counter(signatures).most_common(1)[0]
+    like = experts[signatures.index(usual)]
+    for stored, signature in zip(experts, signatures, strict=True):
+        if signature != usual:
+            first, second = (
+                ", ".join(
+                    f"{name} {dtype} {list(shape)}" for name, shape, dtype in sorted(some)[:1]
+                )
+                or "nothing else"
+                for some in (signature - usual, usual - signature)
+            )
+            raise FormatError(
+                f"{stored.file.path} has {first}, where {like.name}, of another expert of the"
+                f" layer, has {second}: one of the two files belongs to another run, or to another"
+                " layer. Put the run's own file in its place"
+            )
+
+
+def _signature(stored: Stored) -> _Signature:
+    return frozenset(
+        (moe.without_number(name), tensor.shape, str(tensor.dtype))
+        for name, tensor in stored.state.items()
+        if isinstance(tensor, StoredTensor)
+    )
+
+
+def _generic_names(files: Files) -> set[str]:
+    """The names of the run's parameters and buffers, without experts' numbers; none where the
+    model states have no list of parameters.
+    """
+    if not any(model.state.get("param_shapes") for model in files.all_models):
+        return set()
+    names = names_in(files, "buffer_names") | names_in(files, "frozen_param_shapes")
+    for model in files.all_models:
+        for group in known(model.state.get("param_shapes")) or ():
+            names.update(map(str, group))
+    return names | set(map(moe.without_number, names))

@@ -137,6 +137,21 @@ def expert_number(name: str) -> str | None:
     return match[2] if match else None
 
 
+def without_number(name: str) -> str:
+    """The name of an expert's tensor, the same for all experts of its layer.
+
+    >>> without_number("mlp.deepspeed_moe.experts.deepspeed_experts.5.fc.bias")
+    'mlp.deepspeed_moe.experts.deepspeed_experts.*.fc.bias'
+    >>> without_number("mlp.experts.w1.5")
+    'mlp.experts.w1'
+    """
+    match = _NATIVE.fullmatch(name)
+    if match:
+        return f"{match[1]}*{match[3]}"
+    fused, _, number = name.rpartition(".")
+    return fused if number.isdigit() else name
+
+
 def is_fused(name: str, model: Stored) -> bool:
     return _find_layer(name, model) is not None
 
