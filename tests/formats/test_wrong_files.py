@@ -19,6 +19,7 @@ import jax_ucp as ucp
 from deepspeed_cases import word
 from jax_ucp.errors import UCPError
 from jax_ucp.formats.torch_save.file import TorchFile
+from jax_ucp.sources.consolidated import same_bits
 from torch_writer import change, rewrite
 
 DATA = Path(__file__).parent.parent / "data"
@@ -323,6 +324,35 @@ def test_an_expert_too_few_names_those_that_are_there(tmp_path):
         UCPError, match=r"expert_0_.* is missing.*expert_1_mp_rank_00_.*expert_7_mp"
     ):
         ucp.open(folder)
+
+
+LOST_MASTERS = {
+    path.relative_to(DATA / "deepspeed").parts[0]: path
+    for path in sorted((DATA / "deepspeed").rglob("*zero_pp_rank_0_mp_rank_00_optim_states.pt"))
+}
+
+
+@pytest.mark.parametrize("name", LOST_MASTERS)
+def test_weights_without_masters_have_the_same_names_and_shapes(name, tmp_path):
+    """Where an optimizer file cannot be used, the module's own weights take the masters' places,
+    or it is refused.
+    """
+    folder = tmp_path / name
+    shutil.copytree(DATA / "deepspeed" / name, folder)
+    intact = ucp.open(DATA / "deepspeed" / name, weights_only=True)
+    (folder / LOST_MASTERS[name].relative_to(DATA / "deepspeed" / name)).unlink()
+    if why := refusal(folder, weights_only=True):
+        assert LOST_MASTERS[name].name in why
+        assert re.search("_z3_|^z3_|pp2_", name), why
+        return
+    module = ucp.open(folder, weights_only=True)
+    assert "the weights are the module's own" in " ".join(module.notes)
+    assert shapes(module) == shapes(intact)
+    assert not [fault for _, fault in module.verify() if fault]
+    stored_as = {leaf.label: leaf.dtype for leaf in module.leaves}
+    for label in shapes(module):
+        rounded = intact.read(label).astype(stored_as[label])
+        assert same_bits(module.read(label), rounded), label
 
 
 def shapes(checkpoint: ucp.Checkpoint) -> dict[str, tuple[int, ...]]:

@@ -21,12 +21,17 @@ from jax_ucp.formats.deepspeed import moe
 from jax_ucp.formats.deepspeed.files import Files, Stored
 from jax_ucp.formats.deepspeed.slices import FROZEN, Slices
 from jax_ucp.formats.listing import listed
+from jax_ucp.formats.nested import as_dict, as_list
 from jax_ucp.formats.torch_save.file import StoredTensor
 from jax_ucp.formats.torch_save.opaque import closed_tensors, tensor_holders
 from jax_ucp.formats.torch_save.unpickle import known
 from jax_ucp.layout.fragments import Shape
-from jax_ucp.layout.patterns import flat_layouts
+from jax_ucp.layout.patterns import Sharded, flat_layouts
 from jax_ucp.sources.consolidated import Consolidated
+from jax_ucp.sources.cuts import Cut
+
+# A stored tensor with its name in the importer.
+StoredKey = tuple[str, StoredTensor]
 
 _EMPTIED = "ZeRO-3 empties the module; the values are in the partitions"
 _OTHER_RANKS = "the buffer of another data-parallel rank; that of rank 0 is used"
@@ -59,11 +64,18 @@ class ModuleReader:
         check_expert_tensors(self.files)
         for mp in range(len(self.files.models)):
             add_frozen(self.slices, mp)
-            add_model_states(self.slices, mp, self.slices.shapes_on(mp), self._add)
+            add_model_states(self.slices, mp, self._owned(mp), self._add)
         self._add_layers()
         self._add_experts()
         if not self.files.zero3:
             check_copies(self.files, owned, self.copied)
+
+    def _owned(self, mp: int) -> set[str]:
+        """The parameters of a rank that the optimizer has, or had where its files are unusable."""
+        if any(self.files.ranks):
+            return set(self.slices.shapes_on(mp))
+        groups = known(self.files.models[mp][0].state.get("param_shapes"))
+        return {str(name) for group in as_list(groups) for name in as_dict(group)}
 
     def _add(self, tensor: ModuleTensor) -> None:
         self.copied.add(tensor.owner)
@@ -104,15 +116,47 @@ class ModuleReader:
 
     def _add_experts(self) -> None:
         """Add the files of single experts, by global number."""
+        rows: dict[tuple[int, str], dict[int, StoredKey]] = defaultdict(dict)
         for (_, expert, mp), stored in self.files.experts.items():
             for name, tensor in tensors_of(self.slices, stored, stored.state).items():
                 fused, _, number = name.rpartition(".")
-                if number.isdigit() and ("param", fused) in self.slices.states:
+                if number.isdigit() and moe.is_fused(fused, self.files.models[mp][0]):
                     check_expert(stored, expert, number)
-                    self._add_fused_expert(mp, fused, int(number), stored.key(tensor))
+                    if ("param", fused) in self.slices.states:
+                        self._add_fused_expert(mp, fused, int(number), stored.key(tensor))
+                    else:
+                        rows[mp, fused][int(number)] = stored.key(tensor), tensor
                     continue
                 check_expert(stored, expert, moe.expert_number(name) or str(expert))
                 self._add(ModuleTensor(mp, name, name, stored.key(tensor), tensor))
+        for (mp, name), experts in rows.items():
+            self._stack_experts(mp, name, experts)
+
+    def _stack_experts(self, mp: int, name: str, experts: Mapping[int, StoredKey]) -> None:
+        """Add a parameter that has no master as its experts' files have it, in their order."""
+        model = self.files.models[mp][0]
+        if self.files.tp > 1:
+            raise FormatError(
+                f"{self.files.folder}: {name} is cut over both expert- and tensor-parallel ranks,"
+                " which is not read"
+            )
+        numbers = sorted(itertools.chain(*moe.placement(name, model).values()))
+        if sorted(experts) != numbers:
+            raise FormatError(
+                f"{model.file.path} says that {name} has the experts {numbers}, but there are files"
+                f" with the experts {sorted(experts)}: a file is missing, or belongs to another run"
+            )
+        keys: list[str] = []
+        for number in numbers:
+            key, tensor = experts[number]
+            keys.append(f"{key} as a row")
+            self.importer.cut(keys[-1], Cut(key, 0, (1, *tensor.shape)))
+        layout = Sharded(0).join([(1, *experts[number][1].shape) for number in numbers])
+        whole = f"{name} on mp_rank_{mp:02d}"
+        reason = f"an expert of {name}, of which the optimizer has no second copy"
+        self.importer.slice(whole, Consolidated(layout, keys), reason)
+        self.slices.add_whole(mp, "param", name, whole, layout.shape)
+        self.copied.add(name)
 
     def _add_fused_expert(self, mp: int, name: str, number: int, key: str) -> None:
         self.copied.add(name)
@@ -421,6 +465,6 @@ def _generic_names(files: Files) -> set[str]:
         return set()
     names = names_in(files, "buffer_names") | names_in(files, "frozen_param_shapes")
     for model in files.all_models:
-        for group in known(model.state.get("param_shapes")) or ():
-            names.update(map(str, group))
+        for group in as_list(known(model.state.get("param_shapes"))):
+            names.update(map(str, as_dict(group)))
     return names | set(map(moe.without_number, names))
