@@ -19,6 +19,7 @@ import jax_ucp as ucp
 from deepspeed_cases import word
 from jax_ucp.errors import UCPError
 from jax_ucp.formats.torch_save.file import TorchFile
+from jax_ucp.sources.consolidated import same_bits
 from torch_writer import change, rewrite
 
 DATA = Path(__file__).parent.parent / "data"
@@ -232,3 +233,127 @@ def test_a_bit_of_metadata_that_changed_is_seen(case):
             flipped = data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
             for _ in changed(path, lambda path, flipped=flipped: path.write_bytes(flipped)):
                 case.check("one bit", [path])
+
+
+# One file of each kind of run and of each of its kinds of files, to be put where another belongs.
+DONORS = (
+    "z1_bf16_dp2/*/mp_rank_00_model_states.pt",
+    "z2_fp32_dp4_tinygroup/*/*zero_pp_rank_3*_optim_states.pt",
+    "z1_fp32_dp2_elastic/*/*zero_pp_rank_1*_optim_states.pt",
+    "z3_bf16_dp2/*/zero_pp_rank_1*_model_states.pt",
+    "z3_bf16_dp3_offload/*/*zero_pp_rank_1*_optim_states.pt",
+    "autoep2_dp4_z3_fp32/*/zero_pp_rank_3*_optim_states.pt",
+    "pp2_dp2_z1_fp32/*/layer_00-model_states.pt",
+    "autoep2_dp2_z1_bf16/*/layer_0_expert_1_*_model_states.pt",
+    "moe_ep2_dp2_z1_bf16/*/layer_0_expert_1_*_model_states.pt",
+    "moe_ep2_dp2_z1_bf16/*/*zero_pp_rank_1*_optim_states.pt",
+    "moe_ep2_dp2_z0_fp32/*/expp_rank_1_*_optim_states.pt",
+)
+
+
+def donor(pattern: str) -> Path:
+    (path,) = (DATA / "deepspeed").glob(pattern)
+    return path
+
+
+def refusal(folder: Path, weights_only: bool) -> str:
+    """The error that a checkpoint cannot be opened with, or nothing."""
+    try:
+        ucp.open(folder, weights_only=weights_only)
+    except UCPError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", ["autoep2_dp4_z3_fp32", "moe_ep2_dp2_z0_fp32", "z3_bf16_dp2"])
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_file_of_another_model_is_told_apart(name, weights_only, tmp_path):
+    """No error of a mistaken file speaks of metadata in general."""
+    folder = tmp_path / name
+    shutil.copytree(DATA / "deepspeed" / name, folder)
+    last_of_kind = {kind(path.relative_to(folder)): path for path in sorted(folder.rglob("*.pt"))}
+    for path in last_of_kind.values():
+        for pattern in DONORS:
+            for _ in changed(path, lambda path, p=pattern: shutil.copyfile(donor(p), path)):
+                why = refusal(folder, weights_only)
+                assert "not as expected" not in why, f"{path.name} is {pattern}: {why}"
+
+
+def test_an_optimizer_file_of_another_stage_is_named(tmp_path):
+    folder, file = tmp_path / "case", "global_step5/zero_pp_rank_3_mp_rank_00_optim_states.pt"
+    shutil.copytree(DATA / "deepspeed" / "autoep2_dp4_z3_fp32", folder)
+    shutil.copyfile(donor("z2_fp32_dp4_tinygroup/*/*zero_pp_rank_3*"), folder / file)
+    with pytest.raises(UCPError, match=f"{file} has .*of ZeRO-3: the file is of another run"):
+        ucp.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("autoep2_dp2_z1_bf16", "moe_ep2_dp2_z1_bf16/*/layer_0_expert_1_*"),
+        ("moe_ep2_dp2_z1_bf16", "autoep2_dp2_z1_bf16/*/layer_0_expert_1_*"),
+        ("moe_ep2_dp2_z0_fp32", "autoep2_dp2_z1_bf16/*/layer_0_expert_1_*"),
+        ("moe_ep2_dp2_z0_fp32", "moe_ep2_dp2_z1_bf16/*/layer_0_expert_1_*"),
+    ],
+)
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_an_expert_of_another_run_is_named(name, pattern, weights_only, tmp_path):
+    """Its names, shapes and dtypes are not those of the layer's other experts."""
+    folder, file = tmp_path / "case", "layer_0_expert_1_mp_rank_00_model_states.pt"
+    shutil.copytree(DATA / "deepspeed" / name, folder)
+    shutil.copyfile(donor(pattern), folder / "global_step5" / file)
+    with pytest.raises(UCPError, match=f"{file} has .* belongs to another run"):
+        ucp.open(folder, weights_only=weights_only)
+
+
+def test_experts_that_are_all_of_another_run_are_named(tmp_path):
+    folder = tmp_path / "case"
+    shutil.copytree(DATA / "deepspeed" / "autoep2_dp2_z1_bf16", folder)
+    for path in (folder / "global_step5").glob("layer_0_expert_*"):
+        shutil.copyfile(donor(f"moe_ep2_dp2_z1_bf16/*/{path.name}"), path)
+    with pytest.raises(UCPError, match=r"layer_0_expert_.*there is no such parameter"):
+        ucp.open(folder)
+
+
+def test_an_expert_too_few_names_those_that_are_there(tmp_path):
+    folder = tmp_path / "case"
+    shutil.copytree(DATA / "deepspeed" / "moe_ep2_dp2_z1_bf16", folder)
+    experts = sorted((folder / "global_step5").glob("layer_0_expert_*"))
+    experts[0].rename(experts[0].with_name("layer_0_expert_7_mp_rank_00_model_states.pt"))
+    with pytest.raises(
+        UCPError, match=r"expert_0_.* is missing.*expert_1_mp_rank_00_.*expert_7_mp"
+    ):
+        ucp.open(folder)
+
+
+LOST_MASTERS = {
+    path.relative_to(DATA / "deepspeed").parts[0]: path
+    for path in sorted((DATA / "deepspeed").rglob("*zero_pp_rank_0_mp_rank_00_optim_states.pt"))
+}
+
+
+@pytest.mark.parametrize("name", LOST_MASTERS)
+def test_weights_without_masters_have_the_same_names_and_shapes(name, tmp_path):
+    """Where an optimizer file cannot be used, the module's own weights take the masters' places,
+    or it is refused.
+    """
+    folder = tmp_path / name
+    shutil.copytree(DATA / "deepspeed" / name, folder)
+    intact = ucp.open(DATA / "deepspeed" / name, weights_only=True)
+    (folder / LOST_MASTERS[name].relative_to(DATA / "deepspeed" / name)).unlink()
+    if why := refusal(folder, weights_only=True):
+        assert LOST_MASTERS[name].name in why
+        assert re.search("_z3_|^z3_|pp2_", name), why
+        return
+    module = ucp.open(folder, weights_only=True)
+    assert "the weights are the module's own" in " ".join(module.notes)
+    assert shapes(module) == shapes(intact)
+    assert not [fault for _, fault in module.verify() if fault]
+    stored_as = {leaf.label: leaf.dtype for leaf in module.leaves}
+    for label in shapes(module):
+        rounded = intact.read(label).astype(stored_as[label])
+        assert same_bits(module.read(label), rounded), label
+
+
+def shapes(checkpoint: ucp.Checkpoint) -> dict[str, tuple[int, ...]]:
+    return {leaf.label: leaf.shape for leaf in checkpoint.leaves}

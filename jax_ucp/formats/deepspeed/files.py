@@ -370,7 +370,7 @@ def _optimizers(names: _Names, run: _Run, weights_only: bool) -> list[list[Rank]
     _check_optimizer_names(names, run, weights_only)
 
     def open_rank(dp: int, mp: int) -> Rank:
-        return _open_rank(dp, names.folder / names.optimizers[dp, mp], run.world)
+        return _open_rank(dp, names.folder / names.optimizers[dp, mp], run)
 
     ranks = [[open_rank(dp, mp) for dp in range(run.world)] for mp in range(run.mp_world)]
     _refuse_copies(((rank, rank.masters) for rank in itertools.chain(*ranks)), "masters")
@@ -440,7 +440,7 @@ def open_stored(path: FilePath) -> Stored:
     return Stored(file, expect_dict(file.tree, path, "the file"))
 
 
-def _open_rank(dp: int, path: FilePath, world: int) -> Rank:
+def _open_rank(dp: int, path: FilePath, run: _Run) -> Rank:
     stored = open_stored(path)
     state = expect_dict(stored.state.get("optimizer_state_dict"), path, "optimizer_state_dict")
     if not any(state.keys() >= wrapper for wrapper in _WRAPPERS):
@@ -449,6 +449,8 @@ def _open_rank(dp: int, path: FilePath, world: int) -> Rank:
             f" fp32_flat_groups of ZeRO-3, but {', '.join(map(str, state)) or 'nothing'}: another"
             " optimizer wrapper wrote it, which is not read, or it is no optimizer file"
         )
+    _check_stage(path, state, run)
+    world = run.world
     counts = state.get("partition_count")
     counts = counts if isinstance(counts, list) else [counts or world]
     divide_world = all(count and world % count == 0 for count in counts)
@@ -459,6 +461,18 @@ def _open_rank(dp: int, path: FilePath, world: int) -> Rank:
             " the ranks, which is not read"
         )
     return Rank(stored.file, state, dp)
+
+
+def _check_stage(path: FilePath, state: Mapping[str, Any], run: _Run) -> None:
+    """Raise FormatError where the optimizer file is of another ZeRO stage than the run."""
+    zero12, zero3 = _WRAPPERS
+    own, other, stages = (zero3, zero12, "3") if run.zero3 else (zero12, zero3, "1 or 2")
+    if not state.keys() >= own:
+        raise FormatError(
+            f"{path} has {', '.join(sorted(other))}, as another ZeRO stage writes it, but"
+            f" {run.model} is of ZeRO-{stages}: the file is of another run, or of a save with other"
+            " settings. Put the run's own file in its place"
+        )
 
 
 def _model_name(dp: int | None, mp: int) -> str:

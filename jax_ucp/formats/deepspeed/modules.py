@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +21,17 @@ from jax_ucp.formats.deepspeed import moe
 from jax_ucp.formats.deepspeed.files import Files, Stored
 from jax_ucp.formats.deepspeed.slices import FROZEN, Slices
 from jax_ucp.formats.listing import listed
+from jax_ucp.formats.nested import as_dict, as_list
 from jax_ucp.formats.torch_save.file import StoredTensor
 from jax_ucp.formats.torch_save.opaque import closed_tensors, tensor_holders
 from jax_ucp.formats.torch_save.unpickle import known
 from jax_ucp.layout.fragments import Shape
-from jax_ucp.layout.patterns import flat_layouts
+from jax_ucp.layout.patterns import Sharded, flat_layouts
 from jax_ucp.sources.consolidated import Consolidated
+from jax_ucp.sources.cuts import Cut
+
+# A stored tensor with its name in the importer.
+StoredKey = tuple[str, StoredTensor]
 
 _EMPTIED = "ZeRO-3 empties the module; the values are in the partitions"
 _OTHER_RANKS = "the buffer of another data-parallel rank; that of rank 0 is used"
@@ -56,13 +61,21 @@ class ModuleReader:
         owned = list(self.slices.params())
         check_layers(self.files, owned)
         check_experts(self.files)
+        check_expert_tensors(self.files)
         for mp in range(len(self.files.models)):
             add_frozen(self.slices, mp)
-            add_model_states(self.slices, mp, self.slices.shapes_on(mp), self._add)
+            add_model_states(self.slices, mp, self._owned(mp), self._add)
         self._add_layers()
         self._add_experts()
         if not self.files.zero3:
             check_copies(self.files, owned, self.copied)
+
+    def _owned(self, mp: int) -> set[str]:
+        """The parameters of a rank that the optimizer has, or had where its files are unusable."""
+        if any(self.files.ranks):
+            return set(self.slices.shapes_on(mp))
+        groups = known(self.files.models[mp][0].state.get("param_shapes"))
+        return {str(name) for group in as_list(groups) for name in as_dict(group)}
 
     def _add(self, tensor: ModuleTensor) -> None:
         self.copied.add(tensor.owner)
@@ -103,15 +116,47 @@ class ModuleReader:
 
     def _add_experts(self) -> None:
         """Add the files of single experts, by global number."""
+        rows: dict[tuple[int, str], dict[int, StoredKey]] = defaultdict(dict)
         for (_, expert, mp), stored in self.files.experts.items():
             for name, tensor in tensors_of(self.slices, stored, stored.state).items():
                 fused, _, number = name.rpartition(".")
-                if number.isdigit() and ("param", fused) in self.slices.states:
+                if number.isdigit() and moe.is_fused(fused, self.files.models[mp][0]):
                     check_expert(stored, expert, number)
-                    self._add_fused_expert(mp, fused, int(number), stored.key(tensor))
+                    if ("param", fused) in self.slices.states:
+                        self._add_fused_expert(mp, fused, int(number), stored.key(tensor))
+                    else:
+                        rows[mp, fused][int(number)] = stored.key(tensor), tensor
                     continue
                 check_expert(stored, expert, moe.expert_number(name) or str(expert))
                 self._add(ModuleTensor(mp, name, name, stored.key(tensor), tensor))
+        for (mp, name), experts in rows.items():
+            self._stack_experts(mp, name, experts)
+
+    def _stack_experts(self, mp: int, name: str, experts: Mapping[int, StoredKey]) -> None:
+        """Add a parameter that has no master as its experts' files have it, in their order."""
+        model = self.files.models[mp][0]
+        if self.files.tp > 1:
+            raise FormatError(
+                f"{self.files.folder}: {name} is cut over both expert- and tensor-parallel ranks,"
+                " which is not read"
+            )
+        numbers = sorted(itertools.chain(*moe.placement(name, model).values()))
+        if sorted(experts) != numbers:
+            raise FormatError(
+                f"{model.file.path} says that {name} has the experts {numbers}, but there are files"
+                f" with the experts {sorted(experts)}: a file is missing, or belongs to another run"
+            )
+        keys: list[str] = []
+        for number in numbers:
+            key, tensor = experts[number]
+            keys.append(f"{key} as a row")
+            self.importer.cut(keys[-1], Cut(key, 0, (1, *tensor.shape)))
+        layout = Sharded(0).join([(1, *experts[number][1].shape) for number in numbers])
+        whole = f"{name} on mp_rank_{mp:02d}"
+        reason = f"an expert of {name}, of which the optimizer has no second copy"
+        self.importer.slice(whole, Consolidated(layout, keys), reason)
+        self.slices.add_whole(mp, "param", name, whole, layout.shape)
+        self.copied.add(name)
 
     def _add_fused_expert(self, mp: int, name: str, number: int, key: str) -> None:
         self.copied.add(name)
@@ -340,15 +385,86 @@ def _check_layer_experts(
     files: Files, layer: int, mp: int, experts: Collection[int], count: int
 ) -> None:
     def file(expert: int) -> str:
-        return f"layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt"
+        return next(
+            (stored.name for key, stored in files.experts.items() if key == (layer, expert, mp)),
+            f"layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt",
+        )
 
+    there = listed([file(expert) for expert in sorted(experts)], 16)
     if missing := sorted(set(range(count)) - set(experts)):
         raise FormatError(
-            f"{files.folder}/{file(missing[0])} is missing: the layer has {count} experts, and"
-            f" files of {sorted(experts)} are there; one that is too many belongs to another run"
+            f"{files.folder}/{file(missing[0])} is missing: by {files.models[0][0].name} the layer"
+            f" has {count} experts, and {there} are there; one of these that is too many was"
+            " renamed or belongs to another run, or the model states do"
         )
     if len(experts) > count:
         raise FormatError(
-            f"{files.folder} has {file(max(experts))}, but the layer has {count} experts; it"
+            f"{files.folder} has {file(max(experts))}, but by {files.models[0][0].name} the layer"
+            f" has {count} experts, and {there} are there; one of these, or the model states,"
             " belongs to another run"
         )
+
+
+# What an expert's file has, by the names that all experts of the layer share.
+_Signature = frozenset[tuple[str, Shape, str]]
+
+
+def check_expert_tensors(files: Files) -> None:
+    """Raise FormatError for an expert's file that differs from others of its layer in names,
+    shapes or dtypes, or has what no parameter of the run is called.
+    """
+    layers: dict[tuple[int, int], list[Stored]] = defaultdict(list)
+    for (layer, _, mp), stored in sorted(files.experts.items()):
+        layers[layer, mp].append(stored)
+    for experts in layers.values():
+        _check_alike(experts)
+    known_names = _generic_names(files)
+    for stored in files.experts.values() if known_names else ():
+        if unknown := sorted({name for name, _, _ in _signature(stored)} - known_names):
+            raise FormatError(
+                f"{stored.file.path} has {listed(unknown, 1)}, but by {files.models[0][0].name}"
+                " there is no such parameter: the file belongs to another run. Put the run's own"
+                " file in its place"
+            )
+
+
+def _check_alike(experts: Sequence[Stored]) -> None:
+    """Raise FormatError for the file of an expert that is not like most of its layer."""
+    signatures = [_signature(stored) for stored in experts]
+    usual, _ = Counter(signatures).most_common(1)[0]
+    like = experts[signatures.index(usual)]
+    for stored, signature in zip(experts, signatures, strict=True):
+        if signature != usual:
+            first, second = (
+                ", ".join(
+                    f"{name} {dtype} {list(shape)}" for name, shape, dtype in sorted(some)[:1]
+                )
+                or "nothing else"
+                for some in (signature - usual, usual - signature)
+            )
+            raise FormatError(
+                f"{stored.file.path} has {first}, where {like.name}, of another expert of the"
+                f" layer, has {second}: one of the two files belongs to another run, or to another"
+                " layer. Put the run's own file in its place"
+            )
+
+
+def _signature(stored: Stored) -> _Signature:
+    return frozenset(
+        (moe.without_number(name), tensor.shape, str(tensor.dtype))
+        for name, tensor in stored.state.items()
+        if isinstance(tensor, StoredTensor)
+    )
+
+
+def _generic_names(files: Files) -> set[str]:
+    """The names of the run's parameters and buffers, without experts' numbers; none where the
+    model states have no list of parameters.
+    """
+    if not any(model.state.get("param_shapes") for model in files.all_models):
+        return set()
+    names = names_in(files, "buffer_names") | names_in(files, "frozen_param_shapes")
+    for model in files.all_models:
+        for group in as_list(known(model.state.get("param_shapes"))):
+            names.update(map(str, as_dict(group)))
+    return names | set(map(moe.without_number, names))

@@ -33,6 +33,7 @@ def teams(
 ) -> list[tuple[int | None, list[Rank]]]:
     """The ranks that share a group, in order, by expert-parallel rank, or None."""
     metadata = [_sub_group(rank, index) for rank in ranks]
+    _check_alike(index, ranks, metadata)
     if metadata[0] is not None:
         return _zero3_teams(index, ranks, metadata, models)
     counts = ranks[0].state.get("partition_count")
@@ -63,6 +64,22 @@ def _sub_group(rank: Rank, index: int) -> Mapping[str, Any] | None:
     return next((entry for entry in entries if entry.get("sub_group") == index), None)
 
 
+def _check_alike(
+    index: int, ranks: Sequence[Rank], metadata: Sequence[Mapping[str, Any] | None]
+) -> None:
+    """Raise FormatError where only some ranks' files say who shares a sub-group."""
+    lacking = [rank for rank, entry in zip(ranks, metadata, strict=True) if entry is None]
+    having = [rank for rank, entry in zip(ranks, metadata, strict=True) if entry is not None]
+    if not lacking or not having:
+        return
+    few, many = sorted((lacking, having), key=len)
+    says = "does not say" if few is lacking else "says"
+    raise FormatError(
+        f"{few[0].file.path} {says} in ds_zero_partition_groups which ranks share sub-group"
+        f" {index}, unlike {many[0].name}: one of the two is of another run"
+    )
+
+
 def _zero3_teams(
     index: int, ranks: Sequence[Rank], metadata: Sequence[Any], models: Sequence[Stored]
 ) -> list[tuple[int | None, list[Rank]]]:
@@ -85,11 +102,11 @@ def _zero3_teams(
 
 def _team(index: int, dp: int, rank: Rank, entry: Mapping[str, Any], world: int) -> list[int]:
     """The ranks that share a sub-group. Raises FormatError if the file is not that of `dp`."""
-    team = list(entry["partition_ranks"])
-    counted = entry["partition_count"] == len(team) and max(team) < world
-    if not counted or team[entry["partition_rank"]] != dp:
+    team, place = list(entry["partition_ranks"]), entry["partition_rank"]
+    counted = entry["partition_count"] == len(team) > place and max(team) < world
+    if not counted or team[place] != dp:
         raise FormatError(
-            f"{rank.file.path}: sub-group {index} says it is part {entry['partition_rank']} of the"
+            f"{rank.file.path}: sub-group {index} says it is part {place} of the"
             f" ranks {team}, but the file is that of rank {dp}: it was renamed, or belongs to"
             " another run"
         )
@@ -118,6 +135,21 @@ def expert_number(name: str) -> str | None:
     """The number of a native expert in the name of its tensor; None for what is no expert."""
     match = _NATIVE.fullmatch(name)
     return match[2] if match else None
+
+
+def without_number(name: str) -> str:
+    """The name of an expert's tensor, the same for all experts of its layer.
+
+    >>> without_number("mlp.deepspeed_moe.experts.deepspeed_experts.5.fc.bias")
+    'mlp.deepspeed_moe.experts.deepspeed_experts.*.fc.bias'
+    >>> without_number("mlp.experts.w1.5")
+    'mlp.experts.w1'
+    """
+    match = _NATIVE.fullmatch(name)
+    if match:
+        return f"{match[1]}*{match[3]}"
+    fused, _, number = name.rpartition(".")
+    return fused if number.isdigit() else name
 
 
 def is_fused(name: str, model: Stored) -> bool:
