@@ -7,13 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from jax_ucp.files.ranges import ByteRange
+from jax_ucp.layout.blocks import grid_boxes, rows_of_chunks
 from jax_ucp.layout.box import Box
 
-# Elements that lie less than GAP_BYTES apart are read with what is between them, WINDOW_BYTES at
-# most at once: one read more costs about as much as so many bytes.
+# Elements that lie less than GAP_BYTES apart are read with what is between them: one read more
+# costs about as much as so many bytes. WINDOW_BYTES of these at once stay in a core's cache.
 GAP_BYTES, WINDOW_BYTES = 16 << 10, 1 << 20
-# So many reads, or bytes of windows, are handed on together.
-_READS_TOGETHER, _BYTES_TOGETHER = 1 << 12, 8 << 20
+# So many reads are handed on together.
+_READS_TOGETHER = 1 << 12
+_ALIGNED = 64  # windows begin at multiples of it
 
 
 def read_strided(
@@ -27,12 +29,54 @@ def read_strided(
 
     Every out has the shape of its box and the dtype of the array, and any strides.
     """
+    pairs = [(box, out) for box, out in zip(boxes, outs, strict=True) if box.size]
+    if not pairs:
+        return
+    steps = [stride * pairs[0][1].itemsize for stride in strides]
+    if _share_rows(steps, pairs):
+        _read_rows(file, start, steps, pairs)
+        return
     reader = _Reader(file)
-    for box, out in zip(boxes, outs, strict=True):
-        steps = [stride * out.itemsize for stride in strides]
-        first = sum(a * step for a, step in zip(box.start, steps, strict=True))
-        reader.add(start + first, steps, out)
+    for box, out in pairs:
+        reader.add(start + _offset(box, steps), steps, out)
     reader.flush()
+
+
+def _share_rows(steps: Sequence[int], pairs: Sequence[tuple[Box, np.ndarray]]) -> bool:
+    """Whether boxes are parts of the same rows, which lie in one run and hold little else: the
+    columns that several devices have of a tensor.
+    """
+    if len(pairs) < 2:
+        return False
+    itemsize, hull = pairs[0][1].itemsize, Box.around(box for box, _ in pairs)
+    if 2 * sum(box.size for box, _ in pairs) < hull.size or not _is_run(
+        hull.shape, steps, itemsize
+    ):
+        return False
+    return not all(_is_run(box.shape, steps, itemsize) for box, _ in pairs)
+
+
+def _read_rows(
+    file: ByteRange, start: int, steps: Sequence[int], pairs: Sequence[tuple[Box, np.ndarray]]
+) -> None:
+    """Read the rows around boxes once, some at a time, and copy each box's part."""
+    dtype, hull = pairs[0][1].dtype, Box.around(box for box, _ in pairs)
+    chunk = (1,) * hull.ndim
+    room = np.empty(0, dtype)
+    for block in grid_boxes(
+        hull.shape, rows_of_chunks(hull.shape, chunk, dtype.itemsize, WINDOW_BYTES)
+    ):
+        block = block.shift(hull.start)
+        room = room if room.size >= block.size else np.empty(block.size, dtype)
+        rows = room[: block.size].reshape(block.shape)
+        file.read_into([(start + _offset(block, steps), rows)])
+        for box, out in pairs:
+            if hit := box.intersect(block):
+                out[hit.relative_to(box).index] = rows[hit.relative_to(block).index]
+
+
+def _offset(box: Box, steps: Sequence[int]) -> int:
+    return sum(a * step for a, step in zip(box.start, steps, strict=True))
 
 
 class _Reader:
@@ -42,28 +86,26 @@ class _Reader:
         self._file = file
         self._reads: list[tuple[int, np.ndarray]] = []
         self._copies: list[tuple[np.ndarray, np.ndarray]] = []
-        self._window_bytes = 0
+        self._room = np.empty(0, np.uint8)
+        self._used = 0
 
     def add(self, at: int, steps: Sequence[int], out: np.ndarray) -> None:
         """Read the elements that lie `steps` bytes apart on each axis, the first at byte `at`."""
-        if not out.size:
-            return
         if _is_run(out.shape, steps, out.itemsize):
             self._reads.append((at, out))
         else:
             self._add_scattered(at, steps, out)
-        if len(self._reads) >= _READS_TOGETHER or self._window_bytes >= _BYTES_TOGETHER:
+        if len(self._reads) >= _READS_TOGETHER:
             self.flush()
 
     def _add_scattered(self, at: int, steps: Sequence[int], out: np.ndarray) -> None:
         extent = sum((n - 1) * step for n, step in zip(out.shape, steps, strict=True))
         axis = max((i for i, n in enumerate(out.shape) if n > 1), key=lambda i: steps[i])
         if steps[axis] < GAP_BYTES and extent < WINDOW_BYTES:
-            window = np.empty(extent + out.itemsize, np.uint8)
+            window = self._window(extent + out.itemsize)
             elements = np.ndarray(out.shape, out.dtype, window, strides=tuple(steps))
             self._reads.append((at, window))
             self._copies.append((out, elements))
-            self._window_bytes += len(window)
             return
         count = out.shape[axis]
         length = 1 if steps[axis] >= GAP_BYTES else count // 2
@@ -71,10 +113,20 @@ class _Reader:
             part = (slice(None),) * axis + (slice(first, first + length),)
             self.add(at + first * steps[axis], steps, out[part])
 
+    def _window(self, nbytes: int) -> np.ndarray:
+        """So many bytes of room. There is room for WINDOW_BYTES until the next flush."""
+        if self._used + nbytes > len(self._room):
+            self.flush()
+        if nbytes > len(self._room):
+            self._room = np.empty(max(nbytes, WINDOW_BYTES), np.uint8)
+        window = self._room[self._used : self._used + nbytes]
+        self._used += -(-nbytes // _ALIGNED) * _ALIGNED
+        return window
+
     def flush(self) -> None:
         """Do what was gathered."""
         reads, copies = self._reads, self._copies
-        self._reads, self._copies, self._window_bytes = [], [], 0
+        self._reads, self._copies, self._used = [], [], 0
         if reads:
             self._file.read_into(reads)
         for out, elements in copies:

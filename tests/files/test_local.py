@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers import boxes_in
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files.local import LocalFiles
 from jax_ucp.files.path import file_path
@@ -93,14 +94,32 @@ def test_any_box_of_any_strided_array_is_read_as_numpy_has_it(data):
         tuple(shape[i] for i in order)
     )
     array = stored.transpose(np.argsort(order).tolist())
-    start = tuple(data.draw(st.integers(0, n)) for n in shape)
-    stop = tuple(data.draw(st.integers(a, n)) for a, n in zip(start, shape, strict=True))
-    box = Box(start, stop)
+    boxes = data.draw(st.lists(boxes_in(shape), min_size=1, max_size=4))
     strides = [step // array.itemsize for step in array.strides]
-    room = np.zeros([2 * n for n in box.shape], np.int16)
-    out = room[tuple(slice(0, 2 * n, 2) for n in box.shape)]
-    read_strided(MemoryRange(b"head" + stored.tobytes()), 4, strides, [box], [out])
-    np.testing.assert_array_equal(out, array[box.index])
+    outs = [
+        np.zeros([2 * n for n in box.shape], np.int16)[tuple(slice(0, 2 * n, 2) for n in box.shape)]
+        for box in boxes
+    ]
+    read_strided(MemoryRange(b"head" + stored.tobytes()), 4, strides, boxes, outs)
+    for box, out in zip(boxes, outs, strict=True):
+        np.testing.assert_array_equal(out, array[box.index])
+
+
+def test_columns_of_several_devices_are_one_read_of_their_rows(tmp_path):
+    stored = np.random.default_rng(0).random((64, 8), np.float32)
+    asked: list[tuple[int, int]] = []
+
+    class Counted(MemoryRange):
+        def read_into(self, reads):
+            asked.extend((start, out.nbytes) for start, out in reads)
+            super().read_into(reads)
+
+    boxes = [Box((a, b), (a + 32, b + 4)) for a in (0, 32) for b in (0, 4)]
+    outs = [np.empty((32, 4), np.float32) for _ in boxes]
+    read_strided(Counted(stored.tobytes()), 0, (8, 1), boxes, outs)
+    assert asked == [(0, stored.nbytes)]
+    for box, out in zip(boxes, outs, strict=True):
+        np.testing.assert_array_equal(out, stored[box.index])
 
 
 @pytest.mark.parametrize("row", [GAP_BYTES // 8, GAP_BYTES, WINDOW_BYTES])
