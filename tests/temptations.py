@@ -147,6 +147,12 @@ def way_of(number: int, attempt: Attempt) -> Way:
     return Way(rng.random() < 0.15, rng.random() < 0.12, rng.random() < 0.15)
 
 
+def of_weights(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options to open weights alone, without what is said of the optimizer and so is refused."""
+    kept = {name: value for name, value in options.items() if name != "optimizer_groups"}
+    return kept | {"weights_only": True}
+
+
 def restored(checkpoint: ucp.Checkpoint, way: Way, **more: Any) -> Any:
     if not way.mesh:
         return checkpoint.restore(**more)
@@ -206,8 +212,10 @@ class Campaign:
         if key not in self.truths:
             folder = subject.folder if which == "base" else subject.as_saved(which)
             with self.placed(folder, "valid") as root:
-                more = {"weights_only": True} if weights_only else {}
-                checkpoint = ucp.open(root / subject.entry, **subject.options, **more)
+                options = dict(subject.options)
+                if weights_only:
+                    options = of_weights(options)
+                checkpoint = ucp.open(root / subject.entry, **options)
                 tree = checkpoint.restore()
                 self.truths[key] = result_of(checkpoint, tree)
                 if which == "base" and not weights_only and subject.truth is not None:
@@ -273,7 +281,7 @@ class Campaign:
             for name, value in options.items()
         }
         if way.weights_only:
-            options["weights_only"] = True
+            options = of_weights(options)
         at = attempt.opened(root) if attempt.opened else root / subject.entry
         try:
             checkpoint = ucp.open(at, **options)

@@ -322,3 +322,47 @@ def test_experts_on_neighbouring_ranks_have_their_own_order(tmp_path):
     for path in case.folder.rglob("*_model_states.pt"):
         edit(path, lambda t: t["ds_config"].update(use_data_before_expert_parallelism=True))
     assert case.arrays(ucp.open(case.folder)) == case.whole
+
+
+ZARR = "megatron/old0153_tp2_zarr_fp32"
+
+
+@pytest.mark.parametrize("clutter", ["._1.0.0", "._.zarray", ".DS_Store", "Thumbs.db"])
+@pytest.mark.parametrize("kind", ["chunks", "objects"])
+def test_what_file_managers_leave_in_a_folder_of_zarr_is_skipped(kind, clutter, tmp_path):
+    case = Case(ZARR, tmp_path / "case")
+    pattern = "*weight/.zarray" if kind == "chunks" else "rng_state/shard_*.pt"
+    folder = min(case.folder.rglob(pattern)).parent
+    (folder / clutter).write_bytes(b"\0\5\26\7" + bytes(100))
+    checkpoint = ucp.open(case.folder, **case.word)
+    skipped = {item.where for item in checkpoint.inventory if item.status == "skipped"}
+    assert f"{folder.name}/{clutter}" in skipped
+    assert case.arrays(checkpoint) == case.whole
+
+
+@pytest.mark.parametrize("copy", ["{} (1)", "{} copy", "{} 2", "Copy of {}"])
+def test_a_second_copy_of_an_object_of_zarr_is_named(copy, tmp_path):
+    case = Case(ZARR, tmp_path / "case")
+    path = min(case.folder.rglob("rng_state/shard_*.pt"))
+    other = path.with_stem(copy.format(path.stem))
+    shutil.copy(path, other)
+    if not other.name.startswith("shard_"):
+        checkpoint = ucp.open(case.folder, **case.word)
+        assert [i.status for i in checkpoint.inventory if i.where.endswith(other.name)] == [
+            "skipped"
+        ]
+        return
+    verdict, why = case.verdict()
+    assert verdict == "refused"
+    assert why.startswith(f"{other} is no shard of rng_state")
+
+
+def test_flat_buffers_of_another_number_of_optimizers_are_of_another_run(tmp_path):
+    case = Case("megatron/legacy_ep2_moe_seq_distopt_fp32", tmp_path / "case")
+    other = min((DATA / "megatron/legacy_pp2_dp2_distopt_buckets_fp32").rglob("distrib_optim.pt"))
+    path = min(case.folder.rglob("distrib_optim.pt"))
+    shutil.copy(other, path)
+    verdict, why = case.verdict()
+    assert verdict == "refused"
+    assert str(path) in why
+    assert "of another run or model" in why
