@@ -26,7 +26,7 @@ import time
 import traceback
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from random import Random
@@ -427,7 +427,9 @@ class Campaign:
             for name, e in truth.extras.items()
             if name in found.extras or "optim" not in name
         }
-        leaves = {name: _rounded(leaf, found.leaves.get(name)) for name, leaf in truth.leaves.items()}
+        leaves = {
+            name: _rounded(leaf, found.leaves.get(name)) for name, leaf in truth.leaves.items()
+        }
         return replace(truth, leaves=leaves, extras=extras)
 
     @staticmethod
@@ -453,12 +455,8 @@ class Campaign:
         before, after = subject.folder, _files(folder)
         if way.weights_only:  # nothing else was read
             tables = {name for name in before if not _holds_data(name)}
-            of_weights = [
-                n
-                for n in before
-                if n in tables or any(n == r or n.endswith(f"/{r}") for r in want.read)
-            ]
-            before, after = ({n: f[n] for n in of_weights if n in f} for f in (before, after))
+            kept = [n for n in before if n in tables or _is_read(n, want.read)]
+            before, after = ({n: f[n] for n in kept if n in f} for f in (before, after))
         case = Case(
             subject,
             before,
@@ -562,6 +560,14 @@ def _different_extras(
         for name, value in values.items()
         if repr(found.get(file, {}).get(name, "nothing")) != repr(value)
     ]
+
+
+def _is_read(name: str, read: Collection[str]) -> bool:
+    """Whether a file is among those that were read: an array's table, if a chunk of it is."""
+    path = PurePosixPath(name)
+    if path.name == ".zarray":
+        return any(PurePosixPath(r).parent.name == path.parent.name for r in read)
+    return any(name == r or name.endswith(f"/{r}") for r in read)
 
 
 def _holds_data(name: str) -> bool:

@@ -127,5 +127,5 @@ def test_only_what_can_be_a_step_is_called_one(tmp_path):
         (tmp_path / name / "_CHECKPOINT_METADATA").write_text("{}")
     stock(tmp_path / "best" / "state", True, True)
     (tmp_path / "best" / "_CHECKPOINT_METADATA").write_text("{}")
-    with pytest.raises(NotACheckpoint, match="holds the steps 7, best, step_12: open one, .*12$"):
+    with pytest.raises(NotACheckpoint, match=r"holds the steps 7, best, step_12: open one, .*12$"):
         ucp.open(tmp_path)
