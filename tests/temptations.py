@@ -26,7 +26,7 @@ import time
 import traceback
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from random import Random
@@ -147,6 +147,12 @@ def way_of(number: int, attempt: Attempt) -> Way:
     return Way(rng.random() < 0.15, rng.random() < 0.12, rng.random() < 0.15)
 
 
+def of_weights(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options to open weights alone, without what is said of the optimizer and so is refused."""
+    kept = {name: value for name, value in options.items() if name != "optimizer_groups"}
+    return kept | {"weights_only": True}
+
+
 def restored(checkpoint: ucp.Checkpoint, way: Way, **more: Any) -> Any:
     if not way.mesh:
         return checkpoint.restore(**more)
@@ -206,8 +212,10 @@ class Campaign:
         if key not in self.truths:
             folder = subject.folder if which == "base" else subject.as_saved(which)
             with self.placed(folder, "valid") as root:
-                more = {"weights_only": True} if weights_only else {}
-                checkpoint = ucp.open(root / subject.entry, **subject.options, **more)
+                options = dict(subject.options)
+                if weights_only:
+                    options = of_weights(options)
+                checkpoint = ucp.open(root / subject.entry, **options)
                 tree = checkpoint.restore()
                 self.truths[key] = result_of(checkpoint, tree)
                 if which == "base" and not weights_only and subject.truth is not None:
@@ -273,7 +281,7 @@ class Campaign:
             for name, value in options.items()
         }
         if way.weights_only:
-            options["weights_only"] = True
+            options = of_weights(options)
         at = attempt.opened(root) if attempt.opened else root / subject.entry
         try:
             checkpoint = ucp.open(at, **options)
@@ -447,12 +455,8 @@ class Campaign:
         before, after = subject.folder, _files(folder)
         if way.weights_only:  # nothing else was read
             tables = {name for name in before if not _holds_data(name)}
-            of_weights = [
-                n
-                for n in before
-                if n in tables or any(n == r or n.endswith(f"/{r}") for r in want.read)
-            ]
-            before, after = ({n: f[n] for n in of_weights if n in f} for f in (before, after))
+            kept = [n for n in before if n in tables or _is_read(n, want.read)]
+            before, after = ({n: f[n] for n in kept if n in f} for f in (before, after))
         case = Case(
             subject,
             before,
@@ -556,6 +560,14 @@ def _different_extras(
         for name, value in values.items()
         if repr(found.get(file, {}).get(name, "nothing")) != repr(value)
     ]
+
+
+def _is_read(name: str, read: Collection[str]) -> bool:
+    """Whether a file is among those that were read: an array's table, if a chunk of it is."""
+    path = PurePosixPath(name)
+    if path.name == ".zarray":
+        return any(PurePosixPath(r).parent.name == path.parent.name for r in read)
+    return any(name == r or name.endswith(f"/{r}") for r in read)
 
 
 def _holds_data(name: str) -> bool:

@@ -10,6 +10,18 @@ from jax_ucp.sources.contents import Item
 # What Orbax's managers leave in a folder that is finished.
 MARKERS = frozenset({"_CHECKPOINT_METADATA", "commit_success.txt", "orbax.checkpoint"})
 
+# What the file managers of macOS and Windows leave in every folder that they show.
+_CLUTTER = frozenset({".DS_Store", "Thumbs.db", "desktop.ini"})
+
+
+def is_clutter(name: str) -> bool:
+    """Whether a file manager left a file of this name: `._x` is what macOS keeps beside `x`.
+
+    >>> is_clutter("._1.0"), is_clutter(".zarray")
+    (True, False)
+    """
+    return name.startswith("._") or name in _CLUTTER
+
 
 def items_beside(path: FilePath, known: Collection[str], prefix: str = "") -> list[Item]:
     """Everything in a folder, not looked into, that is not among the names of what is read there.

@@ -20,7 +20,7 @@ from deepspeed_cases import word
 from jax_ucp.errors import UCPError
 from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.sources.consolidated import same_bits
-from torch_writer import change, rewrite
+from torch_writer import change, edit, rewrite
 
 DATA = Path(__file__).parent.parent / "data"
 CASES = (
@@ -357,3 +357,137 @@ def test_weights_without_masters_have_the_same_names_and_shapes(name, tmp_path):
 
 def shapes(checkpoint: ucp.Checkpoint) -> dict[str, tuple[int, ...]]:
     return {leaf.label: leaf.shape for leaf in checkpoint.leaves}
+
+
+UNIVERSAL = "deepspeed_universal"
+OPTIMIZERS = {"zero3": "z3_bf16_dp2_frozen_tied", "experts": "autoep2_dp4_z3_fp32"}
+OPTIMIZERS["zero1"] = "tp2_dp1_z1_fp32_gqa"
+
+
+@pytest.mark.parametrize("donor", OPTIMIZERS.values())
+@pytest.mark.parametrize("name", OPTIMIZERS.values())
+def test_an_optimizer_state_of_another_run_is_refused(name, donor, tmp_path):
+    case = Case(f"{UNIVERSAL}/{name}", tmp_path / "case")
+    (path,) = case.folder.rglob("optimizer_state.pt")
+    (other,) = (DATA / UNIVERSAL / donor).rglob("optimizer_state.pt")
+    shutil.copy(other, path)
+    verdict, why = case.verdict()
+    assert verdict == ("the same" if name == donor else "refused")
+    assert name == donor or (str(path) in why and "of another run" in why)
+
+
+def without_a_group(tree: dict) -> None:
+    del tree["param_groups"][1]
+
+
+def without_a_state(tree: dict) -> None:
+    del tree["optimizer_state_dict"]["state"][1]
+
+
+def on_more_ranks(tree: dict) -> None:
+    counts = tree["partition_count"]
+    tree["partition_count"] = [2 for _ in counts] if isinstance(counts, list) else counts * 2
+
+
+def with_fewer_parameters(tree: dict) -> None:
+    tree["param_alignment_paddings"][0].pop()
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "match"),
+    [
+        ("zero1", without_a_group, r"has settings of the groups \[0\], but .* 2 groups"),
+        ("zero3", without_a_group, r"has settings of the groups \[0\], but .* 2 groups"),
+        ("zero3", without_a_state, r"has states of the groups \[0\], but .* 2 groups"),
+        ("zero1", on_more_ranks, "is of 2 data-parallel ranks, .* of 1"),
+        ("zero3", on_more_ranks, "is of 4 data-parallel ranks, .* of 2"),
+        ("zero1", with_fewer_parameters, r"has groups of \[9, 19\] parameters, .* of \[10, 19\]"),
+    ],
+)
+def test_an_optimizer_state_that_does_not_fit_the_model_states_is_refused(
+    name, how, match, tmp_path
+):
+    case = Case(f"{UNIVERSAL}/{OPTIMIZERS[name]}", tmp_path / "case")
+    (path,) = case.folder.rglob("optimizer_state.pt")
+    edit(path, how)
+    verdict, why = case.verdict()
+    assert verdict == "refused"
+    assert re.search(rf"^{re.escape(str(path))} {match}", why), why
+
+
+@pytest.mark.parametrize("family", ["deepspeed", UNIVERSAL])
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchanged", "copied"])
+@pytest.mark.parametrize(("a", "b"), list(combinations(range(4), 2)))
+def test_model_states_of_another_expert_rank_are_refused(family, a, b, exchange, tmp_path):
+    case = Case(f"{family}/autoep2_dp4_z3_fp32", tmp_path / "case")
+    first, second = (
+        next(case.folder.rglob(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"))
+        for rank in (a, b)
+    )
+    data = first.read_bytes(), second.read_bytes()
+    second.write_bytes(data[0])
+    if exchange:
+        first.write_bytes(data[1])
+    named = first if exchange else second
+    for weights_only in (False, True):
+        with pytest.raises(UCPError, match=rf"{named.name}: ds_autoep_layers says that it is of"):
+            ucp.open(case.folder, weights_only=weights_only)
+
+
+def test_experts_on_neighbouring_ranks_have_their_own_order(tmp_path):
+    """Under use_data_before_expert_parallelism, where ranks 1 and 2 have changed their parts."""
+    case = Case("deepspeed_universal/autoep2_dp4_z3_fp32", tmp_path / "case")
+    one, two = (
+        next(case.folder.rglob(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"))
+        for rank in (1, 2)
+    )
+    one_data, two_data = one.read_bytes(), two.read_bytes()
+    one.write_bytes(two_data)
+    two.write_bytes(one_data)
+    for path in case.folder.rglob("*_model_states.pt"):
+        edit(path, lambda t: t["ds_config"].update(use_data_before_expert_parallelism=True))
+    assert case.arrays(ucp.open(case.folder)) == case.whole
+
+
+ZARR = "megatron/old0153_tp2_zarr_fp32"
+
+
+@pytest.mark.parametrize("clutter", ["._1.0.0", "._.zarray", ".DS_Store", "Thumbs.db"])
+@pytest.mark.parametrize("kind", ["chunks", "objects"])
+def test_what_file_managers_leave_in_a_folder_of_zarr_is_skipped(kind, clutter, tmp_path):
+    case = Case(ZARR, tmp_path / "case")
+    pattern = "*weight/.zarray" if kind == "chunks" else "rng_state/shard_*.pt"
+    folder = min(case.folder.rglob(pattern)).parent
+    (folder / clutter).write_bytes(b"\0\5\26\7" + bytes(100))
+    checkpoint = ucp.open(case.folder, **case.word)
+    skipped = {item.where for item in checkpoint.inventory if item.status == "skipped"}
+    assert f"{folder.name}/{clutter}" in skipped
+    assert case.arrays(checkpoint) == case.whole
+
+
+@pytest.mark.parametrize("copy", ["{} (1)", "{} copy", "{} 2", "Copy of {}"])
+def test_a_second_copy_of_an_object_of_zarr_is_named(copy, tmp_path):
+    case = Case(ZARR, tmp_path / "case")
+    path = min(case.folder.rglob("rng_state/shard_*.pt"))
+    other = path.with_stem(copy.format(path.stem))
+    shutil.copy(path, other)
+    if not other.name.startswith("shard_"):
+        checkpoint = ucp.open(case.folder, **case.word)
+        assert [i.status for i in checkpoint.inventory if i.where.endswith(other.name)] == [
+            "skipped"
+        ]
+        return
+    verdict, why = case.verdict()
+    assert verdict == "refused"
+    assert why.startswith(f"{other} is no shard of rng_state")
+
+
+def test_flat_buffers_of_another_number_of_optimizers_are_of_another_run(tmp_path):
+    case = Case("megatron/legacy_ep2_moe_seq_distopt_fp32", tmp_path / "case")
+    other = min((DATA / "megatron/legacy_pp2_dp2_distopt_buckets_fp32").rglob("distrib_optim.pt"))
+    path = min(case.folder.rglob("distrib_optim.pt"))
+    shutil.copy(other, path)
+    verdict, why = case.verdict()
+    assert verdict == "refused"
+    assert str(path) in why
+    assert "of another run or model" in why

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from jax_ucp.errors import FormatError, LayoutError
-from jax_ucp.formats.deepspeed.files import Rank, Stored
+from jax_ucp.formats.deepspeed.files import Files, Rank, Stored
 from jax_ucp.formats.deepspeed.tensor_parallel import affine_layout
 from jax_ucp.formats.deepspeed.zero import param_group
 from jax_ucp.formats.nested import as_dict
@@ -53,10 +53,15 @@ def teams(
 def _expert_ranks(ranks: Sequence[Rank], share: int) -> list[range]:
     """For each expert-parallel rank the positions of the `share` ranks of its experts."""
     ep, world = len(ranks) // share, len(ranks)
-    config = as_dict(known(as_dict(ranks[0].file.tree).get("ds_config")))
-    if config.get("use_data_before_expert_parallelism"):
+    if _data_before_experts(ranks[0]):
         return [range(e * share, (e + 1) * share) for e in range(ep)]
     return [range(e, world, ep) for e in range(ep)]
+
+
+def _data_before_experts(stored: Stored | Rank) -> bool:
+    """Whether neighbouring ranks have the same experts, by the settings of the run."""
+    config = as_dict(known(as_dict(stored.file.tree).get("ds_config")))
+    return bool(config.get("use_data_before_expert_parallelism"))
 
 
 def _sub_group(rank: Rank, index: int) -> Mapping[str, Any] | None:
@@ -121,6 +126,32 @@ def _ep_rank(model: Stored) -> int:
             f" {sorted(ranks)}"
         )
     return ranks.pop()
+
+
+def check_expert_ranks(files: Files) -> None:
+    """Raise FormatError where a rank's model states are, by their AutoEP layers, another rank's.
+
+    Only under ZeRO-3 has each data-parallel rank a file of its own.
+    """
+    for models in files.models if files.zero3 else ():
+        for dp, model in enumerate(models):
+            for layer in autoep_layers(model):
+                _check_expert_rank(dp, model, as_dict(layer))
+
+
+def _check_expert_rank(dp: int, model: Stored, layer: Mapping[str, Any]) -> None:
+    ep, team = layer.get("ep_rank"), layer.get("expert_data_parallel_rank")
+    ep_size, teams = layer.get("ep_size"), layer.get("expert_data_parallel_world_size")
+    if type(ep_size) is not int or type(teams) is not int or min(ep_size, teams) < 1:
+        return  # another version of AutoEP does not say
+    mine = divmod(dp, teams)[::-1] if _data_before_experts(model) else divmod(dp, ep_size)
+    if None not in (team, ep) and (team, ep) != mine:
+        raise FormatError(
+            f"{model.file.path}: ds_autoep_layers says that it is of expert-parallel rank {ep} and"
+            f" expert-data-parallel rank {team}, but the file is that of data-parallel rank {dp},"
+            f" which has {mine[1]} and {mine[0]}: it was renamed, or copied from another rank's."
+            " Put that rank's own file in its place"
+        )
 
 
 def autoep_layers(model: Stored) -> list[Mapping[str, Any]]:

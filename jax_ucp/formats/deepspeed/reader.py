@@ -41,6 +41,7 @@ def open_deepspeed(path: FilePath, options: Options) -> Contents:
             f"{path / 'latest'} names {folder.name}, but there is no such folder beside it"
         )
     files = open_files(folder, options.weights_only)
+    moe.check_expert_ranks(files)
     if options.weights_only:
         files = _with_usable_masters(files)
     check_facts(files, options.weights_only)

@@ -20,11 +20,12 @@ from jax_ucp.formats.deepspeed.facts import check_facts
 from jax_ucp.formats.deepspeed.files import Files, Stored, open_files, open_stored
 from jax_ucp.formats.deepspeed.zero import param_shapes
 from jax_ucp.formats.facts import Facts
-from jax_ucp.formats.nested import as_dict, group_with
+from jax_ucp.formats.nested import as_dict, as_list, group_with
 from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
 from jax_ucp.layout.fragments import Shape
 
 OPTIMIZER = "zero/optimizer_state.pt"
+_NOT_OF_ONE_RUN = "one of the files is of another run. Put the files of one conversion together"
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ def open_universal(folder: FilePath, weights_only: bool) -> UniversalFiles:
             f"{folder} has both atoms (zero/) and *_optim_states.pt: two checkpoints in one"
             " folder. Move zero/, or the optimizer files, to another one"
         )
+    moe.check_expert_ranks(files)
     check_facts(files, weights_only)
     paths = _atom_paths(folder / "zero")
     if weights_only:
@@ -100,6 +102,7 @@ def open_universal(folder: FilePath, weights_only: bool) -> UniversalFiles:
         left = list(filter(FilePath.is_file, [*states, folder / OPTIMIZER]))
         return UniversalFiles(files, _open_atoms(parameters), None, left)
     universal = UniversalFiles(files, _open_atoms(paths), _open_optimizer(folder / OPTIMIZER), [])
+    _check_optimizer(universal)
     _check_states(universal)
     _check_steps(universal)
     return universal
@@ -125,6 +128,65 @@ def _open_optimizer(path: FilePath) -> Stored:
         )
     stored = open_stored(path)
     return Stored(stored.file, stored.state, subfolder="zero/")
+
+
+def _check_optimizer(universal: UniversalFiles) -> None:
+    """Raise FormatError where the optimizer's file is not of the run that the model states are of.
+
+    It is rank 0's of the first pipeline stage: its stage of ZeRO, groups, and ranks are theirs.
+    """
+    model = universal.files.models[0][0]
+    counts = [len(shapes) for shapes in param_shapes(model, ())]
+    zero3 = bool(universal.rank_0())
+    if zero3 != universal.files.zero3:
+        raise FormatError(
+            f"{universal.files.folder / OPTIMIZER} is of {_stage(zero3)}, but {model.name} of"
+            f" {_stage(universal.files.zero3)}: {_NOT_OF_ONE_RUN}"
+        )
+    for what, found in _groups_told(universal):
+        if len(found) != len(counts) or any(index not in found for index in range(len(counts))):
+            raise FormatError(
+                f"{universal.files.folder / OPTIMIZER} has {what} of the groups {found!s:.80}, but"
+                f" {model.name} describes {len(counts)} groups: {_NOT_OF_ONE_RUN}"
+            )
+    paddings = universal.optimizer_entry("param_alignment_paddings")
+    if paddings and [len(as_list(group)) for group in as_list(paddings)] != counts:
+        told = [len(as_list(group)) for group in as_list(paddings)]
+        raise FormatError(
+            f"{universal.files.folder / OPTIMIZER} has groups of {told} parameters, by its"
+            f" param_alignment_paddings, but {model.name} of {counts}: {_NOT_OF_ONE_RUN}"
+        )
+    ranks, world = _ranks_told(universal), model.state.get("dp_world_size")
+    if ranks and world and ranks != world:
+        raise FormatError(
+            f"{universal.files.folder / OPTIMIZER} is of {ranks} data-parallel ranks, by its"
+            f" partition_count, but {model.name} of {world}: {_NOT_OF_ONE_RUN}"
+        )
+
+
+def _stage(zero3: bool) -> str:
+    return "ZeRO-3" if zero3 else "ZeRO-1 or 2"
+
+
+def _groups_told(universal: UniversalFiles) -> Iterator[tuple[str, list[Any]]]:
+    """What the optimizer's file has for each group: its settings, states and partitions."""
+    settings = as_list(universal.optimizer_entry("param_groups"))
+    numbers = [as_list(as_dict(group).get("params")) for group in settings]
+    if settings:
+        yield "settings", list(itertools.chain.from_iterable(numbers))
+    # an optimizer without momentum has none
+    if states := as_dict(universal.rank_0().get("state")):
+        yield "states", list(states)
+    counts = universal.optimizer_entry("partition_count")
+    if isinstance(counts, list):
+        yield "partition_count", list(range(len(counts)))
+
+
+def _ranks_told(universal: UniversalFiles) -> int | None:
+    """Over how many ranks the optimizer's file says that a group is shared, at the most."""
+    counts = universal.optimizer_entry("partition_count")
+    every = counts if isinstance(counts, list) else [counts]
+    return max((count for count in every if isinstance(count, int)), default=None)
 
 
 def _check_states(universal: UniversalFiles) -> None:

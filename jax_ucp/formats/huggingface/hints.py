@@ -10,7 +10,7 @@ from jax_ucp.formats.huggingface.stand_ins import finished_name
 from jax_ucp.formats.huggingface.weight_files import refuse_part
 from jax_ucp.formats.huggingface.weight_names import holds_weights
 from jax_ucp.formats.listing import listed
-from jax_ucp.formats.orbax.reader import is_step
+from jax_ucp.formats.orbax.reader import STEP_FILE, is_step, items_of_step
 from jax_ucp.formats.torch_save.file import is_torch_file
 
 _SHOWN = 6
@@ -29,10 +29,15 @@ def point_inside(at: FilePath, recognised: Callable[[FilePath], bool]) -> None:
     where parts of one.
     """
     children = _children(at)
-    steps = list(filter(is_step, children))
+    steps = list(filter(_can_be_step, children))
     if steps:
         names = ", ".join(path.name for path in steps)
         raise NotACheckpoint(f"{at} holds the steps {names}: open one, {steps[-1]}")
+    if (at / STEP_FILE).is_dir():
+        raise NotACheckpoint(
+            f"{at / STEP_FILE} is a folder, but should be a file that Orbax writes into each step:"
+            " a copy or an unpacking went wrong. Put the file in its place"
+        )
     folders = filter(FilePath.is_dir, children)
     wholes, refusals = _torch_files(children)
     inside = [*_revisions(at), *filter(recognised, folders), *wholes]
@@ -43,6 +48,11 @@ def point_inside(at: FilePath, recognised: Callable[[FilePath], bool]) -> None:
         )
     if refusals:
         raise refusals[0]
+
+
+def _can_be_step(path: FilePath) -> bool:
+    """Whether a folder is marked as a step of Orbax, and has a step's name or an item."""
+    return is_step(path) and (path.name[-1].isdecimal() or bool(items_of_step(path)))
 
 
 def _torch_files(paths: Iterable[FilePath]) -> tuple[list[FilePath], list[FormatError]]:

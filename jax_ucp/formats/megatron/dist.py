@@ -470,6 +470,8 @@ class _Reader:
                 self.importer.skip(f"{COMMON_FILE}:{key}", "", notes.LEFT)
 
     def _other_files(self) -> None:
+        for name in self.files.beside:
+            self.importer.skip(name, "file", "nothing of the checkpoint lies in it")
         about = {CONFIG_FILE: "names the backend", METADATA_FILE: "says which chunk is where"}
         accounted = {*self.files.files, *self.files.left, COMMON_FILE}
         others = [path for path in self.files.folder.children() if path.name not in accounted]

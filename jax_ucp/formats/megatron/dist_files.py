@@ -36,6 +36,7 @@ CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
 MAX_CONFIG_BYTES = 1 << 20
 _COMMON_OBJECT = b"common_state/shard_0_1"
 _CHUNK = re.compile(r"\d+(\.\d+)*")
+_SHARD = re.compile(r"shard_[\d.]*_[\d.]*")
 _OBJECT = re.compile(r"(.+)/shard_([\d.]+)_(\d+(?:\.\d+)*)")
 
 
@@ -61,7 +62,7 @@ class DistFiles:
     """Everything that is stored. `source` has the chunks of the tensors.
 
     `left` names what is the optimizer's, where only weights were asked for: objects, and folders of
-    zarr.
+    zarr. `beside` names what lies in folders of zarr and is no part of it.
     """
 
     folder: FilePath
@@ -73,6 +74,7 @@ class DistFiles:
     source: ArraySource
     files: Sequence[str]
     left: Sequence[str] = ()
+    beside: Sequence[str] = ()
 
     def object_checks(self, extent: Extent, arrays: Collection[str]) -> Iterator[Check]:
         """For each object, whether its bytes have the CRC recorded, where one is. No leaf rests
@@ -83,9 +85,14 @@ class DistFiles:
                 yield Check(key, frozenset(), 0, partial(_fault, stored))
 
 
-# What a backend stores: the last five fields of `DistFiles`.
+# What a backend stores: the last six fields of `DistFiles`.
 _Stored = tuple[
-    Mapping[str, Tensor], Mapping[str, StoredObject], ArraySource, Sequence[str], Sequence[str]
+    Mapping[str, Tensor],
+    Mapping[str, StoredObject],
+    ArraySource,
+    Sequence[str],
+    Sequence[str],
+    Sequence[str],
 ]
 
 
@@ -206,7 +213,7 @@ def _torch_dist(folder: FilePath, leave: Callable[[str], bool]) -> _Stored:
             )
         objects[fqn] = StoredObject(span.file, partial(source.object, fqn, span))
     files = sorted({span.file for _, span in metadata.spans()})
-    return tensors, objects, source, files, left
+    return tensors, objects, source, files, left, []
 
 
 def _check_chunks(metadata: DcpMetadata, fqn: str) -> None:
@@ -227,18 +234,33 @@ def _zarr(folder: FilePath, leave: Callable[[str], bool]) -> _Stored:
     for name, array in arrays.items():
         tensors[name] = Tensor(array.shape, array.dtype, array.runs())
     objects: dict[str, StoredObject] = {}
-    for name in names:
-        objects |= _zarr_objects(folder / name)
+    chunks = ZarrChunks(folder, arrays)
+    beside = list(chunks.clutter)
+    for name in itertools.filterfalse(arrays.__contains__, names):
+        found = dict(_zarr_objects(folder / name))
+        objects |= found
+        read = {stored.file for stored in found.values()}
+        others = [f"{name}/{path.name}" for path in (folder / name).children()] if found else []
+        beside += [file for file in others if file not in read]
     files = [*arrays, *{key.partition("/")[0] for key in objects}]
-    left = list(filter(leave, folders))
-    return tensors, objects, ZarrChunks(folder, arrays), files, left
+    return tensors, objects, chunks, files, list(filter(leave, folders)), beside
 
 
 def _zarr_objects(folder: FilePath) -> Iterator[tuple[str, StoredObject]]:
+    """The objects in a folder, by their keys. Raises FormatError for one that Megatron never
+    calls so, such as the second copy that a browser numbers.
+    """
     for path in folder.matching(".pt"):
-        if path.name.startswith("shard_"):
-            file = f"{folder.name}/{path.name}"
-            yield f"{folder.name}/{path.stem}", StoredObject(file, partial(TorchFile, path))
+        if not path.name.startswith("shard_"):
+            continue
+        if not _SHARD.fullmatch(path.stem):
+            raise FormatError(
+                f"{path} is no shard of {folder.name} by its name, which should be"
+                " shard_<place>_<grid>.pt: it is a second copy, or was renamed. Move it away, or"
+                " give it its name back"
+            )
+        file = f"{folder.name}/{path.name}"
+        yield f"{folder.name}/{path.stem}", StoredObject(file, partial(TorchFile, path))
 
 
 def _check_described(folder: FilePath) -> None:

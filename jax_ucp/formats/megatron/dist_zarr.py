@@ -26,6 +26,7 @@ from jax_ucp.files.ranges import FileRange
 from jax_ucp.files.strided import read_strided, row_major_strides
 from jax_ucp.formats.megatron.dist_names import Run
 from jax_ucp.layout.box import Box
+from jax_ucp.sources.beside import is_clutter
 from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 
 ARRAY_FILE = ".zarray"
@@ -61,7 +62,7 @@ class ZarrArray:
 
 
 class ZarrChunks(ArraySource):
-    """An ArraySource of chunk files."""
+    """An ArraySource of chunk files. `clutter` names what file managers left beside them."""
 
     def __init__(self, folder: FilePath, arrays: Mapping[str, ZarrArray]):
         """Raises FormatError, naming the file, where a chunk is missing or has another size."""
@@ -69,17 +70,22 @@ class ZarrChunks(ArraySource):
         for array in arrays.values():
             info = ArrayInfo(array.chunk, array.dtype)
             self._arrays |= dict.fromkeys([run.key for run in array.runs()], info)
+        self.clutter: list[str] = []
         for name in arrays:
             self._check_files(folder / name)
         self._chunks = {key: _chunk_file(folder / key, info) for key, info in self._arrays.items()}
 
     def _check_files(self, folder: FilePath) -> None:
         for path in sorted(folder.children()):
-            if path.name != ARRAY_FILE and f"{folder.name}/{path.name}" not in self._arrays:
+            name = f"{folder.name}/{path.name}"
+            if path.name == ARRAY_FILE or name in self._arrays:
+                continue
+            if not is_clutter(path.name):
                 raise FormatError(
                     f"{path} is no chunk of {folder.name} by its {ARRAY_FILE}, which is damaged or"
                     " another's"
                 )
+            self.clutter.append(name)
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self._arrays

@@ -258,7 +258,8 @@ def _flat_part(rank: Rank, index: int, count: int) -> Mapping[Any, Any] | None:
     parts = optimizer_parts(rank.optim.tree)
     if len(parts) != count:
         raise FormatError(
-            f"{path} has the state of {len(parts)} optimizers, {rank.name} of {count}"
+            f"{path} has the state of {len(parts)} optimizers, {rank.name} of {count}: one of them"
+            " is of another run or model. weights_only leaves the optimizer aside"
         )
     part = parts[index]
     if part is None and (index, count) == (0, 2):

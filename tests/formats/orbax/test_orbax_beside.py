@@ -106,3 +106,26 @@ def test_a_step_names_what_lies_beside_its_item_and_one_without_an_item_says_so(
     shutil.rmtree(step / "default")
     with pytest.raises(NotACheckpoint, match="is a step without a PyTree item"):
         ucp.open(step)
+
+
+@pytest.mark.parametrize("item", [True, False], ids=["with an item", "without"])
+def test_a_marker_of_a_step_that_is_a_folder_is_no_step(item, tmp_path):
+    """As a copy leaves it that puts a file into a folder of its name."""
+    step = tmp_path / "7"
+    marker = step / "_CHECKPOINT_METADATA"
+    marker.mkdir(parents=True)
+    (marker / marker.name).write_text("{}")
+    if item:
+        stock(step / "state", True, True)
+    with pytest.raises(NotACheckpoint, match="_CHECKPOINT_METADATA is a folder, but should be"):
+        ucp.open(step)
+
+
+def test_only_what_can_be_a_step_is_called_one(tmp_path):
+    for name in ("7", "step_12", "notes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "_CHECKPOINT_METADATA").write_text("{}")
+    stock(tmp_path / "best" / "state", True, True)
+    (tmp_path / "best" / "_CHECKPOINT_METADATA").write_text("{}")
+    with pytest.raises(NotACheckpoint, match=r"holds the steps 7, best, step_12: open one, .*12$"):
+        ucp.open(tmp_path)
