@@ -65,9 +65,11 @@ def _open_step(path: FilePath, options: Options) -> Contents:
     items = orbax.items_of_step(path)
     if len(items) != 1:
         if not items:
+            nested = [item for child in path.children() for item in orbax.items_of_step(child)]
+            deeper = f"; {nested[0]} is one, a folder too deep" if nested else ""
             raise NotACheckpoint(
                 f"{path} is a step without a PyTree item: what it had is missing, or was never"
-                " finished"
+                f" finished{deeper}"
             )
         names = ", ".join(item.name for item in items)
         raise NotACheckpoint(f"{path} is a step with {names}: open one of its items, {path}/<item>")

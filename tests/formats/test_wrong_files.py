@@ -17,7 +17,7 @@ import pytest
 
 import jax_ucp as ucp
 from deepspeed_cases import word
-from jax_ucp.errors import UCPError
+from jax_ucp.errors import FormatError, UCPError
 from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.sources.consolidated import same_bits
 from torch_writer import change, edit, rewrite
@@ -491,3 +491,23 @@ def test_flat_buffers_of_another_number_of_optimizers_are_of_another_run(tmp_pat
     assert verdict == "refused"
     assert str(path) in why
     assert "of another run or model" in why
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_an_optimizer_of_a_run_without_zero_beside_files_of_zero_is_refused(weights_only, tmp_path):
+    folder = tmp_path / "step"
+    shutil.copytree(DATA / "deepspeed/autoep2_dp2_z1_bf16/global_step5", folder)
+    for file in (DATA / "deepspeed/z0_fp16_dp2_frozen/global_step5").iterdir():
+        shutil.copy(file, folder)
+    with pytest.raises(FormatError, match=r"(?s)mp_rank_00_model_states.*files of two runs"):
+        ucp.open(folder, weights_only=weights_only)
+
+
+def test_a_renamed_weight_of_which_there_are_states_is_missed(tmp_path):
+    folder = tmp_path / "case"
+    shutil.copytree(DATA / "megatron/old0153_tp2_zarr_fp32/ckpt", folder)
+    name = "embedding.word_embeddings.weight"
+    (weight,) = folder.glob(f"iter_*/{name}")
+    weight.rename(weight.with_name(name.upper()))
+    with pytest.raises(FormatError, match=rf"{name}, but the model has no such tensor"):
+        ucp.open(folder)

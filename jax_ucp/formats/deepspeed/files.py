@@ -226,6 +226,7 @@ def open_files(folder: FilePath, weights_only: bool = False) -> Files:
     run = _parse_run(names, models[first], zero3=first[0] is not None)
     _check_complete(folder, models, run)
     _check_same_run(folder, models, run)
+    _check_one_optimizer(folder, models, names)
     if run.zero3:
         fragments = ((model, _frozen_fragments(model)) for model in models.values())
         _refuse_copies(fragments, "fragments of frozen parameters")
@@ -329,6 +330,23 @@ def _check_same_run(
             )
         for key in _SAME:
             facts.state(model.name, key, model.state.get(key))
+
+
+def _check_one_optimizer(
+    folder: FilePath, models: Mapping[tuple[int | None, int], Stored], names: _Names
+) -> None:
+    """Raise FormatError where model states have the optimizer themselves, as without ZeRO, and
+    files of ZeRO's lie beside them.
+    """
+    if not names.optimizers:
+        return
+    for model in models.values():
+        if as_dict(model.state.get("optimizer")):
+            raise FormatError(
+                f"{folder / model.name} has an optimizer's states, as a run without ZeRO writes"
+                f" it, but {min(names.optimizers.values())} lies beside it: files of two runs are"
+                " in one folder. Remove those of the other run"
+            )
 
 
 def _check_expert_optimizers(folder: FilePath, names: Mapping[tuple[int, int], str]) -> None:

@@ -135,32 +135,34 @@ def _check_optimizer(universal: UniversalFiles) -> None:
 
     It is rank 0's of the first pipeline stage: its stage of ZeRO, groups, and ranks are theirs.
     """
+    if fault := next(_optimizer_faults(universal), None):
+        file = universal.files.folder / OPTIMIZER
+        raise FormatError(f"{file} {fault}: {_NOT_OF_ONE_RUN}")
+
+
+def _optimizer_faults(universal: UniversalFiles) -> Iterator[str]:
+    """What the optimizer's file says of the run otherwise than the model states."""
     model = universal.files.models[0][0]
     counts = [len(shapes) for shapes in param_shapes(model, ())]
     zero3 = bool(universal.rank_0())
     if zero3 != universal.files.zero3:
-        raise FormatError(
-            f"{universal.files.folder / OPTIMIZER} is of {_stage(zero3)}, but {model.name} of"
-            f" {_stage(universal.files.zero3)}: {_NOT_OF_ONE_RUN}"
-        )
-    for what, found in _groups_told(universal):
-        if len(found) != len(counts) or any(index not in found for index in range(len(counts))):
-            raise FormatError(
-                f"{universal.files.folder / OPTIMIZER} has {what} of the groups {found!s:.80}, but"
-                f" {model.name} describes {len(counts)} groups: {_NOT_OF_ONE_RUN}"
-            )
-    paddings = universal.optimizer_entry("param_alignment_paddings")
-    if paddings and [len(as_list(group)) for group in as_list(paddings)] != counts:
-        told = [len(as_list(group)) for group in as_list(paddings)]
-        raise FormatError(
-            f"{universal.files.folder / OPTIMIZER} has groups of {told} parameters, by its"
-            f" param_alignment_paddings, but {model.name} of {counts}: {_NOT_OF_ONE_RUN}"
+        yield f"is of {_stage(zero3)}, but {model.name} of {_stage(universal.files.zero3)}"
+    for what, groups in _groups_told(universal):
+        if len(groups) != len(counts) or not {*range(len(counts))} <= {*groups}:
+            described = f"{model.name} describes {len(counts)} groups"
+            yield f"has {what} of the groups {groups!s:.80}, but {described}"
+    paddings = as_list(universal.optimizer_entry("param_alignment_paddings"))
+    padded = [len(as_list(group)) for group in paddings]
+    if paddings and padded != counts:
+        yield (
+            f"has groups of {padded} parameters, by its param_alignment_paddings, but {model.name}"
+            f" of {counts}"
         )
     ranks, world = _ranks_told(universal), model.state.get("dp_world_size")
     if ranks and world and ranks != world:
-        raise FormatError(
-            f"{universal.files.folder / OPTIMIZER} is of {ranks} data-parallel ranks, by its"
-            f" partition_count, but {model.name} of {world}: {_NOT_OF_ONE_RUN}"
+        yield (
+            f"is of {ranks} data-parallel ranks, by its partition_count, but {model.name} of"
+            f" {world}"
         )
 
 

@@ -230,20 +230,27 @@ def _zarr(folder: FilePath, leave: Callable[[str], bool]) -> _Stored:
         _check_described(folder / name)
     described = [name for name in names if (folder / name / ARRAY_FILE).exists()]
     arrays = {name: zarr_array(folder, name) for name in described}
-    tensors: dict[str, Tensor] = {}
-    for name, array in arrays.items():
-        tensors[name] = Tensor(array.shape, array.dtype, array.runs())
-    objects: dict[str, StoredObject] = {}
+    tensors = {
+        name: Tensor(array.shape, array.dtype, array.runs()) for name, array in arrays.items()
+    }
     chunks = ZarrChunks(folder, arrays)
+    objects: dict[str, StoredObject] = {}
     beside = list(chunks.clutter)
     for name in itertools.filterfalse(arrays.__contains__, names):
-        found = dict(_zarr_objects(folder / name))
-        objects |= found
-        read = {stored.file for stored in found.values()}
-        others = [f"{name}/{path.name}" for path in (folder / name).children()] if found else []
-        beside += [file for file in others if file not in read]
+        stored = dict(_zarr_objects(folder / name))
+        objects |= stored
+        beside += _files_beside(folder / name, stored)
     files = [*arrays, *{key.partition("/")[0] for key in objects}]
     return tensors, objects, chunks, files, list(filter(leave, folders)), beside
+
+
+def _files_beside(folder: FilePath, stored: Mapping[str, StoredObject]) -> list[str]:
+    """The files in a folder of objects that are none."""
+    if not stored:
+        return []
+    read = {one.file for one in stored.values()}
+    files = [f"{folder.name}/{path.name}" for path in folder.children()]
+    return [file for file in files if file not in read]
 
 
 def _zarr_objects(folder: FilePath) -> Iterator[tuple[str, StoredObject]]:

@@ -108,6 +108,15 @@ def test_a_step_names_what_lies_beside_its_item_and_one_without_an_item_says_so(
         ucp.open(step)
 
 
+def test_an_item_of_a_step_that_lies_too_deep_is_named(tmp_path):
+    step = tmp_path / "step"
+    (step / "state").mkdir(parents=True)
+    (step / "_CHECKPOINT_METADATA").write_text("{}")
+    stock(step / "state" / "state", True, True)
+    with pytest.raises(NotACheckpoint, match=r"step/state/state is one, a folder too deep"):
+        ucp.open(step)
+
+
 @pytest.mark.parametrize("item", [True, False], ids=["with an item", "without"])
 def test_a_marker_of_a_step_that_is_a_folder_is_no_step(item, tmp_path):
     """As a copy leaves it that puts a file into a folder of its name."""
