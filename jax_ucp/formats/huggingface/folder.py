@@ -72,8 +72,8 @@ _BESIDE = (
     (re.compile(r"global_step\d+|latest|(pytorch_model_fsdp|mp_rank)_\d+.*"), _SHARDS),
     (
         re.compile(
-            r"(scheduler|scaler|sampler|dl_state_dict|rng_state|random_states|training_args|trainer_state"
-            r"|custom_checkpoint|meta)(_\d+)*\.(pt|pth|bin|pkl|json)"
+            r"(scheduler|scaler|sampler|dl_state_dict|rng_state|random_states|training_args"
+            r"|trainer_state|custom_checkpoint|meta)(_\d+)*\.(pt|pth|bin|pkl|json)"
         ),
         _TRAINER,
     ),

@@ -51,7 +51,8 @@ BARE = "tensor"  # what a tensor is called that is all its file holds
 # DeepSpeed's and Megatron's files hold one rank's part, which looks like a whole model's state
 # dict.
 _RANK_FILE = re.compile(
-    r"(mp_rank_|zero_pp_rank_|layer_|expp_rank_)\d.*_states\.pt|model_optim_rng\.pt|distrib_optim\.pt"
+    r"(mp_rank_|zero_pp_rank_|layer_|expp_rank_)\d.*_states\.pt"
+    r"|model_optim_rng\.pt|distrib_optim\.pt"
 )
 
 
