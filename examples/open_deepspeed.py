@@ -22,7 +22,7 @@ def main(path: Path) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     mesh = jax.make_mesh((4, 2), ("data", "model"))
-    rules = [(r"^step/", P()), (r"\.weight$", P("data", "model"))]
+    rules = [(r"(attention|mlp)\..*\.weight$", P("data", "model"))]
 
     checkpoint = ucp.open(path)
     print(
