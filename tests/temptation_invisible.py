@@ -385,16 +385,6 @@ def a_name(case: Case) -> bool:
     return not any(key in data for key in keys for n, data in case.before.items() if n != name)
 
 
-def a_folder(case: Case) -> bool:
-    """Weights alone were asked for, and the folder of one is called otherwise: its files are the
-    same, and what else has its name was left aside.
-    """
-    alone = all(label.startswith("['param']") for label in (*case.want, *case.found))
-    gone = [data for name, data in case.before.items() if name not in case.after]
-    new = [data for name, data in case.after.items() if name not in case.before]
-    return alone and bool(gone) and sorted(gone) == sorted(new) and not case.different
-
-
 def a_setting(case: Case) -> bool:
     """Every array is right; what differs is in a text, or a header, that has no checksum and is
     stored once.
@@ -506,11 +496,6 @@ INVISIBLE: dict[str, Undecidable] = {
         "A tensor's name is other in a header or table that has no checksum, and no other file has"
         " the name.",
         a_name,
-    ),
-    "a folder of a weight alone": Undecidable(
-        "With weights_only: zarr keeps the name of a weight in that of its folder alone, and the"
-        " optimizer's folders are left aside.",
-        a_folder,
     ),
     "a setting without a checksum": Undecidable(
         "Something beside the arrays, in config.json or a header, which has no checksum and is"

@@ -508,6 +508,18 @@ def test_a_renamed_weight_of_which_there_are_states_is_missed(tmp_path):
     shutil.copytree(DATA / "megatron/old0153_tp2_zarr_fp32/ckpt", folder)
     name = "embedding.word_embeddings.weight"
     (weight,) = folder.glob(f"iter_*/{name}")
-    weight.rename(weight.with_name(name.upper()))
+    weight.rename(weight.with_name(f"{name}.1"))
     with pytest.raises(FormatError, match=rf"{name}, but the model has no such tensor"):
         ucp.open(folder)
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.parametrize("of", ["", "optimizer.state.exp_avg."])
+def test_a_tensor_whose_name_lost_its_case_is_named(of, weights_only, tmp_path):
+    folder = tmp_path / "case"
+    shutil.copytree(DATA / "megatron/old0153_tp2_zarr_fp32/ckpt", folder)
+    name = f"{of}output_layer.weight"
+    (tensor,) = folder.glob(f"iter_*/{name}")
+    tensor.rename(tensor.with_name(name.upper()))
+    with pytest.raises(FormatError, match=rf"{name.upper()} is in capitals"):
+        ucp.open(folder, weights_only=weights_only)

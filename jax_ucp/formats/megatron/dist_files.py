@@ -225,6 +225,7 @@ def _check_chunks(metadata: DcpMetadata, fqn: str) -> None:
 
 def _zarr(folder: FilePath, leave: Callable[[str], bool]) -> _Stored:
     folders = sorted(path.name for path in folder.children() if path.is_dir())
+    _check_case(folder, folders)
     names = list(itertools.filterfalse(leave, folders))
     for name in names:
         _check_described(folder / name)
@@ -242,6 +243,17 @@ def _zarr(folder: FilePath, leave: Callable[[str], bool]) -> _Stored:
         beside += _files_beside(folder / name, stored)
     files = [*arrays, *{key.partition("/")[0] for key in objects}]
     return tensors, objects, chunks, files, list(filter(leave, folders)), beside
+
+
+def _check_case(folder: FilePath, names: Sequence[str]) -> None:
+    """Raise FormatError for a folder in capitals: its name is that of a tensor, and none of
+    Megatron's is.
+    """
+    if changed := [name for name in names if name.isupper()]:
+        raise FormatError(
+            f"{folder / changed[0]} is in capitals, as a file system writes names that keeps no"
+            " case: the name of its tensor is lost. Give it back its name"
+        )
 
 
 def _files_beside(folder: FilePath, stored: Mapping[str, StoredObject]) -> list[str]:
