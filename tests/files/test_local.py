@@ -1,6 +1,7 @@
 """Files of the local disk, paths in them, and ranges of their bytes."""
 
 import os
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from helpers import boxes_in
 from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.files import strided
 from jax_ucp.files.local import LocalFiles
 from jax_ucp.files.path import file_path
 from jax_ucp.files.protocol import RangeRead, file_size, read_file, walk
@@ -100,12 +102,16 @@ def test_any_box_of_any_strided_array_is_read_as_numpy_has_it(data):
         np.zeros([2 * n for n in box.shape], np.int16)[tuple(slice(0, 2 * n, 2) for n in box.shape)]
         for box in boxes
     ]
-    read_strided(MemoryRange(b"head" + stored.tobytes()), 4, strides, boxes, outs)
+    window = data.draw(st.sampled_from([4, 16, WINDOW_BYTES]))
+    with mock.patch.object(strided, "WINDOW_BYTES", window):
+        read_strided(MemoryRange(b"head" + stored.tobytes()), 4, strides, boxes, outs)
     for box, out in zip(boxes, outs, strict=True):
         np.testing.assert_array_equal(out, array[box.index])
 
 
-def test_columns_of_several_devices_are_one_read_of_their_rows(tmp_path):
+@pytest.mark.parametrize(("window", "reads"), [(WINDOW_BYTES, 1), (5 * 32, 13)])
+def test_columns_of_several_devices_are_one_read_of_their_rows(monkeypatch, window, reads):
+    monkeypatch.setattr(strided, "WINDOW_BYTES", window)
     stored = np.random.default_rng(0).random((64, 8), np.float32)
     asked: list[tuple[int, int]] = []
 
@@ -117,7 +123,10 @@ def test_columns_of_several_devices_are_one_read_of_their_rows(tmp_path):
     boxes = [Box((a, b), (a + 32, b + 4)) for a in (0, 32) for b in (0, 4)]
     outs = [np.empty((32, 4), np.float32) for _ in boxes]
     read_strided(Counted(stored.tobytes()), 0, (8, 1), boxes, outs)
-    assert asked == [(0, stored.nbytes)]
+    assert len(asked) == reads
+    ends = [start + nbytes for start, nbytes in asked]
+    assert [start for start, _ in asked] == [0, *ends[:-1]]  # one after the other, nothing twice
+    assert ends[-1] == stored.nbytes
     for box, out in zip(boxes, outs, strict=True):
         np.testing.assert_array_equal(out, stored[box.index])
 
