@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -32,7 +31,7 @@ from jax_ucp.mapping.model_config import config_of, given_config, joined
 from jax_ucp.shard_spec.rules import Spec
 from jax_ucp.sources.budget import DEFAULT_BUDGET
 from jax_ucp.sources.checks import Extent
-from jax_ucp.sources.contents import Contents, Item, Piece, require_values, require_weights
+from jax_ucp.sources.contents import About, Contents, Item, Piece, require_values, require_weights
 from jax_ucp.sources.optimizer_groups import Group
 from jax_ucp.sources.protocol import ArrayInfo
 from jax_ucp.sources.proved import ProvedReads
@@ -174,6 +173,11 @@ class Checkpoint:
         return self._contents.source
 
     @property
+    def about(self) -> About:
+        """Who wrote it, at which step, and by which degrees it was cut, where its files say so."""
+        return self._contents.about
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(
@@ -312,7 +316,7 @@ class Checkpoint:
         shapes = {name: leaf.shape for name, leaf in states_of(self._contents)["param"].items()}
         known = joined(self.config, given, rules.config_keys)
         bound = bind(rules, shapes, before.lengths | dict(Sizes(sizes or {})), known, assumed)
-        of = dict(self.source) or {"format": self.format, "name": Path(self.path).name}
+        of = self._contents.origin
         about: dict[str, Any] = {
             "name": rules.name,
             "lengths": bound.sizes,

@@ -17,6 +17,7 @@ from jax_ucp.cli.options import (
 )
 from jax_ucp.cli.output import (
     console,
+    folded_table,
     print_head,
     print_inventory,
     print_json,
@@ -77,8 +78,8 @@ def plan(
     else:
         columns = ("leaf", "dtype", "shape", "pieces", "outer_chunk", "inner_chunk")
         rows = [[str(leaf[column]) for column in columns] for leaf in summary["leaves"]]
-        console.print(TextTable([column.replace("_", " ") for column in columns], rows))
-    print_inventory(summary["not_mapped"], True)
+        console.print(folded_table([column.replace("_", " ") for column in columns], rows))
+    print_inventory(summary["not_mapped"], False)
 
 
 @click.command()
@@ -139,7 +140,7 @@ def _print_mesh_plan(summary: Report) -> None:
     amplification, balance = summary["amplification"], summary["balance"]
     console.print(f"all hosts: read / needed {amplification:.3f}, most / mean {balance:.3f}")
     heads = ("leaf", "shape", "spec", "on each device", "given up")
-    console.print(TextTable(heads, list(map(_placement_row, summary["leaves"]))))
+    console.print(folded_table(heads, map(_placement_row, summary["leaves"])))
 
 
 def _host_row(i: int, host: Report) -> tuple[str, ...]:

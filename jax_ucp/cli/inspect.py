@@ -5,12 +5,21 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from typing import Any
+from collections import Counter
+from itertools import compress
+from typing import Any, NamedTuple
 
 import click
 
 from jax_ucp.cli.options import Regex, as_json, open_checkpoint, source_options
-from jax_ucp.cli.output import console, print_head, print_inventory, print_json
+from jax_ucp.cli.output import (
+    console,
+    folded_table,
+    print_head,
+    print_inventory,
+    print_json,
+    print_skipped,
+)
 from jax_ucp.cli.text_table import TextTable
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.inspection import report
@@ -22,16 +31,36 @@ from jax_ucp.inspection.report import Report
 @click.option(
     "--leaf", "pattern", type=Regex(), help="Show where every byte of the leaves that match lies."
 )
+@click.option("--files", is_flag=True, help="Say which files each leaf is stored in.")
 @click.option(
-    "--all", "all_", is_flag=True, help="Print every item of the inventory, and every extra."
+    "--inventory", is_flag=True, help="Print everything that is stored, and what became of it."
+)
+@click.option(
+    "--all",
+    "all_",
+    is_flag=True,
+    help="Print every leaf, every item of the inventory, and every extra, none folded.",
 )
 @source_options
 @as_json
-def inspect(path: str, pattern: str | None, all_: bool, json_: bool, **source: Any) -> None:
-    """What is in the checkpoint at PATH, where its bytes are, and what is not understood."""
-    if all_ and pattern is not None:
+def inspect(
+    path: str,
+    pattern: str | None,
+    files: bool,
+    inventory: bool,
+    all_: bool,
+    json_: bool,
+    **source: Any,
+) -> None:
+    """What is in the checkpoint at PATH, where its bytes are, and what is not understood.
+
+    Leaves whose names differ in numbers alone are one line: layers.{0..31}.w is 32 of them.
+    """
+    show = _Show(files or all_, inventory or all_, all_)
+    if pattern is not None and any(show):
         raise click.UsageError(
-            "--all prints the inventory, --leaf the leaves that match: give one of them"
+            "--files, --inventory and --all print the whole checkpoint, --leaf the leaves that"
+            " match: give one of them"
         )
     inspection = report.inspection(open_checkpoint(path, **source))
     if pattern is not None:
@@ -43,10 +72,21 @@ def inspect(path: str, pattern: str | None, all_: bool, json_: bool, **source: A
     if pattern is not None:
         console.print(_piece_table(inspection["leaves"]))
         return
-    console.print(_leaf_table(inspection["leaves"]))
-    print_inventory(inspection["inventory"], all_)
+    console.print(_leaf_table(inspection["leaves"], show))
+    if show.inventory:
+        print_inventory(inspection["inventory"], all_)
+    else:
+        print_skipped(inspection["inventory"])
     if all_:
         console.print_json(json.dumps(inspection["extras"]), ensure_ascii=True)
+
+
+class _Show(NamedTuple):
+    """Which of what is left out of a short answer is asked for; `all`: nothing is folded."""
+
+    files: bool
+    inventory: bool
+    all: bool
 
 
 def _matching(pattern: str, leaves: list[Report], path: str) -> list[Report]:
@@ -73,39 +113,54 @@ def _piece_table(leaves: list[Report]) -> TextTable:
     return TextTable(("leaf", "block", "file", "item", "block there"), rows)
 
 
-def _leaf_table(leaves: list[Report]) -> TextTable:
+def _leaf_table(leaves: list[Report], show: _Show) -> TextTable:
     """One line a parameter where the tree is {state: {parameter: array}}, one line a leaf
-    elsewhere.
+    elsewhere; those that differ in numbers of their names alone are folded.
     """
     arrays = [leaf for leaf in leaves if "shape" in leaf]
     paths = [leaf["leaf"].split("/") for leaf in arrays]
     if all(len(parts) == 2 for parts in paths) and "param" in {state for state, *_ in paths}:
-        return _parameter_table(arrays)
+        return _parameter_table(arrays, show)
     rows = [
-        (
-            leaf["leaf"],
-            leaf.get("dtype", leaf["kind"]),
-            str(leaf.get("shape", "")),
-            _spec(leaf),
-            _files(leaf),
-        )
+        (leaf["leaf"], str(leaf.get("shape", "")), leaf.get("dtype", leaf["kind"]), _spec(leaf))
         for leaf in leaves
     ]
-    return TextTable(("leaf", "dtype", "shape", "saved as", "stored in"), rows)
+    files = [_files([leaf]) for leaf in leaves]
+    return _with_files(("leaf", "shape", "dtype", "saved as"), rows, files, show)
 
 
-def _parameter_table(arrays: list[Report]) -> TextTable:
+def _parameter_table(arrays: list[Report], show: _Show) -> TextTable:
+    """The states of a parameter are said where they are not those that most have."""
     states_of: dict[str, list[Report]] = {}
     for leaf in arrays:
         states_of.setdefault(leaf["leaf"].split("/")[1], []).append(leaf)
+    kinds = [_states(states) for states in states_of.values()]
+    usual = Counter(kinds).most_common(1)[0][0]
     rows: list[tuple[str, ...]] = []
-    for name, states in states_of.items():
-        kinds = [f"{leaf['leaf'].split('/')[0]} {leaf['dtype']}" for leaf in states]
-        rows.append((name, str(states[0]["shape"]), ", ".join(kinds), _files(*states)))
-    return TextTable(("parameter", "shape", "states", "stored in"), rows)
+    for (name, states), kind in zip(states_of.items(), kinds, strict=True):
+        shape, dtype = str(states[0]["shape"]), states[0]["dtype"]
+        rows.append((name, shape, dtype, "" if kind == usual else kind))
+    heads = ("parameter", "shape", "dtype", f"states, if not {usual}")
+    return _with_files(heads, rows, list(map(_files, states_of.values())), show)
 
 
-def _files(*leaves: Report) -> str:
+def _states(leaves: list[Report]) -> str:
+    return ", ".join(f"{leaf['leaf'].split('/')[0]} {leaf['dtype']}" for leaf in leaves)
+
+
+def _with_files(
+    heads: tuple[str, ...], rows: list[tuple[str, ...]], files: list[str], show: _Show
+) -> TextTable:
+    """The table, without columns that say nothing, and with the files of each row if asked for."""
+    said = [any(cells) for cells in zip(*rows, strict=True)]
+    heads, *rows = (tuple(compress(row, said)) for row in (heads, *rows))
+    if show.files:
+        heads = (*heads, "stored in")
+        rows = [(*row, file) for row, file in zip(rows, files, strict=True)]
+    return folded_table(heads, rows, show.all)
+
+
+def _files(leaves: list[Report]) -> str:
     files = {piece["file"] for leaf in leaves for piece in leaf.get("stored", ())}
     return next(iter(files)) if len(files) == 1 else f"{len(files)} files"
 

@@ -30,7 +30,7 @@ from jax_ucp.layout.patterns import Unique
 from jax_ucp.sources.checks import Check, Extent, passed_on
 from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.consolidated import Consolidated, ConsolidatedView
-from jax_ucp.sources.contents import Contents, Item, QuantizedWeight, Status
+from jax_ucp.sources.contents import About, Contents, Item, QuantizedWeight, Status
 from jax_ucp.sources.cuts import Cut, WithCuts
 from jax_ucp.sources.dtypes import holds_every
 from jax_ucp.sources.duplicates import Duplicate, Mean, Replicas
@@ -65,6 +65,7 @@ class Import:
         self.extras: dict[str, dict[str, Any]] = {}
         self.notes: list[str] = []
         self.quantized: list[QuantizedWeight] = []
+        self.about = About()
         # what the user said that is part of the result, for its `source`
         self.said: dict[str, Any] = {}
         self._constants: dict[TreePath, tuple[np.ndarray, str]] = {}
@@ -273,6 +274,7 @@ class Import:
             ),
             checks=partial(self._checks, _Views(view, slices, shards, names)),
             quantized=self.quantized,
+            about=self.about,
         )
 
     def _settle_copies(self) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jax_ucp.formats.exporting import ExportPlan
+from jax_ucp.sources.protocol import Piece
 from jax_ucp.tree import Axes, Leaf
 
 if TYPE_CHECKING:
@@ -27,23 +28,24 @@ def inspection(checkpoint: Checkpoint) -> Report:
     """What is in a checkpoint: leaves with their sharding and where their bytes are, and the
     inventory.
     """
+    pieces = _pieces(checkpoint)
     return {
-        **_head(checkpoint),
-        "leaves": [_leaf(checkpoint, leaf) for leaf in checkpoint.leaves],
+        **_head(checkpoint, pieces),
+        "leaves": [_leaf(leaf, pieces[leaf.label]) for leaf in checkpoint.leaves],
         "inventory": [
             {"where": item.where, "what": item.what, "status": item.status, "reason": item.reason}
             for item in checkpoint.inventory
         ],
         "extras": dict(checkpoint.extras),
-        "source": dict(checkpoint.source),
     }
 
 
 def copy_plan(checkpoint: Checkpoint, target: str | None, plan: CopyPlan) -> Report:
     """What a conversion by the plan would read, write and hold in memory."""
     largest = max((block.nbytes for block in plan.blocks), default=0)
+    pieces = _pieces(checkpoint)
     return {
-        **_head(checkpoint),
+        **_head(checkpoint, pieces),
         "target": target,
         "read_bytes": checkpoint.nbytes,
         "write_bytes": plan.write_bytes,
@@ -56,7 +58,7 @@ def copy_plan(checkpoint: Checkpoint, target: str | None, plan: CopyPlan) -> Rep
                 "leaf": leaf.label,
                 "shape": list(leaf.shape),
                 "dtype": leaf.dtype,
-                "pieces": len(checkpoint.where(leaf)),
+                "pieces": len(pieces[leaf.label]),
                 "outer_chunk": list(plan.chunks[leaf.name].outer),
                 "inner_chunk": list(plan.chunks[leaf.name].inner),
             }
@@ -141,19 +143,62 @@ def mesh_notes(checkpoint: Checkpoint, mesh: HostMesh, rules: Sequence[Rule]) ->
     return fit_notes(checkpoint.leaves, mesh, rules)
 
 
-def _head(checkpoint: Checkpoint) -> Report:
+_Pieces = Mapping[str, Sequence[Piece]]
+
+
+def _pieces(checkpoint: Checkpoint) -> _Pieces:
+    """By the label of a leaf, where its bytes are."""
+    return {leaf.label: checkpoint.where(leaf) for leaf in checkpoint.leaves}
+
+
+def _head(checkpoint: Checkpoint, pieces: _Pieces) -> Report:
+    """What people ask first of a checkpoint."""
     statuses = Counter(item.status for item in checkpoint.inventory)
+    arrays = [leaf for leaf in checkpoint.leaves if leaf.has_array]
+    about = checkpoint.about
     return {
         "path": checkpoint.path,
         "format": checkpoint.format,
+        "writer": about.writer,
+        "step": about.step,
+        "parallelism": dict(about.parallelism),
+        "source": dict(checkpoint.source),
         "bytes": checkpoint.nbytes,
-        "arrays": sum(leaf.has_array for leaf in checkpoint.leaves),
+        "files": len({piece.file for several in pieces.values() for piece in several}),
+        "arrays": len(arrays),
+        "elements": sum(math.prod(leaf.shape) for leaf in arrays),
+        "dtypes": dict(Counter(leaf.dtype for leaf in arrays).most_common()),
+        "states": _states(checkpoint),
+        "groups": [
+            {"parameters": len(group.params), "settings": group.settings}
+            for group in checkpoint.groups
+        ],
         "items": {status: statuses[status] for status in ("mapped", "extra", "skipped")},
         "notes": list(checkpoint.notes),
     }
 
 
-def _leaf(checkpoint: Checkpoint, leaf: Leaf) -> Report:
+def _states(checkpoint: Checkpoint) -> Report:
+    """By state of a trainer's parameters, how many have it, their elements and dtypes; empty for
+    other trees.
+    """
+    of: dict[str, list[Leaf]] = {}
+    for parameter in checkpoint.params.values():
+        for state, leaf in parameter.states.items():
+            of.setdefault(state, []).append(leaf)
+    if "param" not in of:
+        return {}
+    return {
+        state: {
+            "parameters": len(leaves),
+            "elements": sum(math.prod(leaf.shape) for leaf in leaves),
+            "dtypes": sorted({leaf.dtype for leaf in leaves}),
+        }
+        for state, leaves in of.items()
+    }
+
+
+def _leaf(leaf: Leaf, pieces: Sequence[Piece]) -> Report:
     entry: Report = {"leaf": leaf.label, "kind": leaf.kind}
     if not leaf.has_array:
         return entry | {"value": leaf.value}
@@ -171,7 +216,7 @@ def _leaf(checkpoint: Checkpoint, leaf: Leaf) -> Report:
             "to": str(p.target),
             **({"rule": p.rule} if p.rule else {}),
         }
-        for p in checkpoint.where(leaf)
+        for p in pieces
     ]
     return entry
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from jax_ucp.errors import QuantizedWeights
@@ -57,6 +58,19 @@ class QuantizedWeight:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class About:
+    """What people ask first of a checkpoint, as its files say it; empty where they do not.
+
+    `writer` names the program, its version and its layout, `step` is the training step, and
+    `parallelism` the degrees that its tensors were cut by, such as {"tp": 2, "pp": 1, "dp": 4}.
+    """
+
+    writer: str = ""
+    step: int | None = None
+    parallelism: Mapping[str, int] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Contents:
     """A checkpoint of any format, opened: nothing but metadata has been read.
@@ -68,6 +82,7 @@ class Contents:
     `files` are those it is read from; who
     relies on what was read asks them at the end whether they are as they were. `quantized` are the
     weights that are not stored as what they are; `require_values` refuses to hand them out.
+    `about` is for people, and decides nothing.
     """
 
     format: str
@@ -82,6 +97,18 @@ class Contents:
     checks: Callable[[Extent], Iterable[Check]] = lambda extent: ()
     files: SourceFiles = field(default_factory=SourceFiles)
     quantized: Sequence[QuantizedWeight] = ()
+    about: About = About()
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """What a copy of it says that it was imported from."""
+        about = {
+            "writer": self.about.writer,
+            "step": self.about.step,
+            "parallelism": dict(self.about.parallelism),
+        }
+        said = {name: value for name, value in about.items() if value not in ("", None, {})}
+        return said | (dict(self.source) or {"format": self.format, "name": Path(self.path).name})
 
     def proofs(self, leaves: Collection[str], extent: Extent) -> Iterator[Check]:
         """The checks on which any of the leaves with these names rests. Raises ValueError for

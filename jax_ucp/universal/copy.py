@@ -198,11 +198,10 @@ def copy(
         write_part(store, 0)
         outer = {name: chunks.outer for name, chunks in plan.chunks.items()}
         files = orbax_files(contents.leaves, outer, ocdbt=is_indexed(plan.arrays, plan.chunks))
-        source = contents.source or {"format": contents.format, "name": Path(contents.path).name}
         commit = Commit(
             contents.leaves,
             files=files,
-            source=source,
+            source=contents.origin,
             extras=contents.extras,
             groups=contents.groups,
         )

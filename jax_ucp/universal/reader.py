@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jax_ucp.errors import CorruptData
 from jax_ucp.files.path import FilePath
 from jax_ucp.sources.beside import MARKERS, items_beside
 from jax_ucp.sources.checks import Check, Extent
-from jax_ucp.sources.contents import Contents, Item
+from jax_ucp.sources.contents import About, Contents, Item
 from jax_ucp.tree import Leaf
 from jax_ucp.universal.metadata import Metadata
 from jax_ucp.universal.packs import pack_name
@@ -51,6 +51,17 @@ def open_universal(path: FilePath, options: Options) -> Contents:
         metadata.groups,
         source=metadata.source,
         checks=partial(_checks, metadata, store),
+        about=_about(metadata.source),
+    )
+
+
+def _about(source: Mapping[str, Any]) -> About:
+    """What a copy keeps of what its source was."""
+    step, parallelism = source.get("step"), source.get("parallelism")
+    return About(
+        str(source.get("writer", "")),
+        step if isinstance(step, int) else None,
+        parallelism if isinstance(parallelism, dict) else {},
     )
 
 

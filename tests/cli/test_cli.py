@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -33,8 +34,27 @@ def test_a_conversion_verifies_and_holds_what_the_source_holds(converted):
         np.testing.assert_array_equal(source.read(leaf.label), target.read(leaf.label))
 
 
-def test_inspect_lists_every_parameter_in_full_and_the_account(converted):
+def test_inspect_says_first_what_people_ask_first():
+    checkpoint = ucp.open(CASE)
+    lines = run("inspect", CASE).splitlines()
+    elements = sum(math.prod(parameter.shape) for parameter in checkpoint.params.values())
+    assert lines[0].startswith(f"{checkpoint.path}: ")
+    assert f"parameters  {len(checkpoint.params)}, {elements:,} elements, float32" in lines
+    assert any(re.match(r"optimizer   exp_avg float32 of \d+, exp_avg_sq", line) for line in lines)
+    assert any(re.match(r"  group     of \d+: .*weight_decay", line) for line in lines)
+
+
+def test_inspect_folds_the_layers_of_a_model():
     text = run("inspect", CASE)
+    assert re.search(r"layers\.\{0,1\}\.mlp\.dense_h_to_4h\.weight +\[24, 16\].* x2 *$", text, re.M)
+    assert "layers.1.mlp" not in text
+    heads = [line for line in run("inspect", CASE, "--files").splitlines() if "parameter " in line]
+    assert "stored in" in heads[0]
+    assert "stored in" not in text
+
+
+def test_inspect_all_lists_every_parameter_in_full_and_the_account(converted):
+    text = run("inspect", CASE, "--all")
     for name in ucp.open(CASE).params:
         assert name in text
     assert "skipped" in text
