@@ -10,12 +10,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from jax_ucp.orbax_import import register_with_orbax
+
 if TYPE_CHECKING:
     from jax_ucp import args as args
     from jax_ucp import errors as errors
     from jax_ucp.checkpoint import Checkpoint as Checkpoint
     from jax_ucp.checkpoint import open as open
     from jax_ucp.handler import CheckpointHandler as CheckpointHandler
+    from jax_ucp.handler import handler_registry as handler_registry
+    from jax_ucp.handler import orbax_context as orbax_context
     from jax_ucp.layout import patterns as patterns
     from jax_ucp.mapping.rules import Mapping as Mapping
     from jax_ucp.shard_spec.rules import Spec as Spec
@@ -29,7 +33,9 @@ _HOMES = {
     "Spec": "jax_ucp.shard_spec.rules",
     "args": "jax_ucp.args",
     "errors": "jax_ucp.errors",
+    "handler_registry": "jax_ucp.handler",
     "open": "jax_ucp.checkpoint",
+    "orbax_context": "jax_ucp.handler",
     "patterns": "jax_ucp.layout.patterns",
 }
 
@@ -40,7 +46,9 @@ __all__ = [
     "Spec",
     "args",
     "errors",
+    "handler_registry",
     "open",
+    "orbax_context",
     "patterns",
 ]
 
@@ -54,3 +62,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
+
+
+register_with_orbax()

@@ -337,7 +337,7 @@ class Checkpoint:
         self,
         target: Any = None,
         *,
-        mesh: Mesh | None = None,
+        mesh: Mesh | Literal["saved"] | None = None,
         rules: Sequence[Rule] = (),
         cast: bool | DTypeLike = False,
         partial: bool = False,
@@ -368,7 +368,7 @@ class Checkpoint:
         self,
         target: Any = None,
         *,
-        mesh: Mesh | None = None,
+        mesh: Mesh | Literal["saved"] | None = None,
         rules: Sequence[Rule] = (),
         cast: bool | DTypeLike = False,
         partial: bool = False,
@@ -377,7 +377,9 @@ class Checkpoint:
         verify: Extent = "sample",
         budget_bytes: int = DEFAULT_BUDGET,
     ) -> Any:
-        """The tree, in the form of `target` and on its shardings, or on `mesh`, or as numpy arrays.
+        """The tree, in the form of `target` and on its shardings, or on `mesh`, or as numpy arrays;
+        with `mesh="saved"`, what has no sharding in the target goes on the devices it was saved
+        from.
 
         `rules` are pairs: (regular expression on a leaf's label, PartitionSpec), or (logical axis
         name, mesh axes). What had to be given up of a sharding is a ShardingWarning, and in the

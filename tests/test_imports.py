@@ -17,7 +17,17 @@ PACKAGE = Path(jax_ucp.__file__).parent
 
 # The rooms from the bottom up: each may import those above it in this list, besides itself.
 ROOMS = (
-    *("errors", "text", "arguments", "garbage", "name_patterns", "layout", "tree", "files"),
+    *(
+        "orbax_import",
+        "errors",
+        "text",
+        "arguments",
+        "garbage",
+        "name_patterns",
+        "layout",
+        "tree",
+        "files",
+    ),
     *("sources", "shard_spec", "mapping", "universal", "export", "formats", "sharding"),
     *("optimizers", "inspection", "checkpoint", "handler", "args", "", "cli", "__main__"),
 )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,9 @@ from jax_ucp.sources.budget import DEFAULT_BUDGET, run_bounded, threads
 from jax_ucp.sources.checks import Check, Extent, require
 from jax_ucp.sources.protocol import BLOCK_BYTES, ArrayInfo, ArraySource
 from jax_ucp.tree import Axes, Leaf, tree_of
+
+# Devices to go to: a mesh, those that each leaf was saved from, or what the target says.
+_Mesh = Mesh | Literal["saved"] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,7 @@ def plan_restore(
     leaves: Sequence[Leaf],
     target: Any = None,
     *,
-    mesh: Mesh | None = None,
+    mesh: _Mesh = None,
     rules: Sequence[Rule] = (),
     cast: bool | DTypeLike = False,
     partial: bool = False,
@@ -106,10 +109,11 @@ def plan_restore(
 
     Without `mesh` each target leaf has its own sharding. On `mesh` it has its own if that is on
     this mesh, else that of the first rule on its label, or of rules on its logical axes, or the
-    PartitionSpec it was saved with, each refitted. Without target, what was saved as numpy comes as
-    numpy; without target and mesh everything does. `cast=True` converts to the target's dtypes, a
-    dtype all floating arrays to that. With `narrow_integers`, 64-bit integers that go on devices
-    are 32-bit ones where JAX has no others.
+    PartitionSpec it was saved with, each refitted. With "saved" as the mesh, a leaf without a
+    sharding of its own goes on the devices it was saved from, as it was. Without target, what was
+    saved as numpy comes as numpy; without target and mesh everything does. `cast=True` converts to
+    the target's dtypes, a dtype all floating arrays to that. With `narrow_integers`, 64-bit
+    integers that go on devices are 32-bit ones where JAX has no others.
 
     Raises TreeMismatch with everything in which target and checkpoint differ, ValueError for rules
     without a mesh, or arguments that cannot be meant.
@@ -137,13 +141,19 @@ def plan_restore(
 
 
 def _check_arguments(
-    target: Any, mesh: Mesh | None, rules: Sequence[Rule], cast: bool | DTypeLike, partial: bool
+    target: Any,
+    mesh: _Mesh,
+    rules: Sequence[Rule],
+    cast: bool | DTypeLike,
+    partial: bool,
 ) -> None:
     """Raise ValueError for arguments that cannot be meant."""
-    if rules and mesh is None:
+    if rules and not isinstance(mesh, Mesh):
         raise ValueError("rules say what lies on which axis of a mesh: give mesh= too")
-    if mesh is not None and not isinstance(mesh, Mesh):
-        raise ValueError(f"mesh={mesh!r:.80} should be a jax.sharding.Mesh, whose devices are here")
+    if mesh not in (None, "saved") and not isinstance(mesh, Mesh):
+        raise ValueError(
+            f"mesh={mesh!r:.80} should be a jax.sharding.Mesh, whose devices are here, or 'saved'"
+        )
     if target is None:
         if partial:
             raise ValueError("partial=True leaves out what a target lacks, and there is no target")
@@ -177,9 +187,15 @@ def _is_floating(dtype: DTypeLike) -> bool:
     return False
 
 
-def _unused_axes(placements: Sequence[Placement], mesh: Mesh | None) -> list[str]:
+def _unused_axes(
+    placements: Sequence[Placement], mesh: Mesh | Literal["saved"] | None
+) -> list[str]:
     """What to say of a mesh on which nothing is put."""
-    if mesh is None or not placements or any(p.sharding is not None for p in placements):
+    if (
+        not isinstance(mesh, Mesh)
+        or not placements
+        or any(p.sharding is not None for p in placements)
+    ):
         return []
     return [
         "nothing goes on the mesh: all leaves are values of the host program, and come back as such"
@@ -349,7 +365,10 @@ class _Wish:
 
 
 def _place(
-    wish: _Wish, mesh: Mesh | None, rules: Sequence[Rule], cast: bool | DTypeLike
+    wish: _Wish,
+    mesh: _Mesh,
+    rules: Sequence[Rule],
+    cast: bool | DTypeLike,
 ) -> Placement:
     leaf = wish.leaf
     if not leaf.has_array:
@@ -357,10 +376,12 @@ def _place(
     dtype = _dtype(leaf, wish.value, cast)
     if wish.kind not in ON_DEVICES:
         return Placement(leaf, wish.kind, dtype)
-    if mesh is None:
-        sharding, notes = _own_sharding(wish.value), ()
-    else:
+    if isinstance(mesh, Mesh):
         sharding, notes = _sharding_on(mesh, wish, rules)
+    else:
+        sharding, notes = _own_sharding(wish.value), ()
+    if mesh == "saved" and sharding is None:
+        sharding = _saved_sharding(leaf)
     return Placement(leaf, wish.kind, dtype, sharding and _physical(sharding, leaf), notes)
 
 
@@ -404,6 +425,26 @@ def _own_sharding(value: Any) -> Sharding | None:
     if value is None or len(jax.devices()) > 1:
         return None
     return SingleDeviceSharding(jax.devices()[0])
+
+
+def _saved_sharding(leaf: Leaf) -> Sharding | None:
+    """The sharding that an array of JAX was saved with, on the same devices; of another format,
+    None. Raises TreeMismatch where one of the devices is not here.
+    """
+    if leaf.kind not in ("jax", "prng_key"):
+        return None
+    if leaf.sharding is None:
+        return SingleDeviceSharding(jax.devices()[0])
+    saved = leaf.sharding
+    here = {device.id: device for device in jax.devices()}
+    if not saved.device_ids or not here.keys() >= {*saved.device_ids}:
+        sizes = dict(zip(saved.axis_names, saved.axis_sizes, strict=True))
+        raise TreeMismatch(
+            f"{leaf.label} was saved on a mesh of {sizes}, not all of whose devices are here, where"
+            f" there are {len(here)}: give a target with shardings, or a mesh"
+        )
+    devices = np.array([here[i] for i in saved.device_ids]).reshape(saved.axis_sizes)
+    return NamedSharding(Mesh(devices, saved.axis_names), PartitionSpec(*saved.spec))
 
 
 def _narrowed(placement: Placement) -> Placement:

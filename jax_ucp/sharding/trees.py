@@ -236,12 +236,14 @@ def _kinds_fit(node: Node, kind: LeafKind, leaf: Leaf) -> bool:
         return kind == leaf.kind and node.value.dtype == key_dtype(leaf)
     if kind == leaf.kind:
         return True
+    # Stock Orbax says None of a named tuple without fields, such as optax.EmptyState.
     if kind == "empty":
-        # Stock Orbax says None of a named tuple without fields, such as optax.EmptyState.
         return leaf.kind == "none" and empty_kind(node.value) == "attr"
+    if kind == "none":
+        return leaf.kind == "empty" and leaf.value == "attr"
     if kind in _NUMPY_KINDS:
         return leaf.kind == "numpy_scalar" and np.dtype(leaf.dtype).kind in _NUMPY_KINDS[kind]
-    return kind not in ("str", "none") and leaf.has_array
+    return kind != "str" and leaf.has_array
 
 
 def _dtype_difference(stored: np.dtype, target: np.dtype, cast: bool, narrow: bool) -> str | None:

@@ -10,71 +10,16 @@ import textwrap
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1
 
 import jax_ucp as ucp
+from handler_cases import MESH, NUMBERS, OTHER, abstract, check, stock_warns, tree
 from hostile_files import resealed, without_crcs
 from jax_ucp.errors import CorruptData
-from jax_ucp.sources.consolidated import same_bits
-
-MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
-OTHER = Mesh(np.array(jax.devices()[:6]).reshape(2, 3), ("data", "model"))
-
-NUMBERS = "params", "opt", "step"  # StandardCheckpointer takes no strings
-
-stock_warns = pytest.mark.filterwarnings(
-    "ignore:Sharding info not provided when restoring:UserWarning",
-    "ignore:`StandardCheckpoint.*:DeprecationWarning",
-)
-
-
-def tree() -> dict:
-    rng = np.random.default_rng(0)
-    params = {
-        "w": jax.device_put(
-            rng.normal(size=(8, 6)).astype(np.float32), NamedSharding(MESH, P("data", "model"))
-        ),
-        "b": jax.device_put(rng.normal(size=6).astype(jnp.bfloat16), NamedSharding(MESH, P())),
-        "layers": [jnp.arange(3.0), jnp.arange(4, dtype=jnp.int32)],
-    }
-    return {
-        "params": params,
-        "opt": optax.adam(1e-3).init(params),
-        "step": 3,
-        "name": "run",
-        "none": None,
-    }
-
-
-def check(got, want=None) -> None:
-    """The same leaves in the same places, whatever the containers became."""
-    wanted = {names(path): leaf for path, leaf in jax.tree.leaves_with_path(want or tree())}
-    found = {names(path): leaf for path, leaf in jax.tree.leaves_with_path(got)}
-    assert set(found) == set(wanted)
-    for name, leaf in wanted.items():
-        if isinstance(leaf, jax.Array):
-            assert same_bits(np.asarray(found[name]), np.asarray(leaf)), name
-        else:
-            assert found[name] == leaf, name
-
-
-def names(path) -> tuple[str, ...]:
-    return tuple(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", None)))) for k in path)
-
-
-def abstract(mesh: Mesh, spec: P):
-    def leaf(x):
-        if not isinstance(x, jax.Array):
-            return x
-        sharding = NamedSharding(mesh, spec if x.ndim == 2 else P())
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    return jax.tree.map(leaf, tree())
 
 
 @pytest.fixture(scope="module")
@@ -179,8 +124,9 @@ def test_the_manager_keeps_the_last_steps_beside_items_of_other_kinds(tmp_path, 
         assert got["config"] == {"step": 3}
         np.testing.assert_array_equal(got["state"]["w"], np.full(4, 3, np.float32))
         metadata = manager.item_metadata(3)["state"]
-        assert metadata["w"].shape == (4,)
-        args = ocp.args.Composite(state=ucp.args.Restore(metadata, mesh=MESH))
+        assert metadata.tree["w"].shape == (4,)
+        target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), metadata.tree)
+        args = ocp.args.Composite(state=ucp.args.Restore(target, mesh=MESH))
         check(manager.restore(2, args=args)["state"], {"w": jnp.full(4, 2.0)})
 
 

@@ -1,0 +1,107 @@
+"""An item of a step: what to save of it, how to restore it, and both done."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from jax_ucp.arguments import whole_number
+from jax_ucp.checkpoint import open
+from jax_ucp.files.local import LocalFiles
+from jax_ucp.sharding.fit import Rule
+from jax_ucp.sharding.save import (
+    Description,
+    Snapshot,
+    commit_snapshot,
+    content,
+    describe,
+    take_snapshot,
+    write_snapshot,
+)
+from jax_ucp.sharding.shared_save import SharedSave, attempt
+from jax_ucp.sources.checks import Extent
+
+
+@dataclass
+class Save(ocp.args.CheckpointArgs):
+    """A pytree to save: arrays, numbers, strings and None in any registered containers.
+
+    `budget_bytes` bounds what is in flight while it is written; None leaves it to the handler.
+
+    Raises UnsupportedLeaf for a leaf that could not be restored as what it was. Among several
+    processes the save does, in the process that has the leaf; the others, which would wait for that
+    one, raise SaveFailed with its words.
+    """
+
+    item: Any
+    budget_bytes: int | None = None
+    described: Callable[[], Description] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # Here, and not in the handler: what cannot be saved is refused before Orbax has begun
+        # anything.
+        self.described = attempt(self._describe)
+
+    def _describe(self) -> Description:
+        if self.budget_bytes is not None:
+            whole_number("budget_bytes", self.budget_bytes)
+        return describe(self.item)
+
+
+@dataclass
+class Restore(ocp.args.CheckpointArgs):
+    """What to restore, and where: the arguments of `Checkpoint.restore`; a budget may be None."""
+
+    item: Any = None
+    mesh: Mesh | Literal["saved"] | None = None
+    rules: Sequence[Rule] = ()
+    cast: bool | DTypeLike = False
+    partial: bool = False
+    share_reads: bool = False
+    verify: Extent = "sample"
+    budget_bytes: int | None = None
+    narrow_integers: bool = False
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A save whose tree may change again, and which `finish`, in any thread, makes a checkpoint."""
+
+    shared: SharedSave
+    snapshot: Callable[[], Snapshot]
+    directory: LocalFiles
+    budget_bytes: int
+
+    def finish(self) -> None:
+        self.shared.run(
+            lambda: content(self.snapshot()),
+            lambda: write_snapshot(self.snapshot(), self.directory, self.budget_bytes),
+            lambda: commit_snapshot(self.snapshot(), self.directory),
+        )
+
+
+def begin(path: os.PathLike[str], args: Save, budget_bytes: int) -> Begun:
+    """Copy this process's part of the tree to host memory; the rest is `finish`."""
+    directory = LocalFiles(path)
+    shared = SharedSave(directory.root)
+    snapshot = attempt(lambda: take_snapshot(args.described()))
+    return Begun(shared, snapshot, directory, _budget(args, budget_bytes))
+
+
+def restore(directory: os.PathLike[str], args: Restore, budget_bytes: int) -> Any:
+    """The tree in the directory, as the arguments say."""
+    names = ("mesh", "rules", "cast", "partial", "share_reads", "narrow_integers", "verify")
+    options = {name: getattr(args, name) for name in names}
+    # The program that saved the tree restores it: codes and scales are leaves of it like any other.
+    checkpoint = open(directory, dequantize=False)
+    return checkpoint.restore(args.item, **options, budget_bytes=_budget(args, budget_bytes))
+
+
+def _budget(args: Save | Restore, default: int) -> int:
+    return default if args.budget_bytes is None else args.budget_bytes

@@ -1,0 +1,129 @@
+"""Stock Orbax's arguments for PyTrees, as ours. What ours cannot do as asked is refused.
+
+Facts: `_src/handlers/{standard,pytree}_checkpoint_handler.py`, `_src/serialization/types.py` of
+orbax-checkpoint 0.12.8.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding, Sharding
+
+from jax_ucp.checkpoint import open
+from jax_ucp.handler.items import Restore, Save
+
+SAVE_ARGS = (Save, ocp.args.StandardSave, ocp.args.PyTreeSave)
+RESTORE_ARGS = (Restore, ocp.args.StandardRestore, ocp.args.PyTreeRestore)
+_PYTHON_TYPES = {"b": bool, "i": int, "u": int, "f": float, "c": complex}
+
+
+def save_args(args: Any) -> Save:
+    """Stock Orbax's arguments of a save, or ours, as ours.
+
+    Raises ValueError for arguments that would change what is stored.
+    """
+    if isinstance(args, Save):
+        return args
+    changed = [each for each in jax.tree.leaves(args.save_args) if _recasts(each)]
+    if changed:
+        raise ValueError(
+            f"save_args has dtype={changed[0].dtype}: jax_ucp stores arrays as they are. Cast the"
+            " tree before it is saved"
+        )
+    if args.custom_metadata is not None:
+        raise ValueError(
+            "custom_metadata of an item is not kept by jax_ucp; give it to CheckpointManager.save,"
+            " which keeps it with the step"
+        )
+    return Save(args.item)
+
+
+def _recasts(save_args: Any) -> bool:
+    return getattr(save_args, "dtype", None) is not None
+
+
+def restore_args(directory: os.PathLike[str], args: Any) -> Restore:
+    """Stock Orbax's arguments of a restore, or ours, as ours; without any, all of it as numpy
+    arrays.
+
+    As with stock Orbax, a leaf of the target without a sharding goes where it was saved from, and
+    the target's dtype is that of the result. Raises ValueError for what is not done here.
+    """
+    if args is None or isinstance(args, Restore):
+        return args or Restore()
+    if isinstance(args, ocp.args.StandardRestore):
+        return _standard(args)
+    if args.transforms is not None or args.legacy_transform_fn is not None:
+        raise ValueError("transforms are not done by jax_ucp: open the step and map it")
+    item = None if args.item is None else target_of(args.item)
+    if args.restore_args is not None:
+        item = open(directory).abstract() if item is None else item
+        item = jax.tree.map(_as_asked, item, args.restore_args)
+    return Restore(item, mesh="saved", cast=item is not None, partial=args.partial_restore)
+
+
+def _standard(args: Any) -> Restore:
+    if not args.strict:
+        raise ValueError("strict=False cuts and pads arrays, which is not done by jax_ucp")
+    if args.item is None:
+        return Restore(mesh="saved")
+    item = target_of(args.item)
+    if args.fallback_sharding is not None:
+        item = jax.tree.map(lambda leaf: _placed(leaf, args.fallback_sharding), item)
+    return Restore(item, mesh="saved", cast=True)
+
+
+def target_of(tree: Any) -> Any:
+    """A target of stock Orbax's as one of ours: what its metadata have in the place of arrays and
+    values becomes a ShapeDtypeStruct, a numpy array or a value.
+    """
+    tree = tree.tree if hasattr(tree, "tree") else tree
+    return jax.tree.map(_target_leaf, tree)
+
+
+def _target_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, ocp.metadata.StringMetadata):
+        return ""
+    if isinstance(leaf, ocp.metadata.ScalarMetadata):
+        return _PYTHON_TYPES[np.dtype(leaf.dtype).kind]()
+    known = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
+    if isinstance(leaf, known) or not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        return leaf
+    if not (hasattr(leaf, "sharding") or hasattr(leaf, "sharding_metadata")):
+        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)  # takes no memory
+    sharding = getattr(leaf, "sharding", None)
+    own = sharding if isinstance(sharding, Sharding) else None
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own)
+
+
+def _placed(leaf: Any, sharding: Sharding) -> Any:
+    """The leaf of a target, on the sharding if it has none."""
+    if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return leaf
+
+
+def _as_asked(leaf: Any, args: Any) -> Any:
+    """The leaf of a target as its RestoreArgs say."""
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        return leaf
+    shape = getattr(args, "global_shape", None)
+    if shape is not None and tuple(shape) != tuple(leaf.shape):
+        raise ValueError(
+            f"global_shape {tuple(shape)} of an array of {tuple(leaf.shape)} would cut or pad it,"
+            " which is not done by jax_ucp"
+        )
+    dtype = leaf.dtype if args.dtype is None else args.dtype
+    if args.restore_type is np.ndarray:
+        return np.broadcast_to(np.zeros((), dtype), leaf.shape)
+    sharding = getattr(args, "sharding", None)
+    if sharding is None and getattr(args, "mesh", None) is not None:
+        sharding = NamedSharding(args.mesh, args.mesh_axes)
+    return jax.ShapeDtypeStruct(
+        leaf.shape, dtype, sharding=sharding if isinstance(sharding, Sharding) else None
+    )

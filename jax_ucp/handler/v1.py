@@ -1,0 +1,144 @@
+"""Behind Orbax v1: `training.Checkpointer`, `save`, `load` and the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable
+from typing import Any
+
+import jax
+from etils import epath
+from orbax.checkpoint import v1
+from orbax.checkpoint.experimental.v1._src.context.context import get_context
+
+from jax_ucp.handler.items import Begun, Restore, Save, begin, restore
+from jax_ucp.handler.stock_args import target_of
+from jax_ucp.sharding.restore import has_x64
+from jax_ucp.sources.budget import DEFAULT_BUDGET
+
+# The name under which v1 keeps the tree of `v1.save`. Source: `_src/layout/checkpoint_layout.py`.
+_STATE = "state"
+
+
+class CheckpointableHandler(v1.CheckpointableHandler[Any, Any]):
+    """`v1.save_checkpointables(path, {"model": ucp.args.Save(tree)})`, sync and async, and
+    `v1.load_checkpointables(path, {"model": ucp.args.Restore(mesh=mesh)})["model"]`, which is the
+    tree.
+
+    It is registered for `Save` and `Restore` under every name but `state`, which v1 keeps for its
+    own. With `orbax_context`, trees need no `Save` around them, under any name.
+    """
+
+    async def save(
+        self, directory: v1.path.PathAwaitingCreation, checkpointable: Save
+    ) -> Awaitable[None]:
+        return self._finish(directory, begin(directory.path, checkpointable, DEFAULT_BUDGET))
+
+    async def _finish(self, directory: v1.path.PathAwaitingCreation, begun: Begun) -> None:
+        with begun.shared.telling():
+            await directory.await_creation()
+        await asyncio.to_thread(begun.finish)
+
+    async def load(
+        self, directory: os.PathLike[str], abstract_checkpointable: Restore | None = None
+    ) -> Awaitable[Any]:
+        x64 = has_x64()
+        args = abstract_checkpointable or Restore()
+
+        def load() -> Any:
+            with jax.enable_x64(x64):
+                return restore(directory, args, DEFAULT_BUDGET)
+
+        return asyncio.to_thread(load)
+
+    async def metadata(self, directory: os.PathLike[str]) -> Any:
+        """What stock Orbax says of the item: its tree, with shape, dtype and sharding of arrays."""
+        return await v1.handlers.PyTreeHandler().metadata(epath.Path(directory))
+
+    def is_handleable(self, checkpointable: Any) -> bool:
+        return isinstance(checkpointable, Save)
+
+    def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool:
+        return isinstance(abstract_checkpointable, Restore)
+
+
+v1.handlers.register_handler(CheckpointableHandler)
+
+
+class PyTreeHandler(CheckpointableHandler):
+    """In the place of v1's own handler of pytrees, for what that takes."""
+
+    def __init__(self):
+        context = get_context()
+        self._memory = context.memory_options
+        self._partial = context.pytree_options.loading.partial_load
+        self._stock = v1.handlers.PyTreeHandler()
+
+    async def save(
+        self, directory: v1.path.PathAwaitingCreation, checkpointable: Any
+    ) -> Awaitable[None]:
+        args = checkpointable
+        if not isinstance(args, Save):
+            args = Save(checkpointable, self._memory.write_concurrent_bytes)
+        return await super().save(directory, args)
+
+    async def load(
+        self, directory: os.PathLike[str], abstract_checkpointable: Any = None
+    ) -> Awaitable[Any]:
+        args = abstract_checkpointable
+        if not isinstance(args, Restore):
+            args = self._restore(abstract_checkpointable)
+        return await super().load(directory, args)
+
+    def _restore(self, target: Any) -> Restore:
+        """As v1 loads: without a sharding of its own a leaf goes where it was saved from, and the
+        target's dtypes are those of the result.
+        """
+        budget = self._memory.read_concurrent_bytes
+        if target is None:
+            return Restore(mesh="saved", budget_bytes=budget)
+        return Restore(
+            target_of(target), mesh="saved", cast=True, partial=self._partial, budget_bytes=budget
+        )
+
+    def is_handleable(self, checkpointable: Any) -> bool:
+        return super().is_handleable(checkpointable) or self._stock.is_handleable(checkpointable)
+
+    def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool:
+        return super().is_abstract_handleable(
+            abstract_checkpointable
+        ) or self._stock.is_abstract_handleable(abstract_checkpointable)
+
+
+# v1 writes module and name of the handler's class beside an item, and looks for a handler with that
+# name when it is loaded: whoever loads it without jax_ucp has the one of stock Orbax.
+PyTreeHandler.__module__ = v1.handlers.PyTreeHandler.__module__
+PyTreeHandler.__qualname__ = v1.handlers.PyTreeHandler.__qualname__
+
+
+def orbax_context(context: v1.Context | None = None) -> v1.Context:
+    """A context of Orbax v1 in which pytrees are kept in the universal format, under any name.
+
+    It is a copy of `context`, if there is one, whose other options stay as they are. What is not a
+    pytree of arrays, such as a dataset iterator, is saved by its own handler.
+
+    Example:
+        >>> import jax_ucp as ucp
+        >>> from orbax.checkpoint import v1
+        >>> with ucp.orbax_context():
+        ...     v1.save("/tmp/run/0", state)  # doctest: +SKIP
+        >>> v1.training.Checkpointer("/tmp/run", context=ucp.orbax_context())  # doctest: +SKIP
+    """
+    ours = v1.Context(context)
+    theirs = ours.checkpointables.registry
+    registry = v1.handlers.local_registry(include_global_registry=False)
+    for handler, name in theirs.get_all_entries():
+        is_stock = handler is v1.handlers.PyTreeHandler
+        registry.add(
+            PyTreeHandler if is_stock else handler,
+            checkpointable_name=name,
+            secondary_typestrs=theirs.get_secondary_typestrs(handler) or None,
+        )
+    ours.checkpointables.registry = registry
+    return ours

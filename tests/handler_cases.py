@@ -1,0 +1,65 @@
+"""A state on a mesh, and what it must be when it comes back: for the tests of the handlers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_ucp.sources.consolidated import same_bits
+
+MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+OTHER = Mesh(np.array(jax.devices()[:6]).reshape(2, 3), ("data", "model"))
+
+NUMBERS = "params", "opt", "step"  # StandardCheckpointer takes no strings
+
+stock_warns = pytest.mark.filterwarnings(
+    "ignore:Sharding info not provided when restoring:UserWarning",
+    "ignore:`StandardCheckpoint.*:DeprecationWarning",
+)
+
+
+def tree() -> dict:
+    rng = np.random.default_rng(0)
+    params = {
+        "w": jax.device_put(
+            rng.normal(size=(8, 6)).astype(np.float32), NamedSharding(MESH, P("data", "model"))
+        ),
+        "b": jax.device_put(rng.normal(size=6).astype(jnp.bfloat16), NamedSharding(MESH, P())),
+        "layers": [jnp.arange(3.0), jnp.arange(4, dtype=jnp.int32)],
+    }
+    return {
+        "params": params,
+        "opt": optax.adam(1e-3).init(params),
+        "step": 3,
+        "name": "run",
+        "none": None,
+    }
+
+
+def check(got, want=None) -> None:
+    """The same leaves in the same places, whatever the containers became."""
+    wanted = {names(path): leaf for path, leaf in jax.tree.leaves_with_path(want or tree())}
+    found = {names(path): leaf for path, leaf in jax.tree.leaves_with_path(got)}
+    assert set(found) == set(wanted)
+    for name, leaf in wanted.items():
+        if isinstance(leaf, jax.Array):
+            assert same_bits(np.asarray(found[name]), np.asarray(leaf)), name
+        else:
+            assert found[name] == leaf, name
+
+
+def names(path) -> tuple[str, ...]:
+    return tuple(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", None)))) for k in path)
+
+
+def abstract(mesh: Mesh, spec: P):
+    def leaf(x):
+        if not isinstance(x, jax.Array):
+            return x
+        sharding = NamedSharding(mesh, spec if x.ndim == 2 else P())
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(leaf, tree())
