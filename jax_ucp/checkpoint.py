@@ -341,6 +341,7 @@ class Checkpoint:
         rules: Sequence[Rule] = (),
         cast: bool | DTypeLike = False,
         partial: bool = False,
+        missing: Literal["refuse", "keep"] = "refuse",
         share_reads: bool = False,
         narrow_integers: bool = False,
     ) -> RestorePlan:
@@ -354,6 +355,7 @@ class Checkpoint:
             "rules": rules,
             "cast": cast,
             "partial": partial,
+            "missing": missing,
             "narrow_integers": narrow_integers,
         }
         plan = plan_restore(self.leaves, target, **arguments)
@@ -372,6 +374,7 @@ class Checkpoint:
         rules: Sequence[Rule] = (),
         cast: bool | DTypeLike = False,
         partial: bool = False,
+        missing: Literal["refuse", "keep"] = "refuse",
         share_reads: bool = False,
         narrow_integers: bool = False,
         verify: Extent = "sample",
@@ -384,10 +387,11 @@ class Checkpoint:
         `rules` are pairs: (regular expression on a leaf's label, PartitionSpec), or (logical axis
         name, mesh axes). What had to be given up of a sharding is a ShardingWarning, and in the
         `notes` of `plan`. `cast=True` converts to the target's dtypes, a dtype all floating arrays
-        to that. With `partial`, leaves that the target lacks are left out. `budget_bytes` bounds
-        what is in flight. JAX has no 64-bit integers unless jax_enable_x64 is set. Without, a leaf
-        of them that goes on devices is refused, or with `narrow_integers` comes as 32-bit ones, if
-        every value fits.
+        to that. With `partial`, leaves that the target lacks are left out; with `missing="keep"`
+        those that the checkpoint lacks keep the value that the target has: new heads, adapters,
+        averages. `budget_bytes` bounds what is in flight. JAX has no 64-bit integers unless
+        jax_enable_x64 is set. Without, a leaf of them that goes on devices is refused, or with
+        `narrow_integers` comes as 32-bit ones, if every value fits.
 
         What the source stores twice of the leaves that are asked for is compared: with
         `verify="sample"` a few kilobytes of each array, in every file that holds a part of it,
@@ -411,6 +415,7 @@ class Checkpoint:
             "rules": rules,
             "cast": cast,
             "partial": partial,
+            "missing": missing,
             "narrow_integers": narrow_integers,
         }
         plan = self.plan(target, share_reads=share_reads, **arguments)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import orbax.checkpoint as ocp
@@ -63,6 +63,7 @@ class Restore(ocp.args.CheckpointArgs):
     rules: Sequence[Rule] = ()
     cast: bool | DTypeLike = False
     partial: bool = False
+    missing: Literal["refuse", "keep"] = "refuse"
     share_reads: bool = False
     verify: Extent = "sample"
     budget_bytes: int | None = None
@@ -96,11 +97,12 @@ def begin(path: os.PathLike[str], args: Save, budget_bytes: int) -> Begun:
 
 def restore(directory: os.PathLike[str], args: Restore, budget_bytes: int) -> Any:
     """The tree in the directory, as the arguments say."""
-    names = ("mesh", "rules", "cast", "partial", "share_reads", "narrow_integers", "verify")
-    options = {name: getattr(args, name) for name in names}
+    options: dict[str, Any] = {each.name: getattr(args, each.name) for each in fields(args)}
+    options["target"] = options.pop("item")
+    options["budget_bytes"] = _budget(args, budget_bytes)
     # The program that saved the tree restores it: codes and scales are leaves of it like any other.
     checkpoint = open(directory, dequantize=False)
-    return checkpoint.restore(args.item, **options, budget_bytes=_budget(args, budget_bytes))
+    return checkpoint.restore(**options)
 
 
 def _budget(args: Save | Restore, default: int) -> int:

@@ -31,7 +31,7 @@ from jax_ucp.sharding.fit import (
 )
 from jax_ucp.sharding.output_buffers import OutputBuffers, ReadRequest, output_buffers
 from jax_ucp.sharding.share import Read, SharedRead, read_together, shared_read
-from jax_ucp.sharding.trees import Node, fill, key_dtype, kind_of, match, narrowed
+from jax_ucp.sharding.trees import Matched, Node, fill, key_dtype, kind_of, match, narrowed
 from jax_ucp.sources.budget import DEFAULT_BUDGET, run_bounded, threads
 from jax_ucp.sources.checks import Check, Extent, require
 from jax_ucp.sources.protocol import BLOCK_BYTES, ArrayInfo, ArraySource
@@ -68,11 +68,16 @@ class Placement:
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """What a restore will do, decided before any byte is read."""
+    """What a restore will do, decided before any byte is read.
+
+    `nodes` are the leaves of the target that the placements fill, in order, `kept` those that keep
+    the value they have.
+    """
 
     placements: Sequence[Placement]
     target: Any = None
     nodes: Sequence[Node] = ()
+    kept: Sequence[Node] = ()
     unused_rules: Sequence[str] = ()
 
     def __getitem__(self, label: str) -> Placement:
@@ -103,6 +108,7 @@ def plan_restore(
     rules: Sequence[Rule] = (),
     cast: bool | DTypeLike = False,
     partial: bool = False,
+    missing: Literal["refuse", "keep"] = "refuse",
     narrow_integers: bool = False,
 ) -> RestorePlan:
     """Match the target, if there is one, and give every leaf its sharding.
@@ -113,21 +119,22 @@ def plan_restore(
     sharding of its own goes on the devices it was saved from, as it was. Without target, what was
     saved as numpy comes as numpy; without target and mesh everything does. `cast=True` converts to
     the target's dtypes, a dtype all floating arrays to that. With `narrow_integers`, 64-bit
-    integers that go on devices are 32-bit ones where JAX has no others.
+    integers that go on devices are 32-bit ones where JAX has no others. With `missing="keep"`,
+    leaves of the target that the checkpoint lacks keep their values.
 
     Raises TreeMismatch with everything in which target and checkpoint differ, ValueError for rules
     without a mesh, or arguments that cannot be meant.
     """
     partial = switch("partial", partial)
     narrow_integers = switch("narrow_integers", narrow_integers)
-    _check_arguments(target, mesh, rules, cast, partial)
-    nodes: list[Node] = []
+    _check_arguments(target, mesh, rules, cast, partial, missing)
+    matched = Matched((), ())
     if target is None:
         wishes = [_Wish(leaf, leaf.kind) for leaf in leaves]
     else:
-        pairs = match(leaves, target, partial, bool(cast), narrow_integers)
-        nodes = [node for node, _ in pairs]
-        wishes = [_Wish(leaf, kind_of(node), node.value, node.axes) for node, leaf in pairs]
+        keep = missing == "keep"
+        matched = match(leaves, target, partial, bool(cast), narrow_integers, keep)
+        wishes = [_Wish(leaf, kind_of(node), node.value, node.axes) for node, leaf in matched.pairs]
     ruled = [*leaves, *map(_ruled, wishes)]
     check_logical_rules(rules, ruled)
     idle = unused_rules(rules, ruled)
@@ -137,7 +144,9 @@ def plan_restore(
     _check_shardings(placements)
     if target is not None:
         _check_homes(placements)
-    return RestorePlan(placements, target, nodes, idle + _unused_axes(placements, mesh))
+    nodes = [node for node, _ in matched.pairs]
+    unused = idle + _unused_axes(placements, mesh)
+    return RestorePlan(placements, target, nodes, matched.kept, unused)
 
 
 def _check_arguments(
@@ -146,8 +155,11 @@ def _check_arguments(
     rules: Sequence[Rule],
     cast: bool | DTypeLike,
     partial: bool,
+    missing: str,
 ) -> None:
     """Raise ValueError for arguments that cannot be meant."""
+    if missing not in ("refuse", "keep"):
+        raise ValueError(f'missing={missing!r:.80} is neither "refuse" nor "keep"')
     if rules and not isinstance(mesh, Mesh):
         raise ValueError("rules say what lies on which axis of a mesh: give mesh= too")
     if mesh not in (None, "saved") and not isinstance(mesh, Mesh):
@@ -157,6 +169,8 @@ def _check_arguments(
     if target is None:
         if partial:
             raise ValueError("partial=True leaves out what a target lacks, and there is no target")
+        if missing == "keep":
+            raise ValueError('missing="keep" keeps values of a target, and there is no target')
         if cast is True:
             raise ValueError(
                 "cast=True converts to the dtypes of a target, and there is none; give a dtype"
@@ -238,7 +252,9 @@ def run_restore(
     reading.run(checks)
     values = list(map(_as_kind, plan.placements, reading.values()))
     if plan.target is not None:
-        return fill(plan.target, list(zip(plan.nodes, values, strict=True)))
+        kept = {node.path: node.value for node in plan.kept}
+        paths = [node.path for node in plan.nodes]
+        return fill(plan.target, kept | dict(zip(paths, values, strict=True)))
     paths = [p.leaf.path for p in plan.placements]
     return tree_of(dict(zip(paths, values, strict=True)))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,18 +125,31 @@ def narrowed(dtype: np.dtype) -> np.dtype:
     return jax.dtypes.canonicalize_dtype(dtype) if dtype.kind in "iu" else dtype
 
 
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """The leaves of a target: in order those that the checkpoint has, each with its leaf, and those
+    that keep the value they have.
+    """
+
+    pairs: Sequence[tuple[Node, Leaf]]
+    kept: Sequence[Node]
+
+
 def match(
     leaves: Sequence[Leaf],
     target: Any,
     partial: bool = False,
     cast: bool = False,
     narrow: bool = False,
-) -> list[tuple[Node, Leaf]]:
-    """Each leaf of the target tree, in order, with the leaf of the checkpoint that fills it.
+    keep: bool = False,
+) -> Matched:
+    """Each leaf of the target tree with the leaf of the checkpoint that fills it.
 
-    Paths match by their names, so that a dict may stand for a dataclass. With `partial`, leaves of
-    the checkpoint that the target lacks are left where they are; with `cast`, dtypes may differ,
-    and with `narrow` the target may have what JAX makes of 64-bit integers.
+    Paths match by their names, so that a dict may stand for a dataclass; the `value` of a variable
+    of flax's NNX is the variable. With `partial`, leaves of the checkpoint that the target lacks
+    are left where they are, and with `keep` those of the target that the checkpoint lacks; with
+    `cast`, dtypes may differ, and with `narrow` the target may have what JAX makes of 64-bit
+    integers.
 
     Raises TreeMismatch with every missing, extra, misshapen and mistyped leaf.
     """
@@ -144,13 +157,17 @@ def match(
     pairs: list[tuple[Node, Leaf]] = []
     missing: list[Node] = []
     for node in walk(target):
-        leaf = left.pop(tuple(map(str, node.path)), None)
+        leaf = next((left.pop(names) for names in _names(node) if names in left), None)
         if leaf is None:
             missing.append(node)
         else:
             pairs.append((node, leaf))
+    kept, lacking = [], missing
+    if keep:
+        kept = [node for node in missing if not isinstance(node.value, Abstract)]
+        lacking = [node for node in missing if isinstance(node.value, Abstract)]
     extra = [] if partial else list(left.values())
-    faults = [_missing(node, left.values()) for node in missing]
+    faults = [_missing(node, left.values(), keep) for node in lacking]
     faults += _differences(pairs, cast, narrow)
     faults += [f"{leaf.label}: in the checkpoint, but not in the target" for leaf in extra]
     if faults:
@@ -159,7 +176,21 @@ def match(
         raise TreeMismatch(
             f"the target does not fit the checkpoint in {len(faults)} leaves:\n  {lines}{hint}"
         )
-    return pairs
+    return Matched(pairs, kept)
+
+
+def _names(node: Node) -> Iterator[tuple[str, ...]]:
+    """The paths under which a checkpoint may have a leaf of a target: its own, and without, or
+    with, the `value` of an NNX variable. A tree cannot have two of them.
+
+    Source: flax 0.12 `nnx/variablelib.py`, which flattens a Variable to its attribute `value`.
+    """
+    names = tuple(map(str, node.path))
+    yield names
+    if node.path and node.path[-1] == Key("attr", "value"):
+        yield names[:-1]
+    else:
+        yield (*names, "value")
 
 
 def _differences(pairs: Sequence[tuple[Node, Leaf]], cast: bool, narrow: bool) -> Iterator[str]:
@@ -168,10 +199,10 @@ def _differences(pairs: Sequence[tuple[Node, Leaf]], cast: bool, narrow: bool) -
             yield f"{node.label}: {difference}"
 
 
-def fill(target: Any, pairs: Sequence[tuple[Node, Any]]) -> Any:
-    """The target tree with its leaves replaced by values, given in the order of `match`."""
-    values = [value for node, value in pairs if not _is_structure(node)]
-    return jax.tree.unflatten(jax.tree.structure(target), values)
+def fill(target: Any, values: Mapping[Path, Any]) -> Any:
+    """The target tree with its leaves replaced by the values at their paths."""
+    leaves = [values[node.path] for node in walk(target) if not _is_structure(node)]
+    return jax.tree.unflatten(jax.tree.structure(target), leaves)
 
 
 def _label(path: Path) -> str:
@@ -266,7 +297,9 @@ def _castable(have: np.dtype, want: np.dtype) -> bool:
     return any(jnp.issubdtype(want, kind) for kind in _CASTS[stored])
 
 
-def _missing(node: Node, left: Any) -> str:
+def _missing(node: Node, left: Iterable[Leaf], keep: bool) -> str:
+    if keep:
+        return f"{node.label}: not in the checkpoint, and the target has no value to keep"
     labels = [leaf.label for leaf in left]
     near = difflib.get_close_matches(node.label, labels, n=1, cutoff=0.7)
     hint = f"; the checkpoint has {near[0]}" if near else ""

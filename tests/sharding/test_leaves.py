@@ -446,6 +446,56 @@ def test_a_partial_restore_leaves_out_only_what_the_target_lacks(tmp_path):
         checkpoint.restore({"params": {"w": np.zeros(2), "v": np.zeros(2)}}, partial=True)
 
 
+def test_what_the_checkpoint_lacks_keeps_the_value_of_the_target(tmp_path):
+    checkpoint = save(tmp_path / "c", {"base": {"w": jnp.ones(2)}, "step": 3})
+    lora = jax.device_put(jnp.full(4, 7.0), NamedSharding(MESH, P("data")))
+    target = {"a": "own", "base": {"lora": lora, "w": jnp.zeros(2)}, "step": 0, "z": None}
+    found = checkpoint.restore(target, mesh=MESH, missing="keep")
+    assert found["a"] == "own"
+    assert found["base"]["lora"] is lora
+    assert same(np.asarray(found["base"]["w"]), np.ones(2, np.float32))
+    assert found["step"] == 3
+    assert [node.label for node in checkpoint.plan(target, mesh=MESH, missing="keep").kept] == [
+        "a",
+        "base/lora",
+        "z",
+    ]
+
+
+def test_what_has_no_value_is_not_kept(tmp_path):
+    checkpoint = save(tmp_path / "c", {"w": jnp.ones(2), "v": jnp.ones(2)})
+    target = {"w": jnp.zeros(2), "head": jax.ShapeDtypeStruct((2,), np.float32)}
+    with pytest.raises(TreeMismatch) as error:
+        checkpoint.restore(target, mesh=MESH, missing="keep")
+    assert "head: not in the checkpoint, and the target has no value to keep" in str(error.value)
+    assert "v: in the checkpoint, but not in the target" in str(error.value)
+    with pytest.raises(ValueError, match='neither "refuse" nor "keep"'):
+        checkpoint.restore(target, mesh=MESH, missing="yes")
+    with pytest.raises(ValueError, match="there is no target"):
+        checkpoint.restore(missing="keep")
+
+
+def test_the_value_of_an_nnx_variable_is_the_variable(tmp_path):
+    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    plain = {
+        "kernel": np.arange(32, dtype=np.float32).reshape(8, 4),
+        "bias": np.ones(4, np.float32),
+    }
+    checkpoint = save(tmp_path / "plain", {"param": plain})
+    found = checkpoint.restore({"param": nnx.state(model)}, mesh=MESH)["param"]
+    assert isinstance(found, nnx.State)
+    assert same(np.asarray(found["kernel"].get_value()), plain["kernel"])
+    boxed = save(tmp_path / "boxed", {"param": found})
+    back = boxed.restore({"param": jax.tree.map(np.zeros_like, plain)})["param"]
+    assert same(back["kernel"], plain["kernel"])
+
+
+def test_a_leaf_that_is_called_value_is_not_taken_for_a_variable(tmp_path):
+    checkpoint = save(tmp_path / "c", {"w": {"value": np.ones(2), "scale": np.ones(2)}})
+    with pytest.raises(TreeMismatch):
+        checkpoint.restore({"w": np.zeros(2)})
+
+
 def test_a_target_without_shardings_needs_a_mesh(tmp_path):
     checkpoint = save(tmp_path / "c", {"w": jnp.ones(4)})
     target = {"w": jax.ShapeDtypeStruct((4,), np.float32)}
