@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jax_ucp import args as args
     from jax_ucp import errors as errors
     from jax_ucp.checkpoint import Checkpoint as Checkpoint
+    from jax_ucp.checkpoint import diff as diff
     from jax_ucp.checkpoint import open as open
     from jax_ucp.handler import CheckpointHandler as CheckpointHandler
     from jax_ucp.handler import handler_registry as handler_registry
@@ -32,6 +33,7 @@ _HOMES = {
     "Mapping": "jax_ucp.mapping.rules",
     "Spec": "jax_ucp.shard_spec.rules",
     "args": "jax_ucp.args",
+    "diff": "jax_ucp.checkpoint",
     "errors": "jax_ucp.errors",
     "handler_registry": "jax_ucp.handler",
     "open": "jax_ucp.checkpoint",
@@ -45,6 +47,7 @@ __all__ = [
     "Mapping",
     "Spec",
     "args",
+    "diff",
     "errors",
     "handler_registry",
     "open",

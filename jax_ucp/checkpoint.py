@@ -21,6 +21,7 @@ from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.formats.exporting import ExportFormat, ExportPlan, plan_export, run_export
 from jax_ucp.formats.options import Options, Sizes, require_used
 from jax_ucp.formats.registry import open_contents
+from jax_ucp.inspection.diff import Difference, Side, difference
 from jax_ucp.inspection.lazy_array import LazyArray
 from jax_ucp.inspection.parameters import Parameter, Parameters, table
 from jax_ucp.layout.box import Box
@@ -92,6 +93,54 @@ def open(
     contents = open_contents(path, options)
     require_used(options.sizes, contents.path)
     return Checkpoint(contents)
+
+
+def diff(
+    first: str | os.PathLike[str] | Checkpoint,
+    second: str | os.PathLike[str] | Checkpoint,
+    *,
+    mapping: mappings.Mapping | str | os.PathLike[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    only: str | None = None,
+    headers: bool = False,
+    budget_bytes: int = DEFAULT_BUDGET,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> Difference:
+    """What differs between two checkpoints of any formats, leaf by leaf, element by element.
+
+    Args:
+        first, second: paths, or opened checkpoints.
+        mapping: through which the first is seen: a Hugging Face model, say, that the second was
+            trained from.
+        rename: what labels of the first begin with, by what those of the second begin with:
+            `{"param": "params"}`.
+        only: a regular expression; leaves whose labels, in the second, do not match are left out.
+        headers: compare names, shapes, dtypes and settings, and read no array.
+        budget_bytes: bounds what is in flight.
+        progress: is called with the bytes of the first that were compared.
+
+    Returns:
+        What is missing, added, reshaped, recast; of each array with changed elements how many, by
+        how much, and the cosine; and what the checkpoints say of themselves otherwise.
+
+    Raises:
+        UCPError: as `open`, `Checkpoint.map` and `Checkpoint.read` do.
+
+    Example:
+        >>> ucp.diff("run/100", "run/200", only="^params/").values[0].largest  # doctest: +SKIP
+    """
+    one, other = (each if isinstance(each, Checkpoint) else open(each) for each in (first, second))
+    if mapping is not None:
+        one = one.map(mapping)
+    return difference(
+        one._side(),
+        other._side(),
+        rename=rename,
+        only=only,
+        headers=headers,
+        budget_bytes=budget_bytes,
+        progress=progress,
+    )
 
 
 class Checkpoint:
@@ -241,6 +290,10 @@ class Checkpoint:
     def _read(self, leaf: Leaf, box: Box | None) -> np.ndarray:
         require_values(self._contents, [leaf])
         return self._reads.read(leaf, box)
+
+    def _side(self) -> Side:
+        """What a comparison with another checkpoint asks."""
+        return Side(self.leaves, self._read, self.about, self.groups)
 
     def _leaf(self, label: str) -> Leaf:
         if label in self._leaf_of:

@@ -1,6 +1,6 @@
-"""`jax-ucp`: look into any checkpoint, map it to a model, plan, convert, verify, export.
+"""`jax-ucp`: look into any checkpoint, map it to a model, plan, convert, verify, export, compare.
 
-Exit codes: 0, all is well; 1, the checkpoint is refused or has faults, with the reason on stderr;
+Exit codes: 0, all is well; 1, the checkpoint is refused, has faults, or differs, with the reason;
 2, the command line is wrong.
 """
 
@@ -13,6 +13,7 @@ import click
 
 import jax_ucp
 from jax_ucp.cli.copying import convert, plan
+from jax_ucp.cli.diff import diff
 from jax_ucp.cli.export import export
 from jax_ucp.cli.inspect import inspect
 from jax_ucp.cli.map import map_
@@ -50,10 +51,10 @@ def _visible(error: click.UsageError) -> click.UsageError:
 @click.group(cls=_Refusals, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(jax_ucp.__version__, prog_name="jax-ucp")
 def main() -> None:
-    """Universal checkpoints for JAX: inspect, map, plan, convert, verify and export any."""
+    """Universal checkpoints for JAX: inspect, map, plan, convert, verify, export, compare any."""
 
 
-for command in (inspect, plan, map_, convert, export, verify):
+for command in (inspect, plan, map_, convert, export, verify, diff):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -23,40 +23,47 @@ _Sets = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """`count` rows with equal `cells`, whose names `name` says: `{0..31}` is each number from 0 to
-    31, `{1,3}` is 1 and 3, and several braces are each with each.
+    """Rows with equal `cells`, whose names `name` says: `{0..31}` is each number from 0 to 31,
+    `{1,3}` is 1 and 3, and several braces are each with each. `rows` are their places.
     """
 
     name: str
     cells: tuple[str, ...]
-    count: int
+    rows: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.rows)
 
 
 def fold(rows: Iterable[Sequence[str]]) -> list[Folded]:
     """The rows (name, *cells), those folded that differ in numbers of their names alone.
 
-    Each name is in exactly one of the result, where the first name of it was. A name that is there
+    Each row is in exactly one of the result, where the first row of it was. A name that is there
     twice is not folded with others.
     """
-    alike: dict[tuple[tuple[str, ...], tuple[str, ...]], list[_Numbers]] = defaultdict(list)
-    for name, *cells in rows:
+    alike: dict[tuple[tuple[str, ...], tuple[str, ...]], dict[_Numbers, list[int]]] = {}
+    for place, (name, *cells) in enumerate(rows):
         parts = _NUMBER.split(name)
-        alike[tuple(parts[::2]), tuple(cells)].append(tuple(map(int, parts[1::2])))
+        same = alike.setdefault((tuple(parts[::2]), tuple(cells)), {})
+        same.setdefault(tuple(map(int, parts[1::2])), []).append(place)
     return [
-        Folded(_name(texts, sets), cells, math.prod(map(len, sets)))
-        for (texts, cells), numbers in alike.items()
-        for sets in _distinct_products(numbers)
+        folded
+        for (texts, cells), places in alike.items()
+        for folded in _folded(texts, cells, places)
     ]
 
 
-def _distinct_products(numbers: Sequence[_Numbers]) -> Iterable[_Sets]:
-    """Products of sets that have each of the tuples once; a tuple that comes again is one by
-    itself.
-    """
-    counts = Counter(numbers)
-    yield from _products(list(counts))
-    for repeated, count in counts.items():
-        yield from [tuple((n,) for n in repeated)] * (count - 1)
+def _folded(
+    texts: tuple[str, ...], cells: tuple[str, ...], places: Mapping[_Numbers, Sequence[int]]
+) -> Iterator[Folded]:
+    """Rows that differ in numbers alone, whose places are given by their numbers."""
+    for sets in _products(list(places)):
+        first = tuple(places[numbers][0] for numbers in itertools.product(*sets))
+        yield Folded(_name(texts, sets), cells, first)
+    for numbers, (_, *again) in places.items():
+        name = _name(texts, tuple((n,) for n in numbers))
+        yield from (Folded(name, cells, (place,)) for place in again)
 
 
 def _products(numbers: Sequence[_Numbers]) -> list[_Sets]:

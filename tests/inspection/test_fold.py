@@ -35,7 +35,9 @@ def unfolded(row: Folded) -> list[tuple[str, ...]]:
 def test_what_is_folded_unfolds_to_the_same_rows(rows):
     folded = fold(rows)
     assert Counter(itertools.chain(*map(unfolded, folded))) == Counter(rows)
-    assert all(row.count == len(unfolded(row)) for row in folded)
+    for row in folded:
+        assert [rows[place] for place in row.rows] == unfolded(row)
+    assert sorted(place for row in folded for place in row.rows) == list(range(len(rows)))
 
 
 @given(ROWS)

@@ -1,0 +1,143 @@
+"""What two checkpoints have that differs: nothing is missed, and nothing is invented."""
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import jax_ucp as ucp
+from commands import run, run_json
+from jax_ucp.inspection.diff import Difference, _block
+from jax_ucp.layout.blocks import grid_boxes
+
+DATA = Path(__file__).parents[1] / "data"
+CASE = DATA / "deepspeed" / "z2_bf16_dp3"
+DTYPES = st.sampled_from(["float32", "float16", "int32", "uint8", "bool", "complex64"])
+ARRAYS = hnp.arrays(DTYPES.map(np.dtype), hnp.array_shapes(max_dims=3, max_side=4))
+
+
+def compare(a, b, **options) -> Difference:
+    return ucp.diff(ucp.Checkpoint.of(a), ucp.Checkpoint.of(b), **options)
+
+
+@given(ARRAYS)
+def test_a_checkpoint_is_the_same_as_itself(array):
+    found = compare({"x": array}, {"x": array.copy()})
+    assert found.same
+    assert found.equal == 1
+
+
+@given(ARRAYS, st.data(), st.integers(1, 2000))
+def test_each_changed_element_is_counted_whatever_the_budget(array, data, budget):
+    flipped = data.draw(hnp.arrays(np.bool_, array.shape))
+    other = array.copy()
+    bits = other.reshape(-1).view(np.uint8).reshape(other.size, -1)
+    bits[flipped.ravel(), 0] ^= 1
+    found = compare({"x": array}, {"x": other}, budget_bytes=budget)
+    assert sum(each.changed for each in found.values) == np.count_nonzero(flipped)
+    assert found.same == (not flipped.any())
+
+
+@given(hnp.array_shapes(max_dims=4, max_side=6), st.integers(1, 50))
+def test_blocks_hold_an_array_once_each_within_the_bound(shape, most):
+    seen = np.zeros(shape, int)
+    for box in grid_boxes(shape, _block(shape, most)):
+        assert box.size <= most
+        seen[box.index] += 1
+    assert (seen == 1).all()
+
+
+def test_numbers_are_those_of_the_arrays():
+    a = np.array([[1.0, 2.0], [-3.0, np.nan]], np.float32)
+    b = np.array([[1.0, 2.5], [3.0, np.inf]], np.float32)
+    (found,) = compare({"x": a}, {"x": b}).values
+    assert (found.elements, found.changed, found.share) == (4, 3, 0.75)
+    assert found.largest == 6.0
+    assert found.relative == 2.0
+    assert found.not_finite == (1, 1)
+    finite = a.ravel()[:3].astype(float), b.ravel()[:3].astype(float)
+    cosine = np.dot(*finite) / np.linalg.norm(finite[0]) / np.linalg.norm(finite[1])
+    assert found.cosine == pytest.approx(cosine, rel=1e-12)
+
+
+def test_opposite_arrays_have_the_cosine_of_opposite_vectors():
+    a = np.arange(1, 5, dtype=np.float32)
+    assert compare({"x": a}, {"x": -a}).values[0].cosine == -1.0
+
+
+def test_a_rounded_copy_is_called_one():
+    a = np.random.default_rng(0).normal(size=100).astype(np.float32)
+    b = a.astype(ml_dtypes.bfloat16)
+    found = compare({"x": a}, {"x": b})
+    assert [(each.first, each.second) for each in found.recast] == [("float32", "bfloat16")]
+    assert found.values[0].rounded
+    b[3] += 1
+    assert not compare({"x": a}, {"x": b}).values[0].rounded
+
+
+def test_large_integers_are_not_compared_as_floats():
+    a = np.array([(1 << 60) + 1], np.int64)
+    b = np.array([1 << 60], np.uint64)
+    assert compare({"x": a}, {"x": b}).values[0].changed == 1
+
+
+def test_what_is_not_in_both_or_is_something_else_is_named():
+    a = {"both": np.ones(2), "only_a": np.ones(1), "shape": np.ones(2), "s": "x", "n": None}
+    b = {"both": np.ones(2), "only_b": np.ones(1), "shape": np.ones(3), "s": "y", "n": np.ones(1)}
+    found = compare(a, b)
+    assert (found.missing, found.added) == (("only_a",), ("only_b",))
+    assert [(x.label, x.first, x.second) for x in found.reshaped] == [("shape", "[2]", "[3]")]
+    assert {x.label for x in found.replaced} == {"s", "n"}
+    assert found.equal == 1
+    assert not found.same
+
+
+def test_headers_alone_read_no_element():
+    found = compare({"x": np.ones(2)}, {"x": np.zeros(2)}, headers=True)
+    assert found.same
+    assert found.headers_only
+
+
+def test_labels_are_renamed_by_whole_names():
+    a, b = {"param": {"w": np.ones(2)}, "params2": 1}, {"params": {"w": np.ones(2)}, "params2": 1}
+    assert compare(a, b, rename={"param": "params"}).same
+    assert not compare(a, b).same
+    assert compare(a, b, only="^params2").same
+
+
+def test_two_formats_of_one_state_are_the_same(tmp_path):
+    checkpoint = ucp.open(CASE)
+    checkpoint.save(tmp_path / "copy")
+    found = ucp.diff(CASE, tmp_path / "copy")
+    assert found.same
+    assert found.equal == len(checkpoint.leaves)
+
+
+def test_a_model_is_compared_through_its_mapping(tmp_path):
+    source = ucp.open(DATA / "torch" / "hf_gpt2" / "ckpt")
+    mapped = source.map("hf-gpt2-to-flax")
+    mapped.save(tmp_path / "tunix")
+    assert ucp.diff(source, tmp_path / "tunix", mapping="hf-gpt2-to-flax").same
+
+
+def test_the_command_folds_and_has_an_exit_code(tmp_path):
+    rng = np.random.default_rng(0)
+    tree = {f"layer_{i}": {"w": rng.normal(size=(4, 4))} for i in range(3)} | {"e": np.ones(3)}
+    other = {name: {"w": v["w"] + 1} if "layer" in name else v for name, v in tree.items()}
+    ucp.Checkpoint.of(tree).save(tmp_path / "a")
+    ucp.Checkpoint.of(other).save(tmp_path / "b")
+    text = run("diff", tmp_path / "a", tmp_path / "b", code=1)
+    assert "layer_{0..2}/w  100.000%" in text
+    assert "1 leaves equal in all elements, 3 differences" in text
+    assert "layer_1/w" in run("diff", tmp_path / "a", tmp_path / "b", "--all", code=1)
+    found = run_json("diff", tmp_path / "a", tmp_path / "b", code=1)
+    assert not found["same"]
+    assert [each["changed"] for each in found["values"]] == [16, 16, 16]
+    assert "4 leaves equal" in run("diff", tmp_path / "a", tmp_path / "b", "--headers")
+    assert run_json("diff", tmp_path / "a", tmp_path / "a")["same"]
+    assert json.dumps(found)
