@@ -201,6 +201,7 @@ class _Sums:
     products: np.ndarray = field(default_factory=lambda: np.zeros(3))  # a.b, a.a, b.b
     not_finite: np.ndarray = field(default_factory=lambda: np.zeros(2, np.int64))
 
+    @np.errstate(over="ignore", invalid="ignore")
     def add(self, a: np.ndarray, b: np.ndarray) -> None:
         """Count a block of both arrays."""
         changed = _changed(a, b)
