@@ -59,11 +59,17 @@ class Passed:
 
     def __init__(self) -> None:
         self._boxes: list[Box] = []
+        self._taken = 0
         self._index: tuple[list[Box], BoxIndex] | None = None
 
     def add(self, boxes: Sequence[Box], arrays: Sequence[np.ndarray] = ()) -> None:
         self._boxes.extend(boxes)
         self._index = None
+
+    def take(self) -> Sequence[Box]:
+        """Those that were added since this was last asked."""
+        taken, self._taken = self._taken, len(self._boxes)
+        return list(dict.fromkeys(self._boxes[taken : self._taken]))
 
     def rest(self, boxes: Sequence[Box]) -> Sequence[Box]:
         """Those of the boxes of which an element was not read."""
@@ -99,6 +105,11 @@ class Proof(ABC, Generic[Source]):
         """About how many bytes are read to prove it."""
 
     @property
+    def name(self) -> str:
+        """What tells it from every other proof of the checkpoint, the same in every process."""
+        return f"{type(self).__name__} of {self.key}, {self.label}"
+
+    @property
     def area(self) -> Box:
         """What of the array is compared."""
         return Box.whole(self.source.arrays()[self.key].shape)
@@ -118,7 +129,7 @@ class Proof(ABC, Generic[Source]):
         if extent == "sample":
             return Check(*about, partial(_fault_of_sample, self))
         passing = _Passing(self)
-        return Check(*about, passing.run, passing.watch)
+        return Check(*about, passing.run, passing)
 
 
 def _fault_of_sample(proof: Proof[Any]) -> str | None:
@@ -130,6 +141,7 @@ class _Passing:
     """A proof on elements as they pass, and in the end on those that did not."""
 
     def __init__(self, proof: Proof[Any]):
+        self.name = proof.name
         self._proof = proof
         self._passed = Passed()
         self._fault: str | None = None
@@ -137,6 +149,12 @@ class _Passing:
 
     def watch(self, alarm: Alarm) -> AbstractContextManager[None]:
         return self._proof.source.watch(self._proof.key, partial(self._look, alarm))
+
+    def take(self) -> Sequence[Box]:
+        return self._passed.take()
+
+    def add(self, seen: Sequence[Box]) -> None:
+        self._passed.add(seen)
 
     def run(self) -> str | None:
         """The first fault in the order of the elements; of what passed without one nothing is

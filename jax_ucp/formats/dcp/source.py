@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
@@ -15,7 +15,7 @@ from threading import Lock
 import numpy as np
 
 from jax_ucp.errors import CorruptData, FormatError
-from jax_ucp.files.crc import Tally
+from jax_ucp.files.crc import Part, Tally
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import FileInfo
 from jax_ucp.formats.dcp.metadata import Chunk, DcpMetadata, Span, TensorEntry
@@ -85,12 +85,13 @@ class DcpSource(ArraySource):
             nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
             if extent == "full" or nbytes <= SAMPLE_BYTES:
                 keys = [chunk_key(fqn, chunk) for chunk in tensor.chunks]
-                sums = {key: _Summing() for key in keys}
-                run, watch = partial(self._first_fault, sums), partial(self._watch, sums)
-                yield Check(fqn, frozenset(keys), nbytes, run, watch)
+                sums = _Sums(fqn, self, {key: _Summing() for key in keys})
+                yield Check(
+                    fqn, frozenset(keys), nbytes, partial(self._first_fault, sums.by_chunk), sums
+                )
 
     @contextmanager
-    def _watch(self, sums: Mapping[str, _Summing], alarm: Alarm) -> Iterator[None]:
+    def watch(self, sums: Mapping[str, _Summing], alarm: Alarm) -> Iterator[None]:
         """While this lasts, chunks are summed when they are read, whether or not their item stays
         open.
         """
@@ -185,6 +186,38 @@ class _Summing:
     def tally(self, file: TorchFile, stored: StoredTensor) -> Tally | None:
         self.seen = self.seen or file.tally(stored.storage, self.alarm)
         return self.seen
+
+    def join(self, start: int, stop: int, crc: int, parts: Sequence[Part]) -> None:
+        """Take over what was seen of the chunk in another process."""
+        self.seen = self.seen or Tally(start, stop, crc, self.alarm)
+        self.seen.join(parts)
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """The CRCs of the chunks of a tensor."""
+
+    name: str
+    source: DcpSource
+    by_chunk: Mapping[str, _Summing]
+
+    def watch(self, alarm: Alarm) -> AbstractContextManager[None]:
+        return self.source.watch(self.by_chunk, alarm)
+
+    def take(self) -> Sequence[tuple[str, int, int, int, list[Part]]]:
+        """Of each chunk of which something was seen: its key, where its bytes are, and their
+        CRC.
+        """
+        tallies = [(key, summing.seen) for key, summing in self.by_chunk.items() if summing.seen]
+        return [
+            (key, tally.start, tally.stop, tally.crc, parts)
+            for key, tally in tallies
+            if (parts := tally.take())
+        ]
+
+    def add(self, seen: Sequence[tuple[str, int, int, int, list[Part]]]) -> None:
+        for key, start, stop, crc, parts in seen:
+            self.by_chunk[key].join(start, stop, crc, parts)
 
 
 def _inflated(path: FilePath, span: Span, max_bytes: int) -> bytes:

@@ -19,7 +19,7 @@ from functools import partial
 import numpy as np
 
 from jax_ucp.errors import CorruptData, FormatError, fault_lines
-from jax_ucp.files.crc import Summed, Tally
+from jax_ucp.files.crc import Part, Summed, Tally
 from jax_ucp.files.path import FilePath, file_path
 from jax_ucp.files.protocol import FileInfo
 from jax_ucp.files.ranges import ByteRange, EdgesInMemory, FileRange, MemoryRange
@@ -170,7 +170,7 @@ class TorchFile(ArraySource):
                 yield Check(*about, member.size, partial(self.fault, key))
                 continue
             summing = _Summing(self, key)
-            yield Check(*about, member.size, summing.fault, summing.watch)
+            yield Check(*about, member.size, summing.fault, summing)
 
     def tally(self, storage: str, alarm: Alarm = lambda: None) -> Tally | None:
         """The sum of a storage's bytes, of which nothing is seen yet; None where no CRC is recorded
@@ -294,6 +294,7 @@ class _Summing:
     """The CRC of a storage, of what others read and of the rest."""
 
     def __init__(self, file: TorchFile, storage: str):
+        self.name = f"CRC of storage {storage} of {file.path}"
         self._file, self._storage = file, storage
         self._tally: Tally | None = None
 
@@ -303,6 +304,13 @@ class _Summing:
         assert self._tally is not None, "there are checks of storages with a CRC only"
         with self._file.watch(self._storage, self._tally):
             yield
+
+    def take(self) -> Sequence[Part]:
+        return self._tally.take() if self._tally else ()
+
+    def add(self, seen: Sequence[Part]) -> None:
+        if self._tally:
+            self._tally.join(seen)
 
     def fault(self) -> str | None:
         return self._file.fault(self._storage, self._tally)
