@@ -30,6 +30,7 @@ from jax_ucp.mapping import rules as mappings
 from jax_ucp.mapping.binding import bind, said_before
 from jax_ucp.mapping.mapped_tree import map_contents, states_of
 from jax_ucp.mapping.model_config import config_of, given_config, joined
+from jax_ucp.shard_spec.notation import load
 from jax_ucp.shard_spec.rules import Spec
 from jax_ucp.sources.budget import DEFAULT_BUDGET
 from jax_ucp.sources.checks import Extent
@@ -94,6 +95,8 @@ def open(
     options = Options.of(sizes, spec, weights_only, on_conflict, dequantize, optimizer_groups)
     contents = open_contents(path, options)
     require_used(options.sizes, contents.path)
+    if isinstance(options.spec, Path):  # which may change before another process opens it
+        options = replace(options, spec=load(options.spec))
     return Checkpoint(contents, _Opened(os.path.abspath(path), options))
 
 

@@ -88,21 +88,17 @@ class TensorPiece:
     cost: int
 
     @property
-    def leaves(self) -> Sequence[str]:
-        return [self.tensor.key]
-
-    @property
     def nbytes(self) -> int:
         return sum(box.size for box in self.boxes) * self.tensor.dtype.itemsize
 
     def run(self, opened: OpenedJob) -> int:
         """Write the blocks, no more once a proof has failed. Returns the CRC-32 of their bytes."""
-        crc = 0
+        proofs, crc = opened.proofs, 0
         with open(Path(self.folder, self.file), "r+b", buffering=0) as out:
             out.seek(self.at)
             for box in self.boxes:
                 read = opened.contents.arrays.read(self.tensor.key, box)
-                opened.proofs.require_sound_so_far()
+                proofs.require_sound_so_far()
                 data = np.ascontiguousarray(read.astype(self.tensor.dtype, copy=False))
                 raw = data.reshape(-1).view(np.uint8).data
                 crc = zlib.crc32(raw, crc)

@@ -89,14 +89,21 @@ class Tally:
     """Whether the bytes from `start` to `stop` have the CRC-32 `crc`: each is summed when it is
     first seen, in any order, by any thread.
 
-    `alarm` is called when the last of them is seen and the CRC-32 is another.
+    `alarm` is called when the last of them is seen and the CRC-32 is another; `note` hears of each
+    part that was seen.
     """
 
-    def __init__(self, start: int, stop: int, crc: int, alarm: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        start: int,
+        stop: int,
+        crc: int,
+        alarm: Callable[[], None] = lambda: None,
+        note: Callable[[Part], None] = lambda part: None,
+    ):
         self.start, self.stop, self.crc = start, stop, crc
-        self._alarm = alarm
+        self._alarm, self._note = alarm, note
         self._parts: list[Part] = []  # disjoint, in order
-        self._untaken: list[Part] = []
         self._left = stop - start
         self._lock = threading.Lock()
 
@@ -108,13 +115,7 @@ class Tally:
             part = Part(begin, stop, zlib.crc32(data[begin - start : stop - start]))
             self._insert(part)
 
-    def take(self) -> list[Part]:
-        """What was seen since this was last asked."""
-        with self._lock:
-            taken, self._untaken = self._untaken, []
-        return taken
-
-    def join(self, parts: Sequence[Part]) -> None:
+    def join(self, parts: Iterable[Part]) -> None:
         """Take over what another tally of the same bytes has seen.
 
         A part of which some was seen here too is left out: it cannot be divided.
@@ -138,9 +139,9 @@ class Tally:
             if self._first_gap(part.start, part.stop) != part[:2]:
                 return  # another thread summed some of it meanwhile
             bisect.insort(self._parts, part)
-            self._untaken.append(part)
             self._left -= part.stop - part.start
             is_last = not self._left
+        self._note(part)
         if is_last and not self.agrees():
             self._alarm()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
@@ -18,8 +18,10 @@ SAMPLE_BYTES = 64
 # What a check reads at once of each of two copies, where it reads more.
 CHECK_BYTES = 2 << 20
 
-# Called when a fault shows while somebody else reads.
+# Called when a fault shows while somebody else reads; and with what was seen without one, a small
+# value that can be pickled.
 Alarm = Callable[[], None]
+Note = Callable[[Any], None]
 
 
 class Watcher(Protocol):
@@ -31,16 +33,14 @@ class Watcher(Protocol):
     @property
     def name(self) -> str: ...
 
-    def watch(self, alarm: Alarm) -> AbstractContextManager[None]:
-        """While this lasts, what others read is looked at; a fault sounds the alarm."""
+    def watch(self, alarm: Alarm, note: Note) -> AbstractContextManager[None]:
+        """While this lasts, what others read is looked at: a fault sounds the alarm, and what was
+        seen without one is noted.
+        """
         ...
 
-    def take(self) -> Sequence[Any]:
-        """What was seen since this was last asked, as small values that can be pickled."""
-        ...
-
-    def add(self, seen: Sequence[Any]) -> None:
-        """What the watcher of that name took in another process, where it sounded no alarm."""
+    def add(self, seen: Iterable[Any]) -> None:
+        """What the watcher of that name noted in another process."""
         ...
 
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -66,11 +66,20 @@ def only_ones(named: Iterable[tuple[str, T]]) -> dict[str, T]:
     return {name: value for name, value in values.items() if name not in shared}
 
 
-class Proofs:
-    """All that can be proved of a checkpoint, while somebody reads it."""
+def _forget(seen: object) -> None:
+    """What nobody will ask for."""
 
-    def __init__(self, contents: Contents):
+
+class Proofs:
+    """All that can be proved of a checkpoint, while somebody reads it.
+
+    With `taking_notes`, what is seen is kept for another process that asks for it.
+    """
+
+    def __init__(self, contents: Contents, taking_notes: bool = False):
         self.contents = contents
+        self._taking_notes = taking_notes
+        self._seen: dict[str, list[Any]] = defaultdict(list)
         self._checks = list(contents.checks("full"))
         self._failed = threading.Event()
 
@@ -87,17 +96,21 @@ class Proofs:
         with ExitStack() as stack:
             for check in self._checks:
                 if check.watcher is not None:
-                    stack.enter_context(check.watcher.watch(self._failed.set))
+                    note = (
+                        partial(self._note, check.watcher.name) if self._taking_notes else _forget
+                    )
+                    stack.enter_context(check.watcher.watch(self._failed.set, note))
             yield
 
-    def take(self, leaves: Iterable[str]) -> dict[str, Sequence[Any]]:
-        """What watchers saw since this was last asked, by their names; of those on which one of
-        the leaves rests.
-        """
-        names = dict.fromkeys(name for leaf in leaves for name in self._names_by_leaf.get(leaf, ()))
-        return {name: seen for name in names if (seen := self._named[name].take())}
+    def _note(self, name: str, seen: Any) -> None:
+        self._seen[name].append(seen)
 
-    def add(self, seen: Mapping[str, Sequence[Any]]) -> None:
+    def take(self) -> dict[str, list[Any]]:
+        """What watchers noted since this was last asked, by their names."""
+        seen, self._seen = self._seen, defaultdict(list)
+        return seen
+
+    def add(self, seen: Mapping[str, Iterable[Any]]) -> None:
         """What was taken in another process that reads the same checkpoint.
 
         A watcher whose name another has too learns nothing: its check reads again.
@@ -107,18 +120,8 @@ class Proofs:
 
     @cached_property
     def _named(self) -> Mapping[str, Watcher]:
-        return only_ones(
-            (check.watcher.name, check.watcher) for check in self._checks if check.watcher
-        )
-
-    @cached_property
-    def _names_by_leaf(self) -> Mapping[str, Collection[str]]:
-        names: dict[str, dict[str, None]] = defaultdict(dict)
-        for check in self._checks:
-            if check.watcher and check.watcher.name in self._named:
-                for leaf in check.leaves:
-                    names[leaf][check.watcher.name] = None
-        return names
+        watchers = (check.watcher for check in self._checks if check.watcher)
+        return only_ones((watcher.name, watcher) for watcher in watchers)
 
     def contradiction(self) -> CorruptData | None:
         """What is wrong with the checkpoint, if anything is. Reads what was not read yet."""

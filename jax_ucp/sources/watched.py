@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -13,7 +14,7 @@ import numpy as np
 from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.box_index import BoxIndex
-from jax_ucp.sources.checks import CHECK_BYTES, Alarm, Check, Extent
+from jax_ucp.sources.checks import CHECK_BYTES, Alarm, Check, Extent, Note
 from jax_ucp.sources.protocol import ArraySource
 
 Look = Callable[[Sequence[Box], Sequence[np.ndarray]], None]
@@ -59,17 +60,11 @@ class Passed:
 
     def __init__(self) -> None:
         self._boxes: list[Box] = []
-        self._taken = 0
         self._index: tuple[list[Box], BoxIndex] | None = None
 
     def add(self, boxes: Sequence[Box], arrays: Sequence[np.ndarray] = ()) -> None:
         self._boxes.extend(boxes)
         self._index = None
-
-    def take(self) -> Sequence[Box]:
-        """Those that were added since this was last asked."""
-        taken, self._taken = self._taken, len(self._boxes)
-        return list(dict.fromkeys(self._boxes[taken : self._taken]))
 
     def rest(self, boxes: Sequence[Box]) -> Sequence[Box]:
         """Those of the boxes of which an element was not read."""
@@ -147,14 +142,11 @@ class _Passing:
         self._fault: str | None = None
         self._ended = False
 
-    def watch(self, alarm: Alarm) -> AbstractContextManager[None]:
-        return self._proof.source.watch(self._proof.key, partial(self._look, alarm))
+    def watch(self, alarm: Alarm, note: Note) -> AbstractContextManager[None]:
+        return self._proof.source.watch(self._proof.key, partial(self._look, alarm, note))
 
-    def take(self) -> Sequence[Box]:
-        return self._passed.take()
-
-    def add(self, seen: Sequence[Box]) -> None:
-        self._passed.add(seen)
+    def add(self, seen: Iterable[Sequence[Box]]) -> None:
+        self._passed.add(list(itertools.chain.from_iterable(seen)))
 
     def run(self) -> str | None:
         """The first fault in the order of the elements; of what passed without one nothing is
@@ -171,7 +163,9 @@ class _Passing:
         faults = (proof.fault_in([box], proof.read([box])) for box in boxes)
         return next(filter(None, faults), None)
 
-    def _look(self, alarm: Alarm, boxes: Sequence[Box], arrays: Sequence[np.ndarray]) -> None:
+    def _look(
+        self, alarm: Alarm, note: Note, boxes: Sequence[Box], arrays: Sequence[np.ndarray]
+    ) -> None:
         if self._ended or self._fault:
             return
         for group, passing in _groups(self._proof, boxes, arrays):
@@ -180,6 +174,7 @@ class _Passing:
                 alarm()
                 return
             self._passed.add(group)
+            note(group)
 
 
 def pieces(area: Box, itemsize: int) -> Iterator[Box]:

@@ -12,7 +12,7 @@ import os
 import pickle
 import threading
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Executor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -107,14 +107,20 @@ class OpenedJob:
         self.turn = threading.Lock()
         self._files: dict[str, LocalFiles] = {}
         self._watching = ExitStack()
+        self._proofs: Proofs | None = None
 
-    @cached_property
+    @property
     def proofs(self) -> Proofs:
-        """All that can be proved of the checkpoint while pieces read it."""
-        proofs = Proofs(self.contents)
-        if self.is_elsewhere:
-            self._watching.enter_context(proofs.watching())
-        return proofs
+        """All that can be proved of the checkpoint while it is read; elsewhere, from now on."""
+        if self._proofs is None:
+            self._proofs = Proofs(self.contents, taking_notes=self.is_elsewhere)
+            if self.is_elsewhere:
+                self._watching.enter_context(self._proofs.watching())
+        return self._proofs
+
+    def take(self) -> Mapping[str, Sequence[Any]]:
+        """What was seen since this was last asked."""
+        return self._proofs.take() if self._proofs else {}
 
     @cached_property
     def checks(self) -> Mapping[str, Check]:
@@ -135,8 +141,8 @@ class OpenedJob:
 class Piece(Protocol[T_co]):
     """Independent work: a small value that can be pickled.
 
-    `cost` is the memory it takes, `leaves` name the arrays of the checkpoint whose reads prove
-    something; the result of `run` is as small.
+    `cost` is the memory it takes; the result of `run` is as small. One whose reads are to prove
+    something begins with `opened.proofs`.
     """
 
     @property
@@ -144,9 +150,6 @@ class Piece(Protocol[T_co]):
 
     @property
     def cost(self) -> int: ...
-
-    @property
-    def leaves(self) -> Collection[str]: ...
 
     def run(self, opened: OpenedJob) -> T_co: ...
 
@@ -177,7 +180,7 @@ def perform(piece: Piece[T]) -> Done[T]:
             try:
                 result = piece.run(opened)
             finally:  # what a piece saw that failed is not handed over
-                seen = opened.proofs.take(piece.leaves) if piece.leaves else {}
+                seen = opened.take()
             return Done(result, seen)
     except Exception as error:
         raise _portable(error) from None
@@ -344,7 +347,6 @@ class CheckPiece:
     job: Job
     names: tuple[str, ...]
     cost: int
-    leaves: tuple[str, ...] = ()
 
     def run(self, opened: OpenedJob) -> list[str | None]:
         return [opened.checks[name].run() for name in self.names]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -277,24 +277,20 @@ class CopyPiece:
     def cost(self) -> int:
         return max(block.cost for block in self.blocks)
 
-    @property
-    def leaves(self) -> Collection[str]:
-        return self.arrays.keys()
-
     def run(self, opened: OpenedJob) -> list[Written]:
         """Write what is not on disk as it was noted; nothing more once a proof has failed.
 
         Returns what is there of each block. Here it is durable when the directory is synced, and
         elsewhere at once.
         """
-        files = opened.files(self.target)
+        proofs, files = opened.proofs, opened.files(self.target)
         store = ZarrStore(files, self.arrays, self.chunks)
         for block, noted in zip(self.blocks, self.noted, strict=True):
             if noted is not None and store.holds(block.key, block.box, noted):
                 store.written[block.key][str(block.box)] = noted
                 continue
             data = opened.contents.arrays.read(block.key, block.box)
-            opened.proofs.require_sound_so_far()
+            proofs.require_sound_so_far()
             store.write(block.key, block.box, data, durable=False)
         if opened.is_elsewhere:
             files.sync()

@@ -29,7 +29,7 @@ from jax_ucp.files.source_files import note
 from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place, outer_boxes, rows_of_chunks
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
-from jax_ucp.sources.checks import Alarm, Check
+from jax_ucp.sources.checks import Alarm, Check, Note
 from jax_ucp.sources.optimizer_groups import Group
 from jax_ucp.sources.protocol import ArrayInfo, Piece
 from jax_ucp.sources.watched import Passed, Watched
@@ -265,15 +265,19 @@ class _Passing:
         self.name = f"chunks of {key}"
         self.passed = Passed()
         self._store, self._key = store, key
+        self._note: Note = lambda seen: None
 
-    def watch(self, alarm: Alarm) -> AbstractContextManager[None]:
-        return self._store.watch(self._key, self.passed.add)
+    def watch(self, alarm: Alarm, note: Note) -> AbstractContextManager[None]:
+        self._note = note
+        return self._store.watch(self._key, self._look)
 
-    def take(self) -> Sequence[Box]:
-        return self.passed.take()
+    def add(self, seen: Iterable[Sequence[Box]]) -> None:
+        for boxes in seen:
+            self.passed.add(boxes)
 
-    def add(self, seen: Sequence[Box]) -> None:
-        self.passed.add(seen)
+    def _look(self, boxes: Sequence[Box], arrays: Sequence[np.ndarray]) -> None:
+        self.passed.add(boxes)
+        self._note(boxes)
 
 
 # Thousands of arrays have few shapes: what follows from the shape alone is made once for them.

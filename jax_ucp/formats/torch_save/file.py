@@ -38,7 +38,7 @@ from jax_ucp.formats.torch_save.tensor_names import (
 from jax_ucp.formats.torch_save.unpickle import Opaque, Record, Unknown
 from jax_ucp.formats.torch_save.zip_members import Member, member_bytes, zip_members
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.checks import SAMPLE_BYTES, Alarm, Check, Extent
+from jax_ucp.sources.checks import SAMPLE_BYTES, Alarm, Check, Extent, Note
 from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 
 __all__ = ["Record", "StoredTensor", "TorchFile", "is_torch_file"]
@@ -172,13 +172,15 @@ class TorchFile(ArraySource):
             summing = _Summing(self, key)
             yield Check(*about, member.size, summing.fault, summing)
 
-    def tally(self, storage: str, alarm: Alarm = lambda: None) -> Tally | None:
+    def tally(
+        self, storage: str, alarm: Alarm = lambda: None, note: Note = lambda part: None
+    ) -> Tally | None:
         """The sum of a storage's bytes, of which nothing is seen yet; None where no CRC is recorded
         that could be compared.
         """
         member = self._storages[storage]
         end = member.offset + member.size
-        return Tally(member.offset, end, member.crc, alarm) if _summed(member) else None
+        return Tally(member.offset, end, member.crc, alarm, note) if _summed(member) else None
 
     @contextmanager
     def watch(self, storage: str, tally: Tally) -> Iterator[None]:
@@ -299,16 +301,13 @@ class _Summing:
         self._tally: Tally | None = None
 
     @contextmanager
-    def watch(self, alarm: Alarm) -> Iterator[None]:
-        self._tally = self._file.tally(self._storage, alarm)
+    def watch(self, alarm: Alarm, note: Note) -> Iterator[None]:
+        self._tally = self._file.tally(self._storage, alarm, note)
         assert self._tally is not None, "there are checks of storages with a CRC only"
         with self._file.watch(self._storage, self._tally):
             yield
 
-    def take(self) -> Sequence[Part]:
-        return self._tally.take() if self._tally else ()
-
-    def add(self, seen: Sequence[Part]) -> None:
+    def add(self, seen: Iterable[Part]) -> None:
         if self._tally:
             self._tally.join(seen)
 
