@@ -124,7 +124,7 @@ def batches(
     cost: Callable[[T], int],
     max_cost: int,
     max_count: int,
-    belong: Callable[[T, T], bool] = lambda item, following: False,
+    belong: Callable[[T, T], bool] | None = None,
 ) -> Iterator[list[T]]:
     """Neighbours together, up to so much in all and so many; at least one, and with it what belongs
     to the one before.
@@ -133,7 +133,7 @@ def batches(
     total = 0
     for item in items:
         is_full = batch and (total + cost(item) > max_cost or len(batch) >= max_count)
-        if is_full and not belong(batch[-1], item):
+        if is_full and not (belong and belong(batch[-1], item)):
             yield batch
             batch, total = [], 0
         batch.append(item)

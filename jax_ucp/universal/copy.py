@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,15 @@ from jax_ucp.layout.blocks import (
 )
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
-from jax_ucp.sources.budget import DEFAULT_BUDGET, HELD_BYTES, batches, run_bounded, threads
+from jax_ucp.sources.budget import (
+    BATCH_BYTES,
+    BATCH_JOBS,
+    DEFAULT_BUDGET,
+    HELD_BYTES,
+    batches,
+    run_bounded,
+    threads,
+)
 from jax_ucp.sources.contents import Contents
 from jax_ucp.sources.protocol import ArrayInfo
 from jax_ucp.sources.proved import proved
@@ -308,9 +316,7 @@ def _copy_blocks(
     has them.
     """
     # Elsewhere a piece is durable when it is done.
-    group_bytes = GROUP_BYTES if coordinator.is_here else 0
-    written: list[Block] = []
-    lock = threading.Lock()
+    waiting = _Waiting(GROUP_BYTES if coordinator.is_here else 0)
 
     def finish(piece: CopyPiece, results: Sequence[Written]) -> None:
         fresh: list[Block] = []
@@ -320,11 +326,7 @@ def _copy_blocks(
                 progress(block)
             else:
                 fresh.append(block)
-        with lock:
-            written.extend(fresh)
-            group = written[:] if sum(block.nbytes for block in written) >= group_bytes else []
-            del written[: len(group)]
-        settle(group)
+        settle(waiting.add(fresh))
 
     def settle(group: Sequence[Block]) -> None:
         """Wait for the disk, and only then say in the ledger that the blocks are there."""
@@ -337,14 +339,33 @@ def _copy_blocks(
 
     run_bounded(((0, lambda key=key: store.create(key)) for key in plan.arrays), plan.budget_bytes)
     coordinator.run(_pieces(plan, store, ledger, coordinator), finish, plan.budget_bytes)
-    settle(written)
+    settle(waiting.blocks)
+
+
+class _Waiting:
+    """Blocks that wait for the disk, until they have so many bytes together."""
+
+    def __init__(self, max_bytes: int):
+        self.blocks: list[Block] = []
+        self._nbytes, self._max_bytes = 0, max_bytes
+        self._lock = threading.Lock()
+
+    def add(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        """Those that need wait no longer."""
+        with self._lock:
+            self.blocks += blocks
+            self._nbytes += sum(block.nbytes for block in blocks)
+            if self._nbytes < self._max_bytes:
+                return ()
+            ready, self.blocks, self._nbytes = self.blocks, [], 0
+        return ready
 
 
 def _pieces(
     plan: CopyPlan, store: ZarrStore, ledger: Ledger, coordinator: Coordinator
 ) -> Iterator[CopyPiece]:
-    """The blocks in their order. Here each is a piece; elsewhere many are, and what is of one
-    stored chunk goes together, so that one process decodes it.
+    """The blocks in their order, several small ones together. Elsewhere a piece is larger, and all
+    that is of one stored chunk goes together, so that one process decodes it.
     """
     stored = coordinator.opened.contents.arrays.arrays()
 
@@ -356,11 +377,11 @@ def _pieces(
             and grid_place(block.box, chunk) == grid_place(following.box, chunk)
         )
 
-    together: Iterable[Sequence[Block]] = ([block] for block in plan.blocks)
-    if not coordinator.is_here:
-        together = batches(
-            plan.blocks, lambda block: block.nbytes, PIECE_BYTES, PIECE_BOXES, of_one_chunk
-        )
+    if coordinator.is_here:
+        most, belong = (BATCH_BYTES, BATCH_JOBS), None
+    else:
+        most, belong = (PIECE_BYTES, PIECE_BOXES), of_one_chunk
+    together = batches(plan.blocks, lambda block: block.nbytes, *most, belong)
     for blocks in together:
         keys = dict.fromkeys(block.key for block in blocks)
         yield CopyPiece(
