@@ -24,7 +24,7 @@ from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.sources.budget import batches, threads
 from jax_ucp.sources.protocol import ArrayInfo, ArraySource
-from jax_ucp.sources.work import PIECE_BOXES, PIECE_BYTES, Coordinator, Job, OpenedJob
+from jax_ucp.sources.work import TASK_BOXES, TASK_BYTES, Coordinator, Job, OpenedJob
 from jax_ucp.universal.copy import COPIES_IN_FLIGHT, block_cost
 
 Bytes = tuple[int, bytes]
@@ -73,7 +73,7 @@ class File:
 
 
 @dataclass(frozen=True)
-class TensorPiece:
+class TensorTask:
     """Blocks of a tensor, which follow one another in its row-major bytes, to be written to `file`
     of a folder from byte `at` on.
     """
@@ -122,13 +122,13 @@ def write_files(
     """
     written: dict[tuple[int, int], list[Part]] = defaultdict(list)
 
-    def finish(piece: TensorPiece, crc: int) -> None:
-        written[piece.place].append(Part(piece.at, piece.at + piece.nbytes, crc))
-        progress(piece.nbytes)
+    def finish(task: TensorTask, crc: int) -> None:
+        written[task.place].append(Part(task.at, task.at + task.nbytes, crc))
+        progress(task.nbytes)
 
     for file in files:
         _create(folder / file.name, file.size)
-    coordinator.run(_pieces(folder, files, coordinator, budget_bytes), finish, budget_bytes)
+    coordinator.run(_tasks(folder, files, coordinator, budget_bytes), finish, budget_bytes)
     for f, file in enumerate(files):
         with open(folder / file.name, "r+b") as out:
             tail = file.tail([crc_of(sorted(written[f, t])) for t in range(len(file.tensors))])
@@ -139,23 +139,23 @@ def write_files(
             os.fsync(out.fileno())
 
 
-def _pieces(
+def _tasks(
     folder: Path, files: Sequence[File], coordinator: Coordinator, budget_bytes: int
-) -> Iterator[TensorPiece]:
+) -> Iterator[TensorTask]:
     infos = coordinator.opened.contents.arrays.arrays()
     for f, file in enumerate(files):
         for t, (at, tensor) in enumerate(file.tensors):
             boxes, cost = _cut(tensor, infos[tensor.key], budget_bytes)
             for together in _together(boxes, tensor, infos[tensor.key]):
-                piece = TensorPiece(
+                task = TensorTask(
                     coordinator.job, str(folder), file.name, (f, t), at, tensor, together, cost
                 )
-                yield piece
-                at += piece.nbytes
+                yield task
+                at += task.nbytes
 
 
 def _together(boxes: Sequence[Box], tensor: Tensor, info: ArrayInfo) -> Iterator[Sequence[Box]]:
-    """The boxes of a tensor, in their order, as many together as are a piece. All are, where two
+    """The boxes of a tensor in their order, as many together as one task writes: all, where two
     may be of one stored chunk.
     """
     chunk = info.chunk or (1,) * len(tensor.shape)
@@ -163,7 +163,7 @@ def _together(boxes: Sequence[Box], tensor: Tensor, info: ArrayInfo) -> Iterator
         yield boxes
         return
     size = tensor.dtype.itemsize
-    yield from batches(boxes, lambda box: box.size * size, PIECE_BYTES, PIECE_BOXES)
+    yield from batches(boxes, lambda box: box.size * size, TASK_BYTES, TASK_BOXES)
 
 
 def _create(path: Path, size: int) -> None:

@@ -84,9 +84,7 @@ def submit_bounded(
         while running:
             settle()
     finally:
-        for future in running:
-            future.cancel()
-        wait(running)
+        wait([future for future in running if not future.cancel()])
 
 
 def in_order(

@@ -1,8 +1,8 @@
 """Pieces of work: what a conversion, an export or a verification is cut into, run by threads here
 or by any `concurrent.futures.Executor`.
 
-A piece says in integers and names what to do. Whoever runs it has the checkpoint open, or opens it
-for the first piece of the job that it gets.
+A task says in integers and names what to do. Whoever runs it has the checkpoint open, or opens it
+for the first task of the job that it gets.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from jax_ucp.sources.checks import Check
 from jax_ucp.sources.contents import Contents
 from jax_ucp.sources.proved import Proofs, only_ones
 
-# A piece for another process reads about so many bytes, or as many boxes: handing it over costs
+# A task for another process reads about so many bytes, or as many boxes: handing it over costs
 # some milliseconds, and so much is done again of one whose process ended.
-PIECE_BYTES = 64 << 20
-PIECE_BOXES = 256
+TASK_BYTES = 64 << 20
+TASK_BOXES = 256
 
-# So many pieces wait for other processes at once.
-PIECES_IN_FLIGHT = 4096
+# So many tasks wait for other processes at once.
+TASKS_IN_FLIGHT = 4096
 
 # Opens a checkpoint as it was opened here: a value that can be pickled.
 Opener = Callable[[], Contents]
 T = TypeVar("T")
-AnyPiece = TypeVar("AnyPiece", bound="Piece[Any]")
+AnyTask = TypeVar("AnyTask", bound="Task[Any]")
 T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass(frozen=True)
 class Workers:
-    """Who runs pieces: an executor, or threads here. Its other processes need an `opener`, which a
+    """Who runs tasks: an executor, or threads here. Its other processes need an `opener`, which a
     checkpoint has that can be opened by its path.
     """
 
@@ -71,7 +71,7 @@ HERE = Workers()
 
 @dataclass(frozen=True)
 class Job:
-    """What the pieces of one job have in common: how a process opens their checkpoint, and the
+    """What the tasks of one job have in common: how a process opens their checkpoint, and the
     digest of what it must find.
     """
 
@@ -81,7 +81,7 @@ class Job:
 
     def open(self) -> OpenedJob:
         """The checkpoint as this process opens it. Raises CorruptData where it has changed."""
-        assert self.opener is not None, "pieces go to other processes only with an opener"
+        assert self.opener is not None, "tasks go to other processes only with an opener"
         contents = self.opener()
         if _identity(contents) != self.identity:
             raise CorruptData(
@@ -95,7 +95,7 @@ class Job:
 class OpenedJob:
     """A checkpoint that this process has open for a job.
 
-    `is_elsewhere` in a process that only runs pieces: what they saw of the checkpoint must then be
+    `is_elsewhere` in a process that only runs tasks: what they saw of the checkpoint must then be
     handed over, and what they wrote must be durable when they end.
     """
 
@@ -103,7 +103,7 @@ class OpenedJob:
         self.contents = contents
         self.is_elsewhere = is_elsewhere
         self.process = os.getpid()
-        # What a piece saw is told from what others saw: elsewhere they go one at a time.
+        # What a task saw is told from what others saw: elsewhere they go one at a time.
         self.turn = threading.Lock()
         self._files: dict[str, LocalFiles] = {}
         self._watching = ExitStack()
@@ -134,12 +134,12 @@ class OpenedJob:
         return list(self.contents.checks("full"))
 
     def files(self, root: str) -> LocalFiles:
-        """A directory that pieces write to, opened once."""
+        """A directory that tasks write to, opened once."""
         return self._files.setdefault(root, LocalFiles(root))
 
 
-class Piece(Protocol[T_co]):
-    """Independent work: a small value that can be pickled.
+class Task(Protocol[T_co]):
+    """A piece of work that needs no other: a small value that can be pickled.
 
     `cost` is the memory it takes; the result of `run` is as small. One whose reads are to prove
     something begins with `opened.proofs`.
@@ -156,7 +156,7 @@ class Piece(Protocol[T_co]):
 
 @dataclass(frozen=True)
 class Done(Generic[T]):
-    """The result of a piece, and what its reads proved, if that is not known yet where the job
+    """The result of a task, and what its reads proved, if that is not known yet where the job
     is shared out.
     """
 
@@ -164,22 +164,22 @@ class Done(Generic[T]):
     seen: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
-# By the id of a job: those that are shared out here, and the last one of which pieces came.
+# By the id of a job: those that are shared out here, and the last one of which tasks came.
 _shared_out: dict[str, OpenedJob] = {}
 _reopened: dict[str, OpenedJob] = {}
 _reopening = threading.Lock()
 
 
-def perform(piece: Piece[T]) -> Done[T]:
-    """Run a piece in whichever process this is. Errors are such as can be sent back."""
-    if opened := _shared_out.get(piece.job.id):
-        return Done(piece.run(opened))
+def perform(task: Task[T]) -> Done[T]:
+    """Run a task in whichever process this is. Errors are such as can be sent back."""
+    if opened := _shared_out.get(task.job.id):
+        return Done(task.run(opened))
     try:
-        opened = _opened(piece.job)
+        opened = _opened(task.job)
         with opened.turn:
             try:
-                result = piece.run(opened)
-            finally:  # what a piece saw that failed is not handed over
+                result = task.run(opened)
+            finally:  # what a task saw that failed is not handed over
                 seen = opened.take()
             return Done(result, seen)
     except Exception as error:
@@ -214,22 +214,22 @@ def _place(job_id: str) -> str:
 
 
 class Coordinator:
-    """Shares out the pieces of one job, and hears of their results."""
+    """Shares out the tasks of one job, and hears of their results."""
 
     def __init__(self, job: Job, opened: OpenedJob, workers: Workers, is_here: bool, again: str):
         self.job = job
         self.opened = opened
-        self.is_here = is_here  # whether pieces run in this process
+        self.is_here = is_here  # whether tasks run in this process
         self._executor = workers.executor
         self._again = again
 
     def run(
         self,
-        pieces: Iterable[AnyPiece],
-        finish: Callable[[AnyPiece, Any], None],
+        tasks: Iterable[AnyTask],
+        finish: Callable[[AnyTask, Any], None],
         budget_bytes: int,
     ) -> None:
-        """Run all pieces; `finish` is called with each that is done and its result, by several
+        """Run all tasks; `finish` is called with each that is done and its result, by several
         threads at once where they run here.
 
         Pieces that run here cost at most `budget_bytes` together. The first error stops those not
@@ -237,40 +237,40 @@ class Coordinator:
         """
         if self._executor is None:
             run_bounded(
-                ((piece.cost, partial(self._run_here, piece, finish)) for piece in pieces),
+                ((task.cost, partial(self._run_here, task, finish)) for task in tasks),
                 budget_bytes,
             )
             return
         submissions = (
             Submission(
-                piece.cost,
-                partial(perform, piece),
-                partial(self._finish, piece, finish),
+                task.cost,
+                partial(perform, task),
+                partial(self._finish, task, finish),
             )
-            for piece in pieces
+            for task in tasks
         )
         with _naming_death(self._again):
             submit_bounded(
                 self._executor,
                 submissions,
                 budget_bytes if self.is_here else math.inf,
-                PIECES_IN_FLIGHT,
+                TASKS_IN_FLIGHT,
             )
 
-    def _run_here(self, piece: AnyPiece, finish: Callable[[AnyPiece, Any], None]) -> None:
-        finish(piece, piece.run(self.opened))
+    def _run_here(self, task: AnyTask, finish: Callable[[AnyTask, Any], None]) -> None:
+        finish(task, task.run(self.opened))
 
     def _finish(
-        self, piece: AnyPiece, finish: Callable[[AnyPiece, Any], None], done: Done[Any]
+        self, task: AnyTask, finish: Callable[[AnyTask, Any], None], done: Done[Any]
     ) -> None:
         if done.seen:
             self.opened.proofs.add(done.seen)
-        finish(piece, done.result)
+        finish(task, done.result)
 
 
 @contextmanager
 def shared_out(contents: Contents, workers: Workers, again: str) -> Iterator[Coordinator]:
-    """A job on a checkpoint whose pieces the workers run. Nothing is written before it begins.
+    """A job on a checkpoint whose tasks the workers run. Nothing is written before it begins.
 
     `again` says what to do when a worker's process has ended.
 
@@ -341,7 +341,7 @@ def _naming_death(again: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class CheckPiece:
+class CheckTask:
     """Checks to be run, by name."""
 
     job: Job
@@ -361,23 +361,23 @@ def verify(contents: Contents, workers: Workers) -> Iterator[tuple[str, str | No
         return
     faults: dict[str, str | None] = {}
 
-    def finish(piece: CheckPiece, found: Sequence[str | None]) -> None:
-        faults.update(zip(piece.names, found, strict=True))
+    def finish(task: CheckTask, found: Sequence[str | None]) -> None:
+        faults.update(zip(task.names, found, strict=True))
 
     with shared_out(contents, workers, "Verify again, with a new executor.") as coordinator:
         opened = coordinator.opened
         together = batches(
-            opened.checks.values(), lambda check: check.nbytes, PIECE_BYTES, PIECE_BOXES
+            opened.checks.values(), lambda check: check.nbytes, TASK_BYTES, TASK_BOXES
         )
-        pieces = (
-            CheckPiece(
+        tasks = (
+            CheckTask(
                 coordinator.job,
                 tuple(check.name for check in some),
                 max(check.memory for check in some),
             )
             for some in together
         )
-        coordinator.run(pieces, finish, DEFAULT_BUDGET)
+        coordinator.run(tasks, finish, DEFAULT_BUDGET)
     # Checks that share a name could be taken for one another elsewhere.
     for check in opened.every_check:
         yield check.label, faults[check.name] if check.name in faults else check.run()

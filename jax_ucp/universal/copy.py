@@ -41,8 +41,8 @@ from jax_ucp.sources.protocol import ArrayInfo
 from jax_ucp.sources.proved import proved
 from jax_ucp.sources.work import (
     HERE,
-    PIECE_BOXES,
-    PIECE_BYTES,
+    TASK_BOXES,
+    TASK_BYTES,
     Coordinator,
     Job,
     OpenedJob,
@@ -266,7 +266,7 @@ def _discard(target: Path, ledger: Ledger) -> None:
 
 
 @dataclass(frozen=True)
-class CopyPiece:
+class CopyTask:
     """Blocks to be copied, one after the other, to `target`, which has these arrays in these
     chunks.
 
@@ -315,12 +315,12 @@ def _copy_blocks(
     """Write the blocks that the ledger does not have yet, and those that are not on disk as it
     has them.
     """
-    # Elsewhere a piece is durable when it is done.
+    # Elsewhere a task is durable when it is done.
     waiting = _Waiting(GROUP_BYTES if coordinator.is_here else 0)
 
-    def finish(piece: CopyPiece, results: Sequence[Written]) -> None:
+    def finish(task: CopyTask, results: Sequence[Written]) -> None:
         fresh: list[Block] = []
-        for block, noted, now in zip(piece.blocks, piece.noted, results, strict=True):
+        for block, noted, now in zip(task.blocks, task.noted, results, strict=True):
             store.written[block.key][str(block.box)] = now
             if now == noted:
                 progress(block)
@@ -338,7 +338,7 @@ def _copy_blocks(
             progress(block)
 
     run_bounded(((0, lambda key=key: store.create(key)) for key in plan.arrays), plan.budget_bytes)
-    coordinator.run(_pieces(plan, store, ledger, coordinator), finish, plan.budget_bytes)
+    coordinator.run(_tasks(plan, store, ledger, coordinator), finish, plan.budget_bytes)
     settle(waiting.blocks)
 
 
@@ -361,10 +361,10 @@ class _Waiting:
         return ready
 
 
-def _pieces(
+def _tasks(
     plan: CopyPlan, store: ZarrStore, ledger: Ledger, coordinator: Coordinator
-) -> Iterator[CopyPiece]:
-    """The blocks in their order, several small ones together. Elsewhere a piece is larger, and all
+) -> Iterator[CopyTask]:
+    """The blocks in their order, several small ones together. Elsewhere a task is larger, and all
     that is of one stored chunk goes together, so that one process decodes it.
     """
     stored = coordinator.opened.contents.arrays.arrays()
@@ -380,11 +380,11 @@ def _pieces(
     if coordinator.is_here:
         most, belong = (BATCH_BYTES, BATCH_JOBS), None
     else:
-        most, belong = (PIECE_BYTES, PIECE_BOXES), of_one_chunk
+        most, belong = (TASK_BYTES, TASK_BOXES), of_one_chunk
     together = batches(plan.blocks, lambda block: block.nbytes, *most, belong)
     for blocks in together:
         keys = dict.fromkeys(block.key for block in blocks)
-        yield CopyPiece(
+        yield CopyTask(
             coordinator.job,
             store.directory.root,
             {key: plan.arrays[key] for key in keys},
