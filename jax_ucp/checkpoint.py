@@ -10,7 +10,8 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,6 +30,7 @@ from jax_ucp.mapping import rules as mappings
 from jax_ucp.mapping.binding import bind, said_before
 from jax_ucp.mapping.mapped_tree import map_contents, states_of
 from jax_ucp.mapping.model_config import config_of, given_config, joined
+from jax_ucp.shard_spec.notation import load
 from jax_ucp.shard_spec.rules import Spec
 from jax_ucp.sources.budget import DEFAULT_BUDGET
 from jax_ucp.sources.checks import Extent
@@ -36,6 +38,7 @@ from jax_ucp.sources.contents import About, Contents, Item, Piece, require_value
 from jax_ucp.sources.optimizer_groups import Group
 from jax_ucp.sources.protocol import ArrayInfo
 from jax_ucp.sources.proved import ProvedReads
+from jax_ucp.sources.work import Opener, Workers, verify
 from jax_ucp.text import visible
 from jax_ucp.tree import Leaf, tree_of
 from jax_ucp.universal.copy import Block, CopyPlan, copy, plan_copy, require_target
@@ -92,7 +95,35 @@ def open(
     options = Options.of(sizes, spec, weights_only, on_conflict, dequantize, optimizer_groups)
     contents = open_contents(path, options)
     require_used(options.sizes, contents.path)
-    return Checkpoint(contents)
+    if isinstance(options.spec, Path):  # which may change before another process opens it
+        options = replace(options, spec=load(options.spec))
+    return Checkpoint(contents, _Opened(os.path.abspath(path), options))
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """How a checkpoint was opened, for another process to do the same."""
+
+    path: str
+    options: Options
+
+    def __call__(self) -> Contents:
+        return open_contents(self.path, self.options)
+
+
+@dataclass(frozen=True)
+class _Mapped:
+    """How a checkpoint was opened and then mapped."""
+
+    opener: Opener
+    mapping: mappings.Mapping
+    sizes: Mapping[str, int] | None
+    config: Mapping[str, Any] | None
+    assume: Sequence[str]
+
+    def __call__(self) -> Contents:
+        about = {"sizes": self.sizes, "config": self.config, "assume": self.assume}
+        return Checkpoint(self.opener()).map(self.mapping, **about)._contents
 
 
 def diff(
@@ -148,8 +179,9 @@ class Checkpoint:
     are.
     """
 
-    def __init__(self, contents: Contents):
+    def __init__(self, contents: Contents, opener: Opener | None = None):
         self._contents = contents
+        self._opener = opener  # for other processes, if they can
         self._reads = ProvedReads(contents)
 
     @classmethod
@@ -384,7 +416,11 @@ class Checkpoint:
         leaves = map_contents(
             self._contents, bound.leaves, bound.skipped, bound.notes, {**of, "mapping": about}
         )
-        return Checkpoint(leaves)
+        given_sizes = None if sizes is None else dict(sizes)
+        opener = self._opener and _Mapped(
+            self._opener, rules, given_sizes, None if config is None else given, tuple(assume)
+        )
+        return Checkpoint(leaves, opener)
 
     def plan(
         self,
@@ -603,6 +639,7 @@ class Checkpoint:
         hosts: int = 1,
         budget_bytes: int = DEFAULT_BUDGET,
         progress: Callable[[Block], None] = lambda block: None,
+        executor: Executor | None = None,
     ) -> Checkpoint:
         """Write the checkpoint to `path` in the universal format, and open it there.
 
@@ -616,9 +653,14 @@ class Checkpoint:
         on disk. What is stored twice is compared on the way. Stopped at any moment it leaves no
         checkpoint at `path`, and the same call takes up where it was stopped.
 
+        `executor` runs the work, in threads or in other processes, which must see source and `path`
+        by the same names; the checkpoint is the same, byte for byte. Each other process then has at
+        most one block in memory at once.
+
         Raises FileExistsError if `path` is in use, UnsupportedPath if it is a URL, CorruptData if
-        the source contradicts itself or changes meanwhile, and QuantizedWeights where weights are
-        stored as codes.
+        the source contradicts itself or changes meanwhile, QuantizedWeights where weights are
+        stored as codes, and WorkerError where the executor's processes cannot open the checkpoint,
+        or one of them has ended.
         """
         target = local_path(path)
         plan = self.plan_save(budget_bytes, mesh=mesh, rules=rules, hosts=hosts)
@@ -626,7 +668,7 @@ class Checkpoint:
             from jax_ucp.sharding.fit import warn_given_up
 
             warn_given_up(plan.notes, stacklevel=2)
-        copy(self._contents, plan, target, progress)
+        copy(self._contents, plan, target, progress, Workers(executor, self._opener))
         return open(path)
 
     def plan_export(
@@ -655,6 +697,7 @@ class Checkpoint:
         zero_stage: int | None = None,
         budget_bytes: int = DEFAULT_BUDGET,
         progress: Callable[[int], None] = lambda nbytes: None,
+        executor: Executor | None = None,
     ) -> Checkpoint:
         """Write the parameters, and where the format has a place for them their states, to the new
         folder `path`.
@@ -664,27 +707,29 @@ class Checkpoint:
         floating parameters, rounding to the nearest; unsaid, every bit stays. `max_shard_bytes` is
         for safetensors, unsaid 50 GB. `zero_stage` is that of the DeepSpeed run to be resumed,
         unsaid that of the source. What is stored twice is compared on the way. `progress` hears of
-        bytes written. Stopped at any moment, nothing is at `path`.
+        bytes written. Stopped at any moment, nothing is at `path`. `executor` is that of `save`.
 
         Raises TreeMismatch if the tree is not `{state: {parameter: array}}`, UnsupportedLeaf with
         every parameter that the format cannot hold, FileExistsError if `path` is in use,
         UnsupportedPath if it is a URL, ValueError for an argument that is for another format,
         CorruptData if the source contradicts itself or changes meanwhile, QuantizedWeights where
-        weights are stored as codes.
+        weights are stored as codes, WorkerError as `save` does.
         """
         target = local_path(path)
         arguments = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "zero_stage": zero_stage}
         plan = self.plan_export(format, **arguments, budget_bytes=budget_bytes)
-        run_export(self._contents, plan, target, progress)
+        run_export(self._contents, plan, target, progress, Workers(executor, self._opener))
         return open(path)
 
-    def verify(self) -> Iterator[tuple[str, str | None]]:
+    def verify(self, *, executor: Executor | None = None) -> Iterator[tuple[str, str | None]]:
         """Read everything that has a checksum or a duplicate: (what was looked at, what is wrong
         with it or None).
 
-        A file that is no longer the one that was opened is wrong too.
+        A file that is no longer the one that was opened is wrong too. `executor` is that of `save`.
+
+        Raises WorkerError as `save` does.
         """
-        yield from self._contents.verify()
+        yield from verify(self._contents, Workers(executor, self._opener))
         for change in self._contents.files.changes():
             yield "the files of the checkpoint", change
 

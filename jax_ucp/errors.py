@@ -13,13 +13,14 @@
     ├── TreeMismatch         a target tree and a checkpoint do not have the same leaves
     ├── UnsupportedPath      a path is a URL, or would be taken for another path
     ├── SaveFailed           another process could not do its part of a save
+    ├── WorkerError          an executor's processes cannot do the work, or one of them has ended
     └── UnsupportedLeaf      a leaf of a tree to be saved is nothing we could restore as what it was
 
 One warning, which is no error: `ShardingWarning`, where leaves are placed otherwise than asked for.
 
 `LayoutError`, `SpecError`, `FormatError`, `QuantizedWeights`, `TreeMismatch` and `UnsupportedPath`
-are also `ValueError`, `NotACheckpoint` is also `FileNotFoundError`, `SaveFailed` also
-`RuntimeError` and `UnsupportedLeaf` also `TypeError`, so that code which knows nothing of us
+are also `ValueError`, `NotACheckpoint` is also `FileNotFoundError`, `SaveFailed` and `WorkerError`
+also `RuntimeError` and `UnsupportedLeaf` also `TypeError`, so that code which knows nothing of us
 catches them where it would expect to.
 """
 
@@ -76,6 +77,10 @@ class SaveFailed(UCPError, RuntimeError):
     """A process could not do its part of a save, and this is another one, which did; there is no
     checkpoint.
     """
+
+
+class WorkerError(UCPError, RuntimeError):
+    """The processes of an executor cannot do the work they were given, or one of them has ended."""
 
 
 class UnsupportedLeaf(UCPError, TypeError):

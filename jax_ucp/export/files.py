@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +18,13 @@ from pathlib import Path
 import numpy as np
 
 from jax_ucp.errors import CorruptData, fault_lines
+from jax_ucp.files.crc import Part, crc_of
 from jax_ucp.layout.blocks import OUTER_BYTES, SMALL_BYTES, grid_boxes, rows_of_chunks
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
-from jax_ucp.sources.budget import run_bounded, threads
+from jax_ucp.sources.budget import batches, threads
 from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+from jax_ucp.sources.work import TASK_BOXES, TASK_BYTES, Coordinator, Job, OpenedJob
 from jax_ucp.universal.copy import COPIES_IN_FLIGHT, block_cost
 
 Bytes = tuple[int, bytes]
@@ -69,19 +72,47 @@ class File:
         return cls(name, len(data), literals=[(0, data)])
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """A tensor to be written in `boxes`, which follow one another in its row-major bytes."""
+@dataclass(frozen=True)
+class TensorTask:
+    """Blocks of a tensor, which follow one another in its row-major bytes, to be written to `file`
+    of a folder from byte `at` on.
+    """
 
+    job: Job
+    folder: str
+    file: str
+    place: tuple[int, int]  # which tensor of which file
+    at: int
     tensor: Tensor
     boxes: Sequence[Box]
     cost: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(box.size for box in self.boxes) * self.tensor.dtype.itemsize
+
+    def run(self, opened: OpenedJob) -> int:
+        """Write the blocks, no more once a proof has failed. Returns the CRC-32 of their bytes."""
+        proofs, crc = opened.proofs, 0
+        with open(Path(self.folder, self.file), "r+b", buffering=0) as out:
+            out.seek(self.at)
+            for box in self.boxes:
+                read = opened.contents.arrays.read(self.tensor.key, box)
+                proofs.require_sound_so_far()
+                data = np.ascontiguousarray(read.astype(self.tensor.dtype, copy=False))
+                raw = data.reshape(-1).view(np.uint8).data
+                crc = zlib.crc32(raw, crc)
+                while raw:
+                    raw = raw[out.write(raw) :]
+            if opened.is_elsewhere:
+                os.fsync(out.fileno())
+        return crc
 
 
 def write_files(
     folder: Path,
     files: Sequence[File],
-    source: ArraySource,
+    coordinator: Coordinator,
     budget_bytes: int,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
@@ -89,29 +120,50 @@ def write_files(
 
     At most about `budget_bytes` of blocks are in memory at once.
     """
-    crcs: dict[tuple[int, int], int] = {}
-    infos = source.arrays()
+    written: dict[tuple[int, int], list[Part]] = defaultdict(list)
 
-    def jobs() -> Iterator[tuple[int, Callable[[], object]]]:
-        for f, file in enumerate(files):
-            for t, (offset, tensor) in enumerate(file.tensors):
-                job = _job(tensor, infos[tensor.key], budget_bytes)
-                yield job.cost, lambda f=f, t=t, at=offset, job=job: write(f, t, at, job)
-
-    def write(f: int, t: int, at: int, job: _Job) -> None:
-        crcs[f, t] = _write_tensor(folder / files[f].name, at, job, source, progress)
+    def finish(task: TensorTask, crc: int) -> None:
+        written[task.place].append(Part(task.at, task.at + task.nbytes, crc))
+        progress(task.nbytes)
 
     for file in files:
         _create(folder / file.name, file.size)
-    run_bounded(jobs(), budget_bytes)
+    coordinator.run(_tasks(folder, files, coordinator, budget_bytes), finish, budget_bytes)
     for f, file in enumerate(files):
         with open(folder / file.name, "r+b") as out:
-            tail = file.tail([crcs[f, t] for t in range(len(file.tensors))])
+            tail = file.tail([crc_of(sorted(written[f, t])) for t in range(len(file.tensors))])
             for at, data in (*file.literals, *tail):
                 out.seek(at)
                 out.write(data)
             out.flush()
             os.fsync(out.fileno())
+
+
+def _tasks(
+    folder: Path, files: Sequence[File], coordinator: Coordinator, budget_bytes: int
+) -> Iterator[TensorTask]:
+    infos = coordinator.opened.contents.arrays.arrays()
+    for f, file in enumerate(files):
+        for t, (at, tensor) in enumerate(file.tensors):
+            boxes, cost = _cut(tensor, infos[tensor.key], budget_bytes)
+            for together in _together(boxes, tensor, infos[tensor.key]):
+                task = TensorTask(
+                    coordinator.job, str(folder), file.name, (f, t), at, tensor, together, cost
+                )
+                yield task
+                at += task.nbytes
+
+
+def _together(boxes: Sequence[Box], tensor: Tensor, info: ArrayInfo) -> Iterator[Sequence[Box]]:
+    """The boxes of a tensor in their order, as many together as one task writes: all, where two
+    may be of one stored chunk.
+    """
+    chunk = info.chunk or (1,) * len(tensor.shape)
+    if not all(a % c == 0 for box in boxes for a, c in zip(box.start, chunk, strict=True)):
+        yield boxes
+        return
+    size = tensor.dtype.itemsize
+    yield from batches(boxes, lambda box: box.size * size, TASK_BYTES, TASK_BOXES)
 
 
 def _create(path: Path, size: int) -> None:
@@ -150,19 +202,17 @@ def require_written(folder: Path, files: Sequence[File]) -> None:
 def peak_bytes(files: Sequence[File], source: ArraySource, budget_bytes: int) -> int:
     """The most memory that blocks in flight can take."""
     infos = source.arrays()
-    costs = sorted(
-        (_job(t, infos[t.key], budget_bytes).cost for f in files for _, t in f.tensors),
-        reverse=True,
-    )
+    tensors = (tensor for file in files for _, tensor in file.tensors)
+    costs = sorted((_cut(t, infos[t.key], budget_bytes)[1] for t in tensors), reverse=True)
     return min(sum(costs[: threads()]), max(budget_bytes, *costs[:1], 0))
 
 
-def _job(tensor: Tensor, info: ArrayInfo, budget_bytes: int) -> _Job:
+def _cut(tensor: Tensor, info: ArrayInfo, budget_bytes: int) -> tuple[Sequence[Box], int]:
+    """The blocks in which a tensor is written, and the memory that one of them takes."""
     size = max(info.dtype.itemsize, tensor.dtype.itemsize)
     max_bytes = max(SMALL_BYTES, min(OUTER_BYTES, budget_bytes // (COPIES_IN_FLIGHT * threads())))
     boxes = list(row_major_boxes(tensor.shape, info.chunk, size, max_bytes))
-    costs = [block_cost(box, info.chunk or (), size) for box in boxes]
-    return _Job(tensor, boxes, max(costs, default=0))
+    return boxes, max((block_cost(box, info.chunk or (), size) for box in boxes), default=0)
 
 
 def row_major_boxes(
@@ -187,21 +237,3 @@ def _follow(shape: Shape, block: Shape) -> bool:
     """Whether blocks of a grid are runs: at most one axis is cut, and those before it to 1."""
     cut = [axis for axis, (n, b) in enumerate(zip(shape, block, strict=True)) if b < n]
     return not cut or all(b == 1 for b in block[: cut[-1]])
-
-
-def _write_tensor(
-    path: Path, at: int, job: _Job, source: ArraySource, progress: Callable[[int], None]
-) -> int:
-    crc = 0
-    with open(path, "r+b", buffering=0) as out:
-        out.seek(at)
-        for box in job.boxes:
-            data = np.ascontiguousarray(
-                source.read(job.tensor.key, box).astype(job.tensor.dtype, copy=False)
-            )
-            raw = data.reshape(-1).view(np.uint8).data
-            crc = zlib.crc32(raw, crc)
-            while raw:
-                raw = raw[out.write(raw) :]
-            progress(data.nbytes)
-    return crc

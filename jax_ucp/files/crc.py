@@ -11,7 +11,7 @@ import bisect
 import functools
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -77,16 +77,32 @@ class Part(NamedTuple):
     crc: int
 
 
+def crc_of(parts: Iterable[Part]) -> int:
+    """The CRC-32 of parts that follow one another."""
+    result = 0
+    for part in parts:
+        result = combined(result, part.crc, part.stop - part.start)
+    return result
+
+
 class Tally:
     """Whether the bytes from `start` to `stop` have the CRC-32 `crc`: each is summed when it is
     first seen, in any order, by any thread.
 
-    `alarm` is called when the last of them is seen and the CRC-32 is another.
+    `alarm` is called when the last of them is seen and the CRC-32 is another; `note` hears of each
+    part that was seen.
     """
 
-    def __init__(self, start: int, stop: int, crc: int, alarm: Callable[[], None] = lambda: None):
-        self.start, self.stop = start, stop
-        self._crc, self._alarm = crc, alarm
+    def __init__(
+        self,
+        start: int,
+        stop: int,
+        crc: int,
+        alarm: Callable[[], None] = lambda: None,
+        note: Callable[[Part], None] = lambda part: None,
+    ):
+        self.start, self.stop, self.crc = start, stop, crc
+        self._alarm, self._note = alarm, note
         self._parts: list[Part] = []  # disjoint, in order
         self._left = stop - start
         self._lock = threading.Lock()
@@ -99,6 +115,14 @@ class Tally:
             part = Part(begin, stop, zlib.crc32(data[begin - start : stop - start]))
             self._insert(part)
 
+    def join(self, parts: Iterable[Part]) -> None:
+        """Take over what another tally of the same bytes has seen.
+
+        A part of which some was seen here too is left out: it cannot be divided.
+        """
+        for part in parts:
+            self._insert(part)
+
     def gaps(self) -> Iterator[tuple[int, int]]:
         """What was not seen, as (start, stop)."""
         begin = self.start
@@ -108,10 +132,7 @@ class Tally:
 
     def agrees(self) -> bool:
         """Whether all bytes were seen, and have the CRC-32."""
-        result = 0
-        for part in self._parts:
-            result = combined(result, part.crc, part.stop - part.start)
-        return not self._left and result == self._crc
+        return not self._left and crc_of(self._parts) == self.crc
 
     def _insert(self, part: Part) -> None:
         with self._lock:
@@ -120,6 +141,7 @@ class Tally:
             bisect.insort(self._parts, part)
             self._left -= part.stop - part.start
             is_last = not self._left
+        self._note(part)
         if is_last and not self.agrees():
             self._alarm()
 

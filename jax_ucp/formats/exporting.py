@@ -29,6 +29,7 @@ from jax_ucp.layout.box import Box
 from jax_ucp.sources.budget import DEFAULT_BUDGET
 from jax_ucp.sources.contents import Contents
 from jax_ucp.sources.proved import proved
+from jax_ucp.sources.work import HERE, Workers, shared_out
 
 ExportFormat = Literal["safetensors", "dcp", "deepspeed"]
 Extras = Mapping[str, Mapping[str, Any]]  # by file and by name
@@ -207,6 +208,7 @@ def run_export(
     plan: ExportPlan,
     target: Path,
     progress: Callable[[int], None] = lambda nbytes: None,
+    workers: Workers = HERE,
 ) -> None:
     """Write the planned files to the new folder `target`; `progress` hears of bytes on their way to
     disk.
@@ -217,14 +219,10 @@ def run_export(
     if target.resolve().is_relative_to(Path(contents.path).resolve()):
         raise FileExistsError(f"{target} lies in the source, {contents.path}; give another path")
     check_free(target)
-    with new_folder(target) as folder:
-        with proved(contents) as proofs:
-
-            def advance(nbytes: int) -> None:
-                proofs.require_sound_so_far()
-                progress(nbytes)
-
-            write_files(folder, plan.files, contents.arrays, plan.budget_bytes, advance)
+    again = f"Nothing is at {target}: export again, with a new executor."
+    with shared_out(contents, workers, again) as coordinator, new_folder(target) as folder:
+        with proved(coordinator.opened.proofs):
+            write_files(folder, plan.files, coordinator, plan.budget_bytes, progress)
         contents.files.require_unchanged()
         require_written(folder, plan.files)
 

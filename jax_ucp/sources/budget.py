@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import TypeVar
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from functools import partial
+from queue import SimpleQueue
+from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -34,23 +37,54 @@ def run_bounded(jobs: Iterable[tuple[int, Callable[[], object]]], budget_bytes: 
     Neighbours that cost little are run as one. The first job that raises stops those not yet begun,
     and its error is raised here.
     """
-    running: dict[Future[None], int] = {}
-
-    def settle() -> None:
-        finished, _ = wait(running, return_when=FIRST_COMPLETED)
-        for future in finished:
-            del running[future]
-            future.result()
-
+    max_bytes = min(BATCH_BYTES, budget_bytes // threads())
     with ThreadPoolExecutor(threads()) as pool:
-        for cost, batch in _batches(jobs, min(BATCH_BYTES, budget_bytes // threads())):
-            while running and (
-                sum(running.values()) + cost > budget_bytes or len(running) >= threads()
-            ):
-                settle()
-            running[pool.submit(_run_all, batch)] = cost
+        submissions = (
+            Submission(sum(cost for cost, _ in batch), partial(_run_all, batch))
+            for batch in batches(jobs, operator.itemgetter(0), max_bytes, BATCH_JOBS)
+        )
+        submit_bounded(pool, submissions, budget_bytes, threads())
+
+
+class Submission(NamedTuple, Generic[T]):
+    """Work for an executor: its cost, what is run, and what its result is given to here."""
+
+    cost: int
+    work: Callable[[], T]
+    finish: Callable[[T], object] = lambda result: None
+
+
+def submit_bounded(
+    executor: Executor, submissions: Iterable[Submission[T]], max_cost: float, max_count: int
+) -> None:
+    """Submit work in its order, as much at once as may cost `max_cost` together, at most
+    `max_count`, at least one.
+
+    Results are handed on here, in the order in which they come. At the first error what has not
+    begun is cancelled and what has is waited for; then the error is raised.
+    """
+    running: dict[Future[T], Submission[T]] = {}
+    done: SimpleQueue[Future[T]] = SimpleQueue()
+    in_flight = 0
+
+    def settle() -> int:
+        future = done.get()
+        submission = running.pop(future)
+        submission.finish(future.result())
+        return submission.cost
+
+    try:
+        for submission in submissions:
+            while running and (in_flight + submission.cost > max_cost or len(running) >= max_count):
+                in_flight -= settle()
+            future = executor.submit(submission.work)
+            running[future] = submission
+            future.add_done_callback(done.put)
+            in_flight += submission.cost
         while running:
             settle()
+    finally:
+        wait([future for future in running if not future.cancel()])
 
 
 def in_order(
@@ -83,22 +117,29 @@ def in_threads(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
         yield from pool.map(lambda job: job(), jobs)
 
 
-def _batches(
-    jobs: Iterable[tuple[int, Callable[[], object]]], max_bytes: int
-) -> Iterator[tuple[int, list[Callable[[], object]]]]:
-    """Neighbouring jobs together, up to so many bytes and `BATCH_JOBS`; at least one."""
-    batch: list[Callable[[], object]] = []
+def batches(
+    items: Iterable[T],
+    cost: Callable[[T], int],
+    max_cost: int,
+    max_count: int,
+    belong: Callable[[T, T], bool] | None = None,
+) -> Iterator[list[T]]:
+    """Neighbours together, up to so much in all and so many; at least one, and with it what belongs
+    to the one before.
+    """
+    batch: list[T] = []
     total = 0
-    for cost, job in jobs:
-        if batch and (total + cost > max_bytes or len(batch) == BATCH_JOBS):
-            yield total, batch
+    for item in items:
+        is_full = batch and (total + cost(item) > max_cost or len(batch) >= max_count)
+        if is_full and not (belong and belong(batch[-1], item)):
+            yield batch
             batch, total = [], 0
-        batch.append(job)
-        total += cost
+        batch.append(item)
+        total += cost(item)
     if batch:
-        yield total, batch
+        yield batch
 
 
-def _run_all(batch: list[Callable[[], object]]) -> None:
-    for job in batch:
+def _run_all(batch: list[tuple[int, Callable[[], object]]]) -> None:
+    for _, job in batch:
         job()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 from jax_ucp.errors import CorruptData
 from jax_ucp.sources.budget import in_threads
@@ -18,12 +18,30 @@ SAMPLE_BYTES = 64
 # What a check reads at once of each of two copies, where it reads more.
 CHECK_BYTES = 2 << 20
 
-# Called when a fault shows while somebody else reads.
+# Called when a fault shows while somebody else reads; and with what was seen without one, a small
+# value that can be pickled.
 Alarm = Callable[[], None]
+Note = Callable[[Any], None]
 
 
-def _unseen(alarm: Alarm) -> AbstractContextManager[None]:
-    return nullcontext()
+class Watcher(Protocol):
+    """What a check has seen of what others read, here and in other processes.
+
+    `name` is that of no other watcher of the checkpoint, and the same in every process.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def watch(self, alarm: Alarm, note: Note) -> AbstractContextManager[None]:
+        """While this lasts, what others read is looked at: a fault sounds the alarm, and what was
+        seen without one is noted.
+        """
+        ...
+
+    def add(self, seen: Iterable[Any]) -> None:
+        """What the watcher of that name noted in another process."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -31,15 +49,20 @@ class Check:
     """Something that is stored twice, or has a checksum, and what compares it.
 
     `label` says what is looked at, `leaves` name the leaves that rest on it, `nbytes` is about what
-    `run` reads. It returns what is wrong, or None. While `watch` lasts, what others read is looked
-    at as it passes: a fault sounds the alarm, and `run` reads no more than what did not pass.
+    `run` reads. It returns what is wrong, or None. Of what passed a `watcher` without a fault,
+    `run` reads nothing again.
     """
 
     label: str
     leaves: frozenset[str]
     nbytes: int
     run: Callable[[], str | None]
-    watch: Callable[[Alarm], AbstractContextManager[None]] = _unseen
+    watcher: Watcher | None = None
+
+    @property
+    def name(self) -> str:
+        """What another process finds it by, if no other check has that name too."""
+        return f"{self.label}; {self.watcher.name}" if self.watcher else self.label
 
     @property
     def memory(self) -> int:

@@ -124,6 +124,16 @@ class Contents:
             return []
         return list(self.arrays.locate(leaf.name, Box.whole(leaf.shape)))
 
+    def identity(self) -> tuple[Any, ...]:
+        """What two openings must agree in to be of one source: the files as they were opened, what
+        became of each item, and the dtypes of the leaves.
+
+        One source has several readings: of what is stored twice, one copy is taken or the other.
+        """
+        items = sorted((item.where, item.status, item.reason) for item in self.inventory)
+        dtypes = [(leaf.name, leaf.dtype) for leaf in self.leaves]
+        return self.format, self.source, self.files.identities(), items, dtypes
+
     def verify(self) -> Iterator[tuple[str, str | None]]:
         """Compare all that is stored twice or has a checksum: (what was looked at, what is wrong
         with it or None).

@@ -45,6 +45,10 @@ class Duplicate(Proof[Watched]):
     cause: str = ""
 
     @property
+    def name(self) -> str:
+        return f"{super().name}, {self.at} is {self.copy} at {self.copy_stored}"
+
+    @property
     def area(self) -> Box:
         depth, shape = len(self.at), self.source.arrays()[self.key].shape
         return Box((*self.at, *(0,) * (len(shape) - depth)), (*self._after, *shape[depth:]))
@@ -129,6 +133,10 @@ class Mean(Proof[Watched]):
     shards: ArraySource
     copies: Sequence[str]
     stored: str  # where the mean is stored
+
+    @property
+    def name(self) -> str:
+        return f"{super().name}, {self.copies}"
 
     def nbytes(self, extent: Extent) -> int:
         infos = [

@@ -6,17 +6,21 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 import numpy as np
 
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.budget import in_threads
-from jax_ucp.sources.checks import Check, require
+from jax_ucp.sources.checks import Check, Watcher, require
 from jax_ucp.sources.contents import Contents
 from jax_ucp.tree import Leaf
+
+T = TypeVar("T")
 
 
 class ProvedReads:
@@ -52,11 +56,30 @@ class ProvedReads:
                 self._passed.add(id(check))
 
 
-class Proofs:
-    """All that can be proved of a checkpoint, while somebody reads it."""
+def only_ones(named: Iterable[tuple[str, T]]) -> dict[str, T]:
+    """Values by name, without those that share theirs with another."""
+    values: dict[str, T] = {}
+    shared: set[str] = set()
+    for name, value in named:
+        if values.setdefault(name, value) is not value:
+            shared.add(name)
+    return {name: value for name, value in values.items() if name not in shared}
 
-    def __init__(self, contents: Contents):
-        self._path = contents.path
+
+def _forget(seen: object) -> None:
+    """What nobody will ask for."""
+
+
+class Proofs:
+    """All that can be proved of a checkpoint, while somebody reads it.
+
+    With `taking_notes`, what is seen is kept for another process that asks for it.
+    """
+
+    def __init__(self, contents: Contents, taking_notes: bool = False):
+        self.contents = contents
+        self._taking_notes = taking_notes
+        self._seen: dict[str, list[Any]] = defaultdict(list)
         self._checks = list(contents.checks("full"))
         self._failed = threading.Event()
 
@@ -65,15 +88,40 @@ class Proofs:
         and `proved` says what is wrong.
         """
         if self._failed.is_set():
-            raise CorruptData(f"{self._path} contradicts itself")
+            raise CorruptData(f"{self.contents.path} contradicts itself")
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """While this lasts, the checks look at what is read."""
         with ExitStack() as stack:
             for check in self._checks:
-                stack.enter_context(check.watch(self._failed.set))
+                if check.watcher is not None:
+                    note = (
+                        partial(self._note, check.watcher.name) if self._taking_notes else _forget
+                    )
+                    stack.enter_context(check.watcher.watch(self._failed.set, note))
             yield
+
+    def _note(self, name: str, seen: Any) -> None:
+        self._seen[name].append(seen)
+
+    def take(self) -> dict[str, list[Any]]:
+        """What watchers noted since this was last asked, by their names."""
+        seen, self._seen = self._seen, defaultdict(list)
+        return seen
+
+    def add(self, seen: Mapping[str, Iterable[Any]]) -> None:
+        """What was taken in another process that reads the same checkpoint.
+
+        A watcher whose name another has too learns nothing: its check reads again.
+        """
+        for name in seen.keys() & self._named.keys():
+            self._named[name].add(seen[name])
+
+    @cached_property
+    def _named(self) -> Mapping[str, Watcher]:
+        watchers = (check.watcher for check in self._checks if check.watcher)
+        return only_ones((watcher.name, watcher) for watcher in watchers)
 
     def contradiction(self) -> CorruptData | None:
         """What is wrong with the checkpoint, if anything is. Reads what was not read yet."""
@@ -82,28 +130,27 @@ class Proofs:
         faults = list(in_threads(check.run for check in reversed(self._checks)))
         if not (faults := [fault for fault in reversed(faults) if fault]):
             return None
-        lines = [f"{self._path} contradicts itself in {len(faults)} places:", *faults[:8]]
+        lines = [f"{self.contents.path} contradicts itself in {len(faults)} places:", *faults[:8]]
         return CorruptData("\n  ".join(lines))
 
 
 @contextmanager
-def proved(contents: Contents, undo: Callable[[], None] = lambda: None) -> Iterator[Proofs]:
-    """What is read of the checkpoint is compared on the way with what it stores twice, and with
+def proved(proofs: Proofs, undo: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """What is read of a checkpoint is compared on the way with what it stores twice, and with
     its checksums; at the end the rest of it is.
 
     Raises CorruptData where something differs: when it has called `undo`, or for what changed since
     the checkpoint was opened.
     """
-    proofs = Proofs(contents)
     with proofs.watching():
         failed: FormatError | None = None
         try:
-            yield proofs
+            yield
         except FormatError as error:
             failed = error
         contradiction = proofs.contradiction()
     if contradiction is not None:
-        contents.files.require_unchanged()
+        proofs.contents.files.require_unchanged()
         undo()
         raise contradiction from failed
     if failed is not None:

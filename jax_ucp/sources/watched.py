@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -13,7 +14,7 @@ import numpy as np
 from jax_ucp.layout.blocks import row_boxes
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.box_index import BoxIndex
-from jax_ucp.sources.checks import CHECK_BYTES, Alarm, Check, Extent
+from jax_ucp.sources.checks import CHECK_BYTES, Alarm, Check, Extent, Note
 from jax_ucp.sources.protocol import ArraySource
 
 Look = Callable[[Sequence[Box], Sequence[np.ndarray]], None]
@@ -99,6 +100,11 @@ class Proof(ABC, Generic[Source]):
         """About how many bytes are read to prove it."""
 
     @property
+    def name(self) -> str:
+        """What tells it from every other proof of the checkpoint, the same in every process."""
+        return f"{type(self).__name__} of {self.key}, {self.label}"
+
+    @property
     def area(self) -> Box:
         """What of the array is compared."""
         return Box.whole(self.source.arrays()[self.key].shape)
@@ -118,7 +124,7 @@ class Proof(ABC, Generic[Source]):
         if extent == "sample":
             return Check(*about, partial(_fault_of_sample, self))
         passing = _Passing(self)
-        return Check(*about, passing.run, passing.watch)
+        return Check(*about, passing.run, passing)
 
 
 def _fault_of_sample(proof: Proof[Any]) -> str | None:
@@ -130,13 +136,17 @@ class _Passing:
     """A proof on elements as they pass, and in the end on those that did not."""
 
     def __init__(self, proof: Proof[Any]):
+        self.name = proof.name
         self._proof = proof
         self._passed = Passed()
         self._fault: str | None = None
         self._ended = False
 
-    def watch(self, alarm: Alarm) -> AbstractContextManager[None]:
-        return self._proof.source.watch(self._proof.key, partial(self._look, alarm))
+    def watch(self, alarm: Alarm, note: Note) -> AbstractContextManager[None]:
+        return self._proof.source.watch(self._proof.key, partial(self._look, alarm, note))
+
+    def add(self, seen: Iterable[Sequence[Box]]) -> None:
+        self._passed.add(list(itertools.chain.from_iterable(seen)))
 
     def run(self) -> str | None:
         """The first fault in the order of the elements; of what passed without one nothing is
@@ -153,7 +163,9 @@ class _Passing:
         faults = (proof.fault_in([box], proof.read([box])) for box in boxes)
         return next(filter(None, faults), None)
 
-    def _look(self, alarm: Alarm, boxes: Sequence[Box], arrays: Sequence[np.ndarray]) -> None:
+    def _look(
+        self, alarm: Alarm, note: Note, boxes: Sequence[Box], arrays: Sequence[np.ndarray]
+    ) -> None:
         if self._ended or self._fault:
             return
         for group, passing in _groups(self._proof, boxes, arrays):
@@ -162,6 +174,7 @@ class _Passing:
                 alarm()
                 return
             self._passed.add(group)
+            note(group)
 
 
 def pieces(area: Box, itemsize: int) -> Iterator[Box]:

@@ -5,8 +5,9 @@ where it stopped.
 from __future__ import annotations
 
 import math
+import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,6 @@ from pathlib import Path
 import numpy as np
 
 from jax_ucp.arguments import whole_number
-from jax_ucp.files.local import LocalFiles
 from jax_ucp.layout.blocks import (
     INNER_BYTES,
     OUTER_BYTES,
@@ -27,10 +27,28 @@ from jax_ucp.layout.blocks import (
 )
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
-from jax_ucp.sources.budget import DEFAULT_BUDGET, HELD_BYTES, run_bounded, threads
+from jax_ucp.sources.budget import (
+    BATCH_BYTES,
+    BATCH_JOBS,
+    DEFAULT_BUDGET,
+    HELD_BYTES,
+    batches,
+    run_bounded,
+    threads,
+)
 from jax_ucp.sources.contents import Contents
 from jax_ucp.sources.protocol import ArrayInfo
-from jax_ucp.sources.proved import Proofs, proved
+from jax_ucp.sources.proved import proved
+from jax_ucp.sources.work import (
+    HERE,
+    TASK_BOXES,
+    TASK_BYTES,
+    Coordinator,
+    Job,
+    OpenedJob,
+    Workers,
+    shared_out,
+)
 from jax_ucp.universal.ledger import Ledger
 from jax_ucp.universal.metadata import Metadata, digest
 from jax_ucp.universal.orbax_tree import orbax_files
@@ -174,6 +192,7 @@ def copy(
     plan: CopyPlan,
     target: Path,
     progress: Callable[[Block], None] = lambda block: None,
+    workers: Workers = HERE,
 ) -> Metadata:
     """Write the checkpoint to `target` by the plan; `progress` hears of each block that is on disk.
 
@@ -183,33 +202,44 @@ def copy(
     nothing is left there.
 
     Raises FileExistsError if `target` is a checkpoint already, CorruptData if the source
-    contradicts itself or changed meanwhile, FormatError if `target` holds another unfinished copy.
+    contradicts itself or changed meanwhile, FormatError if `target` holds another unfinished copy,
+    WorkerError where the workers' processes cannot do it, or one of them has ended.
     """
     require_target(contents, target)
-    store = ZarrStore(LocalFiles(target), plan.arrays, plan.chunks)
-    ledger = Ledger(target, _identity(contents, plan))
-    try:
-        if (target / METADATA_FILE).exists() and not ledger.resumed:
-            ledger.remove()  # another copy was completed here a moment ago
-            raise FileExistsError(f"{target} is a checkpoint already; give another path")
-        with proved(contents, partial(_discard, target, ledger)) as proofs:
-            _copy_blocks(contents, plan, store, ledger, progress, proofs)
-        contents.files.require_unchanged()
-        write_part(store, 0)
-        outer = {name: chunks.outer for name, chunks in plan.chunks.items()}
-        files = orbax_files(contents.leaves, outer, ocdbt=is_indexed(plan.arrays, plan.chunks))
-        commit = Commit(
-            contents.leaves,
-            files=files,
-            source=contents.origin,
-            extras=contents.extras,
-            groups=contents.groups,
+    again = (
+        f"{target} is no checkpoint yet: the same call with a new executor takes up what is done."
+    )
+    with shared_out(contents, workers, again) as coordinator:
+        store = ZarrStore(
+            coordinator.opened.files(os.path.abspath(target)), plan.arrays, plan.chunks
         )
-        metadata = commit.write(store)
-        ledger.remove()
-    finally:
-        ledger.close()
+        ledger = Ledger(target, _identity(contents, plan))
+        try:
+            if (target / METADATA_FILE).exists() and not ledger.resumed:
+                ledger.remove()  # another copy was completed here a moment ago
+                raise FileExistsError(f"{target} is a checkpoint already; give another path")
+            with proved(coordinator.opened.proofs, partial(_discard, target, ledger)):
+                _copy_blocks(plan, store, ledger, progress, coordinator)
+            contents.files.require_unchanged()
+            metadata = _commit(contents, plan, store)
+            ledger.remove()
+        finally:
+            ledger.close()
     return metadata
+
+
+def _commit(contents: Contents, plan: CopyPlan, store: ZarrStore) -> Metadata:
+    write_part(store, 0)
+    outer = {name: chunks.outer for name, chunks in plan.chunks.items()}
+    files = orbax_files(contents.leaves, outer, ocdbt=is_indexed(plan.arrays, plan.chunks))
+    commit = Commit(
+        contents.leaves,
+        files=files,
+        source=contents.origin,
+        extras=contents.extras,
+        groups=contents.groups,
+    )
+    return commit.write(store)
 
 
 def require_target(contents: Contents, target: Path) -> None:
@@ -234,35 +264,72 @@ def _discard(target: Path, ledger: Ledger) -> None:
         ledger.discard()
 
 
+@dataclass(frozen=True)
+class CopyTask:
+    """Blocks to be copied, one after the other, to `target`, which has these arrays in these
+    chunks.
+
+    `noted` is what the ledger of a stopped copy says of each block. What was written is looked at
+    then: a ledger says what a block was, and files are changed by others too.
+    """
+
+    job: Job
+    target: str
+    arrays: Mapping[str, ArrayInfo]
+    chunks: Mapping[str, Chunks]
+    blocks: tuple[Block, ...]
+    noted: tuple[Written | None, ...]
+
+    @property
+    def cost(self) -> int:
+        return max(block.cost for block in self.blocks)
+
+    def run(self, opened: OpenedJob) -> list[Written]:
+        """Write what is not on disk as it was noted; nothing more once a proof has failed.
+
+        Returns what is there of each block. Here it is durable when the directory is synced, and
+        elsewhere at once.
+        """
+        proofs, files = opened.proofs, opened.files(self.target)
+        store = ZarrStore(files, self.arrays, self.chunks)
+        for block, noted in zip(self.blocks, self.noted, strict=True):
+            if noted is not None and store.holds(block.key, block.box, noted):
+                store.written[block.key][str(block.box)] = noted
+                continue
+            data = opened.contents.arrays.read(block.key, block.box)
+            proofs.require_sound_so_far()
+            store.write(block.key, block.box, data, durable=False)
+        if opened.is_elsewhere:
+            files.sync()
+        return [store.written[block.key][str(block.box)] for block in self.blocks]
+
+
 def _copy_blocks(
-    contents: Contents,
     plan: CopyPlan,
     store: ZarrStore,
     ledger: Ledger,
     progress: Callable[[Block], None],
-    proofs: Proofs,
+    coordinator: Coordinator,
 ) -> None:
     """Write the blocks that the ledger does not have yet, and those that are not on disk as it
-    has them; no more once a proof has failed.
+    has them.
     """
-    _take_up(plan, store, ledger, progress)
-    left = [block for block in plan.blocks if str(block.box) not in store.written[block.key]]
-    written: list[Block] = []
-    lock = threading.Lock()
+    # Elsewhere a task is durable when it is done.
+    waiting = _Waiting(GROUP_BYTES if coordinator.is_here else 0)
 
-    def move(block: Block) -> None:
-        data = contents.arrays.read(block.key, block.box)
-        proofs.require_sound_so_far()
-        store.write(block.key, block.box, data, durable=False)
-        with lock:
-            written.append(block)
-            group = written[:] if sum(block.nbytes for block in written) >= GROUP_BYTES else []
-            del written[: len(group)]
-        settle(group)
+    def finish(task: CopyTask, results: Sequence[Written]) -> None:
+        fresh: list[Block] = []
+        for block, noted, now in zip(task.blocks, task.noted, results, strict=True):
+            store.written[block.key][str(block.box)] = now
+            if now == noted:
+                progress(block)
+            else:
+                fresh.append(block)
+        settle(waiting.add(fresh))
 
     def settle(group: Sequence[Block]) -> None:
         """Wait for the disk, and only then say in the ledger that the blocks are there."""
-        if group:
+        if group and coordinator.is_here:
             store.directory.sync()
         for block in group:
             ledger.note(block.key, block.box, store.written[block.key][str(block.box)])
@@ -270,41 +337,64 @@ def _copy_blocks(
             progress(block)
 
     run_bounded(((0, lambda key=key: store.create(key)) for key in plan.arrays), plan.budget_bytes)
-    run_bounded(
-        ((block.cost, lambda block=block: move(block)) for block in left), plan.budget_bytes
-    )
-    settle(written)
+    coordinator.run(_tasks(plan, store, ledger, coordinator), finish, plan.budget_bytes)
+    settle(waiting.blocks)
 
 
-def _take_up(
-    plan: CopyPlan, store: ZarrStore, ledger: Ledger, progress: Callable[[Block], None]
-) -> None:
-    """Note what was written of the blocks that a stopped copy left on disk as its ledger has them.
+class _Waiting:
+    """Blocks that wait for the disk, until they have so many bytes together."""
 
-    What was written is read again for that: a ledger says what a block was, and files are changed
-    by others too.
+    def __init__(self, max_bytes: int):
+        self.blocks: list[Block] = []
+        self._nbytes, self._max_bytes = 0, max_bytes
+        self._lock = threading.Lock()
+
+    def add(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        """Those that need wait no longer."""
+        with self._lock:
+            self.blocks += blocks
+            self._nbytes += sum(block.nbytes for block in blocks)
+            if self._nbytes < self._max_bytes:
+                return ()
+            ready, self.blocks, self._nbytes = self.blocks, [], 0
+        return ready
+
+
+def _tasks(
+    plan: CopyPlan, store: ZarrStore, ledger: Ledger, coordinator: Coordinator
+) -> Iterator[CopyTask]:
+    """The blocks in their order, several small ones together. Elsewhere a task is larger, and all
+    that is of one stored chunk goes together, so that one process decodes it.
     """
+    stored = coordinator.opened.contents.arrays.arrays()
 
-    def look(block: Block, written: Written) -> None:
-        if store.holds(block.key, block.box, written):
-            store.written[block.key][str(block.box)] = written
-            progress(block)
+    def of_one_chunk(block: Block, following: Block) -> bool:
+        chunk = stored[block.key].chunk
+        return bool(
+            chunk
+            and block.key == following.key
+            and grid_place(block.box, chunk) == grid_place(following.box, chunk)
+        )
 
-    noted = [(block, ledger.done.get((block.key, str(block.box)))) for block in plan.blocks]
-    known = [(block, written) for block, written in noted if written is not None]
-    run_bounded(
-        ((block.cost, partial(look, block, written)) for block, written in known), plan.budget_bytes
-    )
+    if coordinator.is_here:
+        most, belong = (BATCH_BYTES, BATCH_JOBS), None
+    else:
+        most, belong = (TASK_BYTES, TASK_BOXES), of_one_chunk
+    together = batches(plan.blocks, lambda block: block.nbytes, *most, belong)
+    for blocks in together:
+        keys = dict.fromkeys(block.key for block in blocks)
+        yield CopyTask(
+            coordinator.job,
+            store.directory.root,
+            {key: plan.arrays[key] for key in keys},
+            {key: plan.chunks[key] for key in keys},
+            tuple(blocks),
+            tuple(ledger.done.get((block.key, str(block.box))) for block in blocks),
+        )
 
 
 def _identity(contents: Contents, plan: CopyPlan) -> str:
-    """What a ledger must agree with: the source's files as they were opened, what became of each
-    item, and the blocks.
-
-    One source has several readings: of what is stored twice, one copy is taken or the other.
-    """
-    files = contents.files.identities()
-    items = sorted((item.where, item.status, item.reason) for item in contents.inventory)
-    dtypes = [(leaf.name, leaf.dtype) for leaf in contents.leaves]
-    identity = (contents.format, contents.source, files, sorted(plan.chunks.items()), items, dtypes)
+    """What a ledger must agree with: the source as it was opened, and the blocks."""
+    format, source, files, items, dtypes = contents.identity()
+    identity = (format, source, files, sorted(plan.chunks.items()), items, dtypes)
     return digest(repr(identity).encode())

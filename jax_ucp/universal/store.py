@@ -12,7 +12,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from jax_ucp.files.source_files import note
 from jax_ucp.layout.blocks import Chunks, grid_boxes, grid_place, outer_boxes, rows_of_chunks
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
-from jax_ucp.sources.checks import Alarm, Check
+from jax_ucp.sources.checks import Alarm, Check, Note
 from jax_ucp.sources.optimizer_groups import Group
 from jax_ucp.sources.protocol import ArrayInfo, Piece
 from jax_ucp.sources.watched import Passed, Watched
@@ -221,20 +221,18 @@ class ZarrStore(Watched):
         outer chunk of which all was read so, the digest says nothing more, and is not asked.
         """
         itemsize = self._arrays[key].dtype.itemsize
-        passed = Passed()
+        passing = _Passing(self, key)
 
         def run(box: Box, want: Written) -> str | None:
-            return self._fault(key, box, want) if passed.rest([box]) else None
+            return self._fault(key, box, want) if passing.passed.rest([box]) else None
 
-        def watch(alarm: Alarm) -> AbstractContextManager[None]:
-            return self.watch(key, passed.add) if self._crcs.get(key) else nullcontext()
-
+        watcher = passing if self._crcs.get(key) else None
         for box, want in zip(
             grid_boxes(self._arrays[key].shape, stored.outer), stored.digests, strict=True
         ):
             work = partial(run, box, Written(want, self._recorded(key, box)))
             nbytes = box.size * itemsize
-            yield Check(f"{label} {box}", frozenset([key]), nbytes, work, watch)
+            yield Check(f"{label} {box}", frozenset([key]), nbytes, work, watcher)
 
     def _fault(self, key: str, box: Box, want: Written) -> str | None:
         try:
@@ -258,6 +256,28 @@ class ZarrStore(Watched):
             out = np.empty(part.shape, info.dtype)
             self._read_chunk(key, box, [(part.shift(box.start), out)], crcs)
             yield out
+
+
+class _Passing:
+    """What was read of an array whose inner chunks have recorded crc32c, by whoever read it."""
+
+    def __init__(self, store: ZarrStore, key: str):
+        self.name = f"chunks of {key}"
+        self.passed = Passed()
+        self._store, self._key = store, key
+        self._note: Note = lambda seen: None
+
+    def watch(self, alarm: Alarm, note: Note) -> AbstractContextManager[None]:
+        self._note = note
+        return self._store.watch(self._key, self._look)
+
+    def add(self, seen: Iterable[Sequence[Box]]) -> None:
+        for boxes in seen:
+            self.passed.add(boxes)
+
+    def _look(self, boxes: Sequence[Box], arrays: Sequence[np.ndarray]) -> None:
+        self.passed.add(boxes)
+        self._note(boxes)
 
 
 # Thousands of arrays have few shapes: what follows from the shape alone is made once for them.

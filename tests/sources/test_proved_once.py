@@ -20,7 +20,7 @@ from jax_ucp.layout.patterns import Averaged, Replicated, Sharded, Unique
 from jax_ucp.sources import watched
 from jax_ucp.sources.consolidated import Consolidated
 from jax_ucp.sources.contents import Contents
-from jax_ucp.sources.proved import proved
+from jax_ucp.sources.proved import Proofs, proved
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple)
@@ -84,7 +84,7 @@ def verdict(contents: Contents, reads: list[list[Box]], threads: int) -> str:
         contents.arrays.read_into(leaf.name, boxes, outs)
 
     try:
-        with proved(contents), ThreadPoolExecutor(threads) as pool:
+        with proved(Proofs(contents)), ThreadPoolExecutor(threads) as pool:
             list(pool.map(read, reads))
     except CorruptData as error:
         return str(error)
@@ -147,7 +147,7 @@ def test_what_was_not_read_is_read_at_the_end_and_no_more():
 
 def test_nothing_is_watched_any_more_when_it_ends_also_by_an_error():
     store, contents = stored("master", (4, 4))
-    with pytest.raises(KeyboardInterrupt), proved(contents):
+    with pytest.raises(KeyboardInterrupt), proved(Proofs(contents)):
         raise KeyboardInterrupt
     (leaf,) = contents.leaves
     contents.arrays.read(leaf.name, Box.whole(leaf.shape))
@@ -161,7 +161,8 @@ def test_a_fault_that_shows_stops_whoever_asks():
     steps = []
 
     def copy() -> None:
-        with proved(contents) as proofs:
+        proofs = Proofs(contents)
+        with proved(proofs):
             for row in range(4):
                 proofs.require_sound_so_far()
                 steps.append(row)
@@ -174,5 +175,5 @@ def test_a_fault_that_shows_stops_whoever_asks():
 
 def test_an_error_of_reading_that_no_check_explains_is_raised_as_it_is():
     _, contents = stored("master", (4, 4))
-    with pytest.raises(CorruptData, match=r"^the disk is gone$"), proved(contents):
+    with pytest.raises(CorruptData, match=r"^the disk is gone$"), proved(Proofs(contents)):
         raise CorruptData("the disk is gone")

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
@@ -15,7 +15,7 @@ from threading import Lock
 import numpy as np
 
 from jax_ucp.errors import CorruptData, FormatError
-from jax_ucp.files.crc import Tally
+from jax_ucp.files.crc import Part, Tally
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import FileInfo
 from jax_ucp.formats.dcp.metadata import Chunk, DcpMetadata, Span, TensorEntry
@@ -23,7 +23,7 @@ from jax_ucp.formats.torch_save.file import StoredTensor, TorchFile
 from jax_ucp.formats.torch_save.unpickle import what_is
 from jax_ucp.formats.zstd import inflate
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.checks import SAMPLE_BYTES, Alarm, Check, Extent
+from jax_ucp.sources.checks import SAMPLE_BYTES, Alarm, Check, Extent, Note
 from jax_ucp.sources.consolidated import Consolidated
 from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 
@@ -85,17 +85,18 @@ class DcpSource(ArraySource):
             nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
             if extent == "full" or nbytes <= SAMPLE_BYTES:
                 keys = [chunk_key(fqn, chunk) for chunk in tensor.chunks]
-                sums = {key: _Summing() for key in keys}
-                run, watch = partial(self._first_fault, sums), partial(self._watch, sums)
-                yield Check(fqn, frozenset(keys), nbytes, run, watch)
+                sums = _Sums(fqn, self, {key: _Summing(key) for key in keys})
+                yield Check(
+                    fqn, frozenset(keys), nbytes, partial(self._first_fault, sums.by_chunk), sums
+                )
 
     @contextmanager
-    def _watch(self, sums: Mapping[str, _Summing], alarm: Alarm) -> Iterator[None]:
+    def watch(self, sums: Mapping[str, _Summing], alarm: Alarm, note: Note) -> Iterator[None]:
         """While this lasts, chunks are summed when they are read, whether or not their item stays
         open.
         """
         for key, summing in sums.items():
-            summing.alarm = alarm
+            summing.alarm, summing.note = alarm, note
             self._watching[key] = [*self._watching.get(key, ()), summing]
         try:
             yield
@@ -179,12 +180,39 @@ class DcpSource(ArraySource):
 class _Summing:
     """The CRC of a chunk that others read: what they saw of it, once they have opened its item."""
 
+    key: str
     alarm: Alarm = lambda: None
+    note: Note = lambda seen: None
     seen: Tally | None = None
 
     def tally(self, file: TorchFile, stored: StoredTensor) -> Tally | None:
-        self.seen = self.seen or file.tally(stored.storage, self.alarm)
+        self.seen = self.seen or file.tally(stored.storage, self.alarm, self._summed)
         return self.seen
+
+    def _summed(self, part: Part) -> None:
+        assert self.seen is not None, "what sums is what was made here"
+        self.note((self.key, self.seen.start, self.seen.stop, self.seen.crc, part))
+
+    def join(self, start: int, stop: int, crc: int, part: Part) -> None:
+        """Take over what was seen of the chunk in another process, which had opened its item."""
+        self.seen = self.seen or Tally(start, stop, crc, self.alarm)
+        self.seen.join([part])
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """The CRCs of the chunks of a tensor."""
+
+    name: str
+    source: DcpSource
+    by_chunk: Mapping[str, _Summing]
+
+    def watch(self, alarm: Alarm, note: Note) -> AbstractContextManager[None]:
+        return self.source.watch(self.by_chunk, alarm, note)
+
+    def add(self, seen: Iterable[tuple[str, int, int, int, Part]]) -> None:
+        for key, start, stop, crc, part in seen:
+            self.by_chunk[key].join(start, stop, crc, part)
 
 
 def _inflated(path: FilePath, span: Span, max_bytes: int) -> bytes:

@@ -19,7 +19,7 @@ from functools import partial
 import numpy as np
 
 from jax_ucp.errors import CorruptData, FormatError, fault_lines
-from jax_ucp.files.crc import Summed, Tally
+from jax_ucp.files.crc import Part, Summed, Tally
 from jax_ucp.files.path import FilePath, file_path
 from jax_ucp.files.protocol import FileInfo
 from jax_ucp.files.ranges import ByteRange, EdgesInMemory, FileRange, MemoryRange
@@ -38,7 +38,7 @@ from jax_ucp.formats.torch_save.tensor_names import (
 from jax_ucp.formats.torch_save.unpickle import Opaque, Record, Unknown
 from jax_ucp.formats.torch_save.zip_members import Member, member_bytes, zip_members
 from jax_ucp.layout.box import Box
-from jax_ucp.sources.checks import SAMPLE_BYTES, Alarm, Check, Extent
+from jax_ucp.sources.checks import SAMPLE_BYTES, Alarm, Check, Extent, Note
 from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 
 __all__ = ["Record", "StoredTensor", "TorchFile", "is_torch_file"]
@@ -170,15 +170,17 @@ class TorchFile(ArraySource):
                 yield Check(*about, member.size, partial(self.fault, key))
                 continue
             summing = _Summing(self, key)
-            yield Check(*about, member.size, summing.fault, summing.watch)
+            yield Check(*about, member.size, summing.fault, summing)
 
-    def tally(self, storage: str, alarm: Alarm = lambda: None) -> Tally | None:
+    def tally(
+        self, storage: str, alarm: Alarm = lambda: None, note: Note = lambda part: None
+    ) -> Tally | None:
         """The sum of a storage's bytes, of which nothing is seen yet; None where no CRC is recorded
         that could be compared.
         """
         member = self._storages[storage]
         end = member.offset + member.size
-        return Tally(member.offset, end, member.crc, alarm) if _summed(member) else None
+        return Tally(member.offset, end, member.crc, alarm, note) if _summed(member) else None
 
     @contextmanager
     def watch(self, storage: str, tally: Tally) -> Iterator[None]:
@@ -294,15 +296,20 @@ class _Summing:
     """The CRC of a storage, of what others read and of the rest."""
 
     def __init__(self, file: TorchFile, storage: str):
+        self.name = f"CRC of storage {storage} of {file.path}"
         self._file, self._storage = file, storage
         self._tally: Tally | None = None
 
     @contextmanager
-    def watch(self, alarm: Alarm) -> Iterator[None]:
-        self._tally = self._file.tally(self._storage, alarm)
+    def watch(self, alarm: Alarm, note: Note) -> Iterator[None]:
+        self._tally = self._file.tally(self._storage, alarm, note)
         assert self._tally is not None, "there are checks of storages with a CRC only"
         with self._file.watch(self._storage, self._tally):
             yield
+
+    def add(self, seen: Iterable[Part]) -> None:
+        if self._tally:
+            self._tally.join(seen)
 
     def fault(self) -> str | None:
         return self._file.fault(self._storage, self._tally)

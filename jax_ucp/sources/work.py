@@ -1,0 +1,383 @@
+"""Pieces of work: what a conversion, an export or a verification is cut into, run by threads here
+or by any `concurrent.futures.Executor`.
+
+A task says in integers and names what to do. Whoever runs it has the checkpoint open, or opens it
+for the first task of the job that it gets.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import BrokenExecutor, Executor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, Generic, Protocol, TypeVar
+
+import xxhash
+
+from jax_ucp.errors import CorruptData, WorkerError
+from jax_ucp.files.local import LocalFiles
+from jax_ucp.sources.budget import (
+    DEFAULT_BUDGET,
+    Submission,
+    batches,
+    run_bounded,
+    submit_bounded,
+)
+from jax_ucp.sources.checks import Check
+from jax_ucp.sources.contents import Contents
+from jax_ucp.sources.proved import Proofs, only_ones
+
+# A task for another process reads about so many bytes, or as many boxes: handing it over costs
+# some milliseconds, and so much is done again of one whose process ended.
+TASK_BYTES = 64 << 20
+TASK_BOXES = 256
+
+# So many tasks wait for other processes at once.
+TASKS_IN_FLIGHT = 4096
+
+# Opens a checkpoint as it was opened here: a value that can be pickled.
+Opener = Callable[[], Contents]
+T = TypeVar("T")
+AnyTask = TypeVar("AnyTask", bound="Task[Any]")
+T_co = TypeVar("T_co", covariant=True)
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Who runs tasks: an executor, or threads here. Its other processes need an `opener`, which a
+    checkpoint has that can be opened by its path.
+    """
+
+    executor: Executor | None = None
+    opener: Opener | None = None
+
+    def __post_init__(self) -> None:
+        if self.executor is not None and not isinstance(self.executor, Executor):
+            raise TypeError(
+                f"executor={self.executor!r:.80} should be a concurrent.futures.Executor, such as"
+                " ProcessPoolExecutor(mp_context=multiprocessing.get_context('spawn'))"
+            )
+
+
+HERE = Workers()
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the tasks of one job have in common: how a process opens their checkpoint, and the
+    digest of what it must find.
+    """
+
+    id: str
+    opener: Opener | None = None
+    identity: str = ""
+
+    def open(self) -> OpenedJob:
+        """The checkpoint as this process opens it. Raises CorruptData where it has changed."""
+        assert self.opener is not None, "tasks go to other processes only with an opener"
+        contents = self.opener()
+        if _identity(contents) != self.identity:
+            raise CorruptData(
+                f"{contents.path} is another checkpoint for this process than for the one that"
+                " shares out the work: it was written to, or is not the same folder on both. Open"
+                " it again when nothing writes to it"
+            )
+        return OpenedJob(contents, is_elsewhere=True)
+
+
+class OpenedJob:
+    """A checkpoint that this process has open for a job.
+
+    `is_elsewhere` in a process that only runs tasks: what they saw of the checkpoint must then be
+    handed over, and what they wrote must be durable when they end.
+    """
+
+    def __init__(self, contents: Contents, is_elsewhere: bool = False):
+        self.contents = contents
+        self.is_elsewhere = is_elsewhere
+        self.process = os.getpid()
+        # What a task saw is told from what others saw: elsewhere they go one at a time.
+        self.turn = threading.Lock()
+        self._files: dict[str, LocalFiles] = {}
+        self._watching = ExitStack()
+        self._proofs: Proofs | None = None
+
+    @property
+    def proofs(self) -> Proofs:
+        """All that can be proved of the checkpoint while it is read; elsewhere, from now on."""
+        if self._proofs is None:
+            self._proofs = Proofs(self.contents, taking_notes=self.is_elsewhere)
+            if self.is_elsewhere:
+                self._watching.enter_context(self._proofs.watching())
+        return self._proofs
+
+    def take(self) -> Mapping[str, Sequence[Any]]:
+        """What was seen since this was last asked."""
+        return self._proofs.take() if self._proofs else {}
+
+    @cached_property
+    def checks(self) -> Mapping[str, Check]:
+        """What can be proved of the checkpoint, to be run one by one; without what shares its name
+        with another.
+        """
+        return only_ones((check.name, check) for check in self.every_check)
+
+    @cached_property
+    def every_check(self) -> Sequence[Check]:
+        return list(self.contents.checks("full"))
+
+    def files(self, root: str) -> LocalFiles:
+        """A directory that tasks write to, opened once."""
+        return self._files.setdefault(root, LocalFiles(root))
+
+
+class Task(Protocol[T_co]):
+    """A piece of work that needs no other: a small value that can be pickled.
+
+    `cost` is the memory it takes; the result of `run` is as small. One whose reads are to prove
+    something begins with `opened.proofs`.
+    """
+
+    @property
+    def job(self) -> Job: ...
+
+    @property
+    def cost(self) -> int: ...
+
+    def run(self, opened: OpenedJob) -> T_co: ...
+
+
+@dataclass(frozen=True)
+class Done(Generic[T]):
+    """The result of a task, and what its reads proved, if that is not known yet where the job
+    is shared out.
+    """
+
+    result: T
+    seen: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+
+# By the id of a job: those that are shared out here, and the last one of which tasks came.
+_shared_out: dict[str, OpenedJob] = {}
+_reopened: dict[str, OpenedJob] = {}
+_reopening = threading.Lock()
+
+
+def perform(task: Task[T]) -> Done[T]:
+    """Run a task in whichever process this is. Errors are such as can be sent back."""
+    if opened := _shared_out.get(task.job.id):
+        return Done(task.run(opened))
+    try:
+        opened = _opened(task.job)
+        with opened.turn:
+            try:
+                result = task.run(opened)
+            finally:  # what a task saw that failed is not handed over
+                seen = opened.take()
+            return Done(result, seen)
+    except Exception as error:
+        raise _portable(error) from None
+
+
+def _opened(job: Job) -> OpenedJob:
+    with _reopening:
+        if job.id not in _reopened:
+            _reopened.clear()
+            _reopened[job.id] = job.open()
+        return _reopened[job.id]
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or one with its text where it would not come out as it went in."""
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+    except Exception:
+        copy = None
+    if type(copy) is type(error) and str(copy) == str(error):
+        return error
+    return WorkerError(f"{type(error).__name__}: {error}")
+
+
+def _place(job_id: str) -> str:
+    """Where an executor runs what it is given."""
+    opened = _shared_out.get(job_id)
+    if opened is None:
+        return "elsewhere"
+    return "here" if opened.process == os.getpid() else "forked"
+
+
+class Coordinator:
+    """Shares out the tasks of one job, and hears of their results."""
+
+    def __init__(self, job: Job, opened: OpenedJob, workers: Workers, is_here: bool, again: str):
+        self.job = job
+        self.opened = opened
+        self.is_here = is_here  # whether tasks run in this process
+        self._executor = workers.executor
+        self._again = again
+
+    def run(
+        self,
+        tasks: Iterable[AnyTask],
+        finish: Callable[[AnyTask, Any], None],
+        budget_bytes: int,
+    ) -> None:
+        """Run all tasks; `finish` is called with each that is done and its result, by several
+        threads at once where they run here.
+
+        Pieces that run here cost at most `budget_bytes` together. The first error stops those not
+        yet begun and is raised here.
+        """
+        if self._executor is None:
+            run_bounded(
+                ((task.cost, partial(self._run_here, task, finish)) for task in tasks),
+                budget_bytes,
+            )
+            return
+        submissions = (
+            Submission(
+                task.cost,
+                partial(perform, task),
+                partial(self._finish, task, finish),
+            )
+            for task in tasks
+        )
+        with _naming_death(self._again):
+            submit_bounded(
+                self._executor,
+                submissions,
+                budget_bytes if self.is_here else math.inf,
+                TASKS_IN_FLIGHT,
+            )
+
+    def _run_here(self, task: AnyTask, finish: Callable[[AnyTask, Any], None]) -> None:
+        finish(task, task.run(self.opened))
+
+    def _finish(
+        self, task: AnyTask, finish: Callable[[AnyTask, Any], None], done: Done[Any]
+    ) -> None:
+        if done.seen:
+            self.opened.proofs.add(done.seen)
+        finish(task, done.result)
+
+
+@contextmanager
+def shared_out(contents: Contents, workers: Workers, again: str) -> Iterator[Coordinator]:
+    """A job on a checkpoint whose tasks the workers run. Nothing is written before it begins.
+
+    `again` says what to do when a worker's process has ended.
+
+    Raises WorkerError where the executor's processes cannot open the checkpoint, were forked from
+    this one, or do not start.
+    """
+    opened = OpenedJob(contents)
+    job = Job(uuid.uuid4().hex)
+    _shared_out[job.id] = opened
+    try:
+        is_here = workers.executor is None or _runs_here(workers.executor, job.id)
+        if not is_here:
+            _require_opener(contents, workers.opener)
+            job = Job(job.id, workers.opener, _identity(contents))
+        yield Coordinator(job, opened, workers, is_here, again)
+    finally:
+        del _shared_out[job.id]
+
+
+def _runs_here(executor: Executor, job_id: str) -> bool:
+    with _naming_death(_NOT_STARTED):
+        place = executor.submit(_place, job_id).result()
+    if place == "forked":
+        raise WorkerError(
+            "the executor forks this process, whose threads (JAX has some) do not live on in the"
+            " copy: give it mp_context=multiprocessing.get_context('spawn')"
+        )
+    return place == "here"
+
+
+def _require_opener(contents: Contents, opener: Opener | None) -> None:
+    if opener is None:
+        raise WorkerError(
+            f"{contents.path}: other processes cannot open this checkpoint, which is not what a"
+            " path and options of `open` and `map` give, but a tree in memory, or made from one by"
+            " functions. Do it without the executor, or with one of threads"
+        )
+    try:
+        pickle.dumps(opener)
+    except Exception as error:  # whatever a __reduce__ raises
+        raise WorkerError(
+            f"{contents.path}: other processes cannot open this checkpoint, because what `open` or"
+            f" `map` were given cannot be pickled ({type(error).__name__}: {error}). Do it without"
+            " the executor, or with one of threads, or give what can be pickled, such as files"
+        ) from error
+
+
+def _identity(contents: Contents) -> str:
+    return xxhash.xxh3_128_hexdigest(repr(contents.identity()).encode())
+
+
+_NOT_STARTED = (
+    "None has begun its work. A script that gives ProcessPoolExecutor work does so below"
+    ' `if __name__ == "__main__":`, because its processes import it'
+)
+
+
+@contextmanager
+def _naming_death(again: str) -> Iterator[None]:
+    """Raises WorkerError, saying what to run again, where a process of the executor has ended."""
+    try:
+        yield
+    except BrokenExecutor as error:
+        raise WorkerError(
+            f"a process of the executor has ended before its work was done, killed (perhaps for its"
+            f" memory) or crashed: {type(error).__name__}: {error} {again}"
+        ) from error
+
+
+@dataclass(frozen=True)
+class CheckTask:
+    """Checks to be run, by name."""
+
+    job: Job
+    names: tuple[str, ...]
+    cost: int
+
+    def run(self, opened: OpenedJob) -> list[str | None]:
+        return [opened.checks[name].run() for name in self.names]
+
+
+def verify(contents: Contents, workers: Workers) -> Iterator[tuple[str, str | None]]:
+    """Compare all that is stored twice or has a checksum: (what was looked at, what is wrong with
+    it or None).
+    """
+    if workers.executor is None:
+        yield from contents.verify()
+        return
+    faults: dict[str, str | None] = {}
+
+    def finish(task: CheckTask, found: Sequence[str | None]) -> None:
+        faults.update(zip(task.names, found, strict=True))
+
+    with shared_out(contents, workers, "Verify again, with a new executor.") as coordinator:
+        opened = coordinator.opened
+        together = batches(
+            opened.checks.values(), lambda check: check.nbytes, TASK_BYTES, TASK_BOXES
+        )
+        tasks = (
+            CheckTask(
+                coordinator.job,
+                tuple(check.name for check in some),
+                max(check.memory for check in some),
+            )
+            for some in together
+        )
+        coordinator.run(tasks, finish, DEFAULT_BUDGET)
+    # Checks that share a name could be taken for one another elsewhere.
+    for check in opened.every_check:
+        yield check.label, faults[check.name] if check.name in faults else check.run()

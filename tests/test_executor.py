@@ -1,0 +1,291 @@
+"""Conversions, exports and verifications by any executor: the same bytes, the same refusals."""
+
+import hashlib
+import multiprocessing
+import pickle
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import optax
+import pytest
+
+import jax_ucp as ucp
+from helpers import memory
+from jax_ucp import errors
+from jax_ucp.errors import CorruptData, NotACheckpoint, WorkerError
+from jax_ucp.sources.work import _portable
+from test_read_once import SOURCES, STATES, files_of, reads_of
+from workers.executor import die_at_write, log_reads
+
+SPAWN = multiprocessing.get_context("spawn")
+DATA = Path(__file__).parent / "data"
+
+
+@pytest.fixture(scope="module", params=["threads", "processes"])
+def executor(request):
+    with (
+        ThreadPoolExecutor(3)
+        if request.param == "threads"
+        else ProcessPoolExecutor(2, mp_context=SPAWN)
+    ) as executor:
+        yield executor
+
+
+@pytest.fixture(scope="module", params=SOURCES)
+def source(request, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
+    SOURCES[request.param](folder)
+    return folder / "it" if (folder / "it").exists() else folder
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Every file of a folder, by its name there."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+SMALL = 24 << 20  # many blocks
+TARGETS = {
+    "save": lambda source, target, how: source.save(target, **how),
+    "save in small blocks": lambda source, target, how: source.save(
+        target, budget_bytes=SMALL, **how
+    ),
+    "export dcp": lambda source, target, how: source.export(target, "dcp", **how),
+    "export safetensors": lambda source, target, how: source.export(target, "safetensors", **how),
+}
+
+
+@pytest.mark.parametrize("job", TARGETS)
+def test_an_executor_writes_the_same_bytes(source, job, executor, tmp_path):
+    TARGETS[job](ucp.open(source), tmp_path / "here", {})
+    heard = []
+    how = {"executor": executor, "progress": heard.append}
+    TARGETS[job](ucp.open(source), tmp_path / "there", how)
+    assert digests(tmp_path / "there") == digests(tmp_path / "here") != {}
+    assert heard
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "deepspeed/tp2_dp2_z1_bf16_swiglu",
+        "deepspeed/tp2_dp2_z3_bf16",
+        "megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16/ckpt",
+        "megatron/legacy_ep2_moe_grouped_bf16/ckpt",
+        "torch/dcp_zstd/ckpt",
+        "torch/hf_llama/ckpt",
+    ],
+)
+def test_real_checkpoints_are_converted_and_verified_as_without(case, executor, tmp_path):
+    checkpoint = ucp.open(DATA / case)
+    checkpoint.save(tmp_path / "here")
+    checkpoint.save(tmp_path / "there", executor=executor)
+    assert digests(tmp_path / "there") == digests(tmp_path / "here") != {}
+    assert list(checkpoint.verify(executor=executor)) == list(checkpoint.verify())
+
+
+def test_a_mapped_checkpoint_is_mapped_by_the_processes_too(executor, tmp_path):
+    checkpoint = ucp.open(DATA / "torch/hf_llama/ckpt").map(
+        "hf-llama-to-tunix", assume=["rope_theta"]
+    )
+    checkpoint.save(tmp_path / "here")
+    checkpoint.save(tmp_path / "there", executor=executor)
+    assert digests(tmp_path / "there") == digests(tmp_path / "here") != {}
+
+
+@pytest.mark.parametrize("job", TARGETS)
+def test_a_flipped_bit_is_refused_with_the_same_words(source, job, executor, tmp_path):
+    copied = tmp_path / "source"
+    (shutil.copy if source.is_file() else shutil.copytree)(source, copied)
+    tensors = [path for path in files_of(copied) if path.stat().st_size > 1 << 14]
+    path = max(tensors, key=lambda path: path.stat().st_size)
+    if path.suffix == ".safetensors":
+        return  # without checksums
+    data = bytearray(path.read_bytes())
+    data[2 * len(data) // 5] ^= 0x10
+    path.write_bytes(data)
+    texts = []
+    for how in ({}, {"executor": executor}):
+        with pytest.raises(CorruptData, match=r"contradicts itself in [12] places") as refused:
+            TARGETS[job](ucp.open(copied), tmp_path / "out", how)
+        texts.append(str(refused.value))
+        assert not (tmp_path / "out").exists()
+    assert texts[0] == texts[1]
+    assert list(ucp.open(copied).verify(executor=executor)) == list(ucp.open(copied).verify())
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory):
+    """An executor of processes that log what they read, and the log."""
+    log = tmp_path_factory.mktemp("reads") / "log"
+    with ProcessPoolExecutor(2, mp_context=SPAWN, initializer=log_reads, initargs=[log]) as pool:
+        yield pool, log
+
+
+@pytest.mark.parametrize("job", TARGETS)
+def test_every_byte_is_read_once_over_all_processes(source, job, logged, tmp_path):
+    executor, log = logged
+    checkpoint = ucp.open(source)
+    before = log.stat().st_size if log.exists() else 0
+    with reads_of(source) as counts:
+        TARGETS[job](checkpoint, tmp_path / "out", {"executor": executor})
+    here = sum(int(count.sum()) for count in counts.values())
+    lines = [line.split("\t") for line in log.read_text()[before:].splitlines()]
+    there = sum(int(n) for file, _, n in lines if Path(file).is_relative_to(source.resolve()))
+    stored = sum(path.stat().st_size for path in files_of(source))
+    # safetensors have the weights alone, of which masters are a part; the rest is proved here
+    assert there > (0.3 if job.endswith("safetensors") else 0.96) * stored
+    assert 0.98 < (here + there) / stored <= 1.02
+
+
+@pytest.mark.parametrize("job", TARGETS)
+def test_every_byte_is_read_once_by_an_executor_of_threads(source, job, tmp_path):
+    stored = sum(path.stat().st_size for path in files_of(source))
+    checkpoint = ucp.open(source)
+    with ThreadPoolExecutor(3) as threads, reads_of(source) as counts:
+        TARGETS[job](checkpoint, tmp_path / "out", {"executor": threads})
+    assert 0.98 < sum(int(count.sum()) for count in counts.values()) / stored <= 1.02
+
+
+def test_what_a_process_may_not_do_is_refused_before_anything_is_written(tmp_path):
+    made = ucp.Checkpoint.of({"param": {"w": np.ones(4)}})
+    trained = ucp.Checkpoint.of({"params": {"w": np.ones(4)}, "opt_state": {}})
+    states = trained.torch_states(optax.identity(), {"w": np.ones(4)})
+    with ProcessPoolExecutor(1, mp_context=SPAWN) as processes:
+        for checkpoint in (made, states):
+            with pytest.raises(WorkerError, match="other processes cannot open this checkpoint"):
+                checkpoint.save(tmp_path / "out", executor=processes)
+            with pytest.raises(WorkerError, match="other processes cannot open this checkpoint"):
+                checkpoint.export(tmp_path / "out", "dcp", executor=processes)
+            with pytest.raises(WorkerError, match="other processes cannot open this checkpoint"):
+                list(checkpoint.verify(executor=processes))
+    assert list(tmp_path.iterdir()) == []
+    with ThreadPoolExecutor(2) as threads:
+        assert made.save(tmp_path / "out", executor=threads).read("param/w").sum() == 4
+    with pytest.raises(TypeError, match=r"executor='threads' should be a concurrent\.futures"):
+        made.save(tmp_path / "again", executor="threads")
+
+
+def test_options_that_cannot_be_pickled_are_named(tmp_path):
+    config = {"rotary_function": lambda x: x}
+    checkpoint = ucp.open(DATA / "torch/hf_llama/ckpt")
+    mapped = checkpoint.map("hf-llama-to-tunix", config=config, assume=["rope_theta"])
+    with (
+        ProcessPoolExecutor(1, mp_context=SPAWN) as processes,
+        pytest.raises(WorkerError, match=r"cannot be pickled \(.*lambda"),
+    ):
+        mapped.save(tmp_path / "out", executor=processes)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_process_that_dies_is_one_error_and_the_next_call_takes_up_what_is_done(tmp_path):
+    memory(STATES).export(tmp_path / "source", "dcp")
+    checkpoint = ucp.open(tmp_path / "source")
+    with (
+        ProcessPoolExecutor(
+            2, mp_context=SPAWN, initializer=die_at_write, initargs=[3]
+        ) as processes,
+        pytest.raises(
+            WorkerError, match=r"has ended before its work was done.*the same call.*takes up"
+        ),
+    ):
+        checkpoint.save(tmp_path / "out", executor=processes, budget_bytes=4 << 20)
+    with pytest.raises(NotACheckpoint, match="unfinished conversion"):
+        ucp.open(tmp_path / "out")
+    with ProcessPoolExecutor(2, mp_context=SPAWN) as processes:
+        checkpoint.save(tmp_path / "out", executor=processes, budget_bytes=4 << 20)
+    checkpoint.save(tmp_path / "here", budget_bytes=4 << 20)
+    assert digests(tmp_path / "out") == digests(tmp_path / "here") != {}
+
+
+def test_a_spec_is_that_of_the_opening_whatever_its_file_has_become(executor, tmp_path):
+    spec = tmp_path / "mine.yaml"
+    spec.write_text("extends: megatron")
+    checkpoint = ucp.open(DATA / "megatron/legacy_tp2_dp2_distopt_bf16/ckpt", spec=spec)
+    spec.write_text("shards: []")
+    checkpoint.save(tmp_path / "there", executor=executor)
+    ucp.open(checkpoint.path).save(tmp_path / "here")
+    assert digests(tmp_path / "there") == digests(tmp_path / "here") != {}
+
+
+def test_a_source_that_changed_before_a_process_opens_it_is_refused(tmp_path):
+    memory(STATES).export(tmp_path / "source", "dcp")
+    checkpoint = ucp.open(tmp_path / "source")
+    (tmp_path / "source" / ".metadata").touch()
+    with (
+        ProcessPoolExecutor(1, mp_context=SPAWN) as processes,
+        pytest.raises(CorruptData, match="is another checkpoint for this process"),
+    ):
+        checkpoint.save(tmp_path / "out", executor=processes)
+    with pytest.raises(NotACheckpoint):
+        ucp.open(tmp_path / "out")
+
+
+@pytest.mark.parametrize("target", ["save", "export dcp", "verify"])
+def test_processes_do_without_jax(target, tmp_path):
+    checkpoint = ucp.open(DATA / "deepspeed/tp2_dp2_z3_bf16")
+    with ProcessPoolExecutor(1, mp_context=SPAWN) as processes:
+        if target == "verify":
+            assert list(checkpoint.verify(executor=processes))
+        else:
+            TARGETS[target](checkpoint, tmp_path / "out", {"executor": processes})
+        modules = processes.submit(eval, "set(__import__('sys').modules)").result()
+    assert "jax_ucp.checkpoint" in modules
+    assert not {"jax", "orbax", "torch"} & modules
+
+
+# A process of its own, which has no threads that a fork could break.
+FORKING = """
+import multiprocessing, sys
+from concurrent.futures import ProcessPoolExecutor
+import jax_ucp as ucp
+with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as executor:
+    try:
+        ucp.open(sys.argv[1]).save(sys.argv[2], executor=executor)
+    except ucp.errors.WorkerError as error:
+        print(error)
+"""
+
+
+def test_processes_that_are_forked_are_refused(tmp_path):
+    command = [
+        sys.executable,
+        "-c",
+        FORKING,
+        str(DATA / "torch/hf_llama/ckpt"),
+        str(tmp_path / "x"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "get_context('spawn')" in done.stdout
+    assert not (tmp_path / "x").exists()
+
+
+def every_error(base: type = errors.UCPError) -> list[type]:
+    return [base, *(each for below in base.__subclasses__() for each in every_error(below))]
+
+
+@pytest.mark.parametrize("kind", every_error(), ids=lambda kind: kind.__name__)
+def test_every_error_comes_back_from_a_process_as_it_was(kind):
+    error = kind("a.pt: 3 is not 4")
+    error.add_note("while reading b")
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), again.__notes__) == (kind, str(error), error.__notes__)
+
+
+class Odd(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def test_an_error_that_cannot_come_back_does_so_as_its_text():
+    assert str(_portable(Odd(1, 2))) == "Odd: 1 and 2"
+    assert isinstance(_portable(Odd(1, 2)), WorkerError)
+    same = OSError(28, "No space left on device", "/x")
+    assert _portable(same) is same
