@@ -60,6 +60,7 @@ def open(
     on_conflict: Literal["master", "copy"] | None = None,
     dequantize: Literal[False] | None = None,
     optimizer_groups: Literal["module-order"] | Sequence[Sequence[str]] | None = None,
+    step: int | None = None,
 ) -> Checkpoint:
     """The checkpoint at `path`, whichever of the known formats it has. Reads metadata only.
 
@@ -84,12 +85,15 @@ def open(
     each group in order. Unsaid, such states are kept under `other`, unless shapes or masters prove
     whose they are. What was said is in `source` and `notes`.
 
+    The folder of a run of Orbax, Flax, T5X or Paxml opens as its latest finished step; `step` is
+    the number of another one.
+
     Raises NotACheckpoint where there is none, FormatError where a file is not what it should be, or
     does not fit what was said, SpecError for `sizes` and a `spec` that are not used and
     `optimizer_groups` that cannot be meant, UnsupportedPath for a URL, and ValueError for another
     `dequantize`.
     """
-    options = Options.of(sizes, spec, weights_only, on_conflict, dequantize, optimizer_groups)
+    options = Options.of(sizes, spec, weights_only, on_conflict, dequantize, optimizer_groups, step)
     contents = open_contents(path, options)
     require_used(options.sizes, contents.path)
     return Checkpoint(contents)

@@ -145,6 +145,7 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 " lists of names."
             ),
         ),
+        click.option("--step", type=int, help="Which step of a run to open; else the latest."),
         click.option("--weights-only", is_flag=True, help="Leave the optimizer aside."),
         click.option("--spec", help="A file that says how shards form parameters."),
         click.option(

@@ -75,7 +75,8 @@ class Options:
     then they are not compared. The master is also the first of several replicas; a copy is what
     the model computed with, in its dtype. `dequantize=False` keeps quantised weights as the parts
     that are stored; None refuses to hand them out. `optimizer_groups` says which parameters each
-    group of an optimizer has, where states go by numbers.
+    group of an optimizer has, where states go by numbers. `step` is the one of a run's steps that
+    is meant; None is the latest.
     """
 
     sizes: Sizes = field(default_factory=lambda: Sizes({}))
@@ -84,6 +85,7 @@ class Options:
     on_conflict: Literal["master", "copy"] | None = None
     dequantize: Literal[False] | None = None
     optimizer_groups: OptimizerGroups | None = None
+    step: int | None = None
 
     @classmethod
     def of(
@@ -94,6 +96,7 @@ class Options:
         on_conflict: Literal["master", "copy"] | None = None,
         dequantize: Literal[False] | None = None,
         optimizer_groups: str | Sequence[Sequence[str]] | None = None,
+        step: int | None = None,
     ) -> Options:
         """The options as callers give them.
 
@@ -115,6 +118,7 @@ class Options:
             on_conflict,
             dequantize,
             groups,
+            None if step is None else whole_number("step", step, 0),
         )
 
 

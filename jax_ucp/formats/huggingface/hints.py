@@ -10,14 +10,13 @@ from jax_ucp.formats.huggingface.stand_ins import finished_name
 from jax_ucp.formats.huggingface.weight_files import refuse_part
 from jax_ucp.formats.huggingface.weight_names import holds_weights
 from jax_ucp.formats.listing import listed
-from jax_ucp.formats.orbax.reader import STEP_FILE, is_step, items_of_step
+from jax_ucp.formats.orbax.steps import STEP_FILE, is_step, items_of_step
 from jax_ucp.formats.torch_save.file import is_torch_file
 
 _SHOWN = 6
 _FOREIGN = {
     ".gguf": "GGUF",
     ".h5": "Keras's HDF5",
-    ".msgpack": "Flax's msgpack",
     ".npz": "numpy's npz",
     ".nemo": "NeMo's archive",
     ".onnx": "ONNX",

@@ -1,0 +1,209 @@
+"""The folders around a tree: a step with its items, and a run with its steps.
+
+CheckpointManager and v1's `training.Checkpointer` make both; Flax's `save_checkpoint`, T5X and
+Paxml make runs, whose steps may be files or trees themselves. A save has another name until it is
+finished; on storage without renames it has its own, and lacks `commit_success.txt`. From Orbax
+0.12.3 on every finished step has that file.
+
+Facts: `_src/path/atomicity.py`, `temporary_paths.py` and `step.py` of orbax-checkpoint 0.12.8;
+`flax/training/checkpoints.py` of flax 0.12.7; `t5x/checkpoints.py`; `paxml/checkpoint_paths.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from jax_ucp.errors import NotACheckpoint
+from jax_ucp.files.path import FilePath
+from jax_ucp.formats.flax_msgpack import reader as flax_msgpack
+from jax_ucp.formats.listing import listed
+from jax_ucp.formats.options import Options
+from jax_ucp.formats.orbax import array_folders
+from jax_ucp.formats.orbax import reader as orbax
+from jax_ucp.sources.beside import MARKERS, items_beside
+from jax_ucp.sources.contents import Contents, Item
+from jax_ucp.universal.checked import is_shallow
+
+STEP_FILE = "_CHECKPOINT_METADATA"
+
+_COMMITTED_FILE = "commit_success.txt"
+_STEP_NAME = re.compile(r"(.*?)([0-9]{1,18})")
+_UNFINISHED_NAME = re.compile(r"\.orbax-checkpoint-tmp|\.tmp-|^tmp_|_tmp$")
+# What JsonCheckpointHandler and managers call the one file of an item.
+_JSON_FILES = ("metadata", "metrics")
+_MAX_JSON_BYTES = 1 << 24
+_SHOWN = 8
+# ArrayCheckpointHandler calls the one array of an item so.
+_LONE_ARRAY = "checkpoint/.zarray"
+
+Open = Callable[[FilePath, Options], Contents]
+
+
+def is_item(path: FilePath) -> bool:
+    """Whether a tree lies there: one of Orbax, of ours, of Flax or T5X, or of Paxml."""
+    if _UNFINISHED_NAME.search(path.name):
+        return False
+    return orbax.recognise(path) or flax_msgpack.recognise(path) or array_folders.recognise(path)
+
+
+def items_of_step(path: FilePath) -> list[FilePath]:
+    """The trees in the folder of one step; an item of ArrayCheckpointHandler is none."""
+    folders = [child for child in path.children() if child.is_dir() and is_item(child)]
+    return sorted(child for child in folders if not (child / _LONE_ARRAY).is_file())
+
+
+def is_step(path: FilePath) -> bool:
+    """Whether Orbax marked it as a step, and it is no tree itself."""
+    return (path / STEP_FILE).is_file() and not is_item(path)
+
+
+def is_unmarked_step(path: FilePath) -> bool:
+    """Whether it is named as a step and has trees: old versions of Orbax, T5X and Paxml leave no
+    mark.
+    """
+    if not _STEP_NAME.fullmatch(path.name) or not path.is_dir() or (path / STEP_FILE).exists():
+        return False
+    return bool(items_of_step(path))
+
+
+@dataclass(frozen=True)
+class Run:
+    """The steps of a run, the lowest first, and what is there of saves that were not finished."""
+
+    folder: FilePath
+    steps: Mapping[int, FilePath]
+    unfinished: tuple[str, ...]
+
+
+def is_run(path: FilePath) -> bool:
+    return read_run(path) is not None
+
+
+def read_run(path: FilePath) -> Run | None:
+    """The run whose steps lie in a folder; None where there are none, or where they have names of
+    more than one kind, so that the highest number may not be the latest.
+    """
+    if not path.is_dir():
+        return None
+    steps: dict[int, FilePath] = {}
+    unfinished: list[str] = []
+    kinds: set[str] = set()
+    for child in path.children():
+        match = _STEP_NAME.fullmatch(child.name)
+        if _UNFINISHED_NAME.search(child.name):
+            unfinished.append(child.name)
+        elif match and _is_checkpoint(child):
+            kinds.add(match[1])
+            if int(match[2]) in steps:
+                return None
+            steps[int(match[2])] = child
+    if len(kinds) != 1:
+        return None
+    uncommitted = _uncommitted(steps)
+    finished = {number: steps[number] for number in sorted(steps.keys() - uncommitted)}
+    return Run(path, finished, (*unfinished, *(steps[number].name for number in uncommitted)))
+
+
+def _is_checkpoint(path: FilePath) -> bool:
+    return is_item(path) or is_step(path) or is_unmarked_step(path)
+
+
+def _uncommitted(steps: Mapping[int, FilePath]) -> list[int]:
+    """The steps without the file that finished ones have: those after the first that has it, since
+    older versions of Orbax did not write it, and those that say themselves that they are begun.
+    """
+    folders = {number: path for number, path in steps.items() if path.is_dir()}
+    committed = {n for n, path in folders.items() if (path / _COMMITTED_FILE).is_file()}
+    first = min(committed, default=None)
+    return [
+        number
+        for number in sorted(folders.keys() - committed)
+        if (first is not None and number > first) or _is_begun(folders[number])
+    ]
+
+
+class _StepMetadata(msgspec.Struct):
+    init_timestamp_nsecs: int | None = None
+    commit_timestamp_nsecs: int | None = None
+
+
+def _is_begun(step: FilePath) -> bool:
+    """Whether the file of a step says when the save began, and not when it was finished."""
+    path = step / STEP_FILE
+    if not path.is_file() or path.size() > _MAX_JSON_BYTES:
+        return False
+    try:
+        about = msgspec.json.decode(path.read_text(), type=_StepMetadata)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return about.init_timestamp_nsecs is not None and about.commit_timestamp_nsecs is None
+
+
+def open_run(path: FilePath, options: Options, open_step: Open) -> Contents:
+    """The latest step of a run, or that which the user chose.
+
+    Raises NotACheckpoint, naming the steps, where it is not there.
+    """
+    run = read_run(path)
+    assert run is not None, "recognised"
+    numbers = listed([str(number) for number in run.steps], _SHOWN) or "none that is finished"
+    wanted = max(run.steps, default=None) if options.step is None else options.step
+    if wanted is None or wanted not in run.steps:
+        unfinished = f"; not finished: {listed(run.unfinished, _SHOWN)}" if run.unfinished else ""
+        asked = "" if options.step is None else f", and not {options.step}"
+        raise NotACheckpoint(f"{path} has the steps {numbers}{asked}{unfinished}")
+    step = run.steps[wanted]
+    contents = open_step(step, replace(options, step=None))
+    which = "the latest" if options.step is None else "the one asked for"
+    notes = [f"{path} has the steps {numbers}: this is {step.name}, {which}"]
+    if run.unfinished:
+        notes.append(f"not taken, because they are not finished: {listed(run.unfinished, _SHOWN)}")
+    inventory = [*contents.inventory, *items_beside(path, {step.name})]
+    return replace(contents, inventory=inventory, notes=[*notes, *contents.notes])
+
+
+def open_step(path: FilePath, options: Options, open_item: Open) -> Contents:
+    """The one tree of a step, with what other items say in JSON as extras.
+
+    Raises NotACheckpoint, naming the items, where there is not just one.
+    """
+    if _UNFINISHED_NAME.search(path.name):
+        raise NotACheckpoint(f"{path} is a step that was never finished, by its name")
+    items = items_of_step(path)
+    if not items:
+        nested = [item for child in path.children() for item in items_of_step(child)]
+        deeper = f"; {nested[0]} is one, a folder too deep" if nested else ""
+        raise NotACheckpoint(
+            f"{path} is a step without a PyTree item: what it had is missing, or was never"
+            f" finished{deeper}"
+        )
+    if len(items) > 1:
+        names = ", ".join(item.name for item in items)
+        raise NotACheckpoint(f"{path} is a step with {names}: open one of its items, {path}/<item>")
+    contents = open_item(items[0], options)
+    extras = dict(_json_items(path))
+    known = {items[0].name, *MARKERS, *(name.partition("/")[0] for name in extras)}
+    inventory = [*contents.inventory, *items_beside(path, known)]
+    inventory += [Item(name, "JSON", "extra", "kept as JSON") for name in extras]
+    return replace(contents, inventory=inventory, extras={**contents.extras, **extras})
+
+
+def _json_items(step: FilePath) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The items of a step that are one file of JSON, by the file's name: a config, metrics."""
+    for child in step.children():
+        files = child.children() if child.is_dir() else []
+        if len(files) != 1 or files[0].name not in _JSON_FILES or not files[0].is_file():
+            continue
+        if files[0].size() > _MAX_JSON_BYTES:
+            continue
+        try:
+            value = msgspec.json.decode(files[0].read_text())
+        except (msgspec.DecodeError, RecursionError):
+            continue
+        if is_shallow(value):
+            yield files[0].below(step), value if isinstance(value, dict) else {"value": value}
