@@ -324,7 +324,7 @@ def _(path, seed):
         }
         manager.save(3, args=ocp.args.Composite(**args))
         manager.wait_until_finished()
-    return tree.params, {}, {"item": "3/params"}
+    return tree.params, {"model": "params"}, {}
 
 
 @case("manager_key_and_array")
@@ -475,7 +475,9 @@ def process(path, seed, how, n, port, rank):
         if not isinstance(leaf, jax.Array):
             return leaf
         whole = np.asarray(leaf)
-        place = NamedSharding(mesh, PartitionSpec() if whole.shape == (2,) else spec_of(whole.shape))
+        place = NamedSharding(
+            mesh, PartitionSpec() if whole.shape == (2,) else spec_of(whole.shape)
+        )
         return jax.make_array_from_callback(whole.shape, place, lambda index: whole[index])
 
     tree = jax.tree_util.tree_map(everywhere, mine)

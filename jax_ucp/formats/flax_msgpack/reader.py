@@ -102,7 +102,10 @@ def open_flax(path: FilePath, options: Options) -> Contents:
     file says of it.
     """
     save = _read(path)
-    values = dict(leaf_values(save.tree, lambda value: save.dialect.pointer(value) is not None))
+    try:
+        values = dict(leaf_values(save.tree, lambda at: save.dialect.pointer(at) is not None))
+    except _NotOfT5X as error:
+        raise FormatError(f"{save.file} has a TensorStore spec that {error}") from None
     if fault := tree_fault(values):
         raise FormatError(f"{save.file} is no tree: {fault}")
     names = dict(zip(values, leaf_names(list(values)), strict=True))
@@ -249,6 +252,10 @@ def _never(value: Any) -> bool:
 # How the three say that an array lies elsewhere
 
 
+class _NotOfT5X(Exception):
+    """What a TensorStore spec is that T5X does not write."""
+
+
 class _Place(msgspec.Struct):
     driver: str
     path: str | None = None
@@ -280,16 +287,16 @@ def _orbax_pointer(value: Any) -> _Pointer | None:
 
 
 def _t5x_pointer(value: Any) -> _Pointer | None:
-    """The array of a TensorStore spec. Raises FormatError for a spec that T5X does not write."""
+    """The array of a TensorStore spec. Raises _NotOfT5X for a spec that T5X does not write."""
     if not isinstance(value, dict) or not {"driver", "kvstore", "metadata"} <= value.keys():
         return None
     try:
         spec = msgspec.convert(value, _Spec)
     except msgspec.ValidationError as error:
-        raise FormatError(f"a TensorStore spec is not as T5X writes it: {error}") from None
+        raise _NotOfT5X(f"is not as T5X writes it: {error}") from None
     path = spec.kvstore.path or spec.path
     if spec.driver != "zarr" or not path:
-        raise FormatError(f"a TensorStore spec is of {spec.driver!r:.40} at {path!r:.80}")
+        raise _NotOfT5X(f"is of {spec.driver!r:.40} at {path!r:.80}")
     return _Pointer(path.removesuffix("/"), spec.metadata.shape, spec.dtype)
 
 

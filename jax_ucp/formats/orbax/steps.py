@@ -12,7 +12,7 @@ Facts: `_src/path/atomicity.py`, `temporary_paths.py` and `step.py` of orbax-che
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -168,9 +168,10 @@ def open_run(path: FilePath, options: Options, open_step: Open) -> Contents:
 
 
 def open_step(path: FilePath, options: Options, open_item: Open) -> Contents:
-    """The one tree of a step, with what other items say in JSON as extras.
+    """The one tree of a step, or that which the user named as `model`, with what other items say in
+    JSON as extras.
 
-    Raises NotACheckpoint, naming the items, where there is not just one.
+    Raises NotACheckpoint, naming the items, where there is not just one, or it is not there.
     """
     if _UNFINISHED_NAME.search(path.name):
         raise NotACheckpoint(f"{path} is a step that was never finished, by its name")
@@ -182,15 +183,33 @@ def open_step(path: FilePath, options: Options, open_item: Open) -> Contents:
             f"{path} is a step without a PyTree item: what it had is missing, or was never"
             f" finished{deeper}"
         )
-    if len(items) > 1:
-        names = ", ".join(item.name for item in items)
-        raise NotACheckpoint(f"{path} is a step with {names}: open one of its items, {path}/<item>")
-    contents = open_item(items[0], options)
+    item = _chosen(path, items, options.model)
+    contents = open_item(item, replace(options, model=None))
     extras = dict(_json_items(path))
-    known = {items[0].name, *MARKERS, *(name.partition("/")[0] for name in extras)}
+    known = {item.name, *MARKERS, *(name.partition("/")[0] for name in extras)}
     inventory = [*contents.inventory, *items_beside(path, known)]
     inventory += [Item(name, "JSON", "extra", "kept as JSON") for name in extras]
-    return replace(contents, inventory=inventory, extras={**contents.extras, **extras})
+    said = {"model": options.model} if options.model else {}
+    source = {"format": contents.format, "name": path.name, **contents.source, **said}
+    return replace(
+        contents,
+        inventory=inventory,
+        extras={**contents.extras, **extras},
+        source=source if said else contents.source,
+    )
+
+
+def _chosen(path: FilePath, items: Sequence[FilePath], model: str | None) -> FilePath:
+    """The one item, or that which is named."""
+    named = [item for item in items if model in (None, item.name)]
+    if len(named) == 1:
+        return named[0]
+    names = ", ".join(item.name for item in items)
+    asked = f", and no {model!r:.80}" if model else ""
+    raise NotACheckpoint(
+        f"{path} is a step with {names}{asked}: say which with model={items[0].name!r}"
+        f" (--model {items[0].name}), or open one of its items, {path}/<item>"
+    )
 
 
 def _json_items(step: FilePath) -> Iterator[tuple[str, dict[str, Any]]]:
