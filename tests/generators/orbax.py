@@ -191,7 +191,7 @@ def record(case: Path, tree, options: dict, more: dict) -> None:
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         if isinstance(leaf, (str, type(None), dict)):
-            others[label] = leaf if leaf else None if leaf is None else "empty"
+            others[label] = leaf or (None if leaf is None else "empty")
             continue
         if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
             shardings[label] = [
@@ -201,8 +201,11 @@ def record(case: Path, tree, options: dict, more: dict) -> None:
         array = np.asarray(leaf)
         arrays[label], dtypes[label] = bits(array), array.dtype.name
     np.savez(case / "truth.npz", **arrays)
+    writer = {package: importlib.metadata.version(package) for package in PACKAGES}
+    versions = ", ".join(f"{package} {writer[package]}" for package in PACKAGES[:2])
     about = {
-        "writer": {p: importlib.metadata.version(p) for p in PACKAGES},
+        "about": f"{case.name.replace('_', ' ')} of {versions}",
+        "writer": writer,
         "options": options,
         "dtypes": dtypes,
         "others": others,
@@ -596,7 +599,7 @@ def _(path, seed):
     (folder / "checkpoint").write_bytes(flax.serialization.to_bytes(content))
     (folder / "train_ds-000-of-001").write_bytes(b"a dataset iterator")
     (path / "checkpoint_2000.tmp-1700000000").mkdir()
-    return {"version": 3, "optimizer": tree}, {}, {"from_source": True}
+    return tree, {}, {"from_source": True, "extras": {"checkpoint": {"version": 3}}}
 
 
 @case("paxml")

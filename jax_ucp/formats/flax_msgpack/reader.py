@@ -129,8 +129,9 @@ def open_flax(path: FilePath, options: Options) -> Contents:
         else:
             leaves.append(_plain(save, at, names[at], value))
     extras = {**save.extras, **_json_values(kept_bytes)}
-    inventory = [Item(save.file.name, leaf.label, "mapped", leaf.label) for leaf in leaves]
-    inventory += [Item(save.file.name, name, "extra", "kept as JSON") for name in extras]
+    name = save.file.name
+    inventory = [Item(f"{name}:{leaf.label}", leaf.kind, "mapped", leaf.label) for leaf in leaves]
+    inventory += [Item(f"{name}:{at}", "value", "extra", "kept as JSON") for at in extras]
     return Contents(
         save.dialect.format,
         str(path),

@@ -62,7 +62,9 @@ def open_orbax(path: FilePath, options: Options) -> Contents:
         arrays = joined(zarr, PackedSource(file, AGGREGATE_FILE, tree.packed))
     leaves = [_leaf(directory, tree, leaf, arrays.arrays()) for leaf in tree.leaves]
     check_size(storage, zarr.arrays())
-    inventory = [Item(TREE_FILE, leaf.label, "mapped", leaf.label) for leaf in leaves]
+    inventory = [
+        Item(f"{TREE_FILE}:{leaf.label}", leaf.kind, "mapped", leaf.label) for leaf in leaves
+    ]
     known = _own_files(tree) | names_beside(storage, tree.stored)
     inventory += items_beside(path, known)
     notes = [NO_CHECKSUMS, *([UNMERGED] if storage.is_unmerged else [])]
