@@ -71,7 +71,7 @@ def test_a_run_opens_its_latest_finished_step_and_the_one_that_is_asked_for():
     assert any("not finished: 3.orbax-checkpoint-tmp-17" in note for note in checkpoint.notes)
     beside = {item.where for item in checkpoint.inventory if item.status == "skipped"}
     assert {"2", "3.orbax-checkpoint-tmp-17"} <= beside
-    with pytest.raises(NotACheckpoint, match="has the steps 1, 2, and not 3; not finished: 3.orb"):
+    with pytest.raises(NotACheckpoint, match=r"has the steps 1, 2, and not 3; not finished: 3.orb"):
         ucp.open(RUN, step=3)
     with pytest.raises(FormatError, match="is one checkpoint, and no run with steps"):
         ucp.open(RUN / "2", step=2)
