@@ -10,6 +10,7 @@ Facts: the msgpack specification; `flax/serialization.py` of flax 0.12.7 (`_ndar
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ MAX_TEXT_BYTES = 1 << 26
 
 _CHUNKED = "__msgpack_chunked_array__"
 _NDARRAY, _COMPLEX, _SCALAR, _TUPLE = 1, 2, 3, 4
+_TEXT_8 = 0xD9
+# A map, and the code of its first key with the length, where that has a byte of its own.
+_MAP_OF_NAMES = re.compile(rb"(?:[\x81-\x8f]|\xde..|\xdf....)([\xa1-\xbf]|\xd9.)", re.DOTALL)
 # Bytes that are read at once: few where an array was passed over, more while values follow.
 _FIRST_WINDOW, _LAST_WINDOW = 1 << 10, 1 << 18
 
@@ -77,15 +81,12 @@ def is_map_of_names(head: bytes) -> bool:
     >>> is_map_of_names(bytes.fromhex("82a6706172616d73")), is_map_of_names(b"PK")
     (True, False)
     """
-    lengths = {0xDE: 3, 0xDF: 5}
-    first = head[:1] or b"\0"
-    skip = lengths.get(first[0], 1 if 0x81 <= first[0] <= 0x8F else 0)
-    key = head[skip : skip + 1]
-    if not skip or not key or not (0xA1 <= key[0] <= 0xBF or key[0] == 0xD9):
+    match = _MAP_OF_NAMES.match(head)
+    if match is None:
         return False
-    start = skip + (2 if key[0] == 0xD9 else 1)
-    length = head[skip + 1] if key[0] == 0xD9 and len(head) > skip + 1 else key[0] & 0x1F
-    name = head[start : start + length]
+    code = match[1][0]
+    length = match[1][1] if code == _TEXT_8 else code & 0x1F
+    name = head[match.end() : match.end() + length]
     return bool(name) and name.decode(errors="replace").isprintable()
 
 

@@ -102,45 +102,59 @@ def open_flax(path: FilePath, options: Options) -> Contents:
     file says of it.
     """
     save = _read(path)
+    values = _values(save)
+    names = dict(zip(values, leaf_names(list(values)), strict=True))
+    pointers = _pointers(save, values)
+    stored = {names[at]: pointer.name for at, pointer in pointers.items()}
+    packed = {names[at]: value for at, value in values.items() if is_packed(value)}
+    source = PackedSource(FileRange(save.file), save.file.name, packed)
+    arrays, storage = _with_folders(save, source, stored) if stored else (source, None)
+    leaves = _leaves(save, values, names, pointers, arrays.arrays())
+    extras = {**save.extras, **_kept_bytes(values)}
+    name = save.file.name
+    inventory = [Item(f"{name}:{leaf.label}", leaf.kind, "mapped", leaf.label) for leaf in leaves]
+    inventory += [Item(f"{name}:{at}", "value", "extra", "kept as JSON") for at in extras]
+    inventory += _beside(path, save, storage, stored)
+    kept = {name: extras} if extras else {}
+    notes = _notes(save, storage)
+    return Contents(
+        save.dialect.format, str(path), leaves, arrays, inventory, extras=kept, notes=notes
+    )
+
+
+def _values(save: _Save) -> dict[TreePath, Any]:
+    """What the tree has at each path."""
     try:
         values = dict(leaf_values(save.tree, lambda at: save.dialect.pointer(at) is not None))
     except _NotOfT5X as error:
         raise FormatError(f"{save.file} has a TensorStore spec that {error}") from None
     if fault := tree_fault(values):
         raise FormatError(f"{save.file} is no tree: {fault}")
-    names = dict(zip(values, leaf_names(list(values)), strict=True))
-    pointers = {
-        at: pointer for at, value in values.items() if (pointer := save.dialect.pointer(value))
-    }
-    packed = {names[at]: value for at, value in values.items() if is_packed(value)}
-    source = PackedSource(FileRange(save.file), save.file.name, packed)
-    stored = {names[at]: pointer.name for at, pointer in pointers.items()}
-    arrays, storage = source, None
-    if stored:
-        arrays, storage = _with_folders(save, source, stored)
+    return values
+
+
+def _pointers(save: _Save, values: Mapping[TreePath, Any]) -> dict[TreePath, _Pointer]:
+    """The arrays that lie elsewhere."""
+    found = {at: save.dialect.pointer(value) for at, value in values.items()}
+    return {at: pointer for at, pointer in found.items() if pointer is not None}
+
+
+def _leaves(
+    save: _Save,
+    values: Mapping[TreePath, Any],
+    names: Mapping[TreePath, str],
+    pointers: Mapping[TreePath, _Pointer],
+    arrays: Mapping[str, ArrayInfo],
+) -> list[Leaf]:
+    """A leaf for each value but bytes, which are kept beside."""
     saved = shardings(save.folder.folder()) if save.dialect is _ORBAX else {}
     leaves: list[Leaf] = []
-    kept_bytes: dict[str, Any] = {}
     for at, value in values.items():
-        if isinstance(value, bytes):
-            kept_bytes["/".join(map(str, at))] = value
-        elif at in pointers:
-            leaves.append(_pointed(save, at, names[at], pointers[at], arrays.arrays(), saved))
-        else:
+        if at in pointers:
+            leaves.append(_pointed(save, at, names[at], pointers[at], arrays, saved))
+        elif not isinstance(value, bytes):
             leaves.append(_plain(save, at, names[at], value))
-    extras = {**save.extras, **_json_values(kept_bytes)}
-    name = save.file.name
-    inventory = [Item(f"{name}:{leaf.label}", leaf.kind, "mapped", leaf.label) for leaf in leaves]
-    inventory += [Item(f"{name}:{at}", "value", "extra", "kept as JSON") for at in extras]
-    return Contents(
-        save.dialect.format,
-        str(path),
-        leaves,
-        arrays,
-        [*inventory, *_beside(path, save, storage, stored)],
-        extras={save.file.name: extras} if extras else {},
-        notes=_notes(save, storage),
-    )
+    return leaves
 
 
 def _read(path: FilePath) -> _Save:
@@ -215,8 +229,10 @@ def _plain(save: _Save, at: TreePath, name: str, value: Any) -> Leaf:
     return leaf
 
 
-def _json_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: as_json(value, "", _no_tensors) for name, value in values.items()}
+def _kept_bytes(values: Mapping[TreePath, Any]) -> dict[str, Any]:
+    """Values that are bytes, as JSON by their labels."""
+    found = {at: value for at, value in values.items() if isinstance(value, bytes)}
+    return {"/".join(map(str, at)): as_json(data, "", _no_tensors) for at, data in found.items()}
 
 
 def _no_tensors(key: str, box: Any) -> Any:

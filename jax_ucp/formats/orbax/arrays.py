@@ -76,18 +76,28 @@ def databases(folder: Files, ocdbt: bool | None) -> tuple[str, ...]:
     Without a word, there is one if it has a manifest, as Orbax itself looks. Where only processes
     have databases, the save was never merged. Raises FormatError where one of them is missing.
     """
-    if ocdbt is False or folder.stat(MANIFEST_FILE):
-        return () if ocdbt is False else ("",)
+    if ocdbt is False:
+        return ()
+    if folder.stat(MANIFEST_FILE):
+        return ("",)
+    if found := _process_databases(folder):
+        return found
+    return ("",) if ocdbt else ()
+
+
+def _process_databases(folder: Files) -> tuple[str, ...]:
+    """The databases of processes in a folder, numbered from 0. Raises FormatError where one of them
+    is missing.
+    """
     folders = [entry.name for entry in folder.list() if entry.name.startswith(PROCESS_PREFIX)]
-    found = [name for name in folders if folder.stat(f"{name}/{MANIFEST_FILE}")]
-    numbers = {name.removeprefix(PROCESS_PREFIX) for name in folders}
-    if len(found) < len(folders) or numbers != {str(i) for i in range(len(folders))}:
+    expected = [f"{PROCESS_PREFIX}{i}" for i in range(len(folders))]
+    found = [name for name in expected if folder.stat(f"{name}/{MANIFEST_FILE}")]
+    if found != expected:
         raise FormatError(
-            f"{folder} has no {MANIFEST_FILE}, and of the databases of the processes that wrote it"
-            f" only {', '.join(sorted(found)) or 'none'}: the save was not finished, or files are"
-            " missing"
+            f"{folder} has no {MANIFEST_FILE}, and {', '.join(sorted(folders))} are not whole"
+            " databases of processes 0 and up: the save was not finished, or files are missing"
         )
-    return tuple(sorted(found)) or (("",) if ocdbt else ())
+    return tuple(found)
 
 
 def check_size(storage: Storage, arrays: Mapping[str, ArrayInfo]) -> None:

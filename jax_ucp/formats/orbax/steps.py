@@ -36,6 +36,7 @@ _STEP_NAME = re.compile(r"(.*?)([0-9]{1,18})")
 _UNFINISHED_NAME = re.compile(r"\.orbax-checkpoint-tmp|\.tmp-|^tmp_|_tmp$")
 # What JsonCheckpointHandler and managers call the one file of an item.
 _JSON_FILES = ("metadata", "metrics")
+_SAID_BY_USERS = ("metrics", "custom_metadata")
 _MAX_JSON_BYTES = 1 << 24
 _SHOWN = 8
 # ArrayCheckpointHandler calls the one array of an item so.
@@ -127,21 +128,10 @@ def _uncommitted(steps: Mapping[int, FilePath]) -> list[int]:
     ]
 
 
-class _StepMetadata(msgspec.Struct):
-    init_timestamp_nsecs: int | None = None
-    commit_timestamp_nsecs: int | None = None
-
-
 def _is_begun(step: FilePath) -> bool:
     """Whether the file of a step says when the save began, and not when it was finished."""
-    path = step / STEP_FILE
-    if not path.is_file() or path.size() > _MAX_JSON_BYTES:
-        return False
-    try:
-        about = msgspec.json.decode(path.read_text(), type=_StepMetadata)
-    except (msgspec.DecodeError, RecursionError):
-        return False
-    return about.init_timestamp_nsecs is not None and about.commit_timestamp_nsecs is None
+    said = _json(step / STEP_FILE) or {}
+    return bool(said.get("init_timestamp_nsecs")) and not said.get("commit_timestamp_nsecs")
 
 
 def open_run(path: FilePath, options: Options, open_step: Open) -> Contents:
@@ -152,17 +142,16 @@ def open_run(path: FilePath, options: Options, open_step: Open) -> Contents:
     run = read_run(path)
     assert run is not None, "recognised"
     numbers = listed([str(number) for number in run.steps], _SHOWN) or "none that is finished"
-    wanted = max(run.steps, default=None) if options.step is None else options.step
-    if wanted is None or wanted not in run.steps:
-        unfinished = f"; not finished: {listed(run.unfinished, _SHOWN)}" if run.unfinished else ""
+    unfinished = f"not finished: {listed(run.unfinished, _SHOWN)}" if run.unfinished else ""
+    wanted = max(run.steps, default=-1) if options.step is None else options.step
+    if wanted not in run.steps:
         asked = "" if options.step is None else f", and not {options.step}"
-        raise NotACheckpoint(f"{path} has the steps {numbers}{asked}{unfinished}")
+        raise NotACheckpoint(f"{path} has the steps {numbers}{asked}; {unfinished}".rstrip("; "))
     step = run.steps[wanted]
     contents = open_step(step, replace(options, step=None))
     which = "the latest" if options.step is None else "the one asked for"
     notes = [f"{path} has the steps {numbers}: this is {step.name}, {which}"]
-    if run.unfinished:
-        notes.append(f"not taken, because they are not finished: {listed(run.unfinished, _SHOWN)}")
+    notes += [f"not taken, because {unfinished}"] if unfinished else []
     inventory = [*contents.inventory, *items_beside(path, {step.name})]
     return replace(contents, inventory=inventory, notes=[*notes, *contents.notes])
 
@@ -213,16 +202,29 @@ def _chosen(path: FilePath, items: Sequence[FilePath], model: str | None) -> Fil
 
 
 def _json_items(step: FilePath) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The items of a step that are one file of JSON, by the file's name: a config, metrics."""
-    for child in step.children():
-        files = child.children() if child.is_dir() else []
-        if len(files) != 1 or files[0].name not in _JSON_FILES or not files[0].is_file():
-            continue
-        if files[0].size() > _MAX_JSON_BYTES:
-            continue
-        try:
-            value = msgspec.json.decode(files[0].read_text())
-        except (msgspec.DecodeError, RecursionError):
-            continue
-        if is_shallow(value):
-            yield files[0].below(step), value if isinstance(value, dict) else {"value": value}
+    """What a step has in JSON, by the file's name: items that are one such file, as a config or
+    metrics, and what the user had written into the file that marks it.
+    """
+    for child in filter(FilePath.is_dir, step.children()):
+        files = [file for file in child.children() if file.name not in MARKERS]
+        value = _json(files[0]) if [file.name in _JSON_FILES for file in files] == [True] else None
+        if value is not None:
+            yield files[0].below(step), value
+    said = _json(step / STEP_FILE) or {}
+    if kept := {name: said[name] for name in _SAID_BY_USERS if said.get(name)}:
+        yield STEP_FILE, kept
+
+
+def _json(path: FilePath) -> dict[str, Any] | None:
+    """What a file says in JSON, under a name if it has none; None where it is none, or too large or
+    deep to be kept.
+    """
+    if not path.is_file() or path.size() > _MAX_JSON_BYTES:
+        return None
+    try:
+        value = msgspec.json.decode(path.read_text())
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    if not is_shallow(value):
+        return None
+    return value if isinstance(value, dict) else {"value": value}

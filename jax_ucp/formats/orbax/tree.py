@@ -122,7 +122,7 @@ class OrbaxTree:
     leaves: tuple[Leaf, ...]
     stored: Mapping[str, str]
     packed: Mapping[str, Packed] = field(default_factory=dict)
-    written: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    written: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
     ocdbt: bool | None = None
     zarr3: bool = False
     all_chunks_stored: bool = False
@@ -154,34 +154,33 @@ def read_orbax_tree(directory: Files) -> OrbaxTree:
         _key_impls(directory),
         read_aggregate(directory, paths),
     )
-    leaves: list[Leaf] = []
-    stored: dict[str, str] = {}
-    packed: dict[str, Packed] = {}
-    written: dict[str, tuple[int, ...]] = {}
-    for entry, path, name in zip(entries, paths, leaf_names(paths), strict=True):
-        value = files.packed_value(path, entry)
-        if is_packed(value):
-            packed[name] = value
-        leaf = files.leaf(path, name, entry, value)
-        leaves.append(leaf)
-        if leaf.has_array and name not in packed:
-            stored[name] = _stock_name(entry)
-            if entry.value_metadata.write_shape is not None:
-                written[name] = entry.value_metadata.write_shape
+    names = leaf_names(paths)
+    values = list(map(files.packed_value, paths, entries))
+    leaves = list(map(files.leaf, paths, names, entries, values))
     _require_own_places(directory, entries, leaves)
-    # Where not even zeros are left out, a chunk that is not there is a loss and not a default.
-    complete = bool(content.store_array_data_equal_to_fill_value)
-    zarr3 = bool(content.use_zarr3)
+    packed = {name: value for name, value in zip(names, values, strict=True) if is_packed(value)}
+    in_arrays = _in_arrays(leaves, entries, packed)
     return OrbaxTree(
         tuple(leaves),
-        stored,
+        {name: _stock_name(entry) for name, entry in in_arrays.items()},
         packed,
-        written,
+        {name: entry.value_metadata.write_shape for name, entry in in_arrays.items()},
         content.use_ocdbt,
-        zarr3,
-        complete,
+        bool(content.use_zarr3),
+        # Where not even zeros are left out, a chunk that is not there is a loss and not a default.
+        bool(content.store_array_data_equal_to_fill_value),
         bool(files.aggregate),
     )
+
+
+def _in_arrays(
+    leaves: Sequence[Leaf], entries: Sequence[_Entry], packed: Mapping[str, Packed]
+) -> dict[str, _Entry]:
+    """What is said of the leaves that are arrays of their own, by name."""
+    named = {
+        leaf.name: entry for leaf, entry in zip(leaves, entries, strict=True) if leaf.has_array
+    }
+    return {name: entry for name, entry in named.items() if name not in packed}
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import jax_cases
@@ -129,6 +130,28 @@ def test_of_several_trees_of_a_step_the_one_that_is_named_opens():
     assert ucp.open(path / "3", model="params").source["model"] == "params"
 
 
+def test_what_items_of_the_newest_version_say_in_json_is_an_extra(tmp_path):
+    config = {"layers": 2, "names": ["a", None]}
+    args = {"state": ocp.args.StandardSave({"w": np.ones(3)}), "config": ocp.args.JsonSave(config)}
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
+    with ocp.CheckpointManager(tmp_path / "run", options=options) as manager:
+        manager.save(3, args=ocp.args.Composite(**args), metrics={"loss": 0.5})
+        manager.wait_until_finished()
+    checkpoint = ucp.open(tmp_path / "run")
+    assert checkpoint.extras == {"config/metadata": config, "metrics/metrics": {"loss": 0.5}}
+    assert {item.where for item in checkpoint.inventory} == {"_METADATA:w", *checkpoint.extras}
+    about = json.loads((tmp_path / "run/3/_CHECKPOINT_METADATA").read_text())
+    about["custom_metadata"] = {"by": "me"}
+    (tmp_path / "run/3/_CHECKPOINT_METADATA").write_text(json.dumps(about))
+    said = ucp.open(tmp_path / "run").extras["_CHECKPOINT_METADATA"]
+    assert said == {"custom_metadata": {"by": "me"}}
+    for text in ("[" * 5000 + "]" * 5000, "[" * 400 + "]" * 400, "{"):
+        (tmp_path / "run/3/config/metadata").write_text(text)
+        checkpoint = ucp.open(tmp_path / "run")
+        assert "config/metadata" not in checkpoint.extras
+        assert "config" in {item.where for item in checkpoint.inventory}
+
+
 # How arrays are stored
 
 
@@ -149,7 +172,7 @@ def test_databases_of_processes_are_read_together_or_not_at_all(tmp_path):
     piece = checkpoint.where("params/layers_0/kernel")[0]
     assert piece.file == "ocdbt.process_0/manifest.ocdbt, ocdbt.process_1/manifest.ocdbt"
     for lost, words in (
-        ("ocdbt.process_0", "only ocdbt.process_1"),
+        ("ocdbt.process_0", "are not whole databases"),
         ("ocdbt.process_1", "chunks of"),
     ):
         folder = copied(UNMERGED, tmp_path / lost)
