@@ -20,6 +20,8 @@ from jax_ucp.formats.huggingface import folder as weight_folder
 from jax_ucp.formats.huggingface.hints import not_read, point_inside
 from jax_ucp.formats.huggingface.quantization import settle
 from jax_ucp.formats.huggingface.stand_ins import stand_in
+from jax_ucp.formats.huggingface.weight_names import holds_weights
+from jax_ucp.formats.listing import listed
 from jax_ucp.formats.megatron import dist as megatron_dist
 from jax_ucp.formats.megatron import legacy as megatron_legacy
 from jax_ucp.formats.options import NOTHING_TWICE, Options
@@ -32,6 +34,8 @@ from jax_ucp.garbage import uncollected
 from jax_ucp.sources.contents import Contents
 from jax_ucp.universal import reader as universal
 from jax_ucp.universal.ledger import LEDGER_FILE
+
+_SHOWN = 4
 
 Opener = Callable[[FilePath, Options], Contents]
 
@@ -69,6 +73,13 @@ def _open_step(path: FilePath, options: Options) -> Contents:
 
 
 def _open_run(path: FilePath, options: Options) -> Contents:
+    """A step of a run. Raises NotACheckpoint where weights beside the steps could be meant."""
+    if weight_folder.recognise(path):
+        weights = [child.name for child in path.children() if holds_weights([child.name])]
+        raise NotACheckpoint(
+            f"{path} holds the steps {orbax_steps.step_names(path)}, and beside them weights of"
+            f" torch or safetensors, {listed(weights, _SHOWN)}: open one of them by its path"
+        )
     return orbax_steps.open_run(path, options, open_contents)
 
 
@@ -127,6 +138,14 @@ FORMATS: tuple[Format, ...] = (
         from_torch=True,
     ),
     Format(
+        orbax_steps.is_run,
+        "a run of Orbax, Flax, T5X or Paxml (folders or files of steps)",
+        _open_run,
+        takes_spec=True,
+        notes_siblings=True,
+        takes_step=True,
+    ),
+    Format(
         weight_folder.recognise,
         "a folder with *.safetensors or pytorch_model.bin",
         weight_folder.open_weight_folder,
@@ -162,14 +181,6 @@ FORMATS: tuple[Format, ...] = (
         _open_step,
         takes_spec=True,
         notes_siblings=True,
-    ),
-    Format(
-        orbax_steps.is_run,
-        "a run of Orbax, Flax, T5X or Paxml (folders or files of steps)",
-        _open_run,
-        takes_spec=True,
-        notes_siblings=True,
-        takes_step=True,
     ),
     Format(
         array_folders.recognise,

@@ -202,6 +202,7 @@ def record(case: Path, tree, options: dict, more: dict) -> None:
         arrays[label], dtypes[label] = bits(array), array.dtype.name
     np.savez(case / "truth.npz", **arrays)
     writer = {package: importlib.metadata.version(package) for package in PACKAGES}
+    writer["orbax-checkpoint"] = getattr(ocp, "__version__", writer["orbax-checkpoint"])
     versions = ", ".join(f"{package} {writer[package]}" for package in PACKAGES[:2])
     about = {
         "about": f"{case.name.replace('_', ' ')} of {versions}",

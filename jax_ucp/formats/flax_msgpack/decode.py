@@ -139,7 +139,8 @@ class _Reader:
             if key in result:
                 raise _Fault(f"the key {key!r:.80} is there twice")
             result[key] = self.value(depth + 1)
-        return _unchunked(result) if _CHUNKED in result else result
+        is_chunked = _CHUNKED in result or {"shape", "chunks"} <= result.keys()
+        return _unchunked(result) if is_chunked else result
 
     def _list(self, count: int, depth: int) -> list[Any]:
         return [self.value(depth + 1) for _ in range(count)]

@@ -112,8 +112,8 @@ def open_flax(path: FilePath, options: Options) -> Contents:
     leaves = _leaves(save, values, names, pointers, arrays.arrays())
     extras = {**save.extras, **_kept_bytes(values)}
     name = save.file.name
-    inventory = [Item(f"{name}:{leaf.label}", leaf.kind, "mapped", leaf.label) for leaf in leaves]
-    inventory += [Item(f"{name}:{at}", "value", "extra", "kept as JSON") for at in extras]
+    inventory = [Item(leaf.label, leaf.kind, "mapped", leaf.label) for leaf in leaves]
+    inventory += [Item(at, "value", "extra", "kept as JSON") for at in extras]
     inventory += _beside(path, save, storage, stored)
     kept = {name: extras} if extras else {}
     notes = _notes(save, storage)

@@ -32,6 +32,7 @@ from jax_ucp.universal.checked import is_shallow
 STEP_FILE = "_CHECKPOINT_METADATA"
 
 _COMMITTED_FILE = "commit_success.txt"
+_NAMED_STEP = re.compile(r"checkpoint_[0-9]{1,18}")
 _STEP_NAME = re.compile(r"(.*?)([0-9]{1,18})")
 _UNFINISHED_NAME = re.compile(r"\.orbax-checkpoint-tmp|\.tmp-|^tmp_|_tmp$")
 # What JsonCheckpointHandler and managers call the one file of an item.
@@ -79,6 +80,17 @@ class Run:
     folder: FilePath
     steps: Mapping[int, FilePath]
     unfinished: tuple[str, ...]
+
+
+def not_a_step(path: FilePath) -> str:
+    """Why what has the name of a step of Flax, T5X or Paxml is none; empty where it has another
+    name.
+    """
+    if not _NAMED_STEP.fullmatch(path.name) or _is_checkpoint(path):
+        return ""
+    if path.is_dir():
+        return "is a folder without a tree" if path.children() else "is an empty folder"
+    return "does not begin as a msgpack file of Flax" if path.size() else "is an empty file"
 
 
 def is_run(path: FilePath) -> bool:
@@ -132,6 +144,12 @@ def _is_begun(step: FilePath) -> bool:
     """Whether the file of a step says when the save began, and not when it was finished."""
     said = _json(step / STEP_FILE) or {}
     return bool(said.get("init_timestamp_nsecs")) and not said.get("commit_timestamp_nsecs")
+
+
+def step_names(path: FilePath) -> str:
+    """The names of the steps that a folder has, for messages."""
+    run = read_run(path)
+    return listed([step.name for step in run.steps.values()], _SHOWN) if run else ""
 
 
 def open_run(path: FilePath, options: Options, open_step: Open) -> Contents:

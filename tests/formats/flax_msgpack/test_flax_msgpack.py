@@ -257,8 +257,8 @@ def test_bytes_are_an_extra_and_everything_is_accounted_for(tmp_path):
     checkpoint = ucp.open(written({"a": {"raw": b"\x00\xff"}, "b": 1}, tmp_path / "f.msgpack"))
     assert checkpoint.extras == {"f.msgpack": {"a/raw": {"!bytes": "AP8="}}}
     assert [(item.where, item.status) for item in checkpoint.inventory] == [
-        ("f.msgpack:b", "mapped"),
-        ("f.msgpack:a/raw", "extra"),
+        ("b", "mapped"),
+        ("a/raw", "extra"),
     ]
 
 

@@ -152,6 +152,31 @@ def test_what_items_of_the_newest_version_say_in_json_is_an_extra(tmp_path):
         assert "config" in {item.where for item in checkpoint.inventory}
 
 
+def test_weights_beside_a_run_could_be_meant_and_a_step_that_is_none_is_named(tmp_path):
+    run = copied(jax_cases.FOLDER / "orbax05-flax_msgpack" / "ckpt", tmp_path / "run")
+    weights = ucp.Checkpoint.of({"param": {"w": np.ones(2)}})
+    weights.export(tmp_path / "weights", "safetensors")
+    shutil.copy(next((tmp_path / "weights").glob("*.safetensors")), run / "x.safetensors")
+    with pytest.raises(
+        NotACheckpoint, match="holds the steps checkpoint_1, .* and weights of torch"
+    ):
+        ucp.open(run)
+    (run / "x.safetensors").unlink()
+    for name, data, words in (
+        ("checkpoint_1", b"", "checkpoint_1 in it is an empty file: it is empty"),
+        ("checkpoint_9", b"<html>", "checkpoint_9 in it does not begin as .* of Flax: it is a"),
+    ):
+        shutil.rmtree(run)
+        run.mkdir()
+        (run / name).write_bytes(data)
+        with pytest.raises(NotACheckpoint, match=words):
+            ucp.open(run)
+    shutil.rmtree(run)
+    (run / "checkpoint_3").mkdir(parents=True)
+    with pytest.raises(NotACheckpoint, match="checkpoint_3 in it is an empty folder"):
+        ucp.open(run)
+
+
 # How arrays are stored
 
 
