@@ -139,8 +139,9 @@ class _Reader:
             if key in result:
                 raise _Fault(f"the key {key!r:.80} is there twice")
             result[key] = self.value(depth + 1)
-        is_chunked = _CHUNKED in result or {"shape", "chunks"} <= result.keys()
-        return _unchunked(result) if is_chunked else result
+        # with numbered chunks in it, it is no node whose third key happens to be another
+        is_like = len(result) == 3 and "shape" in result and type(result.get("chunks")) is dict
+        return _unchunked(result) if _CHUNKED in result or is_like else result
 
     def _list(self, count: int, depth: int) -> list[Any]:
         return [self.value(depth + 1) for _ in range(count)]

@@ -164,6 +164,9 @@ HOSTILE = {
             }
         }
     ),
+    "chunks whose mark is another": packed(
+        {"a": {"__msgpack_chunkee_array__": True, "shape": {}, "chunks": {}}}
+    ),
     "chunks with something else": packed(
         {"a": {"__msgpack_chunked_array__": True, "shape": {}, "chunks": {}, "x": 1}}
     ),
