@@ -22,6 +22,7 @@ import msgspec
 
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import FilePath
+from jax_ucp.files.protocol import read_bytes
 from jax_ucp.files.ranges import FileRange
 from jax_ucp.formats.flax_msgpack.decode import decode, is_map_of_names
 from jax_ucp.formats.flax_msgpack.source import PackedSource
@@ -88,11 +89,14 @@ class _Save:
 
 def recognise(path: FilePath) -> bool:
     """Whether it is a msgpack file with a tree of names, or a folder with one as T5X and Orbax call
-    it.
+    it. It is not noted as one that the checkpoint is read from.
     """
     if path.is_dir():
         path = path / AGGREGATE_FILE
-    return path.is_file() and is_map_of_names(path.read_bytes(0, _HEAD_BYTES))
+    if not path.is_file():
+        return False
+    file = path.file()
+    return is_map_of_names(read_bytes(path.files, file, 0, min(file.size, _HEAD_BYTES)))
 
 
 def open_flax(path: FilePath, options: Options) -> Contents:

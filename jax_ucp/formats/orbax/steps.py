@@ -142,7 +142,7 @@ def _uncommitted(steps: Mapping[int, FilePath]) -> list[int]:
 
 def _is_begun(step: FilePath) -> bool:
     """Whether the file of a step says when the save began, and not when it was finished."""
-    said = _json(step / STEP_FILE) or {}
+    said = _json(step / STEP_FILE, FilePath.read_pointer) or {}
     return bool(said.get("init_timestamp_nsecs")) and not said.get("commit_timestamp_nsecs")
 
 
@@ -233,14 +233,16 @@ def _json_items(step: FilePath) -> Iterator[tuple[str, dict[str, Any]]]:
         yield STEP_FILE, kept
 
 
-def _json(path: FilePath) -> dict[str, Any] | None:
+def _json(
+    path: FilePath, read: Callable[[FilePath], str] = FilePath.read_text
+) -> dict[str, Any] | None:
     """What a file says in JSON, under a name if it has none; None where it is none, or too large or
     deep to be kept.
     """
     if not path.is_file() or path.size() > _MAX_JSON_BYTES:
         return None
     try:
-        value = msgspec.json.decode(path.read_text())
+        value = msgspec.json.decode(read(path))
     except (msgspec.DecodeError, RecursionError):
         return None
     if not is_shallow(value):

@@ -78,6 +78,17 @@ def test_a_run_opens_its_latest_finished_step_and_the_one_that_is_asked_for():
         ucp.open(RUN / "2", step=2)
 
 
+@pytest.mark.parametrize("run", ["orbax0128-manager_unfinished", "orbax05-flax_msgpack"])
+def test_a_run_may_go_on_while_its_latest_step_is_read(run, tmp_path):
+    folder = copied(jax_cases.FOLDER / run / "ckpt", tmp_path / "run")
+    checkpoint = ucp.open(folder)
+    for path in list(folder.iterdir()):
+        if not Path(checkpoint.path).is_relative_to(path):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert len(list(folder.iterdir())) == 1
+    checkpoint.restore()
+
+
 def test_steps_are_in_the_order_of_their_numbers(tmp_path):
     for number in ("9", "10", "0011", "2"):
         copied(RUN / "1", tmp_path / "run" / f"step_{number}")
@@ -157,9 +168,7 @@ def test_weights_beside_a_run_could_be_meant_and_a_step_that_is_none_is_named(tm
     weights = ucp.Checkpoint.of({"param": {"w": np.ones(2)}})
     weights.export(tmp_path / "weights", "safetensors")
     shutil.copy(next((tmp_path / "weights").glob("*.safetensors")), run / "x.safetensors")
-    with pytest.raises(
-        NotACheckpoint, match="holds the steps checkpoint_1, .*safetensors, x"
-    ):
+    with pytest.raises(NotACheckpoint, match=r"holds the steps checkpoint_1, .*safetensors, x"):
         ucp.open(run)
     (run / "x.safetensors").unlink()
     for name, data, words in (
