@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import deepspeed_cases
+import jax_cases
 import jax_ucp as ucp
 import megatron_cases
 import torch_cases
@@ -36,7 +38,7 @@ class Case:
     @property
     def path(self) -> Path:
         folder = DATA / self.family / self.name
-        return folder / "ckpt" if (folder / "ckpt").is_dir() else folder
+        return folder / "ckpt" if (folder / "ckpt").exists() else folder
 
     @property
     def about(self) -> Mapping:
@@ -46,12 +48,16 @@ class Case:
     def truth(self) -> dict[str, np.ndarray]:
         if self.family == "torch":
             return torch_cases.truth(self.name)
+        if self.family == "jax":
+            return jax_cases.truth(self.name)
         return (megatron_cases if self.family == "megatron" else deepspeed_cases).truth(self.name)
 
     def equal(self, got: np.ndarray, want: np.ndarray, label: str) -> bool:
         """The same bits; truths hold steps as integers, and DeepSpeed's are widened to fp32."""
+        if isinstance(got, jax.Array) and jax.dtypes.issubdtype(got.dtype, jax.dtypes.prng_key):
+            got = jax.random.key_data(got)
         got = np.asarray(got)
-        if label.startswith("step/"):
+        if label.startswith("step/") and self.family != "jax":
             return float(got) == float(want)
         return same_bits(
             got.astype(np.float32) if self.family.startswith("deepspeed") else got, want
@@ -62,6 +68,8 @@ class Case:
             options = deepspeed_cases.word(self.path) | options
         if self.family == "megatron":
             options["sizes"] = {"vocab": self.about["model"]["vocab_size"]}
+        if self.family == "jax":
+            options |= self.about["options"]
         return ucp.open(self.path, **options)
 
 
@@ -77,7 +85,7 @@ def every() -> list[Case]:
     cases = [
         case
         for case in cases
-        if case.family in ("deepspeed", "deepspeed_universal", "megatron", "torch")
+        if case.family in ("deepspeed", "deepspeed_universal", "jax", "megatron", "torch")
     ]
     return [
         case
@@ -136,10 +144,16 @@ def outcome(case: Case, mesh: Mesh, folder: Path) -> Outcome:
     return Outcome(checkpoint.format, len(want), same, told)
 
 
-def _flat(tree: Mapping) -> dict[str, np.ndarray]:
-    return {
-        f"{state}/{name}": array for state, arrays in tree.items() for name, array in arrays.items()
-    }
+def _flat(tree: Any, label: str = "") -> dict[str, np.ndarray]:
+    """The arrays of nested dicts and lists, by label."""
+    if isinstance(tree, Mapping | list | tuple):
+        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+        return {
+            at: array
+            for name, item in items
+            for at, array in _flat(item, f"{label}/{name}".lstrip("/")).items()
+        }
+    return {} if isinstance(tree, str | None) else {label: tree}
 
 
 def _files(case: Case) -> Outcome:

@@ -41,6 +41,26 @@ when the folder is opened, all of it by `verify` and by a conversion. What else 
 |---|---|---|
 {folders}
 
+## What Orbax, Flax, T5X and Paxml leave
+
+Run, with the state of the process that wrote: orbax-checkpoint 0.5.20, 0.6.4, 0.11.10, 0.11.25, 0.11.30 and 0.12.8, with
+flax 0.8.4 to 0.12.8 and jax 0.4.26 to 0.10.2. From their sources: T5X and Paxml, trees without `_METADATA` (Orbax up to
+0.2), Flax's `_gda` folders. `tests/generators/orbax.py` writes them all again, with whatever versions are installed.
+
+| what | |
+|---|---|
+| PyTree, Standard and Async checkpointers, v1's `save`; OCDBT or folders; zarr v2 or v3 | read |
+| `_METADATA` without `use_ocdbt` (before 0.11.31) | read; `manifest.ocdbt` decides, as for Orbax |
+| aggregate files (`SaveArgs(aggregate=True)`, up to 0.5), with `_METADATA` or without | read; of another tree than `_METADATA`, refused |
+| one process or several; databases of processes merged or not | read; of those that are not merged a missing or doubled chunk is refused |
+| the folder of a run | its latest finished step, or `step=`; where steps have names of several kinds, refused with the names |
+| a step with one tree, and JSON, arrays or random keys beside | read; JSON is kept as extras, the others are named |
+| a step with several trees | refused with their names, unless `model=` says which |
+| Flax's msgpack, in chunks or not, one file or a run of them | read by ranges; other extensions than Flax's and Orbax's are refused |
+| T5X: `checkpoint` and folders of zarr | read, version 2 and 3; an array of uint16 (bfloat16 of version 2), another shape or dtype than its spec are refused |
+| Paxml: `state/` as folders of zarr, or msgpack | read; the tree is that of the folders' names |
+| what any of them calls unfinished | refused; not taken from a run |
+
 ## Quantised weights
 
 A weight that is stored as codes and scales is refused as a weight, in any format, wherever weights are asked for:

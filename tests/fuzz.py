@@ -80,6 +80,10 @@ CASES += ("megatron/legacy_pp2_dp2_distopt_buckets_fp32", "megatron/legacy_ep2_m
 CASES += ("megatron/old0153_tp2_zarr_fp32", "megatron/dist_tp2_dp2_distopt_fully_reshardable_bf16")
 CASES += ("torch/dcp_zstd", "torch/dcp_hf_sharded")
 STOCK_CASES = ("orbax/ocdbt", "orbax/plain", "orbax/zarr3/state")
+STOCK_CASES += ("jax/orbax05-aggregate", "jax/orbax05-processes_unmerged", "jax/orbax05-t5x")
+STOCK_CASES += ("jax/orbax05-paxml", "jax/orbax05-flax_msgpack")
+MSGPACK_FILES = ("orbax0128-flax_msgpack_file/ckpt", "orbax05-flax_chunked/ckpt")
+MSGPACK_FILES += ("orbax05-flax_msgpack/ckpt/checkpoint_9",)
 STATES = ("param", "exp_avg")
 # The files of a stock checkpoint that are JSON, by how their names end.
 JSON_FILES = ("_METADATA", "_sharding", "_strings.json", "process_0", ".zarray", "zarr.json")
@@ -269,6 +273,7 @@ class Targets:
         self.databases = [
             _entries(folder) for folder in self.stock if (folder / MANIFEST_FILE).exists()
         ]
+        self.packed = [(DATA / "jax" / name).read_bytes() for name in MSGPACK_FILES]
         self.texts = [
             (Mapping.parse, (ROOT / "mapping" / "models" / f"{name}.yaml").read_text())
             for name in shipped()
@@ -371,10 +376,19 @@ class Targets:
         )
         if path.name.endswith(JSON_FILES):
             data = inputs.spoilt_json(rng, path.read_bytes())
+        elif path.name.startswith("checkpoint"):
+            data = inputs.spoilt_msgpack(rng, path.read_bytes())
         else:
             data = rng.choice([inputs.noise, inputs.spoilt_node])(rng, path.read_bytes())
         with replaced(path, data):
             yield self._done(rng, folder)
+
+    @contextmanager
+    def msgpack_files(self, rng: Random) -> Iterator[Read]:
+        """A file of Flax that says something else."""
+        path = self.work / "x.msgpack"
+        path.write_bytes(inputs.spoilt_msgpack(rng, rng.choice(self.packed)))
+        yield self._done(rng, path)
 
     def _database(self, rng: Random, folder: Path) -> None:
         """A stock checkpoint in `folder`, with some keys or values of its database changed."""
@@ -556,7 +570,7 @@ def _with_another_pickle(rng: Random, data: bytes) -> bytes:
 
 # How many of a hundred inputs each target gets.
 SHARES = {"pickles": 24, "torch_files": 14, "safetensors": 10, "dcp_tables": 10, "checkpoints": 10}
-SHARES |= {"universal": 14, "orbax": 12, "yaml_texts": 6}
+SHARES |= {"universal": 14, "orbax": 14, "msgpack_files": 10, "yaml_texts": 6}
 
 
 def run(numbers: range, work: Path, family: str | None = None) -> int:

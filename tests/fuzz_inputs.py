@@ -20,6 +20,7 @@ from random import Random
 from typing import Any
 
 import google_crc32c
+import msgpack
 import xxhash
 import yaml
 
@@ -668,6 +669,38 @@ def spoilt_json(rng: Random, data: bytes) -> bytes:
     return json.dumps(value, ensure_ascii=rng.random() < 0.5, separators=(",", ":")).encode(
         "utf-8", "surrogatepass"
     )
+
+
+def spoilt_msgpack(rng: Random, data: bytes) -> bytes:
+    """A msgpack file of Flax that says something else in some places, also inside its arrays, or is
+    none any more.
+    """
+    if rng.random() < 0.4:
+        return noise(rng, data)
+    try:
+        tree = msgpack.unpackb(data, ext_hook=_opened, strict_map_key=False)
+        for _ in range(rng.choice([1, 1, 1, 2, 4])):
+            tree = _spoilt_inside(rng, tree)
+        return _packed(tree)
+    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException):
+        return noise(rng, data)
+
+
+def _opened(code: int, data: bytes) -> dict[str, Any]:
+    """An extension as a value that can be changed inside."""
+    return {"!code": code, "inside": msgpack.unpackb(data)}
+
+
+def _packed(value: Any) -> bytes:
+    return msgpack.packb(_closed(value))
+
+
+def _closed(value: Any) -> Any:
+    if isinstance(value, dict) and value.keys() == {"!code", "inside"}:
+        return msgpack.ExtType(value["!code"], _packed(value["inside"]))
+    if isinstance(value, dict):
+        return {key: _closed(item) for key, item in value.items()}
+    return [_closed(item) for item in value] if isinstance(value, list) else value
 
 
 def _spoilt_inside(rng: Random, value: Any) -> Any:

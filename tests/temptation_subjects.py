@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,7 +38,7 @@ FORMATS = (
     "deepspeed-universal",
     "megatron-legacy",
 )
-FORMATS += ("megatron-dist", "dcp", "dcp-hf", "safetensors", "torch.save")
+FORMATS += ("flax", "megatron-dist", "dcp", "dcp-hf", "safetensors", "torch.save")
 
 # Of each folder the files that the test data keep beside the checkpoint.
 _OURS = {"truth.npz", "case.json", "plain.pt"}
@@ -105,6 +106,7 @@ def subjects(formats: tuple[str, ...] = FORMATS, real: Path | None = None) -> li
         "universal": _universal,
         "orbax-v0": _orbax_v0,
         "orbax-v1": _orbax_v1,
+        "flax": _flax,
         "torch.save": _torch_saved,
     }
     for format, make in makers.items():
@@ -277,6 +279,26 @@ def _orbax_v1() -> list[Subject]:
     return [
         _of_jax("pytree", "orbax-v1", pytree),
         _of_jax("checkpointables", "orbax-v1", checkpointables, "state"),
+    ]
+
+
+def _flax() -> list[Subject]:
+    def file(name: str) -> Callable[[str, Path], None]:
+        def save(which: str, path: Path) -> None:
+            path.mkdir()
+            (path / name).write_bytes(flax.serialization.to_bytes(run_state(which)))
+
+        return save
+
+    def chunked(which: str, path: Path) -> None:
+        usual, flax.serialization.MAX_CHUNK_SIZE = flax.serialization.MAX_CHUNK_SIZE, 300
+        file("checkpoint_7")(which, path)
+        flax.serialization.MAX_CHUNK_SIZE = usual
+
+    return [
+        _of_jax("run", "flax", file("checkpoint_7")),
+        _of_jax("file", "flax", file("model.msgpack"), "model.msgpack"),
+        _of_jax("chunked", "flax", chunked, "checkpoint_7"),
     ]
 
 

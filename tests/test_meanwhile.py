@@ -317,6 +317,8 @@ def hear(event: str, args: tuple) -> None:
 sys.addaudithook(hear)
 # They say which folder to open: once it is open, the trainer may go on to the next.
 POINTERS = {"latest", "latest_universal", "latest_checkpointed_iteration.txt"}
+# Of each step of a run it is looked at whether it is one.
+POINTERS |= {"_CHECKPOINT_METADATA", "checkpoint_1", "checkpoint_9"}
 
 
 CASES = [case for case in cases.every() if not case.about.get("kind", "").startswith("torch_save")]
@@ -324,7 +326,8 @@ CASES = [case for case in cases.every() if not case.about.get("kind", "").starts
 
 def all_read(checkpoint: ucp.Checkpoint) -> ucp.Checkpoint:
     for leaf in checkpoint.leaves:
-        checkpoint.read(leaf.label)
+        if leaf.has_array:
+            checkpoint.read(leaf.label)
     return checkpoint
 
 

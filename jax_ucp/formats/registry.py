@@ -15,21 +15,27 @@ from jax_ucp.files.source_files import opening
 from jax_ucp.formats.dcp import reader as dcp
 from jax_ucp.formats.deepspeed import reader as deepspeed
 from jax_ucp.formats.deepspeed import universal_reader as deepspeed_universal
+from jax_ucp.formats.flax_msgpack import reader as flax_msgpack
 from jax_ucp.formats.huggingface import folder as weight_folder
 from jax_ucp.formats.huggingface.hints import not_read, point_inside
 from jax_ucp.formats.huggingface.quantization import settle
 from jax_ucp.formats.huggingface.stand_ins import stand_in
+from jax_ucp.formats.huggingface.weight_names import holds_weights
+from jax_ucp.formats.listing import listed
 from jax_ucp.formats.megatron import dist as megatron_dist
 from jax_ucp.formats.megatron import legacy as megatron_legacy
 from jax_ucp.formats.options import NOTHING_TWICE, Options
+from jax_ucp.formats.orbax import array_folders
 from jax_ucp.formats.orbax import reader as orbax
+from jax_ucp.formats.orbax import steps as orbax_steps
 from jax_ucp.formats.safetensors import reader as safetensors
 from jax_ucp.formats.torch_save import reader as torch_state
 from jax_ucp.garbage import uncollected
-from jax_ucp.sources.beside import MARKERS, items_beside
 from jax_ucp.sources.contents import Contents
 from jax_ucp.universal import reader as universal
 from jax_ucp.universal.ledger import LEDGER_FILE
+
+_SHOWN = 4
 
 Opener = Callable[[FilePath, Options], Contents]
 
@@ -47,6 +53,7 @@ class Format:
         from_torch: Its own files may be torch's, so those beside it are not noted one by one.
         notes_siblings: `open` notes itself what weights lie beside. For others `open_contents`
             looks in the folder that is opened, and in the one that it names.
+        takes_step: It has several steps, of which the user may choose one.
     """
 
     recognise: Callable[[FilePath], bool]
@@ -56,30 +63,24 @@ class Format:
     stores_once: bool = False
     from_torch: bool = False
     notes_siblings: bool = False
+    takes_step: bool = False
 
 
 def _open_step(path: FilePath, options: Options) -> Contents:
-    """The one PyTree item of a step. Raises NotACheckpoint, naming the items, where there is not
-    just one.
-    """
-    items = orbax.items_of_step(path)
-    if len(items) != 1:
-        if not items:
-            nested = [item for child in path.children() for item in orbax.items_of_step(child)]
-            deeper = f"; {nested[0]} is one, a folder too deep" if nested else ""
-            raise NotACheckpoint(
-                f"{path} is a step without a PyTree item: what it had is missing, or was never"
-                f" finished{deeper}"
-            )
-        names = ", ".join(item.name for item in items)
-        raise NotACheckpoint(f"{path} is a step with {names}: open one of its items, {path}/<item>")
-    contents = open_contents(items[0], options)
-    inventory = [*contents.inventory, *items_beside(path, {items[0].name, *MARKERS})]
-    return replace(
-        contents,
-        inventory=inventory,
-        notes=[*contents.notes, *weight_folder.notes_beside(path, of_torch=False)],
-    )
+    contents = orbax_steps.open_step(path, options, open_contents)
+    notes = weight_folder.notes_beside(path, of_torch=False)
+    return replace(contents, notes=[*contents.notes, *notes])
+
+
+def _open_run(path: FilePath, options: Options) -> Contents:
+    """A step of a run. Raises NotACheckpoint where weights beside the steps could be meant."""
+    if weight_folder.recognise(path):
+        weights = [child.name for child in path.children() if holds_weights([child.name])]
+        raise NotACheckpoint(
+            f"{path} holds the steps {orbax_steps.step_names(path)}, and beside them weights of"
+            f" torch or safetensors, {listed(weights, _SHOWN)}: open one of them by its path"
+        )
+    return orbax_steps.open_run(path, options, open_contents)
 
 
 # The first that recognises a path has it.
@@ -97,7 +98,7 @@ FORMATS: tuple[Format, ...] = (
         stores_once=True,
     ),
     Format(
-        orbax.is_step,
+        orbax_steps.is_step,
         "a step of Orbax (_CHECKPOINT_METADATA)",
         _open_step,
         takes_spec=True,
@@ -137,6 +138,14 @@ FORMATS: tuple[Format, ...] = (
         from_torch=True,
     ),
     Format(
+        orbax_steps.is_run,
+        "a run of Orbax, Flax, T5X or Paxml (folders or files of steps)",
+        _open_run,
+        takes_spec=True,
+        notes_siblings=True,
+        takes_step=True,
+    ),
+    Format(
         weight_folder.recognise,
         "a folder with *.safetensors or pytorch_model.bin",
         weight_folder.open_weight_folder,
@@ -160,6 +169,25 @@ FORMATS: tuple[Format, ...] = (
         from_torch=True,
         notes_siblings=True,
     ),
+    Format(
+        flax_msgpack.recognise,
+        "Flax's msgpack (a file, or T5X's folder with `checkpoint`)",
+        flax_msgpack.open_flax,
+        stores_once=True,
+    ),
+    Format(
+        orbax_steps.is_unmarked_step,
+        "a step of Paxml, T5X or an old Orbax (a number, with items)",
+        _open_step,
+        takes_spec=True,
+        notes_siblings=True,
+    ),
+    Format(
+        array_folders.recognise,
+        "a folder of zarr arrays, as Paxml's state (*/.zarray)",
+        array_folders.open_array_folders,
+        stores_once=True,
+    ),
 )
 
 
@@ -179,6 +207,11 @@ def open_contents(path: str | os.PathLike[str] | FilePath, options: Options) -> 
         what = format.label.partition(" (")[0]
         raise SpecError(
             f"{path} is {what}, which has no use for the spec {options.spec}: open it without"
+        )
+    if options.step is not None and not format.takes_step:
+        raise FormatError(
+            f"{path} is one checkpoint, and no run with steps, so that step={options.step} chooses"
+            " nothing: open it without, or the folder that has the steps"
         )
     try:
         return _open_as(format, at, options)
@@ -243,9 +276,15 @@ def _with_notes(contents: Contents, at: FilePath, format: Format, options: Optio
 
 
 def _require_use(contents: Contents, options: Options) -> None:
-    """Raise FormatError where the user said something of the optimizer that decided nothing."""
-    used = contents.format != "universal" and "optimizer_groups" in contents.source
-    if used or options.optimizer_groups is None:
+    """Raise FormatError where the user said something of the optimizer, or of the model, that
+    decided nothing.
+    """
+    said = {} if contents.format == "universal" else contents.source
+    if options.model is not None and "model" not in said:
+        raise FormatError(
+            f"{contents.path} has one model, so that model= says nothing: open it without"
+        )
+    if options.optimizer_groups is None or "optimizer_groups" in said:
         return
     why = "no optimizer here has states whose parameters are not known"
     if options.weights_only:

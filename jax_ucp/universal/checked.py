@@ -59,7 +59,7 @@ def _faults(metadata: Metadata) -> Iterator[str]:
 def _value_faults(metadata: Metadata) -> Iterator[str]:
     """What is wrong with the values that are carried along."""
     settings = [group.settings for group in metadata.groups]
-    if not _is_shallow([metadata.source, metadata.extras, settings]):
+    if not is_shallow([metadata.source, metadata.extras, settings]):
         yield (
             f"there are values in source, extras or groups nested more than {MAX_VALUE_DEPTH} deep"
         )
@@ -67,7 +67,7 @@ def _value_faults(metadata: Metadata) -> Iterator[str]:
         yield f"the extras of {stray[0]!r:.200} have no names"
 
 
-def _is_shallow(value: object) -> bool:
+def is_shallow(value: object) -> bool:
     """Whether a JSON value can be walked recursively."""
     level: list[object] = [value]
     for _ in range(MAX_VALUE_DEPTH):

@@ -6,18 +6,17 @@ from collections.abc import Callable, Iterable, Iterator
 
 from jax_ucp.errors import FormatError, NotACheckpoint
 from jax_ucp.files.path import FilePath
-from jax_ucp.formats.huggingface.stand_ins import finished_name
+from jax_ucp.formats.huggingface.stand_ins import finished_name, stand_in
 from jax_ucp.formats.huggingface.weight_files import refuse_part
 from jax_ucp.formats.huggingface.weight_names import holds_weights
 from jax_ucp.formats.listing import listed
-from jax_ucp.formats.orbax.reader import STEP_FILE, is_step, items_of_step
+from jax_ucp.formats.orbax.steps import STEP_FILE, is_step, items_of_step, not_a_step
 from jax_ucp.formats.torch_save.file import is_torch_file
 
 _SHOWN = 6
 _FOREIGN = {
     ".gguf": "GGUF",
     ".h5": "Keras's HDF5",
-    ".msgpack": "Flax's msgpack",
     ".npz": "numpy's npz",
     ".nemo": "NeMo's archive",
     ".onnx": "ONNX",
@@ -77,6 +76,9 @@ def not_read(at: FilePath) -> str:
         name = finished_name(path.name)
         if name is not None and holds_weights([name]):
             return f"{path.name} in it is a download that has not ended"
+        if why := not_a_step(path):
+            instead = stand_in(path) if path.is_file() else None
+            return f"{path.name} in it {why}{f': {instead}' if instead else ''}"
         if path.suffix in _FOREIGN:
             return f"{path.name} in it is {_FOREIGN[path.suffix]}, which is not read here"
     return ""

@@ -1,0 +1,326 @@
+"""Msgpack files of Flax, and the folders with one, of T5X and old versions of Orbax, in which the
+arrays of the tree lie beside it.
+
+A file is what `flax.serialization.to_bytes` makes of a tree, by `flax.training.checkpoints` or by a
+user. In place of some arrays it may say where they are:
+
+- Flax: the text `//GDAPlaceholder:a/b`, the array is `<file>_gda/a/b`;
+- T5X: a TensorStore spec, whose path is relative to the folder;
+- Orbax before it had `_METADATA`: the text `PLACEHOLDER://a.b`, a folder or a name in OCDBT.
+
+Facts: `flax/training/checkpoints.py` of flax 0.12.7; `t5x/checkpoints.py` of google-research/t5x
+cc342d4; `base_pytree_checkpoint_handler.py` of orbax-checkpoint 0.5.20.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from jax_ucp.errors import FormatError
+from jax_ucp.files.path import FilePath
+from jax_ucp.files.protocol import read_bytes
+from jax_ucp.files.ranges import FileRange
+from jax_ucp.formats.flax_msgpack.decode import decode, is_map_of_names
+from jax_ucp.formats.flax_msgpack.source import PackedSource
+from jax_ucp.formats.flax_msgpack.tree import is_packed, leaf_values, packed_leaf, plain_leaf
+from jax_ucp.formats.json_values import as_json
+from jax_ucp.formats.options import Options
+from jax_ucp.formats.orbax.aggregate import AGGREGATE_FILE, placeholder
+from jax_ucp.formats.orbax.arrays import (
+    Storage,
+    ZarrArrays,
+    check_size,
+    databases,
+    joined,
+    names_beside,
+)
+from jax_ucp.formats.orbax.reader import NO_CHECKSUMS, UNMERGED, note_files
+from jax_ucp.formats.orbax.tree import shardings
+from jax_ucp.sources.beside import MARKERS, items_beside
+from jax_ucp.sources.contents import Contents, Item
+from jax_ucp.sources.protocol import ArrayInfo
+from jax_ucp.tree import Leaf, SavedSharding, leaf_names, tree_fault
+from jax_ucp.tree import Path as TreePath
+from jax_ucp.universal.checked import leaf_fault
+from jax_ucp.universal.orbax_tree import SHARDING_FILE, TREE_FILE
+
+_HEAD_BYTES = 256
+_GDA_SUFFIX = "_gda"
+_GDA = "//GDAPlaceholder:"
+_NO_CHECKSUMS = "Flax keeps no checksums: what the file holds cannot be verified"
+# Before, T5X stored other trees; it does not read those either.
+_OLDEST_T5X = 2
+
+
+@dataclass(frozen=True)
+class _Pointer:
+    """An array that lies elsewhere, and what is said of it."""
+
+    name: str
+    shape: tuple[int, ...] | None = None
+    dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class _Dialect:
+    """Who wrote a file, and how it says that an array lies elsewhere."""
+
+    format: str
+    pointer: Callable[[Any], _Pointer | None]
+
+
+@dataclass(frozen=True)
+class _Save:
+    """A file with what belongs to it: `folder` has the arrays elsewhere, `own` are the names in it
+    that are no array's.
+    """
+
+    file: FilePath
+    tree: Any
+    dialect: _Dialect
+    folder: FilePath
+    own: frozenset[str]
+    extras: Mapping[str, Any]
+
+
+def recognise(path: FilePath) -> bool:
+    """Whether it is a msgpack file with a tree of names, or a folder with one as T5X and Orbax call
+    it. It is not noted as one that the checkpoint is read from.
+    """
+    if path.is_dir():
+        path = path / AGGREGATE_FILE
+    if not path.is_file():
+        return False
+    file = path.file()
+    return is_map_of_names(read_bytes(path.files, file, 0, min(file.size, _HEAD_BYTES)))
+
+
+def open_flax(path: FilePath, options: Options) -> Contents:
+    """The tree of a msgpack file, or of the folder that has one.
+
+    Raises FormatError for what Flax, T5X and Orbax do not write, and where an array is not what the
+    file says of it.
+    """
+    save = _read(path)
+    values = _values(save)
+    names = dict(zip(values, leaf_names(list(values)), strict=True))
+    pointers = _pointers(save, values)
+    stored = {names[at]: pointer.name for at, pointer in pointers.items()}
+    packed = {names[at]: value for at, value in values.items() if is_packed(value)}
+    source = PackedSource(FileRange(save.file), save.file.name, packed)
+    arrays, storage = _with_folders(save, source, stored) if stored else (source, None)
+    leaves = _leaves(save, values, names, pointers, arrays.arrays())
+    extras = {**save.extras, **_kept_bytes(values)}
+    name = save.file.name
+    inventory = [Item(leaf.label, leaf.kind, "mapped", leaf.label) for leaf in leaves]
+    inventory += [Item(at, "value", "extra", "kept as JSON") for at in extras]
+    inventory += _beside(path, save, storage, stored)
+    kept = {name: extras} if extras else {}
+    notes = _notes(save, storage)
+    return Contents(
+        save.dialect.format, str(path), leaves, arrays, inventory, extras=kept, notes=notes
+    )
+
+
+def _values(save: _Save) -> dict[TreePath, Any]:
+    """What the tree has at each path."""
+    try:
+        values = dict(leaf_values(save.tree, lambda at: save.dialect.pointer(at) is not None))
+    except _NotOfT5X as error:
+        raise FormatError(f"{save.file} has a TensorStore spec that {error}") from None
+    if fault := tree_fault(values):
+        raise FormatError(f"{save.file} is no tree: {fault}")
+    return values
+
+
+def _pointers(save: _Save, values: Mapping[TreePath, Any]) -> dict[TreePath, _Pointer]:
+    """The arrays that lie elsewhere."""
+    found = {at: save.dialect.pointer(value) for at, value in values.items()}
+    return {at: pointer for at, pointer in found.items() if pointer is not None}
+
+
+def _leaves(
+    save: _Save,
+    values: Mapping[TreePath, Any],
+    names: Mapping[TreePath, str],
+    pointers: Mapping[TreePath, _Pointer],
+    arrays: Mapping[str, ArrayInfo],
+) -> list[Leaf]:
+    """A leaf for each value but bytes, which are kept beside."""
+    saved = shardings(save.folder.folder()) if save.dialect is _ORBAX else {}
+    leaves: list[Leaf] = []
+    for at, value in values.items():
+        if at in pointers:
+            leaves.append(_pointed(save, at, names[at], pointers[at], arrays, saved))
+        elif not isinstance(value, bytes):
+            leaves.append(_plain(save, at, names[at], value))
+    return leaves
+
+
+def _read(path: FilePath) -> _Save:
+    """The file at a path, or the one in the folder there, as what its writer meant."""
+    file = path / AGGREGATE_FILE if path.is_dir() else path
+    tree = decode(FileRange(file), str(file))
+    if isinstance(tree, dict) and {"version", "optimizer"} == tree.keys():
+        return _of_t5x(file, tree)
+    if any(placeholder(value) for _, value in leaf_values(tree, _never)):
+        own = frozenset({file.name, SHARDING_FILE, *MARKERS})
+        return _Save(file, tree, _ORBAX, file.parent, own, {})
+    folder = file.with_name(file.name + _GDA_SUFFIX)
+    return _Save(file, tree, _FLAX, folder, frozenset(), {})
+
+
+def _of_t5x(file: FilePath, content: Mapping[str, Any]) -> _Save:
+    """T5X's tree: that of its train state, without the name around it."""
+    version = content["version"]
+    if type(version) is not int or version < _OLDEST_T5X:
+        raise FormatError(
+            f"{file} is of version {version!r:.40} of T5X's checkpoints; those from"
+            f" {_OLDEST_T5X} on are read, as T5X does"
+        )
+    own = frozenset({file.name, *MARKERS})
+    return _Save(file, content["optimizer"], _T5X, file.parent, own, {"version": version})
+
+
+def _with_folders(
+    save: _Save, source: PackedSource, stored: Mapping[str, str]
+) -> tuple[Any, Storage]:
+    """The arrays of the file together with those in folders, or in a database."""
+    if not save.folder.is_dir():
+        raise FormatError(f"{save.file} has arrays in the folder {save.folder}, which is missing")
+    directory = save.folder.folder()
+    note_files(directory)
+    there = databases(directory, None) if save.dialect is _ORBAX else ()
+    storage = Storage(directory, save.file.name, there)
+    zarr = ZarrArrays(storage, stored)
+    check_size(storage, zarr.arrays())
+    return joined(source, zarr), storage
+
+
+def _pointed(
+    save: _Save,
+    at: TreePath,
+    name: str,
+    pointer: _Pointer,
+    arrays: Mapping[str, ArrayInfo],
+    saved: Mapping[str, SavedSharding],
+) -> Leaf:
+    """The leaf of an array elsewhere. Raises FormatError where it is not what the file says."""
+    info = arrays[name]
+    leaf = Leaf(at, name, "array", info.shape, info.dtype.name)
+    if pointer.shape not in (None, info.shape) or pointer.dtype not in (None, info.dtype.name):
+        raise FormatError(
+            f"{save.folder / pointer.name} is an array of {info.dtype} {info.shape}, but"
+            f" {save.file.name} says {pointer.dtype} {pointer.shape} of it: they are of two saves"
+        )
+    if pointer.dtype == "uint16":
+        raise FormatError(
+            f"{save.file} has {leaf.label} in uint16, which T5X up to its version 2 used for"
+            " bfloat16, and no longer reads: nothing says which it is"
+        )
+    sharding = saved.get(pointer.name)
+    return replace(leaf, kind="jax", sharding=sharding) if sharding else leaf
+
+
+def _plain(save: _Save, at: TreePath, name: str, value: Any) -> Leaf:
+    leaf = packed_leaf(at, name, value) if is_packed(value) else plain_leaf(at, name, value)
+    if fault := leaf_fault(leaf):
+        raise FormatError(f"{save.file} says of {leaf.label!r:.200} that it is {fault}")
+    return leaf
+
+
+def _kept_bytes(values: Mapping[TreePath, Any]) -> dict[str, Any]:
+    """Values that are bytes, as JSON by their labels."""
+    found = {at: value for at, value in values.items() if isinstance(value, bytes)}
+    return {"/".join(map(str, at)): as_json(data, "", _no_tensors) for at, data in found.items()}
+
+
+def _no_tensors(key: str, box: Any) -> Any:
+    raise AssertionError("bytes have no tensors in them")
+
+
+def _beside(
+    path: FilePath, save: _Save, storage: Storage | None, stored: Mapping[str, str]
+) -> list[Item]:
+    """What lies in the folders and is no part of the tree."""
+    arrays = names_beside(storage, stored) if storage else set[str]()
+    if save.dialect is _FLAX:
+        items = items_beside(save.folder, arrays, f"{save.folder.name}/") if storage else []
+        return items + (items_beside(path, {save.file.name, *MARKERS}) if path.is_dir() else [])
+    return items_beside(save.folder, arrays | save.own)
+
+
+def _notes(save: _Save, storage: Storage | None) -> list[str]:
+    notes = [NO_CHECKSUMS if save.dialect is _ORBAX else _NO_CHECKSUMS]
+    if storage and storage.is_unmerged:
+        notes.append(UNMERGED)
+    if save.dialect is _ORBAX:
+        notes.append(
+            f"{TREE_FILE} is missing, as Orbax up to 0.2 left it: the tree is that of"
+            f" {save.file.name}, in which dicts stand for nodes with fields"
+        )
+    return notes
+
+
+def _never(value: Any) -> bool:
+    return False
+
+
+# How the three say that an array lies elsewhere
+
+
+class _NotOfT5X(Exception):
+    """What a TensorStore spec is that T5X does not write."""
+
+
+class _Place(msgspec.Struct):
+    driver: str
+    path: str | None = None
+
+
+class _SpecMetadata(msgspec.Struct):
+    shape: tuple[int, ...]
+
+
+class _Spec(msgspec.Struct):
+    """A TensorStore spec of T5X; up to tensorstore 0.1.13 the path is beside `kvstore`."""
+
+    driver: str
+    kvstore: _Place
+    metadata: _SpecMetadata
+    dtype: str | None = None
+    path: str | None = None
+
+
+def _flax_pointer(value: Any) -> _Pointer | None:
+    if isinstance(value, str) and value.startswith(_GDA):
+        return _Pointer(value.removeprefix(_GDA))
+    return None
+
+
+def _orbax_pointer(value: Any) -> _Pointer | None:
+    name = placeholder(value)
+    return _Pointer(name) if name else None
+
+
+def _t5x_pointer(value: Any) -> _Pointer | None:
+    """The array of a TensorStore spec. Raises _NotOfT5X for a spec that T5X does not write."""
+    if not isinstance(value, dict) or not {"driver", "kvstore", "metadata"} <= value.keys():
+        return None
+    try:
+        spec = msgspec.convert(value, _Spec)
+    except msgspec.ValidationError as error:
+        raise _NotOfT5X(f"is not as T5X writes it: {error}") from None
+    path = spec.kvstore.path or spec.path
+    if spec.driver != "zarr" or not path:
+        raise _NotOfT5X(f"is of {spec.driver!r:.40} at {path!r:.80}")
+    return _Pointer(path.removesuffix("/"), spec.metadata.shape, spec.dtype)
+
+
+_FLAX = _Dialect("flax", _flax_pointer)
+_T5X = _Dialect("t5x", _t5x_pointer)
+_ORBAX = _Dialect("orbax", _orbax_pointer)

@@ -1,0 +1,309 @@
+"""The arrays that Orbax, T5X and Paxml leave in a folder, read by TensorStore: zarr v2 or v3, each
+in a folder of its own, or all in an OCDBT database.
+
+Facts: `_src/serialization/tensorstore_utils.py` and `ocdbt_utils.py` of orbax-checkpoint 0.12.8.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.files.protocol import Files, walk
+from jax_ucp.layout.blocks import whole_chunks
+from jax_ucp.layout.box import Box
+from jax_ucp.sources.budget import HELD_BYTES
+from jax_ucp.sources.combined import Combined
+from jax_ucp.sources.contents import Piece
+from jax_ucp.sources.protocol import ArrayInfo, ArraySource, MakesArrays
+from jax_ucp.universal.checked import is_dtype
+from jax_ucp.universal.ocdbt import MANIFEST_FILE
+
+# The database of one process; a save of several ends by making one of theirs.
+PROCESS_PREFIX = "ocdbt.process_"
+
+# No codec of zarr makes more of a byte: a block of zstd has 4 bytes at least, and inflates to 128
+# KiB at most.
+MAX_RATIO = 1 << 15
+
+# Chunks of nothing but zeros, which older versions of Orbax left out, may make so much of no bytes
+# at all.
+FREE_BYTES = 1 << 30
+
+_V2_FILE, _V3_FILE = ".zarray", "zarr.json"
+
+# What TensorStore raises for a checkpoint that is damaged, depending on where.
+_TENSORSTORE_ERRORS = (ValueError, IndexError, OverflowError, NotImplementedError)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How the arrays of a folder are stored.
+
+    Attributes:
+        folder: Where they are.
+        said_by: The file that says which there are, for messages.
+        databases: The OCDBT databases below the folder; "" is the folder itself. Without any, each
+            array has a folder of its own.
+        zarr3: They are of zarr v3; else of v2.
+        complete: A chunk that is not there is a loss, and not zeros.
+    """
+
+    folder: Files
+    said_by: str
+    databases: tuple[str, ...] = ()
+    zarr3: bool = False
+    complete: bool = False
+
+    @property
+    def is_unmerged(self) -> bool:
+        """Whether several processes wrote a database each, and none was made of them."""
+        return bool(self.databases) and self.databases != ("",)
+
+
+def databases(folder: Files, ocdbt: bool | None) -> tuple[str, ...]:
+    """The databases that a folder has, where its files say of `ocdbt` whether it has any.
+
+    Without a word, there is one if it has a manifest, as Orbax itself looks. Where only processes
+    have databases, the save was never merged. Raises FormatError where one of them is missing.
+    """
+    if ocdbt is False:
+        return ()
+    if folder.stat(MANIFEST_FILE):
+        return ("",)
+    if found := _process_databases(folder):
+        return found
+    return ("",) if ocdbt else ()
+
+
+def _process_databases(folder: Files) -> tuple[str, ...]:
+    """The databases of processes in a folder, numbered from 0. Raises FormatError where one of them
+    is missing.
+    """
+    folders = [entry.name for entry in folder.list() if entry.name.startswith(PROCESS_PREFIX)]
+    expected = [f"{PROCESS_PREFIX}{i}" for i in range(len(folders))]
+    found = [name for name in expected if folder.stat(f"{name}/{MANIFEST_FILE}")]
+    if found != expected:
+        raise FormatError(
+            f"{folder} has no {MANIFEST_FILE}, and {', '.join(sorted(folders))} are not whole"
+            " databases of processes 0 and up: the save was not finished, or files are missing"
+        )
+    return tuple(found)
+
+
+def check_size(storage: Storage, arrays: Mapping[str, ArrayInfo]) -> None:
+    """Raise FormatError where arrays are larger than the bytes that are stored could make them."""
+    claimed = sum(info.nbytes for info in arrays.values())
+    stored = sum(file.size for file in walk(storage.folder))
+    if claimed > FREE_BYTES + MAX_RATIO * stored:
+        raise FormatError(
+            f"{storage.folder} says that its arrays have {claimed} bytes, but its files have"
+            f" {stored}, of which no codec makes more than {MAX_RATIO} each: the shape of an array"
+            " is damaged, or files are missing"
+        )
+
+
+def names_beside(storage: Storage, stored: Mapping[str, str]) -> set[str]:
+    """What belongs to the arrays with these names, of what lies directly in the folder.
+
+    Raises FormatError where an array is there twice.
+    """
+    if storage.databases:
+        folders = {file.name.partition("/")[0] for file in walk(storage.folder)}
+        processes = {name for name in folders if name.startswith(PROCESS_PREFIX)}
+        return processes | {"d", MANIFEST_FILE}
+    for name in stored.values():
+        if all(storage.folder.stat(f"{name}/{file}") for file in (_V2_FILE, _V3_FILE)):
+            raise FormatError(
+                f"{storage.folder}/{name} has {_V2_FILE} and {_V3_FILE}: an array of zarr v2 and"
+                f" one of v3, of two saves, lie in one folder. By {storage.said_by} it is the one"
+                f" of v{3 if storage.zarr3 else 2}; move the other away"
+            )
+    return {name.partition("/")[0] for name in stored.values()}
+
+
+def joined(*sources: ArraySource) -> ArraySource:
+    """The arrays of sources that have no name in common, as one."""
+    places = {name: (source, name) for source in sources for name in source.arrays()}
+    arrays = {name: source.arrays()[name] for name, (source, _) in places.items()}
+    return Combined(arrays, places, sources, stored=False)
+
+
+class ZarrArrays(MakesArrays):
+    """The arrays of a stock checkpoint, by the names of their leaves.
+
+    Stock's chunks are as large as what a device held. One that is read in several blocks stays
+    decoded until another is wanted: to decode it costs more than to copy it, and takes its bytes in
+    memory for each block anew.
+    """
+
+    def __init__(self, storage: Storage, stored: Mapping[str, str]):
+        """`stored` has the names of arrays in the folder, by those that they have here.
+
+        Raises FormatError where one is not there, or is none that stock writes.
+        """
+        self._storage, self._stored = storage, stored
+        self._specs = _specs(storage, stored)
+        self._handles: dict[str, Any] = {}
+        self._infos: dict[str, ArrayInfo] = {}
+        self._decoded: tuple[str, Box, Any] | None = None
+        self._lock = threading.Lock()
+        opening = {name: ts.open(spec, open=True) for name, spec in self._specs.items()}
+        for name, future in opening.items():
+            fails = (
+                f"{storage.folder}: {storage.said_by} has {stored[name]}, whose array is unreadable"
+            )
+            try:
+                array = self._handles[name] = future.result()
+            except _TENSORSTORE_ERRORS as error:
+                raise FormatError(f"{fails}: {error}") from None
+            if fault := _array_fault(array):
+                raise FormatError(f"{fails}: it {fault}")
+            chunk = tuple(int(n or 1) for n in array.chunk_layout.read_chunk.shape or ())
+            self._infos[name] = ArrayInfo(tuple(array.shape), array.dtype.numpy_dtype, chunk)
+            if storage.is_unmerged:
+                _check_complete(storage, stored[name], array, self._specs[name])
+
+    def arrays(self) -> Mapping[str, ArrayInfo]:
+        return self._infos
+
+    def read(self, key: str, box: Box) -> np.ndarray:
+        try:
+            return np.asarray(self._handle(key, box)[box.index].read().result())
+        except _TENSORSTORE_ERRORS as error:
+            raise CorruptData(f"{self._storage.folder}/{key}: {error}") from None
+
+    def locate(self, key: str, box: Box) -> Iterator[Piece]:
+        stored, storage = self._stored[key], self._storage
+        database = ", ".join(f"{at}/{MANIFEST_FILE}".lstrip("/") for at in storage.databases)
+        yield Piece(database or stored, stored, box, box)
+
+    def _handle(self, key: str, box: Box) -> Any:
+        """The array, as it is opened for a read of `box`: with a cache for the chunks of which
+        that is a part.
+        """
+        info = self._infos[key]
+        around = whole_chunks(box, info.chunk or box.shape)
+        nbytes = around.size * info.dtype.itemsize
+        if nbytes < HELD_BYTES or around.intersect(Box.whole(info.shape)) == box:
+            return self._handles[key]
+        with self._lock:
+            if self._decoded is None or self._decoded[:2] != (key, around):
+                # the memory of the last ones goes before that of the next is taken
+                self._decoded = None
+                context = ts.Context({"cache_pool": {"total_bytes_limit": 2 * nbytes}})
+                self._decoded = (
+                    key,
+                    around,
+                    ts.open(self._specs[key], open=True, context=context).result(),
+                )
+            return self._decoded[2]
+
+
+def _array_fault(array: Any) -> str | None:
+    """What of an array stock Orbax never writes, and could take any memory to read."""
+    if not is_dtype(array.dtype.name):
+        return f"has the dtype {array.dtype.name}"
+    for chunks in (array.chunk_layout.read_chunk, array.chunk_layout.write_chunk):
+        if any(c > max(1, n) for c, n in zip(chunks.shape or (), array.shape, strict=False)):
+            return (
+                f"has chunks of {tuple(chunks.shape)}, which are larger than its shape"
+                f" {tuple(array.shape)}"
+            )
+    # A blosc chunk is inflated whole before its size is looked at; the other codecs stop at that of
+    # the chunk.
+    if '"blosc"' in json.dumps(array.codec.to_json()):
+        return "is compressed with blosc, which Orbax does not write"
+    return None
+
+
+def _specs(storage: Storage, stored: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """TensorStore's description of each array."""
+    layers = _process_layers(storage) if storage.is_unmerged else {}
+    return {
+        name: {
+            "driver": "zarr3" if storage.zarr3 else "zarr",
+            "kvstore": _kvstore(storage, at, layers),
+            "recheck_cached_data": "open",
+            "fill_missing_data_reads": not storage.complete and not storage.is_unmerged,
+        }
+        for name, at in stored.items()
+    }
+
+
+def _kvstore(storage: Storage, name: str, layers: Mapping[str, Any]) -> dict[str, Any]:
+    if not storage.databases:
+        return storage.folder.spec(name)
+    if storage.is_unmerged:
+        return {"driver": "kvstack", "layers": layers.get(name, [])}
+    return {"driver": "ocdbt", "base": storage.folder.spec(), "path": f"{name}/"}
+
+
+def _process_layers(storage: Storage) -> dict[str, list[dict[str, Any]]]:
+    """For each array the files that processes wrote of it, each in the database that has it.
+
+    Raises FormatError where two have one chunk, or describe an array differently.
+    """
+    layers: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    owners: dict[str, Any] = {}
+    for database in storage.databases:
+        base = {"driver": "ocdbt", "base": storage.folder.spec(database)}
+        try:
+            values = ts.KvStore.open(base).result()
+            keys = [key.decode() for key in values.list().result()]
+            for key in keys:
+                name, file = _array_and_file(key)
+                if key not in owners:
+                    owners[key] = values
+                    layers[name].append({"base": {**base, "path": key}, "exact": file})
+                elif file not in (_V2_FILE, _V3_FILE) or _differ(values, owners[key], key):
+                    raise FormatError(
+                        f"{storage.folder}: {database} has {key!r:.200}, which the database of"
+                        " another process has too: they are of two saves"
+                    )
+        except _TENSORSTORE_ERRORS as error:
+            raise FormatError(f"{storage.folder}/{database} is unreadable: {error}") from None
+    return layers
+
+
+def _array_and_file(key: str) -> tuple[str, str]:
+    """An array's name and the name of a file of it: `.zarray` and `0.1` of v2, `zarr.json` and
+    `c/0/1` of v3.
+
+    >>> _array_and_file("a/b/0.1"), _array_and_file("w/c/0/1")
+    (('a/b', '0.1'), ('w', 'c/0/1'))
+    """
+    parts = key.split("/")
+    first = len(parts) - 1
+    while first > 1 and parts[first].isdecimal():
+        first -= 1
+    if parts[first] != "c":
+        first = len(parts) - 1
+    return "/".join(parts[:first]), "/".join(parts[first:])
+
+
+def _differ(values: Any, others: Any, key: str) -> bool:
+    return values.read(key).result().value != others.read(key).result().value
+
+
+def _check_complete(storage: Storage, name: str, array: Any, spec: Mapping[str, Any]) -> None:
+    """Raise FormatError where a chunk is in no process's database: it may be zeros that were left
+    out, or the database of a process is missing.
+    """
+    chunk = array.chunk_layout.write_chunk.shape or ()
+    chunks = math.prod(-(-n // max(1, c)) for n, c in zip(array.shape, chunk, strict=True))
+    there = len(spec["kvstore"]["layers"]) - 1
+    if there != chunks:
+        raise FormatError(
+            f"{storage.folder}: of {chunks} chunks of {name!r:.200} the databases of processes have"
+            f" {there}: they were never merged, so that nothing says whether a database is missing"
+        )

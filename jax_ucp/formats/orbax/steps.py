@@ -1,0 +1,250 @@
+"""The folders around a tree: a step with its items, and a run with its steps.
+
+CheckpointManager and v1's `training.Checkpointer` make both; Flax's `save_checkpoint`, T5X and
+Paxml make runs, whose steps may be files or trees themselves. A save has another name until it is
+finished; on storage without renames it has its own, and lacks `commit_success.txt`. From Orbax
+0.12.3 on every finished step has that file.
+
+Facts: `_src/path/atomicity.py`, `temporary_paths.py` and `step.py` of orbax-checkpoint 0.12.8;
+`flax/training/checkpoints.py` of flax 0.12.7; `t5x/checkpoints.py`; `paxml/checkpoint_paths.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from jax_ucp.errors import NotACheckpoint
+from jax_ucp.files.path import FilePath
+from jax_ucp.formats.flax_msgpack import reader as flax_msgpack
+from jax_ucp.formats.listing import listed
+from jax_ucp.formats.options import Options
+from jax_ucp.formats.orbax import array_folders
+from jax_ucp.formats.orbax import reader as orbax
+from jax_ucp.sources.beside import MARKERS, items_beside
+from jax_ucp.sources.contents import Contents, Item
+from jax_ucp.universal.checked import is_shallow
+
+STEP_FILE = "_CHECKPOINT_METADATA"
+
+_COMMITTED_FILE = "commit_success.txt"
+_NAMED_STEP = re.compile(r"checkpoint_[0-9]{1,18}")
+_STEP_NAME = re.compile(r"(.*?)([0-9]{1,18})")
+_UNFINISHED_NAME = re.compile(r"\.orbax-checkpoint-tmp|\.tmp-|^tmp_|_tmp$")
+# What JsonCheckpointHandler and managers call the one file of an item.
+_JSON_FILES = ("metadata", "metrics")
+_SAID_BY_USERS = ("metrics", "custom_metadata")
+_MAX_JSON_BYTES = 1 << 24
+_SHOWN = 8
+# ArrayCheckpointHandler calls the one array of an item so.
+_LONE_ARRAY = "checkpoint/.zarray"
+
+Open = Callable[[FilePath, Options], Contents]
+
+
+def is_item(path: FilePath) -> bool:
+    """Whether a tree lies there: one of Orbax, of ours, of Flax or T5X, or of Paxml."""
+    if _UNFINISHED_NAME.search(path.name):
+        return False
+    return orbax.recognise(path) or flax_msgpack.recognise(path) or array_folders.recognise(path)
+
+
+def items_of_step(path: FilePath) -> list[FilePath]:
+    """The trees in the folder of one step; an item of ArrayCheckpointHandler is none."""
+    folders = [child for child in path.children() if child.is_dir() and is_item(child)]
+    return sorted(child for child in folders if not (child / _LONE_ARRAY).is_file())
+
+
+def is_step(path: FilePath) -> bool:
+    """Whether Orbax marked it as a step, and it is no tree itself."""
+    return (path / STEP_FILE).is_file() and not is_item(path)
+
+
+def is_unmarked_step(path: FilePath) -> bool:
+    """Whether it is named as a step and has trees: old versions of Orbax, T5X and Paxml leave no
+    mark.
+    """
+    if not _STEP_NAME.fullmatch(path.name) or not path.is_dir() or (path / STEP_FILE).exists():
+        return False
+    return bool(items_of_step(path))
+
+
+@dataclass(frozen=True)
+class Run:
+    """The steps of a run, the lowest first, and what is there of saves that were not finished."""
+
+    folder: FilePath
+    steps: Mapping[int, FilePath]
+    unfinished: tuple[str, ...]
+
+
+def not_a_step(path: FilePath) -> str:
+    """Why what has the name of a step of Flax, T5X or Paxml is none; empty where it has another
+    name.
+    """
+    if not _NAMED_STEP.fullmatch(path.name) or _is_checkpoint(path):
+        return ""
+    if path.is_dir():
+        return "is a folder without a tree" if path.children() else "is an empty folder"
+    return "does not begin as a msgpack file of Flax" if path.size() else "is an empty file"
+
+
+def is_run(path: FilePath) -> bool:
+    return read_run(path) is not None
+
+
+def read_run(path: FilePath) -> Run | None:
+    """The run whose steps lie in a folder; None where there are none, or where they have names of
+    more than one kind, so that the highest number may not be the latest.
+    """
+    if not path.is_dir():
+        return None
+    steps: dict[int, FilePath] = {}
+    unfinished: list[str] = []
+    kinds: set[str] = set()
+    for child in path.children():
+        match = _STEP_NAME.fullmatch(child.name)
+        if _UNFINISHED_NAME.search(child.name):
+            unfinished.append(child.name)
+        elif match and _is_checkpoint(child):
+            kinds.add(match[1])
+            if int(match[2]) in steps:
+                return None
+            steps[int(match[2])] = child
+    if len(kinds) != 1:
+        return None
+    uncommitted = _uncommitted(steps)
+    finished = {number: steps[number] for number in sorted(steps.keys() - uncommitted)}
+    return Run(path, finished, (*unfinished, *(steps[number].name for number in uncommitted)))
+
+
+def _is_checkpoint(path: FilePath) -> bool:
+    return is_item(path) or is_step(path) or is_unmarked_step(path)
+
+
+def _uncommitted(steps: Mapping[int, FilePath]) -> list[int]:
+    """The steps without the file that finished ones have: those after the first that has it, since
+    older versions of Orbax did not write it, and those that say themselves that they are begun.
+    """
+    folders = {number: path for number, path in steps.items() if path.is_dir()}
+    committed = {n for n, path in folders.items() if (path / _COMMITTED_FILE).is_file()}
+    first = min(committed, default=None)
+    return [
+        number
+        for number in sorted(folders.keys() - committed)
+        if (first is not None and number > first) or _is_begun(folders[number])
+    ]
+
+
+def _is_begun(step: FilePath) -> bool:
+    """Whether the file of a step says when the save began, and not when it was finished."""
+    said = _json(step / STEP_FILE, FilePath.read_pointer) or {}
+    return bool(said.get("init_timestamp_nsecs")) and not said.get("commit_timestamp_nsecs")
+
+
+def step_names(path: FilePath) -> str:
+    """The names of the steps that a folder has, for messages."""
+    run = read_run(path)
+    return listed([step.name for step in run.steps.values()], _SHOWN) if run else ""
+
+
+def open_run(path: FilePath, options: Options, open_step: Open) -> Contents:
+    """The latest step of a run, or that which the user chose.
+
+    Raises NotACheckpoint, naming the steps, where it is not there.
+    """
+    run = read_run(path)
+    assert run is not None, "recognised"
+    numbers = listed([str(number) for number in run.steps], _SHOWN) or "none that is finished"
+    unfinished = f"not finished: {listed(run.unfinished, _SHOWN)}" if run.unfinished else ""
+    wanted = max(run.steps, default=-1) if options.step is None else options.step
+    if wanted not in run.steps:
+        asked = "" if options.step is None else f", and not {options.step}"
+        raise NotACheckpoint(f"{path} has the steps {numbers}{asked}; {unfinished}".rstrip("; "))
+    step = run.steps[wanted]
+    contents = open_step(step, replace(options, step=None))
+    which = "the latest" if options.step is None else "the one asked for"
+    notes = [f"{path} has the steps {numbers}: this is {step.name}, {which}"]
+    notes += [f"not taken, because {unfinished}"] if unfinished else []
+    inventory = [*contents.inventory, *items_beside(path, {step.name})]
+    return replace(contents, inventory=inventory, notes=[*notes, *contents.notes])
+
+
+def open_step(path: FilePath, options: Options, open_item: Open) -> Contents:
+    """The one tree of a step, or that which the user named as `model`, with what other items say in
+    JSON as extras.
+
+    Raises NotACheckpoint, naming the items, where there is not just one, or it is not there.
+    """
+    if _UNFINISHED_NAME.search(path.name):
+        raise NotACheckpoint(f"{path} is a step that was never finished, by its name")
+    items = items_of_step(path)
+    if not items:
+        nested = [item for child in path.children() for item in items_of_step(child)]
+        deeper = f"; {nested[0]} is one, a folder too deep" if nested else ""
+        raise NotACheckpoint(
+            f"{path} is a step without a PyTree item: what it had is missing, or was never"
+            f" finished{deeper}"
+        )
+    item = _chosen(path, items, options.model)
+    contents = open_item(item, replace(options, model=None))
+    extras = dict(_json_items(path))
+    known = {item.name, *MARKERS, *(name.partition("/")[0] for name in extras)}
+    inventory = [*contents.inventory, *items_beside(path, known)]
+    inventory += [Item(name, "JSON", "extra", "kept as JSON") for name in extras]
+    said = {"model": options.model} if options.model else {}
+    source = {"format": contents.format, "name": path.name, **contents.source, **said}
+    return replace(
+        contents,
+        inventory=inventory,
+        extras={**contents.extras, **extras},
+        source=source if said else contents.source,
+    )
+
+
+def _chosen(path: FilePath, items: Sequence[FilePath], model: str | None) -> FilePath:
+    """The one item, or that which is named."""
+    named = [item for item in items if model in (None, item.name)]
+    if len(named) == 1:
+        return named[0]
+    names = ", ".join(item.name for item in items)
+    asked = f", and no {model!r:.80}" if model else ""
+    raise NotACheckpoint(
+        f"{path} is a step with {names}{asked}: say which with model={items[0].name!r}"
+        f" (--model {items[0].name}), or open one of its items, {path}/<item>"
+    )
+
+
+def _json_items(step: FilePath) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What a step has in JSON, by the file's name: items that are one such file, as a config or
+    metrics, and what the user had written into the file that marks it.
+    """
+    for child in filter(FilePath.is_dir, step.children()):
+        files = [file for file in child.children() if file.name not in MARKERS]
+        value = _json(files[0]) if [file.name in _JSON_FILES for file in files] == [True] else None
+        if value is not None:
+            yield files[0].below(step), value
+    said = _json(step / STEP_FILE) or {}
+    if kept := {name: said[name] for name in _SAID_BY_USERS if said.get(name)}:
+        yield STEP_FILE, kept
+
+
+def _json(
+    path: FilePath, read: Callable[[FilePath], str] = FilePath.read_text
+) -> dict[str, Any] | None:
+    """What a file says in JSON, under a name if it has none; None where it is none, or too large or
+    deep to be kept.
+    """
+    if not path.is_file() or path.size() > _MAX_JSON_BYTES:
+        return None
+    try:
+        value = msgspec.json.decode(read(path))
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    if not is_shallow(value):
+        return None
+    return value if isinstance(value, dict) else {"value": value}

@@ -1,0 +1,341 @@
+"""The tree of a PyTree checkpoint of Orbax, as its small files say it.
+
+`_METADATA` has each leaf's path and type. `_sharding` says how JAX arrays lay on devices,
+`_strings.json` has texts, `array_metadatas` the kinds of PRNG keys. Up to 0.5 the msgpack file
+`checkpoint` has the same tree once more: the values that were not to be files of their own
+(`SaveArgs(aggregate=True)`), and for each other a placeholder with the name of its array.
+
+Facts: `_src/metadata/tree.py`, `_src/metadata/empty_values.py`, `_src/metadata/sharding.py` and
+`_src/handlers/base_pytree_checkpoint_handler.py` of orbax-checkpoint 0.12.8; `metadata/tree.py` and
+`base_pytree_checkpoint_handler.py` of 0.5.20. Nothing of Orbax is imported.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from jax_ucp.errors import FormatError, NotACheckpoint
+from jax_ucp.files.protocol import Files, read_file, walk
+from jax_ucp.formats.flax_msgpack.source import Packed
+from jax_ucp.formats.flax_msgpack.tree import is_packed, packed_leaf, plain_leaf
+from jax_ucp.formats.orbax.aggregate import AGGREGATE_FILE, placeholder, read_aggregate
+from jax_ucp.tree import (
+    MAX_TREE_DEPTH,
+    Axes,
+    Key,
+    Leaf,
+    LeafKind,
+    SavedSharding,
+    leaf_names,
+    tree_fault,
+)
+from jax_ucp.tree import Path as TreePath
+from jax_ucp.universal.checked import sharding_fault
+from jax_ucp.universal.orbax_tree import MARK, SHARDING_FILE, STRINGS_FILE, TREE_FILE
+
+T = TypeVar("T")
+
+_SEQUENCE = 1
+EMPTY_TYPES = ("None", "Dict", "List", "Tuple", "NamedTuple")
+
+
+class _KeyEntry(msgspec.Struct):
+    key: str
+    key_type: Literal[1, 2]
+
+
+class _ValueEntry(msgspec.Struct):
+    value_type: str
+    skip_deserialize: bool = False
+    write_shape: tuple[int, ...] | None = None
+
+
+class _Entry(msgspec.Struct):
+    key_metadata: Annotated[tuple[_KeyEntry, ...], msgspec.Meta(max_length=MAX_TREE_DEPTH)]
+    value_metadata: _ValueEntry
+
+
+class _TreeFile(msgspec.Struct):
+    """What is read of `_METADATA`; of the rest older versions say less: 0.5 only the tree, and
+    `use_ocdbt` only those from 0.11.31 on.
+    """
+
+    tree_metadata: dict[str, _Entry]
+    use_ocdbt: bool | None = None
+    custom_metadata: dict[str, Any] | None = None
+    use_zarr3: bool | None = None
+    store_array_data_equal_to_fill_value: bool | None = None
+
+
+class _ShardingKind(msgspec.Struct):
+    sharding_type: str = ""
+
+
+class _DeviceMesh(msgspec.Struct):
+    mesh: list[Any]
+
+
+class _Sharding(msgspec.Struct):
+    """A NamedSharding in `_sharding`; its devices, which older versions lack, are in lists as
+    deep as it has axes.
+    """
+
+    axis_names: tuple[str, ...]
+    shape: tuple[int, ...]
+    partition_spec: tuple[Axes, ...]
+    device_mesh: _DeviceMesh | None = None
+
+
+class _Device(msgspec.Struct):
+    id: int
+
+
+class _KeyArray(msgspec.Struct):
+    param_name: str
+    ext_metadata: dict[str, Any] | None = None
+
+
+class _ArrayEntry(msgspec.Struct):
+    array_metadata: _KeyArray
+
+
+class _ArrayMetadatas(msgspec.Struct):
+    array_metadatas: list[_ArrayEntry]
+
+
+@dataclass(frozen=True, slots=True)
+class OrbaxTree:
+    """What a stock PyTree checkpoint says of its tree and of the way its arrays are stored.
+
+    The leaves have no shape or dtype yet: those are with the arrays. `stored` has the name that
+    stock gave each array, by the name of its leaf here, which is safe for a directory; stock's need
+    not be. `packed` are the values in `checkpoint`. `written` is the shape of what a device wrote
+    of an array, where it says so. `ocdbt` is None where the files do not say it.
+    """
+
+    leaves: tuple[Leaf, ...]
+    stored: Mapping[str, str]
+    packed: Mapping[str, Packed] = field(default_factory=dict)
+    written: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
+    ocdbt: bool | None = None
+    zarr3: bool = False
+    all_chunks_stored: bool = False
+    has_aggregate: bool = False
+
+
+def read_orbax_tree(directory: Files) -> OrbaxTree:
+    """The tree of the stock PyTree checkpoint in `directory`.
+
+    Raises FormatError where a file says something stock Orbax does not, or two leaves have one
+    name, as stock gives to `{"a": {"b": x}}` and `{"a.b": y}`, of which it keeps one array;
+    NotACheckpoint where it belongs to a universal checkpoint without its `ucp.json`, which stock
+    would read half of.
+    """
+    content = _json(directory, TREE_FILE, _TreeFile)
+    if MARK in (content.custom_metadata or {}):
+        raise NotACheckpoint(
+            f"{directory} is a universal checkpoint without its ucp.json: it was never finished, or"
+            " the file is lost. If a conversion was stopped here, run it again."
+        )
+    entries = list(content.tree_metadata.values())
+    paths = [tuple(_key(directory, key) for key in entry.key_metadata) for entry in entries]
+    if fault := tree_fault(paths):
+        raise FormatError(f"{directory}/{TREE_FILE} is no tree: {fault}")
+    files = _TreeFiles(
+        directory,
+        shardings(directory),
+        _json(directory, STRINGS_FILE, dict[str, str], {}),
+        _key_impls(directory),
+        read_aggregate(directory, paths),
+    )
+    names = leaf_names(paths)
+    values = list(map(files.packed_value, paths, entries))
+    leaves = list(map(files.leaf, paths, names, entries, values))
+    _require_own_places(directory, entries, leaves)
+    packed = {name: value for name, value in zip(names, values, strict=True) if is_packed(value)}
+    in_arrays = _in_arrays(leaves, entries, packed)
+    return OrbaxTree(
+        tuple(leaves),
+        {name: _stock_name(entry) for name, entry in in_arrays.items()},
+        packed,
+        {name: entry.value_metadata.write_shape for name, entry in in_arrays.items()},
+        content.use_ocdbt,
+        bool(content.use_zarr3),
+        # Where not even zeros are left out, a chunk that is not there is a loss and not a default.
+        bool(content.store_array_data_equal_to_fill_value),
+        bool(files.aggregate),
+    )
+
+
+def _in_arrays(
+    leaves: Sequence[Leaf], entries: Sequence[_Entry], packed: Mapping[str, Packed]
+) -> dict[str, _Entry]:
+    """What is said of the leaves that are arrays of their own, by name."""
+    named = {
+        leaf.name: entry for leaf, entry in zip(leaves, entries, strict=True) if leaf.has_array
+    }
+    return {name: entry for name, entry in named.items() if name not in packed}
+
+
+@dataclass(frozen=True)
+class _TreeFiles:
+    """What the files beside the tree say of leaves, by stock's names of them.
+
+    `aggregate` has them by their paths.
+    """
+
+    directory: Files
+    shardings: Mapping[str, SavedSharding]
+    strings: Mapping[str, str]
+    key_impls: Mapping[str, str]
+    aggregate: Mapping[TreePath, Any]
+
+    def packed_value(self, path: TreePath, entry: _Entry) -> Any:
+        """What the aggregate file has for a leaf; None where it is stored elsewhere, or nothing.
+
+        Raises FormatError where one of the two files says that the other has the value.
+        """
+        value = self.aggregate.get(path)
+        about = entry.value_metadata
+        is_elsewhere = not self.aggregate or placeholder(value) is not None
+        if about.value_type in EMPTY_TYPES:
+            return None if is_elsewhere else value
+        if about.skip_deserialize is is_elsewhere or (about.skip_deserialize and value is None):
+            raise FormatError(
+                f"{self.directory}: the value of {_stock_name(entry)!r:.200} should be in"
+                f" {AGGREGATE_FILE} by one of {TREE_FILE} and {AGGREGATE_FILE}, and not by the"
+                " other: the files are of two saves, or one is missing"
+            )
+        return value if about.skip_deserialize else None
+
+    def leaf(self, path: TreePath, name: str, entry: _Entry, packed: Any) -> Leaf:
+        """A leaf of the tree. Raises FormatError for a type that stock does not write, and for a
+        string without its text.
+        """
+        stock_name, value_type = _stock_name(entry), entry.value_metadata.value_type
+        if value_type in EMPTY_TYPES and packed is not None:
+            # what 0.5 had no handler for, such as an empty tuple
+            return (
+                packed_leaf(path, name, packed)
+                if is_packed(packed)
+                else plain_leaf(path, name, packed)
+            )
+        impl = self.key_impls.get(stock_name, "")
+        kind, value = _kind(value_type, impl, f"{self.directory}/{TREE_FILE}: {stock_name}")
+        if kind == "str":
+            value = packed if packed is not None else self.strings.get(stock_name)
+            if not isinstance(value, str):
+                raise FormatError(
+                    f"{self.directory}/{STRINGS_FILE} has no value for {stock_name}, which"
+                    f" {TREE_FILE} says is a string"
+                )
+        sharding = self.shardings.get(stock_name)
+        return Leaf(path, name, kind, value=value, key_impl=impl, sharding=sharding)
+
+
+def _key_impls(directory: Files) -> dict[str, str]:
+    """Of what kind the arrays of PRNG keys are, by stock's names of them; "" of other arrays."""
+    impls: dict[str, str] = {}
+    for name in (file.name for file in walk(directory)):
+        if name.startswith("array_metadatas/") and not name.startswith("array_metadatas/."):
+            for entry in _json(directory, name, _ArrayMetadatas).array_metadatas:
+                impl = (entry.array_metadata.ext_metadata or {}).get("random_key_impl", "")
+                impls[entry.array_metadata.param_name] = impl if isinstance(impl, str) else ""
+    return impls
+
+
+def _require_own_places(
+    directory: Files, entries: Sequence[_Entry], leaves: Sequence[Leaf]
+) -> None:
+    """Raises FormatError where two leaves with a value have one name."""
+    seen: set[str] = set()
+    for entry, leaf in zip(entries, leaves, strict=True):
+        if leaf.kind in ("none", "empty"):
+            continue
+        name = _stock_name(entry)
+        if name in seen:
+            raise FormatError(
+                f"{directory}/{TREE_FILE}: {name} is the name of two leaves: Orbax wrote both to"
+                " one place and kept the last"
+            )
+        seen.add(name)
+
+
+def _stock_name(entry: _Entry) -> str:
+    return ".".join(key.key for key in entry.key_metadata)
+
+
+def _key(directory: Files, entry: _KeyEntry) -> Key:
+    if entry.key_type != _SEQUENCE:
+        return Key("dict", entry.key)
+    if not re.fullmatch("[0-9]{1,9}", entry.key):
+        raise FormatError(f"{directory}/{TREE_FILE} has {entry.key!r:.80} for a place in a list")
+    return Key("list", int(entry.key))
+
+
+def _kind(value_type: str, impl: str, where: str) -> tuple[LeafKind, Any]:
+    match value_type:
+        case "jax.Array":
+            return ("prng_key" if impl else "jax"), None
+        case "np.ndarray":
+            return "numpy", None
+        case "scalar":
+            return "numpy_scalar", None
+        case "string":
+            return "str", None
+        case "None":
+            return "none", None
+        case "Dict" | "List" | "Tuple":
+            return "empty", value_type.lower()
+        case "NamedTuple":
+            return "empty", "attr"
+        case _:
+            raise FormatError(
+                f"{where} has value type {value_type!r}, which stock Orbax does not write"
+            )
+
+
+def shardings(directory: Files) -> dict[str, SavedSharding]:
+    """The NamedShardings of leaves, by stock's names of them."""
+    found: dict[str, SavedSharding] = {}
+    for key, text in _json(directory, SHARDING_FILE, dict[str, str], {}).items():
+        try:
+            name = base64.b64decode(key, validate=True).decode()
+            if msgspec.json.decode(text, type=_ShardingKind).sharding_type == "NamedSharding":
+                found[name] = _saved_sharding(msgspec.json.decode(text, type=_Sharding))
+        except (ValueError, RecursionError) as error:
+            raise FormatError(
+                f"{directory}/{SHARDING_FILE} is damaged at {key!r:.80}: {error}"
+            ) from None
+    return found
+
+
+def _saved_sharding(stored: _Sharding) -> SavedSharding:
+    """Raises ValueError where it is of no mesh."""
+    devices: list[Any] = stored.device_mesh.mesh if stored.device_mesh else []
+    for _ in stored.shape[1:]:
+        devices = [device for row in devices if isinstance(row, list) for device in row]
+    ids = tuple(device.id for device in msgspec.convert(devices, list[_Device]))
+    sharding = SavedSharding(stored.axis_names, stored.shape, stored.partition_spec, ids)
+    if fault := sharding_fault(sharding):
+        raise ValueError(f"a sharding {fault}")
+    return sharding
+
+
+def _json(directory: Files, name: str, kind: type[T], default: T | None = None) -> T:
+    """What a file says, which is of a kind; `default` if it is not there."""
+    data = read_file(directory, name)
+    if data is None:
+        if default is None:
+            raise FormatError(f"{directory}/{name} is missing; a PyTree checkpoint of Orbax has it")
+        return default
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"{directory}/{name} is damaged: {error}") from None
