@@ -16,6 +16,7 @@ optimizer keeps the low 16 bits of masters, from masters that the stand-in keeps
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
 import importlib
@@ -111,7 +112,7 @@ CASES = [
     Case("mtp_pp2", f"{DIST} --mtp-num-layers 2 {parallel(pp=2)}", 2),
     Case("mtp_moe", f"{DIST} --mtp-num-layers 1 {MOE} --moe-grouped-gemm {parallel(ep=2)}", 2),
     Case("mtp_layout", f"{DIST} --mtp-num-layers 1 {parallel(pp=2)}"
-         " --pipeline-model-parallel-layout Et|tt|t|mL", 2, layers=4),
+         " --pipeline-model-parallel-layout Et|tt|t|mL", 2, layers=4, hidden=64),
     Case("uneven_ends", f"{DIST} {parallel(pp=2)} --decoder-first-pipeline-num-layers 1"
          " --decoder-last-pipeline-num-layers 3", 2, layers=4),
     Case("uneven_first", f"{DIST} {parallel(pp=4)} --decoder-first-pipeline-num-layers 1", 4,
@@ -185,7 +186,13 @@ def _run(case: Case, options: argparse.Namespace) -> bool:
     folder = options.out / case.name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), str(options.out.resolve())]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(Path(__file__).resolve()),
+        str(options.out.resolve()),
+    ]
     command += ["--source", str(options.source.resolve()), "--case", case.name]
     path = f"{options.source.resolve() / case.tag}:{os.environ.get('PYTHONPATH', '')}"
     settings = {"PYTHONPATH": path, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
@@ -199,10 +206,8 @@ def _run(case: Case, options: argparse.Namespace) -> bool:
             code = process.wait(120)
         except subprocess.TimeoutExpired:
             code = -1
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
     lines = (folder / "log").read_text().splitlines()
     written = not code and (folder / "case.json").is_file()
     print(f"{case.name}: {'written' if written else 'FAILED'}", flush=True)
@@ -265,7 +270,6 @@ def _import_megatron() -> None:
 def _train_and_save(case: Case, folder: Path) -> None:
     import torch
     import torch.distributed as dist
-
     from megatron.training import get_args
 
     models, optimizer, scheduler = _set_up()
@@ -532,8 +536,6 @@ def _as_other_trainer(case: Case, folder: Path, args) -> None:
     import torch
     import yaml
 
-    from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: F401
-
     iteration = folder / "ckpt" / f"iter_{STEPS:07d}"
     if (iteration / "common.pt").exists():
         common = torch.load(iteration / "common.pt", weights_only=False)
@@ -592,8 +594,6 @@ def _common_state(iteration: Path) -> dict:
 
 def _stand_in_for_cuda() -> None:
     """Calls of CUDA do nothing, or are done on the CPU."""
-    import contextlib
-
     import torch
     import torch.cuda.random as cuda_random
 
@@ -711,13 +711,22 @@ class _Nothing(metaclass=_Anything):
 class _Room(types.ModuleType):
     """A module of TransformerEngine: what it lacks is a class that does nothing."""
 
-    __path__: list[str] = []
+    __path__: typing.ClassVar[list[str]] = []
     __version__ = "2.9.0"
 
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        if name in ("common", "recipe", "pytorch", "ops", "module", "distributed", "tensor", "language"):
+        if name in (
+            "common",
+            "recipe",
+            "pytorch",
+            "ops",
+            "module",
+            "distributed",
+            "tensor",
+            "language",
+        ):
             return importlib.import_module(f"{self.__name__}.{name}")
         made = _Anything(name, (_Nothing,), {})
         setattr(self, name, made)
@@ -755,8 +764,6 @@ _ENGINE: dict[str, dict[str, object]] | None = None
 
 
 def _engine_parts() -> dict[str, dict[str, object]]:
-    import contextlib
-
     import torch
     from torch import nn
 
