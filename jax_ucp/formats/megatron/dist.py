@@ -300,23 +300,32 @@ class _Reader:
 
         Whether it is theirs, `dist_proof` says: weights are compared with masters.
         """
-        several = any(chain for chain, *_ in stored)
-        fits: list[list[Filled]] = []
-        errors: list[FormatError] = []
-        for variant in variants(self.args):
-            try:
-                plans = self._plans(cuts, variant, several, stored)
-                fits.append(filled(self.files, plans, stored))
-            except FormatError as error:
-                errors.append(error)
-            if fits and not self._has_remainders():
-                return fits[0]
+        fits, errors = self._fits(cuts, stored, every=self._has_remainders())
         if not fits:
             raise errors[0]
         orders = [[buffer.buffer for buffer in fit] for fit in fits]
         if any(order != orders[0] for order in orders):
             raise FormatError(f"{self.files.folder}: {unproved_order()}")
         return fits[0]
+
+    def _fits(
+        self, cuts: Mapping[str, ParamLayout], stored: Mapping[Address, Flat], every: bool
+    ) -> tuple[list[list[Filled]], list[FormatError]]:
+        """The buffers by `every` order of modules that fits, or by the first; and why others do
+        not.
+        """
+        several = any(chain for chain, *_ in stored)
+        fits: list[list[Filled]] = []
+        errors: list[FormatError] = []
+        for variant in variants(self.args):
+            if fits and not every:
+                break
+            try:
+                plans = self._plans(cuts, variant, several, stored)
+                fits.append(filled(self.files, plans, stored))
+            except FormatError as error:
+                errors.append(error)
+        return fits, errors
 
     def _has_remainders(self) -> bool:
         """Whether some masters in flat buffers are remainders, which prove no order."""
@@ -373,9 +382,9 @@ class _Reader:
         shapes = {name: layout.shards[0] for name, layout in cuts.items()}
         recorded: list[dict[tuple[int, int, str], list[int]]] = [{}, {}]
         if "data_parallel_size" not in self.args.fields:
-            for (chain, *buffer), flat in stored.items():
+            for (chain, group, c, dtype), flat in stored.items():
                 if not flat.coalesced:
-                    recorded[chain][tuple(buffer)] = flat.bucket_sizes
+                    recorded[chain][group, c, dtype] = flat.bucket_sizes
         return [
             plan_buffers(self.args, expert, shapes, self.dtypes, variant, sizes)
             for expert, sizes in zip((False, True) if several else (None,), recorded, strict=False)

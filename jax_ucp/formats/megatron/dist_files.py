@@ -141,14 +141,19 @@ def open_files(folder: FilePath, weights_only: bool = False) -> DistFiles:
             f"{folder / CONFIG_FILE} names the backend {backend!r:.80}; only torch_dist and zarr"
             " are read"
         )
-    tensors, objects, *rest = read(folder, is_optimizers if weights_only else _nothing)
+    tensors, objects, source, names, left, beside = read(
+        folder, is_optimizers if weights_only else _nothing
+    )
     common_name, common, tree = _common(folder, objects)
     # Other trainers on Megatron-Core save no args.
     args = args_of(tree, common.path) if "args" in tree else run_fields(folder, tensors, objects)
     check_iteration(common.path, folder, tree.get("iteration"))
     own = {key: stored for key, stored in objects.items() if key != COMMON_OBJECT}
     _check_objects(folder, own)
-    return DistFiles(folder, Args(args), common, tree, tensors, own, *rest, common_name=common_name)
+    return DistFiles(
+        *(folder, Args(args), common, tree, tensors, own),
+        *(source, names, left, beside, common_name),
+    )
 
 
 def _common(
