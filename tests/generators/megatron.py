@@ -93,7 +93,6 @@ CASES = [
     *(Case(f"pa_full_{tag}", f"{DIST} {PA} {FULLY}", 2, tag) for tag in TAGS[2:]),
     Case("gpt_tp2_pp2", f"{DIST} {parallel(2, 2)}", 4, model=GPT),
     Case("gpt_local", f"{DIST} {parallel(2)}", 2, model=GPT, te=False),
-    Case("mla_local", f"{DIST} --q-lora-rank 12", 2, "core_v0.15.3", MLA, te=False),
     Case("mla_tp2", f"{DIST} --q-lora-rank 12 {parallel(2)}", 2, model=MLA, seed=7),
     Case("mla_pp2_no_q_lora", f"{DIST} {parallel(pp=2)}", 2, model=MLA, hidden=64),
     Case("mla_moe_etp1", f"{DIST} --q-lora-rank 12 {MOE} {SHARED} --moe-grouped-gemm"
@@ -138,9 +137,6 @@ CASES = [
          2),
     Case("pa_mla_pp2", f"{DIST} {PA} --q-lora-rank 12 {parallel(pp=2)}", 2, model=MLA),
     Case("pa_tied_pp2", f"{DIST} {PA} {parallel(pp=2)}", 2, model=GPT),
-    Case("offload", f"{DIST} {PA} --optimizer-cpu-offload", 2, "core_v0.16.1"),
-    Case("offload_half", f"{DIST} {PA} --optimizer-cpu-offload --optimizer-offload-fraction 0.5",
-         2, "core_v0.16.1"),
     Case("decoupled_lr", f"{DIST} --decoupled-lr 0.001 --decoupled-min-lr 0.0001 {parallel(2)}", 2),
     Case("sgd", f"--optimizer sgd {parallel(2)}", 2),
     Case("sgd_fp32_masters_tp1", "--optimizer sgd --sgd-momentum 0.5", 1, seed=3),

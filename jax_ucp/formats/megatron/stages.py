@@ -62,6 +62,8 @@ def stage_chunks(args: Args) -> dict[tuple[int, int], Chunk]:
 def stage_letters(args: Args) -> list[str]:
     """The parts of each chunk of each stage, a letter each: `E`, `t` for a layer, `m`, `L`.
 
+    Without a layout one `m` stands for all layers of multi-token prediction.
+
     >>> stage_letters(Args({"num_layers": 4, "pipeline_model_parallel_size": 2}))
     ['Ett', 'ttL']
     >>> stage_letters(Args({"pipeline_model_parallel_layout": "Et*2|(t|)*2mL"}))
@@ -83,9 +85,11 @@ def stage_letters(args: Args) -> list[str]:
             f"{lost}: which layers each pipeline stage has is not known, nor what lies in its"
             " buffers"
         )
+    if not 0 <= layers <= MAX_RANKS:
+        raise FormatError(f"args.num_layers is {layers}: they are damaged")
     letters = ["t" * count for count in _chunk_layers(args, layers, p, v)]
     letters[0] = "E" + letters[0]
-    letters[-1] += "m" * (args.optional("mtp_num_layers") or 0) + "L"
+    letters[-1] += "mL" if args.optional("mtp_num_layers") else "L"
     return letters
 
 
