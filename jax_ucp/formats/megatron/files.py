@@ -27,6 +27,7 @@ _DEGREES = ("pipeline", "virtual_pipeline", "expert")
 TRACKER = "latest_checkpointed_iteration.txt"
 MODEL_FILE, OPTIM_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 _ITERATION = re.compile(r"[0-9]{1,19}")
+_SAVED = re.compile(r"iter_\d{7,}|release")
 _FOLDER = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
 
 _KINDS = (
@@ -129,10 +130,13 @@ class Rank:
 
 
 def iteration_folder(path: FilePath) -> FilePath:
-    """The folder of the iteration in the tracker file; without one, the path itself."""
+    """The folder of the iteration in the tracker file; without one, the only one that is there,
+    or the path itself.
+    """
     tracker = path / TRACKER
     if not tracker.is_file():
-        return path
+        inside = [child for child in path.children() if _SAVED.fullmatch(child.name)]
+        return inside[0] if len(inside) == 1 else path
     text = tracker.read_pointer().strip()
     if text == "release":
         return path / text

@@ -74,6 +74,7 @@ def open_megatron_legacy(path: FilePath, options: Options) -> Contents:
     return _Reader(folder, args, ranks, options).contents()
 
 
+_KV_DOWN = ".self_attention.linear_kv_down_proj.weight"
 # A rank, and its modules by model chunk.
 _RankModules = tuple[Rank, list[list[Module]]]
 
@@ -284,15 +285,19 @@ class _Reader:
 
     def _sizes(self, spec: Spec) -> dict[str, int]:
         """The numbers that rules may name: those of args, also by the built-in spec's names."""
-        get = self.args.get
+        get, optional = self.args.get, self.args.optional
         heads, grouped = get("num_attention_heads"), get("group_query_attention", False)
+        head_dim = get("kv_channels") or (get("hidden_size", 0) // heads if heads else None)
         lengths = {
             "heads": heads,
             # 1 without meaning where there are no groups.
             "query_groups": get("num_query_groups") if grouped else heads,
-            "head_dim": get("kv_channels") or (get("hidden_size", 0) // heads if heads else None),
+            "head_dim": head_dim,
+            "value_dim": optional("v_head_dim") if optional("multi_latent_attention") else head_dim,
             "ffn": get("ffn_hidden_size"),
             "expert_ffn": get("moe_ffn_hidden_size") or get("ffn_hidden_size"),
+            "shared_ffn": optional("moe_shared_expert_intermediate_size"),
+            "down_is_cut": self._down_is_cut(),
             "padded_vocab": get("padded_vocab_size"),
             "swiglu": get("swiglu", False),
             "vocab": get("padded_vocab_size"),
@@ -303,6 +308,13 @@ class _Reader:
             **self.options.sizes.of(spec.lengths, spec.switches),
         }
         return {name: int(n) for name, n in known.items() if isinstance(n, int)}
+
+    def _down_is_cut(self) -> bool:
+        """Whether a rank has its share of the rows of latent attention's down projections."""
+        ranks = (self.args.optional("kv_lora_rank"), self.args.optional("qk_pos_emb_head_dim"))
+        whole = sum(rank for rank in ranks if isinstance(rank, int))
+        downs = [keys for (_, name), keys in self.keys.items() if name.endswith(_KV_DOWN)]
+        return any(self.shapes[keys[0][0]][0] != whole for keys in downs if keys[0][0] in self.shapes)
 
     def _parameters(self, layouts: Mapping[str, ParamLayout]) -> None:
         """Every state of every parameter, and what is stored of it once more."""

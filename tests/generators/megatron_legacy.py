@@ -1,0 +1,580 @@
+"""Writes cases of Megatron's `torch`, `torch_dcp` and `fsdp_dtensor` checkpoints, with their truth.
+
+    python tests/generators/megatron_legacy.py OUT --source DIR [--only CASE] [--list]
+
+`DIR/<tag>` is Megatron-LM's source at a tag, such as `core_v0.16.1`. Everything that decides what
+is stored is Megatron's own: arguments, model, optimizer, checkpoint writer. It runs on CPUs over
+gloo with the stand-ins of `megatron_stand_ins.py`; weights and gradients are random numbers that
+follow from the names of the parameters, so that no two are alike. Truth is gathered from the live
+parameters and optimizers before the checkpoint is written.
+
+A case is `OUT/<case>/{ckpt, truth.npz, case.json}`. Keys of truth are `<state>/<parameter>`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import inspect
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+VOCAB = 101
+_COMMON = (
+    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 24 --num-attention-heads 4 --seq-length 16"
+    " --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 100"
+    " --lr 0.01 --min-lr 0.0001 --lr-decay-style cosine --lr-warmup-iters 1 --weight-decay 0.1"
+    " --clip-grad 1.0 --adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.05 --tokenizer-type"
+    " NullTokenizer --vocab-size 100 --make-vocab-size-divisible-by 8 --distributed-backend gloo"
+    " --attention-dropout 0 --hidden-dropout 0 --no-gradient-accumulation-fusion"
+    " --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion"
+    " --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm --save-interval 1"
+)
+_LLAMA = (
+    " --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
+    " --group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: `world` processes of Megatron at `tag`, with `options` on its command line."""
+
+    name: str
+    options: str
+    tag: str = "core_v0.16.1"
+    world: int = 2
+    model: str = _LLAMA
+    format: str = "torch"
+    engine: bool = True
+    seed: int = 0
+    steps: int = 3
+    open: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def command_line(self) -> list[str]:
+        implementation = "transformer_engine" if self.engine else "local"
+        last = f" --ckpt-format {self.format} --transformer-impl {implementation}"
+        return f"{_COMMON}{self.model} {self.options}{last}".split()
+
+
+CASES: tuple[Case, ...] = (
+    Case("te_bf16_distopt", "--bf16 --use-distributed-optimizer"),
+)
+
+
+# --- the process that starts the others
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def generate(case: Case, out: Path, source: Path, packages: str, limit: int = 400) -> bool:
+    """Run one case; whether it wrote one. What its processes said is shown where it did not."""
+    folder = out / case.name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": str(case.world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "CASE": json.dumps(asdict(case)),
+        "OUT": str(folder),
+        "SOURCE": str(source / case.tag),
+        "PACKAGES": packages,
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "PYTORCH_JIT": "0",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1" if case.format == "torch" else "8",
+    }
+    with open(folder / "log0", "w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", __file__, "--work"],
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            print(f"{case.name}: stopped after {limit} s")
+    try:
+        # Megatron leaves processes of its own behind
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+    logs = sorted(folder.glob("log*"))
+    written = (folder / "case.json").is_file()
+    if not written:
+        faults = [log for log in logs if "Traceback" in log.read_text()]
+        for log in faults[:1] or logs[:1]:
+            print(f"{case.name}: {log.name}\n" + "\n".join(log.read_text().splitlines()[-14:]))
+    for log in logs if written else ():
+        log.unlink()
+    print(f"{case.name}: {'written' if written else 'FAILED'}", flush=True)
+    return written
+
+
+# --- one rank
+
+
+def work() -> None:
+    """What every rank does; the first starts the others when Megatron is imported."""
+    case = Case(**json.loads(os.environ["CASE"]))
+    sys.path[:0] = [os.environ["SOURCE"], str(Path(__file__).parent)]
+    sys.path += [path for path in os.environ["PACKAGES"].split(":") if path]
+    import megatron_stand_ins
+
+    megatron_stand_ins.install_cuda()
+    megatron_stand_ins.install_without_triton()
+    if case.engine:
+        megatron_stand_ins.install_transformer_engine()
+    sys.argv = [
+        *("megatron", *case.command_line),
+        *("--seed", str(1234 + case.seed), "--save", f"{os.environ['OUT']}/ckpt"),
+    ]
+    importlib.import_module("megatron.training.training")
+    importlib.import_module("pretrain_gpt")
+    _fork(case.world)
+    try:
+        _Run(case).run()
+    except BaseException:
+        traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _fork(world: int) -> None:
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0"
+    for rank in range(1, world):
+        sys.stdout.flush()
+        if os.fork() == 0:
+            log = os.open(f"{os.environ['OUT']}/log{rank}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+            return
+
+
+def _random(shape: Any, *what: Any) -> Any:
+    """Normal numbers that follow from what they are for."""
+    import torch
+
+    digest = hashlib.sha256(repr(what).encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    return torch.randn(tuple(shape), generator=generator)
+
+
+_LAYER = re.compile(r"(decoder\.layers\.\d+)\.(.+)")
+_NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+_TIED, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rank's part of a parameter: its states, each an array and where that begins in the flat
+    part; None for all of it.
+    """
+
+    name: str
+    rank: int
+    ranks: int
+    split: int | None
+    gated: bool
+    shape: tuple[int, ...]
+    states: dict[str, tuple[int | None, str, Any]]
+
+
+class _Run:
+    def __init__(self, case: Case):
+        self.case = case
+
+    def run(self) -> None:
+        self.build()
+        self.train()
+        pieces = [self.piece(*found) for found in self.parameters()]
+        pieces += self.buffers()
+        self.save()
+        self.write(pieces)
+
+    def build(self) -> None:
+        initialize = importlib.import_module("megatron.training.initialize")
+        training = importlib.import_module("megatron.training.training")
+        initialize._compile_dependencies = lambda: None
+        defaults = {"tokenizer_type": "NullTokenizer"}
+        try:
+            initialize.initialize_megatron(allow_no_cuda=True, args_defaults=defaults)
+        except TypeError:  # newer releases parse the command line before
+            arguments = importlib.import_module("megatron.training.arguments")
+            arguments.parse_and_validate_args(args_defaults=defaults)
+            initialize.initialize_megatron(allow_no_cuda=True)
+        self.args = importlib.import_module("megatron.training").get_args()
+        self.ranks = importlib.import_module("megatron.core.parallel_state")
+        model_type = importlib.import_module("megatron.core.enums").ModelType
+        known = inspect.signature(training.setup_model_and_optimizer).parameters
+        options = {name: _provider() for name in known if "provider" in name}
+        options["model_type"] = model_type.encoder_or_decoder
+        own = {name: value for name, value in options.items() if name in known}
+        self.model, self.optimizer, self.schedule = training.setup_model_and_optimizer(**own)
+        self.bare = [_unwrapped(chunk) for chunk in self.model]
+
+    # -- names
+
+    def parameters(self) -> Iterator[tuple[Any, str]]:
+        """Every parameter of the rank by its global name."""
+        for chunk in self.bare:
+            numbers = _layer_numbers(chunk)
+            for local, parameter in chunk.named_parameters():
+                yield parameter, self.global_name(local.removeprefix("module."), numbers)
+
+    def global_name(self, local: str, numbers: dict[str, int]) -> str:
+        name = local
+        if layer := _LAYER.fullmatch(local):
+            inner = layer[2]
+            for fused, norm in _NORMS.items():
+                if inner.startswith(fused):
+                    inner = norm + inner.removeprefix(fused)
+            name = f"decoder.layers.{numbers[layer[1]]}.{inner}"
+        each = (self.args.num_experts or 0) // self.args.expert_model_parallel_size
+        first = self.ranks.get_expert_model_parallel_rank() * each
+        if expert := re.fullmatch(r"(.+\.experts\.)local_experts\.(\d+)\.(.+)", name):
+            return f"{expert[1]}{first + int(expert[2])}.{expert[3]}"
+        if expert := re.fullmatch(r"(.+\.experts\.)(linear_fc[12])\.(weight|bias)(\d+)", name):
+            return f"{expert[1]}{first + int(expert[4])}.{expert[2]}.{expert[3]}"
+        return name
+
+    # -- training
+
+    def train(self) -> None:
+        import torch
+
+        with torch.no_grad():
+            for parameter, name in self.parameters():
+                noise = _random(parameter.shape, "w", *self.identity(parameter, name)) * 0.05
+                parameter.copy_((noise + (parameter.dim() == 1)).to(parameter.dtype))
+            for name, buffer in self.named_buffers():
+                buffer.copy_(_random(buffer.shape, "b", name))
+        if hasattr(self.optimizer, "reload_model_params"):
+            self.optimizer.reload_model_params()
+        for step in range(self.case.steps):
+            self.set_gradients(step)
+            updated, *_ = self.optimizer.step()
+            assert updated, "the step was skipped"
+            self.schedule.step(increment=self.args.global_batch_size)
+            self.args.consumed_train_samples += self.args.global_batch_size
+
+    def set_gradients(self, step: int) -> None:
+        for chunk in self.model:
+            if hasattr(chunk, "zero_grad_buffer"):
+                chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        for parameter, name in self.parameters():
+            if not parameter.requires_grad:
+                continue
+            noise = _random(parameter.shape, "g", step, *self.identity(parameter, name)) * 0.1
+            if hasattr(parameter, "main_grad"):
+                parameter.main_grad.copy_(noise.to(parameter.main_grad.dtype))
+            else:
+                parameter.grad = noise.to(parameter.dtype)
+
+    def identity(self, parameter: Any, name: str) -> tuple[Any, ...]:
+        """Equal for replicas: the tied output layer is the embedding."""
+        same = _EMBEDDING if name == _TIED and self.tied else name
+        return self.case.seed, same, self.place(parameter, name)[0]
+
+    @property
+    def tied(self) -> bool:
+        return not self.args.untie_embeddings_and_output_weights
+
+    def place(self, parameter: Any, name: str) -> tuple[int, int, int | None]:
+        """The rank among those that share the parameter, how many they are, and the axis."""
+        expert = ".experts." in name
+        rank = self.ranks.get_tensor_model_parallel_rank()
+        ranks = self.args.tensor_model_parallel_size
+        if expert:
+            rank = self.ranks.get_expert_tensor_parallel_rank()
+            ranks = self.ranks.get_expert_tensor_parallel_world_size()
+        split = None
+        if getattr(parameter, "tensor_model_parallel", False):
+            split = max(0, getattr(parameter, "partition_dim", 0))
+        elif expert:
+            split = {"fc1.weight": 0, "fc1.bias": 0, "fc2.weight": 1}.get(name.split("linear_")[-1])
+        if split is None or ranks == 1:
+            return 0, 1, None
+        return rank, ranks, split
+
+    # -- truth
+
+    def piece(self, parameter: Any, name: str) -> Piece:
+        rank, ranks, split = self.place(parameter, name)
+        gated = self.args.swiglu and "linear_fc1." in name
+        states = {state: (at, *_array(tensor)) for state, at, tensor in self.states(parameter)}
+        if "param" not in states:
+            states["param"] = (None, *_array(parameter))
+        known = _EMBEDDING if name == _TIED and self.tied else name
+        return Piece(known, rank, ranks, split, bool(gated), tuple(parameter.shape), states)
+
+    def named_buffers(self) -> Iterator[tuple[str, Any]]:
+        for chunk in self.bare:
+            numbers = _layer_numbers(chunk)
+            for local, buffer in chunk.named_buffers():
+                if local.endswith("expert_bias"):
+                    yield self.global_name(local, numbers), buffer
+
+    def buffers(self) -> list[Piece]:
+        return [
+            Piece(name, 0, 1, None, False, tuple(b.shape), {"buffer": (None, *_array(b))})
+            for name, b in self.named_buffers()
+        ]
+
+    def states(self, parameter: Any) -> Iterator[tuple[str, int | None, Any]]:
+        """The master and states that the optimizers have of a parameter."""
+        for optimizer in _each(self.optimizer):
+            if type(optimizer).__name__ == "DistributedOptimizer":
+                yield from self.distributed_states(optimizer, parameter)
+                continue
+            inner = optimizer.optimizer
+            own = [each for group in inner.param_groups for each in group["params"]]
+            for held in (getattr(parameter, "main_param", None), parameter):
+                if held is None or not any(held is each for each in own):
+                    continue
+                yield "param", None, held
+                yield from _named_states(inner.state.get(held, {}), None)
+                yield from _step_of(inner, held)
+                break
+
+    def distributed_states(
+        self, optimizer: Any, parameter: Any
+    ) -> Iterator[tuple[str, int | None, Any]]:
+        if parameter not in optimizer.model_param_gbuf_map:
+            return
+        try:
+            start = optimizer._get_model_param_range_map(parameter)["param"].start
+        except KeyError:
+            return  # the rank has nothing of it
+        group, place = optimizer.model_param_group_index_map[parameter]
+        held = optimizer.optimizer.param_groups[group]["params"][place]
+        inner = optimizer.optimizer
+        master = held
+        if getattr(optimizer.config, "use_precision_aware_optimizer", False):
+            master = inner.master_of(held)
+        yield "param", start, master
+        states = {k: v for k, v in inner.state[held].items() if k != "master_param"}
+        yield from _named_states(states, start)
+        yield from _step_of(inner, held)
+
+    # -- files
+
+    def save(self) -> None:
+        training = importlib.import_module("megatron.training.training")
+        checkpointing = importlib.import_module("megatron.training.checkpointing")
+        options = {}
+        if hasattr(training, "preprocess_common_state_dict"):
+            options["preprocess_common_state_dict_fn"] = training.preprocess_common_state_dict
+        self.args.iteration = self.case.steps
+        checkpointing.save_checkpoint(
+            self.case.steps, self.model, self.optimizer, self.schedule, 12345, **options
+        )
+
+    def write(self, pieces: list[Piece]) -> None:
+        import torch
+
+        distributed = torch.distributed
+        distributed.barrier()
+        everything = [None] * self.case.world
+        distributed.all_gather_object(everything, pieces)
+        if distributed.get_rank():
+            return
+        truth, dtypes = joined([piece for own in everything for piece in own])
+        folder = Path(os.environ["OUT"])
+        _write_case(self.case, folder, truth, dtypes)
+
+
+def _provider() -> Callable[..., Any]:
+    from functools import partial
+
+    provider = importlib.import_module("pretrain_gpt").model_provider
+    try:
+        return partial(provider, importlib.import_module("gpt_builders").gpt_builder)
+    except ImportError:
+        return provider
+
+
+def _unwrapped(module: Any) -> Any:
+    while hasattr(module, "module"):
+        module = module.module
+    return module
+
+
+def _each(optimizer: Any) -> Iterator[Any]:
+    inner = getattr(optimizer, "chained_optimizers", None)
+    if inner is None:
+        yield optimizer
+        return
+    for each in inner:
+        yield from _each(each)
+
+
+def _layer_numbers(chunk: Any) -> dict[str, int]:
+    layer = re.compile(r"decoder\.layers\.\d+")
+    return {
+        name: module.layer_number - 1
+        for name, module in chunk.named_modules()
+        if layer.fullmatch(name)
+    }
+
+
+def _named_states(states: Any, start: int | None) -> Iterator[tuple[str, int | None, Any]]:
+    import torch
+
+    for name, value in states.items():
+        if torch.is_tensor(value):
+            yield name, None if name == "step" else start, value
+
+
+def _step_of(inner: Any, held: Any) -> Iterator[tuple[str, int | None, Any]]:
+    import torch
+
+    for group in inner.param_groups:
+        if any(held is each for each in group["params"]) and isinstance(group.get("step"), int):
+            yield "step", None, torch.tensor(group["step"], dtype=torch.int32)
+
+
+def _array(tensor: Any) -> tuple[str, Any]:
+    """The name of its dtype, and its elements; those that numpy lacks as unsigned bits."""
+    import torch
+
+    tensor = tensor.detach()
+    name = str(tensor.dtype).removeprefix("torch.")
+    bits = {1: torch.uint8, 2: torch.int16}
+    if name == "bfloat16" or name.startswith("float8"):
+        tensor = tensor.contiguous().view(bits[tensor.element_size()])
+    array = tensor.contiguous().cpu().numpy().copy()
+    return name, array.view("uint16") if name == "bfloat16" else array
+
+
+def joined(pieces: list[Piece]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Whole parameters of all ranks' pieces, and their dtypes. Raises where replicas differ."""
+    import numpy as np
+
+    shards: dict[tuple[str, str], dict[int, list[tuple[int | None, Any]]]] = {}
+    about: dict[str, Piece] = {}
+    dtypes: dict[str, str] = {}
+    for piece in pieces:
+        about[piece.name] = piece
+        for state, (start, dtype, array) in piece.states.items():
+            if state == "param" and (state, piece.name) in shards and start is None:
+                parts = shards[state, piece.name]
+                if any(at is not None for found in parts.values() for at, _ in found):
+                    continue  # the weight of a rank that has no part of the master
+            dtypes[f"{state}/{piece.name}"] = dtype
+            parts = shards.setdefault((state, piece.name), {}).setdefault(piece.rank, [])
+            parts.append((start, array))
+    truth: dict[str, Any] = {}
+    for (state, name), by_rank in shards.items():
+        piece = about[name]
+        shape = () if state == "step" else piece.shape
+        wholes = [_whole(f"{state}/{name}", by_rank[r], shape) for r in sorted(by_rank)]
+        whole = wholes[0] if state == "step" else _joined_ranks(wholes, piece)
+        if name in (_EMBEDDING, _TIED) and state != "step":
+            whole = whole[:VOCAB]
+        truth[f"{state}/{name}"] = whole
+    for key, array in truth.items():
+        assert isinstance(array, np.ndarray), key
+    return truth, dtypes
+
+
+def _whole(what: str, parts: list[tuple[int | None, Any]], shape: tuple[int, ...]) -> Any:
+    import numpy as np
+
+    flat = [(start, array) for start, array in parts if start is not None]
+    if not flat:
+        first = parts[0][1]
+        for _, other in parts[1:]:
+            assert other.tobytes() == first.tobytes(), f"replicas of {what} differ"
+        return first.reshape(shape)
+    whole = np.zeros(int(np.prod(shape)), flat[0][1].dtype)
+    seen = np.zeros(whole.size, bool)
+    for start, array in flat:
+        whole[start : start + array.size] = array.reshape(-1)
+        seen[start : start + array.size] = True
+    assert seen.all(), f"{what} has gaps"
+    return whole.reshape(shape)
+
+
+def _joined_ranks(wholes: list[Any], piece: Piece) -> Any:
+    import numpy as np
+
+    if piece.split is None:
+        for other in wholes[1:]:
+            assert other.tobytes() == wholes[0].tobytes(), f"ranks' {piece.name} differ"
+        return wholes[0]
+    assert len(wholes) == piece.ranks, f"{piece.name}: {len(wholes)} of {piece.ranks} ranks"
+    if not piece.gated:
+        return np.concatenate(wholes, piece.split)
+    halves = [np.split(whole, 2) for whole in wholes] if piece.split == 0 else []
+    return np.concatenate([gate for gate, _ in halves] + [up for _, up in halves])
+
+
+def _write_case(case: Case, folder: Path, truth: dict[str, Any], dtypes: dict[str, str]) -> None:
+    import numpy as np
+    import torch
+
+    np.savez_compressed(folder / "truth.npz", **truth)
+    facts = {
+        "writer": {"megatron-core": case.tag, "torch": torch.__version__},
+        "stand_ins": ["CUDA", *(["TransformerEngine"] if case.engine else [])],
+        "command_line": " ".join(case.command_line),
+        "world": case.world,
+        "options": {"sizes": {"vocab": VOCAB}, **case.open},
+        "dtypes": dtypes,
+    }
+    (folder / "case.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", nargs="?", type=Path)
+    parser.add_argument("--source", type=Path, help="has Megatron-LM's source by tag")
+    parser.add_argument("--packages", default="", help="paths of what Megatron imports")
+    parser.add_argument("--only", action="append", help="a case, or the beginning of its name")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        work()
+    only = tuple(options.only or ("",))
+    cases = [case for case in CASES if case.name.startswith(only)]
+    if options.list:
+        print("\n".join(f"{case.name}: {case.tag} {case.options}" for case in cases))
+        return 0
+    failed = [c for c in cases if not generate(c, options.out, options.source, options.packages)]
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
