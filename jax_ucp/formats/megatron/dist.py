@@ -28,7 +28,15 @@ from jax_ucp.formats.facts import Facts
 from jax_ucp.formats.listing import listed
 from jax_ucp.formats.megatron import notes
 from jax_ucp.formats.megatron.dist_args import check_args
-from jax_ucp.formats.megatron.dist_buffers import Plan, cut_of, plan_buffers, stage_of
+from jax_ucp.formats.megatron.dist_buffers import (
+    Plan,
+    Variant,
+    copies_of_embedding,
+    cut_of,
+    plan_buffers,
+    stage_of,
+    variants,
+)
 from jax_ucp.formats.megatron.dist_files import (
     COMMON_FILE,
     CONFIG_FILE,
@@ -38,11 +46,14 @@ from jax_ucp.formats.megatron.dist_files import (
     open_files,
 )
 from jax_ucp.formats.megatron.dist_flat import (
+    Address,
+    Filled,
+    Flat,
     check_numels,
+    filled,
     flats,
     group_object,
     param_state_sources,
-    slices,
 )
 from jax_ucp.formats.megatron.dist_names import (
     Run,
@@ -139,6 +150,7 @@ class _Reader:
         self.states: dict[str, dict[str, Consolidated]] = {}
         self.dtypes: dict[str, str] = {}
         self.steps: dict[bool, list[Step]] = {}
+        self.copies: Mapping[str, str] = {}
         self.stepless: list[str] = []
 
     def contents(self) -> Contents:
@@ -257,21 +269,34 @@ class _Reader:
                 check_numels(self.files, key, stored_object.open(), stored)
         cuts = self._cuts()
         keys_by_state: dict[tuple[str, str], dict[int, str]] = {}
-        for chain, plan in enumerate(self._plans(cuts)):
-            for part in slices(self.files, chain, plan, stored, self._skip_gap):
+        for buffer in self._filled(cuts, stored):
+            for key in buffer.gaps:
+                self._skip_gap(key)
+            for part in buffer.slices():
                 self.importer.slice(
                     part.key, part.tensor, f"{part.state} of {part.name}, a part of a flat buffer"
                 )
                 keys_by_state.setdefault((part.name, part.state), {})[part.rank] = part.key
-        for (chain, group, c, dtype), stray in stored.items():
-            raise FormatError(
-                f"{self.files.folder}: {stray.name} (optimizer {chain}, group {group}, chunk {c},"
-                f" {dtype}) belongs to no rank that the args know"
-            )
         for (name, state), keys in keys_by_state.items():
             self.states.setdefault(name, {})[state] = Consolidated(
                 cuts[name], [keys[r] for r in range(len(keys))]
             )
+
+    def _filled(
+        self, cuts: Mapping[str, ParamLayout], stored: Mapping[Address, Flat]
+    ) -> list[Filled]:
+        """The buffers, by the first order of modules that has their sizes.
+
+        Whether it is theirs, `dist_proof` says: weights are compared with masters.
+        """
+        several = any(chain for chain, *_ in stored)
+        errors: list[FormatError] = []
+        for variant in variants(self.args):
+            try:
+                return filled(self.files, self._plans(cuts, variant, several), stored)
+            except FormatError as error:
+                errors.append(error)
+        raise errors[0]
 
     def _skip_gap(self, key: str) -> None:
         self.importer.skip(
@@ -281,23 +306,24 @@ class _Reader:
     def _moved(self) -> dict[str, str]:
         """What `fully_reshardable` may have moved, with the cause; see `dist_proof`."""
         try:
-            buffers = [
-                buffer for plan in self._plans(self._cuts()) for buffer in plan.buffers.values()
-            ]
+            several = self.args.degree("expert_model_parallel_size") > 1
+            plans = self._plans(self._cuts(), variants(self.args)[0], several)
+            buffers = [buffer for plan in plans for buffer in plan.buffers.values()]
             return {name: moved_by_padding(n) for buffer in buffers for name, n in buffer.moved}
         # modules of an order not known here: any of them may have been moved
         except (FormatError, LayoutError):
             return dict.fromkeys(self.states, moved_by_padding(None))
 
     def _cuts(self) -> dict[str, ParamLayout]:
-        """How tensor-parallel ranks held each parameter, and the copy of a tied embedding."""
+        """How tensor-parallel ranks held each parameter, and the copies of an embedding."""
         cuts: dict[str, ParamLayout] = {}
         for name, states in self.states.items():
             if not name.endswith(BUFFERS):
                 cuts[name] = self._cut(name, states["weight"].layout)
-        if EMBEDDING in cuts and self.args.copies_embedding:
-            cuts[TIED] = cuts[EMBEDDING]
-            self.dtypes[TIED] = self.dtypes[EMBEDDING]
+        self.copies = copies_of_embedding(self.args, cuts)
+        for copy, name in self.copies.items():
+            cuts[copy] = cuts[name]
+            self.dtypes[copy] = self.dtypes[name]
         return cuts
 
     def _cut(self, name: str, layout: ParamLayout) -> ParamLayout:
@@ -309,11 +335,16 @@ class _Reader:
         except LayoutError as error:
             raise LayoutError(f"{name}: {error}") from None
 
-    def _plans(self, cuts: Mapping[str, ParamLayout]) -> list[Plan]:
+    def _plans(
+        self, cuts: Mapping[str, ParamLayout], variant: Variant, several: bool
+    ) -> list[Plan]:
+        """The buffers of the optimizer, or of `several`: that of experts is the second."""
         shapes = {name: layout.shards[0] for name, layout in cuts.items()}
-        several = self.args.degree("expert_model_parallel_size") > 1
         optimizers_of = (False, True) if several else (None,)
-        return [plan_buffers(self.args, expert, shapes, self.dtypes) for expert in optimizers_of]
+        return [
+            plan_buffers(self.args, expert, shapes, self.dtypes, variant)
+            for expert in optimizers_of
+        ]
 
     def _steps(self) -> None:
         """Read how often each optimizer stepped, from `common.pt` or from each rank's own."""
@@ -342,7 +373,7 @@ class _Reader:
                 if "weight" in states:
                     self._parameter(name, states, mixed, causes.get(name))
                 else:
-                    self._copy_of_embedding(states)
+                    self._copy_of_embedding(self.copies[name], states)
 
     def _check_states(self, name: str, kept: Mapping[str, frozenset[str]]) -> None:
         """Raise FormatError where a parameter has not the states of most that share one with it.
@@ -399,10 +430,10 @@ class _Reader:
         except LayoutError as error:
             raise LayoutError(f"{name}, with vocab={vocab!s:.40} in sizes: {error}") from None
 
-    def _copy_of_embedding(self, states: Mapping[str, Consolidated]) -> None:
+    def _copy_of_embedding(self, name: str, states: Mapping[str, Consolidated]) -> None:
         for state, param in states.items():
             self.importer.duplicate(
-                state, EMBEDDING, self._unpadded(EMBEDDING, param), notes.COPY_OF_EMBEDDING
+                state, name, self._unpadded(name, param), notes.copy_of_embedding(name)
             )
 
     def _step(self, name: str, mixed: bool) -> None:

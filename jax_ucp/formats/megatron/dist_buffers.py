@@ -16,49 +16,26 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.formats.megatron.files import Args
 from jax_ucp.formats.megatron.legacy_optimizer import bucket_limit
+from jax_ucp.formats.megatron.modules import expert_of, in_module_order
+from jax_ucp.formats.megatron.stages import Chunk, stage_chunks
 from jax_ucp.formats.megatron.walk import (
     EMBEDDING,
+    MTP_COPY,
     TIED,
     Part,
     buffer_walk,
-    in_layer,
     is_expert,
     layer_of,
     tails_before,
 )
 from jax_ucp.layout.box import Box, range_boxes
 from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
-
-_EXPERT = re.compile(r"decoder\.layers\.(\d+)\.mlp\.experts\.(\d+)\.linear_fc([12])\.(weight|bias)")
-_KINDS = ("weight", "bias")
-_MODULES = (
-    *("input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv"),
-    *("self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm"),
-    *("mlp.router", "mlp.linear_fc1", "mlp.linear_fc2", "mlp.experts"),
-    *("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"),
-)
-# TransformerEngine has the first norm inside linear_qkv, before its weight.
-_TE_MODULES = (_MODULES[1], _MODULES[0], *_MODULES[2:])
-_UNEVEN = (
-    "pipeline_model_parallel_layout",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
-# The places of modules in a model: what is outside of its layers, and the layers.
-_OUTER = {
-    "embedding.word_embeddings": 0,
-    "embedding.position_embeddings": 1,
-    "decoder.final_layernorm": 3,
-    "output_layer": 4,
-}
-_LAYERS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,60 +167,6 @@ def slice_of(
     return ParamLayout(shape, shards, tuple(fragments)), used
 
 
-def stage_layers(args: Args) -> dict[tuple[int, int], range]:
-    """The layers of each (chunk, pipeline stage), in the order of chunks, then stages."""
-    p = args.degree("pipeline_model_parallel_size")
-    v = args.degree("virtual_pipeline_model_parallel_size")
-    layers = args.get("num_layers")
-    if p > 1:
-        _refuse_uneven(args)
-    if not isinstance(layers, int):
-        lost = (
-            "args.num_layers is missing"
-            if args.fields
-            else "common.pt has no args (other trainers write none)"
-        )
-        raise FormatError(
-            f"{lost}: which layers each pipeline stage has is not known, nor what lies in its"
-            " buffers"
-        )
-    counts = _chunk_layers(args, layers, p, v)
-    by_chunk: dict[tuple[int, int], range] = {}
-    first = 0
-    for c in range(v):
-        for stage, count in enumerate(counts):
-            by_chunk[c, stage] = range(first, first + count)
-            first += count
-    return by_chunk
-
-
-def _refuse_uneven(args: Args) -> None:
-    for name in _UNEVEN:
-        if args.optional(name):
-            raise FormatError(
-                f"args.{name} is {args.fields[name]!r:.80}: how layers lie on stages then is not"
-                " known here, nor what lies in their buffers"
-            )
-
-
-def _chunk_layers(args: Args, layers: int, p: int, v: int) -> list[int]:
-    """The layers in a chunk of each stage: equal numbers, unless args fix the ends'."""
-    first, last = (args.optional(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
-    ends = {0: first, p - 1: last} if p > 1 else {}
-    fixed = {stage: n for stage, n in ends.items() if isinstance(n, int)}
-    free = p - len(fixed)
-    rest = layers - sum(fixed.values())
-    each, left = divmod(rest, free * v) if free else (0, rest)
-    if left or any(n % v for n in fixed.values()):
-        raise FormatError(
-            f"{layers} layers do not divide over {p} pipeline stages of {v} model chunks"
-        )
-    counts = [each] * p
-    for stage, n in fixed.items():
-        counts[stage] = n // v
-    return counts
-
-
 def model_parallel_ranks(args: Args, expert: bool) -> list[Place]:
     """The model-parallel ranks in the order of groups: tp, then ep for experts, then pp."""
     p = args.degree("pipeline_model_parallel_size")
@@ -267,48 +190,104 @@ def stage_of(args: Args, expert: bool, group: int) -> int | None:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What args do not always say of the order of modules: see `modules` and `stages`."""
+
+    fused_norm: bool
+    norm_at_output: bool
+
+
+def variants(args: Args) -> list[Variant]:
+    """The orders that are possible, first the one that the args tell of.
+
+    Releases up to 0.15 have the final norm before the output layer, also where multi-token
+    prediction makes later ones keep it beside the last layer.
+    """
+    fused = args.get("transformer_impl", "transformer_engine") != "local"
+    at_output = [False, True] if args.optional("mtp_num_layers") else [False]
+    return list(itertools.starmap(Variant, itertools.product([fused, not fused], at_output)))
+
+
 def plan_buffers(
-    args: Args, expert: bool | None, shapes: Mapping[str, Shape], dtypes: Mapping[str, str]
+    args: Args,
+    expert: bool | None,
+    shapes: Mapping[str, Shape],
+    dtypes: Mapping[str, str],
+    variant: Variant,
 ) -> Plan:
     """The buffers of the optimizer of dense parameters (False), experts (True), all (None).
 
-    `shapes` are those that one rank has of every parameter, with the last stage's copy of a tied
-    embedding; `dtypes` name those of the model's tensors. Raises FormatError where the order of
+    `shapes` are those that one rank has of every parameter, with the copies of the embedding on
+    later stages; `dtypes` name those of the model's tensors. Raises FormatError where the order of
     modules is not known here.
     """
-    stages = stage_layers(args)
-    tied, dp = args.copies_embedding, _data_ranks(args, bool(expert))
+    chunks = stage_chunks(args)
+    p, dp = args.degree("pipeline_model_parallel_size"), _data_ranks(args, bool(expert))
     multiple = math.lcm(
         dp, 128, 1 << 16 if args.optional("ddp_pad_buckets_for_high_nccl_busbw") else 1
     )
     ranks = model_parallel_ranks(args, bool(expert))
+    shared = shared_embeddings(args)
     buffers: dict[tuple[int, int, int, str], Buffer] = {}
     for pp, ep in sorted({(place.pp, place.ep) for place in ranks}):
-        chunks = _chunks_of(args, stages, pp, ep)
-        names_by_chunk = [list(filter(chunk.has, shapes)) for chunk in chunks]
+        experts = _experts_of(args, ep)
+        own_chunks = [chunks[c, pp] for c in range(len(chunks) // p)]
+        names_by_chunk = [
+            [name for name in shapes if _has(chunk, experts, variant, name)] for chunk in own_chunks
+        ]
         numel = sum(math.prod(shapes[name]) for name in itertools.chain(*names_by_chunk))
         for c, names in enumerate(names_by_chunk):
             limit = bucket_limit(args, pp, c, dp, numel)
             for dtype, own in _by_dtype(names, expert, dtypes):
-                modules = modules_of(args, {name: shapes[name] for name in own})
-                buffers[pp, ep, c, dtype] = _buffer(modules, tied, dp, limit, multiple)
+                modules = modules_of(args, {name: shapes[name] for name in own}, variant)
+                buffers[pp, ep, c, dtype] = _buffer(modules, shared, dp, limit, multiple)
     return Plan(ranks, buffers)
 
 
-def _chunks_of(
-    args: Args, stages: Mapping[tuple[int, int], range], pp: int, ep: int
-) -> list[_Chunk]:
-    """The model chunks of a rank, of which `stages` says the layers."""
-    e = args.degree("expert_model_parallel_size")
-    each, rest = divmod(args.get("num_experts") or 0, e)
+def shared_embeddings(args: Args) -> frozenset[str]:
+    """The word embedding and its copies, where several stages have it; each has its own bucket."""
+    if args.degree("pipeline_model_parallel_size") == 1:
+        return frozenset()
+    if args.optional("mtp_num_layers"):
+        return frozenset({EMBEDDING, EMBEDDING + MTP_COPY})
+    return frozenset({EMBEDDING, TIED}) if args.copies_embedding else frozenset()
+
+
+def copies_of_embedding(args: Args, names: Iterable[str]) -> dict[str, str]:
+    """What later stages have copies of, by the names that the copies have here."""
+    several = args.degree("pipeline_model_parallel_size") > 1
+    if several and args.optional("mtp_num_layers"):
+        return {name + MTP_COPY: name for name in names if name.startswith("embedding.")}
+    return {TIED: EMBEDDING} if args.copies_embedding else {}
+
+
+def _experts_of(args: Args, ep: int) -> range:
+    """The global numbers of the experts on an expert-parallel rank."""
+    each, rest = divmod(args.get("num_experts") or 0, args.degree("expert_model_parallel_size"))
     if rest:
-        raise FormatError(f"args.num_experts does not divide over {e} expert-parallel ranks")
-    experts = range(ep * each, (ep + 1) * each)
-    last_c, last_stage = max(stages)
-    return [
-        _Chunk(stages[c, pp], experts, pp == c == 0, (c, pp) == (last_c, last_stage))
-        for c in range(last_c + 1)
-    ]
+        raise FormatError(
+            "args.num_experts does not divide over"
+            f" {args.degree('expert_model_parallel_size')} expert-parallel ranks"
+        )
+    return range(ep * each, (ep + 1) * each)
+
+
+def _has(chunk: Chunk, experts: range, variant: Variant, name: str) -> bool:
+    """Whether a model chunk of a rank with these experts has a parameter."""
+    expert, layer = expert_of(name), layer_of(name)
+    if expert and expert.number not in experts:
+        return False
+    if layer is not None:
+        return layer in chunk.layers
+    if name.startswith("mtp."):
+        return chunk.mtp
+    if name.endswith(MTP_COPY):
+        return chunk.mtp and not chunk.embedding
+    if name.startswith("embedding."):
+        return chunk.embedding
+    at_layers = name.startswith("decoder.") and not variant.norm_at_output
+    return chunk.final_norm if at_layers else chunk.output
 
 
 def _data_ranks(args: Args, expert: bool) -> int:
@@ -332,11 +311,15 @@ def _by_dtype(
 
 
 def _buffer(
-    modules: Sequence[tuple[Part, ...]], tied: bool, dp: int, limit: int | None, multiple: int
+    modules: Sequence[tuple[Part, ...]],
+    shared: Collection[str],
+    dp: int,
+    limit: int | None,
+    multiple: int,
 ) -> Buffer:
     sizes = [sum(math.prod(part.shape) for part in parts) for parts in modules]
-    shared = [tied and parts[0].name in (EMBEDDING, TIED) for parts in modules]
-    starts, buckets = buffer_walk(sizes, shared, dp, limit)
+    alone = [parts[0].name in shared for parts in modules]
+    starts, buckets = buffer_walk(sizes, alone, dp, limit)
     units = tuple(Unit(start, parts) for start, parts in zip(starts, modules, strict=True))
     moved = zip(units, tails_before(starts, buckets, multiple), strict=True)
     return Buffer(
@@ -346,34 +329,32 @@ def _buffer(
     )
 
 
-def modules_of(args: Args, shapes: Mapping[str, Shape]) -> list[tuple[Part, ...]]:
+def modules_of(args: Args, shapes: Mapping[str, Shape], variant: Variant) -> list[tuple[Part, ...]]:
     """A rank's tensors in module order: one for each parameter, but for grouped experts.
 
     Those of Megatron's own GroupedMLP are one tensor with all the rank's experts, each transposed.
     """
-    te = args.get("transformer_impl", "transformer_engine") != "local"
+    local = args.get("transformer_impl", "transformer_engine") == "local"
     grouped = bool(args.get("moe_grouped_gemm", False))
-    merged = grouped and (not te or bool(args.optional("moe_use_legacy_grouped_gemm")))
-    names = sorted(
-        shapes, key=lambda name: _module_order(name, _TE_MODULES if te else _MODULES, grouped)
-    )
+    merged = grouped and (local or bool(args.optional("moe_use_legacy_grouped_gemm")))
+    names = in_module_order(shapes, variant.fused_norm, grouped)
     if not merged:
         return [(Part(name, 0, shapes[name]),) for name in names]
     return [_merged(list(same), shapes) for _, same in itertools.groupby(names, _merged_into)]
 
 
-def _merged_into(name: str) -> str | tuple[int, int]:
-    """The (layer, linear module) of a GroupedMLP's parameter; else its own name."""
-    expert = _expert_of(name)
+def _merged_into(name: str) -> str | tuple[str, int]:
+    """The module and linear of a GroupedMLP's parameter; else its own name."""
+    expert = expert_of(name)
     if expert is None:
         return name
     if expert.kind != "weight":
         raise FormatError(f"{name}: grouped experts with biases are not known here")
-    return expert.layer, expert.linear
+    return expert.experts, expert.linear
 
 
 def _merged(names: Sequence[str], shapes: Mapping[str, Shape]) -> tuple[Part, ...]:
-    if _expert_of(names[0]) is None:
+    if expert_of(names[0]) is None:
         return (Part(names[0], 0, shapes[names[0]]),)
     parts: list[Part] = []
     start = 0
@@ -381,56 +362,3 @@ def _merged(names: Sequence[str], shapes: Mapping[str, Shape]) -> tuple[Part, ..
         parts.append(Part(name, start, shapes[name][::-1], transposed=True))
         start += math.prod(shapes[name])
     return tuple(parts)
-
-
-def _module_order(name: str, modules: Sequence[str], grouped: bool) -> tuple[int, ...]:
-    if expert := _expert_of(name):
-        kind = _KINDS.index(expert.kind)
-        within = (
-            (expert.linear, kind, expert.number)
-            if grouped
-            else (expert.number, expert.linear, kind)
-        )
-        return _LAYERS, expert.layer, modules.index("mlp.experts"), *within
-    module, _, kind = name.rpartition(".")
-    layer = in_layer(module)
-    if kind in _KINDS and module in _OUTER:
-        return _OUTER[module], _KINDS.index(kind)
-    if kind in _KINDS and layer and layer[1] in modules:
-        return _LAYERS, layer[0], modules.index(layer[1]), _KINDS.index(kind)
-    raise FormatError(
-        f"where {name} lies in a flat buffer is not known here; save the optimizer with "
-        "--dist-ckpt-optim-fully-reshardable, or open the weights alone (weights_only)"
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """A chunk of a rank: layers, experts in them, and whether it is the first or last."""
-
-    layers: range
-    experts: range
-    first: bool
-    last: bool
-
-    def has(self, name: str) -> bool:
-        if expert := _expert_of(name):
-            return expert.layer in self.layers and expert.number in self.experts
-        if (layer := layer_of(name)) is not None:
-            return layer in self.layers
-        return self.first if name.startswith("embedding.") else self.last
-
-
-@dataclass(frozen=True, slots=True)
-class _Expert:
-    """A parameter of an expert, by its name."""
-
-    layer: int
-    number: int
-    linear: int
-    kind: str
-
-
-def _expert_of(name: str) -> _Expert | None:
-    match = _EXPERT.fullmatch(name)
-    return _Expert(int(match[1]), int(match[2]), int(match[3]), match[4]) if match else None

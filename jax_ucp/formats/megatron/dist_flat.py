@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -171,32 +171,52 @@ def _coalesced_buffer(key: str, c: int, prefix: str, buffer: Mapping[str, Any]) 
     return Flat(f"{key}, chunk {c}", True, {0: length[0]} if tensors else {}, pieces)
 
 
-def slices(
-    files: DistFiles,
-    chain: int,
-    plan: Plan,
-    stored: dict[Address, Flat],
-    skip: Callable[[str], None],
-) -> Iterator[Slice]:
-    """Every state that the buffers of one optimizer hold; what is used is taken out of `stored`.
+@dataclass(frozen=True)
+class Filled:
+    """A buffer of the plan and what is stored of it; `gaps` are the pieces that hold nothing.
 
-    `skip` hears of the pieces that hold nothing: tensors begin at multiples of 64 elements, and
-    what was in memory between them is stored too. Raises FormatError where a buffer is missing, or
-    its sizes are not those of the plan.
+    Tensors begin at multiples of 64 elements, and what was in memory between them is stored too.
     """
-    for place, ((pp, ep, c, dtype), buffer) in itertools.product(plan.places, plan.buffers.items()):
-        if (pp, ep) != (place.pp, place.ep):
-            continue
-        flat = stored.pop((chain, place.group, c, dtype), None)
-        if flat is None:
-            raise FormatError(
-                f"{files.folder}: by the args there is a model-parallel rank {place.group}, but no"
-                f" buffer of its {dtype} parameters in model chunk {c}"
-            )
-        _check_sizes(files, flat, buffer)
-        for key in _gaps(files, flat, buffer):
-            skip(key)
-        yield from _slices_of(place, buffer, flat)
+
+    place: Place
+    buffer: Buffer
+    flat: Flat
+    gaps: Sequence[str]
+
+    def slices(self) -> Iterator[Slice]:
+        """Every state of every parameter in the buffer."""
+        return _slices_of(self.place, self.buffer, self.flat)
+
+
+def filled(files: DistFiles, plans: Sequence[Plan], stored: Mapping[Address, Flat]) -> list[Filled]:
+    """The buffers of all optimizers as they are stored.
+
+    Raises FormatError where one is missing, or more are there, or sizes are not those of the plans.
+    """
+    buffers = {
+        (chain, place.group, c, dtype): (place, buffer)
+        for chain, plan in enumerate(plans)
+        for place in plan.places
+        for (pp, ep, c, dtype), buffer in plan.buffers.items()
+        if (pp, ep) == (place.pp, place.ep)
+    }
+    for _, group, c, dtype in buffers.keys() - stored.keys():
+        raise FormatError(
+            f"{files.folder}: by the args there is a model-parallel rank {group}, but no"
+            f" buffer of its {dtype} parameters in model chunk {c}"
+        )
+    result = [_filled(files, *buffers[address], stored[address]) for address in buffers]
+    for chain, group, c, dtype in stored.keys() - buffers.keys():
+        raise FormatError(
+            f"{files.folder}: {stored[chain, group, c, dtype].name} (optimizer {chain}, group"
+            f" {group}, chunk {c}, {dtype}) belongs to no rank that the args know"
+        )
+    return result
+
+
+def _filled(files: DistFiles, place: Place, buffer: Buffer, flat: Flat) -> Filled:
+    _check_sizes(files, flat, buffer)
+    return Filled(place, buffer, flat, list(_gaps(files, flat, buffer)))
 
 
 def _slices_of(place: Place, buffer: Buffer, flat: Flat) -> Iterator[Slice]:

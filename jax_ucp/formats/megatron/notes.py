@@ -18,6 +18,10 @@ WEIGHTS_ALONE = "weights alone: of a 16-bit run these are not the fp32 masters"
 WITHOUT_OPTIMIZER = "the checkpoint was saved without its optimizer"
 
 
+def copy_of_embedding(name: str) -> str:
+    return f"a later pipeline stage's copy of {name}, compared with it by verify"
+
+
 def copy_of_master(name: str) -> str:
     return (
         f"the weight that the model computes with, a copy of the master of {name}; verify compares"

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from jax_ucp.errors import FormatError
 
 TIED, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
+# A stage with multi-token prediction, and not the first, has copies of the embedding's parameters.
+MTP_COPY = " of multi-token prediction"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _LOCAL_EXPERT = re.compile(r"(.+\.mlp\.experts)\.local_experts\.(\d+)\.(.+)")
 # TransformerEngine's grouped experts
