@@ -70,8 +70,107 @@ class Case:
         return f"{_COMMON}{self.model} {self.options}{last}".split()
 
 
+_GPT2 = " --position-embedding-type learned_absolute --normalization LayerNorm"
+_MLA = (
+    " --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
+    " --untie-embeddings-and-output-weights --multi-latent-attention --kv-lora-rank 10"
+    " --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --qk-layernorm"
+)
+_MOE = (
+    " --num-experts 4 --moe-ffn-hidden-size 12 --moe-router-topk 2 --moe-token-dispatcher-type"
+    " alltoall"
+)
+_GROUPED = _MOE + " --moe-grouped-gemm"
+_SHARED = " --moe-shared-expert-intermediate-size 16"
+_BIAS = " --moe-router-enable-expert-bias --moe-router-score-function sigmoid"
+_TP, _PP = " --tensor-model-parallel-size", " --pipeline-model-parallel-size"
+_EP, _ETP = " --expert-model-parallel-size", " --expert-tensor-parallel-size"
+_ZERO = "--bf16 --use-distributed-optimizer"
+_BUCKETS = " --overlap-grad-reduce --ddp-bucket-size 2000"
+_VERSIONS = ("0.13.1", "0.14.0", "0.15.3", "0.17.0", "0.18.0", "0.19.0")
+
+
+def _of_versions() -> Iterator[Case]:
+    for version in _VERSIONS:
+        tag, prefix = f"core_v{version}", f"v{version.replace('.', '')}"
+        yield Case(f"{prefix}_tp2", f"--bf16{_TP} 2", tag)
+        yield Case(f"{prefix}_pp2_zero", f"{_ZERO}{_PP} 2{_BUCKETS} --num-layers 4", tag, 4, _GPT2)
+        grouped = f"{_ZERO}{_GROUPED}{_SHARED}{_BIAS}{_EP} 2"
+        yield Case(f"{prefix}_moe", grouped, tag)
+        yield Case(f"{prefix}_mla_tp2", f"{_ZERO} --q-lora-rank 12{_TP} 2", tag, 2, _MLA)
+        yield Case(f"{prefix}_mtp_pp2", f"{_ZERO} --mtp-num-layers 1{_PP} 2 --num-layers 4", tag)
+
+
 CASES: tuple[Case, ...] = (
-    Case("te_bf16_distopt", "--bf16 --use-distributed-optimizer"),
+    Case("zero_bf16", _ZERO),
+    Case("tp2_pp2_bf16", f"--bf16{_TP} 2{_PP} 2", world=4),
+    Case("tp2_fp16", f"--fp16 --initial-loss-scale 1024{_TP} 2"),
+    Case("gpt2_tp2_zero", f"{_ZERO}{_TP} 2", world=4, model=_GPT2),
+    Case("gpt2_pp2_zero_buckets", f"{_ZERO}{_PP} 2{_BUCKETS}", world=4, model=_GPT2),
+    Case("gpt2_dp3_zero_buckets", f"{_ZERO}{_BUCKETS} --global-batch-size 9", world=3, model=_GPT2),
+    Case("cp2_zero", f"{_ZERO} --context-parallel-size 2{_BUCKETS}", world=4),
+    Case("qk_norm_tp2", f"--bf16 --qk-layernorm{_TP} 2"),
+    Case("grouped_ep2", f"--bf16{_GROUPED}{_EP} 2"),
+    Case("grouped_ep4_zero", f"{_ZERO}{_GROUPED}{_EP} 4", world=4),
+    Case("grouped_ep2_tp2_zero", f"{_ZERO}{_GROUPED}{_EP} 2{_TP} 2 --sequence-parallel", world=4),
+    Case(
+        "grouped_ep2_tp2_etp1",
+        f"--bf16{_GROUPED}{_SHARED}{_EP} 2{_TP} 2{_ETP} 1 --sequence-parallel",
+    ),
+    Case("grouped_ep2_pp2_zero", f"{_ZERO}{_GROUPED}{_SHARED}{_BIAS}{_EP} 2{_PP} 2", world=4),
+    Case("grouped_bias_ep2", f"--bf16{_GROUPED}{_EP} 2", model=_GPT2),
+    Case("grouped_bias_zero_buckets", f"{_ZERO}{_GROUPED}{_EP} 2{_BUCKETS}", world=4, model=_GPT2),
+    Case("sequential_ep2_zero", f"{_ZERO}{_MOE}{_SHARED}{_EP} 2", world=4),
+    Case(
+        "shared_gate_tp2",
+        f"--bf16{_GROUPED}{_SHARED} --moe-shared-expert-gate{_TP} 2 --sequence-parallel",
+    ),
+    Case("moe_freq_zero", f"{_ZERO}{_GROUPED}{_EP} 2 --moe-layer-freq ([0,1,1]) --num-layers 3"),
+    Case("mla_tp2", f"--bf16 --q-lora-rank 12{_TP} 2", model=_MLA),
+    Case("mla_no_q_rank_zero", f"{_ZERO}", model=_MLA),
+    Case(
+        "mla_moe_ep2_pp2_zero",
+        f"{_ZERO} --q-lora-rank 12{_GROUPED}{_SHARED}{_EP} 2{_PP} 2",
+        world=4,
+        model=_MLA,
+    ),
+    Case("mla_local_tp2", f"--bf16 --q-lora-rank 12{_TP} 2", model=_MLA, engine=False),
+    Case("mtp_tp2", f"--bf16 --mtp-num-layers 1{_TP} 2"),
+    Case("mtp2_pp2_zero", f"{_ZERO} --mtp-num-layers 2{_PP} 2 --num-layers 4", world=4),
+    Case("mtp_moe_ep2_zero", f"{_ZERO} --mtp-num-layers 1{_GROUPED}{_EP} 2"),
+    Case("mtp_tied_pp2_zero", f"{_ZERO} --mtp-num-layers 1{_PP} 2{_BUCKETS}", model=_GPT2),
+    Case("decoupled_tp2", f"--bf16 --decoupled-lr 0.001 --decoupled-min-lr 0.0001{_TP} 2"),
+    Case("decoupled_pp2_zero", f"{_ZERO} --decoupled-lr 0.001{_PP} 2", world=4),
+    Case("sgd_tp2", f"--bf16 --optimizer sgd{_TP} 2"),
+    Case("sgd_fp32", "--optimizer sgd", world=1),
+    Case("sgd_moe_ep2", f"--bf16 --optimizer sgd{_GROUPED}{_EP} 2"),
+    Case("adam_fp32_pp2", f"{_PP} 2 --num-layers 4"),
+    Case("sink_tp2_zero", f"{_ZERO} --softmax-type learnable{_TP} 2", world=4),
+    Case("uneven_pp2_zero", f"{_ZERO}{_PP} 2 --num-layers 4 --decoder-first-pipeline-num-layers 1"),
+    Case("last_pp2", f"--bf16{_PP} 2 --num-layers 4 --decoder-last-pipeline-num-layers 1"),
+    Case(
+        "layout_pp2_vpp2_zero",
+        f"{_ZERO}{_PP} 2 --num-layers 5 --pipeline-model-parallel-layout Et|tt|t|tL",
+        tag="core_v0.15.3",
+    ),
+    Case(
+        "account_pp2",
+        f"--bf16{_PP} 2 --num-layers 2 --account-for-embedding-in-pipeline-split"
+        " --account-for-loss-in-pipeline-split",
+    ),
+    Case(
+        "vpp2_zero",
+        f"{_ZERO}{_PP} 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1{_BUCKETS}",
+        world=4,
+    ),
+    Case("precision_aware", f"{_ZERO} --use-precision-aware-optimizer"),
+    Case(
+        "precision_aware_bf16",
+        f"{_ZERO} --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp16",
+    ),
+    Case("offload_zero", f"{_ZERO} --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d"),
+    Case("offload_half_zero", f"{_ZERO} --optimizer-cpu-offload --optimizer-offload-fraction 0.5"),
+    *_of_versions(),
 )
 
 

@@ -291,7 +291,12 @@ class RMSNorm(_Norm): ...
 
 class DotProductAttention(_Base):
     def __init__(
-        self, num_attention_heads: int, *_: Any, softmax_type: str = "vanilla", tp_size: int = 1, **__: Any
+        self,
+        num_attention_heads: int,
+        *_: Any,
+        softmax_type: str = "vanilla",
+        tp_size: int = 1,
+        **__: Any,
     ):
         super().__init__()
         if softmax_type == "learnable":
@@ -417,7 +422,9 @@ class FusedAdam(torch.optim.Optimizer):
 class FusedSGD(torch.optim.SGD):
     """SGD with momentum, and a rate that is not zero while it warms up."""
 
-    def __init__(self, params: Any, lr: float, momentum: float = 0.0, weight_decay: float = 0.0, **_: Any):
+    def __init__(
+        self, params: Any, lr: float, momentum: float = 0.0, weight_decay: float = 0.0, **_: Any
+    ):
         super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay)
 
 

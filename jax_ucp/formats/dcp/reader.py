@@ -63,25 +63,25 @@ def open_dcp(path: FilePath, options: Options) -> Contents:
             f"{path} has .distcp files but no .metadata: the save never ended, for that file is"
             " written last, or it was not copied with the others, for its name begins with a dot"
         )
-    metadata = read_metadata(path, _of_optimizers if options.weights_only else None)
-    left = _of_optimizers(metadata) if options.weights_only else frozenset[str]()
+    metadata = read_metadata(path, of_optimizers if options.weights_only else None)
+    left = of_optimizers(metadata) if options.weights_only else frozenset[str]()
     source = DcpSource(metadata)
     imported = Import("dcp", path, source, options.on_conflict)
     objects: dict[Steps, Any] = {}
     for fqn, spans in metadata.objects.items():
         for span in spans:
-            value = _object(imported, fqn, span, source, fqn in left)
+            value = read_object(imported, fqn, span, source, fqn in left)
             objects[metadata.paths.get(fqn, (fqn,))] = value
-    _check_facts(metadata, source, left)
+    check_facts(metadata, source, left)
     _tensors(imported, metadata, objects, options)
-    _other_files(imported, metadata)
+    account_for_files(imported, metadata)
     try:
         return imported.contents()
     except LayoutError as error:
         raise LayoutError(f"{path}: {error}") from None
 
 
-def _check_facts(metadata: DcpMetadata, source: DcpSource, left: Collection[str]) -> None:
+def check_facts(metadata: DcpMetadata, source: DcpSource, left: Collection[str]) -> None:
     """Raise FormatError where ranks that each wrote an object of one name say in it that they are
     of other steps.
 
@@ -99,7 +99,7 @@ def _check_facts(metadata: DcpMetadata, source: DcpSource, left: Collection[str]
             facts.state_all(file, span.file, fqn, file.tree, only=(*COUNTS, *RATES))
 
 
-def _of_optimizers(metadata: DcpMetadata) -> frozenset[str]:
+def of_optimizers(metadata: DcpMetadata) -> frozenset[str]:
     """The names of what lies in optimizers' dicts."""
     paths = {fqn: metadata.paths.get(fqn, (fqn,)) for fqn in (*metadata.tensors, *metadata.objects)}
     roots = optimizer_paths(paths.values())
@@ -179,7 +179,7 @@ def _reason(tensor: TensorEntry, state: str, name: str) -> str:
     return what if len(tensor.chunks) == 1 else f"{what}, one of {len(tensor.chunks)} chunks"
 
 
-def _object(imported: Import, fqn: str, span: Span, source: DcpSource, left: bool) -> Any:
+def read_object(imported: Import, fqn: str, span: Span, source: DcpSource, left: bool) -> Any:
     """An object, kept as an extra; None of one that asks for code or is made of data, or that is
     `left` and damaged.
     """
@@ -209,7 +209,7 @@ def _object(imported: Import, fqn: str, span: Span, source: DcpSource, left: boo
     return file.tree
 
 
-def _other_files(imported: Import, metadata: DcpMetadata) -> None:
+def account_for_files(imported: Import, metadata: DcpMetadata) -> None:
     used: Counter[str] = Counter()
     for _, span in metadata.spans():
         used[span.file] += span.length

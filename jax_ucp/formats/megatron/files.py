@@ -98,6 +98,12 @@ class Args:
         return self.degree("expert_tensor_parallel_size" if own else "tensor_model_parallel_size")
 
     @property
+    def uses_muon(self) -> bool:
+        """Whether matrices have Muon for their optimizer, and the rest another one."""
+        optimizer = self.optional("optimizer")
+        return isinstance(optimizer, str) and "muon" in optimizer
+
+    @property
     def copies_embedding(self) -> bool:
         """Whether the last pipeline stage has a copy of the word embedding (tied)."""
         several_stages = self.degree("pipeline_model_parallel_size") > 1

@@ -36,12 +36,11 @@ from jax_ucp.formats.megatron.files import (
 )
 from jax_ucp.formats.megatron.legacy_optimizer import (
     BUFFERS,
-    Module,
-    ModuleState,
     beside_tensors,
     find_states,
     numbered_alone,
 )
+from jax_ucp.formats.megatron.numbered import Module, ModuleState
 from jax_ucp.formats.megatron.walk import EMBEDDING, TIED, Part, is_expert, layer_of, parts_of
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.pairing import Undecided
@@ -314,7 +313,9 @@ class _Reader:
         ranks = (self.args.optional("kv_lora_rank"), self.args.optional("qk_pos_emb_head_dim"))
         whole = sum(rank for rank in ranks if isinstance(rank, int))
         downs = [keys for (_, name), keys in self.keys.items() if name.endswith(_KV_DOWN)]
-        return any(self.shapes[keys[0][0]][0] != whole for keys in downs if keys[0][0] in self.shapes)
+        return any(
+            self.shapes[keys[0][0]][0] != whole for keys in downs if keys[0][0] in self.shapes
+        )
 
     def _parameters(self, layouts: Mapping[str, ParamLayout]) -> None:
         """Every state of every parameter, and what is stored of it once more."""
@@ -430,14 +431,8 @@ class _Reader:
             if file.endswith(OPTIM_FILE) or _is_state(item.split("/")):
                 label = f"{file.removesuffix('.pt')}.{item}".replace("/", ".")
                 one = Consolidated(Unique().join([info.shape]), [key])
-                self.importer.parameter(
-                    "other", label, one, f"kept apart, because nothing says whose it is: {reason}"
-                )
-        self.importer.notes.append(
-            "the optimizer's masters and states are kept under `other`, because which parameters"
-            f" its groups have is not stored, and their shapes do not tell ({reason}); the"
-            " parameters are the model's weights"
-        )
+                self.importer.parameter("other", label, one, notes.kept_apart(reason))
+        self.importer.notes.append(notes.states_apart(reason))
 
     def _extras(self) -> None:
         """Add everything else, by file. Of later ranks' args only what differs."""
@@ -462,10 +457,7 @@ class _Reader:
         if "vocab" not in self.options.sizes and ("weight", EMBEDDING) in self.keys:
             self.importer.notes.append(notes.padded_vocabulary(padded))
         if optimizer and any(numbered_alone(rank.tree["optimizer"]) for rank in self.ranks):
-            self.importer.notes.append(
-                "optimizer states go by numbers, in Megatron's own order, which is that of the"
-                " model's keys; no master in the files proves it"
-            )
+            self.importer.notes.append(notes.NUMBERED_ALONE)
         if self.options.weights_only:
             self.importer.notes.append(notes.WEIGHTS_ALONE)
         elif not any(rank.has_optimizer for rank in self.ranks):

@@ -22,6 +22,24 @@ def copy_of_embedding(name: str) -> str:
     return f"a later pipeline stage's copy of {name}, compared with it by verify"
 
 
+NUMBERED_ALONE = (
+    "optimizer states go by numbers, in Megatron's own order, which is that of the model's keys; no"
+    " master in the files proves it"
+)
+
+
+def kept_apart(reason: str) -> str:
+    return f"kept apart, because nothing says whose it is: {reason}"
+
+
+def states_apart(reason: str) -> str:
+    return (
+        "the optimizer's masters and states are kept under `other`, because which parameters its"
+        f" groups have is not stored, and their shapes do not tell ({reason}); the parameters are"
+        " the model's weights"
+    )
+
+
 def copy_of_master(name: str) -> str:
     return (
         f"the weight that the model computes with, a copy of the master of {name}; verify compares"
