@@ -27,7 +27,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,7 @@ _MLA = (
     " --untie-embeddings-and-output-weights --multi-latent-attention --kv-lora-rank 10"
     " --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --qk-layernorm"
 )
+_TIED_LLAMA = " --swiglu --normalization RMSNorm --position-embedding-type rope"
 _MOE = (
     " --num-experts 4 --moe-ffn-hidden-size 12 --moe-router-topk 2 --moe-token-dispatcher-type"
     " alltoall"
@@ -88,6 +89,28 @@ _EP, _ETP = " --expert-model-parallel-size", " --expert-tensor-parallel-size"
 _ZERO = "--bf16 --use-distributed-optimizer"
 _BUCKETS = " --overlap-grad-reduce --ddp-bucket-size 2000"
 _VERSIONS = ("0.13.1", "0.14.0", "0.15.3", "0.17.0", "0.18.0", "0.19.0")
+
+
+_UNTIED = " --untie-embeddings-and-output-weights"
+_TORCH_FSDP = "--bf16 --use-torch-fsdp2"
+_FULL = " --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
+_MEGATRON_FSDP = _ZERO + _FULL
+
+
+def _fsdp_of_versions() -> Iterator[Case]:
+    for version in _VERSIONS:
+        tag, prefix = f"core_v{version}", f"v{version.replace('.', '')}"
+        yield Case(f"{prefix}_fsdp2", _TORCH_FSDP, tag, format="torch_dcp")
+        if version != "0.13.1":
+            yield Case(
+                f"{prefix}_mfsdp",
+                _MEGATRON_FSDP + " --global-batch-size 9",
+                tag,
+                world=3,
+                format="fsdp_dtensor",
+            )
+            tp2 = f"{_MEGATRON_FSDP}{_GROUPED}{_SHARED}{_TP} 2 --sequence-parallel"
+            yield Case(f"{prefix}_mfsdp_moe_tp2", tp2, tag, world=4, format="fsdp_dtensor")
 
 
 def _of_versions() -> Iterator[Case]:
@@ -134,11 +157,10 @@ CASES: tuple[Case, ...] = (
         world=4,
         model=_MLA,
     ),
-    Case("mla_local_tp2", f"--bf16 --q-lora-rank 12{_TP} 2", model=_MLA, engine=False),
     Case("mtp_tp2", f"--bf16 --mtp-num-layers 1{_TP} 2"),
     Case("mtp2_pp2_zero", f"{_ZERO} --mtp-num-layers 2{_PP} 2 --num-layers 4", world=4),
     Case("mtp_moe_ep2_zero", f"{_ZERO} --mtp-num-layers 1{_GROUPED}{_EP} 2"),
-    Case("mtp_tied_pp2_zero", f"{_ZERO} --mtp-num-layers 1{_PP} 2{_BUCKETS}", model=_GPT2),
+    Case("mtp_tied_pp2_zero", f"{_ZERO} --mtp-num-layers 1{_PP} 2{_BUCKETS}", model=_TIED_LLAMA),
     Case("decoupled_tp2", f"--bf16 --decoupled-lr 0.001 --decoupled-min-lr 0.0001{_TP} 2"),
     Case("decoupled_pp2_zero", f"{_ZERO} --decoupled-lr 0.001{_PP} 2", world=4),
     Case("sgd_tp2", f"--bf16 --optimizer sgd{_TP} 2"),
@@ -168,9 +190,50 @@ CASES: tuple[Case, ...] = (
         "precision_aware_bf16",
         f"{_ZERO} --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp16",
     ),
-    Case("offload_zero", f"{_ZERO} --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d"),
-    Case("offload_half_zero", f"{_ZERO} --optimizer-cpu-offload --optimizer-offload-fraction 0.5"),
+    Case("offload_zero", f"{_ZERO} --use-precision-aware-optimizer --optimizer-cpu-offload"),
+    Case(
+        "offload_half_zero",
+        f"{_ZERO} --use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction 0.5",
+    ),
     *_of_versions(),
+    Case("fsdp2", _TORCH_FSDP, format="torch_dcp"),
+    Case("fsdp2_dp4_gpt2", _TORCH_FSDP, world=4, model=_GPT2 + _UNTIED, format="torch_dcp"),
+    Case("fsdp2_fp32", "--use-torch-fsdp2 --global-batch-size 9", world=3, format="torch_dcp"),
+    Case("fsdp2_moe", _TORCH_FSDP + _GROUPED + _SHARED + _BIAS, format="torch_dcp"),
+    Case("fsdp2_mla", _TORCH_FSDP + " --q-lora-rank 12", model=_MLA, format="torch_dcp"),
+    Case("fsdp2_mtp", _TORCH_FSDP + " --mtp-num-layers 1", format="torch_dcp"),
+    Case("fsdp2_sgd", _TORCH_FSDP + " --optimizer sgd", format="torch_dcp"),
+    Case("mfsdp", _MEGATRON_FSDP, format="fsdp_dtensor"),
+    Case("mfsdp_dp4", _MEGATRON_FSDP, world=4, format="fsdp_dtensor"),
+    Case("mfsdp_tied", _MEGATRON_FSDP, model=_TIED_LLAMA, format="fsdp_dtensor"),
+    Case(
+        "mfsdp_gpt2",
+        _MEGATRON_FSDP + " --global-batch-size 9",
+        world=3,
+        model=_GPT2,
+        format="fsdp_dtensor",
+    ),
+    Case("mfsdp_tp2", _MEGATRON_FSDP + _TP + " 2", world=4, format="fsdp_dtensor"),
+    Case(
+        "mfsdp_moe_ep2",
+        f"{_MEGATRON_FSDP}{_GROUPED}{_SHARED}{_EP} 2",
+        world=4,
+        format="fsdp_dtensor",
+    ),
+    Case("mfsdp_moe_seq", f"{_MEGATRON_FSDP}{_MOE}{_SHARED}{_EP} 2", format="fsdp_dtensor"),
+    Case("mfsdp_mtp", _MEGATRON_FSDP + " --mtp-num-layers 1", format="fsdp_dtensor"),
+    Case(
+        "mfsdp_optim",
+        f"{_ZERO} --use-megatron-fsdp --data-parallel-sharding-strategy optim",
+        format="fsdp_dtensor",
+    ),
+    Case(
+        "mfsdp_no_shard",
+        f"{_ZERO} --use-megatron-fsdp --data-parallel-sharding-strategy no_shard",
+        format="fsdp_dtensor",
+    ),
+    Case("mfsdp_fp32", f"--use-distributed-optimizer{_FULL}", format="fsdp_dtensor"),
+    *_fsdp_of_versions(),
 )
 
 
@@ -244,6 +307,10 @@ def work() -> None:
     import megatron_stand_ins
 
     megatron_stand_ins.install_cuda()
+    if case.format == "fsdp_dtensor":  # which makes the name of a device of it
+        megatron_stand_ins.number_device()
+    if case.format == "torch_dcp":
+        megatron_stand_ins.mesh_of_cpus()
     megatron_stand_ins.install_without_triton()
     if case.engine:
         megatron_stand_ins.install_transformer_engine()
@@ -255,7 +322,7 @@ def work() -> None:
     importlib.import_module("pretrain_gpt")
     _fork(case.world)
     try:
-        _Run(case).run()
+        _RUNS[case.format](case).run()
     except BaseException:
         traceback.print_exc()
         sys.stdout.flush()
@@ -324,6 +391,8 @@ class _Run:
         initialize = importlib.import_module("megatron.training.initialize")
         training = importlib.import_module("megatron.training.training")
         initialize._compile_dependencies = lambda: None
+        self.ranks = importlib.import_module("megatron.core.parallel_state")
+        self.ranks.get_nccl_options = lambda *_: None  # the groups are gloo's
         defaults = {"tokenizer_type": "NullTokenizer"}
         try:
             initialize.initialize_megatron(allow_no_cuda=True, args_defaults=defaults)
@@ -332,7 +401,6 @@ class _Run:
             arguments.parse_and_validate_args(args_defaults=defaults)
             initialize.initialize_megatron(allow_no_cuda=True)
         self.args = importlib.import_module("megatron.training").get_args()
-        self.ranks = importlib.import_module("megatron.core.parallel_state")
         model_type = importlib.import_module("megatron.core.enums").ModelType
         known = inspect.signature(training.setup_model_and_optimizer).parameters
         options = {name: _provider() for name in known if "provider" in name}
@@ -358,13 +426,16 @@ class _Run:
                 if inner.startswith(fused):
                     inner = norm + inner.removeprefix(fused)
             name = f"decoder.layers.{numbers[layer[1]]}.{inner}"
-        each = (self.args.num_experts or 0) // self.args.expert_model_parallel_size
-        first = self.ranks.get_expert_model_parallel_rank() * each
+        first = self.first_expert()
         if expert := re.fullmatch(r"(.+\.experts\.)local_experts\.(\d+)\.(.+)", name):
             return f"{expert[1]}{first + int(expert[2])}.{expert[3]}"
         if expert := re.fullmatch(r"(.+\.experts\.)(linear_fc[12])\.(weight|bias)(\d+)", name):
             return f"{expert[1]}{first + int(expert[4])}.{expert[2]}.{expert[3]}"
         return name
+
+    def first_expert(self) -> int:
+        each = (self.args.num_experts or 0) // self.args.expert_model_parallel_size
+        return self.ranks.get_expert_model_parallel_rank() * each
 
     # -- training
 
@@ -374,7 +445,10 @@ class _Run:
         with torch.no_grad():
             for parameter, name in self.parameters():
                 noise = _random(parameter.shape, "w", *self.identity(parameter, name)) * 0.05
-                parameter.copy_((noise + (parameter.dim() == 1)).to(parameter.dtype))
+                self.put(parameter, parameter, noise + (parameter.dim() == 1))
+            for chunk in self.bare:
+                for module in chunk.modules():
+                    getattr(module, "_maintain_float32_expert_bias", _nothing)()
             for name, buffer in self.named_buffers():
                 buffer.copy_(_random(buffer.shape, "b", name))
         if hasattr(self.optimizer, "reload_model_params"):
@@ -387,6 +461,8 @@ class _Run:
             self.args.consumed_train_samples += self.args.global_batch_size
 
     def set_gradients(self, step: int) -> None:
+        import torch
+
         for chunk in self.model:
             if hasattr(chunk, "zero_grad_buffer"):
                 chunk.zero_grad_buffer()
@@ -398,7 +474,12 @@ class _Run:
             if hasattr(parameter, "main_grad"):
                 parameter.main_grad.copy_(noise.to(parameter.main_grad.dtype))
             else:
-                parameter.grad = noise.to(parameter.dtype)
+                parameter.grad = torch.empty_like(parameter)
+                self.put(parameter.grad, parameter, noise)
+
+    def put(self, target: Any, parameter: Any, values: Any) -> None:
+        """Set what the rank has of a parameter, or of its gradient, to the values of the whole."""
+        target.copy_(values.to(target.dtype))
 
     def identity(self, parameter: Any, name: str) -> tuple[Any, ...]:
         """Equal for replicas: the tied output layer is the embedding."""
@@ -513,6 +594,78 @@ class _Run:
         _write_case(self.case, folder, truth, dtypes)
 
 
+class _TorchFsdp(_Run):
+    """torch's FSDP2: every parameter is a DTensor, of which each rank has some rows."""
+
+    def put(self, target: Any, parameter: Any, values: Any) -> None:
+        from torch.distributed.tensor import distribute_tensor
+
+        whole = values.to(target.dtype)
+        own = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+        target.to_local().copy_(own.to_local())
+
+
+class _MegatronFsdp(_Run):
+    """Megatron-FSDP: the optimizer has DTensors of any range of a parameter's elements."""
+
+    def parameters(self) -> Iterator[tuple[Any, str]]:
+        layers = {f"decoder.layers.{i}": i for i in range(self.args.num_layers)}
+        for optimizer in _each(self.optimizer):
+            for group in optimizer.optimizer.param_groups:
+                for parameter in group["params"]:
+                    local = optimizer._param_name(parameter)
+                    while local.startswith("module."):
+                        local = local.removeprefix("module.")
+                    yield parameter, self.global_name(local, layers)
+
+    def first_expert(self) -> int:
+        return 0  # the optimizer's names have global numbers
+
+    def train(self) -> None:
+        import torch
+
+        with torch.no_grad():
+            for parameter, name in self.parameters():
+                own = self.identity(parameter.orig_param, name)
+                noise = _random(parameter.orig_param.shape, "w", *own) * 0.05
+                self.put(parameter, parameter, noise + (parameter.dim() == 1))
+        for step in range(self.case.steps):
+            for parameter, name in self.parameters():
+                own = self.identity(parameter.orig_param, name)
+                parameter.grad = torch.zeros_like(parameter)
+                noise = _random(parameter.orig_param.shape, "g", step, *own) * 0.1
+                self.put(parameter.grad, parameter, noise)
+            for optimizer in _each(self.optimizer):
+                optimizer.optimizer.step()
+            self.args.consumed_train_samples += self.args.global_batch_size
+
+    def put(self, target: Any, parameter: Any, values: Any) -> None:
+        own = values.reshape(-1)[_range(parameter)]
+        target.to_local().view(-1).copy_(own.to(target.dtype))
+
+    def piece(self, parameter: Any, name: str) -> Piece:
+        whole = parameter.orig_param
+        rank, ranks, split = self.place(whole, name)
+        start = _range(parameter).start
+        states = {"param": (start, *_array(parameter.to_local()))}
+        for optimizer in _each(self.optimizer):
+            inner = optimizer.optimizer
+            for state, at, tensor in _named_states(inner.state.get(parameter, {}), start):
+                own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+                states[state] = at, *_array(own)
+            for state, _, tensor in _step_of(inner, parameter):
+                states[state] = None, *_array(tensor)
+        gated = bool(self.args.swiglu and "linear_fc1." in name)
+        return Piece(name, rank, ranks, split, gated, tuple(whole.shape), states)
+
+
+def _range(parameter: Any) -> slice:
+    return getattr(parameter, "megatron_fsdp_slice", slice(0, parameter.orig_param.numel()))
+
+
+_RUNS = {"torch": _Run, "torch_dcp": _TorchFsdp, "fsdp_dtensor": _MegatronFsdp}
+
+
 def _provider() -> Callable[..., Any]:
     from functools import partial
 
@@ -521,6 +674,9 @@ def _provider() -> Callable[..., Any]:
         return partial(provider, importlib.import_module("gpt_builders").gpt_builder)
     except ImportError:
         return provider
+
+
+def _nothing() -> None: ...
 
 
 def _unwrapped(module: Any) -> Any:
@@ -568,6 +724,7 @@ def _array(tensor: Any) -> tuple[str, Any]:
     import torch
 
     tensor = tensor.detach()
+    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     name = str(tensor.dtype).removeprefix("torch.")
     bits = {1: torch.uint8, 2: torch.int16}
     if name == "bfloat16" or name.startswith("float8"):

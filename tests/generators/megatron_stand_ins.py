@@ -135,9 +135,24 @@ def install_cuda() -> None:
         setattr(torch, name, _factory(getattr(torch, name)))
 
 
+def mesh_of_cpus() -> None:
+    """A mesh of GPUs is one of CPUs."""
+    mesh = importlib.import_module("torch.distributed.device_mesh").DeviceMesh
+    create = mesh.from_group
+    mesh.from_group = staticmethod(
+        lambda group, device_type, *args, **kwargs: create(group, "cpu", *args, **kwargs)
+    )
+
+
+def number_device() -> None:
+    """The current device is a number, as on a machine with GPUs, and not the CPU itself."""
+    torch.cuda.current_device = lambda: 0
+
+
 def install_without_triton() -> None:
     """Modules of Megatron that are nothing but kernels."""
-    for name in ("megatron.core.transformer.custom_layers.batch_invariant_kernels",):
+    for name in ("custom_layers.batch_invariant_kernels", "moe.paged_stash"):
+        name = f"megatron.core.transformer.{name}"
         sys.modules[name] = _Module(name)
 
 
@@ -272,11 +287,20 @@ def _mark(parameter: torch.nn.Parameter, split: int) -> None:
 class _Norm(_Base):
     biased = False
 
-    def __init__(self, hidden_size: int, params_dtype: Any = None, device: Any = None, **_: Any):
+    def __init__(
+        self,
+        normalized_shape: int | None = None,
+        *_: Any,
+        hidden_size: int = 0,
+        params_dtype: Any = None,
+        device: Any = None,
+        **__: Any,
+    ):
         super().__init__()
-        self.weight = _empty(hidden_size, dtype=params_dtype, device=device)
+        size = normalized_shape or hidden_size
+        self.weight = _empty(size, dtype=params_dtype, device=device)
         if self.biased:
-            self.bias = _empty(hidden_size, dtype=params_dtype, device=device)
+            self.bias = _empty(size, dtype=params_dtype, device=device)
 
     def get_extra_state(self) -> Any:
         return None
@@ -301,7 +325,12 @@ class DotProductAttention(_Base):
         super().__init__()
         if softmax_type == "learnable":
             own = num_attention_heads // tp_size
-            self.softmax_offset = torch.nn.Parameter(torch.empty(1, own, 1, 1))
+            self.softmax_offset = torch.nn.Parameter(torch.empty(own))
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """What the rank has of a DTensor."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -392,7 +421,7 @@ class FusedAdam(torch.optim.Optimizer):
             return
         if "master_param" in own:
             own["master_param"].copy_(master)
-        parameter.data.copy_(master)
+        _local(parameter.data).copy_(master)
 
     @torch.no_grad()
     def step(self, closure: Any = None, **_: Any) -> None:
@@ -402,19 +431,19 @@ class FusedAdam(torch.optim.Optimizer):
                 name = "decoupled_grad" if self.use_decoupled_grad else "grad"
                 gradient = getattr(parameter, name, None)
                 if gradient is not None:
-                    self._update(parameter, gradient.float(), group)
+                    self._update(parameter, _local(gradient).float(), group)
 
     def _update(self, parameter: Any, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         if not self.state[parameter]:
             self.initialize_state(parameter)
-        own = self.state[parameter]
+        own = {name: _local(state) for name, state in self.state[parameter].items()}
         (first, second), step = group["betas"], group["step"]
         mean = own["exp_avg"].float() * first + gradient * (1 - first)
         square = own["exp_avg_sq"].float() * second + gradient * gradient * (1 - second)
         own["exp_avg"].copy_(mean)
         own["exp_avg_sq"].copy_(square)
         scale = (square / (1 - second**step)).sqrt() + group["eps"]
-        master = self.master_of(parameter)
+        master = _local(self.master_of(parameter))
         change = mean / (1 - first**step) / scale + group["weight_decay"] * master
         self._store(parameter, master - max(group["lr"], 1e-3) * change)
 
