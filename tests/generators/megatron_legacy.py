@@ -498,7 +498,7 @@ class _Run:
         if expert:
             rank = self.ranks.get_expert_tensor_parallel_rank()
             ranks = self.ranks.get_expert_tensor_parallel_world_size()
-        split = None
+        split = 0 if name.endswith("softmax_offset") else None
         if getattr(parameter, "tensor_model_parallel", False):
             split = max(0, getattr(parameter, "partition_dim", 0))
         elif expert:
