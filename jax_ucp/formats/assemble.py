@@ -4,6 +4,7 @@ account for the rest.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ from jax_ucp.sources.dtypes import holds_every
 from jax_ucp.sources.duplicates import Duplicate, Mean, Replicas
 from jax_ucp.sources.optimizer_groups import groups_of, plain_settings
 from jax_ucp.sources.protocol import ArrayInfo, ArraySource, Piece
+from jax_ucp.sources.remainders import WholeNumbers, WithRemainders
 from jax_ucp.tree import Key, Leaf, leaf_names
 from jax_ucp.tree import Path as TreePath
 
@@ -71,8 +73,10 @@ class Import:
         self._cuts: dict[str, Cut] = {}
         self._slices: dict[str, Consolidated] = {}
         self._duplicates: list[_StoredTwice] = []
-        self._places: list[tuple[str, Consolidated, Consolidated, str]] = []
+        self._places: list[tuple[str, Consolidated, Consolidated, str, bool]] = []
         self._means: list[tuple[TreePath, Sequence[str]]] = []
+        # of a parameter that is remainders, its weights, and how a copy of it may differ
+        self._weights: dict[TreePath, Consolidated] = {}
         self._statuses: dict[str, tuple[Status, str]] = {}
         self._items: list[Item] = []
         self._settings: dict[str, dict[str, Any]] = defaultdict(dict)
@@ -87,6 +91,18 @@ class Import:
         """
         self.params[self._new(state, name)] = param
         self._mapped(param.keys, reason)
+
+    def remainders(self, name: str, low: Consolidated, weight: Consolidated, reason: str) -> None:
+        """A parameter of which the low 16 bits are stored, perhaps widened, beside the bfloat16
+        weight (see `sources.remainders`). Raises as `parameter`.
+        """
+        self.parameter("param", name, low, reason)
+        self._weights[Key("dict", "param"), Key("dict", name)] = weight
+        self._mapped(weight.keys, reason)
+
+    def dtype(self, param: Consolidated) -> np.dtype:
+        """The dtype in which a parameter is stored."""
+        return self.stored[next(self._stored_keys(param.keys))].dtype
 
     def cut(self, key: str, cut: Cut) -> None:
         """A tensor called `key` that lies inside a stored one; parameters, slices and duplicates
@@ -123,12 +139,19 @@ class Import:
         return path
 
     def duplicate(
-        self, state: str, name: str, duplicate: str | Consolidated, reason: str, cause: str = ""
+        self,
+        state: str,
+        name: str,
+        duplicate: str | Consolidated,
+        reason: str,
+        cause: str = "",
+        near: bool = False,
     ) -> None:
         """Stored tensors that must be a state of a parameter, rounded to their dtype; `verify`
         compares them, and says what is the likely `cause` where they differ.
 
-        One tensor that is the whole of it is named by its key.
+        One tensor that is the whole of it is named by its key. With `near` both were rounded, each
+        in its way.
         """
         key = duplicate if isinstance(duplicate, str) else f"copy {len(self._duplicates)} of {name}"
         if isinstance(duplicate, Consolidated):
@@ -140,6 +163,7 @@ class Import:
                 key,
                 ", ".join(dict.fromkeys(stored)),
                 cause=cause,
+                near=near,
             )
         )
         for name_in_file in stored:
@@ -153,12 +177,17 @@ class Import:
         self._statuses[key] = "skipped", reason
 
     def prove_place(
-        self, name: str, master: Consolidated, weight: Consolidated, cause: str
+        self,
+        name: str,
+        master: Consolidated,
+        weight: Consolidated,
+        cause: str,
+        near: bool = False,
     ) -> None:
         """A parameter whose states lie where they are thought to only if its master is its weight:
         a sample of that is compared whatever the user says of conflicts.
         """
-        self._places.append((name, master, weight, cause))
+        self._places.append((name, master, weight, cause, near))
 
     def mean(self, state: str, name: str, keys: Sequence[str]) -> None:
         """Stored tensors of which a state of a parameter is the mean, before they were rounded;
@@ -255,10 +284,14 @@ class Import:
         constants = {names[path]: value for path, (value, _) in self._constants.items()}
         shards = self._with_cuts()
         slices = self._slice_view(shards)
-        view = ConsolidatedView(slices or shards, params)
+        weights = {f"weight of {names[path]}": param for path, param in self._weights.items()}
+        view = ConsolidatedView(slices or shards, {**params, **weights})
+        masters = WithRemainders(
+            view, {names[path]: f"weight of {names[path]}" for path in self._weights}
+        )
         stated = {names[path]: at for path, (_, at) in self._constants.items()}
         pieces = {name: [_piece_of_constant(at)] for name, at in stated.items()}
-        arrays = Combined.named(view, {**{name: name for name in params}, **constants}, pieces)
+        arrays = Combined.named(masters, {**{name: name for name in params}, **constants}, pieces)
         return Contents(
             self.format,
             str(self.path),
@@ -300,11 +333,17 @@ class Import:
             proof = self._proof(duplicate, views)
             stored = proof.key if proof.key in resting else self._stored(proof.key)
             yield proof.check(resting[stored], extent)
-        for name, master, weight, cause in self._places:
+        for name, master, weight, cause, near in self._places:
             masters, weights = self.view({name: master}), self.view({name: weight})
-            place = Duplicate(name, masters, name, weights, name, (), weight.keys[0], cause)
+            at = weight.keys[0]
+            place = Duplicate(name, masters, name, weights, name, (), at, cause, near)
             of_parameter = views.names[Key("dict", "param"), Key("dict", name)]
             yield place.check(resting[of_parameter], "sample")
+        for path in self._weights:
+            name = views.names[path]
+            if self.dtype(self.params[path]).itemsize > 2:
+                proof = WholeNumbers(_label(path), views.params, name)
+                yield proof.check(resting[name], extent)
         for path, keys in self._means if not self.on_conflict else ():
             name = views.names[path]
             stored = ", ".join(dict.fromkeys(self._stored_keys(self.params[path].keys)))
@@ -328,6 +367,7 @@ class Import:
             duplicate.at,
             duplicate.stored,
             duplicate.cause or self.cause,
+            duplicate.near,
         )
 
     def _shard_checks(self, extent: Extent) -> Iterator[Check]:
@@ -365,7 +405,10 @@ class Import:
         resting: dict[str, list[frozenset[str]]] = defaultdict(list)
         for path, name in names.items():
             leaves = all_of[str(path[-1])] if str(path[0]) == "param" else frozenset([name])
-            keys = self.params[path].keys if path in self.params else ()
+            keys = [
+                *(self.params[path].keys if path in self.params else ()),
+                *(self._weights[path].keys if path in self._weights else ()),
+            ]
             for key in (name, *self._keys_below(keys)):
                 resting[key].append(leaves)
         return {key: _union(leaves) for key, leaves in resting.items()}
@@ -479,8 +522,8 @@ class Import:
         for key, tensor in self._slices.items():
             level = slices if self._slices.keys().isdisjoint(tensor.keys) else above
             level[key] = tensor
-        used = {key for param in self.params.values() for key in param.keys}
-        used |= compared
+        whole = itertools.chain(self.params.values(), self._weights.values())
+        used = {key for param in whole for key in param.keys} | compared
         view = ConsolidatedView(shards, {**slices, **_whole(shards, used - self._slices.keys())})
         if not above:
             return view
@@ -516,6 +559,7 @@ class _StoredTwice:
     stored: str
     at: tuple[int, ...] = ()
     cause: str = ""
+    near: bool = False
 
 
 def _leaves(names: Mapping[TreePath, str], infos: Mapping[str, ArrayInfo]) -> list[Leaf]:

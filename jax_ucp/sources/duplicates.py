@@ -20,6 +20,8 @@ from jax_ucp.sources.watched import Proof, Watched, elements_of, split
 # What a sum of some numbers in fp32, divided by how many they are, may differ from their mean, as a
 # part of it.
 _MEAN_ERROR = 1e-6
+# Where fp16 with a scale ends, weights are no more than that.
+_NOTHING = 2.0**-30
 _CAUSE = "one of the files is damaged, or of another rank, step or run"
 _REMAINDER = (
     "these are whole numbers, as the low 16 bits are that TransformerEngine's precision-aware"
@@ -32,7 +34,9 @@ class Duplicate(Proof[Watched]):
     """Array `copy` of `copies` holds what array `key` of `source` has at the leading indices `at`,
     rounded to its dtype.
 
-    `copy_stored` says where the copy is stored, `cause` what is likely where it differs.
+    `copy_stored` says where the copy is stored, `cause` what is likely where it differs. With
+    `near` the whole was rounded too, to 16 bits: then both may differ in the last digit of the
+    copy.
     """
 
     label: str
@@ -43,6 +47,7 @@ class Duplicate(Proof[Watched]):
     at: tuple[int, ...]
     copy_stored: str
     cause: str = ""
+    near: bool = False
 
     @property
     def area(self) -> Box:
@@ -97,6 +102,10 @@ class Duplicate(Proof[Watched]):
             rounded = elements.astype(copy.dtype)
         if same_bits(rounded, copy):
             return None
+        if self.near:
+            rounded = np.where(_are_near(elements, rounded, copy), copy, rounded)
+            if same_bits(rounded, copy):
+                return None
         raw = [np.ascontiguousarray(x).reshape(-1, 1).view(np.uint8) for x in (rounded, copy)]
         first = int(np.argmax((raw[0] != raw[1]).any(axis=1)))
         index = _place_of(first, boxes)
@@ -189,6 +198,15 @@ class Replicas(Proof[ConsolidatedView]):
                 items = dict.fromkeys(piece.name for piece in pieces)
                 return f"{error} (stored in {', '.join(items)}); {_CAUSE}"
         return None
+
+
+def _are_near(elements: np.ndarray, rounded: np.ndarray, copy: np.ndarray) -> np.ndarray:
+    """Where a copy is a number of its dtype next to the whole, or both are next to nothing."""
+    bits = [x.view(np.int16).astype(np.int32) for x in (rounded, copy)]
+    ordered = [np.where(x < 0, -(x & 0x7FFF), x) for x in bits]
+    with np.errstate(all="ignore"):
+        apart = np.abs(elements.astype(np.float64) - copy.astype(np.float64))
+    return (np.abs(ordered[0] - ordered[1]) <= 1) | (apart < _NOTHING)
 
 
 def _place_of(position: int, boxes: Sequence[Box]) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ from jax_ucp.formats.megatron.dist_buffers import (
     Variant,
     copies_of_embedding,
     cut_of,
+    may_have_buckets,
     plan_buffers,
     stage_of,
     variants,
@@ -42,6 +43,7 @@ from jax_ucp.formats.megatron.dist_files import (
     CONFIG_FILE,
     DistFiles,
     StoredObject,
+    checkpoint_folder,
     is_checkpoint,
     open_files,
 )
@@ -57,6 +59,7 @@ from jax_ucp.formats.megatron.dist_flat import (
 )
 from jax_ucp.formats.megatron.dist_names import (
     Run,
+    bare_name,
     check_stacks,
     flattened_runs,
     gate_and_up,
@@ -67,9 +70,12 @@ from jax_ucp.formats.megatron.dist_names import (
     unstacked,
 )
 from jax_ucp.formats.megatron.dist_proof import (
+    BF16,
+    are_remainders,
+    are_rounded,
     moved_by_padding,
     not_of_weights,
-    precision_aware,
+    unproved_order,
 )
 from jax_ucp.formats.megatron.dist_steps import (
     Step,
@@ -78,10 +84,12 @@ from jax_ucp.formats.megatron.dist_steps import (
     one_step,
     optimizers,
 )
-from jax_ucp.formats.megatron.files import iteration_folder
 from jax_ucp.formats.megatron.legacy_optimizer import BUFFERS, beside_tensors
 from jax_ucp.formats.megatron.walk import EMBEDDING, TIED, is_expert
+from jax_ucp.formats.nested import as_dict
 from jax_ucp.formats.options import Options
+from jax_ucp.formats.torch_save.tensor_names import StoredTensor
+from jax_ucp.formats.torch_save.unpickle import walk
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
 from jax_ucp.layout.patterns import Unique
@@ -101,7 +109,7 @@ def open_megatron_dist(path: FilePath, options: Options) -> Contents:
     Raises FormatError, naming file and tensor, where files are missing, damaged or of another run,
     and LayoutError where chunks do not form a tensor.
     """
-    folder = iteration_folder(path)
+    folder = checkpoint_folder(path)
     if not folder.is_dir():
         raise NotACheckpoint(
             f"{path} names {folder.name}, but there is no such folder in it, while files of one"
@@ -139,11 +147,10 @@ class _Reader:
         self.files, self.args, self.options = files, files.args, options
         # dp_zero_gather_scatter has its tensors in objects.
         self.inside = {} if options.weights_only else param_state_sources(files)
-        sources = {"": files.source, f"{COMMON_FILE}:": files.common, **self.inside}
+        sources = {"": files.source, f"{files.common_name}:": files.common, **self.inside}
         self.importer = Import(
             "megatron", files.folder, Combined.prefixed(sources), options.on_conflict
         )
-        self.importer.cause = "" if options.weights_only else precision_aware(files.args)
         self.importer.unknown |= files.common.unknown
         # parameter -> state -> how it is stored; `weight` is what the model computes with. The
         # vocabulary is padded.
@@ -221,7 +228,7 @@ class _Reader:
             raise FormatError(f"{self.files.folder}: {key}: {error}") from None
 
     def _layers(self, model: str) -> int | None:
-        return self.args.get("num_layers") if model.startswith("decoder.") else None
+        return self.args.get("num_layers") if bare_name(model).startswith("decoder.") else None
 
     def _consolidated(self, shape: tuple[int, ...], runs: Sequence[Run]) -> Consolidated:
         """The runs as shards of the parameter: each a stored chunk, or a part of one."""
@@ -255,12 +262,16 @@ class _Reader:
         if self.options.weights_only:
             for key in filter(is_flat, self.files.tensors):
                 self._leave(key)
-        elif any(map(is_flat, (*self.files.tensors, *self.files.objects))):
+        elif self._has_flat_buffers:
             self._read_slices()
             return dict.fromkeys(self.states, not_of_weights())
         elif any(map(is_fully_reshardable, self.files.tensors)):
             return self._moved()
         return {}
+
+    @property
+    def _has_flat_buffers(self) -> bool:
+        return any(map(is_flat, (*self.files.tensors, *self.files.objects)))
 
     def _read_slices(self) -> None:
         stored = flats(self.files, self.inside)
@@ -290,13 +301,27 @@ class _Reader:
         Whether it is theirs, `dist_proof` says: weights are compared with masters.
         """
         several = any(chain for chain, *_ in stored)
+        fits: list[list[Filled]] = []
         errors: list[FormatError] = []
         for variant in variants(self.args):
             try:
-                return filled(self.files, self._plans(cuts, variant, several), stored)
+                plans = self._plans(cuts, variant, several, stored)
+                fits.append(filled(self.files, plans, stored))
             except FormatError as error:
                 errors.append(error)
-        raise errors[0]
+            if fits and not self._has_remainders():
+                return fits[0]
+        if not fits:
+            raise errors[0]
+        orders = [[buffer.buffer for buffer in fit] for fit in fits]
+        if any(order != orders[0] for order in orders):
+            raise FormatError(f"{self.files.folder}: {unproved_order()}")
+        return fits[0]
+
+    def _has_remainders(self) -> bool:
+        """Whether some masters in flat buffers are remainders, which prove no order."""
+        dtypes = {tensor.dtype for key, tensor in self.files.tensors.items() if is_flat(key)}
+        return any(are_remainders(self.args, dtype, BF16) for dtype in (*dtypes, np.dtype("f4")))
 
     def _skip_gap(self, key: str) -> None:
         self.importer.skip(
@@ -307,11 +332,13 @@ class _Reader:
         """What `fully_reshardable` may have moved, with the cause; see `dist_proof`."""
         try:
             several = self.args.degree("expert_model_parallel_size") > 1
-            plans = self._plans(self._cuts(), variants(self.args)[0], several)
+            plans = self._plans(self._cuts(), variants(self.args)[0], several, {})
             buffers = [buffer for plan in plans for buffer in plan.buffers.values()]
             return {name: moved_by_padding(n) for buffer in buffers for name, n in buffer.moved}
-        # modules of an order not known here: any of them may have been moved
+        # modules of an order not known here: any of them may have been moved, if there is padding
         except (FormatError, LayoutError):
+            if not may_have_buckets(self.args):
+                return {}
             return dict.fromkeys(self.states, moved_by_padding(None))
 
     def _cuts(self) -> dict[str, ParamLayout]:
@@ -336,14 +363,22 @@ class _Reader:
             raise LayoutError(f"{name}: {error}") from None
 
     def _plans(
-        self, cuts: Mapping[str, ParamLayout], variant: Variant, several: bool
+        self,
+        cuts: Mapping[str, ParamLayout],
+        variant: Variant,
+        several: bool,
+        stored: Mapping[Address, Flat],
     ) -> list[Plan]:
         """The buffers of the optimizer, or of `several`: that of experts is the second."""
         shapes = {name: layout.shards[0] for name, layout in cuts.items()}
-        optimizers_of = (False, True) if several else (None,)
+        recorded: list[dict[tuple[int, int, str], list[int]]] = [{}, {}]
+        if "data_parallel_size" not in self.args.fields:
+            for (chain, *buffer), flat in stored.items():
+                if not flat.coalesced:
+                    recorded[chain][tuple(buffer)] = flat.bucket_sizes
         return [
-            plan_buffers(self.args, expert, shapes, self.dtypes, variant)
-            for expert in optimizers_of
+            plan_buffers(self.args, expert, shapes, self.dtypes, variant, sizes)
+            for expert, sizes in zip((False, True) if several else (None,), recorded, strict=False)
         ]
 
     def _steps(self) -> None:
@@ -407,19 +442,43 @@ class _Reader:
         weight, master = unpadded.pop("weight"), unpadded.pop("param", None)
         if name.endswith(BUFFERS):
             self.importer.parameter("buffer", name, weight, notes.BUFFER)
-        elif master is not None:
-            reason = notes.copy_of_master(name)
-            self.importer.parameter("param", name, master, f"the master of {name}")
-            likely = self.importer.cause or cause or ""
-            self.importer.duplicate("param", name, weight, reason, likely)
-            if cause is not None and self.options.on_conflict:
-                self.importer.prove_place(name, states["param"], states["weight"], likely)
-        else:
+        elif master is None:
             self.importer.parameter("param", name, weight, f"the parameter {name}")
+        elif self._are_remainders(states):
+            self._joined(name, master, weight, cause)
+        else:
+            reason, likely = notes.copy_of_master(name), cause or ""
+            near = are_rounded(self.args)
+            self.importer.parameter("param", name, master, f"the master of {name}")
+            self.importer.duplicate("param", name, weight, reason, likely, near)
+            if cause is not None and self.options.on_conflict:
+                self.importer.prove_place(name, states["param"], states["weight"], likely, near)
         for state, param in unpadded.items():
             self.importer.parameter(state, name, param, f"{state} of {name}")
         if states.keys() != {"weight"}:
             self._step(name, mixed)
+
+    def _are_remainders(self, states: Mapping[str, Consolidated]) -> bool:
+        if not {"param", "weight"} <= states.keys():
+            return False
+        stored, weight = (self.importer.dtype(states[state]) for state in ("param", "weight"))
+        return are_remainders(self.args, stored, weight)
+
+    def _joined(
+        self, name: str, low: Consolidated, weight: Consolidated, cause: str | None
+    ) -> None:
+        """Add a parameter of which the low 16 bits are stored beside the weight.
+
+        Raises FormatError where they may have been moved, because nothing would show it.
+        """
+        if cause is not None and not self._has_flat_buffers:
+            raise FormatError(f"{self.files.folder}: {name}: {cause}")
+        if self.options.on_conflict == "copy":
+            self.importer.parameter("param", name, weight, f"the weight {name}, as asked")
+            for key in low.keys:
+                self.importer.skip(key, "", "the rest of a master: its weight is taken, as asked")
+        else:
+            self.importer.remainders(name, low, weight, notes.half_of_master(name))
 
     def _unpadded(self, name: str, param: Consolidated) -> Consolidated:
         vocab = self.options.sizes.get("vocab") if name in (EMBEDDING, TIED) else None
@@ -441,7 +500,7 @@ class _Reader:
         if step is None:
             self.stepless.append(name)
         elif step.tensor is not None:
-            one = Consolidated(Unique().join([()]), [f"{COMMON_FILE}:{step.tensor.key}"])
+            one = Consolidated(Unique().join([()]), [f"{self.files.common_name}:{step.tensor.key}"])
             self.importer.parameter("step", name, one, notes.STEP)
         else:
             array = np.asarray(step.value, np.int32 if isinstance(step.value, int) else np.float32)
@@ -484,21 +543,23 @@ class _Reader:
         self.importer.extra(stored.file, key, tree, opened)
 
     def _common(self) -> None:
+        common = self.files.common_name
         for name, value in self.files.tree.items():
             if name != "optimizer":
-                self.importer.extra(COMMON_FILE, name, value)
+                self.importer.extra(common, name, value)
             elif self.options.weights_only:
                 self._leave_common_optimizer()
             else:
-                several = isinstance(value, dict) and 0 in value
+                several = isinstance(value, list) or 0 in as_dict(value)
                 for label, part in beside_tensors(optimizers(value) if several else value).items():
-                    self.importer.extra(COMMON_FILE, label, part)
+                    self.importer.extra(common, label, part)
 
     def _leave_common_optimizer(self) -> None:
-        self.importer.skip(f"{COMMON_FILE}:optimizer", "param_groups", notes.LEFT)
-        for key in self.files.common.arrays():
-            if key.startswith("optimizer/"):
-                self.importer.skip(f"{COMMON_FILE}:{key}", "", notes.LEFT)
+        common = self.files.common_name
+        self.importer.skip(f"{common}:optimizer", "param_groups", notes.LEFT)
+        for _, node in walk(self.files.tree["optimizer"]):
+            if isinstance(node, StoredTensor):
+                self.importer.skip(f"{common}:{node.key}", "", notes.LEFT)
 
     def _other_files(self) -> None:
         for name in self.files.beside:
@@ -531,9 +592,7 @@ class _Reader:
                 f"nothing says how often the optimizer of {listed(self.stepless, 1)} stepped;"
                 " plan_optimizer needs step= where it counts"
             )
-        if not self.args.fields:
-            self.importer.notes.append(
-                "common.pt has no args: nothing was compared with what the run says of its model"
-            )
+        if "args" not in self.files.tree:
+            self.importer.notes.append(notes.without_args(self.files.folder))
         elif self.args.absent:
             self.importer.notes.append(notes.defaults_taken(self.args.absent))

@@ -196,6 +196,7 @@ class Variant:
 
     fused_norm: bool
     norm_at_output: bool
+    grouped: bool
 
 
 def variants(args: Args) -> list[Variant]:
@@ -206,7 +207,11 @@ def variants(args: Args) -> list[Variant]:
     """
     fused = args.get("transformer_impl", "transformer_engine") != "local"
     at_output = [False, True] if args.optional("mtp_num_layers") else [False]
-    return list(itertools.starmap(Variant, itertools.product([fused, not fused], at_output)))
+    grouped = [bool(args.get("moe_grouped_gemm", False))]
+    if args.optional("num_experts") and "moe_grouped_gemm" not in args.fields:
+        grouped = [True, False]
+    choices = itertools.product([fused, not fused], at_output, grouped)
+    return list(itertools.starmap(Variant, choices))
 
 
 def plan_buffers(
@@ -215,12 +220,14 @@ def plan_buffers(
     shapes: Mapping[str, Shape],
     dtypes: Mapping[str, str],
     variant: Variant,
+    recorded: Mapping[tuple[int, int, str], Sequence[int]],
 ) -> Plan:
     """The buffers of the optimizer of dense parameters (False), experts (True), all (None).
 
     `shapes` are those that one rank has of every parameter, with the copies of the embedding on
-    later stages; `dtypes` name those of the model's tensors. Raises FormatError where the order of
-    modules is not known here.
+    later stages; `dtypes` name those of the model's tensors. `recorded` are the sizes of buckets by
+    (group, model chunk, dtype), where args do not say after how many elements one ends. Raises
+    FormatError where the order of modules is not known here.
     """
     chunks = stage_chunks(args)
     p, dp = args.degree("pipeline_model_parallel_size"), _data_ranks(args, bool(expert))
@@ -230,7 +237,8 @@ def plan_buffers(
     ranks = model_parallel_ranks(args, bool(expert))
     shared = shared_embeddings(args)
     buffers: dict[tuple[int, int, int, str], Buffer] = {}
-    for pp, ep in sorted({(place.pp, place.ep) for place in ranks}):
+    groups = {(place.pp, place.ep): place.group for place in ranks}
+    for pp, ep in sorted(groups):
         experts = _experts_of(args, ep)
         own_chunks = [chunks[c, pp] for c in range(len(chunks) // p)]
         names_by_chunk = [
@@ -241,7 +249,9 @@ def plan_buffers(
             limit = bucket_limit(args, pp, c, dp, numel)
             for dtype, own in _by_dtype(names, expert, dtypes):
                 modules = modules_of(args, {name: shapes[name] for name in own}, variant)
-                buffers[pp, ep, c, dtype] = _buffer(modules, shared, dp, limit, multiple)
+                sizes = recorded.get((groups[pp, ep], c, dtype), ())
+                walk = _Walk(shared, dp, limit, multiple, sizes)
+                buffers[pp, ep, c, dtype] = _buffer(modules, walk)
     return Plan(ranks, buffers)
 
 
@@ -252,6 +262,11 @@ def shared_embeddings(args: Args) -> frozenset[str]:
     if args.optional("mtp_num_layers"):
         return frozenset({EMBEDDING, EMBEDDING + MTP_COPY})
     return frozenset({EMBEDDING, TIED}) if args.copies_embedding else frozenset()
+
+
+def may_have_buckets(args: Args) -> bool:
+    """Whether a buffer may have several buckets, and so padding between them."""
+    return bool(not args.fields or args.get("overlap_grad_reduce") or shared_embeddings(args))
 
 
 def copies_of_embedding(args: Args, names: Iterable[str]) -> dict[str, str]:
@@ -310,18 +325,23 @@ def _by_dtype(
     return sorted(by_dtype.items())
 
 
-def _buffer(
-    modules: Sequence[tuple[Part, ...]],
-    shared: Collection[str],
-    dp: int,
-    limit: int | None,
-    multiple: int,
-) -> Buffer:
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """What places tensors in a buffer, besides their sizes."""
+
+    shared: Collection[str]
+    dp: int
+    limit: int | None
+    multiple: int
+    recorded: Sequence[int]
+
+
+def _buffer(modules: Sequence[tuple[Part, ...]], walk: _Walk) -> Buffer:
     sizes = [sum(math.prod(part.shape) for part in parts) for parts in modules]
-    alone = [parts[0].name in shared for parts in modules]
-    starts, buckets = buffer_walk(sizes, alone, dp, limit)
+    alone = [parts[0].name in walk.shared for parts in modules]
+    starts, buckets = buffer_walk(sizes, alone, walk.dp, walk.limit, walk.recorded)
     units = tuple(Unit(start, parts) for start, parts in zip(starts, modules, strict=True))
-    moved = zip(units, tails_before(starts, buckets, multiple), strict=True)
+    moved = zip(units, tails_before(starts, buckets, walk.multiple), strict=True)
     return Buffer(
         units,
         tuple(buckets),
@@ -335,9 +355,8 @@ def modules_of(args: Args, shapes: Mapping[str, Shape], variant: Variant) -> lis
     Those of Megatron's own GroupedMLP are one tensor with all the rank's experts, each transposed.
     """
     local = args.get("transformer_impl", "transformer_engine") == "local"
-    grouped = bool(args.get("moe_grouped_gemm", False))
-    merged = grouped and (local or bool(args.optional("moe_use_legacy_grouped_gemm")))
-    names = in_module_order(shapes, variant.fused_norm, grouped)
+    merged = variant.grouped and (local or bool(args.optional("moe_use_legacy_grouped_gemm")))
+    names = in_module_order(shapes, variant.fused_norm, variant.grouped)
     if not merged:
         return [(Part(name, 0, shapes[name]),) for name in names]
     return [_merged(list(same), shapes) for _, same in itertools.groupby(names, _merged_into)]

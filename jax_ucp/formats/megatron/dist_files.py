@@ -1,9 +1,10 @@
-"""The files of a torch_dist checkpoint: tensors in chunks, objects, and `common.pt`.
+"""The files of a torch_dist checkpoint: tensors in chunks, objects, and what ranks have in common.
 
 `metadata.json` names the backend that wrote the tensors: `torch_dist` is PyTorch's distributed
-checkpoint, `zarr` (up to core 0.15) has a folder for each tensor.
+checkpoint, `zarr` (up to core 0.15) has a folder for each tensor. What ranks have in common, such
+as args, is in `common.pt`; from core 0.19 on it is an object like others.
 
-Facts: `megatron/core/dist_checkpointing/` of Megatron-LM core_v0.16.1.
+Facts: `megatron/core/dist_checkpointing/` of Megatron-LM core_v0.13.0 to core_v0.19.0.
 """
 
 from __future__ import annotations
@@ -17,13 +18,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from jax_ucp.errors import FormatError, LayoutError, UnsafePickle
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.dcp.metadata import METADATA_FILE, DcpMetadata, read_metadata
 from jax_ucp.formats.dcp.source import DcpSource, chunk_key
-from jax_ucp.formats.megatron.dist_names import Run, is_optimizers
+from jax_ucp.formats.megatron.dist_names import Run, Tensor, is_optimizers
+from jax_ucp.formats.megatron.dist_run import run_fields
 from jax_ucp.formats.megatron.dist_zarr import ARRAY_FILE, ZarrChunks, zarr_array
 from jax_ucp.formats.megatron.files import Args, args_of, check_iteration, iteration_folder
 from jax_ucp.formats.nested import as_dict
@@ -34,19 +34,11 @@ from jax_ucp.sources.protocol import ArraySource
 
 CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
 MAX_CONFIG_BYTES = 1 << 20
-_COMMON_OBJECT = b"common_state/shard_0_1"
+_NEMO_WEIGHTS = "weights"
+COMMON_OBJECT = "common_state/shard_0_1"
 _CHUNK = re.compile(r"\d+(\.\d+)*")
 _SHARD = re.compile(r"shard_[\d.]*_[\d.]*")
 _OBJECT = re.compile(r"(.+)/shard_([\d.]+)_(\d+(?:\.\d+)*)")
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """A tensor that all ranks wrote together, and the runs that it is made of."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    runs: tuple[Run, ...]
 
 
 @dataclass(frozen=True)
@@ -61,8 +53,9 @@ class StoredObject:
 class DistFiles:
     """Everything that is stored. `source` has the chunks of the tensors.
 
-    `left` names what is the optimizer's, where only weights were asked for: objects, and folders of
-    zarr. `beside` names what lies in folders of zarr and is no part of it.
+    `common_name` is where `common` lies, and `tree` what is in it. `left` names what is the
+    optimizer's, where only weights were asked for: objects, and folders of zarr. `beside` names
+    what lies in folders of zarr and is no part of it.
     """
 
     folder: FilePath
@@ -75,6 +68,7 @@ class DistFiles:
     files: Sequence[str]
     left: Sequence[str] = ()
     beside: Sequence[str] = ()
+    common_name: str = COMMON_FILE
 
     def object_checks(self, extent: Extent, arrays: Collection[str]) -> Iterator[Check]:
         """For each object, whether its bytes have the CRC recorded, where one is. No leaf rests
@@ -107,9 +101,27 @@ def _fault(stored: StoredObject) -> str | None:
 
 def is_checkpoint(path: FilePath) -> bool:
     """Whether the directory, or its latest iteration, is a checkpoint of torch_dist or zarr."""
-    folder = iteration_folder(path)
+    folder = checkpoint_folder(path)
     if not folder.is_dir():  # which is refused, unless it is the legacy format's
         folder = path
+    return _is_iteration(folder)
+
+
+def checkpoint_folder(path: FilePath) -> FilePath:
+    """The folder of the iteration in a save directory; of a checkpoint of NeMo, or of the only one
+    in a folder of such, its `weights`; else the path itself.
+    """
+    folder = iteration_folder(path)
+    if folder != path or _is_iteration(path):
+        return folder
+    inside = [child for child in path.children() if child.is_dir()]
+    if not any(child.name == _NEMO_WEIGHTS for child in inside):
+        path = inside[0] if len(inside) == 1 else path
+    weights = path / _NEMO_WEIGHTS
+    return weights if weights.is_dir() and _is_iteration(weights) else folder
+
+
+def _is_iteration(folder: FilePath) -> bool:
     return _backend(folder) is not None or all(
         (folder / name).is_file() for name in (COMMON_FILE, METADATA_FILE)
     )
@@ -123,41 +135,46 @@ def open_files(folder: FilePath, weights_only: bool = False) -> DistFiles:
     backend = _backend(folder)
     if backend is None:
         raise FormatError(f"{folder / CONFIG_FILE} is missing, or names no backend")
-    if not (folder / COMMON_FILE).is_file():
-        raise FormatError(f"{folder / COMMON_FILE} is missing: {_without_common(folder)}")
-    common = TorchFile(folder / COMMON_FILE)
-    tree = common.tree
-    if not isinstance(tree, dict):
-        raise FormatError(f"{common.path} should hold a dict, but holds {what_is(tree)}")
-    # Other trainers on Megatron-Core, such as NeMo, save no args. Only flat buffers cannot be read
-    # without.
-    args = Args(args_of(tree, common.path) if "args" in tree else {})
-    check_iteration(common.path, folder, tree.get("iteration"))
     read = {"torch_dist": _torch_dist, "zarr": _zarr}.get(backend)
     if read is None:
         raise FormatError(
             f"{folder / CONFIG_FILE} names the backend {backend!r:.80}; only torch_dist and zarr"
             " are read"
         )
-    stored = read(folder, is_optimizers if weights_only else _nothing)
-    files = DistFiles(folder, args, common, tree, *stored)
-    _check_objects(folder, files.objects)
-    return files
+    tensors, objects, *rest = read(folder, is_optimizers if weights_only else _nothing)
+    common_name, common, tree = _common(folder, objects)
+    # Other trainers on Megatron-Core save no args.
+    args = args_of(tree, common.path) if "args" in tree else run_fields(folder, tensors, objects)
+    check_iteration(common.path, folder, tree.get("iteration"))
+    own = {key: stored for key, stored in objects.items() if key != COMMON_OBJECT}
+    _check_objects(folder, own)
+    return DistFiles(folder, Args(args), common, tree, tensors, own, *rest, common_name=common_name)
+
+
+def _common(
+    folder: FilePath, objects: Mapping[str, StoredObject]
+) -> tuple[str, TorchFile, dict[str, Any]]:
+    """What all ranks have in common: where it lies, its file, and the dict in it."""
+    if (folder / COMMON_FILE).is_file():
+        name, common = COMMON_FILE, TorchFile(folder / COMMON_FILE)
+        tree = common.tree
+    elif COMMON_OBJECT in objects:
+        stored = objects[COMMON_OBJECT]
+        name, common = f"{stored.file}:{COMMON_OBJECT}", stored.open()
+        tree = common.tree[0] if isinstance(common.tree, list) and common.tree else common.tree
+    else:
+        raise FormatError(
+            f"{folder / COMMON_FILE} is missing, and there is no object common_state, which"
+            " megatron-core has in its place from 0.19 on: it holds args, steps and param groups of"
+            " all ranks"
+        )
+    if not isinstance(tree, dict):
+        raise FormatError(f"{folder / name} should hold a dict, but holds {what_is(tree)}")
+    return name, common, tree
 
 
 def _nothing(key: str) -> bool:
     return False
-
-
-def _without_common(folder: FilePath) -> str:
-    """Why there is no `common.pt`; from core 0.19 on an object has its content."""
-    metadata = folder / METADATA_FILE
-    if metadata.is_file() and _COMMON_OBJECT in metadata.read_bytes():
-        return (
-            "megatron-core 0.19 and later keep what it holds in the object common_state, which is"
-            " not read yet"
-        )
-    return "it holds args, steps and param groups of all ranks"
 
 
 def _backend(folder: FilePath) -> str | None:

@@ -16,6 +16,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.megatron.walk import local_norm
 from jax_ucp.layout.box import Box, range_boxes
@@ -39,6 +41,15 @@ class Run:
     key: str
     start: int
     target: Box
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor that all ranks wrote together, and the runs that it is made of."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    runs: tuple[Run, ...]
 
 
 def state_of(key: str) -> tuple[str, str]:
@@ -75,6 +86,15 @@ def is_fully_reshardable(key: str) -> bool:
     return match is not None and match[1] == "param"
 
 
+def bare_name(key: str) -> str:
+    """A model's key without what NeMo, which wraps the model in a module, has before it.
+
+    >>> bare_name("module.decoder.final_layernorm.weight")
+    'decoder.final_layernorm.weight'
+    """
+    return key.removeprefix("module.")
+
+
 def stacks_of(key: str) -> list[str]:
     """What the leading axes of a tensor count: `layers`, `experts`, both in this order, or nothing.
 
@@ -93,6 +113,7 @@ def name_of(key: str, place: Sequence[int]) -> str:
     'decoder.layers.0.input_layernorm.weight'
     """
     numbers = iter(place)
+    key = bare_name(key)
     if match := _STACKED.fullmatch(key):
         key = f"{match[1]}.{next(numbers)}.{match[2]}"
     if match := _EXPERTS.fullmatch(key):

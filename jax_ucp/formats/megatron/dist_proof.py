@@ -9,16 +9,33 @@ request 5077). In both cases every element of a parameter is in another place, s
 that a restore compares of each stored chunk shows it, at its end at the latest: there a moved
 parameter has elements of the next one, or zeros.
 
-A third kind is no master at all: with `--use-precision-aware-optimizer` Megatron stores what
-TransformerEngine keeps in its place, as a rule the low 16 bits (`store_param_remainders`), widened
-to fp32 where ranks' parts are put together.
+With `--use-precision-aware-optimizer` TransformerEngine keeps masters in its own way. By default
+they are the low 16 bits of each (`store_param_remainders`), as int16, widened to fp32 where ranks'
+parts are put together: `sources.remainders` joins them with the weights, of which they are no copy,
+so that nothing compares them; therefore an order of modules that is one of several possible ones is
+refused for them. With `--main-params-dtype fp16` masters are rounded to fp16 with a scale for each
+tensor, after the weights were made of them: both then differ in the last digit.
+(`megatron/core/optimizer/__init__.py` and `optimizer_config.py` of core_v0.13.0 to core_v0.19.0.)
 """
 
 from __future__ import annotations
 
+import ml_dtypes
+import numpy as np
+
 from jax_ucp.formats.megatron.files import Args
 
 _WEIGHTS_ALONE = "Its weights can be opened alone with weights_only"
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def are_remainders(args: Args, stored: np.dtype, weight: np.dtype) -> bool:
+    """Whether what is stored as masters of weights are the low 16 bits of these."""
+    if weight != BF16:
+        return False
+    if stored == np.int16:
+        return True
+    return stored == np.float32 and keeps_masters(args) and not _rounds_masters(args)
 
 
 def precision_aware(args: Args) -> str:
@@ -29,6 +46,36 @@ def precision_aware(args: Args) -> str:
         "the run's args have use_precision_aware_optimizer, with which Megatron stores the low 16"
         " bits of each master in its place (TransformerEngine's store_param_remainders), or masters"
         f" of less precision; they are not put together here. {_WEIGHTS_ALONE}"
+    )
+
+
+def are_rounded(args: Args) -> bool:
+    """Whether masters were rounded, after their weights were made of them."""
+    return keeps_masters(args) and _rounds_masters(args)
+
+
+def keeps_masters(args: Args) -> bool:
+    """Whether TransformerEngine's optimizer keeps the masters, and not Megatron's.
+
+    It does not for fp8 weights that are scaled as the optimizer steps, nor where that is on the
+    CPU.
+    """
+    if not args.optional("use_precision_aware_optimizer") or args.optional("optimizer_cpu_offload"):
+        return False
+    scaled = args.optional("fp8") and args.optional("fp8_recipe") not in (None, "delayed")
+    return _rounds_masters(args) or not scaled
+
+
+def _rounds_masters(args: Args) -> bool:
+    dtype = args.optional("main_params_dtype")
+    return isinstance(dtype, np.dtype) and dtype == np.float16
+
+
+def unproved_order() -> str:
+    return (
+        "the modules may lie in several orders in its flat buffers, which all fit the sizes that"
+        " are stored, and of the low 16 bits of masters, which the precision-aware optimizer keeps,"
+        f" none can be proved. {_WEIGHTS_ALONE}"
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_ucp.errors import FormatError
-from jax_ucp.formats.megatron.dist_files import COMMON_FILE, DistFiles, StoredObject
+from jax_ucp.formats.megatron.dist_files import DistFiles, StoredObject
 from jax_ucp.formats.nested import as_dict, as_list
 from jax_ucp.formats.torch_save.file import StoredTensor
 from jax_ucp.formats.torch_save.unpickle import known, what_is
@@ -46,8 +46,8 @@ def common_steps(files: DistFiles) -> dict[bool, list[Step]]:
         tensor = as_dict(inner.get("state")).get("common_step")
         if isinstance(tensor, StoredTensor) and tensor.shape == ():
             value = files.common.read(tensor.key, Box((), ())).item()
-            steps.append(Step(value, None, f"{COMMON_FILE}:{tensor.key}", tensor))
-        steps += _of_groups(inner, f"{COMMON_FILE}:optimizer")
+            steps.append(Step(value, None, f"{files.common_name}:{tensor.key}", tensor))
+        steps += _of_groups(inner, f"{files.common_name}:optimizer")
     return by_experts
 
 
@@ -76,8 +76,13 @@ def one_step(files: DistFiles, name: str, steps: Sequence[Step]) -> Step | None:
 
 
 def optimizers(optimizer: Any) -> list[dict[Any, Any]]:
-    """The optimizers in `common.pt`: one, or those of dense parameters (0) and of experts (1)."""
-    if not isinstance(known(optimizer), dict):
+    """The optimizers in `common.pt`: one, or those of dense parameters (0) and of experts (1).
+
+    NeMo has a list of them.
+    """
+    if isinstance(known(optimizer), list):
+        optimizer = dict(enumerate(optimizer))
+    if not isinstance(optimizer, dict):
         return []
     chained = all(isinstance(key, int) for key in optimizer)
     parts = optimizer.values() if chained else [optimizer]

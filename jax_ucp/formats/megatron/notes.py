@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jax_ucp.files.path import FilePath
 from jax_ucp.formats.megatron.walk import EMBEDDING
+
+RUN_CONFIG = "run_config.yaml"  # of Megatron-Bridge
 
 LEFT = "of the optimizer, which was to be left aside (weights_only)"
 LAYOUT = "says how the flat buffers lie; parameters have no such thing"
@@ -46,11 +49,24 @@ def copy_of_master(name: str) -> str:
     )
 
 
+def half_of_master(name: str) -> str:
+    return f"a half of the master of {name}: the 16-bit weight, or the low 16 bits beside it"
+
+
 def padded_vocabulary(rows: Any) -> str:
     return (
         f"Megatron does not record the true vocabulary: all {rows} padded rows of the embeddings"
         " are kept. Say it with sizes={'vocab': ...} (--size vocab=...) and the others are left"
         " out"
+    )
+
+
+def without_args(folder: FilePath) -> str:
+    if (folder / RUN_CONFIG).is_file():
+        return f"Megatron-Bridge wrote it: {RUN_CONFIG} says what the run was"
+    return (
+        "there are no args (trainers other than Megatron-LM's write none): what the run was is seen"
+        " from what is stored, and nothing else was compared with that"
     )
 
 

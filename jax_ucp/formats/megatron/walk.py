@@ -133,13 +133,18 @@ def _expert_in_file(name: str) -> tuple[str, int, str] | None:
 
 
 def buffer_walk(
-    sizes: Sequence[int], shared: Sequence[bool], dp: int, bucket_size: int | None
+    sizes: Sequence[int],
+    shared: Sequence[bool],
+    dp: int,
+    bucket_size: int | None,
+    recorded: Sequence[int] = (),
 ) -> tuple[list[int], list[int]]:
     """Offsets of tensors in a coalesced buffer, and the sizes of its buckets without their tails.
 
     `sizes` are elements in module order, `shared` marks a tied embedding with several pipeline
     stages, which has a bucket to itself. The buffer is filled from the last tensor to the first,
-    each at a multiple of 64.
+    each at a multiple of 64. Where `bucket_size` is not known, buckets end where those `recorded`
+    do, if a tensor ends there.
 
     >>> buffer_walk([100, 32], [False, False], dp=2, bucket_size=None)
     ([64, 0], [164])
@@ -149,6 +154,11 @@ def buffer_walk(
     offsets, buckets = [0] * len(sizes), list[int]()
     start = bucket_start = 0
     multiple = math.lcm(dp, 128)
+
+    def is_full(elements: int) -> bool:
+        if recorded:
+            return recorded[min(len(buckets), len(recorded) - 1)] == elements
+        return bucket_size is not None and elements >= bucket_size
 
     def close(end: int) -> int:
         buckets.append(end - bucket_start)
@@ -162,7 +172,7 @@ def buffer_walk(
             empty = True
         offsets[i] = sum(buckets) + start - bucket_start
         start, empty = start + sizes[i], False
-        if shared[i] or (bucket_size is not None and start - bucket_start >= bucket_size):
+        if shared[i] or is_full(start - bucket_start):
             start = bucket_start = close(start)
             empty = True
     if not empty:

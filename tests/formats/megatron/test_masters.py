@@ -1,5 +1,5 @@
-"""What is called a master need not be one: a remainder, an integer, fewer digits than the weight
-has. Such optimizer state is refused with the reason, and the weights open without it.
+"""What is called a master need not be one: a remainder is joined with its weight; an integer, or
+fewer digits than the weight has, is refused with the reason, and the weights open without it.
 """
 
 import re
@@ -9,6 +9,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import jax_ucp as ucp
 from helpers import MemoryStore
@@ -18,21 +20,54 @@ from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.patterns import Unique
 from jax_ucp.sources.consolidated import Consolidated, same_bits
+from jax_ucp.sources.remainders import joined_halves
 from torch_writer import change, rewrite
 
 DATA = Path(__file__).parents[2] / "data"
 PRECISION_AWARE = ("te_pa_default_fr", "te_pa_default_dpr", "te_pa_fp16_dpr")
 
 
+def rounded_half_up(masters: np.ndarray) -> np.ndarray:
+    """As TransformerEngine makes bfloat16 weights of masters that it keeps in two halves."""
+    bits = masters.view(np.uint32).astype(np.uint64) + (1 << 15)
+    return (bits >> 16).astype(np.uint16).view(ml_dtypes.bfloat16)
+
+
 @pytest.mark.parametrize("case", PRECISION_AWARE)
-def test_what_a_precision_aware_optimizer_stores_is_no_master(case):
+def test_masters_of_a_precision_aware_optimizer_are_joined_with_the_weights(case):
     """In flat buffers remainders are int16, put together they are widened to fp32; masters may
-    be fp16 too.
+    be fp16 too, and then differ in the last digit.
     """
-    with pytest.raises(
-        FormatError, match=r"use_precision_aware_optimizer.*low 16 bits.*weights_only"
-    ):
-        ucp.open(DATA / "masters" / case / "ckpt").restore()
+    folder = DATA / "masters" / case
+    restored = ucp.open(folder / "ckpt", sizes={"vocab": 101}).restore(verify="full")
+    with np.load(folder / "weights.npz") as weights:
+        assert restored["param"].keys() == restored["exp_avg"].keys() == set(weights.files)
+        for name, master in restored["param"].items():
+            assert master.dtype == np.float32
+            weight = weights[name]
+            if "fp16" in case:
+                np.testing.assert_allclose(master, weight, rtol=2**-7)
+            else:
+                assert same_bits(rounded_half_up(master).astype(np.float32), weight), name
+                assert np.any(master != weight), name
+
+
+@given(st.lists(st.integers(0, (1 << 32) - 1), min_size=1))
+def test_halves_of_any_32_bits_are_joined_to_them(bits):
+    masters = np.array(bits, np.uint32).view(np.float32)
+    remainders = masters.view(np.uint32).astype(np.uint16).view(np.int16)
+    for low in (remainders, remainders.astype(np.float32)):
+        assert same_bits(joined_halves(rounded_half_up(masters), low), masters)
+
+
+def test_widened_remainders_that_are_no_whole_numbers_are_refused(tmp_path):
+    low = np.array([1.0, -32768.0, 0.0, 0.5], np.float32)
+    stored = MemoryStore({"f:low": low, "f:weight": low.astype(ml_dtypes.bfloat16)})
+    opened = Import("test", tmp_path, stored)
+    one = [Consolidated(Unique().join([(4,)]), [key]) for key in ("f:low", "f:weight")]
+    opened.remainders("w", *one, "halves")
+    faults = [check.run() for check in opened.contents().checks("sample")]
+    assert [fault for fault in faults if fault and "no whole numbers of 16 bits" in fault]
 
 
 @pytest.mark.parametrize("case", PRECISION_AWARE)

@@ -1,0 +1,102 @@
+"""Masters that are stored as 16-bit weights and the bits that these lack.
+
+TransformerEngine's precision-aware optimizer keeps of each fp32 master the low 16 bits, beside the
+bfloat16 weight, which it rounds to nearest, halves up (`AdamFunctorMasterParamRemainder` in
+`transformer_engine/common/multi_tensor/adam.cu`, v2.18). Any two such halves are a master that
+rounds so to the weight: nothing in them shows whether they belong together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jax_ucp.layout.blocks import row_boxes
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.samples import RUN_ELEMENTS, RUNS, sample_boxes
+from jax_ucp.sources.checks import Extent
+from jax_ucp.sources.duplicates import tiles
+from jax_ucp.sources.protocol import BLOCK_BYTES, ArrayInfo, ArraySource, Piece
+from jax_ucp.sources.watched import Proof, Watched
+
+_MASTER = np.dtype(np.float32)
+
+
+def joined_halves(weights: np.ndarray, remainders: np.ndarray) -> np.ndarray:
+    """The fp32 masters of bfloat16 `weights`; `remainders` are whole numbers of 16 bits, signed.
+
+    A negative remainder is that of a weight which was rounded up.
+
+    >>> import ml_dtypes
+    >>> masters = np.array([0.1, -3.0000002, 1.00390625], np.float32)
+    >>> bits = masters.view(np.uint32)
+    >>> weights = ((bits + 0x8000) >> 16).astype(np.uint16).view(ml_dtypes.bfloat16)
+    >>> bool((joined_halves(weights, bits.astype(np.uint16).view(np.int16)) == masters).all())
+    True
+    """
+    low = remainders.astype(np.int32)
+    high = weights.view(np.uint16).astype(np.int32) - (low < 0)
+    return (high << 16 | low & 0xFFFF).view(_MASTER)
+
+
+class WithRemainders(ArraySource):
+    """A source of which some arrays are remainders: as masters, each with its weight.
+
+    `weights` names, for each such array, the array of the source that has its weights.
+    """
+
+    def __init__(self, source: ArraySource, weights: Mapping[str, str]):
+        self._source, self._weights = source, weights
+        infos = source.arrays()
+        self._arrays = {
+            key: ArrayInfo(info.shape, _MASTER) if key in weights else info
+            for key, info in infos.items()
+        }
+
+    def arrays(self) -> Mapping[str, ArrayInfo]:
+        return self._arrays
+
+    def read_into(self, key: str, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> None:
+        if key not in self._weights:
+            self._source.read_into(key, boxes, outs)
+            return
+        for box, out in zip(boxes, outs, strict=True):
+            for rows in row_boxes(box.shape, _MASTER.itemsize, BLOCK_BYTES):
+                block = rows.shift(box.start)
+                weights = self._source.read(self._weights[key], block)
+                out[rows.index] = joined_halves(weights, self._source.read(key, block))
+
+    def locate(self, key: str, box: Box) -> Iterator[Piece]:
+        yield from self._source.locate(key, box)
+        if key in self._weights:
+            yield from self._source.locate(self._weights[key], box)
+
+
+@dataclass(frozen=True)
+class WholeNumbers(Proof[Watched]):
+    """Array `key` of `source` has remainders that were widened: whole numbers of 16 bits."""
+
+    label: str
+    source: Watched
+    key: str
+
+    def nbytes(self, extent: Extent) -> int:
+        info = self.source.arrays()[self.key]
+        most = RUNS * RUN_ELEMENTS * info.dtype.itemsize
+        return info.nbytes if extent == "full" else min(most, info.nbytes)
+
+    def sample(self) -> Sequence[Box]:
+        return sample_boxes(tiles(self.source, self.key))
+
+    def fault_in(self, boxes: Sequence[Box], elements: np.ndarray) -> str | None:
+        with np.errstate(invalid="ignore"):  # no 16-bit number is NaN
+            if np.array_equal(elements.astype(np.int16), elements):
+                return None
+        where = next(self.source.locate(self.key, boxes[0])).name
+        return (
+            f"{self.label}: by the run's args what is at {where} are the low 16 bits of masters,"
+            " but these are no whole numbers of 16 bits: args or tensors are of another run."
+            " weights_only opens the weights alone"
+        )
