@@ -550,6 +550,8 @@ class _Run:
     def distributed_states(
         self, optimizer: Any, parameter: Any
     ) -> Iterator[tuple[str, int | None, Any]]:
+        import torch
+
         if parameter not in optimizer.model_param_gbuf_map:
             return
         try:
@@ -559,11 +561,12 @@ class _Run:
         group, place = optimizer.model_param_group_index_map[parameter]
         held = optimizer.optimizer.param_groups[group]["params"][place]
         inner = optimizer.optimizer
-        master = held
         if getattr(optimizer.config, "use_precision_aware_optimizer", False):
-            master = inner.master_of(held)
-        yield "param", start, master
-        states = {k: v for k, v in inner.state[held].items() if k != "master_param"}
+            states = optimizer._get_main_param_and_optimizer_states(parameter)
+        else:
+            states = dict(inner.state[held])
+        master = states.pop("param", held)
+        yield "param", start, inner.master_of(held) if master.dtype == torch.int16 else master
         yield from _named_states(states, start)
         yield from _step_of(inner, held)
 

@@ -476,7 +476,7 @@ class _Reader:
         if self.options.on_conflict == "copy":
             self.importer.parameter("param", name, weight, f"the weight {name}, as asked")
             for key in low.keys:
-                self.importer.skip(key, "", "the rest of a master: its weight is taken, as asked")
+                self.importer.skip(key, "", notes.REST_OF_MASTER)
         else:
             self.importer.remainders(name, low, weight, notes.half_of_master(name))
 

@@ -24,7 +24,7 @@ from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import Import
 from jax_ucp.formats.megatron import notes
-from jax_ucp.formats.megatron.dist_proof import precision_aware
+from jax_ucp.formats.megatron.dist_proof import are_remainders, are_rounded
 from jax_ucp.formats.megatron.files import (
     OPTIM_FILE,
     Args,
@@ -88,8 +88,6 @@ class _Reader:
         self.files = Combined.of_files(files)
         self.importer = Import("megatron", folder, self.files, options.on_conflict)
         self.importer.unknown |= {name for file in files.values() for name in file.unknown}
-        if not options.weights_only and any(rank.has_optimizer for rank in ranks):
-            self.importer.cause = precision_aware(args)
         # (state, parameter) -> by tensor-parallel rank, the keys of every copy of that rank's
         # shard.
         self.keys: dict[tuple[str, str], dict[int, list[str]]] = {}
@@ -340,7 +338,11 @@ class _Reader:
             return
         states = [state for state in keyed if state != "weight"]
         states.sort(key=lambda state: (state != "param", state == "step"))
-        self._weight(name, layout, has_master="param" in states)
+        if self._has_remainders(name):
+            states.remove("param")
+            self._joined(name, layout)
+        else:
+            self._weight(name, layout, has_master="param" in states)
         for state in states:
             self._state(state, name, layout)
         for state in valued:
@@ -349,12 +351,35 @@ class _Reader:
     def _weight(self, name: str, layout: ParamLayout, has_master: bool) -> None:
         weights = self.keys["weight", name]
         if has_master:
-            reason = notes.copy_of_master(name)
+            reason, near = notes.copy_of_master(name), are_rounded(self.args)
             for copy in _copies(weights, len(layout.shards)):
-                self.importer.duplicate("param", name, Consolidated(layout, copy), reason)
+                one = Consolidated(layout, copy)
+                self.importer.duplicate("param", name, one, reason, near=near)
             return
         whole = _consolidated(layout, weights)
         self.importer.parameter("param", name, whole, f"the parameter {name}")
+
+    def _has_remainders(self, name: str) -> bool:
+        """Whether the low 16 bits of a parameter's master are stored, and not all of it."""
+        dtypes: list[np.dtype] = []
+        for state in ("param", "weight"):
+            if (state, name) not in self.keys:
+                return False
+            (key, *_), *_ = self.keys[state, name].values()
+            dtypes.append(self.importer.dtype(Consolidated(Unique().join([()]), [key])))
+        return are_remainders(self.args, *dtypes)
+
+    def _joined(self, name: str, layout: ParamLayout) -> None:
+        """Add a parameter of which the low 16 bits are stored beside the weight."""
+        low, weight = (
+            _consolidated(layout, self.keys[state, name]) for state in ("param", "weight")
+        )
+        if self.options.on_conflict != "copy":
+            self.importer.remainders(name, low, weight, notes.half_of_master(name))
+            return
+        self.importer.parameter("param", name, weight, f"the weight {name}, as asked")
+        for key in low.keys:
+            self.importer.skip(key.rpartition("@")[0] or key, "", notes.REST_OF_MASTER)
 
     def _check_masters(self, layouts: Mapping[str, ParamLayout]) -> None:
         """Raise FormatError for a parameter without a master in a distributed optimizer."""
@@ -404,6 +429,10 @@ class _Reader:
             )
         for state in [state for state, n in self.keys if n == TIED]:
             keys = self.keys[state, TIED]
+            if state == "weight" and self._has_remainders(EMBEDDING):
+                for key in itertools.chain(*keys.values()):
+                    self.importer.skip(key, "", notes.COPY_OF_HALF)
+                continue
             main = "param" if state == "weight" else state
             if main != "param" and (state, EMBEDDING) not in self.keys:
                 raise FormatError(

@@ -20,6 +20,12 @@ COPY_OF_EMBEDDING = f"the last pipeline stage's copy of {EMBEDDING}, compared wi
 WEIGHTS_ALONE = "weights alone: of a 16-bit run these are not the fp32 masters"
 WITHOUT_OPTIMIZER = "the checkpoint was saved without its optimizer"
 
+REST_OF_MASTER = "the rest of a master: its weight is taken, as asked"
+COPY_OF_HALF = (
+    f"the last pipeline stage's copy of {EMBEDDING}, of which the low 16 bits of the masters are"
+    " compared"
+)
+
 
 def copy_of_embedding(name: str) -> str:
     return f"a later pipeline stage's copy of {name}, compared with it by verify"
