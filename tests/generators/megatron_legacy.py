@@ -14,6 +14,7 @@ A case is `OUT/<case>/{ckpt, truth.npz, case.json}`. Keys of truth are `<state>/
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib
 import inspect
@@ -27,7 +28,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,6 @@ class Case:
     engine: bool = True
     seed: int = 0
     steps: int = 3
-    open: dict[str, Any] = field(default_factory=dict)
 
     @property
     def command_line(self) -> list[str]:
@@ -86,6 +86,8 @@ _SHARED = " --moe-shared-expert-intermediate-size 16"
 _BIAS = " --moe-router-enable-expert-bias --moe-router-score-function sigmoid"
 _TP, _PP = " --tensor-model-parallel-size", " --pipeline-model-parallel-size"
 _EP, _ETP = " --expert-model-parallel-size", " --expert-tensor-parallel-size"
+_MUON = " --optimizer muon"
+_SMALL = " --num-layers 1 --hidden-size 16 --ffn-hidden-size 12 --num-attention-heads 2"
 _ZERO = "--bf16 --use-distributed-optimizer"
 _BUCKETS = " --overlap-grad-reduce --ddp-bucket-size 2000"
 _VERSIONS = ("0.13.1", "0.14.0", "0.15.3", "0.17.0", "0.18.0", "0.19.0")
@@ -166,6 +168,13 @@ CASES: tuple[Case, ...] = (
     Case("sgd_tp2", f"--bf16 --optimizer sgd{_TP} 2"),
     Case("sgd_fp32", "--optimizer sgd", world=1),
     Case("sgd_moe_ep2", f"--bf16 --optimizer sgd{_GROUPED}{_EP} 2"),
+    Case("muon", f"--bf16{_MUON}", world=1),
+    Case("muon_tp2_pp2", f"--bf16{_MUON}{_TP} 2{_PP} 2 --num-layers 4", world=4),
+    Case("muon_fp32", _MUON, world=1, model=_GPT2),
+    Case("muon_moe_ep2", f"--bf16{_MUON}{_GROUPED}{_SHARED}{_EP} 2"),
+    Case("muon_mla", f"--bf16{_MUON} --muon-no-split-qkv --q-lora-rank 12", world=1, model=_MLA),
+    Case("v0170_muon", f"--bf16{_MUON}{_TP} 2", "core_v0.17.0"),
+    Case("v0190_muon", f"--bf16{_MUON}{_TP} 2", "core_v0.19.0"),
     Case("adam_fp32_pp2", f"{_PP} 2 --num-layers 4"),
     Case("sink_tp2_zero", f"{_ZERO} --softmax-type learnable{_TP} 2", world=4),
     Case("uneven_pp2_zero", f"{_ZERO}{_PP} 2 --num-layers 4 --decoder-first-pipeline-num-layers 1"),
@@ -190,10 +199,21 @@ CASES: tuple[Case, ...] = (
         "precision_aware_bf16",
         f"{_ZERO} --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp16",
     ),
-    Case("offload_zero", f"{_ZERO} --use-precision-aware-optimizer --optimizer-cpu-offload"),
+    # small copies of these are in tests/data/megatron
+    Case("legacy_te_moe_ep2_zero_bf16", f"{_ZERO}{_GROUPED}{_SHARED}{_BIAS}{_EP} 2{_SMALL}"),
     Case(
-        "offload_half_zero",
-        f"{_ZERO} --use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction 0.5",
+        "legacy_te_mla_mtp_pp2_zero_bf16",
+        f"{_ZERO} --q-lora-rank 12 --mtp-num-layers 1{_PP} 2{_SMALL} --num-layers 3"
+        " --decoder-first-pipeline-num-layers 2",
+        model=_MLA,
+    ),
+    Case("legacy_te_muon_bf16", f"--bf16{_MUON}{_SMALL}", world=1),
+    Case("legacy_te_precision_aware_bf16", f"{_ZERO} --use-precision-aware-optimizer{_SMALL}"),
+    Case("torch_dcp_te_bf16", _TORCH_FSDP + _SMALL, format="torch_dcp"),
+    Case(
+        "fsdp_dtensor_te_moe_ep2_bf16",
+        f"{_MEGATRON_FSDP}{_GROUPED}{_SHARED}{_EP} 2{_SMALL}",
+        format="fsdp_dtensor",
     ),
     *_of_versions(),
     Case("fsdp2", _TORCH_FSDP, format="torch_dcp"),
@@ -278,11 +298,9 @@ def generate(case: Case, out: Path, source: Path, packages: str, limit: int = 40
             process.wait(limit)
         except subprocess.TimeoutExpired:
             print(f"{case.name}: stopped after {limit} s")
-    try:
+    with contextlib.suppress(ProcessLookupError):
         # Megatron leaves processes of its own behind
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
     logs = sorted(folder.glob("log*"))
     written = (folder / "case.json").is_file()
@@ -594,7 +612,7 @@ class _Run:
             return
         truth, dtypes = joined([piece for own in everything for piece in own])
         folder = Path(os.environ["OUT"])
-        _write_case(self.case, folder, truth, dtypes)
+        _write_case(self.case, folder, self.args.padded_vocab_size, truth, dtypes)
 
 
 class _TorchFsdp(_Run):
@@ -799,17 +817,21 @@ def _joined_ranks(wholes: list[Any], piece: Piece) -> Any:
     return np.concatenate([gate for gate, _ in halves] + [up for _, up in halves])
 
 
-def _write_case(case: Case, folder: Path, truth: dict[str, Any], dtypes: dict[str, str]) -> None:
+def _write_case(
+    case: Case, folder: Path, padded: int, truth: dict[str, Any], dtypes: dict[str, str]
+) -> None:
     import numpy as np
     import torch
 
     np.savez_compressed(folder / "truth.npz", **truth)
     facts = {
+        "about": f"{case.format}, {case.tag}: {case.options.strip()}, {case.world} ranks",
+        "model": {"vocab_size": VOCAB, "padded_vocab_size": padded},
         "writer": {"megatron-core": case.tag, "torch": torch.__version__},
         "stand_ins": ["CUDA", *(["TransformerEngine"] if case.engine else [])],
         "command_line": " ".join(case.command_line),
         "world": case.world,
-        "options": {"sizes": {"vocab": VOCAB}, **case.open},
+        "options": {"sizes": {"vocab": VOCAB}},
         "dtypes": dtypes,
     }
     (folder / "case.json").write_text(json.dumps(facts, indent=1) + "\n")

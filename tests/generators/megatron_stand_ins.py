@@ -12,14 +12,17 @@ import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.metadata
 import sys
 import types
-from typing import Any
+import typing
+from typing import Any, Literal
 
 import torch
 
 _CPU = torch.device("cpu")
 _TE_VERSION = "2.9.0"
+_VERSIONS = {"transformer-engine": _TE_VERSION, "emerging-optimizers": "0.2.0"}
 
 
 class _Handle:
@@ -457,6 +460,35 @@ class FusedSGD(torch.optim.SGD):
         super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay)
 
 
+class OrthogonalizedOptimizer(torch.optim.Optimizer):
+    """Muon's momentum, whose update a subclass makes orthogonal (`emerging_optimizers`)."""
+
+    def __init__(
+        self, params: Any, lr: float, momentum: float, *, scaled_orthogonalize_fn: Any, **_: Any
+    ):
+        defaults = {"lr": lr, "momentum_beta": momentum, "weight_decay": _.get("weight_decay", 0.0)}
+        super().__init__(params, defaults)
+        self.scaled_orthogonalize_fn = scaled_orthogonalize_fn
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in filter(lambda p: p.grad is not None, group["params"]):
+                own = self.state[parameter]
+                if not own:
+                    own["momentum_buffer"] = torch.zeros_like(parameter.grad)
+                own["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum_beta"])
+                change = self.orthogonalize(parameter, own["momentum_buffer"])
+                parameter.add_(change, alpha=-max(group["lr"], 1e-3))
+
+    def orthogonalize(self, parameter: Any, gradient: Any) -> Any:
+        raise NotImplementedError
+
+
+def _newton_schulz(gradient: torch.Tensor, **_: Any) -> torch.Tensor:
+    return gradient / (gradient.norm() + 1e-7)
+
+
 def _apply(operation: Any, _: Any, lists: Any, *args: Any) -> Any:
     return operation(lists, *args)
 
@@ -493,11 +525,26 @@ _MODULES = {
         "get_cpu_offload_context": lambda *_, **__: (contextlib.nullcontext(), _nothing)
     },
     "transformer_engine.pytorch.float8_tensor": {"Float8Tensor": type("Float8Tensor", (), {})},
+    "emerging_optimizers.registry": {"get_optimizer_name_list": lambda: []},
+    "emerging_optimizers.orthogonalized_optimizers": {
+        "OrthogonalizedOptimizer": OrthogonalizedOptimizer,
+        "get_muon_scale_factor": lambda *_, **__: 1.0,
+    },
+    "emerging_optimizers.orthogonalized_optimizers.muon_utils": {
+        "NSCoeffT": Literal["simple", "quintic", "polar_express"],
+        "newton_schulz_tp": _newton_schulz,
+    },
     "transformer_engine.pytorch.tensor": {"QuantizedTensor": type("QuantizedTensor", (), {})},
 }
 
 
-_PACKAGES = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.common")
+_PACKAGES = (
+    *("transformer_engine", "transformer_engine.pytorch", "transformer_engine.common"),
+    "emerging_optimizers",
+)
+
+
+_STAND_INS = ("transformer_engine", "transformer_engine_torch", "emerging_optimizers")
 
 
 class _Module(types.ModuleType):
@@ -517,7 +564,7 @@ class _Module(types.ModuleType):
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if fullname.split(".")[0] not in ("transformer_engine", "transformer_engine_torch"):
+        if fullname.split(".")[0] not in _STAND_INS:
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
@@ -532,10 +579,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install_transformer_engine() -> None:
+    if not hasattr(typing, "override"):  # of Python 3.12
+        typing.override = lambda method: method
     sys.meta_path.insert(0, _Finder())
-    import importlib.metadata as metadata
-
-    version = metadata.version
-    metadata.version = lambda name: (
-        _TE_VERSION if name.replace("_", "-") == "transformer-engine" else version(name)
-    )
+    version = importlib.metadata.version
+    importlib.metadata.version = lambda name: _VERSIONS.get(name.replace("_", "-")) or version(name)

@@ -63,8 +63,8 @@ def open_dcp(path: FilePath, options: Options) -> Contents:
             f"{path} has .distcp files but no .metadata: the save never ended, for that file is"
             " written last, or it was not copied with the others, for its name begins with a dot"
         )
-    metadata = read_metadata(path, of_optimizers if options.weights_only else None)
-    left = of_optimizers(metadata) if options.weights_only else frozenset[str]()
+    metadata = read_metadata(path, _of_optimizers if options.weights_only else None)
+    left = _of_optimizers(metadata) if options.weights_only else frozenset[str]()
     source = DcpSource(metadata)
     imported = Import("dcp", path, source, options.on_conflict)
     objects: dict[Steps, Any] = {}
@@ -99,7 +99,7 @@ def check_facts(metadata: DcpMetadata, source: DcpSource, left: Collection[str])
             facts.state_all(file, span.file, fqn, file.tree, only=(*COUNTS, *RATES))
 
 
-def of_optimizers(metadata: DcpMetadata) -> frozenset[str]:
+def _of_optimizers(metadata: DcpMetadata) -> frozenset[str]:
     """The names of what lies in optimizers' dicts."""
     paths = {fqn: metadata.paths.get(fqn, (fqn,)) for fqn in (*metadata.tensors, *metadata.objects)}
     roots = optimizer_paths(paths.values())

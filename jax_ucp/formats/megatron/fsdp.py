@@ -27,7 +27,6 @@ from jax_ucp.formats.dcp.metadata import METADATA_FILE, DcpMetadata, TensorEntry
 from jax_ucp.formats.dcp.reader import (
     account_for_files,
     check_facts,
-    of_optimizers,
     read_object,
 )
 from jax_ucp.formats.dcp.source import DcpSource, chunk_key, consolidated
@@ -74,13 +73,18 @@ def open_megatron_fsdp(path: FilePath, options: Options) -> Contents:
     together, or tensors of several ranks had one name, so that only one rank's are stored.
     """
     folder = iteration_folder(path)
-    metadata = read_metadata(folder, of_optimizers if options.weights_only else None)
+    metadata = read_metadata(folder, _of_optimizer if options.weights_only else None)
     try:
         return _Reader(metadata, options).contents()
     except (FormatError, LayoutError) as error:
         if str(folder) in str(error):
             raise
         raise type(error)(f"{folder}: {error}") from error
+
+
+def _of_optimizer(metadata: DcpMetadata) -> frozenset[str]:
+    """The names of what lies in the optimizer's dict."""
+    return frozenset(fqn for fqn, path in metadata.paths.items() if path[0] == "optimizer")
 
 
 @dataclass(frozen=True)
@@ -165,7 +169,7 @@ class _Reader:
         self.table = self.folder / metadata.files[0]
         self.source = DcpSource(metadata)
         self.importer = Import("megatron", self.folder, self.source, options.on_conflict)
-        self.left = of_optimizers(metadata) if options.weights_only else frozenset[str]()
+        self.left = _of_optimizer(metadata) if options.weights_only else frozenset[str]()
         self.objects = self._objects()
         self.args = Args(args_of(self.objects, self.table))
 
