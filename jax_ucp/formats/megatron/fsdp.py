@@ -178,7 +178,7 @@ class _Reader:
         check_facts(self.metadata, self.source, self.left)
         stored = saved(self._paths(), self._leaves())
         model = self._model(stored)
-        _check_degrees(self.args, model)
+        check_degrees(self.args, model)
         refuse_difference(self.table, of_model(self.args, _shapes(model)))
         states = self._states(stored, model)
         for name, weight in model.items():
@@ -221,11 +221,11 @@ class _Reader:
         params = {local: self._consolidated(fqn) for local, fqn in fqns.items()}
         halves = gate_and_up(params)
         for local, (gate, up) in halves.items():
-            params[local] = _stacked(params.pop(gate), params.pop(up))
+            params[local] = stacked(params.pop(gate), params.pop(up))
         return {
             self._name(local): param
             if local in halves
-            else _regrouped(param, _gated_ranks(self.args, local))
+            else regrouped(param, _gated_ranks(self.args, local))
             for local, param in params.items()
         }
 
@@ -286,7 +286,7 @@ class _Reader:
             whole = self._scalars(fqns) if scalar else self._whole(fqns)
             for name, param in whole.items():
                 _add(states, name, state, param)
-        _check_alike(states)
+        check_alike(states)
         return states
 
     def _leaves_of_states(self, stored: Saved) -> Iterator[tuple[str, str, Any]]:
@@ -413,7 +413,7 @@ def _add(states: Mapping[str, dict[str, Any]], name: str, state: str, value: Any
         raise FormatError(f"{state} of {name} is stored twice")
 
 
-def _check_alike(states: Mapping[str, Mapping[str, Any]]) -> None:
+def check_alike(states: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise FormatError where a parameter has other states than the rest; a frozen one has none."""
     kinds = Counter(frozenset(own) for own in states.values() if own)
     if len(kinds) <= 1:
@@ -429,7 +429,7 @@ def _check_alike(states: Mapping[str, Mapping[str, Any]]) -> None:
     )
 
 
-def _check_degrees(args: Args, model: Mapping[str, Any]) -> None:
+def check_degrees(args: Args, model: Mapping[str, Any]) -> None:
     """Raise FormatError where tensors of several ranks had one name.
 
     DCP keeps one of those that begin at the same place, and says nothing of the others.
@@ -462,7 +462,7 @@ def _gated_ranks(args: Args, local: str) -> int:
     return args.degree("tensor_model_parallel_size")
 
 
-def _stacked(gate: Consolidated, up: Consolidated) -> Consolidated:
+def stacked(gate: Consolidated, up: Consolidated) -> Consolidated:
     """Gate and up as one parameter: the rows of the gate, then those of up."""
     rows, *rest = gate.layout.shape
     if gate.layout.shape != up.layout.shape:
@@ -480,7 +480,7 @@ def _stacked(gate: Consolidated, up: Consolidated) -> Consolidated:
     return Consolidated(layout, [*gate.keys, *up.keys])
 
 
-def _regrouped(param: Consolidated, ranks: int) -> Consolidated:
+def regrouped(param: Consolidated, ranks: int) -> Consolidated:
     """The gates of all ranks, then all ups, of a tensor that has gate and up of each in turn."""
     if ranks == 1:
         return param

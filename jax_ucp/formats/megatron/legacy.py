@@ -26,6 +26,7 @@ from jax_ucp.formats.assemble import Import
 from jax_ucp.formats.megatron import notes
 from jax_ucp.formats.megatron.dist_proof import are_remainders, are_rounded
 from jax_ucp.formats.megatron.files import (
+    MODEL_FILE,
     OPTIM_FILE,
     Args,
     Rank,
@@ -73,6 +74,7 @@ def open_megatron_legacy(path: FilePath, options: Options) -> Contents:
     return _Reader(folder, args, ranks, options).contents()
 
 
+_LAYER_WISE = "layer_wise_optimizer_"
 _KV_DOWN = ".self_attention.linear_kv_down_proj.weight"
 # A rank, and its modules by model chunk.
 _RankModules = tuple[Rank, list[list[Module]]]
@@ -103,6 +105,7 @@ class _Reader:
         if optimizer:
             self._check_masters(layouts)
         self._extras()
+        self._other_files()
         self._notes(optimizer)
         return self.importer.contents()
 
@@ -470,6 +473,23 @@ class _Reader:
             if rank.optim is not None:
                 buffers = f"{rank.folder.name}/{OPTIM_FILE}:buffers"
                 self.importer.skip(buffers, "layout", notes.LAYOUT)
+
+    def _other_files(self) -> None:
+        """Files that are neither the model's nor the optimizer's. Raises FormatError for those of
+        an optimizer that is not read.
+        """
+        for path in itertools.chain(*(rank.folder.children() for rank in self.ranks)):
+            name = f"{path.parent.name}/{path.name}"
+            if path.name.startswith(_LAYER_WISE) and not self.options.weights_only:
+                raise FormatError(
+                    f"{path} has the states of a layer-wise optimizer (dist_muon), of which each"
+                    " data-parallel rank writes a file with some parameters, by numbers; they are"
+                    " not read from the legacy format. Save with --ckpt-format torch_dist, or open"
+                    " the weights alone with weights_only"
+                )
+            if path.name not in (MODEL_FILE, OPTIM_FILE):
+                left = path.name.startswith(_LAYER_WISE)
+                self.importer.skip(name, "file", notes.LEFT if left else notes.OTHER_FILE)
 
     def _extras_of(self, rank: Rank) -> None:
         values = {name: value for name, value in rank.tree.items() if not name.startswith("model")}

@@ -13,6 +13,7 @@ RUN_CONFIG = "run_config.yaml"  # of Megatron-Bridge
 LEFT = "of the optimizer, which was to be left aside (weights_only)"
 LAYOUT = "says how the flat buffers lie; parameters have no such thing"
 BUFFER = "a buffer of the model"
+OTHER_FILE = "a file beside those of the checkpoint, which is not read"
 STEP = "how often the optimizer stepped"
 TRANSFORMER_ENGINE = "what a module of TransformerEngine keeps beside its weights"
 COPY_OF_EMBEDDING = f"the last pipeline stage's copy of {EMBEDDING}, compared with it by verify"
