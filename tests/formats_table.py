@@ -30,6 +30,14 @@ tests/formats_table.py > docs/formats.md`; tests compare lines of it with a run,
 
 {table}
 
+## Megatron-Core: writers and what opens
+
+| written by | versions that were run | opens, optimizer included | refused |
+|---|---|---|---|
+| Megatron-LM, `torch_dist` (and `zarr`) | megatron-core 0.13.1, 0.14.0, 0.15.3, 0.16.1, 0.17.1, 0.18.2, 0.19.0, on a CPU with stand-ins for TransformerEngine's modules and FusedAdam | every sharding type; MLA, multi-token prediction, learnable softmax offsets, experts (grouped, sequential, shared) with any etp; uneven and `--pipeline-model-parallel-layout` pipelines, virtual stages; the precision-aware optimizer, SGD, `--optimizer-cpu-offload`, Muon with Adam beside it | modules whose order is not known in `dp_reshardable` (Mamba, cross attention); fp8 weights in flat buffers; `fully_reshardable` that its writer moved |
+| Megatron-Bridge, `torch_dist` | its layout by megatron-core 0.16.1 and 0.19.0, `run_config.yaml` from source (v0.6.0) | the same; degrees are by `run_config.yaml`, or seen from what is stored | as above |
+| NeMo 2 (`weights/` and `context/`) | its layout by megatron-core 0.13.1, 0.14.0 and 0.15.3, from source | the same; degrees are seen from what is stored | as above |
+
 ## Folders of weights
 
 What is read of a folder with safetensors or with files of torch.save is decided by names and indexes: what transformers

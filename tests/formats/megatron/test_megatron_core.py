@@ -1,0 +1,126 @@
+"""What newer releases of Megatron-Core write, and trainers on it that write no args.
+
+`tests/generators/megatron.py` wrote the cases.
+"""
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import jax_ucp as ucp
+from jax_ucp.errors import FormatError
+from jax_ucp.files.path import file_path
+from jax_ucp.formats.megatron import dist
+from jax_ucp.formats.megatron.dist_run import run_fields
+from jax_ucp.formats.megatron.modules import in_module_order
+from jax_ucp.sources.consolidated import same_bits
+
+DATA = Path(__file__).parents[2] / "data" / "megatron_core"
+CASES = sorted(path.name for path in DATA.iterdir())
+
+
+def opened(case: str, path: Path | None = None, **options) -> ucp.Checkpoint:
+    said = json.loads((DATA / case / "case.json").read_text())["options"]
+    return ucp.open(path or DATA / case / "ckpt", **said, **options)
+
+
+def differences(case: str, checkpoint: ucp.Checkpoint) -> list[str]:
+    """The arrays that are not the live state; steps are numbers of the whole run."""
+    restored = checkpoint.restore(verify="full")
+    found = {
+        f"{state}/{name}": a for state, arrays in restored.items() for name, a in arrays.items()
+    }
+    steps = json.loads((DATA / case / "case.json").read_text())["steps"]
+    counted = {label: step for label, step in found.items() if label.startswith("step/")}
+    assert counted
+    wrong = [label for label, step in counted.items() if int(step) != steps]
+    with np.load(DATA / case / "truth.npz") as truth:
+        assert set(truth.files) == found.keys() - counted.keys()
+        return wrong + [key for key in truth.files if not same_bits(found[key], truth[key])]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_array_is_that_of_the_live_run(case):
+    checkpoint = opened(case)
+    assert differences(case, checkpoint) == []
+    assert not [fault for _, fault in checkpoint.verify() if fault]
+    assert "not understood" not in {item.reason for item in checkpoint.inventory}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_converted_is_the_same(case, tmp_path):
+    opened(case).save(tmp_path / "out")
+    assert differences(case, ucp.open(tmp_path / "out")) == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_weights_alone_need_no_optimizer(case):
+    restored = opened(case, weights_only=True).restore()
+    with np.load(DATA / case / "truth.npz") as truth:
+        names = {key.partition("/")[2] for key in truth.files if key.startswith("param/")}
+    assert restored["param"].keys() == names
+
+
+@pytest.fixture
+def bridge(tmp_path: Path) -> Path:
+    shutil.copytree(DATA / "bridge" / "ckpt", tmp_path / "ckpt")
+    return tmp_path / "ckpt"
+
+
+def test_a_run_config_says_what_the_run_was_and_is_compared_with_what_is_stored(bridge):
+    path = next(bridge.rglob("run_config.yaml"))
+    assert any("Megatron-Bridge" in note for note in opened("bridge", bridge).notes)
+    path.write_text(path.read_text().replace("num_layers: 1", "num_layers: 3"))
+    with pytest.raises(FormatError, match=r"num_layers 3|counts? the 3 layers"):
+        opened("bridge", bridge)
+
+
+@pytest.mark.parametrize("text", [None, "model: [", "a: &a [1]\nb: *a", "model: 3\nddp: []"])
+def test_without_a_run_config_the_run_is_seen_from_what_is_stored(bridge, text):
+    path = next(bridge.rglob("run_config.yaml"))
+    path.unlink()
+    if text is not None:
+        path.write_text(text)
+    assert differences("bridge", opened("bridge", bridge)) == []
+
+
+def test_a_folder_of_nemo_and_the_only_one_in_a_folder_of_them_open(tmp_path):
+    step = tmp_path / "checkpoints" / "run--step=3-last"
+    step.mkdir(parents=True)
+    shutil.copytree(DATA / "mla" / "ckpt" / "iter_0000003", step / "weights")
+    (step / "context").mkdir()
+    for path in (step, step.parent, step / "weights"):
+        assert differences("mla", opened("mla", path)) == []
+
+
+def test_common_state_that_is_lost_is_asked_for(tmp_path):
+    shutil.copytree(DATA / "mla", tmp_path / "mla")
+    metadata = next((tmp_path / "mla").rglob(".metadata"))
+    metadata.write_bytes(
+        metadata.read_bytes().replace(b"common_state/shard", b"common_stata/shard")
+    )
+    with pytest.raises(FormatError, match="common_state, which megatron-core has in its place"):
+        opened("mla", tmp_path / "mla" / "ckpt")
+
+
+def test_halves_of_masters_whose_order_is_not_proved_are_refused(monkeypatch):
+    """As where both orders of modules have the sizes that are stored."""
+    fits = ([SimpleNamespace(buffer=order)] for order in itertools.count())
+    monkeypatch.setattr(dist, "filled", lambda *_: next(fits))
+    with pytest.raises(FormatError, match=r"several orders.*weights_only"):
+        opened("pa")
+
+
+def test_a_place_in_the_order_of_modules_is_known_or_refused():
+    with pytest.raises(FormatError, match=r"where .*mixer\.A_log lies"):
+        in_module_order(["decoder.layers.0.mixer.A_log"], True, False)
+
+
+def test_where_nothing_is_stored_the_run_had_one_rank(tmp_path):
+    fields = run_fields(file_path(tmp_path), {}, [])
+    assert fields["tensor_model_parallel_size"] == fields["pipeline_model_parallel_size"] == 1

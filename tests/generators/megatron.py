@@ -1,0 +1,996 @@
+"""Checkpoints that Megatron-LM itself writes, on a CPU, with the live state of the run beside each.
+
+    python tests/generators/megatron.py OUT --source DIR [--only CASE ...]
+
+DIR has the source of Megatron-LM in one folder for each tag: DIR/core_v0.19.0/megatron/... The
+Python that runs this has torch, numpy, einops, packaging, pyyaml. Models, optimizers and writers
+are Megatron's own; what needs a GPU stands in: CUDA's calls, the modules of TransformerEngine with
+the parameters that it registers, and its FusedAdam by its formulas
+(`transformer_engine/pytorch/optimizers/fused_adam.py`, `common/multi_tensor/adam.cu`, v2.18).
+
+Gradients are noise, the same whatever the parallelism; three steps are made with them. The state is
+taken from the live parameters and optimizers of all ranks, never from the files; where the
+optimizer keeps the low 16 bits of masters, from masters that the stand-in keeps beside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import importlib
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import types
+import typing
+from pathlib import Path
+
+STEPS, VOCAB = 3, 101
+BASE = """--num-layers {layers} --hidden-size {hidden} --ffn-hidden-size {ffn} --num-attention-heads 4
+--seq-length 16 --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 8 --lr 0.01
+--train-iters 100 --lr-decay-style constant --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95
+--tokenizer-type NullTokenizer --vocab-size 100 --make-vocab-size-divisible-by 8
+--distributed-backend gloo --no-gradient-accumulation-fusion --no-masked-softmax-fusion
+--no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
+--no-persist-layer-norm --save-interval 1 --ckpt-format torch_dist --attention-dropout 0
+--hidden-dropout 0 --bf16 --seed {seed}"""
+LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
+--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights"""
+GPT = "--position-embedding-type learned_absolute"
+MLA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
+--untie-embeddings-and-output-weights --multi-latent-attention --kv-lora-rank 10 --qk-head-dim 8
+--qk-pos-emb-head-dim 4 --v-head-dim 8 --qk-layernorm"""
+MOE = """--num-experts 4 --moe-ffn-hidden-size 12 --moe-router-topk 2 --moe-token-dispatcher-type
+alltoall"""
+DIST, PA = "--use-distributed-optimizer", "--use-precision-aware-optimizer"
+LATEST = "core_v0.19.0"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A run: what it is told, and on how many ranks."""
+
+    name: str
+    argv: str
+    world: int = 1
+    tag: str = LATEST
+    model: str = LLAMA
+    te: bool = True
+    layers: int = 2
+    hidden: int = 32
+    ffn: int = 24
+    seed: int = 1234
+    without_args: str = ""  # "bridge" or "nemo": the files as these trainers leave them
+
+
+def parallel(tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 0, cp: int = 1) -> str:
+    words = {"tensor-model": tp, "pipeline-model": pp, "expert-model": ep, "context": cp}
+    text = " ".join(f"--{kind}-parallel-size {n}" for kind, n in words.items() if n > 1)
+    return f"{text} --expert-tensor-parallel-size {etp}" if etp else text
+
+
+TAGS = [f"core_v0.{minor}" for minor in ("13.1", "14.0", "15.3", "16.1", "17.1", "18.2", "19.0")]
+FULLY = "--dist-ckpt-optim-fully-reshardable"
+SHARED = "--moe-shared-expert-intermediate-size 16"
+CASES = [
+    *(Case(f"dense_tp2_{tag}", f"{DIST} {parallel(2)}", 4, tag) for tag in TAGS),
+    *(Case(f"mla_{tag}", f"{DIST} --q-lora-rank 12", 2, tag, MLA) for tag in TAGS),
+    *(Case(f"moe_ep2_{tag}", f"{DIST} {MOE} {SHARED} --moe-grouped-gemm {parallel(ep=2)}", 2, tag)
+      for tag in TAGS),
+    *(Case(f"mtp_{tag}", f"{DIST} --mtp-num-layers 1", 2, tag) for tag in TAGS[1:]),
+    *(Case(f"layout_{tag}", f"{DIST} {parallel(pp=2)} --pipeline-model-parallel-layout Et|tt|t|L",
+           2, tag, layers=4) for tag in TAGS),
+    *(Case(f"pa_{tag}", f"{DIST} {PA}", 2, tag) for tag in TAGS),
+    *(Case(f"pa_full_{tag}", f"{DIST} {PA} {FULLY}", 2, tag) for tag in TAGS[2:]),
+    Case("gpt_tp2_pp2", f"{DIST} {parallel(2, 2)}", 4, model=GPT),
+    Case("gpt_local", f"{DIST} {parallel(2)}", 2, model=GPT, te=False),
+    Case("mla_local", f"{DIST} --q-lora-rank 12", 2, model=MLA, te=False),
+    Case("mla_tp2", f"{DIST} --q-lora-rank 12 {parallel(2)}", 2, model=MLA, seed=7),
+    Case("mla_pp2_no_q_lora", f"{DIST} {parallel(pp=2)}", 2, model=MLA, hidden=64),
+    Case("mla_moe_etp1", f"{DIST} --q-lora-rank 12 {MOE} {SHARED} --moe-grouped-gemm"
+         f" --sequence-parallel {parallel(2, ep=2, etp=1)}", 4, model=MLA),
+    Case("moe_etp1_ep1", f"{DIST} {MOE} --moe-grouped-gemm --sequence-parallel"
+         f" {parallel(2, etp=1)}", 2),
+    Case("moe_etp2_tp1", f"{DIST} {MOE} {parallel(1, ep=2, etp=2)}", 4),
+    Case("moe_tp2_ep2_pp2", f"{DIST} {MOE} {SHARED} --sequence-parallel {parallel(2, 2, 2)}", 4),
+    Case("moe_seq_bias", f"{DIST} {MOE} {parallel(ep=2)}", 2, model=GPT),
+    Case("moe_freq", f"{DIST} {MOE} --moe-layer-freq [0,1,1] --moe-grouped-gemm", 2, layers=3),
+    Case("moe_shared_gate", f"{DIST} {MOE} {SHARED} --moe-shared-expert-gate --moe-grouped-gemm", 2),
+    Case("moe_router_bias", f"{DIST} {MOE} --moe-grouped-gemm --moe-router-enable-expert-bias"
+         " --moe-router-score-function sigmoid", 2),
+    Case("sink", f"{DIST} --softmax-type learnable {parallel(2)}", 2),
+    Case("qk_norm", f"{DIST} --qk-layernorm {parallel(cp=2)}", 2, hidden=64),
+    Case("mtp_pp2", f"{DIST} --mtp-num-layers 2 {parallel(pp=2)}", 2),
+    Case("mtp_moe", f"{DIST} --mtp-num-layers 1 {MOE} --moe-grouped-gemm {parallel(ep=2)}", 2),
+    Case("mtp_layout", f"{DIST} --mtp-num-layers 1 {parallel(pp=2)}"
+         " --pipeline-model-parallel-layout Et|tt|t|mL", 2, layers=4, hidden=64),
+    Case("uneven_ends", f"{DIST} {parallel(pp=2)} --decoder-first-pipeline-num-layers 1"
+         " --decoder-last-pipeline-num-layers 3", 2, layers=4),
+    Case("uneven_first", f"{DIST} {parallel(pp=4)} --decoder-first-pipeline-num-layers 1", 4,
+         layers=7),
+    Case("uneven_account", f"{DIST} {parallel(pp=2)} --account-for-embedding-in-pipeline-split"
+         " --account-for-loss-in-pipeline-split", 2, layers=4),
+    Case("uneven_account_vpp", f"{DIST} {parallel(pp=2)} --account-for-embedding-in-pipeline-split"
+         " --account-for-loss-in-pipeline-split --num-virtual-stages-per-pipeline-rank 2", 2,
+         layers=6),
+    Case("vpp", f"{DIST} {parallel(pp=2)} --num-layers-per-virtual-pipeline-stage 1", 4, layers=4),
+    Case("vpp_tied", f"{DIST} {parallel(pp=2)} --num-layers-per-virtual-pipeline-stage 2", 2,
+         model=GPT, layers=8),
+    Case("buckets", f"{DIST} --overlap-grad-reduce --ddp-bucket-size 3000 {parallel(pp=2)}", 4,
+         model=GPT),
+    Case("pa_tp2_buckets", f"{DIST} {PA} --overlap-grad-reduce --ddp-bucket-size 3000"
+         f" {parallel(2)}", 4),
+    Case("pa_moe", f"{DIST} {PA} {MOE} {SHARED} --moe-grouped-gemm {parallel(ep=2)}", 4),
+    Case("pa_bf16_moments", f"{DIST} {PA} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", 2),
+    Case("pa_fp8_moments", f"{DIST} {PA} --exp-avg-dtype fp8 --exp-avg-sq-dtype fp8", 2),
+    Case("pa_fp16_all", f"{DIST} {PA} --exp-avg-dtype fp16 --exp-avg-sq-dtype fp16"
+         " --main-params-dtype fp16", 2),
+    Case("pa_fp16_all_full", f"{DIST} {PA} --exp-avg-dtype fp16 --main-params-dtype fp16 {FULLY}",
+         2),
+    Case("pa_mla_pp2", f"{DIST} {PA} --q-lora-rank 12 {parallel(pp=2)}", 2, model=MLA),
+    Case("pa_tied_pp2", f"{DIST} {PA} {parallel(pp=2)}", 2, model=GPT),
+    Case("offload", f"{DIST} {PA} --optimizer-cpu-offload", 2),
+    Case("offload_half", f"{DIST} {PA} --optimizer-cpu-offload --optimizer-offload-fraction 0.5", 2),
+    Case("decoupled_lr", f"{DIST} --decoupled-lr 0.001 --decoupled-min-lr 0.0001 {parallel(2)}", 2),
+    Case("sgd", f"--optimizer sgd {parallel(2)}", 2),
+    Case("sgd_fp32_masters_tp1", "--optimizer sgd --sgd-momentum 0.5", 1, seed=3),
+    Case("plain_moe", f"{MOE} {SHARED} --moe-grouped-gemm {parallel(ep=2)}", 2),
+    Case("bridge_moe", f"{DIST} {MOE} {SHARED} --moe-grouped-gemm {parallel(2, ep=2, etp=1)}"
+         " --sequence-parallel", 4, without_args="bridge"),
+    Case("bridge_pp2_tied", f"{DIST} --overlap-grad-reduce --ddp-bucket-size 3000 {parallel(pp=2)}",
+         2, "core_v0.16.1", GPT, without_args="bridge"),
+    Case("bridge_pa_layout", f"{DIST} {PA} {parallel(pp=2)} --pipeline-model-parallel-layout"
+         " Et|tt|t|L", 2, layers=4, without_args="bridge"),
+    Case("nemo_full", f"{DIST} {FULLY} {parallel(2)}", 2, "core_v0.15.3", without_args="nemo"),
+    Case("nemo_flat", f"{DIST} {parallel(2, 2)}", 4, "core_v0.14.0", without_args="nemo"),
+    Case("small_mla", f"{DIST} --q-lora-rank 6", 1, model=MLA, layers=1, hidden=8, ffn=8),
+    Case("small_pa", f"{DIST} {PA}", 2, layers=1, hidden=8, ffn=8),
+    Case("small_pa_full", f"{DIST} {PA} {FULLY}", 1, layers=1, hidden=8, ffn=8),
+    Case("small_layout_mtp", f"{DIST} --mtp-num-layers 1 {parallel(pp=2)}"
+         " --pipeline-model-parallel-layout Et|tmL", 2, layers=2, hidden=8, ffn=8),
+    Case("small_bridge", f"{DIST} {MOE} --moe-grouped-gemm {parallel(ep=2)}", 2, layers=1,
+         hidden=8, ffn=8, without_args="bridge"),
+]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--source", type=Path, required=True)
+    parser.add_argument("--only", nargs="*", default=[], help="parts of the names of cases")
+    parser.add_argument("--case", help=argparse.SUPPRESS)  # in a process of its own
+    options = parser.parse_args()
+    if options.case:
+        _write(next(case for case in CASES if case.name == options.case), options)
+        return
+    failed = [
+        case.name
+        for case in CASES
+        if (not options.only or any(part in case.name for part in options.only))
+        and not _run(case, options)
+    ]
+    print(f"failed: {failed}" if failed else "all written")
+
+
+def _run(case: Case, options: argparse.Namespace) -> bool:
+    """Write a case in a process of its own, and end all that it leaves behind."""
+    folder = options.out / case.name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(Path(__file__).resolve()),
+        str(options.out.resolve()),
+    ]
+    command += ["--source", str(options.source.resolve()), "--case", case.name]
+    path = f"{options.source.resolve() / case.tag}:{os.environ.get('PYTHONPATH', '')}"
+    settings = {"PYTHONPATH": path, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
+    settings |= {"TORCHDYNAMO_DISABLE": "1", "PYTORCH_JIT": "0", "NVTE_TORCH_COMPILE": "0"}
+    settings |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            command, env=os.environ | settings, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            code = process.wait(120)
+        except subprocess.TimeoutExpired:
+            code = -1
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    lines = (folder / "log").read_text().splitlines()
+    written = not code and (folder / "case.json").is_file()
+    print(f"{case.name}: {'written' if written else 'FAILED'}", flush=True)
+    if written:
+        (folder / "log").unlink()
+    else:
+        print("   ", "\n    ".join(lines[-6:]), flush=True)
+    return written
+
+
+def _free_port() -> int:
+    with socket.socket() as own:
+        own.bind(("127.0.0.1", 0))
+        return own.getsockname()[1]
+
+
+def _write(case: Case, options: argparse.Namespace) -> None:
+    """Train and save, one process for each rank."""
+    sys.path[:] = [path for path in sys.path if path != str(Path(__file__).parent)]  # its name
+    _stand_in_for_cuda()
+    engine = ("transformer_engine", "transformer_engine_torch") if case.te else ()
+    sys.meta_path.insert(0, _StandIns(("triton", *engine)))
+    typing.override = getattr(typing, "override", lambda method: method)
+    argv = BASE.format(layers=case.layers, hidden=case.hidden, ffn=case.ffn, seed=case.seed).split()
+    argv += case.model.split() + case.argv.split()
+    argv += ["--transformer-impl", "transformer_engine" if case.te else "local"]
+    argv += ["--save", str(options.out / case.name / "ckpt")]
+    sys.argv = ["generate", *argv]
+    _import_megatron()
+    os.environ["WORLD_SIZE"] = str(case.world)
+    rank, children = 0, []
+    for number in range(1, case.world):
+        child = os.fork()
+        if not child:
+            rank, children = number, []
+            break
+        children.append(child)
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    try:
+        _train_and_save(case, options.out / case.name)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        os.killpg(0, signal.SIGKILL)
+    for child in children:
+        os.waitpid(child, 0)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _import_megatron() -> None:
+    import megatron.training.initialize as initialize
+    import megatron.training.training  # noqa: F401
+    import pretrain_gpt  # noqa: F401
+
+    initialize._compile_dependencies = lambda: None
+
+
+def _train_and_save(case: Case, folder: Path) -> None:
+    import torch
+    import torch.distributed as dist
+    from megatron.training import get_args
+
+    models, optimizer, scheduler = _set_up()
+    bare = [_unwrapped(model) for model in models]
+    places = [_places(model) for model in bare]
+    for model, own in zip(bare, places, strict=True):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                noise = _local(own[name], "weight", 0) * 0.05
+                parameter.copy_(noise.reshape(parameter.shape).to(parameter.dtype))
+    optimizer.reload_model_params()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for model in models:
+            model.zero_grad_buffer()
+        for model, own in zip(bare, places, strict=True):
+            for name, parameter in model.named_parameters():
+                noise = _local(own[name], "gradient", step) * 0.1
+                parameter.main_grad.copy_(noise.reshape(parameter.shape))
+        if not optimizer.step()[0]:
+            raise RuntimeError("a step was skipped")
+        scheduler.step(increment=8)
+    args = get_args()
+    args.iteration, args.consumed_train_samples = STEPS, 8 * STEPS
+    mine = [
+        (own[name], state, start, array)
+        for model, own in zip(bare, places, strict=True)
+        for name, parameter in model.named_parameters()
+        for state, start, array in _states(optimizer, parameter)
+    ]
+    _save(models, optimizer, scheduler)
+    gathered = [None] * case.world if dist.get_rank() == 0 else None
+    dist.gather_object(mine, gathered, dst=0)
+    if gathered is not None:
+        _write_truth(case, folder, [item for rank in gathered for item in rank], _buffers(bare))
+        if case.without_args:
+            _as_other_trainer(case, folder, args)
+    dist.barrier()
+
+
+def _set_up():
+    """The model chunks, the optimizer and the scheduler, as Megatron's own training has them."""
+    import inspect
+    from functools import partial
+
+    import megatron.training.initialize as initialize
+    import megatron.training.training as training
+    from megatron.core.enums import ModelType
+
+    try:
+        from megatron.training.arguments import parse_and_validate_args
+
+        parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
+        initialize.initialize_megatron(allow_no_cuda=True)
+    except ImportError:
+        defaults = {"tokenizer_type": "NullTokenizer"}
+        initialize.initialize_megatron(allow_no_cuda=True, args_defaults=defaults)
+    import pretrain_gpt
+
+    provider = pretrain_gpt.model_provider
+    try:
+        from gpt_builders import gpt_builder
+
+        provider = partial(provider, gpt_builder)
+    except ImportError:
+        pass
+    wanted = inspect.signature(training.setup_model_and_optimizer).parameters
+    values = {name: provider for name in wanted if "provider" in name}
+    if "model_type" in wanted:
+        values["model_type"] = ModelType.encoder_or_decoder
+    return training.setup_model_and_optimizer(**values)
+
+
+def _unwrapped(model):
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def _save(models, optimizer, scheduler) -> None:
+    import megatron.training.training as training
+    from megatron.training.checkpointing import save_checkpoint
+
+    clean = getattr(training, "preprocess_common_state_dict", None)
+    more = {"preprocess_common_state_dict_fn": clean} if clean else {}
+    save_checkpoint(STEPS, models, optimizer, scheduler, 12345, **more)
+
+
+# Where the elements of a parameter are in the whole: for each tensor of the checkpoint its key and
+# shape, the index there, and which elements of the parameter these are.
+Place = list[tuple[str, tuple[int, ...], tuple, "object"]]
+
+
+def _places(model) -> dict[str, Place]:
+    """The places of a model's parameters, by what Megatron says of how they are sharded."""
+    import torch
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    try:
+        sharded = model.sharded_state_dict(metadata={"dp_cp_group": _data_group()})
+    except TypeError:
+        sharded = model.sharded_state_dict()
+    kinds = (ShardedTensor, ShardedTensorFactory)
+    every = [item for item in nested_values(sharded) if isinstance(item, kinds)]
+    by_memory = {item.data.data_ptr(): item for item in every if item.data is not None}
+    places: dict[str, Place] = {}
+    for name, parameter in model.named_parameters():
+        item = by_memory[parameter.data_ptr()]
+        index = torch.arange(parameter.numel()).reshape(parameter.shape)
+        if isinstance(item, ShardedTensor):
+            parts = [dataclasses.replace(item, data=index, dtype=index.dtype)]
+        else:
+            parts = list(nested_values(dataclasses.replace(item, data=index).build()))
+        places[name] = [
+            (part.key, tuple(part.global_shape), part.global_slice(), part.data.numpy().copy())
+            for part in parts
+        ]
+    return places
+
+
+def _data_group():
+    from megatron.core import parallel_state
+
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def _noise(key: str, shape: tuple[int, ...], *what: object):
+    import numpy as np
+
+    seed = int.from_bytes(hashlib.sha256(repr((key, what)).encode()).digest()[:8], "little")
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+def _local(place: Place, *what: object):
+    """Noise of whole tensors, as a rank has it of one parameter, flat."""
+    import numpy as np
+    import torch
+
+    result = np.zeros(sum(index.size for *_, index in place), np.float32)
+    for key, shape, at, index in place:
+        result[index.reshape(-1)] = _noise(key, shape, *what)[at].reshape(-1)
+    return torch.from_numpy(result)
+
+
+def _states(optimizer, parameter):
+    """(state, first element or None, array) of what the optimizers have of a parameter."""
+    for own in _leaves(optimizer):
+        if type(own).__name__ == "DistributedOptimizer":
+            if parameter not in own.model_param_group_index_map:
+                continue  # other data-parallel ranks have all of it, or another optimizer
+            start = own._get_model_param_range_map(parameter)["param"].start
+            tensors = own._get_main_param_and_optimizer_states(parameter)
+            exact = getattr(own.optimizer, "exact", {})
+            group, order = own.model_param_group_index_map[parameter]
+            live = own.optimizer.param_groups[group]["params"][order]
+            tensors["param"] = exact.get(live, tensors["param"])
+            yield from ((state, start, _array(value)) for state, value in tensors.items())
+            return
+        live = getattr(parameter, "main_param", parameter)
+        if any(live is other for group in own.optimizer.param_groups for other in group["params"]):
+            yield "param", None, _array(live)
+            for state, value in own.optimizer.state[live].items():
+                if hasattr(value, "shape") and state != "step":
+                    yield state, None, _array(value)
+            return
+    if not any(type(own).__name__ == "DistributedOptimizer" for own in _leaves(optimizer)):
+        yield "param", None, _array(parameter)
+
+
+def _leaves(optimizer):
+    inner = getattr(optimizer, "chained_optimizers", None)
+    if not inner:
+        return [optimizer]
+    return [leaf for part in inner for leaf in ([part] if part is optimizer else _leaves(part))]
+
+
+def _array(tensor):
+    import torch
+
+    tensor = tensor.detach().reshape(-1)
+    if tensor.dtype == torch.bfloat16:
+        return "bfloat16", tensor.view(torch.int16).numpy().view("uint16").copy()
+    return str(tensor.dtype).removeprefix("torch."), tensor.numpy().copy()
+
+
+def _buffers(models) -> dict[str, object]:
+    """The biases of routers, which are no parameters."""
+    return {}
+
+
+def _write_truth(case: Case, folder: Path, items, buffers) -> None:
+    """Put together what all ranks have, and write it under the names of the local spec."""
+    import numpy as np
+    import torch
+
+    flat: dict[tuple, tuple[Place, np.ndarray, np.ndarray]] = {}
+    dtypes: dict[str, str] = {}
+    for place, state, start, (dtype, array) in items:
+        ident = state, *(f"{key}{at}" for key, _, at, _ in place)
+        size = sum(index.size for *_, index in place)
+        if ident not in flat:
+            flat[ident] = place, np.zeros(size, array.dtype), np.zeros(size, bool)
+        _, whole, seen = flat[ident]
+        first = start or 0
+        part = slice(first, first + array.size)
+        old = whole[part][seen[part]]
+        if old.tobytes() != array[seen[part]].tobytes():
+            raise RuntimeError(f"copies of {ident} differ")
+        whole[part], seen[part] = array, True
+        dtypes[state] = dtype
+    wholes: dict[tuple[str, str], np.ndarray] = {}
+    covered: dict[tuple[str, str], np.ndarray] = {}
+    for (state, *_), (place, array, seen) in flat.items():
+        assert seen.all(), (state, place[0][0])
+        for key, shape, at, index in place:
+            whole = wholes.setdefault((state, key), np.zeros(shape, array.dtype))
+            whole[at] = array[index.reshape(-1)].reshape(whole[at].shape)
+            covered.setdefault((state, key), np.zeros(shape, bool))[at] = True
+    truth: dict[str, np.ndarray] = {}
+    for (state, key), whole in wholes.items():
+        assert covered[state, key].all(), (state, key)
+        for name, array in _named(key, whole):
+            if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+                array = array[:VOCAB]
+            truth[f"{state}/{name}"] = array
+    truth |= {f"buffer/{name}": array for name, array in buffers.items()}
+    np.savez_compressed(folder / "truth.npz", **truth)
+    names = {state: dtype for state, dtype in dtypes.items() if dtype == "bfloat16"}
+    about = {
+        "writer": {"megatron_core": case.tag, "torch": torch.__version__},
+        "options": {"sizes": {"vocab": VOCAB}},
+        "dtypes": {key: names[s] for key in truth if (s := key.partition("/")[0]) in names},
+        "steps": STEPS,
+        "argv": f"{case.model} {case.argv}".split(),
+        "world": case.world,
+    }
+    (folder / "case.json").write_text(json.dumps(about, indent=1))
+
+
+NORMS = {"self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+         "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}  # fmt: skip
+
+
+def _named(key: str, whole):
+    """The parameters in a tensor of a checkpoint, by the names of the local spec."""
+    if match := re.fullmatch(r"(decoder\.layers)\.(?!\d)(.+)", key):
+        for number, layer in enumerate(whole):
+            yield from _named(f"{match[1]}.{number}.{match[2]}", layer)
+    elif match := re.fullmatch(r"(.+\.experts)\.experts\.(?!\d)(.+)", key):
+        for number, expert in enumerate(whole):
+            yield from _named(f"{match[1]}.{number}.{match[2]}", expert)
+    else:
+        key = key.replace(".experts.experts.", ".experts.")
+        layer = re.fullmatch(r"(decoder\.layers\.\d+\.)(.+)", key)
+        for fused, norm in NORMS.items():
+            if layer and layer[2].startswith(fused):
+                key = layer[1] + norm + layer[2].removeprefix(fused)
+        yield key, whole
+
+
+def _as_other_trainer(case: Case, folder: Path, args) -> None:
+    """Leave the files as trainers on Megatron-Core do that write no args."""
+    import torch
+    import yaml
+
+    iteration = folder / "ckpt" / f"iter_{STEPS:07d}"
+    if (iteration / "common.pt").exists():
+        common = torch.load(iteration / "common.pt", weights_only=False)
+    else:
+        common = _common_state(iteration)
+    args = vars(common.pop("args"))
+    if case.without_args == "nemo":
+        (iteration / "common.pt").unlink(missing_ok=True)
+        kept = {name: common[name] for name in ("optimizer", "content_metadata") if name in common}
+        kept["optimizer"] = [kept["optimizer"]]
+        torch.save(kept | {"global_step": STEPS, "state_dict": {}}, iteration / "common.pt")
+        step = folder / "ckpt" / "run--step=3-last"
+        (step / "context").mkdir(parents=True)
+        (step / "context" / "model.yaml").write_text("_target_: nemo.collections.llm.GPTModel\n")
+        iteration.rename(step / "weights")
+        (folder / "ckpt" / "latest_checkpointed_iteration.txt").unlink()
+        return
+    torch.save(common, iteration / "common.pt")
+    config = {"model": {}, "ddp": {}, "optimizer": {}}
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers",
+                 "virtual_pipeline_model_parallel_size", "expert_model_parallel_size",
+                 "expert_tensor_parallel_size", "context_parallel_size", "hidden_size",
+                 "mtp_num_layers", "pipeline_model_parallel_layout", "moe_grouped_gemm"):  # fmt: skip
+        config["model"][name] = args.get(name)
+    config["model"]["num_moe_experts"] = args.get("num_experts")
+    tied = not args["untie_embeddings_and_output_weights"]
+    config["model"]["share_embeddings_and_output_weights"] = tied
+    config["ddp"]["overlap_grad_reduce"] = args["overlap_grad_reduce"]
+    config["ddp"]["bucket_size"] = args.get("ddp_bucket_size")
+    config["optimizer"]["use_precision_aware_optimizer"] = args["use_precision_aware_optimizer"]
+    config["optimizer"]["main_params_dtype"] = {"_target_": "torch.float32", "_call_": False}
+    (iteration / "run_config.yaml").write_text(yaml.safe_dump(config))
+    state = {"step": torch.tensor(STEPS), "consumed_train_samples": torch.tensor(8 * STEPS)}
+    torch.save(state, iteration / "train_state.pt")
+    shutil.copy(iteration / "train_state.pt", folder / "ckpt" / "latest_train_state.pt")
+
+
+def _common_state(iteration: Path) -> dict:
+    """The object that core 0.19 has in place of `common.pt`."""
+    import io
+
+    import torch
+    from torch.distributed.checkpoint import FileSystemReader
+
+    metadata = FileSystemReader(iteration).read_metadata()
+    for index, info in metadata.storage_data.items():
+        if index.fqn == "common_state/shard_0_1":
+            data = (iteration / info.relative_path).read_bytes()
+            part = io.BytesIO(data[info.offset : info.offset + info.length])
+            return torch.load(part, weights_only=False)[0]
+    raise RuntimeError("no common_state")
+
+
+# What stands in for a GPU.
+
+
+def _stand_in_for_cuda() -> None:
+    """Calls of CUDA do nothing, or are done on the CPU."""
+    import torch
+    import torch.cuda.random as cuda_random
+
+    torch.set_num_threads(1)
+    cpu, cuda = torch.device("cpu"), torch.cuda
+
+    class Stream:
+        cuda_stream = 0
+
+        def __init__(self, *_, **__):
+            pass
+
+        def __getattr__(self, name):
+            return lambda *_, **__: None
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            return False
+
+    random_state = {"get_rng_state": lambda *_, **__: torch.zeros(16, dtype=torch.uint8)}
+    for name in ("set_rng_state", "manual_seed", "manual_seed_all", "seed"):
+        random_state[name] = lambda *_, **__: None  # of its own, as dynamo wants it
+    random_state["initial_seed"] = lambda: 1
+    for name, call in random_state.items():
+        setattr(cuda, name, call)
+        setattr(cuda_random, name, call)
+    nothing = ("set_device", "synchronize", "empty_cache", "set_stream", "_lazy_init",
+               "reset_peak_memory_stats", "ipc_collect")  # fmt: skip
+    for name in nothing:
+        setattr(cuda, name, lambda *_, **__: None)
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved",
+                 "max_memory_reserved"):  # fmt: skip
+        setattr(cuda, name, lambda *_, **__: 0)
+    cuda.device_count, cuda.current_device = lambda: 1, lambda: cpu
+    cuda.Event = cuda.Stream = Stream
+    cuda.current_stream = cuda.default_stream = lambda *_, **__: Stream()
+    cuda.stream = lambda *_, **__: contextlib.nullcontext()
+    cuda.is_current_stream_capturing = lambda: False
+    cuda.memory_stats = lambda *_, **__: {}
+    cuda.mem_get_info = lambda *_, **__: (1 << 33, 1 << 34)
+    cuda.get_device_capability = lambda *_, **__: (9, 0)
+    cuda.get_device_name = lambda *_, **__: "cpu"
+    about = {"major": 9, "minor": 0, "total_memory": 1 << 34, "name": "cpu"}
+    cuda.get_device_properties = lambda *_, **__: types.SimpleNamespace(
+        multi_processor_count=1, **about
+    )
+    cuda.default_generators = (torch.default_generator,)
+    nvtx = {name: lambda *_, **__: None for name in ("range_push", "range_pop")}
+    cuda.nvtx = types.SimpleNamespace(range=lambda *_, **__: contextlib.nullcontext(), **nvtx)
+    for kind in ("Float", "Long", "Int", "Byte", "Double", "Half", "BFloat16"):
+        setattr(cuda, f"{kind}Tensor", getattr(torch, f"{kind}Tensor"))
+
+    def on_cpu(value):
+        named = isinstance(value, str) and value.startswith("cuda")
+        placed = isinstance(value, torch.device) and value.type == "cuda"
+        return cpu if named or placed else value
+
+    tensor = torch.Tensor
+    move, kind_of = tensor.to, tensor.type
+    tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self
+    tensor.pin_memory, tensor.is_pinned = lambda self, *_, **__: self, lambda self, *_: False
+    tensor.to = lambda self, *a, **k: move(
+        self, *map(on_cpu, a), **{name: on_cpu(value) for name, value in k.items()}
+    )
+
+    def type_of(self, *a, **k):
+        if a and isinstance(a[0], str):
+            a = (a[0].replace("torch.cuda.", "torch."), *a[1:])
+        kind = kind_of(self, *a, **k)
+        return kind.replace("torch.", "torch.cuda.", 1) if isinstance(kind, str) else kind
+
+    tensor.type = type_of
+    makers = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "eye",
+              "empty_like", "zeros_like", "ones_like", "full_like", "randint", "as_tensor",
+              "linspace", "rand_like")  # fmt: skip
+    for name in makers:
+        setattr(torch, name, _made_on_cpu(getattr(torch, name), on_cpu))
+
+
+def _made_on_cpu(maker, on_cpu):
+    def make(*args, **options):
+        if "device" in options:
+            options["device"] = on_cpu(options["device"])
+        options.pop("pin_memory", None)
+        return maker(*args, **options)
+
+    return make
+
+
+class _Anything(type):
+    """A class that has whatever is asked of it, and does nothing."""
+
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: None
+
+
+class _Nothing(metaclass=_Anything):
+    def __init__(self, *_, **__):
+        pass
+
+    def __call__(self, *_, **__):
+        return None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return False
+
+
+class _Room(types.ModuleType):
+    """A module of TransformerEngine: what it lacks is a class that does nothing."""
+
+    __path__: typing.ClassVar[list[str]] = []
+    __version__ = "2.9.0"
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in (
+            "common",
+            "recipe",
+            "pytorch",
+            "ops",
+            "module",
+            "distributed",
+            "tensor",
+            "language",
+        ):
+            return importlib.import_module(f"{self.__name__}.{name}")
+        made = _Anything(name, (_Nothing,), {})
+        setattr(self, name, made)
+        return made
+
+
+class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds any module of packages; those of TransformerEngine that have parameters are below."""
+
+    def __init__(self, packages):
+        self.packages = packages
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in self.packages:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        return _Room(spec.name)
+
+    def exec_module(self, module):
+        for name, made in _engine().get(module.__name__, {}).items():
+            setattr(module, name, made)
+
+
+def _engine() -> dict[str, dict[str, object]]:
+    """The parts of TransformerEngine that register parameters or keep states, by module."""
+    global _ENGINE
+    if _ENGINE is None:
+        _ENGINE = _engine_parts()
+    return _ENGINE
+
+
+_ENGINE: dict[str, dict[str, object]] | None = None
+
+
+def _engine_parts() -> dict[str, dict[str, object]]:
+    import torch
+    from torch import nn
+
+    def parameter(*shape, dtype):
+        return nn.Parameter(torch.zeros(*shape, dtype=dtype or torch.float32))
+
+    class Base(nn.Module):
+        fp8 = fp8_calibration = False
+        fp8_meta = types.MappingProxyType({"fp8_checkpoint": False})
+
+        def get_extra_state(self):
+            return None
+
+        def set_extra_state(self, state):
+            pass
+
+        def set_tensor_parallel_group(self, group):
+            pass
+
+    def cut(features_in, features_out, options):
+        ranks = options.get("tp_size", 1)
+        if options.get("parallel_mode") == "column":
+            features_out //= ranks
+        if options.get("parallel_mode") == "row":
+            features_in //= ranks
+        return features_out, features_in
+
+    class Linear(Base):
+        def __init__(self, in_features, out_features, bias=True, params_dtype=None, **options):
+            super().__init__()
+            self.use_bias, self.parallel_mode = bias, options.get("parallel_mode")
+            rows, columns = cut(in_features, out_features, options)
+            self.in_features, self.out_features = columns, rows
+            self.weight = parameter(rows, columns, dtype=params_dtype)
+            if bias:
+                self.bias = parameter(rows, dtype=params_dtype)
+            else:
+                self.bias = torch.Tensor()
+
+    class LayerNormLinear(Base):
+        def __init__(self, in_features, out_features, bias=True, params_dtype=None,
+                     normalization="LayerNorm", **options):  # fmt: skip
+            super().__init__()
+            self.use_bias, self.parallel_mode = bias, options.get("parallel_mode")
+            rows, columns = cut(in_features, out_features, options)
+            self.layer_norm_weight = parameter(in_features, dtype=params_dtype)
+            self.layer_norm_bias = None
+            if normalization == "LayerNorm":
+                self.layer_norm_bias = parameter(in_features, dtype=params_dtype)
+            self.weight = parameter(rows, columns, dtype=params_dtype)
+            self.bias = parameter(rows, dtype=params_dtype) if bias else torch.Tensor()
+
+    class GroupedLinear(Base):
+        def __init__(self, num_gemms, in_features, out_features, bias=True, params_dtype=None,
+                     **options):  # fmt: skip
+            super().__init__()
+            self.num_gemms, self.use_bias = num_gemms, bias
+            self.parallel_mode = options.get("parallel_mode")
+            rows, columns = cut(in_features, out_features, options)
+            for number in range(num_gemms):
+                weight = parameter(rows, columns, dtype=params_dtype)
+                self.register_parameter(f"weight{number}", weight)
+                if bias:
+                    self.register_parameter(f"bias{number}", parameter(rows, dtype=params_dtype))
+
+    class RMSNorm(Base):
+        def __init__(self, normalized_shape=None, hidden_size=None, params_dtype=None, **_):
+            super().__init__()  # the size has one name or the other
+            self.size = normalized_shape or hidden_size
+            self.weight = parameter(self.size, dtype=params_dtype)
+
+    class LayerNorm(RMSNorm):
+        def __init__(self, params_dtype=None, **options):
+            super().__init__(params_dtype=params_dtype, **options)
+            self.bias = parameter(self.size, dtype=params_dtype)
+
+    class DotProductAttention(Base):
+        def __init__(self, num_attention_heads, kv_channels, softmax_type="vanilla", tp_size=1,
+                     **options):  # fmt: skip
+            super().__init__()
+            if softmax_type == "learnable":
+                heads = num_attention_heads // tp_size
+                self.softmax_offset = parameter(heads, dtype=torch.float32)
+
+    class States:
+        def __init__(self, *_, **__):
+            self.states_ = {}
+
+        def is_initialized(self):
+            return False
+
+        def get_states(self):
+            return dict(self.states_)
+
+        def reset(self):
+            self.states_ = {}
+
+        def add(self, name, seed):
+            self.states_[name] = torch.zeros(16, dtype=torch.uint8)
+
+        def set_states(self, states):
+            self.states_ = states
+
+        def fork(self, *_, **__):
+            return contextlib.nullcontext()
+
+    def applier(operation, buffer, lists, *arguments):
+        return operation(0, buffer, lists, *arguments)
+
+    def norm(_, __, lists, *___):
+        total = sum(float(tensor.float().norm()) ** 2 for tensor in lists[0])
+        return torch.tensor([total**0.5]), None
+
+    def scale(_, __, lists, factor, *___):
+        for source, target in zip(*lists, strict=True):
+            target.copy_(source.float().mul(factor).to(target.dtype))
+
+    modules = {"Linear": Linear, "LayerNormLinear": LayerNormLinear, "LayerNorm": LayerNorm}
+    modules |= {"GroupedLinear": GroupedLinear, "RMSNorm": RMSNorm}
+    modules |= {"DotProductAttention": DotProductAttention}
+    optimizers = {"FusedAdam": _fused_adam(), "FusedSGD": torch.optim.SGD}
+    optimizers |= {"multi_tensor_applier": applier, "multi_tensor_l2norm": norm}
+    optimizers |= {"multi_tensor_scale": scale}
+    tracker = {"CudaRNGStatesTracker": States}
+    return {
+        "transformer_engine.pytorch": modules,
+        "transformer_engine.pytorch.distributed": tracker,
+        "transformer_engine.pytorch.optimizers": optimizers,
+        "transformer_engine.pytorch.cpu_offload": {
+            "get_cpu_offload_context": lambda *_, **__: (contextlib.nullcontext(), None)
+        },
+    }
+
+
+def _fused_adam():
+    """TransformerEngine's FusedAdam: its states and their dtypes, its formulas in fp32."""
+    import torch
+
+    limits = {torch.float16: torch.finfo(torch.float16).max / 2, torch.uint8: 448.0}
+
+    class FusedAdam(torch.optim.Optimizer):
+        def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0,
+                     bias_correction=True, adam_w_mode=True, master_weights=False,
+                     master_weight_dtype=torch.float32, exp_avg_dtype=torch.float32,
+                     exp_avg_sq_dtype=torch.float32, use_decoupled_grad=False,
+                     store_param_remainders=False, **_):  # fmt: skip
+            defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+            super().__init__(params, defaults | {"weight_decay": weight_decay})
+            self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
+            full = master_weights and master_weight_dtype == torch.float32
+            self.store_param_remainders = store_param_remainders and full
+            self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
+            self.dtypes["master_param"] = master_weight_dtype
+            self._scales, self.exact = {}, {}
+
+        def initialize_state(self, param, *_):
+            for name in ("exp_avg", "exp_avg_sq"):
+                self._keep(param, name, torch.zeros(param.shape))
+            if self.master_weights:
+                self._keep_master(param, param.detach().float())
+
+        def _is_split(self, param):
+            return self.store_param_remainders and param.dtype == torch.bfloat16
+
+        def _keep_master(self, param, master):
+            """Keep a master; a bfloat16 weight whose master is in halves is rounded half up."""
+            if not self._is_split(param):
+                self._keep(param, "master_param", master)
+                param.data.copy_(master)
+                return
+            bits = master.reshape(-1).view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+            low = (bits & 0xFFFF).to(torch.int32).to(torch.int16)
+            high = (((bits + 0x8000) >> 16) & 0xFFFF).to(torch.int32).to(torch.int16)
+            self.state[param]["master_param"] = low.reshape(param.shape)
+            param.data.copy_(high.view(torch.bfloat16).reshape(param.shape))
+            self.exact[param] = master.clone()
+
+        def _keep(self, param, name, value):
+            """Keep a state in its dtype, with a scale for the narrow ones."""
+            dtype = self.dtypes[name]
+            scale = torch.ones(1)
+            if dtype in limits:
+                scale = (value.abs().max() / limits[dtype]).reshape(1)
+                value = value * torch.where(scale > 0, scale.reciprocal(), 0.0)
+            if dtype == torch.uint8:
+                value = value.to(torch.float8_e4m3fn)
+            self._scales.setdefault(param, {})[name] = scale
+            self.state[param][name] = value.to(dtype) if dtype != torch.uint8 else value
+
+        def get_unscaled_state(self, param, name, *_):
+            value = self.state[param][name]
+            if value.dtype in (torch.int16, torch.float32):
+                return value
+            return value.float() * self._scales[param][name]
+
+        @torch.no_grad()
+        def step(self, closure=None, grad_scaler=None):
+            for group in self.param_groups:
+                group["step"] = group.get("step", 0) + 1
+                for param in group["params"]:
+                    grad = param.decoupled_grad if self.use_decoupled_grad else param.grad
+                    if grad is not None:
+                        self._update(group, param, grad.float())
+
+        def _update(self, group, param, grad):
+            if not self.state[param]:
+                self.initialize_state(param)
+            (beta1, beta2), count = group["betas"], group["step"]
+            first = beta1 * self.get_unscaled_state(param, "exp_avg") + (1 - beta1) * grad
+            second = beta2 * self.get_unscaled_state(param, "exp_avg_sq") + (1 - beta2) * grad**2
+            change = first / (1 - beta1**count)
+            change = change / ((second / (1 - beta2**count)).sqrt() + group["eps"])
+            master = param.detach().float()
+            if self.master_weights:
+                kept = self._is_split(param)
+                master = self.exact[param] if kept else self.get_unscaled_state(
+                    param, "master_param")  # fmt: skip
+            master = master - group["lr"] * (change + group["weight_decay"] * master)
+            self._keep(param, "exp_avg", first)
+            self._keep(param, "exp_avg_sq", second)
+            if self.master_weights:
+                self._keep_master(param, master)
+            else:
+                param.copy_(master)
+
+    return FusedAdam
+
+
+if __name__ == "__main__":
+    main()
