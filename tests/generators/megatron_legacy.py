@@ -288,7 +288,7 @@ def generate(case: Case, out: Path, source: Path, packages: str, limit: int = 40
     }
     with open(folder / "log0", "w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__, "--work"],
+            [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), "--work"],
             env=environment,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -320,10 +320,12 @@ def generate(case: Case, out: Path, source: Path, packages: str, limit: int = 40
 def work() -> None:
     """What every rank does; the first starts the others when Megatron is imported."""
     case = Case(**json.loads(os.environ["CASE"]))
-    sys.path[:0] = [os.environ["SOURCE"], str(Path(__file__).parent)]
-    sys.path += [path for path in os.environ["PACKAGES"].split(":") if path]
     import megatron_stand_ins
 
+    # beside it lies `megatron.py`
+    sys.path.remove(str(Path(__file__).parent))
+    sys.path.insert(0, os.environ["SOURCE"])
+    sys.path += [path for path in os.environ["PACKAGES"].split(":") if path]
     megatron_stand_ins.install_cuda()
     if case.format == "fsdp_dtensor":  # which makes the name of a device of it
         megatron_stand_ins.number_device()

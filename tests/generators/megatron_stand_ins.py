@@ -227,6 +227,7 @@ class Linear(_Base):
     ):
         super().__init__()
         inputs, outputs = _divided((in_features, out_features), parallel_mode, tp_size)
+        self.parallel_mode = parallel_mode
         self.norms(in_features, params_dtype, device, **_)
         self.weight = _empty(outputs, inputs, dtype=params_dtype, device=device)
         split = {"column": 0, "row": 1}.get(parallel_mode or "")
@@ -265,7 +266,7 @@ class GroupedLinear(_Base):
         **_: Any,
     ):
         super().__init__()
-        self.num_gemms = num_gemms
+        self.num_gemms, self.parallel_mode = num_gemms, parallel_mode
         inputs, outputs = _divided((in_features, out_features), parallel_mode, tp_size)
         split = {"column": 0, "row": 1}.get(parallel_mode or "")
         for i in range(num_gemms):

@@ -113,7 +113,7 @@ def saved(paths: Mapping[str, _Path], leaves: Mapping[str, Any]) -> Saved:
         match paths[fqn]:
             case ("model", str(name)):
                 weights[_bare(name)] = fqn
-            case ("optimizer", "state", str(name), str(state)):
+            case ("optimizer", "state", str(name), str(state)) if not _is_number(name):
                 named[_bare(name), state] = leaf
             case ("optimizer", "param_to_group_meta", str(name), str(setting)):
                 settings.setdefault(_bare(name), {})[setting] = leaf

@@ -43,6 +43,12 @@ def test_a_path_says_what_a_leaf_is_and_wrappers_are_not_in_names():
     assert (found.numbered, found.beside) == ([], ["d"])
 
 
+def test_an_optimizer_without_masters_numbers_its_parameters_too():
+    paths = {"a": ("optimizer", "state", "10", "exp_avg")}
+    found = saved(paths, {"a": "moment"})
+    assert (found.named, found.numbered) == ({}, [{"state": {10: {"exp_avg": "moment"}}}])
+
+
 @pytest.mark.parametrize("chained", [False, True])
 def test_optimizers_that_number_their_parameters_are_dicts_with_lists_again(chained):
     above = ("optimizer", 0) if chained else ("optimizer",)
