@@ -62,6 +62,7 @@ class Case:
     engine: bool = True
     seed: int = 0
     steps: int = 3
+    about: str = ""
 
     @property
     def command_line(self) -> list[str]:
@@ -200,20 +201,40 @@ CASES: tuple[Case, ...] = (
         f"{_ZERO} --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp16",
     ),
     # small copies of these are in tests/data/megatron
-    Case("legacy_te_moe_ep2_zero_bf16", f"{_ZERO}{_GROUPED}{_SHARED}{_BIAS}{_EP} 2{_SMALL}"),
+    Case(
+        "legacy_te_moe_ep2_zero_bf16",
+        f"{_ZERO}{_GROUPED}{_SHARED}{_BIAS}{_EP} 2{_SMALL}",
+        about="torch, ep 2, TransformerEngine's grouped experts, a shared one, expert bias, DistributedOptimizer",
+    ),
     Case(
         "legacy_te_mla_mtp_pp2_zero_bf16",
         f"{_ZERO} --q-lora-rank 12 --mtp-num-layers 1{_PP} 2{_SMALL} --num-layers 3"
         " --decoder-first-pipeline-num-layers 2",
         model=_MLA,
+        about="torch, uneven pp 2, MLA and multi-token prediction with TransformerEngine's modules, DistributedOptimizer",
     ),
-    Case("legacy_te_muon_bf16", f"--bf16{_MUON}{_SMALL}", world=1),
-    Case("legacy_te_precision_aware_bf16", f"{_ZERO} --use-precision-aware-optimizer{_SMALL}"),
-    Case("torch_dcp_te_bf16", _TORCH_FSDP + _SMALL, format="torch_dcp"),
+    Case(
+        "legacy_te_muon_bf16",
+        f"--bf16{_MUON}{_SMALL}",
+        world=1,
+        about="torch, Muon with Adam beside it",
+    ),
+    Case(
+        "legacy_te_precision_aware_bf16",
+        f"{_ZERO} --use-precision-aware-optimizer{_SMALL}",
+        about="torch, dp 2, DistributedOptimizer, precision-aware: masters in two halves",
+    ),
+    Case(
+        "torch_dcp_te_bf16",
+        _TORCH_FSDP + _SMALL,
+        format="torch_dcp",
+        about="torch's FSDP2 (torch_dcp) on 2 ranks, Float16OptimizerWithFloat16Params",
+    ),
     Case(
         "fsdp_dtensor_te_moe_ep2_bf16",
         f"{_MEGATRON_FSDP}{_GROUPED}{_SHARED}{_EP} 2{_SMALL}",
         format="fsdp_dtensor",
+        about="Megatron-FSDP (fsdp_dtensor) on 2 ranks, ep 2, TransformerEngine's grouped experts, a shared one",
     ),
     *_of_versions(),
     Case("fsdp2", _TORCH_FSDP, format="torch_dcp"),
@@ -827,7 +848,7 @@ def _write_case(
 
     np.savez_compressed(folder / "truth.npz", **truth)
     facts = {
-        "about": f"{case.format}, {case.tag}: {case.options.strip()}, {case.world} ranks",
+        "about": case.about or f"{case.format}: {case.options.strip()}",
         "model": {"vocab_size": VOCAB, "padded_vocab_size": padded},
         "writer": {"megatron-core": case.tag, "torch": torch.__version__},
         "stand_ins": ["CUDA", *(["TransformerEngine"] if case.engine else [])],
