@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax_ucp.errors import FormatError
+from jax_ucp.errors import FormatError, NotACheckpoint
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.facts import Facts
 from jax_ucp.formats.nested import as_dict, as_list
@@ -151,6 +151,16 @@ def iteration_folder(path: FilePath) -> FilePath:
             f"{tracker} should name an iteration or say `release`, but says {text!r:.80}"
         )
     return path / f"iter_{int(text):07d}"
+
+
+def require_folder(path: FilePath, folder: FilePath) -> None:
+    """Raise NotACheckpoint where the folder that the tracker names is not there, but its files."""
+    if not folder.is_dir():
+        raise NotACheckpoint(
+            f"{path} names {folder.name}, but there is no such folder in it, while files of one"
+            " iteration lie beside the name: move them into a folder that is called so, or open"
+            " them without the file that names it"
+        )
 
 
 def is_checkpoint(path: FilePath) -> bool:

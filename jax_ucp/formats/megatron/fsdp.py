@@ -30,11 +30,18 @@ from jax_ucp.formats.dcp.reader import (
     read_object,
 )
 from jax_ucp.formats.dcp.source import DcpSource, chunk_key, consolidated
+from jax_ucp.formats.facts import Facts
 from jax_ucp.formats.megatron import notes
 from jax_ucp.formats.megatron.dist_args import of_model, refuse_difference
 from jax_ucp.formats.megatron.dist_files import CONFIG_FILE
 from jax_ucp.formats.megatron.dist_names import gate_and_up
-from jax_ucp.formats.megatron.files import Args, args_of, check_iteration, iteration_folder
+from jax_ucp.formats.megatron.files import (
+    Args,
+    args_of,
+    check_iteration,
+    iteration_folder,
+    require_folder,
+)
 from jax_ucp.formats.megatron.legacy_optimizer import BUFFERS, numbered_alone
 from jax_ucp.formats.megatron.numbered import Module, numbered_states
 from jax_ucp.formats.megatron.walk import EMBEDDING, TIED, is_expert, parts_of
@@ -48,10 +55,13 @@ from jax_ucp.sources.consolidated import Consolidated
 from jax_ucp.sources.contents import Contents
 
 # Every checkpoint that Megatron writes has the object, and nobody else's has.
+_PICKLE = b"\x80"
 _MARK = b"num_floating_point_operations_so_far"
 _WRAPPER = "module."
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 _GATED_LAYER = re.compile(r"\.linear_fc1\.(weight|bias)\d*$")
+# Groups that differ in one of these may have rates of their own.
+_KINDS = ("lr_mult", "wd_mult", "is_decoupled_lr", "is_expert_parallel", "max_lr", "min_lr")
 _EXTRA_STATE = "._extra_state"
 _Path = tuple[str | int, ...]
 
@@ -60,10 +70,12 @@ def recognise(path: FilePath) -> bool:
     if not path.is_dir():
         return False
     folder = iteration_folder(path)
-    table = folder / METADATA_FILE
-    if not table.is_file() or (folder / CONFIG_FILE).exists():
+    table = (folder if folder.is_dir() else path) / METADATA_FILE
+    if not table.is_file() or (table.parent / CONFIG_FILE).exists():
         return False
-    return _MARK in table.read_bytes()
+    data = table.read_bytes()
+    # below a root nobody else would say what is wrong with it
+    return _MARK in data or (folder != path and not data.startswith(_PICKLE))
 
 
 def open_megatron_fsdp(path: FilePath, options: Options) -> Contents:
@@ -73,6 +85,7 @@ def open_megatron_fsdp(path: FilePath, options: Options) -> Contents:
     together, or tensors of several ranks had one name, so that only one rank's are stored.
     """
     folder = iteration_folder(path)
+    require_folder(path, folder)
     metadata = read_metadata(folder, _of_optimizer if options.weights_only else None)
     try:
         return _Reader(metadata, options).contents()
@@ -174,9 +187,10 @@ class _Reader:
         self.args = Args(args_of(self.objects, self.table))
 
     def contents(self) -> Contents:
-        check_iteration(self.table, self.folder, self.objects.get("iteration"))
+        check_iteration(self._file("iteration"), self.folder, self.objects.get("iteration"))
         check_facts(self.metadata, self.source, self.left)
         stored = saved(self._paths(), self._leaves())
+        self._check_settings()
         model = self._model(stored)
         check_degrees(self.args, model)
         refuse_difference(self.table, of_model(self.args, _shapes(model)))
@@ -196,6 +210,27 @@ class _Reader:
             for fqn, spans in self.metadata.objects.items()
             for span in spans
         }
+
+    def _file(self, fqn: str) -> FilePath:
+        """The file that an object lies in."""
+        spans = self.metadata.objects.get(fqn)
+        return self.folder / spans[0].file if spans else self.table
+
+    def _check_settings(self) -> None:
+        """Raise FormatError where files have settings of several steps: the first of groups that
+        are alike, such as those without weight decay, says how often it stepped, and its rate.
+        """
+        facts, kinds = Facts(self.folder), dict[str, dict[str, Any]]()
+        said: list[tuple[str, str, str, Any]] = []
+        for fqn, spans in self.metadata.objects.items():
+            match self._paths().get(fqn):
+                case ("optimizer", "param_to_group_meta", str(name), str(setting)):
+                    kinds.setdefault(name, {})[setting] = self.objects[fqn]
+                    said.append((spans[0].file, name, setting, self.objects[fqn]))
+        for file, name, setting, value in said:
+            if setting in ("step", "lr"):
+                of = [kinds[name].get(kind) for kind in _KINDS] if setting == "lr" else []
+                facts.state(file, f"{setting} of parameter groups", value, str(of))
 
     def _paths(self) -> Mapping[str, _Path]:
         every = (*self.metadata.tensors, *self.metadata.objects)
