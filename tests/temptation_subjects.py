@@ -39,7 +39,7 @@ FORMATS = (
     "deepspeed-universal",
     "megatron-legacy",
 )
-FORMATS += ("flax", "megatron-dist", "dcp", "dcp-hf", "safetensors", "torch.save")
+FORMATS += ("flax", "megatron-dist", "megatron-fsdp", "dcp", "dcp-hf", "safetensors", "torch.save")
 
 # Of each folder the files that the test data keep beside the checkpoint.
 _OURS = {"truth.npz", "case.json", "plain.pt"}
@@ -158,7 +158,10 @@ def _format(case: Case) -> str:
     if case.family == "megatron_core":
         return "megatron-dist"
     if case.family == "megatron":
-        return "megatron-legacy" if case.name.startswith("legacy") else "megatron-dist"
+        kinds = {"legacy": "megatron-legacy", "torch_dcp": "megatron-fsdp"}
+        kinds["fsdp_dtensor"] = "megatron-fsdp"
+        known = [kind for name, kind in kinds.items() if case.name.startswith(name)]
+        return known[0] if known else "megatron-dist"
     if case.family == "torch":
         return {"hf": "safetensors", "dcp_hf": "dcp-hf"}.get(case.about["kind"], "dcp")
     return case.family.replace("_", "-")

@@ -466,7 +466,7 @@ class Campaign:
             said=attempt.options,
             extras=want.extras,
         )
-        if way.weights_only and subject.format in ("dcp", "megatron-dist"):
+        if way.weights_only and subject.format in ("dcp", "megatron-dist", "megatron-fsdp"):
             case = replace(case, aside=r"optimizer|chained_")
         return next((name for name, entry in INVISIBLE.items() if entry.proves(case)), "")
 

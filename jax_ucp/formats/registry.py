@@ -23,6 +23,7 @@ from jax_ucp.formats.huggingface.stand_ins import stand_in
 from jax_ucp.formats.huggingface.weight_names import holds_weights
 from jax_ucp.formats.listing import listed
 from jax_ucp.formats.megatron import dist as megatron_dist
+from jax_ucp.formats.megatron import fsdp as megatron_fsdp
 from jax_ucp.formats.megatron import legacy as megatron_legacy
 from jax_ucp.formats.options import NOTHING_TWICE, Options
 from jax_ucp.formats.orbax import array_folders
@@ -122,6 +123,12 @@ FORMATS: tuple[Format, ...] = (
         megatron_dist.recognise,
         "Megatron (metadata.json and common.pt)",
         megatron_dist.open_megatron_dist,
+        from_torch=True,
+    ),
+    Format(
+        megatron_fsdp.recognise,
+        "Megatron with FSDP (.metadata that names Megatron's counters)",
+        megatron_fsdp.open_megatron_fsdp,
         from_torch=True,
     ),
     Format(

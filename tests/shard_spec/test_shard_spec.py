@@ -213,14 +213,22 @@ def test_names_in_sizes_come_from_the_checkpoint_the_spec_and_the_spec_it_extend
         "extra": shards((16, 4), (16, 4)),
         "decoder.layers.0.mlp.linear_fc2.weight": shards((3, 4), (3, 4)),
     }
-    given = {"heads": 2, "query_groups": 1, "head_dim": 8, "width": 4, "ffn": 99, "swiglu": 0}
+    given = {
+        "heads": 2,
+        "query_groups": 1,
+        "head_dim": 8,
+        "width": 4,
+        "ffn": 99,
+        "swiglu": 0,
+        "down_is_cut": 0,
+    }
     found = layouts(spec, params, given)
     assert found["decoder.layers.0.mlp.linear_fc2.weight"].shape == (3, 8)
 
 
 def test_a_rule_of_ones_own_wins_over_that_of_the_spec_it_extends():
     name = "decoder.final_layernorm.weight"
-    given = {"swiglu": 1}
+    given = {"swiglu": 1, "down_is_cut": 0}
     assert layouts(Spec(extends=built_in("megatron")), {name: shards((4,), (4,))}, given)[
         name
     ].shape == (4,)

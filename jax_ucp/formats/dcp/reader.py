@@ -70,18 +70,18 @@ def open_dcp(path: FilePath, options: Options) -> Contents:
     objects: dict[Steps, Any] = {}
     for fqn, spans in metadata.objects.items():
         for span in spans:
-            value = _object(imported, fqn, span, source, fqn in left)
+            value = read_object(imported, fqn, span, source, fqn in left)
             objects[metadata.paths.get(fqn, (fqn,))] = value
-    _check_facts(metadata, source, left)
+    check_facts(metadata, source, left)
     _tensors(imported, metadata, objects, options)
-    _other_files(imported, metadata)
+    account_for_files(imported, metadata)
     try:
         return imported.contents()
     except LayoutError as error:
         raise LayoutError(f"{path}: {error}") from None
 
 
-def _check_facts(metadata: DcpMetadata, source: DcpSource, left: Collection[str]) -> None:
+def check_facts(metadata: DcpMetadata, source: DcpSource, left: Collection[str]) -> None:
     """Raise FormatError where ranks that each wrote an object of one name say in it that they are
     of other steps.
 
@@ -179,7 +179,7 @@ def _reason(tensor: TensorEntry, state: str, name: str) -> str:
     return what if len(tensor.chunks) == 1 else f"{what}, one of {len(tensor.chunks)} chunks"
 
 
-def _object(imported: Import, fqn: str, span: Span, source: DcpSource, left: bool) -> Any:
+def read_object(imported: Import, fqn: str, span: Span, source: DcpSource, left: bool) -> Any:
     """An object, kept as an extra; None of one that asks for code or is made of data, or that is
     `left` and damaged.
     """
@@ -209,7 +209,7 @@ def _object(imported: Import, fqn: str, span: Span, source: DcpSource, left: boo
     return file.tree
 
 
-def _other_files(imported: Import, metadata: DcpMetadata) -> None:
+def account_for_files(imported: Import, metadata: DcpMetadata) -> None:
     used: Counter[str] = Counter()
     for _, span in metadata.spans():
         used[span.file] += span.length

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint, UnsafePickle
+from jax_ucp.errors import FormatError, LayoutError, UnsafePickle
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import Import
 from jax_ucp.formats.dcp.metadata import METADATA_FILE
@@ -84,6 +84,7 @@ from jax_ucp.formats.megatron.dist_steps import (
     one_step,
     optimizers,
 )
+from jax_ucp.formats.megatron.files import require_folder
 from jax_ucp.formats.megatron.legacy_optimizer import BUFFERS, beside_tensors
 from jax_ucp.formats.megatron.walk import EMBEDDING, TIED, is_expert
 from jax_ucp.formats.nested import as_dict
@@ -110,12 +111,7 @@ def open_megatron_dist(path: FilePath, options: Options) -> Contents:
     and LayoutError where chunks do not form a tensor.
     """
     folder = checkpoint_folder(path)
-    if not folder.is_dir():
-        raise NotACheckpoint(
-            f"{path} names {folder.name}, but there is no such folder in it, while files of one"
-            " iteration lie beside the name: move them into a folder that is called so, or open"
-            " them without the file that names it"
-        )
+    require_folder(path, folder)
     return read_files(open_files(folder, options.weights_only), options)
 
 
@@ -485,7 +481,7 @@ class _Reader:
         if self.options.on_conflict == "copy":
             self.importer.parameter("param", name, weight, f"the weight {name}, as asked")
             for key in low.keys:
-                self.importer.skip(key, "", "the rest of a master: its weight is taken, as asked")
+                self.importer.skip(key, "", notes.REST_OF_MASTER)
         else:
             self.importer.remainders(name, low, weight, notes.half_of_master(name))
 

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 
 from jax_ucp.errors import FormatError
+from jax_ucp.files.path import FilePath
 from jax_ucp.formats.megatron.dist_files import DistFiles
 from jax_ucp.formats.megatron.dist_flat import group_object
 from jax_ucp.formats.megatron.dist_names import is_flat, is_fully_reshardable, state_of
+from jax_ucp.formats.megatron.files import Args
 from jax_ucp.formats.megatron.walk import EMBEDDING, layer_of
 from jax_ucp.formats.nested import as_dict
 
@@ -21,7 +23,7 @@ _EXPERT = re.compile(r".+\.experts\.(\d+)\..+")
 _SHARDING_TYPE = "distrib_optim_sharding_type"
 
 # What is compared: its name, its value in `common.pt`, and the value that is stored.
-_Comparison = tuple[str, Any, Any]
+Comparison = tuple[str, Any, Any]
 
 
 def check_args(
@@ -34,18 +36,22 @@ def check_args(
     if not files.args.fields:
         return
     comparisons = itertools.chain(
-        _of_model(files, shapes), _of_ranks(files), _of_optimizer(files, dtypes)
+        of_model(files.args, shapes), _of_ranks(files), _of_optimizer(files, dtypes)
     )
+    refuse_difference(files.common.path, comparisons)
+
+
+def refuse_difference(path: FilePath, comparisons: Iterable[Comparison]) -> None:
+    """Raise FormatError at the first difference from what the file `path` declares."""
     for what, declared, stored in comparisons:
         if declared is not None and declared != stored:
             raise FormatError(
-                f"{files.common.path} tells of {what} {declared}, but what is stored has {stored}:"
-                " that file or the others are of another run, or it was changed"
+                f"{path} tells of {what} {declared}, but what is stored has {stored}: that file or"
+                " the others are of another run, or it was changed"
             )
 
 
-def _of_model(files: DistFiles, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[_Comparison]:
-    args = files.args
+def of_model(args: Args, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Comparison]:
     yield "num_layers", args.get("num_layers"), _count(shapes, layer_of)
     yield "num_experts", args.get("num_experts") or 0, _count(shapes, _expert_of)
     if EMBEDDING in shapes:
@@ -54,7 +60,7 @@ def _of_model(files: DistFiles, shapes: Mapping[str, tuple[int, ...]]) -> Iterat
         yield "hidden_size", args.get("hidden_size"), columns
 
 
-def _of_ranks(files: DistFiles) -> Iterator[_Comparison]:
+def _of_ranks(files: DistFiles) -> Iterator[Comparison]:
     for key in files.objects:
         grid = key.rpartition("_")[2].split(".")
         if key.startswith("rng_state/") and len(grid) > 1:
@@ -63,7 +69,7 @@ def _of_ranks(files: DistFiles) -> Iterator[_Comparison]:
                 yield f"{kind} parallelism", str(degree), stored
 
 
-def _of_optimizer(files: DistFiles, dtypes: Mapping[str, str]) -> Iterator[_Comparison]:
+def _of_optimizer(files: DistFiles, dtypes: Mapping[str, str]) -> Iterator[Comparison]:
     args, types = files.args, _sharding_types(files)
     if types:
         sharding_type = as_dict(files.tree.get("content_metadata")).get(_SHARDING_TYPE)

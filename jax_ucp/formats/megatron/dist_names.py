@@ -25,7 +25,7 @@ from jax_ucp.layout.box import Box, range_boxes
 _STACKED = re.compile(r"((?:.+\.)?layers)\.(?!\d+\.)(.+)")
 _EXPERTS = re.compile(r"(.*mlp\.experts\.)experts\.(?!\d+\.)(.+)")
 _ONE_EXPERT = re.compile(r"(.*mlp\.experts\.)experts\.(\d+\..+)")
-_GATED = re.compile(r"(.*\.(?:weight|bias))_([wv])")
+_GATED = re.compile(r"(.*\.(?:weight|bias)\d*)_([wv])")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _FLAT = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")

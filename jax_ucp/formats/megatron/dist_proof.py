@@ -38,17 +38,6 @@ def are_remainders(args: Args, stored: np.dtype, weight: np.dtype) -> bool:
     return stored == np.float32 and keeps_masters(args) and not _rounds_masters(args)
 
 
-def precision_aware(args: Args) -> str:
-    """What is likely where a master of a precision-aware optimizer differs; empty of other runs."""
-    if not args.fields.get("use_precision_aware_optimizer"):
-        return ""
-    return (
-        "the run's args have use_precision_aware_optimizer, with which Megatron stores the low 16"
-        " bits of each master in its place (TransformerEngine's store_param_remainders), or masters"
-        f" of less precision; they are not put together here. {_WEIGHTS_ALONE}"
-    )
-
-
 def are_rounded(args: Args) -> bool:
     """Whether masters were rounded, after their weights were made of them."""
     return keeps_masters(args) and _rounds_masters(args)

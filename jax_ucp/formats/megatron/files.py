@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax_ucp.errors import FormatError
+from jax_ucp.errors import FormatError, NotACheckpoint
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.facts import Facts
 from jax_ucp.formats.nested import as_dict, as_list
@@ -27,6 +27,7 @@ _DEGREES = ("pipeline", "virtual_pipeline", "expert")
 TRACKER = "latest_checkpointed_iteration.txt"
 MODEL_FILE, OPTIM_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 _ITERATION = re.compile(r"[0-9]{1,19}")
+_SAVED = re.compile(r"iter_\d{7,}|release")
 _FOLDER = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
 
 _KINDS = (
@@ -97,6 +98,12 @@ class Args:
         return self.degree("expert_tensor_parallel_size" if own else "tensor_model_parallel_size")
 
     @property
+    def uses_muon(self) -> bool:
+        """Whether matrices have Muon for their optimizer, and the rest another one."""
+        optimizer = self.optional("optimizer")
+        return isinstance(optimizer, str) and "muon" in optimizer
+
+    @property
     def copies_embedding(self) -> bool:
         """Whether the last pipeline stage has a copy of the word embedding (tied)."""
         several_stages = self.degree("pipeline_model_parallel_size") > 1
@@ -129,10 +136,13 @@ class Rank:
 
 
 def iteration_folder(path: FilePath) -> FilePath:
-    """The folder of the iteration in the tracker file; without one, the path itself."""
+    """The folder of the iteration in the tracker file; without one, the only one that is there,
+    or the path itself.
+    """
     tracker = path / TRACKER
     if not tracker.is_file():
-        return path
+        inside = [child for child in path.children() if _SAVED.fullmatch(child.name)]
+        return inside[0] if len(inside) == 1 else path
     text = tracker.read_pointer().strip()
     if text == "release":
         return path / text
@@ -141,6 +151,16 @@ def iteration_folder(path: FilePath) -> FilePath:
             f"{tracker} should name an iteration or say `release`, but says {text!r:.80}"
         )
     return path / f"iter_{int(text):07d}"
+
+
+def require_folder(path: FilePath, folder: FilePath) -> None:
+    """Raise NotACheckpoint where the folder that the tracker names is not there, but its files."""
+    if not folder.is_dir():
+        raise NotACheckpoint(
+            f"{path} names {folder.name}, but there is no such folder in it, while files of one"
+            " iteration lie beside the name: move them into a folder that is called so, or open"
+            " them without the file that names it"
+        )
 
 
 def is_checkpoint(path: FilePath) -> bool:

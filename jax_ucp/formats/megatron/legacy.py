@@ -24,8 +24,9 @@ from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import Import
 from jax_ucp.formats.megatron import notes
-from jax_ucp.formats.megatron.dist_proof import precision_aware
+from jax_ucp.formats.megatron.dist_proof import are_remainders, are_rounded
 from jax_ucp.formats.megatron.files import (
+    MODEL_FILE,
     OPTIM_FILE,
     Args,
     Rank,
@@ -36,12 +37,11 @@ from jax_ucp.formats.megatron.files import (
 )
 from jax_ucp.formats.megatron.legacy_optimizer import (
     BUFFERS,
-    Module,
-    ModuleState,
     beside_tensors,
     find_states,
     numbered_alone,
 )
+from jax_ucp.formats.megatron.numbered import Module, ModuleState
 from jax_ucp.formats.megatron.walk import EMBEDDING, TIED, Part, is_expert, layer_of, parts_of
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.pairing import Undecided
@@ -74,6 +74,8 @@ def open_megatron_legacy(path: FilePath, options: Options) -> Contents:
     return _Reader(folder, args, ranks, options).contents()
 
 
+_LAYER_WISE = "layer_wise_optimizer_"
+_KV_DOWN = ".self_attention.linear_kv_down_proj.weight"
 # A rank, and its modules by model chunk.
 _RankModules = tuple[Rank, list[list[Module]]]
 
@@ -88,8 +90,6 @@ class _Reader:
         self.files = Combined.of_files(files)
         self.importer = Import("megatron", folder, self.files, options.on_conflict)
         self.importer.unknown |= {name for file in files.values() for name in file.unknown}
-        if not options.weights_only and any(rank.has_optimizer for rank in ranks):
-            self.importer.cause = precision_aware(args)
         # (state, parameter) -> by tensor-parallel rank, the keys of every copy of that rank's
         # shard.
         self.keys: dict[tuple[str, str], dict[int, list[str]]] = {}
@@ -105,6 +105,7 @@ class _Reader:
         if optimizer:
             self._check_masters(layouts)
         self._extras()
+        self._other_files()
         self._notes(optimizer)
         return self.importer.contents()
 
@@ -284,15 +285,19 @@ class _Reader:
 
     def _sizes(self, spec: Spec) -> dict[str, int]:
         """The numbers that rules may name: those of args, also by the built-in spec's names."""
-        get = self.args.get
+        get, optional = self.args.get, self.args.optional
         heads, grouped = get("num_attention_heads"), get("group_query_attention", False)
+        head_dim = get("kv_channels") or (get("hidden_size", 0) // heads if heads else None)
         lengths = {
             "heads": heads,
             # 1 without meaning where there are no groups.
             "query_groups": get("num_query_groups") if grouped else heads,
-            "head_dim": get("kv_channels") or (get("hidden_size", 0) // heads if heads else None),
+            "head_dim": head_dim,
+            "value_dim": optional("v_head_dim") if optional("multi_latent_attention") else head_dim,
             "ffn": get("ffn_hidden_size"),
             "expert_ffn": get("moe_ffn_hidden_size") or get("ffn_hidden_size"),
+            "shared_ffn": optional("moe_shared_expert_intermediate_size"),
+            "down_is_cut": self._down_is_cut(),
             "padded_vocab": get("padded_vocab_size"),
             "swiglu": get("swiglu", False),
             "vocab": get("padded_vocab_size"),
@@ -303,6 +308,15 @@ class _Reader:
             **self.options.sizes.of(spec.lengths, spec.switches),
         }
         return {name: int(n) for name, n in known.items() if isinstance(n, int)}
+
+    def _down_is_cut(self) -> bool:
+        """Whether a rank has its share of the rows of latent attention's down projections."""
+        ranks = (self.args.optional("kv_lora_rank"), self.args.optional("qk_pos_emb_head_dim"))
+        whole = sum(rank for rank in ranks if isinstance(rank, int))
+        downs = [keys for (_, name), keys in self.keys.items() if name.endswith(_KV_DOWN)]
+        return any(
+            self.shapes[keys[0][0]][0] != whole for keys in downs if keys[0][0] in self.shapes
+        )
 
     def _parameters(self, layouts: Mapping[str, ParamLayout]) -> None:
         """Every state of every parameter, and what is stored of it once more."""
@@ -327,7 +341,11 @@ class _Reader:
             return
         states = [state for state in keyed if state != "weight"]
         states.sort(key=lambda state: (state != "param", state == "step"))
-        self._weight(name, layout, has_master="param" in states)
+        if self._has_remainders(name):
+            states.remove("param")
+            self._joined(name, layout)
+        else:
+            self._weight(name, layout, has_master="param" in states)
         for state in states:
             self._state(state, name, layout)
         for state in valued:
@@ -336,12 +354,35 @@ class _Reader:
     def _weight(self, name: str, layout: ParamLayout, has_master: bool) -> None:
         weights = self.keys["weight", name]
         if has_master:
-            reason = notes.copy_of_master(name)
+            reason, near = notes.copy_of_master(name), are_rounded(self.args)
             for copy in _copies(weights, len(layout.shards)):
-                self.importer.duplicate("param", name, Consolidated(layout, copy), reason)
+                one = Consolidated(layout, copy)
+                self.importer.duplicate("param", name, one, reason, near=near)
             return
         whole = _consolidated(layout, weights)
         self.importer.parameter("param", name, whole, f"the parameter {name}")
+
+    def _has_remainders(self, name: str) -> bool:
+        """Whether the low 16 bits of a parameter's master are stored, and not all of it."""
+        dtypes: list[np.dtype] = []
+        for state in ("param", "weight"):
+            if (state, name) not in self.keys:
+                return False
+            (key, *_), *_ = self.keys[state, name].values()
+            dtypes.append(self.importer.dtype(Consolidated(Unique().join([()]), [key])))
+        return are_remainders(self.args, *dtypes)
+
+    def _joined(self, name: str, layout: ParamLayout) -> None:
+        """Add a parameter of which the low 16 bits are stored beside the weight."""
+        low, weight = (
+            _consolidated(layout, self.keys[state, name]) for state in ("param", "weight")
+        )
+        if self.options.on_conflict != "copy":
+            self.importer.remainders(name, low, weight, notes.half_of_master(name))
+            return
+        self.importer.parameter("param", name, weight, f"the weight {name}, as asked")
+        for key in low.keys:
+            self.importer.skip(key.rpartition("@")[0] or key, "", notes.REST_OF_MASTER)
 
     def _check_masters(self, layouts: Mapping[str, ParamLayout]) -> None:
         """Raise FormatError for a parameter without a master in a distributed optimizer."""
@@ -391,6 +432,10 @@ class _Reader:
             )
         for state in [state for state, n in self.keys if n == TIED]:
             keys = self.keys[state, TIED]
+            if state == "weight" and self._has_remainders(EMBEDDING):
+                for key in itertools.chain(*keys.values()):
+                    self.importer.skip(key, "", notes.COPY_OF_HALF)
+                continue
             main = "param" if state == "weight" else state
             if main != "param" and (state, EMBEDDING) not in self.keys:
                 raise FormatError(
@@ -418,14 +463,8 @@ class _Reader:
             if file.endswith(OPTIM_FILE) or _is_state(item.split("/")):
                 label = f"{file.removesuffix('.pt')}.{item}".replace("/", ".")
                 one = Consolidated(Unique().join([info.shape]), [key])
-                self.importer.parameter(
-                    "other", label, one, f"kept apart, because nothing says whose it is: {reason}"
-                )
-        self.importer.notes.append(
-            "the optimizer's masters and states are kept under `other`, because which parameters"
-            f" its groups have is not stored, and their shapes do not tell ({reason}); the"
-            " parameters are the model's weights"
-        )
+                self.importer.parameter("other", label, one, notes.kept_apart(reason))
+        self.importer.notes.append(notes.states_apart(reason))
 
     def _extras(self) -> None:
         """Add everything else, by file. Of later ranks' args only what differs."""
@@ -434,6 +473,23 @@ class _Reader:
             if rank.optim is not None:
                 buffers = f"{rank.folder.name}/{OPTIM_FILE}:buffers"
                 self.importer.skip(buffers, "layout", notes.LAYOUT)
+
+    def _other_files(self) -> None:
+        """Files that are neither the model's nor the optimizer's. Raises FormatError for those of
+        an optimizer that is not read.
+        """
+        for path in itertools.chain(*(rank.folder.children() for rank in self.ranks)):
+            name = f"{path.parent.name}/{path.name}"
+            if path.name.startswith(_LAYER_WISE) and not self.options.weights_only:
+                raise FormatError(
+                    f"{path} has the states of a layer-wise optimizer (dist_muon), of which each"
+                    " data-parallel rank writes a file with some parameters, by numbers; they are"
+                    " not read from the legacy format. Save with --ckpt-format torch_dist, or open"
+                    " the weights alone with weights_only"
+                )
+            if path.name not in (MODEL_FILE, OPTIM_FILE):
+                left = path.name.startswith(_LAYER_WISE)
+                self.importer.skip(name, "file", notes.LEFT if left else notes.OTHER_FILE)
 
     def _extras_of(self, rank: Rank) -> None:
         values = {name: value for name, value in rank.tree.items() if not name.startswith("model")}
@@ -450,10 +506,7 @@ class _Reader:
         if "vocab" not in self.options.sizes and ("weight", EMBEDDING) in self.keys:
             self.importer.notes.append(notes.padded_vocabulary(padded))
         if optimizer and any(numbered_alone(rank.tree["optimizer"]) for rank in self.ranks):
-            self.importer.notes.append(
-                "optimizer states go by numbers, in Megatron's own order, which is that of the"
-                " model's keys; no master in the files proves it"
-            )
+            self.importer.notes.append(notes.NUMBERED_ALONE)
         if self.options.weights_only:
             self.importer.notes.append(notes.WEIGHTS_ALONE)
         elif not any(rank.has_optimizer for rank in self.ranks):

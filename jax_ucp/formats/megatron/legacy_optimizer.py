@@ -1,95 +1,80 @@
 """Which tensors the optimizer states of a legacy checkpoint's rank belong to.
 
-Neither ids nor flat buffers name parameters. Which is which is Megatron's own doing, not a training
-script's: it walks the model's parameters, which are in the order of the model's keys in the file,
-and puts each into a group, or into a buffer. Which parameters a group has follows from the shapes
-of its states, in one way only, or the states stay apart.
+An optimizer numbers its parameters (`numbered`), or keeps its states in flat buffers. Neither ids
+nor buffers name parameters: both follow the order of the model's keys in the file.
 
-Facts: `megatron/core/optimizer/__init__.py` (groups), `optimizer.py` (the 16-bit wrapper) and
-`distrib_optimizer.py` of Megatron-LM core_v0.16.1.
+Facts: `megatron/core/optimizer/distrib_optimizer.py` of Megatron-LM core_v0.13.1 to core_v0.19.0.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.megatron.files import OPTIM_FILE, Args, Rank, optimizer_parts
-from jax_ucp.formats.megatron.walk import EMBEDDING, TIED, Part, buffer_walk, is_expert
-from jax_ucp.formats.pairing import Undecided, contradiction, only_division, tells_shape
-from jax_ucp.formats.torch_save.file import StoredTensor
+from jax_ucp.formats.megatron.numbered import (
+    Module,
+    ModuleState,
+    numbered_states,
+    param_groups,
+    shapes_of,
+    stored_tensors,
+)
+from jax_ucp.formats.megatron.walk import EMBEDDING, TIED, buffer_walk, is_expert
 from jax_ucp.formats.torch_save.unpickle import what_is
 
 # What is no parameter, though the model keeps it beside them.
 BUFFERS = ("mlp.router.expert_bias",)
-_OTHER_FILE = (
-    "model and optimizer of the file are not of one run. weights_only leaves the optimizer aside"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Module:
-    """A tensor of a rank's model, and the parameters that are in it."""
-
-    local: str
-    chunk: int
-    tensor: StoredTensor
-    parts: Sequence[Part]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.tensor.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleState:
-    """A state of a module: in the tensor `key`, if `flat` from `start` on, or a number."""
-
-    state: str
-    key: str = ""
-    shape: tuple[int, ...] = ()
-    start: int = 0
-    flat: bool = False
-    value: Any = None
 
 
 def find_states(
     args: Args, rank: Rank, chunks: Sequence[Sequence[Module]]
 ) -> Iterator[tuple[Module, ModuleState]]:
-    """Every state in the rank's files of its modules. With experts there can be two optimizers.
+    """Every state in the rank's files of its modules.
+
+    There can be several optimizers: another for experts, and with Muon one more of each for what is
+    no matrix.
 
     Raises FormatError, naming the file, where sizes do not fit, and Undecided where groups can be
     filled in no way, or in several.
     """
+    where = rank.model.path
     parts = optimizer_parts(rank.tree["optimizer"])
-    if not 1 <= len(parts) <= 2 or not all(isinstance(part, dict) for part in parts):
+    if not parts or not all(isinstance(part, dict) for part in parts):
+        raise FormatError(f"{where}: the optimizer is {what_is(rank.tree['optimizer'])}")
+    numbered = ["state" in part.get("optimizer", part) for part in parts]
+    if all(numbered):
+        modules = list(itertools.chain(*chunks))
+        for module, state in numbered_states(where, parts, modules, args.uses_muon):
+            yield module, replace(state, key=f"{rank.name}:{state.key}") if state.key else state
+    elif any(numbered) or len(parts) > 2:
         raise FormatError(
-            f"{rank.model.path}: {len(parts)} optimizers; we know one, or one more for experts"
+            f"{where}: {len(parts)} optimizers, of which {sum(numbered)} number their parameters;"
+            " of distributed ones we know one, or one more for experts. weights_only leaves them"
+            " aside"
         )
-    for i, part in enumerate(parts):
-        inner = part.get("optimizer", part)
-        groups = _param_groups(rank, inner)
-        own = _half(rank, groups, chunks, experts=bool(i)) if len(parts) == 2 else chunks
-        modules = list(itertools.chain(*own))
-        if "state" in inner:
-            yield from _numbered(rank, part, inner["state"], groups, modules)
-        else:
-            yield from _flat_steps(rank, groups, modules)
-            yield from _flat(args, rank, _flat_part(rank, i, len(parts)), own)
+    else:
+        for i, part in enumerate(parts):
+            yield from _distributed(args, rank, part, i, len(parts), chunks)
 
 
-def _param_groups(rank: Rank, inner: Mapping[str, Any]) -> list[dict[str, Any]]:
-    groups = inner.get("param_groups")
-    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise FormatError(f"{rank.model.path}: the optimizer has no param_groups")
-    return groups
+def _distributed(
+    args: Args,
+    rank: Rank,
+    part: Mapping[str, Any],
+    index: int,
+    count: int,
+    chunks: Sequence[Sequence[Module]],
+) -> Iterator[tuple[Module, ModuleState]]:
+    """States of one of the rank's distributed optimizers, of which there are `count`."""
+    groups = param_groups(rank.model.path, part.get("optimizer", part))
+    own = _half(rank, groups, chunks, experts=bool(index)) if count == 2 else chunks
+    yield from _flat_steps(rank, groups, itertools.chain(*own))
+    yield from _flat(args, rank, _flat_part(rank, index, count), own)
 
 
 def _half(
@@ -123,129 +108,6 @@ def _flat_steps(
         )
     for module, step in itertools.product(modules, steps):
         yield module, ModuleState("step", value=step)
-
-
-def _numbered(
-    rank: Rank,
-    part: Mapping[str, Any],
-    state: Mapping[int, Any],
-    groups: Sequence[Mapping[str, Any]],
-    modules: Sequence[Module],
-) -> Iterator[tuple[Module, ModuleState]]:
-    """States and masters of an optimizer that numbers its parameters."""
-    masters = part.get("fp32_from_fp16_params")
-    if not state and "fp32_from_fp16_params" not in part:
-        return  # never stepped
-    numbers = _numbers(groups)
-    members = _members(state, numbers, masters, modules)
-    if strays := set(state).difference(*numbers):
-        raise FormatError(
-            f"{rank.model.path}: the optimizer has states of {sorted(strays)[:5]}, which no group"
-            " holds"
-        )
-    for group, own_numbers, own in zip(groups, numbers, members, strict=True):
-        if isinstance(group.get("step"), int):
-            yield from itertools.product(own, [ModuleState("step", value=group["step"])])
-        for number, module in zip(own_numbers, own, strict=True):
-            yield from _numbered_states(rank, module, number, state.get(number) or {})
-    if "fp32_from_fp16_params" in part:
-        yield from _masters(rank, masters, members)
-
-
-def _numbers(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """The numbers of the parameters of each group."""
-    return [list(group.get("params") or ()) for group in groups]
-
-
-def _numbered_states(
-    rank: Rank, module: Module, number: int, states: Mapping[str, Any]
-) -> Iterator[tuple[Module, ModuleState]]:
-    shape = module.tensor.shape
-    for name, value in states.items():
-        if value is None:
-            continue
-        if not isinstance(value, StoredTensor):
-            yield module, ModuleState(name, value=value)
-            continue
-        one_step = name == "step" and value.shape == ()
-        if value.shape != shape and not one_step:
-            raise FormatError(
-                f"{rank.model.path}: {name} of parameter {number} has shape {value.shape}, but"
-                f" {module.local}, which is that parameter, has {shape}; such a state is not read,"
-                " weights_only leaves the optimizer aside"
-            )
-        yield module, ModuleState(name, rank.key(value), value.shape)
-
-
-def _members(
-    state: Mapping[int, Any],
-    numbers: Sequence[Sequence[int]],
-    masters: Any,
-    modules: Sequence[Module],
-) -> list[list[Module]]:
-    """The modules of each group of `numbers`, in the order of the model. Raises Undecided."""
-    every = list(itertools.chain(*numbers))
-    state_shapes = {number: _shapes(state.get(number) or {}) for number in every}
-    master_shapes = _master_shapes(numbers, masters)
-    if len(state_shapes) != len(modules):
-        raise Undecided(
-            f"{len(state_shapes)} parameters have numbers, but the model has {len(modules)}: some"
-            " may be frozen"
-        )
-
-    def fits(i: int, group: int, place: int) -> bool:
-        number, shape = numbers[group][place], modules[i].tensor.shape
-        states = state_shapes[number]
-        if master_shapes.get(number, shape) != shape:
-            return False
-        return not (tells_shape(states) and contradiction(states, shape))
-
-    division = only_division(dict.fromkeys(range(len(modules)), 1), [*map(len, numbers)], fits)
-    members: list[list[Module]] = [[] for _ in numbers]
-    for i in sorted(division):
-        group, _ = division[i]
-        members[group].append(modules[i])
-    return members
-
-
-def _master_shapes(numbers: Sequence[Sequence[int]], masters: Any) -> dict[int, tuple[int, ...]]:
-    """The shapes of masters by number, if every parameter has a master, else none."""
-    if not isinstance(masters, list) or [*map(len, masters)] != [*map(len, numbers)]:
-        return {}
-    shapes = [tensor.shape for tensor in itertools.chain(*masters)]
-    return dict(zip(itertools.chain(*numbers), shapes, strict=True))
-
-
-def stored_tensors(tree: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    return {name: value for name, value in tree.items() if isinstance(value, StoredTensor)}
-
-
-def _shapes(tree: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: tensor.shape for name, tensor in stored_tensors(tree).items()}
-
-
-def _masters(
-    rank: Rank, masters: Any, members: Sequence[Sequence[Module]]
-) -> Iterator[tuple[Module, ModuleState]]:
-    """The fp32 masters of 16-bit weights, by group; fp32 weights are their own masters."""
-    if not isinstance(masters, list) or len(masters) != len(members):
-        raise FormatError(
-            f"{rank.model.path}: fp32_from_fp16_params is not a list of {len(members)} groups"
-        )
-    for modules, tensors in zip(members, masters, strict=True):
-        rounded = [m for m in modules if m.tensor.dtype != np.float32]
-        if len(rounded) != len(tensors):
-            raise FormatError(
-                f"{rank.model.path}: {len(tensors)} masters for {len(rounded)} 16-bit weights;"
-                f" {_OTHER_FILE}"
-            )
-        for module, tensor in zip(rounded, tensors, strict=True):
-            if tensor.shape != module.tensor.shape:
-                raise FormatError(
-                    f"{rank.model.path}: the master at {tensor.key} has shape {tensor.shape}, but"
-                    f" {module.local} has {module.tensor.shape}; {_OTHER_FILE}"
-                )
-            yield module, ModuleState("param", rank.key(tensor), tensor.shape)
 
 
 def _flat_part(rank: Rank, index: int, count: int) -> Mapping[Any, Any] | None:
@@ -321,7 +183,7 @@ def _buffer(
     states = stored_tensors(buffer)
     if "param" not in states:
         raise FormatError(f"{path}: the buffer of chunk {c} has no masters, only {list(states)}")
-    lengths = {"numel_unpadded": (buffer.get("numel_unpadded"),), **_shapes(buffer)}
+    lengths = {"numel_unpadded": (buffer.get("numel_unpadded"),), **shapes_of(buffer)}
     for what, length in lengths.items():
         if length != (sum(buckets),):
             raise FormatError(

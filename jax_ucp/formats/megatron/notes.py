@@ -13,6 +13,7 @@ RUN_CONFIG = "run_config.yaml"  # of Megatron-Bridge
 LEFT = "of the optimizer, which was to be left aside (weights_only)"
 LAYOUT = "says how the flat buffers lie; parameters have no such thing"
 BUFFER = "a buffer of the model"
+OTHER_FILE = "a file beside those of the checkpoint, which is not read"
 STEP = "how often the optimizer stepped"
 TRANSFORMER_ENGINE = "what a module of TransformerEngine keeps beside its weights"
 COPY_OF_EMBEDDING = f"the last pipeline stage's copy of {EMBEDDING}, compared with it by verify"
@@ -20,9 +21,33 @@ COPY_OF_EMBEDDING = f"the last pipeline stage's copy of {EMBEDDING}, compared wi
 WEIGHTS_ALONE = "weights alone: of a 16-bit run these are not the fp32 masters"
 WITHOUT_OPTIMIZER = "the checkpoint was saved without its optimizer"
 
+REST_OF_MASTER = "the rest of a master: its weight is taken, as asked"
+COPY_OF_HALF = (
+    f"the last pipeline stage's copy of {EMBEDDING}, of which the low 16 bits of the masters are"
+    " compared"
+)
+
 
 def copy_of_embedding(name: str) -> str:
     return f"a later pipeline stage's copy of {name}, compared with it by verify"
+
+
+NUMBERED_ALONE = (
+    "optimizer states go by numbers, in Megatron's own order, which is that of the model's keys; no"
+    " master in the files proves it"
+)
+
+
+def kept_apart(reason: str) -> str:
+    return f"kept apart, because nothing says whose it is: {reason}"
+
+
+def states_apart(reason: str) -> str:
+    return (
+        "the optimizer's masters and states are kept under `other`, because which parameters its"
+        f" groups have is not stored, and their shapes do not tell ({reason}); the parameters are"
+        " the model's weights"
+    )
 
 
 def copy_of_master(name: str) -> str:

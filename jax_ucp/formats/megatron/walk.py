@@ -20,9 +20,10 @@ TIED, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 # A stage with multi-token prediction, and not the first, has copies of the embedding's parameters.
 MTP_COPY = " of multi-token prediction"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
-_NUMBERED_EXPERT = re.compile(r"mlp\.experts\.linear_fc[12]\.(?:weight|bias)\d+")
-_GROUPED = {"mlp.experts.weight1": "linear_fc1.weight", "mlp.experts.weight2": "linear_fc2.weight"}
+_LOCAL_EXPERT = re.compile(r"(.+\.mlp\.experts)\.local_experts\.(\d+)\.(.+)")
+# TransformerEngine's grouped experts
+_NUMBERED_EXPERT = re.compile(r"(.+\.mlp\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)")
+_GROUPED = re.compile(r"(.+\.mlp\.experts)\.weight([12])")
 # TransformerEngine fuses a norm with the linear layer that follows it; these are the names of the
 # local spec.
 _FUSED_NORMS = {
@@ -89,34 +90,46 @@ def parts_of(
     >>> [part.name for part in parts_of(weight, (12, 8), 0, range(2, 3), 8)]
     ['decoder.layers.0.mlp.experts.2.linear_fc2.weight']
     """
-    place = in_layer(local)
-    if place is None:
-        return [Part(local, 0, shape)]
-    layer, name = place
-    prefix, inner = f"decoder.layers.{first_layer + layer}.", local_norm(name)
-    if expert := _LOCAL_EXPERT.fullmatch(inner):
-        if int(expert[1]) >= len(experts):
+    name = _in_model(local, first_layer)
+    if expert := _expert_in_file(name):
+        prefix, number, inner = expert
+        if number >= len(experts):
             raise FormatError(f"{local}: the rank should have {len(experts)} experts")
-        return [Part(f"{prefix}mlp.experts.{experts[int(expert[1])]}.{expert[2]}", 0, shape)]
-    if _NUMBERED_EXPERT.fullmatch(inner):
-        raise FormatError(
-            f"{local} has the number of an expert on its rank, as TransformerEngine's grouped"
-            " experts have in the legacy format; which expert of the model that is, is not read"
-            " here. Save with --ckpt-format torch_dist"
-        )
-    if inner not in _GROUPED:
-        return [Part(prefix + inner, 0, shape)]
+        return [Part(f"{prefix}.{experts[number]}.{inner}", 0, shape)]
+    grouped = _GROUPED.fullmatch(name)
+    if not grouped:
+        return [Part(name, 0, shape)]
     numel, count = math.prod(shape), len(experts)
     if not count or numel % (count * hidden):
         raise FormatError(
             f"{local} of shape {shape} does not divide into {count} experts of hidden size {hidden}"
         )
     each = numel // count
-    memory = (hidden, each // hidden) if inner.endswith("weight1") else (each // hidden, hidden)
-    return [
-        Part(f"{prefix}mlp.experts.{expert}.{_GROUPED[inner]}", i * each, memory, transposed=True)
-        for i, expert in enumerate(experts)
-    ]
+    memory = (hidden, each // hidden) if grouped[2] == "1" else (each // hidden, hidden)
+    names = [f"{grouped[1]}.{expert}.linear_fc{grouped[2]}.weight" for expert in experts]
+    return [Part(name, i * each, memory, transposed=True) for i, name in enumerate(names)]
+
+
+def _in_model(local: str, first_layer: int) -> str:
+    """The name in the whole model of a tensor of a chunk whose first layer is `first_layer`."""
+    place = in_layer(local)
+    if place is None:
+        return local
+    layer, inner = place
+    return f"decoder.layers.{first_layer + layer}.{local_norm(inner)}"
+
+
+def _expert_in_file(name: str) -> tuple[str, int, str] | None:
+    """The module of all experts, the number of one on its rank, and what of it the name means.
+
+    >>> _expert_in_file("decoder.layers.0.mlp.experts.linear_fc1.weight3")
+    ('decoder.layers.0.mlp.experts', 3, 'linear_fc1.weight')
+    """
+    if match := _LOCAL_EXPERT.fullmatch(name):
+        return match[1], int(match[2]), match[3]
+    if match := _NUMBERED_EXPERT.fullmatch(name):
+        return match[1], int(match[4]), f"{match[2]}.{match[3]}"
+    return None
 
 
 def buffer_walk(

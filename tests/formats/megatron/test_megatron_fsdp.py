@@ -1,0 +1,158 @@
+"""Megatron's torch_dcp and fsdp_dtensor: what paths mean, gate and up, what several ranks lose.
+
+That real ones are their live state, whole and in boxes, is in `test_megatron.py`.
+"""
+
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jax_ucp as ucp
+from helpers import MemoryStore
+from jax_ucp.errors import FormatError, NotACheckpoint
+from jax_ucp.formats.megatron.files import TRACKER, Args
+from jax_ucp.formats.megatron.fsdp import (
+    check_alike,
+    check_degrees,
+    regrouped,
+    saved,
+    stacked,
+)
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.patterns import Fused, Sharded
+from jax_ucp.sources.consolidated import Consolidated, ConsolidatedView
+from megatron_cases import DATA, EVERY
+
+CASES = [case for case in EVERY if case.startswith(("torch_dcp", "fsdp_dtensor"))]
+
+
+def test_a_path_says_what_a_leaf_is_and_wrappers_are_not_in_names():
+    paths = {
+        "a": ("model", "module.decoder.w"),
+        "b": ("optimizer", "state", "module.module.decoder.w", "exp_avg"),
+        "c": ("optimizer", "param_to_group_meta", "module.module.decoder.w", "lr"),
+        "d": ("rng_state", "(0, 0)", 0, "torch_rng_state"),
+    }
+    found = saved(paths, {fqn: fqn for fqn in paths})
+    assert found.weights == {"decoder.w": "a"}
+    assert found.named == {("decoder.w", "exp_avg"): "b"}
+    assert found.settings == {"decoder.w": {"lr": "c"}}
+    assert (found.numbered, found.beside) == ([], ["d"])
+
+
+def test_an_optimizer_without_masters_numbers_its_parameters_too():
+    paths = {"a": ("optimizer", "state", "10", "exp_avg")}
+    found = saved(paths, {"a": "moment"})
+    assert (found.named, found.numbered) == ({}, [{"state": {10: {"exp_avg": "moment"}}}])
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_optimizers_that_number_their_parameters_are_dicts_with_lists_again(chained):
+    above = ("optimizer", 0) if chained else ("optimizer",)
+    paths = {
+        "a": (*above, "optimizer", "state", "0", "exp_avg"),
+        "b": (*above, "optimizer", "param_groups", 0, "params"),
+        "c": (*above, "fp32_from_fp16_params", 0, 0),
+    }
+    leaves = {"a": "moment", "b": [0], "c": "master"}
+    assert saved(paths, leaves).numbered == [
+        {
+            "optimizer": {"state": {0: {"exp_avg": "moment"}}, "param_groups": [{"params": [0]}]},
+            "fp32_from_fp16_params": [["master"]],
+        }
+    ]
+
+
+def read(source, param):
+    whole = Box.whole(param.layout.shape)
+    return ConsolidatedView(source, {"x": param}).read("x", whole)
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.booleans())
+def test_gate_and_up_of_every_rank_become_all_gates_then_all_ups(ranks, each, columns, cut):
+    shards = [(2 * each, columns)] * ranks
+    values = np.arange(2 * each * ranks * columns, dtype=np.float32).reshape(-1, columns)
+    pieces = np.array_split(values, 3) if cut else [values]
+    source = MemoryStore({str(i): piece for i, piece in enumerate(pieces)})
+    stored = Consolidated(Sharded(0).join([piece.shape for piece in pieces]), [*source.arrays()])
+    by_rank = MemoryStore({str(i): rows for i, rows in enumerate(np.split(values, ranks))})
+    layout = Fused(0, {"gate": each * ranks, "up": each * ranks}).join(shards)
+    want = read(by_rank, Consolidated(layout, [*by_rank.arrays()]))
+    np.testing.assert_array_equal(read(source, regrouped(stored, ranks)), want)
+
+
+@given(st.integers(1, 3), st.integers(1, 3))
+def test_a_gate_above_its_up_is_one_tensor(rows, columns):
+    gate, up = (np.full((rows, columns), i, np.float32) for i in (1, 2))
+    source = MemoryStore({"gate": gate, "up": up})
+    halves = [Consolidated(Sharded(0).join([gate.shape]), [name]) for name in ("gate", "up")]
+    np.testing.assert_array_equal(read(source, stacked(*halves)), np.concatenate([gate, up]))
+
+
+def test_a_gate_of_another_shape_than_its_up_is_refused():
+    halves = [Consolidated(Sharded(0).join([(n, 2)]), [str(n)]) for n in (3, 4)]
+    with pytest.raises(FormatError, match=r"gate has shape \(3, 2\), but up \(4, 2\)"):
+        stacked(*halves)
+
+
+@pytest.mark.parametrize(
+    ("format", "kind"),
+    [
+        ("fsdp_dtensor", "pipeline_model"),
+        ("torch_dcp", "pipeline_model"),
+        ("torch_dcp", "tensor_model"),
+        ("torch_dcp", "expert_model"),
+    ],
+)
+def test_ranks_that_called_different_tensors_alike_are_refused(format, kind):
+    args = {"ckpt_format": format, f"{kind}_parallel_size": 2}
+    with pytest.raises(FormatError, match=f"{kind}_parallel_size is 2.*lost.*torch_dist"):
+        check_degrees(Args(args), {})
+
+
+def test_experts_of_which_only_one_ranks_are_stored_are_refused():
+    args = Args({"ckpt_format": "fsdp_dtensor", "num_experts": 4})
+    weights = [f"decoder.layers.0.mlp.experts.{i}.linear_fc1.weight" for i in range(4)]
+    biases = [f"decoder.layers.0.mlp.experts.{i}.linear_fc1.bias" for i in range(2)]
+    check_degrees(args, dict.fromkeys(weights))
+    with pytest.raises(FormatError, match=r"experts\.\*\.linear_fc1\.bias is there of 2 experts"):
+        check_degrees(args, dict.fromkeys([*weights, *biases]))
+
+
+def test_a_parameter_that_lacks_a_state_of_the_others_is_refused():
+    states = {name: {"exp_avg": 0, "step": 0} for name in "abc"} | {"frozen": {}}
+    check_alike(states)
+    del states["b"]["step"]
+    with pytest.raises(FormatError, match=r"b has the states \['exp_avg'\], but 2 other"):
+        check_alike(states)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_root_opens_with_its_tracker_without_it_and_by_the_folder(case, tmp_path):
+    root = tmp_path / "run"
+    shutil.copytree(DATA / case / "ckpt", root)
+    by_tracker = ucp.open(root)
+    (root / TRACKER).unlink()
+    assert ucp.open(root).path == by_tracker.path == ucp.open(root / "iter_0000003").path
+    (root / "iter_0000003").rename(tmp_path / "moved")
+    renamed = ucp.open(tmp_path / "moved")
+    assert [leaf.label for leaf in renamed.leaves] == [leaf.label for leaf in by_tracker.leaves]
+
+
+def test_of_several_iterations_without_a_tracker_none_is_taken(tmp_path):
+    for step in (3, 4):
+        shutil.copytree(DATA / CASES[0] / "ckpt" / "iter_0000003", tmp_path / f"iter_{step:07d}")
+    with pytest.raises(NotACheckpoint, match="iter_0000003, iter_0000004: open one"):
+        ucp.open(tmp_path)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_groups_say_of_a_parameter_is_kept_and_all_is_accounted_for(case):
+    checkpoint = ucp.open(DATA / case / "ckpt")
+    assert all(item.reason != "not understood" for item in checkpoint.inventory)
+    counted = [item.where for item in checkpoint.inventory]
+    assert len(counted) == len(set(counted))
+    assert [fault for _, fault in checkpoint.verify() if fault] == []
