@@ -486,7 +486,8 @@ def main() -> None:
             print(f"{name}: not written: {type(error).__name__}: {error}")
             shutil.rmtree(out)
             continue
-        (out / "case.json").write_text(json.dumps({"writer": versions(), **about}, indent=1))
+        about = {"about": name.replace("_", " "), "writer": versions(), **about}
+        (out / "case.json").write_text(json.dumps(about, indent=1))
         print(name)
 
 

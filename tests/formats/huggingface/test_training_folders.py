@@ -7,7 +7,6 @@ The cases are written by `tests/generators/trainers.py`.
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,40 +23,23 @@ from jax_ucp.errors import FormatError, NotACheckpoint, SpecError
 from jax_ucp.formats.huggingface.module_order import in_order_of, model_types
 from jax_ucp.formats.pairing import Undecided
 from torch_cases import assert_accounted_for
+from trainer_cases import DATA, about, truth
 
-DATA = Path(__file__).parents[2] / "data" / "trainers"
 CASES = sorted(path.name for path in DATA.iterdir())
 LLAMA = DATA / "small_llama" / "ckpt"
-
-
-def about(case: str) -> dict[str, Any]:
-    return json.loads((DATA / case / "case.json").read_text())
-
-
-def truth(case: str) -> dict[str, np.ndarray]:
-    """The live state by our labels; peft leaves the adapter's name out of those in files."""
-    with np.load(DATA / case / "truth.npz") as arrays:
-        found = {key: arrays[key] for key in arrays if not key.startswith("io/")}
-    if about(case).get("names") == "peft":
-        found = {key.replace(".default.", "."): array for key, array in found.items()}
-    return found
 
 
 def assert_is_the_truth(checkpoint: ucp.Checkpoint, case: str) -> None:
     """Every state is the live one, and none is missing; of an adapter only its own weights are
     in the folder.
     """
-    want, states = truth(case), set[str]()
-    for label in checkpoint:
-        state, _, _ = label.partition("/")
-        if state != "other":
-            states.add(label)
-            got = checkpoint.read(label)
-            assert got.shape == want[label].shape, label
-            assert got.tobytes() == want[label].astype(got.dtype).tobytes(), label
-    missing = {label for label in want.keys() - states if not label.startswith("param/")}
-    assert not missing
-    assert about(case).get("names") == "peft" or not want.keys() - states
+    want = truth(case)
+    mapped = {label for label in checkpoint if not label.startswith("other/")}
+    assert mapped == set(want)
+    for label in mapped:
+        got = checkpoint.read(label)
+        assert got.shape == want[label].shape, label
+        assert got.tobytes() == want[label].astype(got.dtype).tobytes(), label
 
 
 @pytest.mark.parametrize("case", CASES)
