@@ -37,7 +37,7 @@ FORMATS = (
     "deepspeed-universal",
     "megatron-legacy",
 )
-FORMATS += ("megatron-dist", "dcp", "dcp-hf", "safetensors", "torch.save")
+FORMATS += ("megatron-dist", "dcp", "dcp-hf", "safetensors", "torch.save", "trainers")
 
 # Of each folder the files that the test data keep beside the checkpoint.
 _OURS = {"truth.npz", "case.json", "plain.pt"}
@@ -143,8 +143,13 @@ def _recorded(case: Case) -> Subject:
         and "optimizer_groups" in inspect.signature(ucp.open).parameters
     ):
         options["optimizer_groups"] = "module-order"
+    if case.family == "trainers":
+        options |= case.about["options"]
+    entry = ""
+    if case.path.is_file():
+        entry, folder = case.path.name, {case.path.name: case.path.read_bytes()}
     name = f"{case.family}/{case.name}"
-    return Subject(name, _format(case), folder, "", options, case.truth(), case.equal)
+    return Subject(name, _format(case), folder, entry, options, case.truth(), case.equal)
 
 
 def _format(case: Case) -> str:

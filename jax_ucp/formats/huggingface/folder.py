@@ -96,7 +96,7 @@ _BESIDE = (
 
 
 def recognise(path: FilePath) -> bool:
-    return path.is_dir() and holds_weights(_files(path))
+    return path.is_dir() and holds_weights(entry.name for entry in path.children())
 
 
 def open_weight_folder(path: FilePath, options: Options) -> Contents:
@@ -116,7 +116,7 @@ def open_weight_folder(path: FilePath, options: Options) -> Contents:
     if options.model is not None and len(models) > 1:
         choice = _choice_of(path, saves, models, options.model)
     require_all(path, choice.save)
-    training = _training(path, names, models, options)
+    training = _training(path, models, options)
     imported = _read(path, choice.save, _of_weights(options, training, models))
     keep_configs(imported, path)
     if training is not None:
@@ -143,10 +143,10 @@ def _choice_of(
 
 
 def _training(
-    path: FilePath, names: Sequence[str], models: Mapping[str, Save], options: Options
+    path: FilePath, models: Mapping[str, Save], options: Options
 ) -> TrainingFolder | None:
     """What a trainer saved beside the weights, if it did and that is asked for."""
-    folder = parse(path, names)
+    folder = parse(path, [entry.name for entry in path.children()])
     if options.weights_only or not (folder.optimizers or folder.of_trainer):
         return None
     return replace(folder, model=options.model or MODEL) if len(models) > 1 else folder

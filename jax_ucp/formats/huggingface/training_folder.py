@@ -21,10 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.errors import FormatError
+from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import Import
 from jax_ucp.formats.huggingface.module_order import in_order_of, model_types, orders_of
+from jax_ucp.formats.huggingface.stand_ins import stand_in, why_missing
 from jax_ucp.formats.huggingface.weight_files import CONFIG, keep_configs, read_json
 from jax_ucp.formats.huggingface.weight_names import Save
 from jax_ucp.formats.options import HF_DECAY, MODULE_ORDER, Options, model_type_of, rule_of
@@ -51,6 +52,7 @@ _ARGUMENTS = "training_args.bin"
 _MODULE = re.compile(r"transformers\.models\.(\w+)\.")
 _MAX_KEPT_BYTES = 1 << 26
 _SHOWN_TYPES = 4
+_ASIDE = "; weights_only leaves the optimizer and the trainer's state aside"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +79,18 @@ class TrainingFolder:
 
 
 def parse(path: FilePath, names: Collection[str]) -> TrainingFolder:
-    """The training checkpoint that files of these names are, beside weights."""
-    optimizers = {m["stem"]: m[0] for m in filter(None, map(_OPTIMIZER.fullmatch, sorted(names)))}
+    """The training checkpoint that files of these names are, beside weights.
+
+    Raises FormatError where two files are of one optimizer.
+    """
+    optimizers: dict[str, str] = {}
+    for match in filter(None, map(_OPTIMIZER.fullmatch, sorted(names))):
+        first = optimizers.setdefault(match["stem"], match[0])
+        if first != match[0]:
+            raise FormatError(
+                f"{path} has {first}, as accelerate calls an optimizer's states, and {match[0]}, as"
+                f" transformers' Trainer does: nothing says which belongs to the weights{_ASIDE}"
+            )
     kept = [name for name in sorted(names) if _KEPT.fullmatch(name) or name == TRAINER_STATE]
     return TrainingFolder(path, optimizers, kept)
 
@@ -164,10 +176,16 @@ def _add_optimizers(
 
 
 def _opened(path: FilePath) -> TorchFile:
+    """A file that the name says torch.save wrote. Raises FormatError, with the way to the
+    weights, where it is none.
+    """
     try:
+        if not path.is_file() or not is_torch_file(path):
+            why = stand_in(path) if path.is_file() else why_missing(path.parent, path.name)
+            raise FormatError(f"{path}: {why or 'it is no file of torch.save, as its name says'}")
         return TorchFile(path, lenient=True)
     except FormatError as error:
-        raise type(error)(f"{error}; weights_only leaves the optimizer aside") from error
+        raise type(error)(f"{error}{_ASIDE}") from error
 
 
 def weights_of(imported: Import, model: str) -> dict[str, Stored]:
@@ -350,24 +368,29 @@ def _order_note(types: Sequence[str]) -> str:
 
 
 def _keep(imported: Import, path: FilePath) -> None:
-    """A file of the trainer's state as extras, or skipped with the reason: it decides nothing."""
+    """A file of the trainer's state as extras. It is read now, so that its checksums are compared
+    now.
+
+    Raises FormatError where it is not what its name says.
+    """
     name = path.name
-    try:
-        if name == TRAINER_STATE:
-            imported.extra(name, "state", read_json(path))
-            return
-        if path.size() > _MAX_KEPT_BYTES or not is_torch_file(path):
-            raise FormatError("it is no small file of torch.save")
-        file = TorchFile(path, lenient=True)
-        tree = file.tree if isinstance(file.tree, dict) else {"object": file.tree}
-        imported.add_files({name: file})
-        for key, value in tree.items():
-            imported.extra(name, str(key), value)
-        if name != _ARGUMENTS:  # which is an object of a class, always
-            imported.unknown |= file.unknown
-    except FormatError as error:
-        imported.skip(name, "file", f"the state of the trainer, which cannot be read: {error}")
-        imported.notes.append(f"not read: {name}: the state of the trainer: {error}")
+    if name == TRAINER_STATE:
+        imported.extra(name, "state", read_json(path))
+        return
+    if path.size() > _MAX_KEPT_BYTES:
+        reason = "the state of the trainer, with more data than settings have; open it by its path"
+        imported.skip(name, "file", reason)
+        imported.notes.append(f"not read: {name}: {reason}")
+        return
+    file = _opened(path)
+    imported.add_files({name: file})
+    tree = file.tree if isinstance(file.tree, dict) else {"object": file.tree}
+    for key, value in tree.items():
+        imported.extra(name, str(key), value)
+    if name != _ARGUMENTS:  # which is an object of a class, always
+        imported.unknown |= file.unknown
+    for fault in filter(None, (check.run() for check in file.checks("full"))):
+        raise CorruptData(fault + _ASIDE)
 
 
 def _writer(imported: Import, folder: TrainingFolder) -> str:

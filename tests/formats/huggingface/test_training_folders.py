@@ -17,9 +17,10 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+import deepspeed_cases
 import jax_ucp as ucp
 from jax_ucp.cli.main import main
-from jax_ucp.errors import FormatError, NotACheckpoint, SpecError
+from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint, SpecError
 from jax_ucp.formats.huggingface.module_order import in_order_of, model_types
 from jax_ucp.formats.pairing import Undecided
 from torch_cases import assert_accounted_for
@@ -314,3 +315,39 @@ def test_a_damaged_optimizer_is_refused_with_the_way_to_the_weights(tmp_path):
     with pytest.raises(FormatError, match=r"optimizer\.pt: .*weights_only leaves the optimizer"):
         ucp.open(at)
     assert len(ucp.open(at, weights_only=True).leaves) == 12
+
+
+def test_a_damaged_state_of_the_trainer_is_refused(tmp_path):
+    at = tmp_path / "ckpt"
+    shutil.copytree(LLAMA, at)
+    whole = (at / "rng_state.pth").read_bytes()
+    for damaged in (b"", whole[:-50], whole.replace(bytes(200), bytes(199) + b"!", 1)):
+        (at / "rng_state.pth").write_bytes(damaged)
+        with pytest.raises(
+            (FormatError, CorruptData), match=r"rng_state\.pth.*weights_only leaves"
+        ):
+            ucp.open(at)
+    ucp.open(at, weights_only=True)
+
+
+def test_optimizers_of_two_trainers_are_refused(tmp_path):
+    at = tmp_path / "ckpt"
+    shutil.copytree(LLAMA, at)
+    shutil.copy(at / "optimizer.pt", at / "optimizer.bin")
+    with pytest.raises(FormatError, match=r"optimizer\.bin, as accelerate .*and optimizer\.pt"):
+        ucp.open(at)
+
+
+def test_deepspeed_s_folder_in_that_of_the_trainer_has_its_state_too(tmp_path):
+    shutil.copytree(deepspeed_cases.DATA / "z1_bf16_dp2", tmp_path / "ckpt")
+    for name in ("trainer_state.json", "scheduler.pt", "rng_state.pth", "config.json"):
+        shutil.copy(LLAMA / name, tmp_path / "ckpt")
+    checkpoint = ucp.open(tmp_path / "ckpt")
+    assert checkpoint.format == "deepspeed"
+    assert checkpoint.notes[0].startswith(
+        "a training checkpoint of transformers' Trainer at step 4"
+    )
+    assert checkpoint.extras["trainer_state.json"]["state"]["global_step"] == 4
+    assert checkpoint.extras["config.json"]["config"]["model_type"] == "llama"
+    assert not any("trainer_state.json" in note for note in checkpoint.notes[1:])
+    assert_accounted_for(checkpoint)

@@ -576,7 +576,7 @@ def trainer(tmp_path) -> Path:
     write(folder / "model.safetensors", tensors(0))
     write_torch(folder / "optimizer.pt", {"state": {}, "param_groups": []})
     for name in ("scheduler.pt", "rng_state_0.pth", "training_args.bin"):
-        (folder / name).write_bytes(b"{}")
+        write_torch(folder / name, {})
     (folder / "trainer_state.json").write_text('{"global_step": 4}')
     return folder
 
@@ -597,7 +597,6 @@ def test_commands_print_what_was_left_aside(trainer, tmp_path, command, as_json)
     )
     assert result.exit_code == 0, result.output
     assert WRITER in (result.output if command == "plan" else result.stderr)
-    assert "the state of the trainer" in result.output + result.stderr
     if as_json and command != "export":
         assert WRITER in json.loads(result.stdout)["notes"]
 
