@@ -18,6 +18,7 @@ import jax_cases
 import jax_ucp as ucp
 import megatron_cases
 import torch_cases
+import trainer_cases
 from helpers import restored_on
 from jax_ucp.errors import UCPError
 from jax_ucp.formats.torch_save.file import TorchFile
@@ -52,6 +53,8 @@ class Case:
             return jax_cases.truth(self.name)
         if self.family == "megatron_core":
             return megatron_cases.core_truth(self.name)
+        if self.family == "trainers":
+            return trainer_cases.truth(self.name)
         return (megatron_cases if self.family == "megatron" else deepspeed_cases).truth(self.name)
 
     def equal(self, got: np.ndarray, want: np.ndarray, label: str) -> bool:
@@ -72,6 +75,8 @@ class Case:
             options["sizes"] = {"vocab": self.about["model"]["vocab_size"]}
         if self.family == "jax":
             options |= self.about["options"]
+        if self.family == "trainers" and not options.get("weights_only"):
+            options = self.about["options"] | options
         return ucp.open(self.path, **options)
 
 
@@ -87,7 +92,8 @@ def every() -> list[Case]:
     cases = [
         case
         for case in cases
-        if case.family in ("deepspeed", "deepspeed_universal", "jax", "megatron", "torch")
+        if case.family
+        in ("deepspeed", "deepspeed_universal", "jax", "megatron", "torch", "trainers")
     ]
     return [
         case

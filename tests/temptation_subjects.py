@@ -40,6 +40,7 @@ FORMATS = (
     "megatron-legacy",
 )
 FORMATS += ("flax", "megatron-dist", "megatron-fsdp", "dcp", "dcp-hf", "safetensors", "torch.save")
+FORMATS += ("trainers",)
 
 # Of each folder the files that the test data keep beside the checkpoint.
 _OURS = {"truth.npz", "case.json", "plain.pt"}
@@ -150,8 +151,13 @@ def _recorded(case: Case) -> Subject:
         and "optimizer_groups" in inspect.signature(ucp.open).parameters
     ):
         options["optimizer_groups"] = "module-order"
+    if case.family == "trainers":
+        options |= case.about["options"]
+    entry = ""
+    if case.path.is_file():
+        entry, folder = case.path.name, {case.path.name: case.path.read_bytes()}
     name = f"{case.family}/{case.name}"
-    return Subject(name, _format(case), folder, "", options, case.truth(), case.equal)
+    return Subject(name, _format(case), folder, entry, options, case.truth(), case.equal)
 
 
 def _format(case: Case) -> str:

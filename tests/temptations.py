@@ -536,6 +536,7 @@ def _flags(options: Mapping[str, Any]) -> list[str]:
             ],
             "weights_only": lambda said: ["--weights-only"] * said,
             "optimizer_groups": lambda how: ["--optimizer-groups", how],
+            "model": lambda model: ["--model", model],
         }[name](value)
     return found
 

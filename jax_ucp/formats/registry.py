@@ -17,9 +17,11 @@ from jax_ucp.formats.deepspeed import reader as deepspeed
 from jax_ucp.formats.deepspeed import universal_reader as deepspeed_universal
 from jax_ucp.formats.flax_msgpack import reader as flax_msgpack
 from jax_ucp.formats.huggingface import folder as weight_folder
+from jax_ucp.formats.huggingface import runs
 from jax_ucp.formats.huggingface.hints import not_read, point_inside
 from jax_ucp.formats.huggingface.quantization import settle
 from jax_ucp.formats.huggingface.stand_ins import stand_in
+from jax_ucp.formats.huggingface.training_folder import add_trainer_state
 from jax_ucp.formats.huggingface.weight_names import holds_weights
 from jax_ucp.formats.listing import listed
 from jax_ucp.formats.megatron import dist as megatron_dist
@@ -67,6 +69,10 @@ class Format:
     takes_step: bool = False
 
 
+def _open_trainer_run(path: FilePath, options: Options) -> Contents:
+    return runs.open_run(path, options, open_contents)
+
+
 def _open_step(path: FilePath, options: Options) -> Contents:
     contents = orbax_steps.open_step(path, options, open_contents)
     notes = weight_folder.notes_beside(path, of_torch=False)
@@ -84,7 +90,16 @@ def _open_run(path: FilePath, options: Options) -> Contents:
     return orbax_steps.open_run(path, options, open_contents)
 
 
-# The first that recognises a path has it.
+RUN = Format(
+    runs.recognise,
+    "a run of transformers' Trainer or accelerate (checkpoint-N, checkpoint_N)",
+    _open_trainer_run,
+    takes_spec=True,
+    notes_siblings=True,
+    takes_step=True,
+)
+
+# The first that recognises a path has it; the folder of a run may have the final weights, too.
 FORMATS: tuple[Format, ...] = (
     Format(
         universal.recognise,
@@ -195,6 +210,7 @@ FORMATS: tuple[Format, ...] = (
         array_folders.open_array_folders,
         stores_once=True,
     ),
+    RUN,
 )
 
 
@@ -207,7 +223,7 @@ def open_contents(path: str | os.PathLike[str] | FilePath, options: Options) -> 
     """
     at = file_path(path)
     _require_finished(path, at)
-    format = _format_of(at)
+    format = RUN if options.step is not None and RUN.recognise(at) else _format_of(at)
     if format is None:
         raise _not_recognised(path, at)
     if options.spec and not format.takes_spec:
@@ -277,6 +293,9 @@ def _with_notes(contents: Contents, at: FilePath, format: Format, options: Optio
     if not format.notes_siblings:
         for folder in dict.fromkeys([at, file_path(contents.path)]):
             notes += weight_folder.notes_beside(folder, format.from_torch)
+        if format.open is deepspeed.open_deepspeed and at.is_dir():
+            contents = add_trainer_state(replace(contents, notes=notes), at)
+            notes = list(contents.notes)
     if options.on_conflict and format.stores_once:
         notes.append(NOTHING_TWICE.format(options.on_conflict))
     return replace(contents, notes=notes)
