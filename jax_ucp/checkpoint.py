@@ -20,7 +20,7 @@ import numpy as np
 from jax_ucp.arguments import local_path, switch
 from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.formats.exporting import ExportFormat, ExportPlan, plan_export, run_export
-from jax_ucp.formats.options import Options, Sizes, require_used
+from jax_ucp.formats.options import GroupsFunction, Options, Sizes, require_used
 from jax_ucp.formats.registry import open_contents
 from jax_ucp.inspection.lazy_array import LazyArray
 from jax_ucp.inspection.parameters import Parameter, Parameters, table
@@ -59,7 +59,9 @@ def open(
     weights_only: bool = False,
     on_conflict: Literal["master", "copy"] | None = None,
     dequantize: Literal[False] | None = None,
-    optimizer_groups: Literal["module-order"] | Sequence[Sequence[str]] | None = None,
+    optimizer_groups: str | Sequence[Sequence[str]] | GroupsFunction | None = None,
+    model: str | None = None,
+    step: int | None = None,
 ) -> Checkpoint:
     """The checkpoint at `path`, whichever of the known formats it has. Reads metadata only.
 
@@ -80,16 +82,25 @@ def open(
     state `stored` in place of `param`, to be read, restored or saved.
 
     `optimizer_groups` says which parameters an optimizer has whose states go by numbers:
-    `"module-order"`, if every group lists its parameters in the order of the model, or the names of
-    each group in order. Unsaid, such states are kept under `other`, unless shapes or masters prove
-    whose they are. What was said is in `source` and `notes`.
+    `"module-order"`, if every group lists its parameters in the order of the model; `"hf-decay"`,
+    if transformers' Trainer made the two groups (what decays; biases and norms); the names of each
+    group in order; or a function that makes such lists of the names of the model's parameters.
+    Where files do not have the model's order, it is that of the class of transformers that they
+    name, or of the one that is said: `"hf-decay:llama"`. Unsaid, such states are kept under
+    `other`, unless shapes or masters prove whose they are. What was said is in `source` and
+    `notes`.
+
+    `model` names the one that is meant where a file or folder has several, such as a teacher and a
+    student. `step` is the one to open of the folder of a run; unsaid, that is the last.
 
     Raises NotACheckpoint where there is none, FormatError where a file is not what it should be, or
     does not fit what was said, SpecError for `sizes` and a `spec` that are not used and
     `optimizer_groups` that cannot be meant, UnsupportedPath for a URL, and ValueError for another
     `dequantize`.
     """
-    options = Options.of(sizes, spec, weights_only, on_conflict, dequantize, optimizer_groups)
+    options = Options.of(
+        sizes, spec, weights_only, on_conflict, dequantize, optimizer_groups, model, step
+    )
     contents = open_contents(path, options)
     require_used(options.sizes, contents.path)
     return Checkpoint(contents)
@@ -169,7 +180,7 @@ class Checkpoint:
     @property
     def source(self) -> Mapping[str, Any]:
         """What a universal checkpoint was imported from, and what the user said of it
-        (`optimizer_groups`).
+        (`optimizer_groups`, `model`).
         """
         return self._contents.source
 

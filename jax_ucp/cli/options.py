@@ -12,7 +12,7 @@ import click
 import msgspec
 
 import jax_ucp
-from jax_ucp.formats.options import Options, require_used
+from jax_ucp.formats.options import Options, require_used, rule_of
 from jax_ucp.formats.registry import open_contents
 from jax_ucp.sources.budget import DEFAULT_BUDGET
 
@@ -95,18 +95,18 @@ class _RuleType(click.ParamType):
 
 
 class _OptimizerGroups(click.ParamType):
-    """`module-order`, or a JSON file of lists of names."""
+    """`module-order`, `hf-decay`, or a JSON file of lists of names."""
 
-    name = "module-order|file.json"
+    name = "module-order|hf-decay|file.json"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> str | list[list[str]]:
-        if value == "module-order":
+        if rule_of(value):
             return value
         try:
             return msgspec.json.decode(Path(value).read_bytes(), type=list[list[str]])
         except OSError as error:
             self.fail(
-                f"{value!r} is neither module-order nor a file that can be read ({error.strerror})",
+                f"{value!r} is neither module-order nor hf-decay nor a file that can be read ({error.strerror})",
                 param,
                 ctx,
             )
@@ -141,10 +141,12 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--optimizer-groups",
             type=_OptimizerGroups(),
             help=(
-                "Which parameters optimizer states that go by numbers belong to: module-order, or"
-                " lists of names."
+                "Which parameters optimizer states that go by numbers belong to: module-order,"
+                " hf-decay, or lists of names."
             ),
         ),
+        click.option("--model", help="The model that is meant, where there are several."),
+        click.option("--step", type=int, help="The step to open of a run's folder."),
         click.option("--weights-only", is_flag=True, help="Leave the optimizer aside."),
         click.option("--spec", help="A file that says how shards form parameters."),
         click.option(

@@ -5,7 +5,7 @@ account for the rest.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from jax_ucp.formats.pairing import Undecided
 from jax_ucp.formats.torch_save.opaque import unknown_notes
 from jax_ucp.formats.torch_save.optimizer_dicts import Steps
 from jax_ucp.formats.torch_save.state_pairing import Stored
-from jax_ucp.formats.torch_save.state_paths import Places, places
+from jax_ucp.formats.torch_save.state_paths import Places, UnknownModel, places
 from jax_ucp.formats.torch_save.tensor_names import StoredTensor
 from jax_ucp.formats.torch_save.unpickle import walk
 from jax_ucp.layout.box import Box
@@ -216,19 +216,27 @@ class Import:
                 )
 
     def placed(
-        self, tensors: Mapping[str, Stored], objects: Mapping[Steps, Any], options: Options
+        self,
+        tensors: Mapping[str, Stored],
+        objects: Mapping[Steps, Any],
+        options: Options,
+        words: Callable[[], Sequence[str]] | None = None,
     ) -> Places:
-        """The place of each tensor of nested dicts; what optimizers were told, and the user's word,
-        are kept.
+        """The place of each tensor of nested dicts, as `places` has it; what optimizers were told,
+        and the user's word, are kept.
 
         Raises FormatError where that word does not fit.
         """
         try:
-            result = places(tensors, objects, options)
+            result = places(tensors, objects, options, words)
         except Undecided as error:
             raise FormatError(f"{self.path}: optimizer_groups does not fit: {error}") from None
-        if result.used and options.optimizer_groups is not None:
-            self.said["optimizer_groups"] = options.optimizer_groups
+        except UnknownModel as error:
+            raise FormatError(f"{self.path}: {error}") from None
+        if result.said is not None:
+            self.said["optimizer_groups"] = result.said
+        if options.model is not None:
+            self.said["model"] = options.model
         for name, settings in result.settings:
             self.hyperparameters(name, settings)
         return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -15,7 +15,19 @@ from jax_ucp.errors import SpecError
 from jax_ucp.shard_spec.rules import Spec
 
 MODULE_ORDER: Final = "module-order"
-OptimizerGroups = Literal["module-order"] | tuple[tuple[str, ...], ...]
+HF_DECAY: Final = "hf-decay"
+# What each word says of an optimizer's groups. Both say that a group is in the order of the model.
+_WORDS: Final = {
+    MODULE_ORDER: "every group in the order of the model",
+    HF_DECAY: (
+        "the two groups that transformers' Trainer makes, what weights decay in the first, biases"
+        " and norms in the second, each in the order of the model"
+    ),
+}
+Lists = tuple[tuple[str, ...], ...]
+GroupsFunction = Callable[[Sequence[str]], Sequence[Sequence[str]]]
+OptimizerGroups = str | Lists | GroupsFunction  # a word, maybe with `:` and a model type
+SaidGroups = str | Lists
 
 NOTHING_TWICE = "nothing is stored twice here, so that on_conflict={!r} changes nothing"
 
@@ -75,7 +87,8 @@ class Options:
     then they are not compared. The master is also the first of several replicas; a copy is what
     the model computed with, in its dtype. `dequantize=False` keeps quantised weights as the parts
     that are stored; None refuses to hand them out. `optimizer_groups` says which parameters each
-    group of an optimizer has, where states go by numbers.
+    group of an optimizer has, where states go by numbers. `model` names the one that is meant where
+    there are several. `step` is the one to open of a run's folder.
     """
 
     sizes: Sizes = field(default_factory=lambda: Sizes({}))
@@ -84,6 +97,8 @@ class Options:
     on_conflict: Literal["master", "copy"] | None = None
     dequantize: Literal[False] | None = None
     optimizer_groups: OptimizerGroups | None = None
+    model: str | None = None
+    step: int | None = None
 
     @classmethod
     def of(
@@ -93,7 +108,9 @@ class Options:
         weights_only: bool = False,
         on_conflict: Literal["master", "copy"] | None = None,
         dequantize: Literal[False] | None = None,
-        optimizer_groups: str | Sequence[Sequence[str]] | None = None,
+        optimizer_groups: str | Sequence[Sequence[str]] | GroupsFunction | None = None,
+        model: str | None = None,
+        step: int | None = None,
     ) -> Options:
         """The options as callers give them.
 
@@ -115,7 +132,15 @@ class Options:
             on_conflict,
             dequantize,
             groups,
+            _model_name(model),
+            None if step is None else whole_number("step", step, least=0),
         )
+
+
+def _model_name(model: object) -> str | None:
+    if model is None or (isinstance(model, str) and model):
+        return model
+    raise ValueError(f"model={model!r:.80} should be the name of a model in the checkpoint")
 
 
 def _whole(name: str, n: object, least: int = 1) -> int:
@@ -142,22 +167,57 @@ def require_used(sizes: Sizes, path: str, elsewhere: Collection[str] = ()) -> No
     raise SpecError(f"{path} has no use for {', '.join(strays)} in sizes: {takes}{hint}")
 
 
-def checked_groups(value: str | Sequence[Sequence[str]] | None) -> OptimizerGroups | None:
-    """The user's word on optimizer groups, checked for its form: `module-order`, or lists of names.
+def checked_groups(
+    value: str | Sequence[Sequence[str]] | GroupsFunction | None,
+) -> OptimizerGroups | None:
+    """The user's word on optimizer groups, checked for its form: a word, lists of names, or a
+    function that makes them.
 
     Raises SpecError for anything else, and for a name that is said twice.
 
     >>> checked_groups([["a.weight"], []])
     (('a.weight',), ())
     """
-    if value is None:
-        return None
-    if value == MODULE_ORDER:
-        return MODULE_ORDER
+    if value is None or callable(value) or rule_of(value):
+        return value
+    return _checked_lists(value, "optimizer_groups=")
+
+
+def rule_of(groups: object) -> str:
+    """The word that the user said of groups, without a model type; empty of anything else.
+
+    >>> rule_of("hf-decay:llama"), rule_of("sorted")
+    ('hf-decay', '')
+    """
+    word = groups.partition(":")[0] if isinstance(groups, str) else ""
+    return word if word in _WORDS else ""
+
+
+def model_type_of(groups: object) -> str:
+    """The model type that the user said with the word; empty if there is none."""
+    return groups.partition(":")[2] if isinstance(groups, str) else ""
+
+
+def said_of(groups: OptimizerGroups | None, names: Sequence[str]) -> SaidGroups | None:
+    """The word or the lists; a function is called with the names of the model's parameters.
+
+    Raises SpecError where it fails, or returns anything but lists of names.
+    """
+    if groups is None or isinstance(groups, str | tuple):
+        return groups
+    try:
+        lists = groups(list(names))
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise SpecError(f"the function given as optimizer_groups failed: {what}") from error
+    return _checked_lists(lists, "the function given as optimizer_groups returned ")
+
+
+def _checked_lists(value: Any, whence: str) -> Lists:
     if isinstance(value, str) or not _is_lists_of_names(value):
         raise SpecError(
-            f"optimizer_groups={_short(value)}: say {MODULE_ORDER!r}, or a list for each group with"
-            " the names of its parameters in order"
+            f"{whence}{_short(value)}: say {MODULE_ORDER!r}, {HF_DECAY!r}, or a list for each group"
+            " with the names of its parameters in order"
         )
     seen: set[str] = set()
     for name in itertools.chain.from_iterable(value):
@@ -169,29 +229,39 @@ def checked_groups(value: str | Sequence[Sequence[str]] | None) -> OptimizerGrou
     return tuple(tuple(group) for group in value)
 
 
-def word_note(groups: OptimizerGroups) -> str:
+def word_note(groups: SaidGroups) -> str:
     """What a checkpoint says of states that were given to parameters by the user's word."""
-    how = "the names of each group"
-    if groups == MODULE_ORDER:
-        how = "every group in the order of the model"
+    how = _WORDS.get(rule_of(groups), "the names of each group")
     return (
         f"optimizer states were given to parameters as optimizer_groups says, {how}: nothing in the"
         " files proves it"
     )
 
 
-def remedy(sizes: str, example: str, ordered: bool) -> str:
-    """How the user says whose states are; `sizes` of the groups, a name as lists have it,
-    whether the order decides.
+_WORD_MEANS = {
+    MODULE_ORDER: (
+        "if every group lists its parameters in the order of the model, as an optimizer made of"
+        " model.parameters() does"
+    ),
+    HF_DECAY: (
+        "if transformers' Trainer made the optimizer: weights that decay, then biases and norms,"
+        " each in the order of the model"
+    ),
+}
+
+
+def remedy(sizes: str, example: str, words: Sequence[str]) -> str:
+    """How the user says whose states are; `sizes` of the groups, a name as lists have it, the words
+    that would decide.
     """
-    order = (
-        f"optimizer_groups={MODULE_ORDER!r} (--optimizer-groups {MODULE_ORDER}) if every group"
-        " lists its parameters in the order of the model, as an optimizer made of"
-        " model.parameters() does; else "
-    )
+    ways = [
+        f"optimizer_groups={word!r} (--optimizer-groups {word}) {_WORD_MEANS[rule_of(word)]}; "
+        for word in words
+    ]
+    otherwise = "else " if ways else ""
     return (
         "to map them, say which parameters the optimizer was given:"
-        f" {order if ordered else ''}optimizer_groups=[[...], ...] (--optimizer-groups FILE.json),"
+        f" {''.join(ways)}{otherwise}optimizer_groups=[[...], ...] (--optimizer-groups FILE.json),"
         f" for each group the names of its parameters in its order, such as {example!r} (in torch,"
         f" names are those of model.named_parameters()): {sizes}"
     )

@@ -243,9 +243,13 @@ def _with_notes(contents: Contents, at: FilePath, format: Format, options: Optio
 
 
 def _require_use(contents: Contents, options: Options) -> None:
-    """Raise FormatError where the user said something of the optimizer that decided nothing."""
-    used = contents.format != "universal" and "optimizer_groups" in contents.source
-    if used or options.optimizer_groups is None:
+    """Raise FormatError where the user said something of the optimizer, or of the model, that
+    decided nothing.
+    """
+    said = {} if contents.format == "universal" else contents.source
+    if options.model is not None and "model" not in said:
+        raise FormatError(f"{contents.path} has one model, so that model= says nothing: open it without")
+    if options.optimizer_groups is None or "optimizer_groups" in said:
         return
     why = "no optimizer here has states whose parameters are not known"
     if options.weights_only:

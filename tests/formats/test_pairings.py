@@ -808,8 +808,8 @@ def test_the_command_line_takes_an_order_or_a_file_of_lists(tmp_path):
     )
     assert run.exit_code == 0, run.output
     for word, why in (
-        ("modul-order", "neither module-order nor a file that can be read"),
-        (str(tmp_path), "neither module-order nor a file that can be read"),
+        ("modul-order", "neither module-order nor hf-decay nor a file that can be read"),
+        (str(tmp_path), "neither module-order nor hf-decay nor a file that can be read"),
     ):
         run = CliRunner().invoke(main, ["inspect", path, "--optimizer-groups", word])
         assert run.exit_code == 2

@@ -26,7 +26,7 @@ from jax_ucp.formats.deepspeed.files import Stored
 from jax_ucp.formats.deepspeed.masters import Copies
 from jax_ucp.formats.deepspeed.slices import Slices
 from jax_ucp.formats.nested import group_with
-from jax_ucp.formats.options import MODULE_ORDER, OptimizerGroups, remedy, word_note
+from jax_ucp.formats.options import MODULE_ORDER, SaidGroups, remedy, said_of, word_note
 from jax_ucp.formats.pairing import (
     Contradicted,
     Undecided,
@@ -91,7 +91,8 @@ Places = dict[str, tuple[int, Box]]
 def add_numbered_states(slices: Slices) -> None:
     """Add states by number: dense ones are equal on all expert-parallel ranks."""
     optimizers = [one for mp in range(len(slices.files.models)) for one in _optimizers(slices, mp)]
-    groups = slices.options.optimizer_groups
+    names = [*optimizers[0].shapes] if optimizers else []
+    groups = said_of(slices.options.optimizer_groups, names)
     try:
         places = [_places(slices, one, groups) for one in optimizers]
     except Undecided as error:
@@ -101,12 +102,11 @@ def add_numbered_states(slices: Slices) -> None:
         add = _add_masters if one.masters else _add_states
         add(slices, one, its_places)
     if not all(one.named for one in optimizers):
-        _note_pairing(slices, bool(optimizers[0].masters))
+        _note_pairing(slices, groups, bool(optimizers[0].masters))
 
 
-def _note_pairing(slices: Slices, masters: bool) -> None:
+def _note_pairing(slices: Slices, groups: SaidGroups | None, masters: bool) -> None:
     """Say by what parameters without names were told apart."""
-    groups = slices.options.optimizer_groups
     if groups is not None:
         slices.importer.said["optimizer_groups"] = groups
         slices.importer.notes.append(word_note(groups))
@@ -180,7 +180,7 @@ def _numbers(groups: Iterable[Mapping[str, Any]]) -> list[int]:
     return [number for group in groups for number in group["params"]]
 
 
-def _places(slices: Slices, one: _Optimizer, groups: OptimizerGroups | None) -> Places:
+def _places(slices: Slices, one: _Optimizer, groups: SaidGroups | None) -> Places:
     """The place of each parameter, by names in the file before `groups`. Raises Undecided."""
     groups = None if one.named else groups
     if not one.masters:
@@ -201,7 +201,7 @@ def _whole(one: _Optimizer, names: Mapping[int, str]) -> Places:
     return {name: (number, Box.whole(one.shapes[name])) for number, name in names.items()}
 
 
-def _pairs(one: _Optimizer, order: OptimizerGroups | None) -> dict[int, str]:
+def _pairs(one: _Optimizer, order: SaidGroups | None) -> dict[int, str]:
     """The parameter of each number, of an optimizer of torch's own."""
     names: dict[int, str] = {}
     for i, (groups, shapes) in enumerate(one.kinds()):
@@ -233,7 +233,7 @@ def names_of_numbers(
     shapes: Mapping[str, Shape],
     states: Mapping[int, Mapping[str, Any]],
     groups: Sequence[Mapping[str, Any]],
-    order: OptimizerGroups | None = None,
+    order: SaidGroups | None = None,
 ) -> dict[int, str]:
     """The parameter that each number means; `shapes` has them in the order of the module.
 
@@ -242,7 +242,7 @@ def names_of_numbers(
     state_shapes = {number: _shapes(states.get(number, {})) for number in _numbers(groups)}
     if all("param_names" in group for group in groups):
         return _as_listed(shapes, state_shapes, groups, [group["param_names"] for group in groups])
-    if order == MODULE_ORDER:
+    if isinstance(order, str):
         return _in_module_order(
             shapes,
             groups,
@@ -296,7 +296,7 @@ def _as_listed(
 
 
 def _pairs_of_masters(
-    one: _Optimizer, copies: Copies, order: OptimizerGroups | None
+    one: _Optimizer, copies: Copies, order: SaidGroups | None
 ) -> dict[int, str]:
     """The parameter of each number that has a master of its own."""
     keys = {number: one.stored.key(master) for number, master in one.masters.items()}
@@ -314,7 +314,7 @@ def _pairs_of_masters(
                     f"the master of number {number} is not that of {name}, by its shape or bits"
                 )
         return names
-    if order == MODULE_ORDER:
+    if isinstance(order, str):
         return _in_module_order(one.shapes, one.groups, fits)
     return _pairs_by_bits(one, copies, keys)
 
@@ -335,7 +335,7 @@ def _pairs_by_bits(one: _Optimizer, copies: Copies, keys: Mapping[int, str]) -> 
     return names_by_number
 
 
-def _places_in_buffers(one: _Optimizer, copies: Copies, order: OptimizerGroups | None) -> Places:
+def _places_in_buffers(one: _Optimizer, copies: Copies, order: SaidGroups | None) -> Places:
     """The place of each parameter in the flat buffers of masters, one for each group."""
     numbers = [*one.masters]
     keys = [one.stored.key(master) for master in one.masters.values()]
@@ -343,7 +343,7 @@ def _places_in_buffers(one: _Optimizer, copies: Copies, order: OptimizerGroups |
     sizes = copies.sizes
     if isinstance(order, tuple):
         starts = _listed_in_buffers(one, copies, keys, lengths, order)
-    elif order == MODULE_ORDER:
+    elif isinstance(order, str):
         starts = only_division(
             sizes, lengths, lambda name, group, at: copies.begins(name, keys[group], at)
         )
@@ -496,16 +496,16 @@ def _apart_note(slices: Slices, optimizers: Sequence[_Optimizer], reason: str) -
     )
 
 
-def _ordered(slices: Slices, optimizers: Sequence[_Optimizer]) -> bool:
-    """Whether the order of the module would decide."""
+def _ordered(slices: Slices, optimizers: Sequence[_Optimizer]) -> list[str]:
+    """The words that would decide."""
     if any(one.named for one in optimizers):
-        return False
+        return []
     try:
         for one in optimizers:
             _places(slices, one, MODULE_ORDER)
     except Undecided:
-        return False
-    return True
+        return []
+    return [MODULE_ORDER]
 
 
 def _sizes(one: _Optimizer) -> str:

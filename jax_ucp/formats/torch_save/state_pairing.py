@@ -7,7 +7,7 @@ by the user's word.
   shapes leave one arrangement.
 - The user's word, `optimizer_groups`: every group is in the order of the model, or the names of
   each group. Shapes are compared, and a second dict that fits as well must be excluded by full
-  names.
+  names, or by naming the model.
 
 All states of an optimizer are mapped, or none.
 """
@@ -15,14 +15,25 @@ All states of an optimizer are mapped, or none.
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from jax_ucp.formats.options import MODULE_ORDER, OptimizerGroups, remedy, word_note
+from jax_ucp.formats.options import (
+    HF_DECAY,
+    MODULE_ORDER,
+    Lists,
+    OptimizerGroups,
+    SaidGroups,
+    remedy,
+    rule_of,
+    said_of,
+    word_note,
+)
 from jax_ucp.formats.pairing import (
     Undecided,
     candidates_by_shape,
@@ -43,6 +54,24 @@ from jax_ucp.layout.fragments import Shape
 NUMBERS = "they go by numbers, and nothing stored says which parameter has which number"
 Member = tuple[Steps, Owner]  # a parameter of an optimizer
 Members = Mapping[Member, Mapping[str, Shape]]  # the shapes of its states
+
+# What transformers' Trainer decays (`get_decay_parameter_names`): nothing with these words in its
+# name. Before release 4.50, and for LayerNorm of torch always, it went by classes.
+_BIAS = re.compile("bias")
+_NORM = re.compile(r"layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+
+
+class Model(Protocol):
+    """The dict that is the model, if one is decided; its tensors with their parameters' names;
+    whether the user said so.
+    """
+
+    @property
+    def path(self) -> Steps | None: ...
+    @property
+    def weights(self) -> Mapping[str, str]: ...
+    @property
+    def is_said(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,38 +99,55 @@ def is_trainable(dtype: np.dtype) -> bool:
 class Pairs:
     """The place (state, parameter) of each state that is mapped, and the settings of parameters.
 
-    `used`: there was an optimizer for which the user's word was needed.
+    `said` is the user's word, if there was an optimizer for which it was needed.
     """
 
     at: dict[str, tuple[str, str]] = field(default_factory=dict)
     settings: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    used: bool = False
+    said: SaidGroups | None = None
 
 
 def pair_states(
     tensors: Mapping[str, Stored],
     optimizers: Sequence[OptimizerDict],
     outside: Mapping[str, Stored],
-    model: Steps | None,
-    weights: Mapping[str, str],
+    model: Model,
     groups: OptimizerGroups | None,
+    words: Callable[[], Sequence[str]] | None = None,
 ) -> Pairs:
-    """The pairs of all optimizers. `outside` are the tensors in none; `weights` are those of the
-    dict `model`, with the names of parameters.
+    """The pairs of all optimizers. `outside` are the tensors in none; `words` are those that would
+    decide, where the tensors are not in the order of the model.
 
     Raises Undecided where `groups`, the user's word, does not fit or leaves several ways.
     """
-    pairing = _Pairing(tensors, optimizers, outside, model, weights)
+    pairing = _Pairing(tensors, optimizers, outside, model, words)
     pairing.by_names()
-    used = bool(pairing.open_optimizers())
-    if groups is None:
-        pairing.by_proof()
-    elif groups == MODULE_ORDER:
-        pairing.in_order(pairing.numbered())
-    else:
-        pairing.by_lists(groups)
-    return pairing.pairs(groups if used else None)
+    if not pairing.open_optimizers():
+        return pairing.pairs(None)
+    said = said_of(groups, list(model.weights.values()))
+    match said:
+        case None:
+            pairing.by_proof()
+        case str():
+            pairing.in_order(said)
+        case _:
+            pairing.by_lists(said)
+    return pairing.pairs(said)
+
+
+def admits(word: str, name: str, shape: Shape, group: int) -> bool:
+    """Whether a parameter can be in a group by the word alone. Of what has one axis, or is called a
+    norm, the Trainer goes by classes too, which no file has: that may be in either group.
+
+    >>> [admits("hf-decay", name, (4, 4), 0) for name in ("fc.weight", "fc.bias")]
+    [True, False]
+    """
+    if rule_of(word) != HF_DECAY:
+        return True
+    if _BIAS.search(name.lower()):
+        return group == 1
+    return group == 0 or len(shape) < 2 or bool(_NORM.search(name.lower()))
 
 
 class _Pairing:
@@ -114,10 +160,12 @@ class _Pairing:
         tensors: Mapping[str, Stored],
         optimizers: Sequence[OptimizerDict],
         outside: Mapping[str, Stored],
-        model: Steps | None,
-        weights: Mapping[str, str],
+        model: Model,
+        words: Callable[[], Sequence[str]] | None = None,
     ):
-        self.tensors, self.outside, self.model, self.weights = tensors, outside, model, weights
+        self.tensors, self.outside, self.words = tensors, outside, words
+        self.model, self.weights, self.model_is_said = model.path, model.weights, model.is_said
+        self._of_model = model
         self.optimizers = {optimizer.path: optimizer for optimizer in optimizers}
         self.owned: dict[Steps, dict[Owner, str]] = {}
         self.apart: dict[Steps, str] = {}
@@ -342,33 +390,66 @@ class _Pairing:
 
     # The user's word.
 
-    def in_order(self, optimizers: Sequence[OptimizerDict]) -> None:
+    def in_order(self, word: str) -> None:
         """Settle the optimizers with numbers: every group lists its parameters in the order of
-        the model.
+        the model, which are those that the word says.
         """
         if self.model is None:
             raise Undecided(self._no_model())
+        if self.model_is_said:
+            self._settle_said(word)
+            return
+        optimizers = self.numbered()
         if not optimizers and self.apart:
             raise Undecided(
                 "no optimizer goes by numbers, and of one with names"
                 f" {next(iter(self.apart.values()))}"
             )
+        self._exclude_others(self._members(optimizers))
+        for path, owned in self._divided(optimizers, word).items():
+            self._settle(self.optimizers[path], owned)
+
+    def _settle_said(self, word: str) -> None:
+        """Settle the one optimizer that can be of the model that the user names."""
+        fits: dict[Steps, dict[Owner, str]] = {}
+        why: list[str] = []
+        for optimizer in self.open_optimizers():
+            try:
+                fits |= self._divided([optimizer], word)
+            except Undecided as error:
+                why.append(f"of {optimizer.name} {error}")
+        if len(fits) != 1:
+            several = f"{_names([*fits])} could each be its optimizer; say it with lists"
+            raise Undecided(several if fits else "; ".join(why) or "no optimizer is left for it")
+        for path, owned in fits.items():
+            self._settle(self.optimizers[path], owned)
+
+    def _divided(
+        self, optimizers: Sequence[OptimizerDict], word: str
+    ) -> dict[Steps, dict[Owner, str]]:
+        """The tensor of each owner of some optimizers, whose groups list parameters in the order of
+        the model. Raises Undecided.
+        """
         members = self._members(optimizers)
         self._check_listed(optimizers)
-        self._exclude_others(members)
         groups = list(itertools.chain.from_iterable(map(_groups_of, optimizers)))
+        if rule_of(word) == HF_DECAY and any(len(optimizer.lists()) != 2 for optimizer in optimizers):
+            raise Undecided(f"{HF_DECAY} is of two groups, but {sizes_of(optimizers)}")
 
-        def fits(name: str, group: int, place: int) -> bool:
-            return not contradiction(members[groups[group][place]], self.outside[name].shape)
+        def fits(tensor: str, group: int, place: int) -> bool:
+            member, name = groups[group][place], self.weights[tensor]
+            shape = self.outside[tensor].shape
+            if contradiction(members[member], shape) or not admits(word, name, shape, group % 2):
+                return False
+            return not isinstance(member[1], str) or _agree(member[1], name)
 
         params = [name for name in self._distinct() if name in self.weights]
         division = only_division(dict.fromkeys(params, 1), [*map(len, groups)], fits)
-        for optimizer in optimizers:
-            self.owned[optimizer.path] = {}
-            self.apart.pop(optimizer.path, None)
+        owned: dict[Steps, dict[Owner, str]] = {optimizer.path: {} for optimizer in optimizers}
         for name, (group, place) in division.items():
             path, owner = groups[group][place]
-            self.owned[path][owner] = name
+            owned[path][owner] = name
+        return owned
 
     def _check_listed(self, optimizers: Sequence[OptimizerDict]) -> None:
         for optimizer in optimizers:
@@ -395,13 +476,11 @@ class _Pairing:
                     f" the model's, such as {others[0]}; say it with lists of full names"
                 )
 
-    def by_lists(self, groups: Sequence[Sequence[str]]) -> None:
+    def by_lists(self, groups: Lists) -> None:
         """Settle the optimizers that names in the file do not settle: `groups` are theirs, in
         order.
         """
         optimizers = self.open_optimizers()
-        if not optimizers:
-            return
         if self.model is None:
             raise Undecided(self._no_model())
         if sum(len(optimizer.lists()) for optimizer in optimizers) != len(groups):
@@ -472,9 +551,9 @@ class _Pairing:
                 return in_file
             raise self._no_parameter(names, in_model)
         tensors = {name: in_model[name] for name in names}
-        if not all_in_file:
+        if not all_in_file and not self.model_is_said:
             self._refuse_rivals(self.model, tensors)
-        elif not self._same_tensors(tensors, in_file):
+        elif all_in_file and not self._same_tensors(tensors, in_file):
             raise Undecided(f"{names[0]} can be read from the top of the file, and in the model")
         return tensors
 
@@ -500,10 +579,10 @@ class _Pairing:
 
     # The result.
 
-    def pairs(self, groups: OptimizerGroups | None) -> Pairs:
+    def pairs(self, groups: SaidGroups | None) -> Pairs:
         """What was settled; `groups` are what the user said, if it was needed."""
         self._drop_shared()
-        pairs = Pairs(settings=list(self._settings()), used=groups is not None)
+        pairs = Pairs(settings=list(self._settings()), said=groups)
         for path in self.owned:
             pairs.at |= self.places(path)
         for path, reason in self.apart.items():
@@ -542,19 +621,20 @@ class _Pairing:
         of_model = [optimizer for optimizer in optimizers if optimizer.path not in self.elsewhere]
         if self._members(of_model):
             sizes = f"{sizes_of(optimizers)}; an empty list leaves a group apart"
-            yield remedy(sizes, self._example(), self._ordered())
+            yield remedy(sizes, self._example(), (self.words or self._ordered)())
 
-    def _ordered(self) -> bool:
-        """Whether the order of the model would decide."""
-        if not all(optimizer.numbered for optimizer in self.open_optimizers()):
-            return False
+    def _ordered(self) -> list[str]:
+        """The words that would decide, of tensors in the order of the model."""
         optimizers = [*self.optimizers.values()]
-        trial = _Pairing(self.tensors, optimizers, self.outside, self.model, self.weights)
+        trial = _Pairing(self.tensors, optimizers, self.outside, self._of_model)
+        trial.by_names()
+        if not all(optimizer.numbered for optimizer in trial.open_optimizers()):
+            return []
         try:
-            trial.in_order(trial.numbered())
+            trial.in_order(MODULE_ORDER)
         except Undecided:
-            return False
-        return True
+            return []
+        return [MODULE_ORDER]
 
     def _example(self) -> str:
         """A name as a list must have it: a full one if a dict beside the model has it too."""

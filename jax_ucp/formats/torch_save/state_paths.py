@@ -8,7 +8,8 @@ A path is the keys that lead to something stored. The rules, in order:
    name. Of several (a second copy of the weights, such as an average) it is the one under a usual
    word for a model: `model`, `module`, ...
 3. Where no state names a parameter, it is the one dict under such a word; else the outermost dict,
-   if tensors lie in it; else the one dict in which all tensors lie.
+   if tensors lie in it; else the one dict in which all tensors lie. Whatever they say, it is the
+   dict that the user names (`model`), or the part of a dict whose names begin so.
 4. Every tensor in the model is a weight (`param`), under its path from there, joined by dots. Of
    the outermost dict only the tensors that lie in it directly are.
 5. The states of an optimizer are mapped where names, a proof or the user say whose they are
@@ -18,12 +19,12 @@ A path is the keys that lead to something stored. The rules, in order:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from jax_ucp.formats.options import Options
+from jax_ucp.formats.options import Options, SaidGroups
 from jax_ucp.formats.torch_save.optimizer_dicts import (
     OptimizerDict,
     Steps,
@@ -47,15 +48,19 @@ class Places:
     decided.
 
     `in_optimizers` are the tensors that lie in an optimizer's dict, mapped or not. `settings` are
-    pairs: a parameter's name, and its optimizer's settings for it. `used`: the option
-    `optimizer_groups` was needed.
+    pairs: a parameter's name, and its optimizer's settings for it. `said` is what the user said of
+    the optimizer's groups, if that was needed.
     """
 
     at: dict[str, tuple[str, str]]
     notes: list[str]
     in_optimizers: set[str]
     settings: Sequence[tuple[str, Mapping[str, Any]]] = ()
-    used: bool = False
+    said: SaidGroups | None = None
+
+
+class UnknownModel(ValueError):
+    """The user names a model that is not there; the text says which are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +70,18 @@ class _Model:
     path: Steps | None = None
     weights: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    is_said: bool = False
 
 
 def places(
     tensors: Mapping[str, Stored],
     objects: Mapping[Steps, Any] = MappingProxyType({}),
     options: Options = _DEFAULTS,
+    words: Callable[[], Sequence[str]] | None = None,
 ) -> Places:
-    """The place of each tensor; `objects` are what is no tensor, by path. Raises Undecided as
-    `pair_states`.
+    """The place of each tensor; `objects` are what is no tensor, by path. `words` are those that
+    would decide what is undecided, where tensors are not in the order of the model. Raises
+    Undecided as `pair_states`, UnknownModel where `options.model` is not there.
 
     >>> paths = {"model.w": ("model", "w"), "optim.state.w.step": ("optim", "state", "w", "step"),
     ...     "lr": ("lr",)}
@@ -85,15 +93,18 @@ def places(
     optimizers = optimizer_dicts(paths, objects)
     in_optimizers = _in_optimizers(paths, optimizers)
     outside = {name: tensors[name] for name in tensors if name not in in_optimizers}
-    model = _model(outside, optimizers.values())
+    if options.model is None:
+        model = _model(outside, optimizers.values())
+    else:
+        outside, model = _said_model(outside, options.model)
     groups = None if options.weights_only else options.optimizer_groups
-    pairs = pair_states(tensors, [*optimizers.values()], outside, model.path, model.weights, groups)
+    pairs = pair_states(tensors, [*optimizers.values()], outside, model, groups, words)
     at = {name: ("other", name) for name in tensors}
     at |= {name: ("param", weight) for name, weight in model.weights.items()}
     at |= pairs.at
     if options.weights_only:
         return Places(at, [*model.notes], in_optimizers)
-    return Places(at, [*model.notes, *pairs.notes], in_optimizers, pairs.settings, pairs.used)
+    return Places(at, [*model.notes, *pairs.notes], in_optimizers, pairs.settings, pairs.said)
 
 
 def _in_optimizers(
@@ -126,6 +137,64 @@ def _model(outside: Mapping[str, Stored], optimizers: Iterable[OptimizerDict]) -
                 f"several dicts could be the model, so all tensors are kept under `other`: {choice}"
             )
             return _Model(notes=[note])
+
+
+def _said_model(outside: Mapping[str, Stored], name: str) -> tuple[Mapping[str, Stored], _Model]:
+    """The model that the user names, and the tensors in no optimizer: with names cut where the
+    model is a part of a dict. Raises UnknownModel.
+    """
+    roots = _dicts_called(outside, name)
+    if not roots:
+        outside = _cut_at(outside, name)
+        roots = _dicts_called(outside, name)
+    if len(roots) != 1:
+        known = ", ".join(model_names([stored.path for stored in outside.values()]))
+        found = "there is no such model" if not roots else f"{len(roots)} dicts are called so"
+        raise UnknownModel(f"model={name!r}: {found}; the models are: {known or 'none'}")
+    (root,) = roots
+    weights = _weights(root, outside)
+    notes = [f"{dict_name(root)} is the model, as asked; what lies beside it is kept under `other`"]
+    return outside, _Model(root, weights, notes, is_said=True)
+
+
+def _dicts_called(tensors: Mapping[str, Stored], name: str) -> list[Steps]:
+    """The dicts with this full name; else those whose last key it is."""
+    roots: dict[Steps, None] = {}
+    for stored in tensors.values():
+        roots |= dict.fromkeys(prefixes(stored.path))
+    full = [root for root in roots if joined(root) == name]
+    return full or [root for root in roots if root and str(root[-1]) == name]
+
+
+def _cut_at(tensors: Mapping[str, Stored], name: str) -> dict[str, Stored]:
+    """The tensors, where a dict with names that begin with `name` is one dict more for each such
+    beginning.
+    """
+    depth = name.count(".") + 1
+    cut: dict[str, Stored] = {}
+    for key, stored in tensors.items():
+        *parents, last = stored.path
+        *first, rest = str(last).split(".", depth)
+        path = (*parents, *first, rest) if len(first) == depth else stored.path
+        cut[key] = replace(stored, path=path)
+    return cut
+
+
+def model_names(paths: Sequence[Steps]) -> list[str]:
+    """What the models may be called of tensors at these paths: the dicts that lie side by side, or
+    the first words of names in one dict.
+
+    >>> model_names([("gen", "w"), ("disc", "w")]), model_names([("sd", "gen.w"), ("sd", "dis.w")])
+    (['disc', 'gen'], ['dis', 'gen'])
+    """
+    root: Steps = ()
+    inside = {path[:1] for path in paths if len(path) > 1}
+    while len(inside) == 1 and all(path[: len(root) + 1] in inside for path in paths):
+        (root,) = inside
+        inside = {path[: len(root) + 1] for path in paths if len(path) > len(root) + 1}
+    if inside:
+        return sorted(joined(path[len(root) :]) for path in inside)
+    return sorted({str(path[-1]).partition(".")[0] for path in paths if "." in str(path[-1])})
 
 
 def _weights(model: Steps, tensors: Mapping[str, Stored]) -> dict[str, str]:
