@@ -15,6 +15,7 @@ from jax_ucp.files.source_files import opening
 from jax_ucp.formats.dcp import reader as dcp
 from jax_ucp.formats.deepspeed import reader as deepspeed
 from jax_ucp.formats.deepspeed import universal_reader as deepspeed_universal
+from jax_ucp.formats.dtensor_ranks import reader as dtensor_ranks
 from jax_ucp.formats.huggingface import folder as weight_folder
 from jax_ucp.formats.huggingface.hints import not_read, point_inside
 from jax_ucp.formats.huggingface.quantization import settle
@@ -127,6 +128,12 @@ FORMATS: tuple[Format, ...] = (
         dcp.recognise,
         "PyTorch's distributed checkpoint (.metadata)",
         dcp.open_dcp,
+        from_torch=True,
+    ),
+    Format(
+        dtensor_ranks.recognise,
+        "DTensors by torch.save (*_world_size_N_rank_R.pt)",
+        dtensor_ranks.open_dtensor_ranks,
         from_torch=True,
     ),
     Format(
