@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from jax_ucp.errors import FormatError, NotACheckpoint, SpecError, UCPError
 from jax_ucp.files.path import FilePath, file_path
 from jax_ucp.files.source_files import opening
+from jax_ucp.formats import run_folders
 from jax_ucp.formats.dcp import reader as dcp
 from jax_ucp.formats.deepspeed import reader as deepspeed
 from jax_ucp.formats.deepspeed import universal_reader as deepspeed_universal
@@ -83,6 +84,14 @@ def _open_step(path: FilePath, options: Options) -> Contents:
     )
 
 
+def _open_step_folder(path: FilePath, options: Options) -> Contents:
+    return run_folders.open_step(path, options, open_contents)
+
+
+def _open_run(path: FilePath, options: Options) -> Contents:
+    return run_folders.open_run(path, options, open_contents)
+
+
 # The first that recognises a path has it.
 FORMATS: tuple[Format, ...] = (
     Format(
@@ -103,6 +112,19 @@ FORMATS: tuple[Format, ...] = (
         _open_step,
         takes_spec=True,
         notes_siblings=True,
+    ),
+    Format(
+        run_folders.is_run,
+        "a run of verl, SkyRL, torchtitan, OLMo-core or Automodel (folders of steps)",
+        _open_run,
+        takes_spec=True,
+        from_torch=True,
+    ),
+    Format(
+        run_folders.is_step,
+        "a step of verl, SkyRL, accelerate's FSDP, OLMo-core or Automodel (folders of saves)",
+        _open_step_folder,
+        from_torch=True,
     ),
     Format(
         deepspeed_universal.recognise,
