@@ -338,9 +338,14 @@ def verl_fsdp1(axes, orig=False, make=llama, **sizes):
         verl_save(model, optimizer, scheduler, out, 3, fsdp=1)
         with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
             truth = {f"param/{n}": t.clone() for n, t in model.state_dict().items()}
-            states = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
-        for name, of_param in states.items():
-            truth |= {f"{s}/{name}": torch.as_tensor(t).clone() for s, t in of_param.items()}
+            live = {param: dict(states) for param, states in optimizer.state.items()}
+            # One state at a time: gathered together, all come in the buffer of the last.
+            for state in ("step", "exp_avg", "exp_avg_sq"):
+                for param, states in live.items():
+                    optimizer.state[param] = {state: states[state]}
+                whole = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+                for name, of_param in whole.items():
+                    truth[f"{state}/{name}"] = torch.as_tensor(of_param[state]).clone()
         return truth
 
     return write

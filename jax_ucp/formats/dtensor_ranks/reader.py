@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,8 @@ from jax_ucp.formats.dtensor_ranks.files import (
     is_rank_file,
     rank_files,
 )
-from jax_ucp.formats.dtensor_ranks.flat import is_flat, place_flat
+from jax_ucp.formats.dtensor_ranks import flat_states
+from jax_ucp.formats.dtensor_ranks.flat_states import FlatStates, place_flat
 from jax_ucp.formats.dtensor_ranks.placements import Shard, shard_at
 from jax_ucp.formats.dtensor_ranks.specs import Mesh, Spec, spec_of
 from jax_ucp.formats.facts import COUNTS, RATES, Facts
@@ -63,10 +64,15 @@ def open_dtensor_ranks(path: FilePath, options: Options) -> Contents:
     imported = Import("dtensors", path, Combined.of_files(files), options.on_conflict)
     saved = _Saved(ranks, files)
     _check_facts(saved)
-    model = _wholes(saved, "model")
+    model = _wholes(saved, _parts(saved, "model"))
     _require_sharded(saved, model)
-    optimizer = _wholes(saved, "optim") if "optim" in ranks.names and not options.weights_only else {}
-    _place(imported, saved, {**model, **optimizer}, options)
+    of_optimizer = _parts(saved, "optim")
+    if _is_flat(saved, of_optimizer):
+        _place(imported, model, {}, replace(options, optimizer_groups=None))
+        _place_flat(imported, saved, model, of_optimizer, options)
+    else:
+        optimizer = _wholes(saved, of_optimizer)
+        _place(imported, {**model, **optimizer}, _objects(saved), options)
     _keep_rest(imported, saved, options)
     imported.notes.insert(0, _about(ranks, model))
     try:
@@ -108,6 +114,10 @@ class _Whole:
     parts: Sequence[Part]
     specs: Sequence[Spec] = ()
 
+    @property
+    def with_specs(self) -> list[tuple[Part, Spec]]:
+        return list(zip(self.parts, self.specs, strict=True))
+
     def described(self) -> Stored:
         local = self.parts[0].local
         tie = self.parts[0].file, local.storage, local.offset, local.shape, local.strides
@@ -129,8 +139,13 @@ class _Saved:
         return self.files[name].read(tensor.key, Box.whole(tensor.shape))
 
 
-def _wholes(saved: _Saved, kind: str) -> dict[str, _Whole]:
-    """The tensors of all files of a kind, by label. Raises FormatError where a rank lacks one."""
+Parts = Mapping[Steps, Sequence[Part]]
+
+
+def _parts(saved: _Saved, kind: str) -> Parts:
+    """What the files of a kind have of each tensor, by path. Raises FormatError for one that cannot
+    be read.
+    """
     parts: dict[Steps, list[Part]] = defaultdict(list)
     for rank, name, file in saved.of(kind):
         for path, node in nested_leaves(file.tree, (kind,)):
@@ -138,32 +153,28 @@ def _wholes(saved: _Saved, kind: str) -> dict[str, _Whole]:
                 parts[path].append(Part(rank, name, node))
             elif reason := _unreadable(node):
                 raise FormatError(f"{file.path}: {joined(path)}: {reason}")
-    if kind == "optim" and is_flat(parts):
-        return {}
-    specs = _Specs(saved)
-    return {joined(path): _whole(saved, path, of_path, specs) for path, of_path in parts.items()}
+    return parts
+
+
+def _wholes(saved: _Saved, parts: Parts) -> dict[str, _Whole]:
+    """The tensors by label. Raises FormatError where a rank lacks one, or has another."""
+    return {joined(path): _whole(saved, path, of_path) for path, of_path in parts.items()}
 
 
 def _unreadable(node: object) -> str:
     return next(filter(None, (unreadable(inner) for _, inner in walk(node))), "")
 
 
-class _Specs:
-    """The specs of parts; those of one file with equal ones share them."""
-
-    def __init__(self, saved: _Saved):
-        self._saved = saved
-
-    def of(self, part: Part, label: str) -> Spec:
-        assert isinstance(part.node, DTensor)
-        try:
-            return spec_of(part.node, part.rank, lambda t: self._saved.read(part.file, t))
-        except FormatError as error:
-            folder = self._saved.ranks.folder
-            raise type(error)(f"{folder / part.file}: {label}: {error}") from error
+def _spec(saved: _Saved, part: Part, label: str) -> Spec:
+    assert isinstance(part.node, DTensor), "that has one"
+    try:
+        return spec_of(part.node, part.rank, lambda tensor: saved.read(part.file, tensor))
+    except FormatError as error:
+        folder = saved.ranks.folder
+        raise type(error)(f"{folder / part.file}: {label}: {error}") from error
 
 
-def _whole(saved: _Saved, path: Steps, parts: Sequence[Part], specs: _Specs) -> _Whole:
+def _whole(saved: _Saved, path: Steps, parts: Sequence[Part]) -> _Whole:
     """A tensor of the parts that the ranks have. Raises FormatError where they do not fit."""
     label, folder = joined(path), saved.ranks.folder
     first = parts[0]
@@ -179,7 +190,7 @@ def _whole(saved: _Saved, path: Steps, parts: Sequence[Part], specs: _Specs) -> 
         _require_ranks(saved, label, range(saved.ranks.world_size), found, first)
         layout = Replicated().join([part.node.shape for part in parts])
         return _Whole(path, first.node.shape, Consolidated(layout, [p.key for p in parts]), parts)
-    of_parts = [specs.of(part, label) for part in parts]
+    of_parts = [_spec(saved, part, label) for part in parts]
     for spec in of_parts:
         _require_ranks(saved, label, spec.mesh.ranks, found, first)
     layout = _layout(folder, label, parts, of_parts)
@@ -259,20 +270,57 @@ def _check_facts(saved: _Saved) -> None:
 
 
 def _place(
-    imported: Import, saved: _Saved, wholes: Mapping[str, _Whole], options: Options
+    imported: Import,
+    wholes: Mapping[str, _Whole],
+    objects: Mapping[Steps, Any],
+    options: Options,
 ) -> None:
     stored = {label: whole.described() for label, whole in wholes.items()}
-    objects = _objects(saved)
     places = imported.placed(stored, objects, options)
     for label, whole in wholes.items():
         state, name = places.at[label]
         what = f"{state} of {name}" if state != "other" else "a tensor beside the model"
-        count = len({*whole.param.layout.replicas}) or 1
-        imported.parameter(state, name, whole.param, what if count == 1 else f"{what}, a shard")
+        if len(whole.param.layout.replicas) > 1:
+            what += ", a shard"
+        imported.parameter(state, name, whole.param, what)
     imported.notes += places.notes
     for key in imported.stored:
         if "/_spec/" in key:
             imported.skip(key, "mesh", "says which rank is where in the mesh of a DTensor")
+
+
+# FSDP1's optimizer.
+
+
+def _is_flat(saved: _Saved, parts: Parts) -> bool:
+    """Whether the optimizer is FSDP1's: it knows no DTensor, and its states have one axis."""
+    ndims = {len(part.node.shape) for of_path in parts.values() for part in of_path}
+    are_plain = not any(isinstance(p.node, DTensor) for of_path in parts.values() for p in of_path)
+    return are_plain and 1 in ndims and ndims <= {0, 1} and saved.ranks.fsdp_version != 2
+
+
+def _place_flat(
+    imported: Import,
+    saved: _Saved,
+    model: Mapping[str, _Whole],
+    parts: Parts,
+    options: Options,
+) -> None:
+    sharded = {label: whole for label, whole in model.items() if whole.specs}
+    meshes = {part.rank: spec.mesh for whole in sharded.values() for part, spec in whole.with_specs}
+    shards = {rank: mesh.coordinate[-1] for rank, mesh in meshes.items()}
+    states = {
+        path: [
+            flat_states.Stored(shards.get(part.rank, 0), part.node.shape, part.key)
+            for part in of_path
+        ]
+        for path, of_path in parts.items()
+    }
+    _, _, first = next(saved.of("optim"))
+    count = next(iter(meshes.values())).shape[-1] if meshes else 1
+    names = sharded or {k: w for k, w in model.items() if w.described().trainable}
+    shapes = {joined(whole.path[1:]): whole.shape for whole in names.values()}
+    place_flat(imported, FlatStates.of(states, first.tree, count), shapes, options)
 
 
 def _objects(saved: _Saved) -> dict[Steps, Any]:
