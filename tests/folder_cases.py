@@ -88,11 +88,13 @@ RIGHT: dict[str, Opens | Refused] = {
     # equal.
     "hf_resave": Opens((rf"not read: {INDEX}: belongs to a save of which 6 files are missing",)),
     "hf_resave2": Opens((rf"{INDEX} holds the same weights as model\.safetensors, which is read",)),
-    "accf_full": Opens(
-        (r"not read: optimizer\.bin: the states of the optimizer; open it by its path",)
-    ),
+    "accf_full": Opens((r"a training checkpoint of accelerate",)),
     "acc_fsdp2sharded": Opens(
-        (r"not read: optimizer\.bin: .*", r"not read: random_states_0\.pkl, .*scheduler\.bin: .*")
+        (
+            r"a training checkpoint of accelerate",
+            r"18 optimizer states in optimizer are kept under `other`: they go by numbers",
+            r"to map them, say which parameters the optimizer was given",
+        )
     ),
 }
 

@@ -106,7 +106,8 @@ class _OptimizerGroups(click.ParamType):
             return msgspec.json.decode(Path(value).read_bytes(), type=list[list[str]])
         except OSError as error:
             self.fail(
-                f"{value!r} is neither module-order nor hf-decay nor a file that can be read ({error.strerror})",
+                f"{value!r} is neither module-order nor hf-decay nor a file that can be read"
+                f" ({error.strerror})",
                 param,
                 ctx,
             )

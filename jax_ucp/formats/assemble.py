@@ -4,8 +4,9 @@ account for the rest.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -77,9 +78,24 @@ class Import:
         self._items: list[Item] = []
         self._settings: dict[str, dict[str, Any]] = defaultdict(dict)
         self.unknown: set[str] = set()
+        # of parameters what is equal of two names of one tensor, where the opener knows it
+        self.ties: dict[str, Hashable] = {}
         # what is likely where a copy differs of which nobody said more
         self.cause = ""
         self._left: set[str] = set()
+
+    def add_files(self, files: Mapping[str, ArraySource]) -> None:
+        """Further stored files, by name: their tensors are named `file:item` too."""
+        sources = {f"{name}:": source for name, source in files.items()}
+        self.shards = Combined.prefixed({"": self.shards, **sources})
+        self.stored = self.shards.arrays()
+
+    def weight_files(self) -> set[str]:
+        """The files that hold parameters."""
+        keys = itertools.chain.from_iterable(
+            param.keys for path, param in self.params.items() if str(path[0]) == "param"
+        )
+        return {self._stored(key).partition(":")[0] for key in keys}
 
     def parameter(self, state: str, name: str, param: Consolidated, reason: str) -> None:
         """One state of a parameter, made of stored tensors. Raises FormatError if it is there

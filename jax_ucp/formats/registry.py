@@ -18,6 +18,7 @@ from jax_ucp.formats.deepspeed import reader as deepspeed
 from jax_ucp.formats.deepspeed import universal_reader as deepspeed_universal
 from jax_ucp.formats.dtensor_ranks import reader as dtensor_ranks
 from jax_ucp.formats.huggingface import folder as weight_folder
+from jax_ucp.formats.huggingface import runs
 from jax_ucp.formats.huggingface.hints import not_read, point_inside
 from jax_ucp.formats.huggingface.quantization import settle
 from jax_ucp.formats.huggingface.stand_ins import stand_in
@@ -49,6 +50,7 @@ class Format:
         from_torch: Its own files may be torch's, so those beside it are not noted one by one.
         notes_siblings: `open` notes itself what weights lie beside. For others `open_contents`
             looks in the folder that is opened, and in the one that it names.
+        takes_step: It has several steps, of which the user may choose one.
     """
 
     recognise: Callable[[FilePath], bool]
@@ -58,6 +60,11 @@ class Format:
     stores_once: bool = False
     from_torch: bool = False
     notes_siblings: bool = False
+    takes_step: bool = False
+
+
+def _open_trainer_run(path: FilePath, options: Options) -> Contents:
+    return runs.open_run(path, options, open_contents)
 
 
 def _open_step(path: FilePath, options: Options) -> Contents:
@@ -92,7 +99,16 @@ def _open_run(path: FilePath, options: Options) -> Contents:
     return run_folders.open_run(path, options, open_contents)
 
 
-# The first that recognises a path has it.
+RUN = Format(
+    runs.recognise,
+    "a run of transformers' Trainer or accelerate (checkpoint-N, checkpoint_N)",
+    _open_trainer_run,
+    takes_spec=True,
+    notes_siblings=True,
+    takes_step=True,
+)
+
+# The first that recognises a path has it; the folder of a run may have the final weights, too.
 FORMATS: tuple[Format, ...] = (
     Format(
         universal.recognise,
@@ -119,6 +135,7 @@ FORMATS: tuple[Format, ...] = (
         _open_run,
         takes_spec=True,
         from_torch=True,
+        takes_step=True,
     ),
     Format(
         run_folders.is_step,
@@ -189,6 +206,7 @@ FORMATS: tuple[Format, ...] = (
         from_torch=True,
         notes_siblings=True,
     ),
+    RUN,
 )
 
 
@@ -201,13 +219,18 @@ def open_contents(path: str | os.PathLike[str] | FilePath, options: Options) -> 
     """
     at = file_path(path)
     _require_finished(path, at)
-    format = _format_of(at)
+    format = RUN if options.step is not None and RUN.recognise(at) else _format_of(at)
     if format is None:
         raise _not_recognised(path, at)
     if options.spec and not format.takes_spec:
         what = format.label.partition(" (")[0]
         raise SpecError(
             f"{path} is {what}, which has no use for the spec {options.spec}: open it without"
+        )
+    if options.step is not None and not format.takes_step:
+        raise FormatError(
+            f"{path} is one checkpoint, and no run with steps, so that step={options.step} chooses"
+            " nothing: open it without, or the folder that has the steps"
         )
     try:
         return _open_as(format, at, options)
@@ -277,7 +300,9 @@ def _require_use(contents: Contents, options: Options) -> None:
     """
     said = {} if contents.format == "universal" else contents.source
     if options.model is not None and "model" not in said:
-        raise FormatError(f"{contents.path} has one model, so that model= says nothing: open it without")
+        raise FormatError(
+            f"{contents.path} has one model, so that model= says nothing: open it without"
+        )
     if options.optimizer_groups is None or "optimizer_groups" in said:
         return
     why = "no optimizer here has states whose parameters are not known"

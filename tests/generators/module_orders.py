@@ -11,6 +11,7 @@ the table, and the reader takes neither.
 """
 
 import contextlib
+import itertools
 import json
 import sys
 from collections.abc import Iterable, Iterator
@@ -36,6 +37,12 @@ HEADS = """
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING MODEL_FOR_CTC_MAPPING MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     MODEL_FOR_MULTIPLE_CHOICE_MAPPING
 """.split()
+VARIANTS = (
+    {},
+    {"tie_word_embeddings": False},
+    {"tie_word_embeddings": True},
+    {"feed_forward_proj": "gated-gelu"},
+)
 LAYERS = (
     "num_hidden_layers",
     "n_layer",
@@ -53,16 +60,20 @@ def names_of_classes(out: Path) -> None:
 
     names: dict[str, list[list[str]]] = {}
     for model_type in TYPES:
-        config_class = transformers.CONFIG_MAPPING.get(model_type)
+        known = model_type in transformers.CONFIG_MAPPING
+        config_class = transformers.CONFIG_MAPPING[model_type] if known else None
         for mapping in filter(None, (getattr(modeling_auto, head, None) for head in HEADS)):
             if config_class is None or config_class not in mapping:
                 continue
             made = mapping[config_class]
-            for model_class in made if isinstance(made, tuple | list) else [made]:
+            classes = made if isinstance(made, tuple | list) else [made]
+            for model_class, options in itertools.product(classes, VARIANTS):
                 with contextlib.suppress(Exception), torch.device("meta"):
-                    model = model_class(few_layers(config_class()))
+                    model = model_class(few_layers(config_class(**options)))
                     found = [name for name, _ in model.named_parameters()]
-                    names.setdefault(model_type, []).append(found)
+                    known_names = names.setdefault(model_type, [])
+                    if found not in known_names:
+                        known_names.append(found)
     out.write_text(json.dumps({"transformers": transformers.__version__, "names": names}))
     print(f"{len(names)} of {len(TYPES)} model types")
 
@@ -82,9 +93,10 @@ def sibling_orders(names: Iterable[str]) -> Iterator[tuple[str, ...]]:
     """Of every dict of names the order of what lies in it; a number is `*`."""
     children: dict[tuple[str, ...], dict[str, None]] = {}
     for name in names:
-        parts = ["*" if part.isdigit() else part for part in name.split(".")]
+        parts = name.split(".")
         for depth, part in enumerate(parts):
-            children.setdefault(tuple(parts[:depth]), {})[part] = None
+            child = "*" if part.isdigit() else part
+            children.setdefault(tuple(parts[:depth]), {})[child] = None
     return (tuple(order) for order in children.values() if len(order) > 1)
 
 
@@ -101,7 +113,9 @@ def merge(files: list[Path]) -> None:
             table[model_type] = sorted(map(" ".join, kept))
     versions = sorted(one["transformers"] for one in read)
     lines = [f'"transformers": {json.dumps(versions)}']
-    lines += [f"{json.dumps(model_type)}: {json.dumps(orders)}" for model_type, orders in table.items()]
+    lines += [
+        f"{json.dumps(model_type)}: {json.dumps(orders)}" for model_type, orders in table.items()
+    ]
     TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     print(f"{TABLE}: {len(table)} model types, {TABLE.stat().st_size} bytes")
 

@@ -295,9 +295,7 @@ def _as_listed(
     return names_by_number
 
 
-def _pairs_of_masters(
-    one: _Optimizer, copies: Copies, order: SaidGroups | None
-) -> dict[int, str]:
+def _pairs_of_masters(one: _Optimizer, copies: Copies, order: SaidGroups | None) -> dict[int, str]:
     """The parameter of each number that has a master of its own."""
     keys = {number: one.stored.key(master) for number, master in one.masters.items()}
 

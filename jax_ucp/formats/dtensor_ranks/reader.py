@@ -35,7 +35,7 @@ from jax_ucp.formats.huggingface.weight_files import CONFIG, read_json
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.formats.torch_save.optimizer_dicts import Steps, joined
-from jax_ucp.formats.torch_save.reader import GONE, nested_leaves, without_tensors
+from jax_ucp.formats.torch_save.tree import GONE, nested_leaves, without_tensors
 from jax_ucp.formats.torch_save.state_pairing import Stored, is_trainable
 from jax_ucp.formats.torch_save.tensor_names import DTensor, StoredTensor, unreadable
 from jax_ucp.formats.torch_save.unpickle import walk

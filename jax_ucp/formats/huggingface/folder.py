@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,13 @@ from jax_ucp.errors import FormatError, UCPError
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import Import
 from jax_ucp.formats.huggingface.stand_ins import finished_name, why_missing
+from jax_ucp.formats.huggingface.training_folder import (
+    MODEL,
+    TrainingFolder,
+    add_training,
+    parse,
+    weights_of,
+)
 from jax_ucp.formats.huggingface.weight_files import (
     CONFIG,
     CONFIGS,
@@ -35,10 +42,12 @@ from jax_ucp.formats.huggingface.weight_files import (
 )
 from jax_ucp.formats.huggingface.weight_names import (
     Choice,
+    Model,
     Save,
     choose,
     holds_weights,
     model_of_index,
+    numbered_models,
     saves_of,
     which,
 )
@@ -46,6 +55,7 @@ from jax_ucp.formats.listing import listed
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.safetensors import reader as safetensors
 from jax_ucp.formats.torch_save import reader as torch_state
+from jax_ucp.formats.torch_save.state_pairing import Stored
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.checks import Check, Extent
 from jax_ucp.sources.combined import Combined
@@ -102,14 +112,65 @@ def open_weight_folder(path: FilePath, options: Options) -> Contents:
     if not saves:
         raise FormatError(f"{path / names[0]}: {why_missing(path, names[0])}")
     choice = choose(str(path), saves, _named_by_config(path))
+    models = numbered_models(saves, choice.save)
+    if options.model is not None and len(models) > 1:
+        choice = _choice_of(path, saves, models, options.model)
     require_all(path, choice.save)
-    imported = _read(path, choice.save, options)
+    training = _training(path, names, models, options)
+    imported = _read(path, choice.save, _of_weights(options, training, models))
     keep_configs(imported, path)
-    _inventory(imported, choice, options)
+    if training is not None:
+        others = _others(path, models, training.model, options)
+        add_training(imported, training, others, options)
+    _inventory(imported, choice, training.files if training else set(), options)
+    if options.model is not None and len(models) > 1:
+        imported.said["model"] = options.model
     contents = finish(imported)
     if choice.same is not None:
         contents = _compared(path, contents, choice.save, choice.same, options)
     return _with_parts(path, contents, choice.save, options)
+
+
+def _choice_of(
+    path: FilePath, saves: Mapping[Model, Sequence[Save]], models: Mapping[str, Save], name: str
+) -> Choice:
+    if name not in models:
+        known = ", ".join(models)
+        raise FormatError(
+            f"{path}: model={name!r}: there is no such model; the models are: {known}"
+        )
+    return choose(str(path), saves, models[name].name)
+
+
+def _training(
+    path: FilePath, names: Sequence[str], models: Mapping[str, Save], options: Options
+) -> TrainingFolder | None:
+    """What a trainer saved beside the weights, if it did and that is asked for."""
+    folder = parse(path, names)
+    if options.weights_only or not (folder.optimizers or folder.of_trainer):
+        return None
+    return replace(folder, model=options.model or MODEL) if len(models) > 1 else folder
+
+
+def _of_weights(
+    options: Options, training: TrainingFolder | None, models: Mapping[str, Save]
+) -> Options:
+    """The options without those that decide of other files than those of the weights."""
+    model = None if len(models) > 1 else options.model
+    groups = None if training and training.optimizers else options.optimizer_groups
+    return replace(options, model=model, optimizer_groups=groups)
+
+
+def _others(
+    path: FilePath, models: Mapping[str, Save], model: str, options: Options
+) -> dict[str, Stored]:
+    """The weights of the models that are not read: an optimizer may be theirs."""
+    plain = replace(options, model=None, optimizer_groups=None)
+    others: dict[str, Stored] = {}
+    for name, save in models.items():
+        if name != model and save.whole:
+            others |= weights_of(_read(path, save, plain), name)
+    return others
 
 
 def _refuse_no_files(path: FilePath) -> None:
@@ -186,11 +247,13 @@ def _read(path: FilePath, save: Save, options: Options) -> Import:
 # What lies beside.
 
 
-def _inventory(imported: Import, choice: Choice, options: Options) -> None:
+def _inventory(
+    imported: Import, choice: Choice, training: Collection[str], options: Options
+) -> None:
     """Account for everything else in the folder; what belongs to the same run or may be meant is
     noted.
     """
-    used = choice.files_read | {*CONFIGS, SHARDED}
+    used = choice.files_read | {*CONFIGS, SHARDED, *training}
     is_adapter = choice.save.model.stem == "adapter_model"
     noted: dict[str, list[str]] = defaultdict(list)
     for entry in sorted(imported.path.children()):

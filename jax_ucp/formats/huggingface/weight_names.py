@@ -300,6 +300,16 @@ def choose(folder: str, saves: Mapping[Model, Sequence[Save]], named: str = "") 
     return replace(choice, left=left)
 
 
+def numbered_models(saves: Mapping[Model, Sequence[Save]], first: Save) -> dict[str, Save]:
+    """The models that accelerate numbers beside the first one, by name: `model`, `model_1`, ..."""
+    models = {"model": first}
+    for model, of_model in saves.items():
+        number = model.stem.removeprefix(f"{first.model.stem}_")
+        if model.kind == first.model.kind and number.isdigit() and not model.variant:
+            models[f"model_{number}"] = of_model[0]
+    return models
+
+
 def _named_by_config(folder: str, saves: Iterable[Save], named: str) -> Save:
     for save in saves:
         if save.name == named:
@@ -387,7 +397,11 @@ def _why_left(save: Save, chosen: Save) -> str:
     if (model.kind, model.stem) == (chosen.model.kind, chosen.model.stem):
         return f"the variant {model.variant or 'without a name'} of the weights; {reads}"
     if model.stem.removeprefix(f"{chosen.model.stem}_").isdigit():
-        return f"another model of the same save, as accelerate numbers them; {reads}"
+        number = model.stem.rpartition("_")[2]
+        return (
+            "another model of the same save, as accelerate numbers them;"
+            f" {reads}, model='model_{number}' opens this one"
+        )
     if model.is_known:
         return f"{reads}, which transformers and diffusers take first"
     return f"weights under another name; {reads}"

@@ -433,7 +433,9 @@ class _Pairing:
         members = self._members(optimizers)
         self._check_listed(optimizers)
         groups = list(itertools.chain.from_iterable(map(_groups_of, optimizers)))
-        if rule_of(word) == HF_DECAY and any(len(optimizer.lists()) != 2 for optimizer in optimizers):
+        if rule_of(word) == HF_DECAY and any(
+            len(optimizer.lists()) != 2 for optimizer in optimizers
+        ):
             raise Undecided(f"{HF_DECAY} is of two groups, but {sizes_of(optimizers)}")
 
         def fits(tensor: str, group: int, place: int) -> bool:

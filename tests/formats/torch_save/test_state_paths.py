@@ -94,7 +94,7 @@ def test_a_copy_of_the_model_leaves_open_whose_states_they_are(params, states, f
         optimizer_groups=(tuple(joined("model", param) for param in order),),
     )
     assert said.at == {joined(*path): place for path, place in (want | mine).items()}
-    assert said.used
+    assert said.said
     with pytest.raises(
         Undecided, match=r"ema and model have these names; say which is meant: model\."
     ):

@@ -1,0 +1,98 @@
+"""The order of a model's modules, which safetensors do not have: their names are sorted.
+
+`module_orders.json` says of model types of transformers in which order modules lie side by side, as
+their classes have them (`tests/generators/module_orders.py` writes it, of the releases that it
+names). `torch.nn.Module.parameters` goes through modules in that order, and `torch.optim` numbers
+parameters so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+from jax_ucp.formats.pairing import Undecided
+
+_TABLE = Path(__file__).with_name("module_orders.json")
+# What peft puts into a module in place of its weight (`LoraLayer`, `tuners/lora/layer.py`).
+_OF_ADAPTERS = (
+    (
+        "base_layer",
+        "lora_A",
+        "lora_B",
+        "lora_embedding_A",
+        "lora_embedding_B",
+        "lora_magnitude_vector",
+    ),
+)
+_Order = tuple[str, ...]
+
+
+@cache
+def _table() -> Mapping[str, Sequence[_Order]]:
+    table = json.loads(_TABLE.read_text())
+    del table["transformers"]
+    return {
+        model_type: [tuple(order.split(" ")) for order in orders]
+        for model_type, orders in table.items()
+    }
+
+
+def model_types() -> Sequence[str]:
+    """The model types whose order is known."""
+    return list(_table())
+
+
+def in_order_of(model_type: str, names: Iterable[str]) -> list[str]:
+    """Names of parameters in the order in which a model of this type has them.
+
+    Raises Undecided where the type or a module is not known, or releases differ in the order.
+
+    >>> in_order_of("gpt2", ["h.0.mlp.c_fc.weight", "wte.weight", "h.0.ln_1.weight"])
+    ['wte.weight', 'h.0.ln_1.weight', 'h.0.mlp.c_fc.weight']
+    """
+    if model_type not in _table():
+        raise Undecided(f"the order of the modules of {model_type!r} is not known here")
+    orders = [*_table()[model_type], *_OF_ADAPTERS]
+    return [".".join(parts) for parts in _sorted([name.split(".") for name in names], orders)]
+
+
+def _sorted(names: Sequence[Sequence[str]], orders: Sequence[_Order]) -> list[Sequence[str]]:
+    """Names, as their parts, in the order of a walk through modules."""
+    ends = [name for name in names if not name]
+    inside: dict[str, list[Sequence[str]]] = defaultdict(list)
+    for name in filter(None, names):
+        inside[name[0]].append(name[1:])
+    walked = ends
+    for part in _siblings(list(inside), orders):
+        walked += [[part, *rest] for rest in _sorted(inside[part], orders)]
+    return walked
+
+
+def _siblings(parts: Sequence[str], orders: Sequence[_Order]) -> list[str]:
+    """What lies side by side in its order; numbers are of a list, in which they count."""
+    numbers = sorted(filter(str.isdigit, parts), key=int)
+    words = {part for part in parts if not part.isdigit()} | ({"*"} if numbers else set())
+    if len(words) == 1:
+        return numbers or list(parts)
+    known = {tuple(filter(words.__contains__, order)) for order in orders if words <= {*order}}
+    if len(known) != 1:
+        what = "is not known" if not known else "differs between classes or releases"
+        raise Undecided(f"the order of {', '.join(sorted(words))} in a module {what}")
+    (order,) = known
+    at = order.index("*") if numbers else len(order)
+    return [*order[:at], *numbers, *order[at + 1 :]]
+
+
+def orders_of(names: Sequence[str]) -> dict[tuple[str, ...], list[str]]:
+    """Every order that a known type gives to these names, with the types that give it."""
+    types: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for model_type in model_types():
+        try:
+            types[tuple(in_order_of(model_type, names))].append(model_type)
+        except Undecided:
+            continue
+    return dict(types)

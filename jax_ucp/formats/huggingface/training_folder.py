@@ -1,0 +1,348 @@
+"""Folders in which a trainer saves weights and, beside them, its optimizer: one checkpoint.
+
+- `checkpoint-N` of transformers' Trainer (`trainer.py`): weights, `optimizer.pt`, `scheduler.pt`,
+  `rng_state*.pth`, `scaler.pt`, `trainer_state.json`, `training_args.bin`; with peft the weights
+  are an adapter's.
+- What accelerate's `save_state` writes: weights, `optimizer.bin`, `scheduler.bin`, `sampler.bin`,
+  `random_states_*.pkl`, and a number in the names of further models and optimizers, `model_1`
+  (`checkpointing.py`); under FSDP the optimizer is by name (`utils/fsdp_utils.py`).
+
+The optimizer is one of torch, with numbers or names. `state_pairing` says whose its states are, of
+weights in the order of the model: a file of torch.save has them so, for safetensors
+`module_order` knows it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from jax_ucp.errors import FormatError
+from jax_ucp.files.path import FilePath
+from jax_ucp.formats.assemble import Import
+from jax_ucp.formats.huggingface.module_order import in_order_of, model_types, orders_of
+from jax_ucp.formats.huggingface.weight_files import CONFIG, read_json
+from jax_ucp.formats.huggingface.weight_names import Save
+from jax_ucp.formats.options import HF_DECAY, MODULE_ORDER, Options, model_type_of, rule_of
+from jax_ucp.formats.pairing import Undecided
+from jax_ucp.formats.torch_save.file import TorchFile, is_torch_file
+from jax_ucp.formats.torch_save.opaque import WeightsPlace
+from jax_ucp.formats.torch_save.optimizer_dicts import Steps, joined
+from jax_ucp.formats.torch_save.state_pairing import Stored, is_trainable
+from jax_ucp.formats.torch_save.state_paths import UnknownModel, places
+from jax_ucp.formats.torch_save.tree import Tree, keep_extras
+from jax_ucp.layout.patterns import Unique
+from jax_ucp.sources.consolidated import Consolidated
+
+MODEL = "model"  # what the model is called where there are no others
+TRAINER_STATE = "trainer_state.json"
+_OPTIMIZER = re.compile(r"(?P<stem>optimizer(?:_\d+)?)\.(?P<suffix>pt|bin)")
+_KEPT = re.compile(
+    r"(scheduler|scaler|sampler|dl_state_dict|rng_state|random_states|training_args"
+    r"|custom_checkpoint)(_\d+)*\.(pt|pth|bin|pkl)"
+)
+_ARGUMENTS = "training_args.bin"
+_MODULE = re.compile(r"transformers\.models\.(\w+)\.")
+_MAX_KEPT_BYTES = 1 << 26
+_SHOWN_TYPES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingFolder:
+    """The files of a training checkpoint beside the weights that are read.
+
+    `optimizers` are files by what their dict is called; `others` are other models by name, which
+    are not read; `kept` is the rest of the trainer's state.
+    """
+
+    path: FilePath
+    optimizers: Mapping[str, str]
+    kept: Sequence[str]
+    model: str = MODEL
+    others: Mapping[str, Save] | None = None
+
+    @property
+    def files(self) -> set[str]:
+        return {*self.optimizers.values(), *self.kept}
+
+    @property
+    def of_trainer(self) -> bool:
+        return TRAINER_STATE in self.kept
+
+
+def parse(path: FilePath, names: Collection[str]) -> TrainingFolder:
+    """The training checkpoint that files of these names are, beside weights."""
+    optimizers = {m["stem"]: m[0] for m in filter(None, map(_OPTIMIZER.fullmatch, sorted(names)))}
+    kept = [name for name in sorted(names) if _KEPT.fullmatch(name) or name == TRAINER_STATE]
+    return TrainingFolder(path, optimizers, kept)
+
+
+def add_training(
+    imported: Import, folder: TrainingFolder, others: Mapping[str, Stored], options: Options
+) -> None:
+    """Give the optimizer's states to the parameters of an import, and keep the rest of the
+    trainer's state as extras. `others` are the weights of other models.
+
+    Raises FormatError where a file is not what its name says, or where the user's word does not
+    fit.
+    """
+    for name in folder.kept:
+        _keep(imported, folder.path / name)
+    imported.notes.insert(0, _writer(imported, folder))
+    if folder.optimizers:
+        _add_optimizers(imported, folder, others, options)
+
+
+# The optimizer.
+
+
+def _add_optimizers(
+    imported: Import, folder: TrainingFolder, others: Mapping[str, Stored], options: Options
+) -> None:
+    files = {name: _opened(folder.path / name) for name in folder.optimizers.values()}
+    imported.add_files(files)
+    tree = Tree()
+    for stem, name in folder.optimizers.items():
+        keep_extras(imported, name, files[name])
+        tree.add(name, files[name], (stem,))
+        imported.unknown |= files[name].unknown
+    numbers = tree.numbers()
+    states = {label: tensor.described() for label, tensor in tree.tensors.items()}
+    states |= {label: Stored(path) for label, (path, _, _) in numbers.items()}
+    objects = {path: node for path, (_, node) in tree.objects.items()}
+    weights = weights_of(imported, folder.model)
+    pairing = _Settling(weights, others, states, objects, _ModelOf(imported, folder), options)
+    placed = imported.placed(
+        pairing.tensors(pairing.order()), objects, pairing.options, pairing.words
+    )
+    imported.notes += [*placed.notes, *pairing.notes]
+    for label, tensor in tree.tensors.items():
+        state, name = placed.at[label]
+        whole = Consolidated(Unique().join([tensor.node.shape]), [tensor.key])
+        reason = f"{state} of {name}" if state != "other" else "a state of no parameter"
+        imported.parameter(state, name, whole, reason)
+    for label, (_, file, value) in numbers.items():
+        state, name = placed.at[label]
+        if state != "other":
+            imported.constant(state, name, np.asarray(value), f"{file}:{label}")
+    tree.check(
+        imported, WeightsPlace(None, False, frozenset((stem,) for stem in folder.optimizers))
+    )
+
+
+def _opened(path: FilePath) -> TorchFile:
+    try:
+        return TorchFile(path, lenient=True)
+    except FormatError as error:
+        raise type(error)(f"{error}; weights_only leaves the optimizer aside") from error
+
+
+def weights_of(imported: Import, model: str) -> dict[str, Stored]:
+    """The weights of an import, as a state dict called `model` would have them, in their order."""
+    weights: dict[str, Stored] = {}
+    for (state, key), param in imported.params.items():
+        if str(state) != "param":
+            continue
+        name, dtype = str(key), imported.stored[param.keys[0]].dtype
+        path = (model, name)
+        tie = imported.ties.get(name)
+        weights[joined(path)] = Stored(path, param.layout.shape, is_trainable(dtype), tie)
+    return weights
+
+
+@dataclass(frozen=True)
+class _ModelOf:
+    """What a folder says of the class of its model, and whether its files have the model's
+    order.
+    """
+
+    imported: Import
+    folder: TrainingFolder
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether weights come from one file of torch.save, which has them in the order of the
+        module.
+        """
+        return self.imported.format == "torch" and len(self.imported.weight_files()) == 1
+
+    def types(self) -> list[str]:
+        """The model types that a config may mean; none of code that is not in transformers."""
+        config = self._config(CONFIG)
+        if config.get("auto_map"):
+            return []
+        if isinstance(model_type := config.get("model_type"), str):
+            return [model_type]
+        adapter = self._config("adapter_config.json").get("auto_mapping")
+        library = adapter.get("parent_library") if isinstance(adapter, dict) else None
+        module = _MODULE.match(str(library))
+        if module is None:
+            return []
+        return [known for known in model_types() if known.replace("-", "_").startswith(module[1])]
+
+    def _config(self, name: str) -> Mapping[str, Any]:
+        config = self.imported.extras.get(name, {}).get("config")
+        return config if isinstance(config, dict) else {}
+
+
+class _Settling:
+    """The one order of the model in which the user's word decides, of those that are known."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, Stored],
+        others: Mapping[str, Stored],
+        states: Mapping[str, Stored],
+        objects: Mapping[Steps, Any],
+        model: _ModelOf,
+        options: Options,
+    ):
+        self.weights, self.others, self.states, self.objects = weights, others, states, objects
+        self.model = model
+        self.options = options if others else replace(options, model=None)
+        self.label_of = {str(stored.path[-1]): label for label, stored in weights.items()}
+        self.notes: list[str] = []
+
+    def tensors(self, names: Sequence[str]) -> dict[str, Stored]:
+        ordered = {self.label_of[name]: self.weights[self.label_of[name]] for name in names}
+        return {**ordered, **self.others, **self.states}
+
+    def order(self) -> Sequence[str]:
+        """The weights in the order that is right for the user's word, with a note on whence it
+        is; as they are stored, where no word was said.
+        """
+        word = self.options.optimizer_groups
+        if not rule_of(word) or self.options.weights_only:
+            return list(self.label_of)
+        try:
+            order, types = self._settled(str(word))
+        except (Undecided, UnknownModel) as error:
+            path = self.model.folder.path
+            raise FormatError(f"{path}: optimizer_groups does not fit: {error}") from None
+        if types:
+            self.notes.append(_order_note(types))
+        return order
+
+    def words(self) -> list[str]:
+        """The words that would decide."""
+        rules = (HF_DECAY, MODULE_ORDER)
+        if not self.model.folder.of_trainer:
+            rules = (MODULE_ORDER, HF_DECAY)
+        return [word for rule in rules for word in self._deciding(rule)]
+
+    def _deciding(self, rule: str) -> Iterator[str]:
+        try:
+            self._settled(rule)
+            yield rule
+        except Undecided:
+            if self.model.is_ordered or self.model.types():
+                return
+            for order, types in orders_of(list(self.label_of)).items():
+                if not isinstance(self._tried(order, rule), Undecided):
+                    yield f"{rule}:{types[0]}"
+                    return
+
+    def _settled(self, word: str) -> tuple[Sequence[str], list[str]]:
+        """The order in which a word decides, and the model types that have it; none where the
+        file has it. Raises Undecided.
+        """
+        orders = self._orders(word)
+        results = {order: self._tried(order, word) for order in orders}
+        decided = {order: at for order, at in results.items() if not isinstance(at, Undecided)}
+        if not decided:
+            raise next(error for error in results.values() if isinstance(error, Undecided))
+        first = next(iter(decided))
+        if any(at != decided[first] for at in decided.values()):
+            types = [orders[order][0] for order in decided]
+            raise Undecided(
+                f"the classes of transformers with these names ({', '.join(types)}) have them in"
+                f" several orders; say which is meant: '{rule_of(word)}:{types[0]}'"
+            )
+        return first, [name for order in decided for name in orders[order]]
+
+    def _tried(self, order: Sequence[str], word: str) -> object:
+        """Where the word puts states, of weights in an order; the error where it does not
+        decide.
+        """
+        options = replace(self.options, optimizer_groups=word)
+        try:
+            return places(self.tensors(order), self.objects, options).at
+        except Undecided as error:
+            return error
+
+    def _orders(self, word: str) -> dict[tuple[str, ...], list[str]]:
+        """The orders in which the model may have its weights, each with the model types that have
+        it. Raises Undecided where there is none.
+        """
+        names = list(self.label_of)
+        said = model_type_of(word)
+        if said:
+            return {tuple(in_order_of(said, names)): [said]}
+        if self.model.is_ordered:
+            return {tuple(names): []}
+        types = self.model.types()
+        if len(types) == 1:
+            return {tuple(in_order_of(types[0], names)): types}
+        known = orders_of(names)
+        if types:
+            known = {order: [t for t in of if t in types] for order, of in known.items()}
+            known = {order: of for order, of in known.items() if of}
+        elif rule_of(word) == MODULE_ORDER:
+            known = {}
+        if not known:
+            raise Undecided(_NO_ORDER)
+        return known
+
+
+_NO_ORDER = (
+    "the files do not have the order of the model (safetensors sort their names), and nothing in"
+    " them says of which class of transformers it is, or not of one that is known here; say its"
+    " type with the word, such as 'module-order:llama', or say lists of names"
+)
+
+
+def _order_note(types: Sequence[str]) -> str:
+    shown = ", ".join(types[:_SHOWN_TYPES])
+    more = f" and {len(types) - _SHOWN_TYPES} more" if len(types) > _SHOWN_TYPES else ""
+    return f"the order of the model is that of transformers' class for {shown}{more}"
+
+
+# The rest of the trainer's state.
+
+
+def _keep(imported: Import, path: FilePath) -> None:
+    """A file of the trainer's state as extras, or skipped with the reason: it decides nothing."""
+    name = path.name
+    try:
+        if name == TRAINER_STATE:
+            imported.extra(name, "state", read_json(path))
+            return
+        if path.size() > _MAX_KEPT_BYTES or not is_torch_file(path):
+            raise FormatError("it is no small file of torch.save")
+        file = TorchFile(path, lenient=True)
+        tree = file.tree if isinstance(file.tree, dict) else {"object": file.tree}
+        imported.add_files({name: file})
+        for key, value in tree.items():
+            imported.extra(name, str(key), value)
+        if name != _ARGUMENTS:  # which is an object of a class, always
+            imported.unknown |= file.unknown
+    except FormatError as error:
+        imported.skip(name, "file", f"the state of the trainer, which cannot be read: {error}")
+        imported.notes.append(f"not read: {name}: the state of the trainer: {error}")
+
+
+def _writer(imported: Import, folder: TrainingFolder) -> str:
+    """Who wrote the folder, and at which step."""
+    writer = "accelerate"
+    if folder.of_trainer:
+        state = imported.extras.get(TRAINER_STATE, {}).get("state")
+        step = state.get("global_step") if isinstance(state, dict) else None
+        writer = f"transformers' Trainer at step {step} ({TRAINER_STATE})"
+    elif any(name.endswith(".pt") for name in folder.optimizers.values()):
+        writer = "a trainer"
+    adapter = ", of an adapter of peft" if "adapter_config.json" in imported.extras else ""
+    return f"a training checkpoint of {writer}{adapter}"
