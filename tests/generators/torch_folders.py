@@ -169,6 +169,23 @@ def truth_of(model: nn.Module, *optimizers) -> Truth:
     return truth
 
 
+def truth_of_fsdp1(model, optimizer) -> Truth:
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import StateDictType
+
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        truth = {f"param/{name}": tensor.clone() for name, tensor in model.state_dict().items()}
+        live = {param: dict(states) for param, states in optimizer.state.items()}
+        # One state at a time: gathered together, all come in the buffer of the last.
+        for state in ("step", "exp_avg", "exp_avg_sq"):
+            for param, states in live.items():
+                optimizer.state[param] = {state: states[state]}
+            found = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+            for name, of_param in found.items():
+                truth[f"{state}/{name}"] = torch.as_tensor(of_param[state]).clone()
+    return truth
+
+
 # verl and SkyRL.
 
 
@@ -266,12 +283,15 @@ def fsdp2_tp(axes, **sizes):
 
         seeded(0)
         model = Net(**sizes)
+        begun = {name: param.detach().clone() for name, param in model.named_parameters()}
         mesh = mesh_of(*axes)
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         for block in model.blocks:
             parallelize_module(block, mesh["tp"], plan)
         data = tuple(name for name, _ in axes if name != "tp")
         fully_sharded(model, mesh[data if len(data) > 1 else data[0]])
+        if any(not torch.equal(whole(p), begun[n]) for n, p in model.named_parameters()):
+            raise SystemExit("full_tensor() of this torch is wrong where sizes are uneven")
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01, foreach=False)
         trained(model, [optimizer])
         rank_files(model, optimizer, scheduler_of(optimizer), out)
@@ -315,7 +335,7 @@ def skyrl(roles=("policy", "critic"), meant="policy"):
 def verl_fsdp1(axes, orig=False, make=llama, **sizes):
     def write(out: Path) -> Truth:
         from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-        from torch.distributed.fsdp import ShardingStrategy, StateDictType
+        from torch.distributed.fsdp import ShardingStrategy
         from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
         seeded(0)
@@ -336,17 +356,233 @@ def verl_fsdp1(axes, orig=False, make=llama, **sizes):
         trained(model, [optimizer])
         scheduler.step()
         verl_save(model, optimizer, scheduler, out, 3, fsdp=1)
-        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-            truth = {f"param/{n}": t.clone() for n, t in model.state_dict().items()}
-            live = {param: dict(states) for param, states in optimizer.state.items()}
-            # One state at a time: gathered together, all come in the buffer of the last.
-            for state in ("step", "exp_avg", "exp_avg_sq"):
-                for param, states in live.items():
-                    optimizer.state[param] = {state: states[state]}
-                whole = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
-                for name, of_param in whole.items():
-                    truth[f"{state}/{name}"] = torch.as_tensor(of_param[state]).clone()
-        return truth
+        return truth_of_fsdp1(model, optimizer)
+
+    return write
+
+
+# DCP folders.
+
+
+def accelerate_fsdp(version: int):
+    """What `Accelerator.save_state` writes with sharded state dicts, by the functions that it calls
+    for that; an Accelerator itself runs FSDP on accelerators only.
+    """
+
+    def write(out: Path) -> Truth:
+        from accelerate import PartialState
+        from accelerate.checkpointing import save_accelerator_state
+        from accelerate.utils import FullyShardedDataParallelPlugin
+        from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
+        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+        state = PartialState(cpu=True)
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=version,
+            state_dict_type="SHARDED_STATE_DICT",
+            cpu_ram_efficient_loading=False,
+        )
+        seeded(0)
+        mesh = mesh_of(("dp", dist.get_world_size()))
+        if version == 1:
+            model = FSDP(
+                Net(),
+                auto_wrap_policy=ModuleWrapPolicy({Block}),
+                device_id=torch.device("cpu"),
+                device_mesh=mesh,
+                use_orig_params=True,
+            )
+        else:
+            model = fully_sharded(Net(), mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scheduler = scheduler_of(optimizer)
+        trained(model, [optimizer])
+        scheduler.step()
+        save_fsdp_model(plugin, state, model, str(out), 0)
+        save_fsdp_optimizer(plugin, state, optimizer, model, str(out), 0)
+        save_accelerator_state(str(out), [], [], [scheduler], [], dist.get_rank(), step=0)
+        dist.barrier()
+        return truth_of_fsdp1(model, optimizer) if version == 1 else truth_of(model, optimizer)
+
+    return write
+
+
+def lightning_model_parallel(out: Path) -> Truth:
+    import lightning as L
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    truth: Truth = {}
+
+    class Module(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            seeded(0)
+            self.net = Net()
+
+        def configure_model(self):
+            fully_sharded(self.net, self.device_mesh["data_parallel"])
+
+        def training_step(self, batch, index):
+            return self.net(batch).pow(2).mean()
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+            return [optimizer], [scheduler_of(optimizer)]
+
+        def on_train_end(self):
+            truth.update(truth_of(self, self.optimizers().optimizer))
+
+    seeded(1)
+    data = [torch.randint(0, 13, (2, 5)) for _ in range(4)]
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"]),
+        strategy=ModelParallelStrategy(data_parallel_size=int(os.environ["WORLD_SIZE"]),
+                                       tensor_parallel_size=1),
+        plugins=[TorchElasticEnvironment()],
+        max_steps=3, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=str(out.parent),
+    )  # fmt: skip
+    trainer.fit(Module(), torch.utils.data.DataLoader(data, batch_size=None))
+    trainer.save_checkpoint(str(out))
+    return truth
+
+
+def sharded(**sizes):
+    seeded(0)
+    model = fully_sharded(Net(**sizes), mesh_of(("dp", dist.get_world_size())))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, optimizer
+
+
+def dcp_save(state: dict[str, Any], folder: Path) -> None:
+    from torch.distributed import checkpoint
+
+    checkpoint.save(state, checkpoint_id=str(folder))
+
+
+def states_of(model, optimizer, flat=False):
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        get_optimizer_state_dict,
+    )
+
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    return get_model_state_dict(model), get_optimizer_state_dict(model, optimizer, options=options)
+
+
+def torchtitan(out: Path) -> Truth:
+    """Two steps, and a third that was not finished."""
+    model, optimizer = sharded()
+    scheduler = scheduler_of(optimizer)
+    for step in (3, 12):
+        trained(model, [optimizer], steps=step)
+        weights, states = states_of(model, optimizer, flat=True)
+        train_state = {"step": torch.tensor(step), "ntokens_seen": torch.tensor(100 * step)}
+        rest = {"lr_scheduler": scheduler.state_dict(), "train_state": train_state}
+        dcp_save({**weights, "optimizer": states, **rest}, out / f"step-{step}")
+    if dist.get_rank() == 0:
+        (out / "step-15").mkdir()
+        (out / "step-15" / "__0_0.distcp").write_bytes(b"unfinished")
+    return truth_of(model, optimizer)
+
+
+def olmo_core(flat):
+    def write(out: Path) -> Truth:
+        model, optimizer = sharded(tied=False)
+        rank = dist.get_rank()
+        for step in (2, 4):
+            trained(model, [optimizer], steps=2)
+            weights, states = states_of(model, optimizer, flat)
+            folder = out / f"step{step}"
+            dcp_save({"model": weights, "optim": states}, folder / "model_and_optim")
+            (folder / "train").mkdir(exist_ok=True)
+            state = {"global_step": step, "max_steps": 9, "rng": rng_state()}
+            torch.save(state, folder / "train" / f"rank{rank}.pt")
+            if rank == 0:
+                (folder / "config.json").write_text(json.dumps({"model": {"d_model": 6}}))
+                (folder / ".metadata.json").write_text(json.dumps({"version": "2.0"}))
+            dist.barrier()
+        return truth_of(model, optimizer)
+
+    return write
+
+
+def automodel(out: Path) -> Truth:
+    model, optimizer = sharded()
+    rank = dist.get_rank()
+    for step in (4, 9):
+        trained(model, [optimizer], steps=2)
+        weights, states = states_of(model, optimizer, flat=True)
+        folder = out / f"epoch_0_step_{step}"
+        dcp_save(dict(weights), folder / "model")
+        dcp_save({"optim": states}, folder / "optim")
+        (folder / "rng").mkdir(exist_ok=True)
+        torch.save(rng_state(), folder / "rng" / f"rng_dp_rank_{rank}.pt")
+        if rank == 0:
+            torch.save({"step": step, "epoch": 0}, folder / "step_scheduler.pt")
+            (folder / "config.yaml").write_text("model:\n  hidden: 10\n")
+        dist.barrier()
+    return truth_of(model, optimizer)
+
+
+def raw_numbered(split: bool):
+    """`optimizer.state_dict()` as it is, whose states go by numbers."""
+
+    def write(out: Path) -> Truth:
+        model, _ = sharded()
+        params = [*model.parameters()]
+        groups: Any = params
+        if split:
+            decay = [param for param in params if param.ndim > 1]
+            groups = [{"params": decay}, {"params": [p for p in params if p.ndim < 2], "lr": 0.02}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01)
+        trained(model, [optimizer])
+        dcp_save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, out)
+        return truth_of(model, optimizer)
+
+    return write
+
+
+def two_optimizers(out: Path) -> Truth:
+    """Momentum for matrices, Adam for the rest, as Muon is used."""
+    model, _ = sharded()
+    matrices = [p for n, p in model.named_parameters() if p.ndim > 1 and "blocks" in n]
+    chosen = {id(param) for param in matrices}
+    rest = [param for param in model.parameters() if id(param) not in chosen]
+    muon, adam = torch.optim.SGD(matrices, 0.01, momentum=0.9), torch.optim.AdamW(rest, 0.01)
+    trained(model, [muon, adam])
+    names = {id(param): name for name, param in model.named_parameters()}
+
+    def by_name(optimizer):
+        state = {names[id(p)]: of_param for p, of_param in optimizer.state.items()}
+        groups = [
+            {**group, "params": [names[id(p)] for p in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        return {"state": state, "param_groups": groups}
+
+    dcp_save({"model": model.state_dict(), "muon": by_name(muon), "adam": by_name(adam)}, out)
+    return truth_of(model, muon, adam)
+
+
+def actor_and_critic(meant: str):
+    def write(out: Path) -> Truth:
+        state: dict[str, Any] = {}
+        truths: dict[str, Truth] = {}
+        for i, role in enumerate(("actor", "critic")):
+            seeded(i)
+            model = Net(classes=1 if role == "critic" else 0)
+            fully_sharded(model, mesh_of(("dp", dist.get_world_size())))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            trained(model, [optimizer])
+            state[role], state[f"{role}_optim"] = states_of(model, optimizer)
+            truths[role] = truth_of(model, optimizer)
+        dcp_save(state, out)
+        return truths[meant]
 
     return write
 
@@ -385,6 +621,20 @@ CASES: dict[str, Case] = {
     "verl_fsdp1_hsdp_2x2": Case(verl_fsdp1([("ddp", 2), (FSDP, 2)], make=Net), 4),
     "verl_fsdp1_orig_3": Case(verl_fsdp1([(FSDP, 3)], orig=True, make=Net), 3),
     "verl_fsdp1_orig_4": Case(verl_fsdp1([(FSDP, 4)], orig=True), 4),
+    "accelerate_fsdp1": Case(accelerate_fsdp(1), 2, NO_GROUPS),
+    "accelerate_fsdp2": Case(accelerate_fsdp(2), 3, NO_GROUPS),
+    "lightning_model_parallel": Case(
+        lightning_model_parallel, 2, NO_GROUPS, {"own_process_group": True}
+    ),
+    "torchtitan": Case(torchtitan, 2, NO_GROUPS, {"from_source": True}),
+    "olmo_core": Case(olmo_core(False), 2, NO_GROUPS, {"from_source": True}),
+    "olmo_core_flat": Case(olmo_core(True), 3, NO_GROUPS, {"from_source": True}),
+    "automodel": Case(automodel, 2, NO_GROUPS, {"from_source": True}),
+    "dcp_numbered": Case(raw_numbered(False), 2),
+    "dcp_numbered_groups": Case(raw_numbered(True), 3),
+    "dcp_two_optimizers": Case(two_optimizers, 2, NO_GROUPS),
+    "dcp_actor": Case(actor_and_critic("actor"), 2, {"model": "actor"}),
+    "dcp_critic": Case(actor_and_critic("critic"), 3, {"model": "critic"}),
 }
 
 
