@@ -16,6 +16,7 @@ import deepspeed_cases
 import jax_ucp as ucp
 import megatron_cases
 import torch_cases
+import trainer_cases
 from helpers import restored_on
 from jax_ucp.errors import UCPError
 from jax_ucp.formats.torch_save.file import TorchFile
@@ -36,7 +37,7 @@ class Case:
     @property
     def path(self) -> Path:
         folder = DATA / self.family / self.name
-        return folder / "ckpt" if (folder / "ckpt").is_dir() else folder
+        return folder / "ckpt" if (folder / "ckpt").exists() else folder
 
     @property
     def about(self) -> Mapping:
@@ -46,6 +47,8 @@ class Case:
     def truth(self) -> dict[str, np.ndarray]:
         if self.family == "torch":
             return torch_cases.truth(self.name)
+        if self.family == "trainers":
+            return trainer_cases.truth(self.name)
         return (megatron_cases if self.family == "megatron" else deepspeed_cases).truth(self.name)
 
     def equal(self, got: np.ndarray, want: np.ndarray, label: str) -> bool:
@@ -62,6 +65,8 @@ class Case:
             options = deepspeed_cases.word(self.path) | options
         if self.family == "megatron":
             options["sizes"] = {"vocab": self.about["model"]["vocab_size"]}
+        if self.family == "trainers" and not options.get("weights_only"):
+            options = self.about["options"] | options
         return ucp.open(self.path, **options)
 
 
@@ -77,7 +82,7 @@ def every() -> list[Case]:
     cases = [
         case
         for case in cases
-        if case.family in ("deepspeed", "deepspeed_universal", "megatron", "torch")
+        if case.family in ("deepspeed", "deepspeed_universal", "megatron", "torch", "trainers")
     ]
     return [
         case

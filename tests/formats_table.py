@@ -16,6 +16,7 @@ from cases import Case, Outcome, every, mesh_4_2, outcome
 from deepspeed_cases import word
 from folder_cases import CASES, RIGHT
 from jax_ucp.errors import UCPError
+from jax_ucp.formats.huggingface.module_order import model_types
 from jax_ucp.formats.huggingface.quantization import SCHEMES
 
 PAGE = Path(__file__).parent.parent / "docs" / "formats.md"
@@ -40,6 +41,30 @@ when the folder is opened, all of it by `verify` and by a conversion. What else 
 | folder in `tests/data/folders` | | |
 |---|---|---|
 {folders}
+
+## Training folders
+
+What transformers' Trainer (`checkpoint-N`) and accelerate (`save_state`) write opens as one checkpoint: weights, or
+peft's adapter, with the optimizer beside them, and schedulers, random states and the trainer's state as extras. A run's
+folder opens as its last step; `step=` chooses. Writers that were run: transformers 4.44.2, 4.57.1 and 5.23.0,
+accelerate 0.34.2 to 1.15.0, peft 0.12.0 to 0.21.2, Lightning 2.6.6 with torch 2.4 to 2.13. The optimizer's states go by
+numbers, and to their parameters where shapes leave one arrangement, or by the user's word, `optimizer_groups`:
+
+| word | what it says |
+|---|---|
+| `"hf-decay"` | the Trainer made the optimizer: two groups, what decays, and biases and norms, each in the model's order |
+| `"module-order"` | every group lists its parameters in the model's order, as one of `model.parameters()` does |
+| lists, or a function that makes them of names | the names of each group |
+
+safetensors sort their names. Their model's order is that of the class of transformers that `config.json` names, or
+`adapter_config.json`, as the releases above define it, for {types} model types; or of the one that is said with the
+word, such as `"hf-decay:llama"`. Refused are: a class that is not known, or has one order in one release and another in
+the next; groups that shapes and the order leave several ways, as those of a model with frozen layers may be (say
+lists); models whose parameters are saved otherwise than the optimizer has them, such as the fused experts of
+transformers 5 (`weights_only` opens the weights); sharded states, which open as what DCP or DeepSpeed wrote.
+
+Of several models in a file or folder, `model="student"` says which is meant. That says nothing of an optimizer that fits
+two of them: `optimizer_groups` does.
 
 ## Quantised weights
 
@@ -82,8 +107,9 @@ Hostile files are a matter of their own: `python tests/fuzz.py 100000` makes tha
 def line(case: Case, found: Outcome) -> str:
     """The case's line of the table."""
     cells = [f"`{case.family}/{case.name}`", found.format, _features(case), str(found.arrays or "")]
-    if said := word(case.path):
-        cells[2] += f"; with `optimizer_groups={said['optimizer_groups']!r}`"
+    said = case.about["options"] if case.family == "trainers" else word(case.path)
+    if said:
+        cells[2] += "; with " + ", ".join(f"`{key}={value!r}`" for key, value in said.items())
     if found.equal is None:
         reason = (
             found.refusal.partition("\n")[0]
@@ -103,6 +129,9 @@ def _all(equal: int | None, arrays: int) -> str:
 def _features(case: Case) -> str:
     """What the case shows, in the words of whoever made it, or by its degrees of parallelism."""
     about = case.about
+    if case.family == "trainers":
+        writers = ", ".join(f"{name} {number}" for name, number in about["writer"].items())
+        return f"{about['about']}; {writers}"
     if text := about.get("about") or about.get("description"):
         return str(text).partition(" {")[0].replace("|", "/")
     degrees = [
@@ -137,7 +166,8 @@ def text() -> str:
     """The page without its table of cases."""
     schemes = "\n".join(f"- {name}" for name in sorted({scheme.name for scheme in SCHEMES}))
     folders = "\n".join(map(folder_row, RIGHT))
-    return TEXT.replace("{folders}", folders).replace("{schemes}", schemes)
+    page = TEXT.replace("{folders}", folders).replace("{schemes}", schemes)
+    return page.replace("{types}", str(len(model_types())))
 
 
 def page() -> str:

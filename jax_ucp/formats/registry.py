@@ -22,6 +22,7 @@ from jax_ucp.formats.huggingface import runs
 from jax_ucp.formats.huggingface.hints import not_read, point_inside
 from jax_ucp.formats.huggingface.quantization import settle
 from jax_ucp.formats.huggingface.stand_ins import stand_in
+from jax_ucp.formats.huggingface.training_folder import add_trainer_state
 from jax_ucp.formats.megatron import dist as megatron_dist
 from jax_ucp.formats.megatron import legacy as megatron_legacy
 from jax_ucp.formats.options import NOTHING_TWICE, Options
@@ -289,6 +290,9 @@ def _with_notes(contents: Contents, at: FilePath, format: Format, options: Optio
     if not format.notes_siblings:
         for folder in dict.fromkeys([at, file_path(contents.path)]):
             notes += weight_folder.notes_beside(folder, format.from_torch)
+        if format.open is deepspeed.open_deepspeed and at.is_dir():
+            contents = add_trainer_state(replace(contents, notes=notes), at)
+            notes = list(contents.notes)
     if options.on_conflict and format.stores_once:
         notes.append(NOTHING_TWICE.format(options.on_conflict))
     return replace(contents, notes=notes)

@@ -146,7 +146,9 @@ def test_the_users_word_is_an_order_or_lists_of_names():
         [["a"], None],
         3,
     ):
-        with pytest.raises(SpecError, match=r"say 'module-order', 'hf-decay', or a list for each group"):
+        with pytest.raises(
+            SpecError, match=r"say 'module-order', 'hf-decay', or a list for each group"
+        ):
             checked_groups(wrong)  # pyright: ignore[reportArgumentType]
     with pytest.raises(SpecError, match="says 'a' twice"):
         checked_groups([["a"], ["b", "a"]])

@@ -5,9 +5,10 @@ have their modules.
     python tests/generators/module_orders.py merge OUT.json ... (needs neither)
 
 The first is run with each release of transformers that is to be known; it makes each model without
-data and writes the names of `named_parameters`. The second makes the table of all of them: for a
-model type the orders of modules that lie side by side. Where two releases differ, both orders are in
-the table, and the reader takes neither.
+data and writes the names of `named_parameters`, and those of buffers. The second makes the table of
+all of them: for a model type the orders of modules that lie side by side, those that all major
+releases have and those of one alone. Where two minor releases differ, both orders are in the table,
+and the reader takes neither.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 TABLE = Path(__file__).parents[2] / "jax_ucp/formats/huggingface/module_orders.json"
+# fmt: off
 TYPES = """
     albert bart beit bert big_bird biogpt blenderbot blip blip-2 bloom camembert clip
     clip_text_model clip_vision_model codegen cohere cohere2 convnext deberta deberta-v2 deepseek_v2
@@ -28,7 +30,7 @@ TYPES = """
     prophetnet qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_moe resnet roberta rwkv segformer
     siglip smollm3 smolvlm stablelm starcoder2 swin swinv2 t5 umt5 vit wav2vec2 wavlm whisper xglm
     xlm xlm-roberta
-""".split()
+""".split()  # noqa: SIM905
 HEADS = """
     MODEL_MAPPING MODEL_FOR_CAUSAL_LM_MAPPING MODEL_FOR_MASKED_LM_MAPPING
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
@@ -36,7 +38,8 @@ HEADS = """
     MODEL_FOR_PRETRAINING_MAPPING MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING MODEL_FOR_CTC_MAPPING MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     MODEL_FOR_MULTIPLE_CHOICE_MAPPING
-""".split()
+""".split()  # noqa: SIM905
+# fmt: on
 VARIANTS = (
     {},
     {"tie_word_embeddings": False},
@@ -59,6 +62,7 @@ def names_of_classes(out: Path) -> None:
     from transformers.models.auto import modeling_auto
 
     names: dict[str, list[list[str]]] = {}
+    buffers: dict[str, list[str]] = {}
     for model_type in TYPES:
         known = model_type in transformers.CONFIG_MAPPING
         config_class = transformers.CONFIG_MAPPING[model_type] if known else None
@@ -71,11 +75,21 @@ def names_of_classes(out: Path) -> None:
                 with contextlib.suppress(Exception), torch.device("meta"):
                     model = model_class(few_layers(config_class(**options)))
                     found = [name for name, _ in model.named_parameters()]
+                    stored = {name for name in model.state_dict()} - {
+                        name for name, _ in model.named_parameters(remove_duplicate=False)
+                    }
+                    of_type = {*buffers.get(model_type, ()), *map(last, stored)}
+                    buffers[model_type] = sorted(of_type)
                     known_names = names.setdefault(model_type, [])
                     if found not in known_names:
                         known_names.append(found)
-    out.write_text(json.dumps({"transformers": transformers.__version__, "names": names}))
+    found = {"transformers": transformers.__version__, "names": names, "buffers": buffers}
+    out.write_text(json.dumps(found))
     print(f"{len(names)} of {len(TYPES)} model types")
+
+
+def last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def few_layers(config):
@@ -102,22 +116,32 @@ def sibling_orders(names: Iterable[str]) -> Iterator[tuple[str, ...]]:
 
 def merge(files: list[Path]) -> None:
     read = [json.loads(file.read_text()) for file in files]
-    table: dict[str, list[str]] = {}
+    lines = [f'"transformers": {json.dumps(sorted(one["transformers"] for one in read))}']
     for model_type in TYPES:
-        orders: set[tuple[str, ...]] = set()
-        for one in read:
-            for names in one["names"].get(model_type, []):
-                orders |= set(sibling_orders(names))
-        kept = [order for order in orders if not any(within(order, other) for other in orders)]
-        if kept:
-            table[model_type] = sorted(map(" ".join, kept))
-    versions = sorted(one["transformers"] for one in read)
-    lines = [f'"transformers": {json.dumps(versions)}']
-    lines += [
-        f"{json.dumps(model_type)}: {json.dumps(orders)}" for model_type, orders in table.items()
-    ]
+        if about := about_type(model_type, read):
+            lines.append(f"{json.dumps(model_type)}: {json.dumps(about)}")
     TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    print(f"{TABLE}: {len(table)} model types, {TABLE.stat().st_size} bytes")
+    print(f"{TABLE}: {len(lines) - 1} model types, {TABLE.stat().st_size} bytes")
+
+
+def about_type(model_type: str, read: list[dict]) -> dict[str, list[str]]:
+    """The orders of a type in all major releases, under `all`, and of each that differs."""
+    by_major: dict[str, set[tuple[str, ...]]] = {}
+    buffers: set[str] = set()
+    for one in filter(lambda one: model_type in one["names"], read):
+        orders = by_major.setdefault(one["transformers"].partition(".")[0], set())
+        for names in one["names"][model_type]:
+            orders |= set(sibling_orders(names))
+        buffers |= {*one["buffers"].get(model_type, ())}
+    kept = {major: longest(orders) for major, orders in by_major.items()}
+    common = set.intersection(*kept.values()) if kept else set()
+    about = {"all": common} | {major: orders - common for major, orders in kept.items()}
+    found = {key: sorted(map(" ".join, orders)) for key, orders in about.items() if orders}
+    return found | ({"buffers": sorted(buffers)} if buffers and found else {})
+
+
+def longest(orders: set[tuple[str, ...]]) -> set[tuple[str, ...]]:
+    return {order for order in orders if not any(within(order, other) for other in orders)}
 
 
 def within(order: tuple[str, ...], other: tuple[str, ...]) -> bool:

@@ -8,9 +8,11 @@ parameters so.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -31,14 +33,31 @@ _OF_ADAPTERS = (
 _Order = tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Type:
+    """A model type: orders of modules that lie side by side, by the major release that has them;
+    `all` have some. `buffers` are names that no parameter has.
+    """
+
+    orders: Mapping[str, Sequence[_Order]]
+    buffers: frozenset[str]
+
+    def of_release(self, major: str) -> Sequence[_Order]:
+        """The orders of a major release; of all of them, where it is not known."""
+        known = [major] if major in self.orders else [key for key in self.orders if key != "all"]
+        return list(itertools.chain(*(self.orders.get(key, ()) for key in ("all", *known))))
+
+
 @cache
-def _table() -> Mapping[str, Sequence[_Order]]:
+def _table() -> Mapping[str, _Type]:
     table = json.loads(_TABLE.read_text())
     del table["transformers"]
-    return {
-        model_type: [tuple(order.split(" ")) for order in orders]
-        for model_type, orders in table.items()
-    }
+    types: dict[str, _Type] = {}
+    for model_type, about in table.items():
+        buffers = frozenset(about.pop("buffers", ()))
+        orders = {key: [tuple(order.split(" ")) for order in about[key]] for key in about}
+        types[model_type] = _Type(orders, buffers)
+    return types
 
 
 def model_types() -> Sequence[str]:
@@ -46,8 +65,9 @@ def model_types() -> Sequence[str]:
     return list(_table())
 
 
-def in_order_of(model_type: str, names: Iterable[str]) -> list[str]:
-    """Names of parameters in the order in which a model of this type has them.
+def in_order_of(model_type: str, names: Iterable[str], release: str = "") -> list[str]:
+    """Names of parameters in the order in which a model of this type has them, in a release of
+    transformers; without those that are of buffers.
 
     Raises Undecided where the type or a module is not known, or releases differ in the order.
 
@@ -56,8 +76,10 @@ def in_order_of(model_type: str, names: Iterable[str]) -> list[str]:
     """
     if model_type not in _table():
         raise Undecided(f"the order of the modules of {model_type!r} is not known here")
-    orders = [*_table()[model_type], *_OF_ADAPTERS]
-    return [".".join(parts) for parts in _sorted([name.split(".") for name in names], orders)]
+    known = _table()[model_type]
+    orders = [*known.of_release(release.partition(".")[0]), *_OF_ADAPTERS]
+    params = [name.split(".") for name in names if name.rpartition(".")[2] not in known.buffers]
+    return [".".join(parts) for parts in _sorted(params, orders)]
 
 
 def _sorted(names: Sequence[Sequence[str]], orders: Sequence[_Order]) -> list[Sequence[str]]:
@@ -87,12 +109,16 @@ def _siblings(parts: Sequence[str], orders: Sequence[_Order]) -> list[str]:
     return [*order[:at], *numbers, *order[at + 1 :]]
 
 
-def orders_of(names: Sequence[str]) -> dict[tuple[str, ...], list[str]]:
-    """Every order that a known type gives to these names, with the types that give it."""
-    types: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for model_type in model_types():
+def orders_of(
+    names: Sequence[str], types: Iterable[str] | None = None, release: str = ""
+) -> dict[tuple[str, ...], list[str]]:
+    """Every order that the types, or any that is known, give to these names, with the types that
+    give it.
+    """
+    found: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for model_type in model_types() if types is None else types:
         try:
-            types[tuple(in_order_of(model_type, names))].append(model_type)
+            found[tuple(in_order_of(model_type, names, release))].append(model_type)
         except Undecided:
             continue
-    return dict(types)
+    return dict(found)

@@ -71,8 +71,8 @@ def _check_step(folder: FilePath, step: int, others: list[int]) -> None:
     other = f"; step={others[-1]} opens the one before" if others else ""
     if not state.is_file():
         raise FormatError(
-            f"{folder} has no {TRAINER_STATE}, which the Trainer writes last: the save has not ended,"
-            f" or it was of another trainer. Open {folder} itself for what is there{other}"
+            f"{folder} has no {TRAINER_STATE}, which the Trainer writes last: the save has not"
+            f" ended, or it was of another trainer. Open {folder} itself for what is there{other}"
         )
     said = read_json(state)
     found = said.get("global_step") if isinstance(said, dict) else None

@@ -25,7 +25,7 @@ from jax_ucp.errors import FormatError
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import Import
 from jax_ucp.formats.huggingface.module_order import in_order_of, model_types, orders_of
-from jax_ucp.formats.huggingface.weight_files import CONFIG, read_json
+from jax_ucp.formats.huggingface.weight_files import CONFIG, keep_configs, read_json
 from jax_ucp.formats.huggingface.weight_names import Save
 from jax_ucp.formats.options import HF_DECAY, MODULE_ORDER, Options, model_type_of, rule_of
 from jax_ucp.formats.pairing import Undecided
@@ -36,7 +36,9 @@ from jax_ucp.formats.torch_save.state_pairing import Stored, is_trainable
 from jax_ucp.formats.torch_save.state_paths import UnknownModel, places
 from jax_ucp.formats.torch_save.tree import Tree, keep_extras
 from jax_ucp.layout.patterns import Unique
+from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.consolidated import Consolidated
+from jax_ucp.sources.contents import Contents
 
 MODEL = "model"  # what the model is called where there are no others
 TRAINER_STATE = "trainer_state.json"
@@ -95,6 +97,33 @@ def add_training(
     imported.notes.insert(0, _writer(imported, folder))
     if folder.optimizers:
         _add_optimizers(imported, folder, others, options)
+
+
+def add_trainer_state(contents: Contents, path: FilePath) -> Contents:
+    """A checkpoint of another format, such as DeepSpeed's, with what the Trainer or accelerate
+    saved beside it in the folder `path` as extras.
+    """
+    names = [child.name for child in path.children() if child.is_file()]
+    folder = parse(path, names)
+    if not folder.kept:
+        return contents
+    beside = Import(contents.format, path, Combined.of_files({}))
+    for name in folder.kept:
+        _keep(beside, path / name)
+    keep_configs(beside, path)
+    kept = beside.contents()
+    notes = [note for note in contents.notes if not _is_about(note, kept.extras)]
+    return replace(
+        contents,
+        extras={**contents.extras, **kept.extras},
+        inventory=[*contents.inventory, *kept.inventory],
+        notes=[_writer(beside, folder), *notes, *kept.notes],
+    )
+
+
+def _is_about(note: str, files: Collection[str]) -> bool:
+    """Whether a note says of some of these files that they are not read."""
+    return note.startswith("not read: ") and any(name in note for name in files)
 
 
 # The optimizer.
@@ -184,6 +213,10 @@ class _ModelOf:
             return []
         return [known for known in model_types() if known.replace("-", "_").startswith(module[1])]
 
+    def release(self) -> str:
+        """The release of transformers that saved the config."""
+        return str(self._config(CONFIG).get("transformers_version", ""))
+
     def _config(self, name: str) -> Mapping[str, Any]:
         config = self.imported.extras.get(name, {}).get("config")
         return config if isinstance(config, dict) else {}
@@ -204,12 +237,20 @@ class _Settling:
         self.weights, self.others, self.states, self.objects = weights, others, states, objects
         self.model = model
         self.options = options if others else replace(options, model=None)
-        self.label_of = {str(stored.path[-1]): label for label, stored in weights.items()}
+        self.label_of = {
+            str(stored.path[-1]): label for label, stored in weights.items() if stored.trainable
+        }
         self.notes: list[str] = []
 
     def tensors(self, names: Sequence[str]) -> dict[str, Stored]:
+        """The weights in the order of these names, all that an optimizer can have; the rest."""
         ordered = {self.label_of[name]: self.weights[self.label_of[name]] for name in names}
-        return {**ordered, **self.others, **self.states}
+        buffers = {
+            label: replace(stored, trainable=False)
+            for label, stored in self.weights.items()
+            if label not in ordered
+        }
+        return {**ordered, **buffers, **self.others, **self.states}
 
     def order(self) -> Sequence[str]:
         """The weights in the order that is right for the user's word, with a note on whence it
@@ -278,21 +319,15 @@ class _Settling:
         """The orders in which the model may have its weights, each with the model types that have
         it. Raises Undecided where there is none.
         """
-        names = list(self.label_of)
+        names, release = list(self.label_of), self.model.release()
         said = model_type_of(word)
-        if said:
-            return {tuple(in_order_of(said, names)): [said]}
-        if self.model.is_ordered:
+        if self.model.is_ordered and not said:
             return {tuple(names): []}
-        types = self.model.types()
+        types = [said] if said else self.model.types()
         if len(types) == 1:
-            return {tuple(in_order_of(types[0], names)): types}
-        known = orders_of(names)
-        if types:
-            known = {order: [t for t in of if t in types] for order, of in known.items()}
-            known = {order: of for order, of in known.items() if of}
-        elif rule_of(word) == MODULE_ORDER:
-            known = {}
+            return {tuple(in_order_of(types[0], names, release)): types}
+        is_open = not types and rule_of(word) == HF_DECAY
+        known = orders_of(names, None if is_open else types, release)
         if not known:
             raise Undecided(_NO_ORDER)
         return known

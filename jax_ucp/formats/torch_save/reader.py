@@ -12,7 +12,8 @@ has buffers and tied weights too. Everything that is no tensor is an extra.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import FilePath
@@ -28,6 +29,7 @@ from jax_ucp.formats.huggingface.weight_files import (
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.torch_save.file import TorchFile, is_torch_file
 from jax_ucp.formats.torch_save.opaque import weights_place
+from jax_ucp.formats.torch_save.state_pairing import Stored
 from jax_ucp.formats.torch_save.state_paths import Places
 from jax_ucp.formats.torch_save.tree import Tree, keep_extras
 from jax_ucp.layout.patterns import Unique
@@ -36,6 +38,8 @@ from jax_ucp.sources.consolidated import Consolidated
 from jax_ucp.sources.contents import Contents
 
 INDEX_SUFFIX = ".bin.index.json"  # what `transformers` calls the index of several files
+
+LIGHTNING = "pytorch-lightning_version"  # the version that wrote a checkpoint
 
 # DeepSpeed's and Megatron's files hold one rank's part, which looks like a whole model's state
 # dict.
@@ -85,7 +89,9 @@ def read_weights(
         tree.add(name, file)
         imported.unknown |= file.unknown
     _keep_attributes(imported, tree)
-    places = imported.placed(*tree.described(), options)
+    imported.notes += _writer_notes(files)
+    tensors, objects = tree.described()
+    places = imported.placed(_owned_by_optimizers(tensors, files), objects, options)
     paths = {label: tensor.path for label, tensor in tree.tensors.items()}
     tree.check(imported, weights_place(paths, places.at, places.in_optimizers))
     _place(imported, tree, places, options)
@@ -106,6 +112,28 @@ def _whole(path: FilePath) -> FilePath:
     rank.
     """
     return path.parent.parent if path.parent.name.startswith("mp_rank_") else path.parent
+
+
+def _owned_by_optimizers(
+    tensors: Mapping[str, Stored], files: Mapping[str, TorchFile]
+) -> Mapping[str, Stored]:
+    """The tensors, of which those of Lightning's callbacks, scores and averages, are no
+    optimizer's.
+    """
+    if not any(isinstance(f.tree, dict) and LIGHTNING in f.tree for f in files.values()):
+        return tensors
+    return {
+        label: replace(stored, trainable=stored.trainable and stored.path[0] != "callbacks")
+        for label, stored in tensors.items()
+    }
+
+
+def _writer_notes(files: Mapping[str, TorchFile]) -> Iterator[str]:
+    """Who wrote a file, where it says so."""
+    for name, file in files.items():
+        if isinstance(file.tree, dict) and LIGHTNING in file.tree:
+            step = file.tree.get("global_step")
+            yield f"{name} is a checkpoint of Lightning {file.tree[LIGHTNING]} at step {step}"
 
 
 def _keep_attributes(imported: Import, tree: Tree) -> None:

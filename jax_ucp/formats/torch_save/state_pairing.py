@@ -648,7 +648,8 @@ class _Pairing:
         optimizers = [*self.optimizers.values()]
         trial = _Pairing(self.tensors, optimizers, self.outside, self._of_model)
         trial.by_names()
-        if not all(optimizer.numbered for optimizer in trial.open_optimizers()):
+        numbered = all(optimizer.numbered for optimizer in trial.open_optimizers())
+        if not numbered and not self.model_is_said:
             return []
         try:
             trial.in_order(MODULE_ORDER)

@@ -148,7 +148,8 @@ def _said_model(outside: Mapping[str, Stored], name: str) -> tuple[Mapping[str, 
         outside = _cut_at(outside, name)
         roots = _dicts_called(outside, name)
     if len(roots) != 1:
-        known = ", ".join(model_names([stored.path for stored in outside.values()]))
+        paths = [stored.path for stored in outside.values() if stored.trainable]
+        known = ", ".join(model_names(paths))
         found = "there is no such model" if not roots else f"{len(roots)} dicts are called so"
         raise UnknownModel(f"model={name!r}: {found}; the models are: {known or 'none'}")
     (root,) = roots

@@ -1,0 +1,316 @@
+"""Folders of transformers' Trainer, accelerate and peft, and files of Lightning: one checkpoint,
+optimizer included, equal to the live state; or refused with what to say.
+
+The cases are written by `tests/generators/trainers.py`.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jax_ucp as ucp
+from jax_ucp.cli.main import main
+from jax_ucp.errors import FormatError, NotACheckpoint, SpecError
+from jax_ucp.formats.huggingface.module_order import in_order_of, model_types
+from jax_ucp.formats.pairing import Undecided
+from torch_cases import assert_accounted_for
+from trainer_cases import DATA, about, truth
+
+CASES = sorted(path.name for path in DATA.iterdir())
+LLAMA = DATA / "small_llama" / "ckpt"
+
+
+def assert_is_the_truth(checkpoint: ucp.Checkpoint, case: str) -> None:
+    """Every state is the live one, and none is missing; of an adapter only its own weights are
+    in the folder.
+    """
+    want = truth(case)
+    mapped = {label for label in checkpoint if not label.startswith("other/")}
+    assert mapped == set(want)
+    for label in mapped:
+        got = checkpoint.read(label)
+        assert got.shape == want[label].shape, label
+        assert got.tobytes() == want[label].astype(got.dtype).tobytes(), label
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_training_checkpoint_is_the_live_state_with_its_optimizer(case):
+    options = about(case)["options"]
+    checkpoint = ucp.open(DATA / case / "ckpt", **options)
+    assert_is_the_truth(checkpoint, case)
+    assert_accounted_for(checkpoint)
+    said = {"optimizer_groups", "model"} & options.keys()
+    assert {key: checkpoint.source[key] for key in said} == {key: options[key] for key in said}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_the_users_word_states_are_right_or_apart(case):
+    options = about(case)["options"]
+    checkpoint = ucp.open(DATA / case / "ckpt", **{k: options[k] for k in options if k == "model"})
+    want = truth(case)
+    for label in checkpoint:
+        if not label.startswith("other/"):
+            assert checkpoint.read(label).tobytes() == want[label].tobytes(), label
+    if "optimizer_groups" in options:
+        word = options["optimizer_groups"]
+        assert any(label.startswith("other/") for label in checkpoint)
+        assert any(f"optimizer_groups={word!r}" in note for note in checkpoint.notes) or (
+            "model" in options
+        )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_lists_and_a_function_say_the_same_as_the_word(case):
+    groups = about(case).get("groups")
+    if groups is None:
+        return
+    if about(case).get("names") == "peft":
+        groups = [[name.replace(".default.", ".") for name in group] for group in groups]
+    names_given: list[str] = []
+
+    def function(names):
+        names_given.extend(names)
+        return groups
+
+    for said in (groups, function):
+        checkpoint = ucp.open(DATA / case / "ckpt", optimizer_groups=said)
+        assert_is_the_truth(checkpoint, case)
+        assert checkpoint.source["optimizer_groups"] == tuple(map(tuple, groups))
+    assert set(names_given) == {name for group in groups for name in group}
+
+
+def test_a_function_that_fails_or_makes_no_lists_is_refused():
+    def fails(names):
+        raise KeyError(names[0])
+
+    with pytest.raises(SpecError, match="the function given as optimizer_groups failed: KeyError"):
+        ucp.open(LLAMA, optimizer_groups=fails)
+    with pytest.raises(SpecError, match="the function given as optimizer_groups returned 3"):
+        ucp.open(LLAMA, optimizer_groups=lambda names: 3)
+
+
+def test_what_the_trainer_saved_beside_is_in_the_extras():
+    checkpoint = ucp.open(LLAMA)
+    assert checkpoint.extras["trainer_state.json"]["state"]["global_step"] == 4
+    assert checkpoint.extras["scheduler.pt"]["last_epoch"] == 4
+    assert {"rng_state.pth", "training_args.bin", "optimizer.pt"} <= checkpoint.extras.keys()
+    assert checkpoint.notes[0].startswith(
+        "a training checkpoint of transformers' Trainer at step 4"
+    )
+    weights = ucp.open(LLAMA, weights_only=True)
+    assert "scheduler.pt" not in weights.extras
+    assert {label.partition("/")[0] for label in weights} == {"param"}
+
+
+def llama(params, config, tokens):
+    """Transformers' Llama, by the names of its parameters."""
+
+    def norm(x, name):
+        scale = params[f"{name}.weight"]
+        return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + config["rms_norm_eps"]) * scale
+
+    def turned(x):
+        half = config["head_dim"] // 2
+        angle = jnp.arange(x.shape[1])[:, None] * 10000.0 ** (-jnp.arange(half) / half)
+        sin, cos = jnp.sin(angle)[:, None], jnp.cos(angle)[:, None]
+        a, b = x[..., :half], x[..., half:]
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    x = params["model.embed_tokens.weight"][tokens]
+    for i in range(config["num_hidden_layers"]):
+        at = f"model.layers.{i}"
+
+        def dense(x, name, at=at):
+            return x @ params[f"{at}.{name}.weight"].T
+
+        h = norm(x, f"{at}.input_layernorm")
+        q, k, v = (
+            dense(h, f"self_attn.{n}_proj").reshape(*h.shape[:2], -1, config["head_dim"])
+            for n in "qkv"
+        )
+        group = q.shape[2] // k.shape[2]
+        k, v = turned(k).repeat(group, 2), v.repeat(group, 2)
+        scores = jnp.einsum("bthd,bshd->bhts", turned(q), k) / config["head_dim"] ** 0.5
+        scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
+        mixed = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
+        x = x + dense(mixed.reshape(*h.shape[:2], -1), "self_attn.o_proj")
+        h = norm(x, f"{at}.post_attention_layernorm")
+        gated = jax.nn.silu(dense(h, "mlp.gate_proj")) * dense(h, "mlp.up_proj")
+        x = x + dense(gated, "mlp.down_proj")
+    return norm(x, "model.norm") @ params["lm_head.weight"].T
+
+
+def next_losses(params, state, tx, config, batches):
+    @jax.jit
+    def step(params, state, tokens):
+        def loss(params):
+            logits = llama(params, config, tokens)[:, :-1]
+            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+        value, gradient = jax.value_and_grad(loss)(params)
+        updates, state = tx.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    losses = []
+    for tokens in batches:
+        params, state, loss = step(params, state, tokens)
+        losses.append(float(loss))
+    return np.array(losses)
+
+
+def test_training_that_the_trainer_began_goes_on_with_the_losses_that_torch_gives():
+    with np.load(LLAMA.parent / "truth.npz") as arrays:
+        tokens, want = arrays["io/tokens"], arrays["io/losses"]
+    checkpoint = ucp.open(LLAMA, optimizer_groups="hf-decay")
+    config, params = checkpoint.config, checkpoint.restore()["param"]
+    # What decays is compared with the groups that the Trainer made.
+    tx = optax.adamw(
+        1e-2, weight_decay=0.1, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)
+    )
+    state = checkpoint.plan_optimizer(tx, params).restore()
+    losses = next_losses(params, state, tx, config, tokens)
+    assert np.abs(losses / want - 1).max() <= 1e-5
+    fresh = next_losses(params, tx.init(params), tx, config, tokens)
+    assert np.abs(fresh / want - 1).max() > 1e-4
+
+
+# Runs.
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """The folder of a run, with three steps."""
+    for step in (2, 10, 4):
+        at = tmp_path / "out" / f"checkpoint-{step}"
+        shutil.copytree(LLAMA, at)
+        (at / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    return tmp_path / "out"
+
+
+def test_a_run_opens_as_its_last_step_or_as_the_one_that_is_asked_for(run):
+    assert ucp.open(run).path == str(run / "checkpoint-10")
+    checkpoint = ucp.open(run, step=4, optimizer_groups="hf-decay")
+    assert checkpoint.path == str(run / "checkpoint-4")
+    assert_is_the_truth(checkpoint, "small_llama")
+    assert "the step that was asked for of out, which has 2, 4, 10" in checkpoint.notes[-1]
+    with pytest.raises(NotACheckpoint, match="has no step 3; its steps are 2, 4, 10"):
+        ucp.open(run, step=3)
+    with pytest.raises(FormatError, match="is one checkpoint, and no run with steps"):
+        ucp.open(run / "checkpoint-4", step=4)
+
+
+def test_a_run_with_its_final_weights_opens_as_these_or_as_a_step(run):
+    shutil.copy(LLAMA / "model.safetensors", run)
+    assert ucp.open(run).path == str(run)
+    assert ucp.open(run, step=10).path == str(run / "checkpoint-10")
+
+
+def test_a_last_step_that_is_unfinished_or_of_another_step_is_refused(run):
+    (run / "checkpoint-10" / "trainer_state.json").write_text('{"global_step": 9}')
+    with pytest.raises(FormatError, match=r"of step 9, and not 10 .*step=4 opens the one before"):
+        ucp.open(run)
+    (run / "checkpoint-10" / "trainer_state.json").unlink()
+    with pytest.raises(FormatError, match=r"has no trainer_state.json, which the Trainer writes"):
+        ucp.open(run)
+    assert ucp.open(run, step=4).path == str(run / "checkpoint-4")
+
+
+def test_the_command_line_takes_the_words_the_step_and_the_model(run):
+    for arguments, want in (
+        ([str(run), "--step", "4", "--optimizer-groups", "hf-decay"], "the two groups that"),
+        (
+            [str(DATA / "accelerate_two_proof" / "ckpt"), "--model", "model_1"],
+            "model_1 is the model",
+        ),
+    ):
+        result = CliRunner().invoke(main, ["inspect", *arguments])
+        assert result.exit_code == 0, result.output
+        assert want in " ".join(result.output.split())
+
+
+# Several models.
+
+
+def test_of_several_models_one_is_chosen_by_name_and_another_name_lists_them():
+    for case, names in (
+        ("accelerate_two_proof", "model, model_1"),
+        ("lightning_gan", "discriminator, generator"),
+        ("student_numbered_order", "model, student"),
+    ):
+        with pytest.raises(FormatError, match=rf"model='x': .*the models are: .*{names}"):
+            ucp.open(DATA / case / "ckpt", model="x")
+    with pytest.raises(FormatError, match="has one model, so that model= says nothing"):
+        ucp.open(LLAMA, model="model")
+
+
+def test_an_optimizer_that_fits_two_models_is_neither_s_until_the_user_says_so():
+    path = DATA / "student_numbered_order" / "ckpt"
+    checkpoint = ucp.open(path, model="student")
+    assert {label.partition("/")[0] for label in checkpoint} == {"param", "other"}
+    with pytest.raises(FormatError, match=r"could be the optimizer of other tensors"):
+        ucp.open(path, optimizer_groups="module-order")
+
+
+# The order of the model.
+
+
+@given(st.sampled_from(model_types()), st.data())
+def test_the_order_does_not_depend_on_the_order_of_names(model_type, data):
+    names = [
+        f"{'model.' * depth}layers.{i}.{part}.weight"
+        for depth in (0, 1)
+        for i in (0, 1, 10, 2)
+        for part in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "mlp.down_proj")
+    ][:16]
+    try:
+        order = in_order_of(model_type, names)
+    except Undecided:
+        with pytest.raises(Undecided):
+            in_order_of(model_type, data.draw(st.permutations(names)))
+        return
+    assert in_order_of(model_type, data.draw(st.permutations(names))) == order
+    assert sorted(order) == sorted(names)
+    layers = [name.split(".")[1] for name in order]
+    assert layers == sorted(layers, key=int)
+
+
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        (["a.weight", "b.weight"], "the order of a, b in a module is not known"),
+        (["layers.0.q_proj.w", "layers.0.new.w"], "the order of new, q_proj"),
+    ],
+)
+def test_modules_that_a_class_has_not_have_no_order(names, why):
+    with pytest.raises(Undecided, match=why):
+        in_order_of("llama", names)
+
+
+def test_weights_of_an_unknown_class_are_refused_with_what_to_say(tmp_path):
+    at = tmp_path / "ckpt"
+    shutil.copytree(LLAMA, at)
+    config = json.loads((at / "config.json").read_text())
+    for changed in ({"model_type": "mine"}, {"auto_map": {"AutoModel": "mine.Model"}}):
+        (at / "config.json").write_text(json.dumps(config | changed))
+        with pytest.raises(FormatError, match="optimizer_groups does not fit: the "):
+            ucp.open(at, optimizer_groups="module-order")
+        said = ucp.open(at, optimizer_groups="module-order:llama")
+        assert_is_the_truth(said, "small_llama")
+
+
+def test_a_damaged_optimizer_is_refused_with_the_way_to_the_weights(tmp_path):
+    at = tmp_path / "ckpt"
+    shutil.copytree(LLAMA, at)
+    (at / "optimizer.pt").write_bytes((at / "optimizer.pt").read_bytes()[:-100])
+    with pytest.raises(FormatError, match=r"optimizer\.pt: .*weights_only leaves the optimizer"):
+        ucp.open(at)
+    assert len(ucp.open(at, weights_only=True).leaves) == 12
