@@ -49,6 +49,9 @@ class Case:
             return torch_cases.truth(self.name)
         if self.family == "trainers":
             return trainer_cases.truth(self.name)
+        if self.family == "dtensors":
+            with np.load(DATA / self.family / self.name / "truth.npz") as arrays:
+                return {key: arrays[key] for key in arrays if not key.startswith("io/")}
         return (megatron_cases if self.family == "megatron" else deepspeed_cases).truth(self.name)
 
     def equal(self, got: np.ndarray, want: np.ndarray, label: str) -> bool:
@@ -65,7 +68,7 @@ class Case:
             options = deepspeed_cases.word(self.path) | options
         if self.family == "megatron":
             options["sizes"] = {"vocab": self.about["model"]["vocab_size"]}
-        if self.family == "trainers" and not options.get("weights_only"):
+        if self.family in ("trainers", "dtensors") and not options.get("weights_only"):
             options = self.about["options"] | options
         return ucp.open(self.path, **options)
 
@@ -82,7 +85,8 @@ def every() -> list[Case]:
     cases = [
         case
         for case in cases
-        if case.family in ("deepspeed", "deepspeed_universal", "megatron", "torch", "trainers")
+        if case.family
+        in ("deepspeed", "deepspeed_universal", "megatron", "torch", "trainers", "dtensors")
     ]
     return [
         case

@@ -13,7 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.formats.torch_save.tensor_names import DTensor, Refused, Storage, StoredTensor, unreadable
+from jax_ucp.formats.torch_save.tensor_names import (
+    DTensor,
+    Refused,
+    Storage,
+    StoredTensor,
+    unreadable,
+)
 from jax_ucp.formats.torch_save.unpickle import Opaque, Record, Unknown, walk
 from jax_ucp.layout.box import Box
 

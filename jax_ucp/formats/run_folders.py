@@ -216,7 +216,9 @@ def _run_of(path: FilePath) -> tuple[Run, dict[int, FilePath]] | None:
     for run in RUNS:
         if steps := _steps(path, run):
             found.append((run, steps))
-    tracked = [(run, steps) for run, steps in found if run.tracker and (path / run.tracker).is_file()]
+    tracked = [
+        (run, steps) for run, steps in found if run.tracker and (path / run.tracker).is_file()
+    ]
     return next(iter([*tracked, *found]), None)
 
 
@@ -248,9 +250,7 @@ def open_run(path: FilePath, options: Options, open_contents: Open) -> Contents:
              "beside the step that is open")
         for child in sorted(path.children()) if child.name != steps[number].name
     ]  # fmt: skip
-    return replace(
-        contents, inventory=[*contents.inventory, *items], notes=[note, *contents.notes]
-    )
+    return replace(contents, inventory=[*contents.inventory, *items], notes=[note, *contents.notes])
 
 
 def _number(path: FilePath, run: Run, steps: Mapping[int, FilePath], asked: int | None) -> int:

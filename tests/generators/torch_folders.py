@@ -105,6 +105,21 @@ def trained(model: nn.Module, optimizers, steps=3, seed=1, vocab=13) -> None:
             optimizer.zero_grad()
 
 
+def continued(model, optimizer) -> Truth:
+    """The tokens and losses of the next steps of a language model, which starts from the save."""
+    seeded(7)
+    batches = torch.randint(0, 23, (3, 2, 6))
+    losses = []
+    for tokens in batches:
+        logits = model(tokens).logits[:, :-1]
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return {"io/tokens": batches, "io/losses": torch.stack(losses)}
+
+
 def llama(tied=False, layers=2, **sizes):
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -266,7 +281,8 @@ def verl_fsdp2(axes, make=llama, by_verl_placement=True, frozen=(), dtype=None, 
         if dist.get_rank() == 0:
             torch.save({"_snapshot": {"_num_yielded": 3}}, actor.parent / "data.pt")
             (out / "latest_checkpointed_iteration.txt").write_text("3")
-        return truth_of(model, optimizer)
+        truth = truth_of(model, optimizer)
+        return truth | (continued(model, optimizer) if make is llama and not dtype else {})
 
     return write
 
@@ -364,7 +380,7 @@ def verl_fsdp1(axes, orig=False, make=llama, **sizes):
 # DCP folders.
 
 
-def accelerate_fsdp(version: int):
+def accelerate_fsdp(version: int, make=Net, **sizes):
     """What `Accelerator.save_state` writes with sharded state dicts, by the functions that it calls
     for that; an Accelerator itself runs FSDP on accelerators only.
     """
@@ -394,7 +410,7 @@ def accelerate_fsdp(version: int):
                 use_orig_params=True,
             )
         else:
-            model = fully_sharded(Net(), mesh)
+            model = fully_sharded(make(**sizes), mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         scheduler = scheduler_of(optimizer)
         trained(model, [optimizer])
@@ -403,7 +419,10 @@ def accelerate_fsdp(version: int):
         save_fsdp_optimizer(plugin, state, optimizer, model, str(out), 0)
         save_accelerator_state(str(out), [], [], [scheduler], [], dist.get_rank(), step=0)
         dist.barrier()
-        return truth_of_fsdp1(model, optimizer) if version == 1 else truth_of(model, optimizer)
+        if version == 1:
+            return truth_of_fsdp1(model, optimizer)
+        truth = truth_of(model, optimizer)
+        return truth | (continued(model, optimizer) if make is llama else {})
 
     return write
 
@@ -613,6 +632,7 @@ CASES: dict[str, Case] = {
     "skyrl_policy_alone": Case(skyrl(("policy",)), 2, about={"from_source": True}),
     "tp_2x2": Case(fsdp2_tp([("dp", 2), ("tp", 2)], hidden=8), 4),
     "tp_2x2_uneven": Case(fsdp2_tp([("dp", 2), ("tp", 2)]), 4),
+    "tp_2x2_small": Case(fsdp2_tp([("dp", 2), ("tp", 2)], blocks=1), 4),
     "tp_3x2_uneven": Case(fsdp2_tp([("dp", 3), ("tp", 2)], hidden=14), 6),
     "tp_2x4": Case(fsdp2_tp([("dp", 2), ("tp", 4)], hidden=12), 8),
     "tp_hsdp_2x2x2": Case(fsdp2_tp([("rep", 2), ("dp", 2), ("tp", 2)]), 8),
@@ -623,6 +643,8 @@ CASES: dict[str, Case] = {
     "verl_fsdp1_orig_4": Case(verl_fsdp1([(FSDP, 4)], orig=True), 4),
     "accelerate_fsdp1": Case(accelerate_fsdp(1), 2, NO_GROUPS),
     "accelerate_fsdp2": Case(accelerate_fsdp(2), 3, NO_GROUPS),
+    "accelerate_llama": Case(accelerate_fsdp(2, llama, layers=1), 2, NO_GROUPS),
+    "verl_llama": Case(verl_fsdp2([(FSDP, 2)], layers=1), 2),
     "lightning_model_parallel": Case(
         lightning_model_parallel, 2, NO_GROUPS, {"own_process_group": True}
     ),

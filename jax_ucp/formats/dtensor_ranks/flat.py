@@ -91,7 +91,9 @@ def original_parameters(
     return names
 
 
-def flat_parameters(shapes: Mapping[str, Shape], parts: int, lengths: Sequence[int | None]) -> Units:
+def flat_parameters(
+    shapes: Mapping[str, Shape], parts: int, lengths: Sequence[int | None]
+) -> Units:
     """The parameters in each flat one, of which the length of each of its parts is known or not.
 
     Modules that go by one name but for numbers are wrapped all or none, as a policy of classes

@@ -21,7 +21,7 @@ from jax_ucp.formats.nested import as_dict, as_list
 from jax_ucp.formats.options import MODULE_ORDER, Options, word_note
 from jax_ucp.formats.pairing import Undecided
 from jax_ucp.formats.torch_save.optimizer_dicts import Steps, joined
-from jax_ucp.layout.fragments import ParamLayout, Shape
+from jax_ucp.layout.fragments import Shape
 from jax_ucp.layout.patterns import Replicated
 from jax_ucp.sources.consolidated import Consolidated
 
@@ -166,11 +166,12 @@ def _keep_apart(imported: Import, flat: FlatStates) -> None:
     for number, states in flat.states.items():
         for state, stored in states.items():
             label = f"optim.state.{number}.{state}"
-            layout: ParamLayout = Replicated().join([part.shape for part in stored])
             if stored[0].shape:
                 stored = sorted(stored, key=lambda part: part.shard)
                 parts = flat.parts(number) or []
                 layout = flat_layout((_total(parts) or 0,), 0, parts)
+            else:
+                layout = Replicated().join([part.shape for part in stored])
             param = Consolidated(layout, [part.key for part in stored])
             imported.parameter("other", label, param, "a state of a flat parameter")
     imported.notes.append(

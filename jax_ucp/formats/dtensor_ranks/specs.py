@@ -91,13 +91,17 @@ def mesh_of(record: object, rank: int, read: Read) -> Mesh:
         raise FormatError(f"the mesh of shape {list(shape)} has no coordinate {coordinate!r:.60}")
     here = int(np.ravel_multi_index(coordinate, shape)) if shape else 0
     if ranks[here] != rank:
-        raise FormatError(
-            f"its mesh has rank {ranks[here]} where this file is, which is called that of rank"
-            f" {rank}: the file was renamed, or is of another run"
-        )
+        raise _misplaced(rank, f"rank {ranks[here]} at {list(coordinate)}")
     names = fields.get("mesh_dim_names", fields.get("_mesh_dim_names"))
     axes = tuple(map(str, names)) if isinstance(names, tuple | list) else ()
     return Mesh(shape, ranks, tuple(coordinate), axes)
+
+
+def _misplaced(rank: int, has: str) -> FormatError:
+    return FormatError(
+        f"its mesh has {has} where this file is, which is called that of rank {rank}: the file was"
+        " renamed, or is of another run"
+    )
 
 
 def _is_coordinate(coordinate: object, shape: Shape) -> bool:
@@ -165,7 +169,7 @@ def _laid_out(
     base = ranks.index(rank) - here
     places = [base + sum(place) for place in itertools.product(*offsets)]
     if min(places) < 0 or max(places) >= len(ranks):
-        raise FormatError("the layout of its mesh leads out of the list of ranks")
+        raise _misplaced(rank, f"another rank of {len(ranks)}")
     return shape, tuple(ranks[place] for place in places)
 
 
