@@ -80,6 +80,7 @@ CASES += ("megatron/legacy_pp2_dp2_distopt_buckets_fp32", "megatron/legacy_ep2_m
 CASES += ("megatron/old0153_tp2_zarr_fp32", "megatron/dist_tp2_dp2_distopt_fully_reshardable_bf16")
 CASES += ("torch/dcp_zstd", "torch/dcp_hf_sharded")
 CASES += ("trainers/small_llama", "trainers/accelerate_two_proof")
+CASES += ("dtensors/verl_llama", "dtensors/verl_fsdp1_orig_3", "dtensors/accelerate_llama")
 STOCK_CASES = ("orbax/ocdbt", "orbax/plain", "orbax/zarr3/state")
 STATES = ("param", "exp_avg")
 # The files of a stock checkpoint that are JSON, by how their names end.

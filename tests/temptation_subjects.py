@@ -37,7 +37,7 @@ FORMATS = (
     "deepspeed-universal",
     "megatron-legacy",
 )
-FORMATS += ("megatron-dist", "dcp", "dcp-hf", "safetensors", "torch.save")
+FORMATS += ("megatron-dist", "dtensors", "dcp", "dcp-hf", "safetensors", "torch.save")
 
 # Of each folder the files that the test data keep beside the checkpoint.
 _OURS = {"truth.npz", "case.json", "plain.pt"}
@@ -143,6 +143,8 @@ def _recorded(case: Case) -> Subject:
         and "optimizer_groups" in inspect.signature(ucp.open).parameters
     ):
         options["optimizer_groups"] = "module-order"
+    if case.family == "dtensors":
+        options |= case.about["options"]
     name = f"{case.family}/{case.name}"
     return Subject(name, _format(case), folder, "", options, case.truth(), case.equal)
 

@@ -10,13 +10,12 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any
 
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.huggingface.weight_files import read_json
 
-Kind = Literal["model", "optim", "extra_state"]
 FSDP_CONFIG = "fsdp_config.json"
 _NAME = re.compile(r"(model|optim|extra_state)_world_size_([1-9]\d{0,6})_rank_(0|[1-9]\d{0,6})\.pt")
 
@@ -29,7 +28,7 @@ class RankFiles:
 
     folder: FilePath
     world_size: int
-    names: Mapping[Kind, Sequence[str]]
+    names: Mapping[str, Sequence[str]]
     fsdp_config: Mapping[str, Any]
 
     @property
@@ -58,10 +57,10 @@ def rank_files(folder: FilePath) -> RankFiles:
 
     Raises FormatError where files of a rank are missing, or there are two saves.
     """
-    ranks: dict[int, dict[Kind, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
+    ranks: dict[int, dict[str, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
     for child in folder.children():
         if match := _NAME.fullmatch(child.name):
-            kind, world_size, rank = cast(Kind, match[1]), int(match[2]), int(match[3])
+            kind, world_size, rank = match[1], int(match[2]), int(match[3])
             ranks[world_size][kind][rank] = child.name
     if len(ranks) > 1:
         sizes = " and of ".join(map(str, sorted(ranks)))
@@ -80,7 +79,7 @@ def rank_files(folder: FilePath) -> RankFiles:
 
 
 def _in_order(
-    folder: FilePath, kind: Kind, world_size: int, found: Mapping[int, str]
+    folder: FilePath, kind: str, world_size: int, found: Mapping[int, str]
 ) -> Sequence[str]:
     """The files of the ranks. Raises FormatError where one is missing, or too many."""
     missing = [rank for rank in range(world_size) if rank not in found]

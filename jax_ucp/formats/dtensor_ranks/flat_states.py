@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -79,7 +80,7 @@ class FlatStates:
 
     @property
     def are_flat(self) -> bool:
-        """Whether these are of flat parameters: all ranks have parts of all, and of equal length."""
+        """Whether these are of flat parameters: all ranks have parts of each, of equal length."""
         for number in self.states:
             parts = self.parts(number)
             ranks = {part.shard for part in next(iter(self.states[number].values()))}
@@ -122,25 +123,24 @@ def place_flat(
 
 def _starts(flat: FlatStates, shapes: Mapping[str, Shape]) -> dict[int, dict[str, int]]:
     """The parameters of each number, and where each starts in the flat one."""
-    parts = {number: flat.parts(number) for group in flat.numbers for number in group}
+    numbers = [number for group in flat.numbers for number in group]
+    parts = {number: flat.parts(number) for number in numbers}
     if strays := sorted(flat.states.keys() - parts.keys()):
         raise Undecided(f"there are states of {strays[0]}, which no group lists")
-    starts: dict[int, dict[str, int]] = {}
     if not flat.are_flat:
         totals = [[_total(parts[number]) for number in group] for group in flat.numbers]
-        named = original_parameters(shapes, totals)
-        for group, names in zip(flat.numbers, named, strict=True):
-            starts |= {number: {name: 0} for number, name in zip(group, names, strict=True)}
-        return starts
-    numbers = [number for group in flat.numbers for number in group]
-    lengths = [parts[number][0].length if parts[number] else None for number in numbers]
-    for number, names in zip(numbers, flat_parameters(shapes, flat.shards, lengths), strict=True):
-        at = 0
-        starts[number] = {}
-        for name in names:
-            starts[number][name] = at
-            at += math.prod(shapes[name])
-    return starts
+        named = itertools.chain.from_iterable(original_parameters(shapes, totals))
+        return {number: {name: 0} for number, name in zip(numbers, named, strict=True)}
+    of_numbers = [parts[number] for number in numbers]
+    lengths = [ranges[0].length if ranges else None for ranges in of_numbers]
+    units = flat_parameters(shapes, flat.shards, lengths)
+    return {number: _behind(unit, shapes) for number, unit in zip(numbers, units, strict=True)}
+
+
+def _behind(names: Sequence[str], shapes: Mapping[str, Shape]) -> dict[str, int]:
+    """Where each parameter starts that lie one behind the other."""
+    sizes = [math.prod(shapes[name]) for name in names]
+    return dict(zip(names, itertools.accumulate([0, *sizes]), strict=False))
 
 
 def _total(parts: Sequence[Range] | None) -> int | None:

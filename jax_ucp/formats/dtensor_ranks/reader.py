@@ -19,6 +19,7 @@ import numpy as np
 from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import Import
+from jax_ucp.formats.dtensor_ranks import flat_states
 from jax_ucp.formats.dtensor_ranks.files import (
     FSDP_CONFIG,
     RankFiles,
@@ -26,7 +27,6 @@ from jax_ucp.formats.dtensor_ranks.files import (
     is_rank_file,
     rank_files,
 )
-from jax_ucp.formats.dtensor_ranks import flat_states
 from jax_ucp.formats.dtensor_ranks.flat_states import FlatStates, place_flat
 from jax_ucp.formats.dtensor_ranks.placements import Shard, shard_at
 from jax_ucp.formats.dtensor_ranks.specs import Mesh, Spec, spec_of
@@ -35,9 +35,9 @@ from jax_ucp.formats.huggingface.weight_files import CONFIG, read_json
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.formats.torch_save.optimizer_dicts import Steps, joined
-from jax_ucp.formats.torch_save.tree import GONE, nested_leaves, without_tensors
 from jax_ucp.formats.torch_save.state_pairing import Stored, is_trainable
 from jax_ucp.formats.torch_save.tensor_names import DTensor, StoredTensor, unreadable
+from jax_ucp.formats.torch_save.tree import GONE, nested_leaves, without_tensors
 from jax_ucp.formats.torch_save.unpickle import walk
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
@@ -130,7 +130,7 @@ class _Saved:
     def __init__(self, ranks: RankFiles, files: Mapping[str, TorchFile]):
         self.ranks, self.files = ranks, files
 
-    def of(self, kind: Any) -> Iterator[tuple[int, str, TorchFile]]:
+    def of(self, kind: str) -> Iterator[tuple[int, str, TorchFile]]:
         for rank, name in enumerate(self.ranks.names.get(kind, ())):
             if name in self.files:
                 yield rank, name, self.files[name]

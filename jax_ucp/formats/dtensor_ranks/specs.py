@@ -86,15 +86,13 @@ def mesh_of(record: object, rank: int, read: Read) -> Mesh:
         raise FormatError(f"its mesh should be a DeviceMesh, but is {what_is(record)}")
     fields = record.fields
     shape, ranks = _grid(fields, rank, read)
-    coordinate = fields.get("_coordinate_on_dim")
-    if not _is_coordinate(coordinate, shape):
-        raise FormatError(f"the mesh of shape {list(shape)} has no coordinate {coordinate!r:.60}")
+    coordinate = _coordinate(fields, shape)
     here = int(np.ravel_multi_index(coordinate, shape)) if shape else 0
     if ranks[here] != rank:
         raise _misplaced(rank, f"rank {ranks[here]} at {list(coordinate)}")
     names = fields.get("mesh_dim_names", fields.get("_mesh_dim_names"))
     axes = tuple(map(str, names)) if isinstance(names, tuple | list) else ()
-    return Mesh(shape, ranks, tuple(coordinate), axes)
+    return Mesh(shape, ranks, coordinate, axes)
 
 
 def _misplaced(rank: int, has: str) -> FormatError:
@@ -104,10 +102,16 @@ def _misplaced(rank: int, has: str) -> FormatError:
     )
 
 
-def _is_coordinate(coordinate: object, shape: Shape) -> bool:
-    if not isinstance(coordinate, list | tuple) or len(coordinate) != len(shape):
-        return False
-    return all(type(i) is int and 0 <= i < n for i, n in zip(coordinate, shape, strict=True))
+def _coordinate(fields: Mapping[str, Any], shape: Shape) -> tuple[int, ...]:
+    """The coordinate of the rank that wrote the file. Raises FormatError where it is not in a mesh
+    of this shape.
+    """
+    coordinate = fields.get("_coordinate_on_dim")
+    is_list = isinstance(coordinate, list | tuple) and len(coordinate) == len(shape)
+    pairs = zip(coordinate, shape, strict=True) if is_list else [("", 0)]
+    if all(type(i) is int and 0 <= i < n for i, n in pairs):
+        return tuple(coordinate or ())
+    raise FormatError(f"the mesh of shape {list(shape)} has no coordinate {coordinate!r:.60}")
 
 
 def _grid(fields: Mapping[str, Any], rank: int, read: Read) -> tuple[Shape, tuple[int, ...]]:
@@ -118,7 +122,12 @@ def _grid(fields: Mapping[str, Any], rank: int, read: Read) -> tuple[Shape, tupl
     rank_map, layout = fields.get("_rank_map"), fields.get("_layout")
     if not isinstance(rank_map, StoredTensor) or not isinstance(layout, Record):
         raise FormatError("its mesh has no ranks")
-    return _laid_out(_axes(layout), _ranks(read(rank_map)), rank, fields.get("_coordinate_on_dim"))
+    axes = _axes(layout)
+    shape = tuple(math.prod(size for size, _ in axis) for axis in axes)
+    ranks = _ranks(read(rank_map))
+    if math.prod(shape) > len(ranks) or rank not in ranks:
+        raise FormatError(f"rank {rank} is not in its mesh of shape {list(shape)}")
+    return shape, _laid_out(axes, ranks, rank, _coordinate(fields, shape))
 
 
 def _ranks(array: np.ndarray) -> tuple[int, ...]:
@@ -138,7 +147,8 @@ def _axes(layout: Record) -> list[list[tuple[int, int]]]:
         sizes, strides = _listed(fields.get("shape")), _listed(fields.get("stride"))
     if len(sizes) != len(strides):
         raise FormatError("the layout of its mesh has other sizes than strides")
-    return [list(zip(*pair, strict=True)) for pair in zip(map(_flat, sizes), map(_flat, strides))]
+    pairs = zip(map(_flat, sizes), map(_flat, strides), strict=True)
+    return [list(zip(*pair, strict=True)) for pair in pairs]
 
 
 def _listed(value: Any) -> list[Any]:
@@ -158,19 +168,16 @@ def _laid_out(
     axes: Sequence[Sequence[tuple[int, int]]],
     ranks: Sequence[int],
     rank: int,
-    coordinate: object,
-) -> tuple[Shape, tuple[int, ...]]:
+    coordinate: Sequence[int],
+) -> tuple[int, ...]:
     """The part of a list of ranks that a layout picks around `rank`, which is at `coordinate`."""
-    shape = tuple(math.prod(size for size, _ in axis) for axis in axes)
-    if math.prod(shape) > len(ranks) or rank not in ranks or not _is_coordinate(coordinate, shape):
-        raise FormatError(f"rank {rank} is not in its mesh of shape {list(shape)}")
     offsets = [_offsets(axis) for axis in axes]
-    here = sum(of_axis[i] for of_axis, i in zip(offsets, coordinate, strict=True))  # type: ignore
+    here = sum(of_axis[i] for of_axis, i in zip(offsets, coordinate, strict=True))
     base = ranks.index(rank) - here
     places = [base + sum(place) for place in itertools.product(*offsets)]
     if min(places) < 0 or max(places) >= len(ranks):
         raise _misplaced(rank, f"another rank of {len(ranks)}")
-    return shape, tuple(ranks[place] for place in places)
+    return tuple(ranks[place] for place in places)
 
 
 def _offsets(axis: Sequence[tuple[int, int]]) -> list[int]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
