@@ -55,6 +55,9 @@ class Case:
             return megatron_cases.core_truth(self.name)
         if self.family == "trainers":
             return trainer_cases.truth(self.name)
+        if self.family == "dtensors":
+            with np.load(DATA / self.family / self.name / "truth.npz") as arrays:
+                return {key: arrays[key] for key in arrays if not key.startswith("io/")}
         return (megatron_cases if self.family == "megatron" else deepspeed_cases).truth(self.name)
 
     def equal(self, got: np.ndarray, want: np.ndarray, label: str) -> bool:
@@ -75,7 +78,7 @@ class Case:
             options["sizes"] = {"vocab": self.about["model"]["vocab_size"]}
         if self.family == "jax":
             options |= self.about["options"]
-        if self.family == "trainers" and not options.get("weights_only"):
+        if self.family in ("trainers", "dtensors") and not options.get("weights_only"):
             options = self.about["options"] | options
         return ucp.open(self.path, **options)
 
@@ -93,7 +96,7 @@ def every() -> list[Case]:
         case
         for case in cases
         if case.family
-        in ("deepspeed", "deepspeed_universal", "jax", "megatron", "torch", "trainers")
+        in ("deepspeed", "deepspeed_universal", "dtensors", "jax", "megatron", "torch", "trainers")
     ]
     return [
         case

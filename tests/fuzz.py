@@ -81,6 +81,7 @@ CASES += ("megatron/old0153_tp2_zarr_fp32", "megatron/dist_tp2_dp2_distopt_fully
 CASES += ("megatron/legacy_te_muon_bf16", "megatron/fsdp_dtensor_te_moe_ep2_bf16")
 CASES += ("torch/dcp_zstd", "torch/dcp_hf_sharded")
 CASES += ("trainers/small_llama", "trainers/accelerate_two_proof")
+CASES += ("dtensors/verl_llama", "dtensors/verl_fsdp1_orig_3", "dtensors/accelerate_llama")
 STOCK_CASES = ("orbax/ocdbt", "orbax/plain", "orbax/zarr3/state")
 STOCK_CASES += ("jax/orbax05-aggregate", "jax/orbax05-processes_unmerged", "jax/orbax05-t5x")
 STOCK_CASES += ("jax/orbax05-paxml", "jax/orbax05-flax_msgpack")

@@ -40,7 +40,7 @@ FORMATS = (
     "megatron-legacy",
 )
 FORMATS += ("flax", "megatron-dist", "megatron-fsdp", "dcp", "dcp-hf", "safetensors", "torch.save")
-FORMATS += ("trainers",)
+FORMATS += ("trainers", "dtensors")
 
 # Of each folder the files that the test data keep beside the checkpoint.
 _OURS = {"truth.npz", "case.json", "plain.pt"}
@@ -151,7 +151,7 @@ def _recorded(case: Case) -> Subject:
         and "optimizer_groups" in inspect.signature(ucp.open).parameters
     ):
         options["optimizer_groups"] = "module-order"
-    if case.family == "trainers":
+    if case.family in ("trainers", "dtensors"):
         options |= case.about["options"]
     entry = ""
     if case.path.is_file():

@@ -13,7 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from jax_ucp.formats.torch_save.tensor_names import Refused, Storage, StoredTensor, unreadable
+from jax_ucp.formats.torch_save.tensor_names import (
+    DTensor,
+    Refused,
+    Storage,
+    StoredTensor,
+    unreadable,
+)
 from jax_ucp.formats.torch_save.unpickle import Opaque, Record, Unknown, walk
 from jax_ucp.layout.box import Box
 
@@ -122,7 +128,8 @@ def _(value: StoredTensor, read: Read) -> Any:
 
 @_json.register(Refused)
 @_json.register(Storage)
-def _(value: Refused | Storage, read: Read) -> Any:
+@_json.register(DTensor)
+def _(value: Refused | Storage | DTensor, read: Read) -> Any:
     return {"!left_out": unreadable(value)}
 
 

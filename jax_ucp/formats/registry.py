@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 from jax_ucp.errors import FormatError, NotACheckpoint, SpecError, UCPError
 from jax_ucp.files.path import FilePath, file_path
 from jax_ucp.files.source_files import opening
+from jax_ucp.formats import run_folders
 from jax_ucp.formats.dcp import reader as dcp
 from jax_ucp.formats.deepspeed import reader as deepspeed
 from jax_ucp.formats.deepspeed import universal_reader as deepspeed_universal
+from jax_ucp.formats.dtensor_ranks import reader as dtensor_ranks
 from jax_ucp.formats.flax_msgpack import reader as flax_msgpack
 from jax_ucp.formats.huggingface import folder as weight_folder
 from jax_ucp.formats.huggingface import runs
@@ -79,7 +81,7 @@ def _open_step(path: FilePath, options: Options) -> Contents:
     return replace(contents, notes=[*contents.notes, *notes])
 
 
-def _open_run(path: FilePath, options: Options) -> Contents:
+def _open_orbax_run(path: FilePath, options: Options) -> Contents:
     """A step of a run. Raises NotACheckpoint where weights beside the steps could be meant."""
     if weight_folder.recognise(path):
         weights = [child.name for child in path.children() if holds_weights([child.name])]
@@ -88,6 +90,14 @@ def _open_run(path: FilePath, options: Options) -> Contents:
             f" torch or safetensors, {listed(weights, _SHOWN)}: open one of them by its path"
         )
     return orbax_steps.open_run(path, options, open_contents)
+
+
+def _open_step_folder(path: FilePath, options: Options) -> Contents:
+    return run_folders.open_step(path, options, open_contents)
+
+
+def _open_run(path: FilePath, options: Options) -> Contents:
+    return run_folders.open_run(path, options, open_contents)
 
 
 RUN = Format(
@@ -119,6 +129,20 @@ FORMATS: tuple[Format, ...] = (
         _open_step,
         takes_spec=True,
         notes_siblings=True,
+    ),
+    Format(
+        run_folders.is_run,
+        "a run of verl, SkyRL, torchtitan, OLMo-core or Automodel (folders of steps)",
+        _open_run,
+        takes_spec=True,
+        from_torch=True,
+        takes_step=True,
+    ),
+    Format(
+        run_folders.is_step,
+        "a step of verl, SkyRL, accelerate's FSDP, OLMo-core or Automodel (folders of saves)",
+        _open_step_folder,
+        from_torch=True,
     ),
     Format(
         deepspeed_universal.recognise,
@@ -153,6 +177,12 @@ FORMATS: tuple[Format, ...] = (
         from_torch=True,
     ),
     Format(
+        dtensor_ranks.recognise,
+        "DTensors by torch.save (*_world_size_N_rank_R.pt)",
+        dtensor_ranks.open_dtensor_ranks,
+        from_torch=True,
+    ),
+    Format(
         megatron_legacy.recognise,
         "Megatron (mp_rank_*/model_optim_rng.pt)",
         megatron_legacy.open_megatron_legacy,
@@ -162,7 +192,7 @@ FORMATS: tuple[Format, ...] = (
     Format(
         orbax_steps.is_run,
         "a run of Orbax, Flax, T5X or Paxml (folders or files of steps)",
-        _open_run,
+        _open_orbax_run,
         takes_spec=True,
         notes_siblings=True,
         takes_step=True,
@@ -292,7 +322,7 @@ def _with_notes(contents: Contents, at: FilePath, format: Format, options: Optio
     notes = list(contents.notes)
     if not format.notes_siblings:
         for folder in dict.fromkeys([at, file_path(contents.path)]):
-            notes += weight_folder.notes_beside(folder, format.from_torch)
+            notes += weight_folder.notes_beside(folder, format.from_torch, contents.extras)
         if format.open is deepspeed.open_deepspeed and at.is_dir():
             contents = add_trainer_state(replace(contents, notes=notes), at)
             notes = list(contents.notes)

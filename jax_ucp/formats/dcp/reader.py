@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,10 +37,14 @@ from jax_ucp.formats.dcp.source import DcpSource, consolidated
 from jax_ucp.formats.facts import COUNTS, RATES, Facts
 from jax_ucp.formats.json_values import MAX_EXTRA_BYTES, tensor_bytes
 from jax_ucp.formats.options import Options
+from jax_ucp.formats.torch_save.beside import keep_beside
 from jax_ucp.formats.torch_save.opaque import in_optimizer
 from jax_ucp.formats.torch_save.optimizer_dicts import Steps, optimizer_paths
 from jax_ucp.formats.torch_save.state_pairing import Stored, is_trainable
+from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.contents import Contents
+
+LIGHTNING = "meta.pt"  # what Lightning's trainer saves besides, in the same folder
 
 
 def recognise(path: FilePath) -> bool:
@@ -58,42 +63,80 @@ def open_dcp(path: FilePath, options: Options) -> Contents:
     Raises FormatError, naming the file and the tensor, where metadata and files do not fit
     together, and NotACheckpoint where there is no metadata: it is written last.
     """
-    if not metadata_files(path):
-        raise NotACheckpoint(
-            f"{path} has .distcp files but no .metadata: the save never ended, for that file is"
-            " written last, or it was not copied with the others, for its name begins with a dot"
-        )
-    metadata = read_metadata(path, _of_optimizers if options.weights_only else None)
-    left = _of_optimizers(metadata) if options.weights_only else frozenset[str]()
-    source = DcpSource(metadata)
+    return open_saves(path, [path], options)
+
+
+def open_saves(path: FilePath, folders: Sequence[FilePath], options: Options) -> Contents:
+    """The one checkpoint that several saves of a run are, such as a model's and its optimizer's:
+    they lie in `folders` at or below `path`, and each holds a part of the nested state dict.
+
+    Raises as `open_dcp`, and where two of them hold a tensor of one name.
+    """
+    saves = [Save.opened(path, folder, options) for folder in folders]
+    source = saves[0].source
+    if saves[0].prefix or len(saves) > 1:
+        source = Combined.prefixed({save.prefix: save.source for save in saves})
     imported = Import("dcp", path, source, options.on_conflict)
     objects: dict[Steps, Any] = {}
-    for fqn, spans in metadata.objects.items():
-        for span in spans:
-            value = read_object(imported, fqn, span, source, fqn in left)
-            objects[metadata.paths.get(fqn, (fqn,))] = value
-    check_facts(metadata, source, left)
-    _tensors(imported, metadata, objects, options)
-    account_for_files(imported, metadata)
+    for save in saves:
+        objects |= _objects(imported, save)
+        check_facts(save)
+    _tensors(imported, saves, objects, options)
+    for save in saves:
+        account_for_files(imported, save)
     try:
         return imported.contents()
     except LayoutError as error:
         raise LayoutError(f"{path}: {error}") from None
 
 
-def check_facts(metadata: DcpMetadata, source: DcpSource, left: Collection[str]) -> None:
+@dataclass(frozen=True)
+class Save:
+    """What one call of `save` wrote; `prefix` leads to its folder, `left` are the names of what is
+    not to be read.
+    """
+
+    prefix: str
+    metadata: DcpMetadata
+    source: DcpSource
+    left: frozenset[str]
+
+    @classmethod
+    def opened(cls, path: FilePath, folder: FilePath, options: Options) -> Save:
+        if not metadata_files(folder):
+            raise NotACheckpoint(
+                f"{folder} has .distcp files but no .metadata: the save never ended, for that file"
+                " is written last, or it was not copied with the others, for its name begins with a"
+                " dot"
+            )
+        prefix = "" if folder == path else f"{folder.below(path)}/"
+        metadata = read_metadata(folder, _of_optimizers if options.weights_only else None)
+        left = _of_optimizers(metadata) if options.weights_only else frozenset[str]()
+        return cls(prefix, metadata, DcpSource(metadata), left)
+
+
+def _objects(imported: Import, save: Save) -> dict[Steps, Any]:
+    """What is no tensor, by path; it is kept as extras."""
+    objects: dict[Steps, Any] = {}
+    for fqn, spans in save.metadata.objects.items():
+        for span in spans:
+            objects[save.metadata.paths.get(fqn, (fqn,))] = read_object(imported, fqn, span, save)
+    return objects
+
+
+def check_facts(save: Save) -> None:
     """Raise FormatError where ranks that each wrote an object of one name say in it that they are
     of other steps.
 
-    Places in the data are each rank's own. Objects that are `left` are not read.
+    Places in the data are each rank's own. Objects that are left aside are not read.
     """
-    facts = Facts(metadata.folder)
-    for fqn, spans in metadata.objects.items():
-        if len(spans) == 1 or "data" in fqn or fqn in left:
+    facts = Facts(save.metadata.folder)
+    for fqn, spans in save.metadata.objects.items():
+        if len(spans) == 1 or "data" in fqn or fqn in save.left:
             continue
         for span in spans:
             try:
-                file = source.object(fqn, span)
+                file = save.source.object(fqn, span)
             except UnsafePickle:
                 continue  # which is left out, and says so
             facts.state_all(file, span.file, fqn, file.tree, only=(*COUNTS, *RATES))
@@ -111,33 +154,50 @@ def _of_optimizers(metadata: DcpMetadata) -> frozenset[str]:
 
 
 def _tensors(
-    imported: Import, metadata: DcpMetadata, objects: Mapping[Steps, Any], options: Options
+    imported: Import, saves: Sequence[Save], objects: Mapping[Steps, Any], options: Options
 ) -> None:
-    paths = _paths(metadata)
-    # The paths are in the order of the state dict, the tensors in that of the ranks that wrote
-    # them.
-    tensors = {fqn: metadata.tensors[fqn] for fqn in paths if fqn in metadata.tensors}
-    stored = {fqn: Stored(paths[fqn], t.shape, is_trainable(t.dtype)) for fqn, t in tensors.items()}
+    stored: dict[str, Stored] = {}
+    for save in saves:
+        paths, tensors = _paths(save.metadata), save.metadata.tensors
+        # The paths are in the order of the state dict, the tensors in that of the ranks that wrote
+        # them.
+        of_save = {
+            fqn: Stored(paths[fqn], tensors[fqn].shape, is_trainable(tensors[fqn].dtype))
+            for fqn in paths
+            if fqn in tensors
+        }
+        if twice := stored.keys() & of_save.keys():
+            raise FormatError(f"{imported.path}: {min(twice)} is in two of the saves")
+        stored |= of_save
     places = imported.placed(stored, objects, options)
     left = places.in_optimizers if options.weights_only else frozenset[str]()
-    for fqn, tensor in metadata.tensors.items():
-        state, name = places.at[fqn]
-        param = consolidated(fqn, tensor)
-        if fqn in left:
-            for key in param.keys:
-                imported.leave(key, "", f"{state} of {name}: only weights were asked for")
-        elif param.keys:
-            imported.parameter(state, name, param, _reason(tensor, state, name))
-        else:  # a tensor without elements, of which no rank wrote a chunk
-            empty = np.empty(_empty(imported.path, fqn, tensor), tensor.dtype)
-            imported.constant(state, name, empty, f"{metadata.files[0]}:{fqn}")
+    for save in saves:
+        for fqn, tensor in save.metadata.tensors.items():
+            _tensor(imported, save, fqn, tensor, (*places.at[fqn], fqn in left))
     imported.notes += places.notes
     # torch 1.13 saved flat dicts only, and flatten_state_dict=False takes a dict as it is
-    if not metadata.paths:
+    if not any(save.metadata.paths for save in saves):
         imported.notes.append(
             "no paths were recorded, so nothing tells weights from other tensors: all tensors of"
             " the flat state dict are under `param`, by the names it had"
         )
+
+
+def _tensor(
+    imported: Import, save: Save, fqn: str, tensor: TensorEntry, place: tuple[str, str, bool]
+) -> None:
+    """Give a tensor its place: the state of a parameter, and whether it is left aside."""
+    state, name, is_left = place
+    param = consolidated(fqn, tensor)
+    param = replace(param, keys=[save.prefix + key for key in param.keys])
+    if is_left:
+        for key in param.keys:
+            imported.leave(key, "", f"{state} of {name}: only weights were asked for")
+    elif param.keys:
+        imported.parameter(state, name, param, _reason(tensor, state, name))
+    else:  # a tensor without elements, of which no rank wrote a chunk
+        empty = np.empty(_empty(imported.path, fqn, tensor), tensor.dtype)
+        imported.constant(state, name, empty, f"{save.prefix}{save.metadata.files[0]}:{fqn}")
 
 
 def _paths(metadata: DcpMetadata) -> Mapping[str, Steps]:
@@ -179,15 +239,16 @@ def _reason(tensor: TensorEntry, state: str, name: str) -> str:
     return what if len(tensor.chunks) == 1 else f"{what}, one of {len(tensor.chunks)} chunks"
 
 
-def read_object(imported: Import, fqn: str, span: Span, source: DcpSource, left: bool) -> Any:
+def read_object(imported: Import, fqn: str, span: Span, save: Save) -> Any:
     """An object, kept as an extra; None of one that asks for code or is made of data, or that is
-    `left` and damaged.
+    left aside and damaged.
     """
-    item = f"{span.file}:{fqn}"
+    in_file = save.prefix + span.file
+    item = f"{in_file}:{fqn}"
     try:
-        file = source.object(fqn, span)
+        file = save.source.object(fqn, span)
     except (FormatError, OSError) as error:
-        if left:
+        if fqn in save.left:
             reason = f"only weights were asked for; it could not be read either: {error}"
             imported.skip(item, "object", reason)
             return None
@@ -201,38 +262,41 @@ def read_object(imported: Import, fqn: str, span: Span, source: DcpSource, left:
         reason = f"an object with {nbytes} bytes of tensors inside, which is data and no setting"
         imported.skip(item, "object", reason)
         imported.notes.append(
-            f"{fqn} in {span.file} was left out: {reason}; save it with flatten_state_dict=True"
+            f"{fqn} in {in_file} was left out: {reason}; save it with flatten_state_dict=True"
         )
         return None
     imported.unknown |= file.unknown
-    imported.extra(span.file, fqn, file.tree, file)
+    imported.extra(in_file, fqn, file.tree, file)
     return file.tree
 
 
-def account_for_files(imported: Import, metadata: DcpMetadata) -> None:
+def account_for_files(imported: Import, save: Save) -> None:
+    """Every file of a save that no tensor or object lies in, or not all of it."""
+    metadata, prefix = save.metadata, save.prefix
     used: Counter[str] = Counter()
     for _, span in metadata.spans():
         used[span.file] += span.length
     table = metadata.files[0]
-    for path in sorted(imported.path.children()):
+    for path in sorted(metadata.folder.children()):
+        name = prefix + path.name
         if path.name in metadata.files:
             reason = "says which chunk is where; its content is in the tree's names and shapes"
-            imported.skip(path.name, "metadata", reason)
+            imported.skip(name, "metadata", reason)
+            continue
+        if path.name == LIGHTNING:
+            keep_beside(imported, name, path)
             continue
         size = path.size()
         rest = size - used[path.name]
         if path.name not in used:
-            imported.skip(path.name, f"{size} bytes", f"no item of {table} lies in it")
+            imported.skip(name, f"{size} bytes", f"no item of {table} lies in it")
             if size and path.suffix == ".distcp":
                 imported.notes.append(
-                    f"{path.name} belongs to no tensor of this checkpoint: it is left from another"
-                    " save"
+                    f"{name} belongs to no tensor of this checkpoint: it is left from another save"
                 )
         elif rest:
             # A replica that another rank wrote too, or a file of another save: the table of
             # contents cannot tell.
             reason = f"bytes between or after the items that {table} names"
-            imported.skip(path.name, f"{rest} bytes", reason)
-            imported.notes.append(
-                f"{path.name} has {rest} bytes that are no item of this checkpoint"
-            )
+            imported.skip(name, f"{rest} bytes", reason)
+            imported.notes.append(f"{name} has {rest} bytes that are no item of this checkpoint")

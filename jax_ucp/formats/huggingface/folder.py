@@ -184,14 +184,15 @@ def _refuse_no_files(path: FilePath) -> None:
             raise FormatError(f"{entry}: {why}")
 
 
-def notes_beside(path: FilePath, of_torch: bool) -> Iterator[str]:
-    """What a checkpoint of another format has beside it: weights, and a trainer's state. Lists the
-    folder once.
+def notes_beside(path: FilePath, of_torch: bool, kept: Collection[str] = ()) -> Iterator[str]:
+    """What a checkpoint of another format has beside it: weights, and a trainer's state, but for
+    files that are `kept`. Lists the folder once.
 
     Beside those that are not `of_torch`, and have no files that are called so, also what else
     torch's users save.
     """
     files = [child.name for child in path.children() if not child.is_dir()]
+    files = [name for name in files if name not in kept]
     by_kind: dict[str, list[str]] = {_WEIGHTS_BESIDE: [], _TRAINER: []}
     for name in files:
         kind = _WEIGHTS_BESIDE if holds_weights([name]) else _what_is(name)

@@ -226,9 +226,9 @@ def refuse_rank(path: FilePath) -> None:
     world = _WORLD.fullmatch(path.name)
     if world and int(world["world"]) > 1:
         raise FormatError(
-            f"{path} is what one of {int(world['world'])} ranks wrote, and nothing stored says how"
-            " their tensors form those of the model: save it as one checkpoint with the library"
-            " that wrote it"
+            f"{path} is what one of {int(world['world'])} ranks wrote: open its folder, if verl or"
+            " SkyRL saved it; of others nothing stored says how the ranks' tensors form those of"
+            " the model: save it as one checkpoint with the library that wrote it"
         )
     names = {file.name for file in path.parent.children()} | _checklist(path.parent)
     for pattern in _RANKS:

@@ -25,6 +25,7 @@ from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import Import
 from jax_ucp.formats.dcp.metadata import METADATA_FILE, DcpMetadata, TensorEntry, read_metadata
 from jax_ucp.formats.dcp.reader import (
+    Save,
     account_for_files,
     check_facts,
     read_object,
@@ -183,12 +184,13 @@ class _Reader:
         self.source = DcpSource(metadata)
         self.importer = Import("megatron", self.folder, self.source, options.on_conflict)
         self.left = _of_optimizer(metadata) if options.weights_only else frozenset[str]()
+        self.save = Save("", metadata, self.source, self.left)
         self.objects = self._objects()
         self.args = Args(args_of(self.objects, self.table))
 
     def contents(self) -> Contents:
         check_iteration(self._file("iteration"), self.folder, self.objects.get("iteration"))
-        check_facts(self.metadata, self.source, self.left)
+        check_facts(self.save)
         stored = saved(self._paths(), self._leaves())
         self._check_settings()
         model = self._model(stored)
@@ -200,13 +202,13 @@ class _Reader:
         self._settings(stored)
         self._beside(stored)
         self._notes(stored, model)
-        account_for_files(self.importer, self.metadata)
+        account_for_files(self.importer, self.save)
         return self.importer.contents()
 
     def _objects(self) -> dict[str, Any]:
         """Every object, kept as an extra."""
         return {
-            fqn: read_object(self.importer, fqn, span, self.source, fqn in self.left)
+            fqn: read_object(self.importer, fqn, span, self.save)
             for fqn, spans in self.metadata.objects.items()
             for span in spans
         }

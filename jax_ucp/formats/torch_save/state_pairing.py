@@ -51,6 +51,7 @@ from jax_ucp.formats.torch_save.optimizer_dicts import (
 )
 from jax_ucp.layout.fragments import Shape
 
+_WORD = re.compile(r"[^\W_]+")
 NUMBERS = "they go by numbers, and nothing stored says which parameter has which number"
 Member = tuple[Steps, Owner]  # a parameter of an optimizer
 Members = Mapping[Member, Mapping[str, Shape]]  # the shapes of its states
@@ -169,6 +170,7 @@ class _Pairing:
         self.optimizers = {optimizer.path: optimizer for optimizer in optimizers}
         self.owned: dict[Steps, dict[Owner, str]] = {}
         self.apart: dict[Steps, str] = {}
+        self.called_after_model: list[str] = []
         self.elsewhere: set[Steps] = set()  # those that are of tensors outside the model
         # Of each dict that holds tensors, at any depth, the tensor of each name from there.
         self.dicts: dict[Steps, dict[str, str]] = defaultdict(dict)
@@ -215,12 +217,25 @@ class _Pairing:
                 others.append(root)
         if not owned:
             raise Undecided(self._misfit_with(optimizer, self.model, others))
-        if others:
+        if others and not self._is_called_after_model(optimizer, others):
             raise Undecided(
                 f"their names and shapes fit {_names([self.model, *others])} alike, and nothing"
                 " stored says whose they are"
             )
         return owned
+
+    def _is_called_after_model(self, optimizer: OptimizerDict, others: Sequence[Steps]) -> bool:
+        """Whether the optimizer's own name has that of the model, which the user said, as a word,
+        and of no other dict that it fits.
+        """
+        if not self.model_is_said or not self.model:
+            return False
+        words = set(_WORD.findall(joined(optimizer.path)))
+        called = {str(root[-1]) for root in (self.model, *others) if root} & words
+        if called != {str(self.model[-1])}:
+            return False
+        self.called_after_model.append(optimizer.name)
+        return True
 
     def _misfit_with(self, optimizer: OptimizerDict, model: Steps, others: Sequence[Steps]) -> str:
         """Why an optimizer with names is not the model's, and the `others` that it fits."""
@@ -587,6 +602,8 @@ class _Pairing:
         pairs = Pairs(settings=list(self._settings()), said=groups)
         for path in self.owned:
             pairs.at |= self.places(path)
+        for name in self.called_after_model:
+            pairs.notes.append(f"{name} is taken for the optimizer of the model by its name")
         for path, reason in self.apart.items():
             optimizer = self.optimizers[path]
             if optimizer.states:

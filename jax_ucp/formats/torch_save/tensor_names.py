@@ -16,12 +16,13 @@ import ml_dtypes
 import numpy as np
 
 from jax_ucp.errors import FormatError
-from jax_ucp.formats.torch_save import pickle_names
+from jax_ucp.formats.torch_save import dtensor_names, pickle_names
 from jax_ucp.formats.torch_save.unpickle import (
     Constructor,
     Name,
     Node,
     Opaque,
+    Record,
     Unknown,
     children,
     table,
@@ -106,6 +107,21 @@ class Refused:
     """Stands for a tensor that cannot be read, with the reason."""
 
     reason: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DTensor(Node):
+    """One rank's part of a distributed tensor: `local` is what the file holds, `shape` that of the
+    whole; `spec` says which part it is.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    local: StoredTensor
+    spec: Record
+
+    def children(self) -> Iterable[tuple[object, object]]:
+        return ("_local_tensor", self.local), ("_spec", self.spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +236,12 @@ def unreadable(node: object) -> str:
             return reason
         case Storage():
             return "a bare storage, not a tensor"
+        case DTensor():
+            return (
+                "it is a DTensor, of which the file holds one rank's part; open the folder with"
+                " the files of all ranks, if they are called *_world_size_N_rank_R.pt, or save"
+                " tensor.full_tensor() instead"
+            )
         # as only functions have that make tensors
         case Opaque() if any(isinstance(arg, Storage) for arg in node.args):
             return (
@@ -243,7 +265,7 @@ def _metadata_refusal(metadata: object) -> str:
 def _rebuild_parameter(args: tuple) -> object:
     """`(data, requires_grad, hooks)`."""
     match args:
-        case (StoredTensor() | Refused() as data, bool(), _):
+        case (StoredTensor() | DTensor() | Refused() as data, bool(), _):
             return data
     return NotImplemented
 
@@ -251,16 +273,40 @@ def _rebuild_parameter(args: tuple) -> object:
 def _rebuild_parameter_with_state(args: tuple) -> object:
     """`(data, requires_grad, hooks, state)`."""
     match args:
-        case (StoredTensor() | Refused() as data, bool(), _, state):
+        case (StoredTensor() | DTensor() | Refused() as data, bool(), _, state):
             return _with_state(data, state)
+    return NotImplemented
+
+
+def _rebuild_dtensor(inner: tuple, state: object) -> object:
+    """`inner` is (type, dtype, size, ...); the state has what such a tensor is made of."""
+    match inner, _attributes(state):
+        case (_, dtype, tuple(shape), *_), {"_local_tensor": local, "_spec": Record() as spec}:
+            pass
+        case _:
+            return NotImplemented
+    match local, dtype:
+        case (Refused(), _):
+            return local
+        case (_, Name()):
+            return Refused(f"{dtype} has no numpy equivalent")
+        case (StoredTensor(), np.dtype()) if local.dtype == dtype and all(map(_is_size, shape)):
+            return DTensor(shape, dtype, local, spec)
     return NotImplemented
 
 
 def _rebuild_from_type_v2(args: tuple) -> object:
     """`(function, type, args, state)`: a plain tensor with Python attributes, such as ZeRO-3 and
-    Megatron save.
+    Megatron save, or a DTensor.
     """
     match args:
+        case (
+            Constructor(name="torch._utils._rebuild_wrapper_subclass"),
+            Name() as kind,
+            tuple(inner),
+            state,
+        ) if kind in dtensor_names.DTENSOR_TYPES:
+            return _rebuild_dtensor(inner, state)
         case (
             Constructor() as function,
             Name() as kind,
@@ -280,16 +326,23 @@ def _rebuild_from_type_v2(args: tuple) -> object:
     return NotImplemented
 
 
-def _with_state(tensor: object, state: object) -> object:
+def _attributes(state: object) -> dict[str, object] | None:
     """State is None, the attributes, or a pair of attributes and slots (`_set_obj_state`,
-    torch/_utils.py).
+    torch/_utils.py); None where it is anything else.
     """
     parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
     attributes: dict[str, object] = {}
     for part in parts:
         if not isinstance(part, dict | None):
-            return NotImplemented
+            return None
         attributes |= part or {}
+    return attributes
+
+
+def _with_state(tensor: object, state: object) -> object:
+    attributes = _attributes(state)
+    if attributes is None:
+        return NotImplemented
     if isinstance(tensor, StoredTensor) and attributes:
         return replace(tensor, attributes=attributes)
     return tensor
@@ -384,6 +437,7 @@ _STORAGE_CLASSES = [
 
 NAMES: dict[str, object] = {
     **pickle_names.NAMES,
+    **dtensor_names.NAMES,
     **{f"torch.{name}": dtype for name, dtype in _DTYPES.items()},
     **table(
         *_PLAIN_REBUILD,

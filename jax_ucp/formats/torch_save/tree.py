@@ -15,7 +15,7 @@ from jax_ucp.formats.torch_save.file import TorchFile, cannot_be_read
 from jax_ucp.formats.torch_save.opaque import WeightsPlace, closed_tensors, tensor_holders
 from jax_ucp.formats.torch_save.optimizer_dicts import Steps, joined
 from jax_ucp.formats.torch_save.state_pairing import Stored, is_trainable
-from jax_ucp.formats.torch_save.tensor_names import StoredTensor, unreadable
+from jax_ucp.formats.torch_save.tensor_names import DTensor, StoredTensor, unreadable
 from jax_ucp.formats.torch_save.unpickle import Name, walk
 
 BARE = "tensor"  # what a tensor is called that is all its file holds
@@ -50,7 +50,7 @@ class Tree:
 
         Raises FormatError where two tensors would have one name.
         """
-        for path, node in _leaves(file.tree, under):
+        for path, node in nested_leaves(file.tree, under):
             if not isinstance(node, StoredTensor):
                 self.objects[path] = file, node
                 continue
@@ -105,8 +105,8 @@ def keep_extras(imported: Import, name: str, file: TorchFile) -> None:
     """Everything of a file that is no tensor in nested dicts and lists."""
     entries = _entries(file.tree) if isinstance(file.tree, dict) else None
     for key, value in [("object", file.tree)] if entries is None else entries:
-        rest = _rest(value)
-        if rest is not _GONE:
+        rest = without_tensors(value)
+        if rest is not GONE:
             imported.extra(name, str(key), rest)
 
 
@@ -120,29 +120,30 @@ def _entries(node: object) -> list[tuple[str | int, object]] | None:
     return None
 
 
-def _leaves(node: object, path: Steps) -> Iterator[tuple[Steps, object]]:
+def nested_leaves(node: object, path: Steps) -> Iterator[tuple[Steps, object]]:
+    """What nested dicts and lists hold at a path, each with the path to it."""
     entries = _entries(node)
     if entries is None:
         yield path, node
         return
     for step, value in entries:
-        yield from _leaves(value, (*path, step))
+        yield from nested_leaves(value, (*path, step))
 
 
-_GONE = Name("a tensor, which is an array of the tree")
+GONE = Name("a tensor, which is an array of the tree")
 
 
-def _rest(node: object) -> object:
-    """What is left of a node without the tensors that `_leaves` finds in it; _GONE if there is
+def without_tensors(node: object) -> object:
+    """What is left of a node without the tensors that `nested_leaves` finds in it; GONE if there is
     nothing.
     """
     entries = _entries(node)
     if entries is None:
-        return _GONE if isinstance(node, StoredTensor) else node
-    rest = {step: _rest(value) for step, value in entries}
-    kept = {step: value for step, value in rest.items() if value is not _GONE}
+        return GONE if isinstance(node, StoredTensor | DTensor) else node
+    rest = {step: without_tensors(value) for step, value in entries}
+    kept = {step: value for step, value in rest.items() if value is not GONE}
     if rest and not kept:
-        return _GONE
+        return GONE
     match node:
         case dict():
             return kept

@@ -1,0 +1,189 @@
+"""FSDP1's optimizer: its states are ranges of flat parameters, by number, and each rank has a part.
+
+FSDP1 puts the parameters of a module that it wraps, without those of wrapped modules inside, one
+behind the other into a flat parameter; each rank has as long a part of that, the last one padded.
+With `use_orig_params=False` these are the optimizer's parameters, the outer module's before those
+inside. With `use_orig_params=True` each parameter is one of the optimizer's, and a rank has of it
+what lies in its part of the flat one: nothing, often. Files say neither which modules were wrapped
+nor which number is what. The user says that the optimizer had `model.parameters()`; then sizes must
+leave one way.
+
+Facts: `FlatParamHandle` in `torch/distributed/fsdp/_flat_param.py` of torch 2.13.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from jax_ucp.formats.pairing import Undecided, only_division
+from jax_ucp.layout.box import Box, range_boxes
+from jax_ucp.layout.fragments import Fragment, ParamLayout, Shape
+
+MAX_WAYS = 1 << 16
+_NUMBER = re.compile(r"\d+")
+Units = list[list[str]]  # the names of the parameters in each flat one, in order
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """What a stored array has of a flat parameter: its elements from `start`, all of them."""
+
+    start: int
+    length: int
+
+
+def concatenated(lengths: Sequence[Sequence[int]]) -> list[Range]:
+    """The ranges of parts that lie one behind the other; for each part, replicas of one length.
+
+    >>> concatenated([[2, 2], [1, 1]])
+    [Range(start=0, length=2), Range(start=0, length=2), Range(start=2, length=1), ...
+    """
+    ranges: list[Range] = []
+    start = 0
+    for replicas in lengths:
+        ranges += [Range(start, length) for length in replicas]
+        start += replicas[0]
+    return ranges
+
+
+def flat_layout(shape: Shape, start: int, parts: Sequence[Range]) -> ParamLayout:
+    """Where the elements of a parameter are that begins at `start` of a flat one.
+
+    >>> layout = flat_layout((2, 2), 3, [Range(0, 4), Range(4, 4)])
+    >>> [(f.shard, str(f.source), str(f.target)) for f in layout.fragments]
+    [(0, '[3:4]', '[0:1, 0:1]'), (1, '[0:1]', '[0:1, 1:2]'), (1, '[1:3]', '[1:2, 0:2]')]
+    """
+    fragments: list[Fragment] = []
+    stop = start + math.prod(shape)
+    for i, part in enumerate(parts):
+        first, last = max(start, part.start), min(stop, part.start + part.length)
+        if first >= last:
+            continue
+        at = first - part.start
+        for target in range_boxes(shape, first - start, last - start):
+            fragments.append(Fragment(i, Box((at,), (at + target.size,)), target))
+            at += target.size
+    return ParamLayout(shape, tuple((part.length,) for part in parts), tuple(fragments))
+
+
+def original_parameters(
+    shapes: Mapping[str, Shape], groups: Sequence[Sequence[int | None]]
+) -> list[list[str]]:
+    """The parameter of each place in an optimizer's groups, of which the number of elements is
+    known or not; parameters are in the order of the model. Raises Undecided.
+
+    >>> original_parameters({"w": (2, 3), "b": (2,)}, [[6, None]])
+    [['w', 'b']]
+    """
+
+    def fits(name: str, group: int, place: int) -> bool:
+        return groups[group][place] in (None, math.prod(shapes[name]))
+
+    division = only_division(dict.fromkeys(shapes, 1), [*map(len, groups)], fits)
+    names = [[""] * len(group) for group in groups]
+    for name, (group, place) in division.items():
+        names[group][place] = name
+    return names
+
+
+def flat_parameters(
+    shapes: Mapping[str, Shape], parts: int, lengths: Sequence[int | None]
+) -> Units:
+    """The parameters in each flat one, of which the length of each of its parts is known or not.
+
+    Modules that go by one name but for numbers are wrapped all or none, as a policy of classes
+    does. Where no way fits, a parameter may be tied to an earlier one of its shape, and be left
+    out. Raises Undecided where no way fits, or several.
+
+    >>> shapes = {"e.w": (4,), "l.0.w": (3,), "l.1.w": (3,)}
+    >>> flat_parameters(shapes, 2, [2, 2, 2])
+    [['e.w'], ['l.0.w'], ['l.1.w']]
+    """
+    ways = _ways(shapes, parts, lengths)
+    if not ways:
+        for name in _maybe_tied(shapes):
+            rest = {other: shape for other, shape in shapes.items() if other != name}
+            ways += [way for way in _ways(rest, parts, lengths) if way not in ways]
+    if len(ways) != 1:
+        how = "several ways" if ways else "no way"
+        raise Undecided(
+            f"{len(lengths)} flat parameters of FSDP1 can be those of the model in {how}"
+        )
+    return ways[0]
+
+
+def _ways(shapes: Mapping[str, Shape], parts: int, lengths: Sequence[int | None]) -> list[Units]:
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    ways: list[Units] = []
+    for wrapped in _wrappings([*shapes], len(lengths)):
+        units = _units([*shapes], wrapped)
+        if len(units) != len(lengths) or units in ways:
+            continue
+        of_units = [-(-sum(map(sizes.__getitem__, unit)) // parts) for unit in units]
+        if all(want in (None, have) for have, want in zip(of_units, lengths, strict=True)):
+            ways.append(units)
+    return ways
+
+
+def _maybe_tied(shapes: Mapping[str, Shape]) -> Iterator[str]:
+    """Parameters that have the shape of an earlier one."""
+    seen: set[Shape] = set()
+    for name, shape in shapes.items():
+        if shape in seen:
+            yield name
+        seen.add(shape)
+
+
+def _wrappings(names: Sequence[str], count: int) -> Iterator[set[str]]:
+    """Which modules may be wrapped besides the outermost, so that there are `count` in all, or so
+    many and one that has no parameters of its own.
+    """
+    kinds: dict[str, set[str]] = defaultdict(set)
+    for name in names:
+        path = name.split(".")[:-1]
+        for depth in range(1, len(path) + 1):
+            module = ".".join(path[:depth])
+            kinds[_NUMBER.sub("*", module)].add(module)
+    sizes = {kind: len(modules) for kind, modules in kinds.items() if len(modules) <= count}
+    for tried, chosen in enumerate(_subsets([*sizes.items()], count)):
+        if tried >= MAX_WAYS:
+            raise Undecided("there are too many ways to try them all")
+        yield set().union(*(kinds[kind] for kind in chosen))
+
+
+def _subsets(sizes: Sequence[tuple[str, int]], most: int) -> Iterator[list[str]]:
+    """Choices of kinds with at most so many modules in all, and not one fewer than `most - 1`."""
+    rest = [*itertools.accumulate((size for _, size in reversed(sizes)), initial=0)][::-1]
+
+    def choose(i: int, left: int) -> Iterator[list[str]]:
+        if rest[i] < left - 1:
+            return
+        if i == len(sizes):
+            yield []
+            return
+        kind, size = sizes[i]
+        if size <= left:
+            yield from ([kind, *others] for others in choose(i + 1, left - size))
+        yield from choose(i + 1, left)
+
+    yield from choose(0, most)
+
+
+def _units(names: Sequence[str], wrapped: Collection[str]) -> Units:
+    """The parameters of each wrapped module that are in no wrapped one inside it; a module comes
+    before those inside it.
+    """
+    units: dict[str, list[str]] = {"": []}
+    for name in names:
+        path = name.split(".")[:-1]
+        inside = [".".join(path[:depth]) for depth in range(1, len(path) + 1)]
+        around = [module for module in inside if module in wrapped]
+        for module in around:
+            units.setdefault(module, [])
+        units[around[-1] if around else ""].append(name)
+    return [unit for unit in units.values() if unit]

@@ -1,0 +1,185 @@
+"""What a pickled DTensor says of itself, as typed values: its mesh, and a placement for each axis.
+
+`DeviceMesh` of torch 2.4 to 2.8 has the ranks as a tensor, later ones a layout of them over a list
+of ranks; each process has its own coordinate beside.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jax_ucp.errors import FormatError
+from jax_ucp.formats.dtensor_ranks.placements import Placement, Split
+from jax_ucp.formats.torch_save.tensor_names import DTensor, StoredTensor
+from jax_ucp.formats.torch_save.unpickle import Record, what_is
+from jax_ucp.layout.fragments import Shape
+
+_MAX_SPLIT_FACTOR = 1 << 20
+Read = Callable[[StoredTensor], np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Ranks in a grid, in row-major order, and the coordinate of the rank that says so."""
+
+    shape: Shape
+    ranks: tuple[int, ...]
+    coordinate: tuple[int, ...]
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """How a tensor lies on a mesh."""
+
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+
+
+def spec_of(tensor: DTensor, rank: int, read: Read) -> Spec:
+    """The spec of a DTensor in the file of `rank`.
+
+    Raises FormatError where it contradicts itself or the file, or cannot be put together.
+    """
+    fields = tensor.spec.fields
+    mesh = mesh_of(fields.get("mesh"), rank, read)
+    placements = fields.get("placements")
+    if not isinstance(placements, tuple) or len(placements) != len(mesh.shape):
+        raise FormatError(f"a mesh of {len(mesh.shape)} axes needs as many placements")
+    spec = Spec(mesh, tuple(_placement(entry, len(tensor.shape)) for entry in placements))
+    meta = fields.get("tensor_meta")
+    if not isinstance(meta, Record) or not meta.args or meta.args[0] != tensor.shape:
+        raise FormatError(f"its spec is not of a tensor of shape {list(tensor.shape)}")
+    return spec
+
+
+def _placement(entry: object, ndim: int) -> Placement:
+    if not isinstance(entry, Record):
+        raise FormatError(f"a placement should be a Shard or Replicate, but is {what_is(entry)}")
+    kind = entry.type.rpartition(".")[2]
+    if kind == "Replicate":
+        return None
+    if kind not in ("Shard", "_StridedShard"):
+        raise FormatError(
+            f"it is placed as {kind}: each rank has a summand of it, and none the whole. Save it"
+            " after redistribute()"
+        )
+    axis, factor = entry.fields.get("dim"), entry.fields.get("split_factor", 1)
+    if type(axis) is not int or not 0 <= axis < ndim:
+        raise FormatError(f"it is sharded on axis {axis!r:.20}, but has {ndim}")
+    if type(factor) is not int or not 1 <= factor <= _MAX_SPLIT_FACTOR:
+        raise FormatError(f"a split factor of {factor!r:.20} cannot be")
+    return Split(axis, factor)
+
+
+def mesh_of(record: object, rank: int, read: Read) -> Mesh:
+    """The mesh of a DTensor in the file of `rank`. Raises FormatError where that rank is not at the
+    coordinate that it says.
+    """
+    if not isinstance(record, Record):
+        raise FormatError(f"its mesh should be a DeviceMesh, but is {what_is(record)}")
+    fields = record.fields
+    shape, ranks = _grid(fields, rank, read)
+    coordinate = _coordinate(fields, shape)
+    here = int(np.ravel_multi_index(coordinate, shape)) if shape else 0
+    if ranks[here] != rank:
+        raise _misplaced(rank, f"rank {ranks[here]} at {list(coordinate)}")
+    names = fields.get("mesh_dim_names", fields.get("_mesh_dim_names"))
+    axes = tuple(map(str, names)) if isinstance(names, tuple | list) else ()
+    return Mesh(shape, ranks, coordinate, axes)
+
+
+def _misplaced(rank: int, has: str) -> FormatError:
+    return FormatError(
+        f"its mesh has {has} where this file is, which is called that of rank {rank}: the file was"
+        " renamed, or is of another run"
+    )
+
+
+def _coordinate(fields: Mapping[str, Any], shape: Shape) -> tuple[int, ...]:
+    """The coordinate of the rank that wrote the file. Raises FormatError where it is not in a mesh
+    of this shape.
+    """
+    coordinate = fields.get("_coordinate_on_dim")
+    is_list = isinstance(coordinate, list | tuple) and len(coordinate) == len(shape)
+    pairs = zip(coordinate, shape, strict=True) if is_list else [("", 0)]
+    if all(type(i) is int and 0 <= i < n for i, n in pairs):
+        return tuple(coordinate or ())
+    raise FormatError(f"the mesh of shape {list(shape)} has no coordinate {coordinate!r:.60}")
+
+
+def _grid(fields: Mapping[str, Any], rank: int, read: Read) -> tuple[Shape, tuple[int, ...]]:
+    """The shape of a mesh and its ranks."""
+    mesh = fields.get("mesh")
+    if isinstance(mesh, StoredTensor):
+        return mesh.shape, _ranks(read(mesh))
+    rank_map, layout = fields.get("_rank_map"), fields.get("_layout")
+    if not isinstance(rank_map, StoredTensor) or not isinstance(layout, Record):
+        raise FormatError("its mesh has no ranks")
+    axes = _axes(layout)
+    shape = tuple(math.prod(size for size, _ in axis) for axis in axes)
+    ranks = _ranks(read(rank_map))
+    if math.prod(shape) > len(ranks) or rank not in ranks:
+        raise FormatError(f"rank {rank} is not in its mesh of shape {list(shape)}")
+    return shape, _laid_out(axes, ranks, rank, _coordinate(fields, shape))
+
+
+def _ranks(array: np.ndarray) -> tuple[int, ...]:
+    if array.dtype.kind not in "iu" or len({*array.ravel().tolist()}) != array.size:
+        raise FormatError("the ranks of its mesh are not distinct whole numbers")
+    return tuple(array.ravel().tolist())
+
+
+def _axes(layout: Record) -> list[list[tuple[int, int]]]:
+    """Of each axis of a mesh its (size, stride), of which it may be made of several."""
+    fields = layout.fields
+    axes = fields.get("axes")
+    if isinstance(axes, tuple):
+        sizes = [axis.fields.get("shape") for axis in axes if isinstance(axis, Record)]
+        strides = [axis.fields.get("stride") for axis in axes if isinstance(axis, Record)]
+    else:
+        sizes, strides = _listed(fields.get("shape")), _listed(fields.get("stride"))
+    if len(sizes) != len(strides):
+        raise FormatError("the layout of its mesh has other sizes than strides")
+    pairs = zip(map(_flat, sizes), map(_flat, strides), strict=True)
+    return [list(zip(*pair, strict=True)) for pair in pairs]
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, tuple) else [value]
+
+
+def _flat(value: Any) -> list[int]:
+    """The whole numbers in nested tuples."""
+    if isinstance(value, tuple):
+        return list(itertools.chain.from_iterable(map(_flat, value)))
+    if type(value) is not int or value < 0:
+        raise FormatError(f"the layout of its mesh has {value!r:.40}, which is no whole number")
+    return [value]
+
+
+def _laid_out(
+    axes: Sequence[Sequence[tuple[int, int]]],
+    ranks: Sequence[int],
+    rank: int,
+    coordinate: Sequence[int],
+) -> tuple[int, ...]:
+    """The part of a list of ranks that a layout picks around `rank`, which is at `coordinate`."""
+    offsets = [_offsets(axis) for axis in axes]
+    here = sum(of_axis[i] for of_axis, i in zip(offsets, coordinate, strict=True))
+    base = ranks.index(rank) - here
+    places = [base + sum(place) for place in itertools.product(*offsets)]
+    if min(places) < 0 or max(places) >= len(ranks):
+        raise _misplaced(rank, f"another rank of {len(ranks)}")
+    return tuple(ranks[place] for place in places)
+
+
+def _offsets(axis: Sequence[tuple[int, int]]) -> list[int]:
+    steps = [[i * stride for i in range(size)] for size, stride in axis]
+    return [sum(step) for step in itertools.product(*steps)]

@@ -1,0 +1,423 @@
+"""Folders of DTensors by rank (verl, SkyRL), and the folders of runs and steps around them and around
+DCP: equal to the live state, or refused with the reason.
+
+The cases are written by `tests/generators/torch_folders.py`; that of torch 2.4 by
+`distribute_tensor`.
+"""
+
+import json
+import math
+import shutil
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jax_ucp as ucp
+from formats.huggingface.test_training_folders import next_losses
+from jax_ucp.errors import FormatError, NotACheckpoint
+from jax_ucp.formats.dtensor_ranks.flat import Range, flat_layout, flat_parameters
+from jax_ucp.formats.dtensor_ranks.placements import Split, shard_at
+from jax_ucp.formats.dtensor_ranks.specs import spec_of
+from jax_ucp.formats.pairing import Undecided
+from jax_ucp.formats.torch_save.tensor_names import DTensor, StoredTensor
+from jax_ucp.formats.torch_save.unpickle import Record
+from jax_ucp.layout.box import Box
+from jax_ucp.layout.fragments import Fragment, ParamLayout
+from torch_cases import assert_accounted_for
+
+DATA = Path(__file__).parents[1] / "data" / "dtensors"
+CASES = sorted(path.name for path in DATA.iterdir())
+VERL = DATA / "verl_llama" / "ckpt"
+ACTOR = VERL / "global_step_3" / "actor"
+
+
+def about(case: str) -> dict:
+    return json.loads((DATA / case / "case.json").read_text())
+
+
+def truth(case: str) -> dict[str, np.ndarray]:
+    with np.load(DATA / case / "truth.npz") as arrays:
+        return {key: arrays[key] for key in arrays if not key.startswith("io/")}
+
+
+def assert_is(checkpoint: ucp.Checkpoint, want: dict[str, np.ndarray]) -> None:
+    assert set(checkpoint) == want.keys()
+    for label, array in want.items():
+        got = checkpoint.read(label)
+        assert (got.shape, got.tobytes()) == (array.shape, array.tobytes()), label
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_checkpoint_is_the_live_state_with_its_optimizer(case):
+    checkpoint = ucp.open(DATA / case / "ckpt", **about(case)["options"])
+    assert_is(checkpoint, truth(case))
+    assert_accounted_for(checkpoint)
+    assert not [fault for _, fault in checkpoint.verify() if fault]
+
+
+@pytest.mark.parametrize("case", ["verl_llama", "verl_fsdp1_orig_3", "tp_2x2_small"])
+def test_numbered_states_stay_apart_without_the_users_word_or_a_proof(case):
+    checkpoint = ucp.open(DATA / case / "ckpt")
+    want = truth(case)
+    for label in checkpoint:
+        if not label.startswith("other/"):
+            assert checkpoint.read(label).tobytes() == want[label].tobytes(), label
+    assert any(label.startswith("other/") for label in checkpoint) or case == "tp_2x2_small"
+    weights = ucp.open(DATA / case / "ckpt", weights_only=True)
+    assert_is(weights, {label: want[label] for label in want if label.startswith("param/")})
+
+
+def test_inspect_and_notes_name_the_writer_and_extras_have_what_lies_beside():
+    checkpoint = ucp.open(VERL)
+    assert checkpoint.notes[0] == "a run of verl, opened at global_step_3"
+    assert any(note.startswith("written by verl: torch.save") for note in checkpoint.notes)
+    assert checkpoint.extras["config.json"]["config"]["model_type"] == "llama"
+    assert checkpoint.extras["data.pt"] == {"_snapshot": {"_num_yielded": 3}}
+    state = checkpoint.extras["extra_state_world_size_2_rank_1.pt"]
+    assert state["lr_scheduler"]["last_epoch"] == 1
+
+
+# The next losses.
+
+
+@pytest.mark.parametrize(("case", "rate"), [("verl_llama", 0.005), ("accelerate_llama", 0.005)])
+def test_training_that_torch_began_goes_on_with_the_losses_that_torch_gives(case, rate):
+    with np.load(DATA / case / "truth.npz") as arrays:
+        tokens, want = arrays["io/tokens"], arrays["io/losses"]
+    checkpoint = ucp.open(DATA / case / "ckpt", **about(case)["options"])
+    params = checkpoint.restore()["param"]
+    config = {"rms_norm_eps": 1e-6, "head_dim": 4, "num_hidden_layers": 1}
+    tx = optax.adamw(rate, weight_decay=0.01)
+    state = checkpoint.plan_optimizer(tx, params).restore()
+    losses = next_losses(params, state, tx, config, tokens)
+    assert np.abs(losses / want - 1).max() <= 1e-5
+    fresh = next_losses(params, tx.init(params), tx, config, tokens)
+    assert np.abs(fresh / want - 1).max() > 1e-4
+
+
+# Files of other ranks, steps and runs.
+
+
+@pytest.fixture
+def actor(tmp_path) -> Path:
+    shutil.copytree(ACTOR, tmp_path / "actor")
+    return tmp_path / "actor"
+
+
+@pytest.mark.parametrize("kind", ["model", "optim", "extra_state"])
+def test_a_rank_that_is_missing_is_named(actor, kind):
+    (actor / f"{kind}_world_size_2_rank_1.pt").unlink()
+    with pytest.raises(FormatError, match=f"{kind}_world_size_2_rank_1.pt is missing: each of 2"):
+        ucp.open(actor)
+
+
+def test_files_of_two_saves_and_of_a_rank_too_many_are_refused(actor):
+    model = actor / "model_world_size_2_rank_0.pt"
+    shutil.copy(model, actor / "model_world_size_2_rank_2.pt")
+    with pytest.raises(FormatError, match=r"is of rank 2, but the ranks are 0 to 1"):
+        ucp.open(actor)
+    (actor / "model_world_size_2_rank_2.pt").rename(actor / "model_world_size_4_rank_2.pt")
+    with pytest.raises(FormatError, match=r"files of 2 and of 4 ranks: two saves lie in it"):
+        ucp.open(actor)
+    (actor / "model_world_size_4_rank_2.pt").unlink()
+    (actor / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 8}')
+    with pytest.raises(FormatError, match=r"says that 8 ranks saved, but the files are of 2"):
+        ucp.open(actor)
+
+
+@pytest.mark.parametrize("kind", ["model", "optim"])
+def test_files_that_changed_places_are_refused(actor, kind):
+    first, second = (actor / f"{kind}_world_size_2_rank_{rank}.pt" for rank in (0, 1))
+    first.rename(actor / "other")
+    second.rename(first)
+    (actor / "other").rename(second)
+    with pytest.raises(FormatError, match=r"which is called that of rank 0: the file was renamed"):
+        ucp.open(actor, optimizer_groups="module-order")
+
+
+def rewritten(path: Path, old: bytes, new: bytes) -> None:
+    """The file of torch.save with other bytes in its pickle, and right checksums."""
+    with zipfile.ZipFile(path) as archive:
+        members = [(info, archive.read(info)) for info in archive.infolist()]
+    assert len(old) == len(new)
+    assert sum(data.count(old) for _, data in members)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for info, data in members:
+            is_pickle = info.filename.endswith("/data.pkl")
+            archive.writestr(info.filename, data.replace(old, new) if is_pickle else data)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "opcode", "match"),
+    [
+        ("extra_state", b"last_epoch", b"K", r"last_epoch is 2, but 1 in extra_state_world_size_2"),
+        ("optim", b"\x02\x00\x00\x00lr", b"G", r"param_groups\[0\]\.lr is .*not of one step"),
+    ],
+)
+def test_ranks_of_another_step_or_run_are_refused(actor, kind, key, opcode, match):
+    path = actor / f"{kind}_world_size_2_rank_1.pt"
+    with zipfile.ZipFile(path) as archive:
+        (pickled,) = (archive.read(n) for n in archive.namelist() if n.endswith("/data.pkl"))
+    at = pickled.index(opcode, pickled.index(key))
+    old = pickled[pickled.index(key) : at + 2]
+    rewritten(path, old, old[:-1] + bytes([old[-1] ^ 3]))
+    with pytest.raises(FormatError, match=match):
+        ucp.open(actor)
+
+
+def test_replicas_that_differ_are_found_by_verify(tmp_path):
+    shutil.copytree(DATA / "torch_2_4" / "ckpt", tmp_path / "ckpt")
+    path = tmp_path / "ckpt" / "model_world_size_4_rank_2.pt"
+    with zipfile.ZipFile(path) as archive:
+        members = [(info.filename, archive.read(info)) for info in archive.infolist()]
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for name, data in members:
+            other = np.frombuffer(data, np.float32) + 1 if name.endswith("/data/0") else None
+            archive.writestr(name, data if other is None else other.tobytes())
+    faults = [fault for _, fault in ucp.open(tmp_path / "ckpt").verify() if fault]
+    assert any("should be replicas" in fault for fault in faults)
+
+
+def test_one_file_alone_is_refused_with_the_folder_to_open():
+    with pytest.raises(FormatError, match=r"is what one of 2 ranks wrote: open its folder"):
+        ucp.open(ACTOR / "model_world_size_2_rank_0.pt")
+
+
+# Runs and steps.
+
+
+def test_a_run_opens_at_the_step_of_its_tracker_or_at_the_one_asked_for(tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(VERL, run)
+    shutil.copytree(run / "global_step_3", run / "global_step_7")
+    assert "global_step_3" in ucp.open(run).path
+    assert "global_step_7" in ucp.open(run, step=7).path
+    with pytest.raises(NotACheckpoint, match=r"has no step 5 that is whole; it has global_step_3"):
+        ucp.open(run, step=5)
+    (run / "latest_checkpointed_iteration.txt").write_text("9")
+    with pytest.raises(NotACheckpoint, match=r"names the step '9', which is not there"):
+        ucp.open(run)
+    (run / "latest_checkpointed_iteration.txt").unlink()
+    assert "global_step_7" in ucp.open(run).path
+
+
+def test_of_several_models_one_is_chosen_by_the_name_of_its_folder(tmp_path):
+    step = tmp_path / "step"
+    shutil.copytree(ACTOR, step / "actor")
+    shutil.copytree(DATA / "verl_fsdp1_orig_3" / "ckpt", step / "critic")
+    with pytest.raises(NotACheckpoint, match=r"holds the models actor, critic: say which is meant"):
+        ucp.open(step)
+    with pytest.raises(FormatError, match=r"model='x': there is no such model; .* actor, critic"):
+        ucp.open(step, model="x")
+    critic = ucp.open(step, model="critic", optimizer_groups="module-order")
+    assert_is(critic, truth("verl_fsdp1_orig_3"))
+    assert critic.source["model"] == "critic"
+    assert any(item.where == "actor" for item in critic.inventory)
+
+
+def dcp(name: str) -> Path:
+    return DATA / "accelerate_llama" / "ckpt" / name
+
+
+def test_a_run_of_torchtitan_opens_at_the_last_step_that_is_whole(tmp_path):
+    for step in (8, 12):
+        shutil.copytree(dcp("pytorch_model_fsdp_0"), tmp_path / f"step-{step}")
+    (tmp_path / "step-15").mkdir()
+    (tmp_path / "step-15" / "__0_0.distcp").write_bytes(b"unfinished")
+    assert ucp.open(tmp_path).notes[0].startswith("a run of torchtitan, opened at step-12; there")
+    assert ucp.open(tmp_path, step=8).path.endswith("step-8")
+
+
+def test_olmo_core_and_automodel_open_from_the_folder_of_the_run(tmp_path):
+    want = truth("accelerate_llama")
+    for i, (step, parts, beside) in enumerate(
+        (
+            ("step40", {"model_and_optim": "pytorch_model_fsdp_0"}, "train/rank0.pt"),
+            (
+                "epoch_0_step_9",
+                {"model": "pytorch_model_fsdp_0", "optim": "optimizer_0"},
+                "step_scheduler.pt",
+            ),
+        )
+    ):
+        at = tmp_path / str(i) / step
+        for name, source in parts.items():
+            shutil.copytree(dcp(source), at / name)
+        (at / beside).parent.mkdir(exist_ok=True)
+        shutil.copy(dcp("scheduler.bin"), at / beside)
+        checkpoint = ucp.open(tmp_path / str(i))
+        present = {k: v for k, v in want.items() if k.startswith("param/") or "optim" in parts}
+        assert_is(checkpoint, present)
+        assert checkpoint.extras[beside]["last_epoch"] == 1
+        assert_accounted_for(checkpoint)
+
+
+def test_what_lightning_saves_beside_its_shards_is_kept(tmp_path):
+    shutil.copytree(dcp("pytorch_model_fsdp_0"), tmp_path / "epoch=0.ckpt")
+    shutil.copy(dcp("scheduler.bin"), tmp_path / "epoch=0.ckpt" / "meta.pt")
+    checkpoint = ucp.open(tmp_path / "epoch=0.ckpt")
+    assert checkpoint.extras["meta.pt"]["last_epoch"] == 1
+    assert not any("not read: meta.pt" in note for note in checkpoint.notes)
+
+
+def test_an_optimizer_called_after_the_model_that_is_asked_for_is_its():
+    path = DATA.parent / "pairings" / "dcp_actor_critic" / "ckpt"
+    critic = ucp.open(path, model="critic")
+    assert any(label.startswith("momentum_buffer/") for label in critic)
+    assert "critic_optim is taken for the optimizer of the model by its name" in critic.notes
+    actor = ucp.open(path, model="actor")
+    assert not any(label.startswith("momentum_buffer/") for label in actor)
+
+
+# Placements.
+
+
+def chunks(n: int, parts: int, part: int, start: int = 0) -> tuple[int, int]:
+    size = -(-n // parts)
+    return start + min(size * part, n), start + min(size * (part + 1), n)
+
+
+sizes = st.integers(1, 5)
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=3), st.lists(sizes, max_size=3), st.data())
+def test_shards_of_any_placements_hold_every_element_once(shape, mesh, data):
+    axes = st.sampled_from(range(len(shape)))
+    placements = [data.draw(st.one_of(st.none(), axes.map(Split))) for _ in mesh]
+    shards = [
+        shard_at(tuple(shape), tuple(mesh), coordinate, placements)[0]
+        for coordinate in np.ndindex(*mesh)
+    ]
+    fragments = [
+        Fragment(i, source, target) for i, s in enumerate(shards) for source, target in s.blocks
+    ]
+    layout = ParamLayout(tuple(shape), tuple(s.shape for s in shards), tuple(fragments))
+    layout.check()
+    copies = math.prod(n for n, p in zip(mesh, placements, strict=True) if p is None)
+    assert all(len(replicas) == copies for replicas in layout.replicas.values())
+
+
+@given(st.integers(0, 60), sizes, sizes)
+def test_fsdp2_over_tensor_parallelism_is_a_part_of_a_part_wherever_shapes_agree(n, dp, tp):
+    ways = [
+        shard_at((n,), (dp, tp), place, (Split(0, tp), Split(0))) for place in np.ndindex(dp, tp)
+    ]
+    for place, (_, ordered) in zip(np.ndindex(dp, tp), ways, strict=True):
+        start, stop = chunks(n, tp, place[1])
+        want = chunks(stop - start, dp, place[0], start)
+        got = [(target.start[0], target.stop[0]) for _, target in ordered.blocks]
+        assert got == ([want] if want[0] < want[1] else [])
+    if all(left.shape == ordered.shape for left, ordered in ways):
+        assert all(left == ordered for left, ordered in ways)
+
+
+# Specs.
+
+
+def stored(array: np.ndarray) -> StoredTensor:
+    return StoredTensor("", array.shape, array.dtype, "0", 0, (1,) * array.ndim)
+
+
+def dtensor(mesh: dict, placements: tuple, shape: tuple[int, ...] = (4, 3)) -> DTensor:
+    meta = Record("torch.distributed.tensor._dtensor_spec.TensorMeta", (shape,))
+    spec = {"mesh": Record("DeviceMesh", (), mesh), "placements": placements, "tensor_meta": meta}
+    local = stored(np.zeros(shape, np.float32))
+    return DTensor(shape, np.dtype(np.float32), local, Record("DTensorSpec", (), spec))
+
+
+def placed(kind: str, **fields: int) -> Record:
+    return Record(f"torch.distributed.tensor.placement_types.{kind}", (), fields)
+
+
+GRID = np.array([[4, 5, 6], [7, 8, 9]])
+LAYOUTS = [
+    {"mesh": stored(GRID)},
+    {"_rank_map": stored(GRID.ravel()), "_layout": Record("_MeshLayout", (), {
+        "axes": tuple(Record("_FlatLayout", (), {"shape": (n,), "stride": (step,)})
+                      for n, step in ((2, 3), (3, 1)))})},
+    {"_rank_map": stored(GRID.ravel()), "_layout": Record("_MeshLayout", (), {
+        "shape": (2, 3), "stride": (3, 1)})},
+]  # fmt: skip
+
+
+def read(tensor: StoredTensor) -> np.ndarray:
+    return GRID.reshape(tensor.shape)
+
+
+@pytest.mark.parametrize("mesh", LAYOUTS)
+def test_the_mesh_of_every_version_of_torch_says_which_rank_is_where(mesh):
+    tensor = dtensor(
+        {**mesh, "_coordinate_on_dim": (1, 2)}, (placed("Replicate"), placed("Shard", dim=0))
+    )
+    spec = spec_of(tensor, 9, read)
+    assert (spec.mesh.shape, spec.mesh.ranks) == ((2, 3), (4, 5, 6, 7, 8, 9))
+    assert spec.placements == (None, Split(0))
+    with pytest.raises(FormatError, match=r"which is called that of rank 5|not in its mesh|leads"):
+        spec_of(tensor, 5, read)
+
+
+@pytest.mark.parametrize(
+    ("placements", "match"),
+    [
+        ((placed("Partial"), placed("Replicate")), "each rank has a summand of it"),
+        ((placed("Replicate"), placed("Shard", dim=2)), "sharded on axis 2, but has 2"),
+        (
+            (placed("Replicate"), placed("_StridedShard", dim=0, split_factor=0)),
+            "split factor of 0",
+        ),
+        ((placed("Replicate"),), "needs as many placements"),
+        ((placed("Replicate"), 3), "should be a Shard or Replicate"),
+    ],
+)
+def test_placements_that_cannot_be_put_together_are_refused(placements, match):
+    tensor = dtensor({"mesh": stored(GRID), "_coordinate_on_dim": [0, 0]}, placements)
+    with pytest.raises(FormatError, match=match):
+        spec_of(tensor, 4, read)
+
+
+# Flat parameters.
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.lists(st.integers(1, 40), min_size=3, max_size=3))
+@settings(max_examples=60)
+def test_flat_parameters_are_those_of_the_wrapped_modules_or_undecided(layers, parts, numbers):
+    names = {"embed.w": numbers[0]}
+    names |= {
+        f"layers.{i}.{part}": n
+        for i in range(layers)
+        for part, n in (("a.w", numbers[1]), ("b.w", 7))
+    }
+    names["head.w"] = numbers[2]
+    shapes = {name: (n,) for name, n in names.items()}
+    units = [
+        ["embed.w", "head.w"],
+        *([f"layers.{i}.a.w", f"layers.{i}.b.w"] for i in range(layers)),
+    ]
+    lengths = [-(-sum(names[name] for name in unit) // parts) for unit in units]
+    try:
+        found = flat_parameters(shapes, parts, lengths)
+    except Undecided:
+        found = units
+    assert found == units
+    with pytest.raises(Undecided, match="no way"):
+        flat_parameters(shapes, parts, [*lengths, 10_000])
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=3), st.integers(0, 9), st.integers(1, 5))
+def test_a_parameter_of_a_flat_one_is_a_run_of_its_elements(shape, before, parts):
+    total = before + math.prod(shape)
+    length = -(-total // parts)
+    flat = np.arange(length * parts)
+    layout = flat_layout(tuple(shape), before, [Range(i * length, length) for i in range(parts)])
+    layout.check()
+    got = np.empty(shape, np.int64)
+    for fragment in layout.fragments:
+        part = flat[fragment.shard * length : (fragment.shard + 1) * length]
+        got[fragment.target.index] = part[fragment.source.index].reshape(fragment.target.shape)
+    assert np.array_equal(got.ravel(), flat[before:total])
+    assert Box.whole(tuple(shape)).size == math.prod(shape)
