@@ -167,20 +167,25 @@ def _check_arguments(
             f"mesh={mesh!r:.80} should be a jax.sharding.Mesh, whose devices are here, or 'saved'"
         )
     if target is None:
-        if partial:
-            raise ValueError("partial=True leaves out what a target lacks, and there is no target")
-        if missing == "keep":
-            raise ValueError('missing="keep" keeps values of a target, and there is no target')
-        if cast is True:
-            raise ValueError(
-                "cast=True converts to the dtypes of a target, and there is none; give a dtype"
-            )
+        _check_without_target(cast, partial, missing)
     if not isinstance(cast, bool) and not _is_floating(cast):
         raise ValueError(
             f"cast={cast!r} would not keep floating arrays floating; give a floating dtype, or a"
             " target"
         )
     check_rules(rules)
+
+
+def _check_without_target(cast: bool | DTypeLike, partial: bool, missing: str) -> None:
+    """Raise ValueError for arguments that say something of a target."""
+    if partial:
+        raise ValueError("partial=True leaves out what a target lacks, and there is no target")
+    if missing == "keep":
+        raise ValueError('missing="keep" keeps values of a target, and there is no target')
+    if cast is True:
+        raise ValueError(
+            "cast=True converts to the dtypes of a target, and there is none; give a dtype"
+        )
 
 
 def _check_homes(placements: Sequence[Placement]) -> None:

@@ -162,21 +162,30 @@ def match(
             missing.append(node)
         else:
             pairs.append((node, leaf))
-    kept, lacking = [], missing
-    if keep:
-        kept = [node for node in missing if not isinstance(node.value, Abstract)]
-        lacking = [node for node in missing if isinstance(node.value, Abstract)]
+    kept, lacking = _kept(missing) if keep else ([], missing)
     extra = [] if partial else list(left.values())
     faults = [_missing(node, left.values(), keep) for node in lacking]
     faults += _differences(pairs, cast, narrow)
     faults += [f"{leaf.label}: in the checkpoint, but not in the target" for leaf in extra]
-    if faults:
-        lines = fault_lines(faults)
-        hint = "\nTo leave out what the target lacks, restore with partial=True." if extra else ""
-        raise TreeMismatch(
-            f"the target does not fit the checkpoint in {len(faults)} leaves:\n  {lines}{hint}"
-        )
+    _require_none(faults, bool(extra))
     return Matched(pairs, kept)
+
+
+def _kept(missing: Sequence[Node]) -> tuple[list[Node], list[Node]]:
+    """Leaves that have a value to keep, and those that have none."""
+    kept = [node for node in missing if not isinstance(node.value, Abstract)]
+    return kept, [node for node in missing if isinstance(node.value, Abstract)]
+
+
+def _require_none(faults: Sequence[str], has_extra: bool) -> None:
+    """Raise TreeMismatch with the faults, if there are any."""
+    if not faults:
+        return
+    hint = "\nTo leave out what the target lacks, restore with partial=True." if has_extra else ""
+    raise TreeMismatch(
+        f"the target does not fit the checkpoint in {len(faults)} leaves:\n  "
+        f"{fault_lines(faults)}{hint}"
+    )
 
 
 def _names(node: Node) -> Iterator[tuple[str, ...]]:
@@ -267,11 +276,10 @@ def _kinds_fit(node: Node, kind: LeafKind, leaf: Leaf) -> bool:
         return kind == leaf.kind and node.value.dtype == key_dtype(leaf)
     if kind == leaf.kind:
         return True
-    # Stock Orbax says None of a named tuple without fields, such as optax.EmptyState.
-    if kind == "empty":
-        return leaf.kind == "none" and empty_kind(node.value) == "attr"
-    if kind == "none":
-        return leaf.kind == "empty" and leaf.value == "attr"
+    if kind in ("empty", "none"):
+        # Stock Orbax says None of a named tuple without fields, such as optax.EmptyState.
+        container = empty_kind(node.value) if kind == "empty" else leaf.value
+        return leaf.kind in ("empty", "none") and container == "attr"
     if kind in _NUMPY_KINDS:
         return leaf.kind == "numpy_scalar" and np.dtype(leaf.dtype).kind in _NUMPY_KINDS[kind]
     return kind != "str" and leaf.has_array
