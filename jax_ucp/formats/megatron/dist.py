@@ -115,7 +115,7 @@ def open_megatron_dist(path: FilePath, options: Options) -> Contents:
             " iteration lie beside the name: move them into a folder that is called so, or open"
             " them without the file that names it"
         )
-    beside = [f"{path.name}/{child.name}" for child in path.children() if child.is_file()]
+    beside = [f"../{child.name}" for child in path.children() if child.is_file()]
     files = open_files(folder, options.weights_only)
     return read_files(files, options, [] if folder == path else beside)
 
