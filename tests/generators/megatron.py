@@ -142,11 +142,11 @@ CASES = [
     Case("sgd_fp32_masters_tp1", "--optimizer sgd --sgd-momentum 0.5", 1, seed=3),
     Case("plain_moe", f"{MOE} {SHARED} --moe-grouped-gemm {parallel(ep=2)}", 2),
     Case("bridge_moe", f"{DIST} {MOE} {SHARED} --moe-grouped-gemm {parallel(2, ep=2, etp=1)}"
-         " --sequence-parallel", 4, without_args="bridge"),
+         " --sequence-parallel", 4, "core_v0.18.2", without_args="bridge"),
     Case("bridge_pp2_tied", f"{DIST} --overlap-grad-reduce --ddp-bucket-size 3000 {parallel(pp=2)}",
          2, "core_v0.16.1", GPT, without_args="bridge"),
     Case("bridge_pa_layout", f"{DIST} {PA} {parallel(pp=2)} --pipeline-model-parallel-layout"
-         " Et|tt|t|L", 2, layers=4, without_args="bridge"),
+         " Et|tt|t|L", 2, "core_v0.18.2", layers=4, without_args="bridge"),
     Case("nemo_full", f"{DIST} {FULLY} {parallel(2)}", 2, "core_v0.15.3", without_args="nemo"),
     Case("nemo_flat", f"{DIST} {parallel(2, 2)}", 4, "core_v0.14.0", without_args="nemo"),
     Case("small_mla", f"{DIST} --q-lora-rank 6", 1, model=MLA, layers=1, hidden=8, ffn=8),
@@ -154,8 +154,8 @@ CASES = [
     Case("small_pa_full", f"{DIST} {PA} {FULLY}", 1, layers=1, hidden=8, ffn=8),
     Case("small_layout_mtp", f"{DIST} --mtp-num-layers 1 {parallel(pp=2)}"
          " --pipeline-model-parallel-layout Et|tmL", 2, layers=2, hidden=8, ffn=8),
-    Case("small_bridge", f"{DIST} {MOE} --moe-grouped-gemm {parallel(ep=2)}", 2, layers=1,
-         hidden=8, ffn=8, without_args="bridge"),
+    Case("small_bridge", f"{DIST} {MOE} --moe-grouped-gemm {parallel(ep=2)}", 2,
+         "core_v0.18.2", layers=1, hidden=8, ffn=8, without_args="bridge"),
 ]  # fmt: skip
 
 
@@ -536,15 +536,12 @@ def _named(key: str, whole):
 
 
 def _as_other_trainer(case: Case, folder: Path, args) -> None:
-    """Leave the files as trainers on Megatron-Core do that write no args."""
+    """Leave the files as trainers on Megatron-Core do that write no args, with a `common.pt`."""
     import torch
     import yaml
 
     iteration = folder / "ckpt" / f"iter_{STEPS:07d}"
-    if (iteration / "common.pt").exists():
-        common = torch.load(iteration / "common.pt", weights_only=False)
-    else:
-        common = _common_state(iteration)
+    common = torch.load(iteration / "common.pt", weights_only=False)
     args = vars(common.pop("args"))
     if case.without_args == "nemo":
         (iteration / "common.pt").unlink(missing_ok=True)
@@ -575,22 +572,6 @@ def _as_other_trainer(case: Case, folder: Path, args) -> None:
     state = {"step": torch.tensor(STEPS), "consumed_train_samples": torch.tensor(8 * STEPS)}
     torch.save(state, iteration / "train_state.pt")
     shutil.copy(iteration / "train_state.pt", folder / "ckpt" / "latest_train_state.pt")
-
-
-def _common_state(iteration: Path) -> dict:
-    """The object that core 0.19 has in place of `common.pt`."""
-    import io
-
-    import torch
-    from torch.distributed.checkpoint import FileSystemReader
-
-    metadata = FileSystemReader(iteration).read_metadata()
-    for index, info in metadata.storage_data.items():
-        if index.fqn == "common_state/shard_0_1":
-            data = (iteration / info.relative_path).read_bytes()
-            part = io.BytesIO(data[info.offset : info.offset + info.length])
-            return torch.load(part, weights_only=False)[0]
-    raise RuntimeError("no common_state")
 
 
 # What stands in for a GPU.

@@ -39,7 +39,6 @@ from jax_ucp.formats.megatron.dist_buffers import (
     variants,
 )
 from jax_ucp.formats.megatron.dist_files import (
-    COMMON_FILE,
     CONFIG_FILE,
     DistFiles,
     StoredObject,
@@ -112,13 +111,17 @@ def open_megatron_dist(path: FilePath, options: Options) -> Contents:
     """
     folder = checkpoint_folder(path)
     require_folder(path, folder)
-    return read_files(open_files(folder, options.weights_only), options)
+    beside = [f"../{child.name}" for child in path.children() if child.is_file()]
+    files = open_files(folder, options.weights_only)
+    return read_files(files, options, [] if folder == path else beside)
 
 
-def read_files(files: DistFiles, options: Options) -> Contents:
-    """The checkpoint that the files form."""
+def read_files(files: DistFiles, options: Options, beside: Sequence[str] = ()) -> Contents:
+    """The checkpoint that the files form; `beside` are files of the save directory."""
     try:
         reader = _Reader(files, options)
+        for name in beside:
+            reader.importer.skip(name, "file", "beside the folder of the iteration, of all saves")
         contents = reader.contents()
     except (FormatError, LayoutError) as error:
         if str(files.folder) in str(error):
@@ -570,7 +573,7 @@ class _Reader:
         for name in self.files.beside:
             self.importer.skip(name, "file", "nothing of the checkpoint lies in it")
         about = {CONFIG_FILE: "names the backend", METADATA_FILE: "says which chunk is where"}
-        accounted = {*self.files.files, *self.files.left, COMMON_FILE}
+        accounted = {*self.files.files, *self.files.left, self.files.common_name}
         others = [path for path in self.files.folder.children() if path.name not in accounted]
         for path in sorted(others):
             if path.name in about:

@@ -24,6 +24,7 @@ from jax_ucp.formats.megatron import dist
 from jax_ucp.formats.megatron.dist_run import run_fields
 from jax_ucp.formats.megatron.modules import in_module_order
 from jax_ucp.sources.consolidated import same_bits
+from torch_writer import change
 
 DATA = Path(__file__).parents[2] / "data" / "megatron_core"
 CASES = sorted(path.name for path in DATA.iterdir())
@@ -160,3 +161,22 @@ def next_losses(restored: dict) -> list[float]:
         params = optax.apply_updates(params, updates)
         losses.append(float(loss))
     return losses
+
+
+def test_a_common_pt_beside_a_common_state_is_of_another_save(tmp_path, bridge):
+    shutil.copytree(DATA / "mla" / "ckpt", tmp_path / "mla")
+    folder = tmp_path / "mla" / "iter_0000003"
+    shutil.copy(next(bridge.rglob("common.pt")), folder)
+    checkpoint = opened("mla", tmp_path / "mla")
+    assert differences("mla", checkpoint) == []
+    (item,) = [item for item in checkpoint.inventory if item.where == "common.pt"]
+    assert item.status == "skipped"
+
+
+def test_a_train_state_of_another_step_is_refused(bridge):
+    path = next(bridge.rglob("iter_*")) / "train_state.pt"
+    change(path, {"step": lambda step: step.__setitem__(..., 4)})
+    with pytest.raises(FormatError, match=r"train_state\.pt.* 4"):
+        opened("bridge", bridge)
+    path.unlink()
+    assert differences("bridge", opened("bridge", bridge)) == []
