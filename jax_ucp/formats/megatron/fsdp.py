@@ -45,6 +45,7 @@ from jax_ucp.formats.megatron.files import (
 )
 from jax_ucp.formats.megatron.legacy_optimizer import BUFFERS, numbered_alone
 from jax_ucp.formats.megatron.numbered import Module, numbered_states
+from jax_ucp.formats.megatron.sizes import check_whole
 from jax_ucp.formats.megatron.walk import EMBEDDING, TIED, is_expert, parts_of
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.pairing import Undecided
@@ -55,8 +56,8 @@ from jax_ucp.layout.patterns import Replicated
 from jax_ucp.sources.consolidated import Consolidated
 from jax_ucp.sources.contents import Contents
 
-# Every checkpoint that Megatron writes has the object, and nobody else's has.
 _PICKLE = b"\x80"
+# Every checkpoint that Megatron writes has the object, and nobody else's has.
 _MARK = b"num_floating_point_operations_so_far"
 _WRAPPER = "module."
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
@@ -89,7 +90,7 @@ def open_megatron_fsdp(path: FilePath, options: Options) -> Contents:
     require_folder(path, folder)
     metadata = read_metadata(folder, _of_optimizer if options.weights_only else None)
     try:
-        return _Reader(metadata, options).contents()
+        return Reader(metadata, options).contents()
     except (FormatError, LayoutError) as error:
         if str(folder) in str(error):
             raise
@@ -174,7 +175,7 @@ def _is_number(step: str | int) -> bool:
     return isinstance(step, str) and step.isdecimal() and len(step) < 10
 
 
-class _Reader:
+class Reader:
     """Puts one checkpoint together; each method settles one kind of stored thing."""
 
     def __init__(self, metadata: DcpMetadata, options: Options):
@@ -192,10 +193,11 @@ class _Reader:
         check_iteration(self._file("iteration"), self.folder, self.objects.get("iteration"))
         check_facts(self.save)
         stored = saved(self._paths(), self._leaves())
-        self._check_settings()
+        self.check_settings()
         model = self._model(stored)
         check_degrees(self.args, model)
         refuse_difference(self.table, of_model(self.args, _shapes(model)))
+        self._check_shapes(model)
         states = self._states(stored, model)
         for name, weight in model.items():
             self._parameter(name, weight, states[name])
@@ -213,12 +215,27 @@ class _Reader:
             for span in spans
         }
 
+    def _check_shapes(self, model: Mapping[str, Consolidated]) -> None:
+        """Raise LayoutError where a parameter is not whole: its writer took the part that a
+        tensor-parallel rank has for all of it, so that ranks overwrote one another.
+        """
+        degrees = self.args.expert_ranks, self.args.degree("tensor_model_parallel_size")
+        if max(degrees) == 1:
+            return
+        try:
+            check_whole(self.args, _shapes(model))
+        except LayoutError as error:
+            raise LayoutError(
+                f"{self.table}: with tensor parallelism some parameters are not stored whole, or in"
+                f" another way than is known here; save with --ckpt-format torch_dist. {error}"
+            ) from None
+
     def _file(self, fqn: str) -> FilePath:
         """The file that an object lies in."""
         spans = self.metadata.objects.get(fqn)
         return self.folder / spans[0].file if spans else self.table
 
-    def _check_settings(self) -> None:
+    def check_settings(self) -> None:
         """Raise FormatError where files have settings of several steps: the first of groups that
         are alike, such as those without weight decay, says how often it stepped, and its rate.
         """

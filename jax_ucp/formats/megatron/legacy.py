@@ -42,6 +42,7 @@ from jax_ucp.formats.megatron.legacy_optimizer import (
     numbered_alone,
 )
 from jax_ucp.formats.megatron.numbered import Module, ModuleState
+from jax_ucp.formats.megatron.sizes import sizes_of
 from jax_ucp.formats.megatron.walk import EMBEDDING, TIED, Part, is_expert, layer_of, parts_of
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.pairing import Undecided
@@ -285,26 +286,9 @@ class _Reader:
 
     def _sizes(self, spec: Spec) -> dict[str, int]:
         """The numbers that rules may name: those of args, also by the built-in spec's names."""
-        get, optional = self.args.get, self.args.optional
-        heads, grouped = get("num_attention_heads"), get("group_query_attention", False)
-        head_dim = get("kv_channels") or (get("hidden_size", 0) // heads if heads else None)
-        lengths = {
-            "heads": heads,
-            # 1 without meaning where there are no groups.
-            "query_groups": get("num_query_groups") if grouped else heads,
-            "head_dim": head_dim,
-            "value_dim": optional("v_head_dim") if optional("multi_latent_attention") else head_dim,
-            "ffn": get("ffn_hidden_size"),
-            "expert_ffn": get("moe_ffn_hidden_size") or get("ffn_hidden_size"),
-            "shared_ffn": optional("moe_shared_expert_intermediate_size"),
-            "down_is_cut": self._down_is_cut(),
-            "padded_vocab": get("padded_vocab_size"),
-            "swiglu": get("swiglu", False),
-            "vocab": get("padded_vocab_size"),
-        }
         known = {
-            **self.args.fields,
-            **lengths,
+            **sizes_of(self.args),
+            "down_is_cut": self._down_is_cut(),
             **self.options.sizes.of(spec.lengths, spec.switches),
         }
         return {name: int(n) for name, n in known.items() if isinstance(n, int)}

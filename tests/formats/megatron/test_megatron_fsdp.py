@@ -12,15 +12,20 @@ from hypothesis import strategies as st
 
 import jax_ucp as ucp
 from helpers import MemoryStore
-from jax_ucp.errors import FormatError, NotACheckpoint
+from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint
+from jax_ucp.files.path import file_path
+from jax_ucp.formats.dcp.metadata import read_metadata
 from jax_ucp.formats.megatron.files import TRACKER, Args
 from jax_ucp.formats.megatron.fsdp import (
+    Reader,
     check_alike,
     check_degrees,
     regrouped,
     saved,
     stacked,
 )
+from jax_ucp.formats.megatron.sizes import check_whole
+from jax_ucp.formats.options import Options
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.patterns import Fused, Sharded
 from jax_ucp.sources.consolidated import Consolidated, ConsolidatedView
@@ -156,3 +161,24 @@ def test_what_groups_say_of_a_parameter_is_kept_and_all_is_accounted_for(case):
     counted = [item.where for item in checkpoint.inventory]
     assert len(counted) == len(set(counted))
     assert [fault for _, fault in checkpoint.verify() if fault] == []
+
+
+def test_a_parameter_that_is_a_ranks_part_of_one_is_refused_by_its_name():
+    args = Args({"hidden_size": 8, "moe_ffn_hidden_size": 6, "swiglu": True})
+    whole = {"decoder.layers.0.mlp.experts.0.linear_fc1.weight": (12, 8), "vision.w": (1,)}
+    check_whole(args, whole)
+    with pytest.raises(LayoutError, match=r"experts\.0\.linear_fc1\.weight.*needs 12 rows"):
+        check_whole(args, {name: (6, 8) for name in whole})
+
+
+@pytest.mark.parametrize(("setting", "value"), [("step", 4), ("lr", 0.5)])
+def test_a_file_of_another_step_is_refused_by_what_its_groups_say(setting, value, tmp_path):
+    """Which is all that tells: names, shapes and lengths are those of the other step."""
+    shutil.copytree(DATA / "fsdp_dtensor_te_moe_ep2_bf16" / "ckpt", tmp_path / "ckpt")
+    folder = file_path(tmp_path / "ckpt" / "iter_0000003")
+    reader = Reader(read_metadata(folder), Options())
+    reader.check_settings()
+    name = next(fqn for fqn in reader.objects if fqn.endswith(f"output_layer.weight.{setting}"))
+    reader.objects[name] = value
+    with pytest.raises(FormatError, match=f"{setting} of parameter groups is {value}.*one step"):
+        reader.check_settings()
