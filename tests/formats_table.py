@@ -88,7 +88,8 @@ numbers, and to their parameters where shapes leave one arrangement, or by the u
 
 safetensors sort their names. Their model's order is that of the class of transformers that `config.json` names, or
 `adapter_config.json`, as the releases above define it, for {types} model types; or of the one that is said with the
-word, such as `"hf-decay:llama"`. Refused are: a class that is not known, or has one order in one release and another in
+word, such as `"hf-decay:llama"`. States of 8 bits (bitsandbytes 0.50.2) and factored ones (Adafactor) are as stored,
+under their own names. Refused are: a class that is not known, or has one order in one release and another in
 the next; groups that shapes and the order leave several ways, as those of a model with frozen layers may be (say
 lists); models whose parameters are saved otherwise than the optimizer has them, such as the fused experts of
 transformers 5 (`weights_only` opens the weights); sharded states, which open as what DCP or DeepSpeed wrote.

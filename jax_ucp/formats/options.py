@@ -178,7 +178,9 @@ def checked_groups(
     >>> checked_groups([["a.weight"], []])
     (('a.weight',), ())
     """
-    if value is None or callable(value) or rule_of(value):
+    if value is None or callable(value):
+        return value
+    if isinstance(value, str) and rule_of(value):
         return value
     return _checked_lists(value, "optimizer_groups=")
 

@@ -42,6 +42,8 @@ _ELEMENTWISE = (
     "step_size",
     "ax",
     "variance",
+    "state1",  # of bitsandbytes, in 8 bits or 32
+    "state2",
 )
 # The shape of a state by its name, from that of the parameter. Adafactor factors a matrix:
 # transformers' `optimization.py` names the factors exp_avg_sq_row and exp_avg_sq_col, torch's

@@ -29,7 +29,7 @@ import transformers
 from torch import nn
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {}
-WRITERS = ("torch", "transformers", "accelerate", "peft", "lightning")
+WRITERS = ("torch", "transformers", "accelerate", "peft", "lightning", "bitsandbytes")
 TINY: dict[str, dict[str, Any]] = {
     "llama": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2),
     "qwen2": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2),
@@ -259,6 +259,9 @@ case(trainer_case, "trainer_frozen_layer", "qwen3", freeze=lambda name: "layers.
 case(trainer_case, "trainer_optim_sgd", "llama", options={}, arguments={"optim": "sgd"})
 for name in ("adafactor", "adamw_torch_fused", "adagrad", "rmsprop", "adamw_torch"):
     case(trainer_case, f"trainer_optim_{name}", "llama", arguments={"optim": name})
+WIDE = dict(hidden_size=64, intermediate_size=96, vocab_size=128, num_key_value_heads=2)
+for name in ("adamw_bnb_8bit", "lion_8bit"):
+    case(trainer_case, f"trainer_optim_{name}", "llama", arguments={"optim": name}, **WIDE)
 case(trainer_case, "trainer_sgd_momentum", "llama", arguments={"optim": "sgd",
      "optim_args": "momentum=0.9"})  # fmt: skip
 case(trainer_case, "trainer_bf16", "llama", arguments={"bf16": True})

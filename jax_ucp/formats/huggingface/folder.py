@@ -106,15 +106,7 @@ def open_weight_folder(path: FilePath, options: Options) -> Contents:
     meant, and where two saves of one model differ; and as `open_safetensors` and `open_torch`.
     """
     _refuse_no_files(path)
-    names = _files(path)
-    indexes = {name: read_index(path / name)[1] for name in names if _is_index(path / name)}
-    saves = saves_of({name for name in names if (path / name).is_file()}, indexes)
-    if not saves:
-        raise FormatError(f"{path / names[0]}: {why_missing(path, names[0])}")
-    choice = choose(str(path), saves, _named_by_config(path))
-    models = numbered_models(saves, choice.save)
-    if options.model is not None and len(models) > 1:
-        choice = _choice_of(path, saves, models, options.model)
+    choice, models = _chosen(path, options)
     require_all(path, choice.save)
     training = _training(path, models, options)
     imported = _read(path, choice.save, _of_weights(options, training, models))
@@ -129,6 +121,20 @@ def open_weight_folder(path: FilePath, options: Options) -> Contents:
     if choice.same is not None:
         contents = _compared(path, contents, choice.save, choice.same, options)
     return _with_parts(path, contents, choice.save, options)
+
+
+def _chosen(path: FilePath, options: Options) -> tuple[Choice, Mapping[str, Save]]:
+    """The save that is read, and the models of which the user may choose one, by name."""
+    names = _files(path)
+    indexes = {name: read_index(path / name)[1] for name in names if _is_index(path / name)}
+    saves = saves_of({name for name in names if (path / name).is_file()}, indexes)
+    if not saves:
+        raise FormatError(f"{path / names[0]}: {why_missing(path, names[0])}")
+    choice = choose(str(path), saves, _named_by_config(path))
+    models = numbered_models(saves, choice.save)
+    if options.model is None or len(models) == 1:
+        return choice, models
+    return _choice_of(path, saves, models, options.model), models
 
 
 def _choice_of(

@@ -43,11 +43,14 @@ def open_run(path: FilePath, options: Options, open_: Callable[..., Contents]) -
     contents = open_(folder, replace(options, step=None))
     which = "the last step" if options.step is None else "the step that was asked for"
     note = f"{folder.name} is read, {which} of {path.name}, which has {names} (step= chooses)"
-    beside = [child.name for child in path.children() if child.name != folder.name]
-    others = [name for name in sorted(beside) if not _STEP.fullmatch(name)]
-    if others:
-        note += f"; not read: {listed(others, _SHOWN)}"
-    return replace(contents, notes=[*contents.notes, note])
+    return replace(contents, notes=[*contents.notes, note + _others(path)])
+
+
+def _others(path: FilePath) -> str:
+    """What a note adds of what else is in the folder of a run."""
+    names = [child.name for child in path.children()]
+    others = [name for name in sorted(names) if not _STEP.fullmatch(name)]
+    return f"; not read: {listed(others, _SHOWN)}" if others else ""
 
 
 def _steps(path: FilePath) -> Mapping[int, FilePath]:

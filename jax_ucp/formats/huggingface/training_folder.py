@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +35,7 @@ from jax_ucp.formats.torch_save.file import TorchFile, is_torch_file
 from jax_ucp.formats.torch_save.opaque import WeightsPlace
 from jax_ucp.formats.torch_save.optimizer_dicts import Steps, joined
 from jax_ucp.formats.torch_save.state_pairing import Stored, is_trainable
-from jax_ucp.formats.torch_save.state_paths import UnknownModel, places
+from jax_ucp.formats.torch_save.state_paths import Places, UnknownModel, places
 from jax_ucp.formats.torch_save.tree import Tree, keep_extras
 from jax_ucp.layout.patterns import Unique
 from jax_ucp.sources.combined import Combined
@@ -151,9 +152,8 @@ def _add_optimizers(
         keep_extras(imported, name, files[name])
         tree.add(name, files[name], (stem,))
         imported.unknown |= files[name].unknown
-    numbers = tree.numbers()
     states = {label: tensor.described() for label, tensor in tree.tensors.items()}
-    states |= {label: Stored(path) for label, (path, _, _) in numbers.items()}
+    states |= {label: Stored(path) for label, (path, _, _) in tree.numbers().items()}
     objects = {path: node for path, (_, node) in tree.objects.items()}
     weights = weights_of(imported, folder.model)
     pairing = _Settling(weights, others, states, objects, _ModelOf(imported, folder), options)
@@ -161,18 +161,23 @@ def _add_optimizers(
         pairing.tensors(pairing.order()), objects, pairing.options, pairing.words
     )
     imported.notes += [*placed.notes, *pairing.notes]
+    _place(imported, tree, placed)
+    tree.check(
+        imported, WeightsPlace(None, False, frozenset((stem,) for stem in folder.optimizers))
+    )
+
+
+def _place(imported: Import, tree: Tree, placed: Places) -> None:
+    """Give every state its place; plain numbers of no parameter are in the extras."""
     for label, tensor in tree.tensors.items():
         state, name = placed.at[label]
         whole = Consolidated(Unique().join([tensor.node.shape]), [tensor.key])
         reason = f"{state} of {name}" if state != "other" else "a state of no parameter"
         imported.parameter(state, name, whole, reason)
-    for label, (_, file, value) in numbers.items():
+    for label, (_, file, value) in tree.numbers().items():
         state, name = placed.at[label]
         if state != "other":
             imported.constant(state, name, np.asarray(value), f"{file}:{label}")
-    tree.check(
-        imported, WeightsPlace(None, False, frozenset((stem,) for stem in folder.optimizers))
-    )
 
 
 def _opened(path: FilePath) -> TorchFile:
@@ -294,26 +299,29 @@ class _Settling:
         return [word for rule in rules for word in self._deciding(rule)]
 
     def _deciding(self, rule: str) -> Iterator[str]:
-        try:
-            self._settled(rule)
-            yield rule
-        except Undecided:
-            if self.model.is_ordered or self.model.types():
+        words = [rule]
+        if not self.model.is_ordered and not self.model.types():
+            known = orders_of(list(self.label_of)).values()
+            words += [f"{rule}:{types[0]}" for types in known]
+        for word in words:
+            with suppress(Undecided):
+                self._settled(word)
+                yield word
                 return
-            for order, types in orders_of(list(self.label_of)).items():
-                if not isinstance(self._tried(order, rule), Undecided):
-                    yield f"{rule}:{types[0]}"
-                    return
 
     def _settled(self, word: str) -> tuple[Sequence[str], list[str]]:
         """The order in which a word decides, and the model types that have it; none where the
         file has it. Raises Undecided.
         """
-        orders = self._orders(word)
-        results = {order: self._tried(order, word) for order in orders}
-        decided = {order: at for order, at in results.items() if not isinstance(at, Undecided)}
+        orders, decided = self._orders(word), dict[tuple[str, ...], object]()
+        why = Undecided("")
+        for order in orders:
+            try:
+                decided[order] = self._tried(order, word)
+            except Undecided as error:
+                why = error
         if not decided:
-            raise next(error for error in results.values() if isinstance(error, Undecided))
+            raise why
         first = next(iter(decided))
         if any(at != decided[first] for at in decided.values()):
             types = [orders[order][0] for order in decided]
@@ -324,14 +332,9 @@ class _Settling:
         return first, [name for order in decided for name in orders[order]]
 
     def _tried(self, order: Sequence[str], word: str) -> object:
-        """Where the word puts states, of weights in an order; the error where it does not
-        decide.
-        """
+        """Where the word puts states, of weights in an order. Raises Undecided."""
         options = replace(self.options, optimizer_groups=word)
-        try:
-            return places(self.tensors(order), self.objects, options).at
-        except Undecided as error:
-            return error
+        return places(self.tensors(order), self.objects, options).at
 
     def _orders(self, word: str) -> dict[tuple[str, ...], list[str]]:
         """The orders in which the model may have its weights, each with the model types that have

@@ -21,6 +21,10 @@ from typing import Any
 Steps = tuple[str | int, ...]
 Owner = int | str
 
+# bitsandbytes 0.50 puts the states of a parameter into a dict of their own in that of the parameter
+# (`_FSDP_WRAPPED_QUANT_STATE_KEY`, `optim/optimizer.py`).
+_OF_8_BITS = "__bnb_optimizer_quant_state__."
+
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 
 
@@ -227,7 +231,8 @@ def _readings(path: Steps, names: Mapping[int, str]) -> tuple[tuple[Owner, str],
     unless groups say so.
     """
     if path[0] == "state":
-        return ((_owner(path[1], names), joined(path[2:])),) if len(path) >= 3 else ()
+        state = joined(path[2:]).removeprefix(_OF_8_BITS)
+        return ((_owner(path[1], names), state),) if len(path) >= 3 else ()
     parts = joined(path).removeprefix("state.").split(".")
     readings: list[tuple[Owner, str]] = []
     for n in range(len(parts) - 1, 0, -1):

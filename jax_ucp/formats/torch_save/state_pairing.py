@@ -448,17 +448,13 @@ class _Pairing:
         members = self._members(optimizers)
         self._check_listed(optimizers)
         groups = list(itertools.chain.from_iterable(map(_groups_of, optimizers)))
-        if rule_of(word) == HF_DECAY and any(
-            len(optimizer.lists()) != 2 for optimizer in optimizers
-        ):
-            raise Undecided(f"{HF_DECAY} is of two groups, but {sizes_of(optimizers)}")
+        _check_groups(optimizers, word)
 
         def fits(tensor: str, group: int, place: int) -> bool:
             member, name = groups[group][place], self.weights[tensor]
             shape = self.outside[tensor].shape
-            if contradiction(members[member], shape) or not admits(word, name, shape, group % 2):
-                return False
-            return not isinstance(member[1], str) or _agree(member[1], name)
+            is_other = contradiction(members[member], shape) or not _agree(member[1], name)
+            return not is_other and admits(word, name, shape, group % 2)
 
         params = [name for name in self._distinct() if name in self.weights]
         division = only_division(dict.fromkeys(params, 1), [*map(len, groups)], fits)
@@ -547,7 +543,7 @@ class _Pairing:
         """Raise Undecided where an owner cannot be what the user calls `name`, by its name and
         its states' shapes.
         """
-        if isinstance(owner, str) and not _agree(owner, name):
+        if not _agree(owner, name):
             raise Undecided(f"{name} is said to be what {optimizer.name} itself calls {owner}")
         shape = self.outside[tensor].shape
         if state := contradiction(shapes, shape):
@@ -707,8 +703,17 @@ def _names(roots: Sequence[Steps]) -> str:
     return " and ".join(sorted(map(dict_name, roots)))
 
 
-def _agree(a: str, b: str) -> bool:
+def _check_groups(optimizers: Sequence[OptimizerDict], word: str) -> None:
+    """Raise Undecided where there are not the two groups that the word is of."""
+    counts = {len(optimizer.lists()) for optimizer in optimizers}
+    if rule_of(word) == HF_DECAY and counts - {2}:
+        raise Undecided(f"{HF_DECAY} is of two groups, but {sizes_of(optimizers)}")
+
+
+def _agree(a: Owner, b: str) -> bool:
     """Whether two names can be of one parameter: one ends with the other, as with the prefix of
-    a wrapper.
+    a wrapper. A number can be of any.
     """
+    if isinstance(a, int):
+        return True
     return a == b or a.endswith(f".{b}") or b.endswith(f".{a}")

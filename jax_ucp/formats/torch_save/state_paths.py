@@ -189,13 +189,20 @@ def model_names(paths: Sequence[Steps]) -> list[str]:
     (['disc', 'gen'], ['dis', 'gen'])
     """
     root: Steps = ()
-    inside = {path[:1] for path in paths if len(path) > 1}
+    inside = _dicts_inside(paths, root)
     while len(inside) == 1 and all(path[: len(root) + 1] in inside for path in paths):
         (root,) = inside
-        inside = {path[: len(root) + 1] for path in paths if len(path) > len(root) + 1}
+        inside = _dicts_inside(paths, root)
     if inside:
         return sorted(joined(path[len(root) :]) for path in inside)
-    return sorted({str(path[-1]).partition(".")[0] for path in paths if "." in str(path[-1])})
+    names = [str(path[-1]) for path in paths]
+    return sorted({name.partition(".")[0] for name in names if "." in name})
+
+
+def _dicts_inside(paths: Sequence[Steps], root: Steps) -> set[Steps]:
+    """The dicts that lie in the dict `root`."""
+    depth = len(root) + 1
+    return {path[:depth] for path in paths if len(path) > depth}
 
 
 def _weights(model: Steps, tensors: Mapping[str, Stored]) -> dict[str, str]:

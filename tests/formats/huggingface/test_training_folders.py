@@ -96,7 +96,7 @@ def test_a_function_that_fails_or_makes_no_lists_is_refused():
     with pytest.raises(SpecError, match="the function given as optimizer_groups failed: KeyError"):
         ucp.open(LLAMA, optimizer_groups=fails)
     with pytest.raises(SpecError, match="the function given as optimizer_groups returned 3"):
-        ucp.open(LLAMA, optimizer_groups=lambda names: 3)
+        ucp.open(LLAMA, optimizer_groups=lambda names: 3)  # pyright: ignore[reportArgumentType]
 
 
 def test_what_the_trainer_saved_beside_is_in_the_extras():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.pairing import Undecided
+from jax_ucp.formats.torch_save.optimizer_dicts import optimizer_dicts
 from jax_ucp.formats.torch_save.state_pairing import Stored
 from jax_ucp.formats.torch_save.state_paths import Places, places
 
@@ -237,3 +238,13 @@ def test_two_optimizers_that_are_told_different_things_of_one_parameter_say_noth
         objects |= {(*group, "lr"): rate, (*group, "params"): sorted(params)}
     found = placed([("model", param) for param in params], objects)
     assert found.settings == []
+
+
+def test_states_of_bitsandbytes_have_their_own_names():
+    paths = {
+        name: ("optim", "state", 0, "__bnb_optimizer_quant_state__", name)
+        for name in ("state1", "qmap1")
+    }
+    objects = {("optim", "param_groups", 0, "params", 0): 0}
+    optimizer = optimizer_dicts(paths, objects)[("optim",)]
+    assert optimizer.states == {"state1": ((0, "state1"),), "qmap1": ((0, "qmap1"),)}
