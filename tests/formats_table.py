@@ -95,7 +95,29 @@ lists); models whose parameters are saved otherwise than the optimizer has them,
 transformers 5 (`weights_only` opens the weights); sharded states, which open as what DCP or DeepSpeed wrote.
 
 Of several models in a file or folder, `model="student"` says which is meant. That says nothing of an optimizer that fits
-two of them: `optimizer_groups` does.
+two of them: `optimizer_groups` does, or the optimizer's own name, if that has the model's in it (`student_optim`).
+
+## Shards by rank, and folders of DCP
+
+What verl and SkyRL save, `{{model,optim,extra_state}}_world_size_N_rank_R.pt`, is torch.save of DTensors: mesh and
+placements are in the pickle, and say which part a rank has (FSDP2, HSDP, FSDP2 over tensor parallelism, uneven sizes).
+Copies are compared by `verify`. Every rank's file must be there once; refused are files that were renamed, of two world
+sizes, or whose learning rates, counters or steps differ. The optimizer's states go by numbers: shapes prove whose they
+are, or `optimizer_groups="module-order"` says it, also of FSDP1's flat parameters, where sizes must leave one way to have
+wrapped the modules. Refused are partial placements, and plain tensors in the files of several ranks.
+
+One checkpoint are the folders of a step, too: verl's and SkyRL's (`actor`, `policy`, `critic`: `model=` chooses),
+accelerate's under FSDP (`pytorch_model_fsdp_0/` and `optimizer_0/`), OLMo-core's (`model_and_optim/`, `train/`),
+Automodel's (`model/` and `optim/`, both DCP); Lightning's `meta.pt` lies in the folder of the shards. A run of
+verl, SkyRL, torchtitan, OLMo-core or Automodel opens at the step that its tracker file names, or else at the last that is
+whole; `step=` chooses. Files of the step are extras.
+
+| writer | versions |
+|---|---|
+| verl's `FSDPCheckpointManager`, FSDP1 and FSDP2 | run: 0.7.0, torch 2.13 |
+| the calls of torch that verl and SkyRL make | run: torch 2.4 (no optimizer), 2.6, 2.9, 2.13 |
+| accelerate's `save_fsdp_model`, `save_fsdp_optimizer`, FSDP1 and FSDP2; Lightning's `ModelParallelStrategy` | run: 1.15.0; 2.6.6 |
+| folders of torchtitan, OLMo-core, Automodel | from source, with torch 2.13's DCP |
 
 ## Quantised weights
 
@@ -115,6 +137,7 @@ sample of its copies, a conversion by all of them. These are not, because nothin
 
 - **ZeRO-3**: the ranks of one run exchanged, or a rank's file from another run of the same shapes and step. There is
   one copy of everything, and a file does not say whose it is, unless there are experts.
+- **DTensors by rank**: files of the optimizer, or of a rank's part of it, from another run of the same step and settings.
 - **ZeRO-0**: what the one file of model states, or that of an expert, has is stored nowhere else.
 - **Whose a numbered optimizer state is**: torch numbers parameters in the order in which a script lists them, and
   ZeRO-0 in fp32, files of torch.save and some of DCP have the numbers alone. States are mapped where names are stored,
@@ -138,7 +161,7 @@ Hostile files are a matter of their own: `python tests/fuzz.py 100000` makes tha
 def line(case: Case, found: Outcome) -> str:
     """The case's line of the table."""
     cells = [f"`{case.family}/{case.name}`", found.format, _features(case), str(found.arrays or "")]
-    said = case.about["options"] if case.family == "trainers" else word(case.path)
+    said = case.about["options"] if case.family in ("trainers", "dtensors") else word(case.path)
     if said:
         cells[2] += "; with " + ", ".join(f"`{key}={value!r}`" for key, value in said.items())
     if found.equal is None:
@@ -160,7 +183,7 @@ def _all(equal: int | None, arrays: int) -> str:
 def _features(case: Case) -> str:
     """What the case shows, in the words of whoever made it, or by its degrees of parallelism."""
     about = case.about
-    if case.family == "trainers":
+    if case.family in ("trainers", "dtensors"):
         writers = ", ".join(f"{name} {number}" for name, number in about["writer"].items())
         return f"{about['about']}; {writers}"
     if text := about.get("about") or about.get("description"):

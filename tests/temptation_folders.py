@@ -153,7 +153,7 @@ def _in_archive(folder: Mapping[str, bytes], archive: Archive) -> Iterator[Store
         PurePosixPath(name).name: at for name, at in _members(data).items() if "/data/" in name
     }
     seen: set[str] = set()
-    for labels, node in walk(TorchFile(archive.file, data=data).tree):
+    for labels, node in walk(TorchFile(archive.file, data=data, lenient=True).tree):
         if isinstance(node, StoredTensor) and node.storage in members and node.storage not in seen:
             seen.add(node.storage)
             start, stop = members[node.storage]
@@ -321,7 +321,7 @@ def _with_numbers(data: bytes, archive: Archive, change: Change) -> bytes:
     if not change.steps and change.rate == 1:
         return data
     places = [at for name, at in _members(data).items() if name.endswith("/data.pkl")]
-    tree = TorchFile(archive.file, data=data).tree
+    tree = TorchFile(archive.file, data=data, lenient=True).tree
     wanted: dict[tuple[str, int | float], int | float] = {}
     for labels, value in walk(tree):
         path = (*archive.name.split("."), *labels) if archive.name else labels

@@ -31,6 +31,7 @@ from jax_ucp.sources.contents import Contents, Item
 
 Open = Callable[[FilePath, Options], Contents]
 
+_ACCELERATE_MODEL = "pytorch_model_fsdp_"
 _NAMES_SHOWN = 6
 MAX_BESIDE_BYTES = 1 << 26  # of more a file is data, such as weights
 
@@ -52,13 +53,26 @@ def _roles(path: FilePath) -> dict[str, list[FilePath]]:
 
 
 def _accelerate(path: FilePath) -> dict[str, list[FilePath]]:
+    """Of each number the model's save and the optimizer's, of which one may be missing."""
     models: dict[str, list[FilePath]] = {}
     for child in _folders(path):
-        match = re.fullmatch(r"pytorch_model_fsdp_(\d+)", child.name)
+        match = re.fullmatch(r"(pytorch_model_fsdp|optimizer)_(\d+)", child.name)
         if match and metadata_files(child):
-            optimizer = path / f"optimizer_{match[1]}"
-            models[child.name] = [child, *([optimizer] if optimizer.is_dir() else [])]
+            name = f"{_ACCELERATE_MODEL}{match[2]}"
+            models[name] = [path / name, path / f"optimizer_{match[2]}"]
     return models
+
+
+def _require_both(folders: Sequence[FilePath], options: Options) -> Sequence[FilePath]:
+    """The folders that are to be read. Raises FormatError where one is missing."""
+    weights, *others = folders
+    if options.weights_only and weights.is_dir():
+        return [weights]
+    for folder, other in zip(folders, reversed(folders), strict=True):
+        if not folder.is_dir():
+            remedy = "" if folder == weights else "; weights_only opens the weights alone"
+            raise FormatError(f"{folder} is missing, which belongs to {other.name}{remedy}")
+    return [weights, *others]
 
 
 def _together(*names: str) -> Callable[[FilePath], dict[str, list[FilePath]]]:
@@ -137,7 +151,8 @@ def open_step(path: FilePath, options: Options, open_contents: Open) -> Contents
     if len(folders) == 1 and step.models is _roles:
         contents = open_contents(folders[0], inner)
     else:
-        contents = open_saves(path, folders, inner)
+        read = _require_both(folders, options) if step.models is _accelerate else folders
+        contents = open_saves(path, read, inner)
     if name == options.model:
         source = {"format": contents.format, "name": path.name, **contents.source, "model": name}
         contents = replace(contents, source=source)
@@ -240,6 +255,12 @@ def open_run(path: FilePath, options: Options, open_contents: Open) -> Contents:
     found = _run_of(path)
     assert found is not None, "it is recognised by that"
     run, steps = found
+    if has_rank_files(path) or metadata_files(path):
+        first = next(iter(steps.values())).name
+        raise FormatError(
+            f"{path} holds files of a checkpoint itself, and the steps of a run of {run.writer},"
+            f" such as {first}: two checkpoints lie in it. Open the folder of a step"
+        )
     number = _number(path, run, steps, options.step)
     contents = open_contents(steps[number], replace(options, step=None))
     others = [folder.name for step, folder in steps.items() if step != number]

@@ -64,9 +64,10 @@ def rank_files(folder: FilePath) -> RankFiles:
             ranks[world_size][kind][rank] = child.name
     if len(ranks) > 1:
         sizes = " and of ".join(map(str, sorted(ranks)))
+        names = [name for kinds in ranks.values() for name in next(iter(kinds.values())).values()]
         raise FormatError(
-            f"{folder} has files of {sizes} ranks: two saves lie in it. Put those that are not"
-            " meant into another folder"
+            f"{folder} has files of {sizes} ranks, such as {names[0]} and {names[-1]}: two saves"
+            " lie in it. Put those that are not meant into another folder"
         )
     ((world_size, of_kind),) = ranks.items()
     names = {kind: _in_order(folder, kind, world_size, found) for kind, found in of_kind.items()}

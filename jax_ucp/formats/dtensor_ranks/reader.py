@@ -207,9 +207,10 @@ def _require_ranks(
     saved: _Saved, label: str, wanted: Sequence[int], found: set[int], first: Part
 ) -> None:
     if missing := sorted(set(wanted) - found):
+        file = first.file.replace(f"_rank_{first.rank}.pt", f"_rank_{missing[0]}.pt")
         raise FormatError(
-            f"{saved.ranks.folder}: {label} is in {first.file}, but rank {missing[0]} of"
-            f" {saved.ranks.world_size} has no part of it; the files are not of one save"
+            f"{saved.ranks.folder / file} has no part of {label}, which is in {first.file}; the"
+            " files are not of one save"
         )
 
 

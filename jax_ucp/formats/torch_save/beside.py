@@ -4,27 +4,27 @@ as extras, and decides nothing.
 
 from __future__ import annotations
 
-from jax_ucp.errors import UnsafePickle
+from jax_ucp.errors import FormatError
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import Import
 from jax_ucp.formats.huggingface.weight_files import read_json
 from jax_ucp.formats.torch_save.file import TorchFile, is_torch_file
 
 MAX_TEXT_BYTES = 1 << 20
+_SAVED = (".pt", ".pth", ".bin", ".pkl")  # how trainers call files of torch.save
 _TEXTS = (".yaml", ".yml", ".txt")
 
 
 def keep_beside(imported: Import, name: str, path: FilePath) -> None:
     """Keep what a file holds as extras of `name`: of torch.save what it saved, JSON, or a text.
 
-    What is none of these, or asks for more than data, is accounted for and not read. Raises
-    FormatError for a file that is damaged.
+    What is none of these, is damaged or asks for more than data, is accounted for with a note.
     """
     if path.suffix == ".json":
         imported.extra(name, "content", read_json(path))
     elif path.suffix in _TEXTS and path.size() <= MAX_TEXT_BYTES:
         imported.extra(name, "content", path.read_text())
-    elif is_torch_file(path):
+    elif path.suffix in _SAVED or is_torch_file(path):
         _keep_torch(imported, name, path)
     else:
         imported.skip(name, f"{path.size()} bytes", "lies beside the weights; not read")
@@ -33,9 +33,9 @@ def keep_beside(imported: Import, name: str, path: FilePath) -> None:
 def _keep_torch(imported: Import, name: str, path: FilePath) -> None:
     try:
         file = TorchFile(path, lenient=True)
-    except UnsafePickle as error:
-        imported.skip(name, "object", f"not read, because it asks for more than data: {error}")
-        imported.notes.append(f"{name} was left out: {error}")
+    except FormatError as error:
+        imported.skip(name, "file", f"the state of the trainer, which cannot be read: {error}")
+        imported.notes.append(f"not read: {name}: the state of the trainer: {error}")
         return
     imported.unknown |= file.unknown
     tree = file.tree if isinstance(file.tree, dict) else {"object": file.tree}

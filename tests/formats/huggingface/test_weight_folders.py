@@ -625,12 +625,12 @@ def test_weights_and_a_trainers_state_beside_another_format_are_noted(tmp_path):
     folder = Path(shutil.copytree(DATA / "torch" / "old_v260" / "ckpt", tmp_path / "c"))
     before = ucp.open(folder)
     write(folder / "model.safetensors", tensors(0))
-    write_torch(folder / "meta.pt", {"epoch": 1})
+    write_torch(folder / "scheduler.pt", {"epoch": 1})
     checkpoint = ucp.open(folder)
     assert {leaf.label for leaf in checkpoint.leaves} == {leaf.label for leaf in before.leaves}
     assert checkpoint.notes[len(before.notes) :] == [
         "not read: model.safetensors: weights beside the checkpoint",
-        "not read: meta.pt: the state of the trainer",
+        "not read: scheduler.pt: the state of the trainer",
     ]
 
 
