@@ -15,8 +15,10 @@ from jax_ucp.errors import SpecError
 from jax_ucp.shard_spec.rules import Spec
 
 MODULE_ORDER: Final = "module-order"
+Dequantize = Literal[False, "bfloat16", "float32"] | None
 OptimizerGroups = Literal["module-order"] | tuple[tuple[str, ...], ...]
 
+_DEQUANTIZED = ("bfloat16", "float32")
 NOTHING_TWICE = "nothing is stored twice here, so that on_conflict={!r} changes nothing"
 
 
@@ -73,16 +75,17 @@ class Options:
     its file: it says how shards form parameters; `weights_only` leaves the optimizer aside.
     `on_conflict` says which of two stored copies is right where they differ, `master` or `copy`:
     then they are not compared. The master is also the first of several replicas; a copy is what
-    the model computed with, in its dtype. `dequantize=False` keeps quantised weights as the parts
-    that are stored; None refuses to hand them out. `optimizer_groups` says which parameters each
-    group of an optimizer has, where states go by numbers.
+    the model computed with, in its dtype. `dequantize` is the dtype that quantised weights are
+    dequantised to; False keeps them as the parts that are stored, None refuses to hand them out.
+    `optimizer_groups` says which parameters each group of an optimizer has, where states go by
+    numbers.
     """
 
     sizes: Sizes = field(default_factory=lambda: Sizes({}))
     spec: Path | Spec | None = None
     weights_only: bool = False
     on_conflict: Literal["master", "copy"] | None = None
-    dequantize: Literal[False] | None = None
+    dequantize: Dequantize = None
     optimizer_groups: OptimizerGroups | None = None
 
     @classmethod
@@ -92,7 +95,7 @@ class Options:
         spec: str | os.PathLike[str] | Spec | None = None,
         weights_only: bool = False,
         on_conflict: Literal["master", "copy"] | None = None,
-        dequantize: Literal[False] | None = None,
+        dequantize: Dequantize = None,
         optimizer_groups: str | Sequence[Sequence[str]] | None = None,
     ) -> Options:
         """The options as callers give them.
@@ -101,10 +104,10 @@ class Options:
         """
         if on_conflict not in (None, "master", "copy"):
             raise ValueError(f"on_conflict={on_conflict!r} should be 'master' or 'copy'")
-        if dequantize is not None and dequantize is not False:
+        if not (dequantize is None or dequantize is False or dequantize in _DEQUANTIZED):
             raise ValueError(
-                f"dequantize={dequantize!r}: quantised weights are refused (None) or kept as parts"
-                " (False)"
+                f"dequantize={dequantize!r}: quantised weights are refused (None), kept as parts"
+                " (False), or dequantised to 'bfloat16' or 'float32'"
             )
         rules = spec if spec is None or isinstance(spec, Spec) else local_path(spec)
         groups = checked_groups(optimizer_groups)
