@@ -136,7 +136,14 @@ SCHEMES = (
         "_qdata",
         "",
         (("_scale", "_scale_and_zero"),),
-        ("_zero_point", "_act_pre_scale"),
+        (
+            "_zero_point",
+            "_per_tensor_scale",
+            "_act_pre_scale",
+            "_act_quant_scale",
+            "_act_quant_zero_point",
+            "_act_per_tensor_scale",
+        ),
         _ANY,
     ),
 )

@@ -20,25 +20,41 @@ _E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 @dataclass(frozen=True, slots=True)
 class Codes:
     """How stored codes are numbers: by their own dtype, or packed; `table` has the number of each
-    code, otherwise it is the code less `offset`.
+    code, otherwise it is the code less `offset`. With `row`, the last axis of the words is stored as two, the second of that length.
     """
 
     packing: Packing | None = None
     table: np.ndarray | None = None
     offset: int = 0
+    row: int = 0
 
     def box(self, box: Box, shape: Sequence[int]) -> Box:
-        return self.packing.box(box, shape) if self.packing else box
+        words = self.packing.box(box, shape) if self.packing else box
+        if not self.row:
+            return words
+        spans = list(zip(words.start, words.stop, strict=True))
+        first, last = spans.pop()
+        return Box.spanning([*spans, (first // self.row, -(-last // self.row)), (0, self.row)])
 
     def numbers(self, stored: np.ndarray, box: Box) -> np.ndarray:
         """The numbers in a box as float32, in memory of their own."""
-        codes = self.packing.unpack(stored, box) if self.packing else stored
+        codes = self._codes(stored, box)
         if self.table is not None:
-            return self.table[codes]
+            return np.take(self.table, codes)
         numbers = codes.astype(np.float32)
         if self.offset:
             numbers -= np.float32(self.offset)
         return numbers
+
+    def _codes(self, stored: np.ndarray, box: Box) -> np.ndarray:
+        if self.packing is None:
+            return stored
+        if not self.row:
+            return self.packing.unpack(stored, box)
+        wanted = self.packing.box(box, box.stop)
+        first = wanted.start[-1] % self.row
+        words = stored.reshape(*stored.shape[:-2], -1)
+        return self.packing.unpack(words[..., first : first + wanted.shape[-1]], box)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from jax_ucp.errors import QuantizedWeights
-from jax_ucp.formats.quantized.fp8 import block_fp8, row_fp8
+from jax_ucp.formats.quantized import (
+    awq,
+    bitsandbytes,
+    compressed_tensors,
+    fp8,
+    gptq,
+    mxfp4,
+    torchao,
+)
 from jax_ucp.formats.quantized.stored import StoredWeight
 from jax_ucp.sources.dequantized import Dequantizer
 
 SCHEMES: Mapping[str, Callable[[StoredWeight], Dequantizer]] = {
-    "fp8": block_fp8,
-    "fbgemm_fp8": row_fp8,
+    "awq": awq.interleaved,
+    "bitsandbytes": bitsandbytes.rows_or_runs,
+    "compressed-tensors": compressed_tensors.compressed,
+    "fbgemm_fp8": fp8.row_fp8,
+    "fp8": fp8.block_fp8,
+    "gptq": gptq.grouped,
+    "mxfp4": mxfp4.blocks,
+    "torchao": torchao.tensor,
 }
 
 

@@ -69,7 +69,7 @@ class StoredWeight:
         part = self.part(role, shape, dtypes)
         if self.info(role).dtype.name in ("uint8", "float8_e8m0fnu"):
             return Part(part.array, part.shape, _is_exponent, "an exponent below 255")
-        return Part(part.array, part.shape, _is_finite, "a finite number")
+        return Part(part.array, part.shape, is_finite, "a finite number")
 
     def read(self, role: str) -> np.ndarray:
         """A small part. Raises FormatError where it is too large to be one."""
@@ -111,7 +111,7 @@ def _lengths(shape: Sequence[int]) -> list[int]:
     return [n for n in shape if n != 1]
 
 
-def _is_finite(elements: np.ndarray) -> np.ndarray:
+def is_finite(elements: np.ndarray) -> np.ndarray:
     return np.isfinite(elements)
 
 
@@ -135,3 +135,9 @@ def blocks_of(shape: Sequence[int], small: Sequence[int]) -> tuple[int, ...] | N
     if any(n % m for n, m in zip(shape, small, strict=True)):
         return None
     return tuple(n // m for n, m in zip(shape, small, strict=True))
+
+
+def as_groups(stored: StoredWeight, role: str, length: int, groups: int) -> Part:
+    """A part that says of each index on an axis which group it is in."""
+    part = stored.part(role, (length,), ("int32", "int64"))
+    return Part(part.array, part.shape, in_range(groups), f"a group from 0 to {groups - 1}")
