@@ -19,8 +19,10 @@ _E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """How stored codes are numbers: by their own dtype, or packed; `table` has the number of each
-    code, otherwise it is the code less `offset`. With `row`, the last axis of the words is stored as two, the second of that length.
+    """How stored codes are numbers: by their own dtype, or packed.
+
+    `table` has the number of each code; without it that is the code less `offset`. With `row`, the
+    last axis of the words is stored as two, the second of that length.
     """
 
     packing: Packing | None = None

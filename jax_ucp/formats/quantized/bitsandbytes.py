@@ -183,7 +183,7 @@ def _runs(stored: StoredWeight) -> Dequantizer:
 
 
 def _flat(stored: StoredWeight, role: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> Part:
-    """A part of so many elements, which is stored flat. Scales and the numbers of codes are finite."""
+    """A part of so many elements, which is stored flat; numbers in it are finite."""
     info = stored.info(role)
     label = stored.weight.parts[role]
     if info.dtype.name not in dtypes:

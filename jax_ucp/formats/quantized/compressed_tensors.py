@@ -51,9 +51,7 @@ def _refuse_unknown(stored: StoredWeight) -> None:
     if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
         stored.unknown(f"its zeros are left out ({sparsity.get('format')!r:.40})")
     if stored.settings.get("transform_config"):
-        stored.unknown(
-            "the config has transforms, by which weights are turned; they are not undone"
-        )
+        stored.unknown("the config has transforms, which turn weights; they are not undone")
 
 
 def _groups(stored: StoredWeight) -> Iterator[tuple[str, Mapping[str, Any]]]:
