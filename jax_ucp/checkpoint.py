@@ -57,7 +57,7 @@ def open(
     spec: str | os.PathLike[str] | Spec | None = None,
     weights_only: bool = False,
     on_conflict: Literal["master", "copy"] | None = None,
-    dequantize: Literal[False, "bfloat16", "float32"] | None = None,
+    dequantize: Literal[False, "bfloat16", "float16", "float32"] | None = None,
     optimizer_groups: Literal["module-order"] | Sequence[Sequence[str]] | None = None,
 ) -> Checkpoint:
     """The checkpoint at `path`, whichever of the known formats it has. Reads metadata only.
@@ -75,8 +75,8 @@ def open(
     says that `on_conflict` changed nothing.
 
     Weights that are stored quantised, as codes and scales, are named in the notes and refused
-    wherever weights are asked for. `dequantize="bfloat16"` and `"float32"` give the numbers that
-    they stand for, computed in float32 by the rule of the library that wrote them and rounded once,
+    wherever weights are asked for. `dequantize="bfloat16"`, `"float16"` or `"float32"` gives the
+    numbers that they stand for, computed in float32 by the rule of the library that wrote them and rounded once,
     box by box as they are read; weights that are not quantised keep their dtypes.
     `dequantize=False` gives the parts as they are stored, under the state `stored` in place of
     `param`, to be read, restored or saved.

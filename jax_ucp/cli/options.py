@@ -134,7 +134,7 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--dequantize",
-            type=click.Choice(["bfloat16", "float32"]),
+            type=click.Choice(["bfloat16", "float16", "float32"]),
             help="Give quantised weights as the numbers that they stand for.",
         ),
         click.option(
@@ -182,7 +182,7 @@ def open_checkpoint(
     sizes: tuple[tuple[str, int], ...],
     mapping: str | None = None,
     of_mapping: jax_ucp.Mapping | None = None,
-    dequantize: Literal["bfloat16", "float32"] | None = None,
+    dequantize: Literal["bfloat16", "float16", "float32"] | None = None,
     no_dequantize: bool = False,
     config: str | None = None,
     assume: tuple[str, ...] = (),

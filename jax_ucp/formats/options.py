@@ -15,10 +15,10 @@ from jax_ucp.errors import SpecError
 from jax_ucp.shard_spec.rules import Spec
 
 MODULE_ORDER: Final = "module-order"
-Dequantize = Literal[False, "bfloat16", "float32"] | None
+Dequantize = Literal[False, "bfloat16", "float16", "float32"] | None
 OptimizerGroups = Literal["module-order"] | tuple[tuple[str, ...], ...]
 
-_DEQUANTIZED = ("bfloat16", "float32")
+_DEQUANTIZED = ("bfloat16", "float16", "float32")
 NOTHING_TWICE = "nothing is stored twice here, so that on_conflict={!r} changes nothing"
 
 
@@ -107,7 +107,7 @@ class Options:
         if not (dequantize is None or dequantize is False or dequantize in _DEQUANTIZED):
             raise ValueError(
                 f"dequantize={dequantize!r}: quantised weights are refused (None), kept as parts"
-                " (False), or dequantised to 'bfloat16' or 'float32'"
+                " (False), or dequantised to 'bfloat16', 'float16' or 'float32'"
             )
         rules = spec if spec is None or isinstance(spec, Spec) else local_path(spec)
         groups = checked_groups(optimizer_groups)

@@ -162,7 +162,7 @@ def settle(contents: Contents, dequantize: Dequantize) -> Contents:
     weights = [*quantized_weights(contents, method)]
     if not weights:
         return replace(contents, notes=[*contents.notes, *_notes_without(contents, method)])
-    if dequantize in ("bfloat16", "float32"):
+    if dequantize:
         said = Declared(method, settings, _said_of_weights(contents.extras))
         return _undeclared(dequantized(contents, weights, said, dequantize), settings)
     marked = replace(contents, inventory=_inventory(contents, weights), quantized=weights)

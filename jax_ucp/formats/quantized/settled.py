@@ -17,7 +17,7 @@ from jax_ucp.sources.dequantized import DequantizedView, Dequantizer
 from jax_ucp.tree import Key, Leaf, leaf_names
 from jax_ucp.tree import Path as TreePath
 
-Dtype = Literal["bfloat16", "float32"]
+Dtype = Literal["bfloat16", "float16", "float32"]
 
 # How parts are called that mean nothing without codes. Others, such as `.scale`, norms have too.
 _LEFT_ALONE = (
