@@ -76,8 +76,8 @@ def open(
 
     Weights that are stored quantised, as codes and scales, are named in the notes and refused
     wherever weights are asked for. `dequantize="bfloat16"`, `"float16"` or `"float32"` gives the
-    numbers that they stand for, computed in float32 by the rule of the library that wrote them and rounded once,
-    box by box as they are read; weights that are not quantised keep their dtypes.
+    numbers that they stand for, computed in float32 by the rule of the library that wrote them and
+    rounded once, box by box as they are read; weights that are not quantised keep their dtypes.
     `dequantize=False` gives the parts as they are stored, under the state `stored` in place of
     `param`, to be read, restored or saved.
 

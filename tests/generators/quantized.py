@@ -15,6 +15,7 @@ import importlib.metadata
 import json
 import shutil
 import sys
+import traceback
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -67,9 +68,9 @@ def tiny_llama(folder: Path, dtype: torch.dtype = torch.bfloat16, **sizes: int) 
 
     config = LlamaConfig(
         **{
-            "vocab_size": 96,
+            "vocab_size": 16,
             "hidden_size": 64,
-            "intermediate_size": 160,
+            "intermediate_size": 96,
             "num_hidden_layers": 1,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
@@ -145,7 +146,7 @@ def _llm_compressor(folder: Path, scheme: Any, **sizes: int) -> Truth:
     source = tiny_llama(folder, **sizes)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     arguments = {"scheme": scheme, "targets": "Linear"}
-    if isinstance(scheme, Mapping):
+    if isinstance(scheme, dict):
         arguments = {"config_groups": {"group_0": {"targets": ["Linear"], **scheme}}}
     recipe = QuantizationModifier(ignore=["lm_head"], **arguments)
     oneshot(model=model, recipe=recipe, pipeline="datafree")
@@ -187,14 +188,14 @@ def _integers(bits: int, **more: Any) -> dict[str, Any]:
 _ODD = {"hidden_size": 72, "head_dim": 18, "intermediate_size": 100}
 _preset("ct_fp8_channel", "FP8_DYNAMIC")
 _preset("ct_fp8_channel_odd", "FP8_DYNAMIC", **_ODD)
-_preset("ct_fp8_block", "FP8_BLOCK", hidden_size=192, intermediate_size=320, head_dim=48)
+_preset("ct_fp8_block", "FP8_BLOCK", hidden_size=144, intermediate_size=160, head_dim=36)
 _preset(
     "ct_fp8_tensor",
     {"weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}},
 )
 _preset("ct_int8_channel", "W8A8")
-_preset("ct_int8_packed", "W8A16", **_ODD)
-_preset("ct_int4_group", "W4A16", hidden_size=128, intermediate_size=256)
+_preset("ct_int8_packed", _integers(8, symmetric=True, strategy="channel"), **_ODD)
+_preset("ct_int4_group", "W4A16", hidden_size=128, intermediate_size=128)
 _preset(
     "ct_int4_asymmetric",
     _integers(4, symmetric=False, strategy="group", group_size=32),
@@ -202,11 +203,11 @@ _preset(
 _preset("ct_int4_channel_odd", _integers(4, symmetric=False, strategy="channel"), **_ODD)
 _preset("ct_int3_group", _integers(3, symmetric=False, strategy="group", group_size=16))
 _preset("ct_nvfp4", "NVFP4A16")
-_preset("ct_nvfp4_wide", "NVFP4A16", hidden_size=128, intermediate_size=336)
+_preset("ct_nvfp4_wide", "NVFP4A16", hidden_size=80, head_dim=20, intermediate_size=112)
 _preset("ct_mxfp4", "MXFP4A16")
 _preset("ct_mxfp6", "MXFP6A16")
 _preset("ct_mxfp8", "MXFP8A16")
-_preset("ct_mxfp8_wide", "MXFP8A16", hidden_size=128, intermediate_size=224)
+_preset("ct_mxfp8_wide", "MXFP8A16", hidden_size=96, head_dim=24, intermediate_size=160)
 
 
 # MXFP4 as gpt-oss has it. Its own writer runs on a GPU: codes and exponents are torchao's, the names
@@ -267,7 +268,7 @@ def _gptq(folder: Path, bits: int, group: int, order: bool, v2: bool) -> Truth:
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear
     from gptqmodel.utils.model import convert_gptq_v2_to_v1_format_module
 
-    source = tiny_llama(folder, torch.float16, hidden_size=64, intermediate_size=192)
+    source = tiny_llama(folder, torch.float16)
     stored, truth = {}, {}
     weights = weights_of(source)
     for name, weight in weights.items():
@@ -378,7 +379,7 @@ def awq_32(folder: Path) -> tuple[Truth, list[str]]:
 
 @case
 def awq_8_wide(folder: Path) -> tuple[Truth, list[str]]:
-    return _awq(folder, 8, hidden_size=88, head_dim=22, num_key_value_heads=4), [
+    return _awq(folder, 8, hidden_size=96, head_dim=24, num_key_value_heads=4), [
         "transformers",
         "autoawq",
     ]
@@ -512,5 +513,11 @@ _ao_case("torchao_nvfp4", _ao_prototype("NVFP4WeightOnlyConfig"))
 
 
 if __name__ == "__main__":
+    failed = []
     for wanted in sys.argv[2:] or list(CASES):
-        write(Path(sys.argv[1]), wanted)
+        try:
+            write(Path(sys.argv[1]), wanted)
+        except Exception:
+            traceback.print_exc()
+            failed.append(wanted)
+    sys.exit(f"failed: {failed}" if failed else 0)

@@ -130,7 +130,7 @@ def numbers(scale: np.ndarray) -> np.ndarray:
 class Affine:
     """A weight of which each element is (code - zero point) * scale, in float32.
 
-    Its parts are `codes`, `scale`, and where there are: `zero`, packed as `zero_codes` says;
+    Its parts are `codes`, and where there are: `scale`; `zero`, packed as `zero_codes` says;
     `group`, for each index on an axis its group; and `factor`, one number by which every scale is
     multiplied first, or divided with `divides`. `constant` is a factor that is stored nowhere, and
     is applied last.
@@ -147,7 +147,9 @@ class Affine:
 
     def boxes(self, box: Box) -> Mapping[str, Box]:
         small = self.grid.box(box)
-        boxes = {"codes": self.codes.box(box, self.shape), "scale": small}
+        boxes = {"codes": self.codes.box(box, self.shape)}
+        if "scale" in self.parts:
+            boxes["scale"] = small
         if "zero" in self.parts:
             boxes["zero"] = self.zero_codes.box(small, self.grid.shape(self.shape))
         if "factor" in self.parts:
@@ -162,14 +164,19 @@ class Affine:
         if "zero" in parts:
             zero = self.zero_codes.numbers(parts["zero"], self.grid.box(box))
             values -= self._spread(zero, box, parts)
-        scale = numbers(parts["scale"])
-        if "factor" in parts:
-            factor = parts["factor"].astype(np.float32).reshape(())
-            scale = scale / factor if self.divides else scale * factor
-        values *= self._spread(scale, box, parts)
+        if "scale" in parts:
+            values *= self._spread(self._scales(parts), box, parts)
         if self.constant is not None:
             values *= np.float32(self.constant)
         return values
+
+    def _scales(self, parts: Mapping[str, np.ndarray]) -> np.ndarray:
+        """The scales, each with the one factor of all of them."""
+        scale = numbers(parts["scale"])
+        if "factor" not in parts:
+            return scale
+        factor = parts["factor"].astype(np.float32).reshape(())
+        return scale / factor if self.divides else scale * factor
 
     def _spread(self, small: np.ndarray, box: Box, parts: Mapping[str, np.ndarray]) -> np.ndarray:
         if isinstance(self.grid, Gathered):

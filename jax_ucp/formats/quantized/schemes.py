@@ -12,6 +12,7 @@ from jax_ucp.formats.quantized import (
     fp8,
     gptq,
     mxfp4,
+    narrow,
     torchao,
 )
 from jax_ucp.formats.quantized.stored import StoredWeight
@@ -28,6 +29,9 @@ SCHEMES: Mapping[str, Callable[[StoredWeight], Dequantizer]] = {
     "torchao": torchao.tensor,
 }
 
+# What is told by the dtype alone.
+_FP4 = "F4, several to a byte"
+
 
 def dequantizer(method: str, stored: StoredWeight) -> Dequantizer:
     """How a weight is made of its parts.
@@ -37,6 +41,8 @@ def dequantizer(method: str, stored: StoredWeight) -> Dequantizer:
     """
     if stored.weight.fault:
         raise QuantizedWeights(f"{stored.weight}")
+    if not method and stored.weight.scheme == _FP4:
+        return narrow.fp4(stored)
     if not method:
         raise QuantizedWeights(
             f"{stored.weight}: names alone do not say how its numbers are meant. Put the"
