@@ -304,6 +304,31 @@ def torchao(draw: Draw) -> Made:
     return Made("torchao", parts, want, said=said)
 
 
+@st.composite
+def tiled_nvfp4(draw: Draw) -> Made:
+    """torchao: NVFP4 whose scales are in tiles of 128 rows and 4 columns."""
+    rng = rng_of(draw)
+    shape = draw(st.integers(1, 300)), 16 * draw(st.integers(1, 9))
+    codes = rng.integers(0, 16, shape)
+    table = np.array(E2M1 + [-x for x in E2M1], np.float32)
+    small = shape[0], shape[1] // 16
+    scale = rng.uniform(0.1, 400, small).astype(FP8)
+    factor = rng.uniform(0.1, 3, ()).astype(np.float32)
+    rows, columns = -(-small[0] // 128), -(-small[1] // 4)
+    tiles = np.zeros((rows, columns, 512), FP8)
+    for row, column in np.ndindex(small):
+        at = row % 32 * 16 + row % 128 // 32 * 4 + column % 4
+        tiles[row // 128, column // 4, at] = scale[row, column]
+    want = table[codes] * spread(scale.astype(np.float32) * factor, (1, 16), shape)
+    parts = {
+        "codes": packed(codes, 4, 1, np.uint8),
+        "scale": tiles.reshape(32 * rows, 16 * columns),
+        "per_tensor_scale": factor,
+    }
+    said = {"_type": "NVFP4Tensor", "_data": {"block_size": 16, "is_swizzled_scales": True}}
+    return Made("torchao", parts, want, said=said)
+
+
 SCHEMES = {
     "block fp8": block_fp8(),
     "packed integers": packed_integers(),
@@ -315,4 +340,5 @@ SCHEMES = {
     "bitsandbytes, 4 bits": runs_of_four_bits(),
     "bitsandbytes, int8": rows_of_int8(),
     "torchao": torchao(),
+    "torchao, in tiles": tiled_nvfp4(),
 }

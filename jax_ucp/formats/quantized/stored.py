@@ -124,19 +124,6 @@ def in_range(limit: int) -> Callable[[np.ndarray], np.ndarray]:
     return lambda elements: (elements >= 0) & (elements < limit)
 
 
-def blocks_of(shape: Sequence[int], small: Sequence[int]) -> tuple[int, ...] | None:
-    """The block of elements that each of a small array stands for, where that divides the shape.
-
-    >>> blocks_of((256, 512), (2, 512)), blocks_of((256, 512), (3, 1))
-    ((128, 1), None)
-    """
-    if len(shape) != len(small) or not all(small):
-        return None
-    if any(n % m for n, m in zip(shape, small, strict=True)):
-        return None
-    return tuple(n // m for n, m in zip(shape, small, strict=True))
-
-
 def as_groups(stored: StoredWeight, role: str, length: int, groups: int) -> Part:
     """A part that says of each index on an axis which group it is in."""
     part = stored.part(role, (length,), ("int32", "int64"))

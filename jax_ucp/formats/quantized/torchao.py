@@ -4,19 +4,25 @@
 Rules, in float32 and rounded once: (qdata - zero_point) * scale; of NVFP4 fp4 * (per_tensor_scale *
 scale); of MX fp * 2 ** (scale - 127). Source: `dequantize` of each class in torchao 0.18. Where
 torchao computes in the dtype of the result, products of so few bits are exact before they are
-rounded, so that the bits are the same. Scales in the order of a GPU's tiles are refused, and
-Int4Tensor, whose rule is in the kernels of another library.
+rounded, so that the bits are the same. Scales may be in the order of a GPU's tiles (`to_blocked` in
+`prototype/mx_formats/utils.py`). Int4Tensor is refused: its rule is in the kernels of another
+library.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from jax_ucp.formats.quantized.affine import Affine, Codes, Grid
 from jax_ucp.formats.quantized.bits import FP4, FP6_E2M3, FP6_E3M2, Packing
-from jax_ucp.formats.quantized.stored import FLOATS, FP8, StoredWeight, blocks_of
-from jax_ucp.sources.dequantized import Dequantizer
+from jax_ucp.formats.quantized.stored import FLOATS, FP8, StoredWeight
+from jax_ucp.layout.box import Box
+from jax_ucp.sources.dequantized import Dequantizer, Part
 
 _ACTIVATIONS = ("act_quant_scale", "act_quant_zero_point", "act_per_tensor_scale")
 
@@ -32,8 +38,6 @@ def tensor(stored: StoredWeight) -> Dequantizer:
         stored.unknown(f"torchao's {kind!r:.60} is not dequantised here; known are {known}")
     if stored.has("act_pre_scale"):
         stored.unknown("it has act_pre_scale, which activations are multiplied by first")
-    if attributes.get("is_swizzled_scales"):
-        stored.unknown("its scales are in the order of a GPU's tiles")
     return _CLASSES[kind](stored, attributes)
 
 
@@ -83,12 +87,12 @@ def _nvfp4(stored: StoredWeight, attributes: Mapping[str, Any]) -> Dequantizer:
     grid = _groups(stored, attributes, shape)
     parts = {
         "codes": stored.part("codes", words, ("uint8",)),
-        "scale": stored.scale("scale", grid.shape(shape), ("float8_e4m3fn",)),
+        "scale": _scale(stored, attributes, grid.shape(shape), ("float8_e4m3fn",)),
     }
     if stored.has("per_tensor_scale"):
         parts["factor"] = stored.scale("per_tensor_scale", (1,), ("float32",))
     codes = Codes(Packing(4, 8, len(shape) - 1), table=FP4)
-    return Affine(_name(stored), shape, parts, codes, grid)
+    return _in_order(attributes, Affine(_name(stored), shape, parts, codes, grid))
 
 
 def _mx(stored: StoredWeight, attributes: Mapping[str, Any]) -> Dequantizer:
@@ -110,20 +114,83 @@ def _mx(stored: StoredWeight, attributes: Mapping[str, Any]) -> Dequantizer:
     grid = _groups(stored, attributes, shape)
     parts = {
         "codes": stored.part("codes", words, dtypes),
-        "scale": stored.scale("scale", grid.shape(shape), ("uint8", "float8_e8m0fnu")),
+        "scale": _scale(stored, attributes, grid.shape(shape), ("uint8", "float8_e8m0fnu")),
     }
-    return Affine(_name(stored), shape, parts, codes, grid)
+    return _in_order(attributes, Affine(_name(stored), shape, parts, codes, grid))
 
 
 def _groups(stored: StoredWeight, attributes: Mapping[str, Any], shape: tuple[int, ...]) -> Grid:
     """A scale for so many elements of a row as the header says."""
     size = attributes.get("block_size")
-    small = stored.info("scale").shape
     if type(size) is not int or size < 1 or not shape or shape[-1] % size:
         stored.fault(f"block_size={size!r:.40} in the header does not divide {list(shape)}")
-    if blocks_of(shape, small) != (*(1 for _ in shape[:-1]), size):
-        stored.fault(f"{stored.weight.parts['scale']} has shape {list(small)} for {list(shape)}")
     return Grid((*(1 for _ in shape[:-1]), size))
+
+
+_TILE = 128, 4  # rows and columns of scales that are stored together
+
+
+def _scale(
+    stored: StoredWeight,
+    attributes: Mapping[str, Any],
+    small: tuple[int, ...],
+    dtypes: Sequence[str],
+) -> Part:
+    """The scales, which may be stored in tiles."""
+    if not attributes.get("is_swizzled_scales"):
+        return stored.scale("scale", small, dtypes)
+    if len(small) != 2:
+        stored.unknown(f"scales of shape {list(small)} in the order of a GPU's tiles")
+    tiles = Grid(_TILE).shape(small)
+    found = stored.info("scale").shape
+    return replace(stored.scale("scale", found, dtypes), shape=_sized(stored, tiles, found))
+
+
+def _sized(stored: StoredWeight, tiles: tuple[int, ...], found: tuple[int, ...]) -> tuple[int, ...]:
+    shape = (*tiles, math.prod(_TILE))
+    if math.prod(found) != math.prod(shape):
+        label = stored.weight.parts["scale"]
+        stored.fault(f"{label} has shape {list(found)}, and should have {list(tiles)} tiles of 512")
+    return shape
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """A weight whose scales are stored in tiles: in each, four columns of four runs of 32 rows."""
+
+    plain: Affine
+
+    @property
+    def scheme(self) -> str:
+        return self.plain.scheme
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.plain.shape
+
+    @property
+    def parts(self) -> Mapping[str, Part]:
+        return self.plain.parts
+
+    def boxes(self, box: Box) -> Mapping[str, Box]:
+        boxes = self.plain.boxes(box)
+        tiles = Grid(_TILE).box(boxes["scale"])
+        whole = Box((*tiles.start, 0), (*tiles.stop, math.prod(_TILE)))
+        return {**boxes, "scale": whole}
+
+    def values(self, box: Box, parts: Mapping[str, np.ndarray]) -> np.ndarray:
+        wanted = self.plain.boxes(box)["scale"]
+        rows, columns = parts["scale"].shape[:2]
+        # tile row, tile column, 32 rows, 4 runs of them, 4 columns
+        tiles = parts["scale"].reshape(rows, columns, 32, 4, 4).transpose(0, 3, 2, 1, 4)
+        plain = tiles.reshape(rows * _TILE[0], columns * _TILE[1])
+        first = [start % n for start, n in zip(wanted.start, _TILE, strict=True)]
+        there = Box.whole(wanted.shape).shift(first)
+        return self.plain.values(box, {**parts, "scale": plain[there.index]})
+
+
+def _in_order(attributes: Mapping[str, Any], plain: Affine) -> Dequantizer:
+    return Tiled(plain) if attributes.get("is_swizzled_scales") else plain
 
 
 def _name(stored: StoredWeight) -> str:
