@@ -299,7 +299,11 @@ def torchao(draw: Draw) -> Made:
     zero = rng.integers(-128, 128, small).astype(np.int8)
     scale = small_scales(rng, small, BF16)
     want = affine(codes, spread(zero.astype(np.float32), block, shape), spread(scale, block, shape))
-    said = {"_type": "IntxUnpackedToInt8Tensor", "_data": {"block_size": list(block)}}
+    said = {
+        "_type": "IntxUnpackedToInt8Tensor",
+        "_data": {"block_size": list(block)},
+        "_tensor_data_names": ["qdata", "scale", "zero_point"],
+    }
     parts = {"codes": codes, "scale": scale, "zero_point": zero}
     return Made("torchao", parts, want, said=said)
 
@@ -325,7 +329,11 @@ def tiled_nvfp4(draw: Draw) -> Made:
         "scale": tiles.reshape(32 * rows, 16 * columns),
         "per_tensor_scale": factor,
     }
-    said = {"_type": "NVFP4Tensor", "_data": {"block_size": 16, "is_swizzled_scales": True}}
+    said = {
+        "_type": "NVFP4Tensor",
+        "_data": {"block_size": 16, "is_swizzled_scales": True},
+        "_tensor_data_names": ["qdata", "scale", "per_tensor_scale"],
+    }
     return Made("torchao", parts, want, said=said)
 
 

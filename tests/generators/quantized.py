@@ -463,8 +463,16 @@ def _torchao(folder: Path, config: Any, dtype: torch.dtype = torch.bfloat16, **s
 
     source = tiny_llama(folder, dtype, **sizes)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-    quantize_(model, config, filter_fn=lambda module, name: name.endswith("_proj"))
-    state = dict(model.state_dict())
+    if isinstance(config, torch.dtype):  # MX has no config that leaves activations as they are
+        from torchao.prototype.mx_formats.mx_tensor import MXTensor
+
+        state = {
+            name: MXTensor.to_mx(tensor, config, 32) if "_proj" in name else tensor
+            for name, tensor in model.state_dict().items()
+        }
+    else:
+        quantize_(model, config, filter_fn=lambda module, name: name.endswith("_proj"))
+        state = dict(model.state_dict())
     truth = {
         name: tensor.dequantize() if hasattr(tensor, "dequantize") and "_proj" in name else tensor
         for name, tensor in state.items()
@@ -510,6 +518,9 @@ _ao_case("torchao_int8", _ao("Int8WeightOnlyConfig", version=2))
 _ao_case("torchao_int8_float32", _ao("Int8WeightOnlyConfig", version=2), torch.float32, **_ODD)
 _ao_case("torchao_intx", _ao("IntxWeightOnlyConfig", weight_dtype=torch.int4))
 _ao_case("torchao_nvfp4", _ao_prototype("NVFP4WeightOnlyConfig"))
+_ao_case("torchao_nvfp4_wide", _ao_prototype("NVFP4WeightOnlyConfig"), hidden_size=128)
+_ao_case("torchao_mxfp8", lambda: torch.float8_e4m3fn)
+_ao_case("torchao_mxfp4", lambda: torch.float4_e2m1fn_x2)
 
 
 if __name__ == "__main__":

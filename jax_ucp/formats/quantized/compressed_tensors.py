@@ -127,11 +127,15 @@ def _stored_shape(stored: StoredWeight) -> tuple[int, ...]:
     return shape
 
 
-def _few_bits(table: np.ndarray, bits: int, group: int, scales: Sequence[str]) -> _Format:
-    """Floats of 4 or 6 bits in bytes, with a scale for each group of elements of a row."""
+def _few_bits(
+    table: np.ndarray, bits: int, group: int, scales: Sequence[str], is_global: bool = False
+) -> _Format:
+    """Floats of 4 or 6 bits in bytes, with a scale for each group of elements of a row; with
+    `is_global` one number divides all scales.
+    """
 
     def make(stored: StoredWeight, args: Mapping[str, Any]) -> Dequantizer:
-        stored.only("codes", "scale", "global_scale")
+        stored.only("codes", "scale", *["global_scale"] * is_global)
         if args["symmetric"] is False:
             stored.unknown("floats of few bits have no zero points")
         width = args["group_size"] or group
@@ -146,11 +150,11 @@ def _few_bits(table: np.ndarray, bits: int, group: int, scales: Sequence[str]) -
             "codes": stored.part("codes", words, ("uint8",)),
             "scale": stored.scale("scale", grid.shape(shape), scales),
         }
-        if stored.has("global_scale"):
+        if is_global:
             parts["factor"] = _global_scale(stored)
         codes = Codes(Packing(bits, 8, len(shape) - 1), table=table)
         scheme = stored.weight.scheme
-        return Affine(scheme, shape, parts, codes, grid, divides="factor" in parts)
+        return Affine(scheme, shape, parts, codes, grid, divides=is_global)
 
     return make
 
@@ -175,7 +179,7 @@ _SCALES = (*FLOATS, "uint8", "float8_e8m0fnu")
 _FORMATS: Mapping[str, _Format] = {
     **dict.fromkeys(_PLAIN, _plain),
     "pack-quantized": _packed,
-    "nvfp4-pack-quantized": _few_bits(FP4, 4, _NVFP4_GROUP, ("float8_e4m3fn",)),
+    "nvfp4-pack-quantized": _few_bits(FP4, 4, _NVFP4_GROUP, ("float8_e4m3fn",), True),
     "mxfp4-pack-quantized": _few_bits(FP4, 4, _MX_GROUP, ("uint8", "float8_e8m0fnu")),
     "mxfp6-pack-quantized": _few_bits(FP6_E2M3, 6, _MX_GROUP, ("uint8", "float8_e8m0fnu")),
     "mxfp8-quantized": _mx_fp8,

@@ -92,6 +92,7 @@ def _dequantizers(
         except UCPError as error:
             faults.append(error)
     faults += _left_alone(weights, leaves)
+    faults += _not_stored(weights, declared)
     if faults:
         lines = fault_lines([str(fault) for fault in faults])
         raise type(faults[0])(
@@ -110,6 +111,17 @@ def _left_alone(
             yield FormatError(
                 f"{label} is a part of a quantised weight, and no codes that it belongs to are"
                 " stored"
+            )
+
+
+def _not_stored(weights: Sequence[QuantizedWeight], declared: Declared) -> Iterator[FormatError]:
+    """Weights that a file's header describes as quantised, and whose codes are not there."""
+    names = {weight.name.rpartition("/")[2] for weight in weights}
+    for name, said in declared.weights.items():
+        if said["_type"] != "Tensor" and name not in names:
+            yield FormatError(
+                f"{name} is a {said['_type']!r:.60} by the header of its file, and its codes are"
+                " not stored"
             )
 
 

@@ -36,9 +36,22 @@ def tensor(stored: StoredWeight) -> Dequantizer:
     if kind not in _CLASSES:
         known = ", ".join(_CLASSES)
         stored.unknown(f"torchao's {kind!r:.60} is not dequantised here; known are {known}")
+    _require_all(stored)
     if stored.has("act_pre_scale"):
         stored.unknown("it has act_pre_scale, which activations are multiplied by first")
     return _CLASSES[kind](stored, attributes)
+
+
+def _require_all(stored: StoredWeight) -> None:
+    """Raises FormatError unless the parts are those that the header names."""
+    named = stored.said.get("_tensor_data_names")
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        stored.fault(f"the header names its parts as {named!r:.80}")
+    roles = {"codes" if name == "qdata" else name for name in named}
+    if missing := sorted(roles - stored.arrays.keys()):
+        stored.fault(f"the header names the parts {', '.join(missing)}, which are not stored")
+    if more := sorted(stored.arrays.keys() - roles):
+        stored.fault(f"it has {', '.join(more)}, which the header does not name")
 
 
 def _float8(stored: StoredWeight, attributes: Mapping[str, Any]) -> Dequantizer:
