@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import shutil
 import tempfile
 import warnings
@@ -16,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
@@ -106,6 +108,7 @@ def subjects(formats: tuple[str, ...] = FORMATS, real: Path | None = None) -> li
         "orbax-v0": _orbax_v0,
         "orbax-v1": _orbax_v1,
         "torch.save": _torch_saved,
+        "safetensors": _quantized,
     }
     for format, make in makers.items():
         found += make() if format in formats else []
@@ -313,6 +316,25 @@ def _torch_saved() -> list[Subject]:
         for path in single
     ]
     return [*found, _bin_folder("hf_llama", 1), _bin_folder("hf_llama", 3)]
+
+
+_QUANTIZED = ("ct_int4_asymmetric", "gptq_4", "bnb_nf4_double", "fp8_block_32")
+
+
+def _quantized() -> list[Subject]:
+    """Weights that libraries of quantisation wrote, dequantised."""
+    return [_dequantized(DATA / "quantized" / case) for case in _QUANTIZED]
+
+
+def _dequantized(case: Path) -> Subject:
+    with np.load(case / "truth.npz") as arrays:
+        truth = {
+            name: array.view(ml_dtypes.bfloat16) if array.dtype == np.uint16 else array
+            for name, array in arrays.items()
+        }
+    options = json.loads((case / "case.json").read_text())["options"]
+    name = f"quantized/{case.name}"
+    return Subject(name, "safetensors", read_folder(case / "ckpt"), "", options, truth)
 
 
 def _bin_folder(case: str, shards: int) -> Subject:

@@ -135,14 +135,11 @@ class DequantizedView(Watched):
         weight = self._weights[key]
         wanted = [weight.boxes(box) for box in boxes]
         read = {role: self._read(key, role, [w[role] for w in wanted]) for role in weight.parts}
-        for box, out, parts in zip(boxes, outs, wanted, strict=True):
-            for piece in row_boxes(box.shape, 4, PIECE_BYTES):
-                here = {
-                    role: read[role][parts[role]][needed.relative_to(parts[role]).index]
-                    for role, needed in weight.boxes(piece.shift(box.start)).items()
-                }
-                values = weight.values(piece.shift(box.start), here)
-                round_into(out[(*piece.index, ...)], values)
+        # A number beyond all of the dtype is infinite, as the libraries have it.
+        with np.errstate(over="ignore", invalid="ignore"):
+            for box, out, parts in zip(boxes, outs, wanted, strict=True):
+                here = {role: (parts[role], read[role][parts[role]]) for role in parts}
+                _compute(weight, box, here, out)
 
     def _read(self, key: str, role: str, wanted: Sequence[Box]) -> dict[Box, np.ndarray]:
         """The elements of each of some boxes of a part, each of which is read once."""
@@ -165,6 +162,19 @@ class DequantizedView(Watched):
         if part.array not in self._flat:
             return [box]
         return flat_boxes(self._flat[part.array], part.shape, box)
+
+
+def _compute(
+    weight: Dequantizer, box: Box, parts: Mapping[str, tuple[Box, np.ndarray]], out: np.ndarray
+) -> None:
+    """Make the numbers of a box, of the boxes of its parts, piece by piece."""
+    for piece in row_boxes(box.shape, 4, PIECE_BYTES):
+        place = piece.shift(box.start)
+        needed: dict[str, np.ndarray] = {}
+        for role, wanted in weight.boxes(place).items():
+            around, elements = parts[role]
+            needed[role] = elements[wanted.relative_to(around).index]
+        round_into(out[(*piece.index, ...)], weight.values(place, needed))
 
 
 def flat_boxes(stored: Sequence[int], shape: Sequence[int], box: Box) -> list[Box]:

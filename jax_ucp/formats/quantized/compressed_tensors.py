@@ -64,7 +64,7 @@ def _groups(stored: StoredWeight) -> Iterator[tuple[str, Mapping[str, Any]]]:
         if not isinstance(args, Mapping):
             continue
         format = group.get("format") or common
-        if format not in _FORMATS:
+        if not isinstance(format, str) or format not in _FORMATS:
             stored.unknown(f"the config has the format {format!r:.60}, which is not known here")
         means = format, {name: args.get(name) for name in _DECIDING}
         if means not in seen:

@@ -20,6 +20,7 @@ from jax_ucp.cli.main import main
 from jax_ucp.errors import QuantizedWeights
 from jax_ucp.layout.box import Box
 from jax_ucp.sources.consolidated import same_bits
+from jax_ucp.sources.dequantized import DequantizedView
 from test_read_once import files_of, reads_of
 
 DATA = Path(__file__).parents[2] / "data" / "quantized"
@@ -124,6 +125,7 @@ def test_a_slice_reads_no_more_of_codes_than_its_share(case):
     """For a quarter of an axis, about a quarter of the codes is asked for."""
     checkpoint = open_case(case)
     view = checkpoint._contents.arrays
+    assert isinstance(view, DequantizedView)
     for label in quantized_names(case):
         leaf = checkpoint._leaf(label)
         weight = view._weights[leaf.name]
