@@ -29,6 +29,7 @@ import torch_writer
 from cases import DATA, Case, every
 from jax_ucp.formats.safetensors.reader import SafetensorsFile
 from jax_ucp.layout.box import Box
+from jax_ucp.sources.consolidated import same_bits
 from temptation_folders import OTHER_RUN, STEP_LATER, Change, read_folder, sibling
 
 FORMATS = (
@@ -334,7 +335,12 @@ def _dequantized(case: Path) -> Subject:
         }
     options = json.loads((case / "case.json").read_text())["options"]
     name = f"quantized/{case.name}"
-    return Subject(name, "safetensors", read_folder(case / "ckpt"), "", options, truth)
+    folder = read_folder(case / "ckpt")
+    return Subject(name, "safetensors", folder, "", options, truth, _same_bits)
+
+
+def _same_bits(made: np.ndarray, want: np.ndarray, label: str) -> bool:
+    return same_bits(np.asarray(made), np.ascontiguousarray(want))
 
 
 def _bin_folder(case: str, shards: int) -> Subject:

@@ -214,7 +214,8 @@ def _cut(array: np.ndarray, boxes: Sequence[Box]) -> list[np.ndarray]:
 def _require_valid(key: str, part: Part, box: Box, array: np.ndarray) -> None:
     if part.valid is None:
         return
-    valid = part.valid(array)
+    with np.errstate(invalid="ignore"):  # a NaN of eight bits
+        valid = part.valid(array)
     if valid.all():
         return
     at = tuple(int(i) for i in np.argwhere(~valid)[0])
