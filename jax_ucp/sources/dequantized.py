@@ -18,14 +18,15 @@ from typing import Protocol
 import numpy as np
 
 from jax_ucp.errors import CorruptData
-from jax_ucp.layout.blocks import row_boxes
+from jax_ucp.layout.blocks import grid_boxes, rows_of_chunks
 from jax_ucp.layout.box import Box, range_boxes
 from jax_ucp.sources.protocol import ArrayInfo, ArraySource, Piece
 from jax_ucp.sources.rounding import round_into
 from jax_ucp.sources.watched import Watched
 
-# What is computed at once: small enough for the caches of a core.
-PIECE_BYTES = 1 << 20
+# The sides of what is computed at once: as float32 it fits the caches of a core, and it is square,
+# so that neither order of inputs and outputs reads or writes single elements.
+PIECE_SIDE = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,13 +169,18 @@ def _compute(
     weight: Dequantizer, box: Box, parts: Mapping[str, tuple[Box, np.ndarray]], out: np.ndarray
 ) -> None:
     """Make the numbers of a box, of the boxes of its parts, piece by piece."""
-    for piece in row_boxes(box.shape, 4, PIECE_BYTES):
+    for piece in _pieces(box.shape):
         place = piece.shift(box.start)
         needed: dict[str, np.ndarray] = {}
         for role, wanted in weight.boxes(place).items():
             around, elements = parts[role]
             needed[role] = elements[wanted.relative_to(around).index]
         round_into(out[(*piece.index, ...)], weight.values(place, needed))
+
+
+def _pieces(shape: Sequence[int]) -> Iterator[Box]:
+    sides = [1] * (len(shape) - 2) + [min(PIECE_SIDE, n) for n in shape[-2:]]
+    return grid_boxes(shape, rows_of_chunks(shape, sides, 1, PIECE_SIDE**2))
 
 
 def flat_boxes(stored: Sequence[int], shape: Sequence[int], box: Box) -> list[Box]:

@@ -21,7 +21,8 @@ def _upper_halves(values: np.ndarray) -> np.ndarray:
 
     A NaN stays one: its payload could carry into the exponent, so that it gets the quiet bit.
     """
-    bits = np.ascontiguousarray(values).view(np.uint32)
+    # in the order that the numbers have in memory
+    bits = values.view(np.uint32)
     odd = bits >> np.uint32(16)
     odd &= np.uint32(1)
     odd += np.uint32(0x7FFF)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import ml_dtypes
 import numpy as np
@@ -40,23 +41,34 @@ class Codes:
 
     def numbers(self, stored: np.ndarray, box: Box) -> np.ndarray:
         """The numbers in a box as float32, in memory of their own."""
-        codes = self._codes(stored, box)
-        if self.table is not None:
-            return np.take(self.table, codes)
-        numbers = codes.astype(np.float32)
-        if self.offset:
-            numbers -= np.float32(self.offset)
-        return numbers
-
-    def _codes(self, stored: np.ndarray, box: Box) -> np.ndarray:
         if self.packing is None:
-            return stored
+            return _by_table(stored, self.table)
+        table = self.table
+        if self.offset:
+            table = np.arange(1 << self.packing.bits, dtype=np.float32) - np.float32(self.offset)
+        return self.packing.numbers(self._words(stored, box), box, table)
+
+    def _words(self, stored: np.ndarray, box: Box) -> np.ndarray:
+        """The words that a box needs, where their last axis is stored as two."""
         if not self.row:
-            return self.packing.unpack(stored, box)
+            return stored
+        assert self.packing is not None
         wanted = self.packing.box(box, box.stop)
         first = wanted.start[-1] % self.row
         words = stored.reshape(*stored.shape[:-2], -1)
-        return self.packing.unpack(words[..., first : first + wanted.shape[-1]], box)
+        return words[..., first : first + wanted.shape[-1]]
+
+
+def _by_table(codes: np.ndarray, table: np.ndarray | None) -> np.ndarray:
+    """The numbers of codes of a byte each: in a table, or by their own dtype."""
+    if table is None and codes.dtype.name.startswith("float8_"):
+        table = _numbers_of_bytes(codes.dtype)
+    return codes.astype(np.float32) if table is None else np.take(table, codes.view(np.uint8))
+
+
+@cache
+def _numbers_of_bytes(dtype: np.dtype) -> np.ndarray:
+    return np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ FP4 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.floa
 FP6_E2M3 = np.arange(64, dtype=np.uint8).view(ml_dtypes.float6_e2m3fn).astype(np.float32)
 FP6_E3M2 = np.arange(64, dtype=np.uint8).view(ml_dtypes.float6_e3m2fn).astype(np.float32)
 
+_CODES = np.arange(16, dtype=np.float32)
+
 
 @dataclass(frozen=True, slots=True)
 class Packing:
@@ -78,6 +80,29 @@ class Packing:
         index = [slice(None)] * codes.ndim
         index[self.axis] = slice(start, start + count)
         return codes[tuple(index)]
+
+    def numbers(self, words: np.ndarray, box: Box, table: np.ndarray | None) -> np.ndarray:
+        """For each code in a box its number in a table of float32, or the code itself, of just the
+        words that `box` says.
+        """
+        if self._is_pairs(words):
+            return self._by_pairs(words, box, _CODES if table is None else table)
+        codes = self.unpack(words, box)
+        return codes.astype(np.float32) if table is None else np.take(table, codes)
+
+    def _by_pairs(self, words: np.ndarray, box: Box, table: np.ndarray) -> np.ndarray:
+        """As `numbers`, both codes of a byte at once."""
+        pairs = np.empty((16, 16, 2), np.float32)  # by the high and the low half of a byte
+        pairs[..., int(self.is_high_first)] = table
+        pairs[..., int(not self.is_high_first)] = table[:, None]
+        codes = np.ascontiguousarray(words).view(np.uint8)
+        found = np.take(pairs.view(np.uint64).reshape(-1), codes).view(np.float32)
+        start = box.start[self.axis] % self.codes
+        return found[..., start : start + box.shape[self.axis]]
+
+    def _is_pairs(self, words: np.ndarray) -> bool:
+        """Whether each byte has two neighbours on the last axis."""
+        return self.bits == 4 and not self.order and self.axis == words.ndim - 1
 
     def _codes(self, words: np.ndarray) -> np.ndarray:
         """All codes of whole groups of words."""

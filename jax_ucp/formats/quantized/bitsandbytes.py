@@ -88,8 +88,8 @@ class Runs:
         first, last = self._bytes(box)
         stored = np.ascontiguousarray(parts["codes"]).view(np.uint8)
         skipped = first % self.width
-        codes = _PACKING.unpack(stored[:, skipped : skipped + last - first], box)
-        values = np.take(parts["quant_map"], codes)
+        words = stored[:, skipped : skipped + last - first]
+        values = _PACKING.numbers(words, box, parts["quant_map"])
         values *= Grid((1, self.block)).spread(self._scales(box, parts), box)
         return values
 

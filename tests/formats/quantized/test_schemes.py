@@ -50,7 +50,7 @@ def test_several_boxes_are_read_in_small_pieces_too_and_into_memory_of_any_strid
     wanted = data.draw(st.lists(boxes(want.shape), min_size=1, max_size=4))
     outs = [np.full((*box.shape, 2), np.nan, np.float32)[..., 0] for box in wanted]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jax_ucp.sources.dequantized.PIECE_BYTES", data.draw(st.integers(1, 500)))
+        patch.setattr("jax_ucp.sources.dequantized.PIECE_SIDE", data.draw(st.integers(1, 20)))
         view.read_into("w", wanted, outs)
     for box, out in zip(wanted, outs, strict=True):
         assert np.array_equal(out, want[box.index], equal_nan=True)
