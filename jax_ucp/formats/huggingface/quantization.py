@@ -279,6 +279,8 @@ def _undeclared(contents: Contents, settings: Mapping[str, Any]) -> Contents:
         config = extras.get(file, {}).get("config")
         if isinstance(config, Mapping) and key:
             extras[file]["config"] = _without(config, key)
+        elif not key:
+            extras.pop(file, None)
     source = {**contents.source, "quantization": settings}
     return replace(contents, extras=extras, source=source)
 

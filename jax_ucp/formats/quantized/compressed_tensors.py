@@ -33,7 +33,8 @@ def compressed(stored: StoredWeight) -> Dequantizer:
     faults: list[UCPError] = []
     for format, args in _groups(stored):
         try:
-            made.append(_FORMATS[format](stored, args))
+            weight = _FORMATS[format](stored, args)
+            made.append(replace(weight, scheme=f"compressed-tensors {format}"))
         except UCPError as error:
             faults.append(error)
     if len(made) == 1:
@@ -76,7 +77,7 @@ def _groups(stored: StoredWeight) -> Iterator[tuple[str, Mapping[str, Any]]]:
 _DECIDING = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure")
 
 
-def _plain(stored: StoredWeight, args: Mapping[str, Any]) -> Dequantizer:
+def _plain(stored: StoredWeight, args: Mapping[str, Any]) -> Affine:
     """Codes of 8 bits as they are, and zero points of the same dtype."""
     stored.only("codes", "scale", "zero_point")
     shape = stored.info("codes").shape
@@ -92,7 +93,7 @@ def _plain(stored: StoredWeight, args: Mapping[str, Any]) -> Dequantizer:
     return Affine(stored.weight.scheme, shape, parts, Codes(), grid)
 
 
-def _packed(stored: StoredWeight, args: Mapping[str, Any]) -> Dequantizer:
+def _packed(stored: StoredWeight, args: Mapping[str, Any]) -> Affine:
     """Integers of 1 to 8 bits in words of 32, each larger by half its range."""
     stored.only("codes", "scale", "zero_point", "shape", "g_idx")
     shape, bits = _stored_shape(stored), args["num_bits"]
@@ -134,7 +135,7 @@ def _few_bits(
     `is_global` one number divides all scales.
     """
 
-    def make(stored: StoredWeight, args: Mapping[str, Any]) -> Dequantizer:
+    def make(stored: StoredWeight, args: Mapping[str, Any]) -> Affine:
         stored.only("codes", "scale", *["global_scale"] * is_global)
         if args["symmetric"] is False:
             stored.unknown("floats of few bits have no zero points")
@@ -168,13 +169,13 @@ def _is_divisor(elements: np.ndarray) -> np.ndarray:
     return np.isfinite(elements) & (elements != 0)
 
 
-def _mx_fp8(stored: StoredWeight, args: Mapping[str, Any]) -> Dequantizer:
+def _mx_fp8(stored: StoredWeight, args: Mapping[str, Any]) -> Affine:
     """fp8 with an exponent for each group of a row."""
     width = args["group_size"] or _MX_GROUP
     return _plain(stored, {**args, "type": "float", "strategy": "group", "group_size": width})
 
 
-_Format = Callable[[StoredWeight, Mapping[str, Any]], Dequantizer]
+_Format = Callable[[StoredWeight, Mapping[str, Any]], Affine]
 _SCALES = (*FLOATS, "uint8", "float8_e8m0fnu")
 _FORMATS: Mapping[str, _Format] = {
     **dict.fromkeys(_PLAIN, _plain),
