@@ -20,6 +20,7 @@ BENCHMARKS = {
     "processes": "benchmarks.processes",
     "plan": "benchmarks.plan",
     "arrays": "benchmarks.arrays",
+    "quantized": "benchmarks.quantized",
 }
 
 

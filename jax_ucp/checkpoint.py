@@ -21,7 +21,7 @@ import numpy as np
 from jax_ucp.arguments import local_path, switch
 from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.formats.exporting import ExportFormat, ExportPlan, plan_export, run_export
-from jax_ucp.formats.options import GroupsFunction, Options, Sizes, require_used
+from jax_ucp.formats.options import Dequantize, GroupsFunction, Options, Sizes, require_used
 from jax_ucp.formats.registry import open_contents
 from jax_ucp.inspection.diff import Difference, Side, difference
 from jax_ucp.inspection.lazy_array import LazyArray
@@ -62,7 +62,7 @@ def open(
     spec: str | os.PathLike[str] | Spec | None = None,
     weights_only: bool = False,
     on_conflict: Literal["master", "copy"] | None = None,
-    dequantize: Literal[False] | None = None,
+    dequantize: Dequantize = None,
     optimizer_groups: str | Sequence[Sequence[str]] | GroupsFunction | None = None,
     model: str | None = None,
     step: int | None = None,
@@ -82,8 +82,11 @@ def open(
     says that `on_conflict` changed nothing.
 
     Weights that are stored quantised, as codes and scales, are named in the notes and refused
-    wherever weights are asked for. `dequantize=False` gives the parts as they are stored, under the
-    state `stored` in place of `param`, to be read, restored or saved.
+    wherever weights are asked for. `dequantize="bfloat16"`, `"float16"` or `"float32"` gives the
+    numbers that they stand for, computed in float32 by the rule of the library that wrote them and
+    rounded once, box by box as they are read; weights that are not quantised keep their dtypes.
+    `dequantize=False` gives the parts as they are stored, under the state `stored` in place of
+    `param`, to be read, restored or saved.
 
     `optimizer_groups` says which parameters an optimizer has whose states go by numbers:
     `"module-order"`, if every group lists its parameters in the order of the model; `"hf-decay"`,
@@ -100,7 +103,8 @@ def open(
 
     Raises NotACheckpoint where there is none, FormatError where a file is not what it should be, or
     does not fit what was said, SpecError for `sizes` and a `spec` that are not used and
-    `optimizer_groups` that cannot be meant, UnsupportedPath for a URL, and ValueError for another
+    `optimizer_groups` that cannot be meant, UnsupportedPath for a URL, QuantizedWeights where
+    weights are to be dequantised and nothing says how they are meant, and ValueError for another
     `dequantize`.
     """
     options = Options.of(

@@ -122,8 +122,10 @@ whole; `step=` chooses. Files of the step are extras.
 ## Quantised weights
 
 A weight that is stored as codes and scales is refused as a weight, in any format, wherever weights are asked for:
-restoring, mapping, exporting, converting. `dequantize=False` (`--no-dequantize`) gives the parts as they are stored,
-under `stored` in place of `param`. Recognised by names, dtypes and shapes are:
+restoring, mapping, exporting, converting. `dequantize="bfloat16"` (`--dequantize bfloat16`; also `float16`, `float32`)
+gives the numbers that they stand for, of the schemes in [quantization.md](quantization.md); `dequantize=False`
+(`--no-dequantize`) gives the parts as they are stored, under `stored` in place of `param`. Recognised by names, dtypes
+and shapes are:
 
 {schemes}
 

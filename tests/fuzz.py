@@ -248,6 +248,9 @@ def replaced(path: Path, data: bytes) -> Iterator[None]:
         path.write_bytes(before)
 
 
+QUANTIZED_FILES = ("model.safetensors", "config.json")
+
+
 class Targets:
     """What is fuzzed. Each method makes an input from a generator, and gives what reads it;
     files lie in `work`.
@@ -261,6 +264,7 @@ class Targets:
         self.legacy_files = [
             path.read_bytes() for path in sorted(DATA.glob("torch/torchsave_legacy/*.pt"))
         ]
+        self.quantized_cases = sorted(DATA.glob("quantized/*/ckpt"))
         self.folders = [self._copied(DATA / case) for case in CASES]
         self.dcp = work / "dcp"
         self.dcp_items = self._dcp()
@@ -509,6 +513,20 @@ class Targets:
         yield lambda: read_folder(folder, dequantize=False)
 
     @contextmanager
+    def quantized(self, rng: Random) -> Iterator[Read]:
+        """Weights as libraries of quantisation write them, of which the header, the config or the
+        bytes lie.
+        """
+        case = rng.choice(self.quantized_cases)
+        file, config = ((case / name).read_bytes() for name in QUANTIZED_FILES)
+        folder = self.work / "quantized"
+        folder.mkdir(exist_ok=True)
+        made = inputs.quantized_files(rng, file, config)
+        for name, data in zip(QUANTIZED_FILES, made, strict=True):
+            (folder / name).write_bytes(data)
+        yield lambda: read_folder(folder, dequantize=rng.choice(["bfloat16", "float32"]))
+
+    @contextmanager
     def dcp_tables(self, rng: Random) -> Iterator[Read]:
         tree: Any = inputs.dcp_metadata(self.dcp_items, (5, 3), (2, 3))
         for _ in range(rng.choice([0, 1, 1, 1, 2, 4])):
@@ -573,7 +591,7 @@ def _with_another_pickle(rng: Random, data: bytes) -> bytes:
 
 # How many of a hundred inputs each target gets.
 SHARES = {"pickles": 24, "torch_files": 14, "safetensors": 10, "dcp_tables": 10, "checkpoints": 10}
-SHARES |= {"universal": 14, "orbax": 14, "msgpack_files": 10, "yaml_texts": 6}
+SHARES |= {"universal": 14, "orbax": 14, "msgpack_files": 10, "quantized": 10, "yaml_texts": 6}
 
 
 def run(numbers: range, work: Path, family: str | None = None) -> int:

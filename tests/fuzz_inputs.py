@@ -575,6 +575,40 @@ def weights_config(rng: Random) -> bytes:
     return json.dumps(spoilt(rng, spoilt(rng, config))).encode()
 
 
+def quantized_files(rng: Random, file: bytes, config: bytes) -> tuple[bytes, bytes]:
+    """A file of quantised weights and the config beside it, one of which is spoilt: the header with
+    what it says of single weights, the settings of the quantisation, or bytes of parts.
+    """
+    way = rng.random()
+    length = int.from_bytes(file[:8], "little")
+    if way < 0.4:
+        said = json.loads(config)
+        said["quantization_config"] = spoilt(rng, spoilt(rng, said["quantization_config"]))
+        return file, json.dumps(said).encode("utf-8", "surrogatepass")
+    if way < 0.8:
+        header = json.loads(file[8 : 8 + length])
+        name = rng.choice(sorted(header))
+        header[name] = spoilt(rng, _unpacked(header[name]))
+        header |= {rng.choice(sorted(header)): header[name]} if rng.random() < 0.3 else {}
+        if isinstance(header[name], dict) and name == "__metadata__":
+            header[name] = {
+                k: v if isinstance(v, str) else json.dumps(v) for k, v in header[name].items()
+            }
+        text = json.dumps(header).encode("utf-8", "surrogatepass")
+        return len(text).to_bytes(8, "little") + text + file[8 + length :], config
+    data = bytearray(file)
+    for _ in range(rng.choice([1, 3, 30])):
+        data[rng.randrange(8 + length, len(data))] = rng.choice([0, 127, 128, 255])
+    return bytes(data), config
+
+
+def _unpacked(value: Any) -> Any:
+    """An entry of a header; of metadata, texts that are JSON as what they say."""
+    if not all(isinstance(item, str) for item in value.values()):
+        return value
+    return {key: json.loads(text) if text[:1] in "{[" else text for key, text in value.items()}
+
+
 # DCP: what `.metadata` says of the files beside it.
 
 DCP = "torch.distributed.checkpoint."

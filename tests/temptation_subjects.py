@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import shutil
 import tempfile
 import warnings
@@ -17,6 +18,7 @@ from typing import Any
 import flax.serialization
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
@@ -28,6 +30,7 @@ import torch_writer
 from cases import DATA, Case, every
 from jax_ucp.formats.safetensors.reader import SafetensorsFile
 from jax_ucp.layout.box import Box
+from jax_ucp.sources.consolidated import same_bits
 from megatron_cases import CORE
 from temptation_folders import OTHER_RUN, STEP_LATER, Change, read_folder, sibling
 
@@ -115,6 +118,7 @@ def subjects(formats: tuple[str, ...] = FORMATS, real: Path | None = None) -> li
         "orbax-v1": _orbax_v1,
         "flax": _flax,
         "torch.save": _torch_saved,
+        "safetensors": _quantized,
     }
     for format, make in makers.items():
         found += make() if format in formats else []
@@ -354,6 +358,30 @@ def _torch_saved() -> list[Subject]:
         for path in single
     ]
     return [*found, _bin_folder("hf_llama", 1), _bin_folder("hf_llama", 3)]
+
+
+_QUANTIZED = ("ct_int4_asymmetric", "gptq_4", "bnb_nf4_double", "fp8_block_32")
+
+
+def _quantized() -> list[Subject]:
+    """Weights that libraries of quantisation wrote, dequantised."""
+    return [_dequantized(DATA / "quantized" / case) for case in _QUANTIZED]
+
+
+def _dequantized(case: Path) -> Subject:
+    with np.load(case / "truth.npz") as arrays:
+        truth = {
+            name: array.view(ml_dtypes.bfloat16) if array.dtype == np.uint16 else array
+            for name, array in arrays.items()
+        }
+    options = json.loads((case / "case.json").read_text())["options"]
+    name = f"quantized/{case.name}"
+    folder = read_folder(case / "ckpt")
+    return Subject(name, "safetensors", folder, "", options, truth, _same_bits)
+
+
+def _same_bits(made: np.ndarray, want: np.ndarray, label: str) -> bool:
+    return same_bits(np.asarray(made), np.ascontiguousarray(want))
 
 
 def _bin_folder(case: str, shards: int) -> Subject:

@@ -535,6 +535,7 @@ def _flags(options: Mapping[str, Any]) -> list[str]:
                 f for of in sizes.items() for f in ("--size", "{}={}".format(*of))
             ],
             "weights_only": lambda said: ["--weights-only"] * said,
+            "dequantize": lambda dtype: ["--dequantize", dtype],
             "optimizer_groups": lambda how: ["--optimizer-groups", how],
             "model": lambda model: ["--model", model],
         }[name](value)

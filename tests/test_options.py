@@ -717,6 +717,7 @@ SOURCE = {
     "on_conflict": "noted",
 }
 SOURCE |= {
+    "dequantize": "harmless",
     "no_dequantize": "harmless",
     "optimizer_groups": "refused",
     "model": "refused",

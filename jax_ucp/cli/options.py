@@ -6,7 +6,7 @@ import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 import msgspec
@@ -134,6 +134,11 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="What to take where something is stored twice.",
         ),
         click.option(
+            "--dequantize",
+            type=click.Choice(["bfloat16", "float16", "float32"]),
+            help="Give quantised weights as the numbers that they stand for.",
+        ),
+        click.option(
             "--no-dequantize",
             is_flag=True,
             help="Keep quantised weights as the parts that are stored.",
@@ -180,6 +185,7 @@ def open_checkpoint(
     sizes: tuple[tuple[str, int], ...],
     mapping: str | None = None,
     of_mapping: jax_ucp.Mapping | None = None,
+    dequantize: Literal["bfloat16", "float16", "float32"] | None = None,
     no_dequantize: bool = False,
     config: str | None = None,
     assume: tuple[str, ...] = (),
@@ -191,7 +197,10 @@ def open_checkpoint(
     """
     require_mapping(mapping, config, assume)
     rules = load_mapping(mapping)
-    options = Options.of(_once(sizes), **others, dequantize=False if no_dequantize else None)
+    if dequantize and no_dequantize:
+        raise click.UsageError("--dequantize and --no-dequantize exclude one another")
+    kept = False if no_dequantize else dequantize
+    options = Options.of(_once(sizes), **others, dequantize=kept)
     contents = open_contents(path, options)
     for_rules = [used.names for used in (rules, of_mapping) if used]
     require_used(options.sizes, contents.path, frozenset().union(*for_rules))

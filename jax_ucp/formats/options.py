@@ -28,7 +28,9 @@ Lists = tuple[tuple[str, ...], ...]
 GroupsFunction = Callable[[Sequence[str]], Sequence[Sequence[str]]]
 OptimizerGroups = str | Lists | GroupsFunction  # a word, maybe with `:` and a model type
 SaidGroups = str | Lists
+Dequantize = Literal[False, "bfloat16", "float16", "float32"] | None
 
+_DEQUANTIZED = ("bfloat16", "float16", "float32")
 NOTHING_TWICE = "nothing is stored twice here, so that on_conflict={!r} changes nothing"
 
 
@@ -85,17 +87,18 @@ class Options:
     its file: it says how shards form parameters; `weights_only` leaves the optimizer aside.
     `on_conflict` says which of two stored copies is right where they differ, `master` or `copy`:
     then they are not compared. The master is also the first of several replicas; a copy is what
-    the model computed with, in its dtype. `dequantize=False` keeps quantised weights as the parts
-    that are stored; None refuses to hand them out. `optimizer_groups` says which parameters each
-    group of an optimizer has, where states go by numbers. `model` names the one that is meant where
-    there are several. `step` is the one to open of a run's folder.
+    the model computed with, in its dtype. `dequantize` is the dtype that quantised weights are
+    dequantised to; False keeps them as the parts that are stored, None refuses to hand them out.
+    `optimizer_groups` says which parameters each group of an optimizer has, where states go by
+    numbers. `model` names the one that is meant where there are several. `step` is the one to open
+    of a run's folder.
     """
 
     sizes: Sizes = field(default_factory=lambda: Sizes({}))
     spec: Path | Spec | None = None
     weights_only: bool = False
     on_conflict: Literal["master", "copy"] | None = None
-    dequantize: Literal[False] | None = None
+    dequantize: Dequantize = None
     optimizer_groups: OptimizerGroups | None = None
     model: str | None = None
     step: int | None = None
@@ -107,7 +110,7 @@ class Options:
         spec: str | os.PathLike[str] | Spec | None = None,
         weights_only: bool = False,
         on_conflict: Literal["master", "copy"] | None = None,
-        dequantize: Literal[False] | None = None,
+        dequantize: Dequantize = None,
         optimizer_groups: str | Sequence[Sequence[str]] | GroupsFunction | None = None,
         model: str | None = None,
         step: int | None = None,
@@ -118,10 +121,10 @@ class Options:
         """
         if on_conflict not in (None, "master", "copy"):
             raise ValueError(f"on_conflict={on_conflict!r} should be 'master' or 'copy'")
-        if dequantize is not None and dequantize is not False:
+        if not (dequantize is None or dequantize is False or dequantize in _DEQUANTIZED):
             raise ValueError(
-                f"dequantize={dequantize!r}: quantised weights are refused (None) or kept as parts"
-                " (False)"
+                f"dequantize={dequantize!r}: quantised weights are refused (None), kept as parts"
+                " (False), or dequantised to 'bfloat16', 'float16' or 'float32'"
             )
         rules = spec if spec is None or isinstance(spec, Spec) else local_path(spec)
         groups = checked_groups(optimizer_groups)

@@ -153,9 +153,10 @@ def require_values(contents: Contents, leaves: Iterable[Leaf]) -> None:
     ]:
         raise QuantizedWeights(
             f"{contents.path}: {_named(met)}. What is stored of one means something only together,"
-            " and is not read as weights here. Take a copy that the library which wrote it has"
-            " dequantised, or open with dequantize=False (--no-dequantize): then the parts come as"
-            f" they are stored, under `{STORED}`"
+            " and is not read as weights unless you say so: open with dequantize='bfloat16' or"
+            " dequantize='float32' (--dequantize) for the numbers that they stand for, or with"
+            " dequantize=False (--no-dequantize): then the parts come as they are stored, under"
+            f" `{STORED}`"
         )
 
 
@@ -165,12 +166,12 @@ def require_weights(contents: Contents) -> None:
     """
     require_values(contents, contents.leaves)
     kept = [leaf for leaf in contents.leaves if leaf.path and leaf.path[0].name == STORED]
-    if kept and "dequantize" in contents.source:
+    if kept and contents.source.get("dequantize") is False:
         raise QuantizedWeights(
             f"{contents.path}: {len(kept)} tensors, the first {kept[0].label}, are parts of"
             " quantised weights, kept as they are stored. There are no weights that could be"
-            " mapped or exported; restore, read and save keep the parts. Take a copy that the"
-            " library which wrote it has dequantised"
+            " mapped or exported; restore, read and save keep the parts. Open the original with"
+            " dequantize='bfloat16' or dequantize='float32' (--dequantize)"
         )
 
 

@@ -18,14 +18,17 @@ MLX `nn/layers/quantized.py`.
 from __future__ import annotations
 
 import itertools
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from jax_ucp.formats.options import Dequantize
+from jax_ucp.formats.quantized.settled import Declared, dequantized
 from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.contents import STORED, Contents, Item, QuantizedWeight
 from jax_ucp.tree import Key, Leaf, leaf_names
@@ -133,29 +136,42 @@ SCHEMES = (
         "_qdata",
         "",
         (("_scale", "_scale_and_zero"),),
-        ("_zero_point", "_act_pre_scale"),
+        (
+            "_zero_point",
+            "_per_tensor_scale",
+            "_act_pre_scale",
+            "_act_quant_scale",
+            "_act_quant_zero_point",
+            "_act_per_tensor_scale",
+        ),
         _ANY,
     ),
 )
 
 
-def settle(contents: Contents, dequantize: Literal[False] | None) -> Contents:
-    """The checkpoint, in which quantised weights are marked, or with `dequantize=False` kept as
-    parts.
+def settle(contents: Contents, dequantize: Dequantize) -> Contents:
+    """The checkpoint, in which quantised weights are marked, with `dequantize=False` kept as
+    parts, or with a dtype dequantised to it.
 
     Marked, they are not handed out. Kept, what was imported as a parameter is under the state
     `stored`; the tree of a JAX program stays as that program saved it.
+
+    Raises QuantizedWeights and FormatError for what cannot be dequantised.
     """
-    method = declared(contents.extras)
+    method, settings = declaration(contents.extras)
     weights = [*quantized_weights(contents, method)]
     if not weights:
         return replace(contents, notes=[*contents.notes, *_notes_without(contents, method)])
+    if dequantize:
+        said = Declared(method, settings, _said_of_weights(contents.extras))
+        return _undeclared(dequantized(contents, weights, said, dequantize), settings)
     marked = replace(contents, inventory=_inventory(contents, weights), quantized=weights)
     if dequantize is False:
         return _kept(marked)
     note = (
         f"{len(weights)} weights are quantised, the first {weights[0]}: they are refused as"
-        " weights. dequantize=False (--no-dequantize) gives their parts as they are stored"
+        " weights. dequantize='bfloat16' or 'float32' (--dequantize) gives the numbers that they"
+        " stand for, dequantize=False (--no-dequantize) their parts as they are stored"
     )
     return replace(marked, notes=[*contents.notes, note])
 
@@ -211,18 +227,69 @@ def declared(extras: Mapping[str, Any]) -> str:
     >>> declared({"config.json": {"config": {"quantization_config": {"quant_method": "fp8"}}}})
     'fp8'
     """
-    methods = itertools.starmap(partial(_declared_in, extras), _DECLARED)
-    return next(filter(None, methods), "")
+    return declaration(extras)[0]
 
 
-def _declared_in(extras: Mapping[str, Any], file: str, key: str) -> str:
+def declaration(extras: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The method that a config among the extras declares, and all that it says of it; empty if
+    none does.
+    """
+    found = itertools.starmap(partial(_declared_in, extras), _DECLARED)
+    return next((said for said in found if said[0]), ("", {}))
+
+
+def _declared_in(extras: Mapping[str, Any], file: str, key: str) -> tuple[str, Mapping[str, Any]]:
     config = extras.get(file, {}).get("config")
     for inner in (config, _item(config, "text_config")):
         settings = _item(inner, key) if key else inner
         method = _method(settings, key or file)
         if method:
-            return method
-    return ""
+            return method, settings
+    return "", {}
+
+
+def _said_of_weights(extras: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """What the headers of safetensors say of single weights, by name (torchao)."""
+    said: dict[str, Mapping[str, Any]] = {}
+    for metadata in extras.values():
+        if not isinstance(metadata, Mapping) or "tensor_names" not in metadata:
+            continue
+        for name, text in metadata.items():
+            value = _json(text)
+            if isinstance(value, dict) and "_type" in value:
+                said[name] = value
+    return said
+
+
+def _json(text: Any) -> Any:
+    if not isinstance(text, str):
+        return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _undeclared(contents: Contents, settings: Mapping[str, Any]) -> Contents:
+    """The checkpoint, whose config declares no quantisation any more; what it declared is in
+    `source`.
+    """
+    extras = {file: {**named} for file, named in contents.extras.items()}
+    for file, key in _DECLARED:
+        config = extras.get(file, {}).get("config")
+        if isinstance(config, Mapping) and key:
+            extras[file]["config"] = _without(config, key)
+        elif not key:
+            extras.pop(file, None)
+    source = {**contents.source, "quantization": settings}
+    return replace(contents, extras=extras, source=source)
+
+
+def _without(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    left = {name: value for name, value in config.items() if name != key}
+    if isinstance(left.get("text_config"), Mapping):
+        left["text_config"] = {n: v for n, v in left["text_config"].items() if n != key}
+    return left
 
 
 def _method(settings: Any, otherwise: str) -> str:
@@ -357,7 +424,7 @@ def _imported(contents: Contents) -> bool:
 
 def _notes_without(contents: Contents, method: str) -> Iterator[str]:
     """What else is said of quantisation where no weight is quantised."""
-    if method and contents.source.get("dequantize") is not False:
+    if method and contents.source.get("dequantize") is None:
         yield (
             f"the config declares weights quantised with {method}, but none is stored so: they are"
             " taken as they are"

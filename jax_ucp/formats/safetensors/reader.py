@@ -139,25 +139,29 @@ def _keep_header(imported: Import, name: str, file: SafetensorsFile) -> None:
     for key, dtype in file.packed.items():
         label = f"param/{key}"
         scheme = f"{dtype}, several to a byte"
-        imported.quantized.append(QuantizedWeight(scheme, label, {"codes": label}))
+        fault = "" if key in file.packed_rows else "a byte has elements of two of its rows"
+        imported.quantized.append(QuantizedWeight(scheme, label, {"codes": label}, fault))
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A tensor by the header: its bytes lie from `begin` to `end` of the data."""
+    """A tensor by the header: its bytes lie from `begin` to `end` of the data. Where several
+    elements are in a byte, `has_rows` says whether each row has whole ones.
+    """
 
     name: str
     dtype: str
     info: ArrayInfo
     begin: int
     end: int
+    has_rows: bool
 
 
 class SafetensorsFile(ArraySource):
     """One file, as an ArraySource of its tensors. Opening reads the header.
 
     Tensors of less than 8 bits an element are arrays of the bytes that are stored; `packed` has
-    their dtypes by name.
+    their dtypes by name, and `packed_rows` are those of which each row has whole bytes.
     """
 
     def __init__(self, path: str | os.PathLike[str] | FilePath):
@@ -172,6 +176,7 @@ class SafetensorsFile(ArraySource):
         self._offsets = {entry.name: entry.begin for entry in entries}
         packed = [entry for entry in entries if entry.dtype in _PACKED_BITS]
         self.packed = {entry.name: entry.dtype for entry in packed}
+        self.packed_rows = {entry.name for entry in packed if entry.has_rows}
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return self._arrays
@@ -260,7 +265,7 @@ def _entry(path: FilePath, name: str, entry: Any) -> _Entry:
             f"{path}: {name} of {dtype} {shape} lies at bytes {begin} to {end}, which is not its"
             " size"
         )
-    return _Entry(name, dtype, info, begin, end)
+    return _Entry(name, dtype, info, begin, end, _has_rows(shape, dtype))
 
 
 def _is_shape(shape: Sequence[Any]) -> bool:
@@ -284,7 +289,12 @@ def _packed(shape: Sequence[int], dtype: str) -> ArrayInfo | None:
     None if it has not.
     """
     bits = _PACKED_BITS[dtype]
-    if shape and shape[-1] * bits % 8 == 0:
+    if _has_rows(shape, dtype):
         return ArrayInfo((*shape[:-1], shape[-1] * bits // 8), np.dtype(np.uint8))
     whole = math.prod(shape) * bits
     return None if whole % 8 else ArrayInfo((whole // 8,), np.dtype(np.uint8))
+
+
+def _has_rows(shape: Sequence[int], dtype: str) -> bool:
+    """Whether each row of a tensor has whole bytes."""
+    return bool(shape) and shape[-1] * _PACKED_BITS.get(dtype, 8) % 8 == 0

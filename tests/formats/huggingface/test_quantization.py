@@ -542,7 +542,7 @@ def test_commands_refuse_with_the_reason_and_keep_parts_on_request(tmp_path):
     }
 
 
-@pytest.mark.parametrize("said", [True, "bfloat16", 0])
+@pytest.mark.parametrize("said", [True, "int8", 0])
 def test_another_dequantize_is_an_error_and_no_silence(said):
     with pytest.raises(ValueError, match="dequantize="):
         ucp.open(CASES / "quant_fp8block" / "ckpt", dequantize=said)

@@ -1,0 +1,226 @@
+"""What nearly every scheme computes: (code - zero point) * scale, with one scale for each block of
+elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import ml_dtypes
+import numpy as np
+
+from jax_ucp.formats.quantized.bits import Packing, exponents
+from jax_ucp.layout.box import Box
+from jax_ucp.sources.dequantized import Dequantizer, Part
+
+_E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """How stored codes are numbers: by their own dtype, or packed.
+
+    `table` has the number of each code; without it that is the code less `offset`. With `row`, the
+    last axis of the words is stored as two, the second of that length.
+    """
+
+    packing: Packing | None = None
+    table: np.ndarray | None = None
+    offset: int = 0
+    row: int = 0
+
+    def box(self, box: Box, shape: Sequence[int]) -> Box:
+        words = self.packing.box(box, shape) if self.packing else box
+        if not self.row:
+            return words
+        spans = list(zip(words.start, words.stop, strict=True))
+        first, last = spans.pop()
+        return Box.spanning([*spans, (first // self.row, -(-last // self.row)), (0, self.row)])
+
+    def numbers(self, stored: np.ndarray, box: Box) -> np.ndarray:
+        """The numbers in a box as float32, in memory of their own."""
+        if self.packing is None:
+            return _by_table(stored, self.table)
+        table = self.table
+        if self.offset:
+            table = np.arange(1 << self.packing.bits, dtype=np.float32) - np.float32(self.offset)
+        return self.packing.numbers(self._words(stored, box), box, table)
+
+    def _words(self, stored: np.ndarray, box: Box) -> np.ndarray:
+        """The words that a box needs, where their last axis is stored as two."""
+        if not self.row:
+            return stored
+        assert self.packing is not None
+        wanted = self.packing.box(box, box.stop)
+        first = wanted.start[-1] % self.row
+        words = stored.reshape(*stored.shape[:-2], -1)
+        return words[..., first : first + wanted.shape[-1]]
+
+
+def _by_table(codes: np.ndarray, table: np.ndarray | None) -> np.ndarray:
+    """The numbers of codes of a byte each: in a table, or by their own dtype."""
+    if table is None and codes.dtype.name.startswith("float8_"):
+        table = _numbers_of_bytes(codes.dtype)
+    return codes.astype(np.float32) if table is None else np.take(table, codes.view(np.uint8))
+
+
+@cache
+def _numbers_of_bytes(dtype: np.dtype) -> np.ndarray:
+    return np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Which element of a small array belongs to an element of the weight: `index // block[axis]` on
+    every axis. The last block of an axis may be cut short.
+    """
+
+    block: tuple[int, ...]
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the small array.
+
+        >>> Grid((128, 128)).shape((576, 7168))
+        (5, 56)
+        """
+        return tuple([-(-n // b) for n, b in zip(shape, self.block, strict=True)])
+
+    def box(self, box: Box) -> Box:
+        starts = [a // b for a, b in zip(box.start, self.block, strict=True)]
+        stops = [-(-a // b) for a, b in zip(box.stop, self.block, strict=True)]
+        return Box(tuple(starts), tuple(stops))
+
+    def spread(self, small: np.ndarray, box: Box) -> np.ndarray:
+        """The element of each element in a box; an axis with one for all of them keeps length 1."""
+        for axis, block in enumerate(self.block):
+            if small.shape[axis] != 1 and block != 1:
+                counts = _counts(box.start[axis], box.stop[axis], block)
+                small = np.repeat(small, counts, axis)
+        return small
+
+
+def _counts(start: int, stop: int, block: int) -> np.ndarray:
+    """How many elements of a range each block has.
+
+    >>> _counts(3, 9, 4).tolist()
+    [1, 4, 1]
+    """
+    edges = np.arange(start // block, -(-stop // block) + 1) * block
+    return np.diff(np.clip(edges, start, stop))
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Which element of a small array belongs to an element of the weight, where an array of groups
+    says it for one axis; on the others there is one for each.
+    """
+
+    axis: int
+    groups: int
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the small array."""
+        return (*shape[: self.axis], self.groups, *shape[self.axis + 1 :])
+
+    def box(self, box: Box) -> Box:
+        """All groups: which are needed is known only when the groups are read."""
+        spans = list(zip(box.start, box.stop, strict=True))
+        spans[self.axis] = 0, self.groups
+        return Box.spanning(spans)
+
+
+def numbers(scale: np.ndarray) -> np.ndarray:
+    """Scales as float32; bytes are exponents."""
+    if scale.dtype in (np.uint8, _E8M0):
+        return exponents(scale)
+    return scale.astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Affine:
+    """A weight of which each element is (code - zero point) * scale, in float32.
+
+    Its parts are `codes`, and where there are: `scale`; `zero`, packed as `zero_codes` says;
+    `group`, for each index on an axis its group; and `factor`, one number by which every scale is
+    multiplied first, or divided with `divides`. `constant` is a factor that is stored nowhere, and
+    is applied last.
+    """
+
+    scheme: str
+    shape: tuple[int, ...]
+    parts: Mapping[str, Part]
+    codes: Codes
+    grid: Grid | Gathered
+    zero_codes: Codes = field(default_factory=Codes)
+    divides: bool = False
+    constant: float | None = None
+
+    def boxes(self, box: Box) -> Mapping[str, Box]:
+        small = self.grid.box(box)
+        boxes = {"codes": self.codes.box(box, self.shape)}
+        if "scale" in self.parts:
+            boxes["scale"] = small
+        if "zero" in self.parts:
+            boxes["zero"] = self.zero_codes.box(small, self.grid.shape(self.shape))
+        if "factor" in self.parts:
+            boxes["factor"] = Box.whole(self.parts["factor"].shape)
+        if isinstance(self.grid, Gathered):
+            axis = self.grid.axis
+            boxes["group"] = Box((box.start[axis],), (box.stop[axis],))
+        return boxes
+
+    def values(self, box: Box, parts: Mapping[str, np.ndarray]) -> np.ndarray:
+        values = self.codes.numbers(parts["codes"], box)
+        if "zero" in parts:
+            zero = self.zero_codes.numbers(parts["zero"], self.grid.box(box))
+            values -= self._spread(zero, box, parts)
+        if "scale" in parts:
+            values *= self._spread(self._scales(parts), box, parts)
+        if self.constant is not None:
+            values *= np.float32(self.constant)
+        return values
+
+    def _scales(self, parts: Mapping[str, np.ndarray]) -> np.ndarray:
+        """The scales, each with the one factor of all of them."""
+        scale = numbers(parts["scale"])
+        if "factor" not in parts:
+            return scale
+        factor = parts["factor"].astype(np.float32).reshape(())
+        return scale / factor if self.divides else scale * factor
+
+    def _spread(self, small: np.ndarray, box: Box, parts: Mapping[str, np.ndarray]) -> np.ndarray:
+        if isinstance(self.grid, Gathered):
+            return np.take(small, parts["group"], self.grid.axis)
+        return self.grid.spread(small, box)
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """A weight whose parts hold it with its last two axes exchanged."""
+
+    stored: Dequantizer
+
+    @property
+    def scheme(self) -> str:
+        return self.stored.scheme
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return _exchanged(self.stored.shape)
+
+    @property
+    def parts(self) -> Mapping[str, Part]:
+        return self.stored.parts
+
+    def boxes(self, box: Box) -> Mapping[str, Box]:
+        return self.stored.boxes(Box(_exchanged(box.start), _exchanged(box.stop)))
+
+    def values(self, box: Box, parts: Mapping[str, np.ndarray]) -> np.ndarray:
+        values = self.stored.values(Box(_exchanged(box.start), _exchanged(box.stop)), parts)
+        return np.swapaxes(values, -1, -2)
+
+
+def _exchanged(lengths: tuple[int, ...]) -> tuple[int, ...]:
+    return (*lengths[:-2], lengths[-1], lengths[-2])

@@ -1,0 +1,49 @@
+"""AWQ (`version: gemm`), as AutoAWQ and GPTQModel write it: 4 bits across the outputs, eight to a
+word in an order of their own.
+
+Rule: (code - zero point) * scale, in float32, rounded once; the weight is that of a Linear, outputs
+before inputs. Source: `dequantize_gemm` in AutoAWQ 0.2.9 `utils/packing_utils.py`.
+"""
+
+from __future__ import annotations
+
+from jax_ucp.formats.quantized.affine import Affine, Codes, Grid, Transposed
+from jax_ucp.formats.quantized.bits import Packing
+from jax_ucp.formats.quantized.stored import FLOATS, StoredWeight
+from jax_ucp.sources.dequantized import Dequantizer
+
+# Where in a word the code of each of eight outputs is.
+_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+_PACKING = Packing(4, 32, 1, order=_ORDER)
+
+
+def interleaved(stored: StoredWeight) -> Dequantizer:
+    stored.only("codes", "scales", "qzeros")
+    _check(stored)
+    words = stored.info("codes").shape
+    if len(words) != 2 or not all(words):
+        stored.fault(f"{stored.weight.parts['codes']} has shape {list(words)}, and is no matrix")
+    shape = words[0], words[1] * 8
+    size = stored.settings.get("group_size", stored.settings.get("q_group_size"))
+    size = shape[0] if size == -1 else size
+    if type(size) is not int or size < 1 or shape[0] % size:
+        stored.fault(f"group_size={size!r:.20} in the config does not divide {shape[0]} inputs")
+    grid = Grid((size, 1))
+    small = grid.shape(shape)
+    parts = {
+        "codes": stored.part("codes", words, ("int32",)),
+        "scale": stored.scale("scales", small, FLOATS),
+        "zero": stored.part("qzeros", _PACKING.shape(small), ("int32",)),
+    }
+    codes = Codes(_PACKING)
+    return Transposed(Affine("AWQ", shape, parts, codes, grid, zero_codes=codes))
+
+
+def _check(stored: StoredWeight) -> None:
+    settings = stored.settings
+    version = settings.get("version") or settings.get("format") or "gemm"
+    if not isinstance(version, str) or version.lower() != "gemm":
+        stored.unknown(f"version={version!r:.40} has another order, which is not known here")
+    bits = settings.get("bits", settings.get("w_bit"))
+    if bits != 4:
+        stored.unknown(f"bits={bits!r:.20} in the config; AWQ has 4")

@@ -1,0 +1,233 @@
+"""bitsandbytes: int8 with a scale for each row (`SCB`), and nf4 or fp4 with one for each run of
+elements, which may be quantised themselves.
+
+Rules, in float32 and rounded once: int8 * SCB * (1 / 127, as the library has it); for 4 bits
+quant_map[code] * absmax, where a nested absmax is nested_quant_map[code] * nested_absmax + offset.
+Sources: bitsandbytes 0.50 `functional.py` (`QuantState`, `dequantize_4bit`,
+`int8_vectorwise_dequant`) and `backends/default/ops.py`. Its CPU kernels may round otherwise where
+they use AVX-512; the rule of `default/ops.py`, which is that of CUDA, is taken.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jax_ucp.formats.quantized.affine import Affine, Codes, Grid
+from jax_ucp.formats.quantized.bits import Packing
+from jax_ucp.formats.quantized.stored import StoredWeight, is_finite
+from jax_ucp.layout.box import Box
+from jax_ucp.sources.dequantized import Dequantizer, Part
+
+_INT8_STEP = 7.874015718698502e-3
+_STATES = ("quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")
+_NESTED = ("nested_absmax", "nested_quant_map")
+_CODES, _NESTED_CODES = 16, 256
+_PACKING = Packing(4, 8, 1, is_high_first=True)
+
+
+def rows_or_runs(stored: StoredWeight) -> Dequantizer:
+    return _rows(stored) if stored.has("SCB") else _runs(stored)
+
+
+def _rows(stored: StoredWeight) -> Dequantizer:
+    """int8 with a scale for each row, in the order of rows."""
+    stored.only("codes", "SCB", "weight_format")
+    shape = stored.info("codes").shape
+    if len(shape) != 2 or not all(shape):
+        stored.fault(f"{stored.weight.parts['codes']} has shape {list(shape)}, and is no matrix")
+    if stored.has("weight_format"):
+        order = stored.read("weight_format").reshape(-1).tolist()
+        if order != [0]:
+            stored.unknown(f"weight_format {order} is another order than that of rows")
+    grid = Grid((1, shape[1]))
+    parts = {
+        "codes": stored.part("codes", shape, ("int8",)),
+        "scale": stored.scale("SCB", grid.shape(shape), ("float32",)),
+    }
+    return Affine(stored.weight.scheme, shape, parts, Codes(), grid, constant=_INT8_STEP)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """A matrix of 4-bit codes with one scale for each run of `block` elements of a row; the last
+    run of a row may be cut short. A stored element of the codes has `width` bytes.
+
+    With `nested`, a scale is a code itself, and `nested` scales in the order of rows have one
+    scale; `offset` is added to each.
+    """
+
+    scheme: str
+    shape: tuple[int, ...]
+    parts: Mapping[str, Part]
+    block: int
+    width: int
+    nested: int = 0
+    offset: float = 0.0
+
+    def boxes(self, box: Box) -> Mapping[str, Box]:
+        rows = box.start[0], box.stop[0]
+        first, last = self._bytes(box)
+        runs = self._runs(box)
+        boxes = {
+            "codes": Box.spanning([rows, (first // self.width, -(-last // self.width))]),
+            "absmax": runs,
+            "quant_map": Box((0,), (_CODES,)),
+        }
+        if self.nested:
+            boxes["nested_absmax"] = Box.spanning([self._nested_span(runs)])
+            boxes["nested_quant_map"] = Box((0,), (_NESTED_CODES,))
+        return boxes
+
+    def values(self, box: Box, parts: Mapping[str, np.ndarray]) -> np.ndarray:
+        first, last = self._bytes(box)
+        stored = np.ascontiguousarray(parts["codes"]).view(np.uint8)
+        skipped = first % self.width
+        words = stored[:, skipped : skipped + last - first]
+        values = _PACKING.numbers(words, box, parts["quant_map"])
+        values *= Grid((1, self.block)).spread(self._scales(box, parts), box)
+        return values
+
+    def _bytes(self, box: Box) -> tuple[int, int]:
+        """The bytes of a row that hold the columns of a box."""
+        return box.start[1] // 2, -(-box.stop[1] // 2)
+
+    def _runs(self, box: Box) -> Box:
+        return Grid((1, self.block)).box(box)
+
+    def _nested_span(self, runs: Box) -> tuple[int, int]:
+        """The scales of the scales in a box, in the order of rows."""
+        per_row = self.parts["absmax"].shape[1]
+        first = runs.start[0] * per_row + runs.start[1]
+        last = (runs.stop[0] - 1) * per_row + runs.stop[1]
+        return first // self.nested, -(-last // self.nested)
+
+    def _scales(self, box: Box, parts: Mapping[str, np.ndarray]) -> np.ndarray:
+        if not self.nested:
+            return parts["absmax"].astype(np.float32)
+        runs = self._runs(box)
+        rows = np.arange(runs.start[0], runs.stop[0])[:, None] * self.parts["absmax"].shape[1]
+        of_nested = (rows + np.arange(runs.start[1], runs.stop[1])) // self.nested
+        of_nested -= self._nested_span(runs)[0]
+        scales = np.take(parts["nested_quant_map"], parts["absmax"])
+        scales *= np.take(parts["nested_absmax"], of_nested)
+        scales += np.float32(self.offset)
+        return scales
+
+
+@dataclass(frozen=True)
+class Reshaped:
+    """A weight of any shape whose elements are stored as one row: a box needs its whole rows."""
+
+    row: Dequantizer
+    shape: tuple[int, ...]
+
+    @property
+    def scheme(self) -> str:
+        return self.row.scheme
+
+    @property
+    def parts(self) -> Mapping[str, Part]:
+        return self.row.parts
+
+    def boxes(self, box: Box) -> Mapping[str, Box]:
+        return self.row.boxes(self._rows(box))
+
+    def values(self, box: Box, parts: Mapping[str, np.ndarray]) -> np.ndarray:
+        rows = self.row.values(self._rows(box), parts)
+        whole = rows.reshape(-1, *self.shape[1:])
+        return whole[(slice(None), *box.index[1:])]
+
+    def _rows(self, box: Box) -> Box:
+        size = math.prod(self.shape[1:])
+        return Box((0, box.start[0] * size), (1, box.stop[0] * size))
+
+
+def _runs(stored: StoredWeight) -> Dequantizer:
+    """Codes of 4 bits, by what `quant_state` says of them."""
+    stored.only("codes", "absmax", "quant_map", *_NESTED, *_STATES)
+    state = _state(stored)
+    shape, block = _shape(stored, state), _length(stored, state, "blocksize")
+    codes = stored.info("codes")
+    width = codes.dtype.itemsize
+    is_matrix = len(shape) == 2 and shape[1] % block == 0 and shape[1] % (2 * width) == 0
+    rows, columns = shape if is_matrix else (1, math.prod(shape))
+    if columns % (2 * width) and columns + 1 != math.prod(codes.shape) * 2 * width:
+        stored.fault(f"{stored.weight.parts['codes']} does not hold {columns} codes in whole bytes")
+    small = rows, -(-columns // block)
+    stored_codes = rows, -(-columns // (2 * width))
+    parts = {
+        "codes": _flat(stored, "codes", stored_codes, (codes.dtype.name,)),
+        "quant_map": _flat(stored, "quant_map", (_CODES,), ("float32",)),
+    }
+    scheme = f"bitsandbytes {state['quant_type']}"
+    if not stored.has("nested_absmax"):
+        parts["absmax"] = _flat(stored, "absmax", small, ("float32",))
+        made = Runs(scheme, (rows, columns), parts, block, width)
+    else:
+        nested = _length(stored, state, "nested_blocksize")
+        parts["absmax"] = _flat(stored, "absmax", small, ("uint8",))
+        runs = -(-math.prod(small) // nested)
+        parts["nested_absmax"] = _flat(stored, "nested_absmax", (runs,), ("float32",))
+        parts["nested_quant_map"] = _flat(
+            stored, "nested_quant_map", (_NESTED_CODES,), ("float32",)
+        )
+        offset = _offset(stored, state)
+        made = Runs(scheme, (rows, columns), parts, block, width, nested, offset)
+    return made if is_matrix else Reshaped(made, shape)
+
+
+def _flat(stored: StoredWeight, role: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> Part:
+    """A part of so many elements, which is stored flat; numbers in it are finite."""
+    info = stored.info(role)
+    label = stored.weight.parts[role]
+    if info.dtype.name not in dtypes:
+        stored.fault(f"{label} is {info.dtype.name}, and not {' or '.join(dtypes)}")
+    is_flat = sum(n != 1 for n in info.shape) <= 1
+    if not is_flat or math.prod(info.shape) != math.prod(shape):
+        stored.fault(f"{label} has shape {list(info.shape)}, and not {math.prod(shape)} elements")
+    if role == "codes" or info.dtype == np.uint8:
+        return Part(stored.arrays[role], shape)
+    return Part(stored.arrays[role], shape, is_finite, "a finite number")
+
+
+def _state(stored: StoredWeight) -> Mapping[str, Any]:
+    """What is stored of the state of a weight beside tensors: JSON in bytes."""
+    roles = [role for role in _STATES if stored.has(role)]
+    if len(roles) != 1:
+        stored.fault(f"has {len(roles)} parts quant_state, and needs one")
+    label = stored.weight.parts[roles[0]]
+    try:
+        state = json.loads(stored.read(roles[0]).tobytes())
+    except (ValueError, RecursionError) as error:
+        stored.fault(f"{label} is no JSON: {error}")
+    kind = roles[0].rpartition("__")[2]
+    if not isinstance(state, dict) or state.get("quant_type") != kind:
+        stored.fault(f"{label} says {str(state)!r:.80}, and not that its quant_type is {kind}")
+    return state
+
+
+def _shape(stored: StoredWeight, state: Mapping[str, Any]) -> tuple[int, ...]:
+    match state.get("shape"):
+        case [*lengths] if lengths and all(type(n) is int and 0 < n < 1 << 40 for n in lengths):
+            return tuple(lengths)
+    stored.fault(f"its quant_state says the shape {state.get('shape')!r:.80}")
+
+
+def _length(stored: StoredWeight, state: Mapping[str, Any], name: str) -> int:
+    length = state.get(name)
+    if type(length) is not int or not 0 < length < 1 << 20:
+        stored.fault(f"its quant_state says {name}={length!r:.40}")
+    return length
+
+
+def _offset(stored: StoredWeight, state: Mapping[str, Any]) -> float:
+    offset = state.get("nested_offset")
+    if not isinstance(offset, float | int) or not math.isfinite(offset):
+        stored.fault(f"its quant_state says nested_offset={offset!r:.40}")
+    return float(offset)

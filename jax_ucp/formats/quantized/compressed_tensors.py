@@ -1,0 +1,236 @@
+"""compressed-tensors, as llm-compressor and many others write it: integers, packed or not, fp8, and
+the four and six bits of NVFP4 and MX.
+
+Rule: (code - zero point) * scale, in float32, rounded once; a global scale divides the scale first.
+Source: compressed-tensors 0.20 `compressors/*/base.py`, `quantization/lifecycle/forward_helpers.py`
+(`_dequantize`). That computes in the dtype of the scales, whose products of so few bits are exact
+in float32, so that it gives the same bits where the result has that dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from jax_ucp.errors import UCPError
+from jax_ucp.formats.quantized.affine import Affine, Codes, Gathered, Grid
+from jax_ucp.formats.quantized.bits import FP4, FP6_E2M3, Packing
+from jax_ucp.formats.quantized.stored import FLOATS, FP8, StoredWeight, as_groups
+from jax_ucp.sources.dequantized import Dequantizer, Part
+
+_SHAPED = ("int64", "int32")
+_MX_GROUP, _NVFP4_GROUP = 32, 16
+_PLAIN = ("int-quantized", "float-quantized", "naive-quantized")
+
+
+def compressed(stored: StoredWeight) -> Dequantizer:
+    """The weight, by the one group of the config whose settings its parts fit."""
+    _refuse_unknown(stored)
+    made: list[Dequantizer] = []
+    faults: list[UCPError] = []
+    for format, args in _groups(stored):
+        try:
+            weight = _FORMATS[format](stored, args)
+            made.append(replace(weight, scheme=f"compressed-tensors {format}"))
+        except UCPError as error:
+            faults.append(error)
+    if len(made) == 1:
+        return made[0]
+    if made:
+        stored.unknown(f"{len(made)} groups of the config fit its parts, and mean other numbers")
+    if faults:
+        raise faults[0]
+    stored.unknown("no group of the config has weights")
+
+
+def _refuse_unknown(stored: StoredWeight) -> None:
+    """Refuse what changes weights otherwise than by codes and scales."""
+    sparsity = stored.settings.get("sparsity_config")
+    if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
+        stored.unknown(f"its zeros are left out ({sparsity.get('format')!r:.40})")
+    if stored.settings.get("transform_config"):
+        stored.unknown("the config has transforms, which turn weights; they are not undone")
+
+
+def _groups(stored: StoredWeight) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """What the config says of weights: each way once, with the format of its files."""
+    groups = stored.settings.get("config_groups")
+    common = stored.settings.get("format")
+    seen: list[tuple[str, Mapping[str, Any]]] = []
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        args = group.get("weights") if isinstance(group, Mapping) else None
+        if not isinstance(args, Mapping):
+            continue
+        format = group.get("format") or common
+        if not isinstance(format, str) or format not in _FORMATS:
+            stored.unknown(f"the config has the format {format!r:.60}, which is not known here")
+        means = format, {name: args.get(name) for name in _DECIDING}
+        if means not in seen:
+            seen.append(means)
+            yield means
+
+
+# Of the settings of a group those that decide what a number is.
+_DECIDING = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure")
+
+
+def _plain(stored: StoredWeight, args: Mapping[str, Any]) -> Affine:
+    """Codes of 8 bits as they are, and zero points of the same dtype."""
+    stored.only("codes", "scale", "zero_point")
+    shape = stored.info("codes").shape
+    grid = _grid(stored, args, shape)
+    dtypes = FP8 if args["type"] == "float" else ("int8",)
+    parts = {
+        "codes": stored.part("codes", shape, dtypes),
+        "scale": stored.scale("scale", grid.shape(shape), _SCALES),
+    }
+    _check_symmetry(stored, args, "zero_point")
+    if stored.has("zero_point"):
+        parts["zero"] = stored.part("zero_point", grid.shape(shape), ("int8", *FP8))
+    return Affine(stored.weight.scheme, shape, parts, Codes(), grid)
+
+
+def _packed(stored: StoredWeight, args: Mapping[str, Any]) -> Affine:
+    """Integers of 1 to 8 bits in words of 32, each larger by half its range."""
+    stored.only("codes", "scale", "zero_point", "shape", "g_idx")
+    shape, bits = _stored_shape(stored), args["num_bits"]
+    if args["type"] != "int" or type(bits) is not int or not 1 <= bits <= 8:
+        stored.unknown(f"packed codes are integers of 1 to 8 bits, and not {args['type']!r:.20}")
+    codes = Codes(Packing(bits, 32, len(shape) - 1), offset=1 << (bits - 1))
+    grid = _grid(stored, args, shape)
+    parts = {"codes": stored.part("codes", _words(codes, shape), ("int32",))}
+    if stored.has("g_idx"):
+        groups = grid.shape(shape)[-1]
+        grid = Gathered(len(shape) - 1, groups)
+        parts["group"] = as_groups(stored, "g_idx", shape[-1], groups)
+    small = grid.shape(shape)
+    parts["scale"] = stored.scale("scale", small, FLOATS)
+    zeros = Codes(Packing(bits, 32, len(shape) - 2), offset=1 << (bits - 1))
+    _check_symmetry(stored, args, "zero_point")
+    if stored.has("zero_point"):
+        parts["zero"] = stored.part("zero_point", _words(zeros, small), ("int32",))
+    return Affine(stored.weight.scheme, shape, parts, codes, grid, zero_codes=zeros)
+
+
+def _stored_shape(stored: StoredWeight) -> tuple[int, ...]:
+    """The shape of the weight, which is stored beside the words that hold it."""
+    info = stored.info("shape")
+    label = stored.weight.parts["shape"]
+    if info.dtype.name not in _SHAPED or len(info.shape) != 1:
+        stored.fault(f"{label} is {info.dtype.name} {list(info.shape)}, and no shape")
+    shape = tuple(int(n) for n in stored.read("shape"))
+    words = stored.info("codes").shape
+    if len(shape) != len(words) or len(shape) < 2 or shape[:-1] != words[:-1] or min(shape) < 1:
+        stored.fault(f"{label} says {list(shape)}, and its words have shape {list(words)}")
+    return shape
+
+
+def _few_bits(
+    table: np.ndarray, bits: int, group: int, scales: Sequence[str], is_global: bool = False
+) -> _Format:
+    """Floats of 4 or 6 bits in bytes, with a scale for each group of elements of a row; with
+    `is_global` one number divides all scales.
+    """
+
+    def make(stored: StoredWeight, args: Mapping[str, Any]) -> Affine:
+        stored.only("codes", "scale", *["global_scale"] * is_global)
+        if args["symmetric"] is False:
+            stored.unknown("floats of few bits have no zero points")
+        width = args["group_size"] or group
+        words = stored.info("codes").shape
+        if not words or words[-1] * 8 % bits:
+            stored.fault(f"{stored.weight.parts['codes']} has shape {list(words)}, no whole codes")
+        shape = (*words[:-1], words[-1] * 8 // bits)
+        if type(width) is not int or width < 1:
+            stored.unknown(f"group_size={width!r:.40} in the config is no length")
+        grid = Grid((*(1 for _ in shape[:-1]), width))
+        parts = {
+            "codes": stored.part("codes", words, ("uint8",)),
+            "scale": stored.scale("scale", grid.shape(shape), scales),
+        }
+        if is_global:
+            parts["factor"] = _global_scale(stored)
+        codes = Codes(Packing(bits, 8, len(shape) - 1), table=table)
+        scheme = stored.weight.scheme
+        return Affine(scheme, shape, parts, codes, grid, divides=is_global)
+
+    return make
+
+
+def _global_scale(stored: StoredWeight) -> Part:
+    part = stored.scale("global_scale", (1,), ("float32",))
+    return replace(part, valid=_is_divisor, why="a finite number and not 0")
+
+
+def _is_divisor(elements: np.ndarray) -> np.ndarray:
+    return np.isfinite(elements) & (elements != 0)
+
+
+def _mx_fp8(stored: StoredWeight, args: Mapping[str, Any]) -> Affine:
+    """fp8 with an exponent for each group of a row."""
+    width = args["group_size"] or _MX_GROUP
+    return _plain(stored, {**args, "type": "float", "strategy": "group", "group_size": width})
+
+
+_Format = Callable[[StoredWeight, Mapping[str, Any]], Affine]
+_SCALES = (*FLOATS, "uint8", "float8_e8m0fnu")
+_FORMATS: Mapping[str, _Format] = {
+    **dict.fromkeys(_PLAIN, _plain),
+    "pack-quantized": _packed,
+    "nvfp4-pack-quantized": _few_bits(FP4, 4, _NVFP4_GROUP, ("float8_e4m3fn",), True),
+    "mxfp4-pack-quantized": _few_bits(FP4, 4, _MX_GROUP, ("uint8", "float8_e8m0fnu")),
+    "mxfp6-pack-quantized": _few_bits(FP6_E2M3, 6, _MX_GROUP, ("uint8", "float8_e8m0fnu")),
+    "mxfp8-quantized": _mx_fp8,
+}
+
+
+def _grid(stored: StoredWeight, args: Mapping[str, Any], shape: Sequence[int]) -> Grid:
+    """The elements that have one scale."""
+    if len(shape) < 2 or not all(shape):
+        stored.fault(f"a weight of shape {list(shape)} is no matrix")
+    each = (1,) * (len(shape) - 2)
+    match args["strategy"] or _strategy(args["group_size"]), args["group_size"]:
+        case "tensor", _:
+            return Grid((*each, *shape[-2:]))
+        case "channel", _:
+            return Grid((*each, 1, shape[-1]))
+        case (("group" | "tensor_group"), int(width)) if width > 0:
+            if shape[-1] % width:
+                stored.fault(f"groups of {width} do not divide rows of {shape[-1]}")
+            return Grid((*each, 1, width))
+        case "block", _:
+            return Grid((*each, *_block(stored, args["block_structure"])))
+    stored.unknown(
+        f"strategy={args['strategy']!r:.40} with group_size={args['group_size']!r:.40} in the"
+        " config is not known here"
+    )
+
+
+def _strategy(group_size: object) -> str:
+    """What is meant where the config names no strategy."""
+    if group_size is None:
+        return "tensor"
+    return "channel" if group_size == -1 else "group"
+
+
+def _block(stored: StoredWeight, block: object) -> tuple[int, int]:
+    if isinstance(block, str):
+        block = [int(n) if n.isdecimal() else n for n in block.split("x")]
+    match block:
+        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return rows, columns
+    stored.unknown(f"block_structure={block!r:.40} in the config is no pair of lengths")
+
+
+def _check_symmetry(stored: StoredWeight, args: Mapping[str, Any], role: str) -> None:
+    """Zero points are where the config says so."""
+    if args["symmetric"] is False and not stored.has(role):
+        stored.fault(f"the config says that weights are not symmetric, and it has no {role}")
+
+
+def _words(codes: Codes, shape: Sequence[int]) -> tuple[int, ...]:
+    assert codes.packing is not None
+    return codes.packing.shape(shape)

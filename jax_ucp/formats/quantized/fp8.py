@@ -1,0 +1,53 @@
+"""fp8 with a scale for each block of a weight, or for all of it, as DeepSeek-V3 is published
+(`quant_method: fp8`), and with one for each row (`fbgemm_fp8`).
+
+Rule: fp8 * scale in float32, rounded once. Sources: `weight_dequant` in DeepSeek-V3
+`inference/kernel.py`; `Fp8Dequantize` in transformers 5.23 `integrations/finegrained_fp8.py`, which
+refuses shapes that its grid of scales does not divide. Where a block does not divide the weight,
+DeepSeek's rule holds: the last one is cut short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jax_ucp.formats.quantized.affine import Affine, Codes, Grid
+from jax_ucp.formats.quantized.stored import FLOATS, FP8, StoredWeight
+from jax_ucp.sources.dequantized import Dequantizer
+
+_SCALES = (*FLOATS, "float8_e8m0fnu", "uint8")
+
+
+def block_fp8(stored: StoredWeight) -> Dequantizer:
+    stored.only("codes", "scale_inv")
+    shape = stored.info("codes").shape
+    size = stored.settings.get("weight_block_size")
+    grid = Grid(_block(stored, shape, size))
+    return _scaled(stored, "scale_inv", grid)
+
+
+def row_fp8(stored: StoredWeight) -> Dequantizer:
+    stored.only("codes", "scale")
+    shape = stored.info("codes").shape
+    return _scaled(stored, "scale", Grid((*(1 for _ in shape[:-1]), shape[-1] or 1)))
+
+
+def _block(stored: StoredWeight, shape: Sequence[int], size: object) -> tuple[int, ...]:
+    """The block of a scale. Of experts in one array each has its own blocks."""
+    if len(shape) < 2:
+        stored.fault(f"{stored.weight.parts['codes']} has shape {list(shape)}, and is no matrix")
+    if size is None:
+        return (*(1 for _ in shape[:-2]), *(n or 1 for n in shape[-2:]))
+    match size:
+        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return (*(1 for _ in shape[:-2]), rows, columns)
+    stored.unknown(f"weight_block_size={size!r:.80} in the config is no pair of lengths")
+
+
+def _scaled(stored: StoredWeight, role: str, grid: Grid) -> Dequantizer:
+    shape = stored.info("codes").shape
+    parts = {
+        "codes": stored.part("codes", shape, FP8),
+        "scale": stored.scale(role, grid.shape(shape), _SCALES),
+    }
+    return Affine(stored.weight.scheme, shape, parts, Codes(), grid)

@@ -1,0 +1,95 @@
+"""GPTQ, as AutoGPTQ, GPTQModel and optimum write it: codes of 2, 3, 4 or 8 bits down the inputs,
+zero points across the outputs, and `g_idx`, the group of each input.
+
+Rule: scale * (code - zero point), in float32, rounded once; the weight is that of a Linear, outputs
+before inputs. Files of `checkpoint_format: gptq` (v1) have zero points less one, those of `gptq_v2`
+as they are. Sources: `TorchLinear.dequantize_weight` in GPTQModel 7.7
+`nn_modules/qlinear/__init__.py`; `qlinear_cuda.py` of AutoGPTQ 0.7. The two differ where a stored
+zero point of v1 has all bits set: AutoGPTQ makes it 0, as here, and GPTQModel lets it carry into
+its neighbour.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jax_ucp.formats.quantized.affine import Affine, Codes, Gathered, Grid, Transposed
+from jax_ucp.formats.quantized.bits import Packing
+from jax_ucp.formats.quantized.stored import FLOATS, StoredWeight, as_groups
+from jax_ucp.sources.dequantized import Dequantizer
+
+_BITS = (2, 3, 4, 8)
+_FORMATS = ("gptq", "gptq_v2")
+
+
+def grouped(stored: StoredWeight) -> Dequantizer:
+    stored.only("codes", "scales", "qzeros", "g_idx")
+    is_v2 = _format(stored) == "gptq_v2"
+    rows, outputs = _matrix(stored, "codes")
+    groups = _matrix(stored, "scales")[0]
+    bits, inputs = _bits(stored, rows)
+    zeros = Codes(Packing(bits, 32, 1), table=None if is_v2 else _one_more(bits))
+    packing = Packing(bits, 32, 0)
+    grid = _grid(stored, inputs, groups)
+    small = (groups, outputs)
+    parts = {
+        "codes": stored.part("codes", packing.shape((inputs, outputs)), ("int32",)),
+        "scale": stored.scale("scales", small, FLOATS),
+        "zero": stored.part("qzeros", Packing(bits, 32, 1).shape(small), ("int32",)),
+    }
+    if isinstance(grid, Gathered):
+        parts["group"] = as_groups(stored, "g_idx", inputs, groups)
+    scheme, shape = f"GPTQ, {bits} bits", (inputs, outputs)
+    return Transposed(Affine(scheme, shape, parts, Codes(packing), grid, zero_codes=zeros))
+
+
+def _format(stored: StoredWeight) -> str:
+    """What the config calls the layout; the first releases of AutoGPTQ do not say it."""
+    settings = stored.settings
+    format = settings.get("checkpoint_format") or settings.get("format") or "gptq"
+    if format not in _FORMATS:
+        stored.unknown(f"checkpoint_format={format!r:.40} is not known here: {_FORMATS} are")
+    return format
+
+
+def _bits(stored: StoredWeight, rows: int) -> tuple[int, int]:
+    """Bits of a code, and the inputs that so many rows of words hold.
+
+    `dynamic` in a config gives some modules other bits, so that what is stored decides: `g_idx` has
+    each input. Without it the config does.
+    """
+    said = stored.settings.get("bits")
+    if stored.has("g_idx"):
+        inputs = stored.info("g_idx").shape[0] if stored.info("g_idx").shape else 0
+        fits = [bits for bits in _BITS if Packing(bits, 32, 0).length(inputs) == rows]
+    else:
+        fits = [bits for bits in _BITS if bits == said]
+        inputs = rows * 32 // fits[0] if fits else 0
+    if len(fits) != 1 or (fits[0] != said and not stored.settings.get("dynamic")):
+        stored.fault(
+            f"{stored.weight.parts['codes']} has {rows} rows of words for {inputs} inputs, which is"
+            f" not bits={said!r:.20}, as the config says"
+        )
+    return fits[0], inputs
+
+
+def _grid(stored: StoredWeight, inputs: int, groups: int) -> Grid | Gathered:
+    if stored.has("g_idx"):
+        return Gathered(0, groups)
+    size = stored.settings.get("group_size")
+    size = inputs if size == -1 else size
+    if type(size) is not int or size < 1 or -(-inputs // size) != groups:
+        stored.fault(f"group_size={size!r:.20} in the config does not give {groups} groups")
+    return Grid((size, 1))
+
+
+def _matrix(stored: StoredWeight, role: str) -> tuple[int, int]:
+    shape = stored.info(role).shape
+    if len(shape) != 2 or not all(shape):
+        stored.fault(f"{stored.weight.parts[role]} has shape {list(shape)}, and is no matrix")
+    return shape[0], shape[1]
+
+
+def _one_more(bits: int) -> np.ndarray:
+    """The zero point that each stored one stands for: one more, and 0 after the largest."""
+    return ((np.arange(1 << bits) + 1) % (1 << bits)).astype(np.float32)

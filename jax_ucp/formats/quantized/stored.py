@@ -1,0 +1,130 @@
+"""What is stored of one quantised weight, asked for by role; whatever does not fit is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+
+from jax_ucp.errors import FormatError, QuantizedWeights
+from jax_ucp.layout.box import Box
+from jax_ucp.sources.contents import QuantizedWeight
+from jax_ucp.sources.dequantized import Part
+from jax_ucp.sources.protocol import ArrayInfo, ArraySource
+
+Settings = Mapping[str, Any]
+
+FP8 = ("float8_e4m3fn", "float8_e5m2")
+FLOATS = ("float32", "bfloat16", "float16")
+# Small parts that are read when a checkpoint is opened, because a shape is in them.
+MAX_READ = 1 << 16
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """The parts of a quantised weight in `source`: by role what they are called there, and how
+    people call them.
+
+    `settings` are what the model's config says of its quantisation; `said` is what the file says of
+    this weight, where its format has a place for that.
+    """
+
+    weight: QuantizedWeight
+    source: ArraySource
+    arrays: Mapping[str, str]
+    settings: Settings
+    said: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.weight.name
+
+    def has(self, role: str) -> bool:
+        return role in self.arrays
+
+    def info(self, role: str) -> ArrayInfo:
+        if role not in self.arrays:
+            self.fault(f"has no {role} beside its codes {self.weight.parts['codes']}")
+        return self.source.arrays()[self.arrays[role]]
+
+    def part(self, role: str, shape: Sequence[int], dtypes: Sequence[str]) -> Part:
+        """A part as an array of a shape. Axes of length 1 may be left out of what is stored.
+
+        Raises FormatError, naming the part, where it is missing or has another shape or dtype.
+        """
+        info = self.info(role)
+        label = self.weight.parts[role]
+        if info.dtype.name not in dtypes:
+            self.fault(f"{label} is {info.dtype.name}, and not {' or '.join(dtypes)}")
+        if _lengths(info.shape) != _lengths(shape):
+            self.fault(f"{label} has shape {list(info.shape)}, and not {list(shape)}")
+        return Part(self.arrays[role], tuple(shape))
+
+    def scale(
+        self, role: str, shape: Sequence[int], dtypes: Sequence[str] = (*FLOATS, "float64")
+    ) -> Part:
+        """A part of numbers, none of which may be infinite or NaN."""
+        part = self.part(role, shape, dtypes)
+        if self.info(role).dtype.name in ("uint8", "float8_e8m0fnu"):
+            return Part(part.array, part.shape, _is_exponent, "an exponent below 255")
+        return Part(part.array, part.shape, is_finite, "a finite number")
+
+    def read(self, role: str) -> np.ndarray:
+        """A small part. Raises FormatError where it is too large to be one."""
+        info = self.info(role)
+        if info.nbytes > MAX_READ:
+            self.fault(f"{self.weight.parts[role]} has {info.nbytes} bytes, and should be small")
+        return self.source.read(self.arrays[role], Box.whole(info.shape))
+
+    def only(self, *roles: str) -> None:
+        """Raises FormatError, naming it, where there is a part that has no use here."""
+        for role, label in self.weight.parts.items():
+            if role not in roles and role not in ABOUT_ACTIVATIONS:
+                self.fault(f"{label} has no place in this scheme")
+
+    def fault(self, what: str) -> NoReturn:
+        raise FormatError(f"{self.name} ({self.weight.scheme}): {what}")
+
+    def unknown(self, what: str) -> NoReturn:
+        """Raises QuantizedWeights: what is stored may be sound, and is not known here."""
+        raise QuantizedWeights(f"{self.name} ({self.weight.scheme}): {what}")
+
+
+# Scales of what flows into a layer or out of it: they change no weight.
+ABOUT_ACTIVATIONS = frozenset(
+    {
+        "activation_scale",
+        "input_global_scale",
+        "input_scale",
+        "input_scale_ub",
+        "input_zero_point",
+        "k_scale",
+        "output_scale",
+        "v_scale",
+    }
+)
+
+
+def _lengths(shape: Sequence[int]) -> list[int]:
+    return [n for n in shape if n != 1]
+
+
+def is_finite(elements: np.ndarray) -> np.ndarray:
+    return np.isfinite(elements)
+
+
+def _is_exponent(elements: np.ndarray) -> np.ndarray:
+    return elements.view(np.uint8) != 255
+
+
+def in_range(limit: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Whether elements are indices below a limit."""
+    return lambda elements: (elements >= 0) & (elements < limit)
+
+
+def as_groups(stored: StoredWeight, role: str, length: int, groups: int) -> Part:
+    """A part that says of each index on an axis which group it is in."""
+    part = stored.part(role, (length,), ("int32", "int64"))
+    return Part(part.array, part.shape, in_range(groups), f"a group from 0 to {groups - 1}")

@@ -1,0 +1,171 @@
+"""Checkpoints that libraries of quantisation wrote: every bit is what those libraries dequantise.
+
+`tests/generators/quantized.py` writes them, and their truth.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jax_ucp as ucp
+from jax_ucp.cli.main import main
+from jax_ucp.errors import QuantizedWeights
+from jax_ucp.layout.box import Box
+from jax_ucp.sources.consolidated import same_bits
+from jax_ucp.sources.dequantized import DequantizedView
+from test_read_once import files_of, reads_of
+
+DATA = Path(__file__).parents[2] / "data" / "quantized"
+CASES = sorted(path.name for path in DATA.iterdir())
+SOME = [name for name in CASES if name.endswith(("_wide", "_odd", "_order", "narrow", "_32"))]
+
+
+def open_case(case: str) -> ucp.Checkpoint:
+    said = json.loads((DATA / case / "case.json").read_text())
+    return ucp.open(DATA / case / "ckpt", **said["options"])
+
+
+def truth_of(case: str) -> dict[str, np.ndarray]:
+    with np.load(DATA / case / "truth.npz") as arrays:
+        return {
+            name: array.view(ml_dtypes.bfloat16) if array.dtype == np.uint16 else array
+            for name, array in arrays.items()
+        }
+
+
+def quantized_names(case: str) -> list[str]:
+    stored = {leaf.label for leaf in ucp.open(DATA / case / "ckpt", dequantize=False).leaves}
+    return [name for name in truth_of(case) if name not in stored]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_element_is_what_the_library_dequantises_it_to(case):
+    checkpoint, truth = open_case(case), truth_of(case)
+    assert {leaf.label for leaf in checkpoint.leaves} == truth.keys()
+    for label, want in truth.items():
+        assert same_bits(checkpoint.read(label), np.ascontiguousarray(want)), label
+    assert not [fault for _, fault in checkpoint.verify() if fault]
+    assert "quantization_config" not in checkpoint.config
+    assert checkpoint.source["quantization"]
+    assert {item.status for item in checkpoint.inventory} <= {"mapped", "extra", "skipped"}
+    assert quantized_names(case)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_float32_is_rounded_once_to_what_is_asked_for(case):
+    whole = ucp.open(DATA / case / "ckpt", dequantize="float32")
+    truth = truth_of(case)
+    for label in quantized_names(case):
+        made = whole.read(label)
+        assert made.dtype == np.float32
+        assert same_bits(made.astype(truth[label].dtype), np.ascontiguousarray(truth[label]))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_the_config_nothing_is_dequantised_by_names_alone(case, tmp_path):
+    (tmp_path / "c").mkdir()
+    weights = (DATA / case / "ckpt" / "model.safetensors").read_bytes()
+    (tmp_path / "c" / "model.safetensors").write_bytes(weights)
+    with pytest.raises(QuantizedWeights, match=r"names alone do not say .*config\.json"):
+        ucp.open(tmp_path / "c", dequantize="bfloat16")
+
+
+@pytest.mark.parametrize("case", SOME)
+def test_on_a_mesh_each_device_has_its_slice(case):
+    checkpoint, truth = open_case(case), truth_of(case)
+    mesh = jax.make_mesh((2, 2), ("x", "y"))
+    for spec in (PartitionSpec("x"), PartitionSpec(None, "x"), PartitionSpec("y", "x")):
+        target = jax.tree.map(partial(_on_a_mesh, mesh, spec), checkpoint.abstract())
+        tree = checkpoint.restore(target)
+        for label, want in truth.items():
+            made = tree["param"][label.removeprefix("param/")]
+            assert same_bits(np.asarray(made), np.ascontiguousarray(want))
+
+
+def _on_a_mesh(mesh: jax.sharding.Mesh, spec: PartitionSpec, leaf: jax.ShapeDtypeStruct):
+    cuts = (2,) * len([axis for axis in spec if axis])
+    fits = len(leaf.shape) >= len(spec) and all(n % 2 == 0 for n in leaf.shape[: len(cuts) + 1])
+    sharding = NamedSharding(mesh, spec if fits else PartitionSpec())
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+@pytest.mark.parametrize("case", SOME)
+def test_a_conversion_and_an_export_have_the_numbers_and_declare_no_quantisation(case, tmp_path):
+    checkpoint, truth = open_case(case), truth_of(case)
+    saved = checkpoint.save(tmp_path / "saved")
+    exported = checkpoint.export(tmp_path / "exported", "safetensors")
+    for again in (saved, ucp.open(tmp_path / "saved"), exported):
+        for label, want in truth.items():
+            assert same_bits(again.read(label), np.ascontiguousarray(want))
+    assert saved.source["dequantize"] == checkpoint.source["dequantize"]
+    assert not [note for note in ucp.open(tmp_path / "saved").notes if "declares" in note]
+
+
+@pytest.mark.parametrize("case", SOME)
+def test_a_conversion_reads_every_byte_of_codes_and_scales_once(case, tmp_path):
+    checkpoint = open_case(case)
+    with reads_of(DATA / case) as counts:
+        checkpoint.save(tmp_path / "saved")
+    (file,) = [name for name in map(str, files_of(DATA / case / "ckpt")) if "safetensors" in name]
+    count = counts[str(Path(file).resolve())]
+    assert count.max() <= 2  # what a read has beside what is asked for, at the edges of pages
+    assert (count == 1).mean() > 0.5
+
+
+@pytest.mark.parametrize("case", SOME)
+def test_a_slice_reads_no_more_of_codes_than_its_share(case):
+    """For a quarter of an axis, about a quarter of the codes is asked for."""
+    checkpoint = open_case(case)
+    view = checkpoint._contents.arrays
+    assert isinstance(view, DequantizedView)
+    for label in quantized_names(case):
+        leaf = checkpoint._leaf(label)
+        weight = view._weights[leaf.name]
+        codes = weight.parts["codes"].shape
+        for axis, n in enumerate(leaf.shape):
+            if axis == 1 and codes[0] == 1:
+                continue  # runs that rows do not divide: whole rows are read
+            spans = [(0, m // 4 if i == axis else m) for i, m in enumerate(leaf.shape)]
+            asked = weight.boxes(Box.spanning(spans))["codes"].size
+            assert asked <= int(np.prod(codes)) * (0.25 + 32 / n)
+
+
+def test_the_command_line_dequantises_and_names_what_it_did(tmp_path):
+    source = str(DATA / "gptq_4" / "ckpt")
+    invoke = partial(CliRunner().invoke, main)
+    refused = invoke(["convert", source, str(tmp_path / "no")])
+    assert refused.exit_code == 1
+    assert "--dequantize" in refused.stderr
+    done = invoke(["convert", source, str(tmp_path / "out"), "--dequantize", "float16"])
+    assert done.exit_code == 0, done.output
+    assert "weights are stored quantised (GPTQ or AWQ)" in done.output
+    assert "dequantised to float16" in done.output
+    for label, want in truth_of("gptq_4").items():
+        assert same_bits(ucp.open(tmp_path / "out").read(label), np.ascontiguousarray(want))
+    both = invoke(["inspect", source, "--dequantize", "bfloat16", "--no-dequantize"])
+    assert both.exit_code == 2
+    assert "exclude one another" in both.stderr
+
+
+def test_a_mapping_works_on_top(tmp_path):
+    checkpoint = open_case("ct_int4_asymmetric")
+    plain = checkpoint.export(tmp_path / "plain", "safetensors")
+    said = {"config": checkpoint.config, "assume": ["rope_theta"]}
+    of_codes, of_numbers = (
+        _flat(source.map("hf-llama-to-tunix", **said).restore()) for source in (checkpoint, plain)
+    )
+    assert of_codes.keys() == of_numbers.keys()
+    assert all(same_bits(of_codes[path], array) for path, array in of_numbers.items())
+
+
+def _flat(tree: object) -> Mapping[str, np.ndarray]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {str(path): np.asarray(leaf) for path, leaf in leaves}

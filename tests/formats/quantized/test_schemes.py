@@ -1,0 +1,112 @@
+"""Every scheme, on shapes that its blocks and words do not divide: what it gives is what its rule
+gives element by element, and any box of it is that box of the whole.
+"""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_ucp.formats.quantized.bits import FP4, FP6_E2M3, FP6_E3M2, Packing, exponents
+from jax_ucp.layout.box import Box
+from jax_ucp.sources.consolidated import same_bits
+from jax_ucp.sources.dequantized import DequantizedView
+from jax_ucp.sources.rounding import round_into
+from quantized_cases import SCHEMES, Draw, Made, packed
+
+DTYPES = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+
+
+@st.composite
+def boxes(draw: Draw, shape: tuple[int, ...]) -> Box:
+    starts = [draw(st.integers(0, n - 1)) for n in shape]
+    stops = [draw(st.integers(start + 1, n)) for start, n in zip(starts, shape, strict=True)]
+    return Box(tuple(starts), tuple(stops))
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.parametrize("scheme", SCHEMES)
+@settings(max_examples=60)
+@given(data=st.data())
+def test_a_weight_is_what_its_rule_gives_and_any_box_of_it_that_box_of_the_whole(scheme, data):
+    made: Made = data.draw(SCHEMES[scheme])
+    dtype = data.draw(st.sampled_from(DTYPES))
+    view = made.view(dtype)
+    want = made.want.astype(dtype)
+    whole = view.read("w", Box.whole(want.shape))
+    assert same_bits(whole, want)
+    box = data.draw(boxes(want.shape))
+    assert same_bits(view.read("w", box), np.ascontiguousarray(want[box.index]))
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.parametrize("scheme", SCHEMES)
+@settings(max_examples=20)
+@given(data=st.data())
+def test_several_boxes_are_read_in_small_pieces_too_and_into_memory_of_any_strides(scheme, data):
+    made: Made = data.draw(SCHEMES[scheme])
+    view, want = made.view(), made.want
+    wanted = data.draw(st.lists(boxes(want.shape), min_size=1, max_size=4))
+    outs = [np.full((*box.shape, 2), np.nan, np.float32)[..., 0] for box in wanted]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jax_ucp.sources.dequantized.PIECE_SIDE", data.draw(st.integers(1, 20)))
+        view.read_into("w", wanted, outs)
+    for box, out in zip(wanted, outs, strict=True):
+        assert np.array_equal(out, want[box.index], equal_nan=True)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@settings(max_examples=20)
+@given(data=st.data())
+def test_of_a_box_inside_another_no_part_is_needed_outside_what_the_other_needs(scheme, data):
+    view: DequantizedView = data.draw(SCHEMES[scheme]).view()
+    weight = view._weights["w"]
+    outer = data.draw(boxes(weight.shape))
+    inner = data.draw(boxes(outer.shape)).shift(outer.start)
+    around = weight.boxes(outer)
+    for role, box in weight.boxes(inner).items():
+        assert box.within(around[role])
+        assert box.within(Box.whole(weight.parts[role].shape))
+    assert weight.boxes(inner).keys() == weight.parts.keys()
+
+
+@given(
+    st.integers(1, 8),
+    st.sampled_from([np.uint8, np.int32]),
+    st.integers(0, 1),
+    st.integers(1, 70),
+    st.integers(1, 5),
+    st.data(),
+)
+def test_codes_of_any_number_of_bits_come_out_of_words_as_they_went_in(
+    bits, dtype, axis, length, lines, data
+):
+    shape = (length, lines) if axis == 0 else (lines, length)
+    codes = np.random.default_rng(bits + length).integers(0, 1 << bits, shape)
+    stored = packed(codes, bits, axis, dtype)
+    packing = Packing(bits, 8 * np.dtype(dtype).itemsize, axis)
+    assert packing.shape(shape) == stored.shape
+    box = data.draw(boxes(shape))
+    got = packing.unpack(stored[packing.box(box, shape).index], box)
+    assert np.array_equal(got, codes[box.index])
+
+
+def test_narrow_floats_are_those_of_the_ocp():
+    assert FP4.tolist()[:8] == [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    assert np.signbit(FP4[8:]).all()
+    assert np.array_equal(-FP4[8:], FP4[:8])
+    assert (FP6_E2M3[1], FP6_E2M3[:32].max()) == (0.125, 7.5)
+    assert (FP6_E3M2[1], FP6_E3M2[:32].max()) == (0.0625, 28.0)
+    assert exponents(np.arange(255, dtype=np.uint8)).tolist() == [
+        2.0 ** (e - 127) for e in range(255)
+    ]
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1))
+def test_rounding_to_bfloat16_is_that_of_ml_dtypes_for_every_bit_pattern(bits):
+    values = np.array(bits, np.uint32).view(np.float32)
+    out = np.empty(values.shape, ml_dtypes.bfloat16)
+    round_into(out, values)
+    with np.errstate(invalid="ignore"):
+        assert same_bits(out, values.astype(ml_dtypes.bfloat16))

@@ -1,0 +1,534 @@
+"""Writes checkpoints of quantised weights with the libraries that people use, and beside each what
+those libraries dequantise it to.
+
+    python tests/generators/quantized.py OUT [NAME ...]
+
+OUT/<case>/ckpt is the checkpoint, OUT/<case>/truth.npz has `param/<name>` for every tensor of the
+model (bfloat16 as its bits in uint16), OUT/<case>/case.json says who wrote it and with which options
+the truth is read. It needs torch, transformers, compressed-tensors, llmcompressor, torchao,
+bitsandbytes, gptqmodel and autoawq; what is not installed is left out, with a word on stderr.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+import sys
+import traceback
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+Truth = Mapping[str, torch.Tensor]
+CASES: dict[str, Callable[[Path], tuple[Truth, list[str]]]] = {}
+
+
+def case(function: Callable[[Path], tuple[Truth, list[str]]]) -> Callable[..., Any]:
+    CASES[function.__name__] = function
+    return function
+
+
+def versions(packages: list[str]) -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in ["torch", *packages]}
+
+
+def write(out: Path, name: str) -> None:
+    folder = out / name
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "ckpt").mkdir(parents=True)
+    torch.manual_seed(sum(name.encode()))
+    try:
+        truth, packages = CASES[name](folder / "ckpt")
+    except ImportError as error:
+        shutil.rmtree(folder)
+        print(f"{name}: left out, {error}", file=sys.stderr)
+        return
+    arrays = {}
+    for key, tensor in truth.items():
+        tensor = tensor.detach().contiguous()
+        is_bfloat16 = tensor.dtype == torch.bfloat16
+        arrays[f"param/{key}"] = (tensor.view(torch.uint16) if is_bfloat16 else tensor).numpy()
+    quantized = next(tensor for key, tensor in truth.items() if "_proj" in key)
+    dequantize = str(quantized.dtype).removeprefix("torch.")
+    np.savez(folder / "truth.npz", **arrays)
+    said = {"writer": versions(packages), "options": {"dequantize": dequantize}}
+    (folder / "case.json").write_text(json.dumps(said, indent=1) + "\n")
+    print(f"{name}: {len(arrays)} tensors, {dequantize}")
+
+
+def tiny_llama(folder: Path, dtype: torch.dtype = torch.bfloat16, **sizes: int) -> Path:
+    """A model of transformers with its own random weights, saved."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        **{
+            "vocab_size": 16,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 32,
+            **sizes,
+        }
+    )
+    model = LlamaForCausalLM(config).to(dtype)
+    source = folder.parent / "source"
+    model.save_pretrained(source)
+    return source
+
+
+def config_with(folder: Path, source: Path, quantization: Mapping[str, Any]) -> None:
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = dict(quantization)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    shutil.rmtree(source)
+
+
+def weights_of(source: Path) -> dict[str, torch.Tensor]:
+    return load_file(source / "model.safetensors")
+
+
+def linears(weights: Mapping[str, torch.Tensor]) -> list[str]:
+    return [name for name in weights if name.endswith("_proj.weight")]
+
+
+# fp8 with block scales: the operation by which transformers saves it.
+
+
+def _fine_grained(folder: Path, block: tuple[int, int] | None, fmt: str, **sizes: int) -> Truth:
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+
+    source = tiny_llama(folder, **sizes)
+    config = FineGrainedFP8Config(weight_block_size=block, scale_fmt=fmt)
+    quantizer = types.SimpleNamespace(quantization_config=config)
+    stored, truth = {}, {}
+    weights = weights_of(source)
+    for name, weight in weights.items():
+        if name not in linears(weights):
+            stored[name] = truth[name] = weight
+            continue
+        made = Fp8Quantize(quantizer).convert({name: weight})
+        stored |= made
+        scale = made[name.replace(".weight", ".weight_scale_inv")]
+        truth[name] = Fp8Dequantize(quantizer)._dequantize_one(made[name], scale, torch.bfloat16)
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config_with(folder, source, json.loads(config.to_json_string(use_diff=False)))
+    return truth
+
+
+@case
+def fp8_block_32(folder: Path) -> tuple[Truth, list[str]]:
+    return _fine_grained(folder, (32, 32), "float"), ["transformers"]
+
+
+@case
+def fp8_block_of_powers_of_two(folder: Path) -> tuple[Truth, list[str]]:
+    return _fine_grained(folder, (16, 32), "ue8m0", hidden_size=96, head_dim=24), ["transformers"]
+
+
+# compressed-tensors: written by llm-compressor, or by the library itself.
+
+
+def _llm_compressor(folder: Path, scheme: Any, **sizes: int) -> Truth:
+    from compressed_tensors.compressors.base import decompress_module
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from transformers import AutoModelForCausalLM
+
+    source = tiny_llama(folder, **sizes)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    arguments = {"scheme": scheme, "targets": "Linear"}
+    if isinstance(scheme, dict):
+        arguments = {"config_groups": {"group_0": {"targets": ["Linear"], **scheme}}}
+    recipe = QuantizationModifier(ignore=["lm_head"], **arguments)
+    oneshot(model=model, recipe=recipe, pipeline="datafree")
+    model.save_pretrained(folder, save_compressed=True)
+    for module in model.modules():
+        if getattr(module, "quantization_scheme", None) is not None:
+            decompress_module(module)
+    stored = load_file(folder / "model.safetensors")
+    plain = {name for name in stored if not name.startswith(tuple(_bases(stored)))}
+    state = model.state_dict()
+    truth = {name: state[name] for name in plain}
+    truth |= {base + "weight": state[base + "weight"] for base in _bases(stored)}
+    shutil.rmtree(source)
+    for file in folder.iterdir():
+        if file.name not in ("config.json", "model.safetensors"):
+            file.unlink()
+    return truth
+
+
+def _bases(stored: Mapping[str, torch.Tensor]) -> set[str]:
+    ends = ("weight_scale",)
+    return {name.removesuffix("weight_scale") for name in stored if name.endswith(ends)}
+
+
+_WRITERS = ["transformers", "compressed-tensors", "llmcompressor"]
+
+
+def _preset(name: str, scheme: Any, **sizes: int) -> None:
+    def made(folder: Path) -> tuple[Truth, list[str]]:
+        return _llm_compressor(folder, scheme, **sizes), _WRITERS
+
+    CASES[name] = made
+
+
+def _integers(bits: int, **more: Any) -> dict[str, Any]:
+    return {"weights": {"num_bits": bits, "type": "int", **more}}
+
+
+_ODD = {"hidden_size": 72, "head_dim": 18, "intermediate_size": 100}
+_preset("ct_fp8_channel", "FP8_DYNAMIC")
+_preset("ct_fp8_channel_odd", "FP8_DYNAMIC", **_ODD)
+_preset("ct_fp8_block", "FP8_BLOCK", hidden_size=144, intermediate_size=160, head_dim=36)
+_preset(
+    "ct_fp8_tensor",
+    {"weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}},
+)
+_preset("ct_int8_channel", "W8A8")
+_preset("ct_int8_packed", _integers(8, symmetric=True, strategy="channel"), **_ODD)
+_preset("ct_int4_group", "W4A16", hidden_size=128, intermediate_size=128)
+_preset(
+    "ct_int4_asymmetric",
+    _integers(4, symmetric=False, strategy="group", group_size=32),
+)
+_preset("ct_int4_channel_odd", _integers(4, symmetric=False, strategy="channel"), **_ODD)
+_preset("ct_int3_group", _integers(3, symmetric=False, strategy="group", group_size=16))
+_preset("ct_nvfp4", "NVFP4A16")
+_preset("ct_nvfp4_wide", "NVFP4A16", hidden_size=80, head_dim=20, intermediate_size=112)
+_preset("ct_mxfp4", "MXFP4A16")
+_preset("ct_mxfp6", "MXFP6A16")
+_preset("ct_mxfp8", "MXFP8A16")
+_preset("ct_mxfp8_wide", "MXFP8A16", hidden_size=96, head_dim=24, intermediate_size=160)
+
+
+# MXFP4 as gpt-oss has it. Its own writer runs on a GPU: codes and exponents are torchao's, the names
+# and layout those that transformers reads, and the truth is what it makes of them.
+
+
+def _gpt_oss(folder: Path, experts: int, hidden: int, inner: int) -> Truth:
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+    from transformers import GptOssConfig, GptOssForCausalLM
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    config = GptOssConfig(
+        vocab_size=64,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_local_experts=experts,
+        num_experts_per_tok=1,
+        max_position_embeddings=32,
+    )
+    model = GptOssForCausalLM(config).to(torch.bfloat16)
+    source = folder.parent / "source"
+    model.save_pretrained(source)
+    stored, truth = {}, {}
+    for name, weight in weights_of(source).items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[name] = truth[name] = weight
+            continue
+        rows = weight.transpose(1, 2).contiguous()
+        scales, codes = to_mx(rows, torch.float4_e2m1fn_x2, 32)
+        blocks = codes.view(torch.uint8).reshape(*rows.shape[:2], -1, 16)
+        stored[f"{name}_blocks"] = blocks
+        stored[f"{name}_scales"] = scales.view(torch.uint8)
+        made = convert_moe_packed_tensors(blocks, scales.view(torch.uint8).to(torch.uint8))
+        truth[name] = made
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config_with(folder, source, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    return truth
+
+
+@case
+def mxfp4_gpt_oss(folder: Path) -> tuple[Truth, list[str]]:
+    return _gpt_oss(folder, 2, 64, 96), ["transformers", "torchao"]
+
+
+@case
+def mxfp4_gpt_oss_narrow(folder: Path) -> tuple[Truth, list[str]]:
+    return _gpt_oss(folder, 3, 32, 32), ["transformers", "torchao"]
+
+
+# GPTQ: GPTQModel packs codes that were rounded to the nearest, and dequantises what it packed.
+
+
+def _gptq(folder: Path, bits: int, group: int, order: bool, v2: bool) -> Truth:
+    from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+    from gptqmodel.utils.model import convert_gptq_v2_to_v1_format_module
+
+    source = tiny_llama(folder, torch.float16)
+    stored, truth = {}, {}
+    weights = weights_of(source)
+    for name, weight in weights.items():
+        if name not in linears(weights):
+            stored[name] = truth[name] = weight
+            continue
+        rows, columns = weight.shape
+        size = columns if group == -1 else group
+        linear = torch.nn.Linear(columns, rows, bias=False)
+        linear.weight.data = weight.float()
+        groups = torch.arange(columns) // size
+        if order:
+            groups = groups[torch.randperm(columns)]
+        scales = torch.rand(rows, columns // size) * 0.01 + 0.001
+        # v1 stores one less, and has no way to store 0.
+        zeros = torch.randint(1, 1 << bits, scales.shape).float()
+        module = TorchLinear(
+            bits=bits,
+            group_size=group,
+            sym=False,
+            desc_act=order,
+            in_features=columns,
+            out_features=rows,
+            bias=False,
+            register_buffers=True,
+        )
+        module.pack(linear, scales, zeros, groups.to(torch.int32))
+        module.post_init()
+        truth[name] = module.dequantize_weight().T.contiguous()
+        if not v2:
+            layout = types.SimpleNamespace(bits=bits, pack_dtype=torch.int32)
+            convert_gptq_v2_to_v1_format_module(module, layout)
+        base = name.removesuffix("weight")
+        for part in ("qweight", "qzeros", "scales", "g_idx"):
+            stored[base + part] = getattr(module, part).detach().clone()
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    quantization = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group,
+        "desc_act": order,
+        "sym": False,
+        "checkpoint_format": "gptq_v2" if v2 else "gptq",
+    }
+    config_with(folder, source, quantization)
+    return truth
+
+
+def _gptq_case(name: str, *arguments: Any) -> None:
+    CASES[name] = lambda folder: (_gptq(folder, *arguments), ["transformers", "gptqmodel"])
+
+
+_gptq_case("gptq_4", 4, 32, False, False)
+_gptq_case("gptq_4_v2_act_order", 4, 32, True, True)
+_gptq_case("gptq_3_act_order", 3, 32, True, False)
+_gptq_case("gptq_8", 8, -1, False, True)
+_gptq_case("gptq_2", 2, 16, False, False)
+
+
+# AWQ: AutoAWQ's own module and its own dequantisation.
+
+
+def _awq(folder: Path, group: int, **sizes: int) -> Truth:
+    from awq.modules.linear.gemm import WQLinear_GEMM
+    from awq.utils.packing_utils import dequantize_gemm
+
+    source = tiny_llama(folder, torch.float16, **sizes)
+    stored, truth = {}, {}
+    weights = weights_of(source)
+    for name, weight in weights.items():
+        if name not in linears(weights):
+            stored[name] = truth[name] = weight
+            continue
+        rows, columns = weight.shape
+        linear = torch.nn.Linear(columns, rows, bias=False).half()
+        groups = weight.float().reshape(rows, -1, group)
+        low, high = groups.amin(-1), groups.amax(-1)
+        scales = ((high - low).clamp(min=1e-5) / 15).half()
+        zeros = (-torch.round(low / scales)).clamp(0, 15)
+        codes = torch.clamp(torch.round(groups / scales[..., None]) + zeros[..., None], 0, 15)
+        linear.weight.data = (
+            ((codes - zeros[..., None]) * scales[..., None]).reshape(rows, columns).half()
+        )
+        module = WQLinear_GEMM.from_linear(
+            linear, 4, group, scales=scales.T.contiguous(), zeros=zeros.T.contiguous()
+        )
+        base = name.removesuffix("weight")
+        for part in ("qweight", "qzeros", "scales"):
+            stored[base + part] = getattr(module, part).detach().clone()
+        made = dequantize_gemm(module.qweight, module.qzeros, module.scales, 4, group)
+        truth[name] = made.T.contiguous()
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    quantization = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": group,
+        "version": "gemm",
+        "zero_point": True,
+    }
+    config_with(folder, source, quantization)
+    return truth
+
+
+@case
+def awq_32(folder: Path) -> tuple[Truth, list[str]]:
+    return _awq(folder, 32), ["transformers", "autoawq"]
+
+
+@case
+def awq_8_wide(folder: Path) -> tuple[Truth, list[str]]:
+    return _awq(folder, 8, hidden_size=96, head_dim=24, num_key_value_heads=4), [
+        "transformers",
+        "autoawq",
+    ]
+
+
+# bitsandbytes: loaded and saved by transformers.
+
+
+def _bitsandbytes(folder: Path, dtype: torch.dtype, config: dict[str, Any], **sizes: int) -> Truth:
+    import bitsandbytes as bnb
+    from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
+    from bitsandbytes.backends.utils import _get_4bit_code
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    source = tiny_llama(folder, dtype, **sizes)
+    model = AutoModelForCausalLM.from_pretrained(
+        source, quantization_config=BitsAndBytesConfig(**config), dtype=dtype, device_map="cpu"
+    )
+    model.save_pretrained(folder)
+    truth = {}
+    for name, parameter in model.state_dict().items():
+        module, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(module) if leaf == "weight" else None
+        if isinstance(owner, bnb.nn.Linear4bit):
+            state = owner.weight.quant_state
+            absmax = state.absmax
+            if state.nested:
+                absmax = bnb.functional.dequantize_blockwise(absmax, state.state2) + state.offset
+            codes = _get_4bit_code(state.quant_type, torch.device("cpu"))
+            packed = owner.weight.data.view(torch.uint8).reshape(-1)
+            made = _dequantize_4bit_compute(
+                packed, absmax, codes, state.blocksize, state.shape, dtype
+            )
+            native = bnb.functional.dequantize_4bit(owner.weight.data, state)
+            print(f"  {name}: the CPU kernel differs in {int((made != native).sum())} elements")
+            truth[name] = made
+        elif isinstance(owner, bnb.nn.Linear8bitLt):
+            whole = bnb.functional.int8_vectorwise_dequant(owner.weight.CB, owner.weight.SCB)
+            truth[name] = whole.to(dtype)
+        elif leaf in ("weight", "bias"):
+            truth[name] = parameter
+    shutil.rmtree(source)
+    for file in folder.iterdir():
+        if file.name not in ("config.json", "model.safetensors"):
+            file.unlink()
+    stored = load_file(folder / "model.safetensors")
+    return {name: made for name, made in truth.items() if name in stored}
+
+
+def _bnb_case(name: str, dtype: torch.dtype, config: dict[str, Any], **sizes: int) -> None:
+    CASES[name] = lambda folder: (
+        _bitsandbytes(folder, dtype, config, **sizes),
+        ["transformers", "bitsandbytes"],
+    )
+
+
+_four = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.bfloat16}
+_nf4 = {**_four, "bnb_4bit_quant_type": "nf4"}
+_bnb_case("bnb_int8", torch.bfloat16, {"load_in_8bit": True})
+_bnb_case("bnb_int8_float32", torch.float32, {"load_in_8bit": True}, **_ODD)
+_bnb_case("bnb_nf4", torch.bfloat16, _nf4)
+_bnb_case(
+    "bnb_nf4_double", torch.bfloat16, {**_nf4, "bnb_4bit_use_double_quant": True}, hidden_size=128
+)
+_bnb_case("bnb_nf4_double_odd", torch.float32, {**_nf4, "bnb_4bit_use_double_quant": True}, **_ODD)
+_bnb_case("bnb_fp4", torch.bfloat16, {**_four, "bnb_4bit_quant_type": "fp4"}, **_ODD)
+_bnb_case(
+    "bnb_nf4_in_bfloat16",
+    torch.bfloat16,
+    {**_nf4, "bnb_4bit_quant_storage": torch.bfloat16},
+)
+
+
+# torchao: by transformers where its configs are known there, by its own safetensors support else.
+
+
+def _torchao(folder: Path, config: Any, dtype: torch.dtype = torch.bfloat16, **sizes: int) -> Truth:
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+    from torchao.quantization import quantize_
+    from transformers import AutoModelForCausalLM
+
+    source = tiny_llama(folder, dtype, **sizes)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    if isinstance(config, torch.dtype):  # MX has no config that leaves activations as they are
+        from torchao.prototype.mx_formats.mx_tensor import MXTensor
+
+        state = {
+            name: MXTensor.to_mx(tensor, config, 32) if "_proj" in name else tensor
+            for name, tensor in model.state_dict().items()
+        }
+    else:
+        quantize_(model, config, filter_fn=lambda module, name: name.endswith("_proj"))
+        state = dict(model.state_dict())
+    truth = {
+        name: tensor.dequantize() if hasattr(tensor, "dequantize") and "_proj" in name else tensor
+        for name, tensor in state.items()
+    }
+    plain = {
+        name: tensor if "_proj" in name else tensor.detach().clone()
+        for name, tensor in state.items()
+    }
+    flat, metadata = flatten_tensor_state_dict(plain)
+    save_file({k: v.contiguous() for k, v in flat.items()}, folder / "model.safetensors", metadata)
+    config_with(folder, source, {"quant_method": "torchao", "quant_type": type(config).__name__})
+    return truth
+
+
+def _ao_case(name: str, config: Callable[[], Any], *arguments: Any, **sizes: int) -> None:
+    CASES[name] = lambda folder: (
+        _torchao(folder, config(), *arguments, **sizes),
+        ["transformers", "torchao"],
+    )
+
+
+def _ao(name: str, **arguments: Any) -> Callable[[], Any]:
+    def made() -> Any:
+        import torchao.quantization as ao
+
+        return getattr(ao, name)(**arguments)
+
+    return made
+
+
+def _ao_prototype(name: str, **arguments: Any) -> Callable[[], Any]:
+    def made() -> Any:
+        import torchao.prototype.mx_formats as mx
+
+        return getattr(mx, name)(**arguments)
+
+    return made
+
+
+_ao_case("torchao_float8", _ao("Float8WeightOnlyConfig"))
+_ao_case("torchao_float8_float32", _ao("Float8WeightOnlyConfig"), torch.float32, **_ODD)
+_ao_case("torchao_int8", _ao("Int8WeightOnlyConfig", version=2))
+_ao_case("torchao_int8_float32", _ao("Int8WeightOnlyConfig", version=2), torch.float32, **_ODD)
+_ao_case("torchao_intx", _ao("IntxWeightOnlyConfig", weight_dtype=torch.int4))
+_ao_case("torchao_nvfp4", _ao_prototype("NVFP4WeightOnlyConfig"))
+_ao_case("torchao_nvfp4_wide", _ao_prototype("NVFP4WeightOnlyConfig"), hidden_size=128)
+_ao_case("torchao_mxfp8", lambda: torch.float8_e4m3fn)
+_ao_case("torchao_mxfp4", lambda: torch.float4_e2m1fn_x2)
+
+
+if __name__ == "__main__":
+    failed = []
+    for wanted in sys.argv[2:] or list(CASES):
+        try:
+            write(Path(sys.argv[1]), wanted)
+        except Exception:
+            traceback.print_exc()
+            failed.append(wanted)
+    sys.exit(f"failed: {failed}" if failed else 0)

@@ -1,0 +1,352 @@
+"""Quantised weights made element by element, with Python's integers: what the package computes on
+whole arrays must be the same.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from hypothesis import strategies as st
+
+from jax_ucp.formats.quantized.schemes import dequantizer
+from jax_ucp.formats.quantized.stored import StoredWeight
+from jax_ucp.sources.combined import MemorySource
+from jax_ucp.sources.contents import QuantizedWeight
+from jax_ucp.sources.dequantized import DequantizedView
+
+FP8, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # the i-th code of a word is that of this output
+
+
+@dataclass
+class Made:
+    """The parts of a weight by role, what a config says of it, and the numbers it stands for."""
+
+    method: str
+    parts: dict[str, np.ndarray]
+    want: np.ndarray
+    settings: dict[str, Any] = field(default_factory=dict)
+    said: dict[str, Any] = field(default_factory=dict)
+
+    def view(self, dtype: Any = np.float32, names: Sequence[str] | None = None) -> DequantizedView:
+        """The weight `w`, of the parts."""
+        source = MemorySource(self.parts)
+        weight = QuantizedWeight("a scheme", "w", {role: role for role in self.parts})
+        stored = StoredWeight(
+            weight, source, {role: role for role in self.parts}, self.settings, self.said
+        )
+        return DequantizedView(source, {"w": dequantizer(self.method, stored)}, {}, np.dtype(dtype))
+
+
+def words(codes: Sequence[int], bits: int, width: int, order: Sequence[int] = ()) -> list[int]:
+    """Codes as words, the first in the lowest bits."""
+    if order:
+        per_word = width // bits
+        codes = [codes[i + place] for i in range(0, len(codes), per_word) for place in order]
+    whole = sum(int(code) << (bits * i) for i, code in enumerate(codes))
+    count = -(-len(codes) * bits // width)
+    return [whole >> (width * i) & ((1 << width) - 1) for i in range(count)]
+
+
+def packed(
+    codes: np.ndarray, bits: int, axis: int, dtype: Any = np.int32, order: Sequence[int] = ()
+) -> np.ndarray:
+    width = 8 * np.dtype(dtype).itemsize
+    unsigned = np.dtype(f"u{np.dtype(dtype).itemsize}")
+
+    def pack(line: np.ndarray) -> np.ndarray:
+        return np.array(words(line.tolist(), bits, width, order), unsigned)
+
+    return np.apply_along_axis(pack, axis, codes).view(dtype)
+
+
+def spread(small: np.ndarray, block: Sequence[int], shape: Sequence[int]) -> np.ndarray:
+    index = np.indices(shape)
+    return small[tuple(index[axis] // block[axis] for axis in range(len(shape)))]
+
+
+def affine(codes: np.ndarray, zero: Any, scale: np.ndarray) -> np.ndarray:
+    return (codes.astype(np.float32) - np.float32(1) * zero) * scale.astype(np.float32)
+
+
+Draw = Callable[..., Any]
+SIZES = st.integers(1, 40)
+
+
+def rng_of(draw: Draw) -> np.random.Generator:
+    return np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+
+
+def small_scales(rng: np.random.Generator, shape: Sequence[int], dtype: Any) -> np.ndarray:
+    return (rng.uniform(0.001, 2, shape) * rng.choice([-1, 1], shape)).astype(dtype)
+
+
+@st.composite
+def block_fp8(draw: Draw) -> Made:
+    rng, experts = rng_of(draw), draw(st.sampled_from([(), (1,), (3,)]))
+    shape = (*experts, draw(SIZES), draw(SIZES))
+    block = draw(st.integers(1, 50)), draw(st.integers(1, 50))
+    codes = rng.normal(size=shape).astype(FP8)
+    grid = tuple(-(-n // b) for n, b in zip(shape[-2:], block, strict=True))
+    scale = small_scales(rng, (*experts, *grid), draw(st.sampled_from([np.float32, BF16])))
+    want = affine(codes, 0, spread(scale, ((1,) * len(experts)) + block, shape))
+    parts = {"codes": codes, "scale_inv": scale}
+    return Made("fp8", parts, want, {"weight_block_size": list(block)})
+
+
+def group_settings(format: str, **weights: Any) -> dict[str, Any]:
+    return {"format": format, "config_groups": {"group_0": {"weights": weights}}}
+
+
+@st.composite
+def packed_integers(draw: Draw) -> Made:
+    """compressed-tensors: groups, channels, zero points, an order of inputs."""
+    rng, bits, width = rng_of(draw), draw(st.integers(1, 8)), draw(st.integers(1, 12))
+    groups, rows = draw(st.integers(1, 5)), draw(SIZES)
+    shape = rows, width * groups
+    codes = rng.integers(0, 1 << bits, shape)
+    scale = small_scales(rng, (rows, groups), draw(st.sampled_from([np.float16, BF16])))
+    order = np.arange(shape[1], dtype=np.int32) // width
+    parts = {
+        "codes": packed(codes, bits, 1),
+        "scale": scale,
+        "shape": np.array(shape, np.int64),
+    }
+    if draw(st.booleans()):
+        rng.shuffle(order)
+        parts["g_idx"] = order
+    symmetric = draw(st.booleans())
+    zero = np.full((rows, groups), 1 << (bits - 1))
+    if not symmetric:
+        zero = rng.integers(0, 1 << bits, (rows, groups))
+        parts["zero_point"] = packed(zero, bits, 0)
+    want = affine(codes, zero[:, order], scale[:, order])
+    strategy = {"strategy": "group", "group_size": width}
+    if groups == 1 and draw(st.booleans()):
+        strategy = {"strategy": "channel", "group_size": None}
+    said = group_settings(
+        "pack-quantized", num_bits=bits, type="int", symmetric=symmetric, **strategy
+    )
+    return Made("compressed-tensors", parts, want, said)
+
+
+@st.composite
+def few_bits(draw: Draw) -> Made:
+    """compressed-tensors: NVFP4 and MXFP4."""
+    rng, is_nv = rng_of(draw), draw(st.booleans())
+    group = 16 if is_nv else 32
+    shape = draw(SIZES), group * draw(st.integers(1, 4))
+    codes = rng.integers(0, 16, shape)
+    table = np.array(E2M1 + [-x for x in E2M1], np.float32)
+    small = shape[0], shape[1] // group
+    parts = {"codes": packed(codes, 4, 1, np.uint8)}
+    if is_nv:
+        parts["scale"] = rng.uniform(0.1, 400, small).astype(FP8)
+        parts["global_scale"] = rng.uniform(1, 3000, 1).astype(np.float32)
+        scale = parts["scale"].astype(np.float32) / parts["global_scale"]
+    else:
+        parts["scale"] = rng.integers(90, 160, small).astype(np.uint8)
+        scale = np.float32(2) ** (parts["scale"].astype(np.float32) - 127)
+    want = table[codes] * spread(scale, (1, group), shape)
+    format = "nvfp4-pack-quantized" if is_nv else "mxfp4-pack-quantized"
+    said = group_settings(format, num_bits=4, type="float", strategy="group", group_size=group)
+    return Made("compressed-tensors", parts, want, said)
+
+
+@st.composite
+def plain_codes(draw: Draw) -> Made:
+    """compressed-tensors: int8 and fp8 by tensor, channel, group and block."""
+    rng, is_float = rng_of(draw), draw(st.booleans())
+    strategy = draw(st.sampled_from(["tensor", "channel", "group", "block"]))
+    width = draw(st.integers(1, 9))
+    shape = draw(SIZES), width * draw(st.integers(1, 5))
+    block = {
+        "tensor": shape,
+        "channel": (1, shape[1]),
+        "group": (1, width),
+        "block": (draw(st.integers(1, 9)), draw(st.integers(1, 9))),
+    }[strategy]
+    small = tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
+    codes = rng.integers(-128, 128, shape).astype(np.int8)
+    if is_float:
+        codes = rng.normal(size=shape).astype(FP8)
+    parts = {"codes": codes, "scale": small_scales(rng, small, BF16)}
+    zero: Any = 0
+    symmetric = is_float or draw(st.booleans())
+    if not symmetric:
+        parts["zero_point"] = rng.integers(-128, 128, small).astype(np.int8)
+        zero = spread(parts["zero_point"].astype(np.float32), block, shape)
+    want = affine(codes, zero, spread(parts["scale"], block, shape))
+    if strategy == "tensor":
+        flat = draw(st.sampled_from([(), (1,), (1, 1)]))
+        parts |= {role: parts[role].reshape(flat) for role in parts if role != "codes"}
+    said = group_settings(
+        "float-quantized" if is_float else "int-quantized",
+        num_bits=8,
+        type="float" if is_float else "int",
+        symmetric=symmetric,
+        strategy=strategy,
+        group_size=width if strategy == "group" else None,
+        block_structure=list(block) if strategy == "block" else None,
+    )
+    return Made("compressed-tensors", parts, want, said)
+
+
+@st.composite
+def gpt_oss(draw: Draw) -> Made:
+    rng = rng_of(draw)
+    experts, rows, groups = draw(st.integers(1, 3)), draw(SIZES), draw(st.integers(1, 4))
+    codes = rng.integers(0, 16, (experts, rows, groups * 32))
+    table = np.array(E2M1 + [-x for x in E2M1], np.float32)
+    blocks = packed(codes, 4, 2, np.uint8).reshape(experts, rows, groups, 16)
+    scales = rng.integers(0, 255, (experts, rows, groups)).astype(np.uint8)
+    scale = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
+    with np.errstate(over="ignore"):
+        want = table[codes] * spread(scale, (1, 1, 32), codes.shape)
+    return Made("mxfp4", {"codes": blocks, "scales": scales}, want.swapaxes(1, 2))
+
+
+@st.composite
+def gptq(draw: Draw) -> Made:
+    rng, bits, is_v2 = rng_of(draw), draw(st.sampled_from([2, 3, 4, 8])), draw(st.booleans())
+    inputs, outputs = 32 * draw(st.integers(1, 3)), 32 * draw(st.integers(1, 3))
+    groups = draw(st.integers(1, 5))
+    order = rng.integers(0, groups, inputs).astype(np.int32)
+    codes = rng.integers(0, 1 << bits, (inputs, outputs))
+    stored = rng.integers(0, 1 << bits, (groups, outputs))
+    zero = stored if is_v2 else (stored + 1) % (1 << bits)
+    scale = small_scales(rng, (groups, outputs), np.float16)
+    parts = {
+        "codes": packed(codes, bits, 0),
+        "qzeros": packed(stored, bits, 1),
+        "scales": scale,
+        "g_idx": order,
+    }
+    said = {"bits": bits, "checkpoint_format": "gptq_v2" if is_v2 else "gptq"}
+    want = affine(codes, zero[order], scale[order])
+    return Made("gptq", parts, np.ascontiguousarray(want.T), said)
+
+
+@st.composite
+def awq(draw: Draw) -> Made:
+    rng, group, groups = rng_of(draw), draw(st.integers(1, 9)), draw(st.integers(1, 5))
+    inputs, outputs = group * groups, 8 * draw(st.integers(1, 6))
+    codes = rng.integers(0, 16, (inputs, outputs))
+    zero = rng.integers(0, 16, (groups, outputs))
+    scale = small_scales(rng, (groups, outputs), np.float16)
+    parts = {
+        "codes": packed(codes, 4, 1, order=AWQ_ORDER),
+        "qzeros": packed(zero, 4, 1, order=AWQ_ORDER),
+        "scales": scale,
+    }
+    index = np.arange(inputs) // group
+    want = affine(codes, zero[index], scale[index])
+    return Made("awq", parts, np.ascontiguousarray(want.T), {"bits": 4, "group_size": group})
+
+
+@st.composite
+def runs_of_four_bits(draw: Draw) -> Made:
+    """bitsandbytes: nf4 or fp4, also where rows are not whole runs, and of any number of axes."""
+    rng, block = rng_of(draw), draw(st.sampled_from([4, 8, 64]))
+    shape = tuple(draw(st.lists(st.integers(1, 20), min_size=1, max_size=3)))
+    if draw(st.booleans()):
+        shape = draw(SIZES), block * draw(st.integers(1, 3))
+    size, kind = int(np.prod(shape)), draw(st.sampled_from(["nf4", "fp4"]))
+    codes = rng.integers(0, 16, size)
+    swapped = np.append(codes, 0)[: size + size % 2].reshape(-1, 2)[:, ::-1].reshape(-1)
+    table = rng.normal(size=16).astype(np.float32)
+    runs = -(-size // block)
+    state = {"quant_type": kind, "blocksize": block, "dtype": "bfloat16", "shape": list(shape)}
+    parts = {
+        "codes": packed(swapped, 4, 0, np.uint8).reshape(-1, 1),
+        "quant_map": table,
+        "absmax": rng.uniform(0.1, 3, runs).astype(np.float32),
+    }
+    absmax = parts["absmax"]
+    if draw(st.booleans()):
+        nested = draw(st.sampled_from([2, 256]))
+        parts["absmax"] = rng.integers(0, 256, runs).astype(np.uint8)
+        parts["nested_quant_map"] = rng.normal(size=256).astype(np.float32)
+        parts["nested_absmax"] = rng.uniform(0.1, 3, -(-runs // nested)).astype(np.float32)
+        state |= {"nested_blocksize": nested, "nested_offset": 0.25, "nested_dtype": "float32"}
+        absmax = parts["nested_quant_map"][parts["absmax"]]
+        absmax = absmax * parts["nested_absmax"][np.arange(runs) // nested] + np.float32(0.25)
+    text = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    parts[f"quant_state.bitsandbytes__{kind}"] = text
+    want = (table[codes] * absmax[np.arange(size) // block]).reshape(shape)
+    return Made("bitsandbytes", parts, want)
+
+
+@st.composite
+def rows_of_int8(draw: Draw) -> Made:
+    rng, shape = rng_of(draw), (draw(SIZES), draw(SIZES))
+    codes = rng.integers(-128, 128, shape).astype(np.int8)
+    scale = rng.uniform(0.1, 3, shape[0]).astype(np.float32)
+    want = codes.astype(np.float32) * scale[:, None] * np.float32(7.874015718698502e-3)
+    return Made("bitsandbytes", {"codes": codes, "SCB": scale}, want)
+
+
+@st.composite
+def torchao(draw: Draw) -> Made:
+    rng, block = rng_of(draw), (draw(st.integers(1, 5)), draw(st.integers(1, 9)))
+    small = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    shape = small[0] * block[0], small[1] * block[1]
+    codes = rng.integers(-128, 128, shape).astype(np.int8)
+    zero = rng.integers(-128, 128, small).astype(np.int8)
+    scale = small_scales(rng, small, BF16)
+    want = affine(codes, spread(zero.astype(np.float32), block, shape), spread(scale, block, shape))
+    said = {
+        "_type": "IntxUnpackedToInt8Tensor",
+        "_data": {"block_size": list(block)},
+        "_tensor_data_names": ["qdata", "scale", "zero_point"],
+    }
+    parts = {"codes": codes, "scale": scale, "zero_point": zero}
+    return Made("torchao", parts, want, said=said)
+
+
+@st.composite
+def tiled_nvfp4(draw: Draw) -> Made:
+    """torchao: NVFP4 whose scales are in tiles of 128 rows and 4 columns."""
+    rng = rng_of(draw)
+    shape = draw(st.integers(1, 300)), 16 * draw(st.integers(1, 9))
+    codes = rng.integers(0, 16, shape)
+    table = np.array(E2M1 + [-x for x in E2M1], np.float32)
+    small = shape[0], shape[1] // 16
+    scale = rng.uniform(0.1, 400, small).astype(FP8)
+    factor = rng.uniform(0.1, 3, ()).astype(np.float32)
+    rows, columns = -(-small[0] // 128), -(-small[1] // 4)
+    tiles = np.zeros((rows, columns, 512), FP8)
+    for row, column in np.ndindex(small):
+        at = row % 32 * 16 + row % 128 // 32 * 4 + column % 4
+        tiles[row // 128, column // 4, at] = scale[row, column]
+    want = table[codes] * spread(scale.astype(np.float32) * factor, (1, 16), shape)
+    parts = {
+        "codes": packed(codes, 4, 1, np.uint8),
+        "scale": tiles.reshape(32 * rows, 16 * columns),
+        "per_tensor_scale": factor,
+    }
+    said = {
+        "_type": "NVFP4Tensor",
+        "_data": {"block_size": 16, "is_swizzled_scales": True},
+        "_tensor_data_names": ["qdata", "scale", "per_tensor_scale"],
+    }
+    return Made("torchao", parts, want, said=said)
+
+
+SCHEMES = {
+    "block fp8": block_fp8(),
+    "packed integers": packed_integers(),
+    "NVFP4 and MXFP4": few_bits(),
+    "plain codes": plain_codes(),
+    "gpt-oss": gpt_oss(),
+    "GPTQ": gptq(),
+    "AWQ": awq(),
+    "bitsandbytes, 4 bits": runs_of_four_bits(),
+    "bitsandbytes, int8": rows_of_int8(),
+    "torchao": torchao(),
+    "torchao, in tiles": tiled_nvfp4(),
+}

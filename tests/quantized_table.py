@@ -1,0 +1,74 @@
+"""The table of docs/quantization.md: `python tests/quantized_table.py` prints it, from a run over
+`tests/data/quantized`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+import jax_ucp as ucp
+from jax_ucp.sources.dequantized import DequantizedView
+
+DATA = Path(__file__).parent / "data" / "quantized"
+PAGE = Path(__file__).parents[1] / "docs" / "quantization.md"
+CASES = sorted(path.name for path in DATA.iterdir())
+HEAD = "| case | scheme | weights | elements | dtype | reference | equal |\n|---|---|---|---|---|---|---|"
+
+# Whose dequantisation the truth is, of the packages that wrote a case.
+_REFERENCES = ("gptqmodel", "autoawq", "bitsandbytes", "torchao", "compressed-tensors")
+
+
+def row(case: str) -> str:
+    """The line of a case: how many elements of its quantised weights have the reference's bits."""
+    said = json.loads((DATA / case / "case.json").read_text())
+    checkpoint = ucp.open(DATA / case / "ckpt", **said["options"])
+    view = checkpoint._contents.arrays
+    assert isinstance(view, DequantizedView)
+    weights = {leaf.label: view._weights.get(leaf.name) for leaf in checkpoint.leaves}
+    schemes = sorted({weight.scheme for weight in weights.values() if weight})
+    shapes = sorted({weight.shape for weight in weights.values() if weight})
+    elements = equal = 0
+    for label, want in _truth(case):
+        if weights[label] is None:
+            continue
+        made = checkpoint.read(label)
+        elements += want.size
+        if made.dtype == want.dtype and made.shape == want.shape:
+            equal += int((_bits(made) == _bits(want)).sum())
+    result = "all bits" if equal == elements else f"{elements - equal:,} differ"
+    sizes = ", ".join("x".join(map(str, shape)) for shape in shapes)
+    dtype = said["options"]["dequantize"]
+    cells = case, ", ".join(schemes), sizes, f"{elements:,}", dtype, _reference(case, said), result
+    return f"| {' | '.join(cells)} |"
+
+
+def table() -> str:
+    return "\n".join([HEAD, *map(row, CASES)])
+
+
+def _truth(case: str) -> Iterator[tuple[str, np.ndarray]]:
+    with np.load(DATA / case / "truth.npz") as arrays:
+        for name, array in arrays.items():
+            is_bfloat16 = array.dtype == np.uint16
+            yield name, array.view(ml_dtypes.bfloat16) if is_bfloat16 else array
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
+
+
+def _reference(case: str, said: dict[str, dict[str, str]]) -> str:
+    writer = said["writer"]
+    if case.startswith(("mxfp4", "fp8")):
+        return f"transformers {writer['transformers']}"
+    name = next(name for name in _REFERENCES if name in writer)
+    return f"{name} {writer[name]}"
+
+
+if __name__ == "__main__":
+    print(table())
