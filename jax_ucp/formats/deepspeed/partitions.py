@@ -14,7 +14,8 @@ from typing import Any
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.assemble import touched
 from jax_ucp.formats.deepspeed import moe
-from jax_ucp.formats.deepspeed.files import Rank
+from jax_ucp.formats.deepspeed.files import Files, Rank, Stored
+from jax_ucp.formats.deepspeed.parameters import read_value
 from jax_ucp.formats.deepspeed.slices import ASIDE, Slices
 from jax_ucp.formats.deepspeed.zero import Group, group, param_group, param_shapes
 from jax_ucp.formats.listing import listed
@@ -30,7 +31,7 @@ Addresses = dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class _Team:
+class Team:
     """A group of parameters on the ranks that share it: of one model- and expert-parallel rank."""
 
     mp: int
@@ -49,17 +50,36 @@ class _Team:
         return {name: moe.global_name(name, self.ep, shapes) for name in shapes}
 
 
+def teams(files: Files, weights_only: bool) -> Iterator[Team]:
+    """The groups of every model-parallel rank. Raises FormatError where files do not fit."""
+    for mp, (models, ranks) in enumerate(zip(files.models, files.ranks, strict=True)):
+        for index, shapes in enumerate(_group_shapes(models, ranks) if ranks else ()):
+            for ep, team in moe.teams(index, ranks, models):
+                own = group(index, shapes, team, files.zero3, models[0].name, weights_only)
+                yield Team(mp, ep, index, own)
+
+
+def _group_shapes(models: Sequence[Stored], ranks: Sequence[Rank]) -> list[dict[str, Shape]]:
+    groups = param_shapes(models[0], ranks)
+    for model in models[1:]:
+        if param_shapes(model, ()) != groups:
+            raise FormatError(
+                f"{model.file.path} has another param_shapes than {models[0].name}; the files"
+                " are not of one run"
+            )
+    return groups
+
+
 def add_partitions(slices: Slices) -> None:
     """Add masters and states. Raises FormatError for files of another run."""
     addresses: dict[str, Addresses] = {rank.name: {} for rank in slices.files.all_ranks}
     if slices.options.weights_only:
         _leave(slices)
-    for mp, ranks in enumerate(slices.files.ranks):
-        for team in _teams(slices, mp, ranks):
-            _add_settings(slices, team)
-            _add_flat_states(slices, team)
-            _add_values(slices, team)
-            _add_addresses(addresses, team.group)
+    for team in teams(slices.files, slices.options.weights_only):
+        _add_settings(slices, team)
+        _add_flat_states(slices, team)
+        _add_values(slices, team)
+        _add_addresses(addresses, team.group)
     _check_mappings(slices, addresses)
 
 
@@ -70,32 +90,14 @@ def _leave(slices: Slices) -> None:
             slices.importer.leave(f"{rank.name}:{key}", "state", ASIDE)
 
 
-def _teams(slices: Slices, mp: int, ranks: Sequence[Rank]) -> Iterator[_Team]:
-    if not ranks:
-        return
-    models = slices.files.models[mp]
-    groups = param_shapes(models[0], ranks)
-    for model in models[1:]:
-        if param_shapes(model, ()) != groups:
-            raise FormatError(
-                f"{model.file.path} has another param_shapes than {models[0].name}; the files"
-                " are not of one run"
-            )
-    zero3, weights_only = slices.files.zero3, slices.options.weights_only
-    for index, shapes in enumerate(groups):
-        for ep, team in moe.teams(index, ranks, models):
-            own = group(index, shapes, team, zero3, models[0].name, weights_only)
-            yield _Team(mp, ep, index, own)
-
-
-def _add_settings(slices: Slices, team: _Team) -> None:
+def _add_settings(slices: Slices, team: Team) -> None:
     if slices.options.weights_only:
         return
     for local in team.group.layouts:
         slices.importer.hyperparameters(team.names[local], team.settings)
 
 
-def _add_flat_states(slices: Slices, team: _Team) -> None:
+def _add_flat_states(slices: Slices, team: Team) -> None:
     # States whose partitions have the same lengths share layouts, which are checked once then.
     layouts: dict[tuple[Shape, ...], dict[str, tuple[ParamLayout, list[int]]]] = {}
     ranks = team.group.ranks
@@ -124,7 +126,7 @@ def _touched_layouts(
     return {local: touched(replace(layout, shards=stored)) for local, layout in layouts}
 
 
-def _add_values(slices: Slices, team: _Team) -> None:
+def _add_values(slices: Slices, team: Team) -> None:
     """Add values that a group has once, such as its step, to all its parameters, if ranks agree."""
     ranks = team.group.ranks
     for state, (values, why) in team.group.aside.items():
@@ -139,11 +141,13 @@ def _add_values(slices: Slices, team: _Team) -> None:
 
 
 def _differ(slices: Slices, ranks: Sequence[Rank], values: Sequence[Any]) -> bool:
-    first, *others = map(slices.read, ranks, values)
+    first, *others = [
+        read_value(slices.importer, rank, value) for rank, value in zip(ranks, values, strict=True)
+    ]
     return not all(same_bits(first, other) for other in others)
 
 
-def _keep_aside(slices: Slices, team: _Team, state: str, values: Sequence[Any], why: str) -> None:
+def _keep_aside(slices: Slices, team: Team, state: str, values: Sequence[Any], why: str) -> None:
     """Keep what an optimizer has of a group, but not of its parameters, as each rank has it."""
     for rank, value in zip(team.group.ranks, values, strict=True):
         slices.importer.extra(rank.name, f"{state} of group {team.index}", value)

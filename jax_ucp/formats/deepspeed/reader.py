@@ -1,7 +1,7 @@
 """DeepSpeed checkpoints as its engine writes them: ZeRO 0 to 3, tensor and pipeline parallelism.
 
-Stored partitions form slices (`partitions`), and slices form parameters (`slices`). Masters are the
-parameters; the module's own tensors are copies of slices, compared by verify (`modules`).
+Stored partitions form slices (`partitions`), and slices form parameters (`parameters`). Masters are
+the parameters; the module's own tensors are copies of slices, compared by verify (`modules`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from jax_ucp.formats.deepspeed.extras import add_extras, skip_other_files
 from jax_ucp.formats.deepspeed.facts import check_facts
 from jax_ucp.formats.deepspeed.files import Files, Stored, is_checkpoint, open_files, tag_folder
 from jax_ucp.formats.deepspeed.modules import ModuleReader, names_in
-from jax_ucp.formats.deepspeed.partitions import add_partitions
+from jax_ucp.formats.deepspeed.parameters import Joins, make_parameters
+from jax_ucp.formats.deepspeed.partitions import add_partitions, teams
 from jax_ucp.formats.deepspeed.slices import Slices
 from jax_ucp.formats.deepspeed.stage0 import add_numbered_states
-from jax_ucp.formats.deepspeed.zero import group, param_shapes
 from jax_ucp.formats.nested import as_dict
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.torch_save.unpickle import known
@@ -54,10 +54,8 @@ def _with_usable_masters(files: Files) -> Files:
     Raises FormatError under ZeRO-3, which keeps the weights nowhere else.
     """
     try:
-        for models, ranks in zip(files.models, files.ranks, strict=True):
-            for index, shapes in enumerate(param_shapes(models[0], ranks) if ranks else ()):
-                for _, team in moe.teams(index, ranks, models):
-                    group(index, shapes, team, files.zero3, models[0].name, weights_only=True)
+        for _ in teams(files, weights_only=True):
+            pass  # each is checked as it is made
         check_facts(files, weights_only=True)
     except FormatError as error:
         if files.zero3:
@@ -68,24 +66,24 @@ def _with_usable_masters(files: Files) -> Files:
 
 def _read(files: Files, options: Options) -> Contents:
     """The checkpoint that the files form: first slices, then parameters of them, then the rest."""
-    slices = Slices(files, options)
+    slices, joins = Slices(files, options), Joins.of(files, options)
     if not any(files.ranks):
         _check_without_partitions(slices)
     add_partitions(slices)
     ModuleReader(slices).read()
     if not any(files.ranks) and not options.weights_only:
         add_numbered_states(slices)
-    slices.apply_spec()
-    _check_patterns(slices)
-    slices.make_parameters()
+    joins.bind(slices.states)
+    _check_patterns(slices, joins)
+    make_parameters(slices, joins)
     add_extras(slices)
     skip_other_files(slices)
     return slices.importer.contents()
 
 
-def _check_patterns(slices: Slices) -> None:
+def _check_patterns(slices: Slices, joins: Joins) -> None:
     names = {name for _, name in slices.states} | names_in(slices.files, "module")
-    for patterns in slices.patterns:
+    for patterns in joins.stages:
         patterns.check_used(names)
 
 
