@@ -145,11 +145,13 @@ class Import:
         for name_in_file in stored:
             self._statuses.setdefault(name_in_file, ("skipped", reason))
 
-    def slice_duplicate(self, whole: str, key: str, reason: str, at: Sequence[int] = ()) -> None:
+    def slice_duplicate(
+        self, whole: str, key: str, reason: str, at: Sequence[int] = (), cause: str = ""
+    ) -> None:
         """A stored tensor that must be the slice `whole`, or what it has at the leading indices
-        `at`, rounded.
+        `at`, rounded; `cause` as in `duplicate`.
         """
-        self._duplicates.append(_StoredTwice(whole, key, key, tuple(at)))
+        self._duplicates.append(_StoredTwice(whole, key, key, tuple(at), cause))
         self._statuses[key] = "skipped", reason
 
     def prove_place(

@@ -21,9 +21,15 @@ from jax_ucp.formats.deepspeed.zero import Group, group, param_group, param_shap
 from jax_ucp.formats.listing import listed
 from jax_ucp.formats.torch_save.unpickle import Opaque
 from jax_ucp.layout.fragments import ParamLayout, Shape
+from jax_ucp.layout.patterns import Unique
 from jax_ucp.sources.consolidated import Consolidated, same_bits
+from jax_ucp.sources.cuts import Cut
 
 _LION = "Lion has one moment; CPULion writes a second one and never reads it"
+_OTHER_MOMENTUM = (
+    "DeepSpeed before 0.19.6 gives each rank its own momentum of a matrix that lies in two"
+    " partitions, unless reduce_scatter is off; on_conflict='master' takes that of the first rank"
+)
 _EACH_ITS_OWN = "each rank has its own, so that it is of its partition"
 
 # Of each parameter in a rank's partition the first element, and how many there are.
@@ -78,6 +84,7 @@ def add_partitions(slices: Slices) -> None:
     for team in teams(slices.files, slices.options.weights_only):
         _add_settings(slices, team)
         _add_flat_states(slices, team)
+        _add_wholes(slices, team)
         _add_values(slices, team)
         _add_addresses(addresses, team.group)
     _check_mappings(slices, addresses)
@@ -116,6 +123,24 @@ def _add_flat_states(slices: Slices, team: Team) -> None:
         for local, (layout, used) in layouts[stored].items():
             tensor = Consolidated(layout, [keys[i] for i in used])
             slices.add(team.mp, team.ep, state, team.names[local], tensor, reason)
+
+
+def _add_wholes(slices: Slices, team: Team) -> None:
+    """Add states that ranks hold of whole parameters: what a later rank has again is a copy."""
+    place = slices.place(team.mp, team.ep)
+    for state, wholes in team.group.whole.items():
+        reason = f"{state} of whole parameters"
+        for whole in wholes:
+            key = whole.rank.key(whole.tensor)
+            for local, start in whole.starts.items():
+                shape, name = team.group.shapes[local], team.names[local]
+                part = f"{key} from {start}"
+                slices.importer.cut(part, Cut(key, start, shape))
+                if first := slices.states[state, name].keys.get(place):
+                    slices.importer.slice_duplicate(first, part, "", cause=_OTHER_MOMENTUM)
+                else:
+                    tensor = Consolidated(Unique().join([shape]), [part])
+                    slices.add(team.mp, team.ep, state, name, tensor, reason)
 
 
 def _touched_layouts(

@@ -29,18 +29,29 @@ from jax_ucp.layout.patterns import flat_layouts, partitioned_layouts
 
 
 @dataclass(frozen=True)
+class Whole:
+    """A flat tensor of one rank that has whole parameters one after another, from these starts."""
+
+    rank: Rank
+    tensor: StoredTensor
+    starts: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class Group:
     """Parameters that lie in one set of partitions, held by `ranks`, in that order.
 
     What the ranks hold for the group, by name: flat tensors of the partition's length in `flat`,
-    values for the whole group in `scalars`, and in `aside` what belongs to no element of a
-    parameter, with the reason. `layouts` say where each parameter lies in a flat tensor.
+    those of whole parameters in `whole`, values for the whole group in `scalars`, and in `aside`
+    what belongs to no element of a parameter, with the reason. `layouts` say where each parameter
+    lies in a flat tensor of the partition's length.
     """
 
     ranks: Sequence[Rank]
     shapes: Mapping[str, Shape]
     layouts: Mapping[str, ParamLayout]
     flat: Mapping[str, Sequence[StoredTensor]]
+    whole: Mapping[str, Sequence[Whole]]
     scalars: Mapping[str, Sequence[Any]]
     aside: Mapping[str, tuple[Sequence[Any], str]]
 
@@ -56,8 +67,9 @@ _ELEMENTWISE = (
 _QUANTIZED = re.compile(r"__bnb_optimizer_quant_state__|(qmap|absmax)\d")
 _PART_OF_QUANTIZED = re.compile(r"(state|max|new_max)\d|gnorm_vec|unorm_vec")
 
+_MOMENTUM = "momentum_buffer"
+
 # Why a state is left aside.
-_OF_MUON = "Muon keeps it for whole parameters, and how they lie in it is not read"
 _OF_8_BITS = "it is of an 8-bit optimizer, and means something only with its other parts"
 _WRONG_LENGTH = "its length is not that of the partition"
 _WRONG = frozenset((name, _WRONG_LENGTH) for name in _ELEMENTWISE)
@@ -100,12 +112,19 @@ def group(
     """
     masters = [rank.masters[index] for rank in ranks]
     states = {} if weights_only else _states_by_name(index, ranks)
-    apart = _apart(index, ranks, states)
+    apart = _apart(states)
+    momentum = states.pop(_MOMENTUM, None) if _is_muon(index, ranks) and not zero3 else None
     if zero3:
         layouts, lengths = _zero3(index, shapes, ranks, masters)
     else:
         tensors = filter(_are_flat, map(states.__getitem__, states.keys() - apart.keys()))
         layouts, lengths = _zero12(index, shapes, ranks, [masters, *tensors], model)
+    whole: dict[str, Sequence[Whole]] = {}
+    if momentum is not None:
+        if _are_flat(momentum) and _fit(momentum, lengths):
+            states[_MOMENTUM] = momentum
+        else:
+            whole[_MOMENTUM] = _momentum_of_wholes(index, shapes, ranks, layouts, momentum)
     flat, scalars, aside = {"param": masters}, dict[str, Any](), dict[str, Any]()
     for name, values in states.items():
         if reason := apart.get(name) or _reason_aside(values, lengths):
@@ -114,7 +133,45 @@ def group(
             aside[name] = values, reason
         else:
             (scalars if _are_numbers(values) else flat)[name] = values
-    return Group(ranks, shapes, layouts, flat, scalars, aside)
+    return Group(ranks, shapes, layouts, flat, whole, scalars, aside)
+
+
+def _is_muon(index: int, ranks: Sequence[Rank]) -> bool:
+    return any(param_group(rank, index).get("use_muon") for rank in ranks)
+
+
+def _momentum_of_wholes(
+    index: int,
+    shapes: Mapping[str, Shape],
+    ranks: Sequence[Rank],
+    layouts: Mapping[str, ParamLayout],
+    momentum: Sequence[StoredTensor | None],
+) -> list[Whole]:
+    """Muon's momentum, of all of each parameter of which a rank's partition has an element.
+
+    With CPU offload it is of the partition instead, which is as long only where both are the same:
+    a partition is full before the last, so that a parameter that goes on into the next makes the
+    first one's wholes longer. (`get_flat_partition` and `_apply_muon_updates_cpu_offload` in
+    `runtime/zero/stage_1_and_2.py`.)
+    """
+    wholes: list[Whole] = []
+    for place, (rank, tensor) in enumerate(zip(ranks, momentum, strict=True)):
+        starts, end = dict[str, int](), 0
+        for name, shape in shapes.items():
+            if any(fragment.shard == place for fragment in layouts[name].fragments):
+                starts[name] = end
+                end += math.prod(shape)
+        length = 0 if tensor is None else math.prod(tensor.shape)
+        if length != end:
+            raise FormatError(
+                f"{rank.file.path}: Muon's momentum_buffer of group {index} has {length} elements,"
+                f" where the parameters in the partition of rank {rank.dp} have {end}: the file is"
+                " of another rank, run or world size, or was cut. weights_only opens the parameters"
+                " alone"
+            )
+        if tensor is not None:
+            wholes.append(Whole(rank, tensor, starts))
+    return wholes
 
 
 def _reason_aside(values: Sequence[Any], lengths: Sequence[set[int]]) -> str:
@@ -133,15 +190,18 @@ def _fit(tensors: Sequence[StoredTensor], lengths: Sequence[set[int]]) -> bool:
 
 def _states_by_name(index: int, ranks: Sequence[Rank]) -> dict[str, list[Any]]:
     states = [_group_state(rank, index) for rank in ranks]
-    names = list(states[0])
+    names = list(dict.fromkeys(itertools.chain.from_iterable(states)))
+    # A rank whose partition has none of Muon's parameters has no momentum of them.
+    optional = {_MOMENTUM} if _is_muon(index, ranks) else set[str]()
     for rank, state in zip(ranks, states, strict=True):
-        if state.keys() != states[0].keys():
+        if (state.keys() ^ states[0].keys()) - optional:
             raise FormatError(
                 f"{rank.file.path}: group {index} has the optimizer states {list(state)}, but"
-                f" {ranks[0].name} has {names}: one of the files was exchanged, is of another run,"
-                " or was saved before the first step. weights_only opens the parameters alone"
+                f" {ranks[0].name} has {list(states[0])}: one of the files was exchanged, is of"
+                " another run, or was saved before the first step. weights_only opens the"
+                " parameters alone"
             )
-    return {name: [state[name] for state in states] for name in names}
+    return {name: [state.get(name) for state in states] for name in names}
 
 
 def _are_flat(values: Sequence[Any]) -> bool:
@@ -251,16 +311,11 @@ def _group_state(rank: Rank, index: int) -> dict[str, Any]:
     return dict(state.get(index) or {})
 
 
-def _apart(
-    index: int, ranks: Sequence[Rank], states: Mapping[str, Sequence[Any]]
-) -> dict[str, str]:
+def _apart(states: Mapping[str, Sequence[Any]]) -> dict[str, str]:
     """The states that are known to be no part of the partition, each with the reason."""
-    reasons: dict[str, str] = {}
-    if any(map(_QUANTIZED.fullmatch, states)):
-        for pattern in (_QUANTIZED, _PART_OF_QUANTIZED):
-            reasons |= dict.fromkeys(filter(pattern.fullmatch, states), _OF_8_BITS)
-    partitioned = "single_partition_of_fp32_groups" in ranks[0].state
-    if partitioned and any(param_group(rank, index).get("use_muon") for rank in ranks):
-        whole = [name for name, values in states.items() if not _are_numbers(values)]
-        reasons |= dict.fromkeys(whole, _OF_MUON)
-    return reasons
+    if not any(map(_QUANTIZED.fullmatch, states)):
+        return {}
+    patterns = (_QUANTIZED, _PART_OF_QUANTIZED)
+    return {
+        name: _OF_8_BITS for name in states if any(pattern.fullmatch(name) for pattern in patterns)
+    }
