@@ -20,7 +20,7 @@ import numpy as np
 from jax_ucp.arguments import local_path, switch
 from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.formats.exporting import ExportFormat, ExportPlan, plan_export, run_export
-from jax_ucp.formats.options import Options, Sizes, require_used
+from jax_ucp.formats.options import Dequantize, Options, Sizes, require_used
 from jax_ucp.formats.registry import open_contents
 from jax_ucp.inspection.lazy_array import LazyArray
 from jax_ucp.inspection.parameters import Parameter, Parameters, table
@@ -58,7 +58,7 @@ def open(
     spec: str | os.PathLike[str] | Spec | None = None,
     weights_only: bool = False,
     on_conflict: Literal["master", "copy"] | None = None,
-    dequantize: Literal[False] | None = None,
+    dequantize: Dequantize = None,
     optimizer_groups: Literal["module-order"] | Sequence[Sequence[str]] | None = None,
 ) -> Checkpoint:
     """The checkpoint at `path`, whichever of the known formats it has. Reads metadata only.

@@ -6,13 +6,13 @@ import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 import msgspec
 
 import jax_ucp
-from jax_ucp.formats.options import Options, require_used
+from jax_ucp.formats.options import DECODED, Options, require_used
 from jax_ucp.formats.registry import open_contents
 from jax_ucp.sources.budget import DEFAULT_BUDGET
 
@@ -138,6 +138,11 @@ def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Keep quantised weights as the parts that are stored.",
         ),
         click.option(
+            "--dequantize",
+            type=click.Choice([DECODED]),
+            help="Give the numbers that the states of 8-bit optimizers mean.",
+        ),
+        click.option(
             "--optimizer-groups",
             type=_OptimizerGroups(),
             help=(
@@ -178,6 +183,7 @@ def open_checkpoint(
     mapping: str | None = None,
     of_mapping: jax_ucp.Mapping | None = None,
     no_dequantize: bool = False,
+    dequantize: Literal["float32"] | None = None,
     config: str | None = None,
     assume: tuple[str, ...] = (),
     **others: Any,
@@ -188,7 +194,10 @@ def open_checkpoint(
     """
     require_mapping(mapping, config, assume)
     rules = load_mapping(mapping)
-    options = Options.of(_once(sizes), **others, dequantize=False if no_dequantize else None)
+    if no_dequantize and dequantize:
+        raise click.UsageError("--dequantize and --no-dequantize say opposite things")
+    others["dequantize"] = False if no_dequantize else dequantize
+    options = Options.of(_once(sizes), **others)
     contents = open_contents(path, options)
     for_rules = [used.names for used in (rules, of_mapping) if used]
     require_used(options.sizes, contents.path, frozenset().union(*for_rules))

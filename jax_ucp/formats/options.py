@@ -15,6 +15,8 @@ from jax_ucp.errors import SpecError
 from jax_ucp.shard_spec.rules import Spec
 
 MODULE_ORDER: Final = "module-order"
+DECODED: Final = "float32"
+Dequantize = Literal[False, "float32"] | None
 OptimizerGroups = Literal["module-order"] | tuple[tuple[str, ...], ...]
 
 NOTHING_TWICE = "nothing is stored twice here, so that on_conflict={!r} changes nothing"
@@ -74,7 +76,8 @@ class Options:
     `on_conflict` says which of two stored copies is right where they differ, `master` or `copy`:
     then they are not compared. The master is also the first of several replicas; a copy is what
     the model computed with, in its dtype. `dequantize=False` keeps quantised weights as the parts
-    that are stored; None refuses to hand them out. `optimizer_groups` says which parameters each
+    that are stored; None refuses to hand them out; "float32" decodes the states of 8-bit
+    optimizers. `optimizer_groups` says which parameters each
     group of an optimizer has, where states go by numbers.
     """
 
@@ -82,7 +85,7 @@ class Options:
     spec: Path | Spec | None = None
     weights_only: bool = False
     on_conflict: Literal["master", "copy"] | None = None
-    dequantize: Literal[False] | None = None
+    dequantize: Dequantize = None
     optimizer_groups: OptimizerGroups | None = None
 
     @classmethod
@@ -92,7 +95,7 @@ class Options:
         spec: str | os.PathLike[str] | Spec | None = None,
         weights_only: bool = False,
         on_conflict: Literal["master", "copy"] | None = None,
-        dequantize: Literal[False] | None = None,
+        dequantize: Dequantize = None,
         optimizer_groups: str | Sequence[Sequence[str]] | None = None,
     ) -> Options:
         """The options as callers give them.
@@ -101,10 +104,10 @@ class Options:
         """
         if on_conflict not in (None, "master", "copy"):
             raise ValueError(f"on_conflict={on_conflict!r} should be 'master' or 'copy'")
-        if dequantize is not None and dequantize is not False:
+        if dequantize not in (None, DECODED) and dequantize is not False:
             raise ValueError(
                 f"dequantize={dequantize!r}: quantised weights are refused (None) or kept as parts"
-                " (False)"
+                " (False), states of 8-bit optimizers kept as codes (None) or decoded ('float32')"
             )
         rules = spec if spec is None or isinstance(spec, Spec) else local_path(spec)
         groups = checked_groups(optimizer_groups)

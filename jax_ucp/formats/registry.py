@@ -21,7 +21,7 @@ from jax_ucp.formats.huggingface.quantization import settle
 from jax_ucp.formats.huggingface.stand_ins import stand_in
 from jax_ucp.formats.megatron import dist as megatron_dist
 from jax_ucp.formats.megatron import legacy as megatron_legacy
-from jax_ucp.formats.options import NOTHING_TWICE, Options
+from jax_ucp.formats.options import DECODED, NOTHING_TWICE, Options
 from jax_ucp.formats.orbax import reader as orbax
 from jax_ucp.formats.safetensors import reader as safetensors
 from jax_ucp.formats.torch_save import reader as torch_state
@@ -244,6 +244,11 @@ def _with_notes(contents: Contents, at: FilePath, format: Format, options: Optio
 
 def _require_use(contents: Contents, options: Options) -> None:
     """Raise FormatError where the user said something of the optimizer that decided nothing."""
+    if options.dequantize == DECODED and contents.source.get("dequantize") != DECODED:
+        raise FormatError(
+            f"{contents.path}: dequantize='float32' would change nothing: no optimizer here has"
+            " states of 8 bits that are decoded; open it without"
+        )
     used = contents.format != "universal" and "optimizer_groups" in contents.source
     if used or options.optimizer_groups is None:
         return

@@ -17,6 +17,7 @@ under "replaced".
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import json
 import math
@@ -203,6 +204,8 @@ def build_optimizer(about: dict, model):
 
 def replace_gpu_parts(spec: dict) -> None:
     """Put plain arithmetic where DeepSpeed's own needs a GPU, or a library that is not here."""
+    import torch
+
     replaced = spec.get("replaced", ())
     if spec["dtype"] == "fp16":
         from deepspeed.accelerator import get_accelerator
@@ -210,15 +213,24 @@ def replace_gpu_parts(spec: dict) -> None:
         get_accelerator().is_fp16_supported = lambda: True
     if "aio_handle" in replaced:
         replace_aio()
+    if "zenflow" in spec["zero"] and spec["stage"] == 3:
+        zeros = torch.zeros
+
+        def on_cpu(*args, device=None, **kwargs):
+            return zeros(*args, **kwargs, device=None if device == "cuda" else device)
+
+        torch.zeros = on_cpu
     if "the compressed all-reduce" in replaced:
         replace_compression()
 
 
 def replace_aio() -> None:
+    import torch
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder import AsyncIOBuilder
+    from deepspeed.runtime.swap_tensor import optimizer_utils
 
-    import torch
+    optimizer_utils.MIN_AIO_BYTES = 1024  # small tensors are swapped too
 
     class Handle:
         """Whole files, written and read at once."""
@@ -254,8 +266,8 @@ def replace_aio() -> None:
             return 0
 
         def async_pread(self, tensor, path, *args):
-            data = np.fromfile(path, dtype=tensor.numpy().dtype, count=tensor.numel())
-            tensor.copy_(torch.from_numpy(data))
+            data = np.fromfile(path, dtype=tensor.detach().numpy().dtype, count=tensor.numel())
+            tensor.detach()[: data.size].copy_(torch.from_numpy(data))
             self.pending += 1
             return 0
 
@@ -295,7 +307,9 @@ def replace_compression() -> None:
 
 
 def ds_config(spec: dict, out: Path) -> dict:
-    zero = json.loads(json.dumps({"stage": spec["stage"], **spec["zero"]}).replace("NVME", str(out)))
+    zero = json.loads(
+        json.dumps({"stage": spec["stage"], **spec["zero"]}).replace("NVME", str(out))
+    )
     if "stage3_param_persistence_threshold" not in zero and spec["stage"] == 3:
         zero["stage3_param_persistence_threshold"] = 0
     config = {
@@ -315,8 +329,8 @@ def ds_config(spec: dict, out: Path) -> dict:
 
 
 def start(spec: dict, out: Path, universal: bool = False):
-    import torch
     import deepspeed
+    import torch
 
     torch.set_num_threads(1)
     torch.manual_seed(spec["seed"])
@@ -325,12 +339,13 @@ def start(spec: dict, out: Path, universal: bool = False):
     config = ds_config(spec, out)
     if universal:
         config["checkpoint"] = {"load_universal": True}
-    model, width = build_model(spec["model"])
-    if spec["init"]:
-        if "mics_shard_size" in spec["zero"]:
-            deepspeed.zero.MiCS_Init(module=model, config_dict_or_path=config)
-        else:
-            deepspeed.zero.Init(module=model, config_dict_or_path=config)
+    with contextlib.ExitStack() as sharded:
+        if spec["init"]:
+            from deepspeed.runtime.zero.mics import MiCS_Init
+
+            init = MiCS_Init if "mics_shard_size" in spec["zero"] else deepspeed.zero.Init
+            sharded.enter_context(init(config_dict_or_path=config))
+        model, width = build_model(spec["model"])
     given = (
         {"model_parameters": [p for p in model.parameters() if p.requires_grad]}
         if spec["optimizer"]["kind"] == "config"
@@ -389,7 +404,9 @@ def whole_state(engine, names) -> dict[str, object]:
 
 
 def flat_list(groups) -> list:
-    return [tensor for group in groups for tensor in (group if isinstance(group, list) else [group])]
+    return [
+        tensor for group in groups for tensor in (group if isinstance(group, list) else [group])
+    ]
 
 
 def partitions(engine, names, stage: int) -> dict[str, object]:
@@ -409,7 +426,9 @@ def partitions(engine, names, stage: int) -> dict[str, object]:
         rank = torch.distributed.get_rank(group=opt.dp_process_group)
         world = torch.distributed.get_world_size(group=opt.dp_process_group)
         state = (
-            {k: v for k, v in flat[1].items()} if isinstance(flat, tuple) else base_of(opt).state[flat]
+            {k: v for k, v in flat[1].items()}
+            if isinstance(flat, tuple)
+            else base_of(opt).state[flat]
         )
         master = flat[0] if isinstance(flat, tuple) else flat
         places = places_of(opt, index, group, stage, rank, world, master)
@@ -451,7 +470,9 @@ def live_flats(opt) -> list:
             flats.append(flat)
             continue
         opt.optimizer_swapper.swap_in_optimizer_state(flat, async_parameter=None)
-        state = {k: v.clone() if hasattr(v, "clone") else v for k, v in opt.optimizer.state[flat].items()}
+        state = {
+            k: v.clone() if hasattr(v, "clone") else v for k, v in opt.optimizer.state[flat].items()
+        }
         flats.append((flat.data.clone(), state))
         opt.optimizer_swapper.swap_out_optimizer_state(flat, async_swap=False)
     return flats
@@ -499,14 +520,17 @@ def places_of(opt, index, group, stage, rank, world, master) -> dict:
     return places
 
 
-def join(parts: list[dict[str, object]], shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+def join(
+    parts: list[dict[str, object]], shapes: dict[str, tuple[int, ...]]
+) -> dict[str, np.ndarray]:
     """Whole arrays of every rank's parts; what two ranks hold differently is under `differs`."""
     truth: dict[str, np.ndarray] = {}
     keys = dict.fromkeys(key for part in parts for key in part)
     for key in keys:
         values = [part[key] for part in parts if key in part]
         if isinstance(values[0], np.ndarray):
-            truth[key] = values[0]
+            if all(value.tobytes() == values[0].tobytes() for value in values):
+                truth[key] = values[0]  # what ranks have each for themselves is of no parameter
             continue
         shape = shapes[key.partition("/")[2]]
         whole = np.zeros(math.prod(shape), values[0][1].dtype)
@@ -522,8 +546,8 @@ def join(parts: list[dict[str, object]], shapes: dict[str, tuple[int, ...]]) -> 
 
 
 def work(spec: dict, out: Path) -> None:
-    import torch
     import deepspeed
+    import torch
 
     resumed = (out / "universal").exists()
     engine, width = start(spec, out, universal=resumed)
@@ -540,7 +564,8 @@ def work(spec: dict, out: Path) -> None:
     torch.distributed.barrier()
     if rank == 0:
         shapes = {
-            name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in engine.module.named_parameters()
+            name: tuple(getattr(p, "ds_shape", p.shape))
+            for name, p in engine.module.named_parameters()
         }
         truth = join(gathered, shapes)
         np.savez(out / "truth.npz", **truth)

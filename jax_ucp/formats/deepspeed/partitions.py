@@ -14,20 +14,29 @@ from typing import Any
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.assemble import touched
 from jax_ucp.formats.deepspeed import moe
+from jax_ucp.formats.deepspeed.codes import (
+    DECODED,
+    PART_OF_CODES,
+    keep_apart,
+    note_codes,
+    plain_name,
+)
 from jax_ucp.formats.deepspeed.files import Files, Rank, Stored
 from jax_ucp.formats.deepspeed.parameters import read_value
 from jax_ucp.formats.deepspeed.slices import ASIDE, Slices
 from jax_ucp.formats.deepspeed.zero import Group, group, param_group, param_shapes
 from jax_ucp.formats.listing import listed
+from jax_ucp.formats.torch_save.file import StoredTensor
 from jax_ucp.formats.torch_save.unpickle import Opaque
 from jax_ucp.layout.fragments import ParamLayout, Shape
 from jax_ucp.layout.patterns import Unique
 from jax_ucp.sources.consolidated import Consolidated, same_bits
 from jax_ucp.sources.cuts import Cut
+from jax_ucp.sources.decoded import Coded
 
 _LION = "Lion has one moment; CPULion writes a second one and never reads it"
 _OTHER_MOMENTUM = (
-    "DeepSpeed before 0.19.6 gives each rank its own momentum of a matrix that lies in two"
+    "DeepSpeed before 0.19.3 gives each rank its own momentum of a matrix that lies in two"
     " partitions, unless reduce_scatter is off; on_conflict='master' takes that of the first rank"
 )
 _EACH_ITS_OWN = "each rank has its own, so that it is of its partition"
@@ -79,14 +88,18 @@ def _group_shapes(models: Sequence[Stored], ranks: Sequence[Rank]) -> list[dict[
 def add_partitions(slices: Slices) -> None:
     """Add masters and states. Raises FormatError for files of another run."""
     addresses: dict[str, Addresses] = {rank.name: {} for rank in slices.files.all_ranks}
+    parts: dict[str, tuple[Rank, StoredTensor]] = {}
     if slices.options.weights_only:
         _leave(slices)
     for team in teams(slices.files, slices.options.weights_only):
         _add_settings(slices, team)
         _add_flat_states(slices, team)
         _add_wholes(slices, team)
+        parts |= _parts_of_codes(slices, team)
         _add_values(slices, team)
         _add_addresses(addresses, team.group)
+    for rank, tensor in parts.values():  # groups share their tables
+        keep_apart(slices.importer, rank, tensor, PART_OF_CODES)
     _check_mappings(slices, addresses)
 
 
@@ -112,6 +125,7 @@ def _add_flat_states(slices: Slices, team: Team) -> None:
     lion = "betas" in team.settings and "eps" not in team.settings
     for state, tensors in team.group.flat.items():
         keys = [rank.key(tensor) for rank, tensor in zip(ranks, tensors, strict=True)]
+        state, keys = _decoded(slices, team, state, keys)
         if lion and state == "exp_avg_sq":
             slices.skip(keys, "state", _LION)
             continue
@@ -141,6 +155,31 @@ def _add_wholes(slices: Slices, team: Team) -> None:
                 else:
                     tensor = Consolidated(Unique().join([shape]), [part])
                     slices.add(team.mp, team.ep, state, name, tensor, reason)
+
+
+def _decoded(slices: Slices, team: Team, state: str, keys: list[str]) -> tuple[str, list[str]]:
+    """What a state is called, and its tensors: those that codes mean, if that is asked for."""
+    if slices.options.dequantize != DECODED:
+        return state, keys
+    codes = team.group.codes.get(state, ())
+    for at, (rank, one) in enumerate(zip(team.group.ranks, codes, strict=False)):
+        coded = Coded(keys[at], rank.key(one.table), rank.key(one.scales), one.block)
+        keys[at] = f"{keys[at]} decoded"
+        slices.importer.decoded(keys[at], coded, f"what the codes of {state} mean")
+    return plain_name(state, team.settings), keys
+
+
+def _parts_of_codes(slices: Slices, team: Team) -> dict[str, tuple[Rank, StoredTensor]]:
+    """What an 8-bit optimizer has beside codes, by key, unless these are decoded."""
+    decoded = slices.options.dequantize == DECODED
+    if team.group.codes:
+        note_codes(slices.importer, decoded)
+    parts: dict[str, tuple[Rank, StoredTensor]] = {}
+    for state, tensors in team.group.parts.items():
+        if not (decoded and f"state{state[-1]}" in team.group.codes):
+            owned = zip(team.group.ranks, tensors, strict=True)
+            parts |= {rank.key(tensor): (rank, tensor) for rank, tensor in owned}
+    return parts
 
 
 def _touched_layouts(

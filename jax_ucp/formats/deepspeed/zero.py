@@ -26,6 +26,7 @@ from jax_ucp.formats.torch_save.file import StoredTensor
 from jax_ucp.formats.torch_save.unpickle import known
 from jax_ucp.layout.fragments import ParamLayout, Shape
 from jax_ucp.layout.patterns import flat_layouts, partitioned_layouts
+from jax_ucp.sources.decoded import block_of
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,23 @@ class Whole:
 
 
 @dataclass(frozen=True)
+class Codes:
+    """What one rank's codes of eight bits mean: entries of a table, times scales of blocks."""
+
+    table: StoredTensor
+    scales: StoredTensor
+    block: int
+
+
+@dataclass(frozen=True)
 class Group:
     """Parameters that lie in one set of partitions, held by `ranks`, in that order.
 
     What the ranks hold for the group, by name: flat tensors of the partition's length in `flat`,
     those of whole parameters in `whole`, values for the whole group in `scalars`, and in `aside`
-    what belongs to no element of a parameter, with the reason. `layouts` say where each parameter
-    lies in a flat tensor of the partition's length.
+    what belongs to no element of a parameter, with the reason. `codes` say what flat codes mean,
+    `parts` are tensors of an optimizer's codes that are not of elements. `layouts` say where each
+    parameter lies in a flat tensor of the partition's length.
     """
 
     ranks: Sequence[Rank]
@@ -54,6 +65,8 @@ class Group:
     whole: Mapping[str, Sequence[Whole]]
     scalars: Mapping[str, Sequence[Any]]
     aside: Mapping[str, tuple[Sequence[Any], str]]
+    codes: Mapping[str, Sequence[Codes]]
+    parts: Mapping[str, Sequence[StoredTensor]]
 
 
 # States of torch's optimizers that have an element for each of the parameter: of another length
@@ -62,15 +75,14 @@ _ELEMENTWISE = (
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer"),
     *("square_avg", "grad_avg", "sum"),
 )
-# What bitsandbytes keeps beside the quantised elements, and those
-# (`bitsandbytes/optim/optimizer.py` of 0.49).
-_QUANTIZED = re.compile(r"__bnb_optimizer_quant_state__|(qmap|absmax)\d")
-_PART_OF_QUANTIZED = re.compile(r"(state|max|new_max)\d|gnorm_vec|unorm_vec")
+# Where bitsandbytes keeps the codes of a state, its table and scales, and their names there
+# (`bitsandbytes/optim/optimizer.py` of 0.50).
+QUANTIZED = "__bnb_optimizer_quant_state__"
+_PART_OF_QUANTIZED = re.compile(r"(state|qmap|absmax|max|new_max)\d|gnorm_vec|unorm_vec")
 
 _MOMENTUM = "momentum_buffer"
 
 # Why a state is left aside.
-_OF_8_BITS = "it is of an 8-bit optimizer, and means something only with its other parts"
 _WRONG_LENGTH = "its length is not that of the partition"
 _WRONG = frozenset((name, _WRONG_LENGTH) for name in _ELEMENTWISE)
 _NEITHER = "it is neither a flat tensor of the partition nor a number"
@@ -112,12 +124,12 @@ def group(
     """
     masters = [rank.masters[index] for rank in ranks]
     states = {} if weights_only else _states_by_name(index, ranks)
-    apart = _apart(states)
+    codes, parts = _codes_and_parts(states)
     momentum = states.pop(_MOMENTUM, None) if _is_muon(index, ranks) and not zero3 else None
     if zero3:
         layouts, lengths = _zero3(index, shapes, ranks, masters)
     else:
-        tensors = filter(_are_flat, map(states.__getitem__, states.keys() - apart.keys()))
+        tensors = filter(_are_flat, states.values())
         layouts, lengths = _zero12(index, shapes, ranks, [masters, *tensors], model)
     whole: dict[str, Sequence[Whole]] = {}
     if momentum is not None:
@@ -127,13 +139,13 @@ def group(
             whole[_MOMENTUM] = _momentum_of_wholes(index, shapes, ranks, layouts, momentum)
     flat, scalars, aside = {"param": masters}, dict[str, Any](), dict[str, Any]()
     for name, values in states.items():
-        if reason := apart.get(name) or _reason_aside(values, lengths):
+        if reason := _reason_aside(values, lengths):
             if (name, reason) in _WRONG:
                 raise _misfit(index, ranks, name, values, lengths)
             aside[name] = values, reason
         else:
             (scalars if _are_numbers(values) else flat)[name] = values
-    return Group(ranks, shapes, layouts, flat, whole, scalars, aside)
+    return Group(ranks, shapes, layouts, flat, whole, scalars, aside, codes, parts)
 
 
 def _is_muon(index: int, ranks: Sequence[Rank]) -> bool:
@@ -307,15 +319,39 @@ def _group_state(rank: Rank, index: int) -> dict[str, Any]:
     base = base_optimizer(rank)
     if isinstance(base, list):
         return dict(base[index])
-    state = expect_dict(base, rank.file.path, "the base optimizer's state").get("state") or {}
-    return dict(state.get(index) or {})
+    states = expect_dict(base, rank.file.path, "the base optimizer's state").get("state") or {}
+    return flattened(states.get(index) or {})
 
 
-def _apart(states: Mapping[str, Sequence[Any]]) -> dict[str, str]:
-    """The states that are known to be no part of the partition, each with the reason."""
-    if not any(map(_QUANTIZED.fullmatch, states)):
-        return {}
-    patterns = (_QUANTIZED, _PART_OF_QUANTIZED)
-    return {
-        name: _OF_8_BITS for name in states if any(pattern.fullmatch(name) for pattern in patterns)
-    }
+def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
+    """One state of an optimizer, in which bitsandbytes' codes are beside the rest."""
+    plain = {name: value for name, value in state.items() if name != QUANTIZED}
+    return plain | as_dict(state.get(QUANTIZED))
+
+
+def _codes_and_parts(
+    states: dict[str, list[Any]],
+) -> tuple[dict[str, list[Codes]], dict[str, list[StoredTensor]]]:
+    """What is of an 8-bit optimizer, by state; what is not of elements is taken out of `states`."""
+    codes: dict[str, list[Codes]] = {}
+    quantized = [name for name in states if name.startswith(("qmap", "absmax", "max", "new_max"))]
+    if not any(name.startswith("qmap") for name in quantized):
+        return {}, {}
+    for number in [name.removeprefix("qmap") for name in quantized if name.startswith("qmap")]:
+        tensors = [states.get(f"{part}{number}", ()) for part in ("state", "qmap", "absmax")]
+        meanings = list(itertools.starmap(meaning_of, zip(*tensors, strict=False)))
+        if meanings and None not in meanings:
+            codes[f"state{number}"] = meanings
+    names = [name for name in states if _PART_OF_QUANTIZED.fullmatch(name) and name not in codes]
+    return codes, {name: states.pop(name) for name in names}
+
+
+def meaning_of(codes: Any, table: Any, scales: Any) -> Codes | None:
+    """What codes mean; None where they are not codes of blocks of one row of elements."""
+    if not all(isinstance(tensor, StoredTensor) for tensor in (codes, table, scales)):
+        return None
+    dtypes = [tensor.dtype.name for tensor in (codes, table, scales)]
+    if dtypes != ["uint8", "float32", "float32"] or table.shape != (256,):
+        return None
+    block = block_of(math.prod(codes.shape), *scales.shape) if len(scales.shape) == 1 else None
+    return Codes(table, scales, block) if block else None

@@ -22,10 +22,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from jax_ucp.formats.options import Dequantize
 from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.contents import STORED, Contents, Item, QuantizedWeight
 from jax_ucp.tree import Key, Leaf, leaf_names
@@ -139,7 +140,7 @@ SCHEMES = (
 )
 
 
-def settle(contents: Contents, dequantize: Literal[False] | None) -> Contents:
+def settle(contents: Contents, dequantize: Dequantize) -> Contents:
     """The checkpoint, in which quantised weights are marked, or with `dequantize=False` kept as
     parts.
 
