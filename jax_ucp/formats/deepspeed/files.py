@@ -49,6 +49,13 @@ _WRAPPERS = (
 _Numbers = TypeVar("_Numbers")
 
 
+@dataclass(frozen=True, slots=True)
+class SwappedTensor(StoredTensor):
+    """A tensor whose elements are in another file, of this name below the folder."""
+
+    file: str = ""
+
+
 @dataclass(frozen=True)
 class Stored:
     """A file of the checkpoint, and the dict in it that matters; `subfolder` ends with a slash."""
@@ -62,7 +69,8 @@ class Stored:
         return self.subfolder + self.file.path.name
 
     def key(self, tensor: StoredTensor) -> str:
-        return f"{self.name}:{tensor.key}"
+        file = tensor.file if isinstance(tensor, SwappedTensor) else self.name
+        return f"{file}:{tensor.key}"
 
 
 @dataclass(frozen=True)

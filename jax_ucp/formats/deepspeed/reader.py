@@ -19,10 +19,13 @@ from jax_ucp.formats.deepspeed.parameters import Joins, make_parameters
 from jax_ucp.formats.deepspeed.partitions import add_partitions, teams
 from jax_ucp.formats.deepspeed.slices import Slices
 from jax_ucp.formats.deepspeed.stage0 import add_numbered_states
+from jax_ucp.formats.deepspeed.swapped import Swapped, with_swapped
 from jax_ucp.formats.nested import as_dict
 from jax_ucp.formats.options import Options
 from jax_ucp.formats.torch_save.unpickle import known
 from jax_ucp.sources.contents import Contents
+
+_SWAPPED = "swapped out to NVMe: the elements are in offloaded_tensors"
 
 
 def recognise(path: FilePath) -> bool:
@@ -42,10 +45,12 @@ def open_deepspeed(path: FilePath, options: Options) -> Contents:
         )
     files = open_files(folder, options.weights_only)
     moe.check_expert_ranks(files)
+    swapped = with_swapped(files)
+    files = swapped.files
     if options.weights_only:
         files = _with_usable_masters(files)
     check_facts(files, options.weights_only)
-    return _read(files, options)
+    return _read(files, swapped, options)
 
 
 def _with_usable_masters(files: Files) -> Files:
@@ -64,9 +69,10 @@ def _with_usable_masters(files: Files) -> Files:
     return files
 
 
-def _read(files: Files, options: Options) -> Contents:
+def _read(files: Files, swapped: Swapped, options: Options) -> Contents:
     """The checkpoint that the files form: first slices, then parameters of them, then the rest."""
-    slices, joins = Slices(files, options), Joins.of(files, options)
+    slices, joins = Slices(files, options, swapped.sources), Joins.of(files, options)
+    slices.skip(swapped.emptied, "placeholder", _SWAPPED)
     if not any(files.ranks):
         _check_without_partitions(slices)
     add_partitions(slices)
@@ -77,7 +83,7 @@ def _read(files: Files, options: Options) -> Contents:
     _check_patterns(slices, joins)
     make_parameters(slices, joins)
     add_extras(slices)
-    skip_other_files(slices)
+    skip_other_files(slices, swapped.sources)
     return slices.importer.contents()
 
 

@@ -16,10 +16,10 @@ from jax_ucp.formats.assemble import Import
 from jax_ucp.formats.deepspeed import moe
 from jax_ucp.formats.deepspeed.files import Files, Stored
 from jax_ucp.formats.options import Options
-from jax_ucp.formats.torch_save.file import TorchFile
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.sources.combined import Combined
 from jax_ucp.sources.consolidated import Consolidated
+from jax_ucp.sources.protocol import ArraySource
 
 ASIDE = "left aside, as weights_only asks"
 FROZEN = "a parameter that the optimizer does not own (frozen)"
@@ -55,7 +55,9 @@ class Slices:
     `importer` is told what each stored tensor is; `more` are files beside those of the engine.
     """
 
-    def __init__(self, files: Files, options: Options, more: Mapping[str, TorchFile] | None = None):
+    def __init__(
+        self, files: Files, options: Options, more: Mapping[str, ArraySource] | None = None
+    ):
         self.files, self.options = files, options
         own_files = {file.name: file.file for file in files.all()}
         stored = Combined.of_files({**own_files, **(more or {})})

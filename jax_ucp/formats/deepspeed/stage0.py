@@ -54,7 +54,13 @@ _BY_BITS = (
 )
 
 
-@dataclass
+_OTHER_RUN = (
+    "it is of another run, or was saved before the first step. Put that rank's own file in its"
+    " place; weights_only opens the module's weights"
+)
+
+
+@dataclass(frozen=True)
 class _Optimizer:
     """The optimizer in one file, and the parameters it may have; `masters` by number."""
 
@@ -144,12 +150,43 @@ def _optimizers(slices: Slices, mp: int) -> list[_Optimizer]:
     by_experts = slices.files.expert_optimizers.items()
     files = sorted((ep, stored) for (ep, rank), stored in by_experts if rank == mp)
     shapes, ranks = slices.shapes_on(mp), len(files)
+    _require_optimizers([stored for _, stored in files])
     files.append((0, slices.files.models[mp][0]))
-    return [
+    optimizers = [
         _optimizer(slices, stored, mp, ep, ranks, shapes)
         for ep, stored in files
         if stored.state.get("optimizer") is not None
     ]
+    _check_alike(optimizers)
+    return optimizers
+
+
+def _require_optimizers(files: Sequence[Stored]) -> None:
+    for stored in files:
+        if not isinstance(stored.state.get("optimizer"), dict):
+            raise FormatError(
+                f"{stored.file.path} has no optimizer, which expert-parallel ranks save in such a"
+                f" file without ZeRO: {_OTHER_RUN}"
+            )
+
+
+def _check_alike(optimizers: Sequence[_Optimizer]) -> None:
+    """Raise FormatError where expert-parallel ranks have other states than the first: each has all
+    of the dense parameters, and as many experts.
+    """
+    for one in optimizers[1:]:
+        first = optimizers[0]
+        if _form(one) != _form(first):
+            raise FormatError(
+                f"{one.stored.file.path} has an optimizer with {len(one.states)} states in"
+                f" {_sizes(one)}, which in their shapes are not those of {first.stored.name}:"
+                f" {_OTHER_RUN}"
+            )
+
+
+def _form(one: _Optimizer) -> tuple[object, ...]:
+    groups = [list(group["params"]) for group in one.groups]
+    return groups, {number: _shapes(state) for number, state in one.states.items()}
 
 
 def _optimizer(
