@@ -296,6 +296,8 @@ def _parse_run(names: _Names, model: Stored, zero3: bool) -> _Run:
     state = model.state
     data_ranks = {dp for dp, _ in names.optimizers}
     world = _count(state, "dp_world_size", max(len(data_ranks), 1))
+    if zero3:
+        world = mics_ranks(model) or world
     degrees = known(state.get("checkpoint_parallel_dimensions"))
     if isinstance(degrees, dict):
         return _Run(model.name, int(degrees["pp_degree"]), int(degrees["tp_degree"]), world, zero3)
@@ -304,6 +306,14 @@ def _parse_run(names: _Names, model: Stored, zero3: bool) -> _Run:
     layer_ranks = {tp for _, tp in names.layers}
     tp = len(layer_ranks) or mp_world
     return _Run(model.name, max(1, mp_world // tp), tp, world, zero3)
+
+
+def mics_ranks(model: Stored) -> int:
+    """Over how many ranks MiCS shards a parameter; 0 without it. Other ranks have copies of what
+    the first ones have, and save nothing (`runtime/zero/mics.py`, up to DeepSpeed 0.19.5).
+    """
+    config = as_dict(known(model.state.get("ds_config")))
+    return max(0, _count(as_dict(config.get("zero_optimization")), "mics_shard_size", 0))
 
 
 def _count(state: Mapping[str, Any], key: str, default: int) -> int:

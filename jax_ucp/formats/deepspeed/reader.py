@@ -6,7 +6,9 @@ the parameters; the module's own tensors are copies of slices, compared by verif
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from jax_ucp.errors import FormatError, NotACheckpoint
 from jax_ucp.files.path import FilePath
@@ -26,6 +28,15 @@ from jax_ucp.formats.torch_save.unpickle import known
 from jax_ucp.sources.contents import Contents
 
 _SWAPPED = "swapped out to NVMe: the elements are in offloaded_tensors"
+
+
+# `runtime/zenflow/zenflow_stage_1_and_2.py` of DeepSpeed 0.19.8
+_ZENFLOW = (
+    "the run used ZenFlow, which updates chosen columns of the module's weights in steps where"
+    " their masters stay behind, and saves no moments of those columns: on_conflict='master' takes"
+    " the masters, from which DeepSpeed resumes, on_conflict='copy' the weights that the model"
+    " computed with"
+)
 
 
 def recognise(path: FilePath) -> bool:
@@ -73,6 +84,9 @@ def _read(files: Files, swapped: Swapped, options: Options) -> Contents:
     """The checkpoint that the files form: first slices, then parameters of them, then the rest."""
     slices, joins = Slices(files, options, swapped.sources), Joins.of(files, options)
     slices.skip(swapped.emptied, "placeholder", _SWAPPED)
+    if "zenflow" in _zero_config(files.models[0][0]) and any(files.ranks):
+        slices.importer.cause = _ZENFLOW
+        slices.importer.notes.append(_ZENFLOW)
     if not any(files.ranks):
         _check_without_partitions(slices)
     add_partitions(slices)
@@ -130,5 +144,9 @@ def _unnamed_layers(files: Files, why: str) -> FormatError:
 
 def _zero_stage(model: Stored) -> int:
     """The stage in the run's configuration, or 0."""
+    return _zero_config(model).get("stage", 0)
+
+
+def _zero_config(model: Stored) -> Mapping[str, Any]:
     config = as_dict(known(model.state.get("ds_config")))
-    return as_dict(config.get("zero_optimization")).get("stage", 0)
+    return {key: value for key, value in as_dict(config.get("zero_optimization")).items() if value}

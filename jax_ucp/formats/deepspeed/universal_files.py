@@ -17,7 +17,7 @@ from jax_ucp.errors import FormatError
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.deepspeed import moe
 from jax_ucp.formats.deepspeed.facts import check_facts
-from jax_ucp.formats.deepspeed.files import Files, Stored, open_files, open_stored
+from jax_ucp.formats.deepspeed.files import Files, Stored, mics_ranks, open_files, open_stored
 from jax_ucp.formats.deepspeed.zero import param_shapes
 from jax_ucp.formats.facts import Facts
 from jax_ucp.formats.nested import as_dict, as_list, group_with
@@ -163,7 +163,7 @@ def _counts_told(
     paddings = as_list(universal.optimizer_entry("param_alignment_paddings"))
     padded = [len(as_list(group)) for group in paddings]
     yield "parameters in its groups, by its param_alignment_paddings", padded, counts
-    world = model.state.get("dp_world_size")
+    world = mics_ranks(model) or model.state.get("dp_world_size")
     yield "data-parallel ranks, by its partition_count", _ranks_told(universal), world
 
 
