@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import deepspeed_cases
+import generated_cases
 import jax_ucp as ucp
 import megatron_cases
 import torch_cases
@@ -43,7 +44,13 @@ class Case:
         family = "deepspeed" if self.family == "deepspeed_universal" else self.family
         return json.loads((DATA / family / self.name / "case.json").read_text())
 
+    @property
+    def is_generated(self) -> bool:
+        return generated_cases.is_generated(DATA / self.family / self.name)
+
     def truth(self) -> dict[str, np.ndarray]:
+        if self.is_generated:
+            return generated_cases.truth(DATA / self.family / self.name)
         if self.family == "torch":
             return torch_cases.truth(self.name)
         return (megatron_cases if self.family == "megatron" else deepspeed_cases).truth(self.name)
@@ -51,6 +58,8 @@ class Case:
     def equal(self, got: np.ndarray, want: np.ndarray, label: str) -> bool:
         """The same bits; truths hold steps as integers, and DeepSpeed's are widened to fp32."""
         got = np.asarray(got)
+        if self.is_generated:
+            return generated_cases.equal(got, want)
         if label.startswith("step/"):
             return float(got) == float(want)
         return same_bits(
@@ -60,7 +69,9 @@ class Case:
     def open(self, **options) -> ucp.Checkpoint:
         if not options.get("weights_only"):
             options = deepspeed_cases.word(self.path) | options
-        if self.family == "megatron":
+        if self.is_generated:
+            options = {**self.about["options"], **options}
+        elif self.family == "megatron":
             options["sizes"] = {"vocab": self.about["model"]["vocab_size"]}
         return ucp.open(self.path, **options)
 
@@ -78,6 +89,7 @@ def every() -> list[Case]:
         case
         for case in cases
         if case.family in ("deepspeed", "deepspeed_universal", "megatron", "torch")
+        or case.is_generated
     ]
     return [
         case

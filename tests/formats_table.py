@@ -82,8 +82,10 @@ Hostile files are a matter of their own: `python tests/fuzz.py 100000` makes tha
 def line(case: Case, found: Outcome) -> str:
     """The case's line of the table."""
     cells = [f"`{case.family}/{case.name}`", found.format, _features(case), str(found.arrays or "")]
-    if said := word(case.path):
-        cells[2] += f"; with `optimizer_groups={said['optimizer_groups']!r}`"
+    said = case.about["options"] if case.is_generated else word(case.path)
+    if said:
+        words = ", ".join(f"{name}={value!r}" for name, value in said.items())
+        cells[2] += f"; with `{words}`"
     if found.equal is None:
         reason = (
             found.refusal.partition("\n")[0]
@@ -105,6 +107,8 @@ def _features(case: Case) -> str:
     about = case.about
     if text := about.get("about") or about.get("description"):
         return str(text).partition(" {")[0].replace("|", "/")
+    if case.is_generated:
+        return ", ".join(f"{name} {version}" for name, version in about["writer"].items())
     degrees = [
         f"{name} {n}"
         for name, n in about["parallel"].items()

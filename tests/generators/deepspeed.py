@@ -45,7 +45,14 @@ ADAMW = {"kind": "torch", "class": "AdamW"}
 def case(name: str, **changes) -> None:
     CASES[name] = {
         **{"world": 2, "stage": 1, "dtype": "bf16", "steps": 3, "model": "mlp", "optimizer": ADAMW},
-        **{"zero": {}, "ds": {}, "seed": 1, "resume": None, "init": False, "exclude_frozen": False},
+        **{
+            "zero": {},
+            "ds": {"zero_allow_untested_optimizer": True},
+            "seed": 1,
+            "resume": None,
+            "init": False,
+            "exclude_frozen": False,
+        },
         **changes,
     }
 
@@ -56,7 +63,7 @@ def by_config(kind: str, **params) -> dict:
 
 MUON = by_config("Muon")
 CPU = {"offload_optimizer": {"device": "cpu"}}
-FP32_GRADS = {"data_types": {"grad_accum_dtype": "fp32"}}
+FP32_GRADS = {"data_types": {"grad_accum_dtype": "fp32"}, "zero_allow_untested_optimizer": True}
 
 for stage in (0, 1, 2, 3):
     for dtype in ("bf16", "fp32"):
@@ -129,11 +136,11 @@ for kind in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb"):
              replaced=["the compressed all-reduce"],
              optimizer=by_config(kind, **params, cuda_aware=False, comm_backend_name="nccl"))  # fmt: skip
 for shard, world in ((1, 2), (2, 4), (2, 2)):
-    case(f"mics_shard{shard}_dp{world}", stage=3, world=world, init=True,
+    case(f"mics_shard{shard}_dp{world}", stage=3, world=world, init=True, model="even",
          zero={"mics_shard_size": shard})  # fmt: skip
 for extra in ({"zero_hpz_partition_size": 2}, {"zero_hpz_partition_size": 1}):
     size = extra["zero_hpz_partition_size"]
-    case(f"zeropp_hpz{size}_dp4", stage=3, world=4, init=True, zero=extra)
+    case(f"zeropp_hpz{size}_dp4", stage=3, world=4, init=True, model="even", zero=extra)
 case("frozen_z3_dp3", stage=3, world=3, model="frozen")
 case("frozen_z1_dp2", stage=1, model="frozen")
 case("nvme_z3_dp2", stage=3, optimizer=by_config("AdamW"), model="wide", replaced=["aio_handle"],
@@ -165,7 +172,7 @@ def build_model(kind: str):
             self.m = nn.Linear(inner, inner, bias=False)
             self.n = nn.LayerNorm(inner)
             self.b = nn.Linear(inner, width)
-            self.gain = nn.Parameter(torch.ones(1))
+            self.gain = nn.Parameter(torch.ones(inner if kind == "even" else 1))
 
         def forward(self, x):
             return self.b(self.n(self.m(torch.tanh(self.a(x)))) * self.gain)
@@ -219,6 +226,8 @@ def replace_gpu_parts(spec: dict) -> None:
     if "zenflow" in spec["zero"] and spec["stage"] == 3:
         for name in ("zeros", "empty", "ones", "tensor"):
             setattr(torch, name, on_cpu(getattr(torch, name)))
+    if "mics_shard_size" in spec["zero"]:
+        torch.distributed.distributed_c10d._all_gather_base_coalesced = gather_each
     if "the compressed all-reduce" in replaced:
         replace_compression()
 
@@ -232,13 +241,23 @@ def on_cpu(make):
     return made
 
 
+def gather_each(outputs, inputs, group=None, async_op=False):
+    """What gloo has no coalesced gather for."""
+    import torch
+
+    for output, part in zip(outputs, inputs, strict=True):
+        handle = torch.distributed.all_gather_into_tensor(output, part, group=group, async_op=True)
+        handle.wait()
+    return handle
+
+
 def replace_aio() -> None:
     import torch
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder import AsyncIOBuilder
     from deepspeed.runtime.swap_tensor import optimizer_utils
 
-    optimizer_utils.MIN_AIO_BYTES = 1024  # small tensors are swapped too
+    optimizer_utils.MIN_AIO_BYTES = 256  # small tensors are swapped too
 
     class Handle:
         """Whole files, written and read at once."""
@@ -301,7 +320,7 @@ def replace_compression() -> None:
 
     class Mean:
         def __init__(self, *args, **kwargs):
-            self.compression_backend = types.SimpleNamespace()
+            self.size, self.rank = dist.get_world_size(), dist.get_rank()
 
         def compressed_allreduce(self, tensor, worker_error, server_error, local_rank):
             worker_error.add_(0.5)
@@ -334,7 +353,7 @@ def ds_config(spec: dict, out: Path) -> dict:
     if "zenflow" in zero:
         config["gradient_clipping"] = 0.0
     if "aio_handle" in spec.get("replaced", ()):
-        config["aio"] = {"block_size": 1024}
+        config["aio"] = {"block_size": 256}
     return config
 
 
@@ -555,6 +574,21 @@ def join(
     return truth
 
 
+def options_of(spec: dict) -> dict:
+    """What a user says when opening it."""
+    if "zenflow" in spec["zero"]:
+        return {"on_conflict": "master"}
+    return {"optimizer_groups": "module-order"} if spec["stage"] == 0 else {}
+
+
+def summary(spec: dict, classes, version: str) -> str:
+    run = [f"DeepSpeed {version}", *classes, f"ZeRO-{spec['stage']}", f"dp {spec['world']}"]
+    zero = [f"{name} {value}" for name, value in spec["zero"].items()]
+    resumed = ["saved again after a universal folder"] if spec["resume"] else []
+    without = [f"without {', '.join(spec['replaced'])}"] if spec.get("replaced") else []
+    return ", ".join([*run, spec["dtype"], *zero, *resumed, *without])
+
+
 def work(spec: dict, out: Path) -> None:
     import deepspeed
     import torch
@@ -564,8 +598,6 @@ def work(spec: dict, out: Path) -> None:
     if resumed:
         engine.load_checkpoint(str(out / "universal"))
     train(engine, width, spec, spec["steps"], spec["seed"] + 100 * resumed)
-    if hasattr(engine.optimizer, "_wait_for_optimizer_process") and engine.overlap_step:
-        engine.zenflow_state = getattr(engine, "zenflow_state", 0)
     mine = live_state(engine, spec)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     gathered = [None] * world if rank == 0 else None
@@ -582,11 +614,13 @@ def work(spec: dict, out: Path) -> None:
         classes = [type(engine.optimizer).__name__]
         classes.append(type(getattr(engine.optimizer, "optimizer", engine.optimizer)).__name__)
         about = {
+            "about": summary(spec, dict.fromkeys(classes), deepspeed.__version__),
             "writer": {"deepspeed": deepspeed.__version__, "torch": torch.__version__},
-            "options": {"optimizer_groups": "module-order"} if spec["stage"] == 0 else {},
+            "options": options_of(spec),
             "dtypes": {k: "bfloat16" for k, v in truth.items() if v.dtype == np.uint16},
-            "classes": classes, "spec": spec,
-        }  # fmt: skip
+            "replaced": spec.get("replaced", []),
+            "spec": spec,
+        }
         (out / "case.json").write_text(json.dumps(about, indent=1))
     torch.distributed.barrier()
 

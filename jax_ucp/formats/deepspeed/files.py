@@ -312,8 +312,13 @@ def mics_ranks(model: Stored) -> int:
     """Over how many ranks MiCS shards a parameter; 0 without it. Other ranks have copies of what
     the first ones have, and save nothing (`runtime/zero/mics.py`, up to DeepSpeed 0.19.5).
     """
+    return max(0, _count(zero_config(model), "mics_shard_size", 0))
+
+
+def zero_config(model: Stored) -> Mapping[str, Any]:
+    """What the run's configuration says of ZeRO, but for what is off."""
     config = as_dict(known(model.state.get("ds_config")))
-    return max(0, _count(as_dict(config.get("zero_optimization")), "mics_shard_size", 0))
+    return {key: value for key, value in as_dict(config.get("zero_optimization")).items() if value}
 
 
 def _count(state: Mapping[str, Any], key: str, default: int) -> int:

@@ -6,25 +6,27 @@ the parameters; the module's own tensors are copies of slices, compared by verif
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from jax_ucp.errors import FormatError, NotACheckpoint
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.deepspeed import moe
 from jax_ucp.formats.deepspeed.extras import add_extras, skip_other_files
 from jax_ucp.formats.deepspeed.facts import check_facts
-from jax_ucp.formats.deepspeed.files import Files, Stored, is_checkpoint, open_files, tag_folder
+from jax_ucp.formats.deepspeed.files import (
+    Files,
+    is_checkpoint,
+    open_files,
+    tag_folder,
+    zero_config,
+)
 from jax_ucp.formats.deepspeed.modules import ModuleReader, names_in
 from jax_ucp.formats.deepspeed.parameters import Joins, make_parameters
 from jax_ucp.formats.deepspeed.partitions import add_partitions, teams
 from jax_ucp.formats.deepspeed.slices import Slices
 from jax_ucp.formats.deepspeed.stage0 import add_numbered_states
 from jax_ucp.formats.deepspeed.swapped import Swapped, with_swapped
-from jax_ucp.formats.nested import as_dict
 from jax_ucp.formats.options import Options
-from jax_ucp.formats.torch_save.unpickle import known
 from jax_ucp.sources.contents import Contents
 
 _SWAPPED = "swapped out to NVMe: the elements are in offloaded_tensors"
@@ -84,7 +86,7 @@ def _read(files: Files, swapped: Swapped, options: Options) -> Contents:
     """The checkpoint that the files form: first slices, then parameters of them, then the rest."""
     slices, joins = Slices(files, options, swapped.sources), Joins.of(files, options)
     slices.skip(swapped.emptied, "placeholder", _SWAPPED)
-    if "zenflow" in _zero_config(files.models[0][0]) and any(files.ranks):
+    if "zenflow" in zero_config(files.models[0][0]) and any(files.ranks):
         slices.importer.cause = _ZENFLOW
         slices.importer.notes.append(_ZENFLOW)
     if not any(files.ranks):
@@ -110,7 +112,7 @@ def _check_patterns(slices: Slices, joins: Joins) -> None:
 def _check_without_partitions(slices: Slices) -> None:
     """Raise FormatError where optimizer files are needed; else note that they are missing."""
     files, first = slices.files, slices.files.models[0][0]
-    stage = 3 if files.zero3 else _zero_stage(first)
+    stage = 3 if files.zero3 else zero_config(first).get("stage", 0)
     missing = f"{files.folder} has no *_optim_states.pt"
     if files.zero3 or (stage and not slices.options.weights_only):
         remedy = "weights_only opens the module's"
@@ -140,13 +142,3 @@ def _unnamed_layers(files: Files, why: str) -> FormatError:
         f"{files.folder} has pipeline layers, as in {first_layer}, {instead}: nothing else says"
         f" which parameters a pipeline stage has, nor the names of tied ones{remedy}"
     )
-
-
-def _zero_stage(model: Stored) -> int:
-    """The stage in the run's configuration, or 0."""
-    return _zero_config(model).get("stage", 0)
-
-
-def _zero_config(model: Stored) -> Mapping[str, Any]:
-    config = as_dict(known(model.state.get("ds_config")))
-    return {key: value for key, value in as_dict(config.get("zero_optimization")).items() if value}

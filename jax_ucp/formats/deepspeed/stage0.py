@@ -22,11 +22,18 @@ from typing import Any, NoReturn
 
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.formats.deepspeed import moe
-from jax_ucp.formats.deepspeed.codes import note_codes, plain_name
+from jax_ucp.formats.deepspeed.codes import (
+    PARTS,
+    Codes,
+    flattened,
+    meaning_of,
+    note_codes,
+    numbers_of_codes,
+    plain_name,
+)
 from jax_ucp.formats.deepspeed.files import Stored
 from jax_ucp.formats.deepspeed.masters import Copies
 from jax_ucp.formats.deepspeed.slices import Slices
-from jax_ucp.formats.deepspeed.zero import Codes, flattened, meaning_of
 from jax_ucp.formats.nested import group_with
 from jax_ucp.formats.options import DECODED, MODULE_ORDER, OptimizerGroups, remedy, word_note
 from jax_ucp.formats.pairing import (
@@ -491,17 +498,14 @@ def _add_states_of(
 ) -> None:
     states = dict(one.states.get(number, {}))
     decode = slices.options.dequantize == DECODED
-    for digit in [state.removeprefix("qmap") for state in states if state.startswith("qmap")]:
-        parts = [states.get(f"{part}{digit}") for part in ("state", "qmap", "absmax")]
-        codes = meaning_of(*parts)
+    for digit in numbers_of_codes(states):
+        codes = meaning_of(*(states.get(f"{part}{digit}") for part in PARTS))
         note_codes(slices.importer, decode and codes is not None)
         if decode and codes is not None:
-            _add_decoded(slices, one, name, plain_name(f"state{digit}", group), parts[0], codes)
-            for part in ("state", "qmap", "absmax"):
-                del states[f"{part}{digit}"]
+            tensor, _, _ = [states.pop(f"{part}{digit}") for part in PARTS]
+            _add_decoded(slices, one, name, plain_name(f"state{digit}", group), tensor, codes)
     for state, value in states.items():
-        known_name = plain_name(state, group) if decode else state
-        _add_state(slices, one, name, known_name, value)
+        _add_state(slices, one, name, plain_name(state, group) if decode else state, value)
 
 
 def _add_decoded(

@@ -10,9 +10,10 @@ DeepSpeed 0.19.8.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,51 +65,62 @@ class Swapped:
 
 def with_swapped(files: Files) -> Swapped:
     """Raises FormatError, naming the file, where one that an empty tensor needs is missing."""
-    if not files.zero3 or not any(_is_empty(tensor) for _, tensor in _tensors(files)):
+    if not files.zero3 or not any(map(_has_empty, files.all_ranks)):
         return Swapped(files, {}, [])
     if files.tp > 1 or any(rank.state.get("ds_zero_partition_groups") for rank in files.all_ranks):
         raise FormatError(
             f"{files.folder} has tensors that were swapped out to NVMe by a run of several tensor-"
             " or expert-parallel ranks, of which nothing says whose folder is whose: not read"
         )
-    sources: dict[str, SwapFile] = {}
-    emptied: list[str] = []
-    groups = param_shapes(files.models[0][0], ())
-    ranks = files.ranks[0]
-    lengths = [
-        sum(-(-math.prod(shape) // len(ranks)) for shape in shapes.values()) for shapes in groups
-    ]
+    lengths = _partition_lengths(files)
+    filled = [_Filling(files.folder, rank, lengths) for rank in files.ranks[0]]
+    ranks = [filling.rank_filled() for filling in filled]
+    sources = dict(itertools.chain.from_iterable(filling.sources.items() for filling in filled))
+    emptied = itertools.chain.from_iterable(filling.emptied for filling in filled)
+    return Swapped(replace(files, ranks=[ranks]), sources, list(emptied))
 
-    def filled(rank: Rank, index: int, tensor: Any) -> Any:
-        if not _is_empty(tensor) or not lengths[index]:
+
+def _partition_lengths(files: Files) -> list[int]:
+    """How many elements a rank has of each sub-group."""
+    count = len(files.ranks[0])
+    groups = param_shapes(files.models[0][0], ())
+    return [sum(-(-math.prod(n) // count) for n in shapes.values()) for shapes in groups]
+
+
+class _Filling:
+    """Fills the empty tensors of one rank; `lengths` are those of its sub-groups' partitions."""
+
+    def __init__(self, folder: FilePath, rank: Rank, lengths: Sequence[int]):
+        self._folder, self._rank, self._lengths = folder, rank, lengths
+        self.sources: dict[str, SwapFile] = {}
+        self.emptied: list[str] = []
+
+    def rank_filled(self) -> Rank:
+        state = self._rank.state
+        optimizer = as_dict(state["optimizer_state_dict"])
+        states = {
+            index: {name: self._filled(index, value) for name, value in as_dict(group).items()}
+            for index, group in as_dict(optimizer.get("state")).items()
+        }
+        masters = [self._filled(index, value) for index, value in enumerate(self._rank.masters)]
+        optimizer = {**optimizer, "state": states}
+        state = {**state, "fp32_flat_groups": masters, "optimizer_state_dict": optimizer}
+        return replace(self._rank, state=state)
+
+    def _filled(self, index: int, tensor: Any) -> Any:
+        if not _is_empty(tensor) or not self._lengths[index]:
             return tensor
-        name = f"{_FOLDER}/rank{rank.dp:02d}/{tensor.attributes['ds_id']}.tensor.swp"
-        info = ArrayInfo((lengths[index],), tensor.dtype)
-        sources[name] = SwapFile(_existing(files.folder, name, rank), info)
-        emptied.append(rank.key(tensor))
+        name = f"{_FOLDER}/rank{self._rank.dp:02d}/{tensor.attributes['ds_id']}.tensor.swp"
+        info = ArrayInfo((self._lengths[index],), tensor.dtype)
+        self.sources[name] = SwapFile(_existing(self._folder, name, self._rank), info)
+        self.emptied.append(self._rank.key(tensor))
         return SwappedTensor(
             _ELEMENTS, info.shape, info.dtype, tensor.storage, 0, (1,), tensor.attributes, name
         )
 
-    new_ranks = [_filled(rank, filled) for rank in ranks]
-    return Swapped(replace(files, ranks=[new_ranks]), sources, emptied)
 
-
-def _filled(rank: Rank, filled: Any) -> Rank:
-    """A rank whose masters and states are filled, by a function of sub-group and tensor."""
-    optimizer = as_dict(rank.state["optimizer_state_dict"])
-    states = {
-        index: {name: filled(rank, index, value) for name, value in as_dict(state).items()}
-        for index, state in as_dict(optimizer.get("state")).items()
-    }
-    masters = [filled(rank, index, tensor) for index, tensor in enumerate(rank.masters)]
-    changed = {"fp32_flat_groups": masters, "optimizer_state_dict": {**optimizer, "state": states}}
-    return replace(rank, state={**rank.state, **changed})
-
-
-def _tensors(files: Files) -> Iterator[tuple[Rank, Any]]:
-    for rank in files.all_ranks:
-        yield from ((rank, tensor) for tensor in rank.masters)
+def _has_empty(rank: Rank) -> bool:
+    return any(map(_is_empty, rank.masters))
 
 
 def _is_empty(tensor: Any) -> bool:

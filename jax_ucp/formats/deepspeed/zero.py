@@ -14,19 +14,18 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jax_ucp.errors import FormatError
+from jax_ucp.formats.deepspeed.codes import Codes, flattened, split_codes
 from jax_ucp.formats.deepspeed.files import Rank, Stored, expect_dict
 from jax_ucp.formats.nested import as_dict, group_with
 from jax_ucp.formats.torch_save.file import StoredTensor
 from jax_ucp.formats.torch_save.unpickle import known
 from jax_ucp.layout.fragments import ParamLayout, Shape
 from jax_ucp.layout.patterns import flat_layouts, partitioned_layouts
-from jax_ucp.sources.decoded import block_of
 
 
 @dataclass(frozen=True)
@@ -36,15 +35,6 @@ class Whole:
     rank: Rank
     tensor: StoredTensor
     starts: Mapping[str, int]
-
-
-@dataclass(frozen=True)
-class Codes:
-    """What one rank's codes of eight bits mean: entries of a table, times scales of blocks."""
-
-    table: StoredTensor
-    scales: StoredTensor
-    block: int
 
 
 @dataclass(frozen=True)
@@ -75,16 +65,11 @@ _ELEMENTWISE = (
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer"),
     *("square_avg", "grad_avg", "sum"),
 )
-# Where bitsandbytes keeps the codes of a state, its table and scales, and their names there
-# (`bitsandbytes/optim/optimizer.py` of 0.50).
-QUANTIZED = "__bnb_optimizer_quant_state__"
-_PART_OF_QUANTIZED = re.compile(r"(state|qmap|absmax|max|new_max)\d|gnorm_vec|unorm_vec")
-
 _MOMENTUM = "momentum_buffer"
 
 # Why a state is left aside.
 _WRONG_LENGTH = "its length is not that of the partition"
-_WRONG = frozenset((name, _WRONG_LENGTH) for name in _ELEMENTWISE)
+_IN_PLACE = _FLAT, _NUMBERS = "flat", "numbers"
 _NEITHER = "it is neither a flat tensor of the partition nor a number"
 
 
@@ -123,29 +108,72 @@ def group(
     ranks give.
     """
     masters = [rank.masters[index] for rank in ranks]
-    states = {} if weights_only else _states_by_name(index, ranks)
-    codes, parts = _codes_and_parts(states)
-    momentum = states.pop(_MOMENTUM, None) if _is_muon(index, ranks) and not zero3 else None
+    codes, parts, states = split_codes({} if weights_only else _states_by_name(index, ranks))
+    momentum = {} if zero3 else _momentum(index, ranks, states)
     if zero3:
         layouts, lengths = _zero3(index, shapes, ranks, masters)
     else:
-        tensors = filter(_are_flat, states.values())
-        layouts, lengths = _zero12(index, shapes, ranks, [masters, *tensors], model)
+        flat_states = _of_partitions(states, momentum)
+        layouts, lengths = _zero12(index, shapes, ranks, [masters, *flat_states], model)
     whole: dict[str, Sequence[Whole]] = {}
-    if momentum is not None:
-        if _are_flat(momentum) and _fit(momentum, lengths):
-            states[_MOMENTUM] = momentum
-        else:
-            whole[_MOMENTUM] = _momentum_of_wholes(index, shapes, ranks, layouts, momentum)
-    flat, scalars, aside = {"param": masters}, dict[str, Any](), dict[str, Any]()
-    for name, values in states.items():
-        if reason := _reason_aside(values, lengths):
-            if (name, reason) in _WRONG:
-                raise _misfit(index, ranks, name, values, lengths)
-            aside[name] = values, reason
-        else:
-            (scalars if _are_numbers(values) else flat)[name] = values
-    return Group(ranks, shapes, layouts, flat, whole, scalars, aside, codes, parts)
+    for name in _not_of_partitions(momentum, lengths):
+        whole[name] = _momentum_of_wholes(index, shapes, ranks, layouts, states.pop(name))
+    kinds = {name: _kind(index, ranks, name, values, lengths) for name, values in states.items()}
+    flat = {"param": masters, **_of_kind(_FLAT, states, kinds)}
+    numbers = _of_kind(_NUMBERS, states, kinds)
+    aside = {name: (states[name], why) for name, why in kinds.items() if why not in _IN_PLACE}
+    return Group(ranks, shapes, layouts, flat, whole, numbers, aside, codes, parts)
+
+
+def _of_partitions(
+    states: Mapping[str, list[Any]], momentum: Mapping[str, Any]
+) -> list[list[StoredTensor]]:
+    """The flat states that tell how long a partition is."""
+    others = [values for name, values in states.items() if name not in momentum]
+    return list(filter(_are_flat, others))
+
+
+def _not_of_partitions(momentum: Mapping[str, list[Any]], lengths: Sequence[set[int]]) -> list[str]:
+    return [
+        n for n, values in momentum.items() if not _are_flat(values) or not _fit(values, lengths)
+    ]
+
+
+def _of_kind(
+    kind: str, states: Mapping[str, list[Any]], kinds: Mapping[str, str]
+) -> dict[str, list[Any]]:
+    return {name: values for name, values in states.items() if kinds[name] == kind}
+
+
+def _kind(
+    index: int,
+    ranks: Sequence[Rank],
+    name: str,
+    values: Sequence[Any],
+    lengths: Sequence[set[int]],
+) -> str:
+    """Whether a state is flat tensors of the partition, or numbers; else why it is neither.
+
+    Raises FormatError for a state that has an element for each of the parameter, but not so many.
+    """
+    if _are_numbers(values):
+        return _NUMBERS
+    if not _are_flat(values):
+        return _NEITHER
+    if _fit(values, lengths):
+        return _FLAT
+    if name in _ELEMENTWISE:
+        raise _misfit(index, ranks, name, values, lengths)
+    return _WRONG_LENGTH
+
+
+def _momentum(
+    index: int, ranks: Sequence[Rank], states: Mapping[str, list[Any]]
+) -> dict[str, list[Any]]:
+    """Muon's momentum, which below ZeRO-3 may be of whole parameters."""
+    if _MOMENTUM not in states or not _is_muon(index, ranks):
+        return {}
+    return {_MOMENTUM: states[_MOMENTUM]}
 
 
 def _is_muon(index: int, ranks: Sequence[Rank]) -> bool:
@@ -184,15 +212,6 @@ def _momentum_of_wholes(
         if tensor is not None:
             wholes.append(Whole(rank, tensor, starts))
     return wholes
-
-
-def _reason_aside(values: Sequence[Any], lengths: Sequence[set[int]]) -> str:
-    """Why a state is neither a flat tensor of the partition nor a number; empty if it is one."""
-    if _are_numbers(values):
-        return ""
-    if not _are_flat(values):
-        return _NEITHER
-    return "" if _fit(values, lengths) else _WRONG_LENGTH
 
 
 def _fit(tensors: Sequence[StoredTensor], lengths: Sequence[set[int]]) -> bool:
@@ -321,37 +340,3 @@ def _group_state(rank: Rank, index: int) -> dict[str, Any]:
         return dict(base[index])
     states = expect_dict(base, rank.file.path, "the base optimizer's state").get("state") or {}
     return flattened(states.get(index) or {})
-
-
-def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
-    """One state of an optimizer, in which bitsandbytes' codes are beside the rest."""
-    plain = {name: value for name, value in state.items() if name != QUANTIZED}
-    return plain | as_dict(state.get(QUANTIZED))
-
-
-def _codes_and_parts(
-    states: dict[str, list[Any]],
-) -> tuple[dict[str, list[Codes]], dict[str, list[StoredTensor]]]:
-    """What is of an 8-bit optimizer, by state; what is not of elements is taken out of `states`."""
-    codes: dict[str, list[Codes]] = {}
-    quantized = [name for name in states if name.startswith(("qmap", "absmax", "max", "new_max"))]
-    if not any(name.startswith("qmap") for name in quantized):
-        return {}, {}
-    for number in [name.removeprefix("qmap") for name in quantized if name.startswith("qmap")]:
-        tensors = [states.get(f"{part}{number}", ()) for part in ("state", "qmap", "absmax")]
-        meanings = list(itertools.starmap(meaning_of, zip(*tensors, strict=False)))
-        if meanings and None not in meanings:
-            codes[f"state{number}"] = meanings
-    names = [name for name in states if _PART_OF_QUANTIZED.fullmatch(name) and name not in codes]
-    return codes, {name: states.pop(name) for name in names}
-
-
-def meaning_of(codes: Any, table: Any, scales: Any) -> Codes | None:
-    """What codes mean; None where they are not codes of blocks of one row of elements."""
-    if not all(isinstance(tensor, StoredTensor) for tensor in (codes, table, scales)):
-        return None
-    dtypes = [tensor.dtype.name for tensor in (codes, table, scales)]
-    if dtypes != ["uint8", "float32", "float32"] or table.shape != (256,):
-        return None
-    block = block_of(math.prod(codes.shape), *scales.shape) if len(scales.shape) == 1 else None
-    return Codes(table, scales, block) if block else None
