@@ -167,6 +167,11 @@ class Checkpoint:
         return self._contents.notes
 
     @property
+    def writer(self) -> str:
+        """The library that wrote it and how, such as its version and degrees; empty if unknown."""
+        return self._contents.writer
+
+    @property
     def source(self) -> Mapping[str, Any]:
         """What a universal checkpoint was imported from, and what the user said of it
         (`optimizer_groups`).

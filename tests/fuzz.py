@@ -79,6 +79,8 @@ CASES += ("deepspeed_universal/tp2_dp1_z1_fp32_gqa", "torch/hf_llama")
 CASES += ("megatron/legacy_pp2_dp2_distopt_buckets_fp32", "megatron/legacy_ep2_moe_grouped_bf16")
 CASES += ("megatron/old0153_tp2_zarr_fp32", "megatron/dist_tp2_dp2_distopt_fully_reshardable_bf16")
 CASES += ("torch/dcp_zstd", "torch/dcp_hf_sharded")
+CASES += ("deepspeed_writers/muon_z2_odd_dp4", "deepspeed_writers/bnb_adamw8bit_z2_dp3")
+CASES += ("deepspeed_writers/nvme_z3_small_dp2", "deepspeed_writers/mics_shard2_dp4")
 STOCK_CASES = ("orbax/ocdbt", "orbax/plain", "orbax/zarr3/state")
 STATES = ("param", "exp_avg")
 # The files of a stock checkpoint that are JSON, by how their names end.

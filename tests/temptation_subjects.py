@@ -135,7 +135,7 @@ def _recorded(case: Case) -> Subject:
     folder = {
         name: data for name, data in read_folder(case.path).items() if Path(name).name not in _OURS
     }
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = dict(case.about["options"]) if case.is_generated else {}
     if case.family == "megatron":
         options["sizes"] = {"vocab": case.about["model"]["vocab_size"]}
     if (
@@ -152,7 +152,7 @@ def _format(case: Case) -> str:
         return "megatron-legacy" if case.name.startswith("legacy") else "megatron-dist"
     if case.family == "torch":
         return {"hf": "safetensors", "dcp_hf": "dcp-hf"}.get(case.about["kind"], "dcp")
-    return case.family.replace("_", "-")
+    return case.family.removesuffix("_writers").replace("_", "-")
 
 
 # What Orbax and we write.

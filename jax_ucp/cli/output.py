@@ -52,6 +52,8 @@ def print_head(report: Report) -> None:
     console.print(
         f"{report['path']}: {report['format']}, {report['arrays']} arrays, {size(report['bytes'])}"
     )
+    if report["writer"]:
+        console.print(f"written by {report['writer']}")
     console.print(f"stored items: {items}")
     for note in report["notes"]:
         console.print(f"note: {note}")

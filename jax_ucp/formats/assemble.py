@@ -81,6 +81,7 @@ class Import:
         self.unknown: set[str] = set()
         # what is likely where a copy differs of which nobody said more
         self.cause = ""
+        self.writer = ""
         self._left: set[str] = set()
 
     def parameter(self, state: str, name: str, param: Consolidated, reason: str) -> None:
@@ -287,6 +288,7 @@ class Import:
             ),
             checks=partial(self._checks, _Views(view, slices, shards, names)),
             quantized=self.quantized,
+            writer=self.writer,
         )
 
     def _settle_copies(self) -> None:

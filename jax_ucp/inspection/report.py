@@ -147,6 +147,7 @@ def _head(checkpoint: Checkpoint) -> Report:
         "path": checkpoint.path,
         "format": checkpoint.format,
         "bytes": checkpoint.nbytes,
+        "writer": checkpoint.writer,
         "arrays": sum(leaf.has_array for leaf in checkpoint.leaves),
         "items": {status: statuses[status] for status in ("mapped", "extra", "skipped")},
         "notes": list(checkpoint.notes),

@@ -68,6 +68,7 @@ class Contents:
     `files` are those it is read from; who
     relies on what was read asks them at the end whether they are as they were. `quantized` are the
     weights that are not stored as what they are; `require_values` refuses to hand them out.
+    `writer` is the library that wrote it, and how, where that is known.
     """
 
     format: str
@@ -82,6 +83,7 @@ class Contents:
     checks: Callable[[Extent], Iterable[Check]] = lambda extent: ()
     files: SourceFiles = field(default_factory=SourceFiles)
     quantized: Sequence[QuantizedWeight] = ()
+    writer: str = ""
 
     def proofs(self, leaves: Collection[str], extent: Extent) -> Iterator[Check]:
         """The checks on which any of the leaves with these names rests. Raises ValueError for

@@ -347,7 +347,7 @@ def ds_config(spec: dict, out: Path) -> dict:
     if spec["dtype"] != "fp32":
         config[spec["dtype"]] = {"enabled": True}
     if spec["dtype"] == "fp16":
-        config["fp16"]["loss_scale"] = 1.0
+        config["fp16"]["initial_scale_power"] = 4
     if spec["optimizer"]["kind"] == "config":
         config["optimizer"] = {k: spec["optimizer"][k] for k in ("type", "params")}
     if "zenflow" in zero:
@@ -416,26 +416,39 @@ def live_state(engine, spec: dict) -> dict[str, object]:
 
 
 def whole_state(engine, names) -> dict[str, object]:
+    """Without ZeRO: states of each parameter, or of a flat buffer of a group's masters."""
     result: dict[str, object] = {}
     optimizer = engine.optimizer
     base = getattr(optimizer, "optimizer", optimizer)
-    masters = dict(zip(map(id, flat_list(getattr(optimizer, "fp16_groups", ()))),
-                       flat_list(getattr(optimizer, "fp32_groups", ())), strict=False))  # fmt: skip
-    for p, name in names.items():
-        master = masters.get(id(p), p)
-        result[f"param/{name}"] = as_numpy(master)
+    for p, name, master, at in masters_of(optimizer, names):
+
+        def of_parameter(value, master=master, at=at, p=p):
+            part = value.reshape(-1)[at : at + p.numel()] if at is not None else value
+            return as_numpy(part.reshape(p.shape)) if value.shape == master.shape else None
+
+        result[f"param/{name}"] = of_parameter(master)
         for state, value in dequantised(base.state.get(master, {})).items():
-            if hasattr(value, "shape") and tuple(value.shape) == tuple(p.shape):
-                result[f"{state}/{name}"] = as_numpy(value)
+            if hasattr(value, "shape") and of_parameter(value) is not None:
+                result[f"{state}/{name}"] = of_parameter(value)
             elif not hasattr(value, "shape") or value.shape == ():
                 result[f"{state}/{name}"] = np.asarray(float(value))
     return result
 
 
-def flat_list(groups) -> list:
-    return [
-        tensor for group in groups for tensor in (group if isinstance(group, list) else [group])
-    ]
+def masters_of(optimizer, names):
+    """Each parameter with its name, the tensor that the optimizer has, and the start in a flat one."""
+    groups = getattr(optimizer, "fp16_groups", None)
+    if groups is None:
+        yield from ((p, name, p, None) for p, name in names.items())
+    elif hasattr(optimizer, "fp32_groups_flat"):
+        for group, flat in zip(groups, optimizer.fp32_groups_flat, strict=True):
+            at = 0
+            for p in group:
+                yield p, names[p], flat, at
+                at += p.numel()
+    else:
+        for group, masters in zip(groups, optimizer.fp32_groups, strict=True):
+            yield from ((p, names[p], m, None) for p, m in zip(group, masters, strict=True))
 
 
 def partitions(engine, names, stage: int) -> dict[str, object]:

@@ -26,6 +26,7 @@ _LAYOUT = (
     *("group_paddings", "partition_count", "param_slice_mappings"),
     *("param_alignment_paddings", "zero_stage", "ds_zero_partition_groups"),
 )
+_OF_OPTIMIZER = ("_optim_states.pt", ".tensor.swp")
 _NAMES_AND_SHAPES = "says which tensor is which; its content is in the tree's names and shapes"
 _OF_PARTITIONS = "says how partitions lie; consolidated parameters have no such thing"
 
@@ -86,7 +87,7 @@ def skip_other_files(slices: Slices, swap_files: Collection[str] = ()) -> None:
     read = {file.name for file in slices.files.all()} | {*swap_files}
     for path in sorted(_below(slices.files.folder, read)):
         name = path.below(slices.files.folder)
-        left_aside = slices.options.weights_only and path.name.endswith("_optim_states.pt")
+        left_aside = slices.options.weights_only and path.name.endswith(_OF_OPTIMIZER)
         reason = ASIDE if left_aside else "not one that DeepSpeed's engine reads"
         slices.importer.skip(name, "folder" if path.is_dir() else "file", reason)
 

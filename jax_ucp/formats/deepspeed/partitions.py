@@ -39,6 +39,12 @@ _OTHER_MOMENTUM = (
     "DeepSpeed before 0.19.3 gives each rank its own momentum of a matrix that lies in two"
     " partitions, unless reduce_scatter is off; on_conflict='master' takes that of the first rank"
 )
+_OF_ANOTHER_RANK_TOO = "of parameters that an earlier rank has whole too, compared by verify"
+_NO_MOMENTS = (
+    "the optimizer files have no state of any parameter, though the run made {} steps:"
+    " SuperOffload, and ZenFlow with overlap_step, keep moments in a process of their own, which"
+    " DeepSpeed does not save"
+)
 _EACH_ITS_OWN = "each rank has its own, so that it is of its partition"
 
 # Of each parameter in a rank's partition the first element, and how many there are.
@@ -98,9 +104,20 @@ def add_partitions(slices: Slices) -> None:
         parts |= _parts_of_codes(slices, team)
         _add_values(slices, team)
         _add_addresses(addresses, team.group)
+    _note_missing_moments(slices)
     for rank, tensor in parts.values():  # groups share their tables
         keep_apart(slices.importer, rank, tensor, PART_OF_CODES)
     _check_mappings(slices, addresses)
+
+
+def _note_missing_moments(slices: Slices) -> None:
+    """Say where an optimizer has moments by its settings, and none are stored after steps."""
+    steps = slices.files.models[0][0].state.get("global_steps")
+    settings = [param_group(rank, 0) for rank in slices.files.all_ranks[:1]]
+    adam = any("betas" in group and not group.get("use_muon") for group in settings)
+    stored = {state for state, _ in slices.states} - {"param"}
+    if adam and steps and not stored and not slices.options.weights_only:
+        slices.importer.notes.append(_NO_MOMENTS.format(steps))
 
 
 def _leave(slices: Slices) -> None:
@@ -125,11 +142,11 @@ def _add_flat_states(slices: Slices, team: Team) -> None:
     lion = "betas" in team.settings and "eps" not in team.settings
     for state, tensors in team.group.flat.items():
         keys = [rank.key(tensor) for rank, tensor in zip(ranks, tensors, strict=True)]
-        state, keys = _decoded(slices, team, state, keys)
         if lion and state == "exp_avg_sq":
             slices.skip(keys, "state", _LION)
             continue
         slices.skip(keys, "padding", "padding alone: the group is shorter than its ranks")
+        state, keys = _decoded(slices, team, state, keys)
         stored = tuple(tensor.shape for tensor in tensors)
         if stored not in layouts:
             layouts[stored] = _touched_layouts(team.group, stored)
@@ -146,6 +163,7 @@ def _add_wholes(slices: Slices, team: Team) -> None:
         reason = f"{state} of whole parameters"
         for whole in wholes:
             key = whole.rank.key(whole.tensor)
+            slices.skip([key], "copy", _OF_ANOTHER_RANK_TOO)
             for local, start in whole.starts.items():
                 shape, name = team.group.shapes[local], team.names[local]
                 part = f"{key} from {start}"

@@ -58,7 +58,7 @@ def open_deepspeed(path: FilePath, options: Options) -> Contents:
         )
     files = open_files(folder, options.weights_only)
     moe.check_expert_ranks(files)
-    swapped = with_swapped(files)
+    swapped = with_swapped(files, options.weights_only)
     files = swapped.files
     if options.weights_only:
         files = _with_usable_masters(files)
@@ -85,6 +85,7 @@ def _with_usable_masters(files: Files) -> Files:
 def _read(files: Files, swapped: Swapped, options: Options) -> Contents:
     """The checkpoint that the files form: first slices, then parameters of them, then the rest."""
     slices, joins = Slices(files, options, swapped.sources), Joins.of(files, options)
+    slices.importer.writer = _written_by(files)
     slices.skip(swapped.emptied, "placeholder", _SWAPPED)
     if "zenflow" in zero_config(files.models[0][0]) and any(files.ranks):
         slices.importer.cause = _ZENFLOW
@@ -101,6 +102,18 @@ def _read(files: Files, swapped: Swapped, options: Options) -> Contents:
     add_extras(slices)
     skip_other_files(slices, swapped.sources)
     return slices.importer.contents()
+
+
+def _written_by(files: Files) -> str:
+    """The writer, or nothing where the files do not name it."""
+    first = files.models[0][0]
+    version = first.state.get("ds_version")
+    if not isinstance(version, str):
+        return ""
+    ranks = {"data": len(files.ranks[0]), "tensor": files.tp, "pipeline": files.pp}
+    degrees = ", ".join(f"{kind} parallel {n}" for kind, n in ranks.items() if n > 1)
+    stage = 3 if files.zero3 else zero_config(first).get("stage", 0)
+    return f"DeepSpeed {version:.20}, ZeRO-{stage}{degrees and ', '}{degrees}"
 
 
 def _check_patterns(slices: Slices, joins: Joins) -> None:

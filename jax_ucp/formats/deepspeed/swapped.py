@@ -63,7 +63,7 @@ class Swapped:
     emptied: Sequence[str]
 
 
-def with_swapped(files: Files) -> Swapped:
+def with_swapped(files: Files, weights_only: bool) -> Swapped:
     """Raises FormatError, naming the file, where one that an empty tensor needs is missing."""
     if not files.zero3 or not any(map(_has_empty, files.all_ranks)):
         return Swapped(files, {}, [])
@@ -74,7 +74,7 @@ def with_swapped(files: Files) -> Swapped:
         )
     lengths = _partition_lengths(files)
     filled = [_Filling(files.folder, rank, lengths) for rank in files.ranks[0]]
-    ranks = [filling.rank_filled() for filling in filled]
+    ranks = [filling.rank_filled(weights_only) for filling in filled]
     sources = dict(itertools.chain.from_iterable(filling.sources.items() for filling in filled))
     emptied = itertools.chain.from_iterable(filling.emptied for filling in filled)
     return Swapped(replace(files, ranks=[ranks]), sources, list(emptied))
@@ -95,14 +95,16 @@ class _Filling:
         self.sources: dict[str, SwapFile] = {}
         self.emptied: list[str] = []
 
-    def rank_filled(self) -> Rank:
+    def rank_filled(self, weights_only: bool) -> Rank:
         state = self._rank.state
+        masters = [self._filled(index, value) for index, value in enumerate(self._rank.masters)]
+        if weights_only:
+            return replace(self._rank, state={**state, "fp32_flat_groups": masters})
         optimizer = as_dict(state["optimizer_state_dict"])
         states = {
             index: {name: self._filled(index, value) for name, value in as_dict(group).items()}
             for index, group in as_dict(optimizer.get("state")).items()
         }
-        masters = [self._filled(index, value) for index, value in enumerate(self._rank.masters)]
         optimizer = {**optimizer, "state": states}
         state = {**state, "fp32_flat_groups": masters, "optimizer_state_dict": optimizer}
         return replace(self._rank, state=state)
