@@ -30,6 +30,23 @@ tests/formats_table.py > docs/formats.md`; tests compare lines of it with a run,
 
 {table}
 
+## Writers of DeepSpeed's files
+
+Run: DeepSpeed 0.19.8 and 0.18.2, on CPUs, with `tests/generators/deepspeed.py`; some parts that need a GPU were replaced
+by plain arithmetic, as a case's line says. What opens beside Adam, Lion and SGD, and what does not:
+
+| what | | |
+|---|---|---|
+| Muon | opens | ZeRO-1 and 2 have the momentum of a matrix whole on each rank that has a part of it: copies are compared. Before 0.19.3 ranks have different ones of a matrix in two partitions, which is refused; `on_conflict='master'` takes the first rank's |
+| 8-bit optimizers of bitsandbytes 0.50 | opens | as codes, tables and scales; `dequantize='float32'` gives the numbers. AdEMAMix's first moments stay codes |
+| Adafactor | opens | its RMS is of a rank's partition, and an extra of each file |
+| 1-bit Adam, 0/1 Adam, 1-bit LAMB | opens | removed from DeepSpeed after 0.19.5; the errors of compression are rank 0's, as saved |
+| MiCS | opens | removed from DeepSpeed after 0.19.5 |
+| ZeRO++ | opens | the second partitions (hpZ) and quantised communication (qwZ, qgZ) are in no file; frozen weights under `zero_quantized_nontrainable_weights` are saved without their scales and refused |
+| ZenFlow | `on_conflict=` | masters may be behind the weights; with `overlap_step` no moments are saved |
+| SuperOffload | opens, from the source of 0.19.8 | the files are ZeRO-3's; moments are in another process and not saved, which a note says |
+| NVMe | opens | ZeRO-3 without tensor or expert parallelism, with `offloaded_tensors` beside the files |
+
 ## Folders of weights
 
 What is read of a folder with safetensors or with files of torch.save is decided by names and indexes: what transformers
