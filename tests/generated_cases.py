@@ -12,7 +12,8 @@ from jax_ucp.sources.consolidated import same_bits
 
 
 def is_generated(folder: Path) -> bool:
-    return (folder / "ckpt").exists() and "writer" in about(folder)
+    made = (folder / "case.json").is_file() and (folder / "truth.npz").is_file()
+    return made and isinstance(about(folder).get("writer"), dict)
 
 
 def about(folder: Path) -> Mapping[str, Any]:
@@ -20,10 +21,21 @@ def about(folder: Path) -> Mapping[str, Any]:
 
 
 def truth(folder: Path) -> dict[str, np.ndarray]:
-    """The live state; what ranks held differently has no truth, and is not in it."""
+    """The live state as it is stored, by label; what ranks held differently has no truth."""
+    states = _arrays(folder)
+    return {key: states[key] for key in states if not key.startswith(("differs/", "dequantized"))}
+
+
+def meant(folder: Path) -> dict[str, np.ndarray]:
+    """What codes in the live state meant, by `dequantized<number of the state>/<parameter>`."""
+    states = _arrays(folder)
+    return {key: states[key] for key in states if key.startswith("dequantized")}
+
+
+def _arrays(folder: Path) -> dict[str, np.ndarray]:
     dtypes = about(folder)["dtypes"]
     with np.load(folder / "truth.npz") as arrays:
-        found = {key: arrays[key] for key in arrays.files if not key.startswith("differs/")}
+        found = {key: arrays[key] for key in arrays.files}
     return {
         key: array.view(getattr(ml_dtypes, dtypes[key])) if key in dtypes else array
         for key, array in found.items()

@@ -430,10 +430,11 @@ def whole_state(engine, names) -> dict[str, object]:
 
         result[f"param/{name}"] = of_parameter(master)
         for state, value in dequantised(base.state.get(master, {})).items():
-            if hasattr(value, "shape") and of_parameter(value) is not None:
-                result[f"{state}/{name}"] = of_parameter(value)
-            elif not hasattr(value, "shape") or value.shape == ():
+            if not hasattr(value, "shape") or value.shape == ():
                 result[f"{state}/{name}"] = np.asarray(float(value))
+            elif of_parameter(value) is not None or at is None:
+                whole = of_parameter(value)
+                result[f"{state}/{name}"] = as_numpy(value) if whole is None else whole
     return result
 
 
@@ -624,7 +625,7 @@ def work(spec: dict, out: Path) -> None:
             name: tuple(getattr(p, "ds_shape", p.shape))
             for name, p in engine.module.named_parameters()
         }
-        truth = join(gathered, shapes)
+        truth = join(gathered if spec["stage"] else gathered[:1], shapes)
         np.savez(out / "truth.npz", **truth)
         classes = [type(engine.optimizer).__name__]
         classes.append(type(getattr(engine.optimizer, "optimizer", engine.optimizer)).__name__)
