@@ -485,6 +485,9 @@ def partitions(engine, names, stage: int) -> dict[str, object]:
                     result[key] = np.asarray(float(value))
                 elif value.numel() == master.numel():
                     result[key] = (start, as_numpy(value.reshape(-1)[at : at + count]))
+        if getattr(group[0], "use_muon", False):  # both kinds of parameters step at once
+            counts = {float(one["step"]) for one in base_of(opt).state.values() if "step" in one}
+            result |= {f"step/{names[p]}": np.asarray(count) for p in group for count in counts}
         momentum = state.get("momentum_buffer")
         if stage != 3 and momentum is not None and momentum.numel() != master.numel():
             at = 0

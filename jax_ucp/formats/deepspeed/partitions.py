@@ -45,6 +45,10 @@ _NO_MOMENTS = (
     " SuperOffload, and ZenFlow with overlap_step, keep moments in a process of their own, which"
     " DeepSpeed does not save"
 )
+_STEP_OF_MUON = (
+    "the step of parameters that Muon updates is that of the optimizer's other parameters: it"
+    " stores none for its own, and updates both at once"
+)
 _EACH_ITS_OWN = "each rank has its own, so that it is of its partition"
 
 # Of each parameter in a rank's partition the first element, and how many there are.
@@ -97,17 +101,41 @@ def add_partitions(slices: Slices) -> None:
     parts: dict[str, tuple[Rank, StoredTensor]] = {}
     if slices.options.weights_only:
         _leave(slices)
-    for team in teams(slices.files, slices.options.weights_only):
+    all_teams = list(teams(slices.files, slices.options.weights_only))
+    for team in all_teams:
         _add_settings(slices, team)
         _add_flat_states(slices, team)
         _add_wholes(slices, team)
         parts |= _parts_of_codes(slices, team)
         _add_values(slices, team)
         _add_addresses(addresses, team.group)
+    _add_muon_steps(slices, all_teams)
     _note_missing_moments(slices)
     for rank, tensor in parts.values():  # groups share their tables
         keep_apart(slices.importer, rank, tensor, PART_OF_CODES)
     _check_mappings(slices, addresses)
+
+
+def _add_muon_steps(slices: Slices, all_teams: Sequence[Team]) -> None:
+    """Add the step of parameters that Muon updates, where the optimizer's others agree on theirs.
+
+    Muon stores none, and one call of it updates both kinds (`runtime/zero/muon/muon_optimizer.py`).
+    """
+    muon = [team for team in all_teams if team.settings.get("use_muon")]
+    steps = [
+        (rank, value)
+        for team in all_teams
+        for rank, value in zip(team.group.ranks, team.group.scalars.get("step", ()), strict=False)
+    ]
+    ranks, values = [rank for rank, _ in steps], [value for _, value in steps]
+    if not muon or not steps or _differ(slices, ranks, values):
+        return
+    for team in muon:
+        stage, _, _ = slices.place(team.mp)
+        for name in team.names.values():
+            if ("step", name) not in slices.states:
+                slices.states["step", name].values[stage].append(steps[0])
+    slices.importer.notes.append(_STEP_OF_MUON)
 
 
 def _note_missing_moments(slices: Slices) -> None:
