@@ -123,7 +123,7 @@ for overlap in (False, True):
     for stage in (1, 2, 3):
         case(
             f"zenflow_z{stage}{'_overlap' if overlap else ''}", stage=stage,
-            steps=6, optimizer=by_config("AdamW"), replaced=["ZenFlow's optimizer process"],
+            steps=3, optimizer=by_config("AdamW"), replaced=["ZenFlow's optimizer process"],
             zero={**CPU, "overlap_comm": True,
                   "zenflow": {"topk_ratio": 0.25, "select_strategy": "step", "select_interval": 2,
                               "update_interval": 2, "full_warm_up_rounds": 1,
@@ -132,7 +132,7 @@ for overlap in (False, True):
 for kind in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb"):
     for dtype in ("fp32", "fp16"):
         params = {"freeze_step": 2} if kind != "ZeroOneAdam" else {"var_freeze_step": 2}
-        case(f"{kind.lower()}_{dtype}", stage=0, dtype=dtype, steps=4,
+        case(f"{kind.lower()}_{dtype}", stage=0, dtype=dtype,
              replaced=["the compressed all-reduce"],
              optimizer=by_config(kind, **params, cuda_aware=False, comm_backend_name="nccl"))  # fmt: skip
 for shard, world in ((1, 2), (2, 4), (2, 2)):

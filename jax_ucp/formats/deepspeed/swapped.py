@@ -32,18 +32,21 @@ from jax_ucp.sources.protocol import ArrayInfo, ArraySource
 _FOLDER = "offloaded_tensors"
 _PLAIN = re.compile(r"[A-Za-z0-9_-]+")
 _ELEMENTS = "elements"
+_ALIGNED = 1024  # AIO_ALIGNED_BYTES, `runtime/swap_tensor/utils.py`
 
 
 class SwapFile(ArraySource):
     """The elements in a swap file, as its one array."""
 
     def __init__(self, path: FilePath, info: ArrayInfo):
-        self._bytes, self._info = FileRange(path), info
-        if self._bytes.size < info.nbytes:
+        size = path.size()
+        if size < info.nbytes or size % _ALIGNED not in (0, info.nbytes % _ALIGNED):
             raise FormatError(
-                f"{path} has {self._bytes.size} bytes, where the partition that was swapped out to"
-                f" it has {info.nbytes}: it was cut, or is of another run"
+                f"{path} has {size} bytes, where the partition that was swapped out to it has"
+                f" {info.nbytes}, or up to a multiple of {_ALIGNED}: it was cut or changed, or is"
+                " of another run"
             )
+        self._bytes, self._info = FileRange(path), info
 
     def arrays(self) -> Mapping[str, ArrayInfo]:
         return {_ELEMENTS: self._info}
