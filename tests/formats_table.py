@@ -74,8 +74,8 @@ tensor without scales, and without such a config, is a weight like any other.
 A file that is missing, cut short, of another world size, step or run is refused by name, or a restore finds it by a
 sample of its copies, a conversion by all of them. These are not, because nothing that is stored tells:
 
-- **ZeRO-3**: the ranks of one run exchanged, or a rank's file from another run of the same shapes and step. There is
-  one copy of everything, and a file does not say whose it is, unless there are experts.
+- **ZeRO-3**: a rank's file from another run of the same shapes and step, swap files of two ranks exchanged, or whole
+  files that were not written by name (torch.save puts the name into the zip). There is one copy of everything.
 - **ZeRO-0**: what the one file of model states, or that of an expert, has is stored nowhere else.
 - **Whose a numbered optimizer state is**: torch numbers parameters in the order in which a script lists them, and
   ZeRO-0 in fp32, files of torch.save and some of DCP have the numbers alone. States are mapped where names are stored,

@@ -415,6 +415,8 @@ def _optimizers(names: _Names, run: _Run, weights_only: bool) -> list[list[Rank]
 
     ranks = [[open_rank(dp, mp) for dp in range(run.world)] for mp in range(run.mp_world)]
     _refuse_copies(((rank, rank.masters) for rank in itertools.chain(*ranks)), "masters")
+    for rank in itertools.chain(*ranks) if run.zero3 else ():  # nothing else in them says whose
+        _check_saved_as(rank)
     return ranks
 
 
@@ -502,6 +504,22 @@ def _open_rank(dp: int, path: FilePath, run: _Run) -> Rank:
             " the ranks, which is not read"
         )
     return Rank(stored.file, state, dp)
+
+
+def _check_saved_as(stored: Stored) -> None:
+    """Raise FormatError where torch.save wrote the file under the name of another rank's."""
+    written = _OPTIM.fullmatch(f"{stored.file.saved_as}.pt")
+    named = _OPTIM.fullmatch(stored.file.path.name)
+    if written and named and _rank_of(written) != _rank_of(named):
+        raise FormatError(
+            f"{stored.file.path} was written as {written[0]}, by the name inside it: it was"
+            " renamed, or exchanged for another rank's. Give each file the name that it was"
+            " written under"
+        )
+
+
+def _rank_of(match: re.Match[str]) -> tuple[int, int]:
+    return int(match["dp"]), int(match["mp"])
 
 
 def _check_stage(path: FilePath, state: Mapping[str, Any], run: _Run) -> None:

@@ -114,6 +114,16 @@ def test_a_swap_file_that_is_missing_or_cut_is_refused_by_name(tmp_path):
         ucp.open(folder)
 
 
+def test_ranks_of_zero_3_that_were_exchanged_are_refused_by_the_names_inside(tmp_path):
+    folder = _copy("mics_shard2_dp4", tmp_path)
+    first, second = sorted(folder.glob("*/*_optim_states.pt"))
+    data = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(data)
+    with pytest.raises(FormatError, match=rf"{first.name} was written as {second.name}"):
+        ucp.open(folder)
+
+
 def test_zenflow_says_why_masters_and_weights_differ():
     checkpoint = ucp.open(DATA / "zenflow_z2" / "ckpt")
     assert any("ZenFlow" in note for note in checkpoint.notes)
