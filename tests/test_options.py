@@ -716,6 +716,7 @@ SOURCE = {
 }
 SOURCE |= {
     "no_dequantize": "harmless",
+    "dequantize": "refused",
     "optimizer_groups": "refused",
     "config": "refused",
     "assume": "refused",

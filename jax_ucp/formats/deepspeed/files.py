@@ -280,11 +280,16 @@ def _is_zero3(names: _Names) -> bool:
     stages = {dp is not None for dp, _ in names.models}
     if len(stages) > 1:
         raise FormatError(
-            f"{names.folder} has model states of ZeRO-3 ({_model_name(0, 0)}) and of another stage "
-            f"({_model_name(None, 0)}): two saves with different settings are in one folder. "
-            "Remove the files of the older one"
+            f"{names.folder} has model states of ZeRO-3 ({_first_of(names, True)}) and of another"
+            f" stage ({_first_of(names, False)}): two saves with different settings are in one"
+            " folder. Remove the files of the older one"
         )
     return stages.pop()
+
+
+def _first_of(names: _Names, zero3: bool) -> str:
+    """The first model states of ZeRO-3, or of another stage."""
+    return min(name for (dp, _), name in names.models.items() if (dp is not None) == zero3)
 
 
 def _has_flat_groups(path: FilePath) -> bool:
